@@ -1,0 +1,2 @@
+//! See the library.
+fn main() {}

@@ -1,0 +1,1 @@
+//! The accuracy of every guess of every head on given rows.

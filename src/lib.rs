@@ -1,0 +1,43 @@
+//! Medusa heads for Llama-family backbones: train them, measure them, search their tree, decode with them
+//! (arXiv 2401.10774).
+//!
+//! # The life of a run
+//!
+//! ```text
+//! recipe.toml ─ recipe ─► data rows ─► backbone (frozen) ─► hidden states ─► heads ─► losses ─► AdamW ─► final/
+//!                                                                                                          │
+//!            calibration.json ◄─ calibrate ◄───────────────────────────────────────────────────────────────┤
+//!                   └─► tree search ─► tree.json ─► decode: propose ─ verify in one pass ─ accept ─ commit ◄┘
+//! ```
+//!
+//! # Layers
+//!
+//! Imports point down only, siblings do not import each other (`tests/layering.rs` checks it):
+//!
+//! ```text
+//! L6 cli, bin          one file a verb
+//! L5 recipe            the only TOML reader
+//! L4 calibrate         what is made from a trained run
+//! L3 train   decode    the two loops
+//! L2 medusa  data      the method; text to labelled token rows
+//! L1 model             a Llama backbone, which has never heard of Medusa
+//! L0 torch files numbers   devices, optimizers; atomic files; numbers that cannot be bad
+//! ```
+//!
+//! # Shape letters
+//!
+//! `B` rows, `T` tokens of a row, `S` cached tokens, `N` rows of a product (any tokens, flattened), `H` hidden size,
+//! `V` vocabulary, `K` Medusa heads, `Q` query heads, `G` key/value heads, `D` head size.
+//! A tensor's name ends in its axes: `hidden_bth` is `[B, T, H]`.
+
+pub mod calibrate;
+pub mod cli;
+pub mod data;
+pub mod decode;
+pub mod files;
+pub mod medusa;
+pub mod model;
+pub mod numbers;
+pub mod recipe;
+pub mod torch;
+pub mod train;

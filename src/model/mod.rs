@@ -1,0 +1,23 @@
+//! A Llama backbone from a Hugging Face folder: config, weights, forward pass. It has never heard of Medusa.
+
+use serde::{Deserialize, Serialize};
+
+use crate::torch::Dtype;
+
+pub mod attention;
+pub mod config;
+pub mod kv_cache;
+pub mod linear;
+pub mod llama;
+pub mod rope;
+pub mod weights;
+
+/// `[backbone]` of a recipe.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackboneConfig {
+    /// A folder in Hugging Face layout.
+    pub path: String,
+    /// What the backbone computes in.
+    pub dtype: Dtype,
+}

@@ -1,0 +1,1 @@
+//! A recipe is a whole run. The only TOML reader.

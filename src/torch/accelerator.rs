@@ -1,0 +1,93 @@
+//! Opens libtorch's CUDA half at run time, so that one binary serves machines with and without it.
+//!
+//! The binary links libtorch_cpu only. libtorch_cuda registers its kernels from static initialisers, so opening it is
+//! enough; but libtorch keeps its first answer about CUDA for ever, so [`open`] has to run before anything else asks.
+#![expect(unsafe_code, reason = "opening a shared library runs its initialisers")]
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// What this process can compute on beside the CPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Accelerator {
+    /// libtorch_cuda is open and sees this many devices.
+    Cuda {
+        /// How many.
+        devices: usize,
+    },
+    /// libtorch_cuda is open, but there is no usable driver or device.
+    NoDevice,
+    /// libtorch_cuda is not open; why.
+    CpuOnly(String),
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Accelerator::Cuda { devices } => write!(f, "CUDA with {devices} device(s)"),
+            Accelerator::NoDevice => write!(f, "libtorch_cuda is there, but no NVIDIA driver or device answers"),
+            Accelerator::CpuOnly(why) => write!(f, "CPU only ({why})"),
+        }
+    }
+}
+
+/// Opens libtorch_cuda if it lies beside libtorch_cpu. `MEDUSA_CUDA=off` skips it, `MEDUSA_CUDA=/path` names the file.
+pub fn open() -> &'static Accelerator {
+    static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
+    ACCELERATOR.get_or_init(|| {
+        let wish = std::env::var("MEDUSA_CUDA").unwrap_or_default();
+        if wish == "off" || wish == "0" {
+            return Accelerator::CpuOnly("switched off by MEDUSA_CUDA".into());
+        }
+        match find(&wish).and_then(|path| load(&path)) {
+            Ok(()) if tch::Cuda::is_available() => {
+                Accelerator::Cuda { devices: usize::try_from(tch::Cuda::device_count()).unwrap_or(0) }
+            }
+            Ok(()) => Accelerator::NoDevice,
+            Err(why) => Accelerator::CpuOnly(why),
+        }
+    })
+}
+
+/// The folder from which this process loaded libtorch_cpu.
+pub fn libtorch_folder() -> Option<PathBuf> {
+    let _ = tch::get_num_threads(); // with --as-needed, a program that uses no symbol of libtorch is not linked to it
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let mapped = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
+    mapped
+        .filter(|path| path.file_name().is_some_and(|n| n == "libtorch_cpu.so"))
+        .find_map(|p| p.parent())
+        .map(Into::into)
+}
+
+fn find(wish: &str) -> Result<PathBuf, String> {
+    if !wish.is_empty() {
+        return Ok(wish.into());
+    }
+    let path = libtorch_folder().ok_or("libtorch_cpu is not mapped from a file")?.join("libtorch_cuda.so");
+    if path.exists() { Ok(path) } else { Err("this libtorch has no libtorch_cuda".into()) }
+}
+
+#[cfg(target_os = "linux")]
+fn load(path: &Path) -> Result<(), String> {
+    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
+    // SAFETY: runs libtorch's own initialisers, once. RTLD_GLOBAL: libraries that libtorch opens later look symbols up here.
+    let library = unsafe { Library::open(Some(path), RTLD_LAZY | RTLD_GLOBAL) }.map_err(|e| chain(&e))?;
+    std::mem::forget(library); // libtorch cannot be unloaded
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn load(_: &Path) -> Result<(), String> {
+    Err("CUDA is used on Linux only".into())
+}
+
+/// libloading's own text is "dlopen failed"; the loader's words are in `source()`.
+#[cfg(target_os = "linux")]
+fn chain(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {}", chain(source)),
+        None => error.to_string(),
+    }
+}

@@ -1,0 +1,56 @@
+//! A tensor's memory as bytes, and bytes as a tensor, without a copy.
+#![expect(unsafe_code, reason = "tch gives the address of a tensor's memory and takes one; only here")]
+
+use tch::{Device, Kind, Tensor};
+
+/// The bytes of a contiguous CPU tensor, in memory order.
+///
+/// # Panics
+/// If the tensor is on another device or not contiguous.
+pub fn of(tensor: &Tensor) -> &[u8] {
+    assert!(
+        tensor.device() == Device::Cpu && tensor.is_contiguous(),
+        "bytes of a tensor need it contiguous on the CPU"
+    );
+    let length = tensor.numel() * tensor.kind().elt_size_in_bytes();
+    if length == 0 {
+        return &[];
+    }
+    // SAFETY: a contiguous CPU tensor owns `numel` elements from `data_ptr`, and the borrow keeps the tensor alive.
+    unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }
+}
+
+/// A CPU tensor over `bytes`, which it does not own.
+///
+/// # Safety
+/// `bytes` must outlive every tensor that shares this one's memory, must be aligned to `kind`'s size, and must never be written
+/// through the tensor if it is read-only.
+///
+/// # Panics
+/// If `bytes` has another length than `shape` and `kind` say, or is not aligned.
+pub unsafe fn view(bytes: &[u8], shape: &[i64], kind: Kind) -> Tensor {
+    let size = kind.elt_size_in_bytes();
+    let elements: usize = shape.iter().map(|&d| usize::try_from(d).expect("a shape has no negative length")).product();
+    assert_eq!(bytes.len(), elements * size, "bytes of a {kind:?} tensor of shape {shape:?}");
+    assert!(bytes.as_ptr().addr().is_multiple_of(size), "a {kind:?} tensor needs aligned bytes");
+    let mut strides = vec![1; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        strides[axis - 1] = strides[axis] * shape[axis];
+    }
+    // SAFETY: the memory holds exactly these elements; its lifetime is the caller's promise.
+    unsafe { Tensor::from_blob(bytes.as_ptr(), shape, &strides, kind, Device::Cpu) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_of_a_tensor_are_its_elements() {
+        let tensor = Tensor::from_slice2(&[[1f32, 2.0], [3.0, 4.0]]);
+        let expected: Vec<u8> = [1f32, 2.0, 3.0, 4.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(of(&tensor), expected);
+        // SAFETY: `tensor` lives to the end of the test, and the view is only read.
+        assert_eq!(unsafe { view(of(&tensor), &[2, 2], Kind::Float) }, tensor);
+    }
+}

@@ -1,0 +1,149 @@
+//! The only room that knows which libtorch and which device: opening CUDA at run time, dtypes, the seed,
+//! panics of libtorch turned into errors, memory figures, raw bytes of tensors.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind};
+
+pub mod accelerator;
+pub mod bytes;
+mod guard;
+pub mod memory;
+pub mod optim;
+
+pub use accelerator::Accelerator;
+pub use guard::{TorchPanic, guard};
+
+/// The libtorch that this program is built for.
+pub const LIBTORCH_VERSION: &str = "2.11.0";
+
+/// What a backbone computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// 32 bits.
+    Float32,
+    /// 16 bits with float32's range.
+    BFloat16,
+    /// 16 bits, IEEE half precision.
+    Float16,
+}
+
+impl Dtype {
+    /// libtorch's name of it.
+    pub fn kind(self) -> Kind {
+        match self {
+            Dtype::Float32 => Kind::Float,
+            Dtype::BFloat16 => Kind::BFloat16,
+            Dtype::Float16 => Kind::Half,
+        }
+    }
+
+    /// Bytes of one element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Dtype::Float32 => 4,
+            Dtype::BFloat16 | Dtype::Float16 => 2,
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Dtype::Float32 => "float32",
+            Dtype::BFloat16 => "bfloat16",
+            Dtype::Float16 => "float16",
+        })
+    }
+}
+
+impl FromStr for Dtype {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "float32" => Ok(Dtype::Float32),
+            "bfloat16" => Ok(Dtype::BFloat16),
+            "float16" => Ok(Dtype::Float16),
+            other => Err(format!("expected float32, bfloat16 or float16, got {other:?}")),
+        }
+    }
+}
+
+/// `--device` as it was typed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// CUDA where there is a usable one, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A CUDA device by index.
+    Cuda(usize),
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "auto" => Ok(DeviceChoice::Auto),
+            None if text == "cpu" => Ok(DeviceChoice::Cpu),
+            None if text == "cuda" => Ok(DeviceChoice::Cuda(0)),
+            Some(("cuda", index)) => index.parse().map(DeviceChoice::Cuda).map_err(|_| bad_device(text)),
+            _ => Err(bad_device(text)),
+        }
+    }
+}
+
+fn bad_device(text: &str) -> String {
+    format!("expected auto, cpu, cuda or cuda:N, got {text:?}")
+}
+
+/// A device was asked for that this process cannot use.
+#[derive(Debug, thiserror::Error)]
+#[error("cuda:{index} cannot be used: {reason}; run `medusa doctor`, or use --device cpu")]
+pub struct DeviceUnavailable {
+    index: usize,
+    reason: String,
+}
+
+impl DeviceChoice {
+    /// The device, if this process can use it.
+    ///
+    /// # Errors
+    /// [`DeviceUnavailable`] names what is missing.
+    pub fn resolve(self) -> Result<Device, DeviceUnavailable> {
+        let index = match (self, accelerator::open()) {
+            (DeviceChoice::Cpu, _) => return Ok(Device::Cpu),
+            (DeviceChoice::Auto, Accelerator::Cuda { .. }) => return Ok(Device::Cuda(0)),
+            (DeviceChoice::Auto, _) => return Ok(Device::Cpu),
+            (DeviceChoice::Cuda(index), Accelerator::Cuda { devices }) if index < *devices => {
+                return Ok(Device::Cuda(index));
+            }
+            (DeviceChoice::Cuda(index), _) => index,
+        };
+        Err(DeviceUnavailable { index, reason: accelerator::open().to_string() })
+    }
+}
+
+/// Seeds everything that libtorch draws.
+pub fn seed(seed: u64) {
+    #[expect(clippy::disallowed_methods, reason = "the one place that seeds")]
+    tch::manual_seed(seed.cast_signed());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_as_the_command_line_has_them() {
+        assert_eq!("cuda:3".parse(), Ok(DeviceChoice::Cuda(3)));
+        assert_eq!("auto".parse(), Ok(DeviceChoice::Auto));
+        assert!("cuda:x".parse::<DeviceChoice>().is_err() && "gpu".parse::<DeviceChoice>().is_err());
+    }
+}

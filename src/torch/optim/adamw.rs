@@ -1,0 +1,1 @@
+//! AdamW (Loshchilov & Hutter, 2019).

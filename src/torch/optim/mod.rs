@@ -1,0 +1,55 @@
+//! Optimizers on tensors, with visible, savable state.
+
+use serde::{Deserialize, Serialize};
+
+use crate::numbers::{Fraction, NonNegative, Positive};
+
+pub mod adamw;
+
+/// `[optimizer]` of a recipe.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// Which optimizer.
+    #[serde(default)]
+    pub name: OptimizerName,
+    /// Peak learning rate.
+    pub learning_rate: Positive,
+    /// Exponential decay rates of the two moments.
+    #[serde(default = "default_betas")]
+    pub betas: [Fraction; 2],
+    /// Added to the denominator.
+    #[serde(default = "default_eps")]
+    pub eps: Positive,
+    /// Decoupled weight decay.
+    #[serde(default = "default_weight_decay")]
+    pub weight_decay: NonNegative,
+    /// Gradient norm over all trainable parameters is clipped to this.
+    #[serde(default = "default_max_grad_norm")]
+    pub max_grad_norm: Positive,
+}
+
+/// The optimizers this version has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerName {
+    /// AdamW with float32 moments.
+    #[default]
+    AdamW,
+}
+
+fn default_betas() -> [Fraction; 2] {
+    [0.9, 0.999].map(|b| Fraction::new(b).expect("a constant"))
+}
+
+fn default_eps() -> Positive {
+    Positive::new(1e-8).expect("a constant")
+}
+
+fn default_weight_decay() -> NonNegative {
+    NonNegative::new(0.0).expect("a constant")
+}
+
+fn default_max_grad_norm() -> Positive {
+    Positive::new(1.0).expect("a constant")
+}

@@ -1,0 +1,65 @@
+//! The training loop: a recipe's rows in, heads out, resumable at every checkpoint.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+pub mod schedule;
+
+/// `[train]` of a recipe.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainConfig {
+    /// The run's folder.
+    pub output_dir: PathBuf,
+    /// Passes over the training rows; exactly one of `epochs` and `max_steps`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<NonZeroUsize>,
+    /// Optimizer steps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_steps: Option<NonZeroUsize>,
+    /// Sequences a forward pass.
+    pub micro_batch_size: NonZeroUsize,
+    /// Forward passes an optimizer step.
+    #[serde(default = "one")]
+    pub gradient_accumulation_steps: NonZeroUsize,
+    /// Seeds the order of rows and everything else that is drawn.
+    #[serde(default = "forty_two")]
+    pub seed: u64,
+    /// Optimizer steps between lines of metrics.jsonl.
+    #[serde(default = "one")]
+    pub log_every: NonZeroUsize,
+    /// Optimizer steps between checkpoints.
+    #[serde(default = "two_hundred")]
+    pub save_every: NonZeroUsize,
+    /// Optimizer steps between evaluations; absent = at the end only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eval_every: Option<NonZeroUsize>,
+    /// Older checkpoints are removed.
+    #[serde(default = "three")]
+    pub keep_checkpoints: NonZeroUsize,
+    /// Keep the backbone's hidden states on disk across epochs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hidden_state_cache: Option<PathBuf>,
+}
+
+fn nonzero(n: usize) -> NonZeroUsize {
+    NonZeroUsize::new(n).expect("a constant above 0")
+}
+
+fn one() -> NonZeroUsize {
+    nonzero(1)
+}
+
+fn three() -> NonZeroUsize {
+    nonzero(3)
+}
+
+fn two_hundred() -> NonZeroUsize {
+    nonzero(200)
+}
+
+fn forty_two() -> u64 {
+    42
+}
