@@ -17,6 +17,7 @@ use serde::Serialize;
 use crate::torch::{self, DeviceChoice, Dtype};
 
 pub mod doctor;
+pub mod inspect;
 
 const FAILED: u8 = 1;
 const WRONG_USAGE: u8 = 2;
@@ -69,12 +70,14 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa doctor";
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    Inspect(inspect::InspectArgs),
     Doctor(doctor::DoctorArgs),
 }
 
 impl Verb {
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
+            Verb::Inspect(args) => inspect::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
