@@ -1,2 +1,5 @@
 //! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
+mod command_line;
+mod layering;
+mod readme;
 mod recipe;
