@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{CommonFlags, UsageError, print_json, print_line};
+use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{WeightFiles, WeightsError, map_file};
@@ -250,8 +250,4 @@ fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
     let sizes: Vec<String> =
         found.bytes.iter().map(|(dtype, bytes)| format!("{dtype} {}", mebibytes(*bytes))).collect();
     writeln!(out, "memory       {}", sizes.join(", "))
-}
-
-fn mebibytes(bytes: u64) -> String {
-    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
