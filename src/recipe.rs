@@ -9,12 +9,14 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::data::DataConfig;
+use crate::data::source::{self, SourceError};
 use crate::medusa::heads::HeadsConfig;
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::torch::optim::OptimizerConfig;
 use crate::train::TrainConfig;
+use crate::train::run::Job;
 use crate::train::schedule::ScheduleConfig;
 
 mod place;
@@ -151,15 +153,13 @@ pub enum Mistake {
         /// What belongs there.
         hint: &'static str,
     },
-    /// A file pattern.
-    #[error("{key}: {pattern:?} {reason}")]
-    Pattern {
+    /// Data files that are not there.
+    #[error("{key}: {error}")]
+    Files {
         /// The key.
         key: &'static str,
-        /// The pattern.
-        pattern: String,
-        /// What is wrong with it.
-        reason: String,
+        /// Which, and why.
+        error: SourceError,
     },
 }
 
@@ -205,6 +205,22 @@ impl Recipe {
     /// Never: every recipe that loads can be written.
     pub fn resolved_toml(&self) -> String {
         toml::to_string(self).expect("a recipe holds only what TOML can say")
+    }
+
+    /// The recipe as the training loop takes it.
+    pub fn job(&self, device: tch::Device) -> Job {
+        let Stage::Medusa1(Medusa1Config {}) = self.stage;
+        Job {
+            backbone: self.backbone.clone(),
+            heads: self.heads.clone(),
+            loss: self.loss.clone(),
+            data: self.data.clone(),
+            optimizer: self.optimizer.clone(),
+            schedule: self.schedule.clone(),
+            train: self.train.clone(),
+            resolved_recipe: self.resolved_toml(),
+            device,
+        }
     }
 
     fn check_values(&self, text: &Text<'_>) -> Result<(), RecipeError> {
@@ -273,12 +289,7 @@ impl Recipe {
 
     fn check_files(&self, text: &Text<'_>) -> Result<(), RecipeError> {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
-            for pattern in patterns {
-                check_pattern(pattern).map_err(|reason| {
-                    let mistake = Mistake::Pattern { key, pattern: pattern.clone(), reason };
-                    wrong(text.value(key), mistake)
-                })?;
-            }
+            source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
         match &self.heads.init_from {
             Some(path) if !path.join("heads.safetensors").is_file() => {
@@ -360,9 +371,4 @@ fn check_stages(text: &Text<'_>) -> Result<(), RecipeError> {
             Err(wrong(place, Mistake::Stages { found }))
         }
     }
-}
-
-fn check_pattern(pattern: &str) -> Result<(), String> {
-    let files = glob::glob(pattern).map_err(|error| format!("is no file pattern: {error}"))?;
-    if files.flatten().any(|path| path.is_file()) { Ok(()) } else { Err("matches no file".into()) }
 }

@@ -216,7 +216,7 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
 
     write(&backbone.join("config.json"), CONFIG);
     let error = Recipe::load(&path).unwrap_err().to_string();
-    assert!(error.contains("line 9, column 9: data.train: \"rows.jsonl\" matches no file"), "{error}");
+    assert!(error.contains("line 9, column 9: data.train: data file rows.jsonl does not exist"), "{error}");
 
     write(&dir.path().join("rows.jsonl"), "");
     let rows = format!("train = [{:?}]", dir.path().join("*.jsonl"));

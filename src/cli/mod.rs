@@ -14,9 +14,12 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use serde::Serialize;
 
+use crate::recipe::RecipeError;
 use crate::torch::{self, DeviceChoice, Dtype};
 
 pub mod doctor;
+pub mod inspect;
+pub mod train;
 
 const FAILED: u8 = 1;
 const WRONG_USAGE: u8 = 2;
@@ -65,16 +68,30 @@ struct Medusa {
     verb: Verb,
 }
 
-const MEDUSA_EXAMPLE: &str = "Example:\n  medusa doctor";
+/// Train Medusa heads as a recipe says; the same as `medusa train`.
+#[derive(Debug, Parser)]
+#[command(name = "medusa-train", version, arg_required_else_help = true)]
+struct MedusaTrain {
+    #[command(flatten)]
+    common: CommonFlags,
+    #[command(flatten)]
+    args: train::TrainArgs,
+}
+
+const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml";
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    Train(train::TrainArgs),
+    Inspect(inspect::InspectArgs),
     Doctor(doctor::DoctorArgs),
 }
 
 impl Verb {
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
+            Verb::Train(args) => train::run(args, common),
+            Verb::Inspect(args) => inspect::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
@@ -85,6 +102,13 @@ pub fn medusa() -> ExitCode {
     let (command, matches) = parse::<Medusa>();
     let common = with_source_of_seed(command.common, &matches);
     finish(&common, || command.verb.run(&common))
+}
+
+/// The program `medusa-train`: the verb `train` alone.
+pub fn medusa_train() -> ExitCode {
+    let (command, matches) = parse::<MedusaTrain>();
+    let common = with_source_of_seed(command.common, &matches);
+    finish(&common, || train::run(&command.args, &common))
 }
 
 /// Parses the command line, or ends the process as clap does: help with 0, a wrong command line with 2.
@@ -116,17 +140,20 @@ fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> Ex
     }
 }
 
-/// `error: …`, then one `caused by: …` line a cause.
+/// `error: …`, then one `caused by: …` line a cause that is not told yet: many errors quote theirs.
 fn report(error: &anyhow::Error) {
-    let mut err = io::stderr().lock();
-    let _ = writeln!(err, "error: {error}"); // nowhere left to report a closed stderr
-    for cause in error.chain().skip(1) {
-        let _ = writeln!(err, "caused by: {cause}");
+    let mut told = format!("error: {error}");
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !told.contains(&cause) {
+            told = format!("{told}\ncaused by: {cause}");
+        }
     }
+    let _ = writeln!(io::stderr(), "{told}"); // nowhere left to report a closed stderr
 }
 
 fn status(error: &anyhow::Error) -> u8 {
-    if error.chain().any(<dyn Error>::is::<UsageError>) { WRONG_USAGE } else { FAILED }
+    let is_usage = |cause: &(dyn Error + 'static)| cause.is::<UsageError>() || cause.is::<RecipeError>();
+    if error.chain().any(is_usage) { WRONG_USAGE } else { FAILED }
 }
 
 /// The command line asks for something that cannot be: exit status 2.
@@ -145,6 +172,11 @@ pub fn device_name(device: tch::Device) -> String {
         tch::Device::Cuda(index) => format!("cuda:{index}"),
         other => format!("{other:?}").to_lowercase(),
     }
+}
+
+/// Bytes for people.
+pub fn mebibytes(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
 /// A result for people, on stdout.
