@@ -48,6 +48,21 @@ impl Linear {
         }
     }
 
+    /// As [`Linear::forward`], with the weights cast to `x`'s dtype: float32 masters that compute in bfloat16.
+    pub fn forward_in(&self, x: &Tensor) -> Tensor {
+        match &self.weight {
+            Weight::Dense(weight_oi) if weight_oi.kind() != x.kind() => {
+                x.linear(&weight_oi.to_kind(x.kind()), self.bias_o.as_ref().map(|bias| bias.to_kind(x.kind())))
+            }
+            _ => self.forward(x),
+        }
+    }
+
+    /// `[O]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias_o.as_ref()
+    }
+
     /// `[O, I]`, unless packed.
     pub fn dense_weight(&self) -> Option<&Tensor> {
         match &self.weight {
