@@ -4,6 +4,8 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use tch::{Kind, Tensor};
 
 use super::accept::{self, Acceptance};
@@ -72,6 +74,8 @@ pub struct Request<'a> {
     pub max_new_tokens: usize,
     /// 0 is greedy.
     pub temperature: NonNegative,
+    /// Of what is drawn.
+    pub seed: u64,
 }
 
 /// Why a generation ended.
@@ -177,9 +181,10 @@ pub fn plain(backbone: &Llama, request: &Request, on_tokens: &mut OnTokens) -> R
 
 fn plain_steps(backbone: &Llama, request: &Request, text: &mut Transcript) -> KvCache {
     let (mut cache, mut hidden_1h) = prefill(backbone, request.prompt);
+    let mut sampler = Sampler::new(request);
     let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
     loop {
-        let token_1 = choose(&backbone.logits(&hidden_1h), request.temperature.get());
+        let token_1 = sampler.next(&backbone.logits(&hidden_1h));
         let token = token_1.int64_value(&[0]);
         if text.commit(&[token]).is_break() {
             return cache;
@@ -211,7 +216,7 @@ pub fn medusa(
 fn medusa_steps(backbone: &Llama, medusa: &Medusa, request: &Request, text: &mut Transcript) -> KvCache {
     let (mut cache, mut hidden_1h) = prefill(backbone, request.prompt);
     // Greedy at any temperature: the step's first token is unconditionally accepted (paper section 2.3.1).
-    let mut root_1 = choose(&backbone.logits(&hidden_1h), 0.0);
+    let mut root_1 = backbone.logits(&hidden_1h).argmax(-1, false);
     let mut root = root_1.int64_value(&[0]);
     loop {
         if text.ends_with(root) {
@@ -297,12 +302,27 @@ fn prefill(backbone: &Llama, prompt: &[i64]) -> (KvCache, Tensor) {
     (cache, hidden_nh.narrow(0, length - 1, 1))
 }
 
-/// The next token, `[1]`, of logits `[1, V]`.
-fn choose(logits_1v: &Tensor, temperature: f64) -> Tensor {
-    if temperature == 0.0 {
-        return logits_1v.argmax(-1, false);
+/// Draws tokens. The stream of numbers is the same on every device, so only the probabilities can differ there.
+struct Sampler {
+    temperature: f64,
+    rng: ChaCha8Rng,
+}
+
+impl Sampler {
+    fn new(request: &Request) -> Self {
+        Self { temperature: request.temperature.get(), rng: ChaCha8Rng::seed_from_u64(request.seed) }
     }
-    (logits_1v.to_kind(Kind::Float) / temperature).softmax(-1, Kind::Float).multinomial(1, true).view([1])
+
+    /// The next token, `[1]`, of logits `[1, V]`.
+    fn next(&mut self, logits_1v: &Tensor) -> Tensor {
+        if self.temperature == 0.0 {
+            return logits_1v.argmax(-1, false);
+        }
+        let p_1v = (logits_1v.to_kind(Kind::Float) / self.temperature).softmax(-1, Kind::Double);
+        let below_1v = p_1v.cumsum(-1, Kind::Double).le(self.rng.random::<f64>());
+        let last = logits_1v.size()[1] - 1; // rounding may leave the sum below the number drawn
+        below_1v.sum_dim_intlist(-1, false, Kind::Int64).clamp_max(last)
+    }
 }
 
 fn check_prompt(backbone: &Llama, prompt: &[i64]) -> Result<(), DecodeError> {

@@ -9,6 +9,7 @@ use tch::Device;
 
 use super::*;
 use crate::decode::accept::TypicalAcceptance;
+use crate::medusa::heads::HeadsShape;
 use crate::medusa::tree::strategy::trees;
 use crate::model::attention::RowMask;
 use crate::model::config::{LlamaConfig, RopeScaling};
@@ -42,6 +43,7 @@ fn config(num_key_value_heads: i64, sliding_window: Option<i64>, eos_token_ids: 
 
 /// Weights large enough that attention matters and the text does not settle on one token.
 fn backbone(config: LlamaConfig, seed: u64) -> Llama {
+    tch::set_num_threads(1); // tests run side by side: threads that wait for each other would take most of the time
     let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
     for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
         let _ = weight.shallow_clone().g_mul_scalar_(8.0);
@@ -50,15 +52,25 @@ fn backbone(config: LlamaConfig, seed: u64) -> Llama {
 }
 
 fn heads(num_heads: usize, seed: u64) -> Heads {
-    Heads::random(num_heads, 1, 32, VOCABULARY, Kind::Double, Device::Cpu, seed)
+    random_heads(num_heads, 32, VOCABULARY, seed)
+}
+
+fn random_heads(medusa_num_heads: usize, hidden_size: i64, vocab_size: i64, seed: u64) -> Heads {
+    let shape = HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size };
+    Heads::random(shape, Kind::Double, Device::Cpu, seed)
 }
 
 fn request(prompt: &[i64], max_new_tokens: usize, temperature: f64) -> Request<'_> {
-    Request { prompt, max_new_tokens, temperature: NonNegative::new(temperature).unwrap() }
+    Request { prompt, max_new_tokens, temperature: NonNegative::new(temperature).unwrap(), seed: 0 }
 }
 
 fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
     |_| ControlFlow::Continue(())
+}
+
+/// Whatever two heads guess, the right tokens are among it.
+fn every_pair_of_guesses() -> SparseTree {
+    SparseTree::cartesian(&[VOCABULARY as usize; 2]).unwrap()
 }
 
 fn steps_are_consistent(generation: &Generation, limit: usize) {
@@ -133,7 +145,7 @@ fn greedy_tree_equals_greedy_plain() {
 fn after_medusa_decoding_the_cache_is_a_plain_runs() {
     for (seed, window) in [(3, None), (4, Some(5)), (5, None)] {
         let llama = backbone(config(2, window, vec![]), seed);
-        let (heads, tree) = (heads(3, seed), SparseTree::cartesian(&[4, 3, 2]).unwrap());
+        let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
         let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
         let request = request(&[1, 2, 3], 40, 0.0);
         let (mut hear_slow, mut hear_fast) = (go_on(), go_on());
@@ -142,9 +154,13 @@ fn after_medusa_decoding_the_cache_is_a_plain_runs() {
         let plain_cache = tch::no_grad(|| plain_steps(&llama, &request, &mut slow));
         let cache = tch::no_grad(|| medusa_steps(&llama, &prepared, &request, &mut fast));
         assert_eq!(fast.new_ids, slow.new_ids);
-        assert!(fast.accept_lengths.iter().any(|&length| length > 2), "nothing was compacted");
+        assert_eq!(
+            fast.accept_lengths,
+            [3; 13].into_iter().chain([1]).collect::<Vec<_>>(),
+            "every guess is in the tree"
+        );
         let both = cache.len().min(plain_cache.len());
-        assert!(both >= 40);
+        assert_eq!(both, 3 + 39);
         let difference = cache.committed().narrow(2, 0, both) - plain_cache.committed().narrow(2, 0, both);
         assert!(difference.abs().max().double_value(&[]) < 1e-12, "window {window:?}: {difference:?}");
     }
@@ -157,7 +173,7 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
     let (mut roots, mut others, mut not_the_best) = (0, 0, 0);
     for seed in 0..12 {
         let llama = backbone(config(2, None, vec![]), seed);
-        let (heads, tree) = (heads(3, seed), SparseTree::cartesian(&[6, 4, 2]).unwrap());
+        let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
         let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Typical(rule)).unwrap();
         let prompt = [1, 2, 3, 4];
         let run = medusa(&llama, &prepared, &request(&prompt, 40, temperature), &mut go_on()).unwrap();
@@ -202,12 +218,27 @@ fn a_threshold_that_nothing_exceeds_leaves_the_roots_which_are_greedy() {
 fn sampling_follows_the_seed_and_the_temperature() {
     let llama = backbone(config(2, None, vec![]), 8);
     let sample = |seed, temperature| {
-        crate::torch::seed(seed);
-        plain(&llama, &request(&[5, 6], 30, temperature), &mut go_on()).unwrap().new_ids
+        let request = Request { seed, ..request(&[5, 6], 30, temperature) };
+        plain(&llama, &request, &mut go_on()).unwrap().new_ids
     };
     assert_eq!(sample(1, 1.0), sample(1, 1.0));
     assert_ne!(sample(1, 1.0), sample(2, 1.0));
     assert_eq!(sample(1, 1e-4), sample(2, 0.0), "a cold sample is the most probable token");
+}
+
+#[test]
+fn samples_come_as_often_as_their_probability_says() {
+    let p = [0.5, 0.3, 0.15, 0.05];
+    let logits_1v = Tensor::from_slice(&p.map(|p: f64| 2.0 * p.ln())).unsqueeze(0); // temperature 2 undoes the square
+    let request = Request { seed: 3, ..request(&[0], 1, 2.0) };
+    let mut sampler = Sampler::new(&request);
+    let mut counts = [0.0; 4];
+    for _ in 0..4000 {
+        counts[sampler.next(&logits_1v).int64_value(&[0]) as usize] += 1.0;
+    }
+    for (count, p) in counts.iter().zip(p) {
+        assert!((count / 4000.0 - p).abs() < 0.025, "{counts:?}"); // three standard deviations
+    }
 }
 
 #[test]
@@ -233,7 +264,7 @@ fn what_cannot_be_decoded_is_refused_with_its_reason() {
     let tree = SparseTree::chain(3).unwrap();
     let new = |heads: &Heads| Medusa::new(&llama, heads, &tree, Acceptance::Greedy).unwrap_err().to_string();
     assert!(new(&heads(2, 0)).starts_with("tree choice [0, 0, 0] needs 3 heads, but there are 2"));
-    let other = |hidden, vocabulary| Heads::random(3, 1, hidden, vocabulary, Kind::Double, Device::Cpu, 0);
+    let other = |hidden, vocabulary| random_heads(3, hidden, vocabulary, 0);
     assert!(new(&other(16, VOCABULARY)).starts_with("the heads have hidden size 16, the backbone has 32"));
     assert!(new(&other(32, 50)).starts_with("the heads have vocabulary 50, the backbone has 12"));
 }
