@@ -1,5 +1,7 @@
 //! Text to labelled token rows. No tensors: what leaves this room is plain vectors.
 
+pub mod tokenize;
+
 use std::num::NonZeroUsize;
 
 use serde::{Deserialize, Serialize};
