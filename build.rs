@@ -6,6 +6,7 @@ use std::path::Path;
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     shared_material();
+    git_revision();
     libtorch_search_paths();
 }
 
@@ -18,6 +19,19 @@ fn shared_material() {
         println!("cargo::rustc-cfg=shared");
         // Only where it is: a watched file that is absent would rebuild the package every time.
         println!("cargo:rerun-if-changed={readme}");
+    }
+}
+
+/// For provenance.json.
+fn git_revision() {
+    let revision = std::process::Command::new("git").args(["describe", "--always", "--dirty", "--abbrev=40"]).output();
+    let text = revision
+        .ok()
+        .filter(|out| out.status.success())
+        .map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned());
+    println!("cargo:rustc-env=MEDUSA_GIT_REVISION={}", text.as_deref().unwrap_or("unknown"));
+    if Path::new(".git/logs/HEAD").exists() {
+        println!("cargo:rerun-if-changed=.git/logs/HEAD");
     }
 }
 

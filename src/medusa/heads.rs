@@ -1,9 +1,17 @@
 //! Medusa heads: ResBlocks on the last hidden state, then a linear layer to the vocabulary (paper section 2.1.1).
+//!
+//! Head `h` (0-based) at position `t` predicts token `t + h + 2`; token `t + 1` belongs to the LM head.
 
+// N positions, H hidden, V vocabulary, K heads
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::model::linear::Linear;
+use crate::model::llama::Llama;
+use crate::model::weights::{WeightFiles, WeightsError, save};
 
 /// `[heads]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -19,4 +27,264 @@ pub struct HeadsConfig {
     /// Heads are ResBlocks only and go through the backbone's lm_head.
     #[serde(default)]
     pub shared_lm_head: bool,
+}
+
+/// The file of trained heads in a checkpoint or `final/`.
+pub const HEADS_FILE: &str = "heads.safetensors";
+
+/// What makes heads unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum HeadsError {
+    /// The file.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// A tensor whose name is not of the layout.
+    #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight", path.display())]
+    Layout {
+        /// The file.
+        path: PathBuf,
+        /// The name.
+        name: String,
+    },
+    /// Heads of another shape than they are used for.
+    #[error("{}: {what}: expected {expected}, got {got}; were these heads trained for this backbone?", path.display())]
+    Mismatch {
+        /// The file.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// What the backbone or recipe has.
+        expected: i64,
+        /// What the file has.
+        got: i64,
+    },
+}
+
+/// All heads of a backbone.
+#[derive(Debug)]
+pub struct Heads {
+    heads: Vec<Head>,
+    hidden_size: i64,
+    vocab_size: i64,
+}
+
+/// One head.
+#[derive(Debug)]
+pub struct Head {
+    /// W1 and b1 of each ResBlock.
+    blocks: Vec<Linear>,
+    /// W2, `[V, H]`; absent = the backbone's lm_head.
+    w2: Option<Linear>,
+}
+
+/// The shape of a set of heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct HeadsShape {
+    /// K.
+    pub medusa_num_heads: usize,
+    /// ResBlocks a head.
+    pub medusa_num_layers: usize,
+    /// H.
+    pub hidden_size: i64,
+    /// V; 0 where the heads go through the backbone's lm_head.
+    pub vocab_size: i64,
+}
+
+impl HeadsShape {
+    /// Names and shapes of all tensors, in the order of heads, then layers.
+    pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
+        let (n, h) = (self.medusa_num_layers, self.hidden_size);
+        let head = |k: usize| {
+            let blocks = (0..n).flat_map(move |l| {
+                [(format!("{k}.{l}.linear.weight"), vec![h, h]), (format!("{k}.{l}.linear.bias"), vec![h])]
+            });
+            blocks.chain((self.vocab_size > 0).then(|| (format!("{k}.{n}.weight"), vec![self.vocab_size, h])))
+        };
+        (0..self.medusa_num_heads).flat_map(head).collect()
+    }
+
+    /// Number of weights.
+    pub fn parameters(&self) -> i64 {
+        self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
+    }
+
+    /// Reads the shape off a file of heads. Heads are counted from the tensors: published configs are wrong about them.
+    ///
+    /// # Errors
+    /// [`HeadsError`] for a file that is damaged or of another layout.
+    pub fn of(files: &WeightFiles, path: &Path) -> Result<Self, HeadsError> {
+        let layout = |name: &str| HeadsError::Layout { path: path.into(), name: name.into() };
+        let mut shape = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
+        for name in files.names() {
+            let mut parts = name.splitn(3, '.');
+            let mut number = || parts.next().and_then(|part| part.parse::<usize>().ok()).ok_or_else(|| layout(name));
+            let (head, layer) = (number()?, number()?);
+            shape.medusa_num_heads = shape.medusa_num_heads.max(head + 1);
+            let size = files.shape(name)?;
+            match (parts.next(), size.as_slice()) {
+                (Some("linear.weight"), [h, _]) => {
+                    shape.medusa_num_layers = shape.medusa_num_layers.max(layer + 1);
+                    shape.hidden_size = *h;
+                }
+                (Some("linear.bias"), [_]) => {}
+                (Some("weight"), [v, _]) => shape.vocab_size = *v,
+                _ => return Err(layout(name)),
+            }
+        }
+        if shape.medusa_num_heads == 0 { Err(layout("(none)")) } else { Ok(shape) }
+    }
+}
+
+impl Heads {
+    /// Untrained heads, float32: W1 = 0 and b1 = 0, so a head starts as the LM head (the published trainers leave b1 random);
+    /// W2 is a copy of `lm_head_vh` `[V, H]`, or absent when `shared_lm_head`.
+    pub fn new(config: &HeadsConfig, lm_head_vh: &Tensor) -> Self {
+        let [v, h] = lm_head_vh.size()[..] else { panic!("[V, H], got {lm_head_vh:?}") };
+        let options = (Kind::Float, lm_head_vh.device());
+        let block = |_| Linear::dense(Tensor::zeros([h, h], options), Some(Tensor::zeros([h], options)));
+        let head = |_| Head {
+            blocks: (0..config.medusa_num_layers.get()).map(block).collect(),
+            w2: (!config.shared_lm_head).then(|| Linear::dense(lm_head_vh.to_kind(Kind::Float).copy(), None)),
+        };
+        Self { heads: (0..config.medusa_num_heads.get()).map(head).collect(), hidden_size: h, vocab_size: v }
+    }
+
+    /// Seeded random heads with W2, for tests.
+    pub fn random(shape: HeadsShape, kind: Kind, device: Device, seed: u64) -> Self {
+        crate::torch::seed(seed);
+        let tensor = |shape: &[i64]| Tensor::randn(shape, (kind, device)) * 0.1;
+        let tensors = shape.tensors().into_iter().map(|(_, size)| tensor(&size)).collect();
+        Self::from_tensors(shape, tensors, shape.vocab_size)
+    }
+
+    /// Trained heads from a folder with `heads.safetensors` (or from such a file), checked against `backbone` and in its dtype, on
+    /// its device.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the file and what is wrong in it.
+    pub fn load(path: &Path, backbone: &Llama) -> Result<Self, HeadsError> {
+        let (hidden, vocab) = (backbone.config.hidden_size, backbone.config.vocab_size);
+        Self::load_for(path, [vocab, hidden], backbone.kind(), backbone.device())
+    }
+
+    /// As [`Heads::load`], for a backbone of `[V, H]`, in `kind` on `device`.
+    ///
+    /// # Errors
+    /// As [`Heads::load`].
+    pub fn load_for(path: &Path, [vocab, hidden]: [i64; 2], kind: Kind, device: Device) -> Result<Self, HeadsError> {
+        let path = if path.is_dir() { path.join(HEADS_FILE) } else { path.into() };
+        let files = WeightFiles::open_file(&path)?;
+        let shape = HeadsShape::of(&files, &path)?;
+        let mismatch = |what, expected, got| HeadsError::Mismatch { path: path.clone(), what, expected, got };
+        if shape.hidden_size != hidden {
+            return Err(mismatch("hidden size", hidden, shape.hidden_size));
+        }
+        if shape.vocab_size != 0 && shape.vocab_size != vocab {
+            return Err(mismatch("vocabulary", vocab, shape.vocab_size));
+        }
+        let read = |(name, size): (String, Vec<i64>)| files.tensor(&name, &size, kind, device);
+        let tensors = shape.tensors().into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self::from_tensors(shape, tensors, vocab))
+    }
+
+    /// `tensors` in the order of [`HeadsShape::tensors`].
+    fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
+        let mut tensors = tensors.into_iter();
+        let mut next = || tensors.next().expect("as many tensors as the shape has");
+        let heads = (0..shape.medusa_num_heads).map(|_| Head {
+            blocks: (0..shape.medusa_num_layers).map(|_| Linear::dense(next(), Some(next()))).collect(),
+            w2: (shape.vocab_size > 0).then(|| Linear::dense(next(), None)),
+        });
+        Self { heads: heads.collect(), hidden_size: shape.hidden_size, vocab_size }
+    }
+
+    /// The same heads for decoding: packed where that pays.
+    #[must_use]
+    pub fn for_decoding(self) -> Self {
+        let pack = |head: Head| Head {
+            blocks: head.blocks.into_iter().map(Linear::packed).collect(),
+            w2: head.w2.map(Linear::packed),
+        };
+        Self { heads: self.heads.into_iter().map(pack).collect(), ..self }
+    }
+
+    /// The same heads as float32 copies of their own, to be trained: loaded ones may be views of a file.
+    #[must_use]
+    pub fn for_training(self) -> Self {
+        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+        let tensors = self.parameters().iter().map(|(_, tensor)| own(tensor)).collect();
+        Self::from_tensors(self.shape(), tensors, self.vocab_size)
+    }
+
+    /// K.
+    pub fn num_heads(&self) -> usize {
+        self.heads.len()
+    }
+
+    /// H.
+    pub fn hidden_size(&self) -> i64 {
+        self.hidden_size
+    }
+
+    /// V.
+    pub fn vocab_size(&self) -> i64 {
+        self.vocab_size
+    }
+
+    /// One head, 0-based.
+    pub fn head(&self, head: usize) -> &Head {
+        &self.heads[head]
+    }
+
+    /// Logits of head `head` (0-based): `hidden_nh` `[N, H]` (after the final norm) to `[N, V]`.
+    pub fn logits(&self, head: usize, hidden_nh: &Tensor, backbone: &Llama) -> Tensor {
+        let x_nh = self.heads[head].hidden(hidden_nh);
+        self.heads[head].w2.as_ref().map_or_else(|| backbone.logits(&x_nh), |w2| w2.forward(&x_nh))
+    }
+
+    /// Every parameter by its name in the file, in the order of heads, then layers; not for packed heads.
+    pub fn parameters(&self) -> Vec<(String, &Tensor)> {
+        let names = self.shape().tensors().into_iter().map(|(name, _)| name);
+        names.zip(self.heads.iter().flat_map(Head::parameters)).collect()
+    }
+
+    /// The shape, as it is in a file.
+    pub fn shape(&self) -> HeadsShape {
+        let first = &self.heads[0];
+        HeadsShape {
+            medusa_num_heads: self.heads.len(),
+            medusa_num_layers: first.blocks.len(),
+            hidden_size: self.hidden_size,
+            vocab_size: if first.w2.is_some() { self.vocab_size } else { 0 },
+        }
+    }
+
+    /// Writes `heads.safetensors` into `folder`.
+    ///
+    /// # Errors
+    /// [`WeightsError::Write`].
+    pub fn save(&self, folder: &Path) -> Result<(), WeightsError> {
+        save(&folder.join(HEADS_FILE), &self.parameters())
+    }
+}
+
+impl Head {
+    /// The ResBlocks: `x + SiLU(W1·x + b1)` for each, `[N, H]` to `[N, H]`. Computes in `x`'s dtype.
+    pub fn hidden(&self, hidden_nh: &Tensor) -> Tensor {
+        self.blocks.iter().fold(hidden_nh.shallow_clone(), |x, block| &x + block.forward_in(&x).silu())
+    }
+
+    /// W2 `[V, H]`, if the head has its own and it is not packed.
+    pub fn w2(&self) -> Option<&Tensor> {
+        self.w2.as_ref().and_then(Linear::dense_weight)
+    }
+
+    /// W1 and b1 of every block.
+    pub fn block_parameters(&self) -> Vec<&Tensor> {
+        self.blocks.iter().flat_map(|block| block.dense_weight().into_iter().chain(block.bias())).collect()
+    }
+
+    fn parameters(&self) -> Vec<&Tensor> {
+        self.block_parameters().into_iter().chain(self.w2()).collect()
+    }
 }

@@ -1,7 +1,11 @@
 //! The plain loss of Medusa heads: every logit materialised, libtorch's own autograd. The oracle of `fused_loss`.
 
+// N positions, H hidden, V vocabulary, K heads, M targets of one head
 use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
 
+use crate::medusa::heads::Heads;
+use crate::model::llama::Llama;
 use crate::numbers::Positive;
 
 /// `[loss]` of a recipe.
@@ -21,4 +25,36 @@ impl Default for LossConfig {
     fn default() -> Self {
         Self { medusa_decay_coefficient: default_decay() }
     }
+}
+
+impl LossConfig {
+    /// λk of head `head` (0-based, so k = head + 1). The axolotl fork counts the same way: exponent 0 is the LM head's.
+    pub fn weight(&self, head: usize) -> f64 {
+        self.medusa_decay_coefficient.get().powi(i32::try_from(head).unwrap_or(i32::MAX).saturating_add(1))
+    }
+}
+
+/// The targets of one head (or of the LM head) in a micro batch: positions whose hidden state predicts a token that carries loss.
+#[derive(Debug)]
+pub struct Targets {
+    /// `[M]` int64, into the flattened positions of the batch.
+    pub positions_m: Tensor,
+    /// `[M]` int64, the tokens to predict.
+    pub tokens_m: Tensor,
+}
+
+/// Summed cross-entropy of head `head` over its targets, a float64 scalar with autograd; not divided, not weighted.
+/// `hidden_nh`: `[N, H]`, hidden states after the final norm, rows of the micro batch flattened.
+pub fn cross_entropy_sum(
+    heads: &Heads,
+    head: usize,
+    hidden_nh: &Tensor,
+    targets: &Targets,
+    backbone: &Llama,
+) -> Tensor {
+    let logits_nv = heads.logits(head, hidden_nh, backbone).to_kind(Kind::Float);
+    let log_probabilities_nv = logits_nv.log_softmax(-1, Kind::Float);
+    let of_targets_m1 =
+        log_probabilities_nv.index_select(0, &targets.positions_m).gather(1, &targets.tokens_m.unsqueeze(1), false);
+    -of_targets_m1.sum(Kind::Double)
 }

@@ -1,1 +1,272 @@
-//! (being written)
+//! Attention with grouped key/value heads: over whole rows (training), and of new tokens to a cache (decoding).
+
+// B rows, T tokens of a row, N new tokens, S cached and new tokens, H hidden, Q query heads, G key/value heads, D head size,
+// R = Q/G query heads that share a key/value head
+use std::cell::RefCell;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::model::config::LlamaConfig;
+use crate::model::kv_cache::{KvCache, LayerCache};
+use crate::model::linear::{Linear, LinearGroup};
+use crate::model::rope::{Rope, Rotation};
+
+/// Projections of one layer.
+#[derive(Debug)]
+pub struct Attention {
+    pub(super) qkv: LinearGroup,
+    pub(super) o: Linear,
+    pub(super) shape: HeadShape,
+}
+
+/// Heads of a layer.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadShape {
+    q: i64,
+    g: i64,
+    d: i64,
+}
+
+impl HeadShape {
+    /// From the config.
+    pub fn new(config: &LlamaConfig) -> Self {
+        Self { q: config.num_attention_heads, g: config.num_key_value_heads, d: config.head_dim }
+    }
+
+    fn scale(self) -> f64 {
+        (self.d as f64).powf(-0.5)
+    }
+}
+
+impl Attention {
+    /// Whole rows: `x_bth` `[B, T, H]` to the same shape; `rows` says who sees whom.
+    pub fn over_rows(&self, x_bth: &Tensor, rotation: &Rotation, rows: &RowMask) -> Tensor {
+        let HeadShape { q, g, d } = self.shape;
+        let (b, t) = (x_bth.size()[0], x_bth.size()[1]);
+        let qkv_bthd = self.qkv.forward(x_bth).view([b, t, q + 2 * g, d]);
+        let qk_bthd = rotation.apply(&qkv_bthd.narrow(2, 0, q + g));
+        let q_bqtd = qk_bthd.narrow(2, 0, q).transpose(1, 2);
+        let k_bqtd = repeat_groups(&qk_bthd.narrow(2, q, g).transpose(1, 2), q / g);
+        let v_bqtd = repeat_groups(&qkv_bthd.narrow(2, q + g, g).transpose(1, 2), q / g);
+        let (mask, causal) = (rows.mask_b1tt.as_ref(), rows.mask_b1tt.is_none());
+        let out_bqtd = Tensor::scaled_dot_product_attention(
+            &q_bqtd,
+            &k_bqtd,
+            &v_bqtd,
+            mask,
+            0.0,
+            causal,
+            self.shape.scale(),
+            false,
+        );
+        self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]))
+    }
+
+    /// New tokens behind a cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the cache's pending rows.
+    pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, place: &Place, cache: &LayerCache) -> Tensor {
+        let HeadShape { q, g, d } = self.shape;
+        let n = x_nh.size()[0];
+        let qkv_nhd = self.qkv.forward(x_nh).view([n, q + 2 * g, d]);
+        let qk_nhd = rotation.apply(&qkv_nhd.narrow(1, 0, q + g));
+        write(&cache.keys_1gsd, &qk_nhd.narrow(1, q, g), place.len);
+        write(&cache.values_1gsd, &qkv_nhd.narrow(1, q + g, g), place.len);
+        let keys_1gsd = cache.keys_1gsd.narrow(2, 0, place.len + n);
+        let values_1gsd = cache.values_1gsd.narrow(2, 0, place.len + n);
+        let q_qnd = qk_nhd.narrow(1, 0, q).transpose(0, 1);
+        let out_qnd = if place.first_causal {
+            let q_1qnd = q_qnd.unsqueeze(0);
+            let (k, v) = (repeat_groups(&keys_1gsd, q / g), repeat_groups(&values_1gsd, q / g));
+            Tensor::scaled_dot_product_attention::<Tensor>(&q_1qnd, &k, &v, None, 0.0, true, self.shape.scale(), false)
+        } else {
+            // The R query heads of a group are more rows of one attention: keys and values are read once.
+            let q_1gnd = q_qnd.reshape([1, g, q / g * n, d]);
+            attend(&q_1gnd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale())
+        };
+        self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]))
+    }
+}
+
+fn write(cache_1gsd: &Tensor, new_ngd: &Tensor, at: i64) {
+    let n = new_ngd.size()[0];
+    cache_1gsd.select(0, 0).narrow(1, at, n).copy_(&new_ngd.transpose(0, 1));
+}
+
+/// `[B, G, S, D]` to `[B, G·R, S, D]`, each group R times in a row.
+fn repeat_groups(x_bgsd: &Tensor, r: i64) -> Tensor {
+    if r == 1 {
+        return x_bgsd.shallow_clone();
+    }
+    let size = x_bgsd.size();
+    let [b, g, s, d] = size[..] else { panic!("[B, G, S, D], got {size:?}") };
+    x_bgsd.unsqueeze(2).expand([b, g, r, s, d], false).reshape([b, g * r, s, d])
+}
+
+/// libtorch's choice among its kernels costs as much as a small one takes: on the CPU it is always this one.
+fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, scale: f64) -> Tensor {
+    if q.device() == Device::Cpu {
+        return Tensor::internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, mask, scale).0;
+    }
+    Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, false, scale, false)
+}
+
+/// Who sees whom in whole rows, and where each token stands.
+#[derive(Debug)]
+pub struct RowMask {
+    /// `[B, 1, T, T]` bool; absent = causal.
+    mask_b1tt: Option<Tensor>,
+    /// `[T]` or `[B, T]`, float32.
+    positions: Tensor,
+}
+
+impl RowMask {
+    /// Each row is one text; padding at its right end is seen by nothing before it.
+    pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
+        let positions = Tensor::arange(t, (Kind::Float, device));
+        let mask = config.sliding_window.filter(|&w| w < t).map(|w| within_window(&positions.unsqueeze(0), w));
+        Self { mask_b1tt: mask.map(|m| m.unsqueeze(1)), positions }
+    }
+
+    /// Each row holds several texts (segments) that do not see each other; positions restart with each.
+    /// `segment_lengths[b]` sums to at most `t`; what is left of a row is padding.
+    pub fn packed(segment_lengths: &[Vec<usize>], t: i64, config: &LlamaConfig, device: Device) -> Self {
+        if segment_lengths.iter().all(|row| row.len() == 1) {
+            return Self::causal(t, config, device);
+        }
+        let b = segment_lengths.len() as i64;
+        let layouts = segment_lengths.iter().map(|row| segment_layout(row, t));
+        let (segments, positions): (Vec<_>, Vec<_>) = layouts.unzip();
+        let tensor = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).view([b, t]).to_device(device);
+        let (segments_bt, positions_bt) = (tensor(segments), tensor(positions));
+        let same_btt = segments_bt.unsqueeze(2).eq_tensor(&segments_bt.unsqueeze(1));
+        let sees_btt = within_window(&positions_bt, config.sliding_window.unwrap_or(t)).logical_and(&same_btt);
+        Self { mask_b1tt: Some(sees_btt.unsqueeze(1)), positions: positions_bt }
+    }
+
+    pub(super) fn rotation(&self, rope: &Rope) -> Rotation {
+        rope.at(&self.positions)
+    }
+}
+
+/// Segment number and position in it for each of `t` tokens; padding is one more segment.
+fn segment_layout(lengths: &[usize], t: i64) -> (Vec<f32>, Vec<f32>) {
+    let room = usize::try_from(t).expect("a length is not negative");
+    let padding = room - lengths.iter().sum::<usize>();
+    let all = lengths.iter().copied().chain([padding]).enumerate();
+    all.flat_map(|(segment, length)| (0..length).map(move |position| (segment as f32, position as f32))).unzip()
+}
+
+/// `[B, T]` positions to `[B, T, T]` bool: a query sees keys at its own position and up to `window` - 1 before.
+fn within_window(positions_bt: &Tensor, window: i64) -> Tensor {
+    let distance_btt = positions_bt.unsqueeze(2) - positions_bt.unsqueeze(1);
+    distance_btt.ge(0).logical_and(&distance_btt.lt(window))
+}
+
+/// Which new tokens see each other, and where they stand behind the cache. Made once, used at every step.
+#[derive(Debug)]
+pub struct NewTokens {
+    /// Position of each new token, counted from the number of committed ones.
+    offsets: Vec<i64>,
+    /// `sees[query][key]` among the new tokens.
+    sees: Vec<Vec<bool>>,
+    is_chain: bool,
+    sliding_window: Option<i64>,
+    groups: i64,
+    kind: Kind,
+    device: Device,
+    /// `[R·N, M + N]`, 0 where seen and -inf elsewhere; right-aligned, so that one buffer serves every cache length up to M.
+    mask: RefCell<Option<Tensor>>,
+}
+
+/// What one step's attention needs beside the layer's weights.
+#[derive(Debug)]
+pub struct Place {
+    /// Committed tokens.
+    len: i64,
+    /// A prompt's first pass: plain causal attention, no mask needed.
+    first_causal: bool,
+    /// `[R·N, S]`, 0 or -inf.
+    mask_ns: Option<Tensor>,
+}
+
+impl NewTokens {
+    /// `n` tokens one after the other: a prompt, or with `n` = 1 plain decoding.
+    pub fn chain(n: i64, config: &LlamaConfig, kind: Kind, device: Device) -> Self {
+        let offsets: Vec<i64> = (0..n).collect();
+        Self { is_chain: true, ..Self::pattern(&offsets, |query, key| key <= query, config, kind, device) }
+    }
+
+    /// Any pattern: token i stands at position `len + offsets[i]`, sees all committed tokens (within a sliding window, if the
+    /// backbone has one) and those new ones that `sees(i, j)` says.
+    pub fn pattern(
+        offsets: &[i64],
+        sees: impl Fn(usize, usize) -> bool,
+        config: &LlamaConfig,
+        kind: Kind,
+        device: Device,
+    ) -> Self {
+        let n = offsets.len();
+        let rows = (0..n).map(|query| (0..n).map(|key| sees(query, key)).collect()).collect();
+        Self {
+            offsets: offsets.to_vec(),
+            sees: rows,
+            is_chain: false,
+            sliding_window: config.sliding_window,
+            groups: config.num_attention_heads / config.num_key_value_heads,
+            kind,
+            device,
+            mask: RefCell::new(None),
+        }
+    }
+
+    /// How many.
+    pub fn len(&self) -> i64 {
+        self.offsets.len() as i64
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.offsets.is_empty()
+    }
+
+    /// Rotations of the new tokens' positions, `[N, 1, D]`.
+    #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
+    pub(super) fn rotation(&self, rope: &Rope, cache: &KvCache) -> Rotation {
+        let positions: Vec<f32> = self.offsets.iter().map(|offset| (cache.len() + offset) as f32).collect();
+        rope.at(&Tensor::from_slice(&positions).to_device(self.device))
+    }
+
+    pub(super) fn place(&self, cache: &KvCache) -> Place {
+        let (len, n) = (cache.len(), self.len());
+        let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
+        let free = !window_cuts && self.is_chain;
+        let first_causal = free && len == 0 && n > 1;
+        let mask_ns = (!first_causal && !(free && n == 1)).then(|| self.mask(len));
+        Place { len, first_causal, mask_ns }
+    }
+
+    /// `[R·N, len + N]`.
+    fn mask(&self, len: i64) -> Tensor {
+        let n = self.len();
+        let mut buffer = self.mask.borrow_mut();
+        let room = buffer.as_ref().map_or(-1, |mask| mask.size()[1] - n);
+        if room < len {
+            *buffer = Some(self.right_aligned_mask(len.max(2 * room).max(512)));
+        }
+        let mask = buffer.as_ref().expect("just made");
+        mask.narrow(1, mask.size()[1] - n - len, len + n)
+    }
+
+    /// Columns: `room` committed tokens, the last of which is at position -1 relative to offset 0, then the new ones.
+    fn right_aligned_mask(&self, room: i64) -> Tensor {
+        let window = self.sliding_window.unwrap_or(i64::MAX);
+        let row = |query: usize| {
+            let at = self.offsets[query];
+            let committed = (-room..0).map(move |key| at - key < window);
+            let new = self.sees[query].iter().zip(&self.offsets).map(move |(&sees, &key)| sees && at - key < window);
+            committed.chain(new).map(|seen| if seen { 0f32 } else { f32::NEG_INFINITY })
+        };
+        let values: Vec<f32> = (0..self.offsets.len()).flat_map(row).collect();
+        let mask_ns = Tensor::from_slice(&values).view([self.len(), room + self.len()]);
+        mask_ns.repeat([self.groups, 1]).to_kind(self.kind).to_device(self.device)
+    }
+}

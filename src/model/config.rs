@@ -1,1 +1,375 @@
-//! (being written)
+//! `config.json` of Hugging Face (what was written) to the shape of a backbone (what is meant). All checks are here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// What makes a config unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// No such file, or it cannot be read.
+    #[error("cannot read {}: {source}; a backbone is a folder in Hugging Face layout with config.json", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Not JSON, or a key of another type.
+    #[error("{}: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A value that this program cannot work with.
+    #[error("{}: `{key}`: expected {expected}, got {got}", path.display())]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: &'static str,
+        /// What would be accepted.
+        expected: String,
+        /// What stands there.
+        got: String,
+    },
+}
+
+/// The shape of a Llama-family backbone.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct LlamaConfig {
+    /// `llama` or `mistral`.
+    pub model_type: String,
+    /// H.
+    pub hidden_size: i64,
+    /// Width of the MLP.
+    pub intermediate_size: i64,
+    /// Decoder layers.
+    pub num_hidden_layers: usize,
+    /// Q, the query heads.
+    pub num_attention_heads: i64,
+    /// G, the key/value heads; divides Q.
+    pub num_key_value_heads: i64,
+    /// D, apart from hidden_size / Q where the config says so.
+    pub head_dim: i64,
+    /// V.
+    pub vocab_size: i64,
+    /// The longest context.
+    pub max_position_embeddings: i64,
+    /// Added to the mean square in RMSNorm.
+    pub rms_norm_eps: f64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// How the frequencies are stretched.
+    pub rope_scaling: RopeScaling,
+    /// A token sees this many tokens, itself included; absent = all before it.
+    pub sliding_window: Option<i64>,
+    /// lm_head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// q, k, v and o have a bias.
+    pub attention_bias: bool,
+    /// gate, up and down have a bias.
+    pub mlp_bias: bool,
+    /// Beginning of sequence.
+    pub bos_token_id: Option<i64>,
+    /// Any of these ends a text.
+    pub eos_token_ids: Vec<i64>,
+}
+
+/// How the rotary frequencies are stretched beyond the context of pre-training.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
+pub enum RopeScaling {
+    /// Not at all.
+    Default,
+    /// Every frequency is divided by the factor.
+    Linear {
+        /// The factor.
+        factor: f64,
+    },
+    /// Llama 3.1: low frequencies are divided, high ones kept, a smooth ramp between.
+    Llama3 {
+        /// Low frequencies are divided by it.
+        factor: f64,
+        /// Wavelengths above original context / this are low.
+        low_freq_factor: f64,
+        /// Wavelengths below original context / this are high.
+        high_freq_factor: f64,
+        /// Context of pre-training.
+        original_max_position_embeddings: f64,
+    },
+}
+
+/// `config.json` as written. Keys that change no number here are ignored, as transformers does.
+#[derive(Debug, Deserialize)]
+struct Written {
+    model_type: Option<String>,
+    hidden_size: i64,
+    intermediate_size: i64,
+    num_hidden_layers: usize,
+    num_attention_heads: i64,
+    num_key_value_heads: Option<i64>,
+    head_dim: Option<i64>,
+    vocab_size: i64,
+    max_position_embeddings: i64,
+    rms_norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<WrittenRope>,
+    /// transformers 5 puts theta and scaling together.
+    rope_parameters: Option<WrittenRope>,
+    sliding_window: Option<i64>,
+    tie_word_embeddings: Option<bool>,
+    attention_bias: Option<bool>,
+    mlp_bias: Option<bool>,
+    hidden_act: Option<String>,
+    bos_token_id: Option<i64>,
+    eos_token_id: Option<OneOrMany>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct WrittenRope {
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    rope_theta: Option<f64>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    original_max_position_embeddings: Option<f64>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum OneOrMany {
+    One(i64),
+    Many(Vec<i64>),
+}
+
+/// `generation_config.json`; its EOS list is the one that generation obeys.
+#[derive(Debug, Default, Deserialize)]
+struct WrittenGeneration {
+    eos_token_id: Option<OneOrMany>,
+}
+
+impl LlamaConfig {
+    /// Reads `config.json`, and `generation_config.json` where there is one.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the file, the key, what was expected and what stands there.
+    pub fn load(folder: &Path) -> Result<Self, ConfigError> {
+        let path = folder.join("config.json");
+        let written: Written = read_json(&path)?;
+        let generation_path = folder.join("generation_config.json");
+        let generation: WrittenGeneration =
+            if generation_path.exists() { read_json(&generation_path)? } else { WrittenGeneration::default() };
+        let mut config = resolve(&path, written)?;
+        if let Some(eos) = generation.eos_token_id {
+            config.eos_token_ids = eos.into_vec();
+        }
+        config.check(&path)?;
+        Ok(config)
+    }
+
+    /// Width of the query projection, Q·D.
+    pub fn query_size(&self) -> i64 {
+        self.num_attention_heads * self.head_dim
+    }
+
+    /// Width of the key and of the value projection, G·D.
+    pub fn key_value_size(&self) -> i64 {
+        self.num_key_value_heads * self.head_dim
+    }
+
+    /// Number of weights; a tied lm_head counts once.
+    pub fn parameters(&self) -> i64 {
+        let (h, f) = (self.hidden_size, self.intermediate_size);
+        let (q, kv) = (self.query_size(), self.key_value_size());
+        let attention_bias = if self.attention_bias { q + 2 * kv + h } else { 0 };
+        let mlp_bias = if self.mlp_bias { 2 * f + h } else { 0 };
+        let layer = h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h + attention_bias + mlp_bias;
+        let vocabularies = if self.tie_word_embeddings { 1 } else { 2 };
+        vocabularies * self.vocab_size * h + layer * self.num_hidden_layers.cast_signed() as i64 + h
+    }
+
+    fn check(&self, path: &Path) -> Result<(), ConfigError> {
+        let positive = [
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers.cast_signed() as i64),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("head_dim", self.head_dim),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        ];
+        for (key, value) in positive {
+            if value < 1 {
+                return Err(bad(path, key, "a number above 0", value));
+            }
+        }
+        if self.num_attention_heads % self.num_key_value_heads != 0 {
+            let expected = format!("a divisor of num_attention_heads = {}", self.num_attention_heads);
+            return Err(bad(path, "num_key_value_heads", expected, self.num_key_value_heads));
+        }
+        if self.head_dim % 2 != 0 {
+            return Err(bad(path, "head_dim", "an even number (rotary embeddings turn pairs)", self.head_dim));
+        }
+        Ok(())
+    }
+}
+
+impl OneOrMany {
+    fn into_vec(self) -> Vec<i64> {
+        match self {
+            OneOrMany::One(id) => vec![id],
+            OneOrMany::Many(ids) => ids,
+        }
+    }
+}
+
+fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
+    let text = fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+    serde_json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
+}
+
+fn bad(path: &Path, key: &'static str, expected: impl ToString, got: impl ToString) -> ConfigError {
+    ConfigError::Value { path: path.into(), key, expected: expected.to_string(), got: got.to_string() }
+}
+
+fn resolve(path: &Path, written: Written) -> Result<LlamaConfig, ConfigError> {
+    let family = family(path, &written)?;
+    if let Some(act) = written.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
+        return Err(bad(path, "hidden_act", "silu", act));
+    }
+    let (rope_theta, rope_scaling) = resolve_rope(path, &written)?;
+    Ok(LlamaConfig {
+        model_type: family.model_type.into(),
+        hidden_size: written.hidden_size,
+        intermediate_size: written.intermediate_size,
+        num_hidden_layers: written.num_hidden_layers,
+        num_attention_heads: written.num_attention_heads,
+        num_key_value_heads: written
+            .num_key_value_heads
+            .unwrap_or(family.num_key_value_heads.unwrap_or(written.num_attention_heads)),
+        head_dim: written.head_dim.unwrap_or(written.hidden_size / written.num_attention_heads.max(1)),
+        vocab_size: written.vocab_size,
+        max_position_embeddings: written.max_position_embeddings,
+        rms_norm_eps: written.rms_norm_eps.unwrap_or(1e-6),
+        rope_theta,
+        rope_scaling,
+        sliding_window: if family.has_sliding_window { written.sliding_window } else { None },
+        tie_word_embeddings: written.tie_word_embeddings.unwrap_or(false),
+        attention_bias: written.attention_bias.unwrap_or(false),
+        mlp_bias: written.mlp_bias.unwrap_or(false),
+        bos_token_id: written.bos_token_id,
+        eos_token_ids: written.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
+    })
+}
+
+/// What a family's name alone says; transformers' defaults.
+struct Family {
+    model_type: &'static str,
+    has_sliding_window: bool,
+    num_key_value_heads: Option<i64>,
+}
+
+/// Vicuna, Zephyr and most fine-tunes carry the `model_type` of what they were tuned from.
+const FAMILIES: [Family; 2] = [
+    Family { model_type: "llama", has_sliding_window: false, num_key_value_heads: None },
+    Family { model_type: "mistral", has_sliding_window: true, num_key_value_heads: Some(8) },
+];
+
+fn family(path: &Path, written: &Written) -> Result<&'static Family, ConfigError> {
+    let got = written.model_type.as_deref().unwrap_or("nothing");
+    let known = FAMILIES.map(|f| format!("{:?}", f.model_type)).join(" or ");
+    FAMILIES.iter().find(|f| f.model_type == got).ok_or_else(|| bad(path, "model_type", known, got))
+}
+
+fn resolve_rope(path: &Path, written: &Written) -> Result<(f64, RopeScaling), ConfigError> {
+    let rope = written.rope_parameters.as_ref().or(written.rope_scaling.as_ref());
+    let theta = rope.and_then(|r| r.rope_theta).or(written.rope_theta).unwrap_or(10_000.0);
+    let Some(rope) = rope else { return Ok((theta, RopeScaling::Default)) };
+    let need = |key: &'static str, value: Option<f64>| {
+        value.ok_or_else(|| bad(path, key, "a number in rope_scaling", "nothing"))
+    };
+    let scaling = match rope.rope_type.as_deref() {
+        None | Some("default") => RopeScaling::Default,
+        Some("linear") => RopeScaling::Linear { factor: need("factor", rope.factor)? },
+        Some("llama3") => RopeScaling::Llama3 {
+            factor: need("factor", rope.factor)?,
+            low_freq_factor: need("low_freq_factor", rope.low_freq_factor)?,
+            high_freq_factor: need("high_freq_factor", rope.high_freq_factor)?,
+            original_max_position_embeddings: need(
+                "original_max_position_embeddings",
+                rope.original_max_position_embeddings,
+            )?,
+        },
+        Some(other) => return Err(bad(path, "rope_scaling", "rope_type default, linear or llama3", other)),
+    };
+    Ok((theta, scaling))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(config: &str, generation: Option<&str>) -> Result<LlamaConfig, ConfigError> {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            crate::files::write_atomic(&dir.path().join(name), |out| std::io::Write::write_all(out, text.as_bytes()))
+                .unwrap();
+        };
+        write("config.json", config);
+        if let Some(generation) = generation {
+            write("generation_config.json", generation);
+        }
+        LlamaConfig::load(dir.path())
+    }
+
+    fn llama(more: &str) -> String {
+        format!(
+            r#"{{"model_type":"llama","hidden_size":64,"intermediate_size":172,"num_hidden_layers":2,"num_attention_heads":8,
+            "vocab_size":512,"max_position_embeddings":512{more}}}"#
+        )
+    }
+
+    #[test]
+    fn defaults_are_those_of_transformers() {
+        let config = load(&llama(r#","eos_token_id":2"#), None).unwrap();
+        assert_eq!((config.num_key_value_heads, config.head_dim, config.rope_theta), (8, 8, 10_000.0));
+        assert_eq!((config.eos_token_ids, config.tie_word_embeddings), (vec![2], false));
+    }
+
+    #[test]
+    fn the_eos_list_of_generation_config_wins() {
+        let config = load(&llama(r#","eos_token_id":2"#), Some(r#"{"eos_token_id":[1,2]}"#)).unwrap();
+        assert_eq!(config.eos_token_ids, [1, 2]);
+    }
+
+    #[test]
+    fn both_spellings_of_rope_are_read() {
+        let scaling = r#"{"rope_type":"llama3","rope_theta":500000.0,"factor":8.0,"low_freq_factor":1.0,"high_freq_factor":4.0,"original_max_position_embeddings":8192}"#;
+        let old = load(&llama(&format!(r#","rope_theta":500000.0,"rope_scaling":{scaling}"#)), None).unwrap();
+        let new = load(&llama(&format!(r#","rope_parameters":{scaling}"#)), None).unwrap();
+        assert_eq!(old, new);
+        assert!(matches!(new.rope_scaling, RopeScaling::Llama3 { factor: 8.0, .. }));
+    }
+
+    #[test]
+    fn what_cannot_be_run_is_named() {
+        let refused = [
+            (llama(r#","rope_scaling":{"type":"yarn","factor":2.0}"#), "rope_scaling"),
+            (llama(r#","num_key_value_heads":3"#), "num_key_value_heads"),
+            (llama(r#","hidden_act":"gelu""#), "hidden_act"),
+            (llama(r#","head_dim":0"#), "head_dim"),
+            (llama("").replace("\"llama\"", "\"gpt2\""), "model_type"),
+        ];
+        for (config, key) in refused {
+            let error = load(&config, None).unwrap_err().to_string();
+            assert!(error.contains("config.json") && error.contains(key), "{error}");
+        }
+    }
+}

@@ -1,1 +1,120 @@
-//! (being written)
+//! Linear layers: dense, or packed for products of few rows on the CPU; and groups of layers that read the same input.
+
+use tch::Tensor;
+
+use crate::torch::onednn::PackedWeight;
+
+/// Below this many weights oneDNN's call (about 10 µs) costs more than its product gains over libtorch's.
+const WORTH_PACKING: usize = 1 << 17;
+
+/// `x·Wᵀ + b`.
+#[derive(Debug)]
+pub struct Linear {
+    weight: Weight,
+    bias_o: Option<Tensor>,
+    outputs: i64,
+}
+
+#[derive(Debug)]
+enum Weight {
+    /// `[O, I]`.
+    Dense(Tensor),
+    Packed(PackedWeight),
+}
+
+impl Linear {
+    /// From `weight_oi` `[O, I]` and an optional bias `[O]`.
+    pub fn dense(weight_oi: Tensor, bias_o: Option<Tensor>) -> Self {
+        Self { outputs: weight_oi.size()[0], weight: Weight::Dense(weight_oi), bias_o }
+    }
+
+    /// The same layer for decoding: packed where that pays, else as it is.
+    #[must_use]
+    pub fn packed(self) -> Self {
+        match &self.weight {
+            Weight::Dense(weight) if weight.numel() >= WORTH_PACKING => match PackedWeight::pack(weight) {
+                Some(packed) => Self { weight: Weight::Packed(packed), ..self },
+                None => self,
+            },
+            _ => self,
+        }
+    }
+
+    /// `[…, I]` to `[…, O]`.
+    pub fn forward(&self, x: &Tensor) -> Tensor {
+        match &self.weight {
+            Weight::Dense(weight_oi) => x.linear(weight_oi, self.bias_o.as_ref()),
+            Weight::Packed(packed) => packed.linear(x, self.bias_o.as_ref()),
+        }
+    }
+
+    /// As [`Linear::forward`], with the weights cast to `x`'s dtype: float32 masters that compute in bfloat16.
+    pub fn forward_in(&self, x: &Tensor) -> Tensor {
+        match &self.weight {
+            Weight::Dense(weight_oi) if weight_oi.kind() != x.kind() => {
+                x.linear(&weight_oi.to_kind(x.kind()), self.bias_o.as_ref().map(|bias| bias.to_kind(x.kind())))
+            }
+            _ => self.forward(x),
+        }
+    }
+
+    /// `[O]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias_o.as_ref()
+    }
+
+    /// `[O, I]`, unless packed.
+    pub fn dense_weight(&self) -> Option<&Tensor> {
+        match &self.weight {
+            Weight::Dense(weight) => Some(weight),
+            Weight::Packed(_) => None,
+        }
+    }
+
+    /// Whether products run through oneDNN's packed layout.
+    pub fn is_packed(&self) -> bool {
+        matches!(self.weight, Weight::Packed(_))
+    }
+}
+
+/// Layers that read the same input (q, k, v; gate, up). Merged into one product they save a read of the input and two calls.
+#[derive(Debug)]
+pub struct LinearGroup {
+    /// One layer when merged.
+    layers: Vec<Linear>,
+}
+
+impl LinearGroup {
+    /// Each layer stays its own product.
+    pub fn separate(layers: Vec<Linear>) -> Self {
+        Self { layers }
+    }
+
+    /// One product for all, packed where that pays. Copies the weights.
+    #[must_use]
+    pub fn merged(self) -> Self {
+        let weights: Option<Vec<&Tensor>> = self.layers.iter().map(Linear::dense_weight).collect();
+        let Some(weights) = weights.filter(|w| w.len() > 1) else { return self };
+        let biases: Option<Vec<&Tensor>> = self.layers.iter().map(|layer| layer.bias_o.as_ref()).collect();
+        let bias = biases.map(|biases| Tensor::cat(&biases, 0));
+        Self { layers: vec![Linear::dense(Tensor::cat(&weights, 0), bias).packed()] }
+    }
+
+    /// `[…, I]` to `[…, O₁ + O₂ + …]`.
+    pub fn forward(&self, x: &Tensor) -> Tensor {
+        match self.layers.as_slice() {
+            [one] => one.forward(x),
+            layers => Tensor::cat(&layers.iter().map(|layer| layer.forward(x)).collect::<Vec<_>>(), -1),
+        }
+    }
+
+    /// The layers, one when merged.
+    pub fn layers(&self) -> &[Linear] {
+        &self.layers
+    }
+
+    /// Width of the output.
+    pub fn outputs(&self) -> i64 {
+        self.layers.iter().map(|layer| layer.outputs).sum()
+    }
+}

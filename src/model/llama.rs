@@ -1,1 +1,362 @@
-//! (being written)
+//! The backbone: a Llama-family decoder (Touvron et al. 2023), one file for the family.
+
+// B rows, T tokens of a row, N new tokens, H hidden, V vocabulary
+use std::path::Path;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
+use crate::model::config::{ConfigError, LlamaConfig};
+use crate::model::kv_cache::KvCache;
+use crate::model::linear::{Linear, LinearGroup};
+use crate::model::rope::Rope;
+use crate::model::weights::{WeightFiles, WeightsError, names};
+
+/// What makes a folder unusable as a backbone.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// Its shape.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Its weights.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+}
+
+/// What a backbone is loaded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Whole rows: every product separate, over the mapped file where dtype and device allow.
+    Training,
+    /// A few tokens at a time: q, k, v and gate, up merged, and packed on the CPU.
+    Decoding,
+}
+
+/// A backbone.
+#[derive(Debug)]
+pub struct Llama {
+    /// Its shape.
+    pub config: LlamaConfig,
+    /// `[V, H]`, of the file's dtype: rows are converted as they are looked up, so a mapped file is not copied.
+    embed_tokens_vh: Tensor,
+    layers: Vec<DecoderLayer>,
+    norm_h: Tensor,
+    lm_head: Linear,
+    rope: Rope,
+    kind: Kind,
+    device: Device,
+}
+
+#[derive(Debug)]
+struct DecoderLayer {
+    input_layernorm_h: Tensor,
+    attention: Attention,
+    post_attention_layernorm_h: Tensor,
+    gate_up: LinearGroup,
+    down: Linear,
+}
+
+/// Where a backbone's tensors come from: name and shape to tensor.
+type Source<'s> = dyn FnMut(&str, &[i64]) -> Result<Tensor, WeightsError> + 's;
+
+impl Llama {
+    /// Loads a Hugging Face folder to compute in `kind` on `device`.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load(folder: &Path, kind: Kind, device: Device, purpose: Purpose) -> Result<Self, LoadError> {
+        let config = LlamaConfig::load(folder)?;
+        let files = WeightFiles::open(folder)?;
+        let embedding = files.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?.to_device(device);
+        let mut source = |name: &str, shape: &[i64]| match name {
+            names::EMBED_TOKENS => Ok(embedding.shallow_clone()),
+            _ => files.tensor(name, shape, kind, device),
+        };
+        let mut llama = Self::build(config, kind, device, &mut source)?;
+        if purpose == Purpose::Decoding {
+            llama = llama.for_decoding();
+        }
+        files.release();
+        Ok(llama)
+    }
+
+    /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
+    pub fn random(config: LlamaConfig, kind: Kind, device: Device, seed: u64) -> Self {
+        crate::torch::seed(seed);
+        let mut source = |_: &str, shape: &[i64]| {
+            let options = (kind, device);
+            Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { Tensor::randn(shape, options) * 0.02 })
+        };
+        Self::build(config, kind, device, &mut source).expect("this source has every tensor")
+    }
+
+    fn build(config: LlamaConfig, kind: Kind, device: Device, source: &mut Source) -> Result<Self, WeightsError> {
+        let (h, v) = (config.hidden_size, config.vocab_size);
+        let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
+        let lm_head = match config.tie_word_embeddings {
+            true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
+            false => linear(source, names::LM_HEAD, [v, h], false)?,
+        };
+        let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&config, i, source));
+        Ok(Self {
+            layers: layers.collect::<Result<_, _>>()?,
+            norm_h: source(names::NORM, &[h])?,
+            rope: Rope::new(&config, kind, device),
+            lm_head,
+            embed_tokens_vh,
+            config,
+            kind,
+            device,
+        })
+    }
+
+    fn for_decoding(mut self) -> Self {
+        self.lm_head = self.lm_head.packed();
+        self.layers = self.layers.into_iter().map(DecoderLayer::for_decoding).collect();
+        self
+    }
+
+    /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
+    pub fn hidden_states(&self, tokens_bt: &Tensor, rows: &RowMask) -> Tensor {
+        let rotation = rows.rotation(&self.rope);
+        let mut x_bth = self.embed(tokens_bt);
+        for layer in &self.layers {
+            x_bth = layer.forward(&x_bth, self.config.rms_norm_eps, |x, a| a.over_rows(x, &rotation, rows));
+        }
+        rms_norm(&x_bth, &self.norm_h, self.config.rms_norm_eps)
+    }
+
+    /// New tokens behind a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
+    /// values become the cache's pending rows; commit those that stay.
+    pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache) -> Tensor {
+        cache.reserve(new.len());
+        let (rotation, place) = (new.rotation(&self.rope, cache), new.place(cache));
+        let mut x_nh = self.embed(tokens_n);
+        for (i, layer) in self.layers.iter().enumerate() {
+            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &place, cache.layer(i));
+            x_nh = layer.forward(&x_nh, self.config.rms_norm_eps, attend);
+        }
+        rms_norm(&x_nh, &self.norm_h, self.config.rms_norm_eps)
+    }
+
+    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype.
+    pub fn logits(&self, hidden: &Tensor) -> Tensor {
+        self.lm_head.forward(hidden)
+    }
+
+    /// The LM head's weight `[V, H]`; for decoding it may be packed away.
+    pub fn lm_head_weight(&self) -> Option<&Tensor> {
+        self.lm_head.dense_weight()
+    }
+
+    /// What it computes in.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// How many products run through oneDNN's packed layout, and how many there are.
+    pub fn packed_products(&self) -> (usize, usize) {
+        let of_layers = self.layers.iter().flat_map(DecoderLayer::linears);
+        let all: Vec<&Linear> = of_layers.chain([&self.lm_head]).collect();
+        (all.iter().filter(|linear| linear.is_packed()).count(), all.len())
+    }
+
+    /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head is left out. For a backbone loaded or made
+    /// for training; what is merged or packed for decoding has no such names.
+    pub fn weights(&self) -> Vec<(String, &Tensor)> {
+        let mut all = vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)];
+        for (i, layer) in self.layers.iter().enumerate() {
+            all.extend(layer.weights().into_iter().map(|(part, t)| (names::in_layer(i, &part), t)));
+        }
+        all.push((names::NORM.to_owned(), &self.norm_h));
+        if !self.config.tie_word_embeddings {
+            all.extend(self.lm_head.dense_weight().map(|w| (format!("{}.weight", names::LM_HEAD), w)));
+        }
+        all
+    }
+
+    fn embed(&self, tokens: &Tensor) -> Tensor {
+        Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind)
+    }
+}
+
+impl DecoderLayer {
+    fn build(config: &LlamaConfig, index: usize, source: &mut Source) -> Result<Self, WeightsError> {
+        let (h, f) = (config.hidden_size, config.intermediate_size);
+        let (q, kv) = (config.query_size(), config.key_value_size());
+        let mut named =
+            |part: &str, shape: [i64; 2], bias: bool| linear(source, &names::in_layer(index, part), shape, bias);
+        let qkv = names::QKV.iter().zip([q, kv, kv]).map(|(part, rows)| named(part, [rows, h], config.attention_bias));
+        let qkv = LinearGroup::separate(qkv.collect::<Result<_, _>>()?);
+        let o = named(names::O, [h, q], config.attention_bias)?;
+        let gate_up = names::GATE_UP.iter().map(|part| named(part, [f, h], config.mlp_bias));
+        let gate_up = LinearGroup::separate(gate_up.collect::<Result<_, _>>()?);
+        let down = named(names::DOWN, [h, f], config.mlp_bias)?;
+        Ok(Self {
+            input_layernorm_h: source(&names::in_layer(index, names::INPUT_LAYERNORM), &[h])?,
+            attention: Attention { qkv, o, shape: HeadShape::new(config) },
+            post_attention_layernorm_h: source(&names::in_layer(index, names::POST_ATTENTION_LAYERNORM), &[h])?,
+            gate_up,
+            down,
+        })
+    }
+
+    fn for_decoding(self) -> Self {
+        let Attention { qkv, o, shape } = self.attention;
+        let attention = Attention { qkv: qkv.merged(), o: o.packed(), shape };
+        Self { attention, gate_up: self.gate_up.merged(), down: self.down.packed(), ..self }
+    }
+
+    /// The residual stream `x` (`[…, H]`) through attention, which `attend` runs, and the MLP.
+    fn forward(&self, x: &Tensor, eps: f64, attend: impl Fn(&Tensor, &Attention) -> Tensor) -> Tensor {
+        let x = x + attend(&rms_norm(x, &self.input_layernorm_h, eps), &self.attention);
+        let gate_up = self.gate_up.forward(&rms_norm(&x, &self.post_attention_layernorm_h, eps));
+        let f = self.gate_up.outputs() / 2;
+        let gated = gate_up.narrow(-1, 0, f).silu() * gate_up.narrow(-1, f, f);
+        x + self.down.forward(&gated)
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let attention = self.attention.qkv.layers().iter().chain([&self.attention.o]);
+        attention.chain(self.gate_up.layers()).chain([&self.down])
+    }
+
+    fn weights(&self) -> Vec<(String, &Tensor)> {
+        let parts = names::QKV.iter().chain([&names::O]).chain(&names::GATE_UP).chain([&names::DOWN]);
+        let mut all: Vec<(String, &Tensor)> = parts
+            .zip(self.linears())
+            .filter_map(|(part, l)| Some((format!("{part}.weight"), l.dense_weight()?)))
+            .collect();
+        all.push((names::INPUT_LAYERNORM.to_owned(), &self.input_layernorm_h));
+        all.push((names::POST_ATTENTION_LAYERNORM.to_owned(), &self.post_attention_layernorm_h));
+        all
+    }
+}
+
+fn linear(source: &mut Source, name: &str, shape: [i64; 2], has_bias: bool) -> Result<Linear, WeightsError> {
+    let weight = source(&format!("{name}.weight"), &shape)?;
+    let bias = has_bias.then(|| source(&format!("{name}.bias"), &shape[..1])).transpose()?;
+    Ok(Linear::dense(weight, bias))
+}
+
+/// x / rms(x) · weight over the last axis; statistics in float32, as transformers computes them.
+fn rms_norm(x: &Tensor, weight_h: &Tensor, eps: f64) -> Tensor {
+    x.rms_norm(weight_h.size(), Some(weight_h), eps)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(sliding_window: Option<i64>) -> LlamaConfig {
+        LlamaConfig {
+            model_type: "llama".into(),
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 6,
+            vocab_size: 50,
+            max_position_embeddings: 64,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10_000.0,
+            rope_scaling: crate::model::config::RopeScaling::Default,
+            sliding_window,
+            tie_word_embeddings: false,
+            attention_bias: false,
+            mlp_bias: false,
+            bos_token_id: None,
+            eos_token_ids: vec![],
+        }
+    }
+
+    fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+        (a - b).abs().max().double_value(&[])
+    }
+
+    #[test]
+    fn extending_a_cache_equals_whole_rows() {
+        for window in [None, Some(5)] {
+            let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 0);
+            let tokens = Tensor::randint(50, [23], (Kind::Int64, Device::Cpu));
+            let rows = RowMask::causal(23, &llama.config, Device::Cpu);
+            let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows).squeeze_dim(0);
+            for chunk in [1, 4, 23] {
+                let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+                for piece in tokens.split(chunk, 0) {
+                    let n = piece.size()[0];
+                    let new = NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu);
+                    let hidden = llama.extend(&piece, &new, &mut cache);
+                    let expected = whole.narrow(0, cache.len(), n);
+                    assert!(largest_difference(&hidden, &expected) < 1e-9, "window {window:?}, chunks of {chunk}");
+                    cache.commit(n);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_path_of_a_tree_equals_the_row_it_spells() {
+        for window in [None, Some(4)] {
+            let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 1);
+            let tokens = Tensor::randint(50, [12], (Kind::Int64, Device::Cpu));
+            let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+            let prompt = NewTokens::chain(12, &llama.config, Kind::Double, Device::Cpu);
+            let _ = llama.extend(&tokens, &prompt, &mut cache);
+            cache.commit(12);
+            // root 0 with children 1 and 2; 3 is a child of 2
+            let parents = [None, Some(0), Some(0), Some(2)];
+            let ancestor =
+                |query: usize, key: usize| std::iter::successors(Some(query), |&n| parents[n]).any(|n| n == key);
+            let new = NewTokens::pattern(&[0, 1, 1, 2], ancestor, &llama.config, Kind::Double, Device::Cpu);
+            let tree = Tensor::from_slice(&[7i64, 8, 9, 10]);
+            let hidden = llama.extend(&tree, &new, &mut cache);
+            cache.commit_path(&[0, 2, 3]);
+            let spelt = Tensor::cat(&[&tokens, &Tensor::from_slice(&[7i64, 9, 10])], 0);
+            let rows = RowMask::causal(15, &llama.config, Device::Cpu);
+            let whole = llama.hidden_states(&spelt.unsqueeze(0), &rows).squeeze_dim(0);
+            assert!(largest_difference(&hidden.get(3), &whole.get(14)) < 1e-9, "window {window:?}");
+            let next = llama.extend(
+                &Tensor::from_slice(&[3i64]),
+                &NewTokens::chain(1, &llama.config, Kind::Double, Device::Cpu),
+                &mut cache,
+            );
+            let longer = Tensor::cat(&[&spelt, &Tensor::from_slice(&[3i64])], 0);
+            let rows = RowMask::causal(16, &llama.config, Device::Cpu);
+            let whole = llama.hidden_states(&longer.unsqueeze(0), &rows).squeeze_dim(0);
+            assert!(
+                largest_difference(&next.get(0), &whole.get(15)) < 1e-9,
+                "the cache after commit_path, window {window:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn packed_texts_do_not_see_each_other() {
+        let llama = Llama::random(config(Some(6)), Kind::Double, Device::Cpu, 2);
+        let tokens = Tensor::randint(50, [1, 20], (Kind::Int64, Device::Cpu));
+        let rows = RowMask::packed(&[vec![9, 8]], 20, &llama.config, Device::Cpu);
+        let packed = llama.hidden_states(&tokens, &rows);
+        for (from, length) in [(0, 9), (9, 8)] {
+            let alone = RowMask::causal(length, &llama.config, Device::Cpu);
+            let expected = llama.hidden_states(&tokens.narrow(1, from, length), &alone);
+            assert!(largest_difference(&packed.narrow(1, from, length), &expected) < 1e-9);
+        }
+    }
+
+    #[test]
+    fn merging_for_decoding_changes_nothing() {
+        let llama = Llama::random(config(None), Kind::Double, Device::Cpu, 3);
+        let tokens = Tensor::randint(50, [1, 9], (Kind::Int64, Device::Cpu));
+        let rows = RowMask::causal(9, &llama.config, Device::Cpu);
+        let before = llama.logits(&llama.hidden_states(&tokens, &rows));
+        let merged = llama.for_decoding();
+        assert!(largest_difference(&before, &merged.logits(&merged.hidden_states(&tokens, &rows))) < 1e-9);
+    }
+}

@@ -1,1 +1,70 @@
-//! (being written)
+//! Rotary position embeddings (Su et al. 2021), as transformers computes them: halves are rotated, not pairs of neighbours.
+
+use tch::{Device, Kind, Tensor};
+
+use crate::model::config::{LlamaConfig, RopeScaling};
+
+/// The frequencies of a backbone.
+#[derive(Debug)]
+pub struct Rope {
+    /// `[D]`, float32: the frequencies twice, negated in the first half. Since sin is odd and cos even, this yields the
+    /// signs of the rotation without another product.
+    signed_frequencies_d: Tensor,
+    kind: Kind,
+}
+
+/// Cosines and signed sines of some positions, `[…, 1, D]`: broadcast over heads.
+#[derive(Debug)]
+pub struct Rotation {
+    cos: Tensor,
+    signed_sin: Tensor,
+}
+
+impl Rope {
+    /// The frequencies that `config` means; rotations come out in `kind` on `device`.
+    pub fn new(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
+        let frequencies = frequencies(config);
+        let signed: Vec<f32> = frequencies.iter().map(|f| -f).chain(frequencies.iter().copied()).collect();
+        Self { signed_frequencies_d: Tensor::from_slice(&signed).to_device(device), kind }
+    }
+
+    /// Rotations of `positions` (float32, any shape `[…]`).
+    pub fn at(&self, positions: &Tensor) -> Rotation {
+        let angles = positions.unsqueeze(-1).unsqueeze(-1) * &self.signed_frequencies_d;
+        Rotation { cos: angles.cos().to_kind(self.kind), signed_sin: angles.sin().to_kind(self.kind) }
+    }
+}
+
+impl Rotation {
+    /// Rotates `[…, heads, D]`.
+    pub fn apply(&self, x: &Tensor) -> Tensor {
+        let half = x.size()[x.dim() - 1] / 2;
+        (x * &self.cos).addcmul(&x.roll([half], [-1]), &self.signed_sin)
+    }
+}
+
+/// D/2 inverse wavelengths in radians a token, float32 as in transformers.
+#[expect(clippy::cast_possible_truncation, reason = "float32 is what transformers computes in")]
+fn frequencies(config: &LlamaConfig) -> Vec<f32> {
+    let pairs = config.head_dim / 2;
+    let plain = (0..pairs).map(|i| (config.rope_theta as f32).powf(i as f32 / pairs as f32).recip());
+    match config.rope_scaling {
+        RopeScaling::Default => plain.collect(),
+        RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
+        RopeScaling::Llama3 { .. } => plain.map(|f| llama3(f, config.rope_scaling)).collect(),
+    }
+}
+
+/// Llama 3.1's stretch: long waves are slowed by the factor, short ones kept, a linear ramp in wavelengths per context between.
+#[expect(clippy::cast_possible_truncation, reason = "float32 is what transformers computes in")]
+fn llama3(frequency: f32, scaling: RopeScaling) -> f32 {
+    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = scaling
+    else {
+        return frequency;
+    };
+    let wavelength = 2.0 * std::f64::consts::PI / f64::from(frequency);
+    let waves = original_max_position_embeddings / wavelength;
+    let keep = ((waves - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+    let slow = f64::from(frequency) / factor;
+    ((1.0 - keep) * slow + keep * f64::from(frequency)) as f32
+}

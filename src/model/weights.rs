@@ -1,1 +1,372 @@
-//! (being written)
+//! safetensors files to tensors and back, and the one table of Hugging Face's weight names.
+//!
+//! Files are memory-mapped: a tensor of the file's own dtype on the CPU is a view of the mapping, so no second copy of the
+//! weights is ever in memory. Every header is validated before a byte of data is looked at.
+#![expect(
+    unsafe_code,
+    reason = "memory maps: the file must not be truncated while the program runs, as with every loader of safetensors"
+)]
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use memmap2::{Mmap, UncheckedAdvice};
+use safetensors::{Dtype, SafeTensorError, SafeTensors, View};
+use serde::Deserialize;
+use tch::{Device, Kind, Tensor};
+
+use crate::torch::bytes;
+
+/// Hugging Face's names of a Llama's weights.
+pub mod names {
+    /// `[V, H]`.
+    pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
+    /// `[H]`, the final norm.
+    pub const NORM: &str = "model.norm.weight";
+    /// `[V, H]`, absent when tied.
+    pub const LM_HEAD: &str = "lm_head";
+    /// `[H]`, before attention.
+    pub const INPUT_LAYERNORM: &str = "input_layernorm.weight";
+    /// `[H]`, before the MLP.
+    pub const POST_ATTENTION_LAYERNORM: &str = "post_attention_layernorm.weight";
+    /// Query, key and value projections.
+    pub const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
+    /// Output projection of attention.
+    pub const O: &str = "self_attn.o_proj";
+    /// Gate and up projections.
+    pub const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
+    /// Down projection.
+    pub const DOWN: &str = "mlp.down_proj";
+
+    /// The full name of a part of decoder layer `layer`.
+    pub fn in_layer(layer: usize, part: &str) -> String {
+        format!("model.layers.{layer}.{part}")
+    }
+}
+
+/// What makes weights unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum WeightsError {
+    /// A file that cannot be read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A folder without weights.
+    #[error("{} has neither model.safetensors nor model.safetensors.index.json; weights in other formats must be converted to safetensors", folder.display())]
+    NoWeights {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// The index is no JSON, or has no `weight_map`.
+    #[error("{}: {source}", path.display())]
+    Index {
+        /// The index.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A shard that the index names is not there.
+    #[error("{} is missing, which {} names; {present} of {expected} shards are there: download the folder again", shard.display(), index.display())]
+    MissingShard {
+        /// The missing file.
+        shard: PathBuf,
+        /// The index.
+        index: PathBuf,
+        /// Shards found.
+        present: usize,
+        /// Shards named.
+        expected: usize,
+    },
+    /// The header or the size of a file is not safetensors.
+    #[error("{}: not a whole safetensors file ({reason}); its {bytes} bytes are damaged or cut off: copy it again", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// The header's fault.
+        reason: SafeTensorError,
+        /// Its size.
+        bytes: u64,
+    },
+    /// A tensor that has to be there.
+    #[error("{}: no tensor {name:?}", path.display())]
+    MissingTensor {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// Its name.
+        name: String,
+    },
+    /// A tensor of another shape.
+    #[error("{}: tensor {name:?}: expected shape {expected:?}, got {got:?}; do config.json and the weights belong together?", path.display())]
+    Shape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// From the config.
+        expected: Vec<i64>,
+        /// In the file.
+        got: Vec<i64>,
+    },
+    /// A tensor of a dtype that weights do not have.
+    #[error("{}: tensor {name:?}: expected F64, F32, BF16 or F16, got {got:?}", path.display())]
+    Dtype {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// In the file.
+        got: Dtype,
+    },
+    /// Writing failed.
+    #[error("cannot write {}: {reason}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: SafeTensorError,
+    },
+}
+
+/// One or more safetensors files, mapped, their headers validated.
+#[derive(Debug)]
+pub struct WeightFiles {
+    files: Vec<MappedFile>,
+    /// Tensor name to index in `files`.
+    file_of: HashMap<String, usize>,
+    source: PathBuf,
+}
+
+#[derive(Debug)]
+struct MappedFile {
+    path: PathBuf,
+    map: &'static Mmap,
+    tensors: SafeTensors<'static>,
+}
+
+#[derive(Deserialize)]
+struct ShardIndex {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl WeightFiles {
+    /// Maps the weights of a Hugging Face folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    ///
+    /// # Errors
+    /// [`WeightsError`] for whatever is missing or damaged.
+    pub fn open(folder: &Path) -> Result<Self, WeightsError> {
+        let index_path = folder.join("model.safetensors.index.json");
+        let single = folder.join("model.safetensors");
+        if index_path.exists() {
+            return Self::open_shards(folder, &index_path);
+        }
+        if !single.exists() {
+            return Err(WeightsError::NoWeights { folder: folder.into() });
+        }
+        Self::open_file(&single)
+    }
+
+    /// Maps one file.
+    ///
+    /// # Errors
+    /// [`WeightsError::Io`] or [`WeightsError::Damaged`].
+    pub fn open_file(path: &Path) -> Result<Self, WeightsError> {
+        let file = MappedFile::open(path)?;
+        let file_of = file.tensors.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
+        Ok(Self { files: vec![file], file_of, source: path.into() })
+    }
+
+    fn open_shards(folder: &Path, index_path: &Path) -> Result<Self, WeightsError> {
+        let text = read(index_path)?;
+        let index: ShardIndex =
+            serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index_path.into(), source })?;
+        let mut shards: Vec<PathBuf> = index.weight_map.values().map(|name| folder.join(name)).collect();
+        shards.sort();
+        shards.dedup();
+        let present = shards.iter().filter(|shard| shard.exists()).count();
+        if let Some(missing) = shards.iter().find(|shard| !shard.exists()) {
+            let expected = shards.len();
+            return Err(WeightsError::MissingShard {
+                shard: missing.clone(),
+                index: index_path.into(),
+                present,
+                expected,
+            });
+        }
+        let files = shards.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
+        let place = |shard: &String| shards.iter().position(|s| *s == folder.join(shard)).unwrap_or(0);
+        let file_of = index.weight_map.iter().map(|(name, shard)| (name.clone(), place(shard))).collect();
+        Ok(Self { files, file_of, source: index_path.into() })
+    }
+
+    /// Names of all tensors, sorted.
+    pub fn names(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = self.file_of.keys().map(String::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Whether there is a tensor of this name.
+    pub fn contains(&self, name: &str) -> bool {
+        self.file_of.contains_key(name)
+    }
+
+    /// The shape of a tensor as it is in the file.
+    ///
+    /// # Errors
+    /// [`WeightsError::MissingTensor`].
+    pub fn shape(&self, name: &str) -> Result<Vec<i64>, WeightsError> {
+        Ok(self.find(name)?.1.shape().iter().map(|&d| d as i64).collect())
+    }
+
+    /// The tensor as it lies in the file: a view of the mapping, read-only, of the file's dtype.
+    ///
+    /// # Errors
+    /// [`WeightsError`] if it is missing, or of a shape or dtype that is not expected.
+    pub fn mapped(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightsError> {
+        let (file, view) = self.find(name)?;
+        let got: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
+        if got != shape {
+            let (path, name) = (file.path.clone(), name.to_owned());
+            return Err(WeightsError::Shape { path, name, expected: shape.into(), got });
+        }
+        let dtype = view.dtype();
+        let kind = kind_of(dtype).ok_or_else(|| WeightsError::Dtype {
+            path: file.path.clone(),
+            name: name.into(),
+            got: dtype,
+        })?;
+        let data = view.data();
+        if data.as_ptr().addr().is_multiple_of(kind.elt_size_in_bytes()) {
+            // SAFETY: the mapping is never unmapped (see `MappedFile::open`), and frozen weights are never written.
+            return Ok(unsafe { bytes::view(data, shape, kind) });
+        }
+        let unaligned = Tensor::from_data_size(data, &[data.len() as i64], Kind::Uint8);
+        Ok(unaligned.view_dtype(kind).view(shape))
+    }
+
+    /// The tensor in `kind` on `device`: a view of the mapping where that is what the file holds, else converted.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::mapped`].
+    pub fn tensor(&self, name: &str, shape: &[i64], kind: Kind, device: Device) -> Result<Tensor, WeightsError> {
+        Ok(self.mapped(name, shape)?.to_device(device).to_kind(kind))
+    }
+
+    /// Tells the kernel that what was read so far need not stay in memory; views read it again when they need it.
+    pub fn release(&self) {
+        for file in &self.files {
+            // SAFETY: the mapping is a file's, read-only and shared: pages dropped are read again from the file.
+            let _ = unsafe { file.map.unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
+        }
+    }
+
+    fn find(&self, name: &str) -> Result<(&MappedFile, safetensors::tensor::TensorView<'static>), WeightsError> {
+        let missing = |path: &Path| WeightsError::MissingTensor { path: path.into(), name: name.into() };
+        let file = self.file_of.get(name).map(|&at| &self.files[at]).ok_or_else(|| missing(&self.source))?;
+        let view = file.tensors.tensor(name).map_err(|_| missing(&file.path))?;
+        Ok((file, view))
+    }
+}
+
+impl MappedFile {
+    fn open(path: &Path) -> Result<Self, WeightsError> {
+        // Leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory.
+        let map: &'static Mmap = Box::leak(Box::new(map_file(path).map_err(|source| io_error(path, source))?));
+        let tensors = SafeTensors::deserialize(map).map_err(|reason| WeightsError::Damaged {
+            path: path.into(),
+            reason,
+            bytes: map.len() as u64,
+        })?;
+        Ok(Self { path: path.into(), map, tensors })
+    }
+}
+
+/// Maps a whole file, read-only.
+///
+/// # Errors
+/// Whatever the system says.
+pub fn map_file(path: &Path) -> io::Result<Mmap> {
+    let file = File::open(path)?;
+    // SAFETY: our own writers replace files by renaming and never change one in place.
+    unsafe { Mmap::map(&file) }
+}
+
+/// Writes tensors (in memory order of their names) as one safetensors file, fsynced. CPU copies are made one tensor at a time.
+/// The file appears under its name only when it is whole.
+///
+/// # Errors
+/// [`WeightsError::Write`], with the disk's words.
+pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), WeightsError> {
+    let views = tensors.iter().map(|(name, tensor)| (name.as_str(), Saved::new(tensor)));
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]); // transformers refuses files without it
+    let write_error = |reason| WeightsError::Write { path: path.into(), reason };
+    safetensors::serialize_to_file(views, Some(format), path).map_err(write_error)?;
+    File::open(path).and_then(|file| file.sync_all()).map_err(|e| write_error(e.into()))
+}
+
+struct Saved<'t> {
+    tensor: &'t Tensor,
+    shape: Vec<usize>,
+}
+
+impl<'t> Saved<'t> {
+    fn new(tensor: &'t Tensor) -> Self {
+        let shape = tensor.size().iter().map(|&d| usize::try_from(d).expect("a length is not negative")).collect();
+        Self { tensor, shape }
+    }
+}
+
+impl View for Saved<'_> {
+    fn dtype(&self) -> Dtype {
+        DTYPES.iter().find(|(_, kind)| *kind == self.tensor.kind()).expect("a dtype that safetensors has").0
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        if self.tensor.device() == Device::Cpu && self.tensor.is_contiguous() {
+            return bytes::of(self.tensor).into();
+        }
+        bytes::of(&self.tensor.to_device(Device::Cpu).contiguous()).to_vec().into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
+    }
+}
+
+/// What we write and read.
+const DTYPES: [(Dtype, Kind); 6] = [
+    (Dtype::F64, Kind::Double),
+    (Dtype::F32, Kind::Float),
+    (Dtype::BF16, Kind::BFloat16),
+    (Dtype::F16, Kind::Half),
+    (Dtype::I64, Kind::Int64),
+    (Dtype::U8, Kind::Uint8),
+];
+
+/// Weights are floating-point numbers.
+fn kind_of(dtype: Dtype) -> Option<Kind> {
+    DTYPES.iter().find(|(d, kind)| *d == dtype && tch_is_float(*kind)).map(|(_, kind)| *kind)
+}
+
+fn tch_is_float(kind: Kind) -> bool {
+    matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
+}
+
+fn read(path: &Path) -> Result<String, WeightsError> {
+    fs::read_to_string(path).map_err(|source| io_error(path, source))
+}
+
+fn io_error(path: &Path, source: io::Error) -> WeightsError {
+    WeightsError::Io { path: path.into(), source }
+}

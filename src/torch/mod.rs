@@ -11,6 +11,7 @@ pub mod accelerator;
 pub mod bytes;
 mod guard;
 pub mod memory;
+pub mod onednn;
 pub mod optim;
 
 pub use accelerator::Accelerator;

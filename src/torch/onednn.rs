@@ -1,0 +1,106 @@
+//! oneDNN's linear layer with weights packed once, for products of few rows on the CPU, where libtorch's own linear reads
+//! memory at a fraction of its speed. The operators are libtorch's (`mkldnn::_reorder_linear_weight`,
+//! `mkldnn::_linear_pointwise`), reached through the C functions that it exports for compiled models.
+#![expect(unsafe_code, reason = "calls C functions of libtorch_cpu with tensor handles")]
+
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr;
+
+use tch::{Device, Kind, Tensor};
+
+/// libtorch's handle of a tensor, as the C functions take it.
+type Handle = *mut c_void;
+
+unsafe extern "C" {
+    fn aoti_torch_new_tensor_handle(tensor: Handle, copy: *mut Handle) -> i32;
+    fn aoti_torch_call_dispatcher(operator: *const c_char, overload: *const c_char, stack: *mut u64) -> i32;
+    #[allow(clippy::too_many_arguments)] // libtorch's signature
+    fn aoti_torch_cpu__linear_pointwise(
+        input: Handle,
+        weight: Handle,
+        bias: *const Handle,
+        attribute: *const c_char,
+        scalars: *const *const f64,
+        scalar_count: i64,
+        algorithm: *const *const c_char,
+        output: *mut Handle,
+    ) -> i32;
+}
+
+/// A weight `[O, I]` in oneDNN's own layout. It cannot be read back as numbers; keep no second copy.
+#[derive(Debug)]
+pub struct PackedWeight {
+    packed: Tensor,
+}
+
+impl PackedWeight {
+    /// Packs a CPU weight `[O, I]` of float32 or bfloat16; `None` where oneDNN or this dtype cannot: use libtorch's linear then.
+    pub fn pack(weight_oi: &Tensor) -> Option<Self> {
+        let packable = weight_oi.device() == Device::Cpu && matches!(weight_oi.kind(), Kind::Float | Kind::BFloat16);
+        if !packable || !tch::utils::has_mkldnn() {
+            return None;
+        }
+        let mut handle: Handle = ptr::null_mut();
+        // SAFETY: a tch tensor's pointer is an at::Tensor*, which is what the handle is; the callee makes a new reference.
+        let status = unsafe { aoti_torch_new_tensor_handle(weight_oi.as_ptr().cast_mut().cast(), &raw mut handle) };
+        if status != 0 {
+            return None;
+        }
+        let mut stack = [handle as u64, 0]; // the second argument, the batch size, is absent
+        const REORDER: &CStr = c"mkldnn::_reorder_linear_weight";
+        // SAFETY: the operator takes (Tensor, int?) and leaves one tensor on the stack; the dispatcher consumes the handle.
+        let status = unsafe { aoti_torch_call_dispatcher(REORDER.as_ptr(), c"".as_ptr(), stack.as_mut_ptr()) };
+        // SAFETY: on success the slot holds an owned at::Tensor*, which tch may own from here.
+        (status == 0).then(|| Self { packed: unsafe { Tensor::from_ptr(stack[0] as *mut torch_sys::C_tensor) } })
+    }
+
+    /// `x·Wᵀ + b`: `[N, I]` to `[N, O]`; `x` of the weight's dtype, contiguous.
+    ///
+    /// # Panics
+    /// If oneDNN refuses the product: the shapes clash.
+    pub fn linear(&self, x_ni: &Tensor, bias_o: Option<&Tensor>) -> Tensor {
+        let bias: Handle = bias_o.map_or(ptr::null_mut(), |b| b.as_ptr().cast_mut().cast());
+        let bias_pointer = if bias.is_null() { ptr::null() } else { &raw const bias };
+        let mut output: Handle = ptr::null_mut();
+        // SAFETY: all handles are at::Tensor* borrowed for the call; "none" takes no scalars and no algorithm.
+        let status = unsafe {
+            aoti_torch_cpu__linear_pointwise(
+                x_ni.as_ptr().cast_mut().cast(),
+                self.packed.as_ptr().cast_mut().cast(),
+                bias_pointer,
+                c"none".as_ptr(),
+                ptr::null(),
+                0,
+                &c"".as_ptr(),
+                &raw mut output,
+            )
+        };
+        assert_eq!(status, 0, "oneDNN linear of {x_ni:?} failed");
+        // SAFETY: on success the output is an owned at::Tensor*.
+        unsafe { Tensor::from_ptr(output.cast()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packed_equals_libtorch_linear() {
+        for (rows, inputs, outputs) in [(1, 64, 96), (5, 512, 1376), (64, 512, 512)] {
+            let x = Tensor::randn([rows, inputs], (Kind::Float, Device::Cpu));
+            let weight = Tensor::randn([outputs, inputs], (Kind::Float, Device::Cpu));
+            let bias = Tensor::randn([outputs], (Kind::Float, Device::Cpu));
+            let Some(packed) = PackedWeight::pack(&weight) else { panic!("this libtorch has no oneDNN") };
+            for bias in [None, Some(&bias)] {
+                let difference = (packed.linear(&x, bias) - x.linear(&weight, bias)).abs().max().double_value(&[]);
+                assert!(difference < 1e-3, "{rows}x{inputs}x{outputs}: {difference}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_packed_is_left_to_libtorch() {
+        assert!(PackedWeight::pack(&Tensor::zeros([4, 4], (Kind::Double, Device::Cpu))).is_none());
+    }
+}
