@@ -1,5 +1,7 @@
 //! Rows arrive as their file has them, or the file, the row and the key that are wrong are named.
 
+#![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
+
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};

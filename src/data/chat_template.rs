@@ -154,7 +154,8 @@ fn environment(template: &str) -> Result<Environment<'static>, minijinja::Error>
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
-    environment.add_template_owned(NAME, without_generation_tags(template))?;
+    let unix_lines = template.replace("\r\n", "\n").replace('\r', "\n"); // Jinja's newline_sequence
+    environment.add_template_owned(NAME, without_generation_tags(&unix_lines))?;
     Ok(environment)
 }
 
@@ -290,6 +291,11 @@ mod tests {
     fn blocks_on_their_own_lines_leave_no_space() {
         let template = "{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m['content'].strip() }}]\n  {% endif %}\n{% endfor %}\n{{ tools is none }}{{ bos_token }}";
         assert_eq!(rendered(template, &[Message::new("user", " hi <&> ")]).unwrap(), "[hi <&>]\nTrue");
+    }
+
+    #[test]
+    fn a_template_with_windows_lines_renders_unix_lines() {
+        assert_eq!(rendered("a\r\n{% if true %}\r\nb\r\n{% endif %}", &[]).unwrap(), "a\nb\n");
     }
 
     #[test]
