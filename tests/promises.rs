@@ -1,5 +1,6 @@
 //! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
 mod command_line;
+mod data;
 mod layering;
 mod readme;
 mod recipe;
