@@ -269,6 +269,11 @@ impl Prepared {
         (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
     }
 
+    /// The micro batches of an optimizer step, counted from 0.
+    pub fn batches(&self, step: usize) -> Vec<Batch> {
+        self.train.step(step)
+    }
+
     /// Optimizer steps of one pass over the training rows.
     pub fn steps_per_epoch(&self) -> usize {
         self.train.steps_per_epoch()

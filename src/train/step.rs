@@ -114,7 +114,7 @@ pub fn evaluate(backbone: &Llama, heads: &Heads, batches: &[Batch], loss: &LossC
 }
 
 /// Hidden states of a batch, `[N, H]`, rows flattened; no gradient reaches the backbone.
-fn hidden_states(backbone: &Llama, batch: &Batch) -> Tensor {
+pub fn hidden_states(backbone: &Llama, batch: &Batch) -> Tensor {
     let (b, t) = (batch.rows as i64, batch.length as i64);
     let device = backbone.device();
     let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);

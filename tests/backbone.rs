@@ -1,0 +1,463 @@
+//! Promise: a Hugging Face folder computes what transformers computes, and a folder that cannot be used says why.
+
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use medusa::files::write_atomic;
+use medusa::model::attention::{NewTokens, RowMask};
+use medusa::model::kv_cache::KvCache;
+use medusa::model::llama::{Llama, Purpose};
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
+
+/// Float32 sums of different order over two to five layers; measured differences are below 1e-5.
+const FLOAT32_TOLERANCE: f64 = 1e-4;
+/// Half precision keeps 11 bits, bfloat16 8: of logits up to 10, after two layers.
+const HALF_TOLERANCE: f64 = 0.05;
+const BFLOAT16_TOLERANCE: f64 = 0.4;
+
+const FIXTURES: [&str; 8] = [
+    "llama_own_head",
+    "llama_tied_theta_500000_mqa",
+    "llama3_scaling",
+    "llama_linear_scaling",
+    "llama_wide_heads",
+    "llama_attention_bias",
+    "mistral_sliding_window",
+    "mistral_no_window",
+];
+/// The two spellings of one config that a fixture carries.
+const SPELLINGS: [&str; 2] = ["config", "config_v4"];
+
+/// A small model and what transformers computes on it, from `scripts/make_fixtures.py`.
+struct Fixture {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    metadata: HashMap<String, String>,
+}
+
+impl Fixture {
+    fn open(name: &str) -> Self {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/fixtures/{name}.safetensors"));
+        let bytes = std::fs::read(&path).expect("a fixture of the project");
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).expect("a header");
+        let metadata = metadata.metadata().clone().expect("its birth certificate");
+        Self { path, bytes, metadata }
+    }
+
+    fn tensors(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.bytes).expect("a whole file")
+    }
+
+    /// The weights, without what they are compared with.
+    fn weights(&self) -> Vec<(String, TensorView<'_>)> {
+        let mut all = self.tensors().tensors();
+        all.retain(|(name, _)| !name.starts_with("reference."));
+        all
+    }
+
+    /// The model as a Hugging Face folder.
+    fn folder(&self, spelling: &str) -> TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        write(&folder.path().join("config.json"), self.metadata[spelling].as_bytes());
+        safetensors::serialize_to_file(self.weights(), None, &folder.path().join("model.safetensors")).unwrap();
+        folder
+    }
+
+    fn reference(&self, name: &str) -> Tensor {
+        tensor(&self.tensors(), &format!("reference.{name}"))
+    }
+
+    fn input_ids(&self) -> Tensor {
+        self.reference("input_ids")
+    }
+
+    /// How to make it again, for the failure text.
+    fn origin(&self) -> String {
+        format!(
+            "{} (torch {}, transformers {}, seed {}; made again by `python3 scripts/make_fixtures.py`)",
+            self.path.display(),
+            self.metadata["torch"],
+            self.metadata["transformers"],
+            self.metadata["seed"]
+        )
+    }
+}
+
+fn write(path: &Path, bytes: &[u8]) {
+    write_atomic(path, |out| out.write_all(bytes)).unwrap();
+}
+
+fn tensor(tensors: &SafeTensors, name: &str) -> Tensor {
+    let view = tensors.tensor(name).unwrap_or_else(|error| panic!("{name}: {error}"));
+    let shape: Vec<i64> = view.shape().iter().map(|&d| i64::try_from(d).unwrap()).collect();
+    let kind = match view.dtype() {
+        safetensors::Dtype::F32 => Kind::Float,
+        safetensors::Dtype::I64 => Kind::Int64,
+        other => panic!("{name}: a reference of dtype {other:?}"),
+    };
+    Tensor::from_data_size(view.data(), &shape, kind)
+}
+
+/// Every element within `tolerance`, or a text with the largest difference, its first bad place and the reference's origin.
+fn assert_near(what: &str, got: &Tensor, expected: &Tensor, tolerance: f64, origin: &str) {
+    assert_eq!(got.size(), expected.size(), "{what}: shape, against {origin}");
+    let difference = (got.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs();
+    let largest = difference.max().double_value(&[]);
+    if largest <= tolerance {
+        return; // a NaN is not below anything
+    }
+    let bad = difference.le(tolerance).logical_not().nonzero();
+    let first = Vec::<i64>::try_from(bad.get(0)).unwrap();
+    panic!(
+        "{what}: {} of {} elements differ by more than {tolerance}, at most by {largest}, first at {first:?}: got {}, expected {}, from {origin}",
+        bad.size()[0],
+        difference.numel(),
+        got.double_value(&first),
+        expected.double_value(&first)
+    );
+}
+
+fn load(folder: &Path, kind: Kind, purpose: Purpose) -> Llama {
+    Llama::load(folder, kind, Device::Cpu, purpose).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+}
+
+/// Hidden states `[T, H]` and logits `[T, V]` of one row, in one pass.
+fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
+    let rows = RowMask::causal(ids_t.size()[0], &llama.config, Device::Cpu);
+    let hidden_th = llama.hidden_states(&ids_t.unsqueeze(0), &rows).squeeze_dim(0);
+    let logits_tv = llama.logits(&hidden_th);
+    (hidden_th, logits_tv)
+}
+
+/// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each a chain or the same as a tree.
+fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
+    let kind = llama.kind();
+    let mut cache = KvCache::new(&llama.config, kind, Device::Cpu);
+    let mut parts = Vec::new();
+    for ids in ids_t.split(chunk, 0) {
+        let n = ids.size()[0];
+        let offsets: Vec<i64> = (0..n).collect();
+        let new = match as_pattern {
+            false => NewTokens::chain(n, &llama.config, kind, Device::Cpu),
+            true => NewTokens::pattern(&offsets, |query, key| key <= query, &llama.config, kind, Device::Cpu),
+        };
+        parts.push(llama.extend(&ids, &new, &mut cache));
+        cache.commit(n);
+    }
+    assert_eq!(cache.len(), ids_t.size()[0]);
+    Tensor::cat(&parts, 0)
+}
+
+#[test]
+fn every_fixture_computes_what_transformers_computed() {
+    let _no_grad = tch::no_grad_guard();
+    for name in FIXTURES {
+        let fixture = Fixture::open(name);
+        for spelling in SPELLINGS {
+            let folder = fixture.folder(spelling);
+            for purpose in [Purpose::Training, Purpose::Decoding] {
+                let llama = load(folder.path(), Kind::Float, purpose);
+                let (hidden, logits) = over_the_row(&llama, &fixture.input_ids());
+                let what = |tensor: &str| format!("{name}: {tensor} ({spelling}, for {purpose:?})");
+                let near = |tensor: &str, got: &Tensor| {
+                    let expected = fixture.reference(tensor);
+                    assert_near(&what(tensor), got, &expected, FLOAT32_TOLERANCE, &fixture.origin());
+                };
+                near("last_hidden_state", &hidden);
+                near("logits", &logits);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_in_any_chunks_and_a_tree_that_is_a_chain_equal_the_whole_row() {
+    let _no_grad = tch::no_grad_guard();
+    for name in FIXTURES {
+        let fixture = Fixture::open(name);
+        let folder = fixture.folder("config");
+        let expected = fixture.reference("last_hidden_state");
+        for purpose in [Purpose::Training, Purpose::Decoding] {
+            let llama = load(folder.path(), Kind::Float, purpose);
+            for (chunk, as_pattern) in [(1, false), (7, false), (7, true), (24, false), (24, true), (100, false)] {
+                let hidden = through_the_cache(&llama, &fixture.input_ids(), chunk, as_pattern);
+                let what = format!("{name}: chunks of {chunk}, as a tree: {as_pattern}, for {purpose:?}");
+                assert_near(&what, &hidden, &expected, FLOAT32_TOLERANCE, &fixture.origin());
+            }
+        }
+    }
+}
+
+#[test]
+fn half_precision_is_near() {
+    let _no_grad = tch::no_grad_guard();
+    for name in FIXTURES {
+        let fixture = Fixture::open(name);
+        let folder = fixture.folder("config");
+        for (kind, tolerance) in [(Kind::BFloat16, BFLOAT16_TOLERANCE), (Kind::Half, HALF_TOLERANCE)] {
+            for purpose in [Purpose::Training, Purpose::Decoding] {
+                let llama = load(folder.path(), kind, purpose);
+                let (_, logits) = over_the_row(&llama, &fixture.input_ids());
+                assert_eq!(logits.kind(), kind);
+                let what = format!("{name}: logits in {kind:?}, for {purpose:?}");
+                assert_near(&what, &logits, &fixture.reference("logits"), tolerance, &fixture.origin());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_folder_that_is_read_and_the_names_that_are_written_agree() {
+    // The names of biases are not promised by `Llama::weights`.
+    for name in FIXTURES.into_iter().filter(|&name| name != "llama_attention_bias") {
+        let fixture = Fixture::open(name);
+        let folder = fixture.folder("config");
+        let llama = load(folder.path(), Kind::Float, Purpose::Training);
+        let mut ours: Vec<String> = llama.weights().into_iter().map(|(name, _)| name).collect();
+        let mut theirs: Vec<String> = fixture.weights().into_iter().map(|(name, _)| name).collect();
+        ours.sort();
+        theirs.sort();
+        assert_eq!(ours, theirs, "{name}");
+    }
+}
+
+/// `../shared`: real models and what PyTorch computes on them; not part of the project.
+mod shared {
+    use super::*;
+
+    struct Stories {
+        folder: PathBuf,
+        cases: Vec<Case>,
+        tensors: Vec<u8>,
+    }
+
+    #[derive(serde::Deserialize)]
+    struct Case {
+        prompt: String,
+        input_ids: Vec<i64>,
+        greedy_new_ids: Vec<i64>,
+    }
+
+    #[derive(serde::Deserialize)]
+    struct Reference {
+        cases: Vec<Case>,
+    }
+
+    fn stories(name: &str) -> Stories {
+        let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
+        let text = std::fs::read_to_string(shared.join(format!("reference/{name}.json"))).unwrap();
+        let Reference { cases } = serde_json::from_str(&text).unwrap();
+        let tensors = std::fs::read(shared.join(format!("reference/{name}.safetensors"))).unwrap();
+        Stories { folder: shared.join("models").join(name), cases, tensors }
+    }
+
+    fn check_states(name: &str) {
+        let _no_grad = tch::no_grad_guard();
+        let stories = stories(name);
+        let references = SafeTensors::deserialize(&stories.tensors).unwrap();
+        let origin = format!("../shared/reference/{name}.safetensors");
+        for purpose in [Purpose::Training, Purpose::Decoding] {
+            let llama = load(&stories.folder, Kind::Float, purpose);
+            for (at, case) in stories.cases.iter().enumerate() {
+                let (hidden, logits) = over_the_row(&llama, &Tensor::from_slice(&case.input_ids));
+                for (part, got) in [("last_hidden_state", hidden), ("logits", logits)] {
+                    let what = format!("{name}: {part} of {:?}, for {purpose:?}", case.prompt);
+                    let expected = tensor(&references, &format!("{at}.{part}"));
+                    assert_near(&what, &got, &expected, FLOAT32_TOLERANCE, &origin);
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(shared), ignore = "needs ../shared")]
+    fn stories_in_one_float32_file_computes_what_transformers_computed() {
+        check_states("stories260K");
+    }
+
+    #[test]
+    #[cfg_attr(not(shared), ignore = "needs ../shared")]
+    fn stories_in_bfloat16_shards_with_its_own_head_computes_what_transformers_computed() {
+        check_states("stories260K-bf16-untied-sharded");
+    }
+
+    /// The prompt, then one token at a time.
+    fn greedy(llama: &Llama, prompt: &[i64], count: usize) -> Vec<i64> {
+        let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+        let mut next = prompt.to_vec();
+        let mut ids = Vec::new();
+        while ids.len() < count {
+            let n = i64::try_from(next.len()).unwrap();
+            let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
+            let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
+            cache.commit(n);
+            let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
+            ids.push(id);
+            next = vec![id];
+        }
+        ids
+    }
+
+    #[test]
+    #[cfg_attr(not(shared), ignore = "needs ../shared")]
+    fn greedy_tokens_of_stories_are_those_of_transformers() {
+        let _no_grad = tch::no_grad_guard();
+        let Stories { folder, cases, .. } = stories("stories260K");
+        assert_eq!(cases.len(), 5);
+        for purpose in [Purpose::Training, Purpose::Decoding] {
+            let llama = load(&folder, Kind::Float, purpose);
+            assert_eq!(llama.config.eos_token_ids, [1, 2], "generation_config.json has a list");
+            for case in &cases {
+                let got = greedy(&llama, &case.input_ids, case.greedy_new_ids.len());
+                assert_eq!(got, case.greedy_new_ids, "{:?}, for {purpose:?}", case.prompt);
+            }
+        }
+    }
+}
+
+/// What a damaged folder says.
+mod refusals {
+    use super::*;
+
+    fn refusal(folder: &Path) -> String {
+        match Llama::load(folder, Kind::Float, Device::Cpu, Purpose::Training) {
+            Ok(_) => panic!("{} was loaded", folder.display()),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    fn assert_says(folder: &TempDir, facts: &[&str]) {
+        let error = refusal(folder.path());
+        for fact in facts {
+            assert!(error.contains(fact), "expected {fact:?} in: {error}");
+        }
+    }
+
+    fn good() -> (Fixture, TempDir) {
+        let fixture = Fixture::open("llama_own_head");
+        let folder = fixture.folder("config");
+        (fixture, folder)
+    }
+
+    fn edit_config(folder: &TempDir, from: &str, to: &str) {
+        let path = folder.path().join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.contains(from), "{from} in {text}");
+        write(&path, text.replace(from, to).as_bytes());
+    }
+
+    /// Writes model.safetensors with a header of our own.
+    fn write_raw(folder: &TempDir, header_bytes: u64, header: &str, data: &[u8]) {
+        let bytes = [&header_bytes.to_le_bytes()[..], header.as_bytes(), data].concat();
+        write(&folder.path().join("model.safetensors"), &bytes);
+    }
+
+    #[test]
+    fn a_folder_without_weights_says_what_was_looked_for() {
+        let (_, folder) = good();
+        std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+        assert_says(&folder, &["model.safetensors", "model.safetensors.index.json"]);
+    }
+
+    #[test]
+    fn a_folder_without_config_says_so() {
+        let (_, folder) = good();
+        std::fs::remove_file(folder.path().join("config.json")).unwrap();
+        assert_says(&folder, &["config.json"]);
+    }
+
+    #[test]
+    fn a_config_that_is_no_json_says_where() {
+        let (_, folder) = good();
+        write(&folder.path().join("config.json"), b"{\"model_type\": ");
+        assert_says(&folder, &["config.json", "line 1"]);
+    }
+
+    #[test]
+    fn a_missing_shard_is_named_with_the_index() {
+        let (fixture, folder) = good();
+        let weights = fixture.weights();
+        let (first, second) = weights.split_at(3);
+        let shard = |at: usize| format!("model-0000{at}-of-00002.safetensors");
+        let named = |part: &[(String, TensorView)], at: usize| -> Vec<(String, String)> {
+            part.iter().map(|(name, _)| (name.clone(), shard(at))).collect()
+        };
+        let map: HashMap<String, String> = named(first, 1).into_iter().chain(named(second, 2)).collect();
+        let index = serde_json::json!({"metadata": {}, "weight_map": map});
+        write(&folder.path().join("model.safetensors.index.json"), index.to_string().as_bytes());
+        std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
+        safetensors::serialize_to_file(first.to_vec(), None, &folder.path().join(shard(1))).unwrap();
+        assert_says(&folder, &[&shard(2), "model.safetensors.index.json", "1 of 2"]);
+        safetensors::serialize_to_file(second.to_vec(), None, &folder.path().join(shard(2))).unwrap();
+        load(folder.path(), Kind::Float, Purpose::Training);
+        // An index may name a tensor that its shard does not hold.
+        safetensors::serialize_to_file(second[1..].to_vec(), None, &folder.path().join(shard(2))).unwrap();
+        assert_says(&folder, &[&shard(2), &second[0].0]);
+    }
+
+    #[test]
+    fn a_truncated_file_is_refused() {
+        let (_, folder) = good();
+        let path = folder.path().join("model.safetensors");
+        let bytes = std::fs::read(&path).unwrap();
+        for keep in [0, 4, 100, bytes.len() - 1] {
+            write(&path, &bytes[..keep]);
+            assert_says(&folder, &["model.safetensors", &keep.to_string()]);
+        }
+    }
+
+    #[test]
+    fn a_header_larger_than_the_file_or_the_limit_is_refused() {
+        let (_, folder) = good();
+        for header_bytes in [1000, 200_000_000, u64::MAX] {
+            write_raw(&folder, header_bytes, "{}", &[]);
+            assert_says(&folder, &["model.safetensors", "safetensors file"]);
+        }
+    }
+
+    #[test]
+    fn overlapping_tensors_are_refused() {
+        let (_, folder) = good();
+        let header = r#"{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}"#;
+        write_raw(&folder, header.len() as u64, header, &[0; 24]);
+        assert_says(&folder, &["model.safetensors"]);
+    }
+
+    #[test]
+    fn a_tensor_of_another_shape_is_named_with_both_shapes() {
+        let (_, folder) = good();
+        edit_config(&folder, "\"vocab_size\": 97", "\"vocab_size\": 98");
+        assert_says(&folder, &["model.safetensors", "model.embed_tokens.weight", "[98, 48]", "[97, 48]"]);
+        edit_config(&folder, "\"vocab_size\": 98", "\"vocab_size\": 97");
+        edit_config(&folder, "\"intermediate_size\": 48", "\"intermediate_size\": 50");
+        assert_says(&folder, &["model.layers.0.mlp.gate_proj.weight", "[50, 48]", "[48, 48]"]);
+    }
+
+    #[test]
+    fn a_tensor_that_is_not_there_is_named() {
+        let (fixture, folder) = good();
+        let name = "model.layers.1.self_attn.o_proj.weight";
+        let rest: Vec<_> = fixture.weights().into_iter().filter(|(other, _)| other != name).collect();
+        safetensors::serialize_to_file(rest, None, &folder.path().join("model.safetensors")).unwrap();
+        assert_says(&folder, &["model.safetensors", name]);
+    }
+
+    #[test]
+    fn a_tensor_of_integers_is_named_with_its_dtype() {
+        let (fixture, folder) = good();
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        let numbers = vec![1u8; 48 * 48];
+        let mut weights = fixture.weights();
+        for (other, view) in &mut weights {
+            if other == name {
+                *view = TensorView::new(safetensors::Dtype::I8, vec![48, 48], &numbers).unwrap();
+            }
+        }
+        safetensors::serialize_to_file(weights, None, &folder.path().join("model.safetensors")).unwrap();
+        assert_says(&folder, &["model.safetensors", name, "I8"]);
+    }
+}
