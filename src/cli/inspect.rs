@@ -9,7 +9,9 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
+use crate::calibrate::Calibration;
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
+use crate::medusa::tree::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{WeightFiles, WeightsError, map_file};
 use crate::torch::Dtype;
@@ -31,6 +33,9 @@ pub struct InspectArgs {
 enum Contents {
     Run(run::Run),
     Heads(HeadsFound),
+    Calibration(Calibration),
+    Tree(TreeFound),
+    Bench(BenchFound),
     Tensors(TensorsFound),
     Backbone(Box<BackboneFound>),
 }
@@ -64,6 +69,21 @@ struct TensorFound {
     name: String,
     dtype: String,
     shape: Vec<usize>,
+}
+
+#[derive(Debug, Serialize)]
+struct TreeFound {
+    nodes: usize,
+    depth: usize,
+    widths: Vec<usize>,
+    expected_tokens_per_step: Option<f64>,
+    calibration_sha256: Option<String>,
+}
+
+/// What `medusa bench --json` printed.
+#[derive(Debug, Serialize)]
+struct BenchFound {
+    bench: Value,
 }
 
 #[derive(Debug, Serialize)]
@@ -176,9 +196,32 @@ fn weight_files(folder: &Path) -> Option<Vec<(PathBuf, u64)>> {
 }
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
-    let text = std::fs::read_to_string(path)?;
+    let text = std::fs::read_to_string(path).map_err(|source| WeightsError::Io { path: path.into(), source })?;
     let value: Value = serde_json::from_str(&text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
-    anyhow::bail!("{} is JSON of no known kind: {}", path.display(), keys(&value))
+    if value.is_array() || value.get("choices").is_some() {
+        return Ok(Contents::Tree(tree(TreeFile::load(path)?)));
+    }
+    if value.get("heads").is_some() {
+        return Ok(Contents::Calibration(Calibration::load(path)?));
+    }
+    if value.get("acceleration_rate").is_some() {
+        return Ok(Contents::Bench(BenchFound { bench: value }));
+    }
+    anyhow::bail!(
+        "{} is JSON of no known kind: {}; expected a tree (choices), a calibration (heads) or a bench (acceleration_rate)",
+        path.display(),
+        keys(&value)
+    )
+}
+
+fn tree(file: TreeFile) -> TreeFound {
+    TreeFound {
+        nodes: file.tree.choices().len(),
+        depth: file.tree.max_depth(),
+        widths: file.tree.widths(),
+        expected_tokens_per_step: file.expected_tokens_per_step,
+        calibration_sha256: file.calibration_sha256,
+    }
 }
 
 fn keys(value: &Value) -> String {
@@ -193,6 +236,9 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
     match contents {
         Contents::Run(run) => run.text(path, &mut out)?,
         Contents::Heads(heads) => writeln!(out, "heads        {}", heads.line())?,
+        Contents::Calibration(found) => calibration_text(found, &mut out)?,
+        Contents::Tree(found) => tree_text(found, &mut out)?,
+        Contents::Bench(found) => run::bench_text(&found.bench, &mut out)?,
         Contents::Tensors(found) => tensors_text(found, &mut out)?,
         Contents::Backbone(found) => backbone_text(found, &mut out)?,
     }
@@ -214,6 +260,24 @@ impl HeadsFound {
             self.dtypes.join(" and "),
             mebibytes(self.bytes)
         )
+    }
+}
+
+fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
+    writeln!(out, "backbone     {}", found.backbone)?;
+    writeln!(out, "heads        sha256 {}", found.heads_sha256)?;
+    writeln!(out, "tokens       {}", found.tokens)?;
+    run::accuracy_text(&run::accuracy_of(found), out)
+}
+
+fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
+    writeln!(out, "tree         {} nodes, {} levels of {:?} nodes", found.nodes, found.depth, found.widths)?;
+    if let Some(tokens) = found.expected_tokens_per_step {
+        writeln!(out, "expected     {tokens:.3} tokens a step")?;
+    }
+    match &found.calibration_sha256 {
+        Some(sha256) => writeln!(out, "calibration  sha256 {sha256}"),
+        None => Ok(()),
     }
 }
 

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{Contents, HeadsFound, file};
+use crate::calibrate::Calibration;
 use crate::medusa::heads::HEADS_FILE;
 
 /// What a run's folder holds.
@@ -25,7 +26,7 @@ pub(super) struct Run {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-struct HeadAccuracy {
+pub(super) struct HeadAccuracy {
     top1: f64,
     top5: f64,
 }
@@ -46,7 +47,7 @@ impl Run {
         Ok(Self {
             finished: path.join("final").join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
-            accuracy: accuracy(&path.join("calibration.json"), validation.as_ref()),
+            accuracy: accuracy(&path.join("calibration.json"), validation.as_ref())?,
             bench: json(&path.join("bench.json")),
             checkpoints,
             training,
@@ -68,36 +69,30 @@ impl Run {
             writeln!(out, "validation   step {}, loss {:.4}", line["step"], number(line, "loss"))?;
         }
         writeln!(out, "files        {}", self.files.join(" "))?;
-        self.accuracy_text(out)?;
-        self.bench_text(out)
+        accuracy_text(&self.accuracy, out)?;
+        self.bench.as_ref().map_or(Ok(()), |bench| bench_text(bench, out))
     }
+}
 
-    fn accuracy_text(&self, out: &mut String) -> std::fmt::Result {
-        if self.accuracy.is_empty() {
-            return Ok(());
-        }
-        writeln!(out, "\n{:>20}  {:>6}  {:>6}", "accuracy", "top-1", "top-5")?;
-        for (head, accuracy) in self.accuracy.iter().enumerate() {
-            let name = format!("head {}", head + 1);
-            writeln!(out, "{name:>20}  {:>6.3}  {:>6.3}", accuracy.top1, accuracy.top5)?;
-        }
-        Ok(())
+pub(super) fn accuracy_text(heads: &[HeadAccuracy], out: &mut String) -> std::fmt::Result {
+    if heads.is_empty() {
+        return Ok(());
     }
+    writeln!(out, "\n{:>20}  {:>6}  {:>6}", "accuracy", "top-1", "top-5")?;
+    for (head, accuracy) in heads.iter().enumerate() {
+        let name = format!("head {}", head + 1);
+        writeln!(out, "{name:>20}  {:>6.3}  {:>6.3}", accuracy.top1, accuracy.top5)?;
+    }
+    Ok(())
+}
 
-    fn bench_text(&self, out: &mut String) -> std::fmt::Result {
-        let Some(bench) = &self.bench else { return Ok(()) };
-        writeln!(out)?;
-        writeln!(out, "{:>20}  {:>6.2}  tokens a step", "acceleration rate", number(bench, "acceleration_rate"))?;
-        writeln!(
-            out,
-            "{:>20}  {:>6.2}  one step against one of plain decoding",
-            "overhead",
-            number(bench, "overhead")
-        )?;
-        writeln!(out, "{:>20}  {:>6.2}  wall clock", "speedup", number(bench, "speedup"))?;
-        let identical = if bench["identical"] == true { "yes" } else { "no" };
-        writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
-    }
+pub(super) fn bench_text(bench: &Value, out: &mut String) -> std::fmt::Result {
+    writeln!(out)?;
+    writeln!(out, "{:>20}  {:>6.2}  tokens a step", "acceleration rate", number(bench, "acceleration_rate"))?;
+    writeln!(out, "{:>20}  {:>6.2}  a step against a step of plain decoding", "overhead", number(bench, "overhead"))?;
+    writeln!(out, "{:>20}  {:>6.2}  wall clock", "speedup", number(bench, "speedup"))?;
+    let identical = if bench["identical"] == true { "yes" } else { "no" };
+    writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
 }
 
 fn number(object: &Value, key: &str) -> f64 {
@@ -124,23 +119,25 @@ fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<He
     }
 }
 
+pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<HeadAccuracy> {
+    let of_head = |guesses: Vec<f64>| HeadAccuracy {
+        top1: guesses.first().copied().unwrap_or(f64::NAN), // shown as NaN: it has no guess
+        top5: guesses.iter().take(5).sum(),
+    };
+    calibration.accuracies().into_iter().map(of_head).collect()
+}
+
 /// Of the calibration where there is one, else of the last evaluation.
-fn accuracy(calibration: &Path, validation: Option<&Value>) -> Vec<HeadAccuracy> {
-    if let Some(heads) = json(calibration).as_ref().and_then(|found| found["heads"].as_array()) {
-        let guesses = |head: &Value| -> Vec<f64> {
-            head["accuracy"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
-        };
-        let of_head = |guesses: Vec<f64>| HeadAccuracy {
-            top1: guesses.first().copied().unwrap_or(f64::NAN),
-            top5: guesses.iter().take(5).sum(),
-        };
-        return heads.iter().map(|head| of_head(guesses(head))).collect();
+fn accuracy(calibration: &Path, validation: Option<&Value>) -> anyhow::Result<Vec<HeadAccuracy>> {
+    if calibration.is_file() {
+        return Ok(accuracy_of(&Calibration::load(calibration)?));
     }
     let column = |key: &str| -> Vec<f64> {
         let values = validation.and_then(|line| line[key].as_array());
-        values.into_iter().flatten().filter_map(Value::as_f64).collect()
+        values.into_iter().flatten().map(|value| value.as_f64().unwrap_or(f64::NAN)).collect()
     };
-    column("head_top1").into_iter().zip(column("head_top5")).map(|(top1, top5)| HeadAccuracy { top1, top5 }).collect()
+    let pairs = column("head_top1").into_iter().zip(column("head_top5"));
+    Ok(pairs.map(|(top1, top5)| HeadAccuracy { top1, top5 }).collect())
 }
 
 #[cfg(test)]
@@ -153,10 +150,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("calibration.json");
         let line: Value = serde_json::from_str(r#"{"head_top1":[0.5],"head_top5":[0.75]}"#).unwrap();
-        assert_eq!(accuracy(&path, Some(&line)), [HeadAccuracy { top1: 0.5, top5: 0.75 }]);
-        let text = br#"{"heads":[{"accuracy":[0.5,0.125,0.125,0.0625,0.0625,0.5]}]}"#;
+        let of_evaluation = [HeadAccuracy { top1: 0.5, top5: 0.75 }];
+        assert_eq!(accuracy(&path, Some(&line)).unwrap(), of_evaluation);
+        assert_eq!(accuracy(&path, None).unwrap(), []);
+        let text =
+            br#"{"heads":[{"counts":[4,1,1,1,1,4],"total":16,"accuracy":[0.25,0.0625,0.0625,0.0625,0.0625,0.25]}],
+            "joint":{"total":0,"paths":[]},"backbone":"b","heads_sha256":"","tokens":16}"#;
         crate::files::write_atomic(&path, |out| out.write_all(text)).unwrap();
-        assert_eq!(accuracy(&path, Some(&line)), [HeadAccuracy { top1: 0.5, top5: 0.875 }]);
-        assert_eq!(accuracy(dir.path(), None), []);
+        assert_eq!(accuracy(&path, Some(&line)).unwrap(), [HeadAccuracy { top1: 0.25, top5: 0.5 }]);
     }
 }
