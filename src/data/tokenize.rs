@@ -273,7 +273,9 @@ pub(super) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(TokenizeError::Read { path: path.to_owned(), source }),
     };
-    serde_json::from_slice(&bytes).map(Some).map_err(|source| TokenizeError::BrokenJson { path: path.to_owned(), source })
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|source| TokenizeError::BrokenJson { path: path.to_owned(), source })
 }
 
 /// `"<s>"` or `{"content": "<s>", …}`.
