@@ -16,7 +16,12 @@ use serde::Serialize;
 
 use crate::torch::{self, DeviceChoice, Dtype};
 
+pub mod bench;
+pub mod calibrate;
+pub mod decoder;
 pub mod doctor;
+pub mod generate;
+pub mod tree;
 
 const FAILED: u8 = 1;
 const WRONG_USAGE: u8 = 2;
@@ -69,12 +74,20 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa doctor";
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    Calibrate(calibrate::CalibrateArgs),
+    Tree(tree::TreeArgs),
+    Generate(generate::GenerateArgs),
+    Bench(bench::BenchArgs),
     Doctor(doctor::DoctorArgs),
 }
 
 impl Verb {
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
+            Verb::Calibrate(args) => calibrate::run(args, common),
+            Verb::Tree(args) => tree::run(args, common),
+            Verb::Generate(args) => generate::run(args, common),
+            Verb::Bench(args) => bench::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
