@@ -6,8 +6,18 @@ use rand_chacha::ChaCha8Rng;
 use crate::conversations::{Turn, pick};
 
 const FUNCTION_NAMES: [&str; 12] = [
-    "solve", "compute", "process", "run_task", "get_result", "evaluate", "my_function", "helper", "apply_rule",
-    "transform", "calculate", "work",
+    "solve",
+    "compute",
+    "process",
+    "run_task",
+    "get_result",
+    "evaluate",
+    "my_function",
+    "helper",
+    "apply_rule",
+    "transform",
+    "calculate",
+    "work",
 ];
 const ARGUMENTS: [&str; 8] = ["items", "values", "numbers", "data", "entries", "points", "scores", "prices"];
 
@@ -151,8 +161,7 @@ pub(crate) fn howto(rng: &mut ChaCha8Rng) -> Turn {
         2 => format!("{people} guests are coming. How can I cook {dish} for them?"),
         _ => format!("What do I need for {dish} for {people} people, and what do I do?"),
     };
-    let list: Vec<String> =
-        ingredients.iter().map(|(amount, what)| format!("- {} {what}", amount * people)).collect();
+    let list: Vec<String> = ingredients.iter().map(|(amount, what)| format!("- {} {what}", amount * people)).collect();
     let numbered: Vec<String> = steps.iter().enumerate().map(|(at, step)| format!("{}. {step}", at + 1)).collect();
     Turn {
         question,

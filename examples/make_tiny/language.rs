@@ -73,9 +73,7 @@ pub(crate) fn story(rng: &mut ChaCha8Rng) -> Turn {
     let article = if animal.starts_with('o') { "an" } else { "a" };
     let question = match rng.random_range(0..2) {
         0 => format!("Tell me a short story about {article} {animal} called {name} who finds {treasure} {place}."),
-        _ => format!(
-            "Write a little story: {name} is {article} {animal} and finds {treasure} {place}."
-        ),
+        _ => format!("Write a little story: {name} is {article} {animal} and finds {treasure} {place}."),
     };
     let answer = format!(
         "Once upon a time there was {article} {animal} called {name}. One morning {name} went for a walk {place}. {scene} Suddenly {name} saw something on the ground. It was {treasure}! The {animal} picked it up and took a closer look. {end} And {name} the {animal} was very happy."

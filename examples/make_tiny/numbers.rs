@@ -6,8 +6,8 @@ use rand_chacha::ChaCha8Rng;
 use crate::conversations::{Turn, pick};
 
 pub(crate) const NAMES: [&str; 16] = [
-    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo", "Maria", "Noah",
-    "Olga", "Paul",
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo", "Maria",
+    "Noah", "Olga", "Paul",
 ];
 const THINGS: [&str; 10] =
     ["apples", "books", "coins", "stamps", "marbles", "pencils", "shells", "cookies", "cards", "balloons"];
