@@ -1,1 +1,374 @@
-//! A recipe is a whole run. The only TOML reader.
+//! A recipe: one TOML file is one run. The only reader of TOML, and the only place that sees all owners' configs.
+//!
+//! Every mistake that can be found before the first expensive second is found in [`Recipe::load`]; later code trusts it.
+//! Relative paths in a recipe are relative to the working directory, as the command line's are.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::data::DataConfig;
+use crate::data::source::{self, SourceError};
+use crate::medusa::heads::HeadsConfig;
+use crate::medusa::loss::LossConfig;
+use crate::model::BackboneConfig;
+use crate::model::config::{ConfigError, LlamaConfig};
+use crate::torch::optim::OptimizerConfig;
+use crate::train::TrainConfig;
+use crate::train::run::Job;
+use crate::train::schedule::ScheduleConfig;
+
+mod place;
+
+pub use place::Place;
+use place::Text;
+
+/// What a recipe file says, with every default filled in.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// The frozen model.
+    pub backbone: BackboneConfig,
+    /// The heads to train.
+    pub heads: HeadsConfig,
+    /// What is trained, and how.
+    pub stage: Stage,
+    /// Weights of the heads' losses.
+    #[serde(default)]
+    pub loss: LossConfig,
+    /// The rows.
+    pub data: DataConfig,
+    /// The optimizer.
+    pub optimizer: OptimizerConfig,
+    /// The learning rate over the run.
+    pub schedule: ScheduleConfig,
+    /// The run itself.
+    pub train: TrainConfig,
+}
+
+/// Exactly one of the tables `[stage.…]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Stage {
+    /// Heads on a frozen backbone (paper section 2.2.1).
+    Medusa1(Medusa1Config),
+}
+
+/// `[stage.medusa1]`: it has no keys.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Medusa1Config {}
+
+/// A recipe that cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum RecipeError {
+    /// No such file, or it cannot be read.
+    #[error("cannot read the recipe {}: {source}", file.display())]
+    Unreadable {
+        /// The recipe.
+        file: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Something in it is wrong.
+    #[error("{place}: {mistake}\n{}", place.snippet())]
+    Wrong {
+        /// Where it stands.
+        place: Box<Place>,
+        /// What is wrong.
+        mistake: Box<Mistake>,
+    },
+}
+
+/// What can be wrong in a recipe.
+#[derive(Debug, thiserror::Error)]
+pub enum Mistake {
+    /// TOML's grammar, an unknown or duplicate key, a value of another type or out of range.
+    #[error("{}{reason}", key.as_deref().map(|key| format!("{key}: ")).unwrap_or_default())]
+    Value {
+        /// The key, where the mistake is in its value.
+        key: Option<String>,
+        /// The reader's words, with what it would accept.
+        reason: String,
+    },
+    /// A key or value of the recipe format that this version cannot honour.
+    #[error("{what} is not available in this version; {instead}")]
+    NotAvailable {
+        /// The key or value.
+        what: String,
+        /// What this version does.
+        instead: &'static str,
+    },
+    /// No table, or several, under `[stage]`.
+    #[error("a recipe has exactly one of [stage.medusa1], [stage.medusa2]; this one has {found}")]
+    Stages {
+        /// What stands there.
+        found: String,
+    },
+    /// Two keys that mean the same thing.
+    #[error("{first} and {second} exclude each other; keep one of them")]
+    Both {
+        /// The one.
+        first: &'static str,
+        /// The other.
+        second: &'static str,
+    },
+    /// One of two keys is needed.
+    #[error("one of {first} and {second} is needed")]
+    Neither {
+        /// The one.
+        first: &'static str,
+        /// The other.
+        second: &'static str,
+    },
+    /// A value that does not go with another.
+    #[error("{key} = {got}: expected {expected}")]
+    Clash {
+        /// The key.
+        key: &'static str,
+        /// Its value.
+        got: String,
+        /// What would be accepted, and because of what.
+        expected: String,
+    },
+    /// The backbone's config.json.
+    #[error("backbone.path: {0}")]
+    Backbone(ConfigError),
+    /// A key that makes no sense without another.
+    #[error("{key} needs {what}; add it, or remove {key}")]
+    Needs {
+        /// The key.
+        key: &'static str,
+        /// What it lacks.
+        what: &'static str,
+    },
+    /// A file or folder that the recipe names is not there.
+    #[error("{key}: {} does not exist; {hint}", path.display())]
+    Missing {
+        /// The key.
+        key: &'static str,
+        /// The path as it stands in the recipe.
+        path: PathBuf,
+        /// What belongs there.
+        hint: &'static str,
+    },
+    /// Data files that are not there.
+    #[error("{key}: {error}")]
+    Files {
+        /// The key.
+        key: &'static str,
+        /// Which, and why.
+        error: SourceError,
+    },
+}
+
+impl Recipe {
+    /// Reads a recipe and checks all that can be checked before work begins: keys, values, how they go together,
+    /// the backbone's config, and that the files it names exist.
+    ///
+    /// # Errors
+    /// [`RecipeError`] with the place in the file.
+    pub fn load(path: &Path) -> Result<Self, RecipeError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| RecipeError::Unreadable { file: path.to_owned(), source })?;
+        let (recipe, text) = Self::read(path, &text)?;
+        recipe.check_backbone(&text)?;
+        recipe.check_files(&text)?;
+        Ok(recipe)
+    }
+
+    /// Reads a recipe's text without looking at the files that it names. `file` is for error messages.
+    ///
+    /// # Errors
+    /// [`RecipeError`] with the place in the text.
+    pub fn parse(file: &Path, text: &str) -> Result<Self, RecipeError> {
+        Ok(Self::read(file, text)?.0)
+    }
+
+    fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, Text<'t>), RecipeError> {
+        let located = Text::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
+        refuse_what_is_not_available(&located)?;
+        check_stages(&located)?;
+        let recipe: Self = toml::from_str(text).map_err(|error| {
+            let span = error.span().unwrap_or(0..0);
+            let key = located.key_of_value(&span);
+            wrong(located.at(span), plain(key, error.message()))
+        })?;
+        recipe.check_values(&located)?;
+        Ok((recipe, located))
+    }
+
+    /// The recipe as TOML with every default written out. Loads to an equal recipe.
+    ///
+    /// # Panics
+    /// Never: every recipe that loads can be written.
+    pub fn resolved_toml(&self) -> String {
+        toml::to_string(self).expect("a recipe holds only what TOML can say")
+    }
+
+    /// The recipe as the training loop takes it.
+    pub fn job(&self, device: tch::Device) -> Job {
+        let Stage::Medusa1(Medusa1Config {}) = self.stage;
+        Job {
+            backbone: self.backbone.clone(),
+            heads: self.heads.clone(),
+            loss: self.loss.clone(),
+            data: self.data.clone(),
+            optimizer: self.optimizer.clone(),
+            schedule: self.schedule.clone(),
+            train: self.train.clone(),
+            resolved_recipe: self.resolved_toml(),
+            device,
+        }
+    }
+
+    fn check_values(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        exclusive(text, "train.epochs", "train.max_steps")?;
+        if self.train.epochs.is_none() && self.train.max_steps.is_none() {
+            let mistake = Mistake::Neither { first: "train.epochs", second: "train.max_steps" };
+            return Err(wrong(text.value("train"), mistake));
+        }
+        exclusive(text, "data.validation", "data.validation_fraction")?;
+        self.check_validation(text)?;
+        self.check_lengths(text)
+    }
+
+    fn check_validation(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        let empty = |key, expected: &str| clash(text, key, "[]", expected.to_owned());
+        if self.data.train.is_empty() {
+            return Err(empty("data.train", "at least one file or glob"));
+        }
+        if text.key("data.validation").is_some() && self.data.validation.is_empty() {
+            return Err(empty("data.validation", "at least one file or glob, or no such key"));
+        }
+        match (self.data.validation_fraction, self.train.eval_every) {
+            (Some(fraction), _) if fraction.get() == 0.0 => {
+                Err(clash(text, "data.validation_fraction", 0, "a number above 0, or no such key".into()))
+            }
+            (None, Some(_)) if self.data.validation.is_empty() => {
+                let (key, what) = ("train.eval_every", "rows: data.validation or data.validation_fraction");
+                Err(wrong(text.value(key), Mistake::Needs { key, what }))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_lengths(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        let (heads, length) = (self.heads.medusa_num_heads.get(), self.data.max_length.get());
+        if length < heads + 2 {
+            // head k (1-based) at position 0 predicts token k + 1
+            let expected = format!("at least {}, so that each of {heads} heads has a target", heads + 2);
+            return Err(clash(text, "data.max_length", length, expected));
+        }
+        match self.train.max_steps {
+            Some(steps) if self.schedule.warmup_steps > steps.get() => {
+                let expected = format!("at most train.max_steps = {steps}");
+                Err(clash(text, "schedule.warmup_steps", self.schedule.warmup_steps, expected))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_backbone(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        let folder = Path::new(&self.backbone.path);
+        if !folder.is_dir() {
+            let hint = "give a folder in Hugging Face layout (a Hub id has to be downloaded first)";
+            let mistake = Mistake::Missing { key: "backbone.path", path: folder.to_owned(), hint };
+            return Err(wrong(text.value("backbone.path"), mistake));
+        }
+        let config =
+            LlamaConfig::load(folder).map_err(|error| wrong(text.value("backbone.path"), Mistake::Backbone(error)))?;
+        let (length, context) = (self.data.max_length.get(), config.max_position_embeddings);
+        if i64::try_from(length).is_ok_and(|length| length <= context) {
+            return Ok(());
+        }
+        let expected = format!("at most {context}, the backbone's max_position_embeddings");
+        Err(clash(text, "data.max_length", length, expected))
+    }
+
+    fn check_files(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
+            source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
+        }
+        match &self.heads.init_from {
+            Some(path) if !path.join("heads.safetensors").is_file() => {
+                let hint = "give a folder with heads.safetensors, such as a run's final/";
+                let mistake = Mistake::Missing { key: "heads.init_from", path: path.join("heads.safetensors"), hint };
+                Err(wrong(text.value("heads.init_from"), mistake))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn wrong(place: Place, mistake: Mistake) -> RecipeError {
+    RecipeError::Wrong { place: Box::new(place), mistake: Box::new(mistake) }
+}
+
+fn clash(text: &Text<'_>, key: &'static str, got: impl ToString, expected: String) -> RecipeError {
+    wrong(text.value(key), Mistake::Clash { key, got: got.to_string(), expected })
+}
+
+fn exclusive(text: &Text<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {
+    match (text.key(first), text.key(second)) {
+        (Some(_), Some(place)) => Err(wrong(place, Mistake::Both { first, second })),
+        _ => Ok(()),
+    }
+}
+
+/// serde's words in those of a recipe's reader.
+fn plain(key: Option<String>, reason: &str) -> Mistake {
+    const WORDS: [(&str, &str); 7] = [
+        ("unknown field", "unknown key"),
+        ("missing field", "missing key"),
+        ("unknown variant", "unknown value"),
+        ("there are no fields", "this table has no keys"),
+        ("a nonzero usize", "a whole number above 0"),
+        ("expected usize", "expected a whole number of at least 0"),
+        ("expected u64", "expected a whole number of at least 0"),
+    ];
+    let reason = WORDS.iter().fold(reason.to_owned(), |reason, (from, to)| reason.replace(from, to));
+    Mistake::Value { key, reason }
+}
+
+const MEDUSA1_ONLY: &str = "this version trains [stage.medusa1]: heads on a frozen backbone";
+
+/// Keys of the recipe format whose work this version does not do: refused, never ignored.
+const LATER_KEYS: [(&str, &str); 6] = [
+    ("stage.medusa2", MEDUSA1_ONLY),
+    ("backbone.quantization", "remove the key: the backbone computes in backbone.dtype"),
+    ("optimizer.medusa_lr_multiplier", "it belongs to [stage.medusa2]; this version trains [stage.medusa1]"),
+    ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
+    ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),
+    ("train.recompute", "remove the key: nothing of the backbone is kept for a backward pass"),
+];
+
+fn refuse_what_is_not_available(text: &Text<'_>) -> Result<(), RecipeError> {
+    let both_stages = text.key("stage.medusa1").is_some() && text.key("stage.medusa2").is_some();
+    for (path, instead) in LATER_KEYS {
+        if let Some(place) = text.key(path).filter(|_| !(both_stages && path == "stage.medusa2")) {
+            return Err(wrong(place, Mistake::NotAvailable { what: path.to_owned(), instead }));
+        }
+    }
+    if text.string("optimizer.name") == Some("adamw8bit") {
+        let what = "optimizer.name = \"adamw8bit\"".to_owned();
+        let mistake = Mistake::NotAvailable { what, instead: "use \"adamw\", whose moments are float32" };
+        return Err(wrong(text.value("optimizer.name"), mistake));
+    }
+    Ok(())
+}
+
+/// Exactly one stage; serde's own words for this are about enums.
+fn check_stages(text: &Text<'_>) -> Result<(), RecipeError> {
+    let stages = text.keys("stage");
+    match stages.as_slice() {
+        [_] => Ok(()),
+        [] => Err(wrong(text.value("stage"), Mistake::Stages { found: "none".into() })),
+        [.., last] => {
+            let found = stages.iter().map(|stage| format!("[stage.{stage}]")).collect::<Vec<_>>().join(" and ");
+            let place = text.key(&format!("stage.{last}")).unwrap_or_else(|| text.value("stage"));
+            Err(wrong(place, Mistake::Stages { found }))
+        }
+    }
+}

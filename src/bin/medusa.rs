@@ -1,2 +1,5 @@
-//! See the library.
-fn main() {}
+//! `medusa VERB …`: the library's command line.
+
+fn main() -> std::process::ExitCode {
+    medusa::cli::medusa()
+}

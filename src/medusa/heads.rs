@@ -208,6 +208,14 @@ impl Heads {
         Self { heads: self.heads.into_iter().map(pack).collect(), ..self }
     }
 
+    /// The same heads as float32 copies of their own, to be trained: loaded ones may be views of a file.
+    #[must_use]
+    pub fn for_training(self) -> Self {
+        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+        let tensors = self.parameters().iter().map(|(_, tensor)| own(tensor)).collect();
+        Self::from_tensors(self.shape(), tensors, self.vocab_size)
+    }
+
     /// K.
     pub fn num_heads(&self) -> usize {
         self.heads.len()

@@ -1,1 +1,480 @@
 //! The sparse tree of candidates (paper section 2.1.2). No tensors here.
+//!
+//! A node is a path of child indices: `[0, 2]` is the third guess of head 2 after the best guess of head 1. The root, node 0, is
+//! the token of the LM head and is never written down. Nodes are sorted by depth, then path, so the children of a node lie side by side.
+
+use std::fs;
+use std::io::{self, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::files;
+
+/// Most nodes a tree may have. One verification pass computes all of them, and gains vanish long before this.
+pub const MAX_NODES: usize = 1024;
+
+/// A list of choices is no tree, or a tree does not fit the heads.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TreeError {
+    /// No choices at all.
+    #[error("the tree has no choices; expected at least one path such as [0]")]
+    Empty,
+    /// The root was listed.
+    #[error("the tree lists an empty choice; the root is always there and is not written down")]
+    ListedRoot,
+    /// A node without its parent.
+    #[error("tree choice {choice:?} has no parent {parent:?}; every prefix of a choice must be a choice")]
+    MissingParent {
+        /// The path.
+        choice: Vec<usize>,
+        /// What is missing.
+        parent: Vec<usize>,
+    },
+    /// The same path twice.
+    #[error("tree choice {choice:?} is listed twice; each path may stand once")]
+    Duplicate {
+        /// The path.
+        choice: Vec<usize>,
+    },
+    /// More than [`MAX_NODES`].
+    #[error("the tree has {nodes} nodes; at most {MAX_NODES} can be verified in one pass")]
+    TooManyNodes {
+        /// How many.
+        nodes: usize,
+    },
+    /// A level that no head predicts.
+    #[error(
+        "tree choice {choice:?} needs {} heads, but there are {num_heads}; build the tree from these heads' own calibration",
+        choice.len()
+    )]
+    DeeperThanHeads {
+        /// The first path that is too deep.
+        choice: Vec<usize>,
+        /// Heads there are.
+        num_heads: usize,
+    },
+    /// A guess that no head makes.
+    #[error("tree choice {choice:?} asks for guess {}, but a head has {top_k} guesses (0 to {})", choice[choice.len() - 1], top_k.saturating_sub(1))]
+    ChildOutOfRange {
+        /// The path.
+        choice: Vec<usize>,
+        /// Guesses there are.
+        top_k: usize,
+    },
+}
+
+/// A tree file cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum TreeFileError {
+    /// The disk said no.
+    #[error("cannot {action} the tree file {}", path.display())]
+    Io {
+        /// `read` or `write`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The disk's words.
+        source: io::Error,
+    },
+    /// Not a tree file.
+    #[error(
+        "{} is no tree file; expected {{\"choices\":[[0],[0,0],[1]], …}} as `medusa tree` writes it, or a bare list of paths",
+        path.display()
+    )]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and what.
+        source: serde_json::Error,
+    },
+    /// Its choices are no tree.
+    #[error("{}: {source}", path.display())]
+    Tree {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: TreeError,
+    },
+    /// `nodes` and `choices` disagree: the file was cut or edited.
+    #[error("{} says \"nodes\": {written}, but lists {listed} choices; write the tree again with `medusa tree`", path.display())]
+    NodeCount {
+        /// The file.
+        path: PathBuf,
+        /// What `nodes` says.
+        written: usize,
+        /// Choices in it.
+        listed: usize,
+    },
+}
+
+/// A static tree of candidates.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SparseTree {
+    choices: Vec<Vec<usize>>,
+    nodes: Vec<Node>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Node {
+    path: Vec<usize>,
+    parent: Option<usize>,
+    children: Range<usize>,
+}
+
+impl SparseTree {
+    /// The tree of these paths, in any order; the order is kept for [`Self::choices`].
+    ///
+    /// # Errors
+    /// [`TreeError`] unless the paths, with the root, are a tree.
+    pub fn new(choices: Vec<Vec<usize>>) -> Result<Self, TreeError> {
+        match choices.len() {
+            0 => return Err(TreeError::Empty),
+            nodes if nodes > MAX_NODES => return Err(TreeError::TooManyNodes { nodes }),
+            _ if choices.iter().any(Vec::is_empty) => return Err(TreeError::ListedRoot),
+            _ => {}
+        }
+        let mut paths = choices.clone();
+        paths.sort_by(|a, b| order(a, b));
+        if let Some(pair) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(TreeError::Duplicate { choice: pair[0].clone() });
+        }
+        let nodes = link(paths)?;
+        Ok(Self { choices, nodes })
+    }
+
+    /// Only the best guess of each of `depth` heads.
+    ///
+    /// # Errors
+    /// [`TreeError`] if `depth` is 0 or too large.
+    pub fn chain(depth: usize) -> Result<Self, TreeError> {
+        Self::new((1..=depth).map(|length| vec![0; length]).collect())
+    }
+
+    /// Every combination of the first `widths[h]` guesses of head h (the paper's dense tree).
+    ///
+    /// # Errors
+    /// [`TreeError`] if that is no node, or too many.
+    pub fn cartesian(widths: &[usize]) -> Result<Self, TreeError> {
+        let level_sizes = widths.iter().scan(1usize, |size, &width| {
+            *size = size.saturating_mul(width);
+            Some(*size)
+        });
+        let nodes = level_sizes.fold(0usize, usize::saturating_add);
+        if nodes > MAX_NODES {
+            return Err(TreeError::TooManyNodes { nodes });
+        }
+        let mut choices = Vec::with_capacity(nodes);
+        let mut level = vec![Vec::new()];
+        for &width in widths {
+            level = level.iter().flat_map(|path| (0..width).map(|child| [&path[..], &[child]].concat())).collect();
+            choices.extend(level.iter().cloned());
+        }
+        Self::new(choices)
+    }
+
+    /// Nodes, the root among them.
+    #[expect(clippy::len_without_is_empty, reason = "there is always a root and one more")]
+    pub fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// The paths without the root, in the order they were given (a search's: best first).
+    pub fn choices(&self) -> &[Vec<usize>] {
+        &self.choices
+    }
+
+    /// Child indices from the root to the node; empty for the root.
+    pub fn path(&self, node: usize) -> &[usize] {
+        &self.nodes[node].path
+    }
+
+    /// Levels below the root.
+    pub fn depth(&self, node: usize) -> usize {
+        self.path(node).len()
+    }
+
+    /// Which guess of its head the node holds; `None` for the root.
+    pub fn child_index(&self, node: usize) -> Option<usize> {
+        self.path(node).last().copied()
+    }
+
+    /// The node before it; `None` for the root.
+    pub fn parent(&self, node: usize) -> Option<usize> {
+        self.nodes[node].parent
+    }
+
+    /// The nodes after it.
+    pub fn children(&self, node: usize) -> Range<usize> {
+        self.nodes[node].children.clone()
+    }
+
+    /// Tree attention: a node sees itself and its ancestors.
+    pub fn attends(&self, query: usize, key: usize) -> bool {
+        self.path(query).starts_with(self.path(key))
+    }
+
+    /// Levels below the root of the deepest node: the number of heads the tree uses.
+    pub fn max_depth(&self) -> usize {
+        self.depth(self.len() - 1)
+    }
+
+    /// For each head the tree uses, how many guesses it needs.
+    pub fn widths(&self) -> Vec<usize> {
+        let mut widths = vec![0; self.max_depth()];
+        for path in &self.choices {
+            let (level, child) = (path.len() - 1, path[path.len() - 1]);
+            widths[level] = widths[level].max(child + 1);
+        }
+        widths
+    }
+
+    /// Whether `num_heads` heads with `top_k` guesses each can fill the tree.
+    ///
+    /// # Errors
+    /// [`TreeError`] names the first node that they cannot.
+    pub fn check_fits(&self, num_heads: usize, top_k: usize) -> Result<(), TreeError> {
+        for node in &self.nodes[1..] {
+            if node.path.len() > num_heads {
+                return Err(TreeError::DeeperThanHeads { choice: node.path.clone(), num_heads });
+            }
+            if node.path.last().is_some_and(|&child| child >= top_k) {
+                return Err(TreeError::ChildOutOfRange { choice: node.path.clone(), top_k });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn order(a: &[usize], b: &[usize]) -> std::cmp::Ordering {
+    a.len().cmp(&b.len()).then_with(|| a.cmp(b))
+}
+
+/// Puts the root before sorted paths and finds everybody's parent and children.
+fn link(paths: Vec<Vec<usize>>) -> Result<Vec<Node>, TreeError> {
+    let mut nodes = vec![Node { path: Vec::new(), parent: None, children: 1..1 }];
+    for path in paths {
+        let (_, before) = path.split_last().unwrap_or((&0, &[]));
+        let Ok(parent) = nodes.binary_search_by(|node| order(&node.path, before)) else {
+            let parent = before.to_vec();
+            return Err(TreeError::MissingParent { choice: path, parent });
+        };
+        let at = nodes.len();
+        let siblings = &mut nodes[parent].children;
+        *siblings = if siblings.start == siblings.end { at..at + 1 } else { siblings.start..at + 1 };
+        nodes.push(Node { path, parent: Some(parent), children: 0..0 });
+    }
+    Ok(nodes)
+}
+
+/// `tree.json`: a tree and where it comes from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TreeFile {
+    /// The tree.
+    pub tree: SparseTree,
+    /// What the search expects of it; absent in a bare list of paths.
+    pub expected_tokens_per_step: Option<f64>,
+    /// SHA-256 of the calibration it was searched from.
+    pub calibration_sha256: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct WrittenTree {
+    choices: Vec<Vec<usize>>,
+    #[serde(default)]
+    expected_tokens_per_step: Option<f64>,
+    #[serde(default)]
+    nodes: Option<usize>,
+    #[serde(default)]
+    calibration_sha256: Option<String>,
+}
+
+impl TreeFile {
+    /// Reads `tree.json`, or a bare JSON list of paths as trees are published.
+    ///
+    /// # Errors
+    /// [`TreeFileError`] names the file.
+    pub fn load(path: &Path) -> Result<Self, TreeFileError> {
+        let named = || path.to_owned();
+        let text =
+            fs::read_to_string(path).map_err(|source| TreeFileError::Io { action: "read", path: named(), source })?;
+        let written = parse(&text).map_err(|source| TreeFileError::Json { path: named(), source })?;
+        let listed = written.choices.len();
+        if let Some(count) = written.nodes.filter(|&count| count != listed) {
+            return Err(TreeFileError::NodeCount { path: named(), written: count, listed });
+        }
+        let tree = SparseTree::new(written.choices).map_err(|source| TreeFileError::Tree { path: named(), source })?;
+        let WrittenTree { expected_tokens_per_step, calibration_sha256, .. } = written;
+        Ok(Self { tree, expected_tokens_per_step, calibration_sha256 })
+    }
+
+    /// The text of `tree.json`.
+    pub fn to_json(&self) -> String {
+        serde_json::json!({
+            "choices": self.tree.choices(),
+            "expected_tokens_per_step": self.expected_tokens_per_step,
+            "nodes": self.tree.choices().len(),
+            "calibration_sha256": self.calibration_sha256,
+        })
+        .to_string()
+    }
+
+    /// Writes `tree.json`, whole or not at all.
+    ///
+    /// # Errors
+    /// [`TreeFileError`] names the file.
+    pub fn save(&self, path: &Path) -> Result<(), TreeFileError> {
+        files::write_atomic(path, |out| writeln!(out, "{}", self.to_json())).map_err(|source| TreeFileError::Io {
+            action: "write",
+            path: path.to_owned(),
+            source,
+        })
+    }
+}
+
+fn parse(text: &str) -> Result<WrittenTree, serde_json::Error> {
+    if text.trim_start().starts_with('[') {
+        let choices = serde_json::from_str(text)?;
+        return Ok(WrittenTree { choices, expected_tokens_per_step: None, nodes: None, calibration_sha256: None });
+    }
+    serde_json::from_str(text)
+}
+
+#[cfg(test)]
+pub(crate) mod strategy {
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
+    use super::SparseTree;
+
+    /// Random trees: each new node is a child of a random node already there.
+    pub(crate) fn trees(max_nodes: usize, max_depth: usize, top_k: usize) -> impl Strategy<Value = SparseTree> {
+        proptest::collection::vec((any::<Index>(), 0..top_k), 1..=max_nodes).prop_map(move |grown| {
+            let mut paths: Vec<Vec<usize>> = vec![vec![]];
+            for (parent, child) in grown {
+                let path = [&parent.get(&paths)[..], &[child]].concat();
+                if path.len() <= max_depth && !paths.contains(&path) {
+                    paths.push(path);
+                }
+            }
+            SparseTree::new(paths.split_off(1)).expect("grown from the root")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_node_sees_exactly_itself_and_its_ancestors(tree in strategy::trees(40, 5, 4)) {
+            for query in 0..tree.len() {
+                let seen: Vec<usize> = (0..tree.len()).filter(|&key| tree.attends(query, key)).collect();
+                let mut walked: Vec<usize> = std::iter::successors(Some(query), |&node| tree.parent(node)).collect();
+                walked.reverse();
+                prop_assert_eq!(&seen, &walked);
+                prop_assert_eq!(seen.len(), tree.depth(query) + 1);
+            }
+        }
+
+        #[test]
+        fn parents_come_first_and_children_lie_side_by_side(tree in strategy::trees(40, 5, 4)) {
+            prop_assert_eq!(tree.parent(0), None);
+            for node in 1..tree.len() {
+                let parent = tree.parent(node).unwrap();
+                prop_assert!(parent < node && tree.children(parent).contains(&node));
+                prop_assert_eq!(tree.path(parent), &tree.path(node)[..tree.depth(node) - 1]);
+            }
+            let children: usize = (0..tree.len()).map(|node| tree.children(node).len()).sum();
+            prop_assert_eq!(children, tree.len() - 1);
+            prop_assert_eq!(tree.widths().len(), tree.max_depth());
+        }
+
+        #[test]
+        fn the_order_of_choices_does_not_change_the_nodes(tree in strategy::trees(30, 4, 3), seed in any::<u64>()) {
+            let mut choices = tree.choices().to_vec();
+            let length = choices.len();
+            for at in 0..length {
+                choices.swap(at, (seed as usize).wrapping_mul(31).wrapping_add(at * 7) % length);
+            }
+            let shuffled = SparseTree::new(choices.clone()).unwrap();
+            prop_assert_eq!(&shuffled.nodes, &tree.nodes);
+            prop_assert_eq!(shuffled.choices(), &choices[..]);
+        }
+    }
+
+    #[test]
+    fn siblings_do_not_see_each_other() {
+        let tree = SparseTree::new(vec![vec![0], vec![1], vec![1, 0]]).unwrap();
+        assert!(!tree.attends(2, 1) && !tree.attends(1, 2) && tree.attends(3, 2) && tree.attends(3, 0));
+        assert_eq!((tree.children(0), tree.children(1), tree.children(2)), (1..3, 0..0, 3..4));
+        assert_eq!(tree.widths(), [2, 1]);
+    }
+
+    #[test]
+    fn chains_and_dense_trees_have_the_nodes_they_should() {
+        assert_eq!(SparseTree::chain(3).unwrap().choices(), [vec![0], vec![0, 0], vec![0, 0, 0]]);
+        let dense = SparseTree::cartesian(&[2, 3]).unwrap();
+        assert_eq!((dense.len(), dense.max_depth(), dense.widths()), (1 + 2 + 6, 2, vec![2, 3]));
+        assert_eq!(SparseTree::chain(0), Err(TreeError::Empty));
+        assert!(matches!(SparseTree::cartesian(&[1000, 1000, 1000]), Err(TreeError::TooManyNodes { .. })));
+    }
+
+    #[test]
+    fn what_is_no_tree_is_refused_with_its_reason() {
+        let refused = |choices: &[&[usize]]| SparseTree::new(choices.iter().map(|c| c.to_vec()).collect()).unwrap_err();
+        assert_eq!(refused(&[]), TreeError::Empty);
+        assert_eq!(refused(&[&[0], &[]]), TreeError::ListedRoot);
+        assert_eq!(refused(&[&[0], &[0]]), TreeError::Duplicate { choice: vec![0] });
+        let orphan = refused(&[&[0], &[1, 0]]);
+        assert_eq!(orphan, TreeError::MissingParent { choice: vec![1, 0], parent: vec![1] });
+        assert_eq!(
+            orphan.to_string(),
+            "tree choice [1, 0] has no parent [1]; every prefix of a choice must be a choice"
+        );
+        let wide = SparseTree::new((0..=MAX_NODES).map(|child| vec![child]).collect()).unwrap_err();
+        assert_eq!(wide, TreeError::TooManyNodes { nodes: MAX_NODES + 1 });
+    }
+
+    #[test]
+    fn a_tree_that_the_heads_cannot_fill_is_refused() {
+        let tree = SparseTree::new(vec![vec![0], vec![0, 4], vec![0, 4, 0]]).unwrap();
+        assert_eq!(tree.check_fits(3, 5), Ok(()));
+        let deep = tree.check_fits(2, 5).unwrap_err();
+        assert!(deep.to_string().starts_with("tree choice [0, 4, 0] needs 3 heads, but there are 2"), "{deep}");
+        assert!(matches!(tree.check_fits(3, 4), Err(TreeError::ChildOutOfRange { top_k: 4, .. })));
+    }
+
+    #[test]
+    fn a_saved_tree_comes_back_in_the_order_of_the_search() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tree.json");
+        let tree = SparseTree::new(vec![vec![0], vec![0, 0], vec![1], vec![0, 1]]).unwrap();
+        let file = TreeFile { tree, expected_tokens_per_step: Some(1.75), calibration_sha256: Some("ab".repeat(32)) };
+        file.save(&path).unwrap();
+        assert_eq!(TreeFile::load(&path).unwrap(), file);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with(r#"{"choices":[[0],[0,0],[1],[0,1]],"expected_tokens_per_step":1.75,"nodes":4,"#));
+    }
+
+    #[test]
+    fn bare_lists_load_and_broken_files_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let load = |text: &str| {
+            let path = dir.path().join("t.json");
+            files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+            TreeFile::load(&path)
+        };
+        assert_eq!(load(" [[0],[0,0]]").unwrap().tree, SparseTree::chain(2).unwrap());
+        let named = |text: &str| load(text).unwrap_err().to_string();
+        assert!(named("{\"choices\":[[0],[2,0]]}").contains("t.json: tree choice [2, 0] has no parent [2]"));
+        assert!(named("{\"choices\":[[0]],\"nodes\":2}").contains("says \"nodes\": 2, but lists 1"));
+        assert!(named("{\"choises\":[[0]]}").contains("t.json is no tree file"));
+        assert!(named("[[0],[-1]]").contains("t.json is no tree file"));
+        assert!(TreeFile::load(&dir.path().join("no.json")).unwrap_err().to_string().contains("cannot read"));
+    }
+}

@@ -5,7 +5,12 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub mod checkpoint;
+pub mod log;
+pub mod run;
 pub mod schedule;
+pub mod state;
+pub mod step;
 
 /// `[train]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

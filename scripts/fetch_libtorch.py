@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Put libtorch into .libtorch/torch: pip downloads PyTorch's wheel, of which only the C++ half is unpacked.
+
+Nothing is installed and no Python package is imported. Safe to run again: a complete .libtorch is kept, wheels that
+are already downloaded are used again, and .libtorch appears only when it is complete.
+"""
+
+import platform
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+LIBTORCH = "2.11.0"  # what the pinned tch crate is made for; both move together
+# libtorch_cpu of the Linux wheels needs these two small libraries, also on a machine without a GPU.
+CUDA_STUBS = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"]
+PLATFORMS = {
+    ("Linux", "x86_64"): (["manylinux_2_28_x86_64", "manylinux_2_25_x86_64", "manylinux2014_x86_64"], CUDA_STUBS),
+    ("Linux", "aarch64"): (["manylinux_2_28_aarch64", "manylinux2014_aarch64"], CUDA_STUBS),
+    ("Darwin", "arm64"): (["macosx_11_0_arm64"], []),
+}
+# Python bindings and the CUDA half: 330 MB that a CPU build does not use.
+NOT_NEEDED = ("libtorch_cuda", "libtorch_python", "libtorch_nvshmem", "libtorch_global_deps", "libc10_cuda",
+              "libcaffe2_nvrtc", "libshm")
+NEEDED_LIBRARIES = ("nvidia/cu13/lib/libcudart.so.13", "nvidia/cu13/lib/libcupti.so.13")
+FREE_BYTES = 1_300_000_000  # wheels and what is unpacked from them, for a moment side by side
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / ".libtorch"
+PARTIAL = ROOT / ".libtorch.partial"
+
+
+def main():
+    if is_complete(TARGET / "torch"):
+        print(f"libtorch {LIBTORCH} is in {TARGET}")
+        return
+    if TARGET.is_symlink():
+        stop(f"{TARGET} is a link to a libtorch that is not {LIBTORCH}.",
+             f"Point it at the site-packages folder of a torch {LIBTORCH}, or remove the link and run scripts/setup again.")
+    platforms, stubs = wheels_for_this_machine()
+    wheels = PARTIAL / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    check_disk(wheels)
+    print(f"downloading libtorch {LIBTORCH} (about 540 MB on Linux) …", flush=True)
+    for requirement in [f"torch=={LIBTORCH}", *stubs]:
+        download(requirement, platforms, wheels)
+    unpacked = PARTIAL / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    for wheel in sorted(wheels.glob("*.whl")):
+        unpack(wheel, unpacked)
+    finish(unpacked / "torch")
+    shutil.rmtree(TARGET, ignore_errors=True)
+    unpacked.rename(TARGET)
+    shutil.rmtree(PARTIAL)
+    print(f"libtorch {LIBTORCH} is in {TARGET}")
+
+
+def is_complete(torch):
+    """Ours names its version in a file; a torch that pip installed, in version.py."""
+    for name in ["build-version", "version.py"]:
+        file = torch / name
+        if file.is_file():
+            return LIBTORCH in file.read_text() and (torch / "include").is_dir()
+    return False
+
+
+def wheels_for_this_machine():
+    machine = (platform.system(), platform.machine())
+    if machine not in PLATFORMS:
+        stop(f"there is no libtorch for {machine[0]} on {machine[1]} here.",
+             f"Set LIBTORCH to the torch folder of a PyTorch {LIBTORCH} of your own, and run again.")
+    return PLATFORMS[machine]
+
+
+def check_disk(folder):
+    free = shutil.disk_usage(folder).free
+    if free < FREE_BYTES:
+        stop(f"{folder} has {free // 1_000_000} MB free; {FREE_BYTES // 1_000_000} MB are needed.",
+             "Free some space and run scripts/setup again.")
+
+
+def download(requirement, platforms, folder):
+    """The wheel for Python 3.11 whatever Python runs this: its C++ half is the same for all."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+               "--only-binary=:all:", "--python-version", "3.11", "--dest", str(folder)]
+    for name in platforms:
+        command += ["--platform", name]
+    if subprocess.call([*command, requirement]) != 0:
+        stop(f"pip could not download {requirement}; its words are above.",
+             "Check the network, and pip's own settings for a proxy or an index (pip config list). Then run\n"
+             "scripts/setup again: it goes on with what is already downloaded. With a PyTorch "
+             f"{LIBTORCH} on this machine,\nno download is needed: set LIBTORCH to its torch folder.")
+
+
+def unpack(wheel, target):
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for member in archive.namelist():
+                if is_wanted(wheel.name, member):
+                    archive.extract(member, target)
+    except zipfile.BadZipFile:
+        wheel.unlink()
+        stop(f"{wheel.name} was damaged on its way here; it is removed.", "Run scripts/setup again.")
+
+
+def is_wanted(wheel, member):
+    if not wheel.startswith("torch-"):
+        return member in NEEDED_LIBRARIES
+    if member.startswith("torch/include/"):
+        return True
+    return member.startswith("torch/lib/") and not member.split("/")[2].startswith(NOT_NEEDED)
+
+
+def finish(torch):
+    if platform.system() == "Linux":
+        # The wheel's libtorch.so needs libtorch_cuda, and GNU ld keeps it as needed: programs would not start.
+        (torch / "lib" / "libtorch.so").write_text("INPUT(-ltorch_cpu)\n")
+    (torch / "build-version").write_text(LIBTORCH + "\n")  # torch-sys compares it with its own; the wheel has none
+
+
+def stop(problem, remedy):
+    sys.exit(f"error: {problem}\n{remedy}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+//! `medusa doctor`: what this machine and this build have, what is missing, and how to get it.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{CommonFlags, device_name, print_json, print_line};
+use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
+
+/// Say which libtorch, devices, memory and threads there are, what is missing and how to get it.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  medusa doctor --json")]
+pub struct DoctorArgs {}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    version: &'static str,
+    libtorch: Libtorch,
+    device: String,
+    cuda: Cuda,
+    cpu: Cpu,
+    memory: Option<Memory>,
+    missing: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Libtorch {
+    built_for: &'static str,
+    found: Option<String>,
+    folder: Option<PathBuf>,
+}
+
+#[derive(Debug, Serialize)]
+struct Cuda {
+    state: String,
+    devices: usize,
+    names: Vec<String>,
+    runtime: Option<String>,
+    driver: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Cpu {
+    name: Option<String>,
+    cores: usize,
+    threads: i32,
+    onednn: bool,
+    mkl: bool,
+    instructions: Vec<&'static str>,
+}
+
+#[derive(Debug, Serialize)]
+struct Memory {
+    total_bytes: u64,
+    available_bytes: u64,
+}
+
+/// Looks around and prints what it sees; a `--device` that cannot be used is told, not an error.
+///
+/// # Errors
+/// When stdout cannot be written.
+pub fn run(_: &DoctorArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let report = look(common);
+    if common.json { print_json(&report) } else { print_line(text(&report)?.trim_end()) }
+}
+
+fn look(common: &CommonFlags) -> Report {
+    let cuda = cuda();
+    let libtorch = libtorch();
+    let missing = missing(&cuda, &libtorch);
+    Report {
+        version: env!("CARGO_PKG_VERSION"),
+        libtorch,
+        device: common.device.resolve().map_or_else(|unusable| unusable.to_string(), device_name),
+        cuda,
+        cpu: cpu(),
+        memory: memory::machine().map(|(total_bytes, available_bytes)| Memory { total_bytes, available_bytes }),
+        missing,
+    }
+}
+
+fn libtorch() -> Libtorch {
+    let folder = accelerator::libtorch_folder();
+    let found = folder.as_deref().and_then(Path::parent).and_then(version_of);
+    Libtorch { built_for: LIBTORCH_VERSION, found, folder }
+}
+
+/// The version that `scripts/setup` wrote, or that of a torch installed by pip.
+fn version_of(torch: &Path) -> Option<String> {
+    if let Ok(text) = std::fs::read_to_string(torch.join("build-version")) {
+        return Some(text.trim().to_owned());
+    }
+    let python = std::fs::read_to_string(torch.join("version.py")).ok()?;
+    let line = python.lines().find(|line| line.starts_with("__version__"))?;
+    Some(line.split('\'').nth(1)?.to_owned())
+}
+
+fn cuda() -> Cuda {
+    let open = accelerator::open();
+    let (devices, runtime) = match open {
+        Accelerator::Cuda { devices } => (*devices, runtime_version()),
+        _ => (0, None),
+    };
+    Cuda { state: open.to_string(), devices, names: gpu_names(), runtime, driver: driver_version() }
+}
+
+/// libtorch gives 1000 × major + 10 × minor.
+fn runtime_version() -> Option<String> {
+    let version = torch::guard("asking for the CUDA runtime's version", tch::utils::version_cudart).ok()?;
+    Some(format!("{}.{}", version / 1000, version % 1000 / 10))
+}
+
+/// The driver's own files; absent without a driver.
+fn gpu_names() -> Vec<String> {
+    let Ok(gpus) = std::fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
+    let files = gpus.flatten().map(|gpu| gpu.path().join("information"));
+    files.filter_map(|file| colon_field(&std::fs::read_to_string(file).ok()?, "Model")).collect()
+}
+
+fn driver_version() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
+    let is_version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    text.lines().next()?.split_whitespace().find(is_version).map(ToOwned::to_owned)
+}
+
+fn cpu() -> Cpu {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default(); // absent outside Linux: then no name
+    Cpu {
+        name: colon_field(&info, "model name"),
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        threads: tch::get_num_threads(),
+        onednn: tch::utils::has_mkldnn(),
+        mkl: tch::utils::has_mkl(),
+        instructions: instructions(),
+    }
+}
+
+/// The value of the first `name : value` line.
+fn colon_field(text: &str, name: &str) -> Option<String> {
+    let fields = text.lines().filter_map(|line| line.split_once(':'));
+    fields.into_iter().find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
+}
+
+/// What decides how fast libtorch is here: vectors, and products in bfloat16 or of tiles.
+#[cfg(target_arch = "x86_64")]
+fn instructions() -> Vec<&'static str> {
+    let seen = [
+        ("avx2", std::is_x86_feature_detected!("avx2")),
+        ("avx512f", std::is_x86_feature_detected!("avx512f")),
+        ("avx512_bf16", std::is_x86_feature_detected!("avx512bf16")),
+        ("avx512_vnni", std::is_x86_feature_detected!("avx512vnni")),
+    ];
+    seen.into_iter().filter_map(|(name, there)| there.then_some(name)).collect()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn instructions() -> Vec<&'static str> {
+    Vec::new()
+}
+
+fn missing(cuda: &Cuda, libtorch: &Libtorch) -> Vec<String> {
+    let mut missing = Vec::new();
+    if let Some(found) = libtorch.found.as_deref().filter(|found| !found.starts_with(LIBTORCH_VERSION)) {
+        missing.push(format!("libtorch {LIBTORCH_VERSION}: {found} is loaded; run scripts/setup, or unset LIBTORCH"));
+    }
+    if cuda.devices > 0 {
+        return missing;
+    }
+    missing.push(match (&cuda.driver, accelerator::open()) {
+        (None, _) => "an NVIDIA driver (no /proc/driver/nvidia): without it, everything runs on the CPU".into(),
+        (Some(_), Accelerator::CpuOnly(why)) => format!(
+            "libtorch's CUDA half ({why}): pip install torch=={LIBTORCH_VERSION} in an environment, and point \
+             .libtorch at its site-packages folder"
+        ),
+        (Some(driver), _) => format!("a device that answers: the driver ({driver}) is there; see nvidia-smi"),
+    });
+    missing
+}
+
+fn text(report: &Report) -> Result<String, std::fmt::Error> {
+    let mut out = String::new();
+    let folder = report.libtorch.folder.as_deref().map_or("unknown folder".into(), |f| f.display().to_string());
+    let found = report.libtorch.found.as_deref().unwrap_or("of unknown version");
+    writeln!(out, "medusa       {}", report.version)?;
+    writeln!(out, "libtorch     {found} in {folder} (built for {})", report.libtorch.built_for)?;
+    writeln!(out, "device       {}", report.device)?;
+    writeln!(out, "accelerator  {}", report.cuda.state)?;
+    for name in &report.cuda.names {
+        writeln!(out, "gpu          {name}")?;
+    }
+    if let Some(driver) = &report.cuda.driver {
+        let runtime = report.cuda.runtime.as_deref().unwrap_or("unknown");
+        writeln!(out, "cuda         driver {driver}, runtime {runtime}")?;
+    }
+    let cpu = &report.cpu;
+    writeln!(out, "cpu          {} ({})", cpu.name.as_deref().unwrap_or("unknown"), cpu.instructions.join(" "))?;
+    writeln!(out, "threads      {} of {} cores", cpu.threads, cpu.cores)?;
+    writeln!(out, "libraries    oneDNN {}, MKL {}", yes_no(cpu.onednn), yes_no(cpu.mkl))?;
+    if let Some(memory) = &report.memory {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        let (total, available) = (gib(memory.total_bytes), gib(memory.available_bytes));
+        writeln!(out, "memory       {available:.1} GiB available of {total:.1} GiB")?;
+    }
+    for missing in &report.missing {
+        writeln!(out, "missing      {missing}")?;
+    }
+    Ok(out)
+}
+
+fn yes_no(there: bool) -> &'static str {
+    if there { "yes" } else { "no" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_torch_installed_by_pip_tells_its_version() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(version_of(dir.path()), None);
+        crate::files::write_atomic(&dir.path().join("version.py"), |out| {
+            std::io::Write::write_all(out, b"from typing import Optional\n__version__ = '2.11.0+cu130'\n")
+        })
+        .unwrap();
+        assert_eq!(version_of(dir.path()).as_deref(), Some("2.11.0+cu130"));
+    }
+}

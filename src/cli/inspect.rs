@@ -1,0 +1,253 @@
+//! `medusa inspect PATH`: what a checkpoint, tree, calibration or heads file holds. It reads headers and JSON; no weights.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
+use crate::medusa::heads::{HEADS_FILE, HeadsShape};
+use crate::model::config::LlamaConfig;
+use crate::model::weights::{WeightFiles, WeightsError, map_file};
+use crate::torch::Dtype;
+
+mod run;
+
+/// Say what a run's folder, checkpoint, heads or weights file, tree, calibration or backbone holds.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  medusa inspect checkpoints/tiny_stage1")]
+pub struct InspectArgs {
+    /// The file or folder.
+    #[arg(value_name = "PATH")]
+    pub path: PathBuf,
+}
+
+/// What was found.
+#[derive(Debug, Serialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+enum Contents {
+    Run(run::Run),
+    Heads(HeadsFound),
+    Tensors(TensorsFound),
+    Backbone(Box<BackboneFound>),
+}
+
+#[derive(Debug, Serialize)]
+struct Found<'p> {
+    path: &'p Path,
+    #[serde(flatten)]
+    contents: Contents,
+}
+
+#[derive(Debug, Serialize)]
+struct HeadsFound {
+    #[serde(flatten)]
+    shape: HeadsShape,
+    shared_lm_head: bool,
+    parameters: i64,
+    dtypes: Vec<String>,
+    bytes: u64,
+}
+
+#[derive(Debug, Serialize)]
+struct TensorsFound {
+    tensors: Vec<TensorFound>,
+    parameters: usize,
+    bytes: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct TensorFound {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+}
+
+#[derive(Debug, Serialize)]
+struct BackboneFound {
+    config: LlamaConfig,
+    parameters: i64,
+    weights_bytes: Option<u64>,
+    bytes: BTreeMap<String, u64>,
+}
+
+/// Looks at the path and prints what it holds.
+///
+/// # Errors
+/// When there is no such path, it is of no known kind, or it is damaged.
+pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let path = args.path.as_path();
+    let contents = if path.is_dir() {
+        folder(path)?
+    } else if path.is_file() {
+        file(path)?
+    } else {
+        return Err(UsageError(format!("{} does not exist", path.display())).into());
+    };
+    if common.json {
+        return print_json(&Found { path, contents });
+    }
+    print_line(text(path, &contents)?.trim_end())
+}
+
+fn folder(path: &Path) -> anyhow::Result<Contents> {
+    if run::is_run(path) {
+        return Ok(Contents::Run(run::Run::read(path)?));
+    }
+    if path.join(HEADS_FILE).is_file() {
+        return file(&path.join(HEADS_FILE));
+    }
+    if path.join("config.json").is_file() {
+        return Ok(Contents::Backbone(Box::new(backbone(path)?)));
+    }
+    anyhow::bail!(
+        "{} holds nothing this program knows; expected a run's folder (recipe.toml), a checkpoint or final/ \
+         ({HEADS_FILE}), or a backbone (config.json)",
+        path.display()
+    )
+}
+
+fn file(path: &Path) -> anyhow::Result<Contents> {
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("safetensors") => weights(path),
+        Some("json") => json(path),
+        _ => anyhow::bail!("{} is of no known kind; expected .safetensors or .json", path.display()),
+    }
+}
+
+fn weights(path: &Path) -> anyhow::Result<Contents> {
+    let tensors = tensors(path)?;
+    match HeadsShape::of(&WeightFiles::open_file(path)?, path) {
+        Ok(shape) => Ok(Contents::Heads(heads(shape, &tensors))),
+        Err(_) => Ok(Contents::Tensors(tensors)), // no heads: any other tensors
+    }
+}
+
+fn heads(shape: HeadsShape, tensors: &TensorsFound) -> HeadsFound {
+    let mut dtypes: Vec<String> = tensors.tensors.iter().map(|tensor| tensor.dtype.clone()).collect();
+    dtypes.sort();
+    dtypes.dedup();
+    HeadsFound {
+        shape,
+        shared_lm_head: shape.vocab_size == 0,
+        parameters: shape.parameters(),
+        dtypes,
+        bytes: tensors.bytes as u64,
+    }
+}
+
+fn tensors(path: &Path) -> anyhow::Result<TensorsFound> {
+    let map = map_file(path).map_err(|source| WeightsError::Io { path: path.into(), source })?;
+    let bytes = map.len() as u64;
+    let damaged = |reason| WeightsError::Damaged { path: path.into(), reason, bytes };
+    let file = safetensors::SafeTensors::deserialize(&map).map_err(damaged)?;
+    let mut tensors: Vec<TensorFound> = file
+        .iter()
+        .map(|(name, view)| TensorFound {
+            name: name.to_owned(),
+            dtype: view.dtype().to_string(),
+            shape: view.shape().to_vec(),
+        })
+        .collect();
+    tensors.sort_by(|a, b| a.name.cmp(&b.name));
+    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
+    let bytes = file.iter().map(|(_, view)| view.data().len()).sum();
+    Ok(TensorsFound { tensors, parameters, bytes })
+}
+
+fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
+    let config = LlamaConfig::load(folder)?;
+    let parameters = config.parameters();
+    let in_memory = |dtype: Dtype| (dtype.to_string(), parameters.unsigned_abs() * dtype.bytes() as u64);
+    let bytes = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16].map(in_memory).into_iter().collect();
+    let weights_bytes = weight_files(folder).map(|files| files.iter().map(|(_, bytes)| bytes).sum());
+    Ok(BackboneFound { config, parameters, weights_bytes, bytes })
+}
+
+/// The safetensors files of a folder and their sizes; `None` if there are none.
+fn weight_files(folder: &Path) -> Option<Vec<(PathBuf, u64)>> {
+    let entries = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    let weights = entries.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    let files: Vec<_> = weights.filter_map(|path| Some((path.clone(), path.metadata().ok()?.len()))).collect();
+    (!files.is_empty()).then_some(files)
+}
+
+fn json(path: &Path) -> anyhow::Result<Contents> {
+    let text = std::fs::read_to_string(path)?;
+    let value: Value = serde_json::from_str(&text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
+    anyhow::bail!("{} is JSON of no known kind: {}", path.display(), keys(&value))
+}
+
+fn keys(value: &Value) -> String {
+    match value.as_object() {
+        Some(object) => format!("an object with the keys {:?}", object.keys().collect::<Vec<_>>()),
+        None => "no object".into(),
+    }
+}
+
+fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
+    let mut out = String::new();
+    match contents {
+        Contents::Run(run) => run.text(path, &mut out)?,
+        Contents::Heads(heads) => writeln!(out, "heads        {}", heads.line())?,
+        Contents::Tensors(found) => tensors_text(found, &mut out)?,
+        Contents::Backbone(found) => backbone_text(found, &mut out)?,
+    }
+    Ok(out)
+}
+
+impl HeadsFound {
+    fn line(&self) -> String {
+        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size } = self.shape;
+        let vocabulary = if self.shared_lm_head {
+            "through the backbone's lm_head".into()
+        } else {
+            format!("vocabulary {vocab_size}")
+        };
+        format!(
+            "{medusa_num_heads} heads of {medusa_num_layers} ResBlock(s), hidden size {hidden_size}, {vocabulary}: {} \
+             parameters, {} ({})",
+            self.parameters,
+            self.dtypes.join(" and "),
+            mebibytes(self.bytes)
+        )
+    }
+}
+
+fn tensors_text(found: &TensorsFound, out: &mut String) -> std::fmt::Result {
+    let width = found.tensors.iter().map(|tensor| tensor.name.len()).max().unwrap_or(0);
+    for TensorFound { name, dtype, shape } in &found.tensors {
+        writeln!(out, "{name:width$}  {dtype:5} {shape:?}")?;
+    }
+    writeln!(out, "{} tensors, {} values, {}", found.tensors.len(), found.parameters, mebibytes(found.bytes as u64))
+}
+
+fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
+    let config = &found.config;
+    writeln!(out, "family       {}", config.model_type)?;
+    writeln!(
+        out,
+        "shape        {} layers, hidden size {}, MLP {}, {} query and {} key/value heads of {}",
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim
+    )?;
+    let lm_head = if config.tie_word_embeddings { "tied to the embedding" } else { "its own" };
+    writeln!(out, "vocabulary   {}, lm_head {lm_head}", config.vocab_size)?;
+    writeln!(out, "context      {} tokens", config.max_position_embeddings)?;
+    writeln!(out, "end of text  {:?}", config.eos_token_ids)?;
+    writeln!(out, "parameters   {}", found.parameters)?;
+    match found.weights_bytes {
+        Some(bytes) => writeln!(out, "files        {}", mebibytes(bytes))?,
+        None => writeln!(out, "files        no safetensors file here")?,
+    }
+    let sizes: Vec<String> =
+        found.bytes.iter().map(|(dtype, bytes)| format!("{dtype} {}", mebibytes(*bytes))).collect();
+    writeln!(out, "memory       {}", sizes.join(", "))
+}

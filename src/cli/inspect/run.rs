@@ -1,0 +1,162 @@
+//! A run's folder: how far it came, what its heads reach, and what lies in it.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::{Contents, HeadsFound, file};
+use crate::medusa::heads::HEADS_FILE;
+
+/// What a run's folder holds.
+#[derive(Debug, Serialize)]
+pub(super) struct Run {
+    finished: bool,
+    checkpoints: Vec<String>,
+    heads: Option<HeadsFound>,
+    /// The newest lines of metrics.jsonl.
+    training: Option<Value>,
+    validation: Option<Value>,
+    accuracy: Vec<HeadAccuracy>,
+    /// `medusa bench --json` of these heads, where the folder has it as bench.json.
+    bench: Option<Value>,
+    files: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+struct HeadAccuracy {
+    top1: f64,
+    top5: f64,
+}
+
+pub(super) fn is_run(path: &Path) -> bool {
+    path.join("recipe.toml").is_file()
+}
+
+impl Run {
+    pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
+        let metrics = std::fs::read_to_string(path.join("metrics.jsonl")).unwrap_or_default(); // absent before step 1
+        let lines: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        let is_validation = |line: &&Value| line["split"] == "validation";
+        let validation = lines.iter().rfind(is_validation).cloned();
+        let training = lines.iter().rfind(|line| !is_validation(line)).cloned();
+        let files = names(path)?;
+        let checkpoints: Vec<String> = files.iter().filter(|name| name.starts_with("step-")).cloned().collect();
+        Ok(Self {
+            finished: path.join("final").join(HEADS_FILE).is_file(),
+            heads: newest_heads(path, &checkpoints)?,
+            accuracy: accuracy(&path.join("calibration.json"), validation.as_ref()),
+            bench: json(&path.join("bench.json")),
+            checkpoints,
+            training,
+            validation,
+            files,
+        })
+    }
+
+    pub(super) fn text(&self, path: &Path, out: &mut String) -> std::fmt::Result {
+        let state = if self.finished { "finished" } else { "not finished: medusa-train RECIPE.toml --resume goes on" };
+        writeln!(out, "run          {} ({state})", path.display())?;
+        if let Some(heads) = &self.heads {
+            writeln!(out, "heads        {}", heads.line())?;
+        }
+        if let Some(line) = &self.training {
+            writeln!(out, "training     step {}, loss {:.4}", line["step"], number(line, "loss"))?;
+        }
+        if let Some(line) = &self.validation {
+            writeln!(out, "validation   step {}, loss {:.4}", line["step"], number(line, "loss"))?;
+        }
+        writeln!(out, "files        {}", self.files.join(" "))?;
+        self.accuracy_text(out)?;
+        self.bench_text(out)
+    }
+
+    fn accuracy_text(&self, out: &mut String) -> std::fmt::Result {
+        if self.accuracy.is_empty() {
+            return Ok(());
+        }
+        writeln!(out, "\n{:>20}  {:>6}  {:>6}", "accuracy", "top-1", "top-5")?;
+        for (head, accuracy) in self.accuracy.iter().enumerate() {
+            let name = format!("head {}", head + 1);
+            writeln!(out, "{name:>20}  {:>6.3}  {:>6.3}", accuracy.top1, accuracy.top5)?;
+        }
+        Ok(())
+    }
+
+    fn bench_text(&self, out: &mut String) -> std::fmt::Result {
+        let Some(bench) = &self.bench else { return Ok(()) };
+        writeln!(out)?;
+        writeln!(out, "{:>20}  {:>6.2}  tokens a step", "acceleration rate", number(bench, "acceleration_rate"))?;
+        writeln!(
+            out,
+            "{:>20}  {:>6.2}  one step against one of plain decoding",
+            "overhead",
+            number(bench, "overhead")
+        )?;
+        writeln!(out, "{:>20}  {:>6.2}  wall clock", "speedup", number(bench, "speedup"))?;
+        let identical = if bench["identical"] == true { "yes" } else { "no" };
+        writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
+    }
+}
+
+fn number(object: &Value, key: &str) -> f64 {
+    object[key].as_f64().unwrap_or(f64::NAN) // shown as NaN: the line has no such number
+}
+
+fn json(path: &Path) -> Option<Value> {
+    serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()
+}
+
+fn names(path: &Path) -> anyhow::Result<Vec<String>> {
+    let entries = std::fs::read_dir(path)?.flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<HeadsFound>> {
+    let folders = ["final"].into_iter().chain(checkpoints.iter().rev().map(String::as_str));
+    let newest = folders.map(|name| path.join(name).join(HEADS_FILE)).find(|heads| heads.is_file());
+    match newest.map(|heads| file(&heads)).transpose()? {
+        Some(Contents::Heads(heads)) => Ok(Some(heads)),
+        _ => Ok(None),
+    }
+}
+
+/// Of the calibration where there is one, else of the last evaluation.
+fn accuracy(calibration: &Path, validation: Option<&Value>) -> Vec<HeadAccuracy> {
+    if let Some(heads) = json(calibration).as_ref().and_then(|found| found["heads"].as_array()) {
+        let guesses = |head: &Value| -> Vec<f64> {
+            head["accuracy"].as_array().into_iter().flatten().filter_map(Value::as_f64).collect()
+        };
+        let of_head = |guesses: Vec<f64>| HeadAccuracy {
+            top1: guesses.first().copied().unwrap_or(f64::NAN),
+            top5: guesses.iter().take(5).sum(),
+        };
+        return heads.iter().map(|head| of_head(guesses(head))).collect();
+    }
+    let column = |key: &str| -> Vec<f64> {
+        let values = validation.and_then(|line| line[key].as_array());
+        values.into_iter().flatten().filter_map(Value::as_f64).collect()
+    };
+    column("head_top1").into_iter().zip(column("head_top5")).map(|(top1, top5)| HeadAccuracy { top1, top5 }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn accuracy_is_of_the_calibration_else_of_the_last_evaluation() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("calibration.json");
+        let line: Value = serde_json::from_str(r#"{"head_top1":[0.5],"head_top5":[0.75]}"#).unwrap();
+        assert_eq!(accuracy(&path, Some(&line)), [HeadAccuracy { top1: 0.5, top5: 0.75 }]);
+        let text = br#"{"heads":[{"accuracy":[0.5,0.125,0.125,0.0625,0.0625,0.5]}]}"#;
+        crate::files::write_atomic(&path, |out| out.write_all(text)).unwrap();
+        assert_eq!(accuracy(&path, Some(&line)), [HeadAccuracy { top1: 0.5, top5: 0.875 }]);
+        assert_eq!(accuracy(dir.path(), None), []);
+    }
+}

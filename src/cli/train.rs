@@ -1,0 +1,79 @@
+//! `medusa train RECIPE.toml`, and `medusa-train`: a recipe becomes trained heads.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::json;
+
+use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::recipe::Recipe;
+use crate::train::run::{Outcome, Prepared};
+
+mod plan;
+mod progress;
+
+use plan::Plan;
+use progress::Progress;
+
+const EXAMPLE: &str =
+    "Example:\n  medusa train recipes/tiny_stage1.toml --check\n  medusa-train recipes/tiny_stage1.toml";
+
+/// Train heads as a recipe says.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLE)]
+pub struct TrainArgs {
+    /// The recipe; relative paths in it are relative to the working directory.
+    #[arg(value_name = "RECIPE.toml")]
+    pub recipe: PathBuf,
+    /// Validate recipe, data and backbone, print the plan, train nothing.
+    #[arg(long)]
+    pub check: bool,
+    /// Go on from the newest whole checkpoint in train.output_dir.
+    #[arg(long)]
+    pub resume: bool,
+}
+
+/// Trains, or with `--check` prints the plan.
+///
+/// # Errors
+/// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
+pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    refuse_what_the_recipe_says(common)?;
+    let recipe = Recipe::load(&args.recipe)?;
+    let prepared = Prepared::load(recipe.job(common.device.resolve()?))?;
+    let plan = Plan::of(&prepared, &recipe);
+    if args.check {
+        return if common.json { print_json(&plan) } else { print_line(plan.text()) };
+    }
+    common.say(plan.text());
+    let mut progress = Progress::new(common, prepared.total_steps);
+    let outcome = prepared.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
+    progress.finish();
+    report(outcome?, args, common)
+}
+
+/// A recipe is the whole run: flags that would change its numbers are refused.
+fn refuse_what_the_recipe_says(common: &CommonFlags) -> Result<(), UsageError> {
+    let refuse = |flag, key| Err(UsageError(format!("{flag} is not for training: the recipe's {key} decides")));
+    match common {
+        CommonFlags { dtype: Some(_), .. } => refuse("--dtype", "backbone.dtype"),
+        CommonFlags { seed_was_given: true, .. } => refuse("--seed", "train.seed"),
+        _ => Ok(()),
+    }
+}
+
+fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let heads = match outcome {
+        Outcome::Interrupted(checkpoint) => {
+            let (checkpoint, recipe) = (checkpoint.display(), args.recipe.display());
+            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume");
+            return Err(Interrupted(text).into());
+        }
+        Outcome::FinishedBefore(heads) => {
+            common.say("this run was finished before; nothing to do");
+            heads
+        }
+        Outcome::Finished(heads) => heads,
+    };
+    if common.json { print_json(&json!({ "final": heads })) } else { print_line(heads.display()) }
+}

@@ -1,0 +1,96 @@
+//! What a run will do, told before its first step.
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use crate::cli::{device_name, mebibytes};
+use crate::data::LoadReport;
+use crate::medusa::heads::HeadsShape;
+use crate::recipe::Recipe;
+use crate::train::run::Prepared;
+
+/// float32 weights, float32 gradients, and AdamW's two float32 moments.
+const BYTES_OF: [(&str, u64); 3] = [("weights", 4), ("gradients", 4), ("AdamW", 8)];
+
+/// The plan of a run.
+#[derive(Debug, Serialize)]
+pub(super) struct Plan {
+    output_dir: PathBuf,
+    device: String,
+    backbone: String,
+    backbone_parameters: i64,
+    backbone_bytes: u64,
+    heads: HeadsShape,
+    heads_parameters: i64,
+    heads_bytes: u64,
+    data: LoadReport,
+    sequences: usize,
+    fill_rate: f64,
+    validation_sequences: usize,
+    steps_per_epoch: usize,
+    steps: usize,
+    tokens: usize,
+}
+
+impl Plan {
+    pub(super) fn of(prepared: &Prepared, recipe: &Recipe) -> Self {
+        let backbone = prepared.backbone();
+        let backbone_parameters = backbone.config.parameters();
+        let heads_parameters = prepared.heads_shape.parameters();
+        let (sequences, validation_sequences) = prepared.sequence_counts();
+        let steps_per_epoch = prepared.steps_per_epoch();
+        Self {
+            output_dir: prepared.output_dir().to_owned(),
+            device: device_name(backbone.device()),
+            backbone: recipe.backbone.path.clone(),
+            backbone_parameters,
+            backbone_bytes: backbone_parameters.unsigned_abs() * recipe.backbone.dtype.bytes() as u64,
+            heads: prepared.heads_shape,
+            heads_parameters,
+            heads_bytes: heads_parameters.unsigned_abs() * BYTES_OF.iter().map(|(_, bytes)| bytes).sum::<u64>(),
+            data: prepared.train_report.clone(),
+            sequences,
+            fill_rate: prepared.pack_report.fill_rate(),
+            validation_sequences,
+            steps_per_epoch,
+            steps: prepared.total_steps,
+            tokens: prepared.pack_report.tokens * prepared.total_steps / steps_per_epoch.max(1),
+        }
+    }
+
+    pub(super) fn text(&self) -> String {
+        let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = self.heads;
+        let of_heads =
+            BYTES_OF.map(|(what, bytes)| format!("{what} {}", mebibytes(self.heads_parameters.unsigned_abs() * bytes)));
+        let lines = [
+            ("output", self.output_dir.display().to_string()),
+            ("device", self.device.clone()),
+            ("backbone", format!("{}: {} parameters, frozen", self.backbone, self.backbone_parameters)),
+            (
+                "heads",
+                format!("{medusa_num_heads} of {medusa_num_layers} ResBlock(s): {} parameters", self.heads_parameters),
+            ),
+            (
+                "memory",
+                format!(
+                    "backbone {}, heads {}; and the activations",
+                    mebibytes(self.backbone_bytes),
+                    of_heads.join(" + ")
+                ),
+            ),
+            ("data", self.data.to_string()),
+            (
+                "sequences",
+                format!(
+                    "{} to train on, {:.0} % full; {} to validate on",
+                    self.sequences,
+                    100.0 * self.fill_rate,
+                    self.validation_sequences
+                ),
+            ),
+            ("steps", format!("{} ({} an epoch), about {} tokens", self.steps, self.steps_per_epoch, self.tokens)),
+        ];
+        lines.map(|(name, value)| format!("{name:<12} {value}")).join("\n")
+    }
+}

@@ -1,0 +1,224 @@
+//! Tokenised rows on disk, so that a second run starts at once. An Arrow file, which pyarrow and datasets read too.
+//!
+//! A file's name is `<key>-<sha256 of its content>.arrow`: whatever a crash, a full disk or a stray edit did to it is
+//! noticed before Arrow parses a byte.
+
+use std::fs;
+use std::io::{self, Cursor, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{AsArray, ListArray, RecordBatch};
+use arrow::buffer::{OffsetBuffer, ScalarBuffer};
+use arrow::datatypes::{DataType, Field, Int32Type, Schema};
+use arrow::error::ArrowError;
+use arrow::ipc::reader::FileReader;
+use arrow::ipc::writer::FileWriter;
+use sha2::{Digest, Sha256};
+
+use super::rows::TokenRow;
+use super::tokenize::TextTokenizer;
+use crate::files;
+
+/// Part of every key: raise it when the same input would give other rows.
+const FORMAT: &str = "medusa tokens 1";
+
+/// Rows an Arrow batch: its offsets are 32 bits wide.
+const ROWS_A_BATCH: usize = 8192;
+
+/// A cache that cannot be used. A damaged file is none of these: it is rebuilt, and the report says so.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    /// The disk's own words.
+    #[error("cannot use the token cache {}; set MEDUSA_CACHE to a folder that can be written", path.display())]
+    Disk {
+        /// The cache's folder, or the file in it.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Rows that Arrow does not take.
+    #[error("cannot encode rows for the token cache")]
+    Encode(#[from] ArrowError),
+}
+
+/// What the cache had.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Found {
+    /// These rows.
+    Rows(Vec<TokenRow>),
+    /// Nothing for this key.
+    Nothing,
+    /// A file that is damaged, and how it shows.
+    Damaged(String),
+}
+
+/// A folder of tokenised files.
+#[derive(Debug, Clone)]
+pub struct TokenCache {
+    folder: PathBuf,
+}
+
+impl TokenCache {
+    /// A cache in this folder, which need not exist yet.
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self { folder: folder.into() }
+    }
+
+    /// `$MEDUSA_CACHE`, else `$XDG_CACHE_HOME/medusa-train`, else `~/.cache/medusa-train`; `None` for a user without a home.
+    pub fn of_user() -> Option<Self> {
+        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let xdg = || set("XDG_CACHE_HOME").or_else(|| Some(std::env::home_dir()?.join(".cache")));
+        set("MEDUSA_CACHE").or_else(|| Some(xdg()?.join("medusa-train"))).map(Self::new)
+    }
+
+    /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were checked against.
+    pub fn key(file_sha256: &str, tokenizer: &TextTokenizer, vocab_size: usize) -> String {
+        let eos = tokenizer.eos_id();
+        let facts = format!("{FORMAT}\n{file_sha256}\n{}\neos {eos:?}\nvocabulary {vocab_size}", tokenizer.sha256());
+        files::hex(&Sha256::digest(facts))[..32].to_owned()
+    }
+
+    /// The rows kept under a key.
+    ///
+    /// # Errors
+    /// The disk's own.
+    pub fn read(&self, key: &str) -> Result<Found, CacheError> {
+        let Some(path) = self.files_of(key)?.pop() else {
+            return Ok(Found::Nothing);
+        };
+        let bytes = fs::read(&path).map_err(|source| CacheError::Disk { path: path.clone(), source })?;
+        if path != self.path(key, &bytes) {
+            return Ok(Found::Damaged(format!("the content of {} is not what was written", path.display())));
+        }
+        Ok(match decode(bytes) {
+            Ok(rows) => Found::Rows(rows),
+            Err(error) => Found::Damaged(format!("{}: {error}", path.display())),
+        })
+    }
+
+    /// Keeps rows under a key, in place of whatever was there.
+    ///
+    /// # Errors
+    /// The disk's own.
+    pub fn write(&self, key: &str, rows: &[TokenRow]) -> Result<(), CacheError> {
+        let at_folder = |source| CacheError::Disk { path: self.folder.clone(), source };
+        let bytes = encode(rows)?;
+        let path = self.path(key, &bytes);
+        fs::create_dir_all(&self.folder).map_err(at_folder)?;
+        let written = files::write_atomic(&path, |out| out.write_all(&bytes));
+        // Another run may have written the same bytes, and renamed them, at the same time.
+        if let Err(source) = written
+            && !path.exists()
+        {
+            return Err(CacheError::Disk { path, source });
+        }
+        for old in self.files_of(key)?.into_iter().filter(|old| *old != path) {
+            fs::remove_file(&old).map_err(|source| CacheError::Disk { path: old, source })?;
+        }
+        Ok(())
+    }
+
+    fn path(&self, key: &str, bytes: &[u8]) -> PathBuf {
+        let content = files::hex(&Sha256::digest(bytes));
+        self.folder.join(format!("{key}-{}.arrow", &content[..32]))
+    }
+
+    fn files_of(&self, key: &str) -> Result<Vec<PathBuf>, CacheError> {
+        let at_folder = |source| CacheError::Disk { path: self.folder.clone(), source };
+        let entries = match fs::read_dir(&self.folder) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+            Err(error) => return Err(at_folder(error)),
+        };
+        let paths: Vec<PathBuf> =
+            entries.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>().map_err(at_folder)?;
+        Ok(paths.into_iter().filter(|path| name(path).starts_with(key)).collect())
+    }
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn encode(rows: &[TokenRow]) -> Result<Vec<u8>, ArrowError> {
+    let list = || DataType::new_list(DataType::Int32, false);
+    let schema =
+        Arc::new(Schema::new(vec![Field::new("input_ids", list(), false), Field::new("labels", list(), false)]));
+    let mut writer = FileWriter::try_new(Vec::new(), &schema)?;
+    for rows in rows.chunks(ROWS_A_BATCH) {
+        let ids = column(rows.iter().map(|row| &row.input_ids))?;
+        let labels = column(rows.iter().map(|row| &row.labels))?;
+        writer.write(&RecordBatch::try_new(schema.clone(), vec![Arc::new(ids), Arc::new(labels)])?)?;
+    }
+    writer.into_inner()
+}
+
+fn column<'a>(lists: impl Iterator<Item = &'a Vec<i32>> + Clone) -> Result<ListArray, ArrowError> {
+    let offsets = OffsetBuffer::from_lengths(lists.clone().map(Vec::len));
+    let values: ScalarBuffer<i32> = lists.flatten().copied().collect::<Vec<_>>().into();
+    let item = Arc::new(Field::new_list_field(DataType::Int32, false));
+    ListArray::try_new(item, offsets, Arc::new(arrow::array::Int32Array::new(values, None)), None)
+}
+
+fn decode(bytes: Vec<u8>) -> Result<Vec<TokenRow>, ArrowError> {
+    let mut rows = Vec::new();
+    for batch in FileReader::try_new(Cursor::new(bytes), None)? {
+        let batch = batch?;
+        let (ids, labels) = (lists(&batch, 0)?, lists(&batch, 1)?);
+        rows.extend((0..batch.num_rows()).map(|row| TokenRow { input_ids: list(ids, row), labels: list(labels, row) }));
+    }
+    Ok(rows)
+}
+
+fn lists(batch: &RecordBatch, column: usize) -> Result<&ListArray, ArrowError> {
+    let lists = batch.columns().get(column).and_then(|column| column.as_list_opt::<i32>());
+    let lists = lists.filter(|lists| lists.value_type() == DataType::Int32);
+    lists.ok_or_else(|| ArrowError::SchemaError(format!("column {column} is no list of int32")))
+}
+
+fn list(column: &ListArray, row: usize) -> Vec<i32> {
+    column.value(row).as_primitive::<Int32Type>().values().to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows() -> Vec<TokenRow> {
+        let row = |n: usize| TokenRow { input_ids: vec![n as i32; n % 5], labels: vec![-100; n % 5] };
+        (0..ROWS_A_BATCH + 3).map(row).collect()
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = TokenCache::new(dir.path().join("new/cache"));
+        assert_eq!(cache.read("key").unwrap(), Found::Nothing);
+        cache.write("key", &rows()).unwrap();
+        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows()));
+        assert_eq!(cache.read("other").unwrap(), Found::Nothing);
+    }
+
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "damages a file of a test")]
+    fn any_changed_byte_is_noticed_and_writing_again_heals() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = TokenCache::new(dir.path());
+        let rows = &rows()[..20];
+        cache.write("key", rows).unwrap();
+        let path = cache.files_of("key").unwrap().pop().unwrap();
+        let bytes = fs::read(&path).unwrap();
+        for at in (0..bytes.len()).step_by(7) {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1;
+            fs::write(&path, &damaged).unwrap();
+            assert!(matches!(cache.read("key").unwrap(), Found::Damaged(_)), "byte {at}");
+        }
+        fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+        assert!(matches!(cache.read("key").unwrap(), Found::Damaged(_)));
+        cache.write("key", rows).unwrap();
+        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows.to_vec()));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,139 @@
+//! Rows of JSONL: one object a line.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_json::{Map, Value};
+
+use super::rows::{Problem, RawRow};
+
+/// Lines that are parsed and tokenised together: enough for every core, few enough for memory.
+const LINES_AT_ONCE: usize = 4096;
+
+/// A line and its number, counted from 1.
+pub(super) type Line = (usize, Vec<u8>);
+
+/// The lines of a file that are not blank, in portions.
+pub(super) fn portions(path: &Path) -> io::Result<impl Iterator<Item = io::Result<Vec<Line>>>> {
+    let mut lines = BufReader::with_capacity(1 << 20, File::open(path)?).split(b'\n').zip(1..);
+    Ok(std::iter::from_fn(move || {
+        let read = lines.by_ref().map(|(line, number)| line.map(|line| (number, without_bom(line, number))));
+        let not_blank = read.filter(|line| !matches!(line, Ok((_, line)) if line.trim_ascii().is_empty()));
+        let portion: io::Result<Vec<Line>> = not_blank.take(LINES_AT_ONCE).collect();
+        Some(portion).filter(|portion| !matches!(portion, Ok(lines) if lines.is_empty()))
+    }))
+}
+
+/// Windows editors put a byte order mark before the first line.
+fn without_bom(line: Vec<u8>, number: usize) -> Vec<u8> {
+    match line.strip_prefix(b"\xef\xbb\xbf") {
+        Some(rest) if number == 1 => rest.to_vec(),
+        _ => line,
+    }
+}
+
+#[derive(Deserialize)]
+struct Row {
+    input_ids: Option<Vec<i64>>,
+    labels: Option<Vec<i64>>,
+    text: Option<Value>,
+    messages: Option<IgnoredAny>,
+    conversations: Option<IgnoredAny>,
+}
+
+/// One line's row. Keys that are not asked for are ignored, `text` too where there are `input_ids`.
+pub(super) fn row(line: &[u8]) -> Result<RawRow, Problem> {
+    if !line.trim_ascii_start().starts_with(b"{") {
+        object(line)?; // serde would read a list as a struct, key by key
+    }
+    let row: Row = serde_json::from_slice(line).map_err(|error| explain(line, &error))?;
+    match row {
+        Row { input_ids: Some(input_ids), labels, .. } => Ok(RawRow::Tokens { input_ids, labels }),
+        Row { text: Some(Value::String(text)), .. } => Ok(RawRow::Text(text)),
+        Row { text: Some(other), .. } => {
+            Err(Problem::Value { key: "text".to_owned(), expected: "a string", got: shown(&other) })
+        }
+        Row { messages: Some(_), .. } => Err(Problem::Conversation { key: "messages" }),
+        Row { conversations: Some(_), .. } => Err(Problem::Conversation { key: "conversations" }),
+        _ => Err(Problem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
+    }
+}
+
+/// A line's object.
+pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, Problem> {
+    match serde_json::from_slice(line).map_err(|error| broken(&error))? {
+        Value::Object(object) => Ok(object),
+        other => Err(Problem::Value { key: "the line".to_owned(), expected: "an object", got: shown(&other) }),
+    }
+}
+
+/// A value as an error message shows it.
+pub(super) fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    let start: String = text.chars().take(60).collect();
+    if start.len() < text.len() { format!("{start}…") } else { text }
+}
+
+/// serde names a column; users look for a key.
+fn explain(line: &[u8], error: &serde_json::Error) -> Problem {
+    if !error.is_data() {
+        return broken(error);
+    }
+    let object = match object(line) {
+        Ok(object) => object,
+        Err(problem) => return problem,
+    };
+    let ids = ["input_ids", "labels"].iter().find_map(|key| bad_integer(key, object.get(*key)?));
+    ids.unwrap_or_else(|| broken(error)) // a key that is there twice
+}
+
+fn bad_integer(key: &str, value: &Value) -> Option<Problem> {
+    let wrong = |key, expected, got| Some(Problem::Value { key, expected, got: shown(got) });
+    let values = match value {
+        Value::Null => return None,
+        Value::Array(values) => values,
+        other => return wrong(key.to_owned(), "a list of integers", other),
+    };
+    let index = values.iter().position(|value| !value.is_i64())?;
+    wrong(format!("{key}[{index}]"), "an integer", &values[index])
+}
+
+fn broken(error: &serde_json::Error) -> Problem {
+    let message = error.to_string();
+    let message = message.split(" at line ").next().unwrap_or_default().to_owned();
+    Problem::BrokenJson { column: error.column(), message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn complaint(line: &str) -> String {
+        row(line.as_bytes()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn text_is_ignored_where_there_are_tokens() {
+        let tokens = RawRow::Tokens { input_ids: vec![1, 2], labels: None };
+        assert_eq!(row(br#"{"input_ids": [1, 2], "text": 3, "labels": null, "id": 7}"#).unwrap(), tokens);
+        assert_eq!(row(br#"{"text": "x", "input_ids": null}"#).unwrap(), RawRow::Text("x".to_owned()));
+    }
+
+    #[test]
+    fn a_complaint_names_the_key_and_what_stands_there() {
+        assert_eq!(complaint(r#"{"input_ids": "1 2"}"#), r#"input_ids: expected a list of integers, got "1 2""#);
+        assert_eq!(complaint(r#"{"input_ids": [1, 2.5]}"#), "input_ids[1]: expected an integer, got 2.5");
+        assert_eq!(complaint(r#"{"input_ids": [1], "labels": [[1]]}"#), "labels[0]: expected an integer, got [1]");
+        assert_eq!(complaint(r#"{"text": ["a"]}"#), r#"text: expected a string, got ["a"]"#);
+        assert_eq!(complaint("[1, 2]"), "the line: expected an object, got [1,2]");
+        assert_eq!(complaint(r#"{"prompt": "x"}"#), r#"expected a key "input_ids" or "text", got "prompt""#);
+        assert_eq!(complaint("{}"), r#"expected a key "input_ids" or "text", got no key at all"#);
+        assert!(complaint(r#"{"messages": []}"#).starts_with(r#""messages" is a conversation"#));
+        assert!(complaint(r#"{"text": "a", "text": "b"}"#).contains("duplicate field `text`"));
+        let cut = complaint(r#"{"text": "a"#);
+        assert_eq!(cut, "not valid JSON (one object a line is expected), column 11: EOF while parsing a string");
+    }
+}

@@ -1,0 +1,271 @@
+//! Sequences to batches. What an optimizer step sees is a pure function of its number, so a resumed run needs no state of ours.
+
+use std::sync::{Mutex, PoisonError};
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+use super::IGNORE;
+use super::pack::Sequence;
+
+/// Hands out the micro batches of every optimizer step.
+#[derive(Debug)]
+pub struct Loader {
+    sequences: Vec<Sequence>,
+    micro_batch_size: usize,
+    gradient_accumulation_steps: usize,
+    shuffle: Option<u64>,
+    /// The order of the epoch asked for last.
+    order: Mutex<Option<(usize, Vec<usize>)>>,
+}
+
+/// One forward pass: `rows` sequences, padded on the right to `length`. Everything is flat, row after row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Which sequences these are, by their place in the list that the loader was given.
+    pub sequence_ids: Vec<usize>,
+    /// B.
+    pub rows: usize,
+    /// T, the longest of them.
+    pub length: usize,
+    /// `[B, T]`, padded with 0.
+    pub input_ids: Vec<i64>,
+    /// `[B, T]`, padded with [`IGNORE`].
+    pub labels: Vec<i64>,
+    /// For each row the lengths of its segments, padding not counted.
+    pub segment_lengths: Vec<Vec<usize>>,
+}
+
+/// What a head learns from a batch.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Targets {
+    /// Where to predict from: flat positions `row * length + t`, ascending.
+    pub positions: Vec<i64>,
+    /// The token to predict from each.
+    pub tokens: Vec<i64>,
+}
+
+impl Loader {
+    /// `shuffle`: the seed of every epoch's order; `None` keeps the order of `sequences`.
+    ///
+    /// # Panics
+    /// Without sequences, or with a batch of none: recipes cannot say that.
+    pub fn new(
+        sequences: Vec<Sequence>,
+        micro_batch_size: usize,
+        gradient_accumulation_steps: usize,
+        shuffle: Option<u64>,
+    ) -> Self {
+        assert!(!sequences.is_empty() && micro_batch_size * gradient_accumulation_steps > 0);
+        Self { sequences, micro_batch_size, gradient_accumulation_steps, shuffle, order: Mutex::new(None) }
+    }
+
+    /// All that is given out in an epoch.
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.sequences
+    }
+
+    /// Optimizer steps an epoch; the last one takes what is left.
+    pub fn steps_per_epoch(&self) -> usize {
+        self.sequences.len().div_ceil(self.step_size())
+    }
+
+    /// The micro batches of an optimizer step, counted from 0 over all epochs.
+    pub fn step(&self, step: usize) -> Vec<Batch> {
+        let (epoch, step) = (step / self.steps_per_epoch(), step % self.steps_per_epoch());
+        // The order is replaced as a whole: after a panic elsewhere it is still one epoch's.
+        let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        if order.as_ref().is_none_or(|(known, _)| *known != epoch) {
+            *order = Some((epoch, self.order_of(epoch)));
+        }
+        let order = order.as_ref().map(|(_, order)| order.as_slice()).unwrap_or_default();
+        let first = step * self.step_size();
+        let ids = &order[first..order.len().min(first + self.step_size())];
+        ids.chunks(self.micro_batch_size).map(|ids| self.batch(ids)).collect()
+    }
+
+    /// All sequences once, in the order they were given.
+    pub fn eval_batches(&self) -> impl Iterator<Item = Batch> + '_ {
+        let firsts = (0..self.sequences.len()).step_by(self.micro_batch_size);
+        firsts.map(|first| {
+            let last = self.sequences.len().min(first + self.micro_batch_size);
+            self.batch(&(first..last).collect::<Vec<_>>())
+        })
+    }
+
+    fn step_size(&self) -> usize {
+        self.micro_batch_size * self.gradient_accumulation_steps
+    }
+
+    fn order_of(&self, epoch: usize) -> Vec<usize> {
+        match self.shuffle {
+            Some(seed) => shuffled(self.sequences.len(), seed, epoch as u64),
+            None => (0..self.sequences.len()).collect(),
+        }
+    }
+
+    fn batch(&self, sequence_ids: &[usize]) -> Batch {
+        let rows = || sequence_ids.iter().map(|&id| &self.sequences[id]);
+        let length = rows().map(|row| row.input_ids.len()).max().unwrap_or(0);
+        Batch {
+            sequence_ids: sequence_ids.to_vec(),
+            rows: sequence_ids.len(),
+            length,
+            input_ids: padded(rows().map(|row| row.input_ids.as_slice()), length, 0),
+            labels: padded(rows().map(|row| row.labels.as_slice()), length, IGNORE),
+            segment_lengths: rows().map(|row| row.segment_lengths.clone()).collect(),
+        }
+    }
+}
+
+impl Batch {
+    /// The targets `offset` tokens ahead: 1 for the LM head, `k + 1` for Medusa head `k` (1-based).
+    /// All `t` with `t + offset` in the same segment and a label there.
+    pub fn targets(&self, offset: usize) -> Targets {
+        let mut targets = Targets::default();
+        for (row, lengths) in self.segment_lengths.iter().enumerate() {
+            let mut start = row * self.length;
+            for length in lengths {
+                let end = start + length;
+                for target in start + offset..end {
+                    if self.labels[target] != i64::from(IGNORE) {
+                        targets.positions.push((target - offset) as i64);
+                        targets.tokens.push(self.labels[target]);
+                    }
+                }
+                start = end;
+            }
+        }
+        targets
+    }
+
+    /// Its tokens, padding not counted.
+    pub fn tokens(&self) -> usize {
+        self.segment_lengths.iter().flatten().sum()
+    }
+}
+
+/// 0 to `count` - 1 in an order that is the same on every platform and with every version of rand: Fisher and Yates'
+/// shuffle, each draw by Lemire's multiplication. One seed has 2⁶⁴ streams; an epoch is one.
+pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<usize> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    random.set_stream(stream);
+    let mut order: Vec<usize> = (0..count).collect();
+    for last in (1..count).rev() {
+        let other = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
+        order.swap(last, other as usize);
+    }
+    order
+}
+
+fn padded<'a>(rows: impl Iterator<Item = &'a [i32]>, length: usize, padding: i32) -> Vec<i64> {
+    rows.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(padding, length - row.len())))
+        .map(i64::from)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Segments of (token, labelled) to a sequence.
+    fn sequence(segments: Vec<Vec<(i32, bool)>>) -> Sequence {
+        let tokens = || segments.iter().flatten();
+        Sequence {
+            input_ids: tokens().map(|(token, _)| *token).collect(),
+            labels: tokens().map(|&(token, labelled)| if labelled { token } else { IGNORE }).collect(),
+            segment_lengths: segments.iter().map(Vec::len).collect(),
+        }
+    }
+
+    fn sequences() -> impl Strategy<Value = Vec<Sequence>> {
+        let segment = prop::collection::vec((0..500, any::<bool>()), 1..8);
+        prop::collection::vec(prop::collection::vec(segment, 1..4).prop_map(sequence), 1..20)
+    }
+
+    /// Said again, the slow way: which segment a position is in, and whether the target is in the same.
+    fn naive_targets(batch: &Batch, offset: usize) -> Targets {
+        let mut targets = Targets::default();
+        for (row, lengths) in batch.segment_lengths.iter().enumerate() {
+            let segment_of: Vec<usize> = lengths.iter().enumerate().flat_map(|(s, &n)| vec![s; n]).collect();
+            for t in 0..batch.length {
+                let Some(target) = segment_of.get(t + offset) else { continue };
+                let label = batch.labels[row * batch.length + t + offset];
+                if segment_of[t] == *target && label != -100 {
+                    targets.positions.push((row * batch.length + t) as i64);
+                    targets.tokens.push(label);
+                }
+            }
+        }
+        targets
+    }
+
+    proptest! {
+        #[test]
+        fn targets_are_those_of_a_naive_search(sequences in sequences(), offset in 1_usize..7, size in 1_usize..5) {
+            for batch in Loader::new(sequences, size, 1, None).eval_batches() {
+                prop_assert_eq!(batch.targets(offset), naive_targets(&batch, offset));
+            }
+        }
+
+        #[test]
+        fn every_epoch_gives_each_sequence_once(
+            sequences in sequences(), size in 1_usize..4, accumulation in 1_usize..4, seed: u64,
+        ) {
+            let count = sequences.len();
+            let loader = Loader::new(sequences.clone(), size, accumulation, Some(seed));
+            for epoch in 0..3 {
+                let steps = (0..loader.steps_per_epoch()).map(|step| loader.step(epoch * loader.steps_per_epoch() + step));
+                let mut seen = Vec::new();
+                for batches in steps {
+                    prop_assert!(!batches.is_empty() && batches.len() <= accumulation);
+                    for batch in batches {
+                        prop_assert!(batch.rows <= size);
+                        for (row, &id) in batch.sequence_ids.iter().enumerate() {
+                            let sequence = &sequences[id];
+                            let ids = &batch.input_ids[row * batch.length..][..batch.length];
+                            let (kept, padding) = ids.split_at(sequence.input_ids.len());
+                            prop_assert!(kept.iter().zip(&sequence.input_ids).all(|(a, b)| *a == i64::from(*b)));
+                            prop_assert!(padding.iter().all(|id| *id == 0));
+                        }
+                        seen.extend(batch.sequence_ids);
+                    }
+                }
+                seen.sort_unstable();
+                prop_assert_eq!(seen, (0..count).collect::<Vec<_>>());
+            }
+        }
+
+        #[test]
+        fn a_step_is_the_same_whatever_was_asked_before(sequences in sequences(), seed: u64, steps in prop::collection::vec(0_usize..60, 1..9)) {
+            let used = Loader::new(sequences.clone(), 2, 2, Some(seed));
+            for step in steps {
+                let fresh = Loader::new(sequences.clone(), 2, 2, Some(seed));
+                prop_assert_eq!(used.step(step), fresh.step(step));
+            }
+        }
+    }
+
+    #[test]
+    fn epochs_and_seeds_differ_and_the_stream_never_changes() {
+        assert_eq!(shuffled(8, 42, 0), STREAM);
+        assert_ne!(shuffled(8, 42, 1), STREAM);
+        assert_ne!(shuffled(8, 43, 0), STREAM);
+    }
+
+    /// Written down once: a run resumed with another version must go on with the same rows.
+    const STREAM: [usize; 8] = [4, 7, 0, 1, 3, 2, 6, 5];
+
+    #[test]
+    fn without_shuffling_rows_come_in_order_and_the_last_step_is_smaller() {
+        let sequences = (0..5).map(|token| sequence(vec![vec![(token, true); 2]])).collect();
+        let loader = Loader::new(sequences, 2, 2, None);
+        let ids = |step| loader.step(step).into_iter().map(|batch| batch.sequence_ids).collect::<Vec<_>>();
+        assert_eq!(loader.steps_per_epoch(), 2);
+        assert_eq!(ids(0), [vec![0, 1], vec![2, 3]]);
+        assert_eq!(ids(1), [vec![4]]);
+        assert_eq!(ids(2), ids(0));
+    }
+}

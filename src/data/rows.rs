@@ -1,0 +1,228 @@
+//! One row: token ids with their labels, or a text that becomes them. Every complaint names file, row and key.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::IGNORE;
+use super::tokenize::{TextTokenizer, TokenizeError};
+
+/// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TokenRow {
+    /// Token ids.
+    pub input_ids: Vec<i32>,
+    /// As long as `input_ids`. Not shifted: `labels[t]` belongs to `input_ids[t]`, and is a target of the positions before it.
+    pub labels: Vec<i32>,
+}
+
+/// Where a row stands: a line of JSONL or a row of Parquet, counted from 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The file.
+    pub path: PathBuf,
+    /// `("line", 3)`; `None` for what is true of the whole file.
+    pub row: Option<(&'static str, usize)>,
+}
+
+/// A row that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{place}: {problem}")]
+pub struct RowError {
+    /// Which row.
+    pub place: Place,
+    /// What is wrong with it.
+    pub problem: Problem,
+}
+
+/// What can be wrong with a row.
+#[derive(Debug, thiserror::Error)]
+pub enum Problem {
+    /// A line that is no JSON.
+    #[error("not valid JSON (one object a line is expected), column {column}: {message}")]
+    BrokenJson {
+        /// Counted from 1.
+        column: usize,
+        /// The reader's words.
+        message: String,
+    },
+    /// A file that claims to be Parquet.
+    #[error("not readable as Parquet: {0}")]
+    BrokenParquet(String),
+    /// A value of the wrong type.
+    #[error("{key}: expected {expected}, got {got}")]
+    Value {
+        /// The key in question.
+        key: String,
+        /// What should stand there.
+        expected: &'static str,
+        /// What stands there.
+        got: String,
+    },
+    /// Labels that do not fit their tokens.
+    #[error("labels: expected {ids} values, one for each of input_ids, got {labels}")]
+    LabelsLength {
+        /// Number of tokens.
+        ids: usize,
+        /// Number of labels.
+        labels: usize,
+    },
+    /// A token the backbone does not have.
+    #[error("{key}[{index}]: expected a token id from 0 to {}, the backbone's vocabulary, got {id}", vocab_size - 1)]
+    TokenOutOfRange {
+        /// `input_ids` or `labels`.
+        key: &'static str,
+        /// Where in the list, from 0.
+        index: usize,
+        /// What stands there.
+        id: i64,
+        /// The backbone's vocabulary.
+        vocab_size: usize,
+    },
+    /// Neither tokens nor text.
+    #[error("expected a key \"input_ids\" or \"text\", got {}", listed(found))]
+    NoKnownKey {
+        /// The keys that are there.
+        found: Vec<String>,
+    },
+    /// A conversation.
+    #[error(
+        "\"{key}\" is a conversation; this version reads rows of \"input_ids\" (with \"labels\") and of \"text\": \
+         render conversations to one of them"
+    )]
+    Conversation {
+        /// `messages` or `conversations`.
+        key: &'static str,
+    },
+    /// A text without a tokenizer.
+    #[error("a row of \"text\" needs the backbone's tokenizer.json; without one, use rows of \"input_ids\"")]
+    NeedsTokenizer,
+    /// A text that cannot be tokenised.
+    #[error(transparent)]
+    Tokenize(#[from] TokenizeError),
+}
+
+/// A row as its file has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum RawRow {
+    Tokens { input_ids: Vec<i64>, labels: Option<Vec<i64>> },
+    Text(String),
+}
+
+impl RawRow {
+    /// The row as tokens of a vocabulary.
+    pub(super) fn tokens(self, tokenizer: Option<&TextTokenizer>, vocab_size: usize) -> Result<TokenRow, Problem> {
+        match self {
+            Self::Tokens { input_ids, labels } => TokenRow::checked(&input_ids, labels.as_deref(), vocab_size),
+            Self::Text(text) => {
+                let tokenizer = tokenizer.ok_or(Problem::NeedsTokenizer)?;
+                tokenizer.check_vocabulary(vocab_size)?;
+                Ok(TokenRow::of_text(&text, tokenizer)?)
+            }
+        }
+    }
+}
+
+impl TokenRow {
+    /// A text: special tokens around it and, as transformers pretrains, an EOS behind it. Loss on all tokens.
+    ///
+    /// # Errors
+    /// The tokenizer's own.
+    pub fn of_text(text: &str, tokenizer: &TextTokenizer) -> Result<Self, TokenizeError> {
+        let mut input_ids = tokenizer.encode(text, true)?;
+        if let Some(eos) = tokenizer.eos_id()
+            && input_ids.last() != Some(&eos)
+        {
+            input_ids.push(eos);
+        }
+        Ok(Self { labels: input_ids.clone(), input_ids })
+    }
+
+    /// Whether any position of the row has a target.
+    pub fn has_target(&self) -> bool {
+        self.labels.iter().skip(1).any(|&label| label != IGNORE)
+    }
+
+    fn checked(ids: &[i64], labels: Option<&[i64]>, vocab_size: usize) -> Result<Self, Problem> {
+        let input_ids = in_vocabulary("input_ids", ids, vocab_size, None)?;
+        let Some(labels) = labels else {
+            return Ok(Self { labels: input_ids.clone(), input_ids });
+        };
+        if labels.len() != ids.len() {
+            return Err(Problem::LabelsLength { ids: ids.len(), labels: labels.len() });
+        }
+        Ok(Self { input_ids, labels: in_vocabulary("labels", labels, vocab_size, Some(IGNORE))? })
+    }
+}
+
+fn in_vocabulary(
+    key: &'static str,
+    values: &[i64],
+    vocab_size: usize,
+    besides: Option<i32>,
+) -> Result<Vec<i32>, Problem> {
+    let token = |(index, &id): (usize, &i64)| match i32::try_from(id) {
+        Ok(token) if usize::try_from(token).is_ok_and(|token| token < vocab_size) || Some(token) == besides => {
+            Ok(token)
+        }
+        _ => Err(Problem::TokenOutOfRange { key, index, id, vocab_size }),
+    };
+    values.iter().enumerate().map(token).collect()
+}
+
+impl Place {
+    pub(super) fn line(path: &Path, line: usize) -> Self {
+        Self { path: path.to_owned(), row: Some(("line", line)) }
+    }
+
+    pub(super) fn row(path: &Path, row: usize) -> Self {
+        Self { path: path.to_owned(), row: Some(("row", row)) }
+    }
+
+    pub(super) fn file(path: &Path) -> Self {
+        Self { path: path.to_owned(), row: None }
+    }
+
+    pub(super) fn error(self, problem: impl Into<Problem>) -> RowError {
+        RowError { place: self, problem: problem.into() }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}", self.path.display())?;
+        self.row.map_or(Ok(()), |(kind, number)| write!(out, ", {kind} {number}"))
+    }
+}
+
+fn listed(keys: &[String]) -> String {
+    match keys {
+        [] => "no key at all".to_owned(),
+        _ => keys.iter().map(|key| format!("{key:?}")).collect::<Vec<_>>().join(", "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_is_a_token_or_ignore() {
+        let row = TokenRow::checked(&[1, 2, 3], Some(&[-100, 2, 3]), 4).unwrap();
+        assert_eq!(row, TokenRow { input_ids: vec![1, 2, 3], labels: vec![IGNORE, 2, 3] });
+        let wrong = |ids: &[i64], labels: &[i64]| TokenRow::checked(ids, Some(labels), 4).unwrap_err().to_string();
+        assert_eq!(
+            wrong(&[1, 4], &[1, 1]),
+            "input_ids[1]: expected a token id from 0 to 3, the backbone's vocabulary, got 4"
+        );
+        assert!(wrong(&[1, -100], &[1, 1]).contains("got -100"));
+        assert!(wrong(&[1, 2], &[1, -1]).starts_with("labels[1]"));
+        assert!(wrong(&[1, 1 << 40], &[1, 1]).contains("1099511627776"));
+        assert_eq!(wrong(&[1, 2], &[1]), "labels: expected 2 values, one for each of input_ids, got 1");
+    }
+
+    #[test]
+    fn the_first_label_is_nobodys_target() {
+        let row = TokenRow { input_ids: vec![1, 2], labels: vec![1, IGNORE] };
+        assert!(!row.has_target());
+    }
+}

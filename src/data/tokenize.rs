@@ -1,0 +1,289 @@
+//! Text to token ids and back, as the backbone's tokenizer.json has it. Knows nothing of rows, conversations or labels.
+
+use std::path::{Path, PathBuf};
+use std::{fs, io};
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use tokenizers::Tokenizer;
+
+use crate::files;
+
+/// What can be wrong with a tokenizer, or with what it is asked.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizeError {
+    /// Old checkpoints bring only a SentencePiece model.
+    #[error(
+        "{} is missing; make it with transformers: AutoTokenizer.from_pretrained(\"{}\").save_pretrained(\"{}\")",
+        path.display(), folder.display(), folder.display()
+    )]
+    Missing {
+        /// The file that should be there.
+        path: PathBuf,
+        /// The backbone's folder.
+        folder: PathBuf,
+    },
+    /// The disk's own words.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file beside the tokenizer that is no JSON.
+    #[error("{} is no valid JSON", path.display())]
+    BrokenJson {
+        /// Which file.
+        path: PathBuf,
+        /// Where in it.
+        source: serde_json::Error,
+    },
+    /// A tokenizer.json that the tokenizers crate refuses.
+    #[error("{}: the tokenizers library cannot load it", path.display())]
+    Unusable {
+        /// Which file.
+        path: PathBuf,
+        /// Its own words.
+        source: tokenizers::Error,
+    },
+    /// The library failed on a text.
+    #[error("cannot tokenise a text that begins {start:?}")]
+    Encode {
+        /// The first characters.
+        start: String,
+        /// The library's own words.
+        source: tokenizers::Error,
+    },
+    /// The library failed on ids.
+    #[error("cannot turn tokens {ids:?} into text")]
+    Decode {
+        /// The ids.
+        ids: Vec<i32>,
+        /// The library's own words.
+        source: tokenizers::Error,
+    },
+    /// The tokenizer can produce ids that the backbone has no embedding for.
+    #[error(
+        "{}: token {token:?} has id {id}, but the backbone's config.json has vocab_size {vocab_size} \
+         (ids 0 to {}); use the tokenizer that belongs to this backbone", path.display(), vocab_size - 1
+    )]
+    BeyondVocabulary {
+        /// The tokenizer.json.
+        path: PathBuf,
+        /// The token with the highest id.
+        token: String,
+        /// That id.
+        id: u32,
+        /// The backbone's vocabulary.
+        vocab_size: usize,
+    },
+}
+
+/// A backbone's tokenizer.
+#[derive(Debug, Clone)]
+pub struct TextTokenizer {
+    tokenizer: Tokenizer,
+    path: PathBuf,
+    sha256: String,
+    highest: (String, u32),
+    bos: Option<i32>,
+    eos: Option<i32>,
+}
+
+impl TextTokenizer {
+    /// Reads tokenizer.json, and the names of the special tokens from tokenizer_config.json (or special_tokens_map.json).
+    ///
+    /// # Errors
+    /// No tokenizer.json, or files that cannot be read.
+    pub fn load(folder: &Path) -> Result<Self, TokenizeError> {
+        let path = folder.join("tokenizer.json");
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(TokenizeError::Missing { path, folder: folder.to_owned() });
+            }
+            Err(source) => return Err(TokenizeError::Read { path, source }),
+        };
+        let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
+        let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(unusable)?;
+        // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
+        tokenizer.with_truncation(None).map_err(unusable)?.with_padding(None);
+        let special = SpecialTokens::load(folder)?;
+        let id = |name: &str| special.get(name).and_then(|token| tokenizer.token_to_id(token)).map(to_i32);
+        let (bos, eos) = (id("bos_token"), id("eos_token"));
+        let highest = tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
+        Ok(Self { sha256: files::hex(&Sha256::digest(&bytes)), tokenizer, path, highest, bos, eos })
+    }
+
+    /// Ids of a text; `add_special` adds what tokenizer.json puts around one (Llama: BOS before it).
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<i32>, TokenizeError> {
+        let encoded = self.tokenizer.encode_fast(text, add_special).map_err(|source| {
+            let start = text.chars().take(40).collect();
+            TokenizeError::Encode { start, source }
+        })?;
+        Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).collect())
+    }
+
+    /// Text of ids. Like every Llama tokenizer's, it drops the space before the first word:
+    /// what follows other text is decoded with [`TextTokenizer::stream_after`].
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn decode(&self, ids: &[i32], skip_special: bool) -> Result<String, TokenizeError> {
+        // A negative id becomes one that no vocabulary has, and is left out like any unknown id.
+        let known: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
+        self.tokenizer
+            .decode(&known, skip_special)
+            .map_err(|source| TokenizeError::Decode { ids: ids.to_vec(), source })
+    }
+
+    /// Text piece by piece, special tokens left out.
+    pub fn stream(&self) -> TextStream<'_> {
+        self.stream_after(&[])
+    }
+
+    /// Text piece by piece, as it reads after the text of `before` (a prompt): a first space is kept.
+    pub fn stream_after(&self, before: &[i32]) -> TextStream<'_> {
+        // Four tokens hold any one character (UTF-8 has at most four bytes), special tokens have no text.
+        let special = |id: &i32| self.is_special(*id);
+        let mut ids: Vec<i32> = before.iter().rev().filter(|id| !special(id)).take(4).copied().collect();
+        ids.reverse();
+        TextStream { tokenizer: self, told: ids.len(), ids }
+    }
+
+    /// One more than the highest id it can produce, added tokens included.
+    pub fn vocab_size(&self) -> usize {
+        self.highest.1 as usize + 1
+    }
+
+    /// The id of `bos_token`, if there is one.
+    pub fn bos_id(&self) -> Option<i32> {
+        self.bos
+    }
+
+    /// The id of `eos_token`, if there is one.
+    pub fn eos_id(&self) -> Option<i32> {
+        self.eos
+    }
+
+    /// SHA-256 of tokenizer.json.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// Refuses a tokenizer that can produce ids beyond the backbone's vocabulary. (Fewer are fine: vocabularies get padded.)
+    ///
+    /// # Errors
+    /// [`TokenizeError::BeyondVocabulary`].
+    pub fn check_vocabulary(&self, vocab_size: usize) -> Result<(), TokenizeError> {
+        let (token, id) = self.highest.clone();
+        if self.vocab_size() <= vocab_size {
+            return Ok(());
+        }
+        Err(TokenizeError::BeyondVocabulary { path: self.path.clone(), token, id, vocab_size })
+    }
+
+    fn is_special(&self, id: i32) -> bool {
+        let token = u32::try_from(id).ok().and_then(|id| self.tokenizer.id_to_token(id));
+        token.is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
+    }
+}
+
+/// Turns ids into text as they come. A piece never ends inside a UTF-8 character.
+///
+/// The window of Hugging Face's text-generation-inference: decode the piece together with the one before it, because a
+/// decoder treats a first token in its own way. (The tokenizers crate's `DecodeStream` fails where a byte token makes the
+/// bytes before it invalid, and loses a space after a special token.)
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    tokenizer: &'a TextTokenizer,
+    /// The piece told last, and what came since.
+    ids: Vec<i32>,
+    /// How many of `ids` are told already.
+    told: usize,
+}
+
+impl TextStream<'_> {
+    /// The text that this id completes; `None` while a character is still incomplete, or for a special token.
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn push(&mut self, id: i32) -> Result<Option<String>, TokenizeError> {
+        self.ids.push(id);
+        let piece = self.untold()?;
+        if piece.is_empty() || piece.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(None);
+        }
+        self.ids.drain(..self.told);
+        self.told = self.ids.len();
+        Ok(Some(piece))
+    }
+
+    /// What is left: an incomplete character shows as U+FFFD.
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn finish(self) -> Result<Option<String>, TokenizeError> {
+        Ok(Some(self.untold()?).filter(|piece| !piece.is_empty()))
+    }
+
+    fn untold(&self) -> Result<String, TokenizeError> {
+        let before = self.tokenizer.decode(&self.ids[..self.told], true)?;
+        let all = self.tokenizer.decode(&self.ids, true)?;
+        match all.strip_prefix(&before) {
+            Some(piece) => Ok(piece.to_owned()),
+            // Bytes that made a character became invalid with the next ones. What is told stays told.
+            None => self.tokenizer.decode(&self.ids[self.told..], true),
+        }
+    }
+}
+
+/// `bos_token` and its like, by name.
+#[derive(Debug, Clone, Default)]
+pub(super) struct SpecialTokens(Vec<(String, String)>);
+
+impl SpecialTokens {
+    const NAMES: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
+
+    pub(super) fn load(folder: &Path) -> Result<Self, TokenizeError> {
+        let config = read_json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
+        let map = read_json(&folder.join("special_tokens_map.json"))?.unwrap_or_default();
+        let find = |name: &str| token_text(&config[name]).or_else(|| token_text(&map[name]));
+        let found = Self::NAMES.iter().filter_map(|name| Some(((*name).to_owned(), find(name)?)));
+        Ok(Self(found.collect()))
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&str> {
+        self.iter().find(|(known, _)| *known == name).map(|(_, token)| token)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, token)| (name.as_str(), token.as_str()))
+    }
+}
+
+/// A file's JSON; `None` where there is no such file.
+pub(super) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
+    let bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(TokenizeError::Read { path: path.to_owned(), source }),
+    };
+    serde_json::from_slice(&bytes)
+        .map(Some)
+        .map_err(|source| TokenizeError::BrokenJson { path: path.to_owned(), source })
+}
+
+/// `"<s>"` or `{"content": "<s>", …}`.
+fn token_text(value: &Value) -> Option<String> {
+    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+}
+
+/// Vocabularies have far fewer tokens than 2³¹; beyond it, an id that no vocabulary has.
+fn to_i32(id: u32) -> i32 {
+    i32::try_from(id).unwrap_or(i32::MAX)
+}

@@ -1,0 +1,284 @@
+//! The oracle at work: whatever heads and tree, greedy Medusa text is greedy plain text. In float64, where no two logits tie.
+
+use std::cell::Cell;
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use proptest::test_runner::{Config, TestRunner};
+use tch::Device;
+
+use super::*;
+use crate::decode::accept::TypicalAcceptance;
+use crate::medusa::heads::HeadsShape;
+use crate::medusa::tree::strategy::trees;
+use crate::model::attention::RowMask;
+use crate::model::config::{LlamaConfig, RopeScaling};
+
+const VOCABULARY: i64 = 12;
+const CONTEXT: i64 = 64;
+const TOP_K: usize = 6; // half of the vocabulary: even random heads are often right
+
+fn config(num_key_value_heads: i64, sliding_window: Option<i64>, eos_token_ids: Vec<i64>) -> LlamaConfig {
+    LlamaConfig {
+        model_type: "llama".into(),
+        hidden_size: 32,
+        intermediate_size: 48,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads,
+        head_dim: 6,
+        vocab_size: VOCABULARY,
+        max_position_embeddings: CONTEXT,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        sliding_window,
+        tie_word_embeddings: false,
+        attention_bias: false,
+        mlp_bias: false,
+        bos_token_id: None,
+        eos_token_ids,
+    }
+}
+
+/// Weights large enough that attention matters and the text does not settle on one token.
+fn backbone(config: LlamaConfig, seed: u64) -> Llama {
+    tch::set_num_threads(1); // tests run side by side: threads that wait for each other would take most of the time
+    let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
+    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+        let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+    }
+    llama
+}
+
+fn heads(num_heads: usize, seed: u64) -> Heads {
+    random_heads(num_heads, 32, VOCABULARY, seed)
+}
+
+fn random_heads(medusa_num_heads: usize, hidden_size: i64, vocab_size: i64, seed: u64) -> Heads {
+    let shape = HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size };
+    Heads::random(shape, Kind::Double, Device::Cpu, seed)
+}
+
+fn request(prompt: &[i64], max_new_tokens: usize, temperature: f64) -> Request<'_> {
+    Request { prompt, max_new_tokens, temperature: NonNegative::new(temperature).unwrap(), seed: 0 }
+}
+
+fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
+    |_| ControlFlow::Continue(())
+}
+
+/// Whatever two heads guess, the right tokens are among it.
+fn every_pair_of_guesses() -> SparseTree {
+    SparseTree::cartesian(&[VOCABULARY as usize; 2]).unwrap()
+}
+
+fn steps_are_consistent(generation: &Generation, limit: usize) {
+    assert_eq!(generation.accept_lengths.iter().sum::<usize>(), generation.new_ids.len());
+    assert!(generation.accept_lengths.iter().all(|&length| length >= 1) && generation.new_ids.len() <= limit);
+}
+
+/// One random world to decode in.
+#[derive(Debug, Clone)]
+struct Case {
+    tree: SparseTree,
+    key_value_heads: i64,
+    window: Option<i64>,
+    eos: Vec<i64>,
+    prompt: Vec<i64>,
+    max_new_tokens: usize,
+    seed: u64,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let prompt = prop_oneof![1usize..12, 50..CONTEXT as usize]; // the second kind reaches the context's end
+    let prompt = prompt.prop_flat_map(|length| proptest::collection::vec(0..VOCABULARY, length));
+    let eos = prop_oneof![Just(vec![]), proptest::collection::vec(0..VOCABULARY, 1..3)];
+    let backbone = (prop_oneof![Just(1i64), Just(2), Just(4)], prop_oneof![Just(None), (1i64..10).prop_map(Some)]);
+    (trees(20, 4, TOP_K), backbone, eos, prompt, 0usize..40, 0u64..1000).prop_map(
+        |(tree, (key_value_heads, window), eos, prompt, max_new_tokens, seed)| Case {
+            tree,
+            key_value_heads,
+            window,
+            eos,
+            prompt,
+            max_new_tokens,
+            seed,
+        },
+    )
+}
+
+#[test]
+fn greedy_tree_equals_greedy_plain() {
+    let (runs_with_several, runs_to_eos, runs_to_the_context) = (Cell::new(0), Cell::new(0), Cell::new(0));
+    let count = |counter: &Cell<u32>, yes: bool| counter.set(counter.get() + u32::from(yes));
+    let mut runner = TestRunner::new(Config { cases: 128, failure_persistence: None, ..Config::default() });
+    let outcome = runner.run(&cases(), |case| {
+        let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
+        let heads = heads(4, case.seed + 1);
+        let prepared = Medusa::new(&llama, &heads, &case.tree, Acceptance::Greedy).unwrap();
+        let request = request(&case.prompt, case.max_new_tokens, 0.0);
+        let slow = plain(&llama, &request, &mut go_on()).unwrap();
+        let mut streamed = Vec::new();
+        let fast = medusa(&llama, &prepared, &request, &mut |ids: &[i64]| {
+            streamed.extend_from_slice(ids);
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        prop_assert_eq!(&fast.new_ids, &slow.new_ids);
+        prop_assert_eq!(&streamed, &fast.new_ids);
+        prop_assert_eq!(fast.finish_reason, slow.finish_reason);
+        prop_assert!(slow.accept_lengths.iter().all(|&length| length == 1));
+        steps_are_consistent(&fast, case.max_new_tokens);
+        steps_are_consistent(&slow, case.max_new_tokens);
+        count(&runs_with_several, fast.accept_lengths.iter().any(|&length| length > 1));
+        count(&runs_to_eos, fast.finish_reason == FinishReason::Eos);
+        count(&runs_to_the_context, case.prompt.len() + fast.new_ids.len() == CONTEXT as usize);
+        Ok(())
+    });
+    outcome.unwrap();
+    let reached = [&runs_with_several, &runs_to_eos, &runs_to_the_context].map(Cell::get);
+    assert!(reached.iter().all(|&runs| runs >= 10), "the cases hardly test anything: {reached:?}");
+}
+
+#[test]
+fn after_medusa_decoding_the_cache_is_a_plain_runs() {
+    for (seed, window) in [(3, None), (4, Some(5)), (5, None)] {
+        let llama = backbone(config(2, window, vec![]), seed);
+        let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
+        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+        let request = request(&[1, 2, 3], 40, 0.0);
+        let (mut hear_slow, mut hear_fast) = (go_on(), go_on());
+        let mut slow = Transcript::new(&llama, &request, &mut hear_slow);
+        let mut fast = Transcript::new(&llama, &request, &mut hear_fast);
+        let plain_cache = tch::no_grad(|| plain_steps(&llama, &request, &mut slow));
+        let cache = tch::no_grad(|| medusa_steps(&llama, &prepared, &request, &mut fast));
+        assert_eq!(fast.new_ids, slow.new_ids);
+        assert_eq!(
+            fast.accept_lengths,
+            [3; 13].into_iter().chain([1]).collect::<Vec<_>>(),
+            "every guess is in the tree"
+        );
+        let both = cache.len().min(plain_cache.len());
+        assert_eq!(both, 3 + 39);
+        let difference = cache.committed().narrow(2, 0, both) - plain_cache.committed().narrow(2, 0, both);
+        assert!(difference.abs().max().double_value(&[]) < 1e-12, "window {window:?}: {difference:?}");
+    }
+}
+
+/// Every token of a typical run, judged by one plain pass over the whole text.
+#[test]
+fn typical_decoding_keeps_only_what_the_rule_accepts() {
+    let (rule, temperature) = (TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 }, 0.7);
+    let (mut roots, mut others, mut not_the_best) = (0, 0, 0);
+    for seed in 0..12 {
+        let llama = backbone(config(2, None, vec![]), seed);
+        let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
+        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Typical(rule)).unwrap();
+        let prompt = [1, 2, 3, 4];
+        let run = medusa(&llama, &prepared, &request(&prompt, 40, temperature), &mut go_on()).unwrap();
+        steps_are_consistent(&run, 40);
+        let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
+        let rows = RowMask::causal(text.len() as i64, &llama.config, Device::Cpu);
+        let hidden_th = llama.hidden_states(&Tensor::from_slice(&text).unsqueeze(0), &rows).squeeze_dim(0);
+        let p_tv = (llama.logits(&hidden_th) / temperature).softmax(-1, Kind::Double);
+        let mut at = prompt.len();
+        for &length in &run.accept_lengths {
+            for below_root in 0..length {
+                let p: Vec<f64> = Vec::try_from(p_tv.get(at as i64 - 1)).unwrap();
+                let (chosen, largest) = (p[text[at] as usize], p.iter().copied().fold(0.0, f64::max));
+                let entropy = -p.iter().map(|x| x * x.ln()).sum::<f64>();
+                if below_root == 0 {
+                    assert_eq!(chosen, largest, "the root is the most probable token");
+                    roots += 1;
+                } else {
+                    assert!(chosen > rule.threshold(entropy) - 1e-6, "{chosen} at entropy {entropy}");
+                    others += 1;
+                    not_the_best += usize::from(chosen < largest);
+                }
+                at += 1;
+            }
+        }
+    }
+    assert!(roots > 100 && others > 20 && not_the_best > 5, "{roots} {others} {not_the_best}");
+}
+
+#[test]
+fn a_threshold_that_nothing_exceeds_leaves_the_roots_which_are_greedy() {
+    let llama = backbone(config(2, None, vec![]), 7);
+    let (heads, tree) = (heads(2, 7), SparseTree::cartesian(&[6, 6]).unwrap());
+    let never = TypicalAcceptance { posterior_threshold: 1.0, posterior_alpha: f64::INFINITY };
+    let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Typical(never)).unwrap();
+    let run = medusa(&llama, &prepared, &request(&[5, 6], 20, 1.0), &mut go_on()).unwrap();
+    let greedy = plain(&llama, &request(&[5, 6], 20, 0.0), &mut go_on()).unwrap();
+    assert_eq!((run.new_ids, run.accept_lengths), (greedy.new_ids, vec![1; 20]));
+}
+
+#[test]
+fn sampling_follows_the_seed_and_the_temperature() {
+    let llama = backbone(config(2, None, vec![]), 8);
+    let sample = |seed, temperature| {
+        let request = Request { seed, ..request(&[5, 6], 30, temperature) };
+        plain(&llama, &request, &mut go_on()).unwrap().new_ids
+    };
+    assert_eq!(sample(1, 1.0), sample(1, 1.0));
+    assert_ne!(sample(1, 1.0), sample(2, 1.0));
+    assert_eq!(sample(1, 1e-4), sample(2, 0.0), "a cold sample is the most probable token");
+}
+
+#[test]
+fn samples_come_as_often_as_their_probability_says() {
+    let p = [0.5, 0.3, 0.15, 0.05];
+    let logits_1v = Tensor::from_slice(&p.map(|p: f64| 2.0 * p.ln())).unsqueeze(0); // temperature 2 undoes the square
+    let request = Request { seed: 3, ..request(&[0], 1, 2.0) };
+    let mut sampler = Sampler::new(&request);
+    let mut counts = [0.0; 4];
+    for _ in 0..4000 {
+        counts[sampler.next(&logits_1v).int64_value(&[0]) as usize] += 1.0;
+    }
+    for (count, p) in counts.iter().zip(p) {
+        assert!((count / 4000.0 - p).abs() < 0.025, "{counts:?}"); // three standard deviations
+    }
+}
+
+#[test]
+fn the_caller_can_stop_after_any_step() {
+    let llama = backbone(config(2, None, vec![]), 9);
+    let mut heard = 0;
+    let run = plain(&llama, &request(&[1], 30, 0.0), &mut |_: &[i64]| {
+        heard += 1;
+        if heard == 3 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    });
+    let run = run.unwrap();
+    assert_eq!((run.new_ids.len(), run.finish_reason), (3, FinishReason::Stopped));
+}
+
+#[test]
+fn what_cannot_be_decoded_is_refused_with_its_reason() {
+    let llama = backbone(config(2, None, vec![]), 10);
+    let refused = |prompt: &[i64]| plain(&llama, &request(prompt, 5, 0.0), &mut go_on()).unwrap_err().to_string();
+    assert!(refused(&[]).starts_with("the prompt has no tokens"));
+    assert_eq!(refused(&[0, 12]), "prompt token 1 is id 12; expected 0 to 11");
+    assert!(refused(&[0, -1]).contains("is id -1"));
+    assert!(refused(&[0; CONTEXT as usize]).starts_with("the prompt has 64 tokens, but the backbone's context is 64"));
+    let tree = SparseTree::chain(3).unwrap();
+    let new = |heads: &Heads| Medusa::new(&llama, heads, &tree, Acceptance::Greedy).unwrap_err().to_string();
+    assert!(new(&heads(2, 0)).starts_with("tree choice [0, 0, 0] needs 3 heads, but there are 2"));
+    let other = |hidden, vocabulary| random_heads(3, hidden, vocabulary, 0);
+    assert!(new(&other(16, VOCABULARY)).starts_with("the heads have hidden size 16, the backbone has 32"));
+    assert!(new(&other(32, 50)).starts_with("the heads have vocabulary 50, the backbone has 12"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(16))]
+    #[test]
+    fn a_generation_ends_where_a_longer_one_goes_on(prompt in proptest::collection::vec(0..VOCABULARY, 1..10), cut in any::<Index>()) {
+        let llama = backbone(config(2, None, vec![]), 11);
+        let (heads, tree) = (heads(2, 11), SparseTree::cartesian(&[5, 4]).unwrap());
+        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+        let long = medusa(&llama, &prepared, &request(&prompt, 30, 0.0), &mut go_on()).unwrap();
+        let short = cut.index(30);
+        let run = medusa(&llama, &prepared, &request(&prompt, short, 0.0), &mut go_on()).unwrap();
+        prop_assert_eq!(&run.new_ids[..], &long.new_ids[..short]);
+    }
+}

@@ -1,0 +1,180 @@
+//! Checkpoints: `step-000200/` and `final/`, whole or absent, and going on from the newest whole one.
+
+use std::fs;
+use std::io::{self, Write};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind};
+
+use crate::files::{NewFolder, is_partial, write_synced};
+use crate::medusa::heads::{HEADS_FILE, Heads};
+use crate::model::weights::{WeightFiles, WeightsError, save};
+use crate::train::state::TrainState;
+
+const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+const STATE_FILE: &str = "state.json";
+/// The folder of finished heads.
+pub const FINAL: &str = "final";
+
+/// What can go wrong with a run's folder.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The disk.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// A weights file.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// `state.json` of a checkpoint.
+    #[error("{}: {source}", path.display())]
+    State {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+}
+
+/// `state.json`: where the run stands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct SavedState {
+    step: usize,
+    tokens: u64,
+    optimizer_updates: i32,
+}
+
+/// `config.json` of `final/`, as TGI and the original code read it.
+#[derive(Debug, Clone, Serialize)]
+pub struct HeadsFolderConfig<'a> {
+    /// The backbone that these heads belong to.
+    pub base_model_name_or_path: &'a str,
+    /// K.
+    pub medusa_num_heads: usize,
+    /// ResBlocks a head.
+    pub medusa_num_layers: usize,
+    /// H.
+    pub hidden_size: i64,
+    /// V.
+    pub vocab_size: i64,
+}
+
+/// Writes `step-NNNNNN/` and removes older checkpoints beyond `keep`.
+///
+/// # Errors
+/// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
+pub fn save_step(run: &Path, state: &TrainState, keep: NonZeroUsize) -> Result<PathBuf, CheckpointError> {
+    let path = run.join(format!("step-{:06}", state.step));
+    let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
+    state.heads.save(folder.partial())?;
+    save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
+    let saved = SavedState { step: state.step, tokens: state.tokens, optimizer_updates: state.optimizer.updates() };
+    write_json(&folder.partial().join(STATE_FILE), &saved).map_err(|e| io_error("write", &path, e))?;
+    folder.commit().map_err(|e| io_error("write", &path, e))?;
+    let mut steps = steps(run)?;
+    steps.truncate(steps.len().saturating_sub(keep.get()));
+    for (_, old) in steps {
+        fs::remove_dir_all(&old).map_err(|e| io_error("remove", &old, e))?;
+    }
+    Ok(path)
+}
+
+/// Writes `final/`: heads and their config.
+///
+/// # Errors
+/// [`CheckpointError`]; nothing half-written is left.
+pub fn save_final(run: &Path, heads: &Heads, config: &HeadsFolderConfig) -> Result<PathBuf, CheckpointError> {
+    let path = run.join(FINAL);
+    let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
+    heads.save(folder.partial())?;
+    write_json(&folder.partial().join("config.json"), config).map_err(|e| io_error("write", &path, e))?;
+    folder.commit().map_err(|e| io_error("write", &path, e))?;
+    Ok(path)
+}
+
+/// The newest checkpoint of a run; a folder of this name is always whole.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn newest(run: &Path) -> Result<Option<PathBuf>, CheckpointError> {
+    Ok(steps(run)?.pop().map(|(_, path)| path))
+}
+
+/// Puts a checkpoint's heads, optimizer state and step into `state`.
+///
+/// # Errors
+/// [`CheckpointError`], where a file is damaged or of another shape.
+pub fn restore(checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
+    let path = checkpoint.join(STATE_FILE);
+    let text = fs::read(&path).map_err(|e| io_error("read", &path, e))?;
+    let saved: SavedState = serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
+    let heads = WeightFiles::open_file(&checkpoint.join(HEADS_FILE))?;
+    for parameter in &state.parameters {
+        let value = heads.tensor(&parameter.name, &parameter.value.size(), Kind::Float, Device::Cpu)?;
+        tch::no_grad(|| parameter.value.shallow_clone().copy_(&value));
+    }
+    let moments = WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE))?;
+    let read = |name: &str, shape: &[i64]| moments.tensor(name, shape, Kind::Float, Device::Cpu);
+    state.optimizer.restore(saved.optimizer_updates, read)?;
+    heads.release();
+    moments.release();
+    state.step = saved.step;
+    state.tokens = saved.tokens;
+    Ok(())
+}
+
+/// Removes what an interrupted write left behind.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn remove_partial(run: &Path) -> Result<(), CheckpointError> {
+    for entry in entries(run)?.into_iter().filter(|path| file_name(path).is_some_and(is_partial)) {
+        let removed = if entry.is_dir() { fs::remove_dir_all(&entry) } else { fs::remove_file(&entry) };
+        removed.map_err(|e| io_error("remove", &entry, e))?;
+    }
+    Ok(())
+}
+
+/// Whether a folder holds anything but leftovers of interrupted writes.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn holds_a_run(run: &Path) -> Result<bool, CheckpointError> {
+    Ok(run.exists() && entries(run)?.iter().any(|path| !file_name(path).is_some_and(is_partial)))
+}
+
+/// Checkpoints of a run by step, oldest first.
+fn steps(run: &Path) -> Result<Vec<(usize, PathBuf)>, CheckpointError> {
+    let step = |path: PathBuf| Some((file_name(&path)?.strip_prefix("step-")?.parse().ok()?, path));
+    let mut steps: Vec<(usize, PathBuf)> = entries(run)?.into_iter().filter_map(step).collect();
+    steps.sort();
+    Ok(steps)
+}
+
+fn entries(run: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let read = || fs::read_dir(run)?.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>();
+    read().map_err(|e| io_error("read", run, e))
+}
+
+fn file_name(path: &Path) -> Option<&str> {
+    path.file_name().and_then(|name| name.to_str())
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
+    write_synced(path, |out| {
+        serde_json::to_writer_pretty(&mut *out, value)?;
+        out.write_all(b"\n")
+    })
+}
+
+fn io_error(doing: &'static str, path: &Path, source: io::Error) -> CheckpointError {
+    CheckpointError::Io { doing, path: path.into(), source }
+}

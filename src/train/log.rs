@@ -1,0 +1,237 @@
+//! What a run writes down while it trains: `metrics.jsonl`, and the same curves as TensorBoard events.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use tensorboard_rs::summary_writer::SummaryWriter;
+
+use crate::files::write_atomic;
+use crate::medusa::fused_loss::TOP;
+use crate::torch::{TorchPanic, guard};
+use crate::train::step::HeadMetrics;
+
+/// What can go wrong while writing it down.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The disk.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A line that is not ours.
+    #[error("{}, line {line}: {source}; the file was changed by hand, or belongs to another run", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// 1-based.
+        line: usize,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// tensorboard-rs panics where others return errors.
+    #[error("TensorBoard events: {0}")]
+    Events(#[from] TorchPanic),
+}
+
+/// One line of `metrics.jsonl`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MetricsLine {
+    /// "train" or "validation".
+    pub split: Split,
+    /// Optimizer steps finished.
+    pub step: usize,
+    /// Passes over the data, as a fraction.
+    pub epoch: f64,
+    /// Input tokens seen by the run so far (validation: tokens evaluated).
+    pub tokens: u64,
+    /// Σ λk·Lk.
+    pub loss: f64,
+    /// The LM head's loss; none in Medusa-1.
+    pub lm_loss: Option<f64>,
+    /// Lk.
+    pub head_losses: Vec<Option<f64>>,
+    /// Accuracy of the first guess.
+    pub head_top1: Vec<Option<f64>>,
+    /// Target among the first two guesses.
+    pub head_top2: Vec<Option<f64>>,
+    /// … three.
+    pub head_top3: Vec<Option<f64>>,
+    /// … four.
+    pub head_top4: Vec<Option<f64>>,
+    /// … five.
+    pub head_top5: Vec<Option<f64>>,
+    /// What only a training step has.
+    #[serde(flatten)]
+    pub update: Option<UpdateLine>,
+}
+
+/// Which rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Split {
+    /// Rows being trained on, before the update.
+    Train,
+    /// Held-out rows.
+    Validation,
+}
+
+/// The update of a training step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct UpdateLine {
+    /// Learning rate of the recipe's `optimizer.learning_rate`.
+    pub lr: f64,
+    /// Learning rate of the heads; the same in Medusa-1.
+    pub heads_lr: f64,
+    /// Factor of the heads' loss; 1 in Medusa-1.
+    pub lambda0: f64,
+    /// Before clipping.
+    pub grad_norm: f64,
+    /// Input tokens of the step ÷ its wall time.
+    pub tokens_per_second: f64,
+    /// Resident memory of the process.
+    pub memory_bytes: Option<u64>,
+}
+
+impl MetricsLine {
+    /// From what a step or an evaluation measured.
+    pub fn new(split: Split, step: usize, epoch: f64, tokens: u64, metrics: &HeadMetrics) -> Self {
+        let top = |guesses: usize| metrics.head_top.iter().map(|head| head.map(|top| top[guesses - 1])).collect();
+        Self {
+            split,
+            step,
+            epoch,
+            tokens,
+            loss: metrics.loss,
+            lm_loss: None,
+            head_losses: metrics.head_losses.clone(),
+            head_top1: top(1),
+            head_top2: top(2),
+            head_top3: top(3),
+            head_top4: top(4),
+            head_top5: top(TOP),
+            update: None,
+        }
+    }
+
+    /// Tag and value of every curve.
+    fn curves(&self) -> Vec<(String, f64)> {
+        let split = match self.split {
+            Split::Train => "train",
+            Split::Validation => "validation",
+        };
+        let mut curves = vec![(format!("{split}/loss"), self.loss)];
+        let heads = [("loss", &self.head_losses), ("top1", &self.head_top1), ("top5", &self.head_top5)];
+        for (what, values) in heads {
+            let present = values.iter().enumerate().filter_map(|(head, value)| Some((head + 1, (*value)?)));
+            curves.extend(present.map(|(head, value)| (format!("{split}/head{head}/{what}"), value)));
+        }
+        if let Some(update) = &self.update {
+            let scalars =
+                [("lr", update.lr), ("grad_norm", update.grad_norm), ("tokens_per_second", update.tokens_per_second)];
+            curves.extend(scalars.map(|(tag, value)| (format!("{split}/{tag}"), value)));
+        }
+        curves
+    }
+}
+
+/// Both logs of a run.
+pub struct RunLog {
+    path: PathBuf,
+    lines: File,
+    /// Dropped through `guard`: its destructor panics when the disk is full.
+    events: Option<SummaryWriter>,
+}
+
+impl RunLog {
+    /// Opens the logs of a run that goes on after `step`: lines beyond it are dropped, and the event files are written anew
+    /// from the lines that stay, so both hold each step once.
+    ///
+    /// # Errors
+    /// [`LogError`].
+    pub fn open(run: &Path, step: usize) -> Result<Self, LogError> {
+        let path = run.join("metrics.jsonl");
+        let error = |source| LogError::Io { path: path.clone(), source };
+        let kept: Vec<MetricsLine> = read_lines(&path)?.into_iter().filter(|line| line.step <= step).collect();
+        write_atomic(&path, |out| kept.iter().try_for_each(|line| write_line(out, line))).map_err(error)?;
+        let folder = run.join("tensorboard");
+        if folder.exists() {
+            fs::remove_dir_all(&folder).map_err(|source| LogError::Io { path: folder.clone(), source })?;
+        }
+        let lines = OpenOptions::new().append(true).open(&path).map_err(error)?;
+        let events = guard("opening the event file", || SummaryWriter::new(&folder))?;
+        let mut log = Self { path, lines, events: Some(events) };
+        for line in &kept {
+            log.add_events(line)?;
+        }
+        Ok(log)
+    }
+
+    /// Appends one line to both.
+    ///
+    /// # Errors
+    /// [`LogError`].
+    pub fn append(&mut self, line: &MetricsLine) -> Result<(), LogError> {
+        write_line(&mut self.lines, line).map_err(|source| LogError::Io { path: self.path.clone(), source })?;
+        self.add_events(line)
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
+    fn add_events(&mut self, line: &MetricsLine) -> Result<(), LogError> {
+        let Some(events) = self.events.as_mut() else { return Ok(()) };
+        let add = || {
+            line.curves().iter().for_each(|(tag, value)| events.add_scalar(tag, *value as f32, line.step));
+            events.flush();
+        };
+        guard("writing the event file", add).inspect_err(|_| self.close())?;
+        Ok(())
+    }
+
+    fn close(&mut self) {
+        let events = self.events.take();
+        let _ = guard("closing the event file", || drop(events)); // a failed write was reported when it was made
+    }
+}
+
+impl Drop for RunLog {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl std::fmt::Debug for RunLog {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunLog").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+/// All whole lines of a `metrics.jsonl`; a last line cut off by a crash is left out. No file, no lines.
+///
+/// # Errors
+/// [`LogError`].
+pub fn read_lines(path: &Path) -> Result<Vec<MetricsLine>, LogError> {
+    let error = |source| LogError::Io { path: path.into(), source };
+    let file = match File::open(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
+        other => other.map_err(error)?,
+    };
+    let mut lines = vec![];
+    let mut reader = BufReader::new(file);
+    let mut text = String::new();
+    while reader.read_line(&mut text).map_err(error)? > 0 && text.ends_with('\n') {
+        let parsed = serde_json::from_str(&text);
+        lines.push(parsed.map_err(|source| LogError::Line { path: path.into(), line: lines.len() + 1, source })?);
+        text.clear();
+    }
+    Ok(lines)
+}
+
+fn write_line(out: &mut impl Write, line: &MetricsLine) -> io::Result<()> {
+    let mut text = serde_json::to_string(line)?;
+    text.push('\n');
+    out.write_all(text.as_bytes())
+}

@@ -1,0 +1,68 @@
+//! The command line: every verb shows an example, errors are one line a cause on stderr, exit statuses are as documented.
+
+use assert_cmd::Command;
+
+fn medusa(arguments: &[&str]) -> Command {
+    let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
+    command.args(arguments);
+    command
+}
+
+fn stdout(command: &mut Command) -> String {
+    String::from_utf8(command.output().expect("it runs").stdout).expect("UTF-8")
+}
+
+fn stderr(command: &mut Command) -> String {
+    String::from_utf8(command.output().expect("it runs").stderr).expect("UTF-8")
+}
+
+/// The verbs that `medusa --help` lists.
+fn verbs() -> Vec<String> {
+    let help = stdout(&mut medusa(&["--help"]));
+    let lines = help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
+    let verb =
+        |line: &str| line.strip_prefix("  ")?.split(' ').next().filter(|word| !word.is_empty()).map(str::to_owned);
+    lines.filter_map(verb).filter(|verb| verb != "help").collect()
+}
+
+#[test]
+fn every_verb_ends_its_help_with_an_example() {
+    let verbs = verbs();
+    assert!(verbs.contains(&"doctor".to_owned()), "{verbs:?}");
+    for verb in verbs {
+        let help = stdout(&mut medusa(&[&verb, "--help"]));
+        let example = help.rsplit_once("Example:\n").map(|(_, example)| example.trim().to_owned());
+        assert!(example.is_some_and(|example| example.starts_with(&format!("medusa {verb}"))), "{help}");
+    }
+}
+
+#[test]
+fn doctor_prints_one_json_object_and_nothing_else() {
+    let output = medusa(&["doctor", "--json"]).output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty());
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["libtorch"]["built_for"], "2.11.0");
+    assert_eq!(output.stdout.iter().filter(|&&byte| byte == b'\n').count(), 1);
+}
+
+#[test]
+fn a_wrong_command_line_is_status_2() {
+    for arguments in [&["nonsense"][..], &["doctor", "--dtype", "int4"], &["inspect"], &["inspect", "/no/such/path"]] {
+        medusa(arguments).assert().code(2);
+    }
+}
+
+#[test]
+fn a_file_of_no_known_kind_is_status_1() {
+    let mut command = medusa(&["inspect", "Cargo.toml"]);
+    command.assert().code(1);
+    assert_eq!(stderr(&mut command), "error: Cargo.toml is of no known kind; expected .safetensors or .json\n");
+}
+
+#[test]
+#[cfg(unix)]
+fn a_device_that_is_not_there_is_told_by_doctor() {
+    let mut command = medusa(&["doctor", "--device", "cuda:0"]);
+    command.env("MEDUSA_CUDA", "off").assert().success();
+    assert!(stdout(&mut command).contains("cuda:0 cannot be used: CPU only (switched off by MEDUSA_CUDA)"));
+}

@@ -1,0 +1,448 @@
+//! Rows arrive as their file has them, or the file, the row and the key that are wrong are named.
+
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, Int64Array, LargeStringArray, ListArray, RecordBatch};
+use arrow::datatypes::Int64Type;
+use medusa::data::cache::TokenCache;
+use medusa::data::chat_template::{ChatTemplate, Message};
+use medusa::data::prompts::{self, PromptInput};
+use medusa::data::rows::TokenRow;
+use medusa::data::tokenize::TextTokenizer;
+use medusa::data::{self, CacheUse, DataError, IGNORE, LoadReport, LoadSettings};
+use medusa::numbers::Fraction;
+use parquet::arrow::ArrowWriter;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn shared(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(path)
+}
+
+fn write(path: &Path, content: &str) -> String {
+    fs::write(path, content).expect("a file of a test");
+    path.display().to_string()
+}
+
+/// A Llama-like tokenizer without merges: `<s>`, `</s>`, a piece a letter, and all 256 bytes to fall back to.
+fn byte_tokenizer(folder: &Path) -> TextTokenizer {
+    let pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "é"].map(str::to_owned).into_iter();
+    let pieces = pieces.chain((0..=255).map(|byte| format!("<0x{byte:02X}>")));
+    let vocab: serde_json::Map<String, Value> = pieces.zip(0..).map(|(piece, id)| (piece, json!(id))).collect();
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    let tokenizer = json!({
+        "version": "1.0",
+        "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+        "padding": null,
+        "added_tokens": [special(0, "<unk>"), special(1, "<s>"), special(2, "</s>")],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": null,
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+            "vocab": vocab, "merges": []},
+    });
+    write(&folder.join("tokenizer.json"), &tokenizer.to_string());
+    write(&folder.join("tokenizer_config.json"), r#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}"#);
+    TextTokenizer::load(folder).expect("the tokenizer of this test")
+}
+
+const BYTE_VOCABULARY: usize = 8 + 256;
+
+fn settings(tokenizer: Option<&TextTokenizer>) -> LoadSettings<'_> {
+    let max_length = NonZeroUsize::new(16).expect("not 0");
+    LoadSettings { tokenizer, vocab_size: BYTE_VOCABULARY, max_length, cache: None }
+}
+
+fn load(path: &str, settings: &LoadSettings) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
+    data::load(&[path.to_owned()], settings)
+}
+
+/// The whole chain, as the command line prints it.
+fn complaint(path: &str, settings: &LoadSettings) -> String {
+    load(path, settings).expect_err("these rows are not right").to_string()
+}
+
+fn row(ids: &[i32], labels: &[i32]) -> TokenRow {
+    TokenRow { input_ids: ids.to_vec(), labels: labels.to_vec() }
+}
+
+#[test]
+fn token_rows_arrive_untouched_and_in_file_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = "\u{feff}{\"input_ids\": [1, 5, 6], \"labels\": [-100, -100, 6], \"text\": \"ignored\"}\r\n\n{\"id\": 3, \"input_ids\": [7, 8]}";
+    let (rows, report) = load(&write(&dir.path().join("rows.jsonl"), lines), &settings(None)).unwrap();
+    assert_eq!(rows, [row(&[1, 5, 6], &[IGNORE, IGNORE, 6]), row(&[7, 8], &[7, 8])]);
+    assert_eq!((report.rows, report.tokens, report.truncated, report.without_targets), (2, 5, 0, 0));
+    assert_eq!(report.files[0].sha256.len(), 64);
+}
+
+#[test]
+fn parquet_rows_are_the_same_as_jsonl_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let list = |rows: Vec<Option<Vec<Option<i64>>>>| -> ArrayRef {
+        Arc::new(ListArray::from_iter_primitive::<Int64Type, _, _>(rows))
+    };
+    let ids = list(vec![Some(vec![Some(1), Some(5), Some(6)]), None, Some(vec![Some(7), Some(8)])]);
+    let labels = list(vec![Some(vec![Some(-100), Some(5), Some(-100)]), None, None]);
+    let text: ArrayRef = Arc::new(LargeStringArray::from(vec![None, Some("a b"), Some("ignored")]));
+    let other: ArrayRef = Arc::new(Int64Array::from(vec![1, 2, 3]));
+    let columns = [("id", other), ("input_ids", ids), ("labels", labels), ("text", text)];
+    let path = dir.path().join("rows.bin");
+    write_parquet(&path, RecordBatch::try_from_iter(columns).unwrap());
+    let tokenizer = byte_tokenizer(dir.path());
+    let (rows, _) = load(&path.display().to_string(), &settings(Some(&tokenizer))).unwrap();
+    let text = row(&[1, 3, 4, 3, 5, 2], &[1, 3, 4, 3, 5, 2]);
+    assert_eq!(rows, [row(&[1, 5, 6], &[IGNORE, 5, IGNORE]), text, row(&[7, 8], &[7, 8])]);
+}
+
+fn write_parquet(path: &Path, batch: RecordBatch) {
+    let mut writer =
+        ArrowWriter::try_new(fs::File::create(path).expect("a file"), batch.schema(), None).expect("Parquet");
+    writer.write(&batch).expect("rows");
+    writer.close().expect("a footer");
+}
+
+#[test]
+fn a_bad_parquet_file_names_its_column_or_row() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.parquet");
+    let complaint = |column: &'static str, array: ArrayRef| {
+        write_parquet(&path, RecordBatch::try_from_iter([(column, array)]).unwrap());
+        complaint(&path.display().to_string(), &settings(None)).replace(&path.display().to_string(), "rows.parquet")
+    };
+    let ids = |rows: Vec<Vec<i64>>| {
+        let rows = rows.into_iter().map(|row| Some(row.into_iter().map(Some).collect::<Vec<_>>()));
+        Arc::new(ListArray::from_iter_primitive::<Int64Type, _, _>(rows))
+    };
+    assert_eq!(
+        complaint("input_ids", Arc::new(Int64Array::from(vec![1]))),
+        "rows.parquet: input_ids: expected a column of integer lists, got a column of Int64"
+    );
+    assert_eq!(
+        complaint("input_ids", ids(vec![vec![1, 2], vec![1, 264]])),
+        "rows.parquet, row 2: input_ids[1]: expected a token id from 0 to 263, the backbone's vocabulary, got 264"
+    );
+    assert!(complaint("messages", ids(vec![vec![1]])).starts_with("rows.parquet: \"messages\" is a conversation"));
+    assert!(
+        complaint("prompt", ids(vec![vec![1]])).contains("expected a key \"input_ids\" or \"text\", got \"prompt\"")
+    );
+    let whole = fs::read(&path).unwrap();
+    fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+    let cut = load(&path.display().to_string(), &settings(None)).unwrap_err().to_string();
+    assert!(cut.contains("not readable as Parquet"), "{cut}");
+}
+
+#[test]
+fn a_bad_row_is_named_by_file_line_and_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.jsonl");
+    let good = r#"{"input_ids": [1, 2]}"#;
+    for (bad, expected) in [
+        (r#"{"input_ids": [1, 2], "labels": [1]}"#, "labels: expected 2 values, one for each of input_ids, got 1"),
+        (r#"{"input_ids": [1, 264]}"#, "input_ids[1]: expected a token id from 0 to 263"),
+        (r#"{"input_ids": [1, 2], "labels": [1, -101]}"#, "labels[1]: expected a token id"),
+        (r#"{"input_ids": [1, "2"]}"#, r#"input_ids[1]: expected an integer, got "2""#),
+        (r#"{"input_ids": [1, 2]"#, "not valid JSON (one object a line is expected), column 20"),
+        (r#"{"ids": [1, 2]}"#, r#"expected a key "input_ids" or "text", got "ids""#),
+        (r#"{"messages": [{"role": "user", "content": "a"}]}"#, r#""messages" is a conversation; this version reads"#),
+        (r#"{"conversations": []}"#, r#""conversations" is a conversation; this version reads"#),
+        (r#"{"text": "a"}"#, r#"a row of "text" needs the backbone's tokenizer.json"#),
+    ] {
+        let file = write(&path, &[good, "", bad, good].join("\n"));
+        let got = complaint(&file, &settings(None));
+        assert!(got.starts_with(&format!("{file}, line 3: {expected}")), "{got}");
+    }
+}
+
+#[test]
+fn files_that_are_missing_empty_or_of_another_format_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let complaint = |file: &str| complaint(file, &settings(None));
+    assert!(complaint(&at("none.jsonl").display().to_string()).ends_with("none.jsonl does not exist"));
+    assert!(complaint(&at("*.jsonl").display().to_string()).ends_with("matches no file"));
+    let empty = complaint(&write(&at("empty.jsonl"), "\n\n"));
+    assert!(empty.starts_with("no row to use in") && empty.contains("empty.jsonl"), "{empty}");
+    let short = complaint(&write(&at("short.jsonl"), "{\"input_ids\": [1]}\n{\"input_ids\": []}"));
+    assert!(short.ends_with("2 dropped (fewer than two tokens)"), "{short}");
+    assert!(
+        complaint(&write(&at("rows.json"), "[{\"text\": \"a\"}]"))
+            .contains("is a JSON array; this version reads JSONL")
+    );
+}
+
+#[test]
+fn rows_beyond_the_maximal_length_are_cut_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let ids: Vec<i32> = (0..20).collect();
+    let late: Vec<i32> = (0..20).map(|at| if at < 18 { IGNORE } else { at }).collect();
+    let lines =
+        [json!({"input_ids": ids, "labels": late}), json!({"input_ids": [1]}), json!({"input_ids": &ids[..16]})];
+    let lines = lines.map(|line| line.to_string()).join("\n");
+    let (rows, report) = load(&write(&dir.path().join("rows.jsonl"), &lines), &settings(None)).unwrap();
+    assert_eq!(rows, [row(&ids[..16], &[IGNORE; 16]), row(&ids[..16], &ids[..16])]);
+    assert_eq!((report.rows, report.tokens, report.truncated, report.without_targets), (2, 32, 1, 1));
+    let expected =
+        "2 rows with 32 tokens in 1 files, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens)";
+    assert_eq!(report.to_string(), expected);
+}
+
+#[test]
+fn texts_are_tokenised_once_and_a_damaged_cache_is_rebuilt_and_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    let lines: String = (0..9000).map(|n| format!("{{\"text\": \"a b{}\"}}\n", "c".repeat(n % 3))).collect();
+    let file = write(&dir.path().join("rows.jsonl"), &lines);
+    let folder = dir.path().join("cache");
+    let cache = TokenCache::new(&folder);
+    let settings = LoadSettings { cache: Some(&cache), ..settings(Some(&tokenizer)) };
+    let (rows, report) = load(&file, &settings).unwrap();
+    assert_eq!(rows[1], row(&[1, 3, 4, 3, 5, 6, 2], &[1, 3, 4, 3, 5, 6, 2]));
+    assert_eq!(report.files[0].cache, CacheUse::Written);
+    let (again, report) = load(&file, &settings).unwrap();
+    assert_eq!((&again, &report.files[0].cache), (&rows, &CacheUse::Read));
+
+    let kept = fs::read_dir(&folder).unwrap().next().unwrap().unwrap().path();
+    let mut bytes = fs::read(&kept).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(&kept, bytes).unwrap();
+    let (again, report) = load(&file, &settings).unwrap();
+    assert_eq!(again, rows);
+    assert!(matches!(&report.files[0].cache, CacheUse::Rebuilt(how) if how.contains("not what was written")));
+    assert!(report.to_string().contains("tokenised"));
+    assert_eq!(load(&file, &settings).unwrap().1.files[0].cache, CacheUse::Read);
+
+    write(&dir.path().join("rows.jsonl"), "{\"text\": \"a\"}");
+    assert_eq!(load(&file, &settings).unwrap().1.files[0].cache, CacheUse::Written);
+}
+
+#[test]
+fn token_rows_need_no_cache() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    let cache = TokenCache::new(dir.path().join("cache"));
+    let file = write(&dir.path().join("rows.jsonl"), r#"{"input_ids": [1, 2]}"#);
+    let (_, report) = load(&file, &LoadSettings { cache: Some(&cache), ..settings(Some(&tokenizer)) }).unwrap();
+    assert_eq!(report.files[0].cache, CacheUse::NotUsed);
+    assert!(!dir.path().join("cache").exists());
+}
+
+#[test]
+fn a_tokenizer_of_another_backbone_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    tokenizer.check_vocabulary(BYTE_VOCABULARY).unwrap();
+    let error = tokenizer.check_vocabulary(BYTE_VOCABULARY - 1).unwrap_err().to_string();
+    assert!(error.contains(r#"token "<0xFF>" has id 263"#) && error.contains("vocab_size 263"), "{error}");
+    let file = write(&dir.path().join("rows.jsonl"), r#"{"text": "a"}"#);
+    let error = complaint(&file, &LoadSettings { vocab_size: 100, ..settings(Some(&tokenizer)) });
+    assert!(error.contains("line 1") && error.contains("vocab_size 100"), "{error}");
+}
+
+#[test]
+fn the_validation_split_is_seeded_and_loses_no_row() {
+    let rows: Vec<TokenRow> = (0..50).map(|n| row(&[n, n], &[n, n])).collect();
+    let split = |fraction, seed| {
+        data::split_validation(rows.clone(), Fraction::new(fraction).expect("a fraction"), seed).expect("enough rows")
+    };
+    let (training, validation) = split(0.1, 7);
+    assert_eq!((training.len(), validation.len()), (45, 5));
+    assert_eq!(split(0.1, 7), (training.clone(), validation.clone()));
+    assert_ne!(split(0.1, 8).1, validation);
+    let mut all: Vec<TokenRow> = training.into_iter().chain(validation).collect();
+    all.sort_by_key(|row| row.input_ids[0]);
+    assert_eq!(all, rows);
+    assert_eq!(split(0.001, 7).1.len(), 1);
+    assert_eq!(split(0.999, 7).0.len(), 1);
+    assert!(data::split_validation(rows[..1].to_vec(), Fraction::new(0.5).unwrap(), 7).is_err());
+}
+
+fn streamed(tokenizer: &TextTokenizer, before: &[i32], ids: &[i32]) -> Vec<String> {
+    let mut stream = tokenizer.stream_after(before);
+    let mut pieces: Vec<String> = ids.iter().filter_map(|&id| stream.push(id).expect("a known id")).collect();
+    pieces.extend(stream.finish().expect("known ids"));
+    pieces
+}
+
+#[test]
+fn a_stream_never_splits_a_character() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    for text in ["a b", "é", "日本語 c", "👩‍👩‍👧 a", "aé日b👍c", "  a  b "] {
+        let ids = tokenizer.encode(text, true).unwrap();
+        let pieces = streamed(&tokenizer, &[], &ids);
+        assert_eq!(pieces.concat(), text);
+        assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')), "{pieces:?}");
+    }
+    assert_eq!(tokenizer.decode(&[1, 3, 4, 2], true).unwrap(), "a");
+    assert_eq!(tokenizer.decode(&[1, 3, 4, 2], false).unwrap(), "<s> a</s>");
+}
+
+#[test]
+fn what_follows_a_prompt_keeps_its_space() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    let (space, a, eos) = (3, 4, 2);
+    let prompt = tokenizer.encode("a b", true).unwrap();
+    assert_eq!(streamed(&tokenizer, &prompt, &[space, a, eos, space, a]).concat(), " a a");
+    assert_eq!(streamed(&tokenizer, &[], &[space, a]).concat(), "a");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_stream_takes_any_ids(ids in prop::collection::vec(0..BYTE_VOCABULARY as i32 + 5, 0..30)) {
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = byte_tokenizer(dir.path());
+        let pieces = streamed(&tokenizer, &[], &ids);
+        prop_assert!(pieces.iter().all(|piece| !piece.is_empty()));
+    }
+
+    #[test]
+    fn a_text_is_streamed_as_it_was(text in "[abcé日本👍 ]{0,20}") {
+        let dir = tempfile::tempdir().unwrap();
+        let tokenizer = byte_tokenizer(dir.path());
+        let ids = tokenizer.encode(&text, true).unwrap();
+        prop_assert_eq!(streamed(&tokenizer, &[], &ids).concat(), text);
+    }
+}
+
+#[test]
+fn a_tokenizer_that_is_not_there_is_explained() {
+    let dir = tempfile::tempdir().unwrap();
+    let error = TextTokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer.json is missing") && error.contains("save_pretrained"), "{error}");
+    write(&dir.path().join("tokenizer.json"), "{\"version\": \"1.0\"}");
+    assert!(TextTokenizer::load(dir.path()).unwrap_err().to_string().contains("cannot load it"));
+}
+
+#[test]
+fn a_chat_template_is_a_string_one_of_several_or_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("tokenizer_config.json");
+    let hello = [Message::new("user", "hi")];
+    let render =
+        || ChatTemplate::load(dir.path()).map(|template| template.expect("one").render(&hello, true).expect("text"));
+    assert!(ChatTemplate::load(dir.path()).unwrap().is_none());
+    write(
+        &config,
+        r#"{"bos_token": "<s>", "chat_template": "{{ bos_token }}1{{ messages[0].content }}{{ eos_token }}"}"#,
+    );
+    assert_eq!(render().unwrap(), "<s>1hi");
+    let named =
+        json!({"chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "2"}]});
+    write(&config, &named.to_string());
+    assert_eq!(render().unwrap(), "2");
+    write(&config, r#"{"chat_template": [{"name": "rag", "template": "no"}]}"#);
+    assert!(render().unwrap_err().to_string().contains("one named \"default\""));
+    write(&config, r#"{"chat_template": "{% if %}"}"#);
+    assert!(render().unwrap_err().to_string().contains("cannot be parsed"));
+    write(&dir.path().join("chat_template.jinja"), "3{{ messages | length }}");
+    assert_eq!(render().unwrap(), "31");
+}
+
+#[test]
+fn prompts_are_text_ids_conversations_or_turns() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    let lines = r#"{"prompt": "a b", "category": "letters"}
+{"prompt_ids": [4, 5]}
+{"messages": [{"role": "user", "content": "a"}]}
+{"question_id": 81, "category": "writing", "turns": ["a", "b"]}"#;
+    let file = dir.path().join("prompts.jsonl");
+    write(&file, lines);
+    let read = prompts::read(&file).unwrap();
+    assert_eq!(read[0].category.as_deref(), Some("letters"));
+    write(&dir.path().join("chat_template.jinja"), "{{ bos_token }}{{ messages[0].content }}");
+    let template = ChatTemplate::load(dir.path()).unwrap();
+    let ids = |at: usize| prompts::to_ids(&read[at].input, &tokenizer, template.as_ref());
+    assert_eq!(ids(0).unwrap(), [1, 3, 4, 3, 5]);
+    assert_eq!(ids(1).unwrap(), [4, 5]);
+    assert_eq!(ids(2).unwrap(), [1, 3, 4], "one BOS, the template's");
+    assert_eq!(ids(3).unwrap(), [1, 3, 4], "the first turn");
+    let error = prompts::to_ids(&read[2].input, &tokenizer, None).unwrap_err().to_string();
+    assert!(error.contains("needs the backbone's chat template"), "{error}");
+    let error = prompts::to_ids(&PromptInput::Ids(vec![1, 264]), &tokenizer, None).unwrap_err().to_string();
+    assert!(error.contains("prompt_ids[1]") && error.contains("got 264"), "{error}");
+
+    write(&file, "{\"prompt\": \"a\"}\n{\"turns\": [3]}");
+    let error = prompts::read(&file).unwrap_err().to_string();
+    assert!(error.ends_with("prompts.jsonl, line 2: turns[0]: expected a string, got 3"), "{error}");
+    write(&file, "\n");
+    assert!(prompts::read(&file).unwrap_err().to_string().contains("holds no prompt"));
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn stories260k_tokenises_as_transformers_does() {
+    let tokenizer = TextTokenizer::load(&shared("models/stories260K")).unwrap();
+    assert_eq!((tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.vocab_size()), (Some(1), Some(2), 512));
+    let reference: Value = serde_json::from_slice(&fs::read(shared("reference/stories260K.json")).unwrap()).unwrap();
+    let cases = reference["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 5);
+    for case in cases {
+        let ids: Vec<i32> = serde_json::from_value(case["input_ids"].clone()).unwrap();
+        assert_eq!(tokenizer.encode(case["prompt"].as_str().unwrap(), true).unwrap(), ids);
+        let new: Vec<i32> = serde_json::from_value(case["greedy_new_ids"].clone()).unwrap();
+        let whole = [ids.as_slice(), new.as_slice()].concat();
+        let text = tokenizer.decode(&whole, true).unwrap();
+        assert_eq!(text, case["greedy_text"].as_str().unwrap());
+        let told = tokenizer.decode(&ids, true).unwrap() + &streamed(&tokenizer, &ids, &new).concat();
+        assert_eq!(told, text);
+    }
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn published_rows_and_prompts_are_read() {
+    let stories = shared("data/stories_train.jsonl").display().to_string();
+    let max_length = NonZeroUsize::new(512).unwrap();
+    let settings = LoadSettings { tokenizer: None, vocab_size: 512, max_length, cache: None };
+    let (rows, report) = load(&stories, &settings).unwrap();
+    assert_eq!((rows.len(), report.tokens, report.truncated), (2000, 505_546, 0));
+    let (sequences, packed) = medusa::data::pack::pack(rows, 512);
+    assert!(packed.fill_rate() > 0.95, "{packed:?} {}", sequences.len());
+
+    let folder = shared("models/tokenizer-mistral-v1-32000");
+    let tokenizer = TextTokenizer::load(&folder).unwrap();
+    let template = ChatTemplate::load(&folder).unwrap();
+    for (file, count) in [("mt_bench", 80), ("vicuna_bench", 80), ("messages_1k", 1000)] {
+        let prompts = prompts::read(&shared(&format!("data/{file}.jsonl"))).unwrap();
+        assert_eq!(prompts.len(), count);
+        for prompt in &prompts {
+            let ids = prompts::to_ids(&prompt.input, &tokenizer, template.as_ref()).unwrap();
+            assert_eq!(ids.iter().filter(|id| **id == 1).count(), 1, "one BOS");
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn vicunas_template_renders_as_fastchat_writes_it() {
+    let template = ChatTemplate::load(&shared("models/tokenizer-mistral-v1-32000")).unwrap().unwrap();
+    let turns = [Message::new("user", "Hi <b>!"), Message::new("assistant", "Hello."), Message::new("user", "Bye")];
+    let system = "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, \
+                  detailed, and polite answers to the user's questions.";
+    let expected = format!("<s>{system} USER: Hi <b>! ASSISTANT: Hello.</s>USER: Bye ASSISTANT:");
+    assert_eq!(template.render(&turns, true).unwrap(), expected);
+    let own_system = [Message::new("system", "Be brief."), Message::new("user", "Hi")];
+    assert_eq!(template.render(&own_system, false).unwrap(), "<s>Be brief. USER: Hi ");
+}

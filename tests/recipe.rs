@@ -1,0 +1,241 @@
+//! A mistake in a recipe is one clear error with file, line, column, caret and the accepted values.
+
+use std::path::Path;
+
+use medusa::recipe::Recipe;
+
+const GOOD: &str = r#"[backbone]
+path = "b"
+dtype = "float32"
+[heads]
+medusa_num_heads = 4
+medusa_num_layers = 1
+[stage.medusa1]
+[data]
+train = ["rows.jsonl"]
+max_length = 64
+[optimizer]
+learning_rate = 1e-3
+[schedule]
+name = "cosine"
+[train]
+output_dir = "out"
+epochs = 2
+micro_batch_size = 2
+"#;
+
+fn parse(text: &str) -> Result<Recipe, String> {
+    Recipe::parse(Path::new("r.toml"), text).map_err(|error| error.to_string())
+}
+
+/// The whole error text after replacing a piece of the good recipe.
+fn error_of(piece: &str, by: &str) -> String {
+    assert!(GOOD.contains(piece), "{piece:?} is not in the good recipe");
+    parse(&GOOD.replacen(piece, by, 1)).expect_err("a mistake")
+}
+
+#[test]
+fn a_resolved_recipe_names_every_default_and_loads_to_the_same() {
+    let recipe = parse(GOOD).unwrap();
+    let resolved = recipe.resolved_toml();
+    for line in ["[stage.medusa1]", "betas = [0.9, 0.999]", "eps = 0.00000001", "packing = true", "seed = 42"] {
+        assert!(resolved.contains(line), "{line} in\n{resolved}");
+    }
+    assert_eq!(parse(&resolved).unwrap(), recipe);
+}
+
+#[test]
+fn an_unknown_key_is_shown_with_the_known_ones() {
+    let expected = r#"r.toml: line 5, column 1: unknown key `medusa_num_head`, expected one of `medusa_num_heads`, `medusa_num_layers`, `init_from`, `shared_lm_head`
+  |
+5 | medusa_num_head = 4
+  | ^^^^^^^^^^^^^^^"#;
+    assert_eq!(error_of("medusa_num_heads = 4", "medusa_num_head = 4"), expected);
+}
+
+#[test]
+fn a_key_given_twice_is_refused() {
+    let expected = r#"r.toml: line 18, column 1: duplicate key
+   |
+18 | epochs = 3
+   | ^^^^^^"#;
+    assert_eq!(error_of("epochs = 2", "epochs = 2\nepochs = 3"), expected);
+}
+
+#[test]
+fn a_number_out_of_range_is_refused() {
+    let expected = r#"r.toml: line 12, column 17: optimizer.learning_rate: expected a number that is finite and above 0, got -1
+   |
+12 | learning_rate = -1.0
+   |                 ^^^^"#;
+    assert_eq!(error_of("learning_rate = 1e-3", "learning_rate = -1.0"), expected);
+}
+
+#[test]
+fn no_heads_at_all_is_out_of_range() {
+    let expected = r#"r.toml: line 5, column 20: heads.medusa_num_heads: invalid value: integer `0`, expected a whole number above 0
+  |
+5 | medusa_num_heads = 0
+  |                    ^"#;
+    assert_eq!(error_of("medusa_num_heads = 4", "medusa_num_heads = 0"), expected);
+}
+
+#[test]
+fn a_value_of_another_type_is_refused() {
+    let expected = r#"r.toml: line 5, column 20: heads.medusa_num_heads: invalid type: string "4", expected a whole number above 0
+  |
+5 | medusa_num_heads = "4"
+  |                    ^^^"#;
+    assert_eq!(error_of("medusa_num_heads = 4", "medusa_num_heads = \"4\""), expected);
+}
+
+#[test]
+fn a_missing_key_is_shown_at_its_table() {
+    let expected = r#"r.toml: line 11, column 1: missing key `learning_rate`
+   |
+11 | [optimizer]
+   | ^^^^^^^^^^^"#;
+    assert_eq!(error_of("learning_rate = 1e-3\n", ""), expected);
+}
+
+#[test]
+fn a_value_that_is_none_of_the_known_ones_is_refused_with_them() {
+    let expected = r#"r.toml: line 14, column 8: schedule.name: unknown value `sine`, expected one of `cosine`, `linear`, `constant`
+   |
+14 | name = "sine"
+   |        ^^^^^^"#;
+    assert_eq!(error_of("cosine", "sine"), expected);
+}
+
+#[test]
+fn two_stages_are_refused() {
+    let expected = r#"r.toml: line 8, column 8: a recipe has exactly one of [stage.medusa1], [stage.medusa2]; this one has [stage.medusa1] and [stage.medusa2]
+  |
+8 | [stage.medusa2]
+  |        ^^^^^^^"#;
+    assert_eq!(error_of("[stage.medusa1]", "[stage.medusa1]\n[stage.medusa2]"), expected);
+}
+
+#[test]
+fn no_stage_is_refused() {
+    let expected = r#"r.toml: line 1, column 1: a recipe has exactly one of [stage.medusa1], [stage.medusa2]; this one has none
+  |
+1 | [backbone]
+  | ^"#;
+    assert_eq!(error_of("[stage.medusa1]\n", ""), expected);
+}
+
+#[test]
+fn the_later_stage_is_refused_not_ignored() {
+    let expected = r#"r.toml: line 7, column 8: stage.medusa2 is not available in this version; this version trains [stage.medusa1]: heads on a frozen backbone
+  |
+7 | [stage.medusa2]
+  |        ^^^^^^^"#;
+    assert_eq!(error_of("[stage.medusa1]", "[stage.medusa2]\nmedusa_heads_coefficient = 0.2"), expected);
+}
+
+#[test]
+fn the_later_optimizer_is_refused_not_ignored() {
+    let expected = r#"r.toml: line 12, column 8: optimizer.name = "adamw8bit" is not available in this version; use "adamw", whose moments are float32
+   |
+12 | name = "adamw8bit"
+   |        ^^^^^^^^^^^"#;
+    assert_eq!(error_of("learning_rate", "name = \"adamw8bit\"\nlearning_rate"), expected);
+}
+
+#[test]
+fn epochs_and_max_steps_exclude_each_other() {
+    let expected = r#"r.toml: line 18, column 1: train.epochs and train.max_steps exclude each other; keep one of them
+   |
+18 | max_steps = 5
+   | ^^^^^^^^^"#;
+    assert_eq!(error_of("epochs = 2", "epochs = 2\nmax_steps = 5"), expected);
+}
+
+#[test]
+fn warm_up_is_no_longer_than_the_run() {
+    let expected = r#"r.toml: line 15, column 16: schedule.warmup_steps = 11: expected at most train.max_steps = 10
+   |
+15 | warmup_steps = 11
+   |                ^^"#;
+    assert_eq!(
+        error_of(
+            "name = \"cosine\"\n[train]\noutput_dir = \"out\"\nepochs = 2",
+            "name = \"cosine\"\nwarmup_steps = 11\n[train]\noutput_dir = \"out\"\nmax_steps = 10"
+        ),
+        expected
+    );
+}
+
+#[test]
+fn the_last_head_has_a_target_in_every_full_row() {
+    let expected = r#"r.toml: line 10, column 14: data.max_length = 5: expected at least 6, so that each of 4 heads has a target
+   |
+10 | max_length = 5
+   |              ^"#;
+    assert_eq!(error_of("max_length = 64", "max_length = 5"), expected);
+}
+
+#[test]
+fn evaluation_needs_rows() {
+    let expected = r#"r.toml: line 18, column 14: train.eval_every needs rows: data.validation or data.validation_fraction; add it, or remove train.eval_every
+   |
+18 | eval_every = 5
+   |              ^"#;
+    assert_eq!(error_of("epochs = 2", "epochs = 2\neval_every = 5"), expected);
+}
+
+#[test]
+fn every_key_of_a_later_version_is_refused_by_name() {
+    for (before, key) in [
+        ("dtype = \"float32\"", "quantization = \"nf4\""),
+        ("learning_rate = 1e-3", "medusa_lr_multiplier = 4.0"),
+        ("max_length = 64", "chat_template = \"vicuna\""),
+        ("max_length = 64", "loss_on = \"assistant\""),
+        ("epochs = 2", "recompute = true"),
+    ] {
+        let error = error_of(before, &format!("{before}\n{key}"));
+        assert!(error.contains("is not available in this version; ") && error.contains(key), "{error}");
+    }
+}
+
+#[test]
+fn a_recipe_needs_its_backbone_and_its_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("r.toml");
+    write(&path, GOOD);
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(error.contains("line 2, column 8: backbone.path: b does not exist"), "{error}");
+
+    let backbone = dir.path().join("backbone");
+    std::fs::create_dir(&backbone).unwrap();
+    let with_backbone = GOOD.replace("path = \"b\"", &format!("path = {backbone:?}"));
+    write(&path, &with_backbone);
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(error.contains("backbone.path: cannot read") && error.contains("config.json"), "{error}");
+
+    write(&backbone.join("config.json"), CONFIG);
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(error.contains("line 9, column 9: data.train: data file rows.jsonl does not exist"), "{error}");
+
+    write(&dir.path().join("rows.jsonl"), "");
+    let rows = format!("train = [{:?}]", dir.path().join("*.jsonl"));
+    let good = with_backbone.replace("train = [\"rows.jsonl\"]", &rows);
+    write(&path, &good);
+    Recipe::load(&path).expect("a good recipe");
+    write(&path, &good.replace("max_length = 64", "max_length = 65"));
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(
+        error.contains("data.max_length = 65: expected at most 64, the backbone's max_position_embeddings"),
+        "{error}"
+    );
+}
+
+const CONFIG: &str = r#"{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,
+"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 16, "max_position_embeddings": 64,
+"rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": true}"#;
+
+fn write(path: &Path, text: &str) {
+    use std::io::Write;
+    std::fs::File::create(path).and_then(|mut file| file.write_all(text.as_bytes())).expect("a temporary file");
+}
