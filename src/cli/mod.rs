@@ -21,13 +21,10 @@ pub mod bench;
 pub mod calibrate;
 pub mod decoder;
 pub mod doctor;
-<<<<<<< HEAD
+pub mod generate;
 pub mod inspect;
 pub mod train;
-=======
-pub mod generate;
 pub mod tree;
->>>>>>> decode
 
 const FAILED: u8 = 1;
 const WRONG_USAGE: u8 = 2;
@@ -90,30 +87,24 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml"
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-<<<<<<< HEAD
     Train(train::TrainArgs),
     Inspect(inspect::InspectArgs),
-=======
     Calibrate(calibrate::CalibrateArgs),
     Tree(tree::TreeArgs),
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
->>>>>>> decode
     Doctor(doctor::DoctorArgs),
 }
 
 impl Verb {
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
-<<<<<<< HEAD
             Verb::Train(args) => train::run(args, common),
             Verb::Inspect(args) => inspect::run(args, common),
-=======
             Verb::Calibrate(args) => calibrate::run(args, common),
             Verb::Tree(args) => tree::run(args, common),
             Verb::Generate(args) => generate::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
->>>>>>> decode
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
