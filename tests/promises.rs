@@ -3,6 +3,7 @@
 mod backbone;
 mod command_line;
 mod data;
+mod embedded_default;
 mod layering;
 mod losses;
 mod readme;
