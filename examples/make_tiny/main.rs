@@ -8,7 +8,6 @@
 //! Everything is seeded. The texts and the tokenizer come out the same everywhere; the weights come out the same on
 //! the same processor and number of threads, and a little different elsewhere (the order of floating point sums).
 #![expect(clippy::print_stderr, reason = "a program: its progress goes to the terminal")]
-#![expect(missing_docs, reason = "a program")]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -17,9 +17,14 @@ use serde::Serialize;
 use crate::recipe::RecipeError;
 use crate::torch::{self, DeviceChoice, Dtype};
 
+pub mod bench;
+pub mod calibrate;
+pub mod decoder;
 pub mod doctor;
+pub mod generate;
 pub mod inspect;
 pub mod train;
+pub mod tree;
 
 const FAILED: u8 = 1;
 const WRONG_USAGE: u8 = 2;
@@ -84,6 +89,10 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml"
 enum Verb {
     Train(train::TrainArgs),
     Inspect(inspect::InspectArgs),
+    Calibrate(calibrate::CalibrateArgs),
+    Tree(tree::TreeArgs),
+    Generate(generate::GenerateArgs),
+    Bench(bench::BenchArgs),
     Doctor(doctor::DoctorArgs),
 }
 
@@ -92,6 +101,10 @@ impl Verb {
         match self {
             Verb::Train(args) => train::run(args, common),
             Verb::Inspect(args) => inspect::run(args, common),
+            Verb::Calibrate(args) => calibrate::run(args, common),
+            Verb::Tree(args) => tree::run(args, common),
+            Verb::Generate(args) => generate::run(args, common),
+            Verb::Bench(args) => bench::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }

@@ -61,10 +61,10 @@ pub fn greedy(tree: &SparseTree, tokens: &[i64], best: &[i64]) -> Vec<usize> {
 pub fn typical(tree: &SparseTree, log_p: &[f64], entropy: &[f64], rule: TypicalAcceptance) -> Vec<usize> {
     // Parents come before children: one sweep finds each node's summed log-probability, or that it is not accepted.
     let mut summed = vec![Some(0.0)];
-    for node in 1..tree.len() {
+    for (node, &log_p) in log_p.iter().enumerate().skip(1) {
         let reached = tree.parent(node).and_then(|parent| Some((summed[parent]?, entropy[parent])));
-        let accepted = reached.filter(|&(_, entropy)| log_p[node].exp() > rule.threshold(entropy));
-        summed.push(accepted.map(|(sum, _)| sum + log_p[node]));
+        let accepted = reached.filter(|&(_, entropy)| log_p.exp() > rule.threshold(entropy));
+        summed.push(accepted.map(|(sum, _)| sum + log_p));
     }
     let accepted = summed.iter().enumerate().filter_map(|(node, sum)| sum.map(|sum| (node, sum)));
     let longest_then_likeliest = |a: &(usize, f64), b: &(usize, f64)| {

@@ -180,7 +180,7 @@ mod tests {
         let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head };
         let heads = Heads::new(&config, backbone.lm_head_weight().unwrap());
         for (_, tensor) in heads.parameters() {
-            tch::no_grad(|| tensor.shallow_clone().g_add_(&(tensor.randn_like() * 0.05)));
+            let _ = tch::no_grad(|| tensor.shallow_clone().g_add_(&(tensor.randn_like() * 0.05)));
         }
         heads
     }

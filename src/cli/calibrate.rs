@@ -1,0 +1,99 @@
+//! `medusa calibrate`: the accuracy of the i-th guess of every head.
+
+use std::fmt::Write;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget};
+use serde_json::json;
+
+use super::decoder::load_backbone;
+use super::{CommonFlags, print_json, print_line};
+use crate::calibrate::{self, Calibration};
+use crate::data::cache::TokenCache;
+use crate::data::rows::TokenRow;
+use crate::data::tokenize::TextTokenizer;
+use crate::data::{self, LoadSettings};
+use crate::files;
+use crate::medusa::heads::{HEADS_FILE, Heads};
+use crate::model::llama::{Llama, Purpose};
+
+/// Measure how often each guess of each head is right, on rows that the heads were not trained on.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/calibration.jsonl --out calibration.json"
+)]
+pub struct CalibrateArgs {
+    /// The backbone's folder.
+    #[arg(long, value_name = "B")]
+    pub backbone: PathBuf,
+    /// The heads' folder, a run's `final/`.
+    #[arg(long, value_name = "H")]
+    pub heads: PathBuf,
+    /// Rows as for training: files or globs.
+    #[arg(long, value_name = "F", required = true, num_args = 1..)]
+    pub data: Vec<String>,
+    /// The file to write.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+    /// Guesses counted of each head.
+    #[arg(long, value_name = "K", default_value = "10")]
+    pub top_k: NonZeroUsize,
+}
+
+/// Counts, writes the calibration, and prints each head's accuracy.
+///
+/// # Errors
+/// What is wrong with the backbone, the heads, the rows or the file to write.
+pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let backbone = load_backbone(&args.backbone, common, Purpose::Training)?;
+    let heads = Heads::load(&args.heads, &backbone)?;
+    let rows = read_rows(args, &backbone)?;
+    let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
+    let counts =
+        calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
+    bar.finish_and_clear();
+    let calibration = counts.sign(args.backbone.display().to_string(), files::sha256(&heads_file(&args.heads))?)?;
+    calibration.save(&args.out)?;
+    common.say(format_args!("{} tokens of {} rows; wrote {}", calibration.tokens, rows.len(), args.out.display()));
+    if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }
+}
+
+fn read_rows(args: &CalibrateArgs, backbone: &Llama) -> anyhow::Result<Vec<TokenRow>> {
+    // Rows of token ids need no tokenizer, and rows of text say so themselves.
+    let has_tokenizer = args.backbone.join("tokenizer.json").exists();
+    let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
+    let (cache, config) = (TokenCache::of_user(), &backbone.config);
+    let settings = LoadSettings {
+        tokenizer: tokenizer.as_ref(),
+        vocab_size: usize::try_from(config.vocab_size)?,
+        max_length: usize::try_from(config.max_position_embeddings)?.try_into()?,
+        cache: cache.as_ref(),
+    };
+    Ok(data::load(&args.data, &settings)?.0)
+}
+
+fn heads_file(heads: &Path) -> PathBuf {
+    if heads.is_dir() { heads.join(HEADS_FILE) } else { heads.to_owned() }
+}
+
+/// Where a progress bar is drawn: stderr, if that is a terminal and people read it.
+pub(crate) fn draw_target(common: &CommonFlags) -> ProgressDrawTarget {
+    if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() }
+}
+
+fn summary(calibration: &Calibration, out: &Path) -> serde_json::Value {
+    let heads: Vec<_> = calibration.heads.iter().map(|h| json!({"accuracy": h.accuracy, "total": h.total})).collect();
+    json!({"out": out, "heads": heads, "tokens": calibration.tokens, "heads_sha256": calibration.heads_sha256})
+}
+
+/// One line a head; `top-5` is the sum of its first five guesses.
+fn table(calibration: &Calibration) -> String {
+    let mut text = String::from("head   targets   top-1   top-5");
+    for (head, accuracy) in calibration.heads.iter().enumerate() {
+        let top = |k: usize| accuracy.accuracy.iter().take(k).sum::<f64>();
+        let _ = write!(text, "\n{:>4} {:>9} {:>7.3} {:>7.3}", head + 1, accuracy.total, top(1), top(5)); // a String takes all
+    }
+    text
+}

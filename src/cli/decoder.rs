@@ -1,0 +1,238 @@
+//! What `generate` and `bench` share: a backbone with its tokenizer, heads and a tree if there are some, and conversations turn by turn.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+
+use super::{CommonFlags, UsageError};
+use crate::data::chat_template::{ChatTemplate, Message};
+use crate::data::prompts::{self, Prompt, PromptInput};
+use crate::data::tokenize::TextTokenizer;
+use crate::decode::accept::{Acceptance, TypicalAcceptance};
+use crate::decode::generate::{Medusa, Request};
+use crate::medusa::heads::Heads;
+use crate::medusa::tree::{SparseTree, TreeFile};
+use crate::model::config::LlamaConfig;
+use crate::model::llama::{Llama, Purpose};
+use crate::model::weights::{WeightFiles, names};
+use crate::numbers::{NonNegative, Positive};
+use crate::torch::Dtype;
+
+/// How to decode.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Decoding")]
+pub struct DecodingFlags {
+    /// Stop after so many new tokens.
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub max_new_tokens: usize,
+    /// 0 is greedy; above, plain decoding samples, and --acceptance says what heads may guess.
+    #[arg(long, value_name = "T", default_value = "0", value_parser = non_negative)]
+    pub temperature: NonNegative,
+    /// Which guesses are accepted at a temperature above 0.
+    #[arg(long, value_enum, value_name = "RULE", default_value_t = AcceptanceName::Typical)]
+    pub acceptance: AcceptanceName,
+    /// ε of typical acceptance: a guess so probable is always accepted.
+    #[arg(long, value_name = "EPSILON", default_value = "0.09", value_parser = positive)]
+    pub posterior_threshold: Positive,
+    /// δ of typical acceptance: the flatter the distribution, the less is enough [default: the square root of ε].
+    #[arg(long, value_name = "DELTA", value_parser = positive)]
+    pub posterior_alpha: Option<Positive>,
+}
+
+/// `--acceptance`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum AcceptanceName {
+    /// The most probable token, whatever the temperature.
+    Greedy,
+    /// What is typical of the backbone's distribution (paper section 2.3.1).
+    Typical,
+    /// Not in this version.
+    #[value(hide = true)]
+    Nucleus,
+    /// Not in this version.
+    #[value(hide = true)]
+    Rejection,
+}
+
+fn non_negative(text: &str) -> Result<NonNegative, String> {
+    NonNegative::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
+}
+
+fn positive(text: &str) -> Result<Positive, String> {
+    Positive::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
+}
+
+impl DecodingFlags {
+    /// The rule they mean.
+    ///
+    /// # Errors
+    /// [`UsageError`] for a rule of a later version.
+    pub fn acceptance(&self) -> Result<Acceptance, UsageError> {
+        let posterior_threshold = self.posterior_threshold.get();
+        match self.acceptance {
+            AcceptanceName::Greedy => Ok(Acceptance::Greedy),
+            AcceptanceName::Typical => {
+                let mut rule = TypicalAcceptance::with_threshold(posterior_threshold);
+                rule.posterior_alpha = self.posterior_alpha.map_or(rule.posterior_alpha, Positive::get);
+                Ok(Acceptance::Typical(rule))
+            }
+            later @ (AcceptanceName::Nucleus | AcceptanceName::Rejection) => {
+                let name = format!("{later:?}").to_lowercase();
+                Err(UsageError(format!("--acceptance {name} is not in this version yet; use greedy or typical")))
+            }
+        }
+    }
+
+    /// What to decode from `prompt`.
+    pub fn request<'p>(&self, prompt: &'p [i64], common: &CommonFlags) -> Request<'p> {
+        let (max_new_tokens, temperature) = (self.max_new_tokens, self.temperature);
+        Request { prompt, max_new_tokens, temperature, seed: common.seed }
+    }
+}
+
+/// Loads a backbone as the common flags say; without `--dtype` it computes in its file's own.
+///
+/// # Errors
+/// When the device cannot be used, or the folder is no backbone.
+pub fn load_backbone(folder: &Path, common: &CommonFlags, purpose: Purpose) -> anyhow::Result<Llama> {
+    let device = common.device.resolve()?;
+    let dtype = match common.dtype {
+        Some(dtype) => dtype,
+        None => own_dtype(folder)?,
+    };
+    Ok(Llama::load(folder, dtype.kind(), device, purpose)?)
+}
+
+fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
+    let config = LlamaConfig::load(folder)?;
+    let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
+    Ok(dtype_of(embedding.kind()))
+}
+
+/// What a backbone of this kind is called.
+pub fn dtype_of(kind: tch::Kind) -> Dtype {
+    match kind {
+        tch::Kind::BFloat16 => Dtype::BFloat16,
+        tch::Kind::Half => Dtype::Float16,
+        _ => Dtype::Float32,
+    }
+}
+
+/// A backbone with all that goes with it.
+#[derive(Debug)]
+pub struct Decoder {
+    /// The backbone.
+    pub backbone: Llama,
+    /// Its tokenizer.
+    pub tokenizer: TextTokenizer,
+    /// Its chat template, if it has one.
+    pub template: Option<ChatTemplate>,
+    /// Heads and the tree that they fill.
+    pub medusa: Option<(Heads, SparseTree)>,
+}
+
+impl Decoder {
+    /// Loads everything, and checks that it belongs together.
+    ///
+    /// # Errors
+    /// What is missing or does not fit.
+    pub fn load(
+        folder: &Path,
+        heads: Option<&PathBuf>,
+        tree: Option<&PathBuf>,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Self> {
+        let tree = tree.map(|path| TreeFile::load(path)).transpose()?.map(|file| file.tree);
+        let tokenizer = TextTokenizer::load(folder)?;
+        let template = ChatTemplate::load(folder)?;
+        let backbone = load_backbone(folder, common, Purpose::Decoding)?;
+        tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
+        let medusa = match heads {
+            Some(path) => {
+                let heads = Heads::load(path, &backbone)?.for_decoding();
+                let tree = tree.map_or_else(|| chain_of(&heads, common), Ok)?;
+                Some((heads, tree))
+            }
+            None if tree.is_some() => {
+                return Err(UsageError("--tree needs --heads: a tree holds the heads' guesses".into()).into());
+            }
+            None => None,
+        };
+        Ok(Self { backbone, tokenizer, template, medusa })
+    }
+
+    /// Heads and tree laid out for decoding; `None` is plain decoding.
+    ///
+    /// # Errors
+    /// When they do not fit each other or the backbone.
+    pub fn medusa(&self, acceptance: Acceptance) -> anyhow::Result<Option<Medusa<'_>>> {
+        match &self.medusa {
+            Some((heads, tree)) => Ok(Some(Medusa::new(&self.backbone, heads, tree, acceptance)?)),
+            None => Ok(None),
+        }
+    }
+
+    /// Runs `answer` on a prompt's tokens, and on each further turn's with the answers so far in the context.
+    ///
+    /// # Errors
+    /// What the template, the tokenizer or `answer` says; the turn is named.
+    pub fn each_turn(
+        &self,
+        input: &PromptInput,
+        mut answer: impl FnMut(&[i64]) -> anyhow::Result<Vec<i64>>,
+    ) -> anyhow::Result<()> {
+        let PromptInput::Turns(turns) = input else {
+            let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_ref())?;
+            return answer(&wide(&ids)).map(drop);
+        };
+        let mut messages = Vec::new();
+        for (at, turn) in turns.iter().enumerate() {
+            let context = || format!("turn {}", at + 1);
+            messages.push(Message::new("user", turn));
+            let ids = prompts::chat_ids(&messages, &self.tokenizer, self.template.as_ref()).with_context(context)?;
+            let said = answer(&wide(&ids)).with_context(context)?;
+            messages.push(Message::new("assistant", self.text(&said)?));
+        }
+        Ok(())
+    }
+
+    /// The text of new tokens, special ones left out.
+    ///
+    /// # Errors
+    /// The tokenizer's own.
+    pub fn text(&self, ids: &[i64]) -> anyhow::Result<String> {
+        Ok(self.tokenizer.decode(&narrow(ids), true)?)
+    }
+}
+
+/// Without a tree, each head's best guess follows the one before.
+fn chain_of(heads: &Heads, common: &CommonFlags) -> anyhow::Result<SparseTree> {
+    common.say(format_args!(
+        "no --tree: a chain of the {} heads' best guesses; `medusa tree` makes a better one",
+        heads.num_heads()
+    ));
+    Ok(SparseTree::chain(heads.num_heads())?)
+}
+
+/// `--prompts`, or the one of `--prompt`.
+///
+/// # Errors
+/// What is wrong with the file.
+pub fn read_prompts(prompt: Option<&String>, file: Option<&PathBuf>) -> anyhow::Result<Vec<Prompt>> {
+    match (prompt, file) {
+        (Some(text), _) => Ok(vec![Prompt { category: None, input: PromptInput::Text(text.clone()) }]),
+        (None, Some(path)) => Ok(prompts::read(path)?),
+        (None, None) => Err(UsageError("nothing to decode: give --prompt TEXT or --prompts FILE".into()).into()),
+    }
+}
+
+/// Token ids as tensors hold them.
+pub fn wide(ids: &[i32]) -> Vec<i64> {
+    ids.iter().map(|&id| i64::from(id)).collect()
+}
+
+/// Token ids as tokenizers hold them.
+pub fn narrow(ids: &[i64]) -> Vec<i32> {
+    ids.iter().map(|&id| i32::try_from(id).unwrap_or(-1)).collect()
+}
