@@ -31,7 +31,7 @@ pub struct InspectArgs {
 #[derive(Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Contents {
-    Run(run::Run),
+    Run(Box<run::Run>),
     Heads(HeadsFound),
     Calibration(Calibration),
     Tree(TreeFound),
@@ -115,7 +115,7 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
 
 fn folder(path: &Path) -> anyhow::Result<Contents> {
     if run::is_run(path) {
-        return Ok(Contents::Run(run::Run::read(path)?));
+        return Ok(Contents::Run(Box::new(run::Run::read(path)?)));
     }
     if path.join(HEADS_FILE).is_file() {
         return file(&path.join(HEADS_FILE));
