@@ -7,3 +7,4 @@ mod layering;
 mod losses;
 mod readme;
 mod recipe;
+mod training_command;
