@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::DataConfig;
 use crate::data::source::{self, SourceError};
-use crate::medusa::heads::HeadsConfig;
+use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -292,9 +292,9 @@ impl Recipe {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
         match &self.heads.init_from {
-            Some(path) if !path.join("heads.safetensors").is_file() => {
+            Some(path) if !path.join(HEADS_FILE).is_file() => {
                 let hint = "give a folder with heads.safetensors, such as a run's final/";
-                let mistake = Mistake::Missing { key: "heads.init_from", path: path.join("heads.safetensors"), hint };
+                let mistake = Mistake::Missing { key: "heads.init_from", path: path.join(HEADS_FILE), hint };
                 Err(wrong(text.value("heads.init_from"), mistake))
             }
             _ => Ok(()),
@@ -335,12 +335,13 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
 const MEDUSA1_ONLY: &str = "this version trains [stage.medusa1]: heads on a frozen backbone";
 
 /// Keys of the recipe format whose work this version does not do: refused, never ignored.
-const LATER_KEYS: [(&str, &str); 6] = [
+const LATER_KEYS: [(&str, &str); 7] = [
     ("stage.medusa2", MEDUSA1_ONLY),
     ("backbone.quantization", "remove the key: the backbone computes in backbone.dtype"),
     ("optimizer.medusa_lr_multiplier", "it belongs to [stage.medusa2]; this version trains [stage.medusa1]"),
     ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
     ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),
+    ("train.hidden_state_cache", "remove the key: every epoch runs the backbone"),
     ("train.recompute", "remove the key: nothing of the backbone is kept for a backward pass"),
 ];
 

@@ -1,10 +1,14 @@
 //! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
 
 mod backbone;
+mod calibrate;
 mod command_line;
 mod data;
+mod decoding;
 mod embedded_default;
 mod layering;
 mod losses;
 mod readme;
 mod recipe;
+mod training_command;
+mod tree;
