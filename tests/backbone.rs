@@ -61,9 +61,10 @@ impl Fixture {
 
     /// The model as a Hugging Face folder.
     fn folder(&self, spelling: &str) -> TempDir {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir().expect("a temporary folder");
         write(&folder.path().join("config.json"), self.metadata[spelling].as_bytes());
-        safetensors::serialize_to_file(self.weights(), None, &folder.path().join("model.safetensors")).unwrap();
+        safetensors::serialize_to_file(self.weights(), None, &folder.path().join("model.safetensors"))
+            .expect("a written file");
         folder
     }
 
@@ -88,12 +89,12 @@ impl Fixture {
 }
 
 fn write(path: &Path, bytes: &[u8]) {
-    write_atomic(path, |out| out.write_all(bytes)).unwrap();
+    write_atomic(path, |out| out.write_all(bytes)).expect("a written file");
 }
 
 fn tensor(tensors: &SafeTensors, name: &str) -> Tensor {
     let view = tensors.tensor(name).unwrap_or_else(|error| panic!("{name}: {error}"));
-    let shape: Vec<i64> = view.shape().iter().map(|&d| i64::try_from(d).unwrap()).collect();
+    let shape: Vec<i64> = view.shape().iter().map(|&d| i64::try_from(d).expect("a number in range")).collect();
     let kind = match view.dtype() {
         safetensors::Dtype::F32 => Kind::Float,
         safetensors::Dtype::I64 => Kind::Int64,
@@ -111,7 +112,7 @@ fn assert_near(what: &str, got: &Tensor, expected: &Tensor, tolerance: f64, orig
         return; // a NaN is not below anything
     }
     let bad = difference.le(tolerance).logical_not().nonzero();
-    let first = Vec::<i64>::try_from(bad.get(0)).unwrap();
+    let first = Vec::<i64>::try_from(bad.get(0)).expect("a number in range");
     panic!(
         "{what}: {} of {} elements differ by more than {tolerance}, at most by {largest}, first at {first:?}: got {}, expected {}, from {origin}",
         bad.size()[0],
@@ -249,16 +250,16 @@ mod shared {
 
     fn stories(name: &str) -> Stories {
         let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
-        let text = std::fs::read_to_string(shared.join(format!("reference/{name}.json"))).unwrap();
-        let Reference { cases } = serde_json::from_str(&text).unwrap();
-        let tensors = std::fs::read(shared.join(format!("reference/{name}.safetensors"))).unwrap();
+        let text = std::fs::read_to_string(shared.join(format!("reference/{name}.json"))).expect("a readable file");
+        let Reference { cases } = serde_json::from_str(&text).expect("JSON of the expected form");
+        let tensors = std::fs::read(shared.join(format!("reference/{name}.safetensors"))).expect("a readable file");
         Stories { folder: shared.join("models").join(name), cases, tensors }
     }
 
     fn check_states(name: &str) {
         let _no_grad = tch::no_grad_guard();
         let stories = stories(name);
-        let references = SafeTensors::deserialize(&stories.tensors).unwrap();
+        let references = SafeTensors::deserialize(&stories.tensors).expect("a whole file");
         let origin = format!("../shared/reference/{name}.safetensors");
         for purpose in [Purpose::Training, Purpose::Decoding] {
             let llama = load(&stories.folder, Kind::Float, purpose);
@@ -291,7 +292,7 @@ mod shared {
         let mut next = prompt.to_vec();
         let mut ids = Vec::new();
         while ids.len() < count {
-            let n = i64::try_from(next.len()).unwrap();
+            let n = i64::try_from(next.len()).expect("a number in range");
             let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
             let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
             cache.commit(n);
@@ -345,7 +346,7 @@ mod refusals {
 
     fn edit_config(folder: &TempDir, from: &str, to: &str) {
         let path = folder.path().join("config.json");
-        let text = std::fs::read_to_string(&path).unwrap();
+        let text = std::fs::read_to_string(&path).expect("a readable file");
         assert!(text.contains(from), "{from} in {text}");
         write(&path, text.replace(from, to).as_bytes());
     }

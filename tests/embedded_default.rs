@@ -27,16 +27,16 @@ fn tiny(name: &str) -> PathBuf {
 }
 
 fn rows(name: &str) -> Vec<Row> {
-    let text = std::fs::read_to_string(tiny(name)).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    let text = std::fs::read_to_string(tiny(name)).expect("a readable file");
+    text.lines().map(|line| serde_json::from_str(line).expect("JSON of the expected form")).collect()
 }
 
 fn tokenizer() -> TextTokenizer {
-    TextTokenizer::load(&tiny("backbone")).unwrap()
+    TextTokenizer::load(&tiny("backbone")).expect("the tiny tokenizer")
 }
 
 fn chat_template() -> ChatTemplate {
-    ChatTemplate::load(&tiny("backbone")).unwrap().expect("a chat template")
+    ChatTemplate::load(&tiny("backbone")).expect("a readable chat template").expect("a chat template")
 }
 
 /// The conversation that a text spells.
@@ -50,12 +50,12 @@ fn messages(text: &str) -> Vec<Message> {
 }
 
 fn bytes_below(folder: &Path, total: &mut u64) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
+    for entry in std::fs::read_dir(folder).expect("a readable file") {
+        let path = entry.expect("an entry").path();
         if path.is_dir() {
             bytes_below(&path, total);
         } else {
-            *total += path.metadata().unwrap().len();
+            *total += path.metadata().expect("a file").len();
         }
     }
 }
@@ -120,7 +120,7 @@ fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
     let mut next: Vec<i64> = prompt.iter().map(|&id| i64::from(id)).collect();
     let mut ids = Vec::new();
     while ids.len() < MOST {
-        let n = i64::try_from(next.len()).unwrap();
+        let n = i64::try_from(next.len()).expect("a number in range");
         let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
         let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
         cache.commit(n);
@@ -128,7 +128,7 @@ fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
         if llama.config.eos_token_ids.contains(&id) {
             return ids;
         }
-        ids.push(i32::try_from(id).unwrap());
+        ids.push(i32::try_from(id).expect("a number in range"));
         next = vec![id];
     }
     panic!("no end after {MOST} tokens");

@@ -67,8 +67,11 @@ pub(crate) fn code(rng: &mut ChaCha8Rng) -> Turn {
     Turn { question, answer }
 }
 
-/// A dish, what one person needs of its three ingredients, what is done with them.
-const DISHES: [(&str, [(u32, &str); 3], [&str; 4]); 8] = [
+/// How much of it one person needs, and its unit and name.
+type Ingredient = (u32, &'static str);
+
+/// A dish, its ingredients, what is done with them.
+const DISHES: [(&str, [Ingredient; 3], [&str; 4]); 8] = [
     (
         "pancakes",
         [(100, "grams of flour"), (150, "millilitres of milk"), (1, "eggs")],

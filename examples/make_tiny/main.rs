@@ -1,7 +1,7 @@
 //! Makes the embedded default again: the conversations, the tokenizer and the trained backbone in data/tiny.
 //!
 //! ```text
-//! cargo run --release --example make_tiny                    # everything: about 15 minutes on 2 cores
+//! cargo run --release --example make_tiny                    # everything: about 20 minutes on 2 cores
 //! cargo run --release --example make_tiny -- --data-only     # conversations and tokenizer: seconds
 //! ```
 //!
