@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::files::{NewFolder, is_partial, write_synced};
+use crate::files::{NewFolder, is_partial, remove_folder, write_synced};
 use crate::medusa::heads::{HEADS_FILE, Heads};
 use crate::model::weights::{WeightFiles, WeightsError, save};
 use crate::train::state::TrainState;
@@ -82,7 +82,7 @@ pub fn save_step(run: &Path, state: &TrainState, keep: NonZeroUsize) -> Result<P
     let mut steps = steps(run)?;
     steps.truncate(steps.len().saturating_sub(keep.get()));
     for (_, old) in steps {
-        fs::remove_dir_all(&old).map_err(|e| io_error("remove", &old, e))?;
+        remove_folder(&old).map_err(|e| io_error("remove", &old, e))?;
     }
     Ok(path)
 }
