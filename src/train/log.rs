@@ -1,7 +1,7 @@
 //! What a run writes down while it trains: `metrics.jsonl`, and the same curves as TensorBoard events.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -156,8 +156,10 @@ impl RunLog {
     pub fn open(run: &Path, step: usize) -> Result<Self, LogError> {
         let path = run.join("metrics.jsonl");
         let error = |source| LogError::Io { path: path.clone(), source };
-        let kept: Vec<MetricsLine> = read_lines(&path)?.into_iter().filter(|line| line.step <= step).collect();
-        write_atomic(&path, |out| kept.iter().try_for_each(|line| write_line(out, line))).map_err(error)?;
+        let kept: Vec<_> = read_texts(&path)?.into_iter().filter(|(_, line)| line.step <= step).collect();
+        let write_kept =
+            |out: &mut BufWriter<File>| kept.iter().try_for_each(|(text, _)| out.write_all(text.as_bytes()));
+        write_atomic(&path, write_kept).map_err(error)?;
         let folder = run.join("tensorboard");
         if folder.exists() {
             fs::remove_dir_all(&folder).map_err(|source| LogError::Io { path: folder.clone(), source })?;
@@ -165,10 +167,18 @@ impl RunLog {
         let lines = OpenOptions::new().append(true).open(&path).map_err(error)?;
         let events = guard("opening the event file", || SummaryWriter::new(&folder))?;
         let mut log = Self { path, lines, events: Some(events) };
-        for line in &kept {
+        for (_, line) in &kept {
             log.add_events(line)?;
         }
         Ok(log)
+    }
+
+    /// Waits until the disk has every line. Before a checkpoint: a run that goes on from it needs the lines up to it.
+    ///
+    /// # Errors
+    /// [`LogError`].
+    pub fn sync(&self) -> Result<(), LogError> {
+        self.lines.sync_all().map_err(|source| LogError::Io { path: self.path.clone(), source })
     }
 
     /// Appends one line to both.
@@ -214,6 +224,11 @@ impl std::fmt::Debug for RunLog {
 /// # Errors
 /// [`LogError`].
 pub fn read_lines(path: &Path) -> Result<Vec<MetricsLine>, LogError> {
+    Ok(read_texts(path)?.into_iter().map(|(_, line)| line).collect())
+}
+
+/// As [`read_lines`], each with its text, newline included: reading and writing a number again may change its last digit.
+fn read_texts(path: &Path) -> Result<Vec<(String, MetricsLine)>, LogError> {
     let error = |source| LogError::Io { path: path.into(), source };
     let file = match File::open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
@@ -224,8 +239,8 @@ pub fn read_lines(path: &Path) -> Result<Vec<MetricsLine>, LogError> {
     let mut text = String::new();
     while reader.read_line(&mut text).map_err(error)? > 0 && text.ends_with('\n') {
         let parsed = serde_json::from_str(&text);
-        lines.push(parsed.map_err(|source| LogError::Line { path: path.into(), line: lines.len() + 1, source })?);
-        text.clear();
+        let line = parsed.map_err(|source| LogError::Line { path: path.into(), line: lines.len() + 1, source })?;
+        lines.push((std::mem::take(&mut text), line));
     }
     Ok(lines)
 }
