@@ -151,6 +151,15 @@ pub fn holds_a_run(run: &Path) -> Result<bool, CheckpointError> {
     Ok(run.exists() && entries(run)?.iter().any(|path| !file_name(path).is_some_and(is_partial)))
 }
 
+/// Whether a folder holds `name` and, besides leftovers of interrupted writes, nothing else.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn holds_only(run: &Path, name: &str) -> Result<bool, CheckpointError> {
+    let mut names = entries(run)?.into_iter().filter(|path| !file_name(path).is_some_and(is_partial));
+    Ok(names.next().is_some_and(|path| file_name(&path) == Some(name)) && names.next().is_none())
+}
+
 /// Checkpoints of a run by step, oldest first.
 fn steps(run: &Path) -> Result<Vec<(usize, PathBuf)>, CheckpointError> {
     let step = |path: PathBuf| Some((file_name(&path)?.strip_prefix("step-")?.parse().ok()?, path));

@@ -30,11 +30,11 @@ pub struct HeadMetrics {
 pub enum StepError {
     /// The loss or the gradient is no number.
     #[error(
-        "step {step}: {what} is {value}, so the update was not made; sequences {sequences:?} of the training data; lower \
-         optimizer.learning_rate, or look for broken weights"
+        "step {step}: {what} is {value}, so the update was not made; sequences {sequences:?} of the training data \
+         (counted from 0, before shuffling); lower optimizer.learning_rate, or look for broken weights"
     )]
     NotFinite {
-        /// 0-based.
+        /// The step that was not made, counted from 1 as in metrics.jsonl.
         step: usize,
         /// The loss or the gradient norm.
         what: &'static str,
@@ -42,6 +42,27 @@ pub enum StepError {
         value: f64,
         /// Indices of the sequences of this step.
         sequences: Vec<usize>,
+    },
+    /// The update itself overflowed.
+    #[error(
+        "step {step}: the update made {parameter} of the heads infinite or no number; lower optimizer.learning_rate"
+    )]
+    HeadsNotFinite {
+        /// Counted from 1.
+        step: usize,
+        /// The first such tensor.
+        parameter: String,
+    },
+    /// The loss on the validation rows is no number.
+    #[error(
+        "after step {step} the loss on the validation rows is {value}; lower optimizer.learning_rate, or look for broken \
+         weights"
+    )]
+    EvaluationNotFinite {
+        /// Counted from 1.
+        step: usize,
+        /// Its value.
+        value: f64,
     },
 }
 
@@ -86,7 +107,7 @@ pub fn train_step(
     let grad_norm = gradient_norm(&state.parameters);
     for (what, value) in [("the loss", metrics.loss), ("the gradient norm", grad_norm)] {
         if !value.is_finite() {
-            return Err(StepError::NotFinite { step: state.step, what, value, sequences: sequences() });
+            return Err(StepError::NotFinite { step: state.step + 1, what, value, sequences: sequences() });
         }
     }
     // As torch.nn.utils.clip_grad_norm_.
@@ -95,6 +116,19 @@ pub fn train_step(
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
+}
+
+/// Whether heads may be kept: an update can overflow though its loss and gradient did not.
+///
+/// # Errors
+/// [`StepError::HeadsNotFinite`].
+pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
+    // A float64 sum of float32 numbers is finite exactly where all of them are.
+    let is_finite = |value: &Tensor| tch::no_grad(|| value.sum(Kind::Double)).double_value(&[]).is_finite();
+    match state.parameters.iter().find(|parameter| !is_finite(&parameter.value)) {
+        Some(broken) => Err(StepError::HeadsNotFinite { step: state.step, parameter: broken.name.clone() }),
+        None => Ok(()),
+    }
 }
 
 /// Loss and accuracies over `batches`, no update.
