@@ -22,6 +22,7 @@ use crate::torch::optim::OptimizerConfig;
 use crate::torch::{self, LIBTORCH_VERSION, TorchPanic, guard, memory};
 use crate::train::TrainConfig;
 use crate::train::checkpoint::{self, CheckpointError, HeadsFolderConfig};
+use crate::train::hidden_states::{self, HiddenStates, HiddenStatesError, KeptStates};
 use crate::train::log::{LogError, MetricsLine, RunLog, Split, UpdateLine};
 use crate::train::schedule::ScheduleConfig;
 use crate::train::state::TrainState;
@@ -87,6 +88,9 @@ pub enum TrainError {
         /// Why.
         source: std::io::Error,
     },
+    /// Kept hidden states.
+    #[error(transparent)]
+    HiddenStates(#[from] HiddenStatesError),
     /// A step.
     #[error(transparent)]
     Step(#[from] StepError),
@@ -153,6 +157,15 @@ pub struct Prepared {
 pub enum Event<'e> {
     /// The run goes on from this checkpoint.
     Resumed(&'e Path),
+    /// Hidden states are kept in this file, for so many of the training sequences already.
+    HiddenStates {
+        /// The file.
+        path: &'e Path,
+        /// Sequences that need no backbone.
+        filled: usize,
+        /// All sequences.
+        sequences: usize,
+    },
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
     /// The validation rows were evaluated.
@@ -247,14 +260,16 @@ impl Prepared {
             checkpoint::restore(&checkpoint, &mut state)?;
             tell(Event::Resumed(&checkpoint));
         }
+        let mut hidden_states = self.hidden_states(tell)?;
         let mut log = RunLog::open(run, state.step)?;
         while state.step < self.total_steps {
-            let line = self.step(&mut state)?;
+            let line = self.step(&mut state, &mut hidden_states)?;
             self.after_step(&state, &line, &mut log, tell)?;
             let saves = state.step.is_multiple_of(self.job.train.save_every.get());
             let stop = interrupted.load(Ordering::Relaxed) && state.step < self.total_steps;
             if saves || stop {
                 check_finite(&state)?;
+                hidden_states.commit()?;
                 log.sync()?;
                 let saved = checkpoint::save_step(run, &state, self.job.train.keep_checkpoints)?;
                 tell(Event::Saved(&saved));
@@ -264,6 +279,7 @@ impl Prepared {
             }
         }
         check_finite(&state)?;
+        hidden_states.commit()?;
         log.sync()?;
         Ok(Outcome::Finished(checkpoint::save_final(run, &state.heads, &self.heads_config())?))
     }
@@ -283,6 +299,13 @@ impl Prepared {
         (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
     }
 
+    /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
+    pub fn hidden_state_bytes(&self) -> Option<u64> {
+        let num_heads = self.heads_shape.medusa_num_heads;
+        let bytes = || hidden_states::file_bytes(self.train.sequences(), num_heads, &self.backbone);
+        self.job.train.hidden_state_cache.as_ref().map(|_| bytes())
+    }
+
     /// The micro batches of an optimizer step, counted from 0.
     pub fn batches(&self, step: usize) -> Vec<Batch> {
         self.train.step(step)
@@ -293,13 +316,25 @@ impl Prepared {
         self.train.steps_per_epoch()
     }
 
-    fn step(&self, state: &mut TrainState) -> Result<MetricsLine, TrainError> {
+    /// Where steps get hidden states from, as the recipe says.
+    fn hidden_states(&self, tell: &mut dyn FnMut(Event)) -> Result<HiddenStates<'_>, TrainError> {
+        let Some(folder) = &self.job.train.hidden_state_cache else {
+            return Ok(HiddenStates::Computed(&self.backbone));
+        };
+        let (from, num_heads) = (Path::new(&self.job.backbone.path), self.heads_shape.medusa_num_heads);
+        let kept = KeptStates::open(folder, &self.backbone, from, self.train.sequences(), num_heads)?;
+        let sequences = self.train.sequences().len();
+        tell(Event::HiddenStates { path: kept.path(), filled: kept.filled(), sequences });
+        Ok(HiddenStates::Kept(kept))
+    }
+
+    fn step(&self, state: &mut TrainState, hidden_states: &mut HiddenStates) -> Result<MetricsLine, TrainError> {
         let began = Instant::now();
         let batches = self.train.step(state.step);
         let rate = self.job.optimizer.learning_rate.get() * self.job.schedule.factor(state.step, self.total_steps);
         let max_norm = self.job.optimizer.max_grad_norm.get();
         let work = format!("training step {}", state.step + 1);
-        let outcome = guard(&work, || train_step(&self.backbone, state, &batches, &self.job.loss, rate, max_norm))??;
+        let outcome = guard(&work, || train_step(hidden_states, state, &batches, &self.job.loss, rate, max_norm))??;
         let mut line =
             MetricsLine::new(Split::Train, state.step, self.epoch(state.step), state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {

@@ -7,9 +7,9 @@ use crate::data::loader::Batch;
 use crate::medusa::fused_loss::{HeadSums, TOP, head_loss};
 use crate::medusa::heads::Heads;
 use crate::medusa::loss::{LossConfig, Targets};
-use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::torch::optim::adamw::gradient_norm;
+use crate::train::hidden_states::{BatchStates, HiddenStates, HiddenStatesError};
 use crate::train::state::TrainState;
 
 /// Loss and accuracies of every head over some batches. Each head is measured over its own targets.
@@ -43,6 +43,9 @@ pub enum StepError {
         /// Indices of the sequences of this step.
         sequences: Vec<usize>,
     },
+    /// Kept hidden states.
+    #[error(transparent)]
+    HiddenStates(#[from] HiddenStatesError),
     /// The update itself overflowed.
     #[error(
         "step {step}: the update made {parameter} of the heads infinite or no number; lower optimizer.learning_rate"
@@ -81,7 +84,7 @@ pub struct StepOutcome {
 /// # Errors
 /// [`StepError`]; the parameters are as before then.
 pub fn train_step(
-    backbone: &Llama,
+    hidden_states: &mut HiddenStates,
     state: &mut TrainState,
     batches: &[Batch],
     loss: &LossConfig,
@@ -94,13 +97,14 @@ pub fn train_step(
     let counts = count_targets(&targets, num_heads);
     let mut sums = MetricSums::new(num_heads, counts);
     for (batch, targets) in batches.iter().zip(&targets) {
-        let hidden_nh = hidden_states(backbone, batch);
+        let states = hidden_states.of(batch)?;
         for head in 0..num_heads {
             let scale = loss.weight(head) / sums.counts[head].max(1) as f64;
-            let of_head = targets.of_head(head, &hidden_nh);
+            let of_head = targets.of_head(head, &states);
             let gradients = state.gradients_of(head);
-            let w2 = w2_of(&state.heads, head, backbone);
-            sums.add(head, head_loss(state.heads.head(head), w2, &hidden_nh, &of_head, Some((&gradients, scale))));
+            let w2 = w2_of(&state.heads, head, hidden_states.backbone());
+            let into = Some((&gradients, scale));
+            sums.add(head, head_loss(state.heads.head(head), w2, &states.hidden_nh, &of_head, into));
         }
     }
     let metrics = sums.finish(loss, input_tokens(batches));
@@ -137,23 +141,15 @@ pub fn evaluate(backbone: &Llama, heads: &Heads, batches: &[Batch], loss: &LossC
     let mut sums = MetricSums::new(num_heads, vec![0; num_heads]);
     for batch in batches {
         let targets = BatchTargets::new(batch, num_heads);
-        let hidden_nh = hidden_states(backbone, batch);
+        let states = BatchStates::computed(backbone, batch);
         for head in 0..num_heads {
-            let of_head = targets.of_head(head, &hidden_nh);
+            let of_head = targets.of_head(head, &states);
+            let w2 = w2_of(heads, head, backbone);
             sums.counts[head] += targets.count(head);
-            sums.add(head, head_loss(heads.head(head), w2_of(heads, head, backbone), &hidden_nh, &of_head, None));
+            sums.add(head, head_loss(heads.head(head), w2, &states.hidden_nh, &of_head, None));
         }
     }
     sums.finish(loss, input_tokens(batches))
-}
-
-/// Hidden states of a batch, `[N, H]`, rows flattened; no gradient reaches the backbone.
-pub fn hidden_states(backbone: &Llama, batch: &Batch) -> Tensor {
-    let (b, t) = (batch.rows as i64, batch.length as i64);
-    let device = backbone.device();
-    let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
-    let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, device);
-    tch::no_grad(|| backbone.hidden_states(&tokens_bt, &rows)).view([b * t, -1])
 }
 
 /// The head's own W2, or the backbone's lm_head.
@@ -185,10 +181,10 @@ impl BatchTargets {
         self.by_head[head].positions.len()
     }
 
-    fn of_head(&self, head: usize, hidden_nh: &Tensor) -> Targets {
-        let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(hidden_nh.device());
+    fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
+        let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
         let targets = &self.by_head[head];
-        Targets { positions_m: tensor(&targets.positions), tokens_m: tensor(&targets.tokens) }
+        Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
     }
 }
 
