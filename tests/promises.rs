@@ -7,3 +7,5 @@ mod layering;
 mod losses;
 mod readme;
 mod recipe;
+mod small_run;
+mod training_run;
