@@ -432,3 +432,71 @@ fn a_head_that_never_has_a_target_is_refused() {
     small.train(&[]).failed(1, &["head 2 has no target in the training data", "the token 3 further on", "fewer heads"]);
     assert!(!small.path("run").exists());
 }
+
+/// The recipe keeps hidden states in `states/`.
+fn keep_hidden_states(small: &SmallRun) {
+    small.edit("recipe.toml", "save_every = 3", "save_every = 3\nhidden_state_cache = \"states\"");
+}
+
+#[test]
+fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let expected = small.bytes("run/final/heads.safetensors");
+    fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+    keep_hidden_states(&small);
+
+    let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
+    assert!(!small.path("states").exists(), "--check writes nothing");
+    let first = small.train(&[]).succeeded();
+    let names = small.names("states");
+    assert_eq!(names.len(), 1, "{names:?}");
+    let file = format!("states/{}", names[0]);
+    assert!(first.stderr.contains(&format!("hidden states of 0 of 6 sequences are in {file}")), "{}", first.stderr);
+    assert_eq!(plan["hidden_state_cache_bytes"], small.bytes(&file).len());
+    assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states kept the heads differ");
+
+    let kept = small.bytes(&file);
+    fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+    let second = small.train(&[]).succeeded();
+    assert!(second.stderr.contains("hidden states of 6 of 6 sequences"), "{}", second.stderr);
+    assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states of another run the heads differ");
+    assert!(small.bytes(&file) == kept);
+    small.write(&file, &kept[1..]);
+    fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+    small.train(&[]).failed(1, &["train.hidden_state_cache", &file, "expected", "remove it"]);
+}
+
+#[test]
+fn kept_hidden_states_survive_being_killed() {
+    for (batches, shuffle) in
+        [("micro_batch_size = 2\ngradient_accumulation_steps = 1", "true"), ("micro_batch_size = 2", "false")]
+    {
+        let small = SmallRun::new();
+        small.edit("recipe.toml", "micro_batch_size = 1\ngradient_accumulation_steps = 2", batches);
+        small.edit("recipe.toml", "max_length = 40", &format!("max_length = 40\nshuffle = {shuffle}"));
+        keep_hidden_states(&small);
+        small.train(&[]).succeeded();
+        let expected = small.bytes("run/final/heads.safetensors");
+        for folder in ["run", "states"] {
+            fs::remove_dir_all(small.path(folder)).expect("a folder to remove");
+        }
+        kill_at_random_moments(&small, 4, &expected);
+        small.train(&["--resume"]).succeeded();
+        assert!(small.bytes("run/final/heads.safetensors") == expected, "shuffle = {shuffle}");
+        assert_eq!(small.names("states").len(), 1);
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn hidden_states_that_find_no_room_say_how_much_they_need() {
+    let small = SmallRun::new();
+    keep_hidden_states(&small);
+    let script = "trap '' XFSZ; ulimit -f 8; exec \"$1\" recipe.toml";
+    let mut limited = small.program("bash", &["-c", script, "bash", env!("CARGO_BIN_EXE_medusa-train")]);
+    let facts = ["train.hidden_state_cache", "states/", "File too large", "bytes in all", "make room"];
+    Ended::from(limited.output().expect("bash")).failed(1, &facts);
+    assert_eq!(small.names("states"), [""; 0]);
+    small.train(&["--resume"]).succeeded();
+}

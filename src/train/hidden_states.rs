@@ -3,8 +3,11 @@
 //!
 //! Kept are the positions from which some head predicts a target; the others are never read. The file holds the states of all
 //! sequences one after another, then one byte a sequence: 1 once its states are on the disk. It appears whole and empty, its
-//! states are synced before their bytes, so no end of the process makes it say what is not there. A sequence's states are
-//! those of the batch that computed them first: where a product's last bits depend on its other rows, these are that batch's.
+//! states are synced before their bytes, so no end of the process makes it say what is not there.
+//!
+//! A sequence's states are those of the batch that computed them first, for every run and however often it is broken off. The
+//! last bits of a product depend on its other rows; so training equals training without the file bit for bit where a sequence
+//! always meets the same others (a micro batch of 1, or no shuffling), and up to those bits elsewhere.
 
 // B rows, T tokens of a row, N = B·T positions, M of them kept, H hidden
 use std::borrow::Cow;
@@ -211,6 +214,7 @@ impl<'r> KeptStates<'r> {
         let hidden_mh = hidden_nh.index_select(0, &Tensor::from_slice(positions_m).to_device(hidden_nh.device()));
         let on_host = hidden_mh.to_device(Device::Cpu).contiguous();
         let mut rest = bytes::of(&on_host);
+        let some_are_kept = batch.sequence_ids.iter().any(|&id| self.filled[id]);
         for &id in &batch.sequence_ids {
             let (states, later) = rest.split_at(self.layout.bytes_of(id));
             rest = later;
@@ -220,7 +224,8 @@ impl<'r> KeptStates<'r> {
                 self.unmarked.push(id);
             }
         }
-        Ok(hidden_mh)
+        // What is kept counts, not what this batch made of it: a resumed run would read the former.
+        if some_are_kept { self.read(&batch.sequence_ids) } else { Ok(hidden_mh) }
     }
 
     fn read(&mut self, sequence_ids: &[usize]) -> Result<Tensor, HiddenStatesError> {
@@ -356,4 +361,188 @@ fn key(identity: &[u8], sequences: &[Sequence], num_heads: usize) -> String {
         hasher.update(tokens.flat_map(|token| token.to_le_bytes()).collect::<Vec<_>>());
     }
     hex(&hasher.finalize())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::FileTimes;
+    use std::time::{Duration, SystemTime};
+
+    use tch::Kind;
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::data::loader::Loader;
+    use crate::model::config::LlamaConfig;
+
+    const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": true}"#;
+    const NUM_HEADS: usize = 2;
+
+    /// A folder with a config and a stand-in for weights, and a backbone of that config.
+    fn backbone(kind: Kind) -> (TempDir, Llama) {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in [("config.json", CONFIG), ("model.safetensors", "weights")] {
+            write_atomic(&folder.path().join(name), |out| out.write_all(text.as_bytes())).unwrap();
+        }
+        let config = LlamaConfig::load(folder.path()).unwrap();
+        (folder, Llama::random(config, kind, Device::Cpu, 3))
+    }
+
+    /// Seven sequences of two segments; every other one has labels in its second segment only, the last has none.
+    fn sequences() -> Vec<Sequence> {
+        let sequence = |s: usize| {
+            let segment_lengths = vec![3 + s % 3, 6 + s];
+            let input_ids: Vec<i32> = (0..9 + s % 3 + s).map(|t| ((s * 7 + t * 5) % 40) as i32).collect();
+            let labels = input_ids.iter().enumerate().map(|(t, &id)| {
+                let has_loss = s < 6 && (s.is_multiple_of(2) || t >= segment_lengths[0]);
+                if has_loss { id } else { IGNORE }
+            });
+            Sequence { labels: labels.collect(), input_ids, segment_lengths }
+        };
+        (0..7).map(sequence).collect()
+    }
+
+    fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &'r [Sequence]) -> KeptStates<'r> {
+        KeptStates::open(folder, backbone, from.path(), sequences, NUM_HEADS).unwrap()
+    }
+
+    /// What head `head` reads of a batch.
+    fn read_by(head: usize, batch: &Batch, states: &BatchStates) -> Tensor {
+        let positions = batch.targets(head + 2).positions;
+        states.hidden_nh.index_select(0, &Tensor::from_slice(&states.rows_of(&positions)))
+    }
+
+    /// Takes an epoch's batches through `kept`; what a head reads is what the backbone says. How often the backbone ran.
+    fn epoch(kept: &mut KeptStates, loader: &Loader, epoch: usize) -> usize {
+        let before = kept.computed_batches();
+        let steps = loader.steps_per_epoch();
+        for batch in (epoch * steps..(epoch + 1) * steps).flat_map(|step| loader.step(step)) {
+            let (expected, got) = (BatchStates::computed(kept.backbone, &batch), kept.of(&batch).unwrap());
+            for head in 0..NUM_HEADS {
+                let (expected, got) = (read_by(head, &batch, &expected), read_by(head, &batch, &got));
+                assert_eq!(got.kind(), expected.kind());
+                if batch.rows == 1 {
+                    assert_eq!(got, expected);
+                } else {
+                    assert!(got.allclose(&expected, 1e-5, 1e-5, false), "more than the last bits differ");
+                }
+            }
+        }
+        kept.computed_batches() - before
+    }
+
+    #[test]
+    fn the_backbone_runs_in_the_first_epoch_of_the_first_run_only() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let (from, backbone) = backbone(kind);
+            let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+            let loader = Loader::new(sequences.clone(), 1, 2, Some(5));
+            let mut kept = open(&folder.path().join("new/states"), &from, &backbone, &sequences);
+            assert_eq!(epoch(&mut kept, &loader, 0), 7);
+            assert_eq!(epoch(&mut kept, &loader, 1), 0);
+            kept.commit().unwrap();
+            let mut again = open(&folder.path().join("new/states"), &from, &backbone, &sequences);
+            assert_eq!((again.filled(), epoch(&mut again, &loader, 0)), (7, 0));
+        }
+    }
+
+    #[test]
+    fn states_that_are_kept_do_not_change_in_other_batches() {
+        let (from, backbone) = backbone(Kind::Float);
+        let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+        let mut kept = open(folder.path(), &from, &backbone, &sequences);
+        let pair = &Loader::new(sequences.clone(), 2, 1, None).step(0)[0];
+        let first = kept.of(pair).unwrap();
+        let threes = Loader::new(sequences.clone(), 3, 1, None);
+        let three = &threes.step(0)[0];
+        for _ in 0..2 {
+            let later = kept.of(three).unwrap();
+            for head in 0..NUM_HEADS {
+                let (first, later) = (read_by(head, pair, &first), read_by(head, three, &later));
+                assert_eq!(first, later.narrow(0, 0, first.size()[0]));
+            }
+        }
+        assert_eq!((kept.filled(), kept.computed_batches()), (3, 2));
+        assert_eq!(epoch(&mut kept, &threes, 0), 2);
+    }
+
+    #[test]
+    fn only_what_was_committed_is_there_for_the_next_run() {
+        let (from, backbone) = backbone(Kind::Float);
+        let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+        let loader = Loader::new(sequences.clone(), 1, 1, None);
+        let mut kept = open(folder.path(), &from, &backbone, &sequences);
+        for at in 0..4 {
+            kept.of(&loader.step(at)[0]).unwrap();
+            if at == 1 {
+                kept.commit().unwrap();
+            }
+        }
+        let again = open(folder.path(), &from, &backbone, &sequences);
+        assert_eq!((kept.filled(), again.filled()), (4, 2));
+    }
+
+    #[test]
+    fn the_file_holds_the_positions_that_predict_and_a_byte_a_sequence() {
+        let (from, backbone) = backbone(Kind::BFloat16);
+        let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+        let kept = open(folder.path(), &from, &backbone, &sequences);
+        let targets = |id: usize| {
+            let batch = &Loader::new(vec![sequences[id].clone()], 1, 1, None).step(0)[0];
+            let mut positions: Vec<i64> = (0..NUM_HEADS).flat_map(|head| batch.targets(head + 2).positions).collect();
+            positions.sort_unstable();
+            positions.dedup();
+            positions
+        };
+        for (id, sequence) in sequences.iter().enumerate() {
+            let ours: Vec<i64> = predicting(sequence, NUM_HEADS).into_iter().map(|t| t as i64).collect();
+            assert_eq!(ours, targets(id));
+        }
+        let positions: usize = (0..sequences.len()).map(|id| targets(id).len()).sum();
+        let expected = (positions * 16 * 2 + sequences.len()) as u64;
+        assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
+        assert_eq!(file_bytes(&sequences, NUM_HEADS, &backbone), expected);
+    }
+
+    #[test]
+    fn whatever_decides_a_state_decides_the_file() {
+        let (from, float) = backbone(Kind::Float);
+        let (_, half) = backbone(Kind::BFloat16);
+        let folder = tempfile::tempdir().unwrap();
+        let name = |backbone: &Llama, sequences: &[Sequence], num_heads| {
+            let kept = KeptStates::open(folder.path(), backbone, from.path(), sequences, num_heads).unwrap();
+            kept.path().to_owned()
+        };
+        let mut names =
+            vec![name(&float, &sequences(), 2), name(&half, &sequences(), 2), name(&float, &sequences(), 1)];
+        let changes: [fn(&mut Sequence); 3] =
+            [|s| s.input_ids[0] += 1, |s| s.labels[2] = IGNORE, |s| s.segment_lengths = vec![2, s.input_ids.len() - 2]];
+        for change in changes {
+            let mut other = sequences();
+            change(&mut other[0]);
+            names.push(name(&float, &other, 2));
+        }
+        let weights = File::options().append(true).open(from.path().join("model.safetensors")).unwrap();
+        weights.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1))).unwrap();
+        names.push(name(&float, &sequences(), 2));
+        (&weights).write_all(b"!").unwrap();
+        names.push(name(&float, &sequences(), 2));
+        let distinct: std::collections::BTreeSet<_> = names.iter().collect();
+        assert_eq!(distinct.len(), names.len(), "{names:?}");
+        assert_eq!(name(&float, &sequences(), 2), names[7]);
+    }
+
+    #[test]
+    fn a_file_of_another_size_is_refused() {
+        let (from, backbone) = backbone(Kind::Float);
+        let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+        let path = open(folder.path(), &from, &backbone, &sequences).path().to_owned();
+        let bytes = fs::metadata(&path).unwrap().len();
+        File::options().write(true).open(&path).unwrap().set_len(bytes - 1).unwrap();
+        let error = KeptStates::open(folder.path(), &backbone, from.path(), &sequences, NUM_HEADS).unwrap_err();
+        let expected = format!("has {} bytes, expected {bytes}", bytes - 1);
+        assert!(error.to_string().contains(&expected), "{error}");
+    }
 }

@@ -47,7 +47,8 @@ pub struct TrainConfig {
     pub keep_checkpoints: NonZeroUsize,
     /// Folder that keeps the backbone's hidden states, so that later epochs, and later runs on the same rows, need not run
     /// the backbone. It takes hidden_size × bytes of backbone.dtype for each token from which a head learns (4096 × 2 =
-    /// 8 KiB a token for a 7B model in bfloat16); `--check` says how much in all. Older files in it are not removed.
+    /// 8 KiB a token for a 7B model in bfloat16); `--check` says how much in all. Files of other rows or backbones in it are not
+    /// removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hidden_state_cache: Option<PathBuf>,
 }
