@@ -1,6 +1,7 @@
 //! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
 
 mod backbone;
+mod bad_input;
 mod command_line;
 mod data;
 mod layering;
