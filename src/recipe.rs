@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::data::DataConfig;
 use crate::data::source::{self, SourceError};
-use crate::medusa::heads::HeadsConfig;
+use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -292,9 +292,9 @@ impl Recipe {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
         match &self.heads.init_from {
-            Some(path) if !path.join("heads.safetensors").is_file() => {
+            Some(path) if !path.join(HEADS_FILE).is_file() => {
                 let hint = "give a folder with heads.safetensors, such as a run's final/";
-                let mistake = Mistake::Missing { key: "heads.init_from", path: path.join("heads.safetensors"), hint };
+                let mistake = Mistake::Missing { key: "heads.init_from", path: path.join(HEADS_FILE), hint };
                 Err(wrong(text.value("heads.init_from"), mistake))
             }
             _ => Ok(()),

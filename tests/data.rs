@@ -30,7 +30,7 @@ fn write(path: &Path, content: &str) -> String {
 }
 
 /// A Llama-like tokenizer without merges: `<s>`, `</s>`, a piece a letter, and all 256 bytes to fall back to.
-fn byte_tokenizer(folder: &Path) -> TextTokenizer {
+pub(crate) fn byte_tokenizer(folder: &Path) -> TextTokenizer {
     let pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "é"].map(str::to_owned).into_iter();
     let pieces = pieces.chain((0..=255).map(|byte| format!("<0x{byte:02X}>")));
     let vocab: serde_json::Map<String, Value> = pieces.zip(0..).map(|(piece, id)| (piece, json!(id))).collect();
@@ -64,7 +64,7 @@ fn byte_tokenizer(folder: &Path) -> TextTokenizer {
     TextTokenizer::load(folder).expect("the tokenizer of this test")
 }
 
-const BYTE_VOCABULARY: usize = 8 + 256;
+pub(crate) const BYTE_VOCABULARY: usize = 8 + 256;
 
 fn settings(tokenizer: Option<&TextTokenizer>) -> LoadSettings<'_> {
     let max_length = NonZeroUsize::new(16).expect("not 0");

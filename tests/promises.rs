@@ -2,11 +2,15 @@
 
 mod backbone;
 mod bad_input;
+mod calibrate;
 mod command_line;
 mod data;
+mod decoding;
 mod layering;
 mod losses;
 mod readme;
 mod recipe;
 mod small_run;
+mod training_command;
 mod training_run;
+mod tree;

@@ -49,6 +49,13 @@ fn the_tree_in_readme_is_the_tree_of_src() {
 }
 
 #[test]
+fn the_recipe_in_readme_is_read_without_an_error() {
+    let readme = fs::read_to_string(Path::new(ROOT).join("README.md")).expect("README.md");
+    let recipe = readme.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a TOML block");
+    Recipe::parse(Path::new("README.md"), recipe).unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
 fn every_recipe_is_read_without_an_error() {
     let recipes = fs::read_dir(Path::new(ROOT).join("recipes")).expect("recipes/").flatten().map(|entry| entry.path());
     let tomls: Vec<PathBuf> =

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
+use tch::Device;
 
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message};
@@ -27,7 +28,7 @@ pub struct DecodingFlags {
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_new_tokens: usize,
     /// 0 is greedy; above, plain decoding samples, and --acceptance says what heads may guess.
-    #[arg(long, value_name = "T", default_value = "0", value_parser = non_negative)]
+    #[arg(long, value_name = "T", default_value = "0", value_parser = non_negative, allow_negative_numbers = true)]
     pub temperature: NonNegative,
     /// Which guesses are accepted at a temperature above 0.
     #[arg(long, value_enum, value_name = "RULE", default_value_t = AcceptanceName::Typical)]
@@ -104,6 +105,17 @@ pub fn load_backbone(folder: &Path, common: &CommonFlags, purpose: Purpose) -> a
     Ok(Llama::load(folder, dtype.kind(), device, purpose)?)
 }
 
+/// In a tiny backbone, threads wait for each other longer than a product takes; where other programs run, many times longer.
+/// `OMP_NUM_THREADS`, if set, is obeyed.
+fn spare_threads(backbone: &Llama) {
+    const WORTH_SHARING: i64 = 1 << 17; // weights of the largest product
+    let config = &backbone.config;
+    let largest = config.hidden_size * config.vocab_size.max(2 * config.intermediate_size);
+    if backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none() {
+        tch::set_num_threads(1);
+    }
+}
+
 fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
@@ -143,10 +155,12 @@ impl Decoder {
         tree: Option<&PathBuf>,
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
+        LlamaConfig::load(folder)?; // first: it says best what is wrong with a folder that is no backbone
         let tree = tree.map(|path| TreeFile::load(path)).transpose()?.map(|file| file.tree);
         let tokenizer = TextTokenizer::load(folder)?;
         let template = ChatTemplate::load(folder)?;
         let backbone = load_backbone(folder, common, Purpose::Decoding)?;
+        spare_threads(&backbone);
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let medusa = match heads {
             Some(path) => {

@@ -31,7 +31,7 @@ pub struct InspectArgs {
 #[derive(Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Contents {
-    Run(run::Run),
+    Run(Box<run::Run>),
     Heads(HeadsFound),
     Calibration(Calibration),
     Tree(TreeFound),
@@ -74,8 +74,8 @@ struct TensorFound {
 #[derive(Debug, Serialize)]
 struct TreeFound {
     nodes: usize,
-    depth: usize,
-    widths: Vec<usize>,
+    nodes_of_level: Vec<usize>,
+    guesses_of_head: Vec<usize>,
     expected_tokens_per_step: Option<f64>,
     calibration_sha256: Option<String>,
 }
@@ -115,7 +115,7 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
 
 fn folder(path: &Path) -> anyhow::Result<Contents> {
     if run::is_run(path) {
-        return Ok(Contents::Run(run::Run::read(path)?));
+        return Ok(Contents::Run(Box::new(run::Run::read(path)?)));
     }
     if path.join(HEADS_FILE).is_file() {
         return file(&path.join(HEADS_FILE));
@@ -215,10 +215,12 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
 }
 
 fn tree(file: TreeFile) -> TreeFound {
+    let mut nodes_of_level = vec![0; file.tree.max_depth()];
+    file.tree.choices().iter().for_each(|choice| nodes_of_level[choice.len() - 1] += 1);
     TreeFound {
         nodes: file.tree.choices().len(),
-        depth: file.tree.max_depth(),
-        widths: file.tree.widths(),
+        nodes_of_level,
+        guesses_of_head: file.tree.widths(),
         expected_tokens_per_step: file.expected_tokens_per_step,
         calibration_sha256: file.calibration_sha256,
     }
@@ -271,7 +273,13 @@ fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
 }
 
 fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
-    writeln!(out, "tree         {} nodes, {} levels of {:?} nodes", found.nodes, found.depth, found.widths)?;
+    writeln!(out, "tree         {} nodes, on each level {:?}", found.nodes, found.nodes_of_level)?;
+    writeln!(
+        out,
+        "heads        {}, of each this many guesses: {:?}",
+        found.guesses_of_head.len(),
+        found.guesses_of_head
+    )?;
     if let Some(tokens) = found.expected_tokens_per_step {
         writeln!(out, "expected     {tokens:.3} tokens a step")?;
     }

@@ -110,7 +110,9 @@ impl Llama {
         })
     }
 
-    fn for_decoding(mut self) -> Self {
+    /// The same backbone for a few tokens at a time: see [`Purpose::Decoding`].
+    #[must_use]
+    pub fn for_decoding(mut self) -> Self {
         self.lm_head = self.lm_head.packed();
         self.layers = self.layers.into_iter().map(DecoderLayer::for_decoding).collect();
         self

@@ -1,0 +1,68 @@
+//! One forward pass of 1 to 64 new tokens behind a cache of 128, and the search of a 63-node tree.
+//!
+//! `cargo bench --bench decoding`
+#![expect(missing_docs, reason = "criterion's macros make public items")]
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use medusa::medusa::tree_search;
+use medusa::model::attention::NewTokens;
+use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::kv_cache::KvCache;
+use medusa::model::llama::Llama;
+use tch::{Device, Kind, Tensor};
+
+fn backbone() -> Llama {
+    let config = LlamaConfig {
+        model_type: "llama".into(),
+        hidden_size: 512,
+        intermediate_size: 1376,
+        num_hidden_layers: 8,
+        num_attention_heads: 8,
+        num_key_value_heads: 8,
+        head_dim: 64,
+        vocab_size: 32_000,
+        max_position_embeddings: 2048,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        sliding_window: None,
+        tie_word_embeddings: true,
+        attention_bias: false,
+        mlp_bias: false,
+        bos_token_id: None,
+        eos_token_ids: vec![],
+    };
+    Llama::random(config, Kind::Float, Device::Cpu, 0).for_decoding()
+}
+
+fn passes(criterion: &mut Criterion) {
+    let backbone = backbone();
+    let mut cache = KvCache::new(&backbone.config, Kind::Float, Device::Cpu);
+    let prompt = NewTokens::chain(128, &backbone.config, Kind::Float, Device::Cpu);
+    let _ = tch::no_grad(|| backbone.extend(&Tensor::arange(128, (Kind::Int64, Device::Cpu)), &prompt, &mut cache));
+    cache.commit(128);
+    let mut group = criterion.benchmark_group("forward");
+    for n in [1i64, 4, 8, 16, 32, 64] {
+        let offsets: Vec<i64> = (0..n).map(|node| node.min(1)).collect();
+        let star = |query: usize, key: usize| key == 0 || key == query;
+        let new = NewTokens::pattern(&offsets, star, &backbone.config, Kind::Float, Device::Cpu);
+        let tokens_n = Tensor::arange(n, (Kind::Int64, Device::Cpu));
+        group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
+            b.iter(|| {
+                tch::no_grad(|| backbone.logits(&backbone.extend(&tokens_n, &new, &mut cache)).double_value(&[0, 0]))
+            });
+        });
+    }
+    group.finish();
+}
+
+fn search(criterion: &mut Criterion) {
+    let accuracies: Vec<Vec<f64>> =
+        (0..5).map(|head| (0..10).map(|guess| 0.6 * 0.8f64.powi(head) / f64::from(guess + 1)).collect()).collect();
+    criterion.bench_function("tree_search/63", |b| {
+        b.iter(|| tree_search::search(&accuracies, 63).map(|found| found.tree.len()))
+    });
+}
+
+criterion_group!(benches, passes, search);
+criterion_main!(benches);

@@ -1,0 +1,71 @@
+//! The fused head loss beside the plain one, loss and gradients, on one core's worth of rows.
+//!
+//! `cargo bench --bench head_loss`
+#![expect(missing_docs, reason = "criterion's macros make public items")]
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use medusa::medusa::fused_loss::{HeadGradients, head_loss};
+use medusa::medusa::heads::{Heads, HeadsShape};
+use medusa::medusa::loss::{Targets, cross_entropy_sum};
+use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::llama::Llama;
+use tch::{Device, Kind, Tensor};
+
+const POSITIONS: i64 = 512;
+
+fn backbone(hidden_size: i64, vocab_size: i64) -> Llama {
+    let config = LlamaConfig {
+        model_type: "llama".into(),
+        hidden_size,
+        intermediate_size: 64,
+        num_hidden_layers: 1,
+        num_attention_heads: 4,
+        num_key_value_heads: 4,
+        head_dim: hidden_size / 4,
+        vocab_size,
+        max_position_embeddings: POSITIONS,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        sliding_window: None,
+        tie_word_embeddings: true,
+        attention_bias: false,
+        mlp_bias: false,
+        bos_token_id: None,
+        eos_token_ids: vec![],
+    };
+    Llama::random(config, Kind::Float, Device::Cpu, 0)
+}
+
+fn head_losses(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("head_loss");
+    group.sample_size(10);
+    for (hidden, vocab) in [(64, 512), (512, 32_000)] {
+        let backbone = backbone(hidden, vocab);
+        let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: hidden, vocab_size: vocab };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        let hidden_nh = Tensor::randn([POSITIONS, hidden], (Kind::Float, Device::Cpu));
+        let targets = Targets {
+            positions_m: Tensor::arange(POSITIONS, (Kind::Int64, Device::Cpu)),
+            tokens_m: Tensor::randint(vocab, [POSITIONS], (Kind::Int64, Device::Cpu)),
+        };
+        let parameters: Vec<Tensor> = heads.parameters().iter().map(|(_, p)| p.set_requires_grad(true)).collect();
+        let sums: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();
+        let name = format!("{hidden}x{vocab}");
+        group.bench_with_input(BenchmarkId::new("fused", &name), &(), |b, ()| {
+            let into = HeadGradients { blocks: sums[..2].iter().collect(), w2: Some(&sums[2]) };
+            let w2 = heads.head(0).w2().expect("own W2");
+            b.iter(|| head_loss(heads.head(0), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[]));
+        });
+        group.bench_with_input(BenchmarkId::new("plain", &name), &(), |b, ()| {
+            b.iter(|| {
+                let loss = cross_entropy_sum(&heads, 0, &hidden_nh, &targets, &backbone);
+                Tensor::run_backward(&[loss], &parameters, false, false).len()
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, head_losses);
+criterion_main!(benches);

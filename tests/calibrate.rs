@@ -1,0 +1,88 @@
+//! Promise: `medusa calibrate` counts, for each head over its own targets, which of its guesses is right.
+
+use medusa::medusa::heads::Heads;
+use medusa::model::attention::RowMask;
+use medusa::model::llama::{Llama, Purpose};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use crate::decoding::World;
+
+const TOP_K: usize = 40; // of 264 tokens: untrained heads are right now and then
+
+/// Straight from the definition: every head at every position, every guess.
+fn counted_by_hand(world: &World, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64>>, Vec<u64>) {
+    let llama =
+        Llama::load(&world.path("b"), Kind::Float, Device::Cpu, Purpose::Training).expect("the backbone of this test");
+    let heads = Heads::load(&world.path("h"), &llama).expect("its heads");
+    let (mut counts, mut totals) = (vec![vec![0; TOP_K]; heads.num_heads()], vec![0; heads.num_heads()]);
+    for (ids, labels) in rows {
+        let mask = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);
+        let hidden_th = llama.hidden_states(&Tensor::from_slice(ids).unsqueeze(0), &mask).squeeze_dim(0);
+        for head in 0..heads.num_heads() {
+            let logits_tv = heads.logits(head, &hidden_th, &llama);
+            for t in 0..ids.len() {
+                let Some(&target) = labels.get(t + head + 2).filter(|&&label| label != -100) else { continue };
+                let logits_v = logits_tv.get(t as i64);
+                let better = logits_v.gt_tensor(&logits_v.get(target)).sum(Kind::Int64).int64_value(&[]) as usize;
+                totals[head] += 1;
+                if better < TOP_K {
+                    counts[head][better] += 1;
+                }
+            }
+        }
+    }
+    (counts, totals)
+}
+
+#[test]
+fn counts_are_those_of_the_definition() {
+    let world = World::new();
+    let ids = |length: usize, step: usize| (0..length).map(|t| (4 + t * step % 5) as i64).collect::<Vec<_>>();
+    let mut rows = vec![(ids(40, 1), ids(40, 1)), (ids(25, 2), ids(25, 2)), (ids(4, 3), ids(4, 3))];
+    rows[1].1[..10].fill(-100);
+    rows[0].1[17] = -100;
+    let lines: Vec<Value> = rows.iter().map(|(ids, labels)| json!({"input_ids": ids, "labels": labels})).collect();
+    world.lines("rows.jsonl", &lines);
+    let top_k = TOP_K.to_string();
+    let arguments =
+        ["calibrate", "--backbone", "b", "--heads", "h", "--data", "rows.jsonl", "--out", "c.json", "--top-k", &top_k];
+    world.json(&arguments);
+    let written: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).unwrap()).unwrap();
+    let (counts, totals) = counted_by_hand(&world, &rows);
+    assert!(counts.iter().flatten().sum::<u64>() > 0, "no guess was right: nothing is tested");
+    for (head, of_head) in written["heads"].as_array().unwrap().iter().enumerate() {
+        assert_eq!(
+            (&of_head["counts"], &of_head["total"]),
+            (&json!(counts[head]), &json!(totals[head])),
+            "head {head}"
+        );
+        assert_eq!(of_head["accuracy"][0], json!(counts[head][0] as f64 / totals[head] as f64));
+    }
+    assert_eq!(written["tokens"], json!(69));
+    assert_eq!(written["heads_sha256"], json!(medusa::files::sha256(&world.path("h/heads.safetensors")).unwrap()));
+    for path in written["joint"]["paths"].as_array().unwrap() {
+        let (guess, count) = (path["path"][0].as_u64().unwrap() as usize, path["count"].as_u64().unwrap());
+        assert!(count <= counts[0][guess], "a path is right no more often than its first guess");
+    }
+    world.medusa(&["tree", "--calibration", "c.json", "--nodes", "20", "--out", "t.json"]).assert().success();
+}
+
+#[test]
+fn what_cannot_be_calibrated_is_one_clear_error_and_no_file() {
+    let world = World::new();
+    let complaint = |row: Value, more: &[&str]| {
+        world.write("rows.jsonl", &row);
+        let all = ["calibrate", "--backbone", "b", "--heads", "h", "--data", "rows.jsonl", "--out", "c.json"];
+        let text = world.complaint(&[&all[..], more].concat(), 1);
+        assert!(!world.path("c.json").exists());
+        text
+    };
+    let short = complaint(json!({"input_ids": [4, 5, 6], "labels": [4, 5, 6]}), &[]);
+    assert!(short.contains("no row has a target for head 2; it needs rows of at least 4 tokens"), "{short}");
+    let row = || json!({"input_ids": [4, 5, 6, 7, 4, 5], "labels": [4, 5, 6, 7, 4, 5]});
+    let wide = complaint(row(), &["--top-k", "1000"]);
+    assert!(wide.contains("top-k is 1000; expected 1 to the vocabulary's 264"), "{wide}");
+    let unknown = complaint(json!({"input_ids": [4, 5, 600], "labels": [4, 5, 600]}), &[]);
+    assert!(unknown.contains("600"), "{unknown}");
+}

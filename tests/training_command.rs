@@ -1,0 +1,149 @@
+//! `medusa-train`: `--check` tells the plan and writes nothing, a run is never overwritten, Ctrl-C saves and says how to go on.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use medusa::model::config::LlamaConfig;
+use medusa::model::llama::Llama;
+use medusa::model::weights;
+use serde_json::Value;
+use tch::{Device, Kind};
+use tempfile::TempDir;
+
+const CONFIG: &str = r#"{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24,
+"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 64,
+"rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": false}"#;
+
+/// A folder with a random backbone, rows of token ids, and a recipe.
+fn workplace(max_steps: usize) -> TempDir {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let backbone = dir.path().join("backbone");
+    fs::create_dir(&backbone).expect("a folder");
+    write(&backbone.join("config.json"), CONFIG);
+    let config = LlamaConfig::load(&backbone).expect("a config");
+    let llama = Llama::random(config, Kind::Float, Device::Cpu, 1);
+    weights::save(&backbone.join("model.safetensors"), &llama.weights()).expect("weights");
+    let row = |n: usize| {
+        let ids: Vec<usize> = (0..12).map(|t| (n + t * t) % 32).collect();
+        format!("{{\"input_ids\": {ids:?}, \"labels\": {ids:?}}}\n")
+    };
+    write(&dir.path().join("rows.jsonl"), &(0..8).map(row).collect::<String>());
+    write(&dir.path().join("r.toml"), &recipe(dir.path(), max_steps));
+    dir
+}
+
+fn recipe(dir: &Path, max_steps: usize) -> String {
+    format!(
+        r#"[backbone]
+path = {:?}
+dtype = "float32"
+[heads]
+medusa_num_heads = 2
+medusa_num_layers = 1
+[stage.medusa1]
+[data]
+train = [{:?}]
+max_length = 16
+[optimizer]
+learning_rate = 1e-3
+[schedule]
+name = "constant"
+[train]
+output_dir = {:?}
+max_steps = {max_steps}
+micro_batch_size = 2
+"#,
+        dir.join("backbone"),
+        dir.join("rows.jsonl"),
+        dir.join("out")
+    )
+}
+
+fn write(path: &Path, text: &str) {
+    use std::io::Write;
+    fs::File::create(path).and_then(|mut file| file.write_all(text.as_bytes())).expect("a temporary file");
+}
+
+fn train(dir: &TempDir, flags: &[&str]) -> Command {
+    let mut command = Command::cargo_bin("medusa-train").expect("the binary is built with the tests");
+    command.arg(dir.path().join("r.toml")).args(flags);
+    command
+}
+
+fn json_lines(stdout: &[u8]) -> Vec<Value> {
+    let text = std::str::from_utf8(stdout).expect("UTF-8");
+    text.lines().map(|line| serde_json::from_str(line).expect("a JSON object a line")).collect()
+}
+
+#[test]
+fn check_tells_the_plan_and_writes_nothing() {
+    let dir = workplace(3);
+    let output = train(&dir, &["--check", "--json", "--quiet"]).output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty());
+    let plan = json_lines(&output.stdout).remove(0);
+    let parameters = 2 * (16 * 16 + 16 + 32 * 16);
+    assert_eq!(
+        (&plan["steps"], &plan["heads_parameters"], &plan["heads_bytes"]),
+        (&3.into(), &parameters.into(), &(16 * parameters).into())
+    );
+    assert!(!dir.path().join("out").exists());
+}
+
+#[test]
+fn a_run_is_told_step_by_step_and_never_overwritten() {
+    let dir = workplace(3);
+    let output = train(&dir, &["--json", "--quiet"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines = json_lines(&output.stdout);
+    assert_eq!(lines.iter().filter(|line| line["split"] == "train").count(), 3);
+    assert_eq!(lines.last().unwrap()["final"], dir.path().join("out/final").to_str().unwrap());
+
+    let heads = fs::read(dir.path().join("out/final/heads.safetensors")).unwrap();
+    let again = train(&dir, &[]).output().unwrap();
+    assert_eq!(again.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("is not empty: go on with --resume"));
+    train(&dir, &["--resume"]).assert().success();
+    assert_eq!(fs::read(dir.path().join("out/final/heads.safetensors")).unwrap(), heads);
+}
+
+#[test]
+fn what_the_recipe_decides_is_no_flag() {
+    let dir = workplace(3);
+    for flags in [["--seed", "1"], ["--dtype", "float32"]] {
+        train(&dir, &flags).assert().code(2);
+    }
+    write(&dir.path().join("r.toml"), &recipe(dir.path(), 3).replace("micro_batch_size", "micro_batch"));
+    let output = train(&dir, &[]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("line 18, column 1: unknown key `micro_batch`"));
+}
+
+#[test]
+#[cfg(unix)]
+fn ctrl_c_saves_and_says_how_to_go_on() {
+    let dir = workplace(1_000_000);
+    let out = dir.path().join("out");
+    let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin("medusa-train"))
+        .arg(dir.path().join("r.toml"))
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    while child.try_wait().unwrap().is_none()
+        && fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default().is_empty()
+    {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let checkpoint = newest_checkpoint(&out);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains(&format!("interrupted; saved {}; go on with: medusa-train", checkpoint.display())), "{said}");
+}
+
+fn newest_checkpoint(run: &Path) -> PathBuf {
+    let entries = fs::read_dir(run).expect("a run").flatten().map(|entry| entry.path());
+    let is_step = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));
+    entries.filter(is_step).max().expect("a checkpoint")
+}

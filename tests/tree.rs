@@ -1,0 +1,106 @@
+//! Promise: published trees load, and `medusa tree` writes the tree that the calibration asks for, or says why not.
+
+use std::io::Write as _;
+use std::path::Path;
+
+use assert_cmd::Command;
+use medusa::files::write_atomic;
+use medusa::medusa::tree::{SparseTree, TreeFile};
+use medusa::medusa::tree_search::search;
+use serde_json::{Value, json};
+
+fn reference(name: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/reference").join(name);
+    serde_json::from_slice(&std::fs::read(path).expect("needs ../shared")).expect("JSON")
+}
+
+fn write(path: &Path, content: &Value) {
+    write_atomic(path, |out| write!(out, "{content}")).expect("a file of a test");
+}
+
+fn tree(arguments: &[&str], folder: &Path) -> Command {
+    let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
+    command.arg("tree").args(arguments).current_dir(folder);
+    command
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn published_trees_load_as_bare_lists() {
+    let dir = tempfile::tempdir().unwrap();
+    let published = reference("medusa_choices.json");
+    let published = published.as_object().unwrap();
+    assert_eq!(published.len(), 11);
+    for (name, choices) in published {
+        let path = dir.path().join("choices.json");
+        write(&path, choices);
+        let tree = TreeFile::load(&path).unwrap_or_else(|error| panic!("{name}: {error}")).tree;
+        assert_eq!(tree.choices().len(), if name == "hydra/single" { 1 } else { 63 }, "{name}");
+        assert_eq!(json!(tree.choices()), *choices, "{name}: the order is kept");
+        assert_eq!(tree.check_fits(5, 10), Ok(()), "{name}: for 5 heads of 10 guesses");
+    }
+}
+
+/// The published accuracies of five heads (top-1 to top-5, cumulative) and what trees of 63 nodes promise for them.
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn published_accuracies_promise_what_was_computed_for_them() {
+    let published = reference("medusa_acc.json");
+    for (model, expected) in [("7b", 2.38), ("13b", 2.48), ("33b", 2.52)] {
+        let heads = published[model]["heads"].as_array().unwrap();
+        let top = |head: &Value, k: usize| head[format!("top{k}")].as_f64().unwrap_or(0.0); // there is no top 0
+        let of_guesses = |head| (1..=5).map(|k| top(head, k) - top(head, k - 1)).collect();
+        let accuracies: Vec<Vec<f64>> = heads.iter().map(of_guesses).collect();
+        let found = search(&accuracies, 63).unwrap();
+        assert!(
+            (found.expected_tokens_per_step - expected).abs() < 0.006,
+            "{model}: {}",
+            found.expected_tokens_per_step
+        );
+    }
+}
+
+fn calibration(accuracies: &[&[f64]]) -> Value {
+    let head = |accuracy: &&[f64]| {
+        let counts: Vec<u64> = accuracy.iter().map(|a| (a * 100.0).round() as u64).collect();
+        json!({"counts": counts, "total": 100, "accuracy": accuracy})
+    };
+    let heads: Vec<Value> = accuracies.iter().map(head).collect();
+    json!({"heads": heads, "joint": {"total": 0, "paths": []}, "backbone": "b", "heads_sha256": "00", "tokens": 500})
+}
+
+#[test]
+fn the_tree_is_written_in_the_order_of_the_search() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("c.json"), &calibration(&[&[0.5, 0.25], &[0.5, 0.25]]));
+    let arguments = ["--calibration", "c.json", "--nodes", "4"];
+    let printed = tree(&arguments, dir.path()).output().unwrap();
+    tree(&[&arguments[..], &["--out", "t.json"]].concat(), dir.path()).assert().success().stdout("");
+    let written = std::fs::read_to_string(dir.path().join("t.json")).unwrap();
+    assert_eq!(String::from_utf8(printed.stdout).unwrap(), written);
+    let sha256 = medusa::files::sha256(&dir.path().join("c.json")).unwrap();
+    let expected = json!({"choices": [[0], [1], [0, 0], [0, 1]], "expected_tokens_per_step": 2.125, "nodes": 4,
+                          "calibration_sha256": sha256});
+    assert_eq!(serde_json::from_str::<Value>(&written).unwrap(), expected);
+    let loaded = TreeFile::load(&dir.path().join("t.json")).unwrap();
+    assert_eq!(loaded.tree, SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1]]).unwrap());
+}
+
+#[test]
+fn what_cannot_be_searched_is_one_clear_error() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("c.json"), &calibration(&[&[0.5, 0.25]]));
+    write(&dir.path().join("none.json"), &json!([[0]]));
+    let complaint = |arguments: &[&str], status: i32| {
+        let output = tree(arguments, dir.path()).assert().code(status).get_output().clone();
+        assert!(output.stdout.is_empty());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let many = complaint(&["--calibration", "c.json", "--nodes", "3"], 1);
+    assert!(many.contains("1 heads with the calibrated guesses make only 2"), "{many}");
+    let kind = complaint(&["--calibration", "none.json", "--nodes", "1"], 1);
+    assert!(kind.starts_with("error: none.json is no calibration"), "{kind}");
+    assert!(complaint(&["--calibration", "c.json", "--nodes", "0"], 2).contains("--nodes"));
+    assert!(complaint(&["--nodes", "3"], 2).contains("--calibration"));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2, "nothing is left behind");
+}
