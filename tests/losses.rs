@@ -9,6 +9,7 @@ use medusa::medusa::fused_loss::head_loss;
 use medusa::medusa::heads::HeadsConfig;
 use medusa::medusa::loss::{LossConfig, Targets};
 use medusa::model::weights::WeightFiles;
+use medusa::train::hidden_states::BatchStates;
 use medusa::train::log::MetricsLine;
 use medusa::train::run::{Event, Job, Outcome, Prepared};
 use medusa::train::state::TrainState;
@@ -121,7 +122,7 @@ fn gradients_of_step_zero_equal_pytorch() {
     let lm_head = backbone.lm_head_weight().expect("a plain lm_head");
     let state = TrainState::new(medusa::medusa::heads::Heads::new(&config, lm_head), optimizer);
     let batch = &prepared.batches(0)[0];
-    let hidden_nh = medusa::train::step::hidden_states(backbone, batch);
+    let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;
     for head in 0..4 {
         let targets = batch.targets(head + 2);
         let scale = loss.weight(head) / targets.positions.len() as f64;
