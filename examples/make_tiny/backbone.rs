@@ -26,7 +26,7 @@ use crate::conversations::{ASSISTANT, BOS, Conversation, ConversationSet, EOS, U
 use crate::tokenizer::{CONTEXT, VOCAB_SIZE};
 use crate::{pretty, write};
 
-const STEPS: usize = 1500;
+const STEPS: usize = 1200;
 const WARMUP_STEPS: usize = 60;
 const PEAK_RATE: f64 = 3e-3;
 /// Tokens of a batch, padding included.
@@ -34,7 +34,7 @@ const BATCH_TOKENS: usize = 2048;
 /// Rows among which batches of like length are formed.
 const SHUFFLE_WINDOW: usize = 1024;
 const MAX_GRAD_NORM: f64 = 1.0;
-const LOG_EVERY: usize = 50;
+const LOG_EVERY: usize = 25;
 /// No answer of the set is longer.
 const MAX_NEW_TOKENS: usize = 200;
 /// No loss on this target.

@@ -1,0 +1,154 @@
+//! Promise: what lies in data/tiny is small, fits together, and answers questions it was not trained on.
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+
+use medusa::data::chat_template::{ChatTemplate, Message};
+use medusa::data::prompts::{self, PromptInput};
+use medusa::data::rows::TokenRow;
+use medusa::data::tokenize::TextTokenizer;
+use medusa::model::attention::NewTokens;
+use medusa::model::kv_cache::KvCache;
+use medusa::model::llama::{Llama, Purpose};
+use tch::{Device, Kind, Tensor};
+
+const LARGEST_BYTES: u64 = 10_000_000;
+const FEWEST_PROMPTS: usize = 32;
+const ROLES: [&str; 2] = ["user", "assistant"];
+
+#[derive(serde::Deserialize)]
+struct Row {
+    text: String,
+    category: String,
+}
+
+fn tiny(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny").join(name)
+}
+
+fn rows(name: &str) -> Vec<Row> {
+    let text = std::fs::read_to_string(tiny(name)).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn tokenizer() -> TextTokenizer {
+    TextTokenizer::load(&tiny("backbone")).unwrap()
+}
+
+fn chat_template() -> ChatTemplate {
+    ChatTemplate::load(&tiny("backbone")).unwrap().expect("a chat template")
+}
+
+/// The conversation that a text spells.
+fn messages(text: &str) -> Vec<Message> {
+    let turns = text.split("<|end|>").zip(ROLES.iter().cycle());
+    let message = |(turn, role): (&str, &&str)| {
+        let content = turn.strip_prefix(&format!("<|{role}|>"));
+        Message::new(*role, content.unwrap_or_else(|| panic!("expected <|{role}|>: {turn:?}")))
+    };
+    turns.map(message).collect()
+}
+
+fn bytes_below(folder: &Path, total: &mut u64) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            bytes_below(&path, total);
+        } else {
+            *total += path.metadata().unwrap().len();
+        }
+    }
+}
+
+#[test]
+fn the_embedded_default_is_small() {
+    let mut total = 0;
+    bytes_below(&tiny(""), &mut total);
+    assert!(total < LARGEST_BYTES, "data/tiny has {total} bytes");
+}
+
+#[test]
+fn a_text_row_is_what_the_chat_template_renders() {
+    let (tokenizer, template) = (tokenizer(), chat_template());
+    for (name, one_in) in [("train.jsonl", 20), ("eval.jsonl", 1)] {
+        for row in rows(name).iter().step_by(one_in) {
+            let rendered = template.render(&messages(&row.text), false).unwrap();
+            assert_eq!(rendered, format!("<|bos|>{}<|end|>", row.text));
+            let trained = TokenRow::of_text(&row.text, &tokenizer).unwrap();
+            assert_eq!(trained.input_ids, tokenizer.encode(&rendered, false).unwrap(), "{}", row.text);
+        }
+    }
+}
+
+#[test]
+fn the_tokenizer_gives_every_text_back() {
+    let tokenizer = tokenizer();
+    let texts = rows("eval.jsonl").into_iter().map(|row| row.text);
+    for text in texts.chain(["Größe, naïve, 你好, 🦊\t\u{0}".to_owned()]) {
+        let ids = tokenizer.encode(&text, false).unwrap();
+        assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
+    }
+}
+
+#[test]
+fn no_held_out_question_was_trained_on() {
+    let first_question = |row: &Row| messages(&row.text)[0].content.clone();
+    let trained: HashSet<String> = rows("train.jsonl").iter().map(first_question).collect();
+    for row in rows("eval.jsonl") {
+        assert!(!trained.contains(&first_question(&row)), "{}", row.text);
+    }
+    for prompt in prompts::read(&tiny("prompts.jsonl")).unwrap() {
+        let PromptInput::Chat(messages) = prompt.input else { panic!("expected messages") };
+        assert!(!trained.contains(&messages[0].content), "{}", messages[0].content);
+    }
+}
+
+#[test]
+fn every_category_is_trained_evaluated_and_asked() {
+    let categories = |name: &str| rows(name).into_iter().map(|row| row.category).collect::<HashSet<_>>();
+    let prompts = prompts::read(&tiny("prompts.jsonl")).unwrap();
+    assert!(prompts.len() >= FEWEST_PROMPTS, "{} prompts", prompts.len());
+    let asked: HashSet<String> = prompts.into_iter().filter_map(|prompt| prompt.category).collect();
+    assert_eq!(categories("train.jsonl"), asked);
+    assert_eq!(categories("eval.jsonl"), asked);
+}
+
+/// Greedy tokens up to the end of the answer, which has to come.
+fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
+    const MOST: usize = 200;
+    let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+    let mut next: Vec<i64> = prompt.iter().map(|&id| i64::from(id)).collect();
+    let mut ids = Vec::new();
+    while ids.len() < MOST {
+        let n = i64::try_from(next.len()).unwrap();
+        let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
+        let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
+        cache.commit(n);
+        let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
+        if llama.config.eos_token_ids.contains(&id) {
+            return ids;
+        }
+        ids.push(i32::try_from(id).unwrap());
+        next = vec![id];
+    }
+    panic!("no end after {MOST} tokens");
+}
+
+#[test]
+fn the_tiny_backbone_answers_held_out_questions() {
+    const FEWEST_OF_ALL: f64 = 0.6;
+    let _no_grad = tch::no_grad_guard();
+    let (tokenizer, template) = (tokenizer(), chat_template());
+    let llama = Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Decoding).unwrap();
+    let conversations = rows("eval.jsonl").into_iter().step_by(5);
+    let (mut right, mut all) = (0, 0);
+    for messages in conversations.map(|row| messages(&row.text)) {
+        let input = PromptInput::Chat(messages[..1].to_vec());
+        let prompt = prompts::to_ids(&input, &tokenizer, Some(&template)).unwrap();
+        let got = tokenizer.decode(&answer(&llama, &prompt), true).unwrap();
+        right += u32::from(got == messages[1].content);
+        all += 1;
+    }
+    let rate = f64::from(right) / f64::from(all);
+    assert!(rate >= FEWEST_OF_ALL, "{right} of {all} answers are the expected ones to the letter");
+}
