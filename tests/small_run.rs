@@ -67,8 +67,8 @@ impl SmallRun {
         let config = LlamaConfig::load(&small.path("backbone")).expect("a config");
         let backbone = Llama::random(config, Kind::Float, Device::Cpu, 7);
         small.save_backbone(&backbone.weights());
-        small.write("rows.jsonl", &rows(ROWS, 1));
-        small.write("validation.jsonl", &rows(3, 2));
+        small.write("rows.jsonl", rows(ROWS, 1));
+        small.write("validation.jsonl", rows(3, 2));
         small.write("recipe.toml", RECIPE);
         small
     }
