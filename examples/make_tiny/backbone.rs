@@ -26,15 +26,15 @@ use crate::conversations::{ASSISTANT, BOS, Conversation, ConversationSet, EOS, U
 use crate::tokenizer::{CONTEXT, VOCAB_SIZE};
 use crate::{pretty, write};
 
-const STEPS: usize = 1200;
-const WARMUP_STEPS: usize = 60;
-const PEAK_RATE: f64 = 3e-3;
+const STEPS: usize = 3000;
+const WARMUP_STEPS: usize = 100;
+const PEAK_RATE: f64 = 2.5e-3;
 /// Tokens of a batch, padding included.
-const BATCH_TOKENS: usize = 2048;
+const BATCH_TOKENS: usize = 1536;
 /// Rows among which batches of like length are formed.
 const SHUFFLE_WINDOW: usize = 1024;
 const MAX_GRAD_NORM: f64 = 1.0;
-const LOG_EVERY: usize = 25;
+const LOG_EVERY: usize = 50;
 /// No answer of the set is longer.
 const MAX_NEW_TOKENS: usize = 200;
 /// No loss on this target.
@@ -137,7 +137,7 @@ fn optimizer_config() -> Result<OptimizerConfig> {
     Ok(OptimizerConfig {
         name: OptimizerName::AdamW,
         learning_rate: Positive::new(PEAK_RATE).context("PEAK_RATE")?,
-        betas: [Fraction::new(0.9).context("beta1")?, Fraction::new(0.95).context("beta2")?],
+        betas: [Fraction::new(0.9).context("beta1")?, Fraction::new(0.98).context("beta2")?],
         eps: Positive::new(1e-8).context("eps")?,
         weight_decay: NonNegative::new(0.02).context("weight decay")?,
         max_grad_norm: Positive::new(MAX_GRAD_NORM).context("MAX_GRAD_NORM")?,

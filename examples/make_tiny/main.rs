@@ -26,7 +26,7 @@ mod tokenizer;
 use conversations::{Conversation, ConversationSet, Sizes};
 
 const SEED: u64 = 42;
-const SIZES: Sizes = Sizes { train: 8000, eval: 200, prompts: 40 };
+const SIZES: Sizes = Sizes { train: 10_000, eval: 200, prompts: 40 };
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

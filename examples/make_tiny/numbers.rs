@@ -5,9 +5,11 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::conversations::{Turn, pick};
 
-pub(crate) const NAMES: [&str; 16] = [
+pub(crate) const NAMES: [&str; 40] = [
     "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jonas", "Kate", "Leo", "Maria",
-    "Noah", "Olga", "Paul",
+    "Noah", "Olga", "Paul", "Rosa", "Simon", "Tina", "Victor", "Alma", "Boris", "Celia", "Dario", "Elsa", "Frank",
+    "Gina", "Hugo", "Ida", "Jakob", "Lena", "Marco", "Nora", "Oscar", "Petra", "Ralf", "Sofia", "Theo", "Vera",
+    "Walter",
 ];
 const THINGS: [&str; 10] =
     ["apples", "books", "coins", "stamps", "marbles", "pencils", "shells", "cookies", "cards", "balloons"];
@@ -15,7 +17,7 @@ const THINGS: [&str; 10] =
 /// A word problem, answered step by step.
 pub(crate) fn arithmetic(rng: &mut ChaCha8Rng) -> Turn {
     let (name, things) = (pick(&NAMES, rng), pick(&THINGS, rng));
-    let (a, b) = (rng.random_range(5..=30), rng.random_range(2..=9));
+    let (a, b) = (rng.random_range(3..=14), rng.random_range(2..=9));
     match rng.random_range(0..4) {
         0 => Turn {
             question: format!("{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?"),
@@ -82,7 +84,7 @@ const UNITS: [(&str, &str, &str, u32); 12] = [
 /// A conversion between two units.
 pub(crate) fn units(rng: &mut ChaCha8Rng) -> Turn {
     let (one, many, small, factor) = pick(&UNITS, rng);
-    let count = rng.random_range(2..=25);
+    let count = rng.random_range(2..=12);
     let question = match rng.random_range(0..3) {
         0 => format!("How many {small} are {count} {many}?"),
         1 => format!("Please convert {count} {many} to {small}."),
@@ -97,10 +99,10 @@ pub(crate) fn units(rng: &mut ChaCha8Rng) -> Turn {
 
 /// Sorting a short list of numbers.
 pub(crate) fn sorting(rng: &mut ChaCha8Rng) -> Turn {
-    let length = rng.random_range(4..=5);
+    let length = rng.random_range(3..=4);
     let mut numbers: Vec<u32> = Vec::new();
     while numbers.len() < length {
-        let number = rng.random_range(1..=60);
+        let number = rng.random_range(1..=25);
         if !numbers.contains(&number) {
             numbers.push(number);
         }
