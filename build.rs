@@ -1,11 +1,13 @@
 //! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
-//! And `cfg(shared)`: whether the material that some tests compare with lies beside the checkout.
+//! And what tests need of the machine: `cfg(shared)`, whether the material that some compare with lies beside the checkout, and
+//! `cfg(tmpfs)`, whether a small disk can be mounted.
 
 use std::path::Path;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     shared_material();
+    small_disks();
     git_revision();
     libtorch_search_paths();
 }
@@ -19,6 +21,17 @@ fn shared_material() {
         println!("cargo::rustc-cfg=shared");
         // Only where it is: a watched file that is absent would rebuild the package every time.
         println!("cargo:rerun-if-changed={readme}");
+    }
+}
+
+/// Whether a test may mount a small file system in a namespace of its own:
+/// `#[cfg_attr(not(tmpfs), ignore = "needs to mount a tmpfs")]`.
+fn small_disks() {
+    println!("cargo::rustc-check-cfg=cfg(tmpfs)");
+    let folder = std::env::var("OUT_DIR").expect("cargo sets OUT_DIR");
+    let mount = ["--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", &folder];
+    if std::process::Command::new("unshare").args(mount).output().is_ok_and(|out| out.status.success()) {
+        println!("cargo::rustc-cfg=tmpfs");
     }
 }
 

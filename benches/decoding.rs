@@ -48,7 +48,9 @@ fn passes(criterion: &mut Criterion) {
         let new = NewTokens::pattern(&offsets, star, &backbone.config, Kind::Float, Device::Cpu);
         let tokens_n = Tensor::arange(n, (Kind::Int64, Device::Cpu));
         group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
-            b.iter(|| tch::no_grad(|| backbone.logits(&backbone.extend(&tokens_n, &new, &mut cache)).double_value(&[0, 0])));
+            b.iter(|| {
+                tch::no_grad(|| backbone.logits(&backbone.extend(&tokens_n, &new, &mut cache)).double_value(&[0, 0]))
+            });
         });
     }
     group.finish();
@@ -57,7 +59,9 @@ fn passes(criterion: &mut Criterion) {
 fn search(criterion: &mut Criterion) {
     let accuracies: Vec<Vec<f64>> =
         (0..5).map(|head| (0..10).map(|guess| 0.6 * 0.8f64.powi(head) / f64::from(guess + 1)).collect()).collect();
-    criterion.bench_function("tree_search/63", |b| b.iter(|| tree_search::search(&accuracies, 63).map(|found| found.tree.len())));
+    criterion.bench_function("tree_search/63", |b| {
+        b.iter(|| tree_search::search(&accuracies, 63).map(|found| found.tree.len()))
+    });
 }
 
 criterion_group!(benches, passes, search);

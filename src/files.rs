@@ -65,7 +65,7 @@ impl NewFolder {
     pub fn commit(mut self) -> io::Result<()> {
         sync_folder(&self.partial)?;
         if self.path.exists() {
-            fs::remove_dir_all(&self.path)?;
+            remove_folder(&self.path)?;
         }
         fs::rename(&self.partial, &self.path)?;
         self.committed = true;
@@ -79,6 +79,19 @@ impl Drop for NewFolder {
             let _ = fs::remove_dir_all(&self.partial); // best effort: the error that led here is the one to report
         }
     }
+}
+
+/// Removes a folder so that `path` holds all of it or nothing, whenever the process ends: it loses its name first.
+///
+/// # Errors
+/// Whatever the disk says.
+pub fn remove_folder(path: &Path) -> io::Result<()> {
+    let leaving = partial_name(&path.with_extension("old"));
+    match fs::remove_dir_all(&leaving) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => fs::rename(path, &leaving)?,
+    }
+    fs::remove_dir_all(&leaving)
 }
 
 /// SHA-256 of a file's bytes, in hexadecimal.
@@ -156,5 +169,9 @@ mod tests {
         folder.commit().unwrap();
         assert_eq!(fs::read(path.join("x")).unwrap(), b"x");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        NewFolder::create(&path).unwrap().commit().unwrap();
+        assert!(!path.join("x").exists() && path.exists());
+        remove_folder(&path).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 }

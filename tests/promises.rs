@@ -1,6 +1,7 @@
 //! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
 
 mod backbone;
+mod bad_input;
 mod calibrate;
 mod command_line;
 mod data;
@@ -10,5 +11,7 @@ mod layering;
 mod losses;
 mod readme;
 mod recipe;
+mod small_run;
 mod training_command;
+mod training_run;
 mod tree;

@@ -192,7 +192,6 @@ fn every_key_of_a_later_version_is_refused_by_name() {
         ("learning_rate = 1e-3", "medusa_lr_multiplier = 4.0"),
         ("max_length = 64", "chat_template = \"vicuna\""),
         ("max_length = 64", "loss_on = \"assistant\""),
-        ("epochs = 2", "hidden_state_cache = \"states\""),
         ("epochs = 2", "recompute = true"),
     ] {
         let error = error_of(before, &format!("{before}\n{key}"));

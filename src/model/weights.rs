@@ -7,17 +7,18 @@
     reason = "memory maps: the file must not be truncated while the program runs, as with every loader of safetensors"
 )]
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
-use safetensors::{Dtype, SafeTensorError, SafeTensors, View};
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
+use crate::files::write_atomic;
 use crate::torch::bytes;
 
 /// Hugging Face's names of a Llama's weights.
@@ -298,50 +299,37 @@ pub fn map_file(path: &Path) -> io::Result<Mmap> {
     unsafe { Mmap::map(&file) }
 }
 
-/// Writes tensors (in memory order of their names) as one safetensors file, fsynced. CPU copies are made one tensor at a time.
-/// The file appears under its name only when it is whole.
+/// Writes tensors, in the order given, as one safetensors file, fsynced; each is copied to the CPU when its turn comes.
+/// The file appears under its name only when it is whole. (The crate's own `serialize_to_file` makes files that nobody but
+/// their owner can read.)
 ///
 /// # Errors
 /// [`WeightsError::Write`], with the disk's words.
 pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), WeightsError> {
-    let views = tensors.iter().map(|(name, tensor)| (name.as_str(), Saved::new(tensor)));
-    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]); // transformers refuses files without it
-    let write_error = |reason| WeightsError::Write { path: path.into(), reason };
-    safetensors::serialize_to_file(views, Some(format), path).map_err(write_error)?;
-    File::open(path).and_then(|file| file.sync_all()).map_err(|e| write_error(e.into()))
+    let header = header(tensors).map_err(|reason| WeightsError::Write { path: path.into(), reason })?;
+    let written = write_atomic(path, |out| {
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        tensors.iter().try_for_each(|(_, tensor)| out.write_all(bytes::of(&tensor.to_device(Device::Cpu).contiguous())))
+    });
+    written.map_err(|e| WeightsError::Write { path: path.into(), reason: e.into() })
 }
 
-struct Saved<'t> {
-    tensor: &'t Tensor,
-    shape: Vec<usize>,
-}
-
-impl<'t> Saved<'t> {
-    fn new(tensor: &'t Tensor) -> Self {
+/// The JSON header, padded so that the data behind it is aligned.
+fn header(tensors: &[(String, &Tensor)]) -> Result<Vec<u8>, SafeTensorError> {
+    let mut end = 0;
+    let mut info = |tensor: &Tensor| {
+        let start = end;
+        end += tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let dtype = DTYPES.iter().find(|(_, kind)| *kind == tensor.kind()).expect("a dtype that safetensors has").0;
         let shape = tensor.size().iter().map(|&d| usize::try_from(d).expect("a length is not negative")).collect();
-        Self { tensor, shape }
-    }
-}
-
-impl View for Saved<'_> {
-    fn dtype(&self) -> Dtype {
-        DTYPES.iter().find(|(_, kind)| *kind == self.tensor.kind()).expect("a dtype that safetensors has").0
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        if self.tensor.device() == Device::Cpu && self.tensor.is_contiguous() {
-            return bytes::of(self.tensor).into();
-        }
-        bytes::of(&self.tensor.to_device(Device::Cpu).contiguous()).to_vec().into()
-    }
-
-    fn data_len(&self) -> usize {
-        self.tensor.numel() * self.tensor.kind().elt_size_in_bytes()
-    }
+        TensorInfo { dtype, shape, data_offsets: (start, end) }
+    };
+    let infos = tensors.iter().map(|(name, tensor)| (name.clone(), info(tensor))).collect();
+    let format = HashMap::from([("format".to_owned(), "pt".to_owned())]); // transformers refuses files without it
+    let mut header = serde_json::to_vec(&Metadata::new(Some(format), infos)?)?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    Ok(header)
 }
 
 /// What we write and read.

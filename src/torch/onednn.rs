@@ -36,8 +36,7 @@ pub struct PackedWeight {
 impl PackedWeight {
     /// Packs a CPU weight `[O, I]` of float32 or bfloat16; `None` where oneDNN or this dtype cannot: use libtorch's linear then.
     pub fn pack(weight_oi: &Tensor) -> Option<Self> {
-        let packable = weight_oi.device() == Device::Cpu && matches!(weight_oi.kind(), Kind::Float | Kind::BFloat16);
-        if !packable || !tch::utils::has_mkldnn() {
+        if !can(weight_oi) {
             return None;
         }
         let mut handle: Handle = ptr::null_mut();
@@ -59,26 +58,45 @@ impl PackedWeight {
     /// # Panics
     /// If oneDNN refuses the product: the shapes clash.
     pub fn linear(&self, x_ni: &Tensor, bias_o: Option<&Tensor>) -> Tensor {
-        let bias: Handle = bias_o.map_or(ptr::null_mut(), |b| b.as_ptr().cast_mut().cast());
-        let bias_pointer = if bias.is_null() { ptr::null() } else { &raw const bias };
-        let mut output: Handle = ptr::null_mut();
-        // SAFETY: all handles are at::Tensor* borrowed for the call; "none" takes no scalars and no algorithm.
-        let status = unsafe {
-            aoti_torch_cpu__linear_pointwise(
-                x_ni.as_ptr().cast_mut().cast(),
-                self.packed.as_ptr().cast_mut().cast(),
-                bias_pointer,
-                c"none".as_ptr(),
-                ptr::null(),
-                0,
-                &c"".as_ptr(),
-                &raw mut output,
-            )
-        };
-        assert_eq!(status, 0, "oneDNN linear of {x_ni:?} failed");
-        // SAFETY: on success the output is an owned at::Tensor*.
-        unsafe { Tensor::from_ptr(output.cast()) }
+        pointwise_linear(x_ni, &self.packed, bias_o)
     }
+}
+
+/// `x·Wᵀ` for many rows: `[N, I]` to `[N, O]`, by oneDNN where it can, because its product of float32 is about 1.4 times as fast
+/// as libtorch's own (MKL's) on CPUs with AVX-512; else by libtorch's linear.
+pub fn linear(x_ni: &Tensor, weight_oi: &Tensor) -> Tensor {
+    if can(x_ni) && can(weight_oi) {
+        pointwise_linear(x_ni, weight_oi, None)
+    } else {
+        x_ni.linear::<Tensor>(weight_oi, None)
+    }
+}
+
+fn can(tensor: &Tensor) -> bool {
+    tensor.device() == Device::Cpu && matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tch::utils::has_mkldnn()
+}
+
+/// `weight` plain or packed.
+fn pointwise_linear(x_ni: &Tensor, weight: &Tensor, bias_o: Option<&Tensor>) -> Tensor {
+    let bias: Handle = bias_o.map_or(ptr::null_mut(), |b| b.as_ptr().cast_mut().cast());
+    let bias_pointer = if bias.is_null() { ptr::null() } else { &raw const bias };
+    let mut output: Handle = ptr::null_mut();
+    // SAFETY: all handles are at::Tensor* borrowed for the call; "none" takes no scalars and no algorithm.
+    let status = unsafe {
+        aoti_torch_cpu__linear_pointwise(
+            x_ni.as_ptr().cast_mut().cast(),
+            weight.as_ptr().cast_mut().cast(),
+            bias_pointer,
+            c"none".as_ptr(),
+            ptr::null(),
+            0,
+            &c"".as_ptr(),
+            &raw mut output,
+        )
+    };
+    assert_eq!(status, 0, "oneDNN linear of {x_ni:?} failed");
+    // SAFETY: on success the output is an owned at::Tensor*.
+    unsafe { Tensor::from_ptr(output.cast()) }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::files::{NewFolder, is_partial, write_synced};
+use crate::files::{NewFolder, is_partial, remove_folder, write_synced};
 use crate::medusa::heads::{HEADS_FILE, Heads};
 use crate::model::weights::{WeightFiles, WeightsError, save};
 use crate::train::state::TrainState;
@@ -82,7 +82,7 @@ pub fn save_step(run: &Path, state: &TrainState, keep: NonZeroUsize) -> Result<P
     let mut steps = steps(run)?;
     steps.truncate(steps.len().saturating_sub(keep.get()));
     for (_, old) in steps {
-        fs::remove_dir_all(&old).map_err(|e| io_error("remove", &old, e))?;
+        remove_folder(&old).map_err(|e| io_error("remove", &old, e))?;
     }
     Ok(path)
 }
@@ -149,6 +149,15 @@ pub fn remove_partial(run: &Path) -> Result<(), CheckpointError> {
 /// [`CheckpointError::Io`].
 pub fn holds_a_run(run: &Path) -> Result<bool, CheckpointError> {
     Ok(run.exists() && entries(run)?.iter().any(|path| !file_name(path).is_some_and(is_partial)))
+}
+
+/// Whether a folder holds `name` and, besides leftovers of interrupted writes, nothing else.
+///
+/// # Errors
+/// [`CheckpointError::Io`].
+pub fn holds_only(run: &Path, name: &str) -> Result<bool, CheckpointError> {
+    let mut names = entries(run)?.into_iter().filter(|path| !file_name(path).is_some_and(is_partial));
+    Ok(names.next().is_some_and(|path| file_name(&path) == Some(name)) && names.next().is_none())
 }
 
 /// Checkpoints of a run by step, oldest first.

@@ -1,15 +1,19 @@
 //! What a run writes down while it trains: `metrics.jsonl`, and the same curves as TensorBoard events.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use protobuf::Message;
 use serde::{Deserialize, Serialize};
-use tensorboard_rs::summary_writer::SummaryWriter;
+use tensorboard_proto::event::Event;
+use tensorboard_proto::summary::Summary;
+use tensorboard_rs::record_writer::RecordWriter;
+use tensorboard_rs::summary::scalar;
 
 use crate::files::write_atomic;
 use crate::medusa::fused_loss::TOP;
-use crate::torch::{TorchPanic, guard};
 use crate::train::step::HeadMetrics;
 
 /// What can go wrong while writing it down.
@@ -33,9 +37,6 @@ pub enum LogError {
         /// Where and why.
         source: serde_json::Error,
     },
-    /// tensorboard-rs panics where others return errors.
-    #[error("TensorBoard events: {0}")]
-    Events(#[from] TorchPanic),
 }
 
 /// One line of `metrics.jsonl`.
@@ -140,11 +141,11 @@ impl MetricsLine {
 }
 
 /// Both logs of a run.
+#[derive(Debug)]
 pub struct RunLog {
     path: PathBuf,
     lines: File,
-    /// Dropped through `guard`: its destructor panics when the disk is full.
-    events: Option<SummaryWriter>,
+    events: EventFile,
 }
 
 impl RunLog {
@@ -156,19 +157,22 @@ impl RunLog {
     pub fn open(run: &Path, step: usize) -> Result<Self, LogError> {
         let path = run.join("metrics.jsonl");
         let error = |source| LogError::Io { path: path.clone(), source };
-        let kept: Vec<MetricsLine> = read_lines(&path)?.into_iter().filter(|line| line.step <= step).collect();
-        write_atomic(&path, |out| kept.iter().try_for_each(|line| write_line(out, line))).map_err(error)?;
-        let folder = run.join("tensorboard");
-        if folder.exists() {
-            fs::remove_dir_all(&folder).map_err(|source| LogError::Io { path: folder.clone(), source })?;
-        }
+        let kept: Vec<_> = read_texts(&path)?.into_iter().filter(|(_, line)| line.step <= step).collect();
+        let write_kept =
+            |out: &mut BufWriter<File>| kept.iter().try_for_each(|(text, _)| out.write_all(text.as_bytes()));
+        write_atomic(&path, write_kept).map_err(error)?;
         let lines = OpenOptions::new().append(true).open(&path).map_err(error)?;
-        let events = guard("opening the event file", || SummaryWriter::new(&folder))?;
-        let mut log = Self { path, lines, events: Some(events) };
-        for line in &kept {
-            log.add_events(line)?;
-        }
-        Ok(log)
+        let mut events = EventFile::create(&run.join("tensorboard"))?;
+        kept.iter().try_for_each(|(_, line)| events.append(line))?;
+        Ok(Self { path, lines, events })
+    }
+
+    /// Waits until the disk has every line. Before a checkpoint: a run that goes on from it needs the lines up to it.
+    ///
+    /// # Errors
+    /// [`LogError`].
+    pub fn sync(&self) -> Result<(), LogError> {
+        self.lines.sync_all().map_err(|source| LogError::Io { path: self.path.clone(), source })
     }
 
     /// Appends one line to both.
@@ -177,36 +181,62 @@ impl RunLog {
     /// [`LogError`].
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), LogError> {
         write_line(&mut self.lines, line).map_err(|source| LogError::Io { path: self.path.clone(), source })?;
-        self.add_events(line)
+        self.events.append(line)
+    }
+}
+
+/// An event file of TensorBoard, one event a line of metrics.jsonl.
+struct EventFile {
+    path: PathBuf,
+    records: RecordWriter<BufWriter<File>>,
+}
+
+impl EventFile {
+    /// The only file in `folder`, whatever was there.
+    fn create(folder: &Path) -> Result<Self, LogError> {
+        let error = |path: &Path, source| LogError::Io { path: path.into(), source };
+        if folder.exists() {
+            fs::remove_dir_all(folder).map_err(|e| error(folder, e))?;
+        }
+        fs::create_dir_all(folder).map_err(|e| error(folder, e))?;
+        let path = folder.join(format!("events.out.tfevents.{:010.0}.medusa-train", now()));
+        let file = File::create(&path).map_err(|e| error(&path, e))?;
+        let mut events = Self { path, records: RecordWriter::new(BufWriter::new(file)) };
+        let mut first = Event::new();
+        first.set_file_version("brain.Event:2".into());
+        events.write(first)?;
+        Ok(events)
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
-    fn add_events(&mut self, line: &MetricsLine) -> Result<(), LogError> {
-        let Some(events) = self.events.as_mut() else { return Ok(()) };
-        let add = || {
-            line.curves().iter().for_each(|(tag, value)| events.add_scalar(tag, *value as f32, line.step));
-            events.flush();
-        };
-        guard("writing the event file", add).inspect_err(|_| self.close())?;
-        Ok(())
+    fn append(&mut self, line: &MetricsLine) -> Result<(), LogError> {
+        let mut summary = Summary::new();
+        for (tag, value) in line.curves() {
+            summary.mut_value().extend(scalar(&tag, value as f32).take_value());
+        }
+        let mut event = Event::new();
+        event.set_step(line.step as i64);
+        event.set_summary(summary);
+        self.write(event)
     }
 
-    fn close(&mut self) {
-        let events = self.events.take();
-        let _ = guard("closing the event file", || drop(events)); // a failed write was reported when it was made
-    }
-}
-
-impl Drop for RunLog {
-    fn drop(&mut self) {
-        self.close();
+    fn write(&mut self, mut event: Event) -> Result<(), LogError> {
+        event.set_wall_time(now());
+        let bytes = event.write_to_bytes().map_err(io::Error::from);
+        let written = bytes.and_then(|bytes| self.records.write(&bytes)).and_then(|()| self.records.flush());
+        written.map_err(|source| LogError::Io { path: self.path.clone(), source })
     }
 }
 
-impl std::fmt::Debug for RunLog {
+impl std::fmt::Debug for EventFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RunLog").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("EventFile").field("path", &self.path).finish_non_exhaustive()
     }
+}
+
+/// Seconds since 1970, as events carry them.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
 /// All whole lines of a `metrics.jsonl`; a last line cut off by a crash is left out. No file, no lines.
@@ -214,6 +244,11 @@ impl std::fmt::Debug for RunLog {
 /// # Errors
 /// [`LogError`].
 pub fn read_lines(path: &Path) -> Result<Vec<MetricsLine>, LogError> {
+    Ok(read_texts(path)?.into_iter().map(|(_, line)| line).collect())
+}
+
+/// As [`read_lines`], each with its text, newline included: reading and writing a number again may change its last digit.
+fn read_texts(path: &Path) -> Result<Vec<(String, MetricsLine)>, LogError> {
     let error = |source| LogError::Io { path: path.into(), source };
     let file = match File::open(path) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
@@ -224,8 +259,8 @@ pub fn read_lines(path: &Path) -> Result<Vec<MetricsLine>, LogError> {
     let mut text = String::new();
     while reader.read_line(&mut text).map_err(error)? > 0 && text.ends_with('\n') {
         let parsed = serde_json::from_str(&text);
-        lines.push(parsed.map_err(|source| LogError::Line { path: path.into(), line: lines.len() + 1, source })?);
-        text.clear();
+        let line = parsed.map_err(|source| LogError::Line { path: path.into(), line: lines.len() + 1, source })?;
+        lines.push((std::mem::take(&mut text), line));
     }
     Ok(lines)
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 pub mod checkpoint;
+pub mod hidden_states;
 pub mod log;
 pub mod run;
 pub mod schedule;
@@ -44,7 +45,10 @@ pub struct TrainConfig {
     /// Older checkpoints are removed.
     #[serde(default = "three")]
     pub keep_checkpoints: NonZeroUsize,
-    /// Keep the backbone's hidden states on disk across epochs.
+    /// Folder that keeps the backbone's hidden states, so that later epochs, and later runs on the same rows, need not run
+    /// the backbone. It takes hidden_size × bytes of backbone.dtype for each token from which a head learns (4096 × 2 =
+    /// 8 KiB a token for a 7B model in bfloat16); `--check` says how much in all. Files of other rows or backbones in it are not
+    /// removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hidden_state_cache: Option<PathBuf>,
 }

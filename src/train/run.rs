@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::data::loader::{Batch, Loader};
 use crate::data::pack::PackReport;
@@ -22,10 +22,14 @@ use crate::torch::optim::OptimizerConfig;
 use crate::torch::{self, LIBTORCH_VERSION, TorchPanic, guard, memory};
 use crate::train::TrainConfig;
 use crate::train::checkpoint::{self, CheckpointError, HeadsFolderConfig};
+use crate::train::hidden_states::{self, HiddenStates, HiddenStatesError, KeptStates};
 use crate::train::log::{LogError, MetricsLine, RunLog, Split, UpdateLine};
 use crate::train::schedule::ScheduleConfig;
 use crate::train::state::TrainState;
-use crate::train::step::{StepError, evaluate, train_step};
+use crate::train::step::{StepError, check_finite, evaluate, train_step};
+
+const RECIPE: &str = "recipe.toml";
+const PROVENANCE: &str = "provenance.json";
 
 /// Why a run ended early, or did not begin.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +41,7 @@ pub enum TrainError {
     #[error("heads.init_from: {0}")]
     InitFrom(#[from] HeadsError),
     /// The heads to start from have another shape than the recipe's.
-    #[error("heads.init_from {}: expected {expected:?}, got {got:?}", path.display())]
+    #[error("heads.init_from {}: expected {}, as in the recipe, got {}", path.display(), in_words(expected), in_words(got))]
     InitShape {
         /// The folder.
         path: PathBuf,
@@ -84,12 +88,21 @@ pub enum TrainError {
         /// Why.
         source: std::io::Error,
     },
+    /// Kept hidden states.
+    #[error(transparent)]
+    HiddenStates(#[from] HiddenStatesError),
     /// A step.
     #[error(transparent)]
     Step(#[from] StepError),
     /// libtorch.
     #[error("{}", with_advice(_0))]
     Torch(#[from] TorchPanic),
+}
+
+fn in_words(shape: &HeadsShape) -> String {
+    let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = shape;
+    let w2 = if shape.vocab_size == 0 { "the backbone's lm_head" } else { "their own output layer" };
+    format!("medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}")
 }
 
 fn with_advice(panic: &TorchPanic) -> String {
@@ -144,6 +157,15 @@ pub struct Prepared {
 pub enum Event<'e> {
     /// The run goes on from this checkpoint.
     Resumed(&'e Path),
+    /// Hidden states are kept in this file, for so many of the training sequences already.
+    HiddenStates {
+        /// The file.
+        path: &'e Path,
+        /// Sequences that need no backbone.
+        filled: usize,
+        /// All sequences.
+        sequences: usize,
+    },
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),
     /// The validation rows were evaluated.
@@ -200,6 +222,7 @@ impl Prepared {
         let epochs = job.train.epochs.map(|epochs| epochs.get() * train.steps_per_epoch());
         let total_steps = job.train.max_steps.map(|steps| steps.get()).or(epochs).unwrap_or(0);
         let heads_shape = shape_of(&job.heads, &backbone);
+        heads_to_start_from(&job.heads, heads_shape, &backbone)?; // what is wrong with them is told before anything is written
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         Ok(Self {
             job,
@@ -237,13 +260,17 @@ impl Prepared {
             checkpoint::restore(&checkpoint, &mut state)?;
             tell(Event::Resumed(&checkpoint));
         }
+        let mut hidden_states = self.hidden_states(tell)?;
         let mut log = RunLog::open(run, state.step)?;
         while state.step < self.total_steps {
-            let line = self.step(&mut state)?;
+            let line = self.step(&mut state, &mut hidden_states)?;
             self.after_step(&state, &line, &mut log, tell)?;
             let saves = state.step.is_multiple_of(self.job.train.save_every.get());
             let stop = interrupted.load(Ordering::Relaxed) && state.step < self.total_steps;
             if saves || stop {
+                check_finite(&state)?;
+                hidden_states.commit()?;
+                log.sync()?;
                 let saved = checkpoint::save_step(run, &state, self.job.train.keep_checkpoints)?;
                 tell(Event::Saved(&saved));
                 if stop {
@@ -251,6 +278,9 @@ impl Prepared {
                 }
             }
         }
+        check_finite(&state)?;
+        hidden_states.commit()?;
+        log.sync()?;
         Ok(Outcome::Finished(checkpoint::save_final(run, &state.heads, &self.heads_config())?))
     }
 
@@ -269,6 +299,13 @@ impl Prepared {
         (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
     }
 
+    /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
+    pub fn hidden_state_bytes(&self) -> Option<u64> {
+        let num_heads = self.heads_shape.medusa_num_heads;
+        let bytes = || hidden_states::file_bytes(self.train.sequences(), num_heads, &self.backbone);
+        self.job.train.hidden_state_cache.as_ref().map(|_| bytes())
+    }
+
     /// The micro batches of an optimizer step, counted from 0.
     pub fn batches(&self, step: usize) -> Vec<Batch> {
         self.train.step(step)
@@ -279,13 +316,25 @@ impl Prepared {
         self.train.steps_per_epoch()
     }
 
-    fn step(&self, state: &mut TrainState) -> Result<MetricsLine, TrainError> {
+    /// Where steps get hidden states from, as the recipe says.
+    fn hidden_states(&self, tell: &mut dyn FnMut(Event)) -> Result<HiddenStates<'_>, TrainError> {
+        let Some(folder) = &self.job.train.hidden_state_cache else {
+            return Ok(HiddenStates::Computed(&self.backbone));
+        };
+        let (from, num_heads) = (Path::new(&self.job.backbone.path), self.heads_shape.medusa_num_heads);
+        let kept = KeptStates::open(folder, &self.backbone, from, self.train.sequences(), num_heads)?;
+        let sequences = self.train.sequences().len();
+        tell(Event::HiddenStates { path: kept.path(), filled: kept.filled(), sequences });
+        Ok(HiddenStates::Kept(kept))
+    }
+
+    fn step(&self, state: &mut TrainState, hidden_states: &mut HiddenStates) -> Result<MetricsLine, TrainError> {
         let began = Instant::now();
         let batches = self.train.step(state.step);
         let rate = self.job.optimizer.learning_rate.get() * self.job.schedule.factor(state.step, self.total_steps);
         let max_norm = self.job.optimizer.max_grad_norm.get();
-        let work = format!("training step {}", state.step);
-        let outcome = guard(&work, || train_step(&self.backbone, state, &batches, &self.job.loss, rate, max_norm))??;
+        let work = format!("training step {}", state.step + 1);
+        let outcome = guard(&work, || train_step(hidden_states, state, &batches, &self.job.loss, rate, max_norm))??;
         let mut line =
             MetricsLine::new(Split::Train, state.step, self.epoch(state.step), state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {
@@ -315,6 +364,9 @@ impl Prepared {
         if let Some(validation) = self.validation.as_ref().filter(|_| due || last) {
             let batches: Vec<Batch> = validation.eval_batches().collect();
             let metrics = guard("the evaluation", || evaluate(&self.backbone, &state.heads, &batches, &self.job.loss))?;
+            if !metrics.loss.is_finite() {
+                return Err(StepError::EvaluationNotFinite { step: state.step, value: metrics.loss }.into());
+            }
             let line =
                 MetricsLine::new(Split::Validation, state.step, self.epoch(state.step), metrics.tokens, &metrics);
             log.append(&line)?;
@@ -328,19 +380,11 @@ impl Prepared {
     }
 
     fn first_state(&self) -> Result<TrainState, TrainError> {
-        let heads = match &self.job.heads.init_from {
+        let heads = match heads_to_start_from(&self.job.heads, self.heads_shape, &self.backbone)? {
             None => Heads::new(&self.job.heads, self.backbone.lm_head_weight().expect("loaded for training")),
-            Some(folder) => self.heads_from(folder)?,
+            Some(heads) => heads.for_training(),
         };
         Ok(TrainState::new(heads, self.job.optimizer.clone()))
-    }
-
-    fn heads_from(&self, folder: &Path) -> Result<Heads, TrainError> {
-        let heads = Heads::load(folder, &self.backbone)?;
-        if heads.shape() != self.heads_shape {
-            return Err(TrainError::InitShape { path: folder.into(), expected: self.heads_shape, got: heads.shape() });
-        }
-        Ok(heads.for_training())
     }
 
     fn heads_config(&self) -> HeadsFolderConfig<'_> {
@@ -361,55 +405,54 @@ impl Prepared {
                 let why = "is not empty: go on with --resume, or choose another folder (nothing is ever overwritten)";
                 return Err(taken(why.into()));
             }
-            self.check_same_run(run).map_err(taken)?;
-            checkpoint::remove_partial(run)?;
-            return Ok(());
+            if run.join(RECIPE).exists() {
+                self.check_same_run(run).map_err(taken)?;
+                return Ok(checkpoint::remove_partial(run)?);
+            }
+            if !checkpoint::holds_only(run, PROVENANCE)? {
+                let why = "holds files but no recipe.toml, so no run to resume: choose another folder";
+                return Err(taken(why.into()));
+            } // else interrupted between the two files: nothing was trained yet
         }
-        let io = |path: &Path, source| TrainError::Io { path: path.into(), source };
-        fs::create_dir_all(run).map_err(|e| io(run, e))?;
+        let io = |source| TrainError::Io { path: run.into(), source };
+        fs::create_dir_all(run).map_err(io)?;
+        self.fill_folder(run).inspect_err(|_| {
+            let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the error that led here is the one to report
+            let _ = fs::remove_dir(run);
+        })
+    }
+
+    fn fill_folder(&self, run: &Path) -> Result<(), TrainError> {
+        let write = |name: &str, text: &str| {
+            let path = run.join(name);
+            write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|source| TrainError::Io { path, source })
+        };
         checkpoint::remove_partial(run)?;
-        let provenance = run.join("provenance.json");
-        let text = serde_json::to_string_pretty(&self.provenance()).expect("provenance is plain data") + "\n";
-        write_atomic(&provenance, |out| out.write_all(text.as_bytes())).map_err(|e| io(&provenance, e))?;
+        write(PROVENANCE, &(serde_json::to_string_pretty(&self.provenance()).expect("plain data") + "\n"))?;
         // Last: a folder with a recipe.toml has everything that a resumed run checks.
-        let recipe = run.join("recipe.toml");
-        write_atomic(&recipe, |out| out.write_all(self.job.resolved_recipe.as_bytes())).map_err(|e| io(&recipe, e))
+        write(RECIPE, &self.job.resolved_recipe)
     }
 
     fn check_same_run(&self, run: &Path) -> Result<(), String> {
-        let no_run = |e: std::io::Error| format!("holds other files and no whole run ({e}): choose another folder");
-        let Ok(recipe) = fs::read_to_string(run.join("recipe.toml")) else {
-            let only_provenance =
-                fs::read_dir(run).map_err(no_run)?.flatten().all(|e| e.file_name() == "provenance.json");
-            let why = "holds files but no recipe.toml, so no run to resume: choose another folder";
-            return if only_provenance { self.rewrite_claim(run) } else { Err(why.into()) };
+        let read = |name: &str| {
+            fs::read_to_string(run.join(name)).map_err(|e| format!("holds a run whose {name} cannot be read: {e}"))
         };
-        let differs = recipe.lines().zip(self.job.resolved_recipe.lines()).find(|(old, new)| old != new);
-        if recipe != self.job.resolved_recipe {
-            let (old, new) = differs.unwrap_or(("another number of lines", ""));
-            return Err(format!(
-                "holds another run: its recipe.toml says `{old}`, this recipe `{new}`; use that recipe, or another folder"
-            ));
+        if let Some(difference) = difference(&read(RECIPE)?, &self.job.resolved_recipe) {
+            return Err(format!("holds another run: {difference}; use that recipe, or another folder"));
         }
-        let text = fs::read_to_string(run.join("provenance.json")).map_err(no_run)?;
-        let before: Provenance =
-            serde_json::from_str(&text).map_err(|e| format!("has a broken provenance.json: {e}"))?;
+        let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
+            .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
         let now = self.data_files();
-        let changed = before.data.iter().zip(&now).find(|(old, new)| old != new).map(|(old, _)| old.path.clone());
-        if before.data != now {
-            let file = changed.unwrap_or_default();
-            return Err(format!(
+        let changed = |one: &[HashedFile], other: &[HashedFile]| {
+            one.iter().find(|file| !other.contains(file)).map(|file| file.path.display().to_string())
+        };
+        match changed(&before.data, &now).or_else(|| changed(&now, &before.data)) {
+            None if before.data == now => Ok(()),
+            file => Err(format!(
                 "holds a run on other data: {} changed since it began; a resumed run must see the same rows",
-                file.display()
-            ));
+                file.as_deref().unwrap_or("the order of the files")
+            )),
         }
-        Ok(())
-    }
-
-    /// Interrupted between provenance.json and recipe.toml: nothing was trained yet.
-    fn rewrite_claim(&self, run: &Path) -> Result<(), String> {
-        let recipe = run.join("recipe.toml");
-        write_atomic(&recipe, |out| out.write_all(self.job.resolved_recipe.as_bytes())).map_err(|e| e.to_string())
     }
 
     fn provenance(&self) -> Provenance {
@@ -432,6 +475,21 @@ impl Prepared {
     }
 }
 
+/// What two recipes say differently, for people; `None` for equal ones.
+fn difference(before: &str, now: &str) -> Option<String> {
+    let only_in = |one: &str, other: &str| {
+        let line = one.lines().find(|line| !other.lines().any(|l| l == *line));
+        line.map(str::to_owned)
+    };
+    match (only_in(before, now), only_in(now, before)) {
+        _ if before == now => None,
+        (Some(old), Some(new)) => Some(format!("its recipe.toml says `{old}`, this recipe `{new}`")),
+        (Some(old), None) => Some(format!("its recipe.toml says `{old}`, this recipe does not")),
+        (None, Some(new)) => Some(format!("this recipe says `{new}`, its recipe.toml does not")),
+        (None, None) => Some("its recipe.toml has the same lines in other tables".into()),
+    }
+}
+
 fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {
     HeadsShape {
         medusa_num_heads: heads.medusa_num_heads.get(),
@@ -439,6 +497,19 @@ fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {
         hidden_size: backbone.config.hidden_size,
         vocab_size: if heads.shared_lm_head { 0 } else { backbone.config.vocab_size },
     }
+}
+
+/// `heads.init_from`, in float32: a backbone of fewer bits says nothing about the heads.
+fn heads_to_start_from(
+    config: &HeadsConfig,
+    expected: HeadsShape,
+    backbone: &Llama,
+) -> Result<Option<Heads>, TrainError> {
+    let Some(path) = &config.init_from else { return Ok(None) };
+    let size = [backbone.config.vocab_size, backbone.config.hidden_size];
+    let heads = Heads::load_for(path, size, Kind::Float, backbone.device())?;
+    let got = heads.shape();
+    if got == expected { Ok(Some(heads)) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
 }
 
 /// Rows of tokens need no tokenizer, so a folder without one is no error here.

@@ -7,9 +7,9 @@ use crate::data::loader::Batch;
 use crate::medusa::fused_loss::{HeadSums, TOP, head_loss};
 use crate::medusa::heads::Heads;
 use crate::medusa::loss::{LossConfig, Targets};
-use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::torch::optim::adamw::gradient_norm;
+use crate::train::hidden_states::{BatchStates, HiddenStates, HiddenStatesError};
 use crate::train::state::TrainState;
 
 /// Loss and accuracies of every head over some batches. Each head is measured over its own targets.
@@ -30,11 +30,11 @@ pub struct HeadMetrics {
 pub enum StepError {
     /// The loss or the gradient is no number.
     #[error(
-        "step {step}: {what} is {value}, so the update was not made; sequences {sequences:?} of the training data; lower \
-         optimizer.learning_rate, or look for broken weights"
+        "step {step}: {what} is {value}, so the update was not made; sequences {sequences:?} of the training data \
+         (counted from 0, before shuffling); lower optimizer.learning_rate, or look for broken weights"
     )]
     NotFinite {
-        /// 0-based.
+        /// The step that was not made, counted from 1 as in metrics.jsonl.
         step: usize,
         /// The loss or the gradient norm.
         what: &'static str,
@@ -42,6 +42,30 @@ pub enum StepError {
         value: f64,
         /// Indices of the sequences of this step.
         sequences: Vec<usize>,
+    },
+    /// Kept hidden states.
+    #[error(transparent)]
+    HiddenStates(#[from] HiddenStatesError),
+    /// The update itself overflowed.
+    #[error(
+        "step {step}: the update made {parameter} of the heads infinite or no number; lower optimizer.learning_rate"
+    )]
+    HeadsNotFinite {
+        /// Counted from 1.
+        step: usize,
+        /// The first such tensor.
+        parameter: String,
+    },
+    /// The loss on the validation rows is no number.
+    #[error(
+        "after step {step} the loss on the validation rows is {value}; lower optimizer.learning_rate, or look for broken \
+         weights"
+    )]
+    EvaluationNotFinite {
+        /// Counted from 1.
+        step: usize,
+        /// Its value.
+        value: f64,
     },
 }
 
@@ -60,7 +84,7 @@ pub struct StepOutcome {
 /// # Errors
 /// [`StepError`]; the parameters are as before then.
 pub fn train_step(
-    backbone: &Llama,
+    hidden_states: &mut HiddenStates,
     state: &mut TrainState,
     batches: &[Batch],
     loss: &LossConfig,
@@ -73,20 +97,21 @@ pub fn train_step(
     let counts = count_targets(&targets, num_heads);
     let mut sums = MetricSums::new(num_heads, counts);
     for (batch, targets) in batches.iter().zip(&targets) {
-        let hidden_nh = hidden_states(backbone, batch);
+        let states = hidden_states.of(batch)?;
         for head in 0..num_heads {
             let scale = loss.weight(head) / sums.counts[head].max(1) as f64;
-            let of_head = targets.of_head(head, &hidden_nh);
+            let of_head = targets.of_head(head, &states);
             let gradients = state.gradients_of(head);
-            let w2 = w2_of(&state.heads, head, backbone);
-            sums.add(head, head_loss(state.heads.head(head), w2, &hidden_nh, &of_head, Some((&gradients, scale))));
+            let w2 = w2_of(&state.heads, head, hidden_states.backbone());
+            let into = Some((&gradients, scale));
+            sums.add(head, head_loss(state.heads.head(head), w2, &states.hidden_nh, &of_head, into));
         }
     }
     let metrics = sums.finish(loss, input_tokens(batches));
     let grad_norm = gradient_norm(&state.parameters);
     for (what, value) in [("the loss", metrics.loss), ("the gradient norm", grad_norm)] {
         if !value.is_finite() {
-            return Err(StepError::NotFinite { step: state.step, what, value, sequences: sequences() });
+            return Err(StepError::NotFinite { step: state.step + 1, what, value, sequences: sequences() });
         }
     }
     // As torch.nn.utils.clip_grad_norm_.
@@ -97,29 +122,34 @@ pub fn train_step(
     Ok(StepOutcome { metrics, grad_norm })
 }
 
+/// Whether heads may be kept: an update can overflow though its loss and gradient did not.
+///
+/// # Errors
+/// [`StepError::HeadsNotFinite`].
+pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
+    // A float64 sum of float32 numbers is finite exactly where all of them are.
+    let is_finite = |value: &Tensor| tch::no_grad(|| value.sum(Kind::Double)).double_value(&[]).is_finite();
+    match state.parameters.iter().find(|parameter| !is_finite(&parameter.value)) {
+        Some(broken) => Err(StepError::HeadsNotFinite { step: state.step, parameter: broken.name.clone() }),
+        None => Ok(()),
+    }
+}
+
 /// Loss and accuracies over `batches`, no update.
 pub fn evaluate(backbone: &Llama, heads: &Heads, batches: &[Batch], loss: &LossConfig) -> HeadMetrics {
     let num_heads = heads.num_heads();
     let mut sums = MetricSums::new(num_heads, vec![0; num_heads]);
     for batch in batches {
         let targets = BatchTargets::new(batch, num_heads);
-        let hidden_nh = hidden_states(backbone, batch);
+        let states = BatchStates::computed(backbone, batch);
         for head in 0..num_heads {
-            let of_head = targets.of_head(head, &hidden_nh);
+            let of_head = targets.of_head(head, &states);
+            let w2 = w2_of(heads, head, backbone);
             sums.counts[head] += targets.count(head);
-            sums.add(head, head_loss(heads.head(head), w2_of(heads, head, backbone), &hidden_nh, &of_head, None));
+            sums.add(head, head_loss(heads.head(head), w2, &states.hidden_nh, &of_head, None));
         }
     }
     sums.finish(loss, input_tokens(batches))
-}
-
-/// Hidden states of a batch, `[N, H]`, rows flattened; no gradient reaches the backbone.
-pub fn hidden_states(backbone: &Llama, batch: &Batch) -> Tensor {
-    let (b, t) = (batch.rows as i64, batch.length as i64);
-    let device = backbone.device();
-    let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
-    let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, device);
-    tch::no_grad(|| backbone.hidden_states(&tokens_bt, &rows)).view([b * t, -1])
 }
 
 /// The head's own W2, or the backbone's lm_head.
@@ -151,10 +181,10 @@ impl BatchTargets {
         self.by_head[head].positions.len()
     }
 
-    fn of_head(&self, head: usize, hidden_nh: &Tensor) -> Targets {
-        let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(hidden_nh.device());
+    fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
+        let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
         let targets = &self.by_head[head];
-        Targets { positions_m: tensor(&targets.positions), tokens_m: tensor(&targets.tokens) }
+        Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
     }
 }
 

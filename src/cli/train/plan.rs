@@ -31,6 +31,7 @@ pub(super) struct Plan {
     steps_per_epoch: usize,
     steps: usize,
     tokens: usize,
+    hidden_state_cache_bytes: Option<u64>,
 }
 
 impl Plan {
@@ -56,6 +57,7 @@ impl Plan {
             steps_per_epoch,
             steps: prepared.total_steps,
             tokens: prepared.pack_report.tokens * prepared.total_steps / steps_per_epoch.max(1),
+            hidden_state_cache_bytes: prepared.hidden_state_bytes(),
         }
     }
 
@@ -91,6 +93,9 @@ impl Plan {
             ),
             ("steps", format!("{} ({} an epoch), about {} tokens", self.steps, self.steps_per_epoch, self.tokens)),
         ];
-        lines.map(|(name, value)| format!("{name:<12} {value}")).join("\n")
+        let on_disk =
+            self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes))));
+        let lines = lines.into_iter().chain(on_disk).map(|(name, value)| format!("{name:<12} {value}"));
+        lines.collect::<Vec<_>>().join("\n")
     }
 }

@@ -37,6 +37,9 @@ impl<'c> Progress<'c> {
     pub(super) fn tell(&mut self, event: &Event<'_>) {
         match event {
             Event::Resumed(checkpoint) => self.line(&format!("goes on from {}", checkpoint.display())),
+            Event::HiddenStates { path, filled, sequences } => {
+                self.line(&format!("hidden states of {filled} of {sequences} sequences are in {}", path.display()));
+            }
             Event::Stepped(line) => self.stepped(line),
             Event::Evaluated(line) => {
                 self.line(&format!("validation after step {}: {}", line.step, quality(line)));

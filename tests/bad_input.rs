@@ -1,0 +1,282 @@
+//! What a user sees of bad input: one error with the file, what was expected and what is there, the documented exit status, and
+//! nothing left behind.
+
+use std::fs;
+use std::path::Path;
+
+use medusa::medusa::heads::{Heads, HeadsShape};
+use medusa::model::weights::{WeightFiles, save};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::small_run::SmallRun;
+
+const WEIGHTS: &str = "backbone/model.safetensors";
+
+/// What is done to the folder before the program runs, and what its error has to say.
+type Case = (fn(&SmallRun), &'static [&'static str]);
+
+/// `medusa-train`, and with `--check`: the same error, and the folder as it was.
+fn refused_by_training(status: i32, cases: &[Case]) {
+    for (spoil, facts) in cases {
+        let small = SmallRun::new();
+        spoil(&small);
+        let before = small.names(".");
+        for arguments in [&["--check"][..], &[]] {
+            small.train(arguments).failed(status, facts);
+            assert_eq!(small.names("."), before, "{facts:?}: something was left behind");
+        }
+    }
+}
+
+/// `medusa generate` and `medusa bench`, with heads, tree and prompts that are right but for one thing.
+fn refused_by_decoding(cases: &[Case]) {
+    for (spoil, facts) in cases {
+        let small = SmallRun::new();
+        write_tokenizer(&small, 48);
+        write_heads(&small, "heads", SHAPE);
+        small.write("tree.json", "[[0], [1], [0, 0]]");
+        small.write("prompts.jsonl", r#"{"prompt_ids": [1, 2, 3]}"#);
+        spoil(&small);
+        let before = small.names(".");
+        for verb in ["generate", "bench"] {
+            let inputs =
+                "--backbone backbone --heads heads --tree tree.json --prompts prompts.jsonl --max-new-tokens 4";
+            let arguments: Vec<&str> = [verb].into_iter().chain(inputs.split(' ')).collect();
+            let ended = small.medusa(&arguments);
+            ended.failed(1, facts);
+            assert_eq!((ended.stdout.as_str(), small.names(".")), ("", before.clone()), "{verb}: {facts:?}");
+        }
+    }
+}
+
+/// Of heads that fit the backbone.
+const SHAPE: HeadsShape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 48 };
+
+fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape) {
+    fs::create_dir_all(small.path(folder)).expect("a folder");
+    Heads::random(shape, Kind::Float, Device::Cpu, 1).save(&small.path(folder)).expect("heads");
+}
+
+/// A tokenizer of words `w0`, `w1`, …
+fn write_tokenizer(small: &SmallRun, words: usize) {
+    let vocabulary: serde_json::Map<String, Value> = (0..words).map(|id| (format!("w{id}"), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+    });
+    small.write("backbone/tokenizer.json", tokenizer.to_string());
+}
+
+fn cut(small: &SmallRun, name: &str, bytes: usize) {
+    let whole = small.bytes(name);
+    small.write(name, &whole[..whole.len() - bytes]);
+}
+
+fn add_row(small: &SmallRun, row: &str) {
+    let rows = small.read("rows.jsonl");
+    small.write("rows.jsonl", format!("{rows}{row}\n"));
+}
+
+fn start_from(small: &SmallRun, shape: HeadsShape) {
+    write_heads(small, "start", shape);
+    small.edit("recipe.toml", "[heads]", "[heads]\ninit_from = \"start\"");
+}
+
+fn tensors(path: &Path) -> Vec<(String, Tensor)> {
+    let files = WeightFiles::open_file(path).expect("weights");
+    let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor").copy();
+    files.names().into_iter().map(|name| (name.to_owned(), read(name))).collect()
+}
+
+fn rewrite(small: &SmallRun, name: &str, change: impl FnOnce(&mut Vec<(String, Tensor)>)) {
+    let mut all = tensors(&small.path(name));
+    change(&mut all);
+    save(&small.path(name), &all.iter().map(|(name, tensor)| (name.clone(), tensor)).collect::<Vec<_>>())
+        .expect("weights");
+}
+
+fn split_and_lose_the_second_shard(small: &SmallRun) {
+    let of = |name: &str| format!("model-0000{}-of-00002.safetensors", if name == "lm_head.weight" { 2 } else { 1 });
+    let names = tensors(&small.path(WEIGHTS)).into_iter().map(|(name, _)| name);
+    let map: serde_json::Map<String, Value> = names.map(|name| (name.clone(), of(&name).into())).collect();
+    small.write("backbone/model.safetensors.index.json", json!({"weight_map": map}).to_string());
+    fs::rename(small.path(WEIGHTS), small.path(&format!("backbone/{}", of("another")))).expect("another name");
+}
+
+fn write_header(small: &SmallRun, says: u64, header: &str) {
+    small.write(WEIGHTS, [&says.to_le_bytes()[..], header.as_bytes(), &[0; 24]].concat());
+}
+
+#[test]
+fn a_damaged_backbone() {
+    const OVERLAPPING: &str = r#"{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[4],"data_offsets":[8,24]}}"#;
+    refused_by_training(
+        1,
+        &[
+            (
+                split_and_lose_the_second_shard,
+                &["backbone/model-00002-of-00002.safetensors is missing", "index.json", "1 of 2 shards"],
+            ),
+            (|small| cut(small, WEIGHTS, 10), &["backbone/model.safetensors: not a whole safetensors file", "cut off"]),
+            (
+                |small| write_header(small, u64::MAX, "{}"),
+                &["backbone/model.safetensors: not a whole safetensors file"],
+            ),
+            (|small| write_header(small, 1 << 28, "{}"), &["backbone/model.safetensors: not a whole safetensors file"]),
+            (
+                |small| write_header(small, OVERLAPPING.len() as u64, OVERLAPPING),
+                &["backbone/model.safetensors: not a whole safetensors file"],
+            ),
+            (
+                |small| small.edit("backbone/config.json", r#""intermediate_size": 48"#, r#""intermediate_size": 50"#),
+                &[WEIGHTS, "mlp.gate_proj.weight", "expected shape [50, 32], got [48, 32]", "config.json"],
+            ),
+            (
+                |small| {
+                    rewrite(small, WEIGHTS, |all| {
+                        let norm = all.iter_mut().find(|(name, _)| name == "model.norm.weight").expect("the norm");
+                        norm.1 = Tensor::ones([32], (Kind::Int64, Device::Cpu));
+                    });
+                },
+                &[WEIGHTS, "model.norm.weight", "expected F64, F32, BF16 or F16, got I64"],
+            ),
+            (|small| write_tokenizer(small, 49), &["backbone/tokenizer.json", "\"w48\"", "id 48", "vocab_size 48"]),
+            (|small| small.write("backbone/tokenizer.json", "{}"), &["backbone/tokenizer.json"]),
+        ],
+    );
+}
+
+#[test]
+fn rows_that_do_not_fit() {
+    refused_by_training(
+        1,
+        &[
+            (
+                |small| add_row(small, r#"{"input_ids": [1, 48, 2]}"#),
+                &["rows.jsonl, line 13: input_ids[1]: expected a token id from 0 to 47", "got 48"],
+            ),
+            (
+                |small| add_row(small, r#"{"input_ids": [1, 2, 3], "labels": [1, 2]}"#),
+                &["rows.jsonl, line 13: labels: expected 3 values", "got 2"],
+            ),
+            (|small| small.write("rows.jsonl", ""), &["no row to use in rows.jsonl"]),
+            (|small| small.write("validation.jsonl", "[]\n"), &["validation.jsonl", "JSON array"]),
+            (
+                |small| small.write("validation.jsonl", r#"{"input_ids": [1, -1]}"#),
+                &["validation.jsonl, line 1: input_ids[1]", "got -1"],
+            ),
+        ],
+    );
+}
+
+#[test]
+fn heads_to_start_from_that_do_not_fit() {
+    refused_by_training(
+        1,
+        &[
+            (
+                |small| start_from(small, HeadsShape { hidden_size: 16, ..SHAPE }),
+                &["heads.init_from", "start/heads.safetensors: hidden size: expected 32, got 16"],
+            ),
+            (
+                |small| start_from(small, HeadsShape { vocab_size: 47, ..SHAPE }),
+                &["heads.init_from", "start/heads.safetensors: vocabulary: expected 48, got 47"],
+            ),
+            (
+                |small| start_from(small, HeadsShape { medusa_num_heads: 3, ..SHAPE }),
+                &["heads.init_from start", "expected medusa_num_heads = 2", "got medusa_num_heads = 3"],
+            ),
+            (
+                |small| start_from(small, HeadsShape { vocab_size: 0, ..SHAPE }),
+                &["heads.init_from start", "expected", "their own output layer", "got", "the backbone's lm_head"],
+            ),
+            (
+                |small| {
+                    start_from(small, SHAPE);
+                    cut(small, "start/heads.safetensors", 4);
+                },
+                &["heads.init_from", "start/heads.safetensors: not a whole safetensors file"],
+            ),
+        ],
+    );
+}
+
+#[test]
+fn a_recipe_that_is_wrong_is_a_wrong_command() {
+    refused_by_training(
+        2,
+        &[
+            (
+                |small| small.edit("recipe.toml", "epochs", "epoch"),
+                &["recipe.toml: line 19, column 1: unknown key `epoch`"],
+            ),
+            (
+                |small| small.edit("recipe.toml", "\"backbone\"", "\"nowhere\""),
+                &["recipe.toml: line 2, column 8: backbone.path: nowhere does not exist"],
+            ),
+            (
+                |small| fs::remove_file(small.path("rows.jsonl")).expect("a file"),
+                &["recipe.toml: line 9, column 9: data.train: data file rows.jsonl does not exist"],
+            ),
+            (
+                |small| small.write("backbone/config.json", "{"),
+                &["recipe.toml: line 2, column 8", "config.json", "line 1"],
+            ),
+            (
+                |small| fs::remove_file(small.path("recipe.toml")).expect("a file"),
+                &["cannot read the recipe recipe.toml"],
+            ),
+        ],
+    );
+}
+
+#[test]
+fn heads_that_do_not_fit_the_backbone_they_decode_with() {
+    refused_by_decoding(&[
+        (
+            |small| write_heads(small, "heads", HeadsShape { hidden_size: 16, ..SHAPE }),
+            &["heads/heads.safetensors: hidden size: expected 32, got 16"],
+        ),
+        (
+            |small| write_heads(small, "heads", HeadsShape { vocab_size: 50, ..SHAPE }),
+            &["heads/heads.safetensors: vocabulary: expected 48, got 50"],
+        ),
+        (|small| cut(small, "heads/heads.safetensors", 1), &["heads/heads.safetensors: not a whole safetensors file"]),
+        (
+            |small| rewrite(small, "heads/heads.safetensors", |all| all.retain(|(name, _)| name != "0.0.linear.bias")),
+            &["heads/heads.safetensors: no tensor \"0.0.linear.bias\""],
+        ),
+        (
+            |small| rewrite(small, "heads/heads.safetensors", |all| all[0].0 = "lm_head.weight".into()),
+            &["heads/heads.safetensors: tensor \"lm_head.weight\" does not belong to Medusa heads"],
+        ),
+        (|small| fs::remove_dir_all(small.path("heads")).expect("a folder"), &["heads"]),
+        (|small| write_tokenizer(small, 60), &["tokenizer.json", "vocab_size 48"]),
+    ]);
+}
+
+#[test]
+fn trees_and_prompts_that_cannot_be_used() {
+    refused_by_decoding(&[
+        (
+            |small| small.write("tree.json", "[[0], [1, 0]]"),
+            &["tree.json: tree choice [1, 0] has no parent [1]", "every prefix"],
+        ),
+        (
+            |small| small.write("tree.json", "[[0], [0, 0], [0, 0, 0]]"),
+            &["tree choice [0, 0, 0] needs 3 heads, but there are 2"],
+        ),
+        (|small| small.write("tree.json", "[[0], [48]]"), &["tree choice [48] asks for guess 48"]),
+        (|small| small.write("tree.json", "[]"), &["tree.json: the tree has no choices"]),
+        (|small| small.write("tree.json", "{\"choices\": 3}"), &["tree.json is no tree file"]),
+        (
+            |small| small.write("prompts.jsonl", r#"{"prompt_ids": [1, 48]}"#),
+            &["prompt 1 of 1", "token id from 0 to 47", "48"],
+        ),
+        (|small| small.write("prompts.jsonl", r#"{"prompt_ids": []}"#), &["prompt"]),
+        (|small| small.write("prompts.jsonl", r#"{"question": "a"}"#), &["prompts.jsonl, line 1", "question"]),
+        (|small| small.write("prompts.jsonl", ""), &["prompts.jsonl"]),
+    ]);
+}

@@ -1,0 +1,502 @@
+//! A run's folder is what the documentation says, and survives whatever ends the process.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant, SystemTime};
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde_json::Value;
+use tch::{Kind, Tensor};
+
+use super::small_run::{Ended, SmallRun};
+
+/// Tag and step of a curve's point.
+type Point = (String, i64);
+
+/// The lines of a run's metrics.jsonl.
+fn metrics(small: &SmallRun, run: &str) -> Vec<Value> {
+    let text = small.read(&format!("{run}/metrics.jsonl"));
+    text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
+}
+
+/// Without what depends on the machine's speed and memory.
+fn numbers(lines: &[Value]) -> Vec<Value> {
+    let mut lines = lines.to_vec();
+    for object in lines.iter_mut().filter_map(Value::as_object_mut) {
+        object.remove("tokens_per_second");
+        object.remove("memory_bytes");
+    }
+    lines
+}
+
+/// Steps of the lines of a split.
+fn steps(lines: &[Value], split: &str) -> Vec<u64> {
+    lines.iter().filter(|line| line["split"] == split).map(|line| line["step"].as_u64().expect("a step")).collect()
+}
+
+/// Every file below a folder with its bytes.
+fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    for entry in fs::read_dir(folder).expect("a folder").flatten() {
+        let path = entry.path();
+        match path.is_dir() {
+            true => files.extend(snapshot(&path)),
+            false => drop(files.insert(path.clone(), fs::read(&path).expect("a file"))),
+        }
+    }
+    files
+}
+
+/// Each checkpoint of a run is whole, and nothing half-written is there.
+fn assert_all_whole(small: &SmallRun, run: &str) {
+    for name in small.names(run) {
+        assert!(!name.starts_with('.'), "{name} was left behind");
+        if name.starts_with("step-") {
+            let files = small.names(&format!("{run}/{name}"));
+            assert_eq!(files, ["heads.safetensors", "optimizer.safetensors", "state.json"], "{name}");
+        }
+    }
+}
+
+/// What the event file of a run holds, read by another implementation.
+fn events(small: &SmallRun, run: &str) -> BTreeMap<Point, f32> {
+    use tfrecord::protobuf::event::What;
+    use tfrecord::protobuf::summary::value::Value::SimpleValue;
+    let names = small.names(&format!("{run}/tensorboard"));
+    assert_eq!(names.len(), 1, "{names:?}");
+    let path = small.path(&format!("{run}/tensorboard/{}", names[0]));
+    let mut points = BTreeMap::new();
+    for event in tfrecord::EventIter::open(path, Default::default()).expect("an event file") {
+        let event = event.expect("an event whose checksum is right");
+        let Some(What::Summary(summary)) = event.what else { continue };
+        for value in summary.value {
+            let Some(SimpleValue(number)) = value.value else { panic!("{value:?} is no scalar") };
+            let before = points.insert((value.tag, event.step), number);
+            assert_eq!(before, None, "a point is there once");
+        }
+    }
+    points
+}
+
+/// The points that the lines of metrics.jsonl make.
+#[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
+fn curves(lines: &[Value]) -> BTreeMap<Point, f32> {
+    let mut points = BTreeMap::new();
+    for line in lines {
+        let (split, step) = (line["split"].as_str().expect("a split"), line["step"].as_i64().expect("a step"));
+        let mut add = |tag: String, value: &Value| {
+            if let Some(number) = value.as_f64() {
+                points.insert((format!("{split}/{tag}"), step), number as f32);
+            }
+        };
+        for key in ["loss", "lr", "grad_norm", "tokens_per_second"] {
+            add(key.into(), &line[key]);
+        }
+        for (key, tag) in [("head_losses", "loss"), ("head_top1", "top1"), ("head_top5", "top5")] {
+            let heads = line[key].as_array().expect("one value a head");
+            heads.iter().enumerate().for_each(|(head, value)| add(format!("head{}/{tag}", head + 1), value));
+        }
+    }
+    points
+}
+
+#[test]
+fn the_folder_of_a_run_is_the_documented_one() {
+    let small = SmallRun::new();
+    let ended = small.train(&[]).succeeded();
+    assert_eq!(ended.stdout, "run/final\n");
+    let expected = [
+        "final",
+        "metrics.jsonl",
+        "provenance.json",
+        "recipe.toml",
+        "step-000018",
+        "step-000021",
+        "step-000024",
+        "tensorboard",
+    ];
+    assert_eq!(small.names("run"), expected, "keep_checkpoints is 3");
+    assert_eq!(small.names("run/final"), ["config.json", "heads.safetensors"]);
+    assert_all_whole(&small, "run");
+
+    let lines = metrics(&small, "run");
+    assert_eq!(steps(&lines, "train"), (1..=24).collect::<Vec<_>>());
+    assert_eq!(steps(&lines, "validation"), [6, 12, 18, 24]);
+    for key in "step epoch tokens loss lm_loss head_losses head_top1 head_top5 lr heads_lr lambda0 grad_norm \
+                tokens_per_second memory_bytes"
+        .split_whitespace()
+    {
+        assert!(lines[0].get(key).is_some(), "{key} is not in {}", lines[0]);
+    }
+    assert_eq!(events(&small, "run"), curves(&lines));
+
+    let provenance: Value = serde_json::from_str(&small.read("run/provenance.json")).expect("JSON");
+    for key in ["program", "git_revision", "libtorch", "device", "command", "started"] {
+        assert!(!provenance[key].is_null(), "{key} is not in {provenance}");
+    }
+    assert_eq!(provenance["data"].as_array().expect("files").len(), 2);
+    let config: Value = serde_json::from_str(&small.read("run/final/config.json")).expect("JSON");
+    assert_eq!((&config["medusa_num_heads"], &config["hidden_size"]), (&2.into(), &32.into()));
+    // The resolved recipe is a recipe of the same run.
+    small.write("recipe.toml", small.read("run/recipe.toml"));
+    let again = small.train(&["--resume"]).succeeded();
+    assert!(again.stderr.contains("finished before"), "{}", again.stderr);
+}
+
+/// Starts training and ends it with SIGKILL after a while; whether it was still running.
+fn killed(small: &SmallRun, wait: impl FnOnce(&mut Child)) -> bool {
+    let mut child =
+        small.trainer(&["--resume"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+    wait(&mut child);
+    let ended_before = child.try_wait().expect("a child").is_some();
+    child.kill().expect("a child");
+    child.wait().expect("a child");
+    !ended_before
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
+}
+
+/// Until a child has opened its logs, or ended.
+fn wait_for_training(child: &mut Child, log: &Path, before: Option<SystemTime>) {
+    let began = Instant::now();
+    while modified(log) == before && child.try_wait().expect("a child").is_none() {
+        assert!(began.elapsed() < Duration::from_secs(60), "no step in a minute");
+        sleep(Duration::from_millis(1));
+    }
+}
+
+/// Kills a run `kills` times, half of them anywhere from its start, half while it trains; a run that ends meanwhile is compared
+/// with `expected`, and begun again.
+fn kill_at_random_moments(small: &SmallRun, kills: usize, expected: &[u8]) {
+    let mut random = ChaCha8Rng::seed_from_u64(20);
+    let log = small.path("run/metrics.jsonl");
+    let mut done = 0;
+    while done < kills {
+        if small.path("run/final").exists() {
+            assert_eq!(small.bytes("run/final/heads.safetensors"), expected, "after {done} kills");
+            fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+        }
+        let (before, number) = (modified(&log), random.next_u64());
+        let was_killed = killed(small, |child| {
+            let longest = if done.is_multiple_of(2) { 900 } else { 150 };
+            if longest == 150 {
+                wait_for_training(child, &log, before);
+            }
+            sleep(Duration::from_millis(number % longest));
+        });
+        done += usize::from(was_killed);
+    }
+}
+
+#[test]
+fn killed_at_twenty_random_moments_a_run_ends_with_the_same_heads() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    fs::rename(small.path("run"), small.path("unbroken")).expect("another name");
+    let expected = small.bytes("unbroken/final/heads.safetensors");
+    kill_at_random_moments(&small, 20, &expected);
+    small.train(&["--resume"]).succeeded();
+    assert_eq!(small.bytes("run/final/heads.safetensors"), expected);
+    assert_all_whole(&small, "run");
+    let lines = metrics(&small, "run");
+    assert_eq!(
+        numbers(&lines),
+        numbers(&metrics(&small, "unbroken")),
+        "each step is there once, with the same numbers"
+    );
+    assert_eq!(events(&small, "run"), curves(&lines));
+}
+
+#[test]
+#[cfg(unix)]
+fn an_interrupted_run_saves_says_where_and_goes_on_to_the_same_heads() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 60");
+    small.edit("recipe.toml", "save_every = 3", "save_every = 90");
+    small.train(&[]).succeeded();
+    fs::rename(small.path("run"), small.path("unbroken")).expect("another name");
+
+    let mut child = small.trainer(&[]).stderr(Stdio::piped()).spawn().expect("it starts");
+    wait_for_training(&mut child, &small.path("run/metrics.jsonl"), None);
+    let status = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(status.expect("kill").success());
+    let ended: Ended = child.wait_with_output().expect("a child").into();
+    assert_eq!(ended.status, Some(130), "{}", ended.stderr);
+    let step = small.names("run").into_iter().find(|name| name.starts_with("step-")).expect("a checkpoint");
+    let advice = format!("interrupted; saved run/{step}; go on with: medusa-train recipe.toml --resume\n");
+    assert!(ended.stderr.ends_with(&advice), "{}", ended.stderr);
+    assert_all_whole(&small, "run");
+
+    let resumed = small.train(&["--resume"]).succeeded();
+    assert!(resumed.stderr.contains(&format!("goes on from run/{step}")), "{}", resumed.stderr);
+    let heads = |run: &str| small.bytes(&format!("{run}/final/heads.safetensors"));
+    assert!(heads("run") == heads("unbroken"), "heads differ after {step}");
+    let lines = metrics(&small, "run");
+    assert_eq!(numbers(&lines), numbers(&metrics(&small, "unbroken")));
+    assert_eq!(events(&small, "run"), curves(&lines));
+}
+
+#[test]
+fn nothing_in_the_output_folder_is_ever_overwritten() {
+    let small = SmallRun::new();
+    fs::create_dir(small.path("run")).expect("a folder");
+    small.write("run/notes.txt", "mine");
+    small.train(&[]).failed(1, &["train.output_dir run", "is not empty", "--resume"]);
+    small.train(&["--resume"]).failed(1, &["train.output_dir run", "no recipe.toml", "another folder"]);
+    assert_eq!((small.names("run"), small.read("run/notes.txt")), (vec!["notes.txt".to_owned()], "mine".into()));
+    fs::remove_file(small.path("run/notes.txt")).expect("a file");
+    small.train(&[]).succeeded(); // an empty folder is nobody's
+
+    let before = snapshot(&small.path("run"));
+    small.train(&[]).failed(1, &["train.output_dir run", "is not empty", "--resume"]);
+    for (piece, by, difference) in [
+        (
+            "learning_rate = 1e-2",
+            "learning_rate = 2e-2",
+            "says `learning_rate = 0.01`, this recipe `learning_rate = 0.02`",
+        ),
+        ("save_every = 3", "save_every = 3\nseed = 1", "says `seed = 42`, this recipe `seed = 1`"),
+        ("eval_every = 6\n", "", "says `eval_every = 6`, this recipe does not"),
+    ] {
+        let recipe = small.read("recipe.toml");
+        small.edit("recipe.toml", piece, by);
+        small.train(&["--resume"]).failed(1, &["train.output_dir run", "another run", difference]);
+        small.write("recipe.toml", recipe);
+    }
+    let rows = small.read("rows.jsonl");
+    small.write("rows.jsonl", format!("{rows}{{\"input_ids\": [1, 2, 3, 4, 5]}}\n"));
+    small.train(&["--resume"]).failed(1, &["train.output_dir run", "rows.jsonl changed since it began"]);
+    assert_eq!(snapshot(&small.path("run")), before);
+}
+
+/// A finished run whose last two checkpoints are gone, so that it goes on from step 18; its final heads.
+#[cfg(unix)]
+fn run_to_go_on(small: &SmallRun) -> Vec<u8> {
+    small.train(&[]).succeeded();
+    let heads = small.bytes("run/final/heads.safetensors");
+    for later in ["final", "step-000021", "step-000024"] {
+        fs::remove_dir_all(small.path(&format!("run/{later}"))).expect("a folder to remove");
+    }
+    heads
+}
+
+#[test]
+#[cfg(unix)]
+fn a_file_that_cannot_be_written_ends_the_run_with_one_error_and_leaves_all_others_whole() {
+    let small = SmallRun::new();
+    let heads = run_to_go_on(&small);
+    let checkpoint = snapshot(&small.path("run/step-000018"));
+    let script = "trap '' XFSZ; ulimit -f \"$1\"; exec \"$2\" recipe.toml --resume";
+    let trainer = env!("CARGO_BIN_EXE_medusa-train");
+    for (kib, file) in [("4", "run/metrics.jsonl"), ("30", "step-000021.partial/optimizer.safetensors")] {
+        let log = small.bytes("run/metrics.jsonl");
+        let mut limited = small.program("bash", &["-c", script, "bash", kib, trainer]);
+        Ended::from(limited.output().expect("bash")).failed(1, &[file, "File too large"]);
+        assert_all_whole(&small, "run");
+        assert_eq!(snapshot(&small.path("run/step-000018")), checkpoint);
+        assert!(!small.path("run/step-000021").exists());
+        assert!(file != "run/metrics.jsonl" || small.bytes(file) == log, "the log is replaced as a whole");
+    }
+    small.train(&["--resume"]).succeeded();
+    assert!(small.bytes("run/final/heads.safetensors") == heads);
+    assert_eq!(steps(&metrics(&small, "run"), "train"), (1..=24).collect::<Vec<_>>());
+}
+
+/// Trains on a disk of `$1` KiB, then again when it has grown; what both said and left lies beside it.
+#[cfg(tmpfs)]
+const ON_A_SMALL_DISK: &str = r#"
+mkdir -p disk full grown
+mount -t tmpfs -o size="$1"k none disk
+"$2" recipe.toml >full/stdout 2>full/stderr; echo $? >full/status
+cp -r disk/run full/run 2>/dev/null
+mount -o remount,size=8m disk
+"$2" recipe.toml --resume >grown/stdout 2>grown/stderr; echo $? >grown/status
+cp -r disk/run grown/run
+"#;
+
+#[test]
+#[cfg_attr(not(tmpfs), ignore = "needs to mount a tmpfs")]
+fn a_full_disk_ends_the_run_with_one_error_and_no_half_checkpoint() {
+    #[cfg(tmpfs)]
+    full_disk::at_every_size();
+}
+
+#[cfg(tmpfs)]
+mod full_disk {
+    use super::*;
+
+    pub(super) fn at_every_size() {
+        let small = SmallRun::new();
+        small.train(&[]).succeeded();
+        small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"disk/run\"");
+        let expected = small.bytes("run/final/heads.safetensors");
+        // Full while making the folder, in the first checkpoint, and in later ones.
+        for kib in ["4", "60", "140", "220"] {
+            let trainer = env!("CARGO_BIN_EXE_medusa-train");
+            let unshare = ["--map-root-user", "--mount", "bash", "-c", ON_A_SMALL_DISK, "bash", kib, trainer];
+            let said: Ended = small.program("unshare", &unshare).output().expect("unshare").into();
+            assert_eq!(said.stderr, "", "the script itself");
+            let full = ended(&small, "full");
+            full.failed(1, &["disk/run", "No space left on device"]);
+            if small.path("full/run").exists() {
+                assert_all_whole(&small, "full/run");
+            }
+            ended(&small, "grown").succeeded();
+            assert!(small.bytes("grown/run/final/heads.safetensors") == expected, "{kib} KiB");
+            assert_all_whole(&small, "grown/run");
+            assert_eq!(steps(&metrics(&small, "grown/run"), "train"), (1..=24).collect::<Vec<_>>());
+            for folder in ["full", "grown", "disk"] {
+                fs::remove_dir_all(small.path(folder)).expect("a folder to remove");
+            }
+        }
+    }
+
+    fn ended(small: &SmallRun, folder: &str) -> Ended {
+        let read = |name: &str| small.read(&format!("{folder}/{name}"));
+        Ended { status: read("status").trim().parse().ok(), stdout: read("stdout"), stderr: read("stderr") }
+    }
+}
+
+#[test]
+fn a_loss_that_is_no_number_stops_the_run_before_the_update() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "learning_rate = 1e-2", "learning_rate = 1e30");
+    small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 0");
+    small.edit("recipe.toml", "save_every = 3", "save_every = 1");
+    small.train(&[]).failed(1, &["step 2: the loss is ", "the update was not made", "sequences [", "learning_rate"]);
+    assert_eq!(small.names("run").iter().filter(|name| name.starts_with("step-")).count(), 1);
+    assert_all_whole(&small, "run");
+    assert!(!small.path("run/final").exists());
+    assert_eq!(steps(&metrics(&small, "run"), "train"), [1]);
+    // The checkpoint is good to go on from, to the same end.
+    small.train(&["--resume"]).failed(1, &["step 2: the loss is "]);
+}
+
+/// Sets one element of the backbone to NaN.
+fn break_weight(small: &SmallRun, name: &str, row: i64) {
+    let folder = small.path("backbone");
+    let config = medusa::model::config::LlamaConfig::load(&folder).expect("a config");
+    let backbone = medusa::model::llama::Llama::random(config, Kind::Float, tch::Device::Cpu, 7);
+    let mut weights: Vec<(String, Tensor)> = backbone.weights().into_iter().map(|(n, t)| (n, t.copy())).collect();
+    let (_, broken) = weights.iter_mut().find(|(other, _)| other == name).expect("a weight");
+    let _ = broken.get(row).fill_(f64::NAN);
+    small.save_backbone(&weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_broken_weight_of_the_backbone_stops_the_first_step() {
+    let small = SmallRun::new();
+    break_weight(&small, "model.norm.weight", 3);
+    small.train(&[]).failed(1, &["step 1: the loss is NaN", "sequences [", "broken weights"]);
+    assert_eq!(small.names("run"), ["metrics.jsonl", "provenance.json", "recipe.toml", "tensorboard"]);
+}
+
+#[test]
+fn a_validation_loss_that_is_no_number_stops_the_run_and_is_not_written_down() {
+    let small = SmallRun::new();
+    small.write("validation.jsonl", r#"{"input_ids": [1, 2, 3, 47, 5, 6, 7, 8]}"#);
+    break_weight(&small, "model.embed_tokens.weight", 47); // no training row has this token
+    small.train(&[]).failed(1, &["after step 6 the loss on the validation rows is NaN"]);
+    assert_eq!(steps(&metrics(&small, "run"), "validation"), [0_u64; 0]);
+    small.train(&["--resume"]).failed(1, &["after step 6 the loss on the validation rows is NaN"]);
+}
+
+#[test]
+fn a_step_without_a_target_for_a_head_trains_and_writes_null() {
+    let small = SmallRun::new();
+    let (short, long) = (r#"{"input_ids": [1, 2, 3]}"#, r#"{"input_ids": [4, 5, 6, 7, 8]}"#);
+    let silent = r#"{"input_ids": [4, 5, 6, 7], "labels": [-100, -100, -100, -100]}"#;
+    small.write("rows.jsonl", [short, long, silent, short].join("\n"));
+    small.edit("recipe.toml", "max_length = 40", "max_length = 40\npacking = false\nshuffle = false");
+    small.edit("recipe.toml", "gradient_accumulation_steps = 2", "gradient_accumulation_steps = 1");
+    small.train(&[]).succeeded();
+    for (at, line) in metrics(&small, "run").iter().filter(|line| line["split"] == "train").enumerate() {
+        let present: Vec<bool> =
+            line["head_losses"].as_array().expect("heads").iter().map(|loss| loss.is_number()).collect();
+        assert_eq!(present, [[true, false], [true, true], [false, false], [true, false]][at % 4], "{line}");
+        assert!(line["loss"].is_number() && line["grad_norm"].is_number(), "{line}");
+        assert_eq!(line["head_top1"][1].is_null(), line["head_losses"][1].is_null(), "{line}");
+    }
+}
+
+#[test]
+fn a_head_that_never_has_a_target_is_refused() {
+    let small = SmallRun::new();
+    small.write("rows.jsonl", "{\"input_ids\": [1, 2, 3]}\n{\"input_ids\": [4, 5, 6]}\n");
+    small.train(&[]).failed(1, &["head 2 has no target in the training data", "the token 3 further on", "fewer heads"]);
+    assert!(!small.path("run").exists());
+}
+
+/// The recipe keeps hidden states in `states/`.
+fn keep_hidden_states(small: &SmallRun) {
+    small.edit("recipe.toml", "save_every = 3", "save_every = 3\nhidden_state_cache = \"states\"");
+}
+
+#[test]
+fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let expected = small.bytes("run/final/heads.safetensors");
+    fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+    keep_hidden_states(&small);
+
+    let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
+    assert!(!small.path("states").exists(), "--check writes nothing");
+    let first = small.train(&[]).succeeded();
+    let names = small.names("states");
+    assert_eq!(names.len(), 1, "{names:?}");
+    let file = format!("states/{}", names[0]);
+    assert!(first.stderr.contains(&format!("hidden states of 0 of 6 sequences are in {file}")), "{}", first.stderr);
+    assert_eq!(plan["hidden_state_cache_bytes"], small.bytes(&file).len());
+    assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states kept the heads differ");
+
+    let kept = small.bytes(&file);
+    fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+    let second = small.train(&[]).succeeded();
+    assert!(second.stderr.contains("hidden states of 6 of 6 sequences"), "{}", second.stderr);
+    assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states of another run the heads differ");
+    assert!(small.bytes(&file) == kept);
+    small.write(&file, &kept[1..]);
+    fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+    small.train(&[]).failed(1, &["train.hidden_state_cache", &file, "expected", "remove it"]);
+}
+
+#[test]
+fn kept_hidden_states_survive_being_killed() {
+    for (batches, shuffle) in
+        [("micro_batch_size = 2\ngradient_accumulation_steps = 1", "true"), ("micro_batch_size = 2", "false")]
+    {
+        let small = SmallRun::new();
+        small.edit("recipe.toml", "micro_batch_size = 1\ngradient_accumulation_steps = 2", batches);
+        small.edit("recipe.toml", "max_length = 40", &format!("max_length = 40\nshuffle = {shuffle}"));
+        keep_hidden_states(&small);
+        small.train(&[]).succeeded();
+        let expected = small.bytes("run/final/heads.safetensors");
+        for folder in ["run", "states"] {
+            fs::remove_dir_all(small.path(folder)).expect("a folder to remove");
+        }
+        kill_at_random_moments(&small, 4, &expected);
+        small.train(&["--resume"]).succeeded();
+        assert!(small.bytes("run/final/heads.safetensors") == expected, "shuffle = {shuffle}");
+        assert_eq!(small.names("states").len(), 1);
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn hidden_states_that_find_no_room_say_how_much_they_need() {
+    let small = SmallRun::new();
+    keep_hidden_states(&small);
+    let script = "trap '' XFSZ; ulimit -f 8; exec \"$1\" recipe.toml";
+    let mut limited = small.program("bash", &["-c", script, "bash", env!("CARGO_BIN_EXE_medusa-train")]);
+    let facts = ["train.hidden_state_cache", "states/", "File too large", "bytes in all", "make room"];
+    Ended::from(limited.output().expect("bash")).failed(1, &facts);
+    assert_eq!(small.names("states"), [""; 0]);
+    small.train(&["--resume"]).succeeded();
+}
