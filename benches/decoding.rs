@@ -1,7 +1,6 @@
 //! One forward pass of 1 to 64 new tokens behind a cache of 128, and the search of a 63-node tree.
 //!
 //! `cargo bench --bench decoding`
-#![expect(missing_docs, reason = "criterion's macros make public items")]
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use medusa::medusa::tree_search;

@@ -1,7 +1,6 @@
 //! The fused head loss beside the plain one, loss and gradients, on one core's worth of rows.
 //!
 //! `cargo bench --bench head_loss`
-#![expect(missing_docs, reason = "criterion's macros make public items")]
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use medusa::medusa::fused_loss::{HeadGradients, head_loss};

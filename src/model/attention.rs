@@ -2,7 +2,7 @@
 
 // B rows, T tokens of a row, N new tokens, S cached and new tokens, H hidden, Q query heads, G key/value heads, D head size,
 // R = Q/G query heads that share a key/value head
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 
 use tch::{Device, Kind, Tensor};
 
@@ -48,17 +48,7 @@ impl Attention {
         let q_bqtd = qk_bthd.narrow(2, 0, q).transpose(1, 2);
         let k_bqtd = repeat_groups(&qk_bthd.narrow(2, q, g).transpose(1, 2), q / g);
         let v_bqtd = repeat_groups(&qkv_bthd.narrow(2, q + g, g).transpose(1, 2), q / g);
-        let (mask, causal) = (rows.mask_b1tt.as_ref(), rows.mask_b1tt.is_none());
-        let out_bqtd = Tensor::scaled_dot_product_attention(
-            &q_bqtd,
-            &k_bqtd,
-            &v_bqtd,
-            mask,
-            0.0,
-            causal,
-            self.shape.scale(),
-            false,
-        );
+        let out_bqtd = attend_rows(&q_bqtd, &k_bqtd, &v_bqtd, rows, self.shape.scale());
         self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]))
     }
 
@@ -101,6 +91,32 @@ fn repeat_groups(x_bgsd: &Tensor, r: i64) -> Tensor {
     x_bgsd.unsqueeze(2).expand([b, g, r, s, d], false).reshape([b, g * r, s, d])
 }
 
+/// Whole rows, all `[B, Q, T, D]`.
+fn attend_rows(q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &RowMask, scale: f64) -> Tensor {
+    if !rows.by_blocks {
+        let (mask, causal) = (rows.mask_b1tt.as_ref(), rows.mask_b1tt.is_none());
+        return Tensor::scaled_dot_product_attention(q_bqtd, k_bqtd, v_bqtd, mask, 0.0, causal, scale, false);
+    }
+    let masks = rows.causal_blocks.get_or_init(|| causal_blocks(q_bqtd.size()[2], q_bqtd.kind()));
+    let mut from = 0;
+    let block = |mask_ns: &Tensor| {
+        let [n, s] = mask_ns.size()[..] else { panic!("[N, S], got {mask_ns:?}") };
+        let (k, v) = (k_bqtd.narrow(2, 0, s), v_bqtd.narrow(2, 0, s));
+        from += n;
+        Tensor::scaled_dot_product_attention(
+            &q_bqtd.narrow(2, from - n, n),
+            &k,
+            &v,
+            Some(mask_ns),
+            0.0,
+            false,
+            scale,
+            false,
+        )
+    };
+    Tensor::cat(&masks.iter().map(block).collect::<Vec<_>>(), 2)
+}
+
 /// libtorch's choice among its kernels costs as much as a small one takes: on the CPU it is always this one.
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, scale: f64) -> Tensor {
     if q.device() == Device::Cpu {
@@ -114,16 +130,27 @@ fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, scale: f64)
 pub struct RowMask {
     /// `[B, 1, T, T]` bool; absent = causal.
     mask_b1tt: Option<Tensor>,
+    /// Causal attention block after block, each with the keys up to its end: where libtorch's causal kernel would compute the
+    /// upper triangle too, which is on the CPU, up to its block of 512 keys.
+    by_blocks: bool,
+    /// `[N, S]` each, 0 or -inf, in the dtype of attention; made by the first layer.
+    causal_blocks: OnceCell<Vec<Tensor>>,
     /// `[T]` or `[B, T]`, float32.
     positions: Tensor,
 }
+
+/// Queries of one block of [`RowMask::causal`].
+const CAUSAL_BLOCK: i64 = 64;
+/// Keys that libtorch's CPU kernel treats at once.
+const KERNEL_KEYS: i64 = 512;
 
 impl RowMask {
     /// Each row is one text; padding at its right end is seen by nothing before it.
     pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
         let positions = Tensor::arange(t, (Kind::Float, device));
         let mask = config.sliding_window.filter(|&w| w < t).map(|w| within_window(&positions.unsqueeze(0), w));
-        Self { mask_b1tt: mask.map(|m| m.unsqueeze(1)), positions }
+        let by_blocks = mask.is_none() && device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
+        Self { mask_b1tt: mask.map(|m| m.unsqueeze(1)), by_blocks, causal_blocks: OnceCell::new(), positions }
     }
 
     /// Each row holds several texts (segments) that do not see each other; positions restart with each.
@@ -139,12 +166,27 @@ impl RowMask {
         let (segments_bt, positions_bt) = (tensor(segments), tensor(positions));
         let same_btt = segments_bt.unsqueeze(2).eq_tensor(&segments_bt.unsqueeze(1));
         let sees_btt = within_window(&positions_bt, config.sliding_window.unwrap_or(t)).logical_and(&same_btt);
-        Self { mask_b1tt: Some(sees_btt.unsqueeze(1)), positions: positions_bt }
+        Self {
+            mask_b1tt: Some(sees_btt.unsqueeze(1)),
+            by_blocks: false,
+            causal_blocks: OnceCell::new(),
+            positions: positions_bt,
+        }
     }
 
     pub(super) fn rotation(&self, rope: &Rope) -> Rotation {
         rope.at(&self.positions)
     }
+}
+
+/// Masks of the blocks of `t` queries, in the dtype of attention.
+fn causal_blocks(t: i64, kind: Kind) -> Vec<Tensor> {
+    let block = |from: i64| {
+        let end = t.min(from + CAUSAL_BLOCK);
+        let hidden = Tensor::full([end - from, end], f64::NEG_INFINITY, (kind, Device::Cpu));
+        hidden.triu(from + 1)
+    };
+    (0..t).step_by(usize::try_from(CAUSAL_BLOCK).expect("above 0")).map(block).collect()
 }
 
 /// Segment number and position in it for each of `t` tokens; padding is one more segment.
@@ -240,7 +282,7 @@ impl NewTokens {
         let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
         let free = !window_cuts && self.is_chain;
         let first_causal = free && len == 0 && n > 1;
-        let mask_ns = (!first_causal && !(free && n == 1)).then(|| self.mask(len));
+        let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(len));
         Place { len, first_causal, mask_ns }
     }
 

@@ -230,10 +230,11 @@ impl DecoderLayer {
 
     fn weights(&self) -> Vec<(String, &Tensor)> {
         let parts = names::QKV.iter().chain([&names::O]).chain(&names::GATE_UP).chain([&names::DOWN]);
-        let mut all: Vec<(String, &Tensor)> = parts
-            .zip(self.linears())
-            .filter_map(|(part, l)| Some((format!("{part}.weight"), l.dense_weight()?)))
-            .collect();
+        let mut all: Vec<(String, &Tensor)> = vec![];
+        for (part, linear) in parts.zip(self.linears()) {
+            all.extend(linear.dense_weight().map(|weight| (format!("{part}.weight"), weight)));
+            all.extend(linear.bias().map(|bias| (format!("{part}.bias"), bias)));
+        }
         all.push((names::INPUT_LAYERNORM.to_owned(), &self.input_layernorm_h));
         all.push((names::POST_ATTENTION_LAYERNORM.to_owned(), &self.post_attention_layernorm_h));
         all
@@ -360,5 +361,22 @@ mod tests {
         let before = llama.logits(&llama.hidden_states(&tokens, &rows));
         let merged = llama.for_decoding();
         assert!(largest_difference(&before, &merged.logits(&merged.hidden_states(&tokens, &rows))) < 1e-9);
+    }
+
+    #[test]
+    fn causal_attention_in_blocks_equals_a_prompt_in_chunks() {
+        let long = LlamaConfig { max_position_embeddings: 256, ..config(None) };
+        let llama = Llama::random(long, Kind::Double, Device::Cpu, 4);
+        let tokens = Tensor::randint(50, [150], (Kind::Int64, Device::Cpu));
+        let whole =
+            llama.hidden_states(&tokens.unsqueeze(0), &RowMask::causal(150, &llama.config, Device::Cpu)).squeeze_dim(0);
+        let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+        for piece in tokens.split(37, 0) {
+            let n = piece.size()[0];
+            let hidden =
+                llama.extend(&piece, &NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu), &mut cache);
+            assert!(largest_difference(&hidden, &whole.narrow(0, cache.len(), n)) < 1e-9);
+            cache.commit(n);
+        }
     }
 }
