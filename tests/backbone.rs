@@ -213,8 +213,7 @@ fn half_precision_is_near() {
 
 #[test]
 fn the_folder_that_is_read_and_the_names_that_are_written_agree() {
-    // The names of biases are not promised by `Llama::weights`.
-    for name in FIXTURES.into_iter().filter(|&name| name != "llama_attention_bias") {
+    for name in FIXTURES {
         let fixture = Fixture::open(name);
         let folder = fixture.folder("config");
         let llama = load(folder.path(), Kind::Float, Purpose::Training);

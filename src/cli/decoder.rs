@@ -18,7 +18,7 @@ use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, Purpose};
 use crate::model::weights::{WeightFiles, names};
 use crate::numbers::{NonNegative, Positive};
-use crate::torch::Dtype;
+use crate::torch::{Dtype, memory};
 
 /// How to decode.
 #[derive(Debug, Clone, Args)]
@@ -173,6 +173,7 @@ impl Decoder {
             }
             None => None,
         };
+        memory::keep_freed_blocks();
         Ok(Self { backbone, tokenizer, template, medusa })
     }
 

@@ -138,7 +138,6 @@ fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags
 
 /// Runs a verb with signals watched and the accelerator open, and reports how it went.
 fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
-    torch::memory::keep_freed_blocks();
     torch::accelerator::open(); // libtorch keeps its first answer about CUDA: nothing may ask before
     let result = watch_signals().and_then(|()| torch::guard("the command", verb)?);
     match result {

@@ -11,9 +11,9 @@ use crate::torch::onednn;
 /// Guesses whose accuracy is counted: top-1 … top-5.
 pub const TOP: usize = 5;
 
-/// Logits of one chunk, at most this many: 24 MiB in float32. Blocks of 32 MiB and more are returned to the system each time
+/// Logits of one chunk, at most this many: 16 MiB in float32. Blocks of 32 MiB and more are returned to the system each time
 /// they are freed, and cleared page by page when they come back.
-const CHUNK_LOGITS: i64 = 6 << 20;
+const CHUNK_LOGITS: i64 = 4 << 20;
 
 /// What one head did on one micro batch; on the device until it is read.
 #[derive(Debug)]
@@ -194,7 +194,7 @@ mod tests {
         heads
     }
 
-    /// 600 targets are four chunks of 40,000 logits.
+    /// 600 targets are six chunks of 40,000 logits.
     fn targets() -> Targets {
         let positions_m = Tensor::randperm(700, (Kind::Int64, Device::Cpu)).narrow(0, 0, 600);
         Targets { positions_m, tokens_m: Tensor::randint(40_000, [600], (Kind::Int64, Device::Cpu)) }

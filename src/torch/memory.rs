@@ -1,5 +1,5 @@
 //! How much memory this process holds, and that it keeps what it will need again.
-#![expect(unsafe_code, reason = "mallopt is a C function")]
+#![expect(unsafe_code, reason = "mallopt and malloc_trim are C functions")]
 
 /// Bytes of the process in memory now, and the most it ever held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,11 +12,12 @@ pub struct ProcessMemory {
 
 /// Keeps freed blocks of up to 32 MiB (glibc's largest threshold) in the process. Tensors of a step are freed and asked for again
 /// at the next; by default glibc gives such blocks back to the system, which clears them page by page when they return: a quarter
-/// of a training step on a small model. The most that is ever held stays the same.
+/// of a training step on a small model. To be called when all is loaded: what loading freed is given back first.
 pub fn keep_freed_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: mallopt takes two integers and touches the allocator's settings alone; it is called before other threads start.
+    // SAFETY: both take integers, lock the allocator, and touch nothing else.
     unsafe {
+        libc::malloc_trim(0);
         libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
     }

@@ -261,6 +261,7 @@ impl Prepared {
             tell(Event::Resumed(&checkpoint));
         }
         let mut hidden_states = self.hidden_states(tell)?;
+        memory::keep_freed_blocks();
         let mut log = RunLog::open(run, state.step)?;
         while state.step < self.total_steps {
             let line = self.step(&mut state, &mut hidden_states)?;

@@ -128,7 +128,10 @@ pub fn train_step(
 /// [`StepError::HeadsNotFinite`].
 pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     // A float64 sum of float32 numbers is finite exactly where all of them are.
-    let is_finite = |value: &Tensor| tch::no_grad(|| value.sum(Kind::Double)).double_value(&[]).is_finite();
+    // Slice by slice: a sum in float64 of a whole W2 would need twice its memory.
+    let sum =
+        |value: &Tensor| value.view(-1).split(1 << 17, 0).iter().map(|slice| slice.sum(Kind::Double)).sum::<Tensor>();
+    let is_finite = |value: &Tensor| tch::no_grad(|| sum(value)).double_value(&[]).is_finite();
     match state.parameters.iter().find(|parameter| !is_finite(&parameter.value)) {
         Some(broken) => Err(StepError::HeadsNotFinite { step: state.step, parameter: broken.name.clone() }),
         None => Ok(()),
