@@ -57,12 +57,18 @@ impl Attention {
         let HeadShape { q, g, d } = self.shape;
         let n = x_nh.size()[0];
         let qkv_nhd = self.qkv.forward(x_nh).view([n, q + 2 * g, d]);
-        let qk_nhd = rotation.apply(&qkv_nhd.narrow(1, 0, q + g));
-        write(&cache.keys_1gsd, &qk_nhd.narrow(1, q, g), place.len);
-        write(&cache.values_1gsd, &qkv_nhd.narrow(1, q + g, g), place.len);
+        rotation.apply_(&qkv_nhd.narrow(1, 0, q + g));
+        write(&cache.both_gsd, &qkv_nhd.narrow(1, q, 2 * g), place.len);
         let keys_1gsd = cache.keys_1gsd.narrow(2, 0, place.len + n);
         let values_1gsd = cache.values_1gsd.narrow(2, 0, place.len + n);
-        let q_qnd = qk_nhd.narrow(1, 0, q).transpose(0, 1);
+        let q_nqd = qkv_nhd.narrow(1, 0, q);
+        if n == 1 {
+            // Query heads of a group lie side by side already: no transposes, which cost as much as a small product.
+            let q_1grd = q_nqd.view([1, g, q / g, d]);
+            let out_1grd = attend(&q_1grd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale());
+            return self.o.forward(&out_1grd.reshape([1, q * d]));
+        }
+        let q_qnd = q_nqd.transpose(0, 1);
         let out_qnd = if place.first_causal {
             let q_1qnd = q_qnd.unsqueeze(0);
             let (k, v) = (repeat_groups(&keys_1gsd, q / g), repeat_groups(&values_1gsd, q / g));
@@ -76,9 +82,9 @@ impl Attention {
     }
 }
 
-fn write(cache_1gsd: &Tensor, new_ngd: &Tensor, at: i64) {
-    let n = new_ngd.size()[0];
-    cache_1gsd.select(0, 0).narrow(1, at, n).copy_(&new_ngd.transpose(0, 1));
+/// Keys and values of the new tokens, `[N, 2G, D]`, into the cache `[2G, S, D]` from token `at` on.
+fn write(both_gsd: &Tensor, new_ngd: &Tensor, at: i64) {
+    both_gsd.narrow(1, at, new_ngd.size()[0]).copy_(&new_ngd.transpose(0, 1));
 }
 
 /// `[B, G, S, D]` to `[B, G·R, S, D]`, each group R times in a row.

@@ -18,10 +18,14 @@ pub struct KvCache {
     len: i64,
 }
 
-/// Keys and values of one layer, `[1, G, S, D]`: views, so writing to them writes to the cache.
+/// Keys and values of one layer: views, so writing to them writes to the cache.
 #[derive(Debug)]
 pub struct LayerCache {
+    /// `[2G, S, D]`: keys, then values.
+    pub(super) both_gsd: Tensor,
+    /// `[1, G, S, D]`.
     pub(super) keys_1gsd: Tensor,
+    /// `[1, G, S, D]`.
     pub(super) values_1gsd: Tensor,
 }
 
@@ -97,6 +101,10 @@ fn round_up(tokens: i64) -> i64 {
 
 fn layer_views(all: &Tensor) -> Vec<LayerCache> {
     let plane = |at: i64| all.narrow(0, at, 1);
-    let layers = all.size()[0] / 2;
-    (0..layers).map(|l| LayerCache { keys_1gsd: plane(2 * l), values_1gsd: plane(2 * l + 1) }).collect()
+    let layer = |l: i64| LayerCache {
+        both_gsd: all.narrow(0, 2 * l, 2).flatten(0, 1),
+        keys_1gsd: plane(2 * l),
+        values_1gsd: plane(2 * l + 1),
+    };
+    (0..all.size()[0] / 2).map(layer).collect()
 }

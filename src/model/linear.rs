@@ -19,6 +19,8 @@ pub struct Linear {
 enum Weight {
     /// `[O, I]`.
     Dense(Tensor),
+    /// `[I, O]`, a view of the dense one: `x·Wᵀ` in one call instead of the three that libtorch's linear makes.
+    Transposed(Tensor),
     Packed(PackedWeight),
 }
 
@@ -28,22 +30,23 @@ impl Linear {
         Self { outputs: weight_oi.size()[0], weight: Weight::Dense(weight_oi), bias_o }
     }
 
-    /// The same layer for decoding: packed where that pays, else as it is.
+    /// The same layer for decoding: packed where that pays, else transposed.
     #[must_use]
     pub fn packed(self) -> Self {
-        match &self.weight {
-            Weight::Dense(weight) if weight.numel() >= WORTH_PACKING => match PackedWeight::pack(weight) {
-                Some(packed) => Self { weight: Weight::Packed(packed), ..self },
-                None => self,
-            },
-            _ => self,
-        }
+        let Weight::Dense(weight_oi) = &self.weight else { return self };
+        let packed = if weight_oi.numel() >= WORTH_PACKING { PackedWeight::pack(weight_oi) } else { None };
+        let weight = packed.map_or_else(|| Weight::Transposed(weight_oi.tr()), Weight::Packed);
+        Self { weight, ..self }
     }
 
     /// `[…, I]` to `[…, O]`.
     pub fn forward(&self, x: &Tensor) -> Tensor {
         match &self.weight {
             Weight::Dense(weight_oi) => x.linear(weight_oi, self.bias_o.as_ref()),
+            Weight::Transposed(weight_io) => match &self.bias_o {
+                Some(bias_o) => product(x, weight_io) + bias_o,
+                None => product(x, weight_io),
+            },
             Weight::Packed(packed) => packed.linear(x, self.bias_o.as_ref()),
         }
     }
@@ -63,11 +66,11 @@ impl Linear {
         self.bias_o.as_ref()
     }
 
-    /// `[O, I]`, unless packed.
+    /// `[O, I]`, unless made for decoding.
     pub fn dense_weight(&self) -> Option<&Tensor> {
         match &self.weight {
             Weight::Dense(weight) => Some(weight),
-            Weight::Packed(_) => None,
+            Weight::Transposed(_) | Weight::Packed(_) => None,
         }
     }
 
@@ -117,4 +120,9 @@ impl LinearGroup {
     pub fn outputs(&self) -> i64 {
         self.layers.iter().map(|layer| layer.outputs).sum()
     }
+}
+
+/// A matrix by a matrix is one call; matmul looks at the shapes first.
+fn product(x: &Tensor, weight_io: &Tensor) -> Tensor {
+    if x.dim() == 2 { x.mm(weight_io) } else { x.matmul(weight_io) }
 }

@@ -41,6 +41,13 @@ impl Rotation {
         let half = x.size()[x.dim() - 1] / 2;
         (x * &self.cos).addcmul(&x.roll([half], [-1]), &self.signed_sin)
     }
+
+    /// As [`Rotation::apply`], in place; `x` may be a view.
+    pub fn apply_(&self, x: &Tensor) {
+        let half = x.size()[x.dim() - 1] / 2;
+        let rolled = x.roll([half], [-1]);
+        let _ = (x * &self.cos).addcmul_out(x, &rolled, &self.signed_sin);
+    }
 }
 
 /// D/2 inverse wavelengths in radians a token, float32 as in transformers.
