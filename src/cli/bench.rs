@@ -12,9 +12,10 @@ use serde::Serialize;
 
 use super::calibrate::draw_target;
 use super::decoder::{Decoder, DecodingFlags, dtype_of, read_prompts};
-use super::{CommonFlags, UsageError, device_name, print_json, print_line};
+use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::decode::generate::{self, Medusa, Request};
 use crate::decode::stats::{Comparison, Tally};
+use crate::torch::device_name;
 
 /// Tokens of the run that warms caches and threads up; it is not measured.
 const WARM_UP_TOKENS: usize = 32;

@@ -22,7 +22,7 @@ use crate::model::llama::{Llama, Purpose};
 /// Measure how often each guess of each head is right, on rows that the heads were not trained on.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/calibration.jsonl --out calibration.json"
+    after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/eval.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
     /// The backbone's folder.
@@ -49,7 +49,7 @@ pub struct CalibrateArgs {
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let backbone = load_backbone(&args.backbone, common, Purpose::Training)?;
     let heads = Heads::load(&args.heads, &backbone)?;
-    let rows = read_rows(args, &backbone)?;
+    let rows = read_rows(args, &backbone, common)?;
     let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
@@ -60,7 +60,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }
 }
 
-fn read_rows(args: &CalibrateArgs, backbone: &Llama) -> anyhow::Result<Vec<TokenRow>> {
+fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Vec<TokenRow>> {
     // Rows of token ids need no tokenizer, and rows of text say so themselves.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
@@ -71,7 +71,9 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama) -> anyhow::Result<Vec<Token
         max_length: usize::try_from(config.max_position_embeddings)?.try_into()?,
         cache: cache.as_ref(),
     };
-    Ok(data::load(&args.data, &settings)?.0)
+    let (rows, report) = data::load(&args.data, &settings)?;
+    common.say(report);
+    Ok(rows)
 }
 
 fn heads_file(heads: &Path) -> PathBuf {

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use serde::Serialize;
 
-use super::{CommonFlags, device_name, print_json, print_line};
+use super::{CommonFlags, print_json, print_line};
+use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
 
 /// Say which libtorch, devices, memory and threads there are, what is missing and how to get it.

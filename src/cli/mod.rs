@@ -179,14 +179,6 @@ pub struct UsageError(pub String);
 #[error("{0}")]
 pub struct Interrupted(pub String);
 
-/// A device as `--device` spells it.
-pub fn device_name(device: tch::Device) -> String {
-    match device {
-        tch::Device::Cuda(index) => format!("cuda:{index}"),
-        other => format!("{other:?}").to_lowercase(),
-    }
-}
-
 /// Bytes for people.
 pub fn mebibytes(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))

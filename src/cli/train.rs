@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::recipe::Recipe;
-use crate::train::run::{Outcome, Prepared};
+use crate::train::run::{Outcome, Prepared, check_output_dir};
 
 mod plan;
 mod progress;
@@ -40,6 +40,9 @@ pub struct TrainArgs {
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
     let recipe = Recipe::load(&args.recipe)?;
+    if !args.check && !args.resume {
+        check_output_dir(&recipe.train.output_dir)?;
+    }
     let prepared = Prepared::load(recipe.job(common.device.resolve()?))?;
     let plan = Plan::of(&prepared, &recipe);
     if args.check {

@@ -20,7 +20,7 @@ pub enum SourceError {
         pattern: String,
     },
     /// A pattern that is none.
-    #[error("{pattern:?} is no valid pattern")]
+    #[error("{pattern:?} is no valid pattern: {source}")]
     BadPattern {
         /// The pattern.
         pattern: String,
@@ -28,7 +28,7 @@ pub enum SourceError {
         source: glob::PatternError,
     },
     /// The disk's own words.
-    #[error("cannot read {}", path.display())]
+    #[error("cannot read {}: {source}", path.display())]
     Read {
         /// Which file.
         path: PathBuf,

@@ -195,7 +195,8 @@ fn plain_steps(backbone: &Llama, request: &Request, text: &mut Transcript) -> Kv
 }
 
 /// Decodes with Medusa heads. Every step commits the root, which is the LM head's own token, and the accepted path below it.
-/// At temperature 0 the text is exactly [`plain`]'s, whatever the heads and the tree.
+/// At temperature 0 the text is [`plain`]'s, whatever the heads and the tree; only where two tokens are equally probable up to
+/// rounding (rare in float32, less so in 16 bits) may they differ, since a product's last bits depend on its number of rows.
 ///
 /// A node behind the context's end or `max_new_tokens` is computed with the others and never committed.
 ///

@@ -69,11 +69,6 @@ impl KvCache {
         self.len += count;
     }
 
-    /// Forgets all but the first `len` tokens.
-    pub fn truncate(&mut self, len: i64) {
-        self.len = self.len.min(len);
-    }
-
     pub(super) fn layer(&self, layer: usize) -> &LayerCache {
         &self.layers[layer]
     }

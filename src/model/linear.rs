@@ -73,11 +73,6 @@ impl Linear {
             Weight::Transposed(_) | Weight::Packed(_) => None,
         }
     }
-
-    /// Whether products run through oneDNN's packed layout.
-    pub fn is_packed(&self) -> bool {
-        matches!(self.weight, Weight::Packed(_))
-    }
 }
 
 /// Layers that read the same input (q, k, v; gate, up). Merged into one product they save a read of the input and two calls.

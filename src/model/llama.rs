@@ -161,13 +161,6 @@ impl Llama {
         self.device
     }
 
-    /// How many products run through oneDNN's packed layout, and how many there are.
-    pub fn packed_products(&self) -> (usize, usize) {
-        let of_layers = self.layers.iter().flat_map(DecoderLayer::linears);
-        let all: Vec<&Linear> = of_layers.chain([&self.lm_head]).collect();
-        (all.iter().filter(|linear| linear.is_packed()).count(), all.len())
-    }
-
     /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head is left out. For a backbone loaded or made
     /// for training; what is merged or packed for decoding has no such names.
     pub fn weights(&self) -> Vec<(String, &Tensor)> {

@@ -201,7 +201,9 @@ impl WeightFiles {
             });
         }
         let files = shards.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
-        let place = |shard: &String| shards.iter().position(|s| *s == folder.join(shard)).unwrap_or(0);
+        let place = |shard: &String| {
+            shards.iter().position(|s| *s == folder.join(shard)).expect("every shard was listed above")
+        };
         let file_of = index.weight_map.iter().map(|(name, shard)| (name.clone(), place(shard))).collect();
         Ok(Self { files, file_of, source: index_path.into() })
     }
@@ -278,7 +280,8 @@ impl WeightFiles {
 
 impl MappedFile {
     fn open(path: &Path) -> Result<Self, WeightsError> {
-        // Leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory.
+        // Leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory, and keeps a removed file's
+        // disk space until the process ends.
         let map: &'static Mmap = Box::leak(Box::new(map_file(path).map_err(|source| io_error(path, source))?));
         let tensors = SafeTensors::deserialize(map).map_err(|reason| WeightsError::Damaged {
             path: path.into(),

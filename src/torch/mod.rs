@@ -131,6 +131,14 @@ impl DeviceChoice {
     }
 }
 
+/// A device as `--device` spells it.
+pub fn device_name(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => format!("cuda:{index}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
 /// Seeds everything that libtorch draws.
 pub fn seed(seed: u64) {
     #[expect(clippy::disallowed_methods, reason = "the one place that seeds")]

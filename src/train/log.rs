@@ -84,7 +84,7 @@ pub enum Split {
 /// The update of a training step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct UpdateLine {
-    /// Learning rate of the recipe's `optimizer.learning_rate`.
+    /// Learning rate of this step: `optimizer.learning_rate` × the schedule's factor.
     pub lr: f64,
     /// Learning rate of the heads; the same in Medusa-1.
     pub heads_lr: f64,

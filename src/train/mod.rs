@@ -30,7 +30,7 @@ pub struct TrainConfig {
     /// Forward passes an optimizer step.
     #[serde(default = "one")]
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Seeds the order of rows and everything else that is drawn.
+    /// Seeds the order of rows, the split of `data.validation_fraction`, and everything else that is drawn.
     #[serde(default = "forty_two")]
     pub seed: u64,
     /// Optimizer steps between lines of metrics.jsonl.
@@ -42,7 +42,7 @@ pub struct TrainConfig {
     /// Optimizer steps between evaluations; absent = at the end only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_every: Option<NonZeroUsize>,
-    /// Older checkpoints are removed.
+    /// How many of the newest checkpoints stay; older ones are removed.
     #[serde(default = "three")]
     pub keep_checkpoints: NonZeroUsize,
     /// Folder that keeps the backbone's hidden states, so that later epochs, and later runs on the same rows, need not run

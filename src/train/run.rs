@@ -66,6 +66,16 @@ pub enum TrainError {
         /// How far ahead it predicts.
         ahead: usize,
     },
+    /// The learning rate would never reach its peak.
+    #[error(
+        "schedule.warmup_steps = {warmup_steps}, but the run has only {total_steps} optimizer steps; lower it, or train for more epochs"
+    )]
+    WarmupTooLong {
+        /// The recipe's.
+        warmup_steps: usize,
+        /// All steps of the run.
+        total_steps: usize,
+    },
     /// The output folder belongs to something else.
     #[error("train.output_dir {} {why}", path.display())]
     OutputTaken {
@@ -221,6 +231,10 @@ impl Prepared {
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &job.data).0, &job, None));
         let epochs = job.train.epochs.map(|epochs| epochs.get() * train.steps_per_epoch());
         let total_steps = job.train.max_steps.map(|steps| steps.get()).or(epochs).unwrap_or(0);
+        let warmup_steps = job.schedule.warmup_steps;
+        if warmup_steps > total_steps {
+            return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
+        }
         let heads_shape = shape_of(&job.heads, &backbone);
         heads_to_start_from(&job.heads, heads_shape, &backbone)?; // what is wrong with them is told before anything is written
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
@@ -290,7 +304,7 @@ impl Prepared {
         &self.job.train.output_dir
     }
 
-    /// The backbone's shape.
+    /// The frozen backbone.
     pub fn backbone(&self) -> &Llama {
         &self.backbone
     }
@@ -403,8 +417,7 @@ impl Prepared {
         let taken = |why: String| TrainError::OutputTaken { path: run.into(), why };
         if checkpoint::holds_a_run(run)? {
             if !resume {
-                let why = "is not empty: go on with --resume, or choose another folder (nothing is ever overwritten)";
-                return Err(taken(why.into()));
+                return check_output_dir(run);
             }
             if run.join(RECIPE).exists() {
                 self.check_same_run(run).map_err(taken)?;
@@ -461,7 +474,7 @@ impl Prepared {
             program: format!("medusa-train {}", env!("CARGO_PKG_VERSION")),
             git_revision: env!("MEDUSA_GIT_REVISION").into(),
             libtorch: LIBTORCH_VERSION.into(),
-            device: format!("{:?}", self.job.device),
+            device: torch::device_name(self.job.device),
             threads: tch::get_num_threads(),
             command: std::env::args().collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
@@ -489,6 +502,18 @@ fn difference(before: &str, now: &str) -> Option<String> {
         (None, Some(new)) => Some(format!("this recipe says `{new}`, its recipe.toml does not")),
         (None, None) => Some("its recipe.toml has the same lines in other tables".into()),
     }
+}
+
+/// Refuses an output folder that holds anything; looks at nothing else, so it can be asked before the first expensive second.
+///
+/// # Errors
+/// [`TrainError::OutputTaken`].
+pub fn check_output_dir(run: &Path) -> Result<(), TrainError> {
+    if !checkpoint::holds_a_run(run)? {
+        return Ok(());
+    }
+    let why = "is not empty: go on with --resume, or choose another folder (nothing is ever overwritten)";
+    Err(TrainError::OutputTaken { path: run.into(), why: why.into() })
 }
 
 fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {

@@ -162,7 +162,7 @@ fn w2_of<'m>(heads: &'m Heads, head: usize, backbone: &'m Llama) -> &'m Tensor {
 }
 
 fn input_tokens(batches: &[Batch]) -> u64 {
-    batches.iter().flat_map(|batch| batch.segment_lengths.iter().flatten()).map(|&length| length as u64).sum()
+    batches.iter().map(|batch| batch.tokens() as u64).sum()
 }
 
 fn count_targets(targets: &[BatchTargets], num_heads: usize) -> Vec<usize> {

@@ -91,7 +91,7 @@ pub(super) fn bench_text(bench: &Value, out: &mut String) -> std::fmt::Result {
     writeln!(out, "{:>20}  {:>6.2}  tokens a step", "acceleration rate", number(bench, "acceleration_rate"))?;
     writeln!(out, "{:>20}  {:>6.2}  a step against a step of plain decoding", "overhead", number(bench, "overhead"))?;
     writeln!(out, "{:>20}  {:>6.2}  wall clock", "speedup", number(bench, "speedup"))?;
-    let identical = if bench["identical"] == true { "yes" } else { "no" };
+    let identical = bench["identical"].as_bool().map_or("-", |same| if same { "yes" } else { "no" });
     writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
 }
 

@@ -4,10 +4,11 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::cli::{device_name, mebibytes};
+use crate::cli::mebibytes;
 use crate::data::LoadReport;
 use crate::medusa::heads::HeadsShape;
 use crate::recipe::Recipe;
+use crate::torch::device_name;
 use crate::train::run::Prepared;
 
 /// float32 weights, float32 gradients, and AdamW's two float32 moments.
