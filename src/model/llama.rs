@@ -127,7 +127,7 @@ impl Llama {
     }
 
     /// How many parts a pass over whole rows has: the embedding, the decoder layers, the final norm.
-    pub(super) fn parts(&self) -> usize {
+    pub fn parts(&self) -> usize {
         self.layers.len() + 2
     }
 

@@ -156,11 +156,15 @@ impl Adapter {
         let (r, options) = (config.rank.get() as i64, (master_kind(weight_oi), weight_oi.device()));
         let bound = (i as f64).sqrt().recip();
         let a_ri = Tensor::empty([r, i], options).uniform_(-bound, bound);
-        Self::of(a_ri, Tensor::zeros([o, r], options), config)
+        let b_or = Tensor::zeros([o, r], options);
+        Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get() }.trained()
     }
 
-    fn of(a_ri: Tensor, b_or: Tensor, config: &LoraConfig) -> Self {
-        Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get() }
+    fn trained(self) -> Self {
+        for tensor in self.parameters() {
+            let _ = tensor.set_requires_grad(true);
+        }
+        self
     }
 
     /// A and B, as they are trained.
@@ -197,8 +201,10 @@ impl Adapter {
     pub(super) fn merged(&self, weight_oi: &Tensor) -> Tensor {
         let scale = self.alpha / self.a_ri.size()[0] as f64;
         let kind = master_kind(weight_oi);
-        let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * scale));
-        tch::no_grad(|| (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind()))
+        tch::no_grad(|| {
+            let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * scale));
+            (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind())
+        })
     }
 }
 
@@ -440,7 +446,7 @@ impl Reader {
             Ok(self.files.tensor(&name, &expected, Kind::Float, tch::Device::Cpu)?.copy())
         };
         let (a_ri, b_or) = (tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?);
-        Ok(Adapter { a_ri, b_or, alpha: self.peft.alpha(), dropout: self.dropout })
+        Ok(Adapter { a_ri, b_or, alpha: self.peft.alpha(), dropout: self.dropout }.trained())
     }
 
     /// PEFT saves lm_head with its adapter; another one than the backbone's means another base.
@@ -530,8 +536,7 @@ mod tests {
         let config = LoraConfig { rank, alpha, dropout, target_modules: TargetModules::AllLinear, init_from: None };
         attach_new(&mut llama, &config, 1);
         for (_, adapter) in llama.adapters() {
-            let _ = adapter.b_or.shallow_clone().normal_(0.0, 0.3);
-            let _ = adapter.parameters().map(|tensor| tensor.set_requires_grad(true));
+            let _ = tch::no_grad(|| adapter.b_or.shallow_clone().normal_(0.0, 0.3));
         }
         llama
     }
@@ -542,7 +547,7 @@ mod tests {
 
     fn gradients(llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
         let rows = RowMask::causal(11, &llama.config, Device::Cpu);
-        let (hidden, tape) = llama.forward_kept(&tokens(), &rows, adapters, keep);
+        let (hidden, tape) = llama.forward_kept(&tokens(), rows, adapters, keep);
         let dhidden = Tensor::arange(hidden.numel() as i64, (hidden.kind(), Device::Cpu)).sin().view_as(&hidden);
         let zeros = |part| llama.trained_in(part).iter().map(|(_, t)| t.detach().zeros_like()).collect();
         let sums: Vec<Vec<Tensor>> = (0..llama.parts()).map(zeros).collect();

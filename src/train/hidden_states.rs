@@ -115,7 +115,12 @@ impl HiddenStates<'_> {
 impl BatchStates {
     /// Runs the backbone over a batch.
     pub fn computed(backbone: &Llama, batch: &Batch) -> Self {
-        Self { hidden_nh: compute(backbone, batch), row_of: None }
+        Self::all(compute(backbone, batch))
+    }
+
+    /// Of every position, `[N, H]`.
+    pub fn all(hidden_nh: Tensor) -> Self {
+        Self { hidden_nh, row_of: None }
     }
 
     /// Rows of `hidden_nh` for flat positions of the batch, from which a head predicts a target.

@@ -16,6 +16,8 @@ pub struct Parameter {
     pub value: Tensor,
     /// The gradient of this optimizer step so far; of `value`'s shape, float32.
     pub gradient: Tensor,
+    /// Its learning rate is the optimizer's times this.
+    pub rate_factor: f64,
 }
 
 impl Parameter {
@@ -24,8 +26,15 @@ impl Parameter {
         Self {
             name: name.into(),
             value: value.set_requires_grad(true),
-            gradient: value.zeros_like().set_requires_grad(false),
+            gradient: value.detach().zeros_like(),
+            rate_factor: 1.0,
         }
+    }
+
+    /// The same with a learning rate `factor` times the optimizer's.
+    #[must_use]
+    pub fn at_rate(self, factor: f64) -> Self {
+        Self { rate_factor: factor, ..self }
     }
 }
 
@@ -70,9 +79,9 @@ impl AdamW {
     /// gradients are 0 afterwards.
     pub fn step(&mut self, parameters: &mut [Parameter], rate: f64, scale: f64) {
         self.step += 1;
-        let update = Update::new(&self.config, self.step, rate, scale);
         tch::no_grad(|| {
             for (parameter, moments) in parameters.iter_mut().zip(&mut self.moments) {
+                let update = Update::new(&self.config, self.step, rate * parameter.rate_factor, scale);
                 let slices = |tensor: &Tensor| tensor.view(-1).split(SLICE, 0);
                 let (values, gradients) = (slices(&parameter.value), slices(&parameter.gradient));
                 let (firsts, seconds) = (slices(&moments.first), slices(&moments.second));

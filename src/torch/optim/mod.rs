@@ -13,8 +13,11 @@ pub struct OptimizerConfig {
     /// Which optimizer.
     #[serde(default)]
     pub name: OptimizerName,
-    /// Peak learning rate.
+    /// Peak learning rate: the backbone's in Medusa-2, the heads' in Medusa-1.
     pub learning_rate: Positive,
+    /// Medusa-2: the heads' learning rate is `learning_rate` times this, biases too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub medusa_lr_multiplier: Option<Positive>,
     /// Exponential decay rates of the two moments.
     #[serde(default = "default_betas")]
     pub betas: [Fraction; 2],
