@@ -31,13 +31,15 @@ struct Reference {
     name: &'static str,
     /// Relative, of losses; and of gradient norms.
     tolerance: [f64; 2],
+    /// The part of the whole loss below which the LM loss is not told apart.
+    lm_floor: f64,
     micro_batch_size: usize,
     recompute: bool,
 }
 
 impl Reference {
     const fn new(name: &'static str, tolerance: [f64; 2]) -> Self {
-        Self { name, tolerance, micro_batch_size: 8, recompute: false }
+        Self { name, tolerance, lm_floor: 0.01, micro_batch_size: 8, recompute: false }
     }
 
     fn stage(&self) -> Stage {
@@ -92,8 +94,9 @@ impl Reference {
 const MEDUSA1: Reference = Reference::new("medusa1", [1e-5, 1e-5]);
 const MEDUSA2: Reference = Reference::new("medusa2", [1e-5, 1e-5]);
 const DISTILL: Reference = Reference::new("medusa2_distill", [1e-4, 2e-4]);
-/// Its first gradients are rounding noise.
-const DISTILL_SINE: Reference = Reference::new("medusa2_distill_sine", [2e-3, 2e-2]);
+/// Its first gradients are rounding noise, which AdamW makes as large as any other: the reference's own program in float64 differs
+/// from it by 4e-3 of the LM loss, 3e-4 of the whole.
+const DISTILL_SINE: Reference = Reference { lm_floor: 1.0, ..Reference::new("medusa2_distill_sine", [2e-3, 2e-2]) };
 
 fn assert_close(what: &str, got: f64, expected: f64, relative: f64) {
     let error = (got - expected).abs() / expected.abs();
@@ -110,8 +113,8 @@ fn assert_tensors_close(name: &str, got: &Tensor, expected: &Tensor, tolerance: 
     assert!(worst <= tolerance, "{name}: largest difference {worst:.2e} at flat index {at} > {tolerance:.0e}");
 }
 
-/// Every step's losses, gradient norm and λ0; an LM loss that is all but zero (student and teacher are equal at first) may differ
-/// by the tolerance of the heads' losses it is added to.
+/// Every step's losses, gradient norm and λ0. The LM loss of self-distillation starts as rounding noise, for student and teacher are
+/// equal: it is held to the tolerance of its own size or, below that, of a part of the whole loss.
 fn check_step(reference: &Reference, line: &MetricsLine, expected: &serde_json::Value) {
     let number = |key: &str| expected[key].as_f64().expect("a number");
     let (step, [tolerance, norm_tolerance]) = (line.step - 1, reference.tolerance);
@@ -124,11 +127,9 @@ fn check_step(reference: &Reference, line: &MetricsLine, expected: &serde_json::
         assert!(line.loss.abs() < 1e-6 && update.grad_norm < 1e-5, "step {step}: {line:?}");
     }
     if let Some(lm_loss) = line.lm_loss {
-        let error = (lm_loss - number("lm_loss")).abs();
-        assert!(
-            error <= tolerance * number("lm_loss").max(0.1 * number("loss")).max(1e-3),
-            "step {step}, LM loss: {lm_loss} {expected}"
-        );
+        let size = number("lm_loss").max(reference.lm_floor * number("loss")).max(1e-6);
+        let error = (lm_loss - number("lm_loss")).abs() / size;
+        assert!(error <= tolerance, "step {step}, LM loss: got {lm_loss}, PyTorch has {expected}");
         assert_eq!(update.lambda0, number("lambda0"), "step {step}, λ0");
     }
     for (head, expected) in expected["head_losses"].as_array().expect("heads").iter().enumerate() {
