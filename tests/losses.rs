@@ -31,15 +31,17 @@ struct Reference {
     name: &'static str,
     /// Relative, of losses; and of gradient norms.
     tolerance: [f64; 2],
-    /// The part of the whole loss below which the LM loss is not told apart.
-    lm_floor: f64,
+    /// Relative, of the LM loss, which counts as at least a hundredth of the whole.
+    lm_tolerance: f64,
+    /// Absolute, of the final heads.
+    heads_tolerance: f64,
     micro_batch_size: usize,
     recompute: bool,
 }
 
 impl Reference {
-    const fn new(name: &'static str, tolerance: [f64; 2]) -> Self {
-        Self { name, tolerance, lm_floor: 0.01, micro_batch_size: 8, recompute: false }
+    const fn new(name: &'static str, tolerance: [f64; 2], lm_tolerance: f64) -> Self {
+        Self { name, tolerance, lm_tolerance, heads_tolerance: 1e-4, micro_batch_size: 8, recompute: false }
     }
 
     fn stage(&self) -> Stage {
@@ -91,12 +93,14 @@ impl Reference {
     }
 }
 
-const MEDUSA1: Reference = Reference::new("medusa1", [1e-5, 1e-5]);
-const MEDUSA2: Reference = Reference::new("medusa2", [1e-5, 1e-5]);
-const DISTILL: Reference = Reference::new("medusa2_distill", [1e-4, 2e-4]);
-/// Its first gradients are rounding noise, which AdamW makes as large as any other: the reference's own program in float64 differs
-/// from it by 4e-3 of the LM loss, 3e-4 of the whole.
-const DISTILL_SINE: Reference = Reference { lm_floor: 1.0, ..Reference::new("medusa2_distill_sine", [2e-3, 2e-2]) };
+const MEDUSA1: Reference = Reference::new("medusa1", [1e-5, 1e-5], 0.0);
+const MEDUSA2: Reference = Reference::new("medusa2", [1e-5, 1e-5], 1e-5);
+/// The reference's own program in float64 differs from it by up to 2.1e-4 of the LM loss.
+const DISTILL: Reference = Reference::new("medusa2_distill", [1e-4, 2e-4], 2.5e-4);
+/// λ0 is 0 at first, so its first gradients are rounding noise, which AdamW makes as large as any other: the reference's own program
+/// in float64 differs from it by up to 4e-3 of the LM loss, and by 3e-3 in the final heads.
+const DISTILL_SINE: Reference =
+    Reference { heads_tolerance: 5e-3, ..Reference::new("medusa2_distill_sine", [2e-3, 2e-2], 5e-3) };
 
 fn assert_close(what: &str, got: f64, expected: f64, relative: f64) {
     let error = (got - expected).abs() / expected.abs();
@@ -113,8 +117,7 @@ fn assert_tensors_close(name: &str, got: &Tensor, expected: &Tensor, tolerance: 
     assert!(worst <= tolerance, "{name}: largest difference {worst:.2e} at flat index {at} > {tolerance:.0e}");
 }
 
-/// Every step's losses, gradient norm and λ0. The LM loss of self-distillation starts as rounding noise, for student and teacher are
-/// equal: it is held to the tolerance of its own size or, below that, of a part of the whole loss.
+/// Every step's losses, gradient norm and λ0.
 fn check_step(reference: &Reference, line: &MetricsLine, expected: &serde_json::Value) {
     let number = |key: &str| expected[key].as_f64().expect("a number");
     let (step, [tolerance, norm_tolerance]) = (line.step - 1, reference.tolerance);
@@ -127,9 +130,9 @@ fn check_step(reference: &Reference, line: &MetricsLine, expected: &serde_json::
         assert!(line.loss.abs() < 1e-6 && update.grad_norm < 1e-5, "step {step}: {line:?}");
     }
     if let Some(lm_loss) = line.lm_loss {
-        let size = number("lm_loss").max(reference.lm_floor * number("loss")).max(1e-6);
+        let size = number("lm_loss").max(0.01 * number("loss")).max(1e-6);
         let error = (lm_loss - number("lm_loss")).abs() / size;
-        assert!(error <= tolerance, "step {step}, LM loss: got {lm_loss}, PyTorch has {expected}");
+        assert!(error <= reference.lm_tolerance, "step {step}, LM loss: got {lm_loss}, PyTorch has {expected}");
         assert_eq!(update.lambda0, number("lambda0"), "step {step}, λ0");
     }
     for (head, expected) in expected["head_losses"].as_array().expect("heads").iter().enumerate() {
@@ -158,7 +161,7 @@ fn check_run(reference: &Reference) {
     for name in expected.names() {
         let shape = expected.shape(name).expect("a shape");
         let read = |files: &WeightFiles| files.tensor(name, &shape, Kind::Float, Device::Cpu).expect("a tensor");
-        assert_tensors_close(name, &read(&got), &read(&expected), 1e-4);
+        assert_tensors_close(name, &read(&got), &read(&expected), reference.heads_tolerance);
     }
 }
 
