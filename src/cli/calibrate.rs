@@ -47,7 +47,7 @@ pub struct CalibrateArgs {
 /// # Errors
 /// What is wrong with the backbone, the heads, the rows or the file to write.
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let backbone = load_backbone(&args.backbone, common, Purpose::Training)?;
+    let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Training)?;
     let heads = Heads::load(&args.heads, &backbone)?;
     let rows = read_rows(args, &backbone, common)?;
     let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));

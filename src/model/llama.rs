@@ -9,7 +9,7 @@ use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::{Linear, LinearGroup};
-use crate::model::lora::{self, Adapter, Adapters};
+use crate::model::lora::{self, Adapter, Adapters, LoraError};
 use crate::model::rope::{Rope, Rotation};
 use crate::model::weights::{WeightFiles, WeightsError, names};
 
@@ -22,6 +22,9 @@ pub enum LoadError {
     /// Its weights.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// Its adapter.
+    #[error(transparent)]
+    Adapter(#[from] LoraError),
 }
 
 /// What a backbone is loaded for.
@@ -79,6 +82,23 @@ impl Llama {
         }
         files.release();
         Ok(llama)
+    }
+
+    /// As [`Llama::load`], with the adapter of a PEFT folder in its weights.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_merged(
+        folder: &Path,
+        adapter: &Path,
+        kind: Kind,
+        device: Device,
+        purpose: Purpose,
+    ) -> Result<Self, LoadError> {
+        let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
+        lora::attach(&mut llama, adapter, None)?;
+        let merged = llama.merged();
+        Ok(if purpose == Purpose::Decoding { merged.for_decoding() } else { merged })
     }
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
