@@ -356,9 +356,10 @@ mod tests {
 
     use super::*;
     use crate::medusa::heads::{Heads, HeadsConfig};
-    use crate::medusa::loss::cross_entropy_sum;
+    use crate::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
     use crate::model::config::LlamaConfig;
     use crate::model::llama::Llama;
+    use crate::model::lora::{self, LoraConfig};
 
     fn backbone() -> Llama {
         let config =
@@ -430,5 +431,45 @@ mod tests {
             None,
         );
         assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [100, 200, 300, 400, 500]);
+    }
+
+    /// LM head with an adapter, whose loss flows back into the hidden states.
+    #[test]
+    fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
+        let mut backbone = backbone();
+        let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
+        lora::attach_new(&mut backbone, &config, 3);
+        let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
+        let _ = tch::no_grad(|| b.shallow_clone().normal_(0.0, 0.05));
+        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let teacher = hidden.detach() + Tensor::randn([700, 24], (Kind::Float, Device::Cpu)) * 0.1;
+        let targets = targets();
+        let student = backbone.logits(&hidden, Adapters::On);
+        let plain = [
+            cross_entropy_of(&student, &targets),
+            divergence_of(&student, &backbone.logits(&teacher, Adapters::Off), &targets),
+        ];
+        let output = || Output::lm_head(backbone.lm_head(), Adapters::On);
+        for (goal, plain) in plain.iter().enumerate() {
+            let expected = Tensor::run_backward(&[plain * 0.01], &[a, b, &hidden], true, false);
+            let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
+            let into = HeadGradients {
+                blocks: vec![],
+                output: OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) },
+                hidden_nh: Some(&got[2]),
+            };
+            let into = Some((&into, 0.01));
+            let loss = match goal {
+                0 => lm_loss(output(), &hidden.detach(), &targets, into).loss,
+                _ => distillation_loss(output(), [&hidden.detach(), &teacher], &targets, into),
+            };
+            let (loss, oracle) = (loss.double_value(&[]), plain.double_value(&[]));
+            assert!((loss - oracle).abs() / oracle < 1e-5, "{loss} {oracle}");
+            for (expected, got) in expected.iter().zip(&got) {
+                let difference = (expected - got).abs().max().double_value(&[]);
+                let largest = expected.abs().max().double_value(&[]);
+                assert!(difference < 2e-5 * largest, "goal {goal}, {:?}: {difference} of {largest}", expected.size());
+            }
+        }
     }
 }
