@@ -351,11 +351,6 @@ fn refuse_what_is_not_available(text: &Text<'_>) -> Result<(), RecipeError> {
             return Err(wrong(place, Mistake::NotAvailable { what: path.to_owned(), instead }));
         }
     }
-    if text.string("optimizer.name") == Some("adamw8bit") {
-        let what = "optimizer.name = \"adamw8bit\"".to_owned();
-        let mistake = Mistake::NotAvailable { what, instead: "use \"adamw\", whose moments are float32" };
-        return Err(wrong(text.value("optimizer.name"), mistake));
-    }
     Ok(())
 }
 
