@@ -8,6 +8,7 @@ use medusa::model::attention::NewTokens;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
+use medusa::model::lora::Adapters;
 use tch::{Device, Kind, Tensor};
 
 fn backbone() -> Llama {
@@ -48,7 +49,9 @@ fn passes(criterion: &mut Criterion) {
         let tokens_n = Tensor::arange(n, (Kind::Int64, Device::Cpu));
         group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
             b.iter(|| {
-                tch::no_grad(|| backbone.logits(&backbone.extend(&tokens_n, &new, &mut cache)).double_value(&[0, 0]))
+                tch::no_grad(|| {
+                    backbone.logits(&backbone.extend(&tokens_n, &new, &mut cache), Adapters::Off).double_value(&[0, 0])
+                })
             });
         });
     }

@@ -14,6 +14,7 @@ use crate::files;
 use crate::medusa::heads::Heads;
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::torch::{TorchPanic, guard};
 
 /// Logits of one head are computed for so many positions at a time that they stay below this.
@@ -305,7 +306,7 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
     let ids: Vec<i64> = row.input_ids.iter().map(|&id| i64::from(id)).collect();
     let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
     let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
-    let hidden_th = backbone.hidden_states(&tokens_bt, &mask).squeeze_dim(0);
+    let hidden_th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off).squeeze_dim(0);
     let chunk = (MAX_LOGITS_BYTES / (4 * backbone.config.vocab_size)).max(1) as usize;
     for asked in asked.chunks(chunk) {
         let positions: Vec<i64> = asked.iter().map(|(position, _)| *position).collect();

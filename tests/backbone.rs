@@ -8,6 +8,7 @@ use medusa::files::write_atomic;
 use medusa::model::attention::{NewTokens, RowMask};
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::Adapters;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use tch::{Device, Kind, Tensor};
@@ -129,8 +130,8 @@ fn load(folder: &Path, kind: Kind, purpose: Purpose) -> Llama {
 /// Hidden states `[T, H]` and logits `[T, V]` of one row, in one pass.
 fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
     let rows = RowMask::causal(ids_t.size()[0], &llama.config, Device::Cpu);
-    let hidden_th = llama.hidden_states(&ids_t.unsqueeze(0), &rows).squeeze_dim(0);
-    let logits_tv = llama.logits(&hidden_th);
+    let hidden_th = llama.hidden_states(&ids_t.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
+    let logits_tv = llama.logits(&hidden_th, Adapters::Off);
     (hidden_th, logits_tv)
 }
 
@@ -295,7 +296,7 @@ mod shared {
             let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
             let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
             cache.commit(n);
-            let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
+            let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).argmax(-1, false).int64_value(&[0]);
             ids.push(id);
             next = vec![id];
         }

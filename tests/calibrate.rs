@@ -3,6 +3,7 @@
 use medusa::medusa::heads::Heads;
 use medusa::model::attention::RowMask;
 use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::Adapters;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -18,7 +19,7 @@ fn counted_by_hand(world: &World, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64
     let (mut counts, mut totals) = (vec![vec![0; TOP_K]; heads.num_heads()], vec![0; heads.num_heads()]);
     for (ids, labels) in rows {
         let mask = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);
-        let hidden_th = llama.hidden_states(&Tensor::from_slice(ids).unsqueeze(0), &mask).squeeze_dim(0);
+        let hidden_th = llama.hidden_states(&Tensor::from_slice(ids).unsqueeze(0), &mask, Adapters::Off).squeeze_dim(0);
         for head in 0..heads.num_heads() {
             let logits_tv = heads.logits(head, &hidden_th, &llama);
             for t in 0..ids.len() {

@@ -10,6 +10,7 @@ use medusa::data::tokenize::TextTokenizer;
 use medusa::model::attention::NewTokens;
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::Adapters;
 use tch::{Device, Kind, Tensor};
 
 const LARGEST_BYTES: u64 = 10_000_000;
@@ -124,7 +125,7 @@ fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
         let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
         let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
         cache.commit(n);
-        let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
+        let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).argmax(-1, false).int64_value(&[0]);
         if llama.config.eos_token_ids.contains(&id) {
             return ids;
         }

@@ -10,6 +10,7 @@ use medusa::model::attention::{NewTokens, RowMask};
 use medusa::model::config::LlamaConfig;
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::Adapters;
 use medusa::model::weights;
 use medusa::numbers::{Fraction, NonNegative, Positive};
 use medusa::torch::optim::adamw::{AdamW, Parameter, gradient_norm};
@@ -187,12 +188,13 @@ fn update(llama: &Llama, parameters: &mut [Parameter], optimizer: &mut AdamW, ba
 /// The loss of every target in order, `[N]`, and where they lie in `[B, T]`.
 fn token_losses(llama: &Llama, tokens_bt: &Tensor, targets_bt: &Tensor) -> (Tensor, Tensor) {
     let rows = RowMask::causal(tokens_bt.size()[1], &llama.config, Device::Cpu);
-    let hidden_bth = llama.hidden_states(tokens_bt, &rows);
+    let hidden_bth = llama.hidden_states(tokens_bt, &rows, Adapters::Off);
     let has_target_bt = targets_bt.not_equal(IGNORE);
     let hidden_nh = hidden_bth.index(&[Some(&has_target_bt)]);
     let targets_n = targets_bt.index(&[Some(&has_target_bt)]);
     let none = tch::Reduction::None;
-    let losses_n = llama.logits(&hidden_nh).cross_entropy_loss::<Tensor>(&targets_n, None, none, IGNORE, 0.0);
+    let losses_n =
+        llama.logits(&hidden_nh, Adapters::Off).cross_entropy_loss::<Tensor>(&targets_n, None, none, IGNORE, 0.0);
     (losses_n, has_target_bt)
 }
 
@@ -285,7 +287,7 @@ fn answer(llama: &Llama, tokenizer: &Tokenizer, question: &str) -> Result<String
         let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
         let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
         cache.commit(n);
-        let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
+        let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).argmax(-1, false).int64_value(&[0]);
         if id == end {
             break;
         }

@@ -16,6 +16,7 @@ use crate::medusa::tree::{SparseTree, TreeError};
 use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::numbers::NonNegative;
 use crate::torch::{TorchPanic, guard};
 
@@ -184,7 +185,7 @@ fn plain_steps(backbone: &Llama, request: &Request, text: &mut Transcript) -> Kv
     let mut sampler = Sampler::new(request);
     let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
     loop {
-        let token_1 = sampler.next(&backbone.logits(&hidden_1h));
+        let token_1 = sampler.next(&backbone.logits(&hidden_1h, Adapters::Off));
         let token = token_1.int64_value(&[0]);
         if text.commit(&[token]).is_break() {
             return cache;
@@ -217,7 +218,7 @@ pub fn medusa(
 fn medusa_steps(backbone: &Llama, medusa: &Medusa, request: &Request, text: &mut Transcript) -> KvCache {
     let (mut cache, mut hidden_1h) = prefill(backbone, request.prompt);
     // Greedy at any temperature: the step's first token is unconditionally accepted (paper section 2.3.1).
-    let mut root_1 = backbone.logits(&hidden_1h).argmax(-1, false);
+    let mut root_1 = backbone.logits(&hidden_1h, Adapters::Off).argmax(-1, false);
     let mut root = root_1.int64_value(&[0]);
     loop {
         if text.ends_with(root) {
@@ -226,7 +227,8 @@ fn medusa_steps(backbone: &Llama, medusa: &Medusa, request: &Request, text: &mut
         }
         let tokens_n = medusa.proposer.candidates(&root_1, &hidden_1h, medusa.heads, backbone);
         let hidden_nh = backbone.extend(&tokens_n, &medusa.nodes, &mut cache);
-        let verified = verify(medusa, &backbone.logits(&hidden_nh), &tokens_n, request.temperature.get());
+        let verified =
+            verify(medusa, &backbone.logits(&hidden_nh, Adapters::Off), &tokens_n, request.temperature.get());
         cache.commit_path(&verified.path.iter().map(|&node| node as i64).collect::<Vec<_>>());
         if text.commit(&verified.accepted).is_break() {
             return cache;

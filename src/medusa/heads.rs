@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::model::weights::{WeightFiles, WeightsError, save};
 
 /// `[heads]` of a recipe.
@@ -239,7 +240,10 @@ impl Heads {
     /// Logits of head `head` (0-based): `hidden_nh` `[N, H]` (after the final norm) to `[N, V]`.
     pub fn logits(&self, head: usize, hidden_nh: &Tensor, backbone: &Llama) -> Tensor {
         let x_nh = self.heads[head].hidden(hidden_nh);
-        self.heads[head].w2.as_ref().map_or_else(|| backbone.logits(&x_nh), |w2| w2.forward(&x_nh))
+        self.heads[head]
+            .w2
+            .as_ref()
+            .map_or_else(|| backbone.logits(&x_nh, Adapters::Off), |w2| w2.forward(&x_nh, Adapters::Off))
     }
 
     /// Every parameter by its name in the file, in the order of heads, then layers; not for packed heads.
@@ -271,7 +275,7 @@ impl Heads {
 impl Head {
     /// The ResBlocks: `x + SiLU(W1·x + b1)` for each, `[N, H]` to `[N, H]`. Computes in `x`'s dtype.
     pub fn hidden(&self, hidden_nh: &Tensor) -> Tensor {
-        self.blocks.iter().fold(hidden_nh.shallow_clone(), |x, block| &x + block.forward_in(&x).silu())
+        self.blocks.iter().fold(hidden_nh.shallow_clone(), |x, block| &x + block.forward(&x, Adapters::Off).silu())
     }
 
     /// W2 `[V, H]`, if the head has its own and it is not packed.

@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::{KvCache, LayerCache};
 use crate::model::linear::{Linear, LinearGroup};
+use crate::model::lora::Adapters;
 use crate::model::rope::{Rope, Rotation};
 
 /// Projections of one layer.
@@ -40,23 +41,23 @@ impl HeadShape {
 
 impl Attention {
     /// Whole rows: `x_bth` `[B, T, H]` to the same shape; `rows` says who sees whom.
-    pub fn over_rows(&self, x_bth: &Tensor, rotation: &Rotation, rows: &RowMask) -> Tensor {
+    pub fn over_rows(&self, x_bth: &Tensor, rotation: &Rotation, rows: &RowMask, adapters: Adapters) -> Tensor {
         let HeadShape { q, g, d } = self.shape;
         let (b, t) = (x_bth.size()[0], x_bth.size()[1]);
-        let qkv_bthd = self.qkv.forward(x_bth).view([b, t, q + 2 * g, d]);
-        let qk_bthd = rotation.apply(&qkv_bthd.narrow(2, 0, q + g));
-        let q_bqtd = qk_bthd.narrow(2, 0, q).transpose(1, 2);
-        let k_bqtd = repeat_groups(&qk_bthd.narrow(2, q, g).transpose(1, 2), q / g);
-        let v_bqtd = repeat_groups(&qkv_bthd.narrow(2, q + g, g).transpose(1, 2), q / g);
+        let [queries, keys, values] = self.qkv.each(x_bth, [q * d, g * d, g * d], adapters);
+        let heads = |x: &Tensor, heads: i64| x.view([b, t, heads, d]);
+        let q_bqtd = rotation.apply(&heads(&queries, q)).transpose(1, 2);
+        let k_bqtd = repeat_groups(&rotation.apply(&heads(&keys, g)).transpose(1, 2), q / g);
+        let v_bqtd = repeat_groups(&heads(&values, g).transpose(1, 2), q / g);
         let out_bqtd = attend_rows(&q_bqtd, &k_bqtd, &v_bqtd, rows, self.shape.scale());
-        self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]))
+        self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]), adapters)
     }
 
     /// New tokens behind a cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the cache's pending rows.
     pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, place: &Place, cache: &LayerCache) -> Tensor {
         let HeadShape { q, g, d } = self.shape;
         let n = x_nh.size()[0];
-        let qkv_nhd = self.qkv.forward(x_nh).view([n, q + 2 * g, d]);
+        let qkv_nhd = self.qkv.forward(x_nh, Adapters::Off).view([n, q + 2 * g, d]);
         rotation.apply_(&qkv_nhd.narrow(1, 0, q + g));
         write(&cache.both_gsd, &qkv_nhd.narrow(1, q, 2 * g), place.len);
         let keys_1gsd = cache.keys_1gsd.narrow(2, 0, place.len + n);
@@ -66,7 +67,7 @@ impl Attention {
             // Query heads of a group lie side by side already: no transposes, which cost as much as a small product.
             let q_1grd = q_nqd.view([1, g, q / g, d]);
             let out_1grd = attend(&q_1grd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale());
-            return self.o.forward(&out_1grd.reshape([1, q * d]));
+            return self.o.forward(&out_1grd.reshape([1, q * d]), Adapters::Off);
         }
         let q_qnd = q_nqd.transpose(0, 1);
         let out_qnd = if place.first_causal {
@@ -78,7 +79,7 @@ impl Attention {
             let q_1gnd = q_qnd.reshape([1, g, q / g * n, d]);
             attend(&q_1gnd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale())
         };
-        self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]))
+        self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]), Adapters::Off)
     }
 }
 

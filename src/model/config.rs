@@ -313,6 +313,33 @@ fn resolve_rope(path: &Path, written: &Written) -> Result<(f64, RopeScaling), Co
 }
 
 #[cfg(test)]
+impl LlamaConfig {
+    /// A backbone small enough for float64 tests: grouped heads, a head size that is no power of two, its own lm_head.
+    pub(crate) fn tiny() -> Self {
+        Self {
+            model_type: "llama".into(),
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 6,
+            vocab_size: 50,
+            max_position_embeddings: 64,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10_000.0,
+            rope_scaling: RopeScaling::Default,
+            sliding_window: None,
+            tie_word_embeddings: false,
+            attention_bias: false,
+            mlp_bias: false,
+            bos_token_id: None,
+            eos_token_ids: vec![],
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -1,7 +1,10 @@
-//! Linear layers: dense, or packed for products of few rows on the CPU; and groups of layers that read the same input.
+//! Linear layers: dense, or packed for products of few rows on the CPU, each with an optional LoRA adapter; and groups of layers
+//! that read the same input.
 
+// O outputs, I inputs, N rows of a product
 use tch::Tensor;
 
+use crate::model::lora::{Adapter, Adapters};
 use crate::torch::onednn::PackedWeight;
 
 /// Below this many weights oneDNN's call (about 10 µs) costs more than its product gains over libtorch's.
@@ -13,6 +16,7 @@ pub struct Linear {
     weight: Weight,
     bias_o: Option<Tensor>,
     outputs: i64,
+    adapter: Option<Adapter>,
 }
 
 #[derive(Debug)]
@@ -27,10 +31,10 @@ enum Weight {
 impl Linear {
     /// From `weight_oi` `[O, I]` and an optional bias `[O]`.
     pub fn dense(weight_oi: Tensor, bias_o: Option<Tensor>) -> Self {
-        Self { outputs: weight_oi.size()[0], weight: Weight::Dense(weight_oi), bias_o }
+        Self { outputs: weight_oi.size()[0], weight: Weight::Dense(weight_oi), bias_o, adapter: None }
     }
 
-    /// The same layer for decoding: packed where that pays, else transposed.
+    /// The same layer for decoding: packed where that pays, else transposed. Adapters must be merged before.
     #[must_use]
     pub fn packed(self) -> Self {
         let Weight::Dense(weight_oi) = &self.weight else { return self };
@@ -39,25 +43,27 @@ impl Linear {
         Self { weight, ..self }
     }
 
-    /// `[…, I]` to `[…, O]`.
-    pub fn forward(&self, x: &Tensor) -> Tensor {
+    /// `[…, I]` to `[…, O]`. Weights of another dtype than `x`'s are cast: float32 masters that compute in bfloat16.
+    pub fn forward(&self, x: &Tensor, adapters: Adapters) -> Tensor {
+        let base = self.base(x);
+        match &self.adapter {
+            Some(adapter) if adapters != Adapters::Off => adapter.add_to(&base, x, adapters),
+            _ => base,
+        }
+    }
+
+    /// The layer without its adapter.
+    fn base(&self, x: &Tensor) -> Tensor {
         match &self.weight {
+            Weight::Dense(weight_oi) if weight_oi.kind() != x.kind() => {
+                x.linear(&weight_oi.to_kind(x.kind()), self.bias_o.as_ref().map(|bias| bias.to_kind(x.kind())))
+            }
             Weight::Dense(weight_oi) => x.linear(weight_oi, self.bias_o.as_ref()),
             Weight::Transposed(weight_io) => match &self.bias_o {
                 Some(bias_o) => product(x, weight_io) + bias_o,
                 None => product(x, weight_io),
             },
             Weight::Packed(packed) => packed.linear(x, self.bias_o.as_ref()),
-        }
-    }
-
-    /// As [`Linear::forward`], with the weights cast to `x`'s dtype: float32 masters that compute in bfloat16.
-    pub fn forward_in(&self, x: &Tensor) -> Tensor {
-        match &self.weight {
-            Weight::Dense(weight_oi) if weight_oi.kind() != x.kind() => {
-                x.linear(&weight_oi.to_kind(x.kind()), self.bias_o.as_ref().map(|bias| bias.to_kind(x.kind())))
-            }
-            _ => self.forward(x),
         }
     }
 
@@ -72,6 +78,38 @@ impl Linear {
             Weight::Dense(weight) => Some(weight),
             Weight::Transposed(_) | Weight::Packed(_) => None,
         }
+    }
+
+    /// `[O, I]` as numbers, unless made for decoding.
+    pub(super) fn size(&self) -> Option<[i64; 2]> {
+        self.dense_weight().map(|weight| [self.outputs, weight.size()[1]])
+    }
+
+    /// Its adapter, if it has one.
+    pub fn adapter(&self) -> Option<&Adapter> {
+        self.adapter.as_ref()
+    }
+
+    /// Gives it an adapter, of its own shape.
+    pub(super) fn adapt(&mut self, adapter: Adapter) {
+        self.adapter = Some(adapter);
+    }
+
+    /// The adapter, if there is one, becomes part of the weight: a copy, in the weight's dtype.
+    pub(super) fn merge(&mut self) {
+        if let (Weight::Dense(weight_oi), Some(adapter)) = (&self.weight, &self.adapter) {
+            self.weight = Weight::Dense(adapter.merged(weight_oi));
+            self.adapter = None;
+        }
+    }
+
+    /// Float32 copies of weight and bias in place of what may be views of a file.
+    pub(super) fn own(&mut self) {
+        let own = |tensor: &Tensor| tensor.to_kind(tch::Kind::Float).copy();
+        if let Weight::Dense(weight_oi) = &self.weight {
+            self.weight = Weight::Dense(own(weight_oi));
+        }
+        self.bias_o = self.bias_o.as_ref().map(own);
     }
 }
 
@@ -99,16 +137,33 @@ impl LinearGroup {
     }
 
     /// `[…, I]` to `[…, O₁ + O₂ + …]`.
-    pub fn forward(&self, x: &Tensor) -> Tensor {
+    pub fn forward(&self, x: &Tensor, adapters: Adapters) -> Tensor {
         match self.layers.as_slice() {
-            [one] => one.forward(x),
-            layers => Tensor::cat(&layers.iter().map(|layer| layer.forward(x)).collect::<Vec<_>>(), -1),
+            [one] => one.forward(x, adapters),
+            layers => Tensor::cat(&layers.iter().map(|layer| layer.forward(x, adapters)).collect::<Vec<_>>(), -1),
         }
+    }
+
+    /// `[…, I]` to `[…, Oᵢ]` for each of `widths`: no copy, whether merged or separate.
+    pub fn each<const M: usize>(&self, x: &Tensor, widths: [i64; M], adapters: Adapters) -> [Tensor; M] {
+        if let [one] = self.layers.as_slice() {
+            let all = one.forward(x, adapters);
+            let mut end = 0;
+            return widths.map(|width| {
+                end += width;
+                all.narrow(-1, end - width, width)
+            });
+        }
+        std::array::from_fn(|layer| self.layers[layer].forward(x, adapters))
     }
 
     /// The layers, one when merged.
     pub fn layers(&self) -> &[Linear] {
         &self.layers
+    }
+
+    pub(super) fn layers_mut(&mut self) -> &mut [Linear] {
+        &mut self.layers
     }
 
     /// Width of the output.

@@ -9,7 +9,8 @@ use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::{Linear, LinearGroup};
-use crate::model::rope::Rope;
+use crate::model::lora::{self, Adapter, Adapters};
+use crate::model::rope::{Rope, Rotation};
 use crate::model::weights::{WeightFiles, WeightsError, names};
 
 /// What makes a folder unusable as a backbone.
@@ -119,31 +120,63 @@ impl Llama {
     }
 
     /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
-    pub fn hidden_states(&self, tokens_bt: &Tensor, rows: &RowMask) -> Tensor {
-        let rotation = rows.rotation(&self.rope);
-        let mut x_bth = self.embed(tokens_bt);
-        for layer in &self.layers {
-            x_bth = layer.forward(&x_bth, self.config.rms_norm_eps, |x, a| a.over_rows(x, &rotation, rows));
+    pub fn hidden_states(&self, tokens_bt: &Tensor, rows: &RowMask, adapters: Adapters) -> Tensor {
+        let rotation = self.rotation(rows);
+        let input = tokens_bt.shallow_clone();
+        (0..self.parts()).fold(input, |x, part| self.run_part(part, &x, &rotation, rows, adapters))
+    }
+
+    /// How many parts a pass over whole rows has: the embedding, the decoder layers, the final norm.
+    pub(super) fn parts(&self) -> usize {
+        self.layers.len() + 2
+    }
+
+    /// One part of a pass over whole rows; the first takes tokens `[B, T]`, the others `[B, T, H]`.
+    pub(super) fn run_part(
+        &self,
+        part: usize,
+        x: &Tensor,
+        rotation: &Rotation,
+        rows: &RowMask,
+        adapters: Adapters,
+    ) -> Tensor {
+        let eps = self.config.rms_norm_eps;
+        match part.checked_sub(1) {
+            None => self.embed(x),
+            Some(layer) if layer < self.layers.len() => {
+                let layer = &self.layers[layer];
+                adapters.begin(part, layer.dropout());
+                layer.forward(x, eps, adapters, |x, a| a.over_rows(x, rotation, rows, adapters))
+            }
+            Some(_) => rms_norm(x, &self.norm_h, eps),
         }
-        rms_norm(&x_bth, &self.norm_h, self.config.rms_norm_eps)
+    }
+
+    pub(super) fn rotation(&self, rows: &RowMask) -> Rotation {
+        rows.rotation(&self.rope)
     }
 
     /// New tokens behind a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
-    /// values become the cache's pending rows; commit those that stay.
+    /// values become the cache's pending rows; commit those that stay. Adapters take no part: decoding merges them.
     pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache) -> Tensor {
         cache.reserve(new.len());
         let (rotation, place) = (new.rotation(&self.rope, cache), new.place(cache));
         let mut x_nh = self.embed(tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
             let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &place, cache.layer(i));
-            x_nh = layer.forward(&x_nh, self.config.rms_norm_eps, attend);
+            x_nh = layer.forward(&x_nh, self.config.rms_norm_eps, Adapters::Off, attend);
         }
         rms_norm(&x_nh, &self.norm_h, self.config.rms_norm_eps)
     }
 
     /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype.
-    pub fn logits(&self, hidden: &Tensor) -> Tensor {
-        self.lm_head.forward(hidden)
+    pub fn logits(&self, hidden: &Tensor, adapters: Adapters) -> Tensor {
+        self.lm_head.forward(hidden, adapters)
+    }
+
+    /// The LM head.
+    pub fn lm_head(&self) -> &Linear {
+        &self.lm_head
     }
 
     /// The LM head's weight `[V, H]`; for decoding it may be packed away.
@@ -173,6 +206,79 @@ impl Llama {
             all.extend(self.lm_head.dense_weight().map(|w| (format!("{}.weight", names::LM_HEAD), w)));
         }
         all
+    }
+
+    /// What is trained in a part of a pass (see [`Llama::forward_kept`]), by the name in its file: adapters by PEFT's, weights by
+    /// Hugging Face's.
+    pub fn trained_in(&self, part: usize) -> Vec<(String, &Tensor)> {
+        let all = match part.checked_sub(1) {
+            None => vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)],
+            Some(layer) if layer < self.layers.len() => self.layers[layer].tensors(layer),
+            Some(_) => vec![(names::NORM.to_owned(), &self.norm_h)],
+        };
+        all.into_iter().filter(|(_, tensor)| tensor.requires_grad()).collect()
+    }
+
+    /// What is trained in the LM head; nothing where it is tied to a trained embedding, which is [`Llama::trained_in`] part 0.
+    pub fn trained_in_lm_head(&self) -> Vec<(String, &Tensor)> {
+        if let Some(adapter) = self.lm_head.adapter() {
+            return lora::named(names::LM_HEAD, adapter).into_iter().filter(|(_, t)| t.requires_grad()).collect();
+        }
+        let own = self.lm_head.dense_weight().filter(|w| w.requires_grad() && !self.config.tie_word_embeddings);
+        own.map(|weight| (format!("{}.weight", names::LM_HEAD), weight)).into_iter().collect()
+    }
+
+    /// Every adapter by the name of its layer.
+    pub fn adapters(&self) -> Vec<(String, &Adapter)> {
+        let mut all = vec![];
+        for (i, layer) in self.layers.iter().enumerate() {
+            let named = linear_names().zip(layer.linears());
+            all.extend(named.filter_map(|(part, linear)| Some((names::in_layer(i, part), linear.adapter()?))));
+        }
+        all.extend(self.lm_head.adapter().map(|adapter| (names::LM_HEAD.to_owned(), adapter)));
+        all
+    }
+
+    /// Every linear layer by its name, lm_head last.
+    pub(super) fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
+        let mut all = vec![];
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            let attention = layer.attention.qkv.layers_mut().iter_mut().chain([&mut layer.attention.o]);
+            let linears = attention.chain(layer.gate_up.layers_mut()).chain([&mut layer.down]);
+            all.extend(linear_names().map(|part| names::in_layer(i, part)).zip(linears));
+        }
+        all.push((names::LM_HEAD.to_owned(), &mut self.lm_head));
+        all
+    }
+
+    /// The same backbone with its adapters in its weights. A tied lm_head that had an adapter is tied no longer.
+    #[must_use]
+    pub fn merged(mut self) -> Self {
+        self.config.tie_word_embeddings &= self.lm_head.adapter().is_none();
+        self.linears_mut().into_iter().for_each(|(_, linear)| linear.merge());
+        self
+    }
+
+    /// The same backbone with float32 weights of its own, all of them trained; it computes in `kind`.
+    #[must_use]
+    pub fn for_fine_tuning(mut self, kind: Kind) -> Self {
+        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+        self.embed_tokens_vh = own(&self.embed_tokens_vh);
+        self.norm_h = own(&self.norm_h);
+        for layer in &mut self.layers {
+            layer.input_layernorm_h = own(&layer.input_layernorm_h);
+            layer.post_attention_layernorm_h = own(&layer.post_attention_layernorm_h);
+        }
+        self.linears_mut().into_iter().for_each(|(_, linear)| linear.own());
+        if self.config.tie_word_embeddings {
+            self.lm_head = Linear::dense(self.embed_tokens_vh.shallow_clone(), None);
+        }
+        self.rope = Rope::new(&self.config, kind, self.device);
+        self.kind = kind;
+        for (_, weight) in self.weights() {
+            let _ = weight.set_requires_grad(true);
+        }
+        self
     }
 
     fn embed(&self, tokens: &Tensor) -> Tensor {
@@ -208,12 +314,22 @@ impl DecoderLayer {
     }
 
     /// The residual stream `x` (`[…, H]`) through attention, which `attend` runs, and the MLP.
-    fn forward(&self, x: &Tensor, eps: f64, attend: impl Fn(&Tensor, &Attention) -> Tensor) -> Tensor {
+    fn forward(
+        &self,
+        x: &Tensor,
+        eps: f64,
+        adapters: Adapters,
+        attend: impl Fn(&Tensor, &Attention) -> Tensor,
+    ) -> Tensor {
         let x = x + attend(&rms_norm(x, &self.input_layernorm_h, eps), &self.attention);
-        let gate_up = self.gate_up.forward(&rms_norm(&x, &self.post_attention_layernorm_h, eps));
         let f = self.gate_up.outputs() / 2;
-        let gated = gate_up.narrow(-1, 0, f).silu() * gate_up.narrow(-1, f, f);
-        x + self.down.forward(&gated)
+        let [gate, up] = self.gate_up.each(&rms_norm(&x, &self.post_attention_layernorm_h, eps), [f, f], adapters);
+        x + self.down.forward(&(gate.silu() * up), adapters)
+    }
+
+    /// Of its adapters; they all have the same.
+    fn dropout(&self) -> f64 {
+        self.linears().find_map(Linear::adapter).map_or(0.0, Adapter::dropout)
     }
 
     fn linears(&self) -> impl Iterator<Item = &Linear> {
@@ -221,10 +337,19 @@ impl DecoderLayer {
         attention.chain(self.gate_up.layers()).chain([&self.down])
     }
 
+    /// Weights and adapters of layer `index`, by the names in their files.
+    fn tensors(&self, index: usize) -> Vec<(String, &Tensor)> {
+        let weights = self.weights().into_iter().map(|(part, tensor)| (names::in_layer(index, &part), tensor));
+        let mut all: Vec<(String, &Tensor)> = weights.collect();
+        for (part, linear) in linear_names().zip(self.linears()) {
+            all.extend(linear.adapter().into_iter().flat_map(|a| lora::named(&names::in_layer(index, part), a)));
+        }
+        all
+    }
+
     fn weights(&self) -> Vec<(String, &Tensor)> {
-        let parts = names::QKV.iter().chain([&names::O]).chain(&names::GATE_UP).chain([&names::DOWN]);
         let mut all: Vec<(String, &Tensor)> = vec![];
-        for (part, linear) in parts.zip(self.linears()) {
+        for (part, linear) in linear_names().zip(self.linears()) {
             all.extend(linear.dense_weight().map(|weight| (format!("{part}.weight"), weight)));
             all.extend(linear.bias().map(|bias| (format!("{part}.bias"), bias)));
         }
@@ -232,6 +357,11 @@ impl DecoderLayer {
         all.push((names::POST_ATTENTION_LAYERNORM.to_owned(), &self.post_attention_layernorm_h));
         all
     }
+}
+
+/// Names of a layer's linears in the order of [`DecoderLayer::linears`].
+fn linear_names() -> impl Iterator<Item = &'static str> {
+    names::QKV.into_iter().chain([names::O]).chain(names::GATE_UP).chain([names::DOWN])
 }
 
 fn linear(source: &mut Source, name: &str, shape: [i64; 2], has_bias: bool) -> Result<Linear, WeightsError> {
@@ -242,7 +372,10 @@ fn linear(source: &mut Source, name: &str, shape: [i64; 2], has_bias: bool) -> R
 
 /// x / rms(x) · weight over the last axis; statistics in float32, as transformers computes them.
 fn rms_norm(x: &Tensor, weight_h: &Tensor, eps: f64) -> Tensor {
-    x.rms_norm(weight_h.size(), Some(weight_h), eps)
+    if weight_h.kind() == x.kind() {
+        return x.rms_norm(weight_h.size(), Some(weight_h), eps);
+    }
+    x.rms_norm(weight_h.size(), Some(weight_h.to_kind(x.kind())), eps)
 }
 
 #[cfg(test)]
@@ -250,26 +383,7 @@ mod tests {
     use super::*;
 
     fn config(sliding_window: Option<i64>) -> LlamaConfig {
-        LlamaConfig {
-            model_type: "llama".into(),
-            hidden_size: 32,
-            intermediate_size: 48,
-            num_hidden_layers: 2,
-            num_attention_heads: 4,
-            num_key_value_heads: 2,
-            head_dim: 6,
-            vocab_size: 50,
-            max_position_embeddings: 64,
-            rms_norm_eps: 1e-5,
-            rope_theta: 10_000.0,
-            rope_scaling: crate::model::config::RopeScaling::Default,
-            sliding_window,
-            tie_word_embeddings: false,
-            attention_bias: false,
-            mlp_bias: false,
-            bos_token_id: None,
-            eos_token_ids: vec![],
-        }
+        LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
     }
 
     fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
@@ -282,7 +396,7 @@ mod tests {
             let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 0);
             let tokens = Tensor::randint(50, [23], (Kind::Int64, Device::Cpu));
             let rows = RowMask::causal(23, &llama.config, Device::Cpu);
-            let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows).squeeze_dim(0);
+            let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
             for chunk in [1, 4, 23] {
                 let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
                 for piece in tokens.split(chunk, 0) {
@@ -316,7 +430,7 @@ mod tests {
             cache.commit_path(&[0, 2, 3]);
             let spelt = Tensor::cat(&[&tokens, &Tensor::from_slice(&[7i64, 9, 10])], 0);
             let rows = RowMask::causal(15, &llama.config, Device::Cpu);
-            let whole = llama.hidden_states(&spelt.unsqueeze(0), &rows).squeeze_dim(0);
+            let whole = llama.hidden_states(&spelt.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
             assert!(largest_difference(&hidden.get(3), &whole.get(14)) < 1e-9, "window {window:?}");
             let next = llama.extend(
                 &Tensor::from_slice(&[3i64]),
@@ -325,7 +439,7 @@ mod tests {
             );
             let longer = Tensor::cat(&[&spelt, &Tensor::from_slice(&[3i64])], 0);
             let rows = RowMask::causal(16, &llama.config, Device::Cpu);
-            let whole = llama.hidden_states(&longer.unsqueeze(0), &rows).squeeze_dim(0);
+            let whole = llama.hidden_states(&longer.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
             assert!(
                 largest_difference(&next.get(0), &whole.get(15)) < 1e-9,
                 "the cache after commit_path, window {window:?}"
@@ -338,10 +452,10 @@ mod tests {
         let llama = Llama::random(config(Some(6)), Kind::Double, Device::Cpu, 2);
         let tokens = Tensor::randint(50, [1, 20], (Kind::Int64, Device::Cpu));
         let rows = RowMask::packed(&[vec![9, 8]], 20, &llama.config, Device::Cpu);
-        let packed = llama.hidden_states(&tokens, &rows);
+        let packed = llama.hidden_states(&tokens, &rows, Adapters::Off);
         for (from, length) in [(0, 9), (9, 8)] {
             let alone = RowMask::causal(length, &llama.config, Device::Cpu);
-            let expected = llama.hidden_states(&tokens.narrow(1, from, length), &alone);
+            let expected = llama.hidden_states(&tokens.narrow(1, from, length), &alone, Adapters::Off);
             assert!(largest_difference(&packed.narrow(1, from, length), &expected) < 1e-9);
         }
     }
@@ -351,9 +465,10 @@ mod tests {
         let llama = Llama::random(config(None), Kind::Double, Device::Cpu, 3);
         let tokens = Tensor::randint(50, [1, 9], (Kind::Int64, Device::Cpu));
         let rows = RowMask::causal(9, &llama.config, Device::Cpu);
-        let before = llama.logits(&llama.hidden_states(&tokens, &rows));
+        let logits = |llama: &Llama| llama.logits(&llama.hidden_states(&tokens, &rows, Adapters::Off), Adapters::Off);
+        let before = logits(&llama);
         let merged = llama.for_decoding();
-        assert!(largest_difference(&before, &merged.logits(&merged.hidden_states(&tokens, &rows))) < 1e-9);
+        assert!(largest_difference(&before, &logits(&merged)) < 1e-9);
     }
 
     #[test]
@@ -361,8 +476,8 @@ mod tests {
         let long = LlamaConfig { max_position_embeddings: 256, ..config(None) };
         let llama = Llama::random(long, Kind::Double, Device::Cpu, 4);
         let tokens = Tensor::randint(50, [150], (Kind::Int64, Device::Cpu));
-        let whole =
-            llama.hidden_states(&tokens.unsqueeze(0), &RowMask::causal(150, &llama.config, Device::Cpu)).squeeze_dim(0);
+        let rows = RowMask::causal(150, &llama.config, Device::Cpu);
+        let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
         let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
         for piece in tokens.split(37, 0) {
             let n = piece.size()[0];

@@ -5,10 +5,12 @@ use serde::{Deserialize, Serialize};
 use crate::torch::Dtype;
 
 pub mod attention;
+pub mod backward;
 pub mod config;
 pub mod kv_cache;
 pub mod linear;
 pub mod llama;
+pub mod lora;
 pub mod rope;
 pub mod weights;
 

@@ -25,6 +25,7 @@ use crate::data::pack::Sequence;
 use crate::files::{hex, write_atomic};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::torch::{LIBTORCH_VERSION, bytes};
 
 /// Part of every key: raise it when the same input would give another file.
@@ -132,7 +133,7 @@ fn compute(backbone: &Llama, batch: &Batch) -> Tensor {
     let device = backbone.device();
     let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
     let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, device);
-    tch::no_grad(|| backbone.hidden_states(&tokens_bt, &rows)).view([b * t, -1])
+    tch::no_grad(|| backbone.hidden_states(&tokens_bt, &rows, Adapters::Off)).view([b * t, -1])
 }
 
 /// Hidden states on disk, filled as training meets its sequences.

@@ -180,8 +180,9 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
         steps_are_consistent(&run, 40);
         let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
         let rows = RowMask::causal(text.len() as i64, &llama.config, Device::Cpu);
-        let hidden_th = llama.hidden_states(&Tensor::from_slice(&text).unsqueeze(0), &rows).squeeze_dim(0);
-        let p_tv = (llama.logits(&hidden_th) / temperature).softmax(-1, Kind::Double);
+        let hidden_th =
+            llama.hidden_states(&Tensor::from_slice(&text).unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
+        let p_tv = (llama.logits(&hidden_th, Adapters::Off) / temperature).softmax(-1, Kind::Double);
         let mut at = prompt.len();
         for &length in &run.accept_lengths {
             for below_root in 0..length {

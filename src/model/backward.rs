@@ -1,0 +1,101 @@
+//! The backbone's forward pass as training needs it: kept, whole or as the inputs of its parts only (recompute), until the gradient
+//! of its hidden states is known. tch has no hooks and no checkpointing, so parts are differentiated one by one: that of part `p`
+//! with output `y` and output gradient `dy` is the gradient of `Σ y·dy`, bit for bit.
+
+// B rows, T tokens of a row, H hidden
+use tch::{Kind, Tensor};
+
+use crate::model::attention::RowMask;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+use crate::model::rope::Rotation;
+
+/// What stays in memory between the forward and the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// Everything that the backward pass reads.
+    Everything,
+    /// The input of each decoder layer; the layer is computed again when its turn comes (Chen et al. 2016).
+    Inputs,
+}
+
+/// A forward pass waiting for its backward pass.
+#[derive(Debug)]
+pub struct Tape<'l> {
+    pass: Pass<'l>,
+    kept: Vec<Part>,
+}
+
+#[derive(Debug)]
+struct Pass<'l> {
+    backbone: &'l Llama,
+    rows: &'l RowMask,
+    rotation: Rotation,
+    adapters: Adapters,
+}
+
+#[derive(Debug)]
+struct Part {
+    index: usize,
+    input: Tensor,
+    /// With its graph; absent where it is recomputed.
+    output: Option<Tensor>,
+}
+
+impl Llama {
+    /// As [`Llama::hidden_states`], `[B, T, H]` without autograd, and the tape for its backward pass.
+    pub fn forward_kept<'l>(
+        &'l self,
+        tokens_bt: &Tensor,
+        rows: &'l RowMask,
+        adapters: Adapters,
+        keep: Keep,
+    ) -> (Tensor, Tape<'l>) {
+        let pass = Pass { backbone: self, rows, rotation: self.rotation(rows), adapters };
+        let first_trained = (0..self.parts()).find(|&part| !self.trained_in(part).is_empty()).unwrap_or(self.parts());
+        let mut x = tokens_bt.shallow_clone();
+        let mut kept = vec![];
+        for index in 0..self.parts() {
+            if index < first_trained {
+                x = tch::no_grad(|| pass.run(index, &x));
+                continue;
+            }
+            let input = if index > first_trained { x.detach().set_requires_grad(true) } else { x };
+            let output = match keep {
+                Keep::Everything => pass.run(index, &input),
+                Keep::Inputs => tch::no_grad(|| pass.run(index, &input)),
+            };
+            x = output.detach();
+            kept.push(Part { index, input, output: (keep == Keep::Everything).then_some(output) });
+        }
+        (x, Tape { pass, kept })
+    }
+}
+
+impl Tape<'_> {
+    /// Adds the gradients of everything trained, given that of the hidden states: `dhidden_bth` `[B, T, H]` in their dtype.
+    /// `gradients` are of the masters' dtype, by part as [`Llama::trained_in`].
+    pub fn backward(self, dhidden_bth: &Tensor, gradients: &[Vec<&Tensor>]) {
+        let mut dy = dhidden_bth.shallow_clone();
+        for Part { index, input, output } in self.kept.into_iter().rev() {
+            let y = output.unwrap_or_else(|| self.pass.run(index, &input));
+            let mut inputs: Vec<&Tensor> = self.pass.backbone.trained_in(index).into_iter().map(|(_, t)| t).collect();
+            if input.requires_grad() {
+                inputs.push(&input);
+            }
+            let mut of_inputs = Tensor::run_backward(&[(&y * &dy).sum(Kind::Float)], &inputs, false, false);
+            if input.requires_grad() {
+                dy = of_inputs.pop().expect("one for each input");
+            }
+            for (sum, gradient) in gradients[index].iter().zip(&of_inputs) {
+                let _ = sum.shallow_clone().g_add_(&gradient.to_kind(sum.kind()));
+            }
+        }
+    }
+}
+
+impl Pass<'_> {
+    fn run(&self, part: usize, x: &Tensor) -> Tensor {
+        self.backbone.run_part(part, x, &self.rotation, self.rows, self.adapters)
+    }
+}
