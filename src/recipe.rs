@@ -335,9 +335,8 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
 const MEDUSA1_ONLY: &str = "this version trains [stage.medusa1]: heads on a frozen backbone";
 
 /// Keys of the recipe format whose work this version does not do: refused, never ignored.
-const LATER_KEYS: [(&str, &str); 6] = [
+const LATER_KEYS: [(&str, &str); 5] = [
     ("stage.medusa2", MEDUSA1_ONLY),
-    ("backbone.quantization", "remove the key: the backbone computes in backbone.dtype"),
     ("optimizer.medusa_lr_multiplier", "it belongs to [stage.medusa2]; this version trains [stage.medusa1]"),
     ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
     ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),

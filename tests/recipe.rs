@@ -190,7 +190,6 @@ fn evaluation_needs_rows() {
 #[test]
 fn every_key_of_a_later_version_is_refused_by_name() {
     for (before, key) in [
-        ("dtype = \"float32\"", "quantization = \"nf4\""),
         ("learning_rate = 1e-3", "medusa_lr_multiplier = 4.0"),
         ("max_length = 64", "chat_template = \"vicuna\""),
         ("max_length = 64", "loss_on = \"assistant\""),

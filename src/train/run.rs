@@ -222,7 +222,9 @@ impl Prepared {
     pub fn load(job: Job) -> Result<Self, TrainError> {
         let folder = Path::new(&job.backbone.path);
         let kind = job.backbone.dtype.kind();
-        let backbone = guard("loading the backbone", || Llama::load(folder, kind, job.device, Purpose::Training))??;
+        let quantization = job.backbone.quantization;
+        let load = || Llama::load_quantized(folder, kind, job.device, Purpose::Training, quantization);
+        let backbone = guard("loading the backbone", load)??;
         let tokenizer = load_tokenizer(folder, backbone.config.vocab_size)?;
         let rows = load_rows(&job, tokenizer.as_ref(), backbone.config.vocab_size)?;
         let (sequences, pack_report) = data::sequences(rows.train, &job.data);

@@ -53,7 +53,7 @@ impl Plan {
             device: device_name(backbone.device()),
             backbone: recipe.backbone.path.clone(),
             backbone_parameters,
-            backbone_bytes: backbone_parameters.unsigned_abs() * recipe.backbone.dtype.bytes() as u64,
+            backbone_bytes: backbone.weight_bytes() as u64,
             heads: prepared.heads_shape,
             heads_parameters,
             heads_bytes: heads_memory.iter().map(|(_, bytes)| bytes).sum(),
