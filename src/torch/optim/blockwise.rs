@@ -1,7 +1,7 @@
 //! 8-bit dynamic blockwise quantisation (Dettmers et al. 2021, arXiv 2110.02861): one byte an element, one absmax a block.
 //!
 //! Codes equal those of bitsandbytes 0.50 on the CPU, which looks up the nearest code of the nearest of 65,536 evenly spaced
-//! points. Below 1.5e-5 of its block's absmax a value therefore keeps its sign only; that 0 becomes such a value, too, keeps a
+//! points (its CUDA kernels search the code nearest to the value itself). Below 1.5e-5 of its block's absmax a value therefore keeps its sign only; that 0 becomes such a value, too, keeps a
 //! second moment in a block of larger ones from vanishing under Adam's root.
 
 // n elements, C blocks of 256
