@@ -240,6 +240,14 @@ impl Recipe {
             Stage::Medusa2(_) if self.train.hidden_state_cache.is_some() => {
                 needs("train.hidden_state_cache", "[stage.medusa1]: a backbone in training has no states to keep")
             }
+            Stage::Medusa2(config) if config.lora.is_none() && self.backbone.quantization.is_some() => needs(
+                "backbone.quantization",
+                "[stage.medusa2.lora]: quantised weights cannot be trained, adapters on them can",
+            ),
+            Stage::Medusa2(_) if self.backbone.quantization.is_some() && !self.train.recompute => needs(
+                "backbone.quantization",
+                "train.recompute = true: without it every layer's dequantised weights stay in memory for the backward pass",
+            ),
             Stage::Medusa2(config) if config.self_distillation && config.lora.is_none() => needs(
                 "stage.medusa2.self_distillation",
                 "[stage.medusa2.lora]: the teacher is the backbone with its adapters off",
@@ -353,8 +361,7 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
 }
 
 /// Keys of the recipe format whose work this version does not do: refused, never ignored.
-const LATER_KEYS: [(&str, &str); 3] = [
-    ("backbone.quantization", "remove the key: the backbone computes in backbone.dtype"),
+const LATER_KEYS: [(&str, &str); 2] = [
     ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
     ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),
 ];
@@ -364,11 +371,6 @@ fn refuse_what_is_not_available(text: &Text<'_>) -> Result<(), RecipeError> {
         if let Some(place) = text.key(path) {
             return Err(wrong(place, Mistake::NotAvailable { what: path.to_owned(), instead }));
         }
-    }
-    if text.string("optimizer.name") == Some("adamw8bit") {
-        let what = "optimizer.name = \"adamw8bit\"".to_owned();
-        let mistake = Mistake::NotAvailable { what, instead: "use \"adamw\", whose moments are float32" };
-        return Err(wrong(text.value("optimizer.name"), mistake));
     }
     Ok(())
 }

@@ -9,6 +9,7 @@ mod decoding;
 mod embedded_default;
 mod layering;
 mod losses;
+mod quantization;
 mod readme;
 mod recipe;
 mod small_run;

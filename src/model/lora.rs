@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::files::write_synced;
 use crate::model::llama::Llama;
@@ -151,9 +151,8 @@ pub struct Adapter {
 
 impl Adapter {
     /// As PEFT begins: A uniform within ±1/√I, B zero, so the layer is as it was. Draws from libtorch's generator.
-    fn new(weight_oi: &Tensor, config: &LoraConfig) -> Self {
-        let [o, i] = weight_oi.size()[..] else { panic!("[O, I], got {weight_oi:?}") };
-        let (r, options) = (config.rank.get() as i64, (master_kind(weight_oi), weight_oi.device()));
+    fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig) -> Self {
+        let (r, options) = (config.rank.get() as i64, (master_kind(kind), device));
         let bound = (i as f64).sqrt().recip();
         let a_ri = Tensor::empty([r, i], options).uniform_(-bound, bound);
         let b_or = Tensor::zeros([o, r], options);
@@ -200,7 +199,7 @@ impl Adapter {
     /// `W + (alpha / rank)·B·A` in the dtype of `weight_oi`; computed in float32 or better.
     pub(super) fn merged(&self, weight_oi: &Tensor) -> Tensor {
         let scale = self.alpha / self.a_ri.size()[0] as f64;
-        let kind = master_kind(weight_oi);
+        let kind = master_kind(weight_oi.kind());
         tch::no_grad(|| {
             let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * scale));
             (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind())
@@ -209,8 +208,8 @@ impl Adapter {
 }
 
 /// Of what is trained: float32, or float64 where the backbone is.
-fn master_kind(weight: &Tensor) -> Kind {
-    if weight.kind() == Kind::Double { Kind::Double } else { Kind::Float }
+fn master_kind(weight: Kind) -> Kind {
+    if weight == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 /// What makes an adapter folder unusable.
@@ -363,9 +362,10 @@ pub(super) fn named<'a>(layer: &str, adapter: &'a Adapter) -> Vec<(String, &'a T
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
     torch::seed(seed);
     for (name, linear) in backbone.linears_mut() {
-        if let Some(weight) = linear.dense_weight().filter(|_| config.target_modules.includes(&name)) {
-            let adapter = Adapter::new(weight, config);
-            linear.adapt(adapter);
+        if let (Some(size), Some(options)) = (linear.size(), linear.options())
+            && config.target_modules.includes(&name)
+        {
+            linear.adapt(Adapter::new(size, options, config));
         }
     }
 }
@@ -443,7 +443,7 @@ impl Reader {
                 return Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")));
             }
             // A copy: it will be trained, and a view of a file must not be written.
-            Ok(self.files.tensor(&name, &expected, Kind::Float, tch::Device::Cpu)?.copy())
+            Ok(self.files.tensor(&name, &expected, Kind::Float, Device::Cpu)?.copy())
         };
         let (a_ri, b_or) = (tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?);
         Ok(Adapter { a_ri, b_or, alpha: self.peft.alpha(), dropout: self.dropout }.trained())

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::quantization::Quantization;
 use crate::torch::Dtype;
 
 pub mod attention;
@@ -12,6 +13,7 @@ pub mod kv_cache;
 pub mod linear;
 pub mod llama;
 pub mod lora;
+pub mod quantization;
 pub mod rope;
 pub mod weights;
 
@@ -23,4 +25,7 @@ pub struct BackboneConfig {
     pub path: String,
     /// What the backbone computes in.
     pub dtype: Dtype,
+    /// What its linear layers are reduced to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<Quantization>,
 }

@@ -14,6 +14,7 @@ use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
 use crate::model::lora::{ADAPTER_FILE, LoraError, save_adapters};
 use crate::model::weights::{WeightFiles, WeightsError, save};
+use crate::torch::optim::OptimizerName;
 use crate::torch::optim::adamw::Parameter;
 use crate::train::state::TrainState;
 
@@ -56,6 +57,19 @@ pub enum CheckpointError {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// The state of another optimizer.
+    #[error(
+        "{} was saved with optimizer.name = \"{saved}\", this run has \"{ours}\", which keeps other moments: go on with \"{saved}\", or begin in another folder",
+        path.display()
+    )]
+    Optimizer {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its optimizer.
+        saved: OptimizerName,
+        /// The recipe's.
+        ours: OptimizerName,
+    },
 }
 
 /// `state.json`: where the run stands.
@@ -63,6 +77,9 @@ pub enum CheckpointError {
 struct SavedState {
     step: usize,
     tokens: u64,
+    /// Absent in checkpoints from before there was more than one.
+    #[serde(default)]
+    optimizer: OptimizerName,
     optimizer_updates: i32,
 }
 
@@ -143,7 +160,12 @@ pub fn save_step(
     state.heads.save(folder.partial())?;
     backbone.save_step(folder.partial())?;
     save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
-    let saved = SavedState { step: state.step, tokens: state.tokens, optimizer_updates: state.optimizer.updates() };
+    let saved = SavedState {
+        step: state.step,
+        tokens: state.tokens,
+        optimizer: state.optimizer.name(),
+        optimizer_updates: state.optimizer.updates(),
+    };
     write_json(&folder.partial().join(STATE_FILE), &saved).map_err(|e| io_error("write", &path, e))?;
     folder.commit().map_err(|e| io_error("write", &path, e))?;
     let mut steps = steps(run)?;
@@ -184,19 +206,22 @@ pub fn newest(run: &Path) -> Result<Option<PathBuf>, CheckpointError> {
 /// Puts a checkpoint's parameters, optimizer state and step into `state`.
 ///
 /// # Errors
-/// [`CheckpointError`], where a file is damaged or of another shape.
+/// [`CheckpointError`], where a file is damaged, of another shape or of another optimizer.
 pub fn restore(checkpoint: &Path, state: &mut TrainState, backbone: &TrainedBackbone) -> Result<(), CheckpointError> {
     let path = checkpoint.join(STATE_FILE);
     let text = fs::read(&path).map_err(|e| io_error("read", &path, e))?;
     let saved: SavedState = serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
+    let ours = state.optimizer.name();
+    if saved.optimizer != ours {
+        return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
+    }
     let (of_heads, of_backbone) = state.by_owner();
     restore_parameters(&checkpoint.join(HEADS_FILE), of_heads)?;
     if let Some(file) = backbone.file() {
         restore_parameters(&checkpoint.join(file), of_backbone)?;
     }
     let moments = WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE))?;
-    let read = |name: &str, shape: &[i64]| moments.tensor(name, shape, Kind::Float, Device::Cpu);
-    state.optimizer.restore(saved.optimizer_updates, read)?;
+    state.optimizer.restore(saved.optimizer_updates, |name, shape, kind| moments.mapped_as(name, shape, kind))?;
     moments.release();
     state.step = saved.step;
     state.tokens = saved.tokens;

@@ -346,6 +346,7 @@ fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     weights.sort();
     let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
     let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
+    facts.extend(backbone.quantization().map(|quantization| format!("{quantization}\n")));
     for path in weights {
         let metadata = fs::metadata(&path)?;
         let modified = metadata.modified()?.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());

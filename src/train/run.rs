@@ -465,7 +465,8 @@ fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {
 /// The backbone as the stage trains it.
 fn load_backbone(job: &Job) -> Result<Llama, TrainError> {
     let (folder, kind) = (Path::new(&job.backbone.path), job.backbone.dtype.kind());
-    let load = |kind| Llama::load(folder, kind, job.device, Purpose::Training);
+    let quantization = job.backbone.quantization;
+    let load = |kind| Llama::load_quantized(folder, kind, job.device, Purpose::Training, quantization);
     let Stage::Medusa2(config) = &job.stage else { return Ok(load(kind)?) };
     let Some(lora) = &config.lora else { return Ok(load(Kind::Float)?.for_fine_tuning(kind)) };
     let mut backbone = load(kind)?;

@@ -1,10 +1,13 @@
 //! Optimizers on tensors, with visible, savable state.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::numbers::{Fraction, NonNegative, Positive};
 
 pub mod adamw;
+pub mod blockwise;
 
 /// `[optimizer]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -39,6 +42,27 @@ pub enum OptimizerName {
     /// AdamW with float32 moments.
     #[default]
     AdamW,
+    /// AdamW with moments of 8 bits.
+    AdamW8bit,
+}
+
+impl OptimizerName {
+    /// Bytes of both moments of so many parameters, in tensors that are large.
+    pub fn moment_bytes(self, parameters: u64) -> u64 {
+        match self {
+            Self::AdamW => 8 * parameters,
+            Self::AdamW8bit => 2 * parameters + 8 * parameters.div_ceil(blockwise::BLOCK.unsigned_abs()),
+        }
+    }
+}
+
+impl fmt::Display for OptimizerName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AdamW => "adamw",
+            Self::AdamW8bit => "adamw8bit",
+        })
+    }
 }
 
 fn default_betas() -> [Fraction; 2] {
