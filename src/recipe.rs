@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::data::DataConfig;
+use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
 use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
 use crate::medusa::loss::LossConfig;
@@ -291,6 +292,13 @@ impl Recipe {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
+        if let TemplateChoice::File(path) = &self.data.chat_template
+            && !path.is_file()
+        {
+            let hint = "give the path of a Jinja template, or the name of a built-in one";
+            let mistake = Mistake::Missing { key: "data.chat_template", path: path.clone(), hint };
+            return Err(wrong(text.value("data.chat_template"), mistake));
+        }
         match &self.heads.init_from {
             Some(path) if !path.join(HEADS_FILE).is_file() => {
                 let hint = "give a folder with heads.safetensors, such as a run's final/";
@@ -335,12 +343,10 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
 const MEDUSA1_ONLY: &str = "this version trains [stage.medusa1]: heads on a frozen backbone";
 
 /// Keys of the recipe format whose work this version does not do: refused, never ignored.
-const LATER_KEYS: [(&str, &str); 6] = [
+const LATER_KEYS: [(&str, &str); 4] = [
     ("stage.medusa2", MEDUSA1_ONLY),
     ("backbone.quantization", "remove the key: the backbone computes in backbone.dtype"),
     ("optimizer.medusa_lr_multiplier", "it belongs to [stage.medusa2]; this version trains [stage.medusa1]"),
-    ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
-    ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),
     ("train.recompute", "remove the key: nothing of the backbone is kept for a backward pass"),
 ];
 
