@@ -255,7 +255,7 @@ impl Parsed {
             self.tokenised |= tokenised;
             match row {
                 Ok(row) => self.file.rows.push(row),
-                Err(reason) => report::drop(&mut self.file.dropped, reason, 1),
+                Err(reason) => report::leave_out(&mut self.file.dropped, reason, 1),
             }
         }
         Ok(())

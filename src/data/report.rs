@@ -85,7 +85,7 @@ impl LoadReport {
     pub(super) fn admit(&mut self, file: FileRows, max_length: usize) -> Vec<TokenRow> {
         self.read += file.count();
         for (reason, count) in file.dropped {
-            drop(&mut self.dropped, reason, count);
+            leave_out(&mut self.dropped, reason, count);
         }
         file.rows.into_iter().filter_map(|row| self.admit_row(row, max_length)).collect()
     }
@@ -112,7 +112,7 @@ impl LoadReport {
             _ => None,
         };
         if let Some(reason) = reason {
-            drop(&mut self.dropped, reason, 1);
+            leave_out(&mut self.dropped, reason, 1);
             return None;
         }
         self.rows += 1;
@@ -125,7 +125,7 @@ impl LoadReport {
 }
 
 /// Counts rows that are left out.
-pub(super) fn drop(dropped: &mut BTreeMap<DropReason, usize>, reason: DropReason, count: usize) {
+pub(super) fn leave_out(dropped: &mut BTreeMap<DropReason, usize>, reason: DropReason, count: usize) {
     let is_refusal = |reason: &DropReason| matches!(reason, DropReason::TemplateRefuses(_));
     let is_new = is_refusal(&reason) && !dropped.contains_key(&reason);
     let reason = match is_new && dropped.keys().filter(|known| is_refusal(known)).count() >= REFUSALS_KEPT_APART {
@@ -224,10 +224,10 @@ mod tests {
     fn a_template_that_names_the_row_does_not_fill_the_report() {
         let mut dropped = BTreeMap::new();
         for row in 0..20 {
-            drop(&mut dropped, DropReason::TemplateRefuses(format!("row {row}")), 1);
+            leave_out(&mut dropped, DropReason::TemplateRefuses(format!("row {row}")), 1);
         }
-        drop(&mut dropped, DropReason::TemplateRefuses("row 3".to_owned()), 2);
-        drop(&mut dropped, DropReason::UnknownRole, 1);
+        leave_out(&mut dropped, DropReason::TemplateRefuses("row 3".to_owned()), 2);
+        leave_out(&mut dropped, DropReason::UnknownRole, 1);
         assert_eq!((dropped.len(), dropped.values().sum::<usize>()), (REFUSALS_KEPT_APART + 2, 23));
         assert_eq!(dropped[&DropReason::TemplateRefuses("in other words".to_owned())], 12);
     }
