@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::data::DataConfig;
+use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
 use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
 use crate::medusa::loss::LossConfig;
@@ -80,14 +81,6 @@ pub enum Mistake {
         key: Option<String>,
         /// The reader's words, with what it would accept.
         reason: String,
-    },
-    /// A key or value of the recipe format that this version cannot honour.
-    #[error("{what} is not available in this version; {instead}")]
-    NotAvailable {
-        /// The key or value.
-        what: String,
-        /// What this version does.
-        instead: &'static str,
     },
     /// No table, or several, under `[stage]`.
     #[error("a recipe has exactly one of [stage.medusa1], [stage.medusa2]; this one has {found}")]
@@ -177,7 +170,6 @@ impl Recipe {
 
     fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, Text<'t>), RecipeError> {
         let located = Text::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
-        refuse_what_is_not_available(&located)?;
         check_stages(&located)?;
         let mut recipe: Self = toml::from_str(text).map_err(|error| {
             let span = error.span().unwrap_or(0..0);
@@ -313,6 +305,13 @@ impl Recipe {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
+        if let TemplateChoice::File(path) = &self.data.chat_template
+            && !path.is_file()
+        {
+            let hint = "give the path of a Jinja template, or the name of a built-in one";
+            let mistake = Mistake::Missing { key: "data.chat_template", path: path.clone(), hint };
+            return Err(wrong(text.value("data.chat_template"), mistake));
+        }
         let lora = if let Stage::Medusa2(config) = &self.stage { config.lora.as_ref() } else { None };
         let adapter = lora.and_then(|lora| lora.init_from.as_ref());
         let heads_hint = "give a folder with heads.safetensors, such as a run's final/";
@@ -358,21 +357,6 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
     ];
     let reason = WORDS.iter().fold(reason.to_owned(), |reason, (from, to)| reason.replace(from, to));
     Mistake::Value { key, reason }
-}
-
-/// Keys of the recipe format whose work this version does not do: refused, never ignored.
-const LATER_KEYS: [(&str, &str); 2] = [
-    ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
-    ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),
-];
-
-fn refuse_what_is_not_available(text: &Text<'_>) -> Result<(), RecipeError> {
-    for (path, instead) in LATER_KEYS {
-        if let Some(place) = text.key(path) {
-            return Err(wrong(place, Mistake::NotAvailable { what: path.to_owned(), instead }));
-        }
-    }
-    Ok(())
 }
 
 /// Exactly one stage; serde's own words for this are about enums.

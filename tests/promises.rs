@@ -3,6 +3,7 @@
 mod backbone;
 mod bad_input;
 mod calibrate;
+mod chat;
 mod command_line;
 mod data;
 mod decoding;

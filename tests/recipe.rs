@@ -178,16 +178,6 @@ fn evaluation_needs_rows() {
     assert_eq!(error_of("epochs = 2", "epochs = 2\neval_every = 5"), expected);
 }
 
-#[test]
-fn every_key_of_a_later_version_is_refused_by_name() {
-    for (before, key) in
-        [("max_length = 64", "chat_template = \"vicuna\""), ("max_length = 64", "loss_on = \"assistant\"")]
-    {
-        let error = error_of(before, &format!("{before}\n{key}"));
-        assert!(error.contains("is not available in this version; ") && error.contains(key), "{error}");
-    }
-}
-
 const MEDUSA2: &str = "[stage.medusa2]\nmedusa_scheduler = \"sine\"\nself_distillation = true\n[stage.medusa2.lora]\nrank = 8\nalpha = 16";
 
 #[test]
@@ -241,6 +231,24 @@ fn adapters_go_on_layers_that_there_are() {
 }
 
 #[test]
+fn conversations_are_rendered_as_the_recipe_says() {
+    let data = |lines: &str| parse(&GOOD.replacen("max_length = 64", &format!("max_length = 64\n{lines}"), 1));
+    let resolved = data("").unwrap().resolved_toml();
+    assert!(resolved.contains("chat_template = \"tokenizer\"") && resolved.contains("loss_on = \"assistant\""));
+    for template in ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", "chats/own.jinja"] {
+        let recipe = data(&format!("chat_template = {template:?}\nloss_on = \"all\"")).unwrap();
+        assert!(recipe.resolved_toml().contains(&format!("chat_template = {template:?}")), "{template}");
+    }
+    let expected = r#"r.toml: line 11, column 17: data.chat_template: expected "tokenizer", one of "vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", or the path of a .jinja file, got "vicunna"
+   |
+11 | chat_template = "vicunna"
+   |                 ^^^^^^^^^"#;
+    assert_eq!(data("chat_template = \"vicunna\"").unwrap_err(), expected);
+    let error = data("loss_on = \"answers\"").unwrap_err();
+    assert!(error.contains("data.loss_on: unknown value `answers`, expected `assistant` or `all`"), "{error}");
+}
+
+#[test]
 fn a_recipe_needs_its_backbone_and_its_rows() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("r.toml");
@@ -264,6 +272,9 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
     let good = with_backbone.replace("train = [\"rows.jsonl\"]", &rows);
     write(&path, &good);
     Recipe::load(&path).expect("a good recipe");
+    write(&path, &good.replace("max_length = 64", "max_length = 64\nchat_template = \"none.jinja\""));
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(error.contains("column 17: data.chat_template: none.jinja does not exist; give the path"), "{error}");
     write(&path, &good.replace("max_length = 64", "max_length = 65"));
     let error = Recipe::load(&path).unwrap_err().to_string();
     assert!(

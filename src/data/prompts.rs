@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::chat_template::{ChatTemplate, Message, TemplateError};
+use super::conversation::Role;
 use super::jsonl;
 use super::rows::{Place, Problem, RowError};
 use super::tokenize::{TextTokenizer, TokenizeError};
@@ -188,10 +189,11 @@ fn message(key: &str, value: &Value) -> Result<Message, Problem> {
         text(&format!("{key}.{name}"), &value[name])
     };
     let role = part(["role", "from"])?;
-    let role = match role.as_str() {
-        "human" => "user",
-        "gpt" => "assistant",
-        known => known,
+    let role = match Role::named(&role) {
+        Role::System => "system",
+        Role::User => "user",
+        Role::Assistant => "assistant",
+        Role::Call | Role::Tool | Role::Unknown => role.as_str(), // the template's business
     };
     Ok(Message::new(role, part(["content", "value"])?))
 }

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use tch::{Device, Kind};
 
+use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, Loader};
 use crate::data::pack::PackReport;
 use crate::data::tokenize::{TextTokenizer, TokenizeError};
@@ -510,7 +511,16 @@ struct Rows {
 fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64) -> Result<Rows, TrainError> {
     let cache = data::cache::TokenCache::of_user();
     let vocab_size = usize::try_from(vocab_size).expect("a checked config");
-    let settings = LoadSettings { tokenizer, vocab_size, max_length: job.data.max_length, cache: cache.as_ref() };
+    let template = ChatTemplate::choose(&job.data.chat_template, Path::new(&job.backbone.path));
+    let template = template.map_err(DataError::from)?;
+    let settings = LoadSettings {
+        tokenizer,
+        vocab_size,
+        max_length: job.data.max_length,
+        cache: cache.as_ref(),
+        template: template.as_ref(),
+        loss_on: job.data.loss_on,
+    };
     let (train, train_report) = data::load(&job.data.train, &settings)?;
     if !job.data.validation.is_empty() {
         let (validation, report) = data::load(&job.data.validation, &settings)?;
