@@ -53,10 +53,12 @@ impl Linear {
 
     /// `[…, I]` to `[…, O]`. Weights of another dtype than `x`'s are cast: float32 masters that compute in bfloat16.
     pub fn forward(&self, x: &Tensor, adapters: Adapters) -> Tensor {
-        let base = self.base(x);
         match &self.adapter {
-            Some(adapter) if adapters != Adapters::Off => adapter.add_to(&base, &adapter.down(x, adapters)),
-            _ => base,
+            Some(adapter) if adapters != Adapters::Off => {
+                let x_ni = as_rows(x);
+                of_rows(&adapter.add_to(self.base(&x_ni), &adapter.down(&x_ni, adapters)), x)
+            }
+            _ => self.base(x),
         }
     }
 
@@ -190,8 +192,9 @@ impl LinearGroup {
         let Some(all) = all.filter(|_| adapters != Adapters::Off) else {
             return std::array::from_fn(|layer| self.layers[layer].forward(x, adapters));
         };
-        let downs = lora::down_together(&all, x, adapters);
-        std::array::from_fn(|layer| all[layer].add_to(&self.layers[layer].base(x), &downs[layer]))
+        let x_ni = as_rows(x);
+        let downs = lora::down_together(&all, &x_ni, adapters);
+        std::array::from_fn(|layer| of_rows(&all[layer].add_to(self.layers[layer].base(&x_ni), &downs[layer]), x))
     }
 
     /// The layers, one when merged.
@@ -207,6 +210,18 @@ impl LinearGroup {
     pub fn outputs(&self) -> i64 {
         self.layers.iter().map(|layer| layer.outputs).sum()
     }
+}
+
+/// `[…, I]` as `[N, I]`.
+fn as_rows(x: &Tensor) -> Tensor {
+    x.view([-1, x.size()[x.dim() - 1]])
+}
+
+/// `[N, O]` as `[…, O]`, with the other axes of `like`.
+fn of_rows(y_no: &Tensor, like: &Tensor) -> Tensor {
+    let mut size = like.size();
+    size[like.dim() - 1] = y_no.size()[1];
+    y_no.view(size.as_slice())
 }
 
 /// A matrix by a matrix is one call; matmul looks at the shapes first.

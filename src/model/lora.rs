@@ -169,7 +169,7 @@ impl Adapter {
 
     /// `(alpha / rank) · dropout(x)·Aᵀ`: `[…, I]` to `[…, R]`, in `x`'s dtype.
     pub fn down(&self, x: &Tensor, adapters: Adapters) -> Tensor {
-        self.dropped(x, adapters).linear::<Tensor>(&self.a_ri.to_kind(x.kind()), None) * self.scale()
+        self.dropped(x, adapters).linear::<Tensor>(&(&self.a_ri * self.scale()).to_kind(x.kind()), None)
     }
 
     /// What A sees of `x`.
@@ -184,10 +184,9 @@ impl Adapter {
         self.alpha / self.a_ri.size()[0] as f64
     }
 
-    /// `base` `[…, O]` with `down` `[…, R]` through B.
-    pub(super) fn add_to(&self, base: &Tensor, down: &Tensor) -> Tensor {
-        let rows = |t: &Tensor| t.flatten(0, t.dim() as i64 - 2);
-        rows(base).addmm(&rows(down), &self.b_or.to_kind(base.kind()).tr()).view_as(base)
+    /// Adds `down` `[N, R]` through B to `base_no` `[N, O]`, in its place.
+    pub(super) fn add_to(&self, mut base_no: Tensor, down_nr: &Tensor) -> Tensor {
+        base_no.addmm_(down_nr, &self.b_or.to_kind(down_nr.kind()).tr())
     }
 
     /// `W + (alpha / rank)·B·A` in the dtype of `weight_oi`; computed in float32 or better.
@@ -203,8 +202,9 @@ impl Adapter {
 /// What layers that read the same input multiply with their B's: one product with all their A's. They share their dropout, drawn
 /// for the first of them, where PEFT draws for each: a deviation that no layer can tell by itself.
 pub(super) fn down_together(adapters: &[&Adapter], x: &Tensor, mode: Adapters) -> Vec<Tensor> {
-    let all_ri = Tensor::cat(&adapters.iter().map(|adapter| &adapter.a_ri).collect::<Vec<_>>(), 0).to_kind(x.kind());
-    let down = adapters[0].dropped(x, mode).linear::<Tensor>(&all_ri, None) * adapters[0].scale();
+    let all_ri =
+        Tensor::cat(&adapters.iter().map(|adapter| &adapter.a_ri).collect::<Vec<_>>(), 0) * adapters[0].scale();
+    let down = adapters[0].dropped(x, mode).linear::<Tensor>(&all_ri.to_kind(x.kind()), None);
     down.split(adapters[0].a_ri.size()[0], -1)
 }
 
