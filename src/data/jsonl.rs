@@ -64,9 +64,14 @@ pub(super) fn row(line: &[u8]) -> Result<RawRow, Problem> {
 
 /// A line's object.
 pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, Problem> {
-    match serde_json::from_slice(line).map_err(|error| broken(&error))? {
+    into_object("the line", serde_json::from_slice(line).map_err(|error| broken(&error))?)
+}
+
+/// The object that a value should be.
+pub(super) fn into_object(what: &str, value: Value) -> Result<Map<String, Value>, Problem> {
+    match value {
         Value::Object(object) => Ok(object),
-        other => Err(Problem::Value { key: "the line".to_owned(), expected: "an object", got: shown(&other) }),
+        other => Err(Problem::Value { key: what.to_owned(), expected: "an object", got: shown(&other) }),
     }
 }
 

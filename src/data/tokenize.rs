@@ -1,5 +1,6 @@
 //! Text to token ids and back, as the backbone's tokenizer.json has it. Knows nothing of rows, conversations or labels.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
@@ -128,6 +129,19 @@ impl TextTokenizer {
         Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).collect())
     }
 
+    /// Ids of a text without special tokens around it, and the bytes of the text that each stands for.
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn encode_with_places(&self, text: &str) -> Result<Vec<(i32, Range<usize>)>, TokenizeError> {
+        let encoded = self.tokenizer.encode(text, false).map_err(|source| {
+            let start = text.chars().take(40).collect();
+            TokenizeError::Encode { start, source }
+        })?;
+        let places = encoded.get_offsets().iter().map(|&(from, to)| from..to);
+        Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).zip(places).collect())
+    }
+
     /// Text of ids. Like every Llama tokenizer's, it drops the space before the first word:
     /// what follows other text is decoded with [`TextTokenizer::stream_after`].
     ///
@@ -187,7 +201,8 @@ impl TextTokenizer {
         Err(TokenizeError::BeyondVocabulary { path: self.path.clone(), token, id, vocab_size })
     }
 
-    fn is_special(&self, id: i32) -> bool {
+    /// Whether it is one of the tokens that stand for no text.
+    pub fn is_special(&self, id: i32) -> bool {
         let token = u32::try_from(id).ok().and_then(|id| self.tokenizer.id_to_token(id));
         token.is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
     }
