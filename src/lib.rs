@@ -34,6 +34,7 @@ pub mod calibrate;
 pub mod cli;
 pub mod data;
 pub mod decode;
+pub mod distill;
 pub mod files;
 pub mod medusa;
 pub mod model;

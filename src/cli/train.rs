@@ -10,7 +10,7 @@ use crate::recipe::Recipe;
 use crate::train::run::{Outcome, Prepared, check_output_dir};
 
 mod plan;
-mod progress;
+pub(super) mod progress;
 
 use plan::Plan;
 use progress::Progress;
