@@ -6,6 +6,7 @@ mod calibrate;
 mod command_line;
 mod data;
 mod decoding;
+mod distill;
 mod embedded_default;
 mod layering;
 mod losses;

@@ -105,3 +105,58 @@ impl Answerer<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use tch::{Device, Kind};
+
+    use super::*;
+    use crate::decode::accept::Acceptance;
+    use crate::decode::sample::Sampling;
+    use crate::medusa::heads::{Heads, HeadsShape};
+    use crate::medusa::tree::SparseTree;
+    use crate::model::config::LlamaConfig;
+
+    #[test]
+    fn heads_end_a_text_where_the_batch_does() {
+        tch::set_num_threads(1);
+        let config = LlamaConfig { eos_token_ids: vec![7], ..LlamaConfig::tiny() };
+        let llama = Llama::random(config, Kind::Double, Device::Cpu, 4);
+        for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+            let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+        }
+        let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 50 };
+        let heads = Heads::random(shape, Kind::Double, Device::Cpu, 5);
+        let tree = SparseTree::cartesian(&[25, 8]).unwrap(); // often right, whatever it guesses
+        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+        let greedy = NonNegative::new(0.0).unwrap();
+        let answer = |end_mark: Vec<i64>, prompt: i64| {
+            let max_new_tokens = NonZeroUsize::new(30).unwrap();
+            let request = RowRequest { key: 3, prompt: vec![prompt], max_new_tokens, end_mark, stream: [0; 3] };
+            let batch = Batch::new(&llama, Sampling::of_temperature(greedy), NonZeroUsize::MIN);
+            let together = Answerer::Together(Box::new(batch));
+            let [slow, fast] = [together, Answerer::OneByOne(OneByOne::new(&llama, &medusa, greedy))].map(|mut one| {
+                one.enter(request.clone()).unwrap();
+                loop {
+                    if let Some(said) = one.step().unwrap().pop() {
+                        return said;
+                    }
+                }
+            });
+            assert_eq!(fast, slow);
+            slow
+        };
+        let mut marked = 0;
+        for prompt in 0..12 {
+            let whole = answer(vec![], prompt);
+            for at in 1..whole.new_ids.len().min(9) {
+                let said = answer(whole.new_ids[at - 1..=at].to_vec(), prompt);
+                assert_eq!((said.end.len(), said.finish_reason), (2, FinishReason::Eos));
+                marked += 1;
+            }
+        }
+        assert!(marked > 30, "{marked}");
+    }
+}

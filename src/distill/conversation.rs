@@ -216,3 +216,170 @@ impl<'a> Conversation<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::num::NonZeroUsize;
+    use std::path::Path;
+
+    use super::*;
+    use crate::data::chat_template::ChatTemplate;
+    use crate::data::rows::Place;
+    use crate::data::tokenize::TextTokenizer;
+    use crate::distill::render::wide;
+    use crate::files::write_atomic;
+
+    /// As Vicuna writes it: the user's turn has no token of its own for its end.
+    const PLAIN: &str = "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}{% else %}\
+                         {{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}\
+                         {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}";
+    /// Shows only the last answer as it was.
+    const FORGETFUL: &str = "{% for m in messages %}{{ 'X' + m['role'][0] }}{% if loop.last or m['role'] == 'user' %}\
+                             {{ m['content'] }}{% else %}{{ '...' }}{% endif %}{{ eos_token }}{% endfor %}\
+                             {% if add_generation_prompt %}{{ 'Xa' }}{% endif %}";
+
+    struct World {
+        tokenizer: TextTokenizer,
+        template: ChatTemplate,
+    }
+
+    /// The tokenizer of data/tiny with another template.
+    fn world(template: &str) -> World {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            std::fs::copy(tiny.join(name), dir.path().join(name)).unwrap();
+        }
+        write_atomic(&dir.path().join("chat_template.jinja"), |out| out.write_all(template.as_bytes())).unwrap();
+        let template = ChatTemplate::load(dir.path()).unwrap().unwrap();
+        World { tokenizer: TextTokenizer::load(dir.path()).unwrap(), template }
+    }
+
+    impl World {
+        fn renderer(&self) -> Renderer<'_> {
+            Renderer { tokenizer: &self.tokenizer, template: Some(&self.template) }
+        }
+
+        fn ids(&self, text: &str) -> Vec<i64> {
+            wide(&self.tokenizer.encode(text, false).unwrap())
+        }
+
+        /// A letter a token: nothing that the tokenizer itself would make of a word.
+        fn spelt(&self, text: &str) -> Vec<i64> {
+            text.chars().flat_map(|letter| self.ids(&letter.to_string())).collect()
+        }
+
+        /// The pieces of a row that carry loss.
+        fn learnt(&self, row: &Finished) -> Vec<String> {
+            let pairs: Vec<_> = row.input_ids.iter().zip(&row.labels).collect();
+            let pieces = pairs.chunk_by(|a, b| (*a.1 == IGNORE) == (*b.1 == IGNORE));
+            let learnt = pieces.filter(|piece| *piece[0].1 != IGNORE);
+            let ids = learnt.map(|piece| piece.iter().map(|(id, _)| **id).collect::<Vec<i32>>());
+            ids.map(|ids| self.tokenizer.decode(&ids, false).unwrap()).collect()
+        }
+    }
+
+    fn settings(turns: usize, self_talk: bool, context: usize) -> Settings {
+        let number = |n| NonZeroUsize::new(n).unwrap();
+        Settings { max_new_tokens: number(50), turns: number(turns), self_talk, seed: 1, context }
+    }
+
+    fn dialogue(user: &[&str]) -> Dialogue {
+        let user = user.iter().map(|&turn| turn.to_owned()).collect();
+        let place = Place { path: "p".into(), row: None };
+        Dialogue { place, category: None, questions: Questions::Turns { system: None, user } }
+    }
+
+    fn said(new_ids: Vec<i64>, end: Vec<i64>) -> RowEnded {
+        let finish_reason = if end.is_empty() { FinishReason::Length } else { FinishReason::Eos };
+        RowEnded { key: 0, new_ids, end, finish_reason }
+    }
+
+    const EOS: i64 = 1;
+
+    #[test]
+    fn a_template_without_tokens_for_turns_opens_and_ends_the_users() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "never asked"]));
+        let (renderer, settings) = (world.renderer(), settings(2, true, 500));
+        let mut talk = Conversation::new(0, &dialogue);
+        let first = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        assert_eq!((first.prompt, first.end_mark), (world.ids("USER: Count to 3. ASSISTANT:"), vec![]));
+        talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
+        let asks = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        assert_eq!(asks.prompt, world.ids("USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER:"));
+        let mark = world.ids("ASSISTANT:");
+        assert_eq!((asks.end_mark, asks.stream), (mark.clone(), [1, 0, 2]));
+        talk.hear(said(world.ids("And to 4?"), mark), &renderer).unwrap();
+        let answers = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: And to 4? ASSISTANT:";
+        assert_eq!(answers.prompt, world.ids(seen));
+        talk.hear(said(world.ids("1, 2, 3, 4."), vec![]), &renderer).unwrap();
+        assert!(talk.next_request(&renderer, &settings).unwrap().is_none(), "two answers were asked for");
+        let row = talk.finish();
+        assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " And to 4? ASSISTANT:1, 2, 3, 4."]);
+        assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (4, "length"));
+    }
+
+    #[test]
+    fn a_question_without_an_end_is_dropped() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3."]));
+        let (renderer, settings) = (world.renderer(), settings(3, true, 500));
+        for (question, reason) in [(said(world.ids(" And"), vec![]), "length"), (said(vec![], vec![EOS]), "eos")] {
+            let mut talk = Conversation::new(0, &dialogue);
+            let _ = talk.next_request(&renderer, &settings).unwrap();
+            talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
+            let _ = talk.next_request(&renderer, &settings).unwrap();
+            talk.hear(question, &renderer).unwrap();
+            assert!(talk.next_request(&renderer, &settings).unwrap().is_none());
+            let row = talk.finish();
+            assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, reason));
+            assert_eq!(row.input_ids.last(), Some(&1));
+        }
+    }
+
+    #[test]
+    fn an_answer_that_is_read_again_as_other_tokens_carries_loss_where_it_stands() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "Count to 3.", "Count"]));
+        let (renderer, settings) = (world.renderer(), settings(9, false, 500));
+        let mut talk = Conversation::new(0, &dialogue);
+        for answer in ["1, 2, 3.", "Count to 3.", "omelette"] {
+            let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+            talk.hear(said(world.spelt(answer), vec![EOS]), &renderer).unwrap();
+        }
+        assert!(talk.next_request(&renderer, &settings).unwrap().is_none(), "all is asked");
+        let row = talk.finish();
+        let last = "omelette<|end|>";
+        assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " Count to 3.<|end|>", last]);
+        let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: Count to 3. ASSISTANT: Count to 3.<|end|>USER: Count ASSISTANT:";
+        assert_eq!(wide(&row.input_ids), [world.ids(seen), world.spelt("omelette"), vec![EOS]].concat());
+    }
+
+    #[test]
+    fn an_answer_that_the_template_no_longer_shows_carries_no_loss() {
+        let (world, dialogue) = (world(FORGETFUL), dialogue(&["Count to 3.", "Hello"]));
+        let (renderer, settings) = (world.renderer(), settings(9, false, 500));
+        let mut talk = Conversation::new(0, &dialogue);
+        for answer in ["1, 2, 3.", "omelette"] {
+            let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+            talk.hear(said(world.ids(answer), vec![EOS]), &renderer).unwrap();
+        }
+        let row = talk.finish();
+        assert_eq!(world.learnt(&row), ["omelette<|end|>"]);
+        assert_eq!(row.conversations.len(), 4);
+    }
+
+    #[test]
+    fn a_turn_that_does_not_fit_ends_the_conversation_before_it() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "Hello"]));
+        let renderer = world.renderer();
+        let mut talk = Conversation::new(0, &dialogue);
+        let settings = settings(9, false, world.ids("USER: Count to 3. ASSISTANT: 1<|end|>").len() + 2);
+        let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        talk.hear(said(world.ids(" 1"), vec![EOS]), &renderer).unwrap();
+        assert!(talk.next_request(&renderer, &settings).unwrap().is_none());
+        let row = talk.finish();
+        assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, "length"));
+        assert_eq!(row.input_ids.last(), Some(&1));
+    }
+}

@@ -144,11 +144,10 @@ impl Written {
     fn span_in(&self, text: &str) -> Option<Range<usize>> {
         let from = self.opened.len();
         let behind = text.strip_prefix(&self.opened)?;
-        let blanks = behind.len() - behind.trim_start().len();
         let rest = behind.trim_start().strip_prefix(self.content.trim())?;
-        let to = from + blanks + self.content.trim().len();
-        let end = self.end.trim();
-        Some(from..if rest.starts_with(end) { to + end.len() } else { to })
+        let to = text.len() - rest.len();
+        let behind_end = rest.trim_start().strip_prefix(self.end.trim()).filter(|_| !self.end.is_empty());
+        Some(from..behind_end.map_or(to, |behind| text.len() - behind.len()))
     }
 }
 
@@ -177,6 +176,7 @@ mod tests {
         assert_eq!(&text[8..16], " yes</s>");
         assert_eq!(written("U:yes A:", "yes", "").span_in(text), Some(8..12));
         assert_eq!(written("U:yes A: yes</s>U:yes A:", "no", "</s>").span_in(text), Some(24..27));
+        assert_eq!(written("U:yes A:", "yes</s>U:yes", "A:").span_in(text), Some(8..24), "blanks before the end");
         assert_eq!(written("U:yes A:", "no", "").span_in(text), None);
         assert_eq!(
             written("U:no A:", "yes", "").span_in(text),
