@@ -146,7 +146,7 @@ impl BatchCache {
         if rows <= has_rows && tokens <= has_tokens {
             return;
         }
-        let grown = |needed: i64, has: i64| if needed <= has { has } else { needed.max(has + has / 2) };
+        let grown = |needed: i64, has: i64| if needed <= has { has } else { needed.max(2 * has) };
         let s = round_up(grown(tokens, has_tokens).min(self.context.max(tokens)), BLOCK).max(has_tokens);
         let b = grown(rows, has_rows);
         let all = Tensor::zeros([l, b, planes, s, d], (self.all.kind(), self.all.device()));
