@@ -1,6 +1,6 @@
 //! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
 //! And what tests need of the machine: `cfg(shared)`, whether the material that some compare with lies beside the checkout, and
-//! `cfg(tmpfs)`, whether a small disk can be mounted.
+//! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT.
 
 use std::path::Path;
 
@@ -8,6 +8,7 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     shared_material();
     small_disks();
+    python_with_peft();
     git_revision();
     libtorch_search_paths();
 }
@@ -32,6 +33,15 @@ fn small_disks() {
     let mount = ["--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", &folder];
     if std::process::Command::new("unshare").args(mount).output().is_ok_and(|out| out.status.success()) {
         println!("cargo::rustc-cfg=tmpfs");
+    }
+}
+
+/// Whether a test may ask PEFT itself: `#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and peft")]`.
+fn python_with_peft() {
+    println!("cargo::rustc-check-cfg=cfg(peft)");
+    println!("cargo:rerun-if-env-changed=MEDUSA_PYTHON");
+    if std::env::var_os("MEDUSA_PYTHON").is_some() {
+        println!("cargo::rustc-cfg=peft");
     }
 }
 

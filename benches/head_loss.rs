@@ -3,7 +3,7 @@
 //! `cargo bench --bench head_loss`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::medusa::fused_loss::{HeadGradients, head_loss};
+use medusa::medusa::fused_loss::{HeadGradients, Output, OutputGradients, head_loss};
 use medusa::medusa::heads::{Heads, HeadsShape};
 use medusa::medusa::loss::{Targets, cross_entropy_sum};
 use medusa::model::config::{LlamaConfig, RopeScaling};
@@ -52,8 +52,9 @@ fn head_losses(criterion: &mut Criterion) {
         let sums: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();
         let name = format!("{hidden}x{vocab}");
         group.bench_with_input(BenchmarkId::new("fused", &name), &(), |b, ()| {
-            let into = HeadGradients { blocks: sums[..2].iter().collect(), w2: Some(&sums[2]) };
-            let w2 = heads.head(0).w2().expect("own W2");
+            let output = OutputGradients { weight_vh: Some(&sums[2]), adapter: None };
+            let into = HeadGradients { blocks: sums[..2].iter().collect(), output, hidden_nh: None };
+            let w2 = Output::plain(heads.head(0).w2().expect("own W2"));
             b.iter(|| head_loss(heads.head(0), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[]));
         });
         group.bench_with_input(BenchmarkId::new("plain", &name), &(), |b, ()| {

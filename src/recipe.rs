@@ -9,15 +9,18 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::data::DataConfig;
+use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
 use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
+use crate::model::lora::ADAPTER_FILE;
 use crate::torch::optim::OptimizerConfig;
 use crate::train::TrainConfig;
 use crate::train::run::Job;
 use crate::train::schedule::ScheduleConfig;
+use crate::train::stage::{Medusa2Config, Stage};
 
 mod place;
 
@@ -46,19 +49,6 @@ pub struct Recipe {
     /// The run itself.
     pub train: TrainConfig,
 }
-
-/// Exactly one of the tables `[stage.…]`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Stage {
-    /// Heads on a frozen backbone (paper section 2.2.1).
-    Medusa1(Medusa1Config),
-}
-
-/// `[stage.medusa1]`: it has no keys.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Medusa1Config {}
 
 /// A recipe that cannot be run.
 #[derive(Debug, thiserror::Error)]
@@ -91,14 +81,6 @@ pub enum Mistake {
         key: Option<String>,
         /// The reader's words, with what it would accept.
         reason: String,
-    },
-    /// A key or value of the recipe format that this version cannot honour.
-    #[error("{what} is not available in this version; {instead}")]
-    NotAvailable {
-        /// The key or value.
-        what: String,
-        /// What this version does.
-        instead: &'static str,
     },
     /// No table, or several, under `[stage]`.
     #[error("a recipe has exactly one of [stage.medusa1], [stage.medusa2]; this one has {found}")]
@@ -188,14 +170,16 @@ impl Recipe {
 
     fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, Text<'t>), RecipeError> {
         let located = Text::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
-        refuse_what_is_not_available(&located)?;
         check_stages(&located)?;
-        let recipe: Self = toml::from_str(text).map_err(|error| {
+        let mut recipe: Self = toml::from_str(text).map_err(|error| {
             let span = error.span().unwrap_or(0..0);
             let key = located.key_of_value(&span);
             wrong(located.at(span), plain(key, error.message()))
         })?;
         recipe.check_values(&located)?;
+        if let Stage::Medusa2(_) = recipe.stage {
+            recipe.optimizer.medusa_lr_multiplier.get_or_insert(Medusa2Config::paper_lr_multiplier());
+        }
         Ok((recipe, located))
     }
 
@@ -209,10 +193,10 @@ impl Recipe {
 
     /// The recipe as the training loop takes it.
     pub fn job(&self, device: tch::Device) -> Job {
-        let Stage::Medusa1(Medusa1Config {}) = self.stage;
         Job {
             backbone: self.backbone.clone(),
             heads: self.heads.clone(),
+            stage: self.stage.clone(),
             loss: self.loss.clone(),
             data: self.data.clone(),
             optimizer: self.optimizer.clone(),
@@ -230,8 +214,38 @@ impl Recipe {
             return Err(wrong(text.value("train"), mistake));
         }
         exclusive(text, "data.validation", "data.validation_fraction")?;
+        self.check_stage(text)?;
         self.check_validation(text)?;
         self.check_lengths(text)
+    }
+
+    /// Keys that one stage has and the other has no use for.
+    fn check_stage(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        let needs = |key: &'static str, what| Err(wrong(text.value(key), Mistake::Needs { key, what }));
+        match &self.stage {
+            Stage::Medusa1(_) if self.optimizer.medusa_lr_multiplier.is_some() => {
+                needs("optimizer.medusa_lr_multiplier", "[stage.medusa2]: in Medusa-1 only heads are trained")
+            }
+            Stage::Medusa1(_) if self.train.recompute => {
+                needs("train.recompute", "[stage.medusa2]: in Medusa-1 nothing of the backbone is kept")
+            }
+            Stage::Medusa2(_) if self.train.hidden_state_cache.is_some() => {
+                needs("train.hidden_state_cache", "[stage.medusa1]: a backbone in training has no states to keep")
+            }
+            Stage::Medusa2(config) if config.lora.is_none() && self.backbone.quantization.is_some() => needs(
+                "backbone.quantization",
+                "[stage.medusa2.lora]: quantised weights cannot be trained, adapters on them can",
+            ),
+            Stage::Medusa2(_) if self.backbone.quantization.is_some() && !self.train.recompute => needs(
+                "backbone.quantization",
+                "train.recompute = true: without it every layer's dequantised weights stay in memory for the backward pass",
+            ),
+            Stage::Medusa2(config) if config.self_distillation && config.lora.is_none() => needs(
+                "stage.medusa2.self_distillation",
+                "[stage.medusa2.lora]: the teacher is the backbone with its adapters off",
+            ),
+            _ => Ok(()),
+        }
     }
 
     fn check_validation(&self, text: &Text<'_>) -> Result<(), RecipeError> {
@@ -291,14 +305,27 @@ impl Recipe {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
-        match &self.heads.init_from {
-            Some(path) if !path.join(HEADS_FILE).is_file() => {
-                let hint = "give a folder with heads.safetensors, such as a run's final/";
-                let mistake = Mistake::Missing { key: "heads.init_from", path: path.join(HEADS_FILE), hint };
-                Err(wrong(text.value("heads.init_from"), mistake))
-            }
-            _ => Ok(()),
+        if let TemplateChoice::File(path) = &self.data.chat_template
+            && !path.is_file()
+        {
+            let hint = "give the path of a Jinja template, or the name of a built-in one";
+            let mistake = Mistake::Missing { key: "data.chat_template", path: path.clone(), hint };
+            return Err(wrong(text.value("data.chat_template"), mistake));
         }
+        let lora = if let Stage::Medusa2(config) = &self.stage { config.lora.as_ref() } else { None };
+        let adapter = lora.and_then(|lora| lora.init_from.as_ref());
+        let heads_hint = "give a folder with heads.safetensors, such as a run's final/";
+        let adapter_hint = "give a folder with a PEFT adapter, such as a run's final/";
+        let starts = [
+            ("heads.init_from", self.heads.init_from.as_ref(), HEADS_FILE, heads_hint),
+            ("stage.medusa2.lora.init_from", adapter, ADAPTER_FILE, adapter_hint),
+        ];
+        for (key, folder, file, hint) in starts {
+            if let Some(path) = folder.map(|folder| folder.join(file)).filter(|path| !path.is_file()) {
+                return Err(wrong(text.value(key), Mistake::Missing { key, path, hint }));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -330,33 +357,6 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
     ];
     let reason = WORDS.iter().fold(reason.to_owned(), |reason, (from, to)| reason.replace(from, to));
     Mistake::Value { key, reason }
-}
-
-const MEDUSA1_ONLY: &str = "this version trains [stage.medusa1]: heads on a frozen backbone";
-
-/// Keys of the recipe format whose work this version does not do: refused, never ignored.
-const LATER_KEYS: [(&str, &str); 6] = [
-    ("stage.medusa2", MEDUSA1_ONLY),
-    ("backbone.quantization", "remove the key: the backbone computes in backbone.dtype"),
-    ("optimizer.medusa_lr_multiplier", "it belongs to [stage.medusa2]; this version trains [stage.medusa1]"),
-    ("data.chat_template", "this version trains on rows of `text` or of `input_ids` and `labels`"),
-    ("data.loss_on", "this version trains on rows of `text` or of `input_ids` and `labels`"),
-    ("train.recompute", "remove the key: nothing of the backbone is kept for a backward pass"),
-];
-
-fn refuse_what_is_not_available(text: &Text<'_>) -> Result<(), RecipeError> {
-    let both_stages = text.key("stage.medusa1").is_some() && text.key("stage.medusa2").is_some();
-    for (path, instead) in LATER_KEYS {
-        if let Some(place) = text.key(path).filter(|_| !(both_stages && path == "stage.medusa2")) {
-            return Err(wrong(place, Mistake::NotAvailable { what: path.to_owned(), instead }));
-        }
-    }
-    if text.string("optimizer.name") == Some("adamw8bit") {
-        let what = "optimizer.name = \"adamw8bit\"".to_owned();
-        let mistake = Mistake::NotAvailable { what, instead: "use \"adamw\", whose moments are float32" };
-        return Err(wrong(text.value("optimizer.name"), mistake));
-    }
-    Ok(())
 }
 
 /// Exactly one stage; serde's own words for this are about enums.

@@ -34,14 +34,14 @@ const FIXTURES: [&str; 8] = [
 const SPELLINGS: [&str; 2] = ["config", "config_v4"];
 
 /// A small model and what transformers computes on it, from `scripts/make_fixtures.py`.
-struct Fixture {
+pub(crate) struct Fixture {
     path: PathBuf,
     bytes: Vec<u8>,
     metadata: HashMap<String, String>,
 }
 
 impl Fixture {
-    fn open(name: &str) -> Self {
+    pub(crate) fn open(name: &str) -> Self {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/fixtures/{name}.safetensors"));
         let bytes = std::fs::read(&path).expect("a fixture of the project");
         let (_, metadata) = SafeTensors::read_metadata(&bytes).expect("a header");
@@ -61,7 +61,7 @@ impl Fixture {
     }
 
     /// The model as a Hugging Face folder.
-    fn folder(&self, spelling: &str) -> TempDir {
+    pub(crate) fn folder(&self, spelling: &str) -> TempDir {
         let folder = tempfile::tempdir().expect("a temporary folder");
         write(&folder.path().join("config.json"), self.metadata[spelling].as_bytes());
         safetensors::serialize_to_file(self.weights(), None, &folder.path().join("model.safetensors"))
@@ -73,7 +73,7 @@ impl Fixture {
         tensor(&self.tensors(), &format!("reference.{name}"))
     }
 
-    fn input_ids(&self) -> Tensor {
+    pub(crate) fn input_ids(&self) -> Tensor {
         self.reference("input_ids")
     }
 

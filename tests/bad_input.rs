@@ -162,7 +162,15 @@ fn rows_that_do_not_fit() {
                 &["rows.jsonl, line 13: labels: expected 3 values", "got 2"],
             ),
             (|small| small.write("rows.jsonl", ""), &["no row to use in rows.jsonl"]),
-            (|small| small.write("validation.jsonl", "[]\n"), &["validation.jsonl", "JSON array"]),
+            (|small| small.write("validation.jsonl", "[]\n"), &["no row to use in validation.jsonl"]),
+            (
+                |small| small.write("validation.jsonl", "[\n{\"input_ids\": [1, 2]},\n{]"),
+                &["validation.jsonl: not a valid JSON array of rows, line 3, column 2"],
+            ),
+            (
+                |small| add_row(small, r#"{"messages": [{"role": "user", "content": "Hi"}]}"#),
+                &["rows.jsonl, line 13: a row of \"messages\" needs the backbone's tokenizer.json"],
+            ),
             (
                 |small| small.write("validation.jsonl", r#"{"input_ids": [1, -1]}"#),
                 &["validation.jsonl, line 1: input_ids[1]", "got -1"],

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use arrow::array::{ArrayRef, Int64Array, LargeStringArray, ListArray, RecordBatch};
 use arrow::datatypes::Int64Type;
 use medusa::data::cache::TokenCache;
+use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message};
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
@@ -68,7 +69,8 @@ pub(crate) const BYTE_VOCABULARY: usize = 8 + 256;
 
 fn settings(tokenizer: Option<&TextTokenizer>) -> LoadSettings<'_> {
     let max_length = NonZeroUsize::new(16).expect("not 0");
-    LoadSettings { tokenizer, vocab_size: BYTE_VOCABULARY, max_length, cache: None }
+    let (template, loss_on) = (None, LossOn::default());
+    LoadSettings { tokenizer, vocab_size: BYTE_VOCABULARY, max_length, cache: None, template, loss_on }
 }
 
 fn load(path: &str, settings: &LoadSettings) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
@@ -140,10 +142,11 @@ fn a_bad_parquet_file_names_its_column_or_row() {
         complaint("input_ids", ids(vec![vec![1, 2], vec![1, 264]])),
         "rows.parquet, row 2: input_ids[1]: expected a token id from 0 to 263, the backbone's vocabulary, got 264"
     );
-    assert!(complaint("messages", ids(vec![vec![1]])).starts_with("rows.parquet: \"messages\" is a conversation"));
     assert!(
-        complaint("prompt", ids(vec![vec![1]])).contains("expected a key \"input_ids\" or \"text\", got \"prompt\"")
+        complaint("messages", ids(vec![vec![1]])).starts_with("rows.parquet: messages: expected a column of lists")
     );
+    let other = complaint("prompt", ids(vec![vec![1]]));
+    assert!(other.contains("expected a key \"input_ids\", ") && other.ends_with("got \"prompt\""), "{other}");
     let whole = fs::read(&path).unwrap();
     fs::write(&path, &whole[..whole.len() / 2]).unwrap();
     let cut = load(&path.display().to_string(), &settings(None)).unwrap_err().to_string();
@@ -161,9 +164,12 @@ fn a_bad_row_is_named_by_file_line_and_key() {
         (r#"{"input_ids": [1, 2], "labels": [1, -101]}"#, "labels[1]: expected a token id"),
         (r#"{"input_ids": [1, "2"]}"#, r#"input_ids[1]: expected an integer, got "2""#),
         (r#"{"input_ids": [1, 2]"#, "not valid JSON (one object a line is expected), column 20"),
-        (r#"{"ids": [1, 2]}"#, r#"expected a key "input_ids" or "text", got "ids""#),
-        (r#"{"messages": [{"role": "user", "content": "a"}]}"#, r#""messages" is a conversation; this version reads"#),
-        (r#"{"conversations": []}"#, r#""conversations" is a conversation; this version reads"#),
+        (r#"{"ids": [1, 2]}"#, r#"expected a key "input_ids", "messages", "conversations", "instruction""#),
+        (
+            r#"{"messages": [{"role": "user", "content": "a"}]}"#,
+            r#"a row of "messages" needs the backbone's tokenizer.json"#,
+        ),
+        (r#"{"conversations": [[]]}"#, r#"conversations[0]: expected an object with "role" and "content""#),
         (r#"{"text": "a"}"#, r#"a row of "text" needs the backbone's tokenizer.json"#),
     ] {
         let file = write(&path, &[good, "", bad, good].join("\n"));
@@ -183,10 +189,8 @@ fn files_that_are_missing_empty_or_of_another_format_are_refused() {
     assert!(empty.starts_with("no row to use in") && empty.contains("empty.jsonl"), "{empty}");
     let short = complaint(&write(&at("short.jsonl"), "{\"input_ids\": [1]}\n{\"input_ids\": []}"));
     assert!(short.ends_with("2 dropped (fewer than two tokens)"), "{short}");
-    assert!(
-        complaint(&write(&at("rows.json"), "[{\"text\": \"a\"}]"))
-            .contains("is a JSON array; this version reads JSONL")
-    );
+    let arrow = complaint(&write(&at("rows.arrow"), "ARROW1\0\0"));
+    assert!(arrow.contains("is an Arrow file; this version reads JSONL (one object a line), JSON arrays and Parquet"));
 }
 
 #[test]
@@ -200,8 +204,8 @@ fn rows_beyond_the_maximal_length_are_cut_and_counted() {
     let (rows, report) = load(&write(&dir.path().join("rows.jsonl"), &lines), &settings(None)).unwrap();
     assert_eq!(rows, [row(&ids[..16], &[IGNORE; 16]), row(&ids[..16], &ids[..16])]);
     assert_eq!((report.rows, report.tokens, report.truncated, report.without_targets), (2, 32, 1, 1));
-    let expected =
-        "2 rows with 32 tokens in 1 files, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens)";
+    assert_eq!((report.read, report.tokens_with_loss), (3, 15));
+    let expected = "2 rows with 32 tokens (15 with loss) in 1 files, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens)";
     assert_eq!(report.to_string(), expected);
 }
 
@@ -417,7 +421,7 @@ fn stories260k_tokenises_as_transformers_does() {
 fn published_rows_and_prompts_are_read() {
     let stories = shared("data/stories_train.jsonl").display().to_string();
     let max_length = NonZeroUsize::new(512).unwrap();
-    let settings = LoadSettings { tokenizer: None, vocab_size: 512, max_length, cache: None };
+    let settings = LoadSettings { vocab_size: 512, max_length, ..settings(None) };
     let (rows, report) = load(&stories, &settings).unwrap();
     assert_eq!((rows.len(), report.tokens, report.truncated), (2000, 505_546, 0));
     let (sequences, packed) = medusa::data::pack::pack(rows, 512);

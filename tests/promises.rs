@@ -3,13 +3,17 @@
 mod backbone;
 mod bad_input;
 mod calibrate;
+mod chat;
 mod command_line;
 mod data;
 mod decoding;
 mod distill;
 mod embedded_default;
+mod joint_training;
 mod layering;
 mod losses;
+mod peft;
+mod quantization;
 mod readme;
 mod recipe;
 mod small_run;

@@ -126,21 +126,14 @@ fn no_stage_is_refused() {
 }
 
 #[test]
-fn the_later_stage_is_refused_not_ignored() {
-    let expected = r#"r.toml: line 7, column 8: stage.medusa2 is not available in this version; this version trains [stage.medusa1]: heads on a frozen backbone
-  |
-7 | [stage.medusa2]
-  |        ^^^^^^^"#;
-    assert_eq!(error_of("[stage.medusa1]", "[stage.medusa2]\nmedusa_heads_coefficient = 0.2"), expected);
-}
-
-#[test]
-fn the_later_optimizer_is_refused_not_ignored() {
-    let expected = r#"r.toml: line 12, column 8: optimizer.name = "adamw8bit" is not available in this version; use "adamw", whose moments are float32
+fn an_optimizer_that_there_is_not_is_refused_with_those_there_are() {
+    let expected = r#"r.toml: line 12, column 8: optimizer.name: unknown value `adam8bit`, expected `adamw` or `adamw8bit`
    |
-12 | name = "adamw8bit"
-   |        ^^^^^^^^^^^"#;
-    assert_eq!(error_of("learning_rate", "name = \"adamw8bit\"\nlearning_rate"), expected);
+12 | name = "adam8bit"
+   |        ^^^^^^^^^^"#;
+    assert_eq!(error_of("learning_rate", "name = \"adam8bit\"\nlearning_rate"), expected);
+    let recipe = parse(&GOOD.replacen("learning_rate", "name = \"adamw8bit\"\nlearning_rate", 1)).unwrap();
+    assert!(recipe.resolved_toml().contains("name = \"adamw8bit\""));
 }
 
 #[test]
@@ -185,18 +178,74 @@ fn evaluation_needs_rows() {
     assert_eq!(error_of("epochs = 2", "epochs = 2\neval_every = 5"), expected);
 }
 
+const MEDUSA2: &str = "[stage.medusa2]\nmedusa_scheduler = \"sine\"\nself_distillation = true\n[stage.medusa2.lora]\nrank = 8\nalpha = 16";
+
 #[test]
-fn every_key_of_a_later_version_is_refused_by_name() {
-    for (before, key) in [
-        ("dtype = \"float32\"", "quantization = \"nf4\""),
-        ("learning_rate = 1e-3", "medusa_lr_multiplier = 4.0"),
-        ("max_length = 64", "chat_template = \"vicuna\""),
-        ("max_length = 64", "loss_on = \"assistant\""),
-        ("epochs = 2", "recompute = true"),
+fn a_recipe_of_medusa2_names_every_default_and_loads_to_the_same() {
+    let recipe = parse(&GOOD.replace("[stage.medusa1]", MEDUSA2)).unwrap();
+    let resolved = recipe.resolved_toml();
+    for line in [
+        "medusa_heads_coefficient = 0.2",
+        "medusa_lr_multiplier = 4.0",
+        "dropout = 0.0",
+        "target_modules = \"all-linear\"",
     ] {
-        let error = error_of(before, &format!("{before}\n{key}"));
-        assert!(error.contains("is not available in this version; ") && error.contains(key), "{error}");
+        assert!(resolved.contains(line), "{line} in\n{resolved}");
     }
+    assert_eq!(parse(&resolved).unwrap(), recipe);
+}
+
+#[test]
+fn each_stage_refuses_the_keys_of_the_other() {
+    let error_of_medusa2 = |piece: &str, by: &str| {
+        let good = GOOD.replace("[stage.medusa1]", MEDUSA2);
+        assert!(good.contains(piece), "{piece:?} is not in the good recipe");
+        parse(&good.replacen(piece, by, 1)).expect_err("a mistake")
+    };
+    let multiplier = error_of("learning_rate = 1e-3", "learning_rate = 1e-3\nmedusa_lr_multiplier = 4.0");
+    assert!(
+        multiplier.contains("line 13, column 24: optimizer.medusa_lr_multiplier needs [stage.medusa2]"),
+        "{multiplier}"
+    );
+    let recompute = error_of("epochs = 2", "epochs = 2\nrecompute = true");
+    assert!(recompute.contains("train.recompute needs [stage.medusa2]"), "{recompute}");
+    let cache = error_of_medusa2("epochs = 2", "epochs = 2\nhidden_state_cache = \"states\"");
+    assert!(cache.contains("train.hidden_state_cache needs [stage.medusa1]"), "{cache}");
+    let direct = error_of_medusa2("dtype = \"float32\"", "dtype = \"float32\"\nquantization = \"nf4\"");
+    assert!(direct.contains("backbone.quantization needs train.recompute = true"), "{direct}");
+    let teacher = error_of_medusa2("[stage.medusa2.lora]\nrank = 8\nalpha = 16", "");
+    assert!(teacher.contains("stage.medusa2.self_distillation needs [stage.medusa2.lora]"), "{teacher}");
+}
+
+#[test]
+fn adapters_go_on_layers_that_there_are() {
+    let with =
+        |line: &str| parse(&GOOD.replace("[stage.medusa1]", &format!("{MEDUSA2}\n{line}"))).expect_err("a mistake");
+    let modules = with("target_modules = [\"query\"]");
+    assert!(modules.contains("unknown layer \"query\", expected some of q_proj, k_proj, v_proj"), "{modules}");
+    assert!(with("target_modules = \"linear\"").contains("\"all-linear\" or a list"));
+    assert!(with("dropout = 1.0").contains("at least 0 and below 1"));
+    let sine =
+        parse(&GOOD.replace("[stage.medusa1]", MEDUSA2).replace("epochs = 2", "max_steps = 0")).expect_err("no steps");
+    assert!(sine.contains("train.max_steps: invalid value: integer `0`, expected a whole number above 0"), "{sine}");
+}
+
+#[test]
+fn conversations_are_rendered_as_the_recipe_says() {
+    let data = |lines: &str| parse(&GOOD.replacen("max_length = 64", &format!("max_length = 64\n{lines}"), 1));
+    let resolved = data("").unwrap().resolved_toml();
+    assert!(resolved.contains("chat_template = \"tokenizer\"") && resolved.contains("loss_on = \"assistant\""));
+    for template in ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", "chats/own.jinja"] {
+        let recipe = data(&format!("chat_template = {template:?}\nloss_on = \"all\"")).unwrap();
+        assert!(recipe.resolved_toml().contains(&format!("chat_template = {template:?}")), "{template}");
+    }
+    let expected = r#"r.toml: line 11, column 17: data.chat_template: expected "tokenizer", one of "vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", or the path of a .jinja file, got "vicunna"
+   |
+11 | chat_template = "vicunna"
+   |                 ^^^^^^^^^"#;
+    assert_eq!(data("chat_template = \"vicunna\"").unwrap_err(), expected);
+    let error = data("loss_on = \"answers\"").unwrap_err();
+    assert!(error.contains("data.loss_on: unknown value `answers`, expected `assistant` or `all`"), "{error}");
 }
 
 #[test]
@@ -223,6 +272,9 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
     let good = with_backbone.replace("train = [\"rows.jsonl\"]", &rows);
     write(&path, &good);
     Recipe::load(&path).expect("a good recipe");
+    write(&path, &good.replace("max_length = 64", "max_length = 64\nchat_template = \"none.jinja\""));
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(error.contains("column 17: data.chat_template: none.jinja does not exist; give the path"), "{error}");
     write(&path, &good.replace("max_length = 64", "max_length = 65"));
     let error = Recipe::load(&path).unwrap_err().to_string();
     assert!(

@@ -61,9 +61,14 @@ pub(crate) struct Ended {
 
 impl SmallRun {
     pub(crate) fn new() -> Self {
+        Self::with_hidden_size(32)
+    }
+
+    pub(crate) fn with_hidden_size(hidden_size: i64) -> Self {
         let small = Self { folder: tempfile::tempdir().expect("a temporary folder") };
         fs::create_dir(small.path("backbone")).expect("a folder");
-        small.write("backbone/config.json", CONFIG);
+        let of_size = format!("\"hidden_size\": {hidden_size},");
+        small.write("backbone/config.json", CONFIG.replace("\"hidden_size\": 32,", &of_size));
         let config = LlamaConfig::load(&small.path("backbone")).expect("a config");
         let backbone = Llama::random(config, Kind::Float, Device::Cpu, 7);
         small.save_backbone(&backbone.weights());

@@ -12,6 +12,8 @@ use super::decoder::load_backbone;
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
+use crate::data::chat::LossOn;
+use crate::data::chat_template::ChatTemplate;
 use crate::data::rows::TokenRow;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, LoadSettings};
@@ -47,7 +49,7 @@ pub struct CalibrateArgs {
 /// # Errors
 /// What is wrong with the backbone, the heads, the rows or the file to write.
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let backbone = load_backbone(&args.backbone, common, Purpose::Training)?;
+    let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Training)?;
     let heads = Heads::load(&args.heads, &backbone)?;
     let rows = read_rows(args, &backbone, common)?;
     let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
@@ -64,12 +66,15 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     // Rows of token ids need no tokenizer, and rows of text say so themselves.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
+    let template = ChatTemplate::load(&args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size: usize::try_from(config.vocab_size)?,
         max_length: usize::try_from(config.max_position_embeddings)?.try_into()?,
         cache: cache.as_ref(),
+        template: template.as_ref(),
+        loss_on: LossOn::default(),
     };
     let (rows, report) = data::load(&args.data, &settings)?;
     common.say(report);

@@ -16,6 +16,7 @@ use crate::medusa::heads::Heads;
 use crate::medusa::tree::{SparseTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, Purpose};
+use crate::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::{WeightFiles, names};
 use crate::numbers::{NonNegative, Positive};
 use crate::torch::{Dtype, memory};
@@ -92,17 +93,27 @@ impl DecodingFlags {
     }
 }
 
-/// Loads a backbone as the common flags say; without `--dtype` it computes in its file's own.
+/// Loads a backbone as the common flags say; without `--dtype` it computes in its file's own. Where `heads` were trained with an
+/// adapter, which lies beside them, it becomes part of the backbone.
 ///
 /// # Errors
 /// When the device cannot be used, or the folder is no backbone.
-pub fn load_backbone(folder: &Path, common: &CommonFlags, purpose: Purpose) -> anyhow::Result<Llama> {
+pub fn load_backbone(
+    folder: &Path,
+    heads: Option<&Path>,
+    common: &CommonFlags,
+    purpose: Purpose,
+) -> anyhow::Result<Llama> {
     let device = common.device.resolve()?;
     let dtype = match common.dtype {
         Some(dtype) => dtype,
         None => own_dtype(folder)?,
     };
-    Ok(Llama::load(folder, dtype.kind(), device, purpose)?)
+    let Some(adapter) = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) else {
+        return Ok(Llama::load(folder, dtype.kind(), device, purpose)?);
+    };
+    common.say(format_args!("with the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
+    Ok(Llama::load_merged(folder, adapter, dtype.kind(), device, purpose)?)
 }
 
 /// In a tiny backbone, threads wait for each other longer than a product takes; where other programs run, many times longer.
@@ -159,7 +170,7 @@ impl Decoder {
         let tree = tree.map(|path| TreeFile::load(path)).transpose()?.map(|file| file.tree);
         let tokenizer = TextTokenizer::load(folder)?;
         let template = ChatTemplate::load(folder)?;
-        let backbone = load_backbone(folder, common, Purpose::Decoding)?;
+        let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, Purpose::Decoding)?;
         spare_threads(&backbone);
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let medusa = match heads {

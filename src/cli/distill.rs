@@ -26,6 +26,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
+use crate::model::lora::ADAPTER_FILE;
 use crate::numbers::{NonNegative, Probability};
 
 /// ε of typical acceptance, where heads answer above temperature 0.
@@ -127,6 +128,7 @@ impl DistillArgs {
         common: &CommonFlags,
     ) -> anyhow::Result<Provenance> {
         let shown = |path: &Path| path.display().to_string();
+        let adapter = self.heads.as_ref().map(|heads| heads.join(ADAPTER_FILE));
         Ok(Provenance {
             program_version: env!("CARGO_PKG_VERSION"),
             backbone: shown(&self.backbone),
@@ -146,6 +148,7 @@ impl DistillArgs {
             seed: common.seed,
             heads: self.heads.as_deref().map(shown),
             heads_sha256: self.heads.as_deref().map(|heads| files::sha256(&heads_file(heads))).transpose()?,
+            adapter_sha256: adapter.filter(|file| file.exists()).map(|file| files::sha256(&file)).transpose()?,
             tree_sha256: self.tree.as_deref().map(files::sha256).transpose()?,
         })
     }

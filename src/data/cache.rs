@@ -8,7 +8,7 @@ use std::io::{self, Cursor, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow::array::{AsArray, ListArray, RecordBatch};
+use arrow::array::{Array, AsArray, BooleanArray, Int32Array, ListArray, RecordBatch};
 use arrow::buffer::{OffsetBuffer, ScalarBuffer};
 use arrow::datatypes::{DataType, Field, Int32Type, Schema};
 use arrow::error::ArrowError;
@@ -16,12 +16,16 @@ use arrow::ipc::reader::FileReader;
 use arrow::ipc::writer::FileWriter;
 use sha2::{Digest, Sha256};
 
-use super::rows::TokenRow;
+use super::LoadSettings;
+use super::rows::{FileRows, ReadRow, TokenRow};
 use super::tokenize::TextTokenizer;
 use crate::files;
 
 /// Part of every key: raise it when the same input would give other rows.
-const FORMAT: &str = "medusa tokens 1";
+const FORMAT: &str = "medusa tokens 2";
+
+/// Key of the Arrow metadata under which stands how many conversations were left out, and why, as JSON.
+const DROPPED: &str = "dropped";
 
 /// Rows an Arrow batch: its offsets are 32 bits wide.
 const ROWS_A_BATCH: usize = 8192;
@@ -46,7 +50,7 @@ pub enum CacheError {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found {
     /// These rows.
-    Rows(Vec<TokenRow>),
+    Rows(FileRows),
     /// Nothing for this key.
     Nothing,
     /// A file that is damaged, and how it shows.
@@ -72,10 +76,14 @@ impl TokenCache {
         set("MEDUSA_CACHE").or_else(|| Some(xdg()?.join("medusa-train"))).map(Self::new)
     }
 
-    /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were checked against.
-    pub fn key(file_sha256: &str, tokenizer: &TextTokenizer, vocab_size: usize) -> String {
-        let eos = tokenizer.eos_id();
-        let facts = format!("{FORMAT}\n{file_sha256}\n{}\neos {eos:?}\nvocabulary {vocab_size}", tokenizer.sha256());
+    /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were
+    /// checked against, how a conversation is rendered, and which of its tokens carry loss.
+    pub fn key(file_sha256: &str, tokenizer: &TextTokenizer, settings: &LoadSettings) -> String {
+        let LoadSettings { vocab_size, template, loss_on, .. } = settings;
+        let (eos, template) = (tokenizer.eos_id(), template.map(|template| template.sha256()));
+        let tokenizer = tokenizer.sha256();
+        let text = format!("{tokenizer}\neos {eos:?}\nvocabulary {vocab_size}");
+        let facts = format!("{FORMAT}\n{file_sha256}\n{text}\ntemplate {template:?}\nloss on {loss_on:?}");
         files::hex(&Sha256::digest(facts))[..32].to_owned()
     }
 
@@ -101,7 +109,7 @@ impl TokenCache {
     ///
     /// # Errors
     /// The disk's own.
-    pub fn write(&self, key: &str, rows: &[TokenRow]) -> Result<(), CacheError> {
+    pub fn write(&self, key: &str, rows: &FileRows) -> Result<(), CacheError> {
         let at_folder = |source| CacheError::Disk { path: self.folder.clone(), source };
         let bytes = encode(rows)?;
         let path = self.path(key, &bytes);
@@ -141,15 +149,22 @@ fn name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-fn encode(rows: &[TokenRow]) -> Result<Vec<u8>, ArrowError> {
+fn encode(file: &FileRows) -> Result<Vec<u8>, ArrowError> {
     let list = || DataType::new_list(DataType::Int32, false);
-    let schema =
-        Arc::new(Schema::new(vec![Field::new("input_ids", list(), false), Field::new("labels", list(), false)]));
+    let dropped = serde_json::to_string(&file.dropped).map_err(|error| ArrowError::JsonError(error.to_string()))?;
+    let schema = Schema::new(vec![
+        Field::new("input_ids", list(), false),
+        Field::new("labels", list(), false),
+        Field::new("is_conversation", DataType::Boolean, false),
+    ]);
+    let schema = Arc::new(schema.with_metadata([(DROPPED.to_owned(), dropped)]));
     let mut writer = FileWriter::try_new(Vec::new(), &schema)?;
-    for rows in rows.chunks(ROWS_A_BATCH) {
-        let ids = column(rows.iter().map(|row| &row.input_ids))?;
-        let labels = column(rows.iter().map(|row| &row.labels))?;
-        writer.write(&RecordBatch::try_new(schema.clone(), vec![Arc::new(ids), Arc::new(labels)])?)?;
+    for rows in file.rows.chunks(ROWS_A_BATCH) {
+        let ids = column(rows.iter().map(|row| &row.tokens.input_ids))?;
+        let labels = column(rows.iter().map(|row| &row.tokens.labels))?;
+        let is_conversation: BooleanArray = rows.iter().map(|row| Some(row.is_conversation)).collect();
+        let columns: Vec<Arc<dyn Array>> = vec![Arc::new(ids), Arc::new(labels), Arc::new(is_conversation)];
+        writer.write(&RecordBatch::try_new(schema.clone(), columns)?)?;
     }
     writer.into_inner()
 }
@@ -158,17 +173,26 @@ fn column<'a>(lists: impl Iterator<Item = &'a Vec<i32>> + Clone) -> Result<ListA
     let offsets = OffsetBuffer::from_lengths(lists.clone().map(Vec::len));
     let values: ScalarBuffer<i32> = lists.flatten().copied().collect::<Vec<_>>().into();
     let item = Arc::new(Field::new_list_field(DataType::Int32, false));
-    ListArray::try_new(item, offsets, Arc::new(arrow::array::Int32Array::new(values, None)), None)
+    ListArray::try_new(item, offsets, Arc::new(Int32Array::new(values, None)), None)
 }
 
-fn decode(bytes: Vec<u8>) -> Result<Vec<TokenRow>, ArrowError> {
+fn decode(bytes: Vec<u8>) -> Result<FileRows, ArrowError> {
+    let reader = FileReader::try_new(Cursor::new(bytes), None)?;
+    let dropped = reader.schema().metadata().get(DROPPED).cloned().unwrap_or_default();
+    let dropped = serde_json::from_str(&dropped).map_err(|error| ArrowError::JsonError(error.to_string()))?;
     let mut rows = Vec::new();
-    for batch in FileReader::try_new(Cursor::new(bytes), None)? {
+    for batch in reader {
         let batch = batch?;
         let (ids, labels) = (lists(&batch, 0)?, lists(&batch, 1)?);
-        rows.extend((0..batch.num_rows()).map(|row| TokenRow { input_ids: list(ids, row), labels: list(labels, row) }));
+        let is_conversation = batch.columns().get(2).and_then(|column| column.as_boolean_opt());
+        let is_conversation =
+            is_conversation.ok_or_else(|| ArrowError::SchemaError("column 2 is no column of booleans".to_owned()))?;
+        rows.extend((0..batch.num_rows()).map(|row| ReadRow {
+            tokens: TokenRow { input_ids: list(ids, row), labels: list(labels, row) },
+            is_conversation: is_conversation.value(row),
+        }));
     }
-    Ok(rows)
+    Ok(FileRows { rows, dropped })
 }
 
 fn lists(batch: &RecordBatch, column: usize) -> Result<&ListArray, ArrowError> {
@@ -184,10 +208,12 @@ fn list(column: &ListArray, row: usize) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::report::DropReason;
 
-    fn rows() -> Vec<TokenRow> {
-        let row = |n: usize| TokenRow { input_ids: vec![n as i32; n % 5], labels: vec![-100; n % 5] };
-        (0..ROWS_A_BATCH + 3).map(row).collect()
+    fn rows(count: usize) -> FileRows {
+        let tokens = |n: usize| TokenRow { input_ids: vec![n as i32; n % 5], labels: vec![-100; n % 5] };
+        let rows = (0..count).map(|n| ReadRow { tokens: tokens(n), is_conversation: n % 3 == 0 }).collect();
+        FileRows { rows, dropped: [(DropReason::TemplateRefuses("no \"tools\"".to_owned()), 2)].into() }
     }
 
     #[test]
@@ -195,8 +221,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cache = TokenCache::new(dir.path().join("new/cache"));
         assert_eq!(cache.read("key").unwrap(), Found::Nothing);
-        cache.write("key", &rows()).unwrap();
-        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows()));
+        let rows = rows(ROWS_A_BATCH + 3);
+        cache.write("key", &rows).unwrap();
+        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows));
         assert_eq!(cache.read("other").unwrap(), Found::Nothing);
     }
 
@@ -205,8 +232,8 @@ mod tests {
     fn any_changed_byte_is_noticed_and_writing_again_heals() {
         let dir = tempfile::tempdir().unwrap();
         let cache = TokenCache::new(dir.path());
-        let rows = &rows()[..20];
-        cache.write("key", rows).unwrap();
+        let rows = rows(20);
+        cache.write("key", &rows).unwrap();
         let path = cache.files_of("key").unwrap().pop().unwrap();
         let bytes = fs::read(&path).unwrap();
         for at in (0..bytes.len()).step_by(7) {
@@ -217,8 +244,8 @@ mod tests {
         }
         fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
         assert!(matches!(cache.read("key").unwrap(), Found::Damaged(_)));
-        cache.write("key", rows).unwrap();
-        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows.to_vec()));
+        cache.write("key", &rows).unwrap();
+        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows));
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

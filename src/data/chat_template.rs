@@ -1,16 +1,49 @@
-//! Conversations to text, by the backbone's own template, as transformers renders it. Knows nothing of tokens.
+//! Conversations to text, by the backbone's own template or another, as transformers renders it. Knows nothing of tokens.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 use std::{fs, io};
 
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Value};
-use minijinja::{Environment, ErrorKind, context};
+use minijinja::value::Value;
+use minijinja::{Environment, context};
 use serde::{Deserialize, Serialize};
-use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+use sha2::{Digest, Sha256};
 
+use super::jinja::{self, MARKS, TEMPLATE};
 use super::tokenize::{SpecialTokens, TokenizeError, read_json};
+use crate::files;
+
+/// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
+/// Vicuna (FastChat's "vicuna_v1.1"), zephyr-7b-beta, Llama-2-chat, Meta-Llama-3-Instruct, ChatML as transformers
+/// documents it, Mistral-7B-Instruct-v0.1.
+const BUILT_IN: [BuiltIn; 6] = [
+    BuiltIn { name: "vicuna", source: include_str!("chat_templates/vicuna.jinja") },
+    BuiltIn { name: "zephyr", source: include_str!("chat_templates/zephyr.jinja") },
+    BuiltIn { name: "llama-2", source: include_str!("chat_templates/llama-2.jinja") },
+    BuiltIn { name: "llama-3", source: include_str!("chat_templates/llama-3.jinja") },
+    BuiltIn { name: "chatml", source: include_str!("chat_templates/chatml.jinja") },
+    BuiltIn { name: "mistral", source: include_str!("chat_templates/mistral.jinja") },
+];
+
+/// A template that this program brings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BuiltIn {
+    name: &'static str,
+    source: &'static str,
+}
+
+/// `data.chat_template` of a recipe.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum TemplateChoice {
+    /// The backbone's own.
+    #[default]
+    Tokenizer,
+    /// One that this program brings.
+    BuiltIn(BuiltIn),
+    /// A file of the user's; its name ends in `.jinja`.
+    File(PathBuf),
+}
 
 /// One turn of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,18 +87,18 @@ pub enum TemplateError {
         got: String,
     },
     /// A template that does not parse.
-    #[error("{}: the chat template cannot be parsed", path.display())]
+    #[error("{place}: the chat template cannot be parsed")]
     Syntax {
         /// Where it stands.
-        path: PathBuf,
+        place: String,
         /// Where in it, and why.
         source: minijinja::Error,
     },
     /// A conversation the template refuses, or a fault of the template.
-    #[error("{}: the chat template cannot render this conversation (roles: {})", path.display(), roles.join(", "))]
+    #[error("{place}: the chat template cannot render this conversation (roles: {})", roles.join(", "))]
     Render {
         /// Where it stands.
-        path: PathBuf,
+        place: String,
         /// The conversation's.
         roles: Vec<String>,
         /// Where in the template, and why.
@@ -73,15 +106,68 @@ pub enum TemplateError {
     },
 }
 
-/// A backbone's chat template.
+impl TemplateError {
+    /// What a template raised, in its own words.
+    pub(super) fn words(&self) -> String {
+        match self {
+            Self::Render { source, .. } => source.detail().map_or_else(|| source.to_string(), str::to_owned),
+            other => other.to_string(),
+        }
+    }
+}
+
+/// A chat template with a backbone's special tokens.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
     special: SpecialTokens,
-    path: PathBuf,
+    place: String,
+    sha256: String,
+    marks_generation: bool,
+    takes_tool_turns: bool,
 }
 
-const NAME: &str = "chat_template";
+/// A rendered conversation, and the bytes of it that were between marks.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Marked {
+    pub(super) text: String,
+    pub(super) spans: Vec<Range<usize>>,
+}
+
+impl TemplateChoice {
+    /// The names of the built-in templates, as an error lists them.
+    pub fn built_in_names() -> String {
+        BUILT_IN.map(|BuiltIn { name, .. }| format!("{name:?}")).join(", ")
+    }
+}
+
+impl TryFrom<String> for TemplateChoice {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        if name == "tokenizer" {
+            return Ok(Self::Tokenizer);
+        }
+        if let Some(known) = BUILT_IN.into_iter().find(|known| known.name == name) {
+            return Ok(Self::BuiltIn(known));
+        }
+        if Path::new(&name).extension().is_some_and(|extension| extension == "jinja") {
+            return Ok(Self::File(name.into()));
+        }
+        let names = Self::built_in_names();
+        Err(format!("expected \"tokenizer\", one of {names}, or the path of a .jinja file, got {name:?}"))
+    }
+}
+
+impl From<TemplateChoice> for String {
+    fn from(choice: TemplateChoice) -> Self {
+        match choice {
+            TemplateChoice::Tokenizer => "tokenizer".to_owned(),
+            TemplateChoice::BuiltIn(BuiltIn { name, .. }) => name.to_owned(),
+            TemplateChoice::File(path) => path.display().to_string(),
+        }
+    }
+}
 
 impl ChatTemplate {
     /// The template of chat_template.jinja, else of tokenizer_config.json; `None` for a backbone without one.
@@ -92,7 +178,7 @@ impl ChatTemplate {
         let path = folder.join("chat_template.jinja");
         let special = SpecialTokens::load(folder)?;
         match fs::read_to_string(&path) {
-            Ok(source) => return Self::parse(source, special, path).map(Some),
+            Ok(source) => return Self::parse(&source, special, path.display().to_string()).map(Some),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(source) => return Err(TemplateError::Read { path, source }),
         }
@@ -104,7 +190,26 @@ impl ChatTemplate {
                 let got = || super::jsonl::shown(value);
                 let source =
                     default_of(value).ok_or_else(|| TemplateError::Shape { path: path.clone(), got: got() })?;
-                Self::parse(source.to_owned(), special, path).map(Some)
+                Self::parse(source, special, path.display().to_string()).map(Some)
+            }
+        }
+    }
+
+    /// The template of a recipe, with the special tokens of the backbone in `folder`; `None` for the choice of the
+    /// backbone's own where it has none.
+    ///
+    /// # Errors
+    /// Files that cannot be read, a template that does not parse.
+    pub fn choose(choice: &TemplateChoice, folder: &Path) -> Result<Option<Self>, TemplateError> {
+        match choice {
+            TemplateChoice::Tokenizer => Self::load(folder),
+            TemplateChoice::BuiltIn(BuiltIn { name, source }) => {
+                Self::parse(source, SpecialTokens::load(folder)?, format!("the built-in template {name:?}")).map(Some)
+            }
+            TemplateChoice::File(path) => {
+                let unreadable = |source| TemplateError::Read { path: path.clone(), source };
+                let source = fs::read_to_string(path).map_err(unreadable)?;
+                Self::parse(&source, SpecialTokens::load(folder)?, path.display().to_string()).map(Some)
             }
         }
     }
@@ -114,26 +219,102 @@ impl ChatTemplate {
     /// # Errors
     /// What the template raises, for example for roles that do not alternate.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TemplateError> {
+        self.render_between(messages, add_generation_prompt, ["", ""])
+    }
+
+    /// What decides a rendered text: the template and the special tokens.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// Where the template stands.
+    pub fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// Whether the template says itself which text is the assistant's, with `{% generation %}`.
+    pub(super) fn marks_generation(&self) -> bool {
+        self.marks_generation
+    }
+
+    /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
+    pub(super) fn takes_tool_turns(&self) -> bool {
+        self.takes_tool_turns
+    }
+
+    /// A whole conversation, and what of it stands in `{% generation %}` blocks.
+    pub(super) fn render_generation(&self, messages: &[Message]) -> Result<Option<Marked>, TemplateError> {
+        let Some([start, end]) = Marked::marks(messages) else { return Ok(None) };
+        let marks = [start, end].map(String::from);
+        let text = self.render_between(messages, false, [&marks[0], &marks[1]])?;
+        Ok(Marked::read(&text, [start, end]))
+    }
+
+    fn render_between(
+        &self,
+        messages: &[Message],
+        add_generation_prompt: bool,
+        marks: [&str; 2],
+    ) -> Result<String, TemplateError> {
         let failed = |source| {
             let roles = messages.iter().map(|message| message.role.clone()).collect();
-            TemplateError::Render { path: self.path.clone(), roles, source }
+            TemplateError::Render { place: self.place.clone(), roles, source }
         };
         // What transformers passes; it leaves out special tokens that the tokenizer lacks.
         let special = Value::from_pairs(self.special.iter());
+        let marks = Value::from_pairs(MARKS.into_iter().zip(marks));
         let message = |message: &Message| {
             Value::from_pairs([("role", message.role.clone()), ("content", message.content.clone())])
         };
         let messages: Vec<Value> = messages.iter().map(message).collect();
         let own = context! { messages, add_generation_prompt, tools => (), documents => () };
-        let template = self.environment.get_template(NAME).map_err(failed)?;
-        template.render(context! { ..own, ..special }).map_err(failed)
+        let template = self.environment.get_template(TEMPLATE).map_err(failed)?;
+        template.render(context! { ..own, ..special, ..marks }).map_err(failed)
     }
 
-    fn parse(source: String, special: SpecialTokens, path: PathBuf) -> Result<Self, TemplateError> {
-        match environment(&source) {
-            Ok(environment) => Ok(Self { environment, special, path }),
-            Err(source) => Err(TemplateError::Syntax { path, source }),
+    fn parse(source: &str, special: SpecialTokens, place: String) -> Result<Self, TemplateError> {
+        let environment = match jinja::environment(source) {
+            Ok(environment) => environment,
+            Err(source) => return Err(TemplateError::Syntax { place, source }),
+        };
+        let marks_generation = jinja::marks_generation(source);
+        let sha256 = files::hex(&Sha256::digest(format!("{special:?}\n{source}")));
+        let template = Self { environment, special, place, sha256, marks_generation, takes_tool_turns: false };
+        let takes_tool_turns = template.shows_tool_turns();
+        Ok(Self { takes_tool_turns, ..template })
+    }
+
+    fn shows_tool_turns(&self) -> bool {
+        const RESULT: &str = "the result of the tool";
+        let turns = [("user", "a"), ("assistant", "b"), ("tool", RESULT), ("assistant", "c")];
+        let messages = turns.map(|(role, content)| Message::new(role, content));
+        self.render(&messages, false).is_ok_and(|text| text.contains(RESULT))
+    }
+}
+
+impl Marked {
+    /// Two characters that stand in no message: from those that Unicode keeps for a program's own use (noncharacters).
+    pub(super) fn marks(messages: &[Message]) -> Option<[char; 2]> {
+        let mut free =
+            ('\u{fdd0}'..='\u{fdef}').filter(|mark| !messages.iter().any(|message| message.content.contains(*mark)));
+        Some([free.next()?, free.next()?])
+    }
+
+    /// Takes the marks out; `None` where they do not come in pairs.
+    pub(super) fn read(marked: &str, [start, end]: [char; 2]) -> Option<Self> {
+        let (mut text, mut spans, mut open) = (String::with_capacity(marked.len()), Vec::new(), None);
+        for letter in marked.chars() {
+            if letter == start {
+                if open.replace(text.len()).is_some() {
+                    return None;
+                }
+            } else if letter == end {
+                spans.push(open.take()?..text.len());
+            } else {
+                text.push(letter);
+            }
         }
+        open.is_none().then_some(Self { text, spans })
     }
 }
 
@@ -143,165 +324,18 @@ fn default_of(value: &serde_json::Value) -> Option<&str> {
     value.as_str().or_else(named)
 }
 
-/// Jinja as transformers sets it up, with one template.
-fn environment(template: &str) -> Result<Environment<'static>, minijinja::Error> {
-    let mut environment = Environment::new();
-    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_filter("tojson", tojson);
-    environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-    });
-    environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
-    let unix_lines = template.replace("\r\n", "\n").replace('\r', "\n"); // Jinja's newline_sequence
-    environment.add_template_owned(NAME, without_generation_tags(&unix_lines))?;
-    Ok(environment)
-}
-
-/// `{% generation %}` marks the assistant's tokens for training; it renders what it holds.
-/// Replaced by a block that always renders, so that its whitespace control stays.
-fn without_generation_tags(source: &str) -> String {
-    let mut rendered = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some((before, tag)) = rest.split_once("{%") {
-        let Some((tag, after)) = tag.split_once("%}") else { break };
-        let word = tag.trim_matches(['-', '+']).trim();
-        let tag = match word {
-            "generation" => tag.replace(word, "if true"),
-            "endgeneration" => tag.replace(word, "endif"),
-            _ => tag.to_owned(),
-        };
-        rendered.extend([before, "{%", &tag, "%}"]);
-        rest = after;
-    }
-    rendered + rest
-}
-
-/// Python's json.dumps(ensure_ascii=False), which transformers uses: minijinja's own escapes HTML.
-fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    options.assert_all_used()?;
-    let spaces = " ".repeat(indent.unwrap_or_default());
-    let mut json = Vec::new();
-    let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
-    let written = match indent {
-        Some(_) => value.serialize(&mut Serializer::with_formatter(&mut json, pretty)),
-        None => value.serialize(&mut Serializer::with_formatter(&mut json, PythonFormatter)),
-    };
-    let failed = |error: String| minijinja::Error::new(ErrorKind::BadSerialization, error);
-    written.map_err(|error| failed(error.to_string()))?;
-    String::from_utf8(json).map_err(|error| failed(error.to_string()))
-}
-
-/// A space behind every comma and colon.
-struct PythonFormatter;
-
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(b": ")
-    }
-}
-
-fn seconds_now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// The directives that chat templates use (a date, rarely a time), in UTC: the day does not depend on the machine.
-fn strftime(format: &str, unix_seconds: u64) -> Result<String, minijinja::Error> {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-    let (days, seconds) = (unix_seconds / 86400, unix_seconds % 86400);
-    let (year, month, day) = civil(days);
-    let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);
-    let mut text = String::new();
-    let mut letters = format.chars();
-    while let Some(letter) = letters.next() {
-        if letter != '%' {
-            text.push(letter);
-            continue;
-        }
-        let part = match letters.next() {
-            Some('Y') => year.to_string(),
-            Some('y') => format!("{:02}", year % 100),
-            Some('m') => format!("{month:02}"),
-            Some('d') => format!("{day:02}"),
-            Some('B') => month_name.to_owned(),
-            Some('b') => month_name[..3].to_owned(),
-            Some('A') => day_name.to_owned(),
-            Some('a') => day_name[..3].to_owned(),
-            Some('H') => format!("{:02}", seconds / 3600),
-            Some('M') => format!("{:02}", seconds / 60 % 60),
-            Some('S') => format!("{:02}", seconds % 60),
-            Some('%') => "%".to_owned(),
-            other => {
-                let got = other.map(String::from).unwrap_or_default();
-                let message = format!("strftime_now: expected one of %Y %y %m %d %B %b %A %a %H %M %S %%, got %{got}");
-                return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
-            }
-        };
-        text.push_str(&part);
-    }
-    Ok(text)
-}
-
-/// Year, month and day of a day since 1970-01-01: Howard Hinnant's `civil_from_days`, for days not before it.
-fn civil(days: u64) -> (u64, usize, u64) {
-    let days = days + 719_468; // since 0000-03-01: a leap day ends its year
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = (month_from_march + 2) % 12 + 1;
-    (era * 400 + year_of_era + u64::from(month <= 2), month as usize, day)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn rendered(template: &str, messages: &[Message]) -> Result<String, TemplateError> {
-        ChatTemplate::parse(template.to_owned(), SpecialTokens::default(), PathBuf::from("x.jinja"))?
-            .render(messages, true)
+        ChatTemplate::parse(template, SpecialTokens::default(), "x.jinja".to_owned())?.render(messages, true)
     }
 
     #[test]
     fn blocks_on_their_own_lines_leave_no_space() {
         let template = "{% for m in messages %}\n  {% if m.role == 'user' %}\n[{{ m['content'].strip() }}]\n  {% endif %}\n{% endfor %}\n{{ tools is none }}{{ bos_token }}";
         assert_eq!(rendered(template, &[Message::new("user", " hi <&> ")]).unwrap(), "[hi <&>]\nTrue");
-    }
-
-    #[test]
-    fn a_template_with_windows_lines_renders_unix_lines() {
-        assert_eq!(rendered("a\r\n{% if true %}\r\nb\r\n{% endif %}", &[]).unwrap(), "a\nb\n");
-    }
-
-    #[test]
-    fn json_is_pythons() {
-        let template = "{{ {'a': [1, 2], 'b': '<é>'} | tojson }} {{ {'a': []} | tojson(indent=4) }}";
-        assert_eq!(rendered(template, &[]).unwrap(), "{\"a\": [1, 2], \"b\": \"<é>\"} {\n    \"a\": []\n}");
     }
 
     #[test]
@@ -314,19 +348,33 @@ mod tests {
     }
 
     #[test]
-    fn generation_tags_render_what_they_hold() {
-        let template = "a\n{%- generation -%}\n b \n{%- endgeneration -%}\n{% break_ %}";
-        assert_eq!(without_generation_tags(template), "a\n{%- if true -%}\n b \n{%- endif -%}\n{% break_ %}");
-        assert!(rendered("{% generation %}x{% endgeneration %} {% open", &[]).is_err());
-        assert_eq!(rendered("{% generation %}x{% endgeneration %}", &[]).unwrap(), "x");
+    fn a_tool_turn_is_taken_only_if_it_is_shown() {
+        let takes = |template: &str| {
+            let template = ChatTemplate::parse(template, SpecialTokens::default(), "x.jinja".to_owned()).unwrap();
+            template.takes_tool_turns()
+        };
+        assert!(takes("{% for m in messages %}{{ m.content }}{% endfor %}"));
+        assert!(!takes("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"));
+        assert!(!takes("{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"));
     }
 
     #[test]
-    fn dates_are_written_as_python_writes_them() {
-        let at = |seconds| strftime("%A %d %b %Y %H:%M:%S %m/%y", seconds).unwrap();
-        assert_eq!(at(0), "Thursday 01 Jan 1970 00:00:00 01/70");
-        assert_eq!(at(951_827_696), "Tuesday 29 Feb 2000 12:34:56 02/00");
-        assert_eq!(at(1_735_689_599), "Tuesday 31 Dec 2024 23:59:59 12/24");
-        assert!(strftime("%Q", 0).is_err());
+    fn marks_are_read_in_pairs_and_never_taken_from_a_message() {
+        let spans = |text| Marked::read(text, ['<', '>']).map(|marked| (marked.text, marked.spans));
+        assert_eq!(spans("é<ab>c<>"), Some(("éabc".to_owned(), vec![2..4, 5..5])));
+        assert_eq!((spans("<a"), spans("a>"), spans("<<a>>")), (None, None, None));
+        let taken = [Message::new("user", "\u{fdd0} \u{fdd2}")];
+        assert_eq!(Marked::marks(&taken), Some(['\u{fdd1}', '\u{fdd3}']));
+        assert_eq!(Marked::marks(&[Message::new("user", ('\u{fdd0}'..='\u{fdee}').collect::<String>())]), None);
+    }
+
+    #[test]
+    fn every_built_in_template_parses() {
+        let folder = Path::new("of no backbone");
+        for BuiltIn { name, .. } in BUILT_IN {
+            let choice = TemplateChoice::try_from(name.to_owned()).unwrap();
+            assert_eq!(String::from(choice.clone()), name);
+            assert!(ChatTemplate::choose(&choice, folder).unwrap().is_some(), "{name}");
+        }
     }
 }

@@ -5,9 +5,9 @@ use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 
+use super::conversation;
 use super::rows::{Problem, RawRow};
 
 /// Lines that are parsed and tokenised together: enough for every core, few enough for memory.
@@ -39,39 +39,50 @@ fn without_bom(line: Vec<u8>, number: usize) -> Vec<u8> {
 struct Row {
     input_ids: Option<Vec<i64>>,
     labels: Option<Vec<i64>>,
+    messages: Option<Value>,
+    conversations: Option<Value>,
+    instruction: Option<Value>,
+    input: Option<Value>,
+    output: Option<Value>,
     text: Option<Value>,
-    messages: Option<IgnoredAny>,
-    conversations: Option<IgnoredAny>,
 }
 
-/// One line's row. Keys that are not asked for are ignored, `text` too where there are `input_ids`.
+/// One line's row. Keys that are not asked for are ignored; of several forms of a row the first counts: tokens, `messages`,
+/// `conversations`, `instruction` with `output`, `text`. (Data sets keep a conversation beside its text.)
 pub(super) fn row(line: &[u8]) -> Result<RawRow, Problem> {
     if !line.trim_ascii_start().starts_with(b"{") {
         object(line)?; // serde would read a list as a struct, key by key
     }
     let row: Row = serde_json::from_slice(line).map_err(|error| explain(line, &error))?;
+    let of_messages =
+        |key, value| conversation::of_messages(key, &value).map(|turns| RawRow::Conversation { key, turns });
     match row {
         Row { input_ids: Some(input_ids), labels, .. } => Ok(RawRow::Tokens { input_ids, labels }),
-        Row { text: Some(Value::String(text)), .. } => Ok(RawRow::Text(text)),
-        Row { text: Some(other), .. } => {
-            Err(Problem::Value { key: "text".to_owned(), expected: "a string", got: shown(&other) })
+        Row { messages: Some(value), .. } => of_messages("messages", value),
+        Row { conversations: Some(value), .. } => of_messages("conversations", value),
+        Row { instruction: Some(instruction), input, output: Some(output), .. } => {
+            let input = input.map(|input| string("input", input)).transpose()?;
+            let (instruction, output) = (string("instruction", instruction)?, string("output", output)?);
+            let turns = conversation::of_alpaca(&instruction, input.as_deref(), &output);
+            Ok(RawRow::Conversation { key: "instruction", turns })
         }
-        Row { messages: Some(_), .. } => Err(Problem::Conversation { key: "messages" }),
-        Row { conversations: Some(_), .. } => Err(Problem::Conversation { key: "conversations" }),
+        Row { text: Some(text), .. } => string("text", text).map(RawRow::Text),
         _ => Err(Problem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
     }
 }
 
-/// A line's object.
-pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, Problem> {
-    into_object("the line", serde_json::from_slice(line).map_err(|error| broken(&error))?)
+fn string(key: &str, value: Value) -> Result<String, Problem> {
+    match value {
+        Value::String(text) => Ok(text),
+        other => Err(Problem::Value { key: key.to_owned(), expected: "a string", got: shown(&other) }),
+    }
 }
 
-/// The object that a value should be.
-pub(super) fn into_object(what: &str, value: Value) -> Result<Map<String, Value>, Problem> {
-    match value {
+/// A row's object.
+pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, Problem> {
+    match serde_json::from_slice(line).map_err(|error| broken(&error))? {
         Value::Object(object) => Ok(object),
-        other => Err(Problem::Value { key: what.to_owned(), expected: "an object", got: shown(&other) }),
+        other => Err(Problem::Value { key: "the row".to_owned(), expected: "an object", got: shown(&other) }),
     }
 }
 
@@ -128,15 +139,28 @@ mod tests {
     }
 
     #[test]
+    fn a_conversation_counts_before_its_text() {
+        let alpaca = br#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Instruction: Add."}"#;
+        let turns = conversation::of_alpaca("Add.", Some("1 2"), "3");
+        assert_eq!(row(alpaca).unwrap(), RawRow::Conversation { key: "instruction", turns });
+        let no_answer = br#"{"instruction": "Add.", "text": "x"}"#;
+        assert_eq!(row(no_answer).unwrap(), RawRow::Text("x".to_owned()));
+        let empty = br#"{"messages": null, "conversations": [], "text": "x"}"#;
+        assert_eq!(row(empty).unwrap(), RawRow::Conversation { key: "conversations", turns: vec![] });
+    }
+
+    #[test]
     fn a_complaint_names_the_key_and_what_stands_there() {
         assert_eq!(complaint(r#"{"input_ids": "1 2"}"#), r#"input_ids: expected a list of integers, got "1 2""#);
         assert_eq!(complaint(r#"{"input_ids": [1, 2.5]}"#), "input_ids[1]: expected an integer, got 2.5");
         assert_eq!(complaint(r#"{"input_ids": [1], "labels": [[1]]}"#), "labels[0]: expected an integer, got [1]");
         assert_eq!(complaint(r#"{"text": ["a"]}"#), r#"text: expected a string, got ["a"]"#);
-        assert_eq!(complaint("[1, 2]"), "the line: expected an object, got [1,2]");
-        assert_eq!(complaint(r#"{"prompt": "x"}"#), r#"expected a key "input_ids" or "text", got "prompt""#);
-        assert_eq!(complaint("{}"), r#"expected a key "input_ids" or "text", got no key at all"#);
-        assert!(complaint(r#"{"messages": []}"#).starts_with(r#""messages" is a conversation"#));
+        assert_eq!(complaint("[1, 2]"), "the row: expected an object, got [1,2]");
+        let known =
+            r#"expected a key "input_ids", "messages", "conversations", "instruction" (with "output") or "text""#;
+        assert_eq!(complaint(r#"{"prompt": "x", "input": "y"}"#), format!(r#"{known}, got "prompt", "input""#));
+        assert_eq!(complaint("{}"), format!("{known}, got no key at all"));
+        assert_eq!(complaint(r#"{"instruction": 1, "output": "a"}"#), "instruction: expected a string, got 1");
         assert!(complaint(r#"{"text": "a", "text": "b"}"#).contains("duplicate field `text`"));
         let cut = complaint(r#"{"text": "a"#);
         assert_eq!(cut, "not valid JSON (one object a line is expected), column 11: EOF while parsing a string");

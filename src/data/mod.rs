@@ -1,20 +1,23 @@
 //! Text to labelled token rows. No tensors: what leaves this room is plain vectors.
 
 pub mod cache;
+pub mod chat;
 pub mod chat_template;
+mod conversation;
+mod jinja;
+mod json_array;
 mod jsonl;
 pub mod loader;
 pub mod pack;
 mod parquet;
 pub mod prompts;
+pub mod report;
 pub mod rows;
 pub mod source;
 pub mod tokenize;
 
-use std::collections::BTreeMap;
-use std::fmt;
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -22,8 +25,11 @@ use serde::{Deserialize, Serialize};
 use crate::files;
 use crate::numbers::Fraction;
 use cache::{CacheError, Found, TokenCache};
+use chat::LossOn;
+use chat_template::{ChatTemplate, TemplateChoice, TemplateError};
 use pack::{PackReport, Sequence};
-use rows::{Place, RowError, TokenRow};
+pub use report::{CacheUse, DataFile, DropReason, LoadReport};
+use rows::{FileRows, Place, Problem, RawRow, ReadRow, RowError, TokenRow};
 use source::{Format, SourceError};
 use tokenize::TextTokenizer;
 
@@ -31,7 +37,7 @@ use tokenize::TextTokenizer;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Files or globs, JSONL or Parquet.
+    /// Files or globs, JSONL, JSON arrays or Parquet.
     pub train: Vec<String>,
     /// Files or globs to evaluate on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -39,6 +45,12 @@ pub struct DataConfig {
     /// Or: this part of the training rows, taken out before training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<Fraction>,
+    /// What renders conversations.
+    #[serde(default)]
+    pub chat_template: TemplateChoice,
+    /// Which tokens of conversations carry loss.
+    #[serde(default)]
+    pub loss_on: LossOn,
     /// Tokens a sequence.
     pub max_length: NonZeroUsize,
     /// Several rows share one sequence, without seeing each other.
@@ -68,13 +80,31 @@ pub enum DataError {
     /// A cache that is not usable.
     #[error(transparent)]
     Cache(#[from] CacheError),
+    /// A chat template that is not right.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// A chat template of other roles, or with a fault.
+    #[error(
+        "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template to one that renders \
+         them: {} or a .jinja file", files.join(", "), TemplateChoice::built_in_names()
+    )]
+    TemplateRefusesAll {
+        /// Where the template stands.
+        template: String,
+        /// What was read.
+        files: Vec<String>,
+        /// How many conversations were tried.
+        conversations: usize,
+        /// What the template raises.
+        words: String,
+    },
     /// Files without one usable row.
     #[error("no row to use in {}: {report}", files.join(", "))]
     Empty {
         /// What was read.
         files: Vec<String>,
         /// What came of it.
-        report: LoadReport,
+        report: Box<LoadReport>,
     },
     /// Too little to split.
     #[error("validation_fraction needs at least 2 rows, one to train on and one to validate on, got {rows}")]
@@ -87,7 +117,7 @@ pub enum DataError {
 /// What rows are read with.
 #[derive(Debug, Clone, Copy)]
 pub struct LoadSettings<'a> {
-    /// The backbone's; rows of `text` need it.
+    /// The backbone's; rows of `text` and conversations need it.
     pub tokenizer: Option<&'a TextTokenizer>,
     /// The backbone's; ids are checked against it.
     pub vocab_size: usize,
@@ -95,75 +125,33 @@ pub struct LoadSettings<'a> {
     pub max_length: NonZeroUsize,
     /// Where tokenised texts are kept; `None` tokenises anew.
     pub cache: Option<&'a TokenCache>,
+    /// What renders conversations.
+    pub template: Option<&'a ChatTemplate>,
+    /// Which tokens of conversations carry loss.
+    pub loss_on: LossOn,
 }
 
-/// Why a row was left out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DropReason {
-    /// One token predicts nothing.
-    FewerThanTwoTokens,
-}
-
-/// What the cache did for a file.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CacheUse {
-    /// Its rows are tokens already, or there is no cache.
-    NotUsed,
-    /// Its texts were tokenised, and kept.
-    Written,
-    /// Its tokens were there.
-    Read,
-    /// What was there was damaged (how), so its texts were tokenised anew.
-    Rebuilt(String),
-}
-
-/// One data file, for provenance.json.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct DataFile {
-    /// As the recipe, or its glob, names it.
-    pub path: PathBuf,
-    /// Of its bytes.
-    pub sha256: String,
-    /// Its rows, dropped ones included.
-    pub rows: usize,
-    /// Whether it had to be tokenised.
-    pub cache: CacheUse,
-}
-
-/// What was read.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct LoadReport {
-    /// The files, in reading order.
-    pub files: Vec<DataFile>,
-    /// Rows kept.
-    pub rows: usize,
-    /// Tokens kept.
-    pub tokens: usize,
-    /// Rows cut to the maximal length.
-    pub truncated: usize,
-    /// Rows kept although no label of theirs is a target.
-    pub without_targets: usize,
-    /// Rows left out, and why.
-    pub dropped: BTreeMap<DropReason, usize>,
-}
-
-/// Reads rows from JSONL and Parquet files, in the order of the list.
+/// Reads rows from JSONL, JSON arrays and Parquet, in the order of the list.
 ///
 /// # Errors
-/// A missing file, a row that is not right (file, line and key are named), or no row at all.
+/// A missing file, a row that is not right (file, line and key are named), a template that renders no conversation, or no
+/// row at all.
 pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
-    let (mut rows, mut report) = (Vec::new(), LoadReport::default());
+    let (mut rows, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
     for path in source::find(patterns)? {
         let sha256 = files::sha256(&path).map_err(|source| SourceError::Read { path: path.clone(), source })?;
         let (of_file, cache) = read_file(&path, &sha256, settings)?;
-        report.files.push(DataFile { path, sha256, rows: of_file.len(), cache });
-        rows.extend(of_file.into_iter().filter_map(|row| report.admit(row, settings.max_length.get())));
+        rendered |= of_file.rows.iter().any(|row| row.is_conversation);
+        report.files.push(DataFile { path, sha256, rows: of_file.count(), cache });
+        rows.extend(report.admit(of_file, settings.max_length.get()));
+    }
+    let files = || report.files.iter().map(|file| file.path.display().to_string()).collect();
+    if let (false, Some((conversations, words)), Some(template)) = (rendered, report.refusals(), settings.template) {
+        let template = template.place().to_owned();
+        return Err(DataError::TemplateRefusesAll { template, files: files(), conversations, words });
     }
     if rows.is_empty() {
-        let files = report.files.iter().map(|file| file.path.display().to_string()).collect();
-        return Err(DataError::Empty { files, report });
+        return Err(DataError::Empty { files: files(), report: report.into() });
     }
     Ok((rows, report))
 }
@@ -199,50 +187,54 @@ pub fn split_validation(
 }
 
 /// All rows of a file, uncut, from the cache where it has them.
-fn read_file(path: &Path, sha256: &str, settings: &LoadSettings) -> Result<(Vec<TokenRow>, CacheUse), DataError> {
+fn read_file(path: &Path, sha256: &str, settings: &LoadSettings) -> Result<(FileRows, CacheUse), DataError> {
     let (Some(cache), Some(tokenizer)) = (settings.cache, settings.tokenizer) else {
-        return Ok((parse(path, settings)?.rows, CacheUse::NotUsed));
+        return Ok((parse(path, settings)?.file, CacheUse::NotUsed));
     };
-    let key = TokenCache::key(sha256, tokenizer, settings.vocab_size);
+    let key = TokenCache::key(sha256, tokenizer, settings);
     let found = cache.read(&key)?;
     if let Found::Rows(rows) = found {
         return Ok((rows, CacheUse::Read));
     }
-    let parsed = parse(path, settings)?;
-    if !parsed.has_text {
-        return Ok((parsed.rows, CacheUse::NotUsed));
+    let Parsed { file, tokenised } = parse(path, settings)?;
+    if !tokenised {
+        return Ok((file, CacheUse::NotUsed));
     }
-    cache.write(&key, &parsed.rows)?;
+    cache.write(&key, &file)?;
     let cache_use = if let Found::Damaged(how) = found { CacheUse::Rebuilt(how) } else { CacheUse::Written };
-    Ok((parsed.rows, cache_use))
+    Ok((file, cache_use))
 }
 
 #[derive(Default)]
 struct Parsed {
-    rows: Vec<TokenRow>,
-    has_text: bool,
+    file: FileRows,
+    /// Whether any row was a text or a conversation.
+    tokenised: bool,
 }
+
+/// What became of a row, and whether it had to be tokenised.
+type Outcome = (Result<ReadRow, DropReason>, bool);
 
 /// Parses and tokenises a file, portion by portion, on all cores.
 fn parse(path: &Path, settings: &LoadSettings) -> Result<Parsed, DataError> {
     let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
+    let read = |raw: RawRow| outcome(raw, settings);
     let mut parsed = Parsed::default();
     match Format::of(path)? {
         Format::Jsonl => {
             for portion in jsonl::portions(path).map_err(unreadable)? {
                 let row = |(line, text): &jsonl::Line| {
-                    let raw = jsonl::row(text);
-                    raw.and_then(|raw| Parsed::row(raw, settings)).map_err(|p| Place::line(path, *line).error(p))
+                    jsonl::row(text).and_then(read).map_err(|p| Place::line(path, *line).error(p))
                 };
                 parsed.add(portion.map_err(unreadable)?.par_iter().map(row).collect())?;
             }
         }
+        Format::JsonArray => json_array::portions(path, read, |portion| parsed.add(portion))?,
         Format::Parquet => {
             for portion in parquet::portions(path)? {
-                let first = parsed.rows.len() + 1;
-                let row = |(index, raw): (usize, rows::RawRow)| {
-                    Parsed::row(raw, settings).map_err(|p| Place::row(path, first + index).error(p))
-                };
+                let first = parsed.file.count() + 1;
+                let row =
+                    |(index, raw): (usize, RawRow)| read(raw).map_err(|p| Place::row(path, first + index).error(p));
                 parsed.add(portion?.into_par_iter().enumerate().map(row).collect())?;
             }
         }
@@ -250,65 +242,22 @@ fn parse(path: &Path, settings: &LoadSettings) -> Result<Parsed, DataError> {
     Ok(parsed)
 }
 
+fn outcome(raw: RawRow, settings: &LoadSettings) -> Result<Outcome, Problem> {
+    let is_tokens = matches!(raw, RawRow::Tokens { .. });
+    Ok((raw.read(settings)?, !is_tokens))
+}
+
 impl Parsed {
-    /// A row, and whether it was text.
-    fn row(raw: rows::RawRow, settings: &LoadSettings) -> Result<(TokenRow, bool), rows::Problem> {
-        let is_text = matches!(raw, rows::RawRow::Text(_));
-        Ok((raw.tokens(settings.tokenizer, settings.vocab_size)?, is_text))
-    }
-
     /// Stops at the first bad row of the file, whichever core met its own first.
-    fn add(&mut self, portion: Vec<Result<(TokenRow, bool), RowError>>) -> Result<(), RowError> {
+    fn add(&mut self, portion: Vec<Result<Outcome, RowError>>) -> Result<(), RowError> {
         for row in portion {
-            let (row, is_text) = row?;
-            self.rows.push(row);
-            self.has_text |= is_text;
-        }
-        Ok(())
-    }
-}
-
-impl LoadReport {
-    /// Cuts and counts a row, or leaves it out.
-    fn admit(&mut self, mut row: TokenRow, max_length: usize) -> Option<TokenRow> {
-        if row.input_ids.len() > max_length {
-            row.input_ids.truncate(max_length);
-            row.labels.truncate(max_length);
-            self.truncated += 1;
-        }
-        if row.input_ids.len() < 2 {
-            *self.dropped.entry(DropReason::FewerThanTwoTokens).or_default() += 1;
-            return None;
-        }
-        self.rows += 1;
-        self.tokens += row.input_ids.len();
-        self.without_targets += usize::from(!row.has_target());
-        Some(row)
-    }
-}
-
-impl fmt::Display for LoadReport {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(out, "{} rows with {} tokens in {} files", self.rows, self.tokens, self.files.len())?;
-        let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
-        also(self.truncated, "cut to max_length")?;
-        also(self.without_targets, "without a target")?;
-        for (reason, count) in &self.dropped {
-            also(*count, &format!("dropped ({reason})"))?;
-        }
-        for file in &self.files {
-            if let CacheUse::Rebuilt(how) = &file.cache {
-                write!(out, "; tokenised {} again: {how}", file.path.display())?;
+            let (row, tokenised) = row?;
+            self.tokenised |= tokenised;
+            match row {
+                Ok(row) => self.file.rows.push(row),
+                Err(reason) => report::leave_out(&mut self.file.dropped, reason, 1),
             }
         }
         Ok(())
-    }
-}
-
-impl fmt::Display for DropReason {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::FewerThanTwoTokens => out.write_str("fewer than two tokens"),
-        }
     }
 }

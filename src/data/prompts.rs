@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::chat_template::{ChatTemplate, Message, TemplateError};
-use super::jsonl;
+use super::conversation::Role;
 use super::rows::{Place, Problem, RowError};
 use super::tokenize::{TextTokenizer, TokenizeError};
+use super::{json_array, jsonl};
 
 /// What can be wrong with prompts.
 #[derive(Debug, thiserror::Error)]
@@ -25,18 +26,6 @@ pub enum PromptError {
     /// A line that is not right.
     #[error(transparent)]
     Row(#[from] RowError),
-    /// A JSON array that is none.
-    #[error("{}, line {line}, column {column}: not a JSON array of prompts: {message}", path.display())]
-    BrokenArray {
-        /// Which file.
-        path: PathBuf,
-        /// Counted from 1.
-        line: usize,
-        /// Counted from 1.
-        column: usize,
-        /// The reader's words.
-        message: String,
-    },
     /// No line at all.
     #[error("{} holds no prompt", path.display())]
     Empty {
@@ -123,7 +112,7 @@ pub enum Questions {
 /// is to be decoded.
 ///
 /// # Errors
-/// File, line (of an array: entry) and key of what is not right; an empty file.
+/// File, line (of an array: row) and key of what is not right; an empty file.
 pub fn read(path: &Path) -> Result<Vec<Prompt>, PromptError> {
     each_object(path, |object, _| Ok(Prompt { category: category(object)?, input: input(object)? }))
 }
@@ -146,31 +135,17 @@ fn each_object<T>(
 ) -> Result<Vec<T>, PromptError> {
     let bytes = fs::read(path).map_err(|source| PromptError::Read { path: path.to_owned(), source })?;
     let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // Windows editors' byte order mark
+    let read = |json: &[u8], place: Place| {
+        jsonl::object(json).and_then(|object| item(&object, &place)).map_err(|problem| place.error(problem))
+    };
     let items: Vec<T> = if text.trim_ascii_start().starts_with(b"[") {
-        let entry = |(value, number)| {
-            let place = Place { path: path.to_owned(), row: Some(("entry", number)) };
-            jsonl::into_object("the entry", value)
-                .and_then(|object| item(&object, &place))
-                .map_err(|problem| place.error(problem))
-        };
-        array(text, path)?.into_iter().zip(1..).map(entry).collect::<Result<_, _>>()?
+        let rows = json_array::items(text, path)?.into_iter().zip(1..);
+        rows.map(|(row, number)| read(row.get().as_bytes(), Place::row(path, number))).collect::<Result<_, _>>()?
     } else {
         let lines = text.split(|&byte| byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
-        let line = |(line, number)| {
-            let place = Place::line(path, number);
-            jsonl::object(line).and_then(|object| item(&object, &place)).map_err(|problem| place.error(problem))
-        };
-        lines.map(line).collect::<Result<_, _>>()?
+        lines.map(|(line, number)| read(line, Place::line(path, number))).collect::<Result<_, _>>()?
     };
     if items.is_empty() { Err(PromptError::Empty { path: path.to_owned() }) } else { Ok(items) }
-}
-
-fn array(text: &[u8], path: &Path) -> Result<Vec<Value>, PromptError> {
-    serde_json::from_slice(text).map_err(|error| {
-        let message = error.to_string();
-        let message = message.split(" at line ").next().unwrap_or_default().to_owned();
-        PromptError::BrokenArray { path: path.to_owned(), line: error.line(), column: error.column(), message }
-    })
 }
 
 /// A prompt's tokens. Of [`PromptInput::Turns`] the first turn: the others need the answers before them ([`chat_ids`]).
@@ -301,10 +276,11 @@ fn message(key: &str, value: &Value) -> Result<Message, Problem> {
         text(&format!("{key}.{name}"), &value[name])
     };
     let role = part(["role", "from"])?;
-    let role = match role.as_str() {
-        "human" => "user",
-        "gpt" => "assistant",
-        known => known,
+    let role = match Role::named(&role) {
+        Role::System => "system",
+        Role::User => "user",
+        Role::Assistant => "assistant",
+        Role::Call | Role::Tool | Role::Unknown => role.as_str(), // the template's business
     };
     Ok(Message::new(role, part(["content", "value"])?))
 }
@@ -365,15 +341,11 @@ mod tests {
         let lines = read_text("{\"prompt\": \"a\"}\n\n{\"prompt_ids\": [3], \"category\": \"c\"}\n").unwrap();
         let array = "\u{feff}\n[ {\"prompt\": \"a\"},\n {\"prompt_ids\": [3], \"category\": \"c\"}\n]";
         assert_eq!(read_text(array).unwrap(), lines);
-        assert_eq!(read_text("[{\"prompt\": 1}]").unwrap_err(), "FILE, entry 1: prompt: expected a string, got 1");
-        assert!(
-            read_text("[{\"prompt\": \"a\"},\n 3 4]")
-                .unwrap_err()
-                .starts_with("FILE, line 2, column 4: not a JSON array")
-        );
+        assert_eq!(read_text("[{\"prompt\": 1}]").unwrap_err(), "FILE, row 1: prompt: expected a string, got 1");
+        assert!(read_text("[{\"prompt\": \"a\"},\n 3 4]").unwrap_err().contains("line 2, column 4"));
         assert_eq!(
             read_text("[{\"prompt\": \"a\"}, 3]").unwrap_err(),
-            "FILE, entry 2: the entry: expected an object, got 3"
+            "FILE, row 2: the row: expected an object, got 3"
         );
         assert_eq!(read_text("[]").unwrap_err(), "FILE holds no prompt");
     }

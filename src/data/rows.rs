@@ -1,10 +1,15 @@
-//! One row: token ids with their labels, or a text that becomes them. Every complaint names file, row and key.
+//! One row: token ids with their labels, or a text or conversation that becomes them. Every complaint names file, row and key.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::IGNORE;
+use super::chat::Chat;
+use super::chat_template::TemplateChoice;
+use super::conversation::Turn;
+use super::report::DropReason;
 use super::tokenize::{TextTokenizer, TokenizeError};
+use super::{IGNORE, LoadSettings};
 
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,7 +20,25 @@ pub struct TokenRow {
     pub labels: Vec<i32>,
 }
 
-/// Where a row stands: a line of JSONL or a row of Parquet, counted from 1.
+/// A row as a file or the cache has it, uncut.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReadRow {
+    /// Its tokens.
+    pub tokens: TokenRow,
+    /// Whether it was a conversation, whose labels this program made.
+    pub is_conversation: bool,
+}
+
+/// A file's rows, uncut.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FileRows {
+    /// In the order of the file.
+    pub rows: Vec<ReadRow>,
+    /// Conversations left out, and why.
+    pub dropped: BTreeMap<DropReason, usize>,
+}
+
+/// Where a row stands: a line of JSONL, a row of a JSON array or of Parquet, counted from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     /// The file.
@@ -40,6 +63,16 @@ pub enum Problem {
     /// A line that is no JSON.
     #[error("not valid JSON (one object a line is expected), column {column}: {message}")]
     BrokenJson {
+        /// Counted from 1.
+        column: usize,
+        /// The reader's words.
+        message: String,
+    },
+    /// A file that begins as a JSON array.
+    #[error("not a valid JSON array of rows, line {line}, column {column}: {message}")]
+    BrokenArray {
+        /// Counted from 1.
+        line: usize,
         /// Counted from 1.
         column: usize,
         /// The reader's words.
@@ -78,24 +111,31 @@ pub enum Problem {
         /// The backbone's vocabulary.
         vocab_size: usize,
     },
-    /// Neither tokens nor text.
-    #[error("expected a key \"input_ids\" or \"text\", got {}", listed(found))]
+    /// Nothing that is known as a row.
+    #[error(
+        "expected a key \"input_ids\", \"messages\", \"conversations\", \"instruction\" (with \"output\") or \"text\", got {}",
+        listed(found)
+    )]
     NoKnownKey {
         /// The keys that are there.
         found: Vec<String>,
     },
-    /// A conversation.
+    /// A conversation without a chat template.
     #[error(
-        "\"{key}\" is a conversation; this version reads rows of \"input_ids\" (with \"labels\") and of \"text\": \
-         render conversations to one of them"
+        "a row of \"{key}\" is a conversation, and the backbone has no chat template; set data.chat_template to one of \
+         {}, or to the path of a .jinja file",
+        TemplateChoice::built_in_names()
     )]
-    Conversation {
-        /// `messages` or `conversations`.
+    NeedsTemplate {
+        /// `messages`, `conversations` or `instruction`.
         key: &'static str,
     },
     /// A text without a tokenizer.
-    #[error("a row of \"text\" needs the backbone's tokenizer.json; without one, use rows of \"input_ids\"")]
-    NeedsTokenizer,
+    #[error("a row of \"{key}\" needs the backbone's tokenizer.json; without one, use rows of \"input_ids\"")]
+    NeedsTokenizer {
+        /// `text`, or a conversation's key.
+        key: &'static str,
+    },
     /// A text that cannot be tokenised.
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
@@ -106,19 +146,36 @@ pub enum Problem {
 pub(super) enum RawRow {
     Tokens { input_ids: Vec<i64>, labels: Option<Vec<i64>> },
     Text(String),
+    Conversation { key: &'static str, turns: Vec<Turn> },
 }
 
 impl RawRow {
-    /// The row as tokens of a vocabulary.
-    pub(super) fn tokens(self, tokenizer: Option<&TextTokenizer>, vocab_size: usize) -> Result<TokenRow, Problem> {
-        match self {
-            Self::Tokens { input_ids, labels } => TokenRow::checked(&input_ids, labels.as_deref(), vocab_size),
-            Self::Text(text) => {
-                let tokenizer = tokenizer.ok_or(Problem::NeedsTokenizer)?;
-                tokenizer.check_vocabulary(vocab_size)?;
-                Ok(TokenRow::of_text(&text, tokenizer)?)
+    /// The row as tokens of the vocabulary, or why a conversation is left out.
+    pub(super) fn read(self, settings: &LoadSettings) -> Result<Result<ReadRow, DropReason>, Problem> {
+        let vocab_size = settings.vocab_size;
+        let tokenizer = |key| -> Result<&TextTokenizer, Problem> {
+            let tokenizer = settings.tokenizer.ok_or(Problem::NeedsTokenizer { key })?;
+            tokenizer.check_vocabulary(vocab_size)?;
+            Ok(tokenizer)
+        };
+        let tokens = match self {
+            Self::Tokens { input_ids, labels } => TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?,
+            Self::Text(text) => TokenRow::of_text(&text, tokenizer("text")?)?,
+            Self::Conversation { key, turns } => {
+                let tokenizer = tokenizer(key)?;
+                let template = settings.template.ok_or(Problem::NeedsTemplate { key })?;
+                let row = Chat { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
+                return Ok(row.map(|tokens| ReadRow { tokens, is_conversation: true }));
             }
-        }
+        };
+        Ok(Ok(ReadRow { tokens, is_conversation: false }))
+    }
+}
+
+impl FileRows {
+    /// All rows of the file.
+    pub fn count(&self) -> usize {
+        self.rows.len() + self.dropped.values().sum::<usize>()
     }
 }
 

@@ -36,7 +36,7 @@ pub enum SourceError {
         source: io::Error,
     },
     /// A format that is known, and not read.
-    #[error("{} is {format}; this version reads JSONL (one object a line) and Parquet", path.display())]
+    #[error("{} is {format}; this version reads JSONL (one object a line), JSON arrays and Parquet", path.display())]
     Format {
         /// Which file.
         path: PathBuf,
@@ -49,6 +49,7 @@ pub enum SourceError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     Jsonl,
+    JsonArray,
     Parquet,
 }
 
@@ -93,12 +94,12 @@ impl Format {
             .and_then(|file| file.take(4096).read_to_end(&mut start))
             .map_err(|source| SourceError::Read { path: path.to_owned(), source })?;
         let refused = |format| Err(SourceError::Format { path: path.to_owned(), format });
-        match start.trim_ascii_start() {
+        match start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start).trim_ascii_start() {
             [b'P', b'A', b'R', b'1', ..] => Ok(Self::Parquet),
             [b'A', b'R', b'R', b'O', b'W', b'1', ..] => refused("an Arrow file"),
             [0x1f, 0x8b, ..] => refused("compressed with gzip"),
             [0x28, 0xb5, 0x2f, 0xfd, ..] => refused("compressed with zstd"),
-            [b'[', ..] => refused("a JSON array"),
+            [b'[', ..] => Ok(Self::JsonArray),
             _ => Ok(Self::Jsonl),
         }
     }
@@ -134,6 +135,8 @@ mod tests {
         fs::write(&path, "{\"text\": \"a\"}").unwrap();
         assert_eq!(Format::of(&path).unwrap(), Format::Jsonl);
         fs::write(&path, "\n [{\"text\": \"a\"}]").unwrap();
-        assert!(Format::of(&path).unwrap_err().to_string().contains("a JSON array"));
+        assert_eq!(Format::of(&path).unwrap(), Format::JsonArray);
+        fs::write(&path, "ARROW1\0\0").unwrap();
+        assert!(Format::of(&path).unwrap_err().to_string().contains("an Arrow file"));
     }
 }

@@ -122,24 +122,25 @@ impl TextTokenizer {
     /// # Errors
     /// The library's own.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<i32>, TokenizeError> {
-        let encoded = self.tokenizer.encode_fast(text, add_special).map_err(|source| {
-            let start = text.chars().take(40).collect();
-            TokenizeError::Encode { start, source }
-        })?;
+        let encoded = self.tokenizer.encode_fast(text, add_special).map_err(|source| failed_on(text, source))?;
         Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).collect())
     }
 
-    /// Ids of a text without special tokens around it, and the bytes of the text that each stands for.
+    /// Ids of a text with nothing around it, and which bytes of the text each stands for.
     ///
     /// # Errors
     /// The library's own.
-    pub fn encode_with_places(&self, text: &str) -> Result<Vec<(i32, Range<usize>)>, TokenizeError> {
-        let encoded = self.tokenizer.encode(text, false).map_err(|source| {
-            let start = text.chars().take(40).collect();
-            TokenizeError::Encode { start, source }
-        })?;
-        let places = encoded.get_offsets().iter().map(|&(from, to)| from..to);
-        Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).zip(places).collect())
+    pub fn encode_with_places(&self, text: &str) -> Result<(Vec<i32>, Vec<Range<usize>>), TokenizeError> {
+        let encoded = self.tokenizer.encode(text, false).map_err(|source| failed_on(text, source))?;
+        let places = encoded.get_offsets().iter().map(|&(start, end)| start..end).collect();
+        Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
+    }
+
+    /// The length of the special token that a text begins with; `None` if it begins with none.
+    pub fn special_token_at(&self, text: &str) -> Option<usize> {
+        let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder().values();
+        let here = added.filter(|token| token.special && text.starts_with(&token.content));
+        here.map(|token| token.content.len()).filter(|length| *length > 0).max()
     }
 
     /// Text of ids. Like every Llama tokenizer's, it drops the space before the first word:
@@ -296,6 +297,10 @@ pub(super) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
 /// `"<s>"` or `{"content": "<s>", …}`.
 fn token_text(value: &Value) -> Option<String> {
     value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+}
+
+fn failed_on(text: &str, source: tokenizers::Error) -> TokenizeError {
+    TokenizeError::Encode { start: text.chars().take(40).collect(), source }
 }
 
 /// Vocabularies have far fewer tokens than 2³¹; beyond it, an id that no vocabulary has.

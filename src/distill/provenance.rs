@@ -50,6 +50,8 @@ pub struct Provenance {
     pub heads: Option<String>,
     /// Of their file.
     pub heads_sha256: Option<String>,
+    /// Of the adapter beside them, if there is one: the backbone spoke with it.
+    pub adapter_sha256: Option<String>,
     /// Of the tree's file.
     pub tree_sha256: Option<String>,
 }

@@ -125,8 +125,8 @@ impl Renderer<'_> {
         let wrote = |place: &Range<usize>| {
             spans.iter().any(|span| span.start <= place.start && place.end <= span.end && !place.is_empty())
         };
-        let tokens = self.tokenizer.encode_with_places(&prompt.text)?;
-        Ok(tokens.into_iter().map(|(id, place)| if wrote(&place) { id } else { IGNORE }).collect())
+        let (ids, places) = self.tokenizer.encode_with_places(&prompt.text)?;
+        Ok(ids.iter().zip(&places).map(|(&id, place)| if wrote(place) { id } else { IGNORE }).collect())
     }
 
     fn rendered(&self, text: String) -> Result<Rendered, PromptError> {

@@ -52,9 +52,25 @@ pub fn cross_entropy_sum(
     targets: &Targets,
     backbone: &Llama,
 ) -> Tensor {
-    let logits_nv = heads.logits(head, hidden_nh, backbone).to_kind(Kind::Float);
-    let log_probabilities_nv = logits_nv.log_softmax(-1, Kind::Float);
+    cross_entropy_of(&heads.logits(head, hidden_nh, backbone), targets)
+}
+
+/// Summed cross-entropy of logits `[N, V]` over targets, a float64 scalar with autograd.
+pub fn cross_entropy_of(logits_nv: &Tensor, targets: &Targets) -> Tensor {
+    let log_probabilities_nv = log_probabilities(logits_nv);
     let of_targets_m1 =
         log_probabilities_nv.index_select(0, &targets.positions_m).gather(1, &targets.tokens_m.unsqueeze(1), false);
     -of_targets_m1.sum(Kind::Double)
+}
+
+/// Summed KL(teacher ‖ student) of logits `[N, V]` over the positions of targets, a float64 scalar with autograd.
+pub fn divergence_of(student_nv: &Tensor, teacher_nv: &Tensor, targets: &Targets) -> Tensor {
+    let [student_mv, teacher_mv] =
+        [student_nv, teacher_nv].map(|logits| log_probabilities(&logits.index_select(0, &targets.positions_m)));
+    (teacher_mv.exp() * (teacher_mv - student_mv)).sum(Kind::Double)
+}
+
+fn log_probabilities(logits_nv: &Tensor) -> Tensor {
+    let kind = if logits_nv.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    logits_nv.to_kind(kind).log_softmax(-1, kind)
 }

@@ -29,7 +29,7 @@ pub struct Tape<'l> {
 #[derive(Debug)]
 struct Pass<'l> {
     backbone: &'l Llama,
-    rows: &'l RowMask,
+    rows: RowMask,
     rotation: Rotation,
     adapters: Adapters,
 }
@@ -47,11 +47,11 @@ impl Llama {
     pub fn forward_kept<'l>(
         &'l self,
         tokens_bt: &Tensor,
-        rows: &'l RowMask,
+        rows: RowMask,
         adapters: Adapters,
         keep: Keep,
     ) -> (Tensor, Tape<'l>) {
-        let pass = Pass { backbone: self, rows, rotation: self.rotation(rows), adapters };
+        let pass = Pass { backbone: self, rotation: self.rotation(&rows), rows, adapters };
         let first_trained = (0..self.parts()).find(|&part| !self.trained_in(part).is_empty()).unwrap_or(self.parts());
         let mut x = tokens_bt.shallow_clone();
         let mut kept = vec![];
@@ -96,6 +96,6 @@ impl Tape<'_> {
 
 impl Pass<'_> {
     fn run(&self, part: usize, x: &Tensor) -> Tensor {
-        self.backbone.run_part(part, x, &self.rotation, self.rows, self.adapters)
+        self.backbone.run_part(part, x, &self.rotation, &self.rows, self.adapters)
     }
 }

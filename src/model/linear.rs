@@ -1,10 +1,11 @@
-//! Linear layers: dense, or packed for products of few rows on the CPU, each with an optional LoRA adapter; and groups of layers
+//! Linear layers: dense, quantised, or packed for products of few rows on the CPU, each with an optional LoRA adapter; and groups of layers
 //! that read the same input.
 
 // O outputs, I inputs, N rows of a product
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::model::lora::{Adapter, Adapters};
+use crate::model::quantization::QuantizedWeight;
 use crate::torch::onednn::PackedWeight;
 
 /// Below this many weights oneDNN's call (about 10 µs) costs more than its product gains over libtorch's.
@@ -26,12 +27,19 @@ enum Weight {
     /// `[I, O]`, a view of the dense one: `x·Wᵀ` in one call instead of the three that libtorch's linear makes.
     Transposed(Tensor),
     Packed(PackedWeight),
+    /// Dequantised for each product.
+    Quantized(QuantizedWeight),
 }
 
 impl Linear {
     /// From `weight_oi` `[O, I]` and an optional bias `[O]`.
     pub fn dense(weight_oi: Tensor, bias_o: Option<Tensor>) -> Self {
         Self { outputs: weight_oi.size()[0], weight: Weight::Dense(weight_oi), bias_o, adapter: None }
+    }
+
+    /// From a quantised weight and an optional bias `[O]`.
+    pub fn quantized(weight: QuantizedWeight, bias_o: Option<Tensor>) -> Self {
+        Self { outputs: weight.size()[0], weight: Weight::Quantized(weight), bias_o, adapter: None }
     }
 
     /// The same layer for decoding: packed where that pays, else transposed. Adapters must be merged before.
@@ -64,6 +72,7 @@ impl Linear {
                 None => product(x, weight_io),
             },
             Weight::Packed(packed) => packed.linear(x, self.bias_o.as_ref()),
+            Weight::Quantized(weight) => x.linear(&weight.dequantize(x.kind()), self.bias_o.as_ref()),
         }
     }
 
@@ -72,17 +81,35 @@ impl Linear {
         self.bias_o.as_ref()
     }
 
-    /// `[O, I]`, unless made for decoding.
+    /// `[O, I]`, unless quantised or made for decoding.
     pub fn dense_weight(&self) -> Option<&Tensor> {
         match &self.weight {
             Weight::Dense(weight) => Some(weight),
-            Weight::Transposed(_) | Weight::Packed(_) => None,
+            Weight::Transposed(_) | Weight::Packed(_) | Weight::Quantized(_) => None,
+        }
+    }
+
+    /// The weight where it is quantised.
+    pub fn quantized_weight(&self) -> Option<&QuantizedWeight> {
+        match &self.weight {
+            Weight::Quantized(weight) => Some(weight),
+            _ => None,
         }
     }
 
     /// `[O, I]` as numbers, unless made for decoding.
     pub(super) fn size(&self) -> Option<[i64; 2]> {
-        self.dense_weight().map(|weight| [self.outputs, weight.size()[1]])
+        match &self.weight {
+            Weight::Dense(weight) => Some([self.outputs, weight.size()[1]]),
+            Weight::Quantized(weight) => Some(weight.size()),
+            Weight::Transposed(_) | Weight::Packed(_) => None,
+        }
+    }
+
+    /// Dtype and device of the weight, unless made for decoding.
+    pub(super) fn options(&self) -> Option<(Kind, Device)> {
+        let dense = self.dense_weight().map(|weight| (weight.kind(), weight.device()));
+        dense.or_else(|| self.quantized_weight().map(|weight| (weight.kind(), weight.device())))
     }
 
     /// Its adapter, if it has one.
@@ -95,19 +122,24 @@ impl Linear {
         self.adapter = Some(adapter);
     }
 
-    /// The adapter, if there is one, becomes part of the weight: a copy, in the weight's dtype.
+    /// The adapter, if there is one, becomes part of the weight: a copy, in the weight's dtype. A quantised weight is dense then.
     pub(super) fn merge(&mut self) {
-        if let (Weight::Dense(weight_oi), Some(adapter)) = (&self.weight, &self.adapter) {
-            self.weight = Weight::Dense(adapter.merged(weight_oi));
-            self.adapter = None;
-        }
+        let Some(adapter) = &self.adapter else { return };
+        self.weight = match &self.weight {
+            Weight::Dense(weight_oi) => Weight::Dense(adapter.merged(weight_oi)),
+            Weight::Quantized(weight) => Weight::Dense(adapter.merged(&weight.dequantize(weight.kind()))),
+            Weight::Transposed(_) | Weight::Packed(_) => return,
+        };
+        self.adapter = None;
     }
 
     /// Float32 copies of weight and bias in place of what may be views of a file.
     pub(super) fn own(&mut self) {
-        let own = |tensor: &Tensor| tensor.to_kind(tch::Kind::Float).copy();
-        if let Weight::Dense(weight_oi) = &self.weight {
-            self.weight = Weight::Dense(own(weight_oi));
+        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
+        match &self.weight {
+            Weight::Dense(weight_oi) => self.weight = Weight::Dense(own(weight_oi)),
+            Weight::Quantized(weight) => self.weight = Weight::Dense(weight.dequantize(Kind::Float)),
+            Weight::Transposed(_) | Weight::Packed(_) => {}
         }
         self.bias_o = self.bias_o.as_ref().map(own);
     }

@@ -10,7 +10,8 @@ use crate::model::batch_cache::BatchCache;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::{Linear, LinearGroup};
-use crate::model::lora::{self, Adapter, Adapters};
+use crate::model::lora::{self, Adapter, Adapters, LoraError};
+use crate::model::quantization::{Quantization, QuantizedWeight, Quantizer};
 use crate::model::rope::{Rope, Rotation};
 use crate::model::weights::{WeightFiles, WeightsError, names};
 
@@ -23,6 +24,9 @@ pub enum LoadError {
     /// Its weights.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// Its adapter.
+    #[error(transparent)]
+    Adapter(#[from] LoraError),
 }
 
 /// What a backbone is loaded for.
@@ -46,6 +50,7 @@ pub struct Llama {
     lm_head: Linear,
     rope: Rope,
     kind: Kind,
+    quantization: Option<Quantization>,
     device: Device,
 }
 
@@ -67,19 +72,56 @@ impl Llama {
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.
     pub fn load(folder: &Path, kind: Kind, device: Device, purpose: Purpose) -> Result<Self, LoadError> {
+        Self::load_quantized(folder, kind, device, purpose, None)
+    }
+
+    /// As [`Llama::load`], with the linear layers of the decoder quantised one after the other: no more than one is in memory as it
+    /// is in the file.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_quantized(
+        folder: &Path,
+        kind: Kind,
+        device: Device,
+        purpose: Purpose,
+        quantization: Option<Quantization>,
+    ) -> Result<Self, LoadError> {
         let config = LlamaConfig::load(folder)?;
         let files = WeightFiles::open(folder)?;
         let embedding = files.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?.to_device(device);
-        let mut source = |name: &str, shape: &[i64]| match name {
-            names::EMBED_TOKENS => Ok(embedding.shallow_clone()),
-            _ => files.tensor(name, shape, kind, device),
+        let mut source = |name: &str, shape: &[i64]| {
+            if quantization.is_some() {
+                files.release(); // what was read before is quantised by now
+            }
+            match name {
+                names::EMBED_TOKENS => Ok(embedding.shallow_clone()),
+                _ => files.tensor(name, shape, kind, device),
+            }
         };
-        let mut llama = Self::build(config, kind, device, &mut source)?;
+        let mut llama = Self::build(config, kind, device, quantization, &mut source)?;
         if purpose == Purpose::Decoding {
             llama = llama.for_decoding();
         }
         files.release();
         Ok(llama)
+    }
+
+    /// As [`Llama::load`], with the adapter of a PEFT folder in its weights.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_merged(
+        folder: &Path,
+        adapter: &Path,
+        kind: Kind,
+        device: Device,
+        purpose: Purpose,
+    ) -> Result<Self, LoadError> {
+        let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
+        lora::attach(&mut llama, adapter, None)?;
+        let merged = llama.merged();
+        Ok(if purpose == Purpose::Decoding { merged.for_decoding() } else { merged })
     }
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
@@ -89,17 +131,24 @@ impl Llama {
             let options = (kind, device);
             Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { Tensor::randn(shape, options) * 0.02 })
         };
-        Self::build(config, kind, device, &mut source).expect("this source has every tensor")
+        Self::build(config, kind, device, None, &mut source).expect("this source has every tensor")
     }
 
-    fn build(config: LlamaConfig, kind: Kind, device: Device, source: &mut Source) -> Result<Self, WeightsError> {
+    fn build(
+        config: LlamaConfig,
+        kind: Kind,
+        device: Device,
+        quantization: Option<Quantization>,
+        source: &mut Source,
+    ) -> Result<Self, WeightsError> {
         let (h, v) = (config.hidden_size, config.vocab_size);
+        let quantizer = quantization.map(|quantization| Quantizer::new(quantization, device));
         let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
         let lm_head = match config.tie_word_embeddings {
             true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
-            false => linear(source, names::LM_HEAD, [v, h], false)?,
+            false => linear(source, names::LM_HEAD, [v, h], false, None)?,
         };
-        let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&config, i, source));
+        let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&config, i, quantizer.as_ref(), source));
         Ok(Self {
             layers: layers.collect::<Result<_, _>>()?,
             norm_h: source(names::NORM, &[h])?,
@@ -108,6 +157,7 @@ impl Llama {
             embed_tokens_vh,
             config,
             kind,
+            quantization,
             device,
         })
     }
@@ -128,7 +178,7 @@ impl Llama {
     }
 
     /// How many parts a pass over whole rows has: the embedding, the decoder layers, the final norm.
-    pub(super) fn parts(&self) -> usize {
+    pub fn parts(&self) -> usize {
         self.layers.len() + 2
     }
 
@@ -206,12 +256,24 @@ impl Llama {
         self.kind
     }
 
+    /// What its linear layers were reduced to.
+    pub fn quantization(&self) -> Option<Quantization> {
+        self.quantization
+    }
+
+    /// Bytes of all weights; a tied lm_head counts once. For a backbone loaded or made for training.
+    pub fn weight_bytes(&self) -> usize {
+        let dense = self.weights().iter().map(|(_, t)| t.numel() * t.kind().elt_size_in_bytes()).sum::<usize>();
+        let quantized = self.layers.iter().flat_map(DecoderLayer::linears).filter_map(Linear::quantized_weight);
+        dense + quantized.map(QuantizedWeight::bytes).sum::<usize>()
+    }
+
     /// Where it lies.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head is left out. For a backbone loaded or made
+    /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head is left out, and what is quantised. For a backbone loaded or made
     /// for training; what is merged or packed for decoding has no such names.
     pub fn weights(&self) -> Vec<(String, &Tensor)> {
         let mut all = vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)];
@@ -304,11 +366,17 @@ impl Llama {
 }
 
 impl DecoderLayer {
-    fn build(config: &LlamaConfig, index: usize, source: &mut Source) -> Result<Self, WeightsError> {
+    fn build(
+        config: &LlamaConfig,
+        index: usize,
+        quantizer: Option<&Quantizer>,
+        source: &mut Source,
+    ) -> Result<Self, WeightsError> {
         let (h, f) = (config.hidden_size, config.intermediate_size);
         let (q, kv) = (config.query_size(), config.key_value_size());
-        let mut named =
-            |part: &str, shape: [i64; 2], bias: bool| linear(source, &names::in_layer(index, part), shape, bias);
+        let mut named = |part: &str, shape: [i64; 2], bias: bool| {
+            linear(source, &names::in_layer(index, part), shape, bias, quantizer)
+        };
         let qkv = names::QKV.iter().zip([q, kv, kv]).map(|(part, rows)| named(part, [rows, h], config.attention_bias));
         let qkv = LinearGroup::separate(qkv.collect::<Result<_, _>>()?);
         let o = named(names::O, [h, q], config.attention_bias)?;
@@ -381,10 +449,19 @@ fn linear_names() -> impl Iterator<Item = &'static str> {
     names::QKV.into_iter().chain([names::O]).chain(names::GATE_UP).chain([names::DOWN])
 }
 
-fn linear(source: &mut Source, name: &str, shape: [i64; 2], has_bias: bool) -> Result<Linear, WeightsError> {
+fn linear(
+    source: &mut Source,
+    name: &str,
+    shape: [i64; 2],
+    has_bias: bool,
+    quantizer: Option<&Quantizer>,
+) -> Result<Linear, WeightsError> {
     let weight = source(&format!("{name}.weight"), &shape)?;
     let bias = has_bias.then(|| source(&format!("{name}.bias"), &shape[..1])).transpose()?;
-    Ok(Linear::dense(weight, bias))
+    Ok(match quantizer {
+        Some(quantizer) => Linear::quantized(quantizer.quantize(&weight), bias),
+        None => Linear::dense(weight, bias),
+    })
 }
 
 /// x / rms(x) · weight over the last axis; statistics in float32, as transformers computes them.

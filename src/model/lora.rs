@@ -11,7 +11,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::files::write_synced;
 use crate::model::llama::Llama;
@@ -151,16 +151,19 @@ pub struct Adapter {
 
 impl Adapter {
     /// As PEFT begins: A uniform within ±1/√I, B zero, so the layer is as it was. Draws from libtorch's generator.
-    fn new(weight_oi: &Tensor, config: &LoraConfig) -> Self {
-        let [o, i] = weight_oi.size()[..] else { panic!("[O, I], got {weight_oi:?}") };
-        let (r, options) = (config.rank.get() as i64, (master_kind(weight_oi), weight_oi.device()));
+    fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig) -> Self {
+        let (r, options) = (config.rank.get() as i64, (master_kind(kind), device));
         let bound = (i as f64).sqrt().recip();
         let a_ri = Tensor::empty([r, i], options).uniform_(-bound, bound);
-        Self::of(a_ri, Tensor::zeros([o, r], options), config)
+        let b_or = Tensor::zeros([o, r], options);
+        Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get() }.trained()
     }
 
-    fn of(a_ri: Tensor, b_or: Tensor, config: &LoraConfig) -> Self {
-        Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get() }
+    fn trained(self) -> Self {
+        for tensor in self.parameters() {
+            let _ = tensor.set_requires_grad(true);
+        }
+        self
     }
 
     /// A and B, as they are trained.
@@ -196,15 +199,17 @@ impl Adapter {
     /// `W + (alpha / rank)·B·A` in the dtype of `weight_oi`; computed in float32 or better.
     pub(super) fn merged(&self, weight_oi: &Tensor) -> Tensor {
         let scale = self.alpha / self.a_ri.size()[0] as f64;
-        let kind = master_kind(weight_oi);
-        let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * scale));
-        tch::no_grad(|| (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind()))
+        let kind = master_kind(weight_oi.kind());
+        tch::no_grad(|| {
+            let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * scale));
+            (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind())
+        })
     }
 }
 
 /// Of what is trained: float32, or float64 where the backbone is.
-fn master_kind(weight: &Tensor) -> Kind {
-    if weight.kind() == Kind::Double { Kind::Double } else { Kind::Float }
+fn master_kind(weight: Kind) -> Kind {
+    if weight == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 /// What makes an adapter folder unusable.
@@ -357,9 +362,10 @@ pub(super) fn named<'a>(layer: &str, adapter: &'a Adapter) -> Vec<(String, &'a T
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
     torch::seed(seed);
     for (name, linear) in backbone.linears_mut() {
-        if let Some(weight) = linear.dense_weight().filter(|_| config.target_modules.includes(&name)) {
-            let adapter = Adapter::new(weight, config);
-            linear.adapt(adapter);
+        if let (Some(size), Some(options)) = (linear.size(), linear.options())
+            && config.target_modules.includes(&name)
+        {
+            linear.adapt(Adapter::new(size, options, config));
         }
     }
 }
@@ -437,10 +443,10 @@ impl Reader {
                 return Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")));
             }
             // A copy: it will be trained, and a view of a file must not be written.
-            Ok(self.files.tensor(&name, &expected, Kind::Float, tch::Device::Cpu)?.copy())
+            Ok(self.files.tensor(&name, &expected, Kind::Float, Device::Cpu)?.copy())
         };
         let (a_ri, b_or) = (tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?);
-        Ok(Adapter { a_ri, b_or, alpha: self.peft.alpha(), dropout: self.dropout })
+        Ok(Adapter { a_ri, b_or, alpha: self.peft.alpha(), dropout: self.dropout }.trained())
     }
 
     /// PEFT saves lm_head with its adapter; another one than the backbone's means another base.
@@ -530,8 +536,7 @@ mod tests {
         let config = LoraConfig { rank, alpha, dropout, target_modules: TargetModules::AllLinear, init_from: None };
         attach_new(&mut llama, &config, 1);
         for (_, adapter) in llama.adapters() {
-            let _ = adapter.b_or.shallow_clone().normal_(0.0, 0.3);
-            let _ = adapter.parameters().map(|tensor| tensor.set_requires_grad(true));
+            let _ = tch::no_grad(|| adapter.b_or.shallow_clone().normal_(0.0, 0.3));
         }
         llama
     }
@@ -542,7 +547,7 @@ mod tests {
 
     fn gradients(llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
         let rows = RowMask::causal(11, &llama.config, Device::Cpu);
-        let (hidden, tape) = llama.forward_kept(&tokens(), &rows, adapters, keep);
+        let (hidden, tape) = llama.forward_kept(&tokens(), rows, adapters, keep);
         let dhidden = Tensor::arange(hidden.numel() as i64, (hidden.kind(), Device::Cpu)).sin().view_as(&hidden);
         let zeros = |part| llama.trained_in(part).iter().map(|(_, t)| t.detach().zeros_like()).collect();
         let sums: Vec<Vec<Tensor>> = (0..llama.parts()).map(zeros).collect();

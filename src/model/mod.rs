@@ -2,16 +2,19 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::quantization::Quantization;
 use crate::torch::Dtype;
 
 pub mod attention;
 pub mod backward;
 pub mod batch_cache;
 pub mod config;
+pub mod folder;
 pub mod kv_cache;
 pub mod linear;
 pub mod llama;
 pub mod lora;
+pub mod quantization;
 pub mod rope;
 pub mod weights;
 
@@ -23,4 +26,7 @@ pub struct BackboneConfig {
     pub path: String,
     /// What the backbone computes in.
     pub dtype: Dtype,
+    /// What its linear layers are reduced to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<Quantization>,
 }

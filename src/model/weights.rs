@@ -115,13 +115,15 @@ pub enum WeightsError {
         /// In the file.
         got: Vec<i64>,
     },
-    /// A tensor of a dtype that weights do not have.
-    #[error("{}: tensor {name:?}: expected F64, F32, BF16 or F16, got {got:?}", path.display())]
+    /// A tensor of a dtype that it cannot have.
+    #[error("{}: tensor {name:?}: expected {expected}, got {got:?}", path.display())]
     Dtype {
         /// The file.
         path: PathBuf,
         /// The tensor.
         name: String,
+        /// What it can have.
+        expected: String,
         /// In the file.
         got: Dtype,
     },
@@ -233,18 +235,34 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] if it is missing, or of a shape or dtype that is not expected.
     pub fn mapped(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightsError> {
+        self.view(name, shape, tch_is_float, || "F64, F32, BF16 or F16".into())
+    }
+
+    /// As [`WeightFiles::mapped`], of a dtype that is known; state has others than weights.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::mapped`].
+    pub fn mapped_as(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor, WeightsError> {
+        self.view(name, shape, |found| found == kind, || format!("{:?}", dtype_of(kind)))
+    }
+
+    fn view(
+        &self,
+        name: &str,
+        shape: &[i64],
+        accepts: impl Fn(Kind) -> bool,
+        expected: impl FnOnce() -> String,
+    ) -> Result<Tensor, WeightsError> {
         let (file, view) = self.find(name)?;
         let got: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
         if got != shape {
             let (path, name) = (file.path.clone(), name.to_owned());
             return Err(WeightsError::Shape { path, name, expected: shape.into(), got });
         }
-        let dtype = view.dtype();
-        let kind = kind_of(dtype).ok_or_else(|| WeightsError::Dtype {
-            path: file.path.clone(),
-            name: name.into(),
-            got: dtype,
-        })?;
+        let Some(kind) = kind_of(view.dtype()).filter(|&kind| accepts(kind)) else {
+            let (path, name) = (file.path.clone(), name.to_owned());
+            return Err(WeightsError::Dtype { path, name, expected: expected(), got: view.dtype() });
+        };
         let data = view.data();
         if data.as_ptr().addr().is_multiple_of(kind.elt_size_in_bytes()) {
             // SAFETY: the mapping is never unmapped (see `MappedFile::open`), and frozen weights are never written.
@@ -324,7 +342,7 @@ fn header(tensors: &[(String, &Tensor)]) -> Result<Vec<u8>, SafeTensorError> {
     let mut info = |tensor: &Tensor| {
         let start = end;
         end += tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let dtype = DTYPES.iter().find(|(_, kind)| *kind == tensor.kind()).expect("a dtype that safetensors has").0;
+        let dtype = dtype_of(tensor.kind());
         let shape = tensor.size().iter().map(|&d| usize::try_from(d).expect("a length is not negative")).collect();
         TensorInfo { dtype, shape, data_offsets: (start, end) }
     };
@@ -345,11 +363,15 @@ const DTYPES: [(Dtype, Kind); 6] = [
     (Dtype::U8, Kind::Uint8),
 ];
 
-/// Weights are floating-point numbers.
 fn kind_of(dtype: Dtype) -> Option<Kind> {
-    DTYPES.iter().find(|(d, kind)| *d == dtype && tch_is_float(*kind)).map(|(_, kind)| *kind)
+    DTYPES.iter().find(|(d, _)| *d == dtype).map(|(_, kind)| *kind)
 }
 
+fn dtype_of(kind: Kind) -> Dtype {
+    DTYPES.iter().find(|(_, k)| *k == kind).expect("a dtype that we write").0
+}
+
+/// Weights are floating-point numbers.
 fn tch_is_float(kind: Kind) -> bool {
     matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
 }

@@ -79,11 +79,6 @@ impl<'t> Text<'t> {
         self.at(self.find(path).or_else(table).map_or(0..0, |(_, value, _)| value))
     }
 
-    /// A text value.
-    pub(super) fn string(&self, path: &str) -> Option<&str> {
-        self.find(path)?.2.as_str()
-    }
-
     /// Keys of a table, empty if there is no such table.
     pub(super) fn keys(&self, path: &str) -> Vec<&str> {
         let table = self.find(path).and_then(|(_, _, value)| value.as_table());

@@ -10,11 +10,20 @@ use tch::{Device, Kind};
 
 use crate::files::{NewFolder, is_partial, remove_folder, write_synced};
 use crate::medusa::heads::{HEADS_FILE, Heads};
+use crate::model::folder::{FolderError, save_folder};
+use crate::model::llama::Llama;
+use crate::model::lora::{ADAPTER_FILE, LoraError, save_adapters};
 use crate::model::weights::{WeightFiles, WeightsError, save};
+use crate::torch::optim::OptimizerName;
+use crate::torch::optim::adamw::Parameter;
 use crate::train::state::TrainState;
 
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const STATE_FILE: &str = "state.json";
+/// The weights of a backbone that is trained as a whole: float32 masters.
+const BACKBONE_FILE: &str = "backbone.safetensors";
+/// In `final/`: that backbone as a Hugging Face folder.
+const BACKBONE_FOLDER: &str = "backbone";
 /// The folder of finished heads.
 pub const FINAL: &str = "final";
 
@@ -34,6 +43,12 @@ pub enum CheckpointError {
     /// A weights file.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// An adapter's files.
+    #[error(transparent)]
+    Adapter(#[from] LoraError),
+    /// A backbone's folder.
+    #[error(transparent)]
+    Backbone(#[from] FolderError),
     /// `state.json` of a checkpoint.
     #[error("{}: {source}", path.display())]
     State {
@@ -42,6 +57,19 @@ pub enum CheckpointError {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// The state of another optimizer.
+    #[error(
+        "{} was saved with optimizer.name = \"{saved}\", this run has \"{ours}\", which keeps other moments: go on with \"{saved}\", or begin in another folder",
+        path.display()
+    )]
+    Optimizer {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Its optimizer.
+        saved: OptimizerName,
+        /// The recipe's.
+        ours: OptimizerName,
+    },
 }
 
 /// `state.json`: where the run stands.
@@ -49,6 +77,9 @@ pub enum CheckpointError {
 struct SavedState {
     step: usize,
     tokens: u64,
+    /// Absent in checkpoints from before there was more than one.
+    #[serde(default)]
+    optimizer: OptimizerName,
     optimizer_updates: i32,
 }
 
@@ -67,16 +98,74 @@ pub struct HeadsFolderConfig<'a> {
     pub vocab_size: i64,
 }
 
+/// What of the backbone is trained, and so saved with the heads.
+#[derive(Debug, Clone, Copy)]
+pub enum TrainedBackbone<'b> {
+    /// Nothing.
+    Frozen,
+    /// Its adapters, in PEFT's layout.
+    Adapters {
+        /// With the adapters.
+        backbone: &'b Llama,
+        /// Where it was loaded from.
+        from: &'b Path,
+    },
+    /// All its weights.
+    Weights {
+        /// Float32 masters.
+        backbone: &'b Llama,
+        /// Where it was loaded from.
+        from: &'b Path,
+    },
+}
+
+impl TrainedBackbone<'_> {
+    /// The file that holds the parameters in a checkpoint.
+    fn file(&self) -> Option<&'static str> {
+        match self {
+            Self::Frozen => None,
+            Self::Adapters { .. } => Some(ADAPTER_FILE),
+            Self::Weights { .. } => Some(BACKBONE_FILE),
+        }
+    }
+
+    fn save_step(&self, folder: &Path) -> Result<(), CheckpointError> {
+        match self {
+            Self::Frozen => Ok(()),
+            Self::Adapters { backbone, from } => Ok(save_adapters(folder, backbone, &from.to_string_lossy())?),
+            Self::Weights { backbone, .. } => Ok(save(&folder.join(BACKBONE_FILE), &backbone.weights())?),
+        }
+    }
+
+    fn save_final(&self, folder: &Path) -> Result<(), CheckpointError> {
+        match self {
+            Self::Frozen | Self::Adapters { .. } => self.save_step(folder),
+            Self::Weights { backbone, from } => Ok(save_folder(&folder.join(BACKBONE_FOLDER), backbone, from)?),
+        }
+    }
+}
+
 /// Writes `step-NNNNNN/` and removes older checkpoints beyond `keep`.
 ///
 /// # Errors
 /// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
-pub fn save_step(run: &Path, state: &TrainState, keep: NonZeroUsize) -> Result<PathBuf, CheckpointError> {
+pub fn save_step(
+    run: &Path,
+    state: &TrainState,
+    backbone: &TrainedBackbone,
+    keep: NonZeroUsize,
+) -> Result<PathBuf, CheckpointError> {
     let path = run.join(format!("step-{:06}", state.step));
     let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
     state.heads.save(folder.partial())?;
+    backbone.save_step(folder.partial())?;
     save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
-    let saved = SavedState { step: state.step, tokens: state.tokens, optimizer_updates: state.optimizer.updates() };
+    let saved = SavedState {
+        step: state.step,
+        tokens: state.tokens,
+        optimizer: state.optimizer.name(),
+        optimizer_updates: state.optimizer.updates(),
+    };
     write_json(&folder.partial().join(STATE_FILE), &saved).map_err(|e| io_error("write", &path, e))?;
     folder.commit().map_err(|e| io_error("write", &path, e))?;
     let mut steps = steps(run)?;
@@ -87,14 +176,20 @@ pub fn save_step(run: &Path, state: &TrainState, keep: NonZeroUsize) -> Result<P
     Ok(path)
 }
 
-/// Writes `final/`: heads and their config.
+/// Writes `final/`: heads and their config, and what was trained of the backbone.
 ///
 /// # Errors
 /// [`CheckpointError`]; nothing half-written is left.
-pub fn save_final(run: &Path, heads: &Heads, config: &HeadsFolderConfig) -> Result<PathBuf, CheckpointError> {
+pub fn save_final(
+    run: &Path,
+    heads: &Heads,
+    config: &HeadsFolderConfig,
+    backbone: &TrainedBackbone,
+) -> Result<PathBuf, CheckpointError> {
     let path = run.join(FINAL);
     let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
     heads.save(folder.partial())?;
+    backbone.save_final(folder.partial())?;
     write_json(&folder.partial().join("config.json"), config).map_err(|e| io_error("write", &path, e))?;
     folder.commit().map_err(|e| io_error("write", &path, e))?;
     Ok(path)
@@ -108,26 +203,38 @@ pub fn newest(run: &Path) -> Result<Option<PathBuf>, CheckpointError> {
     Ok(steps(run)?.pop().map(|(_, path)| path))
 }
 
-/// Puts a checkpoint's heads, optimizer state and step into `state`.
+/// Puts a checkpoint's parameters, optimizer state and step into `state`.
 ///
 /// # Errors
-/// [`CheckpointError`], where a file is damaged or of another shape.
-pub fn restore(checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
+/// [`CheckpointError`], where a file is damaged, of another shape or of another optimizer.
+pub fn restore(checkpoint: &Path, state: &mut TrainState, backbone: &TrainedBackbone) -> Result<(), CheckpointError> {
     let path = checkpoint.join(STATE_FILE);
     let text = fs::read(&path).map_err(|e| io_error("read", &path, e))?;
     let saved: SavedState = serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
-    let heads = WeightFiles::open_file(&checkpoint.join(HEADS_FILE))?;
-    for parameter in &state.parameters {
-        let value = heads.tensor(&parameter.name, &parameter.value.size(), Kind::Float, Device::Cpu)?;
-        tch::no_grad(|| parameter.value.shallow_clone().copy_(&value));
+    let ours = state.optimizer.name();
+    if saved.optimizer != ours {
+        return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
+    }
+    let (of_heads, of_backbone) = state.by_owner();
+    restore_parameters(&checkpoint.join(HEADS_FILE), of_heads)?;
+    if let Some(file) = backbone.file() {
+        restore_parameters(&checkpoint.join(file), of_backbone)?;
     }
     let moments = WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE))?;
-    let read = |name: &str, shape: &[i64]| moments.tensor(name, shape, Kind::Float, Device::Cpu);
-    state.optimizer.restore(saved.optimizer_updates, read)?;
-    heads.release();
+    state.optimizer.restore(saved.optimizer_updates, |name, shape, kind| moments.mapped_as(name, shape, kind))?;
     moments.release();
     state.step = saved.step;
     state.tokens = saved.tokens;
+    Ok(())
+}
+
+fn restore_parameters(file: &Path, parameters: &[Parameter]) -> Result<(), CheckpointError> {
+    let saved = WeightFiles::open_file(file)?;
+    for parameter in parameters {
+        let value = saved.tensor(&parameter.name, &parameter.value.size(), Kind::Float, Device::Cpu)?;
+        tch::no_grad(|| parameter.value.shallow_clone().copy_(&value));
+    }
+    saved.release();
     Ok(())
 }
 

@@ -115,7 +115,12 @@ impl HiddenStates<'_> {
 impl BatchStates {
     /// Runs the backbone over a batch.
     pub fn computed(backbone: &Llama, batch: &Batch) -> Self {
-        Self { hidden_nh: compute(backbone, batch), row_of: None }
+        Self::all(compute(backbone, batch))
+    }
+
+    /// Of every position, `[N, H]`.
+    pub fn all(hidden_nh: Tensor) -> Self {
+        Self { hidden_nh, row_of: None }
     }
 
     /// Rows of `hidden_nh` for flat positions of the batch, from which a head predicts a target.
@@ -341,6 +346,7 @@ fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     weights.sort();
     let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
     let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
+    facts.extend(backbone.quantization().map(|quantization| format!("{quantization}\n")));
     for path in weights {
         let metadata = fs::metadata(&path)?;
         let modified = metadata.modified()?.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());

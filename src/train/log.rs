@@ -14,7 +14,7 @@ use tensorboard_rs::summary::scalar;
 
 use crate::files::write_atomic;
 use crate::medusa::fused_loss::TOP;
-use crate::train::step::HeadMetrics;
+use crate::train::step::StepMetrics;
 
 /// What can go wrong while writing it down.
 #[derive(Debug, thiserror::Error)]
@@ -50,10 +50,13 @@ pub struct MetricsLine {
     pub epoch: f64,
     /// Input tokens seen by the run so far (validation: tokens evaluated).
     pub tokens: u64,
-    /// Σ λk·Lk.
+    /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
     pub loss: f64,
     /// The LM head's loss; none in Medusa-1.
     pub lm_loss: Option<f64>,
+    /// Of the LM head, exp of its cross-entropy: of evaluations in Medusa-2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub perplexity: Option<f64>,
     /// Lk.
     pub head_losses: Vec<Option<f64>>,
     /// Accuracy of the first guess.
@@ -100,7 +103,7 @@ pub struct UpdateLine {
 
 impl MetricsLine {
     /// From what a step or an evaluation measured.
-    pub fn new(split: Split, step: usize, epoch: f64, tokens: u64, metrics: &HeadMetrics) -> Self {
+    pub fn new(split: Split, step: usize, epoch: f64, tokens: u64, metrics: &StepMetrics) -> Self {
         let top = |guesses: usize| metrics.head_top.iter().map(|head| head.map(|top| top[guesses - 1])).collect();
         Self {
             split,
@@ -108,7 +111,8 @@ impl MetricsLine {
             epoch,
             tokens,
             loss: metrics.loss,
-            lm_loss: None,
+            lm_loss: metrics.lm_loss,
+            perplexity: metrics.perplexity,
             head_losses: metrics.head_losses.clone(),
             head_top1: top(1),
             head_top2: top(2),
@@ -126,14 +130,21 @@ impl MetricsLine {
             Split::Validation => "validation",
         };
         let mut curves = vec![(format!("{split}/loss"), self.loss)];
+        let of_lm = [("lm_loss", self.lm_loss), ("perplexity", self.perplexity)];
+        curves.extend(of_lm.into_iter().filter_map(|(what, value)| Some((format!("{split}/{what}"), value?))));
         let heads = [("loss", &self.head_losses), ("top1", &self.head_top1), ("top5", &self.head_top5)];
         for (what, values) in heads {
             let present = values.iter().enumerate().filter_map(|(head, value)| Some((head + 1, (*value)?)));
             curves.extend(present.map(|(head, value)| (format!("{split}/head{head}/{what}"), value)));
         }
         if let Some(update) = &self.update {
-            let scalars =
-                [("lr", update.lr), ("grad_norm", update.grad_norm), ("tokens_per_second", update.tokens_per_second)];
+            let scalars = [
+                ("lr", update.lr),
+                ("heads_lr", update.heads_lr),
+                ("lambda0", update.lambda0),
+                ("grad_norm", update.grad_norm),
+                ("tokens_per_second", update.tokens_per_second),
+            ];
             curves.extend(scalars.map(|(tag, value)| (format!("{split}/{tag}"), value)));
         }
         curves
@@ -157,7 +168,7 @@ impl RunLog {
     pub fn open(run: &Path, step: usize) -> Result<Self, LogError> {
         let path = run.join("metrics.jsonl");
         let error = |source| LogError::Io { path: path.clone(), source };
-        let kept: Vec<_> = read_texts(&path)?.into_iter().filter(|(_, line)| line.step <= step).collect();
+        let kept: Vec<_> = read_texts(&path)?.into_iter().filter(|(_, line)| step > 0 && line.step <= step).collect();
         let write_kept =
             |out: &mut BufWriter<File>| kept.iter().try_for_each(|(text, _)| out.write_all(text.as_bytes()));
         write_atomic(&path, write_kept).map_err(error)?;

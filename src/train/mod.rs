@@ -7,9 +7,12 @@ use serde::{Deserialize, Serialize};
 
 pub mod checkpoint;
 pub mod hidden_states;
+pub mod joint;
 pub mod log;
 pub mod run;
+pub mod run_folder;
 pub mod schedule;
+pub mod stage;
 pub mod state;
 pub mod step;
 
@@ -45,6 +48,10 @@ pub struct TrainConfig {
     /// How many of the newest checkpoints stay; older ones are removed.
     #[serde(default = "three")]
     pub keep_checkpoints: NonZeroUsize,
+    /// Medusa-2: keeps only the inputs of decoder layers for the backward pass and computes each layer again there. About a third
+    /// more computing for a small part of the memory; bit for bit the same numbers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub recompute: bool,
     /// Folder that keeps the backbone's hidden states, so that later epochs, and later runs on the same rows, need not run
     /// the backbone. It takes hidden_size × bytes of backbone.dtype for each token from which a head learns (4096 × 2 =
     /// 8 KiB a token for a 7B model in bfloat16); `--check` says how much in all. Files of other rows or backbones in it are not

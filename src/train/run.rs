@@ -1,35 +1,35 @@
 //! A whole run: prepare everything, then steps, evaluations and checkpoints, and at the end `final/`.
 
-use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
-use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
+use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, Loader};
 use crate::data::pack::PackReport;
 use crate::data::tokenize::{TextTokenizer, TokenizeError};
-use crate::data::{self, DataConfig, DataError, DataFile, LoadReport, LoadSettings};
-use crate::files::write_atomic;
+use crate::data::{self, DataConfig, DataError, LoadReport, LoadSettings};
 use crate::medusa::heads::{Heads, HeadsConfig, HeadsError, HeadsShape};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
+use crate::model::backward::Keep;
 use crate::model::llama::{Llama, LoadError, Purpose};
+use crate::model::lora::{self, LoraError};
+use crate::numbers::Positive;
 use crate::torch::optim::OptimizerConfig;
-use crate::torch::{self, LIBTORCH_VERSION, TorchPanic, guard, memory};
+use crate::torch::{self, TorchPanic, guard, memory};
 use crate::train::TrainConfig;
-use crate::train::checkpoint::{self, CheckpointError, HeadsFolderConfig};
+use crate::train::checkpoint::{self, CheckpointError, HeadsFolderConfig, TrainedBackbone};
 use crate::train::hidden_states::{self, HiddenStates, HiddenStatesError, KeptStates};
+use crate::train::joint::Joint;
 use crate::train::log::{LogError, MetricsLine, RunLog, Split, UpdateLine};
+use crate::train::run_folder::RunFolder;
 use crate::train::schedule::ScheduleConfig;
+use crate::train::stage::Stage;
 use crate::train::state::TrainState;
-use crate::train::step::{StepError, check_finite, evaluate, train_step};
-
-const RECIPE: &str = "recipe.toml";
-const PROVENANCE: &str = "provenance.json";
+use crate::train::step::{Evaluated, Source, StepError, StepWeights, check_finite, evaluate, train_step};
 
 /// Why a run ended early, or did not begin.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +50,9 @@ pub enum TrainError {
         /// The folder's.
         got: HeadsShape,
     },
+    /// The adapter to start from.
+    #[error("stage.medusa2.lora.init_from: {0}")]
+    Adapter(#[from] LoraError),
     /// The tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] TokenizeError),
@@ -123,10 +126,12 @@ fn with_advice(panic: &TorchPanic) -> String {
 /// What a recipe asks for.
 #[derive(Debug, Clone)]
 pub struct Job {
-    /// The frozen backbone.
+    /// The backbone.
     pub backbone: BackboneConfig,
     /// The heads.
     pub heads: HeadsConfig,
+    /// What is trained.
+    pub stage: Stage,
     /// The loss.
     pub loss: LossConfig,
     /// The rows.
@@ -195,25 +200,6 @@ pub enum Outcome {
     Interrupted(PathBuf),
 }
 
-/// `provenance.json`: where a run's numbers come from.
-#[derive(Debug, Serialize, Deserialize)]
-struct Provenance {
-    program: String,
-    git_revision: String,
-    libtorch: String,
-    device: String,
-    threads: i32,
-    command: Vec<String>,
-    started: String,
-    data: Vec<HashedFile>,
-}
-
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct HashedFile {
-    path: PathBuf,
-    sha256: String,
-}
-
 impl Prepared {
     /// Loads backbone and rows and checks them against each other; writes nothing.
     ///
@@ -221,8 +207,7 @@ impl Prepared {
     /// [`TrainError`].
     pub fn load(job: Job) -> Result<Self, TrainError> {
         let folder = Path::new(&job.backbone.path);
-        let kind = job.backbone.dtype.kind();
-        let backbone = guard("loading the backbone", || Llama::load(folder, kind, job.device, Purpose::Training))??;
+        let backbone = guard("loading the backbone", || load_backbone(&job))??;
         let tokenizer = load_tokenizer(folder, backbone.config.vocab_size)?;
         let rows = load_rows(&job, tokenizer.as_ref(), backbone.config.vocab_size)?;
         let (sequences, pack_report) = data::sequences(rows.train, &job.data);
@@ -264,29 +249,32 @@ impl Prepared {
     ) -> Result<Outcome, TrainError> {
         let run = self.job.train.output_dir.as_path();
         let finished = run.join(checkpoint::FINAL);
-        self.claim_folder(run, resume)?;
+        self.folder().claim(resume)?;
         if finished.exists() {
             return Ok(Outcome::FinishedBefore(finished));
         }
         torch::seed(self.job.train.seed);
         let mut state = guard("making the heads", || self.first_state())??;
         if let Some(checkpoint) = checkpoint::newest(run)? {
-            checkpoint::restore(&checkpoint, &mut state)?;
+            checkpoint::restore(&checkpoint, &mut state, &self.trained())?;
             tell(Event::Resumed(&checkpoint));
         }
-        let mut hidden_states = self.hidden_states(tell)?;
+        let mut source = self.source(tell)?;
         memory::keep_freed_blocks();
         let mut log = RunLog::open(run, state.step)?;
+        if state.step == 0 && matches!(source, Source::Joint(_)) {
+            self.evaluate(&state, &mut log, tell)?; // the backbone before training: what its perplexity is compared with
+        }
         while state.step < self.total_steps {
-            let line = self.step(&mut state, &mut hidden_states)?;
+            let line = self.step(&mut state, &mut source)?;
             self.after_step(&state, &line, &mut log, tell)?;
             let saves = state.step.is_multiple_of(self.job.train.save_every.get());
             let stop = interrupted.load(Ordering::Relaxed) && state.step < self.total_steps;
             if saves || stop {
                 check_finite(&state)?;
-                hidden_states.commit()?;
+                source.commit()?;
                 log.sync()?;
-                let saved = checkpoint::save_step(run, &state, self.job.train.keep_checkpoints)?;
+                let saved = checkpoint::save_step(run, &state, &self.trained(), self.job.train.keep_checkpoints)?;
                 tell(Event::Saved(&saved));
                 if stop {
                     return Ok(Outcome::Interrupted(saved));
@@ -294,9 +282,9 @@ impl Prepared {
             }
         }
         check_finite(&state)?;
-        hidden_states.commit()?;
+        source.commit()?;
         log.sync()?;
-        Ok(Outcome::Finished(checkpoint::save_final(run, &state.heads, &self.heads_config())?))
+        Ok(Outcome::Finished(checkpoint::save_final(run, &state.heads, &self.heads_config(), &self.trained())?))
     }
 
     /// Where the run writes.
@@ -331,36 +319,80 @@ impl Prepared {
         self.train.steps_per_epoch()
     }
 
+    fn folder(&self) -> RunFolder<'_> {
+        RunFolder {
+            path: &self.job.train.output_dir,
+            resolved_recipe: &self.job.resolved_recipe,
+            device: self.job.device,
+            reports: [Some(&self.train_report), self.validation_report.as_ref()],
+        }
+    }
+
     /// Where steps get hidden states from, as the recipe says.
-    fn hidden_states(&self, tell: &mut dyn FnMut(Event)) -> Result<HiddenStates<'_>, TrainError> {
+    fn source(&self, tell: &mut dyn FnMut(Event)) -> Result<Source<'_>, TrainError> {
+        if let Some(joint) = self.joint() {
+            return Ok(Source::Joint(joint));
+        }
         let Some(folder) = &self.job.train.hidden_state_cache else {
-            return Ok(HiddenStates::Computed(&self.backbone));
+            return Ok(Source::Frozen(HiddenStates::Computed(&self.backbone)));
         };
         let (from, num_heads) = (Path::new(&self.job.backbone.path), self.heads_shape.medusa_num_heads);
         let kept = KeptStates::open(folder, &self.backbone, from, self.train.sequences(), num_heads)?;
         let sequences = self.train.sequences().len();
         tell(Event::HiddenStates { path: kept.path(), filled: kept.filled(), sequences });
-        Ok(HiddenStates::Kept(kept))
+        Ok(Source::Frozen(HiddenStates::Kept(kept)))
     }
 
-    fn step(&self, state: &mut TrainState, hidden_states: &mut HiddenStates) -> Result<MetricsLine, TrainError> {
+    /// How Medusa-2 trains the backbone.
+    fn joint(&self) -> Option<Joint<'_>> {
+        let Stage::Medusa2(config) = &self.job.stage else { return None };
+        let keep = if self.job.train.recompute { Keep::Inputs } else { Keep::Everything };
+        Some(Joint { backbone: &self.backbone, config, keep, seed: self.job.train.seed })
+    }
+
+    /// What of the backbone a checkpoint holds.
+    fn trained(&self) -> TrainedBackbone<'_> {
+        let (backbone, from) = (&self.backbone, Path::new(&self.job.backbone.path));
+        match &self.job.stage {
+            Stage::Medusa1(_) => TrainedBackbone::Frozen,
+            Stage::Medusa2(config) if config.lora.is_some() => TrainedBackbone::Adapters { backbone, from },
+            Stage::Medusa2(_) => TrainedBackbone::Weights { backbone, from },
+        }
+    }
+
+    fn step(&self, state: &mut TrainState, source: &mut Source) -> Result<MetricsLine, TrainError> {
         let began = Instant::now();
         let batches = self.train.step(state.step);
         let rate = self.job.optimizer.learning_rate.get() * self.job.schedule.factor(state.step, self.total_steps);
-        let max_norm = self.job.optimizer.max_grad_norm.get();
+        let lambda0 = self.lambda0(state.step);
+        let max_grad_norm = self.job.optimizer.max_grad_norm.get();
+        let weights = StepWeights { loss: &self.job.loss, lambda0, rate, max_grad_norm };
         let work = format!("training step {}", state.step + 1);
-        let outcome = guard(&work, || train_step(hidden_states, state, &batches, &self.job.loss, rate, max_norm))??;
+        let outcome = guard(&work, || train_step(source, state, &batches, &weights))??;
         let mut line =
             MetricsLine::new(Split::Train, state.step, self.epoch(state.step), state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {
             lr: rate,
-            heads_lr: rate,
-            lambda0: 1.0,
+            heads_lr: rate * self.heads_rate(),
+            lambda0,
             grad_norm: outcome.grad_norm,
             tokens_per_second: outcome.metrics.tokens as f64 / began.elapsed().as_secs_f64(),
             memory_bytes: memory::process().map(|memory| memory.resident_bytes),
         });
         Ok(line)
+    }
+
+    /// λ0 of the update made after `step` finished ones; 1 in Medusa-1.
+    fn lambda0(&self, step: usize) -> f64 {
+        match &self.job.stage {
+            Stage::Medusa1(_) => 1.0,
+            Stage::Medusa2(config) => config.lambda0(step, self.total_steps),
+        }
+    }
+
+    /// The heads' learning rate ÷ the optimizer's.
+    fn heads_rate(&self) -> f64 {
+        self.job.optimizer.medusa_lr_multiplier.map_or(1.0, Positive::get)
     }
 
     fn after_step(
@@ -376,17 +408,22 @@ impl Prepared {
         }
         tell(Event::Stepped(line));
         let due = self.job.train.eval_every.is_some_and(|every| state.step.is_multiple_of(every.get()));
-        if let Some(validation) = self.validation.as_ref().filter(|_| due || last) {
-            let batches: Vec<Batch> = validation.eval_batches().collect();
-            let metrics = guard("the evaluation", || evaluate(&self.backbone, &state.heads, &batches, &self.job.loss))?;
-            if !metrics.loss.is_finite() {
-                return Err(StepError::EvaluationNotFinite { step: state.step, value: metrics.loss }.into());
-            }
-            let line =
-                MetricsLine::new(Split::Validation, state.step, self.epoch(state.step), metrics.tokens, &metrics);
-            log.append(&line)?;
-            tell(Event::Evaluated(&line));
+        if due || last { self.evaluate(state, log, tell) } else { Ok(()) }
+    }
+
+    /// On the validation rows, if there are some.
+    fn evaluate(&self, state: &TrainState, log: &mut RunLog, tell: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
+        let Some(validation) = &self.validation else { return Ok(()) };
+        let batches: Vec<Batch> = validation.eval_batches().collect();
+        let lambda0 = self.lambda0(state.step);
+        let what = self.joint().map_or(Evaluated::Frozen(&self.backbone), |joint| Evaluated::Joint(joint, lambda0));
+        let metrics = guard("the evaluation", || evaluate(what, &state.heads, &batches, &self.job.loss))?;
+        if !metrics.loss.is_finite() {
+            return Err(StepError::EvaluationNotFinite { step: state.step, value: metrics.loss }.into());
         }
+        let line = MetricsLine::new(Split::Validation, state.step, self.epoch(state.step), metrics.tokens, &metrics);
+        log.append(&line)?;
+        tell(Event::Evaluated(&line));
         Ok(())
     }
 
@@ -399,7 +436,11 @@ impl Prepared {
             None => Heads::new(&self.job.heads, self.backbone.lm_head_weight().expect("loaded for training")),
             Some(heads) => heads.for_training(),
         };
-        Ok(TrainState::new(heads, self.job.optimizer.clone()))
+        let optimizer = self.job.optimizer.clone();
+        Ok(match self.job.stage {
+            Stage::Medusa1(_) => TrainState::new(heads, optimizer),
+            Stage::Medusa2(_) => TrainState::joint(heads, self.heads_rate(), &self.backbone, optimizer),
+        })
     }
 
     fn heads_config(&self) -> HeadsFolderConfig<'_> {
@@ -411,109 +452,6 @@ impl Prepared {
             vocab_size: self.backbone.config.vocab_size,
         }
     }
-
-    /// Makes the run's folder, or checks that the one there is this run's.
-    fn claim_folder(&self, run: &Path, resume: bool) -> Result<(), TrainError> {
-        let taken = |why: String| TrainError::OutputTaken { path: run.into(), why };
-        if checkpoint::holds_a_run(run)? {
-            if !resume {
-                return check_output_dir(run);
-            }
-            if run.join(RECIPE).exists() {
-                self.check_same_run(run).map_err(taken)?;
-                return Ok(checkpoint::remove_partial(run)?);
-            }
-            if !checkpoint::holds_only(run, PROVENANCE)? {
-                let why = "holds files but no recipe.toml, so no run to resume: choose another folder";
-                return Err(taken(why.into()));
-            } // else interrupted between the two files: nothing was trained yet
-        }
-        let io = |source| TrainError::Io { path: run.into(), source };
-        fs::create_dir_all(run).map_err(io)?;
-        self.fill_folder(run).inspect_err(|_| {
-            let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the error that led here is the one to report
-            let _ = fs::remove_dir(run);
-        })
-    }
-
-    fn fill_folder(&self, run: &Path) -> Result<(), TrainError> {
-        let write = |name: &str, text: &str| {
-            let path = run.join(name);
-            write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|source| TrainError::Io { path, source })
-        };
-        checkpoint::remove_partial(run)?;
-        write(PROVENANCE, &(serde_json::to_string_pretty(&self.provenance()).expect("plain data") + "\n"))?;
-        // Last: a folder with a recipe.toml has everything that a resumed run checks.
-        write(RECIPE, &self.job.resolved_recipe)
-    }
-
-    fn check_same_run(&self, run: &Path) -> Result<(), String> {
-        let read = |name: &str| {
-            fs::read_to_string(run.join(name)).map_err(|e| format!("holds a run whose {name} cannot be read: {e}"))
-        };
-        if let Some(difference) = difference(&read(RECIPE)?, &self.job.resolved_recipe) {
-            return Err(format!("holds another run: {difference}; use that recipe, or another folder"));
-        }
-        let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
-            .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
-        let now = self.data_files();
-        let changed = |one: &[HashedFile], other: &[HashedFile]| {
-            one.iter().find(|file| !other.contains(file)).map(|file| file.path.display().to_string())
-        };
-        match changed(&before.data, &now).or_else(|| changed(&now, &before.data)) {
-            None if before.data == now => Ok(()),
-            file => Err(format!(
-                "holds a run on other data: {} changed since it began; a resumed run must see the same rows",
-                file.as_deref().unwrap_or("the order of the files")
-            )),
-        }
-    }
-
-    fn provenance(&self) -> Provenance {
-        Provenance {
-            program: format!("medusa-train {}", env!("CARGO_PKG_VERSION")),
-            git_revision: env!("MEDUSA_GIT_REVISION").into(),
-            libtorch: LIBTORCH_VERSION.into(),
-            device: torch::device_name(self.job.device),
-            threads: tch::get_num_threads(),
-            command: std::env::args().collect(),
-            started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
-            data: self.data_files(),
-        }
-    }
-
-    fn data_files(&self) -> Vec<HashedFile> {
-        let reports = [Some(&self.train_report), self.validation_report.as_ref()];
-        let files = reports.into_iter().flatten().flat_map(|report| &report.files);
-        files.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() }).collect()
-    }
-}
-
-/// What two recipes say differently, for people; `None` for equal ones.
-fn difference(before: &str, now: &str) -> Option<String> {
-    let only_in = |one: &str, other: &str| {
-        let line = one.lines().find(|line| !other.lines().any(|l| l == *line));
-        line.map(str::to_owned)
-    };
-    match (only_in(before, now), only_in(now, before)) {
-        _ if before == now => None,
-        (Some(old), Some(new)) => Some(format!("its recipe.toml says `{old}`, this recipe `{new}`")),
-        (Some(old), None) => Some(format!("its recipe.toml says `{old}`, this recipe does not")),
-        (None, Some(new)) => Some(format!("this recipe says `{new}`, its recipe.toml does not")),
-        (None, None) => Some("its recipe.toml has the same lines in other tables".into()),
-    }
-}
-
-/// Refuses an output folder that holds anything; looks at nothing else, so it can be asked before the first expensive second.
-///
-/// # Errors
-/// [`TrainError::OutputTaken`].
-pub fn check_output_dir(run: &Path) -> Result<(), TrainError> {
-    if !checkpoint::holds_a_run(run)? {
-        return Ok(());
-    }
-    let why = "is not empty: go on with --resume, or choose another folder (nothing is ever overwritten)";
-    Err(TrainError::OutputTaken { path: run.into(), why: why.into() })
 }
 
 fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {
@@ -523,6 +461,21 @@ fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {
         hidden_size: backbone.config.hidden_size,
         vocab_size: if heads.shared_lm_head { 0 } else { backbone.config.vocab_size },
     }
+}
+
+/// The backbone as the stage trains it.
+fn load_backbone(job: &Job) -> Result<Llama, TrainError> {
+    let (folder, kind) = (Path::new(&job.backbone.path), job.backbone.dtype.kind());
+    let quantization = job.backbone.quantization;
+    let load = |kind| Llama::load_quantized(folder, kind, job.device, Purpose::Training, quantization);
+    let Stage::Medusa2(config) = &job.stage else { return Ok(load(kind)?) };
+    let Some(lora) = &config.lora else { return Ok(load(Kind::Float)?.for_fine_tuning(kind)) };
+    let mut backbone = load(kind)?;
+    match &lora.init_from {
+        None => lora::attach_new(&mut backbone, lora, job.train.seed),
+        Some(adapter) => lora::attach(&mut backbone, adapter, Some(lora))?,
+    }
+    Ok(backbone)
 }
 
 /// `heads.init_from`, in float32: a backbone of fewer bits says nothing about the heads.
@@ -558,7 +511,16 @@ struct Rows {
 fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64) -> Result<Rows, TrainError> {
     let cache = data::cache::TokenCache::of_user();
     let vocab_size = usize::try_from(vocab_size).expect("a checked config");
-    let settings = LoadSettings { tokenizer, vocab_size, max_length: job.data.max_length, cache: cache.as_ref() };
+    let template = ChatTemplate::choose(&job.data.chat_template, Path::new(&job.backbone.path));
+    let template = template.map_err(DataError::from)?;
+    let settings = LoadSettings {
+        tokenizer,
+        vocab_size,
+        max_length: job.data.max_length,
+        cache: cache.as_ref(),
+        template: template.as_ref(),
+        loss_on: job.data.loss_on,
+    };
     let (train, train_report) = data::load(&job.data.train, &settings)?;
     if !job.data.validation.is_empty() {
         let (validation, report) = data::load(&job.data.validation, &settings)?;

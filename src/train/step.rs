@@ -1,22 +1,29 @@
-//! One optimizer step of Medusa-1: micro batches through the frozen backbone and the heads, one update.
+//! One optimizer step: micro batches through backbone and heads, one update. In Medusa-1 the backbone is frozen, in Medusa-2 it is
+//! trained with the heads.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden, K heads
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::medusa::fused_loss::{HeadSums, TOP, head_loss};
+use crate::medusa::fused_loss::{HeadSums, Output, TOP, head_loss};
 use crate::medusa::heads::Heads;
 use crate::medusa::loss::{LossConfig, Targets};
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::torch::optim::adamw::gradient_norm;
 use crate::train::hidden_states::{BatchStates, HiddenStates, HiddenStatesError};
+use crate::train::joint::{Joint, JointPass};
 use crate::train::state::TrainState;
 
-/// Loss and accuracies of every head over some batches. Each head is measured over its own targets.
+/// Loss and accuracies over some batches. Each head is measured over its own targets.
 #[derive(Debug, Clone, PartialEq)]
-pub struct HeadMetrics {
-    /// Σ λk·Lk.
+pub struct StepMetrics {
+    /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
     pub loss: f64,
+    /// L_LM; none in Medusa-1.
+    pub lm_loss: Option<f64>,
+    /// exp of the LM head's cross-entropy; of evaluations in Medusa-2.
+    pub perplexity: Option<f64>,
     /// Lk: summed cross-entropy ÷ number of targets; `None` for a head without a target.
     pub head_losses: Vec<Option<f64>>,
     /// For each head the part of its targets among the first 1, 2, … 5 guesses; `None` for a head without a target.
@@ -47,10 +54,8 @@ pub enum StepError {
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
     /// The update itself overflowed.
-    #[error(
-        "step {step}: the update made {parameter} of the heads infinite or no number; lower optimizer.learning_rate"
-    )]
-    HeadsNotFinite {
+    #[error("step {step}: the update made {parameter} infinite or no number; lower optimizer.learning_rate")]
+    ParameterNotFinite {
         /// Counted from 1.
         step: usize,
         /// The first such tensor.
@@ -73,59 +78,136 @@ pub enum StepError {
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepOutcome {
     /// Before the update.
-    pub metrics: HeadMetrics,
+    pub metrics: StepMetrics,
     /// Euclidean, over all trained parameters, before clipping.
     pub grad_norm: f64,
 }
 
-/// Runs `batches` (the micro batches of one optimizer step) and updates the heads at learning rate `rate`. A head without a
-/// target in them has a zero gradient, and no loss.
+/// Where the hidden states of training come from.
+#[derive(Debug)]
+pub enum Source<'r> {
+    /// A backbone that stays as it is (Medusa-1).
+    Frozen(HiddenStates<'r>),
+    /// A backbone that is trained with the heads (Medusa-2).
+    Joint(Joint<'r>),
+}
+
+impl Source<'_> {
+    /// Makes what was computed so far last: later runs find it.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError::Io`].
+    pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
+        match self {
+            Self::Frozen(hidden_states) => hidden_states.commit(),
+            Self::Joint(_) => Ok(()),
+        }
+    }
+}
+
+/// What one step weighs its losses and its update with.
+#[derive(Debug, Clone, Copy)]
+pub struct StepWeights<'c> {
+    /// λk.
+    pub loss: &'c LossConfig,
+    /// λ0 of this step; 1 in Medusa-1.
+    pub lambda0: f64,
+    /// Learning rate of this step.
+    pub rate: f64,
+    /// Gradients are clipped to this norm.
+    pub max_grad_norm: f64,
+}
+
+/// Runs `batches` (the micro batches of one optimizer step) and updates what is trained. A head without a target in them has a zero
+/// gradient, and no loss.
 ///
 /// # Errors
 /// [`StepError`]; the parameters are as before then.
 pub fn train_step(
-    hidden_states: &mut HiddenStates,
+    source: &mut Source,
     state: &mut TrainState,
     batches: &[Batch],
-    loss: &LossConfig,
-    rate: f64,
-    max_grad_norm: f64,
+    weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
-    let sequences = || batches.iter().flat_map(|batch| batch.sequence_ids.iter().copied()).collect::<Vec<_>>();
     let num_heads = state.heads.num_heads();
     let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, num_heads)).collect();
-    let counts = count_targets(&targets, num_heads);
-    let mut sums = MetricSums::new(num_heads, counts);
-    for (batch, targets) in batches.iter().zip(&targets) {
-        let states = hidden_states.of(batch)?;
-        for head in 0..num_heads {
-            let scale = loss.weight(head) / sums.counts[head].max(1) as f64;
-            let of_head = targets.of_head(head, &states);
-            let gradients = state.gradients_of(head);
-            let w2 = w2_of(&state.heads, head, hidden_states.backbone());
-            let into = Some((&gradients, scale));
-            sums.add(head, head_loss(state.heads.head(head), w2, &states.hidden_nh, &of_head, into));
+    let mut sums = MetricSums::new(num_heads);
+    targets.iter().for_each(|of_batch| sums.count(of_batch));
+    let mut losses = Losses { state, weights, sums: &mut sums };
+    for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
+        match source {
+            Source::Frozen(hidden_states) => {
+                let states = hidden_states.of(batch)?;
+                let output = Output::lm_head(hidden_states.backbone().lm_head(), Adapters::Off);
+                losses.add_heads(&states, None, output, targets);
+            }
+            Source::Joint(joint) => losses.add_joint(joint.forward(batch, state.step, micro), targets),
         }
     }
-    let metrics = sums.finish(loss, input_tokens(batches));
+    let metrics = sums.finish(weights.loss, weights.lambda0, input_tokens(batches));
     let grad_norm = gradient_norm(&state.parameters);
-    for (what, value) in [("the loss", metrics.loss), ("the gradient norm", grad_norm)] {
-        if !value.is_finite() {
-            return Err(StepError::NotFinite { step: state.step + 1, what, value, sequences: sequences() });
-        }
-    }
+    check_numbers(state.step + 1, &metrics, grad_norm, batches)?;
     // As torch.nn.utils.clip_grad_norm_.
-    let clip = (max_grad_norm / (grad_norm + 1e-6)).min(1.0);
-    state.optimizer.step(&mut state.parameters, rate, clip);
+    let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
+    state.optimizer.step(&mut state.parameters, weights.rate, clip);
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
 }
 
-/// Whether heads may be kept: an update can overflow though its loss and gradient did not.
+/// Losses and gradients of one optimizer step as they add up.
+struct Losses<'s> {
+    state: &'s TrainState,
+    weights: &'s StepWeights<'s>,
+    sums: &'s mut MetricSums,
+}
+
+impl Losses<'_> {
+    /// Of every head on one micro batch; `dhidden_nh` takes the gradient of the hidden states, where the backbone is trained.
+    fn add_heads(
+        &mut self,
+        states: &BatchStates,
+        dhidden_nh: Option<&Tensor>,
+        lm_head: Output,
+        targets: &BatchTargets,
+    ) {
+        let heads = &self.state.heads;
+        for head in 0..heads.num_heads() {
+            let weight = self.weights.lambda0 * self.weights.loss.weight(head);
+            let scale = weight / self.sums.counts[head].max(1) as f64;
+            let gradients = self.state.gradients_of(head, dhidden_nh);
+            let output = output_of(heads, head, lm_head);
+            let of_head = targets.of_head(head, states);
+            let into = Some((&gradients, scale));
+            self.sums.add(head, head_loss(heads.head(head), output, &states.hidden_nh, &of_head, into));
+        }
+    }
+
+    /// Of the LM head and every head on one micro batch, and through the backbone.
+    fn add_joint(&mut self, pass: JointPass, targets: &BatchTargets) {
+        let states = BatchStates::all(pass.hidden_nh.shallow_clone());
+        self.add_heads(&states, Some(&pass.dhidden_nh), pass.output(), targets);
+        let scale = 1.0 / self.sums.lm_count.max(1) as f64;
+        self.sums.add_lm(pass.lm_loss(self.state, &targets.of_lm_head(&states), scale));
+        pass.backward(self.state);
+    }
+}
+
+fn check_numbers(step: usize, metrics: &StepMetrics, grad_norm: f64, batches: &[Batch]) -> Result<(), StepError> {
+    let numbers = [("the loss", metrics.loss), ("the gradient norm", grad_norm)];
+    match numbers.into_iter().find(|(_, value)| !value.is_finite()) {
+        Some((what, value)) => {
+            let sequences = batches.iter().flat_map(|batch| batch.sequence_ids.iter().copied()).collect();
+            Err(StepError::NotFinite { step, what, value, sequences })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Whether parameters may be kept: an update can overflow though its loss and gradient did not.
 ///
 /// # Errors
-/// [`StepError::HeadsNotFinite`].
+/// [`StepError::ParameterNotFinite`].
 pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     // A float64 sum of float32 numbers is finite exactly where all of them are.
     // Slice by slice: a sum in float64 of a whole W2 would need twice its memory.
@@ -133,73 +215,102 @@ pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
         |value: &Tensor| value.view(-1).split(1 << 17, 0).iter().map(|slice| slice.sum(Kind::Double)).sum::<Tensor>();
     let is_finite = |value: &Tensor| tch::no_grad(|| sum(value)).double_value(&[]).is_finite();
     match state.parameters.iter().find(|parameter| !is_finite(&parameter.value)) {
-        Some(broken) => Err(StepError::HeadsNotFinite { step: state.step, parameter: broken.name.clone() }),
+        Some(broken) => Err(StepError::ParameterNotFinite { step: state.step, parameter: broken.name.clone() }),
         None => Ok(()),
     }
 }
 
-/// Loss and accuracies over `batches`, no update.
-pub fn evaluate(backbone: &Llama, heads: &Heads, batches: &[Batch], loss: &LossConfig) -> HeadMetrics {
-    let num_heads = heads.num_heads();
-    let mut sums = MetricSums::new(num_heads, vec![0; num_heads]);
-    for batch in batches {
-        let targets = BatchTargets::new(batch, num_heads);
-        let states = BatchStates::computed(backbone, batch);
-        for head in 0..num_heads {
-            let of_head = targets.of_head(head, &states);
-            let w2 = w2_of(heads, head, backbone);
-            sums.counts[head] += targets.count(head);
-            sums.add(head, head_loss(heads.head(head), w2, &states.hidden_nh, &of_head, None));
-        }
-    }
-    sums.finish(loss, input_tokens(batches))
+/// What an evaluation runs: the backbone as it is, or as Medusa-2 trains it, with this λ0.
+#[derive(Debug, Clone, Copy)]
+pub enum Evaluated<'r> {
+    /// Medusa-1.
+    Frozen(&'r Llama),
+    /// Medusa-2.
+    Joint(Joint<'r>, f64),
 }
 
-/// The head's own W2, or the backbone's lm_head.
-fn w2_of<'m>(heads: &'m Heads, head: usize, backbone: &'m Llama) -> &'m Tensor {
-    let own = heads.head(head).w2();
-    own.or_else(|| backbone.lm_head_weight()).expect("a backbone loaded for training has a plain lm_head")
+/// Loss and accuracies over `batches`, no update.
+pub fn evaluate(what: Evaluated, heads: &Heads, batches: &[Batch], loss: &LossConfig) -> StepMetrics {
+    let num_heads = heads.num_heads();
+    let mut sums = MetricSums::new(num_heads);
+    for batch in batches {
+        let targets = BatchTargets::new(batch, num_heads);
+        sums.count(&targets);
+        let (states, lm_head) = match what {
+            Evaluated::Frozen(backbone) => {
+                (BatchStates::computed(backbone, batch), Output::lm_head(backbone.lm_head(), Adapters::Off))
+            }
+            Evaluated::Joint(joint, _) => (sums.add_lm_evaluation(joint, batch, &targets), joint.output(Adapters::On)),
+        };
+        for head in 0..num_heads {
+            let of_head = targets.of_head(head, &states);
+            let output = output_of(heads, head, lm_head);
+            sums.add(head, head_loss(heads.head(head), output, &states.hidden_nh, &of_head, None));
+        }
+    }
+    let lambda0 = if let Evaluated::Joint(_, lambda0) = what { lambda0 } else { 1.0 };
+    sums.finish(loss, lambda0, input_tokens(batches))
+}
+
+/// The head's own W2, or the LM head.
+fn output_of<'m>(heads: &'m Heads, head: usize, lm_head: Output<'m>) -> Output<'m> {
+    heads.head(head).w2().map_or(lm_head, Output::plain)
 }
 
 fn input_tokens(batches: &[Batch]) -> u64 {
     batches.iter().map(|batch| batch.tokens() as u64).sum()
 }
 
-fn count_targets(targets: &[BatchTargets], num_heads: usize) -> Vec<usize> {
-    (0..num_heads).map(|head| targets.iter().map(|batch| batch.count(head)).sum()).collect()
-}
-
-/// Targets of every head in one micro batch, still on the host.
+/// Targets of the LM head and of every head in one micro batch, still on the host.
 struct BatchTargets {
+    /// The token that follows.
+    of_lm_head: crate::data::loader::Targets,
+    /// Head `h` (0-based) predicts the token h + 2 further on.
     by_head: Vec<crate::data::loader::Targets>,
 }
 
 impl BatchTargets {
-    /// Head `h` (0-based) predicts the token h + 2 further on.
     fn new(batch: &Batch, num_heads: usize) -> Self {
-        Self { by_head: (0..num_heads).map(|head| batch.targets(head + 2)).collect() }
-    }
-
-    fn count(&self, head: usize) -> usize {
-        self.by_head[head].positions.len()
+        let by_head = (0..num_heads).map(|head| batch.targets(head + 2)).collect();
+        Self { of_lm_head: batch.targets(1), by_head }
     }
 
     fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
-        let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
-        let targets = &self.by_head[head];
-        Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
+        on_device(&self.by_head[head], states)
     }
+
+    fn of_lm_head(&self, states: &BatchStates) -> Targets {
+        on_device(&self.of_lm_head, states)
+    }
+}
+
+fn on_device(targets: &crate::data::loader::Targets, states: &BatchStates) -> Targets {
+    let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
+    Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
 }
 
 /// Sums over micro batches; on the device until [`MetricSums::finish`].
 struct MetricSums {
     counts: Vec<usize>,
     by_head: Vec<Option<HeadSums>>,
+    lm_count: usize,
+    /// Of what the stage trains the LM head on.
+    lm_loss: Option<Tensor>,
+    /// Of evaluations.
+    lm_cross_entropy: Option<Tensor>,
 }
 
 impl MetricSums {
-    fn new(num_heads: usize, counts: Vec<usize>) -> Self {
-        Self { counts, by_head: (0..num_heads).map(|_| None).collect() }
+    fn new(num_heads: usize) -> Self {
+        let by_head = (0..num_heads).map(|_| None).collect();
+        Self { counts: vec![0; num_heads], by_head, lm_count: 0, lm_loss: None, lm_cross_entropy: None }
+    }
+
+    fn count(&mut self, targets: &BatchTargets) {
+        self.lm_count += targets.of_lm_head.positions.len();
+        for (count, of_head) in self.counts.iter_mut().zip(&targets.by_head) {
+            *count += of_head.positions.len();
+        }
     }
 
     fn add(&mut self, head: usize, sums: HeadSums) {
@@ -210,24 +321,45 @@ impl MetricSums {
         });
     }
 
-    fn finish(self, config: &LossConfig, tokens: u64) -> HeadMetrics {
-        let Some(by_head) = self.by_head.into_iter().collect::<Option<Vec<_>>>() else {
-            return HeadMetrics { loss: 0.0, head_losses: vec![], head_top: vec![], tokens };
-        };
+    fn add_lm(&mut self, loss: Tensor) {
+        self.lm_loss = Some(self.lm_loss.take().map_or_else(|| loss.shallow_clone(), |sum| sum + &loss));
+    }
+
+    /// Runs the backbone over an evaluation batch and measures its LM head.
+    fn add_lm_evaluation(&mut self, joint: Joint, batch: &Batch, targets: &BatchTargets) -> BatchStates {
+        let (hidden_nh, teacher_nh) = joint.evaluated(batch);
+        let states = BatchStates::all(hidden_nh);
+        let targets = targets.of_lm_head(&states);
+        let cross_entropy = joint.lm_cross_entropy(&states.hidden_nh, &targets);
+        self.add_lm(match &teacher_nh {
+            Some(teacher_nh) => joint.lm_divergence(&states.hidden_nh, teacher_nh, &targets),
+            None => cross_entropy.shallow_clone(),
+        });
+        let sum = self.lm_cross_entropy.take();
+        self.lm_cross_entropy = Some(sum.map_or_else(|| cross_entropy.shallow_clone(), |sum| sum + &cross_entropy));
+        states
+    }
+
+    fn finish(self, config: &LossConfig, lambda0: f64, tokens: u64) -> StepMetrics {
+        let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
+        let of_lm = |sum: &Option<Tensor>| sum.as_ref().and_then(|sum| mean(sum.double_value(&[]), self.lm_count));
+        let (lm_loss, cross_entropy) = (of_lm(&self.lm_loss), of_lm(&self.lm_cross_entropy));
+        let by_head: Vec<HeadSums> = self.by_head.into_iter().flatten().collect();
         let losses: Vec<f64> = read(&by_head, |sums| sums.loss.unsqueeze(0));
         let hits: Vec<f64> = read(&by_head, |sums| sums.hits.to_kind(Kind::Double));
-        let mean = |head: usize, sum: f64| (self.counts[head] > 0).then(|| sum / self.counts[head] as f64);
-        let head_losses: Vec<Option<f64>> = losses.iter().enumerate().map(|(head, &sum)| mean(head, sum)).collect();
-        let weighted = head_losses.iter().enumerate().map(|(head, l)| config.weight(head) * l.unwrap_or(0.0));
-        let top = |(head, hits): (usize, &[f64])| {
+        let of_heads = || losses.iter().zip(&self.counts).map(|(&sum, &count)| mean(sum, count));
+        let weighted: f64 = of_heads().enumerate().map(|(head, l)| config.weight(head) * l.unwrap_or(0.0)).sum();
+        let top = |(hits, &count): (&[f64], &usize)| {
             let mut part = [0.0; TOP];
             part.copy_from_slice(hits);
-            (self.counts[head] > 0).then(|| part.map(|hits| hits / self.counts[head] as f64))
+            (count > 0).then(|| part.map(|hits| hits / count as f64))
         };
-        HeadMetrics {
-            loss: weighted.sum(),
-            head_top: hits.chunks(TOP).enumerate().map(top).collect(),
-            head_losses,
+        StepMetrics {
+            loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,
+            lm_loss,
+            perplexity: cross_entropy.map(f64::exp),
+            head_losses: of_heads().collect(),
+            head_top: hits.chunks(TOP).zip(&self.counts).map(top).collect(),
             tokens,
         }
     }
@@ -235,6 +367,9 @@ impl MetricSums {
 
 /// One copy to the host for all heads.
 fn read(by_head: &[HeadSums], part: impl Fn(&HeadSums) -> Tensor) -> Vec<f64> {
+    if by_head.is_empty() {
+        return vec![];
+    }
     let all = Tensor::cat(&by_head.iter().map(part).collect::<Vec<_>>(), 0);
     Vec::try_from(&all).expect("a float64 vector")
 }

@@ -9,10 +9,13 @@ use crate::data::LoadReport;
 use crate::medusa::heads::HeadsShape;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
+use crate::torch::optim::OptimizerName;
 use crate::train::run::Prepared;
 
-/// float32 weights, float32 gradients, and AdamW's two float32 moments.
-const BYTES_OF: [(&str, u64); 3] = [("weights", 4), ("gradients", 4), ("AdamW", 8)];
+/// What training keeps of so many parameters: float32 weights, float32 gradients, and the optimizer's moments.
+fn bytes_of(parameters: u64, optimizer: OptimizerName) -> [(&'static str, u64); 3] {
+    [("weights", 4 * parameters), ("gradients", 4 * parameters), ("AdamW", optimizer.moment_bytes(parameters))]
+}
 
 /// The plan of a run.
 #[derive(Debug, Serialize)]
@@ -25,6 +28,8 @@ pub(super) struct Plan {
     heads: HeadsShape,
     heads_parameters: i64,
     heads_bytes: u64,
+    #[serde(skip)]
+    heads_memory: [(&'static str, u64); 3],
     data: LoadReport,
     sequences: usize,
     fill_rate: f64,
@@ -40,6 +45,7 @@ impl Plan {
         let backbone = prepared.backbone();
         let backbone_parameters = backbone.config.parameters();
         let heads_parameters = prepared.heads_shape.parameters();
+        let heads_memory = bytes_of(heads_parameters.unsigned_abs(), recipe.optimizer.name);
         let (sequences, validation_sequences) = prepared.sequence_counts();
         let steps_per_epoch = prepared.steps_per_epoch();
         Self {
@@ -47,10 +53,11 @@ impl Plan {
             device: device_name(backbone.device()),
             backbone: recipe.backbone.path.clone(),
             backbone_parameters,
-            backbone_bytes: backbone_parameters.unsigned_abs() * recipe.backbone.dtype.bytes() as u64,
+            backbone_bytes: backbone.weight_bytes() as u64,
             heads: prepared.heads_shape,
             heads_parameters,
-            heads_bytes: heads_parameters.unsigned_abs() * BYTES_OF.iter().map(|(_, bytes)| bytes).sum::<u64>(),
+            heads_bytes: heads_memory.iter().map(|(_, bytes)| bytes).sum(),
+            heads_memory,
             data: prepared.train_report.clone(),
             sequences,
             fill_rate: prepared.pack_report.fill_rate(),
@@ -64,8 +71,7 @@ impl Plan {
 
     pub(super) fn text(&self) -> String {
         let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = self.heads;
-        let of_heads =
-            BYTES_OF.map(|(what, bytes)| format!("{what} {}", mebibytes(self.heads_parameters.unsigned_abs() * bytes)));
+        let of_heads = self.heads_memory.map(|(what, bytes)| format!("{what} {}", mebibytes(bytes)));
         let lines = [
             ("output", self.output_dir.display().to_string()),
             ("device", self.device.clone()),

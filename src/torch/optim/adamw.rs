@@ -1,11 +1,15 @@
-//! AdamW (Loshchilov & Hutter, 2019), equation for equation as `torch.optim.AdamW`, with its moments in sight.
+//! AdamW (Loshchilov & Hutter, 2019), equation for equation as `torch.optim.AdamW`, with its moments in sight; they are kept in
+//! float32, or in 8 bits between updates (Dettmers et al. 2021).
 
 use tch::{Kind, Tensor};
 
-use crate::torch::optim::OptimizerConfig;
+use crate::torch::optim::blockwise::{BLOCK, Blockwise, DynamicMap};
+use crate::torch::optim::{OptimizerConfig, OptimizerName};
 
-/// Elements updated at a time: what an update touches stays in the cache, and temporaries stay small.
-const SLICE: i64 = 1 << 17;
+/// Elements updated at a time: what an update touches stays in the cache, and temporaries stay small. Whole blocks.
+const SLICE: i64 = 512 * BLOCK;
+/// Moments of smaller tensors stay float32, as in bitsandbytes: they save nothing and are often the sensitive ones.
+const WORTH_8_BITS: usize = 4096;
 
 /// What an optimizer trains: a float32 master, and its gradient, accumulated over micro batches.
 #[derive(Debug)]
@@ -16,6 +20,8 @@ pub struct Parameter {
     pub value: Tensor,
     /// The gradient of this optimizer step so far; of `value`'s shape, float32.
     pub gradient: Tensor,
+    /// Its learning rate is the optimizer's times this.
+    pub rate_factor: f64,
 }
 
 impl Parameter {
@@ -24,8 +30,15 @@ impl Parameter {
         Self {
             name: name.into(),
             value: value.set_requires_grad(true),
-            gradient: value.zeros_like().set_requires_grad(false),
+            gradient: value.detach().zeros_like(),
+            rate_factor: 1.0,
         }
+    }
+
+    /// The same with a learning rate `factor` times the optimizer's.
+    #[must_use]
+    pub fn at_rate(self, factor: f64) -> Self {
+        Self { rate_factor: factor, ..self }
     }
 }
 
@@ -51,33 +64,47 @@ pub struct AdamW {
 #[derive(Debug)]
 struct Moments {
     name: String,
-    first: Tensor,
-    second: Tensor,
+    first: Moment,
+    second: Moment,
+}
+
+#[derive(Debug)]
+enum Moment {
+    Float32(Tensor),
+    EightBit(Blockwise),
 }
 
 impl AdamW {
     /// Moments at 0 for each of `parameters`.
     pub fn new(config: OptimizerConfig, parameters: &[Parameter]) -> Self {
+        let map = |map: fn(_) -> _, p: &Parameter| -> Option<DynamicMap> {
+            let pays = config.name == OptimizerName::AdamW8bit && p.value.numel() >= WORTH_8_BITS;
+            pays.then(|| map(p.value.device()))
+        };
         let moments = parameters.iter().map(|p| Moments {
             name: p.name.clone(),
-            first: p.gradient.zeros_like(),
-            second: p.gradient.zeros_like(),
+            first: Moment::zeros(&p.gradient, map(DynamicMap::signed, p).as_ref()),
+            second: Moment::zeros(&p.gradient, map(DynamicMap::unsigned, p).as_ref()),
         });
-        Self { config, moments: moments.collect(), step: 0 }
+        let moments = moments.collect();
+        Self { config, moments, step: 0 }
     }
 
     /// One update at learning rate `rate`, with every gradient multiplied by `scale` (1, or less where the norm is clipped);
     /// gradients are 0 afterwards.
     pub fn step(&mut self, parameters: &mut [Parameter], rate: f64, scale: f64) {
         self.step += 1;
-        let update = Update::new(&self.config, self.step, rate, scale);
         tch::no_grad(|| {
             for (parameter, moments) in parameters.iter_mut().zip(&mut self.moments) {
+                let update = Update::new(&self.config, self.step, rate * parameter.rate_factor, scale);
                 let slices = |tensor: &Tensor| tensor.view(-1).split(SLICE, 0);
                 let (values, gradients) = (slices(&parameter.value), slices(&parameter.gradient));
-                let (firsts, seconds) = (slices(&moments.first), slices(&moments.second));
+                let (firsts, seconds) = (moments.first.slices(), moments.second.slices());
                 for (((value, gradient), first), second) in values.into_iter().zip(gradients).zip(firsts).zip(seconds) {
-                    update.apply(value, gradient, first, second);
+                    let (mut m, mut v) = (first.float32(), second.float32());
+                    update.apply(value, gradient, &mut m, &mut v);
+                    first.keep(&m);
+                    second.keep(&v);
                 }
             }
         });
@@ -88,29 +115,85 @@ impl AdamW {
         self.step
     }
 
-    /// Every state tensor by name, for saving.
-    pub fn state(&self) -> Vec<(String, &Tensor)> {
-        let of_one = |m: &Moments| [format!("{}.exp_avg", m.name), format!("{}.exp_avg_sq", m.name)];
-        let tensors = self.moments.iter().flat_map(|m| [&m.first, &m.second]);
-        self.moments.iter().flat_map(of_one).zip(tensors).collect()
+    /// Which AdamW.
+    pub fn name(&self) -> OptimizerName {
+        self.config.name
     }
 
-    /// Goes on from a saved state: `read` gives the tensor of a name and shape.
+    /// Every state tensor by name, for saving: `NAME.exp_avg` and `NAME.exp_avg_sq`; of moments in 8 bits each as `….codes`
+    /// (uint8) and `….absmax`.
+    pub fn state(&self) -> Vec<(String, &Tensor)> {
+        self.moments.iter().flat_map(Moments::named).flat_map(|(name, moment)| moment.tensors(&name)).collect()
+    }
+
+    /// Bytes that the state takes.
+    pub fn state_bytes(&self) -> usize {
+        self.state().iter().map(|(_, tensor)| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
+    }
+
+    /// Goes on from a saved state: `read` gives the tensor of a name, shape and dtype.
     ///
     /// # Errors
     /// Whatever `read` says.
     pub fn restore<E>(
         &mut self,
         updates: i32,
-        mut read: impl FnMut(&str, &[i64]) -> Result<Tensor, E>,
+        mut read: impl FnMut(&str, &[i64], Kind) -> Result<Tensor, E>,
     ) -> Result<(), E> {
-        for moments in &mut self.moments {
-            let name = &moments.name;
-            moments.first.copy_(&read(&format!("{name}.exp_avg"), &moments.first.size())?);
-            moments.second.copy_(&read(&format!("{name}.exp_avg_sq"), &moments.second.size())?);
+        for (name, tensor) in self.state() {
+            tensor.shallow_clone().copy_(&read(&name, &tensor.size(), tensor.kind())?);
         }
         self.step = updates;
         Ok(())
+    }
+}
+
+impl Moments {
+    /// With the names that PyTorch gives them.
+    fn named(&self) -> [(String, &Moment); 2] {
+        [(format!("{}.exp_avg", self.name), &self.first), (format!("{}.exp_avg_sq", self.name), &self.second)]
+    }
+}
+
+impl Moment {
+    /// 0, in 8 bits where there is a map.
+    fn zeros(like: &Tensor, map: Option<&DynamicMap>) -> Self {
+        match map {
+            None => Self::Float32(like.zeros_like()),
+            Some(map) => Self::EightBit(Blockwise::zeros(like.numel() as i64, map)),
+        }
+    }
+
+    /// Views of [`SLICE`] elements each.
+    fn slices(&self) -> Vec<Self> {
+        match self {
+            Self::Float32(moment) => moment.view(-1).split(SLICE, 0).into_iter().map(Self::Float32).collect(),
+            Self::EightBit(moment) => moment.split(SLICE).into_iter().map(Self::EightBit).collect(),
+        }
+    }
+
+    /// The moment itself, or what its codes stand for.
+    fn float32(&self) -> Tensor {
+        match self {
+            Self::Float32(moment) => moment.shallow_clone(),
+            Self::EightBit(moment) => moment.dequantize(),
+        }
+    }
+
+    /// Keeps the updated [`Moment::float32`].
+    fn keep(self, updated: &Tensor) {
+        if let Self::EightBit(mut moment) = self {
+            moment.store(updated);
+        }
+    }
+
+    fn tensors(&self, name: &str) -> Vec<(String, &Tensor)> {
+        match self {
+            Self::Float32(moment) => vec![(name.to_owned(), moment)],
+            Self::EightBit(moment) => {
+                vec![(format!("{name}.codes"), moment.codes()), (format!("{name}.absmax"), moment.absmax())]
+            }
+        }
     }
 }
 
@@ -142,7 +225,7 @@ impl Update {
         }
     }
 
-    fn apply(&self, mut value: Tensor, mut gradient: Tensor, mut first: Tensor, mut second: Tensor) {
+    fn apply(&self, mut value: Tensor, mut gradient: Tensor, first: &mut Tensor, second: &mut Tensor) {
         let scaled = &gradient * self.scale;
         let _ = first.lerp_(&scaled, 1.0 - self.beta1);
         let _ = second.g_mul_scalar_(self.beta2).addcmul_(&(&scaled * (1.0 - self.beta2)), &scaled);
@@ -150,7 +233,7 @@ impl Update {
         if self.decay != 1.0 {
             let _ = value.g_mul_scalar_(self.decay);
         }
-        let _ = value.addcdiv_(&(&first * -self.step_size), &denominator);
+        let _ = value.addcdiv_(&(&*first * -self.step_size), &denominator);
         let _ = gradient.zero_();
     }
 }
@@ -195,27 +278,105 @@ mod tests {
         }
     }
 
+    /// Of `name`, over one parameter of `n` ones.
+    fn adamw(name: OptimizerName, n: i64) -> (AdamW, [Parameter; 1]) {
+        let parameters = [Parameter::new("w", &Tensor::ones([n], (Kind::Float, Device::Cpu)))];
+        (AdamW::new(OptimizerConfig { name, ..config() }, &parameters), parameters)
+    }
+
+    /// Another one each step, of all sizes.
+    fn gradient(n: i64, step: i32) -> Tensor {
+        let place = Tensor::arange(n, (Kind::Float, Device::Cpu));
+        place.sin().pow_tensor_scalar(3) * f64::from(step + 1)
+    }
+
+    fn copied_state(adamw: &AdamW) -> Vec<(String, Tensor)> {
+        adamw.state().into_iter().map(|(name, tensor)| (name, tensor.copy())).collect()
+    }
+
+    /// The tensor of a name in a state, of the dtype that is asked for.
+    fn reader(state: &[(String, Tensor)]) -> impl Fn(&str, &[i64], Kind) -> Result<Tensor, ()> + '_ {
+        |name, _, kind| {
+            let tensor = &state.iter().find(|(n, _)| n == name).unwrap().1;
+            assert_eq!(tensor.kind(), kind, "{name}");
+            Ok(tensor.copy())
+        }
+    }
+
     #[test]
     fn a_restored_state_goes_on_bit_for_bit() {
-        let run = |restart: bool| {
-            let value = Tensor::ones([300_000], (Kind::Float, Device::Cpu));
-            let mut parameters = [Parameter::new("w", &value)];
-            let mut adamw = AdamW::new(config(), &parameters);
-            for step in 0..4 {
-                if restart && step == 2 {
-                    let saved: Vec<(String, Tensor)> = adamw.state().into_iter().map(|(n, t)| (n, t.copy())).collect();
-                    adamw = AdamW::new(config(), &parameters);
-                    let read =
-                        |name: &str, _: &[i64]| Ok::<_, ()>(saved.iter().find(|(n, _)| n == name).unwrap().1.copy());
-                    adamw.restore(2, read).unwrap();
+        for name in [OptimizerName::AdamW, OptimizerName::AdamW8bit] {
+            let run = |restart: bool| {
+                let (mut adamw, mut parameters) = adamw(name, 300_000);
+                for step in 0..4 {
+                    if restart && step == 2 {
+                        let saved = copied_state(&adamw);
+                        adamw = AdamW::new(adamw.config.clone(), &parameters);
+                        adamw.restore(2, reader(&saved)).unwrap();
+                    }
+                    parameters[0].gradient.copy_(&gradient(300_000, step));
+                    adamw.step(&mut parameters, 0.1, 1.0);
                 }
-                let gradient = Tensor::arange(300_000, (Kind::Float, Device::Cpu)).sin() * f64::from(step + 1);
-                parameters[0].gradient.copy_(&gradient);
-                adamw.step(&mut parameters, 0.1, 1.0);
-            }
-            value
+                (parameters[0].value.copy(), copied_state(&adamw))
+            };
+            assert_eq!(run(false), run(true), "{name}");
+        }
+    }
+
+    /// What 8-bit codes stand for, one number at a time.
+    fn dequantized(codes: &Tensor, absmax: &Tensor, map: &[f32]) -> Vec<f32> {
+        let (codes, absmax) = (Vec::<u8>::try_from(codes).unwrap(), Vec::<f32>::try_from(absmax).unwrap());
+        codes.iter().enumerate().map(|(i, &code)| map[usize::from(code)] * absmax[i / 256]).collect()
+    }
+
+    /// Codes and absmax, one number at a time: the code nearest to the nearest of 65,536 points.
+    fn quantized(values: &Tensor, map: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let values = Vec::<f32>::try_from(values).unwrap();
+        let absmax: Vec<f32> =
+            values.chunks(256).map(|block| block.iter().fold(0f32, |most, x| most.max(x.abs()))).collect();
+        let code = |(i, x): (usize, &f32)| {
+            let point = ((x * (1.0 / absmax[i / 256]) + 1.0) * 32767.5 + 0.5).floor() / 32767.5 - 1.0;
+            let right = map.partition_point(|&code| code < point).clamp(1, 255);
+            let nearer_left = point - map[right - 1] <= map[right] - point;
+            u8::try_from(right - usize::from(nearer_left)).unwrap()
         };
-        assert_eq!(run(false), run(true));
+        (values.iter().enumerate().map(code).collect(), absmax)
+    }
+
+    #[test]
+    fn an_8_bit_update_is_a_float32_update_between_dequantised_and_quantised_moments() {
+        let n = SLICE + 5000; // two slices, and a last block that is not full
+        let (mut eight_bit, mut parameters) = adamw(OptimizerName::AdamW8bit, n);
+        let (mut oracle, mut its_parameters) = adamw(OptimizerName::AdamW, n);
+        let maps = [DynamicMap::signed(Device::Cpu), DynamicMap::unsigned(Device::Cpu)];
+        let maps = maps.map(|map| Vec::<f32>::try_from(map.codes()).unwrap());
+        for step in 0..3 {
+            let before = copied_state(&eight_bit);
+            let moment = |i: usize| dequantized(&before[2 * i].1, &before[2 * i + 1].1, &maps[i]);
+            let moments = ["w.exp_avg", "w.exp_avg_sq"].map(str::to_owned).into_iter();
+            let moments: Vec<_> = moments.enumerate().map(|(i, n)| (n, Tensor::from_slice(&moment(i)))).collect();
+            oracle.restore(step, reader(&moments)).unwrap();
+            for (adamw, parameters) in [(&mut eight_bit, &mut parameters), (&mut oracle, &mut its_parameters)] {
+                parameters[0].gradient.copy_(&gradient(n, step));
+                adamw.step(parameters, 0.1, 0.5);
+            }
+            assert_eq!(parameters[0].value, its_parameters[0].value, "step {step}");
+            let (after, expected) = (copied_state(&eight_bit), copied_state(&oracle));
+            for (i, map) in maps.iter().enumerate() {
+                let (codes, absmax) = quantized(&expected[i].1, map);
+                assert_eq!(Vec::<u8>::try_from(&after[2 * i].1).unwrap(), codes, "{} at step {step}", expected[i].0);
+                assert_eq!(Vec::<f32>::try_from(&after[2 * i + 1].1).unwrap(), absmax);
+            }
+        }
+    }
+
+    #[test]
+    fn moments_in_8_bits_take_little_more_than_a_quarter_where_they_pay() {
+        let bytes = |name, n| adamw(name, n).0.state_bytes();
+        let ratio = bytes(OptimizerName::AdamW8bit, 1 << 20) as f64 / bytes(OptimizerName::AdamW, 1 << 20) as f64;
+        assert!(ratio <= 0.27, "{ratio}");
+        assert_eq!(bytes(OptimizerName::AdamW8bit, 4095), bytes(OptimizerName::AdamW, 4095));
+        assert!(bytes(OptimizerName::AdamW8bit, 4096) < bytes(OptimizerName::AdamW, 4096));
     }
 
     #[test]

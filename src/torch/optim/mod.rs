@@ -1,10 +1,13 @@
 //! Optimizers on tensors, with visible, savable state.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use crate::numbers::{Fraction, NonNegative, Positive};
 
 pub mod adamw;
+pub mod blockwise;
 
 /// `[optimizer]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -13,8 +16,11 @@ pub struct OptimizerConfig {
     /// Which optimizer.
     #[serde(default)]
     pub name: OptimizerName,
-    /// Peak learning rate.
+    /// Peak learning rate: the backbone's in Medusa-2, the heads' in Medusa-1.
     pub learning_rate: Positive,
+    /// Medusa-2: the heads' learning rate is `learning_rate` times this, biases too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub medusa_lr_multiplier: Option<Positive>,
     /// Exponential decay rates of the two moments.
     #[serde(default = "default_betas")]
     pub betas: [Fraction; 2],
@@ -36,6 +42,27 @@ pub enum OptimizerName {
     /// AdamW with float32 moments.
     #[default]
     AdamW,
+    /// AdamW with moments of 8 bits.
+    AdamW8bit,
+}
+
+impl OptimizerName {
+    /// Bytes of both moments of so many parameters, in tensors that are large.
+    pub fn moment_bytes(self, parameters: u64) -> u64 {
+        match self {
+            Self::AdamW => 8 * parameters,
+            Self::AdamW8bit => 2 * parameters + 8 * parameters.div_ceil(blockwise::BLOCK.unsigned_abs()),
+        }
+    }
+}
+
+impl fmt::Display for OptimizerName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AdamW => "adamw",
+            Self::AdamW8bit => "adamw8bit",
+        })
+    }
 }
 
 fn default_betas() -> [Fraction; 2] {

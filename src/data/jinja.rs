@@ -1,0 +1,204 @@
+//! Jinja as transformers sets it up for chat templates. Knows nothing of messages.
+
+use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Value};
+use minijinja::{Environment, ErrorKind};
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+/// The environment's one template.
+pub(super) const TEMPLATE: &str = "chat_template";
+
+/// Names in the context for what is written before and behind a `{% generation %}` block: nothing, unless they are set.
+pub(super) const MARKS: [&str; 2] = ["generation_starts_here", "generation_ends_here"];
+
+const GENERATION: &str = "generation";
+
+/// Jinja as transformers sets it up, with one template.
+pub(super) fn environment(template: &str) -> Result<Environment<'static>, minijinja::Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", tojson);
+    environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
+        Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
+    let unix_lines = template.replace("\r\n", "\n").replace('\r', "\n"); // Jinja's newline_sequence
+    environment.add_template_owned(TEMPLATE, with_marks(&unix_lines))?;
+    Ok(environment)
+}
+
+/// `{% generation %}` holds what the assistant says: what it renders stays, between the two marks of the context.
+/// Each tag becomes two blocks that always render, so that its whitespace control stays on both sides of the mark.
+fn with_marks(source: &str) -> String {
+    let mut rendered = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some((before, tag)) = rest.split_once("{%") {
+        let Some((tag, after)) = tag.split_once("%}") else { break };
+        let word = tag.trim_matches(['-', '+']).trim();
+        let tag = match word {
+            GENERATION => tag.replacen(word, &format!("if true %}}{{{{ {} }}}}{{% if true", MARKS[0]), 1),
+            "endgeneration" => tag.replacen(word, &format!("endif %}}{{{{ {} }}}}{{% endif", MARKS[1]), 1),
+            _ => tag.to_owned(),
+        };
+        rendered.extend([before, "{%", &tag, "%}"]);
+        rest = after;
+    }
+    rendered + rest
+}
+
+/// Whether a template says itself which text is the assistant's.
+pub(super) fn marks_generation(source: &str) -> bool {
+    let mut tags = source.split("{%").skip(1).filter_map(|tag| tag.split_once("%}"));
+    tags.any(|(tag, _)| tag.trim_matches(['-', '+']).trim() == GENERATION)
+}
+
+/// Python's json.dumps(ensure_ascii=False), which transformers uses: minijinja's own escapes HTML.
+fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    options.assert_all_used()?;
+    let spaces = " ".repeat(indent.unwrap_or_default());
+    let mut json = Vec::new();
+    let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
+    let written = match indent {
+        Some(_) => value.serialize(&mut Serializer::with_formatter(&mut json, pretty)),
+        None => value.serialize(&mut Serializer::with_formatter(&mut json, PythonFormatter)),
+    };
+    let failed = |error: String| minijinja::Error::new(ErrorKind::BadSerialization, error);
+    written.map_err(|error| failed(error.to_string()))?;
+    String::from_utf8(json).map_err(|error| failed(error.to_string()))
+}
+
+/// A space behind every comma and colon.
+struct PythonFormatter;
+
+impl Formatter for PythonFormatter {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+fn seconds_now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// The directives that chat templates use (a date, rarely a time), in UTC: the day does not depend on the machine.
+fn strftime(format: &str, unix_seconds: u64) -> Result<String, minijinja::Error> {
+    const MONTHS: [&str; 12] = [
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ];
+    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    let (days, seconds) = (unix_seconds / 86400, unix_seconds % 86400);
+    let (year, month, day) = civil(days);
+    let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);
+    let mut text = String::new();
+    let mut letters = format.chars();
+    while let Some(letter) = letters.next() {
+        if letter != '%' {
+            text.push(letter);
+            continue;
+        }
+        let part = match letters.next() {
+            Some('Y') => year.to_string(),
+            Some('y') => format!("{:02}", year % 100),
+            Some('m') => format!("{month:02}"),
+            Some('d') => format!("{day:02}"),
+            Some('B') => month_name.to_owned(),
+            Some('b') => month_name[..3].to_owned(),
+            Some('A') => day_name.to_owned(),
+            Some('a') => day_name[..3].to_owned(),
+            Some('H') => format!("{:02}", seconds / 3600),
+            Some('M') => format!("{:02}", seconds / 60 % 60),
+            Some('S') => format!("{:02}", seconds % 60),
+            Some('%') => "%".to_owned(),
+            other => {
+                let got = other.map(String::from).unwrap_or_default();
+                let message = format!("strftime_now: expected one of %Y %y %m %d %B %b %A %a %H %M %S %%, got %{got}");
+                return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
+            }
+        };
+        text.push_str(&part);
+    }
+    Ok(text)
+}
+
+/// Year, month and day of a day since 1970-01-01: Howard Hinnant's `civil_from_days`, for days not before it.
+fn civil(days: u64) -> (u64, usize, u64) {
+    let days = days + 719_468; // since 0000-03-01: a leap day ends its year
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = (month_from_march + 2) % 12 + 1;
+    (era * 400 + year_of_era + u64::from(month <= 2), month as usize, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use minijinja::context;
+
+    use super::*;
+
+    fn rendered(source: &str) -> Result<String, minijinja::Error> {
+        environment(source)?.get_template(TEMPLATE)?.render(context! { tools => () })
+    }
+
+    #[test]
+    fn a_template_with_windows_lines_renders_unix_lines() {
+        assert_eq!(rendered("a\r\n{% if true %}\r\nb\r\n{% endif %}").unwrap(), "a\nb\n");
+    }
+
+    #[test]
+    fn json_is_pythons() {
+        let template = "{{ {'a': [1, 2], 'b': '<é>'} | tojson }} {{ {'a': []} | tojson(indent=4) }}";
+        assert_eq!(rendered(template).unwrap(), "{\"a\": [1, 2], \"b\": \"<é>\"} {\n    \"a\": []\n}");
+    }
+
+    #[test]
+    fn generation_tags_render_what_they_hold_between_marks() {
+        let template =
+            "a\n{%- generation -%}\n b \n{%- endgeneration -%}\nc {% generation %}\nd\n{% endgeneration %}\n";
+        let marked = |start: &str, end: &str| {
+            let context = Value::from_pairs([(MARKS[0], start), (MARKS[1], end)]);
+            environment(template).unwrap().get_template(TEMPLATE).unwrap().render(context).unwrap()
+        };
+        assert_eq!(marked("<", ">"), "a<b>c <d\n>");
+        assert_eq!((rendered(template).unwrap(), marked("", "")), ("abc d\n".to_owned(), "abc d\n".to_owned()));
+        assert!(marks_generation(template) && !marks_generation("{% if generation %}{{ '{%- x' }}{% endif %}"));
+        assert!(rendered("{% generation %}x{% endgeneration %} {% open").is_err());
+    }
+
+    #[test]
+    fn dates_are_written_as_python_writes_them() {
+        let at = |seconds| strftime("%A %d %b %Y %H:%M:%S %m/%y", seconds).unwrap();
+        assert_eq!(at(0), "Thursday 01 Jan 1970 00:00:00 01/70");
+        assert_eq!(at(951_827_696), "Tuesday 29 Feb 2000 12:34:56 02/00");
+        assert_eq!(at(1_735_689_599), "Tuesday 31 Dec 2024 23:59:59 12/24");
+        assert!(strftime("%Q", 0).is_err());
+    }
+}

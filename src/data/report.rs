@@ -1,0 +1,234 @@
+//! What came of reading: which files, how many rows, and which were left out, and why.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::IGNORE;
+use super::rows::{FileRows, ReadRow, TokenRow};
+
+/// Words of a template that are counted on their own; what else it says is counted together.
+const REFUSALS_KEPT_APART: usize = 8;
+
+/// Why a row was left out.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum DropReason {
+    /// One token predicts nothing.
+    FewerThanTwoTokens,
+    /// A conversation without turns, or with nothing said in them.
+    EmptyConversation,
+    /// Loss is on what the assistant says, and it says nothing.
+    NoAssistantTurn,
+    /// A turn of a role that no data set is known to have.
+    UnknownRole,
+    /// What the chat template raised, in its words.
+    TemplateRefuses(String),
+    /// It cannot be told which part of the text is the assistant's.
+    AnswersNotFound,
+    /// What the assistant says lies beyond the maximal length.
+    NoLabelLeft,
+}
+
+/// What the cache did for a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CacheUse {
+    /// Its rows are tokens already, or there is no cache.
+    NotUsed,
+    /// Its texts were tokenised, and kept.
+    Written,
+    /// Its tokens were there.
+    Read,
+    /// What was there was damaged (how), so its texts were tokenised anew.
+    Rebuilt(String),
+}
+
+/// One data file, for provenance.json.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DataFile {
+    /// As the recipe, or its glob, names it.
+    pub path: PathBuf,
+    /// Of its bytes.
+    pub sha256: String,
+    /// Its rows, dropped ones included.
+    pub rows: usize,
+    /// Whether it had to be tokenised.
+    pub cache: CacheUse,
+}
+
+/// What was read.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct LoadReport {
+    /// The files, in reading order.
+    pub files: Vec<DataFile>,
+    /// Rows that the files have.
+    pub read: usize,
+    /// Rows kept.
+    pub rows: usize,
+    /// Tokens kept.
+    pub tokens: usize,
+    /// Those of them that carry loss: each is a target of the tokens before it.
+    pub tokens_with_loss: usize,
+    /// Rows cut to the maximal length.
+    pub truncated: usize,
+    /// Rows of tokens kept although no label of theirs is a target.
+    pub without_targets: usize,
+    /// Rows left out, and why.
+    pub dropped: BTreeMap<DropReason, usize>,
+}
+
+impl LoadReport {
+    /// Takes a file's rows in: cuts, counts, and leaves out.
+    pub(super) fn admit(&mut self, file: FileRows, max_length: usize) -> Vec<TokenRow> {
+        self.read += file.count();
+        for (reason, count) in file.dropped {
+            leave_out(&mut self.dropped, reason, count);
+        }
+        file.rows.into_iter().filter_map(|row| self.admit_row(row, max_length)).collect()
+    }
+
+    /// How many conversations the template refused, and its words for most of them.
+    pub(super) fn refusals(&self) -> Option<(usize, String)> {
+        let refusals = self.dropped.iter().filter_map(|(reason, count)| match reason {
+            DropReason::TemplateRefuses(words) => Some((*count, words)),
+            _ => None,
+        });
+        let (_, words) = refusals.clone().max()?;
+        Some((refusals.map(|(count, _)| count).sum(), words.clone()))
+    }
+
+    fn admit_row(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
+        let ReadRow { mut tokens, is_conversation } = row;
+        let cut = tokens.input_ids.len() > max_length;
+        tokens.input_ids.truncate(max_length);
+        tokens.labels.truncate(max_length);
+        let targets = tokens.labels.iter().skip(1).filter(|label| **label != IGNORE).count();
+        let reason = match targets {
+            _ if tokens.input_ids.len() < 2 => Some(DropReason::FewerThanTwoTokens),
+            0 if is_conversation => Some(DropReason::NoLabelLeft),
+            _ => None,
+        };
+        if let Some(reason) = reason {
+            leave_out(&mut self.dropped, reason, 1);
+            return None;
+        }
+        self.rows += 1;
+        self.tokens += tokens.input_ids.len();
+        self.tokens_with_loss += targets;
+        self.truncated += usize::from(cut);
+        self.without_targets += usize::from(targets == 0);
+        Some(tokens)
+    }
+}
+
+/// Counts rows that are left out.
+pub(super) fn leave_out(dropped: &mut BTreeMap<DropReason, usize>, reason: DropReason, count: usize) {
+    let is_refusal = |reason: &DropReason| matches!(reason, DropReason::TemplateRefuses(_));
+    let is_new = is_refusal(&reason) && !dropped.contains_key(&reason);
+    let reason = match is_new && dropped.keys().filter(|known| is_refusal(known)).count() >= REFUSALS_KEPT_APART {
+        true => DropReason::TemplateRefuses("in other words".to_owned()),
+        false => reason,
+    };
+    *dropped.entry(reason).or_default() += count;
+}
+
+impl fmt::Display for LoadReport {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rows, tokens, tokens_with_loss, files, .. } = self;
+        write!(out, "{rows} rows with {tokens} tokens ({tokens_with_loss} with loss) in {} files", files.len())?;
+        let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
+        also(self.truncated, "cut to max_length")?;
+        also(self.without_targets, "without a target")?;
+        for (reason, count) in &self.dropped {
+            also(*count, &format!("dropped ({reason})"))?;
+        }
+        for file in &self.files {
+            if let CacheUse::Rebuilt(how) = &file.cache {
+                write!(out, "; tokenised {} again: {how}", file.path.display())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for DropReason {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::FewerThanTwoTokens => out.write_str("fewer than two tokens"),
+            Self::EmptyConversation => out.write_str("empty conversation"),
+            Self::NoAssistantTurn => out.write_str("no turn of the assistant"),
+            Self::UnknownRole => out.write_str("a role that is not known"),
+            Self::TemplateRefuses(words) => write!(out, "the chat template refuses it: {words}"),
+            Self::AnswersNotFound => out.write_str("the chat template changes the answers"),
+            Self::NoLabelLeft => out.write_str("no answer within max_length"),
+        }
+    }
+}
+
+const REFUSES: &str = "template_refuses: ";
+/// The reasons without words, as JSON has them.
+const NAMES: [(&str, DropReason); 6] = [
+    ("fewer_than_two_tokens", DropReason::FewerThanTwoTokens),
+    ("empty_conversation", DropReason::EmptyConversation),
+    ("no_assistant_turn", DropReason::NoAssistantTurn),
+    ("unknown_role", DropReason::UnknownRole),
+    ("answers_not_found", DropReason::AnswersNotFound),
+    ("no_label_left", DropReason::NoLabelLeft),
+];
+
+impl From<DropReason> for String {
+    fn from(reason: DropReason) -> Self {
+        match &reason {
+            DropReason::TemplateRefuses(words) => format!("{REFUSES}{words}"),
+            plain => {
+                let named = NAMES.iter().find(|(_, known)| known == plain);
+                named.map(|(name, _)| (*name).to_owned()).expect("the table has every reason without words")
+            }
+        }
+    }
+}
+
+impl TryFrom<String> for DropReason {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        if let Some(words) = name.strip_prefix(REFUSES) {
+            return Ok(Self::TemplateRefuses(words.to_owned()));
+        }
+        let known = NAMES.into_iter().find(|(known, _)| *known == name);
+        known.map(|(_, reason)| reason).ok_or_else(|| format!("{name:?} is no reason to leave a row out"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_is_a_key_of_json_and_back() {
+        let reasons = NAMES.map(|(_, reason)| reason).into_iter().chain([DropReason::TemplateRefuses("a: b".into())]);
+        let counts: BTreeMap<DropReason, usize> = reasons.zip(1..).collect();
+        let json = serde_json::to_string(&counts).unwrap();
+        assert!(
+            json.contains(r#""fewer_than_two_tokens":1"#) && json.contains(r#""template_refuses: a: b":7"#),
+            "{json}"
+        );
+        assert_eq!(serde_json::from_str::<BTreeMap<DropReason, usize>>(&json).unwrap(), counts);
+        assert!(serde_json::from_str::<DropReason>("\"tired\"").is_err());
+    }
+
+    #[test]
+    fn a_template_that_names_the_row_does_not_fill_the_report() {
+        let mut dropped = BTreeMap::new();
+        for row in 0..20 {
+            leave_out(&mut dropped, DropReason::TemplateRefuses(format!("row {row}")), 1);
+        }
+        leave_out(&mut dropped, DropReason::TemplateRefuses("row 3".to_owned()), 2);
+        leave_out(&mut dropped, DropReason::UnknownRole, 1);
+        assert_eq!((dropped.len(), dropped.values().sum::<usize>()), (REFUSALS_KEPT_APART + 2, 23));
+        assert_eq!(dropped[&DropReason::TemplateRefuses("in other words".to_owned())], 12);
+    }
+}

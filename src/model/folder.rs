@@ -1,0 +1,83 @@
+//! A backbone to a Hugging Face folder: the files of the folder it came from, with other weights.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tch::{Kind, Tensor};
+
+use crate::files::write_synced;
+use crate::model::llama::Llama;
+use crate::model::weights::{WeightsError, save};
+
+/// Why a backbone cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    /// A file beside the weights.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The weights.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+}
+
+const WEIGHTS: &str = "model.safetensors";
+/// Files that hold weights, or say which file does: not copied.
+const WEIGHT_FILES: [&str; 5] = [".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt"];
+
+/// Writes `backbone` into a new folder in the dtype that it computes in, with everything else that `from` holds: config, tokenizer,
+/// chat template. Adapters must be merged before.
+///
+/// # Errors
+/// [`FolderError`].
+pub fn save_folder(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), FolderError> {
+    let failed = |doing, path: &Path| {
+        let path = path.to_owned();
+        move |source| FolderError::Io { doing, path, source }
+    };
+    fs::create_dir_all(folder).map_err(failed("make", folder))?;
+    for entry in fs::read_dir(from).map_err(failed("read", from))? {
+        let path = entry.map_err(failed("read", from))?.path();
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        if path.is_file() && name != "config.json" && !WEIGHT_FILES.iter().any(|end| name.ends_with(end)) {
+            let bytes = fs::read(&path).map_err(failed("read", &path))?;
+            let copy = folder.join(&name);
+            write_synced(&copy, |out| out.write_all(&bytes)).map_err(failed("write", &copy))?;
+        }
+    }
+    write_config(folder, backbone, from)?;
+    let weights: Vec<(String, Tensor)> =
+        backbone.weights().into_iter().map(|(name, tensor)| (name, tensor.detach().to_kind(backbone.kind()))).collect();
+    let by_name: Vec<(String, &Tensor)> = weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+    Ok(save(&folder.join(WEIGHTS), &by_name)?)
+}
+
+/// The base's config.json with what the new weights changed.
+fn write_config(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), FolderError> {
+    let path = from.join("config.json");
+    let error = |doing, path: &Path, source| FolderError::Io { doing, path: path.into(), source };
+    let text = fs::read(&path).map_err(|e| error("read", &path, e))?;
+    let mut config: Value = serde_json::from_slice(&text).map_err(|e| error("read", &path, e.into()))?;
+    config["tie_word_embeddings"] = backbone.config.tie_word_embeddings.into();
+    let dtype = match backbone.kind() {
+        Kind::BFloat16 => "bfloat16",
+        Kind::Half => "float16",
+        _ => "float32",
+    };
+    let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
+    config[key] = dtype.into();
+    let path = folder.join("config.json");
+    let written = write_synced(&path, |out| {
+        serde_json::to_writer_pretty(&mut *out, &config)?;
+        out.write_all(b"\n")
+    });
+    written.map_err(|e| error("write", &path, e))
+}

@@ -1,0 +1,132 @@
+//! Frozen weights of few bits (`[backbone] quantization`): quantised once while loading, dequantised for every product. Like
+//! bitsandbytes' loaders it is the linear layers of the decoder that are quantised; embedding, norms and lm_head stay as they are.
+
+// O outputs, I inputs
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+pub mod int8;
+pub mod nf4;
+
+use int8::Int8;
+use nf4::{AbsmaxBits, Nf4};
+
+/// Elements quantised or dequantised at a time on the CPU: float32 temporaries stay in the cache.
+const SLICE_ON_CPU: i64 = 1 << 18;
+/// The same elsewhere, where every operation is a launch.
+const SLICE_ON_GPU: i64 = 1 << 24;
+
+/// What weights are reduced to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Quantization {
+    /// 4 bits a weight, and 8.1 bits of absmax for every 64: see [`nf4`].
+    Nf4,
+    /// 8 bits a weight, and 32 for every output: see [`int8`].
+    Int8,
+}
+
+impl fmt::Display for Quantization {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nf4 => "nf4",
+            Self::Int8 => "int8",
+        })
+    }
+}
+
+/// Quantises the weights of a backbone, which share its tables.
+#[derive(Debug)]
+pub enum Quantizer {
+    /// 4 bits, with absmax of 8.
+    Nf4(nf4::Tables),
+    /// 8 bits.
+    Int8,
+}
+
+impl Quantizer {
+    /// For weights on `device`.
+    pub fn new(quantization: Quantization, device: Device) -> Self {
+        match quantization {
+            Quantization::Nf4 => Self::Nf4(nf4::Tables::new(device)),
+            Quantization::Int8 => Self::Int8,
+        }
+    }
+
+    /// `weight_oi` is `[O, I]`, of any floating-point dtype.
+    ///
+    /// # Panics
+    /// If the weight has another number of dimensions.
+    pub fn quantize(&self, weight_oi: &Tensor) -> QuantizedWeight {
+        let codes = match self {
+            Self::Nf4(tables) => Codes::Nf4(Nf4::quantize(weight_oi, tables, AbsmaxBits::Eight)),
+            Self::Int8 => Codes::Int8(Int8::quantize(weight_oi)),
+        };
+        let size = weight_oi.size().try_into().expect("a weight is [O, I]");
+        QuantizedWeight { codes, size, kind: weight_oi.kind() }
+    }
+}
+
+/// The weight of a linear layer. No gradient reaches it.
+#[derive(Debug)]
+pub struct QuantizedWeight {
+    codes: Codes,
+    size: [i64; 2],
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Codes {
+    Nf4(Nf4),
+    Int8(Int8),
+}
+
+impl QuantizedWeight {
+    /// `[O, I]` in `kind`; computed in float32.
+    pub fn dequantize(&self, kind: Kind) -> Tensor {
+        tch::no_grad(|| match &self.codes {
+            Codes::Nf4(codes) => codes.dequantize(self.size, kind),
+            Codes::Int8(codes) => codes.dequantize(kind),
+        })
+    }
+
+    /// Bytes that it takes, without the tables that it shares.
+    pub fn bytes(&self) -> usize {
+        let tensors = match &self.codes {
+            Codes::Nf4(codes) => codes.tensors(),
+            Codes::Int8(codes) => codes.tensors().to_vec(),
+        };
+        tensors.iter().map(|tensor| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
+    }
+
+    /// `[O, I]` as numbers.
+    pub fn size(&self) -> [i64; 2] {
+        self.size
+    }
+
+    /// The dtype that it had.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> Device {
+        match &self.codes {
+            Codes::Nf4(codes) => codes.pairs().device(),
+            Codes::Int8(codes) => codes.codes().device(),
+        }
+    }
+}
+
+/// How many elements to work on at a time.
+fn slice(device: Device) -> i64 {
+    if device.is_cuda() { SLICE_ON_GPU } else { SLICE_ON_CPU }
+}
+
+/// Ranges of `length` each that cover `0..end`, as start and length; the last may be shorter.
+fn ranges(end: i64, length: i64) -> impl Iterator<Item = (i64, i64)> {
+    let count = (end + length - 1) / length;
+    (0..count).map(move |i| (i * length, length.min(end - i * length)))
+}

@@ -1,0 +1,437 @@
+//! A conversation is rendered and tokenised as transformers does it, and exactly what the assistant says carries loss.
+
+#![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{Array, ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field};
+use medusa::data::cache::TokenCache;
+use medusa::data::chat::LossOn;
+use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice};
+use medusa::data::rows::TokenRow;
+use medusa::data::tokenize::TextTokenizer;
+use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings};
+use parquet::arrow::ArrowWriter;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const BUILT_IN: [&str; 6] = ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral"];
+
+fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone")
+}
+
+fn shared(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(path)
+}
+
+/// A backbone's tokenizer, a template, and a folder for files of rows.
+struct World {
+    tokenizer: TextTokenizer,
+    template: Option<ChatTemplate>,
+    folder: TempDir,
+    max_length: usize,
+    loss_on: LossOn,
+    cache: Option<TokenCache>,
+}
+
+impl World {
+    fn new(backbone: &Path, template: &str) -> Self {
+        let choice = TemplateChoice::try_from(template.to_owned()).expect("a template that can be chosen");
+        Self {
+            tokenizer: TextTokenizer::load(backbone).expect("the tokenizer of this test"),
+            template: ChatTemplate::choose(&choice, backbone).expect("a template that parses"),
+            folder: tempfile::tempdir().expect("a temporary folder"),
+            max_length: 4096,
+            loss_on: LossOn::Assistant,
+            cache: None,
+        }
+    }
+
+    /// With the tiny backbone's tokenizer and a template of this source.
+    fn with_source(source: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let path = folder.path().join("x.jinja");
+        fs::write(&path, source).expect("a template");
+        Self::new(&tiny(), &path.display().to_string())
+    }
+
+    fn write(&self, name: &str, content: &str) -> PathBuf {
+        let path = self.folder.path().join(name);
+        fs::write(&path, content).expect("a file of a test");
+        path
+    }
+
+    fn load(&self, path: &Path) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
+        let settings = LoadSettings {
+            tokenizer: Some(&self.tokenizer),
+            vocab_size: self.tokenizer.vocab_size(),
+            max_length: NonZeroUsize::new(self.max_length).expect("not 0"),
+            cache: self.cache.as_ref(),
+            template: self.template.as_ref(),
+            loss_on: self.loss_on,
+        };
+        data::load(&[path.display().to_string()], &settings)
+    }
+
+    fn lines(&self, rows: &[Value]) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
+        let lines: Vec<String> = rows.iter().map(Value::to_string).collect();
+        self.load(&self.write("rows.jsonl", &lines.join("\n")))
+    }
+
+    /// The texts that carry loss in the row of one conversation, and all of its text.
+    fn learned(&self, conversation: Value) -> (Vec<String>, String) {
+        let (rows, _) = self.lines(&[json!({"messages": conversation})]).expect("a row");
+        let TokenRow { input_ids, labels } = &rows[0];
+        let spans = labels.chunk_by(|a, b| (*a == IGNORE) == (*b == IGNORE)).filter(|span| span[0] != IGNORE);
+        let text = |ids: &[i32]| self.tokenizer.decode(ids, false).expect("known ids");
+        (spans.map(text).collect(), text(input_ids))
+    }
+}
+
+fn messages(value: &Value) -> Vec<Message> {
+    serde_json::from_value(value.clone()).expect("messages of the fixture")
+}
+
+fn talk(turns: &[(&str, &str)]) -> Value {
+    turns.iter().map(|(role, content)| json!({"role": role, "content": content})).collect()
+}
+
+/// `scripts/make_chat_fixtures.py` says how this file was made.
+fn fixture() -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat.json");
+    serde_json::from_slice(&fs::read(path).expect("tests/fixtures/chat.json")).expect("JSON")
+}
+
+/// What the fixture says a row is; `None` where there is none.
+fn expected_row(case: &Value) -> Option<TokenRow> {
+    let input_ids: Vec<i32> = case["ids"].as_str()?.split(' ').map(|id| id.parse().expect("an id")).collect();
+    let mask = case["mask"].as_str()?.bytes();
+    let labels: Vec<i32> =
+        input_ids.iter().zip(mask).map(|(id, learn)| if learn == b'1' { *id } else { IGNORE }).collect();
+    labels.iter().any(|label| *label != IGNORE).then_some(TokenRow { input_ids, labels })
+}
+
+fn check_template(name: &str, world: &World, fixture: &Value) -> usize {
+    let conversations = fixture["conversations"].as_array().expect("a list");
+    let cases = fixture["rendered"][name].as_array().expect("a list");
+    let template = world.template.as_ref().expect("a template");
+    for (conversation, case) in conversations.iter().zip(cases) {
+        let rendered = |prompt| template.render(&messages(conversation), prompt).ok();
+        assert_eq!(rendered(false).as_deref(), case["text"].as_str(), "{name}: {conversation}");
+        assert_eq!(rendered(true).as_deref(), case["prompt"].as_str(), "{name}: {conversation}");
+    }
+    let rows: Vec<Value> = conversations.iter().map(|conversation| json!({"messages": conversation})).collect();
+    let (rows, report) = world.lines(&rows).expect("rows");
+    let expected: Vec<TokenRow> = cases.iter().filter_map(expected_row).collect();
+    for (row, expected) in rows.iter().zip(&expected) {
+        assert_eq!(row, expected, "{name}: {:?}", world.tokenizer.decode(&expected.input_ids, false));
+    }
+    assert_eq!((rows.len(), report.read), (expected.len(), conversations.len()));
+    assert_eq!(report.dropped[&DropReason::NoAssistantTurn], 1);
+    expected.len()
+}
+
+#[test]
+fn built_in_templates_render_tokenise_and_mask_as_transformers_does() {
+    let fixture = fixture();
+    let counts = BUILT_IN.map(|name| check_template(name, &World::new(&tiny(), name), &fixture));
+    assert_eq!(counts, [20, 20, 18, 20, 20, 18]);
+}
+
+#[test]
+fn generation_tags_mask_as_transformers_does() {
+    let fixture = fixture();
+    let world = World::with_source(fixture["generation_template"].as_str().unwrap());
+    assert_eq!(check_template("generation", &world, &fixture), 20);
+}
+
+#[test]
+fn a_template_that_rewrites_earlier_turns_is_masked_by_where_the_answers_stand() {
+    // Thoughts stay in the last answer only, and the last answer always has some.
+    let thinking = "{% for m in messages %}{{ '<|' + m.role + '|>' }}\
+        {% if m.role == 'assistant' and loop.last %}{{ '(thinks)' }}{% endif %}{{ m.content.strip() + eos_token + '\n' }}\
+        {% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
+    let turns = talk(&[("user", "Hi"), ("assistant", " yes "), ("user", "Hi"), ("assistant", "yes")]);
+    let (learned, text) = World::with_source(thinking).learned(turns.clone());
+    assert_eq!(learned, ["yes<|end|>", "yes<|end|>"]);
+    assert!(text.ends_with("<|assistant|>(thinks)yes<|end|>\n"), "{text}");
+
+    // The end of the text is not the end of a turn, and the generation prompt is not written.
+    let closed = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + eos_token }}{% endfor %}{{ '<|user|>' }}";
+    let (learned, _) = World::with_source(closed).learned(turns.clone());
+    assert_eq!(learned, [" yes <|end|>", "yes<|end|><|user|>"]);
+
+    let deaf = "{% for m in messages %}{{ m.content | length }} {% endfor %}";
+    let error = World::with_source(deaf).lines(&[json!({"messages": turns})]).unwrap_err().to_string();
+    assert!(error.ends_with("1 dropped (the chat template changes the answers)"), "{error}");
+}
+
+#[test]
+fn what_tools_say_stays_and_is_not_learned() {
+    let turns = json!([{"from": "human", "value": "Sum?"}, {"from": "function_call", "value": "add(1, 2)"},
+        {"from": "observation", "value": "three"}, {"from": "gpt", "value": "It is 3."}]);
+    for name in BUILT_IN.into_iter().chain(["tokenizer"]) {
+        let world = World::new(&tiny(), name);
+        let (learned, text) = world.learned(turns.clone());
+        assert!(learned.len() == 1 && learned[0].trim_start().starts_with("It is 3."), "{name}: {learned:?}");
+        assert!(text.contains("Sum?") && text.contains("add(1, 2)") && text.contains("three"), "{name}: {text}");
+    }
+    let chatml = World::new(&tiny(), "chatml").learned(turns.clone()).1;
+    assert!(chatml.contains("<|im_start|>tool\nthree<|im_end|>"), "a role that the template shows stays: {chatml}");
+    let marked = World::with_source(fixture()["generation_template"].as_str().unwrap()).learned(turns);
+    assert_eq!(marked.0, [" It is 3.<|end|>"]); // a token across the border is learned whole
+}
+
+#[test]
+fn loss_on_all_learns_every_token_of_the_same_text() {
+    let rows = [json!({"messages": talk(&[("user", "Hi"), ("assistant", "Hello.")])})];
+    let mut world = World::new(&tiny(), "tokenizer");
+    let (masked, report) = world.lines(&rows).unwrap();
+    assert_eq!((report.tokens_with_loss, masked[0].labels.iter().filter(|label| **label != IGNORE).count()), (3, 3));
+    world.loss_on = LossOn::All;
+    let (all, report) = world.lines(&rows).unwrap();
+    assert_eq!((&all[0].labels, &all[0].input_ids), (&masked[0].input_ids, &masked[0].input_ids));
+    assert_eq!(report.tokens_with_loss, report.tokens - 1, "the first token is nobody's target");
+    assert_eq!(all[0].input_ids.iter().filter(|id| **id == 0).count(), 1, "one BOS, the template's");
+}
+
+fn conversation_column(rows: &[Vec<(&str, Option<&str>)>], names: [&str; 2]) -> ArrayRef {
+    let turns = || rows.iter().flatten();
+    let roles: ArrayRef = Arc::new(StringArray::from_iter_values(turns().map(|(role, _)| role)));
+    let contents: ArrayRef = Arc::new(StringArray::from_iter(turns().map(|(_, content)| *content)));
+    let other: ArrayRef = Arc::new(StringArray::from_iter_values(turns().map(|_| "ignored")));
+    let field = |name: &str| Arc::new(Field::new(name, DataType::Utf8, true));
+    let structs = StructArray::from(vec![(field("id"), other), (field(names[0]), roles), (field(names[1]), contents)]);
+    let item = Arc::new(Field::new_list_field(structs.data_type().clone(), true));
+    Arc::new(ListArray::new(item, OffsetBuffer::from_lengths(rows.iter().map(Vec::len)), Arc::new(structs), None))
+}
+
+fn write_parquet(path: &Path, columns: Vec<(&str, ArrayRef)>) {
+    let batch =
+        RecordBatch::try_from_iter_with_nullable(columns.into_iter().map(|(name, column)| (name, column, true)));
+    let batch = batch.expect("columns of one length");
+    let mut writer =
+        ArrowWriter::try_new(fs::File::create(path).expect("a file"), batch.schema(), None).expect("Parquet");
+    writer.write(&batch).expect("rows");
+    writer.close().expect("a footer");
+}
+
+#[test]
+fn every_format_gives_the_same_rows() {
+    let world = World::new(&tiny(), "zephyr");
+    let turns =
+        [vec![("user", "Hi"), ("assistant", "Hello.")], vec![("system", "s"), ("user", "q"), ("assistant", "a é")]];
+    let openai: Vec<Value> = turns.iter().map(|turns| json!({"messages": talk(turns), "id": 3})).collect();
+    let (expected, _) = world.lines(&openai).unwrap();
+    assert_eq!(expected.len(), 2);
+
+    let name = |role: &str| {
+        match role {
+            "user" => "human",
+            "assistant" => "gpt",
+            other => other,
+        }
+        .to_owned()
+    };
+    let renamed = |turns: &Vec<(&str, &str)>| {
+        let turns: Value =
+            turns.iter().map(|(role, said)| json!({"from": name(role), "value": said, "weight": null})).collect();
+        json!({"conversations": turns})
+    };
+    let sharegpt: Vec<Value> = turns.iter().map(renamed).collect();
+    assert_eq!(world.lines(&sharegpt).unwrap().0, expected);
+    let array = |rows: &[Value]| format!("\u{feff}\n{}\n", serde_json::to_string_pretty(rows).unwrap());
+    assert_eq!(world.load(&world.write("rows.json", &array(&sharegpt))).unwrap().0, expected);
+    assert_eq!(world.load(&world.write("rows.json", &array(&openai))).unwrap().0, expected);
+
+    let path = world.folder.path().join("rows.parquet");
+    let column: Vec<Vec<_>> =
+        turns.iter().map(|t| t.iter().map(|(role, said)| (*role, Some(*said))).collect()).collect();
+    write_parquet(&path, vec![("messages", conversation_column(&column, ["role", "content"]))]);
+    assert_eq!(world.load(&path).unwrap().0, expected);
+    write_parquet(&path, vec![("conversations", conversation_column(&column, ["from", "value"]))]);
+    assert_eq!(world.load(&path).unwrap().0, expected);
+}
+
+#[test]
+fn alpaca_rows_are_a_question_and_an_answer() {
+    let world = World::new(&tiny(), "zephyr");
+    let asked = |text: &str| json!({"messages": talk(&[("user", text), ("assistant", "3")])});
+    let (expected, _) = world.lines(&[asked("Add.\n\n1 2"), asked("Add.")]).unwrap();
+    let rows = [
+        json!({"instruction": "Add.", "input": "1 2", "output": "3"}),
+        json!({"instruction": "Add.", "input": "", "output": "3"}),
+    ];
+    assert_eq!(world.lines(&rows).unwrap().0, expected);
+    let path = world.folder.path().join("rows.parquet");
+    let text = |rows: [Option<&str>; 2]| -> ArrayRef { Arc::new(StringArray::from(rows.to_vec())) };
+    let (instruction, output) = (text([Some("Add."); 2]), text([Some("3"); 2]));
+    let columns = vec![
+        ("instruction", instruction),
+        ("input", text([Some("1 2"), None])),
+        ("output", output),
+        ("text", text([Some("x"); 2])),
+    ];
+    write_parquet(&path, columns);
+    assert_eq!(world.load(&path).unwrap().0, expected);
+}
+
+#[test]
+fn what_is_left_out_is_counted_with_the_reason_also_from_the_cache() {
+    let mut world = World::new(&tiny(), "llama-2");
+    world.cache = Some(TokenCache::new(world.folder.path().join("cache")));
+    let long = "word ".repeat(100);
+    let rows = [
+        json!({"messages": []}),
+        json!({"messages": talk(&[("user", " "), ("assistant", "")])}),
+        json!({"messages": talk(&[("user", "Hi")])}),
+        json!({"messages": talk(&[("user", "Hi"), ("moderator", "x"), ("assistant", "a")])}),
+        json!({"messages": talk(&[("assistant", "Hi"), ("user", "Hi"), ("assistant", "a")])}),
+        json!({"messages": talk(&[("user", &long), ("assistant", "a")])}),
+        json!({"messages": talk(&[("user", "Hi"), ("assistant", &long)])}),
+        json!({"messages": talk(&[("user", "Hi"), ("assistant", "a")])}),
+    ];
+    world.max_length = 40;
+    let (kept, report) = world.lines(&rows).unwrap();
+    assert_eq!((report.read, report.rows, report.truncated, kept.len()), (8, 2, 1, 2));
+    let refusal = "conversation roles must alternate user/assistant/user/assistant/... after an optional system turn";
+    let expected = [
+        (DropReason::EmptyConversation, 2),
+        (DropReason::NoAssistantTurn, 1),
+        (DropReason::UnknownRole, 1),
+        (DropReason::TemplateRefuses(refusal.to_owned()), 1),
+        (DropReason::NoLabelLeft, 1),
+    ];
+    assert_eq!(report.dropped, expected.into());
+    assert_eq!(report.files[0].rows, 8);
+    assert!(report.to_string().contains(&format!("1 dropped (the chat template refuses it: {refusal})")), "{report}");
+    assert_eq!(report.files[0].cache, CacheUse::Written);
+    let (again, mut from_cache) = world.lines(&rows).unwrap();
+    assert_eq!(from_cache.files[0].cache, CacheUse::Read);
+    from_cache.files[0].cache = CacheUse::Written;
+    assert_eq!((again, from_cache), (kept, report));
+}
+
+#[test]
+fn another_template_or_loss_is_another_cache_entry() {
+    let cache = TokenCache::new(tempfile::tempdir().unwrap().path());
+    let rows = [json!({"messages": talk(&[("user", "Hi"), ("assistant", "a")])})];
+    let mut seen = Vec::new();
+    for (template, loss_on) in [("chatml", LossOn::Assistant), ("zephyr", LossOn::Assistant), ("zephyr", LossOn::All)] {
+        let world = World { cache: Some(cache.clone()), loss_on, ..World::new(&tiny(), template) };
+        let (row, report) = world.lines(&rows).unwrap();
+        assert_eq!(report.files[0].cache, CacheUse::Written, "{template}");
+        assert!(!seen.contains(&row));
+        seen.push(row);
+    }
+}
+
+#[test]
+fn conversations_without_a_template_say_what_to_do() {
+    let backbone = tempfile::tempdir().unwrap();
+    fs::copy(tiny().join("tokenizer.json"), backbone.path().join("tokenizer.json")).unwrap();
+    let world = World::new(backbone.path(), "tokenizer");
+    let error = world.lines(&[json!({"instruction": "a", "output": "b"})]).unwrap_err().to_string();
+    let expected = "line 1: a row of \"instruction\" is a conversation, and the backbone has no chat template; \
+        set data.chat_template to one of \"vicuna\", \"zephyr\", \"llama-2\", \"llama-3\", \"chatml\", \"mistral\", or to \
+        the path of a .jinja file";
+    assert!(error.ends_with(expected), "{error}");
+}
+
+#[test]
+fn a_template_that_fails_on_every_row_is_an_error() {
+    let row = |first| json!({"messages": talk(&[(first, "Hi"), ("assistant", "a")])});
+    let broken = World::with_source("{{ messages[0].content.nothing.more }}{{ raise_exception('never') }}");
+    let error = broken.lines(&[row("user"), row("user")]).unwrap_err().to_string();
+    assert!(
+        error.contains("x.jinja renders none of the 2 conversations in") && error.contains("rows.jsonl"),
+        "{error}"
+    );
+    assert!(error.contains("set data.chat_template to one that renders them: \"vicuna\", "), "{error}");
+    let without_eos = tempfile::tempdir().unwrap();
+    fs::copy(tiny().join("tokenizer.json"), without_eos.path().join("tokenizer.json")).unwrap();
+    let error = World::new(without_eos.path(), "zephyr").lines(&[row("user")]).unwrap_err().to_string();
+    assert!(error.contains("the built-in template \"zephyr\" renders none of the 1 conversations"), "{error}");
+    World::new(&tiny(), "tokenizer").lines(&[row("user"), row("system")]).expect("one is enough");
+}
+
+#[test]
+fn a_broken_array_or_row_is_named_by_its_place() {
+    let world = World::new(&tiny(), "tokenizer");
+    let complaint = |content: &str| {
+        let error = world.load(&world.write("rows.json", content)).unwrap_err().to_string();
+        error.split_once("rows.json").expect("the file").1.to_owned()
+    };
+    assert_eq!(
+        complaint("[\n  {\"text\": \"a\"},\n  {\"text\": \"b\"\n]"),
+        ": not a valid JSON array of rows, line 4, column 1: expected `,` or `}`"
+    );
+    assert!(complaint("[{\"text\": \"a\"}] x").contains("line 1, column 17: trailing characters"));
+    assert!(complaint("[{\"text\": \"a\"}").contains("EOF while parsing a list"));
+    assert_eq!(complaint("[{\"text\": \"a\"}, [3]]"), ", row 2: the row: expected an object, got [3]");
+    assert_eq!(
+        complaint(r#"[{"messages": [{"role": "user", "content": 3}]}]"#),
+        ", row 1: messages[0].content: expected a string or a list of text parts, got 3"
+    );
+    let path = world.folder.path().join("rows.parquet");
+    write_parquet(
+        &path,
+        vec![("messages", conversation_column(&[vec![("user", Some("a")), ("user", None)]], ["role", "content"]))],
+    );
+    let error = world.load(&path).unwrap_err().to_string();
+    assert!(error.ends_with("rows.parquet, row 1: messages[1]: expected a string, got null"), "{error}");
+    write_parquet(&path, vec![("messages", conversation_column(&[vec![]], ["role", "text"]))]);
+    let error = world.load(&path).unwrap_err().to_string();
+    assert!(error.contains("messages: expected a column of lists of structs with strings \"role\" and"), "{error}");
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn published_conversations_are_read() {
+    let backbone = shared("models/tokenizer-mistral-v1-32000");
+    let files =
+        ["sharegpt_500.json", "sharegpt_toolcall_300.json", "messages_1k.jsonl"].map(|file| shared("data").join(file));
+    let (answers, kept) = ([1000, 746, 1100], [500, 299, 1000]);
+    // Tokens and tokens with loss, as transformers counts them when it renders turn by turn.
+    let vicuna = [(44_180, 16_836), (137_240, 86_296), (91_587, 34_820)];
+    let chatml = [(55_960, 22_646), (153_381, 90_228), (90_620, 40_821)];
+    let too_long: BTreeMap<_, _> = [(DropReason::NoLabelLeft, 1)].into(); // 6,293 Chinese characters before the only answer
+    for (template, tokens) in [("vicuna", vicuna), ("chatml", chatml)] {
+        let mut world = World::new(&backbone, template);
+        let loaded = files.each_ref().map(|path| world.load(path).unwrap());
+        assert_eq!(loaded.each_ref().map(|(_, report)| report.read), [500, 300, 1000], "{template}");
+        assert_eq!(loaded.each_ref().map(|(rows, _)| rows.len()), kept, "{template}");
+        assert_eq!(loaded.each_ref().map(|(_, report)| &report.dropped), [&[].into(), &too_long, &[].into()]);
+        assert_eq!(loaded.each_ref().map(|(_, report)| (report.tokens, report.tokens_with_loss)), tokens, "{template}");
+        for (rows, report) in &loaded {
+            let with_loss = rows.iter().flat_map(|row| &row.labels).filter(|label| **label != IGNORE).count();
+            assert_eq!((report.tokens_with_loss, report.without_targets), (with_loss, 0), "{template}: {report}");
+            let bos = |row: &TokenRow| row.input_ids.iter().filter(|id| **id == 1).count();
+            assert!(rows.iter().all(|row| bos(row) == usize::from(template == "vicuna")), "{template}");
+        }
+        world.max_length = 32768;
+        let spans = |path| {
+            let (rows, _) = world.load(path).unwrap();
+            rows.iter()
+                .map(|row| row.labels.split(|label| *label == IGNORE).filter(|s| !s.is_empty()).count())
+                .sum::<usize>()
+        };
+        assert_eq!(files.each_ref().map(|path| spans(path)), answers, "{template}: one span an answer");
+        if template == "vicuna" {
+            let own = World::new(&backbone, "tokenizer");
+            assert_eq!(
+                (own.load(&files[0]).unwrap(), own.load(&files[2]).unwrap()),
+                (loaded[0].clone(), loaded[2].clone())
+            );
+        }
+    }
+    let (rows, report) = World::new(&backbone, "llama-2").load(&files[1]).unwrap();
+    assert_eq!((rows.len(), report.dropped), (299, too_long), "tools alternate with the assistant as users do");
+}

@@ -1,0 +1,237 @@
+//! Promise: Medusa-2 trains adapters or the whole backbone with the heads, leaves alone what is frozen, goes on exactly after any
+//! end, and what it writes is what every other command decodes with.
+
+use std::process::Stdio;
+use std::thread::sleep;
+use std::time::Duration;
+
+use medusa::model::attention::RowMask;
+use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::{Adapters, attach};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+use super::small_run::SmallRun;
+
+const SELF_DISTILLATION: &str = "[stage.medusa2]\nmedusa_scheduler = \"sine\"\nself_distillation = true\n\
+    [stage.medusa2.lora]\nrank = 4\nalpha = 8\ndropout = 0.1";
+
+fn small_run(stage: &str) -> SmallRun {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", stage);
+    small
+}
+
+fn metrics(small: &SmallRun) -> Vec<Value> {
+    let text = small.read("run/metrics.jsonl");
+    text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
+}
+
+fn validation(small: &SmallRun) -> Vec<Value> {
+    metrics(small).into_iter().filter(|line| line["split"] == "validation").collect()
+}
+
+fn load(small: &SmallRun, folder: &str) -> Llama {
+    Llama::load(&small.path(folder), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone")
+}
+
+fn logits(llama: &Llama, adapters: Adapters) -> Tensor {
+    let tokens = Tensor::from_slice(&(0..24).map(|t| (t * t + 5) % 40).collect::<Vec<i64>>()).unsqueeze(0);
+    let rows = RowMask::causal(24, &llama.config, Device::Cpu);
+    tch::no_grad(|| llama.logits(&llama.hidden_states(&tokens, &rows, adapters), adapters))
+}
+
+#[test]
+fn what_is_frozen_stays_as_it_was_and_so_does_the_teacher() {
+    let small = small_run(SELF_DISTILLATION);
+    let (bytes, before) = (small.bytes("backbone/model.safetensors"), logits(&load(&small, "backbone"), Adapters::Off));
+    small.train(&[]).succeeded();
+    assert_eq!(small.bytes("backbone/model.safetensors"), bytes);
+    let mut after = load(&small, "backbone");
+    attach(&mut after, &small.path("run/final"), None).expect("the run's adapter");
+    assert_eq!(logits(&after, Adapters::Off), before, "the teacher's logits, bit for bit");
+    assert_ne!(logits(&after, Adapters::On), before, "the adapters learnt something");
+    assert_eq!(
+        small.names("run/final"),
+        ["adapter_config.json", "adapter_model.safetensors", "config.json", "heads.safetensors"]
+    );
+    let lines = validation(&small);
+    assert_eq!(lines[0]["step"], 0, "the backbone before training");
+    assert!(
+        lines[0]["lm_loss"].as_f64().expect("a loss") < 1e-6,
+        "student and teacher are equal at first: {}",
+        lines[0]
+    );
+    let perplexity = |line: &Value| line["perplexity"].as_f64().expect("a perplexity");
+    assert!(perplexity(&lines[0]) > 30.0, "a random backbone of 48 tokens: {}", lines[0]);
+    let update =
+        metrics(&small).into_iter().find(|line| line["split"] == "train" && line["step"] == 13).expect("a step");
+    let (rate, heads_rate) = (update["lr"].as_f64().expect("a rate"), update["heads_lr"].as_f64().expect("a rate"));
+    assert!((heads_rate / rate - 4.0).abs() < 1e-12, "medusa_lr_multiplier is 4 where the recipe says nothing");
+    assert!((update["lambda0"].as_f64().expect("λ0") - 0.2 * std::f64::consts::FRAC_PI_4.sin()).abs() < 1e-12);
+}
+
+#[test]
+fn killed_and_resumed_it_ends_with_the_same_bytes() {
+    let whole = small_run(SELF_DISTILLATION);
+    whole.train(&[]).succeeded();
+    let broken = small_run(SELF_DISTILLATION);
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    for _ in 0..12 {
+        let mut child =
+            broken.trainer(&["--resume"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        sleep(Duration::from_millis(100 + u64::from(rng.next_u32() % 700)));
+        child.kill().expect("a child");
+        child.wait().expect("a child");
+    }
+    broken.train(&["--resume"]).succeeded();
+    for file in ["heads.safetensors", "adapter_model.safetensors"] {
+        let name = format!("run/final/{file}");
+        assert_eq!(broken.bytes(&name), whole.bytes(&name), "{file}: dropout and data are those of the unbroken run");
+    }
+}
+
+#[test]
+fn layers_computed_again_give_the_same_bytes() {
+    let (kept, again) = (small_run(SELF_DISTILLATION), small_run(SELF_DISTILLATION));
+    again.edit("recipe.toml", "epochs = 8", "epochs = 8\nrecompute = true");
+    kept.train(&[]).succeeded();
+    again.train(&[]).succeeded();
+    for name in ["run/final/heads.safetensors", "run/final/adapter_model.safetensors"] {
+        assert_eq!(kept.bytes(name), again.bytes(name), "{name}");
+    }
+}
+
+#[test]
+fn decoding_takes_the_adapter_beside_the_heads() {
+    let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    small.write("backbone/tokenizer.json", word_tokenizer().to_string());
+    small.write("prompts.jsonl", "{\"prompt_ids\": [1, 5, 9, 2, 7]}\n");
+    let generate = |heads: &[&str]| {
+        let flags =
+            ["generate", "--backbone", "backbone", "--prompts", "prompts.jsonl", "--max-new-tokens", "20", "--json"];
+        let ended = small.medusa(&[&flags, heads].concat()).succeeded();
+        let line: Value = serde_json::from_str(&ended.stdout).expect("JSON");
+        line["new_ids"].as_array().expect("ids").clone()
+    };
+    let mut merged = load(&small, "backbone");
+    attach(&mut merged, &small.path("run/final"), None).expect("the run's adapter");
+    let merged = merged.merged();
+    let mut ids: Vec<i64> = vec![1, 5, 9, 2, 7];
+    let expected: Vec<Value> = (0..20).map_while(|_| next_greedy(&merged, &mut ids)).map(Value::from).collect();
+    assert_eq!(generate(&["--heads", "run/final"]), expected, "the text of the trained backbone");
+    assert_ne!(generate(&[]), expected, "the text of the base");
+}
+
+/// A word for each of the 48 ids.
+fn word_tokenizer() -> Value {
+    let vocab: serde_json::Map<String, Value> = (0..48).map(|id| (format!("w{id}"), id.into())).collect();
+    let nothing = ["truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"];
+    let mut tokenizer = serde_json::json!({"version": "1.0", "added_tokens": []});
+    nothing.iter().for_each(|part| tokenizer[*part] = Value::Null);
+    tokenizer["model"] = serde_json::json!({"type": "WordLevel", "vocab": vocab, "unk_token": "w0"});
+    tokenizer
+}
+
+/// The next token by whole rows; none at the end of the text.
+fn next_greedy(llama: &Llama, ids: &mut Vec<i64>) -> Option<i64> {
+    let rows = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);
+    let tokens = Tensor::from_slice(ids).unsqueeze(0);
+    let hidden = tch::no_grad(|| llama.hidden_states(&tokens, &rows, Adapters::Off)).squeeze_dim(0);
+    let last = llama.logits(&hidden.narrow(0, ids.len() as i64 - 1, 1), Adapters::Off);
+    ids.push(last.argmax(-1, false).int64_value(&[0]));
+    ids.last().copied().filter(|id| !llama.config.eos_token_ids.contains(id))
+}
+
+#[test]
+fn without_adapters_the_whole_backbone_trains() {
+    let small = small_run("[stage.medusa2]");
+    let before = small.bytes("backbone/model.safetensors");
+    small.train(&[]).succeeded();
+    assert_eq!(small.bytes("backbone/model.safetensors"), before, "the base is not overwritten");
+    assert_eq!(small.names("run/final"), ["backbone", "config.json", "heads.safetensors"]);
+    assert_eq!(small.names("run/final/backbone"), ["config.json", "model.safetensors"]);
+    assert_learns(&small);
+    let tuned = load(&small, "run/final/backbone");
+    assert_ne!(logits(&tuned, Adapters::Off), logits(&load(&small, "backbone"), Adapters::Off));
+    // It is a backbone like any other: the next stage starts from it.
+    small.edit("recipe.toml", "path = \"backbone\"", "path = \"run/final/backbone\"");
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"again\"");
+    small.edit("recipe.toml", "[stage.medusa2]", "[stage.medusa1]");
+    small.train(&[]).succeeded();
+}
+
+#[test]
+fn a_tied_backbone_trains_its_embedding_once() {
+    let small = small_run("[stage.medusa2]");
+    small.edit("backbone/config.json", "\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+    small.train(&[]).succeeded();
+    let tuned = load(&small, "run/final/backbone");
+    assert!(tuned.config.tie_word_embeddings && tuned.weights().iter().all(|(name, _)| name != "lm_head.weight"));
+    assert_learns(&small);
+}
+
+/// The LM loss on the rows, each of which it sees eight times, falls.
+fn assert_learns(small: &SmallRun) {
+    let lines: Vec<Value> = metrics(small).into_iter().filter(|line| line["split"] == "train").collect();
+    let [first, last] = [&lines[0], &lines[lines.len() - 1]].map(|line| line["lm_loss"].as_f64().expect("a loss"));
+    assert!(last < 0.8 * first, "LM loss {first} to {last}");
+}
+
+#[test]
+fn an_adapter_of_another_shape_or_base_is_refused() {
+    let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"next\"");
+    small.edit("recipe.toml", "alpha = 8", "alpha = 8\ninit_from = \"run/final\"");
+    let file = "run/final/adapter_config.json";
+    let refused = |piece: &str, by: &str, facts: &[&str]| {
+        small.edit("recipe.toml", piece, by);
+        let ended = small.train(&[]);
+        ended.failed(1, &[&["stage.medusa2.lora.init_from"], facts].concat());
+        small.edit("recipe.toml", by, piece);
+        assert!(!small.path("next").exists(), "nothing is written");
+    };
+    refused("rank = 4", "rank = 8", &[file, "its rank is 4, the recipe's is 8"]);
+    refused("alpha = 8", "alpha = 16", &[file, "its alpha is 8, the recipe's is 16"]);
+    let modules = "target_modules = [\"q_proj\", \"lm_head\"]\nalpha = 8";
+    refused("alpha = 8", modules, &[file, "its target_modules is", "the recipe's is lm_head, q_proj"]);
+
+    let wider = SmallRun::with_hidden_size(40);
+    small.save_backbone(&load(&wider, "backbone").weights());
+    small.write("backbone/config.json", wider.read("backbone/config.json"));
+    refused(
+        "rank = 4",
+        "rank = 4 ",
+        &["adapter_model.safetensors", "expected shape [48, 40], got [48, 32]", "not to this backbone"],
+    );
+}
+
+#[test]
+fn an_adapter_that_is_no_plain_lora_is_refused() {
+    let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"next\"");
+    small.edit("recipe.toml", "alpha = 8", "alpha = 8\ninit_from = \"run/final\"");
+    let config = small.read("run/final/adapter_config.json");
+    for (piece, by, fact) in [
+        ("\"use_dora\": false", "\"use_dora\": true", "`use_dora` is true; expected false"),
+        ("\"LORA\"", "\"IA3\"", "`peft_type` is IA3; expected \"LORA\""),
+        ("\"bias\": \"none\"", "\"bias\": \"all\"", "`bias` is all; expected \"none\""),
+    ] {
+        small.edit("run/final/adapter_config.json", piece, by);
+        small.train(&[]).failed(1, &["run/final/adapter_config.json", fact]);
+        small.write("run/final/adapter_config.json", &config);
+    }
+}
+
+#[test]
+fn a_run_with_adapters_is_not_resumed_as_another() {
+    let small = small_run(SELF_DISTILLATION);
+    small.train(&[]).succeeded();
+    small.edit("recipe.toml", "rank = 4", "rank = 8");
+    small.train(&["--resume"]).failed(1, &["holds another run", "rank = 4", "rank = 8"]);
+}

@@ -1,0 +1,108 @@
+//! Promise: adapters are PEFT's: what it wrote computes here what it computes there, and it reads what is written here.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use medusa::model::attention::RowMask;
+use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE, Adapters, LoraConfig, attach, attach_new, save_adapters};
+use medusa::model::weights::WeightFiles;
+use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
+
+use super::backbone::Fixture;
+
+fn fixture(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/peft_adapter").join(file)
+}
+
+/// The base of the adapter in tests/fixtures, and its folder.
+fn base() -> (Llama, TempDir) {
+    let folder = Fixture::open("llama_own_head").folder("config");
+    let llama = Llama::load(folder.path(), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+    (llama, folder)
+}
+
+fn input_ids() -> Tensor {
+    Fixture::open("llama_own_head").input_ids()
+}
+
+fn logits(llama: &Llama, adapters: Adapters) -> Tensor {
+    let ids_t = input_ids();
+    let rows = RowMask::causal(ids_t.size()[0], &llama.config, Device::Cpu);
+    tch::no_grad(|| llama.logits(&llama.hidden_states(&ids_t.unsqueeze(0), &rows, adapters), adapters)).squeeze_dim(0)
+}
+
+fn saved_logits(path: &Path, like: &Tensor) -> Tensor {
+    let files = WeightFiles::open_file(path).expect("PEFT's logits");
+    files.tensor("logits", &like.size(), Kind::Float, Device::Cpu).expect("logits")
+}
+
+fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f64) {
+    let largest = (got - expected).abs().max().double_value(&[]);
+    assert!(largest <= tolerance, "largest difference {largest:.1e}; made by scripts/peft_oracle.py");
+}
+
+#[test]
+fn an_adapter_that_peft_wrote_computes_what_it_computes_there() {
+    let (mut llama, _folder) = base();
+    let without = logits(&llama, Adapters::Off);
+    attach(&mut llama, &fixture(""), None).expect("an adapter");
+    let expected = saved_logits(&fixture("logits.safetensors"), &without);
+    assert_close(&logits(&llama, Adapters::On), &expected, 1e-4);
+    assert_eq!(logits(&llama, Adapters::Off), without, "the teacher is the backbone as it was");
+    assert!((&expected - without).abs().max().double_value(&[]) > 0.1, "the adapter does something");
+    assert_close(&logits(&llama.merged(), Adapters::Off), &expected, 1e-4);
+}
+
+/// Adapters of rank 4 with random B, written to a folder.
+fn written() -> (Llama, TempDir, TempDir) {
+    let (mut llama, base) = base();
+    let config: LoraConfig = toml::from_str("rank = 4\nalpha = 12\ndropout = 0.05").expect("a table");
+    attach_new(&mut llama, &config, 9);
+    for (_, adapter) in llama.adapters() {
+        let _ = tch::no_grad(|| adapter.b().shallow_clone().normal_(0.0, 0.2));
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    save_adapters(folder.path(), &llama, "llama_own_head").expect("a place to write");
+    (llama, folder, base)
+}
+
+#[test]
+fn what_is_written_has_pefts_names_and_comes_back_bit_for_bit() {
+    let (llama, folder, _base) = written();
+    let names = |path: &Path| {
+        let files = WeightFiles::open_file(path).expect("an adapter");
+        let shape = |name: &str| (name.to_owned(), files.shape(name).expect("a shape"));
+        files.names().into_iter().map(shape).collect::<Vec<_>>()
+    };
+    assert_eq!(names(&folder.path().join(ADAPTER_FILE)), names(&fixture(ADAPTER_FILE)));
+    let json = |path: PathBuf| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(path).expect("a config")).expect("JSON")
+    };
+    let (ours, theirs) = (json(folder.path().join(ADAPTER_CONFIG)), json(fixture(ADAPTER_CONFIG)));
+    for key in ["peft_type", "task_type", "r", "lora_dropout", "bias", "base_model_name_or_path"] {
+        assert_eq!(ours[key], theirs[key], "{key}");
+    }
+    assert_eq!(ours["lora_alpha"].as_f64(), theirs["lora_alpha"].as_f64());
+    let (mut again, _folder) = base();
+    attach(&mut again, folder.path(), None).expect("our own adapter");
+    assert_eq!(logits(&again, Adapters::On), logits(&llama, Adapters::On));
+}
+
+#[test]
+#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and peft")]
+fn peft_itself_reads_what_is_written() {
+    let (llama, folder, base) = written();
+    let ids: Vec<i64> = Vec::try_from(&input_ids()).expect("ids");
+    let (ids_file, out) = (folder.path().join("ids.json"), folder.path().join("logits.safetensors"));
+    medusa::files::write_atomic(&ids_file, |file| Ok(serde_json::to_writer(file, &ids)?)).expect("a file");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/peft_oracle.py");
+    let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
+    let mut command = std::process::Command::new(python);
+    command.args([script, "logits"]).args([base.path(), folder.path(), &ids_file, &out]);
+    let ended = command.output().expect("Python starts");
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let got = logits(&llama, Adapters::On);
+    assert_close(&got, &saved_logits(&out, &got), 1e-4);
+}
