@@ -126,6 +126,37 @@ fn decoding_takes_the_adapter_beside_the_heads() {
     assert_ne!(generate(&[]), expected, "the text of the base");
 }
 
+#[test]
+fn adapters_merge_into_a_plain_folder() {
+    let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.write("backbone/tokenizer.json", word_tokenizer().to_string());
+    small.train(&[]).succeeded();
+    let export = ["export", "--heads", "run/final", "--format", "merged", "--out", "merged"];
+    assert_eq!(small.medusa(&export).succeeded().stdout, "merged\n");
+    assert_eq!(small.names("merged"), ["config.json", "heads.safetensors", "model.safetensors", "tokenizer.json"]);
+    let mut adapted = load(&small, "backbone");
+    attach(&mut adapted, &small.path("run/final"), None).expect("the run's adapter");
+    let difference = logits(&load(&small, "merged"), Adapters::Off) - logits(&adapted, Adapters::On);
+    assert!(difference.abs().max().double_value(&[]) < 1e-5);
+    small.medusa(&export).failed(1, &["merged exists already"]);
+    // The merged backbone has no adapter to take any more; that of the run belongs to the base.
+    small.write("prompts.jsonl", "{\"prompt_ids\": [1, 5]}\n");
+    let generate =
+        ["generate", "--backbone", "merged", "--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--heads"];
+    small.medusa(&[&generate[..], &["merged"]].concat()).succeeded();
+    small
+        .medusa(&[&generate[..], &["run/final"]].concat())
+        .failed(1, &["is not the backbone's lm_head", "not to this backbone"]);
+}
+
+#[test]
+fn heads_without_an_adapter_have_nothing_to_merge() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let export = ["export", "--heads", "run/final", "--format", "merged", "--out", "merged"];
+    small.medusa(&export).failed(2, &["run/final has no adapter_config.json", "Medusa-2 run's final/"]);
+}
+
 /// A word for each of the 48 ids.
 fn word_tokenizer() -> Value {
     let vocab: serde_json::Map<String, Value> = (0..48).map(|id| (format!("w{id}"), id.into())).collect();

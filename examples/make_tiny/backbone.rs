@@ -136,6 +136,7 @@ fn random(config: LlamaConfig, seed: u64) -> Llama {
 
 fn optimizer_config() -> Result<OptimizerConfig> {
     Ok(OptimizerConfig {
+        medusa_lr_multiplier: None,
         name: OptimizerName::AdamW,
         learning_rate: Positive::new(PEAK_RATE).context("PEAK_RATE")?,
         betas: [Fraction::new(0.9).context("beta1")?, Fraction::new(0.98).context("beta2")?],

@@ -85,6 +85,12 @@ struct PromptRow<'a> {
     category: &'a str,
 }
 
+#[derive(Serialize)]
+struct SeedRow<'a> {
+    messages: Vec<serde_json::Value>,
+    category: &'a str,
+}
+
 impl Conversation {
     /// The conversation as the chat template renders it, without the BOS and the last EOS, which the tokenizer and
     /// the reader of `text` rows add.
@@ -96,6 +102,15 @@ impl Conversation {
     /// The row of train.jsonl and eval.jsonl.
     pub(crate) fn text_row(&self) -> String {
         json_line(&TextRow { text: self.text(), category: self.category })
+    }
+
+    /// The row of seeds.jsonl: the whole conversation, whose questions `medusa distill` asks.
+    pub(crate) fn seed_row(&self) -> String {
+        let turn = |turn: &Turn| [("user", turn.question.clone()), ("assistant", turn.answer.clone())];
+        let messages = self.turns.iter().flat_map(turn);
+        let messages: Vec<_> =
+            messages.map(|(role, content)| serde_json::json!({"role": role, "content": content})).collect();
+        json_line(&SeedRow { messages, category: self.category })
     }
 
     /// The row of prompts.jsonl: the first question alone.

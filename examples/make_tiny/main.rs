@@ -26,6 +26,8 @@ mod tokenizer;
 use conversations::{Conversation, ConversationSet, Sizes};
 
 const SEED: u64 = 42;
+/// Conversations of train.jsonl whose questions are the seeds of self-distillation.
+const SEEDS: usize = 1_500;
 const SIZES: Sizes = Sizes { train: 10_000, eval: 200, prompts: 40 };
 
 fn main() -> Result<()> {
@@ -48,6 +50,7 @@ fn main() -> Result<()> {
 fn write_texts(folder: &Path, set: &ConversationSet) -> Result<Tokenizer> {
     write(&folder.join("train.jsonl"), &lines(&set.train, Conversation::text_row))?;
     write(&folder.join("eval.jsonl"), &lines(&set.eval, Conversation::text_row))?;
+    write(&folder.join("seeds.jsonl"), &lines(&set.train[..SEEDS], Conversation::seed_row))?;
     write(&folder.join("prompts.jsonl"), &lines(&set.prompts, Conversation::prompt_row))?;
     let turns = set.train.iter().flat_map(|conversation| &conversation.turns);
     let texts: Vec<String> = turns.flat_map(|turn| [turn.question.clone(), turn.answer.clone()]).collect();

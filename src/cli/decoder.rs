@@ -127,7 +127,11 @@ fn spare_threads(backbone: &Llama) {
     }
 }
 
-fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
+/// The dtype of a backbone's file.
+///
+/// # Errors
+/// When the folder is no backbone.
+pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
     Ok(dtype_of(embedding.kind()))

@@ -22,6 +22,7 @@ pub mod calibrate;
 pub mod decoder;
 pub mod distill;
 pub mod doctor;
+pub mod export;
 pub mod generate;
 pub mod inspect;
 pub mod train;
@@ -95,6 +96,7 @@ enum Verb {
     Tree(tree::TreeArgs),
     Generate(generate::GenerateArgs),
     Bench(bench::BenchArgs),
+    Export(export::ExportArgs),
     Doctor(doctor::DoctorArgs),
 }
 
@@ -108,6 +110,7 @@ impl Verb {
             Verb::Tree(args) => tree::run(args, common),
             Verb::Generate(args) => generate::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
+            Verb::Export(args) => export::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
