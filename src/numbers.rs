@@ -41,6 +41,12 @@ macro_rules! checked_number {
 checked_number!(Positive, "finite and above 0", |x| x.is_finite() && x > 0.0);
 checked_number!(NonNegative, "finite and at least 0", |x| x.is_finite() && x >= 0.0);
 checked_number!(Fraction, "at least 0 and below 1", |x| (0.0..1.0).contains(&x));
+checked_number!(Probability, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0);
+
+impl Probability {
+    /// What is certain.
+    pub const ONE: Self = Self(1.0);
+}
 
 #[cfg(test)]
 mod tests {
@@ -53,5 +59,6 @@ mod tests {
         );
         assert!(NonNegative::new(-1e-9).is_none() && NonNegative::new(0.0).is_some());
         assert!(Fraction::new(1.0).is_none() && Fraction::new(0.0).is_some());
+        assert!(Probability::new(0.0).is_none() && Probability::new(1.0) == Some(Probability::ONE));
     }
 }

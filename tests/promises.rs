@@ -7,6 +7,7 @@ mod chat;
 mod command_line;
 mod data;
 mod decoding;
+mod distill;
 mod embedded_default;
 mod joint_training;
 mod layering;

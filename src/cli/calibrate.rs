@@ -81,7 +81,8 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     Ok(rows)
 }
 
-fn heads_file(heads: &Path) -> PathBuf {
+/// The file of a heads folder, or the file itself.
+pub(super) fn heads_file(heads: &Path) -> PathBuf {
     if heads.is_dir() { heads.join(HEADS_FILE) } else { heads.to_owned() }
 }
 

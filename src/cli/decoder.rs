@@ -57,7 +57,7 @@ pub enum AcceptanceName {
     Rejection,
 }
 
-fn non_negative(text: &str) -> Result<NonNegative, String> {
+pub(super) fn non_negative(text: &str) -> Result<NonNegative, String> {
     NonNegative::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 

@@ -20,6 +20,7 @@ use crate::torch::{self, DeviceChoice, Dtype};
 pub mod bench;
 pub mod calibrate;
 pub mod decoder;
+pub mod distill;
 pub mod doctor;
 pub mod export;
 pub mod generate;
@@ -90,6 +91,7 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml"
 enum Verb {
     Train(train::TrainArgs),
     Inspect(inspect::InspectArgs),
+    Distill(distill::DistillArgs),
     Calibrate(calibrate::CalibrateArgs),
     Tree(tree::TreeArgs),
     Generate(generate::GenerateArgs),
@@ -103,6 +105,7 @@ impl Verb {
         match self {
             Verb::Train(args) => train::run(args, common),
             Verb::Inspect(args) => inspect::run(args, common),
+            Verb::Distill(args) => distill::run(args, common),
             Verb::Calibrate(args) => calibrate::run(args, common),
             Verb::Tree(args) => tree::run(args, common),
             Verb::Generate(args) => generate::run(args, common),

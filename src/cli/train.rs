@@ -11,7 +11,7 @@ use crate::train::run::{Outcome, Prepared};
 use crate::train::run_folder::check_output_dir;
 
 mod plan;
-mod progress;
+pub(super) mod progress;
 
 use plan::Plan;
 use progress::Progress;

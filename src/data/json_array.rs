@@ -21,8 +21,7 @@ pub(super) fn portions<T: Send>(
     mut take: impl FnMut(Vec<Result<T, RowError>>) -> Result<(), RowError>,
 ) -> Result<(), DataError> {
     let bytes = fs::read(path).map_err(|source| SourceError::Read { path: path.to_owned(), source })?;
-    let json = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // as Windows editors write it
-    let rows: Vec<&RawValue> = serde_json::from_slice(json).map_err(|error| Place::file(path).error(broken(&error)))?;
+    let rows = items(&bytes, path)?;
     for (portion, first) in rows.chunks(ROWS_AT_ONCE).zip((1..).step_by(ROWS_AT_ONCE)) {
         let row = |(index, row): (usize, &&RawValue)| {
             let raw = jsonl::row(row.get().as_bytes());
@@ -31,6 +30,12 @@ pub(super) fn portions<T: Send>(
         take(portion.par_iter().enumerate().map(row).collect())?;
     }
     Ok(())
+}
+
+/// The items of a file's array, as they are written.
+pub(super) fn items<'b>(bytes: &'b [u8], path: &Path) -> Result<Vec<&'b RawValue>, RowError> {
+    let json = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes); // as Windows editors write it
+    serde_json::from_slice(json).map_err(|error| Place::file(path).error(broken(&error)))
 }
 
 fn broken(error: &serde_json::Error) -> Problem {

@@ -8,9 +8,9 @@ use serde_json::{Map, Value};
 
 use super::chat_template::{ChatTemplate, Message, TemplateError};
 use super::conversation::Role;
-use super::jsonl;
 use super::rows::{Place, Problem, RowError};
 use super::tokenize::{TextTokenizer, TokenizeError};
+use super::{json_array, jsonl};
 
 /// What can be wrong with prompts.
 #[derive(Debug, thiserror::Error)]
@@ -81,19 +81,71 @@ pub enum PromptInput {
     Turns(Vec<String>),
 }
 
-/// Reads a prompt file, JSONL. A conversation that ends with the assistant's turn loses it: that turn is what is to be decoded.
+/// What a backbone is asked to write training data from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dialogue {
+    /// Where it stands.
+    pub place: Place,
+    /// What kind of task it is.
+    pub category: Option<String>,
+    /// What is asked.
+    pub questions: Questions,
+}
+
+/// What is asked, without any answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Questions {
+    /// Raw text to go on from.
+    Text(String),
+    /// Token ids to go on from.
+    Ids(Vec<i32>),
+    /// All of a user's turns, behind the system's if there is one.
+    Turns {
+        /// The conversation's first message, if the system wrote it.
+        system: Option<String>,
+        /// At least one.
+        user: Vec<String>,
+    },
+}
+
+/// Reads a prompt file: JSONL, or a JSON array. A conversation that ends with the assistant's turn loses it: that turn is what
+/// is to be decoded.
 ///
 /// # Errors
-/// File, line and key of what is not right; an empty file.
+/// File, line (of an array: row) and key of what is not right; an empty file.
 pub fn read(path: &Path) -> Result<Vec<Prompt>, PromptError> {
+    each_object(path, |object, _| Ok(Prompt { category: category(object)?, input: input(object)? }))
+}
+
+/// Reads a prompt file as [`read`] does, with all of a conversation's user turns. The assistant's turns are left out, and with
+/// them what only makes sense behind them: the turns of tools.
+///
+/// # Errors
+/// As [`read`]; a conversation in which the user says nothing.
+pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, PromptError> {
+    each_object(path, |object, place| {
+        Ok(Dialogue { place: place.clone(), category: category(object)?, questions: questions(object)? })
+    })
+}
+
+/// The objects of a file, JSONL or one array, told apart by the first character.
+fn each_object<T>(
+    path: &Path,
+    item: impl Fn(&Map<String, Value>, &Place) -> Result<T, Problem>,
+) -> Result<Vec<T>, PromptError> {
     let bytes = fs::read(path).map_err(|source| PromptError::Read { path: path.to_owned(), source })?;
-    let lines = bytes.split(|&byte| byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
-    let prompt = |(line, number)| prompt(line).map_err(|problem| Place::line(path, number).error(problem));
-    let prompts: Vec<Prompt> = lines.map(prompt).collect::<Result<_, _>>()?;
-    if prompts.is_empty() {
-        return Err(PromptError::Empty { path: path.to_owned() });
-    }
-    Ok(prompts)
+    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // Windows editors' byte order mark
+    let read = |json: &[u8], place: Place| {
+        jsonl::object(json).and_then(|object| item(&object, &place)).map_err(|problem| place.error(problem))
+    };
+    let items: Vec<T> = if text.trim_ascii_start().starts_with(b"[") {
+        let rows = json_array::items(text, path)?.into_iter().zip(1..);
+        rows.map(|(row, number)| read(row.get().as_bytes(), Place::row(path, number))).collect::<Result<_, _>>()?
+    } else {
+        let lines = text.split(|&byte| byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
+        lines.map(|(line, number)| read(line, Place::line(path, number))).collect::<Result<_, _>>()?
+    };
+    if items.is_empty() { Err(PromptError::Empty { path: path.to_owned() }) } else { Ok(items) }
 }
 
 /// A prompt's tokens. Of [`PromptInput::Turns`] the first turn: the others need the answers before them ([`chat_ids`]).
@@ -139,35 +191,70 @@ fn in_vocabulary(ids: &[i32], tokenizer: &TextTokenizer) -> Result<Vec<i32>, Pro
     }
 }
 
-fn prompt(line: &[u8]) -> Result<Prompt, Problem> {
-    let object = jsonl::object(line)?;
-    let category = match object.get("category") {
-        None | Some(Value::Null) => None,
-        Some(category) => Some(text("category", category)?),
-    };
-    Ok(Prompt { category, input: input(&object)? })
+fn category(object: &Map<String, Value>) -> Result<Option<String>, Problem> {
+    match object.get("category") {
+        None | Some(Value::Null) => Ok(None),
+        Some(category) => text("category", category).map(Some),
+    }
 }
 
 fn input(object: &Map<String, Value>) -> Result<PromptInput, Problem> {
+    match asked(object)? {
+        Asked::Text(prompt) => Ok(PromptInput::Text(prompt)),
+        Asked::Ids(ids) => Ok(PromptInput::Ids(ids)),
+        Asked::Turns(turns) => Ok(PromptInput::Turns(turns)),
+        Asked::Messages(key, messages) => before_the_answer(key, messages).map(PromptInput::Chat),
+    }
+}
+
+fn questions(object: &Map<String, Value>) -> Result<Questions, Problem> {
+    match asked(object)? {
+        Asked::Text(prompt) => Ok(Questions::Text(prompt)),
+        Asked::Ids(ids) => Ok(Questions::Ids(ids)),
+        Asked::Turns(user) => Ok(Questions::Turns { system: None, user }),
+        Asked::Messages(key, messages) => of_user(key, messages),
+    }
+}
+
+/// The forms of an object, by their keys.
+enum Asked {
+    Text(String),
+    Ids(Vec<i32>),
+    Turns(Vec<String>),
+    /// Under which key.
+    Messages(&'static str, Vec<Message>),
+}
+
+fn asked(object: &Map<String, Value>) -> Result<Asked, Problem> {
     let value = |key: &str| object.get(key).filter(|value| !value.is_null());
     if let Some(prompt) = value("prompt") {
-        return text("prompt", prompt).map(PromptInput::Text);
+        return text("prompt", prompt).map(Asked::Text);
     }
     if let Some(ids) = value("prompt_ids") {
-        return each("prompt_ids", ids, "a list of token ids", token).map(PromptInput::Ids);
+        return each("prompt_ids", ids, "a list of token ids", token).map(Asked::Ids);
     }
     if let Some(turns) = value("turns") {
-        return each("turns", turns, "a list of strings", text).map(PromptInput::Turns);
+        return each("turns", turns, "a list of strings", text).map(Asked::Turns);
     }
     for key in ["messages", "conversations"] {
         if let Some(messages) = value(key) {
-            let messages = each(key, messages, "a list of messages", message)?;
-            return before_the_answer(key, messages).map(PromptInput::Chat);
+            return Ok(Asked::Messages(key, each(key, messages, "a list of messages", message)?));
         }
     }
     let expected = "\"prompt\", \"messages\", \"conversations\", \"turns\" or \"prompt_ids\"";
     let found: Vec<_> = object.keys().map(|key| format!("{key:?}")).collect();
     Err(Problem::Value { key: "the keys".to_owned(), expected, got: found.join(", ") })
+}
+
+fn of_user(key: &str, messages: Vec<Message>) -> Result<Questions, Problem> {
+    let system = messages.first().filter(|first| first.role == "system").map(|first| first.content.clone());
+    let user: Vec<String> =
+        messages.into_iter().filter(|message| message.role == "user").map(|message| message.content).collect();
+    if user.is_empty() {
+        let got = "none".to_owned();
+        return Err(Problem::Value { key: key.to_owned(), expected: "a turn of the user", got });
+    }
+    Ok(Questions::Turns { system, user })
 }
 
 /// What stands before the answer that is to be decoded.
@@ -225,7 +312,42 @@ mod tests {
     use super::*;
 
     fn read_line(line: &str) -> Result<Prompt, String> {
-        prompt(line.as_bytes()).map_err(|problem| problem.to_string())
+        let object = jsonl::object(line.as_bytes()).map_err(|problem| problem.to_string())?;
+        let input = input(&object).map_err(|problem| problem.to_string())?;
+        Ok(Prompt { category: None, input })
+    }
+
+    #[test]
+    fn a_dialogue_has_all_that_the_user_says_and_no_answer() {
+        let of = |line: &str| questions(&jsonl::object(line.as_bytes()).unwrap());
+        let line = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "gpt", "value": "hello"},
+            {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}, {"from": "observation", "value": "o"},
+            {"from": "human", "value": "r"}, {"from": "gpt", "value": "b"}]}"#;
+        let user = vec!["q".to_owned(), "r".to_owned()];
+        assert_eq!(of(line).unwrap(), Questions::Turns { system: Some("s".into()), user: user.clone() });
+        assert_eq!(of(r#"{"turns": ["q", "r"]}"#).unwrap(), Questions::Turns { system: None, user });
+        let complaint = of(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#).unwrap_err().to_string();
+        assert_eq!(complaint, "messages: expected a turn of the user, got none");
+    }
+
+    #[test]
+    fn an_array_holds_the_same_prompts_as_lines() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("prompts");
+        let read_text = |text: &str| {
+            crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).unwrap();
+            read(&path).map_err(|error| error.to_string().replace(&path.display().to_string(), "FILE"))
+        };
+        let lines = read_text("{\"prompt\": \"a\"}\n\n{\"prompt_ids\": [3], \"category\": \"c\"}\n").unwrap();
+        let array = "\u{feff}\n[ {\"prompt\": \"a\"},\n {\"prompt_ids\": [3], \"category\": \"c\"}\n]";
+        assert_eq!(read_text(array).unwrap(), lines);
+        assert_eq!(read_text("[{\"prompt\": 1}]").unwrap_err(), "FILE, row 1: prompt: expected a string, got 1");
+        assert!(read_text("[{\"prompt\": \"a\"},\n 3 4]").unwrap_err().contains("line 2, column 4"));
+        assert_eq!(
+            read_text("[{\"prompt\": \"a\"}, 3]").unwrap_err(),
+            "FILE, row 2: the row: expected an object, got 3"
+        );
+        assert_eq!(read_text("[]").unwrap_err(), "FILE holds no prompt");
     }
 
     #[test]

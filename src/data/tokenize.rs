@@ -202,7 +202,8 @@ impl TextTokenizer {
         Err(TokenizeError::BeyondVocabulary { path: self.path.clone(), token, id, vocab_size })
     }
 
-    fn is_special(&self, id: i32) -> bool {
+    /// Whether it is one of the tokens that stand for no text.
+    pub fn is_special(&self, id: i32) -> bool {
         let token = u32::try_from(id).ok().and_then(|id| self.tokenizer.id_to_token(id));
         token.is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
     }

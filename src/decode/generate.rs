@@ -4,12 +4,11 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
 use tch::{Kind, Tensor};
 
 use super::accept::{self, Acceptance};
 use super::propose::Proposer;
+use super::sample::{Sampler, Sampling};
 use super::stats::Tally;
 use crate::medusa::heads::Heads;
 use crate::medusa::tree::{SparseTree, TreeError};
@@ -110,6 +109,8 @@ pub struct Generation {
     pub accept_lengths: Vec<usize>,
     /// Why it ended.
     pub finish_reason: FinishReason,
+    /// The EOS that ended it.
+    pub eos: Option<i64>,
     /// Time until the first token was known.
     pub prefill: Duration,
     /// Time from then on.
@@ -182,7 +183,7 @@ pub fn plain(backbone: &Llama, request: &Request, on_tokens: &mut OnTokens) -> R
 
 fn plain_steps(backbone: &Llama, request: &Request, text: &mut Transcript) -> KvCache {
     let (mut cache, mut hidden_1h) = prefill(backbone, request.prompt);
-    let mut sampler = Sampler::new(request);
+    let mut sampler = Sampler::new(Sampling::of_temperature(request.temperature), request.seed);
     let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
     loop {
         let token_1 = sampler.next(&backbone.logits(&hidden_1h, Adapters::Off));
@@ -295,7 +296,7 @@ fn as_ids(row: &[f64]) -> Vec<i64> {
 }
 
 /// Runs the prompt; returns its cache and the last token's hidden state, `[1, H]`.
-fn prefill(backbone: &Llama, prompt: &[i64]) -> (KvCache, Tensor) {
+pub(super) fn prefill(backbone: &Llama, prompt: &[i64]) -> (KvCache, Tensor) {
     let length = prompt.len() as i64;
     let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
     let chain = NewTokens::chain(length, &backbone.config, backbone.kind(), backbone.device());
@@ -305,30 +306,8 @@ fn prefill(backbone: &Llama, prompt: &[i64]) -> (KvCache, Tensor) {
     (cache, hidden_nh.narrow(0, length - 1, 1))
 }
 
-/// Draws tokens. The stream of numbers is the same on every device, so only the probabilities can differ there.
-struct Sampler {
-    temperature: f64,
-    rng: ChaCha8Rng,
-}
-
-impl Sampler {
-    fn new(request: &Request) -> Self {
-        Self { temperature: request.temperature.get(), rng: ChaCha8Rng::seed_from_u64(request.seed) }
-    }
-
-    /// The next token, `[1]`, of logits `[1, V]`.
-    fn next(&mut self, logits_1v: &Tensor) -> Tensor {
-        if self.temperature == 0.0 {
-            return logits_1v.argmax(-1, false);
-        }
-        let p_1v = (logits_1v.to_kind(Kind::Float) / self.temperature).softmax(-1, Kind::Double);
-        let below_1v = p_1v.cumsum(-1, Kind::Double).le(self.rng.random::<f64>());
-        let last = logits_1v.size()[1] - 1; // rounding may leave the sum below the number drawn
-        below_1v.sum_dim_intlist(-1, false, Kind::Int64).clamp_max(last)
-    }
-}
-
-fn check_prompt(backbone: &Llama, prompt: &[i64]) -> Result<(), DecodeError> {
+/// Refuses what no backbone can go on from.
+pub(super) fn check_prompt(backbone: &Llama, prompt: &[i64]) -> Result<(), DecodeError> {
     let (context, vocab_size) = (backbone.config.max_position_embeddings, backbone.config.vocab_size);
     if prompt.is_empty() {
         return Err(DecodeError::EmptyPrompt);
@@ -351,6 +330,7 @@ struct Transcript<'a, 'f> {
     eos_token_ids: &'a [i64],
     on_tokens: &'a mut OnTokens<'f>,
     finish_reason: FinishReason,
+    eos: Option<i64>,
     started: Instant,
     first_token: Option<Instant>,
 }
@@ -365,6 +345,7 @@ impl<'a, 'f> Transcript<'a, 'f> {
             eos_token_ids: &backbone.config.eos_token_ids,
             on_tokens,
             finish_reason: FinishReason::Length,
+            eos: None,
             started: Instant::now(),
             first_token: None,
         }
@@ -382,6 +363,7 @@ impl<'a, 'f> Transcript<'a, 'f> {
         let within = &tokens[..tokens.len().min(self.limit - self.new_ids.len())];
         let eos = within.iter().position(|id| self.eos_token_ids.contains(id));
         let kept = &within[..eos.unwrap_or(within.len())];
+        self.eos = eos.map(|at| within[at]);
         let mut stopped = ControlFlow::Continue(());
         if !kept.is_empty() {
             self.new_ids.extend(kept);
@@ -403,6 +385,7 @@ impl<'a, 'f> Transcript<'a, 'f> {
             new_ids: self.new_ids,
             accept_lengths: self.accept_lengths,
             finish_reason: self.finish_reason,
+            eos: self.eos,
             prefill: first_token - self.started,
             decoding: first_token.elapsed(),
         }

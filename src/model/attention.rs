@@ -6,6 +6,7 @@ use std::cell::{OnceCell, RefCell};
 
 use tch::{Device, Kind, Tensor};
 
+use crate::model::batch_cache::{BatchLayer, BatchStep};
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::{KvCache, LayerCache};
 use crate::model::linear::{Linear, LinearGroup};
@@ -80,6 +81,19 @@ impl Attention {
             attend(&q_1gnd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale())
         };
         self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]), Adapters::Off)
+    }
+
+    /// One new token of each of several generations: `x_ph` `[P, H]` to the same shape. Their keys and values go to the cache.
+    /// The spare rows (see [`BatchStep`]) attend to nothing.
+    pub fn over_batch(&self, x_ph: &Tensor, rotation: &Rotation, step: &BatchStep, cache: &BatchLayer) -> Tensor {
+        let HeadShape { q, g, d } = self.shape;
+        let qkv_phd = self.qkv.forward(x_ph, Adapters::Off).view([step.product_rows, q + 2 * g, d]);
+        rotation.apply_(&qkv_phd.narrow(1, 0, q + g));
+        let qkv_bhd = qkv_phd.narrow(0, 0, step.rows);
+        let [keys_bgsd, values_bgsd] = cache.write(&qkv_bhd.narrow(1, q, 2 * g), step);
+        let q_bgrd = qkv_bhd.narrow(1, 0, q).view([step.rows, g, q / g, d]);
+        let out_bgrd = attend(&q_bgrd, &keys_bgsd, &values_bgsd, Some(&step.mask_b11s), self.shape.scale());
+        self.o.forward(&step.with_spare_rows(&out_bgrd.reshape([step.rows, q * d])), Adapters::Off)
     }
 }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use tch::{Device, Kind, Tensor};
 
 use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
+use crate::model::batch_cache::BatchCache;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::{Linear, LinearGroup};
@@ -216,6 +217,22 @@ impl Llama {
             x_nh = layer.forward(&x_nh, self.config.rms_norm_eps, Adapters::Off, attend);
         }
         rms_norm(&x_nh, &self.norm_h, self.config.rms_norm_eps)
+    }
+
+    /// One new token of each of several generations: `tokens_b` `[B]` int64, a token for each row of the cache, to logits of the
+    /// next ones, `[B, V]`. The new tokens are committed. What a row computes does not depend on the other rows (bit by bit on
+    /// the CPU, up to 64 rows).
+    pub fn extend_batch(&self, tokens_b: &Tensor, cache: &mut BatchCache) -> Tensor {
+        let step = cache.step();
+        let rotation = step.rotation(&self.rope);
+        let mut x_ph = self.embed(&step.with_spare_rows(tokens_b));
+        for (i, layer) in self.layers.iter().enumerate() {
+            let attend = |x: &Tensor, a: &Attention| a.over_batch(x, &rotation, &step, cache.layer(i));
+            x_ph = layer.forward(&x_ph, self.config.rms_norm_eps, Adapters::Off, attend);
+        }
+        cache.commit();
+        let hidden_ph = rms_norm(&x_ph, &self.norm_h, self.config.rms_norm_eps);
+        self.logits(&hidden_ph, Adapters::Off).narrow(0, 0, step.rows)
     }
 
     /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype.

@@ -7,6 +7,7 @@ use crate::torch::Dtype;
 
 pub mod attention;
 pub mod backward;
+pub mod batch_cache;
 pub mod config;
 pub mod folder;
 pub mod kv_cache;

@@ -93,7 +93,7 @@ fn quality(line: &MetricsLine) -> String {
     format!("loss {:.4}  head-1 accuracy {accuracy}", line.loss)
 }
 
-fn time_left(elapsed: Duration, made: usize, to_make: usize) -> String {
+pub(in crate::cli) fn time_left(elapsed: Duration, made: usize, to_make: usize) -> String {
     if made == 0 {
         return "time left unknown yet".into();
     }

@@ -1,0 +1,255 @@
+//! `medusa distill`: the backbone answers prompts, and what it says becomes training data.
+
+use std::io::{self, IsTerminal};
+use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
+
+use super::calibrate::heads_file;
+use super::decoder::{Decoder, dtype_of, non_negative};
+use super::train::progress::time_left;
+use super::{CommonFlags, Interrupted, interrupted, print_json, print_line};
+use crate::data::prompts::{self, Dialogue};
+use crate::decode::accept::{Acceptance, TypicalAcceptance};
+use crate::decode::batch::Batch;
+use crate::decode::generate::Medusa;
+use crate::decode::sample::Sampling;
+use crate::distill::answer::{Answerer, OneByOne};
+use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
+use crate::distill::provenance::{self, Provenance};
+use crate::distill::render::Renderer;
+use crate::distill::{self, Outcome, Progress, Settings};
+use crate::files;
+use crate::model::lora::ADAPTER_FILE;
+use crate::numbers::{NonNegative, Probability};
+
+/// ε of typical acceptance, where heads answer above temperature 0.
+const POSTERIOR_THRESHOLD: f64 = 0.09;
+/// Answers of a conversation in which the backbone asks itself.
+const SELF_TALK_TURNS: usize = 4;
+/// Where there is no terminal, progress is told no more often than this.
+const BETWEEN_LINES: Duration = Duration::from_secs(10);
+const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
+
+/// Let the backbone answer prompts, and write its conversations as Parquet that medusa-train reads.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  medusa distill --backbone data/tiny/backbone --prompts data/tiny/prompts.jsonl \\\n    --out distilled --max-new-tokens 100\n\nThe columns input_ids and labels train as they are: [data] train = [\"distilled/*.parquet\"]. Labels carry loss\nwhere the backbone wrote. An interrupted run goes on with --resume, and ends with the same files.\nSeveral machines take --shard 1/4, 2/4, … and may write to one folder."
+)]
+pub struct DistillArgs {
+    /// The backbone's folder.
+    #[arg(long, value_name = "B")]
+    pub backbone: PathBuf,
+    /// JSONL or a JSON array of conversations, turns, prompts or token ids.
+    #[arg(long, value_name = "F")]
+    pub prompts: PathBuf,
+    /// The folder to write to.
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// 0 is greedy.
+    #[arg(long, value_name = "T", default_value = "0.3", value_parser = non_negative, allow_negative_numbers = true)]
+    pub temperature: NonNegative,
+    /// Draw from the most probable tokens that together have this probability.
+    #[arg(long, value_name = "P", default_value = "1", value_parser = probability, conflicts_with = "heads")]
+    pub top_p: Probability,
+    /// Stop an answer after so many tokens.
+    #[arg(long, value_name = "N", default_value = "1024")]
+    pub max_new_tokens: NonZeroUsize,
+    /// At most so many answers a conversation [default: one for each of the user's turns; 4 with --self-talk].
+    #[arg(long, value_name = "N")]
+    pub turns: Option<NonZeroUsize>,
+    /// The backbone writes the user's turns after the first one: for models that were trained on both roles.
+    #[arg(long)]
+    pub self_talk: bool,
+    /// Decode with these heads, one conversation at a time: greedily, or with typical acceptance above temperature 0.
+    #[arg(long, value_name = "H")]
+    pub heads: Option<PathBuf>,
+    /// The tree of guesses [default: a chain of each head's best].
+    #[arg(long, value_name = "T", requires = "heads")]
+    pub tree: Option<PathBuf>,
+    /// Conversations that are decoded together. On the CPU, what one says does not depend on the others up to 64.
+    #[arg(long, value_name = "N", default_value = "32", conflicts_with = "heads")]
+    pub batch_size: NonZeroUsize,
+    /// This machine's part of the prompts: I from 1 to N takes every N-th, from the I-th on.
+    #[arg(long, value_name = "I/N", default_value = "1/1")]
+    pub shard: Share,
+    /// Go on in a folder that an interrupted run left.
+    #[arg(long)]
+    pub resume: bool,
+}
+
+fn probability(text: &str) -> Result<Probability, String> {
+    Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
+}
+
+/// Answers every prompt of this machine's share.
+///
+/// # Errors
+/// What is wrong with the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
+pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    if !args.resume {
+        output::check_is_free(&args.out, args.shard)?;
+    }
+    let dialogues = prompts::read_dialogues(&args.prompts)?;
+    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
+    let settings = args.settings(&decoder, common)?;
+    distill::check(&dialogues, &renderer, &settings)?;
+    let provenance = args.provenance(&decoder, &dialogues, common)?;
+    let output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
+    let medusa = decoder.medusa(Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD)))?;
+    let answerer = args.answerer(&decoder, medusa.as_ref(), common);
+    let work = Work { dialogues: &dialogues, renderer: &renderer, settings: &settings };
+    work.run(args, answerer, output, common)
+}
+
+impl DistillArgs {
+    fn settings(&self, decoder: &Decoder, common: &CommonFlags) -> anyhow::Result<Settings> {
+        let all = if self.self_talk { SELF_TALK_TURNS } else { usize::MAX };
+        Ok(Settings {
+            max_new_tokens: self.max_new_tokens,
+            turns: self.turns.unwrap_or(NonZeroUsize::new(all).expect("above 0")),
+            self_talk: self.self_talk,
+            seed: common.seed,
+            context: usize::try_from(decoder.backbone.config.max_position_embeddings)?,
+        })
+    }
+
+    fn provenance(
+        &self,
+        decoder: &Decoder,
+        dialogues: &[Dialogue],
+        common: &CommonFlags,
+    ) -> anyhow::Result<Provenance> {
+        let shown = |path: &Path| path.display().to_string();
+        let adapter = self.heads.as_ref().map(|heads| heads.join(ADAPTER_FILE));
+        Ok(Provenance {
+            program_version: env!("CARGO_PKG_VERSION"),
+            backbone: shown(&self.backbone),
+            backbone_revision: provenance::revision(&self.backbone),
+            backbone_sha256: provenance::identity(&self.backbone)?,
+            prompts: shown(&self.prompts),
+            prompts_sha256: files::sha256(&self.prompts)?,
+            conversations: dialogues.len(),
+            share: self.shard.to_string(),
+            conversations_per_file: CONVERSATIONS_PER_SHARD,
+            dtype: dtype_of(decoder.backbone.kind()).to_string(),
+            temperature: self.temperature.get(),
+            top_p: self.top_p.get(),
+            max_new_tokens: self.max_new_tokens.get(),
+            turns: self.turns.map(NonZeroUsize::get),
+            self_talk: self.self_talk,
+            seed: common.seed,
+            heads: self.heads.as_deref().map(shown),
+            heads_sha256: self.heads.as_deref().map(|heads| files::sha256(&heads_file(heads))).transpose()?,
+            adapter_sha256: adapter.filter(|file| file.exists()).map(|file| files::sha256(&file)).transpose()?,
+            tree_sha256: self.tree.as_deref().map(files::sha256).transpose()?,
+        })
+    }
+
+    fn answerer<'d>(&self, decoder: &'d Decoder, medusa: Option<&'d Medusa<'d>>, common: &CommonFlags) -> Answerer<'d> {
+        let Some(medusa) = medusa else {
+            let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
+            return Answerer::Together(Box::new(Batch::new(&decoder.backbone, sampling, self.batch_size)));
+        };
+        let rule = if self.temperature.get() > 0.0 { "typical acceptance" } else { "greedily" };
+        common.say(format_args!("--heads: one conversation at a time, {rule}"));
+        Answerer::OneByOne(OneByOne::new(&decoder.backbone, medusa, self.temperature))
+    }
+}
+
+/// What is to be done.
+struct Work<'a> {
+    dialogues: &'a [Dialogue],
+    renderer: &'a Renderer<'a>,
+    settings: &'a Settings,
+}
+
+impl Work<'_> {
+    fn run(
+        &self,
+        args: &DistillArgs,
+        answerer: Answerer,
+        mut output: Output,
+        common: &CommonFlags,
+    ) -> anyhow::Result<()> {
+        let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
+        let mut teller = Teller::new(common, output.conversations(), before);
+        let mut last = Progress { conversations: before, tokens: 0 };
+        let mut on_step = |progress| {
+            last = progress;
+            teller.tell(progress);
+            if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let outcome = distill::run(self.dialogues, self.renderer, self.settings, answerer, &mut output, &mut on_step)?;
+        teller.bar.finish_and_clear();
+        let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
+        if outcome == Outcome::Stopped {
+            let text = format!("stopped: {kept} of {all} conversations are kept in {folder}; go on with --resume");
+            return Err(Interrupted(text).into());
+        }
+        let (seconds, tokens) = (began.elapsed().as_secs_f64(), last.tokens);
+        let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
+        if common.json {
+            return print_json(&json!({
+                "conversations": kept,
+                "resumed": before,
+                "tokens": tokens,
+                "seconds": seconds,
+                "tokens_per_second": speed,
+                "shards": output.shards(),
+                "out": args.out,
+            }));
+        }
+        print_line(format_args!(
+            "{kept} conversations in {} files of {folder}; {tokens} new tokens in {seconds:.1} s, {speed:.0} tokens/s",
+            output.shards()
+        ))
+    }
+}
+
+/// Tells people how far it is: a bar on a terminal, now and then a line elsewhere.
+struct Teller<'c> {
+    common: &'c CommonFlags,
+    bar: ProgressBar,
+    live: bool,
+    total: usize,
+    before: usize,
+    began: Instant,
+    last_line: Instant,
+}
+
+impl<'c> Teller<'c> {
+    fn new(common: &'c CommonFlags, total: usize, before: usize) -> Self {
+        let live = io::stderr().is_terminal() && !common.quiet;
+        let target = if live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let bar = ProgressBar::with_draw_target(Some(total as u64), target).with_style(style);
+        bar.set_position(before as u64); // a resumed run: the time left counts from here
+        bar.reset_eta();
+        if before > 0 {
+            common.say(format_args!("goes on behind {before} of {total} conversations"));
+        }
+        let began = Instant::now();
+        Self { common, bar, live, total, before, began, last_line: began }
+    }
+
+    fn tell(&mut self, progress: Progress) {
+        let speed = progress.tokens as f64 / self.began.elapsed().as_secs_f64();
+        self.bar.set_position(progress.conversations as u64);
+        self.bar.set_message(format!("{speed:.0} tokens/s"));
+        if !self.live && self.last_line.elapsed() >= BETWEEN_LINES {
+            self.last_line = Instant::now();
+            let made = progress.conversations - self.before;
+            let left = time_left(self.began.elapsed(), made, self.total - progress.conversations);
+            let done = progress.conversations;
+            self.common.say(format_args!("{done}/{} conversations  {speed:.0} tokens/s  {left}", self.total));
+        }
+    }
+}

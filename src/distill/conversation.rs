@@ -1,0 +1,385 @@
+//! One conversation, turn by turn: what is asked next, and the row that it becomes. Decodes nothing.
+
+use serde::{Deserialize, Serialize};
+
+use super::Settings;
+use super::render::{self, OpenQuestion, Rendered, Renderer, Written, narrow};
+use crate::data::IGNORE;
+use crate::data::chat_template::Message;
+use crate::data::prompts::{Dialogue, PromptError, Questions};
+use crate::decode::batch::{RowEnded, RowRequest};
+use crate::decode::generate::FinishReason;
+
+/// A conversation that is being held.
+#[derive(Debug)]
+pub struct Conversation<'a> {
+    id: usize,
+    dialogue: &'a Dialogue,
+    /// So far; the question whose answer is awaited is the last one.
+    messages: Vec<Message>,
+    /// The turns that the backbone wrote.
+    written: Vec<Written>,
+    /// Who is writing.
+    writer: Writer,
+    /// What the running turn goes on from.
+    prompt: Rendered,
+    /// What the backbone saw and wrote up to the last turn that was heard.
+    row: Row,
+    /// As it was after the last answer: a question without an answer is no part of it.
+    kept: Option<Finished>,
+    /// Turns that were asked of the backbone; they name the streams of what is drawn.
+    asked: u64,
+    answers: usize,
+    is_over: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Writer {
+    Assistant,
+    User,
+}
+
+/// Tokens, and for each the token to learn.
+#[derive(Debug, Clone, Default)]
+struct Row {
+    ids: Vec<i64>,
+    labels: Vec<i32>,
+}
+
+/// A conversation as it is written to a shard.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finished {
+    /// Its index in the prompt file.
+    pub id: usize,
+    /// The prompt's.
+    pub category: Option<String>,
+    /// Its turns, as ShareGPT writes them.
+    pub conversations: Vec<Said>,
+    /// What the backbone saw and wrote.
+    pub input_ids: Vec<i32>,
+    /// The same where the backbone wrote it, else [`IGNORE`].
+    pub labels: Vec<i32>,
+    /// Why the last answer ended; `length` also where a further turn does not fit.
+    pub finish_reason: String,
+}
+
+/// One turn.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Said {
+    /// `system`, `human` or `gpt`.
+    pub from: String,
+    /// What was said.
+    pub value: String,
+}
+
+impl<'a> Conversation<'a> {
+    /// Nothing is asked yet.
+    pub fn new(id: usize, dialogue: &'a Dialogue) -> Self {
+        Self {
+            id,
+            dialogue,
+            messages: vec![],
+            written: vec![],
+            writer: Writer::Assistant,
+            prompt: Rendered::default(),
+            row: Row::default(),
+            kept: None,
+            asked: 0,
+            answers: 0,
+            is_over: false,
+        }
+    }
+
+    /// What is asked of the backbone next; `None` where the conversation ends.
+    ///
+    /// # Errors
+    /// What the template or the tokenizer says.
+    pub fn next_request(
+        &mut self,
+        renderer: &Renderer,
+        settings: &Settings,
+    ) -> Result<Option<RowRequest>, PromptError> {
+        let Some(OpenQuestion { prompt, end_mark }) = self.next_prompt(renderer, settings)? else { return Ok(None) };
+        if self.answers > 0 && prompt.ids.len() >= settings.context {
+            self.cut_short();
+            return Ok(None);
+        }
+        self.prompt = prompt;
+        self.asked += 1;
+        Ok(Some(RowRequest {
+            key: self.id,
+            prompt: self.prompt.ids.clone(),
+            max_new_tokens: settings.max_new_tokens,
+            end_mark,
+            stream: [settings.seed, self.id as u64, self.asked],
+        }))
+    }
+
+    fn next_prompt(&mut self, renderer: &Renderer, settings: &Settings) -> Result<Option<OpenQuestion>, PromptError> {
+        let was_written_by = std::mem::replace(&mut self.writer, Writer::Assistant);
+        let of_answer = |prompt| Some(OpenQuestion { prompt, end_mark: vec![] });
+        if self.asked == 0 {
+            return render::first(&self.dialogue.questions, renderer, &mut self.messages).map(of_answer);
+        }
+        if was_written_by == Writer::User && !self.is_over {
+            return renderer.answer(&self.messages).map(of_answer);
+        }
+        let Questions::Turns { user, .. } = &self.dialogue.questions else { return Ok(None) };
+        if self.is_over || self.answers >= settings.turns.get() {
+            return Ok(None);
+        }
+        if settings.self_talk {
+            self.writer = Writer::User;
+            return renderer.question(&self.messages);
+        }
+        let Some(question) = user.get(self.answers) else { return Ok(None) };
+        self.messages.push(Message::new("user", question));
+        renderer.answer(&self.messages).map(of_answer)
+    }
+
+    /// Takes what the backbone said. A question of its own that is empty or has no end is dropped, and ends the conversation.
+    ///
+    /// # Errors
+    /// The tokenizer's own.
+    pub fn hear(&mut self, said: RowEnded, renderer: &Renderer) -> Result<(), PromptError> {
+        let content = renderer.text(&said.new_ids)?;
+        let is_question = self.writer == Writer::User;
+        if is_question && (said.end.is_empty() || content.trim().is_empty()) {
+            self.is_over = true;
+            if said.finish_reason == FinishReason::Length {
+                self.cut_short();
+            }
+            return Ok(());
+        }
+        self.row = self.row_with(&said, renderer)?;
+        self.written.push(Written {
+            opened: std::mem::take(&mut self.prompt.text),
+            content: content.clone(),
+            end: renderer.end_text(&said.end)?,
+        });
+        self.messages.push(Message::new(if is_question { "user" } else { "assistant" }, content));
+        if !is_question {
+            self.answers += 1;
+            self.kept = Some(self.as_finished(said.finish_reason));
+        }
+        Ok(())
+    }
+
+    /// The row that it became.
+    ///
+    /// # Panics
+    /// If no answer was heard.
+    pub fn finish(self) -> Finished {
+        self.kept.expect("a conversation ends after an answer")
+    }
+
+    /// The prompt as the backbone saw it, then what it wrote. Labels of earlier turns are carried over where the prompt begins
+    /// with the very tokens of these turns, else found in its text (see [`Renderer::labels`]).
+    fn row_with(&self, said: &RowEnded, renderer: &Renderer) -> Result<Row, PromptError> {
+        let mut ids = self.prompt.ids.clone();
+        let mut labels = if ids.starts_with(&self.row.ids) {
+            let mut labels = self.row.labels.clone();
+            labels.resize(ids.len(), IGNORE);
+            labels
+        } else {
+            renderer.labels(&self.prompt, &self.written)?
+        };
+        let new = || said.new_ids.iter().chain(&said.end).copied();
+        ids.extend(new());
+        labels.extend(narrow(&new().collect::<Vec<_>>()));
+        Ok(Row { ids, labels })
+    }
+
+    fn as_finished(&self, finish_reason: FinishReason) -> Finished {
+        let said = |message: &Message| {
+            let from = match message.role.as_str() {
+                "user" => "human",
+                "assistant" => "gpt",
+                other => other,
+            };
+            Said { from: from.to_owned(), value: message.content.clone() }
+        };
+        Finished {
+            id: self.id,
+            category: self.dialogue.category.clone(),
+            conversations: self.messages.iter().map(said).collect(),
+            input_ids: narrow(&self.row.ids),
+            labels: self.row.labels.clone(),
+            finish_reason: finish_reason.name().to_owned(),
+        }
+    }
+
+    /// A further turn does not fit.
+    fn cut_short(&mut self) {
+        if let Some(kept) = &mut self.kept {
+            FinishReason::Length.name().clone_into(&mut kept.finish_reason);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::num::NonZeroUsize;
+    use std::path::Path;
+
+    use super::*;
+    use crate::data::chat_template::ChatTemplate;
+    use crate::data::rows::Place;
+    use crate::data::tokenize::TextTokenizer;
+    use crate::distill::render::wide;
+    use crate::files::write_atomic;
+
+    /// As Vicuna writes it: the user's turn has no token of its own for its end.
+    const PLAIN: &str = "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}{% else %}\
+                         {{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}\
+                         {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}";
+    /// Shows only the last answer as it was.
+    const FORGETFUL: &str = "{% for m in messages %}{{ 'X' + m['role'][0] }}{% if loop.last or m['role'] == 'user' %}\
+                             {{ m['content'] }}{% else %}{{ '...' }}{% endif %}{{ eos_token }}{% endfor %}\
+                             {% if add_generation_prompt %}{{ 'Xa' }}{% endif %}";
+
+    struct World {
+        tokenizer: TextTokenizer,
+        template: ChatTemplate,
+    }
+
+    /// The tokenizer of data/tiny with another template.
+    fn world(template: &str) -> World {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            std::fs::copy(tiny.join(name), dir.path().join(name)).unwrap();
+        }
+        write_atomic(&dir.path().join("chat_template.jinja"), |out| out.write_all(template.as_bytes())).unwrap();
+        let template = ChatTemplate::load(dir.path()).unwrap().unwrap();
+        World { tokenizer: TextTokenizer::load(dir.path()).unwrap(), template }
+    }
+
+    impl World {
+        fn renderer(&self) -> Renderer<'_> {
+            Renderer { tokenizer: &self.tokenizer, template: Some(&self.template) }
+        }
+
+        fn ids(&self, text: &str) -> Vec<i64> {
+            wide(&self.tokenizer.encode(text, false).unwrap())
+        }
+
+        /// A letter a token: nothing that the tokenizer itself would make of a word.
+        fn spelt(&self, text: &str) -> Vec<i64> {
+            text.chars().flat_map(|letter| self.ids(&letter.to_string())).collect()
+        }
+
+        /// The pieces of a row that carry loss.
+        fn learnt(&self, row: &Finished) -> Vec<String> {
+            let pairs: Vec<_> = row.input_ids.iter().zip(&row.labels).collect();
+            let pieces = pairs.chunk_by(|a, b| (*a.1 == IGNORE) == (*b.1 == IGNORE));
+            let learnt = pieces.filter(|piece| *piece[0].1 != IGNORE);
+            let ids = learnt.map(|piece| piece.iter().map(|(id, _)| **id).collect::<Vec<i32>>());
+            ids.map(|ids| self.tokenizer.decode(&ids, false).unwrap()).collect()
+        }
+    }
+
+    fn settings(turns: usize, self_talk: bool, context: usize) -> Settings {
+        let number = |n| NonZeroUsize::new(n).unwrap();
+        Settings { max_new_tokens: number(50), turns: number(turns), self_talk, seed: 1, context }
+    }
+
+    fn dialogue(user: &[&str]) -> Dialogue {
+        let user = user.iter().map(|&turn| turn.to_owned()).collect();
+        let place = Place { path: "p".into(), row: None };
+        Dialogue { place, category: None, questions: Questions::Turns { system: None, user } }
+    }
+
+    fn said(new_ids: Vec<i64>, end: Vec<i64>) -> RowEnded {
+        let finish_reason = if end.is_empty() { FinishReason::Length } else { FinishReason::Eos };
+        RowEnded { key: 0, new_ids, end, finish_reason }
+    }
+
+    const EOS: i64 = 1;
+
+    #[test]
+    fn a_template_without_tokens_for_turns_opens_and_ends_the_users() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "never asked"]));
+        let (renderer, settings) = (world.renderer(), settings(2, true, 500));
+        let mut talk = Conversation::new(0, &dialogue);
+        let first = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        assert_eq!((first.prompt, first.end_mark), (world.ids("USER: Count to 3. ASSISTANT:"), vec![]));
+        talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
+        let asks = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        assert_eq!(asks.prompt, world.ids("USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER:"));
+        let mark = world.ids("ASSISTANT:");
+        assert_eq!((asks.end_mark, asks.stream), (mark.clone(), [1, 0, 2]));
+        talk.hear(said(world.ids("And to 4?"), mark), &renderer).unwrap();
+        let answers = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: And to 4? ASSISTANT:";
+        assert_eq!(answers.prompt, world.ids(seen));
+        talk.hear(said(world.ids("1, 2, 3, 4."), vec![]), &renderer).unwrap();
+        assert!(talk.next_request(&renderer, &settings).unwrap().is_none(), "two answers were asked for");
+        let row = talk.finish();
+        assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " And to 4? ASSISTANT:1, 2, 3, 4."]);
+        assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (4, "length"));
+    }
+
+    #[test]
+    fn a_question_without_an_end_is_dropped() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3."]));
+        let (renderer, settings) = (world.renderer(), settings(3, true, 500));
+        for (question, reason) in [(said(world.ids(" And"), vec![]), "length"), (said(vec![], vec![EOS]), "eos")] {
+            let mut talk = Conversation::new(0, &dialogue);
+            let _ = talk.next_request(&renderer, &settings).unwrap();
+            talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
+            let _ = talk.next_request(&renderer, &settings).unwrap();
+            talk.hear(question, &renderer).unwrap();
+            assert!(talk.next_request(&renderer, &settings).unwrap().is_none());
+            let row = talk.finish();
+            assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, reason));
+            assert_eq!(row.input_ids.last(), Some(&1));
+        }
+    }
+
+    #[test]
+    fn an_answer_that_is_read_again_as_other_tokens_carries_loss_where_it_stands() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "Count to 3.", "Count"]));
+        let (renderer, settings) = (world.renderer(), settings(9, false, 500));
+        let mut talk = Conversation::new(0, &dialogue);
+        for answer in ["1, 2, 3.", "Count to 3.", "omelette"] {
+            let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+            talk.hear(said(world.spelt(answer), vec![EOS]), &renderer).unwrap();
+        }
+        assert!(talk.next_request(&renderer, &settings).unwrap().is_none(), "all is asked");
+        let row = talk.finish();
+        let last = "omelette<|end|>";
+        assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " Count to 3.<|end|>", last]);
+        let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: Count to 3. ASSISTANT: Count to 3.<|end|>USER: Count ASSISTANT:";
+        assert_eq!(wide(&row.input_ids), [world.ids(seen), world.spelt("omelette"), vec![EOS]].concat());
+    }
+
+    #[test]
+    fn an_answer_that_the_template_no_longer_shows_carries_no_loss() {
+        let (world, dialogue) = (world(FORGETFUL), dialogue(&["Count to 3.", "Hello"]));
+        let (renderer, settings) = (world.renderer(), settings(9, false, 500));
+        let mut talk = Conversation::new(0, &dialogue);
+        for answer in ["1, 2, 3.", "omelette"] {
+            let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+            talk.hear(said(world.ids(answer), vec![EOS]), &renderer).unwrap();
+        }
+        let row = talk.finish();
+        assert_eq!(world.learnt(&row), ["omelette<|end|>"]);
+        assert_eq!(row.conversations.len(), 4);
+    }
+
+    #[test]
+    fn a_turn_that_does_not_fit_ends_the_conversation_before_it() {
+        let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "Hello"]));
+        let renderer = world.renderer();
+        let mut talk = Conversation::new(0, &dialogue);
+        let settings = settings(9, false, world.ids("USER: Count to 3. ASSISTANT: 1<|end|>").len() + 2);
+        let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        talk.hear(said(world.ids(" 1"), vec![EOS]), &renderer).unwrap();
+        assert!(talk.next_request(&renderer, &settings).unwrap().is_none());
+        let row = talk.finish();
+        assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, "length"));
+        assert_eq!(row.input_ids.last(), Some(&1));
+    }
+}

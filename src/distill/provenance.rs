@@ -1,0 +1,153 @@
+//! What a distillation was made from and with: distill.json, and the metadata of every shard.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+use super::DistillError;
+use crate::files;
+
+/// All that the conversations depend on.
+#[derive(Debug, Clone, Serialize)]
+pub struct Provenance {
+    /// This program's.
+    pub program_version: &'static str,
+    /// Where the backbone lay.
+    pub backbone: String,
+    /// Of the Hub, if the folder is a snapshot of it.
+    pub backbone_revision: Option<String>,
+    /// See [`identity`].
+    pub backbone_sha256: String,
+    /// Where the prompts lay.
+    pub prompts: String,
+    /// Of the prompt file's bytes.
+    pub prompts_sha256: String,
+    /// How many the prompt file has, for all shares together.
+    pub conversations: usize,
+    /// `1/1`, or a machine's share of the prompts.
+    pub share: String,
+    /// Of a file; the last may have fewer.
+    pub conversations_per_file: usize,
+    /// What the backbone computed in.
+    pub dtype: String,
+    /// 0 is greedy.
+    pub temperature: f64,
+    /// 1 is all tokens.
+    pub top_p: f64,
+    /// Of an answer.
+    pub max_new_tokens: usize,
+    /// `null`: all that the prompts have.
+    pub turns: Option<usize>,
+    /// Whether the backbone wrote the user's turns.
+    pub self_talk: bool,
+    /// Of what was drawn.
+    pub seed: u64,
+    /// Where the heads lay, if there were some.
+    pub heads: Option<String>,
+    /// Of their file.
+    pub heads_sha256: Option<String>,
+    /// Of the adapter beside them, if there is one: the backbone spoke with it.
+    pub adapter_sha256: Option<String>,
+    /// Of the tree's file.
+    pub tree_sha256: Option<String>,
+}
+
+/// Keys that say where things lay. They may move: their hashes say what they are.
+const PLACES: [&str; 4] = ["backbone", "backbone_revision", "prompts", "heads"];
+
+impl Provenance {
+    pub(super) fn as_map(&self) -> Map<String, Value> {
+        match serde_json::to_value(self) {
+            Ok(Value::Object(map)) => map,
+            other => unreachable!("a struct of numbers and strings becomes an object, not {other:?}"),
+        }
+    }
+
+    /// Refuses to go on with what was begun in another way.
+    pub(super) fn check(&self, path: &Path, begun: &Map<String, Value>) -> Result<(), DistillError> {
+        let own = self.as_map();
+        let keys = own.iter().filter(|(key, _)| !PLACES.contains(&key.as_str()));
+        for (key, got) in keys {
+            let expected = begun.get(key).unwrap_or(&Value::Null);
+            if expected != got {
+                let (expected, got) = (expected.to_string(), got.to_string());
+                return Err(DistillError::Changed { path: path.into(), key: key.clone(), expected, got });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One hash of all that decides what a backbone in a Hugging Face folder says: config, tokenizer, template and weights.
+///
+/// # Errors
+/// Files that cannot be read.
+pub fn identity(folder: &Path) -> Result<String, DistillError> {
+    let failed = |source| DistillError::Io { path: folder.into(), source };
+    let mut names: Vec<String> = fs::read_dir(folder)
+        .and_then(|entries| entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect())
+        .map_err(failed)?;
+    names.retain(|name| decides(name));
+    names.sort();
+    let mut all = Sha256::new();
+    for name in names {
+        let path = folder.join(&name);
+        let sha256 = files::sha256(&path).map_err(|source: io::Error| DistillError::Io { path, source })?;
+        all.update(format!("{name} {sha256}\n"));
+    }
+    Ok(files::hex(&all.finalize()))
+}
+
+fn decides(name: &str) -> bool {
+    const FILES: [&str; 7] = [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "model.safetensors.index.json",
+    ];
+    FILES.contains(&name) || name.starts_with("model") && name.ends_with(".safetensors")
+}
+
+/// The revision of a folder in the Hub's cache, `…/snapshots/REVISION`.
+pub fn revision(folder: &Path) -> Option<String> {
+    let folder = folder.canonicalize().ok()?;
+    let is_snapshot = folder.parent()?.file_name()? == "snapshots";
+    is_snapshot.then(|| folder.file_name().map(|name| name.to_string_lossy().into_owned()))?
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn the_identity_changes_with_what_decides_and_with_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            files::write_atomic(&dir.path().join(name), |out| out.write_all(text.as_bytes())).unwrap();
+            identity(dir.path()).unwrap()
+        };
+        let first = write("config.json", "{}");
+        assert_eq!(write("README.md", "words"), first);
+        let with_weights = write("model-00001-of-00002.safetensors", "1");
+        assert_ne!(with_weights, first);
+        assert_ne!(write("model-00001-of-00002.safetensors", "2"), with_weights);
+    }
+
+    #[test]
+    fn a_revision_is_the_name_of_a_snapshot() {
+        let dir = tempfile::tempdir().unwrap();
+        let snapshot = dir.path().join("models--a--b/snapshots/abc123");
+        fs::create_dir_all(&snapshot).unwrap();
+        assert_eq!(revision(&snapshot), Some("abc123".into()));
+        assert_eq!(revision(dir.path()), None);
+    }
+}

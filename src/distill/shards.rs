@@ -1,0 +1,72 @@
+//! Conversations as Parquet: `id`, `category`, `conversations` as ShareGPT has them, `input_ids`, `labels`, `finish_reason`.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, Int64Array, ListArray, RecordBatch, StringArray, StructArray};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field, Fields, Int32Type, Schema};
+use parquet::arrow::ArrowWriter;
+use parquet::basic::Compression;
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::WriterProperties;
+use serde_json::{Map, Value};
+
+use super::DistillError;
+use super::conversation::Finished;
+use crate::files;
+
+/// Writes a file, whole or not at all. Its bytes depend on the conversations and `provenance` alone.
+pub(super) fn write(path: &Path, rows: &[&Finished], provenance: &Map<String, Value>) -> Result<(), DistillError> {
+    let batch = record_batch(rows);
+    let written = files::write_atomic(path, |out| {
+        let mut writer =
+            ArrowWriter::try_new(out, batch.schema(), Some(properties(provenance))).map_err(io::Error::other)?;
+        writer.write(&batch).map_err(io::Error::other)?;
+        writer.close().map(drop).map_err(io::Error::other)
+    });
+    written.map_err(|source| DistillError::Io { path: path.into(), source })
+}
+
+fn properties(provenance: &Map<String, Value>) -> WriterProperties {
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let known = provenance.iter().filter(|(_, value)| !value.is_null());
+    let metadata = known.map(|(key, value)| KeyValue::new(format!("distill.{key}"), text(value))).collect();
+    WriterProperties::builder().set_compression(Compression::SNAPPY).set_key_value_metadata(Some(metadata)).build()
+}
+
+fn record_batch(rows: &[&Finished]) -> RecordBatch {
+    let ids = Int64Array::from_iter_values(rows.iter().map(|row| row.id as i64));
+    let categories: StringArray = rows.iter().map(|row| row.category.as_deref()).collect();
+    let reasons = StringArray::from_iter_values(rows.iter().map(|row| &row.finish_reason));
+    let tokens = |of: fn(&Finished) -> &[i32]| -> ArrayRef {
+        let lists = rows.iter().map(|row| Some(of(row).iter().copied().map(Some)));
+        Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>(lists))
+    };
+    let columns: [(&str, ArrayRef); 6] = [
+        ("id", Arc::new(ids)),
+        ("category", Arc::new(categories)),
+        ("conversations", conversations(rows)),
+        ("input_ids", tokens(|row| &row.input_ids)),
+        ("labels", tokens(|row| &row.labels)),
+        ("finish_reason", Arc::new(reasons)),
+    ];
+    let field = |(name, column): &(&str, ArrayRef)| Field::new(*name, column.data_type().clone(), *name == "category");
+    let schema = Schema::new(columns.iter().map(field).collect::<Vec<_>>());
+    let arrays = columns.into_iter().map(|(_, column)| column).collect();
+    RecordBatch::try_new(Arc::new(schema), arrays).expect("columns of one length and their own types")
+}
+
+/// Lists of `{from, value}`.
+fn conversations(rows: &[&Finished]) -> ArrayRef {
+    let said = || rows.iter().flat_map(|row| &row.conversations);
+    let from: ArrayRef = Arc::new(StringArray::from_iter_values(said().map(|said| &said.from)));
+    let value: ArrayRef = Arc::new(StringArray::from_iter_values(said().map(|said| &said.value)));
+    let fields =
+        Fields::from(vec![Field::new("from", DataType::Utf8, false), Field::new("value", DataType::Utf8, false)]);
+    let turns = StructArray::new(fields.clone(), vec![from, value], None);
+    let item = Arc::new(Field::new("item", DataType::Struct(fields), false));
+    let lengths = OffsetBuffer::from_lengths(rows.iter().map(|row| row.conversations.len()));
+    Arc::new(ListArray::new(item, lengths, Arc::new(turns), None))
+}
