@@ -409,6 +409,24 @@ fn a_turn_that_is_read_again_as_other_tokens_carries_no_wrong_loss() {
 }
 
 #[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn all_user_turns_of_published_conversations_are_asked() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data");
+    let counts = |name: &str| {
+        let dialogues = prompts::read_dialogues(&folder.join(name)).expect("readable prompts");
+        let turns = |dialogue: &prompts::Dialogue| match &dialogue.questions {
+            prompts::Questions::Turns { user, .. } => user.len(),
+            other => panic!("{other:?}"),
+        };
+        (dialogues.len(), dialogues.iter().map(turns).sum::<usize>())
+    };
+    assert_eq!(counts("sharegpt_500.json"), (500, 1000));
+    assert_eq!(counts("sharegpt_toolcall_300.json"), (300, 746));
+    assert_eq!(counts("messages_1k.jsonl"), (1000, 1100));
+    assert_eq!(counts("mt_bench.jsonl"), (80, 160));
+}
+
+#[test]
 fn the_shards_train_as_they_are() {
     let world = world();
     world.lines("p.jsonl", &prompts(30));
