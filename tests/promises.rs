@@ -11,6 +11,7 @@ mod embedded_default;
 mod joint_training;
 mod layering;
 mod losses;
+mod memory_plan;
 mod peft;
 mod quantization;
 mod readme;
