@@ -64,7 +64,9 @@ fn every_recipe_is_read_without_an_error() {
     for path in tomls {
         let text = fs::read_to_string(&path).expect("a recipe");
         let recipe = Recipe::parse(&path, &text).unwrap_or_else(|error| panic!("{error}"));
-        if recipe.backbone.path.starts_with("data/") {
+        let in_repository = |file: &String| file.starts_with("data/");
+        let made_before = recipe.heads.init_from.is_some() || !recipe.data.train.iter().all(in_repository);
+        if in_repository(&recipe.backbone.path) && !made_before {
             Recipe::load(&path).unwrap_or_else(|error| panic!("{error}")); // tests run in the root of the repository
         }
         let command = format!("# medusa-train recipes/{}", path.file_name().expect("a name").to_string_lossy());

@@ -18,9 +18,6 @@ pub const TOP: usize = 5;
 /// they are freed, and cleared page by page when they come back.
 pub const CHUNK_LOGITS: i64 = 4 << 20;
 
-/// The LM head draws its dropout apart from the backbone's parts, which are counted from 0.
-const LM_HEAD_PART: usize = usize::MAX;
-
 /// What one head did on one micro batch; on the device until it is read.
 #[derive(Debug)]
 pub struct HeadSums {
@@ -157,10 +154,7 @@ struct Projection<'m> {
 impl<'m> Projection<'m> {
     fn new(selected_mh: Tensor, x_mh: Tensor, output: Output<'m>) -> Self {
         let zeros = |tensor: &Tensor| tensor.detach().zeros_like();
-        let down_mr = output.adapter.map(|(adapter, adapters)| {
-            adapters.begin(LM_HEAD_PART, adapter.dropout());
-            adapter.down(&x_mh, adapters)
-        });
+        let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
         let (dx_mh, ddown_mr) = (zeros(&x_mh), down_mr.as_ref().map(zeros));
         Self { output, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
     }

@@ -4,7 +4,7 @@
 // O outputs, I inputs, N rows of a product
 use tch::{Device, Kind, Tensor};
 
-use crate::model::lora::{Adapter, Adapters};
+use crate::model::lora::{self, Adapter, Adapters};
 use crate::model::quantization::QuantizedWeight;
 use crate::torch::onednn::PackedWeight;
 
@@ -55,7 +55,7 @@ impl Linear {
     pub fn forward(&self, x: &Tensor, adapters: Adapters) -> Tensor {
         let base = self.base(x);
         match &self.adapter {
-            Some(adapter) if adapters != Adapters::Off => adapter.add_to(&base, x, adapters),
+            Some(adapter) if adapters != Adapters::Off => adapter.add_to(&base, &adapter.down(x, adapters)),
             _ => base,
         }
     }
@@ -186,7 +186,12 @@ impl LinearGroup {
                 all.narrow(-1, end - width, width)
             });
         }
-        std::array::from_fn(|layer| self.layers[layer].forward(x, adapters))
+        let all: Option<Vec<&Adapter>> = self.layers.iter().map(Linear::adapter).collect();
+        let Some(all) = all.filter(|_| adapters != Adapters::Off) else {
+            return std::array::from_fn(|layer| self.layers[layer].forward(x, adapters));
+        };
+        let downs = lora::down_together(&all, x, adapters);
+        std::array::from_fn(|layer| all[layer].add_to(&self.layers[layer].base(x), &downs[layer]))
     }
 
     /// The layers, one when merged.

@@ -224,7 +224,6 @@ impl Llama {
             None => self.embed(x),
             Some(layer) if layer < self.layers.len() => {
                 let layer = &self.layers[layer];
-                adapters.begin(part, layer.dropout());
                 layer.forward(x, eps, adapters, |x, a| a.over_rows(x, rotation, rows, adapters))
             }
             Some(_) => rms_norm(x, &self.norm_h, eps),
@@ -422,11 +421,6 @@ impl DecoderLayer {
         let f = self.gate_up.outputs() / 2;
         let [gate, up] = self.gate_up.each(&rms_norm(&x, &self.post_attention_layernorm_h, eps), [f, f], adapters);
         x + self.down.forward(&(gate.silu() * up), adapters)
-    }
-
-    /// Of its adapters; they all have the same.
-    fn dropout(&self) -> f64 {
-        self.linears().find_map(Linear::adapter).map_or(0.0, Adapter::dropout)
     }
 
     fn linears(&self) -> impl Iterator<Item = &Linear> {

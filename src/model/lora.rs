@@ -17,7 +17,7 @@ use crate::files::write_synced;
 use crate::model::llama::Llama;
 use crate::model::weights::{WeightFiles, WeightsError, names, save};
 use crate::numbers::{Fraction, Positive};
-use crate::torch;
+use crate::torch::{self, dropout::dropout};
 
 /// The weights of an adapter, as PEFT names the file.
 pub const ADAPTER_FILE: &str = "adapter_model.safetensors";
@@ -124,20 +124,9 @@ pub enum Adapters {
     On,
     /// With dropout, drawn from this seed: the same pass again draws the same.
     Training {
-        /// Of the pass; every part of the backbone draws from its own.
+        /// Of the pass.
         seed: u64,
     },
-}
-
-impl Adapters {
-    /// To be called before each part of the backbone (a decoder layer, the lm_head) whose adapters may drop inputs.
-    pub(crate) fn begin(self, part: usize, dropout: f64) {
-        if let Self::Training { seed } = self
-            && dropout > 0.0
-        {
-            torch::seed(seed.wrapping_add((part as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15)));
-        }
-    }
 }
 
 /// The adapter of one linear layer.
@@ -147,16 +136,18 @@ pub struct Adapter {
     b_or: Tensor,
     alpha: f64,
     dropout: f64,
+    /// Its number in the backbone: what its dropout is drawn from, beside the pass.
+    stream: u64,
 }
 
 impl Adapter {
     /// As PEFT begins: A uniform within ±1/√I, B zero, so the layer is as it was. Draws from libtorch's generator.
-    fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig) -> Self {
+    fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig, stream: u64) -> Self {
         let (r, options) = (config.rank.get() as i64, (master_kind(kind), device));
         let bound = (i as f64).sqrt().recip();
         let a_ri = Tensor::empty([r, i], options).uniform_(-bound, bound);
         let b_or = Tensor::zeros([o, r], options);
-        Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get() }.trained()
+        Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get(), stream }.trained()
     }
 
     fn trained(self) -> Self {
@@ -176,35 +167,45 @@ impl Adapter {
         &self.b_or
     }
 
-    /// The part of inputs that training leaves out.
-    pub fn dropout(&self) -> f64 {
-        self.dropout
-    }
-
     /// `(alpha / rank) · dropout(x)·Aᵀ`: `[…, I]` to `[…, R]`, in `x`'s dtype.
     pub fn down(&self, x: &Tensor, adapters: Adapters) -> Tensor {
-        let drops = self.dropout > 0.0 && matches!(adapters, Adapters::Training { .. });
-        let dropped = if drops { x.dropout(self.dropout, true) } else { x.shallow_clone() };
-        let scale = self.alpha / self.a_ri.size()[0] as f64;
-        dropped.linear::<Tensor>(&self.a_ri.to_kind(x.kind()), None) * scale
+        self.dropped(x, adapters).linear::<Tensor>(&self.a_ri.to_kind(x.kind()), None) * self.scale()
     }
 
-    /// `base` `[…, O]` with the adapter's part for inputs `x` `[…, I]`.
-    pub(super) fn add_to(&self, base: &Tensor, x: &Tensor, adapters: Adapters) -> Tensor {
-        let down = self.down(x, adapters);
-        let rows = |t: &Tensor| t.view([-1, t.size()[t.dim() - 1]]);
-        rows(base).addmm(&rows(&down), &self.b_or.to_kind(x.kind()).tr()).view_as(base)
+    /// What A sees of `x`.
+    fn dropped(&self, x: &Tensor, adapters: Adapters) -> Tensor {
+        match adapters {
+            Adapters::Training { seed } if self.dropout > 0.0 => dropout(x, self.dropout, seed, self.stream),
+            _ => x.shallow_clone(),
+        }
+    }
+
+    fn scale(&self) -> f64 {
+        self.alpha / self.a_ri.size()[0] as f64
+    }
+
+    /// `base` `[…, O]` with `down` `[…, R]` through B.
+    pub(super) fn add_to(&self, base: &Tensor, down: &Tensor) -> Tensor {
+        let rows = |t: &Tensor| t.flatten(0, t.dim() as i64 - 2);
+        rows(base).addmm(&rows(down), &self.b_or.to_kind(base.kind()).tr()).view_as(base)
     }
 
     /// `W + (alpha / rank)·B·A` in the dtype of `weight_oi`; computed in float32 or better.
     pub(super) fn merged(&self, weight_oi: &Tensor) -> Tensor {
-        let scale = self.alpha / self.a_ri.size()[0] as f64;
         let kind = master_kind(weight_oi.kind());
         tch::no_grad(|| {
-            let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * scale));
+            let delta_oi = self.b_or.to_kind(kind).matmul(&(self.a_ri.to_kind(kind) * self.scale()));
             (weight_oi.to_kind(kind) + delta_oi).to_kind(weight_oi.kind())
         })
     }
+}
+
+/// What layers that read the same input multiply with their B's: one product with all their A's. They share their dropout, drawn
+/// for the first of them, where PEFT draws for each: a deviation that no layer can tell by itself.
+pub(super) fn down_together(adapters: &[&Adapter], x: &Tensor, mode: Adapters) -> Vec<Tensor> {
+    let all_ri = Tensor::cat(&adapters.iter().map(|adapter| &adapter.a_ri).collect::<Vec<_>>(), 0).to_kind(x.kind());
+    let down = adapters[0].dropped(x, mode).linear::<Tensor>(&all_ri, None) * adapters[0].scale();
+    down.split(adapters[0].a_ri.size()[0], -1)
 }
 
 /// Of what is trained: float32, or float64 where the backbone is.
@@ -361,11 +362,11 @@ pub(super) fn named<'a>(layer: &str, adapter: &'a Adapter) -> Vec<(String, &'a T
 /// New adapters on the layers that `config` names, drawn from `seed`.
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
     torch::seed(seed);
-    for (name, linear) in backbone.linears_mut() {
+    for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
         if let (Some(size), Some(options)) = (linear.size(), linear.options())
             && config.target_modules.includes(&name)
         {
-            linear.adapt(Adapter::new(size, options, config));
+            linear.adapt(Adapter::new(size, options, config, stream));
         }
     }
 }
@@ -385,9 +386,12 @@ pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) 
         Reader { path: folder.join(ADAPTER_FILE), peft, files, dropout: config.map_or(0.0, |c| c.dropout.get()) };
     reader.check_lm_head(backbone)?;
     let mut read = BTreeSet::new();
-    for (name, linear) in backbone.linears_mut() {
-        let Some([o, i]) = linear.size().filter(|_| reader.has(&name)) else { continue };
-        linear.adapt(reader.adapter(&name, [o, i])?);
+    let device = backbone.device();
+    for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
+        let Some(size) = linear.size().filter(|_| reader.has(&name)) else { continue };
+        let [a_ri, b_or] = reader.tensors(&name, size, device)?;
+        let (alpha, dropout) = (reader.peft.alpha(), reader.dropout);
+        linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
         read.insert(name);
     }
     reader.check_all_were_read(&read)
@@ -434,7 +438,8 @@ impl Reader {
         self.files.contains(&peft_name(layer, "lora_A"))
     }
 
-    fn adapter(&self, layer: &str, [o, i]: [i64; 2]) -> Result<Adapter, LoraError> {
+    /// A `[R, I]` and B `[O, R]` of a layer.
+    fn tensors(&self, layer: &str, [o, i]: [i64; 2], device: Device) -> Result<[Tensor; 2], LoraError> {
         let r = self.peft.r as i64;
         let tensor = |part: &str, expected: [i64; 2]| {
             let name = peft_name(layer, part);
@@ -443,10 +448,9 @@ impl Reader {
                 return Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")));
             }
             // A copy: it will be trained, and a view of a file must not be written.
-            Ok(self.files.tensor(&name, &expected, Kind::Float, Device::Cpu)?.copy())
+            Ok(self.files.tensor(&name, &expected, Kind::Float, device)?.copy())
         };
-        let (a_ri, b_or) = (tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?);
-        Ok(Adapter { a_ri, b_or, alpha: self.peft.alpha(), dropout: self.dropout }.trained())
+        Ok([tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?])
     }
 
     /// PEFT saves lm_head with its adapter; another one than the backbone's means another base.

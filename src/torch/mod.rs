@@ -9,6 +9,7 @@ use tch::{Device, Kind};
 
 pub mod accelerator;
 pub mod bytes;
+pub mod dropout;
 mod guard;
 pub mod memory;
 pub mod onednn;
