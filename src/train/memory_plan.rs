@@ -236,17 +236,18 @@ impl Workload<'_> {
 
     fn kept_of_adapters(&self, lora: &LoraConfig) -> Tensors {
         let (n, e) = (self.positions(), self.element);
-        let adapted = || self.linears().into_iter().filter(|(name, ..)| lora.target_modules.includes(name));
-        let mut kept: Tensors = adapted().map(|_| (1, n * lora.rank.get() as u64 * e)).collect();
-        if lora.dropout.get() > 0.0 {
-            // libtorch keeps the mask of dropout as numbers on the CPU, as booleans elsewhere; and what is left of the input.
-            let mask = if self.on_host { e } else { 1 };
-            kept.extend(adapted().flat_map(|(_, _, inputs)| [(1, n * inputs * e), (1, n * inputs * mask)]));
-        } else {
-            let inputs =
-                [["q_proj", "k_proj", "v_proj"].as_slice(), &["o_proj"], &["gate_proj", "up_proj"], &["down_proj"]];
-            let read = inputs.iter().filter_map(|names| adapted().find(|(name, ..)| names.contains(name)));
-            kept.extend(read.map(|(_, _, width)| (1, n * width * e)));
+        let drops = lora.dropout.get() > 0.0;
+        let linears = self.linears();
+        let mut kept = vec![];
+        // Layers that read the same input; where all have an adapter they share its dropout.
+        for group in [&linears[..3], &linears[3..4], &linears[4..6], &linears[6..]] {
+            let adapted = group.iter().filter(|(name, ..)| lora.target_modules.includes(name)).count() as u64;
+            let (_, _, inputs) = group[0];
+            let reads = if adapted == group.len() as u64 || !drops { adapted.min(1) } else { adapted };
+            kept.push((adapted, n * lora.rank.get() as u64 * e));
+            // What is left of the input; of dropout the mask, in the input's dtype on the CPU and as booleans elsewhere.
+            kept.push((reads, n * inputs * e));
+            kept.push((if drops { reads } else { 0 }, n * inputs * if self.on_host { e } else { 1 }));
         }
         kept
     }
