@@ -12,6 +12,8 @@ mod embedded_default;
 mod joint_training;
 mod layering;
 mod losses;
+mod memory_plan;
+mod paper_recipes;
 mod peft;
 mod quantization;
 mod readme;

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::recipe::Recipe;
-use crate::train::run::{Outcome, Prepared};
+use crate::train::run::{Checked, Outcome};
 use crate::train::run_folder::check_output_dir;
 
 mod plan;
@@ -44,13 +44,14 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.check && !args.resume {
         check_output_dir(&recipe.train.output_dir)?;
     }
-    let prepared = Prepared::load(recipe.job(common.device.resolve()?))?;
-    let plan = Plan::of(&prepared, &recipe);
+    let checked = Checked::load(recipe.job(common.device.resolve()?))?;
+    let plan = Plan::of(&checked, &recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
     }
     common.say(plan.text());
-    let mut progress = Progress::new(common, prepared.total_steps);
+    let mut progress = Progress::new(common, checked.total_steps);
+    let prepared = checked.with_backbone()?;
     let outcome = prepared.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
     progress.finish();
     report(outcome?, args, common)

@@ -172,7 +172,25 @@ impl Heads {
     ///
     /// # Errors
     /// As [`Heads::load`].
-    pub fn load_for(path: &Path, [vocab, hidden]: [i64; 2], kind: Kind, device: Device) -> Result<Self, HeadsError> {
+    pub fn load_for(path: &Path, size: [i64; 2], kind: Kind, device: Device) -> Result<Self, HeadsError> {
+        let (files, shape) = Self::open(path, size)?;
+        let read = |(name, size): (String, Vec<i64>)| files.tensor(&name, &size, kind, device);
+        let tensors = shape.tensors().into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self::from_tensors(shape, tensors, size[0]))
+    }
+
+    /// The shape of the heads in a folder, checked as [`Heads::load_for`] would; no data are read.
+    ///
+    /// # Errors
+    /// As [`Heads::load`].
+    pub fn check(path: &Path, size: [i64; 2]) -> Result<HeadsShape, HeadsError> {
+        let (files, shape) = Self::open(path, size)?;
+        shape.tensors().iter().try_for_each(|(name, size)| files.check(name, size))?;
+        Ok(shape)
+    }
+
+    /// The file of a folder of heads (or such a file) for a backbone of `[V, H]`, and their shape.
+    fn open(path: &Path, [vocab, hidden]: [i64; 2]) -> Result<(WeightFiles, HeadsShape), HeadsError> {
         let path = if path.is_dir() { path.join(HEADS_FILE) } else { path.into() };
         let files = WeightFiles::open_file(&path)?;
         let shape = HeadsShape::of(&files, &path)?;
@@ -183,9 +201,7 @@ impl Heads {
         if shape.vocab_size != 0 && shape.vocab_size != vocab {
             return Err(mismatch("vocabulary", vocab, shape.vocab_size));
         }
-        let read = |(name, size): (String, Vec<i64>)| files.tensor(&name, &size, kind, device);
-        let tensors = shape.tensors().into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self::from_tensors(shape, tensors, vocab))
+        Ok((files, shape))
     }
 
     /// `tensors` in the order of [`HeadsShape::tensors`].

@@ -38,6 +38,15 @@ pub enum Purpose {
     Decoding,
 }
 
+/// Whether a backbone's folder holds more than its config.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HasWeights {
+    /// Their headers fit the config.
+    Yes,
+    /// Only `config.json` was looked at.
+    No,
+}
+
 /// A backbone.
 #[derive(Debug)]
 pub struct Llama {
@@ -122,6 +131,26 @@ impl Llama {
         lora::attach(&mut llama, adapter, None)?;
         let merged = llama.merged();
         Ok(if purpose == Purpose::Decoding { merged.for_decoding() } else { merged })
+    }
+
+    /// The backbone of a folder without its numbers: every weight is one zero, seen from everywhere, so it takes no memory. Where the
+    /// folder has weights, their headers are checked as loading would; no data are read.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn outline(folder: &Path) -> Result<(Self, HasWeights), LoadError> {
+        let config = LlamaConfig::load(folder)?;
+        let files = match WeightFiles::open(folder) {
+            Err(WeightsError::NoWeights { .. }) => None,
+            files => Some(files?),
+        };
+        let zero = Tensor::zeros([1], (Kind::Float, Device::Cpu));
+        let mut source = |name: &str, shape: &[i64]| {
+            files.iter().try_for_each(|files| files.check(name, shape))?;
+            Ok(zero.expand(shape, false))
+        };
+        let outline = Self::build(config, Kind::Float, Device::Cpu, None, &mut source)?;
+        Ok((outline, if files.is_some() { HasWeights::Yes } else { HasWeights::No }))
     }
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.

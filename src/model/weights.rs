@@ -235,7 +235,7 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] if it is missing, or of a shape or dtype that is not expected.
     pub fn mapped(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightsError> {
-        self.view(name, shape, tch_is_float, || "F64, F32, BF16 or F16".into())
+        self.view(name, shape, tch_is_float, || FLOATS.into())
     }
 
     /// As [`WeightFiles::mapped`], of a dtype that is known; state has others than weights.
@@ -246,13 +246,22 @@ impl WeightFiles {
         self.view(name, shape, |found| found == kind, || format!("{:?}", dtype_of(kind)))
     }
 
-    fn view(
+    /// Whether there is a weight of this name and shape: its header is looked at, its data are not.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::mapped`].
+    pub fn check(&self, name: &str, shape: &[i64]) -> Result<(), WeightsError> {
+        self.header(name, shape, tch_is_float, || FLOATS.into()).map(|_| ())
+    }
+
+    /// What lies where, of a tensor whose shape and dtype are as expected.
+    fn header(
         &self,
         name: &str,
         shape: &[i64],
         accepts: impl Fn(Kind) -> bool,
         expected: impl FnOnce() -> String,
-    ) -> Result<Tensor, WeightsError> {
+    ) -> Result<(safetensors::tensor::TensorView<'static>, Kind), WeightsError> {
         let (file, view) = self.find(name)?;
         let got: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
         if got != shape {
@@ -263,6 +272,17 @@ impl WeightFiles {
             let (path, name) = (file.path.clone(), name.to_owned());
             return Err(WeightsError::Dtype { path, name, expected: expected(), got: view.dtype() });
         };
+        Ok((view, kind))
+    }
+
+    fn view(
+        &self,
+        name: &str,
+        shape: &[i64],
+        accepts: impl Fn(Kind) -> bool,
+        expected: impl FnOnce() -> String,
+    ) -> Result<Tensor, WeightsError> {
+        let (view, kind) = self.header(name, shape, accepts, expected)?;
         let data = view.data();
         if data.as_ptr().addr().is_multiple_of(kind.elt_size_in_bytes()) {
             // SAFETY: the mapping is never unmapped (see `MappedFile::open`), and frozen weights are never written.
@@ -371,7 +391,9 @@ fn dtype_of(kind: Kind) -> Dtype {
     DTYPES.iter().find(|(_, k)| *k == kind).expect("a dtype that we write").0
 }
 
-/// Weights are floating-point numbers.
+/// What weights can be.
+const FLOATS: &str = "F64, F32, BF16 or F16";
+
 fn tch_is_float(kind: Kind) -> bool {
     matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
 }

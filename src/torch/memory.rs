@@ -10,7 +10,10 @@ pub struct ProcessMemory {
     pub peak_bytes: u64,
 }
 
-/// Keeps freed blocks of up to 32 MiB (glibc's largest threshold) in the process. Tensors of a step are freed and asked for again
+/// Freed blocks below this stay in the process: glibc's largest threshold.
+pub const KEPT_BLOCK: u64 = 32 << 20;
+
+/// Keeps freed blocks of up to [`KEPT_BLOCK`] in the process. Tensors of a step are freed and asked for again
 /// at the next; by default glibc gives such blocks back to the system, which clears them page by page when they return: a quarter
 /// of a training step on a small model. To be called when all is loaded: what loading freed is given back first.
 pub fn keep_freed_blocks() {
@@ -18,7 +21,7 @@ pub fn keep_freed_blocks() {
     // SAFETY: both take integers, lock the allocator, and touch nothing else.
     unsafe {
         libc::malloc_trim(0);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, KEPT_BLOCK as i32);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
     }
 }

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
 use sha2::{Digest, Sha256};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
@@ -168,7 +168,7 @@ impl<'r> KeptStates<'r> {
         sequences: &'r [Sequence],
         num_heads: usize,
     ) -> Result<Self, HiddenStatesError> {
-        let layout = Layout::new(sequences, num_heads, backbone);
+        let layout = Layout::new(sequences, num_heads, backbone.config.hidden_size, backbone.kind());
         let error = |doing, path: &Path, source| layout.error(doing, path, source);
         let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
         let path = folder.join(format!("{}.hidden_states", key(&backbone_is, sequences, num_heads)));
@@ -276,9 +276,9 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(sequences: &[Sequence], num_heads: usize, backbone: &Llama) -> Self {
-        let hidden_size = usize::try_from(backbone.config.hidden_size).expect("a checked config");
-        let row_bytes = hidden_size * backbone.kind().elt_size_in_bytes();
+    fn new(sequences: &[Sequence], num_heads: usize, hidden_size: i64, kind: Kind) -> Self {
+        let hidden_size = usize::try_from(hidden_size).expect("a checked config");
+        let row_bytes = hidden_size * kind.elt_size_in_bytes();
         let mut offsets = vec![0];
         let mut end = 0;
         for sequence in sequences {
@@ -320,9 +320,9 @@ impl Layout {
     }
 }
 
-/// Size of the file that keeps the states of these sequences.
-pub fn file_bytes(sequences: &[Sequence], num_heads: usize, backbone: &Llama) -> u64 {
-    Layout::new(sequences, num_heads, backbone).file_bytes()
+/// Size of the file that keeps the states of these sequences, of this width and dtype.
+pub fn file_bytes(sequences: &[Sequence], num_heads: usize, hidden_size: i64, kind: Kind) -> u64 {
+    Layout::new(sequences, num_heads, hidden_size, kind).file_bytes()
 }
 
 /// Positions of a sequence from which some head predicts a target, ascending. Head `h` (0-based) at `t` predicts `t + h + 2`.
@@ -510,7 +510,7 @@ mod tests {
         let positions: usize = (0..sequences.len()).map(|id| targets(id).len()).sum();
         let expected = (positions * 16 * 2 + sequences.len()) as u64;
         assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
-        assert_eq!(file_bytes(&sequences, NUM_HEADS, &backbone), expected);
+        assert_eq!(file_bytes(&sequences, NUM_HEADS, backbone.config.hidden_size, backbone.kind()), expected);
     }
 
     #[test]

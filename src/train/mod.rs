@@ -9,6 +9,7 @@ pub mod checkpoint;
 pub mod hidden_states;
 pub mod joint;
 pub mod log;
+pub mod memory_plan;
 pub mod run;
 pub mod run_folder;
 pub mod schedule;

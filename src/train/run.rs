@@ -15,7 +15,8 @@ use crate::medusa::heads::{Heads, HeadsConfig, HeadsError, HeadsShape};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::backward::Keep;
-use crate::model::llama::{Llama, LoadError, Purpose};
+use crate::model::config::LlamaConfig;
+use crate::model::llama::{HasWeights, Llama, LoadError, Purpose};
 use crate::model::lora::{self, LoraError};
 use crate::numbers::Positive;
 use crate::torch::optim::OptimizerConfig;
@@ -25,6 +26,7 @@ use crate::train::checkpoint::{self, CheckpointError, HeadsFolderConfig, Trained
 use crate::train::hidden_states::{self, HiddenStates, HiddenStatesError, KeptStates};
 use crate::train::joint::Joint;
 use crate::train::log::{LogError, MetricsLine, RunLog, Split, UpdateLine};
+use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::run_folder::RunFolder;
 use crate::train::schedule::ScheduleConfig;
 use crate::train::stage::Stage;
@@ -148,13 +150,15 @@ pub struct Job {
     pub device: Device,
 }
 
-/// Everything that a run needs, loaded and checked.
+/// All that a run needs but the numbers of its backbone, loaded and checked.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct Checked {
     job: Job,
-    backbone: Llama,
+    config: LlamaConfig,
     train: Loader,
     validation: Option<Loader>,
+    /// Whether the backbone's folder has weights, whose headers were checked then.
+    pub has_weights: HasWeights,
     /// What was read to train on.
     pub train_report: LoadReport,
     /// What was read to validate on.
@@ -165,6 +169,13 @@ pub struct Prepared {
     pub total_steps: usize,
     /// The heads to train.
     pub heads_shape: HeadsShape,
+}
+
+/// Everything that a run needs.
+#[derive(Debug)]
+pub struct Prepared {
+    checked: Checked,
+    backbone: Llama,
 }
 
 /// What happens while a run goes on.
@@ -200,16 +211,18 @@ pub enum Outcome {
     Interrupted(PathBuf),
 }
 
-impl Prepared {
-    /// Loads backbone and rows and checks them against each other; writes nothing.
+impl Checked {
+    /// Reads rows, tokenizer and config, and checks them against each other and against the headers of the backbone's weights,
+    /// where there are some; writes nothing.
     ///
     /// # Errors
     /// [`TrainError`].
     pub fn load(job: Job) -> Result<Self, TrainError> {
         let folder = Path::new(&job.backbone.path);
-        let backbone = guard("loading the backbone", || load_backbone(&job))??;
-        let tokenizer = load_tokenizer(folder, backbone.config.vocab_size)?;
-        let rows = load_rows(&job, tokenizer.as_ref(), backbone.config.vocab_size)?;
+        let (outline, has_weights) = guard("checking the backbone", || outline(&job))??;
+        let config = outline.config;
+        let tokenizer = load_tokenizer(folder, config.vocab_size)?;
+        let rows = load_rows(&job, tokenizer.as_ref(), config.vocab_size)?;
         let (sequences, pack_report) = data::sequences(rows.train, &job.data);
         let train = loader(sequences, &job, job.data.shuffle.then_some(job.train.seed));
         check_targets(&train, job.heads.medusa_num_heads.get())?;
@@ -220,20 +233,102 @@ impl Prepared {
         if warmup_steps > total_steps {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
         }
-        let heads_shape = shape_of(&job.heads, &backbone);
-        heads_to_start_from(&job.heads, heads_shape, &backbone)?; // what is wrong with them is told before anything is written
+        let heads_shape = shape_of(&job.heads, &config);
+        check_heads_to_start_from(&job.heads, heads_shape, &config)?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         Ok(Self {
             job,
-            backbone,
+            config,
             train,
             validation,
+            has_weights,
             train_report,
             validation_report,
             pack_report,
             total_steps,
             heads_shape,
         })
+    }
+
+    /// Loads the backbone.
+    ///
+    /// # Errors
+    /// [`TrainError`].
+    pub fn with_backbone(self) -> Result<Prepared, TrainError> {
+        let backbone = guard("loading the backbone", || load_backbone(&self.job))??;
+        Ok(Prepared { checked: self, backbone })
+    }
+
+    /// The memory that the run will take.
+    pub fn memory(&self) -> MemoryPlan {
+        let Job { backbone, stage, optimizer, train, device, .. } = &self.job;
+        let sequences = self.train.sequences();
+        MemoryPlan::of(&Workload {
+            config: &self.config,
+            element: backbone.dtype.kind().elt_size_in_bytes() as u64,
+            quantization: backbone.quantization,
+            heads: self.heads_shape,
+            stage,
+            optimizer: optimizer.name,
+            recompute: train.recompute,
+            rows: train.micro_batch_size.get().min(sequences.len()) as u64,
+            length: sequences.iter().map(|sequence| sequence.input_ids.len()).max().unwrap_or(0) as u64,
+            masked: sequences.iter().any(|sequence| sequence.segment_lengths.len() > 1),
+            on_host: *device == Device::Cpu,
+        })
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> Device {
+        self.job.device
+    }
+
+    /// Whether the teacher of self-distillation is a quantised backbone: it is the same one, without adapters.
+    pub fn has_quantized_teacher(&self) -> bool {
+        let distills = matches!(&self.job.stage, Stage::Medusa2(config) if config.self_distillation);
+        distills && self.job.backbone.quantization.is_some()
+    }
+
+    /// Where the run writes.
+    pub fn output_dir(&self) -> &Path {
+        &self.job.train.output_dir
+    }
+
+    /// Sequences to train on and to validate on.
+    pub fn sequence_counts(&self) -> (usize, usize) {
+        (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
+    }
+
+    /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
+    pub fn hidden_state_bytes(&self) -> Option<u64> {
+        let (num_heads, kind) = (self.heads_shape.medusa_num_heads, self.job.backbone.dtype.kind());
+        let bytes = || hidden_states::file_bytes(self.train.sequences(), num_heads, self.config.hidden_size, kind);
+        self.job.train.hidden_state_cache.as_ref().map(|_| bytes())
+    }
+
+    /// The micro batches of an optimizer step, counted from 0.
+    pub fn batches(&self, step: usize) -> Vec<Batch> {
+        self.train.step(step)
+    }
+
+    /// Optimizer steps of one pass over the training rows.
+    pub fn steps_per_epoch(&self) -> usize {
+        self.train.steps_per_epoch()
+    }
+}
+
+impl Prepared {
+    /// [`Checked::load`], then [`Checked::with_backbone`].
+    ///
+    /// # Errors
+    /// [`TrainError`].
+    pub fn load(job: Job) -> Result<Self, TrainError> {
+        Checked::load(job)?.with_backbone()
+    }
+
+    /// What was checked before the backbone was loaded.
+    pub fn checked(&self) -> &Checked {
+        &self.checked
     }
 
     /// Trains to the end, or until `interrupted` is set. With `resume` it goes on from the newest checkpoint in the output
@@ -247,13 +342,13 @@ impl Prepared {
         interrupted: &AtomicBool,
         tell: &mut dyn FnMut(Event),
     ) -> Result<Outcome, TrainError> {
-        let run = self.job.train.output_dir.as_path();
+        let run = self.checked.job.train.output_dir.as_path();
         let finished = run.join(checkpoint::FINAL);
         self.folder().claim(resume)?;
         if finished.exists() {
             return Ok(Outcome::FinishedBefore(finished));
         }
-        torch::seed(self.job.train.seed);
+        torch::seed(self.checked.job.train.seed);
         let mut state = guard("making the heads", || self.first_state())??;
         if let Some(checkpoint) = checkpoint::newest(run)? {
             checkpoint::restore(&checkpoint, &mut state, &self.trained())?;
@@ -265,16 +360,17 @@ impl Prepared {
         if state.step == 0 && matches!(source, Source::Joint(_)) {
             self.evaluate(&state, &mut log, tell)?; // the backbone before training: what its perplexity is compared with
         }
-        while state.step < self.total_steps {
+        while state.step < self.checked.total_steps {
             let line = self.step(&mut state, &mut source)?;
             self.after_step(&state, &line, &mut log, tell)?;
-            let saves = state.step.is_multiple_of(self.job.train.save_every.get());
-            let stop = interrupted.load(Ordering::Relaxed) && state.step < self.total_steps;
+            let saves = state.step.is_multiple_of(self.checked.job.train.save_every.get());
+            let stop = interrupted.load(Ordering::Relaxed) && state.step < self.checked.total_steps;
             if saves || stop {
                 check_finite(&state)?;
                 source.commit()?;
                 log.sync()?;
-                let saved = checkpoint::save_step(run, &state, &self.trained(), self.job.train.keep_checkpoints)?;
+                let saved =
+                    checkpoint::save_step(run, &state, &self.trained(), self.checked.job.train.keep_checkpoints)?;
                 tell(Event::Saved(&saved));
                 if stop {
                     return Ok(Outcome::Interrupted(saved));
@@ -287,44 +383,17 @@ impl Prepared {
         Ok(Outcome::Finished(checkpoint::save_final(run, &state.heads, &self.heads_config(), &self.trained())?))
     }
 
-    /// Where the run writes.
-    pub fn output_dir(&self) -> &Path {
-        &self.job.train.output_dir
-    }
-
     /// The frozen backbone.
     pub fn backbone(&self) -> &Llama {
         &self.backbone
     }
 
-    /// Sequences to train on and to validate on.
-    pub fn sequence_counts(&self) -> (usize, usize) {
-        (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
-    }
-
-    /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
-    pub fn hidden_state_bytes(&self) -> Option<u64> {
-        let num_heads = self.heads_shape.medusa_num_heads;
-        let bytes = || hidden_states::file_bytes(self.train.sequences(), num_heads, &self.backbone);
-        self.job.train.hidden_state_cache.as_ref().map(|_| bytes())
-    }
-
-    /// The micro batches of an optimizer step, counted from 0.
-    pub fn batches(&self, step: usize) -> Vec<Batch> {
-        self.train.step(step)
-    }
-
-    /// Optimizer steps of one pass over the training rows.
-    pub fn steps_per_epoch(&self) -> usize {
-        self.train.steps_per_epoch()
-    }
-
     fn folder(&self) -> RunFolder<'_> {
         RunFolder {
-            path: &self.job.train.output_dir,
-            resolved_recipe: &self.job.resolved_recipe,
-            device: self.job.device,
-            reports: [Some(&self.train_report), self.validation_report.as_ref()],
+            path: &self.checked.job.train.output_dir,
+            resolved_recipe: &self.checked.job.resolved_recipe,
+            device: self.checked.job.device,
+            reports: [Some(&self.checked.train_report), self.checked.validation_report.as_ref()],
         }
     }
 
@@ -333,27 +402,27 @@ impl Prepared {
         if let Some(joint) = self.joint() {
             return Ok(Source::Joint(joint));
         }
-        let Some(folder) = &self.job.train.hidden_state_cache else {
+        let Some(folder) = &self.checked.job.train.hidden_state_cache else {
             return Ok(Source::Frozen(HiddenStates::Computed(&self.backbone)));
         };
-        let (from, num_heads) = (Path::new(&self.job.backbone.path), self.heads_shape.medusa_num_heads);
-        let kept = KeptStates::open(folder, &self.backbone, from, self.train.sequences(), num_heads)?;
-        let sequences = self.train.sequences().len();
+        let (from, num_heads) = (Path::new(&self.checked.job.backbone.path), self.checked.heads_shape.medusa_num_heads);
+        let kept = KeptStates::open(folder, &self.backbone, from, self.checked.train.sequences(), num_heads)?;
+        let sequences = self.checked.train.sequences().len();
         tell(Event::HiddenStates { path: kept.path(), filled: kept.filled(), sequences });
         Ok(Source::Frozen(HiddenStates::Kept(kept)))
     }
 
     /// How Medusa-2 trains the backbone.
     fn joint(&self) -> Option<Joint<'_>> {
-        let Stage::Medusa2(config) = &self.job.stage else { return None };
-        let keep = if self.job.train.recompute { Keep::Inputs } else { Keep::Everything };
-        Some(Joint { backbone: &self.backbone, config, keep, seed: self.job.train.seed })
+        let Stage::Medusa2(config) = &self.checked.job.stage else { return None };
+        let keep = if self.checked.job.train.recompute { Keep::Inputs } else { Keep::Everything };
+        Some(Joint { backbone: &self.backbone, config, keep, seed: self.checked.job.train.seed })
     }
 
     /// What of the backbone a checkpoint holds.
     fn trained(&self) -> TrainedBackbone<'_> {
-        let (backbone, from) = (&self.backbone, Path::new(&self.job.backbone.path));
-        match &self.job.stage {
+        let (backbone, from) = (&self.backbone, Path::new(&self.checked.job.backbone.path));
+        match &self.checked.job.stage {
             Stage::Medusa1(_) => TrainedBackbone::Frozen,
             Stage::Medusa2(config) if config.lora.is_some() => TrainedBackbone::Adapters { backbone, from },
             Stage::Medusa2(_) => TrainedBackbone::Weights { backbone, from },
@@ -362,11 +431,12 @@ impl Prepared {
 
     fn step(&self, state: &mut TrainState, source: &mut Source) -> Result<MetricsLine, TrainError> {
         let began = Instant::now();
-        let batches = self.train.step(state.step);
-        let rate = self.job.optimizer.learning_rate.get() * self.job.schedule.factor(state.step, self.total_steps);
+        let batches = self.checked.train.step(state.step);
+        let rate = self.checked.job.optimizer.learning_rate.get()
+            * self.checked.job.schedule.factor(state.step, self.checked.total_steps);
         let lambda0 = self.lambda0(state.step);
-        let max_grad_norm = self.job.optimizer.max_grad_norm.get();
-        let weights = StepWeights { loss: &self.job.loss, lambda0, rate, max_grad_norm };
+        let max_grad_norm = self.checked.job.optimizer.max_grad_norm.get();
+        let weights = StepWeights { loss: &self.checked.job.loss, lambda0, rate, max_grad_norm };
         let work = format!("training step {}", state.step + 1);
         let outcome = guard(&work, || train_step(source, state, &batches, &weights))??;
         let mut line =
@@ -384,15 +454,15 @@ impl Prepared {
 
     /// λ0 of the update made after `step` finished ones; 1 in Medusa-1.
     fn lambda0(&self, step: usize) -> f64 {
-        match &self.job.stage {
+        match &self.checked.job.stage {
             Stage::Medusa1(_) => 1.0,
-            Stage::Medusa2(config) => config.lambda0(step, self.total_steps),
+            Stage::Medusa2(config) => config.lambda0(step, self.checked.total_steps),
         }
     }
 
     /// The heads' learning rate ÷ the optimizer's.
     fn heads_rate(&self) -> f64 {
-        self.job.optimizer.medusa_lr_multiplier.map_or(1.0, Positive::get)
+        self.checked.job.optimizer.medusa_lr_multiplier.map_or(1.0, Positive::get)
     }
 
     fn after_step(
@@ -402,22 +472,22 @@ impl Prepared {
         log: &mut RunLog,
         tell: &mut dyn FnMut(Event),
     ) -> Result<(), TrainError> {
-        let last = state.step == self.total_steps;
-        if last || state.step.is_multiple_of(self.job.train.log_every.get()) {
+        let last = state.step == self.checked.total_steps;
+        if last || state.step.is_multiple_of(self.checked.job.train.log_every.get()) {
             log.append(line)?;
         }
         tell(Event::Stepped(line));
-        let due = self.job.train.eval_every.is_some_and(|every| state.step.is_multiple_of(every.get()));
+        let due = self.checked.job.train.eval_every.is_some_and(|every| state.step.is_multiple_of(every.get()));
         if due || last { self.evaluate(state, log, tell) } else { Ok(()) }
     }
 
     /// On the validation rows, if there are some.
     fn evaluate(&self, state: &TrainState, log: &mut RunLog, tell: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
-        let Some(validation) = &self.validation else { return Ok(()) };
+        let Some(validation) = &self.checked.validation else { return Ok(()) };
         let batches: Vec<Batch> = validation.eval_batches().collect();
         let lambda0 = self.lambda0(state.step);
         let what = self.joint().map_or(Evaluated::Frozen(&self.backbone), |joint| Evaluated::Joint(joint, lambda0));
-        let metrics = guard("the evaluation", || evaluate(what, &state.heads, &batches, &self.job.loss))?;
+        let metrics = guard("the evaluation", || evaluate(what, &state.heads, &batches, &self.checked.job.loss))?;
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: state.step, value: metrics.loss }.into());
         }
@@ -428,16 +498,16 @@ impl Prepared {
     }
 
     fn epoch(&self, step: usize) -> f64 {
-        step as f64 / self.train.steps_per_epoch() as f64
+        step as f64 / self.checked.train.steps_per_epoch() as f64
     }
 
     fn first_state(&self) -> Result<TrainState, TrainError> {
-        let heads = match heads_to_start_from(&self.job.heads, self.heads_shape, &self.backbone)? {
-            None => Heads::new(&self.job.heads, self.backbone.lm_head_weight().expect("loaded for training")),
+        let heads = match heads_to_start_from(&self.checked.job.heads, &self.backbone)? {
+            None => Heads::new(&self.checked.job.heads, self.backbone.lm_head_weight().expect("loaded for training")),
             Some(heads) => heads.for_training(),
         };
-        let optimizer = self.job.optimizer.clone();
-        Ok(match self.job.stage {
+        let optimizer = self.checked.job.optimizer.clone();
+        Ok(match self.checked.job.stage {
             Stage::Medusa1(_) => TrainState::new(heads, optimizer),
             Stage::Medusa2(_) => TrainState::joint(heads, self.heads_rate(), &self.backbone, optimizer),
         })
@@ -445,22 +515,34 @@ impl Prepared {
 
     fn heads_config(&self) -> HeadsFolderConfig<'_> {
         HeadsFolderConfig {
-            base_model_name_or_path: &self.job.backbone.path,
-            medusa_num_heads: self.heads_shape.medusa_num_heads,
-            medusa_num_layers: self.heads_shape.medusa_num_layers,
+            base_model_name_or_path: &self.checked.job.backbone.path,
+            medusa_num_heads: self.checked.heads_shape.medusa_num_heads,
+            medusa_num_layers: self.checked.heads_shape.medusa_num_layers,
             hidden_size: self.backbone.config.hidden_size,
             vocab_size: self.backbone.config.vocab_size,
         }
     }
 }
 
-fn shape_of(heads: &HeadsConfig, backbone: &Llama) -> HeadsShape {
+fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {
     HeadsShape {
         medusa_num_heads: heads.medusa_num_heads.get(),
         medusa_num_layers: heads.medusa_num_layers.get(),
-        hidden_size: backbone.config.hidden_size,
-        vocab_size: if heads.shared_lm_head { 0 } else { backbone.config.vocab_size },
+        hidden_size: config.hidden_size,
+        vocab_size: if heads.shared_lm_head { 0 } else { config.vocab_size },
     }
+}
+
+/// The backbone without its numbers, with the adapter that it starts from.
+fn outline(job: &Job) -> Result<(Llama, HasWeights), TrainError> {
+    let (mut outline, has_weights) = Llama::outline(Path::new(&job.backbone.path))?;
+    if let Stage::Medusa2(config) = &job.stage
+        && let Some(lora) = &config.lora
+        && let Some(adapter) = &lora.init_from
+    {
+        lora::attach(&mut outline, adapter, Some(lora))?;
+    }
+    Ok((outline, has_weights))
 }
 
 /// The backbone as the stage trains it.
@@ -478,17 +560,22 @@ fn load_backbone(job: &Job) -> Result<Llama, TrainError> {
     Ok(backbone)
 }
 
-/// `heads.init_from`, in float32: a backbone of fewer bits says nothing about the heads.
-fn heads_to_start_from(
-    config: &HeadsConfig,
+/// `heads.init_from`: what is wrong with them is told before anything is written.
+fn check_heads_to_start_from(
+    heads: &HeadsConfig,
     expected: HeadsShape,
-    backbone: &Llama,
-) -> Result<Option<Heads>, TrainError> {
-    let Some(path) = &config.init_from else { return Ok(None) };
+    config: &LlamaConfig,
+) -> Result<(), TrainError> {
+    let Some(path) = &heads.init_from else { return Ok(()) };
+    let got = Heads::check(path, [config.vocab_size, config.hidden_size])?;
+    if got == expected { Ok(()) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
+}
+
+/// `heads.init_from`, in float32: a backbone of fewer bits says nothing about the heads.
+fn heads_to_start_from(heads: &HeadsConfig, backbone: &Llama) -> Result<Option<Heads>, TrainError> {
+    let Some(path) = &heads.init_from else { return Ok(None) };
     let size = [backbone.config.vocab_size, backbone.config.hidden_size];
-    let heads = Heads::load_for(path, size, Kind::Float, backbone.device())?;
-    let got = heads.shape();
-    if got == expected { Ok(Some(heads)) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
+    Ok(Some(Heads::load_for(path, size, Kind::Float, backbone.device())?))
 }
 
 /// Rows of tokens need no tokenizer, so a folder without one is no error here.

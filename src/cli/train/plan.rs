@@ -4,18 +4,14 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::cli::mebibytes;
+use crate::cli::{gibibytes, mebibytes};
 use crate::data::LoadReport;
 use crate::medusa::heads::HeadsShape;
+use crate::model::llama::HasWeights;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
-use crate::torch::optim::OptimizerName;
-use crate::train::run::Prepared;
-
-/// What training keeps of so many parameters: float32 weights, float32 gradients, and the optimizer's moments.
-fn bytes_of(parameters: u64, optimizer: OptimizerName) -> [(&'static str, u64); 3] {
-    [("weights", 4 * parameters), ("gradients", 4 * parameters), ("AdamW", optimizer.moment_bytes(parameters))]
-}
+use crate::train::memory_plan::{Group, MemoryPlan};
+use crate::train::run::Checked;
 
 /// The plan of a run.
 #[derive(Debug, Serialize)]
@@ -23,13 +19,17 @@ pub(super) struct Plan {
     output_dir: PathBuf,
     device: String,
     backbone: String,
-    backbone_parameters: i64,
+    /// Whether their headers were checked; without weights only config.json was.
+    weights_checked: bool,
+    backbone_parameters: u64,
     backbone_bytes: u64,
     heads: HeadsShape,
-    heads_parameters: i64,
+    heads_parameters: u64,
     heads_bytes: u64,
-    #[serde(skip)]
-    heads_memory: [(&'static str, u64); 3],
+    adapters_parameters: u64,
+    adapters_bytes: u64,
+    memory: MemoryPlan,
+    peak_bytes: u64,
     data: LoadReport,
     sequences: usize,
     fill_rate: f64,
@@ -38,71 +38,110 @@ pub(super) struct Plan {
     steps: usize,
     tokens: usize,
     hidden_state_cache_bytes: Option<u64>,
+    warnings: Vec<&'static str>,
 }
 
 impl Plan {
-    pub(super) fn of(prepared: &Prepared, recipe: &Recipe) -> Self {
-        let backbone = prepared.backbone();
-        let backbone_parameters = backbone.config.parameters();
-        let heads_parameters = prepared.heads_shape.parameters();
-        let heads_memory = bytes_of(heads_parameters.unsigned_abs(), recipe.optimizer.name);
-        let (sequences, validation_sequences) = prepared.sequence_counts();
-        let steps_per_epoch = prepared.steps_per_epoch();
+    pub(super) fn of(checked: &Checked, recipe: &Recipe) -> Self {
+        let memory = checked.memory();
+        let group = |name: &str| memory.groups.iter().find(|group| group.name == name);
+        let parameters = |name| group(name).map_or(0, |group| group.parameters);
+        let bytes = |name| group(name).map_or(0, Group::bytes);
+        let (sequences, validation_sequences) = checked.sequence_counts();
+        let steps_per_epoch = checked.steps_per_epoch();
         Self {
-            output_dir: prepared.output_dir().to_owned(),
-            device: device_name(backbone.device()),
+            output_dir: checked.output_dir().to_owned(),
+            device: device_name(checked.device()),
             backbone: recipe.backbone.path.clone(),
-            backbone_parameters,
-            backbone_bytes: backbone.weight_bytes() as u64,
-            heads: prepared.heads_shape,
-            heads_parameters,
-            heads_bytes: heads_memory.iter().map(|(_, bytes)| bytes).sum(),
-            heads_memory,
-            data: prepared.train_report.clone(),
+            weights_checked: checked.has_weights == HasWeights::Yes,
+            backbone_parameters: parameters("backbone"),
+            backbone_bytes: bytes("backbone"),
+            heads: checked.heads_shape,
+            heads_parameters: parameters("heads"),
+            heads_bytes: bytes("heads"),
+            adapters_parameters: parameters("adapters"),
+            adapters_bytes: bytes("adapters"),
+            peak_bytes: memory.peak_bytes(),
+            data: checked.train_report.clone(),
             sequences,
-            fill_rate: prepared.pack_report.fill_rate(),
+            fill_rate: checked.pack_report.fill_rate(),
             validation_sequences,
             steps_per_epoch,
-            steps: prepared.total_steps,
-            tokens: prepared.pack_report.tokens * prepared.total_steps / steps_per_epoch.max(1),
-            hidden_state_cache_bytes: prepared.hidden_state_bytes(),
+            steps: checked.total_steps,
+            tokens: checked.pack_report.tokens * checked.total_steps / steps_per_epoch.max(1),
+            hidden_state_cache_bytes: checked.hidden_state_bytes(),
+            warnings: warnings(checked),
+            memory,
         }
     }
 
     pub(super) fn text(&self) -> String {
         let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = self.heads;
-        let of_heads = self.heads_memory.map(|(what, bytes)| format!("{what} {}", mebibytes(bytes)));
-        let lines = [
+        let mut lines = vec![
             ("output", self.output_dir.display().to_string()),
             ("device", self.device.clone()),
-            ("backbone", format!("{}: {} parameters, frozen", self.backbone, self.backbone_parameters)),
-            (
-                "heads",
-                format!("{medusa_num_heads} of {medusa_num_layers} ResBlock(s): {} parameters", self.heads_parameters),
-            ),
-            (
-                "memory",
-                format!(
-                    "backbone {}, heads {}; and the activations",
-                    mebibytes(self.backbone_bytes),
-                    of_heads.join(" + ")
-                ),
-            ),
-            ("data", self.data.to_string()),
-            (
-                "sequences",
-                format!(
-                    "{} to train on, {:.0} % full; {} to validate on",
-                    self.sequences,
-                    100.0 * self.fill_rate,
-                    self.validation_sequences
-                ),
-            ),
-            ("steps", format!("{} ({} an epoch), about {} tokens", self.steps, self.steps_per_epoch, self.tokens)),
+            ("backbone", self.backbone.clone()),
         ];
-        let on_disk =
-            self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes))));
-        let lines = lines.into_iter().chain(on_disk).map(|(name, value)| format!("{name:<12} {value}"));
-        lines.collect::<Vec<_>>().join("\n")
+        if !self.weights_checked {
+            lines.push(("weights", "none in the folder, only config.json was checked".into()));
+        }
+        lines.push(("heads", format!("{medusa_num_heads} of {medusa_num_layers} ResBlock(s)")));
+        lines.push(("data", self.data.to_string()));
+        lines.push((
+            "sequences",
+            format!(
+                "{} to train on, {:.0} % full; {} to validate on",
+                self.sequences,
+                100.0 * self.fill_rate,
+                self.validation_sequences
+            ),
+        ));
+        let steps = format!("{} ({} an epoch), about {} tokens", self.steps, self.steps_per_epoch, self.tokens);
+        lines.push(("steps", steps));
+        lines
+            .extend(self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes)))));
+        lines.extend(self.warnings.iter().map(|warning| ("warning", (*warning).to_owned())));
+        let lines = lines.into_iter().map(|(name, value)| format!("{name:<12} {value}"));
+        lines.chain(self.table()).collect::<Vec<_>>().join("\n")
     }
+
+    /// Parameters by group, then what else is in memory, and the sum.
+    fn table(&self) -> Vec<String> {
+        let row = |[name, parameters, weights, gradients, optimizer, all]: [&str; 6]| {
+            format!("{name:<22}{parameters:>16}{weights:>13}{gradients:>13}{optimizer:>13}{all:>13}")
+        };
+        let mut rows = vec![String::new(), row(["memory", "parameters", "weights", "gradients", "AdamW", "in all"])];
+        for group in &self.memory.groups {
+            let name = format!("  {}, {}", group.name, if group.trained { "trained" } else { "frozen" });
+            let [weights, gradients, optimizer, all] =
+                [group.weight_bytes, group.gradient_bytes, group.optimizer_bytes, group.bytes()].map(binary);
+            rows.push(row([&name, &group.parameters.to_string(), &weights, &gradients, &optimizer, &all]));
+        }
+        let MemoryPlan { activation_bytes, hidden_state_bytes, working_bytes, program_bytes, .. } = self.memory;
+        for (name, bytes) in [
+            ("  activations", activation_bytes),
+            ("  hidden states", hidden_state_bytes),
+            ("  working memory", working_bytes),
+            ("  program", program_bytes),
+            ("peak", self.peak_bytes),
+        ] {
+            rows.push(row([name, "", "", "", "", &binary(bytes)]));
+        }
+        rows
+    }
+}
+
+/// In MiB, or from 10 GiB in GiB.
+fn binary(bytes: u64) -> String {
+    if bytes < 10 << 30 { mebibytes(bytes) } else { gibibytes(bytes) }
+}
+
+fn warnings(checked: &Checked) -> Vec<&'static str> {
+    let quantized_teacher = "the teacher of self-distillation is the quantised backbone, not the one in the files: the adapters learn to \
+                             repeat what quantisation changed";
+    let mut warnings = vec![];
+    if checked.has_quantized_teacher() {
+        warnings.push(quantized_teacher);
+    }
+    warnings
 }

@@ -9,7 +9,7 @@ use crate::torch::optim::{OptimizerConfig, OptimizerName};
 /// Elements updated at a time: what an update touches stays in the cache, and temporaries stay small. Whole blocks.
 const SLICE: i64 = 512 * BLOCK;
 /// Moments of smaller tensors stay float32, as in bitsandbytes: they save nothing and are often the sensitive ones.
-const WORTH_8_BITS: usize = 4096;
+pub(super) const WORTH_8_BITS: usize = 4096;
 
 /// What an optimizer trains: a float32 master, and its gradient, accumulated over micro batches.
 #[derive(Debug)]
@@ -372,7 +372,11 @@ mod tests {
 
     #[test]
     fn moments_in_8_bits_take_little_more_than_a_quarter_where_they_pay() {
-        let bytes = |name, n| adamw(name, n).0.state_bytes();
+        let bytes = |name: OptimizerName, n: i64| {
+            let bytes = adamw(name, n).0.state_bytes();
+            assert_eq!(name.moment_bytes(n.unsigned_abs()), bytes as u64, "as planned");
+            bytes
+        };
         let ratio = bytes(OptimizerName::AdamW8bit, 1 << 20) as f64 / bytes(OptimizerName::AdamW, 1 << 20) as f64;
         assert!(ratio <= 0.27, "{ratio}");
         assert_eq!(bytes(OptimizerName::AdamW8bit, 4095), bytes(OptimizerName::AdamW, 4095));

@@ -47,11 +47,13 @@ pub enum OptimizerName {
 }
 
 impl OptimizerName {
-    /// Bytes of both moments of so many parameters, in tensors that are large.
-    pub fn moment_bytes(self, parameters: u64) -> u64 {
+    /// Bytes of both moments of a tensor of so many numbers.
+    pub fn moment_bytes(self, numbers: u64) -> u64 {
         match self {
-            Self::AdamW => 8 * parameters,
-            Self::AdamW8bit => 2 * parameters + 8 * parameters.div_ceil(blockwise::BLOCK.unsigned_abs()),
+            Self::AdamW8bit if numbers >= adamw::WORTH_8_BITS as u64 => {
+                2 * numbers + 8 * numbers.div_ceil(blockwise::BLOCK.unsigned_abs())
+            }
+            Self::AdamW | Self::AdamW8bit => 8 * numbers,
         }
     }
 }

@@ -1,0 +1,336 @@
+//! How much memory a run takes, told from its shape before anything is loaded. Pure numbers; `tests/memory_plan.rs` measures them.
+
+// L decoder layers, N positions of a micro batch, T positions of a row, H hidden, Q query width, G key/value width, F width of the
+// MLP, I inputs and O outputs of a linear layer, V vocabulary, R rank, e bytes of a number in the backbone's dtype
+use serde::Serialize;
+
+use crate::medusa::fused_loss::CHUNK_LOGITS;
+use crate::medusa::heads::HeadsShape;
+use crate::model::config::LlamaConfig;
+use crate::model::lora::LoraConfig;
+use crate::model::quantization::Quantization;
+use crate::torch::memory::KEPT_BLOCK;
+use crate::torch::optim::OptimizerName;
+use crate::train::stage::Stage;
+
+/// Bytes of a float32: masters, gradients, moments, losses.
+const F32: u64 = 4;
+/// The program itself before it holds a tensor: libtorch's pages and its threads' memory, measured on Linux.
+const PROGRAM: u64 = 150 << 20;
+/// glibc's heap leaves holes between freed tensors that aligned ones do not fit into: what is kept of a pass, in blocks that
+/// stay in the process (see [`crate::torch::memory::keep_freed_blocks`]), was measured to take 1.7 to 1.9 times its size.
+const HEAP_HOLES: f64 = 1.75;
+
+/// The shape of a run.
+#[derive(Debug, Clone, Copy)]
+pub struct Workload<'w> {
+    /// The backbone.
+    pub config: &'w LlamaConfig,
+    /// Bytes of a number in the dtype that the backbone computes in.
+    pub element: u64,
+    /// What its linear layers are reduced to.
+    pub quantization: Option<Quantization>,
+    /// The heads.
+    pub heads: HeadsShape,
+    /// What is trained.
+    pub stage: &'w Stage,
+    /// The optimizer.
+    pub optimizer: OptimizerName,
+    /// Only inputs of decoder layers are kept for the backward pass.
+    pub recompute: bool,
+    /// Rows of a micro batch.
+    pub rows: u64,
+    /// Tokens of the longest row.
+    pub length: u64,
+    /// Some row holds several texts, so attention needs a mask.
+    pub masked: bool,
+    /// On the CPU: the program shares the memory, and glibc hands it out.
+    pub on_host: bool,
+}
+
+/// Parameters that are treated alike.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Group {
+    /// `backbone`, `heads` or `adapters`.
+    pub name: &'static str,
+    /// How many numbers.
+    pub parameters: u64,
+    /// Whether the run changes them.
+    pub trained: bool,
+    /// Of the weights, in their dtype or quantised; of what is trained, the float32 masters.
+    pub weight_bytes: u64,
+    /// Float32, for what is trained.
+    pub gradient_bytes: u64,
+    /// The optimizer's moments.
+    pub optimizer_bytes: u64,
+}
+
+/// What a run holds at its peak; [`MemoryPlan::peak_bytes`] is the sum.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MemoryPlan {
+    /// Parameters and what belongs to them.
+    pub groups: Vec<Group>,
+    /// Kept between the forward and the backward pass of a micro batch.
+    pub activation_bytes: u64,
+    /// Hidden states, the teacher's, and the gradient of the former.
+    pub hidden_state_bytes: u64,
+    /// The largest of what comes and goes: a chunk of logits, a layer's gradients, the embedding's.
+    pub working_bytes: u64,
+    /// The program itself; 0 where the device has memory of its own.
+    pub program_bytes: u64,
+}
+
+impl Group {
+    /// All that it takes.
+    pub fn bytes(&self) -> u64 {
+        self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+    }
+
+    /// Masters, gradients and moments of tensors of so many numbers each.
+    fn trained(name: &'static str, tensors: &[u64], optimizer: OptimizerName) -> Self {
+        let parameters: u64 = tensors.iter().sum();
+        let optimizer_bytes = tensors.iter().map(|&numbers| optimizer.moment_bytes(numbers)).sum();
+        let (weight_bytes, gradient_bytes) = (F32 * parameters, F32 * parameters);
+        Self { name, parameters, trained: true, weight_bytes, gradient_bytes, optimizer_bytes }
+    }
+}
+
+impl MemoryPlan {
+    /// Of a run of this shape.
+    pub fn of(work: &Workload) -> Self {
+        let mut groups = vec![work.backbone(), work.heads_group()];
+        if let Some(lora) = work.lora() {
+            let tensors: Vec<u64> = work.all_linears().flat_map(|linear| work.adapter(linear, lora)).collect();
+            groups.push(Group::trained("adapters", &tensors, work.optimizer));
+        }
+        let activation_bytes = work.activations();
+        let hidden_state_bytes = work.hidden_states();
+        let saving = work.saving().saturating_sub(activation_bytes + hidden_state_bytes);
+        let phases = [work.logits(), work.layer_at_once(), work.embedding_gradient(), saving];
+        let working_bytes = phases.into_iter().max().unwrap_or(0);
+        let program_bytes = if work.on_host { PROGRAM } else { 0 };
+        Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes }
+    }
+
+    /// The most that is expected on the device at any time.
+    pub fn peak_bytes(&self) -> u64 {
+        let parameters: u64 = self.groups.iter().map(Group::bytes).sum();
+        parameters + self.activation_bytes + self.hidden_state_bytes + self.working_bytes + self.program_bytes
+    }
+}
+
+/// A linear layer: its name's last part, outputs, inputs.
+type LinearShape = (&'static str, u64, u64);
+
+/// What a layer keeps, tensor by tensor: how many, and bytes of one.
+type Tensors = Vec<(u64, u64)>;
+
+impl Workload<'_> {
+    fn positions(&self) -> u64 {
+        self.rows * self.length
+    }
+
+    /// H, Q, G, F, V.
+    fn widths(&self) -> [u64; 5] {
+        let c = self.config;
+        [c.hidden_size, c.query_size(), c.key_value_size(), c.intermediate_size, c.vocab_size].map(i64::unsigned_abs)
+    }
+
+    fn layers(&self) -> u64 {
+        self.config.num_hidden_layers as u64
+    }
+
+    fn lora(&self) -> Option<&LoraConfig> {
+        if let Stage::Medusa2(config) = self.stage { config.lora.as_ref() } else { None }
+    }
+
+    fn is_joint(&self) -> bool {
+        matches!(self.stage, Stage::Medusa2(_))
+    }
+
+    /// The whole backbone is trained.
+    fn is_direct(&self) -> bool {
+        self.is_joint() && self.lora().is_none()
+    }
+
+    /// Linear layers of one decoder layer.
+    fn linears(&self) -> [LinearShape; 7] {
+        let [h, q, g, f, _] = self.widths();
+        let attention = [("q_proj", q, h), ("k_proj", g, h), ("v_proj", g, h), ("o_proj", h, q)];
+        let [a, b, c, d] = attention;
+        [a, b, c, d, ("gate_proj", f, h), ("up_proj", f, h), ("down_proj", h, f)]
+    }
+
+    fn all_linears(&self) -> impl Iterator<Item = LinearShape> + '_ {
+        let [h, _, _, _, v] = self.widths();
+        (0..self.layers()).flat_map(|_| self.linears()).chain([("lm_head", v, h)])
+    }
+
+    /// Numbers in A and in B of a layer's adapter, where it has one.
+    fn adapter(&self, (name, outputs, inputs): LinearShape, lora: &LoraConfig) -> Vec<u64> {
+        let rank = lora.rank.get() as u64;
+        if lora.target_modules.includes(name) { vec![rank * inputs, rank * outputs] } else { vec![] }
+    }
+
+    fn backbone(&self) -> Group {
+        let parameters = self.config.parameters().unsigned_abs();
+        if self.is_direct() {
+            let in_linears: u64 = self.linears().iter().map(|(_, o, i)| o * i).sum::<u64>() * self.layers();
+            // Where moments are of 8 bits, those of norms are not: less than a page of them in all.
+            let tensors = [in_linears, parameters - in_linears];
+            return Group::trained("backbone", &tensors, self.optimizer);
+        }
+        let of_linears: u64 = self.linears().iter().map(|&linear| self.linear_bytes(linear)).sum();
+        let in_linears: u64 = self.linears().iter().map(|(_, o, i)| o * i).sum();
+        let rest = parameters - in_linears * self.layers();
+        let weight_bytes = rest * self.element + of_linears * self.layers();
+        Group { name: "backbone", parameters, trained: false, weight_bytes, gradient_bytes: 0, optimizer_bytes: 0 }
+    }
+
+    /// A frozen layer's weight as it lies in memory; see [`crate::model::quantization`].
+    fn linear_bytes(&self, (_, outputs, inputs): LinearShape) -> u64 {
+        let numbers = outputs * inputs;
+        match self.quantization {
+            None => numbers * self.element,
+            Some(Quantization::Int8) => numbers + F32 * outputs,
+            Some(Quantization::Nf4) => {
+                let blocks = numbers.div_ceil(64);
+                32 * blocks + blocks + F32 * blocks.div_ceil(256)
+            }
+        }
+    }
+
+    fn heads_group(&self) -> Group {
+        let numbers = |shape: &[i64]| shape.iter().product::<i64>().unsigned_abs();
+        let tensors: Vec<u64> = self.heads.tensors().iter().map(|(_, shape)| numbers(shape)).collect();
+        Group::trained("heads", &tensors, self.optimizer)
+    }
+
+    /// What tensors of so many bytes each take.
+    fn allocated(&self, tensors: impl IntoIterator<Item = (u64, u64)>) -> u64 {
+        let of_one = |bytes: u64| if self.on_host && bytes < KEPT_BLOCK { with_holes(bytes) } else { bytes };
+        tensors.into_iter().map(|(count, bytes)| count * of_one(bytes)).sum()
+    }
+
+    /// Kept by autograd of one decoder layer, its input included: what `model/{llama,attention,lora}.rs` compute with.
+    fn kept_of_layer(&self) -> Tensors {
+        let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
+        // The residual stream before attention and before the MLP; q, k, v as attention reads them, and what it gives; gate,
+        // SiLU(gate), up.
+        let mut kept = vec![(2, n * h * e), (4, n * q * e), (3, n * f * e)];
+        if e < F32 && (self.on_host || self.is_direct()) {
+            kept.push((2, n * h * F32)); // norms in float32
+        }
+        let window = self.config.sliding_window.map_or(u64::MAX, i64::unsigned_abs);
+        if self.masked || window < self.length {
+            kept.push((1, n * self.length * e));
+        }
+        match self.lora() {
+            Some(lora) => kept.extend(self.kept_of_adapters(lora)),
+            // Inputs of the linear layers, and of the norms' products with their weights.
+            None => kept.extend([(4, n * h * e), (1, n * q * e), (1, n * f * e)]),
+        }
+        kept.push((1, self.casts_of_layer()));
+        kept
+    }
+
+    fn kept_of_adapters(&self, lora: &LoraConfig) -> Tensors {
+        let (n, e) = (self.positions(), self.element);
+        let drops = lora.dropout.get() > 0.0;
+        let linears = self.linears();
+        let mut kept = vec![];
+        // Layers that read the same input; where all have an adapter they share its dropout.
+        for group in [&linears[..3], &linears[3..4], &linears[4..6], &linears[6..]] {
+            let adapted = group.iter().filter(|(name, ..)| lora.target_modules.includes(name)).count() as u64;
+            let (_, _, inputs) = group[0];
+            let reads = if adapted == group.len() as u64 || !drops { adapted.min(1) } else { adapted };
+            kept.push((adapted, n * lora.rank.get() as u64 * e));
+            // What is left of the input; of dropout the mask, in the input's dtype on the CPU and as booleans elsewhere.
+            kept.push((reads, n * inputs * e));
+            kept.push((if drops { reads } else { 0 }, n * inputs * if self.on_host { e } else { 1 }));
+        }
+        kept
+    }
+
+    /// Weights of a layer that are made for its products and kept for their way back: dequantised, or cast from masters.
+    fn casts_of_layer(&self) -> u64 {
+        let of_linears = || self.linears().iter().map(|(_, o, i)| o * i).sum::<u64>() * self.element;
+        let of_adapters = |lora| self.linears().into_iter().flat_map(|linear| self.adapter(linear, lora)).sum::<u64>();
+        let cast = self.element < F32;
+        let whole = if self.quantization.is_some() || (self.is_direct() && cast) { of_linears() } else { 0 };
+        whole + self.lora().filter(|_| cast).map_or(0, |lora| of_adapters(lora) * self.element)
+    }
+
+    /// Between the forward and the backward pass.
+    fn activations(&self) -> u64 {
+        if !self.is_joint() {
+            return 0;
+        }
+        let [h, ..] = self.widths();
+        let input = self.positions() * h * self.element;
+        if self.recompute {
+            return self.allocated([(self.layers() + 1, input)]);
+        }
+        let of_layers = self.kept_of_layer().into_iter().map(|(count, bytes)| (count * self.layers(), bytes));
+        self.allocated(of_layers.chain([(1, input)]))
+    }
+
+    fn hidden_states(&self) -> u64 {
+        let (n, [h, ..]) = (self.positions(), self.widths());
+        let teacher = matches!(self.stage, Stage::Medusa2(config) if config.self_distillation);
+        let gradient = if self.is_joint() { n * h * F32 } else { 0 };
+        self.allocated([(1 + u64::from(teacher), n * h * self.element), (1, gradient)])
+    }
+
+    /// One head's loss, its largest tensors alive together.
+    fn logits(&self) -> u64 {
+        let (n, e, [h, _, _, _, v]) = (self.positions(), self.element, self.widths());
+        let chunk = (CHUNK_LOGITS.unsigned_abs() / v.max(1)).clamp(1, n.max(1)) * v;
+        let teacher = matches!(self.stage, Stage::Medusa2(config) if config.self_distillation);
+        // Logits and where they are above the target's; the teacher's, and the logarithm of the ratio.
+        let float32 = if teacher { 4 } else { 2 };
+        let cast = e < F32;
+        let chunks = [(float32, chunk * F32), (if cast { 2 } else { 0 }, chunk * e)];
+        // Selected states, the blocks' output, its gradient, and what autograd keeps of a block.
+        let rows = (3 + 3 * self.heads.medusa_num_layers as u64, n * h * e);
+        let has_w2 = self.heads.vocab_size > 0;
+        // W2 in the backbone's dtype; its gradient of one chunk, before and after the cast.
+        let w2 = if has_w2 && cast { v * h * (2 * e + F32) } else { 0 };
+        // For many rows oneDNN orders W2 anew: measured of 131, and not of 15.
+        let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
+        self.allocated(chunks.into_iter().chain([rows])) + w2 + reordered
+    }
+
+    /// A layer's passes where nothing is kept, and on the way back.
+    fn layer_at_once(&self) -> u64 {
+        let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
+        let passing = [(2, n * h * e), (3, n * q * e), (3, n * f * e)];
+        if !self.is_joint() {
+            let dequantised = if self.quantization.is_some() { h * f * e } else { 0 };
+            return self.allocated(passing) + dequantised;
+        }
+        let again = if self.recompute { self.allocated(self.kept_of_layer()) } else { 0 };
+        let trained: u64 = match self.lora() {
+            Some(lora) => self.linears().into_iter().flat_map(|linear| self.adapter(linear, lora)).sum(),
+            None => self.linears().iter().map(|(_, o, i)| o * i).sum(),
+        };
+        again + self.allocated(passing) + trained * F32 + self.casts_of_layer()
+    }
+
+    /// Of a backbone that is trained as a whole: libtorch makes it dense.
+    fn embedding_gradient(&self) -> u64 {
+        let [h, _, _, _, v] = self.widths();
+        if self.is_direct() { v * h * F32 } else { 0 }
+    }
+
+    /// `final/` holds a trained backbone in the dtype that it computes in: a copy, where the masters have another.
+    fn saving(&self) -> u64 {
+        let copies = self.is_direct() && self.element != F32;
+        if copies { self.config.parameters().unsigned_abs() * self.element } else { 0 }
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "far below 2^52, and positive")]
+fn with_holes(bytes: u64) -> u64 {
+    (bytes as f64 * HEAP_HOLES) as u64
+}

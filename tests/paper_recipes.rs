@@ -1,0 +1,181 @@
+//! The recipes of the paper's models pass `--check` beside their backbones' configs alone, and tell the memory that they need.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
+use arrow::buffer::OffsetBuffer;
+use arrow::datatypes::{DataType, Field, Fields};
+use medusa::medusa::heads::HeadsShape;
+use medusa::model::config::LlamaConfig;
+use medusa::recipe::Recipe;
+use medusa::train::memory_plan::{MemoryPlan, Workload};
+use parquet::arrow::ArrowWriter;
+use serde_json::{Value, json};
+
+use super::small_run::SmallRun;
+
+const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+/// `config.json` of the Hub, as far as it decides anything.
+fn config_of(model: &str) -> Value {
+    let llama = |hidden: u32, ffn: u32, layers: u32, heads: u32, context: u32| {
+        json!({"model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": context, "hidden_act": "silu", "tie_word_embeddings": false, "torch_dtype": "float16"})
+    };
+    match model {
+        "lmsys/vicuna-7b-v1.5" => llama(4096, 11008, 32, 32, 4096),
+        "lmsys/vicuna-13b-v1.5" => llama(5120, 13824, 40, 40, 4096),
+        "lmsys/vicuna-33b-v1.3" => llama(6656, 17920, 60, 52, 2048),
+        "HuggingFaceH4/zephyr-7b-beta" => {
+            json!({"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+            "sliding_window": 4096, "max_position_embeddings": 32768, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
+            "hidden_act": "silu", "tie_word_embeddings": false, "torch_dtype": "bfloat16"})
+        }
+        other => panic!("no config of {other}: a new recipe's belongs here"),
+    }
+}
+
+/// Recipes of models that are not in the repository.
+fn recipes() -> Vec<(PathBuf, Recipe)> {
+    let files = fs::read_dir(Path::new(ROOT).join("recipes")).expect("recipes/").flatten().map(|entry| entry.path());
+    let tomls = files.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
+    let read = |path: PathBuf| {
+        let recipe = Recipe::parse(&path, &fs::read_to_string(&path).expect("a recipe")).expect("it is read");
+        (path, recipe)
+    };
+    tomls.map(read).filter(|(_, recipe)| !recipe.backbone.path.starts_with("data/")).collect()
+}
+
+fn conversation(n: usize) -> [String; 2] {
+    [format!("What is {n} and {n}?"), format!("It is {}, and one more is {}.", 2 * n, 2 * n + 1)]
+}
+
+/// A JSON array as ShareGPT has, or the Parquet that `medusa distill` writes.
+fn write_conversations(path: &Path) {
+    const COUNT: usize = 40;
+    if path.extension().is_some_and(|extension| extension == "json") {
+        let row = |n| {
+            let [question, answer] = conversation(n);
+            json!({"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]})
+        };
+        return write(path, Value::from((0..COUNT).map(row).collect::<Vec<_>>()).to_string());
+    }
+    let texts: Vec<String> = (0..COUNT).flat_map(conversation).collect();
+    let strings = |texts: Vec<&str>| Arc::new(StringArray::from(texts)) as ArrayRef;
+    let names = ["user", "assistant"].into_iter().cycle().take(texts.len()).collect();
+    let fields: Fields = ["role", "content"].map(|name| Field::new(name, DataType::Utf8, true)).to_vec().into();
+    let columns = vec![strings(names), strings(texts.iter().map(String::as_str).collect())];
+    let messages = StructArray::new(fields.clone(), columns, None);
+    let item = Arc::new(Field::new("item", DataType::Struct(fields), true));
+    let lengths = OffsetBuffer::from_lengths(std::iter::repeat_n(2, COUNT));
+    let list: ArrayRef = Arc::new(ListArray::new(item, lengths, Arc::new(messages), None));
+    let batch = RecordBatch::try_from_iter([("messages", list)]).expect("a table");
+    let file = fs::File::create(path).expect("a file");
+    let mut writer = ArrowWriter::try_new(file, batch.schema(), None).expect("Parquet");
+    writer.write(&batch).expect("rows");
+    writer.close().expect("an end");
+}
+
+/// Heads of this shape as a file of holes: its header is all that `--check` reads.
+fn write_heads(path: &Path, shape: HeadsShape) {
+    let mut end = 0;
+    let mut entry = |shape: &[i64]| {
+        let from = end;
+        end += 4 * shape.iter().product::<i64>().unsigned_abs();
+        json!({"dtype": "F32", "shape": shape, "data_offsets": [from, end]})
+    };
+    let header: serde_json::Map<String, Value> =
+        shape.tensors().into_iter().map(|(name, shape)| (name, entry(&shape))).collect();
+    let header = Value::from(header).to_string();
+    let mut file = fs::File::create(path).expect("a file");
+    file.write_all(&(header.len() as u64).to_le_bytes())
+        .and_then(|()| file.write_all(header.as_bytes()))
+        .expect("a header");
+    file.set_len(8 + header.len() as u64 + end).expect("holes");
+}
+
+fn write(path: &Path, text: impl AsRef<[u8]>) {
+    fs::File::create(path).and_then(|mut file| file.write_all(text.as_ref())).expect("a file");
+}
+
+fn shape_of_heads(recipe: &Recipe, config: &LlamaConfig) -> HeadsShape {
+    HeadsShape {
+        medusa_num_heads: recipe.heads.medusa_num_heads.get(),
+        medusa_num_layers: recipe.heads.medusa_num_layers.get(),
+        hidden_size: config.hidden_size,
+        vocab_size: config.vocab_size,
+    }
+}
+
+/// The backbone's folder without weights, in a folder to work in; and its config.
+fn write_backbone(small: &SmallRun, recipe: &Recipe) -> LlamaConfig {
+    let folder = small.path(&recipe.backbone.path);
+    fs::create_dir_all(&folder).expect("a folder");
+    write(&folder.join("config.json"), config_of(&recipe.backbone.path).to_string());
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        let tokenizer = Path::new(ROOT).join("data/tiny/backbone").join(file);
+        fs::copy(tokenizer, folder.join(file)).expect("a tokenizer");
+    }
+    LlamaConfig::load(&folder).expect("a config")
+}
+
+#[test]
+fn every_recipe_of_the_paper_passes_check_without_weights() {
+    for (path, recipe) in recipes() {
+        let small = SmallRun::new();
+        let config = write_backbone(&small, &recipe);
+        for pattern in &recipe.data.train {
+            let file = small.path(&pattern.replace('*', "shard-0"));
+            fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
+            write_conversations(&file);
+        }
+        if let Some(heads) = &recipe.heads.init_from {
+            let folder = small.root().join(heads);
+            fs::create_dir_all(&folder).expect("a folder");
+            write_heads(&folder.join("heads.safetensors"), shape_of_heads(&recipe, &config));
+        }
+        // Forty conversations are two epochs of fewer steps than the warm-up has.
+        small.write("recipe.toml", fs::read_to_string(&path).expect("a recipe"));
+        small.edit("recipe.toml", "epochs = 2", "max_steps = 100");
+        let plan = small.train(&["--check", "--json"]);
+        assert_eq!(plan.status, Some(0), "{}: {}", path.display(), plan.stderr);
+        let plan: Value = serde_json::from_str(&plan.stdout).expect("JSON");
+        assert_eq!((&plan["weights_checked"], &plan["steps"]), (&false.into(), &100.into()), "{}", path.display());
+        assert_eq!(plan["backbone_parameters"], config.parameters());
+    }
+}
+
+/// Of rows as long as the recipe lets them be, on a GPU.
+fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
+    let plan = MemoryPlan::of(&Workload {
+        config,
+        element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
+        quantization: recipe.backbone.quantization,
+        heads: shape_of_heads(recipe, config),
+        stage: &recipe.stage,
+        optimizer: recipe.optimizer.name,
+        recompute: recipe.train.recompute,
+        rows: recipe.train.micro_batch_size.get() as u64,
+        length: recipe.data.max_length.get() as u64,
+        masked: recipe.data.packing,
+        on_host: false,
+    });
+    plan.peak_bytes() as f64 / f64::from(1 << 30)
+}
+
+#[test]
+fn a_recipe_says_the_memory_that_the_plan_says() {
+    let lacks = |(path, recipe): (PathBuf, Recipe)| {
+        let config = write_backbone(&SmallRun::new(), &recipe);
+        let words = format!("the peak is {:.0} GiB", peak_in_gib(&recipe, &config).ceil());
+        let text = fs::read_to_string(&path).expect("a recipe");
+        (!text.contains(&words)).then(|| format!("{}: expected {words:?} in its head", path.display()))
+    };
+    let lacking: Vec<String> = recipes().into_iter().filter_map(lacks).collect();
+    assert!(lacking.is_empty(), "{lacking:#?}");
+}
