@@ -427,6 +427,21 @@ fn all_user_turns_of_published_conversations_are_asked() {
 }
 
 #[test]
+fn a_backbone_without_a_template_takes_one() {
+    let world = world();
+    world.lines("p.jsonl", &prompts(5));
+    distill(&world, "own", &["--max-new-tokens", "6"]);
+    let template = |out: &mut std::io::BufWriter<File>| std::io::Write::write_all(out, TEMPLATE.as_bytes());
+    medusa::files::write_atomic(&world.path("t.jinja"), template).expect("a file of a test");
+    world.write("b/tokenizer_config.json", &json!({"bos_token": "<s>", "eos_token": "</s>"}));
+    distill(&world, "given", &["--max-new-tokens", "6", "--chat-template", "t.jinja"]);
+    assert_eq!(rows(&world.path("given")), rows(&world.path("own")));
+    let other = ["given", "--max-new-tokens", "6", "--chat-template", "chatml", "--resume"];
+    let error = world.complaint(&[&DISTILL[..6], &other].concat(), 1);
+    assert!(error.contains("chat_template_sha256: expected"), "{error}");
+}
+
+#[test]
 fn the_shards_train_as_they_are() {
     let world = world();
     world.lines("p.jsonl", &prompts(30));

@@ -15,6 +15,7 @@ use super::calibrate::heads_file;
 use super::decoder::{Decoder, dtype_of, non_negative};
 use super::train::progress::time_left;
 use super::{CommonFlags, Interrupted, interrupted, print_json, print_line};
+use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::batch::Batch;
@@ -61,6 +62,9 @@ pub struct DistillArgs {
     /// Stop an answer after so many tokens.
     #[arg(long, value_name = "N", default_value = "1024")]
     pub max_new_tokens: NonZeroUsize,
+    /// "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml, mistral); or a .jinja file.
+    #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
+    pub chat_template: TemplateChoice,
     /// At most so many answers a conversation [default: one for each of the user's turns; 4 with --self-talk].
     #[arg(long, value_name = "N")]
     pub turns: Option<NonZeroUsize>,
@@ -84,6 +88,10 @@ pub struct DistillArgs {
     pub resume: bool,
 }
 
+fn chat_template(text: &str) -> Result<TemplateChoice, String> {
+    TemplateChoice::try_from(text.to_owned())
+}
+
 fn probability(text: &str) -> Result<Probability, String> {
     Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
@@ -97,11 +105,12 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         output::check_is_free(&args.out, args.shard)?;
     }
     let dialogues = prompts::read_dialogues(&args.prompts)?;
+    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
-    let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
+    let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
-    let provenance = args.provenance(&decoder, &dialogues, common)?;
+    let provenance = args.provenance(&decoder, template.as_ref(), &dialogues, common)?;
     let output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let medusa = decoder.medusa(Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD)))?;
     let answerer = args.answerer(&decoder, medusa.as_ref(), common);
@@ -124,6 +133,7 @@ impl DistillArgs {
     fn provenance(
         &self,
         decoder: &Decoder,
+        template: Option<&ChatTemplate>,
         dialogues: &[Dialogue],
         common: &CommonFlags,
     ) -> anyhow::Result<Provenance> {
@@ -134,6 +144,7 @@ impl DistillArgs {
             backbone: shown(&self.backbone),
             backbone_revision: provenance::revision(&self.backbone),
             backbone_sha256: provenance::identity(&self.backbone)?,
+            chat_template_sha256: template.map(|template| template.sha256().to_owned()),
             prompts: shown(&self.prompts),
             prompts_sha256: files::sha256(&self.prompts)?,
             conversations: dialogues.len(),

@@ -22,6 +22,8 @@ pub struct Provenance {
     pub backbone_revision: Option<String>,
     /// See [`identity`].
     pub backbone_sha256: String,
+    /// Of the template that rendered the conversations, if there is one.
+    pub chat_template_sha256: Option<String>,
     /// Where the prompts lay.
     pub prompts: String,
     /// Of the prompt file's bytes.
