@@ -376,25 +376,20 @@ pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
 /// # Errors
 /// [`LoraError`] names the file and what does not fit.
 pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) -> Result<(), LoraError> {
-    let config_path = folder.join(ADAPTER_CONFIG);
-    let peft = PeftConfig::read(&config_path)?;
-    let files = WeightFiles::open_file(&folder.join(ADAPTER_FILE))?;
-    if let Some(config) = config {
-        check_against_recipe(&config_path, &peft, &files, config)?;
-    }
-    let reader =
-        Reader { path: folder.join(ADAPTER_FILE), peft, files, dropout: config.map_or(0.0, |c| c.dropout.get()) };
-    reader.check_lm_head(backbone)?;
-    let mut read = BTreeSet::new();
-    let device = backbone.device();
-    for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
-        let Some(size) = linear.size().filter(|_| reader.has(&name)) else { continue };
-        let [a_ri, b_or] = reader.tensors(&name, size, device)?;
-        let (alpha, dropout) = (reader.peft.alpha(), reader.dropout);
-        linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
-        read.insert(name);
-    }
-    reader.check_all_were_read(&read)
+    let reader = Reader::open(folder, config)?;
+    reader.check_shape_of_lm_head(backbone)?;
+    reader.compare_lm_head(backbone)?;
+    reader.attach(backbone)
+}
+
+/// As [`attach`], to a backbone without numbers ([`Llama::outline`]): an lm_head that the adapter holds is not compared.
+///
+/// # Errors
+/// As [`attach`].
+pub fn check(outline: &mut Llama, folder: &Path, config: &LoraConfig) -> Result<(), LoraError> {
+    let reader = Reader::open(folder, Some(config))?;
+    reader.check_shape_of_lm_head(outline)?;
+    reader.attach(outline)
 }
 
 fn check_against_recipe(
@@ -434,6 +429,30 @@ struct Reader {
 }
 
 impl Reader {
+    fn open(folder: &Path, config: Option<&LoraConfig>) -> Result<Self, LoraError> {
+        let config_path = folder.join(ADAPTER_CONFIG);
+        let peft = PeftConfig::read(&config_path)?;
+        let files = WeightFiles::open_file(&folder.join(ADAPTER_FILE))?;
+        if let Some(config) = config {
+            check_against_recipe(&config_path, &peft, &files, config)?;
+        }
+        let dropout = config.map_or(0.0, |config| config.dropout.get());
+        Ok(Self { path: folder.join(ADAPTER_FILE), peft, files, dropout })
+    }
+
+    fn attach(&self, backbone: &mut Llama) -> Result<(), LoraError> {
+        let mut read = BTreeSet::new();
+        let device = backbone.device();
+        for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
+            let Some(size) = linear.size().filter(|_| self.has(&name)) else { continue };
+            let [a_ri, b_or] = self.tensors(&name, size, device)?;
+            let (alpha, dropout) = (self.peft.alpha(), self.dropout);
+            linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
+            read.insert(name);
+        }
+        self.check_all_were_read(&read)
+    }
+
     fn has(&self, layer: &str) -> bool {
         self.files.contains(&peft_name(layer, "lora_A"))
     }
@@ -453,20 +472,30 @@ impl Reader {
         Ok([tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?])
     }
 
-    /// PEFT saves lm_head with its adapter; another one than the backbone's means another base.
-    fn check_lm_head(&self, backbone: &Llama) -> Result<(), LoraError> {
+    /// PEFT saves lm_head with its adapter; another one than the backbone's means another base. The backbone's, where the adapter
+    /// holds one, and the latter's name.
+    fn lm_head<'b>(&self, backbone: &'b Llama) -> Option<(&'b Tensor, String)> {
         let name = peft_name(names::LM_HEAD, "base_layer");
-        let Some(own) = backbone.lm_head_weight().filter(|_| self.files.contains(&name)) else { return Ok(()) };
+        let own = backbone.lm_head_weight().filter(|_| self.files.contains(&name))?;
+        Some((own, name))
+    }
+
+    fn check_shape_of_lm_head(&self, backbone: &Llama) -> Result<(), LoraError> {
+        let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
         let (expected, got) = (own.size(), self.files.shape(&name)?);
-        if got != expected {
-            return Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")));
+        if got == expected {
+            return Ok(());
         }
-        let theirs = self.files.tensor(&name, &got, own.kind(), own.device())?;
+        Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")))
+    }
+
+    fn compare_lm_head(&self, backbone: &Llama) -> Result<(), LoraError> {
+        let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
+        let theirs = self.files.tensor(&name, &own.size(), own.kind(), own.device())?;
         if theirs == *own {
-            Ok(())
-        } else {
-            Err(self.other_base(format!("tensor {name:?} is not the backbone's lm_head")))
+            return Ok(());
         }
+        Err(self.other_base(format!("tensor {name:?} is not the backbone's lm_head")))
     }
 
     fn check_all_were_read(&self, read: &BTreeSet<String>) -> Result<(), LoraError> {

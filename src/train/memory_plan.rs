@@ -195,7 +195,7 @@ impl Workload<'_> {
             Some(Quantization::Int8) => numbers + F32 * outputs,
             Some(Quantization::Nf4) => {
                 let blocks = numbers.div_ceil(64);
-                32 * blocks + blocks + F32 * blocks.div_ceil(256)
+                32 * blocks + blocks + F32 * (blocks.div_ceil(256) + 1)
             }
         }
     }

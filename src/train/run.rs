@@ -540,7 +540,7 @@ fn outline(job: &Job) -> Result<(Llama, HasWeights), TrainError> {
         && let Some(lora) = &config.lora
         && let Some(adapter) = &lora.init_from
     {
-        lora::attach(&mut outline, adapter, Some(lora))?;
+        lora::check(&mut outline, adapter, lora)?;
     }
     Ok((outline, has_weights))
 }
