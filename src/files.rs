@@ -1,7 +1,7 @@
 //! Files and folders that are whole or absent, and their hashes. No tensors here.
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Read};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
@@ -132,15 +132,27 @@ fn parent(path: &Path) -> &Path {
     }
 }
 
-/// A rename is durable once its folder is synced. Windows cannot open folders, and needs no such call.
-fn sync_folder(folder: &Path) -> io::Result<()> {
+/// Writes JSON for people to read, and waits until the disk has it.
+///
+/// # Errors
+/// Whatever the disk says.
+pub fn write_json(path: &Path, value: &impl serde::Serialize) -> io::Result<()> {
+    write_synced(path, |out| {
+        serde_json::to_writer_pretty(&mut *out, value)?;
+        out.write_all(b"\n")
+    })
+}
+
+/// A rename, or a new file, is durable once its folder is synced. Windows cannot open folders, and needs no such call.
+///
+/// # Errors
+/// Whatever the disk says.
+pub fn sync_folder(folder: &Path) -> io::Result<()> {
     if cfg!(windows) { Ok(()) } else { File::open(folder)?.sync_all() }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-
     use super::*;
 
     #[test]

@@ -31,7 +31,7 @@ use place::Text;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
-    /// The frozen model.
+    /// The model that the heads are for.
     pub backbone: BackboneConfig,
     /// The heads to train.
     pub heads: HeadsConfig,

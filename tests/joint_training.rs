@@ -1,6 +1,7 @@
 //! Promise: Medusa-2 trains adapters or the whole backbone with the heads, leaves alone what is frozen, goes on exactly after any
 //! end, and what it writes is what every other command decodes with.
 
+use std::fs;
 use std::process::Stdio;
 use std::thread::sleep;
 use std::time::Duration;
@@ -210,6 +211,33 @@ fn assert_learns(small: &SmallRun) {
     let lines: Vec<Value> = metrics(small).into_iter().filter(|line| line["split"] == "train").collect();
     let [first, last] = [&lines[0], &lines[lines.len() - 1]].map(|line| line["lm_loss"].as_f64().expect("a loss"));
     assert!(last < 0.8 * first, "LM loss {first} to {last}");
+}
+
+#[test]
+fn a_run_starts_where_another_ended() {
+    let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    let ended = validation(&small).pop().expect("an evaluation");
+    fs::rename(small.path("run"), small.path("first")).expect("a folder");
+    small.edit("recipe.toml", "alpha = 8", "alpha = 8\ninit_from = \"first/final\"");
+    small.edit("recipe.toml", "medusa_num_layers = 1", "medusa_num_layers = 1\ninit_from = \"first/final\"");
+    small.train(&[]).succeeded();
+    let began = validation(&small).remove(0);
+    for key in ["loss", "lm_loss", "perplexity", "head_losses", "head_top1"] {
+        assert_eq!(began[key], ended[key], "{key}");
+    }
+}
+
+#[test]
+fn an_adapter_is_its_bases_in_whatever_dtype() {
+    let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.edit("recipe.toml", "dtype = \"float32\"", "dtype = \"bfloat16\"");
+    small.train(&[]).succeeded();
+    for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+        let folder = small.path("backbone");
+        let mut backbone = Llama::load(&folder, kind, Device::Cpu, Purpose::Training).expect("a backbone");
+        attach(&mut backbone, &small.path("run/final"), None).expect("the run's adapter");
+    }
 }
 
 #[test]

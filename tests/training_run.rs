@@ -93,7 +93,7 @@ fn curves(lines: &[Value]) -> BTreeMap<Point, f32> {
                 points.insert((format!("{split}/{tag}"), step), number as f32);
             }
         };
-        for key in ["loss", "lr", "grad_norm", "tokens_per_second"] {
+        for key in ["loss", "lr", "heads_lr", "lambda0", "grad_norm", "tokens_per_second"] {
             add(key.into(), &line[key]);
         }
         for (key, tag) in [("head_losses", "loss"), ("head_top1", "top1"), ("head_top5", "top5")] {

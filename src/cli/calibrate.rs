@@ -8,12 +8,12 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
-use super::decoder::load_backbone;
+use super::decoder::{chat_template, load_backbone};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
-use crate::data::chat_template::ChatTemplate;
+use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::rows::TokenRow;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, LoadSettings};
@@ -39,6 +39,10 @@ pub struct CalibrateArgs {
     /// The file to write.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
+    /// For rows of conversations. "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml,
+    /// mistral); or a .jinja file.
+    #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
+    pub chat_template: TemplateChoice,
     /// Guesses counted of each head.
     #[arg(long, value_name = "K", default_value = "10")]
     pub top_k: NonZeroUsize,
@@ -66,7 +70,7 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     // Rows of token ids need no tokenizer, and rows of text say so themselves.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
-    let template = ChatTemplate::load(&args.backbone)?;
+    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),

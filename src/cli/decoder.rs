@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use tch::Device;
 
 use super::{CommonFlags, UsageError};
-use crate::data::chat_template::{ChatTemplate, Message};
+use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
 use crate::data::tokenize::TextTokenizer;
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
@@ -20,6 +20,7 @@ use crate::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::{WeightFiles, names};
 use crate::numbers::{NonNegative, Positive};
 use crate::torch::{Dtype, memory};
+use crate::train::checkpoint::BACKBONE_FOLDER;
 
 /// How to decode.
 #[derive(Debug, Clone, Args)]
@@ -109,6 +110,15 @@ pub fn load_backbone(
         Some(dtype) => dtype,
         None => own_dtype(folder)?,
     };
+    if let Some(tuned) =
+        heads.map(|heads| heads.join(BACKBONE_FOLDER)).filter(|tuned| tuned.exists() && tuned != folder)
+    {
+        common.say(format_args!(
+            "these heads were trained with the backbone in {}, not with {}",
+            tuned.display(),
+            folder.display()
+        ));
+    }
     let Some(adapter) = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) else {
         return Ok(Llama::load(folder, dtype.kind(), device, purpose)?);
     };
@@ -135,6 +145,14 @@ pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
     Ok(dtype_of(embedding.kind()))
+}
+
+/// `--chat-template`.
+///
+/// # Errors
+/// What would be accepted.
+pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
+    TemplateChoice::try_from(text.to_owned())
 }
 
 /// What a backbone of this kind is called.

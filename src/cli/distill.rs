@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use super::calibrate::heads_file;
-use super::decoder::{Decoder, dtype_of, non_negative};
+use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
 use super::train::progress::time_left;
 use super::{CommonFlags, Interrupted, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
@@ -27,7 +27,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
-use crate::model::lora::ADAPTER_FILE;
+use crate::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 
 /// ε of typical acceptance, where heads answer above temperature 0.
@@ -88,10 +88,6 @@ pub struct DistillArgs {
     pub resume: bool,
 }
 
-fn chat_template(text: &str) -> Result<TemplateChoice, String> {
-    TemplateChoice::try_from(text.to_owned())
-}
-
 fn probability(text: &str) -> Result<Probability, String> {
     Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
@@ -138,7 +134,11 @@ impl DistillArgs {
         common: &CommonFlags,
     ) -> anyhow::Result<Provenance> {
         let shown = |path: &Path| path.display().to_string();
-        let adapter = self.heads.as_ref().map(|heads| heads.join(ADAPTER_FILE));
+        let hash = |heads: &Path| -> io::Result<[String; 2]> {
+            Ok([files::sha256(&heads.join(ADAPTER_FILE))?, files::sha256(&heads.join(ADAPTER_CONFIG))?])
+        };
+        let adapted = self.heads.as_deref().filter(|heads| heads.join(ADAPTER_CONFIG).exists());
+        let adapter = adapted.map(hash).transpose()?;
         Ok(Provenance {
             program_version: env!("CARGO_PKG_VERSION"),
             backbone: shown(&self.backbone),
@@ -150,6 +150,7 @@ impl DistillArgs {
             conversations: dialogues.len(),
             share: self.shard.to_string(),
             conversations_per_file: CONVERSATIONS_PER_SHARD,
+            device: crate::torch::device_name(decoder.backbone.device()),
             dtype: dtype_of(decoder.backbone.kind()).to_string(),
             temperature: self.temperature.get(),
             top_p: self.top_p.get(),
@@ -159,7 +160,7 @@ impl DistillArgs {
             seed: common.seed,
             heads: self.heads.as_deref().map(shown),
             heads_sha256: self.heads.as_deref().map(|heads| files::sha256(&heads_file(heads))).transpose()?,
-            adapter_sha256: adapter.filter(|file| file.exists()).map(|file| files::sha256(&file)).transpose()?,
+            adapter_sha256: adapter,
             tree_sha256: self.tree.as_deref().map(files::sha256).transpose()?,
         })
     }

@@ -74,7 +74,7 @@ impl<'a> Batch<'a> {
 
     /// Whether another row can enter.
     pub fn has_room(&self) -> bool {
-        self.rows.len() < self.size.get()
+        self.rows.len() + self.ended.len() < self.size.get()
     }
 
     /// Whether nothing is left to do.

@@ -59,6 +59,7 @@ impl Sampler {
         let least = least_in_nucleus(p_v, self.sampling.top_p.get());
         let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
         let mass: f64 = kept().map(|(_, &p)| f64::from(p)).sum();
+        assert!(mass.is_finite() && mass > 0.0, "the backbone's logits are no numbers; decode in another --dtype");
         let drawn = self.rng.random::<f64>() * mass;
         let mut below = 0.0;
         let chosen = kept().find(|(_, p)| {

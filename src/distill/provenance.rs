@@ -34,6 +34,8 @@ pub struct Provenance {
     pub share: String,
     /// Of a file; the last may have fewer.
     pub conversations_per_file: usize,
+    /// Where it computed: another device may round otherwise.
+    pub device: String,
     /// What the backbone computed in.
     pub dtype: String,
     /// 0 is greedy.
@@ -52,8 +54,8 @@ pub struct Provenance {
     pub heads: Option<String>,
     /// Of their file.
     pub heads_sha256: Option<String>,
-    /// Of the adapter beside them, if there is one: the backbone spoke with it.
-    pub adapter_sha256: Option<String>,
+    /// Of the adapter beside them and of its config, if there is one: the backbone spoke with it.
+    pub adapter_sha256: Option<[String; 2]>,
     /// Of the tree's file.
     pub tree_sha256: Option<String>,
 }

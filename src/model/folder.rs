@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
-use crate::files::write_synced;
+use crate::files::{sync_folder, write_json, write_synced};
 use crate::model::llama::Llama;
 use crate::model::weights::{WeightsError, save};
 
@@ -30,11 +30,21 @@ pub enum FolderError {
 }
 
 const WEIGHTS: &str = "model.safetensors";
-/// Files that hold weights, or say which file does: not copied.
-const WEIGHT_FILES: [&str; 5] = [".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt"];
+/// Beginnings of the names of files that go with a backbone, whatever its weights.
+const COMPANIONS: [&str; 9] = [
+    "tokenizer",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.",
+    "merges.txt",
+    "chat_template",
+    "generation_config.json",
+    "LICENSE",
+    "NOTICE",
+];
 
-/// Writes `backbone` into a new folder in the dtype that it computes in, with everything else that `from` holds: config, tokenizer,
-/// chat template. Adapters must be merged before.
+/// Writes `backbone` into a new folder in the dtype that it computes in, with the config of `from`, its tokenizer, chat template,
+/// generation defaults and licence. Adapters must be merged before.
 ///
 /// # Errors
 /// [`FolderError`].
@@ -47,7 +57,7 @@ pub fn save_folder(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), F
     for entry in fs::read_dir(from).map_err(failed("read", from))? {
         let path = entry.map_err(failed("read", from))?.path();
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        if path.is_file() && name != "config.json" && !WEIGHT_FILES.iter().any(|end| name.ends_with(end)) {
+        if path.is_file() && COMPANIONS.iter().any(|begin| name.starts_with(begin)) {
             let bytes = fs::read(&path).map_err(failed("read", &path))?;
             let copy = folder.join(&name);
             write_synced(&copy, |out| out.write_all(&bytes)).map_err(failed("write", &copy))?;
@@ -57,7 +67,8 @@ pub fn save_folder(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), F
     let weights: Vec<(String, Tensor)> =
         backbone.weights().into_iter().map(|(name, tensor)| (name, tensor.detach().to_kind(backbone.kind()))).collect();
     let by_name: Vec<(String, &Tensor)> = weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
-    Ok(save(&folder.join(WEIGHTS), &by_name)?)
+    save(&folder.join(WEIGHTS), &by_name)?;
+    sync_folder(folder).map_err(failed("write", folder))
 }
 
 /// The base's config.json with what the new weights changed.
@@ -75,9 +86,5 @@ fn write_config(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), Fold
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
     config[key] = dtype.into();
     let path = folder.join("config.json");
-    let written = write_synced(&path, |out| {
-        serde_json::to_writer_pretty(&mut *out, &config)?;
-        out.write_all(b"\n")
-    });
-    written.map_err(|e| error("write", &path, e))
+    write_json(&path, &config).map_err(|e| error("write", &path, e))
 }

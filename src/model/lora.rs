@@ -6,14 +6,13 @@
 // R rank, O outputs, I inputs, N rows of a product
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::files::write_synced;
+use crate::files::write_json;
 use crate::model::llama::Llama;
 use crate::model::weights::{WeightFiles, WeightsError, names, save};
 use crate::numbers::{Fraction, Positive};
@@ -300,6 +299,12 @@ struct PeftConfig {
     #[serde(default)]
     use_dora: bool,
     #[serde(default)]
+    lora_bias: bool,
+    #[serde(default)]
+    use_qalora: bool,
+    #[serde(default)]
+    layer_replication: Option<serde_json::Value>,
+    #[serde(default)]
     modules_to_save: Option<Vec<String>>,
     #[serde(default)]
     rank_pattern: serde_json::Map<String, serde_json::Value>,
@@ -325,6 +330,9 @@ impl PeftConfig {
             ("bias", bias.clone(), bias == "none", "\"none\""),
             ("fan_in_fan_out", self.fan_in_fan_out.to_string(), !self.fan_in_fan_out, "false"),
             ("use_dora", self.use_dora.to_string(), !self.use_dora, "false"),
+            ("lora_bias", self.lora_bias.to_string(), !self.lora_bias, "false"),
+            ("use_qalora", self.use_qalora.to_string(), !self.use_qalora, "false"),
+            ("layer_replication", format!("{:?}", self.layer_replication), self.layer_replication.is_none(), "null"),
             (
                 "modules_to_save",
                 format!("{:?}", self.modules_to_save),
@@ -491,8 +499,10 @@ impl Reader {
 
     fn compare_lm_head(&self, backbone: &Llama) -> Result<(), LoraError> {
         let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
-        let theirs = self.files.tensor(&name, &own.size(), own.kind(), own.device())?;
-        if theirs == *own {
+        // The adapter's may have been rounded to another dtype, and so may ours: bfloat16 keeps 8 bits.
+        let float = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+        let theirs = self.files.tensor(&name, &own.size(), Kind::Float, own.device())?;
+        if theirs.allclose(&float(own), 0.01, 1e-6, false) {
             return Ok(());
         }
         Err(self.other_base(format!("tensor {name:?} is not the backbone's lm_head")))
@@ -503,8 +513,14 @@ impl Reader {
         if in_file.is_empty() {
             return Err(self.other_base("no tensor named base_model.model.….lora_A.weight".into()));
         }
-        match in_file.difference(read).next() {
-            Some(layer) => Err(self.other_base(format!("the backbone has no layer {layer:?}"))),
+        if let Some(layer) = in_file.difference(read).next() {
+            return Err(self.other_base(format!("the backbone has no layer {layer:?}")));
+        }
+        let parts = |layer: &String| ["lora_A", "lora_B"].map(|part| peft_name(layer, part));
+        let known: BTreeSet<String> =
+            read.iter().flat_map(parts).chain([peft_name(names::LM_HEAD, "base_layer")]).collect();
+        match self.files.names().into_iter().find(|name| !known.contains(*name)) {
+            Some(name) => Err(self.other_base(format!("tensor {name:?} is none of a plain LoRA adapter"))),
             None => Ok(()),
         }
     }
@@ -535,6 +551,9 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
         inference_mode: true,
         use_rslora: false,
         use_dora: false,
+        lora_bias: false,
+        use_qalora: false,
+        layer_replication: None,
         modules_to_save: None,
         rank_pattern: serde_json::Map::new(),
         alpha_pattern: serde_json::Map::new(),
@@ -545,11 +564,7 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
     }
     tensors.extend(adapters.iter().flat_map(|(layer, adapter)| named(layer, adapter)));
     let path = folder.join(ADAPTER_CONFIG);
-    let written = write_synced(&path, |out| {
-        serde_json::to_writer_pretty(&mut *out, &config)?;
-        out.write_all(b"\n")
-    });
-    written.map_err(|source| LoraError::Io { doing: "write", path, source })?;
+    write_json(&path, &config).map_err(|source| LoraError::Io { doing: "write", path, source })?;
     Ok(save(&folder.join(ADAPTER_FILE), &tensors)?)
 }
 

@@ -1,14 +1,14 @@
 //! Checkpoints: `step-000200/` and `final/`, whole or absent, and going on from the newest whole one.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::files::{NewFolder, is_partial, remove_folder, write_synced};
+use crate::files::{NewFolder, is_partial, remove_folder, write_json};
 use crate::medusa::heads::{HEADS_FILE, Heads};
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
@@ -23,7 +23,7 @@ const STATE_FILE: &str = "state.json";
 /// The weights of a backbone that is trained as a whole: float32 masters.
 const BACKBONE_FILE: &str = "backbone.safetensors";
 /// In `final/`: that backbone as a Hugging Face folder.
-const BACKBONE_FOLDER: &str = "backbone";
+pub const BACKBONE_FOLDER: &str = "backbone";
 /// The folder of finished heads.
 pub const FINAL: &str = "final";
 
@@ -282,13 +282,6 @@ fn entries(run: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 
 fn file_name(path: &Path) -> Option<&str> {
     path.file_name().and_then(|name| name.to_str())
-}
-
-fn write_json(path: &Path, value: &impl Serialize) -> io::Result<()> {
-    write_synced(path, |out| {
-        serde_json::to_writer_pretty(&mut *out, value)?;
-        out.write_all(b"\n")
-    })
 }
 
 fn io_error(doing: &'static str, path: &Path, source: io::Error) -> CheckpointError {

@@ -7,6 +7,7 @@ use std::time::Instant;
 use tch::{Device, Kind};
 
 use crate::data::chat_template::ChatTemplate;
+use crate::data::chat_template::TemplateChoice;
 use crate::data::loader::{Batch, Loader};
 use crate::data::pack::PackReport;
 use crate::data::tokenize::{TextTokenizer, TokenizeError};
@@ -388,11 +389,23 @@ impl Prepared {
         &self.backbone
     }
 
+    fn tokenizing_files(&self) -> Vec<PathBuf> {
+        let names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+        let own = names.map(|name| Path::new(&self.checked.job.backbone.path).join(name));
+        let given = if let TemplateChoice::File(path) = &self.checked.job.data.chat_template {
+            Some(path.clone())
+        } else {
+            None
+        };
+        own.into_iter().chain(given).collect()
+    }
+
     fn folder(&self) -> RunFolder<'_> {
         RunFolder {
             path: &self.checked.job.train.output_dir,
             resolved_recipe: &self.checked.job.resolved_recipe,
             device: self.checked.job.device,
+            tokenizing: self.tokenizing_files(),
             reports: [Some(&self.checked.train_report), self.checked.validation_report.as_ref()],
         }
     }

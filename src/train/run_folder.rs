@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::data::{DataFile, LoadReport};
-use crate::files::write_atomic;
+use crate::files::{sha256, write_atomic};
 use crate::torch::{self, LIBTORCH_VERSION};
 use crate::train::checkpoint;
 use crate::train::run::TrainError;
@@ -26,6 +26,8 @@ pub struct RunFolder<'r> {
     pub resolved_recipe: &'r str,
     /// Where it computes.
     pub device: Device,
+    /// Files of tokenizer and chat template; some may be absent.
+    pub tokenizing: Vec<PathBuf>,
     /// What was read to train and to validate on.
     pub reports: [Option<&'r LoadReport>; 2],
 }
@@ -124,9 +126,13 @@ impl RunFolder<'_> {
         }
     }
 
+    /// Data files, and those that decide which tokens come of them.
     fn data_files(&self) -> Vec<HashedFile> {
-        let files = self.reports.into_iter().flatten().flat_map(|report| &report.files);
-        files.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() }).collect()
+        let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
+        let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
+        // One that cannot be read was not read either.
+        let hashed = |path: &PathBuf| Some(HashedFile { path: path.clone(), sha256: sha256(path).ok()? });
+        data.chain(self.tokenizing.iter().filter_map(hashed)).collect()
     }
 }
 

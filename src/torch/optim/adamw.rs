@@ -77,16 +77,16 @@ enum Moment {
 impl AdamW {
     /// Moments at 0 for each of `parameters`.
     pub fn new(config: OptimizerConfig, parameters: &[Parameter]) -> Self {
-        let map = |map: fn(_) -> _, p: &Parameter| -> Option<DynamicMap> {
-            let pays = config.name == OptimizerName::AdamW8bit && p.value.numel() >= WORTH_8_BITS;
-            pays.then(|| map(p.value.device()))
+        // Tables that all moments share.
+        let device = parameters.first().map(|p| p.value.device());
+        let device = device.filter(|_| config.name == OptimizerName::AdamW8bit);
+        let maps = device.map(|device| [DynamicMap::signed(device), DynamicMap::unsigned(device)]);
+        let moments = |p: &Parameter| {
+            let maps = maps.as_ref().filter(|_| p.value.numel() >= WORTH_8_BITS);
+            let zeros = |map: usize| Moment::zeros(&p.gradient, maps.map(|maps| &maps[map]));
+            Moments { name: p.name.clone(), first: zeros(0), second: zeros(1) }
         };
-        let moments = parameters.iter().map(|p| Moments {
-            name: p.name.clone(),
-            first: Moment::zeros(&p.gradient, map(DynamicMap::signed, p).as_ref()),
-            second: Moment::zeros(&p.gradient, map(DynamicMap::unsigned, p).as_ref()),
-        });
-        let moments = moments.collect();
+        let moments = parameters.iter().map(moments).collect();
         Self { config, moments, step: 0 }
     }
 
