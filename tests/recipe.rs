@@ -213,6 +213,10 @@ fn each_stage_refuses_the_keys_of_the_other() {
     assert!(cache.contains("train.hidden_state_cache needs [stage.medusa1]"), "{cache}");
     let direct = error_of_medusa2("dtype = \"float32\"", "dtype = \"float32\"\nquantization = \"nf4\"");
     assert!(direct.contains("backbone.quantization needs train.recompute = true"), "{direct}");
+    let quantised =
+        GOOD.replace("[stage.medusa1]", "[stage.medusa2]").replace("dtype = ", "quantization = \"nf4\"\ndtype = ");
+    let trained = parse(&quantised).expect_err("weights of 4 bits do not train");
+    assert!(trained.contains("needs [stage.medusa2.lora]: quantised weights cannot be trained"), "{trained}");
     let teacher = error_of_medusa2("[stage.medusa2.lora]\nrank = 8\nalpha = 16", "");
     assert!(teacher.contains("stage.medusa2.self_distillation needs [stage.medusa2.lora]"), "{teacher}");
 }
