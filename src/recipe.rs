@@ -15,10 +15,10 @@ use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
-use crate::model::lora::ADAPTER_FILE;
+use crate::model::peft::ADAPTER_FILE;
 use crate::torch::optim::OptimizerConfig;
 use crate::train::TrainConfig;
-use crate::train::run::Job;
+use crate::train::checked::Job;
 use crate::train::schedule::ScheduleConfig;
 use crate::train::stage::{Medusa2Config, Stage};
 

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use medusa::model::attention::RowMask;
 use medusa::model::llama::{Llama, Purpose};
-use medusa::model::lora::{Adapters, attach};
+use medusa::model::lora::Adapters;
+use medusa::model::peft::attach;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde_json::Value;

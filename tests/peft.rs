@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use medusa::model::attention::RowMask;
 use medusa::model::llama::{Llama, Purpose};
-use medusa::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE, Adapters, LoraConfig, attach, attach_new, save_adapters};
+use medusa::model::lora::{Adapters, LoraConfig, attach_new};
+use medusa::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE, attach, save_adapters};
 use medusa::model::weights::WeightFiles;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;

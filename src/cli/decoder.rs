@@ -9,14 +9,14 @@ use tch::Device;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
-use crate::data::tokenize::TextTokenizer;
+use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
 use crate::medusa::heads::Heads;
 use crate::medusa::tree::{SparseTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, Purpose};
-use crate::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::{WeightFiles, names};
 use crate::numbers::{NonNegative, Positive};
 use crate::torch::{Dtype, memory};
@@ -273,14 +273,4 @@ pub fn read_prompts(prompt: Option<&String>, file: Option<&PathBuf>) -> anyhow::
         (None, Some(path)) => Ok(prompts::read(path)?),
         (None, None) => Err(UsageError("nothing to decode: give --prompt TEXT or --prompts FILE".into()).into()),
     }
-}
-
-/// Token ids as tensors hold them.
-pub fn wide(ids: &[i32]) -> Vec<i64> {
-    ids.iter().map(|&id| i64::from(id)).collect()
-}
-
-/// Token ids as tokenizers hold them.
-pub fn narrow(ids: &[i64]) -> Vec<i32> {
-    ids.iter().map(|&id| i32::try_from(id).unwrap_or(-1)).collect()
 }

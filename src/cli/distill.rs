@@ -27,7 +27,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
-use crate::model::lora::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 
 /// ε of typical acceptance, where heads answer above temperature 0.

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::decoder::own_dtype;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export;
-use crate::model::lora::ADAPTER_CONFIG;
+use crate::model::peft::ADAPTER_CONFIG;
 
 const EXAMPLE: &str =
     "Example:\n  medusa export --heads checkpoints/tiny_stage2/final --format merged --out tiny_merged";

@@ -8,8 +8,9 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::json;
 
-use super::decoder::{Decoder, DecodingFlags, narrow, read_prompts};
+use super::decoder::{Decoder, DecodingFlags, read_prompts};
 use super::{CommonFlags, print_json};
+use crate::data::tokenize::narrow;
 use crate::decode::generate::{self, Generation, Medusa, Request};
 
 /// Decode prompts; without --heads it is plain autoregressive decoding.

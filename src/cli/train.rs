@@ -7,7 +7,8 @@ use serde_json::json;
 
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::recipe::Recipe;
-use crate::train::run::{Checked, Outcome};
+use crate::train::checked::Checked;
+use crate::train::run::Outcome;
 use crate::train::run_folder::check_output_dir;
 
 mod plan;

@@ -307,3 +307,15 @@ fn failed_on(text: &str, source: tokenizers::Error) -> TokenizeError {
 fn to_i32(id: u32) -> i32 {
     i32::try_from(id).unwrap_or(i32::MAX)
 }
+/// Token ids as tensors hold them.
+pub fn wide(ids: &[i32]) -> Vec<i64> {
+    ids.iter().map(|&id| i64::from(id)).collect()
+}
+
+/// Token ids as tokenizers and rows hold them.
+///
+/// # Panics
+/// For an id that no vocabulary has.
+pub fn narrow(ids: &[i64]) -> Vec<i32> {
+    ids.iter().map(|&id| i32::try_from(id).expect("a vocabulary has far fewer tokens than 2^31")).collect()
+}

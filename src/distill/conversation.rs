@@ -3,10 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
-use super::render::{self, OpenQuestion, Rendered, Renderer, Written, narrow};
+use super::render::{self, OpenQuestion, Rendered, Renderer, Written};
 use crate::data::IGNORE;
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
+use crate::data::tokenize::narrow;
 use crate::decode::batch::{RowEnded, RowRequest};
 use crate::decode::generate::FinishReason;
 
@@ -227,7 +228,7 @@ mod tests {
     use crate::data::chat_template::ChatTemplate;
     use crate::data::rows::Place;
     use crate::data::tokenize::TextTokenizer;
-    use crate::distill::render::wide;
+    use crate::data::tokenize::wide;
     use crate::files::write_atomic;
 
     /// As Vicuna writes it: the user's turn has no token of its own for its end.

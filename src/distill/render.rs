@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::data::IGNORE;
 use crate::data::chat_template::{ChatTemplate, Message};
 use crate::data::prompts::{self, PromptError, PromptInput, Questions};
-use crate::data::tokenize::TextTokenizer;
+use crate::data::tokenize::{TextTokenizer, narrow, wide};
 
 /// Stands where the user's text would: a character of nobody's language, which no template has.
 const PLACEHOLDER: &str = "\u{f8ff}\u{f8fe}";
@@ -149,16 +149,6 @@ impl Written {
         let behind_end = rest.trim_start().strip_prefix(self.end.trim()).filter(|_| !self.end.is_empty());
         Some(from..behind_end.map_or(to, |behind| text.len() - behind.len()))
     }
-}
-
-/// Token ids as tensors hold them.
-pub(super) fn wide(ids: &[i32]) -> Vec<i64> {
-    ids.iter().map(|&id| i64::from(id)).collect()
-}
-
-/// Token ids as tokenizers and rows hold them.
-pub(super) fn narrow(ids: &[i64]) -> Vec<i32> {
-    ids.iter().map(|&id| i32::try_from(id).expect("a vocabulary has far fewer tokens than 2^31")).collect()
 }
 
 #[cfg(test)]

@@ -10,7 +10,8 @@ use crate::model::batch_cache::BatchCache;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::{Linear, LinearGroup};
-use crate::model::lora::{self, Adapter, Adapters, LoraError};
+use crate::model::lora::{Adapter, Adapters};
+use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, QuantizedWeight, Quantizer};
 use crate::model::rope::{Rope, Rotation};
 use crate::model::weights::{WeightFiles, WeightsError, names};
@@ -26,7 +27,7 @@ pub enum LoadError {
     Weights(#[from] WeightsError),
     /// Its adapter.
     #[error(transparent)]
-    Adapter(#[from] LoraError),
+    Adapter(#[from] PeftError),
 }
 
 /// What a backbone is loaded for.
@@ -128,7 +129,7 @@ impl Llama {
         purpose: Purpose,
     ) -> Result<Self, LoadError> {
         let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
-        lora::attach(&mut llama, adapter, None)?;
+        peft::attach(&mut llama, adapter, None)?;
         let merged = llama.merged();
         Ok(if purpose == Purpose::Decoding { merged.for_decoding() } else { merged })
     }
@@ -329,7 +330,7 @@ impl Llama {
     /// What is trained in the LM head; nothing where it is tied to a trained embedding, which is [`Llama::trained_in`] part 0.
     pub fn trained_in_lm_head(&self) -> Vec<(String, &Tensor)> {
         if let Some(adapter) = self.lm_head.adapter() {
-            return lora::named(names::LM_HEAD, adapter).into_iter().filter(|(_, t)| t.requires_grad()).collect();
+            return peft::named(names::LM_HEAD, adapter).into_iter().filter(|(_, t)| t.requires_grad()).collect();
         }
         let own = self.lm_head.dense_weight().filter(|w| w.requires_grad() && !self.config.tie_word_embeddings);
         own.map(|weight| (format!("{}.weight", names::LM_HEAD), weight)).into_iter().collect()
@@ -450,7 +451,7 @@ impl DecoderLayer {
         let weights = self.weights().into_iter().map(|(part, tensor)| (names::in_layer(index, &part), tensor));
         let mut all: Vec<(String, &Tensor)> = weights.collect();
         for (part, linear) in linear_names().zip(self.linears()) {
-            all.extend(linear.adapter().into_iter().flat_map(|a| lora::named(&names::in_layer(index, part), a)));
+            all.extend(linear.adapter().into_iter().flat_map(|a| peft::named(&names::in_layer(index, part), a)));
         }
         all
     }

@@ -14,6 +14,7 @@ pub mod kv_cache;
 pub mod linear;
 pub mod llama;
 pub mod lora;
+pub mod peft;
 pub mod quantization;
 pub mod rope;
 pub mod weights;

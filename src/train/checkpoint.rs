@@ -12,7 +12,7 @@ use crate::files::{NewFolder, is_partial, remove_folder, write_json};
 use crate::medusa::heads::{HEADS_FILE, Heads};
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
-use crate::model::lora::{ADAPTER_FILE, LoraError, save_adapters};
+use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};
 use crate::model::weights::{WeightFiles, WeightsError, save};
 use crate::torch::optim::OptimizerName;
 use crate::torch::optim::adamw::Parameter;
@@ -45,7 +45,7 @@ pub enum CheckpointError {
     Weights(#[from] WeightsError),
     /// An adapter's files.
     #[error(transparent)]
-    Adapter(#[from] LoraError),
+    Adapter(#[from] PeftError),
     /// A backbone's folder.
     #[error(transparent)]
     Backbone(#[from] FolderError),

@@ -54,7 +54,7 @@ impl<'r> Joint<'r> {
         JointPass { joint: *self, adapters, size_bth, hidden_nh, teacher_nh, dhidden_nh, tape }
     }
 
-    /// Hidden states as they are served: with adapters, without dropout; and the teacher's.
+    /// Hidden states `[N, H]` as they are served: with adapters, without dropout; and the teacher's.
     pub fn evaluated(&self, batch: &Batch) -> (Tensor, Option<Tensor>) {
         let (tokens_bt, rows) = self.inputs(batch);
         let hidden_bth = tch::no_grad(|| self.backbone.hidden_states(&tokens_bt, &rows, Adapters::On));
@@ -78,12 +78,13 @@ impl<'r> Joint<'r> {
         self.seed ^ pass.wrapping_mul(0xD6E8_FEB8_6659_FD93)
     }
 
-    /// Summed KL(teacher ‖ student), at evaluation.
+    /// Summed KL(teacher ‖ student) of hidden states `[N, H]`, a float64 scalar, at evaluation.
     pub fn lm_divergence(&self, hidden_nh: &Tensor, teacher_nh: &Tensor, targets: &Targets) -> Tensor {
         distillation_loss(self.output(Adapters::On), [hidden_nh, teacher_nh], targets, None)
     }
 
-    /// Summed cross-entropy of the LM head, whatever the stage trains it on: the logarithm of its perplexity, times the targets.
+    /// Summed cross-entropy of the LM head on hidden states `[N, H]`, a float64 scalar, whatever the stage trains it on: the logarithm of
+    /// its perplexity, times the targets.
     pub fn lm_cross_entropy(&self, hidden_nh: &Tensor, targets: &Targets) -> Tensor {
         lm_loss(self.output(Adapters::On), hidden_nh, targets, None).loss
     }
@@ -100,7 +101,7 @@ impl<'r> JointPass<'r> {
         self.joint.output(self.adapters)
     }
 
-    /// Summed loss of the LM head; its gradients times `scale` are added.
+    /// Summed loss of the LM head, a float64 scalar; its gradients times `scale` are added.
     pub fn lm_loss(&self, state: &TrainState, targets: &Targets, scale: f64) -> Tensor {
         let gradients = state.lm_gradients(&self.dhidden_nh);
         let into = Some((&gradients, scale));

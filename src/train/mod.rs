@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub mod checked;
 pub mod checkpoint;
 pub mod hidden_states;
 pub mod joint;

@@ -322,7 +322,7 @@ impl MetricSums {
     }
 
     fn add_lm(&mut self, loss: Tensor) {
-        self.lm_loss = Some(self.lm_loss.take().map_or_else(|| loss.shallow_clone(), |sum| sum + &loss));
+        add_to(&mut self.lm_loss, loss);
     }
 
     /// Runs the backbone over an evaluation batch and measures its LM head.
@@ -331,12 +331,9 @@ impl MetricSums {
         let states = BatchStates::all(hidden_nh);
         let targets = targets.of_lm_head(&states);
         let cross_entropy = joint.lm_cross_entropy(&states.hidden_nh, &targets);
-        self.add_lm(match &teacher_nh {
-            Some(teacher_nh) => joint.lm_divergence(&states.hidden_nh, teacher_nh, &targets),
-            None => cross_entropy.shallow_clone(),
-        });
-        let sum = self.lm_cross_entropy.take();
-        self.lm_cross_entropy = Some(sum.map_or_else(|| cross_entropy.shallow_clone(), |sum| sum + &cross_entropy));
+        let divergence = |teacher_nh: &Tensor| joint.lm_divergence(&states.hidden_nh, teacher_nh, &targets);
+        self.add_lm(teacher_nh.as_ref().map_or_else(|| cross_entropy.shallow_clone(), divergence));
+        add_to(&mut self.lm_cross_entropy, cross_entropy);
         states
     }
 
@@ -363,6 +360,13 @@ impl MetricSums {
             tokens,
         }
     }
+}
+
+fn add_to(sum: &mut Option<Tensor>, loss: Tensor) {
+    *sum = Some(match sum.take() {
+        None => loss,
+        Some(before) => before + loss,
+    });
 }
 
 /// One copy to the host for all heads.

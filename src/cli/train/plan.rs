@@ -10,8 +10,8 @@ use crate::medusa::heads::HeadsShape;
 use crate::model::llama::HasWeights;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
+use crate::train::checked::Checked;
 use crate::train::memory_plan::{Group, MemoryPlan};
-use crate::train::run::Checked;
 
 /// The plan of a run.
 #[derive(Debug, Serialize)]

@@ -1,0 +1,363 @@
+//! PEFT's adapter folders in and out: adapter_config.json and adapter_model.safetensors, with its names.
+
+// R rank, O outputs, I inputs
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use crate::files::write_json;
+use crate::model::llama::Llama;
+use crate::model::lora::{Adapter, LoraConfig, MODULES, TargetModules, module_of};
+use crate::model::weights::{WeightFiles, WeightsError, names, save};
+
+/// The weights of an adapter, as PEFT names the file.
+pub const ADAPTER_FILE: &str = "adapter_model.safetensors";
+/// Its shape and base, as PEFT names the file.
+pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+/// What makes an adapter folder unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum PeftError {
+    /// A file that cannot be read or written.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// `adapter_config.json` is not PEFT's.
+    #[error("{}: {source}; expected a LoRA adapter as PEFT writes it", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A kind of adapter that this program does not compute.
+    #[error("{}: `{key}` is {got}; expected {expected}: only plain LoRA adapters can be used", path.display())]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: &'static str,
+        /// What stands there.
+        got: String,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// The adapter is not what the recipe says.
+    #[error(
+        "{}: its {what} is {got}, the recipe's is {expected}; set stage.medusa2.lora to what the adapter has, or start from another",
+        path.display()
+    )]
+    OtherThanRecipe {
+        /// The file.
+        path: PathBuf,
+        /// `rank`, `alpha` or `target_modules`.
+        what: &'static str,
+        /// The recipe's.
+        expected: String,
+        /// The adapter's.
+        got: String,
+    },
+    /// The adapter was made for another backbone.
+    #[error("{}: {reason}; the adapter belongs to {base:?}, not to this backbone", path.display())]
+    OtherBase {
+        /// The file.
+        path: PathBuf,
+        /// What does not fit.
+        reason: String,
+        /// As its config says.
+        base: String,
+    },
+    /// The weights file.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+}
+
+/// `adapter_config.json`, the keys that decide what an adapter computes; PEFT's others are left to their defaults.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct PeftConfig {
+    peft_type: String,
+    #[serde(default)]
+    task_type: Option<String>,
+    #[serde(default)]
+    base_model_name_or_path: Option<String>,
+    r: usize,
+    lora_alpha: f64,
+    #[serde(default)]
+    lora_dropout: f64,
+    target_modules: serde_json::Value,
+    #[serde(default)]
+    bias: Option<String>,
+    #[serde(default)]
+    fan_in_fan_out: bool,
+    #[serde(default)]
+    inference_mode: bool,
+    #[serde(default)]
+    use_rslora: bool,
+    #[serde(default)]
+    use_dora: bool,
+    #[serde(default)]
+    lora_bias: bool,
+    #[serde(default)]
+    use_qalora: bool,
+    #[serde(default)]
+    layer_replication: Option<serde_json::Value>,
+    #[serde(default)]
+    modules_to_save: Option<Vec<String>>,
+    #[serde(default)]
+    rank_pattern: serde_json::Map<String, serde_json::Value>,
+    #[serde(default)]
+    alpha_pattern: serde_json::Map<String, serde_json::Value>,
+}
+
+impl PeftConfig {
+    fn read(path: &Path) -> Result<Self, PeftError> {
+        let text = fs::read(path).map_err(|source| PeftError::Io { doing: "read", path: path.into(), source })?;
+        let config: Self =
+            serde_json::from_slice(&text).map_err(|source| PeftError::Json { path: path.into(), source })?;
+        config.check(path).map(|()| config)
+    }
+
+    /// Refuses what would be computed otherwise than `y + alpha/rank · x·Aᵀ·Bᵀ`.
+    fn check(&self, path: &Path) -> Result<(), PeftError> {
+        let patterns = [&self.rank_pattern, &self.alpha_pattern].iter().any(|pattern| !pattern.is_empty());
+        let bias = self.bias.clone().unwrap_or_else(|| "none".into());
+        let facts = [
+            ("peft_type", self.peft_type.clone(), self.peft_type == "LORA", "\"LORA\""),
+            ("r", self.r.to_string(), self.r > 0, "a number above 0"),
+            ("bias", bias.clone(), bias == "none", "\"none\""),
+            ("fan_in_fan_out", self.fan_in_fan_out.to_string(), !self.fan_in_fan_out, "false"),
+            ("use_dora", self.use_dora.to_string(), !self.use_dora, "false"),
+            ("lora_bias", self.lora_bias.to_string(), !self.lora_bias, "false"),
+            ("use_qalora", self.use_qalora.to_string(), !self.use_qalora, "false"),
+            ("layer_replication", format!("{:?}", self.layer_replication), self.layer_replication.is_none(), "null"),
+            (
+                "modules_to_save",
+                format!("{:?}", self.modules_to_save),
+                self.modules_to_save.as_ref().is_none_or(Vec::is_empty),
+                "null",
+            ),
+            ("rank_pattern, alpha_pattern", "not empty".into(), !patterns, "one rank and one alpha for all layers"),
+        ];
+        match facts.into_iter().find(|(_, _, right, _)| !right) {
+            Some((key, got, _, expected)) => Err(PeftError::Unsupported { path: path.into(), key, got, expected }),
+            None => Ok(()),
+        }
+    }
+
+    /// What the product of A and B is multiplied by, times the rank.
+    fn alpha(&self) -> f64 {
+        if self.use_rslora { self.lora_alpha * (self.r as f64).sqrt() } else { self.lora_alpha }
+    }
+
+    fn base(&self) -> String {
+        self.base_model_name_or_path.clone().unwrap_or_else(|| "(no name)".into())
+    }
+}
+
+/// PEFT's name of a tensor of layer `layer`: `part` is `lora_A`, `lora_B` or `base_layer`.
+pub(super) fn peft_name(layer: &str, part: &str) -> String {
+    format!("base_model.model.{layer}.{part}.weight")
+}
+
+/// A and B of a layer's adapter, by PEFT's names.
+pub(super) fn named<'a>(layer: &str, adapter: &'a Adapter) -> Vec<(String, &'a Tensor)> {
+    ["lora_A", "lora_B"].map(|part| peft_name(layer, part)).into_iter().zip(adapter.parameters()).collect()
+}
+
+/// The adapters of a PEFT folder, which must be what `config` says, where a recipe says something.
+///
+/// # Errors
+/// [`PeftError`] names the file and what does not fit.
+pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) -> Result<(), PeftError> {
+    let reader = Reader::open(folder, config)?;
+    reader.check_shape_of_lm_head(backbone)?;
+    reader.compare_lm_head(backbone)?;
+    reader.attach(backbone)
+}
+
+/// As [`attach`], to a backbone without numbers ([`Llama::outline`]): an lm_head that the adapter holds is not compared.
+///
+/// # Errors
+/// As [`attach`].
+pub fn check(outline: &mut Llama, folder: &Path, config: &LoraConfig) -> Result<(), PeftError> {
+    let reader = Reader::open(folder, Some(config))?;
+    reader.check_shape_of_lm_head(outline)?;
+    reader.attach(outline)
+}
+
+fn check_against_recipe(
+    path: &Path,
+    peft: &PeftConfig,
+    files: &WeightFiles,
+    config: &LoraConfig,
+) -> Result<(), PeftError> {
+    let modules: BTreeSet<String> = layers_of(files).iter().map(|layer| module_of(layer).to_owned()).collect();
+    let wanted = match &config.target_modules {
+        TargetModules::AllLinear => MODULES.map(str::to_owned).into(),
+        TargetModules::Named(names) => names.clone(),
+    };
+    let listed = |names: &BTreeSet<String>| names.iter().cloned().collect::<Vec<_>>().join(", ");
+    let facts = [
+        ("rank", config.rank.to_string(), peft.r.to_string()),
+        ("alpha", config.alpha.get().to_string(), peft.alpha().to_string()),
+        ("target_modules", listed(&wanted), listed(&modules)),
+    ];
+    match facts.into_iter().find(|(_, expected, got)| expected != got) {
+        Some((what, expected, got)) => Err(PeftError::OtherThanRecipe { path: path.into(), what, expected, got }),
+        None => Ok(()),
+    }
+}
+
+/// Layers that a file holds an A for.
+fn layers_of(files: &WeightFiles) -> BTreeSet<String> {
+    let layer = |name: &str| Some(name.strip_prefix("base_model.model.")?.strip_suffix(".lora_A.weight")?.to_owned());
+    files.names().into_iter().filter_map(layer).collect()
+}
+
+struct Reader {
+    path: PathBuf,
+    peft: PeftConfig,
+    files: WeightFiles,
+    dropout: f64,
+}
+
+impl Reader {
+    fn open(folder: &Path, config: Option<&LoraConfig>) -> Result<Self, PeftError> {
+        let config_path = folder.join(ADAPTER_CONFIG);
+        let peft = PeftConfig::read(&config_path)?;
+        let files = WeightFiles::open_file(&folder.join(ADAPTER_FILE))?;
+        if let Some(config) = config {
+            check_against_recipe(&config_path, &peft, &files, config)?;
+        }
+        let dropout = config.map_or(0.0, |config| config.dropout.get());
+        Ok(Self { path: folder.join(ADAPTER_FILE), peft, files, dropout })
+    }
+
+    fn attach(&self, backbone: &mut Llama) -> Result<(), PeftError> {
+        let mut read = BTreeSet::new();
+        let device = backbone.device();
+        for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
+            let Some(size) = linear.size().filter(|_| self.has(&name)) else { continue };
+            let [a_ri, b_or] = self.tensors(&name, size, device)?;
+            let (alpha, dropout) = (self.peft.alpha(), self.dropout);
+            linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
+            read.insert(name);
+        }
+        self.check_all_were_read(&read)
+    }
+
+    fn has(&self, layer: &str) -> bool {
+        self.files.contains(&peft_name(layer, "lora_A"))
+    }
+
+    /// A `[R, I]` and B `[O, R]` of a layer.
+    fn tensors(&self, layer: &str, [o, i]: [i64; 2], device: Device) -> Result<[Tensor; 2], PeftError> {
+        let r = self.peft.r as i64;
+        let tensor = |part: &str, expected: [i64; 2]| {
+            let name = peft_name(layer, part);
+            let got = self.files.shape(&name)?;
+            if got != expected {
+                return Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")));
+            }
+            // A copy: it will be trained, and a view of a file must not be written.
+            Ok(self.files.tensor(&name, &expected, Kind::Float, device)?.copy())
+        };
+        Ok([tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?])
+    }
+
+    /// PEFT saves lm_head with its adapter; another one than the backbone's means another base. The backbone's, where the adapter
+    /// holds one, and the latter's name.
+    fn lm_head<'b>(&self, backbone: &'b Llama) -> Option<(&'b Tensor, String)> {
+        let name = peft_name(names::LM_HEAD, "base_layer");
+        let own = backbone.lm_head_weight().filter(|_| self.files.contains(&name))?;
+        Some((own, name))
+    }
+
+    fn check_shape_of_lm_head(&self, backbone: &Llama) -> Result<(), PeftError> {
+        let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
+        let (expected, got) = (own.size(), self.files.shape(&name)?);
+        if got == expected {
+            return Ok(());
+        }
+        Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")))
+    }
+
+    fn compare_lm_head(&self, backbone: &Llama) -> Result<(), PeftError> {
+        let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
+        // The adapter's may have been rounded to another dtype, and so may ours: bfloat16 keeps 8 bits.
+        let float = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+        let theirs = self.files.tensor(&name, &own.size(), Kind::Float, own.device())?;
+        if theirs.allclose(&float(own), 0.01, 1e-6, false) {
+            return Ok(());
+        }
+        Err(self.other_base(format!("tensor {name:?} is not the backbone's lm_head")))
+    }
+
+    fn check_all_were_read(&self, read: &BTreeSet<String>) -> Result<(), PeftError> {
+        let in_file = layers_of(&self.files);
+        if in_file.is_empty() {
+            return Err(self.other_base("no tensor named base_model.model.….lora_A.weight".into()));
+        }
+        if let Some(layer) = in_file.difference(read).next() {
+            return Err(self.other_base(format!("the backbone has no layer {layer:?}")));
+        }
+        let parts = |layer: &String| ["lora_A", "lora_B"].map(|part| peft_name(layer, part));
+        let known: BTreeSet<String> =
+            read.iter().flat_map(parts).chain([peft_name(names::LM_HEAD, "base_layer")]).collect();
+        match self.files.names().into_iter().find(|name| !known.contains(*name)) {
+            Some(name) => Err(self.other_base(format!("tensor {name:?} is none of a plain LoRA adapter"))),
+            None => Ok(()),
+        }
+    }
+
+    fn other_base(&self, reason: String) -> PeftError {
+        PeftError::OtherBase { path: self.path.clone(), reason, base: self.peft.base() }
+    }
+}
+
+/// Writes the adapters of `backbone` into `folder` as PEFT does; lm_head's own weight goes with its adapter.
+///
+/// # Errors
+/// [`PeftError`].
+pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), PeftError> {
+    let adapters = backbone.adapters();
+    let Some((_, first)) = adapters.first() else { return Ok(()) };
+    let modules: BTreeSet<&str> = adapters.iter().map(|(layer, _)| module_of(layer)).collect();
+    let config = PeftConfig {
+        peft_type: "LORA".into(),
+        task_type: Some("CAUSAL_LM".into()),
+        base_model_name_or_path: Some(base.into()),
+        r: usize::try_from(first.a_ri.size()[0]).expect("a rank is above 0"),
+        lora_alpha: first.alpha,
+        lora_dropout: first.dropout,
+        target_modules: serde_json::json!(modules),
+        bias: Some("none".into()),
+        fan_in_fan_out: false,
+        inference_mode: true,
+        use_rslora: false,
+        use_dora: false,
+        lora_bias: false,
+        use_qalora: false,
+        layer_replication: None,
+        modules_to_save: None,
+        rank_pattern: serde_json::Map::new(),
+        alpha_pattern: serde_json::Map::new(),
+    };
+    let mut tensors: Vec<(String, &Tensor)> = vec![];
+    if let Some(weight) = backbone.lm_head().adapter().and_then(|_| backbone.lm_head_weight()) {
+        tensors.push((peft_name(names::LM_HEAD, "base_layer"), weight));
+    }
+    tensors.extend(adapters.iter().flat_map(|(layer, adapter)| named(layer, adapter)));
+    let path = folder.join(ADAPTER_CONFIG);
+    write_json(&path, &config).map_err(|source| PeftError::Io { doing: "write", path, source })?;
+    Ok(save(&folder.join(ADAPTER_FILE), &tensors)?)
+}

@@ -1,0 +1,256 @@
+//! What a recipe asks for, and everything that can be checked and read before the backbone's weights: rows, tokenizer, config, headers,
+//! the plan of its memory.
+
+use std::path::Path;
+
+use tch::Device;
+
+use crate::data::chat_template::ChatTemplate;
+use crate::data::loader::{Batch, Loader};
+use crate::data::pack::PackReport;
+use crate::data::tokenize::TextTokenizer;
+use crate::data::{self, DataConfig, DataError, LoadReport, LoadSettings};
+use crate::medusa::heads::{Heads, HeadsConfig, HeadsShape};
+use crate::medusa::loss::LossConfig;
+use crate::model::BackboneConfig;
+use crate::model::config::LlamaConfig;
+use crate::model::llama::{HasWeights, Llama};
+use crate::model::peft;
+use crate::torch::guard;
+use crate::torch::optim::OptimizerConfig;
+use crate::train::TrainConfig;
+use crate::train::hidden_states;
+use crate::train::memory_plan::{MemoryPlan, Workload};
+use crate::train::run::TrainError;
+use crate::train::schedule::ScheduleConfig;
+use crate::train::stage::Stage;
+
+/// What a recipe asks for.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// The backbone.
+    pub backbone: BackboneConfig,
+    /// The heads.
+    pub heads: HeadsConfig,
+    /// What is trained.
+    pub stage: Stage,
+    /// The loss.
+    pub loss: LossConfig,
+    /// The rows.
+    pub data: DataConfig,
+    /// The optimizer.
+    pub optimizer: OptimizerConfig,
+    /// The learning rate over time.
+    pub schedule: ScheduleConfig,
+    /// Steps, batches, folders.
+    pub train: TrainConfig,
+    /// The recipe with every default written out.
+    pub resolved_recipe: String,
+    /// Where to compute.
+    pub device: Device,
+}
+
+/// All that a run needs but the numbers of its backbone, loaded and checked.
+#[derive(Debug)]
+pub struct Checked {
+    pub(super) job: Job,
+    pub(super) config: LlamaConfig,
+    pub(super) train: Loader,
+    pub(super) validation: Option<Loader>,
+    /// Whether the backbone's folder has weights, whose headers were checked then.
+    pub has_weights: HasWeights,
+    /// What was read to train on.
+    pub train_report: LoadReport,
+    /// What was read to validate on.
+    pub validation_report: Option<LoadReport>,
+    /// How the training rows became sequences.
+    pub pack_report: PackReport,
+    /// Optimizer steps of the whole run.
+    pub total_steps: usize,
+    /// The heads to train.
+    pub heads_shape: HeadsShape,
+}
+
+impl Checked {
+    /// Reads rows, tokenizer and config, and checks them against each other and against the headers of the backbone's weights,
+    /// where there are some; writes nothing.
+    ///
+    /// # Errors
+    /// [`TrainError`].
+    pub fn load(job: Job) -> Result<Self, TrainError> {
+        let folder = Path::new(&job.backbone.path);
+        let (outline, has_weights) = guard("checking the backbone", || outline(&job))??;
+        let config = outline.config;
+        let tokenizer = load_tokenizer(folder, config.vocab_size)?;
+        let rows = load_rows(&job, tokenizer.as_ref(), config.vocab_size)?;
+        let (sequences, pack_report) = data::sequences(rows.train, &job.data);
+        let train = loader(sequences, &job, job.data.shuffle.then_some(job.train.seed));
+        check_targets(&train, job.heads.medusa_num_heads.get())?;
+        let validation = rows.validation.map(|rows| loader(data::sequences(rows, &job.data).0, &job, None));
+        let epochs = job.train.epochs.map(|epochs| epochs.get() * train.steps_per_epoch());
+        let total_steps = job.train.max_steps.map(|steps| steps.get()).or(epochs).unwrap_or(0);
+        let warmup_steps = job.schedule.warmup_steps;
+        if warmup_steps > total_steps {
+            return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
+        }
+        let heads_shape = shape_of(&job.heads, &config);
+        check_heads_to_start_from(&job.heads, heads_shape, &config)?;
+        let (train_report, validation_report) = (rows.train_report, rows.validation_report);
+        Ok(Self {
+            job,
+            config,
+            train,
+            validation,
+            has_weights,
+            train_report,
+            validation_report,
+            pack_report,
+            total_steps,
+            heads_shape,
+        })
+    }
+
+    /// The memory that the run will take.
+    pub fn memory(&self) -> MemoryPlan {
+        let Job { backbone, stage, optimizer, train, device, .. } = &self.job;
+        let sequences = self.train.sequences();
+        MemoryPlan::of(&Workload {
+            config: &self.config,
+            element: backbone.dtype.kind().elt_size_in_bytes() as u64,
+            quantization: backbone.quantization,
+            heads: self.heads_shape,
+            stage,
+            optimizer: optimizer.name,
+            recompute: train.recompute,
+            rows: train.micro_batch_size.get().min(sequences.len()) as u64,
+            length: sequences.iter().map(|sequence| sequence.input_ids.len()).max().unwrap_or(0) as u64,
+            masked: sequences.iter().any(|sequence| sequence.segment_lengths.len() > 1),
+            on_host: *device == Device::Cpu,
+        })
+    }
+
+    /// Where it computes.
+    pub fn device(&self) -> Device {
+        self.job.device
+    }
+
+    /// Whether the teacher of self-distillation is a quantised backbone: it is the same one, without adapters.
+    pub fn has_quantized_teacher(&self) -> bool {
+        let distills = matches!(&self.job.stage, Stage::Medusa2(config) if config.self_distillation);
+        distills && self.job.backbone.quantization.is_some()
+    }
+
+    /// Where the run writes.
+    pub fn output_dir(&self) -> &Path {
+        &self.job.train.output_dir
+    }
+
+    /// Sequences to train on and to validate on.
+    pub fn sequence_counts(&self) -> (usize, usize) {
+        (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
+    }
+
+    /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
+    pub fn hidden_state_bytes(&self) -> Option<u64> {
+        let (num_heads, kind) = (self.heads_shape.medusa_num_heads, self.job.backbone.dtype.kind());
+        let bytes = || hidden_states::file_bytes(self.train.sequences(), num_heads, self.config.hidden_size, kind);
+        self.job.train.hidden_state_cache.as_ref().map(|_| bytes())
+    }
+
+    /// The micro batches of an optimizer step, counted from 0.
+    pub fn batches(&self, step: usize) -> Vec<Batch> {
+        self.train.step(step)
+    }
+
+    /// Optimizer steps of one pass over the training rows.
+    pub fn steps_per_epoch(&self) -> usize {
+        self.train.steps_per_epoch()
+    }
+}
+
+fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {
+    HeadsShape {
+        medusa_num_heads: heads.medusa_num_heads.get(),
+        medusa_num_layers: heads.medusa_num_layers.get(),
+        hidden_size: config.hidden_size,
+        vocab_size: if heads.shared_lm_head { 0 } else { config.vocab_size },
+    }
+}
+
+/// The backbone without its numbers, with the adapter that it starts from.
+fn outline(job: &Job) -> Result<(Llama, HasWeights), TrainError> {
+    let (mut outline, has_weights) = Llama::outline(Path::new(&job.backbone.path))?;
+    if let Stage::Medusa2(config) = &job.stage
+        && let Some(lora) = &config.lora
+        && let Some(adapter) = &lora.init_from
+    {
+        peft::check(&mut outline, adapter, lora)?;
+    }
+    Ok((outline, has_weights))
+}
+
+/// `heads.init_from`: what is wrong with them is told before anything is written.
+fn check_heads_to_start_from(
+    heads: &HeadsConfig,
+    expected: HeadsShape,
+    config: &LlamaConfig,
+) -> Result<(), TrainError> {
+    let Some(path) = &heads.init_from else { return Ok(()) };
+    let got = Heads::check(path, [config.vocab_size, config.hidden_size])?;
+    if got == expected { Ok(()) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
+}
+
+/// Rows of tokens need no tokenizer, so a folder without one is no error here.
+fn load_tokenizer(folder: &Path, vocab_size: i64) -> Result<Option<TextTokenizer>, TrainError> {
+    if !folder.join("tokenizer.json").exists() {
+        return Ok(None);
+    }
+    let tokenizer = TextTokenizer::load(folder)?;
+    tokenizer.check_vocabulary(usize::try_from(vocab_size).expect("a checked config"))?;
+    Ok(Some(tokenizer))
+}
+
+struct Rows {
+    train: Vec<data::rows::TokenRow>,
+    train_report: LoadReport,
+    validation: Option<Vec<data::rows::TokenRow>>,
+    validation_report: Option<LoadReport>,
+}
+
+fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64) -> Result<Rows, TrainError> {
+    let cache = data::cache::TokenCache::of_user();
+    let vocab_size = usize::try_from(vocab_size).expect("a checked config");
+    let template = ChatTemplate::choose(&job.data.chat_template, Path::new(&job.backbone.path));
+    let template = template.map_err(DataError::from)?;
+    let settings = LoadSettings {
+        tokenizer,
+        vocab_size,
+        max_length: job.data.max_length,
+        cache: cache.as_ref(),
+        template: template.as_ref(),
+        loss_on: job.data.loss_on,
+    };
+    let (train, train_report) = data::load(&job.data.train, &settings)?;
+    if !job.data.validation.is_empty() {
+        let (validation, report) = data::load(&job.data.validation, &settings)?;
+        return Ok(Rows { train, train_report, validation: Some(validation), validation_report: Some(report) });
+    }
+    let Some(fraction) = job.data.validation_fraction else {
+        return Ok(Rows { train, train_report, validation: None, validation_report: None });
+    };
+    let (train, validation) = data::split_validation(train, fraction, job.train.seed)?;
+    Ok(Rows { train, train_report, validation: Some(validation), validation_report: None })
+}
+
+fn loader(sequences: Vec<data::pack::Sequence>, job: &Job, shuffle: Option<u64>) -> Loader {
+    let (micro, accumulation) = (job.train.micro_batch_size.get(), job.train.gradient_accumulation_steps.get());
+    Loader::new(sequences, micro, accumulation, shuffle)
+}
+
+fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
+    let has_target = |ahead: usize| train.eval_batches().any(|batch| !batch.targets(ahead).positions.is_empty());
+    match (1..=num_heads).find(|head| !has_target(head + 1)) {
+        Some(head) => Err(TrainError::NoTargetForHead { head, ahead: head + 1 }),
+        None => Ok(()),
+    }
+}
