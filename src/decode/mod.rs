@@ -8,6 +8,10 @@
 pub mod accept;
 pub mod batch;
 pub mod generate;
+pub mod medusa;
 pub mod propose;
+pub mod request;
 pub mod sample;
+pub mod session;
 pub mod stats;
+mod transcript;
