@@ -9,6 +9,7 @@ pub mod accept;
 pub mod batch;
 pub mod generate;
 pub mod medusa;
+pub mod penalty;
 pub mod propose;
 pub mod request;
 pub mod sample;
