@@ -15,4 +15,5 @@ pub mod request;
 pub mod sample;
 pub mod session;
 pub mod stats;
+pub mod text;
 mod transcript;

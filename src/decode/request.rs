@@ -91,6 +91,8 @@ pub enum FinishReason {
     Eos,
     /// `max_new_tokens` are made, or the context is full.
     Length,
+    /// A stop string came (see [`tell`](super::text::tell)).
+    Stop,
     /// The caller asked to stop.
     Stopped,
 }
@@ -101,6 +103,7 @@ impl FinishReason {
         match self {
             FinishReason::Eos => "eos",
             FinishReason::Length => "length",
+            FinishReason::Stop => "stop",
             FinishReason::Stopped => "stopped",
         }
     }
