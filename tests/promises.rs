@@ -20,6 +20,7 @@ mod quantization;
 mod readme;
 mod recipe;
 mod small_run;
+mod stop_strings;
 mod training_command;
 mod training_run;
 mod tree;
