@@ -17,7 +17,7 @@ use crate::decode::text::{self, OnText, Told, Wording};
 /// Decode prompts; without --heads it is plain autoregressive decoding.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl"
+    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl\n\nA text ends (finish_reason) by \"eos\", by \"length\" (--max-new-tokens, or a full context) or by \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
     /// The backbone's folder.
@@ -54,13 +54,14 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let medusa = decoder.medusa(acceptance)?;
     let mut writer = Writer { decoder: &decoder, medusa, session: Session::new(&decoder.backbone), args, common };
     for (at, prompt) in prompts.iter().enumerate() {
+        writer.session.reset();
         let context = || format!("prompt {} of {}", at + 1, prompts.len());
         decoder.each_turn(&prompt.input, |ids| writer.answer(ids)).with_context(context)?;
     }
     Ok(())
 }
 
-/// Decodes and prints. One session for all prompts: turns of a conversation find the ones before them in its cache.
+/// Decodes and prints. Turns of a conversation find the ones before them in the session's cache.
 struct Writer<'a> {
     decoder: &'a Decoder,
     medusa: Option<Medusa<'a>>,
