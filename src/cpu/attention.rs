@@ -65,7 +65,10 @@ pub fn attend(
     assert!(out.len() == seen.len() * width && q.len() >= seen.len().saturating_sub(1) * stride + width, "[N, Q, D]");
     for plane in [keys, values] {
         assert_eq!(plane.bytes.len(), heads.groups * plane.room * d * plane.number.bytes(), "[G, S, D]");
-        assert!(seen.iter().all(|seen| !seen.0.is_empty() && seen.0.iter().all(|&slot| (slot as usize) < plane.room)), "in the cache");
+        assert!(
+            seen.iter().all(|seen| !seen.0.is_empty() && seen.0.iter().all(|&slot| (slot as usize) < plane.room)),
+            "in the cache"
+        );
     }
     let shared = Shared::new(out);
     // Whole tokens where there are enough of them, else heads.
@@ -128,7 +131,11 @@ impl One<'_> {
                 let (q, mask) = (load(q), mask_of(q.len()));
                 for (sum, key) in sums.iter_mut().zip(keys) {
                     // SAFETY: `sixteen`'s tokens are in the plane, and the mask ends with the head.
-                    *sum = _mm512_fmadd_ps(q, unsafe { numbers_at::<BF16>(self.keys.bytes, key + chunk * LANES, mask) }, *sum);
+                    *sum = _mm512_fmadd_ps(
+                        q,
+                        unsafe { numbers_at::<BF16>(self.keys.bytes, key + chunk * LANES, mask) },
+                        *sum,
+                    );
                 }
             }
             let scaled = _mm512_mul_ps(sum_each(sums), _mm512_set1_ps(self.scale));
@@ -158,7 +165,8 @@ impl One<'_> {
     #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
     fn weighted<const BF16: bool>(&self, p: &[f32], chunk: usize) -> __m512 {
         let d = self.values.head_size;
-        let (first, mask) = (self.group * self.values.room * d + chunk * LANES, mask_of((d - chunk * LANES).min(LANES)));
+        let (first, mask) =
+            (self.group * self.values.room * d + chunk * LANES, mask_of((d - chunk * LANES).min(LANES)));
         let add = |sum: &mut __m512, p: f32, slot: u32| {
             // SAFETY: `attend` has checked that the token is in the plane, and the mask ends with the head.
             let value = unsafe { numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, mask) };

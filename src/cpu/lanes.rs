@@ -47,7 +47,7 @@ pub(super) fn exp(x: __m512) -> __m512 {
     let set = |x: f32| _mm512_set1_ps(x);
     let x = _mm512_min_ps(_mm512_max_ps(x, set(-104.0)), set(89.0)); // beyond, it is 0 or infinite anyway
     let powers = _mm512_roundscale_ps::<0>(_mm512_mul_ps(x, set(std::f32::consts::LOG2_E)));
-    let rest = _mm512_fnmadd_ps(powers, set(0.693_359_375), x); // ln 2 in two parts: the first product is exact
+    let rest = _mm512_fnmadd_ps(powers, set(355.0 / 512.0), x); // ln 2 in two parts: the first product is exact
     let rest = _mm512_fnmadd_ps(powers, set(-2.121_944_4e-4), rest);
     let coefficients = [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_6e-1, 0.5];
     let series = coefficients.iter().fold(_mm512_setzero_ps(), |sum, &c| _mm512_fmadd_ps(sum, rest, set(c)));
@@ -84,7 +84,8 @@ mod tests {
         if !super::super::available() {
             return;
         }
-        let vectors: [[f32; LANES]; LANES] = std::array::from_fn(|v| std::array::from_fn(|lane| (v * 100 + lane * lane) as f32));
+        let vectors: [[f32; LANES]; LANES] =
+            std::array::from_fn(|v| std::array::from_fn(|lane| (v * 100 + lane * lane) as f32));
         // SAFETY: the CPU has AVX-512.
         let sums = unsafe { stored(sum_each(vectors.map(|v| load(&v)))) };
         assert_eq!(sums, vectors.map(|v| v.iter().sum::<f32>()));

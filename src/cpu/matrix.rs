@@ -10,11 +10,11 @@ use std::arch::x86_64::*;
 use std::array;
 use std::ops::Range;
 
+use super::Number;
 use super::arena::{Arena, Lines};
 use super::lanes::{Line, sum_each};
 use super::shared::Shared;
 use super::team::Team;
-use super::Number;
 
 /// Lines of weights that a part of a job reads at least.
 const LINES_OF_PART: usize = 1 << 10;
@@ -162,7 +162,8 @@ fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
             }
         }
     }
-    let all = array::from_fn(|at| if at < R * TOGETHER { sums[at / TOGETHER][at % TOGETHER] } else { _mm512_setzero_ps() });
+    let all =
+        array::from_fn(|at| if at < R * TOGETHER { sums[at / TOGETHER][at % TOGETHER] } else { _mm512_setzero_ps() });
     let mut out = [0.0; SUMS];
     // SAFETY: 16 numbers fit.
     unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sum_each(all)) };

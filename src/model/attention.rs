@@ -312,7 +312,8 @@ impl NewTokens {
         let at = len as i64 + self.offsets[n];
         let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
         let end = if self.is_chain { len + n + 1 } else { len };
-        let then = self.ancestors[n].iter().filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
+        let then =
+            self.ancestors[n].iter().filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
         ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
     }
 

@@ -40,7 +40,8 @@ impl Heads {
 
     /// `[K, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it together.
     fn logits_on_cpu(&self, residual: &[Vec<f32>], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
-        let own: Option<Vec<&Matrix>> = self.heads.iter().map(|head| head.w2.as_ref().and_then(Linear::matrix)).collect();
+        let own: Option<Vec<&Matrix>> =
+            self.heads.iter().map(|head| head.w2.as_ref().and_then(Linear::matrix)).collect();
         let vocabulary = usize::try_from(self.vocab_size).ok()?;
         let mut logits_kv = vec![0.0; residual.len() * vocabulary];
         match own {
@@ -84,7 +85,8 @@ mod tests {
     fn guesses_of_own_kernels_are_those_of_libtorch() {
         for (vocab_size, medusa_num_layers) in [(50, 2), (0, 1)] {
             let config = LlamaConfig::tiny();
-            let shape = HeadsShape { medusa_num_heads: 3, medusa_num_layers, hidden_size: config.hidden_size, vocab_size };
+            let shape =
+                HeadsShape { medusa_num_heads: 3, medusa_num_layers, hidden_size: config.hidden_size, vocab_size };
             let heads = || Heads::random(shape, Kind::Float, Device::Cpu, 1).of_vocabulary(config.vocab_size);
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
             let hidden_1h = Tensor::randn([1, config.hidden_size], (Kind::Float, Device::Cpu));

@@ -5,11 +5,11 @@
 use tch::{Kind, Tensor};
 
 use super::{DecoderLayer, Llama};
+use crate::cpu::Number;
 use crate::cpu::attention::{Heads, Plane, Seen, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add, add_to_each, rms_norm, rotate, rotation, silu_product};
 use crate::cpu::team::Team;
-use crate::cpu::Number;
 use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::Linear;
@@ -80,7 +80,13 @@ struct Rows {
 
 impl Llama {
     /// See [`Llama::extend`].
-    pub(super) fn extend_on_cpu(&self, pass: &CpuPass, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache) -> Tensor {
+    pub(super) fn extend_on_cpu(
+        &self,
+        pass: &CpuPass,
+        tokens_n: &Tensor,
+        new: &NewTokens,
+        cache: &mut KvCache,
+    ) -> Tensor {
         cache.reserve(new.len());
         let (n, h) = (new.len(), self.config.hidden_size);
         let mut x_nh = numbers(&self.embed(tokens_n));
