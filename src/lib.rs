@@ -21,7 +21,7 @@
 //! L3 train   decode    the two loops
 //! L2 medusa  data      the method; text to labelled token rows
 //! L1 model             a Llama backbone, which has never heard of Medusa
-//! L0 torch files numbers   devices, optimizers; atomic files; numbers that cannot be bad
+//! L0 torch cpu files numbers   devices, optimizers; kernels of a step on the CPU; atomic files; numbers that cannot be bad
 //! ```
 //!
 //! # Shape letters
@@ -32,6 +32,7 @@
 
 pub mod calibrate;
 pub mod cli;
+pub mod cpu;
 pub mod data;
 pub mod decode;
 pub mod distill;

@@ -161,7 +161,9 @@ fn spare_threads(backbone: &Llama) {
     const WORTH_SHARING: i64 = 1 << 17; // weights of the largest product
     let config = &backbone.config;
     let largest = config.hidden_size * config.vocab_size.max(2 * config.intermediate_size);
-    if backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none() {
+    let few =
+        backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none();
+    if few || backbone.has_own_kernels() {
         tch::set_num_threads(1);
     }
 }
