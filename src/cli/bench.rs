@@ -101,7 +101,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     for (at, prompt) in prompts.iter().enumerate() {
         let answer = |ids: &[i64]| {
             let request = args.decoding.request(ids, common);
-            measured.measure(&decoder, &medusa, &request, prompt.category.as_deref())
+            decoder.text(&measured.measure(&decoder, &medusa, &request, prompt.category.as_deref())?)
         };
         decoder.each_turn(&prompt.input, answer).with_context(|| format!("prompt {} of {}", at + 1, prompts.len()))?;
         bar.inc(1);

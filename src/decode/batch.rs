@@ -7,9 +7,11 @@ use std::num::NonZeroUsize;
 
 use tch::{Tensor, no_grad};
 
-use super::generate::{DecodeError, FinishReason, check_prompt, prefill};
+use super::request::{DecodeError, FinishReason, check_prompt};
 use super::sample::{Sampler, Sampling, next_of_each};
+use super::session::prefill;
 use crate::model::batch_cache::BatchCache;
+use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
@@ -103,9 +105,10 @@ impl<'a> Batch<'a> {
         };
         guard("the pass over a prompt", || {
             no_grad(|| {
-                let (prompt, hidden_1h) = prefill(self.backbone, &request.prompt);
+                let mut prompt = KvCache::new(&self.backbone.config, self.backbone.kind(), self.backbone.device());
+                let hidden_1h = prefill(self.backbone, &request.prompt, &mut prompt);
                 self.tokens += 1;
-                let first = row.sampler.next(&self.backbone.logits(&hidden_1h, Adapters::Off)).int64_value(&[0]);
+                let first = row.sampler.next(&self.backbone.logits(&hidden_1h, Adapters::Off)).id;
                 match row.take(first, self.backbone) {
                     Some(finish_reason) => self.ended.push(row.end(finish_reason, first)),
                     None => {
@@ -167,7 +170,7 @@ impl Row {
         let end = match finish_reason {
             FinishReason::Eos if marked => self.new_ids.split_off(self.new_ids.len() - self.end_mark.len()),
             FinishReason::Eos => vec![last],
-            FinishReason::Length | FinishReason::Stopped => vec![],
+            FinishReason::Length | FinishReason::Stop | FinishReason::Stopped => vec![],
         };
         RowEnded { key: self.key, new_ids: self.new_ids, end, finish_reason }
     }
@@ -182,7 +185,7 @@ mod tests {
     use super::super::generate::{Request, plain};
     use super::*;
     use crate::model::config::LlamaConfig;
-    use crate::numbers::{NonNegative, Probability};
+    use crate::numbers::{NonNegative, Positive, Probability};
 
     /// Weights large enough that attention matters and the text does not settle on one token.
     fn backbone(sliding_window: Option<i64>, eos_token_ids: Vec<i64>, seed: u64) -> Llama {
@@ -232,8 +235,13 @@ mod tests {
             for size in [1, 3, 20] {
                 for (row, request) in decode(&llama, 0.0, size, &requests).iter().zip(&requests) {
                     let (prompt, max_new_tokens) = (&request.prompt[..], request.max_new_tokens.get());
-                    let greedy = NonNegative::new(0.0).unwrap();
-                    let request = Request { prompt, max_new_tokens, temperature: greedy, seed: 0 };
+                    let request = Request {
+                        prompt,
+                        max_new_tokens,
+                        sampling: sampling(0.0),
+                        repetition_penalty: Positive::ONE,
+                        seed: 0,
+                    };
                     let alone = plain(&llama, &request, &mut |_: &[i64]| ControlFlow::Continue(())).unwrap();
                     assert_eq!((&row.new_ids, row.finish_reason), (&alone.new_ids, alone.finish_reason));
                     assert_eq!(row.end, alone.eos.into_iter().collect::<Vec<_>>());

@@ -5,7 +5,9 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu;
 use crate::cpu::arena::Arena;
+use crate::cpu::rows::largest;
 use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
 use crate::model::batch_cache::BatchCache;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -16,6 +18,7 @@ use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, QuantizedWeight, Quantizer};
 use crate::model::rope::{Rope, Rotation};
 use crate::model::weights::{WeightFiles, WeightsError, names};
+use crate::torch::bytes;
 
 mod cpu_pass;
 
@@ -293,9 +296,13 @@ impl Llama {
         self.logits(&hidden_ph, Adapters::Off).narrow(0, 0, step.rows)
     }
 
-    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype.
+    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype; from the CPU's own kernels in float32, as
+    /// they sum.
     pub fn logits(&self, hidden: &Tensor, adapters: Adapters) -> Tensor {
-        self.lm_head.forward(hidden, adapters)
+        match self.cpu_pass {
+            Some(_) => self.lm_head.forward(&hidden.to_kind(Kind::Float), adapters),
+            None => self.lm_head.forward(hidden, adapters),
+        }
     }
 
     /// Whether [`Llama::extend`] runs on the kernels of [`crate::cpu`], which have threads of their own.
@@ -520,6 +527,18 @@ fn linear(
         Some(quantizer) => Linear::quantized(quantizer.quantize(&weight), bias),
         None => Linear::dense(weight, bias),
     })
+}
+
+/// The most probable token of each row of logits `[N, V]`, `[N]` int64.
+pub fn most_probable(logits_nv: &Tensor) -> Tensor {
+    let plain = logits_nv.device() == Device::Cpu && logits_nv.kind() == Kind::Float && logits_nv.is_contiguous();
+    match logits_nv.size()[..] {
+        [_, v] if plain && cpu::available() => {
+            let rows = bytes::numbers(logits_nv).chunks_exact(v.unsigned_abs() as usize);
+            Tensor::from_slice(&rows.map(|logits_v| largest(logits_v, 1)[0] as i64).collect::<Vec<_>>())
+        }
+        _ => logits_nv.argmax(-1, false),
+    }
 }
 
 /// x / rms(x) · weight over the last axis; statistics in float32, as transformers computes them.
