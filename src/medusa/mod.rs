@@ -3,5 +3,6 @@
 pub mod fused_loss;
 pub mod heads;
 pub mod loss;
+pub mod replay;
 pub mod tree;
 pub mod tree_search;
