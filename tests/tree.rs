@@ -5,7 +5,8 @@ use std::path::Path;
 
 use assert_cmd::Command;
 use medusa::files::write_atomic;
-use medusa::medusa::tree::{SparseTree, TreeFile};
+use medusa::medusa::tree::SparseTree;
+use medusa::medusa::tree_file::TreeFile;
 use medusa::medusa::tree_search::search;
 use serde_json::{Value, json};
 

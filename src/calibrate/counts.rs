@@ -122,7 +122,31 @@ mod tests {
         assert_eq!((calibration.heads[0].total, calibration.heads[1].total), (4, 3));
         assert_eq!(calibration.heads[1].accuracy, [1.0 / 3.0, 1.0 / 3.0]);
         let path = |path: &[usize], count| JointPath { path: path.to_vec(), count };
-        assert_eq!(calibration.joint, Joint { total: 3, paths: vec![path(&[0], 2), path(&[0, 1], 1)] });
+        assert_eq!(
+            calibration.joint,
+            Joint { total: 3, paths: vec![path(&[0], 2), path(&[0, 1], 1)], runs: Vec::new() }
+        );
+    }
+
+    #[test]
+    fn a_position_tells_what_a_step_would_find() {
+        let mut counts = Counts::new(3, 2);
+        let guesses: [&[i64]; 3] = [&[7, 8], &[1, 2], &[5, 6]];
+        assert_eq!(counts.add(&guesses, &[Some(8), Some(1), Some(6)]), [1, 0, 1]);
+        assert_eq!(counts.add(&guesses, &[Some(8), Some(9), Some(6)]), [1], "nothing behind a miss");
+        assert_eq!(counts.add(&guesses, &[Some(7), Some(2), None]), [0, 1], "nothing behind the text's end");
+        assert_eq!(counts.add(&guesses, &[Some(9), Some(2), Some(5)]), [0; 0]);
+    }
+
+    #[test]
+    fn runs_beyond_the_limit_are_not_kept() {
+        let mut counts = Counts::new(1, 1);
+        counts.add(&[&[7]], &[Some(7)]);
+        for length in [MAX_POSITIONS - 2, 3, 0, 2, 1] {
+            counts.add_run(vec![vec![0]; length]);
+        }
+        let kept = counts.sign("b".into(), "00".into()).unwrap().joint.runs;
+        assert_eq!(kept.iter().map(Vec::len).collect::<Vec<_>>(), [MAX_POSITIONS - 2, 2]);
     }
 
     #[test]

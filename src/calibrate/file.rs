@@ -8,7 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::CalibrationError;
 use crate::files;
-use crate::medusa::replay::Run;
+use crate::medusa::path_counts::PathCounts;
+use crate::medusa::replay::{Run, starts};
+use crate::medusa::tree::SparseTree;
+use crate::medusa::tree_search::{self, Found, SearchError};
 
 /// Most positions whose ranks are written: about 1 MB, and the tokens a step of a tree are then known to about 1 in 200.
 pub(super) const MAX_POSITIONS: usize = 200_000;
@@ -83,9 +86,45 @@ impl Calibration {
         .map_err(|source| io_error("write", path, source))
     }
 
-    /// What the tree search takes: `[h][i]`, the accuracy of guess i of head h.
+    /// `[h][i]`: the accuracy of guess i of head h.
     pub fn accuracies(&self) -> Vec<Vec<f64>> {
         self.heads.iter().map(|head| head.accuracy.clone()).collect()
+    }
+
+    /// Accuracies alone: heads are right independently of each other.
+    pub fn independent(&self) -> PathCounts {
+        PathCounts::new(&self.accuracies())
+    }
+
+    /// How often paths are right where steps with this tree start; in calibrations of before, over all positions alike.
+    pub fn counts_for(&self, tree: &SparseTree) -> PathCounts {
+        if self.joint.runs.is_empty() {
+            return self.listed(&self.accuracies());
+        }
+        let mut counts = self.independent();
+        for run in &self.joint.runs {
+            starts(tree, run).for_each(|start| counts.add(&run[start]));
+        }
+        counts
+    }
+
+    /// The best tree of `nodes` nodes that asks the first `heads` heads at most, by all that the calibration knows: its texts; in
+    /// calibrations of before, which have none, its paths.
+    ///
+    /// # Errors
+    /// [`SearchError`] if there is no tree of that size.
+    pub fn best_tree(&self, nodes: usize, heads: usize) -> Result<Found, SearchError> {
+        let mut accuracies = self.accuracies();
+        accuracies.truncate(heads);
+        if self.joint.runs.is_empty() {
+            return tree_search::search_counted(&self.listed(&accuracies), nodes);
+        }
+        tree_search::search_replayed(&accuracies, &self.joint.runs, nodes)
+    }
+
+    fn listed(&self, accuracies: &[Vec<f64>]) -> PathCounts {
+        let paths = self.joint.paths.iter().map(|path| (&path.path[..], path.count));
+        PathCounts::listed(accuracies, self.joint.total, paths)
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::calibrate::Calibration;
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
-use crate::medusa::tree::TreeFile;
+use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{WeightFiles, WeightsError, map_file};
 use crate::torch::Dtype;
@@ -221,8 +221,8 @@ fn tree(file: TreeFile) -> TreeFound {
         nodes: file.tree.choices().len(),
         nodes_of_level,
         guesses_of_head: file.tree.widths(),
-        expected_tokens_per_step: file.expected_tokens_per_step,
-        calibration_sha256: file.calibration_sha256,
+        expected_tokens_per_step: file.origin.expected_tokens_per_step,
+        calibration_sha256: file.origin.calibration_sha256,
     }
 }
 

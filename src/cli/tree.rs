@@ -8,8 +8,7 @@ use clap::Args;
 use super::{CommonFlags, print_line};
 use crate::calibrate::Calibration;
 use crate::files;
-use crate::medusa::tree::TreeFile;
-use crate::medusa::tree_search;
+use crate::medusa::tree_file::{Origin, TreeFile};
 
 /// Build the tree that is expected to commit the most tokens a step (paper section 2.3.3).
 #[derive(Debug, Args)]
@@ -32,18 +31,13 @@ pub struct TreeArgs {
 /// When the calibration cannot be read, has no such tree, or the file cannot be written.
 pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let calibration = Calibration::load(&args.calibration)?;
-    let found = tree_search::search(&calibration.accuracies(), args.nodes.get())?;
-    let file = TreeFile {
-        tree: found.tree,
+    let found = calibration.best_tree(args.nodes.get(), calibration.heads.len())?;
+    let origin = Origin {
         expected_tokens_per_step: Some(found.expected_tokens_per_step),
         calibration_sha256: Some(files::sha256(&args.calibration)?),
+        ..Origin::default()
     };
-    common.say(format_args!(
-        "{} nodes over {} heads: {:.3} tokens a step expected",
-        args.nodes,
-        file.tree.max_depth(),
-        found.expected_tokens_per_step
-    ));
+    let file = TreeFile { tree: found.tree, origin };
     match &args.out {
         Some(path) => file.save(path)?,
         None => return print_line(file.to_json()),
