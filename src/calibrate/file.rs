@@ -91,6 +91,16 @@ impl Calibration {
         self.heads.iter().map(|head| head.accuracy.clone()).collect()
     }
 
+    /// Whether it knows which guesses were right together.
+    pub fn knows_joint(&self) -> bool {
+        !(self.joint.runs.is_empty() && self.joint.paths.is_empty())
+    }
+
+    /// Leaves the accuracies alone: heads are then taken as right independently of each other.
+    pub fn forget_joint(&mut self) {
+        self.joint = Joint { total: 0, paths: Vec::new(), runs: Vec::new() };
+    }
+
     /// Accuracies alone: heads are right independently of each other.
     pub fn independent(&self) -> PathCounts {
         PathCounts::new(&self.accuracies())
