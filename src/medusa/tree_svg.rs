@@ -18,7 +18,7 @@ const MIN_WIDTH: f64 = 480.0;
 const STYLE: &str = "\
 text { font-family: system-ui, sans-serif; font-size: 11px; fill: #1f2328; }
 .title { font-size: 14px; }
-.edge { stroke: #2f6fb0; stroke-linecap: round; }
+.edge { stroke: #2f6fb0; fill: none; stroke-linecap: round; }
 .node { fill: #ffffff; stroke: #1f2328; stroke-width: 1.2; }
 .rank { text-anchor: middle; }
 @media (prefers-color-scheme: dark) {
@@ -76,18 +76,21 @@ fn columns(tree: &SparseTree) -> Vec<f64> {
 
 fn levels(tree: &SparseTree, svg: &mut String) {
     for depth in 0..=tree.max_depth() {
-        let (y, name) = (level_y(depth) + 4.0, if depth == 0 { "root".into() } else { format!("head {depth}") });
+        let (y, name) = (level_y(depth) + 4.0, if depth == 0 { "LM head".into() } else { format!("head {depth}") });
         let _ = writeln!(svg, "<text x=\"16\" y=\"{y:.0}\">{name}</text>"); // a String takes all
     }
 }
 
+/// Edges leave and arrive upright, so that none runs through the nodes beside its own.
 fn edges(tree: &SparseTree, probabilities: &[f64], places: &[(f64, f64)], svg: &mut String) {
     for (node, parent) in (1..tree.len()).filter_map(|node| Some((node, tree.parent(node)?))) {
         let ((x1, y1), (x2, y2)) = (places[parent], places[node]);
+        let (middle, below) = (f64::midpoint(y1, y2), y2 - RADIUS);
         let (stroke, opacity) = (0.8 + 7.0 * probabilities[node], 0.3 + 0.7 * probabilities[node].sqrt());
         let _ = writeln!(
             svg,
-            "<line class=\"edge\" x1=\"{x1:.1}\" y1=\"{y1:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\" stroke-width=\"{stroke:.2}\" stroke-opacity=\"{opacity:.2}\"/>"
+            "<path class=\"edge\" d=\"M{x1:.1} {y1:.1} C{x1:.1} {middle:.1} {x2:.1} {middle:.1} {x2:.1} {below:.1}\" \
+             stroke-width=\"{stroke:.2}\" stroke-opacity=\"{opacity:.2}\"/>"
         ); // a String takes all
     }
 }
@@ -101,6 +104,9 @@ fn nodes(tree: &SparseTree, probabilities: &[f64], places: &[(f64, f64)], svg: &
         ); // a String takes all
         if let Some(rank) = tree.child_index(node) {
             let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{:.1}\">{rank}</text>", y + 4.0); // likewise
+        } else {
+            let above = y - RADIUS - 6.0;
+            let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{above:.1}\">root</text>"); // likewise
         }
     }
 }
@@ -136,18 +142,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn there_is_a_circle_a_node_and_a_line_an_edge(tree in trees(80, 5, 10)) {
+        fn there_is_a_circle_a_node_and_a_path_an_edge(tree in trees(80, 5, 10)) {
             let probabilities: Vec<f64> = (0..tree.len()).map(|node| 0.7f64.powi(tree.depth(node) as i32)).collect();
             let svg = draw(&tree, &probabilities, 2.5);
             prop_assert!(is_well_formed(&svg), "{}", svg);
             let (x, y) = (values(&svg, "circle", "cx"), values(&svg, "circle", "cy"));
-            prop_assert_eq!((x.len(), values(&svg, "line", "x1").len()), (tree.len(), tree.len() - 1));
+            prop_assert_eq!((x.len(), svg.matches("<path class=\"edge\"").count()), (tree.len(), tree.len() - 1));
             for a in 0..x.len() {
                 for b in 0..a {
                     prop_assert!((x[a] - x[b]).hypot(y[a] - y[b]) > 2.0 * RADIUS, "nodes {} and {} overlap", b, a);
                 }
             }
-            let thick = values(&svg, "line", "stroke-width");
+            let thick = values(&svg, "path", "stroke-width");
             for node in 1..tree.len() {
                 let parent = tree.parent(node).unwrap();
                 prop_assert!(parent == 0 || thick[node - 1] <= thick[parent - 1], "an edge is no thicker than the one above");
@@ -159,9 +165,17 @@ mod tests {
     fn levels_and_guesses_are_named() {
         let tree = SparseTree::new(vec![vec![0], vec![7], vec![7, 3]]).unwrap();
         let svg = draw(&tree, &[1.0, 0.5, 0.2, 0.1], 1.8);
-        for text in
-            [">root<", ">head 1<", ">head 2<", ">0<", ">7<", ">3<", "[7, 3]: 0.1000", "3 nodes, 1.80 tokens a step"]
-        {
+        for text in [
+            ">root<",
+            ">LM head<",
+            ">head 1<",
+            ">head 2<",
+            ">0<",
+            ">7<",
+            ">3<",
+            "[7, 3]: 0.1000",
+            "3 nodes, 1.80 tokens a step",
+        ] {
             assert!(svg.contains(text), "{text} in {svg}");
         }
         assert!(!is_well_formed(&svg.replace("</svg>", "")) && !is_well_formed(&svg.replacen("/>", ">", 1)));
