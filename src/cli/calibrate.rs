@@ -41,7 +41,7 @@ pub struct CalibrateArgs {
     #[arg(long, value_name = "F")]
     pub prompts: Option<PathBuf>,
     /// Of each answer to --prompts.
-    #[arg(long, value_name = "N", default_value_t = 256, requires = "prompts")]
+    #[arg(long, value_name = "N", default_value_t = 256, conflicts_with = "data")]
     pub max_new_tokens: usize,
     /// The file to write.
     #[arg(long, value_name = "FILE")]

@@ -33,16 +33,16 @@ pub struct TreeArgs {
     #[arg(long, value_name = "L")]
     pub latency: Option<PathBuf>,
     /// The backbone's folder, for --latency.
-    #[arg(long, value_name = "B", requires = "heads", requires = "latency")]
+    #[arg(long, value_name = "B", requires = "heads", conflicts_with = "nodes")]
     pub backbone: Option<PathBuf>,
     /// The heads' folder, for --latency.
-    #[arg(long, value_name = "H", requires = "backbone")]
+    #[arg(long, value_name = "H", requires = "backbone", conflicts_with = "nodes")]
     pub heads: Option<PathBuf>,
     /// Tokens before the timed steps [default: 256, or half of the backbone's context].
-    #[arg(long, value_name = "N", requires = "latency")]
+    #[arg(long, value_name = "N", conflicts_with = "nodes")]
     pub context: Option<NonZeroUsize>,
     /// The largest tree that is timed or chosen [default: 64, or what a file of times has].
-    #[arg(long, value_name = "N", requires = "latency")]
+    #[arg(long, value_name = "N", conflicts_with = "nodes")]
     pub max_nodes: Option<NonZeroUsize>,
     /// Take heads as right independently of each other, as the paper does, whatever else the calibration knows.
     #[arg(long)]
