@@ -44,11 +44,15 @@ fn times_are_measured_once_and_kept() {
     assert!(!stderr(&world, &CHOOSE).contains("wrote"));
     assert_eq!(TreeFile::load(&world.path("t.json")).unwrap(), first, "the same times, the same tree");
     assert_eq!(medusa::files::sha256(&world.path("l.json")).unwrap(), sha256);
+    let found = world.json(&["inspect", "l.json"]).remove(0);
+    assert_eq!((&found["kind"], &found["plain_step_ms"]), (&json!("latency"), &json!(latency.plain_step_ms)));
+    assert_eq!(world.json(&["inspect", "t.json"])[0]["expected_tokens_per_second"], json!(per_second));
 }
 
 /// `l.json` with these nodes, depths and milliseconds.
 fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)]) {
-    let calibration: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).unwrap()).unwrap();
+    let written = std::fs::read(world.path("c.json")).expect("the calibration of this test");
+    let calibration: Value = serde_json::from_slice(&written).expect("JSON");
     let step = |&(nodes, depth, step_ms): &_| json!({"nodes": nodes, "depth": depth, "step_ms": step_ms});
     world.write(
         "l.json",

@@ -19,7 +19,7 @@ mod machine;
 /// Build the tree that is expected to commit the most tokens a step (paper section 2.3.3), or the most tokens a second.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json --out tree.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final"
+    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json --out tree.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final"
 )]
 pub struct TreeArgs {
     /// What `medusa calibrate` wrote.
