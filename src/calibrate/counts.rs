@@ -9,7 +9,7 @@ use crate::medusa::replay::Run;
 /// Most joint paths that are written.
 const MAX_PATHS: usize = 4096;
 
-/// What [`calibrate`] counted, before it is signed with names and hashes.
+/// What [`super::calibrate`] counted, before it is signed with names and hashes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Counts {
     top_k: usize,

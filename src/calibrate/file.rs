@@ -13,7 +13,7 @@ use crate::medusa::replay::{Run, starts};
 use crate::medusa::tree::SparseTree;
 use crate::medusa::tree_search::{self, Found, SearchError};
 
-/// Most positions whose ranks are written: about 1 MB, and the tokens a step of a tree are then known to about 1 in 200.
+/// Most positions whose ranks are written: about 2 MB, and the tokens a step of a tree are then known to about 1 in 200.
 pub(super) const MAX_POSITIONS: usize = 200_000;
 
 /// `calibration.json`.
@@ -49,7 +49,7 @@ pub struct Joint {
     pub total: u64,
     /// Paths of guesses that were right together there, most frequent first; every prefix of a counted path is counted too.
     pub paths: Vec<JointPath>,
-    /// The texts themselves, position by position: what steps of decoding would find there. Kept up to [`MAX_POSITIONS`];
+    /// The texts themselves, position by position: what steps of decoding would find there. Kept up to 200,000 positions;
     /// calibrations of before have none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub runs: Vec<Run>,

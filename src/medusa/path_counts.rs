@@ -6,7 +6,7 @@
 //!
 //! > P(path·c) = P(path) · (n(path·c) + m·q(c)) / (n(path) + m), P(root) = 1
 //!
-//! with n the counts and m = [`PSEUDO_COUNTS`] (Dirichlet smoothing). Where a path was seen seldom, q decides: the accuracy of guess
+//! with n the counts and m = `PSEUDO_COUNTS` (Dirichlet smoothing). Where a path was seen seldom, q decides: the accuracy of guess
 //! c of that head where all heads before it are right by whatever guess, itself smoothed in the same way by the head's accuracy alone.
 //! No factor is above 1: a child is never more probable than its parent, and siblings together are not either.
 
