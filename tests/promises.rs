@@ -20,6 +20,7 @@ mod peft;
 mod quantization;
 mod readme;
 mod recipe;
+mod same_bits;
 mod small_run;
 mod stop_strings;
 mod training_command;
