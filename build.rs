@@ -1,6 +1,7 @@
 //! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
 //! And what tests need of the machine: `cfg(shared)`, whether the material that some compare with lies beside the checkout, and
-//! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT.
+//! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT, and
+//! `cfg(kernels)`, whether this CPU runs decoding's own kernels.
 
 use std::path::Path;
 
@@ -9,6 +10,7 @@ fn main() {
     shared_material();
     small_disks();
     python_with_peft();
+    cpu_with_kernels();
     git_revision();
     libtorch_search_paths();
 }
@@ -42,6 +44,20 @@ fn python_with_peft() {
     println!("cargo:rerun-if-env-changed=MEDUSA_PYTHON");
     if std::env::var_os("MEDUSA_PYTHON").is_some() {
         println!("cargo::rustc-cfg=peft");
+    }
+}
+
+/// Whether `medusa::cpu::available()` is true here: `#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]`. Of the machine
+/// that builds; tests run where they are built.
+fn cpu_with_kernels() {
+    println!("cargo::rustc-check-cfg=cfg(kernels)");
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
+        && is_x86_feature_detected!("avx512bf16")
+    {
+        println!("cargo::rustc-cfg=kernels");
     }
 }
 

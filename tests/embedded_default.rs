@@ -23,7 +23,7 @@ struct Row {
     category: String,
 }
 
-fn tiny(name: &str) -> PathBuf {
+pub(crate) fn tiny(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny").join(name)
 }
 

@@ -15,6 +15,7 @@ use super::decoder::{Decoder, DecodingFlags, dtype_of, read_prompts};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::decode::generate::{self, Medusa, Request};
 use crate::decode::stats::{Comparison, Tally};
+use crate::model::llama::Purpose;
 use crate::torch::device_name;
 
 /// Tokens of the run that warms caches and threads up; it is not measured.
@@ -94,7 +95,7 @@ impl Default for Measured {
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
-    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), common)?;
+    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), common, Purpose::Decoding)?;
     let medusa = decoder.medusa(acceptance)?.ok_or_else(|| UsageError("bench needs --heads".into()))?;
     let bar = ProgressBar::with_draw_target(Some(prompts.len() as u64), draw_target(common));
     let mut measured = Everything::default();

@@ -15,7 +15,8 @@ use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::sample::Sampling;
 use crate::medusa::heads::Heads;
-use crate::medusa::tree::{SparseTree, TreeFile};
+use crate::medusa::tree::SparseTree;
+use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, Purpose};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
@@ -218,13 +219,17 @@ impl Decoder {
         heads: Option<&PathBuf>,
         tree: Option<&PathBuf>,
         common: &CommonFlags,
+        purpose: Purpose,
     ) -> anyhow::Result<Self> {
         LlamaConfig::load(folder)?; // first: it says best what is wrong with a folder that is no backbone
         let tree = tree.map(|path| TreeFile::load(path)).transpose()?.map(|file| file.tree);
         let tokenizer = TextTokenizer::load(folder)?;
         let template = ChatTemplate::load(folder)?;
-        let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, Purpose::Decoding)?;
+        let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, purpose)?;
         spare_threads(&backbone);
+        if purpose == Purpose::Decoding && backbone.device() == Device::Cpu && !backbone.has_own_kernels() {
+            common.say("decoding with libtorch's operations: the fast kernels need AVX-512 with bfloat16, and --dtype float32 or bfloat16");
+        }
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let medusa = match heads {
             Some(path) => {

@@ -27,6 +27,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
+use crate::model::llama::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 
@@ -102,7 +103,9 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     let dialogues = prompts::read_dialogues(&args.prompts)?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
-    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    // With heads, one text after the other; else many together.
+    let purpose = if args.heads.is_some() { Purpose::Decoding } else { Purpose::Batches };
+    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common, purpose)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;

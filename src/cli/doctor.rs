@@ -47,6 +47,8 @@ struct Cpu {
     name: Option<String>,
     cores: usize,
     threads: i32,
+    /// Decoding's own kernels.
+    own_kernels: bool,
     onednn: bool,
     mkl: bool,
     instructions: Vec<&'static str>,
@@ -132,6 +134,7 @@ fn cpu() -> Cpu {
         name: colon_field(&info, "model name"),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         threads: tch::get_num_threads(),
+        own_kernels: crate::cpu::available(),
         onednn: tch::utils::has_mkldnn(),
         mkl: tch::utils::has_mkl(),
         instructions: instructions(),
@@ -169,6 +172,12 @@ fn missing(cuda: &Cuda, libtorch: &Libtorch) -> Vec<String> {
     if cuda.devices > 0 {
         return missing;
     }
+    if !crate::cpu::available() {
+        missing.push(
+            "AVX-512 with bfloat16 (Zen 4, Sapphire Rapids or newer): decoding on the CPU uses libtorch's operations"
+                .into(),
+        );
+    }
     missing.push(match (&cuda.driver, accelerator::open()) {
         (None, _) => "an NVIDIA driver (no /proc/driver/nvidia): without it, everything runs on the CPU".into(),
         (Some(_), Accelerator::CpuOnly(why)) => format!(
@@ -199,6 +208,7 @@ fn text(report: &Report) -> Result<String, std::fmt::Error> {
     writeln!(out, "cpu          {} ({})", cpu.name.as_deref().unwrap_or("unknown"), cpu.instructions.join(" "))?;
     writeln!(out, "threads      {} of {} cores", cpu.threads, cpu.cores)?;
     writeln!(out, "libraries    oneDNN {}, MKL {}", yes_no(cpu.onednn), yes_no(cpu.mkl))?;
+    writeln!(out, "decoding     own kernels {}", yes_no(cpu.own_kernels))?;
     if let Some(memory) = &report.memory {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         let (total, available) = (gib(memory.total_bytes), gib(memory.available_bytes));

@@ -13,6 +13,7 @@ use super::{CommonFlags, print_json};
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::session::Session;
 use crate::decode::text::{self, OnText, Told, Wording};
+use crate::model::llama::Purpose;
 
 /// Decode prompts; without --heads it is plain autoregressive decoding.
 #[derive(Debug, Args)]
@@ -50,7 +51,7 @@ pub struct GenerateArgs {
 pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
-    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common, Purpose::Decoding)?;
     let medusa = decoder.medusa(acceptance)?;
     let mut writer = Writer { decoder: &decoder, medusa, session: Session::new(&decoder.backbone), args, common };
     for (at, prompt) in prompts.iter().enumerate() {

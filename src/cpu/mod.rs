@@ -2,13 +2,25 @@
 
 use half::bf16;
 
-pub mod arena;
-pub mod attention;
-mod lanes;
-pub mod matrix;
-pub mod rows;
-mod shared;
 pub mod team;
+
+#[cfg(not(target_arch = "x86_64"))]
+mod absent;
+#[cfg(not(target_arch = "x86_64"))]
+pub use absent::{arena, attention, matrix, rows};
+
+#[cfg(target_arch = "x86_64")]
+pub mod arena;
+#[cfg(target_arch = "x86_64")]
+pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod lanes;
+#[cfg(target_arch = "x86_64")]
+pub mod matrix;
+#[cfg(target_arch = "x86_64")]
+pub mod rows;
+#[cfg(target_arch = "x86_64")]
+mod shared;
 
 /// How numbers are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,8 +55,16 @@ impl Number {
 }
 
 /// Whether this CPU has what the kernels are written for.
+#[cfg(target_arch = "x86_64")]
 pub fn available() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512vl")
         && is_x86_feature_detected!("avx512bf16")
+}
+
+/// Whether this CPU has what the kernels are written for.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn available() -> bool {
+    false
 }

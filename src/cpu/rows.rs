@@ -131,10 +131,8 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn rows_equal_their_formulas_in_float64() {
-        if !super::super::available() {
-            return;
-        }
         for h in [5, 16, 37] {
             let (x, weight) = (numbers(2 * h), numbers(h));
             let mut out = vec![0.0; 2 * h];
@@ -156,10 +154,8 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn the_largest_come_first_and_of_equals_the_first() {
-        if !super::super::available() {
-            return;
-        }
         let x = numbers(300);
         let mut order: Vec<usize> = (0..300).collect();
         order.sort_by(|&a, &b| x[b].total_cmp(&x[a]).then(a.cmp(&b)));

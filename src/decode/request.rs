@@ -7,7 +7,7 @@ use super::sample::Sampling;
 use super::stats::Tally;
 use crate::medusa::tree::TreeError;
 use crate::model::llama::Llama;
-use crate::numbers::Positive;
+use crate::numbers::{NonNegative, Positive};
 use crate::torch::TorchPanic;
 
 /// A prompt cannot be decoded, or heads and tree do not belong to the backbone.
@@ -82,6 +82,14 @@ pub struct Request<'a> {
     pub repetition_penalty: Positive,
     /// Of what is drawn.
     pub seed: u64,
+}
+
+impl<'a> Request<'a> {
+    /// The most probable tokens, without a penalty.
+    pub fn greedy(prompt: &'a [i64], max_new_tokens: usize) -> Self {
+        let sampling = Sampling::of_temperature(NonNegative::ZERO);
+        Self { prompt, max_new_tokens, sampling, repetition_penalty: Positive::ONE, seed: 0 }
+    }
 }
 
 /// Why a generation ended.

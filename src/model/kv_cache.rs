@@ -72,11 +72,6 @@ impl KvCache {
         self.len += count;
     }
 
-    /// Of the committed tokens only the first `len` stay; fewer stay as they are.
-    pub fn truncate(&mut self, len: i64) {
-        self.len = self.len.min(len);
-    }
-
     /// Tokens that fit, S.
     pub(super) fn room(&self) -> usize {
         self.all.size()[2].unsigned_abs() as usize
@@ -112,6 +107,11 @@ impl KvCache {
                 heads.copy_within(from * row..(from + 1) * row, (len + to) * row);
             }
         }
+    }
+
+    /// Of the committed tokens only the first `len` stay; fewer stay as they are.
+    pub fn truncate(&mut self, len: i64) {
+        self.len = self.len.min(len);
     }
 
     pub(super) fn layer(&self, layer: usize) -> &LayerCache {

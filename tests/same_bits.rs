@@ -1,0 +1,94 @@
+//! Promise: on a CPU with AVX-512, in float32, the logits of an accepted path are those of plain decoding, to the bit.
+
+use medusa::data::chat_template::ChatTemplate;
+use medusa::data::prompts;
+use medusa::data::tokenize::{TextTokenizer, wide};
+use medusa::decode::accept;
+use medusa::medusa::tree::SparseTree;
+use medusa::model::attention::NewTokens;
+use medusa::model::kv_cache::KvCache;
+use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::Adapters;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, Kind, Tensor};
+
+use crate::embedded_default::tiny;
+
+const PROMPTS: usize = 32;
+const NEW_TOKENS: usize = 12;
+
+/// A cache behind a prompt, and the logits `[1, V]` after it.
+fn prefill(llama: &Llama, prompt: &[i64]) -> (KvCache, Tensor) {
+    let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+    let new = NewTokens::chain(prompt.len() as i64, &llama.config, Kind::Float, Device::Cpu);
+    let hidden_nh = llama.extend(&Tensor::from_slice(prompt), &new, &mut cache);
+    cache.commit(new.len());
+    (cache, llama.logits(&hidden_nh.narrow(0, new.len() - 1, 1), Adapters::Off))
+}
+
+/// Greedy decoding a token at a time: tokens, and the logits that each was chosen from and those after the last, `[tokens + 1, V]`.
+fn plainly(llama: &Llama, prompt: &[i64]) -> (Vec<i64>, Tensor) {
+    let (mut cache, logits_1v) = prefill(llama, prompt);
+    let (mut tokens, mut logits) = (vec![], vec![logits_1v]);
+    let one = NewTokens::chain(1, &llama.config, Kind::Float, Device::Cpu);
+    while tokens.len() < NEW_TOKENS {
+        let token = logits[logits.len() - 1].argmax(-1, false);
+        tokens.push(token.int64_value(&[0]));
+        let hidden_1h = llama.extend(&token, &one, &mut cache);
+        cache.commit(1);
+        logits.push(llama.logits(&hidden_1h, Adapters::Off));
+    }
+    (tokens, Tensor::cat(&logits, 0))
+}
+
+/// A tree whose nodes hold random tokens, but on one random branch those of the text: what heads could have guessed.
+fn filled(tree: &SparseTree, text: &[i64], vocabulary: i64, rng: &mut ChaCha8Rng) -> Vec<i64> {
+    let leaf = rng.random_range(0..tree.len());
+    let on_branch = |node: usize| tree.attends(leaf, node);
+    (0..tree.len())
+        .map(|node| match text.get(tree.depth(node)) {
+            Some(&token) if on_branch(node) => token,
+            _ => rng.random_range(0..vocabulary),
+        })
+        .collect()
+}
+
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+fn logits_of_an_accepted_path_are_plain_decodings_to_the_bit_on_32_prompts() {
+    let llama =
+        Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Decoding).expect("the embedded default");
+    let tokenizer = TextTokenizer::load(&tiny("backbone")).expect("the embedded default");
+    let template = ChatTemplate::load(&tiny("backbone")).expect("the embedded default");
+    let choices: [&[usize]; 9] = [&[0], &[1], &[2], &[0, 0], &[0, 1], &[1, 0], &[0, 0, 0], &[0, 0, 1], &[0, 0, 0, 0]];
+    let tree = SparseTree::new(choices.iter().map(|choice| choice.to_vec()).collect()).expect("a tree");
+    let offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).collect();
+    let sees = |query, key| tree.attends(query, key);
+    let nodes = NewTokens::pattern(&offsets, sees, &llama.config, Kind::Float, Device::Cpu);
+    let mut rng = ChaCha8Rng::seed_from_u64(7);
+    let mut longest = 0;
+    let all = prompts::read(&tiny("prompts.jsonl")).expect("the embedded default");
+    assert!(all.len() >= PROMPTS);
+    for prompt in &all[..PROMPTS] {
+        let prompt = wide(&prompts::to_ids(&prompt.input, &tokenizer, template.as_ref()).expect("token ids"));
+        let (text, plain_logits) = plainly(&llama, &prompt);
+        let (mut cache, logits_1v) = prefill(&llama, &prompt);
+        assert_eq!(logits_1v.get(0), plain_logits.get(0), "after the prompt");
+        let mut done = 0;
+        while done < text.len() {
+            let tokens = filled(&tree, &text[done..], llama.config.vocab_size, &mut rng);
+            let hidden_nh = llama.extend(&Tensor::from_slice(&tokens), &nodes, &mut cache);
+            let logits_nv = llama.logits(&hidden_nh, Adapters::Off);
+            let best = |node: usize| logits_nv.get(node as i64).argmax(-1, false).int64_value(&[]);
+            let (path, _) = accept::walk(&tree, &tokens, best);
+            for (at, &node) in path.iter().enumerate().take(text.len() - done) {
+                assert_eq!(logits_nv.get(node as i64), plain_logits.get((done + at + 1) as i64), "token {}", done + at);
+            }
+            cache.commit_path(&path.iter().map(|&node| node as i64).collect::<Vec<_>>());
+            longest = longest.max(path.len());
+            done += path.len();
+        }
+    }
+    assert_eq!(longest, 5, "a whole branch was accepted at least once");
+}
