@@ -2,6 +2,7 @@
 
 mod backbone;
 mod bad_input;
+mod bench;
 mod calibrate;
 mod chat;
 mod command_line;

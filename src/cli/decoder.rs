@@ -62,7 +62,7 @@ pub(super) fn non_negative(text: &str) -> Result<NonNegative, String> {
     NonNegative::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 
-fn positive(text: &str) -> Result<Positive, String> {
+pub(super) fn positive(text: &str) -> Result<Positive, String> {
     Positive::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 

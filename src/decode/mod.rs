@@ -8,6 +8,7 @@
 pub mod accept;
 pub mod batch;
 pub mod generate;
+pub mod likelihood;
 pub mod propose;
 pub mod sample;
 pub mod stats;
