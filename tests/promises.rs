@@ -5,6 +5,7 @@ mod bad_input;
 mod bench;
 mod calibrate;
 mod chat;
+mod chat_command;
 mod command_line;
 mod data;
 mod decoding;
