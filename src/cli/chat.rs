@@ -14,7 +14,8 @@ use super::decoder::{Decoder, DecodingFlags};
 use super::{CommonFlags, Interrupted, interrupted, print_json, report, terminated};
 use crate::data::prompts::PromptError;
 use crate::data::tokenize::narrow;
-use crate::decode::generate::{self, DecodeError, FinishReason, Generation, Medusa, OnTokens, Request};
+use crate::decode::generate::{DecodeError, FinishReason, Generation, Medusa, OnTokens, Request};
+use crate::decode::session::Session;
 
 mod conversation;
 mod input;
@@ -68,6 +69,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
         decoding: &args.decoding,
         common,
         conversation,
+        session: Session::new(&decoder.backbone),
         is_plain: false,
         answers: 0,
         stop: interrupted(),
@@ -129,6 +131,8 @@ struct Chat<'a> {
     decoding: &'a DecodingFlags,
     common: &'a CommonFlags,
     conversation: Conversation<'a>,
+    /// What was said stays computed from turn to turn.
+    session: Session<'a>,
     /// Decode without the heads, though there are some.
     is_plain: bool,
     /// So far; each is drawn with a seed of its own.
@@ -137,7 +141,7 @@ struct Chat<'a> {
     stop: &'static AtomicBool,
 }
 
-impl Chat<'_> {
+impl<'a> Chat<'a> {
     fn greet(&self, args: &ChatArgs) {
         self.common.say(format_args!("{}; /help lists the commands, Ctrl-D leaves", args.backbone.display()));
         if !self.conversation.has_turns() {
@@ -153,6 +157,7 @@ impl Chat<'_> {
             Line::Exit => return Ok(ControlFlow::Break(())),
             Line::Reset => {
                 self.conversation.reset();
+                self.session.reset();
                 self.common.say("a new conversation");
             }
             Line::Plain => self.common.say(self.toggle()),
@@ -203,22 +208,23 @@ impl Chat<'_> {
         Ok(())
     }
 
-    fn decode(&self, request: &Request, on_tokens: &mut OnTokens) -> anyhow::Result<Generation> {
-        let mut until_stopped = |ids: &[i64]| match self.stop.load(Ordering::Relaxed) {
-            true => ControlFlow::Break(()),
-            false => on_tokens(ids),
+    fn decode(&mut self, request: &Request, on_tokens: &mut OnTokens) -> anyhow::Result<Generation> {
+        let stop = self.stop;
+        let mut until_stopped = |ids: &[i64]| {
+            let goes_on = on_tokens(ids); // what is kept is shown
+            if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
         };
         Ok(match self.heads() {
-            Some(medusa) => generate::medusa(&self.decoder.backbone, medusa, request, &mut until_stopped)?,
-            None => generate::plain(&self.decoder.backbone, request, &mut until_stopped)?,
+            Some(medusa) => self.session.medusa(medusa, request, &mut until_stopped)?,
+            None => self.session.plain(request, &mut until_stopped)?,
         })
     }
 
-    fn heads(&self) -> Option<&Medusa<'_>> {
+    fn heads(&self) -> Option<&'a Medusa<'a>> {
         self.medusa.filter(|_| !self.is_plain)
     }
 
-    fn as_json(&self, request: &Request) -> anyhow::Result<Generation> {
+    fn as_json(&mut self, request: &Request) -> anyhow::Result<Generation> {
         let generation = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
         let tally = generation.tally();
         print_json(&json!({
@@ -235,8 +241,9 @@ impl Chat<'_> {
     }
 
     /// The answer goes to stdout as it comes, what it took to stderr.
-    fn as_text(&self, request: &Request) -> anyhow::Result<Generation> {
-        let mut stream = self.decoder.tokenizer.stream_after(&narrow(request.prompt));
+    fn as_text(&mut self, request: &Request) -> anyhow::Result<Generation> {
+        let decoder = self.decoder;
+        let mut stream = decoder.tokenizer.stream_after(&narrow(request.prompt));
         let mut trouble = Ok(());
         let generation = self.decode(request, &mut |ids| {
             trouble = narrow(ids).into_iter().try_for_each(|id| show(stream.push(id)?));

@@ -12,6 +12,7 @@ use crate::data::prompts::{self, Prompt, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
+use crate::decode::sample::Sampling;
 use crate::medusa::heads::Heads;
 use crate::medusa::tree::{SparseTree, TreeFile};
 use crate::model::config::LlamaConfig;
@@ -89,8 +90,8 @@ impl DecodingFlags {
 
     /// What to decode from `prompt`.
     pub fn request<'p>(&self, prompt: &'p [i64], common: &CommonFlags) -> Request<'p> {
-        let (max_new_tokens, temperature) = (self.max_new_tokens, self.temperature);
-        Request { prompt, max_new_tokens, temperature, seed: common.seed }
+        let sampling = Sampling::of_temperature(self.temperature);
+        Request { prompt, max_new_tokens: self.max_new_tokens, sampling, seed: common.seed }
     }
 }
 

@@ -7,9 +7,11 @@ use std::num::NonZeroUsize;
 
 use tch::{Tensor, no_grad};
 
-use super::generate::{DecodeError, FinishReason, check_prompt, prefill};
+use super::request::{DecodeError, FinishReason, check_prompt};
 use super::sample::{Sampler, Sampling, next_of_each};
+use super::session::prefill;
 use crate::model::batch_cache::BatchCache;
+use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
@@ -103,7 +105,8 @@ impl<'a> Batch<'a> {
         };
         guard("the pass over a prompt", || {
             no_grad(|| {
-                let (prompt, hidden_1h) = prefill(self.backbone, &request.prompt);
+                let mut prompt = KvCache::new(&self.backbone.config, self.backbone.kind(), self.backbone.device());
+                let hidden_1h = prefill(self.backbone, &request.prompt, &mut prompt);
                 self.tokens += 1;
                 let first = row.sampler.next(&self.backbone.logits(&hidden_1h, Adapters::Off)).int64_value(&[0]);
                 match row.take(first, self.backbone) {
@@ -232,8 +235,7 @@ mod tests {
             for size in [1, 3, 20] {
                 for (row, request) in decode(&llama, 0.0, size, &requests).iter().zip(&requests) {
                     let (prompt, max_new_tokens) = (&request.prompt[..], request.max_new_tokens.get());
-                    let greedy = NonNegative::new(0.0).unwrap();
-                    let request = Request { prompt, max_new_tokens, temperature: greedy, seed: 0 };
+                    let request = Request { prompt, max_new_tokens, sampling: sampling(0.0), seed: 0 };
                     let alone = plain(&llama, &request, &mut |_: &[i64]| ControlFlow::Continue(())).unwrap();
                     assert_eq!((&row.new_ids, row.finish_reason), (&alone.new_ids, alone.finish_reason));
                     assert_eq!(row.end, alone.eos.into_iter().collect::<Vec<_>>());

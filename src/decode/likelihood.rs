@@ -3,15 +3,15 @@
 // N tokens, H hidden size, V vocabulary
 use tch::{Kind, Tensor};
 
-use super::generate::{DecodeError, check_prompt};
+use super::request::{DecodeError, check_prompt};
 use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
 
-/// Logits are made for so many tokens at a time.
-const CHUNK: i64 = 128;
+/// Tokens are read so many at a time, which bounds what their logits take.
+const CHUNK: usize = 128;
 
 /// The sum of log p(token | all before it) over `text`, at temperature 1; 0 for no text.
 ///
@@ -26,21 +26,29 @@ pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result
 }
 
 fn score(backbone: &Llama, prompt: &[i64], text: &[i64]) -> f64 {
-    // The last token predicts nothing that is asked for.
-    let seen = [prompt, &text[..text.len() - 1]].concat();
+    let all = [prompt, text].concat();
     let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-    let chain = NewTokens::chain(seen.len() as i64, &backbone.config, backbone.kind(), backbone.device());
-    let tokens_n = Tensor::from_slice(&seen).to_device(backbone.device());
-    let hidden_nh = backbone.extend(&tokens_n, &chain, &mut cache);
-    let hidden_nh = hidden_nh.narrow(0, prompt.len() as i64 - 1, text.len() as i64);
-    let text_n = Tensor::from_slice(text).to_device(backbone.device());
-    let chunks = hidden_nh.split(CHUNK, 0).into_iter().zip(text_n.split(CHUNK, 0));
-    chunks.map(|(hidden_nh, text_n)| score_chunk(&backbone.logits(&hidden_nh, Adapters::Off), &text_n)).sum()
+    let mut sum = 0.0;
+    let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
+    for (piece, begin) in seen.chunks(CHUNK).zip((0..).step_by(CHUNK)) {
+        let chain = NewTokens::chain(piece.len() as i64, &backbone.config, backbone.kind(), backbone.device());
+        let hidden_nh = backbone.extend(&Tensor::from_slice(piece).to_device(backbone.device()), &chain, &mut cache);
+        cache.commit(chain.len());
+        let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
+        if first < piece.len() {
+            let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
+            let next = &all[begin + first + 1..=begin + piece.len()];
+            sum += score_piece(&backbone.logits(&hidden_nh, Adapters::Off), next);
+        }
+    }
+    sum
 }
 
-fn score_chunk(logits_nv: &Tensor, text_n: &Tensor) -> f64 {
+/// - `logits_nv`: `[N, V]` — `next`: the token that stands behind each of them
+fn score_piece(logits_nv: &Tensor, next: &[i64]) -> f64 {
     let log_p_nv = logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
-    log_p_nv.gather(1, &text_n.unsqueeze(1), false).sum(Kind::Double).double_value(&[])
+    let next_n = Tensor::from_slice(next).to_device(logits_nv.device());
+    log_p_nv.gather(1, &next_n.unsqueeze(1), false).sum(Kind::Double).double_value(&[])
 }
 
 #[cfg(test)]
@@ -48,7 +56,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::decode::generate::prefill;
+    use crate::decode::session::prefill;
     use crate::model::config::LlamaConfig;
 
     fn backbone() -> Llama {
@@ -65,12 +73,13 @@ mod tests {
     #[test]
     fn one_pass_says_what_token_after_token_says() {
         let backbone = backbone();
-        let prompt = [1, 7, 9];
-        let text: Vec<i64> = (0..CHUNK + 12).map(|at| (at * at + 3) % 40).collect();
+        let prompt = [&[1, 7, 9][..], &[11; CHUNK]].concat(); // a whole piece predicts nothing
+        let text: Vec<i64> = (0..CHUNK as i64 + 12).map(|at| (at * at + 3) % 40).collect();
         let at_once = log_probability(&backbone, &prompt, &text).expect("a prompt");
         let one_by_one: f64 = (0..text.len())
             .map(|at| {
-                let (_, hidden_1h) = prefill(&backbone, &[&prompt[..], &text[..at]].concat());
+                let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+                let hidden_1h = prefill(&backbone, &[&prompt[..], &text[..at]].concat(), &mut cache);
                 let log_p_1v = backbone.logits(&hidden_1h, Adapters::Off).log_softmax(-1, Kind::Float);
                 log_p_1v.double_value(&[0, text[at]])
             })

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 
 use crate::decode::batch::{Batch, RowEnded, RowRequest};
 use crate::decode::generate::{self, DecodeError, FinishReason, Generation, Medusa, Request};
+use crate::decode::sample::Sampling;
 use crate::model::llama::Llama;
 use crate::numbers::NonNegative;
 
@@ -34,7 +35,7 @@ impl<'a> OneByOne<'a> {
 
     fn enter(&mut self, request: &RowRequest) -> Result<(), DecodeError> {
         let (prompt, max_new_tokens) = (&request.prompt[..], request.max_new_tokens.get());
-        let single = Request { prompt, max_new_tokens, temperature: self.temperature, seed: 0 };
+        let single = Request { prompt, max_new_tokens, sampling: Sampling::of_temperature(self.temperature), seed: 0 };
         let mut new_ids = vec![];
         let mark = &request.end_mark;
         let generation = generate::medusa(self.backbone, self.medusa, &single, &mut |ids| {
@@ -114,7 +115,6 @@ mod tests {
 
     use super::*;
     use crate::decode::accept::Acceptance;
-    use crate::decode::sample::Sampling;
     use crate::medusa::heads::{Heads, HeadsShape};
     use crate::medusa::tree::SparseTree;
     use crate::model::config::LlamaConfig;

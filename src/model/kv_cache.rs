@@ -69,6 +69,11 @@ impl KvCache {
         self.len += count;
     }
 
+    /// Of the committed tokens only the first `len` stay; fewer stay as they are.
+    pub fn truncate(&mut self, len: i64) {
+        self.len = self.len.min(len);
+    }
+
     pub(super) fn layer(&self, layer: usize) -> &LayerCache {
         &self.layers[layer]
     }

@@ -28,7 +28,8 @@ impl<'a> Conversation<'a> {
     pub(super) fn new(decoder: &'a Decoder, system: Option<&str>) -> Result<Self, UsageError> {
         let conversation = Self { decoder, system: system.map(str::to_owned), said: beginning(decoder, system) };
         if system.is_some() {
-            conversation.prompt("x").map_err(|why| UsageError(format!("--system cannot be used here: {why}")))?;
+            let refused = |why| UsageError(format!("--system cannot be used here: {:#}", anyhow::Error::from(why)));
+            conversation.prompt("x").map_err(refused)?;
         }
         Ok(conversation)
     }
