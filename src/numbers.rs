@@ -43,6 +43,11 @@ checked_number!(NonNegative, "finite and at least 0", |x| x.is_finite() && x >= 
 checked_number!(Fraction, "at least 0 and below 1", |x| (0.0..1.0).contains(&x));
 checked_number!(Probability, "above 0 and at most 1", |x| x > 0.0 && x <= 1.0);
 
+impl Positive {
+    /// What multiplies nothing.
+    pub const ONE: Self = Self(1.0);
+}
+
 impl Probability {
     /// What is certain.
     pub const ONE: Self = Self(1.0);

@@ -1,5 +1,6 @@
 //! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
 
+mod acceptance;
 mod backbone;
 mod bad_input;
 mod bench;

@@ -91,7 +91,13 @@ impl DecodingFlags {
     /// What to decode from `prompt`.
     pub fn request<'p>(&self, prompt: &'p [i64], common: &CommonFlags) -> Request<'p> {
         let sampling = Sampling::of_temperature(self.temperature);
-        Request { prompt, max_new_tokens: self.max_new_tokens, sampling, seed: common.seed }
+        Request {
+            prompt,
+            max_new_tokens: self.max_new_tokens,
+            sampling,
+            repetition_penalty: Positive::ONE,
+            seed: common.seed,
+        }
     }
 }
 

@@ -108,7 +108,7 @@ impl<'a> Batch<'a> {
                 let mut prompt = KvCache::new(&self.backbone.config, self.backbone.kind(), self.backbone.device());
                 let hidden_1h = prefill(self.backbone, &request.prompt, &mut prompt);
                 self.tokens += 1;
-                let first = row.sampler.next(&self.backbone.logits(&hidden_1h, Adapters::Off)).int64_value(&[0]);
+                let first = row.sampler.next(&self.backbone.logits(&hidden_1h, Adapters::Off)).id;
                 match row.take(first, self.backbone) {
                     Some(finish_reason) => self.ended.push(row.end(finish_reason, first)),
                     None => {
@@ -185,7 +185,7 @@ mod tests {
     use super::super::generate::{Request, plain};
     use super::*;
     use crate::model::config::LlamaConfig;
-    use crate::numbers::{NonNegative, Probability};
+    use crate::numbers::{NonNegative, Positive, Probability};
 
     /// Weights large enough that attention matters and the text does not settle on one token.
     fn backbone(sliding_window: Option<i64>, eos_token_ids: Vec<i64>, seed: u64) -> Llama {
@@ -235,7 +235,13 @@ mod tests {
             for size in [1, 3, 20] {
                 for (row, request) in decode(&llama, 0.0, size, &requests).iter().zip(&requests) {
                     let (prompt, max_new_tokens) = (&request.prompt[..], request.max_new_tokens.get());
-                    let request = Request { prompt, max_new_tokens, sampling: sampling(0.0), seed: 0 };
+                    let request = Request {
+                        prompt,
+                        max_new_tokens,
+                        sampling: sampling(0.0),
+                        repetition_penalty: Positive::ONE,
+                        seed: 0,
+                    };
                     let alone = plain(&llama, &request, &mut |_: &[i64]| ControlFlow::Continue(())).unwrap();
                     assert_eq!((&row.new_ids, row.finish_reason), (&alone.new_ids, alone.finish_reason));
                     assert_eq!(row.end, alone.eos.into_iter().collect::<Vec<_>>());

@@ -10,6 +10,7 @@ pub mod batch;
 pub mod generate;
 pub mod likelihood;
 pub mod medusa;
+pub mod penalty;
 pub mod propose;
 pub mod request;
 pub mod sample;

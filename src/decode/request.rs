@@ -7,6 +7,7 @@ use super::sample::Sampling;
 use super::stats::Tally;
 use crate::medusa::tree::TreeError;
 use crate::model::llama::Llama;
+use crate::numbers::Positive;
 use crate::torch::TorchPanic;
 
 /// A prompt cannot be decoded, or heads and tree do not belong to the backbone.
@@ -50,6 +51,17 @@ pub enum DecodeError {
     /// The tree asks for more than the heads have.
     #[error(transparent)]
     Tree(#[from] TreeError),
+    /// [`Forced`](super::accept::Acceptance::Forced) that no step can reach.
+    #[error(
+        "an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to {largest}: the tree's chain of best guesses \
+         has {} nodes below the root", largest - 1
+    )]
+    ForcedRate {
+        /// What was asked for.
+        rate: f64,
+        /// Tokens of the chain and the root.
+        largest: usize,
+    },
     /// libtorch gave up.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
@@ -64,6 +76,10 @@ pub struct Request<'a> {
     pub max_new_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
+    /// What a token that stands in prompt or text loses (see [`Penalty`]); 1 is nothing.
+    ///
+    /// [`Penalty`]: super::penalty::Penalty
+    pub repetition_penalty: Positive,
     /// Of what is drawn.
     pub seed: u64,
 }

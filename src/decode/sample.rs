@@ -26,6 +26,23 @@ impl Sampling {
     }
 }
 
+/// A token, where decisions are made and where the backbone computes.
+#[derive(Debug)]
+pub struct Chosen {
+    /// On the host.
+    pub id: i64,
+    /// `[1]`, on the backbone's device.
+    pub id_1: Tensor,
+}
+
+impl Chosen {
+    /// The most probable token of logits `[1, V]`.
+    pub fn best(logits_1v: &Tensor) -> Self {
+        let id_1 = logits_1v.argmax(-1, false);
+        Self { id: id_1.int64_value(&[0]), id_1 }
+    }
+}
+
 /// One generation's draws.
 #[derive(Debug)]
 pub struct Sampler {
@@ -46,12 +63,18 @@ impl Sampler {
         Self { sampling, rng: ChaCha8Rng::from_seed(key) }
     }
 
-    /// The next token, `[1]`, of logits `[1, V]`.
-    pub fn next(&mut self, logits_1v: &Tensor) -> Tensor {
+    /// How it draws.
+    pub fn sampling(&self) -> Sampling {
+        self.sampling
+    }
+
+    /// The next token of logits `[1, V]`; above temperature 0, one number is drawn for it.
+    pub fn next(&mut self, logits_1v: &Tensor) -> Chosen {
         if self.sampling.temperature.get() == 0.0 {
-            return logits_1v.argmax(-1, false);
+            return Chosen::best(logits_1v);
         }
-        Tensor::from_slice(&next_of_each(logits_1v, &mut [self])).to_device(logits_1v.device())
+        let id = next_of_each(logits_1v, &mut [self])[0];
+        Chosen { id, id_1: Tensor::from_slice(&[id]).to_device(logits_1v.device()) }
     }
 
     /// A token, of all probabilities.
@@ -129,7 +152,7 @@ mod tests {
         let mut sampler = Sampler::new(sampling, 3);
         let mut counts = vec![0.0; logits.len()];
         for _ in 0..4000 {
-            counts[sampler.next(&logits_1v).int64_value(&[0]) as usize] += 1.0 / 4000.0;
+            counts[sampler.next(&logits_1v).id as usize] += 1.0 / 4000.0;
         }
         counts
     }
@@ -154,7 +177,7 @@ mod tests {
         let drawn = [(); 3].map(|()| next_of_each(&logits_bv, &mut together));
         for row in 0..5 {
             let mut alone = of_row(row as u64);
-            let expected = [(); 3].map(|()| alone.next(&logits_bv.narrow(0, row, 1)).int64_value(&[0]));
+            let expected = [(); 3].map(|()| alone.next(&logits_bv.narrow(0, row, 1)).id);
             assert_eq!([0, 1, 2].map(|draw: usize| drawn[draw][row as usize]), expected);
         }
         assert!(drawn[0] != drawn[1] || drawn[1] != drawn[2], "five rows never draw the same three times");

@@ -3,9 +3,8 @@
 // N new tokens, H hidden size
 use tch::Tensor;
 
-use super::medusa::Medusa;
+use super::medusa::{Choice, Medusa, Pass, Verified};
 use super::request::{DecodeError, Generation, OnTokens, Request, check_prompt};
-use super::sample::Sampler;
 use super::transcript::Transcript;
 use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
@@ -95,44 +94,44 @@ impl<'a> Session<'a> {
     fn plain_steps(&mut self, request: &Request, text: &mut Transcript) {
         let backbone = self.backbone;
         let mut hidden_1h = self.prefill(request.prompt);
-        let mut sampler = Sampler::new(request.sampling, request.seed);
+        let mut choice = Choice::new(request);
         let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
         loop {
-            let token_1 = sampler.next(&backbone.logits(&hidden_1h, Adapters::Off));
-            let token = token_1.int64_value(&[0]);
-            if text.commit(&[token]).is_break() {
+            let logits_1v = choice.penalty.of_text(&backbone.logits(&hidden_1h, Adapters::Off));
+            let token = choice.sampler.next(&logits_1v);
+            if text.commit(&[token.id]).is_break() {
                 return;
             }
-            hidden_1h = backbone.extend(&token_1, &one, &mut self.cache);
+            hidden_1h = backbone.extend(&token.id_1, &one, &mut self.cache);
             self.cache.commit(1);
-            self.ids.push(token);
+            self.ids.push(token.id);
+            choice.penalty.see(&[token.id]);
         }
     }
 
     fn medusa_steps(&mut self, medusa: &Medusa, request: &Request, text: &mut Transcript) {
         let backbone = self.backbone;
         let mut hidden_1h = self.prefill(request.prompt);
-        // Greedy at any temperature: the step's first token is unconditionally accepted (paper section 2.3.1).
-        let mut root_1 = backbone.logits(&hidden_1h, Adapters::Off).argmax(-1, false);
-        let mut root = root_1.int64_value(&[0]);
-        loop {
-            if text.ends_with(root) {
-                let _ = text.commit(&[root]); // the last one: nothing to verify
+        let mut choice = Choice::new(request);
+        let mut root = medusa.first_root(&backbone.logits(&hidden_1h, Adapters::Off), &mut choice);
+        for step in 0.. {
+            if text.ends_with(root.id) {
+                let _ = text.commit(&[root.id]); // the last one: nothing to verify
                 return;
             }
-            let tokens_n = medusa.candidates(&root_1, &hidden_1h, backbone);
+            let tokens_n = medusa.candidates(&root.id_1, &hidden_1h, backbone);
             let hidden_nh = backbone.extend(&tokens_n, &medusa.nodes, &mut self.cache);
             let logits_nv = backbone.logits(&hidden_nh, Adapters::Off);
-            let verified = medusa.verify(&logits_nv, &tokens_n, request.sampling.temperature.get());
-            self.cache.commit_path(&verified.path.iter().map(|&node| node as i64).collect::<Vec<_>>());
-            self.ids.extend(&verified.accepted);
-            if text.commit(&verified.accepted).is_break() {
+            let pass = Pass { step, tokens_n: &tokens_n, logits_nv: &logits_nv };
+            let Verified { path, accepted, next } = medusa.verify(&pass, &mut choice);
+            self.cache.commit_path(&path.iter().map(|&node| node as i64).collect::<Vec<_>>());
+            self.ids.extend(&accepted);
+            choice.penalty.see(&accepted);
+            if text.commit(&accepted).is_break() {
                 return;
             }
-            let last = verified.path.last().map_or(0, |&node| node as i64);
-            hidden_1h = hidden_nh.narrow(0, last, 1);
-            root_1 = verified.best_n.narrow(0, last, 1);
-            root = verified.next_root;
+            hidden_1h = hidden_nh.narrow(0, path.last().map_or(0, |&node| node as i64), 1);
+            root = next;
         }
     }
 

@@ -6,7 +6,7 @@ use crate::decode::batch::{Batch, RowEnded, RowRequest};
 use crate::decode::generate::{self, DecodeError, FinishReason, Generation, Medusa, Request};
 use crate::decode::sample::Sampling;
 use crate::model::llama::Llama;
-use crate::numbers::NonNegative;
+use crate::numbers::{NonNegative, Positive};
 
 /// Takes requests, and hands back what was said.
 #[derive(Debug)]
@@ -35,7 +35,13 @@ impl<'a> OneByOne<'a> {
 
     fn enter(&mut self, request: &RowRequest) -> Result<(), DecodeError> {
         let (prompt, max_new_tokens) = (&request.prompt[..], request.max_new_tokens.get());
-        let single = Request { prompt, max_new_tokens, sampling: Sampling::of_temperature(self.temperature), seed: 0 };
+        let single = Request {
+            prompt,
+            max_new_tokens,
+            sampling: Sampling::of_temperature(self.temperature),
+            repetition_penalty: Positive::ONE,
+            seed: 0,
+        };
         let mut new_ids = vec![];
         let mark = &request.end_mark;
         let generation = generate::medusa(self.backbone, self.medusa, &single, &mut |ids| {

@@ -17,7 +17,7 @@ use crate::medusa::tree::strategy::trees;
 use crate::model::attention::RowMask;
 use crate::model::config::{LlamaConfig, RopeScaling};
 use crate::model::lora::Adapters;
-use crate::numbers::NonNegative;
+use crate::numbers::{NonNegative, Positive, Probability};
 
 pub(in crate::decode) const VOCABULARY: i64 = 12;
 pub(in crate::decode) const CONTEXT: i64 = 64;
@@ -71,7 +71,7 @@ fn random_heads(medusa_num_heads: usize, hidden_size: i64, vocab_size: i64, seed
 
 pub(in crate::decode) fn request(prompt: &[i64], max_new_tokens: usize, temperature: f64) -> Request<'_> {
     let sampling = Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"));
-    Request { prompt, max_new_tokens, sampling, seed: 0 }
+    Request { prompt, max_new_tokens, sampling, repetition_penalty: Positive::ONE, seed: 0 }
 }
 
 pub(in crate::decode) fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
@@ -97,6 +97,8 @@ struct Case {
     eos: Vec<i64>,
     prompt: Vec<i64>,
     max_new_tokens: usize,
+    acceptance: Acceptance,
+    repetition_penalty: Positive,
     seed: u64,
 }
 
@@ -105,29 +107,41 @@ fn cases() -> impl Strategy<Value = Case> {
     let prompt = prompt.prop_flat_map(|length| proptest::collection::vec(0..VOCABULARY, length));
     let eos = prop_oneof![Just(vec![]), proptest::collection::vec(0..VOCABULARY, 1..3)];
     let backbone = (prop_oneof![Just(1i64), Just(2), Just(4)], prop_oneof![Just(None), (1i64..10).prop_map(Some)]);
-    (trees(20, 4, TOP_K), backbone, eos, prompt, 0usize..40, 0u64..1000).prop_map(
-        |(tree, (key_value_heads, window), eos, prompt, max_new_tokens, seed)| Case {
+    let penalty = prop_oneof![2 => Just(1.0), 1 => 0.5f64..0.9, 2 => 1.1f64..2.0];
+    let request = (prompt, 0usize..40, acceptances(), penalty);
+    (trees(20, 4, TOP_K), backbone, eos, request, 0u64..1000).prop_map(
+        |(tree, (key_value_heads, window), eos, (prompt, max_new_tokens, acceptance, penalty), seed)| Case {
             tree,
             key_value_heads,
             window,
             eos,
             prompt,
             max_new_tokens,
+            acceptance,
+            repetition_penalty: Positive::new(penalty).expect("above 0"),
             seed,
         },
     )
 }
 
+/// At temperature 0 they are all the same.
+fn acceptances() -> impl Strategy<Value = Acceptance> {
+    let typical = Acceptance::Typical(TypicalAcceptance::default());
+    prop_oneof![2 => Just(Acceptance::Greedy), 1 => Just(typical), 1 => Just(Acceptance::Nucleus), 1 => Just(Acceptance::Rejection)]
+}
+
 #[test]
 fn greedy_tree_equals_greedy_plain() {
-    let (runs_with_several, runs_to_eos, runs_to_the_context) = (Cell::new(0), Cell::new(0), Cell::new(0));
+    let (runs_with_several, penalised_runs_with_several) = (Cell::new(0), Cell::new(0));
+    let (runs_to_eos, runs_to_the_context) = (Cell::new(0), Cell::new(0));
     let count = |counter: &Cell<u32>, yes: bool| counter.set(counter.get() + u32::from(yes));
     let mut runner = TestRunner::new(Config { cases: 128, failure_persistence: None, ..Config::default() });
     let outcome = runner.run(&cases(), |case| {
         let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
         let heads = heads(4, case.seed + 1);
-        let prepared = Medusa::new(&llama, &heads, &case.tree, Acceptance::Greedy).unwrap();
-        let request = request(&case.prompt, case.max_new_tokens, 0.0);
+        let prepared = Medusa::new(&llama, &heads, &case.tree, case.acceptance).unwrap();
+        let repetition_penalty = case.repetition_penalty;
+        let request = Request { repetition_penalty, ..request(&case.prompt, case.max_new_tokens, 0.0) };
         let slow = plain(&llama, &request, &mut go_on()).unwrap();
         let mut streamed = Vec::new();
         let fast = medusa(&llama, &prepared, &request, &mut |ids: &[i64]| {
@@ -141,14 +155,24 @@ fn greedy_tree_equals_greedy_plain() {
         prop_assert!(slow.accept_lengths.iter().all(|&length| length == 1));
         steps_are_consistent(&fast, case.max_new_tokens);
         steps_are_consistent(&slow, case.max_new_tokens);
+        let penalised = case.repetition_penalty != Positive::ONE;
+        count(&penalised_runs_with_several, penalised && fast.accept_lengths.iter().any(|&length| length > 1));
         count(&runs_with_several, fast.accept_lengths.iter().any(|&length| length > 1));
         count(&runs_to_eos, fast.finish_reason == FinishReason::Eos);
         count(&runs_to_the_context, case.prompt.len() + fast.new_ids.len() == CONTEXT as usize);
         Ok(())
     });
     outcome.unwrap();
-    let reached = [&runs_with_several, &runs_to_eos, &runs_to_the_context].map(Cell::get);
+    let reached = [&runs_with_several, &penalised_runs_with_several, &runs_to_eos, &runs_to_the_context].map(Cell::get);
     assert!(reached.iter().all(|&runs| runs >= 10), "the cases hardly test anything: {reached:?}");
+}
+
+/// The distribution after each token of a text, by one plain pass over it.
+fn distributions(llama: &Llama, text: &[i64], temperature: f64) -> Vec<Vec<f64>> {
+    let rows = RowMask::causal(text.len() as i64, &llama.config, Device::Cpu);
+    let hidden_th = llama.hidden_states(&Tensor::from_slice(text).unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
+    let p_tv = (llama.logits(&hidden_th, Adapters::Off) / temperature).softmax(-1, Kind::Double);
+    Vec::try_from(p_tv).expect("two axes of float64")
 }
 
 /// Every token of a typical run, judged by one plain pass over the whole text.
@@ -164,14 +188,11 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
         let run = medusa(&llama, &prepared, &request(&prompt, 40, temperature), &mut go_on()).unwrap();
         steps_are_consistent(&run, 40);
         let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
-        let rows = RowMask::causal(text.len() as i64, &llama.config, Device::Cpu);
-        let hidden_th =
-            llama.hidden_states(&Tensor::from_slice(&text).unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
-        let p_tv = (llama.logits(&hidden_th, Adapters::Off) / temperature).softmax(-1, Kind::Double);
+        let p_t = distributions(&llama, &text, temperature);
         let mut at = prompt.len();
         for &length in &run.accept_lengths {
             for below_root in 0..length {
-                let p: Vec<f64> = Vec::try_from(p_tv.get(at as i64 - 1)).unwrap();
+                let p = &p_t[at - 1];
                 let (chosen, largest) = (p[text[at] as usize], p.iter().copied().fold(0.0, f64::max));
                 let entropy = -p.iter().map(|x| x * x.ln()).sum::<f64>();
                 if below_root == 0 {
@@ -187,6 +208,111 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
         }
     }
     assert!(roots > 100 && others > 20 && not_the_best > 5, "{roots} {others} {not_the_best}");
+}
+
+/// Every token of a nucleus run, roots too, judged by one plain pass over the whole text.
+#[test]
+fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
+    let (top_p, temperature) = (0.6, 1.3);
+    let sampling =
+        Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() };
+    let (mut roots, mut others) = ([0, 0], [0, 0]); // all of them, and those that are not the most probable token
+    for seed in 0..12 {
+        let llama = backbone(config(2, None, vec![]), seed);
+        let (heads, tree) = (heads(2, seed), SparseTree::cartesian(&[6, 4]).unwrap());
+        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Nucleus).unwrap();
+        let prompt = [1, 2, 3, 4];
+        let request = Request { sampling, seed, ..request(&prompt, 40, temperature) };
+        let run = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
+        steps_are_consistent(&run, 40);
+        let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
+        let p_t = distributions(&llama, &text, temperature);
+        let mut at = prompt.len();
+        for &length in &run.accept_lengths {
+            for below_root in 0..length {
+                let (p, token) = (&p_t[at - 1], text[at] as usize);
+                let more_probable: f64 = p.iter().filter(|&&other| other > p[token]).sum();
+                assert!(more_probable < top_p + 1e-6, "{more_probable}");
+                let counts = if below_root == 0 { &mut roots } else { &mut others };
+                counts[0] += 1;
+                counts[1] += usize::from(more_probable > 0.0);
+                at += 1;
+            }
+        }
+    }
+    assert!(roots[1] > 20 && others[0] > 100 && others[1] > 20, "{roots:?} {others:?}");
+}
+
+/// A draw a token, in the order of the text: what heads and tree guess does not change what is drawn.
+#[test]
+fn rejection_with_a_seed_is_plain_decoding_with_that_seed() {
+    let (mut tokens, mut steps) = (0, 0);
+    for (seed, (temperature, top_p, penalty)) in (0..60)
+        .zip([(0.7, 1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.9, 1.0), (0.7, 0.9, 1.4), (1.0, 1.0, 0.8)].into_iter().cycle())
+    {
+        let llama = backbone(config(2, (seed % 2 == 1).then_some(5), vec![3]), seed / 5);
+        let heads = heads(3, seed);
+        let tree = SparseTree::cartesian(&[6, 4, 3]).unwrap();
+        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Rejection).unwrap();
+        let sampling =
+            Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() };
+        let repetition_penalty = Positive::new(penalty).unwrap();
+        let request = Request { sampling, repetition_penalty, seed, ..request(&[1, 2, 1], 50, 0.0) };
+        let slow = plain(&llama, &request, &mut go_on()).unwrap();
+        let fast = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
+        assert_eq!((fast.new_ids, fast.finish_reason), (slow.new_ids, slow.finish_reason), "seed {seed}");
+        tokens += slow.accept_lengths.len();
+        steps += fast.accept_lengths.len();
+    }
+    assert!(tokens > 400 && tokens > steps * 3 / 2, "{tokens} tokens in {steps} steps");
+}
+
+#[test]
+fn a_repetition_penalty_keeps_a_text_from_repeating_itself() {
+    let llama = backbone(config(2, None, vec![]), 12);
+    let text = |penalty: f64, temperature: f64| {
+        let repetition_penalty = Positive::new(penalty).unwrap();
+        plain(&llama, &Request { repetition_penalty, ..request(&[1], 10, temperature) }, &mut go_on()).unwrap().new_ids
+    };
+    let different = |ids: Vec<i64>| ids.iter().collect::<std::collections::HashSet<_>>().len();
+    let [often, unpenalised, never] = [1e-6, 1.0, 1e6].map(|penalty| different(text(penalty, 0.0)));
+    assert!(often < unpenalised && unpenalised < never, "{often} {unpenalised} {never}");
+    assert_ne!(text(1.0, 1.0), text(1.3, 1.0), "what is drawn follows the penalised distribution");
+}
+
+#[test]
+fn forced_steps_commit_their_rate_whatever_the_backbone_says() {
+    let llama = backbone(config(2, None, vec![]), 13);
+    let (heads, tree) =
+        (heads(3, 13), SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1], vec![1, 0]]).unwrap());
+    let prepare = |rate| Medusa::new(&llama, &heads, &tree, Acceptance::Forced { rate });
+    for (rate, temperature, steps) in [(1.0, 0.0, 48), (1.5, 0.7, 32), (2.4, 0.0, 20), (3.0, 1.0, 16)] {
+        let run = medusa(&llama, &prepare(rate).unwrap(), &request(&[1, 2], 48, temperature), &mut go_on()).unwrap();
+        assert_eq!((run.new_ids.len(), run.accept_lengths.len()), (48, steps), "{rate}: {:?}", run.accept_lengths);
+    }
+    for rate in [0.9, 3.1, f64::NAN] {
+        let refused = prepare(rate).unwrap_err().to_string();
+        assert!(
+            refused
+                .starts_with(&format!("an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to 3")),
+            "{refused}"
+        );
+    }
+}
+
+#[test]
+fn a_full_context_ends_either_decoding_by_its_length() {
+    let llama = backbone(config(2, None, vec![]), 14);
+    let (heads, tree) = (heads(2, 14), every_pair_of_guesses());
+    let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+    for length in [CONTEXT as usize - 1, CONTEXT as usize - 2, 30] {
+        let prompt: Vec<i64> = (0..length as i64).map(|i| i * i % VOCABULARY).collect();
+        let request = request(&prompt, 1000, 0.0);
+        let slow = plain(&llama, &request, &mut go_on()).unwrap();
+        let fast = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
+        assert_eq!((slow.new_ids.len(), slow.finish_reason), (CONTEXT as usize - length, FinishReason::Length));
+        assert_eq!((fast.new_ids, fast.finish_reason), (slow.new_ids, FinishReason::Length));
+    }
 }
 
 #[test]

@@ -1,0 +1,256 @@
+//! Promise: `--acceptance rejection` is lossless. The first three tokens come as often as the backbone's own distribution says, and a
+//! rule that decides along whole candidates instead of at nodes is caught by the same test.
+
+use std::ops::ControlFlow;
+
+use medusa::decode::accept::{self, Acceptance};
+use medusa::decode::generate::{self, Medusa, Request};
+use medusa::decode::sample::Sampling;
+use medusa::medusa::heads::{Heads, HeadsShape};
+use medusa::medusa::tree::SparseTree;
+use medusa::model::attention::RowMask;
+use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::llama::Llama;
+use medusa::model::lora::Adapters;
+use medusa::numbers::{NonNegative, Positive, Probability};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, Kind, Tensor};
+
+const VOCABULARY: usize = 16;
+const PROMPT: [i64; 3] = [1, 2, 3];
+/// Tokens whose joint distribution is tested.
+const TOKENS: usize = 3;
+
+/// Random weights, scaled so that the next token is neither certain nor arbitrary.
+fn backbone() -> Llama {
+    tch::set_num_threads(1);
+    let config = LlamaConfig {
+        model_type: "llama".into(),
+        hidden_size: 32,
+        intermediate_size: 48,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 8,
+        vocab_size: VOCABULARY as i64,
+        max_position_embeddings: 64,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        sliding_window: None,
+        tie_word_embeddings: false,
+        attention_bias: false,
+        mlp_bias: false,
+        bos_token_id: None,
+        eos_token_ids: vec![],
+    };
+    let llama = Llama::random(config, Kind::Double, Device::Cpu, 21);
+    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+        let _ = weight.shallow_clone().g_mul_scalar_(10.0);
+    }
+    llama
+}
+
+fn heads() -> Heads {
+    let shape =
+        HeadsShape { medusa_num_heads: 3, medusa_num_layers: 1, hidden_size: 32, vocab_size: VOCABULARY as i64 };
+    Heads::random(shape, Kind::Double, Device::Cpu, 22)
+}
+
+/// Depth 3, more guesses where they are likelier to be right.
+fn tree() -> SparseTree {
+    SparseTree::cartesian(&[6, 4, 2]).expect("a tree")
+}
+
+/// The backbone's exact conditionals after the prompt and up to two more tokens.
+struct Conditionals {
+    /// By the tokens after the prompt, read as digits: one row, then 16, then 256.
+    after: [Vec<Vec<f64>>; TOKENS],
+}
+
+fn number(tokens: &[i64]) -> usize {
+    tokens.iter().fold(0, |number, &token| number * VOCABULARY + token as usize)
+}
+
+fn digits(mut number: usize, length: usize) -> Vec<i64> {
+    let mut tokens: Vec<i64> = (0..length)
+        .map(|_| {
+            let digit = number % VOCABULARY;
+            number /= VOCABULARY;
+            digit as i64
+        })
+        .collect();
+    tokens.reverse();
+    tokens
+}
+
+impl Conditionals {
+    /// By plain passes over whole rows: no cache, no tree.
+    fn of(llama: &Llama, temperature: f64) -> Self {
+        Self {
+            after: [0, 1, 2].map(|length| {
+                let rows: Vec<i64> = (0..VOCABULARY.pow(length as u32))
+                    .flat_map(|text| [&PROMPT[..], &digits(text, length)].concat())
+                    .collect();
+                let t = (PROMPT.len() + length) as i64;
+                let tokens_bt = Tensor::from_slice(&rows).view([-1, t]);
+                let hidden_bth =
+                    llama.hidden_states(&tokens_bt, &RowMask::causal(t, &llama.config, Device::Cpu), Adapters::Off);
+                let logits_bv = llama.logits(&hidden_bth.select(1, t - 1), Adapters::Off);
+                Vec::try_from((logits_bv / temperature).softmax(-1, Kind::Double)).expect("two axes of float64")
+            }),
+        }
+    }
+
+    fn after(&self, tokens: &[i64]) -> &[f64] {
+        &self.after[tokens.len()][number(tokens)]
+    }
+
+    /// Of each text of three tokens, its probability.
+    fn joint(&self) -> Vec<f64> {
+        let probability = |text: usize| {
+            let tokens = digits(text, TOKENS);
+            (0..TOKENS).map(|at| self.after(&tokens[..at])[tokens[at] as usize]).product()
+        };
+        (0..VOCABULARY.pow(TOKENS as u32)).map(probability).collect()
+    }
+}
+
+/// Whether counts differ from their expectation less than one time in a thousand would. Cells that expect fewer than five draws are merged.
+/// Returns the statistic as deviations of a standard normal (Wilson and Hilferty 1931: the cube root of a chi-square is nearly normal).
+fn deviations(counts: &[usize], probabilities: &[f64]) -> f64 {
+    let draws = counts.iter().sum::<usize>() as f64;
+    let mut cells: Vec<(f64, usize)> = probabilities.iter().map(|p| p * draws).zip(counts.iter().copied()).collect();
+    cells.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let mut merged: Vec<(f64, usize)> = vec![];
+    for cell in cells {
+        match merged.last_mut().filter(|last| last.0 < 5.0) {
+            Some(last) => *last = (last.0 + cell.0, last.1 + cell.1),
+            None => merged.push(cell),
+        }
+    }
+    if merged.len() > 1 && merged[merged.len() - 1].0 < 5.0 {
+        let rest = merged.pop().expect("there are two");
+        let last = merged.last_mut().expect("there is one");
+        *last = (last.0 + rest.0, last.1 + rest.1);
+    }
+    let square: f64 = merged.iter().map(|&(expected, count)| (count as f64 - expected).powi(2) / expected).sum();
+    let ninth = 2.0 / (9.0 * (merged.len() - 1) as f64);
+    assert!(merged.len() > 100, "too few cells to see anything: {}", merged.len());
+    ((square * ninth * 4.5).cbrt() - (1.0 - ninth)) / ninth.sqrt()
+}
+
+/// A standard normal exceeds it one time in a thousand.
+const ONE_IN_A_THOUSAND: f64 = 3.0902;
+
+fn draw(p: &[f64], rng: &mut ChaCha8Rng) -> i64 {
+    let number = rng.random::<f64>();
+    let mut below = 0.0;
+    let chosen = p.iter().position(|p| {
+        below += p;
+        below > number
+    });
+    chosen.unwrap_or(p.len() - 1) as i64
+}
+
+/// Guesses at the nodes of a tree behind a text: any will do, as long as siblings differ.
+fn guesses(tree: &SparseTree, text: &[i64], root: i64) -> Vec<i64> {
+    let guess = |node: usize| match tree.child_index(node) {
+        None => root,
+        Some(child) => ((5 * child + 7 * tree.depth(node) + 3 * number(text) + 1) % VOCABULARY) as i64,
+    };
+    (0..tree.len()).map(guess).collect()
+}
+
+/// How a step decides: from the guesses and what is drawn after each node, the path and the next root.
+type Rule = fn(&SparseTree, &[i64], &mut dyn FnMut(usize) -> i64) -> (Vec<usize>, i64);
+
+fn at_nodes(tree: &SparseTree, tokens: &[i64], draw: &mut dyn FnMut(usize) -> i64) -> (Vec<usize>, i64) {
+    accept::walk(tree, tokens, draw)
+}
+
+/// What must not be done: each candidate, root to leaf, draws for itself, and the longest accepted one wins.
+fn along_candidates(tree: &SparseTree, tokens: &[i64], draw: &mut dyn FnMut(usize) -> i64) -> (Vec<usize>, i64) {
+    let leaves = (0..tree.len()).filter(|&node| tree.children(node).is_empty());
+    let candidates = leaves.map(|leaf| {
+        let mut nodes: Vec<usize> = std::iter::successors(Some(leaf), |&node| tree.parent(node)).collect();
+        nodes.reverse();
+        let mut kept = vec![0];
+        loop {
+            let drawn = draw(kept[kept.len() - 1]);
+            match nodes.get(kept.len()).filter(|&&next| tokens[next] == drawn) {
+                Some(&next) => kept.push(next),
+                None => return (kept, drawn),
+            }
+        }
+    });
+    candidates.max_by_key(|(kept, _)| kept.len()).expect("a tree has a leaf")
+}
+
+/// Counts of the first three tokens of texts that are decoded by a rule, and the mean of tokens a step.
+fn decoded(conditionals: &Conditionals, rule: Rule, draws: usize) -> (Vec<usize>, f64) {
+    let (tree, mut rng) = (tree(), ChaCha8Rng::seed_from_u64(23));
+    let (mut counts, mut tokens, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0, 0);
+    for _ in 0..draws {
+        let mut text: Vec<i64> = vec![];
+        let mut root = draw(conditionals.after(&[]), &mut rng);
+        while text.len() < TOKENS {
+            let guessed = guesses(&tree, &text, root);
+            let mut after = |node: usize| {
+                let mut path: Vec<i64> =
+                    std::iter::successors(Some(node), |&n| tree.parent(n)).map(|n| guessed[n]).collect();
+                path.reverse();
+                let text = [&text[..], &path].concat();
+                // What comes after the third token is not counted.
+                if text.len() < TOKENS { draw(conditionals.after(&text), &mut rng) } else { 0 }
+            };
+            let (path, next) = rule(&tree, &guessed, &mut after);
+            text.extend(path.iter().map(|&node| guessed[node]));
+            (tokens, steps) = (tokens + path.len(), steps + 1);
+            root = next;
+        }
+        counts[number(&text[..TOKENS])] += 1;
+    }
+    (counts, tokens as f64 / f64::from(steps))
+}
+
+#[test]
+fn deciding_at_nodes_is_lossless_and_along_candidates_it_is_not() {
+    let llama = backbone();
+    for temperature in [0.7, 1.0] {
+        let conditionals = Conditionals::of(&llama, temperature);
+        let joint = conditionals.joint();
+        let entropy = -conditionals.after(&[]).iter().map(|p| p * p.ln()).sum::<f64>();
+        assert!((0.7..2.6).contains(&entropy), "neither a spike nor flat: {entropy} nats of at most 2.77");
+        let (counts, rate) = decoded(&conditionals, at_nodes, 20_000);
+        let off = deviations(&counts, &joint);
+        assert!(off.abs() < ONE_IN_A_THOUSAND && rate > 1.2, "temperature {temperature}: {off}, {rate} tokens a step");
+        let (counts, rate) = decoded(&conditionals, along_candidates, 20_000);
+        let wrong = deviations(&counts, &joint);
+        assert!(wrong > 10.0 * ONE_IN_A_THOUSAND, "temperature {temperature}: {wrong}, {rate} tokens a step");
+    }
+}
+
+#[test]
+fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
+    let (llama, heads, tree) = (backbone(), heads(), tree());
+    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Rejection).expect("they fit");
+    for temperature in [0.7, 1.0] {
+        let sampling =
+            Sampling { temperature: NonNegative::new(temperature).expect("at least 0"), top_p: Probability::ONE };
+        let (mut counts, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0);
+        for seed in 0..3000 {
+            let request =
+                Request { prompt: &PROMPT, max_new_tokens: TOKENS, sampling, repetition_penalty: Positive::ONE, seed };
+            let run = generate::medusa(&llama, &medusa, &request, &mut |_| ControlFlow::Continue(())).expect("decodes");
+            counts[number(&run.new_ids)] += 1;
+            steps += run.accept_lengths.len();
+        }
+        let off = deviations(&counts, &Conditionals::of(&llama, temperature).joint());
+        assert!(
+            off.abs() < ONE_IN_A_THOUSAND && steps < 3000 * 3 * 9 / 10,
+            "temperature {temperature}: {off}, {steps} steps"
+        );
+    }
+}
