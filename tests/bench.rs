@@ -85,7 +85,7 @@ fn a_larger_threshold_accepts_less_and_the_texts_are_scored() {
             assert!((2.0 * uniform..0.0).contains(&mean), "{mean} for a random backbone; {uniform} is uniform");
         }
     }
-    let greedy = bench(&world, &["--sweep", "temperature=0,1"]);
+    let greedy = bench(&world, &["--sweep", "temperature=0,1", "--repeats", "1"]);
     assert_eq!((&greedy[0]["identical"], &greedy[0]["plain"]["mean_log_probability"]), (&json!(true), &Value::Null));
     assert!(greedy[1]["plain"]["mean_log_probability"].is_f64());
 }
@@ -146,6 +146,26 @@ fn a_turn_longer_than_the_context_is_left_out_and_counted() {
         refused.lines().last(),
         Some("error: no prompt fits the backbone's context of 64 tokens; use shorter prompts")
     );
+}
+
+#[test]
+fn a_forced_rate_is_a_timing_and_says_so() {
+    let world = calibrated();
+    let line = bench(&world, &["--force-acceptance-rate", "2", "--repeats", "1", "--csv", "f.csv"]).remove(0);
+    assert_eq!(
+        (&line["acceleration_rate"], &line["medusa"]["steps"], &line["identical"]),
+        (&json!(2.0), &json!(4), &Value::Null)
+    );
+    assert_eq!((&line["forced_acceptance_rate"], &line["plain"]["mean_log_probability"]), (&json!(2.0), &Value::Null));
+    assert_eq!(csv(&world, "f.csv")[0]["forced_acceptance_rate"].as_str(), "2.0");
+    let output = world.medusa(&[&BENCH[..], &["--force-acceptance-rate", "1.5"]].concat()).output().expect("it runs");
+    let table = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(table.ends_with("forced to 1.5 tokens a step: a timing, not what these heads reach\n"), "{table}");
+    let refused = |more: &[&str]| world.complaint(&[&BENCH[..], &["--force-acceptance-rate"], more].concat(), 2);
+    assert!(refused(&["5"]).contains("expected 1 to 4"));
+    assert!(refused(&["0.5"]).contains("expected 1 to 4") && refused(&["-1"]).contains("--force-acceptance-rate"));
+    let swept = refused(&["2", "--sweep", "posterior-threshold=0.1", "--temperature", "1"]);
+    assert!(swept.contains("drop one of them"), "{swept}");
 }
 
 #[test]

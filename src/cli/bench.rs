@@ -11,9 +11,11 @@ use self::measure::Bench;
 use self::report::Report;
 use self::sweep::{Setting, Sweep};
 use super::calibrate::draw_target;
-use super::decoder::{Decoder, DecodingFlags, read_prompts};
+use super::decoder::{Decoder, DecodingFlags, positive, read_prompts};
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::decode::generate::Medusa;
+use crate::decode::accept::Acceptance;
+use crate::decode::generate::{DecodeError, Medusa};
+use crate::numbers::Positive;
 
 mod measure;
 mod report;
@@ -55,6 +57,10 @@ pub struct BenchArgs {
     /// What `medusa calibrate` wrote: `--sweep nodes=…` makes its trees from it.
     #[arg(long, value_name = "C")]
     pub calibration: Option<PathBuf>,
+    /// Time steps that commit X tokens on average, whatever is guessed: what heads of that acceleration rate would bring. The text is
+    /// not the backbone's.
+    #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
+    pub force_acceptance_rate: Option<Positive>,
     /// Write the results as CSV, too: a row for each category and one for all; of a sweep, for each value.
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
@@ -71,7 +77,9 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let settings = sweep::settings(args)?;
     args.csv.as_deref().map_or(Ok(()), check_folder)?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
-    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), common)?;
+    // Where a sweep makes the trees, it is of no interest that there is no --tree.
+    let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
+    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), &loading)?;
     let ready = settings.iter().map(|setting| ready(&decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
     let bar = progress_bar(settings.len() * args.repeats.get() * prompts.len(), common);
     let mut reports = Vec::new();
@@ -95,8 +103,15 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
 fn ready<'a>(decoder: &'a Decoder, setting: &'a Setting) -> anyhow::Result<(Medusa<'a>, usize)> {
     let (heads, tree) = decoder.medusa.as_ref().ok_or_else(|| UsageError("bench needs --heads".into()))?;
     let tree = setting.tree.as_ref().unwrap_or(tree);
-    let medusa = Medusa::new(&decoder.backbone, heads, tree, setting.decoding.acceptance()?)?;
-    Ok((medusa, tree.choices().len()))
+    let acceptance = match setting.forced {
+        Some(rate) => Acceptance::Forced { rate: rate.get() },
+        None => setting.decoding.acceptance()?,
+    };
+    match Medusa::new(&decoder.backbone, heads, tree, acceptance) {
+        Ok(medusa) => Ok((medusa, tree.choices().len())),
+        Err(error @ DecodeError::ForcedRate { .. }) => Err(UsageError(error.to_string()).into()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Refuses a file that could not be written after hours of measuring.

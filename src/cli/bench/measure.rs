@@ -26,6 +26,17 @@ pub(super) struct Bench<'a> {
     pub(super) common: &'a CommonFlags,
 }
 
+/// How texts with heads compare to plain ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Texts {
+    /// The same.
+    Greedy,
+    /// Not the same; their probabilities tell what was lost.
+    Sampled,
+    /// Of no interest.
+    Forced,
+}
+
 /// What was measured of some prompts.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Measured {
@@ -78,9 +89,13 @@ impl Bench<'_> {
         (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, bar)).collect()
     }
 
-    /// Whether greedy texts are to be the same; where they are not, their probabilities tell what was lost.
-    pub(super) fn is_greedy(&self) -> bool {
-        self.setting.decoding.temperature.get() == 0.0
+    /// What the two texts have to do with each other.
+    pub(super) fn texts(&self) -> Texts {
+        match self.setting {
+            Setting { forced: Some(_), .. } => Texts::Forced,
+            setting if setting.decoding.temperature.get() == 0.0 => Texts::Greedy,
+            _ => Texts::Sampled,
+        }
     }
 
     fn pass(&self, is_first: bool, is_warm: &mut bool, bar: &ProgressBar) -> anyhow::Result<Pass> {
@@ -93,7 +108,7 @@ impl Bench<'_> {
                     let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
                     self.both(&Request { max_new_tokens, ..request }, false)?;
                 }
-                let (measured, said) = self.both(&request, is_first && !self.is_greedy())?;
+                let (measured, said) = self.both(&request, is_first && self.texts() == Texts::Sampled)?;
                 pass.add(measured, prompt.category.as_deref());
                 Ok(said)
             };

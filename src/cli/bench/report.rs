@@ -6,11 +6,12 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::measure::{Bench, Measured, Pass};
+use super::measure::{Bench, Measured, Pass, Texts};
 use super::sweep::Swept;
 use crate::cli::decoder::dtype_of;
 use crate::decode::stats::{Comparison, Tally};
 use crate::files;
+use crate::numbers::Positive;
 use crate::torch::device_name;
 
 /// What one setting gave.
@@ -26,6 +27,8 @@ pub(super) struct Report {
     /// Prompts of which a turn was longer than the context.
     too_long: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
+    forced_acceptance_rate: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     sweep: Option<Swept>,
 }
 
@@ -38,7 +41,7 @@ struct Group {
     speedup: f64,
     /// The slowest and the fastest repeat's.
     speedup_range: [f64; 2],
-    /// At temperature 0: the same tokens. Otherwise they are not expected to be.
+    /// At temperature 0, unless forced: the same tokens. Otherwise they are not expected to be.
     identical: Option<bool>,
 }
 
@@ -60,9 +63,8 @@ struct Side {
 impl Report {
     pub(super) fn new(bench: &Bench, tree_nodes: usize, passes: &[Pass]) -> Self {
         let first = &passes[0];
-        let of = |pick: &dyn Fn(&Pass) -> Measured| {
-            Group::new(&passes.iter().map(pick).collect::<Vec<_>>(), bench.is_greedy())
-        };
+        let of =
+            |pick: &dyn Fn(&Pass) -> Measured| Group::new(&passes.iter().map(pick).collect::<Vec<_>>(), bench.texts());
         let category =
             |name: &String| (name.clone(), of(&|pass| pass.categories.get(name).copied().unwrap_or_default()));
         Self {
@@ -73,6 +75,7 @@ impl Report {
             tree_nodes,
             repeats: passes.len(),
             too_long: first.too_long,
+            forced_acceptance_rate: bench.setting.forced.map(Positive::get),
             sweep: bench.setting.swept.clone(),
         }
     }
@@ -85,12 +88,12 @@ impl Report {
 
 impl Group {
     /// Of the same prompts in each repeat.
-    fn new(repeats: &[Measured], is_greedy: bool) -> Self {
+    fn new(repeats: &[Measured], texts: Texts) -> Self {
         let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
         let (plain, medusa) = (of(|measured| measured.times.plain), of(|measured| measured.times.medusa));
         let median = Comparison { plain: median(&plain), medusa: self::median(&medusa) };
         // Only the first repeat is scored.
-        let log_p = repeats.first().filter(|_| !is_greedy).map(|first| first.log_p);
+        let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);
         Self {
             plain: Side::new(&plain, median.plain, log_p.map(|log_p| log_p.plain)),
             medusa: Side::new(&medusa, median.medusa, log_p.map(|log_p| log_p.medusa)),
@@ -98,7 +101,7 @@ impl Group {
             overhead: median.overhead(),
             speedup: median.speedup(),
             speedup_range: range(repeats.iter().map(|measured| measured.times.speedup())),
-            identical: is_greedy.then(|| repeats.iter().all(|measured| measured.identical)),
+            identical: (texts == Texts::Greedy).then(|| repeats.iter().all(|measured| measured.identical)),
         }
     }
 }
@@ -134,7 +137,7 @@ fn range(values: impl Iterator<Item = f64>) -> [f64; 2] {
 pub(super) fn table(reports: &[Report]) -> String {
     let Some(first) = reports.first() else { return String::new() };
     let swept = first.sweep.as_ref().map(|swept| swept.name);
-    let mut rows = vec![header(swept.unwrap_or("category"), first.all.identical.is_some())];
+    let mut rows = vec![header(swept.unwrap_or("category"), reports)];
     for report in reports {
         match &report.sweep {
             Some(swept) => rows.push(row(&swept.value.to_string(), &report.all)),
@@ -146,18 +149,24 @@ pub(super) fn table(reports: &[Report]) -> String {
     lines.join("\n")
 }
 
-fn header(first: &str, is_greedy: bool) -> Vec<String> {
-    let last = if is_greedy { "identical" } else { "log p: plain, medusa" };
+fn header(first: &str, reports: &[Report]) -> Vec<String> {
+    let has_identical = reports.iter().any(|report| report.all.identical.is_some());
+    let has_log_p = reports.iter().any(|report| report.all.plain.mean_log_probability.is_some());
+    let last = match (has_identical, has_log_p) {
+        (true, true) => "identical, or log p: plain, medusa",
+        (false, true) => "log p: plain, medusa",
+        _ => "identical",
+    };
     let names = [first, "tokens", "tokens/s: plain", "medusa", "acceleration", "overhead", "speedup", "from-to", last];
     names.map(str::to_owned).to_vec()
 }
 
 fn row(name: &str, group: &Group) -> Vec<String> {
     let [low, high] = group.speedup_range;
-    let mean = |side: &Side| side.mean_log_probability.map_or_else(|| "-".into(), |mean| format!("{mean:.3}"));
-    let last = match group.identical {
-        Some(same) => if same { "yes" } else { "no" }.into(),
-        None => format!("{}, {}", mean(&group.plain), mean(&group.medusa)),
+    let last = match (group.identical, group.plain.mean_log_probability, group.medusa.mean_log_probability) {
+        (Some(same), ..) => if same { "yes" } else { "no" }.into(),
+        (None, Some(plain), Some(medusa)) => format!("{plain:.3}, {medusa:.3}"),
+        _ => "-".into(),
     };
     vec![
         name.into(),
@@ -196,7 +205,10 @@ fn conditions(report: &Report, nodes_are_swept: bool) -> String {
             "\n{prompts} prompts have a turn that is longer than the context; that turn and those after it are left out"
         ),
     };
-    format!("{} on {}{nodes}; {repeats}{too_long}", report.dtype, report.device)
+    let forced = report.forced_acceptance_rate.map_or_else(String::new, |rate| {
+        format!("\nthe acceptance was forced to {rate} tokens a step: a timing, not what these heads reach")
+    });
+    format!("{} on {}{nodes}; {repeats}{too_long}{forced}", report.dtype, report.device)
 }
 
 /// A line of CSV.
@@ -223,6 +235,7 @@ struct Line<'a> {
     speedup_min: f64,
     speedup_max: f64,
     identical: Option<bool>,
+    forced_acceptance_rate: Option<f64>,
     repeats: usize,
     dtype: &'a str,
     device: &'a str,
@@ -253,6 +266,7 @@ impl<'a> Line<'a> {
             speedup_min,
             speedup_max,
             identical: group.identical,
+            forced_acceptance_rate: report.forced_acceptance_rate,
             repeats: report.repeats,
             dtype: &report.dtype,
             device: &report.device,
@@ -289,12 +303,12 @@ mod tests {
 
     #[test]
     fn a_slow_repeat_moves_the_range_and_not_the_median() {
-        let group = Group::new(&[measured(10, 5), measured(10, 20), measured(10, 4)], true);
+        let group = Group::new(&[measured(10, 5), measured(10, 20), measured(10, 4)], Texts::Greedy);
         assert_eq!((group.medusa.seconds, group.speedup, group.speedup_range), (5.0, 2.0, [0.5, 2.5]));
         assert_eq!(group.medusa.tokens_per_second_range, [5.0, 25.0]);
         assert_eq!((group.plain.tokens, group.medusa.steps, group.acceleration_rate), (100, 50, 2.0));
         assert_eq!((group.identical, group.plain.mean_log_probability), (Some(true), None));
-        let even = Group::new(&[measured(10, 5), measured(10, 20)], true);
+        let even = Group::new(&[measured(10, 5), measured(10, 20)], Texts::Greedy);
         assert_eq!(even.speedup, 0.5, "of two the slower");
     }
 

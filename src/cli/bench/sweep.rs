@@ -91,6 +91,8 @@ pub(super) struct Setting {
     pub(super) tree: Option<SparseTree>,
     /// What each prompt is cut or repeated to.
     pub(super) context: Option<usize>,
+    /// Tokens a step, whatever is guessed.
+    pub(super) forced: Option<Positive>,
 }
 
 /// The settings of a command line, one a value of the sweep; without a sweep the one of the flags.
@@ -102,7 +104,8 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
     if args.calibration.is_some() && !is_of_nodes {
         return refused("--calibration is what --sweep nodes=… makes its trees from; without that sweep, drop it");
     }
-    let base = || Setting { swept: None, decoding: args.decoding.clone(), tree: None, context: None };
+    let forced = args.force_acceptance_rate;
+    let base = || Setting { swept: None, decoding: args.decoding.clone(), tree: None, context: None, forced };
     let Some(sweep) = &args.sweep else { return Ok(vec![base()]) };
     let with = |decoding| Setting { decoding, ..base() };
     let settings: Vec<Setting> = match sweep {
@@ -110,7 +113,7 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
             trees(args, sizes)?.into_iter().map(|tree| Setting { tree: Some(tree), ..base() }).collect()
         }
         Sweep::PosteriorThreshold(thresholds) => {
-            check_typical(&args.decoding)?;
+            check_typical(args)?;
             let flags = |&posterior_threshold| DecodingFlags { posterior_threshold, ..args.decoding.clone() };
             thresholds.iter().map(flags).map(with).collect()
         }
@@ -161,11 +164,16 @@ fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<SparseT
     sizes.iter().map(|size| tree(size).map(|found| found.tree)).collect()
 }
 
-fn check_typical(decoding: &DecodingFlags) -> anyhow::Result<()> {
-    if decoding.acceptance != AcceptanceName::Typical {
+fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
+    if args.force_acceptance_rate.is_some() {
+        return refused(
+            "--sweep posterior-threshold=… varies what --force-acceptance-rate disregards; drop one of them",
+        );
+    }
+    if args.decoding.acceptance != AcceptanceName::Typical {
         return refused("--sweep posterior-threshold=… is of typical acceptance: use --acceptance typical");
     }
-    if decoding.temperature.get() == 0.0 {
+    if args.decoding.temperature.get() == 0.0 {
         return refused(
             "--sweep posterior-threshold=… needs --temperature above 0: at 0 decoding is greedy, whatever the threshold",
         );
