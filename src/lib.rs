@@ -17,11 +17,11 @@
 //! ```text
 //! L6 cli, bin          one file a verb
 //! L5 recipe            the only TOML reader
-//! L4 calibrate distill export  what is made from a trained run; what a backbone says, as rows
+//! L4 calibrate latency distill export  what is made from a trained run; what a backbone says, as rows
 //! L3 train   decode    the two loops
 //! L2 medusa  data      the method; text to labelled token rows
 //! L1 model             a Llama backbone, which has never heard of Medusa
-//! L0 torch files numbers   devices, optimizers; atomic files; numbers that cannot be bad
+//! L0 torch cpu files numbers   devices, optimizers; kernels of a step on the CPU; atomic files; numbers that cannot be bad
 //! ```
 //!
 //! # Shape letters
@@ -32,11 +32,13 @@
 
 pub mod calibrate;
 pub mod cli;
+pub mod cpu;
 pub mod data;
 pub mod decode;
 pub mod distill;
 pub mod export;
 pub mod files;
+pub mod latency;
 pub mod medusa;
 pub mod model;
 pub mod numbers;

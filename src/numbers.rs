@@ -48,6 +48,11 @@ impl Positive {
     pub const ONE: Self = Self(1.0);
 }
 
+impl NonNegative {
+    /// Nothing.
+    pub const ZERO: Self = Self(0.0);
+}
+
 impl Probability {
     /// What is certain.
     pub const ONE: Self = Self(1.0);

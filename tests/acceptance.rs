@@ -47,7 +47,7 @@ fn backbone() -> Llama {
     };
     let llama = Llama::random(config, Kind::Double, Device::Cpu, 21);
     for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
-        let _ = weight.shallow_clone().g_mul_scalar_(10.0);
+        let _ = weight.shallow_clone().g_mul_scalar_(17.0);
     }
     llama
 }
@@ -117,8 +117,8 @@ impl Conditionals {
     }
 }
 
-/// Whether counts differ from their expectation less than one time in a thousand would. Cells that expect fewer than five draws are merged.
-/// Returns the statistic as deviations of a standard normal (Wilson and Hilferty 1931: the cube root of a chi-square is nearly normal).
+/// How far counts are from their expectation: the chi-square statistic as deviations of a standard normal (Wilson and Hilferty 1931:
+/// its cube root is nearly normal). Cells that expect fewer than five draws are merged.
 fn deviations(counts: &[usize], probabilities: &[f64]) -> f64 {
     let draws = counts.iter().sum::<usize>() as f64;
     let mut cells: Vec<(f64, usize)> = probabilities.iter().map(|p| p * draws).zip(counts.iter().copied()).collect();
@@ -137,7 +137,7 @@ fn deviations(counts: &[usize], probabilities: &[f64]) -> f64 {
     }
     let square: f64 = merged.iter().map(|&(expected, count)| (count as f64 - expected).powi(2) / expected).sum();
     let ninth = 2.0 / (9.0 * (merged.len() - 1) as f64);
-    assert!(merged.len() > 100, "too few cells to see anything: {}", merged.len());
+    assert!(merged.len() > 50, "too few cells to see anything: {}", merged.len());
     ((square * ninth * 4.5).cbrt() - (1.0 - ninth)) / ninth.sqrt()
 }
 
@@ -222,7 +222,7 @@ fn deciding_at_nodes_is_lossless_and_along_candidates_it_is_not() {
         let conditionals = Conditionals::of(&llama, temperature);
         let joint = conditionals.joint();
         let entropy = -conditionals.after(&[]).iter().map(|p| p * p.ln()).sum::<f64>();
-        assert!((0.7..2.6).contains(&entropy), "neither a spike nor flat: {entropy} nats of at most 2.77");
+        assert!((0.7..2.5).contains(&entropy), "neither a spike nor flat: {entropy} nats of at most 2.77");
         let (counts, rate) = decoded(&conditionals, at_nodes, 20_000);
         let off = deviations(&counts, &joint);
         assert!(off.abs() < ONE_IN_A_THOUSAND && rate > 1.2, "temperature {temperature}: {off}, {rate} tokens a step");
@@ -240,7 +240,7 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
         let sampling =
             Sampling { temperature: NonNegative::new(temperature).expect("at least 0"), top_p: Probability::ONE };
         let (mut counts, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0);
-        for seed in 0..3000 {
+        for seed in 0..2000 {
             let request =
                 Request { prompt: &PROMPT, max_new_tokens: TOKENS, sampling, repetition_penalty: Positive::ONE, seed };
             let run = generate::medusa(&llama, &medusa, &request, &mut |_| ControlFlow::Continue(())).expect("decodes");
@@ -248,9 +248,6 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
             steps += run.accept_lengths.len();
         }
         let off = deviations(&counts, &Conditionals::of(&llama, temperature).joint());
-        assert!(
-            off.abs() < ONE_IN_A_THOUSAND && steps < 3000 * 3 * 9 / 10,
-            "temperature {temperature}: {off}, {steps} steps"
-        );
+        assert!(off.abs() < ONE_IN_A_THOUSAND && steps < 5700, "temperature {temperature}: {off}, {steps} steps");
     }
 }

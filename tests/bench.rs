@@ -184,7 +184,7 @@ fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
     says(&["--sweep", "nodes=4,0"], "nodes \"0\": expected a whole number above 0");
     says(&["--sweep", "nodes=4,,8"], "nodes \"\": expected a whole number above 0");
     says(&["--sweep", "temperature=-1"], "expected a number that is finite and at least 0");
-    says(&["--sweep", "posterior-threshold=0"], "expected a number that is finite and above 0");
+    says(&["--sweep", "posterior-threshold=0"], "expected a number that is above 0 and at most 1");
     says(&["--sweep", "nodes=4"], "give it --calibration C");
     says(&["--sweep", "nodes=4", "--calibration", "c.json", "--tree", "t.json"], "drop --tree");
     says(

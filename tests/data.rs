@@ -32,7 +32,12 @@ fn write(path: &Path, content: &str) -> String {
 
 /// A Llama-like tokenizer without merges: `<s>`, `</s>`, a piece a letter, and all 256 bytes to fall back to.
 pub(crate) fn byte_tokenizer(folder: &Path) -> TextTokenizer {
-    let pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "é"].map(str::to_owned).into_iter();
+    tokenizer_of(folder, &["▁", "a", "b", "c", "é"])
+}
+
+/// The same with other pieces: ids 3 and on, then the 256 bytes.
+pub(crate) fn tokenizer_of(folder: &Path, pieces: &[&str]) -> TextTokenizer {
+    let pieces = ["<unk>", "<s>", "</s>"].iter().chain(pieces).map(|&piece| piece.to_owned());
     let pieces = pieces.chain((0..=255).map(|byte| format!("<0x{byte:02X}>")));
     let vocab: serde_json::Map<String, Value> = pieces.zip(0..).map(|(piece, id)| (piece, json!(id))).collect();
     let special = |id: u32, content: &str| {

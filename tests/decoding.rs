@@ -179,6 +179,50 @@ fn typical_acceptance_and_sampling_follow_the_seed() {
 }
 
 #[test]
+fn rejection_is_plain_decodings_own_text_and_a_penalty_changes_both_alike() {
+    let world = World::new();
+    world.write("t.json", &json!([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]));
+    let ids = |arguments: &[&str], flags: &[&str]| {
+        world.json(&[arguments, &["--max-new-tokens", "24"], flags].concat()).remove(0)["new_ids"].clone()
+    };
+    for flags in [
+        &["--temperature", "1", "--acceptance", "rejection"][..],
+        &["--temperature", "0.7", "--top-p", "0.5", "--repetition-penalty", "1.3", "--acceptance", "rejection"],
+        &["--repetition-penalty", "1.5"],
+        &["--acceptance", "nucleus"], // temperature 0 is greedy
+    ] {
+        assert_eq!(ids(&PLAIN, flags), ids(&MEDUSA, flags), "{flags:?}");
+    }
+    assert_ne!(ids(&PLAIN, &["--repetition-penalty", "1.5"]), ids(&PLAIN, &[]));
+    let hot = ["--temperature", "1.5"];
+    assert_eq!(ids(&PLAIN, &[&hot[..], &["--top-p", "0.0001"]].concat()), ids(&PLAIN, &[]), "a nucleus of one token");
+    let [nucleus, narrow] = ["0.9", "0.0001"]
+        .map(|top_p| ids(&MEDUSA, &[&hot[..], &["--acceptance", "nucleus", "--top-p", top_p]].concat()));
+    assert!(nucleus != narrow && narrow == ids(&PLAIN, &[]), "{nucleus} {narrow}");
+}
+
+#[test]
+fn a_full_context_ends_a_text_and_a_prompt_beyond_it_is_named() {
+    let world = World::new();
+    world.write("t.json", &json!([[0], [0, 0]]));
+    world.lines("p.jsonl", &[json!({"prompt_ids": vec![4; CONTEXT - 5]}), json!({"prompt_ids": [4]})]);
+    for arguments in [&PLAIN[..], &MEDUSA[..]] {
+        let line = world.json(&[arguments, &["--max-new-tokens", "1000"]].concat()).remove(0);
+        assert_eq!((line["new_ids"].as_array().map(Vec::len), &line["finish_reason"]), (Some(5), &json!("length")));
+    }
+    world.lines("p.jsonl", &[json!({"prompt_ids": vec![4; CONTEXT + 1]}), json!({"prompt_ids": [4]})]);
+    for arguments in [&PLAIN[..], &MEDUSA[..]] {
+        let said = world.complaint(arguments, 1);
+        assert!(
+            said.starts_with(
+                "error: prompt 1 of 2\ncaused by: the prompt has 65 tokens, but the backbone's context is 64"
+            ),
+            "{said}"
+        );
+    }
+}
+
+#[test]
 fn bench_compares_per_category_and_says_whether_the_tokens_are_identical() {
     let world = World::new();
     world.write("t.json", &json!([[0], [1], [0, 0]]));
@@ -224,9 +268,29 @@ fn what_the_command_line_cannot_mean_is_status_2() {
     let world = World::new();
     let plain = ["generate", "--backbone", "b", "--prompt", "a"];
     let refused = |more: &[&str]| world.complaint(&[&plain[..], more].concat(), 2);
-    for rule in ["nucleus", "rejection"] {
-        let expected = format!("error: --acceptance {rule} is not in this version yet; use greedy or typical\n");
-        assert_eq!(refused(&["--acceptance", rule]), expected);
+    let all_guesses = refused(&["--acceptance", "nucleus", "--top-p", "1"]);
+    assert!(
+        all_guesses.starts_with("error: --acceptance nucleus with --top-p 1 would accept every guess"),
+        "{all_guesses}"
+    );
+    assert!(refused(&["--acceptance", "lucky"]).contains("[possible values: greedy, typical, nucleus, rejection]"));
+    for flag in ["--top-p", "--posterior-threshold"] {
+        for value in ["0", "-0.1", "1.01", "NaN"] {
+            let said = refused(&[flag, value]);
+            assert!(
+                said.contains(flag) && said.contains("expected a number that is above 0 and at most 1, got"),
+                "{said}"
+            );
+        }
+    }
+    for flag in ["--posterior-alpha", "--repetition-penalty"] {
+        for value in ["0", "-1", "inf"] {
+            let said = refused(&[flag, value]);
+            assert!(
+                said.contains(flag) && said.contains("expected a number that is finite and above 0, got"),
+                "{said}"
+            );
+        }
     }
     assert!(refused(&["--tree", "t.json"]).contains("--heads"));
     assert!(refused(&["--temperature", "-1"]).contains("at least 0"));
@@ -245,6 +309,16 @@ fn what_does_not_fit_is_one_clear_error() {
     assert!(with("h", "deep.json").contains("tree choice [0, 0, 0, 0] needs 4 heads, but there are 3"));
     assert!(with("h", "orphan.json").starts_with("error: orphan.json: tree choice [1, 0] has no parent [1]"));
     assert!(with("narrow", "deep.json").contains("hidden size: expected 32, got 16"));
+    let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: HIDDEN, vocab_size: 99 };
+    std::fs::create_dir(world.path("foreign")).unwrap();
+    Heads::random(shape, Kind::Float, Device::Cpu, 7).save(&world.path("foreign")).unwrap();
+    let foreign = with("foreign", "deep.json");
+    assert!(
+        foreign.contains(
+            "foreign/heads.safetensors: vocabulary: expected 264, got 99; were these heads trained for this backbone?"
+        ),
+        "{foreign}"
+    );
     world.write("p.jsonl", &json!({"prompt_ids": [1, BYTE_VOCABULARY]}));
     assert!(world.complaint(&PLAIN, 1).contains(&format!("{BYTE_VOCABULARY}")));
     world.write("p.jsonl", &json!({"prompt_ids": vec![4; CONTEXT]}));

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use assert_cmd::Command;
 use medusa::files::write_atomic;
-use medusa::medusa::tree::{SparseTree, TreeFile};
+use medusa::medusa::tree::SparseTree;
+use medusa::medusa::tree_file::TreeFile;
 use medusa::medusa::tree_search::search;
 use serde_json::{Value, json};
 
@@ -84,6 +85,40 @@ fn the_tree_is_written_in_the_order_of_the_search() {
     assert_eq!(serde_json::from_str::<Value>(&written).unwrap(), expected);
     let loaded = TreeFile::load(&dir.path().join("t.json")).unwrap();
     assert_eq!(loaded.tree, SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1]]).unwrap());
+}
+
+/// Head 1's second guess is right less often than its first, but head 2 is right only behind it.
+#[test]
+fn paths_that_are_right_together_are_preferred_to_products() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut together = calibration(&[&[0.6, 0.4], &[0.4, 0.0]]);
+    let path = |path: &[usize], count: u64| json!({"path": path, "count": count});
+    together["joint"] = json!({"total": 1000, "paths": [path(&[0], 600), path(&[1], 400), path(&[1, 0], 390)]});
+    write(&dir.path().join("c.json"), &together);
+    let choices = |more: &[&str]| {
+        let arguments = [&["--calibration", "c.json", "--nodes", "3"][..], more].concat();
+        let output = tree(&arguments, dir.path()).assert().success().get_output().clone();
+        let written: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (written["choices"].clone(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (joint, said) = choices(&[]);
+    assert_eq!(joint, json!([[0], [1], [1, 0]]));
+    assert!(said.contains("2.3") && said.contains("(2.160 if heads were right independently"), "{said}");
+    let (products, said) = choices(&["--independent"]);
+    assert_eq!(products, json!([[0], [1], [0, 0]]));
+    assert!(said.contains("2.240 tokens a step expected, as if heads were right independently"), "{said}");
+}
+
+#[test]
+fn a_picture_of_the_tree_is_drawn() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("c.json"), &calibration(&[&[0.5, 0.25], &[0.5, 0.25]]));
+    let arguments = ["--calibration", "c.json", "--nodes", "4", "--out", "t.json", "--svg", "t.svg"];
+    tree(&arguments, dir.path()).assert().success().stdout("");
+    let svg = std::fs::read_to_string(dir.path().join("t.svg")).unwrap();
+    assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\"") && svg.contains("prefers-color-scheme: dark"));
+    assert_eq!((svg.matches("<circle").count(), svg.matches("class=\"edge\"").count()), (5, 4));
+    assert!(svg.contains("4 nodes, 2.12 tokens a step") && svg.contains("[0, 1]: 0.1250"), "{svg}");
 }
 
 #[test]

@@ -4,19 +4,20 @@ use std::fmt::Write;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
+use anyhow::Context;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
-use super::decoder::{chat_template, load_backbone};
+use super::decoder::{Decoder, chat_template, load_backbone};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::rows::TokenRow;
-use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, LoadSettings};
+use crate::data::tokenize::{TextTokenizer, wide};
+use crate::data::{self, LoadSettings, prompts};
 use crate::files;
 use crate::medusa::heads::{HEADS_FILE, Heads};
 use crate::model::llama::{Llama, Purpose};
@@ -33,9 +34,15 @@ pub struct CalibrateArgs {
     /// The heads' folder, a run's `final/`.
     #[arg(long, value_name = "H")]
     pub heads: PathBuf,
-    /// Rows as for training: files or globs.
-    #[arg(long, value_name = "F", required = true, num_args = 1..)]
+    /// Rows as for training: files or globs. Best is text that the backbone wrote itself.
+    #[arg(long, value_name = "F", num_args = 1.., required_unless_present = "prompts", conflicts_with = "prompts")]
     pub data: Vec<String>,
+    /// Instead of --data: prompts, which the backbone answers greedily before the heads are measured on its answers.
+    #[arg(long, value_name = "F")]
+    pub prompts: Option<PathBuf>,
+    /// Of each answer to --prompts.
+    #[arg(long, value_name = "N", default_value_t = 256, conflicts_with = "data")]
+    pub max_new_tokens: usize,
     /// The file to write.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
@@ -53,9 +60,15 @@ pub struct CalibrateArgs {
 /// # Errors
 /// What is wrong with the backbone, the heads, the rows or the file to write.
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Training)?;
+    let (backbone, rows) = match &args.prompts {
+        Some(prompts) => own_answers(args, prompts, common)?,
+        None => {
+            let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Training)?;
+            let rows = read_rows(args, &backbone, common)?;
+            (backbone, rows)
+        }
+    };
     let heads = Heads::load(&args.heads, &backbone)?;
-    let rows = read_rows(args, &backbone, common)?;
     let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
@@ -64,6 +77,30 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     calibration.save(&args.out)?;
     common.say(format_args!("{} tokens of {} rows; wrote {}", calibration.tokens, rows.len(), args.out.display()));
     if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }
+}
+
+/// The backbone, and what it answers to the prompts, every turn of a conversation.
+fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyhow::Result<(Llama, Vec<TokenRow>)> {
+    let prompts = prompts::read(file)?;
+    let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Decoding)?;
+    Heads::check(&args.heads, [backbone.config.vocab_size, backbone.config.hidden_size])?; // before minutes of decoding
+    let tokenizer = TextTokenizer::load(&args.backbone)?;
+    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
+    let decoder = Decoder { backbone, tokenizer, template, medusa: None };
+    let bar = ProgressBar::with_draw_target(Some(prompts.len() as u64), draw_target(common));
+    let mut rows = Vec::new();
+    for (at, prompt) in prompts.iter().enumerate() {
+        let answer = |ids: &[i64]| {
+            let row = calibrate::own_answer(&decoder.backbone, ids, args.max_new_tokens)?;
+            let new_ids = wide(&row.input_ids[ids.len()..]);
+            rows.push(row);
+            decoder.text(&new_ids)
+        };
+        decoder.each_turn(&prompt.input, answer).with_context(|| format!("prompt {} of {}", at + 1, prompts.len()))?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok((decoder.backbone, rows))
 }
 
 fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Vec<TokenRow>> {

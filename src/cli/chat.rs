@@ -1,21 +1,19 @@
 //! `medusa chat`: a conversation in the terminal, streamed, with the figures of every answer.
 
-use std::io::{self, Write};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
-use serde_json::json;
 
 use self::conversation::Conversation;
 use self::input::{Input, Lines};
-use super::decoder::{Decoder, DecodingFlags};
-use super::{CommonFlags, Interrupted, interrupted, print_json, report, terminated};
+use super::decoder::{Decoder, DecodingFlags, StopFlags};
+use super::{CommonFlags, Interrupted, generate, interrupted, print_json, report, terminated};
 use crate::data::prompts::PromptError;
-use crate::data::tokenize::narrow;
-use crate::decode::generate::{DecodeError, FinishReason, Generation, Medusa, OnTokens, Request};
+use crate::decode::generate::{FinishReason, Medusa, Request};
 use crate::decode::session::Session;
+use crate::decode::text::{self, OnText, TextError, Told, Wording};
 
 mod conversation;
 mod input;
@@ -52,6 +50,9 @@ pub struct ChatArgs {
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub stopping: StopFlags,
 }
 
 /// Talks until the user leaves.
@@ -66,7 +67,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut chat = Chat {
         decoder: &decoder,
         medusa: medusa.as_ref(),
-        decoding: &args.decoding,
+        args,
         common,
         conversation,
         session: Session::new(&decoder.backbone),
@@ -75,7 +76,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
         stop: interrupted(),
     };
     let mut lines = Lines::open(common)?;
-    chat.greet(args);
+    chat.greet();
     let mut was_cleared = false;
     loop {
         chat.stop.store(true, Ordering::Relaxed); // at the prompt a signal ends the program; a terminal sends Ctrl-C as a key
@@ -128,7 +129,7 @@ impl<'a> Line<'a> {
 struct Chat<'a> {
     decoder: &'a Decoder,
     medusa: Option<&'a Medusa<'a>>,
-    decoding: &'a DecodingFlags,
+    args: &'a ChatArgs,
     common: &'a CommonFlags,
     conversation: Conversation<'a>,
     /// What was said stays computed from turn to turn.
@@ -142,8 +143,8 @@ struct Chat<'a> {
 }
 
 impl<'a> Chat<'a> {
-    fn greet(&self, args: &ChatArgs) {
-        self.common.say(format_args!("{}; /help lists the commands, Ctrl-D leaves", args.backbone.display()));
+    fn greet(&self) {
+        self.common.say(format_args!("{}; /help lists the commands, Ctrl-D leaves", self.args.backbone.display()));
         if !self.conversation.has_turns() {
             self.common.say(
                 "it has no chat template: it goes on from everything typed and said so far, as one text; an empty line lets it go on",
@@ -181,7 +182,7 @@ impl<'a> Chat<'a> {
     /// Answers. A turn that cannot be answered is told and dropped, and the conversation goes on without it.
     fn turn(&mut self, words: &str) -> anyhow::Result<()> {
         match self.answer(words) {
-            Err(error) if error.is::<DecodeError>() || error.is::<PromptError>() => {
+            Err(error) if error.is::<TextError>() || error.is::<PromptError>() => {
                 report(&error);
                 self.common.say("that turn is dropped; /reset starts a new conversation");
             }
@@ -192,15 +193,15 @@ impl<'a> Chat<'a> {
 
     fn answer(&mut self, words: &str) -> anyhow::Result<()> {
         let prompt = self.conversation.prompt(words)?;
-        let request = self.decoding.request(&prompt, self.common);
+        let request = self.args.decoding.request(&prompt, self.common);
         let request = Request { seed: request.seed.wrapping_add(self.answers), ..request };
         self.stop.store(false, Ordering::Relaxed);
-        let generation = if self.common.json { self.as_json(&request) } else { self.as_text(&request) }?;
+        let told = if self.common.json { self.as_json(&request) } else { self.as_text(&request) }?;
         self.answers += 1;
         let context = self.decoder.backbone.config.max_position_embeddings;
-        let is_full = (prompt.len() + generation.new_ids.len()) as i64 >= context;
-        self.conversation.add(words, prompt, &generation.new_ids)?;
-        if is_full && generation.finish_reason == FinishReason::Length {
+        let is_full = (prompt.len() + told.generation.new_ids.len()) as i64 >= context;
+        self.conversation.add(words, prompt, &told);
+        if is_full && told.generation.finish_reason == FinishReason::Length {
             self.common.say(format_args!(
                 "the conversation fills the backbone's context of {context} tokens; /reset starts a new one"
             ));
@@ -208,68 +209,52 @@ impl<'a> Chat<'a> {
         Ok(())
     }
 
-    fn decode(&mut self, request: &Request, on_tokens: &mut OnTokens) -> anyhow::Result<Generation> {
-        let stop = self.stop;
-        let mut until_stopped = |ids: &[i64]| {
-            let goes_on = on_tokens(ids); // what is kept is shown
-            if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
-        };
-        Ok(match self.heads() {
-            Some(medusa) => self.session.medusa(medusa, request, &mut until_stopped)?,
-            None => self.session.plain(request, &mut until_stopped)?,
-        })
+    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
+        let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
+        let wording = Wording { tokenizer, prompt: request.prompt, stop };
+        let (medusa, session, stopped) = (self.heads(), &mut self.session, self.stop);
+        Ok(text::tell(wording, on_text, |on_tokens| {
+            let mut until_stopped = |ids: &[i64]| {
+                let goes_on = on_tokens(ids); // what is kept is told
+                if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
+            };
+            match medusa {
+                Some(medusa) => session.medusa(medusa, request, &mut until_stopped),
+                None => session.plain(request, &mut until_stopped),
+            }
+        })?)
     }
 
     fn heads(&self) -> Option<&'a Medusa<'a>> {
         self.medusa.filter(|_| !self.is_plain)
     }
 
-    fn as_json(&mut self, request: &Request) -> anyhow::Result<Generation> {
-        let generation = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
-        let tally = generation.tally();
-        print_json(&json!({
-            "prompt_ids": request.prompt,
-            "new_ids": generation.new_ids,
-            "text": self.decoder.text(&generation.new_ids)?,
-            "steps": tally.steps,
-            "tokens_per_step": tally.tokens_per_step(),
-            "accept_lengths": generation.accept_lengths,
-            "seconds": (tally.prefill + tally.decoding).as_secs_f64(),
-            "finish_reason": generation.finish_reason.name(),
-        }))?;
-        Ok(generation)
+    fn as_json(&mut self, request: &Request) -> anyhow::Result<Told> {
+        let told = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
+        print_json(&generate::as_json(request.prompt, &told))?;
+        Ok(told)
     }
 
     /// The answer goes to stdout as it comes, what it took to stderr.
-    fn as_text(&mut self, request: &Request) -> anyhow::Result<Generation> {
-        let decoder = self.decoder;
-        let mut stream = decoder.tokenizer.stream_after(&narrow(request.prompt));
+    fn as_text(&mut self, request: &Request) -> anyhow::Result<Told> {
         let mut trouble = Ok(());
-        let generation = self.decode(request, &mut |ids| {
-            trouble = narrow(ids).into_iter().try_for_each(|id| show(stream.push(id)?));
+        let told = self.decode(request, &mut |piece| {
+            trouble = generate::show(piece);
             if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
         trouble?;
-        show(stream.finish()?)?;
-        show(Some("\n".into()))?;
-        let tally = generation.tally();
+        generate::show("\n")?;
+        let tally = told.generation.tally();
         self.common.say(format_args!(
             "[{} tokens, {:.0} tokens/s, {:.2} a step, {}, ended by {}]",
             tally.tokens,
             tally.tokens_per_second(),
             tally.tokens_per_step(),
             if self.heads().is_some() { "with heads" } else { "plain" },
-            generation.finish_reason.name()
+            told.generation.finish_reason.name()
         ));
-        Ok(generation)
+        Ok(told)
     }
-}
-
-fn show(piece: Option<String>) -> anyhow::Result<()> {
-    let Some(piece) = piece else { return Ok(()) };
-    let mut out = io::stdout().lock();
-    out.write_all(piece.as_bytes())?;
-    Ok(out.flush()?)
 }
 
 #[cfg(test)]

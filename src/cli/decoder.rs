@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use tch::Device;
 
@@ -14,12 +15,13 @@ use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::sample::Sampling;
 use crate::medusa::heads::Heads;
-use crate::medusa::tree::{SparseTree, TreeFile};
+use crate::medusa::tree::SparseTree;
+use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, Purpose};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::{WeightFiles, names};
-use crate::numbers::{NonNegative, Positive};
+use crate::numbers::{NonNegative, Positive, Probability};
 use crate::torch::{Dtype, memory};
 use crate::train::checkpoint::BACKBONE_FOLDER;
 
@@ -30,33 +32,54 @@ pub struct DecodingFlags {
     /// Stop after so many new tokens.
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_new_tokens: usize,
-    /// 0 is greedy; above, plain decoding samples, and --acceptance says what heads may guess.
+    /// 0 is greedy; above, plain decoding draws tokens, and --acceptance says what heads may guess.
     #[arg(long, value_name = "T", default_value = "0", value_parser = non_negative, allow_negative_numbers = true)]
     pub temperature: NonNegative,
+    /// Draw only from the most probable tokens that together have this probability [default: 1; 0.8 with --acceptance nucleus].
+    #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
+    pub top_p: Option<Probability>,
+    /// Makes tokens that stand in prompt or text less likely, above 1 (Hugging Face's rule: logits are divided by it, negative ones
+    /// multiplied).
+    #[arg(long, value_name = "X", default_value = "1", value_parser = positive, allow_negative_numbers = true)]
+    pub repetition_penalty: Positive,
     /// Which guesses are accepted at a temperature above 0.
     #[arg(long, value_enum, value_name = "RULE", default_value_t = AcceptanceName::Typical)]
     pub acceptance: AcceptanceName,
     /// ε of typical acceptance: a guess so probable is always accepted.
-    #[arg(long, value_name = "EPSILON", default_value = "0.09", value_parser = positive)]
-    pub posterior_threshold: Positive,
+    #[arg(long, value_name = "EPSILON", default_value = "0.09", value_parser = probability, allow_negative_numbers = true)]
+    pub posterior_threshold: Probability,
     /// δ of typical acceptance: the flatter the distribution, the less is enough [default: the square root of ε].
-    #[arg(long, value_name = "DELTA", value_parser = positive)]
+    #[arg(long, value_name = "DELTA", value_parser = positive, allow_negative_numbers = true)]
     pub posterior_alpha: Option<Positive>,
+}
+
+/// Where texts end.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Decoding")]
+pub struct StopFlags {
+    /// End the text before this string; may be given several times.
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
+    pub stop: Vec<String>,
 }
 
 /// `--acceptance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum AcceptanceName {
-    /// The most probable token, whatever the temperature.
+    /// The most probable token, whatever the temperature. Not lossless above 0.
     Greedy,
-    /// What is typical of the backbone's distribution (paper section 2.3.1).
+    /// What is probable enough for the backbone's distribution (paper section 2.3.1). Not lossless.
     Typical,
-    /// Not in this version.
-    #[value(hide = true)]
+    /// What lies in the top-p nucleus; each step's first token is drawn from it. Not lossless.
     Nucleus,
-    /// Not in this version.
-    #[value(hide = true)]
+    /// What the backbone draws itself. Lossless: plain decoding's distribution, and with the same seed its very text.
     Rejection,
+}
+
+/// top-p of nucleus acceptance, as in the published code.
+const NUCLEUS_TOP_P: f64 = 0.8;
+
+pub(super) fn probability(text: &str) -> Result<Probability, String> {
+    Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 
 pub(super) fn non_negative(text: &str) -> Result<NonNegative, String> {
@@ -71,33 +94,33 @@ impl DecodingFlags {
     /// The rule they mean.
     ///
     /// # Errors
-    /// [`UsageError`] for a rule of a later version.
+    /// [`UsageError`] for a nucleus of all tokens.
     pub fn acceptance(&self) -> Result<Acceptance, UsageError> {
-        let posterior_threshold = self.posterior_threshold.get();
         match self.acceptance {
             AcceptanceName::Greedy => Ok(Acceptance::Greedy),
             AcceptanceName::Typical => {
-                let mut rule = TypicalAcceptance::with_threshold(posterior_threshold);
+                let mut rule = TypicalAcceptance::with_threshold(self.posterior_threshold.get());
                 rule.posterior_alpha = self.posterior_alpha.map_or(rule.posterior_alpha, Positive::get);
                 Ok(Acceptance::Typical(rule))
             }
-            later @ (AcceptanceName::Nucleus | AcceptanceName::Rejection) => {
-                let name = format!("{later:?}").to_lowercase();
-                Err(UsageError(format!("--acceptance {name} is not in this version yet; use greedy or typical")))
-            }
+            AcceptanceName::Nucleus if self.top_p() == Probability::ONE => Err(UsageError(
+                "--acceptance nucleus with --top-p 1 would accept every guess; give --top-p below 1, or --acceptance rejection".into(),
+            )),
+            AcceptanceName::Nucleus => Ok(Acceptance::Nucleus),
+            AcceptanceName::Rejection => Ok(Acceptance::Rejection),
         }
+    }
+
+    fn top_p(&self) -> Probability {
+        let nucleus = Probability::new(NUCLEUS_TOP_P).filter(|_| self.acceptance == AcceptanceName::Nucleus);
+        self.top_p.or(nucleus).unwrap_or(Probability::ONE)
     }
 
     /// What to decode from `prompt`.
     pub fn request<'p>(&self, prompt: &'p [i64], common: &CommonFlags) -> Request<'p> {
-        let sampling = Sampling::of_temperature(self.temperature);
-        Request {
-            prompt,
-            max_new_tokens: self.max_new_tokens,
-            sampling,
-            repetition_penalty: Positive::ONE,
-            seed: common.seed,
-        }
+        let sampling = Sampling { temperature: self.temperature, top_p: self.top_p() };
+        let (max_new_tokens, repetition_penalty) = (self.max_new_tokens, self.repetition_penalty);
+        Request { prompt, max_new_tokens, sampling, repetition_penalty, seed: common.seed }
     }
 }
 
@@ -139,7 +162,9 @@ fn spare_threads(backbone: &Llama) {
     const WORTH_SHARING: i64 = 1 << 17; // weights of the largest product
     let config = &backbone.config;
     let largest = config.hidden_size * config.vocab_size.max(2 * config.intermediate_size);
-    if backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none() {
+    let few =
+        backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none();
+    if few || backbone.has_own_kernels() {
         tch::set_num_threads(1);
     }
 }
@@ -228,14 +253,14 @@ impl Decoder {
         }
     }
 
-    /// Runs `answer` on a prompt's tokens, and on each further turn's with the answers so far in the context.
+    /// Runs `answer` on a prompt's tokens, and on each further turn's with the answers' texts so far in the context.
     ///
     /// # Errors
     /// What the template, the tokenizer or `answer` says; the turn is named.
     pub fn each_turn(
         &self,
         input: &PromptInput,
-        mut answer: impl FnMut(&[i64]) -> anyhow::Result<Vec<i64>>,
+        mut answer: impl FnMut(&[i64]) -> anyhow::Result<String>,
     ) -> anyhow::Result<()> {
         let PromptInput::Turns(turns) = input else {
             let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_ref())?;
@@ -247,7 +272,7 @@ impl Decoder {
             messages.push(Message::new("user", turn));
             let ids = prompts::chat_ids(&messages, &self.tokenizer, self.template.as_ref()).with_context(context)?;
             let said = answer(&wide(&ids)).with_context(context)?;
-            messages.push(Message::new("assistant", self.text(&said)?));
+            messages.push(Message::new("assistant", said));
         }
         Ok(())
     }

@@ -6,17 +6,18 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::decoder::{Decoder, DecodingFlags, read_prompts};
+use super::decoder::{Decoder, DecodingFlags, StopFlags, read_prompts};
 use super::{CommonFlags, print_json};
-use crate::data::tokenize::narrow;
-use crate::decode::generate::{self, Generation, Medusa, Request};
+use crate::decode::generate::{Medusa, Request};
+use crate::decode::session::Session;
+use crate::decode::text::{self, OnText, Told, Wording};
 
 /// Decode prompts; without --heads it is plain autoregressive decoding.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl"
+    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl\n\nA text ends (finish_reason) by \"eos\", by \"length\" (--max-new-tokens, or a full context) or by \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
     /// The backbone's folder.
@@ -37,6 +38,9 @@ pub struct GenerateArgs {
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub stopping: StopFlags,
 }
 
 /// Decodes every prompt in turn.
@@ -48,78 +52,87 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
     let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let medusa = decoder.medusa(acceptance)?;
+    let mut writer = Writer { decoder: &decoder, medusa, session: Session::new(&decoder.backbone), args, common };
     for (at, prompt) in prompts.iter().enumerate() {
-        let answer = |ids: &[i64]| {
-            let request = args.decoding.request(ids, common);
-            let generation = match common.json {
-                true => as_json(&decoder, medusa.as_ref(), &request)?,
-                false => as_text(&decoder, medusa.as_ref(), &request, common)?,
-            };
-            Ok(generation.new_ids)
-        };
-        decoder.each_turn(&prompt.input, answer).with_context(|| format!("prompt {} of {}", at + 1, prompts.len()))?;
+        writer.session.reset();
+        let context = || format!("prompt {} of {}", at + 1, prompts.len());
+        decoder.each_turn(&prompt.input, |ids| writer.answer(ids)).with_context(context)?;
     }
     Ok(())
 }
 
-fn decode(
-    decoder: &Decoder,
-    medusa: Option<&Medusa>,
-    request: &Request,
-    on_tokens: &mut generate::OnTokens,
-) -> anyhow::Result<Generation> {
-    Ok(match medusa {
-        Some(medusa) => generate::medusa(&decoder.backbone, medusa, request, on_tokens)?,
-        None => generate::plain(&decoder.backbone, request, on_tokens)?,
-    })
+/// Decodes and prints. Turns of a conversation find the ones before them in the session's cache.
+struct Writer<'a> {
+    decoder: &'a Decoder,
+    medusa: Option<Medusa<'a>>,
+    session: Session<'a>,
+    args: &'a GenerateArgs,
+    common: &'a CommonFlags,
 }
 
-fn as_json(decoder: &Decoder, medusa: Option<&Medusa>, request: &Request) -> anyhow::Result<Generation> {
-    let generation = decode(decoder, medusa, request, &mut |_| ControlFlow::Continue(()))?;
-    let tally = generation.tally();
-    print_json(&json!({
-        "prompt_ids": request.prompt,
+impl Writer<'_> {
+    /// Decodes from these tokens, prints what came of it, and returns its text.
+    fn answer(&mut self, prompt: &[i64]) -> anyhow::Result<String> {
+        let request = self.args.decoding.request(prompt, self.common);
+        let told = if self.common.json {
+            let told = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
+            print_json(&as_json(prompt, &told))?;
+            told
+        } else {
+            self.stream(&request)?
+        };
+        Ok(told.text_alone)
+    }
+
+    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
+        let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
+        let wording = Wording { tokenizer, prompt: request.prompt, stop };
+        let (session, medusa) = (&mut self.session, self.medusa.as_ref());
+        Ok(text::tell(wording, on_text, |on_tokens| match medusa {
+            Some(medusa) => session.medusa(medusa, request, on_tokens),
+            None => session.plain(request, on_tokens),
+        })?)
+    }
+
+    /// The text goes to stdout as it comes, what it took to stderr.
+    fn stream(&mut self, request: &Request) -> anyhow::Result<Told> {
+        let mut trouble = Ok(());
+        let told = self.decode(request, &mut |piece| {
+            trouble = show(piece);
+            if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        trouble?;
+        show("\n")?;
+        let tally = told.generation.tally();
+        self.common.say(format_args!(
+            "[{} tokens in {} steps, {:.2} a step, {:.0} tokens/s, ended by {}]",
+            tally.tokens,
+            tally.steps,
+            tally.tokens_per_step(),
+            tally.tokens_per_second(),
+            told.generation.finish_reason.name()
+        ));
+        Ok(told)
+    }
+}
+
+/// What `--json` prints of an answer.
+pub(super) fn as_json(prompt: &[i64], told: &Told) -> Value {
+    let (generation, tally) = (&told.generation, told.generation.tally());
+    json!({
+        "prompt_ids": prompt,
         "new_ids": generation.new_ids,
-        "text": decoder.text(&generation.new_ids)?,
+        "text": told.text_alone,
         "steps": tally.steps,
         "tokens_per_step": tally.tokens_per_step(),
         "accept_lengths": generation.accept_lengths,
         "seconds": (tally.prefill + tally.decoding).as_secs_f64(),
         "finish_reason": generation.finish_reason.name(),
-    }))?;
-    Ok(generation)
+    })
 }
 
-/// The text goes to stdout as it comes, what it took to stderr.
-fn as_text(
-    decoder: &Decoder,
-    medusa: Option<&Medusa>,
-    request: &Request,
-    common: &CommonFlags,
-) -> anyhow::Result<Generation> {
-    let mut stream = decoder.tokenizer.stream_after(&narrow(request.prompt));
-    let mut trouble = Ok(());
-    let generation = decode(decoder, medusa, request, &mut |ids| {
-        trouble = narrow(ids).into_iter().try_for_each(|id| show(stream.push(id)?));
-        if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })?;
-    trouble?;
-    show(stream.finish()?)?;
-    show(Some("\n".into()))?;
-    let tally = generation.tally();
-    common.say(format_args!(
-        "[{} tokens in {} steps, {:.2} a step, {:.0} tokens/s, ended by {}]",
-        tally.tokens,
-        tally.steps,
-        tally.tokens_per_step(),
-        tally.tokens_per_second(),
-        generation.finish_reason.name()
-    ));
-    Ok(generation)
-}
-
-fn show(piece: Option<String>) -> anyhow::Result<()> {
-    let Some(piece) = piece else { return Ok(()) };
+/// A piece of text, at once.
+pub(super) fn show(piece: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(piece.as_bytes())?;
     Ok(out.flush()?)

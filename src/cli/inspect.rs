@@ -1,4 +1,4 @@
-//! `medusa inspect PATH`: what a checkpoint, tree, calibration or heads file holds. It reads headers and JSON; no weights.
+//! `medusa inspect PATH`: what a checkpoint, tree, calibration, latency or heads file holds. It reads headers and JSON; no weights.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,15 +10,16 @@ use serde_json::Value;
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::calibrate::Calibration;
+use crate::latency::{Latency, StepTime};
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
-use crate::medusa::tree::TreeFile;
+use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{WeightFiles, WeightsError, map_file};
 use crate::torch::Dtype;
 
 mod run;
 
-/// Say what a run's folder, checkpoint, heads or weights file, tree, calibration or backbone holds.
+/// Say what a run's folder, checkpoint, heads or weights file, tree, calibration, latency file or backbone holds.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  medusa inspect checkpoints/tiny_stage1")]
 pub struct InspectArgs {
@@ -35,6 +36,7 @@ enum Contents {
     Heads(HeadsFound),
     Calibration(Calibration),
     Tree(TreeFound),
+    Latency(Latency),
     Bench(BenchFound),
     Tensors(TensorsFound),
     Backbone(Box<BackboneFound>),
@@ -78,6 +80,10 @@ struct TreeFound {
     guesses_of_head: Vec<usize>,
     expected_tokens_per_step: Option<f64>,
     calibration_sha256: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expected_tokens_per_second: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    latency_sha256: Option<String>,
 }
 
 /// What `medusa bench --json` printed.
@@ -204,11 +210,14 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     if value.get("heads").is_some() {
         return Ok(Contents::Calibration(Calibration::load(path)?));
     }
+    if value.get("plain_step_ms").is_some() {
+        return Ok(Contents::Latency(Latency::load(path)?));
+    }
     if value.get("acceleration_rate").is_some() {
         return Ok(Contents::Bench(BenchFound { bench: value }));
     }
     anyhow::bail!(
-        "{} is JSON of no known kind: {}; expected a tree (choices), a calibration (heads) or a bench (acceleration_rate)",
+        "{} is JSON of no known kind: {}; expected a tree (choices), a calibration (heads), latencies (plain_step_ms) or a bench (acceleration_rate)",
         path.display(),
         keys(&value)
     )
@@ -221,8 +230,10 @@ fn tree(file: TreeFile) -> TreeFound {
         nodes: file.tree.choices().len(),
         nodes_of_level,
         guesses_of_head: file.tree.widths(),
-        expected_tokens_per_step: file.expected_tokens_per_step,
-        calibration_sha256: file.calibration_sha256,
+        expected_tokens_per_step: file.origin.expected_tokens_per_step,
+        calibration_sha256: file.origin.calibration_sha256,
+        expected_tokens_per_second: file.origin.expected_tokens_per_second,
+        latency_sha256: file.origin.latency_sha256,
     }
 }
 
@@ -240,6 +251,7 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
         Contents::Heads(heads) => writeln!(out, "heads        {}", heads.line())?,
         Contents::Calibration(found) => calibration_text(found, &mut out)?,
         Contents::Tree(found) => tree_text(found, &mut out)?,
+        Contents::Latency(found) => latency_text(found, &mut out)?,
         Contents::Bench(found) => run::bench_text(&found.bench, &mut out)?,
         Contents::Tensors(found) => tensors_text(found, &mut out)?,
         Contents::Backbone(found) => backbone_text(found, &mut out)?,
@@ -269,6 +281,8 @@ fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
     writeln!(out, "backbone     {}", found.backbone)?;
     writeln!(out, "heads        sha256 {}", found.heads_sha256)?;
     writeln!(out, "tokens       {}", found.tokens)?;
+    let steps: usize = found.joint.runs.iter().map(Vec::len).sum();
+    writeln!(out, "replayable   {steps} tokens of {} texts", found.joint.runs.len())?;
     run::accuracy_text(&run::accuracy_of(found), out)
 }
 
@@ -283,10 +297,27 @@ fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
     if let Some(tokens) = found.expected_tokens_per_step {
         writeln!(out, "expected     {tokens:.3} tokens a step")?;
     }
-    match &found.calibration_sha256 {
-        Some(sha256) => writeln!(out, "calibration  sha256 {sha256}"),
-        None => Ok(()),
+    if let Some(tokens) = found.expected_tokens_per_second {
+        writeln!(out, "             {tokens:.1} tokens/s, where its latencies were measured")?;
     }
+    for (name, sha256) in [("calibration", &found.calibration_sha256), ("latencies", &found.latency_sha256)] {
+        if let Some(sha256) = sha256 {
+            writeln!(out, "{name:<12} sha256 {sha256}")?;
+        }
+    }
+    Ok(())
+}
+
+fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
+    let Latency { device, dtype, threads, context, backbone, heads_sha256, plain_step_ms, steps } = found;
+    writeln!(out, "latencies    {dtype} on {device}, {threads} CPU threads, behind {context} tokens")?;
+    writeln!(out, "backbone     {backbone}")?;
+    writeln!(out, "heads        sha256 {heads_sha256}")?;
+    writeln!(out, "plain        {plain_step_ms:.3} ms a step")?;
+    for StepTime { nodes, depth, step_ms } in steps {
+        writeln!(out, "tree         {step_ms:.3} ms a step, {nodes} nodes over {depth} heads")?;
+    }
+    Ok(())
 }
 
 fn tensors_text(found: &TensorsFound, out: &mut String) -> std::fmt::Result {

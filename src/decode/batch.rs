@@ -170,7 +170,7 @@ impl Row {
         let end = match finish_reason {
             FinishReason::Eos if marked => self.new_ids.split_off(self.new_ids.len() - self.end_mark.len()),
             FinishReason::Eos => vec![last],
-            FinishReason::Length | FinishReason::Stopped => vec![],
+            FinishReason::Length | FinishReason::Stop | FinishReason::Stopped => vec![],
         };
         RowEnded { key: self.key, new_ids: self.new_ids, end, finish_reason }
     }

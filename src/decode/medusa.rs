@@ -11,7 +11,7 @@ use super::sample::{Chosen, Sampler};
 use crate::medusa::heads::Heads;
 use crate::medusa::tree::SparseTree;
 use crate::model::attention::NewTokens;
-use crate::model::llama::Llama;
+use crate::model::llama::{Llama, most_probable};
 
 /// Heads, tree and acceptance, ready for one backbone.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ impl<'a> Medusa<'a> {
         tokens_n: &Tensor,
         path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>,
     ) -> Verified {
-        let best_n = logits_nv.argmax(-1, false);
+        let best_n = most_probable(logits_nv);
         let rows: Vec<i64> = to_host(&Tensor::cat(&[tokens_n, &best_n], 0));
         let (tokens, best) = rows.split_at(self.tree.len());
         let path = path(tokens, best);

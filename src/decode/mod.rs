@@ -1,9 +1,9 @@
-//! The decoding loops: plain (the oracle) and Medusa, one prompt at a time, and plain decoding of several prompts together; on
-//! any device of libtorch.
+//! The decoding loops: plain (the oracle) and Medusa, one text at a time, and plain decoding of several prompts together; on any
+//! device of libtorch.
 //!
-//! One step of Medusa decoding: `propose` fills the tree with the heads' guesses, the backbone verifies all of it in one pass,
-//! `accept` decides which path is kept, and the cache keeps just that path. Decisions belong to tree nodes, never to whole
-//! candidates, and are made without tensors.
+//! One step of Medusa decoding ([`session`]): `propose` fills the tree with the heads' guesses, the backbone verifies all of it in
+//! one pass, `accept` decides which path is kept, and the cache keeps just that path. Decisions belong to tree nodes, never to whole
+//! candidates, and are made without tensors. Above temperature 0, `sample` draws one number a token in the order of the text.
 
 pub mod accept;
 pub mod batch;
@@ -16,4 +16,5 @@ pub mod request;
 pub mod sample;
 pub mod session;
 pub mod stats;
+pub mod text;
 mod transcript;

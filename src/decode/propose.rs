@@ -12,7 +12,7 @@ pub struct Proposer {
     /// Heads that the tree uses: its depth.
     num_heads: usize,
     /// Guesses taken of each head: the tree's widest level.
-    width: i64,
+    width: usize,
     /// For each node, where its token lies in `[root, head 1's guesses, head 2's guesses, …]`.
     tree_indices_n: Tensor,
 }
@@ -22,16 +22,15 @@ impl Proposer {
     pub fn new(tree: &SparseTree, device: Device) -> Self {
         let width = tree.widths().into_iter().max().unwrap_or(0);
         let tree_indices_n = Tensor::from_slice(&tree_indices(tree, width)).to_device(device);
-        Self { num_heads: tree.max_depth(), width: width as i64, tree_indices_n }
+        Self { num_heads: tree.max_depth(), width, tree_indices_n }
     }
 
     /// The tokens of all nodes, node 0 first.
     /// - `root_1`: `[1]`, the LM head's token — `hidden_1h`: `[1, H]`, the hidden state it was predicted from
     /// - returns `[N]`, int64
     pub fn candidates(&self, root_1: &Tensor, hidden_1h: &Tensor, heads: &Heads, backbone: &Llama) -> Tensor {
-        let logits: Vec<Tensor> = (0..self.num_heads).map(|head| heads.logits(head, hidden_1h, backbone)).collect();
-        let (_, guesses_kw) = Tensor::cat(&logits, 0).topk(self.width, -1, true, true);
-        Tensor::cat(&[root_1, &guesses_kw.view([-1])], 0).index_select(0, &self.tree_indices_n)
+        let guesses = heads.guesses(self.num_heads, self.width, hidden_1h, backbone);
+        Tensor::cat(&[root_1, &guesses], 0).index_select(0, &self.tree_indices_n)
     }
 }
 

@@ -7,7 +7,7 @@ use super::sample::Sampling;
 use super::stats::Tally;
 use crate::medusa::tree::TreeError;
 use crate::model::llama::Llama;
-use crate::numbers::Positive;
+use crate::numbers::{NonNegative, Positive};
 use crate::torch::TorchPanic;
 
 /// A prompt cannot be decoded, or heads and tree do not belong to the backbone.
@@ -84,6 +84,14 @@ pub struct Request<'a> {
     pub seed: u64,
 }
 
+impl<'a> Request<'a> {
+    /// The most probable tokens, without a penalty.
+    pub fn greedy(prompt: &'a [i64], max_new_tokens: usize) -> Self {
+        let sampling = Sampling::of_temperature(NonNegative::ZERO);
+        Self { prompt, max_new_tokens, sampling, repetition_penalty: Positive::ONE, seed: 0 }
+    }
+}
+
 /// Why a generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
@@ -91,6 +99,8 @@ pub enum FinishReason {
     Eos,
     /// `max_new_tokens` are made, or the context is full.
     Length,
+    /// A stop string came (see [`tell`](super::text::tell)).
+    Stop,
     /// The caller asked to stop.
     Stopped,
 }
@@ -101,6 +111,7 @@ impl FinishReason {
         match self {
             FinishReason::Eos => "eos",
             FinishReason::Length => "length",
+            FinishReason::Stop => "stop",
             FinishReason::Stopped => "stopped",
         }
     }

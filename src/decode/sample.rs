@@ -8,6 +8,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Kind, Tensor};
 
+use crate::model::llama::most_probable;
 use crate::numbers::{NonNegative, Probability};
 
 /// How tokens are chosen.
@@ -38,7 +39,7 @@ pub struct Chosen {
 impl Chosen {
     /// The most probable token of logits `[1, V]`.
     pub fn best(logits_1v: &Tensor) -> Self {
-        let id_1 = logits_1v.argmax(-1, false);
+        let id_1 = most_probable(logits_1v);
         Self { id: id_1.int64_value(&[0]), id_1 }
     }
 }

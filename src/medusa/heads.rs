@@ -9,10 +9,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu::arena::Arena;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::weights::{WeightFiles, WeightsError, save};
+
+mod guesses;
 
 /// `[heads]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -150,6 +153,12 @@ impl Heads {
         Self { heads: (0..config.medusa_num_heads.get()).map(head).collect(), hidden_size: h, vocab_size: v }
     }
 
+    /// The same heads with another vocabulary on paper: random ones that share the backbone's lm_head do not know it.
+    #[cfg(test)]
+    fn of_vocabulary(self, vocab_size: i64) -> Self {
+        Self { vocab_size, ..self }
+    }
+
     /// Seeded random heads with W2, for tests.
     pub fn random(shape: HeadsShape, kind: Kind, device: Device, seed: u64) -> Self {
         crate::torch::seed(seed);
@@ -218,9 +227,11 @@ impl Heads {
     /// The same heads for decoding: packed where that pays.
     #[must_use]
     pub fn for_decoding(self) -> Self {
+        let mut arena = Arena::default();
+        let mut prepare = |linear: Linear| linear.for_few_rows(&mut arena);
         let pack = |head: Head| Head {
-            blocks: head.blocks.into_iter().map(Linear::packed).collect(),
-            w2: head.w2.map(Linear::packed),
+            blocks: head.blocks.into_iter().map(&mut prepare).collect(),
+            w2: head.w2.map(&mut prepare),
         };
         Self { heads: self.heads.into_iter().map(pack).collect(), ..self }
     }

@@ -3,14 +3,7 @@
 //! A node is a path of child indices: `[0, 2]` is the third guess of head 2 after the best guess of head 1. The root, node 0, is
 //! the token of the LM head and is never written down. Nodes are sorted by depth, then path, so the children of a node lie side by side.
 
-use std::fs;
-use std::io::{self, Write};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
-
-use serde::Deserialize;
-
-use crate::files;
 
 /// Most nodes a tree may have. One verification pass computes all of them, and gains vanish long before this.
 pub const MAX_NODES: usize = 1024;
@@ -62,50 +55,6 @@ pub enum TreeError {
         choice: Vec<usize>,
         /// Guesses there are.
         top_k: usize,
-    },
-}
-
-/// A tree file cannot be read or written.
-#[derive(Debug, thiserror::Error)]
-pub enum TreeFileError {
-    /// The disk said no.
-    #[error("cannot {action} the tree file {}", path.display())]
-    Io {
-        /// `read` or `write`.
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The disk's words.
-        source: io::Error,
-    },
-    /// Not a tree file.
-    #[error(
-        "{} is no tree file; expected {{\"choices\":[[0],[0,0],[1]], …}} as `medusa tree` writes it, or a bare list of paths",
-        path.display()
-    )]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Where and what.
-        source: serde_json::Error,
-    },
-    /// Its choices are no tree.
-    #[error("{}: {source}", path.display())]
-    Tree {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: TreeError,
-    },
-    /// `nodes` and `choices` disagree: the file was cut or edited.
-    #[error("{} says \"nodes\": {written}, but lists {listed} choices; write the tree again with `medusa tree`", path.display())]
-    NodeCount {
-        /// The file.
-        path: PathBuf,
-        /// What `nodes` says.
-        written: usize,
-        /// Choices in it.
-        listed: usize,
     },
 }
 
@@ -230,6 +179,11 @@ impl SparseTree {
         widths
     }
 
+    /// Whether both hold the same paths, in whatever order.
+    pub fn same_nodes(&self, other: &Self) -> bool {
+        self.nodes == other.nodes
+    }
+
     /// Whether `num_heads` heads with `top_k` guesses each can fill the tree.
     ///
     /// # Errors
@@ -266,79 +220,6 @@ fn link(paths: Vec<Vec<usize>>) -> Result<Vec<Node>, TreeError> {
         nodes.push(Node { path, parent: Some(parent), children: 0..0 });
     }
     Ok(nodes)
-}
-
-/// `tree.json`: a tree and where it comes from.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TreeFile {
-    /// The tree.
-    pub tree: SparseTree,
-    /// What the search expects of it; absent in a bare list of paths.
-    pub expected_tokens_per_step: Option<f64>,
-    /// SHA-256 of the calibration it was searched from.
-    pub calibration_sha256: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct WrittenTree {
-    choices: Vec<Vec<usize>>,
-    #[serde(default)]
-    expected_tokens_per_step: Option<f64>,
-    #[serde(default)]
-    nodes: Option<usize>,
-    #[serde(default)]
-    calibration_sha256: Option<String>,
-}
-
-impl TreeFile {
-    /// Reads `tree.json`, or a bare JSON list of paths as trees are published.
-    ///
-    /// # Errors
-    /// [`TreeFileError`] names the file.
-    pub fn load(path: &Path) -> Result<Self, TreeFileError> {
-        let named = || path.to_owned();
-        let text =
-            fs::read_to_string(path).map_err(|source| TreeFileError::Io { action: "read", path: named(), source })?;
-        let written = parse(&text).map_err(|source| TreeFileError::Json { path: named(), source })?;
-        let listed = written.choices.len();
-        if let Some(count) = written.nodes.filter(|&count| count != listed) {
-            return Err(TreeFileError::NodeCount { path: named(), written: count, listed });
-        }
-        let tree = SparseTree::new(written.choices).map_err(|source| TreeFileError::Tree { path: named(), source })?;
-        let WrittenTree { expected_tokens_per_step, calibration_sha256, .. } = written;
-        Ok(Self { tree, expected_tokens_per_step, calibration_sha256 })
-    }
-
-    /// The text of `tree.json`.
-    pub fn to_json(&self) -> String {
-        serde_json::json!({
-            "choices": self.tree.choices(),
-            "expected_tokens_per_step": self.expected_tokens_per_step,
-            "nodes": self.tree.choices().len(),
-            "calibration_sha256": self.calibration_sha256,
-        })
-        .to_string()
-    }
-
-    /// Writes `tree.json`, whole or not at all.
-    ///
-    /// # Errors
-    /// [`TreeFileError`] names the file.
-    pub fn save(&self, path: &Path) -> Result<(), TreeFileError> {
-        files::write_atomic(path, |out| writeln!(out, "{}", self.to_json())).map_err(|source| TreeFileError::Io {
-            action: "write",
-            path: path.to_owned(),
-            source,
-        })
-    }
-}
-
-fn parse(text: &str) -> Result<WrittenTree, serde_json::Error> {
-    if text.trim_start().starts_with('[') {
-        let choices = serde_json::from_str(text)?;
-        return Ok(WrittenTree { choices, expected_tokens_per_step: None, nodes: None, calibration_sha256: None });
-    }
-    serde_json::from_str(text)
 }
 
 #[cfg(test)]
@@ -447,34 +328,5 @@ mod tests {
         let deep = tree.check_fits(2, 5).unwrap_err();
         assert!(deep.to_string().starts_with("tree choice [0, 4, 0] needs 3 heads, but there are 2"), "{deep}");
         assert!(matches!(tree.check_fits(3, 4), Err(TreeError::ChildOutOfRange { top_k: 4, .. })));
-    }
-
-    #[test]
-    fn a_saved_tree_comes_back_in_the_order_of_the_search() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("tree.json");
-        let tree = SparseTree::new(vec![vec![0], vec![0, 0], vec![1], vec![0, 1]]).unwrap();
-        let file = TreeFile { tree, expected_tokens_per_step: Some(1.75), calibration_sha256: Some("ab".repeat(32)) };
-        file.save(&path).unwrap();
-        assert_eq!(TreeFile::load(&path).unwrap(), file);
-        let text = fs::read_to_string(&path).unwrap();
-        assert!(text.starts_with(r#"{"choices":[[0],[0,0],[1],[0,1]],"expected_tokens_per_step":1.75,"nodes":4,"#));
-    }
-
-    #[test]
-    fn bare_lists_load_and_broken_files_are_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let load = |text: &str| {
-            let path = dir.path().join("t.json");
-            files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
-            TreeFile::load(&path)
-        };
-        assert_eq!(load(" [[0],[0,0]]").unwrap().tree, SparseTree::chain(2).unwrap());
-        let named = |text: &str| load(text).unwrap_err().to_string();
-        assert!(named("{\"choices\":[[0],[2,0]]}").contains("t.json: tree choice [2, 0] has no parent [2]"));
-        assert!(named("{\"choices\":[[0]],\"nodes\":2}").contains("says \"nodes\": 2, but lists 1"));
-        assert!(named("{\"choises\":[[0]]}").contains("t.json is no tree file"));
-        assert!(named("[[0],[-1]]").contains("t.json is no tree file"));
-        assert!(TreeFile::load(&dir.path().join("no.json")).unwrap_err().to_string().contains("cannot read"));
     }
 }

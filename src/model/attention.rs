@@ -6,6 +6,7 @@ use std::cell::{OnceCell, RefCell};
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu::attention::Seen;
 use crate::model::batch_cache::{BatchLayer, BatchStep};
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::{KvCache, LayerCache};
@@ -231,6 +232,8 @@ pub struct NewTokens {
     offsets: Vec<i64>,
     /// `sees[query][key]` among the new tokens.
     sees: Vec<Vec<bool>>,
+    /// Of each token: the new tokens that it sees, itself among them, in the order of their positions; empty for a chain.
+    ancestors: Vec<Vec<usize>>,
     is_chain: bool,
     sliding_window: Option<i64>,
     groups: i64,
@@ -255,7 +258,9 @@ impl NewTokens {
     /// `n` tokens one after the other: a prompt, or with `n` = 1 plain decoding.
     pub fn chain(n: i64, config: &LlamaConfig, kind: Kind, device: Device) -> Self {
         let offsets: Vec<i64> = (0..n).collect();
-        Self { is_chain: true, ..Self::pattern(&offsets, |query, key| key <= query, config, kind, device) }
+        let pattern = Self::pattern(&offsets, |query, key| key <= query, config, kind, device);
+        let ancestors = vec![vec![]; pattern.offsets.len()];
+        Self { is_chain: true, ancestors, ..pattern }
     }
 
     /// Any pattern: token i stands at position `len + offsets[i]`, sees all committed tokens (within a sliding window, if the
@@ -268,9 +273,15 @@ impl NewTokens {
         device: Device,
     ) -> Self {
         let n = offsets.len();
-        let rows = (0..n).map(|query| (0..n).map(|key| sees(query, key)).collect()).collect();
+        let rows: Vec<Vec<bool>> = (0..n).map(|query| (0..n).map(|key| sees(query, key)).collect()).collect();
+        let ancestors = rows.iter().map(|row| {
+            let mut seen: Vec<usize> = (0..n).filter(|&key| row[key]).collect();
+            seen.sort_by_key(|&key| offsets[key]);
+            seen
+        });
         Self {
             offsets: offsets.to_vec(),
+            ancestors: ancestors.collect(),
             sees: rows,
             is_chain: false,
             sliding_window: config.sliding_window,
@@ -289,6 +300,21 @@ impl NewTokens {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.offsets.is_empty()
+    }
+
+    /// Where token `n` stands, counted from the number of committed ones.
+    pub(super) fn offset(&self, n: usize) -> i64 {
+        self.offsets[n]
+    }
+
+    /// What token `n` sees behind `len` committed tokens.
+    pub(super) fn seen(&self, n: usize, len: usize) -> Seen {
+        let at = len as i64 + self.offsets[n];
+        let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
+        let end = if self.is_chain { len + n + 1 } else { len };
+        let then =
+            self.ancestors[n].iter().filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
+        ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
     }
 
     /// Rotations of the new tokens' positions, `[N, 1, D]`.

@@ -4,6 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::model::config::LlamaConfig;
+use crate::torch::bytes;
 
 /// Room grows by whole blocks of tokens.
 const BLOCK: i64 = 256;
@@ -60,13 +61,52 @@ impl KvCache {
     /// Of the pending rows just these become committed, in this order; the others are gone.
     pub fn commit_path(&mut self, path: &[i64]) {
         let count = path.len() as i64;
-        if !path.iter().copied().eq(0..count) {
+        if self.all.device() == Device::Cpu {
+            self.move_rows(path);
+        } else if !path.iter().copied().eq(0..count) {
             let pending = path.iter().max().map_or(0, |last| last + 1);
             let index = Tensor::from_slice(path).to_device(self.all.device());
             let kept = self.all.narrow(2, self.len, pending).index_select(2, &index);
             self.all.narrow(2, self.len, count).copy_(&kept);
         }
         self.len += count;
+    }
+
+    /// Tokens that fit, S.
+    pub(super) fn room(&self) -> usize {
+        self.all.size()[2].unsigned_abs() as usize
+    }
+
+    /// A layer's keys and values on the CPU, `[G, S, D]` each.
+    pub(super) fn planes(&self, layer: usize) -> [&[u8]; 2] {
+        let plane = self.plane_bytes();
+        let (keys, values) = bytes::of(&self.all)[2 * layer * plane..][..2 * plane].split_at(plane);
+        [keys, values]
+    }
+
+    /// As [`KvCache::planes`], to be written.
+    pub(super) fn planes_mut(&mut self, layer: usize) -> [&mut [u8]; 2] {
+        let plane = self.plane_bytes();
+        let (keys, values) = bytes::of_mut(&mut self.all)[2 * layer * plane..][..2 * plane].split_at_mut(plane);
+        [keys, values]
+    }
+
+    fn plane_bytes(&self) -> usize {
+        self.all.numel() * self.all.kind().elt_size_in_bytes() / self.all.size()[0].unsigned_abs() as usize
+    }
+
+    /// Moves pending rows to the front, in place. A path leads from parents to children, so a row never moves behind one that is
+    /// still to be read.
+    fn move_rows(&mut self, path: &[i64]) {
+        assert!(path.is_sorted(), "parents come before their children");
+        let row = self.all.size()[3].unsigned_abs() as usize * self.all.kind().elt_size_in_bytes();
+        let (len, room) = (self.len.unsigned_abs() as usize, self.room());
+        for heads in bytes::of_mut(&mut self.all).chunks_exact_mut(room * row) {
+            for (to, &from) in path.iter().enumerate().filter(|(to, from)| *to as i64 != **from) {
+                let from = len + from.unsigned_abs() as usize;
+                heads.copy_within(from * row..(from + 1) * row, (len + to) * row);
+            }
+        }
     }
 
     /// Of the committed tokens only the first `len` stay; fewer stay as they are.

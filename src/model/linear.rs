@@ -4,8 +4,13 @@
 // O outputs, I inputs, N rows of a product
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu::Number;
+use crate::cpu::arena::Arena;
+use crate::cpu::matrix::Matrix;
+use crate::cpu::team::Team;
 use crate::model::lora::{self, Adapter, Adapters};
 use crate::model::quantization::QuantizedWeight;
+use crate::torch::bytes;
 use crate::torch::onednn::PackedWeight;
 
 /// Below this many weights oneDNN's call (about 10 µs) costs more than its product gains over libtorch's.
@@ -26,6 +31,8 @@ enum Weight {
     Dense(Tensor),
     /// `[I, O]`, a view of the dense one: `x·Wᵀ` in one call instead of the three that libtorch's linear makes.
     Transposed(Tensor),
+    /// For the CPU's own kernels.
+    Matrix(Matrix),
     Packed(PackedWeight),
     /// Dequantised for each product.
     Quantized(QuantizedWeight),
@@ -42,7 +49,18 @@ impl Linear {
         Self { outputs: weight.size()[0], weight: Weight::Quantized(weight), bias_o, adapter: None }
     }
 
-    /// The same layer for decoding: packed where that pays, else transposed. Adapters must be merged before.
+    /// The same layer for passes of few rows: for the kernels of [`crate::cpu`] where the CPU has what they need, else as for batches.
+    /// Adapters must be merged before.
+    #[must_use]
+    pub fn for_few_rows(self, arena: &mut Arena) -> Self {
+        let Weight::Dense(weight_oi) = &self.weight else { return self };
+        match matrix_of(weight_oi, arena) {
+            Some(matrix) => Self { weight: Weight::Matrix(matrix), ..self },
+            None => self.packed(),
+        }
+    }
+
+    /// The same layer for batches: packed where that pays, else transposed. Adapters must be merged before.
     #[must_use]
     pub fn packed(self) -> Self {
         let Weight::Dense(weight_oi) = &self.weight else { return self };
@@ -73,6 +91,10 @@ impl Linear {
                 Some(bias_o) => product(x, weight_io) + bias_o,
                 None => product(x, weight_io),
             },
+            Weight::Matrix(matrix) => {
+                let y = times(x, matrix);
+                self.bias_o.as_ref().map_or_else(|| y.shallow_clone(), |bias_o| &y + bias_o)
+            }
             Weight::Packed(packed) => packed.linear(x, self.bias_o.as_ref()),
             Weight::Quantized(weight) => x.linear(&weight.dequantize(x.kind()), self.bias_o.as_ref()),
         }
@@ -87,7 +109,15 @@ impl Linear {
     pub fn dense_weight(&self) -> Option<&Tensor> {
         match &self.weight {
             Weight::Dense(weight) => Some(weight),
-            Weight::Transposed(_) | Weight::Packed(_) | Weight::Quantized(_) => None,
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) | Weight::Quantized(_) => None,
+        }
+    }
+
+    /// The weight where it is for the CPU's own kernels.
+    pub fn matrix(&self) -> Option<&Matrix> {
+        match &self.weight {
+            Weight::Matrix(matrix) => Some(matrix),
+            _ => None,
         }
     }
 
@@ -104,7 +134,7 @@ impl Linear {
         match &self.weight {
             Weight::Dense(weight) => Some([self.outputs, weight.size()[1]]),
             Weight::Quantized(weight) => Some(weight.size()),
-            Weight::Transposed(_) | Weight::Packed(_) => None,
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => None,
         }
     }
 
@@ -130,7 +160,7 @@ impl Linear {
         self.weight = match &self.weight {
             Weight::Dense(weight_oi) => Weight::Dense(adapter.merged(weight_oi)),
             Weight::Quantized(weight) => Weight::Dense(adapter.merged(&weight.dequantize(weight.kind()))),
-            Weight::Transposed(_) | Weight::Packed(_) => return,
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => return,
         };
         self.adapter = None;
     }
@@ -141,7 +171,7 @@ impl Linear {
         match &self.weight {
             Weight::Dense(weight_oi) => self.weight = Weight::Dense(own(weight_oi)),
             Weight::Quantized(weight) => self.weight = Weight::Dense(weight.dequantize(Kind::Float)),
-            Weight::Transposed(_) | Weight::Packed(_) => {}
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => {}
         }
         self.bias_o = self.bias_o.as_ref().map(own);
     }
@@ -160,14 +190,22 @@ impl LinearGroup {
         Self { layers }
     }
 
-    /// One product for all, packed where that pays. Copies the weights.
+    /// One product for all, as `prepare` makes it. Copies the weights.
     #[must_use]
-    pub fn merged(self) -> Self {
+    pub fn merged(self, prepare: impl FnOnce(Linear) -> Linear) -> Self {
         let weights: Option<Vec<&Tensor>> = self.layers.iter().map(Linear::dense_weight).collect();
         let Some(weights) = weights.filter(|w| w.len() > 1) else { return self };
         let biases: Option<Vec<&Tensor>> = self.layers.iter().map(|layer| layer.bias_o.as_ref()).collect();
         let bias = biases.map(|biases| Tensor::cat(&biases, 0));
-        Self { layers: vec![Linear::dense(Tensor::cat(&weights, 0), bias).packed()] }
+        Self { layers: vec![prepare(Linear::dense(Tensor::cat(&weights, 0), bias))] }
+    }
+
+    /// The layer that all are merged into, if they are.
+    pub(super) fn merged_layer(&self) -> Option<&Linear> {
+        match self.layers.as_slice() {
+            [one] => Some(one),
+            _ => None,
+        }
     }
 
     /// `[…, I]` to `[…, O₁ + O₂ + …]`.
@@ -222,6 +260,29 @@ fn of_rows(y_no: &Tensor, like: &Tensor) -> Tensor {
     let mut size = like.size();
     size[like.dim() - 1] = y_no.size()[1];
     y_no.view(size.as_slice())
+}
+
+/// A weight `[O, I]` for the CPU's own kernels, if they can.
+fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix> {
+    let number = match weight_oi.kind() {
+        Kind::Float => Number::Float32,
+        Kind::BFloat16 => Number::BFloat16,
+        _ => return None,
+    };
+    let shape = weight_oi.size().iter().map(|&size| size.unsigned_abs() as usize).collect::<Vec<_>>();
+    let [outputs, inputs] = shape[..] else { return None };
+    (weight_oi.device() == Device::Cpu)
+        .then(|| Matrix::new(bytes::of(&weight_oi.contiguous()), number, [outputs, inputs], arena))?
+}
+
+/// `x·Wᵀ`, `[…, I]` to `[…, O]`, in x's dtype.
+fn times(x: &Tensor, matrix: &Matrix) -> Tensor {
+    let x_f32 = x.to_kind(Kind::Float).contiguous();
+    let mut size = x.size();
+    size[x.dim() - 1] = matrix.outputs() as i64;
+    let mut y = Tensor::empty(size.as_slice(), (Kind::Float, Device::Cpu));
+    matrix.multiply(bytes::numbers(&x_f32), bytes::numbers_mut(&mut y), Team::of_process());
+    y.to_kind(x.kind())
 }
 
 /// A matrix by a matrix is one call; matmul looks at the shapes first.

@@ -5,6 +5,9 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu;
+use crate::cpu::arena::Arena;
+use crate::cpu::rows::largest;
 use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
 use crate::model::batch_cache::BatchCache;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -15,6 +18,11 @@ use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, QuantizedWeight, Quantizer};
 use crate::model::rope::{Rope, Rotation};
 use crate::model::weights::{WeightFiles, WeightsError, names};
+use crate::torch::bytes;
+
+mod cpu_pass;
+
+use cpu_pass::CpuPass;
 
 /// What makes a folder unusable as a backbone.
 #[derive(Debug, thiserror::Error)]
@@ -35,8 +43,10 @@ pub enum LoadError {
 pub enum Purpose {
     /// Whole rows: every product separate, over the mapped file where dtype and device allow.
     Training,
-    /// A few tokens at a time: q, k, v and gate, up merged, and packed on the CPU.
+    /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
     Decoding,
+    /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
+    Batches,
 }
 
 /// Whether a backbone's folder holds more than its config.
@@ -62,6 +72,8 @@ pub struct Llama {
     kind: Kind,
     quantization: Option<Quantization>,
     device: Device,
+    /// Where passes of few rows have kernels of their own.
+    cpu_pass: Option<CpuPass>,
 }
 
 #[derive(Debug)]
@@ -109,10 +121,7 @@ impl Llama {
                 _ => files.tensor(name, shape, kind, device),
             }
         };
-        let mut llama = Self::build(config, kind, device, quantization, &mut source)?;
-        if purpose == Purpose::Decoding {
-            llama = llama.for_decoding();
-        }
+        let llama = Self::build(config, kind, device, quantization, &mut source)?.prepared_for(purpose);
         files.release();
         Ok(llama)
     }
@@ -130,8 +139,7 @@ impl Llama {
     ) -> Result<Self, LoadError> {
         let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
         peft::attach(&mut llama, adapter, None)?;
-        let merged = llama.merged();
-        Ok(if purpose == Purpose::Decoding { merged.for_decoding() } else { merged })
+        Ok(llama.merged().prepared_for(purpose))
     }
 
     /// The backbone of a folder without its numbers: every weight is one zero, seen from everywhere, so it takes no memory. Where the
@@ -189,15 +197,35 @@ impl Llama {
             kind,
             quantization,
             device,
+            cpu_pass: None,
         })
     }
 
     /// The same backbone for a few tokens at a time: see [`Purpose::Decoding`].
     #[must_use]
     pub fn for_decoding(mut self) -> Self {
-        self.lm_head = self.lm_head.packed();
-        self.layers = self.layers.into_iter().map(DecoderLayer::for_decoding).collect();
+        let mut arena = Arena::default();
+        self.lm_head = self.lm_head.for_few_rows(&mut arena);
+        let mut prepare = |linear: Linear| linear.for_few_rows(&mut arena);
+        self.layers = self.layers.into_iter().map(|layer| layer.prepared(&mut prepare)).collect();
+        self.cpu_pass = CpuPass::new(&self);
         self
+    }
+
+    /// The same backbone for several generations at once: see [`Purpose::Batches`].
+    #[must_use]
+    pub fn for_batches(mut self) -> Self {
+        self.lm_head = self.lm_head.packed();
+        self.layers = self.layers.into_iter().map(|layer| layer.prepared(&mut Linear::packed)).collect();
+        self
+    }
+
+    fn prepared_for(self, purpose: Purpose) -> Self {
+        match purpose {
+            Purpose::Training => self,
+            Purpose::Decoding => self.for_decoding(),
+            Purpose::Batches => self.for_batches(),
+        }
     }
 
     /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
@@ -239,6 +267,9 @@ impl Llama {
     /// New tokens behind a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
     /// values become the cache's pending rows; commit those that stay. Adapters take no part: decoding merges them.
     pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache) -> Tensor {
+        if let Some(pass) = &self.cpu_pass {
+            return self.extend_on_cpu(pass, tokens_n, new, cache);
+        }
         cache.reserve(new.len());
         let (rotation, place) = (new.rotation(&self.rope, cache), new.place(cache));
         let mut x_nh = self.embed(tokens_n);
@@ -265,9 +296,18 @@ impl Llama {
         self.logits(&hidden_ph, Adapters::Off).narrow(0, 0, step.rows)
     }
 
-    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype.
+    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype; from the CPU's own kernels in float32, as
+    /// they sum.
     pub fn logits(&self, hidden: &Tensor, adapters: Adapters) -> Tensor {
-        self.lm_head.forward(hidden, adapters)
+        match self.cpu_pass {
+            Some(_) => self.lm_head.forward(&hidden.to_kind(Kind::Float), adapters),
+            None => self.lm_head.forward(hidden, adapters),
+        }
+    }
+
+    /// Whether [`Llama::extend`] runs on the kernels of [`crate::cpu`], which have threads of their own.
+    pub fn has_own_kernels(&self) -> bool {
+        self.cpu_pass.is_some()
     }
 
     /// The LM head.
@@ -421,10 +461,11 @@ impl DecoderLayer {
         })
     }
 
-    fn for_decoding(self) -> Self {
+    /// q, k, v and gate, up merged, and all products as `prepare` makes them.
+    fn prepared(self, prepare: &mut impl FnMut(Linear) -> Linear) -> Self {
         let Attention { qkv, o, shape } = self.attention;
-        let attention = Attention { qkv: qkv.merged(), o: o.packed(), shape };
-        Self { attention, gate_up: self.gate_up.merged(), down: self.down.packed(), ..self }
+        let attention = Attention { qkv: qkv.merged(&mut *prepare), o: prepare(o), shape };
+        Self { attention, gate_up: self.gate_up.merged(&mut *prepare), down: prepare(self.down), ..self }
     }
 
     /// The residual stream `x` (`[…, H]`) through attention, which `attend` runs, and the MLP.
@@ -486,6 +527,18 @@ fn linear(
         Some(quantizer) => Linear::quantized(quantizer.quantize(&weight), bias),
         None => Linear::dense(weight, bias),
     })
+}
+
+/// The most probable token of each row of logits `[N, V]`, `[N]` int64.
+pub fn most_probable(logits_nv: &Tensor) -> Tensor {
+    let plain = logits_nv.device() == Device::Cpu && logits_nv.kind() == Kind::Float && logits_nv.is_contiguous();
+    match logits_nv.size()[..] {
+        [_, v] if plain && cpu::available() => {
+            let rows = bytes::numbers(logits_nv).chunks_exact(v.unsigned_abs() as usize);
+            Tensor::from_slice(&rows.map(|logits_v| largest(logits_v, 1)[0] as i64).collect::<Vec<_>>())
+        }
+        _ => logits_nv.argmax(-1, false),
+    }
 }
 
 /// x / rms(x) · weight over the last axis; statistics in float32, as transformers computes them.
@@ -603,6 +656,61 @@ mod tests {
                 llama.extend(&piece, &NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu), &mut cache);
             assert!(largest_difference(&hidden, &whole.narrow(0, cache.len(), n)) < 1e-9);
             cache.commit(n);
+        }
+    }
+
+    /// New tokens behind a cache: a prompt, a tree whose path is kept, a token more. All hidden states that came out, `[rows, H]`.
+    fn decode_a_little(llama: &Llama) -> Tensor {
+        let (config, kind) = (&llama.config, llama.kind());
+        let mut cache = KvCache::new(config, kind, Device::Cpu);
+        let tokens = Tensor::from_slice(&(0..90).map(|i| i * 7 % 50).collect::<Vec<i64>>());
+        let prompt = llama.extend(&tokens, &NewTokens::chain(90, config, kind, Device::Cpu), &mut cache);
+        cache.commit(90);
+        let parents = [None, Some(0), Some(0), Some(2), Some(3)];
+        let ancestor = |query: usize, key: usize| std::iter::successors(Some(query), |&n| parents[n]).any(|n| n == key);
+        let new = NewTokens::pattern(&[0, 1, 1, 2, 3], ancestor, config, kind, Device::Cpu);
+        let tree = llama.extend(&tokens.narrow(0, 3, 5), &new, &mut cache);
+        cache.commit_path(&[0, 2, 3, 4]);
+        let last = llama.extend(&tokens.narrow(0, 0, 1), &NewTokens::chain(1, config, kind, Device::Cpu), &mut cache);
+        Tensor::cat(&[prompt, tree, last], 0)
+    }
+
+    #[test]
+    fn a_pass_with_own_kernels_equals_libtorchs() {
+        for (kind, tolerance) in [(Kind::Float, 1e-4), (Kind::BFloat16, 0.1)] {
+            for (window, bias, head_dim) in [(None, true, 8), (Some(6), false, 20), (None, false, 40)] {
+                let long =
+                    LlamaConfig { max_position_embeddings: 256, attention_bias: bias, head_dim, ..config(window) };
+                let llama = || Llama::random(long.clone(), kind, Device::Cpu, 5);
+                let (oracle, ours) =
+                    (decode_a_little(&llama().for_batches()), decode_a_little(&llama().for_decoding()));
+                let off = largest_difference(&ours.to_kind(Kind::Double), &oracle.to_kind(Kind::Double));
+                assert!(off < tolerance, "{kind:?}, window {window:?}: {off}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_token_gives_the_same_bits_alone_and_in_any_tree() {
+        let llama = Llama::random(config(Some(9)), Kind::Float, Device::Cpu, 6).for_decoding();
+        if llama.cpu_pass.is_none() {
+            return; // libtorch's products differ in their last bits with the number of rows
+        }
+        let tokens = Tensor::randint(50, [40], (Kind::Int64, Device::Cpu));
+        let by_chunks = |chunk: i64| {
+            let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+            let pieces = tokens.split(chunk, 0);
+            let logits = pieces.iter().map(|piece| {
+                let new = NewTokens::chain(piece.size()[0], &llama.config, Kind::Float, Device::Cpu);
+                let hidden = llama.extend(piece, &new, &mut cache);
+                cache.commit(new.len());
+                llama.logits(&hidden, Adapters::Off)
+            });
+            Tensor::cat(&logits.collect::<Vec<_>>(), 0)
+        };
+        let one_by_one = by_chunks(1);
+        for chunk in [2, 3, 5, 7, 16, 40] {
+            assert_eq!(by_chunks(chunk), one_by_one, "{chunk} at a time");
         }
     }
 }

@@ -10,6 +10,8 @@ pub struct Rope {
     /// `[D]`, float32: the frequencies twice, negated in the first half. Since sin is odd and cos even, this yields the
     /// signs of the rotation without another product.
     signed_frequencies_d: Tensor,
+    /// `[D/2]`.
+    frequencies: Vec<f32>,
     kind: Kind,
 }
 
@@ -25,7 +27,12 @@ impl Rope {
     pub fn new(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
         let frequencies = frequencies(config);
         let signed: Vec<f32> = frequencies.iter().map(|f| -f).chain(frequencies.iter().copied()).collect();
-        Self { signed_frequencies_d: Tensor::from_slice(&signed).to_device(device), kind }
+        Self { signed_frequencies_d: Tensor::from_slice(&signed).to_device(device), frequencies, kind }
+    }
+
+    /// D/2 inverse wavelengths in radians a token.
+    pub(super) fn frequencies(&self) -> &[f32] {
+        &self.frequencies
     }
 
     /// Rotations of `positions` (float32, any shape `[…]`).

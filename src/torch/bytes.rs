@@ -20,6 +20,40 @@ pub fn of(tensor: &Tensor) -> &[u8] {
     unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }
 }
 
+/// As [`of`], to be written.
+///
+/// # Panics
+/// As [`of`].
+pub fn of_mut(tensor: &mut Tensor) -> &mut [u8] {
+    let length = of(tensor).len();
+    if length == 0 {
+        return &mut [];
+    }
+    // SAFETY: as in `of`; the tensor is borrowed, and who shares its memory must not be used meanwhile, as with tch's own views.
+    unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) }
+}
+
+/// The numbers of a contiguous float32 CPU tensor.
+///
+/// # Panics
+/// As [`of`], and for another dtype.
+pub fn numbers(tensor: &Tensor) -> &[f32] {
+    assert_eq!(tensor.kind(), Kind::Float, "float32 numbers");
+    // SAFETY: a float32 tensor's memory is float32 numbers.
+    unsafe { std::slice::from_raw_parts(of(tensor).as_ptr().cast(), tensor.numel()) }
+}
+
+/// As [`numbers`], to be written.
+///
+/// # Panics
+/// As [`numbers`].
+pub fn numbers_mut(tensor: &mut Tensor) -> &mut [f32] {
+    assert_eq!(tensor.kind(), Kind::Float, "float32 numbers");
+    let numel = tensor.numel();
+    // SAFETY: as in `numbers`.
+    unsafe { std::slice::from_raw_parts_mut(of_mut(tensor).as_mut_ptr().cast(), numel) }
+}
+
 /// A CPU tensor over `bytes`, which it does not own.
 ///
 /// # Safety

@@ -110,7 +110,7 @@ impl Bench<'_> {
                 }
                 let (measured, said) = self.both(&request, is_first && self.texts() == Texts::Sampled)?;
                 pass.add(measured, prompt.category.as_deref());
-                Ok(said)
+                self.decoder.text(&said)
             };
             match self.decoder.each_turn(&prompt.input, answer) {
                 Err(error) if is_too_long(&error) => pass.too_long += 1,

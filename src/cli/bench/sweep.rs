@@ -10,11 +10,10 @@ use serde_json::Number;
 use super::BenchArgs;
 use crate::calibrate::Calibration;
 use crate::cli::UsageError;
-use crate::cli::decoder::{AcceptanceName, DecodingFlags, non_negative, positive};
+use crate::cli::decoder::{AcceptanceName, DecodingFlags, non_negative, probability};
 use crate::medusa::tree::SparseTree;
-use crate::medusa::tree_search;
 use crate::model::config::LlamaConfig;
-use crate::numbers::{NonNegative, Positive};
+use crate::numbers::{NonNegative, Positive, Probability};
 
 /// `--sweep NAME=VALUE,VALUE,…`: one result a value.
 #[derive(Debug, Clone, PartialEq)]
@@ -22,7 +21,7 @@ pub enum Sweep {
     /// The best tree of each size (paper figure 4).
     Nodes(Vec<NonZeroUsize>),
     /// ε of typical acceptance (paper figure 5).
-    PosteriorThreshold(Vec<Positive>),
+    PosteriorThreshold(Vec<Probability>),
     /// Tokens of each prompt.
     Context(Vec<NonZeroUsize>),
     /// Of sampling.
@@ -56,7 +55,7 @@ impl FromStr for Sweep {
         let (name, values) = text.split_once('=').ok_or("expected NAME=VALUE,VALUE,…, for example nodes=8,16,32")?;
         match name {
             "nodes" => Ok(Sweep::Nodes(list(name, values, count)?)),
-            "posterior-threshold" => Ok(Sweep::PosteriorThreshold(list(name, values, positive)?)),
+            "posterior-threshold" => Ok(Sweep::PosteriorThreshold(list(name, values, probability)?)),
             "context" => Ok(Sweep::Context(list(name, values, count)?)),
             "temperature" => Ok(Sweep::Temperature(list(name, values, non_negative)?)),
             _ => Err(format!("no sweep {name:?}; expected nodes, posterior-threshold, context or temperature")),
@@ -159,7 +158,7 @@ fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<SparseT
         return refused("--sweep nodes=… makes its own trees; drop --tree");
     }
     let calibration = Calibration::load(path)?;
-    let best = |size: &NonZeroUsize| tree_search::search(&calibration.accuracies(), size.get());
+    let best = |size: &NonZeroUsize| calibration.best_tree(size.get(), calibration.heads.len());
     let tree = |size| best(size).map_err(|why| UsageError(format!("--sweep nodes={size}: {why}")).into());
     sizes.iter().map(|size| tree(size).map(|found| found.tree)).collect()
 }

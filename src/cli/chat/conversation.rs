@@ -5,6 +5,7 @@ use crate::cli::decoder::Decoder;
 use crate::data::chat_template::Message;
 use crate::data::prompts::{self, PromptError};
 use crate::data::tokenize::wide;
+use crate::decode::text::Told;
 
 /// A conversation through the backbone's chat template, or, where it has none, one text that grows by what is typed and answered.
 #[derive(Debug)]
@@ -57,18 +58,13 @@ impl<'a> Conversation<'a> {
     }
 
     /// The user said `words`, which made `prompt`, and this was the answer.
-    ///
-    /// # Errors
-    /// The tokenizer's own.
-    pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &[i64]) -> anyhow::Result<()> {
+    pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &Told) {
         match &mut self.said {
             Said::Turns(turns) => {
-                let answer = self.decoder.text(answer)?;
-                turns.extend([Message::new("user", words), Message::new("assistant", answer)]);
+                turns.extend([Message::new("user", words), Message::new("assistant", &answer.text_alone)]);
             }
-            Said::Text(ids) => *ids = [&prompt[..], answer].concat(),
+            Said::Text(ids) => *ids = [&prompt[..], &answer.generation.new_ids].concat(),
         }
-        Ok(())
     }
 
     /// Forgets all but what the system says.

@@ -167,12 +167,20 @@ fn greedy_tree_equals_greedy_plain() {
     assert!(reached.iter().all(|&runs| runs >= 10), "the cases hardly test anything: {reached:?}");
 }
 
-/// The distribution after each token of a text, by one plain pass over it.
-fn distributions(llama: &Llama, text: &[i64], temperature: f64) -> Vec<Vec<f64>> {
+/// The distribution after each token of a text, by one plain pass over it; penalised by hand.
+fn distributions(llama: &Llama, text: &[i64], temperature: f64, penalty: f64) -> Vec<Vec<f64>> {
     let rows = RowMask::causal(text.len() as i64, &llama.config, Device::Cpu);
     let hidden_th = llama.hidden_states(&Tensor::from_slice(text).unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
-    let p_tv = (llama.logits(&hidden_th, Adapters::Off) / temperature).softmax(-1, Kind::Double);
-    Vec::try_from(p_tv).expect("two axes of float64")
+    let mut logits: Vec<Vec<f64>> =
+        Vec::try_from(llama.logits(&hidden_th, Adapters::Off)).expect("two axes of float64");
+    for (at, row) in logits.iter_mut().enumerate() {
+        for (_, logit) in row.iter_mut().enumerate().filter(|(token, _)| text[..=at].contains(&(*token as i64))) {
+            *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+        }
+        let powers: Vec<f64> = row.iter().map(|logit| (logit / temperature).exp()).collect();
+        *row = powers.iter().map(|power| power / powers.iter().sum::<f64>()).collect();
+    }
+    logits
 }
 
 /// Every token of a typical run, judged by one plain pass over the whole text.
@@ -180,15 +188,17 @@ fn distributions(llama: &Llama, text: &[i64], temperature: f64) -> Vec<Vec<f64>>
 fn typical_decoding_keeps_only_what_the_rule_accepts() {
     let (rule, temperature) = (TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 }, 0.7);
     let (mut roots, mut others, mut not_the_best) = (0, 0, 0);
-    for seed in 0..12 {
+    for (seed, penalty) in (0..12).zip([1.0, 1.3].into_iter().cycle()) {
         let llama = backbone(config(2, None, vec![]), seed);
         let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
         let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Typical(rule)).unwrap();
         let prompt = [1, 2, 3, 4];
-        let run = medusa(&llama, &prepared, &request(&prompt, 40, temperature), &mut go_on()).unwrap();
+        let repetition_penalty = Positive::new(penalty).unwrap();
+        let request = Request { repetition_penalty, ..request(&prompt, 40, temperature) };
+        let run = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
         steps_are_consistent(&run, 40);
         let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
-        let p_t = distributions(&llama, &text, temperature);
+        let p_t = distributions(&llama, &text, temperature, penalty);
         let mut at = prompt.len();
         for &length in &run.accept_lengths {
             for below_root in 0..length {
@@ -216,17 +226,19 @@ fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
     let (top_p, temperature) = (0.6, 1.3);
     let sampling =
         Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() };
+    let penalty = 1.2;
+    let repetition_penalty = Positive::new(penalty).unwrap();
     let (mut roots, mut others) = ([0, 0], [0, 0]); // all of them, and those that are not the most probable token
     for seed in 0..12 {
         let llama = backbone(config(2, None, vec![]), seed);
         let (heads, tree) = (heads(2, seed), SparseTree::cartesian(&[6, 4]).unwrap());
         let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Nucleus).unwrap();
         let prompt = [1, 2, 3, 4];
-        let request = Request { sampling, seed, ..request(&prompt, 40, temperature) };
+        let request = Request { sampling, repetition_penalty, seed, ..request(&prompt, 40, temperature) };
         let run = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
         steps_are_consistent(&run, 40);
         let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
-        let p_t = distributions(&llama, &text, temperature);
+        let p_t = distributions(&llama, &text, temperature, penalty);
         let mut at = prompt.len();
         for &length in &run.accept_lengths {
             for below_root in 0..length {

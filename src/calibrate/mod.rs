@@ -1,0 +1,245 @@
+//! How often each guess of each head is right: what the tree search needs (paper section 2.3.3).
+
+use std::io;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+use tch::Tensor;
+
+use crate::data::IGNORE;
+use crate::data::rows::TokenRow;
+use crate::data::tokenize::narrow;
+use crate::decode::generate::{self, DecodeError, Request};
+use crate::medusa::heads::Heads;
+use crate::model::attention::RowMask;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+use crate::torch::{TorchPanic, guard};
+
+mod counts;
+mod file;
+
+pub use counts::Counts;
+pub use file::{Calibration, HeadAccuracy, Joint, JointPath};
+
+/// Logits of one head are computed for so many positions at a time that they stay below this.
+const MAX_LOGITS_BYTES: i64 = 64 << 20;
+
+/// Heads cannot be calibrated, or a calibration cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrationError {
+    /// Heads and backbone do not belong together.
+    #[error(
+        "the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on"
+    )]
+    Mismatch {
+        /// `hidden size` or `vocabulary`.
+        what: &'static str,
+        /// The heads'.
+        heads: i64,
+        /// The backbone's.
+        backbone: i64,
+    },
+    /// More guesses than tokens, or none.
+    #[error("top-k is {top_k}; expected 1 to the vocabulary's {vocab_size}")]
+    BadTopK {
+        /// What was asked for.
+        top_k: usize,
+        /// The backbone's.
+        vocab_size: i64,
+    },
+    /// A row is longer than the backbone's context.
+    #[error("row {row} has {length} tokens, but the backbone's context is {context}; cut the rows")]
+    RowTooLong {
+        /// 1-based.
+        row: usize,
+        /// Its tokens.
+        length: usize,
+        /// `max_position_embeddings`.
+        context: i64,
+    },
+    /// A token id outside of the vocabulary.
+    #[error("row {row}: token id {id} at position {position}; expected 0 to {}", vocab_size - 1)]
+    TokenOutOfRange {
+        /// 1-based.
+        row: usize,
+        /// 0-based.
+        position: usize,
+        /// The id.
+        id: i32,
+        /// The backbone's.
+        vocab_size: i64,
+    },
+    /// A head whose accuracy cannot be known.
+    #[error("no row has a target for head {head}; it needs rows of at least {} tokens whose labels are not all {IGNORE}", head + 2)]
+    NoTargets {
+        /// 1-based.
+        head: usize,
+    },
+    /// libtorch gave up.
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
+    /// The disk said no.
+    #[error("cannot {action} the calibration {}", path.display())]
+    Io {
+        /// `read` or `write`.
+        action: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The disk's words.
+        source: io::Error,
+    },
+    /// Not a calibration.
+    #[error("{} is no calibration; expected {{\"heads\":[{{\"counts\":…,\"total\":…,\"accuracy\":…}}], …}} as `medusa calibrate` writes it", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and what.
+        source: serde_json::Error,
+    },
+}
+
+/// Runs the heads over `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t is asked
+/// for token t + h + 2, if that token's label is not [`IGNORE`]. `on_row` hears how many rows are done.
+///
+/// # Errors
+/// [`CalibrationError`] names what is wrong with the heads or the rows.
+pub fn calibrate(
+    backbone: &Llama,
+    heads: &Heads,
+    rows: &[TokenRow],
+    top_k: usize,
+    mut on_row: impl FnMut(usize),
+) -> Result<Counts, CalibrationError> {
+    check(backbone, heads, rows, top_k)?;
+    let mut counts = Counts::new(heads.num_heads(), top_k);
+    for (done, row) in rows.iter().enumerate() {
+        guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, row, &mut counts)))?;
+        on_row(done + 1);
+    }
+    Ok(counts)
+}
+
+/// What the backbone itself writes after a prompt, greedily: a row whose targets are its new tokens, without the EOS, which no
+/// step commits. Heads and tree are used on such text; another's text has tokens that this backbone would not write.
+///
+/// # Errors
+/// [`DecodeError`] names what is wrong with the prompt.
+pub fn own_answer(backbone: &Llama, prompt: &[i64], max_new_tokens: usize) -> Result<TokenRow, DecodeError> {
+    let request = Request::greedy(prompt, max_new_tokens);
+    let answer = generate::plain(backbone, &request, &mut |_| ControlFlow::Continue(()))?;
+    let new_ids = narrow(&answer.new_ids);
+    let labels = [vec![IGNORE; prompt.len()], new_ids.clone()].concat();
+    Ok(TokenRow { input_ids: [narrow(prompt), new_ids].concat(), labels })
+}
+
+fn check(backbone: &Llama, heads: &Heads, rows: &[TokenRow], top_k: usize) -> Result<(), CalibrationError> {
+    let config = &backbone.config;
+    for (what, heads, backbone) in [
+        ("hidden size", heads.hidden_size(), config.hidden_size),
+        ("vocabulary", heads.vocab_size(), config.vocab_size),
+    ] {
+        if heads != backbone {
+            return Err(CalibrationError::Mismatch { what, heads, backbone });
+        }
+    }
+    let (vocab_size, context) = (config.vocab_size, config.max_position_embeddings);
+    if top_k == 0 || top_k as i64 > vocab_size {
+        return Err(CalibrationError::BadTopK { top_k, vocab_size });
+    }
+    for (row, tokens) in rows.iter().enumerate() {
+        let (row, length) = (row + 1, tokens.input_ids.len());
+        if length as i64 > context {
+            return Err(CalibrationError::RowTooLong { row, length, context });
+        }
+        let bad = tokens.input_ids.iter().position(|&id| !(0..vocab_size).contains(&i64::from(id)));
+        if let Some(position) = bad {
+            return Err(CalibrationError::TokenOutOfRange {
+                row,
+                position,
+                id: tokens.input_ids[position],
+                vocab_size,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// A position, and what is asked there.
+#[derive(Debug, PartialEq, Eq)]
+struct Asked {
+    position: usize,
+    /// Whether the next token, a step's root, belongs to the text that is measured: decoding could take a step from here.
+    is_step: bool,
+    /// Each head's.
+    targets: Vec<Option<i64>>,
+}
+
+/// What each head should guess at each position. Positions that ask nothing are left out.
+fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<Asked> {
+    let target = |at: usize| row.labels.get(at).filter(|&&label| label != IGNORE).map(|&label| i64::from(label));
+    let asked = (0..row.input_ids.len()).map(|position| Asked {
+        position,
+        is_step: target(position + 1).is_some(),
+        targets: (0..num_heads).map(|head| target(position + head + 2)).collect(),
+    });
+    asked.filter(|asked| asked.is_step || asked.targets.iter().any(Option::is_some)).collect()
+}
+
+fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Counts) {
+    counts.add_tokens(row.input_ids.len());
+    let asked = asked_of(row, heads.num_heads());
+    if asked.is_empty() {
+        return;
+    }
+    let ids: Vec<i64> = row.input_ids.iter().map(|&id| i64::from(id)).collect();
+    let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
+    let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
+    let hidden_th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off).squeeze_dim(0);
+    let chunk = (MAX_LOGITS_BYTES / (4 * backbone.config.vocab_size)).max(1) as usize;
+    let mut run = Vec::new();
+    for asked in asked.chunks(chunk) {
+        let positions: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
+        let hidden_nh = hidden_th.index_select(0, &Tensor::from_slice(&positions).to_device(backbone.device()));
+        let guesses = guesses_of(backbone, heads, &hidden_nh, counts.top_k());
+        for (at, asked) in asked.iter().enumerate() {
+            let here = at * counts.top_k()..(at + 1) * counts.top_k();
+            let guesses: Vec<&[i64]> = guesses.iter().map(|of_head| &of_head[here.clone()]).collect();
+            let right = counts.add(&guesses, &asked.targets);
+            if asked.is_step {
+                run.push(right);
+            } else {
+                counts.add_run(std::mem::take(&mut run));
+            }
+        }
+    }
+    counts.add_run(run);
+}
+
+/// Each head's `top_k` guesses at every row, best first: `[head][row * top_k + rank]`.
+fn guesses_of(backbone: &Llama, heads: &Heads, hidden_nh: &Tensor, top_k: usize) -> Vec<Vec<i64>> {
+    let of_head = |head| {
+        let (_, guesses_nk) = heads.logits(head, hidden_nh, backbone).topk(top_k as i64, -1, true, true);
+        Vec::try_from(guesses_nk.contiguous().view([-1])).expect("token ids are int64")
+    };
+    (0..heads.num_heads()).map(of_head).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_lie_two_tokens_on_and_ignored_labels_ask_nobody() {
+        let row = TokenRow { input_ids: vec![1, 2, 3, 4, 5], labels: vec![IGNORE, 2, IGNORE, 4, 5] };
+        let asked =
+            |position, is_step, targets: [Option<i64>; 2]| Asked { position, is_step, targets: targets.to_vec() };
+        let expected = [
+            asked(0, true, [None, Some(4)]),
+            asked(1, false, [Some(4), Some(5)]),
+            asked(2, true, [Some(5), None]),
+            asked(3, true, [None, None]),
+        ];
+        assert_eq!(asked_of(&row, 2), expected);
+    }
+}

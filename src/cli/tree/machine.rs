@@ -1,0 +1,153 @@
+//! `medusa tree --latency`: times of steps, read or measured, and the tree that they choose.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use indicatif::ProgressBar;
+
+use super::super::calibrate::{draw_target, heads_file};
+use super::super::decoder::{Decoder, dtype_of};
+use super::super::{CommonFlags, UsageError};
+use super::TreeArgs;
+use crate::calibrate::Calibration;
+use crate::files;
+use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
+use crate::medusa::tree_search::Found;
+use crate::torch::{DeviceChoice, device_name};
+
+/// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
+const MAX_NODES: usize = 64;
+/// Tokens before the timed steps where nothing is said, if they are no more than half of the context.
+const CONTEXT: usize = 256;
+
+/// The times in the file, or, where there is no such file, new ones that are then in it.
+pub(super) fn latency(
+    args: &TreeArgs,
+    path: &Path,
+    calibration: &Calibration,
+    common: &CommonFlags,
+) -> anyhow::Result<Latency> {
+    let asked = asked(args, calibration, common)?;
+    if path.exists() {
+        let latency = Latency::load(path)?;
+        latency.check(&asked, path)?;
+        return Ok(latency);
+    }
+    let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else {
+        return Err(UsageError(format!(
+            "--latency {} does not exist; give --backbone and --heads too, and it is measured",
+            path.display()
+        ))
+        .into());
+    };
+    let latency = measure(args, (backbone, heads), calibration, common)?;
+    latency.save(path)?;
+    common.say(format_args!("wrote {}", path.display()));
+    Ok(latency)
+}
+
+/// What a file must have been measured with: what the command line says, and the calibration's heads.
+fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> anyhow::Result<Asked> {
+    if let Some(heads) = &args.heads {
+        let of_heads = sha256(&heads_file(heads))?;
+        if of_heads != calibration.heads_sha256 {
+            return Err(UsageError(format!(
+                "{} was not made with the heads in {}; calibrate these",
+                args.calibration.display(),
+                heads.display()
+            ))
+            .into());
+        }
+    }
+    let device = match common.device {
+        DeviceChoice::Auto => None,
+        other => Some(other),
+    };
+    Ok(Asked {
+        device: device.map(|device| device.resolve().map(device_name)).transpose()?,
+        dtype: common.dtype,
+        threads: std::env::var("OMP_NUM_THREADS").ok().and_then(|threads| threads.parse().ok()),
+        context: args.context.map(Into::into),
+        backbone: args.backbone.as_ref().map(|backbone| backbone.display().to_string()),
+        heads_sha256: Some(calibration.heads_sha256.clone()),
+    })
+}
+
+/// Times trees that the calibration makes, on the backbone as decoding loads it.
+fn measure(
+    args: &TreeArgs,
+    (backbone, heads): (&Path, &Path),
+    calibration: &Calibration,
+    common: &CommonFlags,
+) -> anyhow::Result<Latency> {
+    let num_heads = calibration.heads.len();
+    let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
+    let trees = latency::trees_to_time(num_heads, max_nodes, &best_tree(calibration))?;
+    let quiet = CommonFlags { quiet: true, ..common.clone() }; // a tree is what is looked for: no word that there is none
+    let mut decoder = Decoder::load(backbone, Some(&heads.to_owned()), None, &quiet)?;
+    let (heads, _) = decoder.medusa.take().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
+    let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
+    let context = args.context.map_or(half.min(CONTEXT), Into::into);
+    let bar = ProgressBar::with_draw_target(Some(latency::turns(trees.len()) as u64), draw_target(common));
+    let times = latency::measure(&mut decoder.backbone, &heads, &trees, context, &mut || bar.inc(1))?;
+    bar.finish_and_clear();
+    let Times { plain_step_ms, steps } = times;
+    Ok(Latency {
+        device: device_name(decoder.backbone.device()),
+        dtype: dtype_of(decoder.backbone.kind()),
+        threads: usize::try_from(tch::get_num_threads())?,
+        context,
+        backbone: backbone.display().to_string(),
+        heads_sha256: calibration.heads_sha256.clone(),
+        plain_step_ms,
+        steps,
+    })
+}
+
+/// The fastest tree and its tokens a second; says all that it was compared with.
+pub(super) fn choose(
+    args: &TreeArgs,
+    latency: &Latency,
+    calibration: &Calibration,
+    common: &CommonFlags,
+) -> anyhow::Result<(Found, f64)> {
+    let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
+    let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &best_tree(calibration))?;
+    common.say(table(&sweep, latency));
+    let chosen = sweep.trees.swap_remove(sweep.fastest);
+    let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
+    if tokens_per_second <= plain {
+        common.say(format_args!(
+            "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s, against {tokens_per_second:.1}"
+        ));
+    }
+    Ok((Found { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
+}
+
+fn best_tree(calibration: &Calibration) -> Box<BestTree<'_>> {
+    Box::new(|nodes, heads| calibration.best_tree(nodes, heads))
+}
+
+fn sha256(path: &Path) -> anyhow::Result<String> {
+    files::sha256(path).map_err(|error| anyhow::Error::new(error).context(format!("cannot read {}", path.display())))
+}
+
+/// One line a size, the choice marked.
+fn table(sweep: &Sweep, latency: &Latency) -> String {
+    let plain = latency.plain_step_ms;
+    let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup\n");
+    let _ = write!(text, "plain {:>7} {:>13.3} {plain:>9.3} {:>10.1} {:>9.2}", "-", 1.0, 1e3 / plain, 1.0); // a String takes all
+    for (at, timed) in sweep.trees.iter().enumerate() {
+        let Timed { tree, tokens_per_step, step_ms } = timed;
+        let _ = write!(
+            text,
+            "\n{:>5} {:>7} {tokens_per_step:>13.3} {step_ms:>9.3} {:>10.1} {:>9.2}{}",
+            tree.choices().len(),
+            tree.max_depth(),
+            timed.tokens_per_second(),
+            timed.tokens_per_second() * plain / 1e3,
+            if at == sweep.fastest { "   <- the fastest" } else { "" },
+        ); // likewise
+    }
+    text
+}

@@ -1,0 +1,216 @@
+//! Attention of new tokens to a cache and to each other, along any tree. What a token gives does not depend on which others are
+//! computed with it: its keys are always taken in the order of their positions.
+#![expect(unsafe_code, reason = "AVX-512 on the rows of a cache, whose bounds are checked before the loops")]
+
+// N new tokens, Q query heads, G key/value heads, R = Q/G, S room of the cache, D head size
+use std::arch::x86_64::*;
+use std::array;
+
+use super::Number;
+use super::lanes::{LANES, exp, load, mask_of, sum_each};
+use super::shared::Shared;
+use super::team::Team;
+
+/// Products below which the work is not shared.
+const WORTH_SHARING: usize = 1 << 17;
+
+/// One layer's keys or values, `[G, S, D]`.
+#[derive(Debug, Clone, Copy)]
+pub struct Plane<'c> {
+    /// As the cache stores them.
+    pub bytes: &'c [u8],
+    /// How.
+    pub number: Number,
+    /// S.
+    pub room: usize,
+    /// D.
+    pub head_size: usize,
+}
+
+/// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen(Vec<u32>);
+
+impl FromIterator<usize> for Seen {
+    fn from_iter<I: IntoIterator<Item = usize>>(slots: I) -> Self {
+        Self(slots.into_iter().map(|slot| u32::try_from(slot).expect("a context has less than 2^32 tokens")).collect())
+    }
+}
+
+/// Shapes of an attention.
+#[derive(Debug, Clone, Copy)]
+pub struct Heads {
+    /// Q.
+    pub queries: usize,
+    /// G.
+    pub groups: usize,
+    /// Factor of the scores.
+    pub scale: f32,
+}
+
+/// Queries `[N, Q, D]`, of rows of `stride` numbers, to `out` `[N, Q, D]`: `softmax(q·Kᵀ · scale)·V` over what each token sees.
+///
+/// # Panics
+/// If a shape does not fit, or a token sees what is not in the cache.
+pub fn attend(
+    queries: (&[f32], usize),
+    [keys, values]: [Plane<'_>; 2],
+    seen: &[Seen],
+    heads: Heads,
+    out: &mut [f32],
+    team: &Team,
+) {
+    let ((q, stride), d) = (queries, keys.head_size);
+    let width = heads.queries * d;
+    assert!(out.len() == seen.len() * width && q.len() >= seen.len().saturating_sub(1) * stride + width, "[N, Q, D]");
+    for plane in [keys, values] {
+        assert_eq!(plane.bytes.len(), heads.groups * plane.room * d * plane.number.bytes(), "[G, S, D]");
+        assert!(
+            seen.iter().all(|seen| !seen.0.is_empty() && seen.0.iter().all(|&slot| (slot as usize) < plane.room)),
+            "in the cache"
+        );
+    }
+    let shared = Shared::new(out);
+    // Whole tokens where there are enough of them, else heads.
+    let heads_of_part = if seen.len() < 2 * team.size() { 1 } else { heads.queries };
+    let part = |part: usize| {
+        let first = part * heads_of_part;
+        let (n, first) = (first / heads.queries, first % heads.queries);
+        let mut scores = vec![0.0; seen[n].0.len().next_multiple_of(LANES)];
+        for head in first..first + heads_of_part {
+            let group = head / (heads.queries / heads.groups);
+            let q_d = &q[n * stride + head * d..][..d];
+            // SAFETY: each part has its own heads of its own token.
+            let out_d = unsafe { shared.part(n * width + head * d, d) };
+            let one = One { q_d, keys, values, group, slots: &seen[n].0, scale: heads.scale };
+            // SAFETY: a matrix was made before, so the CPU has AVX-512.
+            unsafe {
+                match keys.number {
+                    Number::Float32 => one.attend::<false>(&mut scores, out_d),
+                    Number::BFloat16 => one.attend::<true>(&mut scores, out_d),
+                }
+            }
+        }
+    };
+    let parts = seen.len() * heads.queries / heads_of_part;
+    let work = 2 * width * seen.iter().map(|seen| seen.0.len()).sum::<usize>();
+    if work >= WORTH_SHARING { team.run(parts, part) } else { (0..parts).for_each(part) }
+}
+
+/// One head of one token.
+struct One<'a> {
+    q_d: &'a [f32],
+    keys: Plane<'a>,
+    values: Plane<'a>,
+    group: usize,
+    slots: &'a [u32],
+    scale: f32,
+}
+
+impl One<'_> {
+    /// `scores`: room for as many numbers as there are slots, in whole vectors.
+    #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
+    fn attend<const BF16: bool>(&self, scores: &mut [f32], out_d: &mut [f32]) {
+        let largest = self.scores::<BF16>(scores);
+        let sum = _mm512_set1_ps(softmax(scores, largest, self.slots.len()));
+        for (chunk, out) in out_d.chunks_mut(LANES).enumerate() {
+            let weighted = _mm512_div_ps(self.weighted::<BF16>(scores, chunk), sum);
+            // SAFETY: only the lanes of the mask are written.
+            unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask_of(out.len()), weighted) };
+        }
+    }
+
+    /// Scaled scores, and the largest; behind the last token the last one's come again.
+    #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
+    fn scores<const BF16: bool>(&self, scores: &mut [f32]) -> f32 {
+        let mut largest = _mm512_set1_ps(f32::NEG_INFINITY);
+        for (block, scores) in scores.chunks_exact_mut(LANES).enumerate() {
+            let keys = self.sixteen(block * LANES);
+            let mut sums = [_mm512_setzero_ps(); LANES];
+            for (chunk, q) in self.q_d.chunks(LANES).enumerate() {
+                let (q, mask) = (load(q), mask_of(q.len()));
+                for (sum, key) in sums.iter_mut().zip(keys) {
+                    // SAFETY: `sixteen`'s tokens are in the plane, and the mask ends with the head.
+                    *sum = _mm512_fmadd_ps(
+                        q,
+                        unsafe { numbers_at::<BF16>(self.keys.bytes, key + chunk * LANES, mask) },
+                        *sum,
+                    );
+                }
+            }
+            let scaled = _mm512_mul_ps(sum_each(sums), _mm512_set1_ps(self.scale));
+            largest = _mm512_max_ps(largest, scaled);
+            // SAFETY: 16 numbers fit.
+            unsafe { _mm512_storeu_ps(scores.as_mut_ptr(), scaled) };
+        }
+        _mm512_reduce_max_ps(largest)
+    }
+
+    /// Where the keys of 16 seen tokens start, from the `at`-th on; behind the last one, the last one again.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn sixteen(&self, at: usize) -> [usize; LANES] {
+        let (d, last) = (self.keys.head_size, self.slots.len() - 1);
+        let start = |slot: u32| (self.group * self.keys.room + slot as usize) * d;
+        match self.slots.get(at..at + LANES) {
+            Some(slots) if slots[LANES - 1] == slots[0] + (LANES as u32 - 1) => {
+                let first = start(slots[0]); // side by side, as nearly all are
+                array::from_fn(|lane| first + lane * d)
+            }
+            _ => array::from_fn(|lane| start(self.slots[(at + lane).min(last)])),
+        }
+    }
+
+    /// The values' 16 numbers from 16·`chunk` on, weighted: four running sums, since each waits for its last addition.
+    #[target_feature(enable = "avx512f,avx512vl,avx512bw")]
+    fn weighted<const BF16: bool>(&self, p: &[f32], chunk: usize) -> __m512 {
+        let d = self.values.head_size;
+        let (first, mask) =
+            (self.group * self.values.room * d + chunk * LANES, mask_of((d - chunk * LANES).min(LANES)));
+        let add = |sum: &mut __m512, p: f32, slot: u32| {
+            // SAFETY: `attend` has checked that the token is in the plane, and the mask ends with the head.
+            let value = unsafe { numbers_at::<BF16>(self.values.bytes, first + slot as usize * d, mask) };
+            *sum = _mm512_fmadd_ps(_mm512_set1_ps(p), value, *sum);
+        };
+        let mut sums = [_mm512_setzero_ps(); 4];
+        let ((p_of_4, _), (whole, rest)) = (p.as_chunks::<4>(), self.slots.as_chunks::<4>());
+        for (slots, p) in whole.iter().zip(p_of_4) {
+            (0..4).for_each(|i| add(&mut sums[i], p[i], slots[i]));
+        }
+        for (i, &slot) in rest.iter().enumerate() {
+            add(&mut sums[i], p[4 * whole.len() + i], slot);
+        }
+        _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]))
+    }
+}
+
+/// Numbers of a plane from number `at` on, as float32; where the mask ends, zeros.
+///
+/// # Safety
+/// The numbers of the mask are in the plane.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vl,avx512bw")]
+unsafe fn numbers_at<const BF16: bool>(plane: &[u8], at: usize, mask: u16) -> __m512 {
+    // SAFETY: only the lanes of the mask are read.
+    unsafe {
+        if BF16 {
+            let bits = _mm256_maskz_loadu_epi16(mask, plane.as_ptr().cast::<i16>().add(at));
+            return _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)));
+        }
+        _mm512_maskz_loadu_ps(mask, plane.as_ptr().cast::<f32>().add(at))
+    }
+}
+
+/// Scores to e^(score - largest), in place; returns their sum. Those from `len` on become 0.
+#[target_feature(enable = "avx512f")]
+fn softmax(scores: &mut [f32], largest: f32, len: usize) -> f32 {
+    scores[len..].fill(f32::NEG_INFINITY);
+    let mut sums = _mm512_setzero_ps();
+    for chunk in scores.chunks_exact_mut(LANES) {
+        let p = exp(_mm512_sub_ps(load(chunk), _mm512_set1_ps(largest)));
+        sums = _mm512_add_ps(sums, p);
+        // SAFETY: 16 numbers fit.
+        unsafe { _mm512_storeu_ps(chunk.as_mut_ptr(), p) };
+    }
+    _mm512_reduce_add_ps(sums)
+}

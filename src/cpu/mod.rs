@@ -1,0 +1,50 @@
+//! Kernels of a decoding step on a CPU with AVX-512: slices in, slices out, no tensors.
+
+use half::bf16;
+
+pub mod arena;
+pub mod attention;
+mod lanes;
+pub mod matrix;
+pub mod rows;
+mod shared;
+pub mod team;
+
+/// How numbers are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Number {
+    /// 4 bytes.
+    Float32,
+    /// 2 bytes.
+    BFloat16,
+}
+
+impl Number {
+    /// Of one number.
+    pub fn bytes(self) -> usize {
+        match self {
+            Number::Float32 => 4,
+            Number::BFloat16 => 2,
+        }
+    }
+
+    /// Writes float32 numbers as these, as many as both have.
+    pub fn write(self, x: &[f32], bytes: &mut [u8]) {
+        match self {
+            Number::Float32 => {
+                bytes.as_chunks_mut::<4>().0.iter_mut().zip(x).for_each(|(to, x)| *to = x.to_ne_bytes());
+            }
+            Number::BFloat16 => {
+                let numbers = bytes.as_chunks_mut::<2>().0.iter_mut().zip(x);
+                numbers.for_each(|(to, &x)| *to = bf16::from_f32(x).to_ne_bytes());
+            }
+        }
+    }
+}
+
+/// Whether this CPU has what the kernels are written for.
+pub fn available() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512bf16")
+}

@@ -1,0 +1,171 @@
+//! What a layer does to each row by itself between its products. A row's numbers do not depend on the other rows.
+#![expect(unsafe_code, reason = "AVX-512 on whole chunks of slices; nothing here runs where the CPU has none")]
+
+// N rows, H hidden, F intermediate size, D head size
+use std::arch::x86_64::*;
+
+use super::lanes::{LANES, exp, load, mask_of};
+
+/// `x / rms(x) · weight` for each row of `x_nh`, to `out_nh`.
+pub fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
+    let h = weight_h.len();
+    assert_eq!((x_nh.len() % h, x_nh.len()), (0, out_nh.len()), "rows of [N, H]");
+    for (x_h, out_h) in x_nh.chunks_exact(h).zip(out_nh.chunks_exact_mut(h)) {
+        // SAFETY: a matrix was made before, so the CPU has AVX-512.
+        let mean = unsafe { sum_of_squares(x_h) } / h as f32;
+        let scale = (mean + eps).sqrt().recip();
+        out_h.iter_mut().zip(x_h).zip(weight_h).for_each(|((out, x), weight)| *out = x * scale * weight);
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+fn sum_of_squares(x: &[f32]) -> f32 {
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    let mut sums = _mm512_setzero_ps();
+    for chunk in chunks {
+        // SAFETY: 16 numbers.
+        let x = unsafe { _mm512_loadu_ps(chunk.as_ptr()) };
+        sums = _mm512_fmadd_ps(x, x, sums);
+    }
+    _mm512_reduce_add_ps(sums) + rest.iter().map(|x| x * x).sum::<f32>()
+}
+
+/// `x += y`.
+pub fn add(x: &mut [f32], y: &[f32]) {
+    assert_eq!(x.len(), y.len(), "of one shape");
+    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+}
+
+/// Adds a bias `[O]` to each row of `[N, O]`.
+pub fn add_to_each(y_no: &mut [f32], bias_o: &[f32]) {
+    y_no.chunks_exact_mut(bias_o.len()).for_each(|y_o| add(y_o, bias_o));
+}
+
+/// `silu(gate) · up`: `[N, 2F]`, gate before up in each row, to `[N, F]`.
+pub fn silu_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize) {
+    assert_eq!(gate_up_nf.len(), 2 * out_nf.len(), "[N, 2F] and [N, F]");
+    for (gate_up, out_f) in gate_up_nf.chunks_exact(2 * f).zip(out_nf.chunks_exact_mut(f)) {
+        let (gate_f, up_f) = gate_up.split_at(f);
+        // SAFETY: as in `rms_norm`.
+        unsafe { silu_product_of_row(gate_f, up_f, out_f) };
+    }
+}
+
+#[target_feature(enable = "avx512f")]
+fn silu_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
+    for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
+        let (gate, up, one) = (load(gate), load(up), _mm512_set1_ps(1.0));
+        let sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
+        let product = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up);
+        // SAFETY: only the lanes of the mask are written.
+        unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask_of(out.len()), product) };
+    }
+}
+
+/// `x + silu(y)` to `x`, both `[N, H]`: the end of a ResBlock.
+pub fn add_silu(x: &mut [f32], y: &[f32]) {
+    assert_eq!(x.len(), y.len(), "of one shape");
+    for (x, y) in x.chunks_mut(LANES).zip(y.chunks(LANES)) {
+        let mut gated = [0.0; LANES];
+        // SAFETY: as in `rms_norm`.
+        unsafe { silu_product_of_row(y, &[1.0; LANES][..y.len()], &mut gated[..y.len()]) };
+        x.iter_mut().zip(gated).for_each(|(x, gated)| *x += gated);
+    }
+}
+
+/// Cosines, then sines of a position, for pairs (i, i + D/2) of a head: rotary embeddings as transformers computes them.
+pub fn rotation(position: i64, frequencies: &[f32]) -> Vec<f32> {
+    let angles = frequencies.iter().map(|frequency| position as f32 * frequency);
+    angles.clone().map(f32::cos).chain(angles.map(f32::sin)).collect()
+}
+
+/// Rotates heads `[…, D]` in place by a [`rotation`] (`[D]`).
+pub fn rotate(heads: &mut [f32], rotation: &[f32]) {
+    let (cos, sin) = rotation.split_at(rotation.len() / 2);
+    for head in heads.chunks_exact_mut(rotation.len()) {
+        let (first, second) = head.split_at_mut(cos.len());
+        for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+        }
+    }
+}
+
+/// Where the `count` largest numbers are, largest first, of equals the first.
+pub fn largest(x: &[f32], count: usize) -> Vec<usize> {
+    let mut best: Vec<(f32, usize)> = Vec::with_capacity(count + 1);
+    for (chunk, numbers) in x.chunks(LANES).enumerate() {
+        let least = if best.len() < count { f32::NEG_INFINITY } else { best[count - 1].0 };
+        // SAFETY: as in `rms_norm`.
+        if best.len() == count && !unsafe { any_above(numbers, least) } {
+            continue; // nearly always
+        }
+        for (lane, &number) in numbers.iter().enumerate() {
+            let at = best.partition_point(|&(other, _)| other >= number);
+            if at < count {
+                best.insert(at, (number, chunk * LANES + lane));
+                best.truncate(count);
+            }
+        }
+    }
+    best.into_iter().map(|(_, at)| at).collect()
+}
+
+/// Whether one of up to 16 numbers is larger.
+#[target_feature(enable = "avx512f")]
+fn any_above(x: &[f32], least: f32) -> bool {
+    _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(mask_of(x.len()), load(x), _mm512_set1_ps(least)) != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(count: usize) -> Vec<f32> {
+        (0..count).map(|i| ((i * 37 % 101) as f32 - 50.0) / 9.0).collect()
+    }
+
+    fn close(a: &[f32], b: impl Iterator<Item = f64>) {
+        for (at, (a, b)) in a.iter().zip(b).enumerate() {
+            assert!((f64::from(*a) - b).abs() < 2e-6 * b.abs().max(1.0), "number {at}: {a}, expected {b}");
+        }
+    }
+
+    #[test]
+    fn rows_equal_their_formulas_in_float64() {
+        if !super::super::available() {
+            return;
+        }
+        for h in [5, 16, 37] {
+            let (x, weight) = (numbers(2 * h), numbers(h));
+            let mut out = vec![0.0; 2 * h];
+            rms_norm(&x, &weight, 1e-5, &mut out);
+            for (x, out) in x.chunks_exact(h).zip(out.chunks_exact(h)) {
+                let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / h as f64;
+                close(out, x.iter().zip(&weight).map(|(&x, &w)| f64::from(x) * f64::from(w) / (mean + 1e-5).sqrt()));
+            }
+            let silu = |x: f32| f64::from(x) / (1.0 + f64::from(-x).exp());
+            let (gate_up, mut product) = (numbers(4 * h), vec![0.0; 2 * h]);
+            silu_product(&gate_up, &mut product, h);
+            for (gate_up, product) in gate_up.chunks_exact(2 * h).zip(product.chunks_exact(h)) {
+                close(product, (0..h).map(|i| silu(gate_up[i]) * f64::from(gate_up[h + i])));
+            }
+            let mut sum = x.clone();
+            add_silu(&mut sum, &numbers(2 * h));
+            close(&sum, x.iter().zip(numbers(2 * h)).map(|(&x, y)| f64::from(x) + silu(y)));
+        }
+    }
+
+    #[test]
+    fn the_largest_come_first_and_of_equals_the_first() {
+        if !super::super::available() {
+            return;
+        }
+        let x = numbers(300);
+        let mut order: Vec<usize> = (0..300).collect();
+        order.sort_by(|&a, &b| x[b].total_cmp(&x[a]).then(a.cmp(&b)));
+        for count in [1, 2, 7, 50] {
+            assert_eq!(largest(&x, count), order[..count]);
+        }
+        assert_eq!(largest(&[f32::NEG_INFINITY; 3], 1), [0]);
+    }
+}

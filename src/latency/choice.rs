@@ -1,0 +1,190 @@
+//! Which tree decodes the most tokens a second. No tensors here.
+
+use super::{Latency, LatencyError};
+use crate::medusa::tree::SparseTree;
+use crate::medusa::tree_search::{Found, SearchError};
+
+/// Sizes that are timed. Times between them are interpolated.
+const SIZES: [usize; 22] = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024];
+
+/// Sizes that are timed of trees that leave out the last heads.
+const SIZES_OF_SHALLOW: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
+
+/// The best tree of so many nodes that asks so many heads at most.
+pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<Found, SearchError> + 'a;
+
+/// A tree, what it promises and how long its steps take.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Timed {
+    /// The tree.
+    pub tree: SparseTree,
+    /// Expected.
+    pub tokens_per_step: f64,
+    /// Measured, or interpolated.
+    pub step_ms: f64,
+}
+
+impl Timed {
+    /// Tokens ÷ seconds of decoding that these mean.
+    pub fn tokens_per_second(&self) -> f64 {
+        1e3 * self.tokens_per_step / self.step_ms
+    }
+}
+
+/// The fastest tree of each size.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sweep {
+    /// Smallest first.
+    pub trees: Vec<Timed>,
+    /// The fastest of all, in `trees`; of equals the smallest.
+    pub fastest: usize,
+}
+
+/// The trees to time: the best ones of each size up to `max_nodes`, and, since every head costs time, the best ones with fewer heads.
+///
+/// # Errors
+/// When there is no tree at all.
+pub fn trees_to_time(
+    num_heads: usize,
+    max_nodes: usize,
+    best_tree: &BestTree,
+) -> Result<Vec<SparseTree>, LatencyError> {
+    let mut trees: Vec<SparseTree> = Vec::new();
+    for heads in (1..=num_heads).rev() {
+        let sizes = if heads == num_heads { &SIZES[..] } else { &SIZES_OF_SHALLOW[..] };
+        let with_last = sizes.iter().copied().filter(|&size| size < max_nodes).chain([max_nodes]);
+        for nodes in with_last {
+            let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
+            let is_new =
+                |tree: &SparseTree| tree.choices().len() != nodes || tree.max_depth() != found.tree.max_depth();
+            if trees.iter().all(is_new) {
+                trees.push(found.tree);
+            }
+        }
+    }
+    Ok(trees)
+}
+
+/// The fastest tree of each size whose time is known, and the fastest of all. Around the fastest of the timed sizes, the sizes between
+/// them are tried too.
+///
+/// # Errors
+/// [`LatencyError::NothingTimed`], or what the search says.
+pub fn sweep(
+    latency: &Latency,
+    num_heads: usize,
+    max_nodes: usize,
+    best_tree: &BestTree,
+) -> Result<Sweep, LatencyError> {
+    let mut sizes: Vec<usize> = latency.steps.iter().map(|step| step.nodes).filter(|&size| size <= max_nodes).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let fastest_of = |nodes: usize| fastest_of_size(latency, num_heads, nodes, best_tree);
+    let mut trees: Vec<Timed> =
+        sizes.into_iter().filter_map(|nodes| fastest_of(nodes).transpose()).collect::<Result<_, _>>()?;
+    let Some(around) = fastest(&trees) else { return Err(LatencyError::NothingTimed) };
+    let size = |at: usize| trees[at].tree.choices().len();
+    let between = size(around.saturating_sub(1)) + 1..size((around + 1).min(trees.len() - 1));
+    let middle = size(around);
+    for nodes in between.filter(|&nodes| nodes != middle) {
+        trees.extend(fastest_of(nodes)?);
+    }
+    trees.sort_by_key(|timed| timed.tree.choices().len());
+    let fastest = fastest(&trees).unwrap_or(0); // there is one: `around`
+    Ok(Sweep { trees, fastest })
+}
+
+/// Among the trees with all heads, and with fewer.
+fn fastest_of_size(
+    latency: &Latency,
+    num_heads: usize,
+    nodes: usize,
+    best_tree: &BestTree,
+) -> Result<Option<Timed>, LatencyError> {
+    let mut best: Option<Timed> = None;
+    for heads in 1..=num_heads {
+        let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
+        let Some(step_ms) = latency.step_ms(nodes, found.tree.max_depth()) else { continue };
+        let timed = Timed { tree: found.tree, tokens_per_step: found.expected_tokens_per_step, step_ms };
+        if best.as_ref().is_none_or(|best| timed.tokens_per_second() > best.tokens_per_second()) {
+            best = Some(timed);
+        }
+    }
+    Ok(best)
+}
+
+fn fastest(trees: &[Timed]) -> Option<usize> {
+    let faster =
+        |a: &usize, b: &usize| trees[*a].tokens_per_second().total_cmp(&trees[*b].tokens_per_second()).then(b.cmp(a));
+    (0..trees.len()).max_by(faster)
+}
+
+/// `None` where the heads' guesses make no tree so large.
+fn at_most(found: Result<Found, SearchError>) -> Result<Option<Found>, SearchError> {
+    match found {
+        Err(SearchError::TooFewGuesses { .. }) => Ok(None),
+        found => found.map(Some),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::file::examples::latency;
+    use super::*;
+    use crate::medusa::tree_search::search;
+
+    fn best_tree(nodes: usize, heads: usize) -> Result<Found, SearchError> {
+        search(&vec![vec![0.6, 0.2, 0.1]; heads], nodes)
+    }
+
+    #[test]
+    fn trees_of_all_sizes_and_depths_are_timed_once() {
+        let trees = trees_to_time(3, 30, &best_tree).unwrap();
+        let sizes: Vec<(usize, usize)> = trees.iter().map(|tree| (tree.choices().len(), tree.max_depth())).collect();
+        let all_heads = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 30];
+        assert_eq!(sizes[..12].iter().map(|&(nodes, _)| nodes).collect::<Vec<_>>(), all_heads);
+        assert!(sizes.contains(&(8, 2)) && sizes.contains(&(2, 1)), "with fewer heads: {sizes:?}");
+        assert!(!sizes.contains(&(16, 2)), "2 heads of 3 guesses make 12");
+        let mut once = sizes.clone();
+        once.sort_unstable();
+        once.dedup();
+        assert_eq!(once.len(), sizes.len());
+        assert!(trees_to_time(3, 0, &best_tree).is_err());
+    }
+
+    /// A step takes as long as its nodes and heads make it: the choice is the best of all sizes and depths, tried one by one.
+    #[test]
+    fn the_choice_is_that_of_trying_everything() {
+        for (of_node, of_head) in [(0.0, 0.0), (0.02, 0.0), (0.05, 0.3), (0.4, 0.01), (2.0, 2.0)] {
+            let ms = |nodes: usize, depth: usize| 1.0 + of_node * nodes as f64 + of_head * depth as f64;
+            let times: Vec<_> = trees_to_time(3, 30, &best_tree)
+                .unwrap()
+                .iter()
+                .map(|tree| (tree.choices().len(), tree.max_depth()))
+                .map(|(nodes, depth)| (nodes, depth, ms(nodes, depth)))
+                .collect();
+            let sweep = sweep(&latency(&times), 3, 30, &best_tree).unwrap();
+            let chosen = &sweep.trees[sweep.fastest];
+            let all = (1..=30).flat_map(|nodes| (1..=3).map(move |heads| (nodes, heads)));
+            let speeds = all.filter_map(|(nodes, heads)| {
+                let found = best_tree(nodes, heads).ok()?;
+                Some(1e3 * found.expected_tokens_per_step / ms(nodes, found.tree.max_depth()))
+            });
+            let best = speeds.fold(0.0, f64::max);
+            assert!(
+                (chosen.tokens_per_second() / best - 1.0).abs() < 1e-9,
+                "{of_node} {of_head}: {} of {best}",
+                chosen.tokens_per_second()
+            );
+            assert!(sweep.trees.is_sorted_by_key(|timed| timed.tree.choices().len()));
+        }
+    }
+
+    #[test]
+    fn trees_without_a_time_are_no_choice() {
+        let nothing = sweep(&latency(&[(3, 7, 1.0)]), 3, 30, &best_tree);
+        assert!(matches!(nothing, Err(LatencyError::NothingTimed)));
+        let small = sweep(&latency(&[(1, 1, 9.0), (2, 1, 1.0), (8, 3, 0.1)]), 3, 4, &best_tree).unwrap();
+        assert!(small.trees.iter().all(|timed| timed.tree.choices().len() <= 4), "{small:?}");
+    }
+}

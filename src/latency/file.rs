@@ -1,0 +1,204 @@
+//! `latency.json`.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::LatencyError;
+use crate::files;
+use crate::torch::Dtype;
+
+/// `latency.json`: times of steps, and what they hold for.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Latency {
+    /// As `--device` spells it.
+    pub device: String,
+    /// What the backbone computes in.
+    pub dtype: Dtype,
+    /// CPU threads of a product.
+    pub threads: usize,
+    /// Tokens before the steps.
+    pub context: usize,
+    /// The backbone, as it was named.
+    pub backbone: String,
+    /// SHA-256 of heads.safetensors.
+    pub heads_sha256: String,
+    /// A step of plain decoding: one token.
+    pub plain_step_ms: f64,
+    /// A step with a tree.
+    pub steps: Vec<StepTime>,
+}
+
+/// How long a step takes with one tree.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StepTime {
+    /// Nodes without the root.
+    pub nodes: usize,
+    /// Levels below the root: heads that the tree asks.
+    pub depth: usize,
+    /// The median.
+    pub step_ms: f64,
+}
+
+/// What a file must have been measured with. `None` is as the file says.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Asked {
+    /// `cpu`, `cuda:0`.
+    pub device: Option<String>,
+    /// What the backbone shall compute in.
+    pub dtype: Option<Dtype>,
+    /// CPU threads; they matter on the CPU only.
+    pub threads: Option<usize>,
+    /// Tokens before the steps.
+    pub context: Option<usize>,
+    /// The backbone, as it was named.
+    pub backbone: Option<String>,
+    /// SHA-256 of heads.safetensors.
+    pub heads_sha256: Option<String>,
+}
+
+impl Latency {
+    /// Reads `latency.json`.
+    ///
+    /// # Errors
+    /// [`LatencyError`] names the file.
+    pub fn load(path: &Path) -> Result<Self, LatencyError> {
+        let io_error = |source| LatencyError::Io { action: "read", path: path.to_owned(), source };
+        let text = fs::read_to_string(path).map_err(io_error)?;
+        let latency: Self =
+            serde_json::from_str(&text).map_err(|source| LatencyError::Json { path: path.to_owned(), source })?;
+        let sizes = latency
+            .steps
+            .iter()
+            .flat_map(|step| [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms)]);
+        let mut numbers = [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(sizes);
+        match numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
+            Some((what, value)) => Err(LatencyError::Damaged { path: path.to_owned(), what, value }),
+            None => Ok(latency),
+        }
+    }
+
+    /// Writes `latency.json`, whole or not at all.
+    ///
+    /// # Errors
+    /// [`LatencyError`] names the file.
+    pub fn save(&self, path: &Path) -> Result<(), LatencyError> {
+        files::write_atomic(path, |out| {
+            serde_json::to_writer_pretty(&mut *out, self)?;
+            writeln!(out)
+        })
+        .map_err(|source| LatencyError::Io { action: "write", path: path.to_owned(), source })
+    }
+
+    /// Refuses a file that was measured with something else; `path` is its own.
+    ///
+    /// # Errors
+    /// [`LatencyError::Mismatch`] names the first difference.
+    pub fn check(&self, asked: &Asked, path: &Path) -> Result<(), LatencyError> {
+        let on_cpu = self.device == "cpu";
+        let text = |number: &usize| number.to_string();
+        let differences = [
+            ("device", self.device.clone(), asked.device.clone()),
+            ("dtype", self.dtype.to_string(), asked.dtype.map(|dtype| dtype.to_string())),
+            ("threads", text(&self.threads), asked.threads.as_ref().filter(|_| on_cpu).map(text)),
+            ("a context of", text(&self.context), asked.context.as_ref().map(text)),
+            ("the backbone", self.backbone.clone(), asked.backbone.clone()),
+            ("heads of sha256", self.heads_sha256.clone(), asked.heads_sha256.clone()),
+        ];
+        for (what, measured, asked) in differences {
+            if let Some(asked) = asked.filter(|asked| *asked != measured) {
+                return Err(LatencyError::Mismatch { path: path.to_owned(), what, measured, asked });
+            }
+        }
+        Ok(())
+    }
+
+    /// How long a step takes with a tree of this size and depth: measured, or on the line between the next smaller and the next
+    /// larger tree of that depth. `None` where it lies outside of what was measured.
+    pub fn step_ms(&self, nodes: usize, depth: usize) -> Option<f64> {
+        let of_depth = || self.steps.iter().filter(|step| step.depth == depth);
+        let below = of_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;
+        let above = of_depth().filter(|step| step.nodes >= nodes).min_by_key(|step| step.nodes)?;
+        if above.nodes == below.nodes {
+            return Some(below.step_ms);
+        }
+        let share = (nodes - below.nodes) as f64 / (above.nodes - below.nodes) as f64;
+        Some(below.step_ms + share * (above.step_ms - below.step_ms))
+    }
+}
+
+#[cfg(test)]
+pub(super) mod examples {
+    use super::*;
+
+    pub(in crate::latency) fn latency(steps: &[(usize, usize, f64)]) -> Latency {
+        Latency {
+            device: "cpu".into(),
+            dtype: Dtype::Float32,
+            threads: 2,
+            context: 256,
+            backbone: "b".into(),
+            heads_sha256: "ab".into(),
+            plain_step_ms: 2.0,
+            steps: steps.iter().map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms }).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::examples::latency;
+    use super::*;
+
+    #[test]
+    fn saved_latencies_come_back_and_broken_ones_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("latency.json");
+        let saved = latency(&[(1, 1, 2.5), (8, 3, 4.0)]);
+        saved.save(&path).unwrap();
+        assert_eq!(Latency::load(&path).unwrap(), saved);
+        let complaint = |text: &str| {
+            files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+            Latency::load(&path).unwrap_err().to_string()
+        };
+        let text = serde_json::to_string(&saved).unwrap();
+        let negative = complaint(&text.replace("4.0", "-4.0"));
+        assert!(negative.contains("latency.json: step_ms is -4; expected a number above 0"), "{negative}");
+        assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
+        assert!(complaint(&text[..40]).contains("latency.json holds no latencies"));
+        assert!(complaint("[[0]]").contains("holds no latencies"));
+    }
+
+    #[test]
+    fn only_what_was_asked_for_and_differs_is_refused() {
+        let (file, path) = (latency(&[(1, 1, 2.5)]), Path::new("l.json"));
+        let refused = |asked: &Asked| file.check(asked, path).unwrap_err().to_string();
+        let same = Asked { device: Some("cpu".into()), threads: Some(2), context: Some(256), ..Asked::default() };
+        assert!(file.check(&same, path).is_ok() && file.check(&Asked::default(), path).is_ok());
+        assert!(
+            refused(&Asked { device: Some("cuda:0".into()), ..same.clone() })
+                .starts_with("l.json was measured with device cpu, not with cuda:0; give another --latency FILE")
+        );
+        assert!(
+            refused(&Asked { dtype: Some(Dtype::BFloat16), ..same.clone() })
+                .contains("dtype float32, not with bfloat16")
+        );
+        assert!(refused(&Asked { threads: Some(4), ..same.clone() }).contains("threads 2, not with 4"));
+        assert!(refused(&Asked { context: Some(64), ..same.clone() }).contains("a context of 256, not with 64"));
+        assert!(refused(&Asked { backbone: Some("c".into()), ..same.clone() }).contains("the backbone b, not with c"));
+        assert!(refused(&Asked { heads_sha256: Some("cd".into()), ..same }).contains("heads of sha256 ab"));
+        let on_gpu = Latency { device: "cuda:0".into(), ..file };
+        assert!(on_gpu.check(&Asked { threads: Some(4), ..Asked::default() }, path).is_ok());
+    }
+
+    #[test]
+    fn between_measured_sizes_of_one_depth_times_lie_on_a_line() {
+        let file = latency(&[(4, 2, 3.0), (8, 2, 5.0), (6, 3, 100.0), (16, 3, 110.0)]);
+        assert_eq!(file.step_ms(4, 2), Some(3.0));
+        assert_eq!(file.step_ms(5, 2), Some(3.5));
+        assert_eq!(file.step_ms(11, 3), Some(105.0));
+        assert_eq!((file.step_ms(3, 2), file.step_ms(9, 2), file.step_ms(8, 4)), (None, None, None));
+    }
+}

@@ -1,0 +1,112 @@
+//! Promise: `medusa tree --latency` times steps on this machine once, and takes the tree with the most tokens a second; a file of other
+//! conditions is refused.
+
+use medusa::latency::Latency;
+use medusa::medusa::tree_file::TreeFile;
+use serde_json::{Value, json};
+
+use crate::decoding::World;
+
+/// A calibration of the world's heads.
+fn world() -> World {
+    let world = World::new();
+    let arguments =
+        ["calibrate", "--backbone", "b", "--heads", "h", "--prompts", "p.jsonl", "--top-k", "20", "--out", "c.json"];
+    world.medusa(&arguments).assert().success();
+    world
+}
+
+const CHOOSE: [&str; 7] = ["tree", "--calibration", "c.json", "--latency", "l.json", "--out", "t.json"];
+const MEASURE: [&str; 6] = ["--backbone", "b", "--heads", "h", "--max-nodes", "8"];
+
+fn stderr(world: &World, arguments: &[&str]) -> String {
+    let output = world.medusa(arguments).assert().success().get_output().clone();
+    assert!(output.stdout.is_empty());
+    String::from_utf8(output.stderr).expect("UTF-8")
+}
+
+#[test]
+fn times_are_measured_once_and_kept() {
+    let world = world();
+    let told = stderr(&world, &[&CHOOSE[..], &MEASURE].concat());
+    assert!(told.contains("wrote l.json") && told.contains("<- the fastest"), "{told}");
+    let latency = Latency::load(&world.path("l.json")).unwrap();
+    assert_eq!((latency.device.as_str(), latency.context, latency.backbone.as_str()), ("cpu", 32, "b"));
+    let timed = |nodes, depth| latency.steps.iter().any(|step| (step.nodes, step.depth) == (nodes, depth));
+    assert!(latency.steps.iter().all(|step| step.nodes <= 8), "{:?}", latency.steps);
+    assert!(timed(8, 2) && timed(8, 1), "heads can be left out: {:?}", latency.steps);
+    let first = TreeFile::load(&world.path("t.json")).unwrap();
+    let sha256 = medusa::files::sha256(&world.path("l.json")).unwrap();
+    assert_eq!(first.origin.latency_sha256.as_ref(), Some(&sha256));
+    let (per_second, per_step) = (first.origin.expected_tokens_per_second, first.origin.expected_tokens_per_step);
+    let step_ms = latency.step_ms(first.tree.choices().len(), first.tree.max_depth()).unwrap();
+    assert_eq!(per_second.unwrap(), 1e3 * per_step.unwrap() / step_ms);
+    assert!(!stderr(&world, &CHOOSE).contains("wrote"));
+    assert_eq!(TreeFile::load(&world.path("t.json")).unwrap(), first, "the same times, the same tree");
+    assert_eq!(medusa::files::sha256(&world.path("l.json")).unwrap(), sha256);
+    let found = world.json(&["inspect", "l.json"]).remove(0);
+    assert_eq!((&found["kind"], &found["plain_step_ms"]), (&json!("latency"), &json!(latency.plain_step_ms)));
+    assert_eq!(world.json(&["inspect", "t.json"])[0]["expected_tokens_per_second"], json!(per_second));
+}
+
+/// `l.json` with these nodes, depths and milliseconds.
+fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)]) {
+    let written = std::fs::read(world.path("c.json")).expect("the calibration of this test");
+    let calibration: Value = serde_json::from_slice(&written).expect("JSON");
+    let step = |&(nodes, depth, step_ms): &_| json!({"nodes": nodes, "depth": depth, "step_ms": step_ms});
+    world.write(
+        "l.json",
+        &json!({
+        "device": "cpu", "dtype": "float32", "threads": 1, "context": 32, "backbone": "b",
+        "heads_sha256": calibration["heads_sha256"], "plain_step_ms": plain_step_ms,
+        "steps": steps.iter().map(step).collect::<Vec<_>>()}),
+    );
+}
+
+#[test]
+fn the_fastest_is_taken_and_plain_decoding_may_be_it() {
+    let world = world();
+    let all = |ms: &dyn Fn(usize, usize) -> f64| -> Vec<(usize, usize, f64)> {
+        (1..=3).flat_map(|depth| [1, 4, 8].map(|nodes| (nodes, depth, ms(nodes, depth)))).collect()
+    };
+    let chosen = || TreeFile::load(&world.path("t.json")).unwrap().tree.choices().len();
+    write_times(&world, 2.0, &all(&|nodes, _| 1.0 + 0.001 * nodes as f64));
+    let nearly_free = stderr(&world, &CHOOSE);
+    assert!(!nearly_free.contains("plain decoding is expected to be faster"), "{nearly_free}");
+    write_times(&world, 2.0, &all(&|nodes, _| 3.0 + 100.0 * nodes as f64));
+    let costly = stderr(&world, &CHOOSE);
+    assert!(costly.contains("plain decoding is expected to be faster than any tree: 500.0 tokens/s"), "{costly}");
+    assert_eq!(chosen(), 1, "what is best of the trees is written all the same");
+    let largest = stderr(&world, &[&CHOOSE[..], &["--max-nodes", "4"]].concat());
+    assert!(!largest.contains("\n    8 ") && largest.contains("\n    4 "), "{largest}");
+}
+
+#[test]
+fn times_of_other_conditions_are_one_clear_error() {
+    let world = world();
+    let complaint = |more: &[&str], status| world.complaint(&[&CHOOSE[..], more].concat(), status);
+    let absent = complaint(&[], 2);
+    assert!(absent.contains("--latency l.json does not exist; give --backbone and --heads too"), "{absent}");
+    let full = complaint(&["--backbone", "b", "--heads", "h", "--context", "60"], 1);
+    assert!(full.contains("a context of 60 tokens leaves no room") && full.contains("smaller --context"), "{full}");
+    assert!(!world.path("l.json").exists());
+    write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);
+    let dtype = complaint(&["--dtype", "bfloat16"], 1);
+    assert!(dtype.contains("l.json was measured with dtype float32, not with bfloat16"), "{dtype}");
+    let context = complaint(&["--context", "16"], 1);
+    assert!(context.contains("a context of 32, not with 16"), "{context}");
+    let output = world.medusa(&CHOOSE).env("OMP_NUM_THREADS", "2").output().unwrap();
+    assert!(String::from_utf8(output.stderr).unwrap().contains("threads 1, not with 2"));
+    let mut other: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).unwrap()).unwrap();
+    other["heads_sha256"] = json!("00");
+    world.write("other.json", &other);
+    let heads = world.complaint(&["tree", "--calibration", "other.json", "--latency", "l.json"], 1);
+    assert!(heads.contains("measured with heads of sha256"), "{heads}");
+    let made = ["tree", "--calibration", "other.json", "--latency", "new.json", "--backbone", "b", "--heads", "h"];
+    let made = world.complaint(&made, 2);
+    assert!(made.contains("other.json was not made with the heads in h; calibrate these"), "{made}");
+    world.write("l.json", &json!({"plain_step_ms": 2}));
+    assert!(complaint(&[], 1).contains("l.json holds no latencies"));
+    assert!(complaint(&["--nodes", "3"], 2).contains("cannot be used with"));
+    assert!(!world.path("t.json").exists() && !world.path("new.json").exists());
+}
