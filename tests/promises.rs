@@ -3,8 +3,10 @@
 mod acceptance;
 mod backbone;
 mod bad_input;
+mod bench;
 mod calibrate;
 mod chat;
+mod chat_command;
 mod command_line;
 mod data;
 mod decoding;

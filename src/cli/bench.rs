@@ -1,31 +1,39 @@
 //! `medusa bench`: plain and Medusa decoding of the same prompts in turn, in the paper's terms (appendix B.1).
 
-use std::collections::BTreeMap;
-use std::fmt::Write;
-use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
-use indicatif::ProgressBar;
-use serde::Serialize;
+use indicatif::{ProgressBar, ProgressStyle};
 
+use self::measure::Bench;
+use self::report::Report;
+use self::sweep::{Setting, Sweep};
 use super::calibrate::draw_target;
-use super::decoder::{Decoder, DecodingFlags, dtype_of, read_prompts};
+use super::decoder::{Decoder, DecodingFlags, positive, read_prompts};
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::decode::generate::{self, Medusa, Request};
-use crate::decode::stats::{Comparison, Tally};
-use crate::model::llama::Purpose;
-use crate::torch::device_name;
+use crate::decode::accept::Acceptance;
+use crate::decode::generate::{DecodeError, Medusa};
+use crate::numbers::Positive;
 
-/// Tokens of the run that warms caches and threads up; it is not measured.
-const WARM_UP_TOKENS: usize = 32;
+mod measure;
+mod report;
+mod sweep;
+
+const BAR: &str = "{bar:24} {pos}/{len} prompts  {msg}  {eta} left";
+
+const EXAMPLES: &str = "Example:
+  medusa bench --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\
+    --tree tree.json --prompts data/tiny/prompts.jsonl --json
+  medusa bench --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final --prompts data/tiny/prompts.jsonl \\
+    --sweep nodes=1,4,8,16,32 --calibration calibration.json --csv nodes.csv
+
+Seconds are those of decoding, after the prompt's own forward pass (prefill_seconds).";
 
 /// Compare plain and Medusa decoding: acceleration rate, overhead, speedup.
 #[derive(Debug, Args)]
-#[command(
-    after_help = "Example:\n  medusa bench --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl --json\n\nSeconds are those of decoding, after the prompt's own forward pass (prefill_seconds)."
-)]
+#[command(after_help = EXAMPLES)]
 pub struct BenchArgs {
     /// The backbone's folder.
     #[arg(long, value_name = "B")]
@@ -36,184 +44,85 @@ pub struct BenchArgs {
     /// The tree of guesses [default: a chain of each head's best].
     #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
-    /// JSONL of prompts; each `category` is reported on its own.
+    /// JSONL of prompts, MT-bench's as they are; each `category` is reported on its own.
     #[arg(long, value_name = "F")]
     pub prompts: PathBuf,
+    /// Passes over all prompts; the medians are reported.
+    #[arg(long, value_name = "N", default_value = "3")]
+    pub repeats: NonZeroUsize,
+    /// One result a value. nodes=8,16,32: the best tree of each size (needs --calibration); posterior-threshold=0.01,0.09:
+    /// ε of typical acceptance (needs --temperature); temperature=0,0.7; context=64,128: prompts cut or repeated to so many tokens.
+    #[arg(long, value_name = "NAME=V,V…")]
+    pub sweep: Option<Sweep>,
+    /// What `medusa calibrate` wrote: `--sweep nodes=…` makes its trees from it.
+    #[arg(long, value_name = "C")]
+    pub calibration: Option<PathBuf>,
+    /// Time steps that commit X tokens on average, whatever is guessed: what heads of that acceleration rate would bring. The text is
+    /// not the backbone's.
+    #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
+    pub force_acceptance_rate: Option<Positive>,
+    /// Write the results as CSV, too: a row for each category and one for all; of a sweep, for each value.
+    #[arg(long, value_name = "FILE")]
+    pub csv: Option<PathBuf>,
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,
 }
 
-#[derive(Debug, Serialize)]
-struct Report {
-    #[serde(flatten)]
-    all: Group,
-    categories: BTreeMap<String, Group>,
-    device: String,
-    dtype: String,
-    tree_nodes: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct Group {
-    plain: Side,
-    medusa: Side,
-    acceleration_rate: f64,
-    overhead: f64,
-    speedup: f64,
-    /// At temperature 0: the same tokens. Otherwise they are not expected to be.
-    identical: Option<bool>,
-}
-
-#[derive(Debug, Serialize)]
-struct Side {
-    tokens: usize,
-    seconds: f64,
-    tokens_per_second: f64,
-    step_ms: f64,
-    steps: usize,
-    prefill_seconds: f64,
-}
-
-/// What was measured so far.
-#[derive(Debug, Clone, Copy)]
-struct Measured {
-    times: Comparison,
-    identical: bool,
-}
-
-impl Default for Measured {
-    fn default() -> Self {
-        Self { times: Comparison::default(), identical: true }
-    }
-}
-
-/// Decodes every prompt both ways and prints the comparison.
+/// Decodes every prompt both ways, in every setting, and prints the comparison.
 ///
 /// # Errors
-/// What is wrong with the command line, the backbone, the heads, the tree or a prompt.
+/// What is wrong with the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let acceptance = args.decoding.acceptance()?;
+    let settings = sweep::settings(args)?;
+    args.csv.as_deref().map_or(Ok(()), check_folder)?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
-    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), common, Purpose::Decoding)?;
-    let medusa = decoder.medusa(acceptance)?.ok_or_else(|| UsageError("bench needs --heads".into()))?;
-    let bar = ProgressBar::with_draw_target(Some(prompts.len() as u64), draw_target(common));
-    let mut measured = Everything::default();
-    for (at, prompt) in prompts.iter().enumerate() {
-        let answer = |ids: &[i64]| {
-            let request = args.decoding.request(ids, common);
-            decoder.text(&measured.measure(&decoder, &medusa, &request, prompt.category.as_deref())?)
-        };
-        decoder.each_turn(&prompt.input, answer).with_context(|| format!("prompt {} of {}", at + 1, prompts.len()))?;
-        bar.inc(1);
+    // Where a sweep makes the trees, it is of no interest that there is no --tree.
+    let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
+    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), &loading)?;
+    let ready = settings.iter().map(|setting| ready(&decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
+    let bar = progress_bar(settings.len() * args.repeats.get() * prompts.len(), common);
+    let mut reports = Vec::new();
+    for (setting, (medusa, tree_nodes)) in settings.iter().zip(&ready) {
+        bar.set_message(setting.label());
+        let bench = Bench { decoder: &decoder, medusa, setting, prompts: &prompts, common };
+        let report = Report::new(&bench, *tree_nodes, &bench.run(args.repeats.get(), &bar)?);
+        if common.json {
+            bar.suspend(|| print_json(&report))?;
+        }
+        reports.push(report);
+        if let Some(path) = &args.csv {
+            report::write_csv(path, &reports).with_context(|| format!("cannot write {}", path.display()))?;
+        }
     }
     bar.finish_and_clear();
-    let report = measured.report(&decoder, args.decoding.temperature.get() == 0.0);
-    if common.json { print_json(&report) } else { print_line(report.table()) }
+    if common.json { Ok(()) } else { print_line(report::table(&reports)) }
 }
 
-/// All prompts, and those of each category.
-#[derive(Debug, Default)]
-struct Everything {
-    all: Measured,
-    categories: BTreeMap<String, Measured>,
-    is_warm: bool,
-}
-
-impl Everything {
-    /// Decodes one request both ways, adds it up, and returns the plain answer: what a conversation goes on with.
-    fn measure(
-        &mut self,
-        decoder: &Decoder,
-        medusa: &Medusa,
-        request: &Request,
-        category: Option<&str>,
-    ) -> anyhow::Result<Vec<i64>> {
-        if !self.is_warm {
-            let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
-            both(decoder, medusa, &Request { max_new_tokens, ..*request })?;
-            self.is_warm = true;
-        }
-        let (measured, answer) = both(decoder, medusa, request)?;
-        self.all.add(measured);
-        if let Some(name) = category {
-            self.categories.entry(name.into()).or_default().add(measured);
-        }
-        Ok(answer)
-    }
-
-    fn report(&self, decoder: &Decoder, greedy: bool) -> Report {
-        Report {
-            all: self.all.report(greedy),
-            categories: self.categories.iter().map(|(name, group)| (name.clone(), group.report(greedy))).collect(),
-            device: device_name(decoder.backbone.device()),
-            dtype: dtype_of(decoder.backbone.kind()).to_string(),
-            tree_nodes: decoder.medusa.as_ref().map_or(0, |(_, tree)| tree.choices().len()),
-        }
+/// Heads laid out for a setting, and the nodes of its tree.
+fn ready<'a>(decoder: &'a Decoder, setting: &'a Setting) -> anyhow::Result<(Medusa<'a>, usize)> {
+    let (heads, tree) = decoder.medusa.as_ref().ok_or_else(|| UsageError("bench needs --heads".into()))?;
+    let tree = setting.tree.as_ref().unwrap_or(tree);
+    let acceptance = match setting.forced {
+        Some(rate) => Acceptance::Forced { rate: rate.get() },
+        None => setting.decoding.acceptance()?,
+    };
+    match Medusa::new(&decoder.backbone, heads, tree, acceptance) {
+        Ok(medusa) => Ok((medusa, tree.choices().len())),
+        Err(error @ DecodeError::ForcedRate { .. }) => Err(UsageError(error.to_string()).into()),
+        Err(error) => Err(error.into()),
     }
 }
 
-/// One request, plainly and with heads, and the plain answer.
-fn both(decoder: &Decoder, medusa: &Medusa, request: &Request) -> anyhow::Result<(Measured, Vec<i64>)> {
-    let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
-    let plain = generate::plain(&decoder.backbone, request, go_on)?;
-    let fast = generate::medusa(&decoder.backbone, medusa, request, go_on)?;
-    let times = Comparison { plain: plain.tally(), medusa: fast.tally() };
-    Ok((Measured { times, identical: plain.new_ids == fast.new_ids }, plain.new_ids))
+/// Refuses a file that could not be written after hours of measuring.
+fn check_folder(csv: &Path) -> anyhow::Result<()> {
+    let folder = csv.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let is_there = folder.is_dir() && !csv.is_dir();
+    anyhow::ensure!(is_there, UsageError(format!("--csv {}: there is no folder {}", csv.display(), folder.display())));
+    Ok(())
 }
 
-impl Measured {
-    fn add(&mut self, other: Measured) {
-        self.times.plain.add(other.times.plain);
-        self.times.medusa.add(other.times.medusa);
-        self.identical &= other.identical;
-    }
-
-    fn report(&self, greedy: bool) -> Group {
-        Group {
-            plain: Side::new(self.times.plain),
-            medusa: Side::new(self.times.medusa),
-            acceleration_rate: self.times.acceleration_rate(),
-            overhead: self.times.overhead(),
-            speedup: self.times.speedup(),
-            identical: greedy.then_some(self.identical),
-        }
-    }
-}
-
-impl Side {
-    fn new(tally: Tally) -> Self {
-        Self {
-            tokens: tally.tokens,
-            seconds: tally.decoding.as_secs_f64(),
-            tokens_per_second: tally.tokens_per_second(),
-            step_ms: tally.step_ms(),
-            steps: tally.steps,
-            prefill_seconds: tally.prefill.as_secs_f64(),
-        }
-    }
-}
-
-impl Report {
-    fn table(&self) -> String {
-        let mut text = String::from(
-            "                      tokens  tokens/s: plain   medusa   acceleration   overhead   speedup   identical",
-        );
-        let categories = self.categories.iter().map(|(name, group)| (name.as_str(), group));
-        for (name, group) in categories.chain([("all", &self.all)]) {
-            let identical = group.identical.map_or("-", |same| if same { "yes" } else { "no" });
-            let _ = write!(
-                text,
-                "\n{name:<20} {:>7} {:>16.1} {:>8.1} {:>14.2} {:>10.2} {:>9.2} {identical:>11}",
-                group.medusa.tokens,
-                group.plain.tokens_per_second,
-                group.medusa.tokens_per_second,
-                group.acceleration_rate,
-                group.overhead,
-                group.speedup,
-            ); // a String takes all
-        }
-        let _ = write!(text, "\n{} on {}, a tree of {} nodes", self.dtype, self.device, self.tree_nodes);
-        text
-    }
+fn progress_bar(prompts: usize, common: &CommonFlags) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(Some(prompts as u64), draw_target(common));
+    bar.with_style(ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar()))
 }

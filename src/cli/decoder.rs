@@ -78,7 +78,7 @@ pub enum AcceptanceName {
 /// top-p of nucleus acceptance, as in the published code.
 const NUCLEUS_TOP_P: f64 = 0.8;
 
-fn probability(text: &str) -> Result<Probability, String> {
+pub(super) fn probability(text: &str) -> Result<Probability, String> {
     Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 
@@ -86,7 +86,7 @@ pub(super) fn non_negative(text: &str) -> Result<NonNegative, String> {
     NonNegative::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 
-fn positive(text: &str) -> Result<Positive, String> {
+pub(super) fn positive(text: &str) -> Result<Positive, String> {
     Positive::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
 }
 
@@ -219,7 +219,20 @@ impl Decoder {
         heads: Option<&PathBuf>,
         tree: Option<&PathBuf>,
         common: &CommonFlags,
+    ) -> anyhow::Result<Self> {
+        Self::load_for(Purpose::Decoding, folder, heads, tree, common)
+    }
+
+    /// As [`Decoder::load`], for other work than one text at a time.
+    ///
+    /// # Errors
+    /// As [`Decoder::load`].
+    pub fn load_for(
         purpose: Purpose,
+        folder: &Path,
+        heads: Option<&PathBuf>,
+        tree: Option<&PathBuf>,
+        common: &CommonFlags,
     ) -> anyhow::Result<Self> {
         LlamaConfig::load(folder)?; // first: it says best what is wrong with a folder that is no backbone
         let tree = tree.map(|path| TreeFile::load(path)).transpose()?.map(|file| file.tree);

@@ -105,7 +105,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     // With heads, one text after the other; else many together.
     let purpose = if args.heads.is_some() { Purpose::Decoding } else { Purpose::Batches };
-    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common, purpose)?;
+    let decoder = Decoder::load_for(purpose, &args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;

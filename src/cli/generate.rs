@@ -13,7 +13,6 @@ use super::{CommonFlags, print_json};
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::session::Session;
 use crate::decode::text::{self, OnText, Told, Wording};
-use crate::model::llama::Purpose;
 
 /// Decode prompts; without --heads it is plain autoregressive decoding.
 #[derive(Debug, Args)]
@@ -51,7 +50,7 @@ pub struct GenerateArgs {
 pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
-    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common, Purpose::Decoding)?;
+    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let medusa = decoder.medusa(acceptance)?;
     let mut writer = Writer { decoder: &decoder, medusa, session: Session::new(&decoder.backbone), args, common };
     for (at, prompt) in prompts.iter().enumerate() {
@@ -117,7 +116,8 @@ impl Writer<'_> {
     }
 }
 
-fn as_json(prompt: &[i64], told: &Told) -> Value {
+/// What `--json` prints of an answer.
+pub(super) fn as_json(prompt: &[i64], told: &Told) -> Value {
     let (generation, tally) = (&told.generation, told.generation.tally());
     json!({
         "prompt_ids": prompt,
@@ -131,7 +131,8 @@ fn as_json(prompt: &[i64], told: &Told) -> Value {
     })
 }
 
-fn show(piece: &str) -> anyhow::Result<()> {
+/// A piece of text, at once.
+pub(super) fn show(piece: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(piece.as_bytes())?;
     Ok(out.flush()?)

@@ -19,6 +19,7 @@ use crate::torch::{self, DeviceChoice, Dtype};
 
 pub mod bench;
 pub mod calibrate;
+pub mod chat;
 pub mod decoder;
 pub mod distill;
 pub mod doctor;
@@ -95,6 +96,7 @@ enum Verb {
     Calibrate(calibrate::CalibrateArgs),
     Tree(tree::TreeArgs),
     Generate(generate::GenerateArgs),
+    Chat(chat::ChatArgs),
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
     Doctor(doctor::DoctorArgs),
@@ -109,6 +111,7 @@ impl Verb {
             Verb::Calibrate(args) => calibrate::run(args, common),
             Verb::Tree(args) => tree::run(args, common),
             Verb::Generate(args) => generate::run(args, common),
+            Verb::Chat(args) => chat::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
@@ -224,7 +227,18 @@ fn stop() -> &'static Arc<AtomicBool> {
     STOP.get_or_init(|| Arc::new(AtomicBool::new(true)))
 }
 
+/// Whether SIGTERM came: then a program that goes on after Ctrl-C ends, too.
+fn terminated() -> bool {
+    terminate().load(Ordering::Relaxed)
+}
+
+fn terminate() -> &'static Arc<AtomicBool> {
+    static TERMINATE: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+    TERMINATE.get_or_init(Arc::default)
+}
+
 fn watch_signals() -> anyhow::Result<()> {
+    signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(terminate()))?;
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(stop()))?;
         signal_hook::flag::register(signal, Arc::clone(stop()))?;

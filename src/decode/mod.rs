@@ -8,6 +8,7 @@
 pub mod accept;
 pub mod batch;
 pub mod generate;
+pub mod likelihood;
 pub mod medusa;
 pub mod penalty;
 pub mod propose;

@@ -13,7 +13,6 @@ use crate::calibrate::Calibration;
 use crate::files;
 use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
 use crate::medusa::tree_search::Found;
-use crate::model::llama::Purpose;
 use crate::torch::{DeviceChoice, device_name};
 
 /// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
@@ -85,7 +84,7 @@ fn measure(
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let trees = latency::trees_to_time(num_heads, max_nodes, &best_tree(calibration))?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // a tree is what is looked for: no word that there is none
-    let mut decoder = Decoder::load(backbone, Some(&heads.to_owned()), None, &quiet, Purpose::Decoding)?;
+    let mut decoder = Decoder::load(backbone, Some(&heads.to_owned()), None, &quiet)?;
     let (heads, _) = decoder.medusa.take().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);

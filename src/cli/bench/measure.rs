@@ -1,0 +1,157 @@
+//! One setting measured: passes over all prompts, each request plainly and with heads in turn.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+
+use anyhow::Context;
+use indicatif::ProgressBar;
+
+use super::sweep::Setting;
+use crate::cli::CommonFlags;
+use crate::cli::decoder::Decoder;
+use crate::data::prompts::Prompt;
+use crate::decode::generate::{self, DecodeError, Medusa, Request};
+use crate::decode::likelihood::log_probability;
+use crate::decode::stats::Comparison;
+
+/// Tokens of the run that warms caches and threads up; it is not measured.
+const WARM_UP_TOKENS: usize = 32;
+
+/// A setting and all that it is measured with.
+pub(super) struct Bench<'a> {
+    pub(super) decoder: &'a Decoder,
+    pub(super) medusa: &'a Medusa<'a>,
+    pub(super) setting: &'a Setting,
+    pub(super) prompts: &'a [Prompt],
+    pub(super) common: &'a CommonFlags,
+}
+
+/// How texts with heads compare to plain ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Texts {
+    /// The same.
+    Greedy,
+    /// Not the same; their probabilities tell what was lost.
+    Sampled,
+    /// Of no interest.
+    Forced,
+}
+
+/// What was measured of some prompts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Measured {
+    pub(super) times: Comparison,
+    /// Whether the tokens of both ways are the same.
+    pub(super) identical: bool,
+    /// Sums over the new tokens, under the backbone; 0 where they are not asked for.
+    pub(super) log_p: LogProbability,
+}
+
+/// Of the text of either way.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct LogProbability {
+    pub(super) plain: f64,
+    pub(super) medusa: f64,
+}
+
+/// One pass over all prompts: all of them, and those of each category.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pass {
+    pub(super) all: Measured,
+    pub(super) categories: BTreeMap<String, Measured>,
+    /// Prompts of which a turn was longer than the backbone's context; what came before that turn counts.
+    pub(super) too_long: usize,
+}
+
+impl Default for Measured {
+    fn default() -> Self {
+        Self { times: Comparison::default(), identical: true, log_p: LogProbability::default() }
+    }
+}
+
+impl Measured {
+    fn add(&mut self, other: Measured) {
+        self.times.plain.add(other.times.plain);
+        self.times.medusa.add(other.times.medusa);
+        self.identical &= other.identical;
+        self.log_p.plain += other.log_p.plain;
+        self.log_p.medusa += other.log_p.medusa;
+    }
+}
+
+impl Bench<'_> {
+    /// Warms up, then passes over the prompts `repeats` times.
+    ///
+    /// # Errors
+    /// What is wrong with a prompt; no prompt that fits the backbone's context.
+    pub(super) fn run(&self, repeats: usize, bar: &ProgressBar) -> anyhow::Result<Vec<Pass>> {
+        let mut is_warm = false;
+        (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, bar)).collect()
+    }
+
+    /// What the two texts have to do with each other.
+    pub(super) fn texts(&self) -> Texts {
+        match self.setting {
+            Setting { forced: Some(_), .. } => Texts::Forced,
+            setting if setting.decoding.temperature.get() == 0.0 => Texts::Greedy,
+            _ => Texts::Sampled,
+        }
+    }
+
+    fn pass(&self, is_first: bool, is_warm: &mut bool, bar: &ProgressBar) -> anyhow::Result<Pass> {
+        let mut pass = Pass::default();
+        for (at, prompt) in self.prompts.iter().enumerate() {
+            let answer = |ids: &[i64]| {
+                let ids = self.setting.prompt(ids);
+                let request = self.setting.decoding.request(&ids, self.common);
+                if !std::mem::replace(is_warm, true) {
+                    let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
+                    self.both(&Request { max_new_tokens, ..request }, false)?;
+                }
+                let (measured, said) = self.both(&request, is_first && self.texts() == Texts::Sampled)?;
+                pass.add(measured, prompt.category.as_deref());
+                self.decoder.text(&said)
+            };
+            match self.decoder.each_turn(&prompt.input, answer) {
+                Err(error) if is_too_long(&error) => pass.too_long += 1,
+                other => other.with_context(|| format!("prompt {} of {}", at + 1, self.prompts.len()))?,
+            }
+            bar.inc(1);
+        }
+        let nothing = pass.all.times.plain.steps == 0 && pass.too_long > 0;
+        anyhow::ensure!(
+            !nothing,
+            "no prompt fits the backbone's context of {} tokens; use shorter prompts",
+            self.decoder.backbone.config.max_position_embeddings
+        );
+        Ok(pass)
+    }
+
+    /// One request, plainly and with heads, and the plain answer: what a conversation goes on with.
+    fn both(&self, request: &Request, score: bool) -> anyhow::Result<(Measured, Vec<i64>)> {
+        let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
+        let backbone = &self.decoder.backbone;
+        let plain = generate::plain(backbone, request, go_on)?;
+        let fast = generate::medusa(backbone, self.medusa, request, go_on)?;
+        let mut log_p = LogProbability::default();
+        if score {
+            log_p.plain = log_probability(backbone, request.prompt, &plain.new_ids)?;
+            log_p.medusa = log_probability(backbone, request.prompt, &fast.new_ids)?;
+        }
+        let times = Comparison { plain: plain.tally(), medusa: fast.tally() };
+        Ok((Measured { times, identical: plain.new_ids == fast.new_ids, log_p }, plain.new_ids))
+    }
+}
+
+impl Pass {
+    fn add(&mut self, measured: Measured, category: Option<&str>) {
+        self.all.add(measured);
+        if let Some(name) = category {
+            self.categories.entry(name.into()).or_default().add(measured);
+        }
+    }
+}
+
+fn is_too_long(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(DecodeError::PromptTooLong { .. }))
+}

@@ -1,0 +1,273 @@
+//! `medusa chat`: a conversation in the terminal, streamed, with the figures of every answer.
+
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use clap::Args;
+
+use self::conversation::Conversation;
+use self::input::{Input, Lines};
+use super::decoder::{Decoder, DecodingFlags, StopFlags};
+use super::{CommonFlags, Interrupted, generate, interrupted, print_json, report, terminated};
+use crate::data::prompts::PromptError;
+use crate::decode::generate::{FinishReason, Medusa, Request};
+use crate::decode::session::Session;
+use crate::decode::text::{self, OnText, TextError, Told, Wording};
+
+mod conversation;
+mod input;
+
+const EXAMPLES: &str = "Example:
+  medusa chat --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final --tree tree.json
+  printf 'Hello\\n/reset\\nHello again\\n' | medusa chat --backbone data/tiny/backbone --json
+
+In the conversation: /reset, /plain, /help, /exit; Ctrl-C stops an answer, Ctrl-D leaves. A backbone without a chat template goes
+on from everything typed and said so far.";
+
+const HELP: &str = "/reset   start a new conversation
+/plain   decode without heads, to compare; once more: with them
+/help    this list
+/exit    leave, as Ctrl-D does
+Ctrl-C   stop the answer; at the prompt: clear the line, and leave at the second";
+
+/// Talk with a backbone in the terminal, plainly or with heads.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct ChatArgs {
+    /// The backbone's folder.
+    #[arg(long, value_name = "B")]
+    pub backbone: PathBuf,
+    /// The heads' folder, a run's `final/`.
+    #[arg(long, value_name = "H")]
+    pub heads: Option<PathBuf>,
+    /// The tree of guesses [default: a chain of each head's best].
+    #[arg(long, value_name = "T", requires = "heads")]
+    pub tree: Option<PathBuf>,
+    /// What the system says before the conversation, through the backbone's chat template.
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub decoding: DecodingFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub stopping: StopFlags,
+}
+
+/// Talks until the user leaves.
+///
+/// # Errors
+/// What is wrong with the command line, the backbone, the heads or the tree; [`Interrupted`] where a signal ended it.
+pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let acceptance = args.decoding.acceptance()?;
+    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let medusa = decoder.medusa(acceptance)?;
+    let conversation = Conversation::new(&decoder, args.system.as_deref())?;
+    let mut chat = Chat {
+        decoder: &decoder,
+        medusa: medusa.as_ref(),
+        args,
+        common,
+        conversation,
+        session: Session::new(&decoder.backbone),
+        is_plain: false,
+        answers: 0,
+        stop: interrupted(),
+    };
+    let mut lines = Lines::open(common)?;
+    chat.greet();
+    let mut was_cleared = false;
+    loop {
+        chat.stop.store(true, Ordering::Relaxed); // at the prompt a signal ends the program; a terminal sends Ctrl-C as a key
+        match lines.next()? {
+            Input::End => return Ok(()),
+            Input::Cleared if was_cleared => return Err(left()),
+            Input::Cleared => {
+                common.say("(Ctrl-C once more, or Ctrl-D, leaves)");
+                was_cleared = true;
+            }
+            Input::Line(line) => {
+                was_cleared = false;
+                if chat.hear(&line)?.is_break() {
+                    return Ok(());
+                }
+            }
+        }
+    }
+}
+
+fn left() -> anyhow::Error {
+    Interrupted("the conversation is over".into()).into()
+}
+
+/// What a line asks for.
+#[derive(Debug, PartialEq, Eq)]
+enum Line<'a> {
+    Reset,
+    Plain,
+    Help,
+    Exit,
+    /// A slash and one word that is no command.
+    Unknown(&'a str),
+    Words(&'a str),
+}
+
+impl<'a> Line<'a> {
+    fn of(text: &'a str) -> Self {
+        match text.trim() {
+            "/reset" => Line::Reset,
+            "/plain" => Line::Plain,
+            "/help" => Line::Help,
+            "/exit" | "/quit" => Line::Exit,
+            word if word.starts_with('/') && !word[1..].contains(|c: char| !c.is_alphanumeric()) => Line::Unknown(word),
+            _ => Line::Words(text),
+        }
+    }
+}
+
+struct Chat<'a> {
+    decoder: &'a Decoder,
+    medusa: Option<&'a Medusa<'a>>,
+    args: &'a ChatArgs,
+    common: &'a CommonFlags,
+    conversation: Conversation<'a>,
+    /// What was said stays computed from turn to turn.
+    session: Session<'a>,
+    /// Decode without the heads, though there are some.
+    is_plain: bool,
+    /// So far; each is drawn with a seed of its own.
+    answers: u64,
+    /// Set by Ctrl-C.
+    stop: &'static AtomicBool,
+}
+
+impl<'a> Chat<'a> {
+    fn greet(&self) {
+        self.common.say(format_args!("{}; /help lists the commands, Ctrl-D leaves", self.args.backbone.display()));
+        if !self.conversation.has_turns() {
+            self.common.say(
+                "it has no chat template: it goes on from everything typed and said so far, as one text; an empty line lets it go on",
+            );
+        }
+    }
+
+    /// Breaks where the user leaves.
+    fn hear(&mut self, line: &str) -> anyhow::Result<ControlFlow<()>> {
+        match Line::of(line) {
+            Line::Exit => return Ok(ControlFlow::Break(())),
+            Line::Reset => {
+                self.conversation.reset();
+                self.session.reset();
+                self.common.say("a new conversation");
+            }
+            Line::Plain => self.common.say(self.toggle()),
+            Line::Help => self.common.say(HELP),
+            Line::Unknown(command) => self.common.say(format_args!("there is no command {command}; /help lists them")),
+            Line::Words(words) if words.trim().is_empty() && self.conversation.has_turns() => {}
+            Line::Words(words) => self.turn(words)?,
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn toggle(&mut self) -> &'static str {
+        self.is_plain = !self.is_plain;
+        match (self.medusa.is_some(), self.is_plain) {
+            (false, _) => "there are no --heads: decoding is plain already",
+            (true, true) => "plain decoding from here on; /plain once more: with heads",
+            (true, false) => "with heads from here on",
+        }
+    }
+
+    /// Answers. A turn that cannot be answered is told and dropped, and the conversation goes on without it.
+    fn turn(&mut self, words: &str) -> anyhow::Result<()> {
+        match self.answer(words) {
+            Err(error) if error.is::<TextError>() || error.is::<PromptError>() => {
+                report(&error);
+                self.common.say("that turn is dropped; /reset starts a new conversation");
+            }
+            other => other?,
+        }
+        if terminated() { Err(left()) } else { Ok(()) }
+    }
+
+    fn answer(&mut self, words: &str) -> anyhow::Result<()> {
+        let prompt = self.conversation.prompt(words)?;
+        let request = self.args.decoding.request(&prompt, self.common);
+        let request = Request { seed: request.seed.wrapping_add(self.answers), ..request };
+        self.stop.store(false, Ordering::Relaxed);
+        let told = if self.common.json { self.as_json(&request) } else { self.as_text(&request) }?;
+        self.answers += 1;
+        let context = self.decoder.backbone.config.max_position_embeddings;
+        let is_full = (prompt.len() + told.generation.new_ids.len()) as i64 >= context;
+        self.conversation.add(words, prompt, &told);
+        if is_full && told.generation.finish_reason == FinishReason::Length {
+            self.common.say(format_args!(
+                "the conversation fills the backbone's context of {context} tokens; /reset starts a new one"
+            ));
+        }
+        Ok(())
+    }
+
+    fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
+        let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
+        let wording = Wording { tokenizer, prompt: request.prompt, stop };
+        let (medusa, session, stopped) = (self.heads(), &mut self.session, self.stop);
+        Ok(text::tell(wording, on_text, |on_tokens| {
+            let mut until_stopped = |ids: &[i64]| {
+                let goes_on = on_tokens(ids); // what is kept is told
+                if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
+            };
+            match medusa {
+                Some(medusa) => session.medusa(medusa, request, &mut until_stopped),
+                None => session.plain(request, &mut until_stopped),
+            }
+        })?)
+    }
+
+    fn heads(&self) -> Option<&'a Medusa<'a>> {
+        self.medusa.filter(|_| !self.is_plain)
+    }
+
+    fn as_json(&mut self, request: &Request) -> anyhow::Result<Told> {
+        let told = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
+        print_json(&generate::as_json(request.prompt, &told))?;
+        Ok(told)
+    }
+
+    /// The answer goes to stdout as it comes, what it took to stderr.
+    fn as_text(&mut self, request: &Request) -> anyhow::Result<Told> {
+        let mut trouble = Ok(());
+        let told = self.decode(request, &mut |piece| {
+            trouble = generate::show(piece);
+            if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        trouble?;
+        generate::show("\n")?;
+        let tally = told.generation.tally();
+        self.common.say(format_args!(
+            "[{} tokens, {:.0} tokens/s, {:.2} a step, {}, ended by {}]",
+            tally.tokens,
+            tally.tokens_per_second(),
+            tally.tokens_per_step(),
+            if self.heads().is_some() { "with heads" } else { "plain" },
+            told.generation.finish_reason.name()
+        ));
+        Ok(told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_slash_and_one_word_is_a_command() {
+        assert_eq!((Line::of("/reset"), Line::of(" /exit ")), (Line::Reset, Line::Exit));
+        assert_eq!(Line::of("/rest"), Line::Unknown("/rest"));
+        for words in ["/etc/passwd", "/help me", "a /reset", "", "//"] {
+            assert_eq!(Line::of(words), Line::Words(words));
+        }
+        assert_eq!(Line::of("/"), Line::Unknown("/"));
+    }
+}

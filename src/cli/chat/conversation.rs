@@ -1,0 +1,82 @@
+//! What was said so far, as the tokens that a backbone goes on from. No terminal here.
+
+use super::super::UsageError;
+use crate::cli::decoder::Decoder;
+use crate::data::chat_template::Message;
+use crate::data::prompts::{self, PromptError};
+use crate::data::tokenize::wide;
+use crate::decode::text::Told;
+
+/// A conversation through the backbone's chat template, or, where it has none, one text that grows by what is typed and answered.
+#[derive(Debug)]
+pub(super) struct Conversation<'a> {
+    decoder: &'a Decoder,
+    system: Option<String>,
+    said: Said,
+}
+
+#[derive(Debug)]
+enum Said {
+    Turns(Vec<Message>),
+    Text(Vec<i64>),
+}
+
+impl<'a> Conversation<'a> {
+    /// Nothing said but what the system says.
+    ///
+    /// # Errors
+    /// [`UsageError`] if the backbone has no template, or none for a system's turn.
+    pub(super) fn new(decoder: &'a Decoder, system: Option<&str>) -> Result<Self, UsageError> {
+        let conversation = Self { decoder, system: system.map(str::to_owned), said: beginning(decoder, system) };
+        if system.is_some() {
+            let refused = |why| UsageError(format!("--system cannot be used here: {:#}", anyhow::Error::from(why)));
+            conversation.prompt("x").map_err(refused)?;
+        }
+        Ok(conversation)
+    }
+
+    /// Whether turns go through a template.
+    pub(super) fn has_turns(&self) -> bool {
+        matches!(self.said, Said::Turns(_))
+    }
+
+    /// The tokens to answer from, if the user says this next.
+    ///
+    /// # Errors
+    /// What the template or the tokenizer says.
+    pub(super) fn prompt(&self, words: &str) -> Result<Vec<i64>, PromptError> {
+        let Decoder { tokenizer, template, .. } = self.decoder;
+        match &self.said {
+            Said::Turns(turns) => {
+                let turns: Vec<Message> = turns.iter().cloned().chain([Message::new("user", words)]).collect();
+                Ok(wide(&prompts::chat_ids(&turns, tokenizer, template.as_ref())?))
+            }
+            Said::Text(ids) if ids.is_empty() => Ok(wide(&tokenizer.encode(words, true)?)),
+            Said::Text(ids) if words.is_empty() => Ok(ids.clone()),
+            Said::Text(ids) => Ok([&ids[..], &wide(&tokenizer.encode(words, false)?)].concat()),
+        }
+    }
+
+    /// The user said `words`, which made `prompt`, and this was the answer.
+    pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &Told) {
+        match &mut self.said {
+            Said::Turns(turns) => {
+                turns.extend([Message::new("user", words), Message::new("assistant", &answer.text_alone)]);
+            }
+            Said::Text(ids) => *ids = [&prompt[..], &answer.generation.new_ids].concat(),
+        }
+    }
+
+    /// Forgets all but what the system says.
+    pub(super) fn reset(&mut self) {
+        self.said = beginning(self.decoder, self.system.as_deref());
+    }
+}
+
+fn beginning(decoder: &Decoder, system: Option<&str>) -> Said {
+    // A system's words need turns: without a template they are refused, which is what its error says.
+    match (decoder.template.is_some(), system) {
+        (false, None) => Said::Text(Vec::new()),
+        (_, system) => Said::Turns(system.map(|words| Message::new("system", words)).into_iter().collect()),
+    }
+}

@@ -1,0 +1,91 @@
+//! How probable the backbone finds a text: what a rule that accepts more than greedy guesses costs in quality.
+
+// N tokens, H hidden size, V vocabulary
+use tch::{Kind, Tensor};
+
+use super::request::{DecodeError, check_prompt};
+use crate::model::attention::NewTokens;
+use crate::model::kv_cache::KvCache;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+use crate::torch::guard;
+
+/// Tokens are read so many at a time, which bounds what their logits take.
+const CHUNK: usize = 128;
+
+/// The sum of log p(token | all before it) over `text`, at temperature 1; 0 for no text.
+///
+/// # Errors
+/// [`DecodeError`] names what is wrong with the prompt.
+pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result<f64, DecodeError> {
+    check_prompt(backbone, prompt)?;
+    if text.is_empty() {
+        return Ok(0.0);
+    }
+    Ok(guard("scoring a text", || tch::no_grad(|| score(backbone, prompt, text)))?)
+}
+
+fn score(backbone: &Llama, prompt: &[i64], text: &[i64]) -> f64 {
+    let all = [prompt, text].concat();
+    let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+    let mut sum = 0.0;
+    let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
+    for (piece, begin) in seen.chunks(CHUNK).zip((0..).step_by(CHUNK)) {
+        let chain = NewTokens::chain(piece.len() as i64, &backbone.config, backbone.kind(), backbone.device());
+        let hidden_nh = backbone.extend(&Tensor::from_slice(piece).to_device(backbone.device()), &chain, &mut cache);
+        cache.commit(chain.len());
+        let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
+        if first < piece.len() {
+            let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
+            let next = &all[begin + first + 1..=begin + piece.len()];
+            sum += score_piece(&backbone.logits(&hidden_nh, Adapters::Off), next);
+        }
+    }
+    sum
+}
+
+/// - `logits_nv`: `[N, V]` — `next`: the token that stands behind each of them
+fn score_piece(logits_nv: &Tensor, next: &[i64]) -> f64 {
+    let log_p_nv = logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
+    let next_n = Tensor::from_slice(next).to_device(logits_nv.device());
+    log_p_nv.gather(1, &next_n.unsqueeze(1), false).sum(Kind::Double).double_value(&[])
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+    use crate::decode::session::prefill;
+    use crate::model::config::LlamaConfig;
+
+    fn backbone() -> Llama {
+        let folder = tempfile::tempdir().expect("a folder");
+        let config = r#"{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 40, "max_position_embeddings": 512, "eos_token_id": null}"#;
+        crate::files::write_atomic(&folder.path().join("config.json"), |out| {
+            std::io::Write::write_all(out, config.as_bytes())
+        })
+        .expect("a file of a test");
+        Llama::random(LlamaConfig::load(folder.path()).expect("this config"), Kind::Float, Device::Cpu, 5)
+    }
+
+    #[test]
+    fn one_pass_says_what_token_after_token_says() {
+        let backbone = backbone();
+        let prompt = [&[1, 7, 9][..], &[11; CHUNK]].concat(); // a whole piece predicts nothing
+        let text: Vec<i64> = (0..CHUNK as i64 + 12).map(|at| (at * at + 3) % 40).collect();
+        let at_once = log_probability(&backbone, &prompt, &text).expect("a prompt");
+        let one_by_one: f64 = (0..text.len())
+            .map(|at| {
+                let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+                let hidden_1h = prefill(&backbone, &[&prompt[..], &text[..at]].concat(), &mut cache);
+                let log_p_1v = backbone.logits(&hidden_1h, Adapters::Off).log_softmax(-1, Kind::Float);
+                log_p_1v.double_value(&[0, text[at]])
+            })
+            .sum();
+        // A sum of 140 float32 numbers of about 4, each off by some 1e-6.
+        assert!((at_once - one_by_one).abs() < 1e-3, "{at_once}, expected {one_by_one}");
+        assert_eq!(log_probability(&backbone, &prompt, &[]).expect("a prompt"), 0.0);
+    }
+}

@@ -1,0 +1,199 @@
+//! Promise: `medusa bench` measures several times, along a sweep if asked to, tells it as JSON, as a table and as CSV, and refuses what
+//! it cannot sweep before anything is loaded.
+
+use serde_json::{Value, json};
+
+use crate::decoding::World;
+
+const BENCH: [&str; 7] = ["bench", "--backbone", "b", "--heads", "h", "--prompts", "p.jsonl"];
+
+/// A calibration of three heads with four guesses each.
+fn calibrated() -> World {
+    let world = World::new();
+    let head = json!({"counts": [50, 25, 12, 6], "total": 100, "accuracy": [0.5, 0.25, 0.12, 0.06]});
+    let rest = json!({"total": 0, "paths": []});
+    let calibration =
+        json!({"heads": [head, head, head], "joint": rest, "backbone": "b", "heads_sha256": "00", "tokens": 500});
+    world.write("c.json", &calibration);
+    world
+}
+
+const EIGHT: [&str; 2] = ["--max-new-tokens", "8"];
+
+fn bench(world: &World, more: &[&str]) -> Vec<Value> {
+    world.json(&[&BENCH[..], &EIGHT, more].concat())
+}
+
+fn swept(lines: &[Value]) -> Vec<Value> {
+    lines.iter().map(|line| line["sweep"].clone()).collect()
+}
+
+/// The rows of a CSV, each by its header's names.
+fn csv(world: &World, name: &str) -> Vec<std::collections::HashMap<String, String>> {
+    let reader = csv::Reader::from_path(world.path(name)).expect("a CSV");
+    reader.into_deserialize().map(|row| row.expect("a row under this header")).collect()
+}
+
+#[test]
+fn repeats_are_counted_once_and_their_range_holds_the_median() {
+    let world = World::new();
+    let line = bench(&world, &["--repeats", "4"]).remove(0);
+    assert_eq!((&line["repeats"], &line["plain"]["tokens"], line.get("sweep")), (&json!(4), &json!(8), None));
+    for side in ["plain", "medusa"] {
+        let number = |value: &Value| value.as_f64().expect("a number");
+        let range = &line[side]["tokens_per_second_range"];
+        let [low, median, high] = [&range[0], &line[side]["tokens_per_second"], &range[1]].map(number);
+        assert!(0.0 < low && low <= median && median <= high, "{line}");
+    }
+}
+
+#[test]
+fn a_sweep_of_nodes_has_a_tree_of_each_size() {
+    let world = calibrated();
+    let sweep = ["--sweep", "nodes=1,5,12", "--calibration", "c.json", "--repeats", "1", "--csv", "n.csv"];
+    let lines = bench(&world, &sweep);
+    let expected = [1, 5, 12].map(|nodes| json!({"name": "nodes", "value": nodes}));
+    assert_eq!(swept(&lines), expected);
+    for (line, nodes) in lines.iter().zip([1, 5, 12]) {
+        assert_eq!((&line["tree_nodes"], &line["identical"]), (&json!(nodes), &json!(true)));
+    }
+    let rows = csv(&world, "n.csv");
+    assert_eq!(rows.len(), 3);
+    for (row, line) in rows.iter().zip(&lines) {
+        let text = |key: &str| row[key].as_str();
+        assert_eq!((text("sweep"), text("category"), text("identical")), ("nodes", "all", "true"));
+        assert_eq!((text("value"), text("tree_nodes")), (text("tree_nodes"), line["tree_nodes"].to_string().as_str()));
+        for key in ["acceleration_rate", "overhead", "speedup"] {
+            assert_eq!(row[key].parse::<f64>().ok(), line[key].as_f64(), "{key}");
+        }
+    }
+}
+
+#[test]
+fn a_larger_threshold_accepts_less_and_the_texts_are_scored() {
+    let world = World::new();
+    world.write("t.json", &json!([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]));
+    let thresholds = ["--sweep", "posterior-threshold=0.00001,0.9", "--temperature", "1"];
+    let lines = world.json(&[&BENCH[..], &thresholds, &["--tree", "t.json", "--max-new-tokens", "40"]].concat());
+    let rate = |line: &Value| line["acceleration_rate"].as_f64().expect("a number");
+    assert!(rate(&lines[0]) > rate(&lines[1]), "{lines:?}");
+    for line in &lines {
+        assert_eq!((&line["identical"], &line["sweep"]["name"]), (&Value::Null, &json!("posterior-threshold")));
+        for side in ["plain", "medusa"] {
+            let mean = line[side]["mean_log_probability"].as_f64().expect("a number");
+            let uniform = -(crate::data::BYTE_VOCABULARY as f64).ln();
+            assert!((2.0 * uniform..0.0).contains(&mean), "{mean} for a random backbone; {uniform} is uniform");
+        }
+    }
+    let greedy = bench(&world, &["--sweep", "temperature=0,1", "--repeats", "1"]);
+    assert_eq!((&greedy[0]["identical"], &greedy[0]["plain"]["mean_log_probability"]), (&json!(true), &Value::Null));
+    assert!(greedy[1]["plain"]["mean_log_probability"].is_f64());
+}
+
+#[test]
+fn contexts_are_swept_up_to_the_backbones() {
+    let world = World::new();
+    let lines = bench(&world, &["--sweep", "context=2,56", "--repeats", "1"]);
+    assert_eq!(swept(&lines), [2, 56].map(|value| json!({"name": "context", "value": value})));
+    assert!(lines.iter().all(|line| line["plain"]["tokens"] == 8 && line["identical"] == true), "{lines:?}");
+    let refused = world.complaint(&[&BENCH[..], &["--max-new-tokens", "8", "--sweep", "context=57"]].concat(), 2);
+    let expected = "error: --sweep context=57: with --max-new-tokens 8 that is 65 tokens, but the backbone's context is 64; \
+                    lower one of them\n";
+    assert_eq!(refused, expected);
+}
+
+#[test]
+fn the_table_has_a_row_a_category_or_a_value_and_csv_quotes_what_it_must() {
+    let world = calibrated();
+    let prompt = |text: &str, category: &str| json!({"prompt": text, "category": category});
+    world.lines("p.jsonl", &[prompt("ab", "sums, \"hard\""), prompt("ba", "x")]);
+    let table = |more: &[&str]| {
+        let output = world.medusa(&[&BENCH[..], &["--max-new-tokens", "8"], more].concat()).output().expect("it runs");
+        String::from_utf8(output.stdout).expect("UTF-8")
+    };
+    let starts = |table: &str| -> Vec<String> {
+        table.lines().map(|line| line.split("   ").next().unwrap_or_default().to_owned()).collect()
+    };
+    let plain = table(&["--csv", "p.csv"]);
+    assert_eq!(starts(&plain)[..4], ["category", "sums, \"hard\"", "x", "all"], "{plain}");
+    assert!(plain.ends_with("a tree of 3 nodes; medians of 3 repeats, from-to: their speedups\n"), "{plain}");
+    let categories: Vec<String> = csv(&world, "p.csv").iter().map(|row| row["category"].clone()).collect();
+    assert_eq!(categories, ["sums, \"hard\"", "x", "all"]);
+    let swept = table(&["--sweep", "nodes=2,4", "--calibration", "c.json", "--repeats", "1"]);
+    assert_eq!(starts(&swept)[..3], ["nodes", "2", "4"], "{swept}");
+    assert!(swept.ends_with("float32 on cpu; measured once\n"), "{swept}");
+}
+
+#[test]
+fn a_turn_longer_than_the_context_is_left_out_and_counted() {
+    let world = World::new();
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    world
+        .write("b/tokenizer_config.json", &json!({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}));
+    let long = "abc".repeat(30);
+    world.lines(
+        "p.jsonl",
+        &[
+            json!({"question_id": 1, "category": "c", "turns": ["a", long]}),
+            json!({"question_id": 2, "category": "c", "turns": [long, "a"]}),
+        ],
+    );
+    let line = bench(&world, &[]).remove(0);
+    assert_eq!((&line["too_long"], &line["plain"]["tokens"]), (&json!(2), &json!(8)), "{line}");
+    world.write("p.jsonl", &json!({"prompt": long}));
+    let refused = world.complaint(&BENCH, 1);
+    assert_eq!(
+        refused.lines().last(),
+        Some("error: no prompt fits the backbone's context of 64 tokens; use shorter prompts")
+    );
+}
+
+#[test]
+fn a_forced_rate_is_a_timing_and_says_so() {
+    let world = calibrated();
+    let line = bench(&world, &["--force-acceptance-rate", "2", "--repeats", "1", "--csv", "f.csv"]).remove(0);
+    assert_eq!(
+        (&line["acceleration_rate"], &line["medusa"]["steps"], &line["identical"]),
+        (&json!(2.0), &json!(4), &Value::Null)
+    );
+    assert_eq!((&line["forced_acceptance_rate"], &line["plain"]["mean_log_probability"]), (&json!(2.0), &Value::Null));
+    assert_eq!(csv(&world, "f.csv")[0]["forced_acceptance_rate"].as_str(), "2.0");
+    let output = world.medusa(&[&BENCH[..], &["--force-acceptance-rate", "1.5"]].concat()).output().expect("it runs");
+    let table = String::from_utf8(output.stdout).expect("UTF-8");
+    assert!(table.ends_with("forced to 1.5 tokens a step: a timing, not what these heads reach\n"), "{table}");
+    let refused = |more: &[&str]| world.complaint(&[&BENCH[..], &["--force-acceptance-rate"], more].concat(), 2);
+    assert!(refused(&["5"]).contains("expected 1 to 4"));
+    assert!(refused(&["0.5"]).contains("expected 1 to 4") && refused(&["-1"]).contains("--force-acceptance-rate"));
+    let swept = refused(&["2", "--sweep", "posterior-threshold=0.1", "--temperature", "1"]);
+    assert!(swept.contains("drop one of them"), "{swept}");
+}
+
+#[test]
+fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
+    let world = calibrated();
+    world.write("t.json", &json!([[0]]));
+    std::fs::remove_file(world.path("b/model.safetensors")).expect("it was there");
+    let refused = |more: &[&str]| world.complaint(&[&BENCH[..], more].concat(), 2);
+    let says = |more: &[&str], words: &str| {
+        let text = refused(more);
+        assert!(text.contains(words), "{more:?}: {text}");
+    };
+    says(&["--sweep", "depth=1"], "no sweep \"depth\"; expected nodes, posterior-threshold, context or temperature");
+    says(&["--sweep", "nodes"], "expected NAME=VALUE,VALUE,…");
+    says(&["--sweep", "nodes="], "nodes has no values");
+    says(&["--sweep", "nodes=4,0"], "nodes \"0\": expected a whole number above 0");
+    says(&["--sweep", "nodes=4,,8"], "nodes \"\": expected a whole number above 0");
+    says(&["--sweep", "temperature=-1"], "expected a number that is finite and at least 0");
+    says(&["--sweep", "posterior-threshold=0"], "expected a number that is above 0 and at most 1");
+    says(&["--sweep", "nodes=4"], "give it --calibration C");
+    says(&["--sweep", "nodes=4", "--calibration", "c.json", "--tree", "t.json"], "drop --tree");
+    says(
+        &["--sweep", "nodes=4,400", "--calibration", "c.json"],
+        "--sweep nodes=400: a tree of 400 nodes was asked for",
+    );
+    says(&["--calibration", "c.json"], "without that sweep, drop it");
+    says(&["--sweep", "posterior-threshold=0.1"], "needs --temperature above 0");
+    says(&["--sweep", "posterior-threshold=0.1", "--temperature", "1", "--acceptance", "greedy"], "typical acceptance");
+    says(&["--repeats", "0"], "--repeats");
+    says(&["--csv", "none/x.csv"], "--csv none/x.csv: there is no folder none");
+}
