@@ -12,7 +12,7 @@ use super::shared::Shared;
 use super::team::Team;
 
 /// Products below which the work is not shared.
-const WORTH_SHARING: usize = 1 << 17;
+const WORTH_SHARING: usize = 1 << 15;
 
 /// One layer's keys or values, `[G, S, D]`.
 #[derive(Debug, Clone, Copy)]

@@ -170,6 +170,17 @@ fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
     out
 }
 
+/// A line of numbers rounded to bfloat16.
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn bfloat16(x: &[f32; 32]) -> Line {
+    let (low, high) = x.split_at(16);
+    // SAFETY: 16 numbers each; both types are 64 bytes, and any bytes are a line.
+    unsafe {
+        let (low, high) = (_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr()));
+        std::mem::transmute::<__m512bh, Line>(_mm512_cvtne2ps_pbh(high, low))
+    }
+}
+
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn add_product<const BF16: bool>(sum: __m512, a: Line, b: Line) -> __m512 {
@@ -216,7 +227,12 @@ impl Packed {
         let lines = &mut self.lines[block.lines.clone()];
         for (r, x_i) in x_ri.chunks_exact(matrix.inputs).enumerate() {
             for (k, x) in x_i.chunks(numbers).enumerate() {
-                matrix.number.write(x, bytes_of(&mut lines[k * block.rows + r..][..1]));
+                let line = &mut lines[k * block.rows + r];
+                match (matrix.number, x.first_chunk::<32>()) {
+                    // SAFETY: there is a matrix, so the CPU has what this needs.
+                    (Number::BFloat16, Some(x)) => *line = unsafe { bfloat16(x) },
+                    _ => matrix.number.write(x, bytes_of(std::slice::from_mut(line))),
+                }
             }
         }
     }
