@@ -217,7 +217,7 @@ fn sigterm_ends_the_program_amid_an_answer_and_ctrl_c_at_the_prompt() {
     assert_eq!(status.code(), Some(130), "nothing to stop but the program");
 }
 
-/// What an allocator may do; a cache of 64 KiB that each of 36 answers left behind would be more.
+/// What an allocator may do; a cache of 64 KiB that each of 18 answers left behind would be more.
 #[cfg(target_os = "linux")]
 const GROWTH_KIB: u64 = 512;
 
@@ -276,7 +276,7 @@ fn memory_stays(rounds: usize) {
 #[test]
 #[cfg(target_os = "linux")]
 fn memory_does_not_grow_with_the_tokens() {
-    memory_stays(16);
+    memory_stays(8);
 }
 
 /// `cargo test --release --test promises fifty_thousand -- --ignored --nocapture`
