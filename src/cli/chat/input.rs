@@ -55,7 +55,8 @@ impl Lines {
         match self {
             Lines::Terminal(editor) => match editor.readline(PROMPT) {
                 Ok(line) => Ok(Input::Line(line)),
-                Err(ReadlineError::Interrupted) => Ok(Input::Cleared),
+                // Ctrl-C is a key here; a signal comes from another program.
+                Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => Ok(Input::Cleared),
                 Err(ReadlineError::Eof) => Ok(Input::End),
                 Err(error) => Err(error).context("cannot read from the terminal"),
             },
