@@ -204,7 +204,8 @@ fn half_precision_is_near() {
             for purpose in [Purpose::Training, Purpose::Decoding] {
                 let llama = load(folder.path(), kind, purpose);
                 let (_, logits) = over_the_row(&llama, &fixture.input_ids());
-                assert_eq!(logits.kind(), kind);
+                // The CPU's own kernels give logits as they sum them.
+                assert_eq!(logits.kind(), if llama.has_own_kernels() { Kind::Float } else { kind });
                 let what = format!("{name}: logits in {kind:?}, for {purpose:?}");
                 assert_near(&what, &logits, &fixture.reference("logits"), tolerance, &fixture.origin());
             }

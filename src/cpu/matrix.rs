@@ -22,6 +22,8 @@ const LINES_OF_PART: usize = 1 << 10;
 const PARTS_OF_THREAD: usize = 2;
 /// Outputs whose rows of weights are read together.
 const TOGETHER: usize = 4;
+/// Rows of weights between those that are read and those that are fetched, into the second cache: nearer ones come too late.
+const AHEAD: usize = TOGETHER;
 /// Sums that are added up together.
 const SUMS: usize = 16;
 
@@ -112,7 +114,7 @@ impl Matrix {
             let (w, mut fetched) = (self.four(o), 0);
             for block in &x.blocks {
                 let lines = &x.lines[block.lines.clone()];
-                let next = w.as_ptr_range().end.cast::<Line>().wrapping_add(fetched * w.len());
+                let next = w.as_ptr_range().end.cast::<Line>().wrapping_add((AHEAD + fetched) * w.len());
                 let now = fetch.min(TOGETHER - fetched);
                 fetched += now;
                 let sums = match (block.rows, now) {
@@ -154,7 +156,7 @@ fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
     let (x, _) = x.as_chunks::<R>();
     for (k, (w_t, x_r)) in w.iter().zip(x).enumerate() {
         for line in 0..FETCH {
-            _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(k * FETCH + line).cast());
+            _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(k * FETCH + line).cast());
         }
         for r in 0..R {
             for t in 0..TOGETHER {
