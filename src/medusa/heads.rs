@@ -224,11 +224,12 @@ impl Heads {
         Self { heads: heads.collect(), hidden_size: shape.hidden_size, vocab_size }
     }
 
-    /// The same heads for decoding: packed where that pays.
+    /// The same heads for decoding: packed where that pays. With the CPU's own kernels their weights are bfloat16, whatever the
+    /// backbone computes in: reading them is most of what a guess costs, and a guess is verified.
     #[must_use]
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
-        let mut prepare = |linear: Linear| linear.for_few_rows(&mut arena);
+        let mut prepare = |linear: Linear| linear.for_guesses(&mut arena);
         let pack = |head: Head| Head {
             blocks: head.blocks.into_iter().map(&mut prepare).collect(),
             w2: head.w2.map(&mut prepare),

@@ -60,6 +60,16 @@ impl Linear {
         }
     }
 
+    /// As [`Linear::for_few_rows`], in bfloat16 where it is for the kernels: for guesses, which are verified anyway.
+    #[must_use]
+    pub fn for_guesses(self, arena: &mut Arena) -> Self {
+        let Weight::Dense(weight_oi) = &self.weight else { return self };
+        match matrix_of(&weight_oi.to_kind(Kind::BFloat16), arena) {
+            Some(matrix) => Self { weight: Weight::Matrix(matrix), ..self },
+            None => self.packed(),
+        }
+    }
+
     /// The same layer for batches: packed where that pays, else transposed. Adapters must be merged before.
     #[must_use]
     pub fn packed(self) -> Self {
