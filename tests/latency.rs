@@ -57,10 +57,15 @@ fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)])
     world.write(
         "l.json",
         &json!({
-        "device": "cpu", "dtype": "float32", "threads": 1, "context": 32, "backbone": "b",
+        "device": "cpu", "dtype": "float32", "threads": threads(), "context": 32, "backbone": "b",
         "heads_sha256": calibration["heads_sha256"], "plain_step_ms": plain_step_ms,
         "steps": steps.iter().map(step).collect::<Vec<_>>()}),
     );
+}
+
+/// That a step may use, here.
+fn threads() -> usize {
+    medusa::cpu::team::Team::of_process().size()
 }
 
 #[test]
@@ -95,8 +100,10 @@ fn times_of_other_conditions_are_one_clear_error() {
     assert!(dtype.contains("l.json was measured with dtype float32, not with bfloat16"), "{dtype}");
     let context = complaint(&["--context", "16"], 1);
     assert!(context.contains("a context of 32, not with 16"), "{context}");
-    let output = world.medusa(&CHOOSE).env("OMP_NUM_THREADS", "2").output().unwrap();
-    assert!(String::from_utf8(output.stderr).unwrap().contains("threads 1, not with 2"));
+    let others = threads() + 1;
+    let output = world.medusa(&CHOOSE).env("OMP_NUM_THREADS", others.to_string()).output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains(&format!("threads {}, not with {others}", threads())), "{said}");
     let mut other: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).unwrap()).unwrap();
     other["heads_sha256"] = json!("00");
     world.write("other.json", &other);

@@ -157,7 +157,7 @@ pub fn load_backbone(
 }
 
 /// In a tiny backbone, threads wait for each other longer than a product takes; where other programs run, many times longer.
-/// `OMP_NUM_THREADS`, if set, is obeyed.
+/// `OMP_NUM_THREADS`, if set, is obeyed. Where the CPU's own kernels run, they have the threads, and libtorch works alone.
 fn spare_threads(backbone: &Llama) {
     const WORTH_SHARING: i64 = 1 << 17; // weights of the largest product
     let config = &backbone.config;

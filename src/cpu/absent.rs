@@ -35,22 +35,21 @@ pub mod matrix {
 }
 
 /// No token attends.
-pub mod attention {
+pub(crate) mod attention {
     use super::super::{Number, team::Team};
 
     /// One layer's keys or values.
     #[derive(Debug, Clone, Copy)]
-    #[expect(missing_docs, reason = "as in the kernels' own")]
-    pub struct Plane<'c> {
-        pub bytes: &'c [u8],
-        pub number: Number,
-        pub room: usize,
-        pub head_size: usize,
+    pub(crate) struct Plane<'c> {
+        pub(crate) bytes: &'c [u8],
+        pub(crate) number: Number,
+        pub(crate) room: usize,
+        pub(crate) head_size: usize,
     }
 
     /// Cached tokens that a new one sees.
     #[derive(Debug)]
-    pub struct Seen;
+    pub(crate) struct Seen;
 
     impl FromIterator<usize> for Seen {
         fn from_iter<I: IntoIterator<Item = usize>>(_: I) -> Self {
@@ -60,53 +59,51 @@ pub mod attention {
 
     /// Shapes of an attention.
     #[derive(Debug, Clone, Copy)]
-    #[expect(missing_docs, reason = "as in the kernels' own")]
-    pub struct Heads {
-        pub queries: usize,
-        pub groups: usize,
-        pub scale: f32,
+    pub(crate) struct Heads {
+        pub(crate) queries: usize,
+        pub(crate) groups: usize,
+        pub(crate) scale: f32,
     }
 
     /// Never called.
-    pub fn attend(_: (&[f32], usize), _: [Plane<'_>; 2], _: &[Seen], _: Heads, _: &mut [f32], _: &Team) {
+    pub(crate) fn attend(_: (&[f32], usize), _: [Plane<'_>; 2], _: &[Seen], _: Heads, _: &mut [f32], _: &Team) {
         unreachable!("there is no matrix, so there is no pass")
     }
 }
 
 /// No row is computed.
-#[expect(missing_docs, reason = "as in the kernels' own")]
-pub mod rows {
+pub(crate) mod rows {
     const NEVER: &str = "there is no matrix, so there is no pass";
 
-    pub fn rms_norm(_: &[f32], _: &[f32], _: f32, _: &mut [f32]) {
+    pub(crate) fn rms_norm(_: &[f32], _: &[f32], _: f32, _: &mut [f32]) {
         unreachable!("{NEVER}")
     }
 
-    pub fn add(_: &mut [f32], _: &[f32]) {
+    pub(crate) fn add(_: &mut [f32], _: &[f32]) {
         unreachable!("{NEVER}")
     }
 
-    pub fn add_to_each(_: &mut [f32], _: &[f32]) {
+    pub(crate) fn add_to_each(_: &mut [f32], _: &[f32]) {
         unreachable!("{NEVER}")
     }
 
-    pub fn silu_product(_: &[f32], _: &mut [f32], _: usize) {
+    pub(crate) fn silu_product(_: &[f32], _: &mut [f32], _: usize) {
         unreachable!("{NEVER}")
     }
 
-    pub fn add_silu(_: &mut [f32], _: &[f32]) {
+    pub(crate) fn add_silu(_: &mut [f32], _: &[f32]) {
         unreachable!("{NEVER}")
     }
 
-    pub fn rotation(_: i64, _: &[f32]) -> Vec<f32> {
+    pub(crate) fn rotation(_: i64, _: &[f32]) -> Vec<f32> {
         unreachable!("{NEVER}")
     }
 
-    pub fn rotate(_: &mut [f32], _: &[f32]) {
+    pub(crate) fn rotate(_: &mut [f32], _: &[f32]) {
         unreachable!("{NEVER}")
     }
 
-    pub fn largest(_: &[f32], _: usize) -> Vec<usize> {
+    pub(crate) fn largest(_: &[f32], _: usize) -> Vec<usize> {
         unreachable!("{NEVER}")
     }
 }

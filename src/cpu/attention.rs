@@ -16,43 +16,46 @@ const WORTH_SHARING: usize = 1 << 15;
 
 /// One layer's keys or values, `[G, S, D]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Plane<'c> {
+pub(crate) struct Plane<'c> {
     /// As the cache stores them.
-    pub bytes: &'c [u8],
+    pub(crate) bytes: &'c [u8],
     /// How.
-    pub number: Number,
+    pub(crate) number: Number,
     /// S.
-    pub room: usize,
+    pub(crate) room: usize,
     /// D.
-    pub head_size: usize,
+    pub(crate) head_size: usize,
 }
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seen(Vec<u32>);
+pub(crate) struct Seen(Vec<u32>);
 
 impl FromIterator<usize> for Seen {
     fn from_iter<I: IntoIterator<Item = usize>>(slots: I) -> Self {
-        Self(slots.into_iter().map(|slot| u32::try_from(slot).expect("a context has less than 2^32 tokens")).collect())
+        let slot = |slot| u32::try_from(slot).expect("a context has less than 2^32 tokens");
+        let slots: Vec<u32> = slots.into_iter().map(slot).collect();
+        assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "positions grow with slots");
+        Self(slots)
     }
 }
 
 /// Shapes of an attention.
 #[derive(Debug, Clone, Copy)]
-pub struct Heads {
+pub(crate) struct Heads {
     /// Q.
-    pub queries: usize,
+    pub(crate) queries: usize,
     /// G.
-    pub groups: usize,
+    pub(crate) groups: usize,
     /// Factor of the scores.
-    pub scale: f32,
+    pub(crate) scale: f32,
 }
 
 /// Queries `[N, Q, D]`, of rows of `stride` numbers, to `out` `[N, Q, D]`: `softmax(q·Kᵀ · scale)·V` over what each token sees.
 ///
 /// # Panics
 /// If a shape does not fit, or a token sees what is not in the cache.
-pub fn attend(
+pub(crate) fn attend(
     queries: (&[f32], usize),
     [keys, values]: [Plane<'_>; 2],
     seen: &[Seen],
@@ -63,6 +66,8 @@ pub fn attend(
     let ((q, stride), d) = (queries, keys.head_size);
     let width = heads.queries * d;
     assert!(out.len() == seen.len() * width && q.len() >= seen.len().saturating_sub(1) * stride + width, "[N, Q, D]");
+    let shape = |plane: Plane| (plane.number, plane.room, plane.head_size);
+    assert!(shape(keys) == shape(values) && heads.queries.is_multiple_of(heads.groups) && stride >= width, "one shape");
     for plane in [keys, values] {
         assert_eq!(plane.bytes.len(), heads.groups * plane.room * d * plane.number.bytes(), "[G, S, D]");
         assert!(
@@ -213,4 +218,64 @@ fn softmax(scores: &mut [f32], largest: f32, len: usize) -> f32 {
         unsafe { _mm512_storeu_ps(chunk.as_mut_ptr(), p) };
     }
     _mm512_reduce_add_ps(sums)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn random(count: usize, seed: usize) -> Vec<f32> {
+        (0..count).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0).collect()
+    }
+
+    /// In float64, for one head of one token.
+    fn oracle(q: &[f32], slots: &[usize], row: impl Fn(usize, usize) -> Vec<f64>, scale: f64) -> Vec<f64> {
+        let dot = |k: &[f64]| q.iter().zip(k).map(|(&q, k)| f64::from(q) * k).sum::<f64>() * scale;
+        let p: Vec<f64> = slots.iter().map(|&slot| dot(&row(0, slot)).exp()).collect();
+        let value = |d: usize| slots.iter().zip(&p).map(|(&slot, p)| p * row(1, slot)[d]).sum::<f64>();
+        (0..q.len()).map(|d| value(d) / p.iter().sum::<f64>()).collect()
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn attention_equals_its_formula_in_float64() {
+        let team = Team::new(2);
+        let seen: Vec<Vec<usize>> =
+            vec![(0..1).collect(), (3..40).chain([41, 47]).collect(), (0..64).collect(), vec![5, 9, 60]];
+        for number in [Number::Float32, Number::BFloat16] {
+            for (d, queries, groups) in [(8, 4, 4), (20, 6, 2), (64, 2, 1)] {
+                let (room, width) = (64, queries * d);
+                let stored = |seed| {
+                    let mut bytes = vec![0; groups * room * d * number.bytes()];
+                    number.write(&random(groups * room * d, seed), &mut bytes);
+                    bytes
+                };
+                let planes = [stored(1), stored(2)];
+                let read = |bytes: &[u8]| match number {
+                    Number::Float32 => f64::from(f32::from_ne_bytes(bytes.try_into().expect("4 bytes"))),
+                    Number::BFloat16 => f64::from(half::bf16::from_ne_bytes(bytes.try_into().expect("2 bytes"))),
+                };
+                let row = |plane: usize, group: usize, slot: usize| -> Vec<f64> {
+                    let first = (group * room + slot) * d * number.bytes();
+                    planes[plane][first..][..d * number.bytes()].chunks_exact(number.bytes()).map(read).collect()
+                };
+                let (q, mut out) = (random(seen.len() * (width + 3), 3), vec![0.0; seen.len() * width]);
+                let plane = |bytes| Plane { bytes, number, room, head_size: d };
+                let heads = Heads { queries, groups, scale: 0.3 };
+                let slots: Vec<Seen> = seen.iter().map(|slots| slots.iter().copied().collect()).collect();
+                attend((&q, width + 3), [plane(&planes[0][..]), plane(&planes[1][..])], &slots, heads, &mut out, &team);
+                for (n, head) in (0..seen.len()).flat_map(|n| (0..queries).map(move |head| (n, head))) {
+                    let group = head / (queries / groups);
+                    let q_d = &q[n * (width + 3) + head * d..][..d];
+                    let expected = oracle(q_d, &seen[n], |plane, slot| row(plane, group, slot), f64::from(0.3f32));
+                    for (got, expected) in out[n * width + head * d..][..d].iter().zip(expected) {
+                        assert!(
+                            (f64::from(*got) - expected).abs() < 2e-5,
+                            "{number:?}, D {d}, token {n}, head {head}: {got}, {expected}"
+                        );
+                    }
+                }
+            }
+        }
+    }
 }

@@ -67,11 +67,6 @@ impl Matrix {
         self.outputs
     }
 
-    /// I.
-    pub fn inputs(&self) -> usize {
-        self.inputs
-    }
-
     /// `y = x·Wᵀ`: `x_ni` `[N, I]` to `y_no` `[N, O]`. Weights of bfloat16 are multiplied by `x` rounded to bfloat16; sums are float32.
     ///
     /// # Panics
@@ -124,9 +119,12 @@ impl Matrix {
                     (1, 2) => dots::<BF16, 2, 1>(w, lines, next),
                     (2, 2) => dots::<BF16, 2, 2>(w, lines, next),
                     (_, 2) => dots::<BF16, 2, 4>(w, lines, next),
-                    (1, _) => dots::<BF16, 1, 1>(w, lines, next),
-                    (2, _) => dots::<BF16, 1, 2>(w, lines, next),
-                    _ => dots::<BF16, 1, 4>(w, lines, next),
+                    (1, 1) => dots::<BF16, 1, 1>(w, lines, next),
+                    (2, 1) => dots::<BF16, 1, 2>(w, lines, next),
+                    (_, 1) => dots::<BF16, 1, 4>(w, lines, next),
+                    (1, _) => dots::<BF16, 0, 1>(w, lines, next),
+                    (2, _) => dots::<BF16, 0, 2>(w, lines, next),
+                    _ => dots::<BF16, 0, 4>(w, lines, next),
                 };
                 for r in 0..block.rows {
                     // SAFETY: these columns are the caller's.

@@ -7,18 +7,20 @@ pub mod team;
 #[cfg(not(target_arch = "x86_64"))]
 mod absent;
 #[cfg(not(target_arch = "x86_64"))]
-pub use absent::{arena, attention, matrix, rows};
+pub use absent::{arena, matrix};
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) use absent::{attention, rows};
 
 #[cfg(target_arch = "x86_64")]
 pub mod arena;
 #[cfg(target_arch = "x86_64")]
-pub mod attention;
+pub(crate) mod attention;
 #[cfg(target_arch = "x86_64")]
 mod lanes;
 #[cfg(target_arch = "x86_64")]
 pub mod matrix;
 #[cfg(target_arch = "x86_64")]
-pub mod rows;
+pub(crate) mod rows;
 #[cfg(target_arch = "x86_64")]
 mod shared;
 

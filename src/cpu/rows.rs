@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 use super::lanes::{LANES, exp, load, mask_of};
 
 /// `x / rms(x) · weight` for each row of `x_nh`, to `out_nh`.
-pub fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
+pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
     let h = weight_h.len();
     assert_eq!((x_nh.len() % h, x_nh.len()), (0, out_nh.len()), "rows of [N, H]");
     for (x_h, out_h) in x_nh.chunks_exact(h).zip(out_nh.chunks_exact_mut(h)) {
@@ -31,18 +31,18 @@ fn sum_of_squares(x: &[f32]) -> f32 {
 }
 
 /// `x += y`.
-pub fn add(x: &mut [f32], y: &[f32]) {
+pub(crate) fn add(x: &mut [f32], y: &[f32]) {
     assert_eq!(x.len(), y.len(), "of one shape");
     x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
 }
 
 /// Adds a bias `[O]` to each row of `[N, O]`.
-pub fn add_to_each(y_no: &mut [f32], bias_o: &[f32]) {
+pub(crate) fn add_to_each(y_no: &mut [f32], bias_o: &[f32]) {
     y_no.chunks_exact_mut(bias_o.len()).for_each(|y_o| add(y_o, bias_o));
 }
 
 /// `silu(gate) · up`: `[N, 2F]`, gate before up in each row, to `[N, F]`.
-pub fn silu_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize) {
+pub(crate) fn silu_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize) {
     assert_eq!(gate_up_nf.len(), 2 * out_nf.len(), "[N, 2F] and [N, F]");
     for (gate_up, out_f) in gate_up_nf.chunks_exact(2 * f).zip(out_nf.chunks_exact_mut(f)) {
         let (gate_f, up_f) = gate_up.split_at(f);
@@ -63,7 +63,7 @@ fn silu_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
 }
 
 /// `x + silu(y)` to `x`, both `[N, H]`: the end of a ResBlock.
-pub fn add_silu(x: &mut [f32], y: &[f32]) {
+pub(crate) fn add_silu(x: &mut [f32], y: &[f32]) {
     assert_eq!(x.len(), y.len(), "of one shape");
     for (x, y) in x.chunks_mut(LANES).zip(y.chunks(LANES)) {
         let mut gated = [0.0; LANES];
@@ -74,13 +74,13 @@ pub fn add_silu(x: &mut [f32], y: &[f32]) {
 }
 
 /// Cosines, then sines of a position, for pairs (i, i + D/2) of a head: rotary embeddings as transformers computes them.
-pub fn rotation(position: i64, frequencies: &[f32]) -> Vec<f32> {
+pub(crate) fn rotation(position: i64, frequencies: &[f32]) -> Vec<f32> {
     let angles = frequencies.iter().map(|frequency| position as f32 * frequency);
     angles.clone().map(f32::cos).chain(angles.map(f32::sin)).collect()
 }
 
 /// Rotates heads `[…, D]` in place by a [`rotation`] (`[D]`).
-pub fn rotate(heads: &mut [f32], rotation: &[f32]) {
+pub(crate) fn rotate(heads: &mut [f32], rotation: &[f32]) {
     let (cos, sin) = rotation.split_at(rotation.len() / 2);
     for head in heads.chunks_exact_mut(rotation.len()) {
         let (first, second) = head.split_at_mut(cos.len());
@@ -91,7 +91,7 @@ pub fn rotate(heads: &mut [f32], rotation: &[f32]) {
 }
 
 /// Where the `count` largest numbers are, largest first, of equals the first.
-pub fn largest(x: &[f32], count: usize) -> Vec<usize> {
+pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
     let mut best: Vec<(f32, usize)> = Vec::with_capacity(count + 1);
     for (chunk, numbers) in x.chunks(LANES).enumerate() {
         let least = if best.len() < count { f32::NEG_INFINITY } else { best[count - 1].0 };

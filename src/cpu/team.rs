@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread;
 
 /// Looks at the ticket before a waiting thread sleeps; some 500 µs.
@@ -40,7 +40,7 @@ struct Shared {
 }
 
 impl Team {
-    /// A team of this thread and `size` - 1 others.
+    /// A team of this thread and `size` - 1 others, which stay to the process's end.
     pub fn new(size: usize) -> Self {
         let shared = Arc::new(Shared {
             ticket: AtomicU64::new(0),
@@ -59,7 +59,7 @@ impl Team {
         Self { shared, busy: Mutex::new(()), size: helpers + 1 }
     }
 
-    /// The process's team: `OMP_NUM_THREADS` threads, which is what libtorch goes by too, or one a core.
+    /// The process's team: `OMP_NUM_THREADS` threads, or one a processor that the system shows.
     pub fn of_process() -> &'static Self {
         static TEAM: OnceLock<Team> = OnceLock::new();
         let asked = || std::env::var("OMP_NUM_THREADS").ok()?.parse().ok();
@@ -77,7 +77,7 @@ impl Team {
     /// # Panics
     /// If a part panicked.
     pub fn run(&self, parts: usize, work: impl Fn(usize) + Sync) {
-        let lead = if self.size == 1 || parts < 2 { None } else { self.busy.try_lock().ok() };
+        let lead = if self.size == 1 || parts < 2 { None } else { self.free() };
         if lead.is_none() || parts > usize::from(u16::MAX) {
             return (0..parts).for_each(work);
         }
@@ -85,6 +85,14 @@ impl Team {
         // Only the lifetime changes: `lead` returns after the last part is done, and nobody reads it later.
         let job: *const Job<'static> = ptr::from_ref(&work).cast();
         self.shared.lead(job, parts as u64);
+    }
+    /// The right to lead, if nobody else has it.
+    fn free(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.busy.try_lock() {
+            Ok(free) => Some(free),
+            Err(TryLockError::Poisoned(free)) => Some(free.into_inner()), // a part panicked: all are done, nothing is half-written here
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }
 
@@ -188,6 +196,12 @@ mod tests {
         }
         let caught = catch_unwind(AssertUnwindSafe(|| team.run(4, |part| assert_ne!(part, 2))));
         assert!(caught.is_err());
-        team.run(4, |_| {});
+        let others = AtomicUsize::new(0);
+        let here = thread::current().id();
+        team.run(200, |_| {
+            thread::sleep(std::time::Duration::from_micros(100));
+            others.fetch_add(usize::from(thread::current().id() != here), Ordering::Relaxed);
+        });
+        assert!(others.into_inner() > 0, "the helpers still help");
     }
 }

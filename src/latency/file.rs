@@ -17,7 +17,7 @@ pub struct Latency {
     pub device: String,
     /// What the backbone computes in.
     pub dtype: Dtype,
-    /// CPU threads of a product.
+    /// CPU threads that a step may use.
     pub threads: usize,
     /// Tokens before the steps.
     pub context: usize,

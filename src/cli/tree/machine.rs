@@ -10,10 +10,11 @@ use super::super::decoder::{Decoder, dtype_of};
 use super::super::{CommonFlags, UsageError};
 use super::TreeArgs;
 use crate::calibrate::Calibration;
+use crate::cpu::team::Team;
 use crate::files;
 use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
 use crate::medusa::tree_search::Found;
-use crate::torch::{DeviceChoice, device_name};
+use crate::torch::device_name;
 
 /// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
 const MAX_NODES: usize = 64;
@@ -59,14 +60,10 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
             .into());
         }
     }
-    let device = match common.device {
-        DeviceChoice::Auto => None,
-        other => Some(other),
-    };
     Ok(Asked {
-        device: device.map(|device| device.resolve().map(device_name)).transpose()?,
+        device: Some(device_name(common.device.resolve()?)),
         dtype: common.dtype,
-        threads: std::env::var("OMP_NUM_THREADS").ok().and_then(|threads| threads.parse().ok()),
+        threads: Some(Team::of_process().size()),
         context: args.context.map(Into::into),
         backbone: args.backbone.as_ref().map(|backbone| backbone.display().to_string()),
         heads_sha256: Some(calibration.heads_sha256.clone()),
@@ -95,7 +92,7 @@ fn measure(
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
         dtype: dtype_of(decoder.backbone.kind()),
-        threads: usize::try_from(tch::get_num_threads())?,
+        threads: Team::of_process().size(),
         context,
         backbone: backbone.display().to_string(),
         heads_sha256: calibration.heads_sha256.clone(),

@@ -82,6 +82,7 @@ mod tests {
     use crate::model::config::LlamaConfig;
 
     #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
         for (vocab_size, medusa_num_layers) in [(50, 2), (0, 1)] {
             let config = LlamaConfig::tiny();
