@@ -68,7 +68,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             (backbone, rows)
         }
     };
-    let heads = Heads::load(&args.heads, &backbone)?;
+    let heads = Heads::load(&args.heads, &backbone)?.for_decoding(); // what they guess there is what counts
     let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;

@@ -694,13 +694,17 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn a_token_gives_the_same_bits_alone_and_in_any_tree() {
-        let llama = Llama::random(config(Some(9)), Kind::Float, Device::Cpu, 6).for_decoding();
+        [Kind::Float, Kind::BFloat16].map(same_bits_in_any_chunks);
+    }
+
+    fn same_bits_in_any_chunks(kind: Kind) {
+        let llama = Llama::random(config(Some(9)), kind, Device::Cpu, 6).for_decoding();
         let tokens = Tensor::randint(50, [40], (Kind::Int64, Device::Cpu));
         let by_chunks = |chunk: i64| {
-            let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+            let mut cache = KvCache::new(&llama.config, kind, Device::Cpu);
             let pieces = tokens.split(chunk, 0);
             let logits = pieces.iter().map(|piece| {
-                let new = NewTokens::chain(piece.size()[0], &llama.config, Kind::Float, Device::Cpu);
+                let new = NewTokens::chain(piece.size()[0], &llama.config, kind, Device::Cpu);
                 let hidden = llama.extend(piece, &new, &mut cache);
                 cache.commit(new.len());
                 llama.logits(&hidden, Adapters::Off)
@@ -709,7 +713,7 @@ mod tests {
         };
         let one_by_one = by_chunks(1);
         for chunk in [2, 3, 5, 7, 16, 40] {
-            assert_eq!(by_chunks(chunk), one_by_one, "{chunk} at a time");
+            assert_eq!(by_chunks(chunk), one_by_one, "{kind:?}, {chunk} at a time");
         }
     }
 }
