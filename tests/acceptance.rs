@@ -46,16 +46,26 @@ fn backbone() -> Llama {
         eos_token_ids: vec![],
     };
     let llama = Llama::random(config, Kind::Double, Device::Cpu, 21);
-    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
-        let _ = weight.shallow_clone().g_mul_scalar_(17.0);
-    }
+    fill(llama.weights().iter().map(|(_, weight)| *weight).filter(|weight| weight.dim() == 2), 0.34, 21);
     llama
+}
+
+/// Numbers of a stream of their own, with this deviation: libtorch's generator belongs to all tests that run at the same time.
+fn fill<'t>(weights: impl Iterator<Item = &'t Tensor>, deviation: f64, seed: u64) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    for weight in weights {
+        let numbers: Vec<f64> =
+            (0..weight.numel()).map(|_| (rng.random::<f64>() - 0.5) * 12f64.sqrt() * deviation).collect();
+        weight.shallow_clone().copy_(&Tensor::from_slice(&numbers).view_as(weight));
+    }
 }
 
 fn heads() -> Heads {
     let shape =
         HeadsShape { medusa_num_heads: 3, medusa_num_layers: 1, hidden_size: 32, vocab_size: VOCABULARY as i64 };
-    Heads::random(shape, Kind::Double, Device::Cpu, 22)
+    let heads = Heads::random(shape, Kind::Double, Device::Cpu, 22);
+    fill(heads.parameters().iter().map(|(_, tensor)| *tensor), 0.1, 22);
+    heads
 }
 
 /// Depth 3, more guesses where they are likelier to be right.
