@@ -24,6 +24,11 @@
 //! L0 torch cpu files numbers   devices, optimizers; kernels of a step on the CPU; atomic files; numbers that cannot be bad
 //! ```
 //!
+//! # Danger
+//!
+//! `unsafe` stands in three places, each block with its reason: `torch` (libtorch's handles and memory), `cpu` (vector instructions and
+//! threads that share a job), and the mapped files of `model/weights.rs` (`tests/layering.rs` checks it).
+//!
 //! # Shape letters
 //!
 //! `B` rows, `T` tokens of a row, `S` cached tokens, `N` rows of a product (any tokens, flattened), `H` hidden size,

@@ -135,3 +135,26 @@ fn an_import_upwards_or_sideways_is_found() {
         None
     );
 }
+
+/// Lines of code with `unsafe` that are not in its rooms.
+fn strays(path: &str, code: &str) -> Vec<String> {
+    let at_home = ["torch/", "cpu/", "model/weights.rs"].iter().any(|room| path.starts_with(room));
+    let is_unsafe = |line: &str| {
+        let words = line.split("//").next().unwrap_or_default();
+        words.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe")
+    };
+    let lines = code.lines().zip(1..).filter(|(line, _)| !at_home && is_unsafe(line));
+    lines.map(|(line, number)| format!("{path}:{number}: {}", line.trim())).collect()
+}
+
+#[test]
+fn unsafe_stands_in_its_rooms_only() {
+    let stray = |file: &PathBuf| {
+        let path = file.strip_prefix(SOURCES).expect("a file under src/").to_string_lossy().into_owned();
+        strays(&path, &fs::read_to_string(file).expect("a source file"))
+    };
+    let found: Vec<String> = rust_files(Path::new(SOURCES)).iter().flat_map(stray).collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+    assert_eq!(strays("train/run.rs", "let x = unsafe { y() };\n// unsafe\n#![expect(unsafe_code)]").len(), 1);
+    assert!(strays("cpu/team.rs", "unsafe { y() }").is_empty());
+}

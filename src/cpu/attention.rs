@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 use std::array;
 
 use super::Number;
-use super::lanes::{LANES, exp, load, mask_of, sum_each};
+use super::lanes::{LANES, exp, load, mask_of, store, sum_each};
 use super::shared::Shared;
 use super::team::Team;
 
@@ -120,8 +120,7 @@ impl One<'_> {
         let sum = _mm512_set1_ps(softmax(scores, largest, self.slots.len()));
         for (chunk, out) in out_d.chunks_mut(LANES).enumerate() {
             let weighted = _mm512_div_ps(self.weighted::<BF16>(scores, chunk), sum);
-            // SAFETY: only the lanes of the mask are written.
-            unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask_of(out.len()), weighted) };
+            store(out, weighted);
         }
     }
 
@@ -145,8 +144,7 @@ impl One<'_> {
             }
             let scaled = _mm512_mul_ps(sum_each(sums), _mm512_set1_ps(self.scale));
             largest = _mm512_max_ps(largest, scaled);
-            // SAFETY: 16 numbers fit.
-            unsafe { _mm512_storeu_ps(scores.as_mut_ptr(), scaled) };
+            store(scores, scaled);
         }
         _mm512_reduce_max_ps(largest)
     }
@@ -214,8 +212,7 @@ fn softmax(scores: &mut [f32], largest: f32, len: usize) -> f32 {
     for chunk in scores.chunks_exact_mut(LANES) {
         let p = exp(_mm512_sub_ps(load(chunk), _mm512_set1_ps(largest)));
         sums = _mm512_add_ps(sums, p);
-        // SAFETY: 16 numbers fit.
-        unsafe { _mm512_storeu_ps(chunk.as_mut_ptr(), p) };
+        store(chunk, p);
     }
     _mm512_reduce_add_ps(sums)
 }

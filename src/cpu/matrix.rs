@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use super::Number;
 use super::arena::{Arena, Lines};
-use super::lanes::{Line, sum_each};
+use super::lanes::{Line, store, sum_each};
 use super::shared::Shared;
 use super::team::Team;
 
@@ -165,8 +165,7 @@ fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
     let all =
         array::from_fn(|at| if at < R * TOGETHER { sums[at / TOGETHER][at % TOGETHER] } else { _mm512_setzero_ps() });
     let mut out = [0.0; SUMS];
-    // SAFETY: 16 numbers fit.
-    unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sum_each(all)) };
+    store(&mut out, sum_each(all));
     out
 }
 

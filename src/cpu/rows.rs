@@ -4,7 +4,7 @@
 // N rows, H hidden, F intermediate size, D head size
 use std::arch::x86_64::*;
 
-use super::lanes::{LANES, exp, load, mask_of};
+use super::lanes::{LANES, exp, load, mask_of, store};
 
 /// `x / rms(x) · weight` for each row of `x_nh`, to `out_nh`.
 pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
@@ -56,9 +56,7 @@ fn silu_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
     for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
         let (gate, up, one) = (load(gate), load(up), _mm512_set1_ps(1.0));
         let sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate))));
-        let product = _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up);
-        // SAFETY: only the lanes of the mask are written.
-        unsafe { _mm512_mask_storeu_ps(out.as_mut_ptr(), mask_of(out.len()), product) };
+        store(out, _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up));
     }
 }
 
