@@ -316,7 +316,8 @@ impl Recipe {
         let adapter = lora.and_then(|lora| lora.init_from.as_ref());
         let of_heads = |path: &PathBuf| import::locate(path).unwrap_or_else(|_| path.join(HEADS_FILE));
         let of_adapter = |path: &PathBuf| path.join(ADAPTER_FILE);
-        let heads_hint = "give heads.safetensors or a folder with it, such as a run's final/; heads in other layouts are read, too";
+        let heads_hint =
+            "give heads.safetensors or a folder with it, such as a run's final/; heads in other layouts are read, too";
         let adapter_hint = "give a folder with a PEFT adapter, such as a run's final/";
         let starts = [
             ("heads.init_from", self.heads.init_from.as_ref().map(of_heads), heads_hint),

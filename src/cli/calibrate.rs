@@ -9,7 +9,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
-use super::decoder::{Decoder, load_heads, chat_template, load_backbone};
+use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;

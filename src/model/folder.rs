@@ -95,7 +95,8 @@ pub fn save_folder_with(
 
 fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> Result<(), WeightsError> {
     let weights = backbone.weights();
-    let own = weights.iter().map(|(name, tensor)| Planned { kind: backbone.kind(), ..Planned::of(name.clone(), tensor) });
+    let own =
+        weights.iter().map(|(name, tensor)| Planned { kind: backbone.kind(), ..Planned::of(name.clone(), tensor) });
     let planned: Vec<Planned> = own.chain(additions.planned.iter().cloned()).collect();
     save_model(folder, &planned, SHARD_BYTES, &mut |at| match weights.get(at) {
         Some((_, tensor)) => Ok(tensor.detach()),

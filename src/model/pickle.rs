@@ -8,13 +8,17 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PickleError {
     /// It asks for a function or class that builds no tensor.
-    #[error("it wants to call `{name}`, which builds no tensor; it was not run. Do not load this file in Python either, unless you trust who made it")]
+    #[error(
+        "it wants to call `{name}`, which builds no tensor; it was not run. Do not load this file in Python either, unless you trust who made it"
+    )]
     Refused {
         /// Module and name.
         name: String,
     },
     /// An instruction that torch.save does not write.
-    #[error("unknown pickle instruction {opcode:#04x} at byte {at}; expected a file that torch.save wrote of tensors alone")]
+    #[error(
+        "unknown pickle instruction {opcode:#04x} at byte {at}; expected a file that torch.save wrote of tensors alone"
+    )]
     Opcode {
         /// The instruction.
         opcode: u8,
@@ -419,7 +423,8 @@ impl<'d> Machine<'d> {
             };
             format!("{module}.{name}")
         };
-        let known = [ORDERED_DICT, REBUILD_PARAMETER].contains(&name.as_str()) || REBUILD_TENSOR.contains(&name.as_str());
+        let known =
+            [ORDERED_DICT, REBUILD_PARAMETER].contains(&name.as_str()) || REBUILD_TENSOR.contains(&name.as_str());
         if !known && storage_of(&name).is_none() {
             return Err(PickleError::Refused { name });
         }
@@ -458,7 +463,8 @@ impl<'d> Machine<'d> {
                 self.stack.push(*data.ok_or_else(|| self.malformed("a tensor to be a parameter"))?);
             }
             name if REBUILD_TENSOR.contains(&name) => {
-                let tensor = self.tensor(&arguments).ok_or_else(|| self.malformed("storage, offset, shape and strides"))?;
+                let tensor =
+                    self.tensor(&arguments).ok_or_else(|| self.malformed("storage, offset, shape and strides"))?;
                 self.arena.tensors.push(tensor);
                 self.stack.push(Value::Tensor(self.arena.tensors.len() - 1));
             }
@@ -489,7 +495,8 @@ mod tests {
     use proptest::prelude::*;
 
     /// `{"w": a tensor [2] on storage "0"}`, as protocol 2.
-    const ONE_TENSOR: &[u8] = b"\x80\x02}q\x00X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storage\
+    const ONE_TENSOR: &[u8] =
+        b"\x80\x02}q\x00X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storage\
         ctorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x02tQK\x00K\x02\x85K\x01\x85\x89}tRs.";
 
     #[test]

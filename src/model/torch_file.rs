@@ -186,8 +186,10 @@ impl Reader<'_> {
         let elements: HashMap<&str, Element> = pickled.storages().iter().map(|s| (s.key, s.element)).collect();
         let mut storages = Storages::new();
         for key in keys {
-            let element = elements.get(key).ok_or_else(|| self.container(format_args!("storage {key:?} is unknown")))?;
-            let range = self.next_storage(at, kind_of(*element)).ok_or_else(|| self.container("its data end too soon"))?;
+            let element =
+                elements.get(key).ok_or_else(|| self.container(format_args!("storage {key:?} is unknown")))?;
+            let range =
+                self.next_storage(at, kind_of(*element)).ok_or_else(|| self.container("its data end too soon"))?;
             at = range.end;
             storages.insert(key.into(), range);
         }
@@ -367,7 +369,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("heads.pt");
         for kind in [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16, Kind::Int64] {
-            let tensors = [Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]), Tensor::ones([], (Kind::Int64, Device::Cpu))];
+            let tensors = [
+                Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]),
+                Tensor::ones([], (Kind::Int64, Device::Cpu)),
+            ];
             let tensors = tensors.map(|tensor| tensor.to_kind(kind));
             save(&path, &[("a".into(), &tensors[0].tr()), ("b".into(), &tensors[1])]).unwrap();
             let file = TorchFile::open(&path).unwrap();

@@ -524,8 +524,10 @@ mod tests {
     fn sharded_weights_come_back_by_their_index() {
         let folder = tempfile::tempdir().unwrap();
         let plan = planned(&[4, 8, 2]);
-        save_model(folder.path(), &plan, 16, &mut |at| Ok(Tensor::full(plan[at].shape.as_slice(), at as i64, (Kind::Float, Device::Cpu))))
-            .unwrap();
+        save_model(folder.path(), &plan, 16, &mut |at| {
+            Ok(Tensor::full(plan[at].shape.as_slice(), at as i64, (Kind::Float, Device::Cpu)))
+        })
+        .unwrap();
         assert!(folder.path().join("model-00003-of-00003.safetensors").exists());
         let files = WeightFiles::open(folder.path()).unwrap();
         for (at, Planned { name, shape, kind }) in plan.iter().enumerate() {

@@ -11,7 +11,6 @@ use super::super::{CommonFlags, UsageError};
 use super::TreeArgs;
 use crate::calibrate::Calibration;
 use crate::cpu::team::Team;
-use crate::files;
 use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
 use crate::medusa::heads::import::HeadsFile;
 use crate::medusa::tree_search::Found;
@@ -124,10 +123,6 @@ pub(super) fn choose(
 
 fn best_tree(calibration: &Calibration) -> Box<BestTree<'_>> {
     Box::new(|nodes, heads| calibration.best_tree(nodes, heads))
-}
-
-fn sha256(path: &Path) -> anyhow::Result<String> {
-    files::sha256(path).map_err(|error| anyhow::Error::new(error).context(format!("cannot read {}", path.display())))
 }
 
 /// One line a size, the choice marked.

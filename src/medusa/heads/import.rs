@@ -118,8 +118,16 @@ impl HeadsFile {
         let names = container.names();
         let layout = layout_of(&names).ok_or_else(|| no_heads(&path, &names))?;
         let places = places(layout, &names, &path)?;
-        let mut file =
-            Self { path, layout, container, names: places, shape: HeadsShape::NONE, kind: Kind::Float, config, lm_head: None };
+        let mut file = Self {
+            path,
+            layout,
+            container,
+            names: places,
+            shape: HeadsShape::NONE,
+            kind: Kind::Float,
+            config,
+            lm_head: None,
+        };
         file.refuse_unsupported()?;
         file.lm_head = file.find_lm_head();
         file.shape = file.measure()?;
@@ -166,11 +174,14 @@ impl HeadsFile {
         if got != 0 && got != vocab {
             return Err(mismatch("vocabulary", vocab, got));
         }
-        self.check_tensors()
+        self.check_alone()
     }
 
-    /// That every tensor is there, of its shape, of floats.
-    pub(super) fn check_tensors(&self) -> Result<(), HeadsError> {
+    /// That every tensor is there, of its shape, of floats; against no backbone.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is missing or wrong.
+    pub fn check_alone(&self) -> Result<(), HeadsError> {
         for place in self.shape.places() {
             if let Some(name) = self.name(place)? {
                 self.container.check(&name, &self.shape.size(place), &self.path)?;
@@ -200,7 +211,8 @@ impl HeadsFile {
         for name in self.names.values().chain(&self.lm_head) {
             let numel: i64 = self.container.shape(name, &self.path)?.iter().product();
             let kind = self.container.kind(name).unwrap_or(Kind::Float);
-            *bytes.entry(dtype_of(kind).to_string()).or_default() += numel.unsigned_abs() * kind.elt_size_in_bytes() as u64;
+            *bytes.entry(dtype_of(kind).to_string()).or_default() +=
+                numel.unsigned_abs() * kind.elt_size_in_bytes() as u64;
         }
         Ok(bytes)
     }
@@ -298,7 +310,11 @@ impl HeadsFile {
         }
         if self.container.contains(VLLM_TOKEN_MAP) {
             let got = "a part of the vocabulary".into();
-            return refuse(VLLM_TOKEN_MAP, got, "all of it: tokens outside have no weights here; export the heads untruncated");
+            return refuse(
+                VLLM_TOKEN_MAP,
+                got,
+                "all of it: tokens outside have no weights here; export the heads untruncated",
+            );
         }
         let scale = self.config.as_ref().and_then(|config| config.value["logit_scale"].as_f64()).unwrap_or(1.0);
         if scale.total_cmp(&1.0).is_ne() {
@@ -477,7 +493,8 @@ impl Config {
             return Ok(None);
         }
         let text = std::fs::read(&path).map_err(|source| WeightsError::Io { path: path.clone(), source })?;
-        let value = serde_json::from_slice(&text).map_err(|source| HeadsError::Config { path: path.clone(), source })?;
+        let value =
+            serde_json::from_slice(&text).map_err(|source| HeadsError::Config { path: path.clone(), source })?;
         Ok(Some(Self { path, value }))
     }
 

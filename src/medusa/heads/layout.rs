@@ -138,7 +138,8 @@ mod tests {
     fn every_name_means_its_place_in_its_own_layout_alone() {
         for layout in Layout::ALL {
             for part in [Part::W1, Part::B1, Part::W2] {
-                let place = Place { head: 3, layer: if part == Part::W2 && layout == Layout::Vllm { 0 } else { 1 }, part };
+                let place =
+                    Place { head: 3, layer: if part == Part::W2 && layout == Layout::Vllm { 0 } else { 1 }, part };
                 let name = layout.name(place);
                 for other in Layout::ALL {
                     assert_eq!(other.place(&name), (other == layout).then_some(place), "{name} as {other:?}");
