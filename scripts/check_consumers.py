@@ -3,12 +3,17 @@
 
     python3 scripts/check_consumers.py vllm FOLDER WHEEL          # vLLM 0.11's wheel (pip download --no-deps vllm==0.11.0)
     python3 scripts/check_consumers.py modelopt FOLDER            # pip install --no-deps nvidia-modelopt
-    python3 scripts/check_consumers.py peft FOLDER BACKBONE       # pip install peft
+    python3 scripts/check_consumers.py peft FOLDER BACKBONE MERGED  # pip install peft; MERGED in float32
+    python3 scripts/check_consumers.py fasterdecoding FOLDER WHEEL  # of `medusa export --format heads --pickle`; pip download --no-deps medusa-llm==0.1
+    python3 scripts/check_consumers.py tgi FOLDER BACKBONE MEDUSA_PY  # text-generation-inference's server/text_generation_server/layers/medusa.py
     python3 scripts/check_consumers.py transformers FOLDER        # a merged or modelopt folder as a plain model
 
 Needs torch, transformers and safetensors. vLLM's package does not import without CUDA, so that two of its files are taken from the wheel
 and run as they are: transformers_utils/configs/medusa.py and model_executor/models/medusa.py (the model, and load_weights with its rules
 of names). Stand-ins, whose weights have the same names and shapes: ParallelLMHead, LogitsProcessor, default_weight_loader, VllmConfig.
+Likewise FasterDecoding's medusa_model.py (its MedusaModel.from_pretrained as it is; transformers' Llama in place of its copy of an old one)
+and TGI's layers/medusa.py (MedusaHeadV1.load and MedusaHeadV2 as they are; one process; stand-ins: FastLinear, the tensor-parallel layers
+and the index of weights, which take the same names from the same files).
 """
 
 import importlib.util
@@ -43,8 +48,17 @@ def report(what, largest):
     print(f"ok {what}: logits differ by {largest:.1e} from the file's by hand")
 
 
+def provide(names):
+    """Modules of these names with these members."""
+    for name, members in names.items():
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.__dict__.update(members)
+        sys.modules[name] = module
+
+
 def stand_ins():
-    """What of vLLM medusa.py imports, in modules of those names."""
+    """What of vLLM medusa.py imports."""
 
     class ParallelLMHead(torch.nn.Module):
         def __init__(self, num_embeddings, embedding_dim, **_):
@@ -58,7 +72,7 @@ def stand_ins():
         assert parameter.shape == loaded.shape, (parameter.shape, loaded.shape)
         parameter.data.copy_(loaded)
 
-    names = {
+    provide({
         "vllm": {},
         "vllm.config": {"VllmConfig": object},
         "vllm.model_executor": {},
@@ -72,22 +86,25 @@ def stand_ins():
         "vllm.model_executor.model_loader.weight_utils": {"default_weight_loader": default_weight_loader},
         "vllm.model_executor.models": {},
         "vllm.model_executor.models.utils": {"maybe_prefix": lambda prefix, name: f"{prefix}.{name}" if prefix else name},
-    }
-    for name, members in names.items():
-        module = types.ModuleType(name)
-        module.__path__ = []
-        module.__dict__.update(members)
-        sys.modules[name] = module
+    })
+
+
+def module_of(file, name):
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def from_wheel(wheel, path, name):
     with tempfile.TemporaryDirectory() as folder:
-        file = zipfile.ZipFile(wheel).extract(path, folder)
-        spec = importlib.util.spec_from_file_location(name, file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return module
+        return module_of(zipfile.ZipFile(wheel).extract(path, folder), name)
+
+
+def plain_names(tensors, head, layers):
+    t = {name: tensor.to(DTYPE) for name, tensor in tensors.items()}
+    return [(t[f"{head}.{l}.linear.weight"], t[f"{head}.{l}.linear.bias"]) for l in range(layers)], t.get(f"{head}.{layers}.weight")
 
 
 def vllm(folder, wheel):
@@ -115,6 +132,94 @@ def vllm(folder, wheel):
         w2 = t["lm_head.weight"] if config.original_lm_head else t[f"lm_heads.{head}.weight"]
         largest = max(largest, (logits - by_hand(x, part, w2)).abs().max().item())
     report(f"vllm: MedusaConfig and Medusa.load_weights, {config.num_heads} heads, all {len(loaded)} tensors", largest)
+
+
+def fasterdecoding(folder, wheel):
+    from transformers import LlamaForCausalLM
+
+    provide({
+        "medusa": {},
+        "medusa.model": {},
+        "medusa.model.modeling_llama_kv": {"LlamaForCausalLM": LlamaForCausalLM},
+        "medusa.model.utils": {},
+        "medusa.model.kv_cache": {"initialize_past_key_values": None},
+    })
+    theirs = from_wheel(wheel, "medusa/model/medusa_model.py", "medusa.model.medusa_model")
+    model = theirs.MedusaModel.from_pretrained(folder, dtype=DTYPE)
+    tensors = torch.load(pathlib.Path(folder) / "medusa_lm_head.pt", weights_only=True)
+    assert set(model.medusa_head.state_dict()) == set(tensors), "load_state_dict(strict=False) leaves others as they were"
+    x = torch.randn(3, model.hidden_size, generator=torch.Generator().manual_seed(1))
+    largest = 0.0
+    for head in range(model.medusa):
+        expected = by_hand(x, *plain_names(tensors, head, model.medusa_num_layers))
+        with torch.no_grad():
+            largest = max(largest, (model.medusa_head[head](x) - expected).abs().max().item())
+    report(f"fasterdecoding: MedusaModel.from_pretrained, {model.medusa} heads", largest)
+
+
+class Routed:
+    """TGI's index of weights: a name to the file that holds it."""
+
+    def __init__(self, folder):
+        self.process_group = torch.distributed.group.WORLD
+        self.routing = {}
+        for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+            self.routing.update(dict.fromkeys(load_file(file), str(file)))
+
+    def tensor(self, name):
+        return load_file(self.routing[name])[name].to(DTYPE)
+
+
+def linear(weight, bias=None):
+    return lambda x: torch.nn.functional.linear(x, weight, bias)
+
+
+class Layers:
+    """Products whose weights are read by the names that TGI's layers read."""
+
+    @staticmethod
+    def load(config, prefix, weights, bias=False):
+        return linear(weights.tensor(f"{prefix}.weight"), weights.tensor(f"{prefix}.bias") if bias else None)
+
+    @staticmethod
+    def load_multi(config, prefixes, dim, weights, bias):
+        both = [torch.cat([weights.tensor(f"{prefix}.{part}") for prefix in prefixes], dim) for part in ("weight", "bias")]
+        return linear(*both)
+
+
+def tgi(folder, backbone, medusa_py):
+    import json
+
+    config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+    assert "architectures" not in config, "models/__init__.py would drop the speculator"
+    count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
+    module = {"FastLinear": Layers, "TensorParallelHead": Layers, "TensorParallelColumnLinear": Layers}
+    provide({
+        "text_generation_server": {},
+        "text_generation_server.utils": {},
+        "text_generation_server.utils.speculate": {"get_speculate": lambda: count},
+        "text_generation_server.layers": {},
+        "text_generation_server.layers.linear": {"FastLinear": Layers},
+        "text_generation_server.layers.tensor_parallel": module,
+    })
+    theirs = module_of(medusa_py, "text_generation_server.layers.medusa")
+    with tempfile.TemporaryDirectory() as store:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        asked = types.SimpleNamespace(speculator={"path": folder, "model_paths": ["medusa_lm_head.safetensors"]})
+        prefix = "lm_head" if "lm_head.weight" in tensors_of(backbone) else "model.embed_tokens"
+        try:  # layers/speculative.py's order
+            version, model = 1, theirs.MedusaHeadV1.load(asked, prefix, Routed(backbone))
+        except Exception:
+            version, model = 2, theirs.MedusaHeadV2(asked, prefix, Routed(backbone))
+        tensors, lm_head = tensors_of(folder), Routed(backbone).tensor(f"{prefix}.weight")
+        x = torch.randn(3, lm_head.shape[1], generator=torch.Generator().manual_seed(1))
+        _, got = model(x)
+        torch.distributed.destroy_process_group()
+    largest = 0.0
+    for head in range(count):
+        blocks, w2 = plain_names(tensors, head, layers)
+        largest = max(largest, (got[:, head] - by_hand(x, blocks, lm_head if w2 is None else w2)).abs().max().item())
+    report(f"tgi: MedusaHeadV{version}, config.json says version {config['version']}, {count} heads", largest)
 
 
 def modelopt(folder):
@@ -145,20 +250,21 @@ def modelopt(folder):
     report(f"modelopt {modelopt.__version__}: mtsp.convert, load_state_dict(strict=True)", largest)
 
 
-def peft(folder, backbone):
+def peft(folder, backbone, merged):
     import peft as library
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(backbone, dtype=DTYPE).eval()
     ids = torch.arange(12)[None]
+    load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=DTYPE).eval()
     with torch.no_grad():
-        before = base(input_ids=ids).logits
-        model = library.PeftModel.from_pretrained(base, folder).eval()
-        after = model(input_ids=ids).logits
-        merged = model.merge_and_unload()(input_ids=ids).logits
-    changed, same = (after - before).abs().max().item(), (after - merged).abs().max().item()
-    assert changed > 0 and same < 1e-4, (changed, same)
-    print(f"ok peft {library.__version__}: PeftModel.from_pretrained; the adapter changes logits by up to {changed:.1e}")
+        before = load(backbone)(input_ids=ids).logits
+        # Not merge_and_unload: where lm_head is tied to the embedding, PEFT's merge changes both.
+        after = library.PeftModel.from_pretrained(load(backbone), folder).eval()(input_ids=ids).logits
+        of_merged = load(merged)(input_ids=ids).logits
+    changed, same = (after - before).abs().max().item(), (after - of_merged).abs().max().item()
+    if not (changed > 0 and same < 1e-4):
+        sys.exit(f"wrong: the adapter changes logits by {changed}, the merged folder's differ by {same}")
+    print(f"ok peft {library.__version__}: the adapter changes logits by {changed:.1e}, the merged folder's differ by {same:.1e}")
 
 
 def transformers(folder):
@@ -174,7 +280,8 @@ def transformers(folder):
 
 
 if __name__ == "__main__":
-    verbs = {"vllm": vllm, "modelopt": modelopt, "peft": peft, "transformers": transformers}
+    verbs = {"vllm": vllm, "fasterdecoding": fasterdecoding, "tgi": tgi}
+    verbs |= {"modelopt": modelopt, "peft": peft, "transformers": transformers}
     if len(sys.argv) < 3 or sys.argv[1] not in verbs:
         sys.exit(__doc__)
     verbs[sys.argv[1]](*sys.argv[2:])

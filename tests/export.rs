@@ -248,6 +248,9 @@ fn the_card_says_what_is_known_and_nothing_else() {
         .failed(1, &["run/calibration.json", "measured with other heads"]);
 }
 
+/// Heads, format, more flags, exit status, what the error says.
+type Refused<'a> = (&'a str, &'a str, &'a [&'a str], i32, &'a [&'a str]);
+
 #[test]
 fn what_cannot_be_exported_leaves_nothing() {
     let small = SmallRun::new();
@@ -257,7 +260,7 @@ fn what_cannot_be_exported_leaves_nothing() {
     fs::remove_file(small.path("alone/config.json")).expect("a file");
     fs::create_dir_all(small.path("taken")).expect("a folder");
     let before = small.names(".");
-    let cases: [(&str, &str, &[&str], i32, &[&str]); 8] = [
+    let cases: [Refused; 8] = [
         ("h", "peft", &[], 2, &["--format peft", "h has no adapter_config.json"]),
         ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks a head", "one ResBlock only"]),
         ("alone", "merged", &[], 2, &["--format merged needs the backbone", "give --backbone FOLDER"]),
@@ -353,9 +356,8 @@ fn code_in_a_pickle_is_refused_and_not_run() {
 fn a_cut_or_changed_pickle_is_one_error() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("cut.pt");
-    let write = |bytes: &[u8]| {
-        medusa::files::write_atomic(&path, |out| Ok(std::io::Write::write_all(out, bytes)?)).expect("a file")
-    };
+    let write =
+        |bytes: &[u8]| medusa::files::write_atomic(&path, |out| std::io::Write::write_all(out, bytes)).expect("a file");
     for name in ["zip_float32.pt", "legacy_float32.pt"] {
         let whole = fs::read(pickled(name)).expect("a fixture");
         for length in (0..whole.len()).step_by(7).filter(|&length| length > 0) {

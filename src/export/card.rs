@@ -8,7 +8,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use serde_json::{Value, json};
 
-use super::companions::Companions;
+use super::companions::{Companions, HeadAccuracy};
 use super::trained::Trained;
 use super::{ExportError, Format};
 use crate::files::write_synced;
@@ -51,7 +51,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "is_alone": !trained.format.holds_backbone() && trained.format != Format::Peft,
             "pickle": trained.pickle,
             "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
-            "accuracies": companions.calibration.as_ref().map(|found| accuracies(&found.content.accuracies())),
+            "accuracies": companions.calibration.as_ref().map(|found| accuracies(&found.content.heads)),
             "tokens": companions.calibration.as_ref().map(|found| found.content.tokens),
             "tree": tree.map(|choices| choices.len()),
             "expected": expected.map(|tokens| format!("{tokens:.2}")),
@@ -62,10 +62,10 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
 }
 
 /// Top-1 and top-5 of each head.
-fn accuracies(of_heads: &[Vec<f64>]) -> Vec<Value> {
-    let row = |(head, guesses): (usize, &Vec<f64>)| {
-        let top5: f64 = guesses.iter().take(5).sum();
-        let top1 = guesses.first().map(|top1| format!("{top1:.3}"));
+fn accuracies(of_heads: &[HeadAccuracy]) -> Vec<Value> {
+    let row = |(head, HeadAccuracy { accuracy }): (usize, &HeadAccuracy)| {
+        let top5: f64 = accuracy.iter().take(5).sum();
+        let top1 = accuracy.first().map(|top1| format!("{top1:.3}"));
         json!({"head": head + 1, "ahead": head + 2, "top1": top1, "top5": format!("{top5:.3}")})
     };
     of_heads.iter().enumerate().map(row).collect()

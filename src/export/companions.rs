@@ -3,11 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::trained::Trained;
 use super::{ExportError, Request, write};
-use crate::calibrate::Calibration;
 use crate::medusa::tree_file::TreeFile;
 
 const CALIBRATION: &str = "calibration.json";
@@ -25,6 +25,20 @@ pub(super) struct Companions {
     pub(super) bench: Option<Found<Value>>,
     /// Of files that were left out.
     pub(super) notices: Vec<String>,
+}
+
+/// What the card says of a calibration.json; rooms of a layer do not import each other.
+#[derive(Deserialize)]
+pub(super) struct Calibration {
+    pub(super) heads: Vec<HeadAccuracy>,
+    heads_sha256: String,
+    pub(super) tokens: u64,
+}
+
+/// How often guess 1, 2, … of a head is right.
+#[derive(Deserialize)]
+pub(super) struct HeadAccuracy {
+    pub(super) accuracy: Vec<f64>,
 }
 
 /// A file and what it says.
@@ -45,7 +59,7 @@ impl Companions {
         let mut notices = vec![];
         let sha256 = trained.file.sha256()?;
         let calibration = |path: &Path| {
-            let calibration = Calibration::load(path).map_err(|error| error.to_string())?;
+            let calibration: Calibration = json(path)?;
             let is_theirs = calibration.heads_sha256 == sha256;
             is_theirs.then_some(calibration).ok_or_else(|| "it was measured with other heads".to_owned())
         };
@@ -98,10 +112,14 @@ fn look<T>(
     }
 }
 
+fn json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, Wrong> {
+    let text = fs::read(path).map_err(|error| error.to_string())?;
+    serde_json::from_slice(&text).map_err(|error| error.to_string())
+}
+
 /// What `medusa bench --json` printed.
 fn bench(path: &Path) -> Result<Value, Wrong> {
-    let text = fs::read(path).map_err(|error| error.to_string())?;
-    let value: Value = serde_json::from_slice(&text).map_err(|error| error.to_string())?;
+    let value: Value = json(path)?;
     let is_bench = value["acceleration_rate"].is_number() && value["speedup"].is_number();
     is_bench
         .then_some(value)
