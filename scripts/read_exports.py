@@ -138,6 +138,18 @@ def tgi(folder, lm_head):
     return heads, raw
 
 
+def lorax(folder, lm_head):
+    """An adapter and heads in one folder: V1 for several layers or where W2 is there, else V2; `version` is compared as a number."""
+    config, raw, _ = heads_dir(folder)
+    check((folder / "adapter_config.json").exists() and (folder / "adapter_model.safetensors").exists(), "no adapter")
+    count, layers, tensors = config["medusa_num_heads"], config["medusa_num_layers"], numbers(raw)
+    has_w2 = layers > 1 or f"0.{layers}.weight" in tensors
+    check(isinstance(config["version"], float) and (config["version"] >= 2) == (not has_w2), "another version")
+    heads = Heads.by_names(tensors, count, layers, plain(), None if has_w2 else lm_head)
+    check(not tensors, f"names of no module: {sorted(tensors)}")
+    return heads, raw
+
+
 def faster_decoding(folder, lm_head):
     """v0.1: a ModuleList's state dict. Without W2 it is train_legacy.py's, whose heads go through the backbone's lm_head."""
     config, raw, _ = heads_dir(folder)
@@ -221,7 +233,7 @@ def modelopt(folder, base):
     return merged_into(folder, "medusa_heads.", counts, base)
 
 
-ALONE = {"heads": faster_decoding, "tgi": tgi, "vllm": vllm, "tensorrt-llm": tensorrt_llm}
+ALONE = {"heads": faster_decoding, "tgi": tgi, "vllm": vllm, "tensorrt-llm": tensorrt_llm, "peft": lorax}
 MERGED = {"merged": merged, "modelopt": modelopt}
 
 

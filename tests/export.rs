@@ -7,7 +7,7 @@ use medusa::medusa::heads::import::{HeadsFile, Notice};
 use medusa::medusa::heads::layout::Layout;
 use medusa::medusa::heads::{Heads, HeadsShape};
 use medusa::model::torch_file;
-use medusa::model::weights::{WeightFiles, save};
+use medusa::model::weights::{Planned, WeightFiles, save, save_model};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde_json::{Value, json};
@@ -182,6 +182,42 @@ fn a_merged_folder_is_a_backbone_and_its_heads() {
 }
 
 #[test]
+fn a_backbone_that_was_trained_whole_goes_with_its_heads() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]");
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "modelopt", "out", &[]).succeeded();
+    let [tuned, written] =
+        ["run/final/backbone", "out"].map(|folder| WeightFiles::open(&small.path(folder)).expect("weights"));
+    for name in tuned.names() {
+        let read = |files: &WeightFiles| files.mapped(name, &tuned.shape(name).expect("a shape")).expect("a tensor");
+        assert!(read(&tuned).equal(&read(&written)), "{name}: the trained backbone's, not the base's");
+    }
+    let alone = export(&small, "run/final", "heads", "alone", &[]).succeeded();
+    assert!(alone.stderr.contains("trained with them (run/final/backbone)"), "{}", alone.stderr);
+}
+
+#[test]
+fn heads_in_shards_are_found_by_the_index() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 2, V), Kind::Float);
+    export(&small, "h", "merged", "one", &[]).succeeded();
+    fs::create_dir(small.path("shards")).expect("a folder");
+    small.write("shards/config.json", small.bytes("one/config.json"));
+    let files = WeightFiles::open(&small.path("one")).expect("weights");
+    let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor");
+    let planned: Vec<Planned> = files.names().into_iter().map(|name| Planned::of(name.into(), &read(name))).collect();
+    save_model(&small.path("shards"), &planned, 10_000, &mut |at| Ok(read(&planned[at].name))).expect("shards");
+    assert!(small.names("shards").len() > 4, "{:?}", small.names("shards"));
+    assert_same(&small.path("h"), &small.path("shards"), "from shards");
+    export(&small, "shards", "vllm", "vllm", &[]).succeeded();
+    assert_same(&small.path("h"), &small.path("vllm"), "from shards to vLLM");
+    let sha256 = |folder: &str| HeadsFile::open(&small.path(folder)).expect("heads").sha256().expect("a hash");
+    assert_ne!(sha256("shards"), sha256("one"));
+    assert_eq!(sha256("one"), medusa::files::sha256(&small.path("one/model.safetensors")).expect("a hash"));
+}
+
+#[test]
 fn inspect_says_whose_layout_a_folder_has() {
     let small = SmallRun::new();
     write_heads(&small, "h", shape(3, 2, V), Kind::BFloat16);
@@ -259,8 +295,10 @@ fn what_cannot_be_exported_leaves_nothing() {
     write_heads(&small, "alone", shape(3, 1, 0), Kind::Float);
     fs::remove_file(small.path("alone/config.json")).expect("a file");
     fs::create_dir_all(small.path("taken")).expect("a folder");
+    fs::create_dir_all(small.path("empty")).expect("a folder");
     let before = small.names(".");
-    let cases: [Refused; 8] = [
+    let cases: [Refused; 9] = [
+        ("empty", "heads", &[], 1, &["empty holds no heads; expected heads.safetensors", "medusa_lm_head.pt"]),
         ("h", "peft", &[], 2, &["--format peft", "h has no adapter_config.json"]),
         ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks a head", "one ResBlock only"]),
         ("alone", "merged", &[], 2, &["--format merged needs the backbone", "give --backbone FOLDER"]),
@@ -521,6 +559,21 @@ fn readers_of_another_hand_find_the_same_numbers() {
             );
         }
     }
+}
+
+/// As [`readers_of_another_hand_find_the_same_numbers`], of heads with an adapter.
+#[test]
+#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with numpy and safetensors")]
+fn a_reader_of_another_hand_finds_heads_beside_an_adapter() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "peft", "peft", &["--dtype", "bfloat16"]).succeeded();
+    let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/read_exports.py");
+    let arguments = [script, "run/final/heads.safetensors", "backbone", "bfloat16", "peft=peft"];
+    let ended = Ended::from(small.program(&python, &arguments).output().expect("Python starts")).succeeded();
+    assert_eq!(ended.stdout, "ok peft: 2 heads of 1 ResBlock(s), 6 tensors of bfloat16, logits equal\n");
 }
 
 /// Only to keep the writer honest with the reader that users have.
