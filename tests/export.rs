@@ -312,6 +312,21 @@ fn what_cannot_be_exported_leaves_nothing() {
         export(&small, heads, format, "out", more).failed(status, facts);
         assert_eq!(small.names("."), before, "{heads} as {format}");
     }
+    let big = shape(1, 1, V)
+        .tensors()
+        .into_iter()
+        .map(|(name, size)| (name, Tensor::full(size.as_slice(), 1e6, (Kind::Float, Device::Cpu))));
+    let big: Vec<_> = big.collect();
+    save(
+        &small.path("h/heads.safetensors"),
+        &big.iter().map(|(name, tensor)| (name.clone(), tensor)).collect::<Vec<_>>(),
+    )
+    .expect("heads");
+    export(&small, "h", "heads", "out", &["--dtype", "float16"])
+        .failed(1, &["head 1 in float16 computes numbers that are not finite"]);
+    write_heads(&small, "h", HeadsShape { hidden_size: 16, ..shape(3, 1, V) }, Kind::Float);
+    export(&small, "h", "tgi", "out", &[]).failed(1, &["h/heads.safetensors: hidden size: expected 32, got 16"]);
+    assert_eq!(small.names("."), before);
     export(&small, "h", "heads", "taken", &[]).failed(1, &["taken exists already"]);
 }
 
@@ -583,8 +598,9 @@ fn torch_loads_a_written_pickle_with_weights_only() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("heads.pt");
     let tensor = Tensor::from_slice2(&[[1.5f32, 2.0], [3.0, -4.0]]);
-    torch_file::save(&path, &[("0.1.weight".into(), &tensor.tr()), ("b".into(), &tensor.to_kind(Kind::BFloat16))])
-        .expect("a file");
+    let tensors = [tensor.tr(), tensor.to_kind(Kind::BFloat16)];
+    let planned = [Planned::of("0.1.weight".into(), &tensors[0]), Planned::of("b".into(), &tensors[1])];
+    torch_file::save(&path, &planned, &mut |at| Ok(tensors[at].shallow_clone())).expect("a file");
     let script = "import sys, torch; s = torch.load(sys.argv[1], weights_only=True); \
                   print(list(s), s['0.1.weight'].tolist(), s['b'].dtype, s['b'].float().tolist())";
     let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");

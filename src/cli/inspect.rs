@@ -133,7 +133,7 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
         return Ok(Contents::Run(Box::new(run::Run::read(path)?)));
     }
     if let Ok(found) = import::locate(path)
-        && is_draft(path, &found)
+        && is_draft(&found)
     {
         return Ok(Contents::Heads(HeadsFound::read(&HeadsFile::open(&found)?)?));
     }
@@ -147,11 +147,10 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     )
 }
 
-/// Whether the file in a folder is one of heads alone: not a backbone's weights, which may hold heads, too.
-fn is_draft(folder: &Path, file: &Path) -> bool {
-    let is_backbone = LlamaConfig::load(folder).is_ok();
+/// Whether a file is one of heads alone: a backbone's weights have the name of vLLM's.
+fn is_draft(file: &Path) -> bool {
     let in_weights = [MODEL_FILE, MODEL_INDEX].iter().any(|name| file.ends_with(name));
-    !(in_weights && is_backbone)
+    !in_weights || HeadsFile::open(file).is_ok_and(|heads| heads.layout() == Layout::Vllm)
 }
 
 fn file(path: &Path) -> anyhow::Result<Contents> {

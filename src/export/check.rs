@@ -43,7 +43,10 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, 
         equal(folder, "the lm_head's weights", difference)?;
     }
     match (&trained.backbone, trained.format) {
-        (Some(backbone), Format::Merged | Format::ModelOpt) => check_backbone(folder, backbone)?,
+        (Some(backbone), Format::Merged | Format::ModelOpt) => {
+            finite(&logits(backbone), trained, || "the backbone".into())?;
+            check_backbone(folder, backbone)?;
+        }
         (Some(backbone), Format::Peft) => check_adapter(folder, trained, backbone)?,
         _ => {}
     }
@@ -60,6 +63,7 @@ fn heads(folder: &Path, got: &HeadsFile, trained: &Trained) -> Result<Difference
         let written = run(&|place| Ok(got.tensor(place, Kind::Float)?))?;
         let rounded = run(&|place| Ok(trained.tensor(place, kind)?.to_kind(Kind::Float)))?;
         let as_trained = run(&|place| trained.tensor(place, Kind::Float))?;
+        finite(&written, trained, || format!("head {}", head + 1))?;
         equal(folder, &format!("the numbers of head {}", head + 1), largest(&(&written - rounded)))?;
         difference.largest = difference.largest.max(largest(&(written - &as_trained)));
         difference.of = difference.of.max(largest(&as_trained));
@@ -109,6 +113,14 @@ fn logits(llama: &Llama) -> Tensor {
     let rows = RowMask::causal(8, &llama.config, llama.device());
     let hidden = || llama.hidden_states(&Tensor::from_slice(&tokens).unsqueeze(0), &rows, Adapters::Off);
     tch::no_grad(|| llama.logits(&hidden(), Adapters::Off)).to_kind(Kind::Float)
+}
+
+/// float16 ends at 65504: what does not fit is infinite there, and equal to nothing.
+fn finite(numbers: &Tensor, trained: &Trained, what: impl FnOnce() -> String) -> Result<(), ExportError> {
+    if numbers.isfinite().all().int64_value(&[]) == 1 {
+        return Ok(());
+    }
+    Err(ExportError::NotFinite { what: what(), dtype: trained.dtype })
 }
 
 fn largest(tensor: &Tensor) -> f64 {

@@ -190,6 +190,16 @@ pub enum ExportError {
         /// The largest.
         difference: f64,
     },
+    /// Numbers beyond a dtype, or none to begin with.
+    #[error(
+        "{what} in {dtype} computes numbers that are not finite; nothing was kept: give another --dtype (float16 ends at 65504), or train again"
+    )]
+    NotFinite {
+        /// A head or the backbone.
+        what: String,
+        /// As exported.
+        dtype: Dtype,
+    },
     /// What was written has another shape than was meant.
     #[error("{}: read back, it holds {got:?}, expected {expected:?}; nothing was kept", path.display())]
     OtherShape {

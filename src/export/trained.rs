@@ -9,7 +9,8 @@ use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own
 use crate::medusa::heads::HeadsShape;
 use crate::medusa::heads::import::HeadsFile;
 use crate::medusa::heads::layout::{Part, Place};
-use crate::model::llama::Llama;
+use crate::model::config::LlamaConfig;
+use crate::model::llama::{Llama, LoadError};
 use crate::model::peft::ADAPTER_CONFIG;
 use crate::torch::Dtype;
 use crate::train::checkpoint::BACKBONE_FOLDER;
@@ -87,7 +88,7 @@ impl Trained {
             (true, ..) => "its weights are in the folder",
             (_, true, _) => "the adapter is tried on it",
             (.., true) => "its lm_head is in the folder, since these heads share it",
-            _ => return Ok(self.file.check_alone()?),
+            _ => return self.check_headers(),
         };
         let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name(), why })?;
         let own = own_kind(&base)?;
@@ -104,6 +105,15 @@ impl Trained {
         }
         self.backbone = Some(backbone);
         Ok(())
+    }
+
+    /// Against the backbone's config where that is there: a name on the Hub is a backbone, too.
+    fn check_headers(&self) -> Result<(), ExportError> {
+        let folder = self.base.as_deref().filter(|base| base.join("config.json").is_file());
+        match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
+            Some(config) => Ok(self.file.check([config.vocab_size, config.hidden_size])?),
+            None => Ok(self.file.check_alone()?),
+        }
     }
 
     /// Whether the heads go through the backbone's lm_head.

@@ -46,10 +46,7 @@ fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError
 
 fn pickled(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     let (planned, places) = plan(trained);
-    let kind = trained.dtype.kind();
-    let tensors = places.iter().map(|&place| trained.tensor(place, kind)).collect::<Result<Vec<_>, _>>()?;
-    let named: Vec<_> = planned.into_iter().map(|plan| plan.name).zip(&tensors).collect();
-    torch_file::save(&folder.join(MEDUSA_LM_HEAD_PT), &named)?;
+    torch_file::save(&folder.join(MEDUSA_LM_HEAD_PT), &planned, &mut |at| tensor(trained, places[at]))?;
     write_config(folder, trained)
 }
 

@@ -13,7 +13,7 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use crate::files::write_atomic;
 use crate::model::pickle::{Element, PickleError, Pickled, StorageRef, TensorRef, Value};
-use crate::model::weights::map_file;
+use crate::model::weights::{Planned, map_file};
 use crate::torch::bytes;
 
 /// What makes such a file unusable.
@@ -266,24 +266,30 @@ fn kind_of(element: Element) -> Kind {
     KINDS.iter().find(|(of, ..)| *of == element).expect("every element has its kind").1
 }
 
-/// Writes tensors as `torch.save` writes an `OrderedDict` of them; `torch.load(weights_only=True)` reads it. Whole or absent.
+/// Writes tensors as `torch.save` writes an `OrderedDict` of them; `torch.load(weights_only=True)` reads it. Whole or absent. Each is made
+/// when its turn comes, by its place in the plan: no two are in memory.
 ///
 /// # Errors
-/// [`TorchFileError::Io`].
-pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), TorchFileError> {
+/// [`TorchFileError::Io`], with the disk's words or those of `tensor`.
+pub fn save(
+    path: &Path,
+    planned: &[Planned],
+    tensor: &mut dyn FnMut(usize) -> io::Result<Tensor>,
+) -> Result<(), TorchFileError> {
     let written = write_atomic(path, |out| {
         let mut archive = ZipWriter::new(out);
         let options = |bytes: usize| {
             let stored = SimpleFileOptions::default().compression_method(CompressionMethod::Stored);
             stored.with_alignment(ALIGNMENT).large_file(u32::try_from(bytes).is_err())
         };
-        let pickle = state_dict(tensors);
+        let pickle = state_dict(planned);
         for (name, data) in [("data.pkl", pickle.as_slice()), ("byteorder", b"little"), ("version", b"3\n")] {
             archive.start_file(format!("{ARCHIVE}/{name}"), options(data.len()))?;
             archive.write_all(data)?;
         }
-        for (key, (_, tensor)) in tensors.iter().enumerate() {
-            let tensor = tensor.to_device(Device::Cpu).contiguous();
+        for (key, plan) in planned.iter().enumerate() {
+            let tensor = tensor(key)?.to_device(Device::Cpu).to_kind(plan.kind).contiguous();
+            assert_eq!(tensor.size(), plan.shape, "{} as it was planned", plan.name);
             let data = bytes::of(&tensor);
             archive.start_file(format!("{ARCHIVE}/data/{key}"), options(data.len()))?;
             archive.write_all(data)?;
@@ -294,20 +300,19 @@ pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), TorchFileE
 }
 
 /// The pickle of an `OrderedDict` of tensors, protocol 2, storages numbered in order.
-fn state_dict(tensors: &[(String, &Tensor)]) -> Vec<u8> {
+fn state_dict(planned: &[Planned]) -> Vec<u8> {
     let mut out = b"\x80\x02ccollections\nOrderedDict\n)R(".to_vec();
-    for (key, (name, tensor)) in tensors.iter().enumerate() {
-        let (_, _, storage) = KINDS.iter().find(|(_, kind, _)| *kind == tensor.kind()).expect("a dtype that we write");
+    for (key, Planned { name, shape, kind }) in planned.iter().enumerate() {
+        let (_, _, storage) = KINDS.iter().find(|(_, of, _)| of == kind).expect("a dtype that we write");
         push_text(&mut out, name);
         out.extend(b"ctorch._utils\n_rebuild_tensor_v2\n((");
         push_text(&mut out, "storage");
         out.extend(format!("ctorch\n{storage}\n").as_bytes());
         push_text(&mut out, &key.to_string());
         push_text(&mut out, "cpu");
-        push_int(&mut out, tensor.numel() as i64);
+        push_int(&mut out, shape.iter().product());
         out.extend(b"tQ");
         push_int(&mut out, 0);
-        let shape = tensor.size();
         let stride = |axis: usize| shape[axis + 1..].iter().product();
         for numbers in [shape.clone(), (0..shape.len()).map(stride).collect()] {
             out.push(b'(');
@@ -374,11 +379,13 @@ mod tests {
                 Tensor::ones([], (Kind::Int64, Device::Cpu)),
             ];
             let tensors = tensors.map(|tensor| tensor.to_kind(kind));
-            save(&path, &[("a".into(), &tensors[0].tr()), ("b".into(), &tensors[1])]).unwrap();
+            let tensors = [tensors[0].tr(), tensors[1].shallow_clone()];
+            let planned = [Planned::of("a".into(), &tensors[0]), Planned::of("b".into(), &tensors[1])];
+            save(&path, &planned, &mut |at| Ok(tensors[at].shallow_clone())).unwrap();
             let file = TorchFile::open(&path).unwrap();
             assert_eq!(file.names(), ["a", "b"]);
             assert_eq!(file.shape("a").unwrap(), (&[3, 2][..], kind));
-            assert_eq!(file.tensor("a").unwrap(), tensors[0].tr());
+            assert_eq!(file.tensor("a").unwrap(), tensors[0]);
             assert_eq!(file.tensor("b").unwrap(), tensors[1]);
             assert!(file.same_memory("a", "a") && !file.same_memory("a", "b"));
         }
