@@ -3,11 +3,14 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use clap::ValueEnum;
+use medusa::export::{Format, Request};
 use medusa::medusa::heads::import::{HeadsFile, Notice};
 use medusa::medusa::heads::layout::Layout;
 use medusa::medusa::heads::{Heads, HeadsShape};
 use medusa::model::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save, save_model};
+use medusa::torch::Dtype;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde_json::{Value, json};
@@ -48,6 +51,23 @@ fn export(small: &SmallRun, heads: &str, format: &str, out: &str, more: &[&str])
     small.medusa(&[&["export", "--heads", heads, "--format", format, "--out", out], more].concat())
 }
 
+/// As [`export`] with `--backbone backbone`, without a process: a table of layouts takes many.
+fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Option<Dtype>) {
+    let request = Request {
+        heads: small.path(heads),
+        backbone: Some(small.path("backbone")),
+        format: Format::from_str(format, false).expect("a format"),
+        out: small.path(out),
+        dtype,
+        medusa_num_heads: None,
+        pickle: false,
+        calibration: None,
+        tree: None,
+        bench: None,
+    };
+    medusa::export::export(&request).unwrap_or_else(|error| panic!("{heads} as {format}: {error}"));
+}
+
 /// All tensors of the heads in a folder, as they are in the file.
 fn tensors(path: &Path) -> Vec<Tensor> {
     let file = HeadsFile::open(path).unwrap_or_else(|error| panic!("{error}"));
@@ -75,13 +95,13 @@ fn heads_go_through_every_layout_and_come_back_bit_for_bit() {
     {
         let name = |what: &str| format!("{what}_{number}");
         write_heads(&small, &name("h"), shape(heads, layers, V), kind);
-        let dtype = [(Kind::Float, "float32"), (Kind::BFloat16, "bfloat16"), (Kind::Half, "float16")];
+        let dtype = [(Kind::Float, Dtype::Float32), (Kind::BFloat16, Dtype::BFloat16), (Kind::Half, Dtype::Float16)];
         let dtype = dtype.iter().find(|(of, _)| *of == kind).expect("one of three").1;
         // One after the other, each from the one before, and the first again from the last.
         let mut from = name("h");
         for format in FORMATS.into_iter().chain(["heads"]) {
             let out = name(&format!("{format}_from_{}", from.replace('/', "_")));
-            export(&small, &from, format, &out, &["--dtype", dtype, "--backbone", "backbone"]).succeeded();
+            export_here(&small, &from, format, &out, Some(dtype));
             assert_same(&small.path(&name("h")), &small.path(&out), &out);
             assert_eq!(HeadsFile::open(&small.path(&out)).expect("heads").shape(), shape(heads, layers, V), "{out}");
             from = out;
@@ -99,7 +119,7 @@ fn heads_that_share_the_lm_head_come_back_shared_or_with_its_copies() {
         write_heads(&small, &name, shape(heads, layers, 0), Kind::Float);
         for format in FORMATS.into_iter().filter(|format| *format != "tgi" || layers == 1) {
             let out = format!("{format}_{name}");
-            export(&small, &name, format, &out, &[]).succeeded();
+            export_here(&small, &name, format, &out, None);
             let (file, own) = (HeadsFile::open(&small.path(&out)).expect("heads"), tensors(&small.path(&out)));
             if ["heads", "tgi", "vllm"].contains(&format) {
                 assert_same(&small.path(&name), &small.path(&out), &out);
@@ -112,7 +132,7 @@ fn heads_that_share_the_lm_head_come_back_shared_or_with_its_copies() {
             }
         }
         let vllm = format!("vllm_{name}");
-        export(&small, &vllm, "heads", &format!("back_{name}"), &["--backbone", "backbone"]).succeeded();
+        export_here(&small, &vllm, "heads", &format!("back_{name}"), None);
         assert_same(&small.path(&name), &small.path(&format!("back_{name}")), "back from vLLM");
     }
 }
@@ -552,18 +572,17 @@ fn readers_of_another_hand_find_the_same_numbers() {
     let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/read_exports.py");
     for heads in ["own", "two_layers", "shared"] {
-        for dtype in ["float32", "bfloat16", "float16"] {
-            let out = |format: &str| format!("{format}_{heads}_{dtype}");
+        for (dtype, name) in [(Dtype::Float32, "float32"), (Dtype::BFloat16, "bfloat16"), (Dtype::Float16, "float16")] {
+            let out = |format: &str| format!("{format}_{heads}_{name}");
             let folders: Vec<String> = FORMATS
                 .into_iter()
                 .map(|format| {
-                    export(&small, heads, format, &out(format), &["--dtype", dtype, "--backbone", "backbone"])
-                        .succeeded();
+                    export_here(&small, heads, format, &out(format), Some(dtype));
                     format!("{format}={}", out(format))
                 })
                 .collect();
             let trained = format!("{heads}/heads.safetensors");
-            let mut arguments = vec![script, trained.as_str(), "backbone", dtype];
+            let mut arguments = vec![script, trained.as_str(), "backbone", name];
             arguments.extend(folders.iter().map(String::as_str));
             let ended = Ended::from(small.program(&python, &arguments).output().expect("Python starts")).succeeded();
             assert_eq!(
