@@ -11,7 +11,7 @@ use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::files;
 use crate::report::{self, Run};
 
-const EXAMPLES: &str = "Examples:
+const EXAMPLES: &str = "Example:
   medusa report checkpoints/tiny_stage1
   medusa report checkpoints/tiny_stage1 checkpoints/tiny_stage2 --out both.html
 

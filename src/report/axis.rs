@@ -4,13 +4,16 @@
 const TICKS: f64 = 5.0;
 /// From this ratio of the largest to the smallest value on, a free axis is logarithmic.
 const DECADE: f64 = 10.0;
+/// One in so many values may be 0 or less on a logarithmic axis: they are left out.
+const LEFT_OUT: usize = 20;
 
 /// What an axis has to show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Range {
     /// From the first value to the last: optimizer steps.
     Tight,
-    /// Round numbers around the values; logarithmic where they span a decade.
+    /// Round numbers around the values; logarithmic where they span a decade. A logarithmic axis has no place for a few zeros among
+    /// them, such as the first loss of a self-distillation.
     Free,
     /// From 0 to a round number above the values.
     FromZero,
@@ -28,15 +31,23 @@ pub(super) struct Axis {
 impl Axis {
     /// The axis for these values; without any, one from 0 to 1.
     pub(super) fn of(values: impl Iterator<Item = f64>, range: Range) -> Self {
-        let bounds = |(low, high): (f64, f64), value: f64| (low.min(value), high.max(value));
-        let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), bounds);
-        match range {
-            _ if low > high => Self::linear(0.0, 1.0),
-            Range::Tight => Self::tight(low, high),
-            Range::Free if low > 0.0 && high >= DECADE * low => Self::logarithmic(low, high),
-            Range::Free => Self::linear(low, high),
-            Range::FromZero => Self::linear(low.min(0.0), high),
+        let values: Vec<f64> = values.collect();
+        let Some((low, high)) = bounds(values.iter().copied()) else { return Self::linear(0.0, 1.0) };
+        let positive = || values.iter().copied().filter(|&value| value > 0.0);
+        let is_nearly_all = LEFT_OUT * (values.len() - positive().count()) < values.len();
+        match (range, bounds(positive())) {
+            (Range::Free, Some((least, _))) if is_nearly_all && high >= DECADE * least => {
+                Self::logarithmic(least, high)
+            }
+            (Range::Free, _) => Self::linear(low, high),
+            (Range::Tight, _) => Self::tight(low, high),
+            (Range::FromZero, _) => Self::linear(low.min(0.0), high),
         }
+    }
+
+    /// Whether the axis has a place for a value.
+    pub(super) fn takes(&self, value: f64) -> bool {
+        !self.logarithmic || value > 0.0
     }
 
     fn tight(low: f64, high: f64) -> Self {
@@ -75,6 +86,14 @@ impl Axis {
     }
 }
 
+/// The smallest and the largest value.
+fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    values.fold(None, |bounds, value| {
+        let (low, high) = bounds.unwrap_or((value, value));
+        Some((low.min(value), high.max(value)))
+    })
+}
+
 /// Ends that differ.
 fn apart(low: f64, high: f64) -> (f64, f64) {
     let room = if low == 0.0 { 1.0 } else { 0.1 * low.abs() };
@@ -101,7 +120,7 @@ mod tests {
             range in prop_oneof![Just(Range::Tight), Just(Range::Free), Just(Range::FromZero)],
         ) {
             let axis = Axis::of(values.iter().copied(), range);
-            for &value in values.iter().chain(&axis.ticks) {
+            for &value in values.iter().chain(&axis.ticks).filter(|&&value| axis.takes(value)) {
                 prop_assert!((-1e-9..=1.0 + 1e-9).contains(&axis.part(value)), "{value} on {axis:?}");
             }
             let ends = if range == Range::Tight { 1..=12 } else { 2..=12 };
@@ -114,7 +133,10 @@ mod tests {
         let linear = Axis::of([0.12, 0.94].into_iter(), Range::Free);
         assert_eq!((linear.low, linear.high, linear.logarithmic), (0.0, 1.0, false));
         let loss = Axis::of([45.8, 2.7].into_iter(), Range::Free);
-        assert_eq!((loss.logarithmic, loss.ticks), (true, vec![5.0, 10.0, 20.0]));
+        assert_eq!((loss.logarithmic, loss.ticks), (true, vec![5.0, 10.0, 20.0, 50.0]));
+        let with_a_zero = Axis::of((0..30).map(f64::from), Range::Free);
+        assert!(with_a_zero.logarithmic && with_a_zero.takes(1.0) && !with_a_zero.takes(0.0), "{with_a_zero:?}");
+        assert!(!Axis::of([0.0, 1.0, 20.0].into_iter(), Range::Free).logarithmic, "a third of all values is not a few");
         let decades = Axis::of([1e-9, 1e6].into_iter(), Range::Free);
         assert!(decades.logarithmic && decades.ticks.len() < 9, "{decades:?}");
         let steps = Axis::of([1.0, 200.0].into_iter(), Range::Tight);

@@ -23,6 +23,9 @@ pub(super) struct Group {
 /// What a curve is of.
 type Pick<'p> = &'p dyn Fn(&Logged) -> Option<f64>;
 
+/// What a line says of each head.
+type Column = fn(&Logged) -> &Vec<Option<f64>>;
+
 /// Runs with the names they have on the page.
 pub(super) type Named<'r> = (&'r Run, String);
 
@@ -95,12 +98,7 @@ fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
 }
 
 /// One run's heads in one plot, a colour a head.
-fn of_heads(
-    title: &str,
-    (unit, range): (&'static str, Range),
-    runs: &[Named<'_>],
-    column: fn(&Logged) -> &Vec<Option<f64>>,
-) -> Plot {
+fn of_heads(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], column: Column) -> Plot {
     let factor = if unit == "%" { 100.0 } else { 1.0 };
     let of_head = |(run, head): (&Run, usize)| {
         let pick = move |line: &Logged| column(line).get(head).copied()?.map(|value| factor * value);
@@ -118,13 +116,13 @@ fn accuracies_of_one(runs: &[Named<'_>]) -> Vec<Plot> {
 }
 
 fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
-    let columns: [(&str, fn(&Logged) -> &Vec<Option<f64>>); 2] =
-        [("top-1", |line| &line.head_top1), ("top-5", |line| &line.head_top5)];
-    let of = |(head, (name, column)): (usize, (&str, fn(&Logged) -> &Vec<Option<f64>>))| {
+    let of = |name: &str, head: usize, column: Column| {
         let percent = |line: &Logged| column(line).get(head).copied()?.map(|share| 100.0 * share);
         overlaid(format!("Head {}, {name}", head + 1), ("%", Range::FromZero), runs, &percent)
     };
-    columns.into_iter().flat_map(|column| (0..heads(runs)).map(move |head| (head, column))).map(of).collect()
+    let top1 = (0..heads(runs)).map(|head| of("top-1", head, |line| &line.head_top1));
+    let top5 = (0..heads(runs)).map(|head| of("top-5", head, |line| &line.head_top5));
+    top1.chain(top5).collect()
 }
 
 /// Training lines alone, one a run; `name` where there is one run.
@@ -157,9 +155,10 @@ fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
 fn learning_rates(runs: &[Named<'_>]) -> Plot {
     let rates = |run| {
         let backbone = steady(run, ("backbone", 1), &|line| line.lr.filter(|_| line.lm_loss.is_some()));
-        [backbone, steady(run, ("heads", 2), &|line| line.heads_lr)]
+        let style = if backbone.points.is_empty() { 0 } else { 2 };
+        [backbone, steady(run, ("heads", style), &|line| line.heads_lr)]
     };
-    let series: Vec<Series> = runs.iter().flat_map(rates).filter(|series| !series.points.is_empty()).collect();
+    let series = runs.iter().flat_map(rates).collect();
     plot("Learning rate", "", Range::FromZero, series)
 }
 

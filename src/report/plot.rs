@@ -6,12 +6,12 @@ use minijinja::HtmlEscape;
 use serde::Serialize;
 
 use super::axis::{Axis, Range};
-use super::readable::{number, tick};
+use super::readable::{grouped, number, tick};
 
 const WIDTH: f64 = 440.0;
 const HEIGHT: f64 = 236.0;
-/// Room for labels around the lines: wide enough for `0.0005` in the large type of a phone.
-const LEFT: f64 = 54.0;
+/// Room for labels around the lines: wide enough for `0.005` in the large type of a phone.
+const LEFT: f64 = 46.0;
 const RIGHT: f64 = WIDTH - 16.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 40.0;
@@ -152,7 +152,7 @@ impl Plot {
         let described = |series: &Series| {
             let ((from, first), (to, last)) = (series.points.first()?, series.points.last()?);
             let name = series.full_name(of_several_kinds);
-            let [from, first, to, last] = [*from, *first, *to, *last].map(number);
+            let ([first, last], [from, to]) = ([*first, *last].map(number), [*from, *to].map(grouped));
             Some(format!("{name}: {first} at {from}, {last} at {to}."))
         };
         let lines: Vec<String> = self.series.iter().filter_map(described).collect();
@@ -192,10 +192,11 @@ fn grid(x: &Axis, y: &Axis, x_name: &str, svg: &mut String) {
 }
 
 fn line(series: &Series, name: &str, (x, y): (&Axis, &Axis), svg: &mut String) {
-    if series.points.is_empty() {
+    let points = series.points.iter().filter(|point| y.takes(point.1));
+    let places: Vec<(f64, f64)> = points.map(|point| (x_of(x, point.0), y_of(y, point.1))).collect();
+    if places.is_empty() {
         return;
     }
-    let places: Vec<(f64, f64)> = series.points.iter().map(|point| (x_of(x, point.0), y_of(y, point.1))).collect();
     let _ = write!(svg, "<g class=\"{}\"><path data-name=\"{}\" d=\"M", series.class(), HtmlEscape(name)); // a String takes all
     for (x, y) in &places {
         let _ = write!(svg, "{x:.2} {y:.2} "); // likewise
@@ -226,7 +227,7 @@ mod tests {
         let two = [series("<i>", Kind::Train, &[(1.0, 2.0), (3.0, 40.0)]), series("<i>", Kind::Marked, &[(2.0, 7.0)])];
         let drawn = plot(two.to_vec()).draw("p1");
         assert!(drawn.svg.contains("a &lt;b&gt; &amp; c") && !drawn.svg.contains("<i>"), "{}", drawn.svg);
-        assert!(drawn.svg.contains("&lt;i&gt;, training: 2 at 1, 40 at 3."), "{}", drawn.svg);
+        assert!(drawn.svg.contains("&lt;i&gt;, training: 2.00 at 1, 40.0 at 3."), "{}", drawn.svg);
         assert!(drawn.logarithmic && drawn.has_train && drawn.has_marked);
         assert_eq!(
             drawn.legend,

@@ -1,12 +1,13 @@
 //! Numbers as people read them.
 
-/// Three digits that matter, thousands apart: `9,001`, `45.8`, `0.0123`, `5e-4`.
+/// Three digits that matter, thousands apart: `9,001`, `45.8`, `2.70`, `0.0123`, `5e-4`.
 pub(super) fn number(value: f64) -> String {
-    let size = value.abs();
+    let size = rounded(value.abs(), 3);
     match size {
         _ if !value.is_finite() => "–".into(),
         _ if size >= 1000.0 => grouped(value),
-        _ if size >= 0.001 || value == 0.0 => rounded(value, 3).to_string(),
+        _ if size >= 0.001 => format!("{value:.*}", (2 - size.log10().floor() as i32).max(0) as usize),
+        0.0 => "0".into(),
         _ => format!("{:e}", rounded(value, 3)),
     }
 }
@@ -56,6 +57,14 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
+/// A time as provenance.json has it, with a blank between day and hour.
+pub(super) fn time(rfc3339: &str) -> String {
+    match rfc3339.strip_suffix('Z').and_then(|time| time.split_once('T')) {
+        Some((day, hour)) => format!("{day} {hour} UTC"),
+        None => rfc3339.to_owned(),
+    }
+}
+
 /// The label of a tick: short, for numbers that were chosen to be round.
 pub(super) fn tick(value: f64) -> String {
     let value = rounded(value, 4);
@@ -74,10 +83,11 @@ mod tests {
 
     #[test]
     fn numbers_are_as_long_as_they_matter() {
-        let read = [9001.4, 45.78, 0.012_345, 0.000_5, 0.0, -1234.0, f64::NAN].map(number);
-        assert_eq!(read, ["9,001", "45.8", "0.0123", "5e-4", "0", "−1,234", "–"]);
+        let read = [9001.4, 45.78, 2.7, 0.999_9, 0.012_345, 0.000_5, 0.0, -1234.0, f64::NAN].map(number);
+        assert_eq!(read, ["9,001", "45.8", "2.70", "1.00", "0.0123", "5e-4", "0", "−1,234", "–"]);
         assert_eq!([7.26, 75.0, 754.2, 7541.0].map(duration), ["7.3 s", "1 min 15 s", "12 min 34 s", "2 h 5 min"]);
         assert_eq!([666_365_952.0, 3.5e9, 5.0e6].map(bytes), ["635 MiB", "3.3 GiB", "4.8 MiB"]);
+        assert_eq!((time("2026-11-21T10:11:10Z"), time("now")), ("2026-11-21 10:11:10 UTC".into(), "now".into()));
         assert_eq!(percent(0.72584), "72.6 %");
         assert_eq!([0.1 + 0.2, 200_000.0, 2.5e6, 5e-4, 0.001].map(tick), ["0.3", "200k", "2.5M", "5e-4", "0.001"]);
     }

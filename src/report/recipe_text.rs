@@ -82,13 +82,19 @@ fn unquoted(value: &str) -> String {
     literal.map_or_else(|| serde_json::from_str(value).unwrap_or_else(|_| value.to_owned()), str::to_owned)
 }
 
-/// Keys that the recipes do not agree on, in the order in which they come.
+/// Keys that the recipes do not agree on, in the order of the recipes.
 pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<Difference> {
     let all: Vec<Vec<(String, &str)>> = recipes.iter().map(|recipe| recipe.keys()).collect();
     let mut names: Vec<&String> = Vec::new();
-    for (name, _) in all.iter().flatten() {
-        if !names.contains(&name) {
-            names.push(name);
+    for keys in &all {
+        // A key that only this recipe has stands behind the one before it.
+        let mut at = 0;
+        for (name, _) in keys {
+            let known = names.iter().position(|known| *known == name);
+            at = known.unwrap_or_else(|| {
+                names.insert(at, name);
+                at
+            }) + 1;
         }
     }
     let of = |name: &String| {
@@ -120,11 +126,11 @@ mod tests {
     #[test]
     fn differences_are_keys_of_either() {
         let one = RecipeText::new(ONE);
-        let other = RecipeText::new(&ONE.replace("[stage.medusa1]", "[stage.medusa2]\nself_distillation = true"));
+        let other = RecipeText::new(&ONE.replace("[stage.medusa1]", "[stage.medusa2]\nrank = 2"));
         assert_eq!(differences(&[&one, &one]), []);
         let found = differences(&[&one, &other]);
         let keys: Vec<&str> = found.iter().map(|difference| difference.key.as_str()).collect();
-        assert_eq!(keys, ["stage.medusa1", "stage.medusa2", "stage.medusa2.self_distillation"]);
-        assert_eq!(found[2].values, [None, Some("true".to_owned())]);
+        assert_eq!(keys, ["stage.medusa2", "stage.medusa2.rank", "stage.medusa1"], "before [data]");
+        assert_eq!(found[1].values, [None, Some("2".to_owned())]);
     }
 }

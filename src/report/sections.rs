@@ -9,13 +9,16 @@ use super::axis::Range;
 use super::bench::{Bench, Group as BenchGroup};
 use super::key_figures::{KeyFigure, key_figures};
 use super::plot::{Drawn, Kind, Plot, Series};
-use super::readable::{grouped, number, percent};
+use super::readable::{grouped, number, percent, time};
 use super::recipe_text::Line;
 use super::run::Run;
 use crate::calibrate::Calibration;
 use crate::latency::Latency;
 use crate::medusa::tree_search;
 use crate::medusa::tree_svg;
+
+/// Leaves of a tree that fits in half of the page.
+const WIDE_TREE: usize = 15;
 
 /// One run, as the template takes it.
 #[derive(Debug, Serialize)]
@@ -62,6 +65,8 @@ struct Cell {
 #[derive(Debug, Serialize)]
 struct Tree {
     svg: String,
+    /// Wider than half of the page.
+    is_wide: bool,
     nodes: usize,
     depth: usize,
     expected_per_step: Option<String>,
@@ -153,7 +158,7 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
         ("steps", Some(steps)),
         ("state", Some(state.into())),
         ("device", run.provenance.get("device").map(plain)),
-        ("started", run.provenance.get("started").map(plain)),
+        ("started", run.provenance.get("started").map(|started| time(&plain(started)))),
     ];
     facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
@@ -181,8 +186,10 @@ fn tree(run: &Run, id: &str) -> Option<Tree> {
     let calibration = run.calibration.as_ref().filter(fits);
     let probabilities =
         calibration.map(|calibration| tree_search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree)));
+    let leaves = (0..file.tree.len()).filter(|&node| file.tree.children(node).is_empty()).count();
     Some(Tree {
         svg: tree_svg::draw_in_page(&file.tree, probabilities.as_deref(), &format!("{id}-tree")),
+        is_wide: leaves > WIDE_TREE,
         nodes: file.tree.choices().len(),
         depth: file.tree.max_depth(),
         expected_per_step: file.origin.expected_tokens_per_step.map(number),
@@ -197,14 +204,19 @@ fn times(latency: &Latency, id: &str) -> Times {
         let steps = latency.steps.iter().filter(move |step| step.depth == depth);
         let mut points: Vec<(f64, f64)> = steps.map(|step| (step.nodes as f64, step.step_ms)).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Series { name: format!("{depth} levels"), style: depth, kind: Kind::Marked, points }
+        Series { name: format!("depth {depth}"), style: depth, kind: Kind::Marked, points }
     };
     let most = latency.steps.iter().map(|step| step.nodes as f64).fold(1.0, f64::max);
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
     let plain = Series { name: "plain decoding".into(), style: 0, kind: Kind::Smooth, points: plain };
     let series = depths.into_iter().map(of_depth).chain([plain]).collect();
-    let plot =
-        Plot { title: "A step by the tree's size".into(), x: "nodes", unit: "ms", range: Range::FromZero, series };
+    let plot = Plot {
+        title: "A step's time by the tree's size".into(),
+        x: "nodes",
+        unit: "ms",
+        range: Range::FromZero,
+        series,
+    };
     Times {
         plot: plot.draw(&format!("{id}-latency")),
         device: latency.device.clone(),
