@@ -337,6 +337,7 @@ fn a_run_that_goes_on_has_a_page_too() {
     assert!(said.contains("the last line of metrics.jsonl is not whole and is left out"), "{said}");
     let text = text_of(&page);
     assert!(text.contains("steps 11 of 30") && text.contains("state not finished"), "{text}");
+    assert!(text.contains("latest loss") && !text.contains("final loss"), "{text}");
     assert!(
         text.contains("is not whole and is left out") && text.contains("the run goes on, or was stopped"),
         "{text}"

@@ -20,14 +20,15 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let figure = |name, value, of| KeyFigure { name, value, of };
     let bench = run.bench.as_ref();
     let (train, validation) = (&run.metrics.train, &run.metrics.validation);
+    let loss = if run.finished { "final loss" } else { "latest loss" };
     let (accuracy, of_accuracy) = first_head(run);
     vec![
         figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens a step"),
         figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "of plain decoding"),
         figure("decoding", bench.map(|bench| number(bench.all.medusa.tokens_per_second)), "tokens/s with heads"),
         figure("head 1, top-1", accuracy.map(percent), of_accuracy),
-        figure("final loss", last(validation, |line| line.loss).map(number), "validation"),
-        figure("final loss", last(train, |line| line.loss).map(number), "training"),
+        figure(loss, last(validation, |line| line.loss).map(number), "validation"),
+        figure(loss, last(train, |line| line.loss).map(number), "training"),
         figure("LM head's loss", last(validation, |line| line.lm_loss).map(number), "validation"),
         figure("perplexity", last(validation, |line| line.perplexity).map(number), "backbone, validation"),
         figure("training", median(train, |line| line.tokens_per_second).map(grouped), "tokens/s, median"),

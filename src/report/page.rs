@@ -7,7 +7,7 @@ use minijinja::{Environment, UndefinedBehavior};
 use serde::Serialize;
 
 use super::curves::{self, Named};
-use super::key_figures::key_figures;
+use super::key_figures::{KeyFigure, key_figures};
 use super::plot::Drawn;
 use super::recipe_text::{Difference, RecipeText, differences};
 use super::run::Run;
@@ -39,7 +39,7 @@ struct DrawnGroup {
 /// A key figure of every run.
 #[derive(Serialize)]
 struct ComparisonRow {
-    name: &'static str,
+    name: String,
     of: String,
     values: Vec<Option<String>>,
 }
@@ -90,10 +90,13 @@ fn drawn(runs: &[Named<'_>]) -> Vec<DrawnGroup> {
 fn comparison(runs: &[Run]) -> Vec<ComparisonRow> {
     let figures: Vec<_> = runs.iter().map(key_figures).collect();
     let row = |at: usize| {
-        let of: BTreeSet<&str> = figures.iter().map(|run| run[at].of).collect();
+        let words = |pick: fn(&KeyFigure) -> &'static str| {
+            let of: BTreeSet<&str> = figures.iter().map(|run| pick(&run[at])).collect();
+            of.into_iter().collect::<Vec<_>>().join(" / ")
+        };
         ComparisonRow {
-            name: figures[0][at].name,
-            of: of.into_iter().collect::<Vec<_>>().join(" / "),
+            name: words(|figure| figure.name),
+            of: words(|figure| figure.of),
             values: figures.iter().map(|run| run[at].value.clone()).collect(),
         }
     };

@@ -75,11 +75,12 @@ pub(super) struct Drawn {
 }
 
 impl Series {
-    fn class(&self) -> String {
+    /// Training lines are thin beside those of validation, and lines like others without them.
+    fn class(&self, of_several_kinds: bool) -> String {
         let kind = match self.kind {
-            Kind::Train => "train",
+            Kind::Train if of_several_kinds => "train",
             Kind::Marked => "marked",
-            Kind::Smooth => "smooth",
+            Kind::Train | Kind::Smooth => "smooth",
         };
         format!("{kind} s{}", style_class(self.style))
     }
@@ -113,7 +114,8 @@ impl Plot {
         let mut svg = self.opening(id, &x, &y, has_train && has_marked);
         grid(&x, &y, self.x, &mut svg);
         for series in &self.series {
-            line(series, &series.full_name(has_train && has_marked), (&x, &y), &mut svg);
+            let (class, name) = (series.class(has_train && has_marked), series.full_name(has_train && has_marked));
+            line(series, (&class, &name), (&x, &y), &mut svg);
         }
         svg.push_str("<line class=\"rule\" hidden=\"\"/></svg>\n");
         let (title, unit) = (self.title.clone(), self.unit);
@@ -191,13 +193,13 @@ fn grid(x: &Axis, y: &Axis, x_name: &str, svg: &mut String) {
     let _ = writeln!(svg, "<text class=\"x name\" x=\"{middle:.1}\" y=\"{:.1}\">{x_name}</text></g>", HEIGHT - 5.0); // likewise
 }
 
-fn line(series: &Series, name: &str, (x, y): (&Axis, &Axis), svg: &mut String) {
+fn line(series: &Series, (class, name): (&str, &str), (x, y): (&Axis, &Axis), svg: &mut String) {
     let points = series.points.iter().filter(|point| y.takes(point.1));
     let places: Vec<(f64, f64)> = points.map(|point| (x_of(x, point.0), y_of(y, point.1))).collect();
     if places.is_empty() {
         return;
     }
-    let _ = write!(svg, "<g class=\"{}\"><path data-name=\"{}\" d=\"M", series.class(), HtmlEscape(name)); // a String takes all
+    let _ = write!(svg, "<g class=\"{class}\"><path data-name=\"{}\" d=\"M", HtmlEscape(name)); // a String takes all
     for (x, y) in &places {
         let _ = write!(svg, "{x:.2} {y:.2} "); // likewise
     }
@@ -235,6 +237,7 @@ mod tests {
             "one entry for both, of a style that there is"
         );
         assert!(drawn.svg.contains("class=\"train s2\"") && drawn.svg.matches("<circle").count() == 1, "{}", drawn.svg);
+        assert!(plot(two[..1].to_vec()).draw("p1").svg.contains("class=\"smooth s2\""), "alone it is not thin");
         let path = drawn.svg.split("d=\"M").nth(1).unwrap().split('"').next().unwrap();
         let places: Vec<f64> = path.split_whitespace().map(|number| number.parse().unwrap()).collect();
         assert_eq!((places.len(), places[0], places[2]), (4, LEFT, RIGHT));
