@@ -15,8 +15,11 @@ for (const svg of document.querySelectorAll("svg.plot")) {
   const shown = (value) => (Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3)));
   const element = (name, text) => Object.assign(document.createElement(name), { textContent: text });
   const tip = svg.parentNode.querySelector(".tip"), rule = svg.querySelector(".rule");
-  svg.querySelector("title").replaceChildren(); // else the browser shows it over the values; the caption says it, too
-  svg.setAttribute("aria-label", svg.closest("figure").querySelector("b").textContent);
+  // A title in the picture would be shown over the values: its words and the description become one label.
+  const title = svg.querySelector("title");
+  svg.setAttribute("aria-label", `${title.textContent}. ${svg.querySelector("desc").textContent}`);
+  svg.removeAttribute("aria-labelledby");
+  title.remove();
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
     const at = (event.clientX - box.left) * scale;

@@ -103,3 +103,42 @@ fn comparison(runs: &[Run]) -> Vec<ComparisonRow> {
     let rows = (0..figures.first().map_or(0, Vec::len)).map(row);
     rows.filter(|row| row.values.iter().any(Option::is_some)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The relative luminance of `#rrggbb` (WCAG 2.2).
+    fn luminance(colour: &str) -> f64 {
+        let channel = |at: usize| {
+            let part = f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap()) / 255.0;
+            if part <= 0.040_45 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) }
+        };
+        0.2126 * channel(1) + 0.7152 * channel(3) + 0.0722 * channel(5)
+    }
+
+    fn contrast(one: &str, other: &str) -> f64 {
+        let (one, other) = (luminance(one), luminance(other));
+        (one.max(other) + 0.05) / (one.min(other) + 0.05)
+    }
+
+    #[test]
+    fn lines_and_words_stand_out_on_light_paper_and_on_dark() {
+        let themes: Vec<&str> = STYLE.split(":root {").skip(1).filter_map(|rest| rest.split('}').next()).collect();
+        assert_eq!(themes.len(), 2);
+        for theme in themes {
+            let colour = |name: &str| {
+                let value = theme.split(&format!("--{name}: ")).nth(1).and_then(|rest| rest.split(';').next());
+                value.filter(|value| value.starts_with('#')).unwrap_or_else(|| panic!("no --{name}"))
+            };
+            let paper = ["card", "paper"].map(colour);
+            for words in ["ink", "muted", "accent"].map(colour) {
+                assert!(paper.iter().all(|paper| contrast(words, paper) >= 4.5), "{words} on {paper:?}");
+            }
+            for line in ["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"].map(colour) {
+                assert!(contrast(line, paper[0]) >= 3.0, "{line} on {}", paper[0]);
+            }
+            assert!(contrast(colour("warn"), colour("warn-paper")) >= 4.5);
+        }
+    }
+}
