@@ -11,6 +11,8 @@ const RADIUS: f64 = 10.0;
 const LEFT: f64 = 74.0;
 const TOP: f64 = 74.0;
 const RIGHT: f64 = 24.0;
+/// In a page: wide enough that the names of the levels stand clear of a chain.
+const MIN_WIDTH_IN_PAGE: f64 = 160.0;
 /// Of the room above the tree, the title's.
 const TITLE: f64 = 36.0;
 /// How probable an edge looks where nothing is known.
@@ -53,7 +55,7 @@ pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: 
 /// The same picture inside a page: no title and no style, the page has its own for the classes `edge`, `node` and `rank` in `tree`.
 /// Without probabilities all edges are alike. `id` names the picture's description in the page.
 pub fn draw_in_page(tree: &SparseTree, probabilities: Option<&[f64]>, id: &str) -> String {
-    let (width, places) = layout(tree, 0.0);
+    let (width, places) = layout(tree, MIN_WIDTH_IN_PAGE);
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT - TITLE;
     let mut svg = format!(
         "<svg class=\"tree\" role=\"img\" aria-labelledby=\"{id}\" viewBox=\"0 {TITLE:.0} {width:.0} {height:.0}\" width=\"{width:.0}\" \

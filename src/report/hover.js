@@ -12,7 +12,10 @@ for (const svg of document.querySelectorAll("svg.plot")) {
     const points = numbers.flatMap((_, at) => (at % 2 ? [] : [{ x: numbers[at], y: numbers[at + 1] }]));
     return { name: path.dataset.name, style: path.parentNode.getAttribute("class"), points };
   });
-  const shown = (value) => (Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3)));
+  const shown = (value) => {
+    const size = Math.abs(value);
+    return size >= 1000 ? Math.round(value).toLocaleString("en") : size && size < 1e-3 ? value.toExponential(2) : value.toPrecision(3);
+  };
   const element = (name, text) => Object.assign(document.createElement(name), { textContent: text });
   const tip = svg.parentNode.querySelector(".tip"), rule = svg.querySelector(".rule");
   // A title in the picture would be shown over the values: its words and the description become one label.
