@@ -27,6 +27,7 @@ pub mod doctor;
 pub mod export;
 pub mod generate;
 pub mod inspect;
+pub mod report;
 pub mod train;
 pub mod tree;
 
@@ -101,6 +102,7 @@ enum Verb {
     Chat(chat::ChatArgs),
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
+    Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
 }
 
@@ -117,6 +119,7 @@ impl Verb {
             Verb::Chat(args) => chat::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
+            Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
