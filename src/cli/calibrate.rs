@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, load_backbone};
+use super::downloads::shown;
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
@@ -73,7 +74,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
-    let calibration = counts.sign(args.backbone.display().to_string(), files::sha256(&heads_file(&args.heads))?)?;
+    let calibration = counts.sign(shown(&args.backbone), files::sha256(&heads_file(&args.heads))?)?;
     calibration.save(&args.out)?;
     common.say(format_args!("{} tokens of {} rows; wrote {}", calibration.tokens, rows.len(), args.out.display()));
     if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::calibrate::heads_file;
 use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
 use super::train::progress::time_left;
-use super::{CommonFlags, Interrupted, interrupted, print_json, print_line};
+use super::{CommonFlags, Interrupted, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
@@ -144,7 +144,7 @@ impl DistillArgs {
         let adapter = adapted.map(hash).transpose()?;
         Ok(Provenance {
             program_version: env!("CARGO_PKG_VERSION"),
-            backbone: shown(&self.backbone),
+            backbone: downloads::shown(&self.backbone),
             backbone_revision: provenance::revision(&self.backbone),
             backbone_sha256: provenance::identity(&self.backbone)?,
             chat_template_sha256: template.map(|template| template.sha256().to_owned()),

@@ -6,6 +6,7 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 
 use super::decoder::own_dtype;
+use super::downloads::{self, Place};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export;
 use crate::model::peft::ADAPTER_CONFIG;
@@ -52,8 +53,9 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
         return Err(UsageError(text).into());
     }
     let base = args.backbone.clone().or_else(|| export::base_of(&args.heads));
-    let base =
+    let mut base =
         base.ok_or_else(|| UsageError("these heads do not say their backbone: give --backbone FOLDER".into()))?;
+    downloads::fetch(vec![Place::backbone(&mut base)], common)?; // the config.json of heads may name an id of the Hub
     let dtype = common.dtype.map_or_else(|| own_dtype(&base), Ok)?;
     export::merged(&base, &args.heads, dtype.kind(), &args.out)?;
     if common.json { print_json(&json!({"out": args.out, "format": "merged"})) } else { print_line(args.out.display()) }

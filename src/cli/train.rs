@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::json;
 
+use super::downloads::told;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
-use crate::recipe::Recipe;
+use crate::hub::Wanted;
+use crate::recipe::Loaded;
 use crate::train::checked::Checked;
 use crate::train::run::Outcome;
 use crate::train::run_folder::check_output_dir;
@@ -41,12 +43,14 @@ pub struct TrainArgs {
 /// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let recipe = Recipe::load(&args.recipe)?;
+    let wanted = if args.check { Wanted::BackboneWithoutWeights } else { Wanted::Backbone };
+    let loaded = told(common, |tell| Loaded::load(&args.recipe, wanted, tell))?;
+    let recipe = &loaded.recipe;
     if !args.check && !args.resume {
         check_output_dir(&recipe.train.output_dir)?;
     }
-    let checked = Checked::load(recipe.job(common.device.resolve()?))?;
-    let plan = Plan::of(&checked, &recipe);
+    let checked = Checked::load(loaded.job(common.device.resolve()?))?;
+    let plan = Plan::of(&checked, recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
     }
