@@ -159,17 +159,14 @@ impl<'o> Hub<'o> {
         let commit = commit.ok_or_else(|| missing(format!("any file of revision {}", id.revision())))?;
         let folder = self.cache.snapshot(&id.repo, &commit);
         let names = self.cache.names(&folder);
-        let chosen = wanted.choose(id, &names).map_err(|error| match error {
+        let in_cache = |error| match error {
             HubError::NoFile { file, .. } => missing(file),
             HubError::NothingWanted { expected, .. } => missing(expected),
             other => other,
-        })?;
-        let weights = wanted.weights(id, &folder, &names)?;
-        let all: Vec<String> = chosen.into_iter().chain(weights).collect();
-        match all.iter().find(|name| !folder.join(name).is_file()) {
-            Some(name) => Err(missing(name.clone())),
-            None => Ok((commit, all)),
-        }
+        };
+        let chosen = wanted.choose(id, &names).map_err(in_cache)?;
+        let weights = wanted.weights(id, &folder, &names).map_err(in_cache)?;
+        Ok((commit, chosen.into_iter().chain(weights).collect()))
     }
 }
 

@@ -12,6 +12,7 @@ mod data;
 mod decoding;
 mod distill;
 mod embedded_default;
+mod hub;
 mod joint_training;
 mod latency;
 mod layering;

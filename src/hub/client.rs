@@ -17,7 +17,7 @@ use super::{Event, HubError, Observer};
 
 const TRIES: u32 = 5;
 /// Of a host that does not answer: a name that is not known will not be so in a minute either.
-const CONNECTION_TRIES: u32 = 2;
+const CONNECTION_TRIES: u32 = 3;
 /// Longer than this nobody waits for an answer in a terminal.
 const LONGEST_WAIT: u64 = 300;
 const REDIRECTS: u32 = 5;

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use sha1::Sha1;
 use sha2::Digest;
@@ -21,7 +22,7 @@ use crate::files;
 /// Files that are on their way together. One connection seldom fills a line; many make the Hub ask to wait.
 const TOGETHER: usize = 4;
 /// Transfers that break one after the other without a byte.
-const BREAKS: u32 = 5;
+const BREAKS: u32 = 4;
 
 /// A repository at a commit.
 #[derive(Clone, Copy)]
@@ -132,6 +133,7 @@ impl Hub<'_> {
             if breaks == BREAKS {
                 return Err(HubError::Broken { file: file.path.clone(), have, size: file.size });
             }
+            thread::sleep(Duration::from_secs(breaks.into()));
         }
         Ok(())
     }

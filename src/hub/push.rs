@@ -116,8 +116,7 @@ struct Actions {
 struct Action {
     href: String,
     /// Of the Hub's own multipart transfer: `chunk_size`, and an address a part under its number.
-    #[serde(default)]
-    header: Map<String, Value>,
+    header: Option<Map<String, Value>>,
 }
 
 #[derive(Deserialize)]
@@ -177,7 +176,9 @@ impl Hub<'_> {
             Ok(head) if push.private && !head.private => Err(HubError::IsPublic { repo: push.repo.to_string() }),
             Err(HubError::NoRepo { .. }) => {
                 self.make_repo(push)?;
-                self.head_or_branch(push)
+                let head = self.head_or_branch(push)?;
+                let is_as_asked = head.private || !push.private; // before a byte of it is sent
+                if is_as_asked { Ok(head) } else { Err(HubError::IsPublic { repo: push.repo.to_string() }) }
             }
             Err(HubError::NoRevision { .. }) => self.head_or_branch(push),
             other => other,
@@ -186,8 +187,11 @@ impl Hub<'_> {
 
     fn make_repo(&self, push: &Push<'_>) -> Result<(), HubError> {
         let doing = format!("making {}", push.repo);
-        let body =
-            json!({"name": push.repo.name, "organization": push.repo.owner, "type": "model", "private": push.private});
+        let Repo { owner, name, .. } = push.repo;
+        let mut body = json!({"name": name, "organization": owner, "type": "model", "private": push.private});
+        if push.private {
+            body["visibility"] = "private".into(); // the newer word for it
+        }
         let url = self.client.url(&["api", "repos", "create"]);
         self.client.send(&Ask::post(url, Body::Json(&body), Self::about(push, &doing))).map(drop)
     }
@@ -287,7 +291,7 @@ impl Hub<'_> {
         let Some(Actions { upload: Some(upload), verify }) = &object.actions else { return Ok(()) };
         let doing = format!("uploading {}", file.name);
         let about = About { file: Some(&file.name), ..Self::about(push, &doing) };
-        match upload.header.get("chunk_size") {
+        match upload.header.as_ref().and_then(|header| header.get("chunk_size")) {
             None => drop(self.put(file, &upload.href, (0, file.size), about)?),
             Some(size) => self.send_parts(file, object, (upload, size), about)?,
         }
@@ -310,8 +314,12 @@ impl Hub<'_> {
         let text = chunk_size.as_str().map_or_else(|| chunk_size.to_string(), str::to_owned);
         let chunk: u64 =
             text.parse().ok().filter(|&size| size > 0).ok_or_else(|| bad("a chunk_size that is no number"))?;
-        let mut addresses: Vec<(u64, &str)> =
-            upload.header.iter().filter_map(|(number, url)| Some((number.parse().ok()?, url.as_str()?))).collect();
+        let mut addresses: Vec<(u64, &str)> = upload
+            .header
+            .iter()
+            .flatten()
+            .filter_map(|(number, url)| Some((number.parse().ok()?, url.as_str()?)))
+            .collect();
         addresses.sort_unstable();
         if addresses.len() as u64 != file.size.div_ceil(chunk) {
             return Err(bad("another number of parts than the file has"));
