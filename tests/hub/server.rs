@@ -385,7 +385,7 @@ fn api(
                 &json!({"files": json["files"].as_array().expect("files").iter().map(mode).collect::<Vec<_>>()}),
             )
         }
-        ("POST", ["commit", branch]) => commit(repo, id, branch, &request.body, objects),
+        ("POST", ["commit", branch]) => commit(repo, (id, branch), request, objects),
         _ => refused(404, ""),
     }
 }
@@ -509,9 +509,14 @@ fn complete(state: &mut State, hash: &str, json: &Value) -> Answer {
     put_object(state, hash, &whole)
 }
 
-fn commit(repo: &mut Repo, id: &str, branch: &str, body: &[u8], objects: &HashMap<String, Vec<u8>>) -> Answer {
+fn commit(
+    repo: &mut Repo,
+    (id, branch): (&str, &str),
+    request: &Request,
+    objects: &HashMap<String, Vec<u8>>,
+) -> Answer {
     let mut tree = repo.head(branch).clone();
-    for line in body.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
+    for line in request.body.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let line: Value = serde_json::from_slice(line).expect("a line of JSON");
         let value = &line["value"];
         let path = || value["path"].as_str().expect("a path").to_owned();
@@ -534,7 +539,6 @@ fn commit(repo: &mut Repo, id: &str, branch: &str, body: &[u8], objects: &HashMa
         }
     }
     let oid = repo.commit(branch, tree);
-    json_answer(
-        &json!({"success": true, "commitOid": oid, "commitUrl": format!("https://hub.example/{id}/commit/{oid}"), "hookOutput": ""}),
-    )
+    let page = format!("http://{}/{id}/commit/{oid}", request.headers["host"]);
+    json_answer(&json!({"success": true, "commitOid": oid, "commitUrl": page, "hookOutput": ""}))
 }
