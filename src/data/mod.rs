@@ -8,6 +8,7 @@ mod jinja;
 mod json_array;
 mod jsonl;
 pub mod loader;
+pub mod mask;
 pub mod pack;
 mod parquet;
 pub mod prompts;

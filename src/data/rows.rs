@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::chat::Chat;
-use super::chat_template::TemplateChoice;
+use super::chat_template::{TemplateChoice, TemplateError};
 use super::conversation::Turn;
 use super::report::DropReason;
 use super::tokenize::{TextTokenizer, TokenizeError};
@@ -139,6 +139,9 @@ pub enum Problem {
     /// A text that cannot be tokenised.
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
+    /// A template that never ends.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
 }
 
 /// A row as its file has it.
