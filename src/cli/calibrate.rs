@@ -29,13 +29,13 @@ use crate::model::llama::{Llama, Purpose};
     after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/eval.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name[@revision]).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads' folder, a run's `final/`.
+    /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: PathBuf,
-    /// Rows as for training: files or globs. Best is text that the backbone wrote itself.
+    /// Rows as for training: files, globs or ids of data sets on the Hub. Best is text that the backbone wrote itself.
     #[arg(long, value_name = "F", num_args = 1.., required_unless_present = "prompts", conflicts_with = "prompts")]
     pub data: Vec<String>,
     /// Instead of --data: prompts, which the backbone answers greedily before the heads are measured on its answers.

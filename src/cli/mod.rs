@@ -15,7 +15,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand}
 use serde::Serialize;
 
 use self::downloads::Place;
-use crate::hub::Split;
+use crate::hub::{Split, Wanted};
 use crate::recipe::RecipeError;
 use crate::torch::{self, DeviceChoice, Dtype};
 
@@ -123,6 +123,10 @@ impl Verb {
                 Some(Place::backbone(&mut args.backbone)),
                 Some(Place::heads(&mut args.heads)),
             ],
+            Verb::Data(args) => {
+                let backbone = Place::Model(&mut args.backbone, Wanted::BackboneWithoutWeights);
+                vec![Some(Place::Data(&mut args.files, Split::Train)), Some(backbone)]
+            }
             Verb::Tree(args) => {
                 vec![args.backbone.as_mut().map(Place::backbone), args.heads.as_mut().map(Place::heads)]
             }

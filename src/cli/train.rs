@@ -26,7 +26,7 @@ const EXAMPLE: &str =
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct TrainArgs {
-    /// The recipe; relative paths in it are relative to the working directory.
+    /// The recipe; relative paths in it are relative to the working directory, and ids of the Hugging Face Hub may stand in place of them.
     #[arg(value_name = "RECIPE.toml")]
     pub recipe: PathBuf,
     /// Validate recipe, data and backbone, print the plan, train nothing.
