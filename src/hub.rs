@@ -5,7 +5,8 @@
 //! prints nothing: how far it is goes to an observer.
 //!
 //! The environment says, by the names of Python's `huggingface_hub`: `HF_ENDPOINT`, `HF_TOKEN` or the file `$HF_HOME/token`
-//! (`HF_TOKEN_PATH`), `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HTTPS_PROXY` and `NO_PROXY`.
+//! (`HF_TOKEN_PATH`), `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HTTPS_PROXY`, `NO_PROXY`
+//! and `SSL_CERT_FILE`.
 
 use std::path::{Path, PathBuf};
 
@@ -52,6 +53,11 @@ pub enum Event {
         seconds: u64,
         /// Why.
         why: String,
+    },
+    /// Another process downloads this file; it waits for that.
+    Locked {
+        /// Its name.
+        file: String,
     },
     /// The transfer that began is over.
     Ended,

@@ -212,6 +212,19 @@ fn a_broken_download_goes_on_where_it_stopped_also_in_another_process() {
 }
 
 #[test]
+fn two_processes_download_a_file_once() {
+    let world = World::with_tiny();
+    let start = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
+        let arguments = ["generate", "--backbone", "org/tiny", "--prompt", "The", "--max-new-tokens", "1"];
+        world.with_environment(&mut command).args(arguments).spawn().expect("the program starts")
+    };
+    let both = [start(), start()];
+    assert!(both.into_iter().all(|mut program| program.wait().expect("it ends").success()));
+    assert_eq!(world.server.seen("GET", "/cdn/").len(), 2, "each shard once");
+}
+
+#[test]
 fn a_damaged_download_is_thrown_away_with_words() {
     for (path, hash) in [("/cdn/", "SHA-256"), ("tokenizer.json", "git's hash")] {
         let world = World::with_tiny();
@@ -282,7 +295,11 @@ fn a_hub_in_trouble_is_asked_again_when_it_says() {
     assert!(ended.stderr.contains("answered 503; trying again in 1 s"), "{}", ended.stderr);
     assert!(ended.stderr.contains("answered 429; trying again in 0 s"), "{}", ended.stderr);
     world.server.fail("/api/models/", Trouble::Status(429, Some(0)), 100);
-    world.refused("org/tiny", &[], &["answered 429 to looking up org/tiny, 5 times", "in trouble", "try again later"]);
+    world.refused(
+        "org/tiny",
+        &[],
+        &["answered 429 to looking up org/tiny (no path here), 5 times", "in trouble", "try again later"],
+    );
     world.server.forget();
     world.server.fail("/api/models/", Trouble::Status(503, Some(86_400)), 1);
     world.refused("org/tiny", &[], &["answered 503", "it asks to wait 86400 seconds"]);

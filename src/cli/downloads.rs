@@ -136,17 +136,24 @@ impl<'c> Teller<'c> {
             (Event::Moved(bytes), Some(transfer)) => self.moved(transfer, transfer.moved + bytes),
             (Event::Lost(bytes), Some(transfer)) => self.moved(transfer, transfer.moved.saturating_sub(bytes)),
             (Event::Waiting { seconds, why }, transfer) => {
-                let line = format!("{why}; trying again in {seconds} s");
-                match transfer {
-                    Some(Transfer { bar, .. }) => bar.suspend(|| self.common.say(&line)),
-                    None => self.common.say(&line),
-                }
+                self.line(transfer, &format!("{why}; trying again in {seconds} s"));
+            }
+            (Event::Locked { file }, transfer) => {
+                self.line(transfer, &format!("another process downloads {file}; waiting for it"));
             }
             (Event::Ended, Some(transfer)) => {
                 transfer.bar.finish_and_clear();
                 *state = None;
             }
             (Event::Moved(_) | Event::Lost(_) | Event::Ended, None) => {} // small answers are no transfer
+        }
+    }
+
+    /// A line above the bar, or a plain one.
+    fn line(&self, transfer: Option<&mut Transfer>, text: &str) {
+        match transfer {
+            Some(Transfer { bar, .. }) => bar.suspend(|| self.common.say(text)),
+            None => self.common.say(text),
         }
     }
 

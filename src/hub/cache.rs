@@ -1,13 +1,13 @@
 //! The cache of all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` by hash, `snapshots/COMMIT/` of links to them, and `refs/`
 //! from branches to commits. A program that knows this layout finds what another one downloaded.
 
-use std::fs::{self, File};
-use std::io::Write;
+use std::fs::{self, File, TryLockError};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use super::HubError;
 use super::id::{Kind, Repo};
-use crate::files::write_atomic;
+use crate::files::write_synced;
 
 /// Where it is.
 #[derive(Debug, Clone)]
@@ -69,7 +69,10 @@ impl Cache {
         }
         let path = self.repo(repo).join("refs").join(revision);
         make_parent(&path)?;
-        write_atomic(&path, |out| out.write_all(commit.as_bytes())).map_err(HubError::io("write", &path))
+        let partial = partial(&path, "ref"); // another process may write the same one
+        write_synced(&partial, |out| out.write_all(commit.as_bytes()))
+            .and_then(|()| fs::rename(&partial, &path))
+            .map_err(HubError::io("write", &path))
     }
 
     /// Paths of all files in a snapshot whose blobs are there, sorted.
@@ -93,12 +96,23 @@ impl Cache {
     }
 
     /// Held while a blob is written: by the name and in the way (`flock`) of Python's library.
-    pub(super) fn lock(&self, repo: &Repo, hash: &str) -> Result<File, HubError> {
+    /// `tell` is called where another process has it. A file system without locks has to do without.
+    pub(super) fn lock(&self, repo: &Repo, hash: &str, tell: impl FnOnce()) -> Result<File, HubError> {
         let path = self.root.join(".locks").join(Self::folder_name(repo)).join(format!("{hash}.lock"));
         make_parent(&path)?;
         let file = File::options().create(true).append(true).open(&path).map_err(HubError::io("open", &path))?;
-        file.lock().map_err(HubError::io("lock", &path))?;
-        Ok(file)
+        let locked = match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                tell();
+                file.lock()
+            }
+            Err(TryLockError::Error(error)) => Err(error),
+            Ok(()) => Ok(()),
+        };
+        match locked {
+            Err(error) if error.kind() != ErrorKind::Unsupported => Err(HubError::io("lock", &path)(error)),
+            _ => Ok(file),
+        }
     }
 
     /// Puts a blob under a name in a snapshot.
@@ -110,12 +124,17 @@ impl Cache {
         if fs::read_link(&path).is_ok_and(|old| old == target) {
             return Ok(());
         }
-        let partial = path.with_file_name(format!(".{hash}.{}.partial", std::process::id()));
+        let partial = partial(&path, hash);
         let _ = fs::remove_file(&partial); // of a process that was killed
         symlink(&target, &self.blob(repo, hash), &partial)
             .and_then(|()| fs::rename(&partial, &path))
             .map_err(HubError::io("link", &path))
     }
+}
+
+/// A name beside `path` that is this process's own.
+fn partial(path: &Path, word: &str) -> PathBuf {
+    path.with_file_name(format!(".{word}.{}.partial", std::process::id()))
 }
 
 #[cfg(unix)]
@@ -146,6 +165,7 @@ pub(super) fn is_hash(text: &str, digits: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::files::write_atomic;
 
     #[test]
     fn the_environment_says_where_it_is() {

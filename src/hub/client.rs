@@ -3,9 +3,12 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use rustls::crypto::ring;
+use rustls::{ClientConfig, RootCertStore};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ureq::{Agent, ErrorKind, OrAnyStatus, Response, Transport};
@@ -88,6 +91,7 @@ impl<'o> Client<'o> {
     ) -> Result<Self, HubError> {
         let agent = ureq::AgentBuilder::new()
             .redirects(0) // followed here, so that the token stays
+            .tls_config(trusted())
             .timeout_connect(CONNECT_TIMEOUT)
             .timeout_read(READ_TIMEOUT)
             .timeout_write(READ_TIMEOUT)
@@ -322,9 +326,16 @@ fn is_trouble(status: u16) -> bool {
     matches!(status, 429 | 500 | 502 | 503 | 504)
 }
 
-/// In seconds; a date is not asked for by the Hub.
+/// How long the Hub asks to wait, in seconds (a date it never says): `Retry-After`, or the end of a quota's window.
 fn retry_after(response: &Response) -> Option<u64> {
-    response.header("retry-after")?.trim().parse().ok()
+    let told = || response.header("retry-after")?.trim().parse().ok();
+    told().or_else(|| window_end(response.header("ratelimit")?))
+}
+
+/// `"api";r=0;t=55` (draft-ietf-httpapi-ratelimit-headers): nothing remains for 55 seconds. One more, since they are rounded.
+fn window_end(header: &str) -> Option<u64> {
+    let value = |key: &str| header.split(';').find_map(|part| part.trim().strip_prefix(key)?.parse::<u64>().ok());
+    value("t=").filter(|_| value("r=") == Some(0)).map(|seconds| seconds + 1)
 }
 
 fn is_connection(transport: &Transport) -> bool {
@@ -338,6 +349,18 @@ fn is_connection(transport: &Transport) -> bool {
 fn reason(transport: &Transport) -> String {
     let source = std::error::Error::source(transport).map(|source| format!(": {source}"));
     format!("{}{}", transport.kind(), source.unwrap_or_default())
+}
+
+/// Mozilla's roots, which go with the program, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR`, or the system's store).
+fn trusted() -> Arc<ClientConfig> {
+    let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs); // one that is broken is none
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring has them")
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    Arc::new(config)
 }
 
 /// The proxy's variable and address, unless the host is this machine or `NO_PROXY` names it.
@@ -365,6 +388,13 @@ fn proxy(endpoint: &Url, setting: &dyn Fn(&str) -> Option<String>) -> Option<(&'
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_quotas_window_is_waited_for_when_nothing_remains() {
+        assert_eq!(window_end("\"api\";r=0;t=55"), Some(56));
+        assert_eq!(window_end("\"api\"; r=12; t=55"), None);
+        assert_eq!(window_end("nonsense"), None);
+    }
 
     #[test]
     fn a_proxy_is_for_other_machines() {

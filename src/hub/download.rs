@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use sha1::Sha1;
 use sha2::Digest;
+use ureq::Response;
 
 use super::cache::make_parent;
 use super::client::{About, Ask};
@@ -22,7 +23,7 @@ use crate::files;
 /// Files that are on their way together. One connection seldom fills a line; many make the Hub ask to wait.
 const TOGETHER: usize = 4;
 /// Transfers that break one after the other without a byte.
-const BREAKS: u32 = 4;
+const BREAKS: u64 = 4;
 
 /// A repository at a commit.
 #[derive(Clone, Copy)]
@@ -34,7 +35,8 @@ struct Snapshot<'a> {
 impl Hub<'_> {
     /// Brings what is wanted into the cache, and says the commit and the names.
     pub(super) fn download(&self, id: &Id, wanted: Wanted) -> Result<(String, Vec<String>), HubError> {
-        let head = listing::head(&self.client, &id.repo, id.revision())?;
+        let doing = format!("looking up {id} (no path here)");
+        let head = listing::head(&self.client, &id.repo, id.revision(), &doing)?;
         let tree = listing::tree(&self.client, &id.repo, &head.commit)?;
         let names: Vec<String> = tree.iter().map(|entry| entry.path.clone()).collect();
         let of = |names: &[String]| tree.iter().filter(|entry| names.contains(&entry.path)).collect::<Vec<_>>();
@@ -89,95 +91,119 @@ impl Hub<'_> {
 
     /// One blob. `HASH.incomplete` keeps what came, for this process or a later one.
     fn one(&self, from: Snapshot<'_>, file: &Entry, stop: &AtomicBool) -> Result<(), HubError> {
-        let blob = self.cache.blob(from.repo, file.hash.text());
+        let hash = file.hash.text();
+        let blob = self.cache.blob(from.repo, hash);
         make_parent(&blob)?;
-        let _lock = self.cache.lock(from.repo, file.hash.text())?;
+        let _lock = self.cache.lock(from.repo, hash, || (self.tell)(Event::Locked { file: file.path.clone() }))?;
         if self.has(from.repo, file) {
-            (self.tell)(Event::Moved(file.size)); // another process, or the same bytes under another name
+            (self.tell)(Event::Moved(file.size)); // by another process, or the same bytes under another name
             return Ok(());
         }
-        let partial = blob.with_file_name(format!("{}.incomplete", file.hash.text()));
-        let mut out =
-            OpenOptions::new().create(true).append(true).open(&partial).map_err(HubError::io("write", &partial))?;
-        self.fill(from, file, &mut out, (&partial, stop))?;
+        let partial = blob.with_file_name(format!("{hash}.incomplete"));
+        let mut transfer = Transfer { hub: self, from, file, out: append(&partial)?, partial: &partial, stop };
+        transfer.fill()?;
         if stop.load(Ordering::Relaxed) {
             return Ok(()); // the error is another file's
         }
-        out.sync_all().map_err(HubError::io("write", &partial))?;
+        transfer.out.sync_all().map_err(HubError::io("write", &partial))?;
         check(file, &partial).inspect_err(|_| {
             let _ = fs::remove_file(&partial); // the hash is the error to report
         })?;
         fs::rename(&partial, &blob).map_err(HubError::io("write", &blob))?;
         files::sync_folder(blob.parent().expect("blobs/")).map_err(HubError::io("write", &blob))
     }
+}
+
+fn append(path: &Path) -> Result<File, HubError> {
+    OpenOptions::new().create(true).append(true).open(path).map_err(HubError::io("write", path))
+}
+
+/// A file on its way.
+struct Transfer<'a> {
+    hub: &'a Hub<'a>,
+    from: Snapshot<'a>,
+    file: &'a Entry,
+    /// At its end.
+    out: File,
+    /// Its name.
+    partial: &'a Path,
+    /// Whether another file failed.
+    stop: &'a AtomicBool,
+}
+
+impl Transfer<'_> {
+    fn have(&self) -> Result<u64, HubError> {
+        self.out.metadata().map(|out| out.len()).map_err(HubError::io("read", self.partial))
+    }
+
+    fn clear(&self) -> Result<(), HubError> {
+        self.out.set_len(0).map_err(HubError::io("write", self.partial))
+    }
 
     /// Appends what is missing, however often the line breaks, as long as something comes in between.
-    fn fill(
-        &self,
-        from: Snapshot<'_>,
-        file: &Entry,
-        out: &mut File,
-        (partial, stop): (&Path, &AtomicBool),
-    ) -> Result<(), HubError> {
-        let length = |out: &File| out.metadata().map(|out| out.len()).map_err(HubError::io("read", partial));
-        if length(out)? > file.size {
-            out.set_len(0).map_err(HubError::io("write", partial))?;
+    fn fill(&mut self) -> Result<(), HubError> {
+        if self.have()? > self.file.size {
+            self.clear()?;
         }
-        let (mut have, mut breaks) = (length(out)?, 0);
-        (self.tell)(Event::Moved(have));
-        while have < file.size && !stop.load(Ordering::Relaxed) {
-            self.stream(from, file, out, (partial, stop))?;
-            let now = length(out)?;
+        let (mut have, mut breaks) = (self.have()?, 0);
+        (self.hub.tell)(Event::Moved(have));
+        while have < self.file.size && !self.stop.load(Ordering::Relaxed) {
+            if breaks > 0 {
+                let why = format!("the download of {} broke", self.file.path);
+                (self.hub.tell)(Event::Waiting { seconds: breaks, why });
+                thread::sleep(Duration::from_secs(breaks));
+            }
+            self.stream(have)?;
+            let now = self.have()?;
             breaks = if now > have { 0 } else { breaks + 1 };
             have = now;
             if breaks == BREAKS {
-                return Err(HubError::Broken { file: file.path.clone(), have, size: file.size });
+                return Err(HubError::Broken { file: self.file.path.clone(), have, size: self.file.size });
             }
-            thread::sleep(Duration::from_secs(breaks.into()));
         }
         Ok(())
     }
 
-    /// One transfer, from the end of `out` to where it breaks, at best at the file's end. A line that breaks is no error.
-    fn stream(
-        &self,
-        from: Snapshot<'_>,
-        file: &Entry,
-        out: &mut File,
-        (partial, stop): (&Path, &AtomicBool),
-    ) -> Result<(), HubError> {
-        let written = |out: &File| out.metadata().map(|out| out.len()).map_err(HubError::io("read", partial));
-        let mut have = written(out)?;
-        let parts: Vec<&str> = ["resolve", from.commit].into_iter().chain(file.path.split('/')).collect();
-        let doing = format!("downloading {} of {}", file.path, from.repo);
-        let about = About { repo: from.repo, revision: from.commit, file: Some(&file.path), doing: &doing };
-        let mut ask = Ask::get(self.client.page(from.repo, &parts), about);
+    /// One answer, to where it breaks, at best to the file's end. A line that breaks is no error.
+    fn stream(&mut self, have: u64) -> Result<(), HubError> {
+        let response = self.ask(have)?;
+        let begin = format!("bytes {have}-");
+        let goes_on =
+            response.status() == 206 && response.header("content-range").is_some_and(|range| range.starts_with(&begin));
+        if have > 0 && !goes_on {
+            self.clear()?;
+            (self.hub.tell)(Event::Lost(have));
+        }
+        if response.status() == 206 && !goes_on {
+            return Ok(()); // another range than was asked for: once more, from the start
+        }
+        self.take(response.into_reader())
+    }
+
+    fn ask(&self, have: u64) -> Result<Response, HubError> {
+        let (Snapshot { repo, commit }, path) = (self.from, &self.file.path);
+        let parts: Vec<&str> = ["resolve", commit].into_iter().chain(path.split('/')).collect();
+        let doing = format!("downloading {path} of {repo}");
+        let about = About { repo, revision: commit, file: Some(path), doing: &doing };
+        let mut ask = Ask::get(self.hub.client.page(repo, &parts), about);
         if have > 0 {
             ask.headers.push(("Range", format!("bytes={have}-")));
         }
-        let response = self.client.send(&ask)?;
-        let goes_on = response.status() == 206
-            && response.header("content-range").is_some_and(|range| range.starts_with(&format!("bytes {have}-")));
-        if have > 0 && !goes_on {
-            out.set_len(0).map_err(HubError::io("write", partial))?;
-            (self.tell)(Event::Lost(have));
-            have = 0;
-            if response.status() == 206 {
-                return Ok(()); // another range than was asked for: once more, from the start
-            }
-        }
-        let mut body = response.into_reader();
-        let mut buffer = vec![0; 1 << 16];
-        while !stop.load(Ordering::Relaxed) {
+        self.hub.client.send(&ask)
+    }
+
+    fn take(&mut self, mut body: impl Read) -> Result<(), HubError> {
+        let (mut have, mut buffer) = (self.have()?, vec![0; 1 << 16]);
+        while !self.stop.load(Ordering::Relaxed) {
             let Ok(count @ 1..) = body.read(&mut buffer) else { return Ok(()) };
             have += count as u64;
-            if have > file.size {
-                out.set_len(0).map_err(HubError::io("write", partial))?;
-                let (expected, got) = (format!("{} bytes", file.size), "more".to_owned());
-                return Err(HubError::Damaged { file: file.path.clone(), expected, got });
+            if have > self.file.size {
+                self.clear()?;
+                let (file, expected) = (self.file.path.clone(), format!("{} bytes", self.file.size));
+                return Err(HubError::Damaged { file, expected, got: "more".into() });
             }
-            out.write_all(&buffer[..count]).map_err(HubError::io("write", partial))?;
-            (self.tell)(Event::Moved(count as u64));
+            self.out.write_all(&buffer[..count]).map_err(HubError::io("write", self.partial))?;
+            (self.hub.tell)(Event::Moved(count as u64));
         }
         Ok(())
     }

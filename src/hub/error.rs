@@ -128,7 +128,7 @@ pub enum HubError {
     },
     /// Nobody answers.
     #[error(
-        "cannot reach {endpoint} ({reason}) for {doing}; check the network, HTTPS_PROXY and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to \
+        "cannot reach {endpoint} ({reason}) for {doing}; check the network, HTTPS_PROXY, SSL_CERT_FILE and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to \
          use what was downloaded before"
     )]
     Unreachable {

@@ -63,11 +63,10 @@ struct Lfs {
 }
 
 /// The commit that a revision is.
-pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str) -> Result<Head, HubError> {
-    let doing = format!("looking up {repo}");
-    let about = About { repo, revision, file: None, doing: &doing };
+pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str) -> Result<Head, HubError> {
+    let about = About { repo, revision, file: None, doing };
     let head: Head = client.json(&Ask::get(client.api(repo, &["revision", revision]), about))?;
-    if is_commit(&head.commit) { Ok(head) } else { Err(client.bad_answer(&doing, "a commit that is no hash")) }
+    if is_commit(&head.commit) { Ok(head) } else { Err(client.bad_answer(doing, "a commit that is no hash")) }
 }
 
 /// All files of a commit, sorted by path. Refused as a whole where one name would leave its folder.

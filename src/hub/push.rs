@@ -172,7 +172,7 @@ impl Hub<'_> {
 
     /// The branch's state, with repository and branch made where they are not there.
     fn head_to_push_on(&self, push: &Push<'_>) -> Result<Head, HubError> {
-        match listing::head(&self.client, push.repo, push.revision) {
+        match self.head(push) {
             Ok(head) if push.private && !head.private => Err(HubError::IsPublic { repo: push.repo.to_string() }),
             Err(HubError::NoRepo { .. }) => {
                 self.make_repo(push)?;
@@ -183,6 +183,10 @@ impl Hub<'_> {
             Err(HubError::NoRevision { .. }) => self.head_or_branch(push),
             other => other,
         }
+    }
+
+    fn head(&self, push: &Push<'_>) -> Result<Head, HubError> {
+        listing::head(&self.client, push.repo, push.revision, &format!("looking up {}", push.repo))
     }
 
     fn make_repo(&self, push: &Push<'_>) -> Result<(), HubError> {
@@ -197,12 +201,12 @@ impl Hub<'_> {
     }
 
     fn head_or_branch(&self, push: &Push<'_>) -> Result<Head, HubError> {
-        match listing::head(&self.client, push.repo, push.revision) {
+        match self.head(push) {
             Err(HubError::NoRevision { .. }) => {
                 let doing = format!("making the branch {} of {}", push.revision, push.repo);
                 let url = self.client.api(push.repo, &["branch", push.revision]);
                 self.client.send(&Ask::post(url, Body::Json(&json!({})), Self::about(push, &doing)))?;
-                listing::head(&self.client, push.repo, push.revision)
+                self.head(push)
             }
             head => head,
         }
@@ -372,7 +376,8 @@ impl Hub<'_> {
                     json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
                 }
             };
-            lines = format!("{lines}\n{line}");
+            lines.push('\n');
+            lines.push_str(&line.to_string());
         }
         let url = self.client.api(push.repo, &["commit", push.revision]);
         let ask = Ask::post(url, Body::Lines(lines.as_bytes()), Self::about(push, &doing));
