@@ -445,6 +445,28 @@ fn a_recipe_names_the_hub_and_the_run_says_which_state_of_it() {
 }
 
 #[test]
+fn heads_go_there_and_come_back_and_files_name_the_commits() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let train = world.with_environment(&mut small.trainer(&[])).current_dir(small.root()).output();
+    Ended::from(train.expect("it starts")).succeeded();
+    let heads = small.path("run/final").display().to_string();
+    world.medusa(&["push", &heads, "--repo", "org/small-heads"], &[("HF_TOKEN", TOKEN)]).succeeded();
+    let inputs = "--backbone org/small --heads org/small-heads@main --data org/rows/data/test.jsonl --out c.json";
+    let calibrate: Vec<&str> = ["calibrate"].into_iter().chain(inputs.split(' ')).collect();
+    world.medusa(&calibrate, &[]).succeeded();
+    let read = || fs::read(world.path("c.json")).expect("a calibration");
+    let calibration: Value = serde_json::from_slice(&read()).expect("JSON");
+    let commit = world.server.state().repos["models/org/small"].commit_of("main");
+    assert_eq!(calibration["backbone"], format!("org/small@{commit}"));
+    let from_hub = read();
+    let files = ["calibrate", "--backbone", "org/small", "--heads", &heads, "--out", "c.json", "--data"];
+    let rows = small.path("validation.jsonl").display().to_string();
+    world.medusa(&[&files[..], &[&rows]].concat(), &[]).succeeded();
+    assert_eq!(read(), from_hub, "as from files");
+}
+
+#[test]
 #[cfg_attr(not(hub_python), ignore = "needs MEDUSA_PYTHON: a Python with huggingface_hub")]
 fn pythons_library_is_a_second_client_and_shares_the_cache() {
     let world = World::with_tiny();

@@ -35,7 +35,7 @@ Seconds are those of decoding, after the prompt's own forward pass (prefill_seco
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct BenchArgs {
-    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name[@revision]).
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// The heads: their folder, a run's `final/`, or an id of the Hub.

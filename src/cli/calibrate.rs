@@ -29,7 +29,7 @@ use crate::model::llama::{Llama, Purpose};
     after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/eval.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
-    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name[@revision]).
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// The heads: their folder, a run's `final/`, or an id of the Hub.

@@ -45,7 +45,7 @@ const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
     after_help = "Example:\n  medusa distill --backbone data/tiny/backbone --prompts data/tiny/prompts.jsonl \\\n    --out distilled --max-new-tokens 100\n\nThe columns input_ids and labels train as they are: [data] train = [\"distilled/*.parquet\"]. Labels carry loss\nwhere the backbone wrote. An interrupted run goes on with --resume, and ends with the same files.\nSeveral machines take --shard 1/4, 2/4, … and may write to one folder."
 )]
 pub struct DistillArgs {
-    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name[@revision]).
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// JSONL or a JSON array of conversations, turns, prompts or token ids.
