@@ -31,6 +31,7 @@ pub mod export;
 pub mod generate;
 pub mod inspect;
 pub mod push;
+pub mod report;
 pub mod train;
 pub mod tree;
 
@@ -106,6 +107,7 @@ enum Verb {
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
     Push(push::PushArgs),
+    Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
 }
 
@@ -144,7 +146,7 @@ impl Verb {
             Verb::Export(args) => {
                 vec![Some(Place::heads(&mut args.heads)), args.backbone.as_mut().map(Place::backbone)]
             }
-            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Doctor(_) => Vec::new(), // a recipe is its own matter
+            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(), // a recipe is its own matter
         };
         places.into_iter().flatten().collect()
     }
@@ -162,6 +164,7 @@ impl Verb {
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
             Verb::Push(args) => push::run(args, common),
+            Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
