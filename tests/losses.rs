@@ -66,6 +66,7 @@ impl Reference {
         let multiplier = if self.name == "medusa1" { "" } else { "\nmedusa_lr_multiplier = 4.0" };
         Job {
             backbone: parse(&format!("path = {backbone:?}\ndtype = \"float32\"")),
+            snapshot: None,
             heads: parse("medusa_num_heads = 4\nmedusa_num_layers = 1"),
             stage: self.stage(),
             loss: LossConfig::default(),

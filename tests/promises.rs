@@ -14,6 +14,7 @@ mod decoding;
 mod distill;
 mod embedded_default;
 mod export;
+mod hub;
 mod joint_training;
 mod latency;
 mod layering;

@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
+use super::downloads::shown;
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
@@ -28,13 +29,13 @@ use crate::model::llama::{Llama, Purpose};
     after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/eval.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads' folder, a run's `final/`.
+    /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: PathBuf,
-    /// Rows as for training: files or globs. Best is text that the backbone wrote itself.
+    /// Rows as for training: files, globs or ids of data sets on the Hub. Best is text that the backbone wrote itself.
     #[arg(long, value_name = "F", num_args = 1.., required_unless_present = "prompts", conflicts_with = "prompts")]
     pub data: Vec<String>,
     /// Instead of --data: prompts, which the backbone answers greedily before the heads are measured on its answers.
@@ -73,7 +74,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
-    let calibration = counts.sign(args.backbone.display().to_string(), HeadsFile::open(&args.heads)?.sha256()?)?;
+    let calibration = counts.sign(shown(&args.backbone), HeadsFile::open(&args.heads)?.sha256()?)?;
     calibration.save(&args.out)?;
     common.say(format_args!("{} tokens of {} rows; wrote {}", calibration.tokens, rows.len(), args.out.display()));
     if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }

@@ -26,10 +26,10 @@ use crate::model::config::LlamaConfig;
     after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 --svg mask.svg"
 )]
 pub struct DataArgs {
-    /// Files or globs, as in a recipe's data.train.
+    /// Files, globs or ids of the Hub (owner/name or owner/name/file, with @revision behind the name or without), as in a recipe's data.train.
     #[arg(required = true, value_name = "F")]
     pub files: Vec<String>,
-    /// The backbone's folder: its tokenizer, chat template and config.
+    /// The backbone's folder, or its id on the Hub: its tokenizer, chat template and config.
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// For rows of conversations. "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml,

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::downloads::{self, Place};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, Exported, Format, Request};
 

@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::json;
 
+use super::downloads::told;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::hub::Wanted;
 use crate::medusa::heads::import::HeadsFile;
-use crate::recipe::Recipe;
+use crate::recipe::Loaded;
 use crate::train::checked::Checked;
 use crate::train::run::Outcome;
 use crate::train::run_folder::check_output_dir;
@@ -25,7 +27,7 @@ const EXAMPLE: &str =
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct TrainArgs {
-    /// The recipe; relative paths in it are relative to the working directory.
+    /// The recipe; relative paths in it are relative to the working directory, and ids of the Hugging Face Hub may stand in place of them.
     #[arg(value_name = "RECIPE.toml")]
     pub recipe: PathBuf,
     /// Validate recipe, data and backbone, print the plan, train nothing.
@@ -42,15 +44,19 @@ pub struct TrainArgs {
 /// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let recipe = Recipe::load(&args.recipe)?;
+    let wanted = if args.check { Wanted::BackboneWithoutWeights } else { Wanted::Backbone };
+    let loaded = told(common, |tell| Loaded::load(&args.recipe, wanted, tell))?;
+    let recipe = &loaded.recipe;
     if !args.check && !args.resume {
         check_output_dir(&recipe.train.output_dir)?;
     }
-    let checked = Checked::load(recipe.job(common.device.resolve()?))?;
-    if let Some(heads) = &recipe.heads.init_from {
-        HeadsFile::open(heads)?.notices()?.iter().for_each(|notice| common.say(notice));
+    let job = loaded.job(common.device.resolve()?);
+    let heads = job.heads.init_from.clone();
+    let checked = Checked::load(job)?;
+    if let Some(heads) = heads {
+        HeadsFile::open(&heads)?.notices()?.iter().for_each(|notice| common.say(notice));
     }
-    let plan = Plan::of(&checked, &recipe);
+    let plan = Plan::of(&checked, recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
     }

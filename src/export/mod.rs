@@ -219,6 +219,8 @@ pub struct Request {
     pub heads: PathBuf,
     /// Their backbone's folder, where it is not the one that they name.
     pub backbone: Option<PathBuf>,
+    /// What the model card and config.json call the backbone, where that is not its path.
+    pub backbone_name: Option<String>,
     /// Who shall load it.
     pub format: Format,
     /// The new folder.
@@ -305,6 +307,15 @@ fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportEr
             .push("vLLM takes a folder with \"eagle\" or \"dflash\" in its path for another drafter: rename it".into());
     }
     Ok(notices)
+}
+
+/// The backbone that an export writes or tries something of, by path or by name; `None` where the heads alone are enough.
+///
+/// # Errors
+/// Heads that cannot be read, and a request that cannot be.
+pub fn backbone_needed(request: &Request) -> Result<Option<PathBuf>, ExportError> {
+    let trained = Trained::outline(request)?;
+    Ok(trained.use_of_backbone().and_then(|_| base_of(request, &trained.file)))
 }
 
 /// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.

@@ -22,14 +22,17 @@ use crate::train::TrainConfig;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::run::TrainError;
+use crate::train::run_folder::Snapshot;
 use crate::train::schedule::ScheduleConfig;
 use crate::train::stage::Stage;
 
 /// What a recipe asks for.
 #[derive(Debug, Clone)]
 pub struct Job {
-    /// The backbone.
+    /// The backbone; its path is one of this machine.
     pub backbone: BackboneConfig,
+    /// Where the backbone came from, if the Hub has it.
+    pub snapshot: Option<Snapshot>,
     /// The heads.
     pub heads: HeadsConfig,
     /// What is trained.
@@ -48,6 +51,13 @@ pub struct Job {
     pub resolved_recipe: String,
     /// Where to compute.
     pub device: Device,
+}
+
+impl Job {
+    /// What the backbone is called in what the run writes: its id, or its folder.
+    pub(super) fn backbone_name(&self) -> &str {
+        self.snapshot.as_ref().map_or(&self.backbone.path, |snapshot| &snapshot.id)
+    }
 }
 
 /// All that a run needs but the numbers of its backbone, loaded and checked.

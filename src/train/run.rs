@@ -256,6 +256,7 @@ impl Prepared {
         RunFolder {
             path: &self.checked.job.train.output_dir,
             resolved_recipe: &self.checked.job.resolved_recipe,
+            snapshot: self.checked.job.snapshot.as_ref(),
             device: self.checked.job.device,
             tokenizing: self.tokenizing_files(),
             reports: [Some(&self.checked.train_report), self.checked.validation_report.as_ref()],
@@ -289,7 +290,9 @@ impl Prepared {
         let (backbone, from) = (&self.backbone, Path::new(&self.checked.job.backbone.path));
         match &self.checked.job.stage {
             Stage::Medusa1(_) => TrainedBackbone::Frozen,
-            Stage::Medusa2(config) if config.lora.is_some() => TrainedBackbone::Adapters { backbone, from },
+            Stage::Medusa2(config) if config.lora.is_some() => {
+                TrainedBackbone::Adapters { backbone, from: Path::new(self.checked.job.backbone_name()) }
+            }
             Stage::Medusa2(_) => TrainedBackbone::Weights { backbone, from },
         }
     }
@@ -380,7 +383,7 @@ impl Prepared {
 
     fn heads_config(&self) -> HeadsFolderConfig<'_> {
         HeadsFolderConfig {
-            base_model_name_or_path: &self.checked.job.backbone.path,
+            base_model_name_or_path: self.checked.job.backbone_name(),
             medusa_num_heads: self.checked.heads_shape.medusa_num_heads,
             medusa_num_layers: self.checked.heads_shape.medusa_num_layers,
             hidden_size: self.backbone.config.hidden_size,
