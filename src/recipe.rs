@@ -204,6 +204,7 @@ impl Recipe {
             train: self.train.clone(),
             resolved_recipe: self.resolved_toml(),
             device,
+            skip_bad_rows: false,
         }
     }
 

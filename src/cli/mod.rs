@@ -26,6 +26,7 @@ pub mod doctor;
 pub mod export;
 pub mod generate;
 pub mod inspect;
+mod reading;
 pub mod train;
 pub mod tree;
 

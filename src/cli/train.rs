@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::json;
 
+use super::reading::ReadingBar;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::data::{self, Watch};
 use crate::recipe::Recipe;
-use crate::train::checked::Checked;
+use crate::train::checked::{Checked, Job};
 use crate::train::run::Outcome;
 use crate::train::run_folder::check_output_dir;
 
@@ -33,6 +35,10 @@ pub struct TrainArgs {
     /// Go on from the newest whole checkpoint in train.output_dir.
     #[arg(long)]
     pub resume: bool,
+    /// Leave out rows that are not right (broken JSON, wrong types, no known key) and count them, instead of ending at the first.
+    /// A run keeps to it: --resume needs the flag again.
+    #[arg(long)]
+    pub skip_bad_rows: bool,
 }
 
 /// Trains, or with `--check` prints the plan.
@@ -45,7 +51,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.check && !args.resume {
         check_output_dir(&recipe.train.output_dir)?;
     }
-    let checked = Checked::load(recipe.job(common.device.resolve()?))?;
+    let checked = load(&recipe, args, common)?;
     let plan = Plan::of(&checked, &recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
@@ -56,6 +62,16 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let outcome = prepared.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
     progress.finish();
     report(outcome?, args, common)
+}
+
+/// Reads and checks all that can be before the backbone's weights.
+fn load(recipe: &Recipe, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<Checked> {
+    let job = Job { skip_bad_rows: args.skip_bad_rows, ..recipe.job(common.device.resolve()?) };
+    let reading = ReadingBar::new(common);
+    let hear = |progress: data::Progress| reading.hear(progress);
+    let checked = Checked::load_watched(job, Watch::new(&hear));
+    reading.finish();
+    Ok(checked?)
 }
 
 /// A recipe is the whole run: flags that would change its numbers are refused.
@@ -72,7 +88,8 @@ fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::R
     let heads = match outcome {
         Outcome::Interrupted(checkpoint) => {
             let (checkpoint, recipe) = (checkpoint.display(), args.recipe.display());
-            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume");
+            let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
+            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
         }
         Outcome::FinishedBefore(heads) => {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use tch::Device;
 
 use crate::data::{DataFile, LoadReport};
@@ -26,6 +27,8 @@ pub struct RunFolder<'r> {
     pub resolved_recipe: &'r str,
     /// Where it computes.
     pub device: Device,
+    /// Whether rows that are not right were left out: a resumed run must see the same rows.
+    pub skip_bad_rows: bool,
     /// Files of tokenizer and chat template; some may be absent.
     pub tokenizing: Vec<PathBuf>,
     /// What was read to train and to validate on.
@@ -43,6 +46,11 @@ struct Provenance {
     command: Vec<String>,
     started: String,
     data: Vec<HashedFile>,
+    #[serde(default)]
+    skip_bad_rows: bool,
+    /// What came of the rows to train and to validate on.
+    #[serde(default)]
+    rows: Vec<serde_json::Value>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,6 +108,12 @@ impl RunFolder<'_> {
         }
         let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
             .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
+        if before.skip_bad_rows != self.skip_bad_rows {
+            let with = if before.skip_bad_rows { "with" } else { "without" };
+            return Err(format!(
+                "holds a run that began {with} --skip-bad-rows; a resumed run must see the same rows: resume it {with} the flag"
+            ));
+        }
         let now = self.data_files();
         let changed = |one: &[HashedFile], other: &[HashedFile]| {
             one.iter().find(|file| !other.contains(file)).map(|file| file.path.display().to_string())
@@ -123,6 +137,8 @@ impl RunFolder<'_> {
             command: std::env::args().collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             data: self.data_files(),
+            skip_bad_rows: self.skip_bad_rows,
+            rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
         }
     }
 
