@@ -32,6 +32,8 @@ const ROWS_A_BATCH: usize = 4096;
 const TOKENS_A_BATCH: usize = 1 << 17;
 /// The footer's length and the magic word at a file's end.
 const TRAILER: usize = 10;
+/// Of the end of the batches.
+const MARK: usize = 8;
 /// Buffers of a batch: validity and offsets of a list, validity and values of its items, for `input_ids`, then `labels`.
 const OFFSETS: usize = 1;
 const IDS: usize = 3;
@@ -213,21 +215,12 @@ pub(super) struct Whole {
 impl TokenFile {
     /// Reads the footer, and where each row stands. `footer_sha256` is the beginning of the hash that the footer must have.
     pub(super) fn open(medium: Medium, path: &Path, footer_sha256: Option<&str>) -> Result<Whole, Damage> {
-        let size = said(medium.size())?;
-        let trailer_at = size.checked_sub(TRAILER as u64).ok_or("it is empty")?;
-        let trailer = said(medium.read(trailer_at, TRAILER))?.try_into().map_err(|_| "it has no end")?;
-        let footer_length = said(read_footer_length(trailer))?;
-        let footer_at = trailer_at.checked_sub(footer_length as u64).ok_or("its footer is longer than itself")?;
-        let footer = said(medium.read(footer_at, footer_length))?;
-        let footer = said(root_as_footer(&footer))?;
-        let blocks: Vec<Block> = footer.recordBatches().into_iter().flatten().copied().collect();
-        let end = blocks.last().map_or(0, |block| bytes_of(block).end);
-        let tail =
-            size.checked_sub(end).and_then(|tail| usize::try_from(tail).ok()).ok_or("its batches lie beyond it")?;
-        let tail = files::hex(&Sha256::digest(said(medium.read(end, tail))?));
-        if footer_sha256.is_some_and(|expected| !tail.starts_with(expected)) {
+        let tail = said(Tail::read(&medium))?;
+        if footer_sha256.is_some_and(|expected| !tail.sha256().starts_with(expected)) {
             return Err("its footer is not the one that was written".to_owned());
         }
+        let footer = said(root_as_footer(tail.footer()))?;
+        let blocks: Vec<Block> = footer.recordBatches().into_iter().flatten().copied().collect();
         let facts = footer.custom_metadata().into_iter().flatten().find(|pair| pair.key() == Some(FACTS));
         let facts: Facts = said(serde_json::from_str(facts.and_then(|pair| pair.value()).unwrap_or_default()))?;
         if facts.checksums.len() != blocks.len() {
@@ -329,16 +322,31 @@ fn said<T>(result: Result<T, impl std::fmt::Display>) -> Result<T, Damage> {
     result.map_err(|error| error.to_string())
 }
 
-/// The hash that a file's name says: of all behind its last batch.
+/// All behind the last batch: the mark of its end, the footer, the footer's length.
+struct Tail(Vec<u8>);
+
+impl Tail {
+    fn read(medium: &Medium) -> io::Result<Self> {
+        let cut_off = || io::Error::other("it is cut off");
+        let trailer_at = medium.size()?.checked_sub(TRAILER as u64).ok_or_else(cut_off)?;
+        let trailer = medium.read(trailer_at, TRAILER)?.try_into().map_err(|_| cut_off())?;
+        let length = MARK + read_footer_length(trailer).map_err(|error| io::Error::other(error.to_string()))?;
+        let start = trailer_at.checked_sub(length as u64).ok_or_else(cut_off)?;
+        Ok(Self(medium.read(start, length + TRAILER)?))
+    }
+
+    fn footer(&self) -> &[u8] {
+        &self.0[MARK..self.0.len() - TRAILER]
+    }
+
+    fn sha256(&self) -> String {
+        files::hex(&Sha256::digest(&self.0))
+    }
+}
+
+/// The hash that a file's name says.
 pub(super) fn footer_sha256(medium: &Medium) -> io::Result<String> {
-    let size = medium.size()?;
-    let trailer = medium.read(size.saturating_sub(TRAILER as u64), TRAILER)?;
-    let length = trailer[..4].try_into().map_or(0, u32::from_le_bytes);
-    let footer_at = size.saturating_sub(TRAILER as u64 + u64::from(length));
-    let footer = medium.read(footer_at, length as usize)?;
-    let footer = root_as_footer(&footer).map_err(|error| io::Error::other(error.to_string()))?;
-    let end = footer.recordBatches().into_iter().flatten().last().map_or(0, |block| bytes_of(block).end);
-    Ok(files::hex(&Sha256::digest(medium.read(end, (size - end) as usize)?)))
+    Ok(Tail::read(medium)?.sha256())
 }
 
 #[cfg(test)]
