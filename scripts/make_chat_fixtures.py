@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Writes tests/fixtures/chat.json: short conversations, and what transformers makes of them with published chat templates.
+"""Writes what transformers makes of conversations with published chat templates: of the short ones below to
+tests/fixtures/chat.json, and of 200 of ../shared/data, as hashes, to tests/fixtures/chat_200.json.
 
     python3 scripts/make_chat_fixtures.py PUBLISHED            # needs transformers 5 with jinja2; torch is not used
-    python3 scripts/make_chat_fixtures.py PUBLISHED --check    # computes again and compares with the file, writes nothing
+    python3 scripts/make_chat_fixtures.py PUBLISHED --check    # computes again and compares with the files, writes nothing
 
 PUBLISHED is a folder with the templates as their authors publish them, which are not part of this repository: the value of
 `chat_template` in tokenizer_config.json of each model of SOURCES, as zephyr.jinja and so on. Vicuna publishes none: what
@@ -11,6 +12,8 @@ FastChat's conversation template does is written out below.
 For every template and conversation: the text, its ids by data/tiny/backbone's tokenizer (nothing added around it) and a mask,
 "1" for a token that the assistant has to learn: what it says and the end of its turn. A template with `{% generation %}` has
 its mask from transformers; for the others the text is rendered turn by turn here. `null` where the template refuses the roles.
+The 200 are tokenised by ../shared/models/tokenizer-mistral-v1-32000. Calls of tools are turns of the assistant without loss; what a
+tool says is a turn of "tool" if the template shows those, else of "user".
 """
 
 import hashlib
@@ -24,6 +27,10 @@ import transformers
 SCRIPT = pathlib.Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
 FIXTURE = ROOT / "tests" / "fixtures" / "chat.json"
+FIXTURE_200 = ROOT / "tests" / "fixtures" / "chat_200.json"
+SHARED = ROOT.parent / "shared"
+FILES = {"sharegpt_500.json": 80, "sharegpt_toolcall_300.json": 60, "messages_1k.jsonl": 60}
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "call", "observation": "tool"}
 LIMIT_BYTES = 300_000
 SOURCES = {
     "zephyr": "HuggingFaceH4/zephyr-7b-beta",
@@ -108,17 +115,18 @@ def renderer(name, template, tokenizer):
     return render
 
 
-def answers(name, render, messages, text, eos):
+def answers(name, render, messages, text, eos, learned):
     """Spans of characters: from where the assistant begins to speak to the end of its turn."""
     for at, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if learned[at]:
             start, end = len(render(messages[:at], True)), len(render(messages[: at + 1]).rstrip())
             assert text[start:end].endswith(ENDS[name].format(eos=eos)), (name, text[start:end])
             assert message["content"].strip() in text[start:end], (name, text[start:end])
             yield start, end
 
 
-def masked(name, template, messages, tokenizer):
+def masked(name, template, messages, tokenizer, learned=None):
+    learned = learned or [message["role"] == "assistant" for message in messages]
     render = renderer(name, template, tokenizer)
     try:
         text = render(messages)
@@ -130,42 +138,96 @@ def masked(name, template, messages, tokenizer):
             messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
         )
         assert by_template["input_ids"] == encoded["input_ids"]
-        mask = by_template["assistant_masks"]
+        mask = without_calls(by_template["assistant_masks"], messages, learned)
     else:
         mask = [0] * len(encoded["input_ids"])
-        for start, end in answers(name, render, messages, text, tokenizer.eos_token):
+        for start, end in answers(name, render, messages, text, tokenizer.eos_token, learned):
             for token in range(encoded.char_to_token(start), encoded.char_to_token(end - 1) + 1):
                 mask[token] = 1
     ids = " ".join(map(str, encoded["input_ids"]))
     return dict(text=text, prompt=render(messages, True), ids=ids, mask="".join(map(str, mask)))
 
 
-def make(published):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "data" / "tiny" / "backbone")
-    templates = {name: (published / f"{name}.jinja").read_text() for name in SOURCES}
-    rendered = {
-        name: [masked(name, template, messages, tokenizer) for messages in CONVERSATIONS]
-        for name, template in {"vicuna": None, **templates, "generation": GENERATION}.items()
-    }
-    born = dict(
+def without_calls(mask, messages, learned):
+    """The template marks every turn of the assistant: takes the runs that belong to calls out."""
+    runs, start = [], None
+    for at, bit in enumerate(mask + [0]):
+        if bit and start is None:
+            start = at
+        elif not bit and start is not None:
+            runs.append((start, at))
+            start = None
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(runs) == len(turns), (runs, turns)
+    for (start, end), at in zip(runs, turns):
+        if not learned[at]:
+            mask[start:end] = [0] * (end - start)
+    return mask
+
+
+def shows_tools(name, template, tokenizer):
+    turns = [dict(role=role, content=role * 3) for role in ["user", "assistant", "tool", "assistant"]]
+    if name == "vicuna":
+        return False  # FastChat knows user and assistant
+    try:
+        return "tooltooltool" in renderer(name, template, tokenizer)(turns)
+    except jinja2.TemplateError:
+        return False
+
+
+def talks():
+    """Of 200 conversations: (role, content) a turn."""
+    for name, count in FILES.items():
+        text = (SHARED / "data" / name).read_text()
+        rows = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+        for row in rows[:count]:
+            turns = row.get("messages") or row["conversations"]
+            yield [(turn.get("role") or ROLES[turn["from"]], turn.get("content") or turn.get("value")) for turn in turns]
+
+
+def hashed(name, template, tokenizer):
+    tool = "tool" if shows_tools(name, template, tokenizer) else "user"
+    for talk in talks():
+        roles = [{"call": "assistant", "tool": tool}.get(role, role) for role, _ in talk]
+        messages = [dict(role=role, content=content) for role, (_, content) in zip(roles, talk)]
+        case = masked(name, template, messages, tokenizer, [role == "assistant" for role, _ in talk])
+        digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:16]
+        yield case and dict(text=digest(case["text"]), tokens=digest(case["ids"] + "\n" + case["mask"]))
+
+
+def birth(templates):
+    return dict(
         script_sha256=hashlib.sha256(SCRIPT.read_bytes()).hexdigest(), transformers=transformers.__version__,
         templates={name: dict(source=SOURCES[name], sha256=hashlib.sha256(t.encode()).hexdigest()) for name, t in templates.items()},
     )
-    return dict(born=born, generation_template=GENERATION, conversations=CONVERSATIONS, rendered=rendered)
+
+
+def make(published):
+    templates = {name: (published / f"{name}.jinja").read_text() for name in SOURCES}
+    every = {"vicuna": None, **templates, "generation": GENERATION}
+    tiny = transformers.AutoTokenizer.from_pretrained(ROOT / "data" / "tiny" / "backbone")
+    rendered = {name: [masked(name, template, messages, tiny) for messages in CONVERSATIONS] for name, template in every.items()}
+    short = dict(born=birth(templates), generation_template=GENERATION, conversations=CONVERSATIONS, rendered=rendered)
+    # tokenizer.json as it is written, as transformers 4 and the servers read it. The LlamaTokenizer of transformers 5 builds its own
+    # pipeline and makes one token less of a text with a blank behind a special token ("<s> [INST]").
+    mistral = transformers.PreTrainedTokenizerFast.from_pretrained(SHARED / "models" / "tokenizer-mistral-v1-32000")
+    tools = [name for name, template in every.items() if shows_tools(name, template, mistral)]
+    rendered = {name: list(hashed(name, template, mistral)) for name, template in every.items()}
+    return {FIXTURE: short, FIXTURE_200: dict(born=birth(templates), files=FILES, shows_tools=tools, rendered=rendered)}
 
 
 def main():
-    fixture = make(pathlib.Path(sys.argv[1]))
-    refused = {name: sum(case is None for case in cases) for name, cases in fixture["rendered"].items()}
-    if "--check" in sys.argv[2:]:
-        stored = json.loads(FIXTURE.read_text())
-        for key in ["generation_template", "conversations", "rendered"]:
-            assert stored[key] == fixture[key], f"{FIXTURE.name}: {key} differs"
-        print(f"{FIXTURE.name}: equal; refused {refused}")
-        return
-    FIXTURE.write_text(json.dumps(fixture, ensure_ascii=False, indent=0) + "\n")
-    assert FIXTURE.stat().st_size < LIMIT_BYTES, f"{FIXTURE.name} has {FIXTURE.stat().st_size} bytes"
-    print(f"{FIXTURE.name}: {FIXTURE.stat().st_size} bytes, {len(CONVERSATIONS)} conversations, refused {refused}")
+    for path, fixture in make(pathlib.Path(sys.argv[1])).items():
+        counts = {name: len(cases) - cases.count(None) for name, cases in fixture["rendered"].items()}
+        if "--check" in sys.argv[2:]:
+            stored = json.loads(path.read_text())
+            for key in set(fixture) - {"born"}:
+                assert stored[key] == json.loads(json.dumps(fixture[key])), f"{path.name}: {key} differs"
+            print(f"{path.name}: equal; rendered {counts}")
+            continue
+        path.write_text(json.dumps(fixture, ensure_ascii=False, indent=0) + "\n")
+        assert path.stat().st_size < LIMIT_BYTES, f"{path.name} has {path.stat().st_size} bytes"
+        print(f"{path.name}: {path.stat().st_size} bytes, rendered {counts}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ use medusa::data::tokenize::TextTokenizer;
 use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings, Watch};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
 const BUILT_IN: [&str; 6] = ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral"];
@@ -106,10 +107,14 @@ fn talk(turns: &[(&str, &str)]) -> Value {
     turns.iter().map(|(role, content)| json!({"role": role, "content": content})).collect()
 }
 
-/// `scripts/make_chat_fixtures.py` says how this file was made.
+/// `scripts/make_chat_fixtures.py` says how these files were made.
+fn fixture_named(name: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("JSON")
+}
+
 fn fixture() -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat.json");
-    serde_json::from_slice(&fs::read(path).expect("tests/fixtures/chat.json")).expect("JSON")
+    fixture_named("chat.json")
 }
 
 /// What the fixture says a row is; `None` where there is none.
@@ -153,6 +158,70 @@ fn generation_tags_mask_as_transformers_does() {
     let fixture = fixture();
     let world = World::with_source(fixture["generation_template"].as_str().unwrap());
     assert_eq!(check_template("generation", &world, &fixture), 20);
+}
+
+/// The first 16 hex digits of the SHA-256.
+fn digest(text: &str) -> String {
+    Sha256::digest(text)[..8].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn digest_of_tokens(row: &TokenRow) -> String {
+    let ids: Vec<String> = row.input_ids.iter().map(i32::to_string).collect();
+    let mask: String = row.labels.iter().map(|label| if *label == IGNORE { '0' } else { '1' }).collect();
+    digest(&format!("{}\n{mask}", ids.join(" ")))
+}
+
+/// The conversations of the fixture: rows as their files have them, `../shared/data`.
+fn two_hundred(files: &Value) -> Vec<Value> {
+    let rows = |(name, count): (&String, &Value)| -> Vec<Value> {
+        let text = fs::read_to_string(shared("data").join(name)).expect("a file of ../shared/data");
+        let lines = || text.lines().map(serde_json::from_str).collect();
+        let rows: Vec<Value> =
+            if name.ends_with(".json") { serde_json::from_str(&text) } else { lines() }.expect("JSON");
+        rows[..count.as_u64().expect("a number") as usize].to_vec()
+    };
+    files.as_object().expect("files").iter().flat_map(rows).collect()
+}
+
+/// The turns of a row in the words of a template.
+fn in_words_of(row: &Value, shows_tools: bool) -> Vec<Message> {
+    let text =
+        |turn: &Value, names: [&str; 2]| names.iter().find_map(|name| turn[*name].as_str()).expect("text").to_owned();
+    let turn = |turn: &Value| {
+        let role = match text(turn, ["role", "from"]).as_str() {
+            "assistant" | "gpt" | "function_call" => "assistant",
+            "observation" if shows_tools => "tool",
+            _ => "user",
+        };
+        Message::new(role, text(turn, ["content", "value"]))
+    };
+    let turns = row["messages"].as_array().or_else(|| row["conversations"].as_array());
+    turns.expect("turns").iter().map(turn).collect()
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn two_hundred_published_conversations_are_those_of_transformers() {
+    let fixture = fixture_named("chat_200.json");
+    let rows = two_hundred(&fixture["files"]);
+    let source = fixture_named("chat.json")["generation_template"].as_str().expect("a template").to_owned();
+    let file = tempfile::tempdir().expect("a temporary folder");
+    let generation = file.path().join("generation.jinja");
+    fs::write(&generation, source).expect("a template");
+    for (name, cases) in fixture["rendered"].as_object().expect("templates") {
+        let choice = if name == "generation" { generation.display().to_string() } else { name.clone() };
+        let mut world = World::new(&shared("models/tokenizer-mistral-v1-32000"), &choice);
+        world.max_length = 32768;
+        let shows_tools = fixture["shows_tools"].as_array().expect("a list").contains(&json!(name));
+        let (loaded, report) = world.lines(&rows).expect("rows");
+        assert_eq!((loaded.len(), report.truncated), (200, 0), "{name}: {report}");
+        let template = world.template.as_ref().expect("a template");
+        for ((row, case), loaded) in rows.iter().zip(cases.as_array().expect("a list")).zip(&loaded) {
+            let text = template.render(&in_words_of(row, shows_tools), false).expect("a text");
+            assert_eq!(digest(&text), case["text"], "{name}: {text}");
+            assert_eq!(digest_of_tokens(loaded), case["tokens"], "{name}: {text}");
+        }
+    }
 }
 
 #[test]
@@ -365,6 +434,29 @@ fn a_template_that_fails_on_every_row_is_an_error() {
     let error = World::new(without_eos.path(), "zephyr").lines(&[row("user")]).unwrap_err().to_string();
     assert!(error.contains("the built-in template \"zephyr\" renders none of the 1 conversations"), "{error}");
     World::new(&tiny(), "tokenizer").lines(&[row("user"), row("system")]).expect("one is enough");
+}
+
+#[test]
+fn a_template_that_loops_for_ever_ends_with_an_error() {
+    let endless = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}";
+    let row = json!({"messages": talk(&[("user", "Hi"), ("assistant", "a")])});
+    let error = World::with_source(endless).lines(&[row]).unwrap_err().to_string();
+    assert!(
+        error.contains("rows.jsonl, line 1: ") && error.contains("x.jinja: the chat template did not end"),
+        "{error}"
+    );
+    assert!(error.contains("on a conversation of 2 turns; does it loop? Set data.chat_template to another"), "{error}");
+}
+
+#[test]
+fn a_conversation_of_thousands_of_turns_is_a_row_like_any_other() {
+    let turn = |at: usize| if at.is_multiple_of(2) { ("user", "And now?") } else { ("assistant", "Now it is later.") };
+    let turns: Vec<(&str, &str)> = (0..6000).map(turn).collect();
+    let mut world = World::new(&tiny(), "zephyr");
+    world.max_length = 1 << 20;
+    let (rows, report) = world.lines(&[json!({"messages": talk(&turns)})]).expect("a row");
+    let spans = rows[0].labels.split(|label| *label == IGNORE).filter(|span| !span.is_empty()).count();
+    assert_eq!((rows.len(), spans, report.truncated), (1, 3000, 0));
 }
 
 #[test]

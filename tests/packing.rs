@@ -1,5 +1,10 @@
 //! Promise: packing changes how fast a run is, not what it learns; and it leaves little room empty.
 
+#![expect(
+    clippy::print_stdout,
+    reason = "these tests print the losses and rates that they compare: cargo test -- --nocapture"
+)]
+
 use std::num::NonZeroUsize;
 use std::path::Path;
 

@@ -10,6 +10,7 @@ mod chat;
 mod chat_command;
 mod command_line;
 mod data;
+mod data_command;
 mod decoding;
 mod distill;
 mod embedded_default;

@@ -20,6 +20,7 @@ use crate::torch::{self, DeviceChoice, Dtype};
 pub mod bench;
 pub mod calibrate;
 pub mod chat;
+pub mod data;
 pub mod decoder;
 pub mod distill;
 pub mod doctor;
@@ -92,6 +93,7 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml"
 #[derive(Debug, Subcommand)]
 enum Verb {
     Train(train::TrainArgs),
+    Data(data::DataArgs),
     Inspect(inspect::InspectArgs),
     Distill(distill::DistillArgs),
     Calibrate(calibrate::CalibrateArgs),
@@ -107,6 +109,7 @@ impl Verb {
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
             Verb::Train(args) => train::run(args, common),
+            Verb::Data(args) => data::run(args, common),
             Verb::Inspect(args) => inspect::run(args, common),
             Verb::Distill(args) => distill::run(args, common),
             Verb::Calibrate(args) => calibrate::run(args, common),

@@ -9,8 +9,8 @@ use super::IGNORE;
 use super::chat_template::{ChatTemplate, Marked, Message, TemplateError};
 use super::conversation::{Role, Turn};
 use super::report::DropReason;
-use super::rows::TokenRow;
-use super::tokenize::{TextTokenizer, TokenizeError};
+use super::rows::{Problem, TokenRow};
+use super::tokenize::TextTokenizer;
 
 /// `data.loss_on` of a recipe: which tokens of a conversation carry loss. (Rows of text and of tokens say so themselves.)
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +31,37 @@ pub(super) struct Chat<'a> {
     pub(super) loss_on: LossOn,
 }
 
+/// With more answers than this in a conversation, what surrounds one of them is looked for around the others: to render the
+/// conversation up to each of them takes time that grows with the square of the turns.
+const RENDERED_ONE_BY_ONE: usize = 16;
+
+/// A template that needs too many steps for fewer turns than this loops; with more, the conversation is to blame.
+const TURNS_OF_A_TALK: usize = 1000;
+
+/// Why a conversation has no text.
+#[derive(Debug)]
+enum Refused {
+    /// This one has none.
+    Conversation(DropReason),
+    /// No other would have one.
+    Template(TemplateError),
+}
+
+impl From<DropReason> for Refused {
+    fn from(reason: DropReason) -> Self {
+        Self::Conversation(reason)
+    }
+}
+
+impl From<TemplateError> for Refused {
+    fn from(error: TemplateError) -> Self {
+        match error {
+            TemplateError::Endless { turns, .. } if turns < TURNS_OF_A_TALK => Self::Template(error),
+            other => Self::Conversation(DropReason::TemplateRefuses(other.words())),
+        }
+    }
+}
+
 /// A conversation's text, and the bytes of it that carry loss, in order.
 #[derive(Debug, PartialEq, Eq)]
 struct Rendered {
@@ -43,40 +74,85 @@ impl Chat<'_> {
     /// it: the template writes BOS.
     ///
     /// # Errors
-    /// The tokenizer's own.
-    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<TokenRow, DropReason>, TokenizeError> {
+    /// The tokenizer's own, and a template that does not end.
+    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<TokenRow, DropReason>, Problem> {
         let rendered = match self.render(turns) {
             Ok(rendered) => rendered,
-            Err(reason) => return Ok(Err(reason)),
+            Err(Refused::Conversation(reason)) => return Ok(Err(reason)),
+            Err(Refused::Template(error)) => return Err(error.into()),
         };
         let (input_ids, places) = self.tokenizer.encode_with_places(&rendered.text)?;
         let labels = labels(&input_ids, &places, &rendered.learned);
         Ok(Ok(TokenRow { input_ids, labels }))
     }
 
-    fn render(&self, turns: &[Turn]) -> Result<Rendered, DropReason> {
+    fn render(&self, turns: &[Turn]) -> Result<Rendered, Refused> {
         if turns.iter().all(|turn| turn.content.trim().is_empty()) {
-            return Err(DropReason::EmptyConversation);
+            return Err(DropReason::EmptyConversation.into());
         }
         if turns.iter().any(|turn| turn.role == Role::Unknown) {
-            return Err(DropReason::UnknownRole);
+            return Err(DropReason::UnknownRole.into());
         }
         let messages: Vec<Message> = turns.iter().map(|turn| self.message(turn)).collect();
         if self.loss_on == LossOn::All {
-            let text = self.template.render(&messages, false).map_err(|error| refusal(&error))?;
+            let text = self.template.render(&messages, false)?;
             return Ok(Rendered { learned: std::iter::once(0..text.len()).collect(), text });
         }
-        if !turns.iter().any(|turn| turn.role == Role::Assistant) {
-            return Err(DropReason::NoAssistantTurn);
+        let answers: Vec<usize> = (0..turns.len()).filter(|&at| turns[at].role == Role::Assistant).collect();
+        if answers.is_empty() {
+            return Err(DropReason::NoAssistantTurn.into());
         }
         if self.template.marks_generation() {
             return self.render_generation(turns, &messages);
         }
-        let text = self.template.render(&messages, false).map_err(|error| refusal(&error))?;
-        let answers = (0..turns.len()).filter(|&at| turns[at].role == Role::Assistant);
-        let answer = |at| self.by_prefix(&messages, at, &text).or_else(|| self.by_marks(&messages, at, &text));
-        let learned = answers.map(answer).collect::<Option<Vec<_>>>().ok_or(DropReason::AnswersNotFound)?;
+        let text = self.template.render(&messages, false)?;
+        let learned = self.answers(&messages, &answers, &text).ok_or(DropReason::AnswersNotFound)?;
         Ok(Rendered { text, learned })
+    }
+
+    fn answers(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
+        let alone = |at: usize| self.by_prefix(messages, at, whole).or_else(|| self.by_marks(messages, at, whole));
+        let framed = match answers.len() > RENDERED_ONE_BY_ONE {
+            true => self.by_frame(messages, answers, whole, alone(answers[1])?),
+            false => vec![None; answers.len()],
+        };
+        framed.into_iter().zip(answers).map(|(known, &at)| known.or_else(|| alone(at))).collect()
+    }
+
+    /// Where answers stand in the whole, by one rendering with marks around all of them: an answer that stands between what
+    /// the second one (at `example`) stands between is learned like it. The first and the last may be written in another way.
+    fn by_frame(
+        &self,
+        messages: &[Message],
+        answers: &[usize],
+        whole: &str,
+        example: Range<usize>,
+    ) -> Vec<Option<Range<usize>>> {
+        let Some(spans) = self.all_spans(messages, answers, whole) else { return vec![None; answers.len()] };
+        let framed = |span: &Range<usize>| {
+            let lead = whole.get(example.start..spans[1].start)?;
+            let tail = whole.get(spans[1].end..example.end).filter(|tail| !tail.trim().is_empty())?;
+            let found = whole[..span.start].ends_with(lead) && whole[span.end..].starts_with(tail);
+            found.then(|| span.start - lead.len()..span.end + tail.len())
+        };
+        let mut found: Vec<_> = spans.iter().map(framed).collect();
+        found[0] = None;
+        found[answers.len() - 1] = None;
+        found
+    }
+
+    /// What was said in each answer, as the whole has it.
+    fn all_spans(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
+        let marks = Marked::marks(messages)?;
+        let attempt = |around: fn(&str, [char; 2]) -> String| {
+            let mut marked = messages.to_vec();
+            for &at in answers {
+                marked[at].content = around(&messages[at].content, marks);
+            }
+            let Marked { text, spans } = Marked::read(&self.template.render(&marked, false).ok()?, marks)?;
+            (text == whole && spans.len() == answers.len()).then_some(spans)
+        };
+        attempt(marked_with_blanks).or_else(|| attempt(marked_without_blanks))
     }
 
     /// A turn in the template's words. A tool's answer that the template does not show is the user's: it stays in sight.
@@ -91,8 +167,8 @@ impl Chat<'_> {
     }
 
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns, less those that call tools.
-    fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<Rendered, DropReason> {
-        let marked = self.template.render_generation(messages).map_err(|error| refusal(&error))?;
+    fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<Rendered, Refused> {
+        let marked = self.template.render_generation(messages)?;
         let Marked { text, spans } = marked.ok_or(DropReason::AnswersNotFound)?;
         let mut assistants = turns.iter().filter(|turn| matches!(turn.role, Role::Assistant | Role::Call));
         if spans.len() == assistants.clone().count() {
@@ -100,7 +176,7 @@ impl Chat<'_> {
             return Ok(Rendered { text, learned: learned.map(|(span, _)| span).collect() });
         }
         if assistants.any(|turn| turn.role == Role::Call) {
-            return Err(DropReason::AnswersNotFound);
+            return Err(DropReason::AnswersNotFound.into());
         }
         Ok(Rendered { text, learned: spans })
     }
@@ -129,13 +205,8 @@ impl Chat<'_> {
             let ends = self.ends_within(&text[span.end..], &last_text[last_span.end..])?;
             Some(span.start..span.end + ends)
         };
-        let [start, end] = marks;
         let content = &messages[at].content;
-        let said = content.trim();
-        let lead = content.len() - content.trim_start().len();
-        // Blanks at the ends are part of what was said, unless the template trims them: then they are outside.
-        attempt(format!("{start}{content}{end}"))
-            .or_else(|| attempt(format!("{}{start}{said}{end}{}", &content[..lead], &content[lead + said.len()..])))
+        attempt(marked_with_blanks(content, marks)).or_else(|| attempt(marked_without_blanks(content, marks)))
     }
 
     fn only_span(&self, marked: &[Message], marks: [char; 2]) -> Option<(Range<usize>, String)> {
@@ -152,8 +223,16 @@ impl Chat<'_> {
     }
 }
 
-fn refusal(error: &TemplateError) -> DropReason {
-    DropReason::TemplateRefuses(error.words())
+/// Blanks at the ends are part of what was said …
+fn marked_with_blanks(content: &str, [start, end]: [char; 2]) -> String {
+    format!("{start}{content}{end}")
+}
+
+/// … unless the template trims them: then they are outside.
+fn marked_without_blanks(content: &str, [start, end]: [char; 2]) -> String {
+    let said = content.trim();
+    let lead = content.len() - content.trim_start().len();
+    format!("{}{start}{said}{end}{}", &content[..lead], &content[lead + said.len()..])
 }
 
 /// How many bytes of blanks end this, unless it is nothing else: then they are how a turn ends.
@@ -173,16 +252,24 @@ fn labels(input_ids: &[i32], places: &[Range<usize>], learned: &[Range<usize>]) 
             true => span.start < place.start && place.end < span.end, // a piece without text of its own
             false => place.start < span.end && place.end > span.start,
         };
-        let (Some(first), Some(last)) = (places.iter().position(touches), places.iter().rposition(touches)) else {
+        // Tokens stand in the order of their text: those that can touch are neighbours.
+        let near = places.partition_point(|place| place.end < span.start)
+            ..places.partition_point(|place| place.start <= span.end);
+        let nearby = &places[near.clone()];
+        let (Some(first), Some(last)) = (nearby.iter().position(touches), nearby.iter().rposition(touches)) else {
             continue;
         };
-        labels[first..=last].copy_from_slice(&input_ids[first..=last]);
+        let learned = near.start + first..=near.start + last;
+        labels[learned.clone()].copy_from_slice(&input_ids[learned]);
     }
     labels
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use super::super::chat_template::TemplateChoice;
     use super::*;
 
     const X: i32 = IGNORE;
@@ -204,6 +291,38 @@ mod tests {
         assert_eq!(of(0..6), [1, 2, 3, 4, X]);
         assert_eq!(of(3..6), [X, X, 3, 4, X]);
         assert_eq!(of(1..3), [X, 2, X, X, X]);
+    }
+
+    /// A conversation of many answers, some with blanks around them, some of them equal.
+    fn long_talk() -> Vec<Turn> {
+        let said = ["yes", " yes", "a\nb \n", "\t</s> no", "yes", "[/INST] x", "Grüße 🙂 "];
+        let turn = |at: usize| {
+            Turn::new(if at.is_multiple_of(2) { Role::User } else { Role::Assistant }, said[at % said.len()])
+        };
+        (0..4 * RENDERED_ONE_BY_ONE).map(turn).collect()
+    }
+
+    #[test]
+    fn many_answers_are_found_where_rendering_one_by_one_finds_them() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone");
+        let tokenizer = TextTokenizer::load(&folder).unwrap();
+        for name in ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", "tokenizer"] {
+            let choice = TemplateChoice::try_from(name.to_owned()).unwrap();
+            let template = ChatTemplate::choose(&choice, &folder).unwrap().unwrap();
+            let chat = Chat { template: &template, tokenizer: &tokenizer, loss_on: LossOn::Assistant };
+            let turns = long_talk();
+            let messages: Vec<Message> = turns.iter().map(|turn| chat.message(turn)).collect();
+            let answers: Vec<usize> = (1..turns.len()).step_by(2).collect();
+            let text = template.render(&messages, false).unwrap();
+            let slow: Vec<_> = answers.iter().map(|&at| chat.by_prefix(&messages, at, &text).unwrap()).collect();
+            let framed = chat.by_frame(&messages, &answers, &text, slow[1].clone());
+            let found = framed.iter().flatten().count();
+            assert!(found >= answers.len() / 2, "{name}: {found} of {}", answers.len());
+            for (framed, slow) in framed.into_iter().zip(&slow) {
+                assert!(framed.is_none_or(|framed| framed == *slow), "{name}");
+            }
+            assert_eq!(chat.answers(&messages, &answers, &text), Some(slow), "{name}");
+        }
     }
 
     #[test]

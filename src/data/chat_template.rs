@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use minijinja::value::Value;
-use minijinja::{Environment, context};
+use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::jinja::{self, MARKS, TEMPLATE};
+use super::jinja::{self, FUEL, MARKS, TEMPLATE};
 use super::tokenize::{SpecialTokens, TokenizeError, read_json};
 use crate::files;
 
@@ -103,6 +103,18 @@ pub enum TemplateError {
         roles: Vec<String>,
         /// Where in the template, and why.
         source: minijinja::Error,
+    },
+    /// A template that does not come to an end.
+    #[error(
+        "{place}: the chat template did not end within {FUEL} steps on a conversation of {turns} turns; does it loop? Set \
+         data.chat_template to another one: {} or a .jinja file",
+        TemplateChoice::built_in_names()
+    )]
+    Endless {
+        /// Where it stands.
+        place: String,
+        /// How many messages it was given.
+        turns: usize,
     },
 }
 
@@ -256,9 +268,13 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         marks: [&str; 2],
     ) -> Result<String, TemplateError> {
-        let failed = |source| {
+        let failed = |source: minijinja::Error| {
+            let place = self.place.clone();
+            if source.kind() == ErrorKind::OutOfFuel {
+                return TemplateError::Endless { place, turns: messages.len() };
+            }
             let roles = messages.iter().map(|message| message.role.clone()).collect();
-            TemplateError::Render { place: self.place.clone(), roles, source }
+            TemplateError::Render { place, roles, source }
         };
         // What transformers passes; it leaves out special tokens that the tokenizer lacks.
         let special = Value::from_pairs(self.special.iter());

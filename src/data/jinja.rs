@@ -17,10 +17,14 @@ pub(super) const MARKS: [&str; 2] = ["generation_starts_here", "generation_ends_
 
 const GENERATION: &str = "generation";
 
+/// Steps that a rendering may take: a thousand turns of a long template take some 100,000.
+pub(super) const FUEL: u64 = 10_000_000;
+
 /// Jinja as transformers sets it up, with one template.
 pub(super) fn environment(template: &str) -> Result<Environment<'static>, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_fuel(Some(FUEL));
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
     environment.add_filter("tojson", tojson);

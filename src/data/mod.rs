@@ -10,6 +10,7 @@ mod jinja;
 mod json_array;
 mod jsonl;
 pub mod loader;
+pub mod mask;
 mod opened;
 pub mod pack;
 mod parquet;

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::chat::Chat;
-use super::chat_template::TemplateChoice;
+use super::chat_template::{TemplateChoice, TemplateError};
 use super::conversation::Turn;
 use super::report::DropReason;
 use super::tokenize::{TextTokenizer, TokenizeError};
@@ -141,6 +141,9 @@ pub enum Problem {
     /// A text that cannot be tokenised.
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
+    /// A template that never ends.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
 }
 
 /// A row as its file has it.
@@ -166,7 +169,6 @@ impl RawRow {
             Self::Conversation { key, turns } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(Problem::NeedsTemplate { key })?;
-                let turns = as_many_as_count(turns, tokenizer.longest_token() * settings.max_length.get());
                 let row = Chat { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
                 return Ok(row.map(|tokens| ReadRow { tokens, is_conversation: true }));
             }
@@ -188,7 +190,7 @@ impl Problem {
             Self::NoKnownKey { .. } => Some("no known key"),
             Self::Tokenize(TokenizeError::Encode { .. }) => Some("a text that cannot be tokenised"),
             Self::BrokenArray { .. } | Self::BrokenParquet(_) | Self::BrokenArrow(_) => None,
-            Self::NeedsTemplate { .. } | Self::NeedsTokenizer { .. } | Self::Tokenize(_) => None,
+            Self::NeedsTemplate { .. } | Self::NeedsTokenizer { .. } | Self::Tokenize(_) | Self::Template(_) => None,
         }
     }
 }
@@ -223,20 +225,6 @@ impl TokenRow {
         }
         Ok(Self { input_ids, labels: in_vocabulary("labels", labels, vocab_size, Some(IGNORE))? })
     }
-}
-
-/// A template is rendered once for every turn, so a conversation of megabytes would take hours. Of one that is longer than
-/// `bytes`, more than the tokens kept of it can stand for, the turns up to there stay, and one more: others follow.
-fn as_many_as_count(mut turns: Vec<Turn>, bytes: usize) -> Vec<Turn> {
-    let mut before = 0;
-    let beyond = turns.iter().position(|turn| {
-        before += turn.content.len();
-        before > bytes
-    });
-    if let Some(beyond) = beyond {
-        turns.truncate(beyond + 2);
-    }
-    turns
 }
 
 fn in_vocabulary(
@@ -303,16 +291,6 @@ mod tests {
         assert!(wrong(&[1, 2], &[1, -1]).starts_with("labels[1]"));
         assert!(wrong(&[1, 1 << 40], &[1, 1]).contains("1099511627776"));
         assert_eq!(wrong(&[1, 2], &[1]), "labels: expected 2 values, one for each of input_ids, got 1");
-    }
-
-    #[test]
-    fn turns_beyond_what_is_kept_are_not_rendered() {
-        let turns = |count: usize| -> Vec<Turn> {
-            (0..count).map(|_| Turn::new(super::super::conversation::Role::User, "abcd")).collect()
-        };
-        assert_eq!(as_many_as_count(turns(9), 10), turns(4));
-        assert_eq!(as_many_as_count(turns(9), 36), turns(9));
-        assert_eq!(as_many_as_count(turns(9), 34), turns(9));
     }
 
     #[test]

@@ -88,7 +88,6 @@ pub struct TextTokenizer {
     path: PathBuf,
     sha256: String,
     highest: (String, u32),
-    longest: usize,
     bos: Option<i32>,
     eos: Option<i32>,
 }
@@ -114,10 +113,8 @@ impl TextTokenizer {
         let special = SpecialTokens::load(folder)?;
         let id = |name: &str| special.get(name).and_then(|token| tokenizer.token_to_id(token)).map(to_i32);
         let (bos, eos) = (id("bos_token"), id("eos_token"));
-        let vocabulary = tokenizer.get_vocab(true);
-        let longest = vocabulary.keys().map(String::len).max().unwrap_or(0);
-        let highest = vocabulary.into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
-        Ok(Self { sha256: files::hex(&Sha256::digest(&bytes)), tokenizer, path, highest, longest, bos, eos })
+        let highest = tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
+        Ok(Self { sha256: files::hex(&Sha256::digest(&bytes)), tokenizer, path, highest, bos, eos })
     }
 
     /// Ids of a text; `add_special` adds what tokenizer.json puts around one (Llama: BOS before it).
@@ -176,11 +173,6 @@ impl TextTokenizer {
     /// One more than the highest id it can produce, added tokens included.
     pub fn vocab_size(&self) -> usize {
         self.highest.1 as usize + 1
-    }
-
-    /// Bytes of the longest token: so much text one token can stand for.
-    pub fn longest_token(&self) -> usize {
-        self.longest
     }
 
     /// The id of `bos_token`, if there is one.

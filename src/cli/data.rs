@@ -1,0 +1,167 @@
+//! `medusa data`: what training would read from data files.
+
+use std::io::{self, IsTerminal, Write};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use serde_json::json;
+
+use super::decoder::chat_template;
+use super::reading::ReadingBar;
+use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::data::cache::TokenCache;
+use crate::data::chat::LossOn;
+use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+use crate::data::mask::{self, Piece};
+use crate::data::store::RowStore;
+use crate::data::tokenize::TextTokenizer;
+use crate::data::{self, LoadReport, LoadSettings, Progress, Watch, pack};
+use crate::files;
+use crate::model::config::LlamaConfig;
+
+/// Read data files as training would: rows, tokens, what is left out and why; and which tokens of a row carry loss.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 --svg mask.svg"
+)]
+pub struct DataArgs {
+    /// Files or globs, as in a recipe's data.train.
+    #[arg(required = true, value_name = "F")]
+    pub files: Vec<String>,
+    /// The backbone's folder: its tokenizer, chat template and config.
+    #[arg(long, value_name = "B")]
+    pub backbone: PathBuf,
+    /// For rows of conversations. "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml,
+    /// mistral); or a .jinja file.
+    #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
+    pub chat_template: TemplateChoice,
+    /// Which tokens of conversations carry loss.
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "assistant")]
+    pub loss_on: Learned,
+    /// Longer rows are cut [default: the backbone's context].
+    #[arg(long, value_name = "TOKENS")]
+    pub max_length: Option<NonZeroUsize>,
+    /// Leave out rows that are not right and count them, as medusa-train does with this flag.
+    #[arg(long)]
+    pub skip_bad_rows: bool,
+    /// Print the text of a row, counted from 1 over the rows kept; what carries loss is green, or between ⟦ and ⟧.
+    #[arg(long, value_name = "N")]
+    pub row: Option<NonZeroUsize>,
+    /// A picture of that row, a box a token.
+    #[arg(long, value_name = "FILE", requires = "row")]
+    pub svg: Option<PathBuf>,
+}
+
+/// `--loss-on`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Learned {
+    /// What the assistant says, and the end of its turn.
+    Assistant,
+    /// All tokens.
+    All,
+}
+
+/// Reads, and prints the report or the row.
+///
+/// # Errors
+/// What is wrong with the backbone's files or the rows; a row that is not there; a file that cannot be written.
+pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    // Rows of token ids need no tokenizer, and rows of text say so themselves.
+    let has_tokenizer = args.backbone.join("tokenizer.json").exists();
+    let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
+    let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;
+    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
+    let cache = TokenCache::of_user();
+    let reading = ReadingBar::new(common);
+    let hear = |progress: Progress| reading.hear(progress);
+    let settings = LoadSettings {
+        tokenizer: tokenizer.as_ref(),
+        vocab_size,
+        max_length,
+        cache: cache.as_ref(),
+        template: template.as_ref(),
+        loss_on: args.loss_on.into(),
+        skip_bad_rows: args.skip_bad_rows,
+        watch: Watch::new(&hear),
+    };
+    let loaded = data::load(&args.files, &settings);
+    reading.finish();
+    let (rows, report) = loaded?;
+    match args.row {
+        Some(row) => show(args, row, &rows, tokenizer.as_ref(), common),
+        None => tell(rows, &report, max_length, common),
+    }
+}
+
+/// The vocabulary and the longest row: config.json's, or, of a folder with a tokenizer alone, the tokenizer's and what is typed.
+fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<(usize, NonZeroUsize)> {
+    let has_config = args.backbone.join("config.json").exists();
+    if let (false, Some(tokenizer), Some(max_length)) = (has_config, tokenizer, args.max_length) {
+        return Ok((tokenizer.vocab_size(), max_length));
+    }
+    if let (false, Some(_)) = (has_config, tokenizer) {
+        let folder = args.backbone.display();
+        return Err(UsageError(format!("{folder} has no config.json, so no context: give --max-length TOKENS")).into());
+    }
+    let config = LlamaConfig::load(&args.backbone)?;
+    let context = usize::try_from(config.max_position_embeddings)?.try_into()?;
+    Ok((usize::try_from(config.vocab_size)?, args.max_length.unwrap_or(context)))
+}
+
+impl From<Learned> for LossOn {
+    fn from(learned: Learned) -> Self {
+        match learned {
+            Learned::Assistant => Self::Assistant,
+            Learned::All => Self::All,
+        }
+    }
+}
+
+fn tell(rows: RowStore, report: &LoadReport, max_length: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<()> {
+    let (_, packed) = pack::pack(rows, max_length.get());
+    if common.json {
+        let packing = json!({"max_length": max_length, "sequences": packed.sequences, "fill_rate": packed.fill_rate()});
+        return print_json(&json!({"data": report, "packing": packing}));
+    }
+    for file in &report.files {
+        print_line(format_args!("{}: {} rows", file.path.display(), file.rows))?;
+    }
+    print_line(report)?;
+    if let Some(took) = &report.tokenised {
+        common.say(format_args!("tokenised {took}"));
+    }
+    let fill = 100.0 * packed.fill_rate();
+    print_line(format_args!("packed: {} sequences of {max_length} tokens, {fill:.1} % full", packed.sequences))
+}
+
+fn show(
+    args: &DataArgs,
+    row: NonZeroUsize,
+    rows: &RowStore,
+    tokenizer: Option<&TextTokenizer>,
+    common: &CommonFlags,
+) -> anyhow::Result<()> {
+    let tokenizer = tokenizer
+        .with_context(|| format!("--row shows text, and {} has no tokenizer.json", args.backbone.display()))?;
+    let kept = rows.len();
+    if row.get() > kept {
+        return Err(UsageError(format!("--row: expected a row from 1 to {kept}, the rows kept, got {row}")).into());
+    }
+    let pieces = mask::pieces(&rows.row(row.get() - 1)?, tokenizer)?;
+    if let Some(path) = &args.svg {
+        write_picture(path, &pieces)?;
+        common.say(format_args!("wrote {}", path.display()));
+    }
+    if common.json {
+        return print_json(&json!({"row": row, "tokens": pieces}));
+    }
+    print_line(mask::text(&pieces, io::stdout().is_terminal()))
+}
+
+fn write_picture(path: &Path, pieces: &[Piece]) -> anyhow::Result<()> {
+    let svg = mask::draw(pieces);
+    files::write_atomic(path, |out| out.write_all(svg.as_bytes()))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
