@@ -25,6 +25,7 @@ mod peft;
 mod quantization;
 mod readme;
 mod recipe;
+mod report;
 mod same_bits;
 mod small_run;
 mod stop_strings;

@@ -28,6 +28,7 @@ pub mod export;
 pub mod generate;
 pub mod inspect;
 mod reading;
+pub mod report;
 pub mod train;
 pub mod tree;
 
@@ -102,6 +103,7 @@ enum Verb {
     Chat(chat::ChatArgs),
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
+    Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
 }
 
@@ -118,6 +120,7 @@ impl Verb {
             Verb::Chat(args) => chat::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
+            Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }

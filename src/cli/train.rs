@@ -98,5 +98,8 @@ fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::R
         }
         Outcome::Finished(heads) => heads,
     };
+    if let Some(run) = heads.parent() {
+        common.say(format_args!("its curves and figures as a page: medusa report {}", run.display()));
+    }
     if common.json { print_json(&json!({ "final": heads })) } else { print_line(heads.display()) }
 }
