@@ -56,6 +56,7 @@ fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Op
     let request = Request {
         heads: small.path(heads),
         backbone: Some(small.path("backbone")),
+        backbone_name: None,
         format: Format::from_str(format, false).expect("a format"),
         out: small.path(out),
         dtype,

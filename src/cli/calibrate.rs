@@ -11,14 +11,15 @@ use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
 use super::downloads::shown;
+use super::reading::ReadingBar;
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::data::rows::TokenRow;
+use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
-use crate::data::{self, LoadSettings, prompts};
+use crate::data::{self, LoadSettings, Progress, Watch, prompts};
 use crate::medusa::heads::Heads;
 use crate::medusa::heads::import::HeadsFile;
 use crate::model::llama::{Llama, Purpose};
@@ -81,7 +82,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 /// The backbone, and what it answers to the prompts, every turn of a conversation.
-fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyhow::Result<(Llama, Vec<TokenRow>)> {
+fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyhow::Result<(Llama, RowStore)> {
     let prompts = prompts::read(file)?;
     let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Decoding)?;
     Heads::check(&args.heads, [backbone.config.vocab_size, backbone.config.hidden_size])?; // before minutes of decoding
@@ -101,15 +102,17 @@ fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyho
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok((decoder.backbone, rows))
+    Ok((decoder.backbone, RowStore::in_memory(rows)))
 }
 
-fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Vec<TokenRow>> {
+fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<RowStore> {
     // Rows of token ids need no tokenizer, and rows of text say so themselves.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
+    let reading = ReadingBar::new(common);
+    let hear = |progress: Progress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size: usize::try_from(config.vocab_size)?,
@@ -117,8 +120,12 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
         cache: cache.as_ref(),
         template: template.as_ref(),
         loss_on: LossOn::default(),
+        skip_bad_rows: false,
+        watch: Watch::new(&hear),
     };
-    let (rows, report) = data::load(&args.data, &settings)?;
+    let loaded = data::load(&args.data, &settings);
+    reading.finish();
+    let (rows, report) = loaded?;
     common.say(report);
     Ok(rows)
 }

@@ -31,6 +31,7 @@ pub mod export;
 pub mod generate;
 pub mod inspect;
 pub mod push;
+mod reading;
 pub mod report;
 pub mod train;
 pub mod tree;

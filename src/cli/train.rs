@@ -6,11 +6,13 @@ use clap::Args;
 use serde_json::json;
 
 use super::downloads::told;
+use super::reading::ReadingBar;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::data::{self, Watch};
 use crate::hub::Wanted;
 use crate::medusa::heads::import::HeadsFile;
 use crate::recipe::Loaded;
-use crate::train::checked::Checked;
+use crate::train::checked::{Checked, Job};
 use crate::train::run::Outcome;
 use crate::train::run_folder::check_output_dir;
 
@@ -36,6 +38,10 @@ pub struct TrainArgs {
     /// Go on from the newest whole checkpoint in train.output_dir.
     #[arg(long)]
     pub resume: bool,
+    /// Leave out rows that are not right (broken JSON, wrong types, no known key) and count them, instead of ending at the first.
+    /// A run keeps to it: --resume needs the flag again.
+    #[arg(long)]
+    pub skip_bad_rows: bool,
 }
 
 /// Trains, or with `--check` prints the plan.
@@ -50,12 +56,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.check && !args.resume {
         check_output_dir(&recipe.train.output_dir)?;
     }
-    let job = loaded.job(common.device.resolve()?);
-    let heads = job.heads.init_from.clone();
-    let checked = Checked::load(job)?;
-    if let Some(heads) = heads {
-        HeadsFile::open(&heads)?.notices()?.iter().for_each(|notice| common.say(notice));
-    }
+    let checked = load(&loaded, args, common)?;
     let plan = Plan::of(&checked, recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
@@ -66,6 +67,21 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let outcome = prepared.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
     progress.finish();
     report(outcome?, args, common)
+}
+
+/// Reads and checks all that can be before the backbone's weights.
+fn load(loaded: &Loaded, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<Checked> {
+    let job = Job { skip_bad_rows: args.skip_bad_rows, ..loaded.job(common.device.resolve()?) };
+    let heads = job.heads.init_from.clone();
+    let reading = ReadingBar::new(common);
+    let hear = |progress: data::Progress| reading.hear(progress);
+    let checked = Checked::load_watched(job, Watch::new(&hear));
+    reading.finish();
+    let checked = checked?;
+    if let Some(heads) = heads {
+        HeadsFile::open(&heads)?.notices()?.iter().for_each(|notice| common.say(notice));
+    }
+    Ok(checked)
 }
 
 /// A recipe is the whole run: flags that would change its numbers are refused.
@@ -82,7 +98,8 @@ fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::R
     let heads = match outcome {
         Outcome::Interrupted(checkpoint) => {
             let (checkpoint, recipe) = (checkpoint.display(), args.recipe.display());
-            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume");
+            let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
+            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
         }
         Outcome::FinishedBefore(heads) => {

@@ -25,6 +25,8 @@ pub(super) struct Trained {
     pub(super) pickle: bool,
     /// The backbone's folder, or its name where nothing of it is read.
     pub(super) base: Option<PathBuf>,
+    /// Its name for others, where that is not its path.
+    base_name: Option<String>,
     /// The folder of the adapter that was trained with them.
     pub(super) adapter: Option<PathBuf>,
     /// A whole backbone was trained with them.

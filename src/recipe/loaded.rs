@@ -62,6 +62,7 @@ impl Loaded {
             train: local.train,
             resolved_recipe: self.recipe.resolved_toml(),
             device,
+            skip_bad_rows: false,
         }
     }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use tch::Device;
 
 use crate::data::{DataFile, LoadReport};
@@ -28,6 +29,8 @@ pub struct RunFolder<'r> {
     pub snapshot: Option<&'r Snapshot>,
     /// Where it computes.
     pub device: Device,
+    /// Whether rows that are not right were left out: a resumed run must see the same rows.
+    pub skip_bad_rows: bool,
     /// Files of tokenizer and chat template; some may be absent.
     pub tokenizing: Vec<PathBuf>,
     /// What was read to train and to validate on.
@@ -57,6 +60,11 @@ struct Provenance {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     backbone: Option<Snapshot>,
     data: Vec<HashedFile>,
+    #[serde(default)]
+    skip_bad_rows: bool,
+    /// What came of the rows to train and to validate on.
+    #[serde(default)]
+    rows: Vec<serde_json::Value>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,6 +131,12 @@ impl RunFolder<'_> {
                  folder (backbone.path = \"{id}@{commit}\" stays at that commit)"
             ));
         }
+        if before.skip_bad_rows != self.skip_bad_rows {
+            let with = if before.skip_bad_rows { "with" } else { "without" };
+            return Err(format!(
+                "holds a run that began {with} --skip-bad-rows; a resumed run must see the same rows: resume it {with} the flag"
+            ));
+        }
         let now = self.data_files();
         let changed = |one: &[HashedFile], other: &[HashedFile]| {
             one.iter().find(|file| !other.contains(file)).map(|file| file.path.display().to_string())
@@ -147,6 +161,8 @@ impl RunFolder<'_> {
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             backbone: self.snapshot.cloned(),
             data: self.data_files(),
+            skip_bad_rows: self.skip_bad_rows,
+            rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
         }
     }
 
