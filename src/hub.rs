@@ -104,7 +104,8 @@ impl<'o> Hub<'o> {
         let text = setting("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
         let endpoint = Url::parse(text.trim_end_matches('/'))
             .ok()
-            .filter(|url| matches!(url.scheme(), "http" | "https") && url.host().is_some() && url.password().is_none())
+            .filter(|url| matches!(url.scheme(), "http" | "https") && url.host().is_some())
+            .filter(|url| url.username().is_empty() && url.password().is_none()) // errors name the endpoint
             .ok_or_else(|| HubError::setting("HF_ENDPOINT", "an address such as https://huggingface.co"))?;
         let home = cache::home(&setting);
         let token = Token::from_env(&setting, &home)?;

@@ -560,6 +560,12 @@ fn an_adapter_goes_with_its_heads() {
     let alone = export(&small, "run/final", "tgi", "tgi", &[]).succeeded();
     assert!(alone.stderr.contains("these heads belong to the backbone that was trained with them"), "{}", alone.stderr);
     assert!(small.read("tgi/README.md").contains("trained together with their backbone"));
+    export(&small, "run/final", "merged", "merged", &[]).succeeded();
+    export(&small, "run/final/heads.safetensors", "merged", "of_file", &[]).succeeded();
+    assert!(
+        small.bytes("of_file/model.safetensors") == small.bytes("merged/model.safetensors"),
+        "the adapter beside a file"
+    );
 }
 
 /// Each consumer's loading rules, in Python that shares nothing with this program: see scripts/read_exports.py.

@@ -26,7 +26,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
-use crate::medusa::heads::import::HeadsFile;
+use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::model::llama::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
@@ -140,7 +140,7 @@ impl DistillArgs {
         let hash = |heads: &Path| -> io::Result<[String; 2]> {
             Ok([files::sha256(&heads.join(ADAPTER_FILE))?, files::sha256(&heads.join(ADAPTER_CONFIG))?])
         };
-        let adapted = self.heads.as_deref().filter(|heads| heads.join(ADAPTER_CONFIG).exists());
+        let adapted = self.heads.as_deref().map(folder_of).filter(|heads| heads.join(ADAPTER_CONFIG).exists());
         let adapter = adapted.map(hash).transpose()?;
         Ok(Provenance {
             program_version: env!("CARGO_PKG_VERSION"),

@@ -97,7 +97,10 @@ impl TokenCache {
         let Some(path) = self.files_of(key)?.pop() else {
             return Ok(Found::Nothing);
         };
-        let file = File::open(&path).map_err(|source| CacheError::Disk { path: path.clone(), source })?;
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing), // replaced by another process
+            opened => opened.map_err(|source| CacheError::Disk { path: path.clone(), source })?,
+        };
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
         Ok(match TokenFile::open(Medium::disk(file), &path, Some(sha256.unwrap_or("no hash"))) {
@@ -175,9 +178,11 @@ impl TokenCache {
     fn sweep(&self) -> Result<(), CacheError> {
         let partial = |path: &PathBuf| path.extension().is_some_and(|extension| extension == PARTIAL);
         for path in self.paths()?.into_iter().filter(partial) {
-            // One that is gone, or that the disk cannot lock, is left to its owner.
-            if File::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
-                remove(&path)?;
+            // One that is gone, or that the disk cannot lock, is left to its owner; so is one of another user. The lock is held until the
+            // name is gone: whoever waits for it in `create` must not find the file there.
+            let Ok(file) = File::open(&path) else { continue };
+            if file.try_lock().is_ok() {
+                let _ = fs::remove_file(&path);
             }
         }
         Ok(())

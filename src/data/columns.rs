@@ -5,6 +5,7 @@ use arrow::array::{Array, ArrayRef, AsArray, LargeListArray, LargeStringArray, R
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field, Int64Type, Schema};
 use arrow::error::ArrowError;
+use arrow::util::display::array_value_to_string;
 
 use super::conversation::{self, Role, Turn};
 use super::rows::{Problem, RawRow};
@@ -97,6 +98,8 @@ struct Conversations {
     lists: LargeListArray,
     roles: LargeStringArray,
     contents: LargeStringArray,
+    /// OpenAI's calls of tools, beside the content.
+    calls: Option<ArrayRef>,
 }
 
 impl Columns {
@@ -151,7 +154,8 @@ impl Conversations {
             strings(column.ok_or_else(|| ArrowError::SchemaError(format!("no column {}", names[0])))?)
         };
         let (roles, contents) = (part(ROLE)?, part(CONTENT)?);
-        Ok(Self { lists, roles, contents })
+        let calls = structs.column_by_name("tool_calls").cloned();
+        Ok(Self { lists, roles, contents, calls })
     }
 
     fn turns(&self, key: &str, row: usize) -> Result<Vec<Turn>, Problem> {
@@ -163,12 +167,23 @@ impl Conversations {
                 return Err(Problem::Value { key, expected, got: "null".to_owned() });
             }
             let role = Role::named(self.roles.value(at));
-            match self.contents.is_null(at) {
-                true => Turn::without_content(&key, role),
-                false => Ok(Turn::new(role, self.contents.value(at))),
-            }
+            let turn = match self.contents.is_null(at) {
+                true => Turn::without_content(&key, role)?,
+                false => Turn::new(role, self.contents.value(at)),
+            };
+            Ok(match self.calls_at(at) {
+                Some(calls) => Turn::new(Role::Call, format!("{}{calls}", turn.content)),
+                None => turn,
+            })
         };
         (start..end).map(turn).collect()
+    }
+
+    /// The calls of a turn as Arrow writes them (not as JSON): context, as everywhere, and not learned.
+    fn calls_at(&self, at: usize) -> Option<String> {
+        let calls = self.calls.as_ref().filter(|calls| calls.is_valid(at))?;
+        let text = array_value_to_string(calls, at).ok()?;
+        (!["", "[]"].contains(&text.trim())).then_some(text)
     }
 }
 

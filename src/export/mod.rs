@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 use crate::files::NewFolder;
-use crate::medusa::heads::import::{HeadsFile, Notice};
+use crate::medusa::heads::import::{HeadsFile, Notice, folder_of};
 use crate::medusa::heads::layout::Layout;
 use crate::medusa::heads::{HeadsError, HeadsShape};
 use crate::model::folder::FolderError;
@@ -120,9 +120,11 @@ pub enum ExportError {
         /// In the file.
         there: usize,
     },
-    /// TGI's version 2 has one ResBlock.
-    #[error("--format tgi: {} has {layers} ResBlocks a head and shares the backbone's lm_head; text-generation-inference loads such heads with one ResBlock only: use --format tensorrt-llm's files (each head gets a copy of the lm_head)", path.display())]
+    /// TGI's version 2 has one ResBlock; LoRAX reads heads as TGI does.
+    #[error("--format {format}: {} has {layers} ResBlocks a head and shares the backbone's lm_head; text-generation-inference and LoRAX load such heads with one ResBlock only: use --format tensorrt-llm's files (each head gets a copy of the lm_head)", path.display())]
     TgiLayers {
+        /// `tgi` or `peft`.
+        format: &'static str,
         /// The heads.
         path: PathBuf,
         /// ResBlocks.
@@ -320,7 +322,7 @@ pub fn backbone_needed(request: &Request) -> Result<Option<PathBuf>, ExportError
 
 /// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
 fn base_of(request: &Request, file: &HeadsFile) -> Option<PathBuf> {
-    let tuned = Some(request.heads.join(BACKBONE_FOLDER)).filter(|folder| folder.is_dir());
+    let tuned = Some(folder_of(&request.heads).join(BACKBONE_FOLDER)).filter(|folder| folder.is_dir());
     request.backbone.clone().or(tuned).or_else(|| file.base().map(PathBuf::from))
 }
 

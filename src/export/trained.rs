@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
 use crate::medusa::heads::HeadsShape;
-use crate::medusa::heads::import::HeadsFile;
+use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::medusa::heads::layout::{Part, Place};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, LoadError};
@@ -54,7 +54,7 @@ impl Trained {
             return Err(ExportError::TooManyHeads { path: file.path().into(), asked, there });
         }
         let shape = HeadsShape { medusa_num_heads: asked, ..file.shape() };
-        let folder = request.heads.as_path();
+        let folder = folder_of(&request.heads);
         let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
         let tuned = Some(folder.join(BACKBONE_FOLDER)).filter(|tuned| tuned.is_dir());
         let base = base_of(request, &file);
@@ -80,8 +80,8 @@ impl Trained {
         if format == Format::Peft && self.adapter.is_none() {
             return Err(ExportError::NoAdapter { path });
         }
-        if format == Format::Tgi && self.shares_lm_head() && layers != 1 {
-            return Err(ExportError::TgiLayers { path, layers });
+        if matches!(format, Format::Tgi | Format::Peft) && self.shares_lm_head() && layers != 1 {
+            return Err(ExportError::TgiLayers { format: format.name(), path, layers });
         }
         if self.pickle && !format.takes_pickle() {
             return Err(ExportError::Pickle { format: format.name() });
