@@ -1,6 +1,6 @@
 //! Tokenised files on disk, so that a second run starts at once, and hashes of data files, so that it need not read them.
 //!
-//! A file's name is `<key>-<sha256 of its footer>.arrow` ([`super::token_file`] has what is in it). It is written under a
+//! A file's name is `<key>-<sha256 of its footer>.arrow` (`token_file.rs` says what is in it). It is written under a
 //! temporary name of its own that its writer holds locked, so two runs may write the same at the same time, and what a run
 //! that was killed left behind is known by its lock being free.
 
