@@ -132,19 +132,22 @@ impl<'o> Hub<'o> {
         id::data(entry).map(|id| self.fetch(&id, Wanted::Data(split))).transpose()
     }
 
-    /// A list of data with local files where it had ids; paths and patterns of paths as they are.
+    /// A list of data with local files where it had ids; paths and patterns of paths as they are. And where those files came from.
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn fetch_all(&self, entries: &[String], split: Split) -> Result<Vec<String>, HubError> {
-        let mut all = Vec::new();
+    pub fn fetch_all(&self, entries: &[String], split: Split) -> Result<(Vec<String>, Vec<Origin>), HubError> {
+        let (mut all, mut origins) = (Vec::new(), Vec::new());
         for entry in entries {
             match self.fetch_data(entry, split)? {
                 None => all.push(entry.clone()),
-                Some(fetched) => all.extend(fetched.files.iter().map(|file| file.to_string_lossy().into_owned())),
+                Some(fetched) => {
+                    all.extend(fetched.files.iter().map(|file| file.to_string_lossy().into_owned()));
+                    origins.push(fetched.origin);
+                }
             }
         }
-        Ok(all)
+        Ok((all, origins))
     }
 
     /// Fetches what is wanted of a repository and not in the cache yet.

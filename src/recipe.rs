@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::DataConfig;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
-use crate::hub::{HubError, Wanted};
+use crate::hub::HubError;
 use crate::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
@@ -164,7 +164,9 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError`] with the place in the file.
     pub fn load(path: &Path) -> Result<Self, RecipeError> {
-        Ok(Loaded::load(path, Wanted::BackboneWithoutWeights, &|_| ())?.recipe)
+        let mut loaded = Loaded::read(path)?;
+        loaded.fetch(&|_| ())?;
+        Ok(loaded.recipe)
     }
 
     /// Reads a recipe's text without looking at the files that it names. `file` is for error messages.

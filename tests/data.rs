@@ -277,6 +277,27 @@ fn a_batch_that_is_damaged_is_told_when_it_is_read_and_made_anew_at_the_next_sta
 }
 
 #[test]
+fn a_file_that_changes_while_it_is_read_is_told_and_not_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("cache");
+    let cache = TokenCache::new(&folder);
+    let lines: String = (0..9000).map(|n| format!("{{\"input_ids\": [{}, 5, 6]}}\n", n % 200)).collect();
+    let file = write(&dir.path().join("rows.jsonl"), &lines);
+    let change = |_: data::Progress| {
+        let mut rows = fs::File::options().append(true).open(&file).unwrap();
+        std::io::Write::write_all(&mut rows, b"{\"input_ids\": [1, 2, 3]}\n").unwrap();
+    };
+    for cache in [Some(&cache), None] {
+        let settings = LoadSettings { cache, watch: data::Watch::new(&change), ..settings(None) };
+        let error = complaint(&file, &settings);
+        assert!(error.contains("rows.jsonl changed while it was read; wait until it is written"), "{error}");
+    }
+    let kept =
+        fs::read_dir(&folder).unwrap().filter(|entry| entry.as_ref().unwrap().path().extension().unwrap() == "arrow");
+    assert_eq!(kept.count(), 0);
+}
+
+#[test]
 fn without_a_cache_rows_stay_in_memory() {
     let dir = tempfile::tempdir().unwrap();
     let file = write(&dir.path().join("rows.jsonl"), r#"{"input_ids": [1, 2]}"#);

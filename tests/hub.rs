@@ -5,7 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use medusa::model::weights::{WeightFiles, save};
+use medusa::model::torch_file;
+use medusa::model::weights::{Planned, WeightFiles, save};
 use serde_json::Value;
 use tch::Device;
 use tempfile::TempDir;
@@ -188,6 +189,48 @@ fn a_backbone_comes_by_its_id_into_the_cache_of_all_programs() {
     assert!(world.server.state().seen.is_empty(), "offline asks nobody");
 }
 
+/// The tiny backbone's weights as torch.save writes them: two files and their index.
+fn torch_shards() -> Vec<(&'static str, Vec<u8>)> {
+    const INDEX: &str = "pytorch_model.bin.index.json";
+    const SHARDS: [&str; 2] = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let weights = WeightFiles::open_file(&Path::new(TINY).join("model.safetensors")).expect("weights");
+    let tensor = |name: &str| weights.mapped(name, &weights.shape(name).expect("a shape")).expect("a tensor");
+    let names = weights.names();
+    let (mut weight_map, mut files) = (serde_json::Map::new(), Vec::new());
+    for (shard, half) in SHARDS.into_iter().zip(names.chunks(names.len().div_ceil(2))) {
+        let planned: Vec<Planned> = half.iter().map(|name| Planned::of((*name).into(), &tensor(name))).collect();
+        let path = folder.path().join(shard);
+        torch_file::save(&path, &planned, &mut |at| Ok(tensor(half[at]))).expect("a shard");
+        weight_map.extend(half.iter().map(|name| ((*name).to_owned(), shard.into())));
+        files.push((shard, fs::read(path).expect("a shard")));
+    }
+    files.push((INDEX, serde_json::json!({ "weight_map": weight_map }).to_string().into_bytes()));
+    files
+}
+
+#[test]
+fn a_repository_without_safetensors_gives_its_torch_files() {
+    let world = World::new();
+    let read = |name: &'static str| (name, fs::read(Path::new(TINY).join(name)).expect("the tiny backbone"));
+    let companions = ["config.json", "tokenizer.json", "tokenizer_config.json"].map(read);
+    let (shards, unneeded) = (torch_shards(), [("training_args.bin", vec![1]), ("README.md", vec![])]);
+    let old = [&companions[..], &shards, &unneeded].concat();
+    world.server.add("models/org/old", &old);
+    world.server.add("models/org/new", &[&old[..], &[read("model.safetensors")]].concat());
+    let here = answer(&world.generate(TINY, &[]));
+    for (repo, weights) in
+        [("org/old", shards.iter().map(|(name, _)| *name).collect()), ("org/new", vec!["model.safetensors"])]
+    {
+        assert_eq!(answer(&world.generate(repo, &[])), here);
+        let commit = world.server.state().repos[&format!("models/{repo}")].commit_of("main");
+        let snapshot = world.path(&format!("hub/models--{}/snapshots/{commit}", repo.replace('/', "--")));
+        let mut expected: Vec<&str> = companions.iter().map(|(name, _)| *name).chain(weights).collect();
+        expected.sort_unstable();
+        assert_eq!(names(&snapshot), expected);
+    }
+}
+
 #[test]
 fn a_broken_download_goes_on_where_it_stopped_also_in_another_process() {
     let world = World::with_tiny();
@@ -257,8 +300,8 @@ fn every_refusal_says_what_to_do() {
     let page = format!("{}/org/tiny", world.server.endpoint());
     world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: ask for it at", &page, "the token from HF_TOKEN"]);
     world.refused("org/tiny", &[], &["restricted", "no token was sent"]);
-    world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("pytorch_model.bin", b"x".to_vec())]);
-    world.refused("org/pickled", &[], &["weights in pytorch_model.bin only", "safetensors"]);
+    world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("model.gguf", b"x".to_vec())]);
+    world.refused("org/pickled", &[], &["weights in model.gguf only", "safetensors"]);
     world.refused("org/tiny", &[("HF_TOKEN", "hf with blanks")], &["HF_TOKEN is wrong"]);
     world.refused("org/tiny", &[("HF_ENDPOINT", "huggingface")], &["HF_ENDPOINT is wrong"]);
     let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|port| port.local_addr()).expect("a port");
@@ -427,7 +470,16 @@ fn a_recipe_names_the_hub_and_the_run_says_which_state_of_it() {
     let commit = world.server.state().repos["models/org/small"].commit_of("main");
     let provenance = json("run/provenance.json");
     assert_eq!(provenance["backbone"], serde_json::json!({"id": "org/small", "commit": commit}));
+    let rows = world.server.state().repos["datasets/org/rows"].commit_of("main");
+    let source = |key: &str| serde_json::json!({"key": key, "id": "org/rows", "commit": rows});
+    assert_eq!(provenance["sources"], serde_json::json!([source("data.train"), source("data.validation")]));
     assert_eq!(json("run/final/config.json")["base_model_name_or_path"], "org/small");
+    world.server.forget();
+    train(&[]).failed(1, &["train.output_dir run", "is not empty"]);
+    assert!(
+        world.server.state().seen.is_empty(),
+        "an output folder that is taken is told before anything is asked for"
+    );
     assert!(small.read("run/recipe.toml").contains("path = \"org/small\""), "as it was written");
     let other = SmallRun::new();
     other.train(&[]).succeeded();
@@ -455,6 +507,11 @@ fn heads_go_there_and_come_back_and_files_name_the_commits() {
     let inputs = "--backbone org/small --heads org/small-heads@main --data org/rows/data/test.jsonl --out c.json";
     let calibrate: Vec<&str> = ["calibrate"].into_iter().chain(inputs.split(' ')).collect();
     world.medusa(&calibrate, &[]).succeeded();
+    let nowhere =
+        ["calibrate", "--backbone", "org/small", "--heads", "org/nothing", "--data", "x.jsonl", "--out", "x.json"];
+    fs::remove_dir_all(world.path("hub/models--org--small")).expect("a folder to remove");
+    world.medusa(&nowhere, &[]).failed(1, &["no model org/nothing"]);
+    assert!(!world.path("hub/models--org--small").exists(), "weights come last");
     let read = || fs::read(world.path("c.json")).expect("a calibration");
     let calibration: Value = serde_json::from_slice(&read()).expect("JSON");
     let commit = world.server.state().repos["models/org/small"].commit_of("main");
@@ -464,6 +521,8 @@ fn heads_go_there_and_come_back_and_files_name_the_commits() {
     let rows = small.path("validation.jsonl").display().to_string();
     world.medusa(&[&files[..], &[&rows]].concat(), &[]).succeeded();
     assert_eq!(read(), from_hub, "as from files");
+    world.medusa(&[&files[..], &["org/rows"]].concat(), &[]).succeeded();
+    assert_eq!(read(), from_hub, "of a whole data set, what was not trained on");
 }
 
 #[test]

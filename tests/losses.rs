@@ -67,6 +67,7 @@ impl Reference {
         Job {
             backbone: parse(&format!("path = {backbone:?}\ndtype = \"float32\"")),
             snapshot: None,
+            sources: vec![],
             heads: parse("medusa_num_heads = 4\nmedusa_num_layers = 1"),
             stage: self.stage(),
             loss: LossConfig::default(),

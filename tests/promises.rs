@@ -31,6 +31,7 @@ mod report;
 mod same_bits;
 mod small_run;
 mod stop_strings;
+mod torch_backbone;
 mod training_command;
 mod training_run;
 mod tree;

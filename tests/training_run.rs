@@ -275,6 +275,52 @@ fn nothing_in_the_output_folder_is_ever_overwritten() {
     assert_eq!(snapshot(&small.path("run")), before);
 }
 
+#[test]
+fn a_run_is_gone_on_with_by_what_its_files_hold_wherever_they_lie() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    fs::rename(small.path("rows.jsonl"), small.path("moved.jsonl")).expect("another name");
+    small.edit("recipe.toml", "rows.jsonl", "moved.jsonl");
+    let again = small.train(&["--resume"]).succeeded();
+    assert!(again.stderr.contains("finished before"), "{}", again.stderr);
+    let weights = small.bytes("backbone/model.safetensors");
+    let mut other = weights.clone();
+    *other.last_mut().expect("weights") ^= 1;
+    small.write("backbone/model.safetensors", other);
+    small.train(&["--resume"]).failed(1, &["another backbone: backbone/model.safetensors changed since it began"]);
+    small.write("backbone/model.safetensors", weights);
+    let config = small.read("backbone/config.json");
+    small.write("backbone/config.json", config.replace("1e4", "2e4"));
+    small.train(&["--resume"]).failed(1, &["another backbone: backbone/config.json changed since it began"]);
+    small.write("backbone/config.json", config);
+    let provenance = small.read("run/provenance.json");
+    let tokens = serde_json::from_str::<Value>(&provenance).expect("JSON")["rows"][0]["tokens"].to_string();
+    small.edit("run/provenance.json", &format!("\"tokens\": {tokens}"), "\"tokens\": 7");
+    let facts =
+        ["train.output_dir run", "other rows to train on", &format!("tokens was 7 when it began and is {tokens}")];
+    small.train(&["--resume"]).failed(1, &facts);
+}
+
+#[test]
+#[cfg(unix)]
+fn two_processes_never_train_in_one_folder() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 100000");
+    let mut first = small.trainer(&["--quiet"]).spawn().expect("it starts");
+    wait_for_training(&mut first, &small.path("run/metrics.jsonl"), None);
+    for arguments in [&["--resume"][..], &[]] {
+        small.train(arguments).failed(1, &["train.output_dir run is in use", "another process trains there"]);
+    }
+    assert!(first.try_wait().expect("a child").is_none(), "the first one goes on");
+    first.kill().expect("a child");
+    first.wait().expect("a child");
+    let mut third = small.trainer(&["--resume", "--quiet"]).spawn().expect("it starts");
+    wait_for_training(&mut third, &small.path("run/metrics.jsonl"), modified(&small.path("run/metrics.jsonl")));
+    assert!(third.try_wait().expect("a child").is_none(), "a process that was killed holds nothing");
+    third.kill().expect("a child");
+    third.wait().expect("a child");
+}
+
 /// A finished run whose last two checkpoints are gone, so that it goes on from step 18; its final heads.
 #[cfg(unix)]
 fn run_to_go_on(small: &SmallRun) -> Vec<u8> {

@@ -81,7 +81,7 @@ fn fetch_one(hub: &Hub<'_>, place: Place<'_>) -> anyhow::Result<()> {
                 *path = only(path, fetched.files)?;
             }
         }
-        Place::Data(entries, split) => *entries = hub.fetch_all(entries, split)?,
+        Place::Data(entries, split) => *entries = hub.fetch_all(entries, split)?.0,
     }
     Ok(())
 }

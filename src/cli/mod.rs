@@ -113,36 +113,37 @@ enum Verb {
 }
 
 impl Verb {
-    /// Paths that may be ids of the Hub instead.
+    /// Paths that may be ids of the Hub instead, in the order in which they are brought here: the largest last, so that what is wrong
+    /// with the others is told before.
     fn places(&mut self) -> Vec<Place<'_>> {
         let places = match self {
             Verb::Distill(args) => {
                 let heads = args.heads.as_mut().map(Place::heads);
-                vec![Some(Place::File(&mut args.prompts)), Some(Place::backbone(&mut args.backbone)), heads]
+                vec![Some(Place::File(&mut args.prompts)), heads, Some(Place::backbone(&mut args.backbone))]
             }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(Place::File),
-                Some(Place::Data(&mut args.data, Split::Any)),
-                Some(Place::backbone(&mut args.backbone)),
+                Some(Place::Data(&mut args.data, Split::HeldOut)),
                 Some(Place::heads(&mut args.heads)),
+                Some(Place::backbone(&mut args.backbone)),
             ],
             Verb::Data(args) => {
                 let backbone = Place::Model(&mut args.backbone, Wanted::BackboneWithoutWeights);
                 vec![Some(Place::Data(&mut args.files, Split::Train)), Some(backbone)]
             }
             Verb::Tree(args) => {
-                vec![args.backbone.as_mut().map(Place::backbone), args.heads.as_mut().map(Place::heads)]
+                vec![args.heads.as_mut().map(Place::heads), args.backbone.as_mut().map(Place::backbone)]
             }
             Verb::Generate(args) => {
                 let (prompts, heads) = (args.prompts.as_mut().map(Place::File), args.heads.as_mut().map(Place::heads));
-                vec![prompts, Some(Place::backbone(&mut args.backbone)), heads]
+                vec![prompts, heads, Some(Place::backbone(&mut args.backbone))]
             }
             Verb::Chat(args) => {
-                vec![Some(Place::backbone(&mut args.backbone)), args.heads.as_mut().map(Place::heads)]
+                vec![args.heads.as_mut().map(Place::heads), Some(Place::backbone(&mut args.backbone))]
             }
             Verb::Bench(args) => {
                 let prompts = Some(Place::File(&mut args.prompts));
-                vec![prompts, Some(Place::backbone(&mut args.backbone)), Some(Place::heads(&mut args.heads))]
+                vec![prompts, Some(Place::heads(&mut args.heads)), Some(Place::backbone(&mut args.backbone))]
             }
             Verb::Export(args) => {
                 vec![Some(Place::heads(&mut args.heads)), args.backbone.as_mut().map(Place::backbone)]

@@ -24,7 +24,11 @@ impl ReadingBar {
         }
         self.0.set_length(bytes);
         self.0.set_position(read);
-        self.0.set_message(format!("reading {}  {:.0} tokens/s", path.display(), tokenised.tokens_per_second()));
+        let speed = match tokenised.tokens {
+            0 => String::new(), // rows of token ids
+            _ => format!("  {:.0} tokens/s", tokenised.tokens_per_second()),
+        };
+        self.0.set_message(format!("reading {}{speed}", path.display()));
     }
 
     pub(super) fn finish(&self) {

@@ -9,7 +9,6 @@ use super::downloads::told;
 use super::reading::ReadingBar;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::data::{self, Watch};
-use crate::hub::Wanted;
 use crate::medusa::heads::import::HeadsFile;
 use crate::recipe::Loaded;
 use crate::train::checked::{Checked, Job};
@@ -50,14 +49,16 @@ pub struct TrainArgs {
 /// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let wanted = if args.check { Wanted::BackboneWithoutWeights } else { Wanted::Backbone };
-    let loaded = told(common, |tell| Loaded::load(&args.recipe, wanted, tell))?;
-    let recipe = &loaded.recipe;
-    if !args.check && !args.resume {
-        check_output_dir(&recipe.train.output_dir)?;
+    let mut loaded = Loaded::read(&args.recipe)?;
+    if !args.check {
+        check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before gigabytes come
+    }
+    told(common, |tell| loaded.fetch(tell))?;
+    if !args.check {
+        told(common, |tell| loaded.fetch_weights(tell))?;
     }
     let checked = load(&loaded, args, common)?;
-    let plan = Plan::of(&checked, recipe);
+    let plan = Plan::of(&checked, &loaded.recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
     }

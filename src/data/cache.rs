@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use sha2::{Digest, Sha256};
 
 use super::LoadSettings;
-use super::token_file::{Medium, TokenFile, Whole, footer_sha256};
+use super::token_file::{Fault, Medium, TokenFile, Whole, footer_sha256};
 use super::tokenize::TextTokenizer;
 use crate::files;
 
@@ -105,7 +105,8 @@ impl TokenCache {
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
         Ok(match TokenFile::open(Medium::disk(file), &path, Some(sha256.unwrap_or("no hash"))) {
             Ok(whole) => Found::Rows(whole),
-            Err(how) => Found::Damaged(format!("{}: {how}", path.display())),
+            Err(Fault::Damage(how)) => Found::Damaged(format!("{}: {how}", path.display())),
+            Err(Fault::Io(source)) => return Err(CacheError::Disk { path, source }),
         })
     }
 
@@ -139,7 +140,8 @@ impl TokenCache {
     pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<Found, CacheError> {
         let at_partial = |source| CacheError::Disk { path: new.partial.clone(), source };
         let medium = Medium::disk(new.file.try_clone().map_err(at_partial)?);
-        let sha256 = new.file.sync_all().and_then(|()| footer_sha256(&medium)).map_err(at_partial)?;
+        new.file.sync_all().map_err(at_partial)?;
+        let sha256 = footer_sha256(&medium).map_err(|fault| at_partial(io::Error::other(fault)))?;
         let path = self.folder.join(format!("{key}-{}.arrow", &sha256[..32]));
         fs::rename(&new.partial, &path).map_err(at_partial)?;
         files::sync_folder(&self.folder).map_err(|source| self.error(source))?;
@@ -154,7 +156,7 @@ impl TokenCache {
     ///
     /// # Errors
     /// What reading the file says; a hash that cannot be remembered is no error.
-    pub(super) fn sha256_of(&self, path: &Path) -> io::Result<String> {
+    pub fn sha256_of(&self, path: &Path) -> io::Result<String> {
         let Some(stamp) = files::stamp(path)? else { return files::sha256(path) };
         let name = files::hex(&Sha256::digest(&stamp));
         let memo = self.folder.join(format!("{}.sha256", &name[..32]));
@@ -239,10 +241,17 @@ fn remove(path: &Path) -> Result<(), CacheError> {
     }
 }
 
-/// A file of which a batch is damaged is out of the way of the next start.
-pub(super) fn discard(path: &Path, how: String) -> CacheError {
-    let _ = fs::remove_file(path); // best effort: the damage is what there is to report
-    CacheError::Damaged { path: path.to_owned(), how }
+/// Why a row could not be read. A file of which a batch is damaged is out of the way of the next start; one that the disk did not give
+/// stays.
+pub(super) fn unread(path: &Path, fault: Fault) -> CacheError {
+    let path = path.to_owned();
+    match fault {
+        Fault::Io(source) => CacheError::Disk { path, source },
+        Fault::Damage(how) => {
+            let _ = fs::remove_file(&path); // best effort: the damage is what there is to report
+            CacheError::Damaged { path, how }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -163,9 +163,9 @@ pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, L
     let (mut stores, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
     for path in source::find(patterns)? {
         let (file, whole) = read_file(&path, settings, &mut report)?;
-        let Whole { file: tokens, rows, summary } = whole;
+        let Whole { file: tokens, rows, summary, sha256: tokens_sha256 } = whole;
         rendered |= summary.rendered;
-        report.files.push(DataFile { rows: summary.read(), ..file });
+        report.files.push(DataFile { rows: summary.read(), tokens_sha256, ..file });
         report.add(summary, &path);
         stores.push((tokens, rows));
     }
@@ -207,41 +207,73 @@ pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result
 
 /// The rows of a file, cut, from the cache where it has them.
 fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> Result<(DataFile, Whole), DataError> {
-    let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
-    let of = |sha256: String, cache: CacheUse| DataFile { path: path.to_owned(), sha256, rows: 0, cache };
+    let of = |sha256: String, cache: CacheUse| DataFile {
+        path: path.to_owned(),
+        sha256,
+        tokens_sha256: String::new(),
+        rows: 0,
+        cache,
+    };
+    let watched = Watched::new(path, settings)?;
     let Some(cache) = settings.cache else {
-        let sha256 = files::sha256(path).map_err(unreadable)?;
         let failed = |source| DataError::Encode { path: path.to_owned(), source };
         let (bytes, took) = reading::write(path, settings, Vec::new(), failed)?;
+        watched.check()?;
         report.add_time(took);
         let whole = reading::in_memory(bytes).map_err(failed)?;
-        return Ok((of(sha256, CacheUse::NotUsed), whole));
+        return Ok((of(watched.sha256, CacheUse::NotUsed), whole));
     };
-    let sha256 = cache.sha256_of(path).map_err(unreadable)?;
-    let key = TokenCache::key(&sha256, settings);
+    let key = TokenCache::key(&watched.sha256, settings);
     let damaged = match cache.read(&key)? {
-        Found::Rows(whole) => return Ok((of(sha256, CacheUse::Read), whole)),
+        Found::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), whole)),
         Found::Nothing => None,
         Found::Damaged(how) => Some(how),
     };
-    let whole = build(path, &key, cache, settings, report)?;
-    Ok((of(sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
+    let whole = build(&watched, &key, cache, settings, report)?;
+    Ok((of(watched.sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
+}
+
+/// A file that is read twice, for its hash and for its rows: both must be of the same bytes.
+struct Watched<'p> {
+    path: &'p Path,
+    sha256: String,
+    /// Before it was hashed.
+    stamp: Option<String>,
+}
+
+impl<'p> Watched<'p> {
+    fn new(path: &'p Path, settings: &LoadSettings) -> Result<Self, SourceError> {
+        let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
+        let stamp = files::stamp(path).map_err(unreadable)?;
+        let sha256 = settings.cache.map_or_else(|| files::sha256(path), |cache| cache.sha256_of(path));
+        Ok(Self { path, sha256: sha256.map_err(unreadable)?, stamp })
+    }
+
+    /// Of a file that was written a moment ago no stamp tells; it is hashed again.
+    fn check(&self) -> Result<(), SourceError> {
+        let unreadable = |source| SourceError::Read { path: self.path.to_owned(), source };
+        let stamp = files::stamp(self.path).map_err(unreadable)?;
+        let is_same =
+            stamp.is_some() && stamp == self.stamp || files::sha256(self.path).map_err(unreadable)? == self.sha256;
+        if is_same { Ok(()) } else { Err(SourceError::Changed { path: self.path.to_owned() }) }
+    }
 }
 
 /// Reads and tokenises a file into the cache.
 fn build(
-    path: &Path,
+    watched: &Watched<'_>,
     key: &str,
     cache: &TokenCache,
     settings: &LoadSettings,
     report: &mut LoadReport,
 ) -> Result<Whole, DataError> {
-    let new = cache.create(key)?;
+    let (path, new) = (watched.path, cache.create(key)?);
     let failed = |error| match error {
         ArrowError::IoError(_, source) => new.error(source).into(),
         source => DataError::Encode { path: path.to_owned(), source },
     };
     let (_, took) = reading::write(path, settings, new.writer().map_err(|error| new.error(error))?, failed)?;
+    watched.check()?; // else its rows would be kept as those of its earlier self
     report.add_time(took);
     match cache.commit(key, new)? {
         Found::Rows(whole) => Ok(whole),

@@ -15,7 +15,7 @@ use super::json_array::{Item, Items};
 use super::jsonl::{Line, Lines};
 use super::opened::Opened;
 use super::report::{DropReason, FileSummary, Tokenised};
-use super::rows::{Place, Problem, RawRow, ReadRow, RowError, TokenRow};
+use super::rows::{Place, Problem, RawRow, ReadRow, RowError, TokenRow, Written};
 use super::token_file::{Medium, TokenFile, TokenFileWriter, Whole};
 use super::{DataError, LoadSettings, arrow_ipc, columns, jsonl, parquet};
 
@@ -87,7 +87,7 @@ pub(super) fn write<W: Write>(
         for outcome in portion {
             match outcome {
                 Ok(Ok(row)) => {
-                    took.tokens += row.tokens.input_ids.len();
+                    took.tokens += if row.of == Written::Tokens { 0 } else { row.tokens.input_ids.len() };
                     if let Some(row) = summary.admit(row, settings.max_length.get()) {
                         writer.push(row).map_err(&failed)?;
                     }
@@ -118,7 +118,8 @@ pub(super) fn encode(rows: impl IntoIterator<Item = TokenRow>) -> Result<Whole, 
 
 /// What was written to memory, open.
 pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
-    TokenFile::open(Medium::Memory(bytes), Path::new("rows in memory"), None).map_err(ArrowError::IpcError)
+    let whole = TokenFile::open(Medium::Memory(bytes), Path::new("rows in memory"), None);
+    whole.map_err(|fault| ArrowError::IpcError(fault.to_string()))
 }
 
 /// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far.

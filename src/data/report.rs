@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::IGNORE;
-use super::rows::{Place, ReadRow, RowError, TokenRow};
+use super::rows::{Place, ReadRow, RowError, TokenRow, Written};
 
 /// Words of a template that are counted on their own; what else it says is counted together.
 const REFUSALS_KEPT_APART: usize = 8;
@@ -71,6 +71,8 @@ pub struct DataFile {
     pub path: PathBuf,
     /// Of its bytes.
     pub sha256: String,
+    /// Of the tokens and labels that came of it (the footer of their file, with a checksum of each batch).
+    pub tokens_sha256: String,
     /// Its rows, dropped ones included.
     pub rows: usize,
     /// Whether it had to be tokenised.
@@ -115,7 +117,7 @@ pub struct LoadReport {
     /// Rows that are not right, by kind; without `--skip-bad-rows` the first one ends the run.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub bad_rows: BTreeMap<String, BadRows>,
-    /// What tokenising took, of the files that the cache did not have.
+    /// What tokenising took, of the files that the cache did not have; absent where nothing had to be tokenised.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenised: Option<Tokenised>,
 }
@@ -128,7 +130,8 @@ impl FileSummary {
 
     /// Cuts a row, counts it, and says whether it stays.
     pub(super) fn admit(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
-        let ReadRow { mut tokens, is_conversation } = row;
+        let ReadRow { mut tokens, of } = row;
+        let is_conversation = of == Written::Conversation;
         self.rendered |= is_conversation;
         let cut = tokens.input_ids.len() > max_length;
         tokens.input_ids.truncate(max_length);
@@ -192,8 +195,11 @@ impl LoadReport {
         }
     }
 
-    /// Takes in what tokenising a file took.
+    /// Takes in what tokenising a file took; rows of token ids take none.
     pub(super) fn add_time(&mut self, file: Tokenised) {
+        if file.tokens == 0 {
+            return;
+        }
         let all = self.tokenised.get_or_insert_default();
         all.tokens += file.tokens;
         all.milliseconds += file.milliseconds;

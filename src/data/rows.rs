@@ -27,8 +27,19 @@ pub struct TokenRow {
 pub struct ReadRow {
     /// Its tokens.
     pub tokens: TokenRow,
-    /// Whether it was a conversation, whose labels this program made.
-    pub is_conversation: bool,
+    /// What they were made of.
+    pub of: Written,
+}
+
+/// How a row is written in its file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// As token ids: nothing was tokenised.
+    Tokens,
+    /// As a text.
+    Text,
+    /// As a conversation, whose labels this program makes.
+    Conversation,
 }
 
 /// Where a row stands: a line of JSONL, a row of a JSON array or of Parquet, counted from 1.
@@ -163,17 +174,19 @@ impl RawRow {
             tokenizer.check_vocabulary(vocab_size)?;
             Ok(tokenizer)
         };
-        let tokens = match self {
-            Self::Tokens { input_ids, labels } => TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?,
-            Self::Text(text) => TokenRow::of_text(&text, tokenizer("text")?)?,
+        let (tokens, of) = match self {
+            Self::Tokens { input_ids, labels } => {
+                (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, Written::Tokens)
+            }
+            Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, Written::Text),
             Self::Conversation { key, turns } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(Problem::NeedsTemplate { key })?;
                 let row = Chat { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
-                return Ok(row.map(|tokens| ReadRow { tokens, is_conversation: true }));
+                return Ok(row.map(|tokens| ReadRow { tokens, of: Written::Conversation }));
             }
         };
-        Ok(Ok(ReadRow { tokens, is_conversation: false }))
+        Ok(Ok(ReadRow { tokens, of }))
     }
 }
 

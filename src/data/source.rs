@@ -34,6 +34,12 @@ pub enum SourceError {
         /// Why.
         source: io::Error,
     },
+    /// A file that another program writes.
+    #[error("{} changed while it was read; wait until it is written, then start again", path.display())]
+    Changed {
+        /// Which file.
+        path: PathBuf,
+    },
     /// A compressed file that is cut off or damaged.
     #[error("cannot unpack {} as {format}: {source}; it may be cut off: copy or download it again", path.display())]
     Unpack {

@@ -58,7 +58,7 @@ impl RowStore {
     /// A row, read from its file.
     ///
     /// # Errors
-    /// [`CacheError::Damaged`]; the file is removed then, so that the next start makes it anew.
+    /// [`CacheError::Damaged`]; the file is removed then, so that the next start makes it anew. [`CacheError::Disk`]; it stays then.
     pub fn row(&self, row: usize) -> Result<TokenRow, CacheError> {
         let mut place = self.rows[row];
         let mut files = self.files.iter();
@@ -70,7 +70,7 @@ impl RowStore {
             is_here
         });
         let file = file.expect("places of these files");
-        file.row(place).map_err(|how| cache::discard(file.path(), how))
+        file.row(place).map_err(|fault| cache::unread(file.path(), fault))
     }
 
     /// All rows, one read after the other.
@@ -99,6 +99,22 @@ impl RowStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::token_file::Medium;
+
+    #[test]
+    fn a_file_that_the_disk_does_not_give_stays() {
+        use std::io::Write;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.arrow");
+        let bytes = super::super::token_file::tests::written(&super::super::token_file::tests::rows(60));
+        crate::files::write_atomic(&path, |out| out.write_all(&bytes)).unwrap();
+        let Whole { file, rows, .. } =
+            TokenFile::open(Medium::disk(std::fs::File::open(&path).unwrap()), &path, None).unwrap();
+        let for_writing = std::fs::File::options().write(true).open(&path).unwrap();
+        let store = RowStore::of(vec![(file.on(Medium::disk(for_writing)), rows)]);
+        assert!(matches!(store.row(9), Err(CacheError::Disk { .. })));
+        assert!(path.exists());
+    }
 
     #[test]
     fn rows_of_several_files_follow_each_other_and_are_read_when_asked_for() {

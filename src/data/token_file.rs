@@ -39,8 +39,33 @@ const OFFSETS: usize = 1;
 const IDS: usize = 3;
 const LABELS: usize = 7;
 
-/// Why a file is not the one that was written, in words.
-pub(super) type Damage = String;
+/// Why rows cannot be had from a file.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Fault {
+    /// It is not the one that was written.
+    #[error("{0}")]
+    Damage(String),
+    /// The disk's own words, which say nothing of what the file holds.
+    #[error("{0}")]
+    Io(io::Error),
+}
+
+impl Fault {
+    fn cut_off() -> Self {
+        Self::Damage("it is cut off".to_owned())
+    }
+
+    /// What a message of damage is made of.
+    fn damage(how: impl std::fmt::Display) -> Self {
+        Self::Damage(how.to_string())
+    }
+}
+
+impl From<io::Error> for Fault {
+    fn from(error: io::Error) -> Self {
+        if error.kind() == io::ErrorKind::UnexpectedEof { Self::cut_off() } else { Self::Io(error) }
+    }
+}
 
 /// Where a row stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -210,21 +235,24 @@ pub(super) struct Whole {
     pub(super) file: TokenFile,
     pub(super) rows: Vec<RowPlace>,
     pub(super) summary: FileSummary,
+    /// Of its footer.
+    pub(super) sha256: String,
 }
 
 impl TokenFile {
     /// Reads the footer, and where each row stands. `footer_sha256` is the beginning of the hash that the footer must have.
-    pub(super) fn open(medium: Medium, path: &Path, footer_sha256: Option<&str>) -> Result<Whole, Damage> {
-        let tail = said(Tail::read(&medium))?;
+    pub(super) fn open(medium: Medium, path: &Path, footer_sha256: Option<&str>) -> Result<Whole, Fault> {
+        let tail = Tail::read(&medium)?;
         if footer_sha256.is_some_and(|expected| !tail.sha256().starts_with(expected)) {
-            return Err("its footer is not the one that was written".to_owned());
+            return Err(Fault::damage("its footer is not the one that was written"));
         }
-        let footer = said(root_as_footer(tail.footer()))?;
+        let footer = root_as_footer(tail.footer()).map_err(Fault::damage)?;
         let blocks: Vec<Block> = footer.recordBatches().into_iter().flatten().copied().collect();
         let facts = footer.custom_metadata().into_iter().flatten().find(|pair| pair.key() == Some(FACTS));
-        let facts: Facts = said(serde_json::from_str(facts.and_then(|pair| pair.value()).unwrap_or_default()))?;
+        let facts = facts.and_then(|pair| pair.value()).unwrap_or_default();
+        let facts: Facts = serde_json::from_str(facts).map_err(Fault::damage)?;
         if facts.checksums.len() != blocks.len() {
-            return Err("its footer has another number of checksums than of batches".to_owned());
+            return Err(Fault::damage("its footer has another number of checksums than of batches"));
         }
         let (mut batches, mut rows, mut before) = (Vec::with_capacity(blocks.len()), Vec::new(), 0);
         for (block, &sums) in blocks.iter().zip(&facts.checksums) {
@@ -238,7 +266,8 @@ impl TokenFile {
                 RowPlace { batch: number, start: start - length, length }
             }));
         }
-        Ok(Whole { file: Self { medium, path: path.to_owned(), batches }, rows, summary: facts.summary })
+        let file = Self { medium, path: path.to_owned(), batches };
+        Ok(Whole { file, rows, summary: facts.summary, sha256: tail.sha256() })
     }
 
     /// Its path, for messages.
@@ -251,17 +280,23 @@ impl TokenFile {
     }
 
     /// A row's tokens; its batch is checked when it is first read.
-    pub(super) fn row(&self, place: RowPlace) -> Result<TokenRow, Damage> {
+    pub(super) fn row(&self, place: RowPlace) -> Result<TokenRow, Fault> {
         let batch = &self.batches[place.batch as usize];
         if !batch.is_checked.load(Ordering::Relaxed) {
             batch.check(&self.medium)?;
         }
         let read = |column: u64| {
-            let bytes = said(self.medium.read(column + 4 * u64::from(place.start), 4 * place.length as usize))?;
+            let bytes = self.medium.read(column + 4 * u64::from(place.start), 4 * place.length as usize)?;
             let (tokens, _) = bytes.as_chunks();
-            Ok::<_, Damage>(tokens.iter().map(|&token| i32::from_le_bytes(token)).collect())
+            Ok::<_, Fault>(tokens.iter().map(|&token| i32::from_le_bytes(token)).collect())
         };
         Ok(TokenRow { input_ids: read(batch.ids_at)?, labels: read(batch.labels_at)? })
+    }
+
+    /// The same file where its disk refuses to be read.
+    #[cfg(test)]
+    pub(super) fn on(self, medium: Medium) -> Self {
+        Self { medium, ..self }
     }
 
     /// Batches that were checked: those that any row was read of.
@@ -279,59 +314,55 @@ fn bytes_of(block: &Block) -> Range<u64> {
 
 impl Batch {
     /// Where its columns are, and how long its rows are.
-    fn open(medium: &Medium, block: &Block, before: u64, sums: (u32, u32)) -> Result<(Self, Vec<u32>), Damage> {
+    fn open(medium: &Medium, block: &Block, before: u64, sums: (u32, u32)) -> Result<(Self, Vec<u32>), Fault> {
         let bytes = bytes_of(block);
         let body_at = bytes.end - u64::try_from(block.bodyLength()).unwrap_or(0);
-        let message = said(medium.read(bytes.start, (body_at - bytes.start) as usize))?;
-        let message = said(root_as_message(message.get(8..).unwrap_or_default()))?; // behind the mark and the length
-        let columns = message.header_as_record_batch().ok_or("a batch is none")?;
-        let buffers =
-            columns.buffers().filter(|buffers| buffers.len() > LABELS).ok_or("a batch has too few columns")?;
+        let message = medium.read(bytes.start, (body_at - bytes.start) as usize)?;
+        let message = message.get(8..).unwrap_or_default(); // behind the mark and the length
+        let message = root_as_message(message).map_err(Fault::damage)?;
+        let columns = message.header_as_record_batch().ok_or_else(|| Fault::damage("a batch is none"))?;
+        let buffers = columns.buffers().filter(|buffers| buffers.len() > LABELS);
+        let buffers = buffers.ok_or_else(|| Fault::damage("a batch has too few columns"))?;
         let at = |buffer: usize| body_at + u64::try_from(buffers.get(buffer).offset()).unwrap_or(0);
         let offsets = usize::try_from(columns.length()).unwrap_or(0).saturating_add(1).saturating_mul(4);
         if offsets as u64 > bytes.end - body_at {
-            return Err("a batch has more rows than bytes".to_owned());
+            return Err(Fault::damage("a batch has more rows than bytes"));
         }
-        let offsets = said(medium.read(at(OFFSETS), offsets))?;
+        let offsets = medium.read(at(OFFSETS), offsets)?;
         let (offsets, _) = offsets.as_chunks();
         let offsets: Vec<u32> = offsets.iter().map(|&offset| u32::from_le_bytes(offset)).collect();
         let lengths: Vec<u32> = offsets.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
         if sum_of_lengths(lengths.iter().copied()) != sums.1 {
-            return Err("the lengths of its rows are not those that were written".to_owned());
+            return Err(Fault::damage("the lengths of its rows are not those that were written"));
         }
         let (ids_at, labels_at) = (at(IDS), at(LABELS));
         let is_checked = AtomicBool::new(false);
         Ok((Self { bytes: before..bytes.end, ids_at, labels_at, checksum: sums.0, is_checked }, lengths))
     }
 
-    fn check(&self, medium: &Medium) -> Result<(), Damage> {
+    fn check(&self, medium: &Medium) -> Result<(), Fault> {
         const AT_ONCE: u64 = 1 << 18;
         let mut sum = crc32fast::Hasher::new();
         for start in self.bytes.clone().step_by(AT_ONCE as usize) {
-            sum.update(&said(medium.read(start, AT_ONCE.min(self.bytes.end - start) as usize))?);
+            sum.update(&medium.read(start, AT_ONCE.min(self.bytes.end - start) as usize)?);
         }
         if sum.finalize() != self.checksum {
-            return Err("its content is not what was written".to_owned());
+            return Err(Fault::damage("its content is not what was written"));
         }
         self.is_checked.store(true, Ordering::Relaxed);
         Ok(())
     }
 }
 
-fn said<T>(result: Result<T, impl std::fmt::Display>) -> Result<T, Damage> {
-    result.map_err(|error| error.to_string())
-}
-
 /// All behind the last batch: the mark of its end, the footer, the footer's length.
 struct Tail(Vec<u8>);
 
 impl Tail {
-    fn read(medium: &Medium) -> io::Result<Self> {
-        let cut_off = || io::Error::other("it is cut off");
-        let trailer_at = medium.size()?.checked_sub(TRAILER as u64).ok_or_else(cut_off)?;
-        let trailer = medium.read(trailer_at, TRAILER)?.try_into().map_err(|_| cut_off())?;
-        let length = MARK + read_footer_length(trailer).map_err(|error| io::Error::other(error.to_string()))?;
-        let start = trailer_at.checked_sub(length as u64).ok_or_else(cut_off)?;
+    fn read(medium: &Medium) -> Result<Self, Fault> {
+        let trailer_at = medium.size()?.checked_sub(TRAILER as u64).ok_or_else(Fault::cut_off)?;
+        let trailer = medium.read(trailer_at, TRAILER)?.try_into().map_err(|_| Fault::cut_off())?;
+        let length = MARK + read_footer_length(trailer).map_err(Fault::damage)?;
+        let start = trailer_at.checked_sub(length as u64).ok_or_else(Fault::cut_off)?;
         Ok(Self(medium.read(start, length + TRAILER)?))
     }
 
@@ -345,30 +376,30 @@ impl Tail {
 }
 
 /// The hash that a file's name says.
-pub(super) fn footer_sha256(medium: &Medium) -> io::Result<String> {
+pub(super) fn footer_sha256(medium: &Medium) -> Result<String, Fault> {
     Ok(Tail::read(medium)?.sha256())
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use arrow::array::AsArray;
     use arrow::datatypes::Int32Type;
     use arrow::ipc::reader::FileReader;
 
     use super::*;
 
-    fn rows(count: usize) -> Vec<TokenRow> {
+    pub(in crate::data) fn rows(count: usize) -> Vec<TokenRow> {
         let row = |n: usize| TokenRow { input_ids: vec![n as i32; n % 50], labels: vec![-(n as i32); n % 50] };
         (0..count).map(row).collect()
     }
 
-    fn written(rows: &[TokenRow]) -> Vec<u8> {
+    pub(in crate::data) fn written(rows: &[TokenRow]) -> Vec<u8> {
         let mut writer = TokenFileWriter::new(Vec::new()).unwrap();
         rows.iter().for_each(|row| writer.push(row.clone()).unwrap());
         writer.finish(FileSummary::default()).unwrap()
     }
 
-    fn opened(bytes: Vec<u8>, sha256: Option<&str>) -> Result<Whole, Damage> {
+    fn opened(bytes: Vec<u8>, sha256: Option<&str>) -> Result<Whole, Fault> {
         TokenFile::open(Medium::Memory(bytes), Path::new("rows.arrow"), sha256)
     }
 
@@ -392,6 +423,20 @@ mod tests {
         }
         assert!(ids.iter().eq(rows.iter().map(|row| &row.input_ids)));
         assert!(opened(written(&[]), None).unwrap().rows.is_empty());
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_read_is_no_damage() {
+        let dir = tempfile::tempdir().unwrap();
+        let for_writing = || Medium::disk(File::create(dir.path().join("rows.arrow")).unwrap());
+        files::write_atomic(&dir.path().join("rows.arrow"), |out| out.write_all(&written(&rows(60)))).unwrap();
+        let unreadable = File::options().write(true).open(dir.path().join("rows.arrow")).unwrap();
+        let refused = TokenFile::open(Medium::disk(unreadable), Path::new("rows.arrow"), None);
+        assert!(matches!(refused, Err(Fault::Io(_))), "{refused:?}");
+        assert!(matches!(opened(vec![], None), Err(Fault::Damage(_))));
+        let Whole { file, rows, .. } = opened(written(&rows(60)), None).unwrap();
+        let unread = file.on(for_writing()).row(rows[9]);
+        assert!(matches!(unread, Err(Fault::Io(_))), "{unread:?}");
     }
 
     #[test]

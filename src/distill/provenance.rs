@@ -107,7 +107,7 @@ pub fn identity(folder: &Path) -> Result<String, DistillError> {
 }
 
 fn decides(name: &str) -> bool {
-    const FILES: [&str; 7] = [
+    const FILES: [&str; 8] = [
         "config.json",
         "generation_config.json",
         "tokenizer.json",
@@ -115,8 +115,11 @@ fn decides(name: &str) -> bool {
         "special_tokens_map.json",
         "chat_template.jinja",
         "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
     ];
-    FILES.contains(&name) || name.starts_with("model") && name.ends_with(".safetensors")
+    FILES.contains(&name)
+        || name.starts_with("model") && name.ends_with(".safetensors")
+        || name.starts_with("pytorch_model") && name.ends_with(".bin")
 }
 
 /// The revision of a folder in the Hub's cache, `…/snapshots/REVISION`.

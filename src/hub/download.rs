@@ -16,7 +16,6 @@ use super::cache::make_parent;
 use super::client::{About, Ask};
 use super::id::{Id, Repo};
 use super::listing::{self, Entry, Hash};
-use super::wanted::INDEX;
 use super::{Event, Hub, HubError, Wanted};
 use crate::files;
 
@@ -42,8 +41,8 @@ impl Hub<'_> {
         let of = |names: &[String]| tree.iter().filter(|entry| names.contains(&entry.path)).collect::<Vec<_>>();
         let from = Snapshot { repo: &id.repo, commit: &head.commit };
         let mut chosen = wanted.choose(id, &names)?;
-        if wanted.needs_index(&names) {
-            self.bring(from, &of(&[INDEX.to_owned()]))?;
+        if let Some(index) = wanted.index(&names) {
+            self.bring(from, &of(&[index.to_owned()]))?;
         }
         chosen.extend(wanted.weights(id, &self.cache.snapshot(&id.repo, &head.commit), &names)?);
         self.bring(from, &of(&chosen))?;

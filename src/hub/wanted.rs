@@ -1,4 +1,5 @@
-//! Which files of a repository are needed for what: no `.bin` beside safetensors, no second copy of the weights, no checkpoints.
+//! Which files of a repository are needed for what: `.bin` only where there are no safetensors, no second copy of the weights, no
+//! checkpoints.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -28,12 +29,15 @@ pub enum Split {
     Train,
     /// `validation`, `valid`, `val`, `dev`, or else `test`.
     Validation,
+    /// Those of [`Split::Validation`] where there are some, else all: to measure what was trained on the others.
+    HeldOut,
     /// All.
     Any,
 }
 
-pub(super) const INDEX: &str = "model.safetensors.index.json";
-const SINGLE: &str = "model.safetensors";
+/// A backbone's weights: the index of their shards, or the single file. The first that is there counts.
+const WEIGHTS: [[&str; 2]; 2] =
+    [["model.safetensors.index.json", "model.safetensors"], ["pytorch_model.bin.index.json", "pytorch_model.bin"]];
 const CONFIG: &str = "config.json";
 /// Beginnings of the names of files that go with a backbone's weights.
 const BACKBONE: [&str; 10] = [
@@ -86,9 +90,16 @@ impl Wanted {
         }
     }
 
-    /// Whether the index of sharded weights is needed to know the rest.
-    pub(super) fn needs_index(self, names: &[String]) -> bool {
-        self == Self::Backbone && names.iter().any(|name| name == INDEX)
+    /// The index of sharded weights, where it is needed to know the rest.
+    pub(super) fn index(self, names: &[String]) -> Option<&'static str> {
+        let [index, _] = self.of_weights(names)?;
+        has(names, index).then_some(index)
+    }
+
+    /// Index and single file of the format that is taken.
+    fn of_weights(self, names: &[String]) -> Option<[&'static str; 2]> {
+        let is_there = |files: &[&str; 2]| files.iter().any(|file| has(names, file));
+        WEIGHTS.into_iter().filter(|_| self == Self::Backbone).find(is_there)
     }
 
     /// A backbone's weights: the index and the shards that it names, or the single file. `folder` has the index by now.
@@ -96,32 +107,37 @@ impl Wanted {
         if self != Self::Backbone {
             return Ok(Vec::new());
         }
-        if self.needs_index(names) {
-            return shards(id, &folder.join(INDEX), names);
+        if let Some(index) = self.index(names) {
+            return shards(id, folder, index, names);
         }
-        if names.iter().any(|name| name == SINGLE) {
-            return Ok(vec![SINGLE.into()]);
+        if let Some([_, single]) = self.of_weights(names) {
+            return Ok(vec![single.into()]);
         }
-        let pickled = |name: &&String| [".bin", ".pth", ".pt", ".gguf"].iter().any(|end| name.ends_with(end));
-        match names.iter().find(pickled) {
+        let other = |name: &&String| [".bin", ".pth", ".pt", ".gguf"].iter().any(|end| name.ends_with(end));
+        match names.iter().find(other) {
             Some(found) => Err(HubError::NoSafetensors { id: id.to_string(), found: found.clone() }),
-            None => Err(HubError::NoFile { id: id.to_string(), file: SINGLE.into(), holds: names.to_vec() }),
+            None => Err(HubError::NoFile { id: id.to_string(), file: WEIGHTS[0][1].into(), holds: names.to_vec() }),
         }
     }
+}
+
+fn has(names: &[String], file: &str) -> bool {
+    names.iter().any(|name| name == file)
 }
 
 fn of_backbone(name: &str) -> bool {
     !name.contains('/') && BACKBONE.iter().any(|begin| name.starts_with(begin))
 }
 
-fn shards(id: &Id, index: &Path, names: &[String]) -> Result<Vec<String>, HubError> {
-    let bytes = std::fs::read(index).map_err(HubError::io("read", index))?;
-    let read: Index = serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", index)(error.into()))?;
+fn shards(id: &Id, folder: &Path, index: &str, names: &[String]) -> Result<Vec<String>, HubError> {
+    let path = folder.join(index);
+    let bytes = std::fs::read(&path).map_err(HubError::io("read", &path))?;
+    let read: Index = serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", &path)(error.into()))?;
     let files: BTreeSet<String> =
         read.weight_map.values().filter_map(|file| file.as_str().map(str::to_owned)).collect();
     match files.iter().find(|file| !names.contains(file)) {
         Some(file) => Err(HubError::NoFile { id: id.to_string(), file: file.clone(), holds: names.to_vec() }),
-        None => Ok([INDEX.to_owned()].into_iter().chain(files).collect()),
+        None => Ok([index.to_owned()].into_iter().chain(files).collect()),
     }
 }
 
@@ -138,6 +154,8 @@ fn heads(names: &[String]) -> Vec<String> {
 fn data(id: &Id, names: &[String], split: Split) -> Result<Vec<String>, HubError> {
     let rows = || names.iter().filter(|name| id::is_data(name) && !is_about_data(name));
     let holds = || rows().cloned().collect::<Vec<_>>();
+    let named = |split: &[&str]| rows().filter(|name| names_split(name, split)).cloned().collect::<Vec<_>>();
+    let validation = || Some(named(&VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&["test"]));
     let chosen: Vec<String> = match &id.file {
         Some(file) => names.iter().filter(|name| is_meant(file, name)).cloned().collect(),
         None => match split {
@@ -146,11 +164,8 @@ fn data(id: &Id, names: &[String], split: Split) -> Result<Vec<String>, HubError
                 .filter(|name| !names_split(name, &VALIDATION) && !names_split(name, &["test"]))
                 .cloned()
                 .collect(),
-            Split::Validation => {
-                let named =
-                    |split: &[&str]| rows().filter(|name| names_split(name, split)).cloned().collect::<Vec<_>>();
-                Some(named(&VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&["test"]))
-            }
+            Split::Validation => validation(),
+            Split::HeldOut => Some(validation()).filter(|found| !found.is_empty()).unwrap_or_else(holds),
         },
     };
     if !chosen.is_empty() {
@@ -189,7 +204,7 @@ impl std::fmt::Display for Split {
             Self::Validation => {
                 "to validate on (validation, valid, val, dev, eval or test in their names); name one: owner/name/file"
             }
-            Self::Any => "of a kind that is read",
+            Self::Any | Self::HeldOut => "of a kind that is read",
         })
     }
 }
@@ -220,7 +235,7 @@ mod tests {
         assert_eq!(chosen.join(" "), "config.json tokenizer.json tokenizer.model");
         let folder = tempfile::tempdir().unwrap();
         let write = |text: &str| {
-            let path = folder.path().join(INDEX);
+            let path = folder.path().join(WEIGHTS[0][0]);
             crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).unwrap();
         };
         write(
@@ -230,9 +245,11 @@ mod tests {
         assert_eq!(weights.join(" "), "model.safetensors.index.json consolidated.safetensors model.safetensors");
         write(r#"{"weight_map": {"a": "../../x.safetensors"}}"#);
         assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::NoFile { .. })));
-        let pickled = names("config.json pytorch_model.bin");
-        let refused = Wanted::Backbone.weights(&id(), folder.path(), &pickled);
-        assert!(matches!(refused, Err(HubError::NoSafetensors { found, .. }) if found == "pytorch_model.bin"));
+        let of = |text| Wanted::Backbone.weights(&id(), folder.path(), &names(text));
+        assert_eq!(of("config.json model.safetensors pytorch_model.bin").unwrap(), ["model.safetensors"]);
+        assert_eq!(of("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);
+        let refused = of("config.json model.gguf");
+        assert!(matches!(refused, Err(HubError::NoSafetensors { found, .. }) if found == "model.gguf"));
         assert!(Wanted::BackboneWithoutWeights.weights(&id(), folder.path(), &all).unwrap().is_empty());
     }
 
@@ -256,6 +273,8 @@ mod tests {
         assert_eq!(data_of(None, "a.jsonl a_test.jsonl.zst", Split::Validation).unwrap(), "a_test.jsonl.zst");
         assert_eq!(data_of(None, "latest.jsonl", Split::Train).unwrap(), "latest.jsonl");
         assert_eq!(data_of(None, all, Split::Any).unwrap().split(' ').count(), 4);
+        assert_eq!(data_of(None, all, Split::HeldOut).unwrap(), "data/validation-0.parquet");
+        assert_eq!(data_of(None, "train.jsonl more.jsonl", Split::HeldOut).unwrap(), "train.jsonl more.jsonl");
         assert_eq!(
             data_of(Some("data/train-*"), all, Split::Any).unwrap(),
             "data/train-0.parquet data/train-1.parquet"

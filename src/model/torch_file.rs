@@ -126,6 +126,23 @@ impl TorchFile {
         Some(flat.as_strided(shape.as_slice(), strides.as_slice(), 0).contiguous())
     }
 
+    /// The bytes from a tensor's first element to its last, and its strides where they are not those of a contiguous one.
+    pub fn data(&self, name: &str) -> Option<(&[u8], Option<Vec<i64>>)> {
+        let Placed { bytes, shape, strides, .. } = self.tensors.get(name)?;
+        let mut packed = 1;
+        let in_order = shape.iter().zip(strides).rev().all(|(&d, &stride)| {
+            let is_next = d == 1 || stride == packed;
+            packed *= d.max(1);
+            is_next
+        });
+        Some((&self.map[bytes.clone()], (!in_order).then(|| strides.clone())))
+    }
+
+    /// The whole file.
+    pub(super) fn map(&self) -> &Mmap {
+        &self.map
+    }
+
     /// Whether two tensors are one, by two names.
     pub fn same_memory(&self, one: &str, other: &str) -> bool {
         let place = |name: &str| self.tensors.get(name).map(|tensor| &tensor.bytes);

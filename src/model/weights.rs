@@ -1,4 +1,5 @@
-//! safetensors files to tensors and back, and the one table of Hugging Face's weight names.
+//! safetensors files to tensors and back, and the one table of Hugging Face's weight names. A folder without safetensors may have the
+//! older `pytorch_model.bin`, or its shards: these are read, never written, and nothing in them is ever run.
 //!
 //! Files are memory-mapped: a tensor of the file's own dtype on the CPU is a view of the mapping, so no second copy of the
 //! weights is ever in memory. Every header is validated before a byte of data is looked at.
@@ -20,6 +21,7 @@ use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
 use crate::files::{write_atomic, write_json};
+use crate::model::torch_file::{TorchFile, TorchFileError};
 use crate::torch::bytes;
 
 /// Hugging Face's names of a Llama's weights.
@@ -53,6 +55,10 @@ pub mod names {
 pub const MODEL_FILE: &str = "model.safetensors";
 /// Where several do, which tensor lies in which.
 pub const MODEL_INDEX: &str = "model.safetensors.index.json";
+/// The same of folders from before safetensors.
+pub const TORCH_FILE: &str = "pytorch_model.bin";
+/// See [`MODEL_INDEX`].
+pub const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
 
 /// What makes weights unusable.
 #[derive(Debug, thiserror::Error)]
@@ -66,7 +72,7 @@ pub enum WeightsError {
         source: io::Error,
     },
     /// A folder without weights.
-    #[error("{} has neither model.safetensors nor model.safetensors.index.json; weights in other formats must be converted to safetensors", folder.display())]
+    #[error("{} has neither model.safetensors nor model.safetensors.index.json, nor pytorch_model.bin or its index; weights in other formats must be converted to safetensors", folder.display())]
     NoWeights {
         /// The folder.
         folder: PathBuf,
@@ -109,6 +115,9 @@ pub enum WeightsError {
         /// Its size.
         bytes: u64,
     },
+    /// A file of `torch.save`.
+    #[error(transparent)]
+    Torch(Box<TorchFileError>),
     /// A tensor that has to be there.
     #[error("{}: no tensor {name:?}", path.display())]
     MissingTensor {
@@ -130,7 +139,7 @@ pub enum WeightsError {
         got: Vec<i64>,
     },
     /// A tensor of a dtype that it cannot have.
-    #[error("{}: tensor {name:?}: expected {expected}, got {got:?}", path.display())]
+    #[error("{}: tensor {name:?}: expected {expected}, got {got}", path.display())]
     Dtype {
         /// The file.
         path: PathBuf,
@@ -139,7 +148,7 @@ pub enum WeightsError {
         /// What it can have.
         expected: String,
         /// In the file.
-        got: Dtype,
+        got: String,
     },
     /// Writing failed.
     #[error("cannot write {}: {reason}", path.display())]
@@ -151,7 +160,7 @@ pub enum WeightsError {
     },
 }
 
-/// One or more safetensors files, mapped, their headers validated.
+/// One or more files of weights, mapped, their headers validated.
 #[derive(Debug)]
 pub struct WeightFiles {
     files: Vec<MappedFile>,
@@ -163,8 +172,26 @@ pub struct WeightFiles {
 #[derive(Debug)]
 struct MappedFile {
     path: PathBuf,
-    map: &'static Mmap,
-    tensors: SafeTensors<'static>,
+    tensors: Tensors,
+}
+
+/// What a file's header says.
+#[derive(Debug)]
+enum Tensors {
+    Safe(&'static Mmap, SafeTensors<'static>),
+    Torch(&'static TorchFile),
+}
+
+/// A tensor as it lies in its file.
+struct View {
+    shape: Vec<i64>,
+    /// In the words of its file.
+    dtype: String,
+    /// `None`: one that we do not read.
+    kind: Option<Kind>,
+    data: &'static [u8],
+    /// Where they are not those of a contiguous tensor.
+    strides: Option<Vec<i64>>,
 }
 
 #[derive(Deserialize)]
@@ -173,58 +200,29 @@ struct ShardIndex {
 }
 
 impl WeightFiles {
-    /// Maps the weights of a Hugging Face folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+    /// Maps the weights of a Hugging Face folder: `model.safetensors`, or the shards of `model.safetensors.index.json`; where neither is
+    /// there, `pytorch_model.bin` or its shards.
     ///
     /// # Errors
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, WeightsError> {
-        let index_path = folder.join(MODEL_INDEX);
-        let single = folder.join(MODEL_FILE);
-        if index_path.exists() {
-            return Self::open_shards(folder, &index_path);
-        }
-        if !single.exists() {
-            return Err(WeightsError::NoWeights { folder: folder.into() });
-        }
-        Self::open_file(&single)
+        let Listed { source, weight_map, paths } = Listed::of(folder)?;
+        let Some(weight_map) = weight_map else { return Self::open_file(&source) };
+        let files = paths.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
+        let place =
+            |shard: &String| paths.iter().position(|s| *s == folder.join(shard)).expect("every shard was listed above");
+        let file_of = weight_map.iter().map(|(name, shard)| (name.clone(), place(shard))).collect();
+        Ok(Self { files, file_of, source })
     }
 
-    /// Maps one file.
+    /// Maps one file: of `torch.save` where its name ends in `.bin`, else safetensors.
     ///
     /// # Errors
-    /// [`WeightsError::Io`] or [`WeightsError::Damaged`].
+    /// [`WeightsError::Io`], [`WeightsError::Damaged`] or [`WeightsError::Torch`].
     pub fn open_file(path: &Path) -> Result<Self, WeightsError> {
         let file = MappedFile::open(path)?;
         let file_of = file.tensors.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
         Ok(Self { files: vec![file], file_of, source: path.into() })
-    }
-
-    fn open_shards(folder: &Path, index_path: &Path) -> Result<Self, WeightsError> {
-        let text = read(index_path)?;
-        let index: ShardIndex =
-            serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index_path.into(), source })?;
-        if let Some(name) = index.weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-            return Err(WeightsError::ShardName { index: index_path.into(), name: name.clone() });
-        }
-        let mut shards: Vec<PathBuf> = index.weight_map.values().map(|name| folder.join(name)).collect();
-        shards.sort();
-        shards.dedup();
-        let present = shards.iter().filter(|shard| shard.exists()).count();
-        if let Some(missing) = shards.iter().find(|shard| !shard.exists()) {
-            let expected = shards.len();
-            return Err(WeightsError::MissingShard {
-                shard: missing.clone(),
-                index: index_path.into(),
-                present,
-                expected,
-            });
-        }
-        let files = shards.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
-        let place = |shard: &String| {
-            shards.iter().position(|s| *s == folder.join(shard)).expect("every shard was listed above")
-        };
-        let file_of = index.weight_map.iter().map(|(name, shard)| (name.clone(), place(shard))).collect();
-        Ok(Self { files, file_of, source: index_path.into() })
     }
 
     /// Names of all tensors, sorted.
@@ -244,12 +242,12 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError::MissingTensor`].
     pub fn shape(&self, name: &str) -> Result<Vec<i64>, WeightsError> {
-        Ok(self.find(name)?.1.shape().iter().map(|&d| d as i64).collect())
+        Ok(self.find(name)?.1.shape)
     }
 
     /// The dtype of a tensor, if it is one that we read.
     pub fn kind(&self, name: &str) -> Option<Kind> {
-        kind_of(self.find(name).ok()?.1.dtype())
+        self.find(name).ok()?.1.kind
     }
 
     /// The file that holds a tensor.
@@ -288,18 +286,16 @@ impl WeightFiles {
         shape: &[i64],
         accepts: impl Fn(Kind) -> bool,
         expected: impl FnOnce() -> String,
-    ) -> Result<(safetensors::tensor::TensorView<'static>, Kind), WeightsError> {
+    ) -> Result<(View, Kind), WeightsError> {
         let (file, view) = self.find(name)?;
-        let got: Vec<i64> = view.shape().iter().map(|&d| d as i64).collect();
-        if got != shape {
-            let (path, name) = (file.path.clone(), name.to_owned());
-            return Err(WeightsError::Shape { path, name, expected: shape.into(), got });
+        let (path, name) = (file.path.clone(), name.to_owned());
+        if view.shape != shape {
+            return Err(WeightsError::Shape { path, name, expected: shape.into(), got: view.shape });
         }
-        let Some(kind) = kind_of(view.dtype()).filter(|&kind| accepts(kind)) else {
-            let (path, name) = (file.path.clone(), name.to_owned());
-            return Err(WeightsError::Dtype { path, name, expected: expected(), got: view.dtype() });
-        };
-        Ok((view, kind))
+        match view.kind.filter(|&kind| accepts(kind)) {
+            Some(kind) => Ok((view, kind)),
+            None => Err(WeightsError::Dtype { path, name, expected: expected(), got: view.dtype }),
+        }
     }
 
     fn view(
@@ -310,7 +306,11 @@ impl WeightFiles {
         expected: impl FnOnce() -> String,
     ) -> Result<Tensor, WeightsError> {
         let (view, kind) = self.header(name, shape, accepts, expected)?;
-        let data = view.data();
+        let data = view.data;
+        if let Some(strides) = view.strides {
+            let elements = (data.len() / kind.elt_size_in_bytes()) as i64;
+            return Ok(Tensor::from_data_size(data, &[elements], kind).as_strided(shape, strides, 0).contiguous());
+        }
         if data.as_ptr().addr().is_multiple_of(kind.elt_size_in_bytes()) {
             // SAFETY: the mapping is never unmapped (see `MappedFile::open`), and frozen weights are never written.
             return Ok(unsafe { bytes::view(data, shape, kind) });
@@ -331,29 +331,115 @@ impl WeightFiles {
     pub fn release(&self) {
         for file in &self.files {
             // SAFETY: the mapping is a file's, read-only and shared: pages dropped are read again from the file.
-            let _ = unsafe { file.map.unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
+            let _ = unsafe { file.tensors.map().unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
         }
     }
 
-    fn find(&self, name: &str) -> Result<(&MappedFile, safetensors::tensor::TensorView<'static>), WeightsError> {
+    fn find(&self, name: &str) -> Result<(&MappedFile, View), WeightsError> {
         let missing = |path: &Path| WeightsError::MissingTensor { path: path.into(), name: name.into() };
         let file = self.file_of.get(name).map(|&at| &self.files[at]).ok_or_else(|| missing(&self.source))?;
-        let view = file.tensors.tensor(name).map_err(|_| missing(&file.path))?;
+        let view = file.tensors.view(name).ok_or_else(|| missing(&file.path))?;
         Ok((file, view))
     }
 }
 
+/// The files with a folder's weights, sorted.
+///
+/// # Errors
+/// As [`WeightFiles::open`]; the files themselves are not looked into.
+pub fn files_of(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
+    Ok(Listed::of(folder)?.paths)
+}
+
+/// Which files hold a folder's weights.
+struct Listed {
+    /// The index, or the only file.
+    source: PathBuf,
+    /// What the index says.
+    weight_map: Option<BTreeMap<String, String>>,
+    paths: Vec<PathBuf>,
+}
+
+impl Listed {
+    fn of(folder: &Path) -> Result<Self, WeightsError> {
+        for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
+            let [index, single] = [index, single].map(|name| folder.join(name));
+            if index.exists() {
+                return Self::of_index(folder, index);
+            }
+            if single.exists() {
+                return Ok(Self { source: single.clone(), weight_map: None, paths: vec![single] });
+            }
+        }
+        Err(WeightsError::NoWeights { folder: folder.into() })
+    }
+
+    fn of_index(folder: &Path, index: PathBuf) -> Result<Self, WeightsError> {
+        let text = read(&index)?;
+        let ShardIndex { weight_map } =
+            serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
+        if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+            return Err(WeightsError::ShardName { index, name: name.clone() });
+        }
+        let mut paths: Vec<PathBuf> = weight_map.values().map(|name| folder.join(name)).collect();
+        paths.sort();
+        paths.dedup();
+        let (expected, present) = (paths.len(), paths.iter().filter(|shard| shard.exists()).count());
+        match paths.iter().find(|shard| !shard.exists()) {
+            Some(shard) => Err(WeightsError::MissingShard { shard: shard.clone(), index, present, expected }),
+            None => Ok(Self { source: index, weight_map: Some(weight_map), paths }),
+        }
+    }
+}
+
 impl MappedFile {
+    // What is mapped is leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory, and keeps a
+    // removed file's disk space until the process ends.
     fn open(path: &Path) -> Result<Self, WeightsError> {
-        // Leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory, and keeps a removed file's
-        // disk space until the process ends.
+        if path.extension().is_some_and(|extension| extension == "bin") {
+            let file = TorchFile::open(path).map_err(|error| WeightsError::Torch(error.into()))?;
+            return Ok(Self { path: path.into(), tensors: Tensors::Torch(Box::leak(Box::new(file))) });
+        }
         let map: &'static Mmap = Box::leak(Box::new(map_file(path).map_err(|source| io_error(path, source))?));
         let tensors = SafeTensors::deserialize(map).map_err(|reason| WeightsError::Damaged {
             path: path.into(),
             reason,
             bytes: map.len() as u64,
         })?;
-        Ok(Self { path: path.into(), map, tensors })
+        Ok(Self { path: path.into(), tensors: Tensors::Safe(map, tensors) })
+    }
+}
+
+impl Tensors {
+    fn names(&self) -> Vec<&str> {
+        match self {
+            Self::Safe(_, tensors) => tensors.names(),
+            Self::Torch(file) => file.names(),
+        }
+    }
+
+    fn map(&self) -> &'static Mmap {
+        match self {
+            Self::Safe(map, _) => map,
+            Self::Torch(file) => file.map(),
+        }
+    }
+
+    fn view(&self, name: &str) -> Option<View> {
+        match self {
+            Self::Safe(_, tensors) => {
+                let view = tensors.tensor(name).ok()?;
+                let (dtype, kind) = (format!("{:?}", view.dtype()), kind_of(view.dtype()));
+                let shape = view.shape().iter().map(|&d| d as i64).collect();
+                Some(View { shape, dtype, kind, data: view.data(), strides: None })
+            }
+            Self::Torch(file) => {
+                let (shape, kind) = file.shape(name)?;
+                let (data, strides) = file.data(name)?;
+                let dtype = format!("{:?}", dtype_of(kind));
+                Some(View { shape: shape.into(), dtype, kind: Some(kind), data, strides })
+            }
+        }
     }
 }
 

@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use super::place::Text;
 use super::{Recipe, RecipeError};
-use crate::hub::{Hub, HubError, Observer, Split, Wanted, id};
+use crate::hub::{Hub, HubError, Observer, Origin, Split, Wanted, id};
 use crate::train::checked::Job;
-use crate::train::run_folder::Snapshot;
+use crate::train::provenance::{Snapshot, Source};
 use crate::train::stage::Stage;
 
 /// A recipe that is read, checked, and can be run here.
@@ -18,33 +18,53 @@ pub struct Loaded {
     local: Recipe,
     /// Of the backbone, if the Hub has it.
     snapshot: Option<Snapshot>,
+    /// Of what else the Hub has.
+    sources: Vec<Source>,
+    file: PathBuf,
+    /// As it was written, for errors that point at it.
+    text: String,
 }
 
 impl Loaded {
-    /// Reads and checks a recipe as [`Recipe::load`] does, and brings here what the Hub has of it. `backbone` says whether with the weights.
+    /// Reads a recipe, and checks all that it says of itself; [`Loaded::fetch`] looks at what it names.
     ///
     /// # Errors
     /// [`RecipeError`] with the place in the file.
-    pub fn load(path: &Path, backbone: Wanted, tell: Observer<'_>) -> Result<Self, RecipeError> {
+    pub fn read(path: &Path) -> Result<Self, RecipeError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| RecipeError::Unreadable { file: path.to_owned(), source })?;
-        let (recipe, text) = Recipe::read(path, &text)?;
-        let mut loaded = Self { local: recipe.clone(), recipe, snapshot: None };
-        let hub = if loaded.names_the_hub() {
-            Some(Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?)
-        } else {
-            None
-        };
-        if let Some(hub) = &hub {
-            loaded.fetch_backbone(hub, Wanted::BackboneWithoutWeights, &text)?;
-            loaded.fetch_rest(hub, &text)?;
+        let (recipe, _) = Recipe::read(path, &text)?;
+        Ok(Self { local: recipe.clone(), recipe, snapshot: None, sources: vec![], file: path.to_owned(), text })
+    }
+
+    /// Brings here what the Hub has of it, but for the backbone's weights, and checks that all that it names is there.
+    ///
+    /// # Errors
+    /// [`RecipeError`] with the place in the file.
+    pub fn fetch(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
+        let (file, written) = (self.file.clone(), self.text.clone());
+        let text = Text::parse(&file, &written).expect("it was read before");
+        if self.names_the_hub() {
+            let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
+            self.fetch_backbone(&hub, Wanted::BackboneWithoutWeights, &text)?;
+            self.fetch_rest(&hub, &text)?;
         }
-        loaded.local.check_backbone(&text)?;
-        loaded.local.check_files(&text)?;
-        if let Some(hub) = hub.filter(|_| backbone == Wanted::Backbone) {
-            loaded.fetch_backbone(&hub, backbone, &text)?;
+        self.local.check_backbone(&text)?;
+        self.local.check_files(&text)
+    }
+
+    /// Brings the backbone's weights here, if the Hub has them.
+    ///
+    /// # Errors
+    /// [`RecipeError`] with the place in the file.
+    pub fn fetch_weights(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
+        if self.snapshot.is_none() {
+            return Ok(());
         }
-        Ok(loaded)
+        let (file, written) = (self.file.clone(), self.text.clone());
+        let text = Text::parse(&file, &written).expect("it was read before");
+        let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
+        self.fetch_backbone(&hub, Wanted::Backbone, &text)
     }
 
     /// The recipe as the training loop takes it.
@@ -53,6 +73,7 @@ impl Loaded {
         Job {
             backbone: local.backbone,
             snapshot: self.snapshot.clone(),
+            sources: self.sources.clone(),
             heads: local.heads,
             stage: local.stage,
             loss: local.loss,
@@ -78,7 +99,7 @@ impl Loaded {
         let place = Path::new(&self.recipe.backbone.path);
         if let Some(fetched) = hub.fetch_model(place, wanted).map_err(|error| at(text, key, error))? {
             self.local.backbone.path = fetched.folder.to_string_lossy().into_owned();
-            self.snapshot = Some(Snapshot { id: fetched.origin.id, commit: fetched.origin.commit });
+            self.snapshot = Some(snapshot(fetched.origin));
         }
         Ok(())
     }
@@ -90,7 +111,9 @@ impl Loaded {
             ("data.validation", &mut data.validation, Split::Validation),
         ];
         for (key, entries, split) in lists {
-            *entries = hub.fetch_all(entries, split).map_err(|error| at(text, key, error))?;
+            let (files, origins) = hub.fetch_all(entries, split).map_err(|error| at(text, key, error))?;
+            *entries = files;
+            self.sources.extend(origins.into_iter().map(|origin| source(key, origin)));
         }
         let lora = match &mut self.local.stage {
             Stage::Medusa2(config) => config.lora.as_mut(),
@@ -103,10 +126,19 @@ impl Loaded {
             let Some(place) = place else { continue };
             if let Some(fetched) = hub.fetch_model(place, Wanted::Heads).map_err(|error| at(text, key, error))? {
                 *place = fetched.folder;
+                self.sources.push(source(key, fetched.origin));
             }
         }
         Ok(())
     }
+}
+
+fn snapshot(Origin { id, commit }: Origin) -> Snapshot {
+    Snapshot { id, commit }
+}
+
+fn source(key: &str, origin: Origin) -> Source {
+    Source { key: key.to_owned(), snapshot: snapshot(origin) }
 }
 
 /// Where Medusa-2's adapters start from.

@@ -23,8 +23,8 @@ use crate::torch::optim::OptimizerConfig;
 use crate::train::TrainConfig;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
+use crate::train::provenance::{Snapshot, Source};
 use crate::train::run::TrainError;
-use crate::train::run_folder::Snapshot;
 use crate::train::schedule::ScheduleConfig;
 use crate::train::stage::Stage;
 
@@ -35,6 +35,8 @@ pub struct Job {
     pub backbone: BackboneConfig,
     /// Where the backbone came from, if the Hub has it.
     pub snapshot: Option<Snapshot>,
+    /// What else came from the Hub.
+    pub sources: Vec<Source>,
     /// The heads.
     pub heads: HeadsConfig,
     /// What is trained.

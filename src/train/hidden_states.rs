@@ -2,8 +2,8 @@
 //! runs (`train.hidden_state_cache`).
 //!
 //! Kept are the positions from which some head predicts a target; the others are never read. The file holds the states of all
-//! sequences one after another, then one byte a sequence: 1 once its states are on the disk. It appears whole and empty, its
-//! states are synced before their bytes, so no end of the process makes it say what is not there.
+//! sequences one after another, then one byte a sequence: 1 once its states are on the disk. It gets its whole size at once, its
+//! states are synced before their bytes, so no end of the process makes it say what is not there. A run holds it locked.
 //!
 //! A sequence's states are those of the batch that computed them first, for every run and however often it is broken off. The
 //! last bits of a product depend on its other rows; so training equals training without the file bit for bit where a sequence
@@ -23,7 +23,7 @@ use crate::data::IGNORE;
 use crate::data::cache::CacheError;
 use crate::data::loader::Batch;
 use crate::data::pack::{Sequence, Sequences};
-use crate::files::{hex, write_atomic};
+use crate::files::{hex, lock_file};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -54,6 +54,12 @@ pub enum HiddenStatesError {
     /// The rows.
     #[error(transparent)]
     Rows(#[from] CacheError),
+    /// Another run fills the file now.
+    #[error("train.hidden_state_cache: {} is in use by another run on the same rows and backbone: wait for its end, or choose another folder", path.display())]
+    InUse {
+        /// The file.
+        path: PathBuf,
+    },
     /// A file that is not as it was made.
     #[error("train.hidden_state_cache: {} has {got} bytes, expected {expected}: it was cut off or changed; remove it, and it is made again", path.display())]
     Size {
@@ -175,12 +181,16 @@ impl<'r> KeptStates<'r> {
         let error = |doing, path: &Path, source| layout.error(doing, path, source);
         let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
         let path = folder.join(format!("{}.hidden_states", key(&backbone_is, sequences, num_heads)?));
-        if !path.exists() {
-            fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
-            write_atomic(&path, |out| out.get_ref().set_len(layout.file_bytes()))
-                .map_err(|e| error("make", &path, e))?;
+        fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
+        let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let mut file = open.map_err(|e| error("open", &path, e))?;
+        if !lock_file(&file) {
+            return Err(HiddenStatesError::InUse { path });
         }
-        let mut file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| error("open", &path, e))?;
+        if file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
+            let made = file.set_len(layout.file_bytes()).and_then(|()| file.sync_all());
+            made.inspect_err(|_| drop(fs::remove_file(&path))).map_err(|e| error("make", &path, e))?;
+        }
         let filled = layout.read_marks(&mut file, &path)?;
         Ok(Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 })
     }
@@ -351,7 +361,8 @@ fn predicting(segment_lengths: &[usize], num_heads: usize, has_label: impl Fn(us
 
 /// Everything that decides a hidden state but the tokens.
 fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
-    let is_weights = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
+    let is_weights =
+        |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors" || extension == "bin");
     let mut weights: Vec<PathBuf> = fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
     weights.retain(is_weights);
     weights.sort();
@@ -392,6 +403,7 @@ mod tests {
 
     use super::*;
     use crate::data::loader::Loader;
+    use crate::files::write_atomic;
     use crate::model::config::LlamaConfig;
 
     const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -466,6 +478,7 @@ mod tests {
             assert_eq!(epoch(&mut kept, &loader, 0), 7);
             assert_eq!(epoch(&mut kept, &loader, 1), 0);
             kept.commit().unwrap();
+            drop(kept);
             let mut again = open(&folder.path().join("new/states"), &from, &backbone, &sequences);
             assert_eq!((again.filled(), epoch(&mut again, &loader, 0)), (7, 0));
         }
@@ -503,8 +516,9 @@ mod tests {
                 kept.commit().unwrap();
             }
         }
-        let again = open(folder.path(), &from, &backbone, &sequences);
-        assert_eq!((kept.filled(), again.filled()), (4, 2));
+        assert_eq!(kept.filled(), 4);
+        drop(kept);
+        assert_eq!(open(folder.path(), &from, &backbone, &sequences).filled(), 2);
     }
 
     #[test]
@@ -557,6 +571,21 @@ mod tests {
         let distinct: std::collections::BTreeSet<_> = names.iter().collect();
         assert_eq!(distinct.len(), names.len(), "{names:?}");
         assert_eq!(name(&float, &sequences(), 2), names[7]);
+    }
+
+    #[test]
+    fn two_runs_never_fill_one_file() {
+        let (from, backbone) = backbone(Kind::Float);
+        let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+        let first = open(folder.path(), &from, &backbone, &sequences);
+        let second = |num_heads| {
+            KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), num_heads).map(drop)
+        };
+        let error = second(NUM_HEADS).unwrap_err();
+        assert!(error.to_string().contains("is in use by another run"), "{error}");
+        second(NUM_HEADS + 1).unwrap(); // a file of its own
+        drop(first);
+        second(NUM_HEADS).unwrap();
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod hidden_states;
 pub mod joint;
 pub mod log;
 pub mod memory_plan;
+pub mod provenance;
 pub mod run;
 pub mod run_folder;
 pub mod schedule;

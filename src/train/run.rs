@@ -14,6 +14,7 @@ use crate::model::backward::Keep;
 use crate::model::llama::{Llama, LoadError, Purpose};
 use crate::model::lora;
 use crate::model::peft::{self, PeftError};
+use crate::model::weights;
 use crate::numbers::Positive;
 use crate::torch::{self, TorchPanic, guard, memory};
 use crate::train::checked::{Checked, Job};
@@ -204,7 +205,7 @@ impl Prepared {
     ) -> Result<Outcome, TrainError> {
         let run = self.checked.job.train.output_dir.as_path();
         let finished = run.join(checkpoint::FINAL);
-        self.folder().claim(resume)?;
+        let _mine = self.folder().claim(resume)?;
         if finished.exists() {
             return Ok(Outcome::FinishedBefore(finished));
         }
@@ -259,11 +260,23 @@ impl Prepared {
         own.into_iter().chain(given).collect()
     }
 
+    /// Of a snapshot the commit says which weights.
+    fn backbone_files(&self) -> Vec<PathBuf> {
+        let folder = Path::new(&self.checked.job.backbone.path);
+        let weights = match self.checked.job.snapshot {
+            None => weights::files_of(folder).unwrap_or_default(), // they were loaded from there: there is no error to tell
+            Some(_) => Vec::new(),
+        };
+        ["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect()
+    }
+
     fn folder(&self) -> RunFolder<'_> {
         RunFolder {
             path: &self.checked.job.train.output_dir,
             resolved_recipe: &self.checked.job.resolved_recipe,
             snapshot: self.checked.job.snapshot.as_ref(),
+            sources: &self.checked.job.sources,
+            backbone_files: self.backbone_files(),
             device: self.checked.job.device,
             skip_bad_rows: self.checked.job.skip_bad_rows,
             tokenizing: self.tokenizing_files(),

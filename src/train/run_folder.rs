@@ -5,14 +5,16 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tch::Device;
+use toml::Table;
 
+use crate::data::cache::TokenCache;
 use crate::data::{DataFile, LoadReport};
-use crate::files::{sha256, write_atomic};
+use crate::files::{FolderLock, lock_folder, sha256, write_atomic};
 use crate::torch::{self, LIBTORCH_VERSION};
 use crate::train::checkpoint;
+use crate::train::provenance::{HashedFile, Provenance, Snapshot, Source};
 use crate::train::run::TrainError;
 
 const RECIPE: &str = "recipe.toml";
@@ -27,6 +29,10 @@ pub struct RunFolder<'r> {
     pub resolved_recipe: &'r str,
     /// Where the backbone came from, if the Hub has it.
     pub snapshot: Option<&'r Snapshot>,
+    /// What else came from there.
+    pub sources: &'r [Source],
+    /// The backbone's config, and its weights where no snapshot says what they are; some may be absent.
+    pub backbone_files: Vec<PathBuf>,
     /// Where it computes.
     pub device: Device,
     /// Whether rows that are not right were left out: a resumed run must see the same rows.
@@ -37,69 +43,47 @@ pub struct RunFolder<'r> {
     pub reports: [Option<&'r LoadReport>; 2],
 }
 
-/// A state of a repository of the Hugging Face Hub.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Snapshot {
-    /// `owner/name`.
-    pub id: String,
-    /// The commit's hash.
-    pub commit: String,
-}
-
-/// `provenance.json`: where a run's numbers come from.
-#[derive(Debug, Serialize, Deserialize)]
-struct Provenance {
-    program: String,
-    git_revision: String,
-    libtorch: String,
-    device: String,
-    threads: i32,
-    command: Vec<String>,
-    started: String,
-    /// Of a backbone from the Hub.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    backbone: Option<Snapshot>,
-    data: Vec<HashedFile>,
-    #[serde(default)]
-    skip_bad_rows: bool,
-    /// What came of the rows to train and to validate on.
-    #[serde(default)]
-    rows: Vec<serde_json::Value>,
-}
-
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct HashedFile {
-    path: PathBuf,
-    sha256: String,
-}
-
 impl RunFolder<'_> {
-    /// Makes the run's folder, or checks that the one there is this run's.
+    /// Makes the run's folder, or checks that the one there is this run's. No other process may train in it as long as what comes
+    /// back lives.
     ///
     /// # Errors
     /// [`TrainError::OutputTaken`], or the disk's.
-    pub fn claim(&self, resume: bool) -> Result<(), TrainError> {
+    pub fn claim(&self, resume: bool) -> Result<FolderLock, TrainError> {
         let run = self.path;
-        let taken = |why: String| TrainError::OutputTaken { path: run.into(), why };
-        if checkpoint::holds_a_run(run)? {
-            if !resume {
-                return check_output_dir(run);
-            }
-            if run.join(RECIPE).exists() {
-                self.check_same_run(run).map_err(taken)?;
-                return Ok(checkpoint::remove_partial(run)?);
-            }
-            if !checkpoint::holds_only(run, PROVENANCE)? {
-                let why = "holds files but no recipe.toml, so no run to resume: choose another folder";
-                return Err(taken(why.into()));
-            } // else interrupted between the two files: nothing was trained yet
-        }
+        self.is_begun(resume)?; // before anything is made
         let io = |source| TrainError::Io { path: run.into(), source };
         fs::create_dir_all(run).map_err(io)?;
+        let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
+        if self.is_begun(resume)? {
+            self.check_same_run(run).map_err(|why| TrainError::OutputTaken { path: run.into(), why })?;
+            checkpoint::remove_partial(run)?;
+            return Ok(lock);
+        }
         self.fill_folder(run).inspect_err(|_| {
             let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the error that led here is the one to report
             let _ = fs::remove_dir(run);
-        })
+        })?;
+        Ok(lock)
+    }
+
+    /// Whether there is a run to go on with; an error where there is something else.
+    fn is_begun(&self, resume: bool) -> Result<bool, TrainError> {
+        let run = self.path;
+        if !checkpoint::holds_a_run(run)? {
+            return Ok(false);
+        }
+        if !resume {
+            check_empty(run)?;
+        }
+        if run.join(RECIPE).exists() {
+            return Ok(true);
+        }
+        if !checkpoint::holds_only(run, PROVENANCE)? {
+            let why = "holds files but no recipe.toml, so no run to resume: choose another folder";
+            return Err(TrainError::OutputTaken { path: run.into(), why: why.into() });
+        } // else interrupted between the two files: nothing was trained yet
+        Ok(false)
     }
 
     fn fill_folder(&self, run: &Path) -> Result<(), TrainError> {
@@ -122,32 +106,7 @@ impl RunFolder<'_> {
         }
         let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
             .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
-        if let (Some(before), Some(now)) = (&before.backbone, self.snapshot)
-            && before != now
-        {
-            let (id, commit, now) = (&before.id, &before.commit, &now.commit);
-            return Err(format!(
-                "holds a run on {id} at commit {commit}, and that is {now} by now; resume it with HF_HUB_OFFLINE=1, or train in another \
-                 folder (backbone.path = \"{id}@{commit}\" stays at that commit)"
-            ));
-        }
-        if before.skip_bad_rows != self.skip_bad_rows {
-            let with = if before.skip_bad_rows { "with" } else { "without" };
-            return Err(format!(
-                "holds a run that began {with} --skip-bad-rows; a resumed run must see the same rows: resume it {with} the flag"
-            ));
-        }
-        let now = self.data_files();
-        let changed = |one: &[HashedFile], other: &[HashedFile]| {
-            one.iter().find(|file| !other.contains(file)).map(|file| file.path.display().to_string())
-        };
-        match changed(&before.data, &now).or_else(|| changed(&now, &before.data)) {
-            None if before.data == now => Ok(()),
-            file => Err(format!(
-                "holds a run on other data: {} changed since it began; a resumed run must see the same rows",
-                file.as_deref().unwrap_or("the order of the files")
-            )),
-        }
+        before.difference(&self.provenance()).map_or(Ok(()), Err)
     }
 
     fn provenance(&self) -> Provenance {
@@ -160,6 +119,8 @@ impl RunFolder<'_> {
             command: std::env::args().collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             backbone: self.snapshot.cloned(),
+            sources: self.sources.to_vec(),
+            backbone_files: hashed(&self.backbone_files),
             data: self.data_files(),
             skip_bad_rows: self.skip_bad_rows,
             rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
@@ -170,14 +131,30 @@ impl RunFolder<'_> {
     fn data_files(&self) -> Vec<HashedFile> {
         let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
         let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
-        // One that cannot be read was not read either.
-        let hashed = |path: &PathBuf| Some(HashedFile { path: path.clone(), sha256: sha256(path).ok()? });
-        data.chain(self.tokenizing.iter().filter_map(hashed)).collect()
+        data.chain(hashed(&self.tokenizing)).collect()
     }
+}
+
+/// Files by their content; one that cannot be read was not read either.
+fn hashed(paths: &[PathBuf]) -> Vec<HashedFile> {
+    let cache = TokenCache::of_user();
+    let sum = |path: &PathBuf| cache.as_ref().map_or_else(|| sha256(path), |cache| cache.sha256_of(path)).ok();
+    paths.iter().filter_map(|path| Some(HashedFile { path: path.clone(), sha256: sum(path)? })).collect()
+}
+
+/// A recipe without the places of its data: files may move, their hashes say what they are.
+fn without_places(recipe: &str) -> String {
+    let Ok(mut table) = recipe.parse::<Table>() else { return recipe.to_owned() };
+    if let Some(data) = table.get_mut("data").and_then(toml::Value::as_table_mut) {
+        data.retain(|key, _| key != "train" && key != "validation");
+    }
+    table.to_string()
 }
 
 /// What two recipes say differently, for people; `None` for equal ones.
 fn difference(before: &str, now: &str) -> Option<String> {
+    let (before, now) = (without_places(before), without_places(now));
+    let (before, now) = (before.as_str(), now.as_str());
     let only_in = |one: &str, other: &str| {
         let line = one.lines().find(|line| !other.lines().any(|l| l == *line));
         line.map(str::to_owned)
@@ -191,14 +168,27 @@ fn difference(before: &str, now: &str) -> Option<String> {
     }
 }
 
-/// Refuses an output folder that holds anything; looks at nothing else, so it can be asked before the first expensive second.
+/// Refuses an output folder that holds anything, or in which another process trains now; looks at nothing else, so it can be asked before
+/// the first expensive second.
 ///
 /// # Errors
 /// [`TrainError::OutputTaken`].
-pub fn check_output_dir(run: &Path) -> Result<(), TrainError> {
+pub fn check_output_dir(run: &Path, resume: bool) -> Result<(), TrainError> {
+    if run.is_dir() && lock_folder(run).is_ok_and(|lock| lock.is_none()) {
+        return Err(in_use(run));
+    }
+    if resume { Ok(()) } else { check_empty(run) }
+}
+
+fn check_empty(run: &Path) -> Result<(), TrainError> {
     if !checkpoint::holds_a_run(run)? {
         return Ok(());
     }
     let why = "is not empty: go on with --resume, or choose another folder (nothing is ever overwritten)";
     Err(TrainError::OutputTaken { path: run.into(), why: why.into() })
+}
+
+fn in_use(run: &Path) -> TrainError {
+    let why = "is in use: another process trains there; wait for its end, or choose another folder";
+    TrainError::OutputTaken { path: run.into(), why: why.into() }
 }

@@ -1,0 +1,184 @@
+//! `provenance.json`: where a run's numbers come from, and what of it a resumed run must find again.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A state of a repository of the Hugging Face Hub.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapshot {
+    /// `owner/name`.
+    pub id: String,
+    /// The commit's hash.
+    pub commit: String,
+}
+
+/// What a key of the recipe names on the Hub, besides the backbone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Source {
+    /// `data.train`, `heads.init_from` and the like.
+    pub key: String,
+    /// Which state of it was taken.
+    #[serde(flatten)]
+    pub snapshot: Snapshot,
+}
+
+/// What is in `provenance.json`.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Provenance {
+    pub(super) program: String,
+    pub(super) git_revision: String,
+    pub(super) libtorch: String,
+    pub(super) device: String,
+    pub(super) threads: i32,
+    pub(super) command: Vec<String>,
+    pub(super) started: String,
+    /// Of a backbone from the Hub.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) backbone: Option<Snapshot>,
+    /// Data sets, heads and adapters from the Hub.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) sources: Vec<Source>,
+    /// Of a backbone: its config, and its weights where no commit says what they are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) backbone_files: Vec<HashedFile>,
+    /// Data files, and those that decide which tokens come of them.
+    pub(super) data: Vec<HashedFile>,
+    #[serde(default)]
+    pub(super) skip_bad_rows: bool,
+    /// What came of the rows to train and to validate on.
+    #[serde(default)]
+    pub(super) rows: Vec<Value>,
+}
+
+/// A file by its content; it may lie elsewhere another time.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct HashedFile {
+    pub(super) path: PathBuf,
+    pub(super) sha256: String,
+}
+
+impl Provenance {
+    /// What keeps a run that began as `self` from going on as `now`, for people. Files may have moved.
+    pub(super) fn difference(&self, now: &Self) -> Option<String> {
+        self.other_backbone(now)
+            .or_else(|| self.other_flag(now))
+            .or_else(|| {
+                let file = changed(&self.data, &now.data)?;
+                Some(format!(
+                    "holds a run on other data: {file} changed since it began; a resumed run must see the same rows"
+                ))
+            })
+            .or_else(|| self.other_rows(now))
+    }
+
+    fn other_backbone(&self, now: &Self) -> Option<String> {
+        if let (Some(before), Some(now)) = (&self.backbone, &now.backbone)
+            && before != now
+        {
+            let (id, commit, now) = (&before.id, &before.commit, &now.commit);
+            return Some(format!(
+                "holds a run on {id} at commit {commit}, and that is {now} by now; resume it with HF_HUB_OFFLINE=1, or train in another \
+                 folder (backbone.path = \"{id}@{commit}\" stays at that commit)"
+            ));
+        }
+        let is_of_one_kind = self.backbone.is_some() == now.backbone.is_some() && !self.backbone_files.is_empty();
+        let file = changed(&self.backbone_files, &now.backbone_files).filter(|_| is_of_one_kind)?;
+        Some(format!(
+            "holds a run on another backbone: {file} changed since it began; go on with the same files, or train in another folder"
+        ))
+    }
+
+    fn other_flag(&self, now: &Self) -> Option<String> {
+        let with = if self.skip_bad_rows { "with" } else { "without" };
+        let other = self.skip_bad_rows != now.skip_bad_rows;
+        other.then(|| {
+            format!(
+                "holds a run that began {with} --skip-bad-rows; a resumed run must see the same rows: resume it {with} the flag"
+            )
+        })
+    }
+
+    /// The same files may give other rows: by another version of this program, or a chat template that writes the date.
+    fn other_rows(&self, now: &Self) -> Option<String> {
+        let same = |before: &Value, now: &Value| before.is_null() || before == now;
+        let of_one = |what: &str, before: &Value, now: &Value| {
+            let number = ["rows", "tokens", "tokens_with_loss"].into_iter().find(|key| !same(&before[key], &now[key]));
+            let difference = match number {
+                Some(key) => format!("{key} was {} when it began and is {} now", before[key], now[key]),
+                None => format!("the tokens of {} are others now", other_tokens(before, now)?),
+            };
+            Some(format!(
+                "holds a run on other rows to {what}: {difference}, of the same files: another version of this program made them, \
+                 or a chat template that writes the date; train in another folder"
+            ))
+        };
+        let pairs = ["train on", "validate on"].into_iter().zip(self.rows.iter().zip(&now.rows));
+        pairs.into_iter().find_map(|(what, (before, now))| of_one(what, before, now))
+    }
+}
+
+/// The file whose tokens are not those of before.
+fn other_tokens(before: &Value, now: &Value) -> Option<String> {
+    let files = |report: &Value| report["files"].as_array().cloned().unwrap_or_default();
+    let (before, now) = (files(before), files(now));
+    let mut pairs = before.iter().zip(&now);
+    let is_other = |(before, now): &(&Value, &Value)| {
+        !before["tokens_sha256"].is_null() && before["tokens_sha256"] != now["tokens_sha256"]
+    };
+    let (_, now) = pairs.find(is_other)?;
+    Some(now["path"].as_str().unwrap_or_default().to_owned())
+}
+
+/// The first file that is in one list only, or what else tells the lists apart.
+fn changed(before: &[HashedFile], now: &[HashedFile]) -> Option<String> {
+    let hashes = |files: &[HashedFile]| files.iter().map(|file| file.sha256.clone()).collect::<Vec<_>>();
+    let only_in = |one: &[HashedFile], other: &[HashedFile]| {
+        let other = hashes(other);
+        one.iter().find(|file| !other.contains(&file.sha256)).map(|file| file.path.display().to_string())
+    };
+    let file = only_in(now, before).or_else(|| only_in(before, now));
+    file.or_else(|| (hashes(before) != hashes(now)).then(|| "the order of the files".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn provenance(data: &[(&str, &str)], rows: Value) -> Provenance {
+        let file = |&(path, sha256): &(&str, &str)| HashedFile { path: path.into(), sha256: sha256.into() };
+        let data: Vec<HashedFile> = data.iter().map(file).collect();
+        let text = json!({"program": "", "git_revision": "", "libtorch": "", "device": "", "threads": 1, "command": [],
+            "started": "", "data": data, "rows": [rows]});
+        serde_json::from_value(text).unwrap()
+    }
+
+    fn difference(before: &Provenance, now: &Provenance) -> String {
+        before.difference(now).unwrap_or_default()
+    }
+
+    #[test]
+    fn a_file_is_its_content_wherever_it_lies() {
+        let before = provenance(&[("a", "1"), ("b", "2")], json!({}));
+        let now = |data| difference(&before, &provenance(data, json!({})));
+        assert_eq!(now(&[("elsewhere/a", "1"), ("b", "2")]), "");
+        assert!(now(&[("a", "1"), ("b", "3")]).contains("b changed since"));
+        assert!(now(&[("a", "1")]).contains("b changed since"));
+        assert!(now(&[("b", "2"), ("a", "1")]).contains("the order of the files changed"));
+    }
+
+    #[test]
+    fn other_numbers_and_other_tokens_of_the_same_files_are_told() {
+        let rows = |tokens: usize, sha256: &str| json!({"rows": 3, "tokens": tokens, "files": [{"path": "a", "tokens_sha256": sha256}]});
+        let before = provenance(&[], rows(40, "x"));
+        let now = |rows| difference(&before, &provenance(&[], rows));
+        assert_eq!(now(rows(40, "x")), "");
+        assert!(now(rows(41, "x")).contains("rows to train on: tokens was 40 when it began and is 41 now"));
+        let other_day = now(rows(40, "y"));
+        assert!(other_day.contains("the tokens of a are others now") && other_day.contains("the date"), "{other_day}");
+        assert_eq!(difference(&provenance(&[], json!({})), &before), "", "a run of an earlier version");
+    }
+}
