@@ -13,8 +13,7 @@ use sha2::{Digest, Sha256};
 /// # Errors
 /// Whatever the disk says; the temporary file is removed then.
 pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
-    let open = |partial: &Path| OpenOptions::new().write(true).create(true).truncate(false).open(partial).map(Some);
-    let (partial, lock) = own_partial(path, open)?;
+    let (partial, lock) = own_partial(path, open_file)?;
     let written = write_synced(&partial, fill).and_then(|()| fs::rename(&partial, path));
     if written.is_err() {
         let _ = fs::remove_file(&partial); // the first error is the one to report
@@ -22,6 +21,15 @@ pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::
     drop(lock); // after the name is gone: nobody else may have it before
     written?;
     sync_folder(parent(path))
+}
+
+/// Whether [`write_atomic`] could write there: its temporary file is made, and removed.
+///
+/// # Errors
+/// Whatever the disk says.
+pub fn check_writable(path: &Path) -> io::Result<()> {
+    let (partial, _lock) = own_partial(path, open_file)?;
+    fs::remove_file(&partial)
 }
 
 /// Writes a file and waits until the disk has it.
@@ -198,6 +206,11 @@ pub fn lock_folder(folder: &Path) -> io::Result<Option<FolderLock>> {
 #[derive(Debug)]
 pub struct FolderLock {
     _file: Option<File>,
+}
+
+/// Makes it where it is not there.
+fn open_file(path: &Path) -> io::Result<Option<File>> {
+    OpenOptions::new().write(true).create(true).truncate(false).open(path).map(Some)
 }
 
 /// Windows cannot open folders: `None`.

@@ -209,7 +209,19 @@ impl Recipe {
         exclusive(text, "data.validation", "data.validation_fraction")?;
         self.check_stage(text)?;
         self.check_validation(text)?;
+        self.check_batch(text)?;
         self.check_lengths(text)
+    }
+
+    /// Rows of an optimizer step.
+    fn check_batch(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+        let (rows, passes) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
+        if rows.checked_mul(passes).is_some() {
+            return Ok(());
+        }
+        let expected =
+            format!("less: times train.gradient_accumulation_steps = {passes} that is more than can be counted");
+        Err(clash(text, "train.micro_batch_size", rows, expected))
     }
 
     /// Keys that one stage has and the other has no use for.

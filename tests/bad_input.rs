@@ -195,14 +195,6 @@ fn heads_to_start_from_that_do_not_fit() {
                 &["heads.init_from", "start/heads.safetensors: vocabulary: expected 48, got 47"],
             ),
             (
-                |small| start_from(small, HeadsShape { medusa_num_heads: 3, ..SHAPE }),
-                &["heads.init_from start", "expected medusa_num_heads = 2", "got medusa_num_heads = 3"],
-            ),
-            (
-                |small| start_from(small, HeadsShape { vocab_size: 0, ..SHAPE }),
-                &["heads.init_from start", "expected", "their own output layer", "got", "the backbone's lm_head"],
-            ),
-            (
                 |small| {
                     start_from(small, SHAPE);
                     cut(small, "start/heads.safetensors", 4);
@@ -237,6 +229,41 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
             (
                 |small| fs::remove_file(small.path("recipe.toml")).expect("a file"),
                 &["cannot read the recipe recipe.toml"],
+            ),
+            (
+                |small| small.edit("recipe.toml", "[\"rows.jsonl\"]", "[\"backbone\"]"),
+                &["recipe.toml: line 9", "data.train: backbone is a folder", "backbone/*.jsonl"],
+            ),
+            (
+                |small| start_from(small, HeadsShape { medusa_num_heads: 3, ..SHAPE }),
+                &["heads.init_from start", "expected medusa_num_heads = 2", "got medusa_num_heads = 3"],
+            ),
+            (
+                |small| start_from(small, HeadsShape { vocab_size: 0, ..SHAPE }),
+                &["heads.init_from start", "expected", "their own output layer", "got", "the backbone's lm_head"],
+            ),
+            (
+                |small| small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 25"),
+                &["schedule.warmup_steps = 25", "only 24 optimizer steps"],
+            ),
+            (
+                |small| {
+                    small.write("broken.jinja", "{% for m in messages %}");
+                    small.edit("recipe.toml", "max_length = 40", "max_length = 40\nchat_template = \"broken.jinja\"");
+                },
+                &["broken.jinja: the chat template cannot be parsed"],
+            ),
+            (
+                |small| {
+                    let many = "micro_batch_size = 4611686018427387904";
+                    small.edit("recipe.toml", "micro_batch_size = 1", many);
+                    small.edit("recipe.toml", "accumulation_steps = 2", "accumulation_steps = 8");
+                },
+                &["train.micro_batch_size = 4611686018427387904", "train.gradient_accumulation_steps = 8"],
+            ),
+            (
+                |small| small.edit("recipe.toml", "epochs = 8", "epochs = 9223372036854775807"),
+                &["train.epochs = 9223372036854775807 of 3 optimizer steps each", "train.gradient_accumulation_steps"],
             ),
         ],
     );

@@ -361,4 +361,10 @@ fn a_huge_row_is_cut_and_one_beyond_the_limit_is_told() {
     world.skip_bad_rows = true;
     let (rows, report) = world.load(&path).unwrap();
     assert_eq!((rows.len(), report.bad_rows["too long"].rows), (2, 1));
+    let texts: ArrayRef =
+        Arc::new(StringArray::from(vec!["Sort 7".to_owned(), "x".repeat((100 << 20) + 1), "Sort 8".to_owned()]));
+    let batch = RecordBatch::try_from_iter([("text", texts)]).expect("a column");
+    fs::write(&path, parquet(&batch, Compression::ZSTD(ZstdLevel::default()))).unwrap();
+    let (rows, report) = world.load(&path).unwrap();
+    assert_eq!((rows.len(), report.bad_rows["too long"].rows), (2, 1));
 }

@@ -66,3 +66,23 @@ fn a_device_that_is_not_there_is_told_by_doctor() {
     command.env("MEDUSA_CUDA", "off").assert().success();
     assert!(stdout(&mut command).contains("cuda:0 cannot be used: CPU only (switched off by MEDUSA_CUDA)"));
 }
+
+#[test]
+fn a_file_that_cannot_be_written_is_told_before_any_work() {
+    let work = ["calibrate", "--backbone", "nowhere", "--heads", "nowhere", "--data", "nowhere", "--out"];
+    let tree = ["tree", "--calibration", "nowhere", "--nodes", "3", "--out"];
+    let nodes = ["bench", "--backbone", "nowhere", "--heads", "nowhere", "--prompts", "nowhere", "--csv"];
+    for command in [&work[..], &tree, &nodes] {
+        let flag = command[command.len() - 1];
+        let refused = |path: &str| {
+            let mut command = medusa(&[command, &[path]].concat());
+            command.assert().code(2);
+            stderr(&mut command)
+        };
+        assert!(refused("none/x").contains(&format!("{flag} none/x: there is no folder none; make it first")));
+        assert!(refused("src").contains(&format!("{flag} src is a folder")));
+        if cfg!(target_os = "linux") {
+            assert!(refused("/proc/x").contains(&format!("{flag} /proc/x cannot be written")));
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! `medusa bench`: plain and Medusa decoding of the same prompts in turn, in the paper's terms (appendix B.1).
 
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Context;
 use clap::Args;
@@ -75,7 +75,6 @@ pub struct BenchArgs {
 /// What is wrong with the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let settings = sweep::settings(args)?;
-    args.csv.as_deref().map_or(Ok(()), check_folder)?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
     // Where a sweep makes the trees, it is of no interest that there is no --tree.
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
@@ -112,14 +111,6 @@ fn ready<'a>(decoder: &'a Decoder, setting: &'a Setting) -> anyhow::Result<(Medu
         Err(error @ DecodeError::ForcedRate { .. }) => Err(UsageError(error.to_string()).into()),
         Err(error) => Err(error.into()),
     }
-}
-
-/// Refuses a file that could not be written after hours of measuring.
-fn check_folder(csv: &Path) -> anyhow::Result<()> {
-    let folder = csv.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let is_there = folder.is_dir() && !csv.is_dir();
-    anyhow::ensure!(is_there, UsageError(format!("--csv {}: there is no folder {}", csv.display(), folder.display())));
-    Ok(())
 }
 
 fn progress_bar(prompts: usize, common: &CommonFlags) -> ProgressBar {

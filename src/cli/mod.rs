@@ -6,6 +6,7 @@
 use std::error::Error;
 use std::fmt::Display;
 use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -15,9 +16,11 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand}
 use serde::Serialize;
 
 use self::downloads::Place;
+use crate::data::chat_template::TemplateError;
 use crate::hub::{Split, Wanted};
 use crate::recipe::RecipeError;
 use crate::torch::{self, DeviceChoice, Dtype};
+use crate::train::run::TrainError;
 
 pub mod bench;
 pub mod calibrate;
@@ -30,6 +33,7 @@ mod downloads;
 pub mod export;
 pub mod generate;
 pub mod inspect;
+mod outputs;
 pub mod push;
 mod reading;
 pub mod report;
@@ -153,6 +157,21 @@ impl Verb {
         places.into_iter().flatten().collect()
     }
 
+    /// Files that the verb will write, and the flags that name them.
+    fn outputs(&self) -> Vec<(&'static str, &Path)> {
+        let outputs = match self {
+            Verb::Calibrate(args) => vec![("--out", Some(&args.out))],
+            Verb::Tree(args) => {
+                let measured = args.latency.as_ref().filter(|path| !path.exists());
+                vec![("--out", args.out.as_ref()), ("--svg", args.svg.as_ref()), ("--latency", measured)]
+            }
+            Verb::Bench(args) => vec![("--csv", args.csv.as_ref())],
+            Verb::Data(args) => vec![("--svg", args.svg.as_ref())],
+            _ => Vec::new(),
+        };
+        outputs.into_iter().filter_map(|(flag, path)| Some((flag, path?.as_path()))).collect()
+    }
+
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
             Verb::Train(args) => train::run(args, common),
@@ -177,6 +196,7 @@ pub fn medusa() -> ExitCode {
     let (Medusa { common, mut verb }, matches) = parse::<Medusa>();
     let common = with_source_of_seed(common, &matches);
     finish(&common, || {
+        verb.outputs().into_iter().try_for_each(|(flag, path)| outputs::check(flag, path))?;
         downloads::fetch(verb.places(), &common)?;
         verb.run(&common)
     })
@@ -232,7 +252,10 @@ fn report(error: &anyhow::Error) {
 fn status(error: &anyhow::Error) -> u8 {
     let is_mistake = |error: &RecipeError| !matches!(error, RecipeError::Hub { .. }); // no network is nobody's mistake
     let is_usage = |cause: &(dyn Error + 'static)| {
-        cause.is::<UsageError>() || cause.downcast_ref::<RecipeError>().is_some_and(is_mistake)
+        cause.is::<UsageError>()
+            || cause.downcast_ref::<RecipeError>().is_some_and(is_mistake)
+            || cause.downcast_ref::<TrainError>().is_some_and(TrainError::is_of_the_recipe)
+            || cause.downcast_ref::<TemplateError>().is_some_and(TemplateError::is_no_template)
     };
     if error.chain().any(is_usage) { WRONG_USAGE } else { FAILED }
 }

@@ -12,7 +12,7 @@ use super::columns;
 use super::opened::Counted;
 use super::rows::{Place, Problem, RowError};
 
-/// A batch may be a whole file: it is handed on in slices of so many rows.
+/// A batch may be a whole file: it is handed on in slices of so many rows, and fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;
 
 /// A file's batches.
@@ -21,6 +21,8 @@ pub(super) struct Batches {
     reader: Reader,
     /// What is left of the batch read last.
     rest: Option<RecordBatch>,
+    /// Rows of a slice of it.
+    at_once: usize,
     /// Bytes of the file.
     size: u64,
 }
@@ -45,21 +47,27 @@ impl Batches {
         let (size, wanted) = told(path, open())?.map_err(|problem| Place::file(path).error(problem))?;
         let reader = told(path, FileReader::try_new_buffered(file, Some(wanted)))?;
         let batches = reader.num_batches() as u64;
-        Ok(Self { reader: Reader::File { reader: Box::new(reader), batches, read: 0 }, rest: None, size })
+        Ok(Self {
+            reader: Reader::File { reader: Box::new(reader), batches, read: 0 },
+            rest: None,
+            at_once: ROWS_AT_ONCE,
+            size,
+        })
     }
 
     /// The stream format: batch after batch until the end.
     pub(super) fn of_stream(bytes: BufReader<Counted>, path: &Path) -> Result<Self, RowError> {
-        let reader = told(path, StreamReader::try_new(bytes, None))?;
-        columns::wanted(&reader.schema()).map_err(|problem| Place::file(path).error(problem))?;
-        Ok(Self { reader: Reader::Stream(Box::new(reader)), rest: None, size: 0 })
+        let schema = || Ok(StreamReader::try_new_buffered(File::open(path)?, None)?.schema());
+        let wanted = columns::wanted(&*told(path, schema())?).map_err(|problem| Place::file(path).error(problem))?;
+        let reader = told(path, StreamReader::try_new(bytes, Some(wanted)))?;
+        Ok(Self { reader: Reader::Stream(Box::new(reader)), rest: None, at_once: ROWS_AT_ONCE, size: 0 })
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
         let Some(batch) = self.rest.take().map(|batch| Ok(Some(batch))).unwrap_or_else(|| self.read(path))? else {
             return Ok(None);
         };
-        let rows = batch.num_rows().min(ROWS_AT_ONCE);
+        let rows = batch.num_rows().min(self.at_once);
         self.rest = (rows < batch.num_rows()).then(|| batch.slice(rows, batch.num_rows() - rows));
         Ok(Some(batch.slice(0, rows)))
     }
@@ -72,7 +80,12 @@ impl Batches {
             }
             Reader::Stream(reader) => reader.next().transpose(),
         };
-        told(path, batch)
+        let batch = told(path, batch)?;
+        if let Some(batch) = &batch {
+            let bytes = batch.get_array_memory_size() as u64;
+            self.at_once = columns::rows_at_once(bytes, batch.num_rows() as u64, ROWS_AT_ONCE);
+        }
+        Ok(batch)
     }
 
     /// Bytes of the file read so far.

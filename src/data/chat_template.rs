@@ -119,6 +119,11 @@ pub enum TemplateError {
 }
 
 impl TemplateError {
+    /// Whether what was given as a template is none.
+    pub fn is_no_template(&self) -> bool {
+        matches!(self, Self::Shape { .. } | Self::Syntax { .. })
+    }
+
     /// What a template raised, in its own words.
     pub(super) fn words(&self) -> String {
         match self {

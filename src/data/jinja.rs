@@ -41,25 +41,118 @@ pub(super) fn environment(template: &str) -> Result<Environment<'static>, miniji
 /// Each tag becomes two blocks that always render, so that its whitespace control stays on both sides of the mark.
 fn with_marks(source: &str) -> String {
     let mut rendered = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some((before, tag)) = rest.split_once("{%") {
-        let Some((tag, after)) = tag.split_once("%}") else { break };
-        let word = tag.trim_matches(['-', '+']).trim();
-        let tag = match word {
-            GENERATION => tag.replacen(word, &format!("if true %}}{{{{ {} }}}}{{% if true", MARKS[0]), 1),
-            "endgeneration" => tag.replacen(word, &format!("endif %}}{{{{ {} }}}}{{% endif", MARKS[1]), 1),
-            _ => tag.to_owned(),
-        };
-        rendered.extend([before, "{%", &tag, "%}"]);
-        rest = after;
+    for piece in Pieces::of(source) {
+        match piece {
+            Piece::Tag(tag) => {
+                let word = word_of(tag);
+                let tag = match word {
+                    GENERATION => tag.replacen(word, &format!("if true %}}{{{{ {} }}}}{{% if true", MARKS[0]), 1),
+                    "endgeneration" => tag.replacen(word, &format!("endif %}}{{{{ {} }}}}{{% endif", MARKS[1]), 1),
+                    _ => tag.to_owned(),
+                };
+                rendered.extend(["{%", &tag, "%}"]);
+            }
+            Piece::Other(text) => rendered += text,
+        }
     }
-    rendered + rest
+    rendered
 }
 
 /// Whether a template says itself which text is the assistant's.
 pub(super) fn marks_generation(source: &str) -> bool {
-    let mut tags = source.split("{%").skip(1).filter_map(|tag| tag.split_once("%}"));
-    tags.any(|(tag, _)| tag.trim_matches(['-', '+']).trim() == GENERATION)
+    Pieces::of(source).any(|piece| matches!(piece, Piece::Tag(tag) if word_of(tag) == GENERATION))
+}
+
+fn word_of(tag: &str) -> &str {
+    tag.trim_matches(['-', '+']).trim()
+}
+
+/// A template's tags `{% … %}`, without their brackets, and all between them as it stands: text, expressions, comments, what is raw.
+enum Piece<'s> {
+    Tag(&'s str),
+    Other(&'s str),
+}
+
+struct Pieces<'s> {
+    rest: &'s str,
+    raw: bool,
+}
+
+impl<'s> Pieces<'s> {
+    fn of(source: &'s str) -> Self {
+        Self { rest: source, raw: false }
+    }
+
+    /// Bytes before the next tag. Of an expression or comment that does not end Jinja itself will tell.
+    fn before_tag(&self) -> usize {
+        let mut at = 0;
+        while let Some(found) = self.rest[at..].find('{') {
+            at += found;
+            let rest = &self.rest[at..];
+            let end = match rest.as_bytes().get(1) {
+                Some(b'%') => return at,
+                Some(b'#') if !self.raw => rest.find("#}").map(|end| end + 2),
+                Some(b'{') if !self.raw => end_of_code(&rest[2..], "}}").map(|end| end + 4),
+                _ => Some(1),
+            };
+            let Some(end) = end else { break };
+            at += end;
+        }
+        self.rest.len()
+    }
+}
+
+impl<'s> Iterator for Pieces<'s> {
+    type Item = Piece<'s>;
+
+    fn next(&mut self) -> Option<Piece<'s>> {
+        let rest = self.rest;
+        if rest.is_empty() {
+            return None;
+        }
+        let before = self.before_tag();
+        if before > 0 {
+            self.rest = &rest[before..];
+            return Some(Piece::Other(&rest[..before]));
+        }
+        let inner = &rest[2..];
+        let end = if self.raw { inner.find("%}") } else { end_of_code(inner, "%}") };
+        let Some(end) = end else {
+            self.rest = "";
+            return Some(Piece::Other(rest));
+        };
+        let tag = &inner[..end];
+        match word_of(tag) {
+            "raw" => self.raw = true,
+            "endraw" => self.raw = false,
+            _ if self.raw => {
+                self.rest = inner; // text that looks like a tag
+                return Some(Piece::Other("{%"));
+            }
+            _ => {}
+        }
+        self.rest = &inner[end + 2..];
+        Some(Piece::Tag(tag))
+    }
+}
+
+/// Where code ends: the first `end` that stands in no string and no dict.
+fn end_of_code(code: &str, end: &str) -> Option<usize> {
+    let (mut quote, mut escaped, mut depth) = (None, false, 0usize);
+    for (at, letter) in code.char_indices() {
+        match quote {
+            None if depth == 0 && code[at..].starts_with(end) => return Some(at),
+            None => {
+                depth = if letter == '{' { depth + 1 } else { depth.saturating_sub(usize::from(letter == '}')) };
+                quote = ['\'', '"'].into_iter().find(|mark| *mark == letter);
+            }
+            Some(_) if escaped => escaped = false,
+            Some(_) if letter == '\\' => escaped = true,
+            Some(mark) if mark == letter => quote = None,
+            Some(_) => {}
+        }
+    }
+    None
 }
 
 /// Python's json.dumps(ensure_ascii=False), which transformers uses: minijinja's own escapes HTML.
@@ -195,6 +288,29 @@ mod tests {
         assert_eq!((rendered(template).unwrap(), marked("", "")), ("abc d\n".to_owned(), "abc d\n".to_owned()));
         assert!(marks_generation(template) && !marks_generation("{% if generation %}{{ '{%- x' }}{% endif %}"));
         assert!(rendered("{% generation %}x{% endgeneration %} {% open").is_err());
+    }
+
+    #[test]
+    fn what_only_looks_like_a_generation_tag_is_none() {
+        for (template, expected) in [
+            ("a{# {% generation %} as transformers has it #}b", "ab"),
+            ("{{ '{% generation %}' }}", "{% generation %}"),
+            ("{{ \"it's {% generation %} }}\" }}!", "it's {% generation %} }}!"),
+            ("{% raw %}{% generation %}{% endraw %}", "{% generation %}"),
+            ("{% set x = '%}{% generation %}' %}{{ x }}", "%}{% generation %}"),
+            ("{% set x = 'it\\'s {% generation %}' %}{{ x }}", "it's {% generation %}"),
+            ("{{ [{'a': {'b': 1}}, '{% generation %}'][1] }}", "{% generation %}"),
+            ("{ {# x", ""),
+        ] {
+            assert!(!marks_generation(template), "{template}");
+            match expected {
+                "" => assert!(rendered(template).is_err(), "{template}"),
+                text => assert_eq!(rendered(template).unwrap(), text, "{template}"),
+            }
+        }
+        let both = "{# {% generation %} #}{{ '{#' }}{% generation %}x{% endgeneration %}";
+        assert!(marks_generation(both));
+        assert_eq!(rendered(both).unwrap(), "{#x");
     }
 
     #[test]

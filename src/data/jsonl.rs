@@ -1,6 +1,7 @@
 //! Rows of JSONL: one object a line.
 
 use serde::Deserialize;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::conversation;
@@ -75,9 +76,11 @@ impl Lines {
 }
 
 #[derive(Deserialize)]
-struct Row {
+struct Row<'l> {
     input_ids: Option<Vec<i64>>,
-    labels: Option<Vec<i64>>,
+    /// Looked at beside `input_ids` only: data sets of texts call other things so, too.
+    #[serde(borrow)]
+    labels: Option<&'l RawValue>,
     messages: Option<Value>,
     conversations: Option<Value>,
     instruction: Option<Value>,
@@ -96,7 +99,10 @@ pub(super) fn row(line: &[u8]) -> Result<RawRow, Problem> {
     let of_messages =
         |key, value| conversation::of_messages(key, &value).map(|turns| RawRow::Conversation { key, turns });
     match row {
-        Row { input_ids: Some(input_ids), labels, .. } => Ok(RawRow::Tokens { input_ids, labels }),
+        Row { input_ids: Some(input_ids), labels, .. } => {
+            let labels = labels.map(|labels| serde_json::from_str(labels.get())).transpose();
+            Ok(RawRow::Tokens { input_ids, labels: labels.map_err(|error| explain(line, &error))? })
+        }
         Row { messages: Some(value), .. } => of_messages("messages", value),
         Row { conversations: Some(value), .. } => of_messages("conversations", value),
         Row { instruction: Some(instruction), input, output: Some(output), .. } => {
@@ -175,6 +181,16 @@ mod tests {
         let tokens = RawRow::Tokens { input_ids: vec![1, 2], labels: None };
         assert_eq!(row(br#"{"input_ids": [1, 2], "text": 3, "labels": null, "id": 7}"#).unwrap(), tokens);
         assert_eq!(row(br#"{"text": "x", "input_ids": null}"#).unwrap(), RawRow::Text("x".to_owned()));
+    }
+
+    #[test]
+    fn labels_are_read_beside_tokens_only() {
+        let text = RawRow::Text("x".to_owned());
+        for labels in ["3", "\"joy\"", "[\"a\", \"b\"]", "{}", "null"] {
+            assert_eq!(row(format!(r#"{{"text": "x", "labels": {labels}}}"#).as_bytes()).unwrap(), text);
+        }
+        let tokens = RawRow::Tokens { input_ids: vec![1, 2], labels: Some(vec![-100, 2]) };
+        assert_eq!(row(br#"{"labels": [-100, 2], "input_ids": [1, 2]}"#).unwrap(), tokens);
     }
 
     #[test]

@@ -12,6 +12,12 @@ pub enum SourceError {
         /// The path as the recipe has it.
         path: PathBuf,
     },
+    /// A folder, of which nobody knows which files are meant.
+    #[error("{} is a folder; name its files by a pattern: {:?}", path.display(), path.join("*.jsonl"))]
+    Folder {
+        /// The path as the recipe has it.
+        path: PathBuf,
+    },
     /// A pattern without a file.
     #[error("the pattern {pattern:?} matches no file")]
     NoMatch {
@@ -71,6 +77,9 @@ pub fn find(patterns: &[String]) -> Result<Vec<PathBuf>, SourceError> {
     let mut found = Vec::new();
     for pattern in patterns {
         let path = Path::new(pattern);
+        if path.is_dir() {
+            return Err(SourceError::Folder { path: path.to_owned() });
+        }
         if path.exists() {
             found.push(path.to_owned()); // also a name that looks like a pattern
         } else if pattern.contains(['*', '?', '[']) {
@@ -114,6 +123,9 @@ mod tests {
         let found = find(&[at("c[1].txt"), at("*.jsonl")]).unwrap();
         let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["c[1].txt", "a.jsonl", "b.jsonl"]);
+        let folder = dir.path().display().to_string();
+        let error = find(&[at("a.jsonl"), folder.clone()]).unwrap_err().to_string();
+        assert_eq!(error, format!("{folder} is a folder; name its files by a pattern: \"{folder}/*.jsonl\""));
         assert!(matches!(find(&[at("x.jsonl")]), Err(SourceError::Missing { .. })));
         assert!(matches!(find(&[at("*.parquet")]), Err(SourceError::NoMatch { .. })));
         assert!(matches!(find(&[at("[.parquet")]), Err(SourceError::BadPattern { .. })));

@@ -1,6 +1,7 @@
 //! What a recipe asks for, and everything that can be checked and read before the backbone's weights: rows, tokenizer, config, headers,
 //! the plan of its memory.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 use tch::Device;
@@ -112,8 +113,7 @@ impl Checked {
         let train = loader(sequences, &job, job.data.shuffle.then_some(job.train.seed));
         check_targets(&train, job.heads.medusa_num_heads.get())?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &job.data).0, &job, None));
-        let epochs = job.train.epochs.map(|epochs| epochs.get() * train.steps_per_epoch());
-        let total_steps = job.train.max_steps.map(|steps| steps.get()).or(epochs).unwrap_or(0);
+        let total_steps = total_steps(&job, train.steps_per_epoch())?;
         let warmup_steps = job.schedule.warmup_steps;
         if warmup_steps > total_steps {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
@@ -195,6 +195,15 @@ impl Checked {
     pub fn steps_per_epoch(&self) -> usize {
         self.train.steps_per_epoch()
     }
+}
+
+/// `train.max_steps`, or `train.epochs` of so many steps.
+fn total_steps(job: &Job, steps_per_epoch: usize) -> Result<usize, TrainError> {
+    if let Some(steps) = job.train.max_steps {
+        return Ok(steps.get());
+    }
+    let epochs = job.train.epochs.map_or(0, NonZeroUsize::get);
+    epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch })
 }
 
 fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {

@@ -75,6 +75,17 @@ pub enum TrainError {
         /// All steps of the run.
         total_steps: usize,
     },
+    /// More steps than can be counted.
+    #[error(
+        "train.epochs = {epochs} of {steps_per_epoch} optimizer steps each are more than can be counted; lower train.epochs, or raise \
+         train.gradient_accumulation_steps"
+    )]
+    TooManySteps {
+        /// The recipe's.
+        epochs: usize,
+        /// Of the rows, in the recipe's batches.
+        steps_per_epoch: usize,
+    },
     /// The output folder belongs to something else.
     #[error("train.output_dir {} {why}", path.display())]
     OutputTaken {
@@ -106,6 +117,17 @@ pub enum TrainError {
     /// libtorch.
     #[error("{}", with_advice(_0))]
     Torch(#[from] TorchPanic),
+}
+
+impl TrainError {
+    /// Whether it is the recipe that has to change: its numbers do not go together with each other, or with what it names.
+    pub fn is_of_the_recipe(&self) -> bool {
+        match self {
+            Self::InitShape { .. } | Self::WarmupTooLong { .. } | Self::TooManySteps { .. } => true,
+            Self::Data(DataError::Template(error)) => error.is_no_template(),
+            _ => false,
+        }
+    }
 }
 
 fn in_words(shape: &HeadsShape) -> String {

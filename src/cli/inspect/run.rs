@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use anyhow::Context;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -49,7 +50,7 @@ impl Run {
             finished: path.join("final").join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
             accuracy: accuracy(&path.join("calibration.json"), validation.as_ref())?,
-            bench: json(&path.join("bench.json")),
+            bench: json(&path.join("bench.json"))?,
             checkpoints,
             training,
             validation,
@@ -100,14 +101,24 @@ fn number(object: &Value, key: &str) -> f64 {
     object[key].as_f64().unwrap_or(f64::NAN) // shown as NaN: the line has no such number
 }
 
-fn json(path: &Path) -> Option<Value> {
-    serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()
+/// `None` where there is no such file.
+fn json(path: &Path) -> anyhow::Result<Option<Value>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let read = || anyhow::Ok(serde_json::from_str(&std::fs::read_to_string(path)?)?);
+    read().map(Some).with_context(|| format!("{} is no result of medusa bench --json; make it again", path.display()))
 }
 
+/// Sorted; checkpoints by their step.
 fn names(path: &Path) -> anyhow::Result<Vec<String>> {
     let entries = std::fs::read_dir(path)?.flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
+    let step = |name: &str| name.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok());
+    names.sort_by_cached_key(|name| match step(name) {
+        Some(step) => ("step-".to_owned(), step),
+        None => (name.clone(), 0),
+    });
     Ok(names)
 }
 
@@ -145,6 +156,24 @@ fn accuracy(calibration: &Path, validation: Option<&Value>) -> anyhow::Result<Ve
 mod tests {
     use super::*;
     use std::io::Write;
+
+    #[test]
+    fn checkpoints_are_in_the_order_of_their_steps_and_a_broken_bench_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["step-10", "step-9", "step-1000000", "step-000020", "final"] {
+            std::fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        let write = |name: &str, text: &[u8]| {
+            crate::files::write_atomic(&dir.path().join(name), |out| out.write_all(text)).unwrap();
+        };
+        write("recipe.toml", b"");
+        let run = Run::read(dir.path()).unwrap();
+        assert_eq!(run.checkpoints, ["step-9", "step-10", "step-000020", "step-1000000"]);
+        assert_eq!((run.files.first().unwrap().as_str(), run.bench), ("final", None));
+        write("bench.json", b"{\"speedup\": ");
+        let error = Run::read(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("bench.json is no result of medusa bench --json"), "{error}");
+    }
 
     #[test]
     fn accuracy_is_of_the_calibration_else_of_the_last_evaluation() {

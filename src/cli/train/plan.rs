@@ -68,7 +68,7 @@ impl Plan {
             validation_sequences,
             steps_per_epoch,
             steps: checked.total_steps,
-            tokens: checked.pack_report.tokens * checked.total_steps / steps_per_epoch.max(1),
+            tokens: tokens(checked, steps_per_epoch),
             hidden_state_cache_bytes: checked.hidden_state_bytes(),
             warnings: warnings(checked),
             memory,
@@ -130,6 +130,12 @@ impl Plan {
         }
         rows
     }
+}
+
+/// About so many in all steps.
+fn tokens(checked: &Checked, steps_per_epoch: usize) -> usize {
+    let of_epochs = checked.pack_report.tokens as u128 * checked.total_steps as u128;
+    usize::try_from(of_epochs / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
 }
 
 /// In MiB, or from 10 GiB in GiB.
