@@ -99,6 +99,9 @@ fn a_run_on_torch_files_is_planned_and_trained_as_on_safetensors() {
     torch_file::save(&path, &planned, &mut |at| Ok(tensor(&names[at]))).expect("a file");
     fs::remove_file(small.path("backbone/model.safetensors")).expect("a file to remove");
     assert_eq!(plan(&small), expected);
+    let found: serde_json::Value =
+        serde_json::from_str(&small.medusa(&["inspect", "backbone", "--json"]).succeeded().stdout).expect("JSON");
+    assert_eq!(found["weights_bytes"], small.bytes("backbone/pytorch_model.bin").len());
     small.train(&[]).succeeded();
     assert!(small.bytes("run/final/heads.safetensors") == heads);
     small.edit("backbone/config.json", "\"intermediate_size\": 48", "\"intermediate_size\": 40");

@@ -16,7 +16,7 @@ use crate::medusa::heads::layout::Layout;
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
-use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightsError, map_file};
+use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError, map_file};
 use crate::torch::Dtype;
 
 mod run;
@@ -194,17 +194,10 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
     let parameters = config.parameters();
     let in_memory = |dtype: Dtype| (dtype.to_string(), parameters.unsigned_abs() * dtype.bytes() as u64);
     let bytes = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16].map(in_memory).into_iter().collect();
-    let weights_bytes = weight_files(folder).map(|files| files.iter().map(|(_, bytes)| bytes).sum());
+    let size = |path: &PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
+    let weights_bytes = weights::files_of(folder).ok().map(|files| files.iter().map(size).sum());
     let heads = HeadsFile::open(folder).ok().map(|file| HeadsFound::read(&file)).transpose()?;
     Ok(BackboneFound { config, parameters, weights_bytes, bytes, heads })
-}
-
-/// The safetensors files of a folder and their sizes; `None` if there are none.
-fn weight_files(folder: &Path) -> Option<Vec<(PathBuf, u64)>> {
-    let entries = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
-    let weights = entries.filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
-    let files: Vec<_> = weights.filter_map(|path| Some((path.clone(), path.metadata().ok()?.len()))).collect();
-    (!files.is_empty()).then_some(files)
 }
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
@@ -373,7 +366,7 @@ fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
     writeln!(out, "parameters   {}", found.parameters)?;
     match found.weights_bytes {
         Some(bytes) => writeln!(out, "files        {}", mebibytes(bytes))?,
-        None => writeln!(out, "files        no safetensors file here")?,
+        None => writeln!(out, "files        no weights here")?,
     }
     let sizes: Vec<String> =
         found.bytes.iter().map(|(dtype, bytes)| format!("{dtype} {}", mebibytes(*bytes))).collect();
