@@ -14,6 +14,7 @@ use url::Url;
 
 use super::client::{About, Ask, Body};
 use super::download::hash_like;
+use super::error::Found;
 use super::id::Repo;
 use super::listing::{self, Entry, Head};
 use super::{Event, Hub, HubError};
@@ -136,7 +137,7 @@ impl Hub<'_> {
     /// Pushes what the repository does not have as it is in the folder. Files that only the repository has stay there.
     ///
     /// # Errors
-    /// [`HubError`]; nothing was committed then.
+    /// [`HubError`]; nothing was committed then, but for [`HubError::Commit`], which says what is known of it.
     pub fn push(&self, push: &Push<'_>) -> Result<Pushed, HubError> {
         let (local, mut left_out) = scan(push.folder)?;
         if local.is_empty() {
@@ -197,7 +198,15 @@ impl Hub<'_> {
             body["visibility"] = "private".into(); // the newer word for it
         }
         let url = self.client.url(&["api", "repos", "create"]);
-        self.client.send(&Ask::post(url, Body::Json(&body), Self::about(push, &doing))).map(drop)
+        self.make(&Ask::post(url, Body::Json(&body), Self::about(push, &doing)))
+    }
+
+    /// 409: it is there by now, of another program or of a first try whose answer was lost.
+    fn make(&self, ask: &Ask<'_>) -> Result<(), HubError> {
+        match self.client.send(ask) {
+            Err(HubError::Refused { status: 409, .. }) => Ok(()),
+            answer => answer.map(drop),
+        }
     }
 
     fn head_or_branch(&self, push: &Push<'_>) -> Result<Head, HubError> {
@@ -205,7 +214,7 @@ impl Hub<'_> {
             Err(HubError::NoRevision { .. }) => {
                 let doing = format!("making the branch {} of {}", push.revision, push.repo);
                 let url = self.client.api(push.repo, &["branch", push.revision]);
-                self.client.send(&Ask::post(url, Body::Json(&json!({})), Self::about(push, &doing)))?;
+                self.make(&Ask::post(url, Body::Json(&json!({})), Self::about(push, &doing)))?;
                 self.head(push)
             }
             head => head,
@@ -359,31 +368,62 @@ impl Hub<'_> {
         url.ok_or_else(|| self.client.bad_answer(doing, "an address that is none"))
     }
 
-    /// One commit of all additions, on the state that they were compared with; its page.
+    /// One commit of all additions, on the state that they were compared with; its page. The Hub takes it on that state alone
+    /// (`parentCommit`), so that asking again cannot commit twice.
     fn commit(&self, push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
         let doing = format!("committing to {}", push.repo);
-        let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
-        let mut lines = json!({"key": "header", "value": header}).to_string();
-        for Addition { file, sha256 } in additions {
-            let line = match sha256 {
-                Some(oid) => json!({
-                    "key": "lfsFile",
-                    "value": {"path": file.name, "algo": "sha256", "oid": oid, "size": file.size},
-                }),
-                None => {
-                    let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
-                    let content = STANDARD.encode(bytes);
-                    json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
-                }
-            };
-            lines.push('\n');
-            lines.push_str(&line.to_string());
-        }
+        let lines = commit_lines(push, head, additions)?;
         let url = self.client.api(push.repo, &["commit", push.revision]);
         let ask = Ask::post(url, Body::Lines(lines.as_bytes()), Self::about(push, &doing));
-        let committed: Committed = self.client.json(&ask)?;
-        Ok(self.client.page(push.repo, &["commit", &committed.commit_oid]).into())
+        let commit = match self.client.json(&ask) {
+            Ok(Committed { commit_oid }) => commit_oid,
+            Err(error) => self.found_after(error, push, head, additions)?,
+        };
+        Ok(self.client.page(push.repo, &["commit", &commit]).into())
     }
+
+    /// The commit that was made although its answer was lost: the branch's new state, if that has the files. An earlier try may have
+    /// come through, so an error says nothing of the commit; the branch does.
+    fn found_after(
+        &self,
+        error: HubError,
+        push: &Push<'_>,
+        before: &Head,
+        additions: &[Addition<'_>],
+    ) -> Result<String, HubError> {
+        let failed = |error, found| Err(HubError::Commit { error: Box::new(error), found });
+        let Ok(now) = self.head(push) else { return failed(error, Found::Unknown) };
+        if now.commit == before.commit {
+            return failed(error, Found::Nothing);
+        }
+        let Ok(there) = listing::tree(&self.client, push.repo, &now.commit) else {
+            return failed(error, Found::Unknown);
+        };
+        let sent: Vec<Local> = additions.iter().map(|addition| addition.file.clone()).collect();
+        if changed(&sent, &there)?.is_empty() { Ok(now.commit) } else { failed(error, Found::Others(now.commit)) }
+    }
+}
+
+/// The body of a commit: a line of JSON for its header and for each file.
+fn commit_lines(push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
+    let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
+    let mut lines = json!({"key": "header", "value": header}).to_string();
+    for Addition { file, sha256 } in additions {
+        let line = match sha256 {
+            Some(oid) => json!({
+                "key": "lfsFile",
+                "value": {"path": file.name, "algo": "sha256", "oid": oid, "size": file.size},
+            }),
+            None => {
+                let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
+                let content = STANDARD.encode(bytes);
+                json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
+            }
+        };
+        lines.push('\n');
+        lines.push_str(&line.to_string());
+    }
+    Ok(lines)
 }
 
 fn lfs_headers() -> Vec<(&'static str, String)> {

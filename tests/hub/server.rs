@@ -56,6 +56,10 @@ pub(crate) enum Trouble {
     Break(usize),
     /// A byte of the body is another one.
     Corrupt,
+    /// Someone else's commit comes before.
+    Raced,
+    /// What was asked is done, and the answer says this status: a gateway that did not wait.
+    Done(u16),
 }
 
 /// A request that came.
@@ -74,6 +78,8 @@ pub(crate) struct State {
     /// LFS, by SHA-256.
     objects: HashMap<String, Vec<u8>>,
     parts: HashMap<(String, usize), Vec<u8>>,
+    /// Where further pages of a tree are, if elsewhere: `http://localhost`.
+    pub(crate) next_page: Option<&'static str>,
     pub(crate) faults: Vec<Fault>,
     pub(crate) seen: Vec<Seen>,
 }
@@ -211,6 +217,13 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         fault.times -= 1;
         fault.trouble
     });
+    if let Some(Trouble::Raced) = trouble {
+        for repo in state.repos.values_mut() {
+            let mut tree = repo.head("main").clone();
+            tree.insert("other.txt".into(), Stored { bytes: b"other".to_vec(), lfs: false });
+            repo.commit("main", tree);
+        }
+    }
     let right = format!("Bearer {TOKEN}");
     let mut answer = match (trouble, token) {
         (Some(Trouble::Status(status, seconds)), _) => {
@@ -226,6 +239,9 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         (_, token) => route(&mut state, &request, port, token.is_some()),
     };
     drop(state);
+    if let Some(Trouble::Done(status)) = trouble {
+        answer = Answer { status, headers: vec![("Retry-After", "0".into())], body: Vec::new() };
+    }
     if let Some(Trouble::Corrupt) = trouble
         && let Some(byte) = answer.body.last_mut()
     {
@@ -351,7 +367,7 @@ fn api(
     request: &Request,
     (json, is_user): (&Value, bool),
 ) -> Answer {
-    let objects = &state.objects;
+    let (objects, next_page) = (&state.objects, state.next_page);
     let repo = state.repos.get_mut(name).expect("it is visible");
     let id = name.split_once('/').expect("a kind").1;
     let info = |repo: &Repo, commit: &str| {
@@ -366,11 +382,14 @@ fn api(
             None => refused(404, "RevisionNotFound"),
         },
         ("GET", ["tree", revision]) => match repo.resolve(revision) {
-            Some(commit) => page(&repo.commits[&commit], request),
+            Some(commit) => page(&repo.commits[&commit], request, next_page),
             None => refused(404, "RevisionNotFound"),
         },
         _ if !is_user => refused(401, ""),
         ("POST", ["branch", branch]) => {
+            if repo.branches.contains_key(*branch) {
+                return refused(409, "");
+            }
             repo.branches.insert((*branch).into(), repo.commit_of("main"));
             json_answer(&json!({}))
         }
@@ -390,7 +409,7 @@ fn api(
     }
 }
 
-fn page(tree: &Tree, request: &Request) -> Answer {
+fn page(tree: &Tree, request: &Request, elsewhere: Option<&str>) -> Answer {
     let cursor = request.query.split('&').find_map(|pair| pair.strip_prefix("cursor="));
     let from: usize = cursor.map_or(0, |cursor| cursor.parse().expect("a number"));
     let entry = |(path, file): (&String, &Stored)| {
@@ -405,7 +424,9 @@ fn page(tree: &Tree, request: &Request) -> Answer {
     let mut answer = json_answer(&json!(entries));
     if from + PAGE < tree.len() {
         let host = &request.headers["host"];
-        let next = format!("<http://{host}{}?recursive=true&cursor={}>; rel=\"next\"", request.path, from + PAGE);
+        let port = host.rsplit(':').next().expect("a port");
+        let origin = elsewhere.map_or_else(|| format!("http://{host}"), |origin| format!("{origin}:{port}"));
+        let next = format!("<{origin}{}?recursive=true&cursor={}>; rel=\"next\"", request.path, from + PAGE);
         answer.headers.push(("Link", next));
     }
     answer
