@@ -453,6 +453,35 @@ fn errors_name_the_host_that_failed() {
 }
 
 #[test]
+fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let train = world.with_environment(&mut small.trainer(&[])).current_dir(small.root()).output();
+    Ended::from(train.expect("it starts")).succeeded();
+    let world = World { home: tempfile::tempdir().expect("a temporary folder"), ..world };
+    let heads = small.path("run/final").display().to_string();
+    let export = |format: &str, more: &[&str]| {
+        let arguments = ["export", "--heads", &heads, "--format", format, "--out", format];
+        world.medusa(&[&arguments, more].concat(), &[]).succeeded();
+        fs::read_to_string(world.path(format).join("README.md")).expect("a card")
+    };
+    world.server.forget();
+    let card = export("heads", &[]);
+    assert!(card.starts_with("---\nbase_model: org/small\n") && world.server.state().seen.is_empty(), "{card}");
+    let card = export("tgi", &["--backbone", "org/small"]);
+    assert!(card.contains("\nbase_model: org/small\n") && card.contains("# Medusa heads for org/small\n"), "{card}");
+    assert!(world.server.seen("GET", "/cdn/").is_empty(), "config.json is enough");
+    assert!(export("merged", &[]).contains("\nbase_model: org/small\n"));
+    assert_eq!(world.server.seen("GET", "/cdn/").len(), 1, "the weights are in it");
+    small.edit("run/final/config.json", "org/small", "/somewhere/here");
+    assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
+    let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
+    assert!(
+        told.stderr.contains("/somewhere/here on the Hub is not known: if it has one, add `base_model: OWNER/NAME`")
+    );
+}
+
+#[test]
 fn offline_a_data_set_is_whole_or_refused() {
     let world = World::new();
     let small = run_from_the_hub(&world);
