@@ -422,6 +422,11 @@ fn a_push_whose_answer_is_lost_says_what_the_branch_says() {
     world.server.forget();
     world.server.fail("/commit/", Trouble::Status(504, Some(0)), 5);
     world.push(&[]).failed(1, &["answered 504", "the branch is as it was, so nothing was committed; run it again"]);
+    world.server.fail("/commit/", Trouble::Gone, 1);
+    world
+        .push(&[])
+        .failed(1, &["answered 503 to committing", "so whether the commit was made is not known; run it again"]);
+    world.server.forget();
     world.server.fail("/commit/", Trouble::Raced, 1);
     let raced = world.push(&[]);
     let commit = world.server.state().repos["models/org/heads"].commit_of("main");
@@ -477,7 +482,8 @@ fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
     assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
     let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
     assert!(
-        told.stderr.contains("/somewhere/here on the Hub is not known: if it has one, add `base_model: OWNER/NAME`")
+        told.stderr
+            .contains("only the path is known (/somewhere/here). If it is on the Hub, add `base_model: OWNER/NAME`")
     );
 }
 

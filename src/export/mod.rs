@@ -309,8 +309,8 @@ fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportEr
     }
     if let (None, Some(base)) = (&request.base_model, trained.base_name()) {
         notices.push(format!(
-            "the model card names no base_model, since the id of {base} on the Hub is not known: if it has one, add `base_model: OWNER/NAME` at \
-             the top of README.md before it is pushed"
+            "the model card names no base_model: of the backbone only the path is known ({base}). If it is on the Hub, add \
+             `base_model: OWNER/NAME` at the top of README.md before it is pushed"
         ));
     }
     let path = request.out.to_string_lossy().to_lowercase();

@@ -56,6 +56,8 @@ pub(crate) enum Trouble {
     Break(usize),
     /// A byte of the body is another one.
     Corrupt,
+    /// This and all later requests are told to come back tomorrow.
+    Gone,
     /// Someone else's commit comes before.
     Raced,
     /// What was asked is done, and the answer says this status: a gateway that did not wait.
@@ -225,6 +227,13 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         }
     }
     let right = format!("Bearer {TOKEN}");
+    let trouble = if let Some(Trouble::Gone) = trouble {
+        let tomorrow = Trouble::Status(503, Some(86_400));
+        state.faults.insert(0, Fault { path: "/", trouble: tomorrow, times: usize::MAX });
+        Some(tomorrow)
+    } else {
+        trouble
+    };
     let mut answer = match (trouble, token) {
         (Some(Trouble::Status(status, seconds)), _) => {
             let headers = seconds.map(|seconds| ("Retry-After", seconds.to_string())).into_iter().collect();
