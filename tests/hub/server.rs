@@ -43,7 +43,7 @@ pub(crate) struct Repo {
 /// What goes wrong, at requests whose path contains a piece, so many times.
 #[derive(Debug, Clone)]
 pub(crate) struct Fault {
-    pub(crate) path: &'static str,
+    pub(crate) path: String,
     pub(crate) trouble: Trouble,
     pub(crate) times: usize,
 }
@@ -187,8 +187,8 @@ impl Server {
         state.repos.entry(repo.into()).or_default().commit("main", tree);
     }
 
-    pub(crate) fn fail(&self, path: &'static str, trouble: Trouble, times: usize) {
-        self.state().faults.push(Fault { path, trouble, times });
+    pub(crate) fn fail(&self, path: &str, trouble: Trouble, times: usize) {
+        self.state().faults.push(Fault { path: path.into(), trouble, times });
     }
 
     /// Forgets the requests so far, and what had yet to go wrong.
@@ -214,7 +214,7 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         has_token: token.is_some(),
         range: request.headers.get("range").cloned(),
     });
-    let fault = state.faults.iter_mut().find(|fault| fault.times > 0 && request.path.contains(fault.path));
+    let fault = state.faults.iter_mut().find(|fault| fault.times > 0 && request.path.contains(&fault.path));
     let trouble = fault.map(|fault| {
         fault.times -= 1;
         fault.trouble
@@ -229,7 +229,7 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
     let right = format!("Bearer {TOKEN}");
     let trouble = if let Some(Trouble::Gone) = trouble {
         let tomorrow = Trouble::Status(503, Some(86_400));
-        state.faults.insert(0, Fault { path: "/", trouble: tomorrow, times: usize::MAX });
+        state.faults.insert(0, Fault { path: "/".into(), trouble: tomorrow, times: usize::MAX });
         Some(tomorrow)
     } else {
         trouble
