@@ -88,6 +88,25 @@ impl NewFolder {
     }
 }
 
+impl NewFolder {
+    /// As [`NewFolder::commit`], of a name that nothing has: what took it meanwhile stays, and this goes.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or whatever the disk says.
+    pub fn commit_as_new(mut self) -> io::Result<()> {
+        let is_taken = || fs::symlink_metadata(&self.path).is_ok();
+        sync_folder(&self.partial)?;
+        if is_taken() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        // Taken between the look and the rename: a folder with files in it, or a file, makes that fail.
+        let taken = |error| if is_taken() { io::ErrorKind::AlreadyExists.into() } else { error };
+        fs::rename(&self.partial, &self.path).map_err(taken)?;
+        self.committed = true;
+        sync_folder(parent(&self.path))
+    }
+}
+
 impl Drop for NewFolder {
     fn drop(&mut self) {
         if !self.committed {
@@ -324,5 +343,20 @@ mod tests {
         assert!(!path.join("x").exists() && path.exists());
         remove_folder(&path).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn of_two_new_folders_of_one_name_the_first_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        let [first, second] = ["a", "b"].map(|text| {
+            let folder = NewFolder::create(&path).unwrap();
+            write_synced(&folder.partial().join("x"), |out| out.write_all(text.as_bytes())).unwrap();
+            folder
+        });
+        first.commit_as_new().unwrap();
+        assert_eq!(second.commit_as_new().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(path.join("x")).unwrap(), b"a");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

@@ -149,9 +149,7 @@ impl Verb {
                 let prompts = Some(Place::File(&mut args.prompts));
                 vec![prompts, Some(Place::heads(&mut args.heads)), Some(Place::backbone(&mut args.backbone))]
             }
-            Verb::Export(args) => {
-                vec![Some(Place::heads(&mut args.heads)), args.backbone.as_mut().map(Place::backbone)]
-            }
+            Verb::Export(args) => vec![Some(Place::heads(&mut args.heads))], // these say what of the backbone is needed
             Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(), // a recipe is its own matter
         };
         places.into_iter().flatten().collect()

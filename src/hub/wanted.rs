@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use super::HubError;
 use super::id::{self, Id};
+use crate::model::folder::COMPANIONS;
 
 /// What a repository is fetched for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,19 +40,6 @@ pub enum Split {
 const WEIGHTS: [[&str; 2]; 2] =
     [["model.safetensors.index.json", "model.safetensors"], ["pytorch_model.bin.index.json", "pytorch_model.bin"]];
 const CONFIG: &str = "config.json";
-/// Beginnings of the names of files that go with a backbone's weights.
-const BACKBONE: [&str; 10] = [
-    CONFIG,
-    "generation_config.json",
-    "tokenizer",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.",
-    "merges.txt",
-    "chat_template",
-    "LICENSE",
-    "NOTICE",
-];
 /// The original code's heads, which run code when Python reads them; taken where nothing else is there.
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
 const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
@@ -126,7 +114,7 @@ fn has(names: &[String], file: &str) -> bool {
 }
 
 fn of_backbone(name: &str) -> bool {
-    !name.contains('/') && BACKBONE.iter().any(|begin| name.starts_with(begin))
+    !name.contains('/') && (name == CONFIG || COMPANIONS.iter().any(|begin| name.starts_with(begin)))
 }
 
 fn shards(id: &Id, folder: &Path, index: &str, names: &[String]) -> Result<Vec<String>, HubError> {
