@@ -7,6 +7,7 @@
 
 pub mod accept;
 pub mod batch;
+pub mod cuda;
 pub mod generate;
 pub mod likelihood;
 pub mod medusa;
