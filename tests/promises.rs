@@ -8,6 +8,7 @@ mod calibrate;
 mod chat;
 mod chat_command;
 mod command_line;
+mod cuda_engine;
 mod data;
 mod data_command;
 mod decoding;

@@ -12,6 +12,11 @@
 //! | what stays | `compact`, then `advance` |
 //! | the next tree | `res_block`, `head_logits`, `top_guesses`, `fill_tree` |
 
+pub mod engine;
 pub mod layout;
+pub mod memory;
+pub mod ops;
 pub mod oracle;
+pub mod plan;
 pub mod state;
+pub mod step;

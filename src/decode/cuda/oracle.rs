@@ -107,7 +107,7 @@ fn seen(places: Places, window: Option<i64>) -> Tensor {
     let sees_ns = Tensor::cat(&[Tensor::ones([n, context], (Kind::Bool, on)), of_step_nn], 1);
     let at_n = &nodes.depths_n + context;
     let at_s = Tensor::cat(&[Tensor::arange(context, (Kind::Int, on)), at_n.shallow_clone()], 0);
-    let near_ns = (at_n.unsqueeze(1) - at_s.unsqueeze(0)).lt(window.unwrap_or(i64::MAX));
+    let near_ns = (at_n.unsqueeze(1) - at_s.unsqueeze(0)).lt(window.unwrap_or(i64::from(i32::MAX)));
     sees_ns.logical_and(&near_ns)
 }
 
