@@ -9,6 +9,7 @@ mod chat;
 mod chat_command;
 mod command_line;
 mod cuda_engine;
+mod cuda_kernels;
 mod data;
 mod data_command;
 mod decoding;

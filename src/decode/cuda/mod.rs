@@ -13,8 +13,11 @@
 //! | the next tree | `res_block`, `head_logits`, `top_guesses`, `fill_tree` |
 
 pub mod engine;
+pub mod kernels;
+pub mod launches;
 pub mod layout;
 pub mod memory;
+pub mod nvrtc;
 pub mod ops;
 pub mod oracle;
 pub mod plan;
