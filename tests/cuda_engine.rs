@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 
 use medusa::decode::accept::{Acceptance, TypicalAcceptance};
 use medusa::decode::cuda::engine::Engine;
+use medusa::decode::cuda::kernels::{Element, Launch};
 use medusa::decode::cuda::ops::Ops;
 use medusa::decode::generate::{self, FinishReason, Generation, Medusa, Request};
 use medusa::decode::sample::Sampling;
@@ -19,6 +20,9 @@ use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind};
 
 use crate::backbone::Fixture;
+#[cfg(target_os = "linux")]
+use crate::cuda_kernels::emulator::{Emulator, Order};
+use crate::decoding::World;
 use crate::embedded_default::tiny;
 
 const VOCABULARY: i64 = 12;
@@ -312,4 +316,88 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
     let mut engine = Engine::new(&llama, None, Ops::Oracle).expect("plain decoding needs no heads");
     assert!(engine.medusa(&request(&prompt, 5), &mut go_on()).is_err() && engine.is_empty());
     assert!(engine.plain(&request(&[], 5), &mut go_on()).is_err());
+}
+
+#[test]
+fn an_engine_that_was_asked_for_and_cannot_run_says_why() {
+    let world = World::new();
+    let decode = ["generate", "--backbone", "b", "--prompts", "p.jsonl", "--max-new-tokens", "8"];
+    let error = world.complaint(&[&decode[..], &["--engine", "cuda"]].concat(), 1);
+    let (first, cause) = error.split_once("caused by: ").expect("a cause");
+    assert!(first.contains("error: --engine cuda cannot decode this"), "{error}");
+    assert!(cause.contains("there is no GPU to decode on"), "{error}");
+    // Without heads, distill decodes many texts together.
+    let distill = ["distill", "--backbone", "b", "--prompts", "p.jsonl", "--out", "o", "--engine", "cuda"];
+    let error = world.complaint(&distill, 2);
+    assert!(error.contains("conversations are decoded together") && !world.path("o").exists(), "{error}");
+}
+
+#[test]
+fn auto_takes_libtorchs_loop_where_there_is_no_gpu_and_says_so_once() {
+    let world = World::new();
+    let decode = ["generate", "--backbone", "b", "--prompts", "p.jsonl", "--max-new-tokens", "8", "--json"];
+    let run = |more: &[&str]| {
+        let output = world.medusa(&[&decode[..], more].concat()).assert().success().get_output().clone();
+        let said = String::from_utf8(output.stderr).expect("UTF-8");
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one object");
+        (said.lines().filter(|line| line.starts_with("engine ")).count(), said, told)
+    };
+    let (lines, said, told) = run(&[]);
+    assert!(lines == 1 && said.contains("engine tch: there is no GPU to decode on"), "{said}");
+    assert_eq!(told["engine"], "tch");
+    assert_eq!(run(&["--engine", "tch"]).0, 0, "what was asked for needs no line");
+    assert_eq!(run(&["--quiet"]).1, "");
+    let doctor = world.json(&["doctor"]);
+    assert_eq!(doctor[0]["engine"]["cuda"], false);
+    assert!(doctor[0]["engine"]["reason"].as_str().is_some_and(|why| why.contains("no GPU")), "{doctor:?}");
+}
+
+#[test]
+fn no_text_grows_beyond_the_context_that_was_asked_for() {
+    let world = World::new();
+    let decode = ["generate", "--backbone", "b", "--prompts", "p.jsonl", "--max-new-tokens", "60"];
+    let told = world.json(&[&decode[..], &["--max-context", "20"]].concat());
+    assert_eq!((told[0]["steps"].as_u64(), &told[0]["finish_reason"]), (Some(16), &serde_json::json!("length")));
+    let error = world.complaint(&[&decode[..], &["--max-context", "4"]].concat(), 1);
+    assert!(error.contains("the prompt has 4 tokens, but the backbone's context is 4"), "{error}");
+}
+
+/// The kernels' own code, compiled for the CPU, under the whole loop.
+#[test]
+#[cfg(target_os = "linux")]
+fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
+    for (world, kind) in [Kind::BFloat16, Kind::Half].into_iter().enumerate() {
+        let small = LlamaConfig {
+            hidden_size: 64,
+            intermediate_size: 64,
+            num_attention_heads: 2,
+            head_dim: 64,
+            vocab_size: 64,
+            ..config(1, (world == 1).then_some(20), 200)
+        };
+        tch::set_num_threads(1);
+        let llama = Llama::random(small, kind, Device::Cpu, 3 + world as u64);
+        for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+            let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+        }
+        let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 2, hidden_size: 64, vocab_size: 64 };
+        let heads = Heads::random(shape, kind, Device::Cpu, 5);
+        let tree = SparseTree::cartesian(&[16, 3]).expect("65 nodes");
+        let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });
+        for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.8), (Acceptance::Rejection, 0.8)] {
+            let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
+            let emulator = Emulator { element: Element::of(kind).expect("16 bits"), head_size: 64 };
+            let run = move |launch: &Launch| emulator.run(launch, Order::Forwards);
+            let emulated = Ops::on_host(&llama, Some(&medusa), run);
+            let mut fast = Engine::new(&llama, Some(&medusa), emulated).expect("it can decode this");
+            let mut slow = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+            let prompt: Vec<i64> = (0..40).map(|at| at * at % 64).collect();
+            let request = sampled(&prompt, 16, temperature, 4);
+            let of = format!("{kind:?}, {acceptance:?}");
+            let expected = slow.medusa(&request, &mut go_on()).expect("a text");
+            assert_same(&fast.medusa(&request, &mut go_on()).expect("a text"), &expected, &of);
+            let expected = slow.plain(&request, &mut go_on()).expect("a text");
+            assert_same(&fast.plain(&request, &mut go_on()).expect("a text"), &expected, &of);
+        }
+    }
 }

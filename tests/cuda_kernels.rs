@@ -17,7 +17,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, IndexOp, Kind, Tensor};
 
-mod emulator;
+pub(crate) mod emulator;
 
 use emulator::{Emulator, Memory, Order};
 

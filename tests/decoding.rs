@@ -103,8 +103,17 @@ fn plain_and_medusa_lines_have_the_same_keys_and_the_same_tokens() {
     let fast = world.json(&[&MEDUSA[..], &["--max-new-tokens", "20"]].concat());
     assert_eq!((plain.len(), fast.len()), (3, 3));
     for (plain, fast) in plain.iter().zip(&fast) {
-        let expected =
-            ["prompt_ids", "new_ids", "text", "steps", "tokens_per_step", "accept_lengths", "seconds", "finish_reason"];
+        let expected = [
+            "prompt_ids",
+            "new_ids",
+            "text",
+            "steps",
+            "tokens_per_step",
+            "accept_lengths",
+            "seconds",
+            "finish_reason",
+            "engine",
+        ];
         assert_eq!((keys(plain), keys(fast)), (expected.to_vec(), expected.to_vec()));
         for key in ["prompt_ids", "new_ids", "text", "finish_reason"] {
             assert_eq!(plain[key], fast[key], "{key}");

@@ -15,6 +15,7 @@ mod data_command;
 mod decoding;
 mod distill;
 mod embedded_default;
+mod gpu_check;
 mod joint_training;
 mod latency;
 mod layering;

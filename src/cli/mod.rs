@@ -24,8 +24,10 @@ pub mod data;
 pub mod decoder;
 pub mod distill;
 pub mod doctor;
+pub mod engine;
 pub mod export;
 pub mod generate;
+pub mod gpu_check;
 pub mod inspect;
 pub mod train;
 pub mod tree;
@@ -102,6 +104,8 @@ enum Verb {
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
     Doctor(doctor::DoctorArgs),
+    #[command(hide = true)]
+    GpuCheck(gpu_check::GpuCheckArgs),
 }
 
 impl Verb {
@@ -118,6 +122,7 @@ impl Verb {
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
+            Verb::GpuCheck(args) => gpu_check::run(args, common),
         }
     }
 }

@@ -20,16 +20,16 @@ type Entry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *mut *mut c_voi
 
 /// In which order blocks and threads run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Order {
+pub(crate) enum Order {
     Forwards,
     Backwards,
 }
 
 /// Kernels of one element and head size.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Emulator {
-    pub(super) element: Element,
-    pub(super) head_size: i64,
+pub(crate) struct Emulator {
+    pub(crate) element: Element,
+    pub(crate) head_size: i64,
 }
 
 /// One launch at a time: a library has one machine.
@@ -37,20 +37,20 @@ static LIBRARIES: Mutex<Option<HashMap<PathBuf, Library>>> = Mutex::new(None);
 
 impl Emulator {
     /// Runs a launch to its end.
-    pub(super) fn run(self, launch: &Launch, order: Order) {
+    pub(crate) fn run(self, launch: &Launch, order: Order) {
         let source = launch.kernel.program.source(self.element, self.head_size);
         let kernels = launch.kernel.program.kernels();
         let result = run(&source, &kernels, launch, order);
         result.unwrap_or_else(|error| panic!("{error}\n{launch:?}"));
     }
 
-    pub(super) fn run_all(self, launches: &[Launch], order: Order) {
+    pub(crate) fn run_all(self, launches: &[Launch], order: Order) {
         launches.iter().for_each(|launch| self.run(launch, order));
     }
 }
 
 /// Runs a launch of one of the `kernels` that `source` has.
-pub(super) fn run(source: &str, kernels: &[&str], launch: &Launch, order: Order) -> Result<(), String> {
+pub(crate) fn run(source: &str, kernels: &[&str], launch: &Launch, order: Order) -> Result<(), String> {
     let path = build(source, kernels);
     let mut libraries = LIBRARIES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let library = libraries.get_or_insert_default().entry(path).or_insert_with_key(|path| {
@@ -111,7 +111,7 @@ fn compile(source: &str, library: &Path) {
 
 /// Memory of a test: each tensor ends at a page that cannot be touched, up to the 15 bytes by which its beginning is aligned.
 #[derive(Debug, Default)]
-pub(super) struct Memory {
+pub(crate) struct Memory {
     mapped: RefCell<Vec<(*mut c_void, usize)>>,
 }
 
@@ -119,14 +119,14 @@ const PAGE: usize = 4096;
 
 impl Memory {
     /// A copy.
-    pub(super) fn tensor(&self, of: &Tensor) -> Tensor {
+    pub(crate) fn tensor(&self, of: &Tensor) -> Tensor {
         let tensor = self.poisoned(&of.size(), of.kind());
         tensor.shallow_clone().copy_(of);
         tensor
     }
 
     /// Of bytes 0xff: NaN, or -1.
-    pub(super) fn poisoned(&self, size: &[i64], kind: Kind) -> Tensor {
+    pub(crate) fn poisoned(&self, size: &[i64], kind: Kind) -> Tensor {
         let bytes = usize::try_from(size.iter().product::<i64>()).expect("a size") * kind.elt_size_in_bytes();
         let room = bytes.max(1).next_multiple_of(PAGE);
         // SAFETY: a new mapping; its last page is taken away from everyone.

@@ -5,12 +5,16 @@
 // N nodes of a step
 use tch::{Device, Kind, Tensor};
 
+use super::device::{Gpu, NoGpu};
+use super::graph::Key;
+use super::launcher::Launcher;
 use super::layout::{MAX_NODES, Nodes};
 use super::memory::{Memory, Weights, int32};
+use super::nvrtc::CompileError;
 use super::ops::Ops;
-use super::plan::{Plan, RESULTS, Shape, Unfit};
+use super::plan::{CHUNKS, Plan, RESULTS, Shape, Unfit};
 use super::state;
-use super::step::{Rule, Step};
+use super::step::{Rule, Step, products};
 use crate::decode::accept::Acceptance;
 use crate::decode::medusa::Medusa;
 use crate::decode::request::{DecodeError, Generation, OnTokens, Request, check_prompt};
@@ -20,15 +24,18 @@ use crate::model::llama::Llama;
 use crate::numbers::Positive;
 use crate::torch::guard;
 
-/// Rows of a piece of a prompt: the smallest that holds what is left of it.
-const CHUNKS: [usize; 3] = [8, 32, MAX_NODES];
-
 /// What can go wrong on a GPU.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// It cannot decode this.
     #[error(transparent)]
     Unfit(#[from] Unfit),
+    /// There is none, or it gave up.
+    #[error(transparent)]
+    Gpu(#[from] NoGpu),
+    /// Its kernels are not there.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
     /// It cannot decode as the request asks.
     #[error("the GPU's own loop cannot decode this: {0}; use --engine tch")]
     Request(&'static str),
@@ -88,18 +95,21 @@ impl<'a> Engine<'a> {
     ///
     /// # Errors
     /// [`EngineError::Unfit`] says what cannot be decoded, or what does not fit.
-    pub fn new(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, ops: Ops) -> Result<Self, EngineError> {
+    pub fn new(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, mut ops: Ops) -> Result<Self, EngineError> {
         let shape = shape_of(backbone, medusa);
         shape.check_tree()?;
         let plan = shape.plan(shape.room(1));
-        ops.free_bytes().map_or(Ok(()), |free| plan.check_fits(free))?;
+        ops.free_bytes()?.map_or(Ok(()), |free| plan.check_fits(free))?;
         let heads = medusa.map(|medusa| (medusa.heads(), medusa.tree().max_depth()));
         let device = backbone.device();
+        let weights = tch::no_grad(|| Weights::new(backbone, heads))?;
+        let memory = Memory::new(&plan, &shape, device);
+        tch::no_grad(|| ops.prepare(|| products(&weights, &memory, &shape)))?;
         Ok(Self {
             shape,
             acceptance: medusa.map(Medusa::acceptance),
-            weights: tch::no_grad(|| Weights::new(backbone, heads))?,
-            memory: Memory::new(&plan, &shape, device),
+            weights,
+            memory,
             nodes: StepNodes {
                 one: Nodes::chain(1, device),
                 tree: medusa.map(|medusa| Nodes::of_tree(medusa.tree(), device)),
@@ -113,9 +123,31 @@ impl<'a> Engine<'a> {
         })
     }
 
+    /// On the GPU where the backbone lies, for requests such as `request`.
+    ///
+    /// # Errors
+    /// [`EngineError`] says why there is no such engine.
+    pub fn on_gpu(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, request: &Request) -> Result<Self, EngineError> {
+        let gpu = Gpu::open(backbone.device())?;
+        rule_of(request, medusa.map(Medusa::acceptance)).map_err(EngineError::Request)?;
+        let shape = shape_of(backbone, medusa);
+        shape.check_kernels()?;
+        Self::new(backbone, medusa, Ops::Cuda(Box::new(Launcher::new(gpu, &shape, backbone.device())?)))
+    }
+
+    /// Where it decodes, and what that takes, in a line.
+    pub fn told(&self) -> String {
+        format!("{}; {}", self.ops.name(), self.plan())
+    }
+
     /// What it takes of the device's memory now.
     pub fn plan(&self) -> Plan {
         self.shape.plan(self.memory.room())
+    }
+
+    /// What the last step wrote, each buffer with its name.
+    pub fn buffers(&self) -> Vec<(&'static str, &Tensor)> {
+        self.memory.buffers.named()
     }
 
     /// Tokens in the cache: the last prompt, and those new tokens that were computed (the last one may not be).
@@ -207,7 +239,8 @@ impl<'a> Engine<'a> {
         }
         self.place(&[*last])?;
         let next = if with_tree { self.tree() } else { &self.nodes.one };
-        self.on(&self.nodes.one).run(rule, next)?;
+        let key = Key { has_tree: false, then_tree: with_tree, rule };
+        self.ops.replayed(key, || self.on(&self.nodes.one).run(rule, next))?;
         let next = self.read()?.next;
         self.ids.push(*last);
         Ok(next)
@@ -246,7 +279,8 @@ impl<'a> Engine<'a> {
     fn step(&mut self, rule: Rule, with_tree: bool) -> Result<Outcome, EngineError> {
         self.reserve(self.ids.len() as i64)?;
         let nodes = if with_tree { self.tree() } else { &self.nodes.one };
-        self.on(nodes).run(rule, nodes)?;
+        let key = Key { has_tree: with_tree, then_tree: with_tree, rule };
+        self.ops.replayed(key, || self.on(nodes).run(rule, nodes))?;
         let outcome = self.read()?;
         self.ids.extend(&outcome.accepted);
         Ok(outcome)
@@ -280,13 +314,14 @@ impl<'a> Engine<'a> {
         }
         let needed_bytes = self.shape.plan(room).cache_l2gsd.bytes();
         let outgrown = self.plan().cache_l2gsd.bytes();
-        if let Some(free) = self.ops.free_bytes().map(|free| free + self.outgrown_bytes)
+        if let Some(free) = self.ops.free_bytes()?.map(|free| free + self.outgrown_bytes)
             && free < needed_bytes
         {
             return Err(EngineError::Growth { room, needed_bytes, free_bytes: free });
         }
         self.memory.grow(room, self.ids.len() as i64);
         self.outgrown_bytes += outgrown;
+        self.ops.moved();
         Ok(())
     }
 }

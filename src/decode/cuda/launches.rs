@@ -87,13 +87,17 @@ pub struct Parts {
 impl Parts {
     /// For queries `[N, Q, D]` and G key/value heads; keys are split over enough blocks to fill a GPU.
     pub fn new([n, q, d]: [i64; 3], g: i64, device: Device) -> Self {
-        let blocks = g * if q / g * n <= FEW_ROWS { 1 } else { (q / g * n + ROWS - 1) / ROWS };
-        Self::with_splits([n, q, d], g, (ATTENTION_BLOCKS / blocks).clamp(1, 32), device)
+        Self::with_splits([n, q, d], g, splits(q / g * n, g), device)
+    }
+
+    /// Parts, and rows of each, of those that [`Parts::new`] makes.
+    pub fn counts([n, q, _]: [i64; 3], g: i64) -> [i64; 2] {
+        [splits(q / g * n, g) * parts_a_split(q / g * n), q * n]
     }
 
     /// As [`Parts::new`], with keys split over so many blocks.
     pub fn with_splits([n, q, d]: [i64; 3], g: i64, splits: i64, device: Device) -> Self {
-        let parts = splits * if q / g * n <= FEW_ROWS { 4 } else { 1 };
+        let parts = splits * parts_a_split(q / g * n);
         let zeros = |width| Tensor::zeros([parts, q * n, width], (Kind::Float, device));
         Self { sums: zeros(d), marks: zeros(2), splits }
     }
@@ -102,6 +106,16 @@ impl Parts {
     pub fn tensors_mut(&mut self) -> [&mut Tensor; 2] {
         [&mut self.sums, &mut self.marks]
     }
+}
+
+/// Blocks that share the keys of a key/value head with so many rows.
+fn splits(rows: i64, g: i64) -> i64 {
+    let blocks = g * if rows <= FEW_ROWS { 1 } else { (rows + ROWS - 1) / ROWS };
+    (ATTENTION_BLOCKS / blocks).clamp(1, 32)
+}
+
+fn parts_a_split(rows: i64) -> i64 {
+    if rows <= FEW_ROWS { 4 } else { 1 }
 }
 
 /// See [`oracle::tree_attention`](super::oracle::tree_attention): the parts, and what puts them together.
@@ -217,13 +231,18 @@ pub fn head_logits(x_kh: &Tensor, w: &Tensor, logits_kv: &Tensor) -> Launch {
 /// Logits of a block of [`top_guesses`].
 const SLICE: i64 = 4096;
 
+/// See [`guess_parts`].
+pub fn guess_parts_size([k, v]: [i64; 2], p: i64) -> Vec<i64> {
+    vec![k, blocks(v, SLICE), p]
+}
+
 /// `[K, slices, P]`: where [`top_guesses`] keeps the first of each slice of a row.
 ///
 /// # Panics
 /// For so many guesses that their slices do not fit a block.
 pub fn guess_parts([k, v]: [i64; 2], p: i64, device: Device) -> Tensor {
     assert!(p <= v && blocks(v, SLICE) * p <= SLICE, "{p} guesses of {v} tokens are more than a block takes");
-    Tensor::zeros([k, blocks(v, SLICE), p], (Kind::Int64, device))
+    Tensor::zeros(guess_parts_size([k, v], p), (Kind::Int64, device))
 }
 
 /// See [`oracle::top_guesses`](super::oracle::top_guesses); `parts` is of [`guess_parts`].

@@ -12,8 +12,13 @@
 //! | what stays | `compact`, then `advance` |
 //! | the next tree | `res_block`, `head_logits`, `top_guesses`, `fill_tree` |
 
+pub mod choices;
+pub mod device;
 pub mod engine;
+pub mod gemm;
+pub mod graph;
 pub mod kernels;
+pub mod launcher;
 pub mod launches;
 pub mod layout;
 pub mod memory;

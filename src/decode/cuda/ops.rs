@@ -1,22 +1,46 @@
 //! Who computes a step: the kernels on a GPU, or their oracle on tensors of any device. Both write into the same buffers.
 
 // The letters are those of `oracle`
+use std::fmt;
+
 use tch::{Device, Tensor};
 
-use super::engine::EngineError;
+use super::engine::{EngineError, shape_of};
+use super::graph::Key;
+use super::kernels::Launch;
+use super::launcher::{Between, Launcher, Needed};
+use super::launches;
 use super::layout::{Nodes, Rotations};
 use super::oracle::{self, Accepted, BlockInput, Draws, Places};
 use crate::decode::accept::TypicalAcceptance;
+use crate::decode::medusa::Medusa;
 use crate::model::config::LlamaConfig;
+use crate::model::llama::Llama;
 
 /// The operations of a step.
 #[derive(Debug)]
 pub enum Ops {
     /// Slowly and obviously, where the buffers are.
     Oracle,
+    /// With kernels, on the GPU where the buffers are.
+    Cuda(Box<Launcher>),
+    /// With the launches of the same kernels, which somebody else runs, on buffers of the host.
+    Host(Host),
 }
 
-/// Calls the oracle's function, or the kernel of the same name.
+/// See [`Ops::Host`].
+pub struct Host {
+    between: Between,
+    launch: Box<dyn Fn(&Launch)>,
+}
+
+impl fmt::Debug for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Host").finish_non_exhaustive()
+    }
+}
+
+/// Calls the oracle's function, or launches the kernel of the same name.
 macro_rules! call {
     ($self:ident, $name:ident($($argument:expr),*)) => {
         match $self {
@@ -24,6 +48,7 @@ macro_rules! call {
                 oracle::$name($($argument),*);
                 Ok(())
             }
+            _ => $self.launch(&launches::$name($($argument),*)),
         }
     };
 }
@@ -31,10 +56,68 @@ macro_rules! call {
 type Done = Result<(), EngineError>;
 
 impl Ops {
-    /// Memory of the device that is free; `None` where nobody counts it.
-    pub fn free_bytes(&self) -> Option<u64> {
+    /// `launch` runs the launches of a backbone with these heads.
+    pub fn on_host<'a>(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, launch: impl Fn(&Launch) + 'static) -> Self {
+        let between = Between::new(&shape_of(backbone, medusa), Device::Cpu);
+        Self::Host(Host { between, launch: Box::new(launch) })
+    }
+
+    fn launch(&self, launch: &Launch) -> Done {
         match self {
-            Ops::Oracle => None,
+            Ops::Oracle => unreachable!("the oracle has no launches"),
+            Ops::Cuda(launcher) => launcher.launch(launch),
+            Ops::Host(host) => {
+                (host.launch)(launch);
+                Ok(())
+            }
+        }
+    }
+
+    fn between(&self) -> &Between {
+        match self {
+            Ops::Oracle => unreachable!("the oracle needs nothing else"),
+            Ops::Cuda(launcher) => launcher.between(),
+            Ops::Host(host) => &host.between,
+        }
+    }
+
+    /// Where it computes.
+    pub fn name(&self) -> &str {
+        match self {
+            Ops::Oracle => "the kernels' oracle",
+            Ops::Cuda(launcher) => &launcher.gpu().name,
+            Ops::Host(_) => "the host",
+        }
+    }
+
+    /// Memory of the device that is free; `None` where nobody counts it.
+    pub(super) fn free_bytes(&self) -> Result<Option<u64>, EngineError> {
+        match self {
+            Ops::Oracle | Ops::Host(_) => Ok(None),
+            Ops::Cuda(launcher) => Ok(Some(launcher.gpu().free_bytes()?)),
+        }
+    }
+
+    /// The buffers are new: they are whole, and their products are computed in the fastest way.
+    pub(super) fn prepare(&mut self, products: impl FnOnce() -> Vec<Needed>) -> Done {
+        match self {
+            Ops::Oracle | Ops::Host(_) => Ok(()),
+            Ops::Cuda(launcher) => launcher.time(&products()),
+        }
+    }
+
+    /// Buffers have moved.
+    pub(super) fn moved(&self) {
+        if let Ops::Cuda(launcher) = self {
+            launcher.moved();
+        }
+    }
+
+    /// Runs a step, from its record where there is one.
+    pub(super) fn replayed(&self, key: Key, step: impl FnOnce() -> Done) -> Done {
+        match self {
+            Ops::Oracle | Ops::Host(_) => step(),
+            Ops::Cuda(launcher) => launcher.replayed(key, step),
         }
     }
 
@@ -58,7 +141,14 @@ impl Ops {
     }
 
     pub(super) fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Done {
-        call!(self, linear(x_nk, w_mk, None, y_nm))
+        match self {
+            Ops::Oracle => {
+                oracle::linear(x_nk, w_mk, None, y_nm);
+                Ok(())
+            }
+            Ops::Cuda(launcher) => launcher.linear(x_nk, w_mk, y_nm),
+            Ops::Host(_) => self.launch(&launches::linear(x_nk, w_mk, None, y_nm)),
+        }
     }
 
     pub(super) fn rope_append(
@@ -81,7 +171,18 @@ impl Ops {
         attended_nqd: &Tensor,
     ) -> Done {
         let scale = (config.head_dim as f64).powf(-0.5);
-        call!(self, tree_attention(q_nqd, kv_2gsd, places, scale, config.sliding_window, attended_nqd))
+        let window = config.sliding_window;
+        match self {
+            Ops::Oracle => {
+                oracle::tree_attention(q_nqd, kv_2gsd, places, scale, window, attended_nqd);
+                Ok(())
+            }
+            _ => {
+                let parts = self.between().parts(places.nodes.len());
+                let both = launches::tree_attention(q_nqd, kv_2gsd, places, (scale, window), parts, attended_nqd);
+                both.iter().try_for_each(|launch| self.launch(launch))
+            }
+        }
     }
 
     pub(super) fn silu_mul(&self, gate_up_ni: &Tensor, product_ni: &Tensor) -> Done {
@@ -93,7 +194,16 @@ impl Ops {
     }
 
     pub(super) fn top_guesses(&self, logits_kv: &Tensor, ids_kp: &Tensor) -> Done {
-        call!(self, top_guesses(logits_kv, ids_kp))
+        match self {
+            Ops::Oracle => {
+                oracle::top_guesses(logits_kv, ids_kp);
+                Ok(())
+            }
+            _ => {
+                let both = launches::top_guesses(logits_kv, self.between().guess_parts(), ids_kp);
+                both.iter().try_for_each(|launch| self.launch(launch))
+            }
+        }
     }
 
     pub(super) fn best(&self, logits_nv: &Tensor, best_n: &Tensor) -> Done {
@@ -108,7 +218,16 @@ impl Ops {
         temperature: f64,
         [log_p_n, entropy_n]: [&Tensor; 2],
     ) -> Done {
-        call!(self, posterior(logits_nv, tokens_n, nodes, temperature, log_p_n, entropy_n))
+        match self {
+            Ops::Oracle => {
+                oracle::posterior(logits_nv, tokens_n, nodes, temperature, log_p_n, entropy_n);
+                Ok(())
+            }
+            _ => {
+                let numbers = [log_p_n, entropy_n];
+                self.launch(&launches::posterior(logits_nv, tokens_n, nodes, temperature, numbers))
+            }
+        }
     }
 
     pub(super) fn draw(&self, logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) -> Done {
@@ -145,15 +264,19 @@ impl Ops {
     /// A buffer gets what the host has: the same shape and dtype, on the CPU.
     pub(super) fn upload(&self, to: &Tensor, from: &Tensor) -> Done {
         match self {
-            Ops::Oracle => to.shallow_clone().copy_(from),
-        };
-        Ok(())
+            Ops::Oracle | Ops::Host(_) => {
+                to.shallow_clone().copy_(from);
+                Ok(())
+            }
+            Ops::Cuda(launcher) => Ok(launcher.gpu().upload(to, from)?),
+        }
     }
 
     /// A buffer on the host, when all that was asked for before is done.
     pub(super) fn download(&self, from: &Tensor) -> Result<Tensor, EngineError> {
         match self {
-            Ops::Oracle => Ok(from.to_device(Device::Cpu)),
+            Ops::Oracle | Ops::Host(_) => Ok(from.to_device(Device::Cpu)),
+            Ops::Cuda(launcher) => Ok(launcher.gpu().download(from)?),
         }
     }
 }

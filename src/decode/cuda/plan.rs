@@ -1,11 +1,13 @@
 //! What decoding on a GPU takes of its memory, on paper, and what it cannot decode at all: both are known before anything is allocated.
 
 // L layers, N nodes of a step (at most C), H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP,
-// V vocabulary, K heads, P guesses a head, S room for tokens, U positions, X pieces that a cache is read in
+// V vocabulary, K heads, P guesses a head, S room for tokens, U positions
 use std::fmt;
 
 use tch::Kind;
 
+use super::gemm::WORKSPACE_BYTES;
+use super::launches::{self, Parts};
 use super::layout::MAX_NODES;
 use super::state;
 use crate::medusa::heads::HeadsShape;
@@ -18,12 +20,12 @@ pub const BLOCK: i64 = 4096;
 const GRAIN: i64 = 64;
 /// What the widths of products are multiples of.
 const WIDTHS: i64 = 64;
+/// Rows of a piece of a prompt: the smallest that holds what is left of it.
+pub const CHUNKS: [usize; 3] = [8, 32, MAX_NODES];
 /// Head sizes that there are kernels for.
 pub const HEAD_SIZES: [i64; 2] = [64, 128];
 /// Most guesses of a head.
 pub const MAX_GUESSES: usize = 16;
-/// Most pieces that attention reads a cache in.
-pub const PIECES: i64 = 16;
 /// Results that the device keeps for the host to read.
 pub const RESULTS: i64 = 8;
 
@@ -78,7 +80,7 @@ pub enum Unfit {
     },
     /// Too little memory.
     #[error("too little memory is free: {0}")]
-    Memory(Shortage),
+    Memory(Box<Shortage>),
 }
 
 /// What was needed and what there was.
@@ -147,10 +149,6 @@ buffers! {
     qkv_nw,
     /// `[C, Q, D]`: rotated queries.
     q_nqd,
-    /// `[X, C, Q, D]` float32: attention to pieces of the cache.
-    pieces_xnqd,
-    /// `[X, C, Q, 2]` float32: their largest scores and their sums.
-    sums_xnq2,
     /// `[C, Q, D]`: attention's output.
     attended_nqd,
     /// `[C, 2I]`: gate and up.
@@ -192,6 +190,8 @@ pub struct Plan {
     pub uniforms_u: Size,
     /// `[K, H, H]` for each ResBlock: the heads' matrices in one piece, a copy.
     pub blocks_khh: Vec<Size>,
+    /// What kernels use among themselves: parts of attention, the heads' guesses slice by slice, the workspace of cublasLt.
+    pub between_kernels_bytes: u64,
     /// What there is already: the backbone's weights and the heads'.
     pub weight_bytes: u64,
     /// Most tokens of a text.
@@ -275,15 +275,39 @@ impl Shape<'_> {
             rotations_2ud: Size::new([2, self.positions(), d / 2], Kind::Float),
             uniforms_u: Size::new([self.positions()], Kind::Double),
             blocks_khh: blocks,
+            between_kernels_bytes: self.between_kernels(),
             weight_bytes: parameters.unsigned_abs() * self.kind.elt_size_in_bytes() as u64,
             context: config.max_position_embeddings,
         }
     }
 
+    /// Rows that a step can have: one node, a piece of a prompt, the tree.
+    pub fn rows_of_steps(&self) -> Vec<i64> {
+        let tree = self.medusa.map(|(_, tree)| tree.len());
+        let mut rows: Vec<i64> = CHUNKS.into_iter().chain([1]).chain(tree).map(|rows| rows as i64).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        rows
+    }
+
+    fn between_kernels(&self) -> u64 {
+        let config = self.config;
+        let attention = self.rows_of_steps().into_iter().map(|rows| {
+            let queries = [rows, config.num_attention_heads, config.head_dim];
+            let [parts, rows] = Parts::counts(queries, config.num_key_value_heads);
+            Size::new([parts, rows, config.head_dim + 2], Kind::Float).bytes()
+        });
+        let guesses = self.medusa.map_or(0, |(_, tree)| {
+            let size = [tree.max_depth() as i64, config.vocab_size];
+            Size { shape: launches::guess_parts_size(size, self.guesses() as i64), kind: Kind::Int64 }.bytes()
+        });
+        attention.sum::<u64>() + guesses + WORKSPACE_BYTES.unsigned_abs()
+    }
+
     fn buffers(&self) -> Buffers<Size> {
         let (config, kind) = (self.config, self.kind);
         let (c, h, v, i) = (MAX_NODES as i64, config.hidden_size, config.vocab_size, config.intermediate_size);
-        let (q, d, x) = (config.num_attention_heads, config.head_dim, PIECES);
+        let (q, d) = (config.num_attention_heads, config.head_dim);
         let (n, k) = self.medusa.map_or((1, 0), |(_, tree)| (tree.len() as i64, tree.max_depth() as i64));
         let p = self.guesses() as i64;
         let (sixteen, float, int) = (kind, Kind::Float, Kind::Int);
@@ -296,8 +320,6 @@ impl Shape<'_> {
             delta_nh: Size::new([c, h], sixteen),
             qkv_nw: Size::new([c, config.query_size() + 2 * config.key_value_size()], sixteen),
             q_nqd: Size::new([c, q, d], sixteen),
-            pieces_xnqd: Size::new([x, c, q, d], float),
-            sums_xnq2: Size::new([x, c, q, 2], float),
             attended_nqd: Size::new([c, q, d], sixteen),
             gate_up_ni: Size::new([c, 2 * i], sixteen),
             product_ni: Size::new([c, i], sixteen),
@@ -334,7 +356,7 @@ impl Plan {
             (format!("cache of {} tokens", self.room()), self.cache_l2gsd.bytes()),
             ("the heads' ResBlocks in one piece".into(), self.blocks_khh.iter().map(Size::bytes).sum()),
             ("logits".into(), logits),
-            ("other buffers of a step".into(), buffers - logits),
+            ("other buffers of a step".into(), buffers - logits + self.between_kernels_bytes),
             ("rotations and draws".into(), self.rotations_2ud.bytes() + self.uniforms_u.bytes()),
         ]
     }
@@ -347,7 +369,7 @@ impl Plan {
         if self.bytes() <= free_bytes {
             return Ok(());
         }
-        Err(Unfit::Memory(Shortage { plan: self.clone(), free_bytes }))
+        Err(Unfit::Memory(Box::new(Shortage { plan: self.clone(), free_bytes })))
     }
 
     /// The longest context whose whole cache fits into what is free; `None` where not even the shortest does.

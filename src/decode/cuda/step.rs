@@ -7,10 +7,12 @@
 use tch::Tensor;
 
 use super::engine::EngineError;
+use super::launcher::Needed;
 use super::layout::Nodes;
 use super::memory::{Memory, Weights};
 use super::ops::Ops;
 use super::oracle::{Accepted, BlockInput, Draws, Places};
+use super::plan::Shape;
 use crate::decode::accept::TypicalAcceptance;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::DenseLayer;
@@ -178,4 +180,40 @@ impl Step<'_> {
     fn rows(&self, buffer: &Tensor) -> Tensor {
         buffer.narrow(0, 0, self.nodes.len())
     }
+}
+
+/// The products of all steps of `shape`, in the buffers that they are computed in.
+pub fn products(weights: &Weights, memory: &Memory, shape: &Shape) -> Vec<Needed> {
+    let buffers = &memory.buffers;
+    let attended_nq = buffers.attended_nqd.view([-1, shape.config.query_size()]);
+    let each = |weight: fn(&DenseLayer) -> &Tensor| -> Vec<Tensor> {
+        weights.backbone.layers.iter().map(|layer| weight(layer).shallow_clone()).collect()
+    };
+    let of_layers = [
+        (&buffers.normed_nh, each(|layer| &layer.qkv_wh), &buffers.qkv_nw),
+        (&attended_nq, each(|layer| &layer.o_hq), &buffers.delta_nh),
+        (&buffers.normed_nh, each(|layer| &layer.gate_up_ih), &buffers.gate_up_ni),
+        (&buffers.product_ni, each(|layer| &layer.down_hi), &buffers.delta_nh),
+    ];
+    let needed = |rows: i64, x: &Tensor, weights: &[Tensor], y: &Tensor| Needed {
+        x_nk: x.narrow(0, 0, rows),
+        weights_mk: weights.iter().map(Tensor::shallow_clone).collect(),
+        y_nm: y.narrow(0, 0, rows),
+    };
+    let mut all = vec![];
+    for rows in shape.rows_of_steps() {
+        all.extend(of_layers.iter().map(|(x, weights, y)| needed(rows, x, weights, y)));
+    }
+    let lm_head = [weights.backbone.lm_head_vh.shallow_clone()];
+    for rows in [1, buffers.logits_nv.size()[0]] {
+        all.push(needed(rows, &buffers.hidden_nh, &lm_head, &buffers.logits_nv));
+    }
+    if let Some(heads) = &weights.heads {
+        let (rows, w2) = match heads.w2_vh.is_empty() {
+            true => (buffers.heads_kh.size()[0], &lm_head[..]),
+            false => (1, &heads.w2_vh[..]),
+        };
+        all.push(needed(rows, &buffers.heads_kh, w2, &buffers.head_logits_kv));
+    }
+    all
 }
