@@ -118,6 +118,11 @@ pub fn sha256(path: &Path) -> io::Result<String> {
     }
 }
 
+/// SHA-256 of several files by their own, in hexadecimal.
+pub fn sha256_of_all(sums: &[String]) -> String {
+    hex(&Sha256::digest(sums.join("\n").as_bytes()))
+}
+
 /// Bytes in hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()

@@ -16,7 +16,7 @@
 //!
 //! ```text
 //! L6 cli, bin          one file a verb
-//! L5 recipe            the only TOML reader
+//! L5 recipe  report    the only TOML reader; a run as one page
 //! L4 calibrate latency distill export  what is made from a trained run; what a backbone says, as rows
 //! L3 train   decode    the two loops
 //! L2 medusa  data      the method; text to labelled token rows
@@ -49,5 +49,6 @@ pub mod medusa;
 pub mod model;
 pub mod numbers;
 pub mod recipe;
+pub mod report;
 pub mod torch;
 pub mod train;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::DataConfig;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
-use crate::medusa::heads::{HEADS_FILE, HeadsConfig};
+use crate::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -314,14 +314,17 @@ impl Recipe {
         }
         let lora = if let Stage::Medusa2(config) = &self.stage { config.lora.as_ref() } else { None };
         let adapter = lora.and_then(|lora| lora.init_from.as_ref());
-        let heads_hint = "give a folder with heads.safetensors, such as a run's final/";
+        let of_heads = |path: &PathBuf| import::locate(path).unwrap_or_else(|_| path.join(HEADS_FILE));
+        let of_adapter = |path: &PathBuf| path.join(ADAPTER_FILE);
+        let heads_hint =
+            "give heads.safetensors or a folder with it, such as a run's final/; heads in other layouts are read, too";
         let adapter_hint = "give a folder with a PEFT adapter, such as a run's final/";
         let starts = [
-            ("heads.init_from", self.heads.init_from.as_ref(), HEADS_FILE, heads_hint),
-            ("stage.medusa2.lora.init_from", adapter, ADAPTER_FILE, adapter_hint),
+            ("heads.init_from", self.heads.init_from.as_ref().map(of_heads), heads_hint),
+            ("stage.medusa2.lora.init_from", adapter.map(of_adapter), adapter_hint),
         ];
-        for (key, folder, file, hint) in starts {
-            if let Some(path) = folder.map(|folder| folder.join(file)).filter(|path| !path.is_file()) {
+        for (key, path, hint) in starts {
+            if let Some(path) = path.filter(|path| !path.is_file()) {
                 return Err(wrong(text.value(key), Mistake::Missing { key, path, hint }));
             }
         }

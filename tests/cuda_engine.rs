@@ -382,7 +382,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
         }
         let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 2, hidden_size: 64, vocab_size: 64 };
         let heads = Heads::random(shape, kind, Device::Cpu, 5);
-        let tree = SparseTree::cartesian(&[16, 3]).expect("65 nodes");
+        let tree = SparseTree::cartesian(&[8, 3]).expect("33 nodes");
         let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });
         for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.8), (Acceptance::Rejection, 0.8)] {
             let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
@@ -392,7 +392,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             let mut fast = Engine::new(&llama, Some(&medusa), emulated).expect("it can decode this");
             let mut slow = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..40).map(|at| at * at % 64).collect();
-            let request = sampled(&prompt, 16, temperature, 4);
+            let request = sampled(&prompt, 10, temperature, 4);
             let of = format!("{kind:?}, {acceptance:?}");
             let expected = slow.medusa(&request, &mut go_on()).expect("a text");
             assert_same(&fast.medusa(&request, &mut go_on()).expect("a text"), &expected, &of);

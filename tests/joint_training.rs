@@ -135,7 +135,10 @@ fn adapters_merge_into_a_plain_folder() {
     small.train(&[]).succeeded();
     let export = ["export", "--heads", "run/final", "--format", "merged", "--out", "merged"];
     assert_eq!(small.medusa(&export).succeeded().stdout, "merged\n");
-    assert_eq!(small.names("merged"), ["config.json", "heads.safetensors", "model.safetensors", "tokenizer.json"]);
+    assert_eq!(
+        small.names("merged"),
+        ["README.md", "config.json", "model.safetensors", "recipe.toml", "tokenizer.json"]
+    );
     let mut adapted = load(&small, "backbone");
     attach(&mut adapted, &small.path("run/final"), None).expect("the run's adapter");
     let difference = logits(&load(&small, "merged"), Adapters::Off) - logits(&adapted, Adapters::On);
@@ -152,10 +155,10 @@ fn adapters_merge_into_a_plain_folder() {
 }
 
 #[test]
-fn heads_without_an_adapter_have_nothing_to_merge() {
+fn heads_without_an_adapter_have_none_to_put_beside_them() {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
-    let export = ["export", "--heads", "run/final", "--format", "merged", "--out", "merged"];
+    let export = ["export", "--heads", "run/final", "--format", "peft", "--out", "exported"];
     small.medusa(&export).failed(2, &["run/final has no adapter_config.json", "Medusa-2 run's final/"]);
 }
 

@@ -9,7 +9,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
-use super::decoder::{Decoder, chat_template, load_backbone};
+use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
@@ -18,8 +18,8 @@ use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::rows::TokenRow;
 use crate::data::tokenize::{TextTokenizer, wide};
 use crate::data::{self, LoadSettings, prompts};
-use crate::files;
-use crate::medusa::heads::{HEADS_FILE, Heads};
+use crate::medusa::heads::Heads;
+use crate::medusa::heads::import::HeadsFile;
 use crate::model::llama::{Llama, Purpose};
 
 /// Measure how often each guess of each head is right, on rows that the heads were not trained on.
@@ -68,12 +68,12 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             (backbone, rows)
         }
     };
-    let heads = Heads::load(&args.heads, &backbone)?.for_decoding(); // what they guess there is what counts
+    let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // what they guess there is what counts
     let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
-    let calibration = counts.sign(args.backbone.display().to_string(), files::sha256(&heads_file(&args.heads))?)?;
+    let calibration = counts.sign(args.backbone.display().to_string(), HeadsFile::open(&args.heads)?.sha256()?)?;
     calibration.save(&args.out)?;
     common.say(format_args!("{} tokens of {} rows; wrote {}", calibration.tokens, rows.len(), args.out.display()));
     if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }
@@ -120,11 +120,6 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     let (rows, report) = data::load(&args.data, &settings)?;
     common.say(report);
     Ok(rows)
-}
-
-/// The file of a heads folder, or the file itself.
-pub(super) fn heads_file(heads: &Path) -> PathBuf {
-    if heads.is_dir() { heads.join(HEADS_FILE) } else { heads.to_owned() }
 }
 
 /// Where a progress bar is drawn: stderr, if that is a terminal and people read it.

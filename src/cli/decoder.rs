@@ -15,6 +15,7 @@ use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::sample::Sampling;
 use crate::medusa::heads::Heads;
+use crate::medusa::heads::import::HeadsFile;
 use crate::medusa::tree::SparseTree;
 use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
@@ -187,6 +188,15 @@ pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
     TemplateChoice::try_from(text.to_owned())
 }
 
+/// Heads in any layout, with what the user should know of their file told first.
+///
+/// # Errors
+/// What is wrong with the file, or does not fit the backbone.
+pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
+    HeadsFile::open(path)?.notices()?.iter().for_each(|notice| common.say(notice));
+    Ok(Heads::load(path, backbone)?)
+}
+
 /// What a backbone of this kind is called.
 pub fn dtype_of(kind: tch::Kind) -> Dtype {
     match kind {
@@ -246,7 +256,7 @@ impl Decoder {
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let medusa = match heads {
             Some(path) => {
-                let heads = Heads::load(path, &backbone)?.for_decoding();
+                let heads = load_heads(path, &backbone, common)?.for_decoding();
                 let tree = tree.map_or_else(|| chain_of(&heads, common), Ok)?;
                 Some((heads, tree))
             }

@@ -11,7 +11,6 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
-use super::calibrate::heads_file;
 use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
 use super::engine::{EngineFlags, EngineName};
 use super::train::progress::time_left;
@@ -28,6 +27,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
+use crate::medusa::heads::import::HeadsFile;
 use crate::model::llama::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
@@ -173,7 +173,7 @@ impl DistillArgs {
             self_talk: self.self_talk,
             seed: common.seed,
             heads: self.heads.as_deref().map(shown),
-            heads_sha256: self.heads.as_deref().map(|heads| files::sha256(&heads_file(heads))).transpose()?,
+            heads_sha256: self.heads.as_deref().map(|heads| HeadsFile::open(heads)?.sha256()).transpose()?,
             adapter_sha256: adapter,
             tree_sha256: self.tree.as_deref().map(files::sha256).transpose()?,
         })

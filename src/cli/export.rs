@@ -1,26 +1,24 @@
 //! `medusa export`: what a run trained, in the layouts that others load.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
-use serde_json::json;
+use clap::Args;
+use serde::Serialize;
 
-use super::decoder::own_dtype;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::export;
-use crate::model::peft::ADAPTER_CONFIG;
+use crate::export::{self, ExportError, Exported, Format, Request};
 
-const EXAMPLE: &str =
-    "Example:\n  medusa export --heads checkpoints/tiny_stage2/final --format merged --out tiny_merged";
+const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
 
-/// Write what a run trained in a layout that others load.
+/// Write what a run trained in a layout that others load, with a model card; read it back before it gets its name.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct ExportArgs {
-    /// A run's final/.
-    #[arg(long, value_name = "FOLDER")]
+    /// A run's final/, or heads in any layout.
+    #[arg(long, value_name = "PATH")]
     pub heads: PathBuf,
-    /// The layout.
+    /// Who shall load it.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub format: Format,
     /// The new folder.
@@ -29,13 +27,29 @@ pub struct ExportArgs {
     /// The backbone that the heads were trained on [default: as their config.json says].
     #[arg(long, value_name = "FOLDER")]
     pub backbone: Option<PathBuf>,
+    /// Only the first K heads.
+    #[arg(long, value_name = "K")]
+    pub medusa_num_heads: Option<NonZeroUsize>,
+    /// `medusa_lm_head.pt` in place of safetensors (heads, tensorrt-llm).
+    #[arg(long)]
+    pub pickle: bool,
+    /// Accuracies for the model card [default: calibration.json of the run].
+    #[arg(long, value_name = "FILE")]
+    pub calibration: Option<PathBuf>,
+    /// The tree to put beside the heads [default: tree.json of the run].
+    #[arg(long, value_name = "FILE")]
+    pub tree: Option<PathBuf>,
+    /// Figures for the model card [default: bench.json of the run].
+    #[arg(long, value_name = "FILE")]
+    pub bench: Option<PathBuf>,
 }
 
-/// `--format`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Format {
-    /// One Hugging Face folder: the backbone with the adapter merged into its weights, and the heads beside it.
-    Merged,
+#[derive(Serialize)]
+struct Printed<'e> {
+    out: &'e PathBuf,
+    format: &'static str,
+    #[serde(flatten)]
+    exported: &'e Exported,
 }
 
 /// Writes the folder, reads it back, and prints its path.
@@ -43,18 +57,45 @@ pub enum Format {
 /// # Errors
 /// What is missing or does not fit; nothing is left then.
 pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let Format::Merged = args.format;
-    if !args.heads.join(ADAPTER_CONFIG).exists() {
-        let heads = args.heads.display();
-        let text = format!(
-            "--format merged: {heads} has no {ADAPTER_CONFIG}, so no adapter to merge; give a Medusa-2 run's final/"
-        );
-        return Err(UsageError(text).into());
+    let request = Request {
+        heads: args.heads.clone(),
+        backbone: args.backbone.clone(),
+        format: args.format,
+        out: args.out.clone(),
+        dtype: common.dtype,
+        medusa_num_heads: args.medusa_num_heads,
+        pickle: args.pickle,
+        calibration: args.calibration.clone(),
+        tree: args.tree.clone(),
+        bench: args.bench.clone(),
+    };
+    let exported = export::export(&request).map_err(of_usage)?;
+    exported.notices.iter().for_each(|notice| common.say(notice));
+    common.say(checked(&exported));
+    match common.json {
+        true => print_json(&Printed { out: &args.out, format: args.format.name(), exported: &exported }),
+        false => print_line(args.out.display()),
     }
-    let base = args.backbone.clone().or_else(|| export::base_of(&args.heads));
-    let base =
-        base.ok_or_else(|| UsageError("these heads do not say their backbone: give --backbone FOLDER".into()))?;
-    let dtype = common.dtype.map_or_else(|| own_dtype(&base), Ok)?;
-    export::merged(&base, &args.heads, dtype.kind(), &args.out)?;
-    if common.json { print_json(&json!({"out": args.out, "format": "merged"})) } else { print_line(args.out.display()) }
+}
+
+/// A command that cannot be is a wrong command: exit status 2.
+fn of_usage(error: ExportError) -> anyhow::Error {
+    match error {
+        ExportError::NoBackbone { .. }
+        | ExportError::TooManyHeads { .. }
+        | ExportError::TgiLayers { .. }
+        | ExportError::NoAdapter { .. }
+        | ExportError::Pickle { .. } => UsageError(error.to_string()).into(),
+        other => other.into(),
+    }
+}
+
+/// One line of what was looked at.
+fn checked(exported: &Exported) -> String {
+    let (shape, difference) = (exported.shape, exported.difference_to_trained);
+    format!(
+        "{} heads of {} ResBlock(s) in {}: read back, and bit for bit the trained heads in that dtype; as trained they differ by at most \
+         {:.1e} of {:.1e}",
+        shape.medusa_num_heads, shape.medusa_num_layers, exported.dtype, difference.largest, difference.of
+    )
 }

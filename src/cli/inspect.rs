@@ -11,10 +11,12 @@ use serde_json::Value;
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::calibrate::Calibration;
 use crate::latency::{Latency, StepTime};
+use crate::medusa::heads::import::{self, HeadsFile};
+use crate::medusa::heads::layout::Layout;
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
-use crate::model::weights::{WeightFiles, WeightsError, map_file};
+use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightsError, map_file};
 use crate::torch::Dtype;
 
 mod run;
@@ -51,12 +53,16 @@ struct Found<'p> {
 
 #[derive(Debug, Serialize)]
 struct HeadsFound {
+    layout: Layout,
     #[serde(flatten)]
     shape: HeadsShape,
     shared_lm_head: bool,
     parameters: i64,
     dtypes: Vec<String>,
     bytes: u64,
+    /// What a reader of this file should know.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notices: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -98,6 +104,9 @@ struct BackboneFound {
     parameters: i64,
     weights_bytes: Option<u64>,
     bytes: BTreeMap<String, u64>,
+    /// Heads among its weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    heads: Option<HeadsFound>,
 }
 
 /// Looks at the path and prints what it holds.
@@ -123,8 +132,10 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     if run::is_run(path) {
         return Ok(Contents::Run(Box::new(run::Run::read(path)?)));
     }
-    if path.join(HEADS_FILE).is_file() {
-        return file(&path.join(HEADS_FILE));
+    if let Ok(found) = import::locate(path)
+        && is_draft(&found)
+    {
+        return Ok(Contents::Heads(HeadsFound::read(&HeadsFile::open(&found)?)?));
     }
     if path.join("config.json").is_file() {
         return Ok(Contents::Backbone(Box::new(backbone(path)?)));
@@ -136,32 +147,26 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     )
 }
 
+/// Whether a file is one of heads alone: a backbone's weights have the name of vLLM's.
+fn is_draft(file: &Path) -> bool {
+    let in_weights = [MODEL_FILE, MODEL_INDEX].iter().any(|name| file.ends_with(name));
+    !in_weights || HeadsFile::open(file).is_ok_and(|heads| heads.layout() == Layout::Vllm)
+}
+
 fn file(path: &Path) -> anyhow::Result<Contents> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("safetensors") => weights(path),
+        Some("pt" | "pth" | "bin") => Ok(Contents::Heads(HeadsFound::read(&HeadsFile::open(path)?)?)),
         Some("json") => json(path),
-        _ => anyhow::bail!("{} is of no known kind; expected .safetensors or .json", path.display()),
+        _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt or .json", path.display()),
     }
 }
 
 fn weights(path: &Path) -> anyhow::Result<Contents> {
     let tensors = tensors(path)?;
-    match HeadsShape::of(&WeightFiles::open_file(path)?, path) {
-        Ok(shape) => Ok(Contents::Heads(heads(shape, &tensors))),
-        Err(_) => Ok(Contents::Tensors(tensors)), // no heads: any other tensors
-    }
-}
-
-fn heads(shape: HeadsShape, tensors: &TensorsFound) -> HeadsFound {
-    let mut dtypes: Vec<String> = tensors.tensors.iter().map(|tensor| tensor.dtype.clone()).collect();
-    dtypes.sort();
-    dtypes.dedup();
-    HeadsFound {
-        shape,
-        shared_lm_head: shape.vocab_size == 0,
-        parameters: shape.parameters(),
-        dtypes,
-        bytes: tensors.bytes as u64,
+    match HeadsFile::open(path) {
+        Ok(file) if file.layout().prefix().is_none() => Ok(Contents::Heads(HeadsFound::read(&file)?)),
+        _ => Ok(Contents::Tensors(tensors)), // a backbone's, or any other tensors
     }
 }
 
@@ -190,7 +195,8 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
     let in_memory = |dtype: Dtype| (dtype.to_string(), parameters.unsigned_abs() * dtype.bytes() as u64);
     let bytes = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16].map(in_memory).into_iter().collect();
     let weights_bytes = weight_files(folder).map(|files| files.iter().map(|(_, bytes)| bytes).sum());
-    Ok(BackboneFound { config, parameters, weights_bytes, bytes })
+    let heads = HeadsFile::open(folder).ok().map(|file| HeadsFound::read(&file)).transpose()?;
+    Ok(BackboneFound { config, parameters, weights_bytes, bytes, heads })
 }
 
 /// The safetensors files of a folder and their sizes; `None` if there are none.
@@ -248,7 +254,7 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
     let mut out = String::new();
     match contents {
         Contents::Run(run) => run.text(path, &mut out)?,
-        Contents::Heads(heads) => writeln!(out, "heads        {}", heads.line())?,
+        Contents::Heads(heads) => heads.text(&mut out)?,
         Contents::Calibration(found) => calibration_text(found, &mut out)?,
         Contents::Tree(found) => tree_text(found, &mut out)?,
         Contents::Latency(found) => latency_text(found, &mut out)?,
@@ -260,6 +266,25 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
 }
 
 impl HeadsFound {
+    fn read(file: &HeadsFile) -> anyhow::Result<Self> {
+        let (shape, bytes) = (file.shape(), file.bytes()?);
+        Ok(Self {
+            layout: file.layout(),
+            shape,
+            shared_lm_head: shape.vocab_size == 0,
+            parameters: shape.parameters(),
+            bytes: bytes.values().sum(),
+            dtypes: bytes.into_keys().collect(),
+            notices: file.notices()?.iter().map(ToString::to_string).collect(),
+        })
+    }
+
+    fn text(&self, out: &mut String) -> std::fmt::Result {
+        writeln!(out, "heads        {}", self.line())?;
+        writeln!(out, "layout       {}", self.layout.title())?;
+        self.notices.iter().try_for_each(|notice| writeln!(out, "note         {notice}"))
+    }
+
     fn line(&self) -> String {
         let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size } = self.shape;
         let vocabulary = if self.shared_lm_head {
@@ -352,5 +377,6 @@ fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {
     }
     let sizes: Vec<String> =
         found.bytes.iter().map(|(dtype, bytes)| format!("{dtype} {}", mebibytes(*bytes))).collect();
-    writeln!(out, "memory       {}", sizes.join(", "))
+    writeln!(out, "memory       {}", sizes.join(", "))?;
+    found.heads.as_ref().map_or(Ok(()), |heads| heads.text(out))
 }

@@ -29,6 +29,7 @@ pub mod export;
 pub mod generate;
 pub mod gpu_check;
 pub mod inspect;
+pub mod report;
 pub mod train;
 pub mod tree;
 
@@ -103,6 +104,7 @@ enum Verb {
     Chat(chat::ChatArgs),
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
+    Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
     #[command(hide = true)]
     GpuCheck(gpu_check::GpuCheckArgs),
@@ -121,6 +123,7 @@ impl Verb {
             Verb::Chat(args) => chat::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
+            Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
             Verb::GpuCheck(args) => gpu_check::run(args, common),
         }

@@ -6,6 +6,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::medusa::heads::import::HeadsFile;
 use crate::recipe::Recipe;
 use crate::train::checked::Checked;
 use crate::train::run::Outcome;
@@ -46,6 +47,9 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         check_output_dir(&recipe.train.output_dir)?;
     }
     let checked = Checked::load(recipe.job(common.device.resolve()?))?;
+    if let Some(heads) = &recipe.heads.init_from {
+        HeadsFile::open(heads)?.notices()?.iter().for_each(|notice| common.say(notice));
+    }
     let plan = Plan::of(&checked, &recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
@@ -81,5 +85,8 @@ fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::R
         }
         Outcome::Finished(heads) => heads,
     };
+    if let Some(run) = heads.parent() {
+        common.say(format_args!("its curves and figures as a page: medusa report {}", run.display()));
+    }
     if common.json { print_json(&json!({ "final": heads })) } else { print_line(heads.display()) }
 }

@@ -13,9 +13,15 @@ use crate::cpu::arena::Arena;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::model::weights::{WeightFiles, WeightsError, save};
+use crate::model::torch_file::TorchFileError;
+use crate::model::weights::{WeightsError, save};
 
 mod guesses;
+pub mod import;
+pub mod layout;
+
+use import::HeadsFile;
+use layout::{Layout, Part, Place};
 
 /// `[heads]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -25,7 +31,7 @@ pub struct HeadsConfig {
     pub medusa_num_heads: NonZeroUsize,
     /// ResBlocks a head, each with its own weights.
     pub medusa_num_layers: NonZeroUsize,
-    /// Folder of trained heads to start from.
+    /// Trained heads to start from: a folder or file in any layout that [`import`] reads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init_from: Option<PathBuf>,
     /// Heads are ResBlocks only and go through the backbone's lm_head.
@@ -42,8 +48,48 @@ pub enum HeadsError {
     /// The file.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// A pickled file.
+    #[error(transparent)]
+    Torch(#[from] TorchFileError),
+    /// A folder without heads.
+    #[error(
+        "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, or \
+         model.safetensors with heads in it", folder.display()
+    )]
+    NoFile {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// `config.json` beside the heads is no JSON.
+    #[error("{}: {source}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// Heads that compute what this program does not.
+    #[error("{}: {key} is {got}; expected {expected}", path.display())]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// What says so.
+        key: String,
+        /// What stands there.
+        got: String,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// vLLM's file of heads that share an lm_head, which is another backbone's.
+    #[error("{}: tensor {name:?} is not the backbone's lm_head; were these heads trained for this backbone?", path.display())]
+    OtherLmHead {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+    },
     /// A tensor whose name is not of the layout.
-    #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight", path.display())]
+    #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM or ModelOpt", path.display())]
     Layout {
         /// The file.
         path: PathBuf,
@@ -104,47 +150,36 @@ pub struct HeadsShape {
 }
 
 impl HeadsShape {
-    /// Names and shapes of all tensors, in the order of heads, then layers.
-    pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
-        let (n, h) = (self.medusa_num_layers, self.hidden_size);
-        let head = |k: usize| {
-            let blocks = (0..n).flat_map(move |l| {
-                [(format!("{k}.{l}.linear.weight"), vec![h, h]), (format!("{k}.{l}.linear.bias"), vec![h])]
-            });
-            blocks.chain((self.vocab_size > 0).then(|| (format!("{k}.{n}.weight"), vec![self.vocab_size, h])))
+    /// Before anything is counted.
+    const NONE: Self = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
+
+    /// Every tensor's place, in the order of heads, then layers.
+    pub fn places(&self) -> Vec<Place> {
+        let n = self.medusa_num_layers;
+        let of_head = |head: usize| {
+            let blocks = (0..n).flat_map(move |layer| [Part::W1, Part::B1].map(|part| Place { head, layer, part }));
+            blocks.chain((self.vocab_size > 0).then_some(Place { head, layer: n, part: Part::W2 }))
         };
-        (0..self.medusa_num_heads).flat_map(head).collect()
+        (0..self.medusa_num_heads).flat_map(of_head).collect()
+    }
+
+    /// The shape of the tensor at a place.
+    pub fn size(&self, place: Place) -> Vec<i64> {
+        match place.part {
+            Part::W1 => vec![self.hidden_size; 2],
+            Part::B1 => vec![self.hidden_size],
+            Part::W2 => vec![self.vocab_size, self.hidden_size],
+        }
+    }
+
+    /// Names and shapes of all tensors in `heads.safetensors`, in the order of heads, then layers.
+    pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
+        Layout::Heads.tensors(self)
     }
 
     /// Number of weights.
     pub fn parameters(&self) -> i64 {
         self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
-    }
-
-    /// Reads the shape off a file of heads. Heads are counted from the tensors: published configs are wrong about them.
-    ///
-    /// # Errors
-    /// [`HeadsError`] for a file that is damaged or of another layout.
-    pub fn of(files: &WeightFiles, path: &Path) -> Result<Self, HeadsError> {
-        let layout = |name: &str| HeadsError::Layout { path: path.into(), name: name.into() };
-        let mut shape = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
-        for name in files.names() {
-            let mut parts = name.splitn(3, '.');
-            let mut number = || parts.next().and_then(|part| part.parse::<usize>().ok()).ok_or_else(|| layout(name));
-            let (head, layer) = (number()?, number()?);
-            shape.medusa_num_heads = shape.medusa_num_heads.max(head + 1);
-            let size = files.shape(name)?;
-            match (parts.next(), size.as_slice()) {
-                (Some("linear.weight"), [h, _]) => {
-                    shape.medusa_num_layers = shape.medusa_num_layers.max(layer + 1);
-                    shape.hidden_size = *h;
-                }
-                (Some("linear.bias"), [_]) => {}
-                (Some("weight"), [v, _]) => shape.vocab_size = *v,
-                _ => return Err(layout(name)),
-            }
-        }
-        if shape.medusa_num_heads == 0 { Err(layout("(none)")) } else { Ok(shape) }
     }
 }
 
@@ -176,14 +211,18 @@ impl Heads {
         Self::from_tensors(shape, tensors, shape.vocab_size)
     }
 
-    /// Trained heads from a folder with `heads.safetensors` (or from such a file), checked against `backbone` and in its dtype, on
-    /// its device.
+    /// Trained heads from a folder or file in any layout that [`import`] reads, checked against `backbone` and in its dtype, on its
+    /// device.
     ///
     /// # Errors
     /// [`HeadsError`] names the file and what is wrong in it.
     pub fn load(path: &Path, backbone: &Llama) -> Result<Self, HeadsError> {
+        let file = HeadsFile::open(path)?;
         let (hidden, vocab) = (backbone.config.hidden_size, backbone.config.vocab_size);
-        Self::load_for(path, [vocab, hidden], backbone.kind(), backbone.device())
+        file.check([vocab, hidden])?;
+        // For decoding it may be packed away; heads then go through it unasked, and what they guess is verified.
+        backbone.lm_head_weight().map_or(Ok(()), |own_vh| file.compare_lm_head(own_vh))?;
+        file.heads(vocab, backbone.kind(), backbone.device())
     }
 
     /// As [`Heads::load`], for a backbone of `[V, H]`, in `kind` on `device`.
@@ -191,39 +230,23 @@ impl Heads {
     /// # Errors
     /// As [`Heads::load`].
     pub fn load_for(path: &Path, size: [i64; 2], kind: Kind, device: Device) -> Result<Self, HeadsError> {
-        let (files, shape) = Self::open(path, size)?;
-        let read = |(name, size): (String, Vec<i64>)| files.tensor(&name, &size, kind, device);
-        let tensors = shape.tensors().into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self::from_tensors(shape, tensors, size[0]))
+        let file = HeadsFile::open(path)?;
+        file.check(size)?;
+        file.heads(size[0], kind, device)
     }
 
-    /// The shape of the heads in a folder, checked as [`Heads::load_for`] would; no data are read.
+    /// The shape of the heads in a folder or file, checked as [`Heads::load_for`] would; no data are read.
     ///
     /// # Errors
     /// As [`Heads::load`].
     pub fn check(path: &Path, size: [i64; 2]) -> Result<HeadsShape, HeadsError> {
-        let (files, shape) = Self::open(path, size)?;
-        shape.tensors().iter().try_for_each(|(name, size)| files.check(name, size))?;
-        Ok(shape)
+        let file = HeadsFile::open(path)?;
+        file.check(size)?;
+        Ok(file.shape())
     }
 
-    /// The file of a folder of heads (or such a file) for a backbone of `[V, H]`, and their shape.
-    fn open(path: &Path, [vocab, hidden]: [i64; 2]) -> Result<(WeightFiles, HeadsShape), HeadsError> {
-        let path = if path.is_dir() { path.join(HEADS_FILE) } else { path.into() };
-        let files = WeightFiles::open_file(&path)?;
-        let shape = HeadsShape::of(&files, &path)?;
-        let mismatch = |what, expected, got| HeadsError::Mismatch { path: path.clone(), what, expected, got };
-        if shape.hidden_size != hidden {
-            return Err(mismatch("hidden size", hidden, shape.hidden_size));
-        }
-        if shape.vocab_size != 0 && shape.vocab_size != vocab {
-            return Err(mismatch("vocabulary", vocab, shape.vocab_size));
-        }
-        Ok((files, shape))
-    }
-
-    /// `tensors` in the order of [`HeadsShape::tensors`].
-    fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
+    /// Heads of `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.
+    pub fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
         let mut tensors = tensors.into_iter();
         let mut next = || tensors.next().expect("as many tensors as the shape has");
         let heads = (0..shape.medusa_num_heads).map(|_| Head {

@@ -11,6 +11,12 @@ const RADIUS: f64 = 10.0;
 const LEFT: f64 = 74.0;
 const TOP: f64 = 74.0;
 const RIGHT: f64 = 24.0;
+/// In a page: wide enough that the names of the levels stand clear of a chain.
+const MIN_WIDTH_IN_PAGE: f64 = 160.0;
+/// Of the room above the tree, the title's.
+const TITLE: f64 = 36.0;
+/// How probable an edge looks where nothing is known.
+const UNKNOWN: f64 = 0.15;
 /// Wide enough for the title.
 const MIN_WIDTH: f64 = 480.0;
 
@@ -31,13 +37,7 @@ text { fill: #e6edf3; }
 /// lower node is probable.
 /// - `probabilities[n]`: that node `n` is right; the root's is 1
 pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: f64) -> String {
-    let columns = columns(tree);
-    let last_column = columns.iter().copied().fold(0.0, f64::max);
-    let width = (LEFT + COLUMN * last_column + RIGHT).max(MIN_WIDTH);
-    // A narrow tree stands in the middle below its title.
-    let left = LEFT + (width - LEFT - RIGHT - COLUMN * last_column) / 2.0;
-    let places: Vec<(f64, f64)> =
-        (0..tree.len()).map(|node| (left + COLUMN * columns[node], level_y(tree.depth(node)))).collect();
+    let (width, places) = layout(tree, MIN_WIDTH);
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" height=\"{height:.0}\">\n\
@@ -46,10 +46,38 @@ pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: 
         tree.choices().len(),
     );
     levels(tree, &mut svg);
+    edges(tree, Some(probabilities), &places, &mut svg);
+    nodes(tree, Some(probabilities), &places, &mut svg);
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// The same picture inside a page: no title and no style, the page has its own for the classes `edge`, `node` and `rank` in `tree`.
+/// Without probabilities all edges are alike. `id` names the picture's description in the page.
+pub fn draw_in_page(tree: &SparseTree, probabilities: Option<&[f64]>, id: &str) -> String {
+    let (width, places) = layout(tree, MIN_WIDTH_IN_PAGE);
+    let height = level_y(tree.max_depth()) + RADIUS + RIGHT - TITLE;
+    let mut svg = format!(
+        "<svg class=\"tree\" role=\"img\" aria-labelledby=\"{id}\" viewBox=\"0 {TITLE:.0} {width:.0} {height:.0}\" width=\"{width:.0}\" \
+         height=\"{height:.0}\">\n<desc id=\"{id}\">A sparse tree of {} nodes over {} heads.</desc>\n",
+        tree.choices().len(),
+        tree.max_depth(),
+    );
+    levels(tree, &mut svg);
     edges(tree, probabilities, &places, &mut svg);
     nodes(tree, probabilities, &places, &mut svg);
     svg.push_str("</svg>\n");
     svg
+}
+
+/// How wide the picture is, and where each node stands. A narrow tree stands in the middle.
+fn layout(tree: &SparseTree, min_width: f64) -> (f64, Vec<(f64, f64)>) {
+    let columns = columns(tree);
+    let last_column = columns.iter().copied().fold(0.0, f64::max);
+    let width = (LEFT + COLUMN * last_column + RIGHT).max(min_width);
+    let left = LEFT + (width - LEFT - RIGHT - COLUMN * last_column) / 2.0;
+    let place = |node| (left + COLUMN * columns[node], level_y(tree.depth(node)));
+    (width, (0..tree.len()).map(place).collect())
 }
 
 fn level_y(depth: usize) -> f64 {
@@ -82,11 +110,12 @@ fn levels(tree: &SparseTree, svg: &mut String) {
 }
 
 /// Edges leave and arrive upright, so that none runs through the nodes beside its own.
-fn edges(tree: &SparseTree, probabilities: &[f64], places: &[(f64, f64)], svg: &mut String) {
+fn edges(tree: &SparseTree, probabilities: Option<&[f64]>, places: &[(f64, f64)], svg: &mut String) {
     for (node, parent) in (1..tree.len()).filter_map(|node| Some((node, tree.parent(node)?))) {
         let ((x1, y1), (x2, y2)) = (places[parent], places[node]);
         let (middle, below) = (f64::midpoint(y1, y2), y2 - RADIUS);
-        let (stroke, opacity) = (0.8 + 7.0 * probabilities[node], 0.3 + 0.7 * probabilities[node].sqrt());
+        let probability = probabilities.map_or(UNKNOWN, |all| all[node]);
+        let (stroke, opacity) = (0.8 + 7.0 * probability, 0.3 + 0.7 * probability.sqrt());
         let _ = writeln!(
             svg,
             "<path class=\"edge\" d=\"M{x1:.1} {y1:.1} C{x1:.1} {middle:.1} {x2:.1} {middle:.1} {x2:.1} {below:.1}\" \
@@ -95,12 +124,13 @@ fn edges(tree: &SparseTree, probabilities: &[f64], places: &[(f64, f64)], svg: &
     }
 }
 
-fn nodes(tree: &SparseTree, probabilities: &[f64], places: &[(f64, f64)], svg: &mut String) {
+fn nodes(tree: &SparseTree, probabilities: Option<&[f64]>, places: &[(f64, f64)], svg: &mut String) {
     for (node, (x, y)) in places.iter().enumerate() {
-        let (path, probability) = (tree.path(node), probabilities[node]);
+        let path = tree.path(node);
+        let probability = probabilities.map(|all| format!(": {:.4}", all[node])).unwrap_or_default();
         let _ = writeln!(
             svg,
-            "<circle class=\"node\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{RADIUS}\"><title>{path:?}: {probability:.4}</title></circle>"
+            "<circle class=\"node\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{RADIUS}\"><title>{path:?}{probability}</title></circle>"
         ); // a String takes all
         if let Some(rank) = tree.child_index(node) {
             let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{:.1}\">{rank}</text>", y + 4.0); // likewise
@@ -178,6 +208,12 @@ mod tests {
         ] {
             assert!(svg.contains(text), "{text} in {svg}");
         }
+        let in_page = draw_in_page(&tree, Some(&[1.0, 0.5, 0.2, 0.1]), "t1");
+        assert!(
+            is_well_formed(&in_page) && in_page.contains("[7, 3]: 0.1000") && !in_page.contains("<style>"),
+            "{in_page}"
+        );
+        assert!(draw_in_page(&tree, None, "t1").contains("<title>[7, 3]</title>"));
         assert!(!is_well_formed(&svg.replace("</svg>", "")) && !is_well_formed(&svg.replacen("/>", ">", 1)));
     }
 }

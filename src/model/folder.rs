@@ -4,12 +4,12 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use crate::files::{sync_folder, write_json, write_synced};
 use crate::model::llama::Llama;
-use crate::model::weights::{WeightsError, save};
+use crate::model::weights::{Planned, WeightsError, save_model};
 
 /// Why a backbone cannot be written.
 #[derive(Debug, thiserror::Error)]
@@ -29,7 +29,8 @@ pub enum FolderError {
     Weights(#[from] WeightsError),
 }
 
-const WEIGHTS: &str = "model.safetensors";
+/// As Hugging Face splits weights.
+pub const SHARD_BYTES: usize = 5_000_000_000;
 /// Beginnings of the names of files that go with a backbone, whatever its weights.
 const COMPANIONS: [&str; 9] = [
     "tokenizer",
@@ -43,12 +44,36 @@ const COMPANIONS: [&str; 9] = [
     "NOTICE",
 ];
 
+/// What a folder gets beside the backbone.
+#[derive(Default)]
+pub struct Additions<'a> {
+    /// Keys of its config.json.
+    pub config: Map<String, Value>,
+    /// Tensors among its weights.
+    pub planned: Vec<Planned>,
+    /// Each of them, by its place in `planned`, when its turn comes.
+    pub tensor: Option<&'a dyn Fn(usize) -> io::Result<Tensor>>,
+}
+
 /// Writes `backbone` into a new folder in the dtype that it computes in, with the config of `from`, its tokenizer, chat template,
 /// generation defaults and licence. Adapters must be merged before.
 ///
 /// # Errors
 /// [`FolderError`].
 pub fn save_folder(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), FolderError> {
+    save_folder_with(folder, backbone, from, &Additions::default())
+}
+
+/// As [`save_folder`], with more in it. One tensor after the other: beside `backbone` no two are in memory.
+///
+/// # Errors
+/// [`FolderError`].
+pub fn save_folder_with(
+    folder: &Path,
+    backbone: &Llama,
+    from: &Path,
+    additions: &Additions<'_>,
+) -> Result<(), FolderError> {
     let failed = |doing, path: &Path| {
         let path = path.to_owned();
         move |source| FolderError::Io { doing, path, source }
@@ -63,16 +88,24 @@ pub fn save_folder(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), F
             write_synced(&copy, |out| out.write_all(&bytes)).map_err(failed("write", &copy))?;
         }
     }
-    write_config(folder, backbone, from)?;
-    let weights: Vec<(String, Tensor)> =
-        backbone.weights().into_iter().map(|(name, tensor)| (name, tensor.detach().to_kind(backbone.kind()))).collect();
-    let by_name: Vec<(String, &Tensor)> = weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
-    save(&folder.join(WEIGHTS), &by_name)?;
+    write_config(folder, backbone, from, &additions.config)?;
+    write_weights(folder, backbone, additions)?;
     sync_folder(folder).map_err(failed("write", folder))
 }
 
+fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> Result<(), WeightsError> {
+    let weights = backbone.weights();
+    let own =
+        weights.iter().map(|(name, tensor)| Planned { kind: backbone.kind(), ..Planned::of(name.clone(), tensor) });
+    let planned: Vec<Planned> = own.chain(additions.planned.iter().cloned()).collect();
+    save_model(folder, &planned, SHARD_BYTES, &mut |at| match weights.get(at) {
+        Some((_, tensor)) => Ok(tensor.detach()),
+        None => additions.tensor.expect("planned tensors can be made")(at - weights.len()),
+    })
+}
+
 /// The base's config.json with what the new weights changed.
-fn write_config(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), FolderError> {
+fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String, Value>) -> Result<(), FolderError> {
     let path = from.join("config.json");
     let error = |doing, path: &Path, source| FolderError::Io { doing, path: path.into(), source };
     let text = fs::read(&path).map_err(|e| error("read", &path, e))?;
@@ -85,6 +118,7 @@ fn write_config(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), Fold
     };
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
     config[key] = dtype.into();
+    more.iter().for_each(|(key, value)| config[key] = value.clone());
     let path = folder.join("config.json");
     write_json(&path, &config).map_err(|e| error("write", &path, e))
 }

@@ -15,8 +15,10 @@ pub mod linear;
 pub mod llama;
 pub mod lora;
 pub mod peft;
+pub mod pickle;
 pub mod quantization;
 pub mod rope;
+pub mod torch_file;
 pub mod weights;
 
 /// `[backbone]` of a recipe.

@@ -10,6 +10,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
@@ -18,7 +19,7 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors};
 use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::files::write_atomic;
+use crate::files::{write_atomic, write_json};
 use crate::torch::bytes;
 
 /// Hugging Face's names of a Llama's weights.
@@ -47,6 +48,11 @@ pub mod names {
         format!("model.layers.{layer}.{part}")
     }
 }
+
+/// The weights of a Hugging Face folder, where one file holds them.
+pub const MODEL_FILE: &str = "model.safetensors";
+/// Where several do, which tensor lies in which.
+pub const MODEL_INDEX: &str = "model.safetensors.index.json";
 
 /// What makes weights unusable.
 #[derive(Debug, thiserror::Error)]
@@ -164,8 +170,8 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, WeightsError> {
-        let index_path = folder.join("model.safetensors.index.json");
-        let single = folder.join("model.safetensors");
+        let index_path = folder.join(MODEL_INDEX);
+        let single = folder.join(MODEL_FILE);
         if index_path.exists() {
             return Self::open_shards(folder, &index_path);
         }
@@ -228,6 +234,16 @@ impl WeightFiles {
     /// [`WeightsError::MissingTensor`].
     pub fn shape(&self, name: &str) -> Result<Vec<i64>, WeightsError> {
         Ok(self.find(name)?.1.shape().iter().map(|&d| d as i64).collect())
+    }
+
+    /// The dtype of a tensor, if it is one that we read.
+    pub fn kind(&self, name: &str) -> Option<Kind> {
+        kind_of(self.find(name).ok()?.1.dtype())
+    }
+
+    /// The file that holds a tensor.
+    pub fn file_of(&self, name: &str) -> Option<&Path> {
+        self.file_of.get(name).map(|&at| self.files[at].path.as_path())
     }
 
     /// The tensor as it lies in the file: a view of the mapping, read-only, of the file's dtype.
@@ -340,6 +356,29 @@ pub fn map_file(path: &Path) -> io::Result<Mmap> {
     unsafe { Mmap::map(&file) }
 }
 
+/// A tensor that will be written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Planned {
+    /// Its name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<i64>,
+    /// Its dtype.
+    pub kind: Kind,
+}
+
+impl Planned {
+    /// A tensor by the name that it will have.
+    pub fn of(name: String, tensor: &Tensor) -> Self {
+        Self { name, shape: tensor.size(), kind: tensor.kind() }
+    }
+
+    fn bytes(&self) -> usize {
+        let numel: i64 = self.shape.iter().product();
+        usize::try_from(numel).expect("a shape has no negative length") * self.kind.elt_size_in_bytes()
+    }
+}
+
 /// Writes tensors, in the order given, as one safetensors file, fsynced; each is copied to the CPU when its turn comes.
 /// The file appears under its name only when it is whole. (The crate's own `serialize_to_file` makes files that nobody but
 /// their owner can read.)
@@ -347,26 +386,84 @@ pub fn map_file(path: &Path) -> io::Result<Mmap> {
 /// # Errors
 /// [`WeightsError::Write`], with the disk's words.
 pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), WeightsError> {
-    let header = header(tensors).map_err(|reason| WeightsError::Write { path: path.into(), reason })?;
+    let planned: Vec<Planned> = tensors.iter().map(|(name, tensor)| Planned::of(name.clone(), tensor)).collect();
+    save_each(path, &planned, &mut |at| Ok(tensors[at].1.shallow_clone()))
+}
+
+/// As [`save`], of tensors that are made when their turn comes, by their place in the plan: no two are in memory.
+///
+/// # Errors
+/// [`WeightsError::Write`], with the disk's words or those of `tensor`.
+pub fn save_each(
+    path: &Path,
+    planned: &[Planned],
+    tensor: &mut dyn FnMut(usize) -> io::Result<Tensor>,
+) -> Result<(), WeightsError> {
+    let header = header(planned).map_err(|reason| WeightsError::Write { path: path.into(), reason })?;
     let written = write_atomic(path, |out| {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(&header)?;
-        tensors.iter().try_for_each(|(_, tensor)| out.write_all(bytes::of(&tensor.to_device(Device::Cpu).contiguous())))
+        for (at, plan) in planned.iter().enumerate() {
+            let tensor = tensor(at)?.to_device(Device::Cpu).to_kind(plan.kind).contiguous();
+            assert_eq!(tensor.size(), plan.shape, "{} as it was planned", plan.name);
+            out.write_all(bytes::of(&tensor))?;
+        }
+        Ok(())
     });
     written.map_err(|e| WeightsError::Write { path: path.into(), reason: e.into() })
 }
 
+/// Weights of a Hugging Face folder, as [`save_each`]: `model.safetensors`, or shards of at most `shard_bytes` (or one tensor) and their
+/// index.
+///
+/// # Errors
+/// As [`save_each`].
+pub fn save_model(
+    folder: &Path,
+    planned: &[Planned],
+    shard_bytes: usize,
+    tensor: &mut dyn FnMut(usize) -> io::Result<Tensor>,
+) -> Result<(), WeightsError> {
+    let shards = shards(planned, shard_bytes);
+    if shards.len() == 1 {
+        return save_each(&folder.join(MODEL_FILE), planned, tensor);
+    }
+    let mut weight_map = BTreeMap::new();
+    for (number, shard) in shards.iter().enumerate() {
+        let file = format!("model-{:05}-of-{:05}.safetensors", number + 1, shards.len());
+        weight_map.extend(planned[shard.clone()].iter().map(|plan| (plan.name.clone(), file.clone())));
+        save_each(&folder.join(&file), &planned[shard.clone()], &mut |at| tensor(shard.start + at))?;
+    }
+    let total_size: usize = planned.iter().map(Planned::bytes).sum();
+    let index = serde_json::json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
+    let path = folder.join(MODEL_INDEX);
+    write_json(&path, &index).map_err(|source| io_error(&path, source))
+}
+
+/// Consecutive tensors of at most `shard_bytes` together; at least one shard.
+fn shards(planned: &[Planned], shard_bytes: usize) -> Vec<Range<usize>> {
+    let (mut shards, mut start, mut bytes) = (vec![], 0, 0usize);
+    for (at, plan) in planned.iter().enumerate() {
+        if at > start && bytes + plan.bytes() > shard_bytes {
+            shards.push(start..at);
+            (start, bytes) = (at, 0);
+        }
+        bytes += plan.bytes();
+    }
+    shards.push(start..planned.len());
+    shards
+}
+
 /// The JSON header, padded so that the data behind it is aligned.
-fn header(tensors: &[(String, &Tensor)]) -> Result<Vec<u8>, SafeTensorError> {
+fn header(planned: &[Planned]) -> Result<Vec<u8>, SafeTensorError> {
     let mut end = 0;
-    let mut info = |tensor: &Tensor| {
+    let mut info = |plan: &Planned| {
         let start = end;
-        end += tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let dtype = dtype_of(tensor.kind());
-        let shape = tensor.size().iter().map(|&d| usize::try_from(d).expect("a length is not negative")).collect();
-        TensorInfo { dtype, shape, data_offsets: (start, end) }
+        end += plan.bytes();
+        let shape = plan.shape.iter().map(|&d| usize::try_from(d).expect("a length is not negative")).collect();
+        TensorInfo { dtype: dtype_of(plan.kind), shape, data_offsets: (start, end) }
     };
-    let infos = tensors.iter().map(|(name, tensor)| (name.clone(), info(tensor))).collect();
+    let infos = planned.iter().map(|plan| (plan.name.clone(), info(plan))).collect();
     let format = HashMap::from([("format".to_owned(), "pt".to_owned())]); // transformers refuses files without it
     let mut header = serde_json::to_vec(&Metadata::new(Some(format), infos)?)?;
     header.resize(header.len().next_multiple_of(8), b' ');
@@ -387,7 +484,8 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
     DTYPES.iter().find(|(d, _)| *d == dtype).map(|(_, kind)| *kind)
 }
 
-fn dtype_of(kind: Kind) -> Dtype {
+/// What safetensors calls a dtype that we write.
+pub fn dtype_of(kind: Kind) -> Dtype {
     DTYPES.iter().find(|(_, k)| *k == kind).expect("a dtype that we write").0
 }
 
@@ -404,4 +502,37 @@ fn read(path: &Path) -> Result<String, WeightsError> {
 
 fn io_error(path: &Path, source: io::Error) -> WeightsError {
     WeightsError::Io { path: path.into(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn planned(sizes: &[i64]) -> Vec<Planned> {
+        let plan = |(at, &size): (usize, &i64)| Planned { name: format!("t{at}"), shape: vec![size], kind: Kind::Half };
+        sizes.iter().enumerate().map(plan).collect()
+    }
+
+    #[test]
+    fn shards_hold_what_fits_and_at_least_one_tensor() {
+        assert_eq!(shards(&planned(&[4, 4, 4]), 16), [0..2, 2..3]);
+        assert_eq!(shards(&planned(&[40, 1, 1]), 16), [0..1, 1..3]);
+        assert_eq!(shards(&planned(&[4, 4, 4]), 24).len(), 1);
+    }
+
+    #[test]
+    fn sharded_weights_come_back_by_their_index() {
+        let folder = tempfile::tempdir().unwrap();
+        let plan = planned(&[4, 8, 2]);
+        save_model(folder.path(), &plan, 16, &mut |at| {
+            Ok(Tensor::full(plan[at].shape.as_slice(), at as i64, (Kind::Float, Device::Cpu)))
+        })
+        .unwrap();
+        assert!(folder.path().join("model-00003-of-00003.safetensors").exists());
+        let files = WeightFiles::open(folder.path()).unwrap();
+        for (at, Planned { name, shape, kind }) in plan.iter().enumerate() {
+            let expected = Tensor::full(shape.as_slice(), at as i64, (*kind, Device::Cpu));
+            assert_eq!(files.mapped_as(name, shape, *kind).unwrap(), expected);
+        }
+    }
 }

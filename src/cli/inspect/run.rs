@@ -31,8 +31,9 @@ pub(super) struct HeadAccuracy {
     top5: f64,
 }
 
+/// Exported heads have their recipe beside them, too, but a config.json with it.
 pub(super) fn is_run(path: &Path) -> bool {
-    path.join("recipe.toml").is_file()
+    path.join("recipe.toml").is_file() && !path.join("config.json").is_file()
 }
 
 impl Run {

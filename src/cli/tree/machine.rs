@@ -5,14 +5,14 @@ use std::path::Path;
 
 use indicatif::ProgressBar;
 
-use super::super::calibrate::{draw_target, heads_file};
+use super::super::calibrate::draw_target;
 use super::super::decoder::{Decoder, dtype_of};
 use super::super::{CommonFlags, UsageError};
 use super::TreeArgs;
 use crate::calibrate::Calibration;
 use crate::cpu::team::Team;
-use crate::files;
 use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
+use crate::medusa::heads::import::HeadsFile;
 use crate::medusa::tree_search::Found;
 use crate::torch::device_name;
 
@@ -50,7 +50,7 @@ pub(super) fn latency(
 /// What a file must have been measured with: what the command line says, and the calibration's heads.
 fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> anyhow::Result<Asked> {
     if let Some(heads) = &args.heads {
-        let of_heads = sha256(&heads_file(heads))?;
+        let of_heads = HeadsFile::open(heads)?.sha256()?;
         if of_heads != calibration.heads_sha256 {
             return Err(UsageError(format!(
                 "{} was not made with the heads in {}; calibrate these",
@@ -123,10 +123,6 @@ pub(super) fn choose(
 
 fn best_tree(calibration: &Calibration) -> Box<BestTree<'_>> {
     Box::new(|nodes, heads| calibration.best_tree(nodes, heads))
-}
-
-fn sha256(path: &Path) -> anyhow::Result<String> {
-    files::sha256(path).map_err(|error| anyhow::Error::new(error).context(format!("cannot read {}", path.display())))
 }
 
 /// One line a size, the choice marked.

@@ -1,0 +1,66 @@
+//! `medusa report RUN_DIR`: a run as one page.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::Args;
+use serde_json::json;
+
+use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::files;
+use crate::report::{self, Run};
+
+const EXAMPLES: &str = "Example:
+  medusa report checkpoints/tiny_stage1
+  medusa report checkpoints/tiny_stage1 checkpoints/tiny_stage2 --out both.html
+
+The page shows what it finds: calibration.json, tree.json, latency.json and bench.json count when they lie in the run's folder.";
+
+/// Make one HTML page of a run, or of several over each other: curves, accuracies, tree, speed, recipe, provenance.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub struct ReportArgs {
+    /// Folders of runs, finished or not (train.output_dir of their recipes).
+    #[arg(value_name = "RUN_DIR", required = true)]
+    pub runs: Vec<PathBuf>,
+    /// The page [default: RUN_DIR/report.html; of several runs it has to be given].
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
+/// Writes the page, and prints its path.
+///
+/// # Errors
+/// What is no run's folder, a broken file in one, or where the page cannot be written; nothing is left then.
+pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let out = out(args)?;
+    let runs = args.runs.iter().map(|folder| Run::read(folder)).collect::<Result<Vec<_>, _>>()?;
+    for note in runs.iter().flat_map(Run::notes) {
+        common.say(note);
+    }
+    let page = report::render(&runs);
+    files::write_atomic(&out, |file| file.write_all(page.as_bytes()))
+        .with_context(|| format!("cannot write {}", out.display()))?;
+    if common.json { print_json(&json!({"out": out, "runs": args.runs})) } else { print_line(out.display()) }
+}
+
+/// Where the page goes; a folder that is not there is not made.
+fn out(args: &ReportArgs) -> Result<PathBuf, UsageError> {
+    let out = match (&args.out, args.runs.as_slice()) {
+        (Some(out), _) => out,
+        (None, [run]) => return Ok(run.join("report.html")),
+        (None, _) => return Err(UsageError("a page of several runs needs --out FILE".into())),
+    };
+    let folder = out.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let shown = out.display();
+    if out.is_dir() {
+        return Err(UsageError(format!(
+            "--out {shown} is a folder; expected the page's file, such as {shown}/report.html"
+        )));
+    }
+    if !folder.is_dir() {
+        return Err(UsageError(format!("--out {shown}: there is no folder {}; make it first", folder.display())));
+    }
+    Ok(out.clone())
+}

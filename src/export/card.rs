@@ -1,0 +1,85 @@
+//! The model card: README.md of an exported folder. It says what is known and leaves out the rest.
+
+use std::io::Write as _;
+use std::path::Path;
+
+use minijinja::Environment;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use serde_json::{Value, json};
+
+use super::companions::{Companions, HeadAccuracy};
+use super::trained::Trained;
+use super::{ExportError, Format};
+use crate::files::write_synced;
+
+const TEMPLATE: &str = include_str!("card.md");
+/// A command says so where a path is the reader's.
+const OUT: &str = "FOLDER";
+
+/// Writes README.md.
+pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -> Result<(), ExportError> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    let text = environment.render_str(TEMPLATE, Serde(facts(trained, companions)))?;
+    let path = folder.join("README.md");
+    write_synced(&path, |out| out.write_all(text.as_bytes())).map_err(|source| ExportError::Io { path, source })
+}
+
+/// What the template may say.
+fn facts(trained: &Trained, companions: &Companions) -> Value {
+    let shape = trained.written_shape();
+    let base = trained.base_name();
+    let tree = companions.tree.as_ref().map(|found| found.content.tree.choices());
+    let expected = companions.tree.as_ref().and_then(|found| found.content.origin.expected_tokens_per_step);
+    json!({
+            "format": trained.format.name(),
+            "base": base,
+            "serve": base.as_deref().unwrap_or("BACKBONE"),
+            "out": OUT,
+            "heads": shape.medusa_num_heads,
+            "layers": shape.medusa_num_layers,
+            "hidden_size": shape.hidden_size,
+            "vocab_size": trained.vocab_size(),
+            "shared": shape.vocab_size == 0,
+            "copied": trained.copies_lm_head(),
+            "parameters": shape.parameters(),
+            "dtype": trained.dtype.to_string(),
+            "tuned": trained.tuned_backbone().is_some(),
+            "holds_backbone": trained.format.holds_backbone(),
+            "is_alone": !trained.format.holds_backbone() && trained.format != Format::Peft,
+            "pickle": trained.pickle,
+            "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
+            "accuracies": companions.calibration.as_ref().map(|found| accuracies(&found.content.heads)),
+            "tokens": companions.calibration.as_ref().map(|found| found.content.tokens),
+            "tree": tree.map(|choices| choices.len()),
+            "expected": expected.map(|tokens| format!("{tokens:.2}")),
+            "choices": tree.map(|choices| json!(choices).to_string()),
+            "medusa_tokens": tree.map_or(63, |choices| choices.len()),
+            "bench": companions.bench.as_ref().map(|found| figures(&found.content)),
+    })
+}
+
+/// Top-1 and top-5 of each head.
+fn accuracies(of_heads: &[HeadAccuracy]) -> Vec<Value> {
+    let row = |(head, HeadAccuracy { accuracy }): (usize, &HeadAccuracy)| {
+        let top5: f64 = accuracy.iter().take(5).sum();
+        let top1 = accuracy.first().map(|top1| format!("{top1:.3}"));
+        json!({"head": head + 1, "ahead": head + 2, "top1": top1, "top5": format!("{top5:.3}")})
+    };
+    of_heads.iter().enumerate().map(row).collect()
+}
+
+/// As `medusa bench` measured them, rounded for people.
+fn figures(bench: &Value) -> Value {
+    let figure = |key: &str| bench[key].as_f64().map(|number| format!("{number:.2}"));
+    let dtype_and_device = |key: &str| bench[key].as_str().map(str::to_owned);
+    json!({
+        "acceleration_rate": figure("acceleration_rate"),
+        "overhead": figure("overhead"),
+        "speedup": figure("speedup"),
+        "device": dtype_and_device("device"),
+        "dtype": dtype_and_device("dtype"),
+    })
+}

@@ -1,0 +1,165 @@
+//! The heads that are exported: as they were trained, the first K of them, in the dtype of the export.
+
+// V vocabulary, H hidden
+use std::path::{Path, PathBuf};
+
+use tch::{Kind, Tensor};
+
+use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
+use crate::medusa::heads::HeadsShape;
+use crate::medusa::heads::import::HeadsFile;
+use crate::medusa::heads::layout::{Part, Place};
+use crate::model::config::LlamaConfig;
+use crate::model::llama::{Llama, LoadError};
+use crate::model::peft::ADAPTER_CONFIG;
+use crate::torch::Dtype;
+use crate::train::checkpoint::BACKBONE_FOLDER;
+
+/// Heads and what belongs to them.
+pub(super) struct Trained {
+    pub(super) format: Format,
+    pub(super) file: HeadsFile,
+    /// Of the first K heads, as in their file.
+    pub(super) shape: HeadsShape,
+    pub(super) dtype: Dtype,
+    pub(super) pickle: bool,
+    /// The backbone's folder, or its name where nothing of it is read.
+    pub(super) base: Option<PathBuf>,
+    /// The folder of the adapter that was trained with them.
+    pub(super) adapter: Option<PathBuf>,
+    /// A whole backbone was trained with them.
+    tuned: Option<PathBuf>,
+    /// The backbone, where it is written or checked with.
+    pub(super) backbone: Option<Llama>,
+    /// The backbone's lm_head `[V, H]`, where heads share it and it is written.
+    lm_head_vh: Option<Tensor>,
+}
+
+impl Trained {
+    /// Opens what `request` names and refuses what cannot be.
+    pub(super) fn open(request: &Request) -> Result<Self, ExportError> {
+        let (format, file) = (request.format, HeadsFile::open(&request.heads)?);
+        let there = file.shape().medusa_num_heads;
+        let asked = request.medusa_num_heads.map_or(there, Into::into);
+        if asked > there {
+            return Err(ExportError::TooManyHeads { path: file.path().into(), asked, there });
+        }
+        let shape = HeadsShape { medusa_num_heads: asked, ..file.shape() };
+        let folder = request.heads.as_path();
+        let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
+        let tuned = Some(folder.join(BACKBONE_FOLDER)).filter(|tuned| tuned.is_dir());
+        let base = base_of(request, &file);
+        let mut trained = Self {
+            format,
+            shape,
+            dtype: request.dtype.unwrap_or(dtype_for(file.kind())),
+            pickle: request.pickle,
+            base,
+            adapter,
+            tuned,
+            backbone: None,
+            lm_head_vh: None,
+            file,
+        };
+        trained.refuse(request)?;
+        trained.load(request.dtype)?;
+        Ok(trained)
+    }
+
+    fn refuse(&self, request: &Request) -> Result<(), ExportError> {
+        let (format, path, layers) = (self.format, request.heads.clone(), self.shape.medusa_num_layers);
+        if format == Format::Peft && self.adapter.is_none() {
+            return Err(ExportError::NoAdapter { path });
+        }
+        if format == Format::Tgi && self.shares_lm_head() && layers != 1 {
+            return Err(ExportError::TgiLayers { path, layers });
+        }
+        if self.pickle && !format.takes_pickle() {
+            return Err(ExportError::Pickle { format: format.name() });
+        }
+        Ok(())
+    }
+
+    /// Loads the backbone, where something of it is written, and checks the heads against it.
+    fn load(&mut self, asked: Option<Dtype>) -> Result<(), ExportError> {
+        let format = self.format;
+        let needs_lm_head = self.shares_lm_head() && (format == Format::Vllm || !format.knows_shared_lm_head());
+        let why = match (format.holds_backbone(), format == Format::Peft, needs_lm_head) {
+            (true, ..) => "its weights are in the folder",
+            (_, true, _) => "the adapter is tried on it",
+            (.., true) => "its lm_head is in the folder, since these heads share it",
+            _ => return self.check_headers(),
+        };
+        let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name(), why })?;
+        let own = own_kind(&base)?;
+        let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
+        let backbone = load_backbone(&base, self.adapter.as_deref(), kind)?;
+        self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
+        if format.holds_backbone() {
+            self.dtype = dtype_for(kind); // one dtype in one folder
+        }
+        if needs_lm_head {
+            let own_vh = backbone.lm_head_weight().expect("loaded for training");
+            self.file.compare_lm_head(own_vh)?;
+            self.lm_head_vh = Some(own_vh.shallow_clone());
+        }
+        self.backbone = Some(backbone);
+        Ok(())
+    }
+
+    /// Against the backbone's config where that is there: a name on the Hub is a backbone, too.
+    fn check_headers(&self) -> Result<(), ExportError> {
+        let folder = self.base.as_deref().filter(|base| base.join("config.json").is_file());
+        match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
+            Some(config) => Ok(self.file.check([config.vocab_size, config.hidden_size])?),
+            None => Ok(self.file.check_alone()?),
+        }
+    }
+
+    /// Whether the heads go through the backbone's lm_head.
+    pub(super) fn shares_lm_head(&self) -> bool {
+        self.shape.vocab_size == 0
+    }
+
+    /// Whether every head gets a copy of the backbone's lm_head.
+    pub(super) fn copies_lm_head(&self) -> bool {
+        self.shares_lm_head() && !self.format.knows_shared_lm_head()
+    }
+
+    /// The shape as it is written.
+    pub(super) fn written_shape(&self) -> HeadsShape {
+        let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
+        HeadsShape { vocab_size: if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size }, ..self.shape }
+    }
+
+    /// V, where it is known.
+    pub(super) fn vocab_size(&self) -> Option<i64> {
+        let of_backbone = self.backbone.as_ref().map(|backbone| backbone.config.vocab_size);
+        Some(self.shape.vocab_size).filter(|&v| v > 0).or(of_backbone)
+    }
+
+    /// A tensor of [`Trained::written_shape`], rounded to `kind`.
+    pub(super) fn tensor(&self, place: Place, kind: Kind) -> Result<Tensor, ExportError> {
+        match &self.lm_head_vh {
+            Some(lm_head_vh) if place.part == Part::W2 => Ok(lm_head_vh.to_kind(kind)),
+            _ => Ok(self.file.tensor(place, kind)?),
+        }
+    }
+
+    /// The backbone's lm_head, where vLLM's file has one for all heads.
+    pub(super) fn one_lm_head(&self) -> Option<&Tensor> {
+        self.lm_head_vh.as_ref().filter(|_| self.format == Format::Vllm)
+    }
+
+    /// What was trained with the heads, where that is the backbone.
+    pub(super) fn tuned_backbone(&self) -> Option<String> {
+        let adapter = self.adapter.as_ref().map(|adapter| format!("with the adapter in {}", adapter.display()));
+        self.tuned.as_ref().map(|tuned| tuned.display().to_string()).or(adapter)
+    }
+
+    /// The backbone by name.
+    pub(super) fn base_name(&self) -> Option<String> {
+        let named = self.file.base().map(str::to_owned);
+        self.base.as_deref().map(Path::to_string_lossy).map(Into::into).or(named)
+    }
+}

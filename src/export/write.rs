@@ -1,0 +1,133 @@
+//! The files of each layout.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+use tch::Tensor;
+
+use super::trained::Trained;
+use super::{ExportError, Format};
+use crate::files::{write_json, write_synced};
+use crate::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
+use crate::medusa::heads::layout::{Place, VLLM_LM_HEAD};
+use crate::model::folder::{Additions, save_folder_with};
+use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::torch_file;
+use crate::model::weights::{MODEL_FILE, Planned, save_each};
+
+/// Writes weights and config of the layout into `folder`.
+pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportError> {
+    match trained.format {
+        Format::Merged | Format::ModelOpt => with_backbone(folder, trained),
+        Format::Vllm => alone(folder, trained, MODEL_FILE),
+        Format::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
+        Format::Heads | Format::Tgi | Format::TensorRtLlm if trained.pickle => pickled(folder, trained),
+        Format::Heads | Format::Tgi | Format::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
+    }
+}
+
+/// Heads and their config, nothing else.
+fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError> {
+    let (mut planned, places) = plan(trained);
+    let lm_head = trained.one_lm_head();
+    planned.extend(lm_head.map(|lm_head| Planned {
+        name: VLLM_LM_HEAD.into(),
+        shape: lm_head.size(),
+        kind: trained.dtype.kind(),
+    }));
+    save_each(&folder.join(file), &planned, &mut |at| match places.get(at) {
+        Some(&place) => tensor(trained, place),
+        None => Ok(lm_head.expect("it was planned").shallow_clone()),
+    })?;
+    write_config(folder, trained)
+}
+
+fn pickled(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    let (planned, places) = plan(trained);
+    torch_file::save(&folder.join(MEDUSA_LM_HEAD_PT), &planned, &mut |at| tensor(trained, places[at]))?;
+    write_config(folder, trained)
+}
+
+fn with_backbone(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    let backbone = trained.backbone.as_ref().expect("a format that holds the backbone loads it");
+    let base = trained.base.as_deref().expect("a backbone was loaded from somewhere");
+    let (planned, places) = plan(trained);
+    let tensor = |at: usize| tensor(trained, places[at]);
+    let additions = Additions { config: config(trained), planned, tensor: Some(&tensor) };
+    Ok(save_folder_with(folder, backbone, base, &additions)?)
+}
+
+fn adapter(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    let from = trained.adapter.as_deref().expect("refused without an adapter");
+    for name in [ADAPTER_CONFIG, ADAPTER_FILE] {
+        copy(&from.join(name), &folder.join(name))?;
+    }
+    Ok(())
+}
+
+/// A file as it is, and waits until the disk has it.
+pub(super) fn copy(from: &Path, to: &Path) -> Result<(), ExportError> {
+    let io = |path: &Path, source| ExportError::Io { path: path.into(), source };
+    let mut source = fs::File::open(from).map_err(|e| io(from, e))?;
+    write_synced(to, |out| io::copy(&mut source, out).and_then(|_| out.flush())).map_err(|e| io(to, e))
+}
+
+/// Tensors by the names of the layout, and their places.
+fn plan(trained: &Trained) -> (Vec<Planned>, Vec<Place>) {
+    let (shape, kind) = (trained.written_shape(), trained.dtype.kind());
+    let planned = trained.format.layout().tensors(&shape).into_iter();
+    (planned.map(|(name, shape)| Planned { name, shape, kind }).collect(), shape.places())
+}
+
+fn tensor(trained: &Trained, place: Place) -> io::Result<Tensor> {
+    trained.tensor(place, trained.dtype.kind()).map_err(io::Error::other)
+}
+
+fn write_config(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    let path = folder.join("config.json");
+    write_json(&path, &config(trained)).map_err(|source| ExportError::Io { path, source })
+}
+
+/// What the consumer's loader reads, and nothing that it stumbles on: TGI ignores heads whose config has `architectures`; vLLM takes every
+/// key with "num" and "heads" in it for the number of heads.
+fn config(trained: &Trained) -> Map<String, Value> {
+    let (heads, layers) = (trained.shape.medusa_num_heads, trained.shape.medusa_num_layers);
+    let shared = trained.written_shape().vocab_size == 0;
+    let version = if shared { 2 } else { 1 };
+    let counts = json!({"medusa_num_heads": heads, "medusa_num_layers": layers});
+    let config = match trained.format {
+        Format::Merged => counts,
+        Format::ModelOpt => json!({"medusa": {"num_medusa_heads": heads, "num_medusa_layers": layers}}),
+        Format::Vllm => json!({
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": trained.shape.hidden_size,
+            "vocab_size": trained.vocab_size(),
+            "truncated_vocab_size": null,
+            "num_heads": heads,
+            "num_hidden_layers": layers,
+            "medusa_fc_bias": true,
+            "original_lm_head": shared,
+            "dtype": trained.dtype.to_string(),
+        }),
+        // TensorRT-LLM reads the one key in one place and the other in another.
+        Format::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
+        Format::Heads | Format::Tgi => joined(counts, json!({"version": version.to_string()})),
+        Format::Peft => joined(counts, json!({"version": f64::from(version)})),
+    };
+    let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
+    let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));
+    match joined(base, config) {
+        Value::Object(config) => config,
+        _ => unreachable!("objects were joined"),
+    }
+}
+
+fn joined(mut one: Value, other: Value) -> Value {
+    if let (Value::Object(one), Value::Object(other)) = (&mut one, other) {
+        one.extend(other);
+    }
+    one
+}

@@ -1,0 +1,548 @@
+//! Heads from any file that trainers and servers write: which layout it is, how many heads and layers its tensors are, what its
+//! config.json says to the contrary. What is counted from tensors is believed; published configs are wrong about it.
+
+// K heads, V vocabulary, H hidden
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+
+use super::layout::{Layout, Part, Place, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
+use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
+use crate::files::{sha256, sha256_of_all};
+use crate::model::torch_file::TorchFile;
+use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
+
+/// The file of heads as FasterDecoding, TGI, LoRAX and TensorRT-LLM look for it.
+pub const MEDUSA_LM_HEAD: &str = "medusa_lm_head.safetensors";
+/// Its pickled form.
+pub const MEDUSA_LM_HEAD_PT: &str = "medusa_lm_head.pt";
+/// What is looked for in a folder, in this order.
+const CANDIDATES: [&str; 5] = [HEADS_FILE, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT, MODEL_INDEX, MODEL_FILE];
+
+/// A file of heads, its header read, its layout known.
+#[derive(Debug)]
+pub struct HeadsFile {
+    path: PathBuf,
+    layout: Layout,
+    container: Container,
+    /// Names as they are in the file.
+    names: BTreeMap<Place, String>,
+    shape: HeadsShape,
+    kind: Kind,
+    config: Option<Config>,
+    /// The one lm_head of all heads, where the file has it.
+    lm_head: Option<String>,
+}
+
+#[derive(Debug)]
+enum Container {
+    Safetensors(WeightFiles),
+    Torch(TorchFile),
+}
+
+/// `config.json` beside the file.
+#[derive(Debug)]
+struct Config {
+    path: PathBuf,
+    value: Value,
+}
+
+/// What a reader should know of a file that is read all the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// config.json says another number than the tensors are.
+    Count {
+        /// The config.
+        path: PathBuf,
+        /// Its key.
+        key: String,
+        /// What it says.
+        says: u64,
+        /// What the file holds.
+        holds: usize,
+    },
+    /// ResBlocks of one weight.
+    Tied {
+        /// The file.
+        path: PathBuf,
+        /// 1-based heads.
+        heads: Vec<usize>,
+    },
+    /// vLLM would leave the biases out.
+    DroppedBias {
+        /// The config.
+        path: PathBuf,
+    },
+    /// No biases in the file, and none meant.
+    NoBias {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Notice::Count { path, key, says, holds } => {
+                write!(f, "{} says {key} = {says}, but the file holds {holds}: {holds} are used", path.display())
+            }
+            Notice::Tied { path, heads } => write!(
+                f,
+                "{}: the ResBlocks of head(s) {heads:?} are one module under several names (tied); here each has a copy of its own",
+                path.display()
+            ),
+            Notice::DroppedBias { path } => write!(
+                f,
+                "{} does not say \"medusa_fc_bias\": true, so vLLM leaves the file's biases out; here they are used",
+                path.display()
+            ),
+            Notice::NoBias { path } => {
+                write!(f, "{}: ResBlocks without biases, as its config.json says; they are taken as 0", path.display())
+            }
+        }
+    }
+}
+
+impl HeadsFile {
+    /// Finds the file of heads in a folder (or takes the file itself) and reads its header.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the file and what is wrong in it.
+    pub fn open(path: &Path) -> Result<Self, HeadsError> {
+        let path = locate(path)?;
+        let container = Container::open(&path)?;
+        let config = Config::beside(&path)?;
+        let names = container.names();
+        let layout = layout_of(&names).ok_or_else(|| no_heads(&path, &names))?;
+        let places = places(layout, &names, &path)?;
+        let mut file = Self {
+            path,
+            layout,
+            container,
+            names: places,
+            shape: HeadsShape::NONE,
+            kind: Kind::Float,
+            config,
+            lm_head: None,
+        };
+        file.refuse_unsupported()?;
+        file.lm_head = file.find_lm_head();
+        file.shape = file.measure()?;
+        file.check_places()?;
+        Ok(file)
+    }
+
+    /// The file, or the index of its shards.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whose names it has.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Heads, layers and sizes, counted from its tensors.
+    pub fn shape(&self) -> HeadsShape {
+        self.shape
+    }
+
+    /// The dtype of its first weight.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The backbone that config.json names.
+    pub fn base(&self) -> Option<&str> {
+        self.config.as_ref()?.value["base_model_name_or_path"].as_str()
+    }
+
+    /// Checks that heads fit a backbone of `[V, H]` and that every tensor is there; reads headers alone.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the file and what does not fit.
+    pub fn check(&self, [vocab, hidden]: [i64; 2]) -> Result<(), HeadsError> {
+        let mismatch = |what, expected, got| HeadsError::Mismatch { path: self.path.clone(), what, expected, got };
+        if self.shape.hidden_size != hidden {
+            return Err(mismatch("hidden size", hidden, self.shape.hidden_size));
+        }
+        let lm_head = self.lm_head.as_ref().map(|name| self.container.shape(name, &self.path)).transpose()?;
+        let got = lm_head.map_or(self.shape.vocab_size, |size| size[0]);
+        if got != 0 && got != vocab {
+            return Err(mismatch("vocabulary", vocab, got));
+        }
+        self.check_alone()
+    }
+
+    /// That every tensor is there, of its shape, of floats; against no backbone.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is missing or wrong.
+    pub fn check_alone(&self) -> Result<(), HeadsError> {
+        for place in self.shape.places() {
+            if let Some(name) = self.name(place)? {
+                self.container.check(&name, &self.shape.size(place), &self.path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One tensor in `kind` on the CPU. A bias that is not there and not meant to be is 0.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is missing or wrong.
+    pub fn tensor(&self, place: Place, kind: Kind) -> Result<Tensor, HeadsError> {
+        let size = self.shape.size(place);
+        match self.name(place)? {
+            Some(name) => Ok(self.container.tensor(&name, &size, &self.path)?.to_kind(kind)),
+            None => Ok(Tensor::zeros(size, (kind, Device::Cpu))),
+        }
+    }
+
+    /// Bytes of the heads' tensors, by their dtype as safetensors calls it.
+    ///
+    /// # Errors
+    /// [`HeadsError`] if a file is damaged.
+    pub fn bytes(&self) -> Result<BTreeMap<String, u64>, HeadsError> {
+        let mut bytes = BTreeMap::new();
+        for name in self.names.values().chain(&self.lm_head) {
+            let numel: i64 = self.container.shape(name, &self.path)?.iter().product();
+            let kind = self.container.kind(name).unwrap_or(Kind::Float);
+            *bytes.entry(dtype_of(kind).to_string()).or_default() +=
+                numel.unsigned_abs() * kind.elt_size_in_bytes() as u64;
+        }
+        Ok(bytes)
+    }
+
+    /// All heads, in `kind` on `device`, for a backbone of `vocab_size`.
+    ///
+    /// # Errors
+    /// As [`HeadsFile::tensor`].
+    pub fn heads(&self, vocab_size: i64, kind: Kind, device: Device) -> Result<Heads, HeadsError> {
+        let read = |place| Ok(self.tensor(place, kind)?.to_device(device));
+        let tensors = self.shape.places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
+        Ok(Heads::from_tensors(self.shape, tensors, vocab_size))
+    }
+
+    /// The lm_head that a file of vLLM's has for all heads, `[V, H]`, in its own dtype: the backbone's, by its meaning.
+    ///
+    /// # Errors
+    /// [`HeadsError`] if it has no such shape.
+    pub fn lm_head(&self) -> Result<Option<Tensor>, HeadsError> {
+        let Some(name) = &self.lm_head else { return Ok(None) };
+        let size = self.container.shape(name, &self.path)?;
+        Ok(Some(self.container.tensor(name, &size, &self.path)?))
+    }
+
+    /// That the file's lm_head, if it has one, is the backbone's `own_vh`, up to rounding.
+    ///
+    /// # Errors
+    /// [`HeadsError::OtherLmHead`].
+    pub fn compare_lm_head(&self, own_vh: &Tensor) -> Result<(), HeadsError> {
+        let Some(found) = self.lm_head()? else { return Ok(()) };
+        let float = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Float);
+        // Either may have been rounded to another dtype: bfloat16 keeps 8 bits.
+        if float(&found).allclose(&float(own_vh), 0.01, 1e-6, false) {
+            return Ok(());
+        }
+        Err(HeadsError::OtherLmHead { path: self.path.clone(), name: self.lm_head.clone().unwrap_or_default() })
+    }
+
+    /// What a user should be told. Looks at weights where two ResBlocks may be one.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is wrong.
+    pub fn notices(&self) -> Result<Vec<Notice>, HeadsError> {
+        let mut notices = Vec::new();
+        if let Some(config) = &self.config {
+            let layers = if self.layout == Layout::Vllm { "num_hidden_layers" } else { "medusa_num_layers" };
+            let keys = [
+                (&["medusa_num_heads", "num_heads", "num_medusa_heads"][..], self.shape.medusa_num_heads),
+                (&[layers, "num_medusa_layers"], self.shape.medusa_num_layers),
+            ];
+            notices.extend(keys.into_iter().filter_map(|(keys, holds)| config.count(keys, holds)));
+        }
+        let path = self.path.clone();
+        match (self.has_biases(), self.says("medusa_fc_bias")) {
+            (false, _) if self.shape.medusa_num_layers > 0 => notices.push(Notice::NoBias { path: path.clone() }),
+            (true, Some(false)) if self.layout == Layout::Vllm => {
+                notices.extend(self.config.as_ref().map(|config| Notice::DroppedBias { path: config.path.clone() }));
+            }
+            _ => {}
+        }
+        let tied = self.tied_heads()?;
+        notices.extend((!tied.is_empty()).then_some(Notice::Tied { path, heads: tied }));
+        Ok(notices)
+    }
+
+    /// SHA-256 of the file; of shards, of all those that hold heads.
+    ///
+    /// # Errors
+    /// [`HeadsError`] if one cannot be read.
+    pub fn sha256(&self) -> Result<String, HeadsError> {
+        let read = |path: &PathBuf| {
+            sha256(path).map_err(|source| HeadsError::from(WeightsError::Io { path: path.clone(), source }))
+        };
+        let files = match &self.container {
+            Container::Torch(_) => vec![self.path.clone()],
+            Container::Safetensors(files) => {
+                let mut paths: Vec<PathBuf> =
+                    self.names.values().filter_map(|name| files.file_of(name)).map(Path::to_owned).collect();
+                paths.sort();
+                paths.dedup();
+                paths
+            }
+        };
+        let mut sums = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;
+        if sums.len() == 1 { Ok(sums.remove(0)) } else { Ok(sha256_of_all(&sums)) }
+    }
+
+    fn refuse_unsupported(&self) -> Result<(), HeadsError> {
+        let refuse = |key: &str, got: String, expected| {
+            let path = self.config.as_ref().map_or(&self.path, |config| &config.path).clone();
+            Err(HeadsError::Unsupported { path, key: key.into(), got, expected })
+        };
+        if self.layout != Layout::Vllm {
+            return Ok(());
+        }
+        if self.container.contains(VLLM_TOKEN_MAP) {
+            let got = "a part of the vocabulary".into();
+            return refuse(
+                VLLM_TOKEN_MAP,
+                got,
+                "all of it: tokens outside have no weights here; export the heads untruncated",
+            );
+        }
+        let scale = self.config.as_ref().and_then(|config| config.value["logit_scale"].as_f64()).unwrap_or(1.0);
+        if scale.total_cmp(&1.0).is_ne() {
+            return refuse("logit_scale", scale.to_string(), "1.0: these heads were trained for scaled logits");
+        }
+        Ok(())
+    }
+
+    /// The one lm_head of all heads in vLLM's layout: `lm_head.weight`, or head 0's where config.json says it is all heads'.
+    fn find_lm_head(&mut self) -> Option<String> {
+        if self.layout != Layout::Vllm {
+            return None;
+        }
+        let own: Vec<Place> = self.names.keys().filter(|place| place.part == Part::W2).copied().collect();
+        if self.says("original_lm_head") != Some(true) && !own.is_empty() {
+            return None;
+        }
+        let of_first = own.first().and_then(|place| self.names.get(place)).cloned();
+        own.iter().for_each(|place| drop(self.names.remove(place)));
+        if self.container.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
+    }
+
+    /// Counts heads and layers, and reads H and V off the first tensors that have them.
+    fn measure(&mut self) -> Result<HeadsShape, HeadsError> {
+        let is = |part: Part| move |place: &&Place| place.part == part;
+        let places = || self.names.keys();
+        let size = |name: &String| self.container.shape(name, &self.path);
+        let first = |part: Part| places().find(is(part)).map(|place| &self.names[place]);
+        let w1 = first(Part::W1).map(size).transpose()?;
+        let w2 = first(Part::W2).map(size).transpose()?;
+        let axis = |size: &Option<Vec<i64>>, axis: usize| size.as_ref().and_then(|size| size.get(axis)).copied();
+        let shape = HeadsShape {
+            medusa_num_heads: places().map(|place| place.head + 1).max().unwrap_or(0),
+            medusa_num_layers: places().filter(is(Part::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
+            hidden_size: axis(&w1, 0).or(axis(&w2, 1)).unwrap_or(0),
+            vocab_size: axis(&w2, 0).unwrap_or(0),
+        };
+        let any = first(Part::W1).or(first(Part::W2)).cloned();
+        self.kind = any.and_then(|name| self.container.kind(&name)).unwrap_or(Kind::Float);
+        Ok(shape)
+    }
+
+    /// Tensors that the shape has no place for, such as a W2 between ResBlocks.
+    fn check_places(&self) -> Result<(), HeadsError> {
+        let last = self.shape.medusa_num_layers;
+        let fits = |place: &Place| match place.part {
+            Part::W1 | Part::B1 => place.layer < last,
+            Part::W2 => self.layout == Layout::Vllm || place.layer == last,
+        };
+        match self.names.iter().find(|(place, _)| !fits(place)) {
+            Some((_, name)) => Err(HeadsError::Layout { path: self.path.clone(), name: name.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    /// A tensor's name in the file; `None` for a bias that is not meant to be there.
+    fn name(&self, place: Place) -> Result<Option<String>, HeadsError> {
+        let key = match (self.layout, place.part) {
+            (Layout::Vllm, Part::W2) => Place { layer: 0, ..place },
+            _ => place,
+        };
+        if let Some(name) = self.names.get(&key) {
+            return Ok(Some(name.clone()));
+        }
+        let no_biases = self.layout == Layout::Vllm && !self.has_biases();
+        if place.part == Part::B1 && no_biases && self.says("medusa_fc_bias") == Some(false) {
+            return Ok(None);
+        }
+        let (path, name) = (self.path.clone(), self.layout.name(place));
+        Err(WeightsError::MissingTensor { path, name }.into())
+    }
+
+    fn has_biases(&self) -> bool {
+        self.names.keys().any(|place| place.part == Part::B1)
+    }
+
+    /// A truth value of config.json, false where it has no such key; `None` without a config.json.
+    fn says(&self, key: &str) -> Option<bool> {
+        self.config.as_ref().map(|config| config.value[key].as_bool().unwrap_or(false))
+    }
+
+    /// 1-based heads whose later ResBlocks are the first one. Blocks of zeros, as training starts with, are no sign of that.
+    fn tied_heads(&self) -> Result<Vec<usize>, HeadsError> {
+        let mut tied = Vec::new();
+        for head in 0..self.shape.medusa_num_heads {
+            let mut is_tied = false;
+            for layer in 1..self.shape.medusa_num_layers {
+                is_tied |= self.are_one(head, layer)?;
+            }
+            tied.extend(is_tied.then_some(head + 1));
+        }
+        Ok(tied)
+    }
+
+    fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
+        let w1 = |layer| self.name(Place { head, layer, part: Part::W1 });
+        let (Some(first), Some(other)) = (w1(0)?, w1(layer)?) else { return Ok(false) };
+        if let Container::Torch(file) = &self.container
+            && file.same_memory(&first, &other)
+        {
+            return Ok(true);
+        }
+        let size = [self.shape.hidden_size; 2];
+        let first = self.container.tensor(&first, &size, &self.path)?;
+        let other = self.container.tensor(&other, &size, &self.path)?;
+        Ok(first.equal(&other) && first.count_nonzero(None).int64_value(&[]) > 0)
+    }
+}
+
+impl Container {
+    fn open(path: &Path) -> Result<Self, HeadsError> {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        Ok(match extension {
+            Some("pt" | "pth" | "bin") => Self::Torch(TorchFile::open(path)?),
+            Some("json") => Self::Safetensors(WeightFiles::open(path.parent().unwrap_or(Path::new(".")))?),
+            _ => Self::Safetensors(WeightFiles::open_file(path)?),
+        })
+    }
+
+    fn names(&self) -> Vec<String> {
+        let names = match self {
+            Self::Safetensors(files) => files.names(),
+            Self::Torch(file) => file.names(),
+        };
+        names.into_iter().map(str::to_owned).collect()
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        match self {
+            Self::Safetensors(files) => files.contains(name),
+            Self::Torch(file) => file.shape(name).is_some(),
+        }
+    }
+
+    fn shape(&self, name: &str, path: &Path) -> Result<Vec<i64>, HeadsError> {
+        match self {
+            Self::Safetensors(files) => Ok(files.shape(name)?),
+            Self::Torch(file) => Ok(file.shape(name).ok_or_else(|| missing(path, name))?.0.to_vec()),
+        }
+    }
+
+    fn kind(&self, name: &str) -> Option<Kind> {
+        match self {
+            Self::Safetensors(files) => files.kind(name),
+            Self::Torch(file) => file.shape(name).map(|(_, kind)| kind),
+        }
+    }
+
+    fn check(&self, name: &str, expected: &[i64], path: &Path) -> Result<(), HeadsError> {
+        let Self::Torch(file) = self else {
+            let Self::Safetensors(files) = self else { unreachable!("two kinds of containers") };
+            return Ok(files.check(name, expected)?);
+        };
+        let (got, kind) = file.shape(name).ok_or_else(|| missing(path, name))?;
+        if got != expected || kind == Kind::Int64 {
+            let (path, name) = (path.to_owned(), name.to_owned());
+            return Err(WeightsError::Shape { path, name, expected: expected.into(), got: got.into() }.into());
+        }
+        Ok(())
+    }
+
+    /// In the file's dtype: a view of a mapped file, or a copy out of a pickled one.
+    fn tensor(&self, name: &str, size: &[i64], path: &Path) -> Result<Tensor, HeadsError> {
+        self.check(name, size, path)?;
+        match self {
+            Self::Safetensors(files) => Ok(files.mapped(name, size)?),
+            Self::Torch(file) => file.tensor(name).ok_or_else(|| missing(path, name)),
+        }
+    }
+}
+
+impl Config {
+    fn beside(file: &Path) -> Result<Option<Self>, HeadsError> {
+        let path = file.with_file_name("config.json");
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let text = std::fs::read(&path).map_err(|source| WeightsError::Io { path: path.clone(), source })?;
+        let value =
+            serde_json::from_slice(&text).map_err(|source| HeadsError::Config { path: path.clone(), source })?;
+        Ok(Some(Self { path, value }))
+    }
+
+    /// The first of `keys` that is there, at the top or under ModelOpt's `medusa`, if it says another number.
+    fn count(&self, keys: &[&str], holds: usize) -> Option<Notice> {
+        let at = |key: &&str| Some(((*key).to_owned(), self.value[*key].as_u64()?));
+        let under = |key: &&str| Some((format!("medusa.{key}"), self.value["medusa"][*key].as_u64()?));
+        let (key, says) = keys.iter().find_map(at).or_else(|| keys.iter().find_map(under))?;
+        (says != holds as u64).then(|| Notice::Count { path: self.path.clone(), key, says, holds })
+    }
+}
+
+/// The file of heads in a folder; a file is taken as it is.
+///
+/// # Errors
+/// [`HeadsError::NoFile`] for a folder without one.
+pub fn locate(path: &Path) -> Result<PathBuf, HeadsError> {
+    if !path.is_dir() {
+        return Ok(path.into());
+    }
+    let found = CANDIDATES.iter().map(|name| path.join(name)).find(|file| file.is_file());
+    found.ok_or_else(|| HeadsError::NoFile { folder: path.into() })
+}
+
+/// The layout that most of the names are of.
+fn layout_of(names: &[String]) -> Option<Layout> {
+    let hits = |layout: Layout| names.iter().filter(|name| layout.place(name).is_some()).count();
+    let best = Layout::ALL.into_iter().max_by_key(|layout| hits(*layout))?;
+    (hits(best) > 0).then_some(best)
+}
+
+fn no_heads(path: &Path, names: &[String]) -> HeadsError {
+    HeadsError::Layout { path: path.into(), name: names.first().map_or("(none)", String::as_str).into() }
+}
+
+/// What each name means. Beside a backbone's weights, only names with the layout's prefix are heads'.
+fn places(layout: Layout, names: &[String], path: &Path) -> Result<BTreeMap<Place, String>, HeadsError> {
+    let others = |name: &String| match layout.prefix() {
+        Some(prefix) => !name.starts_with(prefix),
+        None => layout == Layout::Vllm && [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
+    };
+    let place = |name: &String| match layout.place(name) {
+        Some(place) => Ok((place, name.clone())),
+        None => Err(HeadsError::Layout { path: path.into(), name: name.clone() }),
+    };
+    names.iter().filter(|name| !others(name)).map(place).collect()
+}
+
+fn missing(path: &Path, name: &str) -> HeadsError {
+    WeightsError::MissingTensor { path: path.into(), name: name.into() }.into()
+}

@@ -1,0 +1,177 @@
+//! Which lines stand in which plot: of one run all heads together, of several runs a plot a head and a line a run.
+
+use super::axis::Range;
+use super::metrics::{Logged, curve};
+use super::plot::{Kind, Plot, Series};
+use super::readable::byte_unit;
+use super::run::Run;
+use super::thinned::thinned;
+
+const STEP: &str = "optimizer step";
+/// Points of a line, at most: more than a plot has pixels across on most screens.
+const LINE_POINTS: usize = 600;
+/// Points of all lines of a page: about 14 bytes each, so less than a megabyte.
+const PAGE_POINTS: usize = 60_000;
+
+/// Plots that belong together.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Group {
+    pub(super) title: &'static str,
+    pub(super) plots: Vec<Plot>,
+}
+
+/// What a curve is of.
+type Pick<'p> = &'p dyn Fn(&Logged) -> Option<f64>;
+
+/// What a line says of each head.
+type Column = fn(&Logged) -> &Vec<Option<f64>>;
+
+/// Runs with the names they have on the page.
+pub(super) type Named<'r> = (&'r Run, String);
+
+/// All curves of the runs; groups and plots without a value are left out.
+pub(super) fn groups(runs: &[Named<'_>]) -> Vec<Group> {
+    let several = runs.len() > 1;
+    let accuracy = if several { accuracies_of_several(runs) } else { accuracies_of_one(runs) };
+    let mut groups = vec![
+        Group { title: "Loss", plots: losses(runs, several) },
+        Group { title: "Accuracy of the heads", plots: accuracy },
+        Group { title: "Optimizer", plots: optimizer(runs, several) },
+        Group { title: "Speed and memory", plots: machine(runs) },
+    ];
+    for group in &mut groups {
+        group.plots.retain(|plot| !plot.is_empty());
+    }
+    groups.retain(|group| !group.plots.is_empty());
+    thin(&mut groups);
+    groups
+}
+
+fn thin(groups: &mut [Group]) {
+    let lines: usize = groups.iter().flat_map(|group| &group.plots).map(|plot| plot.series.len()).sum();
+    let most = (PAGE_POINTS / lines.max(1)).min(LINE_POINTS);
+    for series in groups.iter_mut().flat_map(|group| &mut group.plots).flat_map(|plot| &mut plot.series) {
+        series.points = thinned(&series.points, most);
+    }
+}
+
+fn plot(title: impl Into<String>, unit: &'static str, range: Range, series: Vec<Series>) -> Plot {
+    Plot { title: title.into(), x: STEP, unit, range, series }
+}
+
+/// Training and validation of one quantity, as two lines of one name.
+fn both(run: &Run, name: &str, style: usize, pick: Pick<'_>) -> [Series; 2] {
+    let of = |kind, lines: &[Logged]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
+    [of(Kind::Train, &run.metrics.train), of(Kind::Marked, &run.metrics.validation)]
+}
+
+/// A plot of one quantity: of one run in ink, of several in a colour a run.
+fn overlaid(
+    title: impl Into<String>,
+    (unit, range): (&'static str, Range),
+    runs: &[Named<'_>],
+    pick: Pick<'_>,
+) -> Plot {
+    let style = |at: usize| if runs.len() > 1 { at + 1 } else { 0 };
+    let series = runs.iter().enumerate().flat_map(|(at, (run, name))| both(run, name, style(at), pick));
+    plot(title, unit, range, series.collect())
+}
+
+fn heads(runs: &[Named<'_>]) -> usize {
+    runs.iter().map(|(run, _)| run.metrics.heads()).max().unwrap_or(0)
+}
+
+fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
+    let mut plots = vec![
+        overlaid("Total loss", ("", Range::Free), runs, &|line| line.loss),
+        overlaid("Loss of the LM head", ("", Range::Free), runs, &|line| line.lm_loss),
+    ];
+    if several {
+        plots.extend((0..heads(runs)).map(|head| {
+            let title = format!("Loss of head {}", head + 1);
+            overlaid(title, ("", Range::Free), runs, &|line| line.head_losses.get(head).copied()?)
+        }));
+    } else {
+        plots.push(of_heads("Loss of each head", ("", Range::Free), runs, |line| &line.head_losses));
+    }
+    plots
+}
+
+/// One run's heads in one plot, a colour a head.
+fn of_heads(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], column: Column) -> Plot {
+    let factor = if unit == "%" { 100.0 } else { 1.0 };
+    let of_head = |(run, head): (&Run, usize)| {
+        let pick = move |line: &Logged| column(line).get(head).copied()?.map(|value| factor * value);
+        both(run, &format!("head {}", head + 1), head + 1, &pick)
+    };
+    let all = runs.iter().flat_map(|(run, _)| (0..run.metrics.heads()).map(move |head| (*run, head)));
+    plot(title, unit, range, all.flat_map(of_head).collect())
+}
+
+fn accuracies_of_one(runs: &[Named<'_>]) -> Vec<Plot> {
+    vec![
+        of_heads("First guess is right (top-1)", ("%", Range::FromZero), runs, |line| &line.head_top1),
+        of_heads("One of five guesses is right (top-5)", ("%", Range::FromZero), runs, |line| &line.head_top5),
+    ]
+}
+
+fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
+    let of = |name: &str, head: usize, column: Column| {
+        let percent = |line: &Logged| column(line).get(head).copied()?.map(|share| 100.0 * share);
+        overlaid(format!("Head {}, {name}", head + 1), ("%", Range::FromZero), runs, &percent)
+    };
+    let top1 = (0..heads(runs)).map(|head| of("top-1", head, |line| &line.head_top1));
+    let top5 = (0..heads(runs)).map(|head| of("top-5", head, |line| &line.head_top5));
+    top1.chain(top5).collect()
+}
+
+/// Training lines alone, one a run; `name` where there is one run.
+fn steady(run: &Named<'_>, (name, style): (&str, usize), pick: Pick<'_>) -> Series {
+    let name = if name.is_empty() { run.1.clone() } else { name.to_owned() };
+    Series { name, style, kind: Kind::Smooth, points: curve(&run.0.metrics.train, pick) }
+}
+
+fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
+    let each = |title: &str, range, pick: Pick<'_>| {
+        let style = |at: usize| if several { at + 1 } else { 0 };
+        let series = runs.iter().enumerate().map(|(at, run)| steady(run, ("", style(at)), pick));
+        plot(title, "", range, series.collect())
+    };
+    let mut plots = if several {
+        vec![
+            each("Learning rate of the backbone", Range::FromZero, &|line| line.lr.filter(|_| line.lm_loss.is_some())),
+            each("Learning rate of the heads", Range::FromZero, &|line| line.heads_lr),
+        ]
+    } else {
+        vec![learning_rates(runs)]
+    };
+    let lambda0 = |line: &Logged| line.lambda0.filter(|_| line.lm_loss.is_some());
+    plots.push(each("λ0, the weight of the heads' loss", Range::FromZero, &lambda0));
+    plots.push(each("Gradient norm before clipping", Range::Free, &|line| line.grad_norm));
+    plots
+}
+
+/// In Medusa-1 there is one rate, the heads'.
+fn learning_rates(runs: &[Named<'_>]) -> Plot {
+    let rates = |run| {
+        let backbone = steady(run, ("backbone", 1), &|line| line.lr.filter(|_| line.lm_loss.is_some()));
+        let style = if backbone.points.is_empty() { 0 } else { 2 };
+        [backbone, steady(run, ("heads", style), &|line| line.heads_lr)]
+    };
+    let series = runs.iter().flat_map(rates).collect();
+    plot("Learning rate", "", Range::FromZero, series)
+}
+
+fn machine(runs: &[Named<'_>]) -> Vec<Plot> {
+    let style = |at: usize| if runs.len() > 1 { at + 1 } else { 0 };
+    let of = |title: &str, unit, pick: Pick<'_>| {
+        let series = runs.iter().enumerate().map(|(at, run)| steady(run, ("", style(at)), pick));
+        plot(title, unit, Range::FromZero, series.collect())
+    };
+    let memory = runs.iter().flat_map(|(run, _)| curve(&run.metrics.train, |line| line.memory_bytes));
+    let (divisor, unit) = byte_unit(memory.map(|point| point.1).fold(0.0, f64::max));
+    vec![
+        of("Training throughput", "tokens/s", &|line| line.tokens_per_second),
+        of("Memory of the process", unit, &move |line| line.memory_bytes.map(|bytes| bytes / divisor)),
+    ]
+}

@@ -1,0 +1,67 @@
+//! A run in a dozen numbers.
+
+use serde::Serialize;
+
+use super::metrics::{Logged, curve};
+use super::readable::{bytes, duration, grouped, number, percent};
+use super::run::Run;
+
+/// One number, and what it is of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct KeyFigure {
+    pub(super) name: &'static str,
+    /// `None` where the run does not know it.
+    pub(super) value: Option<String>,
+    pub(super) of: &'static str,
+}
+
+/// The same figures in the same order for every run.
+pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
+    let figure = |name, value, of| KeyFigure { name, value, of };
+    let bench = run.bench.as_ref();
+    let (train, validation) = (&run.metrics.train, &run.metrics.validation);
+    let loss = if run.finished { "final loss" } else { "latest loss" };
+    let (accuracy, of_accuracy) = first_head(run);
+    vec![
+        figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens a step"),
+        figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "of plain decoding"),
+        figure("decoding", bench.map(|bench| number(bench.all.medusa.tokens_per_second)), "tokens/s with heads"),
+        figure("head 1, top-1", accuracy.map(percent), of_accuracy),
+        figure(loss, last(validation, |line| line.loss).map(number), "validation"),
+        figure(loss, last(train, |line| line.loss).map(number), "training"),
+        figure("LM head's loss", last(validation, |line| line.lm_loss).map(number), "validation"),
+        figure("perplexity", last(validation, |line| line.perplexity).map(number), "backbone, validation"),
+        figure("training", median(train, |line| line.tokens_per_second).map(grouped), "tokens/s, median"),
+        figure("peak memory", highest(train, |line| line.memory_bytes).map(bytes), "of the process, training"),
+        figure("tokens", last(train, |line| line.tokens.map(|n| n as f64)).map(grouped), "trained on"),
+        figure("time in steps", run.metrics.seconds_of_steps().map(duration), "without evaluations"),
+    ]
+}
+
+/// The first head's first guess: calibrated, or else of the last evaluation.
+fn first_head(run: &Run) -> (Option<f64>, &'static str) {
+    let calibrated = run.calibration.as_ref().and_then(|file| file.heads.first()?.accuracy.first().copied());
+    match calibrated {
+        Some(accuracy) => (Some(accuracy), "calibrated"),
+        None => (last(&run.metrics.validation, |line| line.head_top1.first().copied()?), "validation"),
+    }
+}
+
+fn values(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Vec<f64> {
+    curve(lines, pick).into_iter().map(|(_, value)| value).collect()
+}
+
+fn last(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Option<f64> {
+    values(lines, pick).pop()
+}
+
+fn highest(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Option<f64> {
+    values(lines, pick).into_iter().max_by(f64::total_cmp)
+}
+
+/// The upper median: a speed that was measured.
+fn median(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Option<f64> {
+    let mut values = values(lines, pick);
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}

@@ -1,0 +1,144 @@
+//! The page itself: one template, one style, a few lines of script for values under the pointer.
+
+use std::collections::BTreeSet;
+
+use minijinja::value::Serde;
+use minijinja::{Environment, UndefinedBehavior};
+use serde::Serialize;
+
+use super::curves::{self, Named};
+use super::key_figures::{KeyFigure, key_figures};
+use super::plot::Drawn;
+use super::recipe_text::{Difference, RecipeText, differences};
+use super::run::Run;
+use super::sections::RunSections;
+
+const TEMPLATE: &str = include_str!("page.html");
+const STYLE: &str = include_str!("style.css");
+const SCRIPT: &str = include_str!("hover.js");
+
+#[derive(Serialize)]
+struct Page {
+    title: String,
+    version: &'static str,
+    style: &'static str,
+    script: &'static str,
+    runs: Vec<RunSections>,
+    groups: Vec<DrawnGroup>,
+    /// Of several runs.
+    comparison: Vec<ComparisonRow>,
+    differences: Vec<Difference>,
+}
+
+#[derive(Serialize)]
+struct DrawnGroup {
+    title: &'static str,
+    plots: Vec<Drawn>,
+}
+
+/// A key figure of every run.
+#[derive(Serialize)]
+struct ComparisonRow {
+    name: String,
+    of: String,
+    values: Vec<Option<String>>,
+}
+
+/// The page of one run, or of several over each other.
+///
+/// # Panics
+/// Never: the template is this crate's own.
+pub fn render(runs: &[Run]) -> String {
+    let named: Vec<Named<'_>> = runs.iter().zip(names(runs)).collect();
+    let recipes: Vec<&RecipeText> = runs.iter().map(|run| &run.recipe).collect();
+    let page = Page {
+        title: named.iter().map(|(_, name)| name.as_str()).collect::<Vec<_>>().join(", "),
+        version: env!("CARGO_PKG_VERSION"),
+        style: STYLE,
+        script: SCRIPT,
+        groups: drawn(&named),
+        comparison: comparison(runs),
+        differences: differences(&recipes),
+        runs: named.iter().enumerate().map(|(at, (run, name))| RunSections::new(run, at + 1, name.clone())).collect(),
+    };
+    let mut environment = Environment::new();
+    environment.set_undefined_behavior(UndefinedBehavior::Strict);
+    // Its name ends in .html: whatever is not marked as safe in the template is escaped.
+    environment.render_named_str("page.html", TEMPLATE, Serde(page)).expect("our own template and all that it names")
+}
+
+/// The folders' own names where they differ, else their paths.
+fn names(runs: &[Run]) -> Vec<String> {
+    let short: Vec<String> = runs.iter().map(Run::short_name).collect();
+    let is_own = short.iter().collect::<BTreeSet<_>>().len() == short.len();
+    if is_own { short } else { runs.iter().map(|run| run.path.display().to_string()).collect() }
+}
+
+fn drawn(runs: &[Named<'_>]) -> Vec<DrawnGroup> {
+    let mut number = 0;
+    let mut draw = |plot: super::plot::Plot| {
+        number += 1;
+        plot.draw(&format!("plot{number}"))
+    };
+    let groups = curves::groups(runs).into_iter();
+    groups
+        .map(|group| DrawnGroup { title: group.title, plots: group.plots.into_iter().map(&mut draw).collect() })
+        .collect()
+}
+
+/// Rows that any run has a value for.
+fn comparison(runs: &[Run]) -> Vec<ComparisonRow> {
+    let figures: Vec<_> = runs.iter().map(key_figures).collect();
+    let row = |at: usize| {
+        let words = |pick: fn(&KeyFigure) -> &'static str| {
+            let of: BTreeSet<&str> = figures.iter().map(|run| pick(&run[at])).collect();
+            of.into_iter().collect::<Vec<_>>().join(" / ")
+        };
+        ComparisonRow {
+            name: words(|figure| figure.name),
+            of: words(|figure| figure.of),
+            values: figures.iter().map(|run| run[at].value.clone()).collect(),
+        }
+    };
+    let rows = (0..figures.first().map_or(0, Vec::len)).map(row);
+    rows.filter(|row| row.values.iter().any(Option::is_some)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The relative luminance of `#rrggbb` (WCAG 2.2).
+    fn luminance(colour: &str) -> f64 {
+        let channel = |at: usize| {
+            let part = f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap()) / 255.0;
+            if part <= 0.040_45 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) }
+        };
+        0.2126 * channel(1) + 0.7152 * channel(3) + 0.0722 * channel(5)
+    }
+
+    fn contrast(one: &str, other: &str) -> f64 {
+        let (one, other) = (luminance(one), luminance(other));
+        (one.max(other) + 0.05) / (one.min(other) + 0.05)
+    }
+
+    #[test]
+    fn lines_and_words_stand_out_on_light_paper_and_on_dark() {
+        let themes: Vec<&str> = STYLE.split(":root {").skip(1).filter_map(|rest| rest.split('}').next()).collect();
+        assert_eq!(themes.len(), 2);
+        for theme in themes {
+            let colour = |name: &str| {
+                let value = theme.split(&format!("--{name}: ")).nth(1).and_then(|rest| rest.split(';').next());
+                value.filter(|value| value.starts_with('#')).unwrap_or_else(|| panic!("no --{name}"))
+            };
+            let paper = ["card", "paper"].map(colour);
+            for words in ["ink", "muted", "accent"].map(colour) {
+                assert!(paper.iter().all(|paper| contrast(words, paper) >= 4.5), "{words} on {paper:?}");
+            }
+            for line in ["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"].map(colour) {
+                assert!(contrast(line, paper[0]) >= 3.0, "{line} on {}", paper[0]);
+            }
+            assert!(contrast(colour("warn"), colour("warn-paper")) >= 4.5);
+        }
+    }
+}

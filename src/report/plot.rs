@@ -1,0 +1,254 @@
+//! Lines as SVG. Colours, dashes and widths are the page's, by classes: the picture itself knows no colour.
+
+use std::fmt::Write;
+
+use minijinja::HtmlEscape;
+use serde::Serialize;
+
+use super::axis::{Axis, Range};
+use super::readable::{grouped, number, tick};
+
+const WIDTH: f64 = 440.0;
+const HEIGHT: f64 = 236.0;
+/// Room for labels around the lines: wide enough for `0.005` in the large type of a phone.
+const LEFT: f64 = 46.0;
+const RIGHT: f64 = WIDTH - 16.0;
+const TOP: f64 = 10.0;
+const BOTTOM: f64 = HEIGHT - 40.0;
+/// Lines of more points have no markers.
+const MARKED: usize = 40;
+/// Styles that the page has besides 0, which is plain ink.
+const STYLES: usize = 7;
+
+/// How a line is drawn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Thin: rows being trained on, noisy.
+    Train,
+    /// With markers: held-out rows, and what was measured at a few points.
+    Marked,
+    /// A line without markers.
+    Smooth,
+}
+
+/// One line.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Series {
+    /// As the legend has it: lines of one name share their colour and dashes.
+    pub(super) name: String,
+    /// 0 is plain ink; others have colours and dashes of their own.
+    pub(super) style: usize,
+    pub(super) kind: Kind,
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// Lines over the same axes.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Plot {
+    pub(super) title: String,
+    /// What the horizontal axis counts.
+    pub(super) x: &'static str,
+    /// The vertical axis' unit; empty where the title says all.
+    pub(super) unit: &'static str,
+    pub(super) range: Range,
+    pub(super) series: Vec<Series>,
+}
+
+/// An entry of a legend.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct LegendEntry {
+    name: String,
+    style: usize,
+}
+
+/// A plot as a page takes it.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Drawn {
+    title: String,
+    unit: &'static str,
+    logarithmic: bool,
+    legend: Vec<LegendEntry>,
+    /// Whether both sorts of lines are in it, so that the legend has to tell them apart.
+    has_train: bool,
+    has_marked: bool,
+    svg: String,
+}
+
+impl Series {
+    /// Training lines are thin beside those of validation, and lines like others without them.
+    fn class(&self, of_several_kinds: bool) -> String {
+        let kind = match self.kind {
+            Kind::Train if of_several_kinds => "train",
+            Kind::Marked => "marked",
+            Kind::Train | Kind::Smooth => "smooth",
+        };
+        format!("{kind} s{}", style_class(self.style))
+    }
+
+    fn full_name(&self, of_several_kinds: bool) -> String {
+        match self.kind {
+            Kind::Train if of_several_kinds => format!("{}, training", self.name),
+            Kind::Marked if of_several_kinds => format!("{}, validation", self.name),
+            _ => self.name.clone(),
+        }
+    }
+}
+
+fn style_class(style: usize) -> usize {
+    if style == 0 { 0 } else { 1 + (style - 1) % STYLES }
+}
+
+impl Plot {
+    /// Whether there is anything to draw.
+    pub(super) fn is_empty(&self) -> bool {
+        self.series.iter().all(|series| series.points.is_empty())
+    }
+
+    /// The picture and its legend. `id` is the page's own for it.
+    pub(super) fn draw(&self, id: &str) -> Drawn {
+        let points = || self.series.iter().flat_map(|series| series.points.iter().copied());
+        let x = Axis::of(points().map(|point| point.0), Range::Tight);
+        let y = Axis::of(points().map(|point| point.1), self.range);
+        let has = |kind: Kind| self.series.iter().any(|series| series.kind == kind && !series.points.is_empty());
+        let (has_train, has_marked) = (has(Kind::Train), has(Kind::Marked));
+        let mut svg = self.opening(id, &x, &y, has_train && has_marked);
+        grid(&x, &y, self.x, &mut svg);
+        for series in &self.series {
+            let (class, name) = (series.class(has_train && has_marked), series.full_name(has_train && has_marked));
+            line(series, (&class, &name), (&x, &y), &mut svg);
+        }
+        svg.push_str("<line class=\"rule\" hidden=\"\"/></svg>\n");
+        let (title, unit) = (self.title.clone(), self.unit);
+        Drawn { title, unit, logarithmic: y.logarithmic, legend: self.legend(), has_train, has_marked, svg }
+    }
+
+    fn legend(&self) -> Vec<LegendEntry> {
+        let mut entries: Vec<LegendEntry> = Vec::new();
+        for series in self.series.iter().filter(|series| !series.points.is_empty()) {
+            let entry = LegendEntry { name: series.name.clone(), style: style_class(series.style) };
+            if !entries.contains(&entry) {
+                entries.push(entry);
+            }
+        }
+        entries
+    }
+
+    /// The element with its words for those who do not see it, and with the axes in numbers for the pointer's values.
+    fn opening(&self, id: &str, x: &Axis, y: &Axis, of_several_kinds: bool) -> String {
+        let axis = |axis: &Axis| format!("{},{},{}", axis.low, axis.high, u8::from(axis.logarithmic));
+        format!(
+            "<svg class=\"plot\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-labelledby=\"{id}-title {id}-desc\" \
+             data-frame=\"{LEFT},{RIGHT},{TOP},{BOTTOM}\" data-x=\"{}\" data-y=\"{}\" data-names=\"{}|{}\">\n\
+             <title id=\"{id}-title\">{}</title>\n<desc id=\"{id}-desc\">{}</desc>\n",
+            axis(x),
+            axis(y),
+            HtmlEscape(self.x),
+            HtmlEscape(self.unit),
+            HtmlEscape(&self.title),
+            HtmlEscape(&self.described(of_several_kinds)),
+        )
+    }
+
+    /// From where to where each line goes.
+    fn described(&self, of_several_kinds: bool) -> String {
+        let described = |series: &Series| {
+            let ((from, first), (to, last)) = (series.points.first()?, series.points.last()?);
+            let name = series.full_name(of_several_kinds);
+            let ([first, last], [from, to]) = ([*first, *last].map(number), [*from, *to].map(grouped));
+            Some(format!("{name}: {first} at {from}, {last} at {to}."))
+        };
+        let lines: Vec<String> = self.series.iter().filter_map(described).collect();
+        format!("Over the {}. {}", self.x, lines.join(" "))
+    }
+}
+
+fn x_of(axis: &Axis, value: f64) -> f64 {
+    LEFT + axis.part(value) * (RIGHT - LEFT)
+}
+
+fn y_of(axis: &Axis, value: f64) -> f64 {
+    BOTTOM - axis.part(value) * (BOTTOM - TOP)
+}
+
+fn grid(x: &Axis, y: &Axis, x_name: &str, svg: &mut String) {
+    svg.push_str("<g class=\"grid\" aria-hidden=\"true\">\n");
+    for &value in &y.ticks {
+        let (at, label) = (y_of(y, value), tick(value));
+        let _ = writeln!(
+            svg,
+            "<line x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/><text class=\"y\" x=\"{:.1}\" y=\"{:.1}\">{label}</text>",
+            LEFT - 7.0,
+            at + 4.0
+        ); // a String takes all
+    }
+    for &value in &x.ticks {
+        let (at, label, below) = (x_of(x, value), tick(value), BOTTOM + 17.0);
+        let _ = writeln!(
+            svg,
+            "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{BOTTOM}\" y2=\"{:.1}\"/><text class=\"x\" x=\"{at:.1}\" y=\"{below:.1}\">{label}</text>",
+            BOTTOM + 4.0
+        ); // likewise
+    }
+    let middle = f64::midpoint(LEFT, RIGHT);
+    let _ = writeln!(svg, "<text class=\"x name\" x=\"{middle:.1}\" y=\"{:.1}\">{x_name}</text></g>", HEIGHT - 5.0); // likewise
+}
+
+fn line(series: &Series, (class, name): (&str, &str), (x, y): (&Axis, &Axis), svg: &mut String) {
+    let points = series.points.iter().filter(|point| y.takes(point.1));
+    let places: Vec<(f64, f64)> = points.map(|point| (x_of(x, point.0), y_of(y, point.1))).collect();
+    if places.is_empty() {
+        return;
+    }
+    let _ = write!(svg, "<g class=\"{class}\"><path data-name=\"{}\" d=\"M", HtmlEscape(name)); // a String takes all
+    for (x, y) in &places {
+        let _ = write!(svg, "{x:.2} {y:.2} "); // likewise
+    }
+    svg.push_str("\"/>");
+    // A single point is no line: it would not be seen.
+    let is_marked = series.kind == Kind::Marked && places.len() <= MARKED;
+    for (x, y) in places.iter().filter(|_| is_marked || places.len() == 1) {
+        let _ = write!(svg, "<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"2.6\"/>"); // likewise
+    }
+    svg.push_str("</g>\n");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plot(series: Vec<Series>) -> Plot {
+        Plot { title: "a <b> & c".into(), x: "step", unit: "%", range: Range::Free, series }
+    }
+
+    fn series(name: &str, kind: Kind, points: &[(f64, f64)]) -> Series {
+        Series { name: name.into(), style: 9, kind, points: points.to_vec() }
+    }
+
+    #[test]
+    fn names_are_escaped_and_lines_are_inside() {
+        let two = [series("<i>", Kind::Train, &[(1.0, 2.0), (3.0, 40.0)]), series("<i>", Kind::Marked, &[(2.0, 7.0)])];
+        let drawn = plot(two.to_vec()).draw("p1");
+        assert!(drawn.svg.contains("a &lt;b&gt; &amp; c") && !drawn.svg.contains("<i>"), "{}", drawn.svg);
+        assert!(drawn.svg.contains("&lt;i&gt;, training: 2.00 at 1, 40.0 at 3."), "{}", drawn.svg);
+        assert!(drawn.logarithmic && drawn.has_train && drawn.has_marked);
+        assert_eq!(
+            drawn.legend,
+            [LegendEntry { name: "<i>".into(), style: 2 }],
+            "one entry for both, of a style that there is"
+        );
+        assert!(drawn.svg.contains("class=\"train s2\"") && drawn.svg.matches("<circle").count() == 1, "{}", drawn.svg);
+        assert!(plot(two[..1].to_vec()).draw("p1").svg.contains("class=\"smooth s2\""), "alone it is not thin");
+        let path = drawn.svg.split("d=\"M").nth(1).unwrap().split('"').next().unwrap();
+        let places: Vec<f64> = path.split_whitespace().map(|number| number.parse().unwrap()).collect();
+        assert_eq!((places.len(), places[0], places[2]), (4, LEFT, RIGHT));
+        assert!(TOP < places[3] && places[3] < places[1] && places[1] < BOTTOM, "{places:?}");
+    }
+
+    #[test]
+    fn nothing_to_draw_draws_an_empty_frame() {
+        let empty = plot(vec![series("x", Kind::Smooth, &[])]);
+        assert!(empty.is_empty());
+        let drawn = empty.draw("p1");
+        assert!(!drawn.svg.contains("NaN") && !drawn.svg.contains("<path") && drawn.legend.is_empty(), "{}", drawn.svg);
+    }
+}

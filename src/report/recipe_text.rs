@@ -1,0 +1,136 @@
+//! A run's recipe as it lies in its folder: lines to show, and keys to compare.
+//!
+//! It is never read as TOML here, that is `recipe`'s: a resolved recipe has one key a line, and a page shows it as it is written.
+
+use serde::Serialize;
+
+/// One line of a recipe.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Line {
+    /// `[stage.medusa2]`
+    Table(String),
+    /// `rank = 32`
+    Pair {
+        /// Before the sign.
+        key: String,
+        /// Behind it.
+        value: String,
+    },
+    /// A comment, an empty line, or what belongs to the line before.
+    Other(String),
+}
+
+/// A whole recipe.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct RecipeText {
+    pub(super) lines: Vec<Line>,
+}
+
+/// A key that recipes do not agree on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Difference {
+    pub(super) key: String,
+    /// One a recipe; `None` where it has no such key.
+    pub(super) values: Vec<Option<String>>,
+}
+
+impl RecipeText {
+    pub(super) fn new(text: &str) -> Self {
+        Self { lines: text.lines().map(line).collect() }
+    }
+
+    /// Keys with their tables before them, and their values as written; a table is a key without a value.
+    pub(super) fn keys(&self) -> Vec<(String, &str)> {
+        let mut table = String::new();
+        let mut keys = Vec::new();
+        for line in &self.lines {
+            match line {
+                Line::Table(name) => {
+                    name.trim_matches(['[', ']']).clone_into(&mut table);
+                    keys.push((table.clone(), "present"));
+                }
+                Line::Pair { key, value } => keys.push((format!("{table}.{key}"), value.as_str())),
+                Line::Other(_) => {}
+            }
+        }
+        keys
+    }
+
+    /// The value of a key, without quotes.
+    pub(super) fn value(&self, key: &str) -> Option<String> {
+        let value = self.keys().into_iter().find(|(name, _)| name == key)?.1;
+        Some(unquoted(value))
+    }
+}
+
+fn line(text: &str) -> Line {
+    let trimmed = text.trim();
+    if trimmed.starts_with('[') && trimmed.ends_with(']') && !trimmed.contains(['"', ',']) {
+        return Line::Table(trimmed.into());
+    }
+    let is_key = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '-');
+    match trimmed.split_once('=').map(|(key, value)| (key.trim(), value.trim())) {
+        Some((key, value)) if is_key(key) => Line::Pair { key: key.into(), value: value.into() },
+        _ => Line::Other(text.into()),
+    }
+}
+
+/// A string as its writer meant it, as far as JSON and TOML spell it alike; anything else as it stands.
+fn unquoted(value: &str) -> String {
+    let literal = value.strip_prefix('\'').and_then(|rest| rest.strip_suffix('\''));
+    literal.map_or_else(|| serde_json::from_str(value).unwrap_or_else(|_| value.to_owned()), str::to_owned)
+}
+
+/// Keys that the recipes do not agree on, in the order of the recipes.
+pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<Difference> {
+    let all: Vec<Vec<(String, &str)>> = recipes.iter().map(|recipe| recipe.keys()).collect();
+    let mut names: Vec<&String> = Vec::new();
+    for keys in &all {
+        // A key that only this recipe has stands behind the one before it.
+        let mut at = 0;
+        for (name, _) in keys {
+            let known = names.iter().position(|known| *known == name);
+            at = known.unwrap_or_else(|| {
+                names.insert(at, name);
+                at
+            }) + 1;
+        }
+    }
+    let of = |name: &String| {
+        let value =
+            |keys: &Vec<(String, &str)>| keys.iter().find(|(key, _)| key == name).map(|(_, value)| (*value).to_owned());
+        Difference { key: name.clone(), values: all.iter().map(value).collect() }
+    };
+    names.into_iter().map(of).filter(|difference| difference.values.windows(2).any(|two| two[0] != two[1])).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: &str = "[backbone]\npath = \"a \\\"b\\\"\"\n\n[stage.medusa1]\n\n[data]\ntrain = [\"x = y\"]\n# why\n";
+
+    #[test]
+    fn keys_carry_their_tables() {
+        let recipe = RecipeText::new(ONE);
+        let keys = recipe.keys();
+        let names: Vec<&str> = keys.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["backbone", "backbone.path", "stage.medusa1", "data", "data.train"]);
+        assert_eq!(recipe.value("backbone.path").as_deref(), Some("a \"b\""));
+        assert_eq!(recipe.value("data.train").as_deref(), Some("[\"x = y\"]"));
+        assert_eq!((recipe.value("data.validation"), recipe.lines.len()), (None, 8));
+        assert_eq!(RecipeText::new("[a]\nb = 'c'\n").value("a.b").as_deref(), Some("c"));
+    }
+
+    #[test]
+    fn differences_are_keys_of_either() {
+        let one = RecipeText::new(ONE);
+        let other = RecipeText::new(&ONE.replace("[stage.medusa1]", "[stage.medusa2]\nrank = 2"));
+        assert_eq!(differences(&[&one, &one]), []);
+        let found = differences(&[&one, &other]);
+        let keys: Vec<&str> = found.iter().map(|difference| difference.key.as_str()).collect();
+        assert_eq!(keys, ["stage.medusa2", "stage.medusa2.rank", "stage.medusa1"], "before [data]");
+        assert_eq!(found[1].values, [None, Some("2".to_owned())]);
+    }
+}

@@ -1,0 +1,110 @@
+//! A run's folder: what training wrote, and what lies beside it since.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::ReportError;
+use super::bench::Bench;
+use super::metrics::Metrics;
+use super::recipe_text::RecipeText;
+use crate::calibrate::Calibration;
+use crate::latency::Latency;
+use crate::medusa::heads::HEADS_FILE;
+use crate::medusa::tree_file::TreeFile;
+
+const RECIPE: &str = "recipe.toml";
+
+/// A run, finished or not.
+#[derive(Debug)]
+pub struct Run {
+    pub(super) path: PathBuf,
+    pub(super) recipe: RecipeText,
+    pub(super) provenance: Map<String, Value>,
+    pub(super) metrics: Metrics,
+    pub(super) finished: bool,
+    pub(super) calibration: Option<Calibration>,
+    pub(super) tree: Option<TreeFile>,
+    pub(super) latency: Option<Latency>,
+    pub(super) bench: Option<Bench>,
+}
+
+impl Run {
+    /// Reads a folder that has a recipe.toml; all else may be missing.
+    ///
+    /// # Errors
+    /// [`ReportError`]: no run's folder, or a file in it that is broken.
+    pub fn read(path: &Path) -> Result<Self, ReportError> {
+        let not_a_run = |missing| ReportError::NotARun { path: path.to_owned(), missing };
+        if !path.is_dir() {
+            return Err(not_a_run(if path.exists() { "it is a file" } else { "it does not exist" }));
+        }
+        let recipe = text(&path.join(RECIPE))?.ok_or_else(|| not_a_run("it has no recipe.toml"))?;
+        let bench = path.join("bench.json");
+        let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
+        Ok(Self {
+            path: path.to_owned(),
+            recipe: RecipeText::new(&recipe),
+            provenance: provenance(&path.join("provenance.json"))?,
+            metrics: Metrics::read(&path.join("metrics.jsonl"))?,
+            finished: path.join("final").join(HEADS_FILE).is_file(),
+            calibration: there("calibration.json").map(|file| Calibration::load(&file)).transpose()?,
+            tree: there("tree.json").map(|file| TreeFile::load(&file)).transpose()?,
+            latency: there("latency.json").map(|file| Latency::load(&file)).transpose()?,
+            bench: text(&bench)?.map_or(Ok(None), |text| Bench::parse(&bench, &text))?,
+        })
+    }
+
+    /// The folder, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What a reader should know before believing the page, one sentence each.
+    pub fn notes(&self) -> Vec<String> {
+        let run = self.path.display();
+        let torn =
+            "the last line of metrics.jsonl is not whole and is left out: the run is writing it, or was ended then";
+        let open = format!("{run} has no final/{HEADS_FILE}: the run goes on, or was stopped");
+        let empty = format!("{run} has no logged step yet");
+        let notes = [
+            (self.metrics.torn, format!("{run}: {torn}")),
+            (!self.finished, open),
+            (self.metrics.last_step() == 0, empty),
+        ];
+        notes.into_iter().filter_map(|(holds, note)| holds.then_some(note)).collect()
+    }
+
+    /// The folder's own name; of `.` and the like, the one it has in full.
+    pub(super) fn short_name(&self) -> String {
+        let own = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let in_full = || self.path.canonicalize().ok().and_then(|path| own(&path));
+        own(&self.path).or_else(in_full).unwrap_or_else(|| self.path.display().to_string())
+    }
+
+    /// Which training: by the recipe's table.
+    pub(super) fn stage(&self) -> &'static str {
+        let has = |table: &str| self.recipe.keys().iter().any(|(key, _)| key == table);
+        match (has("stage.medusa2"), has("stage.medusa2.lora")) {
+            (false, _) => "Medusa-1: heads on a frozen backbone",
+            (true, true) => "Medusa-2: heads and backbone together, by LoRA",
+            (true, false) => "Medusa-2: heads and the whole backbone together",
+        }
+    }
+}
+
+/// The file's text; `None` where there is no such file.
+fn text(path: &Path) -> Result<Option<String>, ReportError> {
+    match fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some).map_err(|source| ReportError::Io { path: path.to_owned(), source }),
+    }
+}
+
+fn provenance(path: &Path) -> Result<Map<String, Value>, ReportError> {
+    let Some(text) = text(path)? else { return Ok(Map::new()) };
+    let writer = "medusa-train";
+    serde_json::from_str(&text).map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
+}

@@ -1,0 +1,344 @@
+//! What a page says of one run besides its curves: tables, the tree, where the numbers come from, and what is still missing.
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::axis::Range;
+use super::bench::{Bench, Group as BenchGroup};
+use super::key_figures::{KeyFigure, key_figures};
+use super::plot::{Drawn, Kind, Plot, Series};
+use super::readable::{grouped, number, percent, time};
+use super::recipe_text::Line;
+use super::run::Run;
+use crate::calibrate::Calibration;
+use crate::latency::Latency;
+use crate::medusa::tree_search;
+use crate::medusa::tree_svg;
+
+/// Leaves of a tree that fits in half of the page.
+const WIDE_TREE: usize = 15;
+
+/// One run, as the template takes it.
+#[derive(Debug, Serialize)]
+pub(super) struct RunSections {
+    id: String,
+    name: String,
+    path: String,
+    stage: &'static str,
+    facts: Vec<(&'static str, String)>,
+    notes: Vec<String>,
+    key_figures: Vec<KeyFigure>,
+    calibration: Option<Accuracies>,
+    tree: Option<Tree>,
+    latency: Option<Times>,
+    bench: Option<Speeds>,
+    recipe: Vec<Line>,
+    provenance: Vec<(String, String)>,
+    data: Vec<(String, String)>,
+    missing: Vec<Missing>,
+}
+
+/// The calibrated accuracies, a row a head.
+#[derive(Debug, Serialize)]
+struct Accuracies {
+    guesses: usize,
+    heads: Vec<AccuracyRow>,
+    tokens: String,
+}
+
+#[derive(Debug, Serialize)]
+struct AccuracyRow {
+    cells: Vec<Cell>,
+    together: String,
+    targets: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Cell {
+    text: String,
+    /// 0 to 1, for the colour.
+    shade: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Tree {
+    svg: String,
+    /// Wider than half of the page.
+    is_wide: bool,
+    nodes: usize,
+    depth: usize,
+    expected_per_step: Option<String>,
+    expected_per_second: Option<String>,
+    has_probabilities: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Times {
+    plot: Drawn,
+    device: String,
+    dtype: String,
+    threads: usize,
+    context: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Speeds {
+    rows: Vec<SpeedRow>,
+    plain_per_second: String,
+    medusa_per_second: String,
+    plain_ms: String,
+    medusa_ms: String,
+    identical: Option<bool>,
+    device: String,
+    dtype: String,
+    nodes: usize,
+    results: usize,
+}
+
+/// A category, or all.
+#[derive(Debug, Serialize)]
+struct SpeedRow {
+    name: String,
+    tokens: String,
+    acceleration_rate: String,
+    overhead: String,
+    speedup: String,
+    /// Of the largest speedup: 0 to 1.
+    part: f64,
+}
+
+/// A file that is not there, and the command that makes it.
+#[derive(Debug, Serialize)]
+struct Missing {
+    file: &'static str,
+    shows: &'static str,
+    command: String,
+}
+
+impl RunSections {
+    /// `at` counts the runs of the page, `name` is the run's own on it.
+    pub(super) fn new(run: &Run, at: usize, name: String) -> Self {
+        let id = format!("run{at}");
+        Self {
+            path: run.path.display().to_string(),
+            stage: run.stage(),
+            facts: facts(run),
+            notes: run.notes(),
+            key_figures: key_figures(run),
+            calibration: run.calibration.as_ref().map(Accuracies::new),
+            tree: tree(run, &id),
+            latency: run.latency.as_ref().map(|latency| times(latency, &id)),
+            bench: run.bench.as_ref().map(Speeds::new),
+            recipe: run.recipe.lines.clone(),
+            provenance: provenance(run),
+            data: data_files(run),
+            missing: missing(run),
+            id,
+            name,
+        }
+    }
+}
+
+fn facts(run: &Run) -> Vec<(&'static str, String)> {
+    let recipe = |key: &str| run.recipe.value(key);
+    let last = run.metrics.last_step();
+    let steps = match recipe("train.max_steps") {
+        Some(all) if !run.finished => format!("{last} of {all}"),
+        _ => last.to_string(),
+    };
+    let quantized = recipe("backbone.quantization").map(|bits| format!(", {bits}")).unwrap_or_default();
+    let state = if run.finished { "finished" } else { "not finished" };
+    let facts = [
+        ("backbone", recipe("backbone.path")),
+        ("computes in", recipe("backbone.dtype").map(|dtype| dtype + &quantized)),
+        ("heads", recipe("heads.medusa_num_heads")),
+        ("ResBlocks a head", recipe("heads.medusa_num_layers")),
+        ("steps", Some(steps)),
+        ("state", Some(state.into())),
+        ("device", run.provenance.get("device").map(plain)),
+        ("started", run.provenance.get("started").map(|started| time(&plain(started)))),
+    ];
+    facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+}
+
+impl Accuracies {
+    fn new(calibration: &Calibration) -> Self {
+        // Second guesses are right a few times in a hundred: by its root such a share can still be told from none.
+        let cell = |&share: &f64| Cell { text: percent(share), shade: share.clamp(0.0, 1.0).sqrt() };
+        let heads = calibration.heads.iter().map(|head| AccuracyRow {
+            cells: head.accuracy.iter().map(cell).collect(),
+            together: percent(head.accuracy.iter().sum()),
+            targets: grouped(head.total as f64),
+        });
+        let guesses = calibration.heads.iter().map(|head| head.accuracy.len()).max().unwrap_or(0);
+        Self { guesses, heads: heads.collect(), tokens: grouped(calibration.tokens as f64) }
+    }
+}
+
+fn tree(run: &Run, id: &str) -> Option<Tree> {
+    let file = run.tree.as_ref()?;
+    // A calibration of fewer heads or guesses than the tree asks is not this tree's.
+    let guesses =
+        |calibration: &Calibration| calibration.heads.iter().map(|head| head.accuracy.len()).min().unwrap_or(0);
+    let fits = |calibration: &&Calibration| file.tree.check_fits(calibration.heads.len(), guesses(calibration)).is_ok();
+    let calibration = run.calibration.as_ref().filter(fits);
+    let probabilities =
+        calibration.map(|calibration| tree_search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree)));
+    let leaves = (0..file.tree.len()).filter(|&node| file.tree.children(node).is_empty()).count();
+    Some(Tree {
+        svg: tree_svg::draw_in_page(&file.tree, probabilities.as_deref(), &format!("{id}-tree")),
+        is_wide: leaves > WIDE_TREE,
+        nodes: file.tree.choices().len(),
+        depth: file.tree.max_depth(),
+        expected_per_step: file.origin.expected_tokens_per_step.map(number),
+        expected_per_second: file.origin.expected_tokens_per_second.map(number),
+        has_probabilities: probabilities.is_some(),
+    })
+}
+
+fn times(latency: &Latency, id: &str) -> Times {
+    let depths: BTreeSet<usize> = latency.steps.iter().map(|step| step.depth).collect();
+    let of_depth = |depth: usize| {
+        let steps = latency.steps.iter().filter(move |step| step.depth == depth);
+        let mut points: Vec<(f64, f64)> = steps.map(|step| (step.nodes as f64, step.step_ms)).collect();
+        points.sort_by(|a, b| a.0.total_cmp(&b.0));
+        Series { name: format!("depth {depth}"), style: depth, kind: Kind::Marked, points }
+    };
+    let most = latency.steps.iter().map(|step| step.nodes as f64).fold(1.0, f64::max);
+    let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
+    let plain = Series { name: "plain decoding".into(), style: 0, kind: Kind::Smooth, points: plain };
+    let series = depths.into_iter().map(of_depth).chain([plain]).collect();
+    let plot = Plot {
+        title: "A step's time by the tree's size".into(),
+        x: "nodes",
+        unit: "ms",
+        range: Range::FromZero,
+        series,
+    };
+    Times {
+        plot: plot.draw(&format!("{id}-latency")),
+        device: latency.device.clone(),
+        dtype: latency.dtype.to_string(),
+        threads: latency.threads,
+        context: latency.context,
+    }
+}
+
+impl Speeds {
+    fn new(bench: &Bench) -> Self {
+        let groups =
+            || bench.categories.iter().map(|(name, group)| (name.as_str(), group)).chain([("all", &bench.all)]);
+        let largest = groups().map(|(_, group)| group.speedup).fold(f64::MIN_POSITIVE, f64::max);
+        Self {
+            rows: groups().map(|(name, group)| SpeedRow::new(name, group, largest)).collect(),
+            plain_per_second: number(bench.all.plain.tokens_per_second),
+            medusa_per_second: number(bench.all.medusa.tokens_per_second),
+            plain_ms: number(bench.all.plain.step_ms),
+            medusa_ms: number(bench.all.medusa.step_ms),
+            identical: bench.all.identical,
+            device: bench.device.clone(),
+            dtype: bench.dtype.clone(),
+            nodes: bench.tree_nodes,
+            results: bench.results,
+        }
+    }
+}
+
+impl SpeedRow {
+    fn new(name: &str, group: &BenchGroup, largest: f64) -> Self {
+        Self {
+            name: name.into(),
+            tokens: grouped(group.medusa.tokens as f64),
+            acceleration_rate: format!("{:.2}", group.acceleration_rate),
+            overhead: format!("{:.2}", group.overhead),
+            speedup: format!("{:.2}", group.speedup),
+            part: (group.speedup / largest).clamp(0.0, 1.0),
+        }
+    }
+}
+
+/// A JSON value as a reader types it; a list of words as a command line.
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        Value::Array(words) => words.iter().map(|word| quoted(&plain(word))).collect::<Vec<_>>().join(" "),
+        other => other.to_string(),
+    }
+}
+
+/// A word as a shell takes it.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "_-./=:,@+%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.into()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+fn provenance(run: &Run) -> Vec<(String, String)> {
+    let named = run.provenance.iter().filter(|(key, _)| *key != "data");
+    named.map(|(key, value)| (key.replace('_', " "), plain(value))).collect()
+}
+
+/// Path and SHA-256.
+fn data_files(run: &Run) -> Vec<(String, String)> {
+    let files = run.provenance.get("data").and_then(Value::as_array);
+    let file = |file: &Value| Some((plain(file.get("path")?), plain(file.get("sha256")?)));
+    files.into_iter().flatten().filter_map(file).collect()
+}
+
+fn missing(run: &Run) -> Vec<Missing> {
+    let folder = run.path.display().to_string();
+    let file = |name: &str| quoted(&format!("{folder}/{name}"));
+    let heads = format!("--heads {}", file("final"));
+    let models =
+        format!("--backbone {} {heads}", quoted(&run.recipe.value("backbone.path").unwrap_or("BACKBONE".into())));
+    let (calibration, tree) = (file("calibration.json"), file("tree.json"));
+    let made = [
+        (
+            run.calibration.is_none(),
+            "calibration.json",
+            "the accuracy of every guess",
+            format!("medusa calibrate {models} --prompts PROMPTS.jsonl --out {calibration}"),
+        ),
+        (
+            run.tree.is_none(),
+            "tree.json",
+            "the tree",
+            format!("medusa tree --calibration {calibration} --nodes 63 --out {tree}"),
+        ),
+        (
+            run.latency.is_none(),
+            "latency.json",
+            "how long steps take",
+            format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file("latency.json")),
+        ),
+        (
+            run.bench.is_none(),
+            "bench.json",
+            "the speed of decoding",
+            format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file("bench.json")),
+        ),
+    ];
+    let absent = made.into_iter().filter(|(is_absent, ..)| *is_absent);
+    absent.map(|(_, file, shows, command)| Missing { file, shows, command }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_command_is_one_that_a_shell_takes() {
+        assert_eq!(
+            plain(&json!(["medusa-train", "my recipe.toml", "it's"])),
+            r"medusa-train 'my recipe.toml' 'it'\''s'"
+        );
+        assert_eq!((plain(&json!("a b")), plain(&json!(2)), quoted("")), ("a b".into(), "2".into(), "''".into()));
+    }
+}

@@ -1,0 +1,630 @@
+//! Promise: heads go out to every server and come back, bit for bit in the same dtype; nothing is half-written; a pickle runs nothing.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use medusa::export::{Format, Request};
+use medusa::medusa::heads::import::{HeadsFile, Notice};
+use medusa::medusa::heads::layout::Layout;
+use medusa::medusa::heads::{Heads, HeadsShape};
+use medusa::model::torch_file;
+use medusa::model::weights::{Planned, WeightFiles, save, save_model};
+use medusa::torch::Dtype;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::small_run::{Ended, SmallRun};
+
+const V: i64 = 48;
+const H: i64 = 32;
+const FORMATS: [&str; 6] = ["heads", "tgi", "vllm", "tensorrt-llm", "merged", "modelopt"];
+
+fn shape(heads: usize, layers: usize, vocab_size: i64) -> HeadsShape {
+    HeadsShape { medusa_num_heads: heads, medusa_num_layers: layers, hidden_size: H, vocab_size }
+}
+
+/// Heads of numbers from a stream of their own, and a config.json as a run writes it.
+fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape, kind: Kind) {
+    fs::create_dir_all(small.path(folder)).expect("a folder");
+    let tensors = random(shape, kind);
+    let named: Vec<_> = shape.tensors().into_iter().map(|(name, _)| name).zip(&tensors).collect();
+    save(&small.path(folder).join("heads.safetensors"), &named).expect("heads");
+    let config = json!({"base_model_name_or_path": "backbone", "medusa_num_heads": shape.medusa_num_heads,
+        "medusa_num_layers": shape.medusa_num_layers, "hidden_size": H, "vocab_size": V});
+    small.write(&format!("{folder}/config.json"), config.to_string());
+}
+
+fn random(shape: HeadsShape, kind: Kind) -> Vec<Tensor> {
+    let mut rng = ChaCha8Rng::seed_from_u64(11);
+    let mut number = || f64::from(rng.next_u32()) / 2f64.powi(32) - 0.5;
+    let mut tensor = |size: &[i64]| {
+        let numbers: Vec<f64> = (0..size.iter().product()).map(|_| number()).collect();
+        Tensor::from_slice(&numbers).view(size).to_kind(kind)
+    };
+    shape.tensors().iter().map(|(_, size)| tensor(size)).collect()
+}
+
+fn export(small: &SmallRun, heads: &str, format: &str, out: &str, more: &[&str]) -> Ended {
+    small.medusa(&[&["export", "--heads", heads, "--format", format, "--out", out], more].concat())
+}
+
+/// As [`export`] with `--backbone backbone`, without a process: a table of layouts takes many.
+fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Option<Dtype>) {
+    let request = Request {
+        heads: small.path(heads),
+        backbone: Some(small.path("backbone")),
+        format: Format::from_str(format, false).expect("a format"),
+        out: small.path(out),
+        dtype,
+        medusa_num_heads: None,
+        pickle: false,
+        calibration: None,
+        tree: None,
+        bench: None,
+    };
+    medusa::export::export(&request).unwrap_or_else(|error| panic!("{heads} as {format}: {error}"));
+}
+
+/// All tensors of the heads in a folder, as they are in the file.
+fn tensors(path: &Path) -> Vec<Tensor> {
+    let file = HeadsFile::open(path).unwrap_or_else(|error| panic!("{error}"));
+    let read = |place| file.tensor(place, file.kind()).unwrap_or_else(|error| panic!("{error}"));
+    file.shape().places().into_iter().map(read).collect()
+}
+
+fn assert_same(one: &Path, other: &Path, what: &str) {
+    let (one, other) = (tensors(one), tensors(other));
+    assert_eq!(one.len(), other.len(), "{what}");
+    for (at, (one, other)) in one.iter().zip(&other).enumerate() {
+        assert!(one.kind() == other.kind() && one.equal(other), "{what}: tensor {at} changed");
+    }
+}
+
+fn json_of(small: &SmallRun, name: &str) -> Value {
+    serde_json::from_str(&small.read(name)).expect("JSON")
+}
+
+#[test]
+fn heads_go_through_every_layout_and_come_back_bit_for_bit() {
+    let small = SmallRun::new();
+    for (number, (heads, layers, kind)) in
+        [(1, 1, Kind::Float), (3, 2, Kind::Float), (5, 1, Kind::BFloat16), (3, 1, Kind::Half)].into_iter().enumerate()
+    {
+        let name = |what: &str| format!("{what}_{number}");
+        write_heads(&small, &name("h"), shape(heads, layers, V), kind);
+        let dtype = [(Kind::Float, Dtype::Float32), (Kind::BFloat16, Dtype::BFloat16), (Kind::Half, Dtype::Float16)];
+        let dtype = dtype.iter().find(|(of, _)| *of == kind).expect("one of three").1;
+        // One after the other, each from the one before, and the first again from the last.
+        let mut from = name("h");
+        for format in FORMATS.into_iter().chain(["heads"]) {
+            let out = name(&format!("{format}_from_{}", from.replace('/', "_")));
+            export_here(&small, &from, format, &out, Some(dtype));
+            assert_same(&small.path(&name("h")), &small.path(&out), &out);
+            assert_eq!(HeadsFile::open(&small.path(&out)).expect("heads").shape(), shape(heads, layers, V), "{out}");
+            from = out;
+        }
+    }
+}
+
+#[test]
+fn heads_that_share_the_lm_head_come_back_shared_or_with_its_copies() {
+    let small = SmallRun::new();
+    let lm_head = WeightFiles::open(&small.path("backbone")).expect("weights");
+    let lm_head = lm_head.mapped("lm_head.weight", &[V, H]).expect("an lm_head");
+    for (heads, layers) in [(1, 1), (5, 1), (3, 2)] {
+        let name = format!("h_{heads}_{layers}");
+        write_heads(&small, &name, shape(heads, layers, 0), Kind::Float);
+        for format in FORMATS.into_iter().filter(|format| *format != "tgi" || layers == 1) {
+            let out = format!("{format}_{name}");
+            export_here(&small, &name, format, &out, None);
+            let (file, own) = (HeadsFile::open(&small.path(&out)).expect("heads"), tensors(&small.path(&out)));
+            if ["heads", "tgi", "vllm"].contains(&format) {
+                assert_same(&small.path(&name), &small.path(&out), &out);
+                let in_file = file.lm_head().expect("a tensor");
+                assert_eq!(in_file.is_some(), format == "vllm", "{out}");
+                assert!(in_file.is_none_or(|found| found.equal(&lm_head)), "{out}: vLLM's is the backbone's");
+            } else {
+                assert_eq!(file.shape(), shape(heads, layers, V), "{out}");
+                assert!(own.iter().filter(|tensor| tensor.size() == [V, H]).all(|w2| w2.equal(&lm_head)), "{out}");
+            }
+        }
+        let vllm = format!("vllm_{name}");
+        export_here(&small, &vllm, "heads", &format!("back_{name}"), None);
+        assert_same(&small.path(&name), &small.path(&format!("back_{name}")), "back from vLLM");
+    }
+}
+
+#[test]
+fn configs_say_what_their_loaders_read_and_nothing_that_they_stumble_on() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 1, V), Kind::Float);
+    write_heads(&small, "s", shape(3, 1, 0), Kind::Float);
+    let config = |heads: &str, format: &str| {
+        let out = format!("{format}_{heads}");
+        export(&small, heads, format, &out, &[]).succeeded();
+        json_of(&small, &format!("{out}/config.json"))
+    };
+    for (heads, version) in [("h", "1"), ("s", "2")] {
+        let expected = json!({"base_model_name_or_path": "backbone", "medusa_num_heads": 3, "medusa_num_layers": 1, "version": version});
+        assert_eq!(config(heads, "tgi"), expected, "TGI ignores heads whose config has `architectures`");
+        let vllm = config(heads, "vllm");
+        let said = ["medusa_fc_bias", "original_lm_head", "num_heads", "num_hidden_layers", "vocab_size", "model_type"];
+        let expected = [json!(true), json!(heads == "s"), json!(3), json!(1), json!(V), json!("medusa")];
+        assert_eq!(said.map(|key| vllm[key].clone()), expected, "biases are dropped unless it says medusa_fc_bias");
+        let counts = |key: &&String| key.contains("num") && key.contains("heads");
+        let keys: Vec<&String> = vllm.as_object().expect("an object").keys().filter(counts).collect();
+        assert_eq!(keys, ["num_heads"], "vLLM takes each of them for the number of heads");
+    }
+    let backbone = json_of(&small, "backbone/config.json");
+    let (merged, modelopt) = (config("h", "merged"), config("h", "modelopt"));
+    assert_eq!((&merged["medusa_num_heads"], &merged["medusa_num_layers"]), (&json!(3), &json!(1)));
+    assert_eq!(modelopt["medusa"], json!({"num_medusa_heads": 3, "num_medusa_layers": 1}));
+    for key in ["architectures", "hidden_size", "num_attention_heads", "rope_theta"] {
+        assert!(merged[key] == backbone[key] && modelopt[key] == backbone[key], "{key}");
+    }
+}
+
+#[test]
+fn the_first_heads_alone_and_another_dtype() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(5, 2, V), Kind::Float);
+    let more = ["--medusa-num-heads", "2", "--dtype", "bfloat16", "--json"];
+    let ended = export(&small, "h", "vllm", "first", &more).succeeded();
+    let said: Value = serde_json::from_str(&ended.stdout).expect("JSON");
+    assert_eq!((&said["medusa_num_heads"], &said["dtype"]), (&json!(2), &json!("bfloat16")));
+    let rounding = said["difference_to_trained"]["largest"].as_f64().expect("a number");
+    assert!(rounding > 0.0 && rounding < 0.1, "{rounding}");
+    let expected: Vec<Tensor> = tensors(&small.path("h")).into_iter().take(10).collect();
+    let got = tensors(&small.path("first"));
+    assert_eq!(got.len(), expected.len());
+    assert!(got.iter().zip(&expected).all(|(got, trained)| got.equal(&trained.to_kind(Kind::BFloat16))));
+    export(&small, "h", "heads", "most", &["--medusa-num-heads", "6"])
+        .failed(2, &["--medusa-num-heads 6", "h/heads.safetensors holds 5"]);
+}
+
+#[test]
+fn a_merged_folder_is_a_backbone_and_its_heads() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "merged", "merged", &[]).succeeded();
+    assert_eq!(small.names("merged"), ["README.md", "config.json", "model.safetensors", "recipe.toml"]);
+    let found: Value =
+        serde_json::from_str(&small.medusa(&["inspect", "merged", "--json"]).succeeded().stdout).expect("JSON");
+    assert_eq!((&found["kind"], &found["heads"]["layout"]), (&json!("backbone"), &json!("merged")));
+    assert_eq!(found["heads"]["medusa_num_heads"], 2);
+    // They train on from there.
+    small.edit("recipe.toml", "[heads]", "[heads]\ninit_from = \"merged\"");
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"again\"");
+    small.train(&[]).succeeded();
+}
+
+#[test]
+fn a_backbone_that_was_trained_whole_goes_with_its_heads() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]");
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "modelopt", "out", &[]).succeeded();
+    let [tuned, written] =
+        ["run/final/backbone", "out"].map(|folder| WeightFiles::open(&small.path(folder)).expect("weights"));
+    for name in tuned.names() {
+        let read = |files: &WeightFiles| files.mapped(name, &tuned.shape(name).expect("a shape")).expect("a tensor");
+        assert!(read(&tuned).equal(&read(&written)), "{name}: the trained backbone's, not the base's");
+    }
+    let alone = export(&small, "run/final", "heads", "alone", &[]).succeeded();
+    assert!(alone.stderr.contains("trained with them (run/final/backbone)"), "{}", alone.stderr);
+}
+
+#[test]
+fn heads_in_shards_are_found_by_the_index() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 2, V), Kind::Float);
+    export(&small, "h", "merged", "one", &[]).succeeded();
+    fs::create_dir(small.path("shards")).expect("a folder");
+    small.write("shards/config.json", small.bytes("one/config.json"));
+    let files = WeightFiles::open(&small.path("one")).expect("weights");
+    let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor");
+    let planned: Vec<Planned> = files.names().into_iter().map(|name| Planned::of(name.into(), &read(name))).collect();
+    save_model(&small.path("shards"), &planned, 10_000, &mut |at| Ok(read(&planned[at].name))).expect("shards");
+    assert!(small.names("shards").len() > 4, "{:?}", small.names("shards"));
+    assert_same(&small.path("h"), &small.path("shards"), "from shards");
+    export(&small, "shards", "vllm", "vllm", &[]).succeeded();
+    assert_same(&small.path("h"), &small.path("vllm"), "from shards to vLLM");
+    let sha256 = |folder: &str| HeadsFile::open(&small.path(folder)).expect("heads").sha256().expect("a hash");
+    assert_ne!(sha256("shards"), sha256("one"));
+    assert_eq!(sha256("one"), medusa::files::sha256(&small.path("one/model.safetensors")).expect("a hash"));
+}
+
+#[test]
+fn inspect_says_whose_layout_a_folder_has() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 2, V), Kind::BFloat16);
+    for (format, layout) in [("heads", "heads"), ("vllm", "vllm"), ("tensorrt-llm", "heads")] {
+        export(&small, "h", format, format, &["--backbone", "backbone"]).succeeded();
+        let found: Value =
+            serde_json::from_str(&small.medusa(&["inspect", format, "--json"]).succeeded().stdout).expect("JSON");
+        let said = ["kind", "layout", "medusa_num_heads", "medusa_num_layers", "vocab_size", "dtypes"];
+        let expected = [json!("heads"), json!(layout), json!(3), json!(2), json!(V), json!(["BF16"])];
+        assert_eq!(said.map(|key| found[key].clone()), expected, "{format}");
+    }
+    let text = small.medusa(&["inspect", "vllm"]).succeeded().stdout;
+    assert!(text.contains("vLLM's draft model") && text.contains("3 heads of 2 ResBlock(s)"), "{text}");
+}
+
+#[test]
+fn the_card_says_what_is_known_and_nothing_else() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "tgi", "bare", &[]).succeeded();
+    let bare = small.read("bare/README.md");
+    for part in
+        ["---\nbase_model: backbone\n", "- speculative-decoding", "--speculate 2", "[heads]\nmedusa_num_heads = 2"]
+    {
+        assert!(bare.contains(part), "{part:?} is not in:\n{bare}");
+    }
+    assert!(!["license", "## Speed", "## Accuracy", "## Tree"].iter().any(|part| bare.contains(part)), "{bare}");
+    let calibrate = [
+        "calibrate",
+        "--backbone",
+        "backbone",
+        "--heads",
+        "run/final",
+        "--data",
+        "rows.jsonl",
+        "--out",
+        "run/calibration.json",
+    ];
+    small.medusa(&calibrate).succeeded();
+    small.write("run/tree.json", "[[0], [1], [0, 0]]");
+    small
+        .write("bench.json", r#"{"acceleration_rate": 2.514, "overhead": 1.2, "speedup": 2.09, "device": "a device"}"#);
+    export(&small, "run/final", "vllm", "full", &["--bench", "bench.json"]).succeeded();
+    let full = small.read("full/README.md");
+    for part in [
+        "acceleration rate: 2.51",
+        "speedup: 2.09",
+        "on a device",
+        "| 2 | t + 3 |",
+        "has 3 nodes",
+        "\"num_speculative_tokens\": 2",
+    ] {
+        assert!(full.contains(part), "{part:?} is not in:\n{full}");
+    }
+    assert_eq!(small.bytes("full/calibration.json"), small.bytes("run/calibration.json"));
+    assert_eq!(small.bytes("full/tree.json"), small.bytes("run/tree.json"));
+    // A calibration of other heads is none of these; a tree needs its heads.
+    write_heads(&small, "run/other", shape(1, 1, V), Kind::Float);
+    let other = export(&small, "run/other", "tgi", "other", &[]).succeeded();
+    assert!(other.stderr.contains("calibration.json is left out of the model card: it was measured with other heads"));
+    assert!(other.stderr.contains("tree.json is left out of the model card: it needs 2 heads, and 1 are exported"));
+    assert_eq!(small.names("other"), ["README.md", "config.json", "medusa_lm_head.safetensors", "recipe.toml"]);
+    export(&small, "run/other", "tgi", "named", &["--calibration", "run/calibration.json"])
+        .failed(1, &["run/calibration.json", "measured with other heads"]);
+}
+
+/// Heads, format, more flags, exit status, what the error says.
+type Refused<'a> = (&'a str, &'a str, &'a [&'a str], i32, &'a [&'a str]);
+
+#[test]
+fn what_cannot_be_exported_leaves_nothing() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 1, V), Kind::Float);
+    write_heads(&small, "deep", shape(3, 2, 0), Kind::Float);
+    write_heads(&small, "alone", shape(3, 1, 0), Kind::Float);
+    fs::remove_file(small.path("alone/config.json")).expect("a file");
+    fs::create_dir_all(small.path("taken")).expect("a folder");
+    fs::create_dir_all(small.path("empty")).expect("a folder");
+    let before = small.names(".");
+    let cases: [Refused; 9] = [
+        ("empty", "heads", &[], 1, &["empty holds no heads; expected heads.safetensors", "medusa_lm_head.pt"]),
+        ("h", "peft", &[], 2, &["--format peft", "h has no adapter_config.json"]),
+        ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks a head", "one ResBlock only"]),
+        ("alone", "merged", &[], 2, &["--format merged needs the backbone", "give --backbone FOLDER"]),
+        ("alone", "vllm", &[], 2, &["--format vllm needs the backbone (its lm_head", "give --backbone FOLDER"]),
+        ("h", "vllm", &["--pickle"], 2, &["--pickle goes with --format heads and tensorrt-llm"]),
+        ("h", "merged", &["--backbone", "nowhere"], 1, &["nowhere"]),
+        ("backbone", "heads", &[], 1, &["backbone/model.safetensors: tensor", "does not belong to Medusa heads"]),
+        ("rows.jsonl", "heads", &[], 1, &["rows.jsonl: not a whole safetensors file"]),
+    ];
+    for (heads, format, more, status, facts) in cases {
+        export(&small, heads, format, "out", more).failed(status, facts);
+        assert_eq!(small.names("."), before, "{heads} as {format}");
+    }
+    let big = shape(1, 1, V)
+        .tensors()
+        .into_iter()
+        .map(|(name, size)| (name, Tensor::full(size.as_slice(), 1e6, (Kind::Float, Device::Cpu))));
+    let big: Vec<_> = big.collect();
+    save(
+        &small.path("h/heads.safetensors"),
+        &big.iter().map(|(name, tensor)| (name.clone(), tensor)).collect::<Vec<_>>(),
+    )
+    .expect("heads");
+    export(&small, "h", "heads", "out", &["--dtype", "float16"])
+        .failed(1, &["head 1 in float16 computes numbers that are not finite"]);
+    write_heads(&small, "h", HeadsShape { hidden_size: 16, ..shape(3, 1, V) }, Kind::Float);
+    export(&small, "h", "tgi", "out", &[]).failed(1, &["h/heads.safetensors: hidden size: expected 32, got 16"]);
+    assert_eq!(small.names("."), before);
+    export(&small, "h", "heads", "taken", &[]).failed(1, &["taken exists already"]);
+}
+
+#[test]
+#[cfg_attr(not(tmpfs), ignore = "needs to mount a tmpfs")]
+fn a_full_disk_leaves_nothing() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(5, 1, V), Kind::Float);
+    fs::create_dir(small.path("disk")).expect("a folder");
+    let script = "mount -t tmpfs -o size=32k none disk && \"$MEDUSA\" export --heads h --format heads --out disk/out; \
+                  status=$?; ls -A disk; exit $status";
+    let mut command = small.program("unshare", &["--map-root-user", "--mount", "sh", "-c", script]);
+    let ended = Ended::from(command.env("MEDUSA", env!("CARGO_BIN_EXE_medusa")).output().expect("it starts"));
+    ended.failed(1, &["cannot write disk/.out.partial/medusa_lm_head.safetensors", "No space left"]);
+    assert_eq!(ended.stdout, "", "nothing is left on the disk");
+}
+
+fn pickled(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/pickled").join(name)
+}
+
+#[test]
+fn pickled_heads_are_the_numbers_that_torch_saved() {
+    let expected = tensors(&pickled("expected.safetensors"));
+    let kinds = [("float32", Kind::Float), ("bfloat16", Kind::BFloat16), ("float16", Kind::Half)];
+    for (dtype, kind) in kinds {
+        for container in ["zip", "legacy"] {
+            let path = pickled(&format!("{container}_{dtype}.pt"));
+            let file = HeadsFile::open(&path).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!((file.layout(), file.kind()), (Layout::Heads, kind));
+            let got = tensors(&path);
+            assert_eq!(got.len(), 6);
+            for (got, expected) in got.iter().zip(&expected) {
+                assert!(got.to_kind(Kind::Float).equal(expected), "{container} {dtype}");
+            }
+        }
+    }
+    for views in ["strided.pt", "parameters.pt"] {
+        assert_same(&pickled(views), &pickled("expected.safetensors"), views);
+    }
+}
+
+#[test]
+fn tied_resblocks_are_told_and_get_weights_of_their_own() {
+    let tied = HeadsFile::open(&pickled("tied.pt")).expect("heads");
+    assert_eq!(tied.shape(), HeadsShape { medusa_num_heads: 2, medusa_num_layers: 2, hidden_size: 4, vocab_size: 6 });
+    let is_tied = |notices: &[Notice]| matches!(notices, [Notice::Tied { heads, .. }] if heads == &[1, 2]);
+    assert!(is_tied(&tied.notices().expect("notices")));
+    let heads = Heads::load_for(&pickled("tied.pt"), [6, 4], Kind::Float, Device::Cpu).expect("heads");
+    let w1 = |at: usize| heads.parameters()[at].1.shallow_clone();
+    assert!(w1(0).equal(&w1(2)) && w1(0).data_ptr() != w1(2).data_ptr());
+    // In safetensors there is no sharing to see; equal bits say it.
+    let folder = tempfile::tempdir().expect("a folder");
+    heads.save(folder.path()).expect("heads");
+    assert!(is_tied(&HeadsFile::open(folder.path()).expect("heads").notices().expect("notices")));
+    // Untrained blocks are all zero, and not tied.
+    let lm_head = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
+    let config: medusa::medusa::heads::HeadsConfig =
+        toml::from_str("medusa_num_heads = 2\nmedusa_num_layers = 2").expect("a table");
+    Heads::new(&config, &lm_head).save(folder.path()).expect("heads");
+    assert_eq!(HeadsFile::open(folder.path()).expect("heads").notices().expect("notices"), []);
+}
+
+#[test]
+fn code_in_a_pickle_is_refused_and_not_run() {
+    let small = SmallRun::new();
+    for name in ["calls_system.pt", "calls_system_legacy.pt"] {
+        small.write(name, fs::read(pickled(name)).expect("a fixture"));
+        for verb in [&["inspect", name][..], &["export", "--heads", name, "--format", "heads", "--out", "out"]] {
+            let facts = [name, "wants to call `posix.system`", "it was not run"];
+            small.medusa(verb).failed(1, &facts);
+        }
+        assert!(!small.path("it_was_run").exists() && !small.path("out").exists());
+    }
+    small.write("module.pt", fs::read(pickled("whole_module.pt")).expect("a fixture"));
+    small.medusa(&["inspect", "module.pt"]).failed(1, &["module.pt", "torch.nn.modules.container.ModuleList"]);
+}
+
+#[test]
+fn a_cut_or_changed_pickle_is_one_error() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("cut.pt");
+    let write =
+        |bytes: &[u8]| medusa::files::write_atomic(&path, |out| std::io::Write::write_all(out, bytes)).expect("a file");
+    for name in ["zip_float32.pt", "legacy_float32.pt"] {
+        let whole = fs::read(pickled(name)).expect("a fixture");
+        for length in (0..whole.len()).step_by(7).filter(|&length| length > 0) {
+            write(&whole[..length]);
+            assert!(HeadsFile::open(&path).is_err(), "{name} cut to {length} bytes");
+        }
+        for at in (0..whole.len()).step_by(5) {
+            let mut changed = whole.clone();
+            changed[at] ^= 0x55;
+            write(&changed);
+            let _ = HeadsFile::open(&path).map(|file| file.check_alone()); // any answer but a panic
+        }
+    }
+}
+
+#[test]
+fn a_written_pickle_is_read_and_loads_into_every_layout() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(3, 2, V), Kind::Half);
+    for format in ["heads", "tensorrt-llm"] {
+        export(&small, "h", format, &format!("{format}_pt"), &["--pickle"]).succeeded();
+        assert_eq!(small.names(&format!("{format}_pt")), ["README.md", "config.json", "medusa_lm_head.pt"]);
+        assert_same(&small.path("h"), &small.path(&format!("{format}_pt")), format);
+    }
+    export(&small, "heads_pt", "vllm", "vllm", &[]).succeeded();
+    assert_same(&small.path("h"), &small.path("vllm"), "from the pickle to vLLM");
+}
+
+#[test]
+fn counts_come_from_tensors_and_the_config_is_corrected_aloud() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(5, 1, V), Kind::Float);
+    small.edit("h/config.json", "\"medusa_num_heads\":5", "\"medusa_num_heads\":2");
+    let ended = export(&small, "h", "tgi", "out", &[]).succeeded();
+    assert!(
+        ended.stderr.contains("h/config.json says medusa_num_heads = 2, but the file holds 5: 5 are used"),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(json_of(&small, "out/config.json")["medusa_num_heads"], 5);
+}
+
+/// vLLM's files of another hand: without biases, with a truncated vocabulary, with its first prefix.
+#[test]
+fn files_of_vllm_are_read_as_vllm_means_them() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(2, 1, V), Kind::Float);
+    export(&small, "h", "vllm", "v", &[]).succeeded();
+    let rewrite = |folder: &str, keep: &dyn Fn(&str) -> Option<String>, config: &[(&str, Value)]| {
+        fs::create_dir_all(small.path(folder)).expect("a folder");
+        let files = WeightFiles::open(&small.path("v")).expect("weights");
+        let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor");
+        let kept: Vec<(String, Tensor)> =
+            files.names().into_iter().filter_map(|name| Some((keep(name)?, read(name)))).collect();
+        let named: Vec<_> = kept.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+        save(&small.path(folder).join("model.safetensors"), &named).expect("weights");
+        let mut of_folder = json_of(&small, "v/config.json");
+        config.iter().for_each(|(key, value)| of_folder[*key] = value.clone());
+        small.write(&format!("{folder}/config.json"), of_folder.to_string());
+    };
+    let no_bias = |name: &str| (!name.ends_with("bias")).then(|| name.to_owned());
+    rewrite("no_bias", &no_bias, &[("medusa_fc_bias", json!(false))]);
+    let file = HeadsFile::open(&small.path("no_bias")).expect("heads");
+    assert!(matches!(&file.notices().expect("notices")[..], [Notice::NoBias { .. }]));
+    let heads = tensors(&small.path("no_bias"));
+    assert!(
+        heads.len() == 6
+            && heads.iter().filter(|t| t.dim() == 1).all(|bias| bias.count_nonzero(None).int64_value(&[]) == 0)
+    );
+    rewrite("lost_bias", &no_bias, &[]);
+    small
+        .medusa(&["export", "--heads", "lost_bias", "--format", "heads", "--out", "out"])
+        .failed(1, &["no tensor \"blocks.0.layers.0.bias\""]);
+    rewrite("dropped", &|name| Some(name.to_owned()), &[("medusa_fc_bias", json!(false))]);
+    assert!(matches!(
+        &HeadsFile::open(&small.path("dropped")).expect("heads").notices().expect("notices")[..],
+        [Notice::DroppedBias { .. }]
+    ));
+    rewrite("prefixed", &|name| Some(format!("medusa_heads.{name}")), &[]);
+    assert_same(&small.path("h"), &small.path("prefixed"), "vLLM's prefix");
+    rewrite("scaled", &|name| Some(name.to_owned()), &[("logit_scale", json!(0.5))]);
+    small
+        .medusa(&["export", "--heads", "scaled", "--format", "heads", "--out", "out"])
+        .failed(1, &["scaled/config.json: logit_scale is 0.5", "1.0"]);
+    let map = |name: &str| Some(if name == "lm_heads.1.weight" { "token_map" } else { name }.to_owned());
+    rewrite("truncated", &map, &[]);
+    small
+        .medusa(&["export", "--heads", "truncated", "--format", "heads", "--out", "out"])
+        .failed(1, &["token_map is a part of the vocabulary", "untruncated"]);
+    // The lm_head of another backbone.
+    write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
+    export(&small, "s", "vllm", "vs", &[]).succeeded();
+    let other = random(shape(1, 1, V), Kind::Float);
+    let mut named: Vec<_> = shape(2, 1, 0)
+        .tensors()
+        .into_iter()
+        .map(|(name, _)| name.replace(".0.linear", ".layers.0"))
+        .map(|name| format!("blocks.{name}"))
+        .collect();
+    named.push("lm_head.weight".into());
+    let blocks = tensors(&small.path("s"));
+    let all: Vec<_> = named.into_iter().zip(blocks.iter().chain([&other[2]])).collect();
+    save(&small.path("vs/model.safetensors"), &all).expect("weights");
+    export(&small, "vs", "merged", "out", &["--backbone", "backbone"])
+        .failed(1, &["vs/model.safetensors: tensor \"lm_head.weight\" is not the backbone's lm_head"]);
+}
+
+#[test]
+fn an_adapter_goes_with_its_heads() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "peft", "peft", &[]).succeeded();
+    let files = [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "medusa_lm_head.safetensors",
+        "recipe.toml",
+    ];
+    assert_eq!(small.names("peft"), files);
+    assert_same(&small.path("run/final"), &small.path("peft"), "heads beside the adapter");
+    assert_eq!(small.bytes("peft/adapter_model.safetensors"), small.bytes("run/final/adapter_model.safetensors"));
+    assert_eq!(json_of(&small, "peft/config.json")["version"], 1.0);
+    let alone = export(&small, "run/final", "tgi", "tgi", &[]).succeeded();
+    assert!(alone.stderr.contains("these heads belong to the backbone that was trained with them"), "{}", alone.stderr);
+    assert!(small.read("tgi/README.md").contains("trained together with their backbone"));
+}
+
+/// Each consumer's loading rules, in Python that shares nothing with this program: see scripts/read_exports.py.
+#[test]
+#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with numpy and safetensors")]
+fn readers_of_another_hand_find_the_same_numbers() {
+    let small = SmallRun::new();
+    write_heads(&small, "own", shape(3, 1, V), Kind::Float);
+    write_heads(&small, "two_layers", shape(5, 2, V), Kind::Float);
+    write_heads(&small, "shared", shape(3, 1, 0), Kind::Float);
+    let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/read_exports.py");
+    for heads in ["own", "two_layers", "shared"] {
+        for (dtype, name) in [(Dtype::Float32, "float32"), (Dtype::BFloat16, "bfloat16"), (Dtype::Float16, "float16")] {
+            let out = |format: &str| format!("{format}_{heads}_{name}");
+            let folders: Vec<String> = FORMATS
+                .into_iter()
+                .map(|format| {
+                    export_here(&small, heads, format, &out(format), Some(dtype));
+                    format!("{format}={}", out(format))
+                })
+                .collect();
+            let trained = format!("{heads}/heads.safetensors");
+            let mut arguments = vec![script, trained.as_str(), "backbone", name];
+            arguments.extend(folders.iter().map(String::as_str));
+            let ended = Ended::from(small.program(&python, &arguments).output().expect("Python starts")).succeeded();
+            assert_eq!(
+                ended.stdout.lines().filter(|line| line.starts_with("ok ")).count(),
+                FORMATS.len(),
+                "{}",
+                ended.stdout
+            );
+        }
+    }
+}
+
+/// As [`readers_of_another_hand_find_the_same_numbers`], of heads with an adapter.
+#[test]
+#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with numpy and safetensors")]
+fn a_reader_of_another_hand_finds_heads_beside_an_adapter() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    export(&small, "run/final", "peft", "peft", &["--dtype", "bfloat16"]).succeeded();
+    let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/read_exports.py");
+    let arguments = [script, "run/final/heads.safetensors", "backbone", "bfloat16", "peft=peft"];
+    let ended = Ended::from(small.program(&python, &arguments).output().expect("Python starts")).succeeded();
+    assert_eq!(ended.stdout, "ok peft: 2 heads of 1 ResBlock(s), 6 tensors of bfloat16, logits equal\n");
+}
+
+/// Only to keep the writer honest with the reader that users have.
+#[test]
+#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with torch")]
+fn torch_loads_a_written_pickle_with_weights_only() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("heads.pt");
+    let tensor = Tensor::from_slice2(&[[1.5f32, 2.0], [3.0, -4.0]]);
+    let tensors = [tensor.tr(), tensor.to_kind(Kind::BFloat16)];
+    let planned = [Planned::of("0.1.weight".into(), &tensors[0]), Planned::of("b".into(), &tensors[1])];
+    torch_file::save(&path, &planned, &mut |at| Ok(tensors[at].shallow_clone())).expect("a file");
+    let script = "import sys, torch; s = torch.load(sys.argv[1], weights_only=True); \
+                  print(list(s), s['0.1.weight'].tolist(), s['b'].dtype, s['b'].float().tolist())";
+    let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
+    let ended: Ended =
+        std::process::Command::new(python).args(["-c", script]).arg(&path).output().expect("Python starts").into();
+    let expected = "['0.1.weight', 'b'] [[1.5, 3.0], [2.0, -4.0]] torch.bfloat16 [[1.5, 2.0], [3.0, -4.0]]\n";
+    assert_eq!(ended.succeeded().stdout, expected);
+}

@@ -1,0 +1,426 @@
+//! `medusa report`: one page that needs nothing else, of runs that are finished, unfinished, bare or broken.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use assert_cmd::cargo::CommandCargoExt;
+use medusa::files::write_atomic;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use std::io::Write as _;
+
+const RECIPE: &str = r#"[backbone]
+path = "models/llama"
+dtype = "float32"
+
+[heads]
+medusa_num_heads = 2
+medusa_num_layers = 1
+
+[stage.medusa2]
+medusa_heads_coefficient = 0.2
+
+[optimizer]
+learning_rate = 0.001
+
+[train]
+output_dir = "runs/a"
+max_steps = 30
+"#;
+
+/// Headings of a page whose folder has everything.
+const SECTIONS: [&str; 4] =
+    ["Calibrated accuracy", "<h3>Tree</h3>", "Speed of decoding", "time by the tree&#x27;s size"];
+
+/// A working directory with runs made by hand.
+struct Runs {
+    folder: TempDir,
+}
+
+impl Runs {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().expect("a temporary folder") }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: impl AsRef<[u8]>) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        write_atomic(&path, |out| out.write_all(text.as_ref())).expect("a file");
+    }
+
+    /// What training of so many steps leaves behind, finished.
+    fn bare(&self, name: &str, steps: usize) {
+        self.write(&format!("{name}/recipe.toml"), RECIPE);
+        self.write(&format!("{name}/metrics.jsonl"), metrics(steps));
+        self.write(&format!("{name}/provenance.json"), provenance().to_string());
+        self.write(&format!("{name}/final/heads.safetensors"), "");
+    }
+
+    /// With what the other commands leave beside it.
+    fn full(&self, name: &str) {
+        self.bare(name, 30);
+        self.write(&format!("{name}/calibration.json"), calibration().to_string());
+        self.write(
+            &format!("{name}/tree.json"),
+            json!({"choices": [[0], [0, 0], [1]], "expected_tokens_per_step": 1.75}).to_string(),
+        );
+        self.write(&format!("{name}/latency.json"), latency().to_string());
+        self.write(&format!("{name}/bench.json"), bench().to_string());
+    }
+
+    fn medusa(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::cargo_bin("medusa").expect("the program");
+        command.current_dir(self.folder.path()).arg("report").args(arguments).output().expect("an output")
+    }
+
+    /// The page, and what was said.
+    fn page(&self, arguments: &[&str]) -> (String, String) {
+        let output = self.medusa(arguments);
+        let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+        assert_eq!(output.status.code(), Some(0), "{stderr}");
+        let out = String::from_utf8(output.stdout).expect("UTF-8");
+        (fs::read_to_string(self.path(out.trim())).expect("the page that it names"), stderr)
+    }
+
+    /// The one error; nothing was written.
+    fn complaint(&self, arguments: &[&str], status: i32) -> String {
+        let before = self.names();
+        let output = self.medusa(arguments);
+        let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+        assert_eq!(output.status.code(), Some(status), "{stderr}");
+        assert!(stderr.lines().filter(|line| line.starts_with("error: ")).count() == 1, "{stderr}");
+        assert_eq!(self.names(), before, "nothing is left of a page that failed");
+        stderr
+    }
+
+    /// Every file below the working directory.
+    fn names(&self) -> Vec<PathBuf> {
+        let mut folders = vec![self.path("")];
+        let mut files = Vec::new();
+        while let Some(folder) = folders.pop() {
+            for path in fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path()) {
+                if path.is_dir() { folders.push(path) } else { files.push(path) }
+            }
+        }
+        files.sort();
+        files
+    }
+}
+
+/// Every step, and an evaluation each tenth.
+fn metrics(steps: usize) -> String {
+    let line = |split: &str, step: usize| {
+        let loss = 40.0 / step as f64 + (step % 7) as f64 / 10.0;
+        json!({"split": split, "step": step, "epoch": 0.1, "tokens": 100 * step, "loss": loss, "lm_loss": 0.5,
+            "head_losses": [loss / 2.0, Value::Null], "head_top1": [0.5, 0.25], "head_top5": [0.75, Value::Null], "lr": 1e-4,
+            "heads_lr": 4e-4, "lambda0": 0.2, "grad_norm": 1.0, "tokens_per_second": 50.0, "memory_bytes": 3 << 20})
+    };
+    let lines = (1..=steps).flat_map(|step| {
+        let validation = (step % 10 == 0).then(|| line("validation", step));
+        [Some(line("train", step)), validation].into_iter().flatten()
+    });
+    lines.map(|line| format!("{line}\n")).collect()
+}
+
+fn provenance() -> Value {
+    json!({"program": "medusa-train 0.1.0", "git_revision": "abc123", "libtorch": "2.11.0", "device": "cpu", "threads": 2,
+        "command": ["medusa-train", "a recipe.toml"], "started": "2026-01-02T03:04:05Z",
+        "data": [{"path": "data/train.jsonl", "sha256": "5eed"}]})
+}
+
+fn calibration() -> Value {
+    let head = |hits: u64| json!({"counts": [hits, 10], "total": 100, "accuracy": [hits as f64 / 100.0, 0.1]});
+    json!({"heads": [head(62), head(41)], "joint": {"total": 100, "paths": []}, "backbone": "b", "heads_sha256": "", "tokens": 1234})
+}
+
+fn latency() -> Value {
+    let step = |nodes: usize, depth: usize| json!({"nodes": nodes, "depth": depth, "step_ms": nodes as f64});
+    json!({"device": "cpu", "dtype": "float32", "threads": 2, "context": 64, "backbone": "b", "heads_sha256": "",
+        "plain_step_ms": 0.5, "steps": [step(1, 1), step(2, 1), step(2, 2)]})
+}
+
+fn bench() -> Value {
+    let side =
+        |speed: f64| json!({"tokens": 100, "seconds": 1.0, "tokens_per_second": speed, "step_ms": 2.5, "steps": 50});
+    let group = |speedup: f64| {
+        json!({"plain": side(100.0), "medusa": side(100.0 * speedup), "acceleration_rate": 2.25,
+        "overhead": 1.5, "speedup": speedup, "identical": true})
+    };
+    let mut all = group(1.5);
+    all["categories"] = json!({"maths": group(1.25)});
+    (all["device"], all["dtype"], all["tree_nodes"]) = (json!("cpu"), json!("float32"), json!(3));
+    all
+}
+
+/// The text of a page without its markup, and with characters instead of their entities.
+fn text_of(page: &str) -> String {
+    let body = page.split("</style>").nth(1).and_then(|rest| rest.split("<script>").next()).expect("a body");
+    let pieces = body.split('<').filter_map(|piece| piece.split_once('>')).map(|(_, text)| text);
+    let text = pieces.collect::<Vec<_>>().join(" ");
+    let entities = [("&#x27;", "'"), ("&#x2f;", "/"), ("&quot;", "\""), ("&lt;", "<"), ("&gt;", ">"), ("&amp;", "&")];
+    let text = entities.iter().fold(text, |text, (entity, character)| text.replace(entity, character));
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn a_full_run_has_every_section() {
+    let runs = Runs::new();
+    runs.full("runs/a");
+    let (page, said) = runs.page(&["runs/a"]);
+    assert!(runs.path("runs/a/report.html").is_file() && said.is_empty(), "{said}");
+    let text = text_of(&page);
+    for section in SECTIONS {
+        assert!(page.contains(section), "{section}");
+    }
+    for fact in [
+        "Medusa-2: heads and the whole backbone together",
+        "backbone models/llama",
+        "steps 30",
+        "state finished",
+        "acceleration rate 2.25 tokens a step",
+        "speedup 1.50 × of plain decoding",
+        "head 1, top-1 62.0 % calibrated",
+        "peak memory 3.0 MiB",
+        "time in steps 1 min 0 s",
+        "head 2 41.0 % 10.0 % 51.0 % 100",
+        "1.75 tokens a step expected",
+        "maths 1.25 2.25 1.50 100",
+        "identical to plain decoding’s",
+        "learning_rate = 0.001",
+        "command medusa-train 'a recipe.toml'",
+        "started 2026-01-02 03:04:05 UTC",
+        "data/train.jsonl 5eed",
+        "Total loss",
+        "Loss of the LM head",
+        "Learning rate",
+        "λ0",
+        "Gradient norm",
+        "Training throughput",
+        "Memory of the process",
+    ] {
+        assert!(text.contains(fact), "{fact}\n{text}");
+    }
+    assert!(!text.contains("Not in the folder yet") && !page.contains("NaN"), "{text}");
+}
+
+#[test]
+fn every_plot_is_described_and_every_id_is_its_own() {
+    let runs = Runs::new();
+    runs.full("a");
+    runs.full("b");
+    let (page, _) = runs.page(&["a", "b", "--out", "both.html"]);
+    let plots = page.matches("<svg class=\"plot\"").count();
+    assert!(plots >= 12, "{plots} plots");
+    for words in ["<title id=\"plot", "<desc id=\"plot"] {
+        assert_eq!(page.matches(words).count(), plots - 2, "{words}: all but those of latency.json, one a run");
+    }
+    assert!(
+        page.contains("Over the optimizer step. a, training: 40.1 at 1, 1.53 at 30."),
+        "the first and the last value"
+    );
+    let mut ids: Vec<&str> = page.split(" id=\"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+    let all = ids.len();
+    ids.sort_unstable();
+    ids.dedup();
+    assert_eq!(ids.len(), all, "an id stands once");
+    let named = page.split("aria-labelledby=\"").skip(1).filter_map(|rest| rest.split('"').next());
+    for id in named.flat_map(str::split_whitespace) {
+        assert!(ids.contains(&id), "{id}");
+    }
+}
+
+#[test]
+fn what_is_missing_is_left_out_and_the_page_says_what_makes_it() {
+    let runs = Runs::new();
+    runs.bare("my runs/a", 30);
+    let (page, _) = runs.page(&["my runs/a"]);
+    for section in SECTIONS {
+        assert!(!page.contains(section), "{section}");
+    }
+    let text = text_of(&page);
+    for command in [
+        "medusa calibrate --backbone models/llama --heads 'my runs/a/final' --prompts PROMPTS.jsonl --out 'my runs/a/calibration.json'",
+        "medusa tree --calibration 'my runs/a/calibration.json' --nodes 63 --out 'my runs/a/tree.json'",
+        "--latency 'my runs/a/latency.json'",
+        "--json > 'my runs/a/bench.json'",
+    ] {
+        assert!(text.contains(command), "{command}\n{text}");
+    }
+    assert!(text.contains("head 1, top-1 50.0 % validation"), "the last evaluation's, without a calibration: {text}");
+    runs.write("my runs/a/tree.json", "[[0], [0, 0], [0, 0, 0]]");
+    runs.write("my runs/a/calibration.json", calibration().to_string());
+    let (page, _) = runs.page(&["my runs/a"]);
+    assert!(
+        page.contains("<title>[0, 0, 0]</title>"),
+        "a tree of more heads than were calibrated has no probabilities"
+    );
+    fs::remove_file(runs.path("my runs/a/provenance.json")).expect("it was there");
+    assert!(!runs.page(&["my runs/a"]).0.contains("Provenance"));
+}
+
+#[test]
+fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
+    let runs = Runs::new();
+    runs.full("x/a");
+    runs.bare("y/a", 20);
+    runs.write("y/a/recipe.toml", RECIPE.replace("learning_rate = 0.001", "learning_rate = 0.002\neps = 1e-7"));
+    let (page, _) = runs.page(&["x/a", "y/a", "--out", "both.html"]);
+    let text = text_of(&page);
+    assert!(
+        text.contains("acceleration rate tokens a step 2.25 –") && text.contains("stage Medusa-2 Medusa-2"),
+        "{text}"
+    );
+    assert!(text.contains("key x/a y/a optimizer.learning_rate 0.001 0.002 optimizer.eps – 1e-7 Loss"), "{text}");
+    let total = page.split("<b>Total loss</b>").nth(1).and_then(|rest| rest.split("</figure>").next()).expect("a plot");
+    for line in ["train s1", "marked s1", "train s2", "marked s2"] {
+        assert!(total.contains(&format!("<g class=\"{line}\">")), "{line}: two runs in one plot");
+    }
+    assert!(page.contains("Loss of head 1") && page.contains("Head 2, top-1"), "a plot a head");
+    assert!(!page.contains("Loss of head 2"), "but none without a value");
+    let (page, _) = runs.page(&["x/a", "x/a", "--out", "both.html"]);
+    assert!(text_of(&page).contains("The recipes are the same."));
+}
+
+#[test]
+fn the_page_asks_the_network_for_nothing() {
+    let runs = Runs::new();
+    runs.full("a");
+    runs.write("a/recipe.toml", RECIPE.replace("models/llama", "https://example.org/model"));
+    let (page, _) = runs.page(&["a"]);
+    assert!(text_of(&page).contains("https://example.org/model"), "addresses may be read");
+    for load in
+        ["src=", "url(", "@import", "<link rel=\"stylesheet\"", "<img", "<iframe", "fetch(", "XMLHttp", "import("]
+    {
+        assert!(!page.contains(load), "{load}");
+    }
+    let links: Vec<&str> = page.split("href=\"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+    assert_eq!(links, ["data:,"], "the empty icon, which keeps browsers from asking for one");
+    assert!(page.contains("content=\"default-src 'none'; "), "and browsers are told to refuse it");
+}
+
+#[test]
+fn names_are_text_whatever_they_hold() {
+    let runs = Runs::new();
+    let evil = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&";
+    let name = "a<b onclick='x'>&amp;";
+    runs.full(name);
+    runs.write(&format!("{name}/recipe.toml"), RECIPE.replace("\"models/llama\"", &json!(evil).to_string()));
+    let mut origin = provenance();
+    (origin["command"][1], origin["data"][0]["path"]) = (json!(evil), json!(evil));
+    runs.write(&format!("{name}/provenance.json"), origin.to_string());
+    let mut bench = bench();
+    bench["categories"] = json!({evil: bench["categories"]["maths"]});
+    runs.write(&format!("{name}/bench.json"), bench.to_string());
+    runs.full("other");
+    for arguments in [&[name][..], &[name, "other", "--out", "both.html"]] {
+        let (page, _) = runs.page(arguments);
+        assert_eq!((page.matches("<script").count(), page.matches("<img").count()), (1, 0), "our own script alone");
+        assert!(!page.contains("<b onclick") && text_of(&page).contains(evil), "it is there, as text");
+        assert!(text_of(&page).contains(name));
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_has_a_page_too() {
+    let runs = Runs::new();
+    runs.bare("a", 12);
+    fs::remove_dir_all(runs.path("a/final")).expect("it was there");
+    let whole = metrics(12);
+    runs.write("a/metrics.jsonl", &whole[..whole.len() - 30]);
+    let (page, said) = runs.page(&["a"]);
+    assert!(said.contains("the last line of metrics.jsonl is not whole and is left out"), "{said}");
+    let text = text_of(&page);
+    assert!(text.contains("steps 11 of 30") && text.contains("state not finished"), "{text}");
+    assert!(text.contains("latest loss") && !text.contains("final loss"), "{text}");
+    assert!(
+        text.contains("is not whole and is left out") && text.contains("the run goes on, or was stopped"),
+        "{text}"
+    );
+    let (_, said) = runs.page(&["a", "--quiet"]);
+    assert!(said.is_empty(), "{said}");
+    for nothing in ["", "\n"] {
+        runs.write("a/metrics.jsonl", nothing);
+        let (page, said) = runs.page(&["a"]);
+        assert!(said.contains("a has no logged step yet") && !page.contains("NaN") && !page.contains("Loss"), "{said}");
+    }
+    fs::remove_file(runs.path("a/metrics.jsonl")).expect("it was there");
+    runs.page(&["a"]);
+}
+
+#[test]
+fn a_long_run_has_a_page_of_less_than_a_megabyte_and_a_half() {
+    let runs = Runs::new();
+    runs.bare("a", 3000);
+    assert!(!runs.page(&["a"]).0.contains(">100k<"));
+    let of_spike = "\"step\":2345,\"epoch\":0.1,\"tokens\":234500,\"loss\":";
+    let metrics = metrics(3000);
+    assert!(metrics.contains(of_spike));
+    runs.write("a/metrics.jsonl", metrics.replacen(of_spike, &format!("{of_spike}123456,\"was\":"), 1));
+    let (page, _) = runs.page(&["a"]);
+    assert!(page.len() < 600_000, "{} bytes", page.len());
+    assert!(page.contains(">100k<"), "the one high value of 3,000 is still on the page");
+    let names: Vec<String> = (0..6).map(|at| format!("r{at}")).collect();
+    for name in &names {
+        runs.bare(name, 1000);
+    }
+    let arguments: Vec<&str> = names.iter().map(String::as_str).chain(["--out", "all.html"]).collect();
+    let (page, _) = runs.page(&arguments);
+    assert!(page.len() < 1_500_000, "{} bytes of six runs", page.len());
+}
+
+#[test]
+fn json_names_the_page_and_its_runs() {
+    let runs = Runs::new();
+    runs.bare("a", 3);
+    let output = runs.medusa(&["a", "--out", "page.html", "--json"]);
+    let printed: Value = serde_json::from_slice(&output.stdout).expect("one object");
+    assert_eq!(printed, json!({"out": "page.html", "runs": ["a"]}));
+    assert!(runs.path("page.html").is_file());
+}
+
+#[test]
+fn what_is_no_run_is_one_clear_error() {
+    let runs = Runs::new();
+    runs.bare("a", 3);
+    let absent = runs.complaint(&["nowhere"], 1);
+    assert!(
+        absent.contains("nowhere is no run's folder: it does not exist; give the folder that a recipe names"),
+        "{absent}"
+    );
+    let inside = runs.complaint(&["a/final"], 1);
+    assert!(inside.contains("a/final is no run's folder: it has no recipe.toml"), "{inside}");
+    assert!(runs.complaint(&["a/recipe.toml"], 1).contains("it is a file"));
+    assert!(runs.complaint(&["a", "a"], 2).contains("a page of several runs needs --out FILE"));
+    let folder = runs.complaint(&["a", "--out", "there/page.html"], 2);
+    assert!(folder.contains("--out there/page.html: there is no folder there; make it first"), "{folder}");
+    assert!(runs.complaint(&["a", "--out", "a"], 2).contains("--out a is a folder"));
+    let whole = metrics(3);
+    runs.write(
+        "a/metrics.jsonl",
+        whole.replacen("{\"split\":\"train\",\"step\":2", "{\"split\":\"train\",\"step\":\"two\"", 1),
+    );
+    let line = runs.complaint(&["a"], 1);
+    assert!(
+        line.contains("a/metrics.jsonl, line 2: invalid type: string \"two\"") && line.contains("mend the line"),
+        "{line}"
+    );
+    runs.write("a/metrics.jsonl", whole);
+    for (file, text, words) in [
+        ("bench.json", "{\"plain\": 1}", "expected what medusa bench --json writes"),
+        ("provenance.json", "[", "expected what medusa-train writes"),
+        ("calibration.json", "{}", "a/calibration.json"),
+        ("latency.json", "{}", "a/latency.json"),
+        ("tree.json", "[[1, 2]]", "a/tree.json"),
+    ] {
+        runs.write(&format!("a/{file}"), text);
+        let told = runs.complaint(&["a"], 1);
+        assert!(told.contains(words) && told.contains(file), "{told}");
+        fs::remove_file(runs.path(&format!("a/{file}"))).expect("it was there");
+    }
+}
