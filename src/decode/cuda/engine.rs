@@ -91,15 +91,14 @@ struct Outcome {
 }
 
 impl<'a> Engine<'a> {
-    /// For `backbone`, and for `medusa` if there are heads. Memory is asked for once it is known to be there.
+    /// For `backbone`, and for `medusa` if there are heads, by `ops`.
     ///
     /// # Errors
-    /// [`EngineError::Unfit`] says what cannot be decoded, or what does not fit.
+    /// [`EngineError::Unfit`] says what cannot be decoded.
     pub fn new(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, mut ops: Ops) -> Result<Self, EngineError> {
         let shape = shape_of(backbone, medusa);
         shape.check_tree()?;
         let plan = shape.plan(shape.room(1));
-        ops.free_bytes()?.map_or(Ok(()), |free| plan.check_fits(free))?;
         let heads = medusa.map(|medusa| (medusa.heads(), medusa.tree().max_depth()));
         let device = backbone.device();
         let weights = tch::no_grad(|| Weights::new(backbone, heads))?;
@@ -123,15 +122,17 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// On the GPU where the backbone lies, for requests such as `request`.
+    /// On the GPU where the backbone lies, for requests such as `request`. Memory is asked for once it is known to be there.
     ///
     /// # Errors
-    /// [`EngineError`] says why there is no such engine.
+    /// [`EngineError`] says why there is no such engine, or what does not fit.
     pub fn on_gpu(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, request: &Request) -> Result<Self, EngineError> {
         let gpu = Gpu::open(backbone.device())?;
         rule_of(request, medusa.map(Medusa::acceptance)).map_err(EngineError::Request)?;
         let shape = shape_of(backbone, medusa);
         shape.check_kernels()?;
+        shape.check_tree()?;
+        shape.plan(shape.room(1)).check_fits(gpu.free_bytes()?)?;
         Self::new(backbone, medusa, Ops::Cuda(Box::new(Launcher::new(gpu, &shape, backbone.device())?)))
     }
 

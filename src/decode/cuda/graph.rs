@@ -8,6 +8,9 @@ use super::device::{Gpu, NoGpu};
 use super::engine::EngineError;
 use super::step::Rule;
 
+/// Steps that are kept: requests of one temperature after the other have steps of their own.
+const MOST: usize = 8;
+
 /// What makes one step another than the next.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Key {
@@ -47,6 +50,9 @@ impl Graphs {
         let Some(at) = known else {
             step()?;
             self.steps.push((key, None));
+            if self.steps.len() > MOST {
+                self.steps.remove(0);
+            }
             return Ok(());
         };
         if self.steps[at].1.is_none() {

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "a kernel is given raw addresses")]
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
 use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg, sys};
@@ -32,6 +32,8 @@ const TIMED_ROUNDS: usize = 3;
 pub struct Launcher {
     gpu: Gpu,
     functions: HashMap<Kernel, CudaFunction>,
+    /// Those that were allowed more shared memory: asked for once, so that nothing is asked while a step is recorded.
+    raised: RefCell<HashSet<Kernel>>,
     between: Between,
     cublas_lt: CublasLt,
     choices: Choices,
@@ -110,6 +112,7 @@ impl Launcher {
         let choices = Choices::of(&gpu)?;
         Ok(Self {
             functions,
+            raised: RefCell::default(),
             between: Between::new(shape, device),
             cublas_lt,
             choices,
@@ -143,7 +146,7 @@ impl Launcher {
     /// [`NoGpu::Failed`].
     pub fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
         let function = &self.functions[&launch.kernel];
-        if launch.shared_bytes > FREE_SHARED {
+        if launch.shared_bytes > FREE_SHARED && self.raised.borrow_mut().insert(launch.kernel) {
             let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let bytes = launch.shared_bytes.cast_signed();
             function.set_attribute(most, bytes).map_err(NoGpu::failed("asking for shared memory"))?;
