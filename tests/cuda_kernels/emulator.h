@@ -25,7 +25,8 @@
 #define INLINE static inline
 #define SHARED static __attribute__((section("shared_memory")))
 #define LAUNCHED_SHARED(name) uint4* const name = (uint4*)emulator::launched_shared
-#define KERNEL(threads) extern "C" void
+// Hidden: libc has an `advance` of its own, which a library's public symbol would give way to.
+#define KERNEL(threads) extern "C" __attribute__((visibility("hidden"))) void
 
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -111,15 +112,22 @@ static void run_fiber() {
     }
 }
 
-// Neither is inlined: a caller's registers are those that setjmp keeps.
-__attribute__((noinline)) static void resume(Fiber* fiber) {
+// What a compiler knows of these two must not reach their callers: other fibers use the registers that setjmp does not keep, also those
+// that GCC sees these functions leave alone.
+#ifdef __clang__
+#define OPAQUE __attribute__((noinline))
+#else
+#define OPAQUE __attribute__((noipa))
+#endif
+
+OPAQUE static void resume(Fiber* fiber) {
     now = fiber;
     if (fiber->started) _longjmp(fiber->at, 1);
     fiber->started = true;
     setcontext(&fiber->start);
 }
 
-__attribute__((noinline)) static void next_fiber() {
+OPAQUE static void next_fiber() {
     const int count = (int)fibers.size(), at = thread_number(), step = backwards ? count - 1 : 1;
     for (int i = 1, other = (at + step) % count; i <= count; i++, other = (other + step) % count) {
         if (fibers[other].done) continue;
