@@ -443,7 +443,7 @@ KERNEL(64) probe(int* out) {{ {body} }}
 fn the_emulator_finds_what_a_gpu_would_not_forgive() {
     let faults = [
         ("int i = threadIdx.x; out[i + 1] = i;", "memory that is not its own"),
-        ("if (threadIdx.x < 9) __syncwarp(); __syncthreads();", "waits for ever at __syncwarp"),
+        ("if (threadIdx.x < 9) __syncwarp(); __syncthreads();", "waits for ever at __sync"),
         ("if (threadIdx.x < 32) __syncthreads();", "waits for ever at __syncthreads"),
         ("if (threadIdx.x % 2) warp_sum(1); else __syncthreads();", "others of its warp or block are at"),
         ("out[threadIdx.x] = __shfl_xor_sync(1u, 1, 1);", "a mask that is not the whole warp"),

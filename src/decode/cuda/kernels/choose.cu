@@ -138,6 +138,8 @@ struct Border {
 // The nucleus: the fewest most probable tokens that have `top_p` together. Its border is the largest p with sum of (p' >= p) >= top_p.
 // Numbers from 0 to 1 are ordered as their bits: three bits a pass, seven candidates at once.
 INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums) {
+    SHARED double parts[7][WARPS];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     u32 bits = 0;
     for (int shift = 27; shift >= 0; shift -= 3) {
         double mass[7] = {};
@@ -147,9 +149,20 @@ INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums)
 #pragma unroll
             for (int i = 0; i < 7; i++) mass[i] += here >= bits + ((u32)(i + 1) << shift) ? p : 0.0f;
         }
-        u32 digit = 0;
 #pragma unroll
-        for (int i = 0; i < 7; i++) digit += block_sum(mass[i], sums) >= top_p;
+        for (int i = 0; i < 7; i++) mass[i] = warp_sum(mass[i]);
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < 7; i++) parts[i][warp] = mass[i];
+        }
+        __syncthreads();
+        if (warp < 7) {  // a candidate a warp
+            const double whole = warp_sum(parts[warp][lane]);
+            if (lane == 0) sums[warp] = whole;
+        }
+        __syncthreads();
+        u32 digit = 0;
+        for (int i = 0; i < 7; i++) digit += sums[i] >= top_p;
         bits += digit << shift;
     }
     const float p = __uint_as_float(bits);
