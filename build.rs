@@ -1,7 +1,8 @@
 //! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
 //! And what tests need of the machine: `cfg(shared)`, whether the material that some compare with lies beside the checkout, and
-//! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT, and
-//! `cfg(kernels)`, whether this CPU runs decoding's own kernels, and `cfg(nvrtc)`, whether CUDA kernels can be compiled.
+//! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT,
+//! `cfg(hub_python)`, whether that Python has huggingface_hub, `cfg(kernels)`, whether this CPU runs decoding's own kernels,
+//! and `cfg(nvrtc)`, whether CUDA kernels can be compiled.
 
 use std::path::Path;
 
@@ -10,6 +11,7 @@ fn main() {
     shared_material();
     small_disks();
     python_with_peft();
+    python_with_hub();
     cpu_with_kernels();
     compiler_of_cuda();
     git_revision();
@@ -45,6 +47,17 @@ fn python_with_peft() {
     println!("cargo:rerun-if-env-changed=MEDUSA_PYTHON");
     if std::env::var_os("MEDUSA_PYTHON").is_some() {
         println!("cargo::rustc-cfg=peft");
+    }
+}
+
+/// Whether a test may ask Python's own client of the Hub:
+/// `#[cfg_attr(not(hub_python), ignore = "needs MEDUSA_PYTHON: a Python with huggingface_hub")]`.
+fn python_with_hub() {
+    println!("cargo::rustc-check-cfg=cfg(hub_python)");
+    let Some(python) = std::env::var_os("MEDUSA_PYTHON") else { return };
+    let found = std::process::Command::new(python).args(["-c", "import huggingface_hub"]).output();
+    if found.is_ok_and(|out| out.status.success()) {
+        println!("cargo::rustc-cfg=hub_python");
     }
 }
 

@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
@@ -121,6 +122,33 @@ pub fn sha256(path: &Path) -> io::Result<String> {
 /// SHA-256 of several files by their own, in hexadecimal.
 pub fn sha256_of_all(sums: &[String]) -> String {
     hex(&Sha256::digest(sums.join("\n").as_bytes()))
+}
+
+/// What tells a file from its earlier self without reading it: path, size, time of change, place on the disk. `None` for a file
+/// changed within the last two seconds: it may change again without the clock telling.
+///
+/// # Errors
+/// Whatever the disk says.
+pub fn stamp(path: &Path) -> io::Result<Option<String>> {
+    const SETTLED: Duration = Duration::from_secs(2);
+    let metadata = fs::metadata(path)?;
+    let modified = metadata.modified()?;
+    if SystemTime::now().duration_since(modified).is_ok_and(|age| age < SETTLED) {
+        return Ok(None);
+    }
+    let since = modified.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+    let (whole, size, inode) = (fs::canonicalize(path)?, metadata.len(), inode(&metadata));
+    Ok(Some(format!("{}\n{size} bytes\n{since} ns\ninode {inode}", whole.display())))
+}
+
+#[cfg(unix)]
+fn inode(metadata: &fs::Metadata) -> u64 {
+    std::os::unix::fs::MetadataExt::ino(metadata)
+}
+
+#[cfg(not(unix))]
+fn inode(_: &fs::Metadata) -> u64 {
+    0
 }
 
 /// Bytes in hexadecimal.

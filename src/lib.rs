@@ -17,7 +17,7 @@
 //! ```text
 //! L6 cli, bin          one file a verb
 //! L5 recipe  report    the only TOML reader; a run as one page
-//! L4 calibrate latency distill export  what is made from a trained run; what a backbone says, as rows
+//! L4 calibrate latency distill export hub  what is made from a trained run; what a backbone says, as rows; the Hugging Face Hub
 //! L3 train   decode    the two loops
 //! L2 medusa  data      the method; text to labelled token rows
 //! L1 model             a Llama backbone, which has never heard of Medusa
@@ -44,6 +44,7 @@ pub mod decode;
 pub mod distill;
 pub mod export;
 pub mod files;
+pub mod hub;
 pub mod latency;
 pub mod medusa;
 pub mod model;

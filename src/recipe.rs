@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::data::DataConfig;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
+use crate::hub::{HubError, Wanted};
 use crate::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
@@ -18,12 +19,13 @@ use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::peft::ADAPTER_FILE;
 use crate::torch::optim::OptimizerConfig;
 use crate::train::TrainConfig;
-use crate::train::checked::Job;
 use crate::train::schedule::ScheduleConfig;
 use crate::train::stage::{Medusa2Config, Stage};
 
+mod loaded;
 mod place;
 
+pub use loaded::Loaded;
 pub use place::Place;
 use place::Text;
 
@@ -60,6 +62,16 @@ pub enum RecipeError {
         file: PathBuf,
         /// Why.
         source: io::Error,
+    },
+    /// What it names cannot be had from the Hub.
+    #[error("{place}: {key}: {error}\n{}", place.snippet())]
+    Hub {
+        /// Where it stands.
+        place: Box<Place>,
+        /// The key.
+        key: &'static str,
+        /// Why.
+        error: Box<HubError>,
     },
     /// Something in it is wrong.
     #[error("{place}: {mistake}\n{}", place.snippet())]
@@ -152,12 +164,7 @@ impl Recipe {
     /// # Errors
     /// [`RecipeError`] with the place in the file.
     pub fn load(path: &Path) -> Result<Self, RecipeError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| RecipeError::Unreadable { file: path.to_owned(), source })?;
-        let (recipe, text) = Self::read(path, &text)?;
-        recipe.check_backbone(&text)?;
-        recipe.check_files(&text)?;
-        Ok(recipe)
+        Ok(Loaded::load(path, Wanted::BackboneWithoutWeights, &|_| ())?.recipe)
     }
 
     /// Reads a recipe's text without looking at the files that it names. `file` is for error messages.
@@ -189,22 +196,6 @@ impl Recipe {
     /// Never: every recipe that loads can be written.
     pub fn resolved_toml(&self) -> String {
         toml::to_string(self).expect("a recipe holds only what TOML can say")
-    }
-
-    /// The recipe as the training loop takes it.
-    pub fn job(&self, device: tch::Device) -> Job {
-        Job {
-            backbone: self.backbone.clone(),
-            heads: self.heads.clone(),
-            stage: self.stage.clone(),
-            loss: self.loss.clone(),
-            data: self.data.clone(),
-            optimizer: self.optimizer.clone(),
-            schedule: self.schedule.clone(),
-            train: self.train.clone(),
-            resolved_recipe: self.resolved_toml(),
-            device,
-        }
     }
 
     fn check_values(&self, text: &Text<'_>) -> Result<(), RecipeError> {
@@ -287,7 +278,7 @@ impl Recipe {
     fn check_backbone(&self, text: &Text<'_>) -> Result<(), RecipeError> {
         let folder = Path::new(&self.backbone.path);
         if !folder.is_dir() {
-            let hint = "give a folder in Hugging Face layout (a Hub id has to be downloaded first)";
+            let hint = "give a folder in Hugging Face layout, or an id of the Hub: owner/name or owner/name@revision";
             let mistake = Mistake::Missing { key: "backbone.path", path: folder.to_owned(), hint };
             return Err(wrong(text.value("backbone.path"), mistake));
         }

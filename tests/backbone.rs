@@ -380,6 +380,17 @@ mod refusals {
     }
 
     #[test]
+    fn an_index_that_names_files_elsewhere_is_refused() {
+        let (_, folder) = good();
+        for name in ["../model.safetensors", "/etc/passwd", "a/b.safetensors", ".."] {
+            let index = serde_json::json!({"weight_map": {"lm_head.weight": name}});
+            write(&folder.path().join("model.safetensors.index.json"), index.to_string().as_bytes());
+            let _ = std::fs::remove_file(folder.path().join("model.safetensors"));
+            assert_says(&folder, &["model.safetensors.index.json", "names of files beside it", name]);
+        }
+    }
+
+    #[test]
     fn a_missing_shard_is_named_with_the_index() {
         let (fixture, folder) = good();
         let weights = fixture.weights();

@@ -21,10 +21,12 @@ fn refused_by_training(status: i32, cases: &[Case]) {
     for (spoil, facts) in cases {
         let small = SmallRun::new();
         spoil(&small);
-        let before = small.names(".");
+        // The cache of tokens is none of the user's folders, and right rows stay in it.
+        let names = || small.names(".").into_iter().filter(|name| name != "token_cache").collect::<Vec<_>>();
+        let before = names();
         for arguments in [&["--check"][..], &[]] {
             small.train(arguments).failed(status, facts);
-            assert_eq!(small.names("."), before, "{facts:?}: something was left behind");
+            assert_eq!(names(), before, "{facts:?}: something was left behind");
         }
     }
 }
@@ -159,7 +161,7 @@ fn rows_that_do_not_fit() {
             ),
             (
                 |small| add_row(small, r#"{"input_ids": [1, 2, 3], "labels": [1, 2]}"#),
-                &["rows.jsonl, line 13: labels: expected 3 values", "got 2"],
+                &["rows.jsonl, line 13: labels: expected 3 values", "got 2; --skip-bad-rows leaves out"],
             ),
             (|small| small.write("rows.jsonl", ""), &["no row to use in rows.jsonl"]),
             (|small| small.write("validation.jsonl", "[]\n"), &["no row to use in validation.jsonl"]),

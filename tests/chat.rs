@@ -16,7 +16,7 @@ use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings};
+use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings, Watch};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -77,8 +77,11 @@ impl World {
             cache: self.cache.as_ref(),
             template: self.template.as_ref(),
             loss_on: self.loss_on,
+            skip_bad_rows: false,
+            watch: Watch::default(),
         };
-        data::load(&[path.display().to_string()], &settings)
+        let (rows, report) = data::load(&[path.display().to_string()], &settings)?;
+        Ok((rows.iter().collect::<Result<_, _>>().expect("rows that were just read"), report))
     }
 
     fn lines(&self, rows: &[Value]) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
@@ -282,6 +285,32 @@ fn conversation_column(rows: &[Vec<(&str, Option<&str>)>], names: [&str; 2]) -> 
     Arc::new(ListArray::new(item, OffsetBuffer::from_lengths(rows.iter().map(Vec::len)), Arc::new(structs), None))
 }
 
+#[test]
+fn calls_beside_the_content_are_not_learned_from_columns_either() {
+    let turns = [("user", "Sum?"), ("assistant", "Let me see."), ("tool", "3"), ("assistant", "It is 3.")];
+    let column = |part: fn(&(&'static str, &'static str)) -> &'static str| -> ArrayRef {
+        Arc::new(StringArray::from_iter_values(turns.iter().map(part)))
+    };
+    let calls: ArrayRef = Arc::new(StringArray::from(vec![None, Some("[add(1, 2)]"), Some("[]"), Some("")]));
+    let field = |name: &str| Arc::new(Field::new(name, DataType::Utf8, true));
+    let columns = vec![
+        (field("role"), column(|turn| turn.0)),
+        (field("content"), column(|turn| turn.1)),
+        (field("tool_calls"), calls),
+    ];
+    let structs = StructArray::from(columns);
+    let item = Arc::new(Field::new_list_field(structs.data_type().clone(), true));
+    let list = ListArray::new(item, OffsetBuffer::from_lengths([turns.len()]), Arc::new(structs), None);
+    let world = World::new(&tiny(), "zephyr");
+    let path = world.folder.path().join("rows.parquet");
+    write_parquet(&path, vec![("messages", Arc::new(list))]);
+    let (rows, _) = world.load(&path).expect("a row");
+    let learned: Vec<i32> = rows[0].labels.iter().copied().filter(|label| *label != IGNORE).collect();
+    let text = |ids: &[i32]| world.tokenizer.decode(ids, false).expect("known ids");
+    assert_eq!(text(&learned).trim(), "It is 3.<|end|>");
+    assert!(text(&rows[0].input_ids).contains("Let me see.[add(1, 2)]"), "{}", text(&rows[0].input_ids));
+}
+
 fn write_parquet(path: &Path, columns: Vec<(&str, ArrayRef)>) {
     let batch =
         RecordBatch::try_from_iter_with_nullable(columns.into_iter().map(|(name, column)| (name, column, true)));
@@ -385,6 +414,8 @@ fn what_is_left_out_is_counted_with_the_reason_also_from_the_cache() {
     let (again, mut from_cache) = world.lines(&rows).unwrap();
     assert_eq!(from_cache.files[0].cache, CacheUse::Read);
     from_cache.files[0].cache = CacheUse::Written;
+    assert!(report.tokenised.is_some() && from_cache.tokenised.is_none());
+    from_cache.tokenised = report.tokenised;
     assert_eq!((again, from_cache), (kept, report));
 }
 

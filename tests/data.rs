@@ -14,8 +14,9 @@ use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message};
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
+use medusa::data::store::RowStore;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, CacheUse, DataError, IGNORE, LoadReport, LoadSettings};
+use medusa::data::{self, CacheUse, DataError, IGNORE, LoadReport, LoadSettings, Watch};
 use medusa::numbers::Fraction;
 use parquet::arrow::ArrowWriter;
 use proptest::prelude::*;
@@ -75,11 +76,13 @@ pub(crate) const BYTE_VOCABULARY: usize = 8 + 256;
 fn settings(tokenizer: Option<&TextTokenizer>) -> LoadSettings<'_> {
     let max_length = NonZeroUsize::new(16).expect("not 0");
     let (template, loss_on) = (None, LossOn::default());
-    LoadSettings { tokenizer, vocab_size: BYTE_VOCABULARY, max_length, cache: None, template, loss_on }
+    let (cache, skip_bad_rows, watch) = (None, false, Watch::default());
+    LoadSettings { tokenizer, vocab_size: BYTE_VOCABULARY, max_length, cache, template, loss_on, skip_bad_rows, watch }
 }
 
 fn load(path: &str, settings: &LoadSettings) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
-    data::load(&[path.to_owned()], settings)
+    let (rows, report) = data::load(&[path.to_owned()], settings)?;
+    Ok((rows.iter().collect::<Result<_, _>>().expect("rows that were just read"), report))
 }
 
 /// The whole chain, as the command line prints it.
@@ -195,7 +198,7 @@ fn files_that_are_missing_empty_or_of_another_format_are_refused() {
     let short = complaint(&write(&at("short.jsonl"), "{\"input_ids\": [1]}\n{\"input_ids\": []}"));
     assert!(short.ends_with("2 dropped (fewer than two tokens)"), "{short}");
     let arrow = complaint(&write(&at("rows.arrow"), "ARROW1\0\0"));
-    assert!(arrow.contains("is an Arrow file; this version reads JSONL (one object a line), JSON arrays and Parquet"));
+    assert!(arrow.contains("rows.arrow: not readable as Arrow"), "{arrow}");
 }
 
 #[test]
@@ -229,14 +232,14 @@ fn texts_are_tokenised_once_and_a_damaged_cache_is_rebuilt_and_told() {
     let (again, report) = load(&file, &settings).unwrap();
     assert_eq!((&again, &report.files[0].cache), (&rows, &CacheUse::Read));
 
-    let kept = fs::read_dir(&folder).unwrap().next().unwrap().unwrap().path();
+    let kept = the_cached_file(&folder);
     let mut bytes = fs::read(&kept).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 4;
+    let near_the_end = bytes.len() - 40;
+    bytes[near_the_end] ^= 4;
     fs::write(&kept, bytes).unwrap();
     let (again, report) = load(&file, &settings).unwrap();
     assert_eq!(again, rows);
-    assert!(matches!(&report.files[0].cache, CacheUse::Rebuilt(how) if how.contains("not what was written")));
+    assert!(matches!(&report.files[0].cache, CacheUse::Rebuilt(how) if how.contains("not the one that was written")));
     assert!(report.to_string().contains("tokenised"));
     assert_eq!(load(&file, &settings).unwrap().1.files[0].cache, CacheUse::Read);
 
@@ -244,15 +247,41 @@ fn texts_are_tokenised_once_and_a_damaged_cache_is_rebuilt_and_told() {
     assert_eq!(load(&file, &settings).unwrap().1.files[0].cache, CacheUse::Written);
 }
 
+fn the_cached_file(folder: &Path) -> PathBuf {
+    let mut files = fs::read_dir(folder).expect("a cache").map(|entry| entry.expect("a file").path());
+    files.find(|path| path.extension().is_some_and(|extension| extension == "arrow")).expect("rows")
+}
+
 #[test]
-fn token_rows_need_no_cache() {
+fn a_batch_that_is_damaged_is_told_when_it_is_read_and_made_anew_at_the_next_start() {
     let dir = tempfile::tempdir().unwrap();
-    let tokenizer = byte_tokenizer(dir.path());
-    let cache = TokenCache::new(dir.path().join("cache"));
+    let folder = dir.path().join("cache");
+    let cache = TokenCache::new(&folder);
+    let lines: String = (0..20_000).map(|n| format!("{{\"input_ids\": [{}, 5, 6, 7, 8]}}\n", n % 200)).collect();
+    let file = write(&dir.path().join("rows.jsonl"), &lines);
+    let settings = LoadSettings { cache: Some(&cache), ..settings(None) };
+    let (rows, report) = load(&file, &settings).unwrap();
+    assert_eq!((rows.len(), &report.files[0].cache), (20_000, &CacheUse::Written));
+    let kept = the_cached_file(&folder);
+    let mut bytes = fs::read(&kept).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    fs::write(&kept, bytes).unwrap();
+    let (store, report) = data::load(std::slice::from_ref(&file), &settings).unwrap();
+    assert_eq!(report.files[0].cache, CacheUse::Read, "opening reads no tokens");
+    assert_eq!(store.row(0).unwrap(), rows[0], "another batch");
+    let error = store.iter().find_map(Result::err).unwrap().to_string();
+    assert!(error.contains("is damaged (its content is not what was written); it was removed: start again"), "{error}");
+    assert_eq!(load(&file, &settings).unwrap().1.files[0].cache, CacheUse::Written);
+    assert_eq!(load(&file, &settings).unwrap().0, rows);
+}
+
+#[test]
+fn without_a_cache_rows_stay_in_memory() {
+    let dir = tempfile::tempdir().unwrap();
     let file = write(&dir.path().join("rows.jsonl"), r#"{"input_ids": [1, 2]}"#);
-    let (_, report) = load(&file, &LoadSettings { cache: Some(&cache), ..settings(Some(&tokenizer)) }).unwrap();
-    assert_eq!(report.files[0].cache, CacheUse::NotUsed);
-    assert!(!dir.path().join("cache").exists());
+    let (rows, report) = load(&file, &settings(None)).unwrap();
+    assert_eq!((rows, &report.files[0].cache), (vec![row(&[1, 2], &[1, 2])], &CacheUse::NotUsed));
 }
 
 #[test]
@@ -271,7 +300,11 @@ fn a_tokenizer_of_another_backbone_is_refused() {
 fn the_validation_split_is_seeded_and_loses_no_row() {
     let rows: Vec<TokenRow> = (0..50).map(|n| row(&[n, n], &[n, n])).collect();
     let split = |fraction, seed| {
-        data::split_validation(rows.clone(), Fraction::new(fraction).expect("a fraction"), seed).expect("enough rows")
+        let store = RowStore::in_memory(rows.clone());
+        let parts = data::split_validation(store, Fraction::new(fraction).expect("a fraction"), seed);
+        let (training, validation) = parts.expect("enough rows");
+        let rows = |store: RowStore| store.iter().collect::<Result<Vec<TokenRow>, _>>().expect("rows in memory");
+        (rows(training), rows(validation))
     };
     let (training, validation) = split(0.1, 7);
     assert_eq!((training.len(), validation.len()), (45, 5));
@@ -282,7 +315,7 @@ fn the_validation_split_is_seeded_and_loses_no_row() {
     assert_eq!(all, rows);
     assert_eq!(split(0.001, 7).1.len(), 1);
     assert_eq!(split(0.999, 7).0.len(), 1);
-    assert!(data::split_validation(rows[..1].to_vec(), Fraction::new(0.5).unwrap(), 7).is_err());
+    assert!(data::split_validation(RowStore::in_memory(rows[..1].to_vec()), Fraction::new(0.5).unwrap(), 7).is_err());
 }
 
 fn streamed(tokenizer: &TextTokenizer, before: &[i32], ids: &[i32]) -> Vec<String> {
@@ -429,7 +462,7 @@ fn published_rows_and_prompts_are_read() {
     let settings = LoadSettings { vocab_size: 512, max_length, ..settings(None) };
     let (rows, report) = load(&stories, &settings).unwrap();
     assert_eq!((rows.len(), report.tokens, report.truncated), (2000, 505_546, 0));
-    let (sequences, packed) = medusa::data::pack::pack(rows, 512);
+    let (sequences, packed) = medusa::data::pack::pack(RowStore::in_memory(rows), 512);
     assert!(packed.fill_rate() > 0.95, "{packed:?} {}", sequences.len());
 
     let folder = shared("models/tokenizer-mistral-v1-32000");

@@ -56,6 +56,7 @@ fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Op
     let request = Request {
         heads: small.path(heads),
         backbone: Some(small.path("backbone")),
+        backbone_name: None,
         format: Format::from_str(format, false).expect("a format"),
         out: small.path(out),
         dtype,
@@ -559,6 +560,12 @@ fn an_adapter_goes_with_its_heads() {
     let alone = export(&small, "run/final", "tgi", "tgi", &[]).succeeded();
     assert!(alone.stderr.contains("these heads belong to the backbone that was trained with them"), "{}", alone.stderr);
     assert!(small.read("tgi/README.md").contains("trained together with their backbone"));
+    export(&small, "run/final", "merged", "merged", &[]).succeeded();
+    export(&small, "run/final/heads.safetensors", "merged", "of_file", &[]).succeeded();
+    assert!(
+        small.bytes("of_file/model.safetensors") == small.bytes("merged/model.safetensors"),
+        "the adapter beside a file"
+    );
 }
 
 /// Each consumer's loading rules, in Python that shares nothing with this program: see scripts/read_exports.py.

@@ -66,6 +66,7 @@ impl Reference {
         let multiplier = if self.name == "medusa1" { "" } else { "\nmedusa_lr_multiplier = 4.0" };
         Job {
             backbone: parse(&format!("path = {backbone:?}\ndtype = \"float32\"")),
+            snapshot: None,
             heads: parse("medusa_num_heads = 4\nmedusa_num_layers = 1"),
             stage: self.stage(),
             loss: LossConfig::default(),
@@ -78,6 +79,7 @@ impl Reference {
             )),
             resolved_recipe: "the reference".into(),
             device: Device::Cpu,
+            skip_bad_rows: false,
         }
     }
 
@@ -208,7 +210,7 @@ fn gradients_of_step_zero_equal_pytorch() {
     let backbone = prepared.backbone();
     let lm_head = backbone.lm_head_weight().expect("a plain lm_head");
     let state = TrainState::new(medusa::medusa::heads::Heads::new(&config, lm_head), optimizer);
-    let batch = &prepared.checked().batches(0)[0];
+    let batch = &prepared.checked().batches(0).expect("rows")[0];
     let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;
     for head in 0..4 {
         let targets = batch.targets(head + 2);

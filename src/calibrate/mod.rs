@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use tch::Tensor;
 
 use crate::data::IGNORE;
+use crate::data::cache::CacheError;
 use crate::data::rows::TokenRow;
+use crate::data::store::RowStore;
 use crate::data::tokenize::narrow;
 use crate::decode::generate::{self, DecodeError, Request};
 use crate::medusa::heads::Heads;
@@ -79,6 +81,9 @@ pub enum CalibrationError {
     /// libtorch gave up.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
+    /// The rows.
+    #[error(transparent)]
+    Rows(#[from] CacheError),
     /// The disk said no.
     #[error("cannot {action} the calibration {}", path.display())]
     Io {
@@ -107,14 +112,16 @@ pub enum CalibrationError {
 pub fn calibrate(
     backbone: &Llama,
     heads: &Heads,
-    rows: &[TokenRow],
+    rows: &RowStore,
     top_k: usize,
     mut on_row: impl FnMut(usize),
 ) -> Result<Counts, CalibrationError> {
     check(backbone, heads, rows, top_k)?;
     let mut counts = Counts::new(heads.num_heads(), top_k);
     for (done, row) in rows.iter().enumerate() {
-        guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, row, &mut counts)))?;
+        let row = row?;
+        check_tokens(done + 1, &row, backbone.config.vocab_size)?;
+        guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, &mut counts)))?;
         on_row(done + 1);
     }
     Ok(counts)
@@ -133,7 +140,7 @@ pub fn own_answer(backbone: &Llama, prompt: &[i64], max_new_tokens: usize) -> Re
     Ok(TokenRow { input_ids: [narrow(prompt), new_ids].concat(), labels })
 }
 
-fn check(backbone: &Llama, heads: &Heads, rows: &[TokenRow], top_k: usize) -> Result<(), CalibrationError> {
+fn check(backbone: &Llama, heads: &Heads, rows: &RowStore, top_k: usize) -> Result<(), CalibrationError> {
     let config = &backbone.config;
     for (what, heads, backbone) in [
         ("hidden size", heads.hidden_size(), config.hidden_size),
@@ -147,22 +154,17 @@ fn check(backbone: &Llama, heads: &Heads, rows: &[TokenRow], top_k: usize) -> Re
     if top_k == 0 || top_k as i64 > vocab_size {
         return Err(CalibrationError::BadTopK { top_k, vocab_size });
     }
-    for (row, tokens) in rows.iter().enumerate() {
-        let (row, length) = (row + 1, tokens.input_ids.len());
-        if length as i64 > context {
-            return Err(CalibrationError::RowTooLong { row, length, context });
-        }
-        let bad = tokens.input_ids.iter().position(|&id| !(0..vocab_size).contains(&i64::from(id)));
-        if let Some(position) = bad {
-            return Err(CalibrationError::TokenOutOfRange {
-                row,
-                position,
-                id: tokens.input_ids[position],
-                vocab_size,
-            });
-        }
+    match (0..rows.len()).find(|&row| rows.length(row) as i64 > context) {
+        Some(row) => Err(CalibrationError::RowTooLong { row: row + 1, length: rows.length(row), context }),
+        None => Ok(()),
     }
-    Ok(())
+}
+
+fn check_tokens(row: usize, tokens: &TokenRow, vocab_size: i64) -> Result<(), CalibrationError> {
+    let bad = tokens.input_ids.iter().position(|&id| !(0..vocab_size).contains(&i64::from(id)));
+    bad.map_or(Ok(()), |position| {
+        Err(CalibrationError::TokenOutOfRange { row, position, id: tokens.input_ids[position], vocab_size })
+    })
 }
 
 /// A position, and what is asked there.

@@ -37,10 +37,10 @@ Seconds are those of decoding, after the prompt's own forward pass (prefill_seco
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct BenchArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads' folder, a run's `final/`.
+    /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: PathBuf,
     /// The tree of guesses [default: a chain of each head's best].

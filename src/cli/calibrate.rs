@@ -10,14 +10,16 @@ use indicatif::{ProgressBar, ProgressDrawTarget};
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
+use super::downloads::shown;
+use super::reading::ReadingBar;
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::data::rows::TokenRow;
+use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
-use crate::data::{self, LoadSettings, prompts};
+use crate::data::{self, LoadSettings, Progress, Watch, prompts};
 use crate::medusa::heads::Heads;
 use crate::medusa::heads::import::HeadsFile;
 use crate::model::llama::{Llama, Purpose};
@@ -28,13 +30,13 @@ use crate::model::llama::{Llama, Purpose};
     after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --data data/tiny/eval.jsonl --out calibration.json"
 )]
 pub struct CalibrateArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads' folder, a run's `final/`.
+    /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: PathBuf,
-    /// Rows as for training: files or globs. Best is text that the backbone wrote itself.
+    /// Rows as for training: files, globs or ids of data sets on the Hub. Best is text that the backbone wrote itself.
     #[arg(long, value_name = "F", num_args = 1.., required_unless_present = "prompts", conflicts_with = "prompts")]
     pub data: Vec<String>,
     /// Instead of --data: prompts, which the backbone answers greedily before the heads are measured on its answers.
@@ -73,14 +75,14 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
-    let calibration = counts.sign(args.backbone.display().to_string(), HeadsFile::open(&args.heads)?.sha256()?)?;
+    let calibration = counts.sign(shown(&args.backbone), HeadsFile::open(&args.heads)?.sha256()?)?;
     calibration.save(&args.out)?;
     common.say(format_args!("{} tokens of {} rows; wrote {}", calibration.tokens, rows.len(), args.out.display()));
     if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }
 }
 
 /// The backbone, and what it answers to the prompts, every turn of a conversation.
-fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyhow::Result<(Llama, Vec<TokenRow>)> {
+fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyhow::Result<(Llama, RowStore)> {
     let prompts = prompts::read(file)?;
     let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Decoding)?;
     Heads::check(&args.heads, [backbone.config.vocab_size, backbone.config.hidden_size])?; // before minutes of decoding
@@ -100,15 +102,17 @@ fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyho
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok((decoder.backbone, rows))
+    Ok((decoder.backbone, RowStore::in_memory(rows)))
 }
 
-fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Vec<TokenRow>> {
+fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<RowStore> {
     // Rows of token ids need no tokenizer, and rows of text say so themselves.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
+    let reading = ReadingBar::new(common);
+    let hear = |progress: Progress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size: usize::try_from(config.vocab_size)?,
@@ -116,8 +120,12 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
         cache: cache.as_ref(),
         template: template.as_ref(),
         loss_on: LossOn::default(),
+        skip_bad_rows: false,
+        watch: Watch::new(&hear),
     };
-    let (rows, report) = data::load(&args.data, &settings)?;
+    let loaded = data::load(&args.data, &settings);
+    reading.finish();
+    let (rows, report) = loaded?;
     common.say(report);
     Ok(rows)
 }

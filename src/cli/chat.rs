@@ -36,10 +36,10 @@ Ctrl-C   stop the answer; at the prompt: clear the line, and leave at the second
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ChatArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads' folder, a run's `final/`.
+    /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// The tree of guesses [default: a chain of each head's best].

@@ -9,14 +9,15 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 
 use super::decoder::chat_template;
+use super::reading::ReadingBar;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::mask::{self, Piece};
-use crate::data::rows::TokenRow;
+use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, LoadReport, LoadSettings, pack};
+use crate::data::{self, LoadReport, LoadSettings, Progress, Watch, pack};
 use crate::files;
 use crate::model::config::LlamaConfig;
 
@@ -26,10 +27,10 @@ use crate::model::config::LlamaConfig;
     after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 --svg mask.svg"
 )]
 pub struct DataArgs {
-    /// Files or globs, as in a recipe's data.train.
+    /// Files, globs or ids of the Hub (owner/name or owner/name/file, with @revision behind the name or without), as in a recipe's data.train.
     #[arg(required = true, value_name = "F")]
     pub files: Vec<String>,
-    /// The backbone's folder: its tokenizer, chat template and config.
+    /// The backbone's folder, or its id on the Hub: its tokenizer, chat template and config.
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// For rows of conversations. "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml,
@@ -42,6 +43,9 @@ pub struct DataArgs {
     /// Longer rows are cut [default: the backbone's context].
     #[arg(long, value_name = "TOKENS")]
     pub max_length: Option<NonZeroUsize>,
+    /// Leave out rows that are not right and count them, as medusa-train does with this flag.
+    #[arg(long)]
+    pub skip_bad_rows: bool,
     /// Print the text of a row, counted from 1 over the rows kept; what carries loss is green, or between ⟦ and ⟧.
     #[arg(long, value_name = "N")]
     pub row: Option<NonZeroUsize>,
@@ -70,6 +74,8 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let cache = TokenCache::of_user();
+    let reading = ReadingBar::new(common);
+    let hear = |progress: Progress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size,
@@ -77,8 +83,12 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
         cache: cache.as_ref(),
         template: template.as_ref(),
         loss_on: args.loss_on.into(),
+        skip_bad_rows: args.skip_bad_rows,
+        watch: Watch::new(&hear),
     };
-    let (rows, report) = data::load(&args.files, &settings)?;
+    let loaded = data::load(&args.files, &settings);
+    reading.finish();
+    let (rows, report) = loaded?;
     match args.row {
         Some(row) => show(args, row, &rows, tokenizer.as_ref(), common),
         None => tell(rows, &report, max_length, common),
@@ -109,12 +119,7 @@ impl From<Learned> for LossOn {
     }
 }
 
-fn tell(
-    rows: Vec<TokenRow>,
-    report: &LoadReport,
-    max_length: NonZeroUsize,
-    common: &CommonFlags,
-) -> anyhow::Result<()> {
+fn tell(rows: RowStore, report: &LoadReport, max_length: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<()> {
     let (_, packed) = pack::pack(rows, max_length.get());
     if common.json {
         let packing = json!({"max_length": max_length, "sequences": packed.sequences, "fill_rate": packed.fill_rate()});
@@ -124,6 +129,9 @@ fn tell(
         print_line(format_args!("{}: {} rows", file.path.display(), file.rows))?;
     }
     print_line(report)?;
+    if let Some(took) = &report.tokenised {
+        common.say(format_args!("tokenised {took}"));
+    }
     let fill = 100.0 * packed.fill_rate();
     print_line(format_args!("packed: {} sequences of {max_length} tokens, {fill:.1} % full", packed.sequences))
 }
@@ -131,17 +139,17 @@ fn tell(
 fn show(
     args: &DataArgs,
     row: NonZeroUsize,
-    rows: &[TokenRow],
+    rows: &RowStore,
     tokenizer: Option<&TextTokenizer>,
     common: &CommonFlags,
 ) -> anyhow::Result<()> {
     let tokenizer = tokenizer
         .with_context(|| format!("--row shows text, and {} has no tokenizer.json", args.backbone.display()))?;
     let kept = rows.len();
-    let chosen = rows.get(row.get() - 1);
-    let chosen = chosen
-        .ok_or_else(|| UsageError(format!("--row: expected a row from 1 to {kept}, the rows kept, got {row}")))?;
-    let pieces = mask::pieces(chosen, tokenizer)?;
+    if row.get() > kept {
+        return Err(UsageError(format!("--row: expected a row from 1 to {kept}, the rows kept, got {row}")).into());
+    }
+    let pieces = mask::pieces(&rows.row(row.get() - 1)?, tokenizer)?;
     if let Some(path) = &args.svg {
         write_picture(path, &pieces)?;
         common.say(format_args!("wrote {}", path.display()));

@@ -15,7 +15,7 @@ use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::sample::Sampling;
 use crate::medusa::heads::Heads;
-use crate::medusa::heads::import::HeadsFile;
+use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::medusa::tree::SparseTree;
 use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
@@ -141,6 +141,7 @@ pub fn load_backbone(
         Some(dtype) => dtype,
         None => own_dtype(folder)?,
     };
+    let heads = heads.map(folder_of);
     if let Some(tuned) =
         heads.map(|heads| heads.join(BACKBONE_FOLDER)).filter(|tuned| tuned.exists() && tuned != folder)
     {

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
 use super::engine::{EngineFlags, EngineName};
 use super::train::progress::time_left;
-use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
@@ -27,7 +27,7 @@ use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
 use crate::files;
-use crate::medusa::heads::import::HeadsFile;
+use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::model::llama::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
@@ -49,7 +49,7 @@ const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
     after_help = "Example:\n  medusa distill --backbone data/tiny/backbone --prompts data/tiny/prompts.jsonl \\\n    --out distilled --max-new-tokens 100\n\nThe columns input_ids and labels train as they are: [data] train = [\"distilled/*.parquet\"]. Labels carry loss\nwhere the backbone wrote. An interrupted run goes on with --resume, and ends with the same files.\nSeveral machines take --shard 1/4, 2/4, … and may write to one folder."
 )]
 pub struct DistillArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// JSONL or a JSON array of conversations, turns, prompts or token ids.
@@ -151,11 +151,11 @@ impl DistillArgs {
         let hash = |heads: &Path| -> io::Result<[String; 2]> {
             Ok([files::sha256(&heads.join(ADAPTER_FILE))?, files::sha256(&heads.join(ADAPTER_CONFIG))?])
         };
-        let adapted = self.heads.as_deref().filter(|heads| heads.join(ADAPTER_CONFIG).exists());
+        let adapted = self.heads.as_deref().map(folder_of).filter(|heads| heads.join(ADAPTER_CONFIG).exists());
         let adapter = adapted.map(hash).transpose()?;
         Ok(Provenance {
             program_version: env!("CARGO_PKG_VERSION"),
-            backbone: shown(&self.backbone),
+            backbone: downloads::shown(&self.backbone),
             backbone_revision: provenance::revision(&self.backbone),
             backbone_sha256: provenance::identity(&self.backbone)?,
             chat_template_sha256: template.map(|template| template.sha256().to_owned()),

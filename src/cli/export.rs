@@ -6,8 +6,10 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
+use super::downloads::{self, Place};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, Exported, Format, Request};
+use crate::hub;
 
 const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
 
@@ -57,9 +59,10 @@ struct Printed<'e> {
 /// # Errors
 /// What is missing or does not fit; nothing is left then.
 pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let request = Request {
+    let mut request = Request {
         heads: args.heads.clone(),
         backbone: args.backbone.clone(),
+        backbone_name: args.backbone.as_deref().and_then(hub::origin).map(|origin| origin.id),
         format: args.format,
         out: args.out.clone(),
         dtype: common.dtype,
@@ -69,6 +72,7 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
         tree: args.tree.clone(),
         bench: args.bench.clone(),
     };
+    bring_backbone(&mut request, common)?;
     let exported = export::export(&request).map_err(of_usage)?;
     exported.notices.iter().for_each(|notice| common.say(notice));
     common.say(checked(&exported));
@@ -76,6 +80,17 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
         true => print_json(&Printed { out: &args.out, format: args.format.name(), exported: &exported }),
         false => print_line(args.out.display()),
     }
+}
+
+/// The config.json of heads may name an id of the Hub: its weights are brought here if the export needs them.
+fn bring_backbone(request: &mut Request, common: &CommonFlags) -> anyhow::Result<()> {
+    let Some(mut base) = export::backbone_needed(request).map_err(of_usage)? else { return Ok(()) };
+    downloads::fetch(vec![Place::backbone(&mut base)], common)?;
+    if let Some(origin) = hub::origin(&base) {
+        request.backbone_name = Some(origin.id);
+        request.backbone = Some(base);
+    }
+    Ok(())
 }
 
 /// A command that cannot be is a wrong command: exit status 2.

@@ -21,10 +21,10 @@ use crate::decode::text::{self, OnText, Told, Wording};
     after_help = "Example:\n  medusa generate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl\n\nA text ends (finish_reason) by \"eos\", by \"length\" (--max-new-tokens, or a full context) or by \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
-    /// The backbone's folder.
+    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads' folder, a run's `final/`.
+    /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// The tree of guesses [default: a chain of each head's best].

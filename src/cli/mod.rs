@@ -14,6 +14,8 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use serde::Serialize;
 
+use self::downloads::Place;
+use crate::hub::{Split, Wanted};
 use crate::recipe::RecipeError;
 use crate::torch::{self, DeviceChoice, Dtype};
 
@@ -24,11 +26,14 @@ pub mod data;
 pub mod decoder;
 pub mod distill;
 pub mod doctor;
+mod downloads;
 pub mod engine;
 pub mod export;
 pub mod generate;
 pub mod gpu_check;
 pub mod inspect;
+pub mod push;
+mod reading;
 pub mod report;
 pub mod train;
 pub mod tree;
@@ -104,6 +109,7 @@ enum Verb {
     Chat(chat::ChatArgs),
     Bench(bench::BenchArgs),
     Export(export::ExportArgs),
+    Push(push::PushArgs),
     Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
     #[command(hide = true)]
@@ -111,6 +117,45 @@ enum Verb {
 }
 
 impl Verb {
+    /// Paths that may be ids of the Hub instead.
+    fn places(&mut self) -> Vec<Place<'_>> {
+        let places = match self {
+            Verb::Distill(args) => {
+                let heads = args.heads.as_mut().map(Place::heads);
+                vec![Some(Place::File(&mut args.prompts)), Some(Place::backbone(&mut args.backbone)), heads]
+            }
+            Verb::Calibrate(args) => vec![
+                args.prompts.as_mut().map(Place::File),
+                Some(Place::Data(&mut args.data, Split::Any)),
+                Some(Place::backbone(&mut args.backbone)),
+                Some(Place::heads(&mut args.heads)),
+            ],
+            Verb::Data(args) => {
+                let backbone = Place::Model(&mut args.backbone, Wanted::BackboneWithoutWeights);
+                vec![Some(Place::Data(&mut args.files, Split::Train)), Some(backbone)]
+            }
+            Verb::Tree(args) => {
+                vec![args.backbone.as_mut().map(Place::backbone), args.heads.as_mut().map(Place::heads)]
+            }
+            Verb::Generate(args) => {
+                let (prompts, heads) = (args.prompts.as_mut().map(Place::File), args.heads.as_mut().map(Place::heads));
+                vec![prompts, Some(Place::backbone(&mut args.backbone)), heads]
+            }
+            Verb::Chat(args) => {
+                vec![Some(Place::backbone(&mut args.backbone)), args.heads.as_mut().map(Place::heads)]
+            }
+            Verb::Bench(args) => {
+                let prompts = Some(Place::File(&mut args.prompts));
+                vec![prompts, Some(Place::backbone(&mut args.backbone)), Some(Place::heads(&mut args.heads))]
+            }
+            Verb::Export(args) => {
+                vec![Some(Place::heads(&mut args.heads)), args.backbone.as_mut().map(Place::backbone)]
+            }
+            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(), // a recipe is its own matter
+        };
+        places.into_iter().flatten().collect()
+    }
+
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
             Verb::Train(args) => train::run(args, common),
@@ -123,6 +168,7 @@ impl Verb {
             Verb::Chat(args) => chat::run(args, common),
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
+            Verb::Push(args) => push::run(args, common),
             Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
             Verb::GpuCheck(args) => gpu_check::run(args, common),
@@ -132,9 +178,12 @@ impl Verb {
 
 /// The program `medusa`: reads the command line, runs the verb, turns errors into text and an exit status.
 pub fn medusa() -> ExitCode {
-    let (command, matches) = parse::<Medusa>();
-    let common = with_source_of_seed(command.common, &matches);
-    finish(&common, || command.verb.run(&common))
+    let (Medusa { common, mut verb }, matches) = parse::<Medusa>();
+    let common = with_source_of_seed(common, &matches);
+    finish(&common, || {
+        downloads::fetch(verb.places(), &common)?;
+        verb.run(&common)
+    })
 }
 
 /// The program `medusa-train`: the verb `train` alone.
@@ -185,7 +234,10 @@ fn report(error: &anyhow::Error) {
 }
 
 fn status(error: &anyhow::Error) -> u8 {
-    let is_usage = |cause: &(dyn Error + 'static)| cause.is::<UsageError>() || cause.is::<RecipeError>();
+    let is_mistake = |error: &RecipeError| !matches!(error, RecipeError::Hub { .. }); // no network is nobody's mistake
+    let is_usage = |cause: &(dyn Error + 'static)| {
+        cause.is::<UsageError>() || cause.downcast_ref::<RecipeError>().is_some_and(is_mistake)
+    };
     if error.chain().any(is_usage) { WRONG_USAGE } else { FAILED }
 }
 

@@ -5,10 +5,14 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::json;
 
+use super::downloads::told;
+use super::reading::ReadingBar;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::data::{self, Watch};
+use crate::hub::Wanted;
 use crate::medusa::heads::import::HeadsFile;
-use crate::recipe::Recipe;
-use crate::train::checked::Checked;
+use crate::recipe::Loaded;
+use crate::train::checked::{Checked, Job};
 use crate::train::run::Outcome;
 use crate::train::run_folder::check_output_dir;
 
@@ -25,7 +29,7 @@ const EXAMPLE: &str =
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct TrainArgs {
-    /// The recipe; relative paths in it are relative to the working directory.
+    /// The recipe; relative paths in it are relative to the working directory, and ids of the Hugging Face Hub may stand in place of them.
     #[arg(value_name = "RECIPE.toml")]
     pub recipe: PathBuf,
     /// Validate recipe, data and backbone, print the plan, train nothing.
@@ -34,6 +38,10 @@ pub struct TrainArgs {
     /// Go on from the newest whole checkpoint in train.output_dir.
     #[arg(long)]
     pub resume: bool,
+    /// Leave out rows that are not right (broken JSON, wrong types, no known key) and count them, instead of ending at the first.
+    /// A run keeps to it: --resume needs the flag again.
+    #[arg(long)]
+    pub skip_bad_rows: bool,
 }
 
 /// Trains, or with `--check` prints the plan.
@@ -42,15 +50,14 @@ pub struct TrainArgs {
 /// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let recipe = Recipe::load(&args.recipe)?;
+    let wanted = if args.check { Wanted::BackboneWithoutWeights } else { Wanted::Backbone };
+    let loaded = told(common, |tell| Loaded::load(&args.recipe, wanted, tell))?;
+    let recipe = &loaded.recipe;
     if !args.check && !args.resume {
         check_output_dir(&recipe.train.output_dir)?;
     }
-    let checked = Checked::load(recipe.job(common.device.resolve()?))?;
-    if let Some(heads) = &recipe.heads.init_from {
-        HeadsFile::open(heads)?.notices()?.iter().for_each(|notice| common.say(notice));
-    }
-    let plan = Plan::of(&checked, &recipe);
+    let checked = load(&loaded, args, common)?;
+    let plan = Plan::of(&checked, recipe);
     if args.check {
         return if common.json { print_json(&plan) } else { print_line(plan.text()) };
     }
@@ -60,6 +67,21 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let outcome = prepared.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
     progress.finish();
     report(outcome?, args, common)
+}
+
+/// Reads and checks all that can be before the backbone's weights.
+fn load(loaded: &Loaded, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<Checked> {
+    let job = Job { skip_bad_rows: args.skip_bad_rows, ..loaded.job(common.device.resolve()?) };
+    let heads = job.heads.init_from.clone();
+    let reading = ReadingBar::new(common);
+    let hear = |progress: data::Progress| reading.hear(progress);
+    let checked = Checked::load_watched(job, Watch::new(&hear));
+    reading.finish();
+    let checked = checked?;
+    if let Some(heads) = heads {
+        HeadsFile::open(&heads)?.notices()?.iter().for_each(|notice| common.say(notice));
+    }
+    Ok(checked)
 }
 
 /// A recipe is the whole run: flags that would change its numbers are refused.
@@ -76,7 +98,8 @@ fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::R
     let heads = match outcome {
         Outcome::Interrupted(checkpoint) => {
             let (checkpoint, recipe) = (checkpoint.display(), args.recipe.display());
-            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume");
+            let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
+            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
         }
         Outcome::FinishedBefore(heads) => {

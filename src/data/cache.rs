@@ -1,36 +1,27 @@
-//! Tokenised rows on disk, so that a second run starts at once. An Arrow file, which pyarrow and datasets read too.
+//! Tokenised files on disk, so that a second run starts at once, and hashes of data files, so that it need not read them.
 //!
-//! A file's name is `<key>-<sha256 of its content>.arrow`: whatever a crash, a full disk or a stray edit did to it is
-//! noticed before Arrow parses a byte.
+//! A file's name is `<key>-<sha256 of its footer>.arrow` (`token_file.rs` says what is in it). It is written under a
+//! temporary name of its own that its writer holds locked, so two runs may write the same at the same time, and what a run
+//! that was killed left behind is known by its lock being free.
 
-use std::fs;
-use std::io::{self, Cursor, Write};
+use std::ffi::OsStr;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use arrow::array::{Array, AsArray, BooleanArray, Int32Array, ListArray, RecordBatch};
-use arrow::buffer::{OffsetBuffer, ScalarBuffer};
-use arrow::datatypes::{DataType, Field, Int32Type, Schema};
-use arrow::error::ArrowError;
-use arrow::ipc::reader::FileReader;
-use arrow::ipc::writer::FileWriter;
 use sha2::{Digest, Sha256};
 
 use super::LoadSettings;
-use super::rows::{FileRows, ReadRow, TokenRow};
+use super::token_file::{Medium, TokenFile, Whole, footer_sha256};
 use super::tokenize::TextTokenizer;
 use crate::files;
 
-/// Part of every key: raise it when the same input would give other rows.
-const FORMAT: &str = "medusa tokens 2";
+/// Part of every key: raise it when the same input would give other rows, or another file.
+const FORMAT: &str = "medusa tokens 3";
+const PARTIAL: &str = "partial";
 
-/// Key of the Arrow metadata under which stands how many conversations were left out, and why, as JSON.
-const DROPPED: &str = "dropped";
-
-/// Rows an Arrow batch: its offsets are 32 bits wide.
-const ROWS_A_BATCH: usize = 8192;
-
-/// A cache that cannot be used. A damaged file is none of these: it is rebuilt, and the report says so.
+/// A cache that cannot be used. A damaged file is rebuilt, and the report says so.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
     /// The disk's own words.
@@ -41,17 +32,20 @@ pub enum CacheError {
         /// Why.
         source: io::Error,
     },
-    /// Rows that Arrow does not take.
-    #[error("cannot encode rows for the token cache")]
-    Encode(#[from] ArrowError),
+    /// A file that was whole when it was opened, as far as its footer told, and of which a batch is not.
+    #[error("the token cache {} is damaged ({how}); it was removed: start again (a run with --resume), and it is made anew", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// How it shows.
+        how: String,
+    },
 }
 
 /// What the cache had.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Found {
-    /// These rows.
-    Rows(FileRows),
-    /// Nothing for this key.
+#[derive(Debug)]
+pub(super) enum Found {
+    Rows(Whole),
     Nothing,
     /// A file that is damaged, and how it shows.
     Damaged(String),
@@ -61,6 +55,13 @@ pub enum Found {
 #[derive(Debug, Clone)]
 pub struct TokenCache {
     folder: PathBuf,
+}
+
+/// A file being written. Dropped before it is committed, it is removed.
+#[derive(Debug)]
+pub(super) struct NewFile {
+    partial: PathBuf,
+    file: File,
 }
 
 impl TokenCache {
@@ -75,175 +76,240 @@ impl TokenCache {
     }
 
     /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were
-    /// checked against, how a conversation is rendered, and which of its tokens carry loss.
-    pub fn key(file_sha256: &str, tokenizer: &TextTokenizer, settings: &LoadSettings) -> String {
-        let LoadSettings { vocab_size, template, loss_on, .. } = settings;
-        let (eos, template) = (tokenizer.eos_id(), template.map(|template| template.sha256()));
-        let tokenizer = tokenizer.sha256();
-        let text = format!("{tokenizer}\neos {eos:?}\nvocabulary {vocab_size}");
-        let facts = format!("{FORMAT}\n{file_sha256}\n{text}\ntemplate {template:?}\nloss on {loss_on:?}");
-        files::hex(&Sha256::digest(facts))[..32].to_owned()
+    /// checked against, how a conversation is rendered, which of its tokens carry loss, where rows are cut, and whether bad
+    /// ones are left out.
+    pub fn key(file_sha256: &str, settings: &LoadSettings) -> String {
+        let LoadSettings { tokenizer, vocab_size, max_length, template, loss_on, skip_bad_rows, .. } = settings;
+        let (eos, template) = (tokenizer.and_then(TextTokenizer::eos_id), template.map(|template| template.sha256()));
+        let tokenizer = tokenizer.map_or("no tokenizer", TextTokenizer::sha256);
+        let text = format!("{tokenizer}\neos {eos:?}\nvocabulary {vocab_size}\nlength {max_length}");
+        let rows = format!("template {template:?}\nloss on {loss_on:?}\nskip bad rows {skip_bad_rows}");
+        files::hex(&Sha256::digest(format!("{FORMAT}\n{file_sha256}\n{text}\n{rows}")))[..32].to_owned()
     }
 
     /// The rows kept under a key.
     ///
     /// # Errors
     /// The disk's own.
-    pub fn read(&self, key: &str) -> Result<Found, CacheError> {
+    pub(super) fn read(&self, key: &str) -> Result<Found, CacheError> {
         let Some(path) = self.files_of(key)?.pop() else {
             return Ok(Found::Nothing);
         };
-        let bytes = fs::read(&path).map_err(|source| CacheError::Disk { path: path.clone(), source })?;
-        if path != self.path(key, &bytes) {
-            return Ok(Found::Damaged(format!("the content of {} is not what was written", path.display())));
-        }
-        Ok(match decode(bytes) {
-            Ok(rows) => Found::Rows(rows),
-            Err(error) => Found::Damaged(format!("{}: {error}", path.display())),
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing), // replaced by another process
+            opened => opened.map_err(|source| CacheError::Disk { path: path.clone(), source })?,
+        };
+        let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
+        let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
+        Ok(match TokenFile::open(Medium::disk(file), &path, Some(sha256.unwrap_or("no hash"))) {
+            Ok(whole) => Found::Rows(whole),
+            Err(how) => Found::Damaged(format!("{}: {how}", path.display())),
         })
     }
 
-    /// Keeps rows under a key, in place of whatever was there.
+    /// Begins a file. What others left half-written is removed.
     ///
     /// # Errors
     /// The disk's own.
-    pub fn write(&self, key: &str, rows: &FileRows) -> Result<(), CacheError> {
-        let at_folder = |source| CacheError::Disk { path: self.folder.clone(), source };
-        let bytes = encode(rows)?;
-        let path = self.path(key, &bytes);
-        fs::create_dir_all(&self.folder).map_err(at_folder)?;
-        let written = files::write_atomic(&path, |out| out.write_all(&bytes));
-        // Another run may have written the same bytes, and renamed them, at the same time.
-        if let Err(source) = written
-            && !path.exists()
-        {
-            return Err(CacheError::Disk { path, source });
+    pub(super) fn create(&self, key: &str) -> Result<NewFile, CacheError> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        fs::create_dir_all(&self.folder).map_err(|source| self.error(source))?;
+        self.sweep()?;
+        loop {
+            let count = COUNT.fetch_add(1, Ordering::Relaxed);
+            let partial = self.folder.join(format!(".{key}.{}.{count}.{PARTIAL}", std::process::id()));
+            let open = OpenOptions::new().read(true).write(true).create_new(true).open(&partial);
+            let file = match open {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                opened => opened.map_err(|source| CacheError::Disk { path: partial.clone(), source })?,
+            };
+            let _ = file.lock(); // a disk without locks sweeps nothing either
+            if partial.exists() {
+                return Ok(NewFile { partial, file });
+            } // else swept between the two calls
         }
+    }
+
+    /// Gives a file its name, in place of whatever was there under its key, and opens it.
+    ///
+    /// # Errors
+    /// The disk's own.
+    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<Found, CacheError> {
+        let at_partial = |source| CacheError::Disk { path: new.partial.clone(), source };
+        let medium = Medium::disk(new.file.try_clone().map_err(at_partial)?);
+        let sha256 = new.file.sync_all().and_then(|()| footer_sha256(&medium)).map_err(at_partial)?;
+        let path = self.folder.join(format!("{key}-{}.arrow", &sha256[..32]));
+        fs::rename(&new.partial, &path).map_err(at_partial)?;
+        files::sync_folder(&self.folder).map_err(|source| self.error(source))?;
         for old in self.files_of(key)?.into_iter().filter(|old| *old != path) {
-            fs::remove_file(&old).map_err(|source| CacheError::Disk { path: old, source })?;
+            remove(&old)?;
+        }
+        self.read(key)
+    }
+
+    /// The SHA-256 of a data file. One whose size, time of change and place on the disk are those of an earlier start is not
+    /// read again.
+    ///
+    /// # Errors
+    /// What reading the file says; a hash that cannot be remembered is no error.
+    pub(super) fn sha256_of(&self, path: &Path) -> io::Result<String> {
+        let Some(stamp) = files::stamp(path)? else { return files::sha256(path) };
+        let name = files::hex(&Sha256::digest(&stamp));
+        let memo = self.folder.join(format!("{}.sha256", &name[..32]));
+        if let Ok(sha256) = fs::read_to_string(&memo)
+            && sha256.len() == 64
+        {
+            return Ok(sha256);
+        }
+        let sha256 = files::sha256(path)?;
+        // A file that changes while it is read is another one afterwards.
+        if files::stamp(path)?.is_some_and(|after| after == stamp)
+            && let Ok(mut new) = self.create(&name[..32])
+        {
+            let written = io::Write::write_all(&mut new.file, sha256.as_bytes());
+            let _ = written.and_then(|()| new.file.sync_all()).and_then(|()| fs::rename(&new.partial, &memo));
+        }
+        Ok(sha256)
+    }
+
+    /// Removes temporary files whose writers are gone.
+    fn sweep(&self) -> Result<(), CacheError> {
+        let partial = |path: &PathBuf| path.extension().is_some_and(|extension| extension == PARTIAL);
+        for path in self.paths()?.into_iter().filter(partial) {
+            // One that is gone, or that the disk cannot lock, is left to its owner; so is one of another user. The lock is held until the
+            // name is gone: whoever waits for it in `create` must not find the file there.
+            let Ok(file) = File::open(&path) else { continue };
+            if file.try_lock().is_ok() {
+                let _ = fs::remove_file(&path);
+            }
         }
         Ok(())
     }
 
-    fn path(&self, key: &str, bytes: &[u8]) -> PathBuf {
-        let content = files::hex(&Sha256::digest(bytes));
-        self.folder.join(format!("{key}-{}.arrow", &content[..32]))
+    fn files_of(&self, key: &str) -> Result<Vec<PathBuf>, CacheError> {
+        let mut paths = self.paths()?;
+        paths.retain(|path| {
+            let name = path.file_name().map(OsStr::to_string_lossy).unwrap_or_default();
+            name.starts_with(key) && name.ends_with(".arrow")
+        });
+        Ok(paths)
     }
 
-    fn files_of(&self, key: &str) -> Result<Vec<PathBuf>, CacheError> {
-        let at_folder = |source| CacheError::Disk { path: self.folder.clone(), source };
+    fn paths(&self) -> Result<Vec<PathBuf>, CacheError> {
         let entries = match fs::read_dir(&self.folder) {
             Ok(entries) => entries,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
-            Err(error) => return Err(at_folder(error)),
+            Err(error) => return Err(self.error(error)),
         };
-        let paths: Vec<PathBuf> =
-            entries.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>().map_err(at_folder)?;
-        Ok(paths.into_iter().filter(|path| name(path).starts_with(key)).collect())
+        entries.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>().map_err(|source| self.error(source))
+    }
+
+    /// The disk's words about the folder.
+    pub(super) fn error(&self, source: io::Error) -> CacheError {
+        CacheError::Disk { path: self.folder.clone(), source }
     }
 }
 
-fn name(path: &Path) -> String {
-    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
-}
-
-fn encode(file: &FileRows) -> Result<Vec<u8>, ArrowError> {
-    let list = || DataType::new_list(DataType::Int32, false);
-    let dropped = serde_json::to_string(&file.dropped).map_err(|error| ArrowError::JsonError(error.to_string()))?;
-    let schema = Schema::new(vec![
-        Field::new("input_ids", list(), false),
-        Field::new("labels", list(), false),
-        Field::new("is_conversation", DataType::Boolean, false),
-    ]);
-    let schema = Arc::new(schema.with_metadata([(DROPPED.to_owned(), dropped)]));
-    let mut writer = FileWriter::try_new(Vec::new(), &schema)?;
-    for rows in file.rows.chunks(ROWS_A_BATCH) {
-        let ids = column(rows.iter().map(|row| &row.tokens.input_ids))?;
-        let labels = column(rows.iter().map(|row| &row.tokens.labels))?;
-        let is_conversation: BooleanArray = rows.iter().map(|row| Some(row.is_conversation)).collect();
-        let columns: Vec<Arc<dyn Array>> = vec![Arc::new(ids), Arc::new(labels), Arc::new(is_conversation)];
-        writer.write(&RecordBatch::try_new(schema.clone(), columns)?)?;
+impl NewFile {
+    /// What is written here must be flushed before the file is committed.
+    pub(super) fn writer(&self) -> io::Result<BufWriter<File>> {
+        Ok(BufWriter::with_capacity(1 << 20, self.file.try_clone()?))
     }
-    writer.into_inner()
-}
 
-fn column<'a>(lists: impl Iterator<Item = &'a Vec<i32>> + Clone) -> Result<ListArray, ArrowError> {
-    let offsets = OffsetBuffer::from_lengths(lists.clone().map(Vec::len));
-    let values: ScalarBuffer<i32> = lists.flatten().copied().collect::<Vec<_>>().into();
-    let item = Arc::new(Field::new_list_field(DataType::Int32, false));
-    ListArray::try_new(item, offsets, Arc::new(Int32Array::new(values, None)), None)
-}
-
-fn decode(bytes: Vec<u8>) -> Result<FileRows, ArrowError> {
-    let reader = FileReader::try_new(Cursor::new(bytes), None)?;
-    let dropped = reader.schema().metadata().get(DROPPED).cloned().unwrap_or_default();
-    let dropped = serde_json::from_str(&dropped).map_err(|error| ArrowError::JsonError(error.to_string()))?;
-    let mut rows = Vec::new();
-    for batch in reader {
-        let batch = batch?;
-        let (ids, labels) = (lists(&batch, 0)?, lists(&batch, 1)?);
-        let is_conversation = batch.columns().get(2).and_then(|column| column.as_boolean_opt());
-        let is_conversation =
-            is_conversation.ok_or_else(|| ArrowError::SchemaError("column 2 is no column of booleans".to_owned()))?;
-        rows.extend((0..batch.num_rows()).map(|row| ReadRow {
-            tokens: TokenRow { input_ids: list(ids, row), labels: list(labels, row) },
-            is_conversation: is_conversation.value(row),
-        }));
+    pub(super) fn error(&self, source: io::Error) -> CacheError {
+        CacheError::Disk { path: self.partial.clone(), source }
     }
-    Ok(FileRows { rows, dropped })
 }
 
-fn lists(batch: &RecordBatch, column: usize) -> Result<&ListArray, ArrowError> {
-    let lists = batch.columns().get(column).and_then(|column| column.as_list_opt::<i32>());
-    let lists = lists.filter(|lists| lists.value_type() == DataType::Int32);
-    lists.ok_or_else(|| ArrowError::SchemaError(format!("column {column} is no list of int32")))
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.partial); // committed, it has another name already
+    }
 }
 
-fn list(column: &ListArray, row: usize) -> Vec<i32> {
-    column.value(row).as_primitive::<Int32Type>().values().to_vec()
+/// Of two runs that remove a file one comes too late.
+fn remove(path: &Path) -> Result<(), CacheError> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(CacheError::Disk { path: path.to_owned(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A file of which a batch is damaged is out of the way of the next start.
+pub(super) fn discard(path: &Path, how: String) -> CacheError {
+    let _ = fs::remove_file(path); // best effort: the damage is what there is to report
+    CacheError::Damaged { path: path.to_owned(), how }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::data::report::DropReason;
+    use std::io::Write;
+    use std::time::{Duration, SystemTime};
 
-    fn rows(count: usize) -> FileRows {
-        let tokens = |n: usize| TokenRow { input_ids: vec![n as i32; n % 5], labels: vec![-100; n % 5] };
-        let rows = (0..count).map(|n| ReadRow { tokens: tokens(n), is_conversation: n % 3 == 0 }).collect();
-        FileRows { rows, dropped: [(DropReason::TemplateRefuses("no \"tools\"".to_owned()), 2)].into() }
+    use super::*;
+    use crate::data::report::FileSummary;
+    use crate::data::rows::TokenRow;
+    use crate::data::token_file::TokenFileWriter;
+
+    fn write(cache: &TokenCache, key: &str, token: i32) -> Found {
+        let new = cache.create(key).unwrap();
+        let mut writer = TokenFileWriter::new(new.writer().unwrap()).unwrap();
+        writer.push(TokenRow { input_ids: vec![token; 3], labels: vec![token; 3] }).unwrap();
+        writer.finish(FileSummary::default()).unwrap().flush().unwrap();
+        cache.commit(key, new).unwrap()
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect()
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn what_is_written_is_found_and_replaces_what_was_there() {
         let dir = tempfile::tempdir().unwrap();
         let cache = TokenCache::new(dir.path().join("new/cache"));
-        assert_eq!(cache.read("key").unwrap(), Found::Nothing);
-        let rows = rows(ROWS_A_BATCH + 3);
-        cache.write("key", &rows).unwrap();
-        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows));
-        assert_eq!(cache.read("other").unwrap(), Found::Nothing);
+        assert!(matches!(cache.read("key").unwrap(), Found::Nothing));
+        for token in [1, 1, 2] {
+            let Found::Rows(whole) = write(&cache, "key", token) else { panic!("no rows") };
+            assert_eq!(whole.file.row(whole.rows[0]).unwrap().input_ids, [token; 3]);
+            assert_eq!(names(&dir.path().join("new/cache")).len(), 1);
+        }
+        assert!(matches!(cache.read("other").unwrap(), Found::Nothing));
     }
 
     #[test]
-    #[expect(clippy::disallowed_methods, reason = "damages a file of a test")]
-    fn any_changed_byte_is_noticed_and_writing_again_heals() {
+    fn what_a_killed_run_left_is_removed_and_what_another_writes_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let cache = TokenCache::new(dir.path());
-        let rows = rows(20);
-        cache.write("key", &rows).unwrap();
-        let path = cache.files_of("key").unwrap().pop().unwrap();
-        let bytes = fs::read(&path).unwrap();
-        for at in (0..bytes.len()).step_by(7) {
-            let mut damaged = bytes.clone();
-            damaged[at] ^= 1;
-            fs::write(&path, &damaged).unwrap();
-            assert!(matches!(cache.read("key").unwrap(), Found::Damaged(_)), "byte {at}");
-        }
-        fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
-        assert!(matches!(cache.read("key").unwrap(), Found::Damaged(_)));
-        cache.write("key", &rows).unwrap();
-        assert_eq!(cache.read("key").unwrap(), Found::Rows(rows));
-        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        files::write_atomic(&dir.path().join(".key.1.0.partial"), |out| out.write_all(b"half")).unwrap();
+        let other = cache.create("key").unwrap();
+        assert_eq!(names(dir.path()).len(), 1, "the leftover is gone");
+        let mine = cache.create("key").unwrap();
+        assert_eq!(names(dir.path()).len(), 2, "the other's is locked");
+        drop((other, mine));
+        assert_eq!(names(dir.path()).len(), 0);
+    }
+
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "changes a file of a test")]
+    fn a_file_as_it_was_is_not_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (cache, path) = (TokenCache::new(dir.path().join("cache")), dir.path().join("rows"));
+        let write = |text: &str, age: u64| {
+            fs::write(&path, text).unwrap();
+            let file = File::options().write(true).open(&path).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_600_000_000 + age)).unwrap();
+            cache.sha256_of(&path).unwrap()
+        };
+        let first = write("one", 0);
+        assert_eq!(first, files::sha256(&path).unwrap());
+        assert_eq!(write("two", 0), first, "nothing tells that it changed, so it was not read");
+        let second = write("two", 1);
+        assert_ne!(second, first);
+        fs::write(&path, "six").unwrap();
+        assert_eq!(cache.sha256_of(&path).unwrap(), files::sha256(&path).unwrap());
+        fs::write(&path, "ten").unwrap();
+        assert_eq!(cache.sha256_of(&path).unwrap(), files::sha256(&path).unwrap(), "just written: not remembered");
     }
 }

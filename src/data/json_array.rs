@@ -1,45 +1,265 @@
-//! Rows of a JSON array of objects, `[{…}, {…}]`, as ShareGPT's collections come.
+//! Rows of a JSON array of objects, `[{…}, {…}]`, as ShareGPT's collections come. A file is cut into rows as it is read:
+//! one row is held at a time, not the file.
 
-use std::fs;
 use std::path::Path;
 
-use rayon::prelude::*;
+use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
-use super::rows::{Place, Problem, RawRow, RowError};
-use super::source::SourceError;
-use super::{DataError, jsonl};
+use super::DataError;
+use super::opened::Text;
+use super::rows::{Place, Problem, ROW_LIMIT, RowError};
 
-/// Rows that are parsed and tokenised together.
-const ROWS_AT_ONCE: usize = 4096;
-
-/// Gives the rows of a file to `take`, portion by portion, each with its number from 1. The file's bytes are held at once,
-/// its values are not.
-pub(super) fn portions<T: Send>(
-    path: &Path,
-    read: impl Fn(RawRow) -> Result<T, Problem> + Sync,
-    mut take: impl FnMut(Vec<Result<T, RowError>>) -> Result<(), RowError>,
-) -> Result<(), DataError> {
-    let bytes = fs::read(path).map_err(|source| SourceError::Read { path: path.to_owned(), source })?;
-    let rows = items(&bytes, path)?;
-    for (portion, first) in rows.chunks(ROWS_AT_ONCE).zip((1..).step_by(ROWS_AT_ONCE)) {
-        let row = |(index, row): (usize, &&RawValue)| {
-            let raw = jsonl::row(row.get().as_bytes());
-            raw.and_then(&read).map_err(|problem| Place::row(path, first + index).error(problem))
-        };
-        take(portion.par_iter().enumerate().map(row).collect())?;
-    }
-    Ok(())
+/// A row as it is written, and where it begins (all counted from 1).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Item {
+    pub(super) row: usize,
+    line: usize,
+    column: usize,
+    /// `None` for a row beyond [`ROW_LIMIT`].
+    pub(super) text: Option<Vec<u8>>,
 }
 
-/// The items of a file's array, as they are written.
+/// The rows of an array, one after another.
+#[derive(Debug)]
+pub(super) struct Items {
+    text: Text,
+    state: State,
+    /// Of the next byte.
+    line: usize,
+    column: usize,
+    item: Item,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    BeforeArray,
+    /// Before a row; `true` where the array may end instead.
+    BeforeItem(bool),
+    /// Within a row, so many brackets deep.
+    Within(usize),
+    WithinString {
+        depth: usize,
+        escaped: bool,
+    },
+    AfterArray,
+}
+
+/// What a byte does.
+enum Step {
+    Outside(State),
+    Inside(State),
+    EndsItem(State),
+    Wrong(&'static str),
+}
+
+impl Items {
+    pub(super) fn new(text: Text) -> Self {
+        Self { text, state: State::BeforeArray, line: 1, column: 1, item: Item::at(1, 1, 1) }
+    }
+
+    /// Bytes of the file read so far.
+    pub(super) fn count(&self) -> u64 {
+        self.text.count()
+    }
+
+    /// The next row; `None` behind the array's end.
+    pub(super) fn next(&mut self, path: &Path) -> Result<Option<Item>, DataError> {
+        loop {
+            let chunk = self.text.chunk()?;
+            if chunk.is_empty() {
+                return self.end(path).map(|()| None).map_err(DataError::from);
+            }
+            let (mut used, mut from, mut item) = (0, None, None);
+            for &byte in chunk {
+                match self.state.step(byte) {
+                    Step::Wrong(message) => {
+                        let (line, column, message) = (self.line, self.column, message.to_owned());
+                        return Err(Place::file(path).error(Problem::BrokenArray { line, column, message }).into());
+                    }
+                    Step::Outside(state) => self.state = state,
+                    Step::Inside(state) => {
+                        if matches!(self.state, State::BeforeItem(_)) {
+                            (self.item.line, self.item.column) = (self.line, self.column);
+                        }
+                        from.get_or_insert(used);
+                        self.state = state;
+                    }
+                    Step::EndsItem(state) => {
+                        self.state = state;
+                        item = Some(Item::at(self.item.row + 1, 1, 1));
+                    }
+                }
+                let is_last = item.is_some();
+                if is_last {
+                    self.item.push(&chunk[from.unwrap_or(used)..used]);
+                }
+                used += 1;
+                (self.line, self.column) =
+                    if byte == b'\n' { (self.line + 1, 1) } else { (self.line, self.column + 1) };
+                if is_last {
+                    break;
+                }
+            }
+            if let (None, Some(from)) = (&item, from) {
+                self.item.push(&chunk[from..used]);
+            }
+            self.text.consume(used);
+            if let Some(next) = item {
+                return Ok(Some(std::mem::replace(&mut self.item, next)));
+            }
+        }
+    }
+
+    /// What is wrong with a file that ends here, in serde's words.
+    fn end(&self, path: &Path) -> Result<(), RowError> {
+        if self.state == State::AfterArray {
+            return Ok(());
+        }
+        let here = Problem::BrokenArray {
+            line: self.line,
+            column: self.column.saturating_sub(1),
+            message: "EOF while parsing a list".to_owned(),
+        };
+        let within = matches!(self.state, State::Within(_) | State::WithinString { .. });
+        let problem = if within { self.item.broken().unwrap_or(here) } else { here };
+        Err(Place::file(path).error(problem))
+    }
+}
+
+impl State {
+    /// JSON's grammar as far as it decides where a row ends; serde has the rest.
+    fn step(self, byte: u8) -> Step {
+        let blank = byte.is_ascii_whitespace();
+        match (self, byte) {
+            (Self::WithinString { depth, escaped }, byte) => Step::Inside(match byte {
+                b'"' if !escaped => Self::Within(depth),
+                byte => Self::WithinString { depth, escaped: byte == b'\\' && !escaped },
+            }),
+            // The byte order mark that Windows editors write.
+            (Self::BeforeArray, 0xef | 0xbb | 0xbf) => Step::Outside(self),
+            (Self::BeforeArray | Self::BeforeItem(_) | Self::AfterArray, _) if blank => Step::Outside(self),
+            (Self::BeforeArray, b'[') => Step::Outside(Self::BeforeItem(true)),
+            (Self::BeforeArray, _) => Step::Wrong("expected `[`"),
+            (Self::AfterArray, _) => Step::Wrong("trailing characters"),
+            (Self::BeforeItem(true), b']') => Step::Outside(Self::AfterArray),
+            (Self::BeforeItem(false), b']') => Step::Wrong("trailing comma"),
+            (Self::BeforeItem(_), b',') => Step::Wrong("expected value"),
+            (Self::Within(0), b',') => Step::EndsItem(Self::BeforeItem(false)),
+            (Self::Within(0), b']') => Step::EndsItem(Self::AfterArray),
+            (Self::BeforeItem(_), byte) => Step::Inside(Self::Within(0).within(byte)),
+            (Self::Within(_), byte) => Step::Inside(self.within(byte)),
+        }
+    }
+
+    fn within(self, byte: u8) -> Self {
+        let depth = if let Self::Within(depth) = self { depth } else { 0 };
+        match byte {
+            b'"' => Self::WithinString { depth, escaped: false },
+            b'{' | b'[' => Self::Within(depth + 1),
+            b'}' | b']' => Self::Within(depth.saturating_sub(1)),
+            _ => Self::Within(depth),
+        }
+    }
+}
+
+impl Item {
+    fn at(row: usize, line: usize, column: usize) -> Self {
+        Self { row, line, column, text: Some(vec![]) }
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        match &mut self.text {
+            Some(text) if text.len() + bytes.len() <= ROW_LIMIT => text.extend_from_slice(bytes),
+            text => *text = None,
+        }
+    }
+
+    /// What JSON's grammar has against this row, counted in the lines of the file.
+    pub(super) fn broken(&self) -> Option<Problem> {
+        let error = serde_json::from_slice::<IgnoredAny>(self.text.as_deref()?).err()?;
+        let column = if error.line() == 1 { self.column + error.column() - 1 } else { error.column() };
+        Some(array_problem(&error, self.line + error.line() - 1, column))
+    }
+}
+
+/// The items of a whole array, as they are written.
 pub(super) fn items<'b>(bytes: &'b [u8], path: &Path) -> Result<Vec<&'b RawValue>, RowError> {
     let json = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes); // as Windows editors write it
-    serde_json::from_slice(json).map_err(|error| Place::file(path).error(broken(&error)))
+    let broken = |error: serde_json::Error| array_problem(&error, error.line(), error.column());
+    serde_json::from_slice(json).map_err(|error| Place::file(path).error(broken(error)))
 }
 
-fn broken(error: &serde_json::Error) -> Problem {
+fn array_problem(error: &serde_json::Error, line: usize, column: usize) -> Problem {
     let message = error.to_string();
     let message = message.split(" at line ").next().unwrap_or_default().to_owned();
-    Problem::BrokenArray { line: error.line(), column: error.column(), message }
+    Problem::BrokenArray { line, column, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::data::opened::Opened;
+
+    fn cut(bytes: &[u8]) -> Result<Vec<Item>, DataError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.json");
+        crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, bytes)).unwrap();
+        let Opened::JsonArray(text) = Opened::open(&path)? else { panic!("no array") };
+        let mut items = Items::new(text);
+        std::iter::from_fn(|| items.next(&path).transpose()).collect()
+    }
+
+    fn value() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i32>().prop_map(Value::from),
+            r#"[a\\"\[\]{},\n é]{0,8}"#.prop_map(Value::from)
+        ];
+        leaf.prop_recursive(3, 12, 4, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::vec(("[a\"\\]{]{0,3}", inner), 0..4)
+                    .prop_map(|pairs| Value::Object(pairs.into_iter().collect()))
+            ]
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// The oracle: serde on the whole file.
+        #[test]
+        fn a_file_is_cut_where_serde_cuts_it(values in prop::collection::vec(value(), 0..6), pretty: bool) {
+            let json = if pretty { serde_json::to_string_pretty(&values) } else { serde_json::to_string(&values) };
+            let json = json.unwrap();
+            let expected: Vec<Value> = items(json.as_bytes(), Path::new("a")).unwrap().iter()
+                .map(|raw| serde_json::from_str(raw.get()).unwrap()).collect();
+            let got = cut(json.as_bytes()).unwrap();
+            prop_assert!(got.iter().map(|item| item.row).eq(1..=values.len()));
+            let got: Vec<Value> = got.iter()
+                .map(|item| serde_json::from_slice(item.text.as_ref().unwrap()).unwrap()).collect();
+            prop_assert_eq!(got, expected);
+        }
+    }
+
+    #[test]
+    fn what_is_no_array_is_refused_where_serde_refuses_it() {
+        for bad in ["[{\"a\": 1},\n {\"b\"", "[{},\n{]", "[{}, ]", "[{}] x", "[", "[{} {}]", "[{\"a\": \"x]"] {
+            let serde = items(bad.as_bytes(), Path::new("a")).unwrap_err().problem.to_string();
+            let ours = match cut(bad.as_bytes()) {
+                Err(DataError::Row(error)) => error.problem.to_string(),
+                Ok(items) => items.iter().find_map(Item::broken).unwrap().to_string(),
+                Err(other) => panic!("{other}"),
+            };
+            let place = |words: &str| words.split(": ").next().unwrap().to_owned();
+            assert_eq!(place(&ours), place(&serde), "{bad}: {ours} | {serde}");
+        }
+        let whole = json!([{"a": "\u{feff}"}]).to_string();
+        assert_eq!(cut(&[b"\xef\xbb\xbf", whole.as_bytes()].concat()).unwrap().len(), 1);
+    }
 }

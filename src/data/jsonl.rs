@@ -1,37 +1,76 @@
 //! Rows of JSONL: one object a line.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader};
-use std::path::Path;
-
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::conversation;
-use super::rows::{Problem, RawRow};
-
-/// Lines that are parsed and tokenised together: enough for every core, few enough for memory.
-const LINES_AT_ONCE: usize = 4096;
+use super::opened::Text;
+use super::rows::{Problem, ROW_LIMIT, RawRow};
+use super::source::SourceError;
 
 /// A line and its number, counted from 1.
-pub(super) type Line = (usize, Vec<u8>);
-
-/// The lines of a file that are not blank, in portions.
-pub(super) fn portions(path: &Path) -> io::Result<impl Iterator<Item = io::Result<Vec<Line>>>> {
-    let mut lines = BufReader::with_capacity(1 << 20, File::open(path)?).split(b'\n').zip(1..);
-    Ok(std::iter::from_fn(move || {
-        let read = lines.by_ref().map(|(line, number)| line.map(|line| (number, without_bom(line, number))));
-        let not_blank = read.filter(|line| !matches!(line, Ok((_, line)) if line.trim_ascii().is_empty()));
-        let portion: io::Result<Vec<Line>> = not_blank.take(LINES_AT_ONCE).collect();
-        Some(portion).filter(|portion| !matches!(portion, Ok(lines) if lines.is_empty()))
-    }))
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Line {
+    pub(super) number: usize,
+    /// Without its end; `None` for a line beyond [`ROW_LIMIT`].
+    pub(super) text: Option<Vec<u8>>,
 }
 
-/// Windows editors put a byte order mark before the first line.
-fn without_bom(line: Vec<u8>, number: usize) -> Vec<u8> {
-    match line.strip_prefix(b"\xef\xbb\xbf") {
-        Some(rest) if number == 1 => rest.to_vec(),
-        _ => line,
+/// The lines of a file that are not blank.
+#[derive(Debug)]
+pub(super) struct Lines {
+    text: Text,
+    number: usize,
+}
+
+impl Lines {
+    pub(super) fn new(text: Text) -> Self {
+        Self { text, number: 0 }
+    }
+
+    /// Bytes of the file read so far.
+    pub(super) fn count(&self) -> u64 {
+        self.text.count()
+    }
+
+    /// The next line; `None` at the end.
+    pub(super) fn next(&mut self) -> Result<Option<Line>, SourceError> {
+        loop {
+            let Some(mut text) = self.line()? else { return Ok(None) };
+            self.number += 1;
+            // Windows editors put a byte order mark before the first line.
+            if let Some(rest) = text.as_ref().filter(|_| self.number == 1).and_then(|t| t.strip_prefix(b"\xef\xbb\xbf"))
+            {
+                text = Some(rest.to_vec());
+            }
+            if text.as_ref().is_none_or(|text| !text.trim_ascii().is_empty()) {
+                return Ok(Some(Line { number: self.number, text }));
+            }
+        }
+    }
+
+    /// One line, blank or not. What is beyond the limit is read past, not held.
+    fn line(&mut self) -> Result<Option<Option<Vec<u8>>>, SourceError> {
+        let mut line = Some(vec![]);
+        let mut is_there = false;
+        loop {
+            let chunk = self.text.chunk()?;
+            if chunk.is_empty() {
+                return Ok(is_there.then_some(line));
+            }
+            is_there = true;
+            let end = chunk.iter().position(|&byte| byte == b'\n');
+            let part = &chunk[..end.unwrap_or(chunk.len())];
+            line = line.filter(|line| line.len() + part.len() <= ROW_LIMIT);
+            if let Some(line) = &mut line {
+                line.extend_from_slice(part);
+            }
+            let used = part.len() + usize::from(end.is_some());
+            self.text.consume(used);
+            if end.is_some() {
+                return Ok(Some(line));
+            }
+        }
     }
 }
 

@@ -6,17 +6,18 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::IGNORE;
-use super::pack::Sequence;
+use super::cache::CacheError;
+use super::pack::{Sequence, Sequences};
 
 /// Hands out the micro batches of every optimizer step.
 #[derive(Debug)]
 pub struct Loader {
-    sequences: Vec<Sequence>,
+    sequences: Sequences,
     micro_batch_size: usize,
     gradient_accumulation_steps: usize,
     shuffle: Option<u64>,
     /// The order of the epoch asked for last.
-    order: Mutex<Option<(usize, Vec<usize>)>>,
+    order: Mutex<Option<(usize, Vec<u32>)>>,
 }
 
 /// One forward pass: `rows` sequences, padded on the right to `length`. Everything is flat, row after row.
@@ -51,7 +52,7 @@ impl Loader {
     /// # Panics
     /// Without sequences, or with a batch of none: recipes cannot say that.
     pub fn new(
-        sequences: Vec<Sequence>,
+        sequences: Sequences,
         micro_batch_size: usize,
         gradient_accumulation_steps: usize,
         shuffle: Option<u64>,
@@ -61,7 +62,7 @@ impl Loader {
     }
 
     /// All that is given out in an epoch.
-    pub fn sequences(&self) -> &[Sequence] {
+    pub fn sequences(&self) -> &Sequences {
         &self.sequences
     }
 
@@ -71,7 +72,10 @@ impl Loader {
     }
 
     /// The micro batches of an optimizer step, counted from 0 over all epochs.
-    pub fn step(&self, step: usize) -> Vec<Batch> {
+    ///
+    /// # Errors
+    /// [`CacheError::Damaged`].
+    pub fn step(&self, step: usize) -> Result<Vec<Batch>, CacheError> {
         let (epoch, step) = (step / self.steps_per_epoch(), step % self.steps_per_epoch());
         // The order is replaced as a whole: after a panic elsewhere it is still one epoch's.
         let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,12 +88,12 @@ impl Loader {
         ids.chunks(self.micro_batch_size).map(|ids| self.batch(ids)).collect()
     }
 
-    /// All sequences once, in the order they were given.
-    pub fn eval_batches(&self) -> impl Iterator<Item = Batch> + '_ {
+    /// All sequences once, in the order they were given; one batch is read after the other.
+    pub fn eval_batches(&self) -> impl Iterator<Item = Result<Batch, CacheError>> + '_ {
         let firsts = (0..self.sequences.len()).step_by(self.micro_batch_size);
         firsts.map(|first| {
             let last = self.sequences.len().min(first + self.micro_batch_size);
-            self.batch(&(first..last).collect::<Vec<_>>())
+            self.batch(&(first as u32..last as u32).collect::<Vec<_>>())
         })
     }
 
@@ -97,28 +101,33 @@ impl Loader {
         self.micro_batch_size * self.gradient_accumulation_steps
     }
 
-    fn order_of(&self, epoch: usize) -> Vec<usize> {
+    fn order_of(&self, epoch: usize) -> Vec<u32> {
         match self.shuffle {
             Some(seed) => shuffled(self.sequences.len(), seed, epoch as u64),
-            None => (0..self.sequences.len()).collect(),
+            None => (0..self.sequences.len() as u32).collect(),
         }
     }
 
-    fn batch(&self, sequence_ids: &[usize]) -> Batch {
-        let rows = || sequence_ids.iter().map(|&id| &self.sequences[id]);
-        let length = rows().map(|row| row.input_ids.len()).max().unwrap_or(0);
-        Batch {
-            sequence_ids: sequence_ids.to_vec(),
-            rows: sequence_ids.len(),
-            length,
-            input_ids: padded(rows().map(|row| row.input_ids.as_slice()), length, 0),
-            labels: padded(rows().map(|row| row.labels.as_slice()), length, IGNORE),
-            segment_lengths: rows().map(|row| row.segment_lengths.clone()).collect(),
-        }
+    fn batch(&self, sequence_ids: &[u32]) -> Result<Batch, CacheError> {
+        let sequence_ids: Vec<usize> = sequence_ids.iter().map(|&id| id as usize).collect();
+        let sequences = sequence_ids.iter().map(|&id| self.sequences.get(id)).collect::<Result<_, _>>()?;
+        Ok(Batch::of(sequence_ids, sequences))
     }
 }
 
 impl Batch {
+    fn of(sequence_ids: Vec<usize>, sequences: Vec<Sequence>) -> Self {
+        let length = sequences.iter().map(|row| row.input_ids.len()).max().unwrap_or(0);
+        Self {
+            rows: sequence_ids.len(),
+            sequence_ids,
+            length,
+            input_ids: padded(sequences.iter().map(|row| row.input_ids.as_slice()), length, 0),
+            labels: padded(sequences.iter().map(|row| row.labels.as_slice()), length, IGNORE),
+            segment_lengths: sequences.into_iter().map(|row| row.segment_lengths).collect(),
+        }
+    }
+
     /// The targets `offset` tokens ahead: 1 for the LM head, `k + 1` for Medusa head `k` (1-based).
     /// All `t` with `t + offset` in the same segment and a label there.
     pub fn targets(&self, offset: usize) -> Targets {
@@ -147,10 +156,10 @@ impl Batch {
 
 /// 0 to `count` - 1 in an order that is the same on every platform and with every version of rand: Fisher and Yates'
 /// shuffle, each draw by Lemire's multiplication. One seed has 2⁶⁴ streams; an epoch is one.
-pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<usize> {
+pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream(stream);
-    let mut order: Vec<usize> = (0..count).collect();
+    let mut order: Vec<u32> = (0..count as u32).collect();
     for last in (1..count).rev() {
         let other = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
         order.swap(last, other as usize);
@@ -202,10 +211,37 @@ mod tests {
         targets
     }
 
+    /// The oracle: a batch made of sequences in memory, place by place.
+    fn naive_batch(sequences: &[Sequence], ids: &[usize]) -> Batch {
+        let length = ids.iter().map(|&id| sequences[id].input_ids.len()).max().unwrap_or(0);
+        let place = |of: fn(&Sequence) -> &Vec<i32>, padding: i32| {
+            let row = |&id: &usize| (0..length).map(move |t| of(&sequences[id]).get(t).map_or(padding, |&token| token));
+            ids.iter().flat_map(row).map(i64::from).collect()
+        };
+        Batch {
+            sequence_ids: ids.to_vec(),
+            rows: ids.len(),
+            length,
+            input_ids: place(|sequence| &sequence.input_ids, 0),
+            labels: place(|sequence| &sequence.labels, IGNORE),
+            segment_lengths: ids.iter().map(|&id| sequences[id].segment_lengths.clone()).collect(),
+        }
+    }
+
     proptest! {
         #[test]
+        fn batches_are_those_of_sequences_in_memory(sequences in sequences(), size in 1_usize..5, seed: u64) {
+            let loader = Loader::new(Sequences::in_memory(sequences.clone()), size, 2, Some(seed));
+            for batch in loader.step(0).unwrap() {
+                let expected = naive_batch(&sequences, &batch.sequence_ids);
+                prop_assert_eq!(batch, expected);
+            }
+        }
+
+        #[test]
         fn targets_are_those_of_a_naive_search(sequences in sequences(), offset in 1_usize..7, size in 1_usize..5) {
-            for batch in Loader::new(sequences, size, 1, None).eval_batches() {
+            for batch in Loader::new(Sequences::in_memory(sequences), size, 1, None).eval_batches() {
+                let batch = batch.unwrap();
                 prop_assert_eq!(batch.targets(offset), naive_targets(&batch, offset));
             }
         }
@@ -215,9 +251,9 @@ mod tests {
             sequences in sequences(), size in 1_usize..4, accumulation in 1_usize..4, seed: u64,
         ) {
             let count = sequences.len();
-            let loader = Loader::new(sequences.clone(), size, accumulation, Some(seed));
+            let loader = Loader::new(Sequences::in_memory(sequences.clone()), size, accumulation, Some(seed));
             for epoch in 0..3 {
-                let steps = (0..loader.steps_per_epoch()).map(|step| loader.step(epoch * loader.steps_per_epoch() + step));
+                let steps = (0..loader.steps_per_epoch()).map(|step| loader.step(epoch * loader.steps_per_epoch() + step).unwrap());
                 let mut seen = Vec::new();
                 for batches in steps {
                     prop_assert!(!batches.is_empty() && batches.len() <= accumulation);
@@ -240,10 +276,10 @@ mod tests {
 
         #[test]
         fn a_step_is_the_same_whatever_was_asked_before(sequences in sequences(), seed: u64, steps in prop::collection::vec(0_usize..60, 1..9)) {
-            let used = Loader::new(sequences.clone(), 2, 2, Some(seed));
+            let used = Loader::new(Sequences::in_memory(sequences.clone()), 2, 2, Some(seed));
             for step in steps {
-                let fresh = Loader::new(sequences.clone(), 2, 2, Some(seed));
-                prop_assert_eq!(used.step(step), fresh.step(step));
+                let fresh = Loader::new(Sequences::in_memory(sequences.clone()), 2, 2, Some(seed));
+                prop_assert_eq!(used.step(step).unwrap(), fresh.step(step).unwrap());
             }
         }
     }
@@ -256,13 +292,13 @@ mod tests {
     }
 
     /// Written down once: a run resumed with another version must go on with the same rows.
-    const STREAM: [usize; 8] = [4, 7, 0, 1, 3, 2, 6, 5];
+    const STREAM: [u32; 8] = [4, 7, 0, 1, 3, 2, 6, 5];
 
     #[test]
     fn without_shuffling_rows_come_in_order_and_the_last_step_is_smaller() {
         let sequences = (0..5).map(|token| sequence(vec![vec![(token, true); 2]])).collect();
-        let loader = Loader::new(sequences, 2, 2, None);
-        let ids = |step| loader.step(step).into_iter().map(|batch| batch.sequence_ids).collect::<Vec<_>>();
+        let loader = Loader::new(Sequences::in_memory(sequences), 2, 2, None);
+        let ids = |step| loader.step(step).unwrap().into_iter().map(|batch| batch.sequence_ids).collect::<Vec<_>>();
         assert_eq!(loader.steps_per_epoch(), 2);
         assert_eq!(ids(0), [vec![0, 1], vec![2, 3]]);
         assert_eq!(ids(1), [vec![4]]);

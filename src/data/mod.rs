@@ -1,26 +1,33 @@
 //! Text to labelled token rows. No tensors: what leaves this room is plain vectors.
 
+mod arrow_ipc;
 pub mod cache;
 pub mod chat;
 pub mod chat_template;
+mod columns;
 mod conversation;
 mod jinja;
 mod json_array;
 mod jsonl;
 pub mod loader;
 pub mod mask;
+mod opened;
 pub mod pack;
 mod parquet;
 pub mod prompts;
+mod reading;
 pub mod report;
 pub mod rows;
 pub mod source;
+pub mod store;
+mod token_file;
 pub mod tokenize;
 
+use std::io;
 use std::num::NonZeroUsize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use rayon::prelude::*;
+use arrow::error::ArrowError;
 use serde::{Deserialize, Serialize};
 
 use crate::files;
@@ -28,17 +35,20 @@ use crate::numbers::Fraction;
 use cache::{CacheError, Found, TokenCache};
 use chat::LossOn;
 use chat_template::{ChatTemplate, TemplateChoice, TemplateError};
-use pack::{PackReport, Sequence};
-pub use report::{CacheUse, DataFile, DropReason, LoadReport};
-use rows::{FileRows, Place, Problem, RawRow, ReadRow, RowError, TokenRow};
-use source::{Format, SourceError};
+use pack::{PackReport, Sequences};
+pub use reading::{Progress, Watch};
+pub use report::{BadRows, CacheUse, DataFile, DropReason, LoadReport, Tokenised};
+use rows::RowError;
+use source::SourceError;
+use store::RowStore;
+use token_file::Whole;
 use tokenize::TextTokenizer;
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Files or globs, JSONL, JSON arrays or Parquet.
+    /// Files or globs: JSONL or JSON arrays (also in gzip or zstd), Parquet, Arrow.
     pub train: Vec<String>,
     /// Files or globs to evaluate on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -84,6 +94,14 @@ pub enum DataError {
     /// A chat template that is not right.
     #[error(transparent)]
     Template(#[from] TemplateError),
+    /// Rows that Arrow does not take.
+    #[error("cannot encode the rows of {} for the token cache: {source}", path.display())]
+    Encode {
+        /// Their file.
+        path: PathBuf,
+        /// Arrow's words.
+        source: ArrowError,
+    },
     /// A chat template of other roles, or with a fault.
     #[error(
         "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template to one that renders \
@@ -124,41 +142,46 @@ pub struct LoadSettings<'a> {
     pub vocab_size: usize,
     /// Longer rows are cut.
     pub max_length: NonZeroUsize,
-    /// Where tokenised texts are kept; `None` tokenises anew.
+    /// Where tokenised files are kept, and rows are read from; `None` (a user without a home) keeps all rows in memory.
     pub cache: Option<&'a TokenCache>,
     /// What renders conversations.
     pub template: Option<&'a ChatTemplate>,
     /// Which tokens of conversations carry loss.
     pub loss_on: LossOn,
+    /// Rows that are not right are left out and counted, instead of ending the run.
+    pub skip_bad_rows: bool,
+    /// Who hears how far reading is.
+    pub watch: Watch<'a>,
 }
 
-/// Reads rows from JSONL, JSON arrays and Parquet, in the order of the list.
+/// Reads rows from files of every format, in the order of the list.
 ///
 /// # Errors
 /// A missing file, a row that is not right (file, line and key are named), a template that renders no conversation, or no
 /// row at all.
-pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
-    let (mut rows, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
+pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
+    let (mut stores, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
     for path in source::find(patterns)? {
-        let sha256 = files::sha256(&path).map_err(|source| SourceError::Read { path: path.clone(), source })?;
-        let (of_file, cache) = read_file(&path, &sha256, settings)?;
-        rendered |= of_file.rows.iter().any(|row| row.is_conversation);
-        report.files.push(DataFile { path, sha256, rows: of_file.count(), cache });
-        rows.extend(report.admit(of_file, settings.max_length.get()));
+        let (file, whole) = read_file(&path, settings, &mut report)?;
+        let Whole { file: tokens, rows, summary } = whole;
+        rendered |= summary.rendered;
+        report.files.push(DataFile { rows: summary.read(), ..file });
+        report.add(summary, &path);
+        stores.push((tokens, rows));
     }
     let files = || report.files.iter().map(|file| file.path.display().to_string()).collect();
     if let (false, Some((conversations, words)), Some(template)) = (rendered, report.refusals(), settings.template) {
         let template = template.place().to_owned();
         return Err(DataError::TemplateRefusesAll { template, files: files(), conversations, words });
     }
-    if rows.is_empty() {
+    if report.rows == 0 {
         return Err(DataError::Empty { files: files(), report: report.into() });
     }
-    Ok((rows, report))
+    Ok((RowStore::of(stores), report))
 }
 
 /// Rows to sequences, packed or one each.
-pub fn sequences(rows: Vec<TokenRow>, config: &DataConfig) -> (Vec<Sequence>, PackReport) {
+pub fn sequences(rows: RowStore, config: &DataConfig) -> (Sequences, PackReport) {
     let max_length = config.max_length.get();
     if config.packing { pack::pack(rows, max_length) } else { pack::one_each(rows, max_length) }
 }
@@ -167,11 +190,7 @@ pub fn sequences(rows: Vec<TokenRow>, config: &DataConfig) -> (Vec<Sequence>, Pa
 ///
 /// # Errors
 /// Fewer than two rows.
-pub fn split_validation(
-    rows: Vec<TokenRow>,
-    fraction: Fraction,
-    seed: u64,
-) -> Result<(Vec<TokenRow>, Vec<TokenRow>), DataError> {
+pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result<(RowStore, RowStore), DataError> {
     /// Apart from every epoch's stream, so that the split and the first order are independent.
     const STREAM: u64 = u64::MAX;
     if rows.len() < 2 {
@@ -180,85 +199,53 @@ pub fn split_validation(
     let count = ((rows.len() as f64 * fraction.get()).round() as usize).clamp(1, rows.len() - 1);
     let mut held_out = vec![false; rows.len()];
     for &row in &loader::shuffled(rows.len(), seed, STREAM)[..count] {
-        held_out[row] = true;
+        held_out[row as usize] = true;
     }
-    let (validation, training): (Vec<_>, Vec<_>) = rows.into_iter().zip(held_out).partition(|(_, held_out)| *held_out);
-    let rows = |rows: Vec<(TokenRow, bool)>| rows.into_iter().map(|(row, _)| row).collect();
-    Ok((rows(training), rows(validation)))
+    let (validation, training) = rows.partition(&held_out);
+    Ok((training, validation))
 }
 
-/// All rows of a file, uncut, from the cache where it has them.
-fn read_file(path: &Path, sha256: &str, settings: &LoadSettings) -> Result<(FileRows, CacheUse), DataError> {
-    let (Some(cache), Some(tokenizer)) = (settings.cache, settings.tokenizer) else {
-        return Ok((parse(path, settings)?.file, CacheUse::NotUsed));
-    };
-    let key = TokenCache::key(sha256, tokenizer, settings);
-    let found = cache.read(&key)?;
-    if let Found::Rows(rows) = found {
-        return Ok((rows, CacheUse::Read));
-    }
-    let Parsed { file, tokenised } = parse(path, settings)?;
-    if !tokenised {
-        return Ok((file, CacheUse::NotUsed));
-    }
-    cache.write(&key, &file)?;
-    let cache_use = if let Found::Damaged(how) = found { CacheUse::Rebuilt(how) } else { CacheUse::Written };
-    Ok((file, cache_use))
-}
-
-#[derive(Default)]
-struct Parsed {
-    file: FileRows,
-    /// Whether any row was a text or a conversation.
-    tokenised: bool,
-}
-
-/// What became of a row, and whether it had to be tokenised.
-type Outcome = (Result<ReadRow, DropReason>, bool);
-
-/// Parses and tokenises a file, portion by portion, on all cores.
-fn parse(path: &Path, settings: &LoadSettings) -> Result<Parsed, DataError> {
+/// The rows of a file, cut, from the cache where it has them.
+fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> Result<(DataFile, Whole), DataError> {
     let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
-    let read = |raw: RawRow| outcome(raw, settings);
-    let mut parsed = Parsed::default();
-    match Format::of(path)? {
-        Format::Jsonl => {
-            for portion in jsonl::portions(path).map_err(unreadable)? {
-                let row = |(line, text): &jsonl::Line| {
-                    jsonl::row(text).and_then(read).map_err(|p| Place::line(path, *line).error(p))
-                };
-                parsed.add(portion.map_err(unreadable)?.par_iter().map(row).collect())?;
-            }
-        }
-        Format::JsonArray => json_array::portions(path, read, |portion| parsed.add(portion))?,
-        Format::Parquet => {
-            for portion in parquet::portions(path)? {
-                let first = parsed.file.count() + 1;
-                let row =
-                    |(index, raw): (usize, RawRow)| read(raw).map_err(|p| Place::row(path, first + index).error(p));
-                parsed.add(portion?.into_par_iter().enumerate().map(row).collect())?;
-            }
-        }
-    }
-    Ok(parsed)
+    let of = |sha256: String, cache: CacheUse| DataFile { path: path.to_owned(), sha256, rows: 0, cache };
+    let Some(cache) = settings.cache else {
+        let sha256 = files::sha256(path).map_err(unreadable)?;
+        let failed = |source| DataError::Encode { path: path.to_owned(), source };
+        let (bytes, took) = reading::write(path, settings, Vec::new(), failed)?;
+        report.add_time(took);
+        let whole = reading::in_memory(bytes).map_err(failed)?;
+        return Ok((of(sha256, CacheUse::NotUsed), whole));
+    };
+    let sha256 = cache.sha256_of(path).map_err(unreadable)?;
+    let key = TokenCache::key(&sha256, settings);
+    let damaged = match cache.read(&key)? {
+        Found::Rows(whole) => return Ok((of(sha256, CacheUse::Read), whole)),
+        Found::Nothing => None,
+        Found::Damaged(how) => Some(how),
+    };
+    let whole = build(path, &key, cache, settings, report)?;
+    Ok((of(sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
 }
 
-fn outcome(raw: RawRow, settings: &LoadSettings) -> Result<Outcome, Problem> {
-    let is_tokens = matches!(raw, RawRow::Tokens { .. });
-    Ok((raw.read(settings)?, !is_tokens))
-}
-
-impl Parsed {
-    /// Stops at the first bad row of the file, whichever core met its own first.
-    fn add(&mut self, portion: Vec<Result<Outcome, RowError>>) -> Result<(), RowError> {
-        for row in portion {
-            let (row, tokenised) = row?;
-            self.tokenised |= tokenised;
-            match row {
-                Ok(row) => self.file.rows.push(row),
-                Err(reason) => report::leave_out(&mut self.file.dropped, reason, 1),
-            }
-        }
-        Ok(())
+/// Reads and tokenises a file into the cache.
+fn build(
+    path: &Path,
+    key: &str,
+    cache: &TokenCache,
+    settings: &LoadSettings,
+    report: &mut LoadReport,
+) -> Result<Whole, DataError> {
+    let new = cache.create(key)?;
+    let failed = |error| match error {
+        ArrowError::IoError(_, source) => new.error(source).into(),
+        source => DataError::Encode { path: path.to_owned(), source },
+    };
+    let (_, took) = reading::write(path, settings, new.writer().map_err(|error| new.error(error))?, failed)?;
+    report.add_time(took);
+    match cache.commit(key, new)? {
+        Found::Rows(whole) => Ok(whole),
+        Found::Damaged(how) => Err(cache.error(io::Error::other(how)).into()),
+        Found::Nothing => Err(cache.error(io::ErrorKind::NotFound.into()).into()),
     }
 }

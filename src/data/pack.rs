@@ -1,8 +1,11 @@
-//! Rows to sequences: one row each, or several rows that do not see each other. Knows nothing of files or batches.
+//! Rows to sequences: one row each, or several rows that do not see each other. Which rows go where is decided by their lengths;
+//! their tokens are read when a sequence is asked for.
 
 use std::collections::BTreeMap;
 
+use super::cache::CacheError;
 use super::rows::TokenRow;
+use super::store::RowStore;
 
 /// What one row of a batch holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,6 +16,21 @@ pub struct Sequence {
     pub labels: Vec<i32>,
     /// Lengths of its rows; their sum is the length of `input_ids`. A token sees, and predicts, only its own segment.
     pub segment_lengths: Vec<usize>,
+}
+
+/// Which rows each sequence holds: 4 bytes a row, and 4 a sequence, beside those of the [`RowStore`].
+#[derive(Debug, Clone)]
+pub struct Sequences {
+    rows: RowStore,
+    /// `None`: each row is a sequence.
+    packed: Option<Packed>,
+}
+
+/// The rows of sequence `s` are `members[ends[s - 1]..ends[s]]`, ascending.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Packed {
+    members: Vec<u32>,
+    ends: Vec<u32>,
 }
 
 /// How well rows fill sequences.
@@ -34,17 +52,80 @@ impl PackReport {
         self.tokens as f64 / self.capacity.max(1) as f64
     }
 
-    fn of(rows: usize, sequences: &[Sequence], max_length: usize) -> Self {
-        let tokens = sequences.iter().map(|sequence| sequence.input_ids.len()).sum();
-        Self { rows, sequences: sequences.len(), tokens, capacity: sequences.len() * max_length }
+    fn of(sequences: &Sequences, max_length: usize) -> Self {
+        let rows = &sequences.rows;
+        let tokens = (0..rows.len()).map(|row| rows.length(row)).sum();
+        let (rows, sequences) = (rows.len(), sequences.len());
+        Self { rows, sequences, tokens, capacity: sequences * max_length }
+    }
+}
+
+impl Sequences {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.packed.as_ref().map_or(self.rows.len(), |packed| packed.ends.len())
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Tokens of a sequence, without reading it.
+    pub fn length(&self, sequence: usize) -> usize {
+        self.members(sequence).map(|row| self.rows.length(row)).sum()
+    }
+
+    /// Rows of a sequence.
+    pub fn segments(&self, sequence: usize) -> usize {
+        self.members(sequence).count()
+    }
+
+    /// A sequence's tokens, read from where they lie.
+    ///
+    /// # Errors
+    /// [`CacheError::Damaged`].
+    pub fn get(&self, sequence: usize) -> Result<Sequence, CacheError> {
+        let rows = self.members(sequence).map(|row| self.rows.row(row)).collect::<Result<_, _>>()?;
+        Ok(join(rows))
+    }
+
+    /// All sequences, one read after the other.
+    pub fn iter(&self) -> impl Iterator<Item = Result<Sequence, CacheError>> + '_ {
+        (0..self.len()).map(|sequence| self.get(sequence))
+    }
+
+    /// Sequences that are in memory, their tokens encoded as they are on disk.
+    pub fn in_memory(sequences: Vec<Sequence>) -> Self {
+        let (mut rows, mut ends) = (Vec::new(), Vec::new());
+        for sequence in sequences {
+            let mut start = 0;
+            for length in sequence.segment_lengths {
+                let place = start..start + length;
+                let (input_ids, labels) = (sequence.input_ids[place.clone()].to_vec(), sequence.labels[place].to_vec());
+                rows.push(TokenRow { input_ids, labels });
+                start += length;
+            }
+            ends.push(rows.len() as u32);
+        }
+        let members = (0..rows.len() as u32).collect();
+        Self { rows: RowStore::in_memory(rows), packed: Some(Packed { members, ends }) }
+    }
+
+    fn members(&self, sequence: usize) -> impl Iterator<Item = usize> + '_ {
+        let packed = self.packed.as_ref().map(|packed| {
+            let start = sequence.checked_sub(1).map_or(0, |before| packed.ends[before]);
+            packed.members[start as usize..packed.ends[sequence] as usize].iter().map(|&row| row as usize)
+        });
+        let single = if packed.is_none() { Some(sequence) } else { None };
+        packed.into_iter().flatten().chain(single)
     }
 }
 
 /// Each row its own sequence, in the order of the rows.
-pub fn one_each(rows: Vec<TokenRow>, max_length: usize) -> (Vec<Sequence>, PackReport) {
-    let count = rows.len();
-    let sequences: Vec<Sequence> = rows.into_iter().map(|row| join(vec![row])).collect();
-    let report = PackReport::of(count, &sequences, max_length);
+pub fn one_each(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
+    let sequences = Sequences { rows, packed: None };
+    let report = PackReport::of(&sequences, max_length);
     (sequences, report)
 }
 
@@ -53,43 +134,64 @@ pub fn one_each(rows: Vec<TokenRow>, max_length: usize) -> (Vec<Sequence>, PackR
 ///
 /// # Panics
 /// When a row is longer than `max_length`: whoever loads rows truncates them.
-pub fn pack(rows: Vec<TokenRow>, max_length: usize) -> (Vec<Sequence>, PackReport) {
-    let count = rows.len();
-    let mut members = best_fit_decreasing(&rows, max_length);
-    for rows in &mut members {
-        rows.sort_unstable();
-    }
-    members.sort_unstable();
-    let mut rows: Vec<Option<TokenRow>> = rows.into_iter().map(Some).collect();
-    let mut take = |row: usize| rows[row].take();
-    let sequences: Vec<Sequence> =
-        members.into_iter().map(|members| join(members.into_iter().filter_map(&mut take).collect())).collect();
-    let report = PackReport::of(count, &sequences, max_length);
+pub fn pack(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
+    let lengths: Vec<u32> = (0..rows.len()).map(|row| rows.length(row) as u32).collect();
+    let packed = Some(Packed::of(&best_fit_decreasing(&lengths, max_length)));
+    let sequences = Sequences { rows, packed };
+    let report = PackReport::of(&sequences, max_length);
     (sequences, report)
 }
 
-/// For each sequence, the rows that it holds.
-fn best_fit_decreasing(rows: &[TokenRow], max_length: usize) -> Vec<Vec<usize>> {
-    let length = |row: usize| rows[row].input_ids.len();
-    let mut order: Vec<usize> = (0..rows.len()).collect();
-    order.sort_by_key(|&row| std::cmp::Reverse(length(row))); // stable: equal rows stay in order
-    let mut sequences: Vec<Vec<usize>> = Vec::new();
-    let mut by_room: BTreeMap<usize, Vec<usize>> = BTreeMap::new(); // room left -> sequences
+impl Packed {
+    /// From the sequence of each row. Sequences get their numbers in the order in which the rows meet them.
+    fn of(sequence_of: &[u32]) -> Self {
+        const NOT_MET: u32 = u32::MAX;
+        let opened = sequence_of.iter().max().map_or(0, |last| *last as usize + 1);
+        let (mut number_of, mut ends) = (vec![NOT_MET; opened], Vec::<u32>::with_capacity(opened));
+        for &sequence in sequence_of {
+            let number = &mut number_of[sequence as usize];
+            if *number == NOT_MET {
+                *number = ends.len() as u32;
+                ends.push(0);
+            }
+            ends[*number as usize] += 1;
+        }
+        let mut start = 0;
+        for end in &mut ends {
+            start += *end;
+            *end = start - *end; // where the next row of it goes; its end when all are there
+        }
+        let mut members = vec![0; sequence_of.len()];
+        for (row, &sequence) in sequence_of.iter().enumerate() {
+            let next = &mut ends[number_of[sequence as usize] as usize];
+            members[*next as usize] = row as u32;
+            *next += 1;
+        }
+        Self { members, ends }
+    }
+}
+
+/// For each row, the sequence that it goes to, numbered as they were opened.
+fn best_fit_decreasing(lengths: &[u32], max_length: usize) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..lengths.len() as u32).collect();
+    order.sort_by_key(|&row| std::cmp::Reverse(lengths[row as usize])); // stable: equal rows stay in order
+    let (mut sequence_of, mut opened) = (vec![0; lengths.len()], 0);
+    let mut by_room: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
     for row in order {
-        let length = length(row);
+        let length = lengths[row as usize] as usize;
         assert!(length <= max_length, "row {row} has {length} tokens, more than max_length {max_length}");
         let (sequence, room) = take_tightest(&mut by_room, length).unwrap_or_else(|| {
-            sequences.push(vec![]);
-            (sequences.len() - 1, max_length)
+            opened += 1;
+            (opened - 1, max_length)
         });
-        sequences[sequence].push(row);
+        sequence_of[row as usize] = sequence;
         by_room.entry(room - length).or_default().push(sequence);
     }
-    sequences
+    sequence_of
 }
 
 /// The sequence with the least room that still takes `length` tokens, and its room.
-fn take_tightest(by_room: &mut BTreeMap<usize, Vec<usize>>, length: usize) -> Option<(usize, usize)> {
+fn take_tightest(by_room: &mut BTreeMap<usize, Vec<u32>>, length: usize) -> Option<(u32, usize)> {
     let (&room, sequences) = by_room.range_mut(length..).next()?;
     let sequence = sequences.pop()?;
     if sequences.is_empty() {
@@ -128,10 +230,49 @@ mod tests {
             .collect()
     }
 
+    /// The oracle: rows in memory, sequences as lists of rows, every list sorted.
+    fn pack_lists(rows: &[TokenRow], max_length: usize) -> Vec<Sequence> {
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_by_key(|&row| std::cmp::Reverse(rows[row].input_ids.len()));
+        let mut sequences: Vec<Vec<usize>> = Vec::new();
+        let mut by_room: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+        for row in order {
+            let length = rows[row].input_ids.len();
+            let (sequence, room) = take_tightest(&mut by_room, length).unwrap_or_else(|| {
+                sequences.push(vec![]);
+                (sequences.len() as u32 - 1, max_length)
+            });
+            sequences[sequence as usize].push(row);
+            by_room.entry(room - length).or_default().push(sequence);
+        }
+        sequences.iter_mut().for_each(|rows| rows.sort_unstable());
+        sequences.sort_unstable();
+        sequences.into_iter().map(|members| join(members.into_iter().map(|row| rows[row].clone()).collect())).collect()
+    }
+
+    fn all(sequences: &Sequences) -> Vec<Sequence> {
+        sequences.iter().collect::<Result<_, _>>().unwrap()
+    }
+
     proptest! {
         #[test]
+        fn sequences_are_those_of_lists_in_memory(lengths in prop::collection::vec(1_usize..=20, 0..80)) {
+            let rows = rows(&lengths);
+            let (sequences, report) = pack(RowStore::in_memory(rows.clone()), 20);
+            let expected = pack_lists(&rows, 20);
+            prop_assert_eq!(all(&sequences), expected.clone());
+            for (id, sequence) in expected.iter().enumerate() {
+                let measured = (sequences.length(id), sequences.segments(id));
+                prop_assert_eq!(measured, (sequence.input_ids.len(), sequence.segment_lengths.len()));
+            }
+            prop_assert_eq!((report.sequences, report.rows), (expected.len(), rows.len()));
+            prop_assert_eq!(all(&Sequences::in_memory(expected.clone())), expected);
+        }
+
+        #[test]
         fn every_row_is_kept_once_and_whole(lengths in prop::collection::vec(1_usize..=20, 0..80)) {
-            let (sequences, report) = pack(rows(&lengths), 20);
+            let (sequences, report) = pack(RowStore::in_memory(rows(&lengths)), 20);
+            let sequences = all(&sequences);
             let mut found = Vec::new();
             for sequence in &sequences {
                 prop_assert!(sequence.input_ids.len() <= 20);
@@ -158,11 +299,11 @@ mod tests {
 
     #[test]
     fn sequences_keep_the_order_of_the_rows() {
-        let (sequences, report) = pack(rows(&[3, 9, 6, 1, 4]), 10);
-        let lengths: Vec<_> = sequences.iter().map(|sequence| sequence.segment_lengths.clone()).collect();
+        let (sequences, report) = pack(RowStore::in_memory(rows(&[3, 9, 6, 1, 4])), 10);
+        let lengths: Vec<_> = all(&sequences).into_iter().map(|sequence| sequence.segment_lengths).collect();
         assert_eq!(lengths, [vec![3], vec![9, 1], vec![6, 4]]);
         assert_eq!((report.sequences, report.tokens, report.capacity), (3, 23, 30));
-        let (single, _) = one_each(rows(&[3, 9]), 10);
-        assert_eq!(single.iter().map(|sequence| sequence.input_ids.len()).collect::<Vec<_>>(), [3, 9]);
+        let (single, _) = one_each(RowStore::in_memory(rows(&[3, 9])), 10);
+        assert_eq!((single.len(), single.length(0), single.length(1), single.segments(1)), (2, 3, 9, 1));
     }
 }

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use super::IGNORE;
-use super::rows::{FileRows, ReadRow, TokenRow};
+use super::rows::{Place, ReadRow, RowError, TokenRow};
 
 /// Words of a template that are counted on their own; what else it says is counted together.
 const REFUSALS_KEPT_APART: usize = 8;
@@ -36,14 +36,32 @@ pub enum DropReason {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CacheUse {
-    /// Its rows are tokens already, or there is no cache.
+    /// There is no cache.
     NotUsed,
-    /// Its texts were tokenised, and kept.
+    /// Its rows were read, tokenised and kept.
     Written,
-    /// Its tokens were there.
+    /// Its rows were there.
     Read,
-    /// What was there was damaged (how), so its texts were tokenised anew.
+    /// What was there was damaged (how), so the file was read anew.
     Rebuilt(String),
+}
+
+/// Rows that are not right, of one kind.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BadRows {
+    /// How many.
+    pub rows: usize,
+    /// The first of them: file and line, and what is wrong there.
+    pub first: String,
+}
+
+/// What tokenising took. Equal is what has as many tokens, whatever the clock said.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Tokenised {
+    /// Tokens, also of rows that were cut or left out later.
+    pub tokens: usize,
+    /// From the first byte read to the last one written.
+    pub milliseconds: u64,
 }
 
 /// One data file, for provenance.json.
@@ -57,6 +75,22 @@ pub struct DataFile {
     pub rows: usize,
     /// Whether it had to be tokenised.
     pub cache: CacheUse,
+}
+
+/// What came of one file's rows. It is kept beside them, so that it need not be counted again.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct FileSummary {
+    read: usize,
+    rows: usize,
+    tokens: usize,
+    tokens_with_loss: usize,
+    truncated: usize,
+    without_targets: usize,
+    dropped: BTreeMap<DropReason, usize>,
+    /// `first` is the place within the file, whatever its path is, and what is wrong.
+    bad_rows: BTreeMap<String, BadRows>,
+    /// Whether any conversation became tokens.
+    pub(super) rendered: bool,
 }
 
 /// What was read.
@@ -78,16 +112,91 @@ pub struct LoadReport {
     pub without_targets: usize,
     /// Rows left out, and why.
     pub dropped: BTreeMap<DropReason, usize>,
+    /// Rows that are not right, by kind; without `--skip-bad-rows` the first one ends the run.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub bad_rows: BTreeMap<String, BadRows>,
+    /// What tokenising took, of the files that the cache did not have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokenised: Option<Tokenised>,
+}
+
+impl FileSummary {
+    /// All rows of the file.
+    pub(super) fn read(&self) -> usize {
+        self.read
+    }
+
+    /// Cuts a row, counts it, and says whether it stays.
+    pub(super) fn admit(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
+        let ReadRow { mut tokens, is_conversation } = row;
+        self.rendered |= is_conversation;
+        let cut = tokens.input_ids.len() > max_length;
+        tokens.input_ids.truncate(max_length);
+        tokens.labels.truncate(max_length);
+        let targets = tokens.labels.iter().skip(1).filter(|label| **label != IGNORE).count();
+        let reason = match targets {
+            _ if tokens.input_ids.len() < 2 => Some(DropReason::FewerThanTwoTokens),
+            0 if is_conversation => Some(DropReason::NoLabelLeft),
+            _ => None,
+        };
+        if let Some(reason) = reason {
+            self.leave_out(reason);
+            return None;
+        }
+        self.read += 1;
+        self.rows += 1;
+        self.tokens += tokens.input_ids.len();
+        self.tokens_with_loss += targets;
+        self.truncated += usize::from(cut);
+        self.without_targets += usize::from(targets == 0);
+        Some(tokens)
+    }
+
+    /// Counts a row that is left out.
+    pub(super) fn leave_out(&mut self, reason: DropReason) {
+        self.read += 1;
+        leave_out(&mut self.dropped, reason, 1);
+    }
+
+    /// Counts a row that is not right.
+    ///
+    /// # Errors
+    /// The row's own, where it is not the row's fault.
+    pub(super) fn skip(&mut self, error: RowError) -> Result<(), RowError> {
+        let Some(kind) = error.problem.kind() else { return Err(error) };
+        self.read += 1;
+        let Place { row, .. } = &error.place;
+        let row = row.map(|(kind, number)| format!(", {kind} {number}")).unwrap_or_default();
+        let first = format!("{row}: {}", error.problem);
+        let bad = self.bad_rows.entry(kind.to_owned()).or_insert(BadRows { rows: 0, first });
+        bad.rows += 1;
+        Ok(())
+    }
 }
 
 impl LoadReport {
-    /// Takes a file's rows in: cuts, counts, and leaves out.
-    pub(super) fn admit(&mut self, file: FileRows, max_length: usize) -> Vec<TokenRow> {
-        self.read += file.count();
+    /// Takes in what came of a file.
+    pub(super) fn add(&mut self, file: FileSummary, path: &Path) {
+        self.read += file.read;
+        self.rows += file.rows;
+        self.tokens += file.tokens;
+        self.tokens_with_loss += file.tokens_with_loss;
+        self.truncated += file.truncated;
+        self.without_targets += file.without_targets;
         for (reason, count) in file.dropped {
             leave_out(&mut self.dropped, reason, count);
         }
-        file.rows.into_iter().filter_map(|row| self.admit_row(row, max_length)).collect()
+        for (kind, of_file) in file.bad_rows {
+            let first = format!("{}{}", path.display(), of_file.first);
+            self.bad_rows.entry(kind).or_insert(BadRows { rows: 0, first }).rows += of_file.rows;
+        }
+    }
+
+    /// Takes in what tokenising a file took.
+    pub(super) fn add_time(&mut self, file: Tokenised) {
+        let all = self.tokenised.get_or_insert_default();
+        all.tokens += file.tokens;
+        all.milliseconds += file.milliseconds;
     }
 
     /// How many conversations the template refused, and its words for most of them.
@@ -99,28 +208,27 @@ impl LoadReport {
         let (_, words) = refusals.clone().max()?;
         Some((refusals.map(|(count, _)| count).sum(), words.clone()))
     }
+}
 
-    fn admit_row(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
-        let ReadRow { mut tokens, is_conversation } = row;
-        let cut = tokens.input_ids.len() > max_length;
-        tokens.input_ids.truncate(max_length);
-        tokens.labels.truncate(max_length);
-        let targets = tokens.labels.iter().skip(1).filter(|label| **label != IGNORE).count();
-        let reason = match targets {
-            _ if tokens.input_ids.len() < 2 => Some(DropReason::FewerThanTwoTokens),
-            0 if is_conversation => Some(DropReason::NoLabelLeft),
-            _ => None,
-        };
-        if let Some(reason) = reason {
-            leave_out(&mut self.dropped, reason, 1);
-            return None;
-        }
-        self.rows += 1;
-        self.tokens += tokens.input_ids.len();
-        self.tokens_with_loss += targets;
-        self.truncated += usize::from(cut);
-        self.without_targets += usize::from(targets == 0);
-        Some(tokens)
+impl PartialEq for Tokenised {
+    fn eq(&self, other: &Self) -> bool {
+        self.tokens == other.tokens
+    }
+}
+
+impl Eq for Tokenised {}
+
+impl fmt::Display for Tokenised {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (seconds, speed) = (self.milliseconds as f64 / 1000.0, self.tokens_per_second());
+        write!(out, "{} tokens in {seconds:.1} s, {speed:.0} tokens/s", self.tokens)
+    }
+}
+
+impl Tokenised {
+    /// Tokens a second.
+    pub fn tokens_per_second(&self) -> f64 {
+        1000.0 * self.tokens as f64 / self.milliseconds.max(1) as f64
     }
 }
 
@@ -144,6 +252,9 @@ impl fmt::Display for LoadReport {
         also(self.without_targets, "without a target")?;
         for (reason, count) in &self.dropped {
             also(*count, &format!("dropped ({reason})"))?;
+        }
+        for (kind, bad) in &self.bad_rows {
+            write!(out, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
         }
         for file in &self.files {
             if let CacheUse::Rebuilt(how) = &file.cache {

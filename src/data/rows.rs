@@ -1,6 +1,5 @@
 //! One row: token ids with their labels, or a text or conversation that becomes them. Every complaint names file, row and key.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +10,9 @@ use super::report::DropReason;
 use super::tokenize::{TextTokenizer, TokenizeError};
 use super::{IGNORE, LoadSettings};
 
+/// Bytes of a row: a longer one is taken for a file that is not what it seems (a newline or a quote is missing).
+pub(super) const ROW_LIMIT: usize = 100 << 20;
+
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
@@ -20,22 +22,13 @@ pub struct TokenRow {
     pub labels: Vec<i32>,
 }
 
-/// A row as a file or the cache has it, uncut.
+/// A row as a file has it, uncut.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadRow {
     /// Its tokens.
     pub tokens: TokenRow,
     /// Whether it was a conversation, whose labels this program made.
     pub is_conversation: bool,
-}
-
-/// A file's rows, uncut.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct FileRows {
-    /// In the order of the file.
-    pub rows: Vec<ReadRow>,
-    /// Conversations left out, and why.
-    pub dropped: BTreeMap<DropReason, usize>,
 }
 
 /// Where a row stands: a line of JSONL, a row of a JSON array or of Parquet, counted from 1.
@@ -78,9 +71,18 @@ pub enum Problem {
         /// The reader's words.
         message: String,
     },
+    /// A row of a JSON array that is none, where the array itself may go on behind it.
+    #[error(transparent)]
+    BrokenItem(Box<Problem>),
     /// A file that claims to be Parquet.
     #[error("not readable as Parquet: {0}")]
     BrokenParquet(String),
+    /// A file that claims to be Arrow.
+    #[error("not readable as Arrow: {0}")]
+    BrokenArrow(String),
+    /// A row that no data set means.
+    #[error("longer than {} MiB, the most that a row may have", ROW_LIMIT >> 20)]
+    TooLong,
     /// A value of the wrong type.
     #[error("{key}: expected {expected}, got {got}")]
     Value {
@@ -175,10 +177,21 @@ impl RawRow {
     }
 }
 
-impl FileRows {
-    /// All rows of the file.
-    pub fn count(&self) -> usize {
-        self.rows.len() + self.dropped.values().sum::<usize>()
+impl Problem {
+    /// What rows with this problem are counted as where bad rows are left out. `None` where it is not the row's fault: the file
+    /// is damaged, or the backbone's folder or the recipe lacks something.
+    pub fn kind(&self) -> Option<&'static str> {
+        match self {
+            Self::BrokenJson { .. } | Self::BrokenItem(_) => Some("not valid JSON"),
+            Self::TooLong => Some("too long"),
+            Self::Value { .. } => Some("a value of the wrong type"),
+            Self::LabelsLength { .. } => Some("labels of another length"),
+            Self::TokenOutOfRange { .. } => Some("a token beyond the vocabulary"),
+            Self::NoKnownKey { .. } => Some("no known key"),
+            Self::Tokenize(TokenizeError::Encode { .. }) => Some("a text that cannot be tokenised"),
+            Self::BrokenArray { .. } | Self::BrokenParquet(_) | Self::BrokenArrow(_) => None,
+            Self::NeedsTemplate { .. } | Self::NeedsTokenizer { .. } | Self::Tokenize(_) | Self::Template(_) => None,
+        }
     }
 }
 

@@ -1,7 +1,6 @@
 //! Which files a recipe means, and what they are. Knows nothing of rows.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// What can be wrong with a list of data files.
@@ -35,22 +34,27 @@ pub enum SourceError {
         /// Why.
         source: io::Error,
     },
+    /// A compressed file that is cut off or damaged.
+    #[error("cannot unpack {} as {format}: {source}; it may be cut off: copy or download it again", path.display())]
+    Unpack {
+        /// Which file.
+        path: PathBuf,
+        /// `gzip` or `zstd`.
+        format: &'static str,
+        /// The unpacker's words.
+        source: io::Error,
+    },
     /// A format that is known, and not read.
-    #[error("{} is {format}; this version reads JSONL (one object a line), JSON arrays and Parquet", path.display())]
+    #[error(
+        "{} is {format}; rows are read from JSONL (one object a line), JSON arrays, Parquet and Arrow, JSON also in gzip or zstd",
+        path.display()
+    )]
     Format {
         /// Which file.
         path: PathBuf,
         /// What it is.
         format: &'static str,
     },
-}
-
-/// What a data file is, told by its first bytes: names lie.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Format {
-    Jsonl,
-    JsonArray,
-    Parquet,
 }
 
 /// The files of a list of paths and globs: in the order of the list, the matches of a glob by name.
@@ -87,24 +91,6 @@ fn matches(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     Ok(found)
 }
 
-impl Format {
-    pub(super) fn of(path: &Path) -> Result<Self, SourceError> {
-        let mut start = Vec::new();
-        File::open(path)
-            .and_then(|file| file.take(4096).read_to_end(&mut start))
-            .map_err(|source| SourceError::Read { path: path.to_owned(), source })?;
-        let refused = |format| Err(SourceError::Format { path: path.to_owned(), format });
-        match start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start).trim_ascii_start() {
-            [b'P', b'A', b'R', b'1', ..] => Ok(Self::Parquet),
-            [b'A', b'R', b'R', b'O', b'W', b'1', ..] => refused("an Arrow file"),
-            [0x1f, 0x8b, ..] => refused("compressed with gzip"),
-            [0x28, 0xb5, 0x2f, 0xfd, ..] => refused("compressed with zstd"),
-            [b'[', ..] => Ok(Self::JsonArray),
-            _ => Ok(Self::Jsonl),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -125,18 +111,5 @@ mod tests {
         assert!(matches!(find(&[at("x.jsonl")]), Err(SourceError::Missing { .. })));
         assert!(matches!(find(&[at("*.parquet")]), Err(SourceError::NoMatch { .. })));
         assert!(matches!(find(&[at("[.parquet")]), Err(SourceError::BadPattern { .. })));
-    }
-
-    #[test]
-    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
-    fn a_format_is_told_by_its_bytes() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("rows.parquet");
-        fs::write(&path, "{\"text\": \"a\"}").unwrap();
-        assert_eq!(Format::of(&path).unwrap(), Format::Jsonl);
-        fs::write(&path, "\n [{\"text\": \"a\"}]").unwrap();
-        assert_eq!(Format::of(&path).unwrap(), Format::JsonArray);
-        fs::write(&path, "ARROW1\0\0").unwrap();
-        assert!(Format::of(&path).unwrap_err().to_string().contains("an Arrow file"));
     }
 }

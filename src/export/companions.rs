@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::trained::Trained;
 use super::{ExportError, Request, write};
+use crate::medusa::heads::import::folder_of;
 use crate::medusa::tree_file::TreeFile;
 
 const CALIBRATION: &str = "calibration.json";
@@ -54,7 +55,7 @@ impl Companions {
     /// Looks beside the heads, in the run's folder above them, and where `request` says. A file that was named must be about these
     /// heads; one that was found and is not is left out.
     pub(super) fn find(request: &Request, trained: &Trained) -> Result<Self, ExportError> {
-        let beside = if request.heads.is_dir() { request.heads.as_path() } else { parent(&request.heads) };
+        let beside = folder_of(&request.heads);
         let places = [Some(beside.to_owned()), run_above(beside)];
         let mut notices = vec![];
         let sha256 = trained.file.sha256()?;
@@ -68,7 +69,7 @@ impl Companions {
             let (depth, heads) = (file.tree.max_depth(), trained.shape.medusa_num_heads);
             if depth <= heads { Ok(file) } else { Err(format!("it needs {depth} heads, and {heads} are exported")) }
         };
-        let exported = request.heads.join(RECIPE); // heads that were exported before have theirs beside them
+        let exported = beside.join(RECIPE); // heads that were exported before have theirs beside them
         let recipe = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported.is_file().then_some(exported));
         Ok(Self {
             calibration: look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?,
@@ -131,8 +132,4 @@ fn run_above(folder: &Path) -> Option<PathBuf> {
     let folder = fs::canonicalize(folder).ok()?;
     let above = folder.parent()?;
     OF_A_RUN.iter().all(|name| above.join(name).is_file()).then(|| above.to_owned())
-}
-
-fn parent(path: &Path) -> &Path {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

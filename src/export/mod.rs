@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 use crate::files::NewFolder;
-use crate::medusa::heads::import::{HeadsFile, Notice};
+use crate::medusa::heads::import::{HeadsFile, Notice, folder_of};
 use crate::medusa::heads::layout::Layout;
 use crate::medusa::heads::{HeadsError, HeadsShape};
 use crate::model::folder::FolderError;
@@ -120,9 +120,11 @@ pub enum ExportError {
         /// In the file.
         there: usize,
     },
-    /// TGI's version 2 has one ResBlock.
-    #[error("--format tgi: {} has {layers} ResBlocks a head and shares the backbone's lm_head; text-generation-inference loads such heads with one ResBlock only: use --format tensorrt-llm's files (each head gets a copy of the lm_head)", path.display())]
+    /// TGI's version 2 has one ResBlock; LoRAX reads heads as TGI does.
+    #[error("--format {format}: {} has {layers} ResBlocks a head and shares the backbone's lm_head; text-generation-inference and LoRAX load such heads with one ResBlock only: use --format tensorrt-llm's files (each head gets a copy of the lm_head)", path.display())]
     TgiLayers {
+        /// `tgi` or `peft`.
+        format: &'static str,
         /// The heads.
         path: PathBuf,
         /// ResBlocks.
@@ -219,6 +221,8 @@ pub struct Request {
     pub heads: PathBuf,
     /// Their backbone's folder, where it is not the one that they name.
     pub backbone: Option<PathBuf>,
+    /// What the model card and config.json call the backbone, where that is not its path.
+    pub backbone_name: Option<String>,
     /// Who shall load it.
     pub format: Format,
     /// The new folder.
@@ -307,9 +311,18 @@ fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportEr
     Ok(notices)
 }
 
+/// The backbone that an export writes or tries something of, by path or by name; `None` where the heads alone are enough.
+///
+/// # Errors
+/// Heads that cannot be read, and a request that cannot be.
+pub fn backbone_needed(request: &Request) -> Result<Option<PathBuf>, ExportError> {
+    let trained = Trained::outline(request)?;
+    Ok(trained.use_of_backbone().and_then(|_| base_of(request, &trained.file)))
+}
+
 /// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
 fn base_of(request: &Request, file: &HeadsFile) -> Option<PathBuf> {
-    let tuned = Some(request.heads.join(BACKBONE_FOLDER)).filter(|folder| folder.is_dir());
+    let tuned = Some(folder_of(&request.heads).join(BACKBONE_FOLDER)).filter(|folder| folder.is_dir());
     request.backbone.clone().or(tuned).or_else(|| file.base().map(PathBuf::from))
 }
 

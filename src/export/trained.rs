@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
 use crate::medusa::heads::HeadsShape;
-use crate::medusa::heads::import::HeadsFile;
+use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::medusa::heads::layout::{Part, Place};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, LoadError};
@@ -25,6 +25,8 @@ pub(super) struct Trained {
     pub(super) pickle: bool,
     /// The backbone's folder, or its name where nothing of it is read.
     pub(super) base: Option<PathBuf>,
+    /// Its name for others, where that is not its path.
+    base_name: Option<String>,
     /// The folder of the adapter that was trained with them.
     pub(super) adapter: Option<PathBuf>,
     /// A whole backbone was trained with them.
@@ -38,6 +40,13 @@ pub(super) struct Trained {
 impl Trained {
     /// Opens what `request` names and refuses what cannot be.
     pub(super) fn open(request: &Request) -> Result<Self, ExportError> {
+        let mut trained = Self::outline(request)?;
+        trained.load(request.dtype)?;
+        Ok(trained)
+    }
+
+    /// The heads, without a backbone.
+    pub(super) fn outline(request: &Request) -> Result<Self, ExportError> {
         let (format, file) = (request.format, HeadsFile::open(&request.heads)?);
         let there = file.shape().medusa_num_heads;
         let asked = request.medusa_num_heads.map_or(there, Into::into);
@@ -45,16 +54,17 @@ impl Trained {
             return Err(ExportError::TooManyHeads { path: file.path().into(), asked, there });
         }
         let shape = HeadsShape { medusa_num_heads: asked, ..file.shape() };
-        let folder = request.heads.as_path();
+        let folder = folder_of(&request.heads);
         let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
         let tuned = Some(folder.join(BACKBONE_FOLDER)).filter(|tuned| tuned.is_dir());
         let base = base_of(request, &file);
-        let mut trained = Self {
+        let trained = Self {
             format,
             shape,
             dtype: request.dtype.unwrap_or(dtype_for(file.kind())),
             pickle: request.pickle,
             base,
+            base_name: request.backbone_name.clone(),
             adapter,
             tuned,
             backbone: None,
@@ -62,7 +72,6 @@ impl Trained {
             file,
         };
         trained.refuse(request)?;
-        trained.load(request.dtype)?;
         Ok(trained)
     }
 
@@ -71,8 +80,8 @@ impl Trained {
         if format == Format::Peft && self.adapter.is_none() {
             return Err(ExportError::NoAdapter { path });
         }
-        if format == Format::Tgi && self.shares_lm_head() && layers != 1 {
-            return Err(ExportError::TgiLayers { path, layers });
+        if matches!(format, Format::Tgi | Format::Peft) && self.shares_lm_head() && layers != 1 {
+            return Err(ExportError::TgiLayers { format: format.name(), path, layers });
         }
         if self.pickle && !format.takes_pickle() {
             return Err(ExportError::Pickle { format: format.name() });
@@ -83,13 +92,7 @@ impl Trained {
     /// Loads the backbone, where something of it is written, and checks the heads against it.
     fn load(&mut self, asked: Option<Dtype>) -> Result<(), ExportError> {
         let format = self.format;
-        let needs_lm_head = self.shares_lm_head() && (format == Format::Vllm || !format.knows_shared_lm_head());
-        let why = match (format.holds_backbone(), format == Format::Peft, needs_lm_head) {
-            (true, ..) => "its weights are in the folder",
-            (_, true, _) => "the adapter is tried on it",
-            (.., true) => "its lm_head is in the folder, since these heads share it",
-            _ => return self.check_headers(),
-        };
+        let Some(why) = self.use_of_backbone() else { return self.check_headers() };
         let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name(), why })?;
         let own = own_kind(&base)?;
         let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
@@ -98,13 +101,27 @@ impl Trained {
         if format.holds_backbone() {
             self.dtype = dtype_for(kind); // one dtype in one folder
         }
-        if needs_lm_head {
+        if self.writes_lm_head() {
             let own_vh = backbone.lm_head_weight().expect("loaded for training");
             self.file.compare_lm_head(own_vh)?;
             self.lm_head_vh = Some(own_vh.shallow_clone());
         }
         self.backbone = Some(backbone);
         Ok(())
+    }
+
+    /// What the backbone is for, if anything of it is written or tried.
+    pub(super) fn use_of_backbone(&self) -> Option<&'static str> {
+        match self.format {
+            format if format.holds_backbone() => Some("its weights are in the folder"),
+            Format::Peft => Some("the adapter is tried on it"),
+            _ if self.writes_lm_head() => Some("its lm_head is in the folder, since these heads share it"),
+            _ => None,
+        }
+    }
+
+    fn writes_lm_head(&self) -> bool {
+        self.shares_lm_head() && (self.format == Format::Vllm || !self.format.knows_shared_lm_head())
     }
 
     /// Against the backbone's config where that is there: a name on the Hub is a backbone, too.
@@ -159,7 +176,7 @@ impl Trained {
 
     /// The backbone by name.
     pub(super) fn base_name(&self) -> Option<String> {
-        let named = self.file.base().map(str::to_owned);
-        self.base.as_deref().map(Path::to_string_lossy).map(Into::into).or(named)
+        let of_path = || self.base.as_deref().map(Path::to_string_lossy).map(Into::into);
+        self.base_name.clone().or_else(of_path).or_else(|| self.file.base().map(str::to_owned))
     }
 }

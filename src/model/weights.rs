@@ -79,6 +79,14 @@ pub enum WeightsError {
         /// Where and why.
         source: serde_json::Error,
     },
+    /// An index that names files elsewhere.
+    #[error("{}: weight_map: expected names of files beside it, got {name:?}", index.display())]
+    ShardName {
+        /// The index.
+        index: PathBuf,
+        /// What it names.
+        name: String,
+    },
     /// A shard that the index names is not there.
     #[error("{} is missing, which {} names; {present} of {expected} shards are there: download the folder again", shard.display(), index.display())]
     MissingShard {
@@ -195,6 +203,9 @@ impl WeightFiles {
         let text = read(index_path)?;
         let index: ShardIndex =
             serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index_path.into(), source })?;
+        if let Some(name) = index.weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+            return Err(WeightsError::ShardName { index: index_path.into(), name: name.clone() });
+        }
         let mut shards: Vec<PathBuf> = index.weight_map.values().map(|name| folder.join(name)).collect();
         shards.sort();
         shards.dedup();

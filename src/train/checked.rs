@@ -5,11 +5,13 @@ use std::path::Path;
 
 use tch::Device;
 
+use crate::data::cache::CacheError;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, Loader};
-use crate::data::pack::PackReport;
+use crate::data::pack::{PackReport, Sequences};
+use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, DataConfig, DataError, LoadReport, LoadSettings};
+use crate::data::{self, DataConfig, DataError, LoadReport, LoadSettings, Watch};
 use crate::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::medusa::loss::LossConfig;
 use crate::model::BackboneConfig;
@@ -22,14 +24,17 @@ use crate::train::TrainConfig;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::run::TrainError;
+use crate::train::run_folder::Snapshot;
 use crate::train::schedule::ScheduleConfig;
 use crate::train::stage::Stage;
 
 /// What a recipe asks for.
 #[derive(Debug, Clone)]
 pub struct Job {
-    /// The backbone.
+    /// The backbone; its path is one of this machine.
     pub backbone: BackboneConfig,
+    /// Where the backbone came from, if the Hub has it.
+    pub snapshot: Option<Snapshot>,
     /// The heads.
     pub heads: HeadsConfig,
     /// What is trained.
@@ -48,6 +53,15 @@ pub struct Job {
     pub resolved_recipe: String,
     /// Where to compute.
     pub device: Device,
+    /// Rows that are not right are left out and counted (`--skip-bad-rows`).
+    pub skip_bad_rows: bool,
+}
+
+impl Job {
+    /// What the backbone is called in what the run writes: its id, or its folder.
+    pub(super) fn backbone_name(&self) -> &str {
+        self.snapshot.as_ref().map_or(&self.backbone.path, |snapshot| &snapshot.id)
+    }
 }
 
 /// All that a run needs but the numbers of its backbone, loaded and checked.
@@ -69,6 +83,7 @@ pub struct Checked {
     pub total_steps: usize,
     /// The heads to train.
     pub heads_shape: HeadsShape,
+    hidden_state_bytes: Option<u64>,
 }
 
 impl Checked {
@@ -78,11 +93,19 @@ impl Checked {
     /// # Errors
     /// [`TrainError`].
     pub fn load(job: Job) -> Result<Self, TrainError> {
+        Self::load_watched(job, Watch::default())
+    }
+
+    /// [`Checked::load`] that tells how far reading rows is.
+    ///
+    /// # Errors
+    /// [`TrainError`].
+    pub fn load_watched(job: Job, watch: Watch) -> Result<Self, TrainError> {
         let folder = Path::new(&job.backbone.path);
         let (outline, has_weights) = guard("checking the backbone", || outline(&job))??;
         let config = outline.config;
         let tokenizer = load_tokenizer(folder, config.vocab_size)?;
-        let rows = load_rows(&job, tokenizer.as_ref(), config.vocab_size)?;
+        let rows = load_rows(&job, tokenizer.as_ref(), config.vocab_size, watch)?;
         let (sequences, pack_report) = data::sequences(rows.train, &job.data);
         let train = loader(sequences, &job, job.data.shuffle.then_some(job.train.seed));
         check_targets(&train, job.heads.medusa_num_heads.get())?;
@@ -96,6 +119,7 @@ impl Checked {
         let heads_shape = shape_of(&job.heads, &config);
         check_heads_to_start_from(&job.heads, heads_shape, &config)?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
+        let hidden_state_bytes = hidden_state_bytes(&job, &config, &train)?;
         Ok(Self {
             job,
             config,
@@ -107,6 +131,7 @@ impl Checked {
             pack_report,
             total_steps,
             heads_shape,
+            hidden_state_bytes,
         })
     }
 
@@ -114,6 +139,7 @@ impl Checked {
     pub fn memory(&self) -> MemoryPlan {
         let Job { backbone, stage, optimizer, train, device, .. } = &self.job;
         let sequences = self.train.sequences();
+        let ids = || 0..sequences.len();
         MemoryPlan::of(&Workload {
             config: &self.config,
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
@@ -123,8 +149,8 @@ impl Checked {
             optimizer: optimizer.name,
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
-            length: sequences.iter().map(|sequence| sequence.input_ids.len()).max().unwrap_or(0) as u64,
-            masked: sequences.iter().any(|sequence| sequence.segment_lengths.len() > 1),
+            length: ids().map(|id| sequences.length(id)).max().unwrap_or(0) as u64,
+            masked: ids().any(|id| sequences.segments(id) > 1),
             on_host: *device == Device::Cpu,
         })
     }
@@ -152,14 +178,15 @@ impl Checked {
 
     /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
     pub fn hidden_state_bytes(&self) -> Option<u64> {
-        let (num_heads, kind) = (self.heads_shape.medusa_num_heads, self.job.backbone.dtype.kind());
-        let bytes = || hidden_states::file_bytes(self.train.sequences(), num_heads, self.config.hidden_size, kind);
-        self.job.train.hidden_state_cache.as_ref().map(|_| bytes())
+        self.hidden_state_bytes
     }
 
     /// The micro batches of an optimizer step, counted from 0.
-    pub fn batches(&self, step: usize) -> Vec<Batch> {
-        self.train.step(step)
+    ///
+    /// # Errors
+    /// Kept tokens that are damaged.
+    pub fn batches(&self, step: usize) -> Result<Vec<Batch>, TrainError> {
+        Ok(self.train.step(step).map_err(DataError::from)?)
     }
 
     /// Optimizer steps of one pass over the training rows.
@@ -211,13 +238,13 @@ fn load_tokenizer(folder: &Path, vocab_size: i64) -> Result<Option<TextTokenizer
 }
 
 struct Rows {
-    train: Vec<data::rows::TokenRow>,
+    train: RowStore,
     train_report: LoadReport,
-    validation: Option<Vec<data::rows::TokenRow>>,
+    validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
 }
 
-fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64) -> Result<Rows, TrainError> {
+fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64, watch: Watch) -> Result<Rows, TrainError> {
     let cache = data::cache::TokenCache::of_user();
     let vocab_size = usize::try_from(vocab_size).expect("a checked config");
     let template = ChatTemplate::choose(&job.data.chat_template, Path::new(&job.backbone.path));
@@ -229,6 +256,8 @@ fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64) -> R
         cache: cache.as_ref(),
         template: template.as_ref(),
         loss_on: job.data.loss_on,
+        skip_bad_rows: job.skip_bad_rows,
+        watch,
     };
     let (train, train_report) = data::load(&job.data.train, &settings)?;
     if !job.data.validation.is_empty() {
@@ -242,15 +271,27 @@ fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64) -> R
     Ok(Rows { train, train_report, validation: Some(validation), validation_report: None })
 }
 
-fn loader(sequences: Vec<data::pack::Sequence>, job: &Job, shuffle: Option<u64>) -> Loader {
+fn loader(sequences: Sequences, job: &Job, shuffle: Option<u64>) -> Loader {
     let (micro, accumulation) = (job.train.micro_batch_size.get(), job.train.gradient_accumulation_steps.get());
     Loader::new(sequences, micro, accumulation, shuffle)
 }
 
 fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
-    let has_target = |ahead: usize| train.eval_batches().any(|batch| !batch.targets(ahead).positions.is_empty());
-    match (1..=num_heads).find(|head| !has_target(head + 1)) {
-        Some(head) => Err(TrainError::NoTargetForHead { head, ahead: head + 1 }),
-        None => Ok(()),
+    let mut missing: Vec<usize> = (1..=num_heads).collect();
+    for batch in train.eval_batches() {
+        let batch = batch.map_err(DataError::from)?;
+        missing.retain(|head| batch.targets(head + 1).positions.is_empty());
+        if missing.is_empty() {
+            return Ok(());
+        }
     }
+    missing.first().map_or(Ok(()), |&head| Err(TrainError::NoTargetForHead { head, ahead: head + 1 }))
+}
+
+/// Reads all labels, where the recipe keeps hidden states.
+fn hidden_state_bytes(job: &Job, config: &LlamaConfig, train: &Loader) -> Result<Option<u64>, TrainError> {
+    let (num_heads, kind) = (job.heads.medusa_num_heads.get(), job.backbone.dtype.kind());
+    let bytes = || hidden_states::file_bytes(train.sequences(), num_heads, config.hidden_size, kind);
+    let bytes: Result<Option<u64>, CacheError> = job.train.hidden_state_cache.as_ref().map(|_| bytes()).transpose();
+    Ok(bytes.map_err(DataError::from)?)
 }

@@ -107,7 +107,7 @@ pub enum TrainedBackbone<'b> {
     Adapters {
         /// With the adapters.
         backbone: &'b Llama,
-        /// Where it was loaded from.
+        /// Where it was loaded from: a folder, or an id of the Hub.
         from: &'b Path,
     },
     /// All its weights.

@@ -20,8 +20,9 @@ use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
 use crate::data::IGNORE;
+use crate::data::cache::CacheError;
 use crate::data::loader::Batch;
-use crate::data::pack::Sequence;
+use crate::data::pack::{Sequence, Sequences};
 use crate::files::{hex, write_atomic};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
@@ -50,6 +51,9 @@ pub enum HiddenStatesError {
         /// Why not.
         source: io::Error,
     },
+    /// The rows.
+    #[error(transparent)]
+    Rows(#[from] CacheError),
     /// A file that is not as it was made.
     #[error("train.hidden_state_cache: {} has {got} bytes, expected {expected}: it was cut off or changed; remove it, and it is made again", path.display())]
     Size {
@@ -145,7 +149,6 @@ fn compute(backbone: &Llama, batch: &Batch) -> Tensor {
 #[derive(Debug)]
 pub struct KeptStates<'r> {
     backbone: &'r Llama,
-    sequences: &'r [Sequence],
     layout: Layout,
     path: PathBuf,
     file: File,
@@ -165,13 +168,13 @@ impl<'r> KeptStates<'r> {
         folder: &Path,
         backbone: &'r Llama,
         backbone_folder: &Path,
-        sequences: &'r [Sequence],
+        sequences: &Sequences,
         num_heads: usize,
     ) -> Result<Self, HiddenStatesError> {
-        let layout = Layout::new(sequences, num_heads, backbone.config.hidden_size, backbone.kind());
+        let layout = Layout::new(sequences, num_heads, backbone.config.hidden_size, backbone.kind())?;
         let error = |doing, path: &Path, source| layout.error(doing, path, source);
         let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
-        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, sequences, num_heads)));
+        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, sequences, num_heads)?));
         if !path.exists() {
             fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
             write_atomic(&path, |out| out.get_ref().set_len(layout.file_bytes()))
@@ -179,7 +182,7 @@ impl<'r> KeptStates<'r> {
         }
         let mut file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| error("open", &path, e))?;
         let filled = layout.read_marks(&mut file, &path)?;
-        Ok(Self { backbone, sequences, layout, path, file, filled, unmarked: vec![], computed_batches: 0 })
+        Ok(Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 })
     }
 
     /// The file.
@@ -199,8 +202,9 @@ impl<'r> KeptStates<'r> {
 
     fn of(&mut self, batch: &Batch) -> Result<BatchStates, HiddenStatesError> {
         let mut positions_m = vec![];
-        for (row, &id) in batch.sequence_ids.iter().enumerate() {
-            let of_row = predicting(&self.sequences[id], self.layout.num_heads);
+        for (row, lengths) in batch.segment_lengths.iter().enumerate() {
+            let labels = &batch.labels[row * batch.length..];
+            let of_row = predicting(lengths, self.layout.num_heads, |t| labels[t] != i64::from(IGNORE));
             positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
         }
         let hidden_mh = match batch.sequence_ids.iter().all(|&id| self.filled[id]) {
@@ -276,16 +280,16 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(sequences: &[Sequence], num_heads: usize, hidden_size: i64, kind: Kind) -> Self {
+    fn new(sequences: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<Self, CacheError> {
         let hidden_size = usize::try_from(hidden_size).expect("a checked config");
         let row_bytes = hidden_size * kind.elt_size_in_bytes();
         let mut offsets = vec![0];
         let mut end = 0;
-        for sequence in sequences {
-            end += (predicting(sequence, num_heads).len() * row_bytes) as u64;
+        for sequence in sequences.iter() {
+            end += (predicting_in(&sequence?, num_heads).len() * row_bytes) as u64;
             offsets.push(end);
         }
-        Self { num_heads, row_bytes, offsets }
+        Ok(Self { num_heads, row_bytes, offsets })
     }
 
     fn sequences(&self) -> usize {
@@ -321,17 +325,24 @@ impl Layout {
 }
 
 /// Size of the file that keeps the states of these sequences, of this width and dtype.
-pub fn file_bytes(sequences: &[Sequence], num_heads: usize, hidden_size: i64, kind: Kind) -> u64 {
-    Layout::new(sequences, num_heads, hidden_size, kind).file_bytes()
+///
+/// # Errors
+/// [`CacheError`]: labels decide which positions are kept, so they are read.
+pub fn file_bytes(sequences: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
+    Ok(Layout::new(sequences, num_heads, hidden_size, kind)?.file_bytes())
+}
+
+fn predicting_in(sequence: &Sequence, num_heads: usize) -> Vec<usize> {
+    predicting(&sequence.segment_lengths, num_heads, |t| sequence.labels[t] != IGNORE)
 }
 
 /// Positions of a sequence from which some head predicts a target, ascending. Head `h` (0-based) at `t` predicts `t + h + 2`.
-fn predicting(sequence: &Sequence, num_heads: usize) -> Vec<usize> {
+fn predicting(segment_lengths: &[usize], num_heads: usize, has_label: impl Fn(usize) -> bool) -> Vec<usize> {
     let mut positions = vec![];
     let mut start = 0;
-    for length in &sequence.segment_lengths {
+    for length in segment_lengths {
         let end = start + length;
-        let has_target = |&t: &usize| (t + 2..end.min(t + 2 + num_heads)).any(|at| sequence.labels[at] != IGNORE);
+        let has_target = |&t: &usize| (t + 2..end.min(t + 2 + num_heads)).any(&has_label);
         positions.extend((start..end).filter(has_target));
         start = end;
     }
@@ -356,18 +367,19 @@ fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
 }
 
 /// The name of the file for a backbone and these sequences.
-fn key(identity: &[u8], sequences: &[Sequence], num_heads: usize) -> String {
+fn key(identity: &[u8], sequences: &Sequences, num_heads: usize) -> Result<String, CacheError> {
     let mut hasher = Sha256::new();
     hasher.update((identity.len() as u64).to_le_bytes());
     hasher.update(identity);
     hasher.update((num_heads as u64).to_le_bytes());
-    for sequence in sequences {
+    for sequence in sequences.iter() {
+        let sequence = sequence?;
         hasher.update((sequence.segment_lengths.len() as u64).to_le_bytes());
         sequence.segment_lengths.iter().for_each(|&length| hasher.update((length as u64).to_le_bytes()));
         let tokens = sequence.input_ids.iter().chain(&sequence.labels);
         hasher.update(tokens.flat_map(|token| token.to_le_bytes()).collect::<Vec<_>>());
     }
-    hex(&hasher.finalize())
+    Ok(hex(&hasher.finalize()))
 }
 
 #[cfg(test)]
@@ -411,8 +423,12 @@ mod tests {
         (0..7).map(sequence).collect()
     }
 
-    fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &'r [Sequence]) -> KeptStates<'r> {
-        KeptStates::open(folder, backbone, from.path(), sequences, NUM_HEADS).unwrap()
+    fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &[Sequence]) -> KeptStates<'r> {
+        KeptStates::open(folder, backbone, from.path(), &in_memory(sequences), NUM_HEADS).unwrap()
+    }
+
+    fn in_memory(sequences: &[Sequence]) -> Sequences {
+        Sequences::in_memory(sequences.to_vec())
     }
 
     /// What head `head` reads of a batch.
@@ -425,7 +441,7 @@ mod tests {
     fn epoch(kept: &mut KeptStates, loader: &Loader, epoch: usize) -> usize {
         let before = kept.computed_batches();
         let steps = loader.steps_per_epoch();
-        for batch in (epoch * steps..(epoch + 1) * steps).flat_map(|step| loader.step(step)) {
+        for batch in (epoch * steps..(epoch + 1) * steps).flat_map(|step| loader.step(step).unwrap()) {
             let (expected, got) = (BatchStates::computed(kept.backbone, &batch), kept.of(&batch).unwrap());
             for head in 0..NUM_HEADS {
                 let (expected, got) = (read_by(head, &batch, &expected), read_by(head, &batch, &got));
@@ -445,7 +461,7 @@ mod tests {
         for kind in [Kind::Float, Kind::BFloat16] {
             let (from, backbone) = backbone(kind);
             let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
-            let loader = Loader::new(sequences.clone(), 1, 2, Some(5));
+            let loader = Loader::new(in_memory(&sequences), 1, 2, Some(5));
             let mut kept = open(&folder.path().join("new/states"), &from, &backbone, &sequences);
             assert_eq!(epoch(&mut kept, &loader, 0), 7);
             assert_eq!(epoch(&mut kept, &loader, 1), 0);
@@ -460,10 +476,10 @@ mod tests {
         let (from, backbone) = backbone(Kind::Float);
         let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
         let mut kept = open(folder.path(), &from, &backbone, &sequences);
-        let pair = &Loader::new(sequences.clone(), 2, 1, None).step(0)[0];
+        let pair = &Loader::new(in_memory(&sequences), 2, 1, None).step(0).unwrap()[0];
         let first = kept.of(pair).unwrap();
-        let threes = Loader::new(sequences.clone(), 3, 1, None);
-        let three = &threes.step(0)[0];
+        let threes = Loader::new(in_memory(&sequences), 3, 1, None);
+        let three = &threes.step(0).unwrap()[0];
         for _ in 0..2 {
             let later = kept.of(three).unwrap();
             for head in 0..NUM_HEADS {
@@ -479,10 +495,10 @@ mod tests {
     fn only_what_was_committed_is_there_for_the_next_run() {
         let (from, backbone) = backbone(Kind::Float);
         let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
-        let loader = Loader::new(sequences.clone(), 1, 1, None);
+        let loader = Loader::new(in_memory(&sequences), 1, 1, None);
         let mut kept = open(folder.path(), &from, &backbone, &sequences);
         for at in 0..4 {
-            kept.of(&loader.step(at)[0]).unwrap();
+            kept.of(&loader.step(at).unwrap()[0]).unwrap();
             if at == 1 {
                 kept.commit().unwrap();
             }
@@ -497,20 +513,21 @@ mod tests {
         let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
         let kept = open(folder.path(), &from, &backbone, &sequences);
         let targets = |id: usize| {
-            let batch = &Loader::new(vec![sequences[id].clone()], 1, 1, None).step(0)[0];
+            let batch = &Loader::new(in_memory(&sequences[id..=id]), 1, 1, None).step(0).unwrap()[0];
             let mut positions: Vec<i64> = (0..NUM_HEADS).flat_map(|head| batch.targets(head + 2).positions).collect();
             positions.sort_unstable();
             positions.dedup();
             positions
         };
         for (id, sequence) in sequences.iter().enumerate() {
-            let ours: Vec<i64> = predicting(sequence, NUM_HEADS).into_iter().map(|t| t as i64).collect();
+            let ours: Vec<i64> = predicting_in(sequence, NUM_HEADS).into_iter().map(|t| t as i64).collect();
             assert_eq!(ours, targets(id));
         }
         let positions: usize = (0..sequences.len()).map(|id| targets(id).len()).sum();
         let expected = (positions * 16 * 2 + sequences.len()) as u64;
         assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
-        assert_eq!(file_bytes(&sequences, NUM_HEADS, backbone.config.hidden_size, backbone.kind()), expected);
+        let bytes = file_bytes(&in_memory(&sequences), NUM_HEADS, backbone.config.hidden_size, backbone.kind());
+        assert_eq!(bytes.unwrap(), expected);
     }
 
     #[test]
@@ -519,7 +536,8 @@ mod tests {
         let (_, half) = backbone(Kind::BFloat16);
         let folder = tempfile::tempdir().unwrap();
         let name = |backbone: &Llama, sequences: &[Sequence], num_heads| {
-            let kept = KeptStates::open(folder.path(), backbone, from.path(), sequences, num_heads).unwrap();
+            let kept =
+                KeptStates::open(folder.path(), backbone, from.path(), &in_memory(sequences), num_heads).unwrap();
             kept.path().to_owned()
         };
         let mut names =
@@ -548,7 +566,8 @@ mod tests {
         let path = open(folder.path(), &from, &backbone, &sequences).path().to_owned();
         let bytes = fs::metadata(&path).unwrap().len();
         File::options().write(true).open(&path).unwrap().set_len(bytes - 1).unwrap();
-        let error = KeptStates::open(folder.path(), &backbone, from.path(), &sequences, NUM_HEADS).unwrap_err();
+        let error =
+            KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), NUM_HEADS).unwrap_err();
         let expected = format!("has {} bytes, expected {bytes}", bytes - 1);
         assert!(error.to_string().contains(&expected), "{error}");
     }

@@ -8,7 +8,6 @@ use tch::Kind;
 
 use crate::data::DataError;
 use crate::data::chat_template::TemplateChoice;
-use crate::data::loader::Batch;
 use crate::data::tokenize::TokenizeError;
 use crate::medusa::heads::{Heads, HeadsConfig, HeadsError, HeadsShape};
 use crate::model::backward::Keep;
@@ -53,7 +52,7 @@ pub enum TrainError {
     #[error(transparent)]
     Tokenizer(#[from] TokenizeError),
     /// The rows.
-    #[error(transparent)]
+    #[error("{_0}{}", skipping(_0))]
     Data(#[from] DataError),
     /// Rows from which a head can learn nothing.
     #[error(
@@ -112,6 +111,14 @@ fn in_words(shape: &HeadsShape) -> String {
     let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = shape;
     let w2 = if shape.vocab_size == 0 { "the backbone's lm_head" } else { "their own output layer" };
     format!("medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}")
+}
+
+/// What can be done about a row that is not right, besides setting it right.
+fn skipping(error: &DataError) -> &'static str {
+    match error {
+        DataError::Row(row) if row.problem.kind().is_some() => "; --skip-bad-rows leaves out and counts such rows",
+        _ => "",
+    }
 }
 
 fn with_advice(panic: &TorchPanic) -> String {
@@ -256,7 +263,9 @@ impl Prepared {
         RunFolder {
             path: &self.checked.job.train.output_dir,
             resolved_recipe: &self.checked.job.resolved_recipe,
+            snapshot: self.checked.job.snapshot.as_ref(),
             device: self.checked.job.device,
+            skip_bad_rows: self.checked.job.skip_bad_rows,
             tokenizing: self.tokenizing_files(),
             reports: [Some(&self.checked.train_report), self.checked.validation_report.as_ref()],
         }
@@ -289,14 +298,16 @@ impl Prepared {
         let (backbone, from) = (&self.backbone, Path::new(&self.checked.job.backbone.path));
         match &self.checked.job.stage {
             Stage::Medusa1(_) => TrainedBackbone::Frozen,
-            Stage::Medusa2(config) if config.lora.is_some() => TrainedBackbone::Adapters { backbone, from },
+            Stage::Medusa2(config) if config.lora.is_some() => {
+                TrainedBackbone::Adapters { backbone, from: Path::new(self.checked.job.backbone_name()) }
+            }
             Stage::Medusa2(_) => TrainedBackbone::Weights { backbone, from },
         }
     }
 
     fn step(&self, state: &mut TrainState, source: &mut Source) -> Result<MetricsLine, TrainError> {
         let began = Instant::now();
-        let batches = self.checked.train.step(state.step);
+        let batches = self.checked.batches(state.step)?;
         let rate = self.checked.job.optimizer.learning_rate.get()
             * self.checked.job.schedule.factor(state.step, self.checked.total_steps);
         let lambda0 = self.lambda0(state.step);
@@ -349,10 +360,10 @@ impl Prepared {
     /// On the validation rows, if there are some.
     fn evaluate(&self, state: &TrainState, log: &mut RunLog, tell: &mut dyn FnMut(Event)) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
-        let batches: Vec<Batch> = validation.eval_batches().collect();
+        let batches = validation.eval_batches().map(|batch| batch.map_err(DataError::from));
         let lambda0 = self.lambda0(state.step);
         let what = self.joint().map_or(Evaluated::Frozen(&self.backbone), |joint| Evaluated::Joint(joint, lambda0));
-        let metrics = guard("the evaluation", || evaluate(what, &state.heads, &batches, &self.checked.job.loss))?;
+        let metrics = guard("the evaluation", || evaluate(what, &state.heads, batches, &self.checked.job.loss))??;
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: state.step, value: metrics.loss }.into());
         }
@@ -380,7 +391,7 @@ impl Prepared {
 
     fn heads_config(&self) -> HeadsFolderConfig<'_> {
         HeadsFolderConfig {
-            base_model_name_or_path: &self.checked.job.backbone.path,
+            base_model_name_or_path: self.checked.job.backbone_name(),
             medusa_num_heads: self.checked.heads_shape.medusa_num_heads,
             medusa_num_layers: self.checked.heads_shape.medusa_num_layers,
             hidden_size: self.backbone.config.hidden_size,

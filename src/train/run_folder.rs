@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use tch::Device;
 
 use crate::data::{DataFile, LoadReport};
@@ -24,12 +25,25 @@ pub struct RunFolder<'r> {
     pub path: &'r Path,
     /// The recipe with every default written out.
     pub resolved_recipe: &'r str,
+    /// Where the backbone came from, if the Hub has it.
+    pub snapshot: Option<&'r Snapshot>,
     /// Where it computes.
     pub device: Device,
+    /// Whether rows that are not right were left out: a resumed run must see the same rows.
+    pub skip_bad_rows: bool,
     /// Files of tokenizer and chat template; some may be absent.
     pub tokenizing: Vec<PathBuf>,
     /// What was read to train and to validate on.
     pub reports: [Option<&'r LoadReport>; 2],
+}
+
+/// A state of a repository of the Hugging Face Hub.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapshot {
+    /// `owner/name`.
+    pub id: String,
+    /// The commit's hash.
+    pub commit: String,
 }
 
 /// `provenance.json`: where a run's numbers come from.
@@ -42,7 +56,15 @@ struct Provenance {
     threads: i32,
     command: Vec<String>,
     started: String,
+    /// Of a backbone from the Hub.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    backbone: Option<Snapshot>,
     data: Vec<HashedFile>,
+    #[serde(default)]
+    skip_bad_rows: bool,
+    /// What came of the rows to train and to validate on.
+    #[serde(default)]
+    rows: Vec<serde_json::Value>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,6 +122,21 @@ impl RunFolder<'_> {
         }
         let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
             .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
+        if let (Some(before), Some(now)) = (&before.backbone, self.snapshot)
+            && before != now
+        {
+            let (id, commit, now) = (&before.id, &before.commit, &now.commit);
+            return Err(format!(
+                "holds a run on {id} at commit {commit}, and that is {now} by now; resume it with HF_HUB_OFFLINE=1, or train in another \
+                 folder (backbone.path = \"{id}@{commit}\" stays at that commit)"
+            ));
+        }
+        if before.skip_bad_rows != self.skip_bad_rows {
+            let with = if before.skip_bad_rows { "with" } else { "without" };
+            return Err(format!(
+                "holds a run that began {with} --skip-bad-rows; a resumed run must see the same rows: resume it {with} the flag"
+            ));
+        }
         let now = self.data_files();
         let changed = |one: &[HashedFile], other: &[HashedFile]| {
             one.iter().find(|file| !other.contains(file)).map(|file| file.path.display().to_string())
@@ -122,7 +159,10 @@ impl RunFolder<'_> {
             threads: tch::get_num_threads(),
             command: std::env::args().collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            backbone: self.snapshot.cloned(),
             data: self.data_files(),
+            skip_bad_rows: self.skip_bad_rows,
+            rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
         }
     }
 

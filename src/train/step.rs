@@ -229,11 +229,22 @@ pub enum Evaluated<'r> {
     Joint(Joint<'r>, f64),
 }
 
-/// Loss and accuracies over `batches`, no update.
-pub fn evaluate(what: Evaluated, heads: &Heads, batches: &[Batch], loss: &LossConfig) -> StepMetrics {
+/// Loss and accuracies over `batches`, which are read one after the other, no update.
+///
+/// # Errors
+/// That of a batch that cannot be read.
+pub fn evaluate<E>(
+    what: Evaluated,
+    heads: &Heads,
+    batches: impl Iterator<Item = Result<Batch, E>>,
+    loss: &LossConfig,
+) -> Result<StepMetrics, E> {
     let num_heads = heads.num_heads();
     let mut sums = MetricSums::new(num_heads);
+    let mut tokens = 0;
     for batch in batches {
+        let batch = &batch?;
+        tokens += batch.tokens() as u64;
         let targets = BatchTargets::new(batch, num_heads);
         sums.count(&targets);
         let (states, lm_head) = match what {
@@ -249,7 +260,7 @@ pub fn evaluate(what: Evaluated, heads: &Heads, batches: &[Batch], loss: &LossCo
         }
     }
     let lambda0 = if let Evaluated::Joint(_, lambda0) = what { lambda0 } else { 1.0 };
-    sums.finish(loss, lambda0, input_tokens(batches))
+    Ok(sums.finish(loss, lambda0, tokens))
 }
 
 /// The head's own W2, or the LM head.

@@ -87,6 +87,7 @@ impl Plan {
         }
         lines.push(("heads", format!("{medusa_num_heads} of {medusa_num_layers} ResBlock(s)")));
         lines.push(("data", self.data.to_string()));
+        lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
         lines.push((
             "sequences",
             format!(

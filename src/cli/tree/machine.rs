@@ -7,6 +7,7 @@ use indicatif::ProgressBar;
 
 use super::super::calibrate::draw_target;
 use super::super::decoder::{Decoder, dtype_of};
+use super::super::downloads::shown;
 use super::super::{CommonFlags, UsageError};
 use super::TreeArgs;
 use crate::calibrate::Calibration;
@@ -65,7 +66,7 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
         dtype: common.dtype,
         threads: Some(Team::of_process().size()),
         context: args.context.map(Into::into),
-        backbone: args.backbone.as_ref().map(|backbone| backbone.display().to_string()),
+        backbone: args.backbone.as_deref().map(shown),
         heads_sha256: Some(calibration.heads_sha256.clone()),
     })
 }
@@ -94,7 +95,7 @@ fn measure(
         dtype: dtype_of(decoder.backbone.kind()),
         threads: Team::of_process().size(),
         context,
-        backbone: backbone.display().to_string(),
+        backbone: shown(backbone),
         heads_sha256: calibration.heads_sha256.clone(),
         plain_step_ms,
         steps,

@@ -507,6 +507,12 @@ impl Config {
     }
 }
 
+/// The folder of heads that are given as a folder, or as a file in it: what was trained with them lies there.
+pub fn folder_of(heads: &Path) -> &Path {
+    let parent = || heads.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if heads.is_dir() { heads } else { parent() }
+}
+
 /// The file of heads in a folder; a file is taken as it is.
 ///
 /// # Errors

@@ -1,0 +1,86 @@
+//! `medusa push`: a folder becomes a repository of the Hugging Face Hub, or its next commit.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde_json::json;
+
+use super::downloads::with_hub;
+use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::hub::id::{Kind, MAIN, Repo};
+use crate::hub::push::{Push, Pushed};
+
+const EXAMPLE: &str = "Example:
+  medusa push checkpoints/tiny_stage1/final --repo me/tiny-medusa-heads --private
+
+Needs a token that may write: HF_TOKEN, or the file of `hf auth login`. Only files that changed are sent; files that only the repository
+has stay there. An interrupted push is repeated, and sends the rest. Hidden files and *.partial are left out.";
+
+/// Push a folder to the Hugging Face Hub, in one commit.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLE)]
+pub struct PushArgs {
+    /// The folder, such as a run's final/ or an export.
+    #[arg(value_name = "DIR")]
+    pub folder: PathBuf,
+    /// The repository; it is made if it is not there.
+    #[arg(long, value_name = "OWNER/NAME", value_parser = repo)]
+    pub repo: Repo,
+    /// Make a new repository private; refused if a public one is there.
+    #[arg(long)]
+    pub private: bool,
+    /// The commit's message [default: "Add FOLDER with medusa"].
+    #[arg(long, value_name = "TEXT")]
+    pub message: Option<String>,
+    /// The branch; it is made if it is not there.
+    #[arg(long, value_name = "BRANCH", default_value = MAIN, value_parser = branch)]
+    pub revision: String,
+}
+
+fn repo(text: &str) -> Result<Repo, String> {
+    Repo::parse(Kind::Model, text).ok_or_else(|| "expected OWNER/NAME of letters, digits, '-', '_' and '.'".into())
+}
+
+fn branch(text: &str) -> Result<String, String> {
+    let is_good = crate::hub::id::is_revision(text);
+    if is_good { Ok(text.to_owned()) } else { Err("expected the name of a branch".into()) }
+}
+
+/// Pushes, and prints the commit's page.
+///
+/// # Errors
+/// A folder that is none, or what the Hub says.
+pub fn run(args: &PushArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    if !args.folder.is_dir() {
+        return Err(
+            UsageError(format!("{} is no folder; give one with the files to push", args.folder.display())).into()
+        );
+    }
+    let message = args.message.clone().unwrap_or_else(|| format!("Add {} with medusa", name(&args.folder)));
+    let PushArgs { folder, repo, private, revision, .. } = args;
+    let push = Push { folder, repo, private: *private, message: &message, revision };
+    let pushed = with_hub(common, |hub| Ok(hub.push(&push)?))?;
+    tell(&pushed, common)
+}
+
+fn name(folder: &Path) -> String {
+    let whole = folder.canonicalize().unwrap_or_else(|_| folder.to_owned()); // `.` has no name of its own
+    whole.file_name().map_or_else(|| "a folder".into(), |name| name.to_string_lossy().into_owned())
+}
+
+fn tell(pushed: &Pushed, common: &CommonFlags) -> anyhow::Result<()> {
+    let Pushed { commit, files, unchanged, left_out } = pushed;
+    if common.json {
+        return print_json(&json!({
+            "commit": commit, "files": files, "unchanged": unchanged, "left_out": left_out,
+        }));
+    }
+    if !left_out.is_empty() {
+        common.say(format_args!("left out: {}", left_out.join(", ")));
+    }
+    common.say(format_args!("{} files committed, {unchanged} unchanged", files.len()));
+    match commit {
+        Some(page) => print_line(page),
+        None => print_line("nothing changed: no commit"),
+    }
+}

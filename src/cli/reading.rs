@@ -1,0 +1,33 @@
+//! How far reading and tokenising data is: a bar on a terminal, nothing elsewhere.
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::CommonFlags;
+use super::calibrate::draw_target;
+use crate::data::Progress;
+
+const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {eta} left";
+
+/// The bar of the file that is read.
+pub(super) struct ReadingBar(ProgressBar);
+
+impl ReadingBar {
+    pub(super) fn new(common: &CommonFlags) -> Self {
+        let bar = ProgressBar::with_draw_target(None, draw_target(common));
+        Self(bar.with_style(ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar())))
+    }
+
+    pub(super) fn hear(&self, progress: Progress) {
+        let Progress { path, read, bytes, tokenised } = progress;
+        if read < self.0.position() {
+            self.0.reset_eta(); // another file
+        }
+        self.0.set_length(bytes);
+        self.0.set_position(read);
+        self.0.set_message(format!("reading {}  {:.0} tokens/s", path.display(), tokenised.tokens_per_second()));
+    }
+
+    pub(super) fn finish(&self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -1,0 +1,89 @@
+//! Record batches of Arrow files and streams, as pyarrow and Hugging Face `datasets` write them (`.arrow`).
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use arrow::array::RecordBatch;
+use arrow::error::ArrowError;
+use arrow::ipc::reader::{FileReader, StreamReader};
+
+use super::columns;
+use super::opened::Counted;
+use super::rows::{Place, Problem, RowError};
+
+/// A batch may be a whole file: it is handed on in slices of so many rows.
+const ROWS_AT_ONCE: usize = 1024;
+
+/// A file's batches.
+#[derive(Debug)]
+pub(super) struct Batches {
+    reader: Reader,
+    /// What is left of the batch read last.
+    rest: Option<RecordBatch>,
+    /// Bytes of the file.
+    size: u64,
+}
+
+#[derive(Debug)]
+enum Reader {
+    File { reader: Box<FileReader<BufReader<File>>>, batches: u64, read: u64 },
+    Stream(Box<StreamReader<BufReader<Counted>>>),
+}
+
+impl Batches {
+    /// The file format: a footer says where its batches are.
+    pub(super) fn of_file(file: File, path: &Path) -> Result<Self, RowError> {
+        let open = || {
+            let size = file.metadata()?.len();
+            let wanted = {
+                let reader = FileReader::try_new_buffered(file.try_clone()?, None)?;
+                columns::wanted(&reader.schema())
+            };
+            Ok(wanted.map(|wanted| (size, wanted)))
+        };
+        let (size, wanted) = told(path, open())?.map_err(|problem| Place::file(path).error(problem))?;
+        let reader = told(path, FileReader::try_new_buffered(file, Some(wanted)))?;
+        let batches = reader.num_batches() as u64;
+        Ok(Self { reader: Reader::File { reader: Box::new(reader), batches, read: 0 }, rest: None, size })
+    }
+
+    /// The stream format: batch after batch until the end.
+    pub(super) fn of_stream(bytes: BufReader<Counted>, path: &Path) -> Result<Self, RowError> {
+        let reader = told(path, StreamReader::try_new(bytes, None))?;
+        columns::wanted(&reader.schema()).map_err(|problem| Place::file(path).error(problem))?;
+        Ok(Self { reader: Reader::Stream(Box::new(reader)), rest: None, size: 0 })
+    }
+
+    pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
+        let Some(batch) = self.rest.take().map(|batch| Ok(Some(batch))).unwrap_or_else(|| self.read(path))? else {
+            return Ok(None);
+        };
+        let rows = batch.num_rows().min(ROWS_AT_ONCE);
+        self.rest = (rows < batch.num_rows()).then(|| batch.slice(rows, batch.num_rows() - rows));
+        Ok(Some(batch.slice(0, rows)))
+    }
+
+    fn read(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
+        let batch = match &mut self.reader {
+            Reader::File { reader, read, .. } => {
+                *read += 1;
+                reader.next().transpose()
+            }
+            Reader::Stream(reader) => reader.next().transpose(),
+        };
+        told(path, batch)
+    }
+
+    /// Bytes of the file read so far.
+    pub(super) fn count(&self) -> u64 {
+        match &self.reader {
+            Reader::File { batches, read, .. } => (self.size * read).checked_div(*batches).unwrap_or(self.size),
+            Reader::Stream(reader) => reader.get_ref().get_ref().count(),
+        }
+    }
+}
+
+fn told<T>(path: &Path, result: Result<T, ArrowError>) -> Result<T, RowError> {
+    result.map_err(|error| Place::file(path).error(Problem::BrokenArrow(error.to_string())))
+}

@@ -1,0 +1,174 @@
+//! A data file, opened: what it is, told by its first bytes (names lie), and its bytes unpacked. Knows nothing of rows.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::source::SourceError;
+
+/// How many bytes decide what a file is.
+const START: u64 = 4096;
+const BUFFER: usize = 1 << 20;
+/// What an Arrow stream's messages begin with.
+const CONTINUATION: [u8; 4] = [0xff; 4];
+
+/// A data file.
+#[derive(Debug)]
+pub(super) enum Opened {
+    Jsonl(Text),
+    JsonArray(Text),
+    Parquet(File),
+    ArrowFile(File),
+    ArrowStream(BufReader<Counted>),
+}
+
+/// A file's bytes as they come off the disk, counted for whoever watches.
+#[derive(Debug)]
+pub(super) struct Counted {
+    file: File,
+    count: Arc<AtomicU64>,
+}
+
+/// JSON, unpacked.
+pub(super) struct Text {
+    path: PathBuf,
+    reader: Chain<Cursor<Vec<u8>>, Box<dyn BufRead>>,
+    /// `gzip` or `zstd`.
+    packed: Option<&'static str>,
+    count: Arc<AtomicU64>,
+}
+
+impl Opened {
+    pub(super) fn open(path: &Path) -> Result<Self, SourceError> {
+        let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
+        let open = || File::open(path).map_err(unreadable);
+        let start = start_of(&mut open()?).map_err(unreadable)?;
+        match start.as_slice() {
+            [b'P', b'A', b'R', b'1', ..] => Ok(Self::Parquet(open()?)),
+            [b'A', b'R', b'R', b'O', b'W', b'1', ..] => Ok(Self::ArrowFile(open()?)),
+            start if start.starts_with(&CONTINUATION) => {
+                let (file, _) = Counted::new(open()?);
+                Ok(Self::ArrowStream(BufReader::with_capacity(BUFFER, file)))
+            }
+            start => Self::text(path, packing(start), open()?),
+        }
+    }
+
+    fn text(path: &Path, packed: Option<&'static str>, file: File) -> Result<Self, SourceError> {
+        let (file, count) = Counted::new(file);
+        let raw = BufReader::with_capacity(BUFFER, file);
+        let failed = |source| failed(path, packed, source);
+        let mut unpacked: Box<dyn BufRead> = match packed {
+            Some("gzip") => Box::new(BufReader::with_capacity(BUFFER, flate2::bufread::MultiGzDecoder::new(raw))),
+            Some(_) => {
+                let frames = zstd::Decoder::with_buffer(raw).map_err(failed)?;
+                Box::new(BufReader::with_capacity(BUFFER, frames))
+            }
+            None => Box::new(raw),
+        };
+        let start = start_of(&mut unpacked).map_err(failed)?;
+        let first = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&start).trim_ascii_start().first().copied();
+        let columns = start.starts_with(b"PAR1") || start.starts_with(b"ARROW1") || start.starts_with(&CONTINUATION);
+        if columns {
+            let format = "Parquet or Arrow inside gzip or zstd (unpack it first)";
+            return Err(SourceError::Format { path: path.to_owned(), format });
+        }
+        let reader = Cursor::new(start).chain(unpacked);
+        let text = Text { path: path.to_owned(), reader, packed, count };
+        Ok(if first == Some(b'[') { Self::JsonArray(text) } else { Self::Jsonl(text) })
+    }
+}
+
+impl Counted {
+    fn new(file: File) -> (Self, Arc<AtomicU64>) {
+        let count = Arc::new(AtomicU64::new(0));
+        (Self { file, count: count.clone() }, count)
+    }
+
+    /// Bytes read so far.
+    pub(super) fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+}
+
+impl Read for Counted {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(bytes)?;
+        self.count.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+}
+
+impl Text {
+    /// What is there without waiting for more than a buffer; empty at the end.
+    pub(super) fn chunk(&mut self) -> Result<&[u8], SourceError> {
+        let Self { path, reader, packed, .. } = self;
+        reader.fill_buf().map_err(|source| failed(path, *packed, source))
+    }
+
+    /// Takes bytes of the last chunk away.
+    pub(super) fn consume(&mut self, bytes: usize) {
+        self.reader.consume(bytes);
+    }
+
+    /// Bytes of the file, packed ones where it is packed, read so far.
+    pub(super) fn count(&self) -> u64 {
+        self.count.load(Ordering::Relaxed)
+    }
+}
+
+impl std::fmt::Debug for Text {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("Text").field("path", &self.path).field("packed", &self.packed).finish_non_exhaustive()
+    }
+}
+
+fn start_of(reader: &mut impl Read) -> io::Result<Vec<u8>> {
+    let mut start = Vec::new();
+    reader.take(START).read_to_end(&mut start)?;
+    Ok(start)
+}
+
+fn packing(start: &[u8]) -> Option<&'static str> {
+    match start {
+        [0x1f, 0x8b, ..] => Some("gzip"),
+        // A frame, or a frame to skip, as parallel packers write first.
+        [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => Some("zstd"),
+        _ => None,
+    }
+}
+
+fn failed(path: &Path, packed: Option<&'static str>, source: io::Error) -> SourceError {
+    let path = path.to_owned();
+    match packed {
+        Some(format) => SourceError::Unpack { path, format, source },
+        None => SourceError::Read { path, source },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
+    fn a_format_is_told_by_its_bytes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.parquet");
+        let of = |bytes: &[u8]| {
+            fs::write(&path, bytes).unwrap();
+            Opened::open(&path)
+        };
+        assert!(matches!(of(b"{\"text\": \"a\"}"), Ok(Opened::Jsonl(_))));
+        assert!(matches!(of(b"\xef\xbb\xbf\n [{\"text\": \"a\"}]"), Ok(Opened::JsonArray(_))));
+        assert!(matches!(of(b"ARROW1\0\0"), Ok(Opened::ArrowFile(_))));
+        assert!(matches!(of(&[0xff, 0xff, 0xff, 0xff, 1]), Ok(Opened::ArrowStream(_))));
+        let packed = zstd::encode_all(b"PAR1".as_slice(), 1).unwrap();
+        assert!(of(&packed).unwrap_err().to_string().contains("unpack it first"));
+        assert!(matches!(of(&packed[..6]), Err(SourceError::Unpack { format: "zstd", .. })));
+    }
+}

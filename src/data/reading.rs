@@ -1,0 +1,271 @@
+//! A data file to tokenised rows: one thread reads and unpacks, all cores parse and tokenise, the caller's thread writes. What
+//! is under way between them is a few portions, whatever the size of the file.
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread;
+use std::time::Instant;
+
+use arrow::array::RecordBatch;
+use arrow::error::ArrowError;
+use rayon::prelude::*;
+
+use super::json_array::{Item, Items};
+use super::jsonl::{Line, Lines};
+use super::opened::Opened;
+use super::report::{DropReason, FileSummary, Tokenised};
+use super::rows::{Place, Problem, RawRow, ReadRow, RowError, TokenRow};
+use super::token_file::{Medium, TokenFile, TokenFileWriter, Whole};
+use super::{DataError, LoadSettings, arrow_ipc, columns, jsonl, parquet};
+
+/// Rows and bytes that are parsed and tokenised together: enough for every core, few enough for memory.
+const ROWS_AT_ONCE: usize = 2048;
+const BYTES_AT_ONCE: usize = 4 << 20;
+/// Portions that wait for the cores, and for the disk.
+const WAITING: usize = 1;
+
+/// How far reading is, for whoever watches.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress<'a> {
+    /// The file.
+    pub path: &'a Path,
+    /// Of its bytes so many are read.
+    pub read: u64,
+    /// All of its bytes.
+    pub bytes: u64,
+    /// What it took.
+    pub tokenised: Tokenised,
+}
+
+/// Who hears how far reading is.
+#[derive(Clone, Copy, Default)]
+pub struct Watch<'a>(Option<&'a (dyn Fn(Progress) + Sync)>);
+
+impl<'a> Watch<'a> {
+    /// `hear` is called after each portion.
+    pub fn new(hear: &'a (dyn Fn(Progress) + Sync)) -> Self {
+        Self(Some(hear))
+    }
+}
+
+impl std::fmt::Debug for Watch<'_> {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_tuple("Watch").field(&self.0.is_some()).finish()
+    }
+}
+
+/// Rows as they come off the disk.
+struct Portion {
+    rows: Rows,
+    /// Bytes of the file read by then.
+    read: u64,
+}
+
+enum Rows {
+    Lines(Vec<Line>),
+    Items(Vec<Item>),
+    /// And the number of the first row, from 1.
+    Columns(RecordBatch, usize),
+}
+
+/// What became of a row.
+type Outcome = Result<Result<ReadRow, DropReason>, RowError>;
+
+/// Reads a file's rows, cut and without those that are left out, into `out`.
+pub(super) fn write<W: Write>(
+    path: &Path,
+    settings: &LoadSettings,
+    out: W,
+    failed: impl Fn(ArrowError) -> DataError,
+) -> Result<(W, Tokenised), DataError> {
+    let began = Instant::now();
+    let bytes = std::fs::metadata(path).map_or(0, |metadata| metadata.len());
+    let mut writer = TokenFileWriter::new(out).map_err(&failed)?;
+    let (mut summary, mut took) = (FileSummary::default(), Tokenised::default());
+    outcomes(path, settings, |portion, read| {
+        for outcome in portion {
+            match outcome {
+                Ok(Ok(row)) => {
+                    took.tokens += row.tokens.input_ids.len();
+                    if let Some(row) = summary.admit(row, settings.max_length.get()) {
+                        writer.push(row).map_err(&failed)?;
+                    }
+                }
+                Ok(Err(reason)) => summary.leave_out(reason),
+                Err(error) if settings.skip_bad_rows => summary.skip(error)?,
+                Err(error) => return Err(error.into()), // the first one of the file, whichever core met its own first
+            }
+        }
+        took.milliseconds = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        if let Some(hear) = settings.watch.0 {
+            hear(Progress { path, read, bytes, tokenised: took });
+        }
+        Ok(())
+    })?;
+    let mut out = writer.finish(summary).map_err(&failed)?;
+    out.flush().map_err(|error| failed(error.into()))?;
+    took.milliseconds = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
+    Ok((out, took))
+}
+
+/// Rows that are in memory already, encoded there.
+pub(super) fn encode(rows: impl IntoIterator<Item = TokenRow>) -> Result<Whole, ArrowError> {
+    let mut writer = TokenFileWriter::new(Vec::new())?;
+    rows.into_iter().try_for_each(|row| writer.push(row))?;
+    in_memory(writer.finish(FileSummary::default())?)
+}
+
+/// What was written to memory, open.
+pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
+    TokenFile::open(Medium::Memory(bytes), Path::new("rows in memory"), None).map_err(ArrowError::IpcError)
+}
+
+/// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far.
+fn outcomes(
+    path: &Path,
+    settings: &LoadSettings,
+    mut take: impl FnMut(Vec<Outcome>, u64) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    thread::scope(|scope| {
+        // Each thread ends with the one behind it: its sends fail then.
+        let (read_out, read_in) = sync_channel::<Result<Portion, DataError>>(WAITING);
+        let (made_out, made_in) = sync_channel(WAITING);
+        scope.spawn(move || {
+            if let Err(error) = portions(path, &read_out) {
+                let _ = read_out.send(Err(error)); // nobody waits for it where an earlier row was wrong
+            }
+        });
+        scope.spawn(move || {
+            for portion in read_in {
+                let made = portion.and_then(|portion| Ok((portion.rows.outcomes(path, settings)?, portion.read)));
+                if made_out.send(made).is_err() {
+                    return;
+                }
+            }
+        });
+        for made in made_in {
+            let (portion, read) = made?;
+            take(portion, read)?;
+        }
+        Ok(())
+    })
+}
+
+/// Reads a file to its end, or until nobody listens.
+fn portions(path: &Path, out: &SyncSender<Result<Portion, DataError>>) -> Result<(), DataError> {
+    let send = |rows: Rows, read: u64| out.send(Ok(Portion { rows, read })).is_ok();
+    match Opened::open(path)? {
+        Opened::Jsonl(text) => {
+            let mut lines = Lines::new(text);
+            let next = || Ok(lines.next()?.map(|line| (line, lines.count())));
+            in_portions(next, |line| line.text.as_ref(), |some, read| send(Rows::Lines(some), read))
+        }
+        Opened::JsonArray(text) => {
+            let mut items = Items::new(text);
+            let next = || Ok(items.next(path)?.map(|item| (item, items.count())));
+            in_portions(next, |item| item.text.as_ref(), |some, read| send(Rows::Items(some), read))
+        }
+        Opened::Parquet(file) => {
+            let bytes = file.metadata().map_or(0, |metadata| metadata.len());
+            let mut batches = parquet::Batches::open(file, path)?;
+            let all = batches.rows.max(1);
+            let read = |rows: usize| (bytes as f64 * rows as f64 / all as f64) as u64;
+            let next = || batches.next(path).map(|batch| batch.map(|batch| (batch, 0)));
+            record_batches(next, |batch, first, _| {
+                let read = read(first - 1 + batch.num_rows());
+                send(Rows::Columns(batch, first), read)
+            })
+        }
+        Opened::ArrowFile(file) => arrow(arrow_ipc::Batches::of_file(file, path)?, path, send),
+        Opened::ArrowStream(bytes) => arrow(arrow_ipc::Batches::of_stream(bytes, path)?, path, send),
+    }
+}
+
+fn arrow(mut batches: arrow_ipc::Batches, path: &Path, send: impl Fn(Rows, u64) -> bool) -> Result<(), DataError> {
+    let next = || Ok(batches.next(path)?.map(|batch| (batch, batches.count())));
+    record_batches(next, |batch, first, read| send(Rows::Columns(batch, first), read))
+}
+
+/// Sends batches with the number of their first row and the bytes read by then.
+fn record_batches(
+    mut next: impl FnMut() -> Result<Option<(RecordBatch, u64)>, RowError>,
+    send: impl Fn(RecordBatch, usize, u64) -> bool,
+) -> Result<(), DataError> {
+    let mut first = 1;
+    while let Some((batch, read)) = next()? {
+        let rows = batch.num_rows();
+        if !send(batch, first, read) {
+            break;
+        }
+        first += rows;
+    }
+    Ok(())
+}
+
+/// Sends rows in portions, with the bytes read by then. Rows before a place that cannot be read come before its error: one of
+/// them may be wrong, too.
+fn in_portions<T>(
+    mut next: impl FnMut() -> Result<Option<(T, u64)>, DataError>,
+    text: impl Fn(&T) -> Option<&Vec<u8>>,
+    send: impl Fn(Vec<T>, u64) -> bool,
+) -> Result<(), DataError> {
+    loop {
+        let (mut rows, mut bytes, mut read) = (Vec::new(), 0, 0);
+        let ended = loop {
+            match next() {
+                Ok(Some((row, so_far))) => {
+                    bytes += text(&row).map_or(0, Vec::len);
+                    read = so_far;
+                    rows.push(row);
+                }
+                Ok(None) => break Some(Ok(())),
+                Err(error) => break Some(Err(error)),
+            }
+            if rows.len() >= ROWS_AT_ONCE || bytes >= BYTES_AT_ONCE {
+                break None;
+            }
+        };
+        let is_heard = rows.is_empty() || send(rows, read);
+        match ended {
+            Some(ended) => return ended,
+            None if !is_heard => return Ok(()),
+            None => {}
+        }
+    }
+}
+
+impl Rows {
+    /// Parses and tokenises on all cores.
+    fn outcomes(self, path: &Path, settings: &LoadSettings) -> Result<Vec<Outcome>, DataError> {
+        let read = |raw: RawRow| raw.read(settings);
+        Ok(match self {
+            Self::Lines(lines) => {
+                let row = |line: &Line| {
+                    let text = line.text.as_deref().ok_or(Problem::TooLong);
+                    text.and_then(jsonl::row).and_then(read).map_err(|p| Place::line(path, line.number).error(p))
+                };
+                lines.par_iter().map(row).collect()
+            }
+            Self::Items(items) => items.par_iter().map(|item| item_outcome(item, path, settings)).collect(),
+            Self::Columns(batch, first) => {
+                let columns = columns::Columns::of(&batch)
+                    .map_err(|error| Place::row(path, first).error(Problem::BrokenArrow(error.to_string())))?;
+                let row =
+                    |row: usize| columns.row(row).and_then(read).map_err(|p| Place::row(path, first + row).error(p));
+                (0..batch.num_rows()).into_par_iter().map(row).collect()
+            }
+        })
+    }
+}
+
+/// What is no JSON is told as a place in the file: rows of an array have no line of their own.
+fn item_outcome(item: &Item, path: &Path, settings: &LoadSettings) -> Outcome {
+    let row = item.text.as_deref().ok_or(Problem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
+    row.map_err(|problem| match (problem, item.broken()) {
+        (Problem::BrokenJson { .. }, Some(broken)) if !settings.skip_bad_rows => {
+            Place::file(path).error(Problem::BrokenItem(broken.into()))
+        }
+        (problem, _) => Place::row(path, item.row).error(problem),
+    })
+}

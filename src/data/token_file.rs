@@ -1,0 +1,414 @@
+//! Rows of tokens as an Arrow file, which pyarrow and `datasets` read too: written batch by batch, read row by row, so that
+//! neither side holds more than a batch.
+//!
+//! Every byte is under a checksum. Those of a batch stand in the footer and are looked at when the batch is first read; the
+//! footer's own is the file's name, so that opening reads no tokens.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use arrow::array::{Array, Int32Array, ListArray, RecordBatch};
+use arrow::buffer::{OffsetBuffer, ScalarBuffer};
+use arrow::datatypes::{DataType, Field, Schema};
+use arrow::error::ArrowError;
+use arrow::ipc::reader::read_footer_length;
+use arrow::ipc::writer::FileWriter;
+use arrow::ipc::{Block, root_as_footer, root_as_message};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::report::FileSummary;
+use super::rows::TokenRow;
+use crate::files;
+
+/// Key of the Arrow metadata under which [`Facts`] stand as JSON.
+const FACTS: &str = "medusa";
+/// A batch is written when it has so many rows, or so many tokens (a MiB): it is read as a whole once, to check it.
+const ROWS_A_BATCH: usize = 4096;
+const TOKENS_A_BATCH: usize = 1 << 17;
+/// The footer's length and the magic word at a file's end.
+const TRAILER: usize = 10;
+/// Of the end of the batches.
+const MARK: usize = 8;
+/// Buffers of a batch: validity and offsets of a list, validity and values of its items, for `input_ids`, then `labels`.
+const OFFSETS: usize = 1;
+const IDS: usize = 3;
+const LABELS: usize = 7;
+
+/// Why a file is not the one that was written, in words.
+pub(super) type Damage = String;
+
+/// Where a row stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RowPlace {
+    pub(super) batch: u32,
+    /// Its first token within the batch.
+    start: u32,
+    pub(super) length: u32,
+}
+
+impl RowPlace {
+    /// The same where its batches are counted behind so many others.
+    pub(super) fn behind(self, batches: u32) -> Self {
+        Self { batch: batches + self.batch, ..self }
+    }
+}
+
+/// What the footer says besides what Arrow says.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Facts {
+    summary: FileSummary,
+    /// For each batch the CRC-32 of the file's bytes from the end of the one before, and of its rows' lengths.
+    checksums: Vec<(u32, u32)>,
+}
+
+/// Writes rows.
+pub(super) struct TokenFileWriter<W: Write> {
+    writer: FileWriter<Summed<W>>,
+    schema: Arc<Schema>,
+    waiting: Vec<TokenRow>,
+    waiting_tokens: usize,
+    facts: Facts,
+}
+
+/// Sums what is written.
+struct Summed<W> {
+    out: W,
+    sum: crc32fast::Hasher,
+}
+
+impl<W: Write> Write for Summed<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.sum.update(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+impl<W: Write> TokenFileWriter<W> {
+    pub(super) fn new(out: W) -> Result<Self, ArrowError> {
+        let list = || DataType::new_list(DataType::Int32, false);
+        let fields = ["input_ids", "labels"].map(|name| Field::new(name, list(), false));
+        let schema = Arc::new(Schema::new(fields.to_vec()));
+        let writer = FileWriter::try_new(Summed { out, sum: crc32fast::Hasher::new() }, &schema)?;
+        Ok(Self { writer, schema, waiting: vec![], waiting_tokens: 0, facts: Facts::default() })
+    }
+
+    pub(super) fn push(&mut self, row: TokenRow) -> Result<(), ArrowError> {
+        self.waiting_tokens += row.input_ids.len();
+        self.waiting.push(row);
+        match self.waiting.len() >= ROWS_A_BATCH || self.waiting_tokens >= TOKENS_A_BATCH {
+            true => self.write_batch(),
+            false => Ok(()),
+        }
+    }
+
+    /// Writes what is left and the footer.
+    pub(super) fn finish(mut self, summary: FileSummary) -> Result<W, ArrowError> {
+        self.write_batch()?;
+        self.facts.summary = summary;
+        let facts = serde_json::to_string(&self.facts).map_err(|error| ArrowError::JsonError(error.to_string()))?;
+        self.writer.write_metadata(FACTS, facts);
+        Ok(self.writer.into_inner()?.out)
+    }
+
+    fn write_batch(&mut self) -> Result<(), ArrowError> {
+        let rows = std::mem::take(&mut self.waiting);
+        self.waiting_tokens = 0;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let ids = column(rows.iter().map(|row| &row.input_ids))?;
+        let labels = column(rows.iter().map(|row| &row.labels))?;
+        let columns: Vec<Arc<dyn Array>> = vec![Arc::new(ids), Arc::new(labels)];
+        self.writer.write(&RecordBatch::try_new(self.schema.clone(), columns)?)?;
+        let sum = std::mem::take(&mut self.writer.get_mut().sum).finalize();
+        self.facts.checksums.push((sum, sum_of_lengths(rows.iter().map(|row| row.input_ids.len() as u32))));
+        Ok(())
+    }
+}
+
+fn column<'a>(lists: impl Iterator<Item = &'a Vec<i32>> + Clone) -> Result<ListArray, ArrowError> {
+    let offsets = OffsetBuffer::from_lengths(lists.clone().map(Vec::len));
+    let values: ScalarBuffer<i32> = lists.flatten().copied().collect::<Vec<_>>().into();
+    let item = Arc::new(Field::new_list_field(DataType::Int32, false));
+    ListArray::try_new(item, offsets, Arc::new(Int32Array::new(values, None)), None)
+}
+
+fn sum_of_lengths(lengths: impl Iterator<Item = u32>) -> u32 {
+    let mut sum = crc32fast::Hasher::new();
+    lengths.for_each(|length| sum.update(&length.to_le_bytes()));
+    sum.finalize()
+}
+
+/// Where the bytes are. Rows come by `read`, not by a memory map: what was read is not the process's memory, and a file that
+/// another process cuts is an error, not a signal.
+#[derive(Debug)]
+pub(super) enum Medium {
+    Disk(Mutex<File>),
+    Memory(Vec<u8>),
+}
+
+impl Medium {
+    pub(super) fn disk(file: File) -> Self {
+        Self::Disk(Mutex::new(file))
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        match self {
+            Self::Disk(file) => Ok(file.lock().unwrap_or_else(PoisonError::into_inner).metadata()?.len()),
+            Self::Memory(bytes) => Ok(bytes.len() as u64),
+        }
+    }
+
+    fn read(&self, at: u64, length: usize) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; length];
+        match self {
+            Self::Disk(file) => {
+                let mut file = file.lock().unwrap_or_else(PoisonError::into_inner); // seeks before it reads
+                file.seek(SeekFrom::Start(at))?;
+                file.read_exact(&mut bytes)?;
+            }
+            Self::Memory(whole) => {
+                let from = whole.get(usize::try_from(at).unwrap_or(usize::MAX)..).unwrap_or_default();
+                bytes.copy_from_slice(from.get(..length).ok_or(io::ErrorKind::UnexpectedEof)?);
+            }
+        }
+        Ok(bytes)
+    }
+}
+
+/// A file of rows, open.
+#[derive(Debug)]
+pub(super) struct TokenFile {
+    medium: Medium,
+    path: PathBuf,
+    batches: Vec<Batch>,
+}
+
+#[derive(Debug)]
+struct Batch {
+    /// From the end of the batch before: all that its checksum is of.
+    bytes: Range<u64>,
+    ids_at: u64,
+    labels_at: u64,
+    checksum: u32,
+    is_checked: AtomicBool,
+}
+
+/// A file that was opened, with all that its footer says.
+#[derive(Debug)]
+pub(super) struct Whole {
+    pub(super) file: TokenFile,
+    pub(super) rows: Vec<RowPlace>,
+    pub(super) summary: FileSummary,
+}
+
+impl TokenFile {
+    /// Reads the footer, and where each row stands. `footer_sha256` is the beginning of the hash that the footer must have.
+    pub(super) fn open(medium: Medium, path: &Path, footer_sha256: Option<&str>) -> Result<Whole, Damage> {
+        let tail = said(Tail::read(&medium))?;
+        if footer_sha256.is_some_and(|expected| !tail.sha256().starts_with(expected)) {
+            return Err("its footer is not the one that was written".to_owned());
+        }
+        let footer = said(root_as_footer(tail.footer()))?;
+        let blocks: Vec<Block> = footer.recordBatches().into_iter().flatten().copied().collect();
+        let facts = footer.custom_metadata().into_iter().flatten().find(|pair| pair.key() == Some(FACTS));
+        let facts: Facts = said(serde_json::from_str(facts.and_then(|pair| pair.value()).unwrap_or_default()))?;
+        if facts.checksums.len() != blocks.len() {
+            return Err("its footer has another number of checksums than of batches".to_owned());
+        }
+        let (mut batches, mut rows, mut before) = (Vec::with_capacity(blocks.len()), Vec::new(), 0);
+        for (block, &sums) in blocks.iter().zip(&facts.checksums) {
+            let number = batches.len() as u32;
+            let (batch, lengths) = Batch::open(&medium, block, before, sums)?;
+            before = batch.bytes.end;
+            batches.push(batch);
+            let mut start = 0;
+            rows.extend(lengths.into_iter().map(|length| {
+                start += length;
+                RowPlace { batch: number, start: start - length, length }
+            }));
+        }
+        Ok(Whole { file: Self { medium, path: path.to_owned(), batches }, rows, summary: facts.summary })
+    }
+
+    /// Its path, for messages.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn batches(&self) -> usize {
+        self.batches.len()
+    }
+
+    /// A row's tokens; its batch is checked when it is first read.
+    pub(super) fn row(&self, place: RowPlace) -> Result<TokenRow, Damage> {
+        let batch = &self.batches[place.batch as usize];
+        if !batch.is_checked.load(Ordering::Relaxed) {
+            batch.check(&self.medium)?;
+        }
+        let read = |column: u64| {
+            let bytes = said(self.medium.read(column + 4 * u64::from(place.start), 4 * place.length as usize))?;
+            let (tokens, _) = bytes.as_chunks();
+            Ok::<_, Damage>(tokens.iter().map(|&token| i32::from_le_bytes(token)).collect())
+        };
+        Ok(TokenRow { input_ids: read(batch.ids_at)?, labels: read(batch.labels_at)? })
+    }
+
+    /// Batches that were checked: those that any row was read of.
+    #[cfg(test)]
+    pub(super) fn checked(&self) -> usize {
+        self.batches.iter().filter(|batch| batch.is_checked.load(Ordering::Relaxed)).count()
+    }
+}
+
+fn bytes_of(block: &Block) -> Range<u64> {
+    let at = |bytes: i64| u64::try_from(bytes).unwrap_or(0);
+    let start = at(block.offset());
+    start..start.saturating_add(at(block.metaDataLength().into())).saturating_add(at(block.bodyLength()))
+}
+
+impl Batch {
+    /// Where its columns are, and how long its rows are.
+    fn open(medium: &Medium, block: &Block, before: u64, sums: (u32, u32)) -> Result<(Self, Vec<u32>), Damage> {
+        let bytes = bytes_of(block);
+        let body_at = bytes.end - u64::try_from(block.bodyLength()).unwrap_or(0);
+        let message = said(medium.read(bytes.start, (body_at - bytes.start) as usize))?;
+        let message = said(root_as_message(message.get(8..).unwrap_or_default()))?; // behind the mark and the length
+        let columns = message.header_as_record_batch().ok_or("a batch is none")?;
+        let buffers =
+            columns.buffers().filter(|buffers| buffers.len() > LABELS).ok_or("a batch has too few columns")?;
+        let at = |buffer: usize| body_at + u64::try_from(buffers.get(buffer).offset()).unwrap_or(0);
+        let offsets = usize::try_from(columns.length()).unwrap_or(0).saturating_add(1).saturating_mul(4);
+        if offsets as u64 > bytes.end - body_at {
+            return Err("a batch has more rows than bytes".to_owned());
+        }
+        let offsets = said(medium.read(at(OFFSETS), offsets))?;
+        let (offsets, _) = offsets.as_chunks();
+        let offsets: Vec<u32> = offsets.iter().map(|&offset| u32::from_le_bytes(offset)).collect();
+        let lengths: Vec<u32> = offsets.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
+        if sum_of_lengths(lengths.iter().copied()) != sums.1 {
+            return Err("the lengths of its rows are not those that were written".to_owned());
+        }
+        let (ids_at, labels_at) = (at(IDS), at(LABELS));
+        let is_checked = AtomicBool::new(false);
+        Ok((Self { bytes: before..bytes.end, ids_at, labels_at, checksum: sums.0, is_checked }, lengths))
+    }
+
+    fn check(&self, medium: &Medium) -> Result<(), Damage> {
+        const AT_ONCE: u64 = 1 << 18;
+        let mut sum = crc32fast::Hasher::new();
+        for start in self.bytes.clone().step_by(AT_ONCE as usize) {
+            sum.update(&said(medium.read(start, AT_ONCE.min(self.bytes.end - start) as usize))?);
+        }
+        if sum.finalize() != self.checksum {
+            return Err("its content is not what was written".to_owned());
+        }
+        self.is_checked.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+fn said<T>(result: Result<T, impl std::fmt::Display>) -> Result<T, Damage> {
+    result.map_err(|error| error.to_string())
+}
+
+/// All behind the last batch: the mark of its end, the footer, the footer's length.
+struct Tail(Vec<u8>);
+
+impl Tail {
+    fn read(medium: &Medium) -> io::Result<Self> {
+        let cut_off = || io::Error::other("it is cut off");
+        let trailer_at = medium.size()?.checked_sub(TRAILER as u64).ok_or_else(cut_off)?;
+        let trailer = medium.read(trailer_at, TRAILER)?.try_into().map_err(|_| cut_off())?;
+        let length = MARK + read_footer_length(trailer).map_err(|error| io::Error::other(error.to_string()))?;
+        let start = trailer_at.checked_sub(length as u64).ok_or_else(cut_off)?;
+        Ok(Self(medium.read(start, length + TRAILER)?))
+    }
+
+    fn footer(&self) -> &[u8] {
+        &self.0[MARK..self.0.len() - TRAILER]
+    }
+
+    fn sha256(&self) -> String {
+        files::hex(&Sha256::digest(&self.0))
+    }
+}
+
+/// The hash that a file's name says.
+pub(super) fn footer_sha256(medium: &Medium) -> io::Result<String> {
+    Ok(Tail::read(medium)?.sha256())
+}
+
+#[cfg(test)]
+mod tests {
+    use arrow::array::AsArray;
+    use arrow::datatypes::Int32Type;
+    use arrow::ipc::reader::FileReader;
+
+    use super::*;
+
+    fn rows(count: usize) -> Vec<TokenRow> {
+        let row = |n: usize| TokenRow { input_ids: vec![n as i32; n % 50], labels: vec![-(n as i32); n % 50] };
+        (0..count).map(row).collect()
+    }
+
+    fn written(rows: &[TokenRow]) -> Vec<u8> {
+        let mut writer = TokenFileWriter::new(Vec::new()).unwrap();
+        rows.iter().for_each(|row| writer.push(row.clone()).unwrap());
+        writer.finish(FileSummary::default()).unwrap()
+    }
+
+    fn opened(bytes: Vec<u8>, sha256: Option<&str>) -> Result<Whole, Damage> {
+        TokenFile::open(Medium::Memory(bytes), Path::new("rows.arrow"), sha256)
+    }
+
+    #[test]
+    fn what_is_written_is_read_here_and_by_arrow() {
+        let rows = rows(9000);
+        let bytes = written(&rows);
+        let Whole { file, rows: places, .. } = opened(bytes.clone(), None).unwrap();
+        assert!(file.batches() > 2 && places.len() == rows.len());
+        assert_eq!(file.checked(), 0, "opening reads no tokens");
+        for at in (0..rows.len()).rev() {
+            assert_eq!(file.row(places[at]).unwrap(), rows[at]);
+        }
+        assert_eq!(file.checked(), file.batches());
+        let batches = FileReader::try_new(io::Cursor::new(bytes), None).unwrap();
+        let mut ids = Vec::new();
+        for batch in batches {
+            let batch = batch.unwrap();
+            let lists = batch.column(0).as_list::<i32>().clone();
+            ids.extend(lists.iter().map(|list| list.unwrap().as_primitive::<Int32Type>().values().to_vec()));
+        }
+        assert!(ids.iter().eq(rows.iter().map(|row| &row.input_ids)));
+        assert!(opened(written(&[]), None).unwrap().rows.is_empty());
+    }
+
+    #[test]
+    fn any_changed_byte_is_noticed_at_the_latest_when_its_row_is_read() {
+        let rows = rows(60);
+        let bytes = written(&rows);
+        let sha256 = footer_sha256(&Medium::Memory(bytes.clone())).unwrap();
+        let is_noticed = |bytes: Vec<u8>| match opened(bytes, Some(&sha256)) {
+            Ok(Whole { file, rows, .. }) => rows.iter().any(|&place| file.row(place).is_err()),
+            Err(_) => true,
+        };
+        assert!(!is_noticed(bytes.clone()));
+        for at in (0..bytes.len()).step_by(3) {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 1;
+            assert!(is_noticed(damaged), "byte {at}");
+        }
+        assert!(is_noticed(bytes[..bytes.len() / 2].to_vec()) && is_noticed(vec![]));
+    }
+}

@@ -1,0 +1,198 @@
+//! The Hugging Face Hub: an id where a path could stand becomes files of the cache that other Hugging Face programs use, and a folder
+//! becomes a repository there.
+//!
+//! It knows which files a backbone, heads or a data set consist of, and nothing of what is in them, but for the index of sharded weights. It
+//! prints nothing: how far it is goes to an observer.
+//!
+//! The environment says, by the names of Python's `huggingface_hub`: `HF_ENDPOINT`, `HF_TOKEN` or the file `$HF_HOME/token`
+//! (`HF_TOKEN_PATH`), `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HTTPS_PROXY`, `NO_PROXY`
+//! and `SSL_CERT_FILE`.
+
+use std::path::{Path, PathBuf};
+
+use url::Url;
+
+mod cache;
+mod client;
+mod download;
+mod error;
+pub mod id;
+mod listing;
+pub mod push;
+mod token;
+mod wanted;
+
+use cache::Cache;
+use client::Client;
+pub use error::HubError;
+use id::Id;
+use token::Token;
+pub use wanted::{Split, Wanted};
+
+const ENDPOINT: &str = "https://huggingface.co";
+
+/// What an observer is told of a transfer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A transfer of so much begins; what is there already is told as [`Event::Moved`], too.
+    Began {
+        /// The repository.
+        what: String,
+        /// How many files.
+        files: usize,
+        /// All their bytes.
+        bytes: u64,
+    },
+    /// So many bytes more went over, or were there.
+    Moved(u64),
+    /// So many bytes have to go over once more.
+    Lost(u64),
+    /// It waits before it tries again.
+    Waiting {
+        /// How long.
+        seconds: u64,
+        /// Why.
+        why: String,
+    },
+    /// Another process downloads this file; it waits for that.
+    Locked {
+        /// Its name.
+        file: String,
+    },
+    /// The transfer that began is over.
+    Ended,
+}
+
+/// Told by several threads at once.
+pub type Observer<'o> = &'o (dyn Fn(Event) + Sync);
+
+/// The Hub as the environment describes it, and the cache on this machine.
+pub struct Hub<'o> {
+    client: Client<'o>,
+    cache: Cache,
+    offline: bool,
+    tell: Observer<'o>,
+}
+
+/// A snapshot of a repository, as far as it was wanted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fetched {
+    /// The snapshot's folder in the cache.
+    pub folder: PathBuf,
+    /// The files that were wanted.
+    pub files: Vec<PathBuf>,
+    /// Where they came from.
+    pub origin: Origin,
+}
+
+/// Which state of which repository.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin {
+    /// `owner/name`.
+    pub id: String,
+    /// The commit's hash.
+    pub commit: String,
+}
+
+impl<'o> Hub<'o> {
+    /// Reads the environment; asks nobody yet.
+    ///
+    /// # Errors
+    /// [`HubError::Setting`] for a variable that cannot be meant.
+    pub fn from_env(tell: Observer<'o>) -> Result<Self, HubError> {
+        let setting = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+        let text = setting("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
+        let endpoint = Url::parse(text.trim_end_matches('/'))
+            .ok()
+            .filter(|url| matches!(url.scheme(), "http" | "https") && url.host().is_some())
+            .filter(|url| url.username().is_empty() && url.password().is_none()) // errors name the endpoint
+            .ok_or_else(|| HubError::setting("HF_ENDPOINT", "an address such as https://huggingface.co"))?;
+        let home = cache::home(&setting);
+        let token = Token::from_env(&setting, &home)?;
+        let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().find_map(|name| setting(name));
+        let offline = offline.is_some_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_uppercase().as_str()));
+        let client = Client::new(endpoint, token, &setting, tell)?;
+        Ok(Self { client, cache: Cache::of(&setting, &home), offline, tell })
+    }
+
+    /// What of a place is wanted, from the Hub if it is an id and not a path (see [`id::model`]); `None`: it is a path.
+    ///
+    /// # Errors
+    /// [`HubError`].
+    pub fn fetch_model(&self, place: &Path, wanted: Wanted) -> Result<Option<Fetched>, HubError> {
+        let id = place.to_str().and_then(id::model);
+        id.map(|id| self.fetch(&id, wanted)).transpose()
+    }
+
+    /// Files of an entry of data, if it is an id and not a path or a pattern of paths (see [`id::data`]).
+    ///
+    /// # Errors
+    /// [`HubError`].
+    pub fn fetch_data(&self, entry: &str, split: Split) -> Result<Option<Fetched>, HubError> {
+        id::data(entry).map(|id| self.fetch(&id, Wanted::Data(split))).transpose()
+    }
+
+    /// A list of data with local files where it had ids; paths and patterns of paths as they are.
+    ///
+    /// # Errors
+    /// [`HubError`].
+    pub fn fetch_all(&self, entries: &[String], split: Split) -> Result<Vec<String>, HubError> {
+        let mut all = Vec::new();
+        for entry in entries {
+            match self.fetch_data(entry, split)? {
+                None => all.push(entry.clone()),
+                Some(fetched) => all.extend(fetched.files.iter().map(|file| file.to_string_lossy().into_owned())),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Fetches what is wanted of a repository and not in the cache yet.
+    ///
+    /// # Errors
+    /// [`HubError`].
+    pub fn fetch(&self, id: &Id, wanted: Wanted) -> Result<Fetched, HubError> {
+        let files = if self.offline { self.find(id, wanted) } else { self.download(id, wanted) };
+        let (commit, names) = files?;
+        let folder = self.cache.snapshot(&id.repo, &commit);
+        let files = names.iter().map(|name| folder.join(name)).collect();
+        Ok(Fetched { folder, files, origin: Origin { id: id.repo.to_string(), commit } })
+    }
+
+    /// What is wanted, out of the cache alone.
+    fn find(&self, id: &Id, wanted: Wanted) -> Result<(String, Vec<String>), HubError> {
+        let missing = |file: String| HubError::Offline { id: id.to_string(), file, cache: self.cache.root.clone() };
+        let commit = self.cache.commit(&id.repo, id.revision());
+        let commit = commit.ok_or_else(|| missing(format!("any file of revision {}", id.revision())))?;
+        let folder = self.cache.snapshot(&id.repo, &commit);
+        let names = self.cache.names(&folder);
+        let in_cache = |error| match error {
+            HubError::NoFile { file, .. } => missing(file),
+            HubError::NothingWanted { expected, .. } => missing(expected),
+            other => other,
+        };
+        let chosen = wanted.choose(id, &names).map_err(in_cache)?;
+        let weights = wanted.weights(id, &folder, &names).map_err(in_cache)?;
+        Ok((commit, chosen.into_iter().chain(weights).collect()))
+    }
+}
+
+/// The repository and commit of a snapshot's folder in the cache, told by its path.
+pub fn origin(folder: &Path) -> Option<Origin> {
+    let commit = folder.file_name()?.to_str()?.to_owned();
+    let snapshots = folder.parent()?;
+    let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")?;
+    (snapshots.file_name()? == "snapshots").then(|| Origin { id: repo.replacen("--", "/", 1), commit })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshots_path_says_its_origin() {
+        let origin = origin(Path::new("/cache/models--meta-llama--Llama-2-7b/snapshots/0a1b")).unwrap();
+        assert_eq!(origin, Origin { id: "meta-llama/Llama-2-7b".into(), commit: "0a1b".into() });
+        assert_eq!(super::origin(Path::new("checkpoints/run/final")), None);
+    }
+}

@@ -1,0 +1,200 @@
+//! The cache of all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` by hash, `snapshots/COMMIT/` of links to them, and `refs/`
+//! from branches to commits. A program that knows this layout finds what another one downloaded.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use super::HubError;
+use super::id::{Kind, Repo};
+use crate::files::write_synced;
+
+/// Where it is.
+#[derive(Debug, Clone)]
+pub(super) struct Cache {
+    pub(super) root: PathBuf,
+}
+
+/// `HF_HOME`, or its usual place.
+pub(super) fn home(setting: &dyn Fn(&str) -> Option<String>) -> PathBuf {
+    let cache = || setting("XDG_CACHE_HOME").unwrap_or_else(|| "~/.cache".into());
+    expanded(&setting("HF_HOME").unwrap_or_else(|| format!("{}/huggingface", cache())))
+}
+
+/// Programs that set these variables themselves leave `~` to those that read them.
+fn expanded(path: &str) -> PathBuf {
+    match (path.strip_prefix("~/"), std::env::home_dir()) {
+        (Some(rest), Some(home)) => home.join(rest),
+        _ => path.into(),
+    }
+}
+
+impl Cache {
+    pub(super) fn of(setting: &dyn Fn(&str) -> Option<String>, home: &Path) -> Self {
+        let named = setting("HF_HUB_CACHE").or_else(|| setting("HUGGINGFACE_HUB_CACHE"));
+        Self { root: named.map_or_else(|| home.join("hub"), |path| expanded(&path)) }
+    }
+
+    fn folder_name(repo: &Repo) -> String {
+        let kind = match repo.kind {
+            Kind::Model => "models",
+            Kind::Dataset => "datasets",
+        };
+        format!("{kind}--{}--{}", repo.owner, repo.name)
+    }
+
+    fn repo(&self, repo: &Repo) -> PathBuf {
+        self.root.join(Self::folder_name(repo))
+    }
+
+    pub(super) fn snapshot(&self, repo: &Repo, commit: &str) -> PathBuf {
+        self.repo(repo).join("snapshots").join(commit)
+    }
+
+    pub(super) fn blob(&self, repo: &Repo, hash: &str) -> PathBuf {
+        self.repo(repo).join("blobs").join(hash)
+    }
+
+    /// The commit that a revision was when it was last asked for.
+    pub(super) fn commit(&self, repo: &Repo, revision: &str) -> Option<String> {
+        let of_ref = || Some(fs::read_to_string(self.repo(repo).join("refs").join(revision)).ok()?.trim().to_owned());
+        let known =
+            if is_commit(revision) { Some(revision.to_owned()) } else { of_ref().filter(|commit| is_commit(commit)) };
+        known.filter(|commit| self.snapshot(repo, commit).is_dir())
+    }
+
+    pub(super) fn remember(&self, repo: &Repo, revision: &str, commit: &str) -> Result<(), HubError> {
+        if revision == commit {
+            return Ok(());
+        }
+        let path = self.repo(repo).join("refs").join(revision);
+        make_parent(&path)?;
+        let partial = partial(&path, "ref"); // another process may write the same one
+        write_synced(&partial, |out| out.write_all(commit.as_bytes()))
+            .and_then(|()| fs::rename(&partial, &path))
+            .map_err(HubError::io("write", &path))
+    }
+
+    /// Paths of all files in a snapshot whose blobs are there, sorted.
+    pub(super) fn names(&self, snapshot: &Path) -> Vec<String> {
+        let mut names = Vec::new();
+        let mut folders = vec![snapshot.to_owned()];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                let path = entry.path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if let Some(name) = path.strip_prefix(snapshot).ok().and_then(Path::to_str)
+                    && path.is_file()
+                {
+                    names.push(name.replace('\\', "/"));
+                }
+            }
+        }
+        names.sort();
+        names
+    }
+
+    /// Held while a blob is written: by the name and in the way (`flock`) of Python's library.
+    /// `tell` is called where another process has it. A file system without locks has to do without.
+    pub(super) fn lock(&self, repo: &Repo, hash: &str, tell: impl FnOnce()) -> Result<File, HubError> {
+        let path = self.root.join(".locks").join(Self::folder_name(repo)).join(format!("{hash}.lock"));
+        make_parent(&path)?;
+        let file = File::options().create(true).append(true).open(&path).map_err(HubError::io("open", &path))?;
+        let locked = match file.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                tell();
+                file.lock()
+            }
+            Err(TryLockError::Error(error)) => Err(error),
+            Ok(()) => Ok(()),
+        };
+        match locked {
+            Err(error) if error.kind() != ErrorKind::Unsupported => Err(HubError::io("lock", &path)(error)),
+            _ => Ok(file),
+        }
+    }
+
+    /// Puts a blob under a name in a snapshot.
+    pub(super) fn link(&self, repo: &Repo, commit: &str, name: &str, hash: &str) -> Result<(), HubError> {
+        let path = self.snapshot(repo, commit).join(name);
+        make_parent(&path)?;
+        let up = "../".repeat(2 + name.matches('/').count());
+        let target = PathBuf::from(format!("{up}blobs/{hash}"));
+        if fs::read_link(&path).is_ok_and(|old| old == target) {
+            return Ok(());
+        }
+        let partial = partial(&path, hash);
+        let _ = fs::remove_file(&partial); // of a process that was killed
+        symlink(&target, &self.blob(repo, hash), &partial)
+            .and_then(|()| fs::rename(&partial, &path))
+            .map_err(HubError::io("link", &path))
+    }
+}
+
+/// A name beside `path` that is this process's own.
+fn partial(path: &Path, word: &str) -> PathBuf {
+    path.with_file_name(format!(".{word}.{}.partial", std::process::id()))
+}
+
+#[cfg(unix)]
+fn symlink(target: &Path, _blob: &Path, path: &Path) -> std::io::Result<()> {
+    std::os::unix::fs::symlink(target, path)
+}
+
+/// Symbolic links need a privilege on Windows.
+#[cfg(not(unix))]
+fn symlink(_target: &Path, blob: &Path, path: &Path) -> std::io::Result<()> {
+    fs::hard_link(blob, path)
+}
+
+pub(super) fn make_parent(path: &Path) -> Result<(), HubError> {
+    let folder = path.parent().expect("a path in the cache has a parent");
+    fs::create_dir_all(folder).map_err(HubError::io("make", folder))
+}
+
+/// A commit's hash is the name of a snapshot's folder: nothing else may come there.
+pub(super) fn is_commit(text: &str) -> bool {
+    is_hash(text, 40)
+}
+
+pub(super) fn is_hash(text: &str, digits: usize) -> bool {
+    text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::files::write_atomic;
+
+    #[test]
+    fn the_environment_says_where_it_is() {
+        let root = |pairs: &'static [(&str, &str)]| {
+            let setting = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            Cache::of(&setting, &home(&setting)).root
+        };
+        assert_eq!(root(&[("HF_HOME", "/h")]), Path::new("/h/hub"));
+        assert_eq!(root(&[("HF_HOME", "/h"), ("HF_HUB_CACHE", "/c")]), Path::new("/c"));
+        assert_eq!(root(&[("XDG_CACHE_HOME", "/x")]), Path::new("/x/huggingface/hub"));
+    }
+
+    #[test]
+    fn a_snapshot_is_links_to_blobs() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache { root: folder.path().to_owned() };
+        let repo = Repo::parse(Kind::Model, "a/b").unwrap();
+        let (commit, hash) = ("c".repeat(40), "d".repeat(64));
+        let blob = cache.blob(&repo, &hash);
+        make_parent(&blob).unwrap();
+        write_atomic(&blob, |out| out.write_all(b"x")).unwrap();
+        cache.link(&repo, &commit, "x.json", &hash).unwrap();
+        cache.link(&repo, &commit, "deep/er/x.json", &hash).unwrap();
+        cache.link(&repo, &commit, "gone.json", &"e".repeat(64)).unwrap();
+        let snapshot = cache.snapshot(&repo, &commit);
+        assert_eq!(cache.names(&snapshot), ["deep/er/x.json", "x.json"]);
+        assert_eq!(fs::read(snapshot.join("deep/er/x.json")).unwrap(), b"x");
+        cache.remember(&repo, "refs/pr/1", &commit).unwrap();
+        assert_eq!(cache.commit(&repo, "refs/pr/1"), Some(commit));
+        assert_eq!(cache.commit(&repo, "main"), None);
+    }
+}

@@ -1,0 +1,415 @@
+//! HTTP as the Hub speaks it: the token to the Hub and to nobody it redirects to, waits where it is asked to, and one error for each refusal.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use rustls::crypto::ring;
+use rustls::{ClientConfig, RootCertStore};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use ureq::{Agent, ErrorKind, OrAnyStatus, Response, Transport};
+use url::{Host, Url};
+
+use super::id::{Kind, Repo};
+use super::token::Token;
+use super::{Event, HubError, Observer};
+
+const TRIES: u32 = 5;
+/// Of a host that does not answer: a name that is not known will not be so in a minute either.
+const CONNECTION_TRIES: u32 = 3;
+/// Longer than this nobody waits for an answer in a terminal.
+const LONGEST_WAIT: u64 = 300;
+const REDIRECTS: u32 = 5;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Of silence, not of the whole answer.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// Of an error's text, for people.
+const LONGEST_MESSAGE: usize = 300;
+/// Of a JSON answer; a page of a tree has a thousand files.
+const LONGEST_JSON: u64 = 64 << 20;
+
+/// The Hub's end of the line.
+pub(super) struct Client<'o> {
+    agent: Agent,
+    pub(super) endpoint: Url,
+    pub(super) token: Option<Token>,
+    tell: Observer<'o>,
+}
+
+/// A request, and what it is for.
+pub(super) struct Ask<'a> {
+    pub(super) method: &'static str,
+    pub(super) url: Url,
+    pub(super) headers: Vec<(&'a str, String)>,
+    pub(super) body: Body<'a>,
+    pub(super) about: About<'a>,
+}
+
+/// What is sent.
+pub(super) enum Body<'a> {
+    Nothing,
+    Json(&'a Value),
+    Lines(&'a [u8]),
+    /// A part of a file.
+    Part {
+        path: &'a Path,
+        offset: u64,
+        length: u64,
+    },
+}
+
+/// What a request is about, for its errors.
+#[derive(Clone, Copy)]
+pub(super) struct About<'a> {
+    pub(super) repo: &'a Repo,
+    pub(super) revision: &'a str,
+    pub(super) file: Option<&'a str>,
+    /// A verb's -ing form with its object.
+    pub(super) doing: &'a str,
+}
+
+impl<'a> Ask<'a> {
+    pub(super) fn get(url: Url, about: About<'a>) -> Self {
+        Self { method: "GET", url, headers: Vec::new(), body: Body::Nothing, about }
+    }
+
+    pub(super) fn post(url: Url, body: Body<'a>, about: About<'a>) -> Self {
+        Self { method: "POST", url, headers: Vec::new(), body, about }
+    }
+}
+
+impl<'o> Client<'o> {
+    pub(super) fn new(
+        endpoint: Url,
+        token: Option<Token>,
+        setting: &dyn Fn(&str) -> Option<String>,
+        tell: Observer<'o>,
+    ) -> Result<Self, HubError> {
+        let agent = ureq::AgentBuilder::new()
+            .redirects(0) // followed here, so that the token stays
+            .tls_config(trusted())
+            .timeout_connect(CONNECT_TIMEOUT)
+            .timeout_read(READ_TIMEOUT)
+            .timeout_write(READ_TIMEOUT)
+            .user_agent(concat!("medusa-train/", env!("CARGO_PKG_VERSION")));
+        let agent = match proxy(&endpoint, setting) {
+            Some((name, address)) => {
+                let address = ureq::Proxy::new(address); // whose error would quote a password
+                agent.proxy(address.map_err(|_| HubError::setting(name, "http://host:port"))?)
+            }
+            None => agent,
+        };
+        Ok(Self { agent: agent.build(), endpoint, token, tell })
+    }
+
+    /// An address of the Hub; every part is one word of the path, whatever is in it.
+    pub(super) fn url(&self, parts: &[&str]) -> Url {
+        let mut url = self.endpoint.clone();
+        url.path_segments_mut().expect("an http address").pop_if_empty().extend(parts);
+        url
+    }
+
+    /// An address of the API about a repository.
+    pub(super) fn api(&self, repo: &Repo, parts: &[&str]) -> Url {
+        self.url(&[&["api", repo.plural(), &repo.owner, &repo.name], parts].concat())
+    }
+
+    /// An address of a repository's own pages.
+    pub(super) fn page(&self, repo: &Repo, parts: &[&str]) -> Url {
+        let prefix: &[&str] = if repo.kind == Kind::Dataset { &["datasets"] } else { &[] };
+        self.url(&[prefix, &[&repo.owner, &repo.name], parts].concat())
+    }
+
+    /// The endpoint, for people.
+    pub(super) fn name(&self) -> String {
+        self.endpoint.as_str().trim_end_matches('/').to_owned()
+    }
+
+    /// Asks until there is an answer: again after a pause where the Hub or the line is in trouble, a few times.
+    pub(super) fn send(&self, ask: &Ask<'_>) -> Result<Response, HubError> {
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let pause = match self.follow(ask)? {
+                Ok(response) if response.status() < 400 => return Ok(response),
+                Ok(response) if is_trouble(response.status()) => {
+                    let asked = retry_after(&response);
+                    if tries == TRIES || asked.is_some_and(|seconds| seconds > LONGEST_WAIT) {
+                        return Err(self.busy(ask, response, tries));
+                    }
+                    let why = format!("{} answered {}", self.name(), response.status());
+                    (asked.unwrap_or(1 << (tries - 1)), why)
+                }
+                Ok(response) => return Err(self.refusal(ask, response)),
+                Err(transport) => {
+                    let reason = reason(&transport);
+                    let limit = if is_connection(&transport) { CONNECTION_TRIES } else { TRIES };
+                    if tries == limit {
+                        let doing = ask.about.doing.to_owned();
+                        return Err(HubError::Unreachable { endpoint: self.host_of(ask), reason, doing });
+                    }
+                    (1 << (tries - 1), reason)
+                }
+            };
+            let (seconds, why) = pause;
+            (self.tell)(Event::Waiting { seconds, why });
+            std::thread::sleep(Duration::from_secs(seconds));
+        }
+    }
+
+    /// A JSON answer.
+    pub(super) fn json<T: DeserializeOwned>(&self, ask: &Ask<'_>) -> Result<T, HubError> {
+        self.read_json(ask, self.send(ask)?)
+    }
+
+    pub(super) fn read_json<T: DeserializeOwned>(&self, ask: &Ask<'_>, response: Response) -> Result<T, HubError> {
+        let bad = |reason: String| self.bad_answer(ask.about.doing, self.clean(&reason));
+        let mut bytes = Vec::new();
+        response.into_reader().take(LONGEST_JSON).read_to_end(&mut bytes).map_err(|error| bad(error.to_string()))?;
+        serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))
+    }
+
+    pub(super) fn bad_answer(&self, doing: &str, reason: impl Into<String>) -> HubError {
+        HubError::BadAnswer { endpoint: self.name(), doing: doing.into(), reason: reason.into() }
+    }
+
+    /// Asks once, and goes where it is sent.
+    fn follow(&self, ask: &Ask<'_>) -> Result<Result<Response, Transport>, HubError> {
+        let mut url = ask.url.clone();
+        for _ in 0..=REDIRECTS {
+            let response = match self.once(ask, &url)? {
+                Ok(response) => response,
+                Err(transport) => return Ok(Err(transport)),
+            };
+            if !matches!(response.status(), 301 | 302 | 303 | 307 | 308) {
+                return Ok(Ok(response));
+            }
+            let next = response.header("location").and_then(|to| url.join(to).ok());
+            url = next
+                .filter(|next| matches!(next.scheme(), "http" | "https"))
+                .filter(|next| url.scheme() == "http" || next.scheme() == "https")
+                .ok_or_else(|| self.bad_answer(ask.about.doing, "a redirection to nowhere"))?;
+        }
+        Err(self.bad_answer(ask.about.doing, "too many redirections"))
+    }
+
+    fn once(&self, ask: &Ask<'_>, url: &Url) -> Result<Result<Response, Transport>, HubError> {
+        let mut request = self.agent.request_url(ask.method, url).set("Accept-Encoding", "identity");
+        if let Some(token) = self.token.as_ref().filter(|_| url.origin() == self.endpoint.origin()) {
+            request = request.set("Authorization", &token.header());
+        }
+        for (name, value) in &ask.headers {
+            request = request.set(name, value);
+        }
+        let moved = AtomicU64::new(0);
+        let sent = match ask.body {
+            Body::Nothing => request.call(),
+            Body::Json(value) => {
+                let request =
+                    if request.has("Content-Type") { request } else { request.set("Content-Type", "application/json") };
+                request.send_bytes(value.to_string().as_bytes())
+            }
+            Body::Lines(bytes) => request.set("Content-Type", "application/x-ndjson").send_bytes(bytes),
+            Body::Part { path, offset, length } => {
+                let part = || -> io::Result<File> {
+                    let mut file = File::open(path)?;
+                    file.seek(SeekFrom::Start(offset))?;
+                    Ok(file)
+                };
+                let file = part().map_err(HubError::io("read", path))?;
+                let counted = Counted { inner: file.take(length), moved: &moved, tell: self.tell };
+                request.set("Content-Length", &length.to_string()).send(counted)
+            }
+        };
+        let answer = sent.or_any_status();
+        if !answer.as_ref().is_ok_and(|answer| answer.status() < 300) {
+            (self.tell)(Event::Lost(moved.into_inner())); // what was counted has to go once more
+        }
+        Ok(answer)
+    }
+
+    fn host_of(&self, ask: &Ask<'_>) -> String {
+        // Never the whole address: a signed one is a key.
+        if ask.url.origin() == self.endpoint.origin() { self.name() } else { ask.url.origin().ascii_serialization() }
+    }
+
+    fn refusal(&self, ask: &Ask<'_>, response: Response) -> HubError {
+        let About { repo, revision, file, doing } = ask.about;
+        let (status, code) = (response.status(), response.header("x-error-code").unwrap_or_default().to_owned());
+        let endpoint = self.name();
+        let id = format!("{repo}@{revision}");
+        let kind = if repo.kind == Kind::Dataset { "data set" } else { "model" };
+        let no_repo = || HubError::NoRepo {
+            endpoint: endpoint.clone(),
+            repo: format!("{kind} {repo}"),
+            token: self.token_words(),
+        };
+        let message = self.message(response);
+        if let Some(token) = self.token.as_ref().filter(|_| status == 401 && message.contains("Invalid credentials")) {
+            return HubError::WrongToken { endpoint, from: token.from.clone() };
+        }
+        match (code.as_str(), status) {
+            ("GatedRepo", _) => {
+                HubError::Gated { repo: repo.to_string(), page: self.page(repo, &[]).into(), token: self.token_words() }
+            }
+            ("RevisionNotFound", _) => {
+                HubError::NoRevision { repo: format!("{kind} {repo}"), revision: revision.into() }
+            }
+            ("EntryNotFound", _) => HubError::NoFile { id, file: file.unwrap_or_default().into(), holds: Vec::new() },
+            ("RepoNotFound", _) => no_repo(),
+            (_, 401) if self.token.is_none() && ask.method != "GET" => HubError::NeedsToken { endpoint },
+            (_, 401) => no_repo(), // as the Hub answers for what one may not see
+            (_, 403) => {
+                let token = self.token_words();
+                HubError::Forbidden { endpoint, doing: doing.into(), token, message }
+            }
+            (_, 412) => HubError::Moved { repo: repo.to_string() },
+            _ => HubError::Refused { endpoint, doing: doing.into(), status, message },
+        }
+    }
+
+    fn busy(&self, ask: &Ask<'_>, response: Response, tries: u32) -> HubError {
+        let (status, wait) = (response.status(), retry_after(&response));
+        let message = match wait.filter(|seconds| *seconds > LONGEST_WAIT) {
+            Some(seconds) => format!("it asks to wait {seconds} seconds"),
+            None => self.message(response),
+        };
+        let (endpoint, doing) = (self.host_of(ask), ask.about.doing.to_owned());
+        HubError::Busy { endpoint, status, doing, tries, message }
+    }
+
+    /// Whether a token goes with requests, and where it is from.
+    fn token_words(&self) -> String {
+        self.token.as_ref().map_or_else(|| "no token was sent".into(), |token| format!("the token from {}", token.from))
+    }
+
+    /// The server's words, of the header or the JSON.
+    fn message(&self, response: Response) -> String {
+        if let Some(message) = response.header("x-error-message") {
+            return self.clean(message);
+        }
+        let mut bytes = Vec::new();
+        let _ = response.into_reader().take(1 << 16).read_to_end(&mut bytes); // without words the status has to do
+        let json: Option<Value> = serde_json::from_slice(&bytes).ok();
+        let error = json.as_ref().and_then(|json| json.get("error")).and_then(Value::as_str);
+        self.clean(error.unwrap_or_default())
+    }
+
+    /// Words from outside: no token, no control characters of a terminal, no novel.
+    pub(super) fn clean(&self, text: &str) -> String {
+        let text = self.token.as_ref().map_or_else(|| text.to_owned(), |token| token.removed_from(text));
+        text.chars().filter(|c| !c.is_control()).take(LONGEST_MESSAGE).collect()
+    }
+}
+
+/// Tells the observer what was read.
+struct Counted<'o, R> {
+    inner: R,
+    moved: &'o AtomicU64,
+    tell: Observer<'o>,
+}
+
+impl<R: Read> Read for Counted<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(buffer)?;
+        self.moved.fetch_add(count as u64, Ordering::Relaxed);
+        (self.tell)(Event::Moved(count as u64));
+        Ok(count)
+    }
+}
+
+fn is_trouble(status: u16) -> bool {
+    matches!(status, 429 | 500 | 502 | 503 | 504)
+}
+
+/// How long the Hub asks to wait, in seconds (a date it never says): `Retry-After`, or the end of a quota's window.
+fn retry_after(response: &Response) -> Option<u64> {
+    let told = || response.header("retry-after")?.trim().parse().ok();
+    told().or_else(|| window_end(response.header("ratelimit")?))
+}
+
+/// `"api";r=0;t=55` (draft-ietf-httpapi-ratelimit-headers): nothing remains for 55 seconds. One more, since they are rounded.
+fn window_end(header: &str) -> Option<u64> {
+    let value = |key: &str| header.split(';').find_map(|part| part.trim().strip_prefix(key)?.parse::<u64>().ok());
+    value("t=").filter(|_| value("r=") == Some(0)).map(|seconds| seconds + 1)
+}
+
+fn is_connection(transport: &Transport) -> bool {
+    matches!(
+        transport.kind(),
+        ErrorKind::Dns | ErrorKind::ConnectionFailed | ErrorKind::ProxyConnect | ErrorKind::ProxyUnauthorized
+    )
+}
+
+/// Without the address, which may be signed.
+fn reason(transport: &Transport) -> String {
+    let source = std::error::Error::source(transport).map(|source| format!(": {source}"));
+    format!("{}{}", transport.kind(), source.unwrap_or_default())
+}
+
+/// Mozilla's roots, which go with the program, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR`, or the system's store).
+fn trusted() -> Arc<ClientConfig> {
+    let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs); // one that is broken is none
+    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .expect("ring has them")
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    Arc::new(config)
+}
+
+/// The proxy's variable and address, unless the host is this machine or `NO_PROXY` names it.
+fn proxy(endpoint: &Url, setting: &dyn Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
+    let names: [&'static str; 4] = match endpoint.scheme() {
+        "https" => ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"],
+        _ => ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"],
+    };
+    let host = endpoint.host_str()?;
+    let is_local = match endpoint.host()? {
+        Host::Domain(name) => name == "localhost",
+        Host::Ipv4(address) => address.is_loopback(),
+        Host::Ipv6(address) => address.is_loopback(),
+    };
+    let excepted = setting("NO_PROXY").or_else(|| setting("no_proxy")).unwrap_or_default();
+    let is_excepted = excepted.split(',').map(|name| name.trim().trim_start_matches('.')).any(|name| {
+        name == "*"
+            || name == host
+            || !name.is_empty() && host.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
+    });
+    let found = names.into_iter().find_map(|name| Some((name, setting(name)?)));
+    found.filter(|_| !is_local && !is_excepted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quotas_window_is_waited_for_when_nothing_remains() {
+        assert_eq!(window_end("\"api\";r=0;t=55"), Some(56));
+        assert_eq!(window_end("\"api\"; r=12; t=55"), None);
+        assert_eq!(window_end("nonsense"), None);
+    }
+
+    #[test]
+    fn a_proxy_is_for_other_machines() {
+        let found = |endpoint: &str, pairs: &[(&str, &str)]| {
+            let setting = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            proxy(&Url::parse(endpoint).unwrap(), &setting).map(|(name, _)| name)
+        };
+        let both = [("HTTPS_PROXY", "http://p:1"), ("http_proxy", "http://p:2")];
+        assert_eq!(found("https://huggingface.co", &both), Some("HTTPS_PROXY"));
+        assert_eq!(found("http://hub.example", &both), Some("http_proxy"));
+        assert_eq!(found("http://127.0.0.1:8", &both), None);
+        assert_eq!(found("http://localhost:8", &both), None);
+        let excepted = [("ALL_PROXY", "http://p:1"), ("NO_PROXY", "a.example, .huggingface.co")];
+        assert_eq!(found("https://huggingface.co", &excepted), None);
+        assert_eq!(found("https://hub.huggingface.co", &excepted), None);
+        assert_eq!(found("https://nothuggingface.co", &excepted), Some("ALL_PROXY"));
+    }
+}

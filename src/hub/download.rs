@@ -1,0 +1,261 @@
+//! Files from the Hub into the cache: several at once, from where a broken transfer stopped, and checked before they get their name.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use sha1::Sha1;
+use sha2::Digest;
+use ureq::Response;
+
+use super::cache::make_parent;
+use super::client::{About, Ask};
+use super::id::{Id, Repo};
+use super::listing::{self, Entry, Hash};
+use super::wanted::INDEX;
+use super::{Event, Hub, HubError, Wanted};
+use crate::files;
+
+/// Files that are on their way together. One connection seldom fills a line; many make the Hub ask to wait.
+const TOGETHER: usize = 4;
+/// Transfers that break one after the other without a byte.
+const BREAKS: u64 = 4;
+
+/// A repository at a commit.
+#[derive(Clone, Copy)]
+struct Snapshot<'a> {
+    repo: &'a Repo,
+    commit: &'a str,
+}
+
+impl Hub<'_> {
+    /// Brings what is wanted into the cache, and says the commit and the names.
+    pub(super) fn download(&self, id: &Id, wanted: Wanted) -> Result<(String, Vec<String>), HubError> {
+        let doing = format!("looking up {id} (no path here)");
+        let head = listing::head(&self.client, &id.repo, id.revision(), &doing)?;
+        let tree = listing::tree(&self.client, &id.repo, &head.commit)?;
+        let names: Vec<String> = tree.iter().map(|entry| entry.path.clone()).collect();
+        let of = |names: &[String]| tree.iter().filter(|entry| names.contains(&entry.path)).collect::<Vec<_>>();
+        let from = Snapshot { repo: &id.repo, commit: &head.commit };
+        let mut chosen = wanted.choose(id, &names)?;
+        if wanted.needs_index(&names) {
+            self.bring(from, &of(&[INDEX.to_owned()]))?;
+        }
+        chosen.extend(wanted.weights(id, &self.cache.snapshot(&id.repo, &head.commit), &names)?);
+        self.bring(from, &of(&chosen))?;
+        self.cache.remember(&id.repo, id.revision(), &head.commit)?;
+        Ok((head.commit, chosen))
+    }
+
+    fn bring(&self, from: Snapshot<'_>, files: &[&Entry]) -> Result<(), HubError> {
+        let is_here = |file: &&&Entry| self.has(from.repo, file);
+        let missing: Vec<&Entry> = files.iter().filter(|file| !is_here(file)).copied().collect();
+        if !missing.is_empty() {
+            let bytes = missing.iter().map(|file| file.size).sum();
+            (self.tell)(Event::Began { what: from.repo.to_string(), files: missing.len(), bytes });
+            let brought = self.all(from, &missing);
+            (self.tell)(Event::Ended);
+            brought?;
+        }
+        files.iter().try_for_each(|file| self.cache.link(from.repo, from.commit, &file.path, file.hash.text()))
+    }
+
+    fn has(&self, repo: &Repo, file: &Entry) -> bool {
+        fs::metadata(self.cache.blob(repo, file.hash.text())).is_ok_and(|blob| blob.len() == file.size)
+    }
+
+    /// Several at once; the first error ends the others where they are.
+    fn all(&self, from: Snapshot<'_>, files: &[&Entry]) -> Result<(), HubError> {
+        let (next, stop, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
+        let work = || {
+            while let Some(file) =
+                files.get(next.fetch_add(1, Ordering::Relaxed)).filter(|_| !stop.load(Ordering::Relaxed))
+            {
+                if let Err(error) = self.one(from, file, &stop) {
+                    stop.store(true, Ordering::Relaxed);
+                    failed.lock().expect("no thread panics with it").get_or_insert(error);
+                }
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..TOGETHER.min(files.len()) {
+                scope.spawn(work);
+            }
+        });
+        failed.into_inner().expect("no thread panicked").map_or(Ok(()), Err)
+    }
+
+    /// One blob. `HASH.incomplete` keeps what came, for this process or a later one.
+    fn one(&self, from: Snapshot<'_>, file: &Entry, stop: &AtomicBool) -> Result<(), HubError> {
+        let hash = file.hash.text();
+        let blob = self.cache.blob(from.repo, hash);
+        make_parent(&blob)?;
+        let _lock = self.cache.lock(from.repo, hash, || (self.tell)(Event::Locked { file: file.path.clone() }))?;
+        if self.has(from.repo, file) {
+            (self.tell)(Event::Moved(file.size)); // by another process, or the same bytes under another name
+            return Ok(());
+        }
+        let partial = blob.with_file_name(format!("{hash}.incomplete"));
+        let mut transfer = Transfer { hub: self, from, file, out: append(&partial)?, partial: &partial, stop };
+        transfer.fill()?;
+        if stop.load(Ordering::Relaxed) {
+            return Ok(()); // the error is another file's
+        }
+        transfer.out.sync_all().map_err(HubError::io("write", &partial))?;
+        check(file, &partial).inspect_err(|_| {
+            let _ = fs::remove_file(&partial); // the hash is the error to report
+        })?;
+        fs::rename(&partial, &blob).map_err(HubError::io("write", &blob))?;
+        files::sync_folder(blob.parent().expect("blobs/")).map_err(HubError::io("write", &blob))
+    }
+}
+
+fn append(path: &Path) -> Result<File, HubError> {
+    OpenOptions::new().create(true).append(true).open(path).map_err(HubError::io("write", path))
+}
+
+/// A file on its way.
+struct Transfer<'a> {
+    hub: &'a Hub<'a>,
+    from: Snapshot<'a>,
+    file: &'a Entry,
+    /// At its end.
+    out: File,
+    /// Its name.
+    partial: &'a Path,
+    /// Whether another file failed.
+    stop: &'a AtomicBool,
+}
+
+impl Transfer<'_> {
+    fn have(&self) -> Result<u64, HubError> {
+        self.out.metadata().map(|out| out.len()).map_err(HubError::io("read", self.partial))
+    }
+
+    fn clear(&self) -> Result<(), HubError> {
+        self.out.set_len(0).map_err(HubError::io("write", self.partial))
+    }
+
+    /// Appends what is missing, however often the line breaks, as long as something comes in between.
+    fn fill(&mut self) -> Result<(), HubError> {
+        if self.have()? > self.file.size {
+            self.clear()?;
+        }
+        let (mut have, mut breaks) = (self.have()?, 0);
+        (self.hub.tell)(Event::Moved(have));
+        while have < self.file.size && !self.stop.load(Ordering::Relaxed) {
+            if breaks > 0 {
+                let why = format!("the download of {} broke", self.file.path);
+                (self.hub.tell)(Event::Waiting { seconds: breaks, why });
+                thread::sleep(Duration::from_secs(breaks));
+            }
+            self.stream(have)?;
+            let now = self.have()?;
+            breaks = if now > have { 0 } else { breaks + 1 };
+            have = now;
+            if breaks == BREAKS {
+                return Err(HubError::Broken { file: self.file.path.clone(), have, size: self.file.size });
+            }
+        }
+        Ok(())
+    }
+
+    /// One answer, to where it breaks, at best to the file's end. A line that breaks is no error.
+    fn stream(&mut self, have: u64) -> Result<(), HubError> {
+        let response = self.ask(have)?;
+        let begin = format!("bytes {have}-");
+        let goes_on =
+            response.status() == 206 && response.header("content-range").is_some_and(|range| range.starts_with(&begin));
+        if have > 0 && !goes_on {
+            self.clear()?;
+            (self.hub.tell)(Event::Lost(have));
+        }
+        if response.status() == 206 && !goes_on {
+            return Ok(()); // another range than was asked for: once more, from the start
+        }
+        self.take(response.into_reader())
+    }
+
+    fn ask(&self, have: u64) -> Result<Response, HubError> {
+        let (Snapshot { repo, commit }, path) = (self.from, &self.file.path);
+        let parts: Vec<&str> = ["resolve", commit].into_iter().chain(path.split('/')).collect();
+        let doing = format!("downloading {path} of {repo}");
+        let about = About { repo, revision: commit, file: Some(path), doing: &doing };
+        let mut ask = Ask::get(self.hub.client.page(repo, &parts), about);
+        if have > 0 {
+            ask.headers.push(("Range", format!("bytes={have}-")));
+        }
+        self.hub.client.send(&ask)
+    }
+
+    fn take(&mut self, mut body: impl Read) -> Result<(), HubError> {
+        let (mut have, mut buffer) = (self.have()?, vec![0; 1 << 16]);
+        while !self.stop.load(Ordering::Relaxed) {
+            let Ok(count @ 1..) = body.read(&mut buffer) else { return Ok(()) };
+            have += count as u64;
+            if have > self.file.size {
+                self.clear()?;
+                let (file, expected) = (self.file.path.clone(), format!("{} bytes", self.file.size));
+                return Err(HubError::Damaged { file, expected, got: "more".into() });
+            }
+            self.out.write_all(&buffer[..count]).map_err(HubError::io("write", self.partial))?;
+            (self.hub.tell)(Event::Moved(count as u64));
+        }
+        Ok(())
+    }
+}
+
+/// Whether a file is what the Hub has.
+fn check(file: &Entry, path: &Path) -> Result<(), HubError> {
+    let got = hash_like(&file.hash, path).map_err(HubError::io("read", path))?;
+    if got == file.hash {
+        return Ok(());
+    }
+    let (expected, got) = (in_words(&file.hash), in_words(&got));
+    Err(HubError::Damaged { file: file.path.clone(), expected, got })
+}
+
+fn in_words(hash: &Hash) -> String {
+    match hash {
+        Hash::Git(text) => format!("git's hash {text}"),
+        Hash::Sha256(text) => format!("SHA-256 {text}"),
+    }
+}
+
+/// A file's hash, of the kind of another.
+pub(super) fn hash_like(hash: &Hash, path: &Path) -> std::io::Result<Hash> {
+    match hash {
+        Hash::Sha256(_) => files::sha256(path).map(Hash::Sha256),
+        Hash::Git(_) => git_hash(path).map(Hash::Git),
+    }
+}
+
+fn git_hash(path: &Path) -> std::io::Result<String> {
+    let mut file = File::open(path)?;
+    let mut hasher = Sha1::new();
+    hasher.update(format!("blob {}\0", file.metadata()?.len()));
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(files::hex(&hasher.finalize())),
+            count => hasher.update(&buffer[..count]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_hash_of_a_small_file_is_gits() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x");
+        files::write_atomic(&path, |out| out.write_all(b"hello\n")).unwrap();
+        assert_eq!(git_hash(&path).unwrap(), "ce013625030ba8dba906f756967f9e9ca394464a"); // echo hello | git hash-object --stdin
+    }
+}

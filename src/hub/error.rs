@@ -1,0 +1,254 @@
+//! What can go wrong with the Hub. No variant holds a token, a signed address or the password of a proxy.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why something cannot be had from the Hub, or brought there.
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    /// A variable of the environment, or the token's file.
+    #[error("{name} is wrong: expected {expected}")]
+    Setting {
+        /// Which.
+        name: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// One has to ask for access.
+    #[error(
+        "access to {repo} is restricted: ask for it at {page}, then set HF_TOKEN to a token of that account ({token})"
+    )]
+    Gated {
+        /// The repository.
+        repo: String,
+        /// Its page.
+        page: String,
+        /// Whether one was sent.
+        token: String,
+    },
+    /// No such repository, or one that this user may not see.
+    #[error(
+        "{endpoint} has no {repo}, nor is there such a path here; check the spelling. A private repository needs HF_TOKEN ({token})"
+    )]
+    NoRepo {
+        /// The Hub.
+        endpoint: String,
+        /// `model owner/name`.
+        repo: String,
+        /// Whether one was sent.
+        token: String,
+    },
+    /// No such branch, tag or commit.
+    #[error("{repo} has no revision {revision:?}; give a branch, a tag or a commit's hash after the @")]
+    NoRevision {
+        /// The repository.
+        repo: String,
+        /// What was asked for.
+        revision: String,
+    },
+    /// No such file.
+    #[error("{id} has no file {file:?}{}", hint(holds))]
+    NoFile {
+        /// Repository and revision.
+        id: String,
+        /// What was asked for.
+        file: String,
+        /// What it has.
+        holds: Vec<String>,
+    },
+    /// It is something else.
+    #[error("{id} has no {expected}{}", hint(holds))]
+    NothingWanted {
+        /// Repository and revision.
+        id: String,
+        /// What belongs there.
+        expected: String,
+        /// What it has.
+        holds: Vec<String>,
+    },
+    /// Weights of a kind that runs code when it is read.
+    #[error(
+        "{id} has weights in {found} only; this program reads safetensors: convert them, or take a revision that has them"
+    )]
+    NoSafetensors {
+        /// Repository and revision.
+        id: String,
+        /// The file.
+        found: String,
+    },
+    /// The token is none.
+    #[error("{endpoint} does not know the token from {from}; make one at {endpoint}/settings/tokens")]
+    WrongToken {
+        /// The Hub.
+        endpoint: String,
+        /// Where the token was found.
+        from: String,
+    },
+    /// It needs a token.
+    #[error("pushing needs a token that may write: make one at {endpoint}/settings/tokens and set HF_TOKEN")]
+    NeedsToken {
+        /// The Hub.
+        endpoint: String,
+    },
+    /// The token may not.
+    #[error("{endpoint} does not allow {doing} with {token}{}; take a token that may", said(message))]
+    Forbidden {
+        /// The Hub.
+        endpoint: String,
+        /// What was tried.
+        doing: String,
+        /// Which.
+        token: String,
+        /// The Hub's words.
+        message: String,
+    },
+    /// Not in the cache, and nobody may be asked.
+    #[error("HF_HUB_OFFLINE is set, and the cache {} lacks {file} of {id}; unset it once, to download", cache.display())]
+    Offline {
+        /// Repository and revision.
+        id: String,
+        /// What is missing.
+        file: String,
+        /// The cache.
+        cache: PathBuf,
+    },
+    /// Too many requests, or a server in trouble.
+    #[error("{endpoint} answered {status} to {doing}, {tries} times{}; try again later", said(message))]
+    Busy {
+        /// The Hub.
+        endpoint: String,
+        /// HTTP's.
+        status: u16,
+        /// What was tried.
+        doing: String,
+        /// How often.
+        tries: u32,
+        /// The Hub's words, or how long it asks to wait.
+        message: String,
+    },
+    /// Nobody answers.
+    #[error(
+        "cannot reach {endpoint} ({reason}) for {doing}; check the network, HTTPS_PROXY, SSL_CERT_FILE and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to \
+         use what was downloaded before"
+    )]
+    Unreachable {
+        /// The Hub.
+        endpoint: String,
+        /// Why.
+        reason: String,
+        /// What was tried.
+        doing: String,
+    },
+    /// A transfer that broke and could not go on.
+    #[error(
+        "the download of {file} broke at {have} of {size} bytes, and again without progress; run it again to go on from there"
+    )]
+    Broken {
+        /// Which file.
+        file: String,
+        /// Bytes that are kept.
+        have: u64,
+        /// Bytes in all.
+        size: u64,
+    },
+    /// Not what the Hub has.
+    #[error("what came of {file} is damaged: expected {expected}, got {got}; it was thrown away, run it again")]
+    Damaged {
+        /// Which file.
+        file: String,
+        /// Size or hash.
+        expected: String,
+        /// The same of what came.
+        got: String,
+    },
+    /// A name from the Hub that would leave its folder.
+    #[error("{repo} has a file named {name:?}, which would leave its folder; nothing was written")]
+    UnsafeName {
+        /// The repository.
+        repo: String,
+        /// The name.
+        name: String,
+    },
+    /// An answer that is not the Hub's protocol.
+    #[error("{endpoint} answered {doing} with what is no answer of a Hub: {reason}; check HF_ENDPOINT")]
+    BadAnswer {
+        /// The Hub.
+        endpoint: String,
+        /// What was tried.
+        doing: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Any other refusal.
+    #[error("{endpoint} refused {doing} with status {status}{}", said(message))]
+    Refused {
+        /// The Hub.
+        endpoint: String,
+        /// What was tried.
+        doing: String,
+        /// HTTP's.
+        status: u16,
+        /// The Hub's words.
+        message: String,
+    },
+    /// The repository went on while a push was under way.
+    #[error("{repo} was changed by someone else during the push, and nothing was committed; run it again")]
+    Moved {
+        /// The repository.
+        repo: String,
+    },
+    /// `--private` of a repository that all can see.
+    #[error(
+        "{repo} is there and public, and --private is for a new one; make it private in its settings, or leave --private out"
+    )]
+    IsPublic {
+        /// The repository.
+        repo: String,
+    },
+    /// A folder without files.
+    #[error("{} has no file to push{}", folder.display(), left_out_words(left_out))]
+    NothingToPush {
+        /// The folder.
+        folder: PathBuf,
+        /// Files that are never pushed.
+        left_out: Vec<String>,
+    },
+    /// The disk.
+    #[error("cannot {doing} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+}
+
+impl HubError {
+    pub(super) fn setting(name: &str, expected: &'static str) -> Self {
+        Self::Setting { name: name.to_owned(), expected }
+    }
+
+    /// For `map_err`: an error of the disk.
+    pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_owned();
+        move |source| Self::Io { doing, path, source }
+    }
+}
+
+fn said(message: &str) -> String {
+    if message.is_empty() { String::new() } else { format!(" ({message})") }
+}
+
+fn left_out_words(names: &[String]) -> String {
+    if names.is_empty() { String::new() } else { format!("; left out: {}", names.join(", ")) }
+}
+
+/// The first of what there is.
+fn hint(holds: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let more = if holds.len() > SHOWN { ", …" } else { "" };
+    let first = holds.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+    if holds.is_empty() { "; it has no such files".into() } else { format!("; it has {first}{more}") }
+}

@@ -1,0 +1,228 @@
+//! What a place is: a path on this machine, or an id of the Hub.
+//!
+//! What exists here is a path, always. An id is `owner/name` or `owner/name@revision`; for data also `owner/name/file` and
+//! `owner/name@revision/file`, where the file may be a pattern or a folder. All else is a path: `./x`, `/x`, `~/x`, one word; for
+//! models, three words. And so is a place whose first word is a folder here (a misspelt path stays on this machine), unless it has
+//! an `@revision`.
+
+use std::fmt;
+use std::path::Path;
+
+/// Revision where none is given.
+pub const MAIN: &str = "main";
+/// Ends of the names of data files.
+pub(super) const DATA: [&str; 6] = ["json", "jsonl", "ndjson", "parquet", "arrow", "feather"];
+const COMPRESSED: [&str; 2] = [".gz", ".zst"];
+
+/// What a repository holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Weights.
+    Model,
+    /// Data files.
+    Dataset,
+}
+
+/// `owner/name`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Repo {
+    /// What it holds.
+    pub kind: Kind,
+    /// A user or an organisation.
+    pub owner: String,
+    /// The repository's own name.
+    pub name: String,
+}
+
+/// A state of a repository, or files of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Id {
+    /// Which repository.
+    pub repo: Repo,
+    /// A branch, tag or commit, if one was named.
+    pub revision: Option<String>,
+    /// A file, a pattern or a folder in it.
+    pub file: Option<String>,
+}
+
+impl Repo {
+    /// Reads `owner/name`.
+    pub fn parse(kind: Kind, text: &str) -> Option<Self> {
+        let (owner, name) = text.split_once('/')?;
+        let is_good = is_word(owner) && is_word(name) && !name.ends_with(".git");
+        is_good.then(|| Self { kind, owner: owner.into(), name: name.into() })
+    }
+
+    /// As URLs of the API have it.
+    pub(super) fn plural(&self) -> &'static str {
+        match self.kind {
+            Kind::Model => "models",
+            Kind::Dataset => "datasets",
+        }
+    }
+}
+
+impl Id {
+    /// The branch, tag or commit.
+    pub fn revision(&self) -> &str {
+        self.revision.as_deref().unwrap_or(MAIN)
+    }
+}
+
+impl fmt::Display for Repo {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}/{}", self.owner, self.name)
+    }
+}
+
+impl fmt::Display for Id {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}", self.repo)?;
+        self.revision.iter().try_for_each(|revision| write!(out, "@{revision}"))?;
+        self.file.iter().try_for_each(|file| write!(out, "/{file}"))
+    }
+}
+
+/// The id of a model, heads or an adapter; `None`: a path.
+pub fn model(place: &str) -> Option<Id> {
+    remote(place, Kind::Model).filter(|id| id.file.is_none())
+}
+
+/// The id of data; `None`: a path or a pattern of paths.
+pub fn data(place: &str) -> Option<Id> {
+    let id = remote(place, Kind::Dataset)?;
+    // `folder/rows.jsonl` is a file that is not there; a repository of that name can be had as `folder/rows.jsonl@main`.
+    (id.file.is_some() || id.revision.is_some() || !is_data(&id.repo.name)).then_some(id)
+}
+
+fn remote(place: &str, kind: Kind) -> Option<Id> {
+    let id = parse(place, kind)?;
+    let is_here = Path::new(place).exists() || id.revision.is_none() && Path::new(&id.repo.owner).is_dir();
+    (!is_here).then_some(id)
+}
+
+/// The grammar alone.
+fn parse(text: &str, kind: Kind) -> Option<Id> {
+    let (owner, rest) = text.split_once('/')?;
+    let (name, rest) = rest.split_at(rest.find(['@', '/']).unwrap_or(rest.len()));
+    let repo = Repo::parse(kind, &format!("{owner}/{name}"))?;
+    let (revision, file) = match rest.strip_prefix('@') {
+        Some(rest) => {
+            // refs/pr/7 and refs/convert/parquet are the Hub's own names; other revisions with a slash cannot be told from a file
+            let words = if rest.starts_with("refs/") { 3 } else { 1 };
+            let end = rest.match_indices('/').nth(words - 1).map_or(rest.len(), |(at, _)| at);
+            (Some(rest[..end].to_owned()), &rest[end..])
+        }
+        None => (None, rest),
+    };
+    let file = file.strip_prefix('/').map(str::to_owned);
+    let is_good = revision.as_deref().is_none_or(is_revision) && file.as_deref().is_none_or(is_safe);
+    is_good.then_some(Id { repo, revision, file })
+}
+
+/// The Hub's rule for names of owners and repositories.
+fn is_word(word: &str) -> bool {
+    let is_inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let is_outer = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');
+    word.len() <= 96
+        && word.chars().all(is_inner)
+        && is_outer(word.chars().next())
+        && is_outer(word.chars().last())
+        && !word.contains("--")
+        && !word.contains("..")
+}
+
+/// Whether this can be the name of a branch, tag or commit. It is a path below `refs/` in the cache.
+pub fn is_revision(revision: &str) -> bool {
+    is_safe(revision) && !revision.chars().any(|c| c.is_whitespace() || matches!(c, '~' | '^' | ':' | '?' | '*' | '['))
+}
+
+/// Whether a name from outside stays in the folder that it is joined to, on every system.
+pub(super) fn is_safe(name: &str) -> bool {
+    let is_good = |part: &str| !matches!(part, "" | "." | "..");
+    name.split('/').all(is_good) && !name.chars().any(|c| c == '\\' || c.is_control()) && !has_drive(name)
+}
+
+/// `C:x` is a path of its own on Windows.
+fn has_drive(name: &str) -> bool {
+    matches!(name.as_bytes(), [letter, b':', ..] if letter.is_ascii_alphabetic())
+}
+
+/// Whether a file of this name holds rows.
+pub(super) fn is_data(name: &str) -> bool {
+    let plain = COMPRESSED.iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
+    plain.rsplit_once('.').is_some_and(|(_, end)| DATA.contains(&end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shown(text: &str) -> Option<(String, Option<String>, Option<String>)> {
+        parse(text, Kind::Dataset).map(|id| {
+            assert_eq!(id.to_string(), text);
+            (id.repo.to_string(), id.revision, id.file)
+        })
+    }
+
+    #[test]
+    fn an_id_has_a_repository_a_revision_and_a_file() {
+        let id = |repo: &str, revision: Option<&str>, file: Option<&str>| {
+            Some((repo.to_owned(), revision.map(str::to_owned), file.map(str::to_owned)))
+        };
+        assert_eq!(shown("a/b"), id("a/b", None, None));
+        assert_eq!(shown("a/b@v1.0"), id("a/b", Some("v1.0"), None));
+        assert_eq!(shown("a/b/c/d.jsonl"), id("a/b", None, Some("c/d.jsonl")));
+        assert_eq!(shown("a/b@v1/c/*.parquet"), id("a/b", Some("v1"), Some("c/*.parquet")));
+        assert_eq!(shown("a/b@refs/pr/7"), id("a/b", Some("refs/pr/7"), None));
+        assert_eq!(
+            shown("a/b@refs/convert/parquet/c.parquet"),
+            id("a/b", Some("refs/convert/parquet"), Some("c.parquet"))
+        );
+    }
+
+    #[test]
+    fn what_is_no_id_is_a_path() {
+        let paths = [
+            "word",
+            "./a",
+            "../a",
+            "/a/b",
+            "~/a",
+            "a/",
+            "/a",
+            "a//b",
+            "a/b/",
+            "a/b/../c",
+            "a/*.jsonl",
+            "a\\b/c",
+            "a/b@",
+        ];
+        for path in paths
+            .into_iter()
+            .chain(["a/b@../x", "a/b@x y", "a/b\0", "a--b/c", "a/b.git", ".a/b", "a/-b", "C:/b", "é/b"])
+        {
+            assert_eq!(shown(path), None, "{path}");
+        }
+        assert_eq!(model("a/b/c"), None, "three words");
+        assert_eq!(model("a/b@v1/c"), None);
+        assert_eq!(data("a/b.jsonl"), None);
+    }
+
+    #[test]
+    fn what_stands_here_is_a_path() {
+        assert_eq!(model("src/hub"), None, "it exists");
+        assert_eq!(model("src/nothing"), None, "its first word is a folder here"); // tests run in the root of the repository
+        assert_eq!(data("src/nothing/rows.jsonl"), None);
+        assert!(model("src/nothing@main").is_some(), "nobody means a path by that");
+        assert!(model("no-such-owner/name").is_some() && data("no-such-owner/name/rows.jsonl").is_some());
+    }
+
+    #[test]
+    fn names_that_leave_their_folder_are_unsafe() {
+        for name in ["../x", "/etc/passwd", "a//b", "a/./b", "a\\b", "a\0b", "", "a/..", "C:\\x", "c:x", "a\nb"] {
+            assert!(!is_safe(name), "{name:?}");
+        }
+        assert!(is_safe("a/b.c/..d") && is_safe("model-00001-of-00002.safetensors"));
+    }
+}

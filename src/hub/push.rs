@@ -1,0 +1,474 @@
+//! A folder into a repository of the Hub: what changed, in one commit. Large files go first, by Git LFS, and stay on the Hub whatever happens
+//! after, so that an interrupted push only sends the rest when it is repeated.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use url::Url;
+
+use super::client::{About, Ask, Body};
+use super::download::hash_like;
+use super::id::Repo;
+use super::listing::{self, Entry, Head};
+use super::{Event, Hub, HubError};
+use crate::files;
+
+/// Files of one question to the Hub, as Python's library has it.
+const BATCH: usize = 256;
+/// Of a file's start, from which the Hub tells text from weights.
+const SAMPLE: u64 = 512;
+
+/// What to push where.
+#[derive(Debug, Clone)]
+pub struct Push<'p> {
+    /// The folder.
+    pub folder: &'p Path,
+    /// The repository, made if it is not there.
+    pub repo: &'p Repo,
+    /// Whether a new repository is for its owner only.
+    pub private: bool,
+    /// The commit's first line.
+    pub message: &'p str,
+    /// The branch, made if it is not there.
+    pub revision: &'p str,
+}
+
+/// What a push did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pushed {
+    /// The commit's page; `None`: the Hub had everything.
+    pub commit: Option<String>,
+    /// Names of the files in the commit.
+    pub files: Vec<String>,
+    /// How many files the Hub had already.
+    pub unchanged: usize,
+    /// Names that were not pushed.
+    pub left_out: Vec<String>,
+}
+
+/// A file of the folder.
+#[derive(Debug, Clone)]
+struct Local {
+    /// As the Hub has it: parts joined by `/`.
+    name: String,
+    path: PathBuf,
+    size: u64,
+}
+
+/// How the Hub wants a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    /// In the commit itself.
+    Inline,
+    Lfs,
+    /// `.gitignore` of the repository names it.
+    Ignored,
+}
+
+#[derive(Deserialize)]
+struct Modes {
+    files: Vec<FileMode>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct FileMode {
+    path: String,
+    upload_mode: String,
+    #[serde(default)]
+    should_ignore: bool,
+}
+
+/// Answer of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
+#[derive(Deserialize)]
+struct Batch {
+    objects: Vec<Object>,
+}
+
+#[derive(Deserialize)]
+struct Object {
+    oid: String,
+    /// Absent: the Hub has it.
+    actions: Option<Actions>,
+    error: Option<ObjectError>,
+}
+
+#[derive(Deserialize)]
+struct ObjectError {
+    code: u16,
+    #[serde(default)]
+    message: String,
+}
+
+#[derive(Deserialize)]
+struct Actions {
+    upload: Option<Action>,
+    verify: Option<Action>,
+}
+
+#[derive(Deserialize)]
+struct Action {
+    href: String,
+    /// Of the Hub's own multipart transfer: `chunk_size`, and an address a part under its number.
+    header: Option<Map<String, Value>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Committed {
+    commit_oid: String,
+}
+
+/// What a file is in the commit, once its bytes are on the Hub or in hand.
+struct Addition<'l> {
+    file: &'l Local,
+    /// Of a file in LFS.
+    sha256: Option<String>,
+}
+
+impl Hub<'_> {
+    /// Pushes what the repository does not have as it is in the folder. Files that only the repository has stay there.
+    ///
+    /// # Errors
+    /// [`HubError`]; nothing was committed then.
+    pub fn push(&self, push: &Push<'_>) -> Result<Pushed, HubError> {
+        let (local, mut left_out) = scan(push.folder)?;
+        if local.is_empty() {
+            return Err(HubError::NothingToPush { folder: push.folder.into(), left_out });
+        }
+        if self.offline {
+            return Err(HubError::setting("HF_HUB_OFFLINE", "not to be set, since pushing needs the Hub"));
+        }
+        if self.client.token.is_none() {
+            return Err(HubError::NeedsToken { endpoint: self.client.name() });
+        }
+        let head = self.head_to_push_on(push)?;
+        let there = listing::tree(&self.client, push.repo, &head.commit)?;
+        let changed = changed(&local, &there)?;
+        let modes = self.modes(push, &changed)?;
+        left_out.extend(changed.iter().filter(|file| modes[&file.name] == Mode::Ignored).map(|file| file.name.clone()));
+        let of = |mode| changed.iter().filter(|file| modes[&file.name] == mode).copied().collect::<Vec<_>>();
+        let (inline, large) = (of(Mode::Inline), of(Mode::Lfs));
+        let unchanged = local.len() - changed.len();
+        if inline.is_empty() && large.is_empty() {
+            return Ok(Pushed { commit: None, files: Vec::new(), unchanged, left_out });
+        }
+        let mut additions = self.upload(push, &large)?;
+        additions.extend(inline.into_iter().map(|file| Addition { file, sha256: None }));
+        let commit = self.commit(push, &head, &additions)?;
+        let files = additions.iter().map(|addition| addition.file.name.clone()).collect();
+        Ok(Pushed { commit: Some(commit), files, unchanged, left_out })
+    }
+
+    fn about<'a>(push: &'a Push<'_>, doing: &'a str) -> About<'a> {
+        About { repo: push.repo, revision: push.revision, file: None, doing }
+    }
+
+    /// The branch's state, with repository and branch made where they are not there.
+    fn head_to_push_on(&self, push: &Push<'_>) -> Result<Head, HubError> {
+        match self.head(push) {
+            Ok(head) if push.private && !head.private => Err(HubError::IsPublic { repo: push.repo.to_string() }),
+            Err(HubError::NoRepo { .. }) => {
+                self.make_repo(push)?;
+                let head = self.head_or_branch(push)?;
+                let is_as_asked = head.private || !push.private; // before a byte of it is sent
+                if is_as_asked { Ok(head) } else { Err(HubError::IsPublic { repo: push.repo.to_string() }) }
+            }
+            Err(HubError::NoRevision { .. }) => self.head_or_branch(push),
+            other => other,
+        }
+    }
+
+    fn head(&self, push: &Push<'_>) -> Result<Head, HubError> {
+        listing::head(&self.client, push.repo, push.revision, &format!("looking up {}", push.repo))
+    }
+
+    fn make_repo(&self, push: &Push<'_>) -> Result<(), HubError> {
+        let doing = format!("making {}", push.repo);
+        let Repo { owner, name, .. } = push.repo;
+        let mut body = json!({"name": name, "organization": owner, "type": "model", "private": push.private});
+        if push.private {
+            body["visibility"] = "private".into(); // the newer word for it
+        }
+        let url = self.client.url(&["api", "repos", "create"]);
+        self.client.send(&Ask::post(url, Body::Json(&body), Self::about(push, &doing))).map(drop)
+    }
+
+    fn head_or_branch(&self, push: &Push<'_>) -> Result<Head, HubError> {
+        match self.head(push) {
+            Err(HubError::NoRevision { .. }) => {
+                let doing = format!("making the branch {} of {}", push.revision, push.repo);
+                let url = self.client.api(push.repo, &["branch", push.revision]);
+                self.client.send(&Ask::post(url, Body::Json(&json!({})), Self::about(push, &doing)))?;
+                self.head(push)
+            }
+            head => head,
+        }
+    }
+
+    /// Asks the Hub how it wants each file.
+    fn modes(&self, push: &Push<'_>, files: &[&Local]) -> Result<HashMap<String, Mode>, HubError> {
+        let doing = format!("asking how {} takes the files", push.repo);
+        let mut modes = HashMap::new();
+        for some in files.chunks(BATCH) {
+            let asked = some.iter().map(|file| {
+                let sample = STANDARD.encode(start(&file.path)?);
+                Ok(json!({"path": file.name, "size": file.size, "sample": sample}))
+            });
+            let body = json!({"files": asked.collect::<Result<Vec<_>, HubError>>()?});
+            let url = self.client.api(push.repo, &["preupload", push.revision]);
+            let answer: Modes = self.client.json(&Ask::post(url, Body::Json(&body), Self::about(push, &doing)))?;
+            for file in some {
+                let found = answer.files.iter().find(|mode| mode.path == file.name);
+                let found =
+                    found.ok_or_else(|| self.client.bad_answer(&doing, format!("nothing about {}", file.name)))?;
+                let mode = match found.upload_mode.as_str() {
+                    _ if found.should_ignore => Mode::Ignored,
+                    "lfs" if file.size > 0 => Mode::Lfs, // stores of objects take no empty ones
+                    _ => Mode::Inline,
+                };
+                modes.insert(file.name.clone(), mode);
+            }
+        }
+        Ok(modes)
+    }
+
+    /// Brings large files to the Hub's store, those that are not there.
+    fn upload<'l>(&self, push: &Push<'_>, files: &[&'l Local]) -> Result<Vec<Addition<'l>>, HubError> {
+        let hashed = |file: &&'l Local| {
+            let sha256 = files::sha256(&file.path).map_err(HubError::io("read", &file.path))?;
+            Ok(Addition { file, sha256: Some(sha256) })
+        };
+        let additions: Vec<Addition<'l>> = files.iter().map(hashed).collect::<Result<_, HubError>>()?;
+        for some in additions.chunks(BATCH) {
+            let objects = self.batch(push, some)?;
+            let of = |oid: &str| some.iter().find(|addition| addition.sha256.as_deref() == Some(oid));
+            let work: Vec<(&Local, Object)> = objects
+                .into_iter()
+                .filter(|object| object.actions.as_ref().is_some_and(|actions| actions.upload.is_some()))
+                .filter_map(|object| Some((of(&object.oid)?.file, object)))
+                .collect();
+            if work.is_empty() {
+                continue;
+            }
+            let bytes = work.iter().map(|(file, _)| file.size).sum();
+            (self.tell)(Event::Began { what: push.repo.to_string(), files: work.len(), bytes });
+            let sent = work.iter().try_for_each(|(file, object)| self.send_object(push, file, object));
+            (self.tell)(Event::Ended);
+            sent?;
+        }
+        Ok(additions)
+    }
+
+    fn batch(&self, push: &Push<'_>, files: &[Addition<'_>]) -> Result<Vec<Object>, HubError> {
+        let doing = format!("asking where {} takes large files", push.repo);
+        let objects: Vec<Value> =
+            files.iter().map(|addition| json!({"oid": addition.sha256, "size": addition.file.size})).collect();
+        let body = json!({
+            "operation": "upload",
+            "transfers": ["basic", "multipart"],
+            "objects": objects,
+            "hash_algo": "sha256",
+            "ref": {"name": push.revision},
+        });
+        let name = format!("{}.git", push.repo.name);
+        let url = self.client.url(&[&push.repo.owner, &name, "info", "lfs", "objects", "batch"]);
+        let mut ask = Ask::post(url, Body::Json(&body), Self::about(push, &doing));
+        ask.headers = lfs_headers();
+        let answer: Batch = self.client.json(&ask)?;
+        match answer.objects.iter().find_map(|object| object.error.as_ref()) {
+            None => Ok(answer.objects),
+            Some(ObjectError { code, message }) => {
+                let (endpoint, message) = (self.client.name(), self.client.clean(message));
+                Err(HubError::Refused { endpoint, doing, status: *code, message })
+            }
+        }
+    }
+
+    fn send_object(&self, push: &Push<'_>, file: &Local, object: &Object) -> Result<(), HubError> {
+        let Some(Actions { upload: Some(upload), verify }) = &object.actions else { return Ok(()) };
+        let doing = format!("uploading {}", file.name);
+        let about = About { file: Some(&file.name), ..Self::about(push, &doing) };
+        match upload.header.as_ref().and_then(|header| header.get("chunk_size")) {
+            None => drop(self.put(file, &upload.href, (0, file.size), about)?),
+            Some(size) => self.send_parts(file, object, (upload, size), about)?,
+        }
+        let Some(verify) = verify else { return Ok(()) };
+        let body = json!({"oid": object.oid, "size": file.size});
+        let mut ask = Ask::post(self.address(&verify.href, &doing)?, Body::Json(&body), about);
+        ask.headers = lfs_headers();
+        self.client.send(&ask).map(drop)
+    }
+
+    /// The Hub's multipart transfer: a part to each address, then all parts' ETags.
+    fn send_parts(
+        &self,
+        file: &Local,
+        object: &Object,
+        (upload, chunk_size): (&Action, &Value),
+        about: About<'_>,
+    ) -> Result<(), HubError> {
+        let bad = |reason: &str| self.client.bad_answer(about.doing, reason);
+        let text = chunk_size.as_str().map_or_else(|| chunk_size.to_string(), str::to_owned);
+        let chunk: u64 =
+            text.parse().ok().filter(|&size| size > 0).ok_or_else(|| bad("a chunk_size that is no number"))?;
+        let mut addresses: Vec<(u64, &str)> = upload
+            .header
+            .iter()
+            .flatten()
+            .filter_map(|(number, url)| Some((number.parse().ok()?, url.as_str()?)))
+            .collect();
+        addresses.sort_unstable();
+        if addresses.len() as u64 != file.size.div_ceil(chunk) {
+            return Err(bad("another number of parts than the file has"));
+        }
+        let mut parts = Vec::new();
+        for (at, (_, address)) in (0..).zip(&addresses) {
+            let length = chunk.min(file.size - at * chunk);
+            let response = self.put(file, address, (at * chunk, length), about)?;
+            let etag =
+                response.header("etag").filter(|etag| !etag.is_empty()).ok_or_else(|| bad("a part without ETag"))?;
+            parts.push(json!({"partNumber": at + 1, "etag": etag}));
+        }
+        let body = json!({"oid": object.oid, "parts": parts});
+        let mut ask = Ask::post(self.address(&upload.href, about.doing)?, Body::Json(&body), about);
+        ask.headers = lfs_headers();
+        self.client.send(&ask).map(drop)
+    }
+
+    fn put(
+        &self,
+        file: &Local,
+        address: &str,
+        (offset, length): (u64, u64),
+        about: About<'_>,
+    ) -> Result<ureq::Response, HubError> {
+        let body = Body::Part { path: &file.path, offset, length };
+        let url = self.address(address, about.doing)?;
+        self.client.send(&Ask { method: "PUT", url, headers: Vec::new(), body, about })
+    }
+
+    fn address(&self, text: &str, doing: &str) -> Result<Url, HubError> {
+        let url = self.client.endpoint.join(text).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+        url.ok_or_else(|| self.client.bad_answer(doing, "an address that is none"))
+    }
+
+    /// One commit of all additions, on the state that they were compared with; its page.
+    fn commit(&self, push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
+        let doing = format!("committing to {}", push.repo);
+        let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
+        let mut lines = json!({"key": "header", "value": header}).to_string();
+        for Addition { file, sha256 } in additions {
+            let line = match sha256 {
+                Some(oid) => json!({
+                    "key": "lfsFile",
+                    "value": {"path": file.name, "algo": "sha256", "oid": oid, "size": file.size},
+                }),
+                None => {
+                    let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
+                    let content = STANDARD.encode(bytes);
+                    json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
+                }
+            };
+            lines.push('\n');
+            lines.push_str(&line.to_string());
+        }
+        let url = self.client.api(push.repo, &["commit", push.revision]);
+        let ask = Ask::post(url, Body::Lines(lines.as_bytes()), Self::about(push, &doing));
+        let committed: Committed = self.client.json(&ask)?;
+        Ok(self.client.page(push.repo, &["commit", &committed.commit_oid]).into())
+    }
+}
+
+fn lfs_headers() -> Vec<(&'static str, String)> {
+    ["Accept", "Content-Type"].map(|name| (name, "application/vnd.git-lfs+json".to_owned())).into()
+}
+
+/// Files that the repository does not have so. A hash is only taken where the sizes are equal.
+fn changed<'l>(local: &'l [Local], there: &[Entry]) -> Result<Vec<&'l Local>, HubError> {
+    let mut changed = Vec::new();
+    for file in local {
+        let same = match there.iter().find(|entry| entry.path == file.name).filter(|entry| entry.size == file.size) {
+            Some(entry) => hash_like(&entry.hash, &file.path).map_err(HubError::io("read", &file.path))? == entry.hash,
+            None => false,
+        };
+        if !same {
+            changed.push(file);
+        }
+    }
+    Ok(changed)
+}
+
+/// All files below a folder, and the names of what is never pushed: hidden files, leftovers of interrupted writes, links to folders.
+fn scan(folder: &Path) -> Result<(Vec<Local>, Vec<String>), HubError> {
+    let (mut local, mut left_out, mut folders) = (Vec::new(), Vec::new(), vec![folder.to_owned()]);
+    while let Some(current) = folders.pop() {
+        for entry in fs::read_dir(&current).map_err(HubError::io("read", &current))? {
+            let path = entry.map_err(HubError::io("read", &current))?.path();
+            let inside = path.strip_prefix(folder).expect("it was found there");
+            let name = inside.components().map(|part| part.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/");
+            let last = name.rsplit('/').next().unwrap_or_default();
+            let is_link = path.is_symlink();
+            let metadata = fs::metadata(&path).map_err(HubError::io("read", &path))?;
+            if last.starts_with('.')
+                || last.ends_with(".partial")
+                || last.ends_with(".incomplete")
+                || metadata.is_dir() && is_link
+            {
+                left_out.push(name);
+            } else if metadata.is_dir() {
+                folders.push(path);
+            } else {
+                local.push(Local { name, path, size: metadata.len() });
+            }
+        }
+    }
+    local.sort_by(|a, b| a.name.cmp(&b.name));
+    left_out.sort();
+    Ok((local, left_out))
+}
+
+fn start(path: &Path) -> Result<Vec<u8>, HubError> {
+    let mut bytes = Vec::new();
+    File::open(path).and_then(|file| file.take(SAMPLE).read_to_end(&mut bytes)).map_err(HubError::io("read", path))?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::hub::listing::Hash;
+
+    #[test]
+    fn hidden_and_half_written_files_stay_here_and_only_changes_go() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["heads.safetensors", "deep/config.json", ".git/config", ".x", "y.partial", "empty"] {
+            let path = folder.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            let text = if name == "empty" { "" } else { name };
+            files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+        }
+        let (local, left_out) = scan(folder.path()).unwrap();
+        let names: Vec<_> = local.iter().map(|file| file.name.as_str()).collect();
+        assert_eq!(names, ["deep/config.json", "empty", "heads.safetensors"]);
+        assert_eq!(left_out, [".git", ".x", "y.partial"]);
+        let entry = |path: &str, size, hash| Entry { path: path.into(), size, hash };
+        let git = |text: &str| Hash::Git(text.into());
+        let sha256 = files::sha256(&local[2].path).unwrap();
+        let there = [
+            entry("empty", 0, git("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391")), // git's hash of nothing
+            entry("deep/config.json", 16, git("0000000000000000000000000000000000000000")),
+            entry("heads.safetensors", 17, Hash::Sha256(sha256)),
+        ];
+        let names: Vec<_> = changed(&local, &there).unwrap().iter().map(|file| file.name.clone()).collect();
+        assert_eq!(names, ["deep/config.json"]);
+    }
+}

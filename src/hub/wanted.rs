@@ -1,0 +1,267 @@
+//! Which files of a repository are needed for what: no `.bin` beside safetensors, no second copy of the weights, no checkpoints.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde::Deserialize;
+
+use super::HubError;
+use super::id::{self, Id};
+
+/// What a repository is fetched for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// A backbone: config, tokenizer, chat template, weights.
+    Backbone,
+    /// All of a backbone but its weights, to check a recipe.
+    BackboneWithoutWeights,
+    /// Heads, with an adapter or a trained backbone beside them.
+    Heads,
+    /// Rows.
+    Data(Split),
+}
+
+/// Which rows, where a data set's file names say it: `train-00000-of-00001.parquet`, `data/test.jsonl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Split {
+    /// All files but those that another split names.
+    Train,
+    /// `validation`, `valid`, `val`, `dev`, or else `test`.
+    Validation,
+    /// All.
+    Any,
+}
+
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+const SINGLE: &str = "model.safetensors";
+const CONFIG: &str = "config.json";
+/// Beginnings of the names of files that go with a backbone's weights.
+const BACKBONE: [&str; 10] = [
+    CONFIG,
+    "generation_config.json",
+    "tokenizer",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.",
+    "merges.txt",
+    "chat_template",
+    "LICENSE",
+    "NOTICE",
+];
+/// The original code's heads, which run code when Python reads them; taken where nothing else is there.
+const PICKLED_HEADS: &str = "medusa_lm_head.pt";
+const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
+
+/// Of the index of sharded weights.
+#[derive(Deserialize)]
+struct Index {
+    weight_map: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Wanted {
+    /// The names to fetch first; see [`Wanted::weights`] for the others.
+    pub(super) fn choose(self, id: &Id, names: &[String]) -> Result<Vec<String>, HubError> {
+        let chosen: Vec<String> = match self {
+            Self::Backbone | Self::BackboneWithoutWeights => {
+                names.iter().filter(|name| of_backbone(name)).cloned().collect()
+            }
+            Self::Heads => heads(names),
+            Self::Data(split) => return data(id, names, split),
+        };
+        let (expected, is_there) = match self {
+            Self::Heads => {
+                let is_weights = |name: &String| name.ends_with(".safetensors") || name == PICKLED_HEADS;
+                (
+                    "heads (heads.safetensors, medusa_lm_head.safetensors or medusa_lm_head.pt)",
+                    chosen.iter().any(is_weights),
+                )
+            }
+            _ => ("config.json of a backbone", chosen.iter().any(|name| name == CONFIG)),
+        };
+        let holds = || names.iter().filter(|name| !name.starts_with('.')).cloned().collect();
+        if is_there {
+            Ok(chosen)
+        } else {
+            Err(HubError::NothingWanted { id: id.to_string(), expected: expected.into(), holds: holds() })
+        }
+    }
+
+    /// Whether the index of sharded weights is needed to know the rest.
+    pub(super) fn needs_index(self, names: &[String]) -> bool {
+        self == Self::Backbone && names.iter().any(|name| name == INDEX)
+    }
+
+    /// A backbone's weights: the index and the shards that it names, or the single file. `folder` has the index by now.
+    pub(super) fn weights(self, id: &Id, folder: &Path, names: &[String]) -> Result<Vec<String>, HubError> {
+        if self != Self::Backbone {
+            return Ok(Vec::new());
+        }
+        if self.needs_index(names) {
+            return shards(id, &folder.join(INDEX), names);
+        }
+        if names.iter().any(|name| name == SINGLE) {
+            return Ok(vec![SINGLE.into()]);
+        }
+        let pickled = |name: &&String| [".bin", ".pth", ".pt", ".gguf"].iter().any(|end| name.ends_with(end));
+        match names.iter().find(pickled) {
+            Some(found) => Err(HubError::NoSafetensors { id: id.to_string(), found: found.clone() }),
+            None => Err(HubError::NoFile { id: id.to_string(), file: SINGLE.into(), holds: names.to_vec() }),
+        }
+    }
+}
+
+fn of_backbone(name: &str) -> bool {
+    !name.contains('/') && BACKBONE.iter().any(|begin| name.starts_with(begin))
+}
+
+fn shards(id: &Id, index: &Path, names: &[String]) -> Result<Vec<String>, HubError> {
+    let bytes = std::fs::read(index).map_err(HubError::io("read", index))?;
+    let read: Index = serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", index)(error.into()))?;
+    let files: BTreeSet<String> =
+        read.weight_map.values().filter_map(|file| file.as_str().map(str::to_owned)).collect();
+    match files.iter().find(|file| !names.contains(file)) {
+        Some(file) => Err(HubError::NoFile { id: id.to_string(), file: file.clone(), holds: names.to_vec() }),
+        None => Ok([INDEX.to_owned()].into_iter().chain(files).collect()),
+    }
+}
+
+/// Heads as a run or an export leaves them: the folder's own files, and the backbone that was trained with them.
+fn heads(names: &[String]) -> Vec<String> {
+    let is_near = |name: &str| !name.contains('/') || name.starts_with("backbone/");
+    let is_kind =
+        |name: &str| [".json", ".safetensors", ".jinja", ".model", ".txt"].iter().any(|end| name.ends_with(end));
+    let has_safetensors = names.iter().any(|name| is_near(name) && name.ends_with(".safetensors"));
+    let chosen = |name: &&String| is_near(name) && is_kind(name) || *name == PICKLED_HEADS && !has_safetensors;
+    names.iter().filter(chosen).cloned().collect()
+}
+
+fn data(id: &Id, names: &[String], split: Split) -> Result<Vec<String>, HubError> {
+    let rows = || names.iter().filter(|name| id::is_data(name) && !is_about_data(name));
+    let holds = || rows().cloned().collect::<Vec<_>>();
+    let chosen: Vec<String> = match &id.file {
+        Some(file) => names.iter().filter(|name| is_meant(file, name)).cloned().collect(),
+        None => match split {
+            Split::Any => holds(),
+            Split::Train => rows()
+                .filter(|name| !names_split(name, &VALIDATION) && !names_split(name, &["test"]))
+                .cloned()
+                .collect(),
+            Split::Validation => {
+                let named =
+                    |split: &[&str]| rows().filter(|name| names_split(name, split)).cloned().collect::<Vec<_>>();
+                Some(named(&VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&["test"]))
+            }
+        },
+    };
+    if !chosen.is_empty() {
+        return Ok(chosen);
+    }
+    let repo = Id { file: None, ..id.clone() }.to_string();
+    Err(match &id.file {
+        Some(file) => HubError::NoFile { id: repo, file: file.clone(), holds: holds() },
+        None => HubError::NothingWanted { id: repo, expected: format!("data files {split}"), holds: holds() },
+    })
+}
+
+/// `dataset_infos.json` and the like hold no rows.
+fn is_about_data(name: &str) -> bool {
+    let last = name.rsplit('/').next().unwrap_or(name);
+    name.starts_with('.') || ["dataset_infos.json", "dataset_info.json", "state.json"].contains(&last)
+}
+
+/// A file by its name, a pattern, or all data files of a folder.
+fn is_meant(file: &str, name: &str) -> bool {
+    let in_folder = name.strip_prefix(file).is_some_and(|rest| rest.starts_with('/'));
+    let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
+    let matches = || glob::Pattern::new(file).is_ok_and(|pattern| pattern.matches_with(name, options));
+    name == file || in_folder && id::is_data(name) || matches()
+}
+
+/// Whether a word of the path is one of these.
+fn names_split(name: &str, words: &[&str]) -> bool {
+    name.split(|c: char| !c.is_ascii_alphabetic()).any(|word| words.contains(&word.to_ascii_lowercase().as_str()))
+}
+
+impl std::fmt::Display for Split {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.write_str(match self {
+            Self::Train => "to train on",
+            Self::Validation => {
+                "to validate on (validation, valid, val, dev, eval or test in their names); name one: owner/name/file"
+            }
+            Self::Any => "of a kind that is read",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(text: &str) -> Vec<String> {
+        text.split(' ').map(str::to_owned).collect()
+    }
+
+    fn id() -> Id {
+        id::model("no-such-owner/name").unwrap()
+    }
+
+    fn data_of(file: Option<&str>, all: &str, split: Split) -> Result<String, HubError> {
+        let id = Id { file: file.map(str::to_owned), ..id() };
+        Wanted::Data(split).choose(&id, &names(all)).map(|chosen| chosen.join(" "))
+    }
+
+    #[test]
+    fn a_backbone_is_config_tokenizer_and_one_copy_of_the_weights() {
+        let all = names(
+            "README.md config.json consolidated.safetensors model.safetensors model.safetensors.index.json pytorch_model.bin tokenizer.json tokenizer.model original/config.json",
+        );
+        let chosen = Wanted::Backbone.choose(&id(), &all).unwrap();
+        assert_eq!(chosen.join(" "), "config.json tokenizer.json tokenizer.model");
+        let folder = tempfile::tempdir().unwrap();
+        let write = |text: &str| {
+            let path = folder.path().join(INDEX);
+            crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).unwrap();
+        };
+        write(
+            r#"{"weight_map": {"a": "model.safetensors", "b": "consolidated.safetensors", "c": "model.safetensors"}}"#,
+        );
+        let weights = Wanted::Backbone.weights(&id(), folder.path(), &all).unwrap();
+        assert_eq!(weights.join(" "), "model.safetensors.index.json consolidated.safetensors model.safetensors");
+        write(r#"{"weight_map": {"a": "../../x.safetensors"}}"#);
+        assert!(matches!(Wanted::Backbone.weights(&id(), folder.path(), &all), Err(HubError::NoFile { .. })));
+        let pickled = names("config.json pytorch_model.bin");
+        let refused = Wanted::Backbone.weights(&id(), folder.path(), &pickled);
+        assert!(matches!(refused, Err(HubError::NoSafetensors { found, .. }) if found == "pytorch_model.bin"));
+        assert!(Wanted::BackboneWithoutWeights.weights(&id(), folder.path(), &all).unwrap().is_empty());
+    }
+
+    #[test]
+    fn heads_are_what_lies_beside_them_and_no_checkpoint() {
+        let all = names(
+            "README.md adapter_config.json backbone/model.safetensors config.json heads.safetensors medusa_lm_head.pt step-000001/heads.safetensors",
+        );
+        let chosen = Wanted::Heads.choose(&id(), &all).unwrap();
+        assert_eq!(chosen.join(" "), "adapter_config.json backbone/model.safetensors config.json heads.safetensors");
+        let original = Wanted::Heads.choose(&id(), &names("config.json medusa_lm_head.pt")).unwrap();
+        assert_eq!(original.join(" "), "config.json medusa_lm_head.pt");
+        assert!(Wanted::Heads.choose(&id(), &names("config.json")).is_err());
+    }
+
+    #[test]
+    fn a_data_sets_splits_are_kept_apart() {
+        let all = "README.md data/test-0.parquet data/train-0.parquet data/train-1.parquet data/validation-0.parquet dataset_infos.json";
+        assert_eq!(data_of(None, all, Split::Train).unwrap(), "data/train-0.parquet data/train-1.parquet");
+        assert_eq!(data_of(None, all, Split::Validation).unwrap(), "data/validation-0.parquet");
+        assert_eq!(data_of(None, "a.jsonl a_test.jsonl.zst", Split::Validation).unwrap(), "a_test.jsonl.zst");
+        assert_eq!(data_of(None, "latest.jsonl", Split::Train).unwrap(), "latest.jsonl");
+        assert_eq!(data_of(None, all, Split::Any).unwrap().split(' ').count(), 4);
+        assert_eq!(
+            data_of(Some("data/train-*"), all, Split::Any).unwrap(),
+            "data/train-0.parquet data/train-1.parquet"
+        );
+        assert_eq!(data_of(Some("data"), all, Split::Any).unwrap().split(' ').count(), 4);
+        assert!(matches!(data_of(Some("data/nothing"), all, Split::Any), Err(HubError::NoFile { .. })));
+        assert!(matches!(data_of(None, "train.jsonl", Split::Validation), Err(HubError::NothingWanted { .. })));
+    }
+}

@@ -1,0 +1,499 @@
+//! Promise: an id of the Hugging Face Hub stands where a path may, its files come whole or not at all into the cache that other programs
+//! use, a push sends what changed, every refusal says what to do, and a token is never shown.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use medusa::model::weights::{WeightFiles, save};
+use serde_json::Value;
+use tch::Device;
+use tempfile::TempDir;
+
+use self::server::{SIGNATURE, Server, TOKEN, Trouble, git_hash, sha256};
+use super::small_run::{Ended, SmallRun};
+
+mod server;
+
+const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/tiny/backbone");
+
+/// A Hub, and a user with an empty home.
+struct World {
+    server: Server,
+    home: TempDir,
+}
+
+impl World {
+    fn new() -> Self {
+        Self { server: Server::start(), home: tempfile::tempdir().expect("a temporary folder") }
+    }
+
+    /// With the backbone of the repository as `org/tiny`: two shards, and files that nobody needs.
+    fn with_tiny() -> Self {
+        let world = Self::new();
+        let read = |name: &str| fs::read(Path::new(TINY).join(name)).expect("the tiny backbone");
+        let [first, second, index] = shards();
+        let mut files = vec![
+            ("model-00001-of-00002.safetensors", first),
+            ("model-00002-of-00002.safetensors", second),
+            ("model.safetensors.index.json", index),
+            ("consolidated.safetensors", b"a second copy".to_vec()),
+            ("pytorch_model.bin", b"a pickle".to_vec()),
+            ("original/config.json", b"{}".to_vec()),
+            ("README.md", b"# Tiny".to_vec()),
+        ];
+        let companions = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"];
+        files.extend(companions.map(|name| (name, read(name))));
+        world.server.add("models/org/tiny", &files);
+        world
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.home.path().join(name)
+    }
+
+    fn repo_folder(&self) -> PathBuf {
+        self.path("hub/models--org--tiny")
+    }
+
+    /// A program's environment: this Hub, this home, and a proxy that nobody may use for this machine.
+    fn with_environment<'c>(&self, command: &'c mut Command) -> &'c mut Command {
+        for name in ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "NO_PROXY"]
+        {
+            command.env_remove(name);
+        }
+        let proxy = "http://user:password@127.0.0.1:9";
+        command.env("HF_ENDPOINT", self.server.endpoint()).env("HF_HOME", self.home.path());
+        command.envs([("HTTP_PROXY", proxy), ("HTTPS_PROXY", proxy), ("ALL_PROXY", proxy)]);
+        command.envs([("OMP_NUM_THREADS", "1"), ("MEDUSA_CUDA", "off")]).current_dir(self.home.path())
+    }
+
+    fn medusa(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Ended {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
+        self.with_environment(&mut command).args(arguments).envs(environment.iter().copied());
+        let ended: Ended = command.output().expect("the program starts").into();
+        for secret in [TOKEN, "hf_SomeOther", SIGNATURE, "password"] {
+            assert!(!ended.stdout.contains(secret) && !ended.stderr.contains(secret), "{secret} is shown: {ended:?}");
+        }
+        ended
+    }
+
+    fn generate(&self, backbone: &str, environment: &[(&str, &str)]) -> Ended {
+        let arguments = ["generate", "--backbone", backbone, "--prompt", "The", "--max-new-tokens", "4", "--json"];
+        self.medusa(&arguments, environment)
+    }
+
+    fn refused(&self, backbone: &str, environment: &[(&str, &str)], facts: &[&str]) {
+        self.generate(backbone, environment).failed(1, facts);
+    }
+
+    fn push(&self, arguments: &[&str]) -> Ended {
+        let push = ["push", "run", "--repo", "org/heads"];
+        self.medusa(&[&push, arguments].concat(), &[("HF_TOKEN", TOKEN)])
+    }
+
+    /// What scripts/hub_client.py says.
+    fn python(&self, arguments: &[&str], offline: &str) -> String {
+        let mut command = Command::new(std::env::var("MEDUSA_PYTHON").expect("build.rs saw it"));
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/hub_client.py");
+        self.with_environment(&mut command).arg(script).args(arguments);
+        command.envs([("HF_TOKEN", TOKEN), ("HF_HUB_OFFLINE", offline), ("HF_HUB_DISABLE_XET", "1")]);
+        command.env("NO_PROXY", "127.0.0.1,localhost"); // it has no exception of its own
+        let ended: Ended = command.output().expect("Python starts").into();
+        ended.succeeded().stdout.trim().to_owned()
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        let path = self.path(name);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+        medusa::files::write_atomic(&path, |out| std::io::Write::write_all(out, bytes)).expect("a file");
+    }
+}
+
+/// The tiny backbone's weights in two files, and their index.
+fn shards() -> [Vec<u8>; 3] {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let files = WeightFiles::open_file(&Path::new(TINY).join("model.safetensors")).expect("weights");
+    let names = files.names();
+    let mut index = serde_json::Map::new();
+    let mut bytes = Vec::new();
+    for (number, half) in [1, 2].into_iter().zip(names.chunks(names.len().div_ceil(2))) {
+        let name = format!("model-{number:05}-of-00002.safetensors");
+        let tensor = |name: &&str| {
+            let shape = files.shape(name).expect("a shape");
+            let kind = files.mapped(name, &shape).expect("a tensor").kind();
+            ((*name).to_owned(), files.tensor(name, &shape, kind, Device::Cpu).expect("a tensor"))
+        };
+        let tensors: Vec<_> = half.iter().map(tensor).collect();
+        let by_name: Vec<_> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+        save(&folder.path().join(&name), &by_name).expect("a shard");
+        bytes.push(fs::read(folder.path().join(&name)).expect("a shard"));
+        index.extend(half.iter().map(|tensor| ((*tensor).to_owned(), Value::from(name.clone()))));
+    }
+    let index = serde_json::json!({"metadata": {}, "weight_map": index}).to_string().into_bytes();
+    let [first, second] = bytes.try_into().expect("two shards");
+    [first, second, index]
+}
+
+/// What the backbone said.
+fn answer(ended: &Ended) -> Value {
+    assert_eq!(ended.status, Some(0), "{}", ended.stderr);
+    let told: Value = serde_json::from_str(&ended.stdout).expect("JSON");
+    told["new_ids"].clone()
+}
+
+/// Names below a folder, sorted.
+fn names(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_backbone_comes_by_its_id_into_the_cache_of_all_programs() {
+    let world = World::with_tiny();
+    let here = world.generate(TINY, &[]).succeeded();
+    assert!(world.server.state().seen.is_empty(), "a path asks nobody");
+    let from_hub = world.generate("org/tiny", &[("HF_TOKEN", TOKEN)]).succeeded();
+    assert_eq!(answer(&from_hub), answer(&here));
+    let commit = world.server.state().repos["models/org/tiny"].commit_of("main");
+    assert_eq!(fs::read_to_string(world.repo_folder().join("refs/main")).expect("a ref"), commit);
+    let snapshot = world.repo_folder().join("snapshots").join(&commit);
+    let wanted = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ];
+    assert_eq!(names(&snapshot), wanted, "what is needed, and nothing else");
+    let link = fs::read_link(snapshot.join(wanted[2])).expect("a link");
+    let [first, ..] = shards();
+    assert_eq!(link, Path::new("../../blobs").join(sha256(&first)));
+    let link = fs::read_link(snapshot.join("config.json")).expect("a link");
+    let config = fs::read(Path::new(TINY).join("config.json")).expect("a config");
+    assert_eq!(link, Path::new("../../blobs").join(git_hash(&config)));
+    assert!(world.server.seen("GET", "/resolve/").iter().all(|seen| seen.has_token));
+    let store = world.server.seen("GET", "/cdn/");
+    assert!(store.len() == 2 && store.iter().all(|seen| !seen.has_token), "another host gets no token");
+
+    world.server.forget();
+    world.generate("org/tiny@main", &[]).succeeded();
+    assert_eq!(world.server.seen("GET", "/resolve/").len(), 0, "all is here");
+    world.server.forget();
+    assert_eq!(answer(&world.generate("org/tiny", &[("HF_HUB_OFFLINE", "1")])), answer(&here));
+    assert!(world.server.state().seen.is_empty(), "offline asks nobody");
+}
+
+#[test]
+fn a_broken_download_goes_on_where_it_stopped_also_in_another_process() {
+    let world = World::with_tiny();
+    world.server.fail("/cdn/", Trouble::Break(300_000), 3);
+    let ended = world.generate("org/tiny", &[]).succeeded();
+    assert!(ended.stderr.contains("org/tiny: "), "it says what comes: {}", ended.stderr);
+    let ranges: Vec<_> = world.server.seen("GET", "/cdn/").into_iter().filter_map(|seen| seen.range).collect();
+    assert_eq!(ranges.len(), 3, "{ranges:?}");
+
+    let world = World::with_tiny();
+    let [first, ..] = shards();
+    let hash = sha256(&first);
+    world.server.fail("/cdn/", Trouble::Break(300_000), 2); // of either shard
+    world.server.fail("/cdn/", Trouble::Break(0), 100);
+    world.refused("org/tiny", &[], &["model-0000", "broke at 300000 of", "run it again to go on from there"]);
+    assert!(names(&world.repo_folder().join("blobs")).contains(&format!("{hash}.incomplete")));
+    world.server.forget();
+    world.generate("org/tiny", &[]).succeeded();
+    let ranges: Vec<_> = world.server.seen("GET", "/cdn/").into_iter().filter_map(|seen| seen.range).collect();
+    assert_eq!(ranges, ["bytes=300000-", "bytes=300000-"]);
+    assert!(!names(&world.repo_folder().join("blobs")).iter().any(|name| name.ends_with(".incomplete")));
+}
+
+#[test]
+fn two_processes_download_a_file_once() {
+    let world = World::with_tiny();
+    let start = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
+        let arguments = ["generate", "--backbone", "org/tiny", "--prompt", "The", "--max-new-tokens", "1"];
+        world.with_environment(&mut command).args(arguments).spawn().expect("the program starts")
+    };
+    let both = [start(), start()];
+    assert!(both.into_iter().all(|mut program| program.wait().expect("it ends").success()));
+    assert_eq!(world.server.seen("GET", "/cdn/").len(), 2, "each shard once");
+}
+
+#[test]
+fn a_damaged_download_is_thrown_away_with_words() {
+    for (path, hash) in [("/cdn/", "SHA-256"), ("tokenizer.json", "git's hash")] {
+        let world = World::with_tiny();
+        world.server.fail(path, Trouble::Corrupt, 100);
+        let ended = world.generate("org/tiny", &[]);
+        ended.failed(1, &["is damaged: expected", hash, "it was thrown away, run it again"]);
+        let expected = ended.stderr.split(hash).nth(1).and_then(|rest| rest.split([' ', ',']).nth(1)).expect("a hash");
+        assert!(!names(&world.repo_folder().join("blobs")).iter().any(|name| name.starts_with(expected)));
+        world.server.forget();
+        world.generate("org/tiny", &[]).succeeded();
+    }
+}
+
+#[test]
+fn every_refusal_says_what_to_do() {
+    let world = World::with_tiny();
+    let wrong = [("HF_TOKEN", "hf_SomeOther")];
+    world.refused(
+        "org/nothing",
+        &[],
+        &["no model org/nothing", "check the spelling", "needs HF_TOKEN (no token was sent)"],
+    );
+    world.refused("org/nothing", &[("HF_TOKEN", TOKEN)], &["no model org/nothing", "the token from HF_TOKEN"]);
+    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit"]);
+    world.refused("org/tiny", &wrong, &["does not know the token from HF_TOKEN", "/settings/tokens"]);
+    world.write("token", b"hf_SomeOther\n");
+    world.refused("org/tiny", &[], &["does not know the token from", &world.path("token").display().to_string()]);
+    fs::remove_file(world.path("token")).expect("the token's file");
+    world.server.state().repos.get_mut("models/org/tiny").expect("a repository").gated = true;
+    let page = format!("{}/org/tiny", world.server.endpoint());
+    world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: ask for it at", &page, "the token from HF_TOKEN"]);
+    world.refused("org/tiny", &[], &["restricted", "no token was sent"]);
+    world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("pytorch_model.bin", b"x".to_vec())]);
+    world.refused("org/pickled", &[], &["weights in pytorch_model.bin only", "safetensors"]);
+    world.refused("org/tiny", &[("HF_TOKEN", "hf with blanks")], &["HF_TOKEN is wrong"]);
+    world.refused("org/tiny", &[("HF_ENDPOINT", "huggingface")], &["HF_ENDPOINT is wrong"]);
+    let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|port| port.local_addr()).expect("a port");
+    let endpoint = format!("http://{nobody}");
+    world.refused(
+        "org/tiny",
+        &[("HF_ENDPOINT", &endpoint)],
+        &["cannot reach", &endpoint, "check the network", "HF_HUB_OFFLINE=1"],
+    );
+}
+
+#[test]
+fn offline_it_says_which_file_is_missing() {
+    let world = World::with_tiny();
+    let offline = [("HF_HUB_OFFLINE", "1")];
+    world.refused(
+        "org/tiny",
+        &offline,
+        &["HF_HUB_OFFLINE is set", "any file of revision main of org/tiny", "unset it once"],
+    );
+    world.generate("org/tiny", &[]).succeeded();
+    let snapshots = world.repo_folder().join("snapshots");
+    let snapshot = snapshots.join(&names(&snapshots)[0]);
+    fs::remove_file(snapshot.join("model-00002-of-00002.safetensors")).expect("a link");
+    world.refused("org/tiny", &offline, &["lacks model-00002-of-00002.safetensors of org/tiny", "model-00002"]);
+}
+
+#[test]
+fn a_hub_in_trouble_is_asked_again_when_it_says() {
+    let world = World::with_tiny();
+    world.server.fail("/api/models/", Trouble::Status(503, Some(1)), 1);
+    world.server.fail("/tree/", Trouble::Status(429, Some(0)), 1);
+    let ended = world.generate("org/tiny", &[]).succeeded();
+    assert!(ended.stderr.contains("answered 503; trying again in 1 s"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("answered 429; trying again in 0 s"), "{}", ended.stderr);
+    world.server.fail("/api/models/", Trouble::Status(429, Some(0)), 100);
+    world.refused(
+        "org/tiny",
+        &[],
+        &["answered 429 to looking up org/tiny (no path here), 5 times", "in trouble", "try again later"],
+    );
+    world.server.forget();
+    world.server.fail("/api/models/", Trouble::Status(503, Some(86_400)), 1);
+    world.refused("org/tiny", &[], &["answered 503", "it asks to wait 86400 seconds"]);
+}
+
+#[test]
+fn a_name_that_leaves_its_folder_is_refused_and_nothing_is_written() {
+    for name in ["../../../evil.json", "/evil.json", "a//evil.json", "a\\..\\evil.json", "tokenizer.json\0"] {
+        let world = World::new();
+        world.server.add("models/org/tiny", &[("config.json", b"{}".to_vec()), (name, b"{}".to_vec())]);
+        world.refused("org/tiny", &[], &["which would leave its folder; nothing was written"]);
+        assert!(names(world.home.path()).is_empty(), "{name}: {:?}", names(world.home.path()));
+    }
+}
+
+#[test]
+fn a_push_sends_what_changed_in_one_commit() {
+    let world = World::new();
+    let large: Vec<u8> = (0..5_000_000_u32).map(|at| (at % 251) as u8).collect();
+    let files: [(&str, &[u8]); 5] = [
+        ("config.json", b"{}"),
+        ("heads.safetensors", &large),                    // five parts
+        ("backbone/model.safetensors", b"small weights"), // one
+        ("empty.safetensors", b""),
+        ("notes.txt", b"words"),
+    ];
+    for (name, bytes) in files {
+        world.write(&format!("run/{name}"), bytes);
+    }
+    for name in [".hidden", "half.partial", "a.log"] {
+        world.write(&format!("run/{name}"), b"stays here");
+    }
+    let ended = world.push(&["--private", "--message", "First"]).succeeded();
+    assert!(ended.stderr.contains("left out: .hidden, half.partial, a.log"), "{}", ended.stderr);
+    {
+        let state = world.server.state();
+        let repo = &state.repos["models/org/heads"];
+        assert!(repo.private);
+        let page = format!("{}/org/heads/commit/{}\n", world.server.endpoint(), repo.commit_of("main"));
+        assert_eq!(ended.stdout, page);
+        let mut there: Vec<_> =
+            repo.head("main").iter().map(|(name, file)| (name.as_str(), file.bytes.as_slice())).collect();
+        there.retain(|(name, _)| *name != ".gitattributes");
+        let mut files = files.to_vec();
+        files.sort_unstable();
+        assert_eq!(there, files);
+    }
+    assert_eq!(world.server.seen("PUT", "/store/").len(), 6);
+    assert!(world.server.seen("PUT", "/store/").iter().all(|seen| !seen.has_token), "another host gets no token");
+
+    world.server.forget();
+    assert_eq!(world.push(&[]).succeeded().stdout, "nothing changed: no commit\n");
+    assert!(world.server.seen("POST", "/commit/").is_empty() && world.server.seen("PUT", "").is_empty());
+
+    world.write("run/config.json", b"[]"); // of the same size
+    world.write("run/backbone/model.safetensors", b"large weights");
+    world.server.fail("/commit/", Trouble::Status(400, None), 1);
+    world.push(&["--json"]).failed(1, &["refused committing to org/heads with status 400"]);
+    let sent: Value = serde_json::from_str(&world.push(&["--json"]).succeeded().stdout).expect("JSON");
+    assert_eq!(sent["files"], serde_json::json!(["backbone/model.safetensors", "config.json"]));
+    assert_eq!(sent["unchanged"], 3);
+    assert_eq!(world.server.seen("PUT", "/store/").len(), 1, "what an interrupted push sent is not sent again");
+}
+
+#[test]
+fn a_push_that_cannot_be_is_refused() {
+    let world = World::new();
+    let push =
+        |arguments: &[&str], environment: &[(&str, &str)]| world.medusa(&[&["push"], arguments].concat(), environment);
+    let user = [("HF_TOKEN", TOKEN)];
+    push(&["run", "--repo", "org/heads"], &user).failed(2, &["run is no folder"]);
+    fs::create_dir(world.path("run")).expect("a folder");
+    push(&["run", "--repo", "org/heads"], &user).failed(1, &["run has no file to push"]);
+    world.write("run/.hidden", b"x");
+    push(&["run", "--repo", "org/heads"], &user).failed(1, &["run has no file to push; left out: .hidden"]);
+    world.write("run/config.json", b"{}");
+    assert_eq!(push(&["run", "--repo", "heads"], &user).status, Some(2));
+    push(&["run", "--repo", "org/heads"], &[]).failed(1, &["needs a token that may write", "HF_TOKEN"]);
+    push(&["run", "--repo", "org/heads"], &[("HF_TOKEN", "hf_SomeOther")]).failed(1, &["does not know the token"]);
+    push(&["run", "--repo", "others/heads"], &user)
+        .failed(1, &["does not allow making others/heads", "take a token that may"]);
+    push(&["run", "--repo", "org/heads"], &[user[0], ("HF_HUB_OFFLINE", "1")]).failed(1, &["HF_HUB_OFFLINE"]);
+    world.push(&[]).succeeded();
+    push(&["run", "--repo", "org/heads", "--private"], &user).failed(1, &["org/heads is there and public"]);
+    world.write("run/config.json", b"[]");
+    world.push(&["--revision", "trial"]).succeeded();
+    let state = world.server.state();
+    let repo = &state.repos["models/org/heads"];
+    assert_eq!(repo.head("trial")["config.json"].bytes, b"[]");
+    assert_eq!(repo.head("main")["config.json"].bytes, b"{}");
+}
+
+/// A small run whose backbone and rows are on the Hub.
+fn run_from_the_hub(world: &World) -> SmallRun {
+    let small = SmallRun::new();
+    let of = |name: &str| small.bytes(name);
+    let backbone =
+        [("config.json", of("backbone/config.json")), ("model.safetensors", of("backbone/model.safetensors"))];
+    world.server.add("models/org/small", &backbone);
+    let rows =
+        [("data/train.jsonl", of("rows.jsonl")), ("data/test.jsonl", of("validation.jsonl")), ("README.md", vec![])];
+    world.server.add("datasets/org/rows", &rows);
+    small.edit("recipe.toml", "path = \"backbone\"", "path = \"org/small\"");
+    small.edit("recipe.toml", "[\"rows.jsonl\"]", "[\"org/rows\"]");
+    small.edit("recipe.toml", "[\"validation.jsonl\"]", "[\"org/rows@main/data/test.jsonl\"]");
+    small
+}
+
+#[test]
+fn a_recipe_names_the_hub_and_the_run_says_which_state_of_it() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let train = |arguments: &[&str]| -> Ended {
+        world
+            .with_environment(&mut small.trainer(arguments))
+            .current_dir(small.root())
+            .output()
+            .expect("it starts")
+            .into()
+    };
+    train(&["--check"]).succeeded();
+    assert!(world.server.seen("GET", "/cdn/").is_empty(), "--check needs no weights");
+    train(&[]).succeeded();
+    let json = |name: &str| -> Value { serde_json::from_str(&small.read(name)).expect("JSON") };
+    let commit = world.server.state().repos["models/org/small"].commit_of("main");
+    let provenance = json("run/provenance.json");
+    assert_eq!(provenance["backbone"], serde_json::json!({"id": "org/small", "commit": commit}));
+    assert_eq!(json("run/final/config.json")["base_model_name_or_path"], "org/small");
+    assert!(small.read("run/recipe.toml").contains("path = \"org/small\""), "as it was written");
+    let other = SmallRun::new();
+    other.train(&[]).succeeded();
+    assert_eq!(small.bytes("run/final/heads.safetensors"), other.bytes("run/final/heads.safetensors"), "as from files");
+
+    let of = |name: &str| small.bytes(&format!("backbone/{name}"));
+    let backbone = [("config.json", of("config.json")), ("model.safetensors", of("model.safetensors")), ("x", vec![])];
+    world.server.add("models/org/small", &backbone);
+    train(&["--resume"]).failed(1, &["holds a run on org/small at commit", &commit, "HF_HUB_OFFLINE=1"]);
+    small.edit("recipe.toml", "[\"org/rows\"]", "[\"org/nothing\"]");
+    train(&["--check"]).failed(1, &["recipe.toml:", "data.train: ", "no data set org/nothing"]);
+    small.edit("recipe.toml", "[\"org/nothing\"]", "[\"org/rows/nothing.jsonl\"]");
+    train(&["--check"])
+        .failed(1, &["org/rows has no file \"nothing.jsonl\"; it has data/test.jsonl, data/train.jsonl"]);
+}
+
+#[test]
+fn heads_go_there_and_come_back_and_files_name_the_commits() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let train = world.with_environment(&mut small.trainer(&[])).current_dir(small.root()).output();
+    Ended::from(train.expect("it starts")).succeeded();
+    let heads = small.path("run/final").display().to_string();
+    world.medusa(&["push", &heads, "--repo", "org/small-heads"], &[("HF_TOKEN", TOKEN)]).succeeded();
+    let inputs = "--backbone org/small --heads org/small-heads@main --data org/rows/data/test.jsonl --out c.json";
+    let calibrate: Vec<&str> = ["calibrate"].into_iter().chain(inputs.split(' ')).collect();
+    world.medusa(&calibrate, &[]).succeeded();
+    let read = || fs::read(world.path("c.json")).expect("a calibration");
+    let calibration: Value = serde_json::from_slice(&read()).expect("JSON");
+    let commit = world.server.state().repos["models/org/small"].commit_of("main");
+    assert_eq!(calibration["backbone"], format!("org/small@{commit}"));
+    let from_hub = read();
+    let files = ["calibrate", "--backbone", "org/small", "--heads", &heads, "--out", "c.json", "--data"];
+    let rows = small.path("validation.jsonl").display().to_string();
+    world.medusa(&[&files[..], &[&rows]].concat(), &[]).succeeded();
+    assert_eq!(read(), from_hub, "as from files");
+}
+
+#[test]
+#[cfg_attr(not(hub_python), ignore = "needs MEDUSA_PYTHON: a Python with huggingface_hub")]
+fn pythons_library_is_a_second_client_and_shares_the_cache() {
+    let world = World::with_tiny();
+    let here = world.generate(TINY, &[]);
+    let snapshot = world.python(&["download", "org/tiny"], "0");
+    let offline = world.generate("org/tiny", &[("HF_HUB_OFFLINE", "1")]);
+    assert_eq!(answer(&offline), answer(&here), "what Python downloaded is used here");
+
+    let world = World { home: tempfile::tempdir().expect("a temporary folder"), ..world };
+    world.generate("org/tiny", &[]).succeeded();
+    world.server.forget();
+    let again = world.python(&["download", "org/tiny"], "1");
+    assert!(world.server.state().seen.is_empty(), "offline asks nobody");
+    assert_eq!(Path::new(&again).file_name(), Path::new(&snapshot).file_name(), "what came here is used by Python");
+    world.python(&["download", "org/tiny"], "0");
+    assert!(world.server.seen("GET", "/cdn/").iter().all(|seen| seen.range.is_none()));
+    let fetched = world.server.seen("GET", "/cdn/").len();
+    assert_eq!(fetched, 2, "Python took consolidated.safetensors and the .bin, and no shard again");
+
+    world.write("run/heads.safetensors", &vec![7; 3_000_000]);
+    world.write("run/config.json", b"{}");
+    world.python(&["upload", "org/heads", "run"], "0");
+    world.server.forget();
+    assert_eq!(world.push(&[]).succeeded().stdout, "nothing changed: no commit\n", "what Python pushed is known here");
+    world.write("run/config.json", b"[]");
+    world.push(&[]).succeeded();
+    world.server.forget();
+    world.python(&["upload", "org/heads", "run"], "0");
+    assert!(world.server.seen("POST", "/commit/").is_empty(), "what was pushed here is known to Python");
+}

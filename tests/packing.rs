@@ -1,0 +1,141 @@
+//! Promise: packing changes how fast a run is, not what it learns; and it leaves little room empty.
+
+#![expect(
+    clippy::print_stdout,
+    reason = "these tests print the losses and rates that they compare: cargo test -- --nocapture"
+)]
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use medusa::data::chat::LossOn;
+use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
+use medusa::data::loader::{Batch, Loader};
+use medusa::data::pack::{self, Sequences};
+use medusa::data::rows::TokenRow;
+use medusa::data::store::RowStore;
+use medusa::data::tokenize::TextTokenizer;
+use medusa::data::{self, LoadSettings, Watch};
+use medusa::medusa::heads::{Heads, HeadsConfig};
+use medusa::medusa::loss::{self, Targets};
+use medusa::model::attention::RowMask;
+use medusa::model::llama::{Llama, Purpose};
+use medusa::model::lora::Adapters;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use tch::{Device, Kind, Tensor};
+
+use super::embedded_default::tiny;
+
+const NUM_HEADS: usize = 4;
+const TOLERANCE: f64 = 1e-5; // float32: a padded or packed row's products add up in another order
+
+fn load(patterns: &[String], backbone: &Path, template: &str, max_length: usize) -> RowStore {
+    let tokenizer = TextTokenizer::load(backbone).expect("a tokenizer");
+    let choice = TemplateChoice::try_from(template.to_owned()).expect("a template");
+    let template = ChatTemplate::choose(&choice, backbone).expect("a template");
+    let settings = LoadSettings {
+        tokenizer: Some(&tokenizer),
+        vocab_size: tokenizer.vocab_size(),
+        max_length: NonZeroUsize::new(max_length).expect("not 0"),
+        cache: None,
+        template: template.as_ref(),
+        loss_on: LossOn::default(),
+        skip_bad_rows: false,
+        watch: Watch::default(),
+    };
+    data::load(patterns, &settings).expect("rows").0
+}
+
+/// The mean loss of the LM head and of every head over all targets.
+fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
+    let mut sums = vec![(0.0, 0); NUM_HEADS + 1];
+    for batch in Loader::new(sequences, 4, 1, None).eval_batches() {
+        let batch = batch.expect("rows in memory");
+        let hidden_nh = hidden_states(&batch, llama);
+        for (ahead, (sum, count)) in (1..).zip(&mut sums) {
+            let targets = batch.targets(ahead);
+            *count += targets.tokens.len();
+            let tensor = |ids: &[i64]| Tensor::from_slice(ids);
+            let targets = Targets { positions_m: tensor(&targets.positions), tokens_m: tensor(&targets.tokens) };
+            let of_batch = match ahead {
+                1 => loss::cross_entropy_of(&llama.logits(&hidden_nh, Adapters::Off), &targets),
+                _ => loss::cross_entropy_sum(heads, ahead - 2, &hidden_nh, &targets, llama),
+            };
+            *sum += of_batch.double_value(&[]);
+        }
+    }
+    sums.into_iter().map(|(sum, count)| sum / count as f64).collect()
+}
+
+fn hidden_states(batch: &Batch, llama: &Llama) -> Tensor {
+    let (b, t) = (batch.rows as i64, batch.length as i64);
+    let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]);
+    let rows = RowMask::packed(&batch.segment_lengths, t, &llama.config, Device::Cpu);
+    llama.hidden_states(&tokens_bt, &rows, Adapters::Off).view([b * t, -1])
+}
+
+#[test]
+fn packed_rows_have_the_losses_of_rows_alone() {
+    let llama =
+        Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("the embedded default");
+    let config: HeadsConfig =
+        toml::from_str(&format!("medusa_num_heads = {NUM_HEADS}\nmedusa_num_layers = 1")).expect("heads");
+    medusa::torch::seed(3);
+    let heads = Heads::new(&config, llama.lm_head_weight().expect("a plain lm_head"));
+    for (_, parameter) in heads.parameters() {
+        let noise = Tensor::randn_like(parameter) * 0.02;
+        let _ = tch::no_grad(|| parameter.shallow_clone().g_add_(&noise)); // heads that guess alike would hide a shift
+    }
+    let rows = load(&[tiny("eval.jsonl").display().to_string()], &tiny("backbone"), "tokenizer", 256);
+    let (packed, report) = pack::pack(rows.clone(), 256);
+    let (single, _) = pack::one_each(rows, 256);
+    assert!(report.rows > 2 * report.sequences, "{report:?}");
+    let (packed, single) = tch::no_grad(|| (losses(packed, &llama, &heads), losses(single, &llama, &heads)));
+    println!("{} rows in {} sequences, {:.1} % full", report.rows, report.sequences, 100.0 * report.fill_rate());
+    for (ahead, (packed, single)) in packed.iter().zip(&single).enumerate() {
+        let name = if ahead == 0 { "LM head".to_owned() } else { format!("head {ahead}") };
+        println!("{name}: packed {packed:.7}, alone {single:.7}");
+        assert!((packed - single).abs() < TOLERANCE, "{name}: packed {packed}, alone {single}");
+    }
+}
+
+/// Lengths as conversations have them: many short, some long.
+fn log_normal(count: usize, most: usize) -> RowStore {
+    let mut random = ChaCha8Rng::seed_from_u64(11);
+    let mut uniform = || (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
+    let length = |a: f64, b: f64| {
+        let normal = (-2.0 * (1.0 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos();
+        ((6.0 + normal).exp() as usize).clamp(2, most)
+    };
+    let row = |length: usize| TokenRow { input_ids: vec![1; length], labels: vec![1; length] };
+    RowStore::in_memory((0..count).map(|_| row(length(uniform(), uniform()))))
+}
+
+#[test]
+fn rows_of_all_lengths_fill_their_sequences() {
+    let (_, report) = pack::pack(log_normal(5000, 2048), 2048);
+    println!(
+        "log-normal: {} rows in {} sequences, {:.2} % full",
+        report.rows,
+        report.sequences,
+        100.0 * report.fill_rate()
+    );
+    assert!(report.fill_rate() >= 0.95, "{report:?}");
+}
+
+#[test]
+#[cfg_attr(not(shared), ignore = "needs ../shared")]
+fn sharegpts_conversations_fill_their_sequences() {
+    let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
+    let file = shared.join("data/sharegpt_500.json").display().to_string();
+    let rows = load(&[file], &shared.join("models/tokenizer-mistral-v1-32000"), "vicuna", 2048);
+    let (_, report) = pack::pack(rows, 2048);
+    println!(
+        "sharegpt_500: {} rows in {} sequences, {:.2} % full",
+        report.rows,
+        report.sequences,
+        100.0 * report.fill_rate()
+    );
+    assert!(report.fill_rate() >= 0.95, "{report:?}");
+}
