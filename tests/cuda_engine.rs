@@ -4,6 +4,7 @@
 use std::ops::ControlFlow;
 
 use medusa::decode::accept::{Acceptance, TypicalAcceptance};
+use medusa::decode::cuda::beside::Beside;
 use medusa::decode::cuda::engine::Engine;
 use medusa::decode::cuda::kernels::{Element, Launch};
 use medusa::decode::cuda::ops::Ops;
@@ -74,7 +75,7 @@ fn request(prompt: &[i64], max_new_tokens: usize) -> Request<'_> {
 
 fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, seed: u64) -> Request<'_> {
     let temperature = NonNegative::new(temperature).expect("at least 0");
-    let top_p = Probability::new(if seed % 2 == 0 { 1.0 } else { 0.9 }).expect("above 0");
+    let top_p = Probability::new(if seed.is_multiple_of(2) { 1.0 } else { 0.9 }).expect("above 0");
     Request { sampling: Sampling { temperature, top_p }, seed, ..Request::greedy(prompt, max_new_tokens) }
 }
 
@@ -360,6 +361,46 @@ fn no_text_grows_beyond_the_context_that_was_asked_for() {
     assert_eq!((told[0]["steps"].as_u64(), &told[0]["finish_reason"]), (Some(16), &serde_json::json!("length")));
     let error = world.complaint(&[&decode[..], &["--max-context", "4"]].concat(), 1);
     assert!(error.contains("the prompt has 4 tokens, but the backbone's context is 4"), "{error}");
+}
+
+/// As `medusa gpu-check` compares them on a GPU: here one kernel does nothing, and that is what is told.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
+    tch::set_num_threads(1);
+    let small = LlamaConfig {
+        hidden_size: 64,
+        intermediate_size: 64,
+        num_attention_heads: 2,
+        head_dim: 64,
+        num_hidden_layers: 1,
+        vocab_size: 64,
+        ..config(1, None, 200)
+    };
+    let llama = Llama::random(small, Kind::BFloat16, Device::Cpu, 3);
+    let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 64, vocab_size: 64 };
+    let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 5);
+    let tree = SparseTree::chain(1).expect("a chain");
+    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
+    let emulator = Emulator { element: Element::BFloat16, head_size: 64 };
+    let run = move |launch: &Launch| {
+        if launch.kernel.name != "silu_mul" {
+            emulator.run(launch, Order::Forwards);
+        }
+    };
+    let emulated = Ops::on_host(&llama, Some(&medusa), run);
+    let ops = Ops::Beside(Box::new(Beside::new(emulated)));
+    let mut engine = Engine::new(&llama, Some(&medusa), ops).expect("it can decode this");
+    engine.medusa(&request(&[1, 2], 3), &mut go_on()).expect("a text");
+    let Ops::Beside(beside) = engine.ops() else { panic!("another one computes") };
+    let found = beside.found();
+    for kernel in ["embed", "rope_append", "tree_attention", "linear 1", "linear 32x16", "walk", "compact", "fill_tree"]
+    {
+        assert!(found.contains_key(kernel), "{kernel} of {found:?}");
+    }
+    let (wrong, right): (Vec<_>, Vec<_>) = found.iter().partition(|(name, _)| *name == "silu_mul");
+    assert!((wrong[0].1.distance - 1.0).abs() < 1e-6, "nothing was written: {wrong:?}");
+    assert!(right.iter().all(|(_, of)| of.distance < 0.01), "{right:?}");
 }
 
 /// The kernels' own code, compiled for the CPU, under the whole loop.

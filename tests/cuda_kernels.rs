@@ -507,6 +507,7 @@ fn the_emulator_rounds_as_libtorch_does() {
 
 #[test]
 #[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch (scripts/setup)")]
+#[expect(clippy::print_stdout, reason = "the table of what kernels take")]
 fn every_kernel_compiles_for_every_gpu_without_spilling() {
     let folder = tempfile::tempdir().expect("a folder");
     let compiler = Compiler::open(Some(folder.path().into())).unwrap_or_else(|error| panic!("{error}"));

@@ -65,7 +65,9 @@ impl EngineFlags {
         if self.engine == EngineName::Tch {
             return Ok(on_torch());
         }
-        match Engine::on_gpu(backbone, medusa, request) {
+        // What was asked for is reserved whole; a backbone's own context may be longer than any text will be.
+        let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
+        match Engine::on_gpu(backbone, medusa, request, tokens) {
             Ok(engine) => {
                 common.say(format_args!("engine cuda: {}", engine.told()));
                 Ok(Loop::Cuda(Box::new(engine)))

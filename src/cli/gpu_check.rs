@@ -1,6 +1,7 @@
 //! `medusa gpu-check`: what only a GPU can show of its own loop. `scripts/gpu_check` runs it and keeps what it prints, a JSON object a
 //! line.
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -9,15 +10,19 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::{CommonFlags, print_json};
-use crate::decode::accept::Acceptance;
+use crate::decode::accept::{Acceptance, TypicalAcceptance};
+use crate::decode::cuda::beside::Beside;
 use crate::decode::cuda::device::{self, Gpu};
 use crate::decode::cuda::engine::Engine;
 use crate::decode::cuda::ops::Ops;
-use crate::decode::generate::{self, Generation, Medusa, Request};
+use crate::decode::generate::{self, Medusa, Request};
+use crate::decode::likelihood::log_probability;
+use crate::decode::sample::Sampling;
 use crate::medusa::heads::{Heads, HeadsShape};
 use crate::medusa::tree::SparseTree;
 use crate::model::config::{LlamaConfig, RopeScaling};
 use crate::model::llama::Llama;
+use crate::numbers::{NonNegative, Probability};
 use crate::torch::{guard, memory};
 
 /// Compare the GPU's own loop with its oracle and with libtorch's, and time its steps, on random weights.
@@ -32,8 +37,10 @@ pub struct GpuCheckArgs {
 /// What a GPU can show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    /// Every buffer of a step, by the kernels and by their oracle on the same GPU.
+    /// Every kernel of a step, beside its oracle on the same GPU.
     Kernels,
+    /// The same in small shapes, for tools that slow them down.
+    Brief,
     /// Greedy texts, by the GPU's loop and by libtorch's.
     Texts,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
@@ -51,7 +58,8 @@ pub fn run(args: &GpuCheckArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let on = common.device.resolve()?;
     guard("the check", || {
         tch::no_grad(|| match args.part {
-            Part::Kernels => kernels(on),
+            Part::Kernels => kernels(on, &STEPS),
+            Part::Brief => kernels(on, &STEPS[..3]),
             Part::Texts => texts(on),
             Part::Steps => steps(on),
             Part::Endurance => endurance(on),
@@ -122,80 +130,108 @@ fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
     |_| ControlFlow::Continue(())
 }
 
-/// One layer, so that each buffer holds what one kernel made of inputs that both sides share.
-fn kernels(on: Device) -> anyhow::Result<()> {
-    for (kind, head_dim, groups, window) in
-        [(Kind::BFloat16, 128, 8, None), (Kind::BFloat16, 64, 2, None), (Kind::Half, 128, 1, Some(100))]
-    {
+/// Shapes that kernels are checked in: dtype, head size, key/value heads of eight, window.
+const SHAPES: [(Kind, i64, i64, Option<i64>); 3] =
+    [(Kind::BFloat16, 128, 8, None), (Kind::BFloat16, 64, 2, None), (Kind::Half, 128, 1, Some(100))];
+/// Nodes of a tree, and tokens before it.
+const STEPS: [(usize, i64); 5] = [(2, 1), (9, 63), (64, 64), (64, 700), (128, 4090)];
+/// The farthest that a kernel may be from its oracle: both sum in float32 and round to 16 bits once, attention rounds its probabilities,
+/// too. Integers may not differ at all.
+const FARTHEST: f64 = 0.01;
+
+/// Steps of which each kernel runs beside its oracle, greedy, typical and drawn.
+fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
+    let typical = Acceptance::Typical(TypicalAcceptance::default());
+    let rules = [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)];
+    let mut wrong = BTreeSet::new();
+    for (kind, head_dim, groups, window) in SHAPES {
         let llama = backbone(config(head_dim, groups, window, 1), kind, on);
         let heads = heads(&llama);
-        for (nodes, context) in [(2, 1), (9, 63), (64, 64), (64, 700), (128, 4090)] {
+        for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
             let tree = tree(nodes)?;
-            let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+            let medusa = Medusa::new(&llama, &heads, &tree, acceptance)?;
+            let kernels = Engine::kernels(&llama, Some(&medusa), 1)?;
+            let mut engine = Engine::new(&llama, Some(&medusa), Ops::Beside(Box::new(Beside::new(kernels))))?;
             let ids = prompt(context, llama.config.vocab_size);
-            let request = Request::greedy(&ids, 3);
-            let mut fast = Engine::on_gpu(&llama, Some(&medusa), &request)?;
-            let mut slow = Engine::new(&llama, Some(&medusa), Ops::Oracle)?;
-            let texts = [fast.medusa(&request, &mut go_on())?.new_ids, slow.medusa(&request, &mut go_on())?.new_ids];
-            tch::Cuda::synchronize(0);
-            let differences: Value = fast
-                .buffers()
-                .into_iter()
-                .zip(slow.buffers())
-                .map(|((name, got), (_, expected))| (name.to_owned(), json!(difference(got, expected))))
-                .collect::<serde_json::Map<_, _>>()
-                .into();
+            let temperature = NonNegative::new(temperature).expect("of the list above");
+            let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };
+            engine.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
+            let Ops::Beside(beside) = engine.ops() else { unreachable!("just made so") };
+            let found = beside.found();
+            wrong.extend(found.iter().filter(|(_, of)| of.distance > FARTHEST).map(|(name, _)| name.clone()));
+            let distances: serde_json::Map<_, _> =
+                found.iter().map(|(name, of)| (name.clone(), json!(of.distance.min(f64::MAX)))).collect();
             print_json(&json!({
                 "check": "kernels", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "nodes": nodes,
-                "context": context, "same_text": texts[0] == texts[1], "differences": differences,
+                "context": context, "acceptance": format!("{acceptance:?}"), "distances": distances,
             }))?;
         }
     }
+    anyhow::ensure!(wrong.is_empty(), "farther than {FARTHEST} from their oracle: {wrong:?}");
     Ok(())
 }
 
-/// ‖got - expected‖ / ‖expected‖; of integers, how many differ.
-fn difference(got: &Tensor, expected: &Tensor) -> f64 {
-    if !got.is_floating_point() {
-        return got.ne_tensor(expected).sum(Kind::Double).double_value(&[]);
-    }
-    let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
-    let norm = expected.norm().double_value(&[]);
-    (got - expected).norm().double_value(&[]) / norm.max(f64::MIN_POSITIVE)
-}
-
 fn texts(on: Device) -> anyhow::Result<()> {
-    for (kind, head_dim, groups, window) in
-        [(Kind::BFloat16, 128, 8, None), (Kind::Half, 64, 2, None), (Kind::Half, 128, 2, Some(64))]
-    {
+    texts_of_libtorch(on)?;
+    for (kind, head_dim, groups, window) in SHAPES {
         let llama = backbone(config(head_dim, groups, window, 4), kind, on);
         let (heads, tree) = (heads(&llama), tree(64)?);
         let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
-        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0))?;
+        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
         for length in [1, 40, 300] {
             let ids = prompt(length, llama.config.vocab_size);
             let request = Request::greedy(&ids, 128);
             let slow = generate::plain(&llama, &request, &mut go_on())?.new_ids;
             let [plain, fast] = [engine.plain(&request, &mut go_on())?, engine.medusa(&request, &mut go_on())?];
-            let same = |run: &Generation| run.new_ids.iter().zip(&slow).take_while(|(a, b)| a == b).count();
             print_json(&json!({
                 "check": "texts", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
-                "tokens": slow.len(), "same_plain": same(&plain), "same_medusa": same(&fast),
+                "tokens": slow.len(), "plain": parting(&llama, &ids, &slow, &plain.new_ids)?,
+                "medusa": parting(&llama, &ids, &slow, &fast.new_ids)?,
             }))?;
         }
     }
     Ok(())
 }
 
+/// In float32, libtorch's own loop with a tree makes the text that it makes without.
+fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
+    let llama = backbone(config(64, 2, None, 4), Kind::Float, on);
+    let (heads, tree) = (heads(&llama), tree(64)?);
+    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+    let ids = prompt(40, llama.config.vocab_size);
+    let request = Request::greedy(&ids, 128);
+    let plain = generate::plain(&llama, &request, &mut go_on())?.new_ids;
+    let fast = generate::medusa(&llama, &medusa, &request, &mut go_on())?.new_ids;
+    let same = plain == fast;
+    print_json(&json!({"check": "libtorch", "dtype": "Float", "tokens": plain.len(), "same": same}))?;
+    anyhow::ensure!(same, "in float32, libtorch's loop makes another text with a tree than without");
+    Ok(())
+}
+
+/// How many tokens are the same, and where two texts part, by how much libtorch's logits are for the token of its own.
+fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow::Result<Value> {
+    let same = got.iter().zip(right).take_while(|(a, b)| a == b).count();
+    let margin = match (right.get(same), got.get(same)) {
+        (Some(&right_one), Some(&other)) => {
+            let before = [prompt, &right[..same]].concat();
+            let log_p = |token| log_probability(llama, &before, &[token]);
+            Some(log_p(right_one)? - log_p(other)?)
+        }
+        _ => None,
+    };
+    Ok(json!({"same": same, "margin": margin}))
+}
+
 fn steps(on: Device) -> anyhow::Result<()> {
-    print_json(&json!({"check": "copy", "gigabytes_per_second": copy_speed(on)}))?;
+    let [copied, read] = memory_speeds(on)?;
+    print_json(&json!({"check": "copy", "gigabytes_per_second": copied, "read_gigabytes_per_second": read}))?;
     let llama = backbone(llama_7b(), Kind::BFloat16, on);
     let heads = heads(&llama);
     for nodes in [1, 8, 16, 32, 64, 128] {
         let tree = tree(nodes.max(2))?;
         let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
         let started = Instant::now();
-        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0))?;
+        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
@@ -214,25 +250,30 @@ fn steps(on: Device) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Bytes read and written in a second, by a large copy.
-fn copy_speed(on: Device) -> f64 {
+/// Gigabytes a second: of a large copy, read and written, and of a large sum, read.
+fn memory_speeds(on: Device) -> anyhow::Result<[f64; 2]> {
     const BYTES: i64 = 4 << 30;
+    let gpu = Gpu::open(on)?;
     let from = Tensor::ones([BYTES / 4], (Kind::Float, on));
     let to = from.empty_like();
-    let copy = || {
-        to.shallow_clone().copy_(&from);
-        tch::Cuda::synchronize(0);
-    };
-    copy();
-    let mut seconds: Vec<f64> = (0..9)
+    let copied = median_seconds(&gpu, || to.shallow_clone().copy_(&from));
+    let read = median_seconds(&gpu, || drop(from.sum(Kind::Float)));
+    Ok([2.0 * BYTES as f64 / copied / 1e9, BYTES as f64 / read / 1e9])
+}
+
+/// Of nine times, after one that does not count.
+fn median_seconds(gpu: &Gpu, work: impl Fn()) -> f64 {
+    let mut seconds: Vec<f64> = (0..10)
         .map(|_| {
             let started = Instant::now();
-            copy();
+            work();
+            gpu.wait_for_torch();
             started.elapsed().as_secs_f64()
         })
+        .skip(1)
         .collect();
     seconds.sort_by(f64::total_cmp);
-    2.0 * BYTES as f64 / seconds[4] / 1e9
+    seconds[4]
 }
 
 fn endurance(on: Device) -> anyhow::Result<()> {
@@ -240,7 +281,7 @@ fn endurance(on: Device) -> anyhow::Result<()> {
     let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
     let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
-    let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0))?;
+    let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
     let gpu = Gpu::open(on)?;
     let (mut done, mut first) = (0, None);
     while done < STEPS {

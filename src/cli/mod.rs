@@ -151,7 +151,12 @@ impl Verb {
             Verb::Export(args) => {
                 vec![Some(Place::heads(&mut args.heads)), args.backbone.as_mut().map(Place::backbone)]
             }
-            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(), // a recipe is its own matter
+            Verb::Train(_)
+            | Verb::Inspect(_)
+            | Verb::Push(_)
+            | Verb::Report(_)
+            | Verb::Doctor(_)
+            | Verb::GpuCheck(_) => Vec::new(), // a recipe is its own matter
         };
         places.into_iter().flatten().collect()
     }

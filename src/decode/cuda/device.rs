@@ -9,7 +9,7 @@ use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use tch::{Device, Tensor};
 
 use super::nvrtc::Compiler;
-use crate::torch::{Accelerator, accelerator, bytes, guard};
+use crate::torch::{Accelerator, accelerator, bytes, guard, memory};
 
 /// The oldest driver that kernels of CUDA 13 run on, as the driver itself counts: 1000 · major + 10 · minor.
 const DRIVER: i32 = 13_000;
@@ -96,8 +96,13 @@ pub struct Gpu {
 /// # Errors
 /// [`NoGpu`] says why not.
 pub fn check() -> Result<(), NoGpu> {
-    if !matches!(accelerator::open(), Accelerator::Cuda { .. }) {
-        return Err(NoGpu::Accelerator { accelerator: accelerator::open().to_string() });
+    match accelerator::open() {
+        Accelerator::Cuda { .. } => {}
+        Accelerator::NoDevice => {
+            check_driver()?; // to libtorch, a driver that is too old is none
+            return Err(NoGpu::Accelerator { accelerator: Accelerator::NoDevice.to_string() });
+        }
+        Accelerator::CpuOnly(_) => return Err(NoGpu::Accelerator { accelerator: accelerator::open().to_string() }),
     }
     let folder = nvidia_libraries();
     preload(&folder);
@@ -109,6 +114,15 @@ pub fn check() -> Result<(), NoGpu> {
         return Err(missing(library));
     }
     Compiler::open(None).map_err(|why| NoGpu::Compiler { why: why.to_string() })?;
+    check_driver()
+}
+
+/// Whether the driver is too old; one that is not there is none to complain of.
+fn check_driver() -> Result<(), NoGpu> {
+    // SAFETY: only tries to open a library by its name.
+    if !unsafe { sys::is_culib_present() } {
+        return Ok(());
+    }
     let driver = driver_version()?;
     if driver < DRIVER {
         return Err(NoGpu::Driver { found: format!("{}.{}", driver / 1000, driver % 1000 / 10) });
@@ -145,11 +159,21 @@ impl Gpu {
         Ok(Self { context, stream, name, arch: arch(major, minor) })
     }
 
-    /// Free memory.
+    /// Makes its context this thread's. cudarc does that by itself; raw calls need it: libtorch leaves the context of the device that it
+    /// used last.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`]: also what went wrong unheard before.
+    pub fn enter(&self) -> Result<(), NoGpu> {
+        self.context.bind_to_thread().map_err(NoGpu::failed("entering its context"))
+    }
+
+    /// Free memory; what libtorch keeps for later is given back first.
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
     pub fn free_bytes(&self) -> Result<u64, NoGpu> {
+        memory::release_cached(Device::Cuda(self.context.ordinal()));
         let (free, _) = self.context.mem_get_info().map_err(NoGpu::failed("asking for its free memory"))?;
         Ok(free as u64)
     }
@@ -174,6 +198,7 @@ impl Gpu {
     pub fn upload(&self, to: &Tensor, from: &Tensor) -> Result<(), NoGpu> {
         let from = bytes::of(from);
         assert_eq!(from.len(), bytes_of(to), "both sides of a copy have one size");
+        self.enter()?;
         // SAFETY: `to` is device memory of that many bytes; the stream is waited for before `from` ends.
         let copied = unsafe { result::memcpy_htod_async(address(to), from, self.stream.cu_stream()) };
         copied.map_err(NoGpu::failed("a copy to it"))?;
@@ -187,6 +212,7 @@ impl Gpu {
     pub fn download(&self, from: &Tensor) -> Result<Tensor, NoGpu> {
         let mut to = Tensor::empty(from.size().as_slice(), (from.kind(), Device::Cpu));
         assert!(from.is_contiguous(), "a copy is of memory in one piece");
+        self.enter()?;
         // SAFETY: `from` is device memory of as many bytes as `to`, which lives until the stream is waited for.
         let copied =
             unsafe { result::memcpy_dtoh_async(bytes::of_mut(&mut to), address(from), self.stream.cu_stream()) };

@@ -5,7 +5,7 @@
 // N nodes of a step
 use tch::{Device, Kind, Tensor};
 
-use super::device::{Gpu, NoGpu};
+use super::device::{self, Gpu, NoGpu};
 use super::graph::Key;
 use super::launcher::Launcher;
 use super::layout::{MAX_NODES, Nodes};
@@ -22,7 +22,7 @@ use crate::decode::sample::Sampler;
 use crate::decode::transcript::Transcript;
 use crate::model::llama::Llama;
 use crate::numbers::Positive;
-use crate::torch::guard;
+use crate::torch::{TorchPanic, guard};
 
 /// What can go wrong on a GPU.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +36,9 @@ pub enum EngineError {
     /// Its kernels are not there.
     #[error(transparent)]
     Compile(#[from] CompileError),
+    /// libtorch gave up, most likely on memory.
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
     /// It cannot decode as the request asks.
     #[error("the GPU's own loop cannot decode this: {0}; use --engine tch")]
     Request(&'static str),
@@ -69,8 +72,6 @@ pub struct Engine<'a> {
     ids: Vec<i64>,
     /// Since tokens were last put in place.
     steps: i64,
-    /// Of caches that were outgrown: libtorch keeps their memory until it is needed.
-    outgrown_bytes: u64,
 }
 
 /// Nodes of the steps that there are.
@@ -91,49 +92,66 @@ struct Outcome {
 }
 
 impl<'a> Engine<'a> {
-    /// For `backbone`, and for `medusa` if there are heads, by `ops`.
+    /// For `backbone`, and for `medusa` if there are heads, by `ops`. The cache begins with one block.
     ///
     /// # Errors
     /// [`EngineError::Unfit`] says what cannot be decoded.
-    pub fn new(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, mut ops: Ops) -> Result<Self, EngineError> {
+    pub fn new(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, ops: Ops) -> Result<Self, EngineError> {
+        Self::with_room(1, backbone, medusa, ops)
+    }
+
+    /// As [`Engine::new`], with a cache for texts of so many tokens.
+    fn with_room(
+        tokens: i64,
+        backbone: &'a Llama,
+        medusa: Option<&Medusa<'a>>,
+        mut ops: Ops,
+    ) -> Result<Self, EngineError> {
         let shape = shape_of(backbone, medusa);
         shape.check_tree()?;
-        let plan = shape.plan(shape.room(1));
+        let plan = shape.plan(shape.room(tokens));
         let heads = medusa.map(|medusa| (medusa.heads(), medusa.tree().max_depth()));
         let device = backbone.device();
         let weights = tch::no_grad(|| Weights::new(backbone, heads))?;
         let memory = Memory::new(&plan, &shape, device);
+        let nodes = StepNodes {
+            one: Nodes::chain(1, device),
+            tree: medusa.map(|medusa| Nodes::of_tree(medusa.tree(), device)),
+            chunks: CHUNKS.map(|rows| Nodes::chain(rows, device)),
+        };
+        // Last: it waits until libtorch has written all of these.
         tch::no_grad(|| ops.prepare(|| products(&weights, &memory, &shape)))?;
-        Ok(Self {
-            shape,
-            acceptance: medusa.map(Medusa::acceptance),
-            weights,
-            memory,
-            nodes: StepNodes {
-                one: Nodes::chain(1, device),
-                tree: medusa.map(|medusa| Nodes::of_tree(medusa.tree(), device)),
-                chunks: CHUNKS.map(|rows| Nodes::chain(rows, device)),
-            },
-            backbone,
-            ops,
-            ids: vec![],
-            steps: 0,
-            outgrown_bytes: 0,
-        })
+        let acceptance = medusa.map(Medusa::acceptance);
+        Ok(Self { shape, acceptance, weights, memory, nodes, backbone, ops, ids: vec![], steps: 0 })
     }
 
-    /// On the GPU where the backbone lies, for requests such as `request`. Memory is asked for once it is known to be there.
+    /// On the GPU where the backbone lies, for requests such as `request`, with a cache for texts of so many `tokens` to begin with.
     ///
     /// # Errors
     /// [`EngineError`] says why there is no such engine, or what does not fit.
-    pub fn on_gpu(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, request: &Request) -> Result<Self, EngineError> {
-        let gpu = Gpu::open(backbone.device())?;
+    pub fn on_gpu(
+        backbone: &'a Llama,
+        medusa: Option<&Medusa<'a>>,
+        request: &Request,
+        tokens: i64,
+    ) -> Result<Self, EngineError> {
+        device::check()?;
         rule_of(request, medusa.map(Medusa::acceptance)).map_err(EngineError::Request)?;
+        let ready = || Self::with_room(tokens, backbone, medusa, Self::kernels(backbone, medusa, tokens)?);
+        guard("preparing the GPU's own loop", ready)?
+    }
+
+    /// The kernels on the GPU where the backbone lies. Memory is asked for once it is known that all of the engine's is there.
+    ///
+    /// # Errors
+    /// [`EngineError`] says why there are none, or what does not fit.
+    pub fn kernels(backbone: &Llama, medusa: Option<&Medusa>, tokens: i64) -> Result<Ops, EngineError> {
+        let gpu = Gpu::open(backbone.device())?;
         let shape = shape_of(backbone, medusa);
         shape.check_kernels()?;
         shape.check_tree()?;
-        shape.plan(shape.room(1)).check_fits(gpu.free_bytes()?)?;
-        Self::new(backbone, medusa, Ops::Cuda(Box::new(Launcher::new(gpu, &shape, backbone.device())?)))
+        shape.plan(shape.room(tokens)).check_fits(gpu.free_bytes()?)?;
+        Ok(Ops::Cuda(Box::new(Launcher::new(gpu, &shape, backbone.device())?)))
     }
 
     /// Where it decodes, and what that takes, in a line.
@@ -146,9 +164,9 @@ impl<'a> Engine<'a> {
         self.shape.plan(self.memory.room())
     }
 
-    /// What the last step wrote, each buffer with its name.
-    pub fn buffers(&self) -> Vec<(&'static str, &Tensor)> {
-        self.memory.buffers.named()
+    /// Who computes.
+    pub fn ops(&self) -> &Ops {
+        &self.ops
     }
 
     /// Tokens in the cache: the last prompt, and those new tokens that were computed (the last one may not be).
@@ -230,7 +248,7 @@ impl<'a> Engine<'a> {
         let prompt = request.prompt;
         let shared = self.ids.iter().zip(prompt).take_while(|(cached, wanted)| cached == wanted).count();
         self.ids.truncate(shared.min(prompt.len() - 1));
-        self.reserve(prompt.len() as i64)?;
+        self.reserve(request)?;
         let (last, before) = prompt.split_last().expect("a prompt is not empty");
         for piece in before[self.ids.len()..].chunks(MAX_NODES) {
             self.prefill(piece)?;
@@ -278,7 +296,6 @@ impl<'a> Engine<'a> {
 
     /// A step whose tokens are in place.
     fn step(&mut self, rule: Rule, with_tree: bool) -> Result<Outcome, EngineError> {
-        self.reserve(self.ids.len() as i64)?;
         let nodes = if with_tree { self.tree() } else { &self.nodes.one };
         let key = Key { has_tree: with_tree, then_tree: with_tree, rule };
         self.ops.replayed(key, || self.on(nodes).run(rule, nodes))?;
@@ -307,21 +324,21 @@ impl<'a> Engine<'a> {
         self.nodes.tree.as_ref().expect("an acceptance comes with a tree")
     }
 
-    /// Makes room for a step behind so many tokens.
-    fn reserve(&mut self, tokens: i64) -> Result<(), EngineError> {
-        let room = self.shape.room(tokens);
+    /// Makes room for the whole text, so that it does not fail in the middle.
+    fn reserve(&mut self, request: &Request) -> Result<(), EngineError> {
+        let tokens = request.prompt.len().saturating_add(request.max_new_tokens);
+        let context = self.backbone.config.max_position_embeddings;
+        let room = self.shape.room(i64::try_from(tokens).map_or(context, |tokens| tokens.min(context)));
         if room <= self.memory.room() {
             return Ok(());
         }
         let needed_bytes = self.shape.plan(room).cache_l2gsd.bytes();
-        let outgrown = self.plan().cache_l2gsd.bytes();
-        if let Some(free) = self.ops.free_bytes()?.map(|free| free + self.outgrown_bytes)
-            && free < needed_bytes
+        if let Some(free_bytes) = self.ops.free_bytes()?
+            && free_bytes < needed_bytes
         {
-            return Err(EngineError::Growth { room, needed_bytes, free_bytes: free });
+            return Err(EngineError::Growth { room, needed_bytes, free_bytes });
         }
         self.memory.grow(room, self.ids.len() as i64);
-        self.outgrown_bytes += outgrown;
         self.ops.moved();
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
+use std::fmt;
 use std::mem::size_of_val;
 use std::sync::Arc;
 
@@ -24,6 +25,15 @@ use super::launches;
 const TRIED: usize = 4;
 /// Memory that they may work in.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
+
+/// Bytes that addresses are multiples of: those of single rows, too. cublasLt would count on 256.
+static ALIGNMENT: u32 = 16;
+const ALIGNMENTS: [sys::cublasLtMatmulPreferenceAttributes_t; 4] = [
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+];
 
 /// `y_nm = x_nk · w_mkᵀ`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -45,12 +55,19 @@ impl Product {
         Self { rows: x_nk.size()[0], outputs, inputs, to_float32: y_nm.kind() == Kind::Float }
     }
 
-    /// How it can be computed: own kernels that hold its rows, then cublasLt's algorithms.
+    /// How it can be computed: by own kernels, then by cublasLt's algorithms.
     pub fn ways(&self) -> Vec<Way> {
+        // cublasLt takes it that every row of y begins at a multiple of 16 bytes, be it the first row of a piece of a larger y.
+        let tried = if self.outputs % 8 == 0 { TRIED } else { 0 };
+        self.own_ways().into_iter().chain((0..tried).map(|algorithm| Way::CublasLt { algorithm })).collect()
+    }
+
+    /// Own kernels that hold its rows.
+    pub fn own_ways(&self) -> Vec<Way> {
         let few = FEW.into_iter().find(|&most| most >= self.rows).map(|most| Way::Few { most });
         let width = WIDTHS.into_iter().find(|&width| width >= self.rows);
         let tiles = width.into_iter().flat_map(|width| HEIGHTS.map(|height| Way::Tile { height, width }));
-        few.into_iter().chain(tiles).chain((0..TRIED).map(|algorithm| Way::CublasLt { algorithm })).collect()
+        few.into_iter().chain(tiles).collect()
     }
 }
 
@@ -84,6 +101,16 @@ pub enum Way {
         /// 0 is the first.
         algorithm: usize,
     },
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Few { most } => write!(f, "{most}"),
+            Self::Tile { height, width } => write!(f, "{height}x{width}"),
+            Self::CublasLt { algorithm } => write!(f, "cublasLt {algorithm}"),
+        }
+    }
 }
 
 impl Way {
@@ -153,6 +180,7 @@ impl CublasLt {
             _ => sys::cudaDataType_t::CUDA_R_16BF,
         };
         let workspace = Tensor::zeros([WORKSPACE_BYTES], (Kind::Uint8, device));
+        stream.context().bind_to_thread().map_err(NoGpu::failed("entering its context"))?;
         let handle = result::create_handle().map_err(failed)?;
         Ok(Self { handle, stream, workspace, kind, prepared: RefCell::default() })
     }
@@ -176,6 +204,7 @@ impl CublasLt {
     /// [`NoGpu::Failed`]; an algorithm that it does not have.
     pub fn multiply(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor, algorithm: usize) -> Result<(), NoGpu> {
         let product = Product::of(x_nk, w_mk, y_nm);
+        self.stream.context().bind_to_thread().map_err(NoGpu::failed("entering its context"))?;
         if !self.has(product, algorithm)? {
             return Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
         }
@@ -249,6 +278,10 @@ impl CublasLt {
                 (&raw const bytes).cast(),
                 size_of_val(&bytes),
             )?;
+            for attribute in ALIGNMENTS {
+                let (alignment, size) = ((&raw const ALIGNMENT).cast(), size_of_val(&ALIGNMENT));
+                result::set_matmul_pref_attribute(preference, attribute, alignment, size)?;
+            }
             let asked = sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
                 prepared.operation,
@@ -317,6 +350,8 @@ mod tests {
                 "the usual one is among them: {product:?}"
             );
         }
+        let odd = Product { rows: 1, outputs: 32001, inputs: 4096, to_float32: true }.ways();
+        assert_eq!(odd.len(), 3, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
         let product = Product { rows: 64, outputs: 8, inputs: 8, to_float32: true };
         assert_eq!(Way::untimed(product), Way::Tile { height: 32, width: 64 });
     }

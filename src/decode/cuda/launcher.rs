@@ -180,7 +180,27 @@ impl Launcher {
         self.linear_by(way, x_nk, w_mk, y_nm)
     }
 
-    fn linear_by(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), EngineError> {
+    /// The ways of a product that there are here: of cublasLt's, as many as it has.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn ways(&self, product: Product) -> Result<Vec<Way>, EngineError> {
+        let mut ways = vec![];
+        for way in product.ways() {
+            let is_there = match way {
+                Way::CublasLt { algorithm } => self.cublas_lt.has(product, algorithm)?,
+                _ => true,
+            };
+            ways.extend(is_there.then_some(way));
+        }
+        Ok(ways)
+    }
+
+    /// `y = x·wᵀ`, by one of the ways that there are.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn linear_by(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), EngineError> {
         match way {
             Way::CublasLt { algorithm } => Ok(self.cublas_lt.multiply(x_nk, w_mk, y_nm, algorithm)?),
             own => self.launch(&own.launch(x_nk, w_mk, y_nm)),
@@ -215,13 +235,11 @@ impl Launcher {
 
     fn fastest(&self, product: Product, needed: &Needed) -> Result<Way, EngineError> {
         let mut best = (f32::INFINITY, Way::untimed(product));
-        for way in product.ways() {
-            if let Way::CublasLt { algorithm } = way
-                && !self.cublas_lt.has(product, algorithm)?
-            {
-                continue;
-            }
-            let milliseconds = self.milliseconds(way, needed)?;
+        for way in self.ways(product)? {
+            let milliseconds = match (way, self.milliseconds(way, needed)) {
+                (Way::CublasLt { .. }, Err(_)) => continue, // recommended, and refused: there are the own kernels
+                (_, timed) => timed?,
+            };
             if milliseconds < best.0 {
                 best = (milliseconds, way);
             }

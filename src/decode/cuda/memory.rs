@@ -81,6 +81,9 @@ impl Weights {
                 why: "has linear layers with a bias, which it has no kernels for",
             });
         }
+        if heads.is_some_and(|(heads, _)| heads.shape().medusa_num_layers == 0) {
+            return Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" });
+        }
         let not_dense = |what| Unfit::Weights { what, why: NOT_DENSE };
         Ok(Self {
             backbone: backbone.dense_weights().ok_or_else(|| not_dense("the backbone's weights"))?,

@@ -12,6 +12,7 @@
 //! | what stays | `compact`, then `advance` |
 //! | the next tree | `res_block`, `head_logits`, `top_guesses`, `fill_tree` |
 
+pub mod beside;
 pub mod choices;
 pub mod device;
 pub mod engine;
