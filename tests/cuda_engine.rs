@@ -403,10 +403,10 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     assert!(right.iter().all(|(_, of)| of.distance < 0.01), "{right:?}");
 }
 
-/// The kernels' own code, compiled for the CPU, under the whole loop.
+/// The kernels' own code, compiled for the CPU, under the whole loop: each beside its oracle on the same inputs. In 16 bits, near ties
+/// part texts; of these seeds the greedy ones are the same.
 #[test]
 #[cfg(target_os = "linux")]
-#[ignore = "every thread of every kernel is emulated: minutes on a busy machine; run with --ignored"]
 fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
     for (world, kind) in [Kind::BFloat16, Kind::Half].into_iter().enumerate() {
         let small = LlamaConfig {
@@ -430,16 +430,26 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
             let emulator = Emulator { element: Element::of(kind).expect("16 bits"), head_size: 64 };
             let run = move |launch: &Launch| emulator.run(launch, Order::Forwards);
-            let emulated = Ops::on_host(&llama, Some(&medusa), run);
-            let mut fast = Engine::new(&llama, Some(&medusa), emulated).expect("it can decode this");
+            let beside = Beside::new(Ops::on_host(&llama, Some(&medusa), run));
+            let mut fast =
+                Engine::new(&llama, Some(&medusa), Ops::Beside(Box::new(beside))).expect("it can decode this");
             let mut slow = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
             let request = sampled(&prompt, 5, temperature, 4);
             let of = format!("{kind:?}, {acceptance:?}");
-            let expected = slow.medusa(&request, &mut go_on()).expect("a text");
-            assert_same(&fast.medusa(&request, &mut go_on()).expect("a text"), &expected, &of);
-            let expected = slow.plain(&request, &mut go_on()).expect("a text");
-            assert_same(&fast.plain(&request, &mut go_on()).expect("a text"), &expected, &of);
+            let texts = [
+                (fast.medusa(&request, &mut go_on()), slow.medusa(&request, &mut go_on())),
+                (fast.plain(&request, &mut go_on()), slow.plain(&request, &mut go_on())),
+            ];
+            for (got, expected) in texts.map(|(got, expected)| (got.expect("a text"), expected.expect("a text"))) {
+                match acceptance {
+                    Acceptance::Greedy => assert_same(&got, &expected, &of),
+                    _ => assert_eq!(got.new_ids.len(), 5, "{of}"),
+                }
+            }
+            let Ops::Beside(beside) = fast.ops() else { panic!("another one computes") };
+            let far: Vec<_> = beside.found().into_iter().filter(|(_, found)| found.distance > 0.01).collect();
+            assert!(far.is_empty(), "{of}: {far:?}");
         }
     }
 }
