@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::device::{Gpu, NoGpu, driver_version};
-use super::gemm::{Product, Way};
+use super::gemm::{self, Product, Way};
+use super::kernels::Element;
 use super::launcher::kernels_folder;
 use crate::files;
 
@@ -30,12 +31,13 @@ struct Timed {
 }
 
 impl Choices {
-    /// What was timed on such a GPU before.
+    /// What was timed on such a GPU before, of weights of `element`. A version of cublasLt has algorithms of its own.
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
-    pub fn of(gpu: &Gpu) -> Result<Self, NoGpu> {
-        let facts = format!("{FORMAT}\n{}\n{}\n{}", gpu.name, gpu.arch, driver_version()?);
+    pub fn of(gpu: &Gpu, element: Element) -> Result<Self, NoGpu> {
+        let (driver, cublas_lt) = (driver_version()?, gemm::version());
+        let facts = format!("{FORMAT}\n{}\n{}\n{driver}\n{cublas_lt}\n{element:?}", gpu.name, gpu.arch);
         let name = format!("products-{}.json", &files::hex(&Sha256::digest(facts))[..16]);
         Ok(Self::open(kernels_folder().map(|folder| folder.join(name))))
     }

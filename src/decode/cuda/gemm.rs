@@ -165,6 +165,12 @@ struct Prepared {
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
 }
 
+/// cublasLt's.
+pub(super) fn version() -> usize {
+    // SAFETY: it takes nothing and returns a number.
+    unsafe { sys::cublasLtGetVersion() }
+}
+
 fn failed(error: CublasError) -> NoGpu {
     NoGpu::Failed { work: "a product of cublasLt", reason: format!("{:?}", error.0) }
 }

@@ -109,7 +109,7 @@ impl Launcher {
             }
         }
         let cublas_lt = CublasLt::new(gpu.stream.clone(), shape.kind, device)?;
-        let choices = Choices::of(&gpu)?;
+        let choices = Choices::of(&gpu, element)?;
         Ok(Self {
             functions,
             raised: RefCell::default(),
