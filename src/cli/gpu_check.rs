@@ -67,6 +67,9 @@ pub fn run(args: &GpuCheckArgs, common: &CommonFlags) -> anyhow::Result<()> {
     })?
 }
 
+/// Of every backbone here.
+const HEADS: usize = 5;
+
 /// A small backbone, or with the sizes of Llama 2 7B.
 fn config(head_dim: i64, groups: i64, sliding_window: Option<i64>, layers: usize) -> LlamaConfig {
     LlamaConfig {
@@ -112,14 +115,16 @@ fn backbone(config: LlamaConfig, kind: Kind, on: Device) -> Llama {
 
 fn heads(llama: &Llama) -> Heads {
     let (hidden_size, vocab_size) = (llama.config.hidden_size, llama.config.vocab_size);
-    let shape = HeadsShape { medusa_num_heads: 5, medusa_num_layers: 1, hidden_size, vocab_size };
+    let shape = HeadsShape { medusa_num_heads: HEADS, medusa_num_layers: 1, hidden_size, vocab_size };
     Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding()
 }
 
-/// The first nodes of a broad tree, `nodes` with the root.
+/// `nodes` with the root: first a chain that needs every head, then a broad tree's.
 fn tree(nodes: usize) -> anyhow::Result<SparseTree> {
     let broad = SparseTree::cartesian(&[8, 4, 2, 2])?;
-    Ok(SparseTree::new((1..nodes).map(|node| broad.path(node).to_vec()).collect())?)
+    let chain = (1..=HEADS).map(|depth| vec![0; depth]);
+    let beside = (1..broad.len()).map(|node| broad.path(node).to_vec()).filter(|path| path.iter().any(|&at| at > 0));
+    Ok(SparseTree::new(chain.chain(beside).take(nodes - 1).collect())?)
 }
 
 fn prompt(length: i64, vocabulary: i64) -> Vec<i64> {
@@ -242,7 +247,7 @@ fn steps(on: Device) -> anyhow::Result<()> {
             decode(8)?; // runs the step and records it
             let run = decode(200)?;
             print_json(&json!({
-                "check": "steps", "nodes": nodes, "context": context, "steps": run.accept_lengths.len(),
+                "check": "steps", "nodes": nodes, "heads": if nodes == 1 { 0 } else { tree.max_depth() }, "context": context, "steps": run.accept_lengths.len(),
                 "step_ms": run.tally().step_ms(), "start_seconds": start_seconds,
             }))?;
         }
@@ -298,4 +303,17 @@ fn endurance(on: Device) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trees_have_the_nodes_that_were_asked_for_and_use_every_head() {
+        for nodes in [2, 8, 9, 16, 32, 64, 128] {
+            let tree = tree(nodes).unwrap();
+            assert_eq!((tree.len(), tree.max_depth()), (nodes, HEADS.min(nodes - 1)));
+        }
+    }
 }

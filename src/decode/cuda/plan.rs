@@ -451,7 +451,7 @@ mod tests {
         HeadsShape { medusa_num_heads: 5, medusa_num_layers: 1, hidden_size: 4096, vocab_size: 32000 };
 
     fn tree() -> SparseTree {
-        SparseTree::cartesian(&[3, 4, 2, 1, 1]).expect("63 nodes and more")
+        SparseTree::cartesian(&[3, 4, 2, 1, 1]).expect("88 nodes")
     }
 
     #[test]
