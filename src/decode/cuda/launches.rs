@@ -218,16 +218,6 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) ->
     launch(Program::Linear, "res_block", [blocks(h, FEW_COLUMNS), k, 1], 256, arguments)
 }
 
-/// See [`oracle::head_logits`](super::oracle::head_logits).
-pub fn head_logits(x_kh: &Tensor, w: &Tensor, logits_kv: &Tensor) -> Launch {
-    if w.dim() == 2 {
-        return linear(x_kh, w, None, logits_kv);
-    }
-    let [k, v, h] = three(w);
-    let arguments = product_arguments([x_kh, w], None, logits_kv, [1, v, h]);
-    launch(Program::Linear, few_rows(1), [blocks(v, FEW_COLUMNS), k, 1], 256, arguments)
-}
-
 /// Logits of a block of [`top_guesses`].
 const SLICE: i64 = 4096;
 

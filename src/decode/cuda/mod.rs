@@ -10,7 +10,7 @@
 //! | around them | `embed` before, `add_rms_norm` and `linear` (the LM head) after |
 //! | which path is kept | greedy: `best`, `walk`; typical: `best`, `posterior`, `typical`; rejection: `draw`, `walk` |
 //! | what stays | `compact`, then `advance` |
-//! | the next tree | `res_block`, `head_logits`, `top_guesses`, `fill_tree` |
+//! | the next tree | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
 
 pub mod beside;
 pub mod choices;

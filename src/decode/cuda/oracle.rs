@@ -153,14 +153,6 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) {
     write(y_kh, &(float(&x_kh) + (product_kh + float(b_kh)).silu()));
 }
 
-/// Logits of every head, float32: `x_kh` `[K, H]` by `w` `[K, V, H]`, or by one `[V, H]` for all, to `logits_kv` `[K, V]`.
-pub fn head_logits(x_kh: &Tensor, w: &Tensor, logits_kv: &Tensor) {
-    if w.dim() == 2 {
-        return linear(x_kh, w, None, logits_kv);
-    }
-    write(logits_kv, &float(w).matmul(&float(x_kh).unsqueeze(2)).squeeze_dim(2));
-}
-
 /// The largest logits of each row, best first: `[K, V]` to ids `[K, P]`.
 pub fn top_guesses(logits_kv: &Tensor, ids_kp: &Tensor) {
     let (_, order_kv) = logits_kv.sort_stable(true, -1, true);

@@ -48,28 +48,26 @@ INLINE void few_rows(float (&sums)[COLUMNS][ROWS], const element* x, const eleme
     }
 }
 
-// Up to ROWS rows, a batch of products of their own with blockIdx.y: x [batch, n, K], w [batch, M, K], bias [M] or null,
-// y [batch, n, M]. A warp has four columns of y and reads their weights side by side.
+// Up to ROWS rows: x [n, K], w [M, K], bias [M] or null, y [n, M]. A warp has four columns of y and reads their weights side by side.
 template <int ROWS>
 INLINE void linear_few(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
     const int first = (blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * COLUMNS, lane = threadIdx.x % WARP;
     if (first >= m) return;
-    const size_t batch = blockIdx.y;
     float sums[COLUMNS][ROWS];
-    few_rows<ROWS>(sums, x + batch * n * k, w + batch * m * k, first, n, m, k);
+    few_rows<ROWS>(sums, x, w, first, n, m, k);
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {  // lane (c, r) writes
             if (lane == c * ROWS + r && r < n && first + c < m) {
                 const float offset = bias ? to_float(bias[first + c]) : 0.0f;
-                store_number(y, (batch * n + r) * m + first + c, sums[c][r] + offset, as_float);
+                store_number(y, (size_t)r * m + first + c, sums[c][r] + offset, as_float);
             }
         }
     }
 }
 
-// Grid (M/32 upwards, batch), 256 threads.
+// Grid M/32 upwards, 256 threads.
 KERNEL(256) linear_1(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
     linear_few<1>(x, w, bias, y, n, m, k, as_float);
 }
