@@ -61,7 +61,7 @@ INLINE void linear_few(const element* x, const element* w, const element* bias, 
         for (int r = 0; r < ROWS; r++) {  // lane (c, r) writes
             if (lane == c * ROWS + r && r < n && first + c < m) {
                 const float offset = bias ? to_float(bias[first + c]) : 0.0f;
-                store_number(y, (size_t)r * m + first + c, sums[c][r] + offset, as_float);
+                store_number(y, r * m + first + c, sums[c][r] + offset, as_float);
             }
         }
     }
