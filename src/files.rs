@@ -1,6 +1,6 @@
 //! Files and folders that are whole or absent, and their hashes. No tensors here.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -16,15 +16,18 @@ pub fn user_cache() -> Option<PathBuf> {
 }
 
 /// Writes a file so that `path` holds either its old content or all of the new one: temporary name beside it, fsync, rename.
+/// Two processes that write the same file do so under two names.
 ///
 /// # Errors
 /// Whatever the disk says; the temporary file is removed then.
 pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
-    let partial = partial_name(path);
+    let open = |partial: &Path| OpenOptions::new().write(true).create(true).truncate(false).open(partial).map(Some);
+    let (partial, lock) = own_partial(path, open)?;
     let written = write_synced(&partial, fill).and_then(|()| fs::rename(&partial, path));
     if written.is_err() {
         let _ = fs::remove_file(&partial); // the first error is the one to report
     }
+    drop(lock); // after the name is gone: nobody else may have it before
     written?;
     sync_folder(parent(path))
 }
@@ -46,6 +49,8 @@ pub struct NewFolder {
     partial: PathBuf,
     path: PathBuf,
     committed: bool,
+    /// Of `partial`, as long as this lives.
+    _lock: Option<File>,
 }
 
 impl NewFolder {
@@ -54,12 +59,13 @@ impl NewFolder {
     /// # Errors
     /// Whatever the disk says.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let partial = partial_name(path);
-        match fs::remove_dir_all(&partial) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => fs::create_dir_all(&partial)?,
+        let (partial, lock) =
+            own_partial(path, |partial| fs::create_dir_all(partial).and_then(|()| open_folder(partial)))?;
+        for left in fs::read_dir(&partial)? {
+            let left = left?.path();
+            if left.is_dir() { fs::remove_dir_all(left)? } else { fs::remove_file(left)? }
         }
-        Ok(Self { partial, path: path.to_owned(), committed: false })
+        Ok(Self { partial, path: path.to_owned(), committed: false, _lock: lock })
     }
 
     /// Where to write now. Every file in it must be fsynced (see [`write_synced`]).
@@ -82,6 +88,25 @@ impl NewFolder {
     }
 }
 
+impl NewFolder {
+    /// As [`NewFolder::commit`], of a name that nothing has: what took it meanwhile stays, and this goes.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or whatever the disk says.
+    pub fn commit_as_new(mut self) -> io::Result<()> {
+        let is_taken = || fs::symlink_metadata(&self.path).is_ok();
+        sync_folder(&self.partial)?;
+        if is_taken() {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        // Taken between the look and the rename: a folder with files in it, or a file, makes that fail.
+        let taken = |error| if is_taken() { io::ErrorKind::AlreadyExists.into() } else { error };
+        fs::rename(&self.partial, &self.path).map_err(taken)?;
+        self.committed = true;
+        sync_folder(parent(&self.path))
+    }
+}
+
 impl Drop for NewFolder {
     fn drop(&mut self) {
         if !self.committed {
@@ -95,7 +120,7 @@ impl Drop for NewFolder {
 /// # Errors
 /// Whatever the disk says.
 pub fn remove_folder(path: &Path) -> io::Result<()> {
-    let leaving = partial_name(&path.with_extension("old"));
+    let leaving = partial_name(&path.with_extension("old"), 1);
     match fs::remove_dir_all(&leaving) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => fs::rename(path, &leaving)?,
@@ -161,9 +186,59 @@ pub fn is_partial(name: &str) -> bool {
     name.starts_with('.') && name.ends_with(".partial")
 }
 
-fn partial_name(path: &Path) -> PathBuf {
+fn partial_name(path: &Path, number: usize) -> PathBuf {
     let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    path.with_file_name(format!(".{name}.partial"))
+    let number = if number > 1 { format!(".{number}") } else { String::new() };
+    path.with_file_name(format!(".{name}{number}.partial"))
+}
+
+/// The first temporary name beside `path` that nobody else writes under, and its lock; what an ended process left there is taken over.
+fn own_partial(path: &Path, open: impl Fn(&Path) -> io::Result<Option<File>>) -> io::Result<(PathBuf, Option<File>)> {
+    let mut number = 1;
+    loop {
+        let partial = partial_name(path, number);
+        let lock = open(&partial)?;
+        // Between the two calls its former owner may have given it its real name.
+        if lock.as_ref().is_none_or(|file| lock_file(file) && is_at(file, &partial)) {
+            return Ok((partial, lock));
+        }
+        number += 1;
+    }
+}
+
+/// Locks an open file for as long as it stays open; the system lets go of it however the process ends. `false`: it is another's.
+/// On a disk without locks nothing is another's.
+pub fn lock_file(file: &File) -> bool {
+    !matches!(file.try_lock(), Err(TryLockError::WouldBlock))
+}
+
+/// Locks a folder for as long as what comes back lives. `None`: it is another process's.
+///
+/// # Errors
+/// Whatever the disk says.
+pub fn lock_folder(folder: &Path) -> io::Result<Option<FolderLock>> {
+    let file = open_folder(folder)?;
+    Ok(file.as_ref().is_none_or(lock_file).then_some(FolderLock { _file: file }))
+}
+
+/// A folder that no other process may lock.
+#[derive(Debug)]
+pub struct FolderLock {
+    _file: Option<File>,
+}
+
+/// Windows cannot open folders: `None`.
+fn open_folder(folder: &Path) -> io::Result<Option<File>> {
+    if cfg!(windows) { Ok(None) } else { File::open(folder).map(Some) }
+}
+
+/// Whether a path leads to this open file.
+fn is_at(file: &File, path: &Path) -> bool {
+    let same = |one: &fs::Metadata, other: &fs::Metadata| inode(one) == inode(other) && one.len() == other.len();
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(of_file), Ok(at_path)) => same(&of_file, &at_path),
+        _ => false,
+    }
 }
 
 fn parent(path: &Path) -> &Path {
@@ -211,6 +286,43 @@ mod tests {
     }
 
     #[test]
+    fn two_writers_of_one_path_never_share_a_temporary_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, folder) = (dir.path().join("a.json"), dir.path().join("step-000001"));
+        write_atomic(&file, |out| {
+            out.write_all(b"first")?;
+            write_atomic(&file, |other| other.write_all(b"second, and whole"))?;
+            assert_eq!(fs::read(&file)?, b"second, and whole");
+            out.write_all(b" one")
+        })
+        .unwrap();
+        assert_eq!(fs::read(&file).unwrap(), b"first one");
+        fs::create_dir(dir.path().join(".step-000001.partial")).unwrap();
+        write_synced(&dir.path().join(".step-000001.partial/left"), |_| Ok(())).unwrap();
+        let (one, other) = (NewFolder::create(&folder).unwrap(), NewFolder::create(&folder).unwrap());
+        assert_ne!(one.partial(), other.partial());
+        for (folder, text) in [(&one, b"1"), (&other, b"2")] {
+            write_synced(&folder.partial().join("x"), |out| out.write_all(text)).unwrap();
+        }
+        one.commit().unwrap();
+        assert_eq!(fs::read(folder.join("x")).unwrap(), b"1");
+        assert!(!folder.join("left").exists(), "what a killed process left is taken over, emptied");
+        other.commit().unwrap();
+        assert_eq!(fs::read(folder.join("x")).unwrap(), b"2");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn a_folder_has_one_holder() {
+        let dir = tempfile::tempdir().unwrap();
+        let held = lock_folder(dir.path()).unwrap();
+        assert!(held.is_some() && lock_folder(dir.path()).unwrap().is_none());
+        drop(held);
+        assert!(lock_folder(dir.path()).unwrap().is_some());
+    }
+
+    #[test]
     fn a_folder_appears_whole_or_not_at_all() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("step-000001");
@@ -226,5 +338,20 @@ mod tests {
         assert!(!path.join("x").exists() && path.exists());
         remove_folder(&path).unwrap();
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn of_two_new_folders_of_one_name_the_first_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        let [first, second] = ["a", "b"].map(|text| {
+            let folder = NewFolder::create(&path).unwrap();
+            write_synced(&folder.partial().join("x"), |out| out.write_all(text.as_bytes())).unwrap();
+            folder
+        });
+        first.commit_as_new().unwrap();
+        assert_eq!(second.commit_as_new().unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(path.join("x")).unwrap(), b"a");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

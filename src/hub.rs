@@ -24,7 +24,7 @@ mod wanted;
 
 use cache::Cache;
 use client::Client;
-pub use error::HubError;
+pub use error::{Found, HubError};
 use id::Id;
 use token::Token;
 pub use wanted::{Split, Wanted};
@@ -159,13 +159,21 @@ impl<'o> Hub<'o> {
         Ok(Fetched { folder, files, origin: Origin { id: id.repo.to_string(), commit } })
     }
 
-    /// What is wanted, out of the cache alone.
+    /// What is wanted, out of the cache alone. Of a data set the cache may hold a part, so its files are chosen among the commit's as
+    /// they were listed when it was downloaded; a backbone's and heads' files say themselves what belongs to them.
     fn find(&self, id: &Id, wanted: Wanted) -> Result<(String, Vec<String>), HubError> {
         let missing = |file: String| HubError::Offline { id: id.to_string(), file, cache: self.cache.root.clone() };
         let commit = self.cache.commit(&id.repo, id.revision());
         let commit = commit.ok_or_else(|| missing(format!("any file of revision {}", id.revision())))?;
         let folder = self.cache.snapshot(&id.repo, &commit);
-        let names = self.cache.names(&folder);
+        let here = self.cache.names(&folder);
+        let names = match wanted {
+            Wanted::Data(_) if !id.file.as_ref().is_some_and(|file| here.contains(file)) => {
+                let listed = self.cache.listed(&id.repo, &commit);
+                listed.ok_or_else(|| missing("the list of all files (which others do not keep)".into()))?
+            }
+            _ => here.clone(),
+        };
         let in_cache = |error| match error {
             HubError::NoFile { file, .. } => missing(file),
             HubError::NothingWanted { expected, .. } => missing(expected),
@@ -173,7 +181,11 @@ impl<'o> Hub<'o> {
         };
         let chosen = wanted.choose(id, &names).map_err(in_cache)?;
         let weights = wanted.weights(id, &folder, &names).map_err(in_cache)?;
-        Ok((commit, chosen.into_iter().chain(weights).collect()))
+        let all: Vec<String> = chosen.into_iter().chain(weights).collect();
+        match all.iter().find(|name| !here.contains(name)) {
+            Some(name) => Err(missing(name.clone())),
+            None => Ok((commit, all)),
+        }
     }
 }
 

@@ -57,6 +57,7 @@ fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Op
         heads: small.path(heads),
         backbone: Some(small.path("backbone")),
         backbone_name: None,
+        base_model: None,
         format: Format::from_str(format, false).expect("a format"),
         out: small.path(out),
         dtype,
@@ -260,12 +261,11 @@ fn the_card_says_what_is_known_and_nothing_else() {
     small.train(&[]).succeeded();
     export(&small, "run/final", "tgi", "bare", &[]).succeeded();
     let bare = small.read("bare/README.md");
-    for part in
-        ["---\nbase_model: backbone\n", "- speculative-decoding", "--speculate 2", "[heads]\nmedusa_num_heads = 2"]
-    {
+    for part in ["---\nlibrary_name", "- speculative-decoding", "--speculate 2", "[heads]\nmedusa_num_heads = 2"] {
         assert!(bare.contains(part), "{part:?} is not in:\n{bare}");
     }
-    assert!(!["license", "## Speed", "## Accuracy", "## Tree"].iter().any(|part| bare.contains(part)), "{bare}");
+    let unknown = ["license", "base_model:", "## Speed", "## Accuracy", "## Tree"];
+    assert!(!unknown.iter().any(|part| bare.contains(part)), "{bare}");
     let calibrate = [
         "calibrate",
         "--backbone",
@@ -293,8 +293,10 @@ fn the_card_says_what_is_known_and_nothing_else() {
     ] {
         assert!(full.contains(part), "{part:?} is not in:\n{full}");
     }
-    assert_eq!(small.bytes("full/calibration.json"), small.bytes("run/calibration.json"));
     assert_eq!(small.bytes("full/tree.json"), small.bytes("run/tree.json"));
+    export(&small, "run/final", "heads", "same", &[]).succeeded();
+    let same = (small.bytes("same/calibration.json"), small.bytes("run/calibration.json"));
+    assert_eq!(same.0, same.1, "of the same bytes of heads");
     // A calibration of other heads is none of these; a tree needs its heads.
     write_heads(&small, "run/other", shape(1, 1, V), Kind::Float);
     let other = export(&small, "run/other", "tgi", "other", &[]).succeeded();
@@ -303,6 +305,137 @@ fn the_card_says_what_is_known_and_nothing_else() {
     assert_eq!(small.names("other"), ["README.md", "config.json", "medusa_lm_head.safetensors", "recipe.toml"]);
     export(&small, "run/other", "tgi", "named", &["--calibration", "run/calibration.json"])
         .failed(1, &["run/calibration.json", "measured with other heads"]);
+}
+
+/// A run with its calibration, for a tree of two heads.
+fn calibrated() -> SmallRun {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let inputs = "--backbone backbone --heads run/final --data rows.jsonl --out run/calibration.json";
+    small.medusa(&["calibrate"].into_iter().chain(inputs.split(' ')).collect::<Vec<_>>()).succeeded();
+    small.write("run/tree.json", "[[0], [1], [0, 0]]");
+    small
+}
+
+#[test]
+fn a_calibration_goes_with_the_exported_heads() {
+    let small = calibrated();
+    export(&small, "run/final", "vllm", "out", &["--dtype", "bfloat16"]).succeeded();
+    let (trained, exported) = (json_of(&small, "run/calibration.json"), json_of(&small, "out/calibration.json"));
+    let sha256 = |name: &str| json!(medusa::files::sha256(&small.path(name)).expect("a hash"));
+    assert_eq!(exported["heads_sha256"], sha256("out/model.safetensors"));
+    assert_eq!(exported["exported_from"]["heads_sha256"], trained["heads_sha256"]);
+    assert_eq!(exported["exported_from"]["calibration_sha256"], sha256("run/calibration.json"));
+    assert_eq!((&exported["heads"], &exported["joint"]), (&trained["heads"], &trained["joint"]));
+    let step = |nodes: usize, step_ms: f64| json!({"nodes": nodes, "depth": 1, "step_ms": step_ms});
+    let times = json!({"device": "cpu", "dtype": "float32", "threads": 1, "context": 32, "backbone": "backbone",
+        "heads_sha256": exported["heads_sha256"], "plain_step_ms": 2.0, "steps": [step(1, 2.5), step(4, 3.0)]});
+    small.write("l.json", times.to_string());
+    let tree = "--calibration out/calibration.json --latency l.json --backbone backbone --heads out --out t.json";
+    small.medusa(&["tree"].into_iter().chain(tree.split(' ')).collect::<Vec<_>>()).succeeded();
+    small.medusa(&["inspect", "out/calibration.json"]).succeeded();
+    let first = trained["heads_sha256"].as_str().expect("a hash");
+    assert!(small.read("out/README.md").contains(&format!("with the heads whose file has SHA-256 {first}")));
+    // Exported once more, it still says whose numbers they are.
+    export(&small, "out", "heads", "again", &[]).succeeded();
+    let again = json_of(&small, "again/calibration.json");
+    assert_eq!(again["heads_sha256"], sha256("again/medusa_lm_head.safetensors"));
+    assert_eq!(again["exported_from"], exported["exported_from"]);
+}
+
+#[test]
+fn the_first_heads_alone_have_nothing_of_the_others() {
+    let small = calibrated();
+    small.write("run/bench.json", r#"{"acceleration_rate": 2.5, "speedup": 2.1}"#);
+    let ended = export(&small, "run/final", "tgi", "first", &["--medusa-num-heads", "1"]).succeeded();
+    let left_out = [
+        "tree.json is left out of the model card: it needs 2 heads, and 1 are exported",
+        "bench.json is left out of the model card: its figures are of all 2 heads, and 1 are exported",
+    ];
+    assert!(left_out.iter().all(|words| ended.stderr.contains(words)), "{}", ended.stderr);
+    assert_eq!(
+        small.names("first"),
+        ["README.md", "calibration.json", "config.json", "medusa_lm_head.safetensors", "recipe.toml"]
+    );
+    let card = small.read("first/README.md");
+    assert!(card.contains("| 1 | t + 2 |") && !card.contains("| 2 | t + 3 |") && !card.contains("## Speed"), "{card}");
+    let (whole, first) = (json_of(&small, "run/calibration.json"), json_of(&small, "first/calibration.json"));
+    assert_eq!(first["heads"], json!([whole["heads"][0]]));
+    assert!(whole.to_string().contains("\"path\":[0,"), "a path of both heads: {}", whole["joint"]["paths"]);
+    let paths = first["joint"]["paths"].as_array().expect("paths");
+    assert!(!paths.is_empty() && paths.iter().all(|path| path["path"].as_array().is_some_and(|path| path.len() == 1)));
+    let runs = first["joint"]["runs"].as_array().expect("runs").iter().flat_map(|run| run.as_array().expect("a run"));
+    assert!(runs.into_iter().all(|ranks| ranks.as_array().is_some_and(|ranks| ranks.len() <= 1)));
+    small.medusa(&["tree", "--calibration", "first/calibration.json", "--nodes", "2", "--out", "t.json"]).succeeded();
+    export(&small, "first", "heads", "with_tree", &["--tree", "t.json"]).succeeded();
+    export(&small, "run/final", "tgi", "named", &["--medusa-num-heads", "1", "--tree", "run/tree.json"])
+        .failed(1, &["run/tree.json: it needs 2 heads, and 1 are exported"]);
+    assert!(!small.path("named").exists());
+}
+
+#[test]
+fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
+    let small = calibrated();
+    let line = |nodes: u32, speedup: f64| {
+        format!(
+            "{{\"acceleration_rate\": 2.0, \"overhead\": 1.1, \"speedup\": {speedup}, \"sweep\": {{\"name\": \"nodes\", \"value\": {nodes}}}}}\n"
+        )
+    };
+    small.write("sweep.json", [line(4, 1.5), line(16, 1.75), line(64, 0.9)].concat());
+    export(&small, "run/final", "heads", "out", &["--bench", "sweep.json"]).succeeded();
+    let card = small.read("out/README.md");
+    for part in ["speedup: 1.75", "as they were trained; the fastest of 3 results of a sweep, with nodes = 16.\n"] {
+        assert!(card.contains(part), "{part:?} is not in:\n{card}");
+    }
+    small.write("none.json", "");
+    export(&small, "run/final", "heads", "none", &["--bench", "none.json"])
+        .failed(1, &["none.json: it is empty; expected what `medusa bench --json` prints"]);
+    small.write("other.json", "{\"speedup\": 2.0}");
+    export(&small, "run/final", "heads", "none", &["--bench", "other.json"])
+        .failed(1, &["other.json: missing field `acceleration_rate`", "expected what `medusa bench --json` prints"]);
+    // A recipe that cannot be read is no recipe, aloud.
+    small.write("run/recipe.toml", b"\xff\xfe");
+    let ended = export(&small, "run/final", "heads", "recipe", &[]).succeeded();
+    assert!(ended.stderr.contains("recipe.toml is left out of the model card: stream did not contain valid UTF-8"));
+    assert!(!small.path("recipe/recipe.toml").exists());
+}
+
+#[test]
+fn of_two_exports_to_one_folder_one_is_refused() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(5, 2, V), Kind::Float);
+    let start = |format| {
+        let arguments = ["export", "--heads", "h", "--format", format, "--out", "out"];
+        let mut command = small.program(env!("CARGO_BIN_EXE_medusa"), &arguments);
+        command.stderr(std::process::Stdio::piped()).stdout(std::process::Stdio::null()).spawn().expect("it starts")
+    };
+    let both = ["merged", "merged"].map(start).map(|program| Ended::from(program.wait_with_output().expect("it ends")));
+    let refused: Vec<_> = both.iter().filter(|ended| ended.status != Some(0)).collect();
+    assert_eq!(refused.len(), 1, "{both:?}");
+    refused[0].failed(1, &["out exists already"]);
+    assert_same(&small.path("h"), &small.path("out"), "the other's");
+    assert!(!small.names(".").iter().any(|name| name.ends_with(".partial")), "{:?}", small.names("."));
+}
+
+#[test]
+fn the_lm_head_of_a_damaged_vllm_file_is_an_error() {
+    let small = SmallRun::new();
+    write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
+    export(&small, "s", "vllm", "v", &[]).succeeded();
+    let blocks = tensors(&small.path("s"));
+    for (size, got) in [(&[][..], "[]"), (&[V], "[48]"), (&[V, 16], "[48, 16]"), (&[1, V, H], "[1, 48, 32]")] {
+        let lm_head = Tensor::zeros(size, (Kind::Float, Device::Cpu));
+        let names = shape(2, 1, 0)
+            .tensors()
+            .into_iter()
+            .map(|(name, _)| format!("blocks.{}", name.replace(".0.linear", ".layers.0")));
+        let all: Vec<_> = names.chain(["lm_head.weight".to_owned()]).zip(blocks.iter().chain([&lm_head])).collect();
+        save(&small.path("v/model.safetensors"), &all).expect("weights");
+        for format in ["merged", "vllm", "heads"] {
+            let facts = ["v/model.safetensors: tensor \"lm_head.weight\": expected [vocabulary, 32]", got];
+            export(&small, "v", format, "out", &["--backbone", "backbone"]).failed(1, &facts);
+        }
+    }
 }
 
 /// Heads, format, more flags, exit status, what the error says.
@@ -318,7 +451,14 @@ fn what_cannot_be_exported_leaves_nothing() {
     fs::create_dir_all(small.path("taken")).expect("a folder");
     fs::create_dir_all(small.path("empty")).expect("a folder");
     let before = small.names(".");
-    let cases: [Refused; 9] = [
+    let cases: [Refused; 10] = [
+        (
+            "alone",
+            "tgi",
+            &[],
+            2,
+            &["--format tgi needs the backbone", "base_model_name_or_path", "give --backbone FOLDER"],
+        ),
         ("empty", "heads", &[], 1, &["empty holds no heads; expected heads.safetensors", "medusa_lm_head.pt"]),
         ("h", "peft", &[], 2, &["--format peft", "h has no adapter_config.json"]),
         ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks a head", "one ResBlock only"]),

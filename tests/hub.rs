@@ -198,9 +198,11 @@ fn a_broken_download_goes_on_where_it_stopped_also_in_another_process() {
     assert_eq!(ranges.len(), 3, "{ranges:?}");
 
     let world = World::with_tiny();
-    let [first, ..] = shards();
+    let [first, second, _] = shards();
     let hash = sha256(&first);
-    world.server.fail("/cdn/", Trouble::Break(300_000), 2); // of either shard
+    for shard in [&hash, &sha256(&second)] {
+        world.server.fail(shard, Trouble::Break(300_000), 1);
+    }
     world.server.fail("/cdn/", Trouble::Break(0), 100);
     world.refused("org/tiny", &[], &["model-0000", "broke at 300000 of", "run it again to go on from there"]);
     assert!(names(&world.repo_folder().join("blobs")).contains(&format!("{hash}.incomplete")));
@@ -253,6 +255,11 @@ fn every_refusal_says_what_to_do() {
     world.write("token", b"hf_SomeOther\n");
     world.refused("org/tiny", &[], &["does not know the token from", &world.path("token").display().to_string()]);
     fs::remove_file(world.path("token")).expect("the token's file");
+    world.write("elsewhere/token", b"hf_SomeOther\n");
+    let home = world.home.path().display().to_string();
+    let path = world.path("elsewhere/token").display().to_string();
+    let environment = [("HOME", home.as_str()), ("HF_TOKEN_PATH", "~/elsewhere/token")];
+    world.refused("org/tiny", &environment, &["does not know the token from", &path]);
     world.server.state().repos.get_mut("models/org/tiny").expect("a repository").gated = true;
     let page = format!("{}/org/tiny", world.server.endpoint());
     world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: ask for it at", &page, "the token from HF_TOKEN"]);
@@ -390,6 +397,124 @@ fn a_push_that_cannot_be_is_refused() {
     let repo = &state.repos["models/org/heads"];
     assert_eq!(repo.head("trial")["config.json"].bytes, b"[]");
     assert_eq!(repo.head("main")["config.json"].bytes, b"{}");
+}
+
+#[test]
+fn a_push_whose_answer_is_lost_says_what_the_branch_says() {
+    let world = World::new();
+    world.write("run/config.json", b"{}");
+    world.write("run/heads.safetensors", b"weights");
+    // Everything is done, and every answer lost: the second try finds it.
+    for path in ["/api/repos/create", "/branch/", "/commit/"] {
+        world.server.fail(path, Trouble::Done(503), 1);
+    }
+    let ended = world.push(&["--revision", "trial"]).succeeded();
+    let commit = world.server.state().repos["models/org/heads"].commit_of("trial");
+    assert_eq!(ended.stdout, format!("{}/org/heads/commit/{commit}\n", world.server.endpoint()));
+    assert_eq!(world.server.state().repos["models/org/heads"].head("trial")["config.json"].bytes, b"{}");
+    assert_eq!(world.server.seen("POST", "/commit/").len(), 2);
+    assert_eq!(world.server.seen("POST", "/repos/create").len(), 2);
+    world.write("run/config.json", b"[]");
+    world.server.forget();
+    world.server.fail("/commit/", Trouble::Break(0), 1);
+    world.push(&["--revision", "trial"]).succeeded();
+    assert_eq!(world.server.seen("POST", "/commit/").len(), 1, "the answer broke off after the commit");
+
+    world.write("run/config.json", b"[1]");
+    world.server.forget();
+    world.server.fail("/commit/", Trouble::Status(504, Some(0)), 5);
+    world.push(&[]).failed(1, &["answered 504", "the branch is as it was, so nothing was committed; run it again"]);
+    world.server.fail("/commit/", Trouble::Gone, 1);
+    world
+        .push(&[])
+        .failed(1, &["answered 503 to committing", "so whether the commit was made is not known; run it again"]);
+    world.server.forget();
+    world.server.fail("/commit/", Trouble::Raced, 1);
+    let raced = world.push(&[]);
+    let commit = world.server.state().repos["models/org/heads"].commit_of("main");
+    raced.failed(1, &["no longer as it was when the push began", &format!("went on to {commit}, which does not hold")]);
+    world.push(&[]).succeeded();
+    assert_eq!(world.server.state().repos["models/org/heads"].head("main")["config.json"].bytes, b"[1]");
+}
+
+#[test]
+fn pages_of_a_list_elsewhere_are_followed_without_the_token_or_refused() {
+    let world = World::with_tiny();
+    world.server.state().next_page = Some("http://localhost");
+    world.generate("org/tiny", &[("HF_TOKEN", TOKEN)]).succeeded();
+    let pages = world.server.seen("GET", "/tree/");
+    assert!(pages.len() > 2 && pages[0].has_token && !pages[1..].iter().any(|page| page.has_token), "{pages:?}");
+    world.server.state().next_page = Some("ftp://localhost");
+    world.refused("org/tiny", &[], &["listing the files of org/tiny", "a next page \"<ftp://localhost"]);
+}
+
+#[test]
+fn errors_name_the_host_that_failed() {
+    let world = World::with_tiny();
+    let store = world.server.endpoint().replace("127.0.0.1", "localhost");
+    world.server.fail("/cdn/", Trouble::Status(403, None), 100);
+    world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &[&format!("{store} refused downloading model-0000")]);
+    world.server.forget();
+    world.server.fail("/cdn/", Trouble::Status(503, Some(86_400)), 100);
+    world.refused("org/tiny", &[], &[&format!("{store} answered 503 to downloading model-0000")]);
+}
+
+#[test]
+fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let train = world.with_environment(&mut small.trainer(&[])).current_dir(small.root()).output();
+    Ended::from(train.expect("it starts")).succeeded();
+    let world = World { home: tempfile::tempdir().expect("a temporary folder"), ..world };
+    let heads = small.path("run/final").display().to_string();
+    let export = |format: &str, more: &[&str]| {
+        let arguments = ["export", "--heads", &heads, "--format", format, "--out", format];
+        world.medusa(&[&arguments, more].concat(), &[]).succeeded();
+        fs::read_to_string(world.path(format).join("README.md")).expect("a card")
+    };
+    world.server.forget();
+    let card = export("heads", &[]);
+    assert!(card.starts_with("---\nbase_model: org/small\n") && world.server.state().seen.is_empty(), "{card}");
+    let card = export("tgi", &["--backbone", "org/small"]);
+    assert!(card.contains("\nbase_model: org/small\n") && card.contains("# Medusa heads for org/small\n"), "{card}");
+    assert!(world.server.seen("GET", "/cdn/").is_empty(), "config.json is enough");
+    assert!(export("merged", &[]).contains("\nbase_model: org/small\n"));
+    assert_eq!(world.server.seen("GET", "/cdn/").len(), 1, "the weights are in it");
+    small.edit("run/final/config.json", "org/small", "/somewhere/here");
+    assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
+    let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
+    assert!(
+        told.stderr
+            .contains("only the path is known (/somewhere/here). If it is on the Hub, add `base_model: OWNER/NAME`")
+    );
+}
+
+#[test]
+fn offline_a_data_set_is_whole_or_refused() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let rows = |name| (name, small.bytes("rows.jsonl"));
+    world.server.add("datasets/org/rows", &[rows("data/a.jsonl"), rows("data/b.jsonl"), rows("data/c.jsonl")]);
+    small.edit("recipe.toml", "[\"org/rows@main/data/test.jsonl\"]", "[\"validation.jsonl\"]");
+    let check = |data: &str, offline: &str| -> Ended {
+        let recipe = small.read("recipe.toml");
+        small.edit("recipe.toml", "[\"org/rows\"]", &format!("[\"{data}\"]"));
+        let mut command = small.trainer(&["--check"]);
+        let ended =
+            world.with_environment(&mut command).env("HF_HUB_OFFLINE", offline).current_dir(small.root()).output();
+        small.write("recipe.toml", recipe);
+        ended.expect("it starts").into()
+    };
+    check("org/rows/data/a.jsonl", "").succeeded();
+    check("org/rows/data/a.jsonl", "1").succeeded();
+    check("org/rows", "1").failed(1, &["lacks data/b.jsonl of org/rows", "unset it once"]);
+    check("org/rows", "").succeeded();
+    check("org/rows", "1").succeeded();
+    let lists = world.path("hub/datasets--org--rows/.medusa");
+    assert_eq!(names(&lists).len(), 1);
+    fs::remove_dir_all(&lists).expect("the lists"); // as after a download by another program
+    check("org/rows", "1").failed(1, &["lacks the list of all files (which others do not keep) of org/rows"]);
+    check("org/rows/data/a.jsonl", "1").succeeded();
 }
 
 /// A small run whose backbone and rows are on the Hub.

@@ -9,7 +9,8 @@ use serde::Serialize;
 use super::downloads::{self, Place};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, Exported, Format, Request};
-use crate::hub;
+use crate::hub::{self, Wanted};
+use crate::medusa::heads::import::HeadsFile;
 
 const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
 
@@ -62,7 +63,8 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut request = Request {
         heads: args.heads.clone(),
         backbone: args.backbone.clone(),
-        backbone_name: args.backbone.as_deref().and_then(hub::origin).map(|origin| origin.id),
+        backbone_name: None,
+        base_model: None,
         format: args.format,
         out: args.out.clone(),
         dtype: common.dtype,
@@ -82,14 +84,20 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
 }
 
-/// The config.json of heads may name an id of the Hub: its weights are brought here if the export needs them.
+/// `--backbone`, or else the config.json of the heads, may name an id of the Hub: its weights are brought here if the export needs them, and
+/// of an id that was given at least what the heads are checked against.
 fn bring_backbone(request: &mut Request, common: &CommonFlags) -> anyhow::Result<()> {
-    let Some(mut base) = export::backbone_needed(request).map_err(of_usage)? else { return Ok(()) };
-    downloads::fetch(vec![Place::backbone(&mut base)], common)?;
-    if let Some(origin) = hub::origin(&base) {
-        request.backbone_name = Some(origin.id);
-        request.backbone = Some(base);
+    let needed = export::backbone_needed(request).map_err(of_usage)?;
+    let wanted = if needed.is_some() { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
+    if let Some(mut base) = needed.or_else(|| request.backbone.clone()) {
+        downloads::fetch(vec![Place::Model(&mut base, wanted)], common)?;
+        if let Some(origin) = hub::origin(&base) {
+            request.backbone_name = Some(origin.id);
+            request.backbone = Some(base);
+        }
     }
+    let of_heads = HeadsFile::open(&request.heads)?.base().and_then(hub::id::model);
+    request.base_model = request.backbone_name.clone().or_else(|| of_heads.map(|id| id.repo.to_string()));
     Ok(())
 }
 

@@ -148,9 +148,7 @@ impl Verb {
                 let prompts = Some(Place::File(&mut args.prompts));
                 vec![prompts, Some(Place::backbone(&mut args.backbone)), Some(Place::heads(&mut args.heads))]
             }
-            Verb::Export(args) => {
-                vec![Some(Place::heads(&mut args.heads)), args.backbone.as_mut().map(Place::backbone)]
-            }
+            Verb::Export(args) => vec![Some(Place::heads(&mut args.heads))], // these say what of the backbone is needed
             Verb::Train(_)
             | Verb::Inspect(_)
             | Verb::Push(_)

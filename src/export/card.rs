@@ -8,7 +8,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use serde_json::{Value, json};
 
-use super::companions::{Companions, HeadAccuracy};
+use super::companions::{Bench, Companions, HeadAccuracy, Swept};
 use super::trained::Trained;
 use super::{ExportError, Format};
 use crate::files::write_synced;
@@ -30,12 +30,12 @@ pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -
 /// What the template may say.
 fn facts(trained: &Trained, companions: &Companions) -> Value {
     let shape = trained.written_shape();
-    let base = trained.base_name();
+    let (base, measured) = (trained.base_name(), companions.calibration.as_ref().map(|found| &found.content));
     let tree = companions.tree.as_ref().map(|found| found.content.tree.choices());
     let expected = companions.tree.as_ref().and_then(|found| found.content.origin.expected_tokens_per_step);
     json!({
             "format": trained.format.name(),
-            "base": base,
+            "base_model": trained.base_model,
             "serve": base.as_deref().unwrap_or("BACKBONE"),
             "out": OUT,
             "heads": shape.medusa_num_heads,
@@ -51,8 +51,9 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "is_alone": !trained.format.holds_backbone() && trained.format != Format::Peft,
             "pickle": trained.pickle,
             "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
-            "accuracies": companions.calibration.as_ref().map(|found| accuracies(&found.content.heads)),
-            "tokens": companions.calibration.as_ref().map(|found| found.content.tokens),
+            "accuracies": measured.map(|measured| accuracies(&measured.heads)),
+            "tokens": measured.map(|measured| measured.tokens),
+            "measured_sha256": measured.map(|measured| &measured.heads_sha256),
             "tree": tree.map(|choices| choices.len()),
             "expected": expected.map(|tokens| format!("{tokens:.2}")),
             "choices": tree.map(|choices| json!(choices).to_string()),
@@ -72,14 +73,16 @@ fn accuracies(of_heads: &[HeadAccuracy]) -> Vec<Value> {
 }
 
 /// As `medusa bench` measured them, rounded for people.
-fn figures(bench: &Value) -> Value {
-    let figure = |key: &str| bench[key].as_f64().map(|number| format!("{number:.2}"));
-    let dtype_and_device = |key: &str| bench[key].as_str().map(str::to_owned);
+fn figures(bench: &Bench) -> Value {
+    let figure = |number: f64| format!("{number:.2}");
+    let swept = bench.sweep.as_ref().map(|Swept { name, value }| format!("{name} = {value}"));
     json!({
-        "acceleration_rate": figure("acceleration_rate"),
-        "overhead": figure("overhead"),
-        "speedup": figure("speedup"),
-        "device": dtype_and_device("device"),
-        "dtype": dtype_and_device("dtype"),
+        "acceleration_rate": figure(bench.acceleration_rate),
+        "overhead": bench.overhead.map(figure),
+        "speedup": figure(bench.speedup),
+        "device": bench.device,
+        "dtype": bench.dtype,
+        "sweep": swept.filter(|_| bench.results > 1),
+        "results": bench.results,
     })
 }

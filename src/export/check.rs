@@ -1,20 +1,25 @@
-//! Read back what was written, by the way that any heads are read, and run it against what was trained.
+//! Read back what was written, by the way that any heads are read: every tensor against the one that was trained, bit for bit, one after
+//! the other; then what the heads compute with them.
 
 // N hidden states, T tokens, H hidden, V vocabulary
 use std::path::Path;
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::trained::Trained;
-use super::{ExportError, Format, load_backbone};
+use super::{ExportError, Format};
+use crate::files::sha256;
 use crate::medusa::heads::import::HeadsFile;
-use crate::medusa::heads::layout::Place;
+use crate::medusa::heads::layout::{Place, VLLM_LM_HEAD};
 use crate::medusa::heads::{Heads, HeadsShape};
 use crate::model::attention::RowMask;
-use crate::model::llama::{Llama, Purpose};
+use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::weights::WeightFiles;
+use crate::torch::bytes;
 
 /// Hidden states that heads are compared on.
 const STATES: i64 = 4;
@@ -37,34 +42,34 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, 
         return Err(ExportError::OtherShape { path: folder.into(), expected, got: got.shape() });
     }
     if let Some(own_vh) = trained.one_lm_head() {
-        let own_vh = own_vh.to_kind(trained.dtype.kind());
-        let written_vh = got.lm_head()?.filter(|written| written.size() == own_vh.size());
-        let difference = written_vh.map_or(f64::INFINITY, |written_vh| largest(&(written_vh - own_vh)));
-        equal(folder, "the lm_head's weights", difference)?;
+        let written_vh = got.lm_head()?.unwrap_or_else(Tensor::new);
+        same(folder, VLLM_LM_HEAD, &written_vh, &own_vh.to_kind(trained.dtype.kind()))?;
     }
-    match (&trained.backbone, trained.format) {
-        (Some(backbone), Format::Merged | Format::ModelOpt) => {
-            finite(&logits(backbone), trained, || "the backbone".into())?;
-            check_backbone(folder, backbone)?;
-        }
-        (Some(backbone), Format::Peft) => check_adapter(folder, trained, backbone)?,
-        _ => {}
+    if let Some(backbone) = &trained.backbone {
+        finite(&logits(backbone), trained, || "the backbone".into())?;
+        same_backbone(folder, backbone)?;
     }
-    heads(folder, &got, trained)
+    if let (Format::Peft, Some(adapter)) = (trained.format, &trained.adapter) {
+        same_adapter(folder, adapter)?;
+    }
+    for place in expected.places() {
+        let kind = trained.dtype.kind();
+        let (written, own) = (got.tensor(place, got.kind())?, trained.tensor(place, kind)?);
+        same(folder, &trained.format.layout().name(place), &written, &own)?;
+    }
+    heads(&got, trained)
 }
 
-/// Every head on fixed hidden states: in the dtype of the export bit for bit, and how far that is from float32. One head is in memory,
-/// three times.
-fn heads(folder: &Path, got: &HeadsFile, trained: &Trained) -> Result<Difference, ExportError> {
-    let (hidden_nh, kind) = (hidden_states(trained.shape.hidden_size), trained.dtype.kind());
+/// How far every head is from what it was trained to be, on fixed hidden states: its weights are those of the export, whose rounding makes
+/// the difference. One head is in memory, twice.
+fn heads(got: &HeadsFile, trained: &Trained) -> Result<Difference, ExportError> {
+    let hidden_nh = hidden_states(trained.shape.hidden_size);
     let mut difference = Difference { largest: 0.0, of: 0.0 };
     for head in 0..trained.shape.medusa_num_heads {
         let run = |read: &dyn Fn(Place) -> Result<Tensor, ExportError>| run(head, trained, read, &hidden_nh);
         let written = run(&|place| Ok(got.tensor(place, Kind::Float)?))?;
-        let rounded = run(&|place| Ok(trained.tensor(place, kind)?.to_kind(Kind::Float)))?;
         let as_trained = run(&|place| trained.tensor(place, Kind::Float))?;
         finite(&written, trained, || format!("head {}", head + 1))?;
-        equal(folder, &format!("the numbers of head {}", head + 1), largest(&(&written - rounded)))?;
         difference.largest = difference.largest.max(largest(&(written - &as_trained)));
         difference.of = difference.of.max(largest(&as_trained));
     }
@@ -94,17 +99,41 @@ fn hidden_states(hidden_size: i64) -> Tensor {
     Tensor::from_slice(&numbers).view([STATES, hidden_size])
 }
 
-/// The weights are the same numbers, so the logits are.
-fn check_backbone(folder: &Path, backbone: &Llama) -> Result<(), ExportError> {
-    let written = Llama::load(folder, backbone.kind(), Device::Cpu, Purpose::Training)?;
-    equal(folder, "the backbone's logits", largest(&(logits(backbone) - logits(&written))))
+/// The config means the same and every weight is the same, so what is computed is. The written ones are mapped, not loaded.
+fn same_backbone(folder: &Path, backbone: &Llama) -> Result<(), ExportError> {
+    let (outline, _) = Llama::outline(folder)?;
+    if outline.config != backbone.config {
+        return Err(ExportError::Differs { path: folder.into(), what: "what config.json says".into() });
+    }
+    let files = WeightFiles::open(folder)?;
+    for (name, own) in backbone.weights() {
+        let written = files.mapped_as(&name, &own.size(), backbone.kind())?;
+        same(folder, &name, &written, &own.detach().to_kind(backbone.kind()))?;
+        files.release();
+    }
+    Ok(())
 }
 
-/// The adapter's files make the same backbone.
-fn check_adapter(folder: &Path, trained: &Trained, backbone: &Llama) -> Result<(), ExportError> {
-    let base = trained.base.as_deref().expect("a backbone was loaded from somewhere");
-    let written = load_backbone(base, Some(folder), backbone.kind())?;
-    equal(folder, "the adapted backbone's logits", largest(&(logits(backbone) - logits(&written))))
+/// The adapter's files are those that were tried on the backbone before, byte for byte.
+fn same_adapter(folder: &Path, adapter: &Path) -> Result<(), ExportError> {
+    for name in [ADAPTER_CONFIG, ADAPTER_FILE] {
+        let sum = |folder: &Path| {
+            let path = folder.join(name);
+            sha256(&path).map_err(|source| ExportError::Io { path, source })
+        };
+        if sum(folder)? != sum(adapter)? {
+            return Err(ExportError::Differs { path: folder.into(), what: name.into() });
+        }
+    }
+    Ok(())
+}
+
+/// Bytes, so that one NaN is the same as itself and -0 is not 0.
+fn same(folder: &Path, what: &str, written: &Tensor, own: &Tensor) -> Result<(), ExportError> {
+    let is_same = written.kind() == own.kind()
+        && written.size() == own.size()
+        && bytes::of(&written.contiguous()) == bytes::of(&own.contiguous());
+    if is_same { Ok(()) } else { Err(ExportError::Differs { path: folder.into(), what: what.into() }) }
 }
 
 /// `[T, V]`, float32, of a few tokens.
@@ -127,11 +156,111 @@ fn largest(tensor: &Tensor) -> f64 {
     tensor.to_kind(Kind::Float).abs().max().double_value(&[])
 }
 
-fn equal(folder: &Path, what: &str, difference: f64) -> Result<(), ExportError> {
-    // Written so that a NaN is a difference, too.
-    if difference == 0.0 {
-        Ok(())
-    } else {
-        Err(ExportError::Differs { path: folder.into(), what: what.into(), difference })
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File, OpenOptions};
+    use std::io::{Read, Seek, SeekFrom, Write};
+    use std::path::PathBuf;
+
+    use super::super::{Request, write};
+    use super::*;
+    use crate::model::llama::Purpose;
+    use crate::model::lora::{LoraConfig, attach_new};
+    use crate::model::peft::save_adapters;
+    use crate::model::weights::{MODEL_FILE, names};
+    use tch::Device;
+
+    fn tiny() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone")
+    }
+
+    /// Two untrained heads for the tiny backbone.
+    fn write_heads(folder: &Path) {
+        let config = toml::from_str("medusa_num_heads = 2\nmedusa_num_layers = 1").unwrap();
+        let files = WeightFiles::open(&tiny()).unwrap();
+        let lm_head_vh = files.mapped(names::EMBED_TOKENS, &files.shape(names::EMBED_TOKENS).unwrap()).unwrap();
+        fs::create_dir(folder).unwrap();
+        Heads::new(&config, &lm_head_vh).save(folder).unwrap();
+    }
+
+    fn request(heads: PathBuf, format: Format, out: PathBuf) -> Request {
+        Request {
+            heads,
+            backbone: Some(tiny()),
+            backbone_name: None,
+            base_model: None,
+            format,
+            out,
+            dtype: None,
+            medusa_num_heads: None,
+            pickle: false,
+            calibration: None,
+            tree: None,
+            bench: None,
+        }
+    }
+
+    /// Flips the lowest bit of a tensor's last number.
+    fn flip(path: &Path, name: &str) {
+        let mut file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let mut length = [0; 8];
+        file.read_exact(&mut length).unwrap();
+        let mut header = vec![0; usize::try_from(u64::from_le_bytes(length)).unwrap()];
+        file.read_exact(&mut header).unwrap();
+        let header: serde_json::Value = serde_json::from_slice(&header).unwrap();
+        let size = if header[name]["dtype"] == "F32" { 4 } else { 2 };
+        let end = header[name]["data_offsets"][1].as_u64().unwrap();
+        let at = SeekFrom::Start(8 + u64::from_le_bytes(length) + end - size);
+        let byte = |file: &mut File| {
+            let mut byte = [0];
+            file.seek(at).unwrap();
+            file.read_exact(&mut byte).unwrap();
+            byte[0]
+        };
+        let flipped = byte(&mut file) ^ 1;
+        file.seek(at).unwrap();
+        file.write_all(&[flipped]).unwrap();
+    }
+
+    #[test]
+    fn a_flipped_bit_of_any_written_tensor_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        write_heads(&path("heads"));
+        for (format, prefix) in [(Format::Merged, "medusa_head"), (Format::ModelOpt, "medusa_heads")] {
+            let out = path(format.name());
+            let mut trained = Trained::open(&request(path("heads"), format, out.clone())).unwrap();
+            write::write(&out, &mut trained).unwrap();
+            read_back(&out, &trained).unwrap();
+            let of_heads = [format!("{prefix}.1.0.linear.bias"), format!("{prefix}.0.1.weight")];
+            for name in [names::EMBED_TOKENS, names::NORM].map(str::to_owned).into_iter().chain(of_heads) {
+                flip(&out.join(MODEL_FILE), &name);
+                let error = read_back(&out, &trained).unwrap_err().to_string();
+                assert!(error.contains(&format!("read back, {name} is not bit for bit")), "{name}: {error}");
+                flip(&out.join(MODEL_FILE), &name);
+            }
+            read_back(&out, &trained).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_adapters_bytes_are_compared_and_no_backbone_stays_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        write_heads(&path("heads"));
+        let mut backbone = Llama::load(&tiny(), Kind::Float, Device::Cpu, Purpose::Training).unwrap();
+        let config: LoraConfig = toml::from_str("rank = 2\nalpha = 4").unwrap();
+        attach_new(&mut backbone, &config, 9);
+        save_adapters(&path("heads"), &backbone, "tiny").unwrap();
+        let out = path("out");
+        let mut trained = Trained::open(&request(path("heads"), Format::Peft, out.clone())).unwrap();
+        assert!(trained.backbone.is_none(), "it was tried on one, which is gone");
+        fs::create_dir(&out).unwrap();
+        write::write(&out, &mut trained).unwrap();
+        read_back(&out, &trained).unwrap();
+        let files = WeightFiles::open_file(&out.join(ADAPTER_FILE)).unwrap();
+        flip(&out.join(ADAPTER_FILE), files.names()[0]);
+        let error = read_back(&out, &trained).unwrap_err().to_string();
+        assert!(error.contains(&format!("{ADAPTER_FILE} is not bit for bit")), "{error}");
     }
 }

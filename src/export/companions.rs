@@ -4,11 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::trained::Trained;
 use super::{ExportError, Request, write};
-use crate::medusa::heads::import::folder_of;
+use crate::files::{sha256, write_synced};
+use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::medusa::tree_file::TreeFile;
 
 const CALIBRATION: &str = "calibration.json";
@@ -23,7 +24,7 @@ pub(super) struct Companions {
     pub(super) recipe: Option<Found<String>>,
     pub(super) calibration: Option<Found<Calibration>>,
     pub(super) tree: Option<Found<TreeFile>>,
-    pub(super) bench: Option<Found<Value>>,
+    pub(super) bench: Option<Found<Bench>>,
     /// Of files that were left out.
     pub(super) notices: Vec<String>,
 }
@@ -32,7 +33,8 @@ pub(super) struct Companions {
 #[derive(Deserialize)]
 pub(super) struct Calibration {
     pub(super) heads: Vec<HeadAccuracy>,
-    heads_sha256: String,
+    /// Of the heads that were measured.
+    pub(super) heads_sha256: String,
     pub(super) tokens: u64,
 }
 
@@ -40,6 +42,28 @@ pub(super) struct Calibration {
 #[derive(Deserialize)]
 pub(super) struct HeadAccuracy {
     pub(super) accuracy: Vec<f64>,
+}
+
+/// A result of `medusa bench --json`.
+#[derive(Deserialize)]
+pub(super) struct Bench {
+    pub(super) acceleration_rate: f64,
+    pub(super) overhead: Option<f64>,
+    pub(super) speedup: f64,
+    pub(super) device: Option<String>,
+    pub(super) dtype: Option<String>,
+    /// What a sweep had set for it.
+    pub(super) sweep: Option<Swept>,
+    /// How many results were in its file.
+    #[serde(skip)]
+    pub(super) results: usize,
+}
+
+/// A setting of a sweep.
+#[derive(Deserialize)]
+pub(super) struct Swept {
+    pub(super) name: String,
+    pub(super) value: serde_json::Number,
 }
 
 /// A file and what it says.
@@ -58,37 +82,84 @@ impl Companions {
         let beside = folder_of(&request.heads);
         let places = [Some(beside.to_owned()), run_above(beside)];
         let mut notices = vec![];
-        let sha256 = trained.file.sha256()?;
+        let of_heads = trained.file.sha256()?;
+        let (heads, there) = (trained.shape.medusa_num_heads, trained.file.shape().medusa_num_heads);
         let calibration = |path: &Path| {
-            let calibration: Calibration = json(path)?;
-            let is_theirs = calibration.heads_sha256 == sha256;
+            let mut calibration: Calibration = json(path)?;
+            calibration.heads.truncate(heads);
+            let is_theirs = calibration.heads_sha256 == of_heads;
             is_theirs.then_some(calibration).ok_or_else(|| "it was measured with other heads".to_owned())
         };
         let tree = |path: &Path| {
             let file = TreeFile::load(path).map_err(|error| error.to_string())?;
-            let (depth, heads) = (file.tree.max_depth(), trained.shape.medusa_num_heads);
+            let depth = file.tree.max_depth();
             if depth <= heads { Ok(file) } else { Err(format!("it needs {depth} heads, and {heads} are exported")) }
         };
+        let bench = |path: &Path| match bench(path)? {
+            _ if heads < there => Err(format!("its figures are of all {there} heads, and {heads} are exported")),
+            bench => Ok(bench),
+        };
+        let recipe = |path: &Path| fs::read_to_string(path).map_err(|error| error.to_string());
         let exported = beside.join(RECIPE); // heads that were exported before have theirs beside them
-        let recipe = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported.is_file().then_some(exported));
+        let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported.is_file().then_some(exported));
         Ok(Self {
             calibration: look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?,
             tree: look(request.tree.as_deref(), &places, TREE, &tree, &mut notices)?,
             bench: look(request.bench.as_deref(), &places, BENCH, &bench, &mut notices)?,
-            recipe: recipe.and_then(|path| Some(Found { content: fs::read_to_string(&path).ok()?, path })),
+            recipe: run.and_then(|path| found(path, &recipe, &mut notices)),
             notices,
         })
     }
 
     /// Copies into a folder what others can use: not the bench, whose figures are in the card.
-    pub(super) fn write(&self, folder: &Path) -> Result<(), ExportError> {
+    pub(super) fn write(&self, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
         let files = [
             (self.recipe.as_ref().map(|found| &found.path), RECIPE),
-            (self.calibration.as_ref().map(|found| &found.path), CALIBRATION),
             (self.tree.as_ref().map(|found| &found.path), TREE),
         ];
-        files.into_iter().try_for_each(|(path, name)| path.map_or(Ok(()), |path| write::copy(path, &folder.join(name))))
+        let copy =
+            |(path, name): (Option<&PathBuf>, &str)| path.map_or(Ok(()), |path| write::copy(path, &folder.join(name)));
+        files.into_iter().try_for_each(copy)?;
+        self.calibration.as_ref().map_or(Ok(()), |found| write_calibration(&found.path, folder, trained))
     }
+}
+
+/// The calibration as one of the heads in `folder`: with their hash, and of the first K heads alone. `exported_from` says which heads were
+/// measured, and which file said so. Where the heads are the measured file itself, so is this.
+fn write_calibration(path: &Path, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    let wrong = |why| ExportError::Companion { path: path.into(), why };
+    let heads = trained.shape.medusa_num_heads;
+    let (of_these, to) = (HeadsFile::open(folder)?.sha256()?, folder.join(CALIBRATION));
+    let mut calibration: Value = json(path).map_err(wrong)?;
+    if calibration["heads_sha256"] == of_these.as_str() {
+        return write::copy(path, &to);
+    }
+    let of_file = sha256(path).map_err(|error| wrong(error.to_string()))?;
+    if calibration.get("exported_from").is_none() {
+        calibration["exported_from"] =
+            json!({"heads_sha256": calibration["heads_sha256"], "calibration_sha256": of_file});
+    }
+    calibration["heads_sha256"] = of_these.into();
+    keep_first(heads, &mut calibration);
+    write_synced(&to, |out| Ok(serde_json::to_writer(out, &calibration)?))
+        .map_err(|source| ExportError::Io { path: to.clone(), source })
+}
+
+/// Leaves out what is said of later heads: accuracies, longer paths, and the rest of every rank list.
+fn keep_first(heads: usize, calibration: &mut Value) {
+    let mut list = |pointer: &str, keep: &dyn Fn(&mut Vec<Value>)| {
+        if let Some(list) = calibration.pointer_mut(pointer).and_then(Value::as_array_mut) {
+            keep(list);
+        }
+    };
+    list("/heads", &|of_heads| of_heads.truncate(heads));
+    list("/joint/paths", &|paths| {
+        paths.retain(|path| path["path"].as_array().is_some_and(|path| path.len() <= heads));
+    });
+    list("/joint/runs", &|runs| {
+        let positions = runs.iter_mut().filter_map(Value::as_array_mut).flatten();
+        positions.filter_map(Value::as_array_mut).for_each(|ranks| ranks.truncate(heads));
+    });
 }
 
 fn look<T>(
@@ -102,13 +173,17 @@ fn look<T>(
         let content = read(path).map_err(|why| ExportError::Companion { path: path.into(), why })?;
         return Ok(Some(Found { path: path.into(), content }));
     }
-    let found = places.iter().flatten().map(|place| place.join(name)).find(|path| path.is_file());
-    let Some(path) = found else { return Ok(None) };
+    let path = places.iter().flatten().map(|place| place.join(name)).find(|path| path.is_file());
+    Ok(path.and_then(|path| found(path, read, notices)))
+}
+
+/// A file that nobody named: left out aloud where it is not right.
+fn found<T>(path: PathBuf, read: &dyn Fn(&Path) -> Result<T, Wrong>, notices: &mut Vec<String>) -> Option<Found<T>> {
     match read(&path) {
-        Ok(content) => Ok(Some(Found { path, content })),
+        Ok(content) => Some(Found { path, content }),
         Err(why) => {
             notices.push(format!("{} is left out of the model card: {why}", path.display()));
-            Ok(None)
+            None
         }
     }
 }
@@ -118,13 +193,15 @@ fn json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, Wrong> {
     serde_json::from_slice(&text).map_err(|error| error.to_string())
 }
 
-/// What `medusa bench --json` printed.
-fn bench(path: &Path) -> Result<Value, Wrong> {
-    let value: Value = json(path)?;
-    let is_bench = value["acceleration_rate"].is_number() && value["speedup"].is_number();
-    is_bench
-        .then_some(value)
-        .ok_or_else(|| "no acceleration_rate and speedup in it, as `medusa bench --json` prints".into())
+/// What `medusa bench --json` printed: a result, or of a sweep a result a line, of which the fastest is taken.
+fn bench(path: &Path) -> Result<Bench, Wrong> {
+    let text = fs::read(path).map_err(|error| error.to_string())?;
+    let results = serde_json::Deserializer::from_slice(&text).into_iter().collect::<Result<Vec<Bench>, _>>();
+    let expected = "expected what `medusa bench --json` prints, with or without --sweep: one object a line";
+    let results = results.map_err(|error| format!("{error}; {expected}"))?;
+    let count = results.len();
+    let fastest = results.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
+    fastest.map(|bench| Bench { results: count, ..bench }).ok_or_else(|| format!("it is empty; {expected}"))
 }
 
 /// The run's folder, if `folder` is its `final/` or a checkpoint.

@@ -31,8 +31,12 @@ pub(super) struct Trained {
     pub(super) adapter: Option<PathBuf>,
     /// A whole backbone was trained with them.
     tuned: Option<PathBuf>,
-    /// The backbone, where it is written or checked with.
+    /// The backbone, where it is written.
     pub(super) backbone: Option<Llama>,
+    /// V of the backbone, where that was loaded.
+    vocab_of_backbone: Option<i64>,
+    /// Its id on the Hub, where that is known.
+    pub(super) base_model: Option<String>,
     /// The backbone's lm_head `[V, H]`, where heads share it and it is written.
     lm_head_vh: Option<Tensor>,
 }
@@ -68,6 +72,8 @@ impl Trained {
             adapter,
             tuned,
             backbone: None,
+            vocab_of_backbone: None,
+            base_model: request.base_model.clone(),
             lm_head_vh: None,
             file,
         };
@@ -86,6 +92,10 @@ impl Trained {
         if self.pickle && !format.takes_pickle() {
             return Err(ExportError::Pickle { format: format.name() });
         }
+        if format == Format::Tgi && self.base_name().is_none() {
+            let why = "text-generation-inference finds it by base_model_name_or_path in config.json";
+            return Err(ExportError::NoBackbone { format: format.name(), why });
+        }
         Ok(())
     }
 
@@ -98,6 +108,7 @@ impl Trained {
         let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
         let backbone = load_backbone(&base, self.adapter.as_deref(), kind)?;
         self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
+        self.vocab_of_backbone = Some(backbone.config.vocab_size);
         if format.holds_backbone() {
             self.dtype = dtype_for(kind); // one dtype in one folder
         }
@@ -106,7 +117,7 @@ impl Trained {
             self.file.compare_lm_head(own_vh)?;
             self.lm_head_vh = Some(own_vh.shallow_clone());
         }
-        self.backbone = Some(backbone);
+        self.backbone = Some(backbone).filter(|_| format.holds_backbone());
         Ok(())
     }
 
@@ -151,8 +162,7 @@ impl Trained {
 
     /// V, where it is known.
     pub(super) fn vocab_size(&self) -> Option<i64> {
-        let of_backbone = self.backbone.as_ref().map(|backbone| backbone.config.vocab_size);
-        Some(self.shape.vocab_size).filter(|&v| v > 0).or(of_backbone)
+        Some(self.shape.vocab_size).filter(|&v| v > 0).or(self.vocab_of_backbone)
     }
 
     /// A tensor of [`Trained::written_shape`], rounded to `kind`.

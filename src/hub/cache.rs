@@ -1,12 +1,13 @@
 //! The cache of all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` by hash, `snapshots/COMMIT/` of links to them, and `refs/`
-//! from branches to commits. A program that knows this layout finds what another one downloaded.
+//! from branches to commits. A program that knows this layout finds what another one downloaded. This one's own is `.medusa/COMMIT.json`
+//! beside them, where others do not look: the names of all files of a commit, also of those that nobody wanted.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use super::HubError;
-use super::id::{Kind, Repo};
+use super::id::{Kind, Repo, is_safe};
 use crate::files::write_synced;
 
 /// Where it is.
@@ -22,7 +23,7 @@ pub(super) fn home(setting: &dyn Fn(&str) -> Option<String>) -> PathBuf {
 }
 
 /// Programs that set these variables themselves leave `~` to those that read them.
-fn expanded(path: &str) -> PathBuf {
+pub(super) fn expanded(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::home_dir()) {
         (Some(rest), Some(home)) => home.join(rest),
         _ => path.into(),
@@ -73,6 +74,29 @@ impl Cache {
         write_synced(&partial, |out| out.write_all(commit.as_bytes()))
             .and_then(|()| fs::rename(&partial, &path))
             .map_err(HubError::io("write", &path))
+    }
+
+    fn list_path(&self, repo: &Repo, commit: &str) -> PathBuf {
+        self.repo(repo).join(".medusa").join(format!("{commit}.json"))
+    }
+
+    /// Keeps the names of all files of a commit.
+    pub(super) fn list(&self, repo: &Repo, commit: &str, names: &[String]) -> Result<(), HubError> {
+        let path = self.list_path(repo, commit);
+        if path.is_file() {
+            return Ok(()); // a commit does not change
+        }
+        make_parent(&path)?;
+        let partial = partial(&path, "list"); // another process may write the same one
+        write_synced(&partial, |out| Ok(serde_json::to_writer(out, names)?))
+            .and_then(|()| fs::rename(&partial, &path))
+            .map_err(HubError::io("write", &path))
+    }
+
+    /// The names of all files of a commit, if it was listed; a list that cannot be read is none.
+    pub(super) fn listed(&self, repo: &Repo, commit: &str) -> Option<Vec<String>> {
+        let names: Vec<String> = serde_json::from_slice(&fs::read(self.list_path(repo, commit)).ok()?).ok()?;
+        names.iter().all(|name| is_safe(name)).then_some(names)
     }
 
     /// Paths of all files in a snapshot whose blobs are there, sorted.

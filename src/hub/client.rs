@@ -137,11 +137,12 @@ impl<'o> Client<'o> {
             let pause = match self.follow(ask)? {
                 Ok(response) if response.status() < 400 => return Ok(response),
                 Ok(response) if is_trouble(response.status()) => {
+                    let host = self.host_of(response.get_url());
                     let asked = retry_after(&response);
                     if tries == TRIES || asked.is_some_and(|seconds| seconds > LONGEST_WAIT) {
                         return Err(self.busy(ask, response, tries));
                     }
-                    let why = format!("{} answered {}", self.name(), response.status());
+                    let why = format!("{host} answered {}", response.status());
                     (asked.unwrap_or(1 << (tries - 1)), why)
                 }
                 Ok(response) => return Err(self.refusal(ask, response)),
@@ -150,7 +151,8 @@ impl<'o> Client<'o> {
                     let limit = if is_connection(&transport) { CONNECTION_TRIES } else { TRIES };
                     if tries == limit {
                         let doing = ask.about.doing.to_owned();
-                        return Err(HubError::Unreachable { endpoint: self.host_of(ask), reason, doing });
+                        let endpoint = self.host_of(transport.url().unwrap_or(&ask.url).as_str());
+                        return Err(HubError::Unreachable { endpoint, reason, doing });
                     }
                     (1 << (tries - 1), reason)
                 }
@@ -167,7 +169,11 @@ impl<'o> Client<'o> {
     }
 
     pub(super) fn read_json<T: DeserializeOwned>(&self, ask: &Ask<'_>, response: Response) -> Result<T, HubError> {
-        let bad = |reason: String| self.bad_answer(ask.about.doing, self.clean(&reason));
+        let endpoint = self.host_of(response.get_url());
+        let bad = |reason: String| {
+            let (endpoint, doing) = (endpoint.clone(), ask.about.doing.to_owned());
+            HubError::BadAnswer { endpoint, doing, reason: self.clean(&reason) }
+        };
         let mut bytes = Vec::new();
         response.into_reader().take(LONGEST_JSON).read_to_end(&mut bytes).map_err(|error| bad(error.to_string()))?;
         serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))
@@ -190,8 +196,7 @@ impl<'o> Client<'o> {
             }
             let next = response.header("location").and_then(|to| url.join(to).ok());
             url = next
-                .filter(|next| matches!(next.scheme(), "http" | "https"))
-                .filter(|next| url.scheme() == "http" || next.scheme() == "https")
+                .filter(|next| may_follow(&url, next))
                 .ok_or_else(|| self.bad_answer(ask.about.doing, "a redirection to nowhere"))?;
         }
         Err(self.bad_answer(ask.about.doing, "too many redirections"))
@@ -232,15 +237,21 @@ impl<'o> Client<'o> {
         Ok(answer)
     }
 
-    fn host_of(&self, ask: &Ask<'_>) -> String {
-        // Never the whole address: a signed one is a key.
-        if ask.url.origin() == self.endpoint.origin() { self.name() } else { ask.url.origin().ascii_serialization() }
+    /// Who answered at an address, which may be where the Hub redirected to. Never the whole address: a signed one is a key.
+    fn host_of(&self, address: &str) -> String {
+        let origin = Url::parse(address).map_or_else(|_| self.endpoint.origin(), |url| url.origin());
+        if origin == self.endpoint.origin() { self.name() } else { origin.ascii_serialization() }
     }
 
     fn refusal(&self, ask: &Ask<'_>, response: Response) -> HubError {
         let About { repo, revision, file, doing } = ask.about;
         let (status, code) = (response.status(), response.header("x-error-code").unwrap_or_default().to_owned());
-        let endpoint = self.name();
+        let endpoint = self.host_of(response.get_url());
+        if endpoint != self.name() {
+            // It knows neither repositories nor tokens.
+            let message = self.message(response);
+            return HubError::Refused { endpoint, doing: doing.into(), status, message };
+        }
         let id = format!("{repo}@{revision}");
         let kind = if repo.kind == Kind::Dataset { "data set" } else { "model" };
         let no_repo = || HubError::NoRepo {
@@ -274,11 +285,12 @@ impl<'o> Client<'o> {
 
     fn busy(&self, ask: &Ask<'_>, response: Response, tries: u32) -> HubError {
         let (status, wait) = (response.status(), retry_after(&response));
+        let endpoint = self.host_of(response.get_url());
         let message = match wait.filter(|seconds| *seconds > LONGEST_WAIT) {
             Some(seconds) => format!("it asks to wait {seconds} seconds"),
             None => self.message(response),
         };
-        let (endpoint, doing) = (self.host_of(ask), ask.about.doing.to_owned());
+        let doing = ask.about.doing.to_owned();
         HubError::Busy { endpoint, status, doing, tries, message }
     }
 
@@ -320,6 +332,11 @@ impl<R: Read> Read for Counted<'_, R> {
         (self.tell)(Event::Moved(count as u64));
         Ok(count)
     }
+}
+
+/// Whether an answer from one address may send on to another: never from https to http.
+pub(super) fn may_follow(here: &Url, next: &Url) -> bool {
+    matches!(next.scheme(), "http" | "https") && (here.scheme() == "http" || next.scheme() == "https")
 }
 
 fn is_trouble(status: u16) -> bool {

@@ -47,6 +47,7 @@ impl Hub<'_> {
         }
         chosen.extend(wanted.weights(id, &self.cache.snapshot(&id.repo, &head.commit), &names)?);
         self.bring(from, &of(&chosen))?;
+        self.cache.list(&id.repo, &head.commit, &names)?;
         self.cache.remember(&id.repo, id.revision(), &head.commit)?;
         Ok((head.commit, chosen))
     }

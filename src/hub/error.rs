@@ -192,10 +192,18 @@ pub enum HubError {
         message: String,
     },
     /// The repository went on while a push was under way.
-    #[error("{repo} was changed by someone else during the push, and nothing was committed; run it again")]
+    #[error("{repo} is no longer as it was when the push began")]
     Moved {
         /// The repository.
         repo: String,
+    },
+    /// The last step of a push.
+    #[error("{error}; {found}")]
+    Commit {
+        /// Why.
+        error: Box<HubError>,
+        /// What the branch says of it.
+        found: Found,
     },
     /// `--private` of a repository that all can see.
     #[error(
@@ -223,6 +231,23 @@ pub enum HubError {
         /// Why not.
         source: io::Error,
     },
+}
+
+/// What a branch is seen to be after a commit that failed, or whose answer was lost.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Found {
+    /// As before.
+    #[error("the branch is as it was, so nothing was committed; run it again")]
+    Nothing,
+    /// Another commit, without the files of this one.
+    #[error("the branch went on to {0}, which does not hold these files as they are here; run it again")]
+    Others(String),
+    /// Nobody answers.
+    #[error(
+        "the branch could not be looked at after it, so whether the commit was made is not known; run it again: what is there is not committed \
+         twice"
+    )]
+    Unknown,
 }
 
 impl HubError {

@@ -5,7 +5,7 @@ use ureq::Response;
 use url::Url;
 
 use super::cache::{is_commit, is_hash};
-use super::client::{About, Ask, Client};
+use super::client::{About, Ask, Client, may_follow};
 use super::id::{self, Repo};
 use super::{HubError, cache};
 
@@ -79,7 +79,7 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
     while let Some(url) = next {
         let ask = Ask::get(url, about);
         let response = client.send(&ask)?;
-        next = next_page(client, &response);
+        next = next_page(&response).map_err(|link| client.bad_answer(&doing, format!("a next page {link:?}")))?;
         let page: Vec<Listed> = client.read_json(&ask, response)?;
         for file in page.into_iter().filter(|listed| listed.kind == "file") {
             entries.push(entry(client, repo, &doing, file)?);
@@ -105,9 +105,13 @@ fn entry(client: &Client<'_>, repo: &Repo, doing: &str, listed: Listed) -> Resul
     if is_good { Ok(Entry { path: listed.path, size, hash }) } else { Err(bad()) }
 }
 
-/// `Link: <…>; rel="next"`, on the Hub itself.
-fn next_page(client: &Client<'_>, response: &Response) -> Option<Url> {
-    let link = response.header("link")?.split(',').find(|link| link.contains("rel=\"next\""))?;
-    let address = link.split_once('<')?.1.split_once('>')?.0;
-    client.endpoint.join(address).ok().filter(|url| url.origin() == client.endpoint.origin())
+/// `Link: <…>; rel="next"`. It may lead to another host, as behind a mirror: it is followed like a redirection, that is without the
+/// token, and never from https to http. What cannot be followed is an error (the header): a list cut short would pass for a whole one.
+fn next_page(response: &Response) -> Result<Option<Url>, String> {
+    let header = response.header("link").unwrap_or_default();
+    let Some((before, _)) = header.split_once("rel=\"next\"") else { return Ok(None) };
+    let address = before.rsplit_once('<').and_then(|(_, rest)| Some(rest.split_once('>')?.0));
+    let here = Url::parse(response.get_url()).expect("it was asked there");
+    let next = address.and_then(|address| here.join(address).ok()).filter(|next| may_follow(&here, next));
+    next.map(Some).ok_or_else(|| header.to_owned())
 }

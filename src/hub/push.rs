@@ -9,15 +9,16 @@ use std::path::{Path, PathBuf};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
-use url::Url;
+use serde_json::json;
 
 use super::client::{About, Ask, Body};
 use super::download::hash_like;
+use super::error::Found;
 use super::id::Repo;
 use super::listing::{self, Entry, Head};
-use super::{Event, Hub, HubError};
-use crate::files;
+use super::{Hub, HubError};
+
+mod lfs;
 
 /// Files of one question to the Hub, as Python's library has it.
 const BATCH: usize = 256;
@@ -85,40 +86,6 @@ struct FileMode {
     should_ignore: bool,
 }
 
-/// Answer of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
-#[derive(Deserialize)]
-struct Batch {
-    objects: Vec<Object>,
-}
-
-#[derive(Deserialize)]
-struct Object {
-    oid: String,
-    /// Absent: the Hub has it.
-    actions: Option<Actions>,
-    error: Option<ObjectError>,
-}
-
-#[derive(Deserialize)]
-struct ObjectError {
-    code: u16,
-    #[serde(default)]
-    message: String,
-}
-
-#[derive(Deserialize)]
-struct Actions {
-    upload: Option<Action>,
-    verify: Option<Action>,
-}
-
-#[derive(Deserialize)]
-struct Action {
-    href: String,
-    /// Of the Hub's own multipart transfer: `chunk_size`, and an address a part under its number.
-    header: Option<Map<String, Value>>,
-}
-
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Committed {
@@ -136,7 +103,7 @@ impl Hub<'_> {
     /// Pushes what the repository does not have as it is in the folder. Files that only the repository has stay there.
     ///
     /// # Errors
-    /// [`HubError`]; nothing was committed then.
+    /// [`HubError`]; nothing was committed then, but for [`HubError::Commit`], which says what is known of it.
     pub fn push(&self, push: &Push<'_>) -> Result<Pushed, HubError> {
         let (local, mut left_out) = scan(push.folder)?;
         if local.is_empty() {
@@ -197,7 +164,15 @@ impl Hub<'_> {
             body["visibility"] = "private".into(); // the newer word for it
         }
         let url = self.client.url(&["api", "repos", "create"]);
-        self.client.send(&Ask::post(url, Body::Json(&body), Self::about(push, &doing))).map(drop)
+        self.make(&Ask::post(url, Body::Json(&body), Self::about(push, &doing)))
+    }
+
+    /// 409: it is there by now, of another program or of a first try whose answer was lost.
+    fn make(&self, ask: &Ask<'_>) -> Result<(), HubError> {
+        match self.client.send(ask) {
+            Err(HubError::Refused { status: 409, .. }) => Ok(()),
+            answer => answer.map(drop),
+        }
     }
 
     fn head_or_branch(&self, push: &Push<'_>) -> Result<Head, HubError> {
@@ -205,7 +180,7 @@ impl Hub<'_> {
             Err(HubError::NoRevision { .. }) => {
                 let doing = format!("making the branch {} of {}", push.revision, push.repo);
                 let url = self.client.api(push.repo, &["branch", push.revision]);
-                self.client.send(&Ask::post(url, Body::Json(&json!({})), Self::about(push, &doing)))?;
+                self.make(&Ask::post(url, Body::Json(&json!({})), Self::about(push, &doing)))?;
                 self.head(push)
             }
             head => head,
@@ -239,155 +214,62 @@ impl Hub<'_> {
         Ok(modes)
     }
 
-    /// Brings large files to the Hub's store, those that are not there.
-    fn upload<'l>(&self, push: &Push<'_>, files: &[&'l Local]) -> Result<Vec<Addition<'l>>, HubError> {
-        let hashed = |file: &&'l Local| {
-            let sha256 = files::sha256(&file.path).map_err(HubError::io("read", &file.path))?;
-            Ok(Addition { file, sha256: Some(sha256) })
-        };
-        let additions: Vec<Addition<'l>> = files.iter().map(hashed).collect::<Result<_, HubError>>()?;
-        for some in additions.chunks(BATCH) {
-            let objects = self.batch(push, some)?;
-            let of = |oid: &str| some.iter().find(|addition| addition.sha256.as_deref() == Some(oid));
-            let work: Vec<(&Local, Object)> = objects
-                .into_iter()
-                .filter(|object| object.actions.as_ref().is_some_and(|actions| actions.upload.is_some()))
-                .filter_map(|object| Some((of(&object.oid)?.file, object)))
-                .collect();
-            if work.is_empty() {
-                continue;
-            }
-            let bytes = work.iter().map(|(file, _)| file.size).sum();
-            (self.tell)(Event::Began { what: push.repo.to_string(), files: work.len(), bytes });
-            let sent = work.iter().try_for_each(|(file, object)| self.send_object(push, file, object));
-            (self.tell)(Event::Ended);
-            sent?;
-        }
-        Ok(additions)
-    }
-
-    fn batch(&self, push: &Push<'_>, files: &[Addition<'_>]) -> Result<Vec<Object>, HubError> {
-        let doing = format!("asking where {} takes large files", push.repo);
-        let objects: Vec<Value> =
-            files.iter().map(|addition| json!({"oid": addition.sha256, "size": addition.file.size})).collect();
-        let body = json!({
-            "operation": "upload",
-            "transfers": ["basic", "multipart"],
-            "objects": objects,
-            "hash_algo": "sha256",
-            "ref": {"name": push.revision},
-        });
-        let name = format!("{}.git", push.repo.name);
-        let url = self.client.url(&[&push.repo.owner, &name, "info", "lfs", "objects", "batch"]);
-        let mut ask = Ask::post(url, Body::Json(&body), Self::about(push, &doing));
-        ask.headers = lfs_headers();
-        let answer: Batch = self.client.json(&ask)?;
-        match answer.objects.iter().find_map(|object| object.error.as_ref()) {
-            None => Ok(answer.objects),
-            Some(ObjectError { code, message }) => {
-                let (endpoint, message) = (self.client.name(), self.client.clean(message));
-                Err(HubError::Refused { endpoint, doing, status: *code, message })
-            }
-        }
-    }
-
-    fn send_object(&self, push: &Push<'_>, file: &Local, object: &Object) -> Result<(), HubError> {
-        let Some(Actions { upload: Some(upload), verify }) = &object.actions else { return Ok(()) };
-        let doing = format!("uploading {}", file.name);
-        let about = About { file: Some(&file.name), ..Self::about(push, &doing) };
-        match upload.header.as_ref().and_then(|header| header.get("chunk_size")) {
-            None => drop(self.put(file, &upload.href, (0, file.size), about)?),
-            Some(size) => self.send_parts(file, object, (upload, size), about)?,
-        }
-        let Some(verify) = verify else { return Ok(()) };
-        let body = json!({"oid": object.oid, "size": file.size});
-        let mut ask = Ask::post(self.address(&verify.href, &doing)?, Body::Json(&body), about);
-        ask.headers = lfs_headers();
-        self.client.send(&ask).map(drop)
-    }
-
-    /// The Hub's multipart transfer: a part to each address, then all parts' ETags.
-    fn send_parts(
-        &self,
-        file: &Local,
-        object: &Object,
-        (upload, chunk_size): (&Action, &Value),
-        about: About<'_>,
-    ) -> Result<(), HubError> {
-        let bad = |reason: &str| self.client.bad_answer(about.doing, reason);
-        let text = chunk_size.as_str().map_or_else(|| chunk_size.to_string(), str::to_owned);
-        let chunk: u64 =
-            text.parse().ok().filter(|&size| size > 0).ok_or_else(|| bad("a chunk_size that is no number"))?;
-        let mut addresses: Vec<(u64, &str)> = upload
-            .header
-            .iter()
-            .flatten()
-            .filter_map(|(number, url)| Some((number.parse().ok()?, url.as_str()?)))
-            .collect();
-        addresses.sort_unstable();
-        if addresses.len() as u64 != file.size.div_ceil(chunk) {
-            return Err(bad("another number of parts than the file has"));
-        }
-        let mut parts = Vec::new();
-        for (at, (_, address)) in (0..).zip(&addresses) {
-            let length = chunk.min(file.size - at * chunk);
-            let response = self.put(file, address, (at * chunk, length), about)?;
-            let etag =
-                response.header("etag").filter(|etag| !etag.is_empty()).ok_or_else(|| bad("a part without ETag"))?;
-            parts.push(json!({"partNumber": at + 1, "etag": etag}));
-        }
-        let body = json!({"oid": object.oid, "parts": parts});
-        let mut ask = Ask::post(self.address(&upload.href, about.doing)?, Body::Json(&body), about);
-        ask.headers = lfs_headers();
-        self.client.send(&ask).map(drop)
-    }
-
-    fn put(
-        &self,
-        file: &Local,
-        address: &str,
-        (offset, length): (u64, u64),
-        about: About<'_>,
-    ) -> Result<ureq::Response, HubError> {
-        let body = Body::Part { path: &file.path, offset, length };
-        let url = self.address(address, about.doing)?;
-        self.client.send(&Ask { method: "PUT", url, headers: Vec::new(), body, about })
-    }
-
-    fn address(&self, text: &str, doing: &str) -> Result<Url, HubError> {
-        let url = self.client.endpoint.join(text).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
-        url.ok_or_else(|| self.client.bad_answer(doing, "an address that is none"))
-    }
-
-    /// One commit of all additions, on the state that they were compared with; its page.
+    /// One commit of all additions, on the state that they were compared with; its page. The Hub takes it on that state alone
+    /// (`parentCommit`), so that asking again cannot commit twice.
     fn commit(&self, push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
         let doing = format!("committing to {}", push.repo);
-        let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
-        let mut lines = json!({"key": "header", "value": header}).to_string();
-        for Addition { file, sha256 } in additions {
-            let line = match sha256 {
-                Some(oid) => json!({
-                    "key": "lfsFile",
-                    "value": {"path": file.name, "algo": "sha256", "oid": oid, "size": file.size},
-                }),
-                None => {
-                    let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
-                    let content = STANDARD.encode(bytes);
-                    json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
-                }
-            };
-            lines.push('\n');
-            lines.push_str(&line.to_string());
-        }
+        let lines = commit_lines(push, head, additions)?;
         let url = self.client.api(push.repo, &["commit", push.revision]);
         let ask = Ask::post(url, Body::Lines(lines.as_bytes()), Self::about(push, &doing));
-        let committed: Committed = self.client.json(&ask)?;
-        Ok(self.client.page(push.repo, &["commit", &committed.commit_oid]).into())
+        let commit = match self.client.json(&ask) {
+            Ok(Committed { commit_oid }) => commit_oid,
+            Err(error) => self.found_after(error, push, head, additions)?,
+        };
+        Ok(self.client.page(push.repo, &["commit", &commit]).into())
+    }
+
+    /// The commit that was made although its answer was lost: the branch's new state, if that has the files. An earlier try may have
+    /// come through, so an error says nothing of the commit; the branch does.
+    fn found_after(
+        &self,
+        error: HubError,
+        push: &Push<'_>,
+        before: &Head,
+        additions: &[Addition<'_>],
+    ) -> Result<String, HubError> {
+        let failed = |error, found| Err(HubError::Commit { error: Box::new(error), found });
+        let Ok(now) = self.head(push) else { return failed(error, Found::Unknown) };
+        if now.commit == before.commit {
+            return failed(error, Found::Nothing);
+        }
+        let Ok(there) = listing::tree(&self.client, push.repo, &now.commit) else {
+            return failed(error, Found::Unknown);
+        };
+        let sent: Vec<Local> = additions.iter().map(|addition| addition.file.clone()).collect();
+        if changed(&sent, &there)?.is_empty() { Ok(now.commit) } else { failed(error, Found::Others(now.commit)) }
     }
 }
 
-fn lfs_headers() -> Vec<(&'static str, String)> {
-    ["Accept", "Content-Type"].map(|name| (name, "application/vnd.git-lfs+json".to_owned())).into()
+/// The body of a commit: a line of JSON for its header and for each file.
+fn commit_lines(push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
+    let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
+    let mut lines = json!({"key": "header", "value": header}).to_string();
+    for Addition { file, sha256 } in additions {
+        let line = match sha256 {
+            Some(oid) => json!({
+                "key": "lfsFile",
+                "value": {"path": file.name, "algo": "sha256", "oid": oid, "size": file.size},
+            }),
+            None => {
+                let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
+                let content = STANDARD.encode(bytes);
+                json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
+            }
+        };
+        lines.push('\n');
+        lines.push_str(&line.to_string());
+    }
+    Ok(lines)
 }
 
 /// Files that the repository does not have so. A hash is only taken where the sizes are equal.
@@ -445,6 +327,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
+    use crate::files;
     use crate::hub::listing::Hash;
 
     #[test]

@@ -1,9 +1,11 @@
 //! The user's token: it goes into one header, to one host, and into no text.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::io::ErrorKind;
+use std::path::Path;
 
 use super::HubError;
+use super::cache::expanded;
 
 /// A token of the Hub. Its `Debug` does not show it.
 pub(super) struct Token {
@@ -18,10 +20,12 @@ impl Token {
         if let Some(secret) = setting("HF_TOKEN") {
             return Self::new(&secret, "HF_TOKEN".into()).map(Some);
         }
-        let path = setting("HF_TOKEN_PATH").map_or_else(|| home.join("token"), PathBuf::from);
+        let path = setting("HF_TOKEN_PATH").map_or_else(|| home.join("token"), |path| expanded(&path));
         match std::fs::read_to_string(&path) {
             Ok(secret) if !secret.trim().is_empty() => Self::new(&secret, path.display().to_string()).map(Some),
-            _ => Ok(None), // no file: no token
+            Ok(_) => Ok(None),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(HubError::io("read the token's file", &path)(error)),
         }
     }
 
@@ -76,5 +80,13 @@ mod tests {
             .unwrap();
         assert_eq!(found(None).unwrap().unwrap().header(), "Bearer hf_file");
         assert_eq!(found(Some("hf_variable")).unwrap().unwrap().header(), "Bearer hf_variable");
+    }
+
+    #[test]
+    fn a_tokens_file_that_cannot_be_read_is_an_error() {
+        let home = tempfile::tempdir().unwrap();
+        std::fs::create_dir(home.path().join("token")).unwrap();
+        let error = Token::from_env(&|_| None, home.path()).unwrap_err().to_string();
+        assert!(error.contains("cannot read the token's file") && error.contains("token: "), "{error}");
     }
 }

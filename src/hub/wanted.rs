@@ -7,6 +7,7 @@ use serde::Deserialize;
 
 use super::HubError;
 use super::id::{self, Id};
+use crate::model::folder::COMPANIONS;
 
 /// What a repository is fetched for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,19 +36,6 @@ pub enum Split {
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 const CONFIG: &str = "config.json";
-/// Beginnings of the names of files that go with a backbone's weights.
-const BACKBONE: [&str; 10] = [
-    CONFIG,
-    "generation_config.json",
-    "tokenizer",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.",
-    "merges.txt",
-    "chat_template",
-    "LICENSE",
-    "NOTICE",
-];
 /// The original code's heads, which run code when Python reads them; taken where nothing else is there.
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
 const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
@@ -111,7 +99,7 @@ impl Wanted {
 }
 
 fn of_backbone(name: &str) -> bool {
-    !name.contains('/') && BACKBONE.iter().any(|begin| name.starts_with(begin))
+    !name.contains('/') && (name == CONFIG || COMPANIONS.iter().any(|begin| name.starts_with(begin)))
 }
 
 fn shards(id: &Id, index: &Path, names: &[String]) -> Result<Vec<String>, HubError> {

@@ -88,6 +88,18 @@ pub enum HeadsError {
         /// The tensor.
         name: String,
     },
+    /// vLLM's lm_head of all heads, of no shape that one has.
+    #[error("{}: tensor {name:?}: expected [vocabulary, {hidden}], got {got:?}; the file is damaged: export the heads again", path.display())]
+    LmHeadShape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// H of the heads.
+        hidden: i64,
+        /// In the file.
+        got: Vec<i64>,
+    },
     /// A tensor whose name is not of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM or ModelOpt", path.display())]
     Layout {

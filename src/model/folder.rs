@@ -32,7 +32,7 @@ pub enum FolderError {
 /// As Hugging Face splits weights.
 pub const SHARD_BYTES: usize = 5_000_000_000;
 /// Beginnings of the names of files that go with a backbone, whatever its weights.
-const COMPANIONS: [&str; 9] = [
+pub const COMPANIONS: [&str; 9] = [
     "tokenizer",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -43,7 +43,7 @@ pub(crate) struct Repo {
 /// What goes wrong, at requests whose path contains a piece, so many times.
 #[derive(Debug, Clone)]
 pub(crate) struct Fault {
-    pub(crate) path: &'static str,
+    pub(crate) path: String,
     pub(crate) trouble: Trouble,
     pub(crate) times: usize,
 }
@@ -56,6 +56,12 @@ pub(crate) enum Trouble {
     Break(usize),
     /// A byte of the body is another one.
     Corrupt,
+    /// This and all later requests are told to come back tomorrow.
+    Gone,
+    /// Someone else's commit comes before.
+    Raced,
+    /// What was asked is done, and the answer says this status: a gateway that did not wait.
+    Done(u16),
 }
 
 /// A request that came.
@@ -74,6 +80,8 @@ pub(crate) struct State {
     /// LFS, by SHA-256.
     objects: HashMap<String, Vec<u8>>,
     parts: HashMap<(String, usize), Vec<u8>>,
+    /// Where further pages of a tree are, if elsewhere: `http://localhost`.
+    pub(crate) next_page: Option<&'static str>,
     pub(crate) faults: Vec<Fault>,
     pub(crate) seen: Vec<Seen>,
 }
@@ -179,8 +187,8 @@ impl Server {
         state.repos.entry(repo.into()).or_default().commit("main", tree);
     }
 
-    pub(crate) fn fail(&self, path: &'static str, trouble: Trouble, times: usize) {
-        self.state().faults.push(Fault { path, trouble, times });
+    pub(crate) fn fail(&self, path: &str, trouble: Trouble, times: usize) {
+        self.state().faults.push(Fault { path: path.into(), trouble, times });
     }
 
     /// Forgets the requests so far, and what had yet to go wrong.
@@ -206,12 +214,26 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         has_token: token.is_some(),
         range: request.headers.get("range").cloned(),
     });
-    let fault = state.faults.iter_mut().find(|fault| fault.times > 0 && request.path.contains(fault.path));
+    let fault = state.faults.iter_mut().find(|fault| fault.times > 0 && request.path.contains(&fault.path));
     let trouble = fault.map(|fault| {
         fault.times -= 1;
         fault.trouble
     });
+    if let Some(Trouble::Raced) = trouble {
+        for repo in state.repos.values_mut() {
+            let mut tree = repo.head("main").clone();
+            tree.insert("other.txt".into(), Stored { bytes: b"other".to_vec(), lfs: false });
+            repo.commit("main", tree);
+        }
+    }
     let right = format!("Bearer {TOKEN}");
+    let trouble = if let Some(Trouble::Gone) = trouble {
+        let tomorrow = Trouble::Status(503, Some(86_400));
+        state.faults.insert(0, Fault { path: "/".into(), trouble: tomorrow, times: usize::MAX });
+        Some(tomorrow)
+    } else {
+        trouble
+    };
     let mut answer = match (trouble, token) {
         (Some(Trouble::Status(status, seconds)), _) => {
             let headers = seconds.map(|seconds| ("Retry-After", seconds.to_string())).into_iter().collect();
@@ -226,6 +248,9 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         (_, token) => route(&mut state, &request, port, token.is_some()),
     };
     drop(state);
+    if let Some(Trouble::Done(status)) = trouble {
+        answer = Answer { status, headers: vec![("Retry-After", "0".into())], body: Vec::new() };
+    }
     if let Some(Trouble::Corrupt) = trouble
         && let Some(byte) = answer.body.last_mut()
     {
@@ -351,7 +376,7 @@ fn api(
     request: &Request,
     (json, is_user): (&Value, bool),
 ) -> Answer {
-    let objects = &state.objects;
+    let (objects, next_page) = (&state.objects, state.next_page);
     let repo = state.repos.get_mut(name).expect("it is visible");
     let id = name.split_once('/').expect("a kind").1;
     let info = |repo: &Repo, commit: &str| {
@@ -366,11 +391,14 @@ fn api(
             None => refused(404, "RevisionNotFound"),
         },
         ("GET", ["tree", revision]) => match repo.resolve(revision) {
-            Some(commit) => page(&repo.commits[&commit], request),
+            Some(commit) => page(&repo.commits[&commit], request, next_page),
             None => refused(404, "RevisionNotFound"),
         },
         _ if !is_user => refused(401, ""),
         ("POST", ["branch", branch]) => {
+            if repo.branches.contains_key(*branch) {
+                return refused(409, "");
+            }
             repo.branches.insert((*branch).into(), repo.commit_of("main"));
             json_answer(&json!({}))
         }
@@ -390,7 +418,7 @@ fn api(
     }
 }
 
-fn page(tree: &Tree, request: &Request) -> Answer {
+fn page(tree: &Tree, request: &Request, elsewhere: Option<&str>) -> Answer {
     let cursor = request.query.split('&').find_map(|pair| pair.strip_prefix("cursor="));
     let from: usize = cursor.map_or(0, |cursor| cursor.parse().expect("a number"));
     let entry = |(path, file): (&String, &Stored)| {
@@ -405,7 +433,9 @@ fn page(tree: &Tree, request: &Request) -> Answer {
     let mut answer = json_answer(&json!(entries));
     if from + PAGE < tree.len() {
         let host = &request.headers["host"];
-        let next = format!("<http://{host}{}?recursive=true&cursor={}>; rel=\"next\"", request.path, from + PAGE);
+        let port = host.rsplit(':').next().expect("a port");
+        let origin = elsewhere.map_or_else(|| format!("http://{host}"), |origin| format!("{origin}:{port}"));
+        let next = format!("<{origin}{}?recursive=true&cursor={}>; rel=\"next\"", request.path, from + PAGE);
         answer.headers.push(("Link", next));
     }
     answer

@@ -169,8 +169,7 @@ impl HeadsFile {
         if self.shape.hidden_size != hidden {
             return Err(mismatch("hidden size", hidden, self.shape.hidden_size));
         }
-        let lm_head = self.lm_head.as_ref().map(|name| self.container.shape(name, &self.path)).transpose()?;
-        let got = lm_head.map_or(self.shape.vocab_size, |size| size[0]);
+        let got = self.lm_head_size()?.map_or(self.shape.vocab_size, |[v, _]| v);
         if got != 0 && got != vocab {
             return Err(mismatch("vocabulary", vocab, got));
         }
@@ -182,6 +181,7 @@ impl HeadsFile {
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
     pub fn check_alone(&self) -> Result<(), HeadsError> {
+        self.lm_head_size()?;
         for place in self.shape.places() {
             if let Some(name) = self.name(place)? {
                 self.container.check(&name, &self.shape.size(place), &self.path)?;
@@ -232,9 +232,21 @@ impl HeadsFile {
     /// # Errors
     /// [`HeadsError`] if it has no such shape.
     pub fn lm_head(&self) -> Result<Option<Tensor>, HeadsError> {
-        let Some(name) = &self.lm_head else { return Ok(None) };
-        let size = self.container.shape(name, &self.path)?;
+        let (Some(name), Some(size)) = (&self.lm_head, self.lm_head_size()?) else { return Ok(None) };
         Ok(Some(self.container.tensor(name, &size, &self.path)?))
+    }
+
+    /// `[V, H]` of that lm_head; H must be the heads'.
+    fn lm_head_size(&self) -> Result<Option<[i64; 2]>, HeadsError> {
+        let Some(name) = &self.lm_head else { return Ok(None) };
+        let (got, hidden) = (self.container.shape(name, &self.path)?, self.shape.hidden_size);
+        match got[..] {
+            [v, h] if h == hidden => Ok(Some([v, h])),
+            _ => {
+                let (path, name) = (self.path.clone(), name.clone());
+                Err(HeadsError::LmHeadShape { path, name, hidden, got })
+            }
+        }
     }
 
     /// That the file's lm_head, if it has one, is the backbone's `own_vh`, up to rounding.
@@ -245,7 +257,7 @@ impl HeadsFile {
         let Some(found) = self.lm_head()? else { return Ok(()) };
         let float = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Float);
         // Either may have been rounded to another dtype: bfloat16 keeps 8 bits.
-        if float(&found).allclose(&float(own_vh), 0.01, 1e-6, false) {
+        if found.size() == own_vh.size() && float(&found).allclose(&float(own_vh), 0.01, 1e-6, false) {
             return Ok(());
         }
         Err(HeadsError::OtherLmHead { path: self.path.clone(), name: self.lm_head.clone().unwrap_or_default() })
