@@ -2,7 +2,8 @@
 """A backbone as repositories from before safetensors hold it, for tests/torch_backbone.rs: python3 scripts/make_torch_backbone.py
 
 Needs torch 2.11, transformers 5 and safetensors. Writes tests/fixtures/torch_backbone/: a small random Llama as `model.safetensors`, and the
-same numbers as `pytorch_model.bin` (a state_dict, one matrix of it a transposed view), as two shards with their index (plain dicts of
+same numbers as `pytorch_model.bin` (a state_dict, one matrix of it a transposed view, two of it slices of one storage, one of bfloat16, and a
+mask of truth values that is no weight), as two shards with their index (plain dicts of
 float16 clones, as transformers split them), in torch's container of before 1.6 (`legacy.bin`), and `calls_code.bin`, which calls a
 function when Python loads it. Metadata of model.safetensors says what made them.
 """
@@ -38,10 +39,15 @@ def main():
     model = transformers.LlamaForCausalLM(config).to(torch.float16)
     (FOLDER / "config.json").write_text(json.dumps(config.to_dict(), indent=1, sort_keys=True) + "\n")
     state = model.state_dict()
+    state["lm_head.weight"] = state["lm_head.weight"].to(torch.bfloat16)
     metadata = {"format": "pt", "script_sha256": hashlib.sha256(SCRIPT.read_bytes()).hexdigest(), "torch": torch.__version__}
     safetensors.torch.save_file(dict(state), FOLDER / "model.safetensors", metadata=metadata)
     view = "model.layers.0.mlp.down_proj.weight"
     state[view] = state[view].t().contiguous().t()
+    slices = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    both = torch.cat([state[name] for name in slices])
+    state[slices[0]], state[slices[1]] = both.chunk(2)
+    state["model.layers.0.self_attn.mask"] = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
     torch.save(state, FOLDER / "pytorch_model.bin")
     torch.save(state, FOLDER / "legacy.bin", _use_new_zipfile_serialization=False)
     names = list(state)

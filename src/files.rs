@@ -220,7 +220,8 @@ pub fn lock_file(file: &File) -> bool {
     !matches!(file.try_lock(), Err(TryLockError::WouldBlock))
 }
 
-/// Locks a folder for as long as what comes back lives. `None`: it is another process's.
+/// Locks a folder for as long as what comes back lives. `None`: it is another process's. Folders can be locked on disks of this machine
+/// alone: NFS locks what is open for writing, which no folder is, and Windows opens none; there nothing is another's.
 ///
 /// # Errors
 /// Whatever the disk says.

@@ -72,7 +72,8 @@ fn a_file_that_cannot_be_written_is_told_before_any_work() {
     let work = ["calibrate", "--backbone", "nowhere", "--heads", "nowhere", "--data", "nowhere", "--out"];
     let tree = ["tree", "--calibration", "nowhere", "--nodes", "3", "--out"];
     let nodes = ["bench", "--backbone", "nowhere", "--heads", "nowhere", "--prompts", "nowhere", "--csv"];
-    for command in [&work[..], &tree, &nodes] {
+    let page = ["report", "nowhere", "--out"];
+    for command in [&work[..], &tree, &nodes, &page] {
         let flag = command[command.len() - 1];
         let refused = |path: &str| {
             let mut command = medusa(&[command, &[path]].concat());

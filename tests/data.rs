@@ -213,7 +213,7 @@ fn rows_beyond_the_maximal_length_are_cut_and_counted() {
     assert_eq!(rows, [row(&ids[..16], &[IGNORE; 16]), row(&ids[..16], &ids[..16])]);
     assert_eq!((report.rows, report.tokens, report.truncated, report.without_targets), (2, 32, 1, 1));
     assert_eq!((report.read, report.tokens_with_loss), (3, 15));
-    let expected = "2 rows with 32 tokens (15 with loss) in 1 files, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens)";
+    let expected = "2 rows with 32 tokens (15 with loss) in 1 file, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens)";
     assert_eq!(report.to_string(), expected);
 }
 

@@ -36,7 +36,7 @@ fn it_counts_what_is_read_and_left_out_and_how_full_sequences_get() {
     let (_folder, path) = chats();
     let text = printed(&mut medusa_data(&[&path], &["--max-length", "64"]));
     assert!(text.contains("chats.jsonl: 3 rows") && text.contains("1 dropped (no turn of the assistant)"), "{text}");
-    assert!(text.contains("packed: 1 sequences of 64 tokens, "), "{text}");
+    assert!(text.contains("packed: 1 sequence of 64 tokens, "), "{text}");
     let json: Value =
         serde_json::from_str(&printed(&mut medusa_data(&[&path], &["--max-length", "64", "--json"]))).unwrap();
     assert_eq!((&json["data"]["rows"], &json["packing"]["sequences"]), (&json!(2), &json!(1)));

@@ -59,6 +59,21 @@ fn torch_files_compute_the_same_bits_as_safetensors() {
 }
 
 #[test]
+fn a_backbones_file_is_listed_and_what_is_missing_of_one_is_said() {
+    let inspect = |path: &Path| {
+        let mut command = assert_cmd::Command::cargo_bin("medusa").expect("the program");
+        let ended = command.arg("inspect").arg(path).output().expect("it runs");
+        String::from_utf8_lossy(&[ended.stdout, ended.stderr].concat()).into_owned()
+    };
+    let listed = inspect(&fixture("pytorch_model.bin"));
+    assert!(listed.contains("model.layers.0.self_attn.mask") && listed.contains("BOOL"), "{listed}");
+    assert!(listed.contains("lm_head.weight") && listed.contains("BF16  [40, 16]"), "{listed}");
+    let [index, first, second] = SHARDS;
+    let missing = inspect(folder(&[(index, index), (first, first)]).path());
+    assert!(missing.contains(second) && missing.contains("is missing"), "{missing}");
+}
+
+#[test]
 fn a_file_that_calls_code_is_refused_and_the_code_is_not_run() {
     let spoilt = folder(&[("calls_code.bin", "pytorch_model.bin")]);
     let error = refusal(&spoilt);

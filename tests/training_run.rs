@@ -276,6 +276,20 @@ fn nothing_in_the_output_folder_is_ever_overwritten() {
 }
 
 #[test]
+fn heads_to_start_from_are_those_of_the_first_start() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    fs::rename(small.path("run"), small.path("first")).expect("another name");
+    small.edit("recipe.toml", "[heads]", "[heads]\ninit_from = \"first/final\"");
+    small.train(&[]).succeeded();
+    let heads = "first/final/heads.safetensors";
+    let mut other = small.bytes(heads);
+    *other.last_mut().expect("weights") ^= 1;
+    small.write(heads, other);
+    small.train(&["--resume"]).failed(1, &["train.output_dir run", "began with other heads", heads]);
+}
+
+#[test]
 fn a_run_is_gone_on_with_by_what_its_files_hold_wherever_they_lie() {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
@@ -511,6 +525,7 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
     small.write(&file, &kept[1..]);
     fs::remove_dir_all(small.path("run")).expect("a folder to remove");
     small.train(&[]).failed(1, &["train.hidden_state_cache", &file, "expected", "remove it"]);
+    assert!(!small.path("run").exists(), "a run that could not begin leaves nothing behind");
 }
 
 #[test]

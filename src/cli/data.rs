@@ -15,6 +15,7 @@ use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::mask::{self, Piece};
+use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, LoadReport, LoadSettings, Progress, Watch, pack};
@@ -126,14 +127,14 @@ fn tell(rows: RowStore, report: &LoadReport, max_length: NonZeroUsize, common: &
         return print_json(&json!({"data": report, "packing": packing}));
     }
     for file in &report.files {
-        print_line(format_args!("{}: {} rows", file.path.display(), file.rows))?;
+        print_line(format_args!("{}: {}", file.path.display(), counted(file.rows, "row")))?;
     }
     print_line(report)?;
     if let Some(took) = &report.tokenised {
         common.say(format_args!("tokenised {took}"));
     }
-    let fill = 100.0 * packed.fill_rate();
-    print_line(format_args!("packed: {} sequences of {max_length} tokens, {fill:.1} % full", packed.sequences))
+    let (sequences, fill) = (counted(packed.sequences, "sequence"), 100.0 * packed.fill_rate());
+    print_line(format_args!("packed: {sequences} of {max_length} tokens, {fill:.1} % full"))
 }
 
 fn show(

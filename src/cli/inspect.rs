@@ -16,6 +16,7 @@ use crate::medusa::heads::layout::Layout;
 use crate::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
+use crate::model::torch_file::TorchFile;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError, map_file};
 use crate::torch::Dtype;
 
@@ -156,9 +157,12 @@ fn is_draft(file: &Path) -> bool {
 fn file(path: &Path) -> anyhow::Result<Contents> {
     match path.extension().and_then(|extension| extension.to_str()) {
         Some("safetensors") => weights(path),
-        Some("pt" | "pth" | "bin") => Ok(Contents::Heads(HeadsFound::read(&HeadsFile::open(path)?)?)),
+        Some("pt" | "pth" | "bin") => match HeadsFile::open(path) {
+            Ok(heads) => Ok(Contents::Heads(HeadsFound::read(&heads)?)),
+            Err(_) => Ok(Contents::Tensors(torch_tensors(path)?)), // a backbone's, or what is wrong with the file
+        },
         Some("json") => json(path),
-        _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt or .json", path.display()),
+        _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt, .bin or .json", path.display()),
     }
 }
 
@@ -189,13 +193,30 @@ fn tensors(path: &Path) -> anyhow::Result<TensorsFound> {
     Ok(TensorsFound { tensors, parameters, bytes })
 }
 
+fn torch_tensors(path: &Path) -> anyhow::Result<TensorsFound> {
+    let file = TorchFile::open(path)?;
+    let found = |name: &str| {
+        let (shape, kind) = file.shape(name)?;
+        let shape: Vec<usize> = shape.iter().map(|&d| d as usize).collect();
+        let bytes = shape.iter().product::<usize>() * kind.elt_size_in_bytes();
+        Some((TensorFound { name: name.to_owned(), dtype: weights::dtype_of(kind).to_string(), shape }, bytes))
+    };
+    let (tensors, bytes): (Vec<TensorFound>, Vec<usize>) = file.names().into_iter().filter_map(found).unzip();
+    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
+    Ok(TensorsFound { tensors, parameters, bytes: bytes.into_iter().sum() })
+}
+
 fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
     let config = LlamaConfig::load(folder)?;
     let parameters = config.parameters();
     let in_memory = |dtype: Dtype| (dtype.to_string(), parameters.unsigned_abs() * dtype.bytes() as u64);
     let bytes = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16].map(in_memory).into_iter().collect();
     let size = |path: &PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
-    let weights_bytes = weights::files_of(folder).ok().map(|files| files.iter().map(size).sum());
+    let weights_bytes = match weights::files_of(folder) {
+        Ok(files) => Some(files.iter().map(size).sum()),
+        Err(WeightsError::NoWeights { .. }) => None,
+        Err(error) => return Err(error.into()),
+    };
     let heads = HeadsFile::open(folder).ok().map(|file| HeadsFound::read(&file)).transpose()?;
     Ok(BackboneFound { config, parameters, weights_bytes, bytes, heads })
 }

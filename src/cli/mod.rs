@@ -168,6 +168,7 @@ impl Verb {
     fn outputs(&self) -> Vec<(&'static str, &Path)> {
         let outputs = match self {
             Verb::Calibrate(args) => vec![("--out", Some(&args.out))],
+            Verb::Report(args) => vec![("--out", args.out.as_ref())],
             Verb::Tree(args) => {
                 let measured = args.latency.as_ref().filter(|path| !path.exists());
                 vec![("--out", args.out.as_ref()), ("--svg", args.svg.as_ref()), ("--latency", measured)]

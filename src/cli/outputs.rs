@@ -13,22 +13,11 @@ pub(super) fn check(flag: &str, path: &Path) -> Result<(), UsageError> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let shown = path.display();
     if path.is_dir() {
-        return Err(UsageError(format!(
-            "{flag} {shown} is a folder; expected a file, such as {shown}/{}",
-            example(flag)
-        )));
+        return Err(UsageError(format!("{flag} {shown} is a folder; expected a file, such as one in it")));
     }
     if !folder.is_dir() {
         return Err(UsageError(format!("{flag} {shown}: there is no folder {}; make it first", folder.display())));
     }
     let cannot = |error| UsageError(format!("{flag} {shown} cannot be written: {error}; choose another place"));
     files::check_writable(path).map_err(cannot)
-}
-
-fn example(flag: &str) -> &'static str {
-    match flag {
-        "--csv" => "bench.csv",
-        "--svg" => "picture.svg",
-        _ => "out.json",
-    }
 }

@@ -82,7 +82,7 @@ impl Batches {
         };
         let batch = told(path, batch)?;
         if let Some(batch) = &batch {
-            let bytes = batch.get_array_memory_size() as u64;
+            let bytes = told(path, bytes_of(batch))?;
             self.at_once = columns::rows_at_once(bytes, batch.num_rows() as u64, ROWS_AT_ONCE);
         }
         Ok(batch)
@@ -97,6 +97,35 @@ impl Batches {
     }
 }
 
+/// Of the columns that were asked for: a block is read as a whole, and their arrays hold all of it.
+fn bytes_of(batch: &RecordBatch) -> Result<u64, ArrowError> {
+    batch.columns().iter().map(|column| Ok(column.to_data().get_slice_memory_size()? as u64)).sum()
+}
+
 fn told<T>(path: &Path, result: Result<T, ArrowError>) -> Result<T, RowError> {
     result.map_err(|error| Place::file(path).error(Problem::BrokenArrow(error.to_string())))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use arrow::array::{ArrayRef, StringArray};
+    use arrow::ipc::writer::FileWriter;
+
+    use super::*;
+
+    #[test]
+    fn columns_that_nobody_asked_for_make_no_slice_smaller() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.arrow");
+        let texts: ArrayRef = Arc::new(StringArray::from(vec!["a few words"; 100]));
+        let pictures: ArrayRef = Arc::new(StringArray::from(vec!["x".repeat(1 << 19); 100]));
+        let batch = RecordBatch::try_from_iter([("text", texts), ("picture", pictures)]).unwrap();
+        let mut writer = FileWriter::try_new(File::create(&path).unwrap(), &batch.schema()).unwrap();
+        writer.write(&batch).unwrap();
+        writer.finish().unwrap();
+        let mut batches = Batches::of_file(File::open(&path).unwrap(), &path).unwrap();
+        assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 100);
+    }
 }

@@ -32,6 +32,14 @@ pub enum CacheError {
         /// Why.
         source: io::Error,
     },
+    /// A file that is there and that the disk does not give.
+    #[error("cannot read the token cache {}, which stays: look at its disk and at who may read it", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// A file that was whole when it was opened, as far as its footer told, and of which a batch is not.
     #[error("the token cache {} is damaged ({how}); it was removed: start again (a run with --resume), and it is made anew", path.display())]
     Damaged {
@@ -97,14 +105,14 @@ impl TokenCache {
         };
         let file = match File::open(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing), // replaced by another process
-            opened => opened.map_err(|source| CacheError::Disk { path: path.clone(), source })?,
+            opened => opened.map_err(|source| CacheError::Unreadable { path: path.clone(), source })?,
         };
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
         Ok(match TokenFile::open(Medium::disk(file), &path, Some(sha256.unwrap_or("no hash"))) {
             Ok(whole) => Found::Rows(whole),
             Err(Fault::Damage(how)) => Found::Damaged(format!("{}: {how}", path.display())),
-            Err(Fault::Io(source)) => return Err(CacheError::Disk { path, source }),
+            Err(Fault::Io(source)) => return Err(CacheError::Unreadable { path, source }),
         })
     }
 
@@ -244,7 +252,7 @@ fn remove(path: &Path) -> Result<(), CacheError> {
 pub(super) fn unread(path: &Path, fault: Fault) -> CacheError {
     let path = path.to_owned();
     match fault {
-        Fault::Io(source) => CacheError::Disk { path, source },
+        Fault::Io(source) => CacheError::Unreadable { path, source },
         Fault::Damage(how) => {
             let _ = fs::remove_file(&path); // best effort: the damage is what there is to report
             CacheError::Damaged { path, how }

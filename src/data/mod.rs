@@ -163,7 +163,7 @@ pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, L
     let (mut stores, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
     for path in source::find(patterns)? {
         let (file, whole) = read_file(&path, settings, &mut report)?;
-        let Whole { file: tokens, rows, summary, sha256: tokens_sha256 } = whole;
+        let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
         rendered |= summary.rendered;
         report.files.push(DataFile { rows: summary.read(), tokens_sha256, ..file });
         report.add(summary, &path);

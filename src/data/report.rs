@@ -249,10 +249,17 @@ pub(super) fn leave_out(dropped: &mut BTreeMap<DropReason, usize>, reason: DropR
     *dropped.entry(reason).or_default() += count;
 }
 
+/// A number of things, for people.
+pub fn counted(number: usize, thing: &str) -> String {
+    let s = if number == 1 { "" } else { "s" };
+    format!("{number} {thing}{s}")
+}
+
 impl fmt::Display for LoadReport {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rows, tokens, tokens_with_loss, files, .. } = self;
-        write!(out, "{rows} rows with {tokens} tokens ({tokens_with_loss} with loss) in {} files", files.len())?;
+        let (rows, files) = (counted(*rows, "row"), counted(files.len(), "file"));
+        write!(out, "{rows} with {tokens} tokens ({tokens_with_loss} with loss) in {files}")?;
         let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
         also(self.truncated, "cut to max_length")?;
         also(self.without_targets, "without a target")?;

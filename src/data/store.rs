@@ -58,7 +58,7 @@ impl RowStore {
     /// A row, read from its file.
     ///
     /// # Errors
-    /// [`CacheError::Damaged`]; the file is removed then, so that the next start makes it anew. [`CacheError::Disk`]; it stays then.
+    /// [`CacheError::Damaged`]; the file is removed then, so that the next start makes it anew. [`CacheError::Unreadable`]; it stays then.
     pub fn row(&self, row: usize) -> Result<TokenRow, CacheError> {
         let mut place = self.rows[row];
         let mut files = self.files.iter();
@@ -112,7 +112,7 @@ mod tests {
             TokenFile::open(Medium::disk(std::fs::File::open(&path).unwrap()), &path, None).unwrap();
         let for_writing = std::fs::File::options().write(true).open(&path).unwrap();
         let store = RowStore::of(vec![(file.on(Medium::disk(for_writing)), rows)]);
-        assert!(matches!(store.row(9), Err(CacheError::Disk { .. })));
+        assert!(matches!(store.row(9), Err(CacheError::Unreadable { .. })));
         assert!(path.exists());
     }
 

@@ -91,6 +91,13 @@ struct Facts {
     checksums: Vec<(u32, u32)>,
 }
 
+impl Facts {
+    fn tokens_sha256(&self) -> String {
+        let sums = self.checksums.iter().flat_map(|&(bytes, lengths)| [bytes, lengths]);
+        files::hex(&Sha256::digest(sums.flat_map(u32::to_le_bytes).collect::<Vec<u8>>()))
+    }
+}
+
 /// Writes rows.
 pub(super) struct TokenFileWriter<W: Write> {
     writer: FileWriter<Summed<W>>,
@@ -195,6 +202,10 @@ impl Medium {
     }
 
     fn read(&self, at: u64, length: usize) -> io::Result<Vec<u8>> {
+        // Asked before the disk is: a place that no file can have is an error of seeking, which says nothing of damage.
+        if at.checked_add(length as u64).is_none_or(|end| self.size().is_ok_and(|size| end > size)) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
         let mut bytes = vec![0; length];
         match self {
             Self::Disk(file) => {
@@ -202,10 +213,7 @@ impl Medium {
                 file.seek(SeekFrom::Start(at))?;
                 file.read_exact(&mut bytes)?;
             }
-            Self::Memory(whole) => {
-                let from = whole.get(usize::try_from(at).unwrap_or(usize::MAX)..).unwrap_or_default();
-                bytes.copy_from_slice(from.get(..length).ok_or(io::ErrorKind::UnexpectedEof)?);
-            }
+            Self::Memory(whole) => bytes.copy_from_slice(&whole[at as usize..][..length]),
         }
         Ok(bytes)
     }
@@ -235,8 +243,8 @@ pub(super) struct Whole {
     pub(super) file: TokenFile,
     pub(super) rows: Vec<RowPlace>,
     pub(super) summary: FileSummary,
-    /// Of its footer.
-    pub(super) sha256: String,
+    /// Of the checksums of its batches: the same rows have the same, whatever else the footer says.
+    pub(super) tokens_sha256: String,
 }
 
 impl TokenFile {
@@ -267,7 +275,7 @@ impl TokenFile {
             }));
         }
         let file = Self { medium, path: path.to_owned(), batches };
-        Ok(Whole { file, rows, summary: facts.summary, sha256: tail.sha256() })
+        Ok(Whole { file, rows, tokens_sha256: facts.tokens_sha256(), summary: facts.summary })
     }
 
     /// Its path, for messages.
@@ -323,7 +331,7 @@ impl Batch {
         let columns = message.header_as_record_batch().ok_or_else(|| Fault::damage("a batch is none"))?;
         let buffers = columns.buffers().filter(|buffers| buffers.len() > LABELS);
         let buffers = buffers.ok_or_else(|| Fault::damage("a batch has too few columns"))?;
-        let at = |buffer: usize| body_at + u64::try_from(buffers.get(buffer).offset()).unwrap_or(0);
+        let at = |buffer: usize| body_at.saturating_add(u64::try_from(buffers.get(buffer).offset()).unwrap_or(0));
         let offsets = usize::try_from(columns.length()).unwrap_or(0).saturating_add(1).saturating_mul(4);
         if offsets as u64 > bytes.end - body_at {
             return Err(Fault::damage("a batch has more rows than bytes"));
@@ -437,6 +445,37 @@ pub(super) mod tests {
         let Whole { file, rows, .. } = opened(written(&rows(60)), None).unwrap();
         let unread = file.on(for_writing()).row(rows[9]);
         assert!(matches!(unread, Err(Fault::Io(_))), "{unread:?}");
+    }
+
+    /// An offset with a high bit changed is a place to which no disk seeks.
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "a file of a test, thousands of times")]
+    fn damage_on_a_disk_is_damage_whichever_bit_it_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rows.arrow");
+        let bytes = written(&rows(60));
+        let sha256 = footer_sha256(&Medium::Memory(bytes.clone())).unwrap();
+        for at in 0..bytes.len().min(3000) {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 0x40;
+            std::fs::write(&path, &damaged).unwrap();
+            let whole = TokenFile::open(Medium::disk(File::open(&path).unwrap()), &path, Some(&sha256));
+            let fault = whole.and_then(|whole| whole.rows.iter().try_for_each(|&row| whole.file.row(row).map(drop)));
+            assert!(!matches!(fault, Err(Fault::Io(_))), "byte {at}: {fault:?}");
+        }
+    }
+
+    #[test]
+    fn the_hash_of_the_tokens_is_of_nothing_else() {
+        let of = |rows: &[TokenRow], rendered: bool| {
+            let mut writer = TokenFileWriter::new(Vec::new()).unwrap();
+            rows.iter().for_each(|row| writer.push(row.clone()).unwrap());
+            let mut summary = FileSummary::default();
+            summary.rendered = rendered;
+            opened(writer.finish(summary).unwrap(), None).unwrap().tokens_sha256
+        };
+        assert_eq!(of(&rows(60), true), of(&rows(60), false));
+        assert_ne!(of(&rows(60), true), of(&rows(61), true));
     }
 
     #[test]

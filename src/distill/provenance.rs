@@ -10,6 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::DistillError;
 use crate::files;
+use crate::model::weights;
 
 /// All that the conversations depend on.
 #[derive(Debug, Clone, Serialize)]
@@ -86,6 +87,16 @@ impl Provenance {
     }
 }
 
+/// What decides beside the weights.
+const FILES: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+
 /// One hash of all that decides what a backbone in a Hugging Face folder says: config, tokenizer, template and weights.
 ///
 /// # Errors
@@ -95,7 +106,10 @@ pub fn identity(folder: &Path) -> Result<String, DistillError> {
     let mut names: Vec<String> = fs::read_dir(folder)
         .and_then(|entries| entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect())
         .map_err(failed)?;
-    names.retain(|name| decides(name));
+    names.retain(|name| FILES.contains(&name.as_str()));
+    // Those that are loaded, and no others; a folder without weights is told of where they are loaded.
+    let weights = weights::files_of(folder).unwrap_or_default();
+    names.extend(weights.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned())));
     names.sort();
     let mut all = Sha256::new();
     for name in names {
@@ -104,22 +118,6 @@ pub fn identity(folder: &Path) -> Result<String, DistillError> {
         all.update(format!("{name} {sha256}\n"));
     }
     Ok(files::hex(&all.finalize()))
-}
-
-fn decides(name: &str) -> bool {
-    const FILES: [&str; 8] = [
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "model.safetensors.index.json",
-        "pytorch_model.bin.index.json",
-    ];
-    FILES.contains(&name)
-        || name.starts_with("model") && name.ends_with(".safetensors")
-        || name.starts_with("pytorch_model") && name.ends_with(".bin")
 }
 
 /// The revision of a folder in the Hub's cache, `…/snapshots/REVISION`.
@@ -144,9 +142,13 @@ mod tests {
         };
         let first = write("config.json", "{}");
         assert_eq!(write("README.md", "words"), first);
-        let with_weights = write("model-00001-of-00002.safetensors", "1");
-        assert_ne!(with_weights, first);
-        assert_ne!(write("model-00001-of-00002.safetensors", "2"), with_weights);
+        assert_eq!(write("training_args.bin", "words"), first);
+        let with_torch_weights = write("pytorch_model.bin", "1");
+        assert_ne!(with_torch_weights, first);
+        let with_weights = write("model.safetensors", "1");
+        assert_ne!(with_weights, with_torch_weights);
+        assert_eq!(write("pytorch_model.bin", "2"), with_weights, "nobody reads it beside the other");
+        assert_ne!(write("model.safetensors", "2"), with_weights);
     }
 
     #[test]

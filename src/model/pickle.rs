@@ -62,6 +62,16 @@ pub enum Element {
     BFloat16,
     /// `torch.LongStorage`.
     Int64,
+    /// `torch.IntStorage`; of buffers, as are the following.
+    Int32,
+    /// `torch.ShortStorage`.
+    Int16,
+    /// `torch.CharStorage`.
+    Int8,
+    /// `torch.ByteStorage`.
+    Uint8,
+    /// `torch.BoolStorage`.
+    Bool,
 }
 
 fn storage_of(global: &str) -> Option<Element> {
@@ -71,6 +81,11 @@ fn storage_of(global: &str) -> Option<Element> {
         "torch.HalfStorage" => Some(Element::Half),
         "torch.BFloat16Storage" => Some(Element::BFloat16),
         "torch.LongStorage" => Some(Element::Int64),
+        "torch.IntStorage" => Some(Element::Int32),
+        "torch.ShortStorage" => Some(Element::Int16),
+        "torch.CharStorage" => Some(Element::Int8),
+        "torch.ByteStorage" => Some(Element::Uint8),
+        "torch.BoolStorage" => Some(Element::Bool),
         _ => None,
     }
 }

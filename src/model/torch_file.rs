@@ -271,12 +271,17 @@ fn window(tensor: &TensorRef<'_>, elements: usize) -> Option<Range<usize>> {
     (last < elements).then_some(offset..last + 1)
 }
 
-const KINDS: [(Element, Kind, &str); 5] = [
+const KINDS: [(Element, Kind, &str); 10] = [
     (Element::Double, Kind::Double, "DoubleStorage"),
     (Element::Float, Kind::Float, "FloatStorage"),
     (Element::Half, Kind::Half, "HalfStorage"),
     (Element::BFloat16, Kind::BFloat16, "BFloat16Storage"),
     (Element::Int64, Kind::Int64, "LongStorage"),
+    (Element::Int32, Kind::Int, "IntStorage"),
+    (Element::Int16, Kind::Int16, "ShortStorage"),
+    (Element::Int8, Kind::Int8, "CharStorage"),
+    (Element::Uint8, Kind::Uint8, "ByteStorage"),
+    (Element::Bool, Kind::Bool, "BoolStorage"),
 ];
 
 fn kind_of(element: Element) -> Kind {
@@ -390,7 +395,7 @@ mod tests {
     fn what_is_written_comes_back_in_every_dtype() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("heads.pt");
-        for kind in [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16, Kind::Int64] {
+        for (_, kind, _) in KINDS {
             let tensors = [
                 Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]),
                 Tensor::ones([], (Kind::Int64, Device::Cpu)),

@@ -261,7 +261,7 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] if it is missing, or of a shape or dtype that is not expected.
     pub fn mapped(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightsError> {
-        self.view(name, shape, tch_is_float, || FLOATS.into())
+        self.view(name, shape, is_float, || FLOATS.into())
     }
 
     /// As [`WeightFiles::mapped`], of a dtype that is known; state has others than weights.
@@ -277,7 +277,7 @@ impl WeightFiles {
     /// # Errors
     /// As [`WeightFiles::mapped`].
     pub fn check(&self, name: &str, shape: &[i64]) -> Result<(), WeightsError> {
-        self.header(name, shape, tch_is_float, || FLOATS.into()).map(|_| ())
+        self.header(name, shape, is_float, || FLOATS.into()).map(|_| ())
     }
 
     /// What lies where, of a tensor whose shape and dtype are as expected.
@@ -455,13 +455,17 @@ pub fn map_file(path: &Path) -> io::Result<Mmap> {
 }
 
 /// What we write and read.
-const DTYPES: [(Dtype, Kind); 6] = [
+const DTYPES: [(Dtype, Kind); 10] = [
     (Dtype::F64, Kind::Double),
     (Dtype::F32, Kind::Float),
     (Dtype::BF16, Kind::BFloat16),
     (Dtype::F16, Kind::Half),
     (Dtype::I64, Kind::Int64),
+    (Dtype::I32, Kind::Int),
+    (Dtype::I16, Kind::Int16),
+    (Dtype::I8, Kind::Int8),
     (Dtype::U8, Kind::Uint8),
+    (Dtype::BOOL, Kind::Bool),
 ];
 
 fn kind_of(dtype: Dtype) -> Option<Kind> {
@@ -476,7 +480,8 @@ pub fn dtype_of(kind: Kind) -> Dtype {
 /// What weights can be.
 const FLOATS: &str = "F64, F32, BF16 or F16";
 
-fn tch_is_float(kind: Kind) -> bool {
+/// Whether weights can be of it.
+pub fn is_float(kind: Kind) -> bool {
     matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
 }
 

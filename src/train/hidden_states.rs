@@ -3,7 +3,8 @@
 //!
 //! Kept are the positions from which some head predicts a target; the others are never read. The file holds the states of all
 //! sequences one after another, then one byte a sequence: 1 once its states are on the disk. It gets its whole size at once, its
-//! states are synced before their bytes, so no end of the process makes it say what is not there. A run holds it locked.
+//! states are synced before their bytes, so no end of the process makes it say what is not there. A run holds it locked
+//! until all are there.
 //!
 //! A sequence's states are those of the batch that computed them first, for every run and however often it is broken off. The
 //! last bits of a product depend on its other rows; so training equals training without the file bit for bit where a sequence
@@ -27,6 +28,7 @@ use crate::files::{hex, lock_file};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::model::weights;
 use crate::torch::{LIBTORCH_VERSION, bytes};
 
 /// Part of every key: raise it when the same input would give another file.
@@ -184,15 +186,26 @@ impl<'r> KeptStates<'r> {
         fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
         let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let mut file = open.map_err(|e| error("open", &path, e))?;
-        if !lock_file(&file) {
-            return Err(HiddenStatesError::InUse { path });
-        }
-        if file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
+        let is_mine = lock_file(&file);
+        if is_mine && file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
             let made = file.set_len(layout.file_bytes()).and_then(|()| file.sync_all());
             made.inspect_err(|_| drop(fs::remove_file(&path))).map_err(|e| error("make", &path, e))?;
         }
-        let filled = layout.read_marks(&mut file, &path)?;
-        Ok(Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 })
+        let filled = match layout.read_marks(&mut file, &path) {
+            Ok(filled) if is_mine || filled.iter().all(|&filled| filled) => filled,
+            _ if !is_mine => return Err(HiddenStatesError::InUse { path }), // it may not have its size yet
+            marks => marks?,
+        };
+        let kept = Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 };
+        kept.let_go_when_full();
+        Ok(kept)
+    }
+
+    /// A file that nobody fills any more is everybody's.
+    fn let_go_when_full(&self) {
+        if self.unmarked.is_empty() && self.filled() == self.filled.len() {
+            let _ = self.file.unlock(); // else it is let go of at the run's end
+        }
     }
 
     /// The file.
@@ -275,6 +288,7 @@ impl<'r> KeptStates<'r> {
         for id in std::mem::take(&mut self.unmarked) {
             self.write(self.layout.states_bytes() + id as u64, &[FILLED])?;
         }
+        self.let_go_when_full();
         Ok(())
     }
 }
@@ -361,11 +375,7 @@ fn predicting(segment_lengths: &[usize], num_heads: usize, has_label: impl Fn(us
 
 /// Everything that decides a hidden state but the tokens.
 fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
-    let is_weights =
-        |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors" || extension == "bin");
-    let mut weights: Vec<PathBuf> = fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
-    weights.retain(is_weights);
-    weights.sort();
+    let weights = weights::files_of(folder).map_err(io::Error::other)?;
     let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
     let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
     facts.extend(backbone.quantization().map(|quantization| format!("{quantization}\n")));
@@ -568,6 +578,7 @@ mod tests {
         names.push(name(&float, &sequences(), 2));
         (&weights).write_all(b"!").unwrap();
         names.push(name(&float, &sequences(), 2));
+        write_atomic(&from.path().join("training_args.bin"), |out| out.write_all(b"not read")).unwrap();
         let distinct: std::collections::BTreeSet<_> = names.iter().collect();
         assert_eq!(distinct.len(), names.len(), "{names:?}");
         assert_eq!(name(&float, &sequences(), 2), names[7]);
@@ -577,13 +588,17 @@ mod tests {
     fn two_runs_never_fill_one_file() {
         let (from, backbone) = backbone(Kind::Float);
         let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
-        let first = open(folder.path(), &from, &backbone, &sequences);
+        let mut first = open(folder.path(), &from, &backbone, &sequences);
         let second = |num_heads| {
             KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), num_heads).map(drop)
         };
         let error = second(NUM_HEADS).unwrap_err();
         assert!(error.to_string().contains("is in use by another run"), "{error}");
         second(NUM_HEADS + 1).unwrap(); // a file of its own
+        epoch(&mut first, &Loader::new(in_memory(&sequences), 1, 1, None), 0);
+        assert!(second(NUM_HEADS).is_err(), "not on the disk yet");
+        first.commit().unwrap();
+        second(NUM_HEADS).unwrap();
         drop(first);
         second(NUM_HEADS).unwrap();
     }

@@ -43,6 +43,9 @@ pub(super) struct Provenance {
     /// Of a backbone: its config, and its weights where no commit says what they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) backbone_files: Vec<HashedFile>,
+    /// What heads and adapters begin with.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) init_from_files: Vec<HashedFile>,
     /// Data files, and those that decide which tokens come of them.
     pub(super) data: Vec<HashedFile>,
     #[serde(default)]
@@ -63,6 +66,7 @@ impl Provenance {
     /// What keeps a run that began as `self` from going on as `now`, for people. Files may have moved.
     pub(super) fn difference(&self, now: &Self) -> Option<String> {
         self.other_backbone(now)
+            .or_else(|| self.other_beginning(now))
             .or_else(|| self.other_flag(now))
             .or_else(|| {
                 let file = changed(&self.data, &now.data)?;
@@ -87,6 +91,16 @@ impl Provenance {
         let file = changed(&self.backbone_files, &now.backbone_files).filter(|_| is_of_one_kind)?;
         Some(format!(
             "holds a run on another backbone: {file} changed since it began; go on with the same files, or train in another folder"
+        ))
+    }
+
+    /// By content, wherever it comes from: another commit of a repository may have the same heads.
+    fn other_beginning(&self, now: &Self) -> Option<String> {
+        let is_told = !self.init_from_files.is_empty(); // not by earlier versions
+        let file = changed(&self.init_from_files, &now.init_from_files).filter(|_| is_told)?;
+        Some(format!(
+            "holds a run that began with other heads or adapters: {file} changed since (init_from); go on with the same files, or \
+             train in another folder"
         ))
     }
 
@@ -168,6 +182,21 @@ mod tests {
         assert!(now(&[("a", "1"), ("b", "3")]).contains("b changed since"));
         assert!(now(&[("a", "1")]).contains("b changed since"));
         assert!(now(&[("b", "2"), ("a", "1")]).contains("the order of the files changed"));
+    }
+
+    #[test]
+    fn a_run_goes_on_from_the_heads_that_it_began_with() {
+        let with = |init_from: &[(&str, &str)]| {
+            let mut provenance = provenance(&[], json!({}));
+            let file = |&(path, sha256): &(&str, &str)| HashedFile { path: path.into(), sha256: sha256.into() };
+            provenance.init_from_files = init_from.iter().map(file).collect();
+            provenance
+        };
+        let before = with(&[("heads", "1"), ("adapter", "2")]);
+        assert_eq!(difference(&before, &with(&[("elsewhere", "1"), ("adapter", "2")])), "");
+        let other = difference(&before, &with(&[("heads", "1"), ("adapter", "3")]));
+        assert!(other.contains("adapter changed since (init_from)"), "{other}");
+        assert_eq!(difference(&with(&[]), &before), "", "a run of an earlier version");
     }
 
     #[test]

@@ -9,11 +9,12 @@ use tch::Kind;
 use crate::data::DataError;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::tokenize::TokenizeError;
+use crate::medusa::heads::import::HeadsFile;
 use crate::medusa::heads::{Heads, HeadsConfig, HeadsError, HeadsShape};
 use crate::model::backward::Keep;
 use crate::model::llama::{Llama, LoadError, Purpose};
 use crate::model::lora;
-use crate::model::peft::{self, PeftError};
+use crate::model::peft::{self, ADAPTER_CONFIG, ADAPTER_FILE, PeftError};
 use crate::model::weights;
 use crate::numbers::Positive;
 use crate::torch::{self, TorchPanic, guard, memory};
@@ -22,7 +23,7 @@ use crate::train::checkpoint::{self, CheckpointError, HeadsFolderConfig, Trained
 use crate::train::hidden_states::{HiddenStates, HiddenStatesError, KeptStates};
 use crate::train::joint::Joint;
 use crate::train::log::{LogError, MetricsLine, RunLog, Split, UpdateLine};
-use crate::train::run_folder::RunFolder;
+use crate::train::run_folder::{RunFolder, check_output_dir};
 use crate::train::stage::Stage;
 use crate::train::state::TrainState;
 use crate::train::step::{Evaluated, Source, StepError, StepWeights, check_finite, evaluate, train_step};
@@ -159,6 +160,11 @@ pub struct Prepared {
 /// What happens while a run goes on.
 #[derive(Debug)]
 pub enum Event<'e> {
+    /// So many bytes of weights that no commit names are read to know them again, unless they were before.
+    Hashing {
+        /// Of all these files.
+        bytes: u64,
+    },
     /// The run goes on from this checkpoint.
     Resumed(&'e Path),
     /// Hidden states are kept in this file, for so many of the training sequences already.
@@ -227,17 +233,21 @@ impl Prepared {
     ) -> Result<Outcome, TrainError> {
         let run = self.checked.job.train.output_dir.as_path();
         let finished = run.join(checkpoint::FINAL);
-        let _mine = self.folder().claim(resume)?;
-        if finished.exists() {
+        check_output_dir(run, resume)?;
+        // Before the folder is claimed: hidden states that another run fills would leave a begun run behind.
+        let source = if finished.exists() { None } else { Some(self.source(tell)?) };
+        let folder = self.folder()?;
+        tell(Event::Hashing { bytes: folder.bytes_to_hash() });
+        let _mine = folder.claim(resume)?;
+        let Some(mut source) = source.filter(|_| !finished.exists()) else {
             return Ok(Outcome::FinishedBefore(finished));
-        }
+        };
         torch::seed(self.checked.job.train.seed);
         let mut state = guard("making the heads", || self.first_state())??;
         if let Some(checkpoint) = checkpoint::newest(run)? {
             checkpoint::restore(&checkpoint, &mut state, &self.trained())?;
             tell(Event::Resumed(&checkpoint));
         }
-        let mut source = self.source(tell)?;
         memory::keep_freed_blocks();
         let mut log = RunLog::open(run, state.step)?;
         if state.step == 0 && matches!(source, Source::Joint(_)) {
@@ -292,18 +302,31 @@ impl Prepared {
         ["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect()
     }
 
-    fn folder(&self) -> RunFolder<'_> {
-        RunFolder {
+    /// What heads and adapters begin with.
+    fn init_from_files(&self) -> Result<Vec<PathBuf>, TrainError> {
+        let heads = self.checked.job.heads.init_from.as_deref().map(HeadsFile::open).transpose()?;
+        let mut files = heads.map(|heads| heads.files()).unwrap_or_default();
+        if let Stage::Medusa2(config) = &self.checked.job.stage
+            && let Some(adapter) = config.lora.as_ref().and_then(|lora| lora.init_from.as_ref())
+        {
+            files.extend([ADAPTER_FILE, ADAPTER_CONFIG].map(|name| adapter.join(name)));
+        }
+        Ok(files)
+    }
+
+    fn folder(&self) -> Result<RunFolder<'_>, TrainError> {
+        Ok(RunFolder {
             path: &self.checked.job.train.output_dir,
             resolved_recipe: &self.checked.job.resolved_recipe,
             snapshot: self.checked.job.snapshot.as_ref(),
             sources: &self.checked.job.sources,
             backbone_files: self.backbone_files(),
+            init_from_files: self.init_from_files()?,
             device: self.checked.job.device,
             skip_bad_rows: self.checked.job.skip_bad_rows,
             tokenizing: self.tokenizing_files(),
             reports: [Some(&self.checked.train_report), self.checked.validation_report.as_ref()],
-        }
+        })
     }
 
     /// Where steps get hidden states from, as the recipe says.

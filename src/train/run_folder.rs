@@ -1,7 +1,7 @@
 //! The folder of a run: made once, with the recipe as resolved and where its numbers come from; refused to any other run.
 
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -33,6 +33,8 @@ pub struct RunFolder<'r> {
     pub sources: &'r [Source],
     /// The backbone's config, and its weights where no snapshot says what they are; some may be absent.
     pub backbone_files: Vec<PathBuf>,
+    /// Files that heads and adapters begin with (`init_from`).
+    pub init_from_files: Vec<PathBuf>,
     /// Where it computes.
     pub device: Device,
     /// Whether rows that are not right were left out: a resumed run must see the same rows.
@@ -45,7 +47,7 @@ pub struct RunFolder<'r> {
 
 impl RunFolder<'_> {
     /// Makes the run's folder, or checks that the one there is this run's. No other process may train in it as long as what comes
-    /// back lives.
+    /// back lives; on NFS and Windows nobody watches over that (see [`lock_folder`]).
     ///
     /// # Errors
     /// [`TrainError::OutputTaken`], or the disk's.
@@ -55,16 +57,23 @@ impl RunFolder<'_> {
         let io = |source| TrainError::Io { path: run.into(), source };
         fs::create_dir_all(run).map_err(io)?;
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
+        let provenance = self.provenance()?;
         if self.is_begun(resume)? {
-            self.check_same_run(run).map_err(|why| TrainError::OutputTaken { path: run.into(), why })?;
+            self.check_same_run(run, &provenance).map_err(|why| TrainError::OutputTaken { path: run.into(), why })?;
             checkpoint::remove_partial(run)?;
             return Ok(lock);
         }
-        self.fill_folder(run).inspect_err(|_| {
+        self.fill_folder(run, &provenance).inspect_err(|_| {
             let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the error that led here is the one to report
             let _ = fs::remove_dir(run);
         })?;
         Ok(lock)
+    }
+
+    /// Size of the backbone's files, which [`RunFolder::claim`] reads where no earlier run did.
+    pub fn bytes_to_hash(&self) -> u64 {
+        let files = self.backbone_files.iter().chain(&self.init_from_files);
+        files.filter_map(|path| Some(path.metadata().ok()?.len())).sum()
     }
 
     /// Whether there is a run to go on with; an error where there is something else.
@@ -86,18 +95,18 @@ impl RunFolder<'_> {
         Ok(false)
     }
 
-    fn fill_folder(&self, run: &Path) -> Result<(), TrainError> {
+    fn fill_folder(&self, run: &Path, provenance: &Provenance) -> Result<(), TrainError> {
         let write = |name: &str, text: &str| {
             let path = run.join(name);
             write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|source| TrainError::Io { path, source })
         };
         checkpoint::remove_partial(run)?;
-        write(PROVENANCE, &(serde_json::to_string_pretty(&self.provenance()).expect("plain data") + "\n"))?;
+        write(PROVENANCE, &(serde_json::to_string_pretty(provenance).expect("plain data") + "\n"))?;
         // Last: a folder with a recipe.toml has everything that a resumed run checks.
         write(RECIPE, self.resolved_recipe)
     }
 
-    fn check_same_run(&self, run: &Path) -> Result<(), String> {
+    fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<(), String> {
         let read = |name: &str| {
             fs::read_to_string(run.join(name)).map_err(|e| format!("holds a run whose {name} cannot be read: {e}"))
         };
@@ -106,11 +115,11 @@ impl RunFolder<'_> {
         }
         let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
             .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
-        before.difference(&self.provenance()).map_or(Ok(()), Err)
+        before.difference(now).map_or(Ok(()), Err)
     }
 
-    fn provenance(&self) -> Provenance {
-        Provenance {
+    fn provenance(&self) -> Result<Provenance, TrainError> {
+        Ok(Provenance {
             program: format!("medusa-train {}", env!("CARGO_PKG_VERSION")),
             git_revision: env!("MEDUSA_GIT_REVISION").into(),
             libtorch: LIBTORCH_VERSION.into(),
@@ -120,26 +129,32 @@ impl RunFolder<'_> {
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
             backbone: self.snapshot.cloned(),
             sources: self.sources.to_vec(),
-            backbone_files: hashed(&self.backbone_files),
-            data: self.data_files(),
+            backbone_files: hashed(&self.backbone_files)?,
+            init_from_files: hashed(&self.init_from_files)?,
+            data: self.data_files()?,
             skip_bad_rows: self.skip_bad_rows,
             rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
-        }
+        })
     }
 
     /// Data files, and those that decide which tokens come of them.
-    fn data_files(&self) -> Vec<HashedFile> {
+    fn data_files(&self) -> Result<Vec<HashedFile>, TrainError> {
         let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
         let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
-        data.chain(hashed(&self.tokenizing)).collect()
+        Ok(data.chain(hashed(&self.tokenizing)?).collect())
     }
 }
 
-/// Files by their content; one that cannot be read was not read either.
-fn hashed(paths: &[PathBuf]) -> Vec<HashedFile> {
+/// Files by their content, those that are there.
+fn hashed(paths: &[PathBuf]) -> Result<Vec<HashedFile>, TrainError> {
     let cache = TokenCache::of_user();
-    let sum = |path: &PathBuf| cache.as_ref().map_or_else(|| sha256(path), |cache| cache.sha256_of(path)).ok();
-    paths.iter().filter_map(|path| Some(HashedFile { path: path.clone(), sha256: sum(path)? })).collect()
+    let sum = |path: &Path| cache.as_ref().map_or_else(|| sha256(path), |cache| cache.sha256_of(path));
+    let file = |path: &PathBuf| match sum(path) {
+        Ok(sha256) => Some(Ok(HashedFile { path: path.clone(), sha256 })),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(source) => Some(Err(TrainError::Io { path: path.clone(), source })),
+    };
+    paths.iter().filter_map(file).collect()
 }
 
 /// A recipe without the places of its data: files may move, their hashes say what they are.

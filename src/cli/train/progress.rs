@@ -5,12 +5,14 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::cli::{CommonFlags, print_json};
+use crate::cli::{CommonFlags, mebibytes, print_json};
 use crate::train::log::MetricsLine;
 use crate::train::run::Event;
 
 /// Where there is no terminal, steps are told no more often than this.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
+/// Fewer bytes are read in a moment.
+const WORTH_A_LINE: u64 = 1 << 30;
 const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {eta} left";
 
 /// Tells the user about a run.
@@ -36,6 +38,10 @@ impl<'c> Progress<'c> {
 
     pub(super) fn tell(&mut self, event: &Event<'_>) {
         match event {
+            Event::Hashing { bytes } if *bytes >= WORTH_A_LINE => {
+                self.line(&format!("reading {} of weights once, to know them again", mebibytes(*bytes)));
+            }
+            Event::Hashing { .. } => {}
             Event::Resumed(checkpoint) => self.line(&format!("goes on from {}", checkpoint.display())),
             Event::HiddenStates { path, filled, sequences } => {
                 self.line(&format!("hidden states of {filled} of {sequences} sequences are in {}", path.display()));

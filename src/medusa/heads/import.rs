@@ -13,7 +13,7 @@ use super::layout::{Layout, Part, Place, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
 use crate::files::{sha256, sha256_of_all};
 use crate::model::torch_file::TorchFile;
-use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
+use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, is_float};
 
 /// The file of heads as FasterDecoding, TGI, LoRAX and TensorRT-LLM look for it.
 pub const MEDUSA_LM_HEAD: &str = "medusa_lm_head.safetensors";
@@ -290,6 +290,16 @@ impl HeadsFile {
         Ok(notices)
     }
 
+    /// The file, or the shards that hold heads.
+    pub fn files(&self) -> Vec<PathBuf> {
+        let Container::Safetensors(files) = &self.container else { return vec![self.path.clone()] };
+        let mut paths: Vec<PathBuf> =
+            self.names.values().filter_map(|name| files.file_of(name)).map(Path::to_owned).collect();
+        paths.sort();
+        paths.dedup();
+        paths
+    }
+
     /// SHA-256 of the file; of shards, of all those that hold heads.
     ///
     /// # Errors
@@ -298,16 +308,7 @@ impl HeadsFile {
         let read = |path: &PathBuf| {
             sha256(path).map_err(|source| HeadsError::from(WeightsError::Io { path: path.clone(), source }))
         };
-        let files = match &self.container {
-            Container::Torch(_) => vec![self.path.clone()],
-            Container::Safetensors(files) => {
-                let mut paths: Vec<PathBuf> =
-                    self.names.values().filter_map(|name| files.file_of(name)).map(Path::to_owned).collect();
-                paths.sort();
-                paths.dedup();
-                paths
-            }
-        };
+        let files = self.files();
         let mut sums = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;
         if sums.len() == 1 { Ok(sums.remove(0)) } else { Ok(sha256_of_all(&sums)) }
     }
@@ -481,7 +482,7 @@ impl Container {
             return Ok(files.check(name, expected)?);
         };
         let (got, kind) = file.shape(name).ok_or_else(|| missing(path, name))?;
-        if got != expected || kind == Kind::Int64 {
+        if got != expected || !is_float(kind) {
             let (path, name) = (path.to_owned(), name.to_owned());
             return Err(WeightsError::Shape { path, name, expected: expected.into(), got: got.into() }.into());
         }
