@@ -436,10 +436,9 @@ pub(super) mod tests {
     #[test]
     fn a_disk_that_cannot_be_read_is_no_damage() {
         let dir = tempfile::tempdir().unwrap();
-        let for_writing = || Medium::disk(File::create(dir.path().join("rows.arrow")).unwrap());
+        let for_writing = || Medium::disk(File::options().write(true).open(dir.path().join("rows.arrow")).unwrap());
         files::write_atomic(&dir.path().join("rows.arrow"), |out| out.write_all(&written(&rows(60)))).unwrap();
-        let unreadable = File::options().write(true).open(dir.path().join("rows.arrow")).unwrap();
-        let refused = TokenFile::open(Medium::disk(unreadable), Path::new("rows.arrow"), None);
+        let refused = TokenFile::open(for_writing(), Path::new("rows.arrow"), None);
         assert!(matches!(refused, Err(Fault::Io(_))), "{refused:?}");
         assert!(matches!(opened(vec![], None), Err(Fault::Damage(_))));
         let Whole { file, rows, .. } = opened(written(&rows(60)), None).unwrap();
