@@ -516,19 +516,24 @@ fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
         fs::read_to_string(world.path(format).join("README.md")).expect("a card")
     };
     world.server.forget();
+    fs::create_dir(world.path("org")).expect("a folder that is none of the backbone's");
     let card = export("heads", &[]);
+    fs::remove_dir(world.path("org")).expect("a folder");
     assert!(card.starts_with("---\nbase_model: org/small\n") && world.server.state().seen.is_empty(), "{card}");
     let card = export("tgi", &["--backbone", "org/small"]);
     assert!(card.contains("\nbase_model: org/small\n") && card.contains("# Medusa heads for org/small\n"), "{card}");
     assert!(world.server.seen("GET", "/cdn/").is_empty(), "config.json is enough");
     assert!(export("merged", &[]).contains("\nbase_model: org/small\n"));
     assert_eq!(world.server.seen("GET", "/cdn/").len(), 1, "the weights are in it");
-    small.edit("run/final/config.json", "org/small", "/somewhere/here");
+    let base = small.path("backbone").display().to_string();
+    let card = export("tensorrt-llm", &["--backbone", &base]);
+    assert!(!card.contains("base_model:") && card.contains("--model_dir BACKBONE"), "given by a path: {card}");
+    small.edit("run/final/config.json", "org/small", "some/path");
     assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
     let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
     assert!(
         told.stderr
-            .contains("only the path is known (/somewhere/here). If it is on the Hub, add `base_model: OWNER/NAME`")
+            .contains("nothing says that some/path came from the Hub. If it is there, add `base_model: OWNER/NAME`")
     );
 }
 
