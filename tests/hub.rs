@@ -181,10 +181,15 @@ fn a_backbone_comes_by_its_id_into_the_cache_of_all_programs() {
     let store = world.server.seen("GET", "/cdn/");
     assert!(store.len() == 2 && store.iter().all(|seen| !seen.has_token), "another host gets no token");
 
+    let changed =
+        || fs::metadata(world.repo_folder().join("refs/main")).and_then(|file| file.modified()).expect("a time");
+    let before = changed();
     world.server.forget();
     world.generate("org/tiny@main", &[]).succeeded();
     assert_eq!(world.server.seen("GET", "/resolve/").len(), 0, "all is here");
+    assert!(changed() == before && names(&world.repo_folder()) == ["blobs", "refs", "snapshots"], "nothing to write");
     world.server.forget();
+    fs::create_dir(world.path("token")).expect("a token that cannot be read");
     assert_eq!(answer(&world.generate("org/tiny", &[("HF_HUB_OFFLINE", "1")])), answer(&here));
     assert!(world.server.state().seen.is_empty(), "offline asks nobody");
 }
@@ -407,7 +412,8 @@ fn a_push_sends_what_changed_in_one_commit() {
     world.write("run/config.json", b"[]"); // of the same size
     world.write("run/backbone/model.safetensors", b"large weights");
     world.server.fail("/commit/", Trouble::Status(400, None), 1);
-    world.push(&["--json"]).failed(1, &["refused committing to org/heads with status 400"]);
+    let facts = ["refused committing to org/heads with status 400", "so nothing was committed; run it again"];
+    world.push(&["--json"]).failed(1, &facts);
     let sent: Value = serde_json::from_str(&world.push(&["--json"]).succeeded().stdout).expect("JSON");
     assert_eq!(sent["files"], serde_json::json!(["backbone/model.safetensors", "config.json"]));
     assert_eq!(sent["unchanged"], 3);
@@ -466,7 +472,7 @@ fn a_push_whose_answer_is_lost_says_what_the_branch_says() {
     world.write("run/config.json", b"[1]");
     world.server.forget();
     world.server.fail("/commit/", Trouble::Status(504, Some(0)), 5);
-    world.push(&[]).failed(1, &["answered 504", "the branch is as it was, so nothing was committed; run it again"]);
+    world.push(&[]).failed(1, &["answered 504", "not committed so far", "look at the branch before you push again"]);
     world.server.fail("/commit/", Trouble::Gone, 1);
     world
         .push(&[])
@@ -488,7 +494,14 @@ fn pages_of_a_list_elsewhere_are_followed_without_the_token_or_refused() {
     let pages = world.server.seen("GET", "/tree/");
     assert!(pages.len() > 2 && pages[0].has_token && !pages[1..].iter().any(|page| page.has_token), "{pages:?}");
     world.server.state().next_page = Some("ftp://localhost");
-    world.refused("org/tiny", &[], &["listing the files of org/tiny", "a next page \"<ftp://localhost"]);
+    let mirror = world.server.endpoint().replace("127.0.0.1", "localhost");
+    world.server.fail("/tree/", Trouble::Elsewhere, 1);
+    let facts = [&format!("{mirror} answered listing the files of org/tiny"), "a next page at ftp://localhost;"];
+    world.refused("org/tiny", &[], &facts);
+    let mut state = world.server.state();
+    (state.next_page, state.pages_repeat) = (None, true);
+    drop(state);
+    world.refused("org/tiny", &[], &["listing the files of org/tiny", "a next page that was there before"]);
 }
 
 #[test]
@@ -500,6 +513,9 @@ fn errors_name_the_host_that_failed() {
     world.server.forget();
     world.server.fail("/cdn/", Trouble::Status(503, Some(86_400)), 100);
     world.refused("org/tiny", &[], &[&format!("{store} answered 503 to downloading model-0000")]);
+    world.server.forget();
+    world.server.fail("/api/models/", Trouble::Elsewhere, 1);
+    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit"]); // a mirror's own words
 }
 
 #[test]
