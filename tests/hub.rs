@@ -547,10 +547,9 @@ fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
     small.edit("run/final/config.json", "org/small", "some/path");
     assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
     let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
-    assert!(
-        told.stderr
-            .contains("nothing says that some/path came from the Hub. If it is there, add `base_model: OWNER/NAME`")
-    );
+    assert!(told.stderr.contains(
+        "nothing says that the backbone (some/path) came from the Hub. If it is there, add `base_model: OWNER/NAME`"
+    ));
 }
 
 #[test]

@@ -307,8 +307,8 @@ fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportEr
     }
     if let (None, Some(base)) = (&trained.base_model, trained.base_name()) {
         notices.push(format!(
-            "the model card names no base_model: nothing says that {base} came from the Hub. If it is there, add `base_model: OWNER/NAME` \
-             at the top of README.md before it is pushed"
+            "the model card names no base_model: nothing says that the backbone ({base}) came from the Hub. If it is there, add \
+             `base_model: OWNER/NAME` at the top of README.md before it is pushed"
         ));
     }
     let path = request.out.to_string_lossy().to_lowercase();
