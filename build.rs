@@ -1,7 +1,8 @@
 //! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
 //! And what tests need of the machine: `cfg(shared)`, whether the material that some compare with lies beside the checkout, and
 //! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT,
-//! `cfg(hub_python)`, whether that Python has huggingface_hub, and `cfg(kernels)`, whether this CPU runs decoding's own kernels.
+//! `cfg(hub_python)`, whether that Python has huggingface_hub, `cfg(kernels)`, whether this CPU runs decoding's own kernels,
+//! and `cfg(nvrtc)`, whether CUDA kernels can be compiled.
 
 use std::path::Path;
 
@@ -12,6 +13,7 @@ fn main() {
     python_with_peft();
     python_with_hub();
     cpu_with_kernels();
+    compiler_of_cuda();
     git_revision();
     libtorch_search_paths();
 }
@@ -70,6 +72,17 @@ fn cpu_with_kernels() {
         && is_x86_feature_detected!("avx512bf16")
     {
         println!("cargo::rustc-cfg=kernels");
+    }
+}
+
+/// Whether NVRTC lies where scripts/setup puts it, beside libtorch: `#[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch")]`.
+fn compiler_of_cuda() {
+    println!("cargo::rustc-check-cfg=cfg(nvrtc)");
+    let Some(libtorch) = std::env::var_os("DEP_TCH_LIBTORCH_LIB") else { return };
+    let library = Path::new(&libtorch).join("../../nvidia/cu13/lib/libnvrtc.so.13");
+    if library.exists() {
+        println!("cargo::rustc-cfg=nvrtc");
+        println!("cargo:rerun-if-changed={}", library.display());
     }
 }
 

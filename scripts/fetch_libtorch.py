@@ -15,16 +15,21 @@ from pathlib import Path
 LIBTORCH = "2.11.0"  # what the pinned tch crate is made for; both move together
 # libtorch_cpu of the Linux wheels needs these two small libraries, also on a machine without a GPU.
 CUDA_STUBS = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"]
+# The compiler of our own CUDA kernels: tests compile them on any machine, decoding on one with an NVIDIA GPU.
+NVRTC = "nvidia-cuda-nvrtc==13.0.88"
 PLATFORMS = {
-    ("Linux", "x86_64"): (["manylinux_2_28_x86_64", "manylinux_2_25_x86_64", "manylinux2014_x86_64"], CUDA_STUBS),
-    ("Linux", "aarch64"): (["manylinux_2_28_aarch64", "manylinux2014_aarch64"], CUDA_STUBS),
+    ("Linux", "x86_64"): (["manylinux_2_28_x86_64", "manylinux_2_25_x86_64", "manylinux2014_x86_64", "manylinux2010_x86_64"],
+                          [*CUDA_STUBS, NVRTC]),
+    ("Linux", "aarch64"): (["manylinux_2_28_aarch64", "manylinux2014_aarch64"], [*CUDA_STUBS, NVRTC]),
     ("Darwin", "arm64"): (["macosx_11_0_arm64"], []),
 }
 # Python bindings and the CUDA half: 330 MB that a CPU build does not use.
 NOT_NEEDED = ("libtorch_cuda", "libtorch_python", "libtorch_nvshmem", "libtorch_global_deps", "libc10_cuda",
               "libcaffe2_nvrtc", "libshm")
-NEEDED_LIBRARIES = ("nvidia/cu13/lib/libcudart.so.13", "nvidia/cu13/lib/libcupti.so.13")
-FREE_BYTES = 1_300_000_000  # wheels and what is unpacked from them, for a moment side by side
+# libnvrtc last: where it is, the other is there, too.
+NVRTC_LIBRARIES = ("nvidia/cu13/lib/libnvrtc-builtins.so.13.0", "nvidia/cu13/lib/libnvrtc.so.13")
+NEEDED_LIBRARIES = ("nvidia/cu13/lib/libcudart.so.13", "nvidia/cu13/lib/libcupti.so.13", *NVRTC_LIBRARIES)
+FREE_BYTES = 1_500_000_000  # wheels and what is unpacked from them, for a moment side by side
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / ".libtorch"
@@ -33,6 +38,7 @@ PARTIAL = ROOT / ".libtorch.partial"
 
 def main():
     if is_complete(TARGET / "torch"):
+        add_nvrtc()
         print(f"libtorch {LIBTORCH} is in {TARGET}")
         return
     if TARGET.is_symlink():
@@ -42,7 +48,7 @@ def main():
     wheels = PARTIAL / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     check_disk(wheels)
-    print(f"downloading libtorch {LIBTORCH} (about 540 MB on Linux) …", flush=True)
+    print(f"downloading libtorch {LIBTORCH} (about 630 MB on Linux) …", flush=True)
     for requirement in [f"torch=={LIBTORCH}", *stubs]:
         download(requirement, platforms, wheels)
     unpacked = PARTIAL / "unpacked"
@@ -54,6 +60,27 @@ def main():
     unpacked.rename(TARGET)
     shutil.rmtree(PARTIAL)
     print(f"libtorch {LIBTORCH} is in {TARGET}")
+
+
+def add_nvrtc():
+    """To a .libtorch that an earlier version of this script made. Into somebody else's folder nothing is written."""
+    if TARGET.is_symlink() or (TARGET / NVRTC_LIBRARIES[-1]).exists():
+        return
+    platforms, wheels_needed = wheels_for_this_machine()
+    if NVRTC not in wheels_needed:
+        return
+    wheels, unpacked = PARTIAL / "wheels", PARTIAL / "unpacked"
+    wheels.mkdir(parents=True, exist_ok=True)
+    check_disk(wheels)
+    print("downloading NVRTC, which compiles CUDA kernels (90 MB) …", flush=True)
+    download(NVRTC, platforms, wheels)
+    shutil.rmtree(unpacked, ignore_errors=True)
+    for wheel in sorted(wheels.glob("nvidia_cuda_nvrtc-*.whl")):
+        unpack(wheel, unpacked)
+    for library in NVRTC_LIBRARIES:
+        (TARGET / library).parent.mkdir(parents=True, exist_ok=True)
+        (unpacked / library).rename(TARGET / library)
+    shutil.rmtree(PARTIAL)
 
 
 def is_complete(torch):

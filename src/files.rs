@@ -7,6 +7,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
+/// Where things are kept that can be made again: `$MEDUSA_CACHE`, else `$XDG_CACHE_HOME/medusa-train`, else `~/.cache/medusa-train`; `None`
+/// for a user without a home.
+pub fn user_cache() -> Option<PathBuf> {
+    let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let xdg = || set("XDG_CACHE_HOME").or_else(|| Some(std::env::home_dir()?.join(".cache")));
+    set("MEDUSA_CACHE").or_else(|| Some(xdg()?.join("medusa-train")))
+}
+
 /// Writes a file so that `path` holds either its old content or all of the new one: temporary name beside it, fsync, rename.
 /// Two processes that write the same file do so under two names.
 ///

@@ -26,8 +26,9 @@
 //!
 //! # Danger
 //!
-//! `unsafe` stands in three places, each block with its reason: `torch` (libtorch's handles and memory), `cpu` (vector instructions and
-//! threads that share a job), and the mapped files of `model/weights.rs` (`tests/layering.rs` checks it).
+//! `unsafe` stands in four places, each block with its reason: `torch` (libtorch's handles and memory), `cpu` (vector instructions and
+//! threads that share a job), `decode/cuda` (NVIDIA's libraries), and the mapped files of `model/weights.rs` (`tests/layering.rs` checks
+//! it).
 //!
 //! # Shape letters
 //!

@@ -103,8 +103,17 @@ fn plain_and_medusa_lines_have_the_same_keys_and_the_same_tokens() {
     let fast = world.json(&[&MEDUSA[..], &["--max-new-tokens", "20"]].concat());
     assert_eq!((plain.len(), fast.len()), (3, 3));
     for (plain, fast) in plain.iter().zip(&fast) {
-        let expected =
-            ["prompt_ids", "new_ids", "text", "steps", "tokens_per_step", "accept_lengths", "seconds", "finish_reason"];
+        let expected = [
+            "prompt_ids",
+            "new_ids",
+            "text",
+            "steps",
+            "tokens_per_step",
+            "accept_lengths",
+            "seconds",
+            "finish_reason",
+            "engine",
+        ];
         assert_eq!((keys(plain), keys(fast)), (expected.to_vec(), expected.to_vec()));
         for key in ["prompt_ids", "new_ids", "text", "finish_reason"] {
             assert_eq!(plain[key], fast[key], "{key}");
@@ -140,7 +149,10 @@ fn text_for_people_is_the_answer_on_stdout_and_the_rest_on_stderr() {
         world.medusa(&["generate", "--backbone", "b", "--prompt", "abc", "--max-new-tokens", "12"]).output().unwrap();
     let streamed = String::from_utf8(output.stdout).unwrap();
     assert_eq!(streamed.trim(), line["text"].as_str().unwrap().trim());
-    assert!(String::from_utf8(output.stderr).unwrap().starts_with("[12 tokens in 12 steps, 1.00 a step, "));
+    let said = String::from_utf8(output.stderr).unwrap();
+    let (engine, said) = said.split_once('\n').unwrap();
+    assert!(engine.starts_with("engine "), "{engine}");
+    assert!(said.starts_with("[12 tokens in 12 steps, 1.00 a step, "), "{said}");
 }
 
 #[test]
@@ -212,7 +224,7 @@ fn a_full_context_ends_a_text_and_a_prompt_beyond_it_is_named() {
     }
     world.lines("p.jsonl", &[json!({"prompt_ids": vec![4; CONTEXT + 1]}), json!({"prompt_ids": [4]})]);
     for arguments in [&PLAIN[..], &MEDUSA[..]] {
-        let said = world.complaint(arguments, 1);
+        let said = world.complaint(&[arguments, &["--engine", "tch"]].concat(), 1);
         assert!(
             said.starts_with(
                 "error: prompt 1 of 2\ncaused by: the prompt has 65 tokens, but the backbone's context is 64"

@@ -1,5 +1,6 @@
 //! `medusa bench`: plain and Medusa decoding of the same prompts in turn, in the paper's terms (appendix B.1).
 
+use std::cell::RefCell;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -12,6 +13,7 @@ use self::report::Report;
 use self::sweep::{Setting, Sweep};
 use super::calibrate::draw_target;
 use super::decoder::{Decoder, DecodingFlags, positive, read_prompts};
+use super::engine::EngineFlags;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::decode::accept::Acceptance;
 use crate::decode::generate::{DecodeError, Medusa};
@@ -67,6 +69,9 @@ pub struct BenchArgs {
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub engine: EngineFlags,
 }
 
 /// Decodes every prompt both ways, in every setting, and prints the comparison.
@@ -79,12 +84,15 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     // Where a sweep makes the trees, it is of no interest that there is no --tree.
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
     let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), &loading)?;
+    let decoder = args.engine.limit(decoder);
     let ready = settings.iter().map(|setting| ready(&decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
     let bar = progress_bar(settings.len() * args.repeats.get() * prompts.len(), common);
     let mut reports = Vec::new();
     for (setting, (medusa, tree_nodes)) in settings.iter().zip(&ready) {
         bar.set_message(setting.label());
-        let bench = Bench { decoder: &decoder, medusa, setting, prompts: &prompts, common };
+        let request = setting.decoding.request(&[], common);
+        let decoding = RefCell::new(args.engine.take(&decoder, Some(medusa), &request, common)?);
+        let bench = Bench { decoder: &decoder, medusa, decoding, setting, prompts: &prompts, common };
         let report = Report::new(&bench, *tree_nodes, &bench.run(args.repeats.get(), &bar)?);
         if common.json {
             bar.suspend(|| print_json(&report))?;

@@ -9,10 +9,11 @@ use clap::Args;
 use self::conversation::Conversation;
 use self::input::{Input, Lines};
 use super::decoder::{Decoder, DecodingFlags, StopFlags};
+use super::engine::EngineFlags;
 use super::{CommonFlags, Interrupted, generate, interrupted, print_json, report, terminated};
 use crate::data::prompts::PromptError;
 use crate::decode::generate::{FinishReason, Medusa, Request};
-use crate::decode::session::Session;
+use crate::decode::loops::Loop;
 use crate::decode::text::{self, OnText, TextError, Told, Wording};
 
 mod conversation;
@@ -53,6 +54,9 @@ pub struct ChatArgs {
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub stopping: StopFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub engine: EngineFlags,
 }
 
 /// Talks until the user leaves.
@@ -62,6 +66,7 @@ pub struct ChatArgs {
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let decoder = args.engine.limit(decoder);
     let medusa = decoder.medusa(acceptance)?;
     let conversation = Conversation::new(&decoder, args.system.as_deref())?;
     let mut chat = Chat {
@@ -70,7 +75,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
         args,
         common,
         conversation,
-        session: Session::new(&decoder.backbone),
+        decoding: args.engine.take(&decoder, medusa.as_ref(), &args.decoding.request(&[], common), common)?,
         is_plain: false,
         answers: 0,
         stop: interrupted(),
@@ -133,7 +138,7 @@ struct Chat<'a> {
     common: &'a CommonFlags,
     conversation: Conversation<'a>,
     /// What was said stays computed from turn to turn.
-    session: Session<'a>,
+    decoding: Loop<'a>,
     /// Decode without the heads, though there are some.
     is_plain: bool,
     /// So far; each is drawn with a seed of its own.
@@ -158,7 +163,7 @@ impl<'a> Chat<'a> {
             Line::Exit => return Ok(ControlFlow::Break(())),
             Line::Reset => {
                 self.conversation.reset();
-                self.session.reset();
+                self.decoding.reset();
                 self.common.say("a new conversation");
             }
             Line::Plain => self.common.say(self.toggle()),
@@ -212,16 +217,13 @@ impl<'a> Chat<'a> {
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
         let wording = Wording { tokenizer, prompt: request.prompt, stop };
-        let (medusa, session, stopped) = (self.heads(), &mut self.session, self.stop);
+        let (medusa, decoding, stopped) = (self.heads(), &mut self.decoding, self.stop);
         Ok(text::tell(wording, on_text, |on_tokens| {
             let mut until_stopped = |ids: &[i64]| {
                 let goes_on = on_tokens(ids); // what is kept is told
                 if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
             };
-            match medusa {
-                Some(medusa) => session.medusa(medusa, request, &mut until_stopped),
-                None => session.plain(request, &mut until_stopped),
-            }
+            decoding.decode(medusa, request, &mut until_stopped)
         })?)
     }
 
@@ -231,7 +233,7 @@ impl<'a> Chat<'a> {
 
     fn as_json(&mut self, request: &Request) -> anyhow::Result<Told> {
         let told = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
-        print_json(&generate::as_json(request.prompt, &told))?;
+        print_json(&generate::as_json(request.prompt, &told, self.decoding.name()))?;
         Ok(told)
     }
 

@@ -12,13 +12,14 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
+use super::engine::{EngineFlags, EngineName};
 use super::train::progress::time_left;
-use super::{CommonFlags, Interrupted, downloads, interrupted, print_json, print_line};
+use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
 use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::batch::Batch;
-use crate::decode::generate::Medusa;
+use crate::decode::generate::{Medusa, Request};
 use crate::decode::sample::Sampling;
 use crate::distill::answer::{Answerer, OneByOne};
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
@@ -37,6 +38,9 @@ const POSTERIOR_THRESHOLD: f64 = 0.09;
 const SELF_TALK_TURNS: usize = 4;
 /// Where there is no terminal, progress is told no more often than this.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
+/// Why the GPU's own loop takes no part without heads.
+const TOGETHER: &str =
+    "without heads, conversations are decoded together, and the GPU's own loop decodes one text at a time";
 const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
 
 /// Let the backbone answer prompts, and write its conversations as Parquet that medusa-train reads.
@@ -87,6 +91,9 @@ pub struct DistillArgs {
     /// Go on in a folder that an interrupted run left.
     #[arg(long)]
     pub resume: bool,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub engine: EngineFlags,
 }
 
 fn probability(text: &str) -> Result<Probability, String> {
@@ -98,6 +105,9 @@ fn probability(text: &str) -> Result<Probability, String> {
 /// # Errors
 /// What is wrong with the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
 pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    if args.engine.engine == EngineName::Cuda && args.heads.is_none() {
+        return Err(UsageError(format!("--engine cuda: {TOGETHER}; give it --heads, or use --engine tch")).into());
+    }
     if !args.resume {
         output::check_is_free(&args.out, args.shard)?;
     }
@@ -106,13 +116,14 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     // With heads, one text after the other; else many together.
     let purpose = if args.heads.is_some() { Purpose::Decoding } else { Purpose::Batches };
     let decoder = Decoder::load_for(purpose, &args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let decoder = args.engine.limit(decoder);
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
     let provenance = args.provenance(&decoder, template.as_ref(), &dialogues, common)?;
     let output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let medusa = decoder.medusa(Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD)))?;
-    let answerer = args.answerer(&decoder, medusa.as_ref(), common);
+    let answerer = args.answerer(&decoder, medusa.as_ref(), common)?;
     let work = Work { dialogues: &dialogues, renderer: &renderer, settings: &settings };
     work.run(args, answerer, output, common)
 }
@@ -168,14 +179,24 @@ impl DistillArgs {
         })
     }
 
-    fn answerer<'d>(&self, decoder: &'d Decoder, medusa: Option<&'d Medusa<'d>>, common: &CommonFlags) -> Answerer<'d> {
+    fn answerer<'d>(
+        &self,
+        decoder: &'d Decoder,
+        medusa: Option<&'d Medusa<'d>>,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Answerer<'d>> {
+        let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
         let Some(medusa) = medusa else {
-            let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
-            return Answerer::Together(Box::new(Batch::new(&decoder.backbone, sampling, self.batch_size)));
+            if self.engine.engine == EngineName::Auto {
+                common.say(format_args!("engine tch: {TOGETHER}"));
+            }
+            return Ok(Answerer::Together(Box::new(Batch::new(&decoder.backbone, sampling, self.batch_size))));
         };
         let rule = if self.temperature.get() > 0.0 { "typical acceptance" } else { "greedily" };
         common.say(format_args!("--heads: one conversation at a time, {rule}"));
-        Answerer::OneByOne(OneByOne::new(&decoder.backbone, medusa, self.temperature))
+        let decoding =
+            self.engine.take(decoder, Some(medusa), &Request { sampling, ..Request::greedy(&[], 0) }, common)?;
+        Ok(Answerer::OneByOne(OneByOne::new(decoding, medusa, self.temperature)))
     }
 }
 

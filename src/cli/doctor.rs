@@ -7,6 +7,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{CommonFlags, print_json, print_line};
+use crate::decode::cuda::device;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
 
@@ -21,6 +22,7 @@ struct Report {
     libtorch: Libtorch,
     device: String,
     cuda: Cuda,
+    engine: EngineState,
     cpu: Cpu,
     memory: Option<Memory>,
     missing: Vec<String>,
@@ -40,6 +42,14 @@ struct Cuda {
     names: Vec<String>,
     runtime: Option<String>,
     driver: Option<String>,
+}
+
+/// Whether decoding's own loop for GPUs could run.
+#[derive(Debug, Serialize)]
+struct EngineState {
+    cuda: bool,
+    /// Why not.
+    reason: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -78,6 +88,7 @@ fn look(common: &CommonFlags) -> Report {
         libtorch,
         device: common.device.resolve().map_or_else(|unusable| unusable.to_string(), device_name),
         cuda,
+        engine: engine(),
         cpu: cpu(),
         memory: memory::machine().map(|(total_bytes, available_bytes)| Memory { total_bytes, available_bytes }),
         missing,
@@ -107,6 +118,11 @@ fn cuda() -> Cuda {
         _ => (0, None),
     };
     Cuda { state: open.to_string(), devices, names: gpu_names(), runtime, driver: driver_version() }
+}
+
+fn engine() -> EngineState {
+    let reason = device::check().err().map(|why| why.to_string());
+    EngineState { cuda: reason.is_none(), reason }
 }
 
 /// libtorch gives 1000 × major + 10 × minor.
@@ -209,6 +225,10 @@ fn text(report: &Report) -> Result<String, std::fmt::Error> {
     writeln!(out, "threads      {} of {} cores", cpu.threads, cpu.cores)?;
     writeln!(out, "libraries    oneDNN {}, MKL {}", yes_no(cpu.onednn), yes_no(cpu.mkl))?;
     writeln!(out, "decoding     own kernels {}", yes_no(cpu.own_kernels))?;
+    match &report.engine.reason {
+        None => writeln!(out, "engine       cuda: GPUs decode with kernels of their own")?,
+        Some(why) => writeln!(out, "engine       tch ({why})")?,
+    }
     if let Some(memory) = &report.memory {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         let (total, available) = (gib(memory.total_bytes), gib(memory.available_bytes));

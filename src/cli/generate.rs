@@ -9,9 +9,10 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::decoder::{Decoder, DecodingFlags, StopFlags, read_prompts};
+use super::engine::EngineFlags;
 use super::{CommonFlags, print_json};
 use crate::decode::generate::{Medusa, Request};
-use crate::decode::session::Session;
+use crate::decode::loops::Loop;
 use crate::decode::text::{self, OnText, Told, Wording};
 
 /// Decode prompts; without --heads it is plain autoregressive decoding.
@@ -41,6 +42,9 @@ pub struct GenerateArgs {
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub stopping: StopFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub engine: EngineFlags,
 }
 
 /// Decodes every prompt in turn.
@@ -51,21 +55,23 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
     let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let decoder = args.engine.limit(decoder);
     let medusa = decoder.medusa(acceptance)?;
-    let mut writer = Writer { decoder: &decoder, medusa, session: Session::new(&decoder.backbone), args, common };
+    let decoding = args.engine.take(&decoder, medusa.as_ref(), &args.decoding.request(&[], common), common)?;
+    let mut writer = Writer { decoder: &decoder, medusa, decoding, args, common };
     for (at, prompt) in prompts.iter().enumerate() {
-        writer.session.reset();
+        writer.decoding.reset();
         let context = || format!("prompt {} of {}", at + 1, prompts.len());
         decoder.each_turn(&prompt.input, |ids| writer.answer(ids)).with_context(context)?;
     }
     Ok(())
 }
 
-/// Decodes and prints. Turns of a conversation find the ones before them in the session's cache.
+/// Decodes and prints. Turns of a conversation find the ones before them in the loop's cache.
 struct Writer<'a> {
     decoder: &'a Decoder,
     medusa: Option<Medusa<'a>>,
-    session: Session<'a>,
+    decoding: Loop<'a>,
     args: &'a GenerateArgs,
     common: &'a CommonFlags,
 }
@@ -76,7 +82,7 @@ impl Writer<'_> {
         let request = self.args.decoding.request(prompt, self.common);
         let told = if self.common.json {
             let told = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
-            print_json(&as_json(prompt, &told))?;
+            print_json(&as_json(prompt, &told, self.decoding.name()))?;
             told
         } else {
             self.stream(&request)?
@@ -87,11 +93,8 @@ impl Writer<'_> {
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
         let wording = Wording { tokenizer, prompt: request.prompt, stop };
-        let (session, medusa) = (&mut self.session, self.medusa.as_ref());
-        Ok(text::tell(wording, on_text, |on_tokens| match medusa {
-            Some(medusa) => session.medusa(medusa, request, on_tokens),
-            None => session.plain(request, on_tokens),
-        })?)
+        let (decoding, medusa) = (&mut self.decoding, self.medusa.as_ref());
+        Ok(text::tell(wording, on_text, |on_tokens| decoding.decode(medusa, request, on_tokens))?)
     }
 
     /// The text goes to stdout as it comes, what it took to stderr.
@@ -117,7 +120,7 @@ impl Writer<'_> {
 }
 
 /// What `--json` prints of an answer.
-pub(super) fn as_json(prompt: &[i64], told: &Told) -> Value {
+pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
     let (generation, tally) = (&told.generation, told.generation.tally());
     json!({
         "prompt_ids": prompt,
@@ -128,6 +131,7 @@ pub(super) fn as_json(prompt: &[i64], told: &Told) -> Value {
         "accept_lengths": generation.accept_lengths,
         "seconds": (tally.prefill + tally.decoding).as_secs_f64(),
         "finish_reason": generation.finish_reason.name(),
+        "engine": engine,
     })
 }
 

@@ -30,8 +30,10 @@ pub mod decoder;
 pub mod distill;
 pub mod doctor;
 mod downloads;
+pub mod engine;
 pub mod export;
 pub mod generate;
+pub mod gpu_check;
 pub mod inspect;
 mod outputs;
 pub mod push;
@@ -114,6 +116,8 @@ enum Verb {
     Push(push::PushArgs),
     Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
+    #[command(hide = true)]
+    GpuCheck(gpu_check::GpuCheckArgs),
 }
 
 impl Verb {
@@ -150,7 +154,12 @@ impl Verb {
                 vec![prompts, Some(Place::heads(&mut args.heads)), Some(Place::backbone(&mut args.backbone))]
             }
             Verb::Export(args) => vec![Some(Place::heads(&mut args.heads))], // these say what of the backbone is needed
-            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(), // a recipe is its own matter
+            Verb::Train(_)
+            | Verb::Inspect(_)
+            | Verb::Push(_)
+            | Verb::Report(_)
+            | Verb::Doctor(_)
+            | Verb::GpuCheck(_) => Vec::new(), // a recipe is its own matter
         };
         places.into_iter().flatten().collect()
     }
@@ -185,6 +194,7 @@ impl Verb {
             Verb::Push(args) => push::run(args, common),
             Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
+            Verb::GpuCheck(args) => gpu_check::run(args, common),
         }
     }
 }

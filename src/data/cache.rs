@@ -70,11 +70,9 @@ impl TokenCache {
         Self { folder: folder.into() }
     }
 
-    /// `$MEDUSA_CACHE`, else `$XDG_CACHE_HOME/medusa-train`, else `~/.cache/medusa-train`; `None` for a user without a home.
+    /// In [`files::user_cache`]; `None` for a user without a home.
     pub fn of_user() -> Option<Self> {
-        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        let xdg = || set("XDG_CACHE_HOME").or_else(|| Some(std::env::home_dir()?.join(".cache")));
-        set("MEDUSA_CACHE").or_else(|| Some(xdg()?.join("medusa-train"))).map(Self::new)
+        files::user_cache().map(Self::new)
     }
 
     /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were

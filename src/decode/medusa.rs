@@ -60,6 +60,21 @@ impl<'a> Medusa<'a> {
         Ok(Self { heads, tree, acceptance, proposer: Proposer::new(tree, backbone.device()), nodes, parents_n })
     }
 
+    /// The heads.
+    pub(super) fn heads(&self) -> &'a Heads {
+        self.heads
+    }
+
+    /// The tree that they fill.
+    pub(super) fn tree(&self) -> &'a SparseTree {
+        self.tree
+    }
+
+    /// Which guesses are accepted.
+    pub(super) fn acceptance(&self) -> Acceptance {
+        self.acceptance
+    }
+
     /// The tokens of all nodes (see [`Proposer::candidates`]).
     pub(super) fn candidates(&self, root_1: &Tensor, hidden_1h: &Tensor, backbone: &Llama) -> Tensor {
         self.proposer.candidates(root_1, hidden_1h, self.heads, backbone)

@@ -7,8 +7,10 @@
 
 pub mod accept;
 pub mod batch;
+pub mod cuda;
 pub mod generate;
 pub mod likelihood;
+pub mod loops;
 pub mod medusa;
 pub mod penalty;
 pub mod propose;

@@ -3,6 +3,7 @@
 use std::ops::ControlFlow;
 use std::time::Duration;
 
+use super::cuda::engine::EngineError;
 use super::sample::Sampling;
 use super::stats::Tally;
 use crate::medusa::tree::TreeError;
@@ -62,6 +63,9 @@ pub enum DecodeError {
         /// Tokens of the chain and the root.
         largest: usize,
     },
+    /// The GPU's own loop cannot, or gave up.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
     /// libtorch gave up.
     #[error(transparent)]
     Torch(#[from] TorchPanic),

@@ -78,21 +78,31 @@ impl Sampler {
         Chosen { id, id_1: Tensor::from_slice(&[id]).to_device(logits_1v.device()) }
     }
 
+    /// The next numbers of the stream, each from 0 to below 1: those that the next `count` tokens would be drawn with.
+    pub fn uniforms(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| self.rng.random()).collect()
+    }
+
     /// A token, of all probabilities.
     fn draw(&mut self, p_v: &[f32]) -> i64 {
-        let least = least_in_nucleus(p_v, self.sampling.top_p.get());
-        let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
-        let mass: f64 = kept().map(|(_, &p)| f64::from(p)).sum();
-        assert!(mass.is_finite() && mass > 0.0, "the backbone's logits are no numbers; decode in another --dtype");
-        let drawn = self.rng.random::<f64>() * mass;
-        let mut below = 0.0;
-        let chosen = kept().find(|(_, p)| {
-            below += f64::from(**p);
-            below > drawn
-        });
-        // Rounding may leave the number drawn at the sum.
-        chosen.or_else(|| kept().next_back()).map_or(0, |(id, _)| id) as i64
+        token_at(p_v, self.sampling.top_p.get(), self.rng.random())
     }
+}
+
+/// The token at `uniform` (from 0 to below 1) of the nucleus, in the order of ids: each holds as much of that range as its probability.
+pub(super) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
+    let least = least_in_nucleus(p_v, top_p);
+    let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
+    let mass: f64 = kept().map(|(_, &p)| f64::from(p)).sum();
+    assert!(mass.is_finite() && mass > 0.0, "the backbone's logits are no numbers; decode in another --dtype");
+    let drawn = uniform * mass;
+    let mut below = 0.0;
+    let chosen = kept().find(|(_, p)| {
+        below += f64::from(**p);
+        below > drawn
+    });
+    // Rounding may leave the number drawn at the sum.
+    chosen.or_else(|| kept().next_back()).map_or(0, |(id, _)| id) as i64
 }
 
 /// The next token of each row of logits `[B, V]`, each by its own sampler; all have the same temperature and top-p. What a row

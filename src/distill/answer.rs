@@ -3,9 +3,9 @@
 use std::ops::ControlFlow;
 
 use crate::decode::batch::{Batch, RowEnded, RowRequest};
-use crate::decode::generate::{self, DecodeError, FinishReason, Generation, Medusa, Request};
+use crate::decode::generate::{DecodeError, FinishReason, Generation, Medusa, Request};
+use crate::decode::loops::Loop;
 use crate::decode::sample::Sampling;
-use crate::model::llama::Llama;
 use crate::numbers::{NonNegative, Positive};
 
 /// Takes requests, and hands back what was said.
@@ -20,7 +20,7 @@ pub enum Answerer<'a> {
 /// Medusa decoding of one request at a time.
 #[derive(Debug)]
 pub struct OneByOne<'a> {
-    backbone: &'a Llama,
+    decoding: Loop<'a>,
     medusa: &'a Medusa<'a>,
     temperature: NonNegative,
     ended: Option<RowEnded>,
@@ -29,8 +29,8 @@ pub struct OneByOne<'a> {
 
 impl<'a> OneByOne<'a> {
     /// Above temperature 0, the acceptance of `medusa` decides; nothing is drawn.
-    pub fn new(backbone: &'a Llama, medusa: &'a Medusa<'a>, temperature: NonNegative) -> Self {
-        Self { backbone, medusa, temperature, ended: None, tokens: 0 }
+    pub fn new(decoding: Loop<'a>, medusa: &'a Medusa<'a>, temperature: NonNegative) -> Self {
+        Self { decoding, medusa, temperature, ended: None, tokens: 0 }
     }
 
     fn enter(&mut self, request: &RowRequest) -> Result<(), DecodeError> {
@@ -44,7 +44,8 @@ impl<'a> OneByOne<'a> {
         };
         let mut new_ids = vec![];
         let mark = &request.end_mark;
-        let generation = generate::medusa(self.backbone, self.medusa, &single, &mut |ids| {
+        self.decoding.reset();
+        let generation = self.decoding.decode(Some(self.medusa), &single, &mut |ids| {
             new_ids.extend_from_slice(ids);
             if place_of(mark, &new_ids).is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         })?;
@@ -121,9 +122,11 @@ mod tests {
 
     use super::*;
     use crate::decode::accept::Acceptance;
+    use crate::decode::session::Session;
     use crate::medusa::heads::{Heads, HeadsShape};
     use crate::medusa::tree::SparseTree;
     use crate::model::config::LlamaConfig;
+    use crate::model::llama::Llama;
 
     #[test]
     fn heads_end_a_text_where_the_batch_does() {
@@ -143,14 +146,17 @@ mod tests {
             let request = RowRequest { key: 3, prompt: vec![prompt], max_new_tokens, end_mark, stream: [0; 3] };
             let batch = Batch::new(&llama, Sampling::of_temperature(greedy), NonZeroUsize::MIN);
             let together = Answerer::Together(Box::new(batch));
-            let [slow, fast] = [together, Answerer::OneByOne(OneByOne::new(&llama, &medusa, greedy))].map(|mut one| {
-                one.enter(request.clone()).unwrap();
-                loop {
-                    if let Some(said) = one.step().unwrap().pop() {
-                        return said;
-                    }
-                }
-            });
+            let [slow, fast] =
+                [together, Answerer::OneByOne(OneByOne::new(Loop::Torch(Session::new(&llama)), &medusa, greedy))].map(
+                    |mut one| {
+                        one.enter(request.clone()).unwrap();
+                        loop {
+                            if let Some(said) = one.step().unwrap().pop() {
+                                return said;
+                            }
+                        }
+                    },
+                );
             assert_eq!(fast, slow);
             slow
         };

@@ -139,6 +139,15 @@ pub struct Head {
     w2: Option<Linear>,
 }
 
+/// One head's weights as matrices.
+#[derive(Debug)]
+pub struct DenseHead {
+    /// W1 `[H, H]` and b1 `[H]` of each ResBlock.
+    pub blocks: Vec<(Tensor, Tensor)>,
+    /// W2, `[V, H]`; absent = the backbone's lm_head.
+    pub w2_vh: Option<Tensor>,
+}
+
 /// The shape of a set of heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HeadsShape {
@@ -349,6 +358,14 @@ impl Head {
     /// W1 and b1 of every block.
     pub fn block_parameters(&self) -> Vec<&Tensor> {
         self.blocks.iter().flat_map(|block| block.dense_weight().into_iter().chain(block.bias())).collect()
+    }
+
+    /// W1 `[H, H]` and b1 `[H]` of every block, and W2 `[V, H]` if the head has its own: views. `None` where they are laid out for the
+    /// CPU's own kernels.
+    pub fn dense_weights(&self) -> Option<DenseHead> {
+        let block = |block: &Linear| Some((block.in_rows()?, block.bias()?.shallow_clone()));
+        let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
+        Some(DenseHead { blocks, w2_vh: self.w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))? })
     }
 
     fn parameters(&self) -> Vec<&Tensor> {

@@ -123,6 +123,15 @@ impl Linear {
         }
     }
 
+    /// `[O, I]` as it lies in memory, row after row: a view. `None` where it is quantised, packed or for the CPU's own kernels.
+    pub fn in_rows(&self) -> Option<Tensor> {
+        match &self.weight {
+            Weight::Dense(weight_oi) => Some(weight_oi.shallow_clone()),
+            Weight::Transposed(weight_io) => Some(weight_io.tr()),
+            Weight::Matrix(_) | Weight::Packed(_) | Weight::Quantized(_) => None,
+        }
+    }
+
     /// The weight where it is for the CPU's own kernels.
     pub fn matrix(&self) -> Option<&Matrix> {
         match &self.weight {
@@ -243,6 +252,12 @@ impl LinearGroup {
         let x_ni = as_rows(x);
         let downs = lora::down_together(&all, &x_ni, adapters);
         std::array::from_fn(|layer| of_rows(&all[layer].add_to(self.layers[layer].base(&x_ni), &downs[layer]), x))
+    }
+
+    /// All layers' weights below each other, `[O₁ + O₂ + …, I]`: a view when merged, else a copy. `None` as of [`Linear::in_rows`].
+    pub(super) fn in_rows(&self) -> Option<Tensor> {
+        let weights: Vec<Tensor> = self.layers.iter().map(Linear::in_rows).collect::<Option<_>>()?;
+        Some(if weights.len() == 1 { weights[0].shallow_clone() } else { Tensor::cat(&weights, 0) })
     }
 
     /// The layers, one when merged.

@@ -21,8 +21,10 @@ use crate::model::weights::{WeightFiles, WeightsError, names};
 use crate::torch::bytes;
 
 mod cpu_pass;
+mod dense;
 
 use cpu_pass::CpuPass;
+pub use dense::{DenseLayer, DenseWeights};
 
 /// What makes a folder unusable as a backbone.
 #[derive(Debug, thiserror::Error)]

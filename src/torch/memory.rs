@@ -1,6 +1,8 @@
 //! How much memory this process holds, and that it keeps what it will need again.
 #![expect(unsafe_code, reason = "mallopt and malloc_trim are C functions")]
 
+use tch::{Device, Kind, Tensor};
+
 /// Bytes of the process in memory now, and the most it ever held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessMemory {
@@ -23,6 +25,15 @@ pub fn keep_freed_blocks() {
         libc::malloc_trim(0);
         libc::mallopt(libc::M_MMAP_THRESHOLD, KEPT_BLOCK as i32);
         libc::mallopt(libc::M_TRIM_THRESHOLD, i32::MAX);
+    }
+}
+
+/// Gives what libtorch keeps of a GPU's memory for later back to the device. Layers that were merged leave pieces that fit nothing; and
+/// tch has no word for this: an allocation that no GPU can serve makes libtorch's allocator free all it keeps before it gives up.
+pub fn release_cached(device: Device) {
+    const MORE_THAN_ANY_GPU: i64 = 1 << 45;
+    if device.is_cuda() {
+        drop(Tensor::f_empty([MORE_THAN_ANY_GPU], (Kind::Uint8, device)));
     }
 }
 

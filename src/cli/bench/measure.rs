@@ -1,5 +1,6 @@
 //! One setting measured: passes over all prompts, each request plainly and with heads in turn.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
@@ -10,8 +11,9 @@ use super::sweep::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
 use crate::data::prompts::Prompt;
-use crate::decode::generate::{self, DecodeError, Medusa, Request};
+use crate::decode::generate::{DecodeError, Medusa, Request};
 use crate::decode::likelihood::log_probability;
+use crate::decode::loops::Loop;
 use crate::decode::stats::Comparison;
 
 /// Tokens of the run that warms caches and threads up; it is not measured.
@@ -21,6 +23,8 @@ const WARM_UP_TOKENS: usize = 32;
 pub(super) struct Bench<'a> {
     pub(super) decoder: &'a Decoder,
     pub(super) medusa: &'a Medusa<'a>,
+    /// Each request begins with an empty cache.
+    pub(super) decoding: RefCell<Loop<'a>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
     pub(super) common: &'a CommonFlags,
@@ -131,8 +135,12 @@ impl Bench<'_> {
     fn both(&self, request: &Request, score: bool) -> anyhow::Result<(Measured, Vec<i64>)> {
         let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
         let backbone = &self.decoder.backbone;
-        let plain = generate::plain(backbone, request, go_on)?;
-        let fast = generate::medusa(backbone, self.medusa, request, go_on)?;
+        let mut decode = |medusa| {
+            let mut decoding = self.decoding.borrow_mut();
+            decoding.reset();
+            decoding.decode(medusa, request, go_on)
+        };
+        let (plain, fast) = (decode(None)?, decode(Some(self.medusa))?);
         let mut log_p = LogProbability::default();
         if score {
             log_p.plain = log_probability(backbone, request.prompt, &plain.new_ids)?;

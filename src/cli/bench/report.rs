@@ -22,6 +22,8 @@ pub(super) struct Report {
     categories: BTreeMap<String, Group>,
     device: String,
     dtype: String,
+    /// Which loop decoded: `tch` or `cuda`.
+    engine: &'static str,
     tree_nodes: usize,
     repeats: usize,
     /// Prompts of which a turn was longer than the context.
@@ -72,6 +74,7 @@ impl Report {
             categories: first.categories.keys().map(category).collect(),
             device: device_name(bench.decoder.backbone.device()),
             dtype: dtype_of(bench.decoder.backbone.kind()).to_string(),
+            engine: bench.decoding.borrow().name(),
             tree_nodes,
             repeats: passes.len(),
             too_long: first.too_long,

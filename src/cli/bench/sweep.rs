@@ -1,7 +1,6 @@
 //! `--sweep`: what is varied, and the settings that come of it. All that can be wrong with them is found here.
 
 use std::num::NonZeroUsize;
-use std::path::Path;
 use std::str::FromStr;
 
 use serde::Serialize;
@@ -117,7 +116,7 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
             thresholds.iter().map(flags).map(with).collect()
         }
         Sweep::Context(lengths) => {
-            lengths.iter().try_for_each(|length| check_context(&args.backbone, length.get(), &args.decoding))?;
+            lengths.iter().try_for_each(|length| check_context(args, length.get()))?;
             lengths.iter().map(|length| Setting { context: Some(length.get()), ..base() }).collect()
         }
         Sweep::Temperature(temperatures) => {
@@ -181,8 +180,10 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
 }
 
 /// The same tokens are asked for behind every length: a context that cuts answers short would measure something else.
-fn check_context(backbone: &Path, length: usize, decoding: &DecodingFlags) -> anyhow::Result<()> {
-    let context = usize::try_from(LlamaConfig::load(backbone)?.max_position_embeddings)?;
+fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
+    let decoding = &args.decoding;
+    let context = args.engine.context(LlamaConfig::load(&args.backbone)?.max_position_embeddings);
+    let context = usize::try_from(context)?;
     let needed = length.saturating_add(decoding.max_new_tokens);
     if needed > context {
         return refused(&format!(

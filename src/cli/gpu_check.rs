@@ -1,0 +1,319 @@
+//! `medusa gpu-check`: what only a GPU can show of its own loop. `scripts/gpu_check` runs it and keeps what it prints, a JSON object a
+//! line.
+
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::{CommonFlags, print_json};
+use crate::decode::accept::{Acceptance, TypicalAcceptance};
+use crate::decode::cuda::beside::Beside;
+use crate::decode::cuda::device::{self, Gpu};
+use crate::decode::cuda::engine::Engine;
+use crate::decode::cuda::ops::Ops;
+use crate::decode::generate::{self, Medusa, Request};
+use crate::decode::likelihood::log_probability;
+use crate::decode::sample::Sampling;
+use crate::medusa::heads::{Heads, HeadsShape};
+use crate::medusa::tree::SparseTree;
+use crate::model::config::{LlamaConfig, RopeScaling};
+use crate::model::llama::Llama;
+use crate::numbers::{NonNegative, Probability};
+use crate::torch::{guard, memory};
+
+/// Compare the GPU's own loop with its oracle and with libtorch's, and time its steps, on random weights.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  medusa gpu-check steps")]
+pub struct GpuCheckArgs {
+    /// What to check.
+    #[arg(value_enum)]
+    pub part: Part,
+}
+
+/// What a GPU can show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Every kernel of a step, beside its oracle on the same GPU.
+    Kernels,
+    /// The same in small shapes, for tools that slow them down.
+    Brief,
+    /// Greedy texts, by the GPU's loop and by libtorch's.
+    Texts,
+    /// Times of steps of Llama 2 7B's shape, and of a copy.
+    Steps,
+    /// 20,000 steps, and the memory before and after.
+    Endurance,
+}
+
+/// Runs one part.
+///
+/// # Errors
+/// Why this machine cannot; what the device says.
+pub fn run(args: &GpuCheckArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    device::check()?;
+    let on = common.device.resolve()?;
+    guard("the check", || {
+        tch::no_grad(|| match args.part {
+            Part::Kernels => kernels(on, &STEPS),
+            Part::Brief => kernels(on, &STEPS[..3]),
+            Part::Texts => texts(on),
+            Part::Steps => steps(on),
+            Part::Endurance => endurance(on),
+        })
+    })?
+}
+
+/// Of every backbone here.
+const HEADS: usize = 5;
+
+/// A small backbone, or with the sizes of Llama 2 7B.
+fn config(head_dim: i64, groups: i64, sliding_window: Option<i64>, layers: usize) -> LlamaConfig {
+    LlamaConfig {
+        model_type: "llama".into(),
+        hidden_size: 8 * head_dim,
+        intermediate_size: 1024,
+        num_hidden_layers: layers,
+        num_attention_heads: 8,
+        num_key_value_heads: groups,
+        head_dim,
+        vocab_size: 4096,
+        max_position_embeddings: 4608,
+        rms_norm_eps: 1e-5,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        sliding_window,
+        tie_word_embeddings: false,
+        attention_bias: false,
+        mlp_bias: false,
+        bos_token_id: None,
+        eos_token_ids: vec![],
+    }
+}
+
+fn llama_7b() -> LlamaConfig {
+    LlamaConfig {
+        hidden_size: 4096,
+        intermediate_size: 11008,
+        num_attention_heads: 32,
+        vocab_size: 32000,
+        ..config(128, 32, None, 32)
+    }
+}
+
+/// Random, with weights large enough that attention matters.
+fn backbone(config: LlamaConfig, kind: Kind, on: Device) -> Llama {
+    let llama = Llama::random(config, kind, on, 1);
+    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+        let _ = weight.shallow_clone().g_mul_scalar_(3.0);
+    }
+    llama.for_decoding()
+}
+
+fn heads(llama: &Llama) -> Heads {
+    let (hidden_size, vocab_size) = (llama.config.hidden_size, llama.config.vocab_size);
+    let shape = HeadsShape { medusa_num_heads: HEADS, medusa_num_layers: 1, hidden_size, vocab_size };
+    Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding()
+}
+
+/// `nodes` with the root: first a chain that needs every head, then a broad tree's.
+fn tree(nodes: usize) -> anyhow::Result<SparseTree> {
+    let broad = SparseTree::cartesian(&[8, 4, 2, 2])?;
+    let chain = (1..=HEADS).map(|depth| vec![0; depth]);
+    let beside = (1..broad.len()).map(|node| broad.path(node).to_vec()).filter(|path| path.iter().any(|&at| at > 0));
+    Ok(SparseTree::new(chain.chain(beside).take(nodes - 1).collect())?)
+}
+
+fn prompt(length: i64, vocabulary: i64) -> Vec<i64> {
+    (0..length).map(|at| (at * at * 31 + at * 7 + 1) % vocabulary).collect()
+}
+
+fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
+    |_| ControlFlow::Continue(())
+}
+
+/// Shapes that kernels are checked in: dtype, head size, key/value heads of eight, window.
+const SHAPES: [(Kind, i64, i64, Option<i64>); 3] =
+    [(Kind::BFloat16, 128, 8, None), (Kind::BFloat16, 64, 2, None), (Kind::Half, 128, 1, Some(100))];
+/// Nodes of a tree, and tokens before it.
+const STEPS: [(usize, i64); 5] = [(2, 1), (9, 63), (64, 64), (64, 700), (128, 4090)];
+/// The farthest that a kernel may be from its oracle: both sum in float32 and round to 16 bits once, attention rounds its probabilities,
+/// too. Integers may not differ at all.
+const FARTHEST: f64 = 0.01;
+
+/// Steps of which each kernel runs beside its oracle, greedy, typical and drawn.
+fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
+    let typical = Acceptance::Typical(TypicalAcceptance::default());
+    let rules = [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)];
+    let mut wrong = BTreeSet::new();
+    for (kind, head_dim, groups, window) in SHAPES {
+        let llama = backbone(config(head_dim, groups, window, 1), kind, on);
+        let heads = heads(&llama);
+        for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
+            let tree = tree(nodes)?;
+            let medusa = Medusa::new(&llama, &heads, &tree, acceptance)?;
+            let kernels = Engine::kernels(&llama, Some(&medusa), 1)?;
+            let mut engine = Engine::new(&llama, Some(&medusa), Ops::Beside(Box::new(Beside::new(kernels))))?;
+            let ids = prompt(context, llama.config.vocab_size);
+            let temperature = NonNegative::new(temperature).expect("of the list above");
+            let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };
+            engine.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
+            let Ops::Beside(beside) = engine.ops() else { unreachable!("just made so") };
+            let found = beside.found();
+            wrong.extend(found.iter().filter(|(_, of)| of.distance > FARTHEST).map(|(name, _)| name.clone()));
+            let distances: serde_json::Map<_, _> =
+                found.iter().map(|(name, of)| (name.clone(), json!(of.distance.min(f64::MAX)))).collect();
+            print_json(&json!({
+                "check": "kernels", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "nodes": nodes,
+                "context": context, "acceptance": format!("{acceptance:?}"), "distances": distances,
+            }))?;
+        }
+    }
+    anyhow::ensure!(wrong.is_empty(), "farther than {FARTHEST} from their oracle: {wrong:?}");
+    Ok(())
+}
+
+fn texts(on: Device) -> anyhow::Result<()> {
+    texts_of_libtorch(on)?;
+    for (kind, head_dim, groups, window) in SHAPES {
+        let llama = backbone(config(head_dim, groups, window, 4), kind, on);
+        let (heads, tree) = (heads(&llama), tree(64)?);
+        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+        for length in [1, 40, 300] {
+            let ids = prompt(length, llama.config.vocab_size);
+            let request = Request::greedy(&ids, 128);
+            let slow = generate::plain(&llama, &request, &mut go_on())?.new_ids;
+            let [plain, fast] = [engine.plain(&request, &mut go_on())?, engine.medusa(&request, &mut go_on())?];
+            print_json(&json!({
+                "check": "texts", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
+                "tokens": slow.len(), "plain": parting(&llama, &ids, &slow, &plain.new_ids)?,
+                "medusa": parting(&llama, &ids, &slow, &fast.new_ids)?,
+            }))?;
+        }
+    }
+    Ok(())
+}
+
+/// In float32, libtorch's own loop with a tree makes the text that it makes without.
+fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
+    let llama = backbone(config(64, 2, None, 4), Kind::Float, on);
+    let (heads, tree) = (heads(&llama), tree(64)?);
+    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+    let ids = prompt(40, llama.config.vocab_size);
+    let request = Request::greedy(&ids, 128);
+    let plain = generate::plain(&llama, &request, &mut go_on())?.new_ids;
+    let fast = generate::medusa(&llama, &medusa, &request, &mut go_on())?.new_ids;
+    let same = plain == fast;
+    print_json(&json!({"check": "libtorch", "dtype": "Float", "tokens": plain.len(), "same": same}))?;
+    anyhow::ensure!(same, "in float32, libtorch's loop makes another text with a tree than without");
+    Ok(())
+}
+
+/// How many tokens are the same, and where two texts part, by how much libtorch's logits are for the token of its own.
+fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow::Result<Value> {
+    let same = got.iter().zip(right).take_while(|(a, b)| a == b).count();
+    let margin = match (right.get(same), got.get(same)) {
+        (Some(&right_one), Some(&other)) => {
+            let before = [prompt, &right[..same]].concat();
+            let log_p = |token| log_probability(llama, &before, &[token]);
+            Some(log_p(right_one)? - log_p(other)?)
+        }
+        _ => None,
+    };
+    Ok(json!({"same": same, "margin": margin}))
+}
+
+fn steps(on: Device) -> anyhow::Result<()> {
+    let [copied, read] = memory_speeds(on)?;
+    print_json(&json!({"check": "copy", "gigabytes_per_second": copied, "read_gigabytes_per_second": read}))?;
+    let llama = backbone(llama_7b(), Kind::BFloat16, on);
+    let heads = heads(&llama);
+    for nodes in [1, 8, 16, 32, 64, 128] {
+        let tree = tree(nodes.max(2))?;
+        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+        let started = Instant::now();
+        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+        let start_seconds = started.elapsed().as_secs_f64();
+        for context in [128, 1024, 4096] {
+            let ids = prompt(context, llama.config.vocab_size);
+            let mut decode = |tokens| {
+                let request = Request::greedy(&ids, tokens);
+                if nodes == 1 { engine.plain(&request, &mut go_on()) } else { engine.medusa(&request, &mut go_on()) }
+            };
+            decode(8)?; // runs the step and records it
+            let run = decode(200)?;
+            print_json(&json!({
+                "check": "steps", "nodes": nodes, "heads": if nodes == 1 { 0 } else { tree.max_depth() }, "context": context, "steps": run.accept_lengths.len(),
+                "step_ms": run.tally().step_ms(), "start_seconds": start_seconds,
+            }))?;
+        }
+    }
+    Ok(())
+}
+
+/// Gigabytes a second: of a large copy, read and written, and of a large sum, read.
+fn memory_speeds(on: Device) -> anyhow::Result<[f64; 2]> {
+    const BYTES: i64 = 4 << 30;
+    let gpu = Gpu::open(on)?;
+    let from = Tensor::ones([BYTES / 4], (Kind::Float, on));
+    let to = from.empty_like();
+    let copied = median_seconds(&gpu, || to.shallow_clone().copy_(&from));
+    let read = median_seconds(&gpu, || drop(from.sum(Kind::Float)));
+    Ok([2.0 * BYTES as f64 / copied / 1e9, BYTES as f64 / read / 1e9])
+}
+
+/// Of nine times, after one that does not count.
+fn median_seconds(gpu: &Gpu, work: impl Fn()) -> f64 {
+    let mut seconds: Vec<f64> = (0..10)
+        .map(|_| {
+            let started = Instant::now();
+            work();
+            gpu.wait_for_torch();
+            started.elapsed().as_secs_f64()
+        })
+        .skip(1)
+        .collect();
+    seconds.sort_by(f64::total_cmp);
+    seconds[4]
+}
+
+fn endurance(on: Device) -> anyhow::Result<()> {
+    const STEPS: usize = 20_000;
+    let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
+    let (heads, tree) = (heads(&llama), tree(64)?);
+    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+    let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+    let gpu = Gpu::open(on)?;
+    let (mut done, mut first) = (0, None);
+    while done < STEPS {
+        let ids = prompt(1 + done as i64 % 500, llama.config.vocab_size);
+        done += engine.medusa(&Request::greedy(&ids, 2000), &mut go_on())?.accept_lengths.len();
+        let resident = memory::process().map_or(0, |memory| memory.resident_bytes);
+        let now = (gpu.free_bytes()?, resident);
+        let (free, before) = *first.get_or_insert(now); // when everything was used once
+        if done >= STEPS {
+            print_json(&json!({
+                "check": "endurance", "steps": done, "device_growth_bytes": free.cast_signed() - now.0.cast_signed(),
+                "host_growth_bytes": now.1.cast_signed() - before.cast_signed(),
+            }))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn trees_have_the_nodes_that_were_asked_for_and_use_every_head() {
+        for nodes in [2, 8, 9, 16, 32, 64, 128] {
+            let tree = tree(nodes).unwrap();
+            assert_eq!((tree.len(), tree.max_depth()), (nodes, HEADS.min(nodes - 1)));
+        }
+    }
+}

@@ -1,0 +1,118 @@
+// Which nodes of a tree are kept, and what of a step stays. All of it is a few numbers: one block each, but for compact.
+//
+// Tree: depths, parents [N], children [N, 2] (the first, and the one behind the last). path [levels + 1]: the accepted nodes, root first.
+
+#define MAX_NODES 128
+
+INLINE void set_accepted(int* path, const int* from_root, int count, int next, int* state) {
+    for (int i = 0; i < count; i++) path[i] = from_root[i];
+    state[ACCEPTED] = count;
+    state[LAST] = from_root[count - 1];
+    state[NEXT] = next;
+}
+
+// From the root along the first child that holds the token chosen after its parent. Greedy where `chosen` is the most probable token
+// after each node, speculative sampling where it is drawn. One block, 128 threads: a thread finds the successor of its node.
+KERNEL(128) walk(const int* tokens, const int* chosen, const int* children, int* path, int* state, int n) {
+    SHARED int token[MAX_NODES], after[MAX_NODES], steps[MAX_NODES];
+    const int node = threadIdx.x;
+    if (node < n) token[node] = tokens[node];
+    __syncthreads();
+    if (node < n) {
+        const int wanted = chosen[node], end = children[2 * node + 1];
+        int child = children[2 * node];
+        while (child < end && token[child] != wanted) child++;
+        after[node] = child < end ? child : 0;  // the root follows no node
+    }
+    __syncthreads();
+    if (node == 0) {
+        int count = 0, at = 0;
+        do {
+            steps[count++] = at;
+            at = after[at];
+        } while (at != 0);
+        set_accepted(path, steps, count, chosen[steps[count - 1]], state);
+    }
+}
+
+// A node is accepted if its parent is and p > min(threshold, alpha·exp(-H)), where p = exp(log_p) and H is the entropy after the parent
+// (paper section 2.3.1); of the accepted nodes the deepest, of equals the likeliest, of those the first. In float64, summed from the root
+// on, as on the host. One block, 128 threads: a thread a node, level after level.
+KERNEL(128) typical(const float* log_p, const float* entropy, const int* parents, const int* depths, const int* best, int* path,
+                    int* state, int n, int levels, double threshold, double alpha) {
+    SHARED double sum[MAX_NODES];
+    SHARED int depth[MAX_NODES], parent[MAX_NODES];  // depth -1: not accepted
+    SHARED int steps[MAX_NODES];
+    const int node = threadIdx.x, level = node < n ? depths[node] : -1;
+    bool accepts = node == 0;
+    if (node < n) {
+        depth[node] = node == 0 ? 0 : -1;
+        sum[node] = 0.0;
+        parent[node] = parents[node];
+        const double flat_enough = alpha * exp(-(double)entropy[parents[node]]);
+        if (node > 0) accepts = exp((double)log_p[node]) > fmin(threshold, flat_enough);
+    }
+    for (int now = 1; now <= levels; now++) {
+        __syncthreads();
+        if (level == now && accepts && depth[parent[node]] >= 0) {
+            depth[node] = level;
+            sum[node] = sum[parent[node]] + (double)log_p[node];
+        }
+    }
+    __syncthreads();
+    if (node == 0) {
+        int last = 0;
+        for (int i = 1; i < n; i++) {
+            if (depth[i] > depth[last] || (depth[i] == depth[last] && sum[i] > sum[last])) last = i;
+        }
+        const int count = depth[last] + 1;
+        for (int i = count - 1, at = last; i >= 0; i--, at = parent[at]) steps[i] = at;
+        set_accepted(path, steps, count, best[last], state);
+    }
+}
+
+// Of the step's rows in the cache [planes, S, D] just the accepted ones stay: row CONTEXT + path[i] goes to CONTEXT + i. path ascends, so
+// that a row only moves down and never onto one that is still to be read: eight rows are read before they are written, then the next
+// eight. A thread has the same 16 bytes of every row. Grid planes·D/8 / 128 upwards, 128 threads.
+KERNEL(128) compact(element* cache, const int* path, const int* state, int planes, int room, int d) {
+    const int chunks = d / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at / chunks >= planes) return;
+    const int count = state[ACCEPTED];
+    element* rows = cache + ((size_t)(at / chunks) * room + state[CONTEXT]) * d + at % chunks * 8;
+    for (int from = 0; from < count; from += 8) {
+        uint4 held[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (from + i < count) held[i] = load16(rows + (size_t)path[from + i] * d);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (from + i < count) store16(rows + (size_t)(from + i) * d, held[i]);
+        }
+    }
+}
+
+// Ends a step: CONTEXT += ACCEPTED, STEP += 1. Row STEP % ring of results [ring, 3 + width] gets [steps done, ACCEPTED, NEXT, tokens]; the
+// steps done last, behind a fence, so that a host that reads the row over its shoulder sees it whole. One block, 128 threads.
+KERNEL(128) advance(const int* path, const int* tokens, int* state, int* results, int ring, int width) {
+    const int count = state[ACCEPTED], step = state[STEP];
+    volatile int* row = results + (size_t)(step % ring) * (3 + width);
+    for (int i = threadIdx.x; i < count && i < width; i += blockDim.x) row[3 + i] = tokens[path[i]];
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        row[1] = count;
+        row[2] = state[NEXT];
+        __threadfence_system();
+        row[0] = step + 1;
+        state[CONTEXT] += count;
+        state[STEP] = step + 1;
+    }
+}
+
+// The tokens of the next step's nodes: the root holds NEXT, a node of depth d > 0 guess guesses[n] of head d - 1, ids [K, P]. One block,
+// 128 threads.
+KERNEL(128) fill_tree(const int* ids, const int* depths, const int* guesses, const int* state, int* tokens, int n, int p) {
+    const int node = threadIdx.x;
+    if (node < n) tokens[node] = node == 0 ? state[NEXT] : ids[(depths[node] - 1) * p + guesses[node]];
+}

@@ -1,0 +1,212 @@
+// Attention of the rows of a step to the cache and to each other (paper section 2.1.2), the keys split over blocks.
+//
+// A row at position p = CONTEXT + depths[n] sees the committed tokens, and those rows of the step whose bit stands in sees[n]
+// ([N, 2] 64-bit words, bit j % 64 of word j / 64); with window > 0, of these the positions above p - window. The rows' own keys and
+// values lie in the cache at CONTEXT + n. The length is read from the state: the grid is the same at every length.
+//
+// The R query heads that share a key/value head are more rows of the same attention: row r·N + n is query head g·R + r of node n, and a
+// tile of 64 keys is read once for 64 such rows. Softmax is online (Milakov and Gimelshein 2018; tiles as in Dao et al. 2022), sums are
+// float32; probabilities are rounded to `element` for the product with the values. A part of the keys leaves its unnormalised sum, its
+// maximum (in units of log2) and its denominator in float32; tree_attention_merge puts the parts together.
+//
+// Layouts: q and o [N, Q, D], cache [2, G, S, D], sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator) with rows of
+// key/value head g at g·R·N. Compile time: HEAD_SIZE.
+
+#define KEYS 64                      // of a tile
+#define ROW_CHUNKS (HEAD_SIZE / 8)   // 16-byte pieces of a key or value
+
+struct Heads {
+    int q, g, n, room;
+};
+
+// Pieces of a row are exchanged so that the eight rows that ldmatrix reads at once lie in different banks.
+INLINE int key_at(int row, int chunk) { return row * ROW_CHUNKS + (chunk ^ (row % 8)); }
+
+// Keys [first, first + KEYS) of one plane; zeros from `end` on.
+INLINE void fetch_keys(uint4* tile, const element* plane, int first, int end) {
+#pragma unroll
+    for (int i = 0; i < KEYS * ROW_CHUNKS / 128; i++) {
+        const int piece = threadIdx.x + i * 128, row = piece / ROW_CHUNKS, chunk = piece % ROW_CHUNKS;
+        const bool real = first + row < end;
+        copy16_async(&tile[key_at(row, chunk)], plane + (real ? (size_t)(first + row) * HEAD_SIZE + chunk * 8 : 0), real);
+    }
+}
+
+// Whom one row sees.
+struct Seen {
+    u64 low, high;
+    int depth;
+    bool real;  // a row of the tile may be none
+};
+
+INLINE bool sees(const Seen& row, int key, int context, int n, int window, const int* depths) {
+    const int node = key - context;
+    if (node >= n) return false;
+    if (node < 0) return window == 0 || context + row.depth - key < window;
+    const u64 word = node < 64 ? row.low : row.high;
+    return (word >> (node % 64) & 1) && (window == 0 || row.depth - depths[node] < window);
+}
+
+// ROW_WARPS of the four warps share the rows of a block (16 each), the others the keys of a tile: with few rows, all four read
+// different keys of the same 16 rows, and each leaves a part of its own.
+template <int ROW_WARPS>
+INLINE void attend(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
+                   float* sums, float* marks, Heads heads, float scale_log2, int window) {
+    constexpr int KEY_WARPS = 4 / ROW_WARPS, TILES = KEYS / KEY_WARPS / 8;  // TILES: of 8 keys, a warp
+    LAUNCHED_SHARED(shared);  // two stages of keys, then two of values
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = blockIdx.x, n = heads.n, share = heads.q / heads.g;
+    const int rows = share * n, context = state[CONTEXT], end = context + n;
+    const int first_row = (blockIdx.y * ROW_WARPS + warp % ROW_WARPS) * 16, first_key = warp / ROW_WARPS * TILES * 8;
+    // No row of the step stands before CONTEXT: what is out of its window is out of everyone's.
+    const int begin = window == 0 ? 0 : max(0, context - window + 1) / KEYS;
+    const int tiles = (end + KEYS - 1) / KEYS - begin, each = (tiles + gridDim.z - 1) / gridDim.z;
+    const int from = begin + min(tiles, (int)blockIdx.z * each), to = begin + min(tiles, ((int)blockIdx.z + 1) * each);
+    const element* keys = cache + (size_t)g * heads.room * HEAD_SIZE;
+    const element* values = keys + (size_t)heads.g * heads.room * HEAD_SIZE;
+
+    // Lane l has rows l / 4 and l / 4 + 8 of the warp's sixteen.
+    u32 q[HEAD_SIZE / 16][4];
+    Seen row[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int at = first_row + lane / 4 + half * 8, node = at % n;
+        row[half].real = at < rows;
+        row[half].depth = depths[node];
+        row[half].low = row[half].real ? sees_words[2 * node] : 0;
+        row[half].high = row[half].real ? sees_words[2 * node + 1] : 0;
+        const element* query = q_in + ((size_t)node * heads.q + g * share + at / n) * HEAD_SIZE + lane % 4 * 2;
+#pragma unroll
+        for (int k = 0; k < HEAD_SIZE / 16; k++) {
+            q[k][half] = row[half].real ? *(const u32*)(query + k * 16) : 0;
+            q[k][half + 2] = row[half].real ? *(const u32*)(query + k * 16 + 8) : 0;
+        }
+    }
+    float o[HEAD_SIZE / 8][4], most[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0.0f;
+
+    auto fetch = [&](int tile) {
+        if (tile < to) {
+            uint4* stage = shared + (tile - from) % 2 * KEYS * ROW_CHUNKS;
+            fetch_keys(stage, keys, tile * KEYS, end);
+            fetch_keys(stage + 2 * KEYS * ROW_CHUNKS, values, tile * KEYS, end);
+        }
+        end_copies();
+    };
+    fetch(from);
+    for (int tile = from; tile < to; tile++) {
+        fetch(tile + 1);
+        wait_copies<1>();
+        __syncthreads();
+        const uint4* stage = shared + (tile - from) % 2 * KEYS * ROW_CHUNKS;
+        float s[TILES][4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+            s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0.0f;
+#pragma unroll
+            for (int k = 0; k < HEAD_SIZE / 16; k += 2) {
+                u32 b[4];
+                load_matrices(b, &stage[key_at(first_key + t * 8 + lane % 8, k * 2 + lane / 8)]);
+                multiply_add(s[t], q[k], b[0], b[1]);
+                multiply_add(s[t], q[k + 1], b[2], b[3]);
+            }
+        }
+        float now[2] = {most[0], most[1]};
+        const bool all_seen = (tile + 1) * KEYS <= context && window == 0;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = tile * KEYS + first_key + t * 8 + lane % 4 * 2 + i % 2;
+                const bool seen = all_seen || sees(row[i / 2], key, context, n, window, depths);
+                s[t][i] = seen ? s[t][i] * scale_log2 : -INFINITY;
+                now[i / 2] = fmaxf(now[i / 2], s[t][i]);
+            }
+        }
+        float base[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {  // the four lanes of a row
+            now[half] = fmaxf(now[half], __shfl_xor_sync(ALL_LANES, now[half], 1));
+            now[half] = fmaxf(now[half], __shfl_xor_sync(ALL_LANES, now[half], 2));
+            base[half] = now[half] == -INFINITY ? 0.0f : now[half];  // nothing seen yet: 2^(-inf - 0) is 0, not NaN
+            const float shrink = exp2f(most[half] - base[half]);
+            total[half] *= shrink;
+            most[half] = now[half];
+#pragma unroll
+            for (int i = 0; i < HEAD_SIZE / 8; i++) {
+                o[i][2 * half] *= shrink;
+                o[i][2 * half + 1] *= shrink;
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                s[t][i] = exp2f(s[t][i] - base[i / 2]);
+                total[i / 2] += s[t][i];
+            }
+        }
+        const uint4* stage_values = stage + 2 * KEYS * ROW_CHUNKS;
+#pragma unroll
+        for (int t = 0; t < TILES; t += 2) {  // 16 keys: scores lie where the left factor's fragment wants them
+            const u32 p[4] = {pack(s[t][0], s[t][1]), pack(s[t][2], s[t][3]), pack(s[t + 1][0], s[t + 1][1]),
+                              pack(s[t + 1][2], s[t + 1][3])};
+#pragma unroll
+            for (int i = 0; i < HEAD_SIZE / 16; i++) {
+                u32 b[4];
+                load_matrices_transposed(b, &stage_values[key_at(first_key + t * 8 + lane % 16, i * 2 + lane / 16)]);
+                multiply_add(o[2 * i], p, b[0], b[1]);
+                multiply_add(o[2 * i + 1], p, b[2], b[3]);
+            }
+        }
+        __syncthreads();  // the next round of copies writes this stage
+    }
+    wait_copies<0>();
+    const size_t part = (size_t)blockIdx.z * KEY_WARPS + warp / ROW_WARPS;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        total[half] += __shfl_xor_sync(ALL_LANES, total[half], 1);
+        total[half] += __shfl_xor_sync(ALL_LANES, total[half], 2);
+        if (!row[half].real) continue;
+        const size_t at = part * heads.q * n + (size_t)g * rows + first_row + lane / 4 + half * 8;
+        if (lane % 4 == 0) {
+            marks[2 * at] = most[half];
+            marks[2 * at + 1] = total[half];
+        }
+        if (most[half] == -INFINITY) continue;  // saw nothing; the merge does not read the sum
+#pragma unroll
+        for (int i = 0; i < HEAD_SIZE / 8; i++) {
+            sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2] = o[i][2 * half];
+            sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2 + 1] = o[i][2 * half + 1];
+        }
+    }
+}
+
+// R·N up to 16: a part is a warp, parts = 4·splits. Grid (G, 1, splits), 128 threads, shared memory 4·KEYS·D elements.
+KERNEL(128) tree_attention_few(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
+                               float* sums, float* marks, int q, int g, int n, int room, float scale_log2, int window) {
+    attend<1>(q_in, cache, sees_words, depths, state, sums, marks, Heads{q, g, n, room}, scale_log2, window);
+}
+// More rows: parts = splits. Grid (G, R·N/64 upwards, splits), 128 threads, shared memory 4·KEYS·D elements.
+KERNEL(128) tree_attention_many(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
+                                float* sums, float* marks, int q, int g, int n, int room, float scale_log2, int window) {
+    attend<4>(q_in, cache, sees_words, depths, state, sums, marks, Heads{q, g, n, room}, scale_log2, window);
+}
+
+// o = sum of parts·2^(maximum - greatest maximum) / the same of denominators. Every row sees itself, so that one part has a number.
+// Grid (N, Q), HEAD_SIZE threads: a thread has one column.
+KERNEL(HEAD_SIZE) tree_attention_merge(const float* sums, const float* marks, element* o, int q, int g, int parts) {
+    const int node = blockIdx.x, n = gridDim.x, head = blockIdx.y, share = q / g;
+    const size_t row = (size_t)(head / share) * share * n + (size_t)(head % share) * n + node, stride = (size_t)q * n;
+    float most = -INFINITY;
+    for (int part = 0; part < parts; part++) most = fmaxf(most, marks[2 * (part * stride + row)]);
+    float sum = 0.0f, total = 0.0f;
+    for (int part = 0; part < parts; part++) {
+        const size_t at = part * stride + row;
+        const float weight = exp2f(marks[2 * at] - most);
+        if (weight == 0.0f) continue;  // nothing seen, and perhaps nothing written
+        total += weight * marks[2 * at + 1];
+        sum += weight * sums[at * HEAD_SIZE + threadIdx.x];
+    }
+    o[((size_t)node * q + head) * HEAD_SIZE + threadIdx.x] = to_element(sum / total);
+}

@@ -1,0 +1,291 @@
+//! Kernels compiled by NVRTC, on any machine that has the library: no toolkit, no header, no driver. What was compiled is kept on disk.
+#![expect(unsafe_code, reason = "NVRTC is a C library that is opened at run time")]
+
+use std::ffi::{CStr, CString};
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use cudarc::nvrtc::{result, sys};
+use sha2::{Digest, Sha256};
+
+use super::kernels::{Element, Program};
+use crate::files;
+use crate::torch::accelerator::libtorch_folder;
+
+/// Why there are no compiled kernels.
+#[derive(Debug, thiserror::Error)]
+pub enum CompileError {
+    /// No library.
+    #[error(
+        "NVRTC, NVIDIA's compiler of kernels, cannot be opened ({why}); expected {LIBRARY} in nvidia/cu13/lib beside torch/, where scripts/setup \
+         and PyTorch's own wheels for CUDA 13 put it"
+    )]
+    Missing {
+        /// The loader's words.
+        why: String,
+    },
+    /// A file that it refuses.
+    #[error("{file} for {arch}: NVRTC says {code}\n{log}")]
+    Refused {
+        /// Of kernels.
+        file: &'static str,
+        /// The GPU that it was compiled for.
+        arch: String,
+        /// NVRTC's result.
+        code: String,
+        /// Its words.
+        log: String,
+    },
+    /// The folder of compiled kernels.
+    #[error("cannot keep compiled kernels in {}: {source}; set MEDUSA_CACHE to a folder that can be written", path.display())]
+    Cache {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+const LIBRARY: &str = "libnvrtc.so.13";
+/// Opened first: NVRTC looks for it by name, and not beside itself.
+const BUILTINS: &str = "libnvrtc-builtins.so.13.0";
+/// Part of what a compiled file's name is made of.
+const FORMAT: &str = "medusa kernels 1";
+const OPTIONS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
+
+/// NVRTC, and where compiled kernels are kept.
+#[derive(Debug)]
+pub struct Compiler {
+    version: (i32, i32),
+    folder: Option<PathBuf>,
+}
+
+/// A compiled file.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Compiled {
+    /// What a driver loads.
+    pub cubin: Vec<u8>,
+    /// What the compiler said, of every kernel what it takes.
+    pub log: String,
+}
+
+/// What a kernel takes of a multiprocessor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Resources {
+    /// Its name.
+    pub kernel: String,
+    /// Registers a thread.
+    pub registers: u32,
+    /// Shared memory a block, beside what the launch says.
+    pub shared_bytes: u32,
+    /// Bytes a thread that found no register and go through memory.
+    pub spilled_bytes: u32,
+}
+
+impl Compiler {
+    /// Opens the library: beside libtorch, else where the loader finds it. Compiled kernels are kept in `folder`, if there is one.
+    ///
+    /// # Errors
+    /// [`CompileError::Missing`].
+    pub fn open(folder: Option<PathBuf>) -> Result<Self, CompileError> {
+        let beside = libtorch_folder().map(|libtorch| libtorch.join("../../nvidia/cu13/lib"));
+        let opened = match beside.filter(|beside| beside.join(LIBRARY).exists()) {
+            Some(beside) => preload(&beside),
+            None => Err("it is not beside libtorch".to_owned()),
+        };
+        // SAFETY: only looks whether the library can be opened.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(CompileError::Missing {
+                why: opened.err().unwrap_or_else(|| "the loader does not find it".into()),
+            });
+        }
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: two numbers that are written.
+        let _ = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
+        Ok(Self { version: (major, minor), folder })
+    }
+
+    /// The library's version.
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// A file's kernels for `arch` (`sm_90a`, for example); of the disk, where they were compiled before.
+    ///
+    /// # Errors
+    /// [`CompileError`] names the file, or the folder.
+    pub fn compile(
+        &self,
+        program: Program,
+        element: Element,
+        head_size: i64,
+        arch: &str,
+    ) -> Result<Compiled, CompileError> {
+        let source = program.source(element, head_size);
+        let Some(folder) = &self.folder else {
+            return compile(program.file(), &source, arch);
+        };
+        let path = folder.join(self.name(program, &source, arch));
+        if let Some(kept) = read(&path) {
+            return Ok(kept);
+        }
+        let compiled = compile(program.file(), &source, arch)?;
+        write(&path, &compiled).map_err(|source| CompileError::Cache { path, source })?;
+        Ok(compiled)
+    }
+
+    /// Of all that decides what is compiled.
+    fn name(&self, program: Program, source: &str, arch: &str) -> String {
+        let (major, minor) = self.version;
+        let facts = format!("{FORMAT}\nnvrtc {major}.{minor}\n{arch}\n{OPTIONS:?}\n{source}");
+        let key = files::hex(&Sha256::digest(facts));
+        format!("{}-{arch}-{}.kernels", program.file().trim_end_matches(".cu"), &key[..32])
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn preload(folder: &Path) -> Result<(), String> {
+    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+    for name in [BUILTINS, LIBRARY] {
+        // SAFETY: runs NVRTC's own initialisers. cudarc opens it by name, which one that is open already answers to.
+        let library = unsafe { Library::open(Some(folder.join(name)), RTLD_NOW | RTLD_GLOBAL) };
+        let reason =
+            |error: libloading::Error| std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
+        std::mem::forget(library.map_err(reason)?); // compiled code lives as long as the process
+    }
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn preload(_: &Path) -> Result<(), String> {
+    Err("CUDA is used on Linux only".into())
+}
+
+fn compile(file: &'static str, source: &str, arch: &str) -> Result<Compiled, CompileError> {
+    let text = |text: &str| CString::new(text).expect("sources have no zero bytes");
+    let (source, name) = (text(source), text(file));
+    let refused = |code: result::NvrtcError, log: String| CompileError::Refused {
+        file,
+        arch: arch.to_owned(),
+        code: format!("{:?}", code.0),
+        log,
+    };
+    let program = result::create_program(&source, Some(&name)).map_err(|code| refused(code, String::new()))?;
+    let options: Vec<String> =
+        [format!("--gpu-architecture={arch}")].into_iter().chain(OPTIONS.map(str::to_owned)).collect();
+    // SAFETY: the program was just made and is destroyed below; source and name live longer.
+    let (compiled, log) = unsafe { (result::compile_program(program, &options), log(program)) };
+    let cubin = compiled.map_err(|code| refused(code, log.clone())).and_then(|()| {
+        // SAFETY: as above; it is compiled.
+        unsafe { cubin(program) }.map_err(|code| refused(code, log.clone()))
+    });
+    // SAFETY: nobody uses it any more.
+    let _ = unsafe { result::destroy_program(program) };
+    Ok(Compiled { cubin: cubin?, log })
+}
+
+/// What NVRTC said.
+///
+/// # Safety
+/// The program exists.
+unsafe fn log(program: sys::nvrtcProgram) -> String {
+    // SAFETY: by contract.
+    let Ok(log) = (unsafe { result::get_program_log(program) }) else { return String::new() };
+    let bytes: Vec<u8> = log.into_iter().flat_map(std::ffi::c_char::to_ne_bytes).collect();
+    CStr::from_bytes_until_nul(&bytes).map_or_else(|_| String::new(), |log| log.to_string_lossy().into_owned())
+}
+
+/// The GPU's code.
+///
+/// # Safety
+/// The program is compiled.
+unsafe fn cubin(program: sys::nvrtcProgram) -> Result<Vec<u8>, result::NvrtcError> {
+    let mut bytes = 0;
+    // SAFETY: by contract; a number that is written.
+    unsafe { sys::nvrtcGetCUBINSize(program, &raw mut bytes) }.result()?;
+    let mut cubin = vec![0u8; bytes];
+    // SAFETY: by contract; as many bytes as it said.
+    unsafe { sys::nvrtcGetCUBIN(program, cubin.as_mut_ptr().cast()) }.result()?;
+    Ok(cubin)
+}
+
+/// What was kept; `None` if it is not there, or not what was written.
+fn read(path: &Path) -> Option<Compiled> {
+    let bytes = fs::read(path).ok()?;
+    let (sum, rest) = bytes.split_at_checked(32)?;
+    let (log_bytes, rest) = (Sha256::digest(rest)[..] == *sum).then_some(rest)?.split_at_checked(8)?;
+    let log_bytes = usize::try_from(u64::from_le_bytes(log_bytes.try_into().ok()?)).ok()?;
+    let (log, cubin) = rest.split_at_checked(log_bytes)?;
+    Some(Compiled { cubin: cubin.to_vec(), log: String::from_utf8(log.to_vec()).ok()? })
+}
+
+/// A hash of the rest, the length of the log, the log, the code.
+fn write(path: &Path, compiled: &Compiled) -> io::Result<()> {
+    let length = (compiled.log.len() as u64).to_le_bytes();
+    let rest = [&length[..], compiled.log.as_bytes(), &compiled.cubin].concat();
+    fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+    files::write_atomic(path, |out| {
+        out.write_all(&Sha256::digest(&rest))?;
+        out.write_all(&rest)
+    })
+}
+
+impl Compiled {
+    /// What each kernel takes, as the compiler's log tells.
+    pub fn resources(&self) -> Vec<Resources> {
+        let mut all: Vec<Resources> = vec![];
+        for line in self.log.lines() {
+            if let Some(name) = line.split("Compiling entry function '").nth(1) {
+                let kernel = name.split('\'').next().unwrap_or_default().to_owned();
+                all.push(Resources { kernel, registers: 0, shared_bytes: 0, spilled_bytes: 0 });
+            }
+            let Some(last) = all.last_mut() else { continue };
+            last.spilled_bytes += before(line, " bytes spill stores").unwrap_or(0);
+            last.registers = before(line, " registers").unwrap_or(last.registers);
+            last.shared_bytes = before(line, " bytes smem").unwrap_or(last.shared_bytes);
+        }
+        all
+    }
+}
+
+/// The number in front of some words.
+fn before(line: &str, words: &str) -> Option<u32> {
+    line.split_once(words)?.0.rsplit([' ', ',']).next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_tells_what_each_kernel_takes() {
+        let log = "ptxas info    : 0 bytes gmem\nptxas info    : Compiling entry function 'walk' for 'sm_90a'\n\
+                   ptxas info    : Function properties for walk\n    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n\
+                   ptxas info    : Used 26 registers, used 1 barriers, 8 bytes cumulative stack size, 1536 bytes smem\n\
+                   ptxas info    : Compiling entry function 'best' for 'sm_90a'\n    0 bytes stack frame, 0 bytes spill stores\n\
+                   ptxas info    : Used 9 registers, used 0 barriers\n";
+        let compiled = Compiled { cubin: vec![], log: log.to_owned() };
+        let takes = |kernel: &str, registers, shared_bytes, spilled_bytes| Resources {
+            kernel: kernel.to_owned(),
+            registers,
+            shared_bytes,
+            spilled_bytes,
+        };
+        assert_eq!(compiled.resources(), [takes("walk", 26, 1536, 4), takes("best", 9, 0, 0)]);
+    }
+
+    #[test]
+    fn what_was_kept_is_read_and_what_is_damaged_is_not() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("deep/rows.kernels");
+        let compiled = Compiled { cubin: vec![7, 0, 9], log: "words".to_owned() };
+        write(&path, &compiled).expect("written");
+        assert_eq!(read(&path), Some(compiled));
+        let mut bytes = fs::read(&path).expect("there");
+        *bytes.last_mut().expect("bytes") ^= 1;
+        files::write_atomic(&path, |out| out.write_all(&bytes)).expect("written");
+        assert_eq!(read(&path), None);
+        assert_eq!(read(&folder.path().join("absent")), None);
+    }
+}

@@ -1,0 +1,70 @@
+//! A backbone's weights as plain matrices, for decoders with products of their own.
+
+// V vocabulary, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, W = (Q + 2G)·D
+use tch::{Kind, Tensor};
+
+use super::{DecoderLayer, Llama};
+
+/// Weights of a pass, in the backbone's dtype; views wherever the backbone itself has them so.
+#[derive(Debug)]
+pub struct DenseWeights {
+    /// `[V, H]`.
+    pub embed_tokens_vh: Tensor,
+    /// First to last.
+    pub layers: Vec<DenseLayer>,
+    /// `[H]`: the final norm.
+    pub norm_h: Tensor,
+    /// `[V, H]`.
+    pub lm_head_vh: Tensor,
+}
+
+/// Weights of one decoder layer.
+#[derive(Debug)]
+pub struct DenseLayer {
+    /// `[H]`.
+    pub input_layernorm_h: Tensor,
+    /// `[W, H]`: q, k and v below each other.
+    pub qkv_wh: Tensor,
+    /// `[H, Q·D]`.
+    pub o_hq: Tensor,
+    /// `[H]`.
+    pub post_attention_layernorm_h: Tensor,
+    /// `[2I, H]`: gate, then up.
+    pub gate_up_ih: Tensor,
+    /// `[H, I]`.
+    pub down_hi: Tensor,
+}
+
+impl Llama {
+    /// Its weights as matrices. `None` where they are quantised, or laid out for the CPU's own kernels, and where linear layers have
+    /// a bias, which has no place here.
+    pub fn dense_weights(&self) -> Option<DenseWeights> {
+        if self.config.attention_bias || self.config.mlp_bias {
+            return None;
+        }
+        Some(DenseWeights {
+            embed_tokens_vh: self.embed_tokens_vh.to_kind(self.kind),
+            layers: self.layers.iter().map(|layer| layer.dense_weights(self.kind)).collect::<Option<_>>()?,
+            norm_h: self.norm_h.to_kind(self.kind),
+            lm_head_vh: self.lm_head.in_rows()?.to_kind(self.kind),
+        })
+    }
+
+    /// D/2 inverse wavelengths of its rotary embeddings, in radians a token.
+    pub fn rotary_frequencies(&self) -> &[f32] {
+        self.rope.frequencies()
+    }
+}
+
+impl DecoderLayer {
+    fn dense_weights(&self, kind: Kind) -> Option<DenseLayer> {
+        Some(DenseLayer {
+            input_layernorm_h: self.input_layernorm_h.to_kind(kind),
+            qkv_wh: self.attention.qkv.in_rows()?.to_kind(kind),
+            o_hq: self.attention.o.in_rows()?.to_kind(kind),
+            post_attention_layernorm_h: self.post_attention_layernorm_h.to_kind(kind),
+            gate_up_ih: self.gate_up.in_rows()?.to_kind(kind),
+            down_hi: self.down.in_rows()?.to_kind(kind),
+        })
+    }
+}

@@ -1,0 +1,552 @@
+//! Every kernel of a GPU's decoding step computes what its oracle on tensors computes: run on the CPU, by an emulator that knows what
+//! blocks, warps and their instructions do. What a GPU's own rounding, timing and memory model do is not shown here.
+#![cfg(target_os = "linux")]
+#![expect(unsafe_code, reason = "kernels are C++ that a test builds and loads")]
+
+// N rows of a step, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, V vocabulary, K heads, S room for
+// tokens, P guesses a head
+use medusa::decode::accept::TypicalAcceptance;
+use medusa::decode::cuda::kernels::{Argument, Element, Kernel, Launch, PRELUDE, Program};
+use medusa::decode::cuda::launches::{self, Parts};
+use medusa::decode::cuda::layout::{Nodes, Rotations};
+use medusa::decode::cuda::nvrtc::Compiler;
+use medusa::decode::cuda::oracle::{self, Accepted, BlockInput, Draws, Places};
+use medusa::decode::cuda::state::{self, Slot};
+use medusa::medusa::tree::SparseTree;
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tch::{Device, IndexOp, Kind, Tensor};
+
+pub(crate) mod emulator;
+
+use emulator::{Emulator, Memory, Order};
+
+const ROWS: [i64; 10] = [1, 2, 7, 8, 9, 16, 63, 64, 65, 128];
+const CONTEXTS: [i64; 6] = [0, 1, 63, 64, 65, 4095];
+const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Half];
+
+/// What a case is made of: random numbers of its own, memory that ends where tensors end, an order of threads, a dtype.
+struct Case {
+    name: String,
+    memory: Memory,
+    kind: Kind,
+    order: Order,
+    seed: u64,
+}
+
+impl Case {
+    /// Dtype and order follow the number, so that all of them come; in the other turn both are the other.
+    fn new(number: usize, turn: usize, name: String) -> Self {
+        let order = [Order::Forwards, Order::Backwards][(number / 2 + turn) % 2];
+        let kind = KINDS[(number + turn) % 2];
+        let name = format!("{name}, {kind:?}, {order:?}");
+        Self { name, memory: Memory::default(), kind, order, seed: number as u64 }
+    }
+
+    fn emulator(&self, head_size: i64) -> Emulator {
+        Emulator { element: Element::of(self.kind).expect("16 bits"), head_size }
+    }
+
+    fn run(&self, launches: &[Launch]) {
+        self.emulator(128).run_all(launches, self.order);
+    }
+
+    fn rng(&self) -> ChaCha8Rng {
+        ChaCha8Rng::seed_from_u64(self.seed)
+    }
+
+    /// Normal numbers of deviation 1, of the case's dtype.
+    fn normal(&self, size: &[i64]) -> Tensor {
+        self.memory.tensor(&Tensor::randn(size, (Kind::Float, Device::Cpu)).to_kind(self.kind))
+    }
+
+    fn floats(&self, size: &[i64]) -> Tensor {
+        self.memory.tensor(&Tensor::randn(size, (Kind::Float, Device::Cpu)))
+    }
+
+    fn below(&self, bound: i64, size: &[i64]) -> Tensor {
+        self.memory.tensor(&Tensor::randint(bound, size, (Kind::Int, Device::Cpu)))
+    }
+
+    fn output(&self, size: &[i64]) -> Tensor {
+        self.memory.poisoned(size, self.kind)
+    }
+
+    fn output_of(&self, size: &[i64], kind: Kind) -> Tensor {
+        self.memory.poisoned(size, kind)
+    }
+
+    /// A random tree of `n` nodes, or the root alone.
+    fn nodes(&self, n: i64) -> Nodes {
+        let mut rng = self.rng();
+        let mut paths: Vec<Vec<usize>> = vec![vec![]];
+        while (paths.len() as i64) < n {
+            let path = [&paths[rng.random_range(0..paths.len())][..], &[rng.random_range(0..10)]].concat();
+            if path.len() <= 6 && !paths.contains(&path) {
+                paths.push(path);
+            }
+        }
+        let nodes = match paths.len() {
+            1 => Nodes::chain(1, Device::Cpu),
+            _ => Nodes::of_tree(&SparseTree::new(paths[1..].to_vec()).expect("a tree"), Device::Cpu),
+        };
+        let own = |tensor: &Tensor| self.memory.tensor(tensor);
+        Nodes {
+            depths_n: own(&nodes.depths_n),
+            parents_n: own(&nodes.parents_n),
+            guesses_n: own(&nodes.guesses_n),
+            children_n2: own(&nodes.children_n2),
+            sees_n2: own(&nodes.sees_n2),
+        }
+    }
+
+    fn state(&self, context: i64) -> Tensor {
+        self.memory.tensor(&state::before_first(context, 0, 0, Device::Cpu))
+    }
+
+    /// Numbers of a kernel, each within `units` of the last bits of its dtype, plus what sums of numbers of size `scale` may differ.
+    ///
+    /// Kernel and oracle round the same float32 number once; where it lies between two, either may come: one unit.
+    fn assert_close(&self, got: &Tensor, expected: &Tensor, units: f64, scale: f64) {
+        let unit = match got.kind() {
+            Kind::BFloat16 => 2f64.powi(-7),
+            Kind::Half => 2f64.powi(-10),
+            _ => 2f64.powi(-20), // of float32: sums of thousands of numbers in another order
+        };
+        let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
+        let allowed = expected.abs() * (unit * units) + scale * unit * units / 8.0;
+        let wrong = (&got - &expected).abs().le_tensor(&allowed).logical_not(); // NaN is wrong, too
+        let count = i64::try_from(wrong.sum(Kind::Int64)).expect("a number");
+        if count > 0 {
+            let at = Vec::<i64>::try_from(wrong.nonzero().i(0)).expect("an index");
+            let number = |tensor: &Tensor| at.iter().fold(tensor.shallow_clone(), |t, &i| t.i(i)).double_value(&[]);
+            panic!(
+                "{}: {count} numbers differ, first at {at:?}: {}, expected {}",
+                self.name,
+                number(&got),
+                number(&expected)
+            );
+        }
+    }
+
+    fn assert_equal(&self, got: &Tensor, expected: &Tensor) {
+        assert_eq!(got.size(), expected.size(), "{}", self.name);
+        assert!(got.equal(expected), "{}:\n{got}\nexpected\n{expected}", self.name);
+    }
+}
+
+/// Every case in one dtype and order of threads, and in the other dtype and order.
+fn cases<T: std::fmt::Debug + Copy>(of: impl IntoIterator<Item = T>, check: impl Fn(&Case, T)) {
+    for (number, what) in of.into_iter().enumerate() {
+        for turn in [0, 1] {
+            check(&Case::new(number, turn, format!("{what:?}")), what);
+        }
+    }
+}
+
+fn product<A: Copy, B: Copy>(a: &[A], b: &[B]) -> Vec<(A, B)> {
+    a.iter().flat_map(|&a| b.iter().map(move |&b| (a, b))).collect()
+}
+
+/// What a kernel and its oracle write, each into its own copy of a tensor.
+fn both(case: &Case, of: &Tensor) -> [Tensor; 2] {
+    [case.memory.tensor(of), of.copy()]
+}
+
+#[test]
+fn rows_are_embedded_normed_and_gated() {
+    cases(product(&[1, 7, 128], &[8, 72, 2056]), |case, (n, h)| {
+        let (tokens_n, table_vh) = (case.below(50, &[n]), case.normal(&[50, h]));
+        let [got, expected] = both(case, &case.output(&[n, h]));
+        case.run(&[launches::embed(&tokens_n, &table_vh, &got)]);
+        oracle::embed(&tokens_n, &table_vh, &expected);
+        case.assert_equal(&got, &expected);
+
+        let (x_nh, delta_nh, weight_h) = (case.normal(&[n, h]), case.normal(&[n, h]), case.normal(&[h]));
+        case.run(&[launches::rms_norm(&x_nh, &weight_h, 1e-5, &got)]);
+        oracle::rms_norm(&x_nh, &weight_h, 1e-5, &expected);
+        case.assert_close(&got, &expected, 1.0, 0.0);
+
+        let [x, x_oracle] = both(case, &x_nh);
+        case.run(&[launches::add_rms_norm(&x, &delta_nh, &weight_h, 1e-5, &got)]);
+        oracle::add_rms_norm(&x_oracle, &delta_nh, &weight_h, 1e-5, &expected);
+        case.assert_equal(&x, &x_oracle);
+        case.assert_close(&got, &expected, 1.0, 0.0);
+
+        let (gate_up_n, [got, expected]) = (case.normal(&[n, 2 * h]), both(case, &case.output(&[n, h])));
+        case.run(&[launches::silu_mul(&gate_up_n, &got)]);
+        oracle::silu_mul(&gate_up_n, &expected);
+        case.assert_close(&got, &expected, 1.0, 0.0);
+    });
+}
+
+/// Query heads, key/value heads.
+const HEADS: [(i64, i64); 4] = [(4, 2), (1, 1), (4, 1), (3, 3)];
+
+#[test]
+fn positions_go_into_queries_and_keys_and_both_into_the_cache() {
+    let shapes = product(&[(1, 0, 64), (7, 63, 128), (128, 65, 64), (16, 700, 128)], &HEADS);
+    cases(shapes, |case, ((n, context, d), (q, g))| {
+        let (nodes, state) = (case.nodes(n), case.state(context));
+        let places = Places { nodes: &nodes, state: &state };
+        let room = context + n; // not a row more
+        let table = || case.floats(&[room, d / 2]).sin_();
+        let rotations = Rotations { cos_sd: case.memory.tensor(&table()), sin_sd: case.memory.tensor(&table()) };
+        let (qkv_nh, bias_h) = (case.normal(&[n, (q + 2 * g) * d]), case.normal(&[(q + 2 * g) * d]));
+        for bias_h in [None, Some(&bias_h)] {
+            let [q_got, q_expected] = both(case, &case.output(&[n, q, d]));
+            let [kv_got, kv_expected] = both(case, &case.normal(&[2, g, room, d]));
+            let launch = launches::rope_append(&qkv_nh, bias_h, places, &rotations, &q_got, &kv_got);
+            case.emulator(d).run(&launch, case.order);
+            oracle::rope_append(&qkv_nh, bias_h, places, &rotations, &q_expected, &kv_expected);
+            case.assert_close(&q_got, &q_expected, 1.0, 1e-3);
+            case.assert_close(&kv_got, &kv_expected, 1.0, 1e-3);
+            let committed = |kv: &Tensor| kv.narrow(2, 0, context);
+            case.assert_equal(&committed(&kv_got), &committed(&kv_expected));
+        }
+    });
+}
+
+/// Attention of a step of `n` rows behind `context` tokens.
+fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<i64>, splits: i64) {
+    let (nodes, state) = (case.nodes(n), case.state(context));
+    let places = Places { nodes: &nodes, state: &state };
+    let room = context + n;
+    let (q_nqd, kv_2gsd) = (case.normal(&[n, q, d]), case.normal(&[2, g, room, d]));
+    let mut parts = Parts::with_splits([n, q, d], g, splits, Device::Cpu);
+    for tensor in parts.tensors_mut() {
+        *tensor = case.memory.poisoned(&tensor.size(), tensor.kind());
+    }
+    let [got, expected] = both(case, &case.output(&[n, q, d]));
+    let scale = (d as f64).powf(-0.5);
+    let launches = launches::tree_attention(&q_nqd, &kv_2gsd, places, (scale, window), &parts, &got);
+    case.emulator(d).run_all(&launches, case.order);
+    oracle::tree_attention(&q_nqd, &kv_2gsd, places, scale, window, &expected);
+    // Probabilities are rounded for their product with values of size 1: sums of up to thousands of errors of either sign.
+    case.assert_close(&got, &expected, 1.0, 4.0);
+}
+
+#[test]
+fn attention_sees_the_committed_tokens_and_the_nodes_above() {
+    // Every context with every number of rows; head sizes, heads, windows and splits take turns.
+    for (number, (context, n)) in product(&CONTEXTS, &ROWS).into_iter().enumerate() {
+        let (q, g) = HEADS[number % 4];
+        let (d, window) = ([64, 128][number / 3 % 2], [None, Some(5), None, Some(64), Some(4000)][number % 5]);
+        let splits = [1, 3, 8][number % 3];
+        let name = format!("{n} rows behind {context}, heads {q}/{g} of {d}, window {window:?}, {splits} splits");
+        check_attention(&Case::new(number, 0, name.clone()), [n, context, q, g, d], window, splits);
+        if context < 100 {
+            check_attention(&Case::new(number, 1, name), [n, context, q, g, d], window, splits);
+        }
+    }
+}
+
+#[test]
+fn products_are_those_of_every_row_and_weight() {
+    // Columns that fill no tile, depths that fill no stage, and the tall tiles of a vocabulary.
+    let weights = [(40, 8), (64, 64), (100, 328), (8200, 72)];
+    cases(product(&ROWS, &weights), |case, (n, (m, k))| {
+        if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
+            return;
+        }
+        let (x_nk, w_mk, bias_m) = (case.normal(&[n, k]), case.normal(&[m, k]), case.normal(&[m]));
+        for (bias, kind) in [(None, Kind::Float), (Some(&bias_m), case.kind)] {
+            let [got, expected] = both(case, &case.output_of(&[n, m], kind));
+            case.run(&[launches::linear(&x_nk, &w_mk, bias, &got)]);
+            oracle::linear(&x_nk, &w_mk, bias, &expected);
+            case.assert_close(
+                &got,
+                &expected,
+                1.0,
+                8.0 * (k as f64).sqrt() * if kind == Kind::Float { 1.0 } else { 1e-3 },
+            );
+        }
+    });
+}
+
+#[test]
+fn heads_read_the_last_accepted_row_or_their_own() {
+    cases(product(&[1, 5], &[8, 40, 264]), |case, (k, h)| {
+        let state = case.state(9);
+        state::write(&state, Slot::Last, 6);
+        let (hidden_nh, x_kh) = (case.normal(&[7, h]), case.normal(&[k, h]));
+        let (w_khh, b_kh) = (case.normal(&[k, h, h]), case.normal(&[k, h]));
+        for input in [BlockInput::Last { hidden_nh: &hidden_nh, state: &state }, BlockInput::Rows(&x_kh)] {
+            let [got, expected] = both(case, &case.output(&[k, h]));
+            case.run(&[launches::res_block(input, &w_khh, &b_kh, &got)]);
+            oracle::res_block(input, &w_khh, &b_kh, &expected);
+            case.assert_close(&got, &expected, 1.0, 0.1);
+        }
+    });
+}
+
+/// Logits with many equals: of 20 different numbers.
+fn logits_with_ties(case: &Case, size: &[i64]) -> Tensor {
+    case.memory.tensor(&Tensor::randint(20, size, (Kind::Float, Device::Cpu)))
+}
+
+#[test]
+fn the_first_of_equals_comes_first() {
+    cases(product(&[1, 2, 5], &[5, 50, 4096, 4097, 32_000]), |case, (n, v)| {
+        let p = 16.min(v);
+        for logits_nv in [logits_with_ties(case, &[n, v]), case.floats(&[n, v])] {
+            let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
+            case.run(&[launches::best(&logits_nv, &got)]);
+            oracle::best(&logits_nv, &expected);
+            case.assert_equal(&got, &expected);
+
+            let [got, expected] = both(case, &case.output_of(&[n, p], Kind::Int));
+            let parts = case.memory.poisoned(&launches::guess_parts([n, v], p, Device::Cpu).size(), Kind::Int64);
+            case.run(&launches::top_guesses(&logits_nv, &parts, &got));
+            oracle::top_guesses(&logits_nv, &expected);
+            case.assert_equal(&got, &expected);
+        }
+    });
+}
+
+#[test]
+fn probabilities_and_entropies_are_those_of_a_softmax() {
+    cases(product(&[1, 9, 128], &[(5, 1.0), (1500, 0.7), (4097, 2.0)]), |case, (n, (v, temperature))| {
+        let (nodes, tokens_n) = (case.nodes(n), case.below(v.min(70), &[n]));
+        let logits_nv = case.memory.tensor(&(case.floats(&[n, v]) * 4));
+        if v > 100 {
+            let _ = logits_nv.narrow(1, 70, 20).fill_(f64::NEG_INFINITY); // tokens that cannot be
+        }
+        let [log_p, log_p_oracle] = both(case, &case.output_of(&[n], Kind::Float));
+        let [entropy, entropy_oracle] = both(case, &case.output_of(&[n], Kind::Float));
+        case.run(&[launches::posterior(&logits_nv, &tokens_n, &nodes, temperature, [&log_p, &entropy])]);
+        oracle::posterior(&logits_nv, &tokens_n, &nodes, temperature, &log_p_oracle, &entropy_oracle);
+        case.assert_close(&log_p, &log_p_oracle, 1.0, 8.0);
+        case.assert_close(&entropy, &entropy_oracle, 1.0, 8.0);
+    });
+}
+
+#[test]
+fn a_token_is_drawn_where_the_number_of_its_position_falls() {
+    cases(
+        product(&[1, 4], &product(&[5, 1500, 4097], &[(1.0, 1.0), (0.7, 0.9), (1.5, 0.3), (1.0, 1e-3)])),
+        |case, what| {
+            let (n, (v, (temperature, top_p))) = what;
+            let (nodes, state) = (case.nodes(n), case.state(40));
+            let places = Places { nodes: &nodes, state: &state };
+            let uniforms_u = case.memory.tensor(&Tensor::rand([7], (Kind::Double, Device::Cpu)));
+            for logits_nv in [logits_with_ties(case, &[n, v]), case.memory.tensor(&(case.floats(&[n, v]) * 2))] {
+                let draws = Draws { temperature, top_p, uniforms_u: &uniforms_u };
+                let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
+                case.run(&[launches::draw(&logits_nv, places, draws, &got)]);
+                oracle::draw(&logits_nv, places, draws, &expected);
+                // A border between two tokens is met by float32's last bits once in a million draws; there are some hundred here.
+                case.assert_equal(&got, &expected);
+            }
+        },
+    );
+}
+
+#[test]
+fn rules_accept_the_paths_that_they_accept_on_the_host() {
+    cases(product(&ROWS, &[1, 2, 3, 4]), |case, (n, vocabulary)| {
+        let nodes = case.nodes(n);
+        let (tokens_n, chosen_n) = (case.below(vocabulary, &[n]), case.below(vocabulary, &[n]));
+        let levels = i64::try_from(nodes.depths_n.max()).expect("a number");
+        let accepted = |rule: &dyn Fn(Accepted)| {
+            let (path, state) = (case.output_of(&[levels + 1], Kind::Int), case.state(9));
+            rule(Accepted { path: &path, state: &state });
+            (path, state)
+        };
+        let same = |launch: &dyn Fn(Accepted) -> Launch, oracle: &dyn Fn(Accepted)| {
+            let (got, expected) = (accepted(&|out| case.run(&[launch(out)])), accepted(oracle));
+            case.assert_equal(&got.0, &expected.0);
+            case.assert_equal(&got.1, &expected.1);
+        };
+        same(&|out| launches::walk(&nodes, &tokens_n, &chosen_n, out), &|out| {
+            oracle::walk(&nodes, &tokens_n, &chosen_n, out);
+        });
+        // Few different numbers: paths of equal length, and equally likely ones.
+        let log_p_n = case.memory.tensor(&(case.below(4, &[n]) * -0.75 - 0.25).to_kind(Kind::Float));
+        let entropy_n = case.memory.tensor(&case.below(3, &[n]).to_kind(Kind::Float));
+        let rule = TypicalAcceptance::default();
+        same(&|out| launches::typical(&nodes, [&log_p_n, &entropy_n], rule, &chosen_n, out), &|out| {
+            oracle::typical(&nodes, [&log_p_n, &entropy_n], rule, &chosen_n, out);
+        });
+    });
+}
+
+#[test]
+fn what_was_accepted_stays_and_the_next_tree_is_filled() {
+    let shapes = product(&[(1, 0), (9, 63), (128, 70)], &[64, 128]);
+    cases(shapes, |case, ((n, context), d)| {
+        let mut rng = case.rng();
+        let count = rng.random_range(1..=n.min(11));
+        // A path ascends from the root; behind it stands what is not read.
+        let mut rows: Vec<i64> =
+            rand::seq::index::sample(&mut rng, n as usize, count as usize).iter().map(|row| row as i64).collect();
+        rows.sort_unstable();
+        rows[0] = 0;
+        let path = case.memory.tensor(&Tensor::from_slice(&[&rows[..], &[-1; 2]].concat()).to_kind(Kind::Int));
+        let state = case.state(context);
+        state::write(&state, Slot::Accepted, count);
+        state::write(&state, Slot::Next, 77);
+        state::write(&state, Slot::Step, 4);
+        let accepted = Accepted { path: &path, state: &state };
+        let [got, expected] = both(case, &case.normal(&[3, 2, 2, context + n, d]));
+        case.run(&[launches::compact(&got, accepted)]);
+        oracle::compact(&expected, accepted);
+        case.assert_equal(&got, &expected);
+
+        let tokens_n = case.below(1000, &[n]);
+        let [results, results_oracle] = both(case, &case.below(9, &[3, state::RESULT_HEAD + 12]));
+        let [state_got, state_oracle] = both(case, &state);
+        case.run(&[launches::advance(Accepted { path: &path, state: &state_got }, &tokens_n, &results)]);
+        oracle::advance(Accepted { path: &path, state: &state_oracle }, &tokens_n, &results_oracle);
+        case.assert_equal(&results, &results_oracle);
+        case.assert_equal(&state_got, &state_oracle);
+
+        let (nodes, ids_kp) = (case.nodes(n), case.below(1000, &[6, 10]));
+        let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
+        case.run(&[launches::fill_tree(&nodes, &ids_kp, &state, &got)]);
+        oracle::fill_tree(&nodes, &ids_kp, &state, &expected);
+        case.assert_equal(&got, &expected);
+    });
+}
+
+/// What the emulator says of a kernel, in both orders of threads: `OUT[thread]`, or the error.
+fn of_kernel(body: &str, threads: u32, shared_bytes: u32) -> [Result<Vec<i64>, String>; 2] {
+    let memory = Memory::default();
+    let source = format!(
+        "#define ELEMENT_BF16
+#define HEAD_SIZE 64
+{PRELUDE}
+KERNEL(64) probe(int* out) {{ {body} }}
+"
+    );
+    [Order::Forwards, Order::Backwards].map(|order| {
+        let out = memory.poisoned(&[i64::from(threads)], Kind::Int);
+        let launch = Launch {
+            kernel: Kernel { program: Program::Rows, name: "probe" },
+            grid: [1, 1, 1],
+            threads,
+            shared_bytes,
+            arguments: vec![Argument::Pointer(out.data_ptr() as u64)],
+        };
+        emulator::run(&source, &["probe"], &launch, order)?;
+        Ok(Vec::try_from(out.to_kind(Kind::Int64)).expect("one axis"))
+    })
+}
+
+#[test]
+fn the_emulator_finds_what_a_gpu_would_not_forgive() {
+    let faults = [
+        ("int i = threadIdx.x; out[i + 1] = i;", "memory that is not its own"),
+        ("if (threadIdx.x < 9) __syncwarp(); __syncthreads();", "waits for ever at __sync"),
+        ("if (threadIdx.x < 32) __syncthreads();", "waits for ever at __syncthreads"),
+        (
+            "if (threadIdx.x % 2) __shfl_xor_sync(ALL_LANES, 1, 1); else __ballot_sync(ALL_LANES, 1);",
+            "others of its warp or block are at",
+        ),
+        ("out[threadIdx.x] = __shfl_xor_sync(1u, 1, 1);", "a mask that is not the whole warp"),
+        ("store16((char*)out + 4, make_uint4(1, 2, 3, 4));", "no multiple of 16"),
+        ("LAUNCHED_SHARED(room); copy16_async(room, out, true);", "a copy that it never waited for"),
+        ("LAUNCHED_SHARED(room); copy16_async(room + 64, out, true);", "not shared memory"),
+        ("LAUNCHED_SHARED(room); room[64] = make_uint4(0, 0, 0, 0);", "memory that is not its own"),
+    ];
+    for (body, words) in faults {
+        for outcome in of_kernel(body, 64, 1024) {
+            assert!(outcome.as_ref().is_err_and(|error| error.contains(words)), "{body}: {outcome:?}");
+        }
+    }
+    // What no error can tell makes the orders differ, or comes out as poison.
+    let racing = of_kernel(
+        "SHARED int last; last = threadIdx.x; out[threadIdx.x] = last; __syncthreads(); out[threadIdx.x] = last;",
+        64,
+        0,
+    );
+    assert_ne!(racing[0], racing[1]);
+    let before = of_kernel("SHARED int x[64]; out[threadIdx.x] = x[63 - threadIdx.x]; x[threadIdx.x] = 1;", 64, 0);
+    assert!(before.iter().flatten().all(|out| out.contains(&-1)), "{before:?}");
+    let copied = "LAUNCHED_SHARED(room); SHARED uint4 from[64]; int i = threadIdx.x; from[i] = make_uint4(7, 7, 7, 7); \
+                  copy16_async(room + i, from + i, true); end_copies(); int early = room[i].x; wait_copies<0>(); ";
+    for (read, expected) in [("early", -1), ("room[i].x", 7)] {
+        let outcome = of_kernel(&format!("{copied} out[i] = {read};"), 64, 1024);
+        assert!(outcome.iter().all(|out| out.as_ref().is_ok_and(|out| *out == [expected; 64])), "{outcome:?}");
+    }
+    let right =
+        "SHARED int x[64]; x[threadIdx.x] = threadIdx.x; __syncthreads(); out[threadIdx.x] = x[63 - threadIdx.x];";
+    assert_eq!(
+        of_kernel(right, 64, 0).map(Result::unwrap),
+        [(0..64).rev().collect::<Vec<i64>>(), (0..64).rev().collect()]
+    );
+}
+
+#[test]
+fn the_emulator_rounds_as_libtorch_does() {
+    let all = Tensor::arange(65536, (Kind::Int, Device::Cpu)).to_kind(Kind::Int16).view([1, 65536]);
+    for (number, &kind) in KINDS.iter().enumerate() {
+        let case = Case::new(number, 0, "every number and another one".to_owned());
+        assert_eq!(case.kind, kind);
+        let x_nh = all.view_dtype(kind);
+        let finite = |x: &Tensor| x.to_kind(Kind::Float).nan_to_num(0.0, 1e30, -1e30);
+        let x_nh = finite(&x_nh).to_kind(kind); // without NaN; what is too large for the dtype is infinite again
+        for _ in 0..4 {
+            let delta_nh =
+                case.memory.tensor(&x_nh.index_select(1, &Tensor::randperm(65536, (Kind::Int64, Device::Cpu))));
+            let weight_h = case.memory.tensor(&Tensor::ones([65536], (kind, Device::Cpu)));
+            let [got, expected] = both(&case, &x_nh);
+            let normed = case.output(&[1, 65536]);
+            case.run(&[launches::add_rms_norm(&got, &delta_nh, &weight_h, 1e-5, &normed)]);
+            oracle::add_rms_norm(&expected, &delta_nh, &weight_h, 1e-5, &normed);
+            case.assert_equal(&finite(&got), &finite(&expected)); // inf - inf is NaN in both
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch (scripts/setup)")]
+#[expect(clippy::print_stdout, reason = "the table of what kernels take")]
+fn every_kernel_compiles_for_every_gpu_without_spilling() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let compiler = Compiler::open(Some(folder.path().into())).unwrap_or_else(|error| panic!("{error}"));
+    println!(
+        "NVRTC {:?}\n{:<24} {:>9} {:>5} {:>5} {:>5} {:>7} {:>6}",
+        compiler.version(),
+        "kernel",
+        "element",
+        "D",
+        "arch",
+        "regs",
+        "shared",
+        "spills"
+    );
+    let mut faults = vec![];
+    for (arch, (program, kind)) in product(&["sm_80", "sm_90a", "sm_100"], &product(&Program::ALL, &KINDS)) {
+        let element = Element::of(kind).expect("16 bits");
+        for &head_size in if program.has_head_size() { &[64, 128][..] } else { &[128] } {
+            let compiled =
+                compiler.compile(program, element, head_size, arch).unwrap_or_else(|error| panic!("{error}"));
+            let again = compiler.compile(program, element, head_size, arch).unwrap_or_else(|error| panic!("{error}"));
+            assert!(compiled.cubin.starts_with(b"\x7fELF") && compiled == again);
+            let mut found: Vec<String> = vec![];
+            for takes in compiled.resources() {
+                let line = format!(
+                    "{:<24} {kind:>9?} {head_size:>5} {arch:>6} {:>4} {:>7} {:>6}",
+                    takes.kernel, takes.registers, takes.shared_bytes, takes.spilled_bytes
+                );
+                println!("{line}");
+                faults.extend((takes.spilled_bytes > 0 || takes.registers == 0).then_some(line));
+                found.push(takes.kernel);
+            }
+            let mut expected = program.kernels();
+            expected.sort_unstable();
+            found.sort_unstable();
+            assert_eq!(found, expected);
+        }
+    }
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+#[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch (scripts/setup)")]
+fn a_kernel_that_is_refused_tells_the_file_and_the_line() {
+    let compiler = Compiler::open(None).unwrap_or_else(|error| panic!("{error}"));
+    let error = compiler.compile(Program::TreeAttention, Element::BFloat16, 128, "sm_75").unwrap_err().to_string();
+    assert!(error.contains("tree_attention.cu for sm_75"), "{error}");
+}

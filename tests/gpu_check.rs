@@ -1,0 +1,141 @@
+//! Promise: `scripts/gpu_check` can be prepared on a machine without a GPU, says what is missing there, and makes its table from what
+//! was recorded.
+#![cfg(target_os = "linux")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use medusa::files::write_atomic;
+use serde_json::json;
+
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/gpu_check");
+
+fn run(script: &Path, arguments: &[&str]) -> Output {
+    Command::new("python3").arg(script).args(arguments).output().expect("python3, which scripts/setup needs, too")
+}
+
+fn words(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+#[test]
+fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let carried = folder.path().join("carried");
+    let programs = PathBuf::from(env!("CARGO_BIN_EXE_medusa"));
+    let programs = programs.parent().expect("a folder of programs").to_str().expect("UTF-8");
+    let prepare = ["--prepare", carried.to_str().expect("UTF-8"), "--programs", programs];
+    let prepared = run(Path::new(SCRIPT), &prepare);
+    assert!(prepared.status.success(), "{}", words(&prepared.stderr));
+    for file in ["target/release/medusa", "target/release/medusa-train", "data/tiny/backbone/tokenizer.json"] {
+        assert!(carried.join(file).is_file(), "{file}");
+    }
+    let again = run(Path::new(SCRIPT), &prepare);
+    assert!(!again.status.success() && words(&again.stderr).contains("is there already"));
+    // The programs find libtorch where they were built; a torch of pip is looked for only where there is no such folder.
+    std::fs::create_dir(carried.join(".libtorch")).expect("a folder");
+    let without_gpu = run(&carried.join("scripts/gpu_check"), &["--out", "results"]);
+    let error = words(&without_gpu.stderr);
+    assert_eq!(without_gpu.status.code(), Some(1), "{error}");
+    assert!(error.starts_with("error: no GPU can be checked here: there is no GPU to decode on"), "{error}");
+    assert!(without_gpu.stdout.is_empty() && !carried.join("results").exists());
+    let unbuilt = run(Path::new(SCRIPT), &["--prepare", "x", "--programs", "/nowhere"]);
+    assert!(words(&unbuilt.stderr).contains("build them first: cargo build --release"), "{}", words(&unbuilt.stderr));
+}
+
+/// A machine with a GPU, played by a script in the program's place.
+#[test]
+fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let programs = folder.path().join("programs");
+    std::fs::create_dir(&programs).expect("a folder");
+    let played = r#"#!/bin/sh
+case "$1 $2" in
+    "doctor --json") echo '{"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "1", "runtime": "2"}, "engine": {"cuda": true}}' ;;
+    "gpu-check texts") echo '{"check": "libtorch", "tokens": 7, "same": false}'; echo "no good" >&2; exit 3 ;;
+    "gpu-check steps") echo '{"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}'; sleep 600 ;;
+    "gpu-check endurance") echo '{"check": "endurance", "steps": 20000, "device_growth_bytes": 0, "host_growth_bytes": 0}' ;;
+esac
+"#;
+    for name in ["medusa", "medusa-train"] {
+        let path = programs.join(name);
+        write_atomic(&path, |out| std::io::Write::write_all(out, played.as_bytes())).expect("a file of a test");
+        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&path, executable).expect("a file of ours");
+    }
+    // A copy beside a libtorch that nobody opens: the script looks for one beside itself.
+    let script = folder.path().join("scripts/gpu_check");
+    std::fs::create_dir_all(folder.path().join(".libtorch")).expect("a folder");
+    std::fs::create_dir_all(folder.path().join("scripts")).expect("a folder");
+    std::fs::copy(SCRIPT, &script).expect("a copy");
+    let out = folder.path().join("results");
+    let [programs, out_text] = [&programs, &out].map(|path| path.to_str().expect("UTF-8"));
+    let run = run(&script, &["--programs", programs, "--out", out_text, "--seconds", "20"]);
+    let said = words(&run.stderr);
+    assert!(!run.status.success() && said.contains("error: failed: texts, steps"), "{said}");
+    let files: Vec<_> = std::fs::read_dir(&out).expect("results").map(|file| file.expect("a file").path()).collect();
+    assert_eq!(files.len(), 2, "{files:?}");
+    let json = files.iter().find(|path| path.extension().is_some_and(|end| end == "json")).expect("JSON");
+    let told: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(json).expect("a file")).expect("an object");
+    assert!(
+        told["parts"]["texts"]["failed"].as_str().is_some_and(|why| why.contains("exit status 3: no good")),
+        "{told}"
+    );
+    assert_eq!(told["parts"]["texts"]["lines"][0]["same"], false);
+    assert!(told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.starts_with("not done after")), "{told}");
+    assert_eq!(told["parts"]["steps"]["lines"][0]["step_ms"], 3.5);
+    assert_eq!(told["parts"]["endurance"]["failed"], serde_json::Value::Null);
+    assert!(words(&run.stdout).contains("20000 steps: device memory grew by 0.0 MiB"), "{}", words(&run.stdout));
+}
+
+#[test]
+fn what_was_recorded_becomes_a_table() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let recorded = folder.path().join("recorded.json");
+    let part = |lines: serde_json::Value| json!({"lines": lines, "failed": null, "seconds": 1.0});
+    let results = json!({
+        "date": "2026-01-02",
+        "doctor": {"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "580.1", "runtime": "13.0"}},
+        "parts": {
+            "kernels": part(json!([{"check": "kernels", "dtype": "BFloat16", "head_dim": 128, "groups": 8, "nodes": 64, "context": 700,
+                "acceptance": "Typical(TypicalAcceptance { })", "distances": {"embed": 0.0, "linear 64x64": 0.001, "res_block": 0.0021,
+                "tree_attention": 0.0042}}])),
+            "texts": part(json!([{"check": "libtorch", "dtype": "Float", "tokens": 128, "same": true},
+                {"check": "texts", "dtype": "Half", "head_dim": 64, "groups": 2, "prompt": 40, "tokens": 128,
+                    "plain": {"same": 128, "margin": null}, "medusa": {"same": 90, "margin": 0.0625}}])),
+            "steps": part(json!([{"check": "copy", "gigabytes_per_second": 4000.0, "read_gigabytes_per_second": 4500.0},
+                {"check": "steps", "nodes": 64, "context": 128, "step_ms": 4.0}, {"check": "steps", "nodes": 64, "context": 1024, "step_ms": 4.5}, {"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}])),
+            "endurance": part(json!([{"check": "endurance", "steps": 20_000, "device_growth_bytes": 0, "host_growth_bytes": 1_048_576}])),
+            "transformers": part(json!([{"check": "transformers", "context": 128, "step_ms": 20.0}])),
+            "medusa1": part(json!([{"check": "training", "stage": "medusa1", "tokens_per_second": 8192.0, "device_memory_bytes": 1u64 << 34}])),
+            "medusa2": json!({"lines": [], "failed": "not done after 9 s", "seconds": 9.0}),
+            "memcheck": json!({"lines": [], "failed": null, "skipped": "there is no compute-sanitizer", "seconds": 0})
+        }
+    });
+    write_atomic(&recorded, |out| Ok(serde_json::to_writer(out, &results)?)).expect("a file of a test");
+    let told = run(Path::new(SCRIPT), &["--table", recorded.to_str().expect("UTF-8")]);
+    let table = words(&told.stdout);
+    assert!(told.status.success(), "{}", words(&told.stderr));
+    for line in [
+        "# A GPU, 2026-01-02",
+        "**medusa2 failed**: not done after 9 s",
+        "memcheck was skipped: there is no compute-sanitizer",
+        "| BFloat16, D 128, G 8 | 64 | 700 | Typical | tree_attention 4.2e-03, res_block 2.1e-03, linear 64x64 1.0e-03 |",
+        "In float32, libtorch's loop makes the same text of 128 tokens with a tree and without.",
+        "| Half | 64 | 2 | 40 | 128 | 128 | 90, then 0.062 |",
+        "A copy moves 4000 GB/s, read and written, and a sum reads 4500 GB/s: at these speeds 13.5 GB of weights take 3.37 and 3.00 ms.",
+        "Were 3.47 tokens of each step of 64 nodes accepted, as the paper's are (random heads guess nothing, and a step takes the same time): \
+         868 tokens/s behind 128, 17.4 times transformers.",
+        "| nodes | context 128 | context 1024 |",
+        "| 1 | 3.50 | - |",
+        "| 64 | 4.00 | 4.50 |",
+        "| transformers, 1 | 20.00 | - |",
+        "20000 steps: device memory grew by 0.0 MiB, the host's by 1.0 MiB.",
+        "| medusa1 | 0.50 | 8192 | 16.0 |",
+    ] {
+        assert!(table.lines().any(|told| told == line), "{line}\n{table}");
+    }
+    let broken = run(Path::new(SCRIPT), &["--table", "/nowhere.json"]);
+    assert!(words(&broken.stderr).contains("expected a file that scripts/gpu_check wrote"));
+}
