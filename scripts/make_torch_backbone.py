@@ -2,10 +2,10 @@
 """A backbone as repositories from before safetensors hold it, for tests/torch_backbone.rs: python3 scripts/make_torch_backbone.py
 
 Needs torch 2.11, transformers 5 and safetensors. Writes tests/fixtures/torch_backbone/: a small random Llama as `model.safetensors`, and the
-same numbers as `pytorch_model.bin` (a state_dict, one matrix of it a transposed view, two of it slices of one storage, one of bfloat16, and a
-mask of truth values that is no weight), as two shards with their index (plain dicts of
-float16 clones, as transformers split them), in torch's container of before 1.6 (`legacy.bin`), and `calls_code.bin`, which calls a
-function when Python loads it. Metadata of model.safetensors says what made them.
+same numbers as `pytorch_model.bin` (a state_dict: one matrix of it a transposed view, two slices of one storage, one of bfloat16, and a
+mask of truth values, which is no weight), as two shards with their index (plain dicts of clones, as transformers split them), in torch's
+container of before 1.6 (`legacy.bin`), and `calls_code.bin`, which calls a function when Python loads it. Metadata of model.safetensors
+says what made them.
 """
 
 import hashlib
