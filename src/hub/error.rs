@@ -66,11 +66,11 @@ pub enum HubError {
         /// What it has.
         holds: Vec<String>,
     },
-    /// Weights of a kind that runs code when it is read.
+    /// Weights of a kind that is not read: GGUF and others.
     #[error(
-        "{id} has weights in {found} only; this program reads safetensors: convert them, or take a revision that has them"
+        "{id} has weights in {found} only; this program reads safetensors and pytorch_model.bin: convert them, or take a revision that has them"
     )]
-    NoSafetensors {
+    NoReadableWeights {
         /// Repository and revision.
         id: String,
         /// The file.

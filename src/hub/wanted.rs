@@ -103,7 +103,7 @@ impl Wanted {
         }
         let other = |name: &&String| [".bin", ".pth", ".pt", ".gguf"].iter().any(|end| name.ends_with(end));
         match names.iter().find(other) {
-            Some(found) => Err(HubError::NoSafetensors { id: id.to_string(), found: found.clone() }),
+            Some(found) => Err(HubError::NoReadableWeights { id: id.to_string(), found: found.clone() }),
             None => Err(HubError::NoFile { id: id.to_string(), file: WEIGHTS[0][1].into(), holds: names.to_vec() }),
         }
     }
@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(of("config.json model.safetensors pytorch_model.bin").unwrap(), ["model.safetensors"]);
         assert_eq!(of("config.json pytorch_model.bin training_args.bin").unwrap(), ["pytorch_model.bin"]);
         let refused = of("config.json model.gguf");
-        assert!(matches!(refused, Err(HubError::NoSafetensors { found, .. }) if found == "model.gguf"));
+        assert!(matches!(refused, Err(HubError::NoReadableWeights { found, .. }) if found == "model.gguf"));
         assert!(Wanted::BackboneWithoutWeights.weights(&id(), folder.path(), &all).unwrap().is_empty());
     }
 
