@@ -67,8 +67,7 @@ impl NewFolder {
     /// # Errors
     /// Whatever the disk says.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let (partial, lock) =
-            own_partial(path, |partial| fs::create_dir_all(partial).and_then(|()| open_folder(partial)))?;
+        let (partial, lock) = own_partial(path, make_folder)?;
         for left in fs::read_dir(&partial)? {
             let left = left?.path();
             if left.is_dir() { fs::remove_dir_all(left)? } else { fs::remove_file(left)? }
@@ -94,10 +93,9 @@ impl NewFolder {
         self.committed = true;
         sync_folder(parent(&self.path))
     }
-}
 
-impl NewFolder {
-    /// As [`NewFolder::commit`], of a name that nothing has: what took it meanwhile stays, and this goes.
+    /// As [`NewFolder::commit`], of a name that nothing has: what took it meanwhile stays, and this goes. An empty folder that was made
+    /// between the look and the rename is replaced (on Unix, where a rename does that).
     ///
     /// # Errors
     /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or whatever the disk says.
@@ -240,6 +238,15 @@ fn open_file(path: &Path) -> io::Result<Option<File>> {
     OpenOptions::new().write(true).create(true).truncate(false).open(path).map(Some)
 }
 
+/// Makes it where it is not there. Between the calls its former owner may give it its real name, or remove it: then once more.
+fn make_folder(folder: &Path) -> io::Result<Option<File>> {
+    const TRIES: usize = 100; // what is no folder, such as a link to nothing, stays so
+    let make = || fs::create_dir_all(folder).and_then(|()| open_folder(folder));
+    let is_gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists);
+    let mut tries = (1..TRIES).map(|_| make());
+    tries.find(|made| !made.as_ref().is_err_and(is_gone)).unwrap_or_else(make)
+}
+
 /// Windows cannot open folders: `None`.
 fn open_folder(folder: &Path) -> io::Result<Option<File>> {
     if cfg!(windows) { Ok(None) } else { File::open(folder).map(Some) }
@@ -350,6 +357,18 @@ mod tests {
         NewFolder::create(&path).unwrap().commit().unwrap();
         assert!(!path.join("x").exists() && path.exists());
         remove_folder(&path).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_goes_while_it_is_made_is_made_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("out");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..2000).for_each(|_| drop(NewFolder::create(&path).unwrap())));
+            }
+        });
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 

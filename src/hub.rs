@@ -108,9 +108,9 @@ impl<'o> Hub<'o> {
             .filter(|url| url.username().is_empty() && url.password().is_none()) // errors name the endpoint
             .ok_or_else(|| HubError::setting("HF_ENDPOINT", "an address such as https://huggingface.co"))?;
         let home = cache::home(&setting);
-        let token = Token::from_env(&setting, &home)?;
         let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().find_map(|name| setting(name));
         let offline = offline.is_some_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_uppercase().as_str()));
+        let token = if offline { None } else { Token::from_env(&setting, &home)? }; // offline nobody is shown one
         let client = Client::new(endpoint, token, &setting, tell)?;
         Ok(Self { client, cache: Cache::of(&setting, &home), offline, tell })
     }

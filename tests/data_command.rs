@@ -98,8 +98,8 @@ fn what_cannot_be_shown_is_said() {
     let error = complaint(&["--row", "3"], 2);
     assert!(error.contains("--row: expected a row from 1 to 2, the rows kept, got 3"), "{error}");
     let nowhere = folder.path().join("no/folder/mask.svg").display().to_string();
-    let error = complaint(&["--row", "1", "--svg", &nowhere], 1);
-    assert!(error.contains("cannot write") && error.contains("mask.svg"), "{error}");
+    let error = complaint(&["--row", "1", "--svg", &nowhere], 2);
+    assert!(error.contains("mask.svg: there is no folder") && error.contains("make it first"), "{error}");
     assert!(!Path::new(&nowhere).exists());
     let error = complaint(&["--svg", "mask.svg"], 2);
     assert!(error.contains("--row <N>"), "{error}");

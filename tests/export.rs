@@ -57,7 +57,6 @@ fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Op
         heads: small.path(heads),
         backbone: Some(small.path("backbone")),
         backbone_name: None,
-        base_model: None,
         format: Format::from_str(format, false).expect("a format"),
         out: small.path(out),
         dtype,
@@ -341,6 +340,7 @@ fn a_calibration_goes_with_the_exported_heads() {
     let again = json_of(&small, "again/calibration.json");
     assert_eq!(again["heads_sha256"], sha256("again/medusa_lm_head.safetensors"));
     assert_eq!(again["exported_from"], exported["exported_from"]);
+    assert!(small.read("again/README.md").contains(&format!("with the heads whose file has SHA-256 {first}")));
 }
 
 #[test]
@@ -393,6 +393,13 @@ fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
     small.write("other.json", "{\"speedup\": 2.0}");
     export(&small, "run/final", "heads", "none", &["--bench", "other.json"])
         .failed(1, &["other.json: missing field `acceleration_rate`", "expected what `medusa bench --json` prints"]);
+    small.write("run/bench.json", r#"{"acceleration_rate": 2.5, "speedup": 2.1, "forced_acceptance_rate": 2.5}"#);
+    let words = "bench.json is left out of the model card: its acceptance was forced to 2.5 tokens a step";
+    assert!(export(&small, "run/final", "heads", "forced", &[]).succeeded().stderr.contains(words));
+    assert!(!small.read("forced/README.md").contains("## Speed"));
+    export(&small, "run/final", "heads", "none", &["--bench", "run/bench.json"])
+        .failed(1, &["run/bench.json: its acceptance was forced to 2.5 tokens a step"]);
+    fs::remove_file(small.path("run/bench.json")).expect("a file");
     // A recipe that cannot be read is no recipe, aloud.
     small.write("run/recipe.toml", b"\xff\xfe");
     let ended = export(&small, "run/final", "heads", "recipe", &[]).succeeded();
@@ -489,6 +496,42 @@ fn what_cannot_be_exported_leaves_nothing() {
     export(&small, "h", "tgi", "out", &[]).failed(1, &["h/heads.safetensors: hidden size: expected 32, got 16"]);
     assert_eq!(small.names("."), before);
     export(&small, "h", "heads", "taken", &[]).failed(1, &["taken exists already"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn a_link_to_nothing_has_the_name_from_the_start() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(1, 1, V), Kind::Float);
+    std::os::unix::fs::symlink("nothing", small.path("link")).expect("a link");
+    export(&small, "h", "heads", "link", &["--tree", "no_tree.json"]).failed(1, &["link exists already"]);
+}
+
+/// Writes a file of weights anew, with one number of one tensor changed.
+fn spoil(small: &SmallRun, name: &str, tensor: &str, number: f64) {
+    let path = small.path(name);
+    let files = WeightFiles::open_file(&path).expect("weights");
+    let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor").copy();
+    let tensors: Vec<(String, Tensor)> = files.names().into_iter().map(|name| (name.into(), read(name))).collect();
+    let spoilt = tensors.iter().find(|(name, _)| name.contains(tensor)).expect("the tensor");
+    let _ = spoilt.1.view(-1).get(0).fill_(number);
+    save(&path, &tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect::<Vec<_>>()).expect("weights");
+}
+
+#[test]
+fn numbers_that_are_none_are_refused_also_where_they_are_only_copied() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
+    small.train(&[]).succeeded();
+    write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
+    spoil(&small, "run/final/adapter_model.safetensors", "lora_B", f64::NAN);
+    let facts = ["the backbone, with what was trained of it, in float32 computes numbers that are not finite"];
+    export(&small, "run/final", "peft", "out", &[]).failed(1, &facts);
+    export(&small, "run/final", "merged", "out", &[]).failed(1, &facts);
+    spoil(&small, "backbone/model.safetensors", "lm_head", 70_000.0);
+    export(&small, "s", "vllm", "out", &["--dtype", "float16"])
+        .failed(1, &["the backbone's lm_head in float16 computes numbers that are not finite"]);
+    export(&small, "s", "vllm", "out", &["--dtype", "bfloat16"]).succeeded();
 }
 
 #[test]

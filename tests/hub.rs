@@ -181,10 +181,15 @@ fn a_backbone_comes_by_its_id_into_the_cache_of_all_programs() {
     let store = world.server.seen("GET", "/cdn/");
     assert!(store.len() == 2 && store.iter().all(|seen| !seen.has_token), "another host gets no token");
 
+    let changed =
+        || fs::metadata(world.repo_folder().join("refs/main")).and_then(|file| file.modified()).expect("a time");
+    let before = changed();
     world.server.forget();
     world.generate("org/tiny@main", &[]).succeeded();
     assert_eq!(world.server.seen("GET", "/resolve/").len(), 0, "all is here");
+    assert!(changed() == before && names(&world.repo_folder()) == ["blobs", "refs", "snapshots"], "nothing to write");
     world.server.forget();
+    fs::create_dir(world.path("token")).expect("a token that cannot be read");
     assert_eq!(answer(&world.generate("org/tiny", &[("HF_HUB_OFFLINE", "1")])), answer(&here));
     assert!(world.server.state().seen.is_empty(), "offline asks nobody");
 }
@@ -407,7 +412,8 @@ fn a_push_sends_what_changed_in_one_commit() {
     world.write("run/config.json", b"[]"); // of the same size
     world.write("run/backbone/model.safetensors", b"large weights");
     world.server.fail("/commit/", Trouble::Status(400, None), 1);
-    world.push(&["--json"]).failed(1, &["refused committing to org/heads with status 400"]);
+    let facts = ["refused committing to org/heads with status 400", "so nothing was committed; run it again"];
+    world.push(&["--json"]).failed(1, &facts);
     let sent: Value = serde_json::from_str(&world.push(&["--json"]).succeeded().stdout).expect("JSON");
     assert_eq!(sent["files"], serde_json::json!(["backbone/model.safetensors", "config.json"]));
     assert_eq!(sent["unchanged"], 3);
@@ -466,7 +472,7 @@ fn a_push_whose_answer_is_lost_says_what_the_branch_says() {
     world.write("run/config.json", b"[1]");
     world.server.forget();
     world.server.fail("/commit/", Trouble::Status(504, Some(0)), 5);
-    world.push(&[]).failed(1, &["answered 504", "the branch is as it was, so nothing was committed; run it again"]);
+    world.push(&[]).failed(1, &["answered 504", "not committed so far", "look at the branch before you push again"]);
     world.server.fail("/commit/", Trouble::Gone, 1);
     world
         .push(&[])
@@ -488,7 +494,14 @@ fn pages_of_a_list_elsewhere_are_followed_without_the_token_or_refused() {
     let pages = world.server.seen("GET", "/tree/");
     assert!(pages.len() > 2 && pages[0].has_token && !pages[1..].iter().any(|page| page.has_token), "{pages:?}");
     world.server.state().next_page = Some("ftp://localhost");
-    world.refused("org/tiny", &[], &["listing the files of org/tiny", "a next page \"<ftp://localhost"]);
+    let mirror = world.server.endpoint().replace("127.0.0.1", "localhost");
+    world.server.fail("/tree/", Trouble::Elsewhere, 1);
+    let facts = [&format!("{mirror} answered listing the files of org/tiny"), "a next page at ftp://localhost;"];
+    world.refused("org/tiny", &[], &facts);
+    let mut state = world.server.state();
+    (state.next_page, state.pages_repeat) = (None, true);
+    drop(state);
+    world.refused("org/tiny", &[], &["listing the files of org/tiny", "a next page that was there before"]);
 }
 
 #[test]
@@ -500,6 +513,9 @@ fn errors_name_the_host_that_failed() {
     world.server.forget();
     world.server.fail("/cdn/", Trouble::Status(503, Some(86_400)), 100);
     world.refused("org/tiny", &[], &[&format!("{store} answered 503 to downloading model-0000")]);
+    world.server.forget();
+    world.server.fail("/api/models/", Trouble::Elsewhere, 1);
+    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit"]); // a mirror's own words
 }
 
 #[test]
@@ -516,20 +532,24 @@ fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
         fs::read_to_string(world.path(format).join("README.md")).expect("a card")
     };
     world.server.forget();
+    fs::create_dir(world.path("org")).expect("a folder that is none of the backbone's");
     let card = export("heads", &[]);
+    fs::remove_dir(world.path("org")).expect("a folder");
     assert!(card.starts_with("---\nbase_model: org/small\n") && world.server.state().seen.is_empty(), "{card}");
     let card = export("tgi", &["--backbone", "org/small"]);
     assert!(card.contains("\nbase_model: org/small\n") && card.contains("# Medusa heads for org/small\n"), "{card}");
     assert!(world.server.seen("GET", "/cdn/").is_empty(), "config.json is enough");
     assert!(export("merged", &[]).contains("\nbase_model: org/small\n"));
     assert_eq!(world.server.seen("GET", "/cdn/").len(), 1, "the weights are in it");
-    small.edit("run/final/config.json", "org/small", "/somewhere/here");
+    let base = small.path("backbone").display().to_string();
+    let card = export("tensorrt-llm", &["--backbone", &base]);
+    assert!(!card.contains("base_model:") && card.contains("--model_dir BACKBONE"), "given by a path: {card}");
+    small.edit("run/final/config.json", "org/small", "some/path");
     assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
     let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
-    assert!(
-        told.stderr
-            .contains("only the path is known (/somewhere/here). If it is on the Hub, add `base_model: OWNER/NAME`")
-    );
+    assert!(told.stderr.contains(
+        "nothing says that the backbone (some/path) came from the Hub. If it is there, add `base_model: OWNER/NAME`"
+    ));
 }
 
 #[test]

@@ -10,7 +10,6 @@ use super::downloads::{self, Place};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, Exported, Format, Request};
 use crate::hub::{self, Wanted};
-use crate::medusa::heads::import::HeadsFile;
 
 const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
 
@@ -64,7 +63,6 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
         heads: args.heads.clone(),
         backbone: args.backbone.clone(),
         backbone_name: None,
-        base_model: None,
         format: args.format,
         out: args.out.clone(),
         dtype: common.dtype,
@@ -96,8 +94,6 @@ fn bring_backbone(request: &mut Request, common: &CommonFlags) -> anyhow::Result
             request.backbone = Some(base);
         }
     }
-    let of_heads = HeadsFile::open(&request.heads)?.base().and_then(hub::id::model);
-    request.base_model = request.backbone_name.clone().or_else(|| of_heads.map(|id| id.repo.to_string()));
     Ok(())
 }
 

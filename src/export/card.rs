@@ -8,7 +8,7 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use serde_json::{Value, json};
 
-use super::companions::{Bench, Companions, HeadAccuracy, Swept};
+use super::companions::{Bench, Calibration, Companions, HeadAccuracy, Swept};
 use super::trained::Trained;
 use super::{ExportError, Format};
 use crate::files::write_synced;
@@ -16,6 +16,8 @@ use crate::files::write_synced;
 const TEMPLATE: &str = include_str!("card.md");
 /// A command says so where a path is the reader's.
 const OUT: &str = "FOLDER";
+/// As [`OUT`], of a backbone that is not known to be on the Hub.
+const BACKBONE: &str = "BACKBONE";
 
 /// Writes README.md.
 pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -> Result<(), ExportError> {
@@ -30,13 +32,13 @@ pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -
 /// What the template may say.
 fn facts(trained: &Trained, companions: &Companions) -> Value {
     let shape = trained.written_shape();
-    let (base, measured) = (trained.base_name(), companions.calibration.as_ref().map(|found| &found.content));
+    let (base, measured) = (trained.served_by_id(), companions.calibration.as_ref().map(|found| &found.content));
     let tree = companions.tree.as_ref().map(|found| found.content.tree.choices());
     let expected = companions.tree.as_ref().and_then(|found| found.content.origin.expected_tokens_per_step);
     json!({
             "format": trained.format.name(),
             "base_model": trained.base_model,
-            "serve": base.as_deref().unwrap_or("BACKBONE"),
+            "serve": base.as_deref().unwrap_or(BACKBONE),
             "out": OUT,
             "heads": shape.medusa_num_heads,
             "layers": shape.medusa_num_layers,
@@ -53,7 +55,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
             "accuracies": measured.map(|measured| accuracies(&measured.heads)),
             "tokens": measured.map(|measured| measured.tokens),
-            "measured_sha256": measured.map(|measured| &measured.heads_sha256),
+            "measured_sha256": measured.map(Calibration::measured_sha256),
             "tree": tree.map(|choices| choices.len()),
             "expected": expected.map(|tokens| format!("{tokens:.2}")),
             "choices": tree.map(|choices| json!(choices).to_string()),

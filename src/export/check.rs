@@ -9,7 +9,7 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
 
 use super::trained::Trained;
-use super::{ExportError, Format};
+use super::{ExportError, Format, dtype_for};
 use crate::files::sha256;
 use crate::medusa::heads::import::HeadsFile;
 use crate::medusa::heads::layout::{Place, VLLM_LM_HEAD};
@@ -19,7 +19,7 @@ use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
-use crate::torch::bytes;
+use crate::torch::{Dtype, bytes};
 
 /// Hidden states that heads are compared on.
 const STATES: i64 = 4;
@@ -42,11 +42,11 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, 
         return Err(ExportError::OtherShape { path: folder.into(), expected, got: got.shape() });
     }
     if let Some(own_vh) = trained.one_lm_head() {
-        let written_vh = got.lm_head()?.unwrap_or_else(Tensor::new);
-        same(folder, VLLM_LM_HEAD, &written_vh, &own_vh.to_kind(trained.dtype.kind()))?;
+        let (written_vh, own_vh) = (got.lm_head()?.unwrap_or_else(Tensor::new), own_vh.to_kind(trained.dtype.kind()));
+        finite(&own_vh, trained.dtype, || "the backbone's lm_head".into())?;
+        same(folder, VLLM_LM_HEAD, &written_vh, &own_vh)?;
     }
     if let Some(backbone) = &trained.backbone {
-        finite(&logits(backbone), trained, || "the backbone".into())?;
         same_backbone(folder, backbone)?;
     }
     if let (Format::Peft, Some(adapter)) = (trained.format, &trained.adapter) {
@@ -54,7 +54,7 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, 
     }
     for place in expected.places() {
         let kind = trained.dtype.kind();
-        let (written, own) = (got.tensor(place, got.kind())?, trained.tensor(place, kind)?);
+        let (written, own) = (got.stored(place)?, trained.tensor(place, kind)?);
         same(folder, &trained.format.layout().name(place), &written, &own)?;
     }
     heads(&got, trained)
@@ -69,7 +69,7 @@ fn heads(got: &HeadsFile, trained: &Trained) -> Result<Difference, ExportError> 
         let run = |read: &dyn Fn(Place) -> Result<Tensor, ExportError>| run(head, trained, read, &hidden_nh);
         let written = run(&|place| Ok(got.tensor(place, Kind::Float)?))?;
         let as_trained = run(&|place| trained.tensor(place, Kind::Float))?;
-        finite(&written, trained, || format!("head {}", head + 1))?;
+        finite(&written, trained.dtype, || format!("head {}", head + 1))?;
         difference.largest = difference.largest.max(largest(&(written - &as_trained)));
         difference.of = difference.of.max(largest(&as_trained));
     }
@@ -136,6 +136,11 @@ fn same(folder: &Path, what: &str, written: &Tensor, own: &Tensor) -> Result<(),
     if is_same { Ok(()) } else { Err(ExportError::Differs { path: folder.into(), what: what.into() }) }
 }
 
+/// That a backbone computes numbers, with its adapter merged: of a few tokens.
+pub(super) fn finite_backbone(backbone: &Llama) -> Result<(), ExportError> {
+    finite(&logits(backbone), dtype_for(backbone.kind()), || "the backbone, with what was trained of it,".into())
+}
+
 /// `[T, V]`, float32, of a few tokens.
 fn logits(llama: &Llama) -> Tensor {
     let tokens: Vec<i64> = (0..8).map(|t| (t * t * 31 + 1) % llama.config.vocab_size).collect();
@@ -144,12 +149,13 @@ fn logits(llama: &Llama) -> Tensor {
     tch::no_grad(|| llama.logits(&hidden(), Adapters::Off)).to_kind(Kind::Float)
 }
 
-/// float16 ends at 65504: what does not fit is infinite there, and equal to nothing.
-fn finite(numbers: &Tensor, trained: &Trained, what: impl FnOnce() -> String) -> Result<(), ExportError> {
+/// What [`same`] takes for good: float16 ends at 65504, and what does not fit is infinite there, in the file as in what it is compared with;
+/// a NaN that was trained stays one.
+fn finite(numbers: &Tensor, dtype: Dtype, what: impl FnOnce() -> String) -> Result<(), ExportError> {
     if numbers.isfinite().all().int64_value(&[]) == 1 {
         return Ok(());
     }
-    Err(ExportError::NotFinite { what: what(), dtype: trained.dtype })
+    Err(ExportError::NotFinite { what: what(), dtype })
 }
 
 fn largest(tensor: &Tensor) -> f64 {
@@ -167,7 +173,7 @@ mod tests {
     use crate::model::llama::Purpose;
     use crate::model::lora::{LoraConfig, attach_new};
     use crate::model::peft::save_adapters;
-    use crate::model::weights::{MODEL_FILE, names};
+    use crate::model::weights::{MODEL_FILE, names, save};
     use tch::Device;
 
     fn tiny() -> PathBuf {
@@ -188,7 +194,6 @@ mod tests {
             heads,
             backbone: Some(tiny()),
             backbone_name: None,
-            base_model: None,
             format,
             out,
             dtype: None,
@@ -241,6 +246,29 @@ mod tests {
             }
             read_back(&out, &trained).unwrap();
         }
+    }
+
+    #[test]
+    fn a_tensor_of_another_dtype_is_found_though_its_numbers_are_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        write_heads(&path("heads"));
+        let request = Request { dtype: Some(Dtype::BFloat16), ..request(path("heads"), Format::Heads, path("out")) };
+        let mut trained = Trained::open(&request).unwrap();
+        fs::create_dir(path("out")).unwrap();
+        write::write(&path("out"), &mut trained).unwrap();
+        read_back(&path("out"), &trained).unwrap();
+        let file = path("out").join(crate::medusa::heads::import::MEDUSA_LM_HEAD);
+        let files = WeightFiles::open_file(&file).unwrap();
+        let read = |name: &&str| {
+            let tensor = files.mapped(name, &files.shape(name).unwrap()).unwrap();
+            ((*name).to_owned(), if *name == "1.1.weight" { tensor.to_kind(Kind::Float) } else { tensor.copy() })
+        };
+        let tensors: Vec<_> = files.names().iter().map(read).collect();
+        let named: Vec<_> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+        save(&file, &named).unwrap();
+        let error = read_back(&path("out"), &trained).unwrap_err().to_string();
+        assert!(error.contains("1.1.weight is not bit for bit"), "{error}");
     }
 
     #[test]

@@ -11,13 +11,15 @@ use super::{ExportError, Request, write};
 use crate::files::{sha256, write_synced};
 use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::medusa::tree_file::TreeFile;
+use crate::train::provenance::Snapshot;
 
 const CALIBRATION: &str = "calibration.json";
 const TREE: &str = "tree.json";
 const BENCH: &str = "bench.json";
 const RECIPE: &str = "recipe.toml";
 /// A run's folder has both; another recipe.toml beside heads may be any run's.
-const OF_A_RUN: [&str; 2] = [RECIPE, "provenance.json"];
+const OF_A_RUN: [&str; 2] = [RECIPE, PROVENANCE];
+const PROVENANCE: &str = "provenance.json";
 
 /// Files beside the heads, read.
 pub(super) struct Companions {
@@ -33,9 +35,24 @@ pub(super) struct Companions {
 #[derive(Deserialize)]
 pub(super) struct Calibration {
     pub(super) heads: Vec<HeadAccuracy>,
-    /// Of the heads that were measured.
-    pub(super) heads_sha256: String,
+    /// Of the heads that it goes with.
+    heads_sha256: String,
     pub(super) tokens: u64,
+    exported_from: Option<ExportedFrom>,
+}
+
+/// Of a calibration that came with exported heads.
+#[derive(Deserialize)]
+struct ExportedFrom {
+    /// Of the heads that were measured.
+    heads_sha256: String,
+}
+
+impl Calibration {
+    /// Of the heads that were measured, however often they were exported since.
+    pub(super) fn measured_sha256(&self) -> &str {
+        self.exported_from.as_ref().map_or(&self.heads_sha256, |from| &from.heads_sha256)
+    }
 }
 
 /// How often guess 1, 2, … of a head is right.
@@ -52,6 +69,8 @@ pub(super) struct Bench {
     pub(super) speedup: f64,
     pub(super) device: Option<String>,
     pub(super) dtype: Option<String>,
+    /// A timing with made-up acceptance.
+    forced_acceptance_rate: Option<f64>,
     /// What a sweep had set for it.
     pub(super) sweep: Option<Swept>,
     /// How many results were in its file.
@@ -97,6 +116,9 @@ impl Companions {
         };
         let bench = |path: &Path| match bench(path)? {
             _ if heads < there => Err(format!("its figures are of all {there} heads, and {heads} are exported")),
+            Bench { forced_acceptance_rate: Some(rate), .. } => {
+                Err(format!("its acceptance was forced to {rate} tokens a step, which is not what these heads reach"))
+            }
             bench => Ok(bench),
         };
         let recipe = |path: &Path| fs::read_to_string(path).map_err(|error| error.to_string());
@@ -202,6 +224,18 @@ fn bench(path: &Path) -> Result<Bench, Wrong> {
     let count = results.len();
     let fastest = results.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
     fastest.map(|bench| Bench { results: count, ..bench }).ok_or_else(|| format!("it is empty; {expected}"))
+}
+
+/// The id on the Hub of the backbone that a run took from there, if heads in `folder` are the run's and name that backbone.
+pub(super) fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Provenance {
+        backbone: Option<Snapshot>,
+    }
+    let provenance: Provenance = json(&run_above(folder)?.join(PROVENANCE)).ok()?;
+    let id = provenance.backbone?.id;
+    let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));
+    is_it.then_some(id)
 }
 
 /// The run's folder, if `folder` is its `final/` or a checkpoint.

@@ -188,7 +188,7 @@ pub enum ExportError {
     Differs {
         /// The folder.
         path: PathBuf,
-        /// A tensor, or what is computed with several.
+        /// A tensor, a file, or what config.json says.
         what: String,
     },
     /// Numbers beyond a dtype, or none to begin with.
@@ -220,10 +220,8 @@ pub struct Request {
     pub heads: PathBuf,
     /// Their backbone's folder, where it is not the one that they name.
     pub backbone: Option<PathBuf>,
-    /// What the model card and config.json call the backbone, where that is not its path.
+    /// Its id on the Hub, where `backbone` came from there.
     pub backbone_name: Option<String>,
-    /// The backbone's id on the Hub, where it is known: the model card names no other.
-    pub base_model: Option<String>,
     /// Who shall load it.
     pub format: Format,
     /// The new folder.
@@ -264,7 +262,7 @@ pub struct Exported {
 /// # Errors
 /// [`ExportError`]; nothing is left then.
 pub fn export(request: &Request) -> Result<Exported, ExportError> {
-    if request.out.exists() {
+    if fs::symlink_metadata(&request.out).is_ok() {
         return Err(ExportError::Exists { path: request.out.clone() });
     }
     let mut trained = Trained::open(request)?;
@@ -307,9 +305,9 @@ fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportEr
             trained.shape.medusa_num_heads
         ));
     }
-    if let (None, Some(base)) = (&request.base_model, trained.base_name()) {
+    if let (None, Some(base)) = (&trained.base_model, trained.base_name()) {
         notices.push(format!(
-            "the model card names no base_model: of the backbone only the path is known ({base}). If it is on the Hub, add \
+            "the model card names no base_model: nothing says that the backbone ({base}) came from the Hub. If it is there, add \
              `base_model: OWNER/NAME` at the top of README.md before it is pushed"
         ));
     }

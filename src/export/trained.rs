@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use tch::{Kind, Tensor};
 
+use super::check::finite_backbone;
+use super::companions::backbone_of_run;
 use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
 use crate::medusa::heads::HeadsShape;
 use crate::medusa::heads::import::{HeadsFile, folder_of};
@@ -25,8 +27,6 @@ pub(super) struct Trained {
     pub(super) pickle: bool,
     /// The backbone's folder, or its name where nothing of it is read.
     pub(super) base: Option<PathBuf>,
-    /// Its name for others, where that is not its path.
-    base_name: Option<String>,
     /// The folder of the adapter that was trained with them.
     pub(super) adapter: Option<PathBuf>,
     /// A whole backbone was trained with them.
@@ -35,7 +35,7 @@ pub(super) struct Trained {
     pub(super) backbone: Option<Llama>,
     /// V of the backbone, where that was loaded.
     vocab_of_backbone: Option<i64>,
-    /// Its id on the Hub, where that is known.
+    /// Its id on the Hub, where it came from there: now, or to the run by its provenance. A name alone may be a path.
     pub(super) base_model: Option<String>,
     /// The backbone's lm_head `[V, H]`, where heads share it and it is written.
     lm_head_vh: Option<Tensor>,
@@ -62,18 +62,21 @@ impl Trained {
         let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
         let tuned = Some(folder.join(BACKBONE_FOLDER)).filter(|tuned| tuned.is_dir());
         let base = base_of(request, &file);
+        let recorded = match &request.backbone {
+            Some(_) => request.backbone_name.clone(),
+            None => file.base().and_then(|name| backbone_of_run(folder, name)),
+        };
         let trained = Self {
             format,
             shape,
             dtype: request.dtype.unwrap_or(dtype_for(file.kind())),
             pickle: request.pickle,
             base,
-            base_name: request.backbone_name.clone(),
             adapter,
             tuned,
             backbone: None,
             vocab_of_backbone: None,
-            base_model: request.base_model.clone(),
+            base_model: recorded,
             lm_head_vh: None,
             file,
         };
@@ -107,6 +110,9 @@ impl Trained {
         let own = own_kind(&base)?;
         let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
         let backbone = load_backbone(&base, self.adapter.as_deref(), kind)?;
+        if format.holds_backbone() || format == Format::Peft {
+            finite_backbone(&backbone)?; // before it is let go of: adapters merge into it
+        }
         self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
         self.vocab_of_backbone = Some(backbone.config.vocab_size);
         if format.holds_backbone() {
@@ -184,9 +190,14 @@ impl Trained {
         self.tuned.as_ref().map(|tuned| tuned.display().to_string()).or(adapter)
     }
 
-    /// The backbone by name.
+    /// The backbone by name: its id on the Hub, or the path.
     pub(super) fn base_name(&self) -> Option<String> {
         let of_path = || self.base.as_deref().map(Path::to_string_lossy).map(Into::into);
-        self.base_name.clone().or_else(of_path).or_else(|| self.file.base().map(str::to_owned))
+        self.served_by_id().or_else(of_path).or_else(|| self.file.base().map(str::to_owned))
+    }
+
+    /// The backbone's id on the Hub, unless another one was trained with the heads.
+    pub(super) fn served_by_id(&self) -> Option<String> {
+        self.base_model.clone().filter(|_| self.tuned.is_none())
     }
 }

@@ -1,6 +1,6 @@
 //! The cache of all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` by hash, `snapshots/COMMIT/` of links to them, and `refs/`
 //! from branches to commits. A program that knows this layout finds what another one downloaded. This one's own is `.medusa/COMMIT.json`
-//! beside them, where others do not look: the names of all files of a commit, also of those that nobody wanted.
+//! beside them, where others do not look: the names of all files of a data set's commit, also of those that nobody wanted.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Write};
@@ -65,8 +65,8 @@ impl Cache {
     }
 
     pub(super) fn remember(&self, repo: &Repo, revision: &str, commit: &str) -> Result<(), HubError> {
-        if revision == commit {
-            return Ok(());
+        if revision == commit || self.commit(repo, revision).is_some_and(|known| known == commit) {
+            return Ok(()); // a cache that is complete may be read-only
         }
         let path = self.repo(repo).join("refs").join(revision);
         make_parent(&path)?;
@@ -80,12 +80,12 @@ impl Cache {
         self.repo(repo).join(".medusa").join(format!("{commit}.json"))
     }
 
-    /// Keeps the names of all files of a commit.
+    /// Keeps the names of all files of a data set's commit.
     pub(super) fn list(&self, repo: &Repo, commit: &str, names: &[String]) -> Result<(), HubError> {
-        let path = self.list_path(repo, commit);
-        if path.is_file() {
+        if self.listed(repo, commit).is_some() {
             return Ok(()); // a commit does not change
         }
+        let path = self.list_path(repo, commit);
         make_parent(&path)?;
         let partial = partial(&path, "list"); // another process may write the same one
         write_synced(&partial, |out| Ok(serde_json::to_writer(out, names)?))
@@ -220,5 +220,18 @@ mod tests {
         cache.remember(&repo, "refs/pr/1", &commit).unwrap();
         assert_eq!(cache.commit(&repo, "refs/pr/1"), Some(commit));
         assert_eq!(cache.commit(&repo, "main"), None);
+    }
+
+    #[test]
+    fn a_damaged_list_is_written_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache { root: folder.path().to_owned() };
+        let (repo, commit) = (Repo::parse(Kind::Dataset, "a/b").unwrap(), "c".repeat(40));
+        let path = cache.list_path(&repo, &commit);
+        make_parent(&path).unwrap();
+        write_atomic(&path, |out| out.write_all(b"[\"x.js")).unwrap();
+        assert_eq!(cache.listed(&repo, &commit), None);
+        cache.list(&repo, &commit, &["x.jsonl".into()]).unwrap();
+        assert_eq!(cache.listed(&repo, &commit), Some(vec!["x.jsonl".into()]));
     }
 }

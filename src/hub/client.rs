@@ -180,7 +180,12 @@ impl<'o> Client<'o> {
     }
 
     pub(super) fn bad_answer(&self, doing: &str, reason: impl Into<String>) -> HubError {
-        HubError::BadAnswer { endpoint: self.name(), doing: doing.into(), reason: reason.into() }
+        self.bad_answer_of(self.endpoint.as_str(), doing, reason)
+    }
+
+    /// As [`Client::bad_answer`], of who answered at this address.
+    pub(super) fn bad_answer_of(&self, address: &str, doing: &str, reason: impl Into<String>) -> HubError {
+        HubError::BadAnswer { endpoint: self.host_of(address), doing: doing.into(), reason: reason.into() }
     }
 
     /// Asks once, and goes where it is sent.
@@ -197,7 +202,7 @@ impl<'o> Client<'o> {
             let next = response.header("location").and_then(|to| url.join(to).ok());
             url = next
                 .filter(|next| may_follow(&url, next))
-                .ok_or_else(|| self.bad_answer(ask.about.doing, "a redirection to nowhere"))?;
+                .ok_or_else(|| self.bad_answer_of(url.as_str(), ask.about.doing, "a redirection to nowhere"))?;
         }
         Err(self.bad_answer(ask.about.doing, "too many redirections"))
     }
@@ -247,8 +252,8 @@ impl<'o> Client<'o> {
         let About { repo, revision, file, doing } = ask.about;
         let (status, code) = (response.status(), response.header("x-error-code").unwrap_or_default().to_owned());
         let endpoint = self.host_of(response.get_url());
-        if endpoint != self.name() {
-            // It knows neither repositories nor tokens.
+        if endpoint != self.name() && code.is_empty() {
+            // A store, which knows neither repositories nor tokens; a mirror says the Hub's codes.
             let message = self.message(response);
             return HubError::Refused { endpoint, doing: doing.into(), status, message };
         }

@@ -46,7 +46,9 @@ impl Hub<'_> {
         }
         chosen.extend(wanted.weights(id, &self.cache.snapshot(&id.repo, &head.commit), &names)?);
         self.bring(from, &of(&chosen))?;
-        self.cache.list(&id.repo, &head.commit, &names)?;
+        if let Wanted::Data(_) = wanted {
+            self.cache.list(&id.repo, &head.commit, &names)?; // what others need says itself what belongs to it
+        }
         self.cache.remember(&id.repo, id.revision(), &head.commit)?;
         Ok((head.commit, chosen))
     }
@@ -230,17 +232,20 @@ fn in_words(hash: &Hash) -> String {
 pub(super) fn hash_like(hash: &Hash, path: &Path) -> std::io::Result<Hash> {
     match hash {
         Hash::Sha256(_) => files::sha256(path).map(Hash::Sha256),
-        Hash::Git(_) => git_hash(path).map(Hash::Git),
+        Hash::Git(_) => {
+            let file = File::open(path)?;
+            git_hash(file.metadata()?.len(), file).map(Hash::Git)
+        }
     }
 }
 
-fn git_hash(path: &Path) -> std::io::Result<String> {
-    let mut file = File::open(path)?;
+/// The hash that git has of so many bytes.
+pub(super) fn git_hash(size: u64, mut bytes: impl Read) -> std::io::Result<String> {
     let mut hasher = Sha1::new();
-    hasher.update(format!("blob {}\0", file.metadata()?.len()));
+    hasher.update(format!("blob {size}\0"));
     let mut buffer = vec![0; 1 << 16];
     loop {
-        match file.read(&mut buffer)? {
+        match bytes.read(&mut buffer)? {
             0 => return Ok(files::hex(&hasher.finalize())),
             count => hasher.update(&buffer[..count]),
         }
@@ -253,9 +258,6 @@ mod tests {
 
     #[test]
     fn the_hash_of_a_small_file_is_gits() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("x");
-        files::write_atomic(&path, |out| out.write_all(b"hello\n")).unwrap();
-        assert_eq!(git_hash(&path).unwrap(), "ce013625030ba8dba906f756967f9e9ca394464a"); // echo hello | git hash-object --stdin
+        assert_eq!(git_hash(6, &b"hello\n"[..]).unwrap(), "ce013625030ba8dba906f756967f9e9ca394464a"); // echo hello | git hash-object --stdin
     }
 }

@@ -236,9 +236,14 @@ pub enum HubError {
 /// What a branch is seen to be after a commit that failed, or whose answer was lost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Found {
-    /// As before.
+    /// As before, after a refusal.
     #[error("the branch is as it was, so nothing was committed; run it again")]
     Nothing,
+    /// As before, after an answer that leaves open whether the Hub still works on it.
+    #[error(
+        "the branch is as it was: not committed so far, though it may still come through; look at the branch before you push again"
+    )]
+    NothingYet,
     /// Another commit, without the files of this one.
     #[error("the branch went on to {0}, which does not hold these files as they are here; run it again")]
     Others(String),
@@ -253,6 +258,15 @@ pub enum Found {
 impl HubError {
     pub(super) fn setting(name: &str, expected: &'static str) -> Self {
         Self::Setting { name: name.to_owned(), expected }
+    }
+
+    /// Whether the Hub said no, so that nothing of what it was asked comes later.
+    pub(super) fn is_refusal(&self) -> bool {
+        match self {
+            Self::Busy { .. } | Self::Unreachable { .. } | Self::BadAnswer { .. } => false,
+            Self::Refused { status, .. } => *status < 500,
+            _ => true,
+        }
     }
 
     /// For `map_err`: an error of the disk.

@@ -1,5 +1,7 @@
 //! What a repository holds at a revision: its commit, and of every file the size and the hash that is also its blob's name.
 
+use std::collections::HashSet;
+
 use serde::Deserialize;
 use ureq::Response;
 use url::Url;
@@ -75,21 +77,27 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
     let about = About { repo, revision: commit, file: None, doing: &doing };
     let mut url = client.api(repo, &["tree", commit]);
     url.query_pairs_mut().append_pair("recursive", "true").append_pair("expand", "false");
-    let (mut next, mut entries) = (Some(url), Vec::new());
+    let (mut next, mut asked, mut entries) = (Some(url), HashSet::new(), Vec::new());
     while let Some(url) = next {
+        asked.insert(url.clone());
         let ask = Ask::get(url, about);
         let response = client.send(&ask)?;
-        next = next_page(&response).map_err(|link| client.bad_answer(&doing, format!("a next page {link:?}")))?;
+        let address = response.get_url().to_owned();
+        let bad = |reason| client.bad_answer_of(&address, &doing, reason);
+        next = next_page(&response).map_err(bad)?;
+        if next.as_ref().is_some_and(|next| asked.contains(next)) {
+            return Err(bad("a next page that was there before".into()));
+        }
         let page: Vec<Listed> = client.read_json(&ask, response)?;
-        for file in page.into_iter().filter(|listed| listed.kind == "file") {
-            entries.push(entry(client, repo, &doing, file)?);
+        for listed in page.into_iter().filter(|listed| listed.kind == "file") {
+            entries.push(entry(repo, listed, &bad)?);
         }
     }
     entries.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(entries)
 }
 
-fn entry(client: &Client<'_>, repo: &Repo, doing: &str, listed: Listed) -> Result<Entry, HubError> {
+fn entry(repo: &Repo, listed: Listed, bad: &dyn Fn(String) -> HubError) -> Result<Entry, HubError> {
     if !id::is_safe(&listed.path) {
         return Err(HubError::UnsafeName { repo: repo.to_string(), name: listed.path });
     }
@@ -101,17 +109,51 @@ fn entry(client: &Client<'_>, repo: &Repo, doing: &str, listed: Listed) -> Resul
         Hash::Git(text) => cache::is_commit(text),
         Hash::Sha256(text) => is_hash(text, 64),
     };
-    let bad = || client.bad_answer(doing, format!("a hash that is none, of {}", listed.path));
-    if is_good { Ok(Entry { path: listed.path, size, hash }) } else { Err(bad()) }
+    let wrong = || bad(format!("a hash that is none, of {}", listed.path));
+    if is_good { Ok(Entry { path: listed.path, size, hash }) } else { Err(wrong()) }
 }
 
 /// `Link: <…>; rel="next"`. It may lead to another host, as behind a mirror: it is followed like a redirection, that is without the
-/// token, and never from https to http. What cannot be followed is an error (the header): a list cut short would pass for a whole one.
+/// token, and never from https to http. What cannot be followed is an error: a list cut short would pass for a whole one. The error names
+/// the host alone, since an address may be signed.
 fn next_page(response: &Response) -> Result<Option<Url>, String> {
-    let header = response.header("link").unwrap_or_default();
-    let Some((before, _)) = header.split_once("rel=\"next\"") else { return Ok(None) };
-    let address = before.rsplit_once('<').and_then(|(_, rest)| Some(rest.split_once('>')?.0));
+    let header = response.all("link").join(", ");
+    let Some(address) = next_link(&header) else { return Ok(None) };
     let here = Url::parse(response.get_url()).expect("it was asked there");
-    let next = address.and_then(|address| here.join(address).ok()).filter(|next| may_follow(&here, next));
-    next.map(Some).ok_or_else(|| header.to_owned())
+    let next = here.join(address).map_err(|error| format!("a next page whose address is none ({error})"))?;
+    if may_follow(&here, &next) {
+        return Ok(Some(next));
+    }
+    Err(format!("a next page at {}://{}", next.scheme(), next.host_str().unwrap_or_default()))
+}
+
+/// The address of the relation `next` among links as RFC 8288 has them: quotes or none, in any case, beside other relations.
+fn next_link(header: &str) -> Option<&str> {
+    let is_next = |parameter: &str| {
+        let (key, value) = parameter.split_once('=').unwrap_or_default();
+        let mut relations = value.trim().trim_matches('"').split_ascii_whitespace();
+        key.trim().eq_ignore_ascii_case("rel") && relations.any(|relation| relation.eq_ignore_ascii_case("next"))
+    };
+    let mut links = header.split('<').skip(1).filter_map(|link| link.split_once('>'));
+    links.find(|(_, parameters)| parameters.split([';', ',']).any(is_next)).map(|(address, _)| address)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_page_is_found_however_its_link_is_written() {
+        for header in [
+            "</b>; rel=\"next\"",
+            "</b>; rel=next",
+            "</a>; rel=\"prev\", </b>; title=\"more, or less\"; REL=\"last Next\"",
+            "</a>;rel=first,</b>;rel=next,</c>;rel=last",
+        ] {
+            assert_eq!(next_link(header), Some("/b"), "{header}");
+        }
+        for header in ["", "</b>; rel=\"prev\"", "</b>; title=next", "</next>; rel=nextish"] {
+            assert_eq!(next_link(header), None, "{header}");
+        }
+    }
 }

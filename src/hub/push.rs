@@ -12,11 +12,12 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::client::{About, Ask, Body};
-use super::download::hash_like;
+use super::download::{git_hash, hash_like};
 use super::error::Found;
 use super::id::Repo;
-use super::listing::{self, Entry, Head};
+use super::listing::{self, Entry, Hash, Head};
 use super::{Hub, HubError};
+use crate::files;
 
 mod lfs;
 
@@ -95,8 +96,31 @@ struct Committed {
 /// What a file is in the commit, once its bytes are on the Hub or in hand.
 struct Addition<'l> {
     file: &'l Local,
-    /// Of a file in LFS.
-    sha256: Option<String>,
+    /// As the Hub will know it.
+    hash: Hash,
+    /// Of the commit's body.
+    line: String,
+}
+
+impl<'l> Addition<'l> {
+    /// A file in LFS.
+    fn large(file: &'l Local) -> Result<Self, HubError> {
+        let oid = files::sha256(&file.path).map_err(HubError::io("read", &file.path))?;
+        let value = json!({"path": file.name, "algo": "sha256", "oid": oid, "size": file.size});
+        Ok(Self { file, hash: Hash::Sha256(oid), line: json!({"key": "lfsFile", "value": value}).to_string() })
+    }
+
+    /// A file in the commit itself.
+    fn inline(file: &'l Local) -> Result<Self, HubError> {
+        let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
+        let hash = git_hash(bytes.len() as u64, &bytes[..]).map_err(HubError::io("read", &file.path))?;
+        let value = json!({"content": STANDARD.encode(bytes), "path": file.name, "encoding": "base64"});
+        Ok(Self { file, hash: Hash::Git(hash), line: json!({"key": "file", "value": value}).to_string() })
+    }
+
+    fn is_in(&self, tree: &[Entry]) -> bool {
+        tree.iter().any(|entry| entry.path == self.file.name && entry.hash == self.hash)
+    }
 }
 
 impl Hub<'_> {
@@ -127,7 +151,7 @@ impl Hub<'_> {
             return Ok(Pushed { commit: None, files: Vec::new(), unchanged, left_out });
         }
         let mut additions = self.upload(push, &large)?;
-        additions.extend(inline.into_iter().map(|file| Addition { file, sha256: None }));
+        additions.extend(inline.into_iter().map(Addition::inline).collect::<Result<Vec<_>, _>>()?);
         let commit = self.commit(push, &head, &additions)?;
         let files = additions.iter().map(|addition| addition.file.name.clone()).collect();
         Ok(Pushed { commit: Some(commit), files, unchanged, left_out })
@@ -218,7 +242,7 @@ impl Hub<'_> {
     /// (`parentCommit`), so that asking again cannot commit twice.
     fn commit(&self, push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
         let doing = format!("committing to {}", push.repo);
-        let lines = commit_lines(push, head, additions)?;
+        let lines = commit_lines(push, head, additions);
         let url = self.client.api(push.repo, &["commit", push.revision]);
         let ask = Ask::post(url, Body::Lines(lines.as_bytes()), Self::about(push, &doing));
         let commit = match self.client.json(&ask) {
@@ -240,36 +264,26 @@ impl Hub<'_> {
         let failed = |error, found| Err(HubError::Commit { error: Box::new(error), found });
         let Ok(now) = self.head(push) else { return failed(error, Found::Unknown) };
         if now.commit == before.commit {
-            return failed(error, Found::Nothing);
+            let found = if error.is_refusal() { Found::Nothing } else { Found::NothingYet };
+            return failed(error, found);
         }
         let Ok(there) = listing::tree(&self.client, push.repo, &now.commit) else {
             return failed(error, Found::Unknown);
         };
-        let sent: Vec<Local> = additions.iter().map(|addition| addition.file.clone()).collect();
-        if changed(&sent, &there)?.is_empty() { Ok(now.commit) } else { failed(error, Found::Others(now.commit)) }
+        let is_there = additions.iter().all(|addition| addition.is_in(&there));
+        if is_there { Ok(now.commit) } else { failed(error, Found::Others(now.commit)) }
     }
 }
 
 /// The body of a commit: a line of JSON for its header and for each file.
-fn commit_lines(push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
+fn commit_lines(push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> String {
     let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
     let mut lines = json!({"key": "header", "value": header}).to_string();
-    for Addition { file, sha256 } in additions {
-        let line = match sha256 {
-            Some(oid) => json!({
-                "key": "lfsFile",
-                "value": {"path": file.name, "algo": "sha256", "oid": oid, "size": file.size},
-            }),
-            None => {
-                let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
-                let content = STANDARD.encode(bytes);
-                json!({"key": "file", "value": {"content": content, "path": file.name, "encoding": "base64"}})
-            }
-        };
+    for addition in additions {
         lines.push('\n');
-        lines.push_str(&line.to_string());
+        lines.push_str(&addition.line);
     }
-    Ok(lines)
+    lines
 }
 
 /// Files that the repository does not have so. A hash is only taken where the sizes are equal.
@@ -327,8 +341,6 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::files;
-    use crate::hub::listing::Hash;
 
     #[test]
     fn hidden_and_half_written_files_stay_here_and_only_changes_go() {
@@ -353,5 +365,22 @@ mod tests {
         ];
         let names: Vec<_> = changed(&local, &there).unwrap().iter().map(|file| file.name.clone()).collect();
         assert_eq!(names, ["deep/config.json"]);
+    }
+
+    #[test]
+    fn what_was_sent_is_known_without_the_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let [small, large] = ["config.json", "heads.safetensors"].map(|name| {
+            let path = folder.path().join(name);
+            files::write_atomic(&path, |out| out.write_all(b"hello\n")).unwrap();
+            Local { name: name.into(), path, size: 6 }
+        });
+        let sent = [Addition::inline(&small).unwrap(), Addition::large(&large).unwrap()];
+        drop(folder);
+        let git = Hash::Git("ce013625030ba8dba906f756967f9e9ca394464a".into()); // echo hello | git hash-object --stdin
+        let sha256 = Hash::Sha256("5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03".into()); // echo hello | sha256sum
+        let entry = |file: &Local, hash: &Hash| Entry { path: file.name.clone(), size: 6, hash: hash.clone() };
+        assert!(sent.iter().all(|addition| addition.is_in(&[entry(&small, &git), entry(&large, &sha256)])));
+        assert!(!sent.iter().any(|addition| addition.is_in(&[entry(&small, &sha256), entry(&large, &git)])));
     }
 }

@@ -60,6 +60,8 @@ pub(crate) enum Trouble {
     Gone,
     /// Someone else's commit comes before.
     Raced,
+    /// A redirection to this server by another name.
+    Elsewhere,
     /// What was asked is done, and the answer says this status: a gateway that did not wait.
     Done(u16),
 }
@@ -82,6 +84,8 @@ pub(crate) struct State {
     parts: HashMap<(String, usize), Vec<u8>>,
     /// Where further pages of a tree are, if elsewhere: `http://localhost`.
     pub(crate) next_page: Option<&'static str>,
+    /// Whether the page after a page is the same one.
+    pub(crate) pages_repeat: bool,
     pub(crate) faults: Vec<Fault>,
     pub(crate) seen: Vec<Seen>,
 }
@@ -239,6 +243,10 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
             let headers = seconds.map(|seconds| ("Retry-After", seconds.to_string())).into_iter().collect();
             Answer { status, headers, body: json!({"error": "in trouble"}).to_string().into() }
         }
+        (Some(Trouble::Elsewhere), _) => {
+            let to = format!("http://localhost:{port}{}?{}", request.path, request.query);
+            Answer { status: 307, headers: vec![("Location", to)], body: Vec::new() }
+        }
         // It quotes what it was sent, as a careless proxy would.
         (_, Some(token)) if token != right => Answer {
             status: 401,
@@ -376,7 +384,7 @@ fn api(
     request: &Request,
     (json, is_user): (&Value, bool),
 ) -> Answer {
-    let (objects, next_page) = (&state.objects, state.next_page);
+    let (objects, further) = (&state.objects, (state.next_page, state.pages_repeat));
     let repo = state.repos.get_mut(name).expect("it is visible");
     let id = name.split_once('/').expect("a kind").1;
     let info = |repo: &Repo, commit: &str| {
@@ -391,7 +399,7 @@ fn api(
             None => refused(404, "RevisionNotFound"),
         },
         ("GET", ["tree", revision]) => match repo.resolve(revision) {
-            Some(commit) => page(&repo.commits[&commit], request, next_page),
+            Some(commit) => page(&repo.commits[&commit], request, further),
             None => refused(404, "RevisionNotFound"),
         },
         _ if !is_user => refused(401, ""),
@@ -418,7 +426,7 @@ fn api(
     }
 }
 
-fn page(tree: &Tree, request: &Request, elsewhere: Option<&str>) -> Answer {
+fn page(tree: &Tree, request: &Request, (elsewhere, repeat): (Option<&str>, bool)) -> Answer {
     let cursor = request.query.split('&').find_map(|pair| pair.strip_prefix("cursor="));
     let from: usize = cursor.map_or(0, |cursor| cursor.parse().expect("a number"));
     let entry = |(path, file): (&String, &Stored)| {
@@ -435,7 +443,10 @@ fn page(tree: &Tree, request: &Request, elsewhere: Option<&str>) -> Answer {
         let host = &request.headers["host"];
         let port = host.rsplit(':').next().expect("a port");
         let origin = elsewhere.map_or_else(|| format!("http://{host}"), |origin| format!("{origin}:{port}"));
-        let next = format!("<{origin}{}?recursive=true&cursor={}>; rel=\"next\"", request.path, from + PAGE);
+        let cursor = if repeat { from } else { from + PAGE };
+        let address = format!("{origin}{}?recursive=true&cursor={cursor}", request.path);
+        let signed = elsewhere.map_or_else(String::new, |_| format!("&X-Signature={SIGNATURE}"));
+        let next = format!("<{address}{signed}>; rel=\"next\"");
         answer.headers.push(("Link", next));
     }
     answer

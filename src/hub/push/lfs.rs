@@ -7,7 +7,6 @@ use url::Url;
 use super::super::client::{About, Ask, Body};
 use super::super::{Event, Hub, HubError};
 use super::{Addition, BATCH, Local, Push};
-use crate::files;
 
 /// Answer of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
 #[derive(Deserialize)]
@@ -46,14 +45,10 @@ struct Action {
 impl Hub<'_> {
     /// Brings large files to the Hub's store, those that are not there.
     pub(super) fn upload<'l>(&self, push: &Push<'_>, files: &[&'l Local]) -> Result<Vec<Addition<'l>>, HubError> {
-        let hashed = |file: &&'l Local| {
-            let sha256 = files::sha256(&file.path).map_err(HubError::io("read", &file.path))?;
-            Ok(Addition { file, sha256: Some(sha256) })
-        };
-        let additions: Vec<Addition<'l>> = files.iter().map(hashed).collect::<Result<_, HubError>>()?;
+        let additions = files.iter().map(|file| Addition::large(file)).collect::<Result<Vec<_>, _>>()?;
         for some in additions.chunks(BATCH) {
             let objects = self.batch(push, some)?;
-            let of = |oid: &str| some.iter().find(|addition| addition.sha256.as_deref() == Some(oid));
+            let of = |oid: &str| some.iter().find(|addition| addition.hash.text() == oid);
             let work: Vec<(&Local, Object)> = objects
                 .into_iter()
                 .filter(|object| object.actions.as_ref().is_some_and(|actions| actions.upload.is_some()))
@@ -74,7 +69,7 @@ impl Hub<'_> {
     fn batch(&self, push: &Push<'_>, files: &[Addition<'_>]) -> Result<Vec<Object>, HubError> {
         let doing = format!("asking where {} takes large files", push.repo);
         let objects: Vec<Value> =
-            files.iter().map(|addition| json!({"oid": addition.sha256, "size": addition.file.size})).collect();
+            files.iter().map(|addition| json!({"oid": addition.hash.text(), "size": addition.file.size})).collect();
         let body = json!({
             "operation": "upload",
             "transfers": ["basic", "multipart"],

@@ -195,10 +195,18 @@ impl HeadsFile {
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
     pub fn tensor(&self, place: Place, kind: Kind) -> Result<Tensor, HeadsError> {
+        Ok(self.stored(place)?.to_kind(kind))
+    }
+
+    /// As [`HeadsFile::tensor`], in the dtype that this tensor has in the file.
+    ///
+    /// # Errors
+    /// As [`HeadsFile::tensor`].
+    pub fn stored(&self, place: Place) -> Result<Tensor, HeadsError> {
         let size = self.shape.size(place);
         match self.name(place)? {
-            Some(name) => Ok(self.container.tensor(&name, &size, &self.path)?.to_kind(kind)),
-            None => Ok(Tensor::zeros(size, (kind, Device::Cpu))),
+            Some(name) => self.container.tensor(&name, &size, &self.path),
+            None => Ok(Tensor::zeros(size, (self.kind, Device::Cpu))),
         }
     }
 
