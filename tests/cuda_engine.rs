@@ -126,6 +126,8 @@ fn texts_are_those_of_the_loop_on_libtorch() {
 
         let slow = generate::plain(&llama, &request, &mut go_on()).expect("a text");
         assert_same(&engine.plain(&request, &mut go_on()).expect("a text"), &slow, &of);
+        let mut alone = Engine::new(&llama, None, Ops::Oracle).expect("it can decode this");
+        assert_same(&alone.plain(&request, &mut go_on()).expect("a text"), &slow, &format!("{of}, without heads"));
         let slow = generate::medusa(&llama, &medusa, &request, &mut go_on()).expect("a text");
         let mut told = vec![];
         let fast = engine.medusa(&request, &mut |ids: &[i64]| {
@@ -317,6 +319,28 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
     let mut engine = Engine::new(&llama, None, Ops::Oracle).expect("plain decoding needs no heads");
     assert!(engine.medusa(&request(&prompt, 5), &mut go_on()).is_err() && engine.is_empty());
     assert!(engine.plain(&request(&[], 5), &mut go_on()).is_err());
+}
+
+#[test]
+fn logits_that_are_no_numbers_end_the_text_with_an_error() {
+    let llama = backbone(config(2, None, 64), 20);
+    let heads = heads(&llama, 2, 1, false, 21);
+    let tree = SparseTree::cartesian(&[3, 2]).expect("10 nodes");
+    let typical = Acceptance::Typical(TypicalAcceptance::default());
+    for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)] {
+        let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
+        let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let lm_head = llama.weights().into_iter().find(|(name, _)| name == "lm_head.weight").expect("its own").1;
+        let whole = lm_head.copy();
+        let _ = lm_head.shallow_clone().fill_(f64::NAN);
+        let request = sampled(&[1, 2, 3], 5, temperature, 1);
+        for said in [engine.plain(&request, &mut go_on()), engine.medusa(&request, &mut go_on())] {
+            let error = said.unwrap_err().to_string();
+            assert_eq!(error, "the backbone's logits are no numbers; decode in another --dtype");
+        }
+        lm_head.shallow_clone().copy_(&whole);
+        assert!(engine.medusa(&request, &mut go_on()).is_ok(), "the next text is none of that one's");
+    }
 }
 
 #[test]

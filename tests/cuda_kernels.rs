@@ -5,7 +5,10 @@
 
 // N rows of a step, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, V vocabulary, K heads, S room for
 // tokens, P guesses a head
+use std::cell::Cell;
+
 use medusa::decode::accept::TypicalAcceptance;
+use medusa::decode::cuda::gemm::Product;
 use medusa::decode::cuda::kernels::{Argument, Element, Kernel, Launch, PRELUDE, Program};
 use medusa::decode::cuda::launches::{self, Parts};
 use medusa::decode::cuda::layout::{Nodes, Rotations};
@@ -192,18 +195,16 @@ fn positions_go_into_queries_and_keys_and_both_into_the_cache() {
         let room = context + n; // not a row more
         let table = || case.floats(&[room, d / 2]).sin_();
         let rotations = Rotations { cos_sd: case.memory.tensor(&table()), sin_sd: case.memory.tensor(&table()) };
-        let (qkv_nh, bias_h) = (case.normal(&[n, (q + 2 * g) * d]), case.normal(&[(q + 2 * g) * d]));
-        for bias_h in [None, Some(&bias_h)] {
-            let [q_got, q_expected] = both(case, &case.output(&[n, q, d]));
-            let [kv_got, kv_expected] = both(case, &case.normal(&[2, g, room, d]));
-            let launch = launches::rope_append(&qkv_nh, bias_h, places, &rotations, &q_got, &kv_got);
-            case.emulator(d).run(&launch, case.order);
-            oracle::rope_append(&qkv_nh, bias_h, places, &rotations, &q_expected, &kv_expected);
-            case.assert_close(&q_got, &q_expected, 1.0, 1e-3);
-            case.assert_close(&kv_got, &kv_expected, 1.0, 1e-3);
-            let committed = |kv: &Tensor| kv.narrow(2, 0, context);
-            case.assert_equal(&committed(&kv_got), &committed(&kv_expected));
-        }
+        let qkv_nh = case.normal(&[n, (q + 2 * g) * d]);
+        let [q_got, q_expected] = both(case, &case.output(&[n, q, d]));
+        let [kv_got, kv_expected] = both(case, &case.normal(&[2, g, room, d]));
+        let launch = launches::rope_append(&qkv_nh, places, &rotations, &q_got, &kv_got);
+        case.emulator(d).run(&launch, case.order);
+        oracle::rope_append(&qkv_nh, places, &rotations, &q_expected, &kv_expected);
+        case.assert_close(&q_got, &q_expected, 1.0, 1e-3);
+        case.assert_close(&kv_got, &kv_expected, 1.0, 1e-3);
+        let committed = |kv: &Tensor| kv.narrow(2, 0, context);
+        case.assert_equal(&committed(&kv_got), &committed(&kv_expected));
     });
 }
 
@@ -249,11 +250,15 @@ fn products_are_those_of_every_row_and_weight() {
         if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
             return;
         }
-        let (x_nk, w_mk, bias_m) = (case.normal(&[n, k]), case.normal(&[m, k]), case.normal(&[m]));
-        for (bias, kind) in [(None, Kind::Float), (Some(&bias_m), case.kind)] {
+        let (x_nk, w_mk) = (case.normal(&[n, k]), case.normal(&[m, k]));
+        let of = Product { rows: n, outputs: m, inputs: k, to_float32: true };
+        // Every own kernel that holds the rows, to float32 and to the case's dtype in turn.
+        for (way, kind) in
+            of.own_ways().into_iter().zip([Kind::Float, case.kind].into_iter().cycle().skip(k as usize / 8 % 2))
+        {
             let [got, expected] = both(case, &case.output_of(&[n, m], kind));
-            case.run(&[launches::linear(&x_nk, &w_mk, bias, &got)]);
-            oracle::linear(&x_nk, &w_mk, bias, &expected);
+            case.run(&[launches::linear(way, &x_nk, &w_mk, &got)]);
+            oracle::linear(&x_nk, &w_mk, &expected);
             case.assert_close(
                 &got,
                 &expected,
@@ -285,16 +290,21 @@ fn logits_with_ties(case: &Case, size: &[i64]) -> Tensor {
     case.memory.tensor(&Tensor::randint(20, size, (Kind::Float, Device::Cpu)))
 }
 
+/// Kernel and oracle.
+fn check_best(case: &Case, logits_nv: &Tensor) -> Vec<i64> {
+    let [got, expected] = both(case, &case.output_of(&[logits_nv.size()[0]], Kind::Int));
+    case.run(&[launches::best(logits_nv, &got)]);
+    oracle::best(logits_nv, &expected);
+    case.assert_equal(&got, &expected);
+    Vec::try_from(got.to_kind(Kind::Int64)).expect("one axis")
+}
+
 #[test]
 fn the_first_of_equals_comes_first() {
     cases(product(&[1, 2, 5], &[5, 50, 4096, 4097, 32_000]), |case, (n, v)| {
         let p = 16.min(v);
         for logits_nv in [logits_with_ties(case, &[n, v]), case.floats(&[n, v])] {
-            let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
-            case.run(&[launches::best(&logits_nv, &got)]);
-            oracle::best(&logits_nv, &expected);
-            case.assert_equal(&got, &expected);
-
+            check_best(case, &logits_nv);
             let [got, expected] = both(case, &case.output_of(&[n, p], Kind::Int));
             let parts = case.memory.poisoned(&launches::guess_parts([n, v], p, Device::Cpu).size(), Kind::Int64);
             case.run(&launches::top_guesses(&logits_nv, &parts, &got));
@@ -321,25 +331,59 @@ fn probabilities_and_entropies_are_those_of_a_softmax() {
     });
 }
 
+/// Kernel and oracle.
+fn draw_both(case: &Case, logits_nv: &Tensor, [temperature, top_p]: [f64; 2]) -> [Tensor; 2] {
+    let n = logits_nv.size()[0];
+    let (nodes, state) = (case.nodes(n), case.state(40));
+    let places = Places { nodes: &nodes, state: &state };
+    let uniforms_u = case.memory.tensor(&Tensor::rand([7], (Kind::Double, Device::Cpu)));
+    let draws = Draws { temperature, top_p, uniforms_u: &uniforms_u };
+    let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
+    case.run(&[launches::draw(logits_nv, places, draws, &got)]);
+    oracle::draw(logits_nv, places, draws, &expected);
+    [got, expected]
+}
+
 #[test]
 fn a_token_is_drawn_where_the_number_of_its_position_falls() {
+    let (rows, at_borders) = (Cell::new(0), Cell::new(0));
     cases(
-        product(&[1, 4], &product(&[5, 1500, 4097], &[(1.0, 1.0), (0.7, 0.9), (1.5, 0.3), (1.0, 1e-3)])),
-        |case, what| {
-            let (n, (v, (temperature, top_p))) = what;
-            let (nodes, state) = (case.nodes(n), case.state(40));
-            let places = Places { nodes: &nodes, state: &state };
-            let uniforms_u = case.memory.tensor(&Tensor::rand([7], (Kind::Double, Device::Cpu)));
+        product(&[1, 4], &product(&[5, 1500, 4097], &[[1.0, 1.0], [0.7, 0.9], [1.5, 0.3], [1.0, 1e-3]])),
+        |case, (n, (v, how))| {
             for logits_nv in [logits_with_ties(case, &[n, v]), case.memory.tensor(&(case.floats(&[n, v]) * 2))] {
-                let draws = Draws { temperature, top_p, uniforms_u: &uniforms_u };
-                let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
-                case.run(&[launches::draw(&logits_nv, places, draws, &got)]);
-                oracle::draw(&logits_nv, places, draws, &expected);
-                // A border between two tokens is met by float32's last bits once in a million draws; there are some hundred here.
-                case.assert_equal(&got, &expected);
+                let [got, expected] = draw_both(case, &logits_nv, how);
+                rows.set(rows.get() + n);
+                at_borders.set(
+                    at_borders.get() + i64::try_from(got.ne_tensor(&expected).sum(Kind::Int64)).expect("a number"),
+                );
             }
         },
     );
+    // By float32's last bits a nucleus of thousands may end at the neighbour, and all borders behind it move: seldom, but it may be.
+    assert!(at_borders.get() <= 2, "{} of {} rows are drawn otherwise", at_borders.get(), rows.get());
+}
+
+#[test]
+fn of_what_is_no_number_no_token_is_chosen() {
+    cases([5, 1500, 4097], |case, v| {
+        let logits_nv = case.floats(&[5, v]);
+        for (row, bad) in [(1, f64::NAN), (3, f64::INFINITY)] {
+            let _ = logits_nv.i((row, v - 2)).fill_(bad);
+        }
+        let _ = logits_nv.i(2).fill_(f64::NEG_INFINITY);
+        let _ = logits_nv.i((4, 1)).fill_(f64::NEG_INFINITY); // a token that cannot be is none of these
+        let is_chosen = |chosen: Vec<i64>| chosen.iter().map(|&token| (0..v).contains(&token)).collect::<Vec<_>>();
+        let best = check_best(case, &logits_nv);
+        assert_eq!((best[1], best[2], best[3]), (-1, -1, -1), "{}", case.name);
+        assert_eq!(is_chosen(best), [true, false, false, false, true], "{}", case.name);
+        for top_p in [1.0, 0.9] {
+            for drawn in draw_both(case, &logits_nv, [0.7, top_p]) {
+                let drawn = Vec::<i64>::try_from(drawn.to_kind(Kind::Int64)).expect("one axis");
+                assert_eq!((drawn[1], drawn[2], drawn[3]), (-1, -1, -1), "{}", case.name);
+                assert_eq!(is_chosen(drawn), [true, false, false, false, true], "{}", case.name);
+            }
+        }
+    });
 }
 
 #[test]
@@ -517,7 +561,9 @@ fn every_kernel_compiles_for_every_gpu_without_spilling() {
         "spills"
     );
     let mut faults = vec![];
-    for (arch, (program, kind)) in product(&["sm_80", "sm_90a", "sm_100"], &product(&Program::ALL, &KINDS)) {
+    for (arch, (program, kind)) in
+        product(&["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"], &product(&Program::ALL, &KINDS))
+    {
         let element = Element::of(kind).expect("16 bits");
         for &head_size in if program.has_head_size() { &[64, 128][..] } else { &[128] } {
             let compiled =

@@ -27,7 +27,7 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     let prepare = ["--prepare", carried.to_str().expect("UTF-8"), "--programs", programs];
     let prepared = run(Path::new(SCRIPT), &prepare);
     assert!(prepared.status.success(), "{}", words(&prepared.stderr));
-    for file in ["target/release/medusa", "target/release/medusa-train", "data/tiny/backbone/tokenizer.json"] {
+    for file in ["target/release/medusa", "data/tiny/backbone/tokenizer.json"] {
         assert!(carried.join(file).is_file(), "{file}");
     }
     let again = run(Path::new(SCRIPT), &prepare);
@@ -40,7 +40,7 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     assert!(error.starts_with("error: no GPU can be checked here: there is no GPU to decode on"), "{error}");
     assert!(without_gpu.stdout.is_empty() && !carried.join("results").exists());
     let unbuilt = run(Path::new(SCRIPT), &["--prepare", "x", "--programs", "/nowhere"]);
-    assert!(words(&unbuilt.stderr).contains("build them first: cargo build --release"), "{}", words(&unbuilt.stderr));
+    assert!(words(&unbuilt.stderr).contains("build it first: cargo build --release"), "{}", words(&unbuilt.stderr));
 }
 
 /// A machine with a GPU, played by a script in the program's place.
@@ -53,13 +53,20 @@ fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
 case "$1 $2" in
     "doctor --json") echo '{"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "1", "runtime": "2"}, "engine": {"cuda": true}}' ;;
     "gpu-check texts") echo '{"check": "libtorch", "tokens": 7, "same": false}'; echo "no good" >&2; exit 3 ;;
-    "gpu-check steps") echo '{"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}'; sleep 600 ;;
+    "gpu-check steps") echo '{"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}'; echo "half a line"; echo "going on" >&2; exec sleep 600 ;;
     "gpu-check endurance") echo '{"check": "endurance", "steps": 20000, "device_growth_bytes": 0, "host_growth_bytes": 0}' ;;
 esac
 "#;
-    for name in ["medusa", "medusa-train"] {
+    // It prints what it was asked for, what it ran says something of its own, and then it has found a fault.
+    let sanitizer = r#"#!/bin/sh
+echo '{"check": "kernels", "of": "a sanitizer"}'
+echo 17
+echo "========= $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"
+exit 9
+"#;
+    for (name, text) in [("medusa", played), ("compute-sanitizer", sanitizer)] {
         let path = programs.join(name);
-        write_atomic(&path, |out| std::io::Write::write_all(out, played.as_bytes())).expect("a file of a test");
+        write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).expect("a file of a test");
         let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(&path, executable).expect("a file of ours");
     }
@@ -70,9 +77,11 @@ esac
     std::fs::copy(SCRIPT, &script).expect("a copy");
     let out = folder.path().join("results");
     let [programs, out_text] = [&programs, &out].map(|path| path.to_str().expect("UTF-8"));
-    let run = run(&script, &["--programs", programs, "--out", out_text, "--seconds", "20"]);
+    let path = format!("{programs}:{}", std::env::var("PATH").expect("a path"));
+    let check = ["--programs", programs, "--out", out_text, "--seconds", "20"];
+    let run = Command::new("python3").arg(&script).args(check).env("PATH", path).output().expect("python3");
     let said = words(&run.stderr);
-    assert!(!run.status.success() && said.contains("error: failed: texts, steps"), "{said}");
+    assert!(!run.status.success() && said.contains("error: failed: texts, steps, memcheck, racecheck"), "{said}");
     let files: Vec<_> = std::fs::read_dir(&out).expect("results").map(|file| file.expect("a file").path()).collect();
     assert_eq!(files.len(), 2, "{files:?}");
     let json = files.iter().find(|path| path.extension().is_some_and(|end| end == "json")).expect("JSON");
@@ -84,8 +93,20 @@ esac
     );
     assert_eq!(told["parts"]["texts"]["lines"][0]["same"], false);
     assert!(told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.starts_with("not done after")), "{told}");
+    assert!(
+        told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.ends_with("half a line: going on")),
+        "{told}"
+    );
     assert_eq!(told["parts"]["steps"]["lines"][0]["step_ms"], 3.5);
     assert_eq!(told["parts"]["endurance"]["failed"], serde_json::Value::Null);
+    let sanitized = |tool: &str, ends: &str| {
+        let why = told["parts"][tool]["failed"].as_str().expect("it fails");
+        assert!(why.starts_with("exit status 9: 17\n=========") && why.ends_with(ends), "{why}");
+    };
+    sanitized("memcheck", "medusa gpu-check brief caching=1");
+    sanitized("racecheck", "medusa gpu-check brief caching=");
+    let memcheck = told["parts"]["memcheck"]["failed"].as_str().expect("it fails");
+    assert!(memcheck.contains("--tool memcheck --report-api-errors no --error-exitcode 9"), "{memcheck}");
     assert!(words(&run.stdout).contains("20000 steps: device memory grew by 0.0 MiB"), "{}", words(&run.stdout));
 }
 
@@ -103,7 +124,7 @@ fn what_was_recorded_becomes_a_table() {
                 "tree_attention": 0.0042}}])),
             "texts": part(json!([{"check": "libtorch", "dtype": "Float", "tokens": 128, "same": true},
                 {"check": "texts", "dtype": "Half", "head_dim": 64, "groups": 2, "prompt": 40, "tokens": 128,
-                    "plain": {"same": 128, "margin": null}, "medusa": {"same": 90, "margin": 0.0625}}])),
+                    "alone": {"same": 128, "margin": null}, "plain": {"same": 128, "margin": null}, "medusa": {"same": 90, "margin": 0.0625}}])),
             "steps": part(json!([{"check": "copy", "gigabytes_per_second": 4000.0, "read_gigabytes_per_second": 4500.0},
                 {"check": "steps", "nodes": 64, "context": 128, "step_ms": 4.0}, {"check": "steps", "nodes": 64, "context": 1024, "step_ms": 4.5}, {"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}])),
             "endurance": part(json!([{"check": "endurance", "steps": 20_000, "device_growth_bytes": 0, "host_growth_bytes": 1_048_576}])),
@@ -123,7 +144,7 @@ fn what_was_recorded_becomes_a_table() {
         "memcheck was skipped: there is no compute-sanitizer",
         "| BFloat16, D 128, G 8 | 64 | 700 | Typical | tree_attention 4.2e-03, res_block 2.1e-03, linear 64x64 1.0e-03 |",
         "In float32, libtorch's loop makes the same text of 128 tokens with a tree and without.",
-        "| Half | 64 | 2 | 40 | 128 | 128 | 90, then 0.062 |",
+        "| Half | 64 | 2 | 40 | 128 | 128 | 128 | 90, then 0.062 |",
         "A copy moves 4000 GB/s, read and written, and a sum reads 4500 GB/s: at these speeds 13.5 GB of weights take 3.37 and 3.00 ms.",
         "Were 3.47 tokens of each step of 64 nodes accepted, as the paper's are (random heads guess nothing, and a step takes the same time): \
          868 tokens/s behind 128, 17.4 times transformers.",

@@ -6,7 +6,8 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use super::{CommonFlags, print_json};
@@ -14,7 +15,9 @@ use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::cuda::beside::Beside;
 use crate::decode::cuda::device::{self, Gpu};
 use crate::decode::cuda::engine::Engine;
+use crate::decode::cuda::layout::MAX_NODES;
 use crate::decode::cuda::ops::Ops;
+use crate::decode::cuda::plan::BLOCK;
 use crate::decode::generate::{self, Medusa, Request};
 use crate::decode::likelihood::log_probability;
 use crate::decode::sample::Sampling;
@@ -41,11 +44,11 @@ pub enum Part {
     Kernels,
     /// The same in small shapes, for tools that slow them down.
     Brief,
-    /// Greedy texts, by the GPU's loop and by libtorch's.
+    /// Greedy texts, by the GPU's loop and by libtorch's: they may part at near ties alone.
     Texts,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
     Steps,
-    /// 20,000 steps, and the memory before and after.
+    /// 20,000 steps, and the memory before and after, which may hardly grow.
     Endurance,
 }
 
@@ -143,6 +146,13 @@ const STEPS: [(usize, i64); 5] = [(2, 1), (9, 63), (64, 64), (64, 700), (128, 40
 /// The farthest that a kernel may be from its oracle: both sum in float32 and round to 16 bits once, attention rounds its probabilities,
 /// too. Integers may not differ at all.
 const FARTHEST: f64 = 0.01;
+/// But of what is drawn so many rows may: where a nucleus or a number ends at a border between two tokens, sums in another order take the
+/// neighbour.
+const FARTHEST_DRAWN: f64 = 2.0;
+
+fn is_far(kernel: &str, distance: f64) -> bool {
+    distance > if kernel == "draw" { FARTHEST_DRAWN } else { FARTHEST }
+}
 
 /// Steps of which each kernel runs beside its oracle, greedy, typical and drawn.
 fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
@@ -163,7 +173,7 @@ fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
             engine.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
             let Ops::Beside(beside) = engine.ops() else { unreachable!("just made so") };
             let found = beside.found();
-            wrong.extend(found.iter().filter(|(_, of)| of.distance > FARTHEST).map(|(name, _)| name.clone()));
+            wrong.extend(found.iter().filter(|(name, of)| is_far(name, of.distance)).map(|(name, _)| name.clone()));
             let distances: serde_json::Map<_, _> =
                 found.iter().map(|(name, of)| (name.clone(), json!(of.distance.min(f64::MAX)))).collect();
             print_json(&json!({
@@ -172,29 +182,43 @@ fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
             }))?;
         }
     }
-    anyhow::ensure!(wrong.is_empty(), "farther than {FARTHEST} from their oracle: {wrong:?}");
+    anyhow::ensure!(wrong.is_empty(), "too far from their oracle: {wrong:?}");
     Ok(())
 }
 
+/// Tokens of each text.
+const TEXT: usize = 128;
+/// Of prompts: behind the last one, the text crosses the border where the cache grows, and recorded steps are recorded again.
+const PROMPTS: [i64; 4] = [1, 40, 300, BLOCK - MAX_NODES as i64 - 60];
+
 fn texts(on: Device) -> anyhow::Result<()> {
     texts_of_libtorch(on)?;
+    let mut wrong = 0;
     for (kind, head_dim, groups, window) in SHAPES {
         let llama = backbone(config(head_dim, groups, window, 4), kind, on);
         let (heads, tree) = (heads(&llama), tree(64)?);
         let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+        let mut alone = Engine::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
         let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
-        for length in [1, 40, 300] {
+        for length in PROMPTS {
             let ids = prompt(length, llama.config.vocab_size);
-            let request = Request::greedy(&ids, 128);
+            let request = Request::greedy(&ids, TEXT);
             let slow = generate::plain(&llama, &request, &mut go_on())?.new_ids;
-            let [plain, fast] = [engine.plain(&request, &mut go_on())?, engine.medusa(&request, &mut go_on())?];
+            let texts = [
+                alone.plain(&request, &mut go_on())?.new_ids,
+                engine.plain(&request, &mut go_on())?.new_ids,
+                engine.medusa(&request, &mut go_on())?.new_ids,
+            ];
+            let partings =
+                texts.iter().map(|text| parting(&llama, &ids, &slow, text)).collect::<Result<Vec<_>, _>>()?;
+            wrong += partings.iter().filter(|parting| !parting.is_near_tie(slow.len())).count();
             print_json(&json!({
                 "check": "texts", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
-                "tokens": slow.len(), "plain": parting(&llama, &ids, &slow, &plain.new_ids)?,
-                "medusa": parting(&llama, &ids, &slow, &fast.new_ids)?,
+                "tokens": slow.len(), "alone": partings[0], "plain": partings[1], "medusa": partings[2],
             }))?;
         }
     }
+    anyhow::ensure!(wrong == 0, "{wrong} texts part from those of libtorch's loop where its logits are no near tie");
     Ok(())
 }
 
@@ -214,7 +238,23 @@ fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
 }
 
 /// How many tokens are the same, and where two texts part, by how much libtorch's logits are for the token of its own.
-fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow::Result<Value> {
+#[derive(Debug, Serialize)]
+struct Parting {
+    same: usize,
+    margin: Option<f64>,
+}
+
+/// The largest margin that two ways of rounding to 16 bits may turn.
+const NEAR_TIE: f64 = 0.1;
+
+impl Parting {
+    /// Whether the whole text of so many tokens is the same, up to what is nearly one.
+    fn is_near_tie(&self, tokens: usize) -> bool {
+        self.margin.map_or(self.same == tokens, |margin| margin.abs() <= NEAR_TIE) // NaN is none
+    }
+}
+
+fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow::Result<Parting> {
     let same = got.iter().zip(right).take_while(|(a, b)| a == b).count();
     let margin = match (right.get(same), got.get(same)) {
         (Some(&right_one), Some(&other)) => {
@@ -224,7 +264,7 @@ fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow:
         }
         _ => None,
     };
-    Ok(json!({"same": same, "margin": margin}))
+    Ok(Parting { same, margin })
 }
 
 fn steps(on: Device) -> anyhow::Result<()> {
@@ -283,6 +323,7 @@ fn median_seconds(gpu: &Gpu, work: impl Fn()) -> f64 {
 
 fn endurance(on: Device) -> anyhow::Result<()> {
     const STEPS: usize = 20_000;
+    const MOST_GROWTH: i64 = 64 << 20; // bytes: what the driver takes for the steps that are recorded, and no kilobytes a step
     let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
     let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
@@ -296,10 +337,14 @@ fn endurance(on: Device) -> anyhow::Result<()> {
         let now = (gpu.free_bytes()?, resident);
         let (free, before) = *first.get_or_insert(now); // when everything was used once
         if done >= STEPS {
+            let growth = [free.cast_signed() - now.0.cast_signed(), now.1.cast_signed() - before.cast_signed()];
             print_json(&json!({
-                "check": "endurance", "steps": done, "device_growth_bytes": free.cast_signed() - now.0.cast_signed(),
-                "host_growth_bytes": now.1.cast_signed() - before.cast_signed(),
+                "check": "endurance", "steps": done, "device_growth_bytes": growth[0], "host_growth_bytes": growth[1],
             }))?;
+            anyhow::ensure!(
+                growth.iter().all(|&bytes| bytes <= MOST_GROWTH),
+                "memory grows with steps: {growth:?} bytes"
+            );
         }
     }
     Ok(())
@@ -315,5 +360,16 @@ mod tests {
             let tree = tree(nodes).unwrap();
             assert_eq!((tree.len(), tree.max_depth()), (nodes, HEADS.min(nodes - 1)));
         }
+    }
+
+    #[test]
+    fn texts_may_part_at_near_ties_and_tokens_be_drawn_at_borders() {
+        let near = |same, margin| Parting { same, margin }.is_near_tie(9);
+        assert!(near(9, None) && near(3, Some(0.05)) && near(3, Some(-0.05)));
+        assert!(!near(8, None) && !near(3, Some(0.2)) && !near(3, Some(-0.2)) && !near(3, Some(f64::NAN)));
+        assert!(!is_far("draw", 2.0) && is_far("draw", 3.0) && is_far("walk", 1.0) && is_far("embed", f64::INFINITY));
+        let last = PROMPTS[PROMPTS.len() - 1];
+        let fits = BLOCK - MAX_NODES as i64;
+        assert!(last < fits && fits < last + TEXT as i64, "the last text crosses the border");
     }
 }

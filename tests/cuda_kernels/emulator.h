@@ -22,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+using std::isfinite, std::isnan;
+
 #define INLINE static inline
 #define SHARED static __attribute__((section("shared_memory")))
 #define LAUNCHED_SHARED(name) uint4* const name = (uint4*)emulator::launched_shared

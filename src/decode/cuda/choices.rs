@@ -8,13 +8,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::device::{Gpu, NoGpu, driver_version};
-use super::gemm::{self, Product, Way};
-use super::kernels::Element;
+use super::gemm::{self, Product, TRIED, WORKSPACE_BYTES, Way};
+use super::kernels::{Element, LINEAR_FEW, LINEAR_TILES, Program};
 use super::launcher::kernels_folder;
 use crate::files;
-
-/// The kernels and the list of ways as they are now; another number forgets what was timed before.
-const FORMAT: u32 = 1;
 
 /// Ways that were timed.
 #[derive(Debug, Default)]
@@ -31,13 +28,16 @@ struct Timed {
 }
 
 impl Choices {
-    /// What was timed on such a GPU before, of weights of `element`. A version of cublasLt has algorithms of its own.
+    /// What was timed on such a GPU before, of weights of `element`, with the kernels and the list of ways as they are now. A version of
+    /// cublasLt has algorithms of its own.
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
     pub fn of(gpu: &Gpu, element: Element) -> Result<Self, NoGpu> {
         let (driver, cublas_lt) = (driver_version()?, gemm::version());
-        let facts = format!("{FORMAT}\n{}\n{}\n{driver}\n{cublas_lt}\n{element:?}", gpu.name, gpu.arch);
+        let ways = format!("{LINEAR_FEW:?}\n{LINEAR_TILES:?}\n{TRIED}\n{WORKSPACE_BYTES}");
+        let kernels = Program::Linear.source(element, 0); // no size of heads is in it
+        let facts = format!("{}\n{}\n{driver}\n{cublas_lt}\n{element:?}\n{ways}\n{kernels}", gpu.name, gpu.arch);
         let name = format!("products-{}.json", &files::hex(&Sha256::digest(facts))[..16]);
         Ok(Self::open(kernels_folder().map(|folder| folder.join(name))))
     }
@@ -49,9 +49,9 @@ impl Choices {
         Self { ways: timed.into_iter().map(|timed| (timed.product, timed.way)).collect(), file }
     }
 
-    /// Whether a product was timed.
-    pub fn has(&self, product: Product) -> bool {
-        self.ways.contains_key(&product)
+    /// Whether a product was timed, and its fastest way is among the `ways` that there are.
+    pub fn has(&self, product: Product, ways: &[Way]) -> bool {
+        self.ways.get(&product).is_some_and(|way| ways.contains(way))
     }
 
     /// The fastest way.
@@ -86,7 +86,8 @@ mod tests {
         let file = folder.path().join("cuda/products.json");
         let product = |rows| Product { rows, outputs: 64, inputs: 64, to_float32: false };
         let mut choices = Choices::open(Some(file.clone()));
-        assert!(!choices.has(product(1)));
+        let ways = [Way::CublasLt { algorithm: 2 }];
+        assert!(!choices.has(product(1), &ways));
         choices.keep(product(1), Way::CublasLt { algorithm: 2 });
         choices.keep(product(9), Way::Tile { height: 64, width: 16 });
         choices.save();
@@ -94,7 +95,9 @@ mod tests {
         assert_eq!(again.way(product(1)), Way::CublasLt { algorithm: 2 });
         assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16 });
         assert_eq!(again.way(product(2)), Way::untimed(product(2)));
+        assert!(again.has(product(1), &ways) && !again.has(product(1), &[Way::CublasLt { algorithm: 0 }]));
+        assert!(!again.has(product(9), &ways), "a way that is gone is found anew");
         files::write_atomic(&file, |out| out.write_all(b"[{")).expect("a file of a test");
-        assert!(!Choices::open(Some(file)).has(product(1)));
+        assert!(!Choices::open(Some(file)).has(product(1), &ways));
     }
 }

@@ -8,6 +8,7 @@ use cudarc::driver::result::DriverError;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use tch::{Device, Tensor};
 
+use super::gemm;
 use super::nvrtc::Compiler;
 use crate::torch::{Accelerator, accelerator, bytes, guard, memory};
 
@@ -45,6 +46,17 @@ pub enum NoGpu {
         /// Its file.
         library: &'static str,
         /// Where it was looked for.
+        folder: PathBuf,
+    },
+    /// Another cublasLt than the calls are written for.
+    #[error(
+        "the loader finds cublasLt {found} first, and 13 is needed; take that one out of LD_LIBRARY_PATH, or put {CUBLAS_LT} in {} \
+         (`scripts/setup`, or torch installed by pip, does)", folder.display()
+    )]
+    CublasLt {
+        /// `12.9`.
+        found: String,
+        /// Where ours is looked for.
         folder: PathBuf,
     },
     /// Its kernels cannot be compiled.
@@ -113,8 +125,19 @@ pub fn check() -> Result<(), NoGpu> {
     if let Some((library, _)) = there.into_iter().find(|(_, is_there)| !is_there) {
         return Err(missing(library));
     }
+    check_cublas_lt(gemm::version(), &folder)?;
     Compiler::open(None).map_err(|why| NoGpu::Compiler { why: why.to_string() })?;
     check_driver()
+}
+
+/// Of cublasLt's own number, 10,000 · major + 100 · minor + patch. cudarc asks the loader for a library without a version before it asks
+/// for ours.
+fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), NoGpu> {
+    if version / 10_000 == 13 {
+        return Ok(());
+    }
+    let found = format!("{}.{}", version / 10_000, version % 10_000 / 100);
+    Err(NoGpu::CublasLt { found, folder: folder.into() })
 }
 
 /// Whether the driver is too old; one that is not there is none to complain of.
@@ -279,6 +302,9 @@ mod tests {
             library.to_string(),
             "libcublasLt.so.13 is not in /x/lib and the system has none; `scripts/setup`, or torch installed by pip, brings it"
         );
+        assert!(check_cublas_lt(130_100, Path::new("/x/lib")).is_ok());
+        let other = check_cublas_lt(120_902, Path::new("/x/lib")).unwrap_err().to_string();
+        assert!(other.starts_with("the loader finds cublasLt 12.9 first, and 13 is needed; take"), "{other}");
         let old = NoGpu::Driver { found: "12.4".into() };
         assert!(old.to_string().contains("12.4, and the kernels need 13.0"), "{old}");
     }

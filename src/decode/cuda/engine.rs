@@ -39,6 +39,9 @@ pub enum EngineError {
     /// libtorch gave up, most likely on memory.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
+    /// NaN or infinity came out of the backbone.
+    #[error("the backbone's logits are no numbers; decode in another --dtype")]
+    NotNumbers,
     /// It cannot decode as the request asks.
     #[error("the GPU's own loop cannot decode this: {0}; use --engine tch")]
     Request(&'static str),
@@ -312,6 +315,9 @@ impl<'a> Engine<'a> {
             Vec::try_from(self.ops.download(&row)?.to_kind(Kind::Int64).reshape([-1])).expect("one axis of int64");
         let [step, accepted, next, tokens @ ..] = &row[..] else { panic!("a row of results, got {row:?}") };
         assert_eq!(*step, self.steps, "the device has done another step than this one");
+        if *next < 0 {
+            return Err(EngineError::NotNumbers);
+        }
         Ok(Outcome { accepted: tokens[..accepted.unsigned_abs() as usize].to_vec(), next: *next })
     }
 

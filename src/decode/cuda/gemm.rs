@@ -18,11 +18,10 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::device::{NoGpu, address};
-use super::kernels::{Kernel, LINEAR_TILES, Launch, Program};
-use super::launches;
+use super::kernels::{LINEAR_FEW, LINEAR_TILES};
 
 /// Algorithms of cublasLt that are tried for a product.
-const TRIED: usize = 4;
+pub(super) const TRIED: usize = 4;
 /// Memory that they may work in.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
 
@@ -64,21 +63,12 @@ impl Product {
 
     /// Own kernels that hold its rows.
     pub fn own_ways(&self) -> Vec<Way> {
-        let few = FEW.into_iter().find(|&most| most >= self.rows).map(|most| Way::Few { most });
-        let width = WIDTHS.into_iter().find(|&width| width >= self.rows);
-        let tiles = width.into_iter().flat_map(|width| HEIGHTS.map(|height| Way::Tile { height, width }));
-        few.into_iter().chain(tiles).collect()
+        let few = LINEAR_FEW.iter().find(|few| few.most >= self.rows).map(|few| Way::Few { most: few.most });
+        let width = LINEAR_TILES.iter().map(|tile| tile.width).find(|&width| width >= self.rows);
+        let tiles = LINEAR_TILES.iter().filter(|tile| Some(tile.width) == width);
+        few.into_iter().chain(tiles.map(|tile| Way::Tile { height: tile.height, width: tile.width })).collect()
     }
 }
-
-/// Rows of the own kernels for few of them.
-const FEW: [i64; 4] = [1, 2, 4, 8];
-const FEW_NAMES: [&str; 4] = ["linear_1", "linear_2", "linear_4", "linear_8"];
-/// Shared memory of a row of a tile: four stages of 64 elements.
-const TILE_BYTES: i64 = 4 * 64 * 2;
-/// Weights of a tile of the own kernels for many rows, and rows of it.
-const HEIGHTS: [i64; 2] = [32, 64];
-const WIDTHS: [i64; 4] = [16, 32, 64, 128];
 
 /// How a product is computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,31 +104,7 @@ impl fmt::Display for Way {
 }
 
 impl Way {
-    /// The launch of an own kernel, `y = x·wᵀ`.
-    ///
-    /// # Panics
-    /// For cublasLt's, which are no kernels of ours.
-    pub fn launch(self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Launch {
-        let usual = launches::linear(x_nk, w_mk, None, y_nm);
-        let (name, outputs_a_block, threads, shared) = match self {
-            Self::Few { most } => (FEW_NAMES[FEW.iter().position(|&of| of == most).expect("one of them")], 32, 256, 0),
-            Self::Tile { height, width } => {
-                let tile = LINEAR_TILES.into_iter().find(|tile| tile.height == height && tile.width == width);
-                (tile.expect("one of them").name, height, 128, TILE_BYTES * (height + width))
-            }
-            Self::CublasLt { .. } => panic!("a product of cublasLt is no launch"),
-        };
-        let count = |number: i64| u32::try_from(number).expect("a grid is below 2^32");
-        Launch {
-            kernel: Kernel { program: Program::Linear, name },
-            grid: [count((w_mk.size()[0] + outputs_a_block - 1) / outputs_a_block), 1, 1],
-            threads,
-            shared_bytes: count(shared),
-            ..usual
-        }
-    }
-
-    /// What is taken for a product that was not timed.
+    /// What is taken for a product that was not timed: the first own kernel.
     pub fn untimed(product: Product) -> Self {
         product.ways()[0]
     }
@@ -341,21 +307,6 @@ mod tests {
         );
         assert_eq!(ways(64)[..2], [Way::Tile { height: 32, width: 64 }, Way::Tile { height: 64, width: 64 }]);
         assert_eq!((ways(1).len(), ways(9).len()), (3 + TRIED, 2 + TRIED));
-        for product in [1, 2, 3, 8, 9, 16, 17, 64, 65, 128].map(|rows| Product {
-            rows,
-            outputs: 96,
-            inputs: 64,
-            to_float32: false,
-        }) {
-            let zeros = |size: [i64; 2]| Tensor::zeros(size, (Kind::BFloat16, Device::Cpu));
-            let [x_nk, w_mk, y_nm] = [[product.rows, 64], [96, 64], [product.rows, 96]].map(zeros);
-            let own = product.ways().into_iter().filter(|way| !matches!(way, Way::CublasLt { .. }));
-            let launches: Vec<Launch> = own.map(|way| way.launch(&x_nk, &w_mk, &y_nm)).collect();
-            assert!(
-                launches.contains(&launches::linear(&x_nk, &w_mk, None, &y_nm)),
-                "the usual one is among them: {product:?}"
-            );
-        }
         let odd = Product { rows: 1, outputs: 32001, inputs: 4096, to_float32: true }.ways();
         assert_eq!(odd.len(), 3, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
         let product = Product { rows: 64, outputs: 8, inputs: 8, to_float32: true };

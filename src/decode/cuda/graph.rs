@@ -69,7 +69,10 @@ impl Graphs {
 }
 
 /// The kernels that `step` asks for, not run.
-fn record(gpu: &Gpu, step: impl FnOnce() -> Result<(), EngineError>) -> Result<CudaGraph, EngineError> {
+///
+/// # Errors
+/// What the device says.
+pub(super) fn record(gpu: &Gpu, step: impl FnOnce() -> Result<(), EngineError>) -> Result<CudaGraph, EngineError> {
     let failed = || NoGpu::failed("recording a step");
     gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed())?;
     let asked = step();

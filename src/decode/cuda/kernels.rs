@@ -101,6 +101,22 @@ impl Program {
     }
 }
 
+/// A product of few rows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LinearFew {
+    pub(super) name: &'static str,
+    /// Rows of x.
+    pub(super) most: i64,
+}
+
+const fn few(name: &'static str, most: i64) -> LinearFew {
+    LinearFew { name, most }
+}
+
+/// Those of linear.cu, in their order.
+pub(super) const LINEAR_FEW: [LinearFew; 4] =
+    [few("linear_1", 1), few("linear_2", 2), few("linear_4", 4), few("linear_8", 8)];
+
 /// A product of many rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LinearTile {
@@ -212,7 +228,12 @@ mod tests {
         assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
         let linear = names(Program::Linear);
-        assert_eq!(linear[..5], ["linear_1", "linear_2", "linear_4", "linear_8", "res_block"]);
+        assert_eq!(linear[..4], LINEAR_FEW.map(|few| few.name));
+        assert_eq!(linear[4], "res_block");
+        for few in LINEAR_FEW {
+            assert!(Program::Linear.text().contains(&format!("{{\n    linear_few<{}>(", few.most)), "{few:?}");
+            assert_eq!(few.name, format!("linear_{}", few.most));
+        }
         let tiles: Vec<String> = LINEAR_TILES.iter().map(|tile| format!("({}, {})", tile.height, tile.width)).collect();
         for (tile, name) in tiles.iter().zip(&linear[5..]) {
             assert!(Program::Linear.text().contains(&format!("\nLINEAR_TILE{tile}")), "{tile}");

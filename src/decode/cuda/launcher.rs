@@ -13,7 +13,7 @@ use super::choices::Choices;
 use super::device::{Gpu, NoGpu};
 use super::engine::EngineError;
 use super::gemm::{CublasLt, Product, Way};
-use super::graph::{Graphs, Key};
+use super::graph::{self, Graphs, Key};
 use super::kernels::{Argument, Element, Kernel, Launch, Program};
 use super::launches::{self, Parts};
 use super::nvrtc::Compiler;
@@ -22,14 +22,17 @@ use crate::files;
 
 /// Shared memory that a kernel has without asking.
 const FREE_SHARED: u32 = 48 << 10;
-/// Weights of one shape that a product is timed with, one after the other: together they are more than a GPU's cache holds.
-const TIMED_WEIGHTS: usize = 8;
+/// Bytes of the weights of one shape that a product is timed with, one after the other: more than a GPU's cache holds. Small backbones have
+/// fewer, of which some stay in the cache while they are timed, as they do while they decode.
+const TIMED_BYTES: usize = 256 << 20;
 /// Rounds over them.
 const TIMED_ROUNDS: usize = 3;
 
 /// A GPU with everything that steps launch.
 #[derive(Debug)]
 pub struct Launcher {
+    /// First: they end before the kernels that they launch.
+    graphs: RefCell<Graphs>,
     gpu: Gpu,
     functions: HashMap<Kernel, CudaFunction>,
     /// Those that were allowed more shared memory: asked for once, so that nothing is asked while a step is recorded.
@@ -37,7 +40,6 @@ pub struct Launcher {
     between: Between,
     cublas_lt: CublasLt,
     choices: Choices,
-    graphs: RefCell<Graphs>,
 }
 
 /// Where compiled kernels, and what was timed of them, are kept.
@@ -111,12 +113,12 @@ impl Launcher {
         let cublas_lt = CublasLt::new(gpu.stream.clone(), shape.kind, device)?;
         let choices = Choices::of(&gpu, element)?;
         Ok(Self {
+            graphs: RefCell::default(),
             functions,
             raised: RefCell::default(),
             between: Between::new(shape, device),
             cublas_lt,
             choices,
-            graphs: RefCell::default(),
             gpu,
         })
     }
@@ -203,7 +205,7 @@ impl Launcher {
     pub fn linear_by(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), EngineError> {
         match way {
             Way::CublasLt { algorithm } => Ok(self.cublas_lt.multiply(x_nk, w_mk, y_nm, algorithm)?),
-            own => self.launch(&own.launch(x_nk, w_mk, y_nm)),
+            own => self.launch(&launches::linear(own, x_nk, w_mk, y_nm)),
         }
     }
 
@@ -212,30 +214,35 @@ impl Launcher {
         &self.between
     }
 
-    /// Times the ways of those products that were not timed before on such a GPU, and keeps the fastest of each. The buffers get
-    /// random numbers.
+    /// Times the ways of those products that were not timed before on such a GPU, and keeps the fastest of each. The inputs get random
+    /// numbers.
     ///
     /// # Errors
     /// What the device says.
     pub fn time(&mut self, needed: &[Needed]) -> Result<(), EngineError> {
         self.gpu.wait_for_torch();
         let of = |needed: &Needed| Product::of(&needed.x_nk, &needed.weights_mk[0], &needed.y_nm);
-        let untimed: Vec<&Needed> = needed.iter().filter(|needed| !self.choices.has(of(needed))).collect();
-        for needed in &untimed {
+        let mut is_new = false;
+        for needed in needed {
+            let ways = self.ways(of(needed))?;
+            if self.choices.has(of(needed), &ways) {
+                continue;
+            }
             let _ = needed.x_nk.shallow_clone().normal_(0.0, 1.0);
             self.gpu.wait_for_torch();
-            let way = self.fastest(of(needed), needed)?;
+            let way = self.fastest(&ways, needed)?;
             self.choices.keep(of(needed), way);
+            is_new = true;
         }
-        if !untimed.is_empty() {
+        if is_new {
             self.choices.save();
         }
         Ok(())
     }
 
-    fn fastest(&self, product: Product, needed: &Needed) -> Result<Way, EngineError> {
-        let mut best = (f32::INFINITY, Way::untimed(product));
-        for way in self.ways(product)? {
+    fn fastest(&self, ways: &[Way], needed: &Needed) -> Result<Way, EngineError> {
+        let mut best = (f32::INFINITY, ways[0]);
+        for &way in ways {
             let milliseconds = match (way, self.milliseconds(way, needed)) {
                 (Way::CublasLt { .. }, Err(_)) => continue, // recommended, and refused: there are the own kernels
                 (_, timed) => timed?,
@@ -247,17 +254,20 @@ impl Launcher {
         Ok(best.1)
     }
 
-    /// Of all rounds, after one that is not timed.
+    /// Of all rounds, from a record as steps are: what a launch costs the host does not count. One round before is not timed.
     fn milliseconds(&self, way: Way, needed: &Needed) -> Result<f32, EngineError> {
-        let weights = &needed.weights_mk[..needed.weights_mk.len().min(TIMED_WEIGHTS)];
+        let failed = || NoGpu::failed("timing a product");
+        let bytes = |w_mk: &Tensor| w_mk.numel() * w_mk.kind().elt_size_in_bytes();
+        let count = (TIMED_BYTES / bytes(&needed.weights_mk[0]) + 1).min(needed.weights_mk.len());
+        let weights = &needed.weights_mk[..count];
         let round = || weights.iter().try_for_each(|w_mk| self.linear_by(way, &needed.x_nk, w_mk, &needed.y_nm));
         round()?;
-        let timed = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        let event = || self.gpu.stream.record_event(timed).map_err(NoGpu::failed("timing a product"));
+        let recorded = graph::record(&self.gpu, round)?;
+        let event = || self.gpu.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed());
         let from = event()?;
-        (0..TIMED_ROUNDS).try_for_each(|_| round())?;
+        (0..TIMED_ROUNDS).try_for_each(|_| recorded.launch()).map_err(failed())?;
         let to = event()?;
         self.gpu.wait()?;
-        Ok(from.elapsed_ms(&to).map_err(NoGpu::failed("timing a product"))?)
+        Ok(from.elapsed_ms(&to).map_err(failed())?)
     }
 }

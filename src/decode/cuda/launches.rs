@@ -4,7 +4,8 @@
 // S room for tokens, P guesses a head, L layers
 use tch::{Device, Kind, Tensor};
 
-use super::kernels::{Argument, Kernel, LINEAR_TILES, Launch, LinearTile, Program};
+use super::gemm::Way;
+use super::kernels::{Argument, Kernel, LINEAR_FEW, LINEAR_TILES, Launch, Program};
 use super::layout::{MAX_NODES, Nodes, Rotations};
 use super::oracle::{Accepted, BlockInput, Draws, Places};
 use super::state::RESULT_HEAD;
@@ -39,18 +40,10 @@ pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) -> Launch {
 }
 
 /// See [`oracle::rope_append`](super::oracle::rope_append).
-pub fn rope_append(
-    qkv_nh: &Tensor,
-    bias_h: Option<&Tensor>,
-    places: Places,
-    rotations: &Rotations,
-    q_nqd: &Tensor,
-    kv_2gsd: &Tensor,
-) -> Launch {
+pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
     let ([n, q, d], [_, g, room, _]) = (three(q_nqd), four(kv_2gsd));
     let arguments = vec![
         elements(qkv_nh),
-        bias_h.map_or(Argument::Pointer(0), elements),
         ints(&places.nodes.depths_n),
         ints(places.state),
         floats(&rotations.cos_sd),
@@ -154,57 +147,36 @@ pub fn tree_attention(
     [attend, launch(Program::TreeAttention, "tree_attention_merge", [n, q, 1], d, arguments)]
 }
 
-/// Rows of a product that reads weights without tensor cores.
-const FEW_PRODUCT_ROWS: i64 = 8;
-/// Columns of y that a block of such a product makes.
+/// Columns of y that a block of a product of few rows makes.
 const FEW_COLUMNS: i64 = 32;
-/// Blocks that a product should have, before its tiles grow.
-const TILE_BLOCKS: i64 = 128;
 /// Stages of a tile in shared memory, and how deep one is.
 const TILE_STAGES: i64 = 4;
 const TILE_DEPTH: i64 = 64;
 
-/// See [`oracle::linear`](super::oracle::linear).
-pub fn linear(x_nk: &Tensor, w_mk: &Tensor, bias_m: Option<&Tensor>, y_nm: &Tensor) -> Launch {
+/// See [`oracle::linear`](super::oracle::linear): by an own kernel, one of [`own_ways`](super::gemm::Product::own_ways).
+///
+/// # Panics
+/// For any other way.
+pub fn linear(way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Launch {
     let ([n, k], [m, _]) = (two(x_nk), two(w_mk));
-    let arguments = product_arguments([x_nk, w_mk], bias_m, y_nm, [n, m, k]);
-    if n <= FEW_PRODUCT_ROWS {
-        return launch(Program::Linear, few_rows(n), [blocks(m, FEW_COLUMNS), 1, 1], 256, arguments);
+    let as_float = y_nm.kind() == Kind::Float;
+    let y = if as_float { floats(y_nm) } else { elements(y_nm) };
+    let arguments =
+        vec![elements(x_nk), elements(w_mk), y, size(n), size(m), eighths(k), Argument::Int(as_float.into())];
+    match way {
+        Way::Few { most } => {
+            let few = LINEAR_FEW.into_iter().find(|few| few.most == most && most >= n).expect("one of the own ways");
+            launch(Program::Linear, few.name, [blocks(m, FEW_COLUMNS), 1, 1], 256, arguments)
+        }
+        Way::Tile { height, width } => {
+            let of = LINEAR_TILES.into_iter().find(|tile| (tile.height, tile.width) == (height, width) && width >= n);
+            let name = of.expect("one of the own ways").name;
+            let mut launch = launch(Program::Linear, name, [blocks(m, height), 1, 1], 128, arguments);
+            launch.shared_bytes = bytes(TILE_STAGES * (height + width) * TILE_DEPTH);
+            launch
+        }
+        Way::CublasLt { .. } => panic!("a product of cublasLt is no launch"),
     }
-    let LinearTile { name, height, width } = tile(n, m);
-    let mut launch = launch(Program::Linear, name, [blocks(m, height), 1, 1], 128, arguments);
-    launch.shared_bytes = bytes(TILE_STAGES * (height + width) * TILE_DEPTH);
-    launch
-}
-
-fn product_arguments([x, w]: [&Tensor; 2], bias: Option<&Tensor>, y: &Tensor, [n, m, k]: [i64; 3]) -> Vec<Argument> {
-    let as_float = y.kind() == Kind::Float;
-    vec![
-        elements(x),
-        elements(w),
-        bias.map_or(Argument::Pointer(0), elements),
-        if as_float { floats(y) } else { elements(y) },
-        size(n),
-        size(m),
-        eighths(k),
-        Argument::Int(as_float.into()),
-    ]
-}
-
-fn few_rows(n: i64) -> &'static str {
-    match n {
-        1 => "linear_1",
-        2 => "linear_2",
-        3 | 4 => "linear_4",
-        _ => "linear_8",
-    }
-}
-
-fn tile(n: i64, m: i64) -> LinearTile {
-    assert!(n <= MAX_NODES as i64, "a step has at most {MAX_NODES} rows");
-    let height = if m / 64 >= TILE_BLOCKS { 64 } else { 32 };
-    let fits = LINEAR_TILES.into_iter().find(|tile| tile.height == height && tile.width >= n);
-    fits.expect("the widest tile has all rows of a step")
 }
 
 /// See [`oracle::res_block`](super::oracle::res_block).

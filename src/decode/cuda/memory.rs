@@ -1,4 +1,4 @@
-//! The engine's memory: buffers that never move, the cache, and weights that it shares with the backbone.
+//! The engine's memory: buffers that never move, the cache, which moves where it grows, and weights that it shares with the backbone.
 
 // L layers, G key/value heads, S room for tokens, D head size, K heads, H hidden, V vocabulary
 use tch::{Device, Kind, Tensor};

@@ -1,8 +1,8 @@
 //! Decoding's step as kernels of an NVIDIA GPU.
 //!
-//! Everything that a step needs lies in buffers that never move, and what changes from step to step is read on the device from
-//! [`state`](state::Slot): a step can be captured once in a CUDA graph and replayed. Each kernel has an oracle of the same name in
-//! [`oracle`], on tensors of any device, and a test compares the two without a GPU.
+//! Everything that a step needs lies in buffers that never move, but for the cache, which may grow between texts. What changes from step
+//! to step is read on the device from [`state`](state::Slot): a step can be captured once in a CUDA graph and replayed. Each kernel has an
+//! oracle of the same name in [`oracle`], on tensors of any device, and a test compares the two without a GPU.
 //!
 //! | | kernels, in the order of a step |
 //! | --- | --- |

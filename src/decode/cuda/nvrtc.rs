@@ -25,6 +25,17 @@ pub enum CompileError {
         /// The loader's words.
         why: String,
     },
+    /// Another version than kernels are written for.
+    #[error(
+        "the loader finds NVRTC {major}.{minor} first, and kernels are compiled by 13; take that one out of LD_LIBRARY_PATH, or put \
+         {LIBRARY} in nvidia/cu13/lib beside torch/ (scripts/setup does)"
+    )]
+    Version {
+        /// What it says of itself.
+        major: i32,
+        /// After the point.
+        minor: i32,
+    },
     /// A file that it refuses.
     #[error("{file} for {arch}: NVRTC says {code}\n{log}")]
     Refused {
@@ -87,7 +98,7 @@ impl Compiler {
     /// Opens the library: beside libtorch, else where the loader finds it. Compiled kernels are kept in `folder`, if there is one.
     ///
     /// # Errors
-    /// [`CompileError::Missing`].
+    /// [`CompileError::Missing`], [`CompileError::Version`].
     pub fn open(folder: Option<PathBuf>) -> Result<Self, CompileError> {
         let beside = libtorch_folder().map(|libtorch| libtorch.join("../../nvidia/cu13/lib"));
         let opened = match beside.filter(|beside| beside.join(LIBRARY).exists()) {
@@ -103,7 +114,7 @@ impl Compiler {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: two numbers that are written.
         let _ = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-        Ok(Self { version: (major, minor), folder })
+        Ok(Self { version: check_version((major, minor))?, folder })
     }
 
     /// The library's version.
@@ -142,6 +153,11 @@ impl Compiler {
         let key = files::hex(&Sha256::digest(facts));
         format!("{}-{arch}-{}.kernels", program.file().trim_end_matches(".cu"), &key[..32])
     }
+}
+
+/// cudarc asks the loader for a library without a version before it asks for ours: where that is not open already, any may come.
+fn check_version((major, minor): (i32, i32)) -> Result<(i32, i32), CompileError> {
+    if major == 13 { Ok((major, minor)) } else { Err(CompileError::Version { major, minor }) }
 }
 
 #[cfg(target_os = "linux")]
@@ -257,6 +273,16 @@ fn before(line: &str, words: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn another_version_is_refused_by_its_name() {
+        assert!(check_version((13, 0)).is_ok());
+        let error = check_version((12, 8)).unwrap_err().to_string();
+        assert!(
+            error.starts_with("the loader finds NVRTC 12.8 first, and kernels are compiled by 13; take"),
+            "{error}"
+        );
+    }
 
     #[test]
     fn the_log_tells_what_each_kernel_takes() {

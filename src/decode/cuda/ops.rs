@@ -154,11 +154,11 @@ impl Ops {
     pub(super) fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Done {
         match self {
             Ops::Oracle => {
-                oracle::linear(x_nk, w_mk, None, y_nm);
+                oracle::linear(x_nk, w_mk, y_nm);
                 Ok(())
             }
             Ops::Cuda(launcher) => launcher.linear(x_nk, w_mk, y_nm),
-            Ops::Host(_) => self.launch(&launches::linear(x_nk, w_mk, None, y_nm)),
+            Ops::Host(_) => self.linear_by(Way::untimed(Product::of(x_nk, w_mk, y_nm)), x_nk, w_mk, y_nm),
             Ops::Beside(beside) => beside.linear(x_nk, w_mk, y_nm),
         }
     }
@@ -176,7 +176,7 @@ impl Ops {
         match self {
             Ops::Oracle | Ops::Beside(_) => self.linear(x_nk, w_mk, y_nm),
             Ops::Cuda(launcher) => launcher.linear_by(way, x_nk, w_mk, y_nm),
-            Ops::Host(_) => self.launch(&way.launch(x_nk, w_mk, y_nm)),
+            Ops::Host(_) => self.launch(&launches::linear(way, x_nk, w_mk, y_nm)),
         }
     }
 
@@ -188,16 +188,7 @@ impl Ops {
         q_nqd: &Tensor,
         kv_2gsd: &Tensor,
     ) -> Done {
-        match self {
-            Ops::Oracle => {
-                oracle::rope_append(qkv_nw, None, places, rotations, q_nqd, kv_2gsd);
-                Ok(())
-            }
-            Ops::Beside(beside) => beside.compare("rope_append", &[q_nqd, kv_2gsd], |ops| {
-                ops.rope_append(qkv_nw, places, rotations, q_nqd, kv_2gsd)
-            }),
-            _ => self.launch(&launches::rope_append(qkv_nw, None, places, rotations, q_nqd, kv_2gsd)),
-        }
+        call!(self, rope_append(qkv_nw, places, rotations, q_nqd, kv_2gsd) writes [q_nqd, kv_2gsd])
     }
 
     pub(super) fn tree_attention(

@@ -1,7 +1,7 @@
 //! What each kernel computes, slowly and obviously, on tensors of any device. Outputs are tensors of the right size that are
 //! written, as on the GPU; numbers are float32 until they are rounded, once, to the dtype of the output.
 //!
-//! Integers are int32. Ties go to the lower id everywhere. Logits are numbers: what comes of NaN is not promised here.
+//! Integers are int32. Ties go to the lower id everywhere. Where logits are no numbers, no token is chosen: -1.
 
 // N rows of a step, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, V vocabulary, K heads,
 // S room for tokens, P guesses a head, R rows of results, L layers
@@ -45,21 +45,13 @@ impl Places<'_> {
     }
 }
 
-/// Splits q, k and v, adds the bias if there is one, rotates q and k by their positions (Su et al. 2021; halves, not neighbours), and
-/// writes k and v behind the committed rows of a layer's cache.
-/// - `qkv_nh`: `[N, (Q + 2G)·D]` — `bias_h`: `[(Q + 2G)·D]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
-pub fn rope_append(
-    qkv_nh: &Tensor,
-    bias_h: Option<&Tensor>,
-    places: Places,
-    rotations: &Rotations,
-    q_nqd: &Tensor,
-    kv_2gsd: &Tensor,
-) {
+/// Splits q, k and v, rotates q and k by their positions (Su et al. 2021; halves, not neighbours), and writes k and v behind the committed
+/// rows of a layer's cache.
+/// - `qkv_nh`: `[N, (Q + 2G)·D]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
+pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) {
     let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
     let g = kv_2gsd.size()[1];
-    let qkv = bias_h.map_or_else(|| float(qkv_nh), |bias_h| float(qkv_nh) + float(bias_h));
-    let qkv_nhd = qkv.view([n, q + 2 * g, d]);
+    let qkv_nhd = float(qkv_nh).view([n, q + 2 * g, d]);
     let positions_n = &places.nodes.depths_n + places.context();
     let rotated_nhd = rotate(&qkv_nhd.narrow(1, 0, q + g), &positions_n, rotations);
     write(q_nqd, &rotated_nhd.narrow(1, 0, q));
@@ -122,9 +114,9 @@ pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) {
     write(y_ni, &(halves[0].silu() * &halves[1]));
 }
 
-/// `y = x·wᵀ + bias`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, of the weight's dtype or float32.
-pub fn linear(x_nk: &Tensor, w_mk: &Tensor, bias_m: Option<&Tensor>, y_nm: &Tensor) {
-    write(y_nm, &float(x_nk).linear(&float(w_mk), bias_m.map(float)));
+/// `y = x·wᵀ`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, of the weight's dtype or float32.
+pub fn linear(x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) {
+    write(y_nm, &float(x_nk).matmul(&float(w_mk).transpose(0, 1)));
 }
 
 /// What a ResBlock of every head reads.
@@ -159,10 +151,11 @@ pub fn top_guesses(logits_kv: &Tensor, ids_kp: &Tensor) {
     write(ids_kp, &order_kv.narrow(1, 0, ids_kp.size()[1]));
 }
 
-/// The most probable token of each row: `[N, V]` to `[N]`.
+/// The most probable token of each row: `[N, V]` to `[N]`; -1 where the largest logit is infinite, or one is NaN.
 pub fn best(logits_nv: &Tensor, best_n: &Tensor) {
-    let (_, order_nv) = logits_nv.sort_stable(true, -1, true);
-    write(best_n, &order_nv.select(1, 0));
+    let (sorted_nv, order_nv) = logits_nv.sort_stable(true, -1, true); // NaN first
+    let is_bad_n = sorted_nv.select(1, 0).isfinite().logical_not();
+    write(best_n, &order_nv.select(1, 0).masked_fill(&is_bad_n, -1));
 }
 
 /// What typical acceptance asks of each node, float32: the log-probability of its token after its parent (of the root: after itself,
@@ -198,14 +191,15 @@ pub struct Draws<'a> {
 /// A token drawn after each node: `[N, V]` to `[N]`. After a node of depth d comes position `context + d + 1`, so that a text draws
 /// the same numbers whatever the tree: plain decoding is the tree of one node. A token is drawn as
 /// [`Sampler`](crate::decode::sample::Sampler) draws it; the kernel sums probabilities in another order, and so may draw the
-/// neighbour where a number falls on the border between two tokens, up to float32's last bits.
+/// neighbour where a number falls on the border between two tokens, up to float32's last bits. Where probabilities are no numbers: -1.
 pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) {
     let p_nv = (float(logits_nv) / draws.temperature).softmax(-1, Kind::Float);
     let uniforms = to_host::<f64>(&draws.uniforms_u.to_kind(Kind::Double));
     let drawn = host(&places.nodes.depths_n).into_iter().enumerate().map(|(node, depth)| {
         let position = (places.context() + depth + 1).unsigned_abs() as usize;
         let p_v = to_host::<f32>(&p_nv.select(0, node as i64));
-        sample::token_at(&p_v, draws.top_p, uniforms[position % uniforms.len()])
+        let are_numbers = p_v.iter().all(|p| p.is_finite());
+        if are_numbers { sample::token_at(&p_v, draws.top_p, uniforms[position % uniforms.len()]) } else { -1 }
     });
     write(drawn_n, &Tensor::from_slice(&drawn.collect::<Vec<_>>()));
 }

@@ -1,5 +1,5 @@
 // What logits say: the most probable token, the best guesses, how probable a token is, and which one is drawn. Logits are float32; of
-// equals the lower id comes first.
+// equals the lower id comes first. What is no number has no most probable token, and none can be drawn: -1.
 
 #define THREADS 1024
 #define WARPS (THREADS / WARP)
@@ -34,17 +34,17 @@ INLINE Ranked block_first(Ranked x, Ranked* scratch) {
     return x;
 }
 
-// best[n] = the largest of logits[n, V]. Grid N, 1024 threads.
+// best[n] = the largest of logits[n, V]; -1 where it is infinite, or one of them is NaN. Grid N, 1024 threads.
 KERNEL(THREADS) best(const float* logits, int* best_out, int v) {
     SHARED Ranked scratch[WARPS];
     const float* row = logits + (size_t)blockIdx.x * v;
     Ranked first = none();
     for (int id = threadIdx.x; id < v; id += blockDim.x) {
-        const Ranked here = {row[id], id};
+        const Ranked here = {isnan(row[id]) ? INFINITY : row[id], id};
         if (before(here, first)) first = here;
     }
     first = block_first(first, scratch);
-    if (threadIdx.x == 0) best_out[blockIdx.x] = min(first.id, v - 1);
+    if (threadIdx.x == 0) best_out[blockIdx.x] = isfinite(first.logit) ? first.id : -1;
 }
 
 // The first p of the `count` numbers that a block keeps in shared memory, in order; then none(). A thread looks through its own numbers
@@ -188,7 +188,12 @@ KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, c
     Softmax softmax = {row, row_max(row, v, scratch), temperature, 1.0f};
     double z = 0.0;
     for (int id = threadIdx.x; id < v; id += blockDim.x) z += probability(softmax, id);
-    softmax.z = (float)block_sum(z, sums);
+    z = block_sum(z, sums);
+    if (!isfinite(z)) {  // of all threads
+        if (threadIdx.x == 0) drawn[node] = -1;
+        return;
+    }
+    softmax.z = (float)z;
     const Border border = top_p < 1.0 ? nucleus(softmax, v, top_p, sums) : Border{0.0f, v};
 
     const int stretch = ((v + WARPS - 1) / WARPS + WARP - 1) / WARP * WARP;  // a multiple of 32: all lanes walk it together

@@ -1,4 +1,4 @@
-// Products with weights: y[n, m] = sum over k of x[n, k]·w[m, k], plus bias[m]; of few rows, and of a whole tree.
+// Products with weights: y[n, m] = sum over k of x[n, k]·w[m, k]; of few rows, and of a whole tree.
 //
 // A step reads every weight once, whatever its rows: what counts is that the reads are wide, that many are under way, and that nothing
 // is read twice. K is a multiple of 8. y is of `element`, or float32 where `as_float` says so; sums are float32.
@@ -48,37 +48,36 @@ INLINE void few_rows(float (&sums)[COLUMNS][ROWS], const element* x, const eleme
     }
 }
 
-// Up to ROWS rows: x [n, K], w [M, K], bias [M] or null, y [n, M]. A warp has four columns of y and reads their weights side by side.
+// Up to ROWS rows: x [n, K], w [M, K], y [n, M]. A warp has four columns of y and reads their weights side by side.
 template <int ROWS>
-INLINE void linear_few(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
+INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
     const int first = (blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * COLUMNS, lane = threadIdx.x % WARP;
     if (first >= m) return;
     float sums[COLUMNS][ROWS];
     few_rows<ROWS>(sums, x, w, first, n, m, k);
+    // Lane (c, r) writes.
+    const int row = lane % ROWS, column = first + lane / ROWS;
+    float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {  // lane (c, r) writes
-            if (lane == c * ROWS + r && r < n && first + c < m) {
-                const float offset = bias ? to_float(bias[first + c]) : 0.0f;
-                store_number(y, r * m + first + c, sums[c][r] + offset, as_float);
-            }
-        }
+        for (int r = 0; r < ROWS; r++) sum = lane == c * ROWS + r ? sums[c][r] : sum;
     }
+    if (lane < COLUMNS * ROWS && row < n && column < m) store_number(y, (size_t)row * m + column, sum, as_float);
 }
 
 // Grid M/32 upwards, 256 threads.
-KERNEL(256) linear_1(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
-    linear_few<1>(x, w, bias, y, n, m, k, as_float);
+KERNEL(256) linear_1(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
+    linear_few<1>(x, w, y, n, m, k, as_float);
 }
-KERNEL(256) linear_2(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
-    linear_few<2>(x, w, bias, y, n, m, k, as_float);
+KERNEL(256) linear_2(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
+    linear_few<2>(x, w, y, n, m, k, as_float);
 }
-KERNEL(256) linear_4(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
-    linear_few<4>(x, w, bias, y, n, m, k, as_float);
+KERNEL(256) linear_4(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
+    linear_few<4>(x, w, y, n, m, k, as_float);
 }
-KERNEL(256) linear_8(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
-    linear_few<8>(x, w, bias, y, n, m, k, as_float);
+KERNEL(256) linear_8(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
+    linear_few<8>(x, w, y, n, m, k, as_float);
 }
 
 // A ResBlock of every head (paper section 2.1.1): y[k] = x[k] + SiLU(w[k]·x[k] + b[k]); x [K, H], or, where `state` is given, row LAST
@@ -123,7 +122,7 @@ template <int ROWS> INLINE void fetch_tile(uint4* tile, const element* matrix, i
 
 // HEIGHT weights' rows by WIDTH rows of x. HEIGHT / 16 warps stand along the weights, the others along x.
 template <int HEIGHT, int WIDTH>
-INLINE void linear_tile(const element* x, const element* w, const element* bias, void* y, int n, int m, int k, int as_float) {
+INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
     constexpr int HIGH = HEIGHT / 16, ACROSS = 4 / HIGH, TILES = WIDTH / 8 / ACROSS, STAGE = (HEIGHT + WIDTH) * CHUNKS;
     static_assert(HIGH * ACROSS == 4 && TILES * ACROSS * 8 == WIDTH, "four warps share a block");
     LAUNCHED_SHARED(stages);
@@ -168,19 +167,17 @@ INLINE void linear_tile(const element* x, const element* w, const element* bias,
         for (int i = 0; i < 4; i++) {
             const int column = first + high + lane / 4 + i / 2 * 8, row = across + tile * 8 + lane % 4 * 2 + i % 2;
             if (column < m && row < n) {
-                const float offset = bias ? to_float(bias[column]) : 0.0f;
-                store_number(y, (size_t)row * m + column, sums[tile][i] + offset, as_float);
+                store_number(y, (size_t)row * m + column, sums[tile][i], as_float);
             }
         }
     }
 }
 
-// x [N, K] with N up to the second number, w [M, K], bias [M] or null, y [N, M]. Grid (M / first number upwards), 128 threads, shared
+// x [N, K] with N up to the second number, w [M, K], y [N, M]. Grid (M / first number upwards), 128 threads, shared
 // memory STAGES·(both numbers)·DEPTH elements.
-#define LINEAR_TILE(height, width)                                                                                        \
-    KERNEL(128) linear_##height##x##width(const element* x, const element* w, const element* bias, void* y, int n, int m, \
-                                          int k, int as_float) {                                                          \
-        linear_tile<height, width>(x, w, bias, y, n, m, k, as_float);                                                     \
+#define LINEAR_TILE(height, width)                                                                                              \
+    KERNEL(128) linear_##height##x##width(const element* x, const element* w, void* y, int n, int m, int k, int as_float) { \
+        linear_tile<height, width>(x, w, y, n, m, k, as_float);                                                             \
     }
 LINEAR_TILE(32, 16)
 LINEAR_TILE(32, 32)

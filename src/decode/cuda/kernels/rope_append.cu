@@ -2,10 +2,10 @@
 //
 // Row n stands at position p = CONTEXT + depths[n]. With i < D/2 and x of a head (Su et al. 2021; halves are rotated):
 //   y[i] = x[i]·cos[p, i] - x[i + D/2]·sin[p, i]        y[i + D/2] = x[i + D/2]·cos[p, i] + x[i]·sin[p, i]
-// Layouts: qkv [N, Q + 2G, D], q [N, Q, D], cache [2, G, S, D] (keys, then values), cos and sin [S, D/2] float32. bias [Q + 2G, D], or
-// null. Compile time: HEAD_SIZE. Grid (N, (Q + 2G)·D/2 / 128 upwards), 128 threads: a thread has one pair.
+// Layouts: qkv [N, Q + 2G, D], q [N, Q, D], cache [2, G, S, D] (keys, then values), cos and sin [S, D/2] float32.
+// Compile time: HEAD_SIZE. Grid (N, (Q + 2G)·D/2 / 128 upwards), 128 threads: a thread has one pair.
 
-KERNEL(128) rope_append(const element* qkv, const element* bias, const int* depths, const int* state, const float* cos_table,
+KERNEL(128) rope_append(const element* qkv, const int* depths, const int* state, const float* cos_table,
                         const float* sin_table, element* q_out, element* cache, int q, int g, int room) {
     const int half = HEAD_SIZE / 2, n = blockIdx.x, heads = q + 2 * g;
     const int pair = blockIdx.y * blockDim.x + threadIdx.x, head = pair / half, i = pair % half;
@@ -13,10 +13,6 @@ KERNEL(128) rope_append(const element* qkv, const element* bias, const int* dept
     const size_t at = (size_t)head * HEAD_SIZE + i;
     const element* row = qkv + (size_t)n * heads * HEAD_SIZE;
     float first = to_float(row[at]), second = to_float(row[at + half]);
-    if (bias) {
-        first += to_float(bias[at]);
-        second += to_float(bias[at + half]);
-    }
     const int context = state[CONTEXT];
     if (head < q + g) {
         const size_t angle = (size_t)(context + depths[n]) * half + i;
