@@ -56,7 +56,10 @@ fn a_wrong_command_line_is_status_2() {
 fn a_file_of_no_known_kind_is_status_1() {
     let mut command = medusa(&["inspect", "Cargo.toml"]);
     command.assert().code(1);
-    assert_eq!(stderr(&mut command), "error: Cargo.toml is of no known kind; expected .safetensors, .pt, .bin or .json\n");
+    assert_eq!(
+        stderr(&mut command),
+        "error: Cargo.toml is of no known kind; expected .safetensors, .pt, .bin or .json\n"
+    );
 }
 
 #[test]
