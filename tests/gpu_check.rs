@@ -43,11 +43,9 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     assert!(words(&unbuilt.stderr).contains("build it first: cargo build --release"), "{}", words(&unbuilt.stderr));
 }
 
-/// A machine with a GPU, played by a script in the program's place.
-#[test]
-fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let programs = folder.path().join("programs");
+/// A `medusa` and a `compute-sanitizer` that print what a test needs; their folder.
+fn played_programs(folder: &Path) -> PathBuf {
+    let programs = folder.join("programs");
     std::fs::create_dir(&programs).expect("a folder");
     let played = r#"#!/bin/sh
 case "$1 $2" in
@@ -70,6 +68,26 @@ exit 9
         let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
         std::fs::set_permissions(&path, executable).expect("a file of ours");
     }
+    programs
+}
+
+/// A folder of packages that cannot be imported: whatever this machine's Python has, parts that need torch or transformers are left out.
+fn without_torch(folder: &Path) -> PathBuf {
+    let none = folder.join("no_packages");
+    std::fs::create_dir(&none).expect("a folder");
+    for package in ["torch", "transformers"] {
+        let raises =
+            |out: &mut std::io::BufWriter<std::fs::File>| std::io::Write::write_all(out, b"raise ImportError\n");
+        write_atomic(&none.join(format!("{package}.py")), raises).expect("a file of a test");
+    }
+    none
+}
+
+/// A machine with a GPU, played by a script in the program's place.
+#[test]
+fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let programs = played_programs(folder.path());
     // A copy beside a libtorch that nobody opens: the script looks for one beside itself.
     let script = folder.path().join("scripts/gpu_check");
     std::fs::create_dir_all(folder.path().join(".libtorch")).expect("a folder");
@@ -78,8 +96,15 @@ exit 9
     let out = folder.path().join("results");
     let [programs, out_text] = [&programs, &out].map(|path| path.to_str().expect("UTF-8"));
     let path = format!("{programs}:{}", std::env::var("PATH").expect("a path"));
+    let none = without_torch(folder.path());
     let check = ["--programs", programs, "--out", out_text, "--seconds", "20"];
-    let run = Command::new("python3").arg(&script).args(check).env("PATH", path).output().expect("python3");
+    let run = Command::new("python3")
+        .arg(&script)
+        .args(check)
+        .env("PATH", path)
+        .env("PYTHONPATH", none)
+        .output()
+        .expect("python3");
     let said = words(&run.stderr);
     assert!(!run.status.success() && said.contains("error: failed: texts, steps, memcheck, racecheck"), "{said}");
     let files: Vec<_> = std::fs::read_dir(&out).expect("results").map(|file| file.expect("a file").path()).collect();

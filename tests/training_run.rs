@@ -529,6 +529,18 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
 }
 
 #[test]
+fn a_resume_that_is_refused_makes_no_hidden_states() {
+    let small = SmallRun::new();
+    keep_hidden_states(&small);
+    small.train(&[]).succeeded();
+    fs::remove_dir_all(small.path("run/final")).expect("a folder to remove");
+    let kept = small.names("states");
+    small.edit("recipe.toml", "max_length = 40", "max_length = 39");
+    small.train(&["--resume"]).failed(1, &["holds another run", "max_length = 40", "max_length = 39"]);
+    assert_eq!(small.names("states"), kept);
+}
+
+#[test]
 fn kept_hidden_states_survive_being_killed() {
     for (batches, shuffle) in
         [("micro_batch_size = 2\ngradient_accumulation_steps = 1", "true"), ("micro_batch_size = 2", "false")]

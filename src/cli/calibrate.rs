@@ -36,7 +36,7 @@ pub struct CalibrateArgs {
     /// The heads: their folder, a run's `final/`, or an id of the Hub.
     #[arg(long, value_name = "H")]
     pub heads: PathBuf,
-    /// Rows as for training: files, globs or ids of data sets on the Hub (owner/name takes validation or test files). Best is text that the backbone wrote itself.
+    /// Rows as for training: files, globs or ids of data sets on the Hub (owner/name takes validation or test files, all where it has none). Best is text that the backbone wrote itself.
     #[arg(long, value_name = "F", num_args = 1.., required_unless_present = "prompts", conflicts_with = "prompts")]
     pub data: Vec<String>,
     /// Instead of --data: prompts, which the backbone answers greedily before the heads are measured on its answers.

@@ -164,8 +164,7 @@ impl TokenCache {
     /// What reading the file says; a hash that cannot be remembered is no error.
     pub fn sha256_of(&self, path: &Path) -> io::Result<String> {
         let Some(stamp) = files::stamp(path)? else { return files::sha256(path) };
-        let name = files::hex(&Sha256::digest(&stamp));
-        let memo = self.folder.join(format!("{}.sha256", &name[..32]));
+        let (name, memo) = self.memo(&stamp);
         if let Ok(sha256) = fs::read_to_string(&memo)
             && sha256.len() == 64
         {
@@ -174,12 +173,24 @@ impl TokenCache {
         let sha256 = files::sha256(path)?;
         // A file that changes while it is read is another one afterwards.
         if files::stamp(path)?.is_some_and(|after| after == stamp)
-            && let Ok(mut new) = self.create(&name[..32])
+            && let Ok(mut new) = self.create(&name)
         {
             let written = io::Write::write_all(&mut new.file, sha256.as_bytes());
             let _ = written.and_then(|()| new.file.sync_all()).and_then(|()| fs::rename(&new.partial, &memo));
         }
         Ok(sha256)
+    }
+
+    /// Whether [`TokenCache::sha256_of`] need not read this file.
+    pub fn knows(&self, path: &Path) -> bool {
+        matches!(files::stamp(path), Ok(Some(stamp)) if self.memo(&stamp).1.is_file())
+    }
+
+    /// Where the hash of a file of this stamp is remembered: name and path.
+    fn memo(&self, stamp: &str) -> (String, PathBuf) {
+        let name = files::hex(&Sha256::digest(stamp))[..32].to_owned();
+        let path = self.folder.join(format!("{name}.sha256"));
+        (name, path)
     }
 
     /// Removes temporary files whose writers are gone.
@@ -324,7 +335,9 @@ mod tests {
         assert_eq!(write("two", 0), first, "nothing tells that it changed, so it was not read");
         let second = write("two", 1);
         assert_ne!(second, first);
+        assert!(cache.knows(&path));
         fs::write(&path, "six").unwrap();
+        assert!(!cache.knows(&path));
         assert_eq!(cache.sha256_of(&path).unwrap(), files::sha256(&path).unwrap());
         fs::write(&path, "ten").unwrap();
         assert_eq!(cache.sha256_of(&path).unwrap(), files::sha256(&path).unwrap(), "just written: not remembered");

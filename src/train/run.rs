@@ -160,9 +160,9 @@ pub struct Prepared {
 /// What happens while a run goes on.
 #[derive(Debug)]
 pub enum Event<'e> {
-    /// So many bytes of weights that no commit names are read to know them again, unless they were before.
+    /// So many bytes of weights that no commit names are read to know them again.
     Hashing {
-        /// Of all these files.
+        /// Of the files that were not read so before.
         bytes: u64,
     },
     /// The run goes on from this checkpoint.
@@ -234,11 +234,12 @@ impl Prepared {
         let run = self.checked.job.train.output_dir.as_path();
         let finished = run.join(checkpoint::FINAL);
         check_output_dir(run, resume)?;
-        // Before the folder is claimed: hidden states that another run fills would leave a begun run behind.
-        let source = if finished.exists() { None } else { Some(self.source(tell)?) };
         let folder = self.folder()?;
         tell(Event::Hashing { bytes: folder.bytes_to_hash() });
-        let _mine = folder.claim(resume)?;
+        // A run that is not to be resumed makes no file of hidden states; hidden states that another run fills make no run's folder.
+        let begun = if checkpoint::holds_a_run(run)? { Some(folder.claim(resume)?) } else { None };
+        let source = if finished.exists() { None } else { Some(self.source(tell)?) };
+        let _mine = begun.map_or_else(|| folder.claim(resume), Ok)?;
         let Some(mut source) = source.filter(|_| !finished.exists()) else {
             return Ok(Outcome::FinishedBefore(finished));
         };

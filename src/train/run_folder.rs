@@ -70,9 +70,11 @@ impl RunFolder<'_> {
         Ok(lock)
     }
 
-    /// Size of the backbone's files, which [`RunFolder::claim`] reads where no earlier run did.
+    /// Size of the weights' files that [`RunFolder::claim`] reads: those that no earlier run did.
     pub fn bytes_to_hash(&self) -> u64 {
-        let files = self.backbone_files.iter().chain(&self.init_from_files);
+        let cache = TokenCache::of_user();
+        let is_new = |path: &&PathBuf| cache.as_ref().is_none_or(|cache| !cache.knows(path));
+        let files = self.backbone_files.iter().chain(&self.init_from_files).filter(is_new);
         files.filter_map(|path| Some(path.metadata().ok()?.len())).sum()
     }
 

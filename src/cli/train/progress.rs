@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::cli::{CommonFlags, mebibytes, print_json};
+use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::train::log::MetricsLine;
 use crate::train::run::Event;
 
@@ -39,7 +39,7 @@ impl<'c> Progress<'c> {
     pub(super) fn tell(&mut self, event: &Event<'_>) {
         match event {
             Event::Hashing { bytes } if *bytes >= WORTH_A_LINE => {
-                self.line(&format!("reading {} of weights once, to know them again", mebibytes(*bytes)));
+                self.line(&format!("reading {} of weights once, to know them again", gibibytes(*bytes)));
             }
             Event::Hashing { .. } => {}
             Event::Resumed(checkpoint) => self.line(&format!("goes on from {}", checkpoint.display())),
