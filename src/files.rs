@@ -262,7 +262,8 @@ fn is_at(file: &File, path: &Path) -> bool {
     }
 }
 
-fn parent(path: &Path) -> &Path {
+/// The folder that a path lies in; "." where it names none.
+pub fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),

@@ -10,7 +10,7 @@ use crate::files;
 /// # Errors
 /// [`UsageError`].
 pub(super) fn check(flag: &str, path: &Path) -> Result<(), UsageError> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = files::parent(path);
     let shown = path.display();
     if path.is_dir() {
         return Err(UsageError(format!("{flag} {shown} is a folder; expected a file, such as one in it")));

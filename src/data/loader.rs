@@ -74,7 +74,7 @@ impl Loader {
     /// The micro batches of an optimizer step, counted from 0 over all epochs.
     ///
     /// # Errors
-    /// [`CacheError::Damaged`].
+    /// As [`Sequences::get`].
     pub fn step(&self, step: usize) -> Result<Vec<Batch>, CacheError> {
         let (epoch, step) = (step / self.steps_per_epoch(), step % self.steps_per_epoch());
         // The order is replaced as a whole: after a panic elsewhere it is still one epoch's.

@@ -84,7 +84,7 @@ impl Sequences {
     /// A sequence's tokens, read from where they lie.
     ///
     /// # Errors
-    /// [`CacheError::Damaged`].
+    /// As [`RowStore::row`].
     pub fn get(&self, sequence: usize) -> Result<Sequence, CacheError> {
         let rows = self.members(sequence).map(|row| self.rows.row(row)).collect::<Result<_, _>>()?;
         Ok(join(rows))

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::HubError;
 use super::id::{Kind, Repo, is_safe};
-use crate::files::write_synced;
+use crate::files::write_atomic;
 
 /// Where it is.
 #[derive(Debug, Clone)]
@@ -70,10 +70,7 @@ impl Cache {
         }
         let path = self.repo(repo).join("refs").join(revision);
         make_parent(&path)?;
-        let partial = partial(&path, "ref"); // another process may write the same one
-        write_synced(&partial, |out| out.write_all(commit.as_bytes()))
-            .and_then(|()| fs::rename(&partial, &path))
-            .map_err(HubError::io("write", &path))
+        write_atomic(&path, |out| out.write_all(commit.as_bytes())).map_err(HubError::io("write", &path))
     }
 
     fn list_path(&self, repo: &Repo, commit: &str) -> PathBuf {
@@ -87,10 +84,7 @@ impl Cache {
         }
         let path = self.list_path(repo, commit);
         make_parent(&path)?;
-        let partial = partial(&path, "list"); // another process may write the same one
-        write_synced(&partial, |out| Ok(serde_json::to_writer(out, names)?))
-            .and_then(|()| fs::rename(&partial, &path))
-            .map_err(HubError::io("write", &path))
+        write_atomic(&path, |out| Ok(serde_json::to_writer(out, names)?)).map_err(HubError::io("write", &path))
     }
 
     /// The names of all files of a commit, if it was listed; a list that cannot be read is none.

@@ -162,7 +162,9 @@ pub enum HubError {
         got: String,
     },
     /// A name from the Hub that would leave its folder.
-    #[error("{repo} has a file named {name:?}, which would leave its folder; nothing was written")]
+    #[error(
+        "{repo} has a file named {name:?}, which would leave its folder; nothing was written: take another revision, or tell its owner"
+    )]
     UnsafeName {
         /// The repository.
         repo: String,

@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::layout::{Layout, Part, Place, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
-use crate::files::{sha256, sha256_of_all};
+use crate::files::{self, sha256, sha256_of_all};
 use crate::model::torch_file::TorchFile;
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, is_float};
 
@@ -530,8 +530,7 @@ impl Config {
 
 /// The folder of heads that are given as a folder, or as a file in it: what was trained with them lies there.
 pub fn folder_of(heads: &Path) -> &Path {
-    let parent = || heads.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if heads.is_dir() { heads } else { parent() }
+    if heads.is_dir() { heads } else { files::parent(heads) }
 }
 
 /// The file of heads in a folder; a file is taken as it is.
