@@ -3,12 +3,12 @@
 //! `cargo bench --bench decoding`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::medusa::tree_search;
 use medusa::model::attention::NewTokens;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::lora::Adapters;
+use medusa::tree::search;
 use tch::{Device, Kind, Tensor};
 
 fn backbone() -> Llama {
@@ -61,9 +61,8 @@ fn passes(criterion: &mut Criterion) {
 fn search(criterion: &mut Criterion) {
     let accuracies: Vec<Vec<f64>> =
         (0..5).map(|head| (0..10).map(|guess| 0.6 * 0.8f64.powi(head) / f64::from(guess + 1)).collect()).collect();
-    criterion.bench_function("tree_search/63", |b| {
-        b.iter(|| tree_search::search(&accuracies, 63).map(|found| found.tree.len()))
-    });
+    criterion
+        .bench_function("tree_search/63", |b| b.iter(|| search::search(&accuracies, 63).map(|found| found.tree.len())));
 }
 
 criterion_group!(benches, passes, search);

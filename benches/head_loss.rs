@@ -3,9 +3,9 @@
 //! `cargo bench --bench head_loss`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::medusa::fused_loss::{HeadGradients, Output, OutputGradients, head_loss};
-use medusa::medusa::heads::{Heads, HeadsShape};
-use medusa::medusa::loss::{Targets, cross_entropy_sum};
+use medusa::draft::medusa::fused_loss::{HeadGradients, Output, OutputGradients, head_loss};
+use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::medusa::loss::{Targets, cross_entropy_sum};
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use tch::{Device, Kind, Tensor};

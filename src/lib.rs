@@ -15,19 +15,22 @@
 //! Imports point down only, siblings do not import each other (`tests/layering.rs` checks it):
 //!
 //! ```text
-//! L6 cli, bin          one file a verb
-//! L5 recipe  report    the only TOML reader; a run as one page
-//! L4 calibrate latency distill export hub  what is made from a trained run; what a backbone says, as rows; the Hugging Face Hub
-//! L3 train   decode    the two loops
-//! L2 medusa  data      the method; text to labelled token rows
-//! L1 model             a Llama backbone, which has never heard of Medusa
-//! L0 torch cpu files numbers   devices, optimizers; kernels of a step on the CPU; atomic files; numbers that cannot be bad
+//! L9 cli bin           one file a verb
+//! L8 recipe  report    the only TOML reader; a run as one page
+//! L7 calibrate latency distill export hub  what is made from a trained run; the Hugging Face Hub
+//! L6 train   decode    the two loops
+//! L5 draft             who guesses: Medusa heads
+//! L4 engine            who computes: the backbone over new tokens
+//! L3 tree data model   the tree of guesses; text to labelled token rows; a backbone, which has never heard of Medusa
+//! L2 cpu nvidia        kernels of a step on the CPU; NVIDIA's driver and libraries
+//! L1 torch             devices, optimizers: all that knows libtorch's handles
+//! L0 files numbers     atomic files; numbers that cannot be bad
 //! ```
 //!
 //! # Danger
 //!
 //! `unsafe` stands in four places, each block with its reason: `torch` (libtorch's handles and memory), `cpu` (vector instructions and
-//! threads that share a job), `decode/cuda` (NVIDIA's libraries), and the mapped files of `model/weights.rs` (`tests/layering.rs` checks
+//! threads that share a job), `nvidia` and `engine/cuda` (NVIDIA's libraries), and the mapped files of `model/weights.rs` (`tests/layering.rs` checks
 //! it).
 //!
 //! # Shape letters
@@ -42,14 +45,17 @@ pub mod cpu;
 pub mod data;
 pub mod decode;
 pub mod distill;
+pub mod draft;
+pub mod engine;
 pub mod export;
 pub mod files;
 pub mod hub;
 pub mod latency;
-pub mod medusa;
 pub mod model;
 pub mod numbers;
+pub mod nvidia;
 pub mod recipe;
 pub mod report;
 pub mod torch;
 pub mod train;
+pub mod tree;

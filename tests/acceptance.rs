@@ -3,16 +3,16 @@
 
 use std::ops::ControlFlow;
 
-use medusa::decode::accept::{self, Acceptance};
 use medusa::decode::generate::{self, Medusa, Request};
-use medusa::decode::sample::Sampling;
-use medusa::medusa::heads::{Heads, HeadsShape};
-use medusa::medusa::tree::SparseTree;
+use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::engine::sample::Sampling;
 use medusa::model::attention::RowMask;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::lora::Adapters;
 use medusa::numbers::{NonNegative, Positive, Probability};
+use medusa::tree::accept::{self, Acceptance};
+use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use medusa::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::model::weights::{WeightFiles, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

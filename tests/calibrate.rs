@@ -1,6 +1,6 @@
 //! Promise: `medusa calibrate` counts, for each head over its own targets, which of its guesses is right.
 
-use medusa::medusa::heads::Heads;
+use medusa::draft::medusa::heads::Heads;
 use medusa::model::attention::RowMask;
 use medusa::model::llama::{Llama, Purpose};
 use medusa::model::lora::Adapters;

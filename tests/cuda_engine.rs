@@ -3,19 +3,19 @@
 
 use std::ops::ControlFlow;
 
-use medusa::decode::accept::{Acceptance, TypicalAcceptance};
-use medusa::decode::cuda::beside::Beside;
-use medusa::decode::cuda::engine::Engine;
-use medusa::decode::cuda::kernels::{Element, Launch};
-use medusa::decode::cuda::ops::Ops;
 use medusa::decode::generate::{self, FinishReason, Generation, Medusa, Request};
-use medusa::decode::sample::Sampling;
 use medusa::decode::session::Session;
-use medusa::medusa::heads::{Heads, HeadsShape};
-use medusa::medusa::tree::SparseTree;
+use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::engine::cuda::beside::Beside;
+use medusa::engine::cuda::engine::Engine;
+use medusa::engine::cuda::ops::Ops;
+use medusa::engine::sample::Sampling;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::{Llama, Purpose};
 use medusa::numbers::{NonNegative, Positive, Probability};
+use medusa::nvidia::kernels::{Element, Launch};
+use medusa::tree::accept::{Acceptance, TypicalAcceptance};
+use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind};

@@ -7,15 +7,15 @@
 // tokens, P guesses a head
 use std::cell::Cell;
 
-use medusa::decode::accept::TypicalAcceptance;
-use medusa::decode::cuda::gemm::Product;
-use medusa::decode::cuda::kernels::{Argument, Element, Kernel, Launch, PRELUDE, Program};
-use medusa::decode::cuda::launches::{self, Parts};
-use medusa::decode::cuda::layout::{Nodes, Rotations};
-use medusa::decode::cuda::nvrtc::Compiler;
-use medusa::decode::cuda::oracle::{self, Accepted, BlockInput, Draws, Places};
-use medusa::decode::cuda::state::{self, Slot};
-use medusa::medusa::tree::SparseTree;
+use medusa::engine::cuda::launches::{self, Parts};
+use medusa::engine::cuda::layout::{Nodes, Rotations};
+use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, Places};
+use medusa::engine::cuda::state::{self, Slot};
+use medusa::nvidia::gemm::Product;
+use medusa::nvidia::kernels::{Argument, Element, Kernel, Launch, PRELUDE, Program};
+use medusa::nvidia::nvrtc::Compiler;
+use medusa::tree::accept::TypicalAcceptance;
+use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, IndexOp, Kind, Tensor};

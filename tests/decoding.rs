@@ -5,8 +5,8 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
+use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::files::write_atomic;
-use medusa::medusa::heads::{Heads, HeadsShape};
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::weights;

@@ -4,10 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
+use medusa::draft::medusa::heads::import::{HeadsFile, Notice};
+use medusa::draft::medusa::heads::layout::Layout;
+use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::export::{Format, Request};
-use medusa::medusa::heads::import::{HeadsFile, Notice};
-use medusa::medusa::heads::layout::Layout;
-use medusa::medusa::heads::{Heads, HeadsShape};
 use medusa::model::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save, save_model};
 use medusa::torch::Dtype;
@@ -588,7 +588,7 @@ fn tied_resblocks_are_told_and_get_weights_of_their_own() {
     assert!(is_tied(&HeadsFile::open(folder.path()).expect("heads").notices().expect("notices")));
     // Untrained blocks are all zero, and not tied.
     let lm_head = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
-    let config: medusa::medusa::heads::HeadsConfig =
+    let config: medusa::draft::medusa::heads::HeadsConfig =
         toml::from_str("medusa_num_heads = 2\nmedusa_num_layers = 2").expect("a table");
     Heads::new(&config, &lm_head).save(folder.path()).expect("heads");
     assert_eq!(HeadsFile::open(folder.path()).expect("heads").notices().expect("notices"), []);

@@ -2,7 +2,7 @@
 //! conditions is refused.
 
 use medusa::latency::Latency;
-use medusa::medusa::tree_file::TreeFile;
+use medusa::tree::file::TreeFile;
 use serde_json::{Value, json};
 
 use crate::decoding::World;

@@ -5,9 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
-use medusa::medusa::fused_loss::{Output, head_loss};
-use medusa::medusa::heads::HeadsConfig;
-use medusa::medusa::loss::{LossConfig, Targets};
+use medusa::draft::medusa::fused_loss::{Output, head_loss};
+use medusa::draft::medusa::heads::HeadsConfig;
+use medusa::draft::medusa::loss::{LossConfig, Targets};
 use medusa::model::weights::WeightFiles;
 use medusa::torch::optim::adamw::gradient_norm;
 use medusa::train::checked::Job;
@@ -210,7 +210,7 @@ fn gradients_of_step_zero_equal_pytorch() {
     let prepared = Prepared::load(job).expect("a run");
     let backbone = prepared.backbone();
     let lm_head = backbone.lm_head_weight().expect("a plain lm_head");
-    let state = TrainState::new(medusa::medusa::heads::Heads::new(&config, lm_head), optimizer);
+    let state = TrainState::new(medusa::draft::medusa::heads::Heads::new(&config, lm_head), optimizer);
     let batch = &prepared.checked().batches(0).expect("rows")[0];
     let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;
     for head in 0..4 {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field, Fields};
-use medusa::medusa::heads::HeadsShape;
+use medusa::draft::medusa::heads::HeadsShape;
 use medusa::model::config::LlamaConfig;
 use medusa::recipe::Recipe;
 use medusa::train::memory_plan::{MemoryPlan, Workload};

@@ -3,12 +3,12 @@
 use medusa::data::chat_template::ChatTemplate;
 use medusa::data::prompts;
 use medusa::data::tokenize::{TextTokenizer, wide};
-use medusa::decode::accept;
-use medusa::medusa::tree::SparseTree;
 use medusa::model::attention::NewTokens;
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::{Llama, Purpose};
 use medusa::model::lora::Adapters;
+use medusa::tree::accept;
+use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};

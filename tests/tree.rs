@@ -5,9 +5,9 @@ use std::path::Path;
 
 use assert_cmd::Command;
 use medusa::files::write_atomic;
-use medusa::medusa::tree::SparseTree;
-use medusa::medusa::tree_file::TreeFile;
-use medusa::medusa::tree_search::search;
+use medusa::tree::file::TreeFile;
+use medusa::tree::search::search;
+use medusa::tree::sparse_tree::SparseTree;
 use serde_json::{Value, json};
 
 fn reference(name: &str) -> Value {

@@ -4,9 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use medusa::calibrate::Calibration;
-use medusa::medusa::replay::Replay;
-use medusa::medusa::tree_file::TreeFile;
-use medusa::medusa::tree_search::expected_tokens_per_step;
+use medusa::tree::file::TreeFile;
+use medusa::tree::replay::Replay;
+use medusa::tree::search::expected_tokens_per_step;
 use serde_json::{Value, json};
 
 use crate::decoding::World;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::CalibrationError;
 use super::file::{Calibration, HeadAccuracy, Joint, JointPath, MAX_POSITIONS};
-use crate::medusa::replay::Run;
+use crate::tree::replay::Run;
 
 /// Most joint paths that are written.
 const MAX_PATHS: usize = 4096;

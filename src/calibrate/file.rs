@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::CalibrationError;
 use crate::files;
-use crate::medusa::path_counts::PathCounts;
-use crate::medusa::replay::{Run, starts};
-use crate::medusa::tree::SparseTree;
-use crate::medusa::tree_search::{self, Found, SearchError};
+use crate::tree::path_counts::PathCounts;
+use crate::tree::replay::{Run, starts};
+use crate::tree::search::{self, Found, SearchError};
+use crate::tree::sparse_tree::SparseTree;
 
 /// Most positions whose ranks are written: about 2 MB, and the tokens a step of a tree are then known to about 1 in 200.
 pub(super) const MAX_POSITIONS: usize = 200_000;
@@ -127,9 +127,9 @@ impl Calibration {
         let mut accuracies = self.accuracies();
         accuracies.truncate(heads);
         if self.joint.runs.is_empty() {
-            return tree_search::search_counted(&self.listed(&accuracies), nodes);
+            return search::search_counted(&self.listed(&accuracies), nodes);
         }
-        tree_search::search_replayed(&accuracies, &self.joint.runs, nodes)
+        search::search_replayed(&accuracies, &self.joint.runs, nodes)
     }
 
     fn listed(&self, accuracies: &[Vec<f64>]) -> PathCounts {

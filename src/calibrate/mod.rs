@@ -12,7 +12,7 @@ use crate::data::rows::TokenRow;
 use crate::data::store::RowStore;
 use crate::data::tokenize::narrow;
 use crate::decode::generate::{self, DecodeError, Request};
-use crate::medusa::heads::Heads;
+use crate::draft::medusa::heads::Heads;
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;

@@ -15,9 +15,9 @@ use super::calibrate::draw_target;
 use super::decoder::{Decoder, DecodingFlags, positive, read_prompts};
 use super::engine::EngineFlags;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::decode::accept::Acceptance;
 use crate::decode::generate::{DecodeError, Medusa};
 use crate::numbers::Positive;
+use crate::tree::accept::Acceptance;
 
 mod measure;
 mod report;

@@ -20,8 +20,8 @@ use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
 use crate::data::{self, LoadSettings, Progress, Watch, prompts};
-use crate::medusa::heads::Heads;
-use crate::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::import::HeadsFile;
 use crate::model::llama::{Llama, Purpose};
 
 /// Measure how often each guess of each head is right, on rows that the heads were not trained on.

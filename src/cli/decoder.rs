@@ -11,13 +11,10 @@ use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
-use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::generate::{Medusa, Request};
-use crate::decode::sample::Sampling;
-use crate::medusa::heads::Heads;
-use crate::medusa::heads::import::{HeadsFile, folder_of};
-use crate::medusa::tree::SparseTree;
-use crate::medusa::tree_file::TreeFile;
+use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::engine::sample::Sampling;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::{Llama, Purpose};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
@@ -25,6 +22,9 @@ use crate::model::weights::{WeightFiles, names};
 use crate::numbers::{NonNegative, Positive, Probability};
 use crate::torch::{Dtype, memory};
 use crate::train::checkpoint::BACKBONE_FOLDER;
+use crate::tree::accept::{Acceptance, TypicalAcceptance};
+use crate::tree::file::TreeFile;
+use crate::tree::sparse_tree::SparseTree;
 
 /// How to decode.
 #[derive(Debug, Clone, Args)]

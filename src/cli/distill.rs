@@ -17,20 +17,20 @@ use super::train::progress::time_left;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
-use crate::decode::accept::{Acceptance, TypicalAcceptance};
 use crate::decode::batch::Batch;
 use crate::decode::generate::{Medusa, Request};
-use crate::decode::sample::Sampling;
 use crate::distill::answer::{Answerer, OneByOne};
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
 use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
 use crate::distill::{self, Outcome, Progress, Settings};
+use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::engine::sample::Sampling;
 use crate::files;
-use crate::medusa::heads::import::{HeadsFile, folder_of};
 use crate::model::llama::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
+use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 /// ε of typical acceptance, where heads answer above temperature 0.
 const POSTERIOR_THRESHOLD: f64 = 0.09;

@@ -7,7 +7,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::{CommonFlags, print_json, print_line};
-use crate::decode::cuda::device;
+use crate::nvidia::device;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
 

@@ -7,10 +7,10 @@ use clap::{Args, ValueEnum};
 
 use super::CommonFlags;
 use super::decoder::Decoder;
-use crate::decode::cuda::engine::Engine;
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::loops::Loop;
 use crate::decode::session::Session;
+use crate::engine::cuda::engine::Engine;
 
 /// Who decodes.
 #[derive(Debug, Clone, Copy, Args)]

@@ -11,22 +11,22 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use super::{CommonFlags, print_json};
-use crate::decode::accept::{Acceptance, TypicalAcceptance};
-use crate::decode::cuda::beside::Beside;
-use crate::decode::cuda::device::{self, Gpu};
-use crate::decode::cuda::engine::Engine;
-use crate::decode::cuda::layout::MAX_NODES;
-use crate::decode::cuda::ops::Ops;
-use crate::decode::cuda::plan::BLOCK;
 use crate::decode::generate::{self, Medusa, Request};
 use crate::decode::likelihood::log_probability;
-use crate::decode::sample::Sampling;
-use crate::medusa::heads::{Heads, HeadsShape};
-use crate::medusa::tree::SparseTree;
+use crate::draft::medusa::heads::{Heads, HeadsShape};
+use crate::engine::cuda::beside::Beside;
+use crate::engine::cuda::engine::Engine;
+use crate::engine::cuda::layout::MAX_NODES;
+use crate::engine::cuda::ops::Ops;
+use crate::engine::cuda::plan::BLOCK;
+use crate::engine::sample::Sampling;
 use crate::model::config::{LlamaConfig, RopeScaling};
 use crate::model::llama::Llama;
 use crate::numbers::{NonNegative, Probability};
+use crate::nvidia::device::{self, Gpu};
 use crate::torch::{guard, memory};
+use crate::tree::accept::{Acceptance, TypicalAcceptance};
+use crate::tree::sparse_tree::SparseTree;
 
 /// Compare the GPU's own loop with its oracle and with libtorch's, and time its steps, on random weights.
 #[derive(Debug, Args)]

@@ -10,15 +10,15 @@ use serde_json::Value;
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::calibrate::Calibration;
+use crate::draft::medusa::heads::import::{self, HeadsFile};
+use crate::draft::medusa::heads::layout::Layout;
+use crate::draft::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::latency::{Latency, StepTime};
-use crate::medusa::heads::import::{self, HeadsFile};
-use crate::medusa::heads::layout::Layout;
-use crate::medusa::heads::{HEADS_FILE, HeadsShape};
-use crate::medusa::tree_file::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::torch_file::TorchFile;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError, map_file};
 use crate::torch::Dtype;
+use crate::tree::file::TreeFile;
 
 mod run;
 

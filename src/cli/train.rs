@@ -9,7 +9,7 @@ use super::downloads::told;
 use super::reading::ReadingBar;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::data::{self, Watch};
-use crate::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::import::HeadsFile;
 use crate::recipe::Loaded;
 use crate::train::checked::{Checked, Job};
 use crate::train::run::Outcome;

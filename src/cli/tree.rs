@@ -10,9 +10,9 @@ use clap::Args;
 use super::{CommonFlags, print_line};
 use crate::calibrate::Calibration;
 use crate::files;
-use crate::medusa::tree_file::{Origin, TreeFile};
-use crate::medusa::tree_search::{self, Found};
-use crate::medusa::tree_svg;
+use crate::tree::drawing;
+use crate::tree::file::{Origin, TreeFile};
+use crate::tree::search::{self, Found};
 
 mod machine;
 
@@ -100,7 +100,7 @@ fn say_what_is_expected(file: &TreeFile, calibration: &Calibration, common: &Com
     let sizes =
         format!("{} nodes over {} heads: {expected:.3} tokens a step expected", tree.choices().len(), tree.max_depth());
     if calibration.knows_joint() {
-        let independent = tree_search::expected_tokens_per_step(tree, &calibration.independent());
+        let independent = search::expected_tokens_per_step(tree, &calibration.independent());
         common.say(format_args!("{sizes} ({independent:.3} if heads were right independently of each other)"));
     } else {
         common.say(format_args!("{sizes}, as if heads were right independently of each other"));
@@ -108,8 +108,8 @@ fn say_what_is_expected(file: &TreeFile, calibration: &Calibration, common: &Com
 }
 
 fn draw(file: &TreeFile, calibration: &Calibration, path: &Path) -> anyhow::Result<()> {
-    let probabilities = tree_search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree));
-    let svg = tree_svg::draw(&file.tree, &probabilities, file.origin.expected_tokens_per_step.unwrap_or(1.0));
+    let probabilities = search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree));
+    let svg = drawing::draw(&file.tree, &probabilities, file.origin.expected_tokens_per_step.unwrap_or(1.0));
     files::write_atomic(path, |out| out.write_all(svg.as_bytes()))
         .with_context(|| format!("cannot write the picture {}", path.display()))
 }

@@ -8,8 +8,8 @@ use std::num::NonZeroUsize;
 use tch::{Tensor, no_grad};
 
 use super::request::{DecodeError, FinishReason, check_prompt};
-use super::sample::{Sampler, Sampling, next_of_each};
 use super::session::prefill;
+use crate::engine::sample::{Sampler, Sampling, next_of_each};
 use crate::model::batch_cache::BatchCache;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;

@@ -1,8 +1,8 @@
 //! The two loops that decode one text after the other: on libtorch, or the GPU's own. Both make the same texts.
 
-use super::cuda::engine::Engine;
 use super::generate::{DecodeError, Generation, Medusa, OnTokens, Request};
 use super::session::Session;
+use crate::engine::cuda::engine::Engine;
 
 /// Who decodes.
 #[derive(Debug)]

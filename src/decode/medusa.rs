@@ -3,15 +3,15 @@
 // N nodes of a tree, V vocabulary
 use tch::{Kind, Tensor};
 
-use super::accept::{self, Acceptance};
 use super::penalty::Penalty;
 use super::propose::Proposer;
 use super::request::{DecodeError, Request};
-use super::sample::{Chosen, Sampler};
-use crate::medusa::heads::Heads;
-use crate::medusa::tree::SparseTree;
+use crate::draft::medusa::heads::Heads;
+use crate::engine::sample::{Chosen, Sampler};
 use crate::model::attention::NewTokens;
 use crate::model::llama::{Llama, most_probable};
+use crate::tree::accept::{self, Acceptance};
+use crate::tree::sparse_tree::SparseTree;
 
 /// Heads, tree and acceptance, ready for one backbone.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ pub struct Medusa<'a> {
     acceptance: Acceptance,
     proposer: Proposer,
     /// Where the nodes stand, and whom they see.
-    pub(super) nodes: NewTokens,
+    pub(crate) nodes: NewTokens,
     /// `[N]`: each node's parent; the root's own index for the root.
     parents_n: Tensor,
 }
@@ -61,35 +61,35 @@ impl<'a> Medusa<'a> {
     }
 
     /// The heads.
-    pub(super) fn heads(&self) -> &'a Heads {
+    pub(crate) fn heads(&self) -> &'a Heads {
         self.heads
     }
 
     /// The tree that they fill.
-    pub(super) fn tree(&self) -> &'a SparseTree {
+    pub(crate) fn tree(&self) -> &'a SparseTree {
         self.tree
     }
 
     /// Which guesses are accepted.
-    pub(super) fn acceptance(&self) -> Acceptance {
+    pub(crate) fn acceptance(&self) -> Acceptance {
         self.acceptance
     }
 
     /// The tokens of all nodes (see [`Proposer::candidates`]).
-    pub(super) fn candidates(&self, root_1: &Tensor, hidden_1h: &Tensor, backbone: &Llama) -> Tensor {
+    pub(crate) fn candidates(&self, root_1: &Tensor, hidden_1h: &Tensor, backbone: &Llama) -> Tensor {
         self.proposer.candidates(root_1, hidden_1h, self.heads, backbone)
     }
 
     /// The text's first token, of logits `[1, V]`: drawn where the acceptance draws its roots, else the most probable one, at any
     /// temperature (it is unconditionally accepted, paper section 2.3.1).
-    pub(super) fn first_root(&self, logits_1v: &Tensor, choice: &mut Choice) -> Chosen {
+    pub(crate) fn first_root(&self, logits_1v: &Tensor, choice: &mut Choice) -> Chosen {
         let logits_1v = choice.penalty.of_text(logits_1v);
         if self.acceptance.draws() { choice.sampler.next(&logits_1v) } else { Chosen::best(&logits_1v) }
     }
 
     /// Decides at the nodes which path is kept, and what comes after it; of the logits, only what the decision needs crosses to the
     /// host. At temperature 0 every rule but a forced one is greedy.
-    pub(super) fn verify(&self, pass: &Pass, choice: &mut Choice) -> Verified {
+    pub(crate) fn verify(&self, pass: &Pass, choice: &mut Choice) -> Verified {
         let logits_nv = match choice.penalty.is_off() {
             true => pass.logits_nv.shallow_clone(),
             false => choice.penalty.of_tree(pass.logits_nv, self.tree, &to_host::<i64>(pass.tokens_n)),
@@ -180,13 +180,13 @@ impl<'a> Medusa<'a> {
 
 /// What one request draws and penalises.
 #[derive(Debug)]
-pub(super) struct Choice {
-    pub(super) sampler: Sampler,
-    pub(super) penalty: Penalty,
+pub(crate) struct Choice {
+    pub(crate) sampler: Sampler,
+    pub(crate) penalty: Penalty,
 }
 
 impl Choice {
-    pub(super) fn new(request: &Request) -> Self {
+    pub(crate) fn new(request: &Request) -> Self {
         let sampler = Sampler::new(request.sampling, request.seed);
         Self { sampler, penalty: Penalty::new(request.repetition_penalty, request.prompt) }
     }
@@ -194,24 +194,24 @@ impl Choice {
 
 /// The backbone's pass over a filled tree.
 #[derive(Debug)]
-pub(super) struct Pass<'a> {
+pub(crate) struct Pass<'a> {
     /// 0-based.
-    pub(super) step: usize,
+    pub(crate) step: usize,
     /// `[N]`: the nodes' tokens.
-    pub(super) tokens_n: &'a Tensor,
+    pub(crate) tokens_n: &'a Tensor,
     /// `[N, V]`: logits after each node.
-    pub(super) logits_nv: &'a Tensor,
+    pub(crate) logits_nv: &'a Tensor,
 }
 
 /// What a pass over the tree decided.
 #[derive(Debug)]
-pub(super) struct Verified {
+pub(crate) struct Verified {
     /// Accepted nodes, root first.
-    pub(super) path: Vec<usize>,
+    pub(crate) path: Vec<usize>,
     /// Their tokens.
-    pub(super) accepted: Vec<i64>,
+    pub(crate) accepted: Vec<i64>,
     /// The token after the last accepted node.
-    pub(super) next: Chosen,
+    pub(crate) next: Chosen,
 }
 
 impl Verified {

@@ -5,9 +5,7 @@
 //! one pass, `accept` decides which path is kept, and the cache keeps just that path. Decisions belong to tree nodes, never to whole
 //! candidates, and are made without tensors. Above temperature 0, `sample` draws one number a token in the order of the text.
 
-pub mod accept;
 pub mod batch;
-pub mod cuda;
 pub mod generate;
 pub mod likelihood;
 pub mod loops;
@@ -15,8 +13,7 @@ pub mod medusa;
 pub mod penalty;
 pub mod propose;
 pub mod request;
-pub mod sample;
 pub mod session;
 pub mod stats;
 pub mod text;
-mod transcript;
+pub(crate) mod transcript;

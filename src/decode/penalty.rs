@@ -6,9 +6,9 @@ use std::collections::HashSet;
 
 use tch::{Kind, Tensor};
 
-use super::accept::upwards;
-use crate::medusa::tree::SparseTree;
 use crate::numbers::Positive;
+use crate::tree::accept::upwards;
+use crate::tree::sparse_tree::SparseTree;
 
 /// The penalty of one text, and the tokens in it.
 #[derive(Debug)]

@@ -2,9 +2,9 @@
 
 use tch::{Device, Tensor};
 
-use crate::medusa::heads::Heads;
-use crate::medusa::tree::SparseTree;
+use crate::draft::medusa::heads::Heads;
 use crate::model::llama::Llama;
+use crate::tree::sparse_tree::SparseTree;
 
 /// What turns the heads' guesses into a tree's tokens.
 #[derive(Debug)]

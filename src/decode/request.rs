@@ -3,13 +3,13 @@
 use std::ops::ControlFlow;
 use std::time::Duration;
 
-use super::cuda::engine::EngineError;
-use super::sample::Sampling;
 use super::stats::Tally;
-use crate::medusa::tree::TreeError;
+use crate::engine::cuda::engine::EngineError;
+use crate::engine::sample::Sampling;
 use crate::model::llama::Llama;
 use crate::numbers::{NonNegative, Positive};
 use crate::torch::TorchPanic;
+use crate::tree::sparse_tree::TreeError;
 
 /// A prompt cannot be decoded, or heads and tree do not belong to the backbone.
 #[derive(Debug, thiserror::Error)]
@@ -52,7 +52,7 @@ pub enum DecodeError {
     /// The tree asks for more than the heads have.
     #[error(transparent)]
     Tree(#[from] TreeError),
-    /// [`Forced`](super::accept::Acceptance::Forced) that no step can reach.
+    /// [`Forced`](crate::tree::accept::Acceptance::Forced) that no step can reach.
     #[error(
         "an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to {largest}: the tree's chain of best guesses \
          has {} nodes below the root", largest - 1
@@ -150,7 +150,7 @@ impl Generation {
 pub type OnTokens<'a> = dyn FnMut(&[i64]) -> ControlFlow<()> + 'a;
 
 /// Refuses what no backbone can go on from.
-pub(super) fn check_prompt(backbone: &Llama, prompt: &[i64]) -> Result<(), DecodeError> {
+pub(crate) fn check_prompt(backbone: &Llama, prompt: &[i64]) -> Result<(), DecodeError> {
     let (context, vocab_size) = (backbone.config.max_position_embeddings, backbone.config.vocab_size);
     if prompt.is_empty() {
         return Err(DecodeError::EmptyPrompt);

@@ -7,7 +7,7 @@ use super::request::{FinishReason, Generation, OnTokens, Request};
 use crate::model::llama::Llama;
 
 /// The text so far, and when it ends.
-pub(super) struct Transcript<'a, 'f> {
+pub(crate) struct Transcript<'a, 'f> {
     new_ids: Vec<i64>,
     accept_lengths: Vec<usize>,
     /// Tokens that may be made: those asked for, as far as the context goes.
@@ -21,7 +21,7 @@ pub(super) struct Transcript<'a, 'f> {
 }
 
 impl<'a, 'f> Transcript<'a, 'f> {
-    pub(super) fn new(backbone: &'a Llama, request: &Request, on_tokens: &'a mut OnTokens<'f>) -> Self {
+    pub(crate) fn new(backbone: &'a Llama, request: &Request, on_tokens: &'a mut OnTokens<'f>) -> Self {
         let context = usize::try_from(backbone.config.max_position_embeddings).unwrap_or(0);
         Self {
             new_ids: Vec::new(),
@@ -37,18 +37,18 @@ impl<'a, 'f> Transcript<'a, 'f> {
     }
 
     /// New tokens so far.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.new_ids.len()
     }
 
     /// Whether the text ends with this token, whatever comes after it.
-    pub(super) fn ends_with(&mut self, root: i64) -> bool {
+    pub(crate) fn ends_with(&mut self, root: i64) -> bool {
         self.first_token.get_or_insert_with(Instant::now);
         self.new_ids.len() + 1 >= self.limit || self.eos_token_ids.contains(&root)
     }
 
     /// Takes one step's tokens up to the limit and before the first EOS; breaks when the text is complete.
-    pub(super) fn commit(&mut self, tokens: &[i64]) -> ControlFlow<()> {
+    pub(crate) fn commit(&mut self, tokens: &[i64]) -> ControlFlow<()> {
         self.first_token.get_or_insert_with(Instant::now);
         let within = &tokens[..tokens.len().min(self.limit - self.new_ids.len())];
         let eos = within.iter().position(|id| self.eos_token_ids.contains(id));
@@ -69,7 +69,7 @@ impl<'a, 'f> Transcript<'a, 'f> {
         ControlFlow::Break(())
     }
 
-    pub(super) fn finish(self) -> Generation {
+    pub(crate) fn finish(self) -> Generation {
         let first_token = self.first_token.unwrap_or(self.started);
         Generation {
             new_ids: self.new_ids,

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use crate::decode::batch::{Batch, RowEnded, RowRequest};
 use crate::decode::generate::{DecodeError, FinishReason, Generation, Medusa, Request};
 use crate::decode::loops::Loop;
-use crate::decode::sample::Sampling;
+use crate::engine::sample::Sampling;
 use crate::numbers::{NonNegative, Positive};
 
 /// Takes requests, and hands back what was said.
@@ -121,12 +121,12 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
-    use crate::decode::accept::Acceptance;
     use crate::decode::session::Session;
-    use crate::medusa::heads::{Heads, HeadsShape};
-    use crate::medusa::tree::SparseTree;
+    use crate::draft::medusa::heads::{Heads, HeadsShape};
     use crate::model::config::LlamaConfig;
     use crate::model::llama::Llama;
+    use crate::tree::accept::Acceptance;
+    use crate::tree::sparse_tree::SparseTree;
 
     #[test]
     fn heads_end_a_text_where_the_batch_does() {

@@ -10,10 +10,10 @@ use tch::{Kind, Tensor};
 
 use super::trained::Trained;
 use super::{ExportError, Format, dtype_for};
+use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::layout::{Place, VLLM_LM_HEAD};
+use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::files::sha256;
-use crate::medusa::heads::import::HeadsFile;
-use crate::medusa::heads::layout::{Place, VLLM_LM_HEAD};
-use crate::medusa::heads::{Heads, HeadsShape};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -258,7 +258,7 @@ mod tests {
         fs::create_dir(path("out")).unwrap();
         write::write(&path("out"), &mut trained).unwrap();
         read_back(&path("out"), &trained).unwrap();
-        let file = path("out").join(crate::medusa::heads::import::MEDUSA_LM_HEAD);
+        let file = path("out").join(crate::draft::medusa::heads::import::MEDUSA_LM_HEAD);
         let files = WeightFiles::open_file(&file).unwrap();
         let read = |name: &&str| {
             let tensor = files.mapped(name, &files.shape(name).unwrap()).unwrap();

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 
 use super::trained::Trained;
 use super::{ExportError, Request, write};
+use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{sha256, write_synced};
-use crate::medusa::heads::import::{HeadsFile, folder_of};
-use crate::medusa::tree_file::TreeFile;
 use crate::train::provenance::Snapshot;
+use crate::tree::file::TreeFile;
 
 const CALIBRATION: &str = "calibration.json";
 const TREE: &str = "tree.json";

@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind};
 
+use crate::draft::medusa::heads::import::{HeadsFile, Notice, folder_of};
+use crate::draft::medusa::heads::layout::Layout;
+use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::NewFolder;
-use crate::medusa::heads::import::{HeadsFile, Notice, folder_of};
-use crate::medusa::heads::layout::Layout;
-use crate::medusa::heads::{HeadsError, HeadsShape};
 use crate::model::folder::FolderError;
 use crate::model::llama::{Llama, LoadError, Purpose};
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};

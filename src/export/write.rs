@@ -9,9 +9,9 @@ use tch::Tensor;
 
 use super::trained::Trained;
 use super::{ExportError, Format};
+use crate::draft::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
+use crate::draft::medusa::heads::layout::{Place, VLLM_LM_HEAD};
 use crate::files::{write_json, write_synced};
-use crate::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
-use crate::medusa::heads::layout::{Place, VLLM_LM_HEAD};
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::torch_file;

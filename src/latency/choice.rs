@@ -1,8 +1,8 @@
 //! Which tree decodes the most tokens a second. No tensors here.
 
 use super::{Latency, LatencyError};
-use crate::medusa::tree::SparseTree;
-use crate::medusa::tree_search::{Found, SearchError};
+use crate::tree::search::{Found, SearchError};
+use crate::tree::sparse_tree::SparseTree;
 
 /// Sizes that are timed. Times between them are interpolated.
 const SIZES: [usize; 22] = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024];
@@ -131,7 +131,7 @@ fn at_most(found: Result<Found, SearchError>) -> Result<Option<Found>, SearchErr
 mod tests {
     use super::super::file::examples::latency;
     use super::*;
-    use crate::medusa::tree_search::search;
+    use crate::tree::search::search;
 
     fn best_tree(nodes: usize, heads: usize) -> Result<Found, SearchError> {
         search(&vec![vec![0.6, 0.2, 0.1]; heads], nodes)

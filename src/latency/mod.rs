@@ -7,12 +7,12 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use crate::decode::accept::Acceptance;
 use crate::decode::generate::{self, DecodeError, Medusa, OnTokens, Request};
-use crate::medusa::heads::Heads;
-use crate::medusa::tree::SparseTree;
-use crate::medusa::tree_search::SearchError;
+use crate::draft::medusa::heads::Heads;
 use crate::model::llama::Llama;
+use crate::tree::accept::Acceptance;
+use crate::tree::search::SearchError;
+use crate::tree::sparse_tree::SparseTree;
 
 mod choice;
 mod file;

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use crate::calibrate::CalibrationError;
 use crate::latency::LatencyError;
-use crate::medusa::tree_file::TreeFileError;
+use crate::tree::file::TreeFileError;
 
 mod axis;
 mod bench;

@@ -11,9 +11,9 @@ use super::bench::Bench;
 use super::metrics::Metrics;
 use super::recipe_text::RecipeText;
 use crate::calibrate::Calibration;
+use crate::draft::medusa::heads::HEADS_FILE;
 use crate::latency::Latency;
-use crate::medusa::heads::HEADS_FILE;
-use crate::medusa::tree_file::TreeFile;
+use crate::tree::file::TreeFile;
 
 const RECIPE: &str = "recipe.toml";
 

@@ -14,8 +14,8 @@ use super::recipe_text::Line;
 use super::run::Run;
 use crate::calibrate::Calibration;
 use crate::latency::Latency;
-use crate::medusa::tree_search;
-use crate::medusa::tree_svg;
+use crate::tree::drawing;
+use crate::tree::search;
 
 /// Leaves of a tree that fits in half of the page.
 const WIDE_TREE: usize = 15;
@@ -185,10 +185,10 @@ fn tree(run: &Run, id: &str) -> Option<Tree> {
     let fits = |calibration: &&Calibration| file.tree.check_fits(calibration.heads.len(), guesses(calibration)).is_ok();
     let calibration = run.calibration.as_ref().filter(fits);
     let probabilities =
-        calibration.map(|calibration| tree_search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree)));
+        calibration.map(|calibration| search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree)));
     let leaves = (0..file.tree.len()).filter(|&node| file.tree.children(node).is_empty()).count();
     Some(Tree {
-        svg: tree_svg::draw_in_page(&file.tree, probabilities.as_deref(), &format!("{id}-tree")),
+        svg: drawing::draw_in_page(&file.tree, probabilities.as_deref(), &format!("{id}-tree")),
         is_wide: leaves > WIDE_TREE,
         nodes: file.tree.choices().len(),
         depth: file.tree.max_depth(),

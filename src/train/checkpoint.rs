@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
+use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::{NewFolder, is_partial, remove_folder, write_json};
-use crate::medusa::heads::{HEADS_FILE, Heads};
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
 use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};

@@ -4,8 +4,8 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::medusa::fused_loss::{Output, distillation_loss, lm_loss};
-use crate::medusa::loss::Targets;
+use crate::draft::medusa::fused_loss::{Output, distillation_loss, lm_loss};
+use crate::draft::medusa::loss::Targets;
 use crate::model::attention::RowMask;
 use crate::model::backward::{Keep, Tape};
 use crate::model::llama::Llama;

@@ -12,8 +12,8 @@ use tensorboard_proto::summary::Summary;
 use tensorboard_rs::record_writer::RecordWriter;
 use tensorboard_rs::summary::scalar;
 
+use crate::draft::medusa::fused_loss::TOP;
 use crate::files::write_atomic;
-use crate::medusa::fused_loss::TOP;
 use crate::train::step::StepMetrics;
 
 /// What can go wrong while writing it down.

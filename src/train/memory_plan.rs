@@ -4,8 +4,8 @@
 // MLP, I inputs and O outputs of a linear layer, V vocabulary, R rank, e bytes of a number in the backbone's dtype
 use serde::Serialize;
 
-use crate::medusa::fused_loss::CHUNK_LOGITS;
-use crate::medusa::heads::HeadsShape;
+use crate::draft::medusa::fused_loss::CHUNK_LOGITS;
+use crate::draft::medusa::heads::HeadsShape;
 use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
 use crate::model::quantization::Quantization;

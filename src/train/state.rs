@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use tch::Tensor;
 
-use crate::medusa::fused_loss::{HeadGradients, OutputGradients};
-use crate::medusa::heads::Heads;
+use crate::draft::medusa::fused_loss::{HeadGradients, OutputGradients};
+use crate::draft::medusa::heads::Heads;
 use crate::model::llama::Llama;
 use crate::torch::optim::OptimizerConfig;
 use crate::torch::optim::adamw::{AdamW, Parameter};

@@ -5,9 +5,9 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::medusa::fused_loss::{HeadSums, Output, TOP, head_loss};
-use crate::medusa::heads::Heads;
-use crate::medusa::loss::{LossConfig, Targets};
+use crate::draft::medusa::fused_loss::{HeadSums, Output, TOP, head_loss};
+use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::loss::{LossConfig, Targets};
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::optim::adamw::gradient_norm;

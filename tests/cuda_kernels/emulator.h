@@ -1,4 +1,4 @@
-// Runs the kernels of src/decode/cuda/kernels on the CPU: what of CUDA they use, as strictly as it may be read.
+// Runs the kernels of src/nvidia/kernels on the CPU: what of CUDA they use, as strictly as it may be read.
 //
 // Blocks run one after the other; the threads of a block are fibers, and only one runs at a time. Every collective of a warp checks that
 // all of its lanes come to the same one, __syncthreads that all threads do; where that cannot happen, the launch ends with an error. Shared

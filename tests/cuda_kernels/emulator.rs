@@ -9,8 +9,8 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use libloading::Library;
-use medusa::decode::cuda::kernels::{Element, Launch};
 use medusa::files;
+use medusa::nvidia::kernels::{Element, Launch};
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 

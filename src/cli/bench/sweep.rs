@@ -10,9 +10,9 @@ use super::BenchArgs;
 use crate::calibrate::Calibration;
 use crate::cli::UsageError;
 use crate::cli::decoder::{AcceptanceName, DecodingFlags, non_negative, probability};
-use crate::medusa::tree::SparseTree;
 use crate::model::config::LlamaConfig;
 use crate::numbers::{NonNegative, Positive, Probability};
+use crate::tree::sparse_tree::SparseTree;
 
 /// `--sweep NAME=VALUE,VALUE,…`: one result a value.
 #[derive(Debug, Clone, PartialEq)]

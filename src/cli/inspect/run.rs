@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{Contents, HeadsFound, file};
 use crate::calibrate::Calibration;
-use crate::medusa::heads::HEADS_FILE;
+use crate::draft::medusa::heads::HEADS_FILE;
 
 /// What a run's folder holds.
 #[derive(Debug, Serialize)]

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::LoadReport;
-use crate::medusa::heads::HeadsShape;
+use crate::draft::medusa::heads::HeadsShape;
 use crate::model::llama::HasWeights;
 use crate::recipe::Recipe;
 use crate::torch::device_name;

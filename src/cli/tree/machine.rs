@@ -12,10 +12,10 @@ use super::super::{CommonFlags, UsageError};
 use super::TreeArgs;
 use crate::calibrate::Calibration;
 use crate::cpu::team::Team;
+use crate::draft::medusa::heads::import::HeadsFile;
 use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
-use crate::medusa::heads::import::HeadsFile;
-use crate::medusa::tree_search::Found;
 use crate::torch::device_name;
+use crate::tree::search::Found;
 
 /// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
 const MAX_NODES: usize = 64;

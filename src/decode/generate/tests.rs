@@ -9,15 +9,15 @@ use proptest::test_runner::{Config, TestRunner};
 use tch::{Device, Kind, Tensor};
 
 use super::*;
-use crate::decode::accept::{Acceptance, TypicalAcceptance};
-use crate::decode::sample::Sampling;
-use crate::medusa::heads::{Heads, HeadsShape};
-use crate::medusa::tree::SparseTree;
-use crate::medusa::tree::strategy::trees;
+use crate::draft::medusa::heads::{Heads, HeadsShape};
+use crate::engine::sample::Sampling;
 use crate::model::attention::RowMask;
 use crate::model::config::{LlamaConfig, RopeScaling};
 use crate::model::lora::Adapters;
 use crate::numbers::{NonNegative, Positive, Probability};
+use crate::tree::accept::{Acceptance, TypicalAcceptance};
+use crate::tree::sparse_tree::SparseTree;
+use crate::tree::sparse_tree::strategy::trees;
 
 pub(in crate::decode) const VOCABULARY: i64 = 12;
 pub(in crate::decode) const CONTEXT: i64 = 64;

@@ -3,12 +3,12 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-use super::super::accept::Acceptance;
 use super::super::generate;
 use super::super::generate::tests::{
     CONTEXT, VOCABULARY, backbone, config, every_pair_of_guesses, go_on, heads, request,
 };
 use super::*;
+use crate::tree::accept::Acceptance;
 
 fn largest_difference(a: &KvCache, b: &KvCache) -> f64 {
     (a.committed() - b.committed()).abs().max().double_value(&[])

@@ -1,0 +1,469 @@
+//! The losses as they train. Positions without a target are dropped before the product with the vocabulary; the rest goes through
+//! in chunks that yield loss and gradients together, so the logits of K heads, or of a teacher, are never in memory. `loss` is the
+//! oracle.
+
+// N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
+use tch::{Kind, Tensor};
+
+use crate::draft::medusa::heads::Head;
+use crate::draft::medusa::loss::Targets;
+use crate::model::linear::Linear;
+use crate::model::lora::{Adapter, Adapters};
+use crate::torch::onednn;
+
+/// Guesses whose accuracy is counted: top-1 … top-5.
+pub const TOP: usize = 5;
+
+/// Logits of one chunk, at most this many: 16 MiB in float32. Blocks of 32 MiB and more are returned to the system each time
+/// they are freed, and cleared page by page when they come back.
+pub const CHUNK_LOGITS: i64 = 4 << 20;
+
+/// What one head did on one micro batch; on the device until it is read.
+#[derive(Debug)]
+pub struct HeadSums {
+    /// Summed loss, float64 scalar.
+    pub loss: Tensor,
+    /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. A tie with the target counts for it.
+    pub hits: Tensor,
+}
+
+/// The layer that makes logits of hidden states: a head's own W2, or the LM head.
+#[derive(Debug, Clone, Copy)]
+pub struct Output<'m> {
+    weight_vh: &'m Tensor,
+    adapter: Option<(&'m Adapter, Adapters)>,
+}
+
+impl<'m> Output<'m> {
+    /// `[V, H]` alone.
+    pub fn plain(weight_vh: &'m Tensor) -> Self {
+        Self { weight_vh, adapter: None }
+    }
+
+    /// The LM head, with its adapter or without.
+    ///
+    /// # Panics
+    /// For a layer that is packed for decoding.
+    pub fn lm_head(lm_head: &'m Linear, adapters: Adapters) -> Self {
+        let weight_vh = lm_head.dense_weight().expect("a backbone loaded for training has a plain lm_head");
+        let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
+        Self { weight_vh, adapter: adapter.map(|adapter| (adapter, adapters)) }
+    }
+}
+
+/// Where the gradients of an [`Output`] go; added to. Absent = frozen.
+#[derive(Debug, Default)]
+pub struct OutputGradients<'g> {
+    /// `[V, H]`.
+    pub weight_vh: Option<&'g Tensor>,
+    /// Of A `[R, H]` and B `[V, R]`.
+    pub adapter: Option<[&'g Tensor; 2]>,
+}
+
+/// Where the gradients of one loss go; all float32, added to.
+#[derive(Debug)]
+pub struct HeadGradients<'g> {
+    /// Of W1 and b1 of every block, in the order of [`Head::block_parameters`]; none for the LM head.
+    pub blocks: Vec<&'g Tensor>,
+    /// Of what makes the logits.
+    pub output: OutputGradients<'g>,
+    /// Of the hidden states, `[N, H]`; absent where the backbone is frozen.
+    pub hidden_nh: Option<&'g Tensor>,
+}
+
+/// Loss and hits of one head, and, where `gradients` are wanted, their gradients times `scale` (λ0·λk ÷ targets of the whole
+/// optimizer step) added to them.
+/// - `output`: the head's own W2 or the backbone's lm_head
+/// - `hidden_nh`: `[N, H]`, after the final norm, in the backbone's dtype, without autograd
+pub fn head_loss(
+    head: &Head,
+    output: Output,
+    hidden_nh: &Tensor,
+    targets: &Targets,
+    gradients: Option<(&HeadGradients, f64)>,
+) -> HeadSums {
+    let blocks = head.block_parameters();
+    let selected_mh = select(hidden_nh, &targets.positions_m, gradients);
+    let through = || Projection::new(selected_mh.shallow_clone(), head.hidden(&selected_mh), output);
+    let projection = if gradients.is_some() { through() } else { tch::no_grad(through) };
+    let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
+    projection.backward(&blocks, &targets.positions_m, gradients);
+    sums
+}
+
+/// Cross-entropy of the LM head over its targets; as [`head_loss`], for a head without blocks.
+pub fn lm_loss(
+    output: Output,
+    hidden_nh: &Tensor,
+    targets: &Targets,
+    gradients: Option<(&HeadGradients, f64)>,
+) -> HeadSums {
+    let projection = lm_projection(output, hidden_nh, targets, gradients);
+    let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
+    projection.backward(&[], &targets.positions_m, gradients);
+    sums
+}
+
+/// Self-distillation (paper section 2.3.2): summed KL(teacher ‖ student) of the LM head at temperature 1 over the positions that
+/// predict a target, a float64 scalar. `teacher_nh` are the hidden states of the same tokens without adapters, and the teacher's
+/// LM head has none.
+pub fn distillation_loss(
+    output: Output,
+    [hidden_nh, teacher_nh]: [&Tensor; 2],
+    targets: &Targets,
+    gradients: Option<(&HeadGradients, f64)>,
+) -> Tensor {
+    let projection = lm_projection(output, hidden_nh, targets, gradients);
+    let teacher_mh = teacher_nh.index_select(0, &targets.positions_m);
+    let loss = tch::no_grad(|| projection.divergence(&teacher_mh, gradients));
+    projection.backward(&[], &targets.positions_m, gradients);
+    loss
+}
+
+fn lm_projection<'m>(
+    output: Output<'m>,
+    hidden_nh: &Tensor,
+    targets: &Targets,
+    gradients: Option<(&HeadGradients, f64)>,
+) -> Projection<'m> {
+    let selected_mh = select(hidden_nh, &targets.positions_m, gradients);
+    let through = || Projection::new(selected_mh.shallow_clone(), selected_mh, output);
+    if gradients.is_some() { through() } else { tch::no_grad(through) }
+}
+
+/// `[M, H]`, a leaf of autograd where the hidden states' gradient is wanted.
+fn select(hidden_nh: &Tensor, positions_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> Tensor {
+    let selected_mh = hidden_nh.index_select(0, positions_m);
+    let wanted = gradients.is_some_and(|(gradients, _)| gradients.hidden_nh.is_some());
+    if wanted { selected_mh.set_requires_grad(true) } else { selected_mh }
+}
+
+/// Inputs of the product with the vocabulary, and the gradients that come back from it.
+struct Projection<'m> {
+    output: Output<'m>,
+    /// `[M, H]`, what the backbone gave.
+    selected_mh: Tensor,
+    /// `[M, H]`, what is multiplied with the weight.
+    x_mh: Tensor,
+    /// `[M, R]`, what is multiplied with the adapter's B.
+    down_mr: Option<Tensor>,
+    dx_mh: Tensor,
+    ddown_mr: Option<Tensor>,
+}
+
+impl<'m> Projection<'m> {
+    fn new(selected_mh: Tensor, x_mh: Tensor, output: Output<'m>) -> Self {
+        let zeros = |tensor: &Tensor| tensor.detach().zeros_like();
+        let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
+        let (dx_mh, ddown_mr) = (zeros(&x_mh), down_mr.as_ref().map(zeros));
+        Self { output, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
+    }
+
+    fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
+        let loss = Tensor::zeros([], (Kind::Double, self.x_mh.device()));
+        let hits = Tensor::zeros([TOP as i64], (Kind::Int64, self.x_mh.device()));
+        self.for_each_chunk(|chunk, weights| {
+            let softmax = CrossEntropy::new(chunk.logits(weights), &chunk.rows(tokens_m).unsqueeze(1));
+            let _ = loss.shallow_clone().g_add_(&softmax.loss());
+            let _ = hits.shallow_clone().g_add_(&softmax.hits());
+            if let Some((gradients, scale)) = gradients {
+                chunk.backward(&softmax.dlogits(), weights, &gradients.output, scale);
+            }
+        });
+        HeadSums { loss, hits }
+    }
+
+    fn divergence(&self, teacher_mh: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> Tensor {
+        let loss = Tensor::zeros([], (Kind::Double, self.x_mh.device()));
+        self.for_each_chunk(|chunk, weights| {
+            let teacher_cv = onednn::linear(&chunk.rows(teacher_mh), &weights.weight_vh).to_kind(Kind::Float);
+            let (kl, dlogits_cv) = divergence(chunk.logits(weights), teacher_cv);
+            let _ = loss.shallow_clone().g_add_(&kl);
+            if let Some((gradients, scale)) = gradients {
+                chunk.backward(&dlogits_cv, weights, &gradients.output, scale);
+            }
+        });
+        loss
+    }
+
+    fn for_each_chunk(&self, mut work: impl FnMut(&Chunk, &Weights)) {
+        let (m, v) = (self.x_mh.size()[0], self.output.weight_vh.size()[0]);
+        let weights = Weights::new(&self.output, self.x_mh.kind());
+        let count = (CHUNK_LOGITS / v).max(1);
+        for from in (0..m).step_by(usize::try_from(count).expect("a chunk is above 0")) {
+            work(&Chunk { of: self, from, count: count.min(m - from) }, &weights);
+        }
+    }
+
+    /// Through what lies before the product: blocks, the adapter's A, and back to the hidden states.
+    fn backward(self, blocks: &[&Tensor], positions_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) {
+        let Some((gradients, _)) = gradients else { return };
+        let mut trained: Vec<(&Tensor, &Tensor)> =
+            blocks.iter().copied().zip(gradients.blocks.iter().copied()).collect();
+        if let (Some((adapter, _)), Some([da_rh, _])) = (self.output.adapter, gradients.output.adapter) {
+            trained.push((adapter.parameters()[0], da_rh));
+        }
+        let mut inputs: Vec<&Tensor> = trained.iter().map(|(value, _)| *value).collect();
+        inputs.extend(gradients.hidden_nh.map(|_| &self.selected_mh));
+        if inputs.is_empty() {
+            return;
+        }
+        // tch has no backward with a given output gradient: that of Σ x·dx is dx.
+        let mut surrogate = (&self.x_mh * &self.dx_mh).sum(Kind::Float);
+        if let (Some(down_mr), Some(ddown_mr)) = (&self.down_mr, &self.ddown_mr) {
+            surrogate += (down_mr * ddown_mr).sum(Kind::Float);
+        }
+        let of_inputs = Tensor::run_backward(&[surrogate], &inputs, false, false);
+        for ((_, sum), gradient) in trained.iter().zip(&of_inputs) {
+            let _ = sum.shallow_clone().g_add_(&gradient.to_kind(sum.kind()));
+        }
+        if let (Some(dhidden_nh), Some(gradient_mh)) = (gradients.hidden_nh, of_inputs.get(trained.len())) {
+            let gradient_mh = gradient_mh.to_kind(dhidden_nh.kind());
+            let _ = dhidden_nh.shallow_clone().index_add_(0, positions_m, &gradient_mh);
+        }
+    }
+}
+
+/// Weights of an [`Output`] in the dtype of the product, cast once for all chunks.
+struct Weights {
+    weight_vh: Tensor,
+    b_vr: Option<Tensor>,
+}
+
+impl Weights {
+    fn new(output: &Output, kind: Kind) -> Self {
+        let b_vr = output.adapter.map(|(adapter, _)| adapter.b().to_kind(kind));
+        Self { weight_vh: output.weight_vh.to_kind(kind), b_vr }
+    }
+}
+
+/// Some rows of a [`Projection`].
+struct Chunk<'p> {
+    of: &'p Projection<'p>,
+    from: i64,
+    count: i64,
+}
+
+impl Chunk<'_> {
+    fn rows(&self, of_m: &Tensor) -> Tensor {
+        of_m.narrow(0, self.from, self.count)
+    }
+
+    /// `[C, V]`, float32.
+    fn logits(&self, weights: &Weights) -> Tensor {
+        let mut logits_cv = onednn::linear(&self.rows(&self.of.x_mh), &weights.weight_vh);
+        if let (Some(down_mr), Some(b_vr)) = (&self.of.down_mr, &weights.b_vr) {
+            let _ = logits_cv.addmm_(&self.rows(down_mr), &b_vr.tr());
+        }
+        logits_cv.to_kind(Kind::Float)
+    }
+
+    fn backward(&self, dlogits_cv: &Tensor, weights: &Weights, into: &OutputGradients, scale: f64) {
+        let x_ch = self.rows(&self.of.x_mh);
+        let dlogits_cv = dlogits_cv.to_kind(x_ch.kind());
+        self.rows(&self.of.dx_mh).copy_(&(dlogits_cv.matmul(&weights.weight_vh) * scale));
+        if let Some(dw_vh) = into.weight_vh {
+            add_product(dw_vh, &dlogits_cv.tr(), &(x_ch * scale));
+        }
+        if let (Some(down_mr), Some(ddown_mr), Some(b_vr)) = (&self.of.down_mr, &self.of.ddown_mr, &weights.b_vr) {
+            self.rows(ddown_mr).copy_(&(dlogits_cv.matmul(b_vr) * scale));
+            if let Some([_, db_vr]) = into.adapter {
+                add_product(db_vr, &dlogits_cv.tr(), &(self.rows(down_mr) * scale));
+            }
+        }
+    }
+}
+
+/// Softmax of one chunk's logits.
+struct CrossEntropy {
+    /// `[C, V]`, float32.
+    probabilities_cv: Tensor,
+    tokens_c1: Tensor,
+    /// `[C, 1]`, cross-entropy of each target.
+    losses_c1: Tensor,
+    /// `[C]`, float32: how many logits are above the target's.
+    rank_c: Tensor,
+}
+
+impl CrossEntropy {
+    fn new(logits_cv: Tensor, tokens_c1: &Tensor) -> Self {
+        let target_c1 = logits_cv.gather(1, tokens_c1, false);
+        let rank_c = count_above(&logits_cv, &target_c1);
+        let (probabilities_cv, log_sum_c1) = softmax(logits_cv);
+        Self { probabilities_cv, tokens_c1: tokens_c1.shallow_clone(), losses_c1: log_sum_c1 - target_c1, rank_c }
+    }
+
+    fn loss(&self) -> Tensor {
+        self.losses_c1.sum(Kind::Double)
+    }
+
+    fn hits(&self) -> Tensor {
+        let guesses = Tensor::arange(TOP as i64, (Kind::Int64, self.rank_c.device()));
+        self.rank_c.unsqueeze(1).le_tensor(&guesses).sum_dim_intlist(0, false, Kind::Int64)
+    }
+
+    /// d loss / d logits = probabilities - one-hot of the target.
+    fn dlogits(mut self) -> Tensor {
+        let minus_one_c1 = Tensor::full_like(&self.losses_c1, -1.0);
+        self.probabilities_cv.scatter_add_(1, &self.tokens_c1, &minus_one_c1)
+    }
+}
+
+/// Summed KL(teacher ‖ student) of logits `[C, V]`, and its gradient to the student's: student - teacher probabilities.
+fn divergence(student_cv: Tensor, teacher_cv: Tensor) -> (Tensor, Tensor) {
+    let mut log_ratio_cv = &teacher_cv - &student_cv;
+    let (mut student_cv, student_log_sum_c1) = softmax(student_cv);
+    let (teacher_cv, teacher_log_sum_c1) = softmax(teacher_cv);
+    log_ratio_cv -= teacher_log_sum_c1 - student_log_sum_c1;
+    let kl_cv = log_ratio_cv.g_mul_(&teacher_cv);
+    student_cv -= teacher_cv;
+    (kl_cv.sum_dim_intlist(1, false, Kind::Float).sum(Kind::Double), student_cv)
+}
+
+/// Probabilities, in the memory of the logits `[C, V]`, and log Σ exp(logits), `[C, 1]`.
+fn softmax(logits_cv: Tensor) -> (Tensor, Tensor) {
+    let largest_c1 = logits_cv.amax(1, true);
+    let probabilities_cv = logits_cv.internal_softmax_out(&logits_cv, 1, false); // each row is read before it is written
+    // log Σ exp(logits) = largest logit - log of its probability, which never underflows: it is at least 1/V.
+    let log_sum_c1 = largest_c1 - probabilities_cv.amax(1, true).log();
+    (probabilities_cv, log_sum_c1)
+}
+
+/// How many logits of each row are above the target's, `[C]`. Counted in float32: a sum of booleans is ten times slower.
+fn count_above(logits_cv: &Tensor, target_c1: &Tensor) -> Tensor {
+    let above_cv = logits_cv.empty_like();
+    let _ = logits_cv.gt_tensor_out(&above_cv, target_c1);
+    above_cv.sum_dim_intlist(1, false, Kind::Float)
+}
+
+/// `sum += a·b`, in float32 whatever the factors' dtype.
+fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor) {
+    let mut sum = sum.shallow_clone();
+    let _ = if a.kind() == sum.kind() { sum.addmm_(a, b) } else { sum.g_add_(&a.matmul(b).to_kind(Kind::Float)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use tch::Device;
+
+    use super::*;
+    use crate::draft::medusa::heads::{Heads, HeadsConfig};
+    use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
+    use crate::model::config::LlamaConfig;
+    use crate::model::llama::Llama;
+    use crate::model::lora::{self, LoraConfig};
+
+    fn backbone() -> Llama {
+        let config =
+            LlamaConfig { hidden_size: 24, vocab_size: 40_000, tie_word_embeddings: true, ..LlamaConfig::tiny() };
+        Llama::random(config, Kind::Float, Device::Cpu, 5)
+    }
+
+    fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
+        let number = |n| NonZeroUsize::new(n).unwrap();
+        let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
+        let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head };
+        let heads = Heads::new(&config, backbone.lm_head_weight().unwrap());
+        for (_, tensor) in heads.parameters() {
+            let _ = tch::no_grad(|| tensor.shallow_clone().g_add_(&(tensor.randn_like() * 0.05)));
+        }
+        heads
+    }
+
+    /// 600 targets are six chunks of 40,000 logits.
+    fn targets() -> Targets {
+        let positions_m = Tensor::randperm(700, (Kind::Int64, Device::Cpu)).narrow(0, 0, 600);
+        Targets { positions_m, tokens_m: Tensor::randint(40_000, [600], (Kind::Int64, Device::Cpu)) }
+    }
+
+    #[test]
+    fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
+        let backbone = backbone();
+        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu));
+        for (layers, shared) in [(1, false), (2, false), (1, true)] {
+            let (heads, targets) = (heads(layers, shared, &backbone), targets());
+            let head = heads.head(1);
+            let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(head.w2()).collect();
+            for parameter in &parameters {
+                let _ = parameter.set_requires_grad(true);
+            }
+            let plain = cross_entropy_sum(&heads, 1, &hidden, &targets, &backbone);
+            let expected = Tensor::run_backward(&[&plain * 0.01], &parameters, false, false);
+            let got: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();
+            let blocks = head.block_parameters().len();
+            let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
+            let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
+            let w2 = head.w2().unwrap_or_else(|| backbone.lm_head_weight().unwrap());
+            let sums = head_loss(head, Output::plain(w2), &hidden, &targets, Some((&into, 0.01)));
+            let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
+            assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
+            for (expected, got) in expected.iter().zip(&got) {
+                let difference = (expected - got).abs().max().double_value(&[]);
+                let largest = expected.abs().max().double_value(&[]);
+                assert!(difference < 1e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
+            }
+        }
+    }
+
+    #[test]
+    fn hits_equal_those_of_top_k() {
+        let backbone = backbone();
+        let heads = heads(1, true, &backbone);
+        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu)) * 5.0;
+        let positions_m = Tensor::arange(700, (Kind::Int64, Device::Cpu));
+        let logits = heads.logits(0, &hidden, &backbone);
+        // targets that are the 1st, 2nd … 7th guess in turn
+        let guesses = logits.topk(7, 1, true, true).1;
+        let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
+        let sums = head_loss(
+            heads.head(0),
+            Output::plain(backbone.lm_head_weight().unwrap()),
+            &hidden,
+            &Targets { positions_m, tokens_m },
+            None,
+        );
+        assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [100, 200, 300, 400, 500]);
+    }
+
+    /// LM head with an adapter, whose loss flows back into the hidden states.
+    #[test]
+    fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
+        let mut backbone = backbone();
+        let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
+        lora::attach_new(&mut backbone, &config, 3);
+        let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
+        let _ = tch::no_grad(|| b.shallow_clone().normal_(0.0, 0.05));
+        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let teacher = hidden.detach() + Tensor::randn([700, 24], (Kind::Float, Device::Cpu)) * 0.1;
+        let targets = targets();
+        let student = backbone.logits(&hidden, Adapters::On);
+        let plain = [
+            cross_entropy_of(&student, &targets),
+            divergence_of(&student, &backbone.logits(&teacher, Adapters::Off), &targets),
+        ];
+        let output = || Output::lm_head(backbone.lm_head(), Adapters::On);
+        for (goal, plain) in plain.iter().enumerate() {
+            let expected = Tensor::run_backward(&[plain * 0.01], &[a, b, &hidden], true, false);
+            let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
+            let into = HeadGradients {
+                blocks: vec![],
+                output: OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) },
+                hidden_nh: Some(&got[2]),
+            };
+            let into = Some((&into, 0.01));
+            let loss = match goal {
+                0 => lm_loss(output(), &hidden.detach(), &targets, into).loss,
+                _ => distillation_loss(output(), [&hidden.detach(), &teacher], &targets, into),
+            };
+            let (loss, oracle) = (loss.double_value(&[]), plain.double_value(&[]));
+            assert!((loss - oracle).abs() / oracle < 1e-5, "{loss} {oracle}");
+            for (expected, got) in expected.iter().zip(&got) {
+                let difference = (expected - got).abs().max().double_value(&[]);
+                let largest = expected.abs().max().double_value(&[]);
+                assert!(difference < 2e-5 * largest, "goal {goal}, {:?}: {difference} of {largest}", expected.size());
+            }
+        }
+    }
+}

@@ -1,0 +1,5 @@
+//! Medusa heads and their losses (arXiv 2401.10774).
+
+pub mod fused_loss;
+pub mod heads;
+pub mod loss;

@@ -1,0 +1,3 @@
+//! Drafters: who guesses tokens for the backbone to verify.
+
+pub mod medusa;

@@ -1,0 +1,144 @@
+//! Trees, rotations and caches as kernels read them.
+
+// N nodes, L layers, G key/value heads, S room for tokens, D head size
+use tch::{Device, Kind, Tensor};
+
+use crate::model::config::LlamaConfig;
+use crate::model::rope::Rope;
+use crate::tree::sparse_tree::SparseTree;
+
+/// Nodes that a step can have: the bits of a row of [`Nodes::sees_n2`].
+pub const MAX_NODES: usize = 128;
+
+/// The nodes of a step: where they stand, whom they see, who follows. All int32 but for the bits.
+#[derive(Debug)]
+pub struct Nodes {
+    /// `[N]`: levels below the root.
+    pub depths_n: Tensor,
+    /// `[N]`: the node before; 0 for the root.
+    pub parents_n: Tensor,
+    /// `[N]`: which guess of its head a node holds; 0 for the root.
+    pub guesses_n: Tensor,
+    /// `[N, 2]`: the first child, and the one behind the last.
+    pub children_n2: Tensor,
+    /// `[N, 2]` int64: bit `j % 64` of number `j / 64` is set where the node sees node j.
+    pub sees_n2: Tensor,
+}
+
+impl Nodes {
+    /// Of a tree.
+    ///
+    /// # Panics
+    /// For more than [`MAX_NODES`] nodes.
+    pub fn of_tree(tree: &SparseTree, device: Device) -> Self {
+        let nodes = 0..tree.len();
+        let children = |node| [tree.children(node).start, tree.children(node).end];
+        let sees = |query: usize| nodes.clone().filter(move |&key| tree.attends(query, key)).collect();
+        Self {
+            depths_n: int32(nodes.clone().map(|node| tree.depth(node)), device),
+            parents_n: int32(nodes.clone().map(|node| tree.parent(node).unwrap_or(0)), device),
+            guesses_n: int32(nodes.clone().map(|node| tree.child_index(node).unwrap_or(0)), device),
+            children_n2: int32(nodes.clone().flat_map(children), device).view([-1, 2]),
+            sees_n2: bits(nodes.clone().map(sees), device),
+        }
+    }
+
+    /// `n` tokens one after the other: plain decoding (1), or a piece of a prompt.
+    ///
+    /// # Panics
+    /// For more than [`MAX_NODES`] tokens.
+    pub fn chain(n: usize, device: Device) -> Self {
+        let children = (0..n).flat_map(|node| [node + 1, n.min(node + 2)]);
+        Self {
+            depths_n: int32(0..n, device),
+            parents_n: int32((0..n).map(|node| node.saturating_sub(1)), device),
+            guesses_n: int32((0..n).map(|_| 0), device),
+            children_n2: int32(children, device).view([-1, 2]),
+            sees_n2: bits((0..n).map(|node| (0..=node).collect()), device),
+        }
+    }
+
+    /// N.
+    pub fn len(&self) -> i64 {
+        self.depths_n.size()[0]
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+fn int32(numbers: impl Iterator<Item = usize>, device: Device) -> Tensor {
+    let numbers: Vec<i64> = numbers.map(|number| number as i64).collect();
+    Tensor::from_slice(&numbers).to_kind(Kind::Int).to_device(device)
+}
+
+fn bits(rows: impl Iterator<Item = Vec<usize>>, device: Device) -> Tensor {
+    let words: Vec<i64> = rows.flat_map(|row| words(&row)).collect();
+    Tensor::from_slice(&words).view([-1, 2]).to_device(device)
+}
+
+fn words(set: &[usize]) -> [i64; 2] {
+    assert!(set.iter().all(|&node| node < MAX_NODES), "a step has at most {MAX_NODES} nodes");
+    let word = |at: usize| set.iter().filter(|&&node| node / 64 == at).fold(0u64, |word, node| word | 1 << (node % 64));
+    [word(0).cast_signed(), word(1).cast_signed()]
+}
+
+/// Cosines and sines of every position, float32, rounded to the dtype of the backbone as its own rotation rounds them.
+#[derive(Debug)]
+pub struct Rotations {
+    /// `[S, D/2]`.
+    pub cos_sd: Tensor,
+    /// `[S, D/2]`.
+    pub sin_sd: Tensor,
+}
+
+impl Rotations {
+    /// Of the first `positions`; scaled as `config` says.
+    pub fn new(config: &LlamaConfig, positions: i64, kind: Kind, device: Device) -> Self {
+        let half = config.head_dim / 2;
+        let rotation = Rope::new(config, kind, device).at(&Tensor::arange(positions, (Kind::Float, device)));
+        // A vector that is 1 in its first half and 0 in its second is rotated to the cosines and the sines.
+        let unit_d = Tensor::cat(&[Tensor::ones([half], (kind, device)), Tensor::zeros([half], (kind, device))], 0);
+        let both_sd =
+            rotation.apply(&unit_d.expand([positions, 1, 2 * half], false)).squeeze_dim(1).to_kind(Kind::Float);
+        let part = |at| both_sd.narrow(1, at, half).contiguous();
+        Self { cos_sd: part(0), sin_sd: part(half) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotations_are_the_ropes() {
+        let config = LlamaConfig::tiny();
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let rotations = Rotations::new(&config, 50, kind, Device::Cpu);
+            let x_nd = Tensor::randn([50, 1, config.head_dim], (Kind::Float, Device::Cpu)).to_kind(kind);
+            let positions = Tensor::arange(50, (Kind::Float, Device::Cpu));
+            let expected = Rope::new(&config, kind, Device::Cpu).at(&positions).apply(&x_nd).to_kind(Kind::Float);
+            let x_nd = x_nd.squeeze_dim(1).to_kind(Kind::Float);
+            let halves = x_nd.chunk(2, 1);
+            let first = &halves[0] * &rotations.cos_sd - &halves[1] * &rotations.sin_sd;
+            let second = &halves[1] * &rotations.cos_sd + &halves[0] * &rotations.sin_sd;
+            let got = Tensor::cat(&[first, second], 1).unsqueeze(1);
+            // A number below 8 rounded to the dtype, and a product of it before the sum.
+            let tolerance = if kind == Kind::Float { 1e-6 } else { 0.06 };
+            assert!((got - expected).abs().max().double_value(&[]) < tolerance, "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn bits_say_whom_a_node_sees() {
+        let tree = SparseTree::cartesian(&[8, 8]).unwrap();
+        let nodes = Nodes::of_tree(&tree, Device::Cpu);
+        for (query, key) in (0..tree.len()).flat_map(|query| (0..tree.len()).map(move |key| (query, key))) {
+            let word = nodes.sees_n2.int64_value(&[query as i64, (key / 64) as i64]).cast_unsigned();
+            assert_eq!(word >> (key % 64) & 1 == 1, tree.attends(query, key), "{query} {key}");
+        }
+        assert_eq!(Vec::<i64>::try_from(Nodes::chain(3, Device::Cpu).sees_n2.view(-1)).unwrap(), [1, 0, 3, 0, 7, 0]);
+    }
+}

@@ -1,0 +1,312 @@
+//! What each kernel computes, slowly and obviously, on tensors of any device. Outputs are tensors of the right size that are
+//! written, as on the GPU; numbers are float32 until they are rounded, once, to the dtype of the output.
+//!
+//! Integers are int32. Ties go to the lower id everywhere. Where logits are no numbers, no token is chosen: -1.
+
+// N rows of a step, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, V vocabulary, K heads,
+// S room for tokens, P guesses a head, R rows of results, L layers
+use tch::{Device, Kind, Tensor};
+
+use super::layout::{Nodes, Rotations};
+use super::state::{self, RESULT_HEAD, Slot};
+use crate::engine::sample;
+use crate::tree::accept::TypicalAcceptance;
+
+/// Row `tokens_n[n]` of the embedding `[V, H]` to row n of `x_nh`.
+pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) {
+    write(x_nh, &table_vh.index_select(0, tokens_n));
+}
+
+/// `y = x / √(mean(x²) + eps) · weight` over the last axis (Zhang and Sennrich 2019).
+pub fn rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) {
+    let x = float(x_nh);
+    let mean_square_n1 = (&x * &x).mean_dim(-1, true, Kind::Float);
+    write(y_nh, &(x * (mean_square_n1 + eps).rsqrt() * float(weight_h)));
+}
+
+/// `x += delta`, rounded; then [`rms_norm`] of it.
+pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) {
+    write(x_nh, &(float(x_nh) + float(delta_nh)));
+    rms_norm(x_nh, weight_h, eps, y_nh);
+}
+
+/// Where the rows of a step stand: behind the state's committed tokens, each at its depth.
+#[derive(Debug, Clone, Copy)]
+pub struct Places<'a> {
+    /// Depths, and who sees whom.
+    pub nodes: &'a Nodes,
+    /// See [`Slot`].
+    pub state: &'a Tensor,
+}
+
+impl Places<'_> {
+    fn context(&self) -> i64 {
+        state::read(self.state, Slot::Context)
+    }
+}
+
+/// Splits q, k and v, rotates q and k by their positions (Su et al. 2021; halves, not neighbours), and writes k and v behind the committed
+/// rows of a layer's cache.
+/// - `qkv_nh`: `[N, (Q + 2G)·D]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
+pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) {
+    let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
+    let g = kv_2gsd.size()[1];
+    let qkv_nhd = float(qkv_nh).view([n, q + 2 * g, d]);
+    let positions_n = &places.nodes.depths_n + places.context();
+    let rotated_nhd = rotate(&qkv_nhd.narrow(1, 0, q + g), &positions_n, rotations);
+    write(q_nqd, &rotated_nhd.narrow(1, 0, q));
+    let rows = |plane| kv_2gsd.select(0, plane).narrow(1, places.context(), n);
+    write(&rows(0), &rotated_nhd.narrow(1, q, g).transpose(0, 1));
+    write(&rows(1), &qkv_nhd.narrow(1, q + g, g).transpose(0, 1));
+}
+
+/// `[N, heads, D]`, each row at its position.
+fn rotate(x_nhd: &Tensor, positions_n: &Tensor, rotations: &Rotations) -> Tensor {
+    let at = |table_sd: &Tensor| table_sd.index_select(0, positions_n).unsqueeze(1);
+    let (cos, sin) = (at(&rotations.cos_sd), at(&rotations.sin_sd));
+    let halves = x_nhd.chunk(2, -1);
+    Tensor::cat(&[&halves[0] * &cos - &halves[1] * &sin, &halves[1] * &cos + &halves[0] * &sin], -1)
+}
+
+/// Attention of the rows of a step to the committed rows of a layer's cache, and to those rows of the step that they see. With a
+/// `window`, a row at position p sees positions above p - window only.
+/// - `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`, the step's own rows written — `o_nqd`: `[N, Q, D]`
+pub fn tree_attention(
+    q_nqd: &Tensor,
+    kv_2gsd: &Tensor,
+    places: Places,
+    scale: f64,
+    window: Option<i64>,
+    o_nqd: &Tensor,
+) {
+    let [n, q, _] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
+    let (g, rows) = (kv_2gsd.size()[1], places.context() + n);
+    let per_query_head =
+        |plane| float(&kv_2gsd.select(0, plane).narrow(1, 0, rows)).repeat_interleave_self_int(q / g, 0, None);
+    let (k_qsd, v_qsd) = (per_query_head(0), per_query_head(1));
+    let scores_qns = float(q_nqd).transpose(0, 1).matmul(&k_qsd.transpose(1, 2)) * scale;
+    let hidden_ns = seen(places, window).logical_not();
+    let p_qns = scores_qns.masked_fill(&hidden_ns, f64::NEG_INFINITY).softmax(-1, Kind::Float);
+    write(o_nqd, &p_qns.matmul(&v_qsd).transpose(0, 1));
+}
+
+/// `[N, S + N]` bool.
+fn seen(places: Places, window: Option<i64>) -> Tensor {
+    let Places { nodes, .. } = places;
+    let (n, context) = (nodes.len(), places.context());
+    let on = nodes.depths_n.device();
+    let of_step_nn = Tensor::stack(&(0..n).map(|key| bit(&nodes.sees_n2, key)).collect::<Vec<_>>(), 1);
+    let sees_ns = Tensor::cat(&[Tensor::ones([n, context], (Kind::Bool, on)), of_step_nn], 1);
+    let at_n = &nodes.depths_n + context;
+    let at_s = Tensor::cat(&[Tensor::arange(context, (Kind::Int, on)), at_n.shallow_clone()], 0);
+    let near_ns = (at_n.unsqueeze(1) - at_s.unsqueeze(0)).lt(window.unwrap_or(i64::from(i32::MAX)));
+    sees_ns.logical_and(&near_ns)
+}
+
+/// `[N]` bool: which rows see row `key`.
+fn bit(sees_n2: &Tensor, key: i64) -> Tensor {
+    sees_n2.select(1, key / 64).bitwise_right_shift_tensor_scalar(key % 64).bitwise_and(1).ne(0)
+}
+
+/// `y = SiLU(gate) · up`: `[N, 2I]`, gate first, to `[N, I]`.
+pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) {
+    let halves = float(gate_up_n).chunk(2, -1);
+    write(y_ni, &(halves[0].silu() * &halves[1]));
+}
+
+/// `y = x·wᵀ`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, of the weight's dtype or float32.
+pub fn linear(x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) {
+    write(y_nm, &float(x_nk).matmul(&float(w_mk).transpose(0, 1)));
+}
+
+/// What a ResBlock of every head reads.
+#[derive(Debug, Clone, Copy)]
+pub enum BlockInput<'a> {
+    /// The first block: the same row for all heads, the last accepted one of `hidden_nh`.
+    Last {
+        /// `[N, H]`, after the final norm.
+        hidden_nh: &'a Tensor,
+        /// See [`Slot`].
+        state: &'a Tensor,
+    },
+    /// Each head its own, `[K, H]`.
+    Rows(&'a Tensor),
+}
+
+/// `y = x + SiLU(W·x + b)` (paper section 2.1.1) of all heads: `w_khh` `[K, H, H]`, `b_kh` and `y_kh` `[K, H]`.
+pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) {
+    let x_kh = match x {
+        BlockInput::Last { hidden_nh, state } => {
+            hidden_nh.narrow(0, state::read(state, Slot::Last), 1).expand(y_kh.size(), false)
+        }
+        BlockInput::Rows(x_kh) => x_kh.shallow_clone(),
+    };
+    let product_kh = float(w_khh).matmul(&float(&x_kh).unsqueeze(2)).squeeze_dim(2);
+    write(y_kh, &(float(&x_kh) + (product_kh + float(b_kh)).silu()));
+}
+
+/// The largest logits of each row, best first: `[K, V]` to ids `[K, P]`.
+pub fn top_guesses(logits_kv: &Tensor, ids_kp: &Tensor) {
+    let (_, order_kv) = logits_kv.sort_stable(true, -1, true);
+    write(ids_kp, &order_kv.narrow(1, 0, ids_kp.size()[1]));
+}
+
+/// The most probable token of each row: `[N, V]` to `[N]`; -1 where the largest logit is infinite, or one is NaN.
+pub fn best(logits_nv: &Tensor, best_n: &Tensor) {
+    let (sorted_nv, order_nv) = logits_nv.sort_stable(true, -1, true); // NaN first
+    let is_bad_n = sorted_nv.select(1, 0).isfinite().logical_not();
+    write(best_n, &order_nv.select(1, 0).masked_fill(&is_bad_n, -1));
+}
+
+/// What typical acceptance asks of each node, float32: the log-probability of its token after its parent (of the root: after itself,
+/// not read), and the entropy after it, in nats.
+pub fn posterior(
+    logits_nv: &Tensor,
+    tokens_n: &Tensor,
+    nodes: &Nodes,
+    temperature: f64,
+    log_p_n: &Tensor,
+    entropy_n: &Tensor,
+) {
+    let log_p_nv = (float(logits_nv) / temperature).log_softmax(-1, Kind::Float);
+    // exp(log p)·log p of a token that cannot be is 0.
+    let terms_nv = (log_p_nv.exp() * &log_p_nv).nan_to_num(0.0, None, None);
+    write(entropy_n, &-terms_nv.sum_dim_intlist(-1, false, Kind::Double));
+    let after_parent_nv = log_p_nv.index_select(0, &nodes.parents_n);
+    let of_token_n1 = after_parent_nv.gather(1, &tokens_n.to_kind(Kind::Int64).unsqueeze(1), false);
+    write(log_p_n, &of_token_n1.squeeze_dim(1));
+}
+
+/// What is drawn after each node, and how.
+#[derive(Debug, Clone, Copy)]
+pub struct Draws<'a> {
+    /// Above 0.
+    pub temperature: f64,
+    /// See [`Sampling`](crate::engine::sample::Sampling).
+    pub top_p: f64,
+    /// `[U]` float64, from 0 to below 1: the token at position p of the text is drawn with number `p % U`.
+    pub uniforms_u: &'a Tensor,
+}
+
+/// A token drawn after each node: `[N, V]` to `[N]`. After a node of depth d comes position `context + d + 1`, so that a text draws
+/// the same numbers whatever the tree: plain decoding is the tree of one node. A token is drawn as
+/// [`Sampler`](crate::engine::sample::Sampler) draws it; the kernel sums probabilities in another order, and so may draw the
+/// neighbour where a number falls on the border between two tokens, up to float32's last bits. Where probabilities are no numbers: -1.
+pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) {
+    let p_nv = (float(logits_nv) / draws.temperature).softmax(-1, Kind::Float);
+    let uniforms = to_host::<f64>(&draws.uniforms_u.to_kind(Kind::Double));
+    let drawn = host(&places.nodes.depths_n).into_iter().enumerate().map(|(node, depth)| {
+        let position = (places.context() + depth + 1).unsigned_abs() as usize;
+        let p_v = to_host::<f32>(&p_nv.select(0, node as i64));
+        let are_numbers = p_v.iter().all(|p| p.is_finite());
+        if are_numbers { sample::token_at(&p_v, draws.top_p, uniforms[position % uniforms.len()]) } else { -1 }
+    });
+    write(drawn_n, &Tensor::from_slice(&drawn.collect::<Vec<_>>()));
+}
+
+/// What a rule writes: the accepted nodes, root first, and the state's Accepted, Last and Next.
+#[derive(Debug, Clone, Copy)]
+pub struct Accepted<'a> {
+    /// `[deepest level + 1]`; what lies behind the accepted ones is not read.
+    pub path: &'a Tensor,
+    /// See [`Slot`].
+    pub state: &'a Tensor,
+}
+
+impl Accepted<'_> {
+    fn set(&self, path: &[i64], next: i64) {
+        write(&self.path.narrow(0, 0, path.len() as i64), &Tensor::from_slice(path));
+        state::write(self.state, Slot::Accepted, path.len() as i64);
+        state::write(self.state, Slot::Last, path[path.len() - 1]);
+        state::write(self.state, Slot::Next, next);
+    }
+}
+
+/// As [`accept::walk`](crate::tree::accept::walk): from the root along children that hold the token chosen after their parent; of
+/// equals the first. Greedy acceptance where `chosen_n` is of [`best`], speculative sampling where it is of [`draw`].
+pub fn walk(nodes: &Nodes, tokens_n: &Tensor, chosen_n: &Tensor, accepted: Accepted) {
+    let (tokens, chosen, children) = (host(tokens_n), host(chosen_n), host(&nodes.children_n2));
+    let mut path = vec![0i64];
+    loop {
+        let at = path[path.len() - 1].unsigned_abs() as usize;
+        let mut below = children[2 * at]..children[2 * at + 1];
+        match below.find(|&child| tokens[child.unsigned_abs() as usize] == chosen[at]) {
+            Some(child) => path.push(child),
+            None => return accepted.set(&path, chosen[at]),
+        }
+    }
+}
+
+/// As [`accept::typical`](crate::tree::accept::typical), in float64; the next root is the most probable token.
+pub fn typical(nodes: &Nodes, posterior: [&Tensor; 2], rule: TypicalAcceptance, best_n: &Tensor, accepted: Accepted) {
+    let [log_p, entropy] = posterior.map(|numbers_n| to_host::<f64>(&numbers_n.to_kind(Kind::Double)));
+    let (parents, depths) = (host(&nodes.parents_n), host(&nodes.depths_n));
+    let parent = |node: usize| parents[node].unsigned_abs() as usize;
+    let mut summed = vec![Some(0.0)];
+    for node in 1..parents.len() {
+        let accepts = log_p[node].exp() > rule.threshold(entropy[parent(node)]);
+        summed.push(summed[parent(node)].filter(|_| accepts).map(|sum| sum + log_p[node]));
+    }
+    let mut last = 0;
+    for (node, sum) in summed.iter().enumerate() {
+        if let Some(sum) = sum
+            && (depths[node], *sum) > (depths[last], summed[last].expect("an accepted node"))
+        {
+            last = node;
+        }
+    }
+    let mut path: Vec<i64> =
+        std::iter::successors(Some(last), |&node| (node > 0).then(|| parent(node))).map(|node| node as i64).collect();
+    path.reverse();
+    accepted.set(&path, host(best_n)[last]);
+}
+
+/// Of the step's rows in the cache `[L, 2, G, S, D]` just the accepted ones stay, in their order, from the first one on; then they
+/// are behind the committed rows as if they had been decoded one by one.
+pub fn compact(cache: &Tensor, accepted: Accepted) {
+    let context = state::read(accepted.state, Slot::Context);
+    let count = state::read(accepted.state, Slot::Accepted);
+    let rows = accepted.path.narrow(0, 0, count) + context;
+    let kept = cache.index_select(3, &rows);
+    write(&cache.narrow(3, context, count), &kept);
+}
+
+/// Ends a step: Context grows by Accepted, Step by one. Row `steps done % R` of `results` (`[R, RESULT_HEAD + W]`) gets the steps
+/// done, this one among them, the number of accepted tokens, the next root, and the tokens.
+pub fn advance(accepted: Accepted, tokens_n: &Tensor, results: &Tensor) {
+    let of = |slot| state::read(accepted.state, slot);
+    let (count, before) = (of(Slot::Accepted), of(Slot::Step));
+    let row = results.select(0, before % results.size()[0]);
+    write(&row.narrow(0, 0, RESULT_HEAD), &Tensor::from_slice(&[before + 1, count, of(Slot::Next)]));
+    write(&row.narrow(0, RESULT_HEAD, count), &tokens_n.index_select(0, &accepted.path.narrow(0, 0, count)));
+    state::write(accepted.state, Slot::Context, of(Slot::Context) + count);
+    state::write(accepted.state, Slot::Step, before + 1);
+}
+
+/// The tokens of the next step's nodes: the root holds Next, a node of depth d the guess of head d - 1 that it stands for.
+/// - `ids_kp`: `[K, P]` — `tokens_n`: `[N]`
+pub fn fill_tree(nodes: &Nodes, ids_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) {
+    let head_n = (&nodes.depths_n - 1).clamp_min(0);
+    let at_n = head_n * ids_kp.size()[1] + &nodes.guesses_n;
+    write(tokens_n, &ids_kp.reshape([-1]).index_select(0, &at_n));
+    write(&tokens_n.narrow(0, 0, 1), &state.narrow(0, Slot::Next as i64, 1));
+}
+
+fn float(x: &Tensor) -> Tensor {
+    x.to_kind(Kind::Float)
+}
+
+fn write(out: &Tensor, value: &Tensor) {
+    out.shallow_clone().copy_(value);
+}
+
+fn host(numbers: &Tensor) -> Vec<i64> {
+    to_host(&numbers.to_kind(Kind::Int64))
+}
+
+fn to_host<T: tch::kind::Element + Copy>(numbers: &Tensor) -> Vec<T> {
+    Vec::try_from(numbers.to_device(Device::Cpu).reshape([-1])).expect("one axis, of the kind that was made")
+}
+
+#[cfg(test)]
+mod tests;

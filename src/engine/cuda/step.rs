@@ -1,0 +1,219 @@
+//! One step of decoding on a GPU, written once for the kernels and for their oracle.
+//!
+//! A step begins with the tokens of its nodes in place. It runs them through the backbone, decides which are accepted, keeps those in
+//! the cache, and puts the tokens of the next step's nodes in place: the heads' guesses after the last accepted node.
+
+// N nodes of the step, K heads
+use tch::Tensor;
+
+use super::engine::EngineError;
+use super::launcher::Needed;
+use super::layout::Nodes;
+use super::memory::{Memory, Weights};
+use super::ops::Ops;
+use super::oracle::{Accepted, BlockInput, Draws, Places};
+use super::plan::Shape;
+use crate::model::config::LlamaConfig;
+use crate::model::llama::DenseLayer;
+use crate::tree::accept::TypicalAcceptance;
+
+/// Which nodes are accepted.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    /// The most probable tokens.
+    Greedy,
+    /// Probable ones.
+    Typical {
+        /// ε and δ.
+        rule: TypicalAcceptance,
+        /// Above 0.
+        temperature: f64,
+    },
+    /// Those that are drawn: speculative sampling, and of one node plain sampling.
+    Draw {
+        /// Above 0.
+        temperature: f64,
+        /// Of the nucleus.
+        top_p: f64,
+    },
+}
+
+/// All that a step works with.
+#[derive(Debug, Clone, Copy)]
+pub struct Step<'a> {
+    /// Who computes.
+    pub ops: &'a Ops,
+    /// The backbone's shape.
+    pub config: &'a LlamaConfig,
+    /// What is read.
+    pub weights: &'a Weights,
+    /// What is written.
+    pub memory: &'a Memory,
+    /// This step's nodes.
+    pub nodes: &'a Nodes,
+}
+
+impl Step<'_> {
+    /// The whole step; `next` are the nodes of the one that follows, with guesses if there are several.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn run(&self, rule: Rule, next: &Nodes) -> Result<(), EngineError> {
+        self.layers()?;
+        self.logits()?;
+        self.accept(rule)?;
+        let (ops, buffers) = (self.ops, &self.memory.buffers);
+        ops.compact(&self.memory.cache_l2gsd, self.accepted())?;
+        ops.advance(self.accepted(), &self.rows(&buffers.tokens_n), &buffers.results_rt)?;
+        if next.len() > 1 {
+            self.guess()?;
+        }
+        ops.fill_tree(next, &buffers.guesses_kp, &buffers.state, &buffers.tokens_n.narrow(0, 0, next.len()))
+    }
+
+    /// The backbone's layers: keys and values of the nodes are in the cache then, and what the last layer adds is still apart.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn layers(&self) -> Result<(), EngineError> {
+        let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
+        let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
+        ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &x_nh)?;
+        for (at, layer) in weights.layers.iter().enumerate() {
+            match at {
+                0 => ops.rms_norm(&x_nh, &layer.input_layernorm_h, self.config.rms_norm_eps, &normed_nh)?,
+                _ => self.add_norm(&layer.input_layernorm_h, &normed_nh)?,
+            }
+            self.attention(layer, &self.memory.cache_l2gsd.select(0, at as i64))?;
+            self.add_norm(&layer.post_attention_layernorm_h, &normed_nh)?;
+            self.mlp(layer)?;
+        }
+        Ok(())
+    }
+
+    /// The block's part joins the residual stream, and the sum is normed.
+    fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> Result<(), EngineError> {
+        let buffers = &self.memory.buffers;
+        let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
+        self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.rms_norm_eps, out_nh)
+    }
+
+    fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> Result<(), EngineError> {
+        let (ops, buffers) = (self.ops, &self.memory.buffers);
+        let [normed_nh, qkv_nw, q_nqd] =
+            [&buffers.normed_nh, &buffers.qkv_nw, &buffers.q_nqd].map(|buffer| self.rows(buffer));
+        let attended_nqd = self.rows(&buffers.attended_nqd);
+        ops.linear(&normed_nh, &layer.qkv_wh, &qkv_nw)?;
+        ops.rope_append(&qkv_nw, self.places(), &self.memory.rotations, &q_nqd, kv_2gsd)?;
+        ops.tree_attention(&q_nqd, kv_2gsd, self.places(), self.config, &attended_nqd)?;
+        let attended_nq = attended_nqd.view([self.nodes.len(), self.config.query_size()]);
+        ops.linear(&attended_nq, &layer.o_hq, &self.rows(&buffers.delta_nh))
+    }
+
+    fn mlp(&self, layer: &DenseLayer) -> Result<(), EngineError> {
+        let (ops, buffers) = (self.ops, &self.memory.buffers);
+        let [normed_nh, gate_up_ni, product_ni] =
+            [&buffers.normed_nh, &buffers.gate_up_ni, &buffers.product_ni].map(|buffer| self.rows(buffer));
+        ops.linear(&normed_nh, &layer.gate_up_ih, &gate_up_ni)?;
+        ops.silu_mul(&gate_up_ni, &product_ni)?;
+        ops.linear(&product_ni, &layer.down_hi, &self.rows(&buffers.delta_nh))
+    }
+
+    /// The final norm and the LM head.
+    fn logits(&self) -> Result<(), EngineError> {
+        let (buffers, weights) = (&self.memory.buffers, &self.weights.backbone);
+        let hidden_nh = self.rows(&buffers.hidden_nh);
+        self.add_norm(&weights.norm_h, &hidden_nh)?;
+        self.ops.linear(&hidden_nh, &weights.lm_head_vh, &self.rows(&buffers.logits_nv))
+    }
+
+    fn accept(&self, rule: Rule) -> Result<(), EngineError> {
+        let (ops, buffers, nodes) = (self.ops, &self.memory.buffers, self.nodes);
+        let [tokens_n, logits_nv, best_n] =
+            [&buffers.tokens_n, &buffers.logits_nv, &buffers.best_n].map(|buffer| self.rows(buffer));
+        match rule {
+            Rule::Greedy => ops.best(&logits_nv, &best_n)?,
+            Rule::Draw { temperature, top_p } => {
+                let draws = Draws { temperature, top_p, uniforms_u: &self.memory.uniforms_u };
+                ops.draw(&logits_nv, self.places(), draws, &best_n)?;
+            }
+            Rule::Typical { rule, temperature } => {
+                let [log_p_n, entropy_n] = [&buffers.log_p_n, &buffers.entropy_n].map(|buffer| self.rows(buffer));
+                ops.best(&logits_nv, &best_n)?;
+                ops.posterior(&logits_nv, &tokens_n, nodes, temperature, [&log_p_n, &entropy_n])?;
+                return ops.typical(nodes, [&log_p_n, &entropy_n], rule, &best_n, self.accepted());
+            }
+        }
+        ops.walk(nodes, &tokens_n, &best_n, self.accepted())
+    }
+
+    /// The heads' guesses after the last accepted node.
+    fn guess(&self) -> Result<(), EngineError> {
+        let (ops, buffers) = (self.ops, &self.memory.buffers);
+        let heads = self.weights.heads.as_ref().expect("several nodes hold guesses of heads");
+        let (mut before_kh, mut after_kh) = (&buffers.heads_other_kh, &buffers.heads_kh);
+        let last = BlockInput::Last { hidden_nh: &buffers.hidden_nh, state: &buffers.state };
+        for (at, [weight_khh, bias_kh]) in heads.blocks.iter().enumerate() {
+            let input = if at == 0 { last } else { BlockInput::Rows(before_kh) };
+            ops.res_block(input, weight_khh, bias_kh, after_kh)?;
+            (before_kh, after_kh) = (after_kh, before_kh);
+        }
+        let x_kh = before_kh;
+        if heads.w2_vh.is_empty() {
+            ops.linear(x_kh, &self.weights.backbone.lm_head_vh, &buffers.head_logits_kv)?;
+        }
+        for (at, w2_vh) in (0..).zip(&heads.w2_vh) {
+            ops.linear(&x_kh.narrow(0, at, 1), w2_vh, &buffers.head_logits_kv.narrow(0, at, 1))?;
+        }
+        ops.top_guesses(&buffers.head_logits_kv, &buffers.guesses_kp)
+    }
+
+    fn places(&self) -> Places<'_> {
+        Places { nodes: self.nodes, state: &self.memory.buffers.state }
+    }
+
+    fn accepted(&self) -> Accepted<'_> {
+        Accepted { path: &self.memory.buffers.path_d, state: &self.memory.buffers.state }
+    }
+
+    /// Of a buffer, what this step writes.
+    fn rows(&self, buffer: &Tensor) -> Tensor {
+        buffer.narrow(0, 0, self.nodes.len())
+    }
+}
+
+/// The products of all steps of `shape`, in the buffers that they are computed in.
+pub fn products(weights: &Weights, memory: &Memory, shape: &Shape) -> Vec<Needed> {
+    let buffers = &memory.buffers;
+    let attended_nq = buffers.attended_nqd.view([-1, shape.config.query_size()]);
+    let each = |weight: fn(&DenseLayer) -> &Tensor| -> Vec<Tensor> {
+        weights.backbone.layers.iter().map(|layer| weight(layer).shallow_clone()).collect()
+    };
+    let of_layers = [
+        (&buffers.normed_nh, each(|layer| &layer.qkv_wh), &buffers.qkv_nw),
+        (&attended_nq, each(|layer| &layer.o_hq), &buffers.delta_nh),
+        (&buffers.normed_nh, each(|layer| &layer.gate_up_ih), &buffers.gate_up_ni),
+        (&buffers.product_ni, each(|layer| &layer.down_hi), &buffers.delta_nh),
+    ];
+    let needed = |rows: i64, x: &Tensor, weights: &[Tensor], y: &Tensor| Needed {
+        x_nk: x.narrow(0, 0, rows),
+        weights_mk: weights.iter().map(Tensor::shallow_clone).collect(),
+        y_nm: y.narrow(0, 0, rows),
+    };
+    let mut all = vec![];
+    for rows in shape.rows_of_steps() {
+        all.extend(of_layers.iter().map(|(x, weights, y)| needed(rows, x, weights, y)));
+    }
+    let lm_head = [weights.backbone.lm_head_vh.shallow_clone()];
+    for rows in [1, buffers.logits_nv.size()[0]] {
+        all.push(needed(rows, &buffers.hidden_nh, &lm_head, &buffers.logits_nv));
+    }
+    if let Some(heads) = &weights.heads {
+        let (rows, w2) = match heads.w2_vh.is_empty() {
+            true => (buffers.heads_kh.size()[0], &lm_head[..]),
+            false => (1, &heads.w2_vh[..]),
+        };
+        all.push(needed(rows, &buffers.heads_kh, w2, &buffers.head_logits_kv));
+    }
+    all
+}

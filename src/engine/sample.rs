@@ -1,0 +1,214 @@
+//! Drawing tokens: temperature and top-p. The numbers are drawn on the host, so a stream is the same on every device; only the
+//! probabilities can differ there.
+
+// B rows, V vocabulary
+use std::cmp::Ordering;
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use tch::{Kind, Tensor};
+
+use crate::model::llama::most_probable;
+use crate::numbers::{NonNegative, Probability};
+
+/// How tokens are chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy.
+    pub temperature: NonNegative,
+    /// Only the most probable tokens that together have this probability are drawn (Holtzman et al. 2019); 1 is all of them.
+    pub top_p: Probability,
+}
+
+impl Sampling {
+    /// From the whole distribution.
+    pub fn of_temperature(temperature: NonNegative) -> Self {
+        Self { temperature, top_p: Probability::ONE }
+    }
+}
+
+/// A token, where decisions are made and where the backbone computes.
+#[derive(Debug)]
+pub struct Chosen {
+    /// On the host.
+    pub id: i64,
+    /// `[1]`, on the backbone's device.
+    pub id_1: Tensor,
+}
+
+impl Chosen {
+    /// The most probable token of logits `[1, V]`.
+    pub fn best(logits_1v: &Tensor) -> Self {
+        let id_1 = most_probable(logits_1v);
+        Self { id: id_1.int64_value(&[0]), id_1 }
+    }
+}
+
+/// One generation's draws.
+#[derive(Debug)]
+pub struct Sampler {
+    sampling: Sampling,
+    rng: ChaCha8Rng,
+}
+
+impl Sampler {
+    /// Draws of a seed.
+    pub fn new(sampling: Sampling, seed: u64) -> Self {
+        Self { sampling, rng: ChaCha8Rng::seed_from_u64(seed) }
+    }
+
+    /// Draws of one of many streams that have nothing to do with each other: (seed, conversation, turn), for example.
+    pub fn of_stream(sampling: Sampling, stream: [u64; 3]) -> Self {
+        let mut key = [0; 32];
+        key.chunks_exact_mut(8).zip(stream).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
+        Self { sampling, rng: ChaCha8Rng::from_seed(key) }
+    }
+
+    /// How it draws.
+    pub fn sampling(&self) -> Sampling {
+        self.sampling
+    }
+
+    /// The next token of logits `[1, V]`; above temperature 0, one number is drawn for it.
+    pub fn next(&mut self, logits_1v: &Tensor) -> Chosen {
+        if self.sampling.temperature.get() == 0.0 {
+            return Chosen::best(logits_1v);
+        }
+        let id = next_of_each(logits_1v, &mut [self])[0];
+        Chosen { id, id_1: Tensor::from_slice(&[id]).to_device(logits_1v.device()) }
+    }
+
+    /// The next numbers of the stream, each from 0 to below 1: those that the next `count` tokens would be drawn with.
+    pub fn uniforms(&mut self, count: usize) -> Vec<f64> {
+        (0..count).map(|_| self.rng.random()).collect()
+    }
+
+    /// A token, of all probabilities.
+    fn draw(&mut self, p_v: &[f32]) -> i64 {
+        token_at(p_v, self.sampling.top_p.get(), self.rng.random())
+    }
+}
+
+/// The token at `uniform` (from 0 to below 1) of the nucleus, in the order of ids: each holds as much of that range as its probability.
+pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
+    let least = least_in_nucleus(p_v, top_p);
+    let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
+    let mass: f64 = kept().map(|(_, &p)| f64::from(p)).sum();
+    assert!(mass.is_finite() && mass > 0.0, "the backbone's logits are no numbers; decode in another --dtype");
+    let drawn = uniform * mass;
+    let mut below = 0.0;
+    let chosen = kept().find(|(_, p)| {
+        below += f64::from(**p);
+        below > drawn
+    });
+    // Rounding may leave the number drawn at the sum.
+    chosen.or_else(|| kept().next_back()).map_or(0, |(id, _)| id) as i64
+}
+
+/// The next token of each row of logits `[B, V]`, each by its own sampler; all have the same temperature and top-p. What a row
+/// draws does not depend on the others.
+pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
+    let temperature = samplers.first().map_or(0.0, |sampler| sampler.sampling.temperature.get());
+    if temperature == 0.0 {
+        return Vec::try_from(logits_bv.argmax(-1, false)).expect("one axis of int64");
+    }
+    let p_bv = (logits_bv.to_kind(Kind::Float) / temperature).softmax(-1, Kind::Float);
+    let vocabulary = p_bv.size()[1].unsigned_abs() as usize;
+    let p: Vec<f32> = Vec::try_from(p_bv.reshape([-1])).expect("one axis of float32");
+    p.chunks_exact(vocabulary).zip(samplers).map(|(p_v, sampler)| sampler.draw(p_v)).collect()
+}
+
+/// The more probable first; of equals the lower id.
+fn by_probability(a: &(f32, usize), b: &(f32, usize)) -> Ordering {
+    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+}
+
+/// The last token, by probability, of the fewest that have `top_p` together. Halves the range where it can be, so that the
+/// vocabulary need not be sorted.
+fn least_in_nucleus(p_v: &[f32], top_p: f64) -> (f32, usize) {
+    if top_p >= 1.0 {
+        return (0.0, usize::MAX);
+    }
+    let mut tokens: Vec<(f32, usize)> = p_v.iter().copied().zip(0..).collect();
+    let (mut inside, mut end, mut mass) = (0, tokens.len(), 0.0);
+    while end - inside > 1 {
+        let middle = (end - inside) / 2;
+        let range = &mut tokens[inside..end];
+        range.select_nth_unstable_by(middle, by_probability);
+        let upper: f64 = range[..middle].iter().map(|(p, _)| f64::from(*p)).sum();
+        if mass + upper >= top_p {
+            end = inside + middle;
+        } else {
+            (inside, mass) = (inside + middle, mass + upper);
+        }
+    }
+    tokens[inside]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn sampling(temperature: f64, top_p: f64) -> Sampling {
+        Sampling {
+            temperature: NonNegative::new(temperature).unwrap(),
+            top_p: Probability::new(top_p).expect("above 0, at most 1"),
+        }
+    }
+
+    fn often(logits: &[f32], sampling: Sampling) -> Vec<f64> {
+        let logits_1v = Tensor::from_slice(logits).unsqueeze(0);
+        let mut sampler = Sampler::new(sampling, 3);
+        let mut counts = vec![0.0; logits.len()];
+        for _ in 0..4000 {
+            counts[sampler.next(&logits_1v).id as usize] += 1.0 / 4000.0;
+        }
+        counts
+    }
+
+    #[test]
+    fn samples_come_as_often_as_their_probability_says() {
+        let p = [0.5, 0.05, 0.15, 0.3];
+        let logits = p.map(|p: f32| 2.0 * p.ln()); // temperature 2 undoes the square
+        for (top_p, expected) in [(1.0, p), (0.9, [0.526, 0.0, 0.158, 0.316]), (0.5, [1.0, 0.0, 0.0, 0.0])] {
+            for (often, p) in often(&logits, sampling(2.0, top_p)).iter().zip(expected) {
+                assert!((often - f64::from(p)).abs() < 0.025, "{often} for {p}, top-p {top_p}"); // three standard deviations
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_draws_the_same_whatever_stands_beside_it() {
+        let logits_bv = Tensor::randn([5, 40], (Kind::Float, tch::Device::Cpu));
+        let of_row = |row: u64| Sampler::of_stream(sampling(0.8, 0.9), [1, row, 0]);
+        let mut samplers: Vec<Sampler> = (0..5).map(of_row).collect();
+        let mut together: Vec<&mut Sampler> = samplers.iter_mut().collect();
+        let drawn = [(); 3].map(|()| next_of_each(&logits_bv, &mut together));
+        for row in 0..5 {
+            let mut alone = of_row(row as u64);
+            let expected = [(); 3].map(|()| alone.next(&logits_bv.narrow(0, row, 1)).id);
+            assert_eq!([0, 1, 2].map(|draw: usize| drawn[draw][row as usize]), expected);
+        }
+        assert!(drawn[0] != drawn[1] || drawn[1] != drawn[2], "five rows never draw the same three times");
+    }
+
+    proptest! {
+        #[test]
+        fn the_nucleus_is_a_sorted_list_cut_off(weights in proptest::collection::vec(0u8..20, 1..60), top_p in 0.01f64..1.0) {
+            let total: f32 = weights.iter().map(|&w| f32::from(w)).sum::<f32>().max(1.0);
+            let p: Vec<f32> = weights.iter().map(|&w| f32::from(w) / total).collect();
+            let mut sorted: Vec<(f32, usize)> = p.iter().copied().zip(0..).collect();
+            sorted.sort_by(by_probability);
+            let mut mass = 0.0;
+            let expected = sorted.iter().find(|(p, _)| { mass += f64::from(*p); mass >= top_p });
+            let expected = expected.unwrap_or(&sorted[sorted.len() - 1]);
+            let got = least_in_nucleus(&p, top_p);
+            let mass_to = |last: usize| sorted[..=last].iter().map(|(p, _)| f64::from(*p)).sum::<f64>();
+            let at = |token: &(f32, usize)| sorted.iter().position(|other| other == token).expect("a token");
+            let by_rounding = (mass_to(at(&got).min(at(expected))) - top_p).abs() < 1e-9; // sums in another order
+            prop_assert!(got == *expected || by_rounding, "{got:?}, expected {expected:?}");
+        }
+    }
+}

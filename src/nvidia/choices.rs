@@ -1,0 +1,107 @@
+//! The fastest way of each product, kept on the disk: for a GPU and its driver they are found once.
+
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::device::{Gpu, NoGpu, driver_version};
+use super::gemm::{self, Product, TRIED, WORKSPACE_BYTES, Way};
+use super::kernels::{Element, LINEAR_FEW, LINEAR_TILES, Program};
+use crate::files;
+
+/// Where compiled kernels, and what was timed of them, are kept.
+pub(crate) fn kernels_folder() -> Option<PathBuf> {
+    files::user_cache().map(|folder| folder.join("cuda"))
+}
+
+/// Ways that were timed.
+#[derive(Debug, Default)]
+pub struct Choices {
+    ways: HashMap<Product, Way>,
+    /// Where they are kept; nowhere without a cache folder.
+    file: Option<PathBuf>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Timed {
+    product: Product,
+    way: Way,
+}
+
+impl Choices {
+    /// What was timed on such a GPU before, of weights of `element`, with the kernels and the list of ways as they are now. A version of
+    /// cublasLt has algorithms of its own.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn of(gpu: &Gpu, element: Element) -> Result<Self, NoGpu> {
+        let (driver, cublas_lt) = (driver_version()?, gemm::version());
+        let ways = format!("{LINEAR_FEW:?}\n{LINEAR_TILES:?}\n{TRIED}\n{WORKSPACE_BYTES}");
+        let kernels = Program::Linear.source(element, 0); // no size of heads is in it
+        let facts = format!("{}\n{}\n{driver}\n{cublas_lt}\n{element:?}\n{ways}\n{kernels}", gpu.name, gpu.arch);
+        let name = format!("products-{}.json", &files::hex(&Sha256::digest(facts))[..16]);
+        Ok(Self::open(kernels_folder().map(|folder| folder.join(name))))
+    }
+
+    /// Those in a file. One that cannot be read is as none: it is timed again.
+    fn open(file: Option<PathBuf>) -> Self {
+        let read = |path: &Path| serde_json::from_str::<Vec<Timed>>(&std::fs::read_to_string(path).ok()?).ok();
+        let timed = file.as_deref().and_then(read).unwrap_or_default();
+        Self { ways: timed.into_iter().map(|timed| (timed.product, timed.way)).collect(), file }
+    }
+
+    /// Whether a product was timed, and its fastest way is among the `ways` that there are.
+    pub fn has(&self, product: Product, ways: &[Way]) -> bool {
+        self.ways.get(&product).is_some_and(|way| ways.contains(way))
+    }
+
+    /// The fastest way.
+    pub fn way(&self, product: Product) -> Way {
+        self.ways.get(&product).copied().unwrap_or_else(|| Way::untimed(product))
+    }
+
+    /// The fastest way of a product is this one.
+    pub fn keep(&mut self, product: Product, way: Way) {
+        self.ways.insert(product, way);
+    }
+
+    /// Writes the file. It saves a second at the next start: a disk that cannot take it is no error.
+    pub fn save(&self) {
+        let Some(file) = &self.file else { return };
+        let timed: Vec<Timed> = self.ways.iter().map(|(&product, &way)| Timed { product, way }).collect();
+        let written = file.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
+            let text = serde_json::to_string(&timed)?;
+            files::write_atomic(file, |out| out.write_all(text.as_bytes()))
+        });
+        drop(written);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_timed_is_found_again_and_a_damaged_file_is_as_none() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("cuda/products.json");
+        let product = |rows| Product { rows, outputs: 64, inputs: 64, to_float32: false };
+        let mut choices = Choices::open(Some(file.clone()));
+        let ways = [Way::CublasLt { algorithm: 2 }];
+        assert!(!choices.has(product(1), &ways));
+        choices.keep(product(1), Way::CublasLt { algorithm: 2 });
+        choices.keep(product(9), Way::Tile { height: 64, width: 16 });
+        choices.save();
+        let again = Choices::open(Some(file.clone()));
+        assert_eq!(again.way(product(1)), Way::CublasLt { algorithm: 2 });
+        assert_eq!(again.way(product(9)), Way::Tile { height: 64, width: 16 });
+        assert_eq!(again.way(product(2)), Way::untimed(product(2)));
+        assert!(again.has(product(1), &ways) && !again.has(product(1), &[Way::CublasLt { algorithm: 0 }]));
+        assert!(!again.has(product(9), &ways), "a way that is gone is found anew");
+        files::write_atomic(&file, |out| out.write_all(b"[{")).expect("a file of a test");
+        assert!(!Choices::open(Some(file)).has(product(1), &ways));
+    }
+}

@@ -1,0 +1,311 @@
+//! The GPU: whether there is one that can decode, its context, which is libtorch's own, and the stream that steps run on.
+#![expect(unsafe_code, reason = "CUDA's libraries are opened at run time, and its functions take raw addresses")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use cudarc::driver::result::DriverError;
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use tch::{Device, Tensor};
+
+use super::gemm;
+use super::nvrtc::Compiler;
+use crate::torch::{Accelerator, accelerator, bytes, guard, memory};
+
+/// The oldest driver that kernels of CUDA 13 run on, as the driver itself counts: 1000 · major + 10 · minor.
+const DRIVER: i32 = 13_000;
+/// cublasLt's file.
+const CUBLAS_LT: &str = "libcublasLt.so.13";
+/// 10 · major + minor of the oldest GPU that there are kernels for: asynchronous copies, products in bfloat16.
+const CAPABILITY: i32 = 80;
+
+/// Why no GPU can decode here.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NoGpu {
+    /// libtorch sees none.
+    #[error("there is no GPU to decode on: {accelerator}; `medusa doctor` tells what is missing")]
+    Accelerator {
+        /// What there is instead.
+        accelerator: String,
+    },
+    /// The backbone lies elsewhere.
+    #[error("the backbone computes on the {device}; use --device cuda")]
+    Elsewhere {
+        /// `cpu`.
+        device: String,
+    },
+    /// The driver is older than the kernels.
+    #[error("the NVIDIA driver is for CUDA {found}, and the kernels need 13.0: update the driver (580 or newer)")]
+    Driver {
+        /// `12.4`.
+        found: String,
+    },
+    /// A library of CUDA cannot be opened.
+    #[error("{library} is not in {} and the system has none; `scripts/setup`, or torch installed by pip, brings it", folder.display())]
+    Library {
+        /// Its file.
+        library: &'static str,
+        /// Where it was looked for.
+        folder: PathBuf,
+    },
+    /// Another cublasLt than the calls are written for.
+    #[error(
+        "the loader finds cublasLt {found} first, and 13 is needed; take that one out of LD_LIBRARY_PATH, or put {CUBLAS_LT} in {} \
+         (`scripts/setup`, or torch installed by pip, does)", folder.display()
+    )]
+    CublasLt {
+        /// `12.9`.
+        found: String,
+        /// Where ours is looked for.
+        folder: PathBuf,
+    },
+    /// Its kernels cannot be compiled.
+    #[error("{why}")]
+    Compiler {
+        /// See [`CompileError`](super::nvrtc::CompileError).
+        why: String,
+    },
+    /// The GPU is older than the kernels.
+    #[error("{name} has compute capability {found}, and the kernels need 8.0 (Ampere) or newer")]
+    Capability {
+        /// The GPU.
+        name: String,
+        /// `7.5`.
+        found: String,
+    },
+    /// The driver gave up.
+    #[error("{work} failed on the GPU: {reason}")]
+    Failed {
+        /// What was being done.
+        work: &'static str,
+        /// The driver's words.
+        reason: String,
+    },
+}
+
+impl NoGpu {
+    /// A driver's error while `work` was done.
+    pub fn failed(work: &'static str) -> impl Fn(DriverError) -> Self {
+        move |error| Self::Failed { work, reason: format!("{:?}", error.0) }
+    }
+}
+
+/// A GPU that decodes.
+#[derive(Debug)]
+pub struct Gpu {
+    /// The primary context, which libtorch computes in: addresses mean the same to both.
+    pub context: Arc<CudaContext>,
+    /// Of the engine alone: libtorch's own stream cannot be captured.
+    pub stream: Arc<CudaStream>,
+    /// As it calls itself.
+    pub name: String,
+    /// What kernels are compiled for, such as `sm_90a`.
+    pub arch: String,
+}
+
+/// Whether a GPU here could decode at all, before any is touched.
+///
+/// # Errors
+/// [`NoGpu`] says why not.
+pub fn check() -> Result<(), NoGpu> {
+    match accelerator::open() {
+        Accelerator::Cuda { .. } => {}
+        Accelerator::NoDevice => {
+            check_driver()?; // to libtorch, a driver that is too old is none
+            return Err(NoGpu::Accelerator { accelerator: Accelerator::NoDevice.to_string() });
+        }
+        Accelerator::CpuOnly(_) => return Err(NoGpu::Accelerator { accelerator: accelerator::open().to_string() }),
+    }
+    let folder = nvidia_libraries();
+    preload(&folder);
+    let missing = |library| NoGpu::Library { library, folder: folder.clone() };
+    // SAFETY: both only try to open a library by its name.
+    let there =
+        unsafe { [("libcuda.so.1", sys::is_culib_present()), (CUBLAS_LT, cudarc::cublaslt::sys::is_culib_present())] };
+    if let Some((library, _)) = there.into_iter().find(|(_, is_there)| !is_there) {
+        return Err(missing(library));
+    }
+    check_cublas_lt(gemm::version(), &folder)?;
+    Compiler::open(None).map_err(|why| NoGpu::Compiler { why: why.to_string() })?;
+    check_driver()
+}
+
+/// Of cublasLt's own number, 10,000 · major + 100 · minor + patch. cudarc asks the loader for a library without a version before it asks
+/// for ours.
+fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), NoGpu> {
+    if version / 10_000 == 13 {
+        return Ok(());
+    }
+    let found = format!("{}.{}", version / 10_000, version % 10_000 / 100);
+    Err(NoGpu::CublasLt { found, folder: folder.into() })
+}
+
+/// Whether the driver is too old; one that is not there is none to complain of.
+fn check_driver() -> Result<(), NoGpu> {
+    // SAFETY: only tries to open a library by its name.
+    if !unsafe { sys::is_culib_present() } {
+        return Ok(());
+    }
+    let driver = driver_version()?;
+    if driver < DRIVER {
+        return Err(NoGpu::Driver { found: format!("{}.{}", driver / 1000, driver % 1000 / 10) });
+    }
+    Ok(())
+}
+
+impl Gpu {
+    /// The GPU that a backbone lies on.
+    ///
+    /// # Errors
+    /// [`NoGpu`] says why it cannot decode.
+    pub fn open(device: Device) -> Result<Self, NoGpu> {
+        check()?;
+        let Device::Cuda(index) = device else {
+            return Err(NoGpu::Elsewhere { device: crate::torch::device_name(device) });
+        };
+        let opened = guard("opening the GPU", || Self::of(index));
+        opened.map_err(|panic| NoGpu::Failed { work: "opening it", reason: panic.reason })?
+    }
+
+    fn of(index: usize) -> Result<Self, NoGpu> {
+        let failed = NoGpu::failed;
+        let context = CudaContext::new(index).map_err(failed("opening its context"))?;
+        let name = context.name().map_err(failed("asking for its name"))?;
+        let (major, minor) = context.compute_capability().map_err(failed("asking for its capability"))?;
+        if 10 * major + minor < CAPABILITY {
+            return Err(NoGpu::Capability { name, found: format!("{major}.{minor}") });
+        }
+        // SAFETY: buffers are libtorch's tensors, and the engine orders its own work: cudarc's events, which would break a capture,
+        // have nothing to watch.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(failed("making a stream"))?;
+        Ok(Self { context, stream, name, arch: arch(major, minor) })
+    }
+
+    /// Makes its context this thread's. cudarc does that by itself; raw calls need it: libtorch leaves the context of the device that it
+    /// used last.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`]: also what went wrong unheard before.
+    pub fn enter(&self) -> Result<(), NoGpu> {
+        self.context.bind_to_thread().map_err(NoGpu::failed("entering its context"))
+    }
+
+    /// Free memory; what libtorch keeps for later is given back first.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn free_bytes(&self) -> Result<u64, NoGpu> {
+        memory::release_cached(Device::Cuda(self.context.ordinal()));
+        let (free, _) = self.context.mem_get_info().map_err(NoGpu::failed("asking for its free memory"))?;
+        Ok(free as u64)
+    }
+
+    /// Waits for what libtorch asked of the GPU: its tensors are whole then.
+    pub fn wait_for_torch(&self) {
+        tch::Cuda::synchronize(self.context.ordinal() as i64);
+    }
+
+    /// Waits for the engine's own stream.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`]: also what went wrong in a kernel before.
+    pub fn wait(&self) -> Result<(), NoGpu> {
+        self.stream.synchronize().map_err(NoGpu::failed("a step"))
+    }
+
+    /// A tensor's memory gets what one on the host has: as many bytes.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn upload(&self, to: &Tensor, from: &Tensor) -> Result<(), NoGpu> {
+        let from = bytes::of(from);
+        assert_eq!(from.len(), bytes_of(to), "both sides of a copy have one size");
+        self.enter()?;
+        // SAFETY: `to` is device memory of that many bytes; the stream is waited for before `from` ends.
+        let copied = unsafe { result::memcpy_htod_async(address(to), from, self.stream.cu_stream()) };
+        copied.map_err(NoGpu::failed("a copy to it"))?;
+        self.wait()
+    }
+
+    /// A tensor on the host, when all that was asked of the stream before is done.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`]: also what went wrong in a kernel before.
+    pub fn download(&self, from: &Tensor) -> Result<Tensor, NoGpu> {
+        let mut to = Tensor::empty(from.size().as_slice(), (from.kind(), Device::Cpu));
+        assert!(from.is_contiguous(), "a copy is of memory in one piece");
+        self.enter()?;
+        // SAFETY: `from` is device memory of as many bytes as `to`, which lives until the stream is waited for.
+        let copied =
+            unsafe { result::memcpy_dtoh_async(bytes::of_mut(&mut to), address(from), self.stream.cu_stream()) };
+        copied.map_err(NoGpu::failed("a copy from it"))?;
+        self.wait()?;
+        Ok(to)
+    }
+}
+
+/// Where a tensor lies on the device.
+pub(crate) fn address(tensor: &Tensor) -> u64 {
+    debug_assert!(tensor.device().is_cuda() && tensor.is_contiguous(), "kernels read memory of the GPU in one piece");
+    tensor.data_ptr() as u64
+}
+
+fn bytes_of(tensor: &Tensor) -> usize {
+    tensor.numel() * tensor.kind().elt_size_in_bytes()
+}
+
+/// Kernels for Hopper may use instructions that no other GPU has.
+fn arch(major: i32, minor: i32) -> String {
+    let own = if (major, minor) == (9, 0) { "a" } else { "" };
+    format!("sm_{major}{minor}{own}")
+}
+
+pub(crate) fn driver_version() -> Result<i32, NoGpu> {
+    let mut version = 0;
+    // SAFETY: writes one number.
+    let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
+    asked.map_err(NoGpu::failed("asking for the driver's version")).map(|()| version)
+}
+
+/// Where pip puts NVIDIA's libraries beside libtorch.
+pub fn nvidia_libraries() -> PathBuf {
+    let torch = accelerator::libtorch_folder().unwrap_or_default();
+    torch.join("../../nvidia/cu13/lib")
+}
+
+/// Opens cublasLt by its path: who asks for it by its name finds it then. If it is not there, that is missed later.
+fn preload(folder: &Path) {
+    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
+    // SAFETY: NVIDIA's own library, whose initialisers touch nothing of ours.
+    if let Ok(library) = unsafe { Library::open(Some(folder.join(CUBLAS_LT)), RTLD_LAZY | RTLD_GLOBAL) } {
+        std::mem::forget(library); // it stays
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_compiled_for_the_gpu_that_is_there() {
+        assert_eq!(
+            [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)].map(|(major, minor)| arch(major, minor)),
+            ["sm_80", "sm_89", "sm_90a", "sm_100", "sm_120"]
+        );
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_told_with_what_to_do() {
+        let library = NoGpu::Library { library: CUBLAS_LT, folder: "/x/lib".into() };
+        assert_eq!(
+            library.to_string(),
+            "libcublasLt.so.13 is not in /x/lib and the system has none; `scripts/setup`, or torch installed by pip, brings it"
+        );
+        assert!(check_cublas_lt(130_100, Path::new("/x/lib")).is_ok());
+        let other = check_cublas_lt(120_902, Path::new("/x/lib")).unwrap_err().to_string();
+        assert!(other.starts_with("the loader finds cublasLt 12.9 first, and 13 is needed; take"), "{other}");
+        let old = NoGpu::Driver { found: "12.4".into() };
+        assert!(old.to_string().contains("12.4, and the kernels need 13.0"), "{old}");
+    }
+}

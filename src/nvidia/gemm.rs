@@ -1,0 +1,315 @@
+//! Products with weights: own kernels and cublasLt's algorithms, of which each product has its own fastest. They are timed once for a
+//! GPU and a set of shapes.
+#![expect(unsafe_code, reason = "cublasLt's descriptors are raw handles, and its products take raw addresses")]
+
+// N rows, M outputs, K inputs
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ffi::c_void;
+use std::fmt;
+use std::mem::size_of_val;
+use std::sync::Arc;
+
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys;
+use cudarc::driver::CudaStream;
+use serde::{Deserialize, Serialize};
+use tch::{Device, Kind, Tensor};
+
+use super::device::{NoGpu, address};
+use super::kernels::{LINEAR_FEW, LINEAR_TILES};
+
+/// Algorithms of cublasLt that are tried for a product.
+pub(crate) const TRIED: usize = 4;
+/// Memory that they may work in.
+pub const WORKSPACE_BYTES: i64 = 32 << 20;
+
+/// Bytes that addresses are multiples of: those of single rows, too. cublasLt would count on 256.
+static ALIGNMENT: u32 = 16;
+const ALIGNMENTS: [sys::cublasLtMatmulPreferenceAttributes_t; 4] = [
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+    sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+];
+
+/// `y_nm = x_nk · w_mkᵀ`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Product {
+    /// N.
+    pub rows: i64,
+    /// M.
+    pub outputs: i64,
+    /// K.
+    pub inputs: i64,
+    /// Whether y is float32.
+    pub to_float32: bool,
+}
+
+impl Product {
+    /// Of these tensors.
+    pub fn of(x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Self {
+        let [outputs, inputs] = w_mk.size()[..] else { panic!("[M, K], got {w_mk:?}") };
+        Self { rows: x_nk.size()[0], outputs, inputs, to_float32: y_nm.kind() == Kind::Float }
+    }
+
+    /// How it can be computed: by own kernels, then by cublasLt's algorithms.
+    pub fn ways(&self) -> Vec<Way> {
+        // cublasLt takes it that every row of y begins at a multiple of 16 bytes, be it the first row of a piece of a larger y.
+        let tried = if self.outputs % 8 == 0 { TRIED } else { 0 };
+        self.own_ways().into_iter().chain((0..tried).map(|algorithm| Way::CublasLt { algorithm })).collect()
+    }
+
+    /// Own kernels that hold its rows.
+    pub fn own_ways(&self) -> Vec<Way> {
+        let few = LINEAR_FEW.iter().find(|few| few.most >= self.rows).map(|few| Way::Few { most: few.most });
+        let width = LINEAR_TILES.iter().map(|tile| tile.width).find(|&width| width >= self.rows);
+        let tiles = LINEAR_TILES.iter().filter(|tile| Some(tile.width) == width);
+        few.into_iter().chain(tiles.map(|tile| Way::Tile { height: tile.height, width: tile.width })).collect()
+    }
+}
+
+/// How a product is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Way {
+    /// The own kernel for at most so many rows.
+    Few {
+        /// Rows.
+        most: i64,
+    },
+    /// The own kernel on tensor cores.
+    Tile {
+        /// Weights of a block.
+        height: i64,
+        /// Rows of a block.
+        width: i64,
+    },
+    /// One of cublasLt's, in the order in which it recommends them.
+    CublasLt {
+        /// 0 is the first.
+        algorithm: usize,
+    },
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Few { most } => write!(f, "{most}"),
+            Self::Tile { height, width } => write!(f, "{height}x{width}"),
+            Self::CublasLt { algorithm } => write!(f, "cublasLt {algorithm}"),
+        }
+    }
+}
+
+impl Way {
+    /// What is taken for a product that was not timed: the first own kernel.
+    pub fn untimed(product: Product) -> Self {
+        product.ways()[0]
+    }
+}
+
+/// cublasLt, with the products that it was asked for.
+#[derive(Debug)]
+pub struct CublasLt {
+    handle: sys::cublasLtHandle_t,
+    stream: Arc<CudaStream>,
+    /// `[WORKSPACE_BYTES]` uint8.
+    workspace: Tensor,
+    kind: sys::cudaDataType,
+    prepared: RefCell<HashMap<Product, Prepared>>,
+}
+
+/// A product laid out for cublasLt, and its algorithms.
+#[derive(Debug)]
+struct Prepared {
+    operation: sys::cublasLtMatmulDesc_t,
+    weight: sys::cublasLtMatrixLayout_t,
+    input: sys::cublasLtMatrixLayout_t,
+    output: sys::cublasLtMatrixLayout_t,
+    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+}
+
+/// cublasLt's.
+pub(crate) fn version() -> usize {
+    // SAFETY: it takes nothing and returns a number.
+    unsafe { sys::cublasLtGetVersion() }
+}
+
+fn failed(error: CublasError) -> NoGpu {
+    NoGpu::Failed { work: "a product of cublasLt", reason: format!("{:?}", error.0) }
+}
+
+impl CublasLt {
+    /// For weights of `kind`.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn new(stream: Arc<CudaStream>, kind: Kind, device: Device) -> Result<Self, NoGpu> {
+        let kind = match kind {
+            Kind::Half => sys::cudaDataType_t::CUDA_R_16F,
+            _ => sys::cudaDataType_t::CUDA_R_16BF,
+        };
+        let workspace = Tensor::zeros([WORKSPACE_BYTES], (Kind::Uint8, device));
+        stream.context().bind_to_thread().map_err(NoGpu::failed("entering its context"))?;
+        let handle = result::create_handle().map_err(failed)?;
+        Ok(Self { handle, stream, workspace, kind, prepared: RefCell::default() })
+    }
+
+    /// Whether it has such an algorithm for a product.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`].
+    pub fn has(&self, product: Product, algorithm: usize) -> Result<bool, NoGpu> {
+        let mut prepared = self.prepared.borrow_mut();
+        let prepared = match prepared.entry(product) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => unknown.insert(self.prepare(product).map_err(failed)?),
+        };
+        Ok(prepared.algorithms.len() > algorithm)
+    }
+
+    /// The product.
+    ///
+    /// # Errors
+    /// [`NoGpu::Failed`]; an algorithm that it does not have.
+    pub fn multiply(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor, algorithm: usize) -> Result<(), NoGpu> {
+        let product = Product::of(x_nk, w_mk, y_nm);
+        self.stream.context().bind_to_thread().map_err(NoGpu::failed("entering its context"))?;
+        if !self.has(product, algorithm)? {
+            return Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
+        }
+        let prepared = &self.prepared.borrow()[&product];
+        let (one, zero) = (1.0f32, 0.0f32);
+        let y = address(y_nm) as *mut c_void;
+        // SAFETY: the layouts are those of these tensors, which live on the device as long as the engine; scalars are read in the call.
+        let done = unsafe {
+            result::matmul(
+                self.handle,
+                prepared.operation,
+                (&raw const one).cast(),
+                (&raw const zero).cast(),
+                address(w_mk) as *const c_void,
+                prepared.weight,
+                address(x_nk) as *const c_void,
+                prepared.input,
+                y,
+                prepared.output,
+                y,
+                prepared.output,
+                &raw const prepared.algorithms[algorithm],
+                address(&self.workspace) as *mut c_void,
+                self.workspace.numel(),
+                self.stream.cu_stream().cast(),
+            )
+        };
+        done.map_err(failed)
+    }
+
+    /// Rows of ours are columns of cublasLt's: `y [M, N] = (w [K, M])ᵀ · x [K, N]`.
+    fn prepare(&self, product: Product) -> Result<Prepared, CublasError> {
+        let Product { rows, outputs, inputs, to_float32 } = product;
+        let to = if to_float32 { sys::cudaDataType_t::CUDA_R_32F } else { self.kind };
+        let layout = |kind, height: i64, width: i64| {
+            result::create_matrix_layout(kind, height.unsigned_abs(), width.unsigned_abs(), height)
+        };
+        let operation =
+            result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F)?;
+        let transposed = 1i32; // CUBLAS_OP_T
+        // SAFETY: the descriptor was just made; the attribute is a number of this type.
+        unsafe {
+            result::set_matmul_desc_attribute(
+                operation,
+                sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                (&raw const transposed).cast(),
+                size_of_val(&transposed),
+            )?;
+        }
+        let mut prepared = Prepared {
+            operation,
+            weight: layout(self.kind, inputs, outputs)?,
+            input: layout(self.kind, inputs, rows)?,
+            output: layout(to, outputs, rows)?,
+            algorithms: vec![],
+        };
+        prepared.algorithms = self.algorithms(&prepared)?;
+        Ok(prepared)
+    }
+
+    fn algorithms(&self, prepared: &Prepared) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
+        let preference = result::create_matmul_pref()?;
+        let bytes = self.workspace.numel();
+        let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(TRIED);
+        let mut count = 0;
+        // SAFETY: all handles were just made; at most TRIED results are written, and `count` says how many.
+        let asked = unsafe {
+            result::set_matmul_pref_attribute(
+                preference,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const bytes).cast(),
+                size_of_val(&bytes),
+            )?;
+            for attribute in ALIGNMENTS {
+                let (alignment, size) = ((&raw const ALIGNMENT).cast(), size_of_val(&ALIGNMENT));
+                result::set_matmul_pref_attribute(preference, attribute, alignment, size)?;
+            }
+            let asked = sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                prepared.operation,
+                prepared.weight,
+                prepared.input,
+                prepared.output,
+                prepared.output,
+                preference,
+                TRIED as i32,
+                found.as_mut_ptr(),
+                &raw mut count,
+            );
+            result::destroy_matmul_pref(preference)?;
+            asked
+        };
+        if asked.result().is_err() {
+            return Ok(vec![]); // none: the product has other ways
+        }
+        // SAFETY: so many were written.
+        unsafe { found.set_len(count.unsigned_abs() as usize) };
+        found.retain(|one| one.state.result().is_ok());
+        Ok(found.into_iter().map(|one| one.algo).collect())
+    }
+}
+
+impl Drop for CublasLt {
+    fn drop(&mut self) {
+        for (_, prepared) in self.prepared.borrow_mut().drain() {
+            // SAFETY: each was made once and is used no more. What a library says on closing helps nobody.
+            unsafe {
+                let _ = result::destroy_matmul_desc(prepared.operation);
+                let layouts = [prepared.weight, prepared.input, prepared.output];
+                let _ = layouts.map(|layout| result::destroy_matrix_layout(layout));
+            }
+        }
+        // SAFETY: the handle was made once, and nothing of it is left.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_product_is_tried_with_the_smallest_kernels_that_hold_its_rows() {
+        let ways = |rows| Product { rows, outputs: 4096, inputs: 4096, to_float32: false }.ways();
+        assert_eq!(
+            ways(3)[..3],
+            [Way::Few { most: 4 }, Way::Tile { height: 32, width: 16 }, Way::Tile { height: 64, width: 16 }]
+        );
+        assert_eq!(ways(64)[..2], [Way::Tile { height: 32, width: 64 }, Way::Tile { height: 64, width: 64 }]);
+        assert_eq!((ways(1).len(), ways(9).len()), (3 + TRIED, 2 + TRIED));
+        let odd = Product { rows: 1, outputs: 32001, inputs: 4096, to_float32: true }.ways();
+        assert_eq!(odd.len(), 3, "of no multiple of 16 bytes, the second row of logits is cublasLt's no more: {odd:?}");
+        let product = Product { rows: 64, outputs: 8, inputs: 8, to_float32: true };
+        assert_eq!(Way::untimed(product), Way::Tile { height: 32, width: 64 });
+    }
+}

@@ -1,0 +1,243 @@
+//! The files of kernels, as NVRTC compiles them, and what a launch of one is. Nothing is launched here.
+
+use std::ffi::c_void;
+
+use tch::{Kind, Tensor};
+
+/// What weights and activations are kept in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// bfloat16.
+    BFloat16,
+    /// float16.
+    Half,
+}
+
+impl Element {
+    /// Of a dtype; `None` if no kernel computes in it.
+    pub fn of(kind: Kind) -> Option<Self> {
+        match kind {
+            Kind::BFloat16 => Some(Self::BFloat16),
+            Kind::Half => Some(Self::Half),
+            _ => None,
+        }
+    }
+
+    fn define(self) -> &'static str {
+        match self {
+            Self::BFloat16 => "ELEMENT_BF16",
+            Self::Half => "ELEMENT_F16",
+        }
+    }
+}
+
+/// A file of kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// Embedding, norms, the gate of the MLP.
+    Rows,
+    /// Positions into queries and keys, keys and values into the cache.
+    RopeAppend,
+    /// Products with weights.
+    Linear,
+    /// Attention.
+    TreeAttention,
+    /// What logits say.
+    Choose,
+    /// Which nodes are kept.
+    Accept,
+}
+
+/// Behind which each file is compiled.
+pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
+
+impl Program {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept];
+
+    /// The file's name.
+    pub fn file(self) -> &'static str {
+        match self {
+            Self::Rows => "rows.cu",
+            Self::RopeAppend => "rope_append.cu",
+            Self::Linear => "linear.cu",
+            Self::TreeAttention => "tree_attention.cu",
+            Self::Choose => "choose.cu",
+            Self::Accept => "accept.cu",
+        }
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Rows => include_str!("kernels/rows.cu"),
+            Self::RopeAppend => include_str!("kernels/rope_append.cu"),
+            Self::Linear => include_str!("kernels/linear.cu"),
+            Self::TreeAttention => include_str!("kernels/tree_attention.cu"),
+            Self::Choose => include_str!("kernels/choose.cu"),
+            Self::Accept => include_str!("kernels/accept.cu"),
+        }
+    }
+
+    /// The kernels in it.
+    pub fn kernels(self) -> Vec<&'static str> {
+        let launched = self.text().split("\nKERNEL(").skip(1).filter_map(|rest| rest.split_once(") "));
+        let plain = launched.map(|(_, rest)| rest.split('(').next().unwrap_or_default());
+        match self {
+            Self::Linear => plain.chain(LINEAR_TILES.iter().map(|tile| tile.name)).collect(),
+            _ => plain.collect(),
+        }
+    }
+
+    /// Whether its code depends on the size of an attention head.
+    pub fn has_head_size(self) -> bool {
+        matches!(self, Self::RopeAppend | Self::TreeAttention)
+    }
+
+    /// What is compiled: definitions, the prelude, the file.
+    pub fn source(self, element: Element, head_size: i64) -> String {
+        let define = format!("#define {}\n#define HEAD_SIZE {head_size}\n", element.define());
+        format!("{define}#line 1 \"prelude.cu\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.file(), self.text())
+    }
+}
+
+/// A product of few rows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LinearFew {
+    pub(crate) name: &'static str,
+    /// Rows of x.
+    pub(crate) most: i64,
+}
+
+const fn few(name: &'static str, most: i64) -> LinearFew {
+    LinearFew { name, most }
+}
+
+/// Those of linear.cu, in their order.
+pub(crate) const LINEAR_FEW: [LinearFew; 4] =
+    [few("linear_1", 1), few("linear_2", 2), few("linear_4", 4), few("linear_8", 8)];
+
+/// A product of many rows.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LinearTile {
+    pub(crate) name: &'static str,
+    /// Rows of the weight a block.
+    pub(crate) height: i64,
+    /// The most rows of x.
+    pub(crate) width: i64,
+}
+
+const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
+    LinearTile { name, height, width }
+}
+
+/// Those of linear.cu, the narrow ones first.
+pub(crate) const LINEAR_TILES: [LinearTile; 8] = [
+    tile("linear_32x16", 32, 16),
+    tile("linear_64x16", 64, 16),
+    tile("linear_32x32", 32, 32),
+    tile("linear_64x32", 64, 32),
+    tile("linear_32x64", 32, 64),
+    tile("linear_64x64", 64, 64),
+    tile("linear_32x128", 32, 128),
+    tile("linear_64x128", 64, 128),
+];
+
+/// A kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Kernel {
+    /// Its file.
+    pub program: Program,
+    /// Its name there.
+    pub name: &'static str,
+}
+
+/// What a kernel is given.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Argument {
+    /// Where a tensor's numbers begin; 0 for none.
+    Pointer(u64),
+    /// int
+    Int(i32),
+    /// float
+    Float(f32),
+    /// double
+    Double(f64),
+}
+
+impl Argument {
+    /// A tensor of this dtype, laid out row by row.
+    ///
+    /// # Panics
+    /// For any other tensor: a kernel would read something else.
+    pub(crate) fn tensor(tensor: &Tensor, kind: Kind) -> Self {
+        assert!(tensor.kind() == kind && tensor.is_contiguous(), "a kernel wants {kind:?} row by row, got {tensor:?}");
+        Self::Pointer(tensor.data_ptr() as u64)
+    }
+
+    /// A tensor of weights or activations.
+    pub(crate) fn elements(tensor: &Tensor) -> Self {
+        assert!(Element::of(tensor.kind()).is_some(), "kernels compute in 16 bits, got {tensor:?}");
+        Self::tensor(tensor, tensor.kind())
+    }
+
+    /// A size.
+    pub(crate) fn size(size: i64) -> Self {
+        Self::Int(i32::try_from(size).expect("sizes of tensors are far below 2^31"))
+    }
+
+    /// Where the number itself lies: a driver takes a pointer to each argument.
+    pub fn address(&self) -> *mut c_void {
+        match self {
+            Self::Pointer(number) => std::ptr::from_ref(number).cast_mut().cast(),
+            Self::Int(number) => std::ptr::from_ref(number).cast_mut().cast(),
+            Self::Float(number) => std::ptr::from_ref(number).cast_mut().cast(),
+            Self::Double(number) => std::ptr::from_ref(number).cast_mut().cast(),
+        }
+    }
+}
+
+/// One launch: the same at every step, so that a graph can hold it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Launch {
+    /// What runs.
+    pub kernel: Kernel,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads a block.
+    pub threads: u32,
+    /// Shared memory beside the kernel's own; above 48 kB the function's attribute must allow it.
+    pub shared_bytes: u32,
+    /// In the kernel's order.
+    pub arguments: Vec<Argument>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_is_found_in_its_file() {
+        let names = |program: Program| program.kernels();
+        assert_eq!(names(Program::Rows), ["embed", "rms_norm", "add_rms_norm", "silu_mul"]);
+        assert_eq!(names(Program::RopeAppend), ["rope_append"]);
+        assert_eq!(
+            names(Program::TreeAttention),
+            ["tree_attention_few", "tree_attention_many", "tree_attention_merge"]
+        );
+        assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
+        assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
+        let linear = names(Program::Linear);
+        assert_eq!(linear[..4], LINEAR_FEW.map(|few| few.name));
+        assert_eq!(linear[4], "res_block");
+        for few in LINEAR_FEW {
+            assert!(Program::Linear.text().contains(&format!("{{\n    linear_few<{}>(", few.most)), "{few:?}");
+            assert_eq!(few.name, format!("linear_{}", few.most));
+        }
+        let tiles: Vec<String> = LINEAR_TILES.iter().map(|tile| format!("({}, {})", tile.height, tile.width)).collect();
+        for (tile, name) in tiles.iter().zip(&linear[5..]) {
+            assert!(Program::Linear.text().contains(&format!("\nLINEAR_TILE{tile}")), "{tile}");
+            assert_eq!(*name, format!("linear_{}", tile[1..tile.len() - 1].replace(", ", "x")));
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The sparse tree of guesses: its shape, the search for it, how its nodes are accepted. No tensors here.
+
+pub mod accept;
+pub mod drawing;
+pub mod file;
+pub mod path_counts;
+pub mod replay;
+pub mod search;
+pub mod sparse_tree;

@@ -1,0 +1,206 @@
+//! How probable it is that a path of guesses is right, from how often it was. No tensors here.
+//!
+//! The paper multiplies the accuracies of a path's guesses, as if heads were right independently of each other. They are not: where
+//! head 1 is right the text is easy, and head 2 is right more often than it is elsewhere. Here paths themselves are counted, and a path's
+//! probability is
+//!
+//! > P(path·c) = P(path) · (n(path·c) + m·q(c)) / (n(path) + m), P(root) = 1
+//!
+//! with n the counts and m = `PSEUDO_COUNTS` (Dirichlet smoothing). Where a path was seen seldom, q decides: the accuracy of guess
+//! c of that head where all heads before it are right by whatever guess, itself smoothed in the same way by the head's accuracy alone.
+//! No factor is above 1: a child is never more probable than its parent, and siblings together are not either.
+
+/// A path that was seen so often is believed as much as what is known of its head in general.
+const PSEUDO_COUNTS: f64 = 5.0;
+
+/// How often paths of guesses were right together.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PathCounts {
+    /// `[h][c]`: accuracy of guess c of head h alone.
+    accuracies: Vec<Vec<f64>>,
+    /// The root, and every path that was seen.
+    seen: Vec<Seen>,
+    /// `[h][c]`: how often guess c of head h was right behind any right path.
+    right_behind: Vec<Vec<f64>>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Seen {
+    count: f64,
+    /// Its children in `seen`, a guess each; none yet is 0, which is the root and nobody's child.
+    children: Vec<usize>,
+}
+
+/// A path in [`PathCounts`], and its probability.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Place {
+    /// The probability that it is right.
+    pub probability: f64,
+    /// Guesses in it.
+    depth: usize,
+    /// In `seen`.
+    at: Option<usize>,
+}
+
+impl PathCounts {
+    /// Nothing seen, and paths may use the guesses that have accuracies: heads are independent, as the paper has them.
+    pub fn new(accuracies: &[Vec<f64>]) -> Self {
+        let right_behind = accuracies.iter().map(|guesses| vec![0.0; guesses.len()]).collect();
+        Self { accuracies: accuracies.to_vec(), seen: vec![Seen { count: 0.0, children: Vec::new() }], right_behind }
+    }
+
+    /// One step: the guesses that were right, head by head; with it all their prefixes were. Guesses beyond the accuracies are left
+    /// out.
+    pub fn add(&mut self, right: &[usize]) {
+        self.seen[0].count += 1.0;
+        let mut at = 0;
+        for (head, &guess) in right.iter().enumerate() {
+            if self.accuracies.get(head).is_none_or(|guesses| guess >= guesses.len()) {
+                break;
+            }
+            at = self.child_of(at, head, guess);
+            self.seen[at].count += 1.0;
+            self.right_behind[head][guess] += 1.0;
+        }
+    }
+
+    /// Counts as a calibration lists them: `total` steps, and paths whose prefixes are listed too.
+    pub fn listed<'a>(
+        accuracies: &[Vec<f64>],
+        total: u64,
+        paths: impl IntoIterator<Item = (&'a [usize], u64)>,
+    ) -> Self {
+        let mut counts = Self::new(accuracies);
+        counts.seen[0].count = total as f64;
+        for (path, count) in paths {
+            let known = |(head, &guess): (usize, &usize)| accuracies.get(head).is_some_and(|of| guess < of.len());
+            let Some(&last) = path.last().filter(|_| path.iter().enumerate().all(known)) else { continue };
+            let at = path.iter().enumerate().fold(0, |at, (head, &guess)| counts.child_of(at, head, guess));
+            counts.seen[at].count = count as f64;
+            counts.right_behind[path.len() - 1][last] += count as f64;
+        }
+        counts
+    }
+
+    /// The place of a path's child, made where it is new.
+    fn child_of(&mut self, at: usize, head: usize, guess: usize) -> usize {
+        let new = self.seen.len();
+        let children = &mut self.seen[at].children;
+        children.resize(self.accuracies[head].len(), 0);
+        if children[guess] == 0 {
+            children[guess] = new;
+            self.seen.push(Seen { count: 0.0, children: Vec::new() });
+            return new;
+        }
+        children[guess]
+    }
+
+    /// Steps that were counted.
+    pub fn total(&self) -> f64 {
+        self.seen[0].count
+    }
+
+    /// What heads guess, and how accurately.
+    pub fn accuracies(&self) -> &[Vec<f64>] {
+        &self.accuracies
+    }
+
+    /// The empty path, which is always right.
+    pub fn root(&self) -> Place {
+        Place { probability: 1.0, depth: 0, at: Some(0) }
+    }
+
+    /// The next head's guesses behind a path, best guess first.
+    pub fn children(&self, parent: Place) -> impl Iterator<Item = Place> + '_ {
+        let of_parent = parent.at.map(|at| &self.seen[at]);
+        let parent_count = of_parent.map_or(0.0, |seen| seen.count);
+        let general = self.general(parent.depth);
+        general.into_iter().enumerate().map(move |(guess, general)| {
+            let at = of_parent.and_then(|seen| seen.children.get(guess).copied()).filter(|&at| at != 0);
+            let count = at.map_or(0.0, |at| self.seen[at].count);
+            let probability = parent.probability * smoothed(count, parent_count, general);
+            Place { probability, depth: parent.depth + 1, at }
+        })
+    }
+
+    /// Accuracies of a head's guesses where all heads before it are right.
+    fn general(&self, head: usize) -> Vec<f64> {
+        let Some(accuracies) = self.accuracies.get(head) else { return Vec::new() };
+        let asked = match head {
+            0 => self.total(),
+            _ => self.right_behind[head - 1].iter().sum(),
+        };
+        accuracies.iter().zip(&self.right_behind[head]).map(|(alone, right)| smoothed(*right, asked, *alone)).collect()
+    }
+}
+
+fn smoothed(count: f64, of: f64, prior: f64) -> f64 {
+    // The prior to the last bit where nothing was seen: then a path's probability is the paper's product.
+    if of == 0.0 { prior } else { (count + PSEUDO_COUNTS * prior) / (of + PSEUDO_COUNTS) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tree::replay::strategy::runs;
+
+    fn at(counts: &PathCounts, path: &[usize]) -> Place {
+        path.iter().fold(counts.root(), |place, &guess| counts.children(place).nth(guess).unwrap())
+    }
+
+    #[test]
+    fn the_formula_by_hand() {
+        let mut counts = PathCounts::new(&[vec![0.6, 0.2], vec![0.4]]);
+        for right in [&[0, 0][..], &[0, 0], &[0], &[1], &[]] {
+            counts.add(right);
+        }
+        // Head 1: q = (n + 5a) / (5 + 5), then P = (n + 5q) / (5 + 5).
+        let best = ((3.0 + 5.0 * (3.0 + 3.0) / 10.0) / 10.0, at(&counts, &[0]).probability);
+        assert!((best.0 - best.1).abs() < 1e-12, "{best:?}");
+        // Head 2 was right 2 times behind the 4 right guesses of head 1: q = (2 + 5·0.4) / (4 + 5).
+        let pair = (best.0 * (2.0 + 5.0 * (4.0 / 9.0)) / (3.0 + 5.0), at(&counts, &[0, 0]).probability);
+        assert!((pair.0 - pair.1).abs() < 1e-12, "{pair:?}");
+        let unseen = at(&counts, &[1]).probability * (5.0 * (4.0 / 9.0)) / (1.0 + 5.0);
+        assert!((at(&counts, &[1, 0]).probability - unseen).abs() < 1e-12);
+        assert_eq!(counts.children(at(&counts, &[0, 0])).count(), 0, "there is no head 3");
+    }
+
+    #[test]
+    fn what_is_seen_often_is_believed() {
+        let mut counts = PathCounts::new(&[vec![0.5], vec![0.5]]);
+        (0..100_000).for_each(|step| counts.add(if step % 2 == 0 { &[0, 0] } else { &[] }));
+        assert!((at(&counts, &[0, 0]).probability - 0.5).abs() < 1e-3, "independent heads would have 0.25");
+    }
+
+    proptest! {
+        #[test]
+        fn no_child_is_above_its_parent_nor_all_siblings_together(runs in runs(3, 3)) {
+            let mut counts = PathCounts::new(&vec![vec![0.5, 0.3, 0.2]; 3]);
+            runs.iter().flatten().for_each(|right| counts.add(right));
+            let mut places = vec![counts.root()];
+            while let Some(parent) = places.pop() {
+                let children: Vec<Place> = counts.children(parent).collect();
+                prop_assert!(children.iter().all(|child| child.probability <= parent.probability));
+                prop_assert!(children.iter().map(|child| child.probability).sum::<f64>() <= parent.probability + 1e-12);
+                places.extend(children);
+            }
+        }
+
+        #[test]
+        fn listed_counts_are_the_added_ones(runs in runs(3, 3)) {
+            let accuracies = vec![vec![0.5, 0.3, 0.2]; 3];
+            let mut counts = PathCounts::new(&accuracies);
+            let mut listed = std::collections::BTreeMap::<&[usize], u64>::new();
+            for right in runs.iter().flatten() {
+                counts.add(right);
+                (1..=right.len()).for_each(|length| *listed.entry(&right[..length]).or_default() += 1);
+            }
+            let relisted = PathCounts::listed(&accuracies, counts.total() as u64, listed.clone());
+            for path in listed.keys() {
+                prop_assert_eq!(at(&counts, path).probability, at(&relisted, path).probability);
+            }
+        }
+    }
+}

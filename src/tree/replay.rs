@@ -1,0 +1,102 @@
+//! What decoding with a tree would do on a text that is already known: the steps it would take. No tensors here.
+//!
+//! Greedy decoding commits the backbone's own text whatever the tree. So where that text and the guesses at its every token are
+//! known, the steps of any tree are known, exactly. They do not start at all tokens alike: a step starts where the one before
+//! found no guess, and there guessing is hard. Means over all tokens promise too much.
+
+use super::sparse_tree::SparseTree;
+
+/// One text, token by token. Entry s belongs to a step whose root is token s: the guesses that are right there, as 0-based ranks of
+/// heads 1, 2, … up to the first head that misses it or would look behind the text's end.
+pub type Run = Vec<Vec<usize>>;
+
+/// Steps that decoding would take, and the tokens they would commit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Replay {
+    /// Tokens of the texts.
+    pub tokens: usize,
+    /// Steps to get them all.
+    pub steps: usize,
+}
+
+impl Replay {
+    /// Decodes all of `runs` with `tree`.
+    pub fn new(tree: &SparseTree, runs: &[Run]) -> Self {
+        let tokens = runs.iter().map(Vec::len).sum();
+        Self { tokens, steps: runs.iter().map(|run| starts(tree, run).count()).sum() }
+    }
+
+    /// Mean tokens that a step commits. 0 where there was no text.
+    pub fn tokens_per_step(&self) -> f64 {
+        if self.steps == 0 { 0.0 } else { self.tokens as f64 / self.steps as f64 }
+    }
+}
+
+/// The tokens that are roots of the steps.
+pub fn starts<'a>(tree: &'a SparseTree, run: &'a Run) -> impl Iterator<Item = usize> + 'a {
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let right = run.get(next)?;
+        let start = next;
+        next += 1 + accepted(tree, right);
+        Some(start)
+    })
+}
+
+/// How many guesses a step accepts where these are right.
+fn accepted(tree: &SparseTree, right: &[usize]) -> usize {
+    let mut at = 0;
+    for &rank in right {
+        match tree.children(at).find(|&child| tree.child_index(child) == Some(rank)) {
+            Some(child) => at = child,
+            None => break,
+        }
+    }
+    tree.depth(at)
+}
+
+#[cfg(test)]
+pub(crate) mod strategy {
+    use proptest::prelude::*;
+
+    use super::Run;
+
+    /// Texts with random ranks, none of which looks behind its text's end.
+    pub(crate) fn runs(heads: usize, top_k: usize) -> impl Strategy<Value = Vec<Run>> {
+        let right = proptest::collection::vec(0..top_k, 0..=heads);
+        let run = proptest::collection::vec(right, 1..40).prop_map(|mut run: Run| {
+            let length = run.len();
+            run.iter_mut().enumerate().for_each(|(at, right)| right.truncate(length - 1 - at));
+            run
+        });
+        proptest::collection::vec(run, 1..8)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tree::sparse_tree::strategy::trees;
+
+    #[test]
+    fn a_step_starts_behind_the_last_accepted_guess() {
+        let tree = SparseTree::new(vec![vec![0], vec![1], vec![1, 0]]).unwrap();
+        let run: Run = vec![vec![1, 0], vec![0], vec![0], vec![2, 0], vec![0, 1], vec![0], vec![]];
+        assert_eq!(starts(&tree, &run).collect::<Vec<_>>(), [0, 3, 4, 6]);
+        let replay = Replay::new(&tree, &[run.clone(), run]);
+        assert_eq!((replay, replay.tokens_per_step()), (Replay { tokens: 14, steps: 8 }, 1.75));
+        assert_eq!(Replay::new(&tree, &[]).tokens_per_step(), 0.0);
+    }
+
+    proptest! {
+        #[test]
+        fn the_steps_share_out_the_text(runs in strategy::runs(4, 3), tree in trees(20, 4, 3)) {
+            for run in &runs {
+                let committed: usize = starts(&tree, run).map(|start| 1 + accepted(&tree, &run[start])).sum();
+                prop_assert_eq!(committed, run.len());
+            }
+        }
+    }
+}
