@@ -3,12 +3,13 @@
 
 use std::ops::ControlFlow;
 
+use medusa::decode::device::DeviceSession;
 use medusa::decode::generate::{self, FinishReason, Generation, Medusa, Request};
 use medusa::decode::session::Session;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::cuda::beside::Beside;
-use medusa::engine::cuda::engine::Engine;
 use medusa::engine::cuda::ops::Ops;
+use medusa::engine::cuda::plan::Shape;
 use medusa::engine::sample::Sampling;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::{Llama, Purpose};
@@ -121,12 +122,12 @@ fn texts_are_those_of_the_loop_on_libtorch() {
         let prompt: Vec<i64> = (0..length).map(|_| rng.random_range(0..VOCABULARY)).collect();
         let request = sampled(&prompt, rng.random_range(0..40), temperature, world);
         let medusa = Medusa::new(&llama, &heads, tree, acceptance).expect("they fit");
-        let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
         let of = format!("world {world}, {acceptance:?}, temperature {temperature}, {} nodes", tree.len());
 
         let slow = generate::plain(&llama, &request, &mut go_on()).expect("a text");
         assert_same(&engine.plain(&request, &mut go_on()).expect("a text"), &slow, &of);
-        let mut alone = Engine::new(&llama, None, Ops::Oracle).expect("it can decode this");
+        let mut alone = DeviceSession::new(&llama, None, Ops::Oracle).expect("it can decode this");
         assert_same(&alone.plain(&request, &mut go_on()).expect("a text"), &slow, &format!("{of}, without heads"));
         let slow = generate::medusa(&llama, &medusa, &request, &mut go_on()).expect("a text");
         let mut told = vec![];
@@ -168,7 +169,7 @@ fn every_family_and_the_trained_backbone_decode_as_on_libtorch() {
         let heads = heads(llama, 3, 1, false, 3);
         for tree in &trees() {
             let medusa = Medusa::new(llama, &heads, tree, Acceptance::Greedy).expect("they fit");
-            let mut engine = Engine::new(llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+            let mut engine = DeviceSession::new(llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
             for prompt in [&[1, 5, 9, 4, 7, 30, 22, 11, 3][..], &[2]] {
                 let of = format!("{name}, {} nodes, {} prompt tokens", tree.len(), prompt.len());
                 let request = request(prompt, 24);
@@ -189,7 +190,7 @@ fn prompts_of_any_length_are_run_in_pieces() {
     let heads = heads(&llama, 3, 1, false, 6);
     let tree = &trees()[2];
     let medusa = Medusa::new(&llama, &heads, tree, Acceptance::Greedy).expect("they fit");
-    let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+    let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
     for length in [1, 2, 8, 9, 10, 33, 34, 128, 129, 130, 257, 385, 500] {
         let prompt: Vec<i64> = (0..length).map(|at| (at * at + length) % VOCABULARY).collect();
         let request = request(&prompt, 12);
@@ -207,11 +208,11 @@ fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
     let heads = heads(&llama, 2, 1, false, 9);
     let tree = SparseTree::cartesian(&[6, 4]).expect("31 nodes");
     let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
-    let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+    let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
     let mut session = Session::new(&llama);
     let mut text: Vec<i64> = vec![1];
     let mut rooms = vec![];
-    assert_eq!(engine.plan().room(), 4096);
+    assert_eq!(engine.engine().plan().room(), 4096);
     // Up to just before the border and over it, and to the end.
     for until in [3955, 4085, 4190] {
         text.extend((text.len() as i64..until).map(|at| (at * at / 7) % VOCABULARY));
@@ -219,9 +220,9 @@ fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
         let expected = session.medusa(&medusa, &request, &mut go_on()).expect("a text");
         let said = engine.medusa(&request, &mut go_on()).expect("a text");
         assert_same(&said, &expected, &format!("behind {} tokens", text.len()));
-        assert_eq!(engine.len(), session.len());
+        assert_eq!(engine.engine().len(), session.len());
         text.extend(said.new_ids);
-        rooms.push(engine.plan().room());
+        rooms.push(engine.engine().plan().room());
     }
     assert_eq!(text.len(), 4200);
     assert_eq!(
@@ -241,7 +242,7 @@ fn turns_of_a_conversation_are_requests_alone() {
         let heads = heads(&llama, 2, 1, false, 13);
         let tree = SparseTree::cartesian(&[12, 9]).expect("121 nodes");
         let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Rejection).expect("they fit");
-        let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
         let mut text = vec![1];
         for turn in 0..16u64 {
             if turn % 5 == 4 {
@@ -267,7 +268,7 @@ fn a_listener_that_has_heard_enough_ends_the_text() {
     let heads = heads(&llama, 2, 1, false, 15);
     let tree = SparseTree::cartesian(&[12, 9]).expect("121 nodes");
     let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
-    let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+    let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
     let prompt = [1, 2, 3];
     let request = request(&prompt, 40);
     let whole = engine.medusa(&request, &mut go_on()).expect("a text");
@@ -300,24 +301,24 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
         (Acceptance::Greedy, penalised, "a repetition penalty changes logits with every token"),
     ] {
         let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
-        let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
         let error = engine.medusa(&request, &mut go_on()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --engine tch"), "{error}");
     }
     let wide = SparseTree::cartesian(&[12, 10]).expect("133 nodes");
     let medusa = Medusa::new(&llama, &heads, &wide, Acceptance::Greedy).expect("they fit");
-    let error = Engine::new(&llama, Some(&medusa), Ops::Oracle).unwrap_err().to_string();
+    let error = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("a step has at most 128 nodes with the root, the tree has 133"), "{error}");
     let biased = backbone(LlamaConfig { attention_bias: true, ..config(2, None, 64) }, 18);
-    let error = Engine::new(&biased, None, Ops::Oracle).unwrap_err().to_string();
+    let error = DeviceSession::new(&biased, None, Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("the backbone has linear layers with a bias"), "{error}");
     let packed = backbone(config(2, None, 64), 19).for_decoding();
     if packed.has_own_kernels() {
-        let error = Engine::new(&packed, None, Ops::Oracle).unwrap_err().to_string();
+        let error = DeviceSession::new(&packed, None, Ops::Oracle).unwrap_err().to_string();
         assert!(error.starts_with("the backbone's weights are quantised, or laid out for the CPU"), "{error}");
     }
-    let mut engine = Engine::new(&llama, None, Ops::Oracle).expect("plain decoding needs no heads");
-    assert!(engine.medusa(&request(&prompt, 5), &mut go_on()).is_err() && engine.is_empty());
+    let mut engine = DeviceSession::new(&llama, None, Ops::Oracle).expect("plain decoding needs no heads");
+    assert!(engine.medusa(&request(&prompt, 5), &mut go_on()).is_err() && engine.engine().is_empty());
     assert!(engine.plain(&request(&[], 5), &mut go_on()).is_err());
 }
 
@@ -329,7 +330,7 @@ fn logits_that_are_no_numbers_end_the_text_with_an_error() {
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)] {
         let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
-        let mut engine = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
         let lm_head = llama.weights().into_iter().find(|(name, _)| name == "lm_head.weight").expect("its own").1;
         let whole = lm_head.copy();
         let _ = lm_head.shallow_clone().fill_(f64::NAN);
@@ -412,11 +413,11 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
             emulator.run(launch, Order::Forwards);
         }
     };
-    let emulated = Ops::on_host(&llama, Some(&medusa), run);
+    let emulated = Ops::on_host(&Shape::of(&llama, Some(&medusa.on_device())), run);
     let ops = Ops::Beside(Box::new(Beside::new(emulated)));
-    let mut engine = Engine::new(&llama, Some(&medusa), ops).expect("it can decode this");
+    let mut engine = DeviceSession::new(&llama, Some(&medusa), ops).expect("it can decode this");
     engine.medusa(&request(&[1, 2], 3), &mut go_on()).expect("a text");
-    let Ops::Beside(beside) = engine.ops() else { panic!("another one computes") };
+    let Ops::Beside(beside) = engine.engine().ops() else { panic!("another one computes") };
     let found = beside.found();
     for kernel in ["embed", "rope_append", "tree_attention", "linear 1", "linear 32x16", "walk", "compact", "fill_tree"]
     {
@@ -454,10 +455,10 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
             let emulator = Emulator { element: Element::of(kind).expect("16 bits"), head_size: 64 };
             let run = move |launch: &Launch| emulator.run(launch, Order::Forwards);
-            let beside = Beside::new(Ops::on_host(&llama, Some(&medusa), run));
+            let beside = Beside::new(Ops::on_host(&Shape::of(&llama, Some(&medusa.on_device())), run));
             let mut fast =
-                Engine::new(&llama, Some(&medusa), Ops::Beside(Box::new(beside))).expect("it can decode this");
-            let mut slow = Engine::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+                DeviceSession::new(&llama, Some(&medusa), Ops::Beside(Box::new(beside))).expect("it can decode this");
+            let mut slow = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
             let request = sampled(&prompt, 5, temperature, 4);
             let of = format!("{kind:?}, {acceptance:?}");
@@ -471,7 +472,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
                     _ => assert_eq!(got.new_ids.len(), 5, "{of}"),
                 }
             }
-            let Ops::Beside(beside) = fast.ops() else { panic!("another one computes") };
+            let Ops::Beside(beside) = fast.engine().ops() else { panic!("another one computes") };
             let far: Vec<_> = beside.found().into_iter().filter(|(_, found)| found.distance > 0.01).collect();
             assert!(far.is_empty(), "{of}: {far:?}");
         }

@@ -7,10 +7,10 @@ use clap::{Args, ValueEnum};
 
 use super::CommonFlags;
 use super::decoder::Decoder;
+use crate::decode::device::DeviceSession;
 use crate::decode::generate::{Medusa, Request};
 use crate::decode::loops::Loop;
 use crate::decode::session::Session;
-use crate::engine::cuda::engine::Engine;
 
 /// Who decodes.
 #[derive(Debug, Clone, Copy, Args)]
@@ -67,10 +67,10 @@ impl EngineFlags {
         }
         // What was asked for is reserved whole; a backbone's own context may be longer than any text will be.
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
-        match Engine::on_gpu(backbone, medusa, request, tokens) {
-            Ok(engine) => {
-                common.say(format_args!("engine cuda: {}", engine.told()));
-                Ok(Loop::Cuda(Box::new(engine)))
+        match DeviceSession::on_gpu(backbone, medusa, request, tokens) {
+            Ok(session) => {
+                common.say(format_args!("engine cuda: {}", session.engine().describe()));
+                Ok(Loop::Cuda(Box::new(session)))
             }
             Err(why) if self.engine == EngineName::Cuda => Err(why).context("--engine cuda cannot decode this"),
             Err(why) => {

@@ -11,11 +11,12 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use super::{CommonFlags, print_json};
+use crate::decode::device::DeviceSession;
 use crate::decode::generate::{self, Medusa, Request};
 use crate::decode::likelihood::log_probability;
 use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::engine::cuda::beside::Beside;
-use crate::engine::cuda::engine::Engine;
+use crate::engine::cuda::engine::CudaEngine;
 use crate::engine::cuda::layout::MAX_NODES;
 use crate::engine::cuda::ops::Ops;
 use crate::engine::cuda::plan::BLOCK;
@@ -165,13 +166,13 @@ fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
         for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
             let tree = tree(nodes)?;
             let medusa = Medusa::new(&llama, &heads, &tree, acceptance)?;
-            let kernels = Engine::kernels(&llama, Some(&medusa), 1)?;
-            let mut engine = Engine::new(&llama, Some(&medusa), Ops::Beside(Box::new(Beside::new(kernels))))?;
+            let kernels = CudaEngine::kernels(&llama, Some(&medusa.on_device()), 1)?;
+            let mut session = DeviceSession::new(&llama, Some(&medusa), Ops::Beside(Box::new(Beside::new(kernels))))?;
             let ids = prompt(context, llama.config.vocab_size);
             let temperature = NonNegative::new(temperature).expect("of the list above");
             let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };
-            engine.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
-            let Ops::Beside(beside) = engine.ops() else { unreachable!("just made so") };
+            session.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
+            let Ops::Beside(beside) = session.engine().ops() else { unreachable!("just made so") };
             let found = beside.found();
             wrong.extend(found.iter().filter(|(name, of)| is_far(name, of.distance)).map(|(name, _)| name.clone()));
             let distances: serde_json::Map<_, _> =
@@ -198,8 +199,8 @@ fn texts(on: Device) -> anyhow::Result<()> {
         let llama = backbone(config(head_dim, groups, window, 4), kind, on);
         let (heads, tree) = (heads(&llama), tree(64)?);
         let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
-        let mut alone = Engine::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
-        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+        let mut alone = DeviceSession::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
+        let mut engine = DeviceSession::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
         for length in PROMPTS {
             let ids = prompt(length, llama.config.vocab_size);
             let request = Request::greedy(&ids, TEXT);
@@ -276,7 +277,7 @@ fn steps(on: Device) -> anyhow::Result<()> {
         let tree = tree(nodes.max(2))?;
         let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
         let started = Instant::now();
-        let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+        let mut engine = DeviceSession::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
@@ -327,7 +328,7 @@ fn endurance(on: Device) -> anyhow::Result<()> {
     let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
     let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
-    let mut engine = Engine::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+    let mut engine = DeviceSession::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
     let gpu = Gpu::open(on)?;
     let (mut done, mut first) = (0, None);
     while done < STEPS {

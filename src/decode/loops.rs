@@ -1,8 +1,8 @@
 //! The two loops that decode one text after the other: on libtorch, or the GPU's own. Both make the same texts.
 
+use super::device::DeviceSession;
 use super::generate::{DecodeError, Generation, Medusa, OnTokens, Request};
 use super::session::Session;
-use crate::engine::cuda::engine::Engine;
 
 /// Who decodes.
 #[derive(Debug)]
@@ -10,7 +10,7 @@ pub enum Loop<'a> {
     /// On libtorch, on any device: the oracle.
     Torch(Session<'a>),
     /// On an NVIDIA GPU, with kernels of its own.
-    Cuda(Box<Engine<'a>>),
+    Cuda(Box<DeviceSession<'a>>),
 }
 
 impl Loop<'_> {
@@ -26,7 +26,7 @@ impl Loop<'_> {
     pub fn reset(&mut self) {
         match self {
             Self::Torch(session) => session.reset(),
-            Self::Cuda(engine) => engine.reset(),
+            Self::Cuda(session) => session.reset(),
         }
     }
 
@@ -43,8 +43,8 @@ impl Loop<'_> {
         match (self, medusa) {
             (Self::Torch(session), None) => session.plain(request, on_tokens),
             (Self::Torch(session), Some(medusa)) => session.medusa(medusa, request, on_tokens),
-            (Self::Cuda(engine), None) => engine.plain(request, on_tokens),
-            (Self::Cuda(engine), Some(_)) => engine.medusa(request, on_tokens),
+            (Self::Cuda(session), None) => session.plain(request, on_tokens),
+            (Self::Cuda(session), Some(_)) => session.medusa(request, on_tokens),
         }
     }
 }

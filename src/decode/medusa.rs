@@ -7,6 +7,7 @@ use super::penalty::Penalty;
 use super::propose::Proposer;
 use super::request::{DecodeError, Request};
 use crate::draft::medusa::heads::Heads;
+use crate::engine::cuda::draft::DeviceDraft;
 use crate::engine::sample::{Chosen, Sampler};
 use crate::model::attention::NewTokens;
 use crate::model::llama::{Llama, most_probable};
@@ -60,14 +61,9 @@ impl<'a> Medusa<'a> {
         Ok(Self { heads, tree, acceptance, proposer: Proposer::new(tree, backbone.device()), nodes, parents_n })
     }
 
-    /// The heads.
-    pub(crate) fn heads(&self) -> &'a Heads {
-        self.heads
-    }
-
-    /// The tree that they fill.
-    pub(crate) fn tree(&self) -> &'a SparseTree {
-        self.tree
+    /// Heads and tree for the CUDA engine.
+    pub fn on_device(&self) -> DeviceDraft<'a> {
+        self.heads.on_device(self.tree)
     }
 
     /// Which guesses are accepted.

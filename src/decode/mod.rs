@@ -6,6 +6,7 @@
 //! candidates, and are made without tensors. Above temperature 0, `sample` draws one number a token in the order of the text.
 
 pub mod batch;
+pub mod device;
 pub mod generate;
 pub mod likelihood;
 pub mod loops;

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 use super::stats::Tally;
-use crate::engine::cuda::engine::EngineError;
+use crate::engine::cuda::error::CudaError;
 use crate::engine::sample::Sampling;
 use crate::model::llama::Llama;
 use crate::numbers::{NonNegative, Positive};
@@ -65,7 +65,7 @@ pub enum DecodeError {
     },
     /// The GPU's own loop cannot, or gave up.
     #[error(transparent)]
-    Engine(#[from] EngineError),
+    Engine(#[from] CudaError),
     /// libtorch gave up.
     #[error(transparent)]
     Torch(#[from] TorchPanic),

@@ -10,11 +10,13 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
+use crate::engine::cuda::draft::{DeviceDraft, DraftShape, HeadMatrices};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::torch_file::TorchFileError;
 use crate::model::weights::{WeightsError, save};
+use crate::tree::sparse_tree::SparseTree;
 
 mod guesses;
 pub mod import;
@@ -137,15 +139,6 @@ pub struct Head {
     blocks: Vec<Linear>,
     /// W2, `[V, H]`; absent = the backbone's lm_head.
     w2: Option<Linear>,
-}
-
-/// One head's weights as matrices.
-#[derive(Debug)]
-pub struct DenseHead {
-    /// W1 `[H, H]` and b1 `[H]` of each ResBlock.
-    pub blocks: Vec<(Tensor, Tensor)>,
-    /// W2, `[V, H]`; absent = the backbone's lm_head.
-    pub w2_vh: Option<Tensor>,
 }
 
 /// The shape of a set of heads.
@@ -335,6 +328,13 @@ impl Heads {
         }
     }
 
+    /// The heads that fill `tree`, for an engine that guesses within its own step.
+    pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
+        let (shape, used) = (self.shape(), &self.heads[..tree.max_depth()]);
+        let shape = DraftShape { tree, blocks: shape.medusa_num_layers, parameters: shape.parameters() };
+        DeviceDraft { shape, heads: used.iter().map(Head::matrices).collect() }
+    }
+
     /// Writes `heads.safetensors` into `folder`.
     ///
     /// # Errors
@@ -360,12 +360,11 @@ impl Head {
         self.blocks.iter().flat_map(|block| block.dense_weight().into_iter().chain(block.bias())).collect()
     }
 
-    /// W1 `[H, H]` and b1 `[H]` of every block, and W2 `[V, H]` if the head has its own: views. `None` where they are laid out for the
-    /// CPU's own kernels.
-    pub fn dense_weights(&self) -> Option<DenseHead> {
+    /// Views. `None` where they are laid out for the CPU's own kernels.
+    fn matrices(&self) -> Option<HeadMatrices> {
         let block = |block: &Linear| Some((block.in_rows()?, block.bias()?.shallow_clone()));
         let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
-        Some(DenseHead { blocks, w2_vh: self.w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))? })
+        Some(HeadMatrices { blocks, w2_vh: self.w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))? })
     }
 
     fn parameters(&self) -> Vec<&Tensor> {

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
 
-use super::engine::EngineError;
+use super::error::CudaError;
 use super::ops::Ops;
 use crate::nvidia::gemm::Product;
 
@@ -51,8 +51,8 @@ impl Beside {
         &self,
         name: &str,
         written: &[&Tensor],
-        run: impl Fn(&Ops) -> Result<(), EngineError>,
-    ) -> Result<(), EngineError> {
+        run: impl Fn(&Ops) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
         let copies = || written.iter().map(|tensor| tensor.copy()).collect::<Vec<_>>();
         self.kernels.wait()?;
         let before = copies();
@@ -71,7 +71,7 @@ impl Beside {
     }
 
     /// A product, by every way that there is.
-    pub(super) fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), EngineError> {
+    pub(super) fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), CudaError> {
         for way in self.kernels.ways(Product::of(x_nk, w_mk, y_nm))? {
             self.compare(&format!("linear {way}"), &[y_nm], |ops| ops.linear_by(way, x_nk, w_mk, y_nm))?;
         }

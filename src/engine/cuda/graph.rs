@@ -4,7 +4,7 @@ use std::fmt;
 
 use cudarc::driver::{CudaGraph, sys};
 
-use super::engine::EngineError;
+use super::error::CudaError;
 use super::step::Rule;
 use crate::nvidia::device::{Gpu, NoGpu};
 
@@ -40,12 +40,7 @@ impl Graphs {
     ///
     /// # Errors
     /// What the device says.
-    pub fn run(
-        &mut self,
-        gpu: &Gpu,
-        key: Key,
-        step: impl FnOnce() -> Result<(), EngineError>,
-    ) -> Result<(), EngineError> {
+    pub fn run(&mut self, gpu: &Gpu, key: Key, step: impl FnOnce() -> Result<(), CudaError>) -> Result<(), CudaError> {
         let known = self.steps.iter().position(|(other, _)| *other == key);
         let Some(at) = known else {
             step()?;
@@ -72,7 +67,7 @@ impl Graphs {
 ///
 /// # Errors
 /// What the device says.
-pub(super) fn record(gpu: &Gpu, step: impl FnOnce() -> Result<(), EngineError>) -> Result<CudaGraph, EngineError> {
+pub(super) fn record(gpu: &Gpu, step: impl FnOnce() -> Result<(), CudaError>) -> Result<CudaGraph, CudaError> {
     let failed = || NoGpu::failed("recording a step");
     gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed())?;
     let asked = step();

@@ -8,7 +8,7 @@ use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg, sys};
 use cudarc::nvrtc::Ptx;
 use tch::{Device, Tensor};
 
-use super::engine::EngineError;
+use super::error::CudaError;
 use super::graph::{self, Graphs, Key};
 use super::launches::{self, Parts};
 use super::plan::Shape;
@@ -55,8 +55,8 @@ impl Between {
         let config = shape.config;
         let queries = |rows| [rows, config.num_attention_heads, config.head_dim];
         let parts = |rows| (rows, Parts::new(queries(rows), config.num_key_value_heads, device));
-        let guess_parts = shape.medusa.map(|(_, tree)| {
-            let size = [tree.max_depth() as i64, config.vocab_size];
+        let guess_parts = shape.draft.map(|draft| {
+            let size = [draft.tree.max_depth() as i64, config.vocab_size];
             launches::guess_parts(size, shape.guesses() as i64, device)
         });
         Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts }
@@ -89,8 +89,8 @@ impl Launcher {
     /// Compiles the kernels, or finds them compiled, and loads them.
     ///
     /// # Errors
-    /// [`EngineError`] says what failed.
-    pub fn new(gpu: Gpu, shape: &Shape, device: Device) -> Result<Self, EngineError> {
+    /// [`CudaError`] says what failed.
+    pub fn new(gpu: Gpu, shape: &Shape, device: Device) -> Result<Self, CudaError> {
         let element = Element::of(shape.kind).expect("checked before");
         let compiler = Compiler::open(kernels_folder())?;
         let mut functions = HashMap::new();
@@ -125,7 +125,7 @@ impl Launcher {
     ///
     /// # Errors
     /// What the device says.
-    pub fn replayed(&self, key: Key, step: impl FnOnce() -> Result<(), EngineError>) -> Result<(), EngineError> {
+    pub fn replayed(&self, key: Key, step: impl FnOnce() -> Result<(), CudaError>) -> Result<(), CudaError> {
         self.graphs.borrow_mut().run(&self.gpu, key, step)
     }
 
@@ -139,7 +139,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
-    pub fn launch(&self, launch: &Launch) -> Result<(), EngineError> {
+    pub fn launch(&self, launch: &Launch) -> Result<(), CudaError> {
         let function = &self.functions[&launch.kernel];
         if launch.shared_bytes > FREE_SHARED && self.raised.borrow_mut().insert(launch.kernel) {
             let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -170,7 +170,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
-    pub fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), EngineError> {
+    pub fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), CudaError> {
         let way = self.choices.way(Product::of(x_nk, w_mk, y_nm));
         self.linear_by(way, x_nk, w_mk, y_nm)
     }
@@ -179,7 +179,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
-    pub fn ways(&self, product: Product) -> Result<Vec<Way>, EngineError> {
+    pub fn ways(&self, product: Product) -> Result<Vec<Way>, CudaError> {
         let mut ways = vec![];
         for way in product.ways() {
             let is_there = match way {
@@ -195,7 +195,7 @@ impl Launcher {
     ///
     /// # Errors
     /// [`NoGpu::Failed`].
-    pub fn linear_by(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), EngineError> {
+    pub fn linear_by(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), CudaError> {
         match way {
             Way::CublasLt { algorithm } => Ok(self.cublas_lt.multiply(x_nk, w_mk, y_nm, algorithm)?),
             own => self.launch(&launches::linear(own, x_nk, w_mk, y_nm)),
@@ -212,7 +212,7 @@ impl Launcher {
     ///
     /// # Errors
     /// What the device says.
-    pub fn time(&mut self, needed: &[Needed]) -> Result<(), EngineError> {
+    pub fn time(&mut self, needed: &[Needed]) -> Result<(), CudaError> {
         self.gpu.wait_for_torch();
         let of = |needed: &Needed| Product::of(&needed.x_nk, &needed.weights_mk[0], &needed.y_nm);
         let mut is_new = false;
@@ -233,7 +233,7 @@ impl Launcher {
         Ok(())
     }
 
-    fn fastest(&self, ways: &[Way], needed: &Needed) -> Result<Way, EngineError> {
+    fn fastest(&self, ways: &[Way], needed: &Needed) -> Result<Way, CudaError> {
         let mut best = (f32::INFINITY, ways[0]);
         for &way in ways {
             let milliseconds = match (way, self.milliseconds(way, needed)) {
@@ -248,7 +248,7 @@ impl Launcher {
     }
 
     /// Of all rounds, from a record as steps are: what a launch costs the host does not count. One round before is not timed.
-    fn milliseconds(&self, way: Way, needed: &Needed) -> Result<f32, EngineError> {
+    fn milliseconds(&self, way: Way, needed: &Needed) -> Result<f32, CudaError> {
         let failed = || NoGpu::failed("timing a product");
         let bytes = |w_mk: &Tensor| w_mk.numel() * w_mk.kind().elt_size_in_bytes();
         let count = (TIMED_BYTES / bytes(&needed.weights_mk[0]) + 1).min(needed.weights_mk.len());

@@ -3,9 +3,9 @@
 // L layers, G key/value heads, S room for tokens, D head size, K heads, H hidden, V vocabulary
 use tch::{Device, Kind, Tensor};
 
+use super::draft::{DeviceDraft, HeadMatrices};
 use super::layout::Rotations;
 use super::plan::{Buffers, Plan, Shape, Size, Unfit};
-use crate::draft::medusa::heads::Heads;
 use crate::model::llama::{DenseWeights, Llama};
 
 /// What steps read and write.
@@ -69,11 +69,11 @@ pub struct HeadWeights {
 const NOT_DENSE: &str = "are quantised, or laid out for the CPU's own kernels";
 
 impl Weights {
-    /// Those of `backbone` and of the first `num_heads` of `heads`.
+    /// Those of `backbone` and of `draft`.
     ///
     /// # Errors
     /// [`Unfit::Weights`] where they are no plain matrices.
-    pub fn new(backbone: &Llama, heads: Option<(&Heads, usize)>) -> Result<Self, Unfit> {
+    pub fn new(backbone: &Llama, draft: Option<&DeviceDraft>) -> Result<Self, Unfit> {
         let config = &backbone.config;
         if config.attention_bias || config.mlp_bias {
             return Err(Unfit::Weights {
@@ -81,31 +81,32 @@ impl Weights {
                 why: "has linear layers with a bias, which it has no kernels for",
             });
         }
-        if heads.is_some_and(|(heads, _)| heads.shape().medusa_num_layers == 0) {
+        if draft.is_some_and(|draft| draft.shape.blocks == 0) {
             return Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" });
         }
         let not_dense = |what| Unfit::Weights { what, why: NOT_DENSE };
         Ok(Self {
             backbone: backbone.dense_weights().ok_or_else(|| not_dense("the backbone's weights"))?,
-            heads: heads
-                .map(|(heads, count)| HeadWeights::new(heads, count).ok_or_else(|| not_dense("the heads' weights")))
-                .transpose()?,
+            heads: match draft.map(|draft| &draft.heads) {
+                None => None,
+                Some(None) => return Err(not_dense("the heads' weights")),
+                Some(Some(heads)) => Some(HeadWeights::new(heads)),
+            },
         })
     }
 }
 
 impl HeadWeights {
-    fn new(heads: &Heads, count: usize) -> Option<Self> {
-        let all = (0..count).map(|head| heads.head(head).dense_weights()).collect::<Option<Vec<_>>>()?;
+    fn new(all: &[HeadMatrices]) -> Self {
         let block = |layer: usize| {
             let (weights, biases): (Vec<&Tensor>, Vec<&Tensor>) =
                 all.iter().map(|head| (&head.blocks[layer].0, &head.blocks[layer].1)).unzip();
             [Tensor::stack(&weights, 0), Tensor::stack(&biases, 0)]
         };
-        Some(Self {
+        Self {
             blocks: (0..all[0].blocks.len()).map(block).collect(),
             w2_vh: all.iter().filter_map(|head| head.w2_vh.as_ref().map(Tensor::shallow_clone)).collect(),
-        })
+        }
     }
 }
 

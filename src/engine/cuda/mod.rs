@@ -13,7 +13,9 @@
 //! | the next tree | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
 
 pub mod beside;
+pub mod draft;
 pub mod engine;
+pub mod error;
 pub mod graph;
 pub mod launcher;
 pub mod launches;

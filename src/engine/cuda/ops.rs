@@ -7,15 +7,14 @@ use std::fmt;
 use tch::{Device, Tensor};
 
 use super::beside::Beside;
-use super::engine::{EngineError, shape_of};
+use super::error::CudaError;
 use super::graph::Key;
 use super::launcher::{Between, Launcher, Needed};
 use super::launches;
 use super::layout::{Nodes, Rotations};
 use super::oracle::{self, Accepted, BlockInput, Draws, Places};
-use crate::decode::medusa::Medusa;
+use super::plan::Shape;
 use crate::model::config::LlamaConfig;
-use crate::model::llama::Llama;
 use crate::nvidia::gemm::{Product, Way};
 use crate::nvidia::kernels::Launch;
 use crate::tree::accept::TypicalAcceptance;
@@ -59,12 +58,12 @@ macro_rules! call {
     };
 }
 
-type Done = Result<(), EngineError>;
+type Done = Result<(), CudaError>;
 
 impl Ops {
-    /// `launch` runs the launches of a backbone with these heads.
-    pub fn on_host<'a>(backbone: &'a Llama, medusa: Option<&Medusa<'a>>, launch: impl Fn(&Launch) + 'static) -> Self {
-        let between = Between::new(&shape_of(backbone, medusa), Device::Cpu);
+    /// `launch` runs the launches of such a backbone and drafter.
+    pub fn on_host(shape: &Shape, launch: impl Fn(&Launch) + 'static) -> Self {
+        let between = Between::new(shape, Device::Cpu);
         Self::Host(Host { between, launch: Box::new(launch) })
     }
 
@@ -98,7 +97,7 @@ impl Ops {
     }
 
     /// Memory of the device that is free; `None` where nobody counts it.
-    pub(super) fn free_bytes(&self) -> Result<Option<u64>, EngineError> {
+    pub(super) fn free_bytes(&self) -> Result<Option<u64>, CudaError> {
         match self {
             Ops::Oracle | Ops::Host(_) => Ok(None),
             Ops::Cuda(launcher) => Ok(Some(launcher.gpu().free_bytes()?)),
@@ -164,7 +163,7 @@ impl Ops {
     }
 
     /// The ways of a product that there are.
-    pub(super) fn ways(&self, product: Product) -> Result<Vec<Way>, EngineError> {
+    pub(super) fn ways(&self, product: Product) -> Result<Vec<Way>, CudaError> {
         match self {
             Ops::Cuda(launcher) => launcher.ways(product),
             _ => Ok(product.own_ways()),
@@ -319,7 +318,7 @@ impl Ops {
     }
 
     /// A buffer on the host, when all that was asked for before is done.
-    pub(super) fn download(&self, from: &Tensor) -> Result<Tensor, EngineError> {
+    pub(super) fn download(&self, from: &Tensor) -> Result<Tensor, CudaError> {
         match self {
             Ops::Oracle | Ops::Host(_) => Ok(from.to_device(Device::Cpu)),
             Ops::Cuda(launcher) => Ok(launcher.gpu().download(from)?),

@@ -6,13 +6,13 @@ use std::fmt;
 
 use tch::Kind;
 
+use super::draft::{DeviceDraft, DraftShape};
 use super::launches::{self, Parts};
 use super::layout::MAX_NODES;
 use super::state;
-use crate::draft::medusa::heads::HeadsShape;
 use crate::model::config::LlamaConfig;
+use crate::model::llama::Llama;
 use crate::nvidia::gemm::WORKSPACE_BYTES;
-use crate::tree::sparse_tree::SparseTree;
 
 /// The cache's room grows by whole blocks of tokens.
 pub const BLOCK: i64 = 4096;
@@ -206,10 +206,15 @@ pub struct Shape<'a> {
     /// What it computes in.
     pub kind: Kind,
     /// Heads and the tree that they fill.
-    pub medusa: Option<(HeadsShape, &'a SparseTree)>,
+    pub draft: Option<DraftShape<'a>>,
 }
 
-impl Shape<'_> {
+impl<'a> Shape<'a> {
+    /// Of a backbone and a drafter.
+    pub fn of(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>) -> Self {
+        Self { config: &backbone.config, kind: backbone.kind(), draft: draft.map(|draft| draft.shape) }
+    }
+
     /// Whether there are kernels for it.
     ///
     /// # Errors
@@ -234,9 +239,9 @@ impl Shape<'_> {
     /// # Errors
     /// [`Unfit::Tree`] and [`Unfit::Guesses`].
     pub fn check_tree(&self) -> Result<(), Unfit> {
-        let Some((_, tree)) = self.medusa else { return Ok(()) };
+        let Some(draft) = self.draft else { return Ok(()) };
         let guesses = self.guesses();
-        match tree.len() {
+        match draft.tree.len() {
             nodes if nodes > MAX_NODES => Err(Unfit::Tree { nodes }),
             _ if guesses > MAX_GUESSES => Err(Unfit::Guesses { guesses }),
             _ => Ok(()),
@@ -245,7 +250,7 @@ impl Shape<'_> {
 
     /// Guesses taken of each head.
     pub fn guesses(&self) -> usize {
-        self.medusa.map_or(0, |(_, tree)| tree.widths().into_iter().max().unwrap_or(0))
+        self.draft.map_or(0, |draft| draft.tree.widths().into_iter().max().unwrap_or(0))
     }
 
     /// Room for `tokens` and a step behind them, in whole blocks up to the context's end.
@@ -264,11 +269,11 @@ impl Shape<'_> {
         let config = self.config;
         let (layers, g, d) =
             (config.num_hidden_layers.cast_signed() as i64, config.num_key_value_heads, config.head_dim);
-        let blocks = self.medusa.map_or(vec![], |(heads, tree)| {
-            let block = Size::new([tree.max_depth() as i64, config.hidden_size, config.hidden_size], self.kind);
-            vec![block; heads.medusa_num_layers]
+        let blocks = self.draft.map_or(vec![], |draft| {
+            let block = Size::new([draft.tree.max_depth() as i64, config.hidden_size, config.hidden_size], self.kind);
+            vec![block; draft.blocks]
         });
-        let parameters = config.parameters() + self.medusa.map_or(0, |(heads, _)| heads.parameters());
+        let parameters = config.parameters() + self.draft.map_or(0, |draft| draft.parameters);
         Plan {
             buffers: self.buffers(),
             cache_l2gsd: Size::new([layers, 2, g, room, d], self.kind),
@@ -283,7 +288,7 @@ impl Shape<'_> {
 
     /// Rows that a step can have: one node, a piece of a prompt, the tree.
     pub fn rows_of_steps(&self) -> Vec<i64> {
-        let tree = self.medusa.map(|(_, tree)| tree.len());
+        let tree = self.draft.map(|draft| draft.tree.len());
         let mut rows: Vec<i64> = CHUNKS.into_iter().chain([1]).chain(tree).map(|rows| rows as i64).collect();
         rows.sort_unstable();
         rows.dedup();
@@ -297,8 +302,8 @@ impl Shape<'_> {
             let [parts, rows] = Parts::counts(queries, config.num_key_value_heads);
             Size::new([parts, rows, config.head_dim + 2], Kind::Float).bytes()
         });
-        let guesses = self.medusa.map_or(0, |(_, tree)| {
-            let size = [tree.max_depth() as i64, config.vocab_size];
+        let guesses = self.draft.map_or(0, |draft| {
+            let size = [draft.tree.max_depth() as i64, config.vocab_size];
             Size { shape: launches::guess_parts_size(size, self.guesses() as i64), kind: Kind::Int64 }.bytes()
         });
         attention.sum::<u64>() + guesses + WORKSPACE_BYTES.unsigned_abs()
@@ -308,7 +313,7 @@ impl Shape<'_> {
         let (config, kind) = (self.config, self.kind);
         let (c, h, v, i) = (MAX_NODES as i64, config.hidden_size, config.vocab_size, config.intermediate_size);
         let (q, d) = (config.num_attention_heads, config.head_dim);
-        let (n, k) = self.medusa.map_or((1, 0), |(_, tree)| (tree.len() as i64, tree.max_depth() as i64));
+        let (n, k) = self.draft.map_or((1, 0), |draft| (draft.tree.len() as i64, draft.tree.max_depth() as i64));
         let p = self.guesses() as i64;
         let (sixteen, float, int) = (kind, Kind::Float, Kind::Int);
         Buffers {
@@ -422,6 +427,7 @@ fn gibibytes(bytes: u64) -> String {
 mod tests {
     use super::*;
     use crate::model::config::RopeScaling;
+    use crate::tree::sparse_tree::SparseTree;
 
     /// Llama 2 7B with a context of 4096.
     fn llama_7b() -> LlamaConfig {
@@ -447,8 +453,10 @@ mod tests {
         }
     }
 
-    const FIVE: HeadsShape =
-        HeadsShape { medusa_num_heads: 5, medusa_num_layers: 1, hidden_size: 4096, vocab_size: 32000 };
+    /// Five heads of one ResBlock each.
+    fn five(tree: &SparseTree) -> Option<DraftShape<'_>> {
+        Some(DraftShape { tree, blocks: 1, parameters: 5 * (4096 * 4096 + 4096 + 32000 * 4096) })
+    }
 
     fn tree() -> SparseTree {
         SparseTree::cartesian(&[3, 4, 2, 1, 1]).expect("88 nodes")
@@ -457,7 +465,7 @@ mod tests {
     #[test]
     fn seven_billion_weights_with_five_heads_and_a_whole_cache_fit_eighteen_gigabytes() {
         let (config, tree) = (llama_7b(), tree());
-        let shape = Shape { config: &config, kind: Kind::BFloat16, medusa: Some((FIVE, &tree)) };
+        let shape = Shape { config: &config, kind: Kind::BFloat16, draft: five(&tree) };
         let plan = shape.plan(shape.room(4096));
         // Keys and values of a token: 32 layers · 2 · 32 heads · 128 numbers of 2 bytes.
         assert_eq!(plan.cache_l2gsd.bytes(), (4096 + 128) * 524_288);
@@ -478,7 +486,7 @@ mod tests {
         let (config, tree) = (llama_7b(), tree());
         let check = |context: i64, free| {
             let config = LlamaConfig { max_position_embeddings: context, ..config.clone() };
-            let shape = Shape { config: &config, kind: Kind::BFloat16, medusa: Some((FIVE, &tree)) };
+            let shape = Shape { config: &config, kind: Kind::BFloat16, draft: five(&tree) };
             shape.plan(shape.room(context)).check_fits(free)
         };
         let free = 1 << 30;
@@ -494,14 +502,14 @@ mod tests {
     #[test]
     fn room_grows_by_blocks_up_to_the_contexts_end() {
         let config = LlamaConfig { max_position_embeddings: 10_000, ..llama_7b() };
-        let shape = Shape { config: &config, kind: Kind::Half, medusa: None };
+        let shape = Shape { config: &config, kind: Kind::Half, draft: None };
         let room = [1, 3968, 3969, 8064, 8065, 10_000].map(|tokens| shape.room(tokens));
         assert_eq!(room, [4096, 4096, 8192, 8192, 10_176, 10_176]);
     }
 
     #[test]
     fn what_has_no_kernels_is_refused_with_its_reason() {
-        let of = |config: &LlamaConfig, kind| Shape { config, kind, medusa: None }.check_kernels();
+        let of = |config: &LlamaConfig, kind| Shape { config, kind, draft: None }.check_kernels();
         let config = llama_7b();
         assert_eq!(of(&config, Kind::Half), Ok(()));
         assert_eq!(of(&config, Kind::Float), Err(Unfit::Dtype { dtype: "float".into() }));
@@ -509,8 +517,7 @@ mod tests {
         assert_eq!(of(&odd, Kind::Half), Err(Unfit::HeadSize { head_dim: 96 }));
         let odd = LlamaConfig { hidden_size: 4000, ..config.clone() };
         assert!(matches!(of(&odd, Kind::Half), Err(Unfit::Width { what: "hidden size", .. })));
-        let with =
-            |tree: &SparseTree| Shape { config: &config, kind: Kind::Half, medusa: Some((FIVE, tree)) }.check_tree();
+        let with = |tree: &SparseTree| Shape { config: &config, kind: Kind::Half, draft: five(tree) }.check_tree();
         assert_eq!(with(&SparseTree::cartesian(&[16, 6]).unwrap()), Ok(()));
         assert_eq!(with(&SparseTree::cartesian(&[16, 7]).unwrap()), Err(Unfit::Tree { nodes: 129 }));
         assert_eq!(with(&SparseTree::cartesian(&[17]).unwrap()), Err(Unfit::Guesses { guesses: 17 }));

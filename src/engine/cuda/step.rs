@@ -6,7 +6,7 @@
 // N nodes of the step, K heads
 use tch::Tensor;
 
-use super::engine::EngineError;
+use super::error::CudaError;
 use super::launcher::Needed;
 use super::layout::Nodes;
 use super::memory::{Memory, Weights};
@@ -58,7 +58,7 @@ impl Step<'_> {
     ///
     /// # Errors
     /// What the device says.
-    pub fn run(&self, rule: Rule, next: &Nodes) -> Result<(), EngineError> {
+    pub fn run(&self, rule: Rule, next: &Nodes) -> Result<(), CudaError> {
         self.layers()?;
         self.logits()?;
         self.accept(rule)?;
@@ -75,7 +75,7 @@ impl Step<'_> {
     ///
     /// # Errors
     /// What the device says.
-    pub fn layers(&self) -> Result<(), EngineError> {
+    pub fn layers(&self) -> Result<(), CudaError> {
         let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
         let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
         ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &x_nh)?;
@@ -92,13 +92,13 @@ impl Step<'_> {
     }
 
     /// The block's part joins the residual stream, and the sum is normed.
-    fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> Result<(), EngineError> {
+    fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> Result<(), CudaError> {
         let buffers = &self.memory.buffers;
         let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
         self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.rms_norm_eps, out_nh)
     }
 
-    fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> Result<(), EngineError> {
+    fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> Result<(), CudaError> {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let [normed_nh, qkv_nw, q_nqd] =
             [&buffers.normed_nh, &buffers.qkv_nw, &buffers.q_nqd].map(|buffer| self.rows(buffer));
@@ -110,7 +110,7 @@ impl Step<'_> {
         ops.linear(&attended_nq, &layer.o_hq, &self.rows(&buffers.delta_nh))
     }
 
-    fn mlp(&self, layer: &DenseLayer) -> Result<(), EngineError> {
+    fn mlp(&self, layer: &DenseLayer) -> Result<(), CudaError> {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let [normed_nh, gate_up_ni, product_ni] =
             [&buffers.normed_nh, &buffers.gate_up_ni, &buffers.product_ni].map(|buffer| self.rows(buffer));
@@ -120,14 +120,14 @@ impl Step<'_> {
     }
 
     /// The final norm and the LM head.
-    fn logits(&self) -> Result<(), EngineError> {
+    fn logits(&self) -> Result<(), CudaError> {
         let (buffers, weights) = (&self.memory.buffers, &self.weights.backbone);
         let hidden_nh = self.rows(&buffers.hidden_nh);
         self.add_norm(&weights.norm_h, &hidden_nh)?;
         self.ops.linear(&hidden_nh, &weights.lm_head_vh, &self.rows(&buffers.logits_nv))
     }
 
-    fn accept(&self, rule: Rule) -> Result<(), EngineError> {
+    fn accept(&self, rule: Rule) -> Result<(), CudaError> {
         let (ops, buffers, nodes) = (self.ops, &self.memory.buffers, self.nodes);
         let [tokens_n, logits_nv, best_n] =
             [&buffers.tokens_n, &buffers.logits_nv, &buffers.best_n].map(|buffer| self.rows(buffer));
@@ -148,7 +148,7 @@ impl Step<'_> {
     }
 
     /// The heads' guesses after the last accepted node.
-    fn guess(&self) -> Result<(), EngineError> {
+    fn guess(&self) -> Result<(), CudaError> {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let heads = self.weights.heads.as_ref().expect("several nodes hold guesses of heads");
         let (mut before_kh, mut after_kh) = (&buffers.heads_other_kh, &buffers.heads_kh);

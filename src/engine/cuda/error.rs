@@ -1,0 +1,42 @@
+//! What can go wrong on a GPU.
+
+use super::plan::Unfit;
+use crate::nvidia::device::NoGpu;
+use crate::nvidia::nvrtc::CompileError;
+use crate::torch::TorchPanic;
+
+/// Why the CUDA engine cannot be made, or stopped in the middle of a text.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaError {
+    /// No kernels for this model or tree, or too little memory.
+    #[error(transparent)]
+    Unfit(#[from] Unfit),
+    /// No usable GPU, or the driver returned an error.
+    #[error(transparent)]
+    Gpu(#[from] NoGpu),
+    /// The kernels cannot be compiled.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// libtorch panicked, most likely out of memory.
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
+    /// The backbone's logits contain NaN or infinity.
+    #[error("the backbone's logits are no numbers; decode in another --dtype")]
+    NotNumbers,
+    /// The device has no rule for what was asked.
+    #[error("the GPU's own loop cannot decode this: {0}; use --engine tch")]
+    Request(&'static str),
+    /// The cache cannot grow to the length of the text.
+    #[error(
+        "the text needs a cache of {room} tokens, {needed_bytes} bytes, and {free_bytes} are free on the GPU; ask for fewer tokens \
+         (--max-new-tokens), or shorten the context (--max-context)"
+    )]
+    Growth {
+        /// Tokens.
+        room: i64,
+        /// Bytes of the larger cache.
+        needed_bytes: u64,
+        /// Free bytes on the device.
+        free_bytes: u64,
+    },
+}
