@@ -6,9 +6,22 @@ use std::path::{Path, PathBuf};
 
 use medusa::recipe::Recipe;
 
-use super::layering::rust_files;
-
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
+
+/// Every Rust file under a folder, sorted.
+fn rust_files(folder: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder).expect("a folder of the repository").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            files.extend(rust_files(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    files
+}
 
 /// Paths of the tree in README's first fenced block that starts with `src/`. A line is indentation, one or more names, and two
 /// or more blanks before its words; a name that ends in `/` opens a folder.
