@@ -15,16 +15,17 @@
 //! Imports point down only, siblings do not import each other (`tests/layering.rs` checks it):
 //!
 //! ```text
-//! L9 cli bin           one file a verb
-//! L8 recipe  report    the only TOML reader; a run as one page
-//! L7 calibrate latency distill export hub  what is made from a trained run; the Hugging Face Hub
-//! L6 train   decode    the two loops
-//! L5 draft             who guesses: Medusa heads
-//! L4 engine            who computes: the backbone over new tokens
-//! L3 tree data model   the tree of guesses; text to labelled token rows; a backbone, which has never heard of Medusa
-//! L2 cpu nvidia        kernels of a step on the CPU; NVIDIA's driver and libraries
-//! L1 torch             devices, optimizers: all that knows libtorch's handles
-//! L0 files numbers     atomic files; numbers that cannot be bad
+//! L10 cli bin           one file a verb
+//! L9  recipe  report    the only TOML reader; a run as one page
+//! L8  calibrate latency distill export hub  what is made from a trained run; the Hugging Face Hub
+//! L7  train   decode    the two loops
+//! L6  draft             who guesses: Medusa heads
+//! L5  engine            who computes: the backbone over new tokens
+//! L4  tree data model   the tree of guesses; text to labelled token rows; a backbone, which has never heard of Medusa
+//! L3  cpu nvidia        kernels of a step on the CPU; NVIDIA's driver and libraries
+//! L2  torch             devices, optimizers: all that knows libtorch's handles
+//! L1  formats           files that pass between commands
+//! L0  files numbers     atomic files; numbers that cannot be bad
 //! ```
 //!
 //! # Danger
@@ -49,6 +50,7 @@ pub mod draft;
 pub mod engine;
 pub mod export;
 pub mod files;
+pub mod formats;
 pub mod hub;
 pub mod latency;
 pub mod model;

@@ -8,10 +8,11 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use serde_json::{Value, json};
 
-use super::companions::{Bench, Calibration, Companions, HeadAccuracy, Swept};
+use super::companions::{Calibration, CardBench, Companions, HeadAccuracy};
 use super::trained::Trained;
 use super::{ExportError, Format};
 use crate::files::write_synced;
+use crate::formats::bench::SweptValue;
 
 const TEMPLATE: &str = include_str!("card.md");
 /// A command says so where a path is the reader's.
@@ -75,16 +76,16 @@ fn accuracies(of_heads: &[HeadAccuracy]) -> Vec<Value> {
 }
 
 /// As `medusa bench` measured them, rounded for people.
-fn figures(bench: &Bench) -> Value {
+fn figures(CardBench { fastest: bench, results }: &CardBench) -> Value {
     let figure = |number: f64| format!("{number:.2}");
-    let swept = bench.sweep.as_ref().map(|Swept { name, value }| format!("{name} = {value}"));
+    let swept = bench.sweep.as_ref().map(|SweptValue { name, value }| format!("{name} = {value}"));
     json!({
         "acceleration_rate": figure(bench.acceleration_rate),
         "overhead": bench.overhead.map(figure),
         "speedup": figure(bench.speedup),
         "device": bench.device,
         "dtype": bench.dtype,
-        "sweep": swept.filter(|_| bench.results > 1),
-        "results": bench.results,
+        "sweep": swept.filter(|_| *results > 1),
+        "results": results,
     })
 }

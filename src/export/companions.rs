@@ -10,6 +10,7 @@ use super::trained::Trained;
 use super::{ExportError, Request, write};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{sha256, write_synced};
+use crate::formats::bench::{self, BenchHeadline};
 use crate::train::provenance::Snapshot;
 use crate::tree::file::TreeFile;
 
@@ -26,7 +27,7 @@ pub(super) struct Companions {
     pub(super) recipe: Option<Found<String>>,
     pub(super) calibration: Option<Found<Calibration>>,
     pub(super) tree: Option<Found<TreeFile>>,
-    pub(super) bench: Option<Found<Bench>>,
+    pub(super) bench: Option<Found<CardBench>>,
     /// Of files that were left out.
     pub(super) notices: Vec<String>,
 }
@@ -61,28 +62,11 @@ pub(super) struct HeadAccuracy {
     pub(super) accuracy: Vec<f64>,
 }
 
-/// A result of `medusa bench --json`.
-#[derive(Deserialize)]
-pub(super) struct Bench {
-    pub(super) acceleration_rate: f64,
-    pub(super) overhead: Option<f64>,
-    pub(super) speedup: f64,
-    pub(super) device: Option<String>,
-    pub(super) dtype: Option<String>,
-    /// A timing with made-up acceptance.
-    forced_acceptance_rate: Option<f64>,
-    /// What a sweep had set for it.
-    pub(super) sweep: Option<Swept>,
+/// What the card says of the speed.
+pub(super) struct CardBench {
+    pub(super) fastest: BenchHeadline,
     /// How many results were in its file.
-    #[serde(skip)]
     pub(super) results: usize,
-}
-
-/// A setting of a sweep.
-#[derive(Deserialize)]
-pub(super) struct Swept {
-    pub(super) name: String,
-    pub(super) value: serde_json::Number,
 }
 
 /// A file and what it says.
@@ -116,7 +100,7 @@ impl Companions {
         };
         let bench = |path: &Path| match bench(path)? {
             _ if heads < there => Err(format!("its figures are of all {there} heads, and {heads} are exported")),
-            Bench { forced_acceptance_rate: Some(rate), .. } => {
+            CardBench { fastest: BenchHeadline { forced_acceptance_rate: Some(rate), .. }, .. } => {
                 Err(format!("its acceptance was forced to {rate} tokens a step, which is not what these heads reach"))
             }
             bench => Ok(bench),
@@ -216,14 +200,13 @@ fn json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, Wrong> {
 }
 
 /// What `medusa bench --json` printed: a result, or of a sweep a result a line, of which the fastest is taken.
-fn bench(path: &Path) -> Result<Bench, Wrong> {
+fn bench(path: &Path) -> Result<CardBench, Wrong> {
     let text = fs::read(path).map_err(|error| error.to_string())?;
-    let results = serde_json::Deserializer::from_slice(&text).into_iter().collect::<Result<Vec<Bench>, _>>();
     let expected = "expected what `medusa bench --json` prints, with or without --sweep: one object a line";
-    let results = results.map_err(|error| format!("{error}; {expected}"))?;
-    let count = results.len();
-    let fastest = results.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
-    fastest.map(|bench| Bench { results: count, ..bench }).ok_or_else(|| format!("it is empty; {expected}"))
+    let all: Vec<BenchHeadline> = bench::parse(&text).map_err(|error| format!("{error}; {expected}"))?;
+    let results = all.len();
+    let fastest = all.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
+    fastest.map(|fastest| CardBench { fastest, results }).ok_or_else(|| format!("it is empty; {expected}"))
 }
 
 /// The id on the Hub of the backbone that a run took from there, if heads in `folder` are the run's and name that backbone.

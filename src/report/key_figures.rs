@@ -18,7 +18,7 @@ pub(super) struct KeyFigure {
 /// The same figures in the same order for every run.
 pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let figure = |name, value, of| KeyFigure { name, value, of };
-    let bench = run.bench.as_ref();
+    let bench = run.bench.first();
     let (train, validation) = (&run.metrics.train, &run.metrics.validation);
     let loss = if run.finished { "final loss" } else { "latest loss" };
     let (accuracy, of_accuracy) = first_head(run);

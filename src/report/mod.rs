@@ -11,7 +11,6 @@ use crate::latency::LatencyError;
 use crate::tree::file::TreeFileError;
 
 mod axis;
-mod bench;
 mod curves;
 mod key_figures;
 mod metrics;

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::ReportError;
-use super::bench::Bench;
 use super::metrics::Metrics;
 use super::recipe_text::RecipeText;
 use crate::calibrate::Calibration;
 use crate::draft::medusa::heads::HEADS_FILE;
+use crate::formats::bench::{self, BenchResult};
 use crate::latency::Latency;
 use crate::tree::file::TreeFile;
 
@@ -28,7 +28,8 @@ pub struct Run {
     pub(super) calibration: Option<Calibration>,
     pub(super) tree: Option<TreeFile>,
     pub(super) latency: Option<Latency>,
-    pub(super) bench: Option<Bench>,
+    /// Of a sweep the first is shown.
+    pub(super) bench: Vec<BenchResult>,
 }
 
 impl Run {
@@ -42,7 +43,6 @@ impl Run {
             return Err(not_a_run(if path.exists() { "it is a file" } else { "it does not exist" }));
         }
         let recipe = text(&path.join(RECIPE))?.ok_or_else(|| not_a_run("it has no recipe.toml"))?;
-        let bench = path.join("bench.json");
         let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
         Ok(Self {
             path: path.to_owned(),
@@ -53,7 +53,7 @@ impl Run {
             calibration: there("calibration.json").map(|file| Calibration::load(&file)).transpose()?,
             tree: there("tree.json").map(|file| TreeFile::load(&file)).transpose()?,
             latency: there("latency.json").map(|file| Latency::load(&file)).transpose()?,
-            bench: text(&bench)?.map_or(Ok(None), |text| Bench::parse(&bench, &text))?,
+            bench: benches(&path.join("bench.json"))?,
         })
     }
 
@@ -101,6 +101,12 @@ fn text(path: &Path) -> Result<Option<String>, ReportError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         read => read.map(Some).map_err(|source| ReportError::Io { path: path.to_owned(), source }),
     }
+}
+
+fn benches(path: &Path) -> Result<Vec<BenchResult>, ReportError> {
+    let writer = "medusa bench --json";
+    let results = bench::parse(text(path)?.unwrap_or_default().as_bytes());
+    results.map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
 }
 
 fn provenance(path: &Path) -> Result<Map<String, Value>, ReportError> {

@@ -6,13 +6,13 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::axis::Range;
-use super::bench::{Bench, Group as BenchGroup};
 use super::key_figures::{KeyFigure, key_figures};
 use super::plot::{Drawn, Kind, Plot, Series};
 use super::readable::{grouped, number, percent, time};
 use super::recipe_text::Line;
 use super::run::Run;
 use crate::calibrate::Calibration;
+use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::latency::Latency;
 use crate::tree::drawing;
 use crate::tree::search;
@@ -130,7 +130,7 @@ impl RunSections {
             calibration: run.calibration.as_ref().map(Accuracies::new),
             tree: tree(run, &id),
             latency: run.latency.as_ref().map(|latency| times(latency, &id)),
-            bench: run.bench.as_ref().map(Speeds::new),
+            bench: run.bench.first().map(|first| Speeds::new(first, run.bench.len())),
             recipe: run.recipe.lines.clone(),
             provenance: provenance(run),
             data: data_files(run),
@@ -227,12 +227,10 @@ fn times(latency: &Latency, id: &str) -> Times {
 }
 
 impl Speeds {
-    fn new(bench: &Bench) -> Self {
-        let groups =
-            || bench.categories.iter().map(|(name, group)| (name.as_str(), group)).chain([("all", &bench.all)]);
-        let largest = groups().map(|(_, group)| group.speedup).fold(f64::MIN_POSITIVE, f64::max);
+    fn new(bench: &BenchResult, results: usize) -> Self {
+        let largest = bench.groups().map(|(_, group)| group.speedup).fold(f64::MIN_POSITIVE, f64::max);
         Self {
-            rows: groups().map(|(name, group)| SpeedRow::new(name, group, largest)).collect(),
+            rows: bench.groups().map(|(name, group)| SpeedRow::new(name, group, largest)).collect(),
             plain_per_second: number(bench.all.plain.tokens_per_second),
             medusa_per_second: number(bench.all.medusa.tokens_per_second),
             plain_ms: number(bench.all.plain.step_ms),
@@ -241,13 +239,13 @@ impl Speeds {
             device: bench.device.clone(),
             dtype: bench.dtype.clone(),
             nodes: bench.tree_nodes,
-            results: bench.results,
+            results,
         }
     }
 }
 
 impl SpeedRow {
-    fn new(name: &str, group: &BenchGroup, largest: f64) -> Self {
+    fn new(name: &str, group: &DecodingComparison, largest: f64) -> Self {
         Self {
             name: name.into(),
             tokens: grouped(group.medusa.tokens as f64),
@@ -317,7 +315,7 @@ fn missing(run: &Run) -> Vec<Missing> {
             format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file("latency.json")),
         ),
         (
-            run.bench.is_none(),
+            run.bench.is_empty(),
             "bench.json",
             "the speed of decoding",
             format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file("bench.json")),

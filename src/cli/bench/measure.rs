@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use anyhow::Context;
 use indicatif::ProgressBar;
 
-use super::sweep::Setting;
+use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
 use crate::data::prompts::Prompt;
@@ -20,7 +20,7 @@ use crate::decode::stats::Comparison;
 const WARM_UP_TOKENS: usize = 32;
 
 /// A setting and all that it is measured with.
-pub(super) struct Bench<'a> {
+pub(super) struct BenchRun<'a> {
     pub(super) decoder: &'a Decoder,
     pub(super) medusa: &'a Medusa<'a>,
     /// Each request begins with an empty cache.
@@ -60,7 +60,7 @@ pub(super) struct LogProbability {
 
 /// One pass over all prompts: all of them, and those of each category.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Pass {
+pub(super) struct BenchPass {
     pub(super) all: Measured,
     pub(super) categories: BTreeMap<String, Measured>,
     /// Prompts of which a turn was longer than the backbone's context; what came before that turn counts.
@@ -83,12 +83,12 @@ impl Measured {
     }
 }
 
-impl Bench<'_> {
+impl BenchRun<'_> {
     /// Warms up, then passes over the prompts `repeats` times.
     ///
     /// # Errors
     /// What is wrong with a prompt; no prompt that fits the backbone's context.
-    pub(super) fn run(&self, repeats: usize, bar: &ProgressBar) -> anyhow::Result<Vec<Pass>> {
+    pub(super) fn run(&self, repeats: usize, bar: &ProgressBar) -> anyhow::Result<Vec<BenchPass>> {
         let mut is_warm = false;
         (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, bar)).collect()
     }
@@ -102,8 +102,8 @@ impl Bench<'_> {
         }
     }
 
-    fn pass(&self, is_first: bool, is_warm: &mut bool, bar: &ProgressBar) -> anyhow::Result<Pass> {
-        let mut pass = Pass::default();
+    fn pass(&self, is_first: bool, is_warm: &mut bool, bar: &ProgressBar) -> anyhow::Result<BenchPass> {
+        let mut pass = BenchPass::default();
         for (at, prompt) in self.prompts.iter().enumerate() {
             let answer = |ids: &[i64]| {
                 let ids = self.setting.prompt(ids);
@@ -151,7 +151,7 @@ impl Bench<'_> {
     }
 }
 
-impl Pass {
+impl BenchPass {
     fn add(&mut self, measured: Measured, category: Option<&str>) {
         self.all.add(measured);
         if let Some(name) = category {

@@ -1,126 +1,66 @@
-//! What `bench` tells: an object for programs, a table for people, CSV for plots.
+//! What `bench` found: an object for programs, a table for people, CSV for plots.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
 use serde::Serialize;
 
-use super::measure::{Bench, Measured, Pass, Texts};
-use super::sweep::Swept;
+use super::measure::{BenchPass, BenchRun, Measured, Texts};
 use crate::cli::decoder::dtype_of;
 use crate::decode::stats::{Comparison, Tally};
 use crate::files;
+use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures};
 use crate::numbers::Positive;
 use crate::torch::device_name;
 
 /// What one setting gave.
-#[derive(Debug, Serialize)]
-pub(super) struct Report {
-    #[serde(flatten)]
-    all: Group,
-    categories: BTreeMap<String, Group>,
-    device: String,
-    dtype: String,
-    /// Which loop decoded: `tch` or `cuda`.
-    engine: &'static str,
-    tree_nodes: usize,
-    repeats: usize,
-    /// Prompts of which a turn was longer than the context.
-    too_long: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    forced_acceptance_rate: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    sweep: Option<Swept>,
-}
-
-#[derive(Debug, Serialize)]
-struct Group {
-    plain: Side,
-    medusa: Side,
-    acceleration_rate: f64,
-    overhead: f64,
-    speedup: f64,
-    /// The slowest and the fastest repeat's.
-    speedup_range: [f64; 2],
-    /// At temperature 0, unless forced: the same tokens. Otherwise they are not expected to be.
-    identical: Option<bool>,
-}
-
-/// One way of decoding, in its median repeat.
-#[derive(Debug, Serialize)]
-struct Side {
-    tokens: usize,
-    seconds: f64,
-    tokens_per_second: f64,
-    /// The slowest and the fastest repeat's.
-    tokens_per_second_range: [f64; 2],
-    step_ms: f64,
-    steps: usize,
-    prefill_seconds: f64,
-    /// Above temperature 0: mean log-probability of a new token under the backbone.
-    mean_log_probability: Option<f64>,
-}
-
-impl Report {
-    pub(super) fn new(bench: &Bench, tree_nodes: usize, passes: &[Pass]) -> Self {
-        let first = &passes[0];
-        let of =
-            |pick: &dyn Fn(&Pass) -> Measured| Group::new(&passes.iter().map(pick).collect::<Vec<_>>(), bench.texts());
-        let category =
-            |name: &String| (name.clone(), of(&|pass| pass.categories.get(name).copied().unwrap_or_default()));
-        Self {
-            all: of(&|pass| pass.all),
-            categories: first.categories.keys().map(category).collect(),
-            device: device_name(bench.decoder.backbone.device()),
-            dtype: dtype_of(bench.decoder.backbone.kind()).to_string(),
-            engine: bench.decoding.borrow().name(),
-            tree_nodes,
-            repeats: passes.len(),
-            too_long: first.too_long,
-            forced_acceptance_rate: bench.setting.forced.map(Positive::get),
-            sweep: bench.setting.swept.clone(),
-        }
-    }
-
-    /// Each category, then all.
-    fn groups(&self) -> impl Iterator<Item = (&str, &Group)> {
-        self.categories.iter().map(|(name, group)| (name.as_str(), group)).chain([("all", &self.all)])
+pub(super) fn result(bench: &BenchRun, tree_nodes: usize, passes: &[BenchPass]) -> BenchResult {
+    let first = &passes[0];
+    let of =
+        |pick: &dyn Fn(&BenchPass) -> Measured| comparison(&passes.iter().map(pick).collect::<Vec<_>>(), bench.texts());
+    let category = |name: &String| (name.clone(), of(&|pass| pass.categories.get(name).copied().unwrap_or_default()));
+    BenchResult {
+        all: of(&|pass| pass.all),
+        categories: first.categories.keys().map(category).collect(),
+        device: device_name(bench.decoder.backbone.device()),
+        dtype: dtype_of(bench.decoder.backbone.kind()).to_string(),
+        engine: bench.decoding.borrow().name().into(),
+        tree_nodes,
+        repeats: passes.len(),
+        too_long: first.too_long,
+        forced_acceptance_rate: bench.setting.forced.map(Positive::get),
+        sweep: bench.setting.swept.clone(),
     }
 }
 
-impl Group {
-    /// Of the same prompts in each repeat.
-    fn new(repeats: &[Measured], texts: Texts) -> Self {
-        let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
-        let (plain, medusa) = (of(|measured| measured.times.plain), of(|measured| measured.times.medusa));
-        let median = Comparison { plain: median(&plain), medusa: self::median(&medusa) };
-        // Only the first repeat is scored.
-        let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);
-        Self {
-            plain: Side::new(&plain, median.plain, log_p.map(|log_p| log_p.plain)),
-            medusa: Side::new(&medusa, median.medusa, log_p.map(|log_p| log_p.medusa)),
-            acceleration_rate: median.acceleration_rate(),
-            overhead: median.overhead(),
-            speedup: median.speedup(),
-            speedup_range: range(repeats.iter().map(|measured| measured.times.speedup())),
-            identical: (texts == Texts::Greedy).then(|| repeats.iter().all(|measured| measured.identical)),
-        }
+/// Of the same prompts in each repeat.
+fn comparison(repeats: &[Measured], texts: Texts) -> DecodingComparison {
+    let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
+    let (plain, medusa) = (of(|measured| measured.times.plain), of(|measured| measured.times.medusa));
+    let median = Comparison { plain: median(&plain), medusa: self::median(&medusa) };
+    // Only the first repeat is scored.
+    let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);
+    DecodingComparison {
+        plain: figures(&plain, median.plain, log_p.map(|log_p| log_p.plain)),
+        medusa: figures(&medusa, median.medusa, log_p.map(|log_p| log_p.medusa)),
+        acceleration_rate: median.acceleration_rate(),
+        overhead: median.overhead(),
+        speedup: median.speedup(),
+        speedup_range: range(repeats.iter().map(|measured| measured.times.speedup())),
+        identical: (texts == Texts::Greedy).then(|| repeats.iter().all(|measured| measured.identical)),
     }
 }
 
-impl Side {
-    fn new(repeats: &[Tally], median: Tally, log_p: Option<f64>) -> Self {
-        Self {
-            tokens: median.tokens,
-            seconds: median.decoding.as_secs_f64(),
-            tokens_per_second: median.tokens_per_second(),
-            tokens_per_second_range: range(repeats.iter().map(Tally::tokens_per_second)),
-            step_ms: median.step_ms(),
-            steps: median.steps,
-            prefill_seconds: median.prefill.as_secs_f64(),
-            mean_log_probability: log_p.filter(|_| median.tokens > 0).map(|log_p| log_p / median.tokens as f64),
-        }
+fn figures(repeats: &[Tally], median: Tally, log_p: Option<f64>) -> DecodingFigures {
+    DecodingFigures {
+        tokens: median.tokens,
+        seconds: median.decoding.as_secs_f64(),
+        tokens_per_second: median.tokens_per_second(),
+        tokens_per_second_range: range(repeats.iter().map(Tally::tokens_per_second)),
+        step_ms: median.step_ms(),
+        steps: median.steps,
+        prefill_seconds: median.prefill.as_secs_f64(),
+        mean_log_probability: log_p.filter(|_| median.tokens > 0).map(|log_p| log_p / median.tokens as f64),
     }
 }
 
@@ -137,14 +77,14 @@ fn range(values: impl Iterator<Item = f64>) -> [f64; 2] {
 }
 
 /// For people: a row a category, or a row a value of the sweep.
-pub(super) fn table(reports: &[Report]) -> String {
-    let Some(first) = reports.first() else { return String::new() };
-    let swept = first.sweep.as_ref().map(|swept| swept.name);
-    let mut rows = vec![header(swept.unwrap_or("category"), reports)];
-    for report in reports {
-        match &report.sweep {
-            Some(swept) => rows.push(row(&swept.value.to_string(), &report.all)),
-            None => rows.extend(report.groups().map(|(name, group)| row(name, group))),
+pub(super) fn table(results: &[BenchResult]) -> String {
+    let Some(first) = results.first() else { return String::new() };
+    let swept = first.sweep.as_ref().map(|swept| swept.name.as_str());
+    let mut rows = vec![header(swept.unwrap_or("category"), results)];
+    for result in results {
+        match &result.sweep {
+            Some(swept) => rows.push(row(&swept.value.to_string(), &result.all)),
+            None => rows.extend(result.groups().map(|(name, group)| row(name, group))),
         }
     }
     let mut lines = aligned(&rows);
@@ -152,9 +92,9 @@ pub(super) fn table(reports: &[Report]) -> String {
     lines.join("\n")
 }
 
-fn header(first: &str, reports: &[Report]) -> Vec<String> {
-    let has_identical = reports.iter().any(|report| report.all.identical.is_some());
-    let has_log_p = reports.iter().any(|report| report.all.plain.mean_log_probability.is_some());
+fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
+    let has_identical = results.iter().any(|result| result.all.identical.is_some());
+    let has_log_p = results.iter().any(|result| result.all.plain.mean_log_probability.is_some());
     let last = match (has_identical, has_log_p) {
         (true, true) => "identical, or log p: plain, medusa",
         (false, true) => "log p: plain, medusa",
@@ -164,7 +104,7 @@ fn header(first: &str, reports: &[Report]) -> Vec<String> {
     names.map(str::to_owned).to_vec()
 }
 
-fn row(name: &str, group: &Group) -> Vec<String> {
+fn row(name: &str, group: &DecodingComparison) -> Vec<String> {
     let [low, high] = group.speedup_range;
     let last = match (group.identical, group.plain.mean_log_probability, group.medusa.mean_log_probability) {
         (Some(same), ..) => if same { "yes" } else { "no" }.into(),
@@ -196,27 +136,27 @@ fn aligned(rows: &[Vec<String>]) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-fn conditions(report: &Report, nodes_are_swept: bool) -> String {
-    let nodes = if nodes_are_swept { String::new() } else { format!(", a tree of {} nodes", report.tree_nodes) };
-    let repeats = match report.repeats {
+fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
+    let nodes = if nodes_are_swept { String::new() } else { format!(", a tree of {} nodes", result.tree_nodes) };
+    let repeats = match result.repeats {
         1 => "measured once".into(),
         repeats => format!("medians of {repeats} repeats, from-to: their speedups"),
     };
-    let too_long = match report.too_long {
+    let too_long = match result.too_long {
         0 => String::new(),
         prompts => format!(
             "\n{prompts} prompts have a turn that is longer than the context; that turn and those after it are left out"
         ),
     };
-    let forced = report.forced_acceptance_rate.map_or_else(String::new, |rate| {
+    let forced = result.forced_acceptance_rate.map_or_else(String::new, |rate| {
         format!("\nthe acceptance was forced to {rate} tokens a step: a timing, not what these heads reach")
     });
-    format!("{} on {}{nodes}; {repeats}{too_long}{forced}", report.dtype, report.device)
+    format!("{} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
 }
 
 /// A line of CSV.
 #[derive(Debug, Serialize)]
-struct Line<'a> {
+struct CsvRow<'a> {
     sweep: Option<&'a str>,
     value: Option<String>,
     category: &'a str,
@@ -244,14 +184,14 @@ struct Line<'a> {
     device: &'a str,
 }
 
-impl<'a> Line<'a> {
-    fn new(report: &'a Report, category: &'a str, group: &Group) -> Self {
+impl<'a> CsvRow<'a> {
+    fn new(result: &'a BenchResult, category: &'a str, group: &DecodingComparison) -> Self {
         let (plain, medusa, [speedup_min, speedup_max]) = (&group.plain, &group.medusa, group.speedup_range);
         Self {
-            sweep: report.sweep.as_ref().map(|swept| swept.name),
-            value: report.sweep.as_ref().map(|swept| swept.value.to_string()),
+            sweep: result.sweep.as_ref().map(|swept| swept.name.as_str()),
+            value: result.sweep.as_ref().map(|swept| swept.value.to_string()),
             category,
-            tree_nodes: report.tree_nodes,
+            tree_nodes: result.tree_nodes,
             plain_tokens: plain.tokens,
             plain_seconds: plain.seconds,
             plain_tokens_per_second: plain.tokens_per_second,
@@ -269,10 +209,10 @@ impl<'a> Line<'a> {
             speedup_min,
             speedup_max,
             identical: group.identical,
-            forced_acceptance_rate: report.forced_acceptance_rate,
-            repeats: report.repeats,
-            dtype: &report.dtype,
-            device: &report.device,
+            forced_acceptance_rate: result.forced_acceptance_rate,
+            repeats: result.repeats,
+            dtype: &result.dtype,
+            device: &result.device,
         }
     }
 }
@@ -281,11 +221,11 @@ impl<'a> Line<'a> {
 ///
 /// # Errors
 /// Whatever the disk says.
-pub(super) fn write_csv(path: &Path, reports: &[Report]) -> io::Result<()> {
+pub(super) fn write_csv(path: &Path, results: &[BenchResult]) -> io::Result<()> {
     files::write_atomic(path, |out| {
         let mut csv = csv::Writer::from_writer(out);
-        for report in reports {
-            report.groups().try_for_each(|(name, group)| csv.serialize(Line::new(report, name, group)))?;
+        for result in results {
+            result.groups().try_for_each(|(name, group)| csv.serialize(CsvRow::new(result, name, group)))?;
         }
         csv.flush()
     })
@@ -306,12 +246,12 @@ mod tests {
 
     #[test]
     fn a_slow_repeat_moves_the_range_and_not_the_median() {
-        let group = Group::new(&[measured(10, 5), measured(10, 20), measured(10, 4)], Texts::Greedy);
+        let group = comparison(&[measured(10, 5), measured(10, 20), measured(10, 4)], Texts::Greedy);
         assert_eq!((group.medusa.seconds, group.speedup, group.speedup_range), (5.0, 2.0, [0.5, 2.5]));
         assert_eq!(group.medusa.tokens_per_second_range, [5.0, 25.0]);
         assert_eq!((group.plain.tokens, group.medusa.steps, group.acceleration_rate), (100, 50, 2.0));
         assert_eq!((group.identical, group.plain.mean_log_probability), (Some(true), None));
-        let even = Group::new(&[measured(10, 5), measured(10, 20)], Texts::Greedy);
+        let even = comparison(&[measured(10, 5), measured(10, 20)], Texts::Greedy);
         assert_eq!(even.speedup, 0.5, "of two the slower");
     }
 

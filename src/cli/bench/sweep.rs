@@ -1,22 +1,17 @@
-//! `--sweep`: what is varied, and the settings that come of it. All that can be wrong with them is found here.
+//! `--sweep`: what is varied.
 
 use std::num::NonZeroUsize;
 use std::str::FromStr;
 
-use serde::Serialize;
 use serde_json::Number;
 
-use super::BenchArgs;
-use crate::calibrate::Calibration;
-use crate::cli::UsageError;
-use crate::cli::decoder::{AcceptanceName, DecodingFlags, non_negative, probability};
-use crate::model::config::LlamaConfig;
-use crate::numbers::{NonNegative, Positive, Probability};
-use crate::tree::sparse_tree::SparseTree;
+use crate::cli::decoder::{non_negative, probability};
+use crate::formats::bench::SweptValue;
+use crate::numbers::{NonNegative, Probability};
 
 /// `--sweep NAME=VALUE,VALUE,…`: one result a value.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Sweep {
+pub enum SweepFlag {
     /// The best tree of each size (paper figure 4).
     Nodes(Vec<NonZeroUsize>),
     /// ε of typical acceptance (paper figure 5).
@@ -27,36 +22,43 @@ pub enum Sweep {
     Temperature(Vec<NonNegative>),
 }
 
-impl Sweep {
+impl SweepFlag {
+    /// One result is of each.
+    pub(super) fn values(&self) -> impl Iterator<Item = SweptValue> {
+        self.numbers().into_iter().map(|value| SweptValue { name: self.name().into(), value })
+    }
+
     fn name(&self) -> &'static str {
         match self {
-            Sweep::Nodes(_) => "nodes",
-            Sweep::PosteriorThreshold(_) => "posterior-threshold",
-            Sweep::Context(_) => "context",
-            Sweep::Temperature(_) => "temperature",
+            SweepFlag::Nodes(_) => "nodes",
+            SweepFlag::PosteriorThreshold(_) => "posterior-threshold",
+            SweepFlag::Context(_) => "context",
+            SweepFlag::Temperature(_) => "temperature",
         }
     }
 
-    fn values(&self) -> Vec<Number> {
+    fn numbers(&self) -> Vec<Number> {
         let number = |value| Number::from_f64(value).expect("flags hold finite numbers");
         match self {
-            Sweep::Nodes(counts) | Sweep::Context(counts) => counts.iter().map(|count| count.get().into()).collect(),
-            Sweep::PosteriorThreshold(values) => values.iter().map(|value| number(value.get())).collect(),
-            Sweep::Temperature(values) => values.iter().map(|value| number(value.get())).collect(),
+            SweepFlag::Nodes(counts) | SweepFlag::Context(counts) => {
+                counts.iter().map(|count| count.get().into()).collect()
+            }
+            SweepFlag::PosteriorThreshold(values) => values.iter().map(|value| number(value.get())).collect(),
+            SweepFlag::Temperature(values) => values.iter().map(|value| number(value.get())).collect(),
         }
     }
 }
 
-impl FromStr for Sweep {
+impl FromStr for SweepFlag {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, values) = text.split_once('=').ok_or("expected NAME=VALUE,VALUE,…, for example nodes=8,16,32")?;
         match name {
-            "nodes" => Ok(Sweep::Nodes(list(name, values, count)?)),
-            "posterior-threshold" => Ok(Sweep::PosteriorThreshold(list(name, values, probability)?)),
-            "context" => Ok(Sweep::Context(list(name, values, count)?)),
-            "temperature" => Ok(Sweep::Temperature(list(name, values, non_negative)?)),
+            "nodes" => Ok(SweepFlag::Nodes(list(name, values, count)?)),
+            "posterior-threshold" => Ok(SweepFlag::PosteriorThreshold(list(name, values, probability)?)),
+            "context" => Ok(SweepFlag::Context(list(name, values, count)?)),
+            "temperature" => Ok(SweepFlag::Temperature(list(name, values, non_negative)?)),
             _ => Err(format!("no sweep {name:?}; expected nodes, posterior-threshold, context or temperature")),
         }
     }
@@ -71,173 +73,4 @@ fn list<T>(name: &str, values: &str, one: impl Fn(&str) -> Result<T, String>) ->
 
 fn count(text: &str) -> Result<NonZeroUsize, String> {
     text.parse().map_err(|_| "expected a whole number above 0".into())
-}
-
-/// The value that a result is of.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub(super) struct Swept {
-    pub(super) name: &'static str,
-    pub(super) value: Number,
-}
-
-/// How to decode for one result: as the flags say, but for what is swept.
-#[derive(Debug)]
-pub(super) struct Setting {
-    pub(super) swept: Option<Swept>,
-    pub(super) decoding: DecodingFlags,
-    /// Instead of `--tree`.
-    pub(super) tree: Option<SparseTree>,
-    /// What each prompt is cut or repeated to.
-    pub(super) context: Option<usize>,
-    /// Tokens a step, whatever is guessed.
-    pub(super) forced: Option<Positive>,
-}
-
-/// The settings of a command line, one a value of the sweep; without a sweep the one of the flags.
-///
-/// # Errors
-/// [`UsageError`] for flags that do not go together and values that cannot be; a calibration that cannot be read.
-pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
-    let is_of_nodes = matches!(args.sweep, Some(Sweep::Nodes(_)));
-    if args.calibration.is_some() && !is_of_nodes {
-        return refused("--calibration is what --sweep nodes=… makes its trees from; without that sweep, drop it");
-    }
-    let forced = args.force_acceptance_rate;
-    let base = || Setting { swept: None, decoding: args.decoding.clone(), tree: None, context: None, forced };
-    let Some(sweep) = &args.sweep else { return Ok(vec![base()]) };
-    let with = |decoding| Setting { decoding, ..base() };
-    let settings: Vec<Setting> = match sweep {
-        Sweep::Nodes(sizes) => {
-            trees(args, sizes)?.into_iter().map(|tree| Setting { tree: Some(tree), ..base() }).collect()
-        }
-        Sweep::PosteriorThreshold(thresholds) => {
-            check_typical(args)?;
-            let flags = |&posterior_threshold| DecodingFlags { posterior_threshold, ..args.decoding.clone() };
-            thresholds.iter().map(flags).map(with).collect()
-        }
-        Sweep::Context(lengths) => {
-            lengths.iter().try_for_each(|length| check_context(args, length.get()))?;
-            lengths.iter().map(|length| Setting { context: Some(length.get()), ..base() }).collect()
-        }
-        Sweep::Temperature(temperatures) => {
-            let flags = |&temperature| DecodingFlags { temperature, ..args.decoding.clone() };
-            temperatures.iter().map(flags).map(with).collect()
-        }
-    };
-    let swept = sweep.values().into_iter().map(|value| Swept { name: sweep.name(), value });
-    Ok(settings.into_iter().zip(swept).map(|(setting, swept)| Setting { swept: Some(swept), ..setting }).collect())
-}
-
-impl Setting {
-    /// The tokens to decode from, for a prompt of these. The first (BOS) and the end, which asks, stay; the rest is cut on the left,
-    /// or repeated there.
-    pub(super) fn prompt(&self, ids: &[i64]) -> Vec<i64> {
-        let (Some(length), [first, rest @ ..]) = (self.context, ids) else { return ids.to_vec() };
-        let rest = if rest.is_empty() { ids } else { rest };
-        let from_the_end = rest.iter().rev().cycle().take(length - 1).chain([first]);
-        let mut prompt: Vec<i64> = from_the_end.copied().collect();
-        prompt.reverse();
-        prompt
-    }
-
-    /// For the progress bar.
-    pub(super) fn label(&self) -> String {
-        self.swept.as_ref().map_or_else(String::new, |swept| format!("{} {}", swept.name, swept.value))
-    }
-}
-
-/// The best tree of each size. The one place that asks for trees.
-fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<SparseTree>> {
-    let Some(path) = &args.calibration else {
-        return refused(
-            "--sweep nodes=… searches a tree of each size: give it --calibration C, which `medusa calibrate` writes",
-        );
-    };
-    if args.tree.is_some() {
-        return refused("--sweep nodes=… makes its own trees; drop --tree");
-    }
-    let calibration = Calibration::load(path)?;
-    let best = |size: &NonZeroUsize| calibration.best_tree(size.get(), calibration.heads.len());
-    let tree = |size| best(size).map_err(|why| UsageError(format!("--sweep nodes={size}: {why}")).into());
-    sizes.iter().map(|size| tree(size).map(|found| found.tree)).collect()
-}
-
-fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
-    if args.force_acceptance_rate.is_some() {
-        return refused(
-            "--sweep posterior-threshold=… varies what --force-acceptance-rate disregards; drop one of them",
-        );
-    }
-    if args.decoding.acceptance != AcceptanceName::Typical {
-        return refused("--sweep posterior-threshold=… is of typical acceptance: use --acceptance typical");
-    }
-    if args.decoding.temperature.get() == 0.0 {
-        return refused(
-            "--sweep posterior-threshold=… needs --temperature above 0: at 0 decoding is greedy, whatever the threshold",
-        );
-    }
-    Ok(())
-}
-
-/// The same tokens are asked for behind every length: a context that cuts answers short would measure something else.
-fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
-    let decoding = &args.decoding;
-    let context = args.engine.context(LlamaConfig::load(&args.backbone)?.max_position_embeddings);
-    let context = usize::try_from(context)?;
-    let needed = length.saturating_add(decoding.max_new_tokens);
-    if needed > context {
-        return refused(&format!(
-            "--sweep context={length}: with --max-new-tokens {} that is {needed} tokens, but the backbone's context is \
-             {context}; lower one of them",
-            decoding.max_new_tokens
-        ));
-    }
-    Ok(())
-}
-
-fn refused<T>(why: &str) -> anyhow::Result<T> {
-    Err(UsageError(why.into()).into())
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Command {
-        #[command(flatten)]
-        args: BenchArgs,
-    }
-
-    fn args(more: &[&str]) -> BenchArgs {
-        let flags = ["bench", "--backbone", "b", "--heads", "h", "--prompts", "p"];
-        Command::try_parse_from(flags.iter().chain(more)).expect("a command line").args
-    }
-
-    #[test]
-    fn each_value_changes_one_thing() {
-        let of = |more: &[&str]| settings(&args(more)).expect("settings that can be");
-        let plain = of(&["--temperature", "0.5"]);
-        assert_eq!((plain.len(), &plain[0].swept, plain[0].label().as_str()), (1, &None, ""));
-        let swept = of(&["--temperature", "0.5", "--sweep", "posterior-threshold=0.01, 0.2"]);
-        let epsilons: Vec<f64> = swept.iter().map(|setting| setting.decoding.posterior_threshold.get()).collect();
-        assert_eq!(epsilons, [0.01, 0.2]);
-        assert!(swept.iter().all(|setting| setting.decoding.temperature.get() == 0.5));
-        assert_eq!(swept[1].label(), "posterior-threshold 0.2");
-        let swept = of(&["--sweep", "temperature=0,1"]);
-        assert_eq!([0, 1].map(|at: usize| swept[at].decoding.temperature.get()), [0.0, 1.0]);
-    }
-
-    #[test]
-    fn a_prompt_of_another_length_keeps_its_first_token_and_its_end() {
-        let swept = |context| Setting { context, ..settings(&args(&[])).expect("one setting").remove(0) };
-        assert_eq!(swept(None).prompt(&[1, 2, 3]), [1, 2, 3]);
-        assert_eq!(swept(Some(3)).prompt(&[1, 2, 3, 4, 5]), [1, 4, 5]);
-        assert_eq!(swept(Some(7)).prompt(&[1, 2, 3, 4]), [1, 2, 3, 4, 2, 3, 4]);
-        assert_eq!(swept(Some(6)).prompt(&[1, 2, 3, 4]), [1, 3, 4, 2, 3, 4]);
-        assert_eq!(swept(Some(3)).prompt(&[1]), [1, 1, 1]);
-        assert_eq!(swept(Some(1)).prompt(&[1, 2]), [1]);
-    }
 }

@@ -1,0 +1,4 @@
+//! Files that pass between commands: each has one type, one reader and one writer, here, and every other room imports them.
+//! No tensors here.
+
+pub mod bench;
