@@ -1,4 +1,4 @@
-//! README tells the truth: its tree names each file of src/ and nothing else, and every recipe loads.
+//! What is written is there: docs/architecture.md names each room of src/ and nothing else, README's recipe and every recipe load.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -8,57 +8,24 @@ use medusa::recipe::Recipe;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Every Rust file under a folder, sorted.
-fn rust_files(folder: &Path) -> Vec<PathBuf> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(folder).expect("a folder of the repository").flatten() {
-        let path = entry.path();
-        if path.is_dir() {
-            files.extend(rust_files(&path));
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            files.push(path);
-        }
-    }
-    files.sort();
-    files
-}
-
-/// Paths of the tree in README's first fenced block that starts with `src/`. A line is indentation, one or more names, and two
-/// or more blanks before its words; a name that ends in `/` opens a folder.
-fn tree() -> BTreeSet<PathBuf> {
-    let readme = fs::read_to_string(Path::new(ROOT).join("README.md")).expect("README.md");
-    let block = readme.split("```").find(|block| block.trim_start_matches("text").trim_start().starts_with("src/"));
-    let block = block.expect("README.md has a fenced tree that starts with src/");
-    let (mut folders, mut paths): (Vec<(usize, PathBuf)>, _) = (Vec::new(), BTreeSet::new());
-    for line in block.lines().filter(|line| line.contains('.') || line.contains('/')) {
-        let indent = line.len() - line.trim_start().len();
-        folders.retain(|(of_folder, _)| *of_folder < indent);
-        let parent = folders.last().map_or_else(PathBuf::new, |(_, folder)| folder.clone());
-        let names = line.trim_start().split("  ").next().unwrap_or_default().split_whitespace();
-        for name in names {
-            let path = parent.join(name.trim_end_matches('/'));
-            if name.ends_with('/') {
-                folders.push((indent, path));
-            } else {
-                paths.insert(path);
-            }
-        }
-    }
-    paths.into_iter().filter(|path| path.starts_with("src")).collect()
+/// Folders and files at the top of src/, as docs/architecture.md writes them; a file beside its folder is the folder.
+fn rooms() -> BTreeSet<String> {
+    let entries = fs::read_dir(Path::new(ROOT).join("src")).expect("src/").flatten();
+    let name = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().into_owned();
+    let (folders, files): (Vec<_>, Vec<_>) = entries.partition(|entry| entry.path().is_dir());
+    let folders: BTreeSet<String> = folders.iter().map(|folder| name(folder) + "/").collect();
+    let of_a_folder = |file: &String| folders.contains(&file.replace(".rs", "/"));
+    files.iter().map(name).filter(|file| !of_a_folder(file)).chain(folders.clone()).collect()
 }
 
 #[test]
-fn the_tree_in_readme_is_the_tree_of_src() {
-    let files = rust_files(&Path::new(ROOT).join("src"));
-    let real: BTreeSet<PathBuf> =
-        files.iter().map(|file| file.strip_prefix(ROOT).expect("under the root").to_owned()).collect();
-    let written = tree();
-    let missing: Vec<_> = real.difference(&written).collect();
-    let gone: Vec<_> = written.difference(&real).collect();
-    assert!(
-        missing.is_empty() && gone.is_empty(),
-        "README.md lacks {missing:?} and names {gone:?}, which are not there"
-    );
+fn the_rooms_in_architecture_md_are_the_rooms_of_src() {
+    let text = fs::read_to_string(Path::new(ROOT).join("docs/architecture.md")).expect("docs/architecture.md");
+    let table = text.split("\n## Rooms\n").nth(1).and_then(|rest| rest.split("\n## ").next()).expect("## Rooms");
+    let row = |line: &str| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned());
+    let written: Vec<String> = table.lines().filter_map(row).collect();
+    assert_eq!(written.iter().cloned().collect::<BTreeSet<_>>(), rooms());
+    assert_eq!(written.len(), rooms().len(), "a room stands there once");
 }
 
 #[test]
