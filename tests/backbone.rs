@@ -1,13 +1,15 @@
 //! Promise: a Hugging Face folder computes what transformers computes, and a folder that cannot be used says why.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use medusa::files::write_atomic;
 use medusa::model::attention::{NewTokens, RowMask};
+use medusa::model::config::LlamaConfig;
 use medusa::model::kv_cache::KvCache;
-use medusa::model::llama::{Llama, Purpose};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -152,6 +154,21 @@ fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool
     }
     assert_eq!(cache.len(), ids_t.size()[0]);
     Tensor::cat(&parts, 0)
+}
+
+#[test]
+fn the_table_of_weights_is_that_of_the_files() {
+    for name in FIXTURES {
+        let fixture = Fixture::open(name);
+        let shape = |view: &TensorView<'_>| view.shape().iter().map(|&d| d as i64).collect::<Vec<_>>();
+        let in_file: BTreeMap<_, _> =
+            fixture.weights().iter().map(|(name, view)| (name.clone(), shape(view))).collect();
+        let config = LlamaConfig::load(fixture.folder("config").path()).expect("a config");
+        assert_eq!(config.tensors().into_iter().collect::<BTreeMap<_, _>>(), in_file, "{name}");
+        let llama = Llama::random(config, Kind::Float, Device::Cpu, 0);
+        let in_memory = llama.weights().into_iter().map(|(name, tensor)| (name, tensor.size()));
+        assert!(in_memory.eq(llama.config.tensors()), "{name}");
+    }
 }
 
 #[test]

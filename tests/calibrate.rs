@@ -2,7 +2,8 @@
 
 use medusa::draft::medusa::heads::Heads;
 use medusa::model::attention::RowMask;
-use medusa::model::llama::{Llama, Purpose};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};

@@ -9,7 +9,8 @@ use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::model::attention::NewTokens;
 use medusa::model::kv_cache::KvCache;
-use medusa::model::llama::{Llama, Purpose};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use tch::{Device, Kind, Tensor};
 

@@ -7,7 +7,8 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use medusa::model::attention::RowMask;
-use medusa::model::llama::{Llama, Purpose};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use medusa::model::peft::attach;
 use rand_chacha::ChaCha8Rng;

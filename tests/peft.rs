@@ -3,9 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use medusa::model::adapters::attach_new;
 use medusa::model::attention::RowMask;
-use medusa::model::llama::{Llama, Purpose};
-use medusa::model::lora::{Adapters, LoraConfig, attach_new};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
+use medusa::model::lora::{Adapters, LoraConfig};
 use medusa::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE, attach, save_adapters};
 use medusa::model::weights::WeightFiles;
 use tch::{Device, Kind, Tensor};

@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use medusa::files::write_atomic;
+use medusa::model::adapters::attach_new;
 use medusa::model::attention::RowMask;
 use medusa::model::config::LlamaConfig;
-use medusa::model::llama::{Llama, Purpose};
-use medusa::model::lora::{self, Adapters, LoraConfig};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
+use medusa::model::lora::{Adapters, LoraConfig};
 use medusa::model::quantization::int8::Int8;
 use medusa::model::quantization::nf4::{AbsmaxBits, CODE, Nf4, Tables};
 use medusa::model::quantization::{Quantization, Quantizer};
@@ -335,7 +337,7 @@ fn twins(quantization: Quantization) -> [Llama; 2] {
     small.save_backbone(&values.iter().map(|(name, value)| (name.clone(), value)).collect::<Vec<_>>());
     let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8.0").expect("a config");
     [quantised, load(None)].map(|mut llama| {
-        lora::attach_new(&mut llama, &config, 5);
+        attach_new(&mut llama, &config, 5);
         llama.adapters().iter().enumerate().for_each(|(i, (_, adapter))| {
             let _ = tch::no_grad(|| adapter.b().shallow_clone().fill_(0.01 * (i + 1) as f64));
             let _ = adapter.parameters().map(|tensor| tensor.set_requires_grad(true));

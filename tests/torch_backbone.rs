@@ -5,7 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use medusa::model::attention::RowMask;
-use medusa::model::llama::{Llama, Purpose};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use medusa::model::torch_file;
 use medusa::model::weights::{Planned, WeightFiles};

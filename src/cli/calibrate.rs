@@ -22,7 +22,8 @@ use crate::data::tokenize::{TextTokenizer, wide};
 use crate::data::{self, LoadSettings, Progress, Watch, prompts};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::model::llama::{Llama, Purpose};
+use crate::model::llama::Llama;
+use crate::model::loading::Purpose;
 
 /// Measure how often each guess of each head is right, on rows that the heads were not trained on.
 #[derive(Debug, Args)]

@@ -27,7 +27,7 @@ use crate::distill::{self, Outcome, Progress, Settings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::engine::sample::Sampling;
 use crate::files;
-use crate::model::llama::Purpose;
+use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};

@@ -170,10 +170,12 @@ mod tests {
 
     use super::super::{Request, write};
     use super::*;
-    use crate::model::llama::Purpose;
-    use crate::model::lora::{LoraConfig, attach_new};
+    use crate::model::adapters::attach_new;
+    use crate::model::block_spec::names;
+    use crate::model::loading::Purpose;
+    use crate::model::lora::LoraConfig;
     use crate::model::peft::save_adapters;
-    use crate::model::weights::{MODEL_FILE, names, save};
+    use crate::model::weights::{MODEL_FILE, save};
     use tch::Device;
 
     fn tiny() -> PathBuf {

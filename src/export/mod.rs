@@ -16,11 +16,13 @@ use crate::draft::medusa::heads::import::{HeadsFile, Notice, folder_of};
 use crate::draft::medusa::heads::layout::Layout;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::NewFolder;
+use crate::model::block_spec::names;
 use crate::model::folder::FolderError;
-use crate::model::llama::{Llama, LoadError, Purpose};
+use crate::model::llama::Llama;
+use crate::model::loading::{LoadError, Purpose};
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
 use crate::model::torch_file::TorchFileError;
-use crate::model::weights::{WeightFiles, WeightsError, names};
+use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Dtype;
 use crate::train::checkpoint::BACKBONE_FOLDER;
 

@@ -8,6 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::cpu::attention::Seen;
 use crate::model::batch_cache::{BatchLayer, BatchStep};
+use crate::model::block_spec::{HeadShape, Windows};
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::{KvCache, LayerCache};
 use crate::model::linear::{Linear, LinearGroup};
@@ -22,29 +23,10 @@ pub struct Attention {
     pub(super) shape: HeadShape,
 }
 
-/// Heads of a layer.
-#[derive(Debug, Clone, Copy)]
-pub struct HeadShape {
-    q: i64,
-    g: i64,
-    d: i64,
-}
-
-impl HeadShape {
-    /// From the config.
-    pub fn new(config: &LlamaConfig) -> Self {
-        Self { q: config.num_attention_heads, g: config.num_key_value_heads, d: config.head_dim }
-    }
-
-    fn scale(self) -> f64 {
-        (self.d as f64).powf(-0.5)
-    }
-}
-
 impl Attention {
     /// Whole rows: `x_bth` `[B, T, H]` to the same shape; `rows` says who sees whom.
     pub fn over_rows(&self, x_bth: &Tensor, rotation: &Rotation, rows: &RowMask, adapters: Adapters) -> Tensor {
-        let HeadShape { q, g, d } = self.shape;
+        let HeadShape { q, g, d, .. } = self.shape;
         let (b, t) = (x_bth.size()[0], x_bth.size()[1]);
         let [queries, keys, values] = self.qkv.each(x_bth, [q * d, g * d, g * d], adapters);
         let heads = |x: &Tensor, heads: i64| x.view([b, t, heads, d]);
@@ -57,7 +39,7 @@ impl Attention {
 
     /// New tokens behind a cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the cache's pending rows.
     pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, place: &Place, cache: &LayerCache) -> Tensor {
-        let HeadShape { q, g, d } = self.shape;
+        let HeadShape { q, g, d, .. } = self.shape;
         let n = x_nh.size()[0];
         let qkv_nhd = self.qkv.forward(x_nh, Adapters::Off).view([n, q + 2 * g, d]);
         rotation.apply_(&qkv_nhd.narrow(1, 0, q + g));
@@ -87,7 +69,7 @@ impl Attention {
     /// One new token of each of several generations: `x_ph` `[P, H]` to the same shape. Their keys and values go to the cache.
     /// The spare rows (see [`BatchStep`]) attend to nothing.
     pub fn over_batch(&self, x_ph: &Tensor, rotation: &Rotation, step: &BatchStep, cache: &BatchLayer) -> Tensor {
-        let HeadShape { q, g, d } = self.shape;
+        let HeadShape { q, g, d, .. } = self.shape;
         let qkv_phd = self.qkv.forward(x_ph, Adapters::Off).view([step.product_rows, q + 2 * g, d]);
         rotation.apply_(&qkv_phd.narrow(1, 0, q + g));
         let qkv_bhd = qkv_phd.narrow(0, 0, step.rows);
@@ -170,7 +152,8 @@ impl RowMask {
     /// Each row is one text; padding at its right end is seen by nothing before it.
     pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
         let positions = Tensor::arange(t, (Kind::Float, device));
-        let mask = config.sliding_window.filter(|&w| w < t).map(|w| within_window(&positions.unsqueeze(0), w));
+        let Windows::EveryLayer(window) = config.block().windows;
+        let mask = window.filter(|&w| w < t).map(|w| within_window(&positions.unsqueeze(0), w));
         let by_blocks = mask.is_none() && device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
         Self { mask_b1tt: mask.map(|m| m.unsqueeze(1)), by_blocks, causal_blocks: OnceCell::new(), positions }
     }
@@ -187,7 +170,8 @@ impl RowMask {
         let tensor = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).view([b, t]).to_device(device);
         let (segments_bt, positions_bt) = (tensor(segments), tensor(positions));
         let same_btt = segments_bt.unsqueeze(2).eq_tensor(&segments_bt.unsqueeze(1));
-        let sees_btt = within_window(&positions_bt, config.sliding_window.unwrap_or(t)).logical_and(&same_btt);
+        let Windows::EveryLayer(window) = config.block().windows;
+        let sees_btt = within_window(&positions_bt, window.unwrap_or(t)).logical_and(&same_btt);
         Self {
             mask_b1tt: Some(sees_btt.unsqueeze(1)),
             by_blocks: false,
@@ -279,12 +263,13 @@ impl NewTokens {
             seen.sort_by_key(|&key| offsets[key]);
             seen
         });
+        let Windows::EveryLayer(sliding_window) = config.block().windows;
         Self {
             offsets: offsets.to_vec(),
             ancestors: ancestors.collect(),
             sees: rows,
             is_chain: false,
-            sliding_window: config.sliding_window,
+            sliding_window,
             groups: config.num_attention_heads / config.num_key_value_heads,
             kind,
             device,

@@ -4,6 +4,7 @@
 // L layers, B rows, P rows of a product, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};
 
+use crate::model::block_spec::Windows;
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::KvCache;
 use crate::model::rope::{Rope, Rotation};
@@ -64,7 +65,8 @@ impl BatchCache {
         let (layers, planes) = (config.num_hidden_layers.cast_signed() as i64, 2 * config.num_key_value_heads);
         // Zeros everywhere: what is hidden by the mask is still multiplied, and must be finite.
         let all = Tensor::zeros([layers, 1, planes, BLOCK, config.head_dim], (kind, device));
-        let (sliding_window, context) = (config.sliding_window, config.max_position_embeddings);
+        let Windows::EveryLayer(sliding_window) = config.block().windows;
+        let context = config.max_position_embeddings;
         Self { layers: layer_views(&all), all, lengths: vec![], sliding_window, context }
     }
 

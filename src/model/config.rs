@@ -5,6 +5,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::model::block_spec::RopeScaling;
+use crate::model::block_spec::{
+    Activation, Biases, BlockSpec, HeadShape, MlpSpec, NormKind, NormPlaces, NormSpec, RotarySpec, Windows, names,
+};
+
 /// What makes a config unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
@@ -79,30 +84,6 @@ pub struct LlamaConfig {
     pub eos_token_ids: Vec<i64>,
 }
 
-/// How the rotary frequencies are stretched beyond the context of pre-training.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-#[serde(tag = "rope_type", rename_all = "lowercase")]
-pub enum RopeScaling {
-    /// Not at all.
-    Default,
-    /// Every frequency is divided by the factor.
-    Linear {
-        /// The factor.
-        factor: f64,
-    },
-    /// Llama 3.1: low frequencies are divided, high ones kept, a smooth ramp between.
-    Llama3 {
-        /// Low frequencies are divided by it.
-        factor: f64,
-        /// Wavelengths above original context / this are low.
-        low_freq_factor: f64,
-        /// Wavelengths below original context / this are high.
-        high_freq_factor: f64,
-        /// Context of pre-training.
-        original_max_position_embeddings: f64,
-    },
-}
-
 /// `config.json` as written. Keys that change no number here are ignored, as transformers does.
 #[derive(Debug, Deserialize)]
 struct Written {
@@ -172,25 +153,53 @@ impl LlamaConfig {
         Ok(config)
     }
 
+    /// Its decoder block.
+    pub fn block(&self) -> BlockSpec {
+        let (hidden_size, d) = (self.hidden_size, self.head_dim);
+        BlockSpec {
+            hidden_size,
+            norms: NormSpec { kind: NormKind::Rms, eps: self.rms_norm_eps, places: NormPlaces::Inputs },
+            heads: HeadShape {
+                q: self.num_attention_heads,
+                g: self.num_key_value_heads,
+                d,
+                query_pre_attn_scalar: d as f64,
+            },
+            rotary: RotarySpec { size: d, theta: self.rope_theta, scaling: self.rope_scaling },
+            windows: Windows::EveryLayer(self.sliding_window),
+            mlp: MlpSpec { width: self.intermediate_size, activation: Activation::Silu },
+            biases: Biases { qkv: self.attention_bias, o: self.attention_bias, mlp: self.mlp_bias },
+        }
+    }
+
     /// Width of the query projection, Q·D.
     pub fn query_size(&self) -> i64 {
-        self.num_attention_heads * self.head_dim
+        self.block().heads.query_size()
     }
 
     /// Width of the key and of the value projection, G·D.
     pub fn key_value_size(&self) -> i64 {
-        self.num_key_value_heads * self.head_dim
+        self.block().heads.key_value_size()
+    }
+
+    /// Names and shapes of all weights, in the order of a file.
+    pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
+        let (v, h) = (self.vocab_size, self.hidden_size);
+        let mut all = vec![(names::EMBED_TOKENS.to_owned(), vec![v, h])];
+        for layer in 0..self.num_hidden_layers {
+            let tensors = self.block().tensors().into_iter();
+            all.extend(tensors.map(|(part, shape)| (names::in_layer(layer, &part), shape)));
+        }
+        all.push((names::NORM.to_owned(), vec![h]));
+        if !self.tie_word_embeddings {
+            all.push((format!("{}.weight", names::LM_HEAD), vec![v, h]));
+        }
+        all
     }
 
     /// Number of weights; a tied lm_head counts once.
     pub fn parameters(&self) -> i64 {
-        let (h, f) = (self.hidden_size, self.intermediate_size);
-        let (q, kv) = (self.query_size(), self.key_value_size());
-        let attention_bias = if self.attention_bias { q + 2 * kv + h } else { 0 };
-        let mlp_bias = if self.mlp_bias { 2 * f + h } else { 0 };
-        let layer = h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h + attention_bias + mlp_bias;
-        let vocabularies = if self.tie_word_embeddings { 1 } else { 2 };
-        vocabularies * self.vocab_size * h + layer * self.num_hidden_layers.cast_signed() as i64 + h
+        self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
     }
 
     fn check(&self, path: &Path) -> Result<(), ConfigError> {

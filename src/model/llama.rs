@@ -1,23 +1,21 @@
-//! The backbone: a Llama-family decoder (Touvron et al. 2023), one file for the family.
+//! The backbone: a Llama-family decoder (Touvron et al. 2023) and its passes over whole rows and behind caches.
 
 // B rows, T tokens of a row, N new tokens, H hidden, V vocabulary
-use std::path::Path;
-
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu;
 use crate::cpu::arena::Arena;
 use crate::cpu::rows::largest;
-use crate::model::attention::{Attention, HeadShape, NewTokens, RowMask};
+use crate::model::attention::{Attention, NewTokens, RowMask};
 use crate::model::batch_cache::BatchCache;
-use crate::model::config::{ConfigError, LlamaConfig};
+use crate::model::block_spec::{BlockSpec, names};
+use crate::model::config::LlamaConfig;
+use crate::model::decoder_layer::{DecoderLayer, norm};
 use crate::model::kv_cache::KvCache;
-use crate::model::linear::{Linear, LinearGroup};
-use crate::model::lora::{Adapter, Adapters};
-use crate::model::peft::{self, PeftError};
-use crate::model::quantization::{Quantization, QuantizedWeight, Quantizer};
+use crate::model::linear::Linear;
+use crate::model::lora::Adapters;
+use crate::model::quantization::{Quantization, QuantizedWeight};
 use crate::model::rope::{Rope, Rotation};
-use crate::model::weights::{WeightFiles, WeightsError, names};
 use crate::torch::bytes;
 
 mod cpu_pass;
@@ -26,184 +24,27 @@ mod dense;
 use cpu_pass::CpuPass;
 pub use dense::{DenseLayer, DenseWeights};
 
-/// What makes a folder unusable as a backbone.
-#[derive(Debug, thiserror::Error)]
-pub enum LoadError {
-    /// Its shape.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
-    /// Its weights.
-    #[error(transparent)]
-    Weights(#[from] WeightsError),
-    /// Its adapter.
-    #[error(transparent)]
-    Adapter(#[from] PeftError),
-}
-
-/// What a backbone is loaded for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Purpose {
-    /// Whole rows: every product separate, over the mapped file where dtype and device allow.
-    Training,
-    /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
-    Decoding,
-    /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
-    Batches,
-}
-
-/// Whether a backbone's folder holds more than its config.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HasWeights {
-    /// Their headers fit the config.
-    Yes,
-    /// Only `config.json` was looked at.
-    No,
-}
-
 /// A backbone.
 #[derive(Debug)]
 pub struct Llama {
     /// Its shape.
     pub config: LlamaConfig,
+    pub(super) block: BlockSpec,
     /// `[V, H]`, of the file's dtype: rows are converted as they are looked up, so a mapped file is not copied.
-    embed_tokens_vh: Tensor,
-    layers: Vec<DecoderLayer>,
-    norm_h: Tensor,
-    lm_head: Linear,
-    rope: Rope,
-    kind: Kind,
-    quantization: Option<Quantization>,
-    device: Device,
+    pub(super) embed_tokens_vh: Tensor,
+    pub(super) layers: Vec<DecoderLayer>,
+    pub(super) norm_h: Tensor,
+    pub(super) lm_head: Linear,
+    pub(super) rope: Rope,
+    pub(super) kind: Kind,
+    pub(super) quantization: Option<Quantization>,
+    pub(super) device: Device,
     /// Where passes of few rows have kernels of their own.
-    cpu_pass: Option<CpuPass>,
+    pub(super) cpu_pass: Option<CpuPass>,
 }
-
-#[derive(Debug)]
-struct DecoderLayer {
-    input_layernorm_h: Tensor,
-    attention: Attention,
-    post_attention_layernorm_h: Tensor,
-    gate_up: LinearGroup,
-    down: Linear,
-}
-
-/// Where a backbone's tensors come from: name and shape to tensor.
-type Source<'s> = dyn FnMut(&str, &[i64]) -> Result<Tensor, WeightsError> + 's;
 
 impl Llama {
-    /// Loads a Hugging Face folder to compute in `kind` on `device`.
-    ///
-    /// # Errors
-    /// [`LoadError`] names the file and what is wrong in it.
-    pub fn load(folder: &Path, kind: Kind, device: Device, purpose: Purpose) -> Result<Self, LoadError> {
-        Self::load_quantized(folder, kind, device, purpose, None)
-    }
-
-    /// As [`Llama::load`], with the linear layers of the decoder quantised one after the other: no more than one is in memory as it
-    /// is in the file.
-    ///
-    /// # Errors
-    /// [`LoadError`] names the file and what is wrong in it.
-    pub fn load_quantized(
-        folder: &Path,
-        kind: Kind,
-        device: Device,
-        purpose: Purpose,
-        quantization: Option<Quantization>,
-    ) -> Result<Self, LoadError> {
-        let config = LlamaConfig::load(folder)?;
-        let files = WeightFiles::open(folder)?;
-        let embedding = files.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?.to_device(device);
-        let mut source = |name: &str, shape: &[i64]| {
-            if quantization.is_some() {
-                files.release(); // what was read before is quantised by now
-            }
-            match name {
-                names::EMBED_TOKENS => Ok(embedding.shallow_clone()),
-                _ => files.tensor(name, shape, kind, device),
-            }
-        };
-        let llama = Self::build(config, kind, device, quantization, &mut source)?.prepared_for(purpose);
-        files.release();
-        Ok(llama)
-    }
-
-    /// As [`Llama::load`], with the adapter of a PEFT folder in its weights.
-    ///
-    /// # Errors
-    /// [`LoadError`] names the file and what is wrong in it.
-    pub fn load_merged(
-        folder: &Path,
-        adapter: &Path,
-        kind: Kind,
-        device: Device,
-        purpose: Purpose,
-    ) -> Result<Self, LoadError> {
-        let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
-        peft::attach(&mut llama, adapter, None)?;
-        Ok(llama.merged().prepared_for(purpose))
-    }
-
-    /// The backbone of a folder without its numbers: every weight is one zero, seen from everywhere, so it takes no memory. Where the
-    /// folder has weights, their headers are checked as loading would; no data are read.
-    ///
-    /// # Errors
-    /// [`LoadError`] names the file and what is wrong in it.
-    pub fn outline(folder: &Path) -> Result<(Self, HasWeights), LoadError> {
-        let config = LlamaConfig::load(folder)?;
-        let files = match WeightFiles::open(folder) {
-            Err(WeightsError::NoWeights { .. }) => None,
-            files => Some(files?),
-        };
-        let zero = Tensor::zeros([1], (Kind::Float, Device::Cpu));
-        let mut source = |name: &str, shape: &[i64]| {
-            files.iter().try_for_each(|files| files.check(name, shape))?;
-            Ok(zero.expand(shape, false))
-        };
-        let outline = Self::build(config, Kind::Float, Device::Cpu, None, &mut source)?;
-        Ok((outline, if files.is_some() { HasWeights::Yes } else { HasWeights::No }))
-    }
-
-    /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
-    pub fn random(config: LlamaConfig, kind: Kind, device: Device, seed: u64) -> Self {
-        crate::torch::seed(seed);
-        let mut source = |_: &str, shape: &[i64]| {
-            let options = (kind, device);
-            Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { Tensor::randn(shape, options) * 0.02 })
-        };
-        Self::build(config, kind, device, None, &mut source).expect("this source has every tensor")
-    }
-
-    fn build(
-        config: LlamaConfig,
-        kind: Kind,
-        device: Device,
-        quantization: Option<Quantization>,
-        source: &mut Source,
-    ) -> Result<Self, WeightsError> {
-        let (h, v) = (config.hidden_size, config.vocab_size);
-        let quantizer = quantization.map(|quantization| Quantizer::new(quantization, device));
-        let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
-        let lm_head = match config.tie_word_embeddings {
-            true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
-            false => linear(source, names::LM_HEAD, [v, h], false, None)?,
-        };
-        let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&config, i, quantizer.as_ref(), source));
-        Ok(Self {
-            layers: layers.collect::<Result<_, _>>()?,
-            norm_h: source(names::NORM, &[h])?,
-            rope: Rope::new(&config, kind, device),
-            lm_head,
-            embed_tokens_vh,
-            config,
-            kind,
-            quantization,
-            device,
-            cpu_pass: None,
-        })
-    }
-
-    /// The same backbone for a few tokens at a time: see [`Purpose::Decoding`].
+    /// The same backbone for a few tokens at a time: see [`crate::model::loading::Purpose::Decoding`].
     #[must_use]
     pub fn for_decoding(mut self) -> Self {
         let mut arena = Arena::default();
@@ -214,20 +55,12 @@ impl Llama {
         self
     }
 
-    /// The same backbone for several generations at once: see [`Purpose::Batches`].
+    /// The same backbone for several generations at once: see [`crate::model::loading::Purpose::Batches`].
     #[must_use]
     pub fn for_batches(mut self) -> Self {
         self.lm_head = self.lm_head.packed();
         self.layers = self.layers.into_iter().map(|layer| layer.prepared(&mut Linear::packed)).collect();
         self
-    }
-
-    fn prepared_for(self, purpose: Purpose) -> Self {
-        match purpose {
-            Purpose::Training => self,
-            Purpose::Decoding => self.for_decoding(),
-            Purpose::Batches => self.for_batches(),
-        }
     }
 
     /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
@@ -251,14 +84,13 @@ impl Llama {
         rows: &RowMask,
         adapters: Adapters,
     ) -> Tensor {
-        let eps = self.config.rms_norm_eps;
         match part.checked_sub(1) {
             None => self.embed(x),
             Some(layer) if layer < self.layers.len() => {
                 let layer = &self.layers[layer];
-                layer.forward(x, eps, adapters, |x, a| a.over_rows(x, rotation, rows, adapters))
+                layer.forward(x, &self.block, adapters, |x, a| a.over_rows(x, rotation, rows, adapters))
             }
-            Some(_) => rms_norm(x, &self.norm_h, eps),
+            Some(_) => norm(x, &self.norm_h, self.block.norms),
         }
     }
 
@@ -277,9 +109,9 @@ impl Llama {
         let mut x_nh = self.embed(tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
             let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &place, cache.layer(i));
-            x_nh = layer.forward(&x_nh, self.config.rms_norm_eps, Adapters::Off, attend);
+            x_nh = layer.forward(&x_nh, &self.block, Adapters::Off, attend);
         }
-        rms_norm(&x_nh, &self.norm_h, self.config.rms_norm_eps)
+        norm(&x_nh, &self.norm_h, self.block.norms)
     }
 
     /// One new token of each of several generations: `tokens_b` `[B]` int64, a token for each row of the cache, to logits of the
@@ -291,10 +123,10 @@ impl Llama {
         let mut x_ph = self.embed(&step.with_spare_rows(tokens_b));
         for (i, layer) in self.layers.iter().enumerate() {
             let attend = |x: &Tensor, a: &Attention| a.over_batch(x, &rotation, &step, cache.layer(i));
-            x_ph = layer.forward(&x_ph, self.config.rms_norm_eps, Adapters::Off, attend);
+            x_ph = layer.forward(&x_ph, &self.block, Adapters::Off, attend);
         }
         cache.commit();
-        let hidden_ph = rms_norm(&x_ph, &self.norm_h, self.config.rms_norm_eps);
+        let hidden_ph = norm(&x_ph, &self.norm_h, self.block.norms);
         self.logits(&hidden_ph, Adapters::Off).narrow(0, 0, step.rows)
     }
 
@@ -320,6 +152,11 @@ impl Llama {
     /// The LM head's weight `[V, H]`; for decoding it may be packed away.
     pub fn lm_head_weight(&self) -> Option<&Tensor> {
         self.lm_head.dense_weight()
+    }
+
+    /// What its config says about a decoder block.
+    pub fn block(&self) -> &BlockSpec {
+        &self.block
     }
 
     /// What it computes in.
@@ -349,7 +186,7 @@ impl Llama {
     pub fn weights(&self) -> Vec<(String, &Tensor)> {
         let mut all = vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)];
         for (i, layer) in self.layers.iter().enumerate() {
-            all.extend(layer.weights().into_iter().map(|(part, t)| (names::in_layer(i, &part), t)));
+            all.extend(layer.weights(&self.block, i));
         }
         all.push((names::NORM.to_owned(), &self.norm_h));
         if !self.config.tie_word_embeddings {
@@ -358,177 +195,9 @@ impl Llama {
         all
     }
 
-    /// What is trained in a part of a pass (see [`Llama::forward_kept`]), by the name in its file: adapters by PEFT's, weights by
-    /// Hugging Face's.
-    pub fn trained_in(&self, part: usize) -> Vec<(String, &Tensor)> {
-        let all = match part.checked_sub(1) {
-            None => vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)],
-            Some(layer) if layer < self.layers.len() => self.layers[layer].tensors(layer),
-            Some(_) => vec![(names::NORM.to_owned(), &self.norm_h)],
-        };
-        all.into_iter().filter(|(_, tensor)| tensor.requires_grad()).collect()
-    }
-
-    /// What is trained in the LM head; nothing where it is tied to a trained embedding, which is [`Llama::trained_in`] part 0.
-    pub fn trained_in_lm_head(&self) -> Vec<(String, &Tensor)> {
-        if let Some(adapter) = self.lm_head.adapter() {
-            return peft::named(names::LM_HEAD, adapter).into_iter().filter(|(_, t)| t.requires_grad()).collect();
-        }
-        let own = self.lm_head.dense_weight().filter(|w| w.requires_grad() && !self.config.tie_word_embeddings);
-        own.map(|weight| (format!("{}.weight", names::LM_HEAD), weight)).into_iter().collect()
-    }
-
-    /// Every adapter by the name of its layer.
-    pub fn adapters(&self) -> Vec<(String, &Adapter)> {
-        let mut all = vec![];
-        for (i, layer) in self.layers.iter().enumerate() {
-            let named = linear_names().zip(layer.linears());
-            all.extend(named.filter_map(|(part, linear)| Some((names::in_layer(i, part), linear.adapter()?))));
-        }
-        all.extend(self.lm_head.adapter().map(|adapter| (names::LM_HEAD.to_owned(), adapter)));
-        all
-    }
-
-    /// Every linear layer by its name, lm_head last.
-    pub(super) fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
-        let mut all = vec![];
-        for (i, layer) in self.layers.iter_mut().enumerate() {
-            let attention = layer.attention.qkv.layers_mut().iter_mut().chain([&mut layer.attention.o]);
-            let linears = attention.chain(layer.gate_up.layers_mut()).chain([&mut layer.down]);
-            all.extend(linear_names().map(|part| names::in_layer(i, part)).zip(linears));
-        }
-        all.push((names::LM_HEAD.to_owned(), &mut self.lm_head));
-        all
-    }
-
-    /// The same backbone with its adapters in its weights. A tied lm_head that had an adapter is tied no longer.
-    #[must_use]
-    pub fn merged(mut self) -> Self {
-        self.config.tie_word_embeddings &= self.lm_head.adapter().is_none();
-        self.linears_mut().into_iter().for_each(|(_, linear)| linear.merge());
-        self
-    }
-
-    /// The same backbone with float32 weights of its own, all of them trained; it computes in `kind`.
-    #[must_use]
-    pub fn for_fine_tuning(mut self, kind: Kind) -> Self {
-        let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
-        self.embed_tokens_vh = own(&self.embed_tokens_vh);
-        self.norm_h = own(&self.norm_h);
-        for layer in &mut self.layers {
-            layer.input_layernorm_h = own(&layer.input_layernorm_h);
-            layer.post_attention_layernorm_h = own(&layer.post_attention_layernorm_h);
-        }
-        self.linears_mut().into_iter().for_each(|(_, linear)| linear.own());
-        if self.config.tie_word_embeddings {
-            self.lm_head = Linear::dense(self.embed_tokens_vh.shallow_clone(), None);
-        }
-        self.rope = Rope::new(&self.config, kind, self.device);
-        self.kind = kind;
-        for (_, weight) in self.weights() {
-            let _ = weight.set_requires_grad(true);
-        }
-        self
-    }
-
     fn embed(&self, tokens: &Tensor) -> Tensor {
         Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind)
     }
-}
-
-impl DecoderLayer {
-    fn build(
-        config: &LlamaConfig,
-        index: usize,
-        quantizer: Option<&Quantizer>,
-        source: &mut Source,
-    ) -> Result<Self, WeightsError> {
-        let (h, f) = (config.hidden_size, config.intermediate_size);
-        let (q, kv) = (config.query_size(), config.key_value_size());
-        let mut named = |part: &str, shape: [i64; 2], bias: bool| {
-            linear(source, &names::in_layer(index, part), shape, bias, quantizer)
-        };
-        let qkv = names::QKV.iter().zip([q, kv, kv]).map(|(part, rows)| named(part, [rows, h], config.attention_bias));
-        let qkv = LinearGroup::separate(qkv.collect::<Result<_, _>>()?);
-        let o = named(names::O, [h, q], config.attention_bias)?;
-        let gate_up = names::GATE_UP.iter().map(|part| named(part, [f, h], config.mlp_bias));
-        let gate_up = LinearGroup::separate(gate_up.collect::<Result<_, _>>()?);
-        let down = named(names::DOWN, [h, f], config.mlp_bias)?;
-        Ok(Self {
-            input_layernorm_h: source(&names::in_layer(index, names::INPUT_LAYERNORM), &[h])?,
-            attention: Attention { qkv, o, shape: HeadShape::new(config) },
-            post_attention_layernorm_h: source(&names::in_layer(index, names::POST_ATTENTION_LAYERNORM), &[h])?,
-            gate_up,
-            down,
-        })
-    }
-
-    /// q, k, v and gate, up merged, and all products as `prepare` makes them.
-    fn prepared(self, prepare: &mut impl FnMut(Linear) -> Linear) -> Self {
-        let Attention { qkv, o, shape } = self.attention;
-        let attention = Attention { qkv: qkv.merged(&mut *prepare), o: prepare(o), shape };
-        Self { attention, gate_up: self.gate_up.merged(&mut *prepare), down: prepare(self.down), ..self }
-    }
-
-    /// The residual stream `x` (`[…, H]`) through attention, which `attend` runs, and the MLP.
-    fn forward(
-        &self,
-        x: &Tensor,
-        eps: f64,
-        adapters: Adapters,
-        attend: impl Fn(&Tensor, &Attention) -> Tensor,
-    ) -> Tensor {
-        let x = x + attend(&rms_norm(x, &self.input_layernorm_h, eps), &self.attention);
-        let f = self.gate_up.outputs() / 2;
-        let [gate, up] = self.gate_up.each(&rms_norm(&x, &self.post_attention_layernorm_h, eps), [f, f], adapters);
-        x + self.down.forward(&(gate.silu() * up), adapters)
-    }
-
-    fn linears(&self) -> impl Iterator<Item = &Linear> {
-        let attention = self.attention.qkv.layers().iter().chain([&self.attention.o]);
-        attention.chain(self.gate_up.layers()).chain([&self.down])
-    }
-
-    /// Weights and adapters of layer `index`, by the names in their files.
-    fn tensors(&self, index: usize) -> Vec<(String, &Tensor)> {
-        let weights = self.weights().into_iter().map(|(part, tensor)| (names::in_layer(index, &part), tensor));
-        let mut all: Vec<(String, &Tensor)> = weights.collect();
-        for (part, linear) in linear_names().zip(self.linears()) {
-            all.extend(linear.adapter().into_iter().flat_map(|a| peft::named(&names::in_layer(index, part), a)));
-        }
-        all
-    }
-
-    fn weights(&self) -> Vec<(String, &Tensor)> {
-        let mut all: Vec<(String, &Tensor)> = vec![];
-        for (part, linear) in linear_names().zip(self.linears()) {
-            all.extend(linear.dense_weight().map(|weight| (format!("{part}.weight"), weight)));
-            all.extend(linear.bias().map(|bias| (format!("{part}.bias"), bias)));
-        }
-        all.push((names::INPUT_LAYERNORM.to_owned(), &self.input_layernorm_h));
-        all.push((names::POST_ATTENTION_LAYERNORM.to_owned(), &self.post_attention_layernorm_h));
-        all
-    }
-}
-
-/// Names of a layer's linears in the order of [`DecoderLayer::linears`].
-fn linear_names() -> impl Iterator<Item = &'static str> {
-    names::QKV.into_iter().chain([names::O]).chain(names::GATE_UP).chain([names::DOWN])
-}
-
-fn linear(
-    source: &mut Source,
-    name: &str,
-    shape: [i64; 2],
-    has_bias: bool,
-    quantizer: Option<&Quantizer>,
-) -> Result<Linear, WeightsError> {
-    let weight = source(&format!("{name}.weight"), &shape)?;
-    let bias = has_bias.then(|| source(&format!("{name}.bias"), &shape[..1])).transpose()?;
-    Ok(match quantizer {
-        Some(quantizer) => Linear::quantized(quantizer.quantize(&weight), bias),
-        None => Linear::dense(weight, bias),
-    })
 }
 
 /// The most probable token of each row of logits `[N, V]`, `[N]` int64.
@@ -541,14 +210,6 @@ pub fn most_probable(logits_nv: &Tensor) -> Tensor {
         }
         _ => logits_nv.argmax(-1, false),
     }
-}
-
-/// x / rms(x) · weight over the last axis; statistics in float32, as transformers computes them.
-fn rms_norm(x: &Tensor, weight_h: &Tensor, eps: f64) -> Tensor {
-    if weight_h.kind() == x.kind() {
-        return x.rms_norm(weight_h.size(), Some(weight_h), eps);
-    }
-    x.rms_norm(weight_h.size(), Some(weight_h.to_kind(x.kind())), eps)
 }
 
 #[cfg(test)]

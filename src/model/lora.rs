@@ -11,12 +11,11 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::model::llama::Llama;
-use crate::model::weights::names;
+use crate::model::block_spec::names;
 use crate::numbers::{Fraction, Positive};
-use crate::torch::{self, dropout::dropout};
+use crate::torch::dropout::dropout;
 
-/// `[stage.medusa2.lora]` of a recipe.
+/// `lora` of a recipe's stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoraConfig {
@@ -40,8 +39,9 @@ fn no_dropout() -> Fraction {
 }
 
 /// Layers that an adapter can go on, by the last part of their names.
-pub const MODULES: [&str; 8] =
-    ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", names::LM_HEAD];
+pub fn modules() -> Vec<&'static str> {
+    names::LINEARS.into_iter().chain([names::LM_HEAD]).map(module_of).collect()
+}
 
 /// Which layers get an adapter.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +50,7 @@ pub enum TargetModules {
     /// Every linear layer, lm_head included.
     #[default]
     AllLinear,
-    /// These, some of [`MODULES`].
+    /// These, some of [`modules`].
     Named(BTreeSet<String>),
 }
 
@@ -72,8 +72,8 @@ impl TryFrom<ModulesAsWritten> for TargetModules {
             }
             ModulesAsWritten::List(list) => list,
         };
-        if let Some(unknown) = list.iter().find(|name| !MODULES.contains(&name.as_str())) {
-            return Err(format!("unknown layer {unknown:?}, expected some of {}", MODULES.join(", ")));
+        if let Some(unknown) = list.iter().find(|name| !modules().contains(&name.as_str())) {
+            return Err(format!("unknown layer {unknown:?}, expected some of {}", modules().join(", ")));
         }
         if list.is_empty() {
             Err("expected at least one layer name".into())
@@ -103,7 +103,7 @@ impl TargetModules {
 }
 
 /// The last part of a layer's name.
-pub(super) fn module_of(layer: &str) -> &str {
+pub fn module_of(layer: &str) -> &str {
     layer.rsplit('.').next().unwrap_or(layer)
 }
 
@@ -134,7 +134,7 @@ pub struct Adapter {
 
 impl Adapter {
     /// As PEFT begins: A uniform within ±1/√I, B zero, so the layer is as it was. Draws from libtorch's generator.
-    fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig, stream: u64) -> Self {
+    pub(super) fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig, stream: u64) -> Self {
         let (r, options) = (config.rank.get() as i64, (master_kind(kind), device));
         let bound = (i as f64).sqrt().recip();
         let a_ri = Tensor::empty([r, i], options).uniform_(-bound, bound);
@@ -205,96 +205,9 @@ fn master_kind(weight: Kind) -> Kind {
     if weight == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// New adapters on the layers that `config` names, drawn from `seed`.
-pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
-    torch::seed(seed);
-    for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
-        if let (Some(size), Some(options)) = (linear.size(), linear.options())
-            && config.target_modules.includes(&name)
-        {
-            linear.adapt(Adapter::new(size, options, config, stream));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use tch::Device;
-
     use super::*;
-    use crate::model::attention::RowMask;
-    use crate::model::backward::Keep;
-    use crate::model::config::LlamaConfig;
-
-    fn adapted(dropout: f64, kind: Kind) -> Llama {
-        let mut llama = Llama::random(LlamaConfig::tiny(), kind, Device::Cpu, 0);
-        let dropout = Fraction::new(dropout).unwrap();
-        let (rank, alpha) = (NonZeroUsize::new(3).unwrap(), Positive::new(8.0).unwrap());
-        let config = LoraConfig { rank, alpha, dropout, target_modules: TargetModules::AllLinear, init_from: None };
-        attach_new(&mut llama, &config, 1);
-        for (_, adapter) in llama.adapters() {
-            let _ = tch::no_grad(|| adapter.b_or.shallow_clone().normal_(0.0, 0.3));
-        }
-        llama
-    }
-
-    fn tokens() -> Tensor {
-        Tensor::from_slice(&(0..22).map(|t| (t * t * 7 + 3) % 50).collect::<Vec<i64>>()).view([2, 11])
-    }
-
-    fn gradients(llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
-        let rows = RowMask::causal(11, &llama.config, Device::Cpu);
-        let (hidden, tape) = llama.forward_kept(&tokens(), rows, adapters, keep);
-        let dhidden = Tensor::arange(hidden.numel() as i64, (hidden.kind(), Device::Cpu)).sin().view_as(&hidden);
-        let zeros = |part| llama.trained_in(part).iter().map(|(_, t)| t.detach().zeros_like()).collect();
-        let sums: Vec<Vec<Tensor>> = (0..llama.parts()).map(zeros).collect();
-        tape.backward(&dhidden, &sums.iter().map(|part| part.iter().collect()).collect::<Vec<_>>());
-        ((&hidden * dhidden).sum(Kind::Double), sums)
-    }
-
-    #[test]
-    fn gradients_equal_finite_differences() {
-        let llama = adapted(0.0, Kind::Double);
-        let (_, sums) = gradients(&llama, Keep::Everything, Adapters::On);
-        for (part, sums) in sums.iter().enumerate() {
-            for ((name, tensor), gradient) in llama.trained_in(part).iter().zip(sums) {
-                let mut at = tensor.detach().view([-1]).narrow(0, tensor.numel() as i64 / 2, 1);
-                let loss = |llama: &Llama| gradients(llama, Keep::Everything, Adapters::On).0.double_value(&[]);
-                let _ = at.g_add_scalar_(1e-5);
-                let above = loss(&llama);
-                let _ = at.g_add_scalar_(-2e-5);
-                let below = loss(&llama);
-                let _ = at.g_add_scalar_(1e-5);
-                let (expected, got) =
-                    ((above - below) / 2e-5, gradient.view([-1]).double_value(&[tensor.numel() as i64 / 2]));
-                assert!(
-                    (expected - got).abs() < 1e-6 * expected.abs().max(1.0),
-                    "{name}: {got}, differences say {expected}"
-                );
-            }
-        }
-        assert_eq!(sums.iter().map(Vec::len).collect::<Vec<_>>(), [0, 14, 14, 0]);
-    }
-
-    #[test]
-    fn recomputing_changes_no_bit_even_with_dropout() {
-        let llama = adapted(0.3, Kind::Float);
-        let of = |keep, seed| gradients(&llama, keep, Adapters::Training { seed });
-        let (kept, recomputed) = (of(Keep::Everything, 5), of(Keep::Inputs, 5));
-        assert_eq!(kept, recomputed);
-        assert_ne!(kept.0, of(Keep::Everything, 6).0, "another seed drops other inputs");
-    }
-
-    #[test]
-    fn merged_weights_compute_what_adapters_do() {
-        let llama = adapted(0.0, Kind::Double);
-        let rows = RowMask::causal(11, &llama.config, Device::Cpu);
-        let logits = |llama: &Llama, adapters| llama.logits(&llama.hidden_states(&tokens(), &rows, adapters), adapters);
-        let (off, on) = (logits(&llama, Adapters::Off), logits(&llama, Adapters::On));
-        let difference = |a: &Tensor, b: &Tensor| (a - b).abs().max().double_value(&[]);
-        assert!(difference(&off, &on) > 1e-2, "the adapters do something");
-        assert!(difference(&logits(&llama.merged(), Adapters::Off), &on) < 1e-12);
-    }
 
     #[test]
     fn target_modules_are_a_word_or_known_names() {

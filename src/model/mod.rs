@@ -5,14 +5,18 @@ use serde::{Deserialize, Serialize};
 use crate::model::quantization::Quantization;
 use crate::torch::Dtype;
 
+pub mod adapters;
 pub mod attention;
 pub mod backward;
 pub mod batch_cache;
+pub mod block_spec;
 pub mod config;
+mod decoder_layer;
 pub mod folder;
 pub mod kv_cache;
 pub mod linear;
 pub mod llama;
+pub mod loading;
 pub mod lora;
 pub mod peft;
 pub mod pickle;

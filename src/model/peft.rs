@@ -9,9 +9,10 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::files::write_json;
+use crate::model::block_spec::names;
 use crate::model::llama::Llama;
-use crate::model::lora::{Adapter, LoraConfig, MODULES, TargetModules, module_of};
-use crate::model::weights::{WeightFiles, WeightsError, names, save};
+use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules};
+use crate::model::weights::{WeightFiles, WeightsError, save};
 
 /// The weights of an adapter, as PEFT names the file.
 pub const ADAPTER_FILE: &str = "adapter_model.safetensors";
@@ -200,16 +201,16 @@ fn check_against_recipe(
     files: &WeightFiles,
     config: &LoraConfig,
 ) -> Result<(), PeftError> {
-    let modules: BTreeSet<String> = layers_of(files).iter().map(|layer| module_of(layer).to_owned()).collect();
+    let adapted: BTreeSet<String> = layers_of(files).iter().map(|layer| module_of(layer).to_owned()).collect();
     let wanted = match &config.target_modules {
-        TargetModules::AllLinear => MODULES.map(str::to_owned).into(),
+        TargetModules::AllLinear => modules().into_iter().map(str::to_owned).collect(),
         TargetModules::Named(names) => names.clone(),
     };
     let listed = |names: &BTreeSet<String>| names.iter().cloned().collect::<Vec<_>>().join(", ");
     let facts = [
         ("rank", config.rank.to_string(), peft.r.to_string()),
         ("alpha", config.alpha.get().to_string(), peft.alpha().to_string()),
-        ("target_modules", listed(&wanted), listed(&modules)),
+        ("target_modules", listed(&wanted), listed(&adapted)),
     ];
     match facts.into_iter().find(|(_, expected, got)| expected != got) {
         Some((what, expected, got)) => Err(PeftError::OtherThanRecipe { path: path.into(), what, expected, got }),

@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::model::config::{LlamaConfig, RopeScaling};
+use crate::model::block_spec::{RopeScaling, RotarySpec};
 
 /// The frequencies of a backbone.
 #[derive(Debug)]
@@ -23,9 +23,9 @@ pub struct Rotation {
 }
 
 impl Rope {
-    /// The frequencies that `config` means; rotations come out in `kind` on `device`.
-    pub fn new(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
-        let frequencies = frequencies(config);
+    /// Rotations come out in `kind` on `device`.
+    pub fn new(rotary: &RotarySpec, kind: Kind, device: Device) -> Self {
+        let frequencies = frequencies(rotary);
         let signed: Vec<f32> = frequencies.iter().map(|f| -f).chain(frequencies.iter().copied()).collect();
         Self { signed_frequencies_d: Tensor::from_slice(&signed).to_device(device), frequencies, kind }
     }
@@ -59,13 +59,13 @@ impl Rotation {
 
 /// D/2 inverse wavelengths in radians a token, float32 as in transformers.
 #[expect(clippy::cast_possible_truncation, reason = "float32 is what transformers computes in")]
-fn frequencies(config: &LlamaConfig) -> Vec<f32> {
-    let pairs = config.head_dim / 2;
-    let plain = (0..pairs).map(|i| (config.rope_theta as f32).powf(i as f32 / pairs as f32).recip());
-    match config.rope_scaling {
+fn frequencies(rotary: &RotarySpec) -> Vec<f32> {
+    let pairs = rotary.size / 2;
+    let plain = (0..pairs).map(|i| (rotary.theta as f32).powf(i as f32 / pairs as f32).recip());
+    match rotary.scaling {
         RopeScaling::Default => plain.collect(),
         RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
-        RopeScaling::Llama3 { .. } => plain.map(|f| llama3(f, config.rope_scaling)).collect(),
+        RopeScaling::Llama3 { .. } => plain.map(|f| llama3(f, rotary.scaling)).collect(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! safetensors files to tensors and back, and the one table of Hugging Face's weight names. A folder without safetensors may have the
+//! safetensors files to tensors and back. A folder without safetensors may have the
 //! older `pytorch_model.bin`, or its shards: these are read, never written, and nothing in them is ever run.
 //!
 //! Files are memory-mapped: a tensor of the file's own dtype on the CPU is a view of the mapping, so no second copy of the
@@ -24,33 +24,6 @@ use crate::torch::bytes;
 mod save;
 
 pub use save::{Planned, save, save_each, save_model};
-
-/// Hugging Face's names of a Llama's weights.
-pub mod names {
-    /// `[V, H]`.
-    pub const EMBED_TOKENS: &str = "model.embed_tokens.weight";
-    /// `[H]`, the final norm.
-    pub const NORM: &str = "model.norm.weight";
-    /// `[V, H]`, absent when tied.
-    pub const LM_HEAD: &str = "lm_head";
-    /// `[H]`, before attention.
-    pub const INPUT_LAYERNORM: &str = "input_layernorm.weight";
-    /// `[H]`, before the MLP.
-    pub const POST_ATTENTION_LAYERNORM: &str = "post_attention_layernorm.weight";
-    /// Query, key and value projections.
-    pub const QKV: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
-    /// Output projection of attention.
-    pub const O: &str = "self_attn.o_proj";
-    /// Gate and up projections.
-    pub const GATE_UP: [&str; 2] = ["mlp.gate_proj", "mlp.up_proj"];
-    /// Down projection.
-    pub const DOWN: &str = "mlp.down_proj";
-
-    /// The full name of a part of decoder layer `layer`.
-    pub fn in_layer(layer: usize, part: &str) -> String {
-        format!("model.layers.{layer}.{part}")
-    }
-}
 
 /// The weights of a Hugging Face folder, where one file holds them.
 pub const MODEL_FILE: &str = "model.safetensors";

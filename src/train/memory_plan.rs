@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::draft::medusa::fused_loss::CHUNK_LOGITS;
 use crate::draft::medusa::heads::HeadsShape;
+use crate::model::block_spec::{Activation, BlockLinears, LinearSpec, NormPlaces, Windows, names};
 use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
 use crate::model::quantization::Quantization;
@@ -100,8 +101,7 @@ impl MemoryPlan {
     pub fn of(work: &Workload) -> Self {
         let mut groups = vec![work.backbone(), work.heads_group()];
         if let Some(lora) = work.lora() {
-            let tensors: Vec<u64> = work.all_linears().flat_map(|linear| work.adapter(linear, lora)).collect();
-            groups.push(Group::trained("adapters", &tensors, work.optimizer));
+            groups.push(Group::trained("adapters", &work.adapters(lora), work.optimizer));
         }
         let activation_bytes = work.activations();
         let hidden_state_bytes = work.hidden_states();
@@ -118,9 +118,6 @@ impl MemoryPlan {
         parameters + self.activation_bytes + self.hidden_state_bytes + self.working_bytes + self.program_bytes
     }
 }
-
-/// A linear layer: its name's last part, outputs, inputs.
-type LinearShape = (&'static str, u64, u64);
 
 /// What a layer keeps, tensor by tensor: how many, and bytes of one.
 type Tensors = Vec<(u64, u64)>;
@@ -154,42 +151,44 @@ impl Workload<'_> {
     }
 
     /// Linear layers of one decoder layer.
-    fn linears(&self) -> [LinearShape; 7] {
-        let [h, q, g, f, _] = self.widths();
-        let attention = [("q_proj", q, h), ("k_proj", g, h), ("v_proj", g, h), ("o_proj", h, q)];
-        let [a, b, c, d] = attention;
-        [a, b, c, d, ("gate_proj", f, h), ("up_proj", f, h), ("down_proj", h, f)]
+    fn linears(&self) -> BlockLinears {
+        self.config.block().linears()
     }
 
-    fn all_linears(&self) -> impl Iterator<Item = LinearShape> + '_ {
-        let [h, _, _, _, v] = self.widths();
-        (0..self.layers()).flat_map(|_| self.linears()).chain([("lm_head", v, h)])
+    /// Numbers in their weights.
+    fn in_linears(&self) -> u64 {
+        self.linears().all().map(numel).sum()
     }
 
-    /// Numbers in A and in B of a layer's adapter, where it has one.
-    fn adapter(&self, (name, outputs, inputs): LinearShape, lora: &LoraConfig) -> Vec<u64> {
-        let rank = lora.rank.get() as u64;
-        if lora.target_modules.includes(name) { vec![rank * inputs, rank * outputs] } else { vec![] }
+    /// Numbers of all adapters, tensor by tensor.
+    fn adapters(&self, lora: &LoraConfig) -> Vec<u64> {
+        let size = [self.config.vocab_size, self.config.hidden_size];
+        let lm_head = LinearSpec { part: names::LM_HEAD, size, bias: false };
+        let of_layer = self.adapters_of_layer(lora);
+        (0..self.layers()).flat_map(|_| of_layer.clone()).chain(adapter(lm_head, lora)).collect()
+    }
+
+    fn adapters_of_layer(&self, lora: &LoraConfig) -> Vec<u64> {
+        self.linears().all().flat_map(|linear| adapter(linear, lora)).collect()
     }
 
     fn backbone(&self) -> Group {
         let parameters = self.config.parameters().unsigned_abs();
         if self.is_direct() {
-            let in_linears: u64 = self.linears().iter().map(|(_, o, i)| o * i).sum::<u64>() * self.layers();
+            let in_linears = self.in_linears() * self.layers();
             // Where moments are of 8 bits, those of norms are not: less than a page of them in all.
             let tensors = [in_linears, parameters - in_linears];
             return Group::trained("backbone", &tensors, self.optimizer);
         }
-        let of_linears: u64 = self.linears().iter().map(|&linear| self.linear_bytes(linear)).sum();
-        let in_linears: u64 = self.linears().iter().map(|(_, o, i)| o * i).sum();
-        let rest = parameters - in_linears * self.layers();
+        let of_linears: u64 = self.linears().all().map(|linear| self.linear_bytes(linear)).sum();
+        let rest = parameters - self.in_linears() * self.layers();
         let weight_bytes = rest * self.element + of_linears * self.layers();
         Group { name: "backbone", parameters, trained: false, weight_bytes, gradient_bytes: 0, optimizer_bytes: 0 }
     }
 
     /// A frozen layer's weight as it lies in memory; see [`crate::model::quantization`].
-    fn linear_bytes(&self, (_, outputs, inputs): LinearShape) -> u64 {
-        let numbers = outputs * inputs;
+    fn linear_bytes(&self, linear: LinearSpec) -> u64 {
+        let (numbers, outputs) = (numel(linear), linear.size[0].unsigned_abs());
         match self.quantization {
             None => numbers * self.element,
             Some(Quantization::Int8) => numbers + F32 * outputs,
@@ -212,17 +211,19 @@ impl Workload<'_> {
         tensors.into_iter().map(|(count, bytes)| count * of_one(bytes)).sum()
     }
 
-    /// Kept by autograd of one decoder layer, its input included: what `model/{llama,attention,lora}.rs` compute with.
+    /// Kept by autograd of one decoder layer, its input included: what `model/{decoder_layer,attention,lora}.rs` compute with.
     fn kept_of_layer(&self) -> Tensors {
         let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
+        let block = self.config.block();
+        let (NormPlaces::Inputs, Activation::Silu) = (block.norms.places, block.mlp.activation);
         // The residual stream before attention and before the MLP; q, k, v as attention reads them, and what it gives; gate,
         // SiLU(gate), up.
         let mut kept = vec![(2, n * h * e), (4, n * q * e), (3, n * f * e)];
         if e < F32 && (self.on_host || self.is_direct()) {
             kept.push((2, n * h * F32)); // norms in float32
         }
-        let window = self.config.sliding_window.map_or(u64::MAX, i64::unsigned_abs);
-        if self.masked || window < self.length {
+        let Windows::EveryLayer(window) = block.windows;
+        if self.masked || window.is_some_and(|window| window.unsigned_abs() < self.length) {
             kept.push((1, n * self.length * e));
         }
         match self.lora() {
@@ -240,9 +241,9 @@ impl Workload<'_> {
         let linears = self.linears();
         let mut kept = vec![];
         // Layers that read the same input; where all have an adapter they share its dropout.
-        for group in [&linears[..3], &linears[3..4], &linears[4..6], &linears[6..]] {
-            let adapted = group.iter().filter(|(name, ..)| lora.target_modules.includes(name)).count() as u64;
-            let (_, _, inputs) = group[0];
+        for group in linears.groups() {
+            let adapted = group.iter().filter(|linear| lora.target_modules.includes(linear.part)).count() as u64;
+            let inputs = group[0].size[1].unsigned_abs();
             let reads = if adapted == group.len() as u64 || !drops { adapted.min(1) } else { adapted };
             kept.push((adapted, n * lora.rank.get() as u64 * e));
             // What is left of the input; of dropout the mask, in the input's dtype on the CPU and as booleans elsewhere.
@@ -254,10 +255,13 @@ impl Workload<'_> {
 
     /// Weights of a layer that are made for its products and kept for their way back: dequantised, or cast from masters.
     fn casts_of_layer(&self) -> u64 {
-        let of_linears = || self.linears().iter().map(|(_, o, i)| o * i).sum::<u64>() * self.element;
-        let of_adapters = |lora| self.linears().into_iter().flat_map(|linear| self.adapter(linear, lora)).sum::<u64>();
+        let of_adapters = |lora| self.adapters_of_layer(lora).iter().sum::<u64>();
         let cast = self.element < F32;
-        let whole = if self.quantization.is_some() || (self.is_direct() && cast) { of_linears() } else { 0 };
+        let whole = if self.quantization.is_some() || (self.is_direct() && cast) {
+            self.in_linears() * self.element
+        } else {
+            0
+        };
         whole + self.lora().filter(|_| cast).map_or(0, |lora| of_adapters(lora) * self.element)
     }
 
@@ -311,8 +315,8 @@ impl Workload<'_> {
         }
         let again = if self.recompute { self.allocated(self.kept_of_layer()) } else { 0 };
         let trained: u64 = match self.lora() {
-            Some(lora) => self.linears().into_iter().flat_map(|linear| self.adapter(linear, lora)).sum(),
-            None => self.linears().iter().map(|(_, o, i)| o * i).sum(),
+            Some(lora) => self.adapters_of_layer(lora).iter().sum(),
+            None => self.in_linears(),
         };
         again + self.allocated(passing) + trained * F32 + self.casts_of_layer()
     }
@@ -328,6 +332,16 @@ impl Workload<'_> {
         let copies = self.is_direct() && self.element != F32;
         if copies { self.config.parameters().unsigned_abs() * self.element } else { 0 }
     }
+}
+
+fn numel(linear: LinearSpec) -> u64 {
+    linear.numel().unsigned_abs()
+}
+
+/// Numbers in A and in B of a layer's adapter, where it has one.
+fn adapter(LinearSpec { part, size, .. }: LinearSpec, lora: &LoraConfig) -> Vec<u64> {
+    let [outputs, inputs] = size.map(|size| lora.rank.get() as u64 * size.unsigned_abs());
+    if lora.target_modules.includes(part) { vec![inputs, outputs] } else { vec![] }
 }
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "far below 2^52, and positive")]

@@ -11,9 +11,10 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::tokenize::TokenizeError;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsError, HeadsShape};
+use crate::model::adapters;
 use crate::model::backward::Keep;
-use crate::model::llama::{Llama, LoadError, Purpose};
-use crate::model::lora;
+use crate::model::llama::Llama;
+use crate::model::loading::{LoadError, Purpose};
 use crate::model::peft::{self, ADAPTER_CONFIG, ADAPTER_FILE, PeftError};
 use crate::model::weights;
 use crate::numbers::Positive;
@@ -468,7 +469,7 @@ fn load_backbone(job: &Job) -> Result<Llama, TrainError> {
     let Some(lora) = &config.lora else { return Ok(load(Kind::Float)?.for_fine_tuning(kind)) };
     let mut backbone = load(kind)?;
     match &lora.init_from {
-        None => lora::attach_new(&mut backbone, lora, job.train.seed),
+        None => adapters::attach_new(&mut backbone, lora, job.train.seed),
         Some(adapter) => peft::attach(&mut backbone, adapter, Some(lora))?,
     }
     Ok(backbone)

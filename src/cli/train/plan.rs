@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::LoadReport;
 use crate::draft::medusa::heads::HeadsShape;
-use crate::model::llama::HasWeights;
+use crate::model::loading::HasWeights;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::Checked;

@@ -351,9 +351,10 @@ mod tests {
     use super::*;
     use crate::draft::medusa::heads::{Heads, HeadsConfig};
     use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
+    use crate::model::adapters::attach_new;
     use crate::model::config::LlamaConfig;
     use crate::model::llama::Llama;
-    use crate::model::lora::{self, LoraConfig};
+    use crate::model::lora::LoraConfig;
 
     fn backbone() -> Llama {
         let config =
@@ -432,7 +433,7 @@ mod tests {
     fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
         let mut backbone = backbone();
         let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
-        lora::attach_new(&mut backbone, &config, 3);
+        attach_new(&mut backbone, &config, 3);
         let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
         let _ = tch::no_grad(|| b.shallow_clone().normal_(0.0, 0.05));
         let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu)).set_requires_grad(true);

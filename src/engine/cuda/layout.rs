@@ -98,7 +98,8 @@ impl Rotations {
     /// Of the first `positions`; scaled as `config` says.
     pub fn new(config: &LlamaConfig, positions: i64, kind: Kind, device: Device) -> Self {
         let half = config.head_dim / 2;
-        let rotation = Rope::new(config, kind, device).at(&Tensor::arange(positions, (Kind::Float, device)));
+        let rotation =
+            Rope::new(&config.block().rotary, kind, device).at(&Tensor::arange(positions, (Kind::Float, device)));
         // A vector that is 1 in its first half and 0 in its second is rotated to the cosines and the sines.
         let unit_d = Tensor::cat(&[Tensor::ones([half], (kind, device)), Tensor::zeros([half], (kind, device))], 0);
         let both_sd =
@@ -119,7 +120,8 @@ mod tests {
             let rotations = Rotations::new(&config, 50, kind, Device::Cpu);
             let x_nd = Tensor::randn([50, 1, config.head_dim], (Kind::Float, Device::Cpu)).to_kind(kind);
             let positions = Tensor::arange(50, (Kind::Float, Device::Cpu));
-            let expected = Rope::new(&config, kind, Device::Cpu).at(&positions).apply(&x_nd).to_kind(Kind::Float);
+            let expected =
+                Rope::new(&config.block().rotary, kind, Device::Cpu).at(&positions).apply(&x_nd).to_kind(Kind::Float);
             let x_nd = x_nd.squeeze_dim(1).to_kind(Kind::Float);
             let halves = x_nd.chunk(2, 1);
             let first = &halves[0] * &rotations.cos_sd - &halves[1] * &rotations.sin_sd;

@@ -74,8 +74,7 @@ impl Weights {
     /// # Errors
     /// [`Unfit::Weights`] where they are no plain matrices.
     pub fn new(backbone: &Llama, draft: Option<&DeviceDraft>) -> Result<Self, Unfit> {
-        let config = &backbone.config;
-        if config.attention_bias || config.mlp_bias {
+        if backbone.block().biases.any() {
             return Err(Unfit::Weights {
                 what: "the backbone",
                 why: "has linear layers with a bias, which it has no kernels for",

@@ -14,6 +14,7 @@ use super::launches;
 use super::layout::{Nodes, Rotations};
 use super::oracle::{self, Accepted, BlockInput, Draws, Places};
 use super::plan::Shape;
+use crate::model::block_spec::{BlockSpec, Windows};
 use crate::model::config::LlamaConfig;
 use crate::nvidia::gemm::{Product, Way};
 use crate::nvidia::kernels::Launch;
@@ -198,8 +199,8 @@ impl Ops {
         config: &LlamaConfig,
         attended_nqd: &Tensor,
     ) -> Done {
-        let scale = (config.head_dim as f64).powf(-0.5);
-        let window = config.sliding_window;
+        let BlockSpec { heads, windows: Windows::EveryLayer(window), .. } = config.block();
+        let scale = heads.scale();
         match self {
             Ops::Oracle => {
                 oracle::tree_attention(q_nqd, kv_2gsd, places, scale, window, attended_nqd);

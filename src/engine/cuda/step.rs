@@ -13,6 +13,7 @@ use super::memory::{Memory, Weights};
 use super::ops::Ops;
 use super::oracle::{Accepted, BlockInput, Draws, Places};
 use super::plan::Shape;
+use crate::model::block_spec::{Activation, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::DenseLayer;
 use crate::tree::accept::TypicalAcceptance;
@@ -79,9 +80,10 @@ impl Step<'_> {
         let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
         let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
         ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &x_nh)?;
+        let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.config.block().norms;
         for (at, layer) in weights.layers.iter().enumerate() {
             match at {
-                0 => ops.rms_norm(&x_nh, &layer.input_layernorm_h, self.config.rms_norm_eps, &normed_nh)?,
+                0 => ops.rms_norm(&x_nh, &layer.input_layernorm_h, eps, &normed_nh)?,
                 _ => self.add_norm(&layer.input_layernorm_h, &normed_nh)?,
             }
             self.attention(layer, &self.memory.cache_l2gsd.select(0, at as i64))?;
@@ -95,7 +97,7 @@ impl Step<'_> {
     fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> Result<(), CudaError> {
         let buffers = &self.memory.buffers;
         let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
-        self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.rms_norm_eps, out_nh)
+        self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.block().norms.eps, out_nh)
     }
 
     fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> Result<(), CudaError> {
@@ -115,7 +117,9 @@ impl Step<'_> {
         let [normed_nh, gate_up_ni, product_ni] =
             [&buffers.normed_nh, &buffers.gate_up_ni, &buffers.product_ni].map(|buffer| self.rows(buffer));
         ops.linear(&normed_nh, &layer.gate_up_ih, &gate_up_ni)?;
-        ops.silu_mul(&gate_up_ni, &product_ni)?;
+        match self.config.block().mlp.activation {
+            Activation::Silu => ops.silu_mul(&gate_up_ni, &product_ni)?,
+        }
         ops.linear(&product_ni, &layer.down_hi, &self.rows(&buffers.delta_nh))
     }
 

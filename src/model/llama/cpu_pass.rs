@@ -11,6 +11,7 @@ use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add, add_to_each, rms_norm, rotate, rotation, silu_product};
 use crate::cpu::team::Team;
 use crate::model::attention::NewTokens;
+use crate::model::block_spec::{Activation, MlpSpec, NormKind, NormPlaces, NormSpec};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::Linear;
 
@@ -39,7 +40,7 @@ impl CpuPass {
         };
         llama.lm_head.matrix()?;
         llama.layers.iter().try_for_each(|layer| matrices(layer).map(drop))?;
-        let norms = llama.layers.iter().map(|l| [&l.input_layernorm_h, &l.post_attention_layernorm_h].map(numbers));
+        let norms = llama.layers.iter().map(|layer| layer.norms_h.each_ref().map(numbers));
         let biases = |layer: &DecoderLayer| linears(layer).map(|linear| linear.and_then(Linear::bias).map(numbers));
         Some(Self {
             norms: norms.collect(),
@@ -107,7 +108,8 @@ impl Llama {
                 matrix.multiply(x, y, pass.team);
                 biases[bias].iter().for_each(|bias| add_to_each(y, bias));
             };
-            let eps = self.config.rms_norm_eps as f32;
+            let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.block.norms;
+            let eps = eps as f32;
             rms_norm(&rows.x_nh, before_attention, eps, &mut rows.normed_nh);
             multiply(qkv, 0, &rows.normed_nh, &mut rows.qkv);
             self.attend(pass, index, cache.len() as usize + first, &mut rows, cache);
@@ -115,11 +117,12 @@ impl Llama {
             add(&mut rows.x_nh, &rows.normed_nh);
             rms_norm(&rows.x_nh, before_mlp, eps, &mut rows.normed_nh);
             multiply(gate_up, 2, &rows.normed_nh, &mut rows.gate_up);
-            silu_product(&rows.gate_up, &mut rows.gated_nf, self.config.intermediate_size as usize);
+            let MlpSpec { width, activation: Activation::Silu } = self.block.mlp;
+            silu_product(&rows.gate_up, &mut rows.gated_nf, width as usize);
             multiply(down, 3, &rows.gated_nf, &mut rows.normed_nh);
             add(&mut rows.x_nh, &rows.normed_nh);
         }
-        rms_norm(&rows.x_nh, &pass.norm_h, self.config.rms_norm_eps as f32, x_nh);
+        rms_norm(&rows.x_nh, &pass.norm_h, self.block.norms.eps as f32, x_nh);
     }
 
     fn rows(&self, x_nh: Vec<f32>, range: std::ops::Range<usize>, new: &NewTokens, cache: &KvCache) -> Rows {
@@ -156,7 +159,11 @@ impl Llama {
             }
         }
         let plane = |bytes| Plane { bytes, number: pass.number, room, head_size: d };
-        let heads = Heads { queries: q / d, groups: kv / d, scale: (d as f32).sqrt().recip() };
+        let heads = Heads {
+            queries: q / d,
+            groups: kv / d,
+            scale: (self.block.heads.query_pre_attn_scalar as f32).sqrt().recip(),
+        };
         let queries = (&rows.qkv[..], q + 2 * kv);
         attend(queries, cache.planes(layer).map(plane), &rows.seen, heads, &mut rows.attended, pass.team);
     }

@@ -39,7 +39,7 @@ impl Llama {
     /// Its weights as matrices. `None` where they are quantised, or laid out for the CPU's own kernels, and where linear layers have
     /// a bias, which has no place here.
     pub fn dense_weights(&self) -> Option<DenseWeights> {
-        if self.config.attention_bias || self.config.mlp_bias {
+        if self.block.biases.any() {
             return None;
         }
         Some(DenseWeights {
@@ -59,10 +59,10 @@ impl Llama {
 impl DecoderLayer {
     fn dense_weights(&self, kind: Kind) -> Option<DenseLayer> {
         Some(DenseLayer {
-            input_layernorm_h: self.input_layernorm_h.to_kind(kind),
+            input_layernorm_h: self.norms_h[0].to_kind(kind),
             qkv_wh: self.attention.qkv.in_rows()?.to_kind(kind),
             o_hq: self.attention.o.in_rows()?.to_kind(kind),
-            post_attention_layernorm_h: self.post_attention_layernorm_h.to_kind(kind),
+            post_attention_layernorm_h: self.norms_h[1].to_kind(kind),
             gate_up_ih: self.gate_up.in_rows()?.to_kind(kind),
             down_hi: self.down.in_rows()?.to_kind(kind),
         })

@@ -1,0 +1,136 @@
+//! LoRA adapters on a whole backbone: attached, listed, merged into its weights.
+
+use crate::model::block_spec::names;
+use crate::model::linear::Linear;
+use crate::model::llama::Llama;
+use crate::model::lora::{Adapter, LoraConfig};
+use crate::torch;
+
+impl Llama {
+    /// Every adapter by the name of its layer.
+    pub fn adapters(&self) -> Vec<(String, &Adapter)> {
+        let mut all = vec![];
+        let table = self.block.linears();
+        for (i, layer) in self.layers.iter().enumerate() {
+            let named = table.all().zip(layer.linears());
+            all.extend(named.filter_map(|(spec, linear)| Some((names::in_layer(i, spec.part), linear.adapter()?))));
+        }
+        all.extend(self.lm_head.adapter().map(|adapter| (names::LM_HEAD.to_owned(), adapter)));
+        all
+    }
+
+    /// Every linear layer by its name, lm_head last.
+    pub(super) fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
+        let mut all = vec![];
+        let table = self.block.linears();
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            all.extend(table.all().map(|spec| names::in_layer(i, spec.part)).zip(layer.linears_mut()));
+        }
+        all.push((names::LM_HEAD.to_owned(), &mut self.lm_head));
+        all
+    }
+
+    /// The same backbone with its adapters in its weights. A tied lm_head that had an adapter is tied no longer.
+    #[must_use]
+    pub fn merged(mut self) -> Self {
+        self.config.tie_word_embeddings &= self.lm_head.adapter().is_none();
+        self.linears_mut().into_iter().for_each(|(_, linear)| linear.merge());
+        self
+    }
+}
+
+/// New adapters on the layers that `config` names, drawn from `seed`.
+pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
+    torch::seed(seed);
+    for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
+        if let (Some(size), Some(options)) = (linear.size(), linear.options())
+            && config.target_modules.includes(&name)
+        {
+            linear.adapt(Adapter::new(size, options, config, stream));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use tch::{Device, Kind, Tensor};
+
+    use super::*;
+    use crate::model::attention::RowMask;
+    use crate::model::backward::Keep;
+    use crate::model::config::LlamaConfig;
+    use crate::model::lora::{Adapters, TargetModules};
+    use crate::numbers::{Fraction, Positive};
+
+    fn adapted(dropout: f64, kind: Kind) -> Llama {
+        let mut llama = Llama::random(LlamaConfig::tiny(), kind, Device::Cpu, 0);
+        let dropout = Fraction::new(dropout).unwrap();
+        let (rank, alpha) = (NonZeroUsize::new(3).unwrap(), Positive::new(8.0).unwrap());
+        let config = LoraConfig { rank, alpha, dropout, target_modules: TargetModules::AllLinear, init_from: None };
+        attach_new(&mut llama, &config, 1);
+        for (_, adapter) in llama.adapters() {
+            let _ = tch::no_grad(|| adapter.b_or.shallow_clone().normal_(0.0, 0.3));
+        }
+        llama
+    }
+
+    fn tokens() -> Tensor {
+        Tensor::from_slice(&(0..22).map(|t| (t * t * 7 + 3) % 50).collect::<Vec<i64>>()).view([2, 11])
+    }
+
+    fn gradients(llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
+        let rows = RowMask::causal(11, &llama.config, Device::Cpu);
+        let (hidden, tape) = llama.forward_kept(&tokens(), rows, adapters, keep);
+        let dhidden = Tensor::arange(hidden.numel() as i64, (hidden.kind(), Device::Cpu)).sin().view_as(&hidden);
+        let zeros = |part| llama.trained_in(part).iter().map(|(_, t)| t.detach().zeros_like()).collect();
+        let sums: Vec<Vec<Tensor>> = (0..llama.parts()).map(zeros).collect();
+        tape.backward(&dhidden, &sums.iter().map(|part| part.iter().collect()).collect::<Vec<_>>());
+        ((&hidden * dhidden).sum(Kind::Double), sums)
+    }
+
+    #[test]
+    fn gradients_equal_finite_differences() {
+        let llama = adapted(0.0, Kind::Double);
+        let (_, sums) = gradients(&llama, Keep::Everything, Adapters::On);
+        for (part, sums) in sums.iter().enumerate() {
+            for ((name, tensor), gradient) in llama.trained_in(part).iter().zip(sums) {
+                let mut at = tensor.detach().view([-1]).narrow(0, tensor.numel() as i64 / 2, 1);
+                let loss = |llama: &Llama| gradients(llama, Keep::Everything, Adapters::On).0.double_value(&[]);
+                let _ = at.g_add_scalar_(1e-5);
+                let above = loss(&llama);
+                let _ = at.g_add_scalar_(-2e-5);
+                let below = loss(&llama);
+                let _ = at.g_add_scalar_(1e-5);
+                let (expected, got) =
+                    ((above - below) / 2e-5, gradient.view([-1]).double_value(&[tensor.numel() as i64 / 2]));
+                assert!(
+                    (expected - got).abs() < 1e-6 * expected.abs().max(1.0),
+                    "{name}: {got}, differences say {expected}"
+                );
+            }
+        }
+        assert_eq!(sums.iter().map(Vec::len).collect::<Vec<_>>(), [0, 14, 14, 0]);
+    }
+
+    #[test]
+    fn recomputing_changes_no_bit_even_with_dropout() {
+        let llama = adapted(0.3, Kind::Float);
+        let of = |keep, seed| gradients(&llama, keep, Adapters::Training { seed });
+        let (kept, recomputed) = (of(Keep::Everything, 5), of(Keep::Inputs, 5));
+        assert_eq!(kept, recomputed);
+        assert_ne!(kept.0, of(Keep::Everything, 6).0, "another seed drops other inputs");
+    }
+
+    #[test]
+    fn merged_weights_compute_what_adapters_do() {
+        let llama = adapted(0.0, Kind::Double);
+        let rows = RowMask::causal(11, &llama.config, Device::Cpu);
+        let logits = |llama: &Llama, adapters| llama.logits(&llama.hidden_states(&tokens(), &rows, adapters), adapters);
+        let (off, on) = (logits(&llama, Adapters::Off), logits(&llama, Adapters::On));
+        let difference = |a: &Tensor, b: &Tensor| (a - b).abs().max().double_value(&[]);
+        assert!(difference(&off, &on) > 1e-2, "the adapters do something");
+        assert!(difference(&logits(&llama.merged(), Adapters::Off), &on) < 1e-12);
+    }
+}

@@ -1,0 +1,173 @@
+//! A backbone from a Hugging Face folder, as an outline without its numbers, or of random weights.
+
+use std::path::Path;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::model::block_spec::{LinearSpec, names};
+use crate::model::config::{ConfigError, LlamaConfig};
+use crate::model::decoder_layer::{DecoderLayer, TensorSource, build_linear};
+use crate::model::linear::Linear;
+use crate::model::llama::Llama;
+use crate::model::peft::{self, PeftError};
+use crate::model::quantization::{Quantization, Quantizer};
+use crate::model::rope::Rope;
+use crate::model::weights::{WeightFiles, WeightsError};
+
+/// What makes a folder unusable as a backbone.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// Its shape.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Its weights.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// Its adapter.
+    #[error(transparent)]
+    Adapter(#[from] PeftError),
+}
+
+/// What a backbone is loaded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Whole rows: every product separate, over the mapped file where dtype and device allow.
+    Training,
+    /// A few tokens at a time: q, k, v and gate, up merged, and laid out for the CPU's own kernels.
+    Decoding,
+    /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
+    Batches,
+}
+
+/// Whether a backbone's folder holds more than its config.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HasWeights {
+    /// Their headers fit the config.
+    Yes,
+    /// Only `config.json` was looked at.
+    No,
+}
+
+impl Llama {
+    /// Loads a Hugging Face folder to compute in `kind` on `device`.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load(folder: &Path, kind: Kind, device: Device, purpose: Purpose) -> Result<Self, LoadError> {
+        Self::load_quantized(folder, kind, device, purpose, None)
+    }
+
+    /// As [`Llama::load`], with the linear layers of the decoder quantised one after the other: no more than one is in memory as it
+    /// is in the file.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_quantized(
+        folder: &Path,
+        kind: Kind,
+        device: Device,
+        purpose: Purpose,
+        quantization: Option<Quantization>,
+    ) -> Result<Self, LoadError> {
+        let config = LlamaConfig::load(folder)?;
+        let files = WeightFiles::open(folder)?;
+        let embedding = files.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?.to_device(device);
+        let mut source = |name: &str, shape: &[i64]| {
+            if quantization.is_some() {
+                files.release(); // what was read before is quantised by now
+            }
+            match name {
+                names::EMBED_TOKENS => Ok(embedding.shallow_clone()),
+                _ => files.tensor(name, shape, kind, device),
+            }
+        };
+        let llama = Self::build(config, kind, device, quantization, &mut source)?.prepared_for(purpose);
+        files.release();
+        Ok(llama)
+    }
+
+    /// As [`Llama::load`], with the adapter of a PEFT folder in its weights.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn load_merged(
+        folder: &Path,
+        adapter: &Path,
+        kind: Kind,
+        device: Device,
+        purpose: Purpose,
+    ) -> Result<Self, LoadError> {
+        let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
+        peft::attach(&mut llama, adapter, None)?;
+        Ok(llama.merged().prepared_for(purpose))
+    }
+
+    /// The backbone of a folder without its numbers: every weight is one zero, seen from everywhere, so it takes no memory. Where the
+    /// folder has weights, their headers are checked as loading would; no data are read.
+    ///
+    /// # Errors
+    /// [`LoadError`] names the file and what is wrong in it.
+    pub fn outline(folder: &Path) -> Result<(Self, HasWeights), LoadError> {
+        let config = LlamaConfig::load(folder)?;
+        let files = match WeightFiles::open(folder) {
+            Err(WeightsError::NoWeights { .. }) => None,
+            files => Some(files?),
+        };
+        let zero = Tensor::zeros([1], (Kind::Float, Device::Cpu));
+        let mut source = |name: &str, shape: &[i64]| {
+            files.iter().try_for_each(|files| files.check(name, shape))?;
+            Ok(zero.expand(shape, false))
+        };
+        let outline = Self::build(config, Kind::Float, Device::Cpu, None, &mut source)?;
+        Ok((outline, if files.is_some() { HasWeights::Yes } else { HasWeights::No }))
+    }
+
+    /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
+    pub fn random(config: LlamaConfig, kind: Kind, device: Device, seed: u64) -> Self {
+        crate::torch::seed(seed);
+        let mut source = |_: &str, shape: &[i64]| {
+            let options = (kind, device);
+            Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { Tensor::randn(shape, options) * 0.02 })
+        };
+        Self::build(config, kind, device, None, &mut source).expect("this source has every tensor")
+    }
+
+    fn build(
+        config: LlamaConfig,
+        kind: Kind,
+        device: Device,
+        quantization: Option<Quantization>,
+        source: &mut TensorSource,
+    ) -> Result<Self, WeightsError> {
+        let (h, v) = (config.hidden_size, config.vocab_size);
+        let quantizer = quantization.map(|quantization| Quantizer::new(quantization, device));
+        let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
+        let lm_head = match config.tie_word_embeddings {
+            true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
+            false => build_linear(source, names::LM_HEAD, &LinearSpec { part: "", size: [v, h], bias: false }, None)?,
+        };
+        let block = config.block();
+        let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&block, i, quantizer.as_ref(), source));
+        Ok(Self {
+            layers: layers.collect::<Result<_, _>>()?,
+            norm_h: source(names::NORM, &[h])?,
+            rope: Rope::new(&block.rotary, kind, device),
+            lm_head,
+            embed_tokens_vh,
+            config,
+            block,
+            kind,
+            quantization,
+            device,
+            cpu_pass: None,
+        })
+    }
+
+    fn prepared_for(self, purpose: Purpose) -> Self {
+        match purpose {
+            Purpose::Training => self,
+            Purpose::Decoding => self.for_decoding(),
+            Purpose::Batches => self.for_batches(),
+        }
+    }
+}
