@@ -20,7 +20,7 @@ const TOGETHER: usize = 64;
 
 /// What the kernels read beside the matrices.
 #[derive(Debug)]
-pub(super) struct CpuPass {
+pub(in crate::model) struct CpuPass {
     /// Before attention and before the MLP, of each layer, `[H]`.
     norms: Vec<[Vec<f32>; 2]>,
     norm_h: Vec<f32>,
