@@ -22,7 +22,7 @@ use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, CacheUse, DataError, LoadReport, LoadSettings, Progress, Watch};
+use medusa::data::{self, CacheUse, DataError, LoadReport, LoadSettings, ReadProgress, Watch};
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{BrotliLevel, Compression, GzipLevel, ZstdLevel};
 use parquet::file::properties::WriterProperties;
@@ -326,7 +326,7 @@ fn a_second_start_reads_no_data() {
     fs::write(&path, &lines).unwrap();
     settle();
     let heard = AtomicU64::new(0);
-    let hear = |progress: Progress| {
+    let hear = |progress: ReadProgress| {
         assert!(progress.read <= progress.bytes);
         heard.fetch_max(progress.read, Ordering::Relaxed);
     };

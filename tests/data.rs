@@ -283,7 +283,7 @@ fn a_file_that_changes_while_it_is_read_is_told_and_not_kept() {
     let cache = TokenCache::new(&folder);
     let lines: String = (0..9000).map(|n| format!("{{\"input_ids\": [{}, 5, 6]}}\n", n % 200)).collect();
     let file = write(&dir.path().join("rows.jsonl"), &lines);
-    let change = |_: data::Progress| {
+    let change = |_: data::ReadProgress| {
         let mut rows = fs::File::options().append(true).open(&file).unwrap();
         std::io::Write::write_all(&mut rows, b"{\"input_ids\": [1, 2, 3]}\n").unwrap();
     };

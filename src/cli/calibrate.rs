@@ -19,7 +19,7 @@ use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
-use crate::data::{self, LoadSettings, Progress, Watch, prompts};
+use crate::data::{self, LoadSettings, ReadProgress, Watch, prompts};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::model::llama::Llama;
@@ -113,7 +113,7 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
     let reading = ReadingBar::new(common);
-    let hear = |progress: Progress| reading.hear(progress);
+    let hear = |progress: ReadProgress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size: usize::try_from(config.vocab_size)?,

@@ -14,11 +14,11 @@ use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
-use crate::data::mask::{self, Piece};
+use crate::data::mask::{self, TokenPiece};
 use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, LoadReport, LoadSettings, Progress, Watch, pack};
+use crate::data::{self, LoadReport, LoadSettings, ReadProgress, Watch, pack};
 use crate::files;
 use crate::model::config::LlamaConfig;
 
@@ -76,7 +76,7 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let cache = TokenCache::of_user();
     let reading = ReadingBar::new(common);
-    let hear = |progress: Progress| reading.hear(progress);
+    let hear = |progress: ReadProgress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size,
@@ -161,7 +161,7 @@ fn show(
     print_line(mask::text(&pieces, io::stdout().is_terminal()))
 }
 
-fn write_picture(path: &Path, pieces: &[Piece]) -> anyhow::Result<()> {
+fn write_picture(path: &Path, pieces: &[TokenPiece]) -> anyhow::Result<()> {
     let svg = mask::draw(pieces);
     files::write_atomic(path, |out| out.write_all(svg.as_bytes()))
         .with_context(|| format!("cannot write {}", path.display()))

@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::CommonFlags;
 use super::calibrate::draw_target;
-use crate::data::Progress;
+use crate::data::ReadProgress;
 
 const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {eta} left";
 
@@ -17,8 +17,8 @@ impl ReadingBar {
         Self(bar.with_style(ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar())))
     }
 
-    pub(super) fn hear(&self, progress: Progress) {
-        let Progress { path, read, bytes, tokenised } = progress;
+    pub(super) fn hear(&self, progress: ReadProgress) {
+        let ReadProgress { path, read, bytes, tokenised } = progress;
         if read < self.0.position() {
             self.0.reset_eta(); // another file
         }

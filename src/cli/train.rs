@@ -75,7 +75,7 @@ fn load(loaded: &Loaded, args: &TrainArgs, common: &CommonFlags) -> anyhow::Resu
     let job = Job { skip_bad_rows: args.skip_bad_rows, ..loaded.job(common.device.resolve()?) };
     let heads = job.heads.init_from.clone();
     let reading = ReadingBar::new(common);
-    let hear = |progress: data::Progress| reading.hear(progress);
+    let hear = |progress: data::ReadProgress| reading.hear(progress);
     let checked = Checked::load_watched(job, Watch::new(&hear));
     reading.finish();
     let checked = checked?;

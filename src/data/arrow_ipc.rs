@@ -9,16 +9,16 @@ use arrow::error::ArrowError;
 use arrow::ipc::reader::{FileReader, StreamReader};
 
 use super::columns;
-use super::opened::Counted;
-use super::rows::{Place, Problem, RowError};
+use super::opened::CountedFile;
+use super::rows::{RowError, RowLocation, RowProblem};
 
 /// A batch may be a whole file: it is handed on in slices of so many rows, and fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;
 
 /// A file's batches.
 #[derive(Debug)]
-pub(super) struct Batches {
-    reader: Reader,
+pub(super) struct ArrowBatches {
+    reader: ArrowReader,
     /// What is left of the batch read last.
     rest: Option<RecordBatch>,
     /// Rows of a slice of it.
@@ -28,12 +28,12 @@ pub(super) struct Batches {
 }
 
 #[derive(Debug)]
-enum Reader {
+enum ArrowReader {
     File { reader: Box<FileReader<BufReader<File>>>, batches: u64, read: u64 },
-    Stream(Box<StreamReader<BufReader<Counted>>>),
+    Stream(Box<StreamReader<BufReader<CountedFile>>>),
 }
 
-impl Batches {
+impl ArrowBatches {
     /// The file format: a footer says where its batches are.
     pub(super) fn of_file(file: File, path: &Path) -> Result<Self, RowError> {
         let open = || {
@@ -44,11 +44,11 @@ impl Batches {
             };
             Ok(wanted.map(|wanted| (size, wanted)))
         };
-        let (size, wanted) = told(path, open())?.map_err(|problem| Place::file(path).error(problem))?;
+        let (size, wanted) = told(path, open())?.map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, FileReader::try_new_buffered(file, Some(wanted)))?;
         let batches = reader.num_batches() as u64;
         Ok(Self {
-            reader: Reader::File { reader: Box::new(reader), batches, read: 0 },
+            reader: ArrowReader::File { reader: Box::new(reader), batches, read: 0 },
             rest: None,
             at_once: ROWS_AT_ONCE,
             size,
@@ -56,11 +56,12 @@ impl Batches {
     }
 
     /// The stream format: batch after batch until the end.
-    pub(super) fn of_stream(bytes: BufReader<Counted>, path: &Path) -> Result<Self, RowError> {
+    pub(super) fn of_stream(bytes: BufReader<CountedFile>, path: &Path) -> Result<Self, RowError> {
         let schema = || Ok(StreamReader::try_new_buffered(File::open(path)?, None)?.schema());
-        let wanted = columns::wanted(&*told(path, schema())?).map_err(|problem| Place::file(path).error(problem))?;
+        let wanted =
+            columns::wanted(&*told(path, schema())?).map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, StreamReader::try_new(bytes, Some(wanted)))?;
-        Ok(Self { reader: Reader::Stream(Box::new(reader)), rest: None, at_once: ROWS_AT_ONCE, size: 0 })
+        Ok(Self { reader: ArrowReader::Stream(Box::new(reader)), rest: None, at_once: ROWS_AT_ONCE, size: 0 })
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
@@ -74,11 +75,11 @@ impl Batches {
 
     fn read(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
         let batch = match &mut self.reader {
-            Reader::File { reader, read, .. } => {
+            ArrowReader::File { reader, read, .. } => {
                 *read += 1;
                 reader.next().transpose()
             }
-            Reader::Stream(reader) => reader.next().transpose(),
+            ArrowReader::Stream(reader) => reader.next().transpose(),
         };
         let batch = told(path, batch)?;
         if let Some(batch) = &batch {
@@ -91,8 +92,8 @@ impl Batches {
     /// Bytes of the file read so far.
     pub(super) fn count(&self) -> u64 {
         match &self.reader {
-            Reader::File { batches, read, .. } => (self.size * read).checked_div(*batches).unwrap_or(self.size),
-            Reader::Stream(reader) => reader.get_ref().get_ref().count(),
+            ArrowReader::File { batches, read, .. } => (self.size * read).checked_div(*batches).unwrap_or(self.size),
+            ArrowReader::Stream(reader) => reader.get_ref().get_ref().count(),
         }
     }
 }
@@ -103,7 +104,7 @@ fn bytes_of(batch: &RecordBatch) -> Result<u64, ArrowError> {
 }
 
 fn told<T>(path: &Path, result: Result<T, ArrowError>) -> Result<T, RowError> {
-    result.map_err(|error| Place::file(path).error(Problem::BrokenArrow(error.to_string())))
+    result.map_err(|error| RowLocation::file(path).error(RowProblem::BrokenArrow(error.to_string())))
 }
 
 #[cfg(test)]
@@ -125,7 +126,7 @@ mod tests {
         let mut writer = FileWriter::try_new(File::create(&path).unwrap(), &batch.schema()).unwrap();
         writer.write(&batch).unwrap();
         writer.finish().unwrap();
-        let mut batches = Batches::of_file(File::open(&path).unwrap(), &path).unwrap();
+        let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path).unwrap();
         assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 100);
     }
 }

@@ -12,13 +12,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use sha2::{Digest, Sha256};
 
-use super::LoadSettings;
 use super::token_file::{Fault, Medium, TokenFile, Whole, footer_sha256};
-use super::tokenize::TextTokenizer;
 use crate::files;
 
-/// Part of every key: raise it when the same input would give other rows, or another file.
-const FORMAT: &str = "medusa tokens 3";
 const PARTIAL: &str = "partial";
 
 /// A cache that cannot be used. A damaged file is rebuilt, and the report says so.
@@ -52,7 +48,7 @@ pub enum CacheError {
 
 /// What the cache had.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum CacheEntry {
     Rows(Whole),
     Nothing,
     /// A file that is damaged, and how it shows.
@@ -83,35 +79,23 @@ impl TokenCache {
         files::user_cache().map(Self::new)
     }
 
-    /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were
-    /// checked against, how a conversation is rendered, which of its tokens carry loss, where rows are cut, and whether bad
-    /// ones are left out.
-    pub fn key(file_sha256: &str, settings: &LoadSettings) -> String {
-        let LoadSettings { tokenizer, vocab_size, max_length, template, loss_on, skip_bad_rows, .. } = settings;
-        let (eos, template) = (tokenizer.and_then(TextTokenizer::eos_id), template.map(|template| template.sha256()));
-        let tokenizer = tokenizer.map_or("no tokenizer", TextTokenizer::sha256);
-        let text = format!("{tokenizer}\neos {eos:?}\nvocabulary {vocab_size}\nlength {max_length}");
-        let rows = format!("template {template:?}\nloss on {loss_on:?}\nskip bad rows {skip_bad_rows}");
-        files::hex(&Sha256::digest(format!("{FORMAT}\n{file_sha256}\n{text}\n{rows}")))[..32].to_owned()
-    }
-
     /// The rows kept under a key.
     ///
     /// # Errors
     /// The disk's own.
-    pub(super) fn read(&self, key: &str) -> Result<Found, CacheError> {
+    pub(super) fn read(&self, key: &str) -> Result<CacheEntry, CacheError> {
         let Some(path) = self.files_of(key)?.pop() else {
-            return Ok(Found::Nothing);
+            return Ok(CacheEntry::Nothing);
         };
         let file = match File::open(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing), // replaced by another process
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(CacheEntry::Nothing), // replaced by another process
             opened => opened.map_err(|source| CacheError::Unreadable { path: path.clone(), source })?,
         };
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
         Ok(match TokenFile::open(Medium::disk(file), &path, Some(sha256.unwrap_or("no hash"))) {
-            Ok(whole) => Found::Rows(whole),
-            Err(Fault::Damage(how)) => Found::Damaged(format!("{}: {how}", path.display())),
+            Ok(whole) => CacheEntry::Rows(whole),
+            Err(Fault::Damage(how)) => CacheEntry::Damaged(format!("{}: {how}", path.display())),
             Err(Fault::Io(source)) => return Err(CacheError::Unreadable { path, source }),
         })
     }
@@ -143,7 +127,7 @@ impl TokenCache {
     ///
     /// # Errors
     /// The disk's own.
-    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<Found, CacheError> {
+    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<CacheEntry, CacheError> {
         let at_partial = |source| CacheError::Disk { path: new.partial.clone(), source };
         let medium = Medium::disk(new.file.try_clone().map_err(at_partial)?);
         new.file.sync_all().map_err(at_partial)?;
@@ -281,7 +265,7 @@ mod tests {
     use crate::data::rows::TokenRow;
     use crate::data::token_file::TokenFileWriter;
 
-    fn write(cache: &TokenCache, key: &str, token: i32) -> Found {
+    fn write(cache: &TokenCache, key: &str, token: i32) -> CacheEntry {
         let new = cache.create(key).unwrap();
         let mut writer = TokenFileWriter::new(new.writer().unwrap()).unwrap();
         writer.push(TokenRow { input_ids: vec![token; 3], labels: vec![token; 3] }).unwrap();
@@ -297,13 +281,13 @@ mod tests {
     fn what_is_written_is_found_and_replaces_what_was_there() {
         let dir = tempfile::tempdir().unwrap();
         let cache = TokenCache::new(dir.path().join("new/cache"));
-        assert!(matches!(cache.read("key").unwrap(), Found::Nothing));
+        assert!(matches!(cache.read("key").unwrap(), CacheEntry::Nothing));
         for token in [1, 1, 2] {
-            let Found::Rows(whole) = write(&cache, "key", token) else { panic!("no rows") };
+            let CacheEntry::Rows(whole) = write(&cache, "key", token) else { panic!("no rows") };
             assert_eq!(whole.file.row(whole.rows[0]).unwrap().input_ids, [token; 3]);
             assert_eq!(names(&dir.path().join("new/cache")).len(), 1);
         }
-        assert!(matches!(cache.read("other").unwrap(), Found::Nothing));
+        assert!(matches!(cache.read("other").unwrap(), CacheEntry::Nothing));
     }
 
     #[test]

@@ -5,11 +5,10 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::IGNORE;
 use super::chat_template::{ChatTemplate, Marked, Message, TemplateError};
 use super::conversation::{Role, Turn};
 use super::report::DropReason;
-use super::rows::{Problem, TokenRow};
+use super::rows::{IGNORE, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
 
 /// `data.loss_on` of a recipe: which tokens of a conversation carry loss. (Rows of text and of tokens say so themselves.)
@@ -64,7 +63,7 @@ impl From<TemplateError> for Refused {
 
 /// A conversation's text, and the bytes of it that carry loss, in order.
 #[derive(Debug, PartialEq, Eq)]
-struct Rendered {
+struct MaskedText {
     text: String,
     learned: Vec<Range<usize>>,
 }
@@ -75,7 +74,7 @@ impl Chat<'_> {
     ///
     /// # Errors
     /// The tokenizer's own, and a template that does not end.
-    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<TokenRow, DropReason>, Problem> {
+    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<TokenRow, DropReason>, RowProblem> {
         let rendered = match self.render(turns) {
             Ok(rendered) => rendered,
             Err(Refused::Conversation(reason)) => return Ok(Err(reason)),
@@ -86,7 +85,7 @@ impl Chat<'_> {
         Ok(Ok(TokenRow { input_ids, labels }))
     }
 
-    fn render(&self, turns: &[Turn]) -> Result<Rendered, Refused> {
+    fn render(&self, turns: &[Turn]) -> Result<MaskedText, Refused> {
         if turns.iter().all(|turn| turn.content.trim().is_empty()) {
             return Err(DropReason::EmptyConversation.into());
         }
@@ -96,7 +95,7 @@ impl Chat<'_> {
         let messages: Vec<Message> = turns.iter().map(|turn| self.message(turn)).collect();
         if self.loss_on == LossOn::All {
             let text = self.template.render(&messages, false)?;
-            return Ok(Rendered { learned: std::iter::once(0..text.len()).collect(), text });
+            return Ok(MaskedText { learned: std::iter::once(0..text.len()).collect(), text });
         }
         let answers: Vec<usize> = (0..turns.len()).filter(|&at| turns[at].role == Role::Assistant).collect();
         if answers.is_empty() {
@@ -107,7 +106,7 @@ impl Chat<'_> {
         }
         let text = self.template.render(&messages, false)?;
         let learned = self.answers(&messages, &answers, &text).ok_or(DropReason::AnswersNotFound)?;
-        Ok(Rendered { text, learned })
+        Ok(MaskedText { text, learned })
     }
 
     fn answers(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
@@ -167,18 +166,18 @@ impl Chat<'_> {
     }
 
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns, less those that call tools.
-    fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<Rendered, Refused> {
+    fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<MaskedText, Refused> {
         let marked = self.template.render_generation(messages)?;
         let Marked { text, spans } = marked.ok_or(DropReason::AnswersNotFound)?;
         let mut assistants = turns.iter().filter(|turn| matches!(turn.role, Role::Assistant | Role::Call));
         if spans.len() == assistants.clone().count() {
             let learned = spans.into_iter().zip(assistants).filter(|(_, turn)| turn.role == Role::Assistant);
-            return Ok(Rendered { text, learned: learned.map(|(span, _)| span).collect() });
+            return Ok(MaskedText { text, learned: learned.map(|(span, _)| span).collect() });
         }
         if assistants.any(|turn| turn.role == Role::Call) {
             return Err(DropReason::AnswersNotFound.into());
         }
-        Ok(Rendered { text, learned: spans })
+        Ok(MaskedText { text, learned: spans })
     }
 
     /// The answer is what the template writes between "now the assistant speaks" and the end of its turn. It is learned

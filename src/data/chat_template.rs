@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::jinja::{self, FUEL, MARKS, TEMPLATE};
-use super::tokenize::{SpecialTokens, TokenizeError, read_json};
+use super::tokenize::{SpecialTokens, TokenizeError, read_json, shown};
 use crate::files;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
@@ -204,7 +204,7 @@ impl ChatTemplate {
         match &config["chat_template"] {
             serde_json::Value::Null => Ok(None),
             value => {
-                let got = || super::jsonl::shown(value);
+                let got = || shown(value);
                 let source =
                     default_of(value).ok_or_else(|| TemplateError::Shape { path: path.clone(), got: got() })?;
                 Self::parse(source, special, path.display().to_string()).map(Some)

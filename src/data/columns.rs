@@ -9,7 +9,8 @@ use arrow::error::ArrowError;
 use arrow::util::display::array_value_to_string;
 
 use super::conversation::{self, Role, Turn};
-use super::rows::{Problem, ROW_LIMIT, RawRow};
+use super::raw_row::RawRow;
+use super::rows::{ROW_LIMIT, RowProblem};
 
 const TEXTS: [&str; 4] = ["text", "instruction", "input", "output"];
 const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
@@ -19,7 +20,7 @@ const ROLE: [&str; 2] = ["role", "from"];
 const CONTENT: [&str; 2] = ["content", "value"];
 
 /// The places of the columns that rows are made of. What is wrong with a file's columns is told before its first row.
-pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, Problem> {
+pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, RowProblem> {
     check(schema)?;
     let has_tokens = schema.column_with_name("input_ids").is_some();
     let is_wanted =
@@ -29,15 +30,17 @@ pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, Problem> {
 }
 
 /// What can be told before the first row: which columns there are, and of which type.
-fn check(schema: &Schema) -> Result<(), Problem> {
+fn check(schema: &Schema) -> Result<(), RowProblem> {
     let has = |key: &str| schema.column_with_name(key).is_some();
     let has_alpaca = has("instruction") && has("output");
     if !["input_ids", "messages", "conversations", "text"].into_iter().any(has) && !has_alpaca {
-        return Err(Problem::NoKnownKey { found: schema.fields().iter().map(|field| field.name().clone()).collect() });
+        return Err(RowProblem::NoKnownKey {
+            found: schema.fields().iter().map(|field| field.name().clone()).collect(),
+        });
     }
     let wrong = |field: &Field, expected| {
         let (key, got) = (field.name().clone(), format!("a column of {}", field.data_type()));
-        Err(Problem::Value { key, expected, got })
+        Err(RowProblem::Value { key, expected, got })
     };
     for field in schema.fields() {
         let (name, kind) = (field.name().as_str(), field.data_type());
@@ -127,12 +130,12 @@ impl Columns {
     }
 
     /// Of several forms of a row the first that is not null counts, as in JSONL.
-    pub(super) fn row(&self, row: usize) -> Result<RawRow, Problem> {
+    pub(super) fn row(&self, row: usize) -> Result<RawRow, RowProblem> {
         if let Some(input_ids) = integers(self.ids.as_ref(), "input_ids", row)? {
             return Ok(RawRow::Tokens { input_ids, labels: integers(self.labels.as_ref(), "labels", row)? });
         }
         if self.bytes(row) > ROW_LIMIT {
-            return Err(Problem::TooLong);
+            return Err(RowProblem::TooLong);
         }
         let conversation = self.conversations.iter().find(|(_, column)| column.lists.is_valid(row));
         if let Some((key, column)) = conversation {
@@ -144,7 +147,7 @@ impl Columns {
             let turns = conversation::of_alpaca(instruction, input, output);
             return Ok(RawRow::Conversation { key: "instruction", turns });
         }
-        text.map(|text| RawRow::Text(text.to_owned())).ok_or(Problem::NoKnownKey { found: vec![] })
+        text.map(|text| RawRow::Text(text.to_owned())).ok_or(RowProblem::NoKnownKey { found: vec![] })
     }
 
     /// Of a row's texts.
@@ -175,13 +178,13 @@ impl Conversations {
         (offsets[end] - offsets[start]) as usize
     }
 
-    fn turns(&self, key: &str, row: usize) -> Result<Vec<Turn>, Problem> {
+    fn turns(&self, key: &str, row: usize) -> Result<Vec<Turn>, RowProblem> {
         let [start, end] = [row, row + 1].map(|row| self.lists.value_offsets()[row] as usize);
         let turn = |at: usize| {
             let key = format!("{key}[{}]", at - start);
             if self.roles.is_null(at) {
                 let expected = "a role";
-                return Err(Problem::Value { key, expected, got: "null".to_owned() });
+                return Err(RowProblem::Value { key, expected, got: "null".to_owned() });
             }
             let role = Role::named(self.roles.value(at));
             let turn = match self.contents.is_null(at) {
@@ -231,19 +234,19 @@ fn strings(column: &ArrayRef) -> Result<LargeStringArray, ArrowError> {
 }
 
 /// A row's list, `None` where it is null.
-fn integers(column: Option<&ArrayRef>, key: &str, row: usize) -> Result<Option<Vec<i64>>, Problem> {
+fn integers(column: Option<&ArrayRef>, key: &str, row: usize) -> Result<Option<Vec<i64>>, RowProblem> {
     let Some(column) = column.filter(|column| column.is_valid(row)) else {
         return Ok(None);
     };
     let list = column.as_list::<i64>();
     if list.value_length(row) as usize > ROW_LIMIT / size_of::<i64>() {
-        return Err(Problem::TooLong);
+        return Err(RowProblem::TooLong);
     }
     let values = list.value(row);
     let values = values.as_primitive::<Int64Type>();
     match (0..values.len()).find(|&index| values.is_null(index)) {
         Some(index) => {
-            Err(Problem::Value { key: format!("{key}[{index}]"), expected: "an integer", got: "null".to_owned() })
+            Err(RowProblem::Value { key: format!("{key}[{index}]"), expected: "an integer", got: "null".to_owned() })
         }
         None => Ok(Some(values.values().to_vec())),
     }

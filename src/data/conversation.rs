@@ -3,8 +3,8 @@
 
 use serde_json::Value;
 
-use super::jsonl::shown;
-use super::rows::Problem;
+use super::rows::RowProblem;
+use super::tokenize::shown;
 
 /// Who speaks, whatever a data set calls it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,16 +50,16 @@ impl Turn {
     }
 
     /// A turn of an assistant that says nothing is a call of a tool, kept elsewhere; of others it is a mistake.
-    pub(super) fn without_content(key: &str, role: Role) -> Result<Self, Problem> {
+    pub(super) fn without_content(key: &str, role: Role) -> Result<Self, RowProblem> {
         match role {
             Role::Assistant | Role::Call => Ok(Self::new(Role::Call, "")),
-            _ => Err(Problem::Value { key: key.to_owned(), expected: "a string", got: "null".to_owned() }),
+            _ => Err(RowProblem::Value { key: key.to_owned(), expected: "a string", got: "null".to_owned() }),
         }
     }
 }
 
 /// The turns of `messages` or `conversations`.
-pub(super) fn of_messages(key: &str, value: &Value) -> Result<Vec<Turn>, Problem> {
+pub(super) fn of_messages(key: &str, value: &Value) -> Result<Vec<Turn>, RowProblem> {
     let Some(messages) = value.as_array() else {
         return wrong(key, "a list of messages", value);
     };
@@ -76,7 +76,7 @@ pub(super) fn of_alpaca(instruction: &str, input: Option<&str>, output: &str) ->
     vec![Turn::new(Role::User, asked), Turn::new(Role::Assistant, output)]
 }
 
-fn turn(key: &str, message: &Value) -> Result<Turn, Problem> {
+fn turn(key: &str, message: &Value) -> Result<Turn, RowProblem> {
     if !message.is_object() {
         return wrong(key, "an object with \"role\" and \"content\", or \"from\" and \"value\"", message);
     }
@@ -96,7 +96,7 @@ fn turn(key: &str, message: &Value) -> Result<Turn, Problem> {
 }
 
 /// OpenAI's content in parts: `[{"type": "text", "text": "…"}]`.
-fn text_of_parts(key: &str, parts: &[Value]) -> Result<String, Problem> {
+fn text_of_parts(key: &str, parts: &[Value]) -> Result<String, RowProblem> {
     let part = |(index, part): (usize, &Value)| match part["text"].as_str().or_else(|| part.as_str()) {
         Some(text) => Ok(text.to_owned()),
         None => wrong(&format!("{key}[{index}]"), "a part with \"text\"", part),
@@ -112,8 +112,8 @@ fn with_calls(turn: Turn, calls: &Value) -> Turn {
     }
 }
 
-fn wrong<T>(key: &str, expected: &'static str, got: &Value) -> Result<T, Problem> {
-    Err(Problem::Value { key: key.to_owned(), expected, got: shown(got) })
+fn wrong<T>(key: &str, expected: &'static str, got: &Value) -> Result<T, RowProblem> {
+    Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(got) })
 }
 
 #[cfg(test)]

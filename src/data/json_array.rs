@@ -6,13 +6,13 @@ use std::path::Path;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
-use super::DataError;
-use super::opened::Text;
-use super::rows::{Place, Problem, ROW_LIMIT, RowError};
+use super::error::DataError;
+use super::opened::UnpackedText;
+use super::rows::{ROW_LIMIT, RowError, RowLocation, RowProblem};
 
 /// A row as it is written, and where it begins (all counted from 1).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Item {
+pub(super) struct ArrayRow {
     pub(super) row: usize,
     line: usize,
     column: usize,
@@ -22,13 +22,13 @@ pub(super) struct Item {
 
 /// The rows of an array, one after another.
 #[derive(Debug)]
-pub(super) struct Items {
-    text: Text,
+pub(super) struct ArrayRows {
+    text: UnpackedText,
     state: State,
     /// Of the next byte.
     line: usize,
     column: usize,
-    item: Item,
+    item: ArrayRow,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,16 +46,16 @@ enum State {
 }
 
 /// What a byte does.
-enum Step {
+enum Transition {
     Outside(State),
     Inside(State),
     EndsItem(State),
     Wrong(&'static str),
 }
 
-impl Items {
-    pub(super) fn new(text: Text) -> Self {
-        Self { text, state: State::BeforeArray, line: 1, column: 1, item: Item::at(1, 1, 1) }
+impl ArrayRows {
+    pub(super) fn new(text: UnpackedText) -> Self {
+        Self { text, state: State::BeforeArray, line: 1, column: 1, item: ArrayRow::at(1, 1, 1) }
     }
 
     /// Bytes of the file read so far.
@@ -64,7 +64,7 @@ impl Items {
     }
 
     /// The next row; `None` behind the array's end.
-    pub(super) fn next(&mut self, path: &Path) -> Result<Option<Item>, DataError> {
+    pub(super) fn next(&mut self, path: &Path) -> Result<Option<ArrayRow>, DataError> {
         loop {
             let chunk = self.text.chunk()?;
             if chunk.is_empty() {
@@ -73,21 +73,23 @@ impl Items {
             let (mut used, mut from, mut item) = (0, None, None);
             for &byte in chunk {
                 match self.state.step(byte) {
-                    Step::Wrong(message) => {
+                    Transition::Wrong(message) => {
                         let (line, column, message) = (self.line, self.column, message.to_owned());
-                        return Err(Place::file(path).error(Problem::BrokenArray { line, column, message }).into());
+                        return Err(RowLocation::file(path)
+                            .error(RowProblem::BrokenArray { line, column, message })
+                            .into());
                     }
-                    Step::Outside(state) => self.state = state,
-                    Step::Inside(state) => {
+                    Transition::Outside(state) => self.state = state,
+                    Transition::Inside(state) => {
                         if matches!(self.state, State::BeforeItem(_)) {
                             (self.item.line, self.item.column) = (self.line, self.column);
                         }
                         from.get_or_insert(used);
                         self.state = state;
                     }
-                    Step::EndsItem(state) => {
+                    Transition::EndsItem(state) => {
                         self.state = state;
-                        item = Some(Item::at(self.item.row + 1, 1, 1));
+                        item = Some(ArrayRow::at(self.item.row + 1, 1, 1));
                     }
                 }
                 let is_last = item.is_some();
@@ -116,39 +118,39 @@ impl Items {
         if self.state == State::AfterArray {
             return Ok(());
         }
-        let here = Problem::BrokenArray {
+        let here = RowProblem::BrokenArray {
             line: self.line,
             column: self.column.saturating_sub(1),
             message: "EOF while parsing a list".to_owned(),
         };
         let within = matches!(self.state, State::Within(_) | State::WithinString { .. });
         let problem = if within { self.item.broken().unwrap_or(here) } else { here };
-        Err(Place::file(path).error(problem))
+        Err(RowLocation::file(path).error(problem))
     }
 }
 
 impl State {
     /// JSON's grammar as far as it decides where a row ends; serde has the rest.
-    fn step(self, byte: u8) -> Step {
+    fn step(self, byte: u8) -> Transition {
         let blank = byte.is_ascii_whitespace();
         match (self, byte) {
-            (Self::WithinString { depth, escaped }, byte) => Step::Inside(match byte {
+            (Self::WithinString { depth, escaped }, byte) => Transition::Inside(match byte {
                 b'"' if !escaped => Self::Within(depth),
                 byte => Self::WithinString { depth, escaped: byte == b'\\' && !escaped },
             }),
             // The byte order mark that Windows editors write.
-            (Self::BeforeArray, 0xef | 0xbb | 0xbf) => Step::Outside(self),
-            (Self::BeforeArray | Self::BeforeItem(_) | Self::AfterArray, _) if blank => Step::Outside(self),
-            (Self::BeforeArray, b'[') => Step::Outside(Self::BeforeItem(true)),
-            (Self::BeforeArray, _) => Step::Wrong("expected `[`"),
-            (Self::AfterArray, _) => Step::Wrong("trailing characters"),
-            (Self::BeforeItem(true), b']') => Step::Outside(Self::AfterArray),
-            (Self::BeforeItem(false), b']') => Step::Wrong("trailing comma"),
-            (Self::BeforeItem(_), b',') => Step::Wrong("expected value"),
-            (Self::Within(0), b',') => Step::EndsItem(Self::BeforeItem(false)),
-            (Self::Within(0), b']') => Step::EndsItem(Self::AfterArray),
-            (Self::BeforeItem(_), byte) => Step::Inside(Self::Within(0).within(byte)),
-            (Self::Within(_), byte) => Step::Inside(self.within(byte)),
+            (Self::BeforeArray, 0xef | 0xbb | 0xbf) => Transition::Outside(self),
+            (Self::BeforeArray | Self::BeforeItem(_) | Self::AfterArray, _) if blank => Transition::Outside(self),
+            (Self::BeforeArray, b'[') => Transition::Outside(Self::BeforeItem(true)),
+            (Self::BeforeArray, _) => Transition::Wrong("expected `[`"),
+            (Self::AfterArray, _) => Transition::Wrong("trailing characters"),
+            (Self::BeforeItem(true), b']') => Transition::Outside(Self::AfterArray),
+            (Self::BeforeItem(false), b']') => Transition::Wrong("trailing comma"),
+            (Self::BeforeItem(_), b',') => Transition::Wrong("expected value"),
+            (Self::Within(0), b',') => Transition::EndsItem(Self::BeforeItem(false)),
+            (Self::Within(0), b']') => Transition::EndsItem(Self::AfterArray),
+            (Self::BeforeItem(_), byte) => Transition::Inside(Self::Within(0).within(byte)),
+            (Self::Within(_), byte) => Transition::Inside(self.within(byte)),
         }
     }
 
@@ -163,7 +165,7 @@ impl State {
     }
 }
 
-impl Item {
+impl ArrayRow {
     fn at(row: usize, line: usize, column: usize) -> Self {
         Self { row, line, column, text: Some(vec![]) }
     }
@@ -176,7 +178,7 @@ impl Item {
     }
 
     /// What JSON's grammar has against this row, counted in the lines of the file.
-    pub(super) fn broken(&self) -> Option<Problem> {
+    pub(super) fn broken(&self) -> Option<RowProblem> {
         let error = serde_json::from_slice::<IgnoredAny>(self.text.as_deref()?).err()?;
         let column = if error.line() == 1 { self.column + error.column() - 1 } else { error.column() };
         Some(array_problem(&error, self.line + error.line() - 1, column))
@@ -187,13 +189,13 @@ impl Item {
 pub(super) fn items<'b>(bytes: &'b [u8], path: &Path) -> Result<Vec<&'b RawValue>, RowError> {
     let json = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes); // as Windows editors write it
     let broken = |error: serde_json::Error| array_problem(&error, error.line(), error.column());
-    serde_json::from_slice(json).map_err(|error| Place::file(path).error(broken(error)))
+    serde_json::from_slice(json).map_err(|error| RowLocation::file(path).error(broken(error)))
 }
 
-fn array_problem(error: &serde_json::Error, line: usize, column: usize) -> Problem {
+fn array_problem(error: &serde_json::Error, line: usize, column: usize) -> RowProblem {
     let message = error.to_string();
     let message = message.split(" at line ").next().unwrap_or_default().to_owned();
-    Problem::BrokenArray { line, column, message }
+    RowProblem::BrokenArray { line, column, message }
 }
 
 #[cfg(test)]
@@ -204,12 +206,12 @@ mod tests {
     use super::*;
     use crate::data::opened::Opened;
 
-    fn cut(bytes: &[u8]) -> Result<Vec<Item>, DataError> {
+    fn cut(bytes: &[u8]) -> Result<Vec<ArrayRow>, DataError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.json");
         crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, bytes)).unwrap();
         let Opened::JsonArray(text) = Opened::open(&path)? else { panic!("no array") };
-        let mut items = Items::new(text);
+        let mut items = ArrayRows::new(text);
         std::iter::from_fn(|| items.next(&path).transpose()).collect()
     }
 
@@ -253,7 +255,7 @@ mod tests {
             let serde = items(bad.as_bytes(), Path::new("a")).unwrap_err().problem.to_string();
             let ours = match cut(bad.as_bytes()) {
                 Err(DataError::Row(error)) => error.problem.to_string(),
-                Ok(items) => items.iter().find_map(Item::broken).unwrap().to_string(),
+                Ok(items) => items.iter().find_map(ArrayRow::broken).unwrap().to_string(),
                 Err(other) => panic!("{other}"),
             };
             let place = |words: &str| words.split(": ").next().unwrap().to_owned();

@@ -5,13 +5,15 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::conversation;
-use super::opened::Text;
-use super::rows::{Problem, ROW_LIMIT, RawRow};
+use super::opened::UnpackedText;
+use super::raw_row::RawRow;
+use super::rows::{ROW_LIMIT, RowProblem};
 use super::source::SourceError;
+use super::tokenize::shown;
 
 /// A line and its number, counted from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Line {
+pub(super) struct JsonLine {
     pub(super) number: usize,
     /// Without its end; `None` for a line beyond [`ROW_LIMIT`].
     pub(super) text: Option<Vec<u8>>,
@@ -19,13 +21,13 @@ pub(super) struct Line {
 
 /// The lines of a file that are not blank.
 #[derive(Debug)]
-pub(super) struct Lines {
-    text: Text,
+pub(super) struct JsonLines {
+    text: UnpackedText,
     number: usize,
 }
 
-impl Lines {
-    pub(super) fn new(text: Text) -> Self {
+impl JsonLines {
+    pub(super) fn new(text: UnpackedText) -> Self {
         Self { text, number: 0 }
     }
 
@@ -35,7 +37,7 @@ impl Lines {
     }
 
     /// The next line; `None` at the end.
-    pub(super) fn next(&mut self) -> Result<Option<Line>, SourceError> {
+    pub(super) fn next(&mut self) -> Result<Option<JsonLine>, SourceError> {
         loop {
             let Some(mut text) = self.line()? else { return Ok(None) };
             self.number += 1;
@@ -45,7 +47,7 @@ impl Lines {
                 text = Some(rest.to_vec());
             }
             if text.as_ref().is_none_or(|text| !text.trim_ascii().is_empty()) {
-                return Ok(Some(Line { number: self.number, text }));
+                return Ok(Some(JsonLine { number: self.number, text }));
             }
         }
     }
@@ -76,7 +78,7 @@ impl Lines {
 }
 
 #[derive(Deserialize)]
-struct Row<'l> {
+struct JsonRow<'l> {
     input_ids: Option<Vec<i64>>,
     /// Looked at beside `input_ids` only: data sets of texts call other things so, too.
     #[serde(borrow)]
@@ -91,55 +93,48 @@ struct Row<'l> {
 
 /// One line's row. Keys that are not asked for are ignored; of several forms of a row the first counts: tokens, `messages`,
 /// `conversations`, `instruction` with `output`, `text`. (Data sets keep a conversation beside its text.)
-pub(super) fn row(line: &[u8]) -> Result<RawRow, Problem> {
+pub(super) fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
     if !line.trim_ascii_start().starts_with(b"{") {
         object(line)?; // serde would read a list as a struct, key by key
     }
-    let row: Row = serde_json::from_slice(line).map_err(|error| explain(line, &error))?;
+    let row: JsonRow = serde_json::from_slice(line).map_err(|error| explain(line, &error))?;
     let of_messages =
         |key, value| conversation::of_messages(key, &value).map(|turns| RawRow::Conversation { key, turns });
     match row {
-        Row { input_ids: Some(input_ids), labels, .. } => {
+        JsonRow { input_ids: Some(input_ids), labels, .. } => {
             let labels = labels.map(|labels| serde_json::from_str(labels.get())).transpose();
             Ok(RawRow::Tokens { input_ids, labels: labels.map_err(|error| explain(line, &error))? })
         }
-        Row { messages: Some(value), .. } => of_messages("messages", value),
-        Row { conversations: Some(value), .. } => of_messages("conversations", value),
-        Row { instruction: Some(instruction), input, output: Some(output), .. } => {
+        JsonRow { messages: Some(value), .. } => of_messages("messages", value),
+        JsonRow { conversations: Some(value), .. } => of_messages("conversations", value),
+        JsonRow { instruction: Some(instruction), input, output: Some(output), .. } => {
             let input = input.map(|input| string("input", input)).transpose()?;
             let (instruction, output) = (string("instruction", instruction)?, string("output", output)?);
             let turns = conversation::of_alpaca(&instruction, input.as_deref(), &output);
             Ok(RawRow::Conversation { key: "instruction", turns })
         }
-        Row { text: Some(text), .. } => string("text", text).map(RawRow::Text),
-        _ => Err(Problem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
+        JsonRow { text: Some(text), .. } => string("text", text).map(RawRow::Text),
+        _ => Err(RowProblem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
     }
 }
 
-fn string(key: &str, value: Value) -> Result<String, Problem> {
+fn string(key: &str, value: Value) -> Result<String, RowProblem> {
     match value {
         Value::String(text) => Ok(text),
-        other => Err(Problem::Value { key: key.to_owned(), expected: "a string", got: shown(&other) }),
+        other => Err(RowProblem::Value { key: key.to_owned(), expected: "a string", got: shown(&other) }),
     }
 }
 
 /// A row's object.
-pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, Problem> {
+pub(super) fn object(line: &[u8]) -> Result<Map<String, Value>, RowProblem> {
     match serde_json::from_slice(line).map_err(|error| broken(&error))? {
         Value::Object(object) => Ok(object),
-        other => Err(Problem::Value { key: "the row".to_owned(), expected: "an object", got: shown(&other) }),
+        other => Err(RowProblem::Value { key: "the row".to_owned(), expected: "an object", got: shown(&other) }),
     }
 }
 
-/// A value as an error message shows it.
-pub(super) fn shown(value: &Value) -> String {
-    let text = value.to_string();
-    let start: String = text.chars().take(60).collect();
-    if start.len() < text.len() { format!("{start}…") } else { text }
-}
-
 /// serde names a column; users look for a key.
-fn explain(line: &[u8], error: &serde_json::Error) -> Problem {
+fn explain(line: &[u8], error: &serde_json::Error) -> RowProblem {
     if !error.is_data() {
         return broken(error);
     }
@@ -151,8 +146,8 @@ fn explain(line: &[u8], error: &serde_json::Error) -> Problem {
     ids.unwrap_or_else(|| broken(error)) // a key that is there twice
 }
 
-fn bad_integer(key: &str, value: &Value) -> Option<Problem> {
-    let wrong = |key, expected, got| Some(Problem::Value { key, expected, got: shown(got) });
+fn bad_integer(key: &str, value: &Value) -> Option<RowProblem> {
+    let wrong = |key, expected, got| Some(RowProblem::Value { key, expected, got: shown(got) });
     let values = match value {
         Value::Null => return None,
         Value::Array(values) => values,
@@ -162,10 +157,10 @@ fn bad_integer(key: &str, value: &Value) -> Option<Problem> {
     wrong(format!("{key}[{index}]"), "an integer", &values[index])
 }
 
-fn broken(error: &serde_json::Error) -> Problem {
+fn broken(error: &serde_json::Error) -> RowProblem {
     let message = error.to_string();
     let message = message.split(" at line ").next().unwrap_or_default().to_owned();
-    Problem::BrokenJson { column: error.column(), message }
+    RowProblem::BrokenJson { column: error.column(), message }
 }
 
 #[cfg(test)]

@@ -5,9 +5,9 @@ use std::sync::{Mutex, PoisonError};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
-use super::IGNORE;
 use super::cache::CacheError;
 use super::pack::{Sequence, Sequences};
+use super::rows::IGNORE;
 
 /// Hands out the micro batches of every optimizer step.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ pub struct Batch {
 
 /// What a head learns from a batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Targets {
+pub struct TargetTokens {
     /// Where to predict from: flat positions `row * length + t`, ascending.
     pub positions: Vec<i64>,
     /// The token to predict from each.
@@ -130,8 +130,8 @@ impl Batch {
 
     /// The targets `offset` tokens ahead: 1 for the LM head, `k + 1` for Medusa head `k` (1-based).
     /// All `t` with `t + offset` in the same segment and a label there.
-    pub fn targets(&self, offset: usize) -> Targets {
-        let mut targets = Targets::default();
+    pub fn targets(&self, offset: usize) -> TargetTokens {
+        let mut targets = TargetTokens::default();
         for (row, lengths) in self.segment_lengths.iter().enumerate() {
             let mut start = row * self.length;
             for length in lengths {
@@ -195,8 +195,8 @@ mod tests {
     }
 
     /// Said again, the slow way: which segment a position is in, and whether the target is in the same.
-    fn naive_targets(batch: &Batch, offset: usize) -> Targets {
-        let mut targets = Targets::default();
+    fn naive_targets(batch: &Batch, offset: usize) -> TargetTokens {
+        let mut targets = TargetTokens::default();
         for (row, lengths) in batch.segment_lengths.iter().enumerate() {
             let segment_of: Vec<usize> = lengths.iter().enumerate().flat_map(|(s, &n)| vec![s; n]).collect();
             for t in 0..batch.length {

@@ -5,8 +5,7 @@ use std::iter;
 
 use serde::Serialize;
 
-use super::IGNORE;
-use super::rows::TokenRow;
+use super::rows::{IGNORE, TokenRow};
 use super::tokenize::{TextTokenizer, TokenizeError};
 
 /// What stands before and behind learned tokens where there is no colour: Unicode's white square brackets.
@@ -36,7 +35,7 @@ rect { fill: #161b22; stroke: #3d444d; }
 
 /// One token.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Piece {
+pub struct TokenPiece {
     /// Its id.
     pub id: i32,
     /// The text that it completes, nothing within a character; a special token's name.
@@ -49,7 +48,7 @@ pub struct Piece {
 ///
 /// # Errors
 /// The tokenizer's own.
-pub fn pieces(row: &TokenRow, tokenizer: &TextTokenizer) -> Result<Vec<Piece>, TokenizeError> {
+pub fn pieces(row: &TokenRow, tokenizer: &TextTokenizer) -> Result<Vec<TokenPiece>, TokenizeError> {
     let mut stream = tokenizer.stream();
     let tokens = row.input_ids.iter().zip(&row.labels);
     let piece = |(&id, &label): (&i32, &i32)| {
@@ -57,16 +56,16 @@ pub fn pieces(row: &TokenRow, tokenizer: &TextTokenizer) -> Result<Vec<Piece>, T
             true => tokenizer.decode(&[id], false)?,
             false => stream.push(id)?.unwrap_or_default(),
         };
-        Ok(Piece { id, text, learned: label != IGNORE })
+        Ok(TokenPiece { id, text, learned: label != IGNORE })
     };
     tokens.map(piece).collect()
 }
 
 /// The text with a mark before and behind each run of learned tokens: a terminal's colour, or brackets.
-pub fn text(pieces: &[Piece], in_colour: bool) -> String {
+pub fn text(pieces: &[TokenPiece], in_colour: bool) -> String {
     let [start, end] =
         if in_colour { ["\u{1b}[1;32m", "\u{1b}[0m"].map(String::from) } else { BRACKETS.map(String::from) };
-    let run = |run: &[Piece]| {
+    let run = |run: &[TokenPiece]| {
         let text: String = run.iter().map(|piece| printable(&piece.text)).collect();
         if run[0].learned { format!("{start}{text}{end}") } else { text }
     };
@@ -80,7 +79,7 @@ fn printable(text: &str) -> String {
 }
 
 /// An SVG: every token a box, those that carry loss filled.
-pub fn draw(pieces: &[Piece]) -> String {
+pub fn draw(pieces: &[TokenPiece]) -> String {
     let (mut x, mut line, mut boxes) = (MARGIN, 0, String::new());
     for piece in pieces {
         let text = shown(&piece.text);
@@ -108,7 +107,7 @@ fn line_y(line: usize) -> f64 {
     TOP + LINE * line as f64
 }
 
-fn token(piece: &Piece, shown: &str, [x, y, width]: [f64; 3], svg: &mut String) {
+fn token(piece: &TokenPiece, shown: &str, [x, y, width]: [f64; 3], svg: &mut String) {
     let (filled, said) = if piece.learned { (" class=\"learned\"", " class=\"said\"") } else { ("", "") };
     let (height, text_x, text_y, length) = (LINE - 4.0, x + PADDING, y + 14.5, width - 2.0 * PADDING);
     let _ = writeln!(
@@ -154,8 +153,8 @@ mod tests {
 
     use super::*;
 
-    fn piece(text: &str, learned: bool) -> Piece {
-        Piece { id: 7, text: text.to_owned(), learned }
+    fn piece(text: &str, learned: bool) -> TokenPiece {
+        TokenPiece { id: 7, text: text.to_owned(), learned }
     }
 
     #[test]
@@ -168,7 +167,8 @@ mod tests {
 
     #[test]
     fn a_picture_has_every_token_and_stays_within_its_width() {
-        let row: Vec<Piece> = (0..200).map(|n| piece(if n % 9 == 8 { "a<&\n" } else { " word" }, n % 3 == 0)).collect();
+        let row: Vec<TokenPiece> =
+            (0..200).map(|n| piece(if n % 9 == 8 { "a<&\n" } else { " word" }, n % 3 == 0)).collect();
         let svg = draw(&row);
         assert_eq!((svg.matches("<rect").count(), svg.matches("class=\"learned\"").count()), (200, 67));
         assert!(svg.contains("a&lt;&amp;↵") && svg.contains("200 tokens; the 67 filled ones carry loss"), "{svg}");

@@ -6,6 +6,7 @@ pub mod chat;
 pub mod chat_template;
 mod columns;
 mod conversation;
+mod error;
 mod jinja;
 mod json_array;
 mod jsonl;
@@ -15,144 +16,32 @@ mod opened;
 pub mod pack;
 mod parquet;
 pub mod prompts;
+mod raw_row;
 mod reading;
 pub mod report;
 pub mod rows;
+mod settings;
 pub mod source;
 pub mod store;
 mod token_file;
 pub mod tokenize;
 
 use std::io;
-use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use arrow::error::ArrowError;
-use serde::{Deserialize, Serialize};
 
 use crate::files;
 use crate::numbers::Fraction;
-use cache::{CacheError, Found, TokenCache};
-use chat::LossOn;
-use chat_template::{ChatTemplate, TemplateChoice, TemplateError};
+use cache::{CacheEntry, TokenCache};
+pub use error::DataError;
 use pack::{PackReport, Sequences};
-pub use reading::{Progress, Watch};
 pub use report::{BadRows, CacheUse, DataFile, DropReason, LoadReport, Tokenised};
-use rows::RowError;
+pub use rows::IGNORE;
+pub use settings::{DataConfig, LoadSettings, ReadProgress, Watch};
 use source::SourceError;
 use store::RowStore;
 use token_file::Whole;
-use tokenize::TextTokenizer;
-
-/// `[data]` of a recipe.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DataConfig {
-    /// Files or globs: JSONL or JSON arrays (also in gzip or zstd), Parquet, Arrow.
-    pub train: Vec<String>,
-    /// Files or globs to evaluate on.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub validation: Vec<String>,
-    /// Or: this part of the training rows, taken out before training.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub validation_fraction: Option<Fraction>,
-    /// What renders conversations.
-    #[serde(default)]
-    pub chat_template: TemplateChoice,
-    /// Which tokens of conversations carry loss.
-    #[serde(default)]
-    pub loss_on: LossOn,
-    /// Tokens a sequence.
-    pub max_length: NonZeroUsize,
-    /// Several rows share one sequence, without seeing each other.
-    #[serde(default = "yes")]
-    pub packing: bool,
-    /// A new seeded order every epoch.
-    #[serde(default = "yes")]
-    pub shuffle: bool,
-}
-
-fn yes() -> bool {
-    true
-}
-
-/// The label of a token that carries no loss, as PyTorch and transformers have it.
-pub const IGNORE: i32 = -100;
-
-/// Why there are no rows.
-#[derive(Debug, thiserror::Error)]
-pub enum DataError {
-    /// A list of files that is not right.
-    #[error(transparent)]
-    Source(#[from] SourceError),
-    /// A row that is not right.
-    #[error(transparent)]
-    Row(#[from] RowError),
-    /// A cache that is not usable.
-    #[error(transparent)]
-    Cache(#[from] CacheError),
-    /// A chat template that is not right.
-    #[error(transparent)]
-    Template(#[from] TemplateError),
-    /// Rows that Arrow does not take.
-    #[error("cannot encode the rows of {} for the token cache: {source}", path.display())]
-    Encode {
-        /// Their file.
-        path: PathBuf,
-        /// Arrow's words.
-        source: ArrowError,
-    },
-    /// A chat template of other roles, or with a fault.
-    #[error(
-        "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template to one that renders \
-         them: {} or a .jinja file", files.join(", "), TemplateChoice::built_in_names()
-    )]
-    TemplateRefusesAll {
-        /// Where the template stands.
-        template: String,
-        /// What was read.
-        files: Vec<String>,
-        /// How many conversations were tried.
-        conversations: usize,
-        /// What the template raises.
-        words: String,
-    },
-    /// Files without one usable row.
-    #[error("no row to use in {}: {report}", files.join(", "))]
-    Empty {
-        /// What was read.
-        files: Vec<String>,
-        /// What came of it.
-        report: Box<LoadReport>,
-    },
-    /// Too little to split.
-    #[error("validation_fraction needs at least 2 rows, one to train on and one to validate on, got {rows}")]
-    TooFewToSplit {
-        /// All rows.
-        rows: usize,
-    },
-}
-
-/// What rows are read with.
-#[derive(Debug, Clone, Copy)]
-pub struct LoadSettings<'a> {
-    /// The backbone's; rows of `text` and conversations need it.
-    pub tokenizer: Option<&'a TextTokenizer>,
-    /// The backbone's; ids are checked against it.
-    pub vocab_size: usize,
-    /// Longer rows are cut.
-    pub max_length: NonZeroUsize,
-    /// Where tokenised files are kept, and rows are read from; `None` (a user without a home) keeps all rows in memory.
-    pub cache: Option<&'a TokenCache>,
-    /// What renders conversations.
-    pub template: Option<&'a ChatTemplate>,
-    /// Which tokens of conversations carry loss.
-    pub loss_on: LossOn,
-    /// Rows that are not right are left out and counted, instead of ending the run.
-    pub skip_bad_rows: bool,
-    /// Who hears how far reading is.
-    pub watch: Watch<'a>,
-}
 
 /// Reads rows from files of every format, in the order of the list.
 ///
@@ -223,11 +112,11 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
         let whole = reading::in_memory(bytes).map_err(failed)?;
         return Ok((of(watched.sha256, CacheUse::NotUsed), whole));
     };
-    let key = TokenCache::key(&watched.sha256, settings);
+    let key = settings.cache_key(&watched.sha256);
     let damaged = match cache.read(&key)? {
-        Found::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), whole)),
-        Found::Nothing => None,
-        Found::Damaged(how) => Some(how),
+        CacheEntry::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), whole)),
+        CacheEntry::Nothing => None,
+        CacheEntry::Damaged(how) => Some(how),
     };
     let whole = build(&watched, &key, cache, settings, report)?;
     Ok((of(watched.sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
@@ -276,8 +165,8 @@ fn build(
     watched.check()?; // else its rows would be kept as those of its earlier self
     report.add_time(took);
     match cache.commit(key, new)? {
-        Found::Rows(whole) => Ok(whole),
-        Found::Damaged(how) => Err(cache.error(io::Error::other(how)).into()),
-        Found::Nothing => Err(cache.error(io::ErrorKind::NotFound.into()).into()),
+        CacheEntry::Rows(whole) => Ok(whole),
+        CacheEntry::Damaged(how) => Err(cache.error(io::Error::other(how)).into()),
+        CacheEntry::Nothing => Err(cache.error(io::ErrorKind::NotFound.into()).into()),
     }
 }

@@ -17,22 +17,22 @@ const CONTINUATION: [u8; 4] = [0xff; 4];
 /// A data file.
 #[derive(Debug)]
 pub(super) enum Opened {
-    Jsonl(Text),
-    JsonArray(Text),
+    Jsonl(UnpackedText),
+    JsonArray(UnpackedText),
     Parquet(File),
     ArrowFile(File),
-    ArrowStream(BufReader<Counted>),
+    ArrowStream(BufReader<CountedFile>),
 }
 
 /// A file's bytes as they come off the disk, counted for whoever watches.
 #[derive(Debug)]
-pub(super) struct Counted {
+pub(super) struct CountedFile {
     file: File,
     count: Arc<AtomicU64>,
 }
 
 /// JSON, unpacked.
-pub(super) struct Text {
+pub(super) struct UnpackedText {
     path: PathBuf,
     reader: Chain<Cursor<Vec<u8>>, Box<dyn BufRead>>,
     /// `gzip` or `zstd`.
@@ -49,7 +49,7 @@ impl Opened {
             [b'P', b'A', b'R', b'1', ..] => Ok(Self::Parquet(open()?)),
             [b'A', b'R', b'R', b'O', b'W', b'1', ..] => Ok(Self::ArrowFile(open()?)),
             start if start.starts_with(&CONTINUATION) => {
-                let (file, _) = Counted::new(open()?);
+                let (file, _) = CountedFile::new(open()?);
                 Ok(Self::ArrowStream(BufReader::with_capacity(BUFFER, file)))
             }
             start => Self::text(path, packing(start), open()?),
@@ -57,7 +57,7 @@ impl Opened {
     }
 
     fn text(path: &Path, packed: Option<&'static str>, file: File) -> Result<Self, SourceError> {
-        let (file, count) = Counted::new(file);
+        let (file, count) = CountedFile::new(file);
         let raw = BufReader::with_capacity(BUFFER, file);
         let failed = |source| failed(path, packed, source);
         let mut unpacked: Box<dyn BufRead> = match packed {
@@ -76,12 +76,12 @@ impl Opened {
             return Err(SourceError::Format { path: path.to_owned(), format });
         }
         let reader = Cursor::new(start).chain(unpacked);
-        let text = Text { path: path.to_owned(), reader, packed, count };
+        let text = UnpackedText { path: path.to_owned(), reader, packed, count };
         Ok(if first == Some(b'[') { Self::JsonArray(text) } else { Self::Jsonl(text) })
     }
 }
 
-impl Counted {
+impl CountedFile {
     fn new(file: File) -> (Self, Arc<AtomicU64>) {
         let count = Arc::new(AtomicU64::new(0));
         (Self { file, count: count.clone() }, count)
@@ -93,7 +93,7 @@ impl Counted {
     }
 }
 
-impl Read for Counted {
+impl Read for CountedFile {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(bytes)?;
         self.count.fetch_add(read as u64, Ordering::Relaxed);
@@ -101,7 +101,7 @@ impl Read for Counted {
     }
 }
 
-impl Text {
+impl UnpackedText {
     /// What is there without waiting for more than a buffer; empty at the end.
     pub(super) fn chunk(&mut self) -> Result<&[u8], SourceError> {
         let Self { path, reader, packed, .. } = self;
@@ -119,9 +119,9 @@ impl Text {
     }
 }
 
-impl std::fmt::Debug for Text {
+impl std::fmt::Debug for UnpackedText {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_struct("Text").field("path", &self.path).field("packed", &self.packed).finish_non_exhaustive()
+        out.debug_struct("UnpackedText").field("path", &self.path).field("packed", &self.packed).finish_non_exhaustive()
     }
 }
 

@@ -23,12 +23,12 @@ pub struct Sequence {
 pub struct Sequences {
     rows: RowStore,
     /// `None`: each row is a sequence.
-    packed: Option<Packed>,
+    packed: Option<PackedRows>,
 }
 
 /// The rows of sequence `s` are `members[ends[s - 1]..ends[s]]`, ascending.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Packed {
+struct PackedRows {
     members: Vec<u32>,
     ends: Vec<u32>,
 }
@@ -109,7 +109,7 @@ impl Sequences {
             ends.push(rows.len() as u32);
         }
         let members = (0..rows.len() as u32).collect();
-        Self { rows: RowStore::in_memory(rows), packed: Some(Packed { members, ends }) }
+        Self { rows: RowStore::in_memory(rows), packed: Some(PackedRows { members, ends }) }
     }
 
     fn members(&self, sequence: usize) -> impl Iterator<Item = usize> + '_ {
@@ -136,13 +136,13 @@ pub fn one_each(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
 /// When a row is longer than `max_length`: whoever loads rows truncates them.
 pub fn pack(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
     let lengths: Vec<u32> = (0..rows.len()).map(|row| rows.length(row) as u32).collect();
-    let packed = Some(Packed::of(&best_fit_decreasing(&lengths, max_length)));
+    let packed = Some(PackedRows::of(&best_fit_decreasing(&lengths, max_length)));
     let sequences = Sequences { rows, packed };
     let report = PackReport::of(&sequences, max_length);
     (sequences, report)
 }
 
-impl Packed {
+impl PackedRows {
     /// From the sequence of each row. Sequences get their numbers in the order in which the rows meet them.
     fn of(sequence_of: &[u32]) -> Self {
         const NOT_MET: u32 = u32::MAX;

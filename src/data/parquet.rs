@@ -9,24 +9,24 @@ use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchR
 use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
 
 use super::columns;
-use super::rows::{Place, Problem, RowError};
+use super::rows::{RowError, RowLocation, RowProblem};
 
 /// And fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;
 
 /// A file's batches, and how many rows it has.
 #[derive(Debug)]
-pub(super) struct Batches {
+pub(super) struct ParquetBatches {
     reader: ParquetRecordBatchReader,
     pub(super) rows: u64,
 }
 
-impl Batches {
+impl ParquetBatches {
     pub(super) fn open(file: File, path: &Path) -> Result<Self, RowError> {
-        Self::of(file).map_err(|problem| Place::file(path).error(problem))
+        Self::of(file).map_err(|problem| RowLocation::file(path).error(problem))
     }
 
-    fn of(file: File) -> Result<Self, Problem> {
+    fn of(file: File) -> Result<Self, RowProblem> {
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
         let wanted = ProjectionMask::roots(builder.parquet_schema(), columns::wanted(builder.schema())?);
         let groups = builder.metadata().row_groups().iter();
@@ -37,7 +37,7 @@ impl Batches {
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
-        self.reader.next().transpose().map_err(|error| Place::file(path).error(broken(error)))
+        self.reader.next().transpose().map_err(|error| RowLocation::file(path).error(broken(error)))
     }
 }
 
@@ -51,8 +51,8 @@ fn rows_at_once(group: &RowGroupMetaData, wanted: &ProjectionMask) -> usize {
     columns::rows_at_once(bytes, group.num_rows().try_into().unwrap_or(0), ROWS_AT_ONCE)
 }
 
-fn broken(error: impl std::fmt::Display) -> Problem {
-    Problem::BrokenParquet(error.to_string())
+fn broken(error: impl std::fmt::Display) -> RowProblem {
+    RowProblem::BrokenParquet(error.to_string())
 }
 
 #[cfg(test)]
@@ -72,7 +72,7 @@ mod tests {
         let mut writer = ArrowWriter::try_new(file.try_clone().unwrap(), batch.schema(), None).unwrap();
         writer.write(&batch).unwrap();
         writer.close().unwrap();
-        let mut batches = Batches::open(file, Path::new("rows.parquet")).unwrap();
+        let mut batches = ParquetBatches::open(file, Path::new("rows.parquet")).unwrap();
         std::iter::from_fn(|| batches.next(Path::new("rows.parquet")).unwrap())
             .map(|batch| {
                 assert_eq!(batch.num_columns(), 1);

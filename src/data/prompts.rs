@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 
 use super::chat_template::{ChatTemplate, Message, TemplateError};
 use super::conversation::Role;
-use super::rows::{Place, Problem, RowError};
-use super::tokenize::{TextTokenizer, TokenizeError};
+use super::rows::{RowError, RowLocation, RowProblem};
+use super::tokenize::{TextTokenizer, TokenizeError, shown};
 use super::{json_array, jsonl};
 
 /// What can be wrong with prompts.
@@ -85,7 +85,7 @@ pub enum PromptInput {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
     /// Where it stands.
-    pub place: Place,
+    pub place: RowLocation,
     /// What kind of task it is.
     pub category: Option<String>,
     /// What is asked.
@@ -131,19 +131,20 @@ pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, PromptError> {
 /// The objects of a file, JSONL or one array, told apart by the first character.
 fn each_object<T>(
     path: &Path,
-    item: impl Fn(&Map<String, Value>, &Place) -> Result<T, Problem>,
+    item: impl Fn(&Map<String, Value>, &RowLocation) -> Result<T, RowProblem>,
 ) -> Result<Vec<T>, PromptError> {
     let bytes = fs::read(path).map_err(|source| PromptError::Read { path: path.to_owned(), source })?;
     let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // Windows editors' byte order mark
-    let read = |json: &[u8], place: Place| {
+    let read = |json: &[u8], place: RowLocation| {
         jsonl::object(json).and_then(|object| item(&object, &place)).map_err(|problem| place.error(problem))
     };
     let items: Vec<T> = if text.trim_ascii_start().starts_with(b"[") {
         let rows = json_array::items(text, path)?.into_iter().zip(1..);
-        rows.map(|(row, number)| read(row.get().as_bytes(), Place::row(path, number))).collect::<Result<_, _>>()?
+        rows.map(|(row, number)| read(row.get().as_bytes(), RowLocation::row(path, number)))
+            .collect::<Result<_, _>>()?
     } else {
         let lines = text.split(|&byte| byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
-        lines.map(|(line, number)| read(line, Place::line(path, number))).collect::<Result<_, _>>()?
+        lines.map(|(line, number)| read(line, RowLocation::line(path, number))).collect::<Result<_, _>>()?
     };
     if items.is_empty() { Err(PromptError::Empty { path: path.to_owned() }) } else { Ok(items) }
 }
@@ -191,33 +192,33 @@ fn in_vocabulary(ids: &[i32], tokenizer: &TextTokenizer) -> Result<Vec<i32>, Pro
     }
 }
 
-fn category(object: &Map<String, Value>) -> Result<Option<String>, Problem> {
+fn category(object: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
     match object.get("category") {
         None | Some(Value::Null) => Ok(None),
         Some(category) => text("category", category).map(Some),
     }
 }
 
-fn input(object: &Map<String, Value>) -> Result<PromptInput, Problem> {
+fn input(object: &Map<String, Value>) -> Result<PromptInput, RowProblem> {
     match asked(object)? {
-        Asked::Text(prompt) => Ok(PromptInput::Text(prompt)),
-        Asked::Ids(ids) => Ok(PromptInput::Ids(ids)),
-        Asked::Turns(turns) => Ok(PromptInput::Turns(turns)),
-        Asked::Messages(key, messages) => before_the_answer(key, messages).map(PromptInput::Chat),
+        PromptForm::Text(prompt) => Ok(PromptInput::Text(prompt)),
+        PromptForm::Ids(ids) => Ok(PromptInput::Ids(ids)),
+        PromptForm::Turns(turns) => Ok(PromptInput::Turns(turns)),
+        PromptForm::Messages(key, messages) => before_the_answer(key, messages).map(PromptInput::Chat),
     }
 }
 
-fn questions(object: &Map<String, Value>) -> Result<Questions, Problem> {
+fn questions(object: &Map<String, Value>) -> Result<Questions, RowProblem> {
     match asked(object)? {
-        Asked::Text(prompt) => Ok(Questions::Text(prompt)),
-        Asked::Ids(ids) => Ok(Questions::Ids(ids)),
-        Asked::Turns(user) => Ok(Questions::Turns { system: None, user }),
-        Asked::Messages(key, messages) => of_user(key, messages),
+        PromptForm::Text(prompt) => Ok(Questions::Text(prompt)),
+        PromptForm::Ids(ids) => Ok(Questions::Ids(ids)),
+        PromptForm::Turns(user) => Ok(Questions::Turns { system: None, user }),
+        PromptForm::Messages(key, messages) => of_user(key, messages),
     }
 }
 
 /// The forms of an object, by their keys.
-enum Asked {
+enum PromptForm {
     Text(String),
     Ids(Vec<i32>),
     Turns(Vec<String>),
@@ -225,40 +226,40 @@ enum Asked {
     Messages(&'static str, Vec<Message>),
 }
 
-fn asked(object: &Map<String, Value>) -> Result<Asked, Problem> {
+fn asked(object: &Map<String, Value>) -> Result<PromptForm, RowProblem> {
     let value = |key: &str| object.get(key).filter(|value| !value.is_null());
     if let Some(prompt) = value("prompt") {
-        return text("prompt", prompt).map(Asked::Text);
+        return text("prompt", prompt).map(PromptForm::Text);
     }
     if let Some(ids) = value("prompt_ids") {
-        return each("prompt_ids", ids, "a list of token ids", token).map(Asked::Ids);
+        return each("prompt_ids", ids, "a list of token ids", token).map(PromptForm::Ids);
     }
     if let Some(turns) = value("turns") {
-        return each("turns", turns, "a list of strings", text).map(Asked::Turns);
+        return each("turns", turns, "a list of strings", text).map(PromptForm::Turns);
     }
     for key in ["messages", "conversations"] {
         if let Some(messages) = value(key) {
-            return Ok(Asked::Messages(key, each(key, messages, "a list of messages", message)?));
+            return Ok(PromptForm::Messages(key, each(key, messages, "a list of messages", message)?));
         }
     }
     let expected = "\"prompt\", \"messages\", \"conversations\", \"turns\" or \"prompt_ids\"";
     let found: Vec<_> = object.keys().map(|key| format!("{key:?}")).collect();
-    Err(Problem::Value { key: "the keys".to_owned(), expected, got: found.join(", ") })
+    Err(RowProblem::Value { key: "the keys".to_owned(), expected, got: found.join(", ") })
 }
 
-fn of_user(key: &str, messages: Vec<Message>) -> Result<Questions, Problem> {
+fn of_user(key: &str, messages: Vec<Message>) -> Result<Questions, RowProblem> {
     let system = messages.first().filter(|first| first.role == "system").map(|first| first.content.clone());
     let user: Vec<String> =
         messages.into_iter().filter(|message| message.role == "user").map(|message| message.content).collect();
     if user.is_empty() {
         let got = "none".to_owned();
-        return Err(Problem::Value { key: key.to_owned(), expected: "a turn of the user", got });
+        return Err(RowProblem::Value { key: key.to_owned(), expected: "a turn of the user", got });
     }
     Ok(Questions::Turns { system, user })
 }
 
 /// What stands before the answer that is to be decoded.
-fn before_the_answer(key: &str, mut messages: Vec<Message>) -> Result<Vec<Message>, Problem> {
+fn before_the_answer(key: &str, mut messages: Vec<Message>) -> Result<Vec<Message>, RowProblem> {
     while messages.last().is_some_and(|last| last.role == "assistant") {
         messages.pop();
     }
@@ -266,11 +267,11 @@ fn before_the_answer(key: &str, mut messages: Vec<Message>) -> Result<Vec<Messag
         return Ok(messages);
     }
     let got = "none".to_owned();
-    Err(Problem::Value { key: key.to_owned(), expected: "a turn for the assistant to answer", got })
+    Err(RowProblem::Value { key: key.to_owned(), expected: "a turn for the assistant to answer", got })
 }
 
 /// OpenAI's `role` and `content`, or ShareGPT's `from` and `value`.
-fn message(key: &str, value: &Value) -> Result<Message, Problem> {
+fn message(key: &str, value: &Value) -> Result<Message, RowProblem> {
     let part = |names: [&str; 2]| {
         let name = names.into_iter().find(|name| !value[*name].is_null()).unwrap_or(names[0]);
         text(&format!("{key}.{name}"), &value[name])
@@ -289,21 +290,21 @@ fn each<T>(
     key: &str,
     value: &Value,
     expected: &'static str,
-    item: impl Fn(&str, &Value) -> Result<T, Problem>,
-) -> Result<Vec<T>, Problem> {
+    item: impl Fn(&str, &Value) -> Result<T, RowProblem>,
+) -> Result<Vec<T>, RowProblem> {
     match value.as_array().filter(|items| !items.is_empty()) {
         Some(items) => items.iter().enumerate().map(|(index, value)| item(&format!("{key}[{index}]"), value)).collect(),
-        None => Err(Problem::Value { key: key.to_owned(), expected, got: jsonl::shown(value) }),
+        None => Err(RowProblem::Value { key: key.to_owned(), expected, got: shown(value) }),
     }
 }
 
-fn text(key: &str, value: &Value) -> Result<String, Problem> {
-    let wrong = || Problem::Value { key: key.to_owned(), expected: "a string", got: jsonl::shown(value) };
+fn text(key: &str, value: &Value) -> Result<String, RowProblem> {
+    let wrong = || RowProblem::Value { key: key.to_owned(), expected: "a string", got: shown(value) };
     value.as_str().map(str::to_owned).ok_or_else(wrong)
 }
 
-fn token(key: &str, value: &Value) -> Result<i32, Problem> {
-    let wrong = || Problem::Value { key: key.to_owned(), expected: "a token id", got: jsonl::shown(value) };
+fn token(key: &str, value: &Value) -> Result<i32, RowProblem> {
+    let wrong = || RowProblem::Value { key: key.to_owned(), expected: "a token id", got: shown(value) };
     value.as_i64().and_then(|id| i32::try_from(id).ok()).filter(|id| *id >= 0).ok_or_else(wrong)
 }
 

@@ -11,13 +11,16 @@ use arrow::array::RecordBatch;
 use arrow::error::ArrowError;
 use rayon::prelude::*;
 
-use super::json_array::{Item, Items};
-use super::jsonl::{Line, Lines};
+use super::error::DataError;
+use super::json_array::{ArrayRow, ArrayRows};
+use super::jsonl::{JsonLine, JsonLines};
 use super::opened::Opened;
+use super::raw_row::RawRow;
 use super::report::{DropReason, FileSummary, Tokenised};
-use super::rows::{Place, Problem, RawRow, ReadRow, RowError, TokenRow, Written};
+use super::rows::{ReadRow, RowError, RowForm, RowLocation, RowProblem, TokenRow};
+use super::settings::{LoadSettings, ReadProgress};
 use super::token_file::{Medium, TokenFile, TokenFileWriter, Whole};
-use super::{DataError, LoadSettings, arrow_ipc, columns, jsonl, parquet};
+use super::{arrow_ipc, columns, jsonl, parquet};
 
 /// Rows and bytes that are parsed and tokenised together: enough for every core, few enough for memory.
 const ROWS_AT_ONCE: usize = 2048;
@@ -25,52 +28,22 @@ const BYTES_AT_ONCE: usize = 4 << 20;
 /// Portions that wait for the cores, and for the disk.
 const WAITING: usize = 1;
 
-/// How far reading is, for whoever watches.
-#[derive(Debug, Clone, Copy)]
-pub struct Progress<'a> {
-    /// The file.
-    pub path: &'a Path,
-    /// Of its bytes so many are read.
-    pub read: u64,
-    /// All of its bytes.
-    pub bytes: u64,
-    /// What it took.
-    pub tokenised: Tokenised,
-}
-
-/// Who hears how far reading is.
-#[derive(Clone, Copy, Default)]
-pub struct Watch<'a>(Option<&'a (dyn Fn(Progress) + Sync)>);
-
-impl<'a> Watch<'a> {
-    /// `hear` is called after each portion.
-    pub fn new(hear: &'a (dyn Fn(Progress) + Sync)) -> Self {
-        Self(Some(hear))
-    }
-}
-
-impl std::fmt::Debug for Watch<'_> {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_tuple("Watch").field(&self.0.is_some()).finish()
-    }
-}
-
 /// Rows as they come off the disk.
 struct Portion {
-    rows: Rows,
+    rows: RawRows,
     /// Bytes of the file read by then.
     read: u64,
 }
 
-enum Rows {
-    Lines(Vec<Line>),
-    Items(Vec<Item>),
+enum RawRows {
+    Lines(Vec<JsonLine>),
+    Items(Vec<ArrayRow>),
     /// And the number of the first row, from 1.
     Columns(RecordBatch, usize),
 }
 
 /// What became of a row.
-type Outcome = Result<Result<ReadRow, DropReason>, RowError>;
+type RowOutcome = Result<Result<ReadRow, DropReason>, RowError>;
 
 /// Reads a file's rows, cut and without those that are left out, into `out`.
 pub(super) fn write<W: Write>(
@@ -87,7 +60,7 @@ pub(super) fn write<W: Write>(
         for outcome in portion {
             match outcome {
                 Ok(Ok(row)) => {
-                    took.tokens += if row.of == Written::Tokens { 0 } else { row.tokens.input_ids.len() };
+                    took.tokens += if row.of == RowForm::Tokens { 0 } else { row.tokens.input_ids.len() };
                     if let Some(row) = summary.admit(row, settings.max_length.get()) {
                         writer.push(row).map_err(&failed)?;
                     }
@@ -98,9 +71,7 @@ pub(super) fn write<W: Write>(
             }
         }
         took.milliseconds = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        if let Some(hear) = settings.watch.0 {
-            hear(Progress { path, read, bytes, tokenised: took });
-        }
+        settings.watch.hear(ReadProgress { path, read, bytes, tokenised: took });
         Ok(())
     })?;
     let mut out = writer.finish(summary).map_err(&failed)?;
@@ -126,7 +97,7 @@ pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
 fn outcomes(
     path: &Path,
     settings: &LoadSettings,
-    mut take: impl FnMut(Vec<Outcome>, u64) -> Result<(), DataError>,
+    mut take: impl FnMut(Vec<RowOutcome>, u64) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     thread::scope(|scope| {
         // Each thread ends with the one behind it: its sends fail then.
@@ -155,37 +126,41 @@ fn outcomes(
 
 /// Reads a file to its end, or until nobody listens.
 fn portions(path: &Path, out: &SyncSender<Result<Portion, DataError>>) -> Result<(), DataError> {
-    let send = |rows: Rows, read: u64| out.send(Ok(Portion { rows, read })).is_ok();
+    let send = |rows: RawRows, read: u64| out.send(Ok(Portion { rows, read })).is_ok();
     match Opened::open(path)? {
         Opened::Jsonl(text) => {
-            let mut lines = Lines::new(text);
+            let mut lines = JsonLines::new(text);
             let next = || Ok(lines.next()?.map(|line| (line, lines.count())));
-            in_portions(next, |line| line.text.as_ref(), |some, read| send(Rows::Lines(some), read))
+            in_portions(next, |line| line.text.as_ref(), |some, read| send(RawRows::Lines(some), read))
         }
         Opened::JsonArray(text) => {
-            let mut items = Items::new(text);
+            let mut items = ArrayRows::new(text);
             let next = || Ok(items.next(path)?.map(|item| (item, items.count())));
-            in_portions(next, |item| item.text.as_ref(), |some, read| send(Rows::Items(some), read))
+            in_portions(next, |item| item.text.as_ref(), |some, read| send(RawRows::Items(some), read))
         }
         Opened::Parquet(file) => {
             let bytes = file.metadata().map_or(0, |metadata| metadata.len());
-            let mut batches = parquet::Batches::open(file, path)?;
+            let mut batches = parquet::ParquetBatches::open(file, path)?;
             let all = batches.rows.max(1);
             let read = |rows: usize| (bytes as f64 * rows as f64 / all as f64) as u64;
             let next = || batches.next(path).map(|batch| batch.map(|batch| (batch, 0)));
             record_batches(next, |batch, first, _| {
                 let read = read(first - 1 + batch.num_rows());
-                send(Rows::Columns(batch, first), read)
+                send(RawRows::Columns(batch, first), read)
             })
         }
-        Opened::ArrowFile(file) => arrow(arrow_ipc::Batches::of_file(file, path)?, path, send),
-        Opened::ArrowStream(bytes) => arrow(arrow_ipc::Batches::of_stream(bytes, path)?, path, send),
+        Opened::ArrowFile(file) => arrow(arrow_ipc::ArrowBatches::of_file(file, path)?, path, send),
+        Opened::ArrowStream(bytes) => arrow(arrow_ipc::ArrowBatches::of_stream(bytes, path)?, path, send),
     }
 }
 
-fn arrow(mut batches: arrow_ipc::Batches, path: &Path, send: impl Fn(Rows, u64) -> bool) -> Result<(), DataError> {
+fn arrow(
+    mut batches: arrow_ipc::ArrowBatches,
+    path: &Path,
+    send: impl Fn(RawRows, u64) -> bool,
+) -> Result<(), DataError> {
     let next = || Ok(batches.next(path)?.map(|batch| (batch, batches.count())));
-    record_batches(next, |batch, first, read| send(Rows::Columns(batch, first), read))
+    record_batches(next, |batch, first, read| send(RawRows::Columns(batch, first), read))
 }
 
 /// Sends batches with the number of their first row and the bytes read by then.
@@ -236,24 +211,25 @@ fn in_portions<T>(
     }
 }
 
-impl Rows {
+impl RawRows {
     /// Parses and tokenises on all cores.
-    fn outcomes(self, path: &Path, settings: &LoadSettings) -> Result<Vec<Outcome>, DataError> {
+    fn outcomes(self, path: &Path, settings: &LoadSettings) -> Result<Vec<RowOutcome>, DataError> {
         let read = |raw: RawRow| raw.read(settings);
         Ok(match self {
             Self::Lines(lines) => {
-                let row = |line: &Line| {
-                    let text = line.text.as_deref().ok_or(Problem::TooLong);
-                    text.and_then(jsonl::row).and_then(read).map_err(|p| Place::line(path, line.number).error(p))
+                let row = |line: &JsonLine| {
+                    let text = line.text.as_deref().ok_or(RowProblem::TooLong);
+                    text.and_then(jsonl::row).and_then(read).map_err(|p| RowLocation::line(path, line.number).error(p))
                 };
                 lines.par_iter().map(row).collect()
             }
             Self::Items(items) => items.par_iter().map(|item| item_outcome(item, path, settings)).collect(),
             Self::Columns(batch, first) => {
                 let columns = columns::Columns::of(&batch)
-                    .map_err(|error| Place::row(path, first).error(Problem::BrokenArrow(error.to_string())))?;
-                let row =
-                    |row: usize| columns.row(row).and_then(read).map_err(|p| Place::row(path, first + row).error(p));
+                    .map_err(|error| RowLocation::row(path, first).error(RowProblem::BrokenArrow(error.to_string())))?;
+                let row = |row: usize| {
+                    columns.row(row).and_then(read).map_err(|p| RowLocation::row(path, first + row).error(p))
+                };
                 (0..batch.num_rows()).into_par_iter().map(row).collect()
             }
         })
@@ -261,12 +237,12 @@ impl Rows {
 }
 
 /// What is no JSON is told as a place in the file: rows of an array have no line of their own.
-fn item_outcome(item: &Item, path: &Path, settings: &LoadSettings) -> Outcome {
-    let row = item.text.as_deref().ok_or(Problem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
+fn item_outcome(item: &ArrayRow, path: &Path, settings: &LoadSettings) -> RowOutcome {
+    let row = item.text.as_deref().ok_or(RowProblem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
     row.map_err(|problem| match (problem, item.broken()) {
-        (Problem::BrokenJson { .. }, Some(broken)) if !settings.skip_bad_rows => {
-            Place::file(path).error(Problem::BrokenItem(broken.into()))
+        (RowProblem::BrokenJson { .. }, Some(broken)) if !settings.skip_bad_rows => {
+            RowLocation::file(path).error(RowProblem::BrokenItem(broken.into()))
         }
-        (problem, _) => Place::row(path, item.row).error(problem),
+        (problem, _) => RowLocation::row(path, item.row).error(problem),
     })
 }

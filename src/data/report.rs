@@ -6,8 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::IGNORE;
-use super::rows::{Place, ReadRow, RowError, TokenRow, Written};
+use super::rows::{IGNORE, ReadRow, RowError, RowForm, RowLocation, TokenRow};
 
 /// Words of a template that are counted on their own; what else it says is counted together.
 const REFUSALS_KEPT_APART: usize = 8;
@@ -131,7 +130,7 @@ impl FileSummary {
     /// Cuts a row, counts it, and says whether it stays.
     pub(super) fn admit(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
         let ReadRow { mut tokens, of } = row;
-        let is_conversation = of == Written::Conversation;
+        let is_conversation = of == RowForm::Conversation;
         self.rendered |= is_conversation;
         let cut = tokens.input_ids.len() > max_length;
         tokens.input_ids.truncate(max_length);
@@ -168,7 +167,7 @@ impl FileSummary {
     pub(super) fn skip(&mut self, error: RowError) -> Result<(), RowError> {
         let Some(kind) = error.problem.kind() else { return Err(error) };
         self.read += 1;
-        let Place { row, .. } = &error.place;
+        let RowLocation { row, .. } = &error.place;
         let row = row.map(|(kind, number)| format!(", {kind} {number}")).unwrap_or_default();
         let first = format!("{row}: {}", error.problem);
         let bad = self.bad_rows.entry(kind.to_owned()).or_insert(BadRows { rows: 0, first });

@@ -3,12 +3,11 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use super::chat::Chat;
 use super::chat_template::{TemplateChoice, TemplateError};
-use super::conversation::Turn;
-use super::report::DropReason;
 use super::tokenize::{TextTokenizer, TokenizeError};
-use super::{IGNORE, LoadSettings};
+
+/// The label of a token that carries no loss, as PyTorch and transformers have it.
+pub const IGNORE: i32 = -100;
 
 /// Bytes of a row: a longer one is taken for a file that is not what it seems (a newline or a quote is missing).
 pub(super) const ROW_LIMIT: usize = 100 << 20;
@@ -28,12 +27,12 @@ pub struct ReadRow {
     /// Its tokens.
     pub tokens: TokenRow,
     /// What they were made of.
-    pub of: Written,
+    pub of: RowForm,
 }
 
 /// How a row is written in its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Written {
+pub enum RowForm {
     /// As token ids: nothing was tokenised.
     Tokens,
     /// As a text.
@@ -44,7 +43,7 @@ pub enum Written {
 
 /// Where a row stands: a line of JSONL, a row of a JSON array or of Parquet, counted from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct RowLocation {
     /// The file.
     pub path: PathBuf,
     /// `("line", 3)`; `None` for what is true of the whole file.
@@ -56,14 +55,14 @@ pub struct Place {
 #[error("{place}: {problem}")]
 pub struct RowError {
     /// Which row.
-    pub place: Place,
+    pub place: RowLocation,
     /// What is wrong with it.
-    pub problem: Problem,
+    pub problem: RowProblem,
 }
 
 /// What can be wrong with a row.
 #[derive(Debug, thiserror::Error)]
-pub enum Problem {
+pub enum RowProblem {
     /// A line that is no JSON.
     #[error("not valid JSON (one object a line is expected), column {column}: {message}")]
     BrokenJson {
@@ -84,7 +83,7 @@ pub enum Problem {
     },
     /// A row of a JSON array that is none, where the array itself may go on behind it.
     #[error(transparent)]
-    BrokenItem(Box<Problem>),
+    BrokenItem(Box<RowProblem>),
     /// A file that claims to be Parquet.
     #[error("not readable as Parquet: {0}")]
     BrokenParquet(String),
@@ -157,40 +156,7 @@ pub enum Problem {
     Template(#[from] TemplateError),
 }
 
-/// A row as its file has it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum RawRow {
-    Tokens { input_ids: Vec<i64>, labels: Option<Vec<i64>> },
-    Text(String),
-    Conversation { key: &'static str, turns: Vec<Turn> },
-}
-
-impl RawRow {
-    /// The row as tokens of the vocabulary, or why a conversation is left out.
-    pub(super) fn read(self, settings: &LoadSettings) -> Result<Result<ReadRow, DropReason>, Problem> {
-        let vocab_size = settings.vocab_size;
-        let tokenizer = |key| -> Result<&TextTokenizer, Problem> {
-            let tokenizer = settings.tokenizer.ok_or(Problem::NeedsTokenizer { key })?;
-            tokenizer.check_vocabulary(vocab_size)?;
-            Ok(tokenizer)
-        };
-        let (tokens, of) = match self {
-            Self::Tokens { input_ids, labels } => {
-                (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, Written::Tokens)
-            }
-            Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, Written::Text),
-            Self::Conversation { key, turns } => {
-                let tokenizer = tokenizer(key)?;
-                let template = settings.template.ok_or(Problem::NeedsTemplate { key })?;
-                let row = Chat { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
-                return Ok(row.map(|tokens| ReadRow { tokens, of: Written::Conversation }));
-            }
-        };
-        Ok(Ok(ReadRow { tokens, of }))
-    }
-}
-
-impl Problem {
+impl RowProblem {
     /// What rows with this problem are counted as where bad rows are left out. `None` where it is not the row's fault: the file
     /// is damaged, or the backbone's folder or the recipe lacks something.
     pub fn kind(&self) -> Option<&'static str> {
@@ -228,13 +194,13 @@ impl TokenRow {
         self.labels.iter().skip(1).any(|&label| label != IGNORE)
     }
 
-    fn checked(ids: &[i64], labels: Option<&[i64]>, vocab_size: usize) -> Result<Self, Problem> {
+    pub(super) fn checked(ids: &[i64], labels: Option<&[i64]>, vocab_size: usize) -> Result<Self, RowProblem> {
         let input_ids = in_vocabulary("input_ids", ids, vocab_size, None)?;
         let Some(labels) = labels else {
             return Ok(Self { labels: input_ids.clone(), input_ids });
         };
         if labels.len() != ids.len() {
-            return Err(Problem::LabelsLength { ids: ids.len(), labels: labels.len() });
+            return Err(RowProblem::LabelsLength { ids: ids.len(), labels: labels.len() });
         }
         Ok(Self { input_ids, labels: in_vocabulary("labels", labels, vocab_size, Some(IGNORE))? })
     }
@@ -245,17 +211,17 @@ fn in_vocabulary(
     values: &[i64],
     vocab_size: usize,
     besides: Option<i32>,
-) -> Result<Vec<i32>, Problem> {
+) -> Result<Vec<i32>, RowProblem> {
     let token = |(index, &id): (usize, &i64)| match i32::try_from(id) {
         Ok(token) if usize::try_from(token).is_ok_and(|token| token < vocab_size) || Some(token) == besides => {
             Ok(token)
         }
-        _ => Err(Problem::TokenOutOfRange { key, index, id, vocab_size }),
+        _ => Err(RowProblem::TokenOutOfRange { key, index, id, vocab_size }),
     };
     values.iter().enumerate().map(token).collect()
 }
 
-impl Place {
+impl RowLocation {
     pub(super) fn line(path: &Path, line: usize) -> Self {
         Self { path: path.to_owned(), row: Some(("line", line)) }
     }
@@ -268,12 +234,12 @@ impl Place {
         Self { path: path.to_owned(), row: None }
     }
 
-    pub(super) fn error(self, problem: impl Into<Problem>) -> RowError {
+    pub(super) fn error(self, problem: impl Into<RowProblem>) -> RowError {
         RowError { place: self, problem: problem.into() }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RowLocation {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{}", self.path.display())?;
         self.row.map_or(Ok(()), |(kind, number)| write!(out, ", {kind} {number}"))

@@ -224,11 +224,11 @@ impl Medium {
 pub(super) struct TokenFile {
     medium: Medium,
     path: PathBuf,
-    batches: Vec<Batch>,
+    batches: Vec<TokenBatch>,
 }
 
 #[derive(Debug)]
-struct Batch {
+struct TokenBatch {
     /// From the end of the batch before: all that its checksum is of.
     bytes: Range<u64>,
     ids_at: u64,
@@ -265,7 +265,7 @@ impl TokenFile {
         let (mut batches, mut rows, mut before) = (Vec::with_capacity(blocks.len()), Vec::new(), 0);
         for (block, &sums) in blocks.iter().zip(&facts.checksums) {
             let number = batches.len() as u32;
-            let (batch, lengths) = Batch::open(&medium, block, before, sums)?;
+            let (batch, lengths) = TokenBatch::open(&medium, block, before, sums)?;
             before = batch.bytes.end;
             batches.push(batch);
             let mut start = 0;
@@ -320,7 +320,7 @@ fn bytes_of(block: &Block) -> Range<u64> {
     start..start.saturating_add(at(block.metaDataLength().into())).saturating_add(at(block.bodyLength()))
 }
 
-impl Batch {
+impl TokenBatch {
     /// Where its columns are, and how long its rows are.
     fn open(medium: &Medium, block: &Block, before: u64, sums: (u32, u32)) -> Result<(Self, Vec<u32>), Fault> {
         let bytes = bytes_of(block);

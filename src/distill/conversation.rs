@@ -226,7 +226,7 @@ mod tests {
 
     use super::*;
     use crate::data::chat_template::ChatTemplate;
-    use crate::data::rows::Place;
+    use crate::data::rows::RowLocation;
     use crate::data::tokenize::TextTokenizer;
     use crate::data::tokenize::wide;
     use crate::files::write_atomic;
@@ -288,7 +288,7 @@ mod tests {
 
     fn dialogue(user: &[&str]) -> Dialogue {
         let user = user.iter().map(|&turn| turn.to_owned()).collect();
-        let place = Place { path: "p".into(), row: None };
+        let place = RowLocation { path: "p".into(), row: None };
         Dialogue { place, category: None, questions: Questions::Turns { system: None, user } }
     }
 

@@ -11,7 +11,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::data::rows::Place;
+use crate::data::rows::RowLocation;
 use crate::decode::batch::{RowEnded, RowRequest};
 use crate::decode::generate::DecodeError;
 
@@ -35,7 +35,7 @@ pub enum DistillError {
     #[error("{place}")]
     Prompt {
         /// Where it stands.
-        place: Place,
+        place: RowLocation,
         /// What is wrong with it.
         source: Box<PromptError>,
     },
@@ -46,7 +46,7 @@ pub enum DistillError {
     )]
     PromptTooLong {
         /// Where it stands.
-        place: Place,
+        place: RowLocation,
         /// Its tokens.
         length: usize,
         /// The backbone's.
@@ -58,7 +58,7 @@ pub enum DistillError {
     )]
     SelfTalkOfRawPrompt {
         /// Where it stands.
-        place: Place,
+        place: RowLocation,
     },
     /// A template that hides what the user says.
     #[error(

@@ -275,9 +275,9 @@ fn input_tokens(batches: &[Batch]) -> u64 {
 /// Targets of the LM head and of every head in one micro batch, still on the host.
 struct BatchTargets {
     /// The token that follows.
-    of_lm_head: crate::data::loader::Targets,
+    of_lm_head: crate::data::loader::TargetTokens,
     /// Head `h` (0-based) predicts the token h + 2 further on.
-    by_head: Vec<crate::data::loader::Targets>,
+    by_head: Vec<crate::data::loader::TargetTokens>,
 }
 
 impl BatchTargets {
@@ -295,7 +295,7 @@ impl BatchTargets {
     }
 }
 
-fn on_device(targets: &crate::data::loader::Targets, states: &BatchStates) -> Targets {
+fn on_device(targets: &crate::data::loader::TargetTokens, states: &BatchStates) -> Targets {
     let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
     Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
 }

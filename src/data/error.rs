@@ -1,0 +1,65 @@
+//! Why no rows come of data files.
+
+use std::path::PathBuf;
+
+use arrow::error::ArrowError;
+
+use super::cache::CacheError;
+use super::chat_template::{TemplateChoice, TemplateError};
+use super::report::LoadReport;
+use super::rows::RowError;
+use super::source::SourceError;
+
+/// Why there are no rows.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// A list of files that is not right.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// A row that is not right.
+    #[error(transparent)]
+    Row(#[from] RowError),
+    /// A cache that is not usable.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// A chat template that is not right.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// Rows that Arrow does not take.
+    #[error("cannot encode the rows of {} for the token cache: {source}", path.display())]
+    Encode {
+        /// Their file.
+        path: PathBuf,
+        /// Arrow's words.
+        source: ArrowError,
+    },
+    /// A chat template of other roles, or with a fault.
+    #[error(
+        "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template to one that renders \
+         them: {} or a .jinja file", files.join(", "), TemplateChoice::built_in_names()
+    )]
+    TemplateRefusesAll {
+        /// Where the template stands.
+        template: String,
+        /// What was read.
+        files: Vec<String>,
+        /// How many conversations were tried.
+        conversations: usize,
+        /// What the template raises.
+        words: String,
+    },
+    /// Files without one usable row.
+    #[error("no row to use in {}: {report}", files.join(", "))]
+    Empty {
+        /// What was read.
+        files: Vec<String>,
+        /// What came of it.
+        report: Box<LoadReport>,
+    },
+    /// Too little to split.
+    #[error("validation_fraction needs at least 2 rows, one to train on and one to validate on, got {rows}")]
+    TooFewToSplit {
+        /// All rows.
+        rows: usize,
+    },
+}

@@ -1,0 +1,41 @@
+//! A row as its file has it: token ids, a text or a conversation, which become tokens of the vocabulary here.
+
+use super::chat::Chat;
+use super::conversation::Turn;
+use super::report::DropReason;
+use super::rows::{ReadRow, RowForm, RowProblem, TokenRow};
+use super::settings::LoadSettings;
+use super::tokenize::TextTokenizer;
+
+/// A row as its file has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum RawRow {
+    Tokens { input_ids: Vec<i64>, labels: Option<Vec<i64>> },
+    Text(String),
+    Conversation { key: &'static str, turns: Vec<Turn> },
+}
+
+impl RawRow {
+    /// The row as tokens of the vocabulary, or why a conversation is left out.
+    pub(super) fn read(self, settings: &LoadSettings) -> Result<Result<ReadRow, DropReason>, RowProblem> {
+        let vocab_size = settings.vocab_size;
+        let tokenizer = |key| -> Result<&TextTokenizer, RowProblem> {
+            let tokenizer = settings.tokenizer.ok_or(RowProblem::NeedsTokenizer { key })?;
+            tokenizer.check_vocabulary(vocab_size)?;
+            Ok(tokenizer)
+        };
+        let (tokens, of) = match self {
+            Self::Tokens { input_ids, labels } => {
+                (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, RowForm::Tokens)
+            }
+            Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, RowForm::Text),
+            Self::Conversation { key, turns } => {
+                let tokenizer = tokenizer(key)?;
+                let template = settings.template.ok_or(RowProblem::NeedsTemplate { key })?;
+                let row = Chat { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
+                return Ok(row.map(|tokens| ReadRow { tokens, of: RowForm::Conversation }));
+            }
+        };
+        Ok(Ok(ReadRow { tokens, of }))
+    }
+}
