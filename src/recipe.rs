@@ -1,12 +1,13 @@
 //! A recipe: one TOML file is one run. The only reader of TOML, and the only place that sees all owners' configs.
 //!
-//! Every mistake that can be found before the first expensive second is found in [`Recipe::load`]; later code trusts it.
+//! Every mistake that can be found before the first expensive second is found in [`LoadedRecipe`]; later code trusts it.
 //! Relative paths in a recipe are relative to the working directory, as the command line's are.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use crate::data::DataConfig;
 use crate::data::chat_template::TemplateChoice;
@@ -17,17 +18,21 @@ use crate::hub::HubError;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::peft::ADAPTER_FILE;
-use crate::torch::optim::OptimizerConfig;
+use crate::numbers::Positive;
 use crate::train::TrainConfig;
+use crate::train::plan::TrainPlan;
 use crate::train::schedule::ScheduleConfig;
-use crate::train::stage::{Medusa2Config, Stage};
 
 mod loaded;
-mod place;
+mod optimizer;
+mod stage;
+mod text;
 
-pub use loaded::Loaded;
-pub use place::Place;
-use place::Text;
+pub use loaded::LoadedRecipe;
+pub use optimizer::OptimizerConfig;
+pub use stage::{Medusa1Config, Medusa2Config, Stage};
+pub use text::RecipeSpan;
+use text::RecipeText;
 
 /// What a recipe file says, with every default filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -67,7 +72,7 @@ pub enum RecipeError {
     #[error("{place}: {key}: {error}\n{}", place.snippet())]
     Hub {
         /// Where it stands.
-        place: Box<Place>,
+        place: Box<RecipeSpan>,
         /// The key.
         key: &'static str,
         /// Why.
@@ -77,7 +82,7 @@ pub enum RecipeError {
     #[error("{place}: {mistake}\n{}", place.snippet())]
     Wrong {
         /// Where it stands.
-        place: Box<Place>,
+        place: Box<RecipeSpan>,
         /// What is wrong.
         mistake: Box<Mistake>,
     },
@@ -158,17 +163,6 @@ pub enum Mistake {
 }
 
 impl Recipe {
-    /// Reads a recipe and checks all that can be checked before work begins: keys, values, how they go together,
-    /// the backbone's config, and that the files it names exist.
-    ///
-    /// # Errors
-    /// [`RecipeError`] with the place in the file.
-    pub fn load(path: &Path) -> Result<Self, RecipeError> {
-        let mut loaded = Loaded::read(path)?;
-        loaded.fetch(&|_| ())?;
-        Ok(loaded.recipe)
-    }
-
     /// Reads a recipe's text without looking at the files that it names. `file` is for error messages.
     ///
     /// # Errors
@@ -177,8 +171,8 @@ impl Recipe {
         Ok(Self::read(file, text)?.0)
     }
 
-    fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, Text<'t>), RecipeError> {
-        let located = Text::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
+    fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, RecipeText<'t>), RecipeError> {
+        let located = RecipeText::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
         check_stages(&located)?;
         let mut recipe: Self = toml::from_str(text).map_err(|error| {
             let span = error.span().unwrap_or(0..0);
@@ -187,7 +181,7 @@ impl Recipe {
         })?;
         recipe.check_values(&located)?;
         if let Stage::Medusa2(_) = recipe.stage {
-            recipe.optimizer.medusa_lr_multiplier.get_or_insert(Medusa2Config::paper_lr_multiplier());
+            recipe.optimizer.medusa_lr_multiplier.get_or_insert_with(stage::paper_lr_multiplier);
         }
         Ok((recipe, located))
     }
@@ -200,7 +194,31 @@ impl Recipe {
         toml::to_string(self).expect("a recipe holds only what TOML can say")
     }
 
-    fn check_values(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    /// What its run trains on `device`, from paths of this machine.
+    pub fn plan(&self, device: Device) -> TrainPlan {
+        let Self { backbone, heads, stage, loss, data, optimizer, schedule, train } = self.clone();
+        TrainPlan {
+            backbone,
+            trained: stage.trained(),
+            heads,
+            loss,
+            heads_coefficient: stage.heads_coefficient(),
+            optimizer: optimizer.adamw(),
+            learning_rate: optimizer.learning_rate.get(),
+            heads_rate_factor: optimizer.medusa_lr_multiplier.map_or(1.0, Positive::get),
+            schedule,
+            max_grad_norm: optimizer.max_grad_norm.get(),
+            data,
+            train,
+            device,
+            skip_bad_rows: false,
+            resolved_recipe: self.resolved_toml(),
+            snapshot: None,
+            sources: vec![],
+        }
+    }
+
+    fn check_values(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         exclusive(text, "train.epochs", "train.max_steps")?;
         if self.train.epochs.is_none() && self.train.max_steps.is_none() {
             let mistake = Mistake::Neither { first: "train.epochs", second: "train.max_steps" };
@@ -214,7 +232,7 @@ impl Recipe {
     }
 
     /// Rows of an optimizer step.
-    fn check_batch(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn check_batch(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let (rows, passes) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
         if rows.checked_mul(passes).is_some() {
             return Ok(());
@@ -225,7 +243,7 @@ impl Recipe {
     }
 
     /// Keys that one stage has and the other has no use for.
-    fn check_stage(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn check_stage(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let needs = |key: &'static str, what| Err(wrong(text.value(key), Mistake::Needs { key, what }));
         match &self.stage {
             Stage::Medusa1(_) if self.optimizer.medusa_lr_multiplier.is_some() => {
@@ -253,7 +271,7 @@ impl Recipe {
         }
     }
 
-    fn check_validation(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn check_validation(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let empty = |key, expected: &str| clash(text, key, "[]", expected.to_owned());
         if self.data.train.is_empty() {
             return Err(empty("data.train", "at least one file or glob"));
@@ -273,7 +291,7 @@ impl Recipe {
         }
     }
 
-    fn check_lengths(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn check_lengths(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let (heads, length) = (self.heads.medusa_num_heads.get(), self.data.max_length.get());
         if length < heads + 2 {
             // head k (1-based) at position 0 predicts token k + 1
@@ -289,7 +307,7 @@ impl Recipe {
         }
     }
 
-    fn check_backbone(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn check_backbone(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let folder = Path::new(&self.backbone.path);
         if !folder.is_dir() {
             let hint = "give a folder in Hugging Face layout, or an id of the Hub: owner/name or owner/name@revision";
@@ -306,7 +324,7 @@ impl Recipe {
         Err(clash(text, "data.max_length", length, expected))
     }
 
-    fn check_files(&self, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn check_files(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
@@ -317,8 +335,7 @@ impl Recipe {
             let mistake = Mistake::Missing { key: "data.chat_template", path: path.clone(), hint };
             return Err(wrong(text.value("data.chat_template"), mistake));
         }
-        let lora = if let Stage::Medusa2(config) = &self.stage { config.lora.as_ref() } else { None };
-        let adapter = lora.and_then(|lora| lora.init_from.as_ref());
+        let adapter = self.stage.lora().and_then(|lora| lora.init_from.as_ref());
         let of_heads = |path: &PathBuf| import::locate(path).unwrap_or_else(|_| path.join(HEADS_FILE));
         let of_adapter = |path: &PathBuf| path.join(ADAPTER_FILE);
         let heads_hint =
@@ -337,15 +354,15 @@ impl Recipe {
     }
 }
 
-fn wrong(place: Place, mistake: Mistake) -> RecipeError {
+fn wrong(place: RecipeSpan, mistake: Mistake) -> RecipeError {
     RecipeError::Wrong { place: Box::new(place), mistake: Box::new(mistake) }
 }
 
-fn clash(text: &Text<'_>, key: &'static str, got: impl ToString, expected: String) -> RecipeError {
+fn clash(text: &RecipeText<'_>, key: &'static str, got: impl ToString, expected: String) -> RecipeError {
     wrong(text.value(key), Mistake::Clash { key, got: got.to_string(), expected })
 }
 
-fn exclusive(text: &Text<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {
+fn exclusive(text: &RecipeText<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {
     match (text.key(first), text.key(second)) {
         (Some(_), Some(place)) => Err(wrong(place, Mistake::Both { first, second })),
         _ => Ok(()),
@@ -368,7 +385,7 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
 }
 
 /// Exactly one stage; serde's own words for this are about enums.
-fn check_stages(text: &Text<'_>) -> Result<(), RecipeError> {
+fn check_stages(text: &RecipeText<'_>) -> Result<(), RecipeError> {
     let stages = text.keys("stage");
     match stages.as_slice() {
         [_] => Ok(()),

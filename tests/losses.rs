@@ -5,25 +5,25 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
+use medusa::data::Watch;
 use medusa::draft::medusa::fused_loss::{Output, head_loss};
-use medusa::draft::medusa::heads::HeadsConfig;
-use medusa::draft::medusa::loss::{LossConfig, Targets};
+use medusa::draft::medusa::heads::Heads;
+use medusa::draft::medusa::loss::Targets;
 use medusa::model::weights::WeightFiles;
+use medusa::recipe::Recipe;
 use medusa::torch::optim::adamw::gradient_norm;
-use medusa::train::checked::Job;
+use medusa::train::checked::CheckedRun;
 use medusa::train::hidden_states::BatchStates;
 use medusa::train::log::MetricsLine;
-use medusa::train::run::{Event, Outcome, Prepared};
-use medusa::train::stage::Stage;
+use medusa::train::plan::TrainPlan;
+use medusa::train::run::TrainRun;
 use medusa::train::state::TrainState;
+use medusa::train::training_loop::{RunEvent, RunOutcome};
 use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
 
 fn shared(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(path)
-}
-
-fn parse<T: serde::de::DeserializeOwned>(toml: &str) -> T {
-    toml::from_str(toml).expect("a section of a recipe")
 }
 
 /// A run of the reference: 20 steps of 8 rows in file order.
@@ -45,43 +45,43 @@ impl Reference {
         Self { name, tolerance, lm_tolerance, heads_tolerance: 1e-4, micro_batch_size: 8, recompute: false }
     }
 
-    fn stage(&self) -> Stage {
+    fn stage(&self) -> String {
         let (distill, scheduler) =
             (self.name.contains("distill"), if self.name.contains("sine") { "sine" } else { "constant" });
         let adapter = shared("reference/losses/adapter_init");
-        parse(&match self.name {
-            "medusa1" => "[medusa1]".to_owned(),
+        match self.name {
+            "medusa1" => "[stage.medusa1]".to_owned(),
             _ => format!(
-                "[medusa2]\nmedusa_heads_coefficient = 0.2\nmedusa_scheduler = {scheduler:?}\nself_distillation = {distill}\n\
-                 [medusa2.lora]\nrank = 8\nalpha = 16.0\ninit_from = {adapter:?}"
+                "[stage.medusa2]\nmedusa_heads_coefficient = 0.2\nmedusa_scheduler = {scheduler:?}\n\
+                 self_distillation = {distill}\n\
+                 [stage.medusa2.lora]\nrank = 8\nalpha = 16.0\ninit_from = {adapter:?}"
             ),
-        })
+        }
     }
 
-    fn job(&self, output_dir: &Path) -> Job {
+    fn plan(&self, output_dir: &Path) -> TrainPlan {
         let rows = shared("reference/losses/rows.jsonl");
         let backbone = shared("models/stories260K");
-        let (micro, recompute) = (self.micro_batch_size, self.recompute);
+        let (micro, stage) = (self.micro_batch_size, self.stage());
         let accumulation = 8 / micro;
-        let multiplier = if self.name == "medusa1" { "" } else { "\nmedusa_lr_multiplier = 4.0" };
-        Job {
-            backbone: parse(&format!("path = {backbone:?}\ndtype = \"float32\"")),
-            snapshot: None,
-            sources: vec![],
-            heads: parse("medusa_num_heads = 4\nmedusa_num_layers = 1"),
-            stage: self.stage(),
-            loss: LossConfig::default(),
-            data: parse(&format!("train = [{rows:?}]\nmax_length = 512\npacking = false\nshuffle = false")),
-            optimizer: parse(&format!("learning_rate = 5e-4{multiplier}")),
-            schedule: parse("name = \"constant\""),
-            train: parse(&format!(
-                "output_dir = {output_dir:?}\nmax_steps = 20\nmicro_batch_size = {micro}\n\
-                 gradient_accumulation_steps = {accumulation}\nrecompute = {recompute}"
-            )),
-            resolved_recipe: "the reference".into(),
-            device: Device::Cpu,
-            skip_bad_rows: false,
-        }
+        let multiplier = if self.name == "medusa1" { "" } else { "medusa_lr_multiplier = 4.0\n" };
+        let recompute = if self.recompute { "recompute = true\n" } else { "" };
+        let recipe = format!(
+            "[backbone]\npath = {backbone:?}\ndtype = \"float32\"\n\
+             [heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n\
+             {stage}\n\
+             [data]\ntrain = [{rows:?}]\nmax_length = 512\npacking = false\nshuffle = false\n\
+             [optimizer]\nlearning_rate = 5e-4\n{multiplier}\
+             [schedule]\nname = \"constant\"\n\
+             [train]\noutput_dir = {output_dir:?}\nmax_steps = 20\nmicro_batch_size = {micro}\n\
+             gradient_accumulation_steps = {accumulation}\n{recompute}"
+        );
+        Recipe::parse(Path::new("reference.toml"), &recipe).expect("a recipe").plan(Device::Cpu)
+    }
+
+    fn run(&self, folder: &TempDir) -> TrainRun {
+        let checked = CheckedRun::load(self.plan(&folder.path().join("run")), Watch::default()).expect("rows");
+        TrainRun::load(checked).expect("a backbone")
     }
 
     fn steps(&self) -> Vec<serde_json::Value> {
@@ -147,18 +147,18 @@ fn check_step(reference: &Reference, line: &MetricsLine, expected: &serde_json::
 
 fn check_run(reference: &Reference) {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let prepared = Prepared::load(reference.job(&folder.path().join("run"))).expect("a run");
+    let run = reference.run(&folder);
     let mut lines: Vec<MetricsLine> = vec![];
-    let mut tell = |event: Event| {
-        if let Event::Stepped(line) = event {
+    let mut tell = |event: RunEvent| {
+        if let RunEvent::Stepped(line) = event {
             lines.push(line.clone());
         }
     };
-    let outcome = prepared.train(false, &AtomicBool::new(false), &mut tell).expect("20 steps");
+    let outcome = run.train(false, &AtomicBool::new(false), &mut tell).expect("20 steps");
     let steps = reference.steps();
     assert_eq!(lines.len(), steps.len());
     lines.iter().zip(&steps).for_each(|(line, expected)| check_step(reference, line, expected));
-    let Outcome::Finished(heads) = outcome else { panic!("finished, got {outcome:?}") };
+    let RunOutcome::Finished(heads) = outcome else { panic!("finished, got {outcome:?}") };
     let got = WeightFiles::open_file(&heads.join("heads.safetensors")).expect("our heads");
     let expected = reference.file("heads_final");
     assert_eq!(got.names(), expected.names());
@@ -205,13 +205,12 @@ fn twenty_steps_of_self_distillation_with_a_sine_equal_pytorch() {
 #[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn gradients_of_step_zero_equal_pytorch() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let job = MEDUSA1.job(&folder.path().join("run"));
-    let (config, loss, optimizer): (HeadsConfig, _, _) = (job.heads.clone(), job.loss.clone(), job.optimizer.clone());
-    let prepared = Prepared::load(job).expect("a run");
-    let backbone = prepared.backbone();
-    let lm_head = backbone.lm_head_weight().expect("a plain lm_head");
-    let state = TrainState::new(medusa::draft::medusa::heads::Heads::new(&config, lm_head), optimizer);
-    let batch = &prepared.checked().batches(0).expect("rows")[0];
+    let plan = MEDUSA1.plan(&folder.path().join("run"));
+    let run = MEDUSA1.run(&folder);
+    let (backbone, loss) = (run.backbone(), &plan.loss);
+    let heads = Heads::new(&plan.heads, backbone.lm_head_weight().expect("a plain lm_head"));
+    let state = TrainState::new(heads, backbone, &plan);
+    let batch = &run.checked().batches(0).expect("rows")[0];
     let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;
     for head in 0..4 {
         let targets = batch.targets(head + 2);
@@ -226,9 +225,10 @@ fn gradients_of_step_zero_equal_pytorch() {
         head_loss(medusa_head, Output::plain(w2), &hidden_nh, &targets, Some((&gradients, scale)));
     }
     let reference = MEDUSA1.file("grads_step0");
-    let in_reference: Vec<_> = state.parameters.iter().filter(|p| reference.contains(&p.name)).collect();
+    let parameters = || state.parameters.iter().map(|p| &p.parameter);
+    let in_reference: Vec<_> = parameters().filter(|p| reference.contains(&p.name)).collect();
     // The reference holds gradients after clipping to a norm of 1.
-    let clip = 1.0 / (gradient_norm(&state.parameters) + 1e-6);
+    let clip = 1.0 / (gradient_norm(parameters()) + 1e-6);
     assert_eq!(in_reference.len(), 8, "the reference holds the gradients of W1 and W2 of four heads");
     for parameter in in_reference {
         let expected =

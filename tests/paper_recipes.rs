@@ -157,7 +157,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
         quantization: recipe.backbone.quantization,
         heads: shape_of_heads(recipe, config),
-        stage: &recipe.stage,
+        trained: &recipe.stage.trained(),
         optimizer: recipe.optimizer.name,
         recompute: recipe.train.recompute,
         rows: recipe.train.micro_batch_size.get() as u64,

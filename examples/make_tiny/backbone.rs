@@ -13,9 +13,8 @@ use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use medusa::model::weights;
-use medusa::numbers::{Fraction, NonNegative, Positive};
 use medusa::torch::optim::adamw::{AdamW, Parameter, gradient_norm};
-use medusa::torch::optim::{OptimizerConfig, OptimizerName};
+use medusa::torch::optim::{AdamWConfig, OptimizerName};
 use medusa::train::schedule::{ScheduleConfig, ScheduleName};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -135,23 +134,14 @@ fn random(config: LlamaConfig, seed: u64) -> Llama {
     llama
 }
 
-fn optimizer_config() -> Result<OptimizerConfig> {
-    Ok(OptimizerConfig {
-        medusa_lr_multiplier: None,
-        name: OptimizerName::AdamW,
-        learning_rate: Positive::new(PEAK_RATE).context("PEAK_RATE")?,
-        betas: [Fraction::new(0.9).context("beta1")?, Fraction::new(0.98).context("beta2")?],
-        eps: Positive::new(1e-8).context("eps")?,
-        weight_decay: NonNegative::new(0.02).context("weight decay")?,
-        max_grad_norm: Positive::new(MAX_GRAD_NORM).context("MAX_GRAD_NORM")?,
-    })
-}
+const OPTIMIZER: AdamWConfig =
+    AdamWConfig { name: OptimizerName::AdamW, betas: [0.9, 0.98], eps: 1e-8, weight_decay: 0.02 };
 
 /// Next-token cross-entropy over questions and answers alike: heads are trained on both.
 fn train(llama: &Llama, rows: &[Row], seed: u64) -> Result<()> {
     let mut parameters: Vec<Parameter> =
         llama.weights().into_iter().map(|(name, weight)| Parameter::new(name, weight)).collect();
-    let mut optimizer = AdamW::new(optimizer_config()?, &parameters);
+    let mut optimizer = AdamW::new(OPTIMIZER, &parameters);
     let schedule = ScheduleConfig { name: ScheduleName::Cosine, warmup_steps: WARMUP_STEPS };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (start, mut tokens, mut batches) = (Instant::now(), 0, Vec::new());
@@ -182,7 +172,7 @@ fn update(llama: &Llama, parameters: &mut [Parameter], optimizer: &mut AdamW, ba
     for (parameter, gradient) in parameters.iter_mut().zip(&gradients) {
         parameter.gradient.copy_(gradient);
     }
-    let clip = (MAX_GRAD_NORM / gradient_norm(parameters)).min(1.0);
+    let clip = (MAX_GRAD_NORM / gradient_norm(&*parameters)).min(1.0);
     optimizer.step(parameters, rate, clip);
     loss.detach()
 }

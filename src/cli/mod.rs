@@ -20,7 +20,7 @@ use crate::data::chat_template::TemplateError;
 use crate::hub::{Split, Wanted};
 use crate::recipe::RecipeError;
 use crate::torch::{self, DeviceChoice, Dtype};
-use crate::train::run::TrainError;
+use crate::train::error::TrainError;
 
 pub mod bench;
 pub mod calibrate;

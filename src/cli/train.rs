@@ -10,16 +10,18 @@ use super::reading::ReadingBar;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::data::{self, Watch};
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::recipe::Loaded;
-use crate::train::checked::{Checked, Job};
-use crate::train::run::Outcome;
+use crate::recipe::LoadedRecipe;
+use crate::train::checked::CheckedRun;
+use crate::train::plan::TrainPlan;
+use crate::train::run::TrainRun;
 use crate::train::run_folder::check_output_dir;
+use crate::train::training_loop::RunOutcome;
 
 mod plan;
 pub(super) mod progress;
 
-use plan::Plan;
-use progress::Progress;
+use plan::RunPreview;
+use progress::TrainProgress;
 
 const EXAMPLE: &str =
     "Example:\n  medusa train recipes/tiny_stage1.toml --check\n  medusa-train recipes/tiny_stage1.toml";
@@ -49,7 +51,7 @@ pub struct TrainArgs {
 /// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let mut loaded = Loaded::read(&args.recipe)?;
+    let mut loaded = LoadedRecipe::read(&args.recipe)?;
     if !args.check {
         check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before gigabytes come
     }
@@ -58,25 +60,24 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         told(common, |tell| loaded.fetch_weights(tell))?;
     }
     let checked = load(&loaded, args, common)?;
-    let plan = Plan::of(&checked, &loaded.recipe);
+    let preview = RunPreview::of(&checked, &loaded.recipe);
     if args.check {
-        return if common.json { print_json(&plan) } else { print_line(plan.text()) };
+        return if common.json { print_json(&preview) } else { print_line(preview.text()) };
     }
-    common.say(plan.text());
-    let mut progress = Progress::new(common, checked.total_steps);
-    let prepared = checked.with_backbone()?;
-    let outcome = prepared.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
+    common.say(preview.text());
+    let mut progress = TrainProgress::new(common, checked.total_steps);
+    let outcome = TrainRun::load(checked)?.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
     progress.finish();
     report(outcome?, args, common)
 }
 
 /// Reads and checks all that can be before the backbone's weights.
-fn load(loaded: &Loaded, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<Checked> {
-    let job = Job { skip_bad_rows: args.skip_bad_rows, ..loaded.job(common.device.resolve()?) };
-    let heads = job.heads.init_from.clone();
+fn load(loaded: &LoadedRecipe, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
+    let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(common.device.resolve()?) };
+    let heads = plan.heads.init_from.clone();
     let reading = ReadingBar::new(common);
     let hear = |progress: data::ReadProgress| reading.hear(progress);
-    let checked = Checked::load_watched(job, Watch::new(&hear));
+    let checked = CheckedRun::load(plan, Watch::new(&hear));
     reading.finish();
     let checked = checked?;
     if let Some(heads) = heads {
@@ -95,19 +96,19 @@ fn refuse_what_the_recipe_says(common: &CommonFlags) -> Result<(), UsageError> {
     }
 }
 
-fn report(outcome: Outcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
+fn report(outcome: RunOutcome, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let heads = match outcome {
-        Outcome::Interrupted(checkpoint) => {
+        RunOutcome::Interrupted(checkpoint) => {
             let (checkpoint, recipe) = (checkpoint.display(), args.recipe.display());
             let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
             let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
         }
-        Outcome::FinishedBefore(heads) => {
+        RunOutcome::FinishedBefore(heads) => {
             common.say("this run was finished before; nothing to do");
             heads
         }
-        Outcome::Finished(heads) => heads,
+        RunOutcome::Finished(heads) => heads,
     };
     if let Some(run) = heads.parent() {
         common.say(format_args!("its curves and figures as a page: medusa report {}", run.display()));

@@ -2,16 +2,30 @@
 
 use std::path::{Path, PathBuf};
 
-use super::place::Text;
+use tch::Device;
+
+use super::text::RecipeText;
 use super::{Recipe, RecipeError};
 use crate::hub::{Hub, HubError, Observer, Origin, Split, Wanted, id};
-use crate::train::checked::Job;
+use crate::train::plan::TrainPlan;
 use crate::train::provenance::{Snapshot, Source};
-use crate::train::stage::Stage;
+
+impl Recipe {
+    /// Reads a recipe and checks all that can be checked before work begins: keys, values, how they go together,
+    /// the backbone's config, and that the files it names exist.
+    ///
+    /// # Errors
+    /// [`RecipeError`] with the place in the file.
+    pub fn load(path: &Path) -> Result<Self, RecipeError> {
+        let mut loaded = LoadedRecipe::read(path)?;
+        loaded.fetch(&|_| ())?;
+        Ok(loaded.recipe)
+    }
+}
 
 /// A recipe that is read, checked, and can be run here.
 #[derive(Debug, Clone)]
-pub struct Loaded {
+pub struct LoadedRecipe {
     /// As it was written, with ids of the Hub where it has them.
     pub recipe: Recipe,
     /// The same with paths of this machine.
@@ -25,8 +39,8 @@ pub struct Loaded {
     text: String,
 }
 
-impl Loaded {
-    /// Reads a recipe, and checks all that it says of itself; [`Loaded::fetch`] looks at what it names.
+impl LoadedRecipe {
+    /// Reads a recipe, and checks all that it says of itself; [`LoadedRecipe::fetch`] looks at what it names.
     ///
     /// # Errors
     /// [`RecipeError`] with the place in the file.
@@ -43,7 +57,7 @@ impl Loaded {
     /// [`RecipeError`] with the place in the file.
     pub fn fetch(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
         let (file, written) = (self.file.clone(), self.text.clone());
-        let text = Text::parse(&file, &written).expect("it was read before");
+        let text = RecipeText::parse(&file, &written).expect("it was read before");
         if self.names_the_hub() {
             let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
             self.fetch_backbone(&hub, Wanted::BackboneWithoutWeights, &text)?;
@@ -62,39 +76,30 @@ impl Loaded {
             return Ok(());
         }
         let (file, written) = (self.file.clone(), self.text.clone());
-        let text = Text::parse(&file, &written).expect("it was read before");
+        let text = RecipeText::parse(&file, &written).expect("it was read before");
         let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
         self.fetch_backbone(&hub, Wanted::Backbone, &text)
     }
 
-    /// The recipe as the training loop takes it.
-    pub fn job(&self, device: tch::Device) -> Job {
-        let local = self.local.clone();
-        Job {
-            backbone: local.backbone,
+    /// What its run trains on `device`.
+    pub fn plan(&self, device: Device) -> TrainPlan {
+        TrainPlan {
+            resolved_recipe: self.recipe.resolved_toml(),
             snapshot: self.snapshot.clone(),
             sources: self.sources.clone(),
-            heads: local.heads,
-            stage: local.stage,
-            loss: local.loss,
-            data: local.data,
-            optimizer: local.optimizer,
-            schedule: local.schedule,
-            train: local.train,
-            resolved_recipe: self.recipe.resolved_toml(),
-            device,
-            skip_bad_rows: false,
+            ..self.local.plan(device)
         }
     }
 
     fn names_the_hub(&self) -> bool {
         let Recipe { backbone, heads, data, stage, .. } = &self.recipe;
-        let models = [Some(Path::new(&backbone.path)), heads.init_from.as_deref(), adapter(stage)];
+        let adapter = stage.lora().and_then(|lora| lora.init_from.as_deref());
+        let models = [Some(Path::new(&backbone.path)), heads.init_from.as_deref(), adapter];
         models.into_iter().flatten().filter_map(Path::to_str).any(|place| id::model(place).is_some())
             || data.train.iter().chain(&data.validation).any(|entry| id::data(entry).is_some())
     }
 
-    fn fetch_backbone(&mut self, hub: &Hub<'_>, wanted: Wanted, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn fetch_backbone(&mut self, hub: &Hub<'_>, wanted: Wanted, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let key = "backbone.path";
         let place = Path::new(&self.recipe.backbone.path);
         if let Some(fetched) = hub.fetch_model(place, wanted).map_err(|error| at(text, key, error))? {
@@ -104,7 +109,7 @@ impl Loaded {
         Ok(())
     }
 
-    fn fetch_rest(&mut self, hub: &Hub<'_>, text: &Text<'_>) -> Result<(), RecipeError> {
+    fn fetch_rest(&mut self, hub: &Hub<'_>, text: &RecipeText<'_>) -> Result<(), RecipeError> {
         let data = &mut self.local.data;
         let lists = [
             ("data.train", &mut data.train, Split::Train),
@@ -115,11 +120,7 @@ impl Loaded {
             *entries = files;
             self.sources.extend(origins.into_iter().map(|origin| source(key, origin)));
         }
-        let lora = match &mut self.local.stage {
-            Stage::Medusa2(config) => config.lora.as_mut(),
-            Stage::Medusa1(_) => None,
-        };
-        let adapter = lora.and_then(|lora| lora.init_from.as_mut());
+        let adapter = self.local.stage.lora_mut().and_then(|lora| lora.init_from.as_mut());
         let starts: [(_, Option<&mut PathBuf>); 2] =
             [("heads.init_from", self.local.heads.init_from.as_mut()), ("stage.medusa2.lora.init_from", adapter)];
         for (key, place) in starts {
@@ -141,14 +142,6 @@ fn source(key: &str, origin: Origin) -> Source {
     Source { key: key.to_owned(), snapshot: snapshot(origin) }
 }
 
-/// Where Medusa-2's adapters start from.
-fn adapter(stage: &Stage) -> Option<&Path> {
-    match stage {
-        Stage::Medusa2(config) => config.lora.as_ref()?.init_from.as_deref(),
-        Stage::Medusa1(_) => None,
-    }
-}
-
-fn at(text: &Text<'_>, key: &'static str, error: HubError) -> RecipeError {
+fn at(text: &RecipeText<'_>, key: &'static str, error: HubError) -> RecipeError {
     RecipeError::Hub { place: Box::new(text.value(key)), key, error: Box::new(error) }
 }

@@ -1,4 +1,4 @@
-//! What a recipe asks for, and everything that can be checked and read before the backbone's weights: rows, tokenizer, config, headers,
+//! A plan with everything that can be checked and read before the backbone's weights: rows, tokenizer, config, headers,
 //! the plan of its memory.
 
 use std::num::NonZeroUsize;
@@ -12,66 +12,22 @@ use crate::data::loader::{Batch, Loader};
 use crate::data::pack::{PackReport, Sequences};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, DataConfig, DataError, LoadReport, LoadSettings, Watch};
+use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
-use crate::draft::medusa::loss::LossConfig;
-use crate::model::BackboneConfig;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::loading::HasWeights;
 use crate::model::peft;
 use crate::torch::guard;
-use crate::torch::optim::OptimizerConfig;
-use crate::train::TrainConfig;
+use crate::train::error::TrainError;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
-use crate::train::provenance::{Snapshot, Source};
-use crate::train::run::TrainError;
-use crate::train::schedule::ScheduleConfig;
-use crate::train::stage::Stage;
-
-/// What a recipe asks for.
-#[derive(Debug, Clone)]
-pub struct Job {
-    /// The backbone; its path is one of this machine.
-    pub backbone: BackboneConfig,
-    /// Where the backbone came from, if the Hub has it.
-    pub snapshot: Option<Snapshot>,
-    /// What else came from the Hub.
-    pub sources: Vec<Source>,
-    /// The heads.
-    pub heads: HeadsConfig,
-    /// What is trained.
-    pub stage: Stage,
-    /// The loss.
-    pub loss: LossConfig,
-    /// The rows.
-    pub data: DataConfig,
-    /// The optimizer.
-    pub optimizer: OptimizerConfig,
-    /// The learning rate over time.
-    pub schedule: ScheduleConfig,
-    /// Steps, batches, folders.
-    pub train: TrainConfig,
-    /// The recipe with every default written out.
-    pub resolved_recipe: String,
-    /// Where to compute.
-    pub device: Device,
-    /// Rows that are not right are left out and counted (`--skip-bad-rows`).
-    pub skip_bad_rows: bool,
-}
-
-impl Job {
-    /// What the backbone is called in what the run writes: its id, or its folder.
-    pub(super) fn backbone_name(&self) -> &str {
-        self.snapshot.as_ref().map_or(&self.backbone.path, |snapshot| &snapshot.id)
-    }
-}
+use crate::train::plan::TrainPlan;
 
 /// All that a run needs but the numbers of its backbone, loaded and checked.
 #[derive(Debug)]
-pub struct Checked {
-    pub(super) job: Job,
+pub struct CheckedRun {
+    pub(super) plan: TrainPlan,
     pub(super) config: LlamaConfig,
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
@@ -90,41 +46,33 @@ pub struct Checked {
     hidden_state_bytes: Option<u64>,
 }
 
-impl Checked {
+impl CheckedRun {
     /// Reads rows, tokenizer and config, and checks them against each other and against the headers of the backbone's weights,
-    /// where there are some; writes nothing.
+    /// where there are some; writes nothing. `watch` hears how far reading rows is.
     ///
     /// # Errors
     /// [`TrainError`].
-    pub fn load(job: Job) -> Result<Self, TrainError> {
-        Self::load_watched(job, Watch::default())
-    }
-
-    /// [`Checked::load`] that tells how far reading rows is.
-    ///
-    /// # Errors
-    /// [`TrainError`].
-    pub fn load_watched(job: Job, watch: Watch) -> Result<Self, TrainError> {
-        let folder = Path::new(&job.backbone.path);
-        let (outline, has_weights) = guard("checking the backbone", || outline(&job))??;
+    pub fn load(plan: TrainPlan, watch: Watch) -> Result<Self, TrainError> {
+        let folder = Path::new(&plan.backbone.path);
+        let (outline, has_weights) = guard("checking the backbone", || outline(&plan))??;
         let config = outline.config;
         let tokenizer = load_tokenizer(folder, config.vocab_size)?;
-        let rows = load_rows(&job, tokenizer.as_ref(), config.vocab_size, watch)?;
-        let (sequences, pack_report) = data::sequences(rows.train, &job.data);
-        let train = loader(sequences, &job, job.data.shuffle.then_some(job.train.seed));
-        check_targets(&train, job.heads.medusa_num_heads.get())?;
-        let validation = rows.validation.map(|rows| loader(data::sequences(rows, &job.data).0, &job, None));
-        let total_steps = total_steps(&job, train.steps_per_epoch())?;
-        let warmup_steps = job.schedule.warmup_steps;
+        let rows = load_rows(&plan, tokenizer.as_ref(), config.vocab_size, watch)?;
+        let (sequences, pack_report) = data::sequences(rows.train, &plan.data);
+        let train = loader(sequences, &plan, plan.data.shuffle.then_some(plan.train.seed));
+        check_targets(&train, plan.heads.medusa_num_heads.get())?;
+        let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
+        let total_steps = total_steps(&plan, train.steps_per_epoch())?;
+        let warmup_steps = plan.schedule.warmup_steps;
         if warmup_steps > total_steps {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
         }
-        let heads_shape = shape_of(&job.heads, &config);
-        check_heads_to_start_from(&job.heads, heads_shape, &config)?;
+        let heads_shape = shape_of(&plan.heads, &config);
+        check_heads_to_start_from(&plan.heads, heads_shape, &config)?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
-        let hidden_state_bytes = hidden_state_bytes(&job, &config, &train)?;
+        let hidden_state_bytes = hidden_state_bytes(&plan, &config, &train)?;
         Ok(Self {
-            job,
+            plan,
             config,
             train,
             validation,
@@ -140,7 +88,7 @@ impl Checked {
 
     /// The memory that the run will take.
     pub fn memory(&self) -> MemoryPlan {
-        let Job { backbone, stage, optimizer, train, device, .. } = &self.job;
+        let TrainPlan { backbone, trained, optimizer, train, device, .. } = &self.plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         MemoryPlan::of(&Workload {
@@ -148,7 +96,7 @@ impl Checked {
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
             quantization: backbone.quantization,
             heads: self.heads_shape,
-            stage,
+            trained,
             optimizer: optimizer.name,
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
@@ -160,18 +108,17 @@ impl Checked {
 
     /// Where it computes.
     pub fn device(&self) -> Device {
-        self.job.device
+        self.plan.device
     }
 
     /// Whether the teacher of self-distillation is a quantised backbone: it is the same one, without adapters.
     pub fn has_quantized_teacher(&self) -> bool {
-        let distills = matches!(&self.job.stage, Stage::Medusa2(config) if config.self_distillation);
-        distills && self.job.backbone.quantization.is_some()
+        self.plan.trained.has_teacher() && self.plan.backbone.quantization.is_some()
     }
 
     /// Where the run writes.
     pub fn output_dir(&self) -> &Path {
-        &self.job.train.output_dir
+        &self.plan.train.output_dir
     }
 
     /// Sequences to train on and to validate on.
@@ -199,11 +146,11 @@ impl Checked {
 }
 
 /// `train.max_steps`, or `train.epochs` of so many steps.
-fn total_steps(job: &Job, steps_per_epoch: usize) -> Result<usize, TrainError> {
-    if let Some(steps) = job.train.max_steps {
+fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainError> {
+    if let Some(steps) = plan.train.max_steps {
         return Ok(steps.get());
     }
-    let epochs = job.train.epochs.map_or(0, NonZeroUsize::get);
+    let epochs = plan.train.epochs.map_or(0, NonZeroUsize::get);
     epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch })
 }
 
@@ -217,10 +164,9 @@ fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {
 }
 
 /// The backbone without its numbers, with the adapter that it starts from.
-fn outline(job: &Job) -> Result<(Llama, HasWeights), TrainError> {
-    let (mut outline, has_weights) = Llama::outline(Path::new(&job.backbone.path))?;
-    if let Stage::Medusa2(config) = &job.stage
-        && let Some(lora) = &config.lora
+fn outline(plan: &TrainPlan) -> Result<(Llama, HasWeights), TrainError> {
+    let (mut outline, has_weights) = Llama::outline(Path::new(&plan.backbone.path))?;
+    if let Some(lora) = plan.trained.lora()
         && let Some(adapter) = &lora.init_from
     {
         peft::check(&mut outline, adapter, lora)?;
@@ -249,42 +195,47 @@ fn load_tokenizer(folder: &Path, vocab_size: i64) -> Result<Option<TextTokenizer
     Ok(Some(tokenizer))
 }
 
-struct Rows {
+struct SplitRows {
     train: RowStore,
     train_report: LoadReport,
     validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
 }
 
-fn load_rows(job: &Job, tokenizer: Option<&TextTokenizer>, vocab_size: i64, watch: Watch) -> Result<Rows, TrainError> {
+fn load_rows(
+    plan: &TrainPlan,
+    tokenizer: Option<&TextTokenizer>,
+    vocab_size: i64,
+    watch: Watch,
+) -> Result<SplitRows, TrainError> {
     let cache = data::cache::TokenCache::of_user();
     let vocab_size = usize::try_from(vocab_size).expect("a checked config");
-    let template = ChatTemplate::choose(&job.data.chat_template, Path::new(&job.backbone.path));
+    let template = ChatTemplate::choose(&plan.data.chat_template, Path::new(&plan.backbone.path));
     let template = template.map_err(DataError::from)?;
     let settings = LoadSettings {
         tokenizer,
         vocab_size,
-        max_length: job.data.max_length,
+        max_length: plan.data.max_length,
         cache: cache.as_ref(),
         template: template.as_ref(),
-        loss_on: job.data.loss_on,
-        skip_bad_rows: job.skip_bad_rows,
+        loss_on: plan.data.loss_on,
+        skip_bad_rows: plan.skip_bad_rows,
         watch,
     };
-    let (train, train_report) = data::load(&job.data.train, &settings)?;
-    if !job.data.validation.is_empty() {
-        let (validation, report) = data::load(&job.data.validation, &settings)?;
-        return Ok(Rows { train, train_report, validation: Some(validation), validation_report: Some(report) });
+    let (train, train_report) = data::load(&plan.data.train, &settings)?;
+    if !plan.data.validation.is_empty() {
+        let (validation, report) = data::load(&plan.data.validation, &settings)?;
+        return Ok(SplitRows { train, train_report, validation: Some(validation), validation_report: Some(report) });
     }
-    let Some(fraction) = job.data.validation_fraction else {
-        return Ok(Rows { train, train_report, validation: None, validation_report: None });
+    let Some(fraction) = plan.data.validation_fraction else {
+        return Ok(SplitRows { train, train_report, validation: None, validation_report: None });
     };
-    let (train, validation) = data::split_validation(train, fraction, job.train.seed)?;
-    Ok(Rows { train, train_report, validation: Some(validation), validation_report: None })
+    let (train, validation) = data::split_validation(train, fraction, plan.train.seed)?;
+    Ok(SplitRows { train, train_report, validation: Some(validation), validation_report: None })
 }
 
-fn loader(sequences: Sequences, job: &Job, shuffle: Option<u64>) -> Loader {
-    let (micro, accumulation) = (job.train.micro_batch_size.get(), job.train.gradient_accumulation_steps.get());
+fn loader(sequences: Sequences, plan: &TrainPlan, shuffle: Option<u64>) -> Loader {
+    let (micro, accumulation) = (plan.train.micro_batch_size.get(), plan.train.gradient_accumulation_steps.get());
     Loader::new(sequences, micro, accumulation, shuffle)
 }
 
@@ -301,9 +252,9 @@ fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
 }
 
 /// Reads all labels, where the recipe keeps hidden states.
-fn hidden_state_bytes(job: &Job, config: &LlamaConfig, train: &Loader) -> Result<Option<u64>, TrainError> {
-    let (num_heads, kind) = (job.heads.medusa_num_heads.get(), job.backbone.dtype.kind());
+fn hidden_state_bytes(plan: &TrainPlan, config: &LlamaConfig, train: &Loader) -> Result<Option<u64>, TrainError> {
+    let (num_heads, kind) = (plan.heads.medusa_num_heads.get(), plan.backbone.dtype.kind());
     let bytes = || hidden_states::file_bytes(train.sequences(), num_heads, config.hidden_size, kind);
-    let bytes: Result<Option<u64>, CacheError> = job.train.hidden_state_cache.as_ref().map(|_| bytes()).transpose();
+    let bytes: Result<Option<u64>, CacheError> = plan.train.hidden_state_cache.as_ref().map(|_| bytes()).transpose();
     Ok(bytes.map_err(DataError::from)?)
 }

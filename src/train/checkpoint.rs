@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io;
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -16,6 +15,7 @@ use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};
 use crate::model::weights::{WeightFiles, WeightsError, save};
 use crate::torch::optim::OptimizerName;
 use crate::torch::optim::adamw::Parameter;
+use crate::train::plan::{BackboneTraining, ParameterGroup, TrainPlan};
 use crate::train::state::TrainState;
 
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
@@ -98,137 +98,135 @@ pub struct HeadsFolderConfig<'a> {
     pub vocab_size: i64,
 }
 
-/// What of the backbone is trained, and so saved with the heads.
+/// A run's checkpoints: heads, and what the plan trains of the backbone.
 #[derive(Debug, Clone, Copy)]
-pub enum TrainedBackbone<'b> {
-    /// Nothing.
-    Frozen,
-    /// Its adapters, in PEFT's layout.
-    Adapters {
-        /// With the adapters.
-        backbone: &'b Llama,
-        /// Where it was loaded from: a folder, or an id of the Hub.
-        from: &'b Path,
-    },
-    /// All its weights.
-    Weights {
-        /// Float32 masters.
-        backbone: &'b Llama,
-        /// Where it was loaded from.
-        from: &'b Path,
-    },
+pub struct Checkpoints<'r> {
+    /// Where, and what is trained.
+    pub plan: &'r TrainPlan,
+    /// With its adapters, or with float32 masters where all of it is trained.
+    pub backbone: &'r Llama,
 }
 
-impl TrainedBackbone<'_> {
-    /// The file that holds the parameters in a checkpoint.
-    fn file(&self) -> Option<&'static str> {
-        match self {
-            Self::Frozen => None,
-            Self::Adapters { .. } => Some(ADAPTER_FILE),
-            Self::Weights { .. } => Some(BACKBONE_FILE),
+impl<'r> Checkpoints<'r> {
+    /// Writes `step-NNNNNN/` and removes older checkpoints beyond `train.keep_checkpoints`.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
+    pub fn save_step(&self, state: &TrainState) -> Result<PathBuf, CheckpointError> {
+        let path = self.run().join(format!("step-{:06}", state.step));
+        let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
+        state.heads.save(folder.partial())?;
+        match &self.plan.trained {
+            BackboneTraining::Full => save(&folder.partial().join(BACKBONE_FILE), &self.backbone.weights())?,
+            BackboneTraining::Frozen | BackboneTraining::Lora { .. } => self.save_adapters(folder.partial())?,
+        }
+        save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
+        let saved = SavedState {
+            step: state.step,
+            tokens: state.tokens,
+            optimizer: state.optimizer.name(),
+            optimizer_updates: state.optimizer.updates(),
+        };
+        write_json(&folder.partial().join(STATE_FILE), &saved).map_err(|e| io_error("write", &path, e))?;
+        folder.commit().map_err(|e| io_error("write", &path, e))?;
+        self.remove_old()?;
+        Ok(path)
+    }
+
+    /// Writes `final/`: heads and their config, and what was trained of the backbone.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; nothing half-written is left.
+    pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
+        let path = self.run().join(FINAL);
+        let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
+        heads.save(folder.partial())?;
+        match &self.plan.trained {
+            BackboneTraining::Full => {
+                save_folder(
+                    &folder.partial().join(BACKBONE_FOLDER),
+                    self.backbone,
+                    Path::new(&self.plan.backbone.path),
+                )?;
+            }
+            BackboneTraining::Frozen | BackboneTraining::Lora { .. } => self.save_adapters(folder.partial())?,
+        }
+        let config = self.heads_config(heads);
+        write_json(&folder.partial().join("config.json"), &config).map_err(|e| io_error("write", &path, e))?;
+        folder.commit().map_err(|e| io_error("write", &path, e))?;
+        Ok(path)
+    }
+
+    /// The newest checkpoint; a folder of this name is always whole.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Io`].
+    pub fn newest(&self) -> Result<Option<PathBuf>, CheckpointError> {
+        Ok(steps(self.run())?.pop().map(|(_, path)| path))
+    }
+
+    /// Puts a checkpoint's parameters, optimizer state and step into `state`.
+    ///
+    /// # Errors
+    /// [`CheckpointError`], where a file is damaged, of another shape or of another optimizer.
+    pub fn restore(&self, checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
+        let path = checkpoint.join(STATE_FILE);
+        let text = fs::read(&path).map_err(|e| io_error("read", &path, e))?;
+        let saved: SavedState =
+            serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
+        let ours = state.optimizer.name();
+        if saved.optimizer != ours {
+            return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
+        }
+        restore_parameters(&checkpoint.join(HEADS_FILE), state.parameters_of(ParameterGroup::is_of_heads))?;
+        let of_backbone = match &self.plan.trained {
+            BackboneTraining::Frozen => None,
+            BackboneTraining::Lora { .. } => Some(ADAPTER_FILE),
+            BackboneTraining::Full => Some(BACKBONE_FILE),
+        };
+        if let Some(file) = of_backbone {
+            restore_parameters(&checkpoint.join(file), state.parameters_of(ParameterGroup::is_of_backbone))?;
+        }
+        let moments = WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE))?;
+        state.optimizer.restore(saved.optimizer_updates, |name, shape, kind| moments.mapped_as(name, shape, kind))?;
+        moments.release();
+        state.step = saved.step;
+        state.tokens = saved.tokens;
+        Ok(())
+    }
+
+    fn run(&self) -> &'r Path {
+        &self.plan.train.output_dir
+    }
+
+    /// In PEFT's layout, where there are some.
+    fn save_adapters(&self, folder: &Path) -> Result<(), CheckpointError> {
+        match self.plan.trained.lora() {
+            Some(_) => Ok(save_adapters(folder, self.backbone, self.plan.backbone_name())?),
+            None => Ok(()),
         }
     }
 
-    fn save_step(&self, folder: &Path) -> Result<(), CheckpointError> {
-        match self {
-            Self::Frozen => Ok(()),
-            Self::Adapters { backbone, from } => Ok(save_adapters(folder, backbone, &from.to_string_lossy())?),
-            Self::Weights { backbone, .. } => Ok(save(&folder.join(BACKBONE_FILE), &backbone.weights())?),
+    fn remove_old(&self) -> Result<(), CheckpointError> {
+        let mut steps = steps(self.run())?;
+        steps.truncate(steps.len().saturating_sub(self.plan.train.keep_checkpoints.get()));
+        let remove = |(_, old): (usize, PathBuf)| remove_folder(&old).map_err(|e| io_error("remove", &old, e));
+        steps.into_iter().try_for_each(remove)
+    }
+
+    fn heads_config(&self, heads: &Heads) -> HeadsFolderConfig<'r> {
+        let shape = heads.shape();
+        HeadsFolderConfig {
+            base_model_name_or_path: self.plan.backbone_name(),
+            medusa_num_heads: shape.medusa_num_heads,
+            medusa_num_layers: shape.medusa_num_layers,
+            hidden_size: self.backbone.config.hidden_size,
+            vocab_size: self.backbone.config.vocab_size,
         }
     }
-
-    fn save_final(&self, folder: &Path) -> Result<(), CheckpointError> {
-        match self {
-            Self::Frozen | Self::Adapters { .. } => self.save_step(folder),
-            Self::Weights { backbone, from } => Ok(save_folder(&folder.join(BACKBONE_FOLDER), backbone, from)?),
-        }
-    }
 }
 
-/// Writes `step-NNNNNN/` and removes older checkpoints beyond `keep`.
-///
-/// # Errors
-/// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
-pub fn save_step(
-    run: &Path,
-    state: &TrainState,
-    backbone: &TrainedBackbone,
-    keep: NonZeroUsize,
-) -> Result<PathBuf, CheckpointError> {
-    let path = run.join(format!("step-{:06}", state.step));
-    let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
-    state.heads.save(folder.partial())?;
-    backbone.save_step(folder.partial())?;
-    save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
-    let saved = SavedState {
-        step: state.step,
-        tokens: state.tokens,
-        optimizer: state.optimizer.name(),
-        optimizer_updates: state.optimizer.updates(),
-    };
-    write_json(&folder.partial().join(STATE_FILE), &saved).map_err(|e| io_error("write", &path, e))?;
-    folder.commit().map_err(|e| io_error("write", &path, e))?;
-    let mut steps = steps(run)?;
-    steps.truncate(steps.len().saturating_sub(keep.get()));
-    for (_, old) in steps {
-        remove_folder(&old).map_err(|e| io_error("remove", &old, e))?;
-    }
-    Ok(path)
-}
-
-/// Writes `final/`: heads and their config, and what was trained of the backbone.
-///
-/// # Errors
-/// [`CheckpointError`]; nothing half-written is left.
-pub fn save_final(
-    run: &Path,
-    heads: &Heads,
-    config: &HeadsFolderConfig,
-    backbone: &TrainedBackbone,
-) -> Result<PathBuf, CheckpointError> {
-    let path = run.join(FINAL);
-    let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
-    heads.save(folder.partial())?;
-    backbone.save_final(folder.partial())?;
-    write_json(&folder.partial().join("config.json"), config).map_err(|e| io_error("write", &path, e))?;
-    folder.commit().map_err(|e| io_error("write", &path, e))?;
-    Ok(path)
-}
-
-/// The newest checkpoint of a run; a folder of this name is always whole.
-///
-/// # Errors
-/// [`CheckpointError::Io`].
-pub fn newest(run: &Path) -> Result<Option<PathBuf>, CheckpointError> {
-    Ok(steps(run)?.pop().map(|(_, path)| path))
-}
-
-/// Puts a checkpoint's parameters, optimizer state and step into `state`.
-///
-/// # Errors
-/// [`CheckpointError`], where a file is damaged, of another shape or of another optimizer.
-pub fn restore(checkpoint: &Path, state: &mut TrainState, backbone: &TrainedBackbone) -> Result<(), CheckpointError> {
-    let path = checkpoint.join(STATE_FILE);
-    let text = fs::read(&path).map_err(|e| io_error("read", &path, e))?;
-    let saved: SavedState = serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
-    let ours = state.optimizer.name();
-    if saved.optimizer != ours {
-        return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
-    }
-    let (of_heads, of_backbone) = state.by_owner();
-    restore_parameters(&checkpoint.join(HEADS_FILE), of_heads)?;
-    if let Some(file) = backbone.file() {
-        restore_parameters(&checkpoint.join(file), of_backbone)?;
-    }
-    let moments = WeightFiles::open_file(&checkpoint.join(OPTIMIZER_FILE))?;
-    state.optimizer.restore(saved.optimizer_updates, |name, shape, kind| moments.mapped_as(name, shape, kind))?;
-    moments.release();
-    state.step = saved.step;
-    state.tokens = saved.tokens;
-    Ok(())
-}
-
-fn restore_parameters(file: &Path, parameters: &[Parameter]) -> Result<(), CheckpointError> {
+fn restore_parameters<'p>(file: &Path, parameters: impl Iterator<Item = &'p Parameter>) -> Result<(), CheckpointError> {
     let saved = WeightFiles::open_file(file)?;
     for parameter in parameters {
         let value = saved.tensor(&parameter.name, &parameter.value.size(), Kind::Float, Device::Cpu)?;

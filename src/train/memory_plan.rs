@@ -12,7 +12,7 @@ use crate::model::lora::LoraConfig;
 use crate::model::quantization::Quantization;
 use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::optim::OptimizerName;
-use crate::train::stage::Stage;
+use crate::train::plan::BackboneTraining;
 
 /// Bytes of a float32: masters, gradients, moments, losses.
 const F32: u64 = 4;
@@ -33,8 +33,8 @@ pub struct Workload<'w> {
     pub quantization: Option<Quantization>,
     /// The heads.
     pub heads: HeadsShape,
-    /// What is trained.
-    pub stage: &'w Stage,
+    /// What of the backbone is trained.
+    pub trained: &'w BackboneTraining,
     /// The optimizer.
     pub optimizer: OptimizerName,
     /// Only inputs of decoder layers are kept for the backward pass.
@@ -51,7 +51,7 @@ pub struct Workload<'w> {
 
 /// Parameters that are treated alike.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Group {
+pub struct MemoryGroup {
     /// `backbone`, `heads` or `adapters`.
     pub name: &'static str,
     /// How many numbers.
@@ -70,7 +70,7 @@ pub struct Group {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {
     /// Parameters and what belongs to them.
-    pub groups: Vec<Group>,
+    pub groups: Vec<MemoryGroup>,
     /// Kept between the forward and the backward pass of a micro batch.
     pub activation_bytes: u64,
     /// Hidden states, the teacher's, and the gradient of the former.
@@ -81,7 +81,7 @@ pub struct MemoryPlan {
     pub program_bytes: u64,
 }
 
-impl Group {
+impl MemoryGroup {
     /// All that it takes.
     pub fn bytes(&self) -> u64 {
         self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
@@ -101,7 +101,7 @@ impl MemoryPlan {
     pub fn of(work: &Workload) -> Self {
         let mut groups = vec![work.backbone(), work.heads_group()];
         if let Some(lora) = work.lora() {
-            groups.push(Group::trained("adapters", &work.adapters(lora), work.optimizer));
+            groups.push(MemoryGroup::trained("adapters", &work.adapters(lora), work.optimizer));
         }
         let activation_bytes = work.activations();
         let hidden_state_bytes = work.hidden_states();
@@ -114,13 +114,13 @@ impl MemoryPlan {
 
     /// The most that is expected on the device at any time.
     pub fn peak_bytes(&self) -> u64 {
-        let parameters: u64 = self.groups.iter().map(Group::bytes).sum();
+        let parameters: u64 = self.groups.iter().map(MemoryGroup::bytes).sum();
         parameters + self.activation_bytes + self.hidden_state_bytes + self.working_bytes + self.program_bytes
     }
 }
 
 /// What a layer keeps, tensor by tensor: how many, and bytes of one.
-type Tensors = Vec<(u64, u64)>;
+type KeptTensors = Vec<(u64, u64)>;
 
 impl Workload<'_> {
     fn positions(&self) -> u64 {
@@ -138,16 +138,16 @@ impl Workload<'_> {
     }
 
     fn lora(&self) -> Option<&LoraConfig> {
-        if let Stage::Medusa2(config) = self.stage { config.lora.as_ref() } else { None }
+        self.trained.lora()
     }
 
     fn is_joint(&self) -> bool {
-        matches!(self.stage, Stage::Medusa2(_))
+        !self.trained.is_frozen()
     }
 
     /// The whole backbone is trained.
     fn is_direct(&self) -> bool {
-        self.is_joint() && self.lora().is_none()
+        *self.trained == BackboneTraining::Full
     }
 
     /// Linear layers of one decoder layer.
@@ -172,18 +172,25 @@ impl Workload<'_> {
         self.linears().all().flat_map(|linear| adapter(linear, lora)).collect()
     }
 
-    fn backbone(&self) -> Group {
+    fn backbone(&self) -> MemoryGroup {
         let parameters = self.config.parameters().unsigned_abs();
         if self.is_direct() {
             let in_linears = self.in_linears() * self.layers();
             // Where moments are of 8 bits, those of norms are not: less than a page of them in all.
             let tensors = [in_linears, parameters - in_linears];
-            return Group::trained("backbone", &tensors, self.optimizer);
+            return MemoryGroup::trained("backbone", &tensors, self.optimizer);
         }
         let of_linears: u64 = self.linears().all().map(|linear| self.linear_bytes(linear)).sum();
         let rest = parameters - self.in_linears() * self.layers();
         let weight_bytes = rest * self.element + of_linears * self.layers();
-        Group { name: "backbone", parameters, trained: false, weight_bytes, gradient_bytes: 0, optimizer_bytes: 0 }
+        MemoryGroup {
+            name: "backbone",
+            parameters,
+            trained: false,
+            weight_bytes,
+            gradient_bytes: 0,
+            optimizer_bytes: 0,
+        }
     }
 
     /// A frozen layer's weight as it lies in memory; see [`crate::model::quantization`].
@@ -199,10 +206,10 @@ impl Workload<'_> {
         }
     }
 
-    fn heads_group(&self) -> Group {
+    fn heads_group(&self) -> MemoryGroup {
         let numbers = |shape: &[i64]| shape.iter().product::<i64>().unsigned_abs();
         let tensors: Vec<u64> = self.heads.tensors().iter().map(|(_, shape)| numbers(shape)).collect();
-        Group::trained("heads", &tensors, self.optimizer)
+        MemoryGroup::trained("heads", &tensors, self.optimizer)
     }
 
     /// What tensors of so many bytes each take.
@@ -212,7 +219,7 @@ impl Workload<'_> {
     }
 
     /// Kept by autograd of one decoder layer, its input included: what `model/{decoder_layer,attention,lora}.rs` compute with.
-    fn kept_of_layer(&self) -> Tensors {
+    fn kept_of_layer(&self) -> KeptTensors {
         let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
         let block = self.config.block();
         let (NormPlaces::Inputs, Activation::Silu) = (block.norms.places, block.mlp.activation);
@@ -235,7 +242,7 @@ impl Workload<'_> {
         kept
     }
 
-    fn kept_of_adapters(&self, lora: &LoraConfig) -> Tensors {
+    fn kept_of_adapters(&self, lora: &LoraConfig) -> KeptTensors {
         let (n, e) = (self.positions(), self.element);
         let drops = lora.dropout.get() > 0.0;
         let linears = self.linears();
@@ -281,7 +288,7 @@ impl Workload<'_> {
 
     fn hidden_states(&self) -> u64 {
         let (n, [h, ..]) = (self.positions(), self.widths());
-        let teacher = matches!(self.stage, Stage::Medusa2(config) if config.self_distillation);
+        let teacher = self.trained.has_teacher();
         let gradient = if self.is_joint() { n * h * F32 } else { 0 };
         self.allocated([(1 + u64::from(teacher), n * h * self.element), (1, gradient)])
     }
@@ -290,7 +297,7 @@ impl Workload<'_> {
     fn logits(&self) -> u64 {
         let (n, e, [h, _, _, _, v]) = (self.positions(), self.element, self.widths());
         let chunk = (CHUNK_LOGITS.unsigned_abs() / v.max(1)).clamp(1, n.max(1)) * v;
-        let teacher = matches!(self.stage, Stage::Medusa2(config) if config.self_distillation);
+        let teacher = self.trained.has_teacher();
         // Logits and where they are above the target's; the teacher's, and the logarithm of the ratio.
         let float32 = if teacher { 4 } else { 2 };
         let cast = e < F32;

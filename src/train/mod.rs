@@ -5,19 +5,22 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+pub mod backbone_pass;
 pub mod checked;
 pub mod checkpoint;
+pub mod error;
 pub mod hidden_states;
-pub mod joint;
 pub mod log;
 pub mod memory_plan;
+pub mod plan;
 pub mod provenance;
 pub mod run;
 pub mod run_folder;
 pub mod schedule;
-pub mod stage;
 pub mod state;
 pub mod step;
+pub mod targets;
+pub mod training_loop;
 
 /// `[train]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

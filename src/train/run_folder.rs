@@ -6,16 +6,21 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde_json::json;
-use tch::Device;
 use toml::Table;
 
 use crate::data::cache::TokenCache;
+use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport};
+use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{FolderLock, lock_folder, sha256, write_atomic};
+use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::weights;
 use crate::torch::{self, LIBTORCH_VERSION};
+use crate::train::checked::CheckedRun;
 use crate::train::checkpoint;
-use crate::train::provenance::{HashedFile, Provenance, Snapshot, Source};
-use crate::train::run::TrainError;
+use crate::train::error::TrainError;
+use crate::train::plan::TrainPlan;
+use crate::train::provenance::{HashedFile, Provenance};
 
 const RECIPE: &str = "recipe.toml";
 const PROVENANCE: &str = "provenance.json";
@@ -23,36 +28,40 @@ const PROVENANCE: &str = "provenance.json";
 /// A run's folder, and what it must say.
 #[derive(Debug)]
 pub struct RunFolder<'r> {
-    /// Where.
-    pub path: &'r Path,
-    /// The recipe with every default written out.
-    pub resolved_recipe: &'r str,
-    /// Where the backbone came from, if the Hub has it.
-    pub snapshot: Option<&'r Snapshot>,
-    /// What else came from there.
-    pub sources: &'r [Source],
-    /// The backbone's config, and its weights where no snapshot says what they are; some may be absent.
-    pub backbone_files: Vec<PathBuf>,
-    /// Files that heads and adapters begin with (`init_from`).
-    pub init_from_files: Vec<PathBuf>,
-    /// Where it computes.
-    pub device: Device,
-    /// Whether rows that are not right were left out: a resumed run must see the same rows.
-    pub skip_bad_rows: bool,
-    /// Files of tokenizer and chat template; some may be absent.
-    pub tokenizing: Vec<PathBuf>,
+    plan: &'r TrainPlan,
     /// What was read to train and to validate on.
-    pub reports: [Option<&'r LoadReport>; 2],
+    reports: [Option<&'r LoadReport>; 2],
+    /// The backbone's config, and its weights where no snapshot says what they are; some may be absent.
+    backbone_files: Vec<PathBuf>,
+    /// Files that heads and adapters begin with (`init_from`).
+    init_from_files: Vec<PathBuf>,
+    /// Files of tokenizer and chat template; some may be absent.
+    tokenizing_files: Vec<PathBuf>,
 }
 
-impl RunFolder<'_> {
+impl<'r> RunFolder<'r> {
+    /// Of a run whose rows were read.
+    ///
+    /// # Errors
+    /// [`TrainError::InitFrom`].
+    pub fn new(checked: &'r CheckedRun) -> Result<Self, TrainError> {
+        let plan = &checked.plan;
+        Ok(Self {
+            plan,
+            reports: [Some(&checked.train_report), checked.validation_report.as_ref()],
+            backbone_files: backbone_files(plan),
+            init_from_files: init_from_files(plan)?,
+            tokenizing_files: tokenizing_files(plan),
+        })
+    }
+
     /// Makes the run's folder, or checks that the one there is this run's. No other process may train in it as long as what comes
     /// back lives; on NFS and Windows nobody watches over that (see [`lock_folder`]).
     ///
     /// # Errors
     /// [`TrainError::OutputTaken`], or the disk's.
     pub fn claim(&self, resume: bool) -> Result<FolderLock, TrainError> {
-        let run = self.path;
+        let run = self.plan.train.output_dir.as_path();
         self.is_begun(resume)?; // before anything is made
         let io = |source| TrainError::Io { path: run.into(), source };
         fs::create_dir_all(run).map_err(io)?;
@@ -80,7 +89,7 @@ impl RunFolder<'_> {
 
     /// Whether there is a run to go on with; an error where there is something else.
     fn is_begun(&self, resume: bool) -> Result<bool, TrainError> {
-        let run = self.path;
+        let run = self.plan.train.output_dir.as_path();
         if !checkpoint::holds_a_run(run)? {
             return Ok(false);
         }
@@ -105,14 +114,14 @@ impl RunFolder<'_> {
         checkpoint::remove_partial(run)?;
         write(PROVENANCE, &(serde_json::to_string_pretty(provenance).expect("plain data") + "\n"))?;
         // Last: a folder with a recipe.toml has everything that a resumed run checks.
-        write(RECIPE, self.resolved_recipe)
+        write(RECIPE, &self.plan.resolved_recipe)
     }
 
     fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<(), String> {
         let read = |name: &str| {
             fs::read_to_string(run.join(name)).map_err(|e| format!("holds a run whose {name} cannot be read: {e}"))
         };
-        if let Some(difference) = difference(&read(RECIPE)?, self.resolved_recipe) {
+        if let Some(difference) = difference(&read(RECIPE)?, &self.plan.resolved_recipe) {
             return Err(format!("holds another run: {difference}; use that recipe, or another folder"));
         }
         let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
@@ -125,16 +134,16 @@ impl RunFolder<'_> {
             program: format!("medusa-train {}", env!("CARGO_PKG_VERSION")),
             git_revision: env!("MEDUSA_GIT_REVISION").into(),
             libtorch: LIBTORCH_VERSION.into(),
-            device: torch::device_name(self.device),
+            device: torch::device_name(self.plan.device),
             threads: tch::get_num_threads(),
             command: std::env::args().collect(),
             started: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
-            backbone: self.snapshot.cloned(),
-            sources: self.sources.to_vec(),
+            backbone: self.plan.snapshot.clone(),
+            sources: self.plan.sources.clone(),
             backbone_files: hashed(&self.backbone_files)?,
             init_from_files: hashed(&self.init_from_files)?,
             data: self.data_files()?,
-            skip_bad_rows: self.skip_bad_rows,
+            skip_bad_rows: self.plan.skip_bad_rows,
             rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
         })
     }
@@ -143,8 +152,34 @@ impl RunFolder<'_> {
     fn data_files(&self) -> Result<Vec<HashedFile>, TrainError> {
         let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
         let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
-        Ok(data.chain(hashed(&self.tokenizing)?).collect())
+        Ok(data.chain(hashed(&self.tokenizing_files)?).collect())
     }
+}
+
+/// Of a snapshot the commit says which weights.
+fn backbone_files(plan: &TrainPlan) -> Vec<PathBuf> {
+    let folder = Path::new(&plan.backbone.path);
+    let weights = match plan.snapshot {
+        None => weights::files_of(folder).unwrap_or_default(), // they were loaded from there: there is no error to tell
+        Some(_) => Vec::new(),
+    };
+    ["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect()
+}
+
+fn init_from_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
+    let heads = plan.heads.init_from.as_deref().map(HeadsFile::open).transpose()?;
+    let adapter = plan
+        .trained
+        .adapter_to_start_from()
+        .map(|adapter| [ADAPTER_FILE, ADAPTER_CONFIG].map(|name| adapter.join(name)));
+    Ok(heads.map(|heads| heads.files()).into_iter().flatten().chain(adapter.into_iter().flatten()).collect())
+}
+
+fn tokenizing_files(plan: &TrainPlan) -> Vec<PathBuf> {
+    let names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+    let own = names.map(|name| Path::new(&plan.backbone.path).join(name));
+    let given = if let TemplateChoice::File(path) = &plan.data.chat_template { Some(path.clone()) } else { None };
+    own.into_iter().chain(given).collect()
 }
 
 /// Files by their content, those that are there.

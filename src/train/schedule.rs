@@ -1,4 +1,4 @@
-//! The learning rate over a run: warm-up, then cosine, linear or constant.
+//! What changes over a run: the learning rate (warm-up, then cosine, linear or constant), and λ0.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,41 @@ pub enum ScheduleName {
     Constant,
 }
 
+/// λ0, the factor of the heads' loss, over a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct HeadsCoefficient {
+    /// Its largest value.
+    pub peak: f64,
+    /// Its shape.
+    pub scheduler: MedusaScheduler,
+}
+
+/// Shapes of λ0 over the run; the names are the axolotl fork's.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MedusaScheduler {
+    /// λ0 from the first step.
+    #[default]
+    Constant,
+    /// A straight line from 0.
+    Linear,
+    /// A quarter of a sine from 0: the paper's one-stage training.
+    Sine,
+}
+
+impl HeadsCoefficient {
+    /// λ0 of the update made after `step` finished updates out of `total`: λ0, λ0·s/S or λ0·sin(π/2·s/S).
+    pub fn at(&self, step: usize, total: usize) -> f64 {
+        let (step, total) = (step as f64, total.max(1) as f64);
+        self.peak
+            * match self.scheduler {
+                MedusaScheduler::Constant => 1.0,
+                MedusaScheduler::Linear => step / total,
+                MedusaScheduler::Sine => (std::f64::consts::FRAC_PI_2 * step / total).sin(),
+            }
+    }
+}
+
 impl ScheduleConfig {
     /// The factor on the peak rate for the update made after `step` (0-based) finished updates out of `total`,
     /// as transformers' `get_{cosine,linear,constant}_schedule_with_warmup`.
@@ -45,6 +80,15 @@ impl ScheduleConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lambda0_follows_its_schedule() {
+        let at = |scheduler| [0, 5, 10].map(|step| HeadsCoefficient { peak: 0.5, scheduler }.at(step, 10));
+        assert_eq!(at(MedusaScheduler::Constant), [0.5, 0.5, 0.5]);
+        assert_eq!(at(MedusaScheduler::Linear), [0.0, 0.25, 0.5]);
+        let [start, middle, end] = at(MedusaScheduler::Sine);
+        assert!(start == 0.0 && (middle - 0.5 * 0.5f64.sqrt()).abs() < 1e-12 && (end - 0.5).abs() < 1e-12);
+    }
 
     fn schedule(name: ScheduleName) -> ScheduleConfig {
         ScheduleConfig { name, warmup_steps: 10 }

@@ -1,24 +1,23 @@
 //! What a run trains, and how far it is: heads, adapters or backbone, their gradients, the optimizer, the step.
 
-use std::ops::Range;
-
 use tch::Tensor;
 
 use crate::draft::medusa::fused_loss::{HeadGradients, OutputGradients};
 use crate::draft::medusa::heads::Heads;
 use crate::model::llama::Llama;
-use crate::torch::optim::OptimizerConfig;
 use crate::torch::optim::adamw::{AdamW, Parameter};
+use crate::train::plan::{ParameterGroup, TrainPlan};
 
 /// The state of a run. What is frozen is not part of it.
 #[derive(Debug)]
 pub struct TrainState {
-    /// The heads; their tensors are the first parameters' values.
+    /// The heads; their tensors are parameters' values.
     pub heads: Heads,
     /// In the order of [`Heads::parameters`], then what is trained of the backbone, part by part, lm_head last.
-    pub parameters: Vec<Parameter>,
-    /// Where the backbone's parameters are.
-    backbone: BackboneParameters,
+    pub parameters: Vec<TrainedParameter>,
+    backbone_parts: usize,
+    /// A tied LM head gives its gradient to the embedding.
+    lm_head_group: ParameterGroup,
     /// The optimizer.
     pub optimizer: AdamW,
     /// Finished optimizer steps.
@@ -27,29 +26,34 @@ pub struct TrainState {
     pub tokens: u64,
 }
 
-#[derive(Debug, Default)]
-struct BackboneParameters {
-    /// By part of [`Llama::trained_in`].
-    parts: Vec<Range<usize>>,
-    lm_head: LmHeadParameters,
-}
-
-/// Indices of what the LM head trains.
-#[derive(Debug, Default)]
-enum LmHeadParameters {
-    #[default]
-    Frozen,
-    Weight(usize),
-    Adapter([usize; 2]),
+/// A parameter, and what it belongs to.
+#[derive(Debug)]
+pub struct TrainedParameter {
+    /// By which its gradient is found.
+    pub group: ParameterGroup,
+    /// The tensor.
+    pub parameter: Parameter,
 }
 
 impl TrainState {
-    /// At step 0 of training heads alone.
-    pub fn new(heads: Heads, optimizer: OptimizerConfig) -> Self {
-        let parameters: Vec<Parameter> = heads.parameters().iter().map(|(name, t)| Parameter::new(name, t)).collect();
+    /// At step 0 of training `heads`, and what requires a gradient in `backbone`.
+    pub fn new(heads: Heads, backbone: &Llama, plan: &TrainPlan) -> Self {
+        let trained = |group: ParameterGroup, (name, value): (String, &Tensor)| TrainedParameter {
+            group,
+            parameter: Parameter::new(name, value).at_rate(plan.rate_factor(group)),
+        };
+        let groups_of_heads = heads.shape().places().into_iter().map(|place| ParameterGroup::Head(place.head));
+        let of_heads = groups_of_heads.zip(heads.parameters());
+        let of_part =
+            |part| backbone.trained_in(part).into_iter().map(move |p| (ParameterGroup::BackbonePart(part), p));
+        let of_lm_head = backbone.trained_in_lm_head().into_iter().map(|p| (ParameterGroup::LmHead, p));
+        let all = of_heads.chain((0..backbone.parts()).flat_map(of_part)).chain(of_lm_head);
+        let parameters: Vec<_> = all.map(|(group, parameter)| trained(group, parameter)).collect();
+        let is_tied = backbone.config.tie_word_embeddings && backbone.lm_head().adapter().is_none();
         Self {
-            optimizer: AdamW::new(optimizer, &parameters),
-            backbone: BackboneParameters::default(),
+            optimizer: AdamW::new(plan.optimizer, parameters.iter().map(|p| &p.parameter)),
+            backbone_parts: backbone.parts(),
+            lm_head_group: if is_tied { ParameterGroup::BackbonePart(0) } else { ParameterGroup::LmHead },
             heads,
             parameters,
             step: 0,
@@ -57,45 +61,22 @@ impl TrainState {
         }
     }
 
-    /// At step 0 of training heads, at `heads_rate` times the learning rate, and what requires a gradient in `backbone`.
-    pub fn joint(heads: Heads, heads_rate: f64, backbone: &Llama, optimizer: OptimizerConfig) -> Self {
-        let of_heads = heads.parameters().into_iter().map(|(name, t)| Parameter::new(name, t).at_rate(heads_rate));
-        let mut parameters: Vec<Parameter> = of_heads.collect();
-        let mut add = |trained: Vec<(String, &Tensor)>| {
-            let from = parameters.len();
-            parameters.extend(trained.into_iter().map(|(name, tensor)| Parameter::new(name, tensor)));
-            from..parameters.len()
-        };
-        let parts: Vec<Range<usize>> = (0..backbone.parts()).map(|part| add(backbone.trained_in(part))).collect();
-        let lm_head = add(backbone.trained_in_lm_head());
-        let embedding = parts[0].clone();
-        let lm_head = match (lm_head.len(), embedding.is_empty()) {
-            (2, _) => LmHeadParameters::Adapter([lm_head.start, lm_head.start + 1]),
-            (1, _) => LmHeadParameters::Weight(lm_head.start),
-            (_, false) if backbone.config.tie_word_embeddings => LmHeadParameters::Weight(embedding.start),
-            _ => LmHeadParameters::Frozen,
-        };
-        let optimizer = AdamW::new(optimizer, &parameters);
-        Self { heads, parameters, backbone: BackboneParameters { parts, lm_head }, optimizer, step: 0, tokens: 0 }
+    /// One update of all parameters at learning rate `rate`, with every gradient multiplied by `scale`; gradients are 0 afterwards.
+    pub fn update(&mut self, rate: f64, scale: f64) {
+        self.optimizer.step(self.parameters.iter_mut().map(|p| &mut p.parameter), rate, scale);
     }
 
-    /// Parameters of the heads, and those of the backbone.
-    pub fn by_owner(&self) -> (&[Parameter], &[Parameter]) {
-        self.parameters.split_at(self.heads.parameters().len())
+    /// Those of the groups that `are_wanted`.
+    pub fn parameters_of(&self, are_wanted: fn(ParameterGroup) -> bool) -> impl Iterator<Item = &Parameter> {
+        self.parameters.iter().filter(move |p| are_wanted(p.group)).map(|p| &p.parameter)
     }
 
     /// Where head `head` (0-based) adds its gradients; `dhidden_nh` where it adds that of the hidden states.
     pub fn gradients_of<'g>(&'g self, head: usize, dhidden_nh: Option<&'g Tensor>) -> HeadGradients<'g> {
-        let blocks = 2 * self.heads.shape().medusa_num_layers;
-        let of_heads = self.by_owner().0;
-        let a_head = of_heads.len() / self.heads.num_heads();
-        let mine = &of_heads[head * a_head..(head + 1) * a_head];
-        let output = match mine.get(blocks) {
-            Some(w2) => OutputGradients { weight_vh: Some(&w2.gradient), adapter: None },
-            None => self.lm_head_gradients(),
-        };
-        let of_blocks = mine[..blocks].iter().map(|p| &p.gradient).collect();
-        HeadGradients { blocks: of_blocks, output, hidden_nh: dhidden_nh }
+        let mut blocks = self.gradients(ParameterGroup::Head(head));
+        let w2_vh = self.heads.head(head).w2().and_then(|_| blocks.pop());
+        let own = |w2_vh| OutputGradients { weight_vh: Some(w2_vh), adapter: None };
+        HeadGradients { blocks, output: w2_vh.map_or_else(|| self.lm_head_gradients(), own), hidden_nh: dhidden_nh }
     }
 
     /// Where the LM head's loss adds its gradients.
@@ -105,16 +86,18 @@ impl TrainState {
 
     /// Where the backbone's backward pass adds its gradients, by part.
     pub fn backbone_gradients(&self) -> Vec<Vec<&Tensor>> {
-        let of_part = |part: &Range<usize>| self.parameters[part.clone()].iter().map(|p| &p.gradient).collect();
-        self.backbone.parts.iter().map(of_part).collect()
+        (0..self.backbone_parts).map(|part| self.gradients(ParameterGroup::BackbonePart(part))).collect()
     }
 
     fn lm_head_gradients(&self) -> OutputGradients<'_> {
-        let gradient = |at: usize| &self.parameters[at].gradient;
-        match self.backbone.lm_head {
-            LmHeadParameters::Frozen => OutputGradients::default(),
-            LmHeadParameters::Weight(at) => OutputGradients { weight_vh: Some(gradient(at)), adapter: None },
-            LmHeadParameters::Adapter(at) => OutputGradients { weight_vh: None, adapter: Some(at.map(gradient)) },
+        match self.gradients(self.lm_head_group)[..] {
+            [a_rh, b_vr] => OutputGradients { weight_vh: None, adapter: Some([a_rh, b_vr]) },
+            [weight_vh] => OutputGradients { weight_vh: Some(weight_vh), adapter: None },
+            _ => OutputGradients::default(),
         }
+    }
+
+    fn gradients(&self, group: ParameterGroup) -> Vec<&Tensor> {
+        self.parameters.iter().filter(|p| p.group == group).map(|p| &p.parameter.gradient).collect()
     }
 }

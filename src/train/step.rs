@@ -1,5 +1,5 @@
-//! One optimizer step: micro batches through backbone and heads, one update. In Medusa-1 the backbone is frozen, in Medusa-2 it is
-//! trained with the heads.
+//! One optimizer step: micro batches through the backbone, losses of the LM head and of every head, back through the backbone, one update.
+//! Where the backbone is frozen, it has neither a loss of its own nor a way back.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden, K heads
 use tch::{Kind, Tensor};
@@ -7,13 +7,12 @@ use tch::{Kind, Tensor};
 use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{HeadSums, Output, TOP, head_loss};
 use crate::draft::medusa::heads::Heads;
-use crate::draft::medusa::loss::{LossConfig, Targets};
-use crate::model::llama::Llama;
-use crate::model::lora::Adapters;
+use crate::draft::medusa::loss::LossConfig;
 use crate::torch::optim::adamw::gradient_norm;
-use crate::train::hidden_states::{BatchStates, HiddenStates, HiddenStatesError};
-use crate::train::joint::{Joint, JointPass};
+use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
+use crate::train::hidden_states::HiddenStatesError;
 use crate::train::state::TrainState;
+use crate::train::targets::BatchTargets;
 
 /// Loss and accuracies over some batches. Each head is measured over its own targets.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,28 +82,6 @@ pub struct StepOutcome {
     pub grad_norm: f64,
 }
 
-/// Where the hidden states of training come from.
-#[derive(Debug)]
-pub enum Source<'r> {
-    /// A backbone that stays as it is (Medusa-1).
-    Frozen(HiddenStates<'r>),
-    /// A backbone that is trained with the heads (Medusa-2).
-    Joint(Joint<'r>),
-}
-
-impl Source<'_> {
-    /// Makes what was computed so far last: later runs find it.
-    ///
-    /// # Errors
-    /// [`HiddenStatesError::Io`].
-    pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
-        match self {
-            Self::Frozen(hidden_states) => hidden_states.commit(),
-            Self::Joint(_) => Ok(()),
-        }
-    }
-}
-
 /// What one step weighs its losses and its update with.
 #[derive(Debug, Clone, Copy)]
 pub struct StepWeights<'c> {
@@ -124,7 +101,7 @@ pub struct StepWeights<'c> {
 /// # Errors
 /// [`StepError`]; the parameters are as before then.
 pub fn train_step(
-    source: &mut Source,
+    backbone: &mut TrainingBackbone,
     state: &mut TrainState,
     batches: &[Batch],
     weights: &StepWeights,
@@ -133,63 +110,47 @@ pub fn train_step(
     let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, num_heads)).collect();
     let mut sums = MetricSums::new(num_heads);
     targets.iter().for_each(|of_batch| sums.count(of_batch));
-    let mut losses = Losses { state, weights, sums: &mut sums };
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
-        match source {
-            Source::Frozen(hidden_states) => {
-                let states = hidden_states.of(batch)?;
-                let output = Output::lm_head(hidden_states.backbone().lm_head(), Adapters::Off);
-                losses.add_heads(&states, None, output, targets);
-            }
-            Source::Joint(joint) => losses.add_joint(joint.forward(batch, state.step, micro), targets),
-        }
+        let pass = backbone.forward(batch, state.step, micro)?;
+        add_heads(&mut sums, state, weights, &pass, targets);
+        add_lm_head(&mut sums, state, &pass, targets);
+        pass.backward(state);
     }
     let metrics = sums.finish(weights.loss, weights.lambda0, input_tokens(batches));
-    let grad_norm = gradient_norm(&state.parameters);
+    let grad_norm = gradient_norm(state.parameters.iter().map(|p| &p.parameter));
     check_numbers(state.step + 1, &metrics, grad_norm, batches)?;
     // As torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
-    state.optimizer.step(&mut state.parameters, weights.rate, clip);
+    state.update(weights.rate, clip);
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
 }
 
-/// Losses and gradients of one optimizer step as they add up.
-struct Losses<'s> {
-    state: &'s TrainState,
-    weights: &'s StepWeights<'s>,
-    sums: &'s mut MetricSums,
+/// Loss and gradients of every head on one micro batch.
+fn add_heads(
+    sums: &mut MetricSums,
+    state: &TrainState,
+    weights: &StepWeights,
+    pass: &BackbonePass,
+    targets: &BatchTargets,
+) {
+    for head in 0..state.heads.num_heads() {
+        let weight = weights.lambda0 * weights.loss.weight(head);
+        let scale = weight / sums.counts[head].max(1) as f64;
+        let gradients = state.gradients_of(head, pass.dhidden_nh());
+        let output = output_of(&state.heads, head, pass.lm_head);
+        let of_head = targets.of_head(head, &pass.states);
+        let into = Some((&gradients, scale));
+        sums.add(head, head_loss(state.heads.head(head), output, &pass.states.hidden_nh, &of_head, into));
+    }
 }
 
-impl Losses<'_> {
-    /// Of every head on one micro batch; `dhidden_nh` takes the gradient of the hidden states, where the backbone is trained.
-    fn add_heads(
-        &mut self,
-        states: &BatchStates,
-        dhidden_nh: Option<&Tensor>,
-        lm_head: Output,
-        targets: &BatchTargets,
-    ) {
-        let heads = &self.state.heads;
-        for head in 0..heads.num_heads() {
-            let weight = self.weights.lambda0 * self.weights.loss.weight(head);
-            let scale = weight / self.sums.counts[head].max(1) as f64;
-            let gradients = self.state.gradients_of(head, dhidden_nh);
-            let output = output_of(heads, head, lm_head);
-            let of_head = targets.of_head(head, states);
-            let into = Some((&gradients, scale));
-            self.sums.add(head, head_loss(heads.head(head), output, &states.hidden_nh, &of_head, into));
-        }
-    }
-
-    /// Of the LM head and every head on one micro batch, and through the backbone.
-    fn add_joint(&mut self, pass: JointPass, targets: &BatchTargets) {
-        let states = BatchStates::all(pass.hidden_nh.shallow_clone());
-        self.add_heads(&states, Some(&pass.dhidden_nh), pass.output(), targets);
-        let scale = 1.0 / self.sums.lm_count.max(1) as f64;
-        self.sums.add_lm(pass.lm_loss(self.state, &targets.of_lm_head(&states), scale));
-        pass.backward(self.state);
+/// Loss and gradients of the LM head on one micro batch, where it is trained.
+fn add_lm_head(sums: &mut MetricSums, state: &TrainState, pass: &BackbonePass, targets: &BatchTargets) {
+    let scale = 1.0 / sums.lm_count.max(1) as f64;
+    if let Some(loss) = pass.lm_loss(state, targets, scale) {
+        add_to(&mut sums.lm_loss, loss);
     }
 }
 
@@ -214,30 +175,22 @@ pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     let sum =
         |value: &Tensor| value.view(-1).split(1 << 17, 0).iter().map(|slice| slice.sum(Kind::Double)).sum::<Tensor>();
     let is_finite = |value: &Tensor| tch::no_grad(|| sum(value)).double_value(&[]).is_finite();
-    match state.parameters.iter().find(|parameter| !is_finite(&parameter.value)) {
+    match state.parameters.iter().map(|p| &p.parameter).find(|parameter| !is_finite(&parameter.value)) {
         Some(broken) => Err(StepError::ParameterNotFinite { step: state.step, parameter: broken.name.clone() }),
         None => Ok(()),
     }
 }
 
-/// What an evaluation runs: the backbone as it is, or as Medusa-2 trains it, with this λ0.
-#[derive(Debug, Clone, Copy)]
-pub enum Evaluated<'r> {
-    /// Medusa-1.
-    Frozen(&'r Llama),
-    /// Medusa-2.
-    Joint(Joint<'r>, f64),
-}
-
-/// Loss and accuracies over `batches`, which are read one after the other, no update.
+/// Loss and accuracies over `batches`, which are read one after the other, no update; the heads' loss counts `lambda0` times.
 ///
 /// # Errors
 /// That of a batch that cannot be read.
 pub fn evaluate<E>(
-    what: Evaluated,
+    backbone: &TrainingBackbone,
     heads: &Heads,
     batches: impl Iterator<Item = Result<Batch, E>>,
     loss: &LossConfig,
+    lambda0: f64,
 ) -> Result<StepMetrics, E> {
     let num_heads = heads.num_heads();
     let mut sums = MetricSums::new(num_heads);
@@ -247,19 +200,14 @@ pub fn evaluate<E>(
         tokens += batch.tokens() as u64;
         let targets = BatchTargets::new(batch, num_heads);
         sums.count(&targets);
-        let (states, lm_head) = match what {
-            Evaluated::Frozen(backbone) => {
-                (BatchStates::computed(backbone, batch), Output::lm_head(backbone.lm_head(), Adapters::Off))
-            }
-            Evaluated::Joint(joint, _) => (sums.add_lm_evaluation(joint, batch, &targets), joint.output(Adapters::On)),
-        };
+        let pass = backbone.evaluate(batch);
+        sums.add_lm_evaluation(pass.lm_evaluation(&targets));
         for head in 0..num_heads {
-            let of_head = targets.of_head(head, &states);
-            let output = output_of(heads, head, lm_head);
-            sums.add(head, head_loss(heads.head(head), output, &states.hidden_nh, &of_head, None));
+            let of_head = targets.of_head(head, &pass.states);
+            let output = output_of(heads, head, pass.lm_head);
+            sums.add(head, head_loss(heads.head(head), output, &pass.states.hidden_nh, &of_head, None));
         }
     }
-    let lambda0 = if let Evaluated::Joint(_, lambda0) = what { lambda0 } else { 1.0 };
     Ok(sums.finish(loss, lambda0, tokens))
 }
 
@@ -270,34 +218,6 @@ fn output_of<'m>(heads: &'m Heads, head: usize, lm_head: Output<'m>) -> Output<'
 
 fn input_tokens(batches: &[Batch]) -> u64 {
     batches.iter().map(|batch| batch.tokens() as u64).sum()
-}
-
-/// Targets of the LM head and of every head in one micro batch, still on the host.
-struct BatchTargets {
-    /// The token that follows.
-    of_lm_head: crate::data::loader::TargetTokens,
-    /// Head `h` (0-based) predicts the token h + 2 further on.
-    by_head: Vec<crate::data::loader::TargetTokens>,
-}
-
-impl BatchTargets {
-    fn new(batch: &Batch, num_heads: usize) -> Self {
-        let by_head = (0..num_heads).map(|head| batch.targets(head + 2)).collect();
-        Self { of_lm_head: batch.targets(1), by_head }
-    }
-
-    fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
-        on_device(&self.by_head[head], states)
-    }
-
-    fn of_lm_head(&self, states: &BatchStates) -> Targets {
-        on_device(&self.of_lm_head, states)
-    }
-}
-
-fn on_device(targets: &crate::data::loader::TargetTokens, states: &BatchStates) -> Targets {
-    let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
-    Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
 }
 
 /// Sums over micro batches; on the device until [`MetricSums::finish`].
@@ -318,10 +238,8 @@ impl MetricSums {
     }
 
     fn count(&mut self, targets: &BatchTargets) {
-        self.lm_count += targets.of_lm_head.positions.len();
-        for (count, of_head) in self.counts.iter_mut().zip(&targets.by_head) {
-            *count += of_head.positions.len();
-        }
+        self.lm_count += targets.lm_head_count();
+        self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| *count += of_head);
     }
 
     fn add(&mut self, head: usize, sums: HeadSums) {
@@ -332,20 +250,11 @@ impl MetricSums {
         });
     }
 
-    fn add_lm(&mut self, loss: Tensor) {
-        add_to(&mut self.lm_loss, loss);
-    }
-
-    /// Runs the backbone over an evaluation batch and measures its LM head.
-    fn add_lm_evaluation(&mut self, joint: Joint, batch: &Batch, targets: &BatchTargets) -> BatchStates {
-        let (hidden_nh, teacher_nh) = joint.evaluated(batch);
-        let states = BatchStates::all(hidden_nh);
-        let targets = targets.of_lm_head(&states);
-        let cross_entropy = joint.lm_cross_entropy(&states.hidden_nh, &targets);
-        let divergence = |teacher_nh: &Tensor| joint.lm_divergence(&states.hidden_nh, teacher_nh, &targets);
-        self.add_lm(teacher_nh.as_ref().map_or_else(|| cross_entropy.shallow_clone(), divergence));
-        add_to(&mut self.lm_cross_entropy, cross_entropy);
-        states
+    fn add_lm_evaluation(&mut self, evaluation: Option<LmEvaluation>) {
+        if let Some(LmEvaluation { loss, cross_entropy }) = evaluation {
+            add_to(&mut self.lm_loss, loss);
+            add_to(&mut self.lm_cross_entropy, cross_entropy);
+        }
     }
 
     fn finish(self, config: &LossConfig, lambda0: f64, tokens: u64) -> StepMetrics {

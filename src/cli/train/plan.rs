@@ -10,12 +10,12 @@ use crate::draft::medusa::heads::HeadsShape;
 use crate::model::loading::HasWeights;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
-use crate::train::checked::Checked;
-use crate::train::memory_plan::{Group, MemoryPlan};
+use crate::train::checked::CheckedRun;
+use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 
 /// The plan of a run.
 #[derive(Debug, Serialize)]
-pub(super) struct Plan {
+pub(super) struct RunPreview {
     output_dir: PathBuf,
     device: String,
     backbone: String,
@@ -41,12 +41,12 @@ pub(super) struct Plan {
     warnings: Vec<&'static str>,
 }
 
-impl Plan {
-    pub(super) fn of(checked: &Checked, recipe: &Recipe) -> Self {
+impl RunPreview {
+    pub(super) fn of(checked: &CheckedRun, recipe: &Recipe) -> Self {
         let memory = checked.memory();
         let group = |name: &str| memory.groups.iter().find(|group| group.name == name);
         let parameters = |name| group(name).map_or(0, |group| group.parameters);
-        let bytes = |name| group(name).map_or(0, Group::bytes);
+        let bytes = |name| group(name).map_or(0, MemoryGroup::bytes);
         let (sequences, validation_sequences) = checked.sequence_counts();
         let steps_per_epoch = checked.steps_per_epoch();
         Self {
@@ -133,7 +133,7 @@ impl Plan {
 }
 
 /// About so many in all steps.
-fn tokens(checked: &Checked, steps_per_epoch: usize) -> usize {
+fn tokens(checked: &CheckedRun, steps_per_epoch: usize) -> usize {
     let of_epochs = checked.pack_report.tokens as u128 * checked.total_steps as u128;
     usize::try_from(of_epochs / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
 }
@@ -143,7 +143,7 @@ fn binary(bytes: u64) -> String {
     if bytes < 10 << 30 { mebibytes(bytes) } else { gibibytes(bytes) }
 }
 
-fn warnings(checked: &Checked) -> Vec<&'static str> {
+fn warnings(checked: &CheckedRun) -> Vec<&'static str> {
     let quantized_teacher = "the teacher of self-distillation is the quantised backbone, not the one in the files: the adapters learn to \
                              repeat what quantisation changed";
     let mut warnings = vec![];

@@ -7,7 +7,7 @@ use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::train::log::MetricsLine;
-use crate::train::run::Event;
+use crate::train::training_loop::RunEvent;
 
 /// Where there is no terminal, steps are told no more often than this.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
@@ -16,7 +16,7 @@ const WORTH_A_LINE: u64 = 1 << 30;
 const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {eta} left";
 
 /// Tells the user about a run.
-pub(super) struct Progress<'c> {
+pub(super) struct TrainProgress<'c> {
     common: &'c CommonFlags,
     bar: ProgressBar,
     /// Steps are told by the bar.
@@ -27,7 +27,7 @@ pub(super) struct Progress<'c> {
     last_line: Option<Instant>,
 }
 
-impl<'c> Progress<'c> {
+impl<'c> TrainProgress<'c> {
     pub(super) fn new(common: &'c CommonFlags, total: usize) -> Self {
         let live = io::stderr().is_terminal() && !common.quiet;
         let target = if live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -36,22 +36,22 @@ impl<'c> Progress<'c> {
         Self { common, bar: bar.with_style(style), live, total, began: None, last_line: None }
     }
 
-    pub(super) fn tell(&mut self, event: &Event<'_>) {
+    pub(super) fn tell(&mut self, event: &RunEvent<'_>) {
         match event {
-            Event::Hashing { bytes } if *bytes >= WORTH_A_LINE => {
+            RunEvent::Hashing { bytes } if *bytes >= WORTH_A_LINE => {
                 self.line(&format!("reading {} of weights once, to know them again", gibibytes(*bytes)));
             }
-            Event::Hashing { .. } => {}
-            Event::Resumed(checkpoint) => self.line(&format!("goes on from {}", checkpoint.display())),
-            Event::HiddenStates { path, filled, sequences } => {
+            RunEvent::Hashing { .. } => {}
+            RunEvent::Resumed(checkpoint) => self.line(&format!("goes on from {}", checkpoint.display())),
+            RunEvent::HiddenStates { path, filled, sequences } => {
                 self.line(&format!("hidden states of {filled} of {sequences} sequences are in {}", path.display()));
             }
-            Event::Stepped(line) => self.stepped(line),
-            Event::Evaluated(line) => {
+            RunEvent::Stepped(line) => self.stepped(line),
+            RunEvent::Evaluated(line) => {
                 self.line(&format!("validation after step {}: {}", line.step, quality(line)));
                 self.json(line);
             }
-            Event::Saved(checkpoint) => self.line(&format!("saved {}", checkpoint.display())),
+            RunEvent::Saved(checkpoint) => self.line(&format!("saved {}", checkpoint.display())),
         }
     }
 

@@ -4,7 +4,7 @@
 use tch::{Kind, Tensor};
 
 use crate::torch::optim::blockwise::{BLOCK, Blockwise, DynamicMap};
-use crate::torch::optim::{OptimizerConfig, OptimizerName};
+use crate::torch::optim::{AdamWConfig, OptimizerName};
 
 /// Elements updated at a time: what an update touches stays in the cache, and temporaries stay small. Whole blocks.
 const SLICE: i64 = 512 * BLOCK;
@@ -43,9 +43,9 @@ impl Parameter {
 }
 
 /// The Euclidean norm over the gradients of all parameters, summed in float64.
-pub fn gradient_norm(parameters: &[Parameter]) -> f64 {
+pub fn gradient_norm<'p>(parameters: impl IntoIterator<Item = &'p Parameter>) -> f64 {
     let squares: Vec<Tensor> = parameters
-        .iter()
+        .into_iter()
         .flat_map(|p| p.gradient.view(-1).split(SLICE, 0))
         .map(|slice| slice.dot(&slice).to_kind(Kind::Double))
         .collect();
@@ -55,7 +55,7 @@ pub fn gradient_norm(parameters: &[Parameter]) -> f64 {
 /// AdamW over a fixed list of parameters.
 #[derive(Debug)]
 pub struct AdamW {
-    config: OptimizerConfig,
+    config: AdamWConfig,
     moments: Vec<Moments>,
     /// Updates made.
     step: i32,
@@ -76,9 +76,10 @@ enum Moment {
 
 impl AdamW {
     /// Moments at 0 for each of `parameters`.
-    pub fn new(config: OptimizerConfig, parameters: &[Parameter]) -> Self {
+    pub fn new<'p>(config: AdamWConfig, parameters: impl IntoIterator<Item = &'p Parameter>) -> Self {
+        let mut parameters = parameters.into_iter().peekable();
         // Tables that all moments share.
-        let device = parameters.first().map(|p| p.value.device());
+        let device = parameters.peek().map(|p| p.value.device());
         let device = device.filter(|_| config.name == OptimizerName::AdamW8bit);
         let maps = device.map(|device| [DynamicMap::signed(device), DynamicMap::unsigned(device)]);
         let moments = |p: &Parameter| {
@@ -86,16 +87,16 @@ impl AdamW {
             let zeros = |map: usize| Moment::zeros(&p.gradient, maps.map(|maps| &maps[map]));
             Moments { name: p.name.clone(), first: zeros(0), second: zeros(1) }
         };
-        let moments = parameters.iter().map(moments).collect();
+        let moments = parameters.map(moments).collect();
         Self { config, moments, step: 0 }
     }
 
     /// One update at learning rate `rate`, with every gradient multiplied by `scale` (1, or less where the norm is clipped);
     /// gradients are 0 afterwards.
-    pub fn step(&mut self, parameters: &mut [Parameter], rate: f64, scale: f64) {
+    pub fn step<'p>(&mut self, parameters: impl IntoIterator<Item = &'p mut Parameter>, rate: f64, scale: f64) {
         self.step += 1;
         tch::no_grad(|| {
-            for (parameter, moments) in parameters.iter_mut().zip(&mut self.moments) {
+            for (parameter, moments) in parameters.into_iter().zip(&mut self.moments) {
                 let update = Update::new(&self.config, self.step, rate * parameter.rate_factor, scale);
                 let slices = |tensor: &Tensor| tensor.view(-1).split(SLICE, 0);
                 let (values, gradients) = (slices(&parameter.value), slices(&parameter.gradient));
@@ -212,16 +213,16 @@ struct Update {
 }
 
 impl Update {
-    fn new(config: &OptimizerConfig, step: i32, rate: f64, scale: f64) -> Self {
-        let [beta1, beta2] = config.betas.map(crate::numbers::Fraction::get);
+    fn new(config: &AdamWConfig, step: i32, rate: f64, scale: f64) -> Self {
+        let [beta1, beta2] = config.betas;
         Self {
             beta1,
             beta2,
             scale,
-            decay: 1.0 - rate * config.weight_decay.get(),
+            decay: 1.0 - rate * config.weight_decay,
             step_size: rate / (1.0 - beta1.powi(step)),
             second_correction: (1.0 - beta2.powi(step)).sqrt().recip(),
-            eps: config.eps.get(),
+            eps: config.eps,
         }
     }
 
@@ -243,9 +244,8 @@ mod tests {
     use super::*;
     use tch::Device;
 
-    fn config() -> OptimizerConfig {
-        let toml = "learning_rate = 0.1\nweight_decay = 0.01\nbetas = [0.9, 0.95]";
-        toml::from_str(toml).unwrap()
+    fn config() -> AdamWConfig {
+        AdamWConfig { name: OptimizerName::AdamW, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01 }
     }
 
     /// The update as Algorithm 2 of the paper writes it, in float64, one number at a time.
@@ -281,7 +281,7 @@ mod tests {
     /// Of `name`, over one parameter of `n` ones.
     fn adamw(name: OptimizerName, n: i64) -> (AdamW, [Parameter; 1]) {
         let parameters = [Parameter::new("w", &Tensor::ones([n], (Kind::Float, Device::Cpu)))];
-        (AdamW::new(OptimizerConfig { name, ..config() }, &parameters), parameters)
+        (AdamW::new(AdamWConfig { name, ..config() }, &parameters), parameters)
     }
 
     /// Another one each step, of all sizes.

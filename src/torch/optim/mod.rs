@@ -4,35 +4,20 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::numbers::{Fraction, NonNegative, Positive};
-
 pub mod adamw;
 pub mod blockwise;
 
-/// `[optimizer]` of a recipe.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct OptimizerConfig {
-    /// Which optimizer.
-    #[serde(default)]
+/// The constants of AdamW's update.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWConfig {
+    /// In which dtype its moments are kept.
     pub name: OptimizerName,
-    /// Peak learning rate: the backbone's in Medusa-2, the heads' in Medusa-1.
-    pub learning_rate: Positive,
-    /// Medusa-2: the heads' learning rate is `learning_rate` times this, biases too.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub medusa_lr_multiplier: Option<Positive>,
     /// Exponential decay rates of the two moments.
-    #[serde(default = "default_betas")]
-    pub betas: [Fraction; 2],
+    pub betas: [f64; 2],
     /// Added to the denominator.
-    #[serde(default = "default_eps")]
-    pub eps: Positive,
+    pub eps: f64,
     /// Decoupled weight decay.
-    #[serde(default = "default_weight_decay")]
-    pub weight_decay: NonNegative,
-    /// Gradient norm over all trainable parameters is clipped to this.
-    #[serde(default = "default_max_grad_norm")]
-    pub max_grad_norm: Positive,
+    pub weight_decay: f64,
 }
 
 /// The optimizers this version has.
@@ -65,20 +50,4 @@ impl fmt::Display for OptimizerName {
             Self::AdamW8bit => "adamw8bit",
         })
     }
-}
-
-fn default_betas() -> [Fraction; 2] {
-    [0.9, 0.999].map(|b| Fraction::new(b).expect("a constant"))
-}
-
-fn default_eps() -> Positive {
-    Positive::new(1e-8).expect("a constant")
-}
-
-fn default_weight_decay() -> NonNegative {
-    NonNegative::new(0.0).expect("a constant")
-}
-
-fn default_max_grad_norm() -> Positive {
-    Positive::new(1.0).expect("a constant")
 }

@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 
 /// A stretch of a recipe's text. Displays as `file: line 3, column 5`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
+pub struct RecipeSpan {
     /// The recipe.
     pub file: PathBuf,
     /// Counted from 1.
@@ -19,13 +19,13 @@ pub struct Place {
     width: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RecipeSpan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: line {}, column {}", self.file.display(), self.line, self.column)
     }
 }
 
-impl Place {
+impl RecipeSpan {
     /// The line with carets under the stretch, as TOML's own errors draw it.
     pub fn snippet(&self) -> String {
         let margin = self.line.to_string().len();
@@ -50,31 +50,31 @@ impl Place {
 
 /// A recipe's text with the place of every key and value.
 #[derive(Debug)]
-pub(super) struct Text<'t> {
+pub(super) struct RecipeText<'t> {
     file: &'t Path,
     text: &'t str,
     table: DeTable<'t>,
 }
 
-impl<'t> Text<'t> {
-    pub(super) fn parse(file: &'t Path, text: &'t str) -> Result<Self, (Place, String)> {
+impl<'t> RecipeText<'t> {
+    pub(super) fn parse(file: &'t Path, text: &'t str) -> Result<Self, (RecipeSpan, String)> {
         match DeTable::parse(text) {
             Ok(table) => Ok(Self { file, text, table: table.into_inner() }),
-            Err(error) => Err((Place::new(file, text, error.span().unwrap_or(0..0)), error.message().to_owned())),
+            Err(error) => Err((RecipeSpan::new(file, text, error.span().unwrap_or(0..0)), error.message().to_owned())),
         }
     }
 
-    pub(super) fn at(&self, span: Range<usize>) -> Place {
-        Place::new(self.file, self.text, span)
+    pub(super) fn at(&self, span: Range<usize>) -> RecipeSpan {
+        RecipeSpan::new(self.file, self.text, span)
     }
 
     /// The place of a key, `None` if the recipe does not have it. `path` is `table.key`.
-    pub(super) fn key(&self, path: &str) -> Option<Place> {
+    pub(super) fn key(&self, path: &str) -> Option<RecipeSpan> {
         self.find(path).map(|(key, _, _)| self.at(key))
     }
 
     /// The place of a key's value; if the recipe does not have the key, of the table that should have it.
-    pub(super) fn value(&self, path: &str) -> Place {
+    pub(super) fn value(&self, path: &str) -> RecipeSpan {
         let table = || path.rsplit_once('.').and_then(|(table, _)| self.find(table));
         self.at(self.find(path).or_else(table).map_or(0..0, |(_, value, _)| value))
     }
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn the_caret_counts_characters_not_bytes() {
         let text = "a = \"ä\"\nb = { c = \"äöü\" }\n";
-        let located = Text::parse(Path::new("r.toml"), text).unwrap();
+        let located = RecipeText::parse(Path::new("r.toml"), text).unwrap();
         let place = located.value("b.c");
         assert_eq!((place.line, place.column), (2, 11));
         assert_eq!(place.snippet(), "  |\n2 | b = { c = \"äöü\" }\n  |           ^^^^^");
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_missing_key_is_placed_at_its_table() {
-        let located = Text::parse(Path::new("r.toml"), "x = 1\n[train]\nseed = 1\n").unwrap();
+        let located = RecipeText::parse(Path::new("r.toml"), "x = 1\n[train]\nseed = 1\n").unwrap();
         assert_eq!(located.value("train.epochs").line, 2);
         assert_eq!(located.key("train.epochs"), None);
         assert_eq!(located.keys("train"), ["seed"]);

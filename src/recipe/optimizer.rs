@@ -1,0 +1,56 @@
+//! `[optimizer]` of a recipe.
+
+use serde::{Deserialize, Serialize};
+
+use crate::numbers::{Fraction, NonNegative, Positive};
+use crate::torch::optim::{AdamWConfig, OptimizerName};
+
+/// The optimizer, its peak learning rates, and where gradients are clipped.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// Which optimizer.
+    #[serde(default)]
+    pub name: OptimizerName,
+    /// Peak learning rate: the backbone's in Medusa-2, the heads' in Medusa-1.
+    pub learning_rate: Positive,
+    /// Medusa-2: the heads' learning rate is `learning_rate` times this, biases too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub medusa_lr_multiplier: Option<Positive>,
+    /// Exponential decay rates of the two moments.
+    #[serde(default = "default_betas")]
+    pub betas: [Fraction; 2],
+    /// Added to the denominator.
+    #[serde(default = "default_eps")]
+    pub eps: Positive,
+    /// Decoupled weight decay.
+    #[serde(default = "default_weight_decay")]
+    pub weight_decay: NonNegative,
+    /// Gradient norm over all trainable parameters is clipped to this.
+    #[serde(default = "default_max_grad_norm")]
+    pub max_grad_norm: Positive,
+}
+
+impl OptimizerConfig {
+    /// What the optimizer itself takes; rates and clipping are the training loop's.
+    pub(super) fn adamw(&self) -> AdamWConfig {
+        let Self { name, betas, eps, weight_decay, .. } = *self;
+        AdamWConfig { name, betas: betas.map(Fraction::get), eps: eps.get(), weight_decay: weight_decay.get() }
+    }
+}
+
+fn default_betas() -> [Fraction; 2] {
+    [0.9, 0.999].map(|b| Fraction::new(b).expect("a constant"))
+}
+
+fn default_eps() -> Positive {
+    Positive::new(1e-8).expect("a constant")
+}
+
+fn default_weight_decay() -> NonNegative {
+    NonNegative::new(0.0).expect("a constant")
+}
+
+fn default_max_grad_norm() -> Positive {
+    Positive::new(1.0).expect("a constant")
+}

@@ -1,0 +1,186 @@
+//! The backbone over a micro batch, as the plan trains it: where it is frozen, hidden states that are computed or read; where it is
+//! trained, a pass that is kept until the losses have left the gradient of its hidden states, and goes back then.
+
+// B rows, T tokens of a row, N = B·T positions, H hidden
+use tch::{Kind, Tensor};
+
+use crate::data::loader::Batch;
+use crate::draft::medusa::fused_loss::{Output, distillation_loss, lm_loss};
+use crate::model::attention::RowMask;
+use crate::model::backward::Tape;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+use crate::train::hidden_states::{BatchStates, HiddenStatesError, KeptStates};
+use crate::train::plan::TrainPlan;
+use crate::train::state::TrainState;
+use crate::train::targets::BatchTargets;
+
+/// A backbone with the plan of its training.
+#[derive(Debug)]
+pub struct TrainingBackbone<'r> {
+    backbone: &'r Llama,
+    plan: &'r TrainPlan,
+    /// Of a frozen one, where the plan keeps them.
+    kept: Option<KeptStates<'r>>,
+}
+
+/// One micro batch behind the backbone.
+#[derive(Debug)]
+pub struct BackbonePass<'r> {
+    /// From which heads and LM head predict.
+    pub states: BatchStates,
+    /// The LM head as this pass computes with it.
+    pub lm_head: Output<'r>,
+    /// Absent where the LM head is frozen.
+    lm_target: Option<LmTarget>,
+    /// Absent where the backbone is frozen, and at evaluation.
+    way_back: Option<WayBack<'r>>,
+}
+
+/// What the LM head is trained on.
+#[derive(Debug)]
+enum LmTarget {
+    /// The next token.
+    Tokens,
+    /// The distribution of the backbone without adapters, given its hidden states `[N, H]`.
+    Teacher(Tensor),
+}
+
+/// A pass that waits for the gradient of its hidden states.
+#[derive(Debug)]
+struct WayBack<'r> {
+    tape: Tape<'r>,
+    size_bth: Vec<i64>,
+    /// `[N, H]` float32: every loss adds the gradient of the hidden states here.
+    dhidden_nh: Tensor,
+}
+
+/// Summed losses of the LM head at evaluation, float64 scalars.
+#[derive(Debug)]
+pub struct LmEvaluation {
+    /// What the plan trains it on.
+    pub loss: Tensor,
+    /// Of the next token: the logarithm of the perplexity, times the targets.
+    pub cross_entropy: Tensor,
+}
+
+impl<'r> TrainingBackbone<'r> {
+    /// `backbone` as it was loaded for `plan`; `kept`, where the plan keeps the hidden states of a frozen one.
+    pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, kept: Option<KeptStates<'r>>) -> Self {
+        Self { backbone, plan, kept }
+    }
+
+    /// Runs the backbone over micro batch `micro` of step `step`, and the teacher where there is one.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`]; computing alone never fails so.
+    pub fn forward(&mut self, batch: &Batch, step: usize, micro: usize) -> Result<BackbonePass<'r>, HiddenStatesError> {
+        if self.plan.trained.is_frozen() {
+            let kept = self.kept.as_mut().map(|kept| kept.of(batch)).transpose()?;
+            return Ok(self.frozen_pass(kept.unwrap_or_else(|| BatchStates::computed(self.backbone, batch))));
+        }
+        let (tokens_bt, rows) = self.inputs(batch);
+        let lm_target = self.lm_target(&tokens_bt, &rows);
+        let adapters = Adapters::Training { seed: self.seed_of(step, micro) };
+        let (hidden_bth, tape) = self.backbone.forward_kept(&tokens_bt, rows, adapters, self.plan.keep());
+        let size_bth = hidden_bth.size();
+        let hidden_nh = hidden_bth.view([-1, size_bth[2]]);
+        let dhidden_nh = Tensor::zeros(hidden_nh.size(), (Kind::Float, hidden_nh.device()));
+        let way_back = Some(WayBack { tape, size_bth, dhidden_nh });
+        Ok(self.joint_pass(hidden_nh, adapters, lm_target, way_back))
+    }
+
+    /// A batch as it is served: with adapters, without dropout; nothing is kept for a backward pass.
+    pub fn evaluate(&self, batch: &Batch) -> BackbonePass<'r> {
+        if self.plan.trained.is_frozen() {
+            return self.frozen_pass(BatchStates::computed(self.backbone, batch));
+        }
+        let (tokens_bt, rows) = self.inputs(batch);
+        let hidden_bth = tch::no_grad(|| self.backbone.hidden_states(&tokens_bt, &rows, Adapters::On));
+        let hidden_nh = hidden_bth.view([-1, self.backbone.config.hidden_size]);
+        let lm_target = self.lm_target(&tokens_bt, &rows);
+        self.joint_pass(hidden_nh, Adapters::On, lm_target, None)
+    }
+
+    /// Makes the hidden states that were computed so far last: later runs find them.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError::Io`].
+    pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
+        self.kept.as_mut().map_or(Ok(()), KeptStates::commit)
+    }
+
+    fn frozen_pass(&self, states: BatchStates) -> BackbonePass<'r> {
+        let lm_head = Output::lm_head(self.backbone.lm_head(), Adapters::Off);
+        BackbonePass { states, lm_head, lm_target: None, way_back: None }
+    }
+
+    fn joint_pass(
+        &self,
+        hidden_nh: Tensor,
+        adapters: Adapters,
+        lm_target: LmTarget,
+        way_back: Option<WayBack<'r>>,
+    ) -> BackbonePass<'r> {
+        let lm_head = Output::lm_head(self.backbone.lm_head(), adapters);
+        BackbonePass { states: BatchStates::all(hidden_nh), lm_head, lm_target: Some(lm_target), way_back }
+    }
+
+    fn inputs(&self, batch: &Batch) -> (Tensor, RowMask) {
+        let (b, t) = (batch.rows as i64, batch.length as i64);
+        let device = self.backbone.device();
+        let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
+        (tokens_bt, RowMask::packed(&batch.segment_lengths, t, &self.backbone.config, device))
+    }
+
+    fn lm_target(&self, tokens_bt: &Tensor, rows: &RowMask) -> LmTarget {
+        if !self.plan.trained.has_teacher() {
+            return LmTarget::Tokens;
+        }
+        let hidden_bth = tch::no_grad(|| self.backbone.hidden_states(tokens_bt, rows, Adapters::Off));
+        LmTarget::Teacher(hidden_bth.view([-1, self.backbone.config.hidden_size]))
+    }
+
+    /// Dropout of every pass is drawn from the run's seed, the step and the micro batch.
+    fn seed_of(&self, step: usize, micro: usize) -> u64 {
+        let pass = (step as u64).wrapping_mul(1 << 20).wrapping_add(micro as u64 + 1);
+        self.plan.train.seed ^ pass.wrapping_mul(0xD6E8_FEB8_6659_FD93)
+    }
+}
+
+impl BackbonePass<'_> {
+    /// Where losses add the gradient of the hidden states, `[N, H]` float32; `None` where nothing before them is trained.
+    pub fn dhidden_nh(&self) -> Option<&Tensor> {
+        self.way_back.as_ref().map(|way_back| &way_back.dhidden_nh)
+    }
+
+    /// Summed loss of the LM head, a float64 scalar; its gradients times `scale` are added. `None` where it is frozen.
+    pub fn lm_loss(&self, state: &TrainState, targets: &BatchTargets, scale: f64) -> Option<Tensor> {
+        let (lm_target, gradients) = (self.lm_target.as_ref()?, state.lm_gradients(self.dhidden_nh()?));
+        let (hidden_nh, targets, into) =
+            (&self.states.hidden_nh, targets.of_lm_head(&self.states), Some((&gradients, scale)));
+        Some(match lm_target {
+            LmTarget::Tokens => lm_loss(self.lm_head, hidden_nh, &targets, into).loss,
+            LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, into),
+        })
+    }
+
+    /// The losses of the LM head without gradients; `None` where it is frozen.
+    pub fn lm_evaluation(&self, targets: &BatchTargets) -> Option<LmEvaluation> {
+        let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.states.hidden_nh);
+        let targets = targets.of_lm_head(&self.states);
+        let cross_entropy = lm_loss(self.lm_head, hidden_nh, &targets, None).loss;
+        let loss = match lm_target {
+            LmTarget::Tokens => cross_entropy.shallow_clone(),
+            LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, None),
+        };
+        Some(LmEvaluation { loss, cross_entropy })
+    }
+
+    /// Sends the gradient that the losses left in [`BackbonePass::dhidden_nh`] back through the backbone.
+    pub fn backward(self, state: &TrainState) {
+        let Some(WayBack { tape, size_bth, dhidden_nh }) = self.way_back else { return };
+        let dhidden_bth = dhidden_nh.to_kind(self.states.hidden_nh.kind()).view(size_bth.as_slice());
+        tape.backward(&dhidden_bth, &state.backbone_gradients());
+    }
+}

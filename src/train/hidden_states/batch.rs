@@ -1,0 +1,58 @@
+//! The hidden states of one micro batch, and the rows in which a head finds its positions.
+
+// B rows, T tokens of a row, N = B·T positions, M of them kept, H hidden
+use std::borrow::Cow;
+
+use tch::Tensor;
+
+use crate::data::loader::Batch;
+use crate::model::attention::RowMask;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+
+/// Hidden states of one micro batch.
+#[derive(Debug)]
+pub struct BatchStates {
+    /// `[N, H]` or, of kept positions, `[M, H]`; in the backbone's dtype, on its device, without autograd.
+    pub hidden_nh: Tensor,
+    /// Of each of the N positions its row in `hidden_nh`; `None` where that is the position itself.
+    row_of: Option<Vec<i64>>,
+}
+
+impl BatchStates {
+    /// Runs the backbone over a batch.
+    pub fn computed(backbone: &Llama, batch: &Batch) -> Self {
+        Self::all(compute(backbone, batch))
+    }
+
+    /// Of every position, `[N, H]`.
+    pub fn all(hidden_nh: Tensor) -> Self {
+        Self { hidden_nh, row_of: None }
+    }
+
+    /// Of the positions that are kept, in this order, `[M, H]`, of a batch of `n`.
+    pub(super) fn of_positions(hidden_mh: Tensor, positions_m: &[i64], n: usize) -> Self {
+        let mut row_of = vec![-1; n];
+        for (row, &position) in positions_m.iter().enumerate() {
+            row_of[position as usize] = row as i64;
+        }
+        Self { hidden_nh: hidden_mh, row_of: Some(row_of) }
+    }
+
+    /// Rows of `hidden_nh` for flat positions of the batch, from which a head predicts a target.
+    pub fn rows_of<'p>(&self, positions: &'p [i64]) -> Cow<'p, [i64]> {
+        match &self.row_of {
+            None => positions.into(),
+            Some(row_of) => positions.iter().map(|&at| row_of[at as usize]).collect(),
+        }
+    }
+}
+
+/// `[N, H]`, rows flattened; no gradient reaches the backbone.
+pub(super) fn compute(backbone: &Llama, batch: &Batch) -> Tensor {
+    let (b, t) = (batch.rows as i64, batch.length as i64);
+    let device = backbone.device();
+    let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
+    let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, device);
+    tch::no_grad(|| backbone.hidden_states(&tokens_bt, &rows, Adapters::Off)).view([b * t, -1])
+}

@@ -1,0 +1,176 @@
+//! Hidden states on disk, filled as training meets its sequences.
+//!
+//! Kept are the positions from which some head predicts a target. The file gets its whole size at once, its states are synced before
+//! their marks: a crash never marks missing data. A run holds it locked until all are there.
+//!
+//! A sequence's states are those of the batch that computed them first, for every run and however often it is broken off. The
+//! last bits of a product depend on its other rows; so training equals training without the file bit for bit where a sequence
+//! always meets the same others (a micro batch of 1, or no shuffling), and up to those bits elsewhere.
+
+// N positions of a batch, M of them kept, H hidden
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use tch::{Device, Tensor};
+
+use super::batch::{BatchStates, compute};
+use super::error::HiddenStatesError;
+use super::key::{identity, key};
+use super::layout::{FILLED, StatesLayout};
+use super::positions::predicting;
+use crate::data::IGNORE;
+use crate::data::loader::Batch;
+use crate::data::pack::Sequences;
+use crate::files::lock_file;
+use crate::model::llama::Llama;
+use crate::torch::bytes;
+
+/// The hidden states of a run's sequences in a file.
+#[derive(Debug)]
+pub struct KeptStates<'r> {
+    backbone: &'r Llama,
+    layout: StatesLayout,
+    path: PathBuf,
+    file: File,
+    filled: Vec<bool>,
+    /// Filled since the last commit.
+    unmarked: Vec<usize>,
+    computed_batches: usize,
+}
+
+impl<'r> KeptStates<'r> {
+    /// Opens, or makes, the file in `folder` for `backbone` (loaded from `backbone_folder`), `num_heads` heads and these
+    /// sequences; batches name sequences by their place among them.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`].
+    pub fn open(
+        folder: &Path,
+        backbone: &'r Llama,
+        backbone_folder: &Path,
+        sequences: &Sequences,
+        num_heads: usize,
+    ) -> Result<Self, HiddenStatesError> {
+        let layout = StatesLayout::new(sequences, num_heads, backbone.config.hidden_size, backbone.kind())?;
+        let error = |doing, path: &Path, source| layout.error(doing, path, source);
+        let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
+        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, sequences, num_heads)?));
+        fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
+        let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let mut file = open.map_err(|e| error("open", &path, e))?;
+        let is_mine = lock_file(&file);
+        if is_mine && file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
+            let made = file.set_len(layout.file_bytes()).and_then(|()| file.sync_all());
+            made.inspect_err(|_| drop(fs::remove_file(&path))).map_err(|e| error("make", &path, e))?;
+        }
+        let filled = match layout.read_marks(&mut file, &path) {
+            Ok(filled) if is_mine || filled.iter().all(|&filled| filled) => filled,
+            _ if !is_mine => return Err(HiddenStatesError::InUse { path }), // it may not have its size yet
+            marks => marks?,
+        };
+        let kept = Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 };
+        kept.let_go_when_full();
+        Ok(kept)
+    }
+
+    /// A file that nobody fills any more is everybody's.
+    fn let_go_when_full(&self) {
+        if self.unmarked.is_empty() && self.filled() == self.filled.len() {
+            let _ = self.file.unlock(); // else it is let go of at the run's end
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn backbone(&self) -> &'r Llama {
+        self.backbone
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Sequences whose states are there.
+    pub fn filled(&self) -> usize {
+        self.filled.iter().filter(|&&filled| filled).count()
+    }
+
+    /// Batches for which the backbone ran.
+    pub fn computed_batches(&self) -> usize {
+        self.computed_batches
+    }
+
+    /// The states of a batch: read, or computed and kept.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError`].
+    pub fn of(&mut self, batch: &Batch) -> Result<BatchStates, HiddenStatesError> {
+        let mut positions_m = vec![];
+        for (row, lengths) in batch.segment_lengths.iter().enumerate() {
+            let labels = &batch.labels[row * batch.length..];
+            let of_row = predicting(lengths, self.layout.num_heads, |t| labels[t] != i64::from(IGNORE));
+            positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
+        }
+        let hidden_mh = match batch.sequence_ids.iter().all(|&id| self.filled[id]) {
+            true => self.read(&batch.sequence_ids)?,
+            false => self.compute(batch, &positions_m)?,
+        };
+        Ok(BatchStates::of_positions(hidden_mh, &positions_m, batch.rows * batch.length))
+    }
+
+    fn compute(&mut self, batch: &Batch, positions_m: &[i64]) -> Result<Tensor, HiddenStatesError> {
+        self.computed_batches += 1;
+        let hidden_nh = compute(self.backbone, batch);
+        let hidden_mh = hidden_nh.index_select(0, &Tensor::from_slice(positions_m).to_device(hidden_nh.device()));
+        let on_host = hidden_mh.to_device(Device::Cpu).contiguous();
+        let mut rest = bytes::of(&on_host);
+        let some_are_kept = batch.sequence_ids.iter().any(|&id| self.filled[id]);
+        for &id in &batch.sequence_ids {
+            let (states, later) = rest.split_at(self.layout.bytes_of(id));
+            rest = later;
+            if !self.filled[id] {
+                self.write(self.layout.offsets[id], states)?;
+                self.filled[id] = true;
+                self.unmarked.push(id);
+            }
+        }
+        // What is kept counts, not what this batch made of it: a resumed run would read the former.
+        if some_are_kept { self.read(&batch.sequence_ids) } else { Ok(hidden_mh) }
+    }
+
+    fn read(&mut self, sequence_ids: &[usize]) -> Result<Tensor, HiddenStatesError> {
+        let mut bytes = vec![0; sequence_ids.iter().map(|&id| self.layout.bytes_of(id)).sum()];
+        let mut rest = bytes.as_mut_slice();
+        for &id in sequence_ids {
+            let (states, later) = rest.split_at_mut(self.layout.bytes_of(id));
+            rest = later;
+            let read =
+                self.file.seek(SeekFrom::Start(self.layout.offsets[id])).and_then(|_| self.file.read_exact(states));
+            read.map_err(|e| self.layout.error("read", &self.path, e))?;
+        }
+        let size = [(bytes.len() / self.layout.row_bytes) as i64, self.backbone.config.hidden_size];
+        Ok(Tensor::from_data_size(&bytes, &size, self.backbone.kind()).to_device(self.backbone.device()))
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), HiddenStatesError> {
+        let written = self.file.seek(SeekFrom::Start(at)).and_then(|_| self.file.write_all(bytes));
+        written.map_err(|e| self.layout.error("write", &self.path, e))
+    }
+
+    /// Makes what was computed so far last: later runs find it.
+    ///
+    /// # Errors
+    /// [`HiddenStatesError::Io`].
+    pub fn commit(&mut self) -> Result<(), HiddenStatesError> {
+        if self.unmarked.is_empty() {
+            return Ok(());
+        }
+        self.file.sync_data().map_err(|e| self.layout.error("write", &self.path, e))?;
+        for id in std::mem::take(&mut self.unmarked) {
+            self.write(self.layout.states_bytes() + id as u64, &[FILLED])?;
+        }
+        self.let_go_when_full();
+        Ok(())
+    }
+}

@@ -1,0 +1,16 @@
+//! The frozen backbone's hidden states, from which the heads learn: computed for each batch, or kept on disk across epochs and runs
+//! (`train.hidden_state_cache`).
+
+mod batch;
+mod error;
+mod kept;
+mod key;
+mod layout;
+mod positions;
+#[cfg(test)]
+mod tests;
+
+pub use batch::BatchStates;
+pub use error::HiddenStatesError;
+pub use kept::KeptStates;
+pub use layout::file_bytes;

@@ -1,0 +1,214 @@
+use std::fs::{self, File, FileTimes};
+use std::io::Write;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
+
+use super::positions::predicting_in;
+use super::{BatchStates, KeptStates, file_bytes};
+use crate::data::IGNORE;
+use crate::data::loader::Batch;
+use crate::data::loader::Loader;
+use crate::data::pack::{Sequence, Sequences};
+use crate::files::write_atomic;
+use crate::model::config::LlamaConfig;
+use crate::model::llama::Llama;
+
+const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": true}"#;
+const NUM_HEADS: usize = 2;
+
+/// A folder with a config and a stand-in for weights, and a backbone of that config.
+fn backbone(kind: Kind) -> (TempDir, Llama) {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, text) in [("config.json", CONFIG), ("model.safetensors", "weights")] {
+        write_atomic(&folder.path().join(name), |out| out.write_all(text.as_bytes())).unwrap();
+    }
+    let config = LlamaConfig::load(folder.path()).unwrap();
+    (folder, Llama::random(config, kind, Device::Cpu, 3))
+}
+
+/// Seven sequences of two segments; every other one has labels in its second segment only, the last has none.
+fn sequences() -> Vec<Sequence> {
+    let sequence = |s: usize| {
+        let segment_lengths = vec![3 + s % 3, 6 + s];
+        let input_ids: Vec<i32> = (0..9 + s % 3 + s).map(|t| ((s * 7 + t * 5) % 40) as i32).collect();
+        let labels = input_ids.iter().enumerate().map(|(t, &id)| {
+            let has_loss = s < 6 && (s.is_multiple_of(2) || t >= segment_lengths[0]);
+            if has_loss { id } else { IGNORE }
+        });
+        Sequence { labels: labels.collect(), input_ids, segment_lengths }
+    };
+    (0..7).map(sequence).collect()
+}
+
+fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &[Sequence]) -> KeptStates<'r> {
+    KeptStates::open(folder, backbone, from.path(), &in_memory(sequences), NUM_HEADS).unwrap()
+}
+
+fn in_memory(sequences: &[Sequence]) -> Sequences {
+    Sequences::in_memory(sequences.to_vec())
+}
+
+/// What head `head` reads of a batch.
+fn read_by(head: usize, batch: &Batch, states: &BatchStates) -> Tensor {
+    let positions = batch.targets(head + 2).positions;
+    states.hidden_nh.index_select(0, &Tensor::from_slice(&states.rows_of(&positions)))
+}
+
+/// Takes an epoch's batches through `kept`; what a head reads is what the backbone says. How often the backbone ran.
+fn epoch(kept: &mut KeptStates, loader: &Loader, epoch: usize) -> usize {
+    let before = kept.computed_batches();
+    let steps = loader.steps_per_epoch();
+    for batch in (epoch * steps..(epoch + 1) * steps).flat_map(|step| loader.step(step).unwrap()) {
+        let (expected, got) = (BatchStates::computed(kept.backbone(), &batch), kept.of(&batch).unwrap());
+        for head in 0..NUM_HEADS {
+            let (expected, got) = (read_by(head, &batch, &expected), read_by(head, &batch, &got));
+            assert_eq!(got.kind(), expected.kind());
+            if batch.rows == 1 {
+                assert_eq!(got, expected);
+            } else {
+                assert!(got.allclose(&expected, 1e-5, 1e-5, false), "more than the last bits differ");
+            }
+        }
+    }
+    kept.computed_batches() - before
+}
+
+#[test]
+fn the_backbone_runs_in_the_first_epoch_of_the_first_run_only() {
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let (from, backbone) = backbone(kind);
+        let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+        let loader = Loader::new(in_memory(&sequences), 1, 2, Some(5));
+        let mut kept = open(&folder.path().join("new/states"), &from, &backbone, &sequences);
+        assert_eq!(epoch(&mut kept, &loader, 0), 7);
+        assert_eq!(epoch(&mut kept, &loader, 1), 0);
+        kept.commit().unwrap();
+        drop(kept);
+        let mut again = open(&folder.path().join("new/states"), &from, &backbone, &sequences);
+        assert_eq!((again.filled(), epoch(&mut again, &loader, 0)), (7, 0));
+    }
+}
+
+#[test]
+fn states_that_are_kept_do_not_change_in_other_batches() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let mut kept = open(folder.path(), &from, &backbone, &sequences);
+    let pair = &Loader::new(in_memory(&sequences), 2, 1, None).step(0).unwrap()[0];
+    let first = kept.of(pair).unwrap();
+    let threes = Loader::new(in_memory(&sequences), 3, 1, None);
+    let three = &threes.step(0).unwrap()[0];
+    for _ in 0..2 {
+        let later = kept.of(three).unwrap();
+        for head in 0..NUM_HEADS {
+            let (first, later) = (read_by(head, pair, &first), read_by(head, three, &later));
+            assert_eq!(first, later.narrow(0, 0, first.size()[0]));
+        }
+    }
+    assert_eq!((kept.filled(), kept.computed_batches()), (3, 2));
+    assert_eq!(epoch(&mut kept, &threes, 0), 2);
+}
+
+#[test]
+fn only_what_was_committed_is_there_for_the_next_run() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let loader = Loader::new(in_memory(&sequences), 1, 1, None);
+    let mut kept = open(folder.path(), &from, &backbone, &sequences);
+    for at in 0..4 {
+        kept.of(&loader.step(at).unwrap()[0]).unwrap();
+        if at == 1 {
+            kept.commit().unwrap();
+        }
+    }
+    assert_eq!(kept.filled(), 4);
+    drop(kept);
+    assert_eq!(open(folder.path(), &from, &backbone, &sequences).filled(), 2);
+}
+
+#[test]
+fn the_file_holds_the_positions_that_predict_and_a_byte_a_sequence() {
+    let (from, backbone) = backbone(Kind::BFloat16);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let kept = open(folder.path(), &from, &backbone, &sequences);
+    let targets = |id: usize| {
+        let batch = &Loader::new(in_memory(&sequences[id..=id]), 1, 1, None).step(0).unwrap()[0];
+        let mut positions: Vec<i64> = (0..NUM_HEADS).flat_map(|head| batch.targets(head + 2).positions).collect();
+        positions.sort_unstable();
+        positions.dedup();
+        positions
+    };
+    for (id, sequence) in sequences.iter().enumerate() {
+        let ours: Vec<i64> = predicting_in(sequence, NUM_HEADS).into_iter().map(|t| t as i64).collect();
+        assert_eq!(ours, targets(id));
+    }
+    let positions: usize = (0..sequences.len()).map(|id| targets(id).len()).sum();
+    let expected = (positions * 16 * 2 + sequences.len()) as u64;
+    assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
+    let bytes = file_bytes(&in_memory(&sequences), NUM_HEADS, backbone.config.hidden_size, backbone.kind());
+    assert_eq!(bytes.unwrap(), expected);
+}
+
+#[test]
+fn whatever_decides_a_state_decides_the_file() {
+    let (from, float) = backbone(Kind::Float);
+    let (_, half) = backbone(Kind::BFloat16);
+    let folder = tempfile::tempdir().unwrap();
+    let name = |backbone: &Llama, sequences: &[Sequence], num_heads| {
+        let kept = KeptStates::open(folder.path(), backbone, from.path(), &in_memory(sequences), num_heads).unwrap();
+        kept.path().to_owned()
+    };
+    let mut names = vec![name(&float, &sequences(), 2), name(&half, &sequences(), 2), name(&float, &sequences(), 1)];
+    let changes: [fn(&mut Sequence); 3] =
+        [|s| s.input_ids[0] += 1, |s| s.labels[2] = IGNORE, |s| s.segment_lengths = vec![2, s.input_ids.len() - 2]];
+    for change in changes {
+        let mut other = sequences();
+        change(&mut other[0]);
+        names.push(name(&float, &other, 2));
+    }
+    let weights = File::options().append(true).open(from.path().join("model.safetensors")).unwrap();
+    weights.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1))).unwrap();
+    names.push(name(&float, &sequences(), 2));
+    (&weights).write_all(b"!").unwrap();
+    names.push(name(&float, &sequences(), 2));
+    write_atomic(&from.path().join("training_args.bin"), |out| out.write_all(b"not read")).unwrap();
+    let distinct: std::collections::BTreeSet<_> = names.iter().collect();
+    assert_eq!(distinct.len(), names.len(), "{names:?}");
+    assert_eq!(name(&float, &sequences(), 2), names[7]);
+}
+
+#[test]
+fn two_runs_never_fill_one_file() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let mut first = open(folder.path(), &from, &backbone, &sequences);
+    let second = |num_heads| {
+        KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), num_heads).map(drop)
+    };
+    let error = second(NUM_HEADS).unwrap_err();
+    assert!(error.to_string().contains("is in use by another run"), "{error}");
+    second(NUM_HEADS + 1).unwrap(); // a file of its own
+    epoch(&mut first, &Loader::new(in_memory(&sequences), 1, 1, None), 0);
+    assert!(second(NUM_HEADS).is_err(), "not on the disk yet");
+    first.commit().unwrap();
+    second(NUM_HEADS).unwrap();
+    drop(first);
+    second(NUM_HEADS).unwrap();
+}
+
+#[test]
+fn a_file_of_another_size_is_refused() {
+    let (from, backbone) = backbone(Kind::Float);
+    let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
+    let path = open(folder.path(), &from, &backbone, &sequences).path().to_owned();
+    let bytes = fs::metadata(&path).unwrap().len();
+    File::options().write(true).open(&path).unwrap().set_len(bytes - 1).unwrap();
+    let error = KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), NUM_HEADS).unwrap_err();
+    let expected = format!("has {} bytes, expected {bytes}", bytes - 1);
+    assert!(error.to_string().contains(&expected), "{error}");
+}

@@ -1,0 +1,163 @@
+//! The loop of a run, from its newest checkpoint: steps, evaluations, checkpoints, and at the end `final/`.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use crate::data::DataError;
+use crate::torch::{guard, memory};
+use crate::train::backbone_pass::TrainingBackbone;
+use crate::train::checked::CheckedRun;
+use crate::train::checkpoint::Checkpoints;
+use crate::train::error::TrainError;
+use crate::train::log::{MetricsLine, RunLog, Split, UpdateLine};
+use crate::train::plan::TrainPlan;
+use crate::train::state::TrainState;
+use crate::train::step::{StepError, StepMetrics, StepWeights, check_finite, evaluate, train_step};
+
+/// What happens while a run goes on.
+#[derive(Debug)]
+pub enum RunEvent<'e> {
+    /// So many bytes of weights that no commit names are read to know them again.
+    Hashing {
+        /// Of the files that were not read so before.
+        bytes: u64,
+    },
+    /// The run goes on from this checkpoint.
+    Resumed(&'e Path),
+    /// Hidden states are kept in this file, for so many of the training sequences already.
+    HiddenStates {
+        /// The file.
+        path: &'e Path,
+        /// Sequences that need no backbone.
+        filled: usize,
+        /// All sequences.
+        sequences: usize,
+    },
+    /// An optimizer step was made.
+    Stepped(&'e MetricsLine),
+    /// The validation rows were evaluated.
+    Evaluated(&'e MetricsLine),
+    /// A checkpoint was written.
+    Saved(&'e Path),
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RunOutcome {
+    /// All steps are done; the finished heads.
+    Finished(PathBuf),
+    /// They were done before this run began.
+    FinishedBefore(PathBuf),
+    /// Stopped from outside; the checkpoint to go on from.
+    Interrupted(PathBuf),
+}
+
+/// A run that is under way.
+pub(super) struct TrainingLoop<'r, 't> {
+    pub(super) checked: &'r CheckedRun,
+    pub(super) backbone: TrainingBackbone<'r>,
+    pub(super) checkpoints: Checkpoints<'r>,
+    pub(super) state: TrainState,
+    pub(super) log: RunLog,
+    pub(super) tell: &'t mut dyn FnMut(RunEvent),
+}
+
+impl<'r> TrainingLoop<'r, '_> {
+    /// Trains to the end, or until `interrupted` is set.
+    ///
+    /// # Errors
+    /// [`TrainError`]; checkpoints written before stay.
+    pub(super) fn run(mut self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
+        let total_steps = self.checked.total_steps;
+        if self.state.step == 0 && !self.plan().trained.is_frozen() {
+            self.evaluate()?; // the backbone before training: what its perplexity is compared with
+        }
+        while self.state.step < total_steps {
+            let line = self.step()?;
+            self.after_step(&line)?;
+            let saves = self.state.step.is_multiple_of(self.plan().train.save_every.get());
+            let stop = interrupted.load(Ordering::Relaxed) && self.state.step < total_steps;
+            if saves || stop {
+                self.sync()?;
+                let saved = self.checkpoints.save_step(&self.state)?;
+                (self.tell)(RunEvent::Saved(&saved));
+                if stop {
+                    return Ok(RunOutcome::Interrupted(saved));
+                }
+            }
+        }
+        self.sync()?;
+        Ok(RunOutcome::Finished(self.checkpoints.save_final(&self.state.heads)?))
+    }
+
+    fn plan(&self) -> &'r TrainPlan {
+        &self.checked.plan
+    }
+
+    fn step(&mut self) -> Result<MetricsLine, TrainError> {
+        let (began, plan, step) = (Instant::now(), self.plan(), self.state.step);
+        let batches = self.checked.batches(step)?;
+        let weights = StepWeights {
+            loss: &plan.loss,
+            lambda0: self.lambda0(),
+            rate: plan.learning_rate * plan.schedule.factor(step, self.checked.total_steps),
+            max_grad_norm: plan.max_grad_norm,
+        };
+        let work = format!("training step {}", step + 1);
+        let outcome = guard(&work, || train_step(&mut self.backbone, &mut self.state, &batches, &weights))??;
+        let mut line = self.line(Split::Train, self.state.tokens, &outcome.metrics);
+        line.update = Some(UpdateLine {
+            lr: weights.rate,
+            heads_lr: weights.rate * plan.heads_rate_factor,
+            lambda0: weights.lambda0,
+            grad_norm: outcome.grad_norm,
+            tokens_per_second: outcome.metrics.tokens as f64 / began.elapsed().as_secs_f64(),
+            memory_bytes: memory::process().map(|memory| memory.resident_bytes),
+        });
+        Ok(line)
+    }
+
+    fn after_step(&mut self, line: &MetricsLine) -> Result<(), TrainError> {
+        let (step, train) = (self.state.step, &self.plan().train);
+        let last = step == self.checked.total_steps;
+        if last || step.is_multiple_of(train.log_every.get()) {
+            self.log.append(line)?;
+        }
+        (self.tell)(RunEvent::Stepped(line));
+        let due = train.eval_every.is_some_and(|every| step.is_multiple_of(every.get()));
+        if due || last { self.evaluate() } else { Ok(()) }
+    }
+
+    /// On the validation rows, if there are some.
+    fn evaluate(&mut self) -> Result<(), TrainError> {
+        let Some(validation) = &self.checked.validation else { return Ok(()) };
+        let batches = validation.eval_batches().map(|batch| batch.map_err(DataError::from));
+        let (backbone, heads, loss) = (&self.backbone, &self.state.heads, &self.plan().loss);
+        let metrics = guard("the evaluation", || evaluate(backbone, heads, batches, loss, self.lambda0()))??;
+        if !metrics.loss.is_finite() {
+            return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
+        }
+        let line = self.line(Split::Validation, metrics.tokens, &metrics);
+        self.log.append(&line)?;
+        (self.tell)(RunEvent::Evaluated(&line));
+        Ok(())
+    }
+
+    /// What a checkpoint relies on: finite parameters, and all that was written before on the disk.
+    fn sync(&mut self) -> Result<(), TrainError> {
+        check_finite(&self.state)?;
+        self.backbone.commit()?;
+        Ok(self.log.sync()?)
+    }
+
+    /// λ0 after the steps that are finished.
+    fn lambda0(&self) -> f64 {
+        self.plan().heads_coefficient.at(self.state.step, self.checked.total_steps)
+    }
+
+    fn line(&self, split: Split, tokens: u64, metrics: &StepMetrics) -> MetricsLine {
+        let epoch = self.state.step as f64 / self.checked.steps_per_epoch() as f64;
+        MetricsLine::new(split, self.state.step, epoch, tokens, metrics)
+    }
+}
