@@ -24,15 +24,15 @@ use crate::train::plan::TrainPlan;
 use crate::train::schedule::ScheduleConfig;
 
 mod loaded;
+mod located;
 mod optimizer;
 mod stage;
-mod text;
 
 pub use loaded::LoadedRecipe;
+use located::LocatedToml;
+pub use located::RecipeSpan;
 pub use optimizer::OptimizerConfig;
 pub use stage::{Medusa1Config, Medusa2Config, Stage};
-pub use text::RecipeSpan;
-use text::RecipeText;
 
 /// What a recipe file says, with every default filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -171,8 +171,8 @@ impl Recipe {
         Ok(Self::read(file, text)?.0)
     }
 
-    fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, RecipeText<'t>), RecipeError> {
-        let located = RecipeText::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
+    fn read<'t>(file: &'t Path, text: &'t str) -> Result<(Self, LocatedToml<'t>), RecipeError> {
+        let located = LocatedToml::parse(file, text).map_err(|(place, reason)| wrong(place, plain(None, &reason)))?;
         check_stages(&located)?;
         let mut recipe: Self = toml::from_str(text).map_err(|error| {
             let span = error.span().unwrap_or(0..0);
@@ -218,7 +218,7 @@ impl Recipe {
         }
     }
 
-    fn check_values(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_values(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         exclusive(text, "train.epochs", "train.max_steps")?;
         if self.train.epochs.is_none() && self.train.max_steps.is_none() {
             let mistake = Mistake::Neither { first: "train.epochs", second: "train.max_steps" };
@@ -232,7 +232,7 @@ impl Recipe {
     }
 
     /// Rows of an optimizer step.
-    fn check_batch(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_batch(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let (rows, passes) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
         if rows.checked_mul(passes).is_some() {
             return Ok(());
@@ -243,7 +243,7 @@ impl Recipe {
     }
 
     /// Keys that one stage has and the other has no use for.
-    fn check_stage(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_stage(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let needs = |key: &'static str, what| Err(wrong(text.value(key), Mistake::Needs { key, what }));
         match &self.stage {
             Stage::Medusa1(_) if self.optimizer.medusa_lr_multiplier.is_some() => {
@@ -271,7 +271,7 @@ impl Recipe {
         }
     }
 
-    fn check_validation(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_validation(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let empty = |key, expected: &str| clash(text, key, "[]", expected.to_owned());
         if self.data.train.is_empty() {
             return Err(empty("data.train", "at least one file or glob"));
@@ -291,7 +291,7 @@ impl Recipe {
         }
     }
 
-    fn check_lengths(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_lengths(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let (heads, length) = (self.heads.medusa_num_heads.get(), self.data.max_length.get());
         if length < heads + 2 {
             // head k (1-based) at position 0 predicts token k + 1
@@ -307,7 +307,7 @@ impl Recipe {
         }
     }
 
-    fn check_backbone(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_backbone(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let folder = Path::new(&self.backbone.path);
         if !folder.is_dir() {
             let hint = "give a folder in Hugging Face layout, or an id of the Hub: owner/name or owner/name@revision";
@@ -324,7 +324,7 @@ impl Recipe {
         Err(clash(text, "data.max_length", length, expected))
     }
 
-    fn check_files(&self, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn check_files(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
             source::find(patterns).map_err(|error| wrong(text.value(key), Mistake::Files { key, error }))?;
         }
@@ -358,11 +358,11 @@ fn wrong(place: RecipeSpan, mistake: Mistake) -> RecipeError {
     RecipeError::Wrong { place: Box::new(place), mistake: Box::new(mistake) }
 }
 
-fn clash(text: &RecipeText<'_>, key: &'static str, got: impl ToString, expected: String) -> RecipeError {
+fn clash(text: &LocatedToml<'_>, key: &'static str, got: impl ToString, expected: String) -> RecipeError {
     wrong(text.value(key), Mistake::Clash { key, got: got.to_string(), expected })
 }
 
-fn exclusive(text: &RecipeText<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {
+fn exclusive(text: &LocatedToml<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {
     match (text.key(first), text.key(second)) {
         (Some(_), Some(place)) => Err(wrong(place, Mistake::Both { first, second })),
         _ => Ok(()),
@@ -385,7 +385,7 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
 }
 
 /// Exactly one stage; serde's own words for this are about enums.
-fn check_stages(text: &RecipeText<'_>) -> Result<(), RecipeError> {
+fn check_stages(text: &LocatedToml<'_>) -> Result<(), RecipeError> {
     let stages = text.keys("stage");
     match stages.as_slice() {
         [_] => Ok(()),

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tch::Device;
 
-use super::text::RecipeText;
+use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
 use crate::hub::{Hub, HubError, Observer, Origin, Split, Wanted, id};
 use crate::train::plan::TrainPlan;
@@ -57,7 +57,7 @@ impl LoadedRecipe {
     /// [`RecipeError`] with the place in the file.
     pub fn fetch(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
         let (file, written) = (self.file.clone(), self.text.clone());
-        let text = RecipeText::parse(&file, &written).expect("it was read before");
+        let text = LocatedToml::parse(&file, &written).expect("it was read before");
         if self.names_the_hub() {
             let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
             self.fetch_backbone(&hub, Wanted::BackboneWithoutWeights, &text)?;
@@ -76,7 +76,7 @@ impl LoadedRecipe {
             return Ok(());
         }
         let (file, written) = (self.file.clone(), self.text.clone());
-        let text = RecipeText::parse(&file, &written).expect("it was read before");
+        let text = LocatedToml::parse(&file, &written).expect("it was read before");
         let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
         self.fetch_backbone(&hub, Wanted::Backbone, &text)
     }
@@ -99,7 +99,7 @@ impl LoadedRecipe {
             || data.train.iter().chain(&data.validation).any(|entry| id::data(entry).is_some())
     }
 
-    fn fetch_backbone(&mut self, hub: &Hub<'_>, wanted: Wanted, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn fetch_backbone(&mut self, hub: &Hub<'_>, wanted: Wanted, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let key = "backbone.path";
         let place = Path::new(&self.recipe.backbone.path);
         if let Some(fetched) = hub.fetch_model(place, wanted).map_err(|error| at(text, key, error))? {
@@ -109,7 +109,7 @@ impl LoadedRecipe {
         Ok(())
     }
 
-    fn fetch_rest(&mut self, hub: &Hub<'_>, text: &RecipeText<'_>) -> Result<(), RecipeError> {
+    fn fetch_rest(&mut self, hub: &Hub<'_>, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let data = &mut self.local.data;
         let lists = [
             ("data.train", &mut data.train, Split::Train),
@@ -142,6 +142,6 @@ fn source(key: &str, origin: Origin) -> Source {
     Source { key: key.to_owned(), snapshot: snapshot(origin) }
 }
 
-fn at(text: &RecipeText<'_>, key: &'static str, error: HubError) -> RecipeError {
+fn at(text: &LocatedToml<'_>, key: &'static str, error: HubError) -> RecipeError {
     RecipeError::Hub { place: Box::new(text.value(key)), key, error: Box::new(error) }
 }

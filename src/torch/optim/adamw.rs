@@ -9,7 +9,19 @@ use crate::torch::optim::{AdamWConfig, OptimizerName};
 /// Elements updated at a time: what an update touches stays in the cache, and temporaries stay small. Whole blocks.
 const SLICE: i64 = 512 * BLOCK;
 /// Moments of smaller tensors stay float32, as in bitsandbytes: they save nothing and are often the sensitive ones.
-pub(super) const WORTH_8_BITS: usize = 4096;
+const WORTH_8_BITS: usize = 4096;
+
+impl OptimizerName {
+    /// Bytes of both moments of a tensor of so many numbers.
+    pub fn moment_bytes(self, numbers: u64) -> u64 {
+        match self {
+            Self::AdamW8bit if numbers >= WORTH_8_BITS as u64 => {
+                2 * numbers + 8 * numbers.div_ceil(BLOCK.unsigned_abs())
+            }
+            Self::AdamW | Self::AdamW8bit => 8 * numbers,
+        }
+    }
+}
 
 /// What an optimizer trains: a float32 master, and its gradient, accumulated over micro batches.
 #[derive(Debug)]

@@ -31,18 +31,6 @@ pub enum OptimizerName {
     AdamW8bit,
 }
 
-impl OptimizerName {
-    /// Bytes of both moments of a tensor of so many numbers.
-    pub fn moment_bytes(self, numbers: u64) -> u64 {
-        match self {
-            Self::AdamW8bit if numbers >= adamw::WORTH_8_BITS as u64 => {
-                2 * numbers + 8 * numbers.div_ceil(blockwise::BLOCK.unsigned_abs())
-            }
-            Self::AdamW | Self::AdamW8bit => 8 * numbers,
-        }
-    }
-}
-
 impl fmt::Display for OptimizerName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -50,13 +50,13 @@ impl RecipeSpan {
 
 /// A recipe's text with the place of every key and value.
 #[derive(Debug)]
-pub(super) struct RecipeText<'t> {
+pub(super) struct LocatedToml<'t> {
     file: &'t Path,
     text: &'t str,
     table: DeTable<'t>,
 }
 
-impl<'t> RecipeText<'t> {
+impl<'t> LocatedToml<'t> {
     pub(super) fn parse(file: &'t Path, text: &'t str) -> Result<Self, (RecipeSpan, String)> {
         match DeTable::parse(text) {
             Ok(table) => Ok(Self { file, text, table: table.into_inner() }),
@@ -117,7 +117,7 @@ mod tests {
     #[test]
     fn the_caret_counts_characters_not_bytes() {
         let text = "a = \"ä\"\nb = { c = \"äöü\" }\n";
-        let located = RecipeText::parse(Path::new("r.toml"), text).unwrap();
+        let located = LocatedToml::parse(Path::new("r.toml"), text).unwrap();
         let place = located.value("b.c");
         assert_eq!((place.line, place.column), (2, 11));
         assert_eq!(place.snippet(), "  |\n2 | b = { c = \"äöü\" }\n  |           ^^^^^");
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_missing_key_is_placed_at_its_table() {
-        let located = RecipeText::parse(Path::new("r.toml"), "x = 1\n[train]\nseed = 1\n").unwrap();
+        let located = LocatedToml::parse(Path::new("r.toml"), "x = 1\n[train]\nseed = 1\n").unwrap();
         assert_eq!(located.value("train.epochs").line, 2);
         assert_eq!(located.key("train.epochs"), None);
         assert_eq!(located.keys("train"), ["seed"]);
