@@ -7,7 +7,6 @@ use medusa::decode::device::DeviceSession;
 use medusa::decode::generate::{self, FinishReason, Generation, Medusa, Request};
 use medusa::decode::session::Session;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
-use medusa::engine::cuda::beside::Beside;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::plan::Shape;
 use medusa::engine::sample::Sampling;
@@ -15,7 +14,7 @@ use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::numbers::{NonNegative, Positive, Probability};
-use medusa::nvidia::kernels::{Element, Launch};
+use medusa::nvidia::kernels::KernelDtype;
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
@@ -24,7 +23,7 @@ use tch::{Device, Kind};
 
 use crate::backbone::Fixture;
 #[cfg(target_os = "linux")]
-use crate::cuda_kernels::emulator::{Emulator, Order};
+use crate::cuda_kernels::emulator::{EmulatedTarget, Emulator};
 use crate::decoding::World;
 use crate::embedded_default::tiny;
 
@@ -408,18 +407,12 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 5);
     let tree = SparseTree::chain(1).expect("a chain");
     let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
-    let emulator = Emulator { element: Element::BFloat16, head_size: 64 };
-    let run = move |launch: &Launch| {
-        if launch.kernel.name != "silu_mul" {
-            emulator.run(launch, Order::Forwards);
-        }
-    };
-    let emulated = Ops::on_host(&Shape::of(&llama, Some(&medusa.on_device())), run);
-    let ops = Ops::Beside(Box::new(Beside::new(emulated)));
+    let emulator = Emulator { element: KernelDtype::BFloat16, head_size: 64 };
+    let target = EmulatedTarget { emulator, broken: Some("silu_mul") };
+    let ops = Ops::kernels(target, &Shape::of(&llama, Some(&medusa.on_device())), Device::Cpu).beside_oracle();
     let mut engine = DeviceSession::new(&llama, Some(&medusa), ops).expect("it can decode this");
     engine.medusa(&request(&[1, 2], 3), &mut go_on()).expect("a text");
-    let Ops::Beside(beside) = engine.engine().ops() else { panic!("another one computes") };
-    let found = beside.found();
+    let found = engine.engine().ops().distances();
     for kernel in ["embed", "rope_append", "tree_attention", "linear 1", "linear 32x16", "walk", "compact", "fill_tree"]
     {
         assert!(found.contains_key(kernel), "{kernel} of {found:?}");
@@ -454,11 +447,11 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
         let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });
         for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.8), (Acceptance::Rejection, 0.8)] {
             let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
-            let emulator = Emulator { element: Element::of(kind).expect("16 bits"), head_size: 64 };
-            let run = move |launch: &Launch| emulator.run(launch, Order::Forwards);
-            let beside = Beside::new(Ops::on_host(&Shape::of(&llama, Some(&medusa.on_device())), run));
-            let mut fast =
-                DeviceSession::new(&llama, Some(&medusa), Ops::Beside(Box::new(beside))).expect("it can decode this");
+            let emulator = Emulator { element: KernelDtype::of(kind).expect("16 bits"), head_size: 64 };
+            let target = EmulatedTarget { emulator, broken: None };
+            let shape = Shape::of(&llama, Some(&medusa.on_device()));
+            let beside = Ops::kernels(target, &shape, Device::Cpu).beside_oracle();
+            let mut fast = DeviceSession::new(&llama, Some(&medusa), beside).expect("it can decode this");
             let mut slow = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
             let request = sampled(&prompt, 5, temperature, 4);
@@ -473,8 +466,9 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
                     _ => assert_eq!(got.new_ids.len(), 5, "{of}"),
                 }
             }
-            let Ops::Beside(beside) = fast.engine().ops() else { panic!("another one computes") };
-            let far: Vec<_> = beside.found().into_iter().filter(|(_, found)| found.distance > 0.01).collect();
+            let distances = fast.engine().ops().distances();
+            assert!(distances.len() > 10, "{distances:?}");
+            let far: Vec<_> = distances.into_iter().filter(|(_, found)| found.distance > 0.01).collect();
             assert!(far.is_empty(), "{of}: {far:?}");
         }
     }

@@ -7,12 +7,13 @@
 // tokens, P guesses a head
 use std::cell::Cell;
 
-use medusa::engine::cuda::launches::{self, Parts};
+use medusa::engine::cuda::launches::{self, AttentionParts};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
 use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, Places};
 use medusa::engine::cuda::state::{self, Slot};
 use medusa::nvidia::gemm::Product;
-use medusa::nvidia::kernels::{Argument, Element, Kernel, Launch, PRELUDE, Program};
+use medusa::nvidia::kernels::{KernelDtype, PRELUDE, Program};
+use medusa::nvidia::launch::{Argument, Kernel, Launch};
 use medusa::nvidia::nvrtc::Compiler;
 use medusa::tree::accept::TypicalAcceptance;
 use medusa::tree::sparse_tree::SparseTree;
@@ -47,7 +48,7 @@ impl Case {
     }
 
     fn emulator(&self, head_size: i64) -> Emulator {
-        Emulator { element: Element::of(self.kind).expect("16 bits"), head_size }
+        Emulator { element: KernelDtype::of(self.kind).expect("16 bits"), head_size }
     }
 
     fn run(&self, launches: &[Launch]) {
@@ -214,7 +215,7 @@ fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<
     let places = Places { nodes: &nodes, state: &state };
     let room = context + n;
     let (q_nqd, kv_2gsd) = (case.normal(&[n, q, d]), case.normal(&[2, g, room, d]));
-    let mut parts = Parts::with_splits([n, q, d], g, splits, Device::Cpu);
+    let mut parts = AttentionParts::with_splits([n, q, d], g, splits, Device::Cpu);
     for tensor in parts.tensors_mut() {
         *tensor = case.memory.poisoned(&tensor.size(), tensor.kind());
     }
@@ -257,7 +258,7 @@ fn products_are_those_of_every_row_and_weight() {
             of.own_ways().into_iter().zip([Kind::Float, case.kind].into_iter().cycle().skip(k as usize / 8 % 2))
         {
             let [got, expected] = both(case, &case.output_of(&[n, m], kind));
-            case.run(&[launches::linear(way, &x_nk, &w_mk, &got)]);
+            case.run(&[way.launch(&x_nk, &w_mk, &got)]);
             oracle::linear(&x_nk, &w_mk, &expected);
             case.assert_close(
                 &got,
@@ -325,7 +326,7 @@ fn probabilities_and_entropies_are_those_of_a_softmax() {
         let [log_p, log_p_oracle] = both(case, &case.output_of(&[n], Kind::Float));
         let [entropy, entropy_oracle] = both(case, &case.output_of(&[n], Kind::Float));
         case.run(&[launches::posterior(&logits_nv, &tokens_n, &nodes, temperature, [&log_p, &entropy])]);
-        oracle::posterior(&logits_nv, &tokens_n, &nodes, temperature, &log_p_oracle, &entropy_oracle);
+        oracle::posterior(&logits_nv, &tokens_n, &nodes, temperature, [&log_p_oracle, &entropy_oracle]);
         case.assert_close(&log_p, &log_p_oracle, 1.0, 8.0);
         case.assert_close(&entropy, &entropy_oracle, 1.0, 8.0);
     });
@@ -564,7 +565,7 @@ fn every_kernel_compiles_for_every_gpu_without_spilling() {
     for (arch, (program, kind)) in
         product(&["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"], &product(&Program::ALL, &KINDS))
     {
-        let element = Element::of(kind).expect("16 bits");
+        let element = KernelDtype::of(kind).expect("16 bits");
         for &head_size in if program.has_head_size() { &[64, 128][..] } else { &[128] } {
             let compiled =
                 compiler.compile(program, element, head_size, arch).unwrap_or_else(|error| panic!("{error}"));
@@ -593,6 +594,6 @@ fn every_kernel_compiles_for_every_gpu_without_spilling() {
 #[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch (scripts/setup)")]
 fn a_kernel_that_is_refused_tells_the_file_and_the_line() {
     let compiler = Compiler::open(None).unwrap_or_else(|error| panic!("{error}"));
-    let error = compiler.compile(Program::TreeAttention, Element::BFloat16, 128, "sm_75").unwrap_err().to_string();
+    let error = compiler.compile(Program::TreeAttention, KernelDtype::BFloat16, 128, "sm_75").unwrap_err().to_string();
     assert!(error.contains("tree_attention.cu for sm_75"), "{error}");
 }

@@ -15,10 +15,8 @@ use crate::decode::device::DeviceSession;
 use crate::decode::generate::{self, Medusa, Request};
 use crate::decode::likelihood::log_probability;
 use crate::draft::medusa::heads::{Heads, HeadsShape};
-use crate::engine::cuda::beside::Beside;
 use crate::engine::cuda::engine::CudaEngine;
 use crate::engine::cuda::layout::MAX_NODES;
-use crate::engine::cuda::ops::Ops;
 use crate::engine::cuda::plan::BLOCK;
 use crate::engine::sample::Sampling;
 use crate::model::config::{LlamaConfig, RopeScaling};
@@ -35,12 +33,12 @@ use crate::tree::sparse_tree::SparseTree;
 pub struct GpuCheckArgs {
     /// What to check.
     #[arg(value_enum)]
-    pub part: Part,
+    pub part: GpuCheck,
 }
 
 /// What a GPU can show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Part {
+pub enum GpuCheck {
     /// Every kernel of a step, beside its oracle on the same GPU.
     Kernels,
     /// The same in small shapes, for tools that slow them down.
@@ -62,11 +60,11 @@ pub fn run(args: &GpuCheckArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let on = common.device.resolve()?;
     guard("the check", || {
         tch::no_grad(|| match args.part {
-            Part::Kernels => kernels(on, &STEPS),
-            Part::Brief => kernels(on, &STEPS[..3]),
-            Part::Texts => texts(on),
-            Part::Steps => steps(on),
-            Part::Endurance => endurance(on),
+            GpuCheck::Kernels => kernels(on, &STEPS),
+            GpuCheck::Brief => kernels(on, &STEPS[..3]),
+            GpuCheck::Texts => texts(on),
+            GpuCheck::Steps => steps(on),
+            GpuCheck::Endurance => endurance(on),
         })
     })?
 }
@@ -167,13 +165,12 @@ fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
             let tree = tree(nodes)?;
             let medusa = Medusa::new(&llama, &heads, &tree, acceptance)?;
             let kernels = CudaEngine::kernels(&llama, Some(&medusa.on_device()), 1)?;
-            let mut session = DeviceSession::new(&llama, Some(&medusa), Ops::Beside(Box::new(Beside::new(kernels))))?;
+            let mut session = DeviceSession::new(&llama, Some(&medusa), kernels.beside_oracle())?;
             let ids = prompt(context, llama.config.vocab_size);
             let temperature = NonNegative::new(temperature).expect("of the list above");
             let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };
             session.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
-            let Ops::Beside(beside) = session.engine().ops() else { unreachable!("just made so") };
-            let found = beside.found();
+            let found = session.engine().ops().distances();
             wrong.extend(found.iter().filter(|(name, of)| is_far(name, of.distance)).map(|(name, _)| name.clone()));
             let distances: serde_json::Map<_, _> =
                 found.iter().map(|(name, of)| (name.clone(), json!(of.distance.min(f64::MAX)))).collect();

@@ -7,7 +7,7 @@ use super::transcript::Transcript;
 use crate::engine::cuda::engine::{CudaEngine, DeviceStep};
 use crate::engine::cuda::error::CudaError;
 use crate::engine::cuda::ops::Ops;
-use crate::engine::cuda::step::Rule;
+use crate::engine::cuda::rule::Rule;
 use crate::engine::sample::Sampler;
 use crate::model::llama::Llama;
 use crate::numbers::Positive;

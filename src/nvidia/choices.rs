@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::device::{Gpu, NoGpu, driver_version};
-use super::gemm::{self, Product, TRIED, WORKSPACE_BYTES, Way};
-use super::kernels::{Element, LINEAR_FEW, LINEAR_TILES, Program};
+use super::device::{Gpu, cublas_lt_version, driver_version};
+use super::error::GpuError;
+use super::gemm::{Product, TRIED, WORKSPACE_BYTES, Way};
+use super::kernels::{KernelDtype, LINEAR_FEW, LINEAR_TILES, Program};
 use crate::files;
 
 /// Where compiled kernels, and what was timed of them, are kept.
-pub(crate) fn kernels_folder() -> Option<PathBuf> {
+pub(super) fn kernels_folder() -> Option<PathBuf> {
     files::user_cache().map(|folder| folder.join("cuda"))
 }
 
@@ -26,7 +27,7 @@ pub struct Choices {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Timed {
+struct TimedProduct {
     product: Product,
     way: Way,
 }
@@ -36,9 +37,9 @@ impl Choices {
     /// cublasLt has algorithms of its own.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`].
-    pub fn of(gpu: &Gpu, element: Element) -> Result<Self, NoGpu> {
-        let (driver, cublas_lt) = (driver_version()?, gemm::version());
+    /// [`GpuError::Failed`].
+    pub fn of(gpu: &Gpu, element: KernelDtype) -> Result<Self, GpuError> {
+        let (driver, cublas_lt) = (driver_version()?, cublas_lt_version());
         let ways = format!("{LINEAR_FEW:?}\n{LINEAR_TILES:?}\n{TRIED}\n{WORKSPACE_BYTES}");
         let kernels = Program::Linear.source(element, 0); // no size of heads is in it
         let facts = format!("{}\n{}\n{driver}\n{cublas_lt}\n{element:?}\n{ways}\n{kernels}", gpu.name, gpu.arch);
@@ -48,7 +49,7 @@ impl Choices {
 
     /// Those in a file. One that cannot be read is as none: it is timed again.
     fn open(file: Option<PathBuf>) -> Self {
-        let read = |path: &Path| serde_json::from_str::<Vec<Timed>>(&std::fs::read_to_string(path).ok()?).ok();
+        let read = |path: &Path| serde_json::from_str::<Vec<TimedProduct>>(&std::fs::read_to_string(path).ok()?).ok();
         let timed = file.as_deref().and_then(read).unwrap_or_default();
         Self { ways: timed.into_iter().map(|timed| (timed.product, timed.way)).collect(), file }
     }
@@ -71,7 +72,7 @@ impl Choices {
     /// Writes the file. It saves a second at the next start: a disk that cannot take it is no error.
     pub fn save(&self) {
         let Some(file) = &self.file else { return };
-        let timed: Vec<Timed> = self.ways.iter().map(|(&product, &way)| Timed { product, way }).collect();
+        let timed: Vec<TimedProduct> = self.ways.iter().map(|(&product, &way)| TimedProduct { product, way }).collect();
         let written = file.parent().map_or(Ok(()), std::fs::create_dir_all).and_then(|()| {
             let text = serde_json::to_string(&timed)?;
             files::write_atomic(file, |out| out.write_all(text.as_bytes()))

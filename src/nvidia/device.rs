@@ -4,91 +4,17 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use cudarc::driver::result::DriverError;
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use tch::{Device, Tensor};
 
-use super::gemm;
+use super::error::{CUBLAS_LT, GpuError};
 use super::nvrtc::Compiler;
 use crate::torch::{Accelerator, accelerator, bytes, guard, memory};
 
 /// The oldest driver that kernels of CUDA 13 run on, as the driver itself counts: 1000 · major + 10 · minor.
 const DRIVER: i32 = 13_000;
-/// cublasLt's file.
-const CUBLAS_LT: &str = "libcublasLt.so.13";
 /// 10 · major + minor of the oldest GPU that there are kernels for: asynchronous copies, products in bfloat16.
 const CAPABILITY: i32 = 80;
-
-/// Why no GPU can decode here.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NoGpu {
-    /// libtorch sees none.
-    #[error("there is no GPU to decode on: {accelerator}; `medusa doctor` tells what is missing")]
-    Accelerator {
-        /// What there is instead.
-        accelerator: String,
-    },
-    /// The backbone lies elsewhere.
-    #[error("the backbone computes on the {device}; use --device cuda")]
-    Elsewhere {
-        /// `cpu`.
-        device: String,
-    },
-    /// The driver is older than the kernels.
-    #[error("the NVIDIA driver is for CUDA {found}, and the kernels need 13.0: update the driver (580 or newer)")]
-    Driver {
-        /// `12.4`.
-        found: String,
-    },
-    /// A library of CUDA cannot be opened.
-    #[error("{library} is not in {} and the system has none; `scripts/setup`, or torch installed by pip, brings it", folder.display())]
-    Library {
-        /// Its file.
-        library: &'static str,
-        /// Where it was looked for.
-        folder: PathBuf,
-    },
-    /// Another cublasLt than the calls are written for.
-    #[error(
-        "the loader finds cublasLt {found} first, and 13 is needed; take that one out of LD_LIBRARY_PATH, or put {CUBLAS_LT} in {} \
-         (`scripts/setup`, or torch installed by pip, does)", folder.display()
-    )]
-    CublasLt {
-        /// `12.9`.
-        found: String,
-        /// Where ours is looked for.
-        folder: PathBuf,
-    },
-    /// Its kernels cannot be compiled.
-    #[error("{why}")]
-    Compiler {
-        /// See [`CompileError`](super::nvrtc::CompileError).
-        why: String,
-    },
-    /// The GPU is older than the kernels.
-    #[error("{name} has compute capability {found}, and the kernels need 8.0 (Ampere) or newer")]
-    Capability {
-        /// The GPU.
-        name: String,
-        /// `7.5`.
-        found: String,
-    },
-    /// The driver gave up.
-    #[error("{work} failed on the GPU: {reason}")]
-    Failed {
-        /// What was being done.
-        work: &'static str,
-        /// The driver's words.
-        reason: String,
-    },
-}
-
-impl NoGpu {
-    /// A driver's error while `work` was done.
-    pub fn failed(work: &'static str) -> impl Fn(DriverError) -> Self {
-        move |error| Self::Failed { work, reason: format!("{:?}", error.0) }
-    }
-}
 
 /// A GPU that decodes.
 #[derive(Debug)]
@@ -106,49 +32,49 @@ pub struct Gpu {
 /// Whether a GPU here could decode at all, before any is touched.
 ///
 /// # Errors
-/// [`NoGpu`] says why not.
-pub fn check() -> Result<(), NoGpu> {
+/// [`GpuError`] says why not.
+pub fn check() -> Result<(), GpuError> {
     match accelerator::open() {
         Accelerator::Cuda { .. } => {}
         Accelerator::NoDevice => {
             check_driver()?; // to libtorch, a driver that is too old is none
-            return Err(NoGpu::Accelerator { accelerator: Accelerator::NoDevice.to_string() });
+            return Err(GpuError::Accelerator { accelerator: Accelerator::NoDevice.to_string() });
         }
-        Accelerator::CpuOnly(_) => return Err(NoGpu::Accelerator { accelerator: accelerator::open().to_string() }),
+        Accelerator::CpuOnly(_) => return Err(GpuError::Accelerator { accelerator: accelerator::open().to_string() }),
     }
     let folder = nvidia_libraries();
     preload(&folder);
-    let missing = |library| NoGpu::Library { library, folder: folder.clone() };
+    let missing = |library| GpuError::Library { library, folder: folder.clone() };
     // SAFETY: both only try to open a library by its name.
     let there =
         unsafe { [("libcuda.so.1", sys::is_culib_present()), (CUBLAS_LT, cudarc::cublaslt::sys::is_culib_present())] };
     if let Some((library, _)) = there.into_iter().find(|(_, is_there)| !is_there) {
         return Err(missing(library));
     }
-    check_cublas_lt(gemm::version(), &folder)?;
-    Compiler::open(None).map_err(|why| NoGpu::Compiler { why: why.to_string() })?;
+    check_cublas_lt(cublas_lt_version(), &folder)?;
+    Compiler::open(None)?;
     check_driver()
 }
 
 /// Of cublasLt's own number, 10,000 · major + 100 · minor + patch. cudarc asks the loader for a library without a version before it asks
 /// for ours.
-fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), NoGpu> {
+fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), GpuError> {
     if version / 10_000 == 13 {
         return Ok(());
     }
     let found = format!("{}.{}", version / 10_000, version % 10_000 / 100);
-    Err(NoGpu::CublasLt { found, folder: folder.into() })
+    Err(GpuError::CublasLt { found, folder: folder.into() })
 }
 
 /// Whether the driver is too old; one that is not there is none to complain of.
-fn check_driver() -> Result<(), NoGpu> {
+fn check_driver() -> Result<(), GpuError> {
     // SAFETY: only tries to open a library by its name.
     if !unsafe { sys::is_culib_present() } {
         return Ok(());
     }
     let driver = driver_version()?;
     if driver < DRIVER {
-        return Err(NoGpu::Driver { found: format!("{}.{}", driver / 1000, driver % 1000 / 10) });
+        return Err(GpuError::Driver { found: format!("{}.{}", driver / 1000, driver % 1000 / 10) });
     }
     Ok(())
 }
@@ -157,23 +83,23 @@ impl Gpu {
     /// The GPU that a backbone lies on.
     ///
     /// # Errors
-    /// [`NoGpu`] says why it cannot decode.
-    pub fn open(device: Device) -> Result<Self, NoGpu> {
+    /// [`GpuError`] says why it cannot decode.
+    pub fn open(device: Device) -> Result<Self, GpuError> {
         check()?;
         let Device::Cuda(index) = device else {
-            return Err(NoGpu::Elsewhere { device: crate::torch::device_name(device) });
+            return Err(GpuError::Elsewhere { device: crate::torch::device_name(device) });
         };
         let opened = guard("opening the GPU", || Self::of(index));
-        opened.map_err(|panic| NoGpu::Failed { work: "opening it", reason: panic.reason })?
+        opened.map_err(|panic| GpuError::Failed { work: "opening it", reason: panic.reason })?
     }
 
-    fn of(index: usize) -> Result<Self, NoGpu> {
-        let failed = NoGpu::failed;
+    fn of(index: usize) -> Result<Self, GpuError> {
+        let failed = GpuError::failed;
         let context = CudaContext::new(index).map_err(failed("opening its context"))?;
         let name = context.name().map_err(failed("asking for its name"))?;
         let (major, minor) = context.compute_capability().map_err(failed("asking for its capability"))?;
         if 10 * major + minor < CAPABILITY {
-            return Err(NoGpu::Capability { name, found: format!("{major}.{minor}") });
+            return Err(GpuError::Capability { name, found: format!("{major}.{minor}") });
         }
         // SAFETY: buffers are libtorch's tensors, and the engine orders its own work: cudarc's events, which would break a capture,
         // have nothing to watch.
@@ -186,18 +112,18 @@ impl Gpu {
     /// used last.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`]: also what went wrong unheard before.
-    pub fn enter(&self) -> Result<(), NoGpu> {
-        self.context.bind_to_thread().map_err(NoGpu::failed("entering its context"))
+    /// [`GpuError::Failed`]: also what went wrong unheard before.
+    pub fn enter(&self) -> Result<(), GpuError> {
+        self.context.bind_to_thread().map_err(GpuError::failed("entering its context"))
     }
 
     /// Free memory; what libtorch keeps for later is given back first.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`].
-    pub fn free_bytes(&self) -> Result<u64, NoGpu> {
+    /// [`GpuError::Failed`].
+    pub fn free_bytes(&self) -> Result<u64, GpuError> {
         memory::release_cached(Device::Cuda(self.context.ordinal()));
-        let (free, _) = self.context.mem_get_info().map_err(NoGpu::failed("asking for its free memory"))?;
+        let (free, _) = self.context.mem_get_info().map_err(GpuError::failed("asking for its free memory"))?;
         Ok(free as u64)
     }
 
@@ -209,44 +135,44 @@ impl Gpu {
     /// Waits for the engine's own stream.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`]: also what went wrong in a kernel before.
-    pub fn wait(&self) -> Result<(), NoGpu> {
-        self.stream.synchronize().map_err(NoGpu::failed("a step"))
+    /// [`GpuError::Failed`]: also what went wrong in a kernel before.
+    pub fn wait(&self) -> Result<(), GpuError> {
+        self.stream.synchronize().map_err(GpuError::failed("a step"))
     }
 
     /// A tensor's memory gets what one on the host has: as many bytes.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`].
-    pub fn upload(&self, to: &Tensor, from: &Tensor) -> Result<(), NoGpu> {
+    /// [`GpuError::Failed`].
+    pub fn upload(&self, to: &Tensor, from: &Tensor) -> Result<(), GpuError> {
         let from = bytes::of(from);
         assert_eq!(from.len(), bytes_of(to), "both sides of a copy have one size");
         self.enter()?;
         // SAFETY: `to` is device memory of that many bytes; the stream is waited for before `from` ends.
         let copied = unsafe { result::memcpy_htod_async(address(to), from, self.stream.cu_stream()) };
-        copied.map_err(NoGpu::failed("a copy to it"))?;
+        copied.map_err(GpuError::failed("a copy to it"))?;
         self.wait()
     }
 
     /// A tensor on the host, when all that was asked of the stream before is done.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`]: also what went wrong in a kernel before.
-    pub fn download(&self, from: &Tensor) -> Result<Tensor, NoGpu> {
+    /// [`GpuError::Failed`]: also what went wrong in a kernel before.
+    pub fn download(&self, from: &Tensor) -> Result<Tensor, GpuError> {
         let mut to = Tensor::empty(from.size().as_slice(), (from.kind(), Device::Cpu));
         assert!(from.is_contiguous(), "a copy is of memory in one piece");
         self.enter()?;
         // SAFETY: `from` is device memory of as many bytes as `to`, which lives until the stream is waited for.
         let copied =
             unsafe { result::memcpy_dtoh_async(bytes::of_mut(&mut to), address(from), self.stream.cu_stream()) };
-        copied.map_err(NoGpu::failed("a copy from it"))?;
+        copied.map_err(GpuError::failed("a copy from it"))?;
         self.wait()?;
         Ok(to)
     }
 }
 
 /// Where a tensor lies on the device.
-pub(crate) fn address(tensor: &Tensor) -> u64 {
+pub(super) fn address(tensor: &Tensor) -> u64 {
     debug_assert!(tensor.device().is_cuda() && tensor.is_contiguous(), "kernels read memory of the GPU in one piece");
     tensor.data_ptr() as u64
 }
@@ -261,11 +187,16 @@ fn arch(major: i32, minor: i32) -> String {
     format!("sm_{major}{minor}{own}")
 }
 
-pub(crate) fn driver_version() -> Result<i32, NoGpu> {
+pub(super) fn driver_version() -> Result<i32, GpuError> {
     let mut version = 0;
     // SAFETY: writes one number.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
-    asked.map_err(NoGpu::failed("asking for the driver's version")).map(|()| version)
+    asked.map_err(GpuError::failed("asking for the driver's version")).map(|()| version)
+}
+
+pub(super) fn cublas_lt_version() -> usize {
+    // SAFETY: it takes nothing and returns a number.
+    unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() }
 }
 
 /// Where pip puts NVIDIA's libraries beside libtorch.
@@ -297,7 +228,7 @@ mod tests {
 
     #[test]
     fn what_is_in_the_way_is_told_with_what_to_do() {
-        let library = NoGpu::Library { library: CUBLAS_LT, folder: "/x/lib".into() };
+        let library = GpuError::Library { library: CUBLAS_LT, folder: "/x/lib".into() };
         assert_eq!(
             library.to_string(),
             "libcublasLt.so.13 is not in /x/lib and the system has none; `scripts/setup`, or torch installed by pip, brings it"
@@ -305,7 +236,7 @@ mod tests {
         assert!(check_cublas_lt(130_100, Path::new("/x/lib")).is_ok());
         let other = check_cublas_lt(120_902, Path::new("/x/lib")).unwrap_err().to_string();
         assert!(other.starts_with("the loader finds cublasLt 12.9 first, and 13 is needed; take"), "{other}");
-        let old = NoGpu::Driver { found: "12.4".into() };
+        let old = GpuError::Driver { found: "12.4".into() };
         assert!(old.to_string().contains("12.4, and the kernels need 13.0"), "{old}");
     }
 }

@@ -17,11 +17,13 @@ use cudarc::driver::CudaStream;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use super::device::{NoGpu, address};
-use super::kernels::{LINEAR_FEW, LINEAR_TILES};
+use super::device::address;
+use super::error::GpuError;
+use super::kernels::{FEW_COLUMNS, LINEAR_FEW, LINEAR_TILES, Program};
+use super::launch::{Argument, Launch, blocks, eighths, elements, floats, size};
 
 /// Algorithms of cublasLt that are tried for a product.
-pub(crate) const TRIED: usize = 4;
+pub(super) const TRIED: usize = 4;
 /// Memory that they may work in.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
 
@@ -108,7 +110,37 @@ impl Way {
     pub fn untimed(product: Product) -> Self {
         product.ways()[0]
     }
+
+    /// `y = x·wᵀ` by an own kernel, one of [`Product::own_ways`].
+    ///
+    /// # Panics
+    /// For any other way.
+    pub fn launch(self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Launch {
+        let Product { rows: n, outputs: m, inputs: k, to_float32 } = Product::of(x_nk, w_mk, y_nm);
+        let y = if to_float32 { floats(y_nm) } else { elements(y_nm) };
+        let arguments =
+            vec![elements(x_nk), elements(w_mk), y, size(n), size(m), eighths(k), Argument::Int(to_float32.into())];
+        match self {
+            Self::Few { most } => {
+                let few = LINEAR_FEW.into_iter().find(|few| few.most == most && most >= n);
+                let name = few.expect("one of the own ways").name;
+                Launch::new(Program::Linear, name, [blocks(m, FEW_COLUMNS), 1, 1], 256, arguments)
+            }
+            Self::Tile { height, width } => {
+                let mut tiles = LINEAR_TILES.into_iter();
+                let tile = tiles.find(|tile| (tile.height, tile.width) == (height, width) && width >= n);
+                let name = tile.expect("one of the own ways").name;
+                Launch::new(Program::Linear, name, [blocks(m, height), 1, 1], 128, arguments)
+                    .with_shared(TILE_STAGES * (height + width) * TILE_DEPTH)
+            }
+            Self::CublasLt { .. } => panic!("a product of cublasLt is no launch"),
+        }
+    }
 }
+
+/// Stages of a tile in shared memory, and how deep one is.
+const TILE_STAGES: i64 = 4;
+const TILE_DEPTH: i64 = 64;
 
 /// cublasLt, with the products that it was asked for.
 #[derive(Debug)]
@@ -118,12 +150,12 @@ pub struct CublasLt {
     /// `[WORKSPACE_BYTES]` uint8.
     workspace: Tensor,
     kind: sys::cudaDataType,
-    prepared: RefCell<HashMap<Product, Prepared>>,
+    prepared: RefCell<HashMap<Product, LtProduct>>,
 }
 
 /// A product laid out for cublasLt, and its algorithms.
 #[derive(Debug)]
-struct Prepared {
+struct LtProduct {
     operation: sys::cublasLtMatmulDesc_t,
     weight: sys::cublasLtMatrixLayout_t,
     input: sys::cublasLtMatrixLayout_t,
@@ -131,28 +163,22 @@ struct Prepared {
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
 }
 
-/// cublasLt's.
-pub(crate) fn version() -> usize {
-    // SAFETY: it takes nothing and returns a number.
-    unsafe { sys::cublasLtGetVersion() }
-}
-
-fn failed(error: CublasError) -> NoGpu {
-    NoGpu::Failed { work: "a product of cublasLt", reason: format!("{:?}", error.0) }
+fn failed(error: CublasError) -> GpuError {
+    GpuError::Failed { work: "a product of cublasLt", reason: format!("{:?}", error.0) }
 }
 
 impl CublasLt {
     /// For weights of `kind`.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`].
-    pub fn new(stream: Arc<CudaStream>, kind: Kind, device: Device) -> Result<Self, NoGpu> {
+    /// [`GpuError::Failed`].
+    pub fn new(stream: Arc<CudaStream>, kind: Kind, device: Device) -> Result<Self, GpuError> {
         let kind = match kind {
             Kind::Half => sys::cudaDataType_t::CUDA_R_16F,
             _ => sys::cudaDataType_t::CUDA_R_16BF,
         };
         let workspace = Tensor::zeros([WORKSPACE_BYTES], (Kind::Uint8, device));
-        stream.context().bind_to_thread().map_err(NoGpu::failed("entering its context"))?;
+        stream.context().bind_to_thread().map_err(GpuError::failed("entering its context"))?;
         let handle = result::create_handle().map_err(failed)?;
         Ok(Self { handle, stream, workspace, kind, prepared: RefCell::default() })
     }
@@ -160,8 +186,8 @@ impl CublasLt {
     /// Whether it has such an algorithm for a product.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`].
-    pub fn has(&self, product: Product, algorithm: usize) -> Result<bool, NoGpu> {
+    /// [`GpuError::Failed`].
+    pub fn has(&self, product: Product, algorithm: usize) -> Result<bool, GpuError> {
         let mut prepared = self.prepared.borrow_mut();
         let prepared = match prepared.entry(product) {
             Entry::Occupied(known) => known.into_mut(),
@@ -173,10 +199,10 @@ impl CublasLt {
     /// The product.
     ///
     /// # Errors
-    /// [`NoGpu::Failed`]; an algorithm that it does not have.
-    pub fn multiply(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor, algorithm: usize) -> Result<(), NoGpu> {
+    /// [`GpuError::Failed`]; an algorithm that it does not have.
+    pub fn multiply(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor, algorithm: usize) -> Result<(), GpuError> {
         let product = Product::of(x_nk, w_mk, y_nm);
-        self.stream.context().bind_to_thread().map_err(NoGpu::failed("entering its context"))?;
+        self.stream.context().bind_to_thread().map_err(GpuError::failed("entering its context"))?;
         if !self.has(product, algorithm)? {
             return Err(failed(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)));
         }
@@ -208,7 +234,7 @@ impl CublasLt {
     }
 
     /// Rows of ours are columns of cublasLt's: `y [M, N] = (w [K, M])ᵀ · x [K, N]`.
-    fn prepare(&self, product: Product) -> Result<Prepared, CublasError> {
+    fn prepare(&self, product: Product) -> Result<LtProduct, CublasError> {
         let Product { rows, outputs, inputs, to_float32 } = product;
         let to = if to_float32 { sys::cudaDataType_t::CUDA_R_32F } else { self.kind };
         let layout = |kind, height: i64, width: i64| {
@@ -226,7 +252,7 @@ impl CublasLt {
                 size_of_val(&transposed),
             )?;
         }
-        let mut prepared = Prepared {
+        let mut prepared = LtProduct {
             operation,
             weight: layout(self.kind, inputs, outputs)?,
             input: layout(self.kind, inputs, rows)?,
@@ -237,7 +263,7 @@ impl CublasLt {
         Ok(prepared)
     }
 
-    fn algorithms(&self, prepared: &Prepared) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
+    fn algorithms(&self, prepared: &LtProduct) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
         let preference = result::create_matmul_pref()?;
         let bytes = self.workspace.numel();
         let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(TRIED);

@@ -1,19 +1,17 @@
-//! The files of kernels, as NVRTC compiles them, and what a launch of one is. Nothing is launched here.
+//! The sources of the kernels, as NVRTC compiles them.
 
-use std::ffi::c_void;
-
-use tch::{Kind, Tensor};
+use tch::Kind;
 
 /// What weights and activations are kept in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Element {
+pub enum KernelDtype {
     /// bfloat16.
     BFloat16,
     /// float16.
     Half,
 }
 
-impl Element {
+impl KernelDtype {
     /// Of a dtype; `None` if no kernel computes in it.
     pub fn of(kind: Kind) -> Option<Self> {
         match kind {
@@ -95,18 +93,21 @@ impl Program {
     }
 
     /// What is compiled: definitions, the prelude, the file.
-    pub fn source(self, element: Element, head_size: i64) -> String {
+    pub fn source(self, element: KernelDtype, head_size: i64) -> String {
         let define = format!("#define {}\n#define HEAD_SIZE {head_size}\n", element.define());
         format!("{define}#line 1 \"prelude.cu\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.file(), self.text())
     }
 }
 
+/// Columns of y that a block makes of a product of few rows, and of a ResBlock.
+pub const FEW_COLUMNS: i64 = 32;
+
 /// A product of few rows.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LinearFew {
-    pub(crate) name: &'static str,
+pub(super) struct LinearFew {
+    pub(super) name: &'static str,
     /// Rows of x.
-    pub(crate) most: i64,
+    pub(super) most: i64,
 }
 
 const fn few(name: &'static str, most: i64) -> LinearFew {
@@ -114,17 +115,17 @@ const fn few(name: &'static str, most: i64) -> LinearFew {
 }
 
 /// Those of linear.cu, in their order.
-pub(crate) const LINEAR_FEW: [LinearFew; 4] =
+pub(super) const LINEAR_FEW: [LinearFew; 4] =
     [few("linear_1", 1), few("linear_2", 2), few("linear_4", 4), few("linear_8", 8)];
 
 /// A product of many rows.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LinearTile {
-    pub(crate) name: &'static str,
+pub(super) struct LinearTile {
+    pub(super) name: &'static str,
     /// Rows of the weight a block.
-    pub(crate) height: i64,
+    pub(super) height: i64,
     /// The most rows of x.
-    pub(crate) width: i64,
+    pub(super) width: i64,
 }
 
 const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
@@ -132,7 +133,7 @@ const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
 }
 
 /// Those of linear.cu, the narrow ones first.
-pub(crate) const LINEAR_TILES: [LinearTile; 8] = [
+pub(super) const LINEAR_TILES: [LinearTile; 8] = [
     tile("linear_32x16", 32, 16),
     tile("linear_64x16", 64, 16),
     tile("linear_32x32", 32, 32),
@@ -142,75 +143,6 @@ pub(crate) const LINEAR_TILES: [LinearTile; 8] = [
     tile("linear_32x128", 32, 128),
     tile("linear_64x128", 64, 128),
 ];
-
-/// A kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Kernel {
-    /// Its file.
-    pub program: Program,
-    /// Its name there.
-    pub name: &'static str,
-}
-
-/// What a kernel is given.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Argument {
-    /// Where a tensor's numbers begin; 0 for none.
-    Pointer(u64),
-    /// int
-    Int(i32),
-    /// float
-    Float(f32),
-    /// double
-    Double(f64),
-}
-
-impl Argument {
-    /// A tensor of this dtype, laid out row by row.
-    ///
-    /// # Panics
-    /// For any other tensor: a kernel would read something else.
-    pub(crate) fn tensor(tensor: &Tensor, kind: Kind) -> Self {
-        assert!(tensor.kind() == kind && tensor.is_contiguous(), "a kernel wants {kind:?} row by row, got {tensor:?}");
-        Self::Pointer(tensor.data_ptr() as u64)
-    }
-
-    /// A tensor of weights or activations.
-    pub(crate) fn elements(tensor: &Tensor) -> Self {
-        assert!(Element::of(tensor.kind()).is_some(), "kernels compute in 16 bits, got {tensor:?}");
-        Self::tensor(tensor, tensor.kind())
-    }
-
-    /// A size.
-    pub(crate) fn size(size: i64) -> Self {
-        Self::Int(i32::try_from(size).expect("sizes of tensors are far below 2^31"))
-    }
-
-    /// Where the number itself lies: a driver takes a pointer to each argument.
-    pub fn address(&self) -> *mut c_void {
-        match self {
-            Self::Pointer(number) => std::ptr::from_ref(number).cast_mut().cast(),
-            Self::Int(number) => std::ptr::from_ref(number).cast_mut().cast(),
-            Self::Float(number) => std::ptr::from_ref(number).cast_mut().cast(),
-            Self::Double(number) => std::ptr::from_ref(number).cast_mut().cast(),
-        }
-    }
-}
-
-/// One launch: the same at every step, so that a graph can hold it.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Launch {
-    /// What runs.
-    pub kernel: Kernel,
-    /// Blocks.
-    pub grid: [u32; 3],
-    /// Threads a block.
-    pub threads: u32,
-    /// Shared memory beside the kernel's own; above 48 kB the function's attribute must allow it.
-    pub shared_bytes: u32,
-    /// In the kernel's order.
-    pub arguments: Vec<Argument>,
-}
 
 #[cfg(test)]
 mod tests {

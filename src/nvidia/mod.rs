@@ -1,7 +1,11 @@
-//! NVIDIA's driver and libraries, opened at run time: devices, the compiler of kernels, cuBLASLt, and the kernels' sources.
+//! NVIDIA's driver and libraries, opened at run time: devices, graphs, NVRTC, cuBLASLt, and the kernels' sources.
 
 pub mod choices;
 pub mod device;
+pub mod error;
 pub mod gemm;
+pub mod graph;
 pub mod kernels;
+pub mod launch;
+pub mod launcher;
 pub mod nvrtc;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
 
-use super::kernels::{Element, Program};
+use super::kernels::{KernelDtype, Program};
 use crate::files;
 use crate::torch::accelerator::libtorch_folder;
 
@@ -129,7 +129,7 @@ impl Compiler {
     pub fn compile(
         &self,
         program: Program,
-        element: Element,
+        element: KernelDtype,
         head_size: i64,
         arch: &str,
     ) -> Result<Compiled, CompileError> {

@@ -9,8 +9,11 @@ use std::process::Command;
 use std::sync::Mutex;
 
 use libloading::Library;
+use medusa::engine::cuda::error::CudaError;
+use medusa::engine::cuda::target::LaunchTarget;
 use medusa::files;
-use medusa::nvidia::kernels::{Element, Launch};
+use medusa::nvidia::kernels::KernelDtype;
+use medusa::nvidia::launch::Launch;
 use sha2::{Digest, Sha256};
 use tch::{Device, Kind, Tensor};
 
@@ -28,8 +31,28 @@ pub(crate) enum Order {
 /// Kernels of one element and head size.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Emulator {
-    pub(crate) element: Element,
+    pub(crate) element: KernelDtype,
     pub(crate) head_size: i64,
+}
+
+/// The CUDA engine's kernels on the CPU, but for one that does nothing.
+#[derive(Debug)]
+pub(crate) struct EmulatedTarget {
+    pub(crate) emulator: Emulator,
+    pub(crate) broken: Option<&'static str>,
+}
+
+impl LaunchTarget for EmulatedTarget {
+    fn name(&self) -> &'static str {
+        "the emulator"
+    }
+
+    fn launch(&self, launch: &Launch) -> Result<(), CudaError> {
+        if self.broken != Some(launch.kernel.name) {
+            self.emulator.run(launch, Order::Forwards);
+        }
+        Ok(())
+    }
 }
 
 /// One launch at a time: a library has one machine.

@@ -5,18 +5,19 @@
 use tch::{Device, Kind, Tensor};
 
 use super::draft::DeviceDraft;
-use super::error::CudaError;
-use super::graph::Key;
-use super::launcher::Launcher;
+use super::error::{CudaError, CudaResult};
 use super::layout::{MAX_NODES, Nodes};
-use super::memory::{Memory, Weights, int32};
+use super::memory::{DeviceMemory, DeviceWeights, int32};
 use super::ops::Ops;
-use super::plan::{CHUNKS, Plan, RESULTS, Shape};
+use super::plan::{CHUNKS, DevicePlan, RESULTS, Shape};
+use super::rule::{Rule, StepKey};
 use super::state;
-use super::step::{Rule, Step, products};
+use super::step::{DecodeStep, products};
+use super::target::GpuTarget;
 use crate::engine::sample::Sampler;
 use crate::model::llama::Llama;
 use crate::nvidia::device::Gpu;
+use crate::nvidia::launcher::Launcher;
 use crate::torch::guard;
 
 /// A sequence that is decoded request after request on a GPU, such as a conversation, a token a step or with the drafter that the engine
@@ -26,13 +27,13 @@ pub struct CudaEngine<'a> {
     backbone: &'a Llama,
     shape: Shape<'a>,
     ops: Ops,
-    weights: Weights,
-    memory: Memory,
+    weights: DeviceWeights,
+    memory: DeviceMemory,
     nodes: StepNodes,
     /// The tokens that the cache holds.
     ids: Vec<i64>,
     /// Of the sequence that was started last.
-    key: Key,
+    key: StepKey,
     /// Since tokens were last put in place.
     steps: i64,
 }
@@ -60,30 +61,25 @@ impl<'a> CudaEngine<'a> {
     ///
     /// # Errors
     /// [`CudaError::Unfit`] says what cannot be decoded.
-    pub fn new(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, ops: Ops) -> Result<Self, CudaError> {
+    pub fn new(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, ops: Ops) -> CudaResult<Self> {
         Self::with_room(1, backbone, draft, ops)
     }
 
     /// As [`CudaEngine::new`], with a cache for sequences of so many tokens.
-    fn with_room(
-        tokens: i64,
-        backbone: &'a Llama,
-        draft: Option<&DeviceDraft<'a>>,
-        mut ops: Ops,
-    ) -> Result<Self, CudaError> {
+    fn with_room(tokens: i64, backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, mut ops: Ops) -> CudaResult<Self> {
         let shape = Shape::of(backbone, draft);
         shape.check_tree()?;
         let device = backbone.device();
-        let weights = tch::no_grad(|| Weights::new(backbone, draft))?;
-        let memory = Memory::new(&shape.plan(shape.room(tokens)), &shape, device);
+        let weights = tch::no_grad(|| DeviceWeights::new(backbone, draft))?;
+        let memory = DeviceMemory::new(&shape.plan(shape.room(tokens)), &shape, device);
         let nodes = StepNodes {
             one: Nodes::chain(1, device),
             tree: shape.draft.map(|draft| Nodes::of_tree(draft.tree, device)),
             chunks: CHUNKS.map(|rows| Nodes::chain(rows, device)),
         };
         // Last: it waits until libtorch has written all of these.
-        tch::no_grad(|| ops.prepare(|| products(&weights, &memory, &shape)))?;
-        let key = Key { has_tree: false, then_tree: false, rule: Rule::Greedy };
+        tch::no_grad(|| ops.prepare(&products(&weights, &memory, &shape)))?;
+        let key = StepKey { has_tree: false, then_tree: false, rule: Rule::Greedy };
         Ok(Self { shape, weights, memory, nodes, backbone, ops, ids: vec![], key, steps: 0 })
     }
 
@@ -91,7 +87,7 @@ impl<'a> CudaEngine<'a> {
     ///
     /// # Errors
     /// [`CudaError`]: no GPU, no kernels, or too little memory.
-    pub fn on_gpu(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, tokens: i64) -> Result<Self, CudaError> {
+    pub fn on_gpu(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, tokens: i64) -> CudaResult<Self> {
         let ready = || Self::with_room(tokens, backbone, draft, Self::kernels(backbone, draft, tokens)?);
         guard("preparing the GPU's own loop", ready)?
     }
@@ -100,13 +96,15 @@ impl<'a> CudaEngine<'a> {
     ///
     /// # Errors
     /// [`CudaError`]: no GPU, no kernels, or too little memory.
-    pub fn kernels(backbone: &Llama, draft: Option<&DeviceDraft>, tokens: i64) -> Result<Ops, CudaError> {
+    pub fn kernels(backbone: &Llama, draft: Option<&DeviceDraft>, tokens: i64) -> CudaResult<Ops> {
         let gpu = Gpu::open(backbone.device())?;
         let shape = Shape::of(backbone, draft);
         shape.check_kernels()?;
         shape.check_tree()?;
         shape.plan(shape.room(tokens)).check_fits(gpu.free_bytes()?)?;
-        Ok(Ops::Cuda(Box::new(Launcher::new(gpu, &shape, backbone.device())?)))
+        let (device, head_size) = (backbone.device(), shape.config.head_dim);
+        let launcher = Launcher::new(gpu, shape.kind, head_size, device)?;
+        Ok(Ops::kernels(GpuTarget::new(launcher), &shape, device))
     }
 
     /// The device and its memory plan, in a line.
@@ -115,7 +113,7 @@ impl<'a> CudaEngine<'a> {
     }
 
     /// What it takes of the device's memory now.
-    pub fn plan(&self) -> Plan {
+    pub fn plan(&self) -> DevicePlan {
         self.shape.plan(self.memory.room())
     }
 
@@ -160,7 +158,7 @@ impl<'a> CudaEngine<'a> {
         with_tree: bool,
         rule: Rule,
         draws: &mut Sampler,
-    ) -> Result<i64, CudaError> {
+    ) -> CudaResult<i64> {
         let shared = self.ids.iter().zip(prompt).take_while(|(cached, wanted)| cached == wanted).count();
         let (last, before) = prompt.split_last().expect("a prompt is not empty");
         self.keep(shared.min(before.len()));
@@ -172,8 +170,8 @@ impl<'a> CudaEngine<'a> {
             self.upload_draws(prompt.len(), max_new_tokens, draws)?;
         }
         self.place(&[*last])?;
-        self.key = Key { has_tree: with_tree, then_tree: with_tree, rule };
-        self.replay(Key { has_tree: false, ..self.key })?;
+        self.key = StepKey { has_tree: with_tree, then_tree: with_tree, rule };
+        self.replay(StepKey { has_tree: false, ..self.key })?;
         let next = self.read()?.next;
         self.ids.push(*last);
         Ok(next)
@@ -183,7 +181,7 @@ impl<'a> CudaEngine<'a> {
     ///
     /// # Errors
     /// [`CudaError::NotNumbers`], or what the device said.
-    pub fn step(&mut self) -> Result<DeviceStep, CudaError> {
+    pub fn step(&mut self) -> CudaResult<DeviceStep> {
         self.replay(self.key)?;
         let step = self.read()?;
         self.ids.extend(&step.accepted);
@@ -192,7 +190,7 @@ impl<'a> CudaEngine<'a> {
 
     /// Runs a piece of a prompt behind the cache. The rows that fill the piece up are not seen by it, and the next piece is written
     /// over them.
-    fn prefill(&mut self, piece: &[i64]) -> Result<(), CudaError> {
+    fn prefill(&mut self, piece: &[i64]) -> CudaResult {
         let size = CHUNKS.iter().position(|&rows| rows >= piece.len()).expect("a piece is not longer than the longest");
         let mut tokens = piece.to_vec();
         tokens.resize(CHUNKS[size], 0);
@@ -203,7 +201,7 @@ impl<'a> CudaEngine<'a> {
     }
 
     /// Tells the device the length of the cache, and the tokens behind it.
-    fn place(&mut self, tokens: &[i64]) -> Result<(), CudaError> {
+    fn place(&mut self, tokens: &[i64]) -> CudaResult {
         self.steps = 0;
         let buffers = &self.memory.buffers;
         self.ops.upload(&buffers.state, &state::before_first(self.ids.len() as i64, 0, 0, Device::Cpu))?;
@@ -211,7 +209,7 @@ impl<'a> CudaEngine<'a> {
     }
 
     /// The numbers that the tokens behind a prompt are drawn with, each where the token will stand.
-    fn upload_draws(&self, from: usize, max_new_tokens: usize, draws: &mut Sampler) -> Result<(), CudaError> {
+    fn upload_draws(&self, from: usize, max_new_tokens: usize, draws: &mut Sampler) -> CudaResult {
         let all = self.memory.uniforms_u.size()[0].unsigned_abs() as usize;
         let count = (max_new_tokens.saturating_add(MAX_NODES)).min(all - from);
         let drawn = Tensor::from_slice(&draws.uniforms(count));
@@ -219,13 +217,13 @@ impl<'a> CudaEngine<'a> {
     }
 
     /// Runs a step whose tokens are in place.
-    fn replay(&self, key: Key) -> Result<(), CudaError> {
+    fn replay(&self, key: StepKey) -> CudaResult {
         let [nodes, next] = [key.has_tree, key.then_tree].map(|tree| if tree { self.tree() } else { &self.nodes.one });
-        self.ops.replayed(key, || self.on(nodes).run(key.rule, next))
+        self.ops.replay(key, || self.on(nodes).run(key.rule, next))
     }
 
     /// The result of the last step.
-    fn read(&mut self) -> Result<DeviceStep, CudaError> {
+    fn read(&mut self) -> CudaResult<DeviceStep> {
         let row = self.memory.buffers.results_rt.narrow(0, self.steps % RESULTS, 1);
         self.steps += 1;
         let row: Vec<i64> =
@@ -238,9 +236,9 @@ impl<'a> CudaEngine<'a> {
         Ok(DeviceStep { accepted: tokens[..accepted.unsigned_abs() as usize].to_vec(), next: *next })
     }
 
-    fn on<'s>(&'s self, nodes: &'s Nodes) -> Step<'s> {
+    fn on<'s>(&'s self, nodes: &'s Nodes) -> DecodeStep<'s> {
         let (ops, config) = (&self.ops, &self.backbone.config);
-        Step { ops, config, weights: &self.weights, memory: &self.memory, nodes }
+        DecodeStep { ops, config, weights: &self.weights, memory: &self.memory, nodes }
     }
 
     fn tree(&self) -> &Nodes {
@@ -248,7 +246,7 @@ impl<'a> CudaEngine<'a> {
     }
 
     /// Makes room for a whole sequence, so that it does not fail in the middle.
-    fn reserve(&mut self, tokens: usize) -> Result<(), CudaError> {
+    fn reserve(&mut self, tokens: usize) -> CudaResult {
         let context = self.backbone.config.max_position_embeddings;
         let room = self.shape.room(i64::try_from(tokens).map_or(context, |tokens| tokens.min(context)));
         if room <= self.memory.room() {

@@ -1,9 +1,11 @@
 //! What can go wrong on a GPU.
 
 use super::plan::Unfit;
-use crate::nvidia::device::NoGpu;
-use crate::nvidia::nvrtc::CompileError;
+use crate::nvidia::error::GpuError;
 use crate::torch::TorchPanic;
+
+/// Of everything that asks the device.
+pub type CudaResult<T = ()> = Result<T, CudaError>;
 
 /// Why the CUDA engine cannot be made, or stopped in the middle of a text.
 #[derive(Debug, thiserror::Error)]
@@ -11,12 +13,9 @@ pub enum CudaError {
     /// No kernels for this model or tree, or too little memory.
     #[error(transparent)]
     Unfit(#[from] Unfit),
-    /// No usable GPU, or the driver returned an error.
+    /// No usable GPU, kernels that cannot be compiled, or an error of the driver.
     #[error(transparent)]
-    Gpu(#[from] NoGpu),
-    /// The kernels cannot be compiled.
-    #[error(transparent)]
-    Compile(#[from] CompileError),
+    Gpu(#[from] GpuError),
     /// libtorch panicked, most likely out of memory.
     #[error(transparent)]
     Torch(#[from] TorchPanic),

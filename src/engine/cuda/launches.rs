@@ -7,36 +7,36 @@ use tch::{Device, Kind, Tensor};
 use super::layout::{MAX_NODES, Nodes, Rotations};
 use super::oracle::{Accepted, BlockInput, Draws, Places};
 use super::state::RESULT_HEAD;
-use crate::nvidia::gemm::Way;
-use crate::nvidia::kernels::{Argument, Kernel, LINEAR_FEW, LINEAR_TILES, Launch, Program};
+use crate::nvidia::kernels::{FEW_COLUMNS, Program};
+use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
 use crate::tree::accept::TypicalAcceptance;
 
 /// See [`oracle::embed`](super::oracle::embed).
 pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> Launch {
     let [n, h] = two(x_nh);
     let arguments = vec![ints(tokens_n), elements(table_vh), elements(x_nh), size(h)];
-    launch(Program::Rows, "embed", [n, 1, 1], 256, arguments)
+    Launch::new(Program::Rows, "embed", [n, 1, 1], 256, arguments)
 }
 
 /// See [`oracle::rms_norm`](super::oracle::rms_norm).
 pub fn rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> Launch {
     let [n, h] = two(x_nh);
     let arguments = vec![elements(x_nh), elements(weight_h), elements(y_nh), eighths(h), float(eps)];
-    launch(Program::Rows, "rms_norm", [n, 1, 1], 256, arguments)
+    Launch::new(Program::Rows, "rms_norm", [n, 1, 1], 256, arguments)
 }
 
 /// See [`oracle::add_rms_norm`](super::oracle::add_rms_norm).
 pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> Launch {
     let [n, h] = two(x_nh);
     let tensors = [x_nh, delta_nh, weight_h, y_nh].map(elements);
-    launch(Program::Rows, "add_rms_norm", [n, 1, 1], 256, [&tensors[..], &[eighths(h), float(eps)]].concat())
+    Launch::new(Program::Rows, "add_rms_norm", [n, 1, 1], 256, [&tensors[..], &[eighths(h), float(eps)]].concat())
 }
 
 /// See [`oracle::silu_mul`](super::oracle::silu_mul).
 pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) -> Launch {
     let [n, i] = two(y_ni);
     let arguments = vec![elements(gate_up_n), elements(y_ni), eighths(i)];
-    launch(Program::Rows, "silu_mul", [blocks(i / 8, 256), n, 1], 256, arguments)
+    Launch::new(Program::Rows, "silu_mul", [blocks(i / 8, 256), n, 1], 256, arguments)
 }
 
 /// See [`oracle::rope_append`](super::oracle::rope_append).
@@ -54,7 +54,7 @@ pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd
         size(g),
         size(room),
     ];
-    launch(Program::RopeAppend, "rope_append", [n, blocks((q + 2 * g) * d / 2, 128), 1], 128, arguments)
+    Launch::new(Program::RopeAppend, "rope_append", [n, blocks((q + 2 * g) * d / 2, 128), 1], 128, arguments)
 }
 
 /// Blocks of attention that a step should have: two for each multiprocessor of the largest GPUs.
@@ -68,7 +68,7 @@ const FEW_ROWS: i64 = 16;
 
 /// Where the parts of attention lie until they are put together.
 #[derive(Debug)]
-pub struct Parts {
+pub struct AttentionParts {
     /// `[parts, Q·N, D]` float32.
     sums: Tensor,
     /// `[parts, Q·N, 2]` float32.
@@ -77,18 +77,18 @@ pub struct Parts {
     splits: i64,
 }
 
-impl Parts {
+impl AttentionParts {
     /// For queries `[N, Q, D]` and G key/value heads; keys are split over enough blocks to fill a GPU.
     pub fn new([n, q, d]: [i64; 3], g: i64, device: Device) -> Self {
         Self::with_splits([n, q, d], g, splits(q / g * n, g), device)
     }
 
-    /// Parts, and rows of each, of those that [`Parts::new`] makes.
+    /// AttentionParts, and rows of each, of those that [`AttentionParts::new`] makes.
     pub fn counts([n, q, _]: [i64; 3], g: i64) -> [i64; 2] {
         [splits(q / g * n, g) * parts_a_split(q / g * n), q * n]
     }
 
-    /// As [`Parts::new`], with keys split over so many blocks.
+    /// As [`AttentionParts::new`], with keys split over so many blocks.
     pub fn with_splits([n, q, d]: [i64; 3], g: i64, splits: i64, device: Device) -> Self {
         let parts = splits * parts_a_split(q / g * n);
         let zeros = |width| Tensor::zeros([parts, q * n, width], (Kind::Float, device));
@@ -117,7 +117,7 @@ pub fn tree_attention(
     kv_2gsd: &Tensor,
     places: Places,
     (scale, window): (f64, Option<i64>),
-    parts: &Parts,
+    parts: &AttentionParts,
     o_nqd: &Tensor,
 ) -> [Launch; 2] {
     let ([n, q, d], [_, g, room, _]) = (three(q_nqd), four(kv_2gsd));
@@ -128,7 +128,7 @@ pub fn tree_attention(
     let arguments = vec![
         elements(q_nqd),
         elements(kv_2gsd),
-        Argument::tensor(&places.nodes.sees_n2, Kind::Int64),
+        tensor(&places.nodes.sees_n2, Kind::Int64),
         ints(&places.nodes.depths_n),
         ints(places.state),
         floats(&parts.sums),
@@ -140,43 +140,13 @@ pub fn tree_attention(
         float(scale * std::f64::consts::LOG2_E),
         size(window.unwrap_or(0)),
     ];
-    let mut attend = launch(Program::TreeAttention, name, [g, tiles, parts.splits], 128, arguments);
-    attend.shared_bytes = bytes(4 * KEYS * d);
+    let attend = Launch::new(Program::TreeAttention, name, [g, tiles, parts.splits], 128, arguments);
     let count = parts.sums.size()[0];
     let arguments = vec![floats(&parts.sums), floats(&parts.marks), elements(o_nqd), size(q), size(g), size(count)];
-    [attend, launch(Program::TreeAttention, "tree_attention_merge", [n, q, 1], d, arguments)]
-}
-
-/// Columns of y that a block of a product of few rows makes.
-const FEW_COLUMNS: i64 = 32;
-/// Stages of a tile in shared memory, and how deep one is.
-const TILE_STAGES: i64 = 4;
-const TILE_DEPTH: i64 = 64;
-
-/// See [`oracle::linear`](super::oracle::linear): by an own kernel, one of [`own_ways`](crate::nvidia::gemm::Product::own_ways).
-///
-/// # Panics
-/// For any other way.
-pub fn linear(way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Launch {
-    let ([n, k], [m, _]) = (two(x_nk), two(w_mk));
-    let as_float = y_nm.kind() == Kind::Float;
-    let y = if as_float { floats(y_nm) } else { elements(y_nm) };
-    let arguments =
-        vec![elements(x_nk), elements(w_mk), y, size(n), size(m), eighths(k), Argument::Int(as_float.into())];
-    match way {
-        Way::Few { most } => {
-            let few = LINEAR_FEW.into_iter().find(|few| few.most == most && most >= n).expect("one of the own ways");
-            launch(Program::Linear, few.name, [blocks(m, FEW_COLUMNS), 1, 1], 256, arguments)
-        }
-        Way::Tile { height, width } => {
-            let of = LINEAR_TILES.into_iter().find(|tile| (tile.height, tile.width) == (height, width) && width >= n);
-            let name = of.expect("one of the own ways").name;
-            let mut launch = launch(Program::Linear, name, [blocks(m, height), 1, 1], 128, arguments);
-            launch.shared_bytes = bytes(TILE_STAGES * (height + width) * TILE_DEPTH);
-            launch
-        }
-        Way::CublasLt { .. } => panic!("a product of cublasLt is no launch"),
-    }
+    [
+        attend.with_shared(4 * KEYS * d),
+        Launch::new(Program::TreeAttention, "tree_attention_merge", [n, q, 1], d, arguments),
+    ]
 }
 
 /// See [`oracle::res_block`](super::oracle::res_block).
@@ -187,7 +157,7 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) ->
         BlockInput::Rows(x_kh) => (elements(x_kh), Argument::Pointer(0)),
     };
     let arguments = vec![x, state, elements(w_khh), elements(b_kh), elements(y_kh), eighths(h)];
-    launch(Program::Linear, "res_block", [blocks(h, FEW_COLUMNS), k, 1], 256, arguments)
+    Launch::new(Program::Linear, "res_block", [blocks(h, FEW_COLUMNS), k, 1], 256, arguments)
 }
 
 /// Logits of a block of [`top_guesses`].
@@ -211,19 +181,19 @@ pub fn guess_parts([k, v]: [i64; 2], p: i64, device: Device) -> Tensor {
 pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, ids_kp: &Tensor) -> [Launch; 2] {
     let ([k, v], [_, p]) = (two(logits_kv), two(ids_kp));
     let slices = blocks(v, SLICE);
-    let pointer = Argument::tensor(parts, Kind::Int64);
+    let pointer = tensor(parts, Kind::Int64);
     let first = vec![floats(logits_kv), pointer, size(v), size(p)];
     let merge = vec![pointer, ints(ids_kp), size(v), size(slices), size(p)];
     [
-        launch(Program::Choose, "top_guesses_part", [slices, k, 1], 256, first),
-        launch(Program::Choose, "top_guesses_merge", [k, 1, 1], 256, merge),
+        Launch::new(Program::Choose, "top_guesses_part", [slices, k, 1], 256, first),
+        Launch::new(Program::Choose, "top_guesses_merge", [k, 1, 1], 256, merge),
     ]
 }
 
 /// See [`oracle::best`](super::oracle::best).
 pub fn best(logits_nv: &Tensor, best_n: &Tensor) -> Launch {
     let [n, v] = two(logits_nv);
-    launch(Program::Choose, "best", [n, 1, 1], 1024, vec![floats(logits_nv), ints(best_n), size(v)])
+    Launch::new(Program::Choose, "best", [n, 1, 1], 1024, vec![floats(logits_nv), ints(best_n), size(v)])
 }
 
 /// See [`oracle::posterior`](super::oracle::posterior).
@@ -244,7 +214,7 @@ pub fn posterior(
         size(v),
         float(temperature),
     ];
-    launch(Program::Choose, "posterior", [n, 1, 1], 1024, arguments)
+    Launch::new(Program::Choose, "posterior", [n, 1, 1], 1024, arguments)
 }
 
 /// See [`oracle::draw`](super::oracle::draw).
@@ -254,14 +224,14 @@ pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) 
         floats(logits_nv),
         ints(&places.nodes.depths_n),
         ints(places.state),
-        Argument::tensor(draws.uniforms_u, Kind::Double),
+        tensor(draws.uniforms_u, Kind::Double),
         ints(drawn_n),
         size(v),
         size(draws.uniforms_u.size()[0]),
         float(draws.temperature),
         Argument::Double(draws.top_p),
     ];
-    launch(Program::Choose, "draw", [n, 1, 1], 1024, arguments)
+    Launch::new(Program::Choose, "draw", [n, 1, 1], 1024, arguments)
 }
 
 /// See [`oracle::walk`](super::oracle::walk).
@@ -291,7 +261,7 @@ pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) -> Launch {
     let planes = l * two * g;
     let [path, state] = [accepted.path, accepted.state].map(ints);
     let arguments = vec![elements(cache_l2gsd), path, state, size(planes), size(room), eighths(d)];
-    launch(Program::Accept, "compact", [blocks(planes * d / 8, 128), 1, 1], 128, arguments)
+    Launch::new(Program::Accept, "compact", [blocks(planes * d / 8, 128), 1, 1], 128, arguments)
 }
 
 /// See [`oracle::advance`](super::oracle::advance).
@@ -308,55 +278,7 @@ pub fn fill_tree(nodes: &Nodes, ids_kp: &Tensor, state: &Tensor, tokens_n: &Tens
 }
 
 fn one_block(name: &'static str, arguments: Vec<Argument>) -> Launch {
-    launch(Program::Accept, name, [1, 1, 1], MAX_NODES as i64, arguments)
-}
-
-fn launch(program: Program, name: &'static str, grid: [i64; 3], threads: i64, arguments: Vec<Argument>) -> Launch {
-    let count = |number: i64| u32::try_from(number).expect("grids and blocks have positive sizes below 2^32");
-    Launch {
-        kernel: Kernel { program, name },
-        grid: grid.map(count),
-        threads: count(threads),
-        shared_bytes: 0,
-        arguments,
-    }
-}
-
-/// How many of `each` have `count` together.
-fn blocks(count: i64, each: i64) -> i64 {
-    (count + each - 1) / each
-}
-
-/// Of so many elements.
-fn bytes(elements: i64) -> u32 {
-    u32::try_from(2 * elements).expect("shared memory is small")
-}
-
-fn elements(tensor: &Tensor) -> Argument {
-    Argument::elements(tensor)
-}
-
-fn floats(tensor: &Tensor) -> Argument {
-    Argument::tensor(tensor, Kind::Float)
-}
-
-fn ints(tensor: &Tensor) -> Argument {
-    Argument::tensor(tensor, Kind::Int)
-}
-
-fn size(size: i64) -> Argument {
-    Argument::size(size)
-}
-
-/// A size that is read eight elements at a time.
-fn eighths(size: i64) -> Argument {
-    assert!(size % 8 == 0, "kernels read 8 elements at a time, got rows of {size}");
-    Argument::size(size)
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "kernels compute in float32")]
-fn float(number: f64) -> Argument {
-    Argument::Float(number as f32)
+    Launch::new(Program::Accept, name, [1, 1, 1], MAX_NODES as i64, arguments)
 }
 
 fn two(tensor: &Tensor) -> [i64; 2] {

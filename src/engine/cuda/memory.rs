@@ -5,12 +5,12 @@ use tch::{Device, Kind, Tensor};
 
 use super::draft::{DeviceDraft, HeadMatrices};
 use super::layout::Rotations;
-use super::plan::{Buffers, Plan, Shape, Size, Unfit};
+use super::plan::{Buffers, DevicePlan, Shape, Size, Unfit};
 use crate::model::llama::{DenseWeights, Llama};
 
 /// What steps read and write.
 #[derive(Debug)]
-pub struct Memory {
+pub struct DeviceMemory {
     /// What a step writes.
     pub buffers: Buffers<Tensor>,
     /// `[L, 2, G, S, D]`.
@@ -21,9 +21,9 @@ pub struct Memory {
     pub uniforms_u: Tensor,
 }
 
-impl Memory {
+impl DeviceMemory {
     /// All of a plan.
-    pub fn new(plan: &Plan, shape: &Shape, device: Device) -> Self {
+    pub fn new(plan: &DevicePlan, shape: &Shape, device: Device) -> Self {
         let zeros = |size: &Size| Tensor::zeros(size.shape.as_slice(), (size.kind, device));
         Self {
             buffers: plan.buffers.map(zeros),
@@ -48,16 +48,16 @@ impl Memory {
     }
 }
 
-/// Weights of the backbone and of those heads that the tree uses.
+/// DeviceWeights of the backbone and of those heads that the tree uses.
 #[derive(Debug)]
-pub struct Weights {
+pub struct DeviceWeights {
     /// Shared with the backbone.
     pub backbone: DenseWeights,
     /// Of the heads that the tree uses, if there is one.
     pub heads: Option<HeadWeights>,
 }
 
-/// Weights of K heads.
+/// DeviceWeights of K heads.
 #[derive(Debug)]
 pub struct HeadWeights {
     /// Of each ResBlock: W1 `[K, H, H]` and b1 `[K, H]`, copies.
@@ -68,7 +68,7 @@ pub struct HeadWeights {
 
 const NOT_DENSE: &str = "are quantised, or laid out for the CPU's own kernels";
 
-impl Weights {
+impl DeviceWeights {
     /// Those of `backbone` and of `draft`.
     ///
     /// # Errors

@@ -12,17 +12,18 @@
 //! | what stays | `compact`, then `advance` |
 //! | the next tree | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
 
-pub mod beside;
+pub mod compare;
 pub mod draft;
 pub mod engine;
 pub mod error;
-pub mod graph;
-pub mod launcher;
 pub mod launches;
 pub mod layout;
 pub mod memory;
 pub mod ops;
 pub mod oracle;
 pub mod plan;
+pub mod rule;
+pub mod scratch;
 pub mod state;
 pub mod step;
+pub mod target;

@@ -165,8 +165,7 @@ pub fn posterior(
     tokens_n: &Tensor,
     nodes: &Nodes,
     temperature: f64,
-    log_p_n: &Tensor,
-    entropy_n: &Tensor,
+    [log_p_n, entropy_n]: [&Tensor; 2],
 ) {
     let log_p_nv = (float(logits_nv) / temperature).log_softmax(-1, Kind::Float);
     // exp(log p)·log p of a token that cannot be is 0.

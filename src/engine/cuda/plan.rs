@@ -7,7 +7,7 @@ use std::fmt;
 use tch::Kind;
 
 use super::draft::{DeviceDraft, DraftShape};
-use super::launches::{self, Parts};
+use super::launches::{self, AttentionParts};
 use super::layout::MAX_NODES;
 use super::state;
 use crate::model::config::LlamaConfig;
@@ -86,7 +86,7 @@ pub enum Unfit {
 /// What was needed and what there was.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shortage {
-    plan: Plan,
+    plan: DevicePlan,
     free_bytes: u64,
 }
 
@@ -112,7 +112,7 @@ impl Size {
 
 macro_rules! buffers {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Everything that a step writes: sizes on paper ([`Plan`]), or tensors that never move.
+        /// Everything that a step writes: sizes on paper ([`DevicePlan`]), or tensors that never move.
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub struct Buffers<T> {
             $($(#[$doc])* pub $name: T,)*
@@ -179,7 +179,7 @@ buffers! {
 
 /// Every buffer, the cache and what is kept beside the backbone's own weights.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
+pub struct DevicePlan {
     /// What steps write.
     pub buffers: Buffers<Size>,
     /// `[L, 2, G, S, D]`.
@@ -265,7 +265,7 @@ impl<'a> Shape<'a> {
     }
 
     /// What decoding takes with room for `room` tokens.
-    pub fn plan(&self, room: i64) -> Plan {
+    pub fn plan(&self, room: i64) -> DevicePlan {
         let config = self.config;
         let (layers, g, d) =
             (config.num_hidden_layers.cast_signed() as i64, config.num_key_value_heads, config.head_dim);
@@ -274,7 +274,7 @@ impl<'a> Shape<'a> {
             vec![block; draft.blocks]
         });
         let parameters = config.parameters() + self.draft.map_or(0, |draft| draft.parameters);
-        Plan {
+        DevicePlan {
             buffers: self.buffers(),
             cache_l2gsd: Size::new([layers, 2, g, room, d], self.kind),
             rotations_2ud: Size::new([2, self.positions(), d / 2], Kind::Float),
@@ -299,7 +299,7 @@ impl<'a> Shape<'a> {
         let config = self.config;
         let attention = self.rows_of_steps().into_iter().map(|rows| {
             let queries = [rows, config.num_attention_heads, config.head_dim];
-            let [parts, rows] = Parts::counts(queries, config.num_key_value_heads);
+            let [parts, rows] = AttentionParts::counts(queries, config.num_key_value_heads);
             Size::new([parts, rows, config.head_dim + 2], Kind::Float).bytes()
         });
         let guesses = self.draft.map_or(0, |draft| {
@@ -342,7 +342,7 @@ impl<'a> Shape<'a> {
     }
 }
 
-impl Plan {
+impl DevicePlan {
     /// What is allocated: everything but the weights, which are there.
     pub fn bytes(&self) -> u64 {
         self.rows().iter().map(|(_, bytes)| bytes).sum()
@@ -394,7 +394,7 @@ impl Plan {
     }
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for DevicePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [weights, all] = [self.weight_bytes, self.weight_bytes + self.bytes()].map(gibibytes);
         write!(f, "{all} of memory: weights {weights}, {}", self.beside_weights())

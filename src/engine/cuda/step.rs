@@ -6,60 +6,39 @@
 // N nodes of the step, K heads
 use tch::Tensor;
 
-use super::error::CudaError;
-use super::launcher::Needed;
+use super::error::CudaResult;
 use super::layout::Nodes;
-use super::memory::{Memory, Weights};
+use super::memory::{DeviceMemory, DeviceWeights};
 use super::ops::Ops;
 use super::oracle::{Accepted, BlockInput, Draws, Places};
 use super::plan::Shape;
+use super::rule::Rule;
 use crate::model::block_spec::{Activation, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::DenseLayer;
-use crate::tree::accept::TypicalAcceptance;
-
-/// Which nodes are accepted.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rule {
-    /// The most probable tokens.
-    Greedy,
-    /// Probable ones.
-    Typical {
-        /// ε and δ.
-        rule: TypicalAcceptance,
-        /// Above 0.
-        temperature: f64,
-    },
-    /// Those that are drawn: speculative sampling, and of one node plain sampling.
-    Draw {
-        /// Above 0.
-        temperature: f64,
-        /// Of the nucleus.
-        top_p: f64,
-    },
-}
+use crate::nvidia::launcher::ProductBuffers;
 
 /// All that a step works with.
 #[derive(Debug, Clone, Copy)]
-pub struct Step<'a> {
+pub struct DecodeStep<'a> {
     /// Who computes.
     pub ops: &'a Ops,
     /// The backbone's shape.
     pub config: &'a LlamaConfig,
     /// What is read.
-    pub weights: &'a Weights,
+    pub weights: &'a DeviceWeights,
     /// What is written.
-    pub memory: &'a Memory,
+    pub memory: &'a DeviceMemory,
     /// This step's nodes.
     pub nodes: &'a Nodes,
 }
 
-impl Step<'_> {
+impl DecodeStep<'_> {
     /// The whole step; `next` are the nodes of the one that follows, with guesses if there are several.
     ///
     /// # Errors
     /// What the device says.
-    pub fn run(&self, rule: Rule, next: &Nodes) -> Result<(), CudaError> {
+    pub fn run(&self, rule: Rule, next: &Nodes) -> CudaResult {
         self.layers()?;
         self.logits()?;
         self.accept(rule)?;
@@ -76,7 +55,7 @@ impl Step<'_> {
     ///
     /// # Errors
     /// What the device says.
-    pub fn layers(&self) -> Result<(), CudaError> {
+    pub fn layers(&self) -> CudaResult {
         let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
         let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
         ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &x_nh)?;
@@ -94,13 +73,13 @@ impl Step<'_> {
     }
 
     /// The block's part joins the residual stream, and the sum is normed.
-    fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> Result<(), CudaError> {
+    fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> CudaResult {
         let buffers = &self.memory.buffers;
         let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
         self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.block().norms.eps, out_nh)
     }
 
-    fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> Result<(), CudaError> {
+    fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> CudaResult {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let [normed_nh, qkv_nw, q_nqd] =
             [&buffers.normed_nh, &buffers.qkv_nw, &buffers.q_nqd].map(|buffer| self.rows(buffer));
@@ -112,7 +91,7 @@ impl Step<'_> {
         ops.linear(&attended_nq, &layer.o_hq, &self.rows(&buffers.delta_nh))
     }
 
-    fn mlp(&self, layer: &DenseLayer) -> Result<(), CudaError> {
+    fn mlp(&self, layer: &DenseLayer) -> CudaResult {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let [normed_nh, gate_up_ni, product_ni] =
             [&buffers.normed_nh, &buffers.gate_up_ni, &buffers.product_ni].map(|buffer| self.rows(buffer));
@@ -124,14 +103,14 @@ impl Step<'_> {
     }
 
     /// The final norm and the LM head.
-    fn logits(&self) -> Result<(), CudaError> {
+    fn logits(&self) -> CudaResult {
         let (buffers, weights) = (&self.memory.buffers, &self.weights.backbone);
         let hidden_nh = self.rows(&buffers.hidden_nh);
         self.add_norm(&weights.norm_h, &hidden_nh)?;
         self.ops.linear(&hidden_nh, &weights.lm_head_vh, &self.rows(&buffers.logits_nv))
     }
 
-    fn accept(&self, rule: Rule) -> Result<(), CudaError> {
+    fn accept(&self, rule: Rule) -> CudaResult {
         let (ops, buffers, nodes) = (self.ops, &self.memory.buffers, self.nodes);
         let [tokens_n, logits_nv, best_n] =
             [&buffers.tokens_n, &buffers.logits_nv, &buffers.best_n].map(|buffer| self.rows(buffer));
@@ -152,7 +131,7 @@ impl Step<'_> {
     }
 
     /// The heads' guesses after the last accepted node.
-    fn guess(&self) -> Result<(), CudaError> {
+    fn guess(&self) -> CudaResult {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let heads = self.weights.heads.as_ref().expect("several nodes hold guesses of heads");
         let (mut before_kh, mut after_kh) = (&buffers.heads_other_kh, &buffers.heads_kh);
@@ -187,7 +166,7 @@ impl Step<'_> {
 }
 
 /// The products of all steps of `shape`, in the buffers that they are computed in.
-pub fn products(weights: &Weights, memory: &Memory, shape: &Shape) -> Vec<Needed> {
+pub fn products(weights: &DeviceWeights, memory: &DeviceMemory, shape: &Shape) -> Vec<ProductBuffers> {
     let buffers = &memory.buffers;
     let attended_nq = buffers.attended_nqd.view([-1, shape.config.query_size()]);
     let each = |weight: fn(&DenseLayer) -> &Tensor| -> Vec<Tensor> {
@@ -199,7 +178,7 @@ pub fn products(weights: &Weights, memory: &Memory, shape: &Shape) -> Vec<Needed
         (&buffers.normed_nh, each(|layer| &layer.gate_up_ih), &buffers.gate_up_ni),
         (&buffers.product_ni, each(|layer| &layer.down_hi), &buffers.delta_nh),
     ];
-    let needed = |rows: i64, x: &Tensor, weights: &[Tensor], y: &Tensor| Needed {
+    let needed = |rows: i64, x: &Tensor, weights: &[Tensor], y: &Tensor| ProductBuffers {
         x_nk: x.narrow(0, 0, rows),
         weights_mk: weights.iter().map(Tensor::shallow_clone).collect(),
         y_nm: y.narrow(0, 0, rows),

@@ -1,0 +1,78 @@
+//! Errors of NVIDIA's driver and libraries.
+
+use std::path::PathBuf;
+
+use cudarc::driver::result::DriverError;
+
+use super::nvrtc::CompileError;
+
+/// File name of cublasLt.
+pub(super) const CUBLAS_LT: &str = "libcublasLt.so.13";
+
+/// Why no GPU can be used here, or what failed on it.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuError {
+    /// libtorch sees none.
+    #[error("there is no GPU to decode on: {accelerator}; `medusa doctor` tells what is missing")]
+    Accelerator {
+        /// What there is instead.
+        accelerator: String,
+    },
+    /// The backbone lies elsewhere.
+    #[error("the backbone computes on the {device}; use --device cuda")]
+    Elsewhere {
+        /// `cpu`.
+        device: String,
+    },
+    /// The driver is older than the kernels.
+    #[error("the NVIDIA driver is for CUDA {found}, and the kernels need 13.0: update the driver (580 or newer)")]
+    Driver {
+        /// `12.4`.
+        found: String,
+    },
+    /// A library of CUDA cannot be opened.
+    #[error("{library} is not in {} and the system has none; `scripts/setup`, or torch installed by pip, brings it", folder.display())]
+    Library {
+        /// Its file.
+        library: &'static str,
+        /// Where it was looked for.
+        folder: PathBuf,
+    },
+    /// Another cublasLt than the calls are written for.
+    #[error(
+        "the loader finds cublasLt {found} first, and 13 is needed; take that one out of LD_LIBRARY_PATH, or put {CUBLAS_LT} in {} \
+         (`scripts/setup`, or torch installed by pip, does)", folder.display()
+    )]
+    CublasLt {
+        /// `12.9`.
+        found: String,
+        /// Where ours is looked for.
+        folder: PathBuf,
+    },
+    /// NVRTC is missing, or refuses a kernel.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    /// The GPU is older than the kernels.
+    #[error("{name} has compute capability {found}, and the kernels need 8.0 (Ampere) or newer")]
+    Capability {
+        /// The GPU.
+        name: String,
+        /// `7.5`.
+        found: String,
+    },
+    /// A call of the driver or of cublasLt failed.
+    #[error("{work} failed on the GPU: {reason}")]
+    Failed {
+        /// What was being done.
+        work: &'static str,
+        /// The driver's words.
+        reason: String,
+    },
+}
+
+impl GpuError {
+    /// A driver's error while `work` was done.
+    pub fn failed(work: &'static str) -> impl Fn(DriverError) -> Self {
+        move |error| Self::Failed { work, reason: format!("{:?}", error.0) }
+    }
+}

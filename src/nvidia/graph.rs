@@ -1,0 +1,71 @@
+//! Work recorded once as CUDA graphs: a step of decoding is some hundred kernels, and one call replays them.
+
+use std::fmt;
+
+use cudarc::driver::{CudaGraph, sys};
+
+use super::device::Gpu;
+use super::error::GpuError;
+
+/// Graphs that are kept: requests of one temperature after the other have steps of their own.
+const MOST: usize = 8;
+
+/// Graphs by what tells one step from another.
+pub struct GraphCache<K> {
+    /// Without a graph: run once, kernel by kernel, so that everything that is made on first use is there.
+    steps: Vec<(K, Option<CudaGraph>)>,
+}
+
+impl<K> Default for GraphCache<K> {
+    fn default() -> Self {
+        Self { steps: vec![] }
+    }
+}
+
+impl<K: fmt::Debug> fmt::Debug for GraphCache<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.steps.iter().map(|(key, graph)| (key, graph.is_some()))).finish()
+    }
+}
+
+impl<K: PartialEq> GraphCache<K> {
+    /// Runs a step: the first time kernel by kernel, the second time while it is recorded, from then on from the record.
+    ///
+    /// # Errors
+    /// What the step or the device says.
+    pub fn run<E: From<GpuError>>(&mut self, gpu: &Gpu, key: K, step: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        let known = self.steps.iter().position(|(other, _)| *other == key);
+        let Some(at) = known else {
+            step()?;
+            self.steps.push((key, None));
+            if self.steps.len() > MOST {
+                self.steps.remove(0);
+            }
+            return Ok(());
+        };
+        if self.steps[at].1.is_none() {
+            self.steps[at].1 = Some(record(gpu, step)?);
+        }
+        let graph = self.steps[at].1.as_ref().expect("just recorded");
+        Ok(graph.launch().map_err(GpuError::failed("a step"))?)
+    }
+
+    /// Addresses have changed: everything is to be recorded again.
+    pub fn forget(&mut self) {
+        self.steps.iter_mut().for_each(|(_, graph)| *graph = None);
+    }
+}
+
+/// The kernels that `step` asks for, not run.
+///
+/// # Errors
+/// What the step or the device says.
+pub(super) fn record<E: From<GpuError>>(gpu: &Gpu, step: impl FnOnce() -> Result<(), E>) -> Result<CudaGraph, E> {
+    let failed = || GpuError::failed("recording a step");
+    gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed())?;
+    let asked = step();
+    let graph = gpu.stream.end_capture(sys::CUgraphInstantiate_flags(0)); // ends it also where a kernel was refused
+    asked?;
+    let none = || GpuError::Failed { work: "recording a step", reason: "nothing was recorded".into() };
+    Ok(graph.map_err(failed())?.ok_or_else(none)?)
+}

@@ -1,0 +1,202 @@
+//! Launches on a GPU: the kernels as they are loaded there, and the fastest way of each product.
+#![expect(unsafe_code, reason = "a kernel is given raw addresses")]
+
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
+
+use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg, sys};
+use cudarc::nvrtc::Ptx;
+use tch::{Device, Kind, Tensor};
+
+use super::choices::{Choices, kernels_folder};
+use super::device::Gpu;
+use super::error::GpuError;
+use super::gemm::{CublasLt, Product, Way};
+use super::graph;
+use super::kernels::{KernelDtype, Program};
+use super::launch::{Argument, Kernel, Launch};
+use super::nvrtc::Compiler;
+
+/// Shared memory that a kernel has without asking.
+const FREE_SHARED: u32 = 48 << 10;
+/// Bytes of the weights of one shape that a product is timed with, one after the other: more than a GPU's cache holds. Small backbones have
+/// fewer, of which some stay in the cache while they are timed, as they do while they decode.
+const TIMED_BYTES: usize = 256 << 20;
+/// Rounds over them.
+const TIMED_ROUNDS: usize = 3;
+
+/// A GPU with all kernels and products.
+#[derive(Debug)]
+pub struct Launcher {
+    gpu: Gpu,
+    functions: HashMap<Kernel, CudaFunction>,
+    /// Those that were allowed more shared memory: asked for once, so that nothing is asked while a step is recorded.
+    raised: RefCell<HashSet<Kernel>>,
+    cublas_lt: CublasLt,
+    choices: Choices,
+}
+
+/// A product to be timed: the buffers that it is computed in, and several weights of its shape.
+#[derive(Debug)]
+pub struct ProductBuffers {
+    /// `[N, K]`.
+    pub x_nk: Tensor,
+    /// `[M, K]` each.
+    pub weights_mk: Vec<Tensor>,
+    /// `[N, M]`.
+    pub y_nm: Tensor,
+}
+
+impl Launcher {
+    /// Compiles the kernels for weights of `kind` and attention heads of `head_size`, or finds them compiled, and loads them.
+    ///
+    /// # Errors
+    /// [`GpuError::Compile`], [`GpuError::Failed`].
+    ///
+    /// # Panics
+    /// For a dtype without kernels.
+    pub fn new(gpu: Gpu, kind: Kind, head_size: i64, device: Device) -> Result<Self, GpuError> {
+        let element = KernelDtype::of(kind).expect("checked before");
+        let compiler = Compiler::open(kernels_folder())?;
+        let mut functions = HashMap::new();
+        for program in Program::ALL {
+            let compiled = compiler.compile(program, element, head_size, &gpu.arch)?;
+            let module = gpu
+                .context
+                .load_module(Ptx::from_binary(compiled.cubin))
+                .map_err(GpuError::failed("loading a kernel"))?;
+            for name in program.kernels() {
+                let function = module.load_function(name).map_err(GpuError::failed("looking for a kernel"))?;
+                functions.insert(Kernel { program, name }, function);
+            }
+        }
+        let cublas_lt = CublasLt::new(gpu.stream.clone(), kind, device)?;
+        let choices = Choices::of(&gpu, element)?;
+        Ok(Self { functions, raised: RefCell::default(), cublas_lt, choices, gpu })
+    }
+
+    /// The GPU.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Asks for one kernel.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`].
+    pub fn launch(&self, launch: &Launch) -> Result<(), GpuError> {
+        let function = &self.functions[&launch.kernel];
+        if launch.shared_bytes > FREE_SHARED && self.raised.borrow_mut().insert(launch.kernel) {
+            let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let bytes = launch.shared_bytes.cast_signed();
+            function.set_attribute(most, bytes).map_err(GpuError::failed("asking for shared memory"))?;
+        }
+        let mut builder = self.gpu.stream.launch_builder(function);
+        for argument in &launch.arguments {
+            match argument {
+                Argument::Pointer(number) => builder.arg(number),
+                Argument::Int(number) => builder.arg(number),
+                Argument::Float(number) => builder.arg(number),
+                Argument::Double(number) => builder.arg(number),
+            };
+        }
+        let [x, y, z] = launch.grid;
+        let config = LaunchConfig {
+            grid_dim: (x, y, z),
+            block_dim: (launch.threads, 1, 1),
+            shared_mem_bytes: launch.shared_bytes,
+        };
+        // SAFETY: the arguments are of the kernel's own launch (see the constructors of `Launch`), whose tensors live as long as the engine.
+        let launched = unsafe { builder.launch(config) };
+        launched.map(|_| ()).map_err(GpuError::failed(launch.kernel.name))
+    }
+
+    /// The fastest way of a product, as far as it was timed.
+    pub fn way(&self, product: Product) -> Way {
+        self.choices.way(product)
+    }
+
+    /// The ways of a product that there are here: of cublasLt's, as many as it has.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`].
+    pub fn ways(&self, product: Product) -> Result<Vec<Way>, GpuError> {
+        let mut ways = vec![];
+        for way in product.ways() {
+            let is_there = match way {
+                Way::CublasLt { algorithm } => self.cublas_lt.has(product, algorithm)?,
+                _ => true,
+            };
+            ways.extend(is_there.then_some(way));
+        }
+        Ok(ways)
+    }
+
+    /// `y = x·wᵀ`, by one of the ways that there are.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`].
+    pub fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Result<(), GpuError> {
+        match way {
+            Way::CublasLt { algorithm } => self.cublas_lt.multiply(x_nk, w_mk, y_nm, algorithm),
+            own => self.launch(&own.launch(x_nk, w_mk, y_nm)),
+        }
+    }
+
+    /// Times the ways of those products that were not timed before on such a GPU, and keeps the fastest of each. The inputs get random
+    /// numbers.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn time(&mut self, needed: &[ProductBuffers]) -> Result<(), GpuError> {
+        self.gpu.wait_for_torch();
+        let of = |needed: &ProductBuffers| Product::of(&needed.x_nk, &needed.weights_mk[0], &needed.y_nm);
+        let mut is_new = false;
+        for needed in needed {
+            let ways = self.ways(of(needed))?;
+            if self.choices.has(of(needed), &ways) {
+                continue;
+            }
+            let _ = needed.x_nk.shallow_clone().normal_(0.0, 1.0);
+            self.gpu.wait_for_torch();
+            let way = self.fastest(&ways, needed)?;
+            self.choices.keep(of(needed), way);
+            is_new = true;
+        }
+        if is_new {
+            self.choices.save();
+        }
+        Ok(())
+    }
+
+    fn fastest(&self, ways: &[Way], needed: &ProductBuffers) -> Result<Way, GpuError> {
+        let mut best = (f32::INFINITY, ways[0]);
+        for &way in ways {
+            let milliseconds = match (way, self.milliseconds(way, needed)) {
+                (Way::CublasLt { .. }, Err(_)) => continue, // recommended, and refused: there are the own kernels
+                (_, timed) => timed?,
+            };
+            if milliseconds < best.0 {
+                best = (milliseconds, way);
+            }
+        }
+        Ok(best.1)
+    }
+
+    /// Of all rounds, from a record as steps are: what a launch costs the host does not count. One round before is not timed.
+    fn milliseconds(&self, way: Way, needed: &ProductBuffers) -> Result<f32, GpuError> {
+        let failed = || GpuError::failed("timing a product");
+        let bytes = |w_mk: &Tensor| w_mk.numel() * w_mk.kind().elt_size_in_bytes();
+        let count = (TIMED_BYTES / bytes(&needed.weights_mk[0]) + 1).min(needed.weights_mk.len());
+        let weights = &needed.weights_mk[..count];
+        let round = || weights.iter().try_for_each(|w_mk| self.linear(way, &needed.x_nk, w_mk, &needed.y_nm));
+        round()?;
+        let recorded = graph::record(&self.gpu, round)?;
+        let event = || self.gpu.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed());
+        let from = event()?;
+        (0..TIMED_ROUNDS).try_for_each(|_| recorded.launch()).map_err(failed())?;
+        let to = event()?;
+        self.gpu.wait()?;
+        from.elapsed_ms(&to).map_err(failed())
+    }
+}
