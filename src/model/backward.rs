@@ -25,12 +25,12 @@ pub enum Keep {
 /// A forward pass waiting for its backward pass.
 #[derive(Debug)]
 pub struct Tape<'l> {
-    pass: Pass<'l>,
-    kept: Vec<Part>,
+    pass: RowsPass<'l>,
+    kept: Vec<KeptPart>,
 }
 
 #[derive(Debug)]
-struct Pass<'l> {
+struct RowsPass<'l> {
     backbone: &'l Llama,
     rows: RowMask,
     rotation: Rotation,
@@ -38,7 +38,7 @@ struct Pass<'l> {
 }
 
 #[derive(Debug)]
-struct Part {
+struct KeptPart {
     index: usize,
     input: Tensor,
     /// With its graph; absent where it is recomputed.
@@ -105,7 +105,7 @@ impl Llama {
         adapters: Adapters,
         keep: Keep,
     ) -> (Tensor, Tape<'l>) {
-        let pass = Pass { backbone: self, rotation: self.rotation(&rows), rows, adapters };
+        let pass = RowsPass { backbone: self, rotation: self.rotation(&rows), rows, adapters };
         let first_trained = (0..self.parts()).find(|&part| !self.trained_in(part).is_empty()).unwrap_or(self.parts());
         let mut x = tokens_bt.shallow_clone();
         let mut kept = vec![];
@@ -120,7 +120,7 @@ impl Llama {
                 Keep::Inputs => tch::no_grad(|| pass.run(index, &input)),
             };
             x = output.detach();
-            kept.push(Part { index, input, output: (keep == Keep::Everything).then_some(output) });
+            kept.push(KeptPart { index, input, output: (keep == Keep::Everything).then_some(output) });
         }
         (x, Tape { pass, kept })
     }
@@ -131,7 +131,7 @@ impl Tape<'_> {
     /// `gradients` are of the masters' dtype, by part as [`Llama::trained_in`].
     pub fn backward(self, dhidden_bth: &Tensor, gradients: &[Vec<&Tensor>]) {
         let mut dy = dhidden_bth.shallow_clone();
-        for Part { index, input, output } in self.kept.into_iter().rev() {
+        for KeptPart { index, input, output } in self.kept.into_iter().rev() {
             let y = output.unwrap_or_else(|| self.pass.run(index, &input));
             let mut inputs: Vec<&Tensor> = self.pass.backbone.trained_in(index).into_iter().map(|(_, t)| t).collect();
             if input.requires_grad() {
@@ -148,7 +148,7 @@ impl Tape<'_> {
     }
 }
 
-impl Pass<'_> {
+impl RowsPass<'_> {
     fn run(&self, part: usize, x: &Tensor) -> Tensor {
         self.backbone.run_part(part, x, &self.rotation, &self.rows, self.adapters)
     }

@@ -86,7 +86,7 @@ pub struct LlamaConfig {
 
 /// `config.json` as written. Keys that change no number here are ignored, as transformers does.
 #[derive(Debug, Deserialize)]
-struct Written {
+struct ConfigKeys {
     model_type: Option<String>,
     hidden_size: i64,
     intermediate_size: i64,
@@ -98,9 +98,9 @@ struct Written {
     max_position_embeddings: i64,
     rms_norm_eps: Option<f64>,
     rope_theta: Option<f64>,
-    rope_scaling: Option<WrittenRope>,
+    rope_scaling: Option<RopeKeys>,
     /// transformers 5 puts theta and scaling together.
-    rope_parameters: Option<WrittenRope>,
+    rope_parameters: Option<RopeKeys>,
     sliding_window: Option<i64>,
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
@@ -111,7 +111,7 @@ struct Written {
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct WrittenRope {
+struct RopeKeys {
     #[serde(alias = "type")]
     rope_type: Option<String>,
     rope_theta: Option<f64>,
@@ -130,7 +130,7 @@ enum OneOrMany {
 
 /// `generation_config.json`; its EOS list is the one that generation obeys.
 #[derive(Debug, Default, Deserialize)]
-struct WrittenGeneration {
+struct GenerationKeys {
     eos_token_id: Option<OneOrMany>,
 }
 
@@ -141,10 +141,10 @@ impl LlamaConfig {
     /// [`ConfigError`] names the file, the key, what was expected and what stands there.
     pub fn load(folder: &Path) -> Result<Self, ConfigError> {
         let path = folder.join("config.json");
-        let written: Written = read_json(&path)?;
+        let written: ConfigKeys = read_json(&path)?;
         let generation_path = folder.join("generation_config.json");
-        let generation: WrittenGeneration =
-            if generation_path.exists() { read_json(&generation_path)? } else { WrittenGeneration::default() };
+        let generation: GenerationKeys =
+            if generation_path.exists() { read_json(&generation_path)? } else { GenerationKeys::default() };
         let mut config = resolve(&path, written)?;
         if let Some(eos) = generation.eos_token_id {
             config.eos_token_ids = eos.into_vec();
@@ -248,7 +248,7 @@ fn bad(path: &Path, key: &'static str, expected: impl ToString, got: impl ToStri
     ConfigError::Value { path: path.into(), key, expected: expected.to_string(), got: got.to_string() }
 }
 
-fn resolve(path: &Path, written: Written) -> Result<LlamaConfig, ConfigError> {
+fn resolve(path: &Path, written: ConfigKeys) -> Result<LlamaConfig, ConfigError> {
     let family = family(path, &written)?;
     if let Some(act) = written.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
         return Err(bad(path, "hidden_act", "silu", act));
@@ -291,13 +291,13 @@ const FAMILIES: [Family; 2] = [
     Family { model_type: "mistral", has_sliding_window: true, num_key_value_heads: Some(8) },
 ];
 
-fn family(path: &Path, written: &Written) -> Result<&'static Family, ConfigError> {
+fn family(path: &Path, written: &ConfigKeys) -> Result<&'static Family, ConfigError> {
     let got = written.model_type.as_deref().unwrap_or("nothing");
     let known = FAMILIES.map(|f| format!("{:?}", f.model_type)).join(" or ");
     FAMILIES.iter().find(|f| f.model_type == got).ok_or_else(|| bad(path, "model_type", known, got))
 }
 
-fn resolve_rope(path: &Path, written: &Written) -> Result<(f64, RopeScaling), ConfigError> {
+fn resolve_rope(path: &Path, written: &ConfigKeys) -> Result<(f64, RopeScaling), ConfigError> {
     let rope = written.rope_parameters.as_ref().or(written.rope_scaling.as_ref());
     let theta = rope.and_then(|r| r.rope_theta).or(written.rope_theta).unwrap_or(10_000.0);
     let Some(rope) = rope else { return Ok((theta, RopeScaling::Default)) };

@@ -49,22 +49,12 @@ impl Linear {
         Self { outputs: weight.size()[0], weight: Weight::Quantized(weight), bias_o, adapter: None }
     }
 
-    /// The same layer for passes of few rows: for the kernels of [`crate::cpu`] where the CPU has what they need, else as for batches.
-    /// Adapters must be merged before.
+    /// The same layer for passes of few rows: for the kernels of [`crate::cpu`] where the CPU has what they need, with the
+    /// weight in `kind` then, else as for batches. Adapters must be merged before.
     #[must_use]
-    pub fn for_few_rows(self, arena: &mut Arena) -> Self {
+    pub fn for_few_rows(self, kind: Kind, arena: &mut Arena) -> Self {
         let Weight::Dense(weight_oi) = &self.weight else { return self };
-        match matrix_of(weight_oi, arena) {
-            Some(matrix) => Self { weight: Weight::Matrix(matrix), ..self },
-            None => self.packed(),
-        }
-    }
-
-    /// As [`Linear::for_few_rows`], in bfloat16 where it is for the kernels: for guesses, which are verified anyway.
-    #[must_use]
-    pub fn for_guesses(self, arena: &mut Arena) -> Self {
-        let Weight::Dense(weight_oi) = &self.weight else { return self };
-        match matrix_of(&weight_oi.to_kind(Kind::BFloat16), arena) {
+        match matrix_of(&weight_oi.to_kind(kind), arena) {
             Some(matrix) => Self { weight: Weight::Matrix(matrix), ..self },
             None => self.packed(),
         }

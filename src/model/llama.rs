@@ -48,8 +48,8 @@ impl Llama {
     #[must_use]
     pub fn for_decoding(mut self) -> Self {
         let mut arena = Arena::default();
-        self.lm_head = self.lm_head.for_few_rows(&mut arena);
-        let mut prepare = |linear: Linear| linear.for_few_rows(&mut arena);
+        self.lm_head = self.lm_head.for_few_rows(self.kind, &mut arena);
+        let mut prepare = |linear: Linear| linear.for_few_rows(self.kind, &mut arena);
         self.layers = self.layers.into_iter().map(|layer| layer.prepared(&mut prepare)).collect();
         self.cpu_pass = CpuPass::new(&self);
         self

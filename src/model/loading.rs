@@ -144,7 +144,12 @@ impl Llama {
         let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
         let lm_head = match config.tie_word_embeddings {
             true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
-            false => build_linear(source, names::LM_HEAD, &LinearSpec { part: "", size: [v, h], bias: false }, None)?,
+            false => build_linear(
+                source,
+                names::LM_HEAD,
+                &LinearSpec { part: names::LM_HEAD, size: [v, h], bias: false },
+                None,
+            )?,
         };
         let block = config.block();
         let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&block, i, quantizer.as_ref(), source));

@@ -179,7 +179,7 @@ pub(super) fn named<'a>(layer: &str, adapter: &'a Adapter) -> Vec<(String, &'a T
 /// # Errors
 /// [`PeftError`] names the file and what does not fit.
 pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) -> Result<(), PeftError> {
-    let reader = Reader::open(folder, config)?;
+    let reader = PeftFolder::open(folder, config)?;
     reader.check_shape_of_lm_head(backbone)?;
     reader.compare_lm_head(backbone)?;
     reader.attach(backbone)
@@ -190,7 +190,7 @@ pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) 
 /// # Errors
 /// As [`attach`].
 pub fn check(outline: &mut Llama, folder: &Path, config: &LoraConfig) -> Result<(), PeftError> {
-    let reader = Reader::open(folder, Some(config))?;
+    let reader = PeftFolder::open(folder, Some(config))?;
     reader.check_shape_of_lm_head(outline)?;
     reader.attach(outline)
 }
@@ -224,14 +224,14 @@ fn layers_of(files: &WeightFiles) -> BTreeSet<String> {
     files.names().into_iter().filter_map(layer).collect()
 }
 
-struct Reader {
+struct PeftFolder {
     path: PathBuf,
     peft: PeftConfig,
     files: WeightFiles,
     dropout: f64,
 }
 
-impl Reader {
+impl PeftFolder {
     fn open(folder: &Path, config: Option<&LoraConfig>) -> Result<Self, PeftError> {
         let config_path = folder.join(ADAPTER_CONFIG);
         let peft = PeftConfig::read(&config_path)?;

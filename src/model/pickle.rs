@@ -49,52 +49,30 @@ const REBUILD_PARAMETER: &str = "torch._utils._rebuild_parameter";
 /// A shape may be used by many tensors: without a limit, a short file would claim much memory.
 const MAX_AXES: usize = 8;
 
-/// Element types of storages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Element {
-    /// `torch.DoubleStorage`.
-    Double,
-    /// `torch.FloatStorage`.
-    Float,
-    /// `torch.HalfStorage`.
-    Half,
-    /// `torch.BFloat16Storage`.
-    BFloat16,
-    /// `torch.LongStorage`.
-    Int64,
-    /// `torch.IntStorage`; of buffers, as are the following.
-    Int32,
-    /// `torch.ShortStorage`.
-    Int16,
-    /// `torch.CharStorage`.
-    Int8,
-    /// `torch.ByteStorage`.
-    Uint8,
-    /// `torch.BoolStorage`.
-    Bool,
-}
+/// Classes of storages, in the module `torch`.
+pub const STORAGES: [&str; 10] = [
+    "DoubleStorage",
+    "FloatStorage",
+    "HalfStorage",
+    "BFloat16Storage",
+    "LongStorage",
+    "IntStorage",
+    "ShortStorage",
+    "CharStorage",
+    "ByteStorage",
+    "BoolStorage",
+];
 
-fn storage_of(global: &str) -> Option<Element> {
-    match global {
-        "torch.DoubleStorage" => Some(Element::Double),
-        "torch.FloatStorage" => Some(Element::Float),
-        "torch.HalfStorage" => Some(Element::Half),
-        "torch.BFloat16Storage" => Some(Element::BFloat16),
-        "torch.LongStorage" => Some(Element::Int64),
-        "torch.IntStorage" => Some(Element::Int32),
-        "torch.ShortStorage" => Some(Element::Int16),
-        "torch.CharStorage" => Some(Element::Int8),
-        "torch.ByteStorage" => Some(Element::Uint8),
-        "torch.BoolStorage" => Some(Element::Bool),
-        _ => None,
-    }
+fn storage_of(global: &str) -> Option<&'static str> {
+    let class = global.strip_prefix("torch.")?;
+    STORAGES.into_iter().find(|storage| *storage == class)
 }
 
 /// A storage by the key of its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StorageRef<'d> {
-    /// What its elements are.
-    pub element: Element,
+    /// Which of [`STORAGES`] it is.
+    pub class: &'static str,
     /// Its key in the file.
     pub key: &'d str,
     /// Elements, as the pickle claims.
@@ -146,11 +124,11 @@ pub struct Pickled<'d> {
     pub value: Value<'d>,
     /// Bytes that it took.
     pub length: usize,
-    arena: Arena<'d>,
+    arena: PickledObjects<'d>,
 }
 
 #[derive(Debug, Default)]
-struct Arena<'d> {
+struct PickledObjects<'d> {
     globals: Vec<String>,
     sequences: Vec<Vec<Value<'d>>>,
     dicts: Vec<Vec<(Value<'d>, Value<'d>)>>,
@@ -164,8 +142,14 @@ impl<'d> Pickled<'d> {
     /// # Errors
     /// [`PickleError`]; nothing that it names was run.
     pub fn read(data: &'d [u8]) -> Result<Self, PickleError> {
-        let mut machine =
-            Machine { data, at: 0, stack: vec![], marks: vec![], memo: Memo::default(), arena: Arena::default() };
+        let mut machine = Machine {
+            data,
+            at: 0,
+            stack: vec![],
+            marks: vec![],
+            memo: Memo::default(),
+            arena: PickledObjects::default(),
+        };
         while !machine.step()? {}
         let value = machine.pop()?;
         Ok(Self { value, length: machine.at, arena: machine.arena })
@@ -212,7 +196,7 @@ struct Machine<'d> {
     stack: Vec<Value<'d>>,
     marks: Vec<usize>,
     memo: Memo<'d>,
-    arena: Arena<'d>,
+    arena: PickledObjects<'d>,
 }
 
 /// pickletools' names of the instructions that torch.save writes, in protocols 2 to 5.
@@ -459,8 +443,8 @@ impl<'d> Machine<'d> {
         if !matches!(view, [] | [Value::Nothing]) {
             return Err(self.malformed("a storage that is no view of another"));
         }
-        let element = storage_of(&self.arena.globals[class]).ok_or_else(|| self.malformed("a class of storages"))?;
-        self.arena.storages.push(StorageRef { element, key, numel });
+        let class = storage_of(&self.arena.globals[class]).ok_or_else(|| self.malformed("a class of storages"))?;
+        self.arena.storages.push(StorageRef { class, key, numel });
         self.stack.push(Value::Storage(self.arena.storages.len() - 1));
         Ok(())
     }
@@ -518,7 +502,7 @@ mod tests {
     #[test]
     fn a_tensor_is_a_window_on_a_storage() {
         let pickled = Pickled::read(ONE_TENSOR).unwrap();
-        let storage = StorageRef { element: Element::Float, key: "0", numel: 2 };
+        let storage = StorageRef { class: "FloatStorage", key: "0", numel: 2 };
         let expected = TensorRef { storage, offset: 0, shape: vec![2], strides: vec![1] };
         assert_eq!(pickled.tensors().unwrap(), [("w", &expected)]);
         assert_eq!(pickled.length, ONE_TENSOR.len());

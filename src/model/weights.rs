@@ -9,21 +9,24 @@
 )]
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
-use safetensors::{Dtype, SafeTensorError, SafeTensors};
+use safetensors::{SafeTensorError, SafeTensors};
 use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
+use crate::files;
+use crate::model::tensor_file::kind_of;
+pub use crate::model::tensor_file::{Planned, dtype_of, is_float, map_file};
 use crate::model::torch_file::{TorchFile, TorchFileError};
 use crate::torch::bytes;
 
 mod save;
 
-pub use save::{Planned, save, save_each, save_model};
+pub use save::{save, save_each, save_model};
 
 /// The weights of a Hugging Face folder, where one file holds them.
 pub const MODEL_FILE: &str = "model.safetensors";
@@ -146,12 +149,12 @@ pub struct WeightFiles {
 #[derive(Debug)]
 struct MappedFile {
     path: PathBuf,
-    tensors: Tensors,
+    headers: TensorHeaders,
 }
 
 /// What a file's header says.
 #[derive(Debug)]
-enum Tensors {
+enum TensorHeaders {
     Safe(&'static Mmap, SafeTensors<'static>),
     Torch(&'static TorchFile),
 }
@@ -180,7 +183,7 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, WeightsError> {
-        let Listed { source, weight_map, paths } = Listed::of(folder)?;
+        let WeightListing { source, weight_map, paths } = WeightListing::of(folder)?;
         let Some(weight_map) = weight_map else { return Self::open_file(&source) };
         let files = paths.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
         let place =
@@ -189,13 +192,16 @@ impl WeightFiles {
         Ok(Self { files, file_of, source })
     }
 
-    /// Maps one file: of `torch.save` where its name ends in `.bin`, else safetensors.
+    /// Maps one file: of `torch.save` where its name ends in `.bin`, `.pt` or `.pth`, else safetensors; or the shards beside an index.
     ///
     /// # Errors
     /// [`WeightsError::Io`], [`WeightsError::Damaged`] or [`WeightsError::Torch`].
     pub fn open_file(path: &Path) -> Result<Self, WeightsError> {
+        if path.extension().is_some_and(|extension| extension == "json") {
+            return Self::open(files::parent(path));
+        }
         let file = MappedFile::open(path)?;
-        let file_of = file.tensors.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
+        let file_of = file.headers.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
         Ok(Self { files: vec![file], file_of, source: path.into() })
     }
 
@@ -227,6 +233,12 @@ impl WeightFiles {
     /// The file that holds a tensor.
     pub fn file_of(&self, name: &str) -> Option<&Path> {
         self.file_of.get(name).map(|&at| self.files[at].path.as_path())
+    }
+
+    /// Whether two tensors are one, by two names.
+    pub fn same_memory(&self, one: &str, other: &str) -> bool {
+        let data = |name: &str| self.find(name).ok().map(|(_, view)| view.data.as_ptr_range());
+        data(one).is_some() && data(one) == data(other)
     }
 
     /// The tensor as it lies in the file: a view of the mapping, read-only, of the file's dtype.
@@ -305,14 +317,14 @@ impl WeightFiles {
     pub fn release(&self) {
         for file in &self.files {
             // SAFETY: the mapping is a file's, read-only and shared: pages dropped are read again from the file.
-            let _ = unsafe { file.tensors.map().unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
+            let _ = unsafe { file.headers.map().unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
         }
     }
 
     fn find(&self, name: &str) -> Result<(&MappedFile, View), WeightsError> {
         let missing = |path: &Path| WeightsError::MissingTensor { path: path.into(), name: name.into() };
         let file = self.file_of.get(name).map(|&at| &self.files[at]).ok_or_else(|| missing(&self.source))?;
-        let view = file.tensors.view(name).ok_or_else(|| missing(&file.path))?;
+        let view = file.headers.view(name).ok_or_else(|| missing(&file.path))?;
         Ok((file, view))
     }
 }
@@ -322,11 +334,11 @@ impl WeightFiles {
 /// # Errors
 /// As [`WeightFiles::open`]; the files themselves are not looked into.
 pub fn files_of(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
-    Ok(Listed::of(folder)?.paths)
+    Ok(WeightListing::of(folder)?.paths)
 }
 
 /// Which files hold a folder's weights.
-struct Listed {
+struct WeightListing {
     /// The index, or the only file.
     source: PathBuf,
     /// What the index says.
@@ -334,7 +346,7 @@ struct Listed {
     paths: Vec<PathBuf>,
 }
 
-impl Listed {
+impl WeightListing {
     fn of(folder: &Path) -> Result<Self, WeightsError> {
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
@@ -370,9 +382,9 @@ impl MappedFile {
     // What is mapped is leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory, and keeps a
     // removed file's disk space until the process ends.
     fn open(path: &Path) -> Result<Self, WeightsError> {
-        if path.extension().is_some_and(|extension| extension == "bin") {
+        if path.extension().is_some_and(|extension| ["bin", "pt", "pth"].iter().any(|torch| extension == *torch)) {
             let file = TorchFile::open(path).map_err(|error| WeightsError::Torch(error.into()))?;
-            return Ok(Self { path: path.into(), tensors: Tensors::Torch(Box::leak(Box::new(file))) });
+            return Ok(Self { path: path.into(), headers: TensorHeaders::Torch(Box::leak(Box::new(file))) });
         }
         let map: &'static Mmap = Box::leak(Box::new(map_file(path).map_err(|source| io_error(path, source))?));
         let tensors = SafeTensors::deserialize(map).map_err(|reason| WeightsError::Damaged {
@@ -380,11 +392,11 @@ impl MappedFile {
             reason,
             bytes: map.len() as u64,
         })?;
-        Ok(Self { path: path.into(), tensors: Tensors::Safe(map, tensors) })
+        Ok(Self { path: path.into(), headers: TensorHeaders::Safe(map, tensors) })
     }
 }
 
-impl Tensors {
+impl TensorHeaders {
     fn names(&self) -> Vec<&str> {
         match self {
             Self::Safe(_, tensors) => tensors.names(),
@@ -417,46 +429,8 @@ impl Tensors {
     }
 }
 
-/// Maps a whole file, read-only.
-///
-/// # Errors
-/// Whatever the system says.
-pub fn map_file(path: &Path) -> io::Result<Mmap> {
-    let file = File::open(path)?;
-    // SAFETY: our own writers replace files by renaming and never change one in place.
-    unsafe { Mmap::map(&file) }
-}
-
-/// What we write and read.
-const DTYPES: [(Dtype, Kind); 10] = [
-    (Dtype::F64, Kind::Double),
-    (Dtype::F32, Kind::Float),
-    (Dtype::BF16, Kind::BFloat16),
-    (Dtype::F16, Kind::Half),
-    (Dtype::I64, Kind::Int64),
-    (Dtype::I32, Kind::Int),
-    (Dtype::I16, Kind::Int16),
-    (Dtype::I8, Kind::Int8),
-    (Dtype::U8, Kind::Uint8),
-    (Dtype::BOOL, Kind::Bool),
-];
-
-fn kind_of(dtype: Dtype) -> Option<Kind> {
-    DTYPES.iter().find(|(d, _)| *d == dtype).map(|(_, kind)| *kind)
-}
-
-/// What safetensors calls a dtype that we write.
-pub fn dtype_of(kind: Kind) -> Dtype {
-    DTYPES.iter().find(|(_, k)| *k == kind).expect("a dtype that we write").0
-}
-
 /// What weights can be.
 const FLOATS: &str = "F64, F32, BF16 or F16";
-
-/// Whether weights can be of it.
-pub fn is_float(kind: Kind) -> bool {
-    matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
-}
 
 fn read(path: &Path) -> Result<String, WeightsError> {
     fs::read_to_string(path).map_err(|source| io_error(path, source))
@@ -464,4 +438,31 @@ fn read(path: &Path) -> Result<String, WeightsError> {
 
 fn io_error(path: &Path, source: io::Error) -> WeightsError {
     WeightsError::Io { path: path.into(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::torch_file;
+
+    #[test]
+    fn what_torch_file_writes_comes_back_in_every_dtype() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("heads.pt");
+        for kind in torch_file::KINDS {
+            let tensors = [
+                Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]),
+                Tensor::ones([], (Kind::Int64, Device::Cpu)),
+            ];
+            let tensors = tensors.map(|tensor| tensor.to_kind(kind));
+            let tensors = [tensors[0].tr(), tensors[1].shallow_clone()];
+            let planned = [Planned::of("a".into(), &tensors[0]), Planned::of("b".into(), &tensors[1])];
+            torch_file::save(&path, &planned, &mut |at| Ok(tensors[at].shallow_clone())).unwrap();
+            let file = WeightFiles::open_file(&path).unwrap();
+            assert_eq!(file.names(), ["a", "b"]);
+            assert_eq!(file.mapped_as("a", &[3, 2], kind).unwrap(), tensors[0]);
+            assert_eq!(file.mapped_as("b", &[], kind).unwrap(), tensors[1]);
+            assert!(file.same_memory("a", "a") && !file.same_memory("a", "b"));
+        }
+    }
 }

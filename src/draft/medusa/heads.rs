@@ -14,7 +14,6 @@ use crate::engine::cuda::draft::{DeviceDraft, DraftShape, HeadMatrices};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::model::torch_file::TorchFileError;
 use crate::model::weights::{WeightsError, save};
 use crate::tree::sparse_tree::SparseTree;
 
@@ -50,9 +49,6 @@ pub enum HeadsError {
     /// The file.
     #[error(transparent)]
     Weights(#[from] WeightsError),
-    /// A pickled file.
-    #[error(transparent)]
-    Torch(#[from] TorchFileError),
     /// A folder without heads.
     #[error(
         "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, or \
@@ -266,7 +262,7 @@ impl Heads {
     #[must_use]
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
-        let mut prepare = |linear: Linear| linear.for_guesses(&mut arena);
+        let mut prepare = |linear: Linear| linear.for_few_rows(Kind::BFloat16, &mut arena);
         let pack = |head: Head| Head {
             blocks: head.blocks.into_iter().map(&mut prepare).collect(),
             w2: head.w2.map(&mut prepare),

@@ -7,34 +7,12 @@ use std::path::Path;
 
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Metadata, TensorInfo};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
-use super::{MODEL_FILE, MODEL_INDEX, WeightsError, dtype_of, io_error};
+use super::{MODEL_FILE, MODEL_INDEX, WeightsError, io_error};
 use crate::files::{write_atomic, write_json};
+use crate::model::tensor_file::{Planned, dtype_of};
 use crate::torch::bytes;
-
-/// A tensor that will be written.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Planned {
-    /// Its name.
-    pub name: String,
-    /// Its shape.
-    pub shape: Vec<i64>,
-    /// Its dtype.
-    pub kind: Kind,
-}
-
-impl Planned {
-    /// A tensor by the name that it will have.
-    pub fn of(name: String, tensor: &Tensor) -> Self {
-        Self { name, shape: tensor.size(), kind: tensor.kind() }
-    }
-
-    fn bytes(&self) -> usize {
-        let numel: i64 = self.shape.iter().product();
-        usize::try_from(numel).expect("a shape has no negative length") * self.kind.elt_size_in_bytes()
-    }
-}
 
 /// Writes tensors, in the order given, as one safetensors file, fsynced; each is copied to the CPU when its turn comes.
 /// The file appears under its name only when it is whole. (The crate's own `serialize_to_file` makes files that nobody but
@@ -129,6 +107,8 @@ fn header(planned: &[Planned]) -> Result<Vec<u8>, SafeTensorError> {
 
 #[cfg(test)]
 mod tests {
+    use tch::Kind;
+
     use super::*;
     use crate::model::weights::WeightFiles;
 

@@ -12,8 +12,7 @@ use tch::{Device, Kind, Tensor};
 use super::layout::{Layout, Part, Place, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
 use crate::files::{self, sha256, sha256_of_all};
-use crate::model::torch_file::TorchFile;
-use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, is_float};
+use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
 
 /// The file of heads as FasterDecoding, TGI, LoRAX and TensorRT-LLM look for it.
 pub const MEDUSA_LM_HEAD: &str = "medusa_lm_head.safetensors";
@@ -27,7 +26,7 @@ const CANDIDATES: [&str; 5] = [HEADS_FILE, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT, MO
 pub struct HeadsFile {
     path: PathBuf,
     layout: Layout,
-    container: Container,
+    tensors: WeightFiles,
     /// Names as they are in the file.
     names: BTreeMap<Place, String>,
     shape: HeadsShape,
@@ -35,12 +34,6 @@ pub struct HeadsFile {
     config: Option<Config>,
     /// The one lm_head of all heads, where the file has it.
     lm_head: Option<String>,
-}
-
-#[derive(Debug)]
-enum Container {
-    Safetensors(WeightFiles),
-    Torch(TorchFile),
 }
 
 /// `config.json` beside the file.
@@ -113,15 +106,15 @@ impl HeadsFile {
     /// [`HeadsError`] names the file and what is wrong in it.
     pub fn open(path: &Path) -> Result<Self, HeadsError> {
         let path = locate(path)?;
-        let container = Container::open(&path)?;
+        let tensors = WeightFiles::open_file(&path)?;
         let config = Config::beside(&path)?;
-        let names = container.names();
+        let names: Vec<String> = tensors.names().into_iter().map(str::to_owned).collect();
         let layout = layout_of(&names).ok_or_else(|| no_heads(&path, &names))?;
         let places = places(layout, &names, &path)?;
         let mut file = Self {
             path,
             layout,
-            container,
+            tensors,
             names: places,
             shape: HeadsShape::NONE,
             kind: Kind::Float,
@@ -184,7 +177,7 @@ impl HeadsFile {
         self.lm_head_size()?;
         for place in self.shape.places() {
             if let Some(name) = self.name(place)? {
-                self.container.check(&name, &self.shape.size(place), &self.path)?;
+                self.tensors.check(&name, &self.shape.size(place))?;
             }
         }
         Ok(())
@@ -205,7 +198,7 @@ impl HeadsFile {
     pub fn stored(&self, place: Place) -> Result<Tensor, HeadsError> {
         let size = self.shape.size(place);
         match self.name(place)? {
-            Some(name) => self.container.tensor(&name, &size, &self.path),
+            Some(name) => Ok(self.tensors.mapped(&name, &size)?),
             None => Ok(Tensor::zeros(size, (self.kind, Device::Cpu))),
         }
     }
@@ -217,8 +210,8 @@ impl HeadsFile {
     pub fn bytes(&self) -> Result<BTreeMap<String, u64>, HeadsError> {
         let mut bytes = BTreeMap::new();
         for name in self.names.values().chain(&self.lm_head) {
-            let numel: i64 = self.container.shape(name, &self.path)?.iter().product();
-            let kind = self.container.kind(name).unwrap_or(Kind::Float);
+            let numel: i64 = self.tensors.shape(name)?.iter().product();
+            let kind = self.tensors.kind(name).unwrap_or(Kind::Float);
             *bytes.entry(dtype_of(kind).to_string()).or_default() +=
                 numel.unsigned_abs() * kind.elt_size_in_bytes() as u64;
         }
@@ -241,13 +234,13 @@ impl HeadsFile {
     /// [`HeadsError`] if it has no such shape.
     pub fn lm_head(&self) -> Result<Option<Tensor>, HeadsError> {
         let (Some(name), Some(size)) = (&self.lm_head, self.lm_head_size()?) else { return Ok(None) };
-        Ok(Some(self.container.tensor(name, &size, &self.path)?))
+        Ok(Some(self.tensors.mapped(name, &size)?))
     }
 
     /// `[V, H]` of that lm_head; H must be the heads'.
     fn lm_head_size(&self) -> Result<Option<[i64; 2]>, HeadsError> {
         let Some(name) = &self.lm_head else { return Ok(None) };
-        let (got, hidden) = (self.container.shape(name, &self.path)?, self.shape.hidden_size);
+        let (got, hidden) = (self.tensors.shape(name)?, self.shape.hidden_size);
         match got[..] {
             [v, h] if h == hidden => Ok(Some([v, h])),
             _ => {
@@ -300,9 +293,8 @@ impl HeadsFile {
 
     /// The file, or the shards that hold heads.
     pub fn files(&self) -> Vec<PathBuf> {
-        let Container::Safetensors(files) = &self.container else { return vec![self.path.clone()] };
         let mut paths: Vec<PathBuf> =
-            self.names.values().filter_map(|name| files.file_of(name)).map(Path::to_owned).collect();
+            self.names.values().filter_map(|name| self.tensors.file_of(name)).map(Path::to_owned).collect();
         paths.sort();
         paths.dedup();
         paths
@@ -329,7 +321,7 @@ impl HeadsFile {
         if self.layout != Layout::Vllm {
             return Ok(());
         }
-        if self.container.contains(VLLM_TOKEN_MAP) {
+        if self.tensors.contains(VLLM_TOKEN_MAP) {
             let got = "a part of the vocabulary".into();
             return refuse(
                 VLLM_TOKEN_MAP,
@@ -355,14 +347,14 @@ impl HeadsFile {
         }
         let of_first = own.first().and_then(|place| self.names.get(place)).cloned();
         own.iter().for_each(|place| drop(self.names.remove(place)));
-        if self.container.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
+        if self.tensors.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
     }
 
     /// Counts heads and layers, and reads H and V off the first tensors that have them.
     fn measure(&mut self) -> Result<HeadsShape, HeadsError> {
         let is = |part: Part| move |place: &&Place| place.part == part;
         let places = || self.names.keys();
-        let size = |name: &String| self.container.shape(name, &self.path);
+        let size = |name: &String| self.tensors.shape(name);
         let first = |part: Part| places().find(is(part)).map(|place| &self.names[place]);
         let w1 = first(Part::W1).map(size).transpose()?;
         let w2 = first(Part::W2).map(size).transpose()?;
@@ -374,7 +366,7 @@ impl HeadsFile {
             vocab_size: axis(&w2, 0).unwrap_or(0),
         };
         let any = first(Part::W1).or(first(Part::W2)).cloned();
-        self.kind = any.and_then(|name| self.container.kind(&name)).unwrap_or(Kind::Float);
+        self.kind = any.and_then(|name| self.tensors.kind(&name)).unwrap_or(Kind::Float);
         Ok(shape)
     }
 
@@ -433,77 +425,13 @@ impl HeadsFile {
     fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
         let w1 = |layer| self.name(Place { head, layer, part: Part::W1 });
         let (Some(first), Some(other)) = (w1(0)?, w1(layer)?) else { return Ok(false) };
-        if let Container::Torch(file) = &self.container
-            && file.same_memory(&first, &other)
-        {
+        if self.tensors.same_memory(&first, &other) {
             return Ok(true);
         }
         let size = [self.shape.hidden_size; 2];
-        let first = self.container.tensor(&first, &size, &self.path)?;
-        let other = self.container.tensor(&other, &size, &self.path)?;
+        let first = self.tensors.mapped(&first, &size)?;
+        let other = self.tensors.mapped(&other, &size)?;
         Ok(first.equal(&other) && first.count_nonzero(None).int64_value(&[]) > 0)
-    }
-}
-
-impl Container {
-    fn open(path: &Path) -> Result<Self, HeadsError> {
-        let extension = path.extension().and_then(|extension| extension.to_str());
-        Ok(match extension {
-            Some("pt" | "pth" | "bin") => Self::Torch(TorchFile::open(path)?),
-            Some("json") => Self::Safetensors(WeightFiles::open(path.parent().unwrap_or(Path::new(".")))?),
-            _ => Self::Safetensors(WeightFiles::open_file(path)?),
-        })
-    }
-
-    fn names(&self) -> Vec<String> {
-        let names = match self {
-            Self::Safetensors(files) => files.names(),
-            Self::Torch(file) => file.names(),
-        };
-        names.into_iter().map(str::to_owned).collect()
-    }
-
-    fn contains(&self, name: &str) -> bool {
-        match self {
-            Self::Safetensors(files) => files.contains(name),
-            Self::Torch(file) => file.shape(name).is_some(),
-        }
-    }
-
-    fn shape(&self, name: &str, path: &Path) -> Result<Vec<i64>, HeadsError> {
-        match self {
-            Self::Safetensors(files) => Ok(files.shape(name)?),
-            Self::Torch(file) => Ok(file.shape(name).ok_or_else(|| missing(path, name))?.0.to_vec()),
-        }
-    }
-
-    fn kind(&self, name: &str) -> Option<Kind> {
-        match self {
-            Self::Safetensors(files) => files.kind(name),
-            Self::Torch(file) => file.shape(name).map(|(_, kind)| kind),
-        }
-    }
-
-    fn check(&self, name: &str, expected: &[i64], path: &Path) -> Result<(), HeadsError> {
-        let Self::Torch(file) = self else {
-            let Self::Safetensors(files) = self else { unreachable!("two kinds of containers") };
-            return Ok(files.check(name, expected)?);
-        };
-        let (got, kind) = file.shape(name).ok_or_else(|| missing(path, name))?;
-        if got != expected || !is_float(kind) {
-            let (path, name) = (path.to_owned(), name.to_owned());
-            return Err(WeightsError::Shape { path, name, expected: expected.into(), got: got.into() }.into());
-        }
-        Ok(())
-    }
-
-    /// In the file's dtype: a view of a mapped file, or a copy out of a pickled one.
-    fn tensor(&self, name: &str, size: &[i64], path: &Path) -> Result<Tensor, HeadsError> {
-        self.check(name, size, path)?;
-        match self {
-            Self::Safetensors(files) => Ok(files.mapped(name, size)?),
-            Self::Torch(file) => file.tensor(name).ok_or_else(|| missing(path, name)),
-        }
     }
 }
 
@@ -567,8 +495,4 @@ fn places(layout: Layout, names: &[String], path: &Path) -> Result<BTreeMap<Plac
         None => Err(HeadsError::Layout { path: path.into(), name: name.clone() }),
     };
     names.iter().filter(|name| !others(name)).map(place).collect()
-}
-
-fn missing(path: &Path, name: &str) -> HeadsError {
-    WeightsError::MissingTensor { path: path.into(), name: name.into() }.into()
 }
