@@ -15,8 +15,7 @@ use crate::draft::medusa::heads::layout::Layout;
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::latency::{Latency, StepTime};
 use crate::model::config::LlamaConfig;
-use crate::model::torch_file::TorchFile;
-use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError, map_file};
+use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, TensorHeader, WeightFiles, WeightsError};
 use crate::torch::Dtype;
 use crate::tree::file::TreeFile;
 
@@ -68,16 +67,9 @@ struct HeadsFound {
 
 #[derive(Debug, Serialize)]
 struct TensorsFound {
-    tensors: Vec<TensorFound>,
-    parameters: usize,
+    tensors: Vec<TensorHeader>,
+    parameters: i64,
     bytes: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct TensorFound {
-    name: String,
-    dtype: String,
-    shape: Vec<usize>,
 }
 
 #[derive(Debug, Serialize)]
@@ -159,7 +151,7 @@ fn file(path: &Path) -> anyhow::Result<Contents> {
         Some("safetensors") => weights(path),
         Some("pt" | "pth" | "bin") => match HeadsFile::open(path) {
             Ok(heads) => Ok(Contents::Heads(HeadsFound::read(&heads)?)),
-            Err(_) => Ok(Contents::Tensors(torch_tensors(path)?)), // a backbone's, or what is wrong with the file
+            Err(_) => Ok(Contents::Tensors(tensors(path)?)), // a backbone's, or what is wrong with the file
         },
         Some("json") => json(path),
         _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt, .bin or .json", path.display()),
@@ -175,35 +167,10 @@ fn weights(path: &Path) -> anyhow::Result<Contents> {
 }
 
 fn tensors(path: &Path) -> anyhow::Result<TensorsFound> {
-    let map = map_file(path).map_err(|source| WeightsError::Io { path: path.into(), source })?;
-    let bytes = map.len() as u64;
-    let damaged = |reason| WeightsError::Damaged { path: path.into(), reason, bytes };
-    let file = safetensors::SafeTensors::deserialize(&map).map_err(damaged)?;
-    let mut tensors: Vec<TensorFound> = file
-        .iter()
-        .map(|(name, view)| TensorFound {
-            name: name.to_owned(),
-            dtype: view.dtype().to_string(),
-            shape: view.shape().to_vec(),
-        })
-        .collect();
-    tensors.sort_by(|a, b| a.name.cmp(&b.name));
-    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
-    let bytes = file.iter().map(|(_, view)| view.data().len()).sum();
+    let tensors = WeightFiles::open_file(path)?.tensors();
+    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<i64>()).sum();
+    let bytes = tensors.iter().map(|tensor| tensor.bytes).sum();
     Ok(TensorsFound { tensors, parameters, bytes })
-}
-
-fn torch_tensors(path: &Path) -> anyhow::Result<TensorsFound> {
-    let file = TorchFile::open(path)?;
-    let found = |name: &str| {
-        let (shape, kind) = file.shape(name)?;
-        let shape: Vec<usize> = shape.iter().map(|&d| d as usize).collect();
-        let bytes = shape.iter().product::<usize>() * kind.elt_size_in_bytes();
-        Some((TensorFound { name: name.to_owned(), dtype: weights::dtype_of(kind).to_string(), shape }, bytes))
-    };
-    let (tensors, bytes): (Vec<TensorFound>, Vec<usize>) = file.names().into_iter().filter_map(found).unzip();
-    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<usize>()).sum();
-    Ok(TensorsFound { tensors, parameters, bytes: bytes.into_iter().sum() })
 }
 
 fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
@@ -361,7 +328,7 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
 
 fn tensors_text(found: &TensorsFound, out: &mut String) -> std::fmt::Result {
     let width = found.tensors.iter().map(|tensor| tensor.name.len()).max().unwrap_or(0);
-    for TensorFound { name, dtype, shape } in &found.tensors {
+    for TensorHeader { name, dtype, shape, .. } in &found.tensors {
         writeln!(out, "{name:width$}  {dtype:5} {shape:?}")?;
     }
     writeln!(out, "{} tensors, {} values, {}", found.tensors.len(), found.parameters, mebibytes(found.bytes as u64))

@@ -22,7 +22,7 @@ pub mod peft;
 pub mod pickle;
 pub mod quantization;
 pub mod rope;
-pub mod tensor_file;
+mod tensor_file;
 pub mod torch_file;
 pub mod weights;
 

@@ -83,7 +83,7 @@ pub enum PeftError {
 }
 
 /// `adapter_config.json`, the keys that decide what an adapter computes; PEFT's others are left to their defaults.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct PeftConfig {
     peft_type: String,
     #[serde(default)]
@@ -342,16 +342,8 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
         lora_dropout: first.dropout,
         target_modules: serde_json::json!(modules),
         bias: Some("none".into()),
-        fan_in_fan_out: false,
         inference_mode: true,
-        use_rslora: false,
-        use_dora: false,
-        lora_bias: false,
-        use_qalora: false,
-        layer_replication: None,
-        modules_to_save: None,
-        rank_pattern: serde_json::Map::new(),
-        alpha_pattern: serde_json::Map::new(),
+        ..PeftConfig::default()
     };
     let mut tensors: Vec<(String, &Tensor)> = vec![];
     if let Some(weight) = backbone.lm_head().adapter().and_then(|_| backbone.lm_head_weight()) {

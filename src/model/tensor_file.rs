@@ -37,10 +37,7 @@ impl Planned {
 }
 
 /// Maps a whole file, read-only.
-///
-/// # Errors
-/// Whatever the system says.
-pub fn map_file(path: &Path) -> io::Result<Mmap> {
+pub(super) fn map_file(path: &Path) -> io::Result<Mmap> {
     let file = File::open(path)?;
     // SAFETY: our own writers replace files by renaming and never change one in place.
     unsafe { Mmap::map(&file) }
@@ -71,6 +68,6 @@ pub fn dtype_of(kind: Kind) -> Dtype {
 }
 
 /// Whether weights can be of it.
-pub fn is_float(kind: Kind) -> bool {
+pub(super) fn is_float(kind: Kind) -> bool {
     matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
 }

@@ -15,12 +15,12 @@ use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
 use safetensors::{SafeTensorError, SafeTensors};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::files;
-use crate::model::tensor_file::kind_of;
-pub use crate::model::tensor_file::{Planned, dtype_of, is_float, map_file};
+pub use crate::model::tensor_file::{Planned, dtype_of};
+use crate::model::tensor_file::{is_float, kind_of, map_file};
 use crate::model::torch_file::{TorchFile, TorchFileError};
 use crate::torch::bytes;
 
@@ -149,12 +149,12 @@ pub struct WeightFiles {
 #[derive(Debug)]
 struct MappedFile {
     path: PathBuf,
-    headers: TensorHeaders,
+    header: FileHeader,
 }
 
 /// What a file's header says.
 #[derive(Debug)]
-enum TensorHeaders {
+enum FileHeader {
     Safe(&'static Mmap, SafeTensors<'static>),
     Torch(&'static TorchFile),
 }
@@ -169,6 +169,20 @@ struct View {
     data: &'static [u8],
     /// Where they are not those of a contiguous tensor.
     strides: Option<Vec<i64>>,
+}
+
+/// A tensor as the header of its file describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TensorHeader {
+    /// Its name.
+    pub name: String,
+    /// As safetensors calls it.
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<i64>,
+    /// Bytes of its elements.
+    #[serde(skip)]
+    pub bytes: usize,
 }
 
 #[derive(Deserialize)]
@@ -201,7 +215,7 @@ impl WeightFiles {
             return Self::open(files::parent(path));
         }
         let file = MappedFile::open(path)?;
-        let file_of = file.headers.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
+        let file_of = file.header.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
         Ok(Self { files: vec![file], file_of, source: path.into() })
     }
 
@@ -210,6 +224,18 @@ impl WeightFiles {
         let mut names: Vec<&str> = self.file_of.keys().map(String::as_str).collect();
         names.sort_unstable();
         names
+    }
+
+    /// Every tensor, sorted by name.
+    pub fn tensors(&self) -> Vec<TensorHeader> {
+        let header = |name: &str| {
+            let View { shape, dtype, kind, data, .. } = self.find(name).ok()?.1;
+            // A view of a larger storage spans more than its elements.
+            let numel = || shape.iter().product::<i64>().unsigned_abs() as usize;
+            let bytes = kind.map_or(data.len(), |kind| numel() * kind.elt_size_in_bytes());
+            Some(TensorHeader { name: name.to_owned(), dtype, shape, bytes })
+        };
+        self.names().into_iter().filter_map(header).collect()
     }
 
     /// Whether there is a tensor of this name.
@@ -317,14 +343,14 @@ impl WeightFiles {
     pub fn release(&self) {
         for file in &self.files {
             // SAFETY: the mapping is a file's, read-only and shared: pages dropped are read again from the file.
-            let _ = unsafe { file.headers.map().unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
+            let _ = unsafe { file.header.map().unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
         }
     }
 
     fn find(&self, name: &str) -> Result<(&MappedFile, View), WeightsError> {
         let missing = |path: &Path| WeightsError::MissingTensor { path: path.into(), name: name.into() };
         let file = self.file_of.get(name).map(|&at| &self.files[at]).ok_or_else(|| missing(&self.source))?;
-        let view = file.headers.view(name).ok_or_else(|| missing(&file.path))?;
+        let view = file.header.view(name).ok_or_else(|| missing(&file.path))?;
         Ok((file, view))
     }
 }
@@ -384,7 +410,7 @@ impl MappedFile {
     fn open(path: &Path) -> Result<Self, WeightsError> {
         if path.extension().is_some_and(|extension| ["bin", "pt", "pth"].iter().any(|torch| extension == *torch)) {
             let file = TorchFile::open(path).map_err(|error| WeightsError::Torch(error.into()))?;
-            return Ok(Self { path: path.into(), headers: TensorHeaders::Torch(Box::leak(Box::new(file))) });
+            return Ok(Self { path: path.into(), header: FileHeader::Torch(Box::leak(Box::new(file))) });
         }
         let map: &'static Mmap = Box::leak(Box::new(map_file(path).map_err(|source| io_error(path, source))?));
         let tensors = SafeTensors::deserialize(map).map_err(|reason| WeightsError::Damaged {
@@ -392,11 +418,11 @@ impl MappedFile {
             reason,
             bytes: map.len() as u64,
         })?;
-        Ok(Self { path: path.into(), headers: TensorHeaders::Safe(map, tensors) })
+        Ok(Self { path: path.into(), header: FileHeader::Safe(map, tensors) })
     }
 }
 
-impl TensorHeaders {
+impl FileHeader {
     fn names(&self) -> Vec<&str> {
         match self {
             Self::Safe(_, tensors) => tensors.names(),
