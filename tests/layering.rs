@@ -33,7 +33,6 @@ const CIRCLES_LEFT: &[&str] = &[
     "hub.rs",
     "hub/",
     "latency/",
-    "model/",
 ];
 
 /// Names that more than one type still has.

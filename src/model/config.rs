@@ -278,7 +278,7 @@ fn resolve(path: &Path, written: ConfigKeys) -> Result<LlamaConfig, ConfigError>
     })
 }
 
-/// What a family's name alone says; transformers' defaults.
+/// A row of [`FAMILIES`]: what a family's name says that its config.json does not; transformers' defaults.
 struct Family {
     model_type: &'static str,
     has_sliding_window: bool,

@@ -191,14 +191,18 @@ impl HeadsFile {
         Ok(self.stored(place)?.to_kind(kind))
     }
 
-    /// As [`HeadsFile::tensor`], in the dtype that this tensor has in the file.
+    /// As [`HeadsFile::tensor`], in the dtype that this tensor has in the file: a view of it, but for one of several names of one tensor.
     ///
     /// # Errors
     /// As [`HeadsFile::tensor`].
     pub fn stored(&self, place: Place) -> Result<Tensor, HeadsError> {
         let size = self.shape.size(place);
         match self.name(place)? {
-            Some(name) => Ok(self.tensors.mapped(&name, &size)?),
+            Some(name) => {
+                let tensor = self.tensors.mapped(&name, &size)?;
+                let is_tied = self.names.values().any(|other| *other != name && self.tensors.same_memory(other, &name));
+                Ok(if is_tied { tensor.copy() } else { tensor })
+            }
             None => Ok(Tensor::zeros(size, (self.kind, Device::Cpu))),
         }
     }
