@@ -6,7 +6,7 @@
 // O outputs, I inputs
 use tch::{Kind, Tensor};
 
-use super::{ranges, slice};
+use super::slices::{ranges, slice};
 
 /// A quantised `[O, I]`.
 #[derive(Debug)]

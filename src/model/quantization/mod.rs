@@ -9,14 +9,10 @@ use tch::{Device, Kind, Tensor};
 
 pub mod int8;
 pub mod nf4;
+mod slices;
 
 use int8::Int8;
 use nf4::{AbsmaxBits, Nf4};
-
-/// Elements quantised or dequantised at a time on the CPU: float32 temporaries stay in the cache.
-const SLICE_ON_CPU: i64 = 1 << 18;
-/// The same elsewhere, where every operation is a launch.
-const SLICE_ON_GPU: i64 = 1 << 24;
 
 /// What weights are reduced to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,15 +114,4 @@ impl QuantizedWeight {
             Codes::Int8(codes) => codes.codes().device(),
         }
     }
-}
-
-/// How many elements to work on at a time.
-fn slice(device: Device) -> i64 {
-    if device.is_cuda() { SLICE_ON_GPU } else { SLICE_ON_CPU }
-}
-
-/// Ranges of `length` each that cover `0..end`, as start and length; the last may be shorter.
-fn ranges(end: i64, length: i64) -> impl Iterator<Item = (i64, i64)> {
-    let count = (end + length - 1) / length;
-    (0..count).map(move |i| (i * length, length.min(end - i * length)))
 }

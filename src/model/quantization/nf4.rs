@@ -4,7 +4,7 @@
 // n weights, C blocks of 64
 use tch::{Device, Kind, Tensor};
 
-use super::{ranges, slice};
+use super::slices::{ranges, slice};
 use crate::torch::optim::blockwise::{Blockwise, DynamicMap};
 
 /// Weights that share an absmax.
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn slices_make_no_difference() {
         crate::torch::seed(3);
-        let n = 2 * super::super::SLICE_ON_CPU + 640;
+        let n = 2 * super::super::slices::SLICE_ON_CPU + 640;
         let weight = Tensor::randn([8, n / 8], (Kind::Float, Device::Cpu));
         let tables = Tables::new(Device::Cpu);
         let nf4 = Nf4::quantize(&weight, &tables, AbsmaxBits::Eight);
