@@ -1,4 +1,4 @@
-//! The GPU: whether there is one that can decode, its context, which is libtorch's own, and the stream that steps run on.
+//! The GPU: whether a usable one is present, its context (shared with libtorch), and the stream that launches run on.
 #![expect(unsafe_code, reason = "CUDA's libraries are opened at run time, and its functions take raw addresses")]
 
 use std::path::{Path, PathBuf};
@@ -16,14 +16,14 @@ const DRIVER: i32 = 13_000;
 /// 10 · major + minor of the oldest GPU that there are kernels for: asynchronous copies, products in bfloat16.
 const CAPABILITY: i32 = 80;
 
-/// A GPU that decodes.
+/// A GPU with the context and the stream of our kernels.
 #[derive(Debug)]
 pub struct Gpu {
     /// The primary context, which libtorch computes in: addresses mean the same to both.
     pub context: Arc<CudaContext>,
-    /// Of the engine alone: libtorch's own stream cannot be captured.
+    /// Our own: libtorch's default stream cannot be captured.
     pub stream: Arc<CudaStream>,
-    /// As it calls itself.
+    /// Its product name.
     pub name: String,
     /// What kernels are compiled for, such as `sm_90a`.
     pub arch: String,
@@ -205,7 +205,7 @@ pub fn nvidia_libraries() -> PathBuf {
     torch.join("../../nvidia/cu13/lib")
 }
 
-/// Opens cublasLt by its path: who asks for it by its name finds it then. If it is not there, that is missed later.
+/// Opens cublasLt by its path, so that a later lookup by name finds it. [`check`] reports it where it is missing.
 fn preload(folder: &Path) {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
     // SAFETY: NVIDIA's own library, whose initialisers touch nothing of ours.

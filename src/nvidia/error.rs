@@ -12,13 +12,13 @@ pub(super) const CUBLAS_LT: &str = "libcublasLt.so.13";
 /// Why no GPU can be used here, or what failed on it.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
-    /// libtorch sees none.
+    /// libtorch sees no GPU.
     #[error("there is no GPU to decode on: {accelerator}; `medusa doctor` tells what is missing")]
     Accelerator {
-        /// What there is instead.
+        /// State of libtorch's CUDA half.
         accelerator: String,
     },
-    /// The backbone lies elsewhere.
+    /// The backbone is on another device.
     #[error("the backbone computes on the {device}; use --device cuda")]
     Elsewhere {
         /// `cpu`.
@@ -33,9 +33,9 @@ pub enum GpuError {
     /// A library of CUDA cannot be opened.
     #[error("{library} is not in {} and the system has none; `scripts/setup`, or torch installed by pip, brings it", folder.display())]
     Library {
-        /// Its file.
+        /// File name.
         library: &'static str,
-        /// Where it was looked for.
+        /// Searched folder.
         folder: PathBuf,
     },
     /// Another cublasLt than the calls are written for.
@@ -46,7 +46,7 @@ pub enum GpuError {
     CublasLt {
         /// `12.9`.
         found: String,
-        /// Where ours is looked for.
+        /// Folder that should hold version 13.
         folder: PathBuf,
     },
     /// NVRTC is missing, or refuses a kernel.
@@ -63,9 +63,9 @@ pub enum GpuError {
     /// A call of the driver or of cublasLt failed.
     #[error("{work} failed on the GPU: {reason}")]
     Failed {
-        /// What was being done.
+        /// The failed operation.
         work: &'static str,
-        /// The driver's words.
+        /// The driver's error code.
         reason: String,
     },
 }

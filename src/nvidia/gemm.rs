@@ -106,7 +106,7 @@ impl fmt::Display for Way {
 }
 
 impl Way {
-    /// What is taken for a product that was not timed: the first own kernel.
+    /// The default for a product that was not timed: the first own kernel.
     pub fn untimed(product: Product) -> Self {
         product.ways()[0]
     }

@@ -10,7 +10,7 @@ use super::error::GpuError;
 /// Graphs that are kept: requests of one temperature after the other have steps of their own.
 const MOST: usize = 8;
 
-/// Graphs by what tells one step from another.
+/// CUDA graphs by a key: steps of one key launch the same kernels with the same arguments.
 pub struct GraphCache<K> {
     /// Without a graph: run once, kernel by kernel, so that everything that is made on first use is there.
     steps: Vec<(K, Option<CudaGraph>)>,

@@ -2,7 +2,7 @@
 
 use tch::Kind;
 
-/// What weights and activations are kept in.
+/// Dtype of weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KernelDtype {
     /// bfloat16.
@@ -40,9 +40,9 @@ pub enum Program {
     Linear,
     /// Attention.
     TreeAttention,
-    /// What logits say.
+    /// Argmax, top guesses, posteriors and draws from logits.
     Choose,
-    /// Which nodes are kept.
+    /// Acceptance, cache compaction and the next tree.
     Accept,
 }
 
@@ -92,7 +92,7 @@ impl Program {
         matches!(self, Self::RopeAppend | Self::TreeAttention)
     }
 
-    /// What is compiled: definitions, the prelude, the file.
+    /// The source given to NVRTC: definitions, the prelude, the file.
     pub fn source(self, element: KernelDtype, head_size: i64) -> String {
         let define = format!("#define {}\n#define HEAD_SIZE {head_size}\n", element.define());
         format!("{define}#line 1 \"prelude.cu\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.file(), self.text())

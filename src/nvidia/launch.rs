@@ -15,10 +15,10 @@ pub struct Kernel {
     pub name: &'static str,
 }
 
-/// What a kernel is given.
+/// An argument of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Argument {
-    /// Where a tensor's numbers begin; 0 for none.
+    /// Address of a tensor's first number; 0 for none.
     Pointer(u64),
     /// int
     Int(i32),
@@ -43,9 +43,9 @@ impl Argument {
 /// One launch: the same at every step, so that a graph can hold it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// What runs.
+    /// The kernel.
     pub kernel: Kernel,
-    /// Blocks.
+    /// Blocks in x, y and z.
     pub grid: [u32; 3],
     /// Threads a block.
     pub threads: u32,

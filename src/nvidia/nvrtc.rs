@@ -81,7 +81,7 @@ pub struct Compiled {
     pub log: String,
 }
 
-/// What a kernel takes of a multiprocessor.
+/// Resources that a kernel uses of a multiprocessor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Resources {
     /// Its name.
@@ -146,7 +146,7 @@ impl Compiler {
         Ok(compiled)
     }
 
-    /// Of all that decides what is compiled.
+    /// The cache file's name: a hash of everything that the compiled code depends on.
     fn name(&self, program: Program, source: &str, arch: &str) -> String {
         let (major, minor) = self.version;
         let facts = format!("{FORMAT}\nnvrtc {major}.{minor}\n{arch}\n{OPTIONS:?}\n{source}");
@@ -248,7 +248,7 @@ fn write(path: &Path, compiled: &Compiled) -> io::Result<()> {
 }
 
 impl Compiled {
-    /// What each kernel takes, as the compiler's log tells.
+    /// Registers, shared memory and spills of each kernel, read from the compiler's log.
     pub fn resources(&self) -> Vec<Resources> {
         let mut all: Vec<Resources> = vec![];
         for line in self.log.lines() {

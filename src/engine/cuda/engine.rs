@@ -38,7 +38,7 @@ pub struct CudaEngine<'a> {
     steps: i64,
 }
 
-/// Nodes of the steps that there are.
+/// Nodes of each kind of step.
 #[derive(Debug)]
 struct StepNodes {
     one: Nodes,
@@ -47,7 +47,7 @@ struct StepNodes {
     chunks: [Nodes; CHUNKS.len()],
 }
 
-/// What the host reads of a step.
+/// The result of a step, as the host reads it.
 #[derive(Debug)]
 pub struct DeviceStep {
     /// Tokens that are in the cache now, the step's root first.
@@ -112,12 +112,12 @@ impl<'a> CudaEngine<'a> {
         format!("{}; {}", self.ops.name(), self.plan())
     }
 
-    /// What it takes of the device's memory now.
+    /// The device memory in use.
     pub fn plan(&self) -> DevicePlan {
         self.shape.plan(self.memory.room())
     }
 
-    /// Who computes.
+    /// The operations' implementation.
     pub fn ops(&self) -> &Ops {
         &self.ops
     }

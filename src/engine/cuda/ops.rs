@@ -21,7 +21,7 @@ use crate::nvidia::gemm::Product;
 use crate::nvidia::launcher::ProductBuffers;
 use crate::tree::accept::TypicalAcceptance;
 
-/// Who computes the operations of a step.
+/// The implementation of a step's operations.
 #[derive(Debug)]
 pub enum Ops {
     /// Libtorch, slowly and obviously, where the buffers are.
@@ -95,7 +95,7 @@ impl Ops {
         }
     }
 
-    /// Where it computes.
+    /// The device's name.
     pub fn name(&self) -> &str {
         self.target().map_or("the kernels' oracle", LaunchTarget::name)
     }
@@ -105,7 +105,7 @@ impl Ops {
         self.target().map_or(Ok(None), LaunchTarget::free_bytes)
     }
 
-    /// The buffers are new: they are whole, and their products are computed in the fastest way.
+    /// Waits for new buffers to be written, and times the products in them.
     pub(super) fn prepare(&mut self, products: &[ProductBuffers]) -> CudaResult {
         match self {
             Self::Oracle => Ok(()),

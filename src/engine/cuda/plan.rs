@@ -59,7 +59,7 @@ pub enum Unfit {
     Weights {
         /// `the backbone` or `the heads`.
         what: &'static str,
-        /// What is in the way.
+        /// The obstacle.
         why: &'static str,
     },
     /// Too large a tree.
@@ -192,7 +192,7 @@ pub struct DevicePlan {
     pub blocks_khh: Vec<Size>,
     /// What kernels use among themselves: parts of attention, the heads' guesses slice by slice, the workspace of cublasLt.
     pub between_kernels_bytes: u64,
-    /// What there is already: the backbone's weights and the heads'.
+    /// Already allocated: the weights of backbone and heads.
     pub weight_bytes: u64,
     /// Most tokens of a text.
     pub context: i64,
@@ -343,7 +343,7 @@ impl<'a> Shape<'a> {
 }
 
 impl DevicePlan {
-    /// What is allocated: everything but the weights, which are there.
+    /// Bytes to allocate: everything but the weights.
     pub fn bytes(&self) -> u64 {
         self.rows().iter().map(|(_, bytes)| bytes).sum()
     }

@@ -1,4 +1,4 @@
-//! What tells one step from another: which nodes run, what follows them, and which of them are accepted.
+//! The kinds of steps: which nodes run, which follow, and the rule that accepts them.
 
 use crate::tree::accept::TypicalAcceptance;
 

@@ -18,16 +18,16 @@ use crate::model::config::LlamaConfig;
 use crate::model::llama::DenseLayer;
 use crate::nvidia::launcher::ProductBuffers;
 
-/// All that a step works with.
+/// A step of decoding with its weights and buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeStep<'a> {
-    /// Who computes.
+    /// The operations' implementation.
     pub ops: &'a Ops,
     /// The backbone's shape.
     pub config: &'a LlamaConfig,
-    /// What is read.
+    /// Weights that are read.
     pub weights: &'a DeviceWeights,
-    /// What is written.
+    /// Buffers and cache that are written.
     pub memory: &'a DeviceMemory,
     /// This step's nodes.
     pub nodes: &'a Nodes,

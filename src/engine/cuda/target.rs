@@ -13,8 +13,7 @@ use crate::nvidia::graph::GraphCache;
 use crate::nvidia::launch::Launch;
 use crate::nvidia::launcher::{Launcher, ProductBuffers};
 
-/// A device that runs launches. What is given here by default is right where libtorch reads and writes the buffers itself, and where
-/// launches run at once, as on the CPU.
+/// A device that runs launches. The default methods suit buffers in host memory and launches that complete at once, as the emulator's.
 pub trait LaunchTarget: fmt::Debug {
     /// As the device calls itself.
     fn name(&self) -> &str;
