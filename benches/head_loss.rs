@@ -3,7 +3,7 @@
 //! `cargo bench --bench head_loss`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::draft::medusa::fused_loss::{HeadGradients, Output, OutputGradients, head_loss};
+use medusa::draft::medusa::fused_loss::{HeadGradients, OutputGradients, OutputLayer, head_loss};
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::draft::medusa::loss::{Targets, cross_entropy_sum};
 use medusa::model::config::{LlamaConfig, RopeScaling};
@@ -54,7 +54,7 @@ fn head_losses(criterion: &mut Criterion) {
         group.bench_with_input(BenchmarkId::new("fused", &name), &(), |b, ()| {
             let output = OutputGradients { weight_vh: Some(&sums[2]), adapter: None };
             let into = HeadGradients { blocks: sums[..2].iter().collect(), output, hidden_nh: None };
-            let w2 = Output::plain(heads.head(0).w2().expect("own W2"));
+            let w2 = OutputLayer::plain(heads.head(0).w2().expect("own W2"));
             b.iter(|| head_loss(heads.head(0), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[]));
         });
         group.bench_with_input(BenchmarkId::new("plain", &name), &(), |b, ()| {

@@ -20,51 +20,18 @@ pub mod id;
 mod listing;
 pub mod push;
 mod token;
+mod transfer;
 mod wanted;
 
 use cache::Cache;
 use client::Client;
-pub use error::{Found, HubError};
+pub use error::{BranchState, HubError};
 use id::Id;
 use token::Token;
-pub use wanted::{Split, Wanted};
+pub use transfer::{Observer, TransferEvent};
+pub use wanted::{DataSplit, Wanted};
 
 const ENDPOINT: &str = "https://huggingface.co";
-
-/// What an observer is told of a transfer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
-    /// A transfer of so much begins; what is there already is told as [`Event::Moved`], too.
-    Began {
-        /// The repository.
-        what: String,
-        /// How many files.
-        files: usize,
-        /// All their bytes.
-        bytes: u64,
-    },
-    /// So many bytes more went over, or were there.
-    Moved(u64),
-    /// So many bytes have to go over once more.
-    Lost(u64),
-    /// It waits before it tries again.
-    Waiting {
-        /// How long.
-        seconds: u64,
-        /// Why.
-        why: String,
-    },
-    /// Another process downloads this file; it waits for that.
-    Locked {
-        /// Its name.
-        file: String,
-    },
-    /// The transfer that began is over.
-    Ended,
-}
-
-/// Told by several threads at once.
-pub type Observer<'o> = &'o (dyn Fn(Event) + Sync);
 
 /// The Hub as the environment describes it, and the cache on this machine.
 pub struct Hub<'o> {
@@ -82,12 +49,12 @@ pub struct Fetched {
     /// The files that were wanted.
     pub files: Vec<PathBuf>,
     /// Where they came from.
-    pub origin: Origin,
+    pub origin: SnapshotOrigin,
 }
 
 /// Which state of which repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Origin {
+pub struct SnapshotOrigin {
     /// `owner/name`.
     pub id: String,
     /// The commit's hash.
@@ -128,7 +95,7 @@ impl<'o> Hub<'o> {
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn fetch_data(&self, entry: &str, split: Split) -> Result<Option<Fetched>, HubError> {
+    pub fn fetch_data(&self, entry: &str, split: DataSplit) -> Result<Option<Fetched>, HubError> {
         id::data(entry).map(|id| self.fetch(&id, Wanted::Data(split))).transpose()
     }
 
@@ -136,7 +103,11 @@ impl<'o> Hub<'o> {
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn fetch_all(&self, entries: &[String], split: Split) -> Result<(Vec<String>, Vec<Origin>), HubError> {
+    pub fn fetch_all(
+        &self,
+        entries: &[String],
+        split: DataSplit,
+    ) -> Result<(Vec<String>, Vec<SnapshotOrigin>), HubError> {
         let (mut all, mut origins) = (Vec::new(), Vec::new());
         for entry in entries {
             match self.fetch_data(entry, split)? {
@@ -159,7 +130,7 @@ impl<'o> Hub<'o> {
         let (commit, names) = files?;
         let folder = self.cache.snapshot(&id.repo, &commit);
         let files = names.iter().map(|name| folder.join(name)).collect();
-        Ok(Fetched { folder, files, origin: Origin { id: id.repo.to_string(), commit } })
+        Ok(Fetched { folder, files, origin: SnapshotOrigin { id: id.repo.to_string(), commit } })
     }
 
     /// What is wanted, out of the cache alone. Of a data set the cache may hold a part, so its files are chosen among the commit's as
@@ -193,11 +164,11 @@ impl<'o> Hub<'o> {
 }
 
 /// The repository and commit of a snapshot's folder in the cache, told by its path.
-pub fn origin(folder: &Path) -> Option<Origin> {
+pub fn origin(folder: &Path) -> Option<SnapshotOrigin> {
     let commit = folder.file_name()?.to_str()?.to_owned();
     let snapshots = folder.parent()?;
     let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")?;
-    (snapshots.file_name()? == "snapshots").then(|| Origin { id: repo.replacen("--", "/", 1), commit })
+    (snapshots.file_name()? == "snapshots").then(|| SnapshotOrigin { id: repo.replacen("--", "/", 1), commit })
 }
 
 #[cfg(test)]
@@ -207,7 +178,7 @@ mod tests {
     #[test]
     fn a_snapshots_path_says_its_origin() {
         let origin = origin(Path::new("/cache/models--meta-llama--Llama-2-7b/snapshots/0a1b")).unwrap();
-        assert_eq!(origin, Origin { id: "meta-llama/Llama-2-7b".into(), commit: "0a1b".into() });
+        assert_eq!(origin, SnapshotOrigin { id: "meta-llama/Llama-2-7b".into(), commit: "0a1b".into() });
         assert_eq!(super::origin(Path::new("checkpoints/run/final")), None);
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use medusa::draft::medusa::heads::import::{HeadsFile, Notice};
-use medusa::draft::medusa::heads::layout::Layout;
+use medusa::draft::medusa::heads::layout::HeadsLayout;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::export::{Format, Request};
 use medusa::model::torch_file;
@@ -560,7 +560,7 @@ fn pickled_heads_are_the_numbers_that_torch_saved() {
         for container in ["zip", "legacy"] {
             let path = pickled(&format!("{container}_{dtype}.pt"));
             let file = HeadsFile::open(&path).unwrap_or_else(|error| panic!("{error}"));
-            assert_eq!((file.layout(), file.kind()), (Layout::Heads, kind));
+            assert_eq!((file.layout(), file.kind()), (HeadsLayout::Heads, kind));
             let got = tensors(&path);
             assert_eq!(got.len(), 6);
             for (got, expected) in got.iter().zip(&expected) {

@@ -169,7 +169,7 @@ fn check_tokens(row: usize, tokens: &TokenRow, vocab_size: i64) -> Result<(), Ca
 
 /// A position, and what is asked there.
 #[derive(Debug, PartialEq, Eq)]
-struct Asked {
+struct AskedPosition {
     position: usize,
     /// Whether the next token, a step's root, belongs to the text that is measured: decoding could take a step from here.
     is_step: bool,
@@ -178,9 +178,9 @@ struct Asked {
 }
 
 /// What each head should guess at each position. Positions that ask nothing are left out.
-fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<Asked> {
+fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<AskedPosition> {
     let target = |at: usize| row.labels.get(at).filter(|&&label| label != IGNORE).map(|&label| i64::from(label));
-    let asked = (0..row.input_ids.len()).map(|position| Asked {
+    let asked = (0..row.input_ids.len()).map(|position| AskedPosition {
         position,
         is_step: target(position + 1).is_some(),
         targets: (0..num_heads).map(|head| target(position + head + 2)).collect(),
@@ -234,8 +234,11 @@ mod tests {
     #[test]
     fn targets_lie_two_tokens_on_and_ignored_labels_ask_nobody() {
         let row = TokenRow { input_ids: vec![1, 2, 3, 4, 5], labels: vec![IGNORE, 2, IGNORE, 4, 5] };
-        let asked =
-            |position, is_step, targets: [Option<i64>; 2]| Asked { position, is_step, targets: targets.to_vec() };
+        let asked = |position, is_step, targets: [Option<i64>; 2]| AskedPosition {
+            position,
+            is_step,
+            targets: targets.to_vec(),
+        };
         let expected = [
             asked(0, true, [None, Some(4)]),
             asked(1, false, [Some(4), Some(5)]),

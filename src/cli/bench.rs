@@ -7,8 +7,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use self::measure::BenchRun;
 use self::setting::Setting;
-use super::calibrate::draw_target;
 use super::decoder::{Decoder, read_prompts};
+use super::reading::draw_target;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::decode::generate::{DecodeError, Medusa};
 use crate::tree::accept::Acceptance;

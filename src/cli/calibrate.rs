@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
-use indicatif::{ProgressBar, ProgressDrawTarget};
+use indicatif::ProgressBar;
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
 use super::downloads::shown;
-use super::reading::ReadingBar;
+use super::reading::{ReadingBar, draw_target};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate::{self, Calibration};
 use crate::data::cache::TokenCache;
@@ -129,11 +129,6 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     let (rows, report) = loaded?;
     common.say(report);
     Ok(rows)
-}
-
-/// Where a progress bar is drawn: stderr, if that is a terminal and people read it.
-pub(crate) fn draw_target(common: &CommonFlags) -> ProgressDrawTarget {
-    if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() }
 }
 
 fn summary(calibration: &Calibration, out: &Path) -> serde_json::Value {

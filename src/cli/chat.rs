@@ -6,11 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::Args;
 
-use self::conversation::Conversation;
-use self::input::{Input, Lines};
+use self::conversation::ChatHistory;
+use self::input::{Input, InputLines};
 use super::decoder::{Decoder, DecodingFlags, StopFlags};
 use super::engine::EngineFlags;
-use super::{CommonFlags, Interrupted, generate, interrupted, print_json, report, terminated};
+use super::exit::report;
+use super::signals::terminated;
+use super::{CommonFlags, Interrupted, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
 use crate::decode::generate::{FinishReason, Medusa, Request};
 use crate::decode::loops::Loop;
@@ -68,7 +70,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let decoder = args.engine.limit(decoder);
     let medusa = decoder.medusa(acceptance)?;
-    let conversation = Conversation::new(&decoder, args.system.as_deref())?;
+    let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;
     let mut chat = Chat {
         decoder: &decoder,
         medusa: medusa.as_ref(),
@@ -80,7 +82,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
         answers: 0,
         stop: interrupted(),
     };
-    let mut lines = Lines::open(common)?;
+    let mut lines = InputLines::open(common)?;
     chat.greet();
     let mut was_cleared = false;
     loop {
@@ -136,7 +138,7 @@ struct Chat<'a> {
     medusa: Option<&'a Medusa<'a>>,
     args: &'a ChatArgs,
     common: &'a CommonFlags,
-    conversation: Conversation<'a>,
+    conversation: ChatHistory<'a>,
     /// What was said stays computed from turn to turn.
     decoding: Loop<'a>,
     /// Decode without the heads, though there are some.

@@ -23,7 +23,7 @@ use crate::distill::answer::{Answerer, OneByOne};
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
 use crate::distill::provenance::{self, Provenance};
 use crate::distill::render::Renderer;
-use crate::distill::{self, Outcome, Progress, Settings};
+use crate::distill::{self, DistillEnd, DistillProgress, Settings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::engine::sample::Sampling;
 use crate::files;
@@ -216,8 +216,8 @@ impl Work<'_> {
         common: &CommonFlags,
     ) -> anyhow::Result<()> {
         let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
-        let mut teller = Teller::new(common, output.conversations(), before);
-        let mut last = Progress { conversations: before, tokens: 0 };
+        let mut teller = DistillBar::new(common, output.conversations(), before);
+        let mut last = DistillProgress { conversations: before, tokens: 0 };
         let mut on_step = |progress| {
             last = progress;
             teller.tell(progress);
@@ -226,7 +226,7 @@ impl Work<'_> {
         let outcome = distill::run(self.dialogues, self.renderer, self.settings, answerer, &mut output, &mut on_step)?;
         teller.bar.finish_and_clear();
         let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
-        if outcome == Outcome::Stopped {
+        if outcome == DistillEnd::Stopped {
             let text = format!("stopped: {kept} of {all} conversations are kept in {folder}; go on with --resume");
             return Err(Interrupted(text).into());
         }
@@ -251,7 +251,7 @@ impl Work<'_> {
 }
 
 /// Tells people how far it is: a bar on a terminal, now and then a line elsewhere.
-struct Teller<'c> {
+struct DistillBar<'c> {
     common: &'c CommonFlags,
     bar: ProgressBar,
     live: bool,
@@ -261,7 +261,7 @@ struct Teller<'c> {
     last_line: Instant,
 }
 
-impl<'c> Teller<'c> {
+impl<'c> DistillBar<'c> {
     fn new(common: &'c CommonFlags, total: usize, before: usize) -> Self {
         let live = io::stderr().is_terminal() && !common.quiet;
         let target = if live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -276,7 +276,7 @@ impl<'c> Teller<'c> {
         Self { common, bar, live, total, before, began, last_line: began }
     }
 
-    fn tell(&mut self, progress: Progress) {
+    fn tell(&mut self, progress: DistillProgress) {
         let speed = progress.tokens as f64 / self.began.elapsed().as_secs_f64();
         self.bar.set_position(progress.conversations as u64);
         self.bar.set_message(format!("{speed:.0} tokens/s"));

@@ -17,14 +17,14 @@ use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
 pub struct DoctorArgs {}
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct DoctorReport {
     version: &'static str,
     libtorch: Libtorch,
     device: String,
     cuda: Cuda,
     engine: EngineState,
     cpu: Cpu,
-    memory: Option<Memory>,
+    memory: Option<MachineMemory>,
     missing: Vec<String>,
 }
 
@@ -65,7 +65,7 @@ struct Cpu {
 }
 
 #[derive(Debug, Serialize)]
-struct Memory {
+struct MachineMemory {
     total_bytes: u64,
     available_bytes: u64,
 }
@@ -79,18 +79,18 @@ pub fn run(_: &DoctorArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json { print_json(&report) } else { print_line(text(&report)?.trim_end()) }
 }
 
-fn look(common: &CommonFlags) -> Report {
+fn look(common: &CommonFlags) -> DoctorReport {
     let cuda = cuda();
     let libtorch = libtorch();
     let missing = missing(&cuda, &libtorch);
-    Report {
+    DoctorReport {
         version: env!("CARGO_PKG_VERSION"),
         libtorch,
         device: common.device.resolve().map_or_else(|unusable| unusable.to_string(), device_name),
         cuda,
         engine: engine(),
         cpu: cpu(),
-        memory: memory::machine().map(|(total_bytes, available_bytes)| Memory { total_bytes, available_bytes }),
+        memory: memory::machine().map(|(total_bytes, available_bytes)| MachineMemory { total_bytes, available_bytes }),
         missing,
     }
 }
@@ -205,7 +205,7 @@ fn missing(cuda: &Cuda, libtorch: &Libtorch) -> Vec<String> {
     missing
 }
 
-fn text(report: &Report) -> Result<String, std::fmt::Error> {
+fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
     let mut out = String::new();
     let folder = report.libtorch.folder.as_deref().map_or("unknown folder".into(), |f| f.display().to_string());
     let found = report.libtorch.found.as_deref().unwrap_or("of unknown version");

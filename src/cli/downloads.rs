@@ -8,24 +8,24 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{CommonFlags, gibibytes, mebibytes};
-use crate::hub::{self, Event, Hub, Observer, Split, Wanted, id};
+use super::{CommonFlags, UsageError, gibibytes, mebibytes};
+use crate::hub::{self, DataSplit, Hub, Observer, TransferEvent, Wanted, id};
 
 /// Where there is no terminal, progress is told no more often than this.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
 const BAR: &str = "{bar:24} {binary_bytes}/{binary_total_bytes}  {msg}  {binary_bytes_per_sec}  {eta} left";
 
-/// A place in a verb's arguments that may be an id.
-pub(super) enum Place<'a> {
+/// A part of a verb's arguments that may be an id.
+pub(super) enum HubArgument<'a> {
     /// A folder.
     Model(&'a mut PathBuf, Wanted),
     /// One file of prompts.
     File(&'a mut PathBuf),
     /// Data files and patterns.
-    Data(&'a mut Vec<String>, Split),
+    Data(&'a mut Vec<String>, DataSplit),
 }
 
-impl<'a> Place<'a> {
+impl<'a> HubArgument<'a> {
     /// `--backbone`.
     pub(super) fn backbone(path: &'a mut PathBuf) -> Self {
         Self::Model(path, Wanted::Backbone)
@@ -49,8 +49,8 @@ impl<'a> Place<'a> {
 ///
 /// # Errors
 /// What cannot be had from the Hub.
-pub(super) fn fetch(mut places: Vec<Place<'_>>, common: &CommonFlags) -> anyhow::Result<()> {
-    places.retain(Place::is_id);
+pub(super) fn fetch(mut places: Vec<HubArgument<'_>>, common: &CommonFlags) -> anyhow::Result<()> {
+    places.retain(HubArgument::is_id);
     if places.is_empty() {
         return Ok(()); // whoever has all on this machine needs no settings of a Hub
     }
@@ -64,24 +64,24 @@ pub(super) fn with_hub<T>(common: &CommonFlags, work: impl FnOnce(&Hub<'_>) -> a
 
 /// Runs what takes an observer of transfers.
 pub(super) fn told<T>(common: &CommonFlags, work: impl FnOnce(Observer<'_>) -> T) -> T {
-    let teller = Teller::new(common);
+    let teller = TransferBar::new(common);
     work(&|event| teller.tell(event))
 }
 
-fn fetch_one(hub: &Hub<'_>, place: Place<'_>) -> anyhow::Result<()> {
+fn fetch_one(hub: &Hub<'_>, place: HubArgument<'_>) -> anyhow::Result<()> {
     match place {
-        Place::Model(path, wanted) => {
+        HubArgument::Model(path, wanted) => {
             if let Some(fetched) = hub.fetch_model(path, wanted)? {
                 *path = fetched.folder;
             }
         }
-        Place::File(path) => {
-            let fetched = path.to_str().map_or(Ok(None), |text| hub.fetch_data(text, Split::Any))?;
+        HubArgument::File(path) => {
+            let fetched = path.to_str().map_or(Ok(None), |text| hub.fetch_data(text, DataSplit::Any))?;
             if let Some(fetched) = fetched {
                 *path = only(path, fetched.files)?;
             }
         }
-        Place::Data(entries, split) => *entries = hub.fetch_all(entries, split)?.0,
+        HubArgument::Data(entries, split) => *entries = hub.fetch_all(entries, split)?.0,
     }
     Ok(())
 }
@@ -92,7 +92,7 @@ fn only(id: &Path, files: Vec<PathBuf>) -> anyhow::Result<PathBuf> {
         Err(files) => {
             let names: Vec<_> = files.iter().filter_map(|file| Some(file.file_name()?.to_string_lossy())).collect();
             let (id, names) = (id.display(), names.join(", "));
-            Err(super::UsageError(format!("{id} has several files ({names}); name one: owner/name/file")).into())
+            Err(UsageError(format!("{id} has several files ({names}); name one: owner/name/file")).into())
         }
     }
 }
@@ -106,13 +106,13 @@ pub(super) fn shown(folder: &Path) -> String {
 }
 
 /// Tells people how far a transfer is: a bar on a terminal, now and then a line elsewhere.
-struct Teller<'c> {
+struct TransferBar<'c> {
     common: &'c CommonFlags,
     live: bool,
-    state: Mutex<Option<Transfer>>,
+    state: Mutex<Option<ShownTransfer>>,
 }
 
-struct Transfer {
+struct ShownTransfer {
     bar: ProgressBar,
     what: String,
     bytes: u64,
@@ -121,51 +121,51 @@ struct Transfer {
     last_line: Instant,
 }
 
-impl<'c> Teller<'c> {
+impl<'c> TransferBar<'c> {
     fn new(common: &'c CommonFlags) -> Self {
         Self { common, live: io::stderr().is_terminal() && !common.quiet, state: Mutex::new(None) }
     }
 
-    fn tell(&self, event: Event) {
+    fn tell(&self, event: TransferEvent) {
         let mut state = self.state.lock().expect("no thread panics with it");
         match (event, state.as_mut()) {
-            (Event::Began { what, files, bytes }, _) => {
+            (TransferEvent::Began { what, files, bytes }, _) => {
                 self.common.say(format_args!("{what}: {files} files, {}", amount(bytes)));
                 *state = Some(self.begin(what, bytes));
             }
-            (Event::Moved(bytes), Some(transfer)) => self.moved(transfer, transfer.moved + bytes),
-            (Event::Lost(bytes), Some(transfer)) => self.moved(transfer, transfer.moved.saturating_sub(bytes)),
-            (Event::Waiting { seconds, why }, transfer) => {
+            (TransferEvent::Moved(bytes), Some(transfer)) => self.moved(transfer, transfer.moved + bytes),
+            (TransferEvent::Lost(bytes), Some(transfer)) => self.moved(transfer, transfer.moved.saturating_sub(bytes)),
+            (TransferEvent::Waiting { seconds, why }, transfer) => {
                 self.line(transfer, &format!("{why}; trying again in {seconds} s"));
             }
-            (Event::Locked { file }, transfer) => {
+            (TransferEvent::Locked { file }, transfer) => {
                 self.line(transfer, &format!("another process downloads {file}; waiting for it"));
             }
-            (Event::Ended, Some(transfer)) => {
+            (TransferEvent::Ended, Some(transfer)) => {
                 transfer.bar.finish_and_clear();
                 *state = None;
             }
-            (Event::Moved(_) | Event::Lost(_) | Event::Ended, None) => {} // small answers are no transfer
+            (TransferEvent::Moved(_) | TransferEvent::Lost(_) | TransferEvent::Ended, None) => {} // small answers are no transfer
         }
     }
 
     /// A line above the bar, or a plain one.
-    fn line(&self, transfer: Option<&mut Transfer>, text: &str) {
+    fn line(&self, transfer: Option<&mut ShownTransfer>, text: &str) {
         match transfer {
-            Some(Transfer { bar, .. }) => bar.suspend(|| self.common.say(text)),
+            Some(ShownTransfer { bar, .. }) => bar.suspend(|| self.common.say(text)),
             None => self.common.say(text),
         }
     }
 
-    fn begin(&self, what: String, bytes: u64) -> Transfer {
+    fn begin(&self, what: String, bytes: u64) -> ShownTransfer {
         let target = if self.live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = ProgressBar::with_draw_target(Some(bytes), target).with_style(style).with_message(what.clone());
         let now = Instant::now();
-        Transfer { bar, what, bytes, moved: 0, began: now, last_line: now }
+        ShownTransfer { bar, what, bytes, moved: 0, began: now, last_line: now }
     }
 
-    fn moved(&self, transfer: &mut Transfer, moved: u64) {
+    fn moved(&self, transfer: &mut ShownTransfer, moved: u64) {
         transfer.moved = moved;
         transfer.bar.set_position(moved);
         if !self.live && transfer.last_line.elapsed() >= BETWEEN_LINES && moved > 0 {

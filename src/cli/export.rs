@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde::Serialize;
 
-use super::downloads::{self, Place};
+use super::downloads::{self, HubArgument};
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, Exported, Format, Request};
 use crate::hub::{self, Wanted};
@@ -88,7 +88,7 @@ fn bring_backbone(request: &mut Request, common: &CommonFlags) -> anyhow::Result
     let needed = export::backbone_needed(request).map_err(of_usage)?;
     let wanted = if needed.is_some() { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
     if let Some(mut base) = needed.or_else(|| request.backbone.clone()) {
-        downloads::fetch(vec![Place::Model(&mut base, wanted)], common)?;
+        downloads::fetch(vec![HubArgument::Model(&mut base, wanted)], common)?;
         if let Some(origin) = hub::origin(&base) {
             request.backbone_name = Some(origin.id);
             request.backbone = Some(base);

@@ -11,7 +11,7 @@ use serde_json::Value;
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::calibrate::Calibration;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
-use crate::draft::medusa::heads::layout::Layout;
+use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::latency::{Latency, StepTime};
 use crate::model::config::LlamaConfig;
@@ -53,7 +53,7 @@ struct Found<'p> {
 
 #[derive(Debug, Serialize)]
 struct HeadsFound {
-    layout: Layout,
+    layout: HeadsLayout,
     #[serde(flatten)]
     shape: HeadsShape,
     shared_lm_head: bool,
@@ -143,7 +143,7 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
 /// Whether a file is one of heads alone: a backbone's weights have the name of vLLM's.
 fn is_draft(file: &Path) -> bool {
     let in_weights = [MODEL_FILE, MODEL_INDEX].iter().any(|name| file.ends_with(name));
-    !in_weights || HeadsFile::open(file).is_ok_and(|heads| heads.layout() == Layout::Vllm)
+    !in_weights || HeadsFile::open(file).is_ok_and(|heads| heads.layout() == HeadsLayout::Vllm)
 }
 
 fn file(path: &Path) -> anyhow::Result<Contents> {

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::downloads::with_hub;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::hub::id::{Kind, MAIN, Repo};
+use crate::hub::id::{MAIN, Repo, RepoKind};
 use crate::hub::push::{Push, Pushed};
 
 const EXAMPLE: &str = "Example:
@@ -38,7 +38,7 @@ pub struct PushArgs {
 }
 
 fn repo(text: &str) -> Result<Repo, String> {
-    Repo::parse(Kind::Model, text).ok_or_else(|| "expected OWNER/NAME of letters, digits, '-', '_' and '.'".into())
+    Repo::parse(RepoKind::Model, text).ok_or_else(|| "expected OWNER/NAME of letters, digits, '-', '_' and '.'".into())
 }
 
 fn branch(text: &str) -> Result<String, String> {

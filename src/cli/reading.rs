@@ -1,9 +1,8 @@
 //! How far reading and tokenising data is: a bar on a terminal, nothing elsewhere.
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::CommonFlags;
-use super::calibrate::draw_target;
 use crate::data::ReadProgress;
 
 const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {eta} left";
@@ -34,4 +33,9 @@ impl ReadingBar {
     pub(super) fn finish(&self) {
         self.0.finish_and_clear();
     }
+}
+
+/// Where a progress bar is drawn: stderr, if that is a terminal and people read it.
+pub(super) fn draw_target(common: &CommonFlags) -> ProgressDrawTarget {
+    if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() }
 }

@@ -49,9 +49,9 @@ pub(crate) mod attention {
 
     /// Cached tokens that a new one sees.
     #[derive(Debug)]
-    pub(crate) struct Seen;
+    pub(crate) struct SeenTokens;
 
-    impl FromIterator<usize> for Seen {
+    impl FromIterator<usize> for SeenTokens {
         fn from_iter<I: IntoIterator<Item = usize>>(_: I) -> Self {
             Self
         }
@@ -59,14 +59,21 @@ pub(crate) mod attention {
 
     /// Shapes of an attention.
     #[derive(Debug, Clone, Copy)]
-    pub(crate) struct Heads {
+    pub(crate) struct AttentionShape {
         pub(crate) queries: usize,
         pub(crate) groups: usize,
         pub(crate) scale: f32,
     }
 
     /// Never called.
-    pub(crate) fn attend(_: (&[f32], usize), _: [Plane<'_>; 2], _: &[Seen], _: Heads, _: &mut [f32], _: &Team) {
+    pub(crate) fn attend(
+        _: (&[f32], usize),
+        _: [Plane<'_>; 2],
+        _: &[SeenTokens],
+        _: AttentionShape,
+        _: &mut [f32],
+        _: &Team,
+    ) {
         unreachable!("there is no matrix, so there is no pass")
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use memmap2::{MmapMut, MmapRaw};
 
-use super::lanes::Line;
+use super::lanes::VectorLine;
 
 /// Asked of the system at once; a larger matrix has a block of its own.
 const BLOCK: usize = 64 << 20;
@@ -23,7 +23,7 @@ pub struct Arena {
 
 /// Lines of an arena. Its block stays as long as one of them.
 #[derive(Debug)]
-pub struct Lines {
+pub struct ArenaLines {
     block: Arc<MmapRaw>,
     start: usize,
     len: usize,
@@ -34,15 +34,15 @@ impl Arena {
     ///
     /// # Panics
     /// If the system has no memory.
-    pub fn lines(&mut self, len: usize, fill: impl FnOnce(&mut [Line])) -> Lines {
-        let bytes = len * size_of::<Line>();
+    pub fn lines(&mut self, len: usize, fill: impl FnOnce(&mut [VectorLine])) -> ArenaLines {
+        let bytes = len * size_of::<VectorLine>();
         let fits = |block: &Arc<MmapRaw>| self.free + bytes <= block.len();
         let block = self.block.take().filter(fits).unwrap_or_else(|| {
             let block = map(bytes.max(BLOCK) + LARGE_PAGE);
             self.free = (block.as_ptr() as usize).next_multiple_of(LARGE_PAGE) - block.as_ptr() as usize;
             block
         });
-        let lines = Lines { block: Arc::clone(&block), start: self.free, len };
+        let lines = ArenaLines { block: Arc::clone(&block), start: self.free, len };
         // SAFETY: this range is handed out for the first time, nobody else reads or writes it, and any bytes are a line.
         fill(unsafe { std::slice::from_raw_parts_mut(lines.first().cast_mut(), len) });
         self.free += bytes;
@@ -58,16 +58,16 @@ fn map(bytes: usize) -> Arc<MmapRaw> {
     Arc::new(block)
 }
 
-impl Lines {
-    fn first(&self) -> *const Line {
+impl ArenaLines {
+    fn first(&self) -> *const VectorLine {
         self.block.as_ptr().wrapping_add(self.start).cast()
     }
 }
 
-impl Deref for Lines {
-    type Target = [Line];
+impl Deref for ArenaLines {
+    type Target = [VectorLine];
 
-    fn deref(&self) -> &[Line] {
+    fn deref(&self) -> &[VectorLine] {
         // SAFETY: the range is within the block, which lives as long as `self`, and nobody writes to it after `Arena::lines`.
         unsafe { std::slice::from_raw_parts(self.first(), self.len) }
     }

@@ -29,9 +29,9 @@ pub(crate) struct Plane<'c> {
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Seen(Vec<u32>);
+pub(crate) struct SeenTokens(Vec<u32>);
 
-impl FromIterator<usize> for Seen {
+impl FromIterator<usize> for SeenTokens {
     fn from_iter<I: IntoIterator<Item = usize>>(slots: I) -> Self {
         let slot = |slot| u32::try_from(slot).expect("a context has less than 2^32 tokens");
         let slots: Vec<u32> = slots.into_iter().map(slot).collect();
@@ -42,7 +42,7 @@ impl FromIterator<usize> for Seen {
 
 /// Shapes of an attention.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Heads {
+pub(crate) struct AttentionShape {
     /// Q.
     pub(crate) queries: usize,
     /// G.
@@ -58,8 +58,8 @@ pub(crate) struct Heads {
 pub(crate) fn attend(
     queries: (&[f32], usize),
     [keys, values]: [Plane<'_>; 2],
-    seen: &[Seen],
-    heads: Heads,
+    seen: &[SeenTokens],
+    heads: AttentionShape,
     out: &mut [f32],
     team: &Team,
 ) {
@@ -258,8 +258,8 @@ mod tests {
                 };
                 let (q, mut out) = (random(seen.len() * (width + 3), 3), vec![0.0; seen.len() * width]);
                 let plane = |bytes| Plane { bytes, number, room, head_size: d };
-                let heads = Heads { queries, groups, scale: 0.3 };
-                let slots: Vec<Seen> = seen.iter().map(|slots| slots.iter().copied().collect()).collect();
+                let heads = AttentionShape { queries, groups, scale: 0.3 };
+                let slots: Vec<SeenTokens> = seen.iter().map(|slots| slots.iter().copied().collect()).collect();
                 attend((&q, width + 3), [plane(&planes[0][..]), plane(&planes[1][..])], &slots, heads, &mut out, &team);
                 for (n, head) in (0..seen.len()).flat_map(|n| (0..queries).map(move |head| (n, head))) {
                     let group = head / (queries / groups);

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 pub(super) const LANES: usize = 16;
 
 /// 64 bytes, aligned.
-pub(super) type Line = __m512i;
+pub(super) type VectorLine = __m512i;
 
 /// The sum of each vector's 16 lanes: lane i of the result is vector i's. All are added up in the same order.
 #[inline]

@@ -11,8 +11,8 @@ use std::array;
 use std::ops::Range;
 
 use super::Number;
-use super::arena::{Arena, Lines};
-use super::lanes::{Line, store, sum_each};
+use super::arena::{Arena, ArenaLines};
+use super::lanes::{VectorLine, store, sum_each};
 use super::shared::Shared;
 use super::team::Team;
 
@@ -31,7 +31,7 @@ const SUMS: usize = 16;
 #[derive(Debug)]
 pub struct Matrix {
     /// `[O / 4, lines of a row, 4]`; what is left of a row's last line and of the last 4 rows is zero.
-    lines: Lines,
+    lines: ArenaLines,
     /// Of one row.
     row_lines: usize,
     number: Number,
@@ -50,11 +50,11 @@ impl Matrix {
         }
         let row_bytes = inputs * number.bytes();
         assert_eq!(weights.len(), outputs * row_bytes, "[O, I] weights");
-        let row_lines = row_bytes.div_ceil(size_of::<Line>());
+        let row_lines = row_bytes.div_ceil(size_of::<VectorLine>());
         let lines = arena.lines(outputs.next_multiple_of(TOGETHER) * row_lines, |lines| {
             for (o, row) in weights.chunks_exact(row_bytes).enumerate() {
                 let first = o / TOGETHER * TOGETHER * row_lines + o % TOGETHER;
-                for (k, line) in row.chunks(size_of::<Line>()).enumerate() {
+                for (k, line) in row.chunks(size_of::<VectorLine>()).enumerate() {
                     bytes_of(&mut lines[first + k * TOGETHER..][..1])[..line.len()].copy_from_slice(line);
                 }
             }
@@ -77,7 +77,7 @@ impl Matrix {
         if n == 0 {
             return;
         }
-        let x = Packed::new(x_ni, self);
+        let x = PackedActivations::new(x_ni, self);
         let y = Shared::new(y_no);
         let parts = (self.lines.len() / LINES_OF_PART).clamp(1, PARTS_OF_THREAD * team.size());
         let at_once = self.outputs.div_ceil(parts).next_multiple_of(SUMS);
@@ -102,14 +102,14 @@ impl Matrix {
     /// # Safety
     /// Nobody else reads or writes these columns of `y`.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn outputs_of<const BF16: bool>(&self, range: Range<usize>, x: &Packed, y: &Shared<'_, f32>) {
+    unsafe fn outputs_of<const BF16: bool>(&self, range: Range<usize>, x: &PackedActivations, y: &Shared<'_, f32>) {
         let fetch = TOGETHER.div_ceil(x.blocks.len());
         for o in range.clone().step_by(TOGETHER) {
             let outputs = TOGETHER.min(range.end - o);
             let (w, mut fetched) = (self.four(o), 0);
             for block in &x.blocks {
                 let lines = &x.lines[block.lines.clone()];
-                let next = w.as_ptr_range().end.cast::<Line>().wrapping_add((AHEAD + fetched) * w.len());
+                let next = w.as_ptr_range().end.cast::<VectorLine>().wrapping_add((AHEAD + fetched) * w.len());
                 let now = fetch.min(TOGETHER - fetched);
                 fetched += now;
                 let sums = match (block.rows, now) {
@@ -135,7 +135,7 @@ impl Matrix {
     }
 
     /// The four rows of weights that `output` is of.
-    fn four(&self, output: usize) -> &[[Line; TOGETHER]] {
+    fn four(&self, output: usize) -> &[[VectorLine; TOGETHER]] {
         let (fours, _) = self.lines.as_chunks();
         &fours[output / TOGETHER * self.row_lines..][..self.row_lines]
     }
@@ -146,9 +146,9 @@ impl Matrix {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
-    w: &[[Line; TOGETHER]],
-    x: &[Line],
-    next: *const Line,
+    w: &[[VectorLine; TOGETHER]],
+    x: &[VectorLine],
+    next: *const VectorLine,
 ) -> [f32; SUMS] {
     let mut sums = [[_mm512_setzero_ps(); TOGETHER]; R];
     let (x, _) = x.as_chunks::<R>();
@@ -171,29 +171,29 @@ fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
 
 /// A line of numbers rounded to bfloat16.
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn bfloat16(x: &[f32; 32]) -> Line {
+fn bfloat16(x: &[f32; 32]) -> VectorLine {
     let (low, high) = x.split_at(16);
     // SAFETY: 16 numbers each; both types are 64 bytes, and any bytes are a line.
     unsafe {
         let (low, high) = (_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr()));
-        std::mem::transmute::<__m512bh, Line>(_mm512_cvtne2ps_pbh(high, low))
+        std::mem::transmute::<__m512bh, VectorLine>(_mm512_cvtne2ps_pbh(high, low))
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn add_product<const BF16: bool>(sum: __m512, a: Line, b: Line) -> __m512 {
+fn add_product<const BF16: bool>(sum: __m512, a: VectorLine, b: VectorLine) -> __m512 {
     if !BF16 {
         return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
     }
     // SAFETY: both are 64 bytes, and any bytes are bfloat16 numbers.
-    let [a, b] = [a, b].map(|line| unsafe { std::mem::transmute::<Line, __m512bh>(line) });
+    let [a, b] = [a, b].map(|line| unsafe { std::mem::transmute::<VectorLine, __m512bh>(line) });
     _mm512_dpbf16_ps(sum, a, b)
 }
 
 /// Rows of x as the kernel reads them: in blocks of 4, then 2 and 1; a block's rows line by line.
-struct Packed {
-    lines: Vec<Line>,
+struct PackedActivations {
+    lines: Vec<VectorLine>,
     blocks: Vec<Block>,
 }
 
@@ -204,11 +204,11 @@ struct Block {
     lines: Range<usize>,
 }
 
-impl Packed {
+impl PackedActivations {
     fn new(x_ni: &[f32], matrix: &Matrix) -> Self {
         let rows = x_ni.len() / matrix.inputs;
         // SAFETY: zeros are a line.
-        let zero: Line = unsafe { std::mem::zeroed() };
+        let zero: VectorLine = unsafe { std::mem::zeroed() };
         let mut packed = Self { lines: vec![zero; rows * matrix.row_lines], blocks: vec![] };
         let mut first = 0;
         while first < rows {
@@ -222,7 +222,7 @@ impl Packed {
     }
 
     fn fill(&mut self, block: &Block, x_ri: &[f32], matrix: &Matrix) {
-        let numbers = size_of::<Line>() / matrix.number.bytes();
+        let numbers = size_of::<VectorLine>() / matrix.number.bytes();
         let lines = &mut self.lines[block.lines.clone()];
         for (r, x_i) in x_ri.chunks_exact(matrix.inputs).enumerate() {
             for (k, x) in x_i.chunks(numbers).enumerate() {
@@ -237,7 +237,7 @@ impl Packed {
     }
 }
 
-fn bytes_of(lines: &mut [Line]) -> &mut [u8] {
+fn bytes_of(lines: &mut [VectorLine]) -> &mut [u8] {
     // SAFETY: lines are bytes without holes.
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), size_of_val(lines)) }
 }

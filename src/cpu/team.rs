@@ -15,23 +15,23 @@ const LOOKS_BEFORE_SLEEP: u32 = 10_000;
 /// Looks before a thread that waits for the others lets the machine run something else.
 const LOOKS_BEFORE_YIELD: u32 = 10_000;
 
-type Job<'j> = &'j (dyn Fn(usize) + Sync);
+type TeamJob<'j> = &'j (dyn Fn(usize) + Sync);
 
 /// This thread and its helpers. One piece of work at a time; whoever comes meanwhile works alone.
 #[derive(Debug)]
 pub struct Team {
-    shared: Arc<Shared>,
+    shared: Arc<TeamState>,
     busy: Mutex<()>,
     size: usize,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct TeamState {
     /// Counts jobs (32 bits), then the job's parts (16 bits), then the parts that were taken (16 bits). Taking a part is one
     /// exchange of the whole, so a thread that comes late cannot take a part of another job.
     ticket: AtomicU64,
     /// The running job; good to be read by whoever has taken a part that is not done yet.
-    job: AtomicPtr<Job<'static>>,
+    job: AtomicPtr<TeamJob<'static>>,
     done: AtomicUsize,
     panicked: AtomicBool,
     sleeping: AtomicUsize,
@@ -42,7 +42,7 @@ struct Shared {
 impl Team {
     /// A team of this thread and `size` - 1 others, which stay to the process's end.
     pub fn new(size: usize) -> Self {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TeamState {
             ticket: AtomicU64::new(0),
             job: AtomicPtr::new(ptr::null_mut()),
             done: AtomicUsize::new(0),
@@ -81,9 +81,9 @@ impl Team {
         if lead.is_none() || parts > usize::from(u16::MAX) {
             return (0..parts).for_each(work);
         }
-        let work: Job = &work;
+        let work: TeamJob = &work;
         // Only the lifetime changes: `lead` returns after the last part is done, and nobody reads it later.
-        let job: *const Job<'static> = ptr::from_ref(&work).cast();
+        let job: *const TeamJob<'static> = ptr::from_ref(&work).cast();
         self.shared.lead(job, parts as u64);
     }
     /// The right to lead, if nobody else has it.
@@ -96,8 +96,8 @@ impl Team {
     }
 }
 
-impl Shared {
-    fn lead(&self, job: *const Job<'static>, parts: u64) {
+impl TeamState {
+    fn lead(&self, job: *const TeamJob<'static>, parts: u64) {
         self.job.store(job.cast_mut(), Ordering::Relaxed);
         self.done.store(0, Ordering::Relaxed);
         let jobs = (self.ticket.load(Ordering::Relaxed) >> 32).wrapping_add(1);

@@ -24,7 +24,7 @@ pub enum LossOn {
 
 /// What turns conversations into rows.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Chat<'a> {
+pub(super) struct ConversationRenderer<'a> {
     pub(super) template: &'a ChatTemplate,
     pub(super) tokenizer: &'a TextTokenizer,
     pub(super) loss_on: LossOn,
@@ -68,7 +68,7 @@ struct MaskedText {
     learned: Vec<Range<usize>>,
 }
 
-impl Chat<'_> {
+impl ConversationRenderer<'_> {
     /// The row of a conversation, uncut, or why there is none. The text is tokenised as a whole and nothing is put around
     /// it: the template writes BOS.
     ///
@@ -308,7 +308,7 @@ mod tests {
         for name in ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", "tokenizer"] {
             let choice = TemplateChoice::try_from(name.to_owned()).unwrap();
             let template = ChatTemplate::choose(&choice, &folder).unwrap().unwrap();
-            let chat = Chat { template: &template, tokenizer: &tokenizer, loss_on: LossOn::Assistant };
+            let chat = ConversationRenderer { template: &template, tokenizer: &tokenizer, loss_on: LossOn::Assistant };
             let turns = long_talk();
             let messages: Vec<Message> = turns.iter().map(|turn| chat.message(turn)).collect();
             let answers: Vec<usize> = (1..turns.len()).step_by(2).collect();

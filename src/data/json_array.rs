@@ -1,5 +1,8 @@
 //! Rows of a JSON array of objects, `[{…}, {…}]`, as ShareGPT's collections come. A file is cut into rows as it is read:
 //! one row is held at a time, not the file.
+//!
+//! serde_json's streaming of `RawValue`s does not do: it holds a row whole before its length can be refused (a missing quote takes the rest of
+//! the file into memory), and it cannot go on behind a row that is not JSON, which `--skip-bad-rows` counts. It is the tests' oracle.
 
 use std::path::Path;
 

@@ -1,6 +1,6 @@
 //! A row as its file has it: token ids, a text or a conversation, which become tokens of the vocabulary here.
 
-use super::chat::Chat;
+use super::chat::ConversationRenderer;
 use super::conversation::Turn;
 use super::report::DropReason;
 use super::rows::{ReadRow, RowForm, RowProblem, TokenRow};
@@ -32,7 +32,7 @@ impl RawRow {
             Self::Conversation { key, turns } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(RowProblem::NeedsTemplate { key })?;
-                let row = Chat { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
+                let row = ConversationRenderer { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
                 return Ok(row.map(|tokens| ReadRow { tokens, of: RowForm::Conversation }));
             }
         };

@@ -1,5 +1,6 @@
 //! Rows of tokens as an Arrow file, which pyarrow and `datasets` read too: written batch by batch, read row by row, so that
-//! neither side holds more than a batch.
+//! neither side holds more than a batch. Rows are drawn in shuffled order, and Arrow's own reader decodes a batch of a MiB for each of them: the
+//! offsets of a batch's buffers are looked up once, and a row is two reads of its own bytes.
 //!
 //! Every byte is under a checksum. Those of a batch stand in the footer and are looked at when the batch is first read; the
 //! footer's own is the file's name, so that opening reads no tokens.

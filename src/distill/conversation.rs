@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
-use super::render::{self, OpenQuestion, Rendered, Renderer, Written};
+use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
@@ -19,7 +19,7 @@ pub struct Conversation<'a> {
     /// So far; the question whose answer is awaited is the last one.
     messages: Vec<Message>,
     /// The turns that the backbone wrote.
-    written: Vec<Written>,
+    written: Vec<WrittenTurn>,
     /// Who is writing.
     writer: Writer,
     /// What the running turn goes on from.
@@ -153,7 +153,7 @@ impl<'a> Conversation<'a> {
             return Ok(());
         }
         self.row = self.row_with(&said, renderer)?;
-        self.written.push(Written {
+        self.written.push(WrittenTurn {
             opened: std::mem::take(&mut self.prompt.text),
             content: content.clone(),
             end: renderer.end_text(&said.end)?,

@@ -2,148 +2,34 @@
 //! rows of Parquet that train as they are. Knows nothing of how an answer is decoded.
 
 use std::collections::{HashMap, VecDeque};
-use std::io;
-use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::data::rows::RowLocation;
 use crate::decode::batch::{RowEnded, RowRequest};
-use crate::decode::generate::DecodeError;
 
 pub mod answer;
 pub mod conversation;
+mod error;
 mod journal;
 pub mod output;
 pub mod provenance;
 pub mod render;
+mod settings;
 mod shards;
 
 use answer::Answerer;
 use conversation::{Conversation, Finished};
+pub use error::DistillError;
 use output::Output;
 use render::Renderer;
-
-/// What can stop a distillation.
-#[derive(Debug, thiserror::Error)]
-pub enum DistillError {
-    /// A prompt that cannot be rendered.
-    #[error("{place}")]
-    Prompt {
-        /// Where it stands.
-        place: RowLocation,
-        /// What is wrong with it.
-        source: Box<PromptError>,
-    },
-    /// No room for an answer.
-    #[error(
-        "{place}: the prompt has {length} tokens, but the backbone's context is {context}, and at least one new token must fit; \
-         shorten the prompt or leave it out"
-    )]
-    PromptTooLong {
-        /// Where it stands.
-        place: RowLocation,
-        /// Its tokens.
-        length: usize,
-        /// The backbone's.
-        context: usize,
-    },
-    /// A raw prompt has no turns.
-    #[error(
-        "{place}: --self-talk needs conversations (\"messages\", \"conversations\" or \"turns\"); this prompt is raw"
-    )]
-    SelfTalkOfRawPrompt {
-        /// Where it stands.
-        place: RowLocation,
-    },
-    /// A template that hides what the user says.
-    #[error(
-        "--self-talk: the chat template does not show the user's text as it is, so the user's turn cannot be opened; leave \
-         --self-talk out"
-    )]
-    NoPlaceForQuestions,
-    /// Somebody's files.
-    #[error("{} is not empty: it holds {found:?}; choose another --out, or go on with what was begun there with --resume", folder.display())]
-    Occupied {
-        /// The output folder.
-        folder: PathBuf,
-        /// The first file there that is in the way.
-        found: String,
-    },
-    /// Another run's folder.
-    #[error("{}: {key}: expected {expected}, got {got}; --resume goes on only with what the folder was begun with: use that, or another --out", path.display())]
-    Changed {
-        /// distill.json.
-        path: PathBuf,
-        /// What differs.
-        key: String,
-        /// What stands there.
-        expected: String,
-        /// What this run has.
-        got: String,
-    },
-    /// A journal line that is neither whole nor the last one.
-    #[error(
-        "{}, line {line}: the journal is damaged; remove it to make its conversations again (the shards beside it stay)",
-        path.display()
-    )]
-    Damaged {
-        /// The journal.
-        path: PathBuf,
-        /// Counted from 1.
-        line: usize,
-    },
-    /// A distill.json that is none.
-    #[error("{} is no valid JSON; it says what the folder was begun with: without it, choose another --out", path.display())]
-    NoProvenance {
-        /// distill.json.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-    /// The disk's own words.
-    #[error("cannot read or write {}", path.display())]
-    Io {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// A prompt that cannot be decoded.
-    #[error("conversation {id}")]
-    Decode {
-        /// Its index in the prompt file.
-        id: usize,
-        /// Why.
-        source: DecodeError,
-    },
-    /// A step of all rows failed.
-    #[error(transparent)]
-    Step(#[from] DecodeError),
-}
-
-/// How conversations are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Settings {
-    /// Of one answer.
-    pub max_new_tokens: NonZeroUsize,
-    /// Answers of a conversation at most.
-    pub turns: NonZeroUsize,
-    /// The backbone writes the user's turns behind the first one, too.
-    pub self_talk: bool,
-    /// Of what is drawn.
-    pub seed: u64,
-    /// The backbone's `max_position_embeddings`.
-    pub context: usize,
-}
+pub use settings::Settings;
 
 /// How far a run is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct DistillProgress {
     /// Conversations that are kept, those of earlier runs among them.
     pub conversations: usize,
     /// New tokens of this run.
@@ -152,7 +38,7 @@ pub struct Progress {
 
 /// Whether a run came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum DistillEnd {
     /// Every conversation is in a shard.
     Whole,
     /// The caller asked to stop; what is finished is kept.
@@ -199,8 +85,8 @@ pub fn run(
     settings: &Settings,
     mut answerer: Answerer,
     output: &mut Output,
-    on_step: &mut dyn FnMut(Progress) -> ControlFlow<()>,
-) -> Result<Outcome, DistillError> {
+    on_step: &mut dyn FnMut(DistillProgress) -> ControlFlow<()>,
+) -> Result<DistillEnd, DistillError> {
     let waiting = output.missing().into_iter();
     let mut talk = Talk { dialogues, renderer, settings, waiting, open: HashMap::new(), next_turns: VecDeque::new() };
     loop {
@@ -211,11 +97,11 @@ pub fn run(
         }
         if answerer.is_idle() {
             output.finish()?;
-            return Ok(Outcome::Whole);
+            return Ok(DistillEnd::Whole);
         }
         output.keep(talk.hear(answerer.step()?)?)?;
-        if on_step(Progress { conversations: output.kept(), tokens: answerer.tokens() }).is_break() {
-            return Ok(Outcome::Stopped);
+        if on_step(DistillProgress { conversations: output.kept(), tokens: answerer.tokens() }).is_break() {
+            return Ok(DistillEnd::Stopped);
         }
     }
 }

@@ -39,7 +39,7 @@ pub struct OpenQuestion {
 
 /// A turn that the backbone wrote.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Written {
+pub struct WrittenTurn {
     /// All that stood before it.
     pub opened: String,
     /// The turn.
@@ -120,7 +120,7 @@ impl Renderer<'_> {
     ///
     /// # Errors
     /// The tokenizer's own.
-    pub fn labels(&self, prompt: &Rendered, written: &[Written]) -> Result<Vec<i32>, PromptError> {
+    pub fn labels(&self, prompt: &Rendered, written: &[WrittenTurn]) -> Result<Vec<i32>, PromptError> {
         let spans: Vec<Range<usize>> = written.iter().filter_map(|turn| turn.span_in(&prompt.text)).collect();
         let wrote = |place: &Range<usize>| {
             spans.iter().any(|span| span.start <= place.start && place.end <= span.end && !place.is_empty())
@@ -139,7 +139,7 @@ impl Renderer<'_> {
     }
 }
 
-impl Written {
+impl WrittenTurn {
     /// The bytes of a text that hold this turn and its end, if it stands there as it was written (blanks around it aside).
     fn span_in(&self, text: &str) -> Option<Range<usize>> {
         let from = self.opened.len();
@@ -155,8 +155,8 @@ impl Written {
 mod tests {
     use super::*;
 
-    fn written(opened: &str, content: &str, end: &str) -> Written {
-        Written { opened: opened.into(), content: content.into(), end: end.into() }
+    fn written(opened: &str, content: &str, end: &str) -> WrittenTurn {
+        WrittenTurn { opened: opened.into(), content: content.into(), end: end.into() }
     }
 
     #[test]

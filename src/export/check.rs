@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::trained::Trained;
 use super::{ExportError, Format, dtype_for};
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::draft::medusa::heads::layout::{Place, VLLM_LM_HEAD};
+use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::files::sha256;
 use crate::model::attention::RowMask;
@@ -66,7 +66,7 @@ fn heads(got: &HeadsFile, trained: &Trained) -> Result<Difference, ExportError> 
     let hidden_nh = hidden_states(trained.shape.hidden_size);
     let mut difference = Difference { largest: 0.0, of: 0.0 };
     for head in 0..trained.shape.medusa_num_heads {
-        let run = |read: &dyn Fn(Place) -> Result<Tensor, ExportError>| run(head, trained, read, &hidden_nh);
+        let run = |read: &dyn Fn(HeadTensor) -> Result<Tensor, ExportError>| run(head, trained, read, &hidden_nh);
         let written = run(&|place| Ok(got.tensor(place, Kind::Float)?))?;
         let as_trained = run(&|place| trained.tensor(place, Kind::Float))?;
         finite(&written, trained.dtype, || format!("head {}", head + 1))?;
@@ -80,7 +80,7 @@ fn heads(got: &HeadsFile, trained: &Trained) -> Result<Difference, ExportError> 
 fn run(
     head: usize,
     trained: &Trained,
-    read: &dyn Fn(Place) -> Result<Tensor, ExportError>,
+    read: &dyn Fn(HeadTensor) -> Result<Tensor, ExportError>,
     hidden_nh: &Tensor,
 ) -> Result<Tensor, ExportError> {
     let shape = trained.written_shape();

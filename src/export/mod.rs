@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind};
 
 use crate::draft::medusa::heads::import::{HeadsFile, Notice, folder_of};
-use crate::draft::medusa::heads::layout::Layout;
+use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::NewFolder;
 use crate::model::block_spec::names;
@@ -72,12 +72,12 @@ impl Format {
     }
 
     /// Whose names its heads have.
-    fn layout(self) -> Layout {
+    fn layout(self) -> HeadsLayout {
         match self {
-            Format::Heads | Format::Tgi | Format::TensorRtLlm | Format::Peft => Layout::Heads,
-            Format::Vllm => Layout::Vllm,
-            Format::Merged => Layout::Merged,
-            Format::ModelOpt => Layout::ModelOpt,
+            Format::Heads | Format::Tgi | Format::TensorRtLlm | Format::Peft => HeadsLayout::Heads,
+            Format::Vllm => HeadsLayout::Vllm,
+            Format::Merged => HeadsLayout::Merged,
+            Format::ModelOpt => HeadsLayout::ModelOpt,
         }
     }
 

@@ -10,7 +10,7 @@ use super::companions::backbone_of_run;
 use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
-use crate::draft::medusa::heads::layout::{Part, Place};
+use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::loading::LoadError;
@@ -173,9 +173,9 @@ impl Trained {
     }
 
     /// A tensor of [`Trained::written_shape`], rounded to `kind`.
-    pub(super) fn tensor(&self, place: Place, kind: Kind) -> Result<Tensor, ExportError> {
+    pub(super) fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, ExportError> {
         match &self.lm_head_vh {
-            Some(lm_head_vh) if place.part == Part::W2 => Ok(lm_head_vh.to_kind(kind)),
+            Some(lm_head_vh) if place.part == HeadPart::W2 => Ok(lm_head_vh.to_kind(kind)),
             _ => Ok(self.file.tensor(place, kind)?),
         }
     }

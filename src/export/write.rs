@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::trained::Trained;
 use super::{ExportError, Format};
 use crate::draft::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
-use crate::draft::medusa::heads::layout::{Place, VLLM_LM_HEAD};
+use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::files::{write_json, write_synced};
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
@@ -75,13 +75,13 @@ pub(super) fn copy(from: &Path, to: &Path) -> Result<(), ExportError> {
 }
 
 /// Tensors by the names of the layout, and their places.
-fn plan(trained: &Trained) -> (Vec<Planned>, Vec<Place>) {
+fn plan(trained: &Trained) -> (Vec<Planned>, Vec<HeadTensor>) {
     let (shape, kind) = (trained.written_shape(), trained.dtype.kind());
     let planned = trained.format.layout().tensors(&shape).into_iter();
     (planned.map(|(name, shape)| Planned { name, shape, kind }).collect(), shape.places())
 }
 
-fn tensor(trained: &Trained, place: Place) -> io::Result<Tensor> {
+fn tensor(trained: &Trained, place: HeadTensor) -> io::Result<Tensor> {
     trained.tensor(place, trained.dtype.kind()).map_err(io::Error::other)
 }
 

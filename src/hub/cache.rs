@@ -7,7 +7,7 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use super::HubError;
-use super::id::{Kind, Repo, is_safe};
+use super::id::{Repo, RepoKind, is_safe};
 use crate::files::write_atomic;
 
 /// Where it is.
@@ -38,8 +38,8 @@ impl Cache {
 
     fn folder_name(repo: &Repo) -> String {
         let kind = match repo.kind {
-            Kind::Model => "models",
-            Kind::Dataset => "datasets",
+            RepoKind::Model => "models",
+            RepoKind::Dataset => "datasets",
         };
         format!("{kind}--{}--{}", repo.owner, repo.name)
     }
@@ -200,7 +200,7 @@ mod tests {
     fn a_snapshot_is_links_to_blobs() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache { root: folder.path().to_owned() };
-        let repo = Repo::parse(Kind::Model, "a/b").unwrap();
+        let repo = Repo::parse(RepoKind::Model, "a/b").unwrap();
         let (commit, hash) = ("c".repeat(40), "d".repeat(64));
         let blob = cache.blob(&repo, &hash);
         make_parent(&blob).unwrap();
@@ -220,7 +220,7 @@ mod tests {
     fn a_damaged_list_is_written_anew() {
         let folder = tempfile::tempdir().unwrap();
         let cache = Cache { root: folder.path().to_owned() };
-        let (repo, commit) = (Repo::parse(Kind::Dataset, "a/b").unwrap(), "c".repeat(40));
+        let (repo, commit) = (Repo::parse(RepoKind::Dataset, "a/b").unwrap(), "c".repeat(40));
         let path = cache.list_path(&repo, &commit);
         make_parent(&path).unwrap();
         write_atomic(&path, |out| out.write_all(b"[\"x.js")).unwrap();

@@ -14,9 +14,9 @@ use serde_json::Value;
 use ureq::{Agent, ErrorKind, OrAnyStatus, Response, Transport};
 use url::{Host, Url};
 
-use super::id::{Kind, Repo};
+use super::id::{Repo, RepoKind};
 use super::token::Token;
-use super::{Event, HubError, Observer};
+use super::{HubError, Observer, TransferEvent};
 
 const TRIES: u32 = 5;
 /// Of a host that does not answer: a name that is not known will not be so in a minute either.
@@ -120,7 +120,7 @@ impl<'o> Client<'o> {
 
     /// An address of a repository's own pages.
     pub(super) fn page(&self, repo: &Repo, parts: &[&str]) -> Url {
-        let prefix: &[&str] = if repo.kind == Kind::Dataset { &["datasets"] } else { &[] };
+        let prefix: &[&str] = if repo.kind == RepoKind::Dataset { &["datasets"] } else { &[] };
         self.url(&[prefix, &[&repo.owner, &repo.name], parts].concat())
     }
 
@@ -158,7 +158,7 @@ impl<'o> Client<'o> {
                 }
             };
             let (seconds, why) = pause;
-            (self.tell)(Event::Waiting { seconds, why });
+            (self.tell)(TransferEvent::Waiting { seconds, why });
             std::thread::sleep(Duration::from_secs(seconds));
         }
     }
@@ -231,13 +231,13 @@ impl<'o> Client<'o> {
                     Ok(file)
                 };
                 let file = part().map_err(HubError::io("read", path))?;
-                let counted = Counted { inner: file.take(length), moved: &moved, tell: self.tell };
+                let counted = CountedUpload { inner: file.take(length), moved: &moved, tell: self.tell };
                 request.set("Content-Length", &length.to_string()).send(counted)
             }
         };
         let answer = sent.or_any_status();
         if !answer.as_ref().is_ok_and(|answer| answer.status() < 300) {
-            (self.tell)(Event::Lost(moved.into_inner())); // what was counted has to go once more
+            (self.tell)(TransferEvent::Lost(moved.into_inner())); // what was counted has to go once more
         }
         Ok(answer)
     }
@@ -258,7 +258,7 @@ impl<'o> Client<'o> {
             return HubError::Refused { endpoint, doing: doing.into(), status, message };
         }
         let id = format!("{repo}@{revision}");
-        let kind = if repo.kind == Kind::Dataset { "data set" } else { "model" };
+        let kind = if repo.kind == RepoKind::Dataset { "data set" } else { "model" };
         let no_repo = || HubError::NoRepo {
             endpoint: endpoint.clone(),
             repo: format!("{kind} {repo}"),
@@ -324,17 +324,17 @@ impl<'o> Client<'o> {
 }
 
 /// Tells the observer what was read.
-struct Counted<'o, R> {
+struct CountedUpload<'o, R> {
     inner: R,
     moved: &'o AtomicU64,
     tell: Observer<'o>,
 }
 
-impl<R: Read> Read for Counted<'_, R> {
+impl<R: Read> Read for CountedUpload<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.inner.read(buffer)?;
         self.moved.fetch_add(count as u64, Ordering::Relaxed);
-        (self.tell)(Event::Moved(count as u64));
+        (self.tell)(TransferEvent::Moved(count as u64));
         Ok(count)
     }
 }

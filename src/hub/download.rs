@@ -16,7 +16,7 @@ use super::cache::make_parent;
 use super::client::{About, Ask};
 use super::id::{Id, Repo};
 use super::listing::{self, Entry, Hash};
-use super::{Event, Hub, HubError, Wanted};
+use super::{Hub, HubError, TransferEvent, Wanted};
 use crate::files;
 
 /// Files that are on their way together. One connection seldom fills a line; many make the Hub ask to wait.
@@ -26,7 +26,7 @@ const BREAKS: u64 = 4;
 
 /// A repository at a commit.
 #[derive(Clone, Copy)]
-struct Snapshot<'a> {
+struct SnapshotOf<'a> {
     repo: &'a Repo,
     commit: &'a str,
 }
@@ -39,7 +39,7 @@ impl Hub<'_> {
         let tree = listing::tree(&self.client, &id.repo, &head.commit)?;
         let names: Vec<String> = tree.iter().map(|entry| entry.path.clone()).collect();
         let of = |names: &[String]| tree.iter().filter(|entry| names.contains(&entry.path)).collect::<Vec<_>>();
-        let from = Snapshot { repo: &id.repo, commit: &head.commit };
+        let from = SnapshotOf { repo: &id.repo, commit: &head.commit };
         let mut chosen = wanted.choose(id, &names)?;
         if let Some(index) = wanted.index(&names) {
             self.bring(from, &of(&[index.to_owned()]))?;
@@ -53,14 +53,14 @@ impl Hub<'_> {
         Ok((head.commit, chosen))
     }
 
-    fn bring(&self, from: Snapshot<'_>, files: &[&Entry]) -> Result<(), HubError> {
+    fn bring(&self, from: SnapshotOf<'_>, files: &[&Entry]) -> Result<(), HubError> {
         let is_here = |file: &&&Entry| self.has(from.repo, file);
         let missing: Vec<&Entry> = files.iter().filter(|file| !is_here(file)).copied().collect();
         if !missing.is_empty() {
             let bytes = missing.iter().map(|file| file.size).sum();
-            (self.tell)(Event::Began { what: from.repo.to_string(), files: missing.len(), bytes });
+            (self.tell)(TransferEvent::Began { what: from.repo.to_string(), files: missing.len(), bytes });
             let brought = self.all(from, &missing);
-            (self.tell)(Event::Ended);
+            (self.tell)(TransferEvent::Ended);
             brought?;
         }
         files.iter().try_for_each(|file| self.cache.link(from.repo, from.commit, &file.path, file.hash.text()))
@@ -71,7 +71,7 @@ impl Hub<'_> {
     }
 
     /// Several at once; the first error ends the others where they are.
-    fn all(&self, from: Snapshot<'_>, files: &[&Entry]) -> Result<(), HubError> {
+    fn all(&self, from: SnapshotOf<'_>, files: &[&Entry]) -> Result<(), HubError> {
         let (next, stop, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
         let work = || {
             while let Some(file) =
@@ -92,17 +92,18 @@ impl Hub<'_> {
     }
 
     /// One blob. `HASH.incomplete` keeps what came, for this process or a later one.
-    fn one(&self, from: Snapshot<'_>, file: &Entry, stop: &AtomicBool) -> Result<(), HubError> {
+    fn one(&self, from: SnapshotOf<'_>, file: &Entry, stop: &AtomicBool) -> Result<(), HubError> {
         let hash = file.hash.text();
         let blob = self.cache.blob(from.repo, hash);
         make_parent(&blob)?;
-        let _lock = self.cache.lock(from.repo, hash, || (self.tell)(Event::Locked { file: file.path.clone() }))?;
+        let _lock =
+            self.cache.lock(from.repo, hash, || (self.tell)(TransferEvent::Locked { file: file.path.clone() }))?;
         if self.has(from.repo, file) {
-            (self.tell)(Event::Moved(file.size)); // by another process, or the same bytes under another name
+            (self.tell)(TransferEvent::Moved(file.size)); // by another process, or the same bytes under another name
             return Ok(());
         }
         let partial = blob.with_file_name(format!("{hash}.incomplete"));
-        let mut transfer = Transfer { hub: self, from, file, out: append(&partial)?, partial: &partial, stop };
+        let mut transfer = FileTransfer { hub: self, from, file, out: append(&partial)?, partial: &partial, stop };
         transfer.fill()?;
         if stop.load(Ordering::Relaxed) {
             return Ok(()); // the error is another file's
@@ -121,9 +122,9 @@ fn append(path: &Path) -> Result<File, HubError> {
 }
 
 /// A file on its way.
-struct Transfer<'a> {
+struct FileTransfer<'a> {
     hub: &'a Hub<'a>,
-    from: Snapshot<'a>,
+    from: SnapshotOf<'a>,
     file: &'a Entry,
     /// At its end.
     out: File,
@@ -133,7 +134,7 @@ struct Transfer<'a> {
     stop: &'a AtomicBool,
 }
 
-impl Transfer<'_> {
+impl FileTransfer<'_> {
     fn have(&self) -> Result<u64, HubError> {
         self.out.metadata().map(|out| out.len()).map_err(HubError::io("read", self.partial))
     }
@@ -148,11 +149,11 @@ impl Transfer<'_> {
             self.clear()?;
         }
         let (mut have, mut breaks) = (self.have()?, 0);
-        (self.hub.tell)(Event::Moved(have));
+        (self.hub.tell)(TransferEvent::Moved(have));
         while have < self.file.size && !self.stop.load(Ordering::Relaxed) {
             if breaks > 0 {
                 let why = format!("the download of {} broke", self.file.path);
-                (self.hub.tell)(Event::Waiting { seconds: breaks, why });
+                (self.hub.tell)(TransferEvent::Waiting { seconds: breaks, why });
                 thread::sleep(Duration::from_secs(breaks));
             }
             self.stream(have)?;
@@ -174,7 +175,7 @@ impl Transfer<'_> {
             response.status() == 206 && response.header("content-range").is_some_and(|range| range.starts_with(&begin));
         if have > 0 && !goes_on {
             self.clear()?;
-            (self.hub.tell)(Event::Lost(have));
+            (self.hub.tell)(TransferEvent::Lost(have));
         }
         if response.status() == 206 && !goes_on {
             return Ok(()); // another range than was asked for: once more, from the start
@@ -183,7 +184,7 @@ impl Transfer<'_> {
     }
 
     fn ask(&self, have: u64) -> Result<Response, HubError> {
-        let (Snapshot { repo, commit }, path) = (self.from, &self.file.path);
+        let (SnapshotOf { repo, commit }, path) = (self.from, &self.file.path);
         let parts: Vec<&str> = ["resolve", commit].into_iter().chain(path.split('/')).collect();
         let doing = format!("downloading {path} of {repo}");
         let about = About { repo, revision: commit, file: Some(path), doing: &doing };
@@ -205,7 +206,7 @@ impl Transfer<'_> {
                 return Err(HubError::Damaged { file, expected, got: "more".into() });
             }
             self.out.write_all(&buffer[..count]).map_err(HubError::io("write", self.partial))?;
-            (self.hub.tell)(Event::Moved(count as u64));
+            (self.hub.tell)(TransferEvent::Moved(count as u64));
         }
         Ok(())
     }

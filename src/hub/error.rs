@@ -205,7 +205,7 @@ pub enum HubError {
         /// Why.
         error: Box<HubError>,
         /// What the branch says of it.
-        found: Found,
+        found: BranchState,
     },
     /// `--private` of a repository that all can see.
     #[error(
@@ -237,7 +237,7 @@ pub enum HubError {
 
 /// What a branch is seen to be after a commit that failed, or whose answer was lost.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Found {
+pub enum BranchState {
     /// As before, after a refusal.
     #[error("the branch is as it was, so nothing was committed; run it again")]
     Nothing,

@@ -16,7 +16,7 @@ const COMPRESSED: [&str; 2] = [".gz", ".zst"];
 
 /// What a repository holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum RepoKind {
     /// Weights.
     Model,
     /// Data files.
@@ -27,7 +27,7 @@ pub enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Repo {
     /// What it holds.
-    pub kind: Kind,
+    pub kind: RepoKind,
     /// A user or an organisation.
     pub owner: String,
     /// The repository's own name.
@@ -47,7 +47,7 @@ pub struct Id {
 
 impl Repo {
     /// Reads `owner/name`.
-    pub fn parse(kind: Kind, text: &str) -> Option<Self> {
+    pub fn parse(kind: RepoKind, text: &str) -> Option<Self> {
         let (owner, name) = text.split_once('/')?;
         let is_good = is_word(owner) && is_word(name) && !name.ends_with(".git");
         is_good.then(|| Self { kind, owner: owner.into(), name: name.into() })
@@ -56,8 +56,8 @@ impl Repo {
     /// As URLs of the API have it.
     pub(super) fn plural(&self) -> &'static str {
         match self.kind {
-            Kind::Model => "models",
-            Kind::Dataset => "datasets",
+            RepoKind::Model => "models",
+            RepoKind::Dataset => "datasets",
         }
     }
 }
@@ -85,24 +85,24 @@ impl fmt::Display for Id {
 
 /// The id of a model, heads or an adapter; `None`: a path.
 pub fn model(place: &str) -> Option<Id> {
-    remote(place, Kind::Model).filter(|id| id.file.is_none())
+    remote(place, RepoKind::Model).filter(|id| id.file.is_none())
 }
 
 /// The id of data; `None`: a path or a pattern of paths.
 pub fn data(place: &str) -> Option<Id> {
-    let id = remote(place, Kind::Dataset)?;
+    let id = remote(place, RepoKind::Dataset)?;
     // `folder/rows.jsonl` is a file that is not there; a repository of that name can be had as `folder/rows.jsonl@main`.
     (id.file.is_some() || id.revision.is_some() || !is_data(&id.repo.name)).then_some(id)
 }
 
-fn remote(place: &str, kind: Kind) -> Option<Id> {
+fn remote(place: &str, kind: RepoKind) -> Option<Id> {
     let id = parse(place, kind)?;
     let is_here = Path::new(place).exists() || id.revision.is_none() && Path::new(&id.repo.owner).is_dir();
     (!is_here).then_some(id)
 }
 
 /// The grammar alone.
-fn parse(text: &str, kind: Kind) -> Option<Id> {
+fn parse(text: &str, kind: RepoKind) -> Option<Id> {
     let (owner, rest) = text.split_once('/')?;
     let (name, rest) = rest.split_at(rest.find(['@', '/']).unwrap_or(rest.len()));
     let repo = Repo::parse(kind, &format!("{owner}/{name}"))?;
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     fn shown(text: &str) -> Option<(String, Option<String>, Option<String>)> {
-        parse(text, Kind::Dataset).map(|id| {
+        parse(text, RepoKind::Dataset).map(|id| {
             assert_eq!(id.to_string(), text);
             (id.repo.to_string(), id.revision, id.file)
         })

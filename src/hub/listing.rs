@@ -13,7 +13,7 @@ use super::{HubError, cache};
 
 /// The state of a revision.
 #[derive(Debug, Deserialize)]
-pub(super) struct Head {
+pub(super) struct BranchHead {
     #[serde(rename = "sha")]
     pub(super) commit: String,
     #[serde(default)]
@@ -47,7 +47,7 @@ impl Hash {
 }
 
 #[derive(Deserialize)]
-struct Listed {
+struct ListedFile {
     #[serde(rename = "type")]
     kind: String,
     path: String,
@@ -65,9 +65,9 @@ struct Lfs {
 }
 
 /// The commit that a revision is.
-pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str) -> Result<Head, HubError> {
+pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str) -> Result<BranchHead, HubError> {
     let about = About { repo, revision, file: None, doing };
-    let head: Head = client.json(&Ask::get(client.api(repo, &["revision", revision]), about))?;
+    let head: BranchHead = client.json(&Ask::get(client.api(repo, &["revision", revision]), about))?;
     if is_commit(&head.commit) { Ok(head) } else { Err(client.bad_answer(doing, "a commit that is no hash")) }
 }
 
@@ -88,7 +88,7 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
         if next.as_ref().is_some_and(|next| asked.contains(next)) {
             return Err(bad("a next page that was there before".into()));
         }
-        let page: Vec<Listed> = client.read_json(&ask, response)?;
+        let page: Vec<ListedFile> = client.read_json(&ask, response)?;
         for listed in page.into_iter().filter(|listed| listed.kind == "file") {
             entries.push(entry(repo, listed, &bad)?);
         }
@@ -97,7 +97,7 @@ pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec
     Ok(entries)
 }
 
-fn entry(repo: &Repo, listed: Listed, bad: &dyn Fn(String) -> HubError) -> Result<Entry, HubError> {
+fn entry(repo: &Repo, listed: ListedFile, bad: &dyn Fn(String) -> HubError) -> Result<Entry, HubError> {
     if !id::is_safe(&listed.path) {
         return Err(HubError::UnsafeName { repo: repo.to_string(), name: listed.path });
     }

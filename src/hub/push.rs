@@ -13,9 +13,9 @@ use serde_json::json;
 
 use super::client::{About, Ask, Body};
 use super::download::{git_hash, hash_like};
-use super::error::Found;
+use super::error::BranchState;
 use super::id::Repo;
-use super::listing::{self, Entry, Hash, Head};
+use super::listing::{self, BranchHead, Entry, Hash};
 use super::{Hub, HubError};
 use crate::files;
 
@@ -162,7 +162,7 @@ impl Hub<'_> {
     }
 
     /// The branch's state, with repository and branch made where they are not there.
-    fn head_to_push_on(&self, push: &Push<'_>) -> Result<Head, HubError> {
+    fn head_to_push_on(&self, push: &Push<'_>) -> Result<BranchHead, HubError> {
         match self.head(push) {
             Ok(head) if push.private && !head.private => Err(HubError::IsPublic { repo: push.repo.to_string() }),
             Err(HubError::NoRepo { .. }) => {
@@ -176,7 +176,7 @@ impl Hub<'_> {
         }
     }
 
-    fn head(&self, push: &Push<'_>) -> Result<Head, HubError> {
+    fn head(&self, push: &Push<'_>) -> Result<BranchHead, HubError> {
         listing::head(&self.client, push.repo, push.revision, &format!("looking up {}", push.repo))
     }
 
@@ -199,7 +199,7 @@ impl Hub<'_> {
         }
     }
 
-    fn head_or_branch(&self, push: &Push<'_>) -> Result<Head, HubError> {
+    fn head_or_branch(&self, push: &Push<'_>) -> Result<BranchHead, HubError> {
         match self.head(push) {
             Err(HubError::NoRevision { .. }) => {
                 let doing = format!("making the branch {} of {}", push.revision, push.repo);
@@ -240,7 +240,7 @@ impl Hub<'_> {
 
     /// One commit of all additions, on the state that they were compared with; its page. The Hub takes it on that state alone
     /// (`parentCommit`), so that asking again cannot commit twice.
-    fn commit(&self, push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> Result<String, HubError> {
+    fn commit(&self, push: &Push<'_>, head: &BranchHead, additions: &[Addition<'_>]) -> Result<String, HubError> {
         let doing = format!("committing to {}", push.repo);
         let lines = commit_lines(push, head, additions);
         let url = self.client.api(push.repo, &["commit", push.revision]);
@@ -258,25 +258,25 @@ impl Hub<'_> {
         &self,
         error: HubError,
         push: &Push<'_>,
-        before: &Head,
+        before: &BranchHead,
         additions: &[Addition<'_>],
     ) -> Result<String, HubError> {
         let failed = |error, found| Err(HubError::Commit { error: Box::new(error), found });
-        let Ok(now) = self.head(push) else { return failed(error, Found::Unknown) };
+        let Ok(now) = self.head(push) else { return failed(error, BranchState::Unknown) };
         if now.commit == before.commit {
-            let found = if error.is_refusal() { Found::Nothing } else { Found::NothingYet };
+            let found = if error.is_refusal() { BranchState::Nothing } else { BranchState::NothingYet };
             return failed(error, found);
         }
         let Ok(there) = listing::tree(&self.client, push.repo, &now.commit) else {
-            return failed(error, Found::Unknown);
+            return failed(error, BranchState::Unknown);
         };
         let is_there = additions.iter().all(|addition| addition.is_in(&there));
-        if is_there { Ok(now.commit) } else { failed(error, Found::Others(now.commit)) }
+        if is_there { Ok(now.commit) } else { failed(error, BranchState::Others(now.commit)) }
     }
 }
 
 /// The body of a commit: a line of JSON for its header and for each file.
-fn commit_lines(push: &Push<'_>, head: &Head, additions: &[Addition<'_>]) -> String {
+fn commit_lines(push: &Push<'_>, head: &BranchHead, additions: &[Addition<'_>]) -> String {
     let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
     let mut lines = json!({"key": "header", "value": header}).to_string();
     for addition in additions {

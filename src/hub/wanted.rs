@@ -20,17 +20,17 @@ pub enum Wanted {
     /// Heads, with an adapter or a trained backbone beside them.
     Heads,
     /// Rows.
-    Data(Split),
+    Data(DataSplit),
 }
 
 /// Which rows, where a data set's file names say it: `train-00000-of-00001.parquet`, `data/test.jsonl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Split {
+pub enum DataSplit {
     /// All files but those that another split names.
     Train,
     /// `validation`, `valid`, `val`, `dev`, or else `test`.
     Validation,
-    /// Those of [`Split::Validation`] where there are some, else all: to measure what was trained on the others.
+    /// Those of [`DataSplit::Validation`] where there are some, else all: to measure what was trained on the others.
     HeldOut,
     /// All.
     Any,
@@ -139,7 +139,7 @@ fn heads(names: &[String]) -> Vec<String> {
     names.iter().filter(chosen).cloned().collect()
 }
 
-fn data(id: &Id, names: &[String], split: Split) -> Result<Vec<String>, HubError> {
+fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubError> {
     let rows = || names.iter().filter(|name| id::is_data(name) && !is_about_data(name));
     let holds = || rows().cloned().collect::<Vec<_>>();
     let named = |split: &[&str]| rows().filter(|name| names_split(name, split)).cloned().collect::<Vec<_>>();
@@ -147,13 +147,13 @@ fn data(id: &Id, names: &[String], split: Split) -> Result<Vec<String>, HubError
     let chosen: Vec<String> = match &id.file {
         Some(file) => names.iter().filter(|name| is_meant(file, name)).cloned().collect(),
         None => match split {
-            Split::Any => holds(),
-            Split::Train => rows()
+            DataSplit::Any => holds(),
+            DataSplit::Train => rows()
                 .filter(|name| !names_split(name, &VALIDATION) && !names_split(name, &["test"]))
                 .cloned()
                 .collect(),
-            Split::Validation => validation(),
-            Split::HeldOut => Some(validation()).filter(|found| !found.is_empty()).unwrap_or_else(holds),
+            DataSplit::Validation => validation(),
+            DataSplit::HeldOut => Some(validation()).filter(|found| !found.is_empty()).unwrap_or_else(holds),
         },
     };
     if !chosen.is_empty() {
@@ -185,7 +185,7 @@ fn names_split(name: &str, words: &[&str]) -> bool {
     name.split(|c: char| !c.is_ascii_alphabetic()).any(|word| words.contains(&word.to_ascii_lowercase().as_str()))
 }
 
-impl std::fmt::Display for Split {
+impl std::fmt::Display for DataSplit {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         out.write_str(match self {
             Self::Train => "to train on",
@@ -209,7 +209,7 @@ mod tests {
         id::model("no-such-owner/name").unwrap()
     }
 
-    fn data_of(file: Option<&str>, all: &str, split: Split) -> Result<String, HubError> {
+    fn data_of(file: Option<&str>, all: &str, split: DataSplit) -> Result<String, HubError> {
         let id = Id { file: file.map(str::to_owned), ..id() };
         Wanted::Data(split).choose(&id, &names(all)).map(|chosen| chosen.join(" "))
     }
@@ -256,19 +256,19 @@ mod tests {
     #[test]
     fn a_data_sets_splits_are_kept_apart() {
         let all = "README.md data/test-0.parquet data/train-0.parquet data/train-1.parquet data/validation-0.parquet dataset_infos.json";
-        assert_eq!(data_of(None, all, Split::Train).unwrap(), "data/train-0.parquet data/train-1.parquet");
-        assert_eq!(data_of(None, all, Split::Validation).unwrap(), "data/validation-0.parquet");
-        assert_eq!(data_of(None, "a.jsonl a_test.jsonl.zst", Split::Validation).unwrap(), "a_test.jsonl.zst");
-        assert_eq!(data_of(None, "latest.jsonl", Split::Train).unwrap(), "latest.jsonl");
-        assert_eq!(data_of(None, all, Split::Any).unwrap().split(' ').count(), 4);
-        assert_eq!(data_of(None, all, Split::HeldOut).unwrap(), "data/validation-0.parquet");
-        assert_eq!(data_of(None, "train.jsonl more.jsonl", Split::HeldOut).unwrap(), "train.jsonl more.jsonl");
+        assert_eq!(data_of(None, all, DataSplit::Train).unwrap(), "data/train-0.parquet data/train-1.parquet");
+        assert_eq!(data_of(None, all, DataSplit::Validation).unwrap(), "data/validation-0.parquet");
+        assert_eq!(data_of(None, "a.jsonl a_test.jsonl.zst", DataSplit::Validation).unwrap(), "a_test.jsonl.zst");
+        assert_eq!(data_of(None, "latest.jsonl", DataSplit::Train).unwrap(), "latest.jsonl");
+        assert_eq!(data_of(None, all, DataSplit::Any).unwrap().split(' ').count(), 4);
+        assert_eq!(data_of(None, all, DataSplit::HeldOut).unwrap(), "data/validation-0.parquet");
+        assert_eq!(data_of(None, "train.jsonl more.jsonl", DataSplit::HeldOut).unwrap(), "train.jsonl more.jsonl");
         assert_eq!(
-            data_of(Some("data/train-*"), all, Split::Any).unwrap(),
+            data_of(Some("data/train-*"), all, DataSplit::Any).unwrap(),
             "data/train-0.parquet data/train-1.parquet"
         );
-        assert_eq!(data_of(Some("data"), all, Split::Any).unwrap().split(' ').count(), 4);
-        assert!(matches!(data_of(Some("data/nothing"), all, Split::Any), Err(HubError::NoFile { .. })));
-        assert!(matches!(data_of(None, "train.jsonl", Split::Validation), Err(HubError::NothingWanted { .. })));
+        assert_eq!(data_of(Some("data"), all, DataSplit::Any).unwrap().split(' ').count(), 4);
+        assert!(matches!(data_of(Some("data/nothing"), all, DataSplit::Any), Err(HubError::NoFile { .. })));
+        assert!(matches!(data_of(None, "train.jsonl", DataSplit::Validation), Err(HubError::NothingWanted { .. })));
     }
 }

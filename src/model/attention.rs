@@ -6,7 +6,7 @@ use std::cell::{OnceCell, RefCell};
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cpu::attention::Seen;
+use crate::cpu::attention::SeenTokens;
 use crate::model::batch_cache::{BatchLayer, BatchStep};
 use crate::model::block_spec::{HeadShape, Windows};
 use crate::model::config::LlamaConfig;
@@ -293,7 +293,7 @@ impl NewTokens {
     }
 
     /// What token `n` sees behind `len` committed tokens.
-    pub(super) fn seen(&self, n: usize, len: usize) -> Seen {
+    pub(super) fn seen(&self, n: usize, len: usize) -> SeenTokens {
         let at = len as i64 + self.offsets[n];
         let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
         let end = if self.is_chain { len + n + 1 } else { len };

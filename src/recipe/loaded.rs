@@ -6,7 +6,7 @@ use tch::Device;
 
 use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
-use crate::hub::{Hub, HubError, Observer, Origin, Split, Wanted, id};
+use crate::hub::{DataSplit, Hub, HubError, Observer, SnapshotOrigin, Wanted, id};
 use crate::train::plan::TrainPlan;
 use crate::train::provenance::{Snapshot, Source};
 
@@ -112,8 +112,8 @@ impl LoadedRecipe {
     fn fetch_rest(&mut self, hub: &Hub<'_>, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let data = &mut self.local.data;
         let lists = [
-            ("data.train", &mut data.train, Split::Train),
-            ("data.validation", &mut data.validation, Split::Validation),
+            ("data.train", &mut data.train, DataSplit::Train),
+            ("data.validation", &mut data.validation, DataSplit::Validation),
         ];
         for (key, entries, split) in lists {
             let (files, origins) = hub.fetch_all(entries, split).map_err(|error| at(text, key, error))?;
@@ -134,11 +134,11 @@ impl LoadedRecipe {
     }
 }
 
-fn snapshot(Origin { id, commit }: Origin) -> Snapshot {
+fn snapshot(SnapshotOrigin { id, commit }: SnapshotOrigin) -> Snapshot {
     Snapshot { id, commit }
 }
 
-fn source(key: &str, origin: Origin) -> Source {
+fn source(key: &str, origin: SnapshotOrigin) -> Source {
     Source { key: key.to_owned(), snapshot: snapshot(origin) }
 }
 

@@ -2,7 +2,7 @@
 
 use super::axis::Range;
 use super::metrics::{Logged, curve};
-use super::plot::{Kind, Plot, Series};
+use super::plot::{Plot, Series, SeriesKind};
 use super::readable::byte_unit;
 use super::run::Run;
 use super::thinned::thinned;
@@ -15,7 +15,7 @@ const PAGE_POINTS: usize = 60_000;
 
 /// Plots that belong together.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Group {
+pub(super) struct PlotGroup {
     pub(super) title: &'static str,
     pub(super) plots: Vec<Plot>,
 }
@@ -30,14 +30,14 @@ type Column = fn(&Logged) -> &Vec<Option<f64>>;
 pub(super) type Named<'r> = (&'r Run, String);
 
 /// All curves of the runs; groups and plots without a value are left out.
-pub(super) fn groups(runs: &[Named<'_>]) -> Vec<Group> {
+pub(super) fn groups(runs: &[Named<'_>]) -> Vec<PlotGroup> {
     let several = runs.len() > 1;
     let accuracy = if several { accuracies_of_several(runs) } else { accuracies_of_one(runs) };
     let mut groups = vec![
-        Group { title: "Loss", plots: losses(runs, several) },
-        Group { title: "Accuracy of the heads", plots: accuracy },
-        Group { title: "Optimizer", plots: optimizer(runs, several) },
-        Group { title: "Speed and memory", plots: machine(runs) },
+        PlotGroup { title: "Loss", plots: losses(runs, several) },
+        PlotGroup { title: "Accuracy of the heads", plots: accuracy },
+        PlotGroup { title: "Optimizer", plots: optimizer(runs, several) },
+        PlotGroup { title: "Speed and memory", plots: machine(runs) },
     ];
     for group in &mut groups {
         group.plots.retain(|plot| !plot.is_empty());
@@ -47,7 +47,7 @@ pub(super) fn groups(runs: &[Named<'_>]) -> Vec<Group> {
     groups
 }
 
-fn thin(groups: &mut [Group]) {
+fn thin(groups: &mut [PlotGroup]) {
     let lines: usize = groups.iter().flat_map(|group| &group.plots).map(|plot| plot.series.len()).sum();
     let most = (PAGE_POINTS / lines.max(1)).min(LINE_POINTS);
     for series in groups.iter_mut().flat_map(|group| &mut group.plots).flat_map(|plot| &mut plot.series) {
@@ -62,7 +62,7 @@ fn plot(title: impl Into<String>, unit: &'static str, range: Range, series: Vec<
 /// Training and validation of one quantity, as two lines of one name.
 fn both(run: &Run, name: &str, style: usize, pick: Pick<'_>) -> [Series; 2] {
     let of = |kind, lines: &[Logged]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
-    [of(Kind::Train, &run.metrics.train), of(Kind::Marked, &run.metrics.validation)]
+    [of(SeriesKind::Train, &run.metrics.train), of(SeriesKind::Marked, &run.metrics.validation)]
 }
 
 /// A plot of one quantity: of one run in ink, of several in a colour a run.
@@ -128,7 +128,7 @@ fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
 /// Training lines alone, one a run; `name` where there is one run.
 fn steady(run: &Named<'_>, (name, style): (&str, usize), pick: Pick<'_>) -> Series {
     let name = if name.is_empty() { run.1.clone() } else { name.to_owned() };
-    Series { name, style, kind: Kind::Smooth, points: curve(&run.0.metrics.train, pick) }
+    Series { name, style, kind: SeriesKind::Smooth, points: curve(&run.0.metrics.train, pick) }
 }
 
 fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::curves::{self, Named};
 use super::key_figures::{KeyFigure, key_figures};
 use super::plot::Drawn;
-use super::recipe_text::{Difference, RecipeText, differences};
+use super::recipe_text::{RecipeDifference, RecipeText, differences};
 use super::run::Run;
 use super::sections::RunSections;
 
@@ -27,7 +27,7 @@ struct Page {
     groups: Vec<DrawnGroup>,
     /// Of several runs.
     comparison: Vec<ComparisonRow>,
-    differences: Vec<Difference>,
+    differences: Vec<RecipeDifference>,
 }
 
 #[derive(Serialize)]

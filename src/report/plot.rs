@@ -22,7 +22,7 @@ const STYLES: usize = 7;
 
 /// How a line is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum SeriesKind {
     /// Thin: rows being trained on, noisy.
     Train,
     /// With markers: held-out rows, and what was measured at a few points.
@@ -38,7 +38,7 @@ pub(super) struct Series {
     pub(super) name: String,
     /// 0 is plain ink; others have colours and dashes of their own.
     pub(super) style: usize,
-    pub(super) kind: Kind,
+    pub(super) kind: SeriesKind,
     pub(super) points: Vec<(f64, f64)>,
 }
 
@@ -78,17 +78,17 @@ impl Series {
     /// Training lines are thin beside those of validation, and lines like others without them.
     fn class(&self, of_several_kinds: bool) -> String {
         let kind = match self.kind {
-            Kind::Train if of_several_kinds => "train",
-            Kind::Marked => "marked",
-            Kind::Train | Kind::Smooth => "smooth",
+            SeriesKind::Train if of_several_kinds => "train",
+            SeriesKind::Marked => "marked",
+            SeriesKind::Train | SeriesKind::Smooth => "smooth",
         };
         format!("{kind} s{}", style_class(self.style))
     }
 
     fn full_name(&self, of_several_kinds: bool) -> String {
         match self.kind {
-            Kind::Train if of_several_kinds => format!("{}, training", self.name),
-            Kind::Marked if of_several_kinds => format!("{}, validation", self.name),
+            SeriesKind::Train if of_several_kinds => format!("{}, training", self.name),
+            SeriesKind::Marked if of_several_kinds => format!("{}, validation", self.name),
             _ => self.name.clone(),
         }
     }
@@ -109,8 +109,8 @@ impl Plot {
         let points = || self.series.iter().flat_map(|series| series.points.iter().copied());
         let x = Axis::of(points().map(|point| point.0), Range::Tight);
         let y = Axis::of(points().map(|point| point.1), self.range);
-        let has = |kind: Kind| self.series.iter().any(|series| series.kind == kind && !series.points.is_empty());
-        let (has_train, has_marked) = (has(Kind::Train), has(Kind::Marked));
+        let has = |kind: SeriesKind| self.series.iter().any(|series| series.kind == kind && !series.points.is_empty());
+        let (has_train, has_marked) = (has(SeriesKind::Train), has(SeriesKind::Marked));
         let mut svg = self.opening(id, &x, &y, has_train && has_marked);
         grid(&x, &y, self.x, &mut svg);
         for series in &self.series {
@@ -205,7 +205,7 @@ fn line(series: &Series, (class, name): (&str, &str), (x, y): (&Axis, &Axis), sv
     }
     svg.push_str("\"/>");
     // A single point is no line: it would not be seen.
-    let is_marked = series.kind == Kind::Marked && places.len() <= MARKED;
+    let is_marked = series.kind == SeriesKind::Marked && places.len() <= MARKED;
     for (x, y) in places.iter().filter(|_| is_marked || places.len() == 1) {
         let _ = write!(svg, "<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"2.6\"/>"); // likewise
     }
@@ -220,13 +220,16 @@ mod tests {
         Plot { title: "a <b> & c".into(), x: "step", unit: "%", range: Range::Free, series }
     }
 
-    fn series(name: &str, kind: Kind, points: &[(f64, f64)]) -> Series {
+    fn series(name: &str, kind: SeriesKind, points: &[(f64, f64)]) -> Series {
         Series { name: name.into(), style: 9, kind, points: points.to_vec() }
     }
 
     #[test]
     fn names_are_escaped_and_lines_are_inside() {
-        let two = [series("<i>", Kind::Train, &[(1.0, 2.0), (3.0, 40.0)]), series("<i>", Kind::Marked, &[(2.0, 7.0)])];
+        let two = [
+            series("<i>", SeriesKind::Train, &[(1.0, 2.0), (3.0, 40.0)]),
+            series("<i>", SeriesKind::Marked, &[(2.0, 7.0)]),
+        ];
         let drawn = plot(two.to_vec()).draw("p1");
         assert!(drawn.svg.contains("a &lt;b&gt; &amp; c") && !drawn.svg.contains("<i>"), "{}", drawn.svg);
         assert!(drawn.svg.contains("&lt;i&gt;, training: 2.00 at 1, 40.0 at 3."), "{}", drawn.svg);
@@ -246,7 +249,7 @@ mod tests {
 
     #[test]
     fn nothing_to_draw_draws_an_empty_frame() {
-        let empty = plot(vec![series("x", Kind::Smooth, &[])]);
+        let empty = plot(vec![series("x", SeriesKind::Smooth, &[])]);
         assert!(empty.is_empty());
         let drawn = empty.draw("p1");
         assert!(!drawn.svg.contains("NaN") && !drawn.svg.contains("<path") && drawn.legend.is_empty(), "{}", drawn.svg);

@@ -7,7 +7,7 @@ use serde::Serialize;
 /// One line of a recipe.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Line {
+pub(super) enum RecipeLine {
     /// `[stage.medusa2]`
     Table(String),
     /// `rank = 32`
@@ -24,12 +24,12 @@ pub(super) enum Line {
 /// A whole recipe.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct RecipeText {
-    pub(super) lines: Vec<Line>,
+    pub(super) lines: Vec<RecipeLine>,
 }
 
 /// A key that recipes do not agree on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(super) struct Difference {
+pub(super) struct RecipeDifference {
     pub(super) key: String,
     /// One a recipe; `None` where it has no such key.
     pub(super) values: Vec<Option<String>>,
@@ -46,12 +46,12 @@ impl RecipeText {
         let mut keys = Vec::new();
         for line in &self.lines {
             match line {
-                Line::Table(name) => {
+                RecipeLine::Table(name) => {
                     name.trim_matches(['[', ']']).clone_into(&mut table);
                     keys.push((table.clone(), "present"));
                 }
-                Line::Pair { key, value } => keys.push((format!("{table}.{key}"), value.as_str())),
-                Line::Other(_) => {}
+                RecipeLine::Pair { key, value } => keys.push((format!("{table}.{key}"), value.as_str())),
+                RecipeLine::Other(_) => {}
             }
         }
         keys
@@ -64,15 +64,15 @@ impl RecipeText {
     }
 }
 
-fn line(text: &str) -> Line {
+fn line(text: &str) -> RecipeLine {
     let trimmed = text.trim();
     if trimmed.starts_with('[') && trimmed.ends_with(']') && !trimmed.contains(['"', ',']) {
-        return Line::Table(trimmed.into());
+        return RecipeLine::Table(trimmed.into());
     }
     let is_key = |key: &str| !key.is_empty() && key.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '-');
     match trimmed.split_once('=').map(|(key, value)| (key.trim(), value.trim())) {
-        Some((key, value)) if is_key(key) => Line::Pair { key: key.into(), value: value.into() },
-        _ => Line::Other(text.into()),
+        Some((key, value)) if is_key(key) => RecipeLine::Pair { key: key.into(), value: value.into() },
+        _ => RecipeLine::Other(text.into()),
     }
 }
 
@@ -83,7 +83,7 @@ fn unquoted(value: &str) -> String {
 }
 
 /// Keys that the recipes do not agree on, in the order of the recipes.
-pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<Difference> {
+pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<RecipeDifference> {
     let all: Vec<Vec<(String, &str)>> = recipes.iter().map(|recipe| recipe.keys()).collect();
     let mut names: Vec<&String> = Vec::new();
     for keys in &all {
@@ -100,7 +100,7 @@ pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<Difference> {
     let of = |name: &String| {
         let value =
             |keys: &Vec<(String, &str)>| keys.iter().find(|(key, _)| key == name).map(|(_, value)| (*value).to_owned());
-        Difference { key: name.clone(), values: all.iter().map(value).collect() }
+        RecipeDifference { key: name.clone(), values: all.iter().map(value).collect() }
     };
     names.into_iter().map(of).filter(|difference| difference.values.windows(2).any(|two| two[0] != two[1])).collect()
 }

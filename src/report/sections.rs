@@ -7,9 +7,9 @@ use serde_json::Value;
 
 use super::axis::Range;
 use super::key_figures::{KeyFigure, key_figures};
-use super::plot::{Drawn, Kind, Plot, Series};
+use super::plot::{Drawn, Plot, Series, SeriesKind};
 use super::readable::{grouped, number, percent, time};
-use super::recipe_text::Line;
+use super::recipe_text::RecipeLine;
 use super::run::Run;
 use crate::calibrate::Calibration;
 use crate::formats::bench::{BenchResult, DecodingComparison};
@@ -32,9 +32,9 @@ pub(super) struct RunSections {
     key_figures: Vec<KeyFigure>,
     calibration: Option<Accuracies>,
     tree: Option<Tree>,
-    latency: Option<Times>,
+    latency: Option<LatencySection>,
     bench: Option<Speeds>,
-    recipe: Vec<Line>,
+    recipe: Vec<RecipeLine>,
     provenance: Vec<(String, String)>,
     data: Vec<(String, String)>,
     missing: Vec<Missing>,
@@ -75,7 +75,7 @@ struct Tree {
 }
 
 #[derive(Debug, Serialize)]
-struct Times {
+struct LatencySection {
     plot: Drawn,
     device: String,
     dtype: String,
@@ -198,17 +198,17 @@ fn tree(run: &Run, id: &str) -> Option<Tree> {
     })
 }
 
-fn times(latency: &Latency, id: &str) -> Times {
+fn times(latency: &Latency, id: &str) -> LatencySection {
     let depths: BTreeSet<usize> = latency.steps.iter().map(|step| step.depth).collect();
     let of_depth = |depth: usize| {
         let steps = latency.steps.iter().filter(move |step| step.depth == depth);
         let mut points: Vec<(f64, f64)> = steps.map(|step| (step.nodes as f64, step.step_ms)).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Series { name: format!("depth {depth}"), style: depth, kind: Kind::Marked, points }
+        Series { name: format!("depth {depth}"), style: depth, kind: SeriesKind::Marked, points }
     };
     let most = latency.steps.iter().map(|step| step.nodes as f64).fold(1.0, f64::max);
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
-    let plain = Series { name: "plain decoding".into(), style: 0, kind: Kind::Smooth, points: plain };
+    let plain = Series { name: "plain decoding".into(), style: 0, kind: SeriesKind::Smooth, points: plain };
     let series = depths.into_iter().map(of_depth).chain([plain]).collect();
     let plot = Plot {
         title: "A step's time by the tree's size".into(),
@@ -217,7 +217,7 @@ fn times(latency: &Latency, id: &str) -> Times {
         range: Range::FromZero,
         series,
     };
-    Times {
+    LatencySection {
         plot: plot.draw(&format!("{id}-latency")),
         device: latency.device.clone(),
         dtype: latency.dtype.to_string(),

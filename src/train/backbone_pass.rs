@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::fused_loss::{Output, distillation_loss, lm_loss};
+use crate::draft::medusa::fused_loss::{OutputLayer, distillation_loss, lm_loss};
 use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
@@ -30,7 +30,7 @@ pub struct BackbonePass<'r> {
     /// From which heads and LM head predict.
     pub states: BatchStates,
     /// The LM head as this pass computes with it.
-    pub lm_head: Output<'r>,
+    pub lm_head: OutputLayer<'r>,
     /// Absent where the LM head is frozen.
     lm_target: Option<LmTarget>,
     /// Absent where the backbone is frozen, and at evaluation.
@@ -111,7 +111,7 @@ impl<'r> TrainingBackbone<'r> {
     }
 
     fn frozen_pass(&self, states: BatchStates) -> BackbonePass<'r> {
-        let lm_head = Output::lm_head(self.backbone.lm_head(), Adapters::Off);
+        let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), Adapters::Off);
         BackbonePass { states, lm_head, lm_target: None, way_back: None }
     }
 
@@ -122,7 +122,7 @@ impl<'r> TrainingBackbone<'r> {
         lm_target: LmTarget,
         way_back: Option<WayBack<'r>>,
     ) -> BackbonePass<'r> {
-        let lm_head = Output::lm_head(self.backbone.lm_head(), adapters);
+        let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), adapters);
         BackbonePass { states: BatchStates::all(hidden_nh), lm_head, lm_target: Some(lm_target), way_back }
     }
 

@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::fused_loss::{HeadSums, Output, TOP, head_loss};
+use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, TOP, head_loss};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::loss::LossConfig;
 use crate::torch::optim::adamw::gradient_norm;
@@ -212,8 +212,8 @@ pub fn evaluate<E>(
 }
 
 /// The head's own W2, or the LM head.
-fn output_of<'m>(heads: &'m Heads, head: usize, lm_head: Output<'m>) -> Output<'m> {
-    heads.head(head).w2().map_or(lm_head, Output::plain)
+fn output_of<'m>(heads: &'m Heads, head: usize, lm_head: OutputLayer<'m>) -> OutputLayer<'m> {
+    heads.head(head).w2().map_or(lm_head, OutputLayer::plain)
 }
 
 fn input_tokens(batches: &[Batch]) -> u64 {

@@ -126,6 +126,8 @@ impl Source {
                     self.types.push((text(1).to_owned(), rest[1].line));
                     2
                 }
+                // `pub(in crate::a)` needs nothing of `crate::a`.
+                "in" if named && before.last().is_some_and(|token| token.text == "(") => 2 * path(&rest[1..]).len(),
                 _ if rest[0].is_word() && before.last().is_none_or(|token| token.text != ".") => {
                     let path = path(rest);
                     let length = 2 * path.len() - 1;

@@ -9,19 +9,19 @@ use crate::decode::text::Told;
 
 /// A conversation through the backbone's chat template, or, where it has none, one text that grows by what is typed and answered.
 #[derive(Debug)]
-pub(super) struct Conversation<'a> {
+pub(super) struct ChatHistory<'a> {
     decoder: &'a Decoder,
     system: Option<String>,
-    said: Said,
+    said: ChatContext,
 }
 
 #[derive(Debug)]
-enum Said {
+enum ChatContext {
     Turns(Vec<Message>),
     Text(Vec<i64>),
 }
 
-impl<'a> Conversation<'a> {
+impl<'a> ChatHistory<'a> {
     /// Nothing said but what the system says.
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl<'a> Conversation<'a> {
 
     /// Whether turns go through a template.
     pub(super) fn has_turns(&self) -> bool {
-        matches!(self.said, Said::Turns(_))
+        matches!(self.said, ChatContext::Turns(_))
     }
 
     /// The tokens to answer from, if the user says this next.
@@ -47,23 +47,23 @@ impl<'a> Conversation<'a> {
     pub(super) fn prompt(&self, words: &str) -> Result<Vec<i64>, PromptError> {
         let Decoder { tokenizer, template, .. } = self.decoder;
         match &self.said {
-            Said::Turns(turns) => {
+            ChatContext::Turns(turns) => {
                 let turns: Vec<Message> = turns.iter().cloned().chain([Message::new("user", words)]).collect();
                 Ok(wide(&prompts::chat_ids(&turns, tokenizer, template.as_ref())?))
             }
-            Said::Text(ids) if ids.is_empty() => Ok(wide(&tokenizer.encode(words, true)?)),
-            Said::Text(ids) if words.is_empty() => Ok(ids.clone()),
-            Said::Text(ids) => Ok([&ids[..], &wide(&tokenizer.encode(words, false)?)].concat()),
+            ChatContext::Text(ids) if ids.is_empty() => Ok(wide(&tokenizer.encode(words, true)?)),
+            ChatContext::Text(ids) if words.is_empty() => Ok(ids.clone()),
+            ChatContext::Text(ids) => Ok([&ids[..], &wide(&tokenizer.encode(words, false)?)].concat()),
         }
     }
 
     /// The user said `words`, which made `prompt`, and this was the answer.
     pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &Told) {
         match &mut self.said {
-            Said::Turns(turns) => {
+            ChatContext::Turns(turns) => {
                 turns.extend([Message::new("user", words), Message::new("assistant", &answer.text_alone)]);
             }
-            Said::Text(ids) => *ids = [&prompt[..], &answer.generation.new_ids].concat(),
+            ChatContext::Text(ids) => *ids = [&prompt[..], &answer.generation.new_ids].concat(),
         }
     }
 
@@ -73,10 +73,10 @@ impl<'a> Conversation<'a> {
     }
 }
 
-fn beginning(decoder: &Decoder, system: Option<&str>) -> Said {
+fn beginning(decoder: &Decoder, system: Option<&str>) -> ChatContext {
     // A system's words need turns: without a template they are refused, which is what its error says.
     match (decoder.template.is_some(), system) {
-        (false, None) => Said::Text(Vec::new()),
-        (_, system) => Said::Turns(system.map(|words| Message::new("system", words)).into_iter().collect()),
+        (false, None) => ChatContext::Text(Vec::new()),
+        (_, system) => ChatContext::Turns(system.map(|words| Message::new("system", words)).into_iter().collect()),
     }
 }

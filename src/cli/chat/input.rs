@@ -23,7 +23,7 @@ pub(super) enum Input {
 
 /// The source of lines.
 #[derive(Debug)]
-pub(super) enum Lines {
+pub(super) enum InputLines {
     /// A terminal on both sides.
     Terminal(Box<DefaultEditor>),
     /// A pipe or a file; the prompt is shown if someone types all the same.
@@ -33,7 +33,7 @@ pub(super) enum Lines {
     },
 }
 
-impl Lines {
+impl InputLines {
     /// Lines can be edited where stdout is free for it: on a terminal, and not with `--json`.
     ///
     /// # Errors
@@ -41,10 +41,10 @@ impl Lines {
     pub(super) fn open(common: &CommonFlags) -> anyhow::Result<Self> {
         let is_typed = io::stdin().is_terminal();
         if common.json || !is_typed || !io::stdout().is_terminal() {
-            return Ok(Lines::Plain { is_typed });
+            return Ok(InputLines::Plain { is_typed });
         }
         let config = Config::builder().auto_add_history(true).build();
-        Ok(Lines::Terminal(Box::new(DefaultEditor::with_config(config).context("cannot use the terminal")?)))
+        Ok(InputLines::Terminal(Box::new(DefaultEditor::with_config(config).context("cannot use the terminal")?)))
     }
 
     /// The next line, without its end.
@@ -53,14 +53,14 @@ impl Lines {
     /// When there is no reading on.
     pub(super) fn next(&mut self) -> anyhow::Result<Input> {
         match self {
-            Lines::Terminal(editor) => match editor.readline(PROMPT) {
+            InputLines::Terminal(editor) => match editor.readline(PROMPT) {
                 Ok(line) => Ok(Input::Line(line)),
                 // Ctrl-C is a key here; a signal comes from another program.
                 Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => Ok(Input::Cleared),
                 Err(ReadlineError::Eof) => Ok(Input::End),
                 Err(error) => Err(error).context("cannot read from the terminal"),
             },
-            Lines::Plain { is_typed } => {
+            InputLines::Plain { is_typed } => {
                 if *is_typed {
                     let _ = write!(io::stderr(), "{PROMPT}"); // nobody looks
                 }

@@ -5,11 +5,11 @@ use std::path::Path;
 
 use indicatif::ProgressBar;
 
-use super::super::calibrate::draw_target;
 use super::super::decoder::{Decoder, dtype_of};
 use super::super::downloads::shown;
+use super::super::reading::draw_target;
 use super::super::{CommonFlags, UsageError};
-use super::TreeArgs;
+use super::args::TreeArgs;
 use crate::calibrate::Calibration;
 use crate::cpu::team::Team;
 use crate::draft::medusa::heads::import::HeadsFile;

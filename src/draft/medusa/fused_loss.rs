@@ -29,12 +29,12 @@ pub struct HeadSums {
 
 /// The layer that makes logits of hidden states: a head's own W2, or the LM head.
 #[derive(Debug, Clone, Copy)]
-pub struct Output<'m> {
+pub struct OutputLayer<'m> {
     weight_vh: &'m Tensor,
     adapter: Option<(&'m Adapter, Adapters)>,
 }
 
-impl<'m> Output<'m> {
+impl<'m> OutputLayer<'m> {
     /// `[V, H]` alone.
     pub fn plain(weight_vh: &'m Tensor) -> Self {
         Self { weight_vh, adapter: None }
@@ -51,7 +51,7 @@ impl<'m> Output<'m> {
     }
 }
 
-/// Where the gradients of an [`Output`] go; added to. Absent = frozen.
+/// Where the gradients of an [`OutputLayer`] go; added to. Absent = frozen.
 #[derive(Debug, Default)]
 pub struct OutputGradients<'g> {
     /// `[V, H]`.
@@ -77,7 +77,7 @@ pub struct HeadGradients<'g> {
 /// - `hidden_nh`: `[N, H]`, after the final norm, in the backbone's dtype, without autograd
 pub fn head_loss(
     head: &Head,
-    output: Output,
+    output: OutputLayer,
     hidden_nh: &Tensor,
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
@@ -93,7 +93,7 @@ pub fn head_loss(
 
 /// Cross-entropy of the LM head over its targets; as [`head_loss`], for a head without blocks.
 pub fn lm_loss(
-    output: Output,
+    output: OutputLayer,
     hidden_nh: &Tensor,
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
@@ -108,7 +108,7 @@ pub fn lm_loss(
 /// predict a target, a float64 scalar. `teacher_nh` are the hidden states of the same tokens without adapters, and the teacher's
 /// LM head has none.
 pub fn distillation_loss(
-    output: Output,
+    output: OutputLayer,
     [hidden_nh, teacher_nh]: [&Tensor; 2],
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
@@ -121,7 +121,7 @@ pub fn distillation_loss(
 }
 
 fn lm_projection<'m>(
-    output: Output<'m>,
+    output: OutputLayer<'m>,
     hidden_nh: &Tensor,
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
@@ -140,7 +140,7 @@ fn select(hidden_nh: &Tensor, positions_m: &Tensor, gradients: Option<(&HeadGrad
 
 /// Inputs of the product with the vocabulary, and the gradients that come back from it.
 struct Projection<'m> {
-    output: Output<'m>,
+    output: OutputLayer<'m>,
     /// `[M, H]`, what the backbone gave.
     selected_mh: Tensor,
     /// `[M, H]`, what is multiplied with the weight.
@@ -152,7 +152,7 @@ struct Projection<'m> {
 }
 
 impl<'m> Projection<'m> {
-    fn new(selected_mh: Tensor, x_mh: Tensor, output: Output<'m>) -> Self {
+    fn new(selected_mh: Tensor, x_mh: Tensor, output: OutputLayer<'m>) -> Self {
         let zeros = |tensor: &Tensor| tensor.detach().zeros_like();
         let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
         let (dx_mh, ddown_mr) = (zeros(&x_mh), down_mr.as_ref().map(zeros));
@@ -186,9 +186,9 @@ impl<'m> Projection<'m> {
         loss
     }
 
-    fn for_each_chunk(&self, mut work: impl FnMut(&Chunk, &Weights)) {
+    fn for_each_chunk(&self, mut work: impl FnMut(&Chunk, &CastWeights)) {
         let (m, v) = (self.x_mh.size()[0], self.output.weight_vh.size()[0]);
-        let weights = Weights::new(&self.output, self.x_mh.kind());
+        let weights = CastWeights::new(&self.output, self.x_mh.kind());
         let count = (CHUNK_LOGITS / v).max(1);
         for from in (0..m).step_by(usize::try_from(count).expect("a chunk is above 0")) {
             work(&Chunk { of: self, from, count: count.min(m - from) }, &weights);
@@ -224,14 +224,14 @@ impl<'m> Projection<'m> {
     }
 }
 
-/// Weights of an [`Output`] in the dtype of the product, cast once for all chunks.
-struct Weights {
+/// Weights of an [`OutputLayer`] in the dtype of the product, cast once for all chunks.
+struct CastWeights {
     weight_vh: Tensor,
     b_vr: Option<Tensor>,
 }
 
-impl Weights {
-    fn new(output: &Output, kind: Kind) -> Self {
+impl CastWeights {
+    fn new(output: &OutputLayer, kind: Kind) -> Self {
         let b_vr = output.adapter.map(|(adapter, _)| adapter.b().to_kind(kind));
         Self { weight_vh: output.weight_vh.to_kind(kind), b_vr }
     }
@@ -250,7 +250,7 @@ impl Chunk<'_> {
     }
 
     /// `[C, V]`, float32.
-    fn logits(&self, weights: &Weights) -> Tensor {
+    fn logits(&self, weights: &CastWeights) -> Tensor {
         let mut logits_cv = onednn::linear(&self.rows(&self.of.x_mh), &weights.weight_vh);
         if let (Some(down_mr), Some(b_vr)) = (&self.of.down_mr, &weights.b_vr) {
             let _ = logits_cv.addmm_(&self.rows(down_mr), &b_vr.tr());
@@ -258,7 +258,7 @@ impl Chunk<'_> {
         logits_cv.to_kind(Kind::Float)
     }
 
-    fn backward(&self, dlogits_cv: &Tensor, weights: &Weights, into: &OutputGradients, scale: f64) {
+    fn backward(&self, dlogits_cv: &Tensor, weights: &CastWeights, into: &OutputGradients, scale: f64) {
         let x_ch = self.rows(&self.of.x_mh);
         let dlogits_cv = dlogits_cv.to_kind(x_ch.kind());
         self.rows(&self.of.dx_mh).copy_(&(dlogits_cv.matmul(&weights.weight_vh) * scale));
@@ -397,7 +397,7 @@ mod tests {
             let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
             let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
             let w2 = head.w2().unwrap_or_else(|| backbone.lm_head_weight().unwrap());
-            let sums = head_loss(head, Output::plain(w2), &hidden, &targets, Some((&into, 0.01)));
+            let sums = head_loss(head, OutputLayer::plain(w2), &hidden, &targets, Some((&into, 0.01)));
             let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
             assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
             for (expected, got) in expected.iter().zip(&got) {
@@ -420,7 +420,7 @@ mod tests {
         let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
         let sums = head_loss(
             heads.head(0),
-            Output::plain(backbone.lm_head_weight().unwrap()),
+            OutputLayer::plain(backbone.lm_head_weight().unwrap()),
             &hidden,
             &Targets { positions_m, tokens_m },
             None,
@@ -444,7 +444,7 @@ mod tests {
             cross_entropy_of(&student, &targets),
             divergence_of(&student, &backbone.logits(&teacher, Adapters::Off), &targets),
         ];
-        let output = || Output::lm_head(backbone.lm_head(), Adapters::On);
+        let output = || OutputLayer::lm_head(backbone.lm_head(), Adapters::On);
         for (goal, plain) in plain.iter().enumerate() {
             let expected = Tensor::run_backward(&[plain * 0.01], &[a, b, &hidden], true, false);
             let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());

@@ -22,7 +22,7 @@ pub mod import;
 pub mod layout;
 
 use import::HeadsFile;
-use layout::{Layout, Part, Place};
+use layout::{HeadPart, HeadTensor, HeadsLayout};
 
 /// `[heads]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -155,27 +155,28 @@ impl HeadsShape {
     const NONE: Self = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
 
     /// Every tensor's place, in the order of heads, then layers.
-    pub fn places(&self) -> Vec<Place> {
+    pub fn places(&self) -> Vec<HeadTensor> {
         let n = self.medusa_num_layers;
         let of_head = |head: usize| {
-            let blocks = (0..n).flat_map(move |layer| [Part::W1, Part::B1].map(|part| Place { head, layer, part }));
-            blocks.chain((self.vocab_size > 0).then_some(Place { head, layer: n, part: Part::W2 }))
+            let blocks =
+                (0..n).flat_map(move |layer| [HeadPart::W1, HeadPart::B1].map(|part| HeadTensor { head, layer, part }));
+            blocks.chain((self.vocab_size > 0).then_some(HeadTensor { head, layer: n, part: HeadPart::W2 }))
         };
         (0..self.medusa_num_heads).flat_map(of_head).collect()
     }
 
     /// The shape of the tensor at a place.
-    pub fn size(&self, place: Place) -> Vec<i64> {
+    pub fn size(&self, place: HeadTensor) -> Vec<i64> {
         match place.part {
-            Part::W1 => vec![self.hidden_size; 2],
-            Part::B1 => vec![self.hidden_size],
-            Part::W2 => vec![self.vocab_size, self.hidden_size],
+            HeadPart::W1 => vec![self.hidden_size; 2],
+            HeadPart::B1 => vec![self.hidden_size],
+            HeadPart::W2 => vec![self.vocab_size, self.hidden_size],
         }
     }
 
     /// Names and shapes of all tensors in `heads.safetensors`, in the order of heads, then layers.
     pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
-        Layout::Heads.tensors(self)
+        HeadsLayout::Heads.tensors(self)
     }
 
     /// Number of weights.

@@ -5,12 +5,12 @@ use serde_json::{Map, Value, json};
 use url::Url;
 
 use super::super::client::{About, Ask, Body};
-use super::super::{Event, Hub, HubError};
+use super::super::{Hub, HubError, TransferEvent};
 use super::{Addition, BATCH, Local, Push};
 
 /// Answer of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
 #[derive(Deserialize)]
-struct Batch {
+struct LfsBatch {
     objects: Vec<Object>,
 }
 
@@ -58,9 +58,9 @@ impl Hub<'_> {
                 continue;
             }
             let bytes = work.iter().map(|(file, _)| file.size).sum();
-            (self.tell)(Event::Began { what: push.repo.to_string(), files: work.len(), bytes });
+            (self.tell)(TransferEvent::Began { what: push.repo.to_string(), files: work.len(), bytes });
             let sent = work.iter().try_for_each(|(file, object)| self.send_object(push, file, object));
-            (self.tell)(Event::Ended);
+            (self.tell)(TransferEvent::Ended);
             sent?;
         }
         Ok(additions)
@@ -81,7 +81,7 @@ impl Hub<'_> {
         let url = self.client.url(&[&push.repo.owner, &name, "info", "lfs", "objects", "batch"]);
         let mut ask = Ask::post(url, Body::Json(&body), Self::about(push, &doing));
         ask.headers = lfs_headers();
-        let answer: Batch = self.client.json(&ask)?;
+        let answer: LfsBatch = self.client.json(&ask)?;
         match answer.objects.iter().find_map(|object| object.error.as_ref()) {
             None => Ok(answer.objects),
             Some(ObjectError { code, message }) => {

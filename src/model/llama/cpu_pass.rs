@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::{DecoderLayer, Llama};
 use crate::cpu::Number;
-use crate::cpu::attention::{Heads, Plane, Seen, attend};
+use crate::cpu::attention::{AttentionShape, Plane, SeenTokens, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add, add_to_each, rms_norm, rotate, rotation, silu_product};
 use crate::cpu::team::Team;
@@ -76,7 +76,7 @@ struct Rows {
     gated_nf: Vec<f32>,
     /// Where each token stands, and what it sees.
     rotations: Vec<Vec<f32>>,
-    seen: Vec<Seen>,
+    seen: Vec<SeenTokens>,
 }
 
 impl Llama {
@@ -159,7 +159,7 @@ impl Llama {
             }
         }
         let plane = |bytes| Plane { bytes, number: pass.number, room, head_size: d };
-        let heads = Heads {
+        let heads = AttentionShape {
             queries: q / d,
             groups: kv / d,
             scale: (self.block.heads.query_pre_attn_scalar as f32).sqrt().recip(),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use super::layout::{Layout, Part, Place, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
+use super::layout::{HeadPart, HeadTensor, HeadsLayout, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
 use crate::files::{self, sha256, sha256_of_all};
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
@@ -25,10 +25,10 @@ const CANDIDATES: [&str; 5] = [HEADS_FILE, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT, MO
 #[derive(Debug)]
 pub struct HeadsFile {
     path: PathBuf,
-    layout: Layout,
+    layout: HeadsLayout,
     tensors: WeightFiles,
     /// Names as they are in the file.
-    names: BTreeMap<Place, String>,
+    names: BTreeMap<HeadTensor, String>,
     shape: HeadsShape,
     kind: Kind,
     config: Option<Config>,
@@ -134,7 +134,7 @@ impl HeadsFile {
     }
 
     /// Whose names it has.
-    pub fn layout(&self) -> Layout {
+    pub fn layout(&self) -> HeadsLayout {
         self.layout
     }
 
@@ -187,7 +187,7 @@ impl HeadsFile {
     ///
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
-    pub fn tensor(&self, place: Place, kind: Kind) -> Result<Tensor, HeadsError> {
+    pub fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, HeadsError> {
         Ok(self.stored(place)?.to_kind(kind))
     }
 
@@ -195,7 +195,7 @@ impl HeadsFile {
     ///
     /// # Errors
     /// As [`HeadsFile::tensor`].
-    pub fn stored(&self, place: Place) -> Result<Tensor, HeadsError> {
+    pub fn stored(&self, place: HeadTensor) -> Result<Tensor, HeadsError> {
         let size = self.shape.size(place);
         match self.name(place)? {
             Some(name) => {
@@ -275,7 +275,7 @@ impl HeadsFile {
     pub fn notices(&self) -> Result<Vec<Notice>, HeadsError> {
         let mut notices = Vec::new();
         if let Some(config) = &self.config {
-            let layers = if self.layout == Layout::Vllm { "num_hidden_layers" } else { "medusa_num_layers" };
+            let layers = if self.layout == HeadsLayout::Vllm { "num_hidden_layers" } else { "medusa_num_layers" };
             let keys = [
                 (&["medusa_num_heads", "num_heads", "num_medusa_heads"][..], self.shape.medusa_num_heads),
                 (&[layers, "num_medusa_layers"], self.shape.medusa_num_layers),
@@ -285,7 +285,7 @@ impl HeadsFile {
         let path = self.path.clone();
         match (self.has_biases(), self.says("medusa_fc_bias")) {
             (false, _) if self.shape.medusa_num_layers > 0 => notices.push(Notice::NoBias { path: path.clone() }),
-            (true, Some(false)) if self.layout == Layout::Vllm => {
+            (true, Some(false)) if self.layout == HeadsLayout::Vllm => {
                 notices.extend(self.config.as_ref().map(|config| Notice::DroppedBias { path: config.path.clone() }));
             }
             _ => {}
@@ -322,7 +322,7 @@ impl HeadsFile {
             let path = self.config.as_ref().map_or(&self.path, |config| &config.path).clone();
             Err(HeadsError::Unsupported { path, key: key.into(), got, expected })
         };
-        if self.layout != Layout::Vllm {
+        if self.layout != HeadsLayout::Vllm {
             return Ok(());
         }
         if self.tensors.contains(VLLM_TOKEN_MAP) {
@@ -342,10 +342,10 @@ impl HeadsFile {
 
     /// The one lm_head of all heads in vLLM's layout: `lm_head.weight`, or head 0's where config.json says it is all heads'.
     fn find_lm_head(&mut self) -> Option<String> {
-        if self.layout != Layout::Vllm {
+        if self.layout != HeadsLayout::Vllm {
             return None;
         }
-        let own: Vec<Place> = self.names.keys().filter(|place| place.part == Part::W2).copied().collect();
+        let own: Vec<HeadTensor> = self.names.keys().filter(|place| place.part == HeadPart::W2).copied().collect();
         if self.says("original_lm_head") != Some(true) && !own.is_empty() {
             return None;
         }
@@ -356,20 +356,20 @@ impl HeadsFile {
 
     /// Counts heads and layers, and reads H and V off the first tensors that have them.
     fn measure(&mut self) -> Result<HeadsShape, HeadsError> {
-        let is = |part: Part| move |place: &&Place| place.part == part;
+        let is = |part: HeadPart| move |place: &&HeadTensor| place.part == part;
         let places = || self.names.keys();
         let size = |name: &String| self.tensors.shape(name);
-        let first = |part: Part| places().find(is(part)).map(|place| &self.names[place]);
-        let w1 = first(Part::W1).map(size).transpose()?;
-        let w2 = first(Part::W2).map(size).transpose()?;
+        let first = |part: HeadPart| places().find(is(part)).map(|place| &self.names[place]);
+        let w1 = first(HeadPart::W1).map(size).transpose()?;
+        let w2 = first(HeadPart::W2).map(size).transpose()?;
         let axis = |size: &Option<Vec<i64>>, axis: usize| size.as_ref().and_then(|size| size.get(axis)).copied();
         let shape = HeadsShape {
             medusa_num_heads: places().map(|place| place.head + 1).max().unwrap_or(0),
-            medusa_num_layers: places().filter(is(Part::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
+            medusa_num_layers: places().filter(is(HeadPart::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
             hidden_size: axis(&w1, 0).or(axis(&w2, 1)).unwrap_or(0),
             vocab_size: axis(&w2, 0).unwrap_or(0),
         };
-        let any = first(Part::W1).or(first(Part::W2)).cloned();
+        let any = first(HeadPart::W1).or(first(HeadPart::W2)).cloned();
         self.kind = any.and_then(|name| self.tensors.kind(&name)).unwrap_or(Kind::Float);
         Ok(shape)
     }
@@ -377,9 +377,9 @@ impl HeadsFile {
     /// Tensors that the shape has no place for, such as a W2 between ResBlocks.
     fn check_places(&self) -> Result<(), HeadsError> {
         let last = self.shape.medusa_num_layers;
-        let fits = |place: &Place| match place.part {
-            Part::W1 | Part::B1 => place.layer < last,
-            Part::W2 => self.layout == Layout::Vllm || place.layer == last,
+        let fits = |place: &HeadTensor| match place.part {
+            HeadPart::W1 | HeadPart::B1 => place.layer < last,
+            HeadPart::W2 => self.layout == HeadsLayout::Vllm || place.layer == last,
         };
         match self.names.iter().find(|(place, _)| !fits(place)) {
             Some((_, name)) => Err(HeadsError::Layout { path: self.path.clone(), name: name.clone() }),
@@ -388,16 +388,16 @@ impl HeadsFile {
     }
 
     /// A tensor's name in the file; `None` for a bias that is not meant to be there.
-    fn name(&self, place: Place) -> Result<Option<String>, HeadsError> {
+    fn name(&self, place: HeadTensor) -> Result<Option<String>, HeadsError> {
         let key = match (self.layout, place.part) {
-            (Layout::Vllm, Part::W2) => Place { layer: 0, ..place },
+            (HeadsLayout::Vllm, HeadPart::W2) => HeadTensor { layer: 0, ..place },
             _ => place,
         };
         if let Some(name) = self.names.get(&key) {
             return Ok(Some(name.clone()));
         }
-        let no_biases = self.layout == Layout::Vllm && !self.has_biases();
-        if place.part == Part::B1 && no_biases && self.says("medusa_fc_bias") == Some(false) {
+        let no_biases = self.layout == HeadsLayout::Vllm && !self.has_biases();
+        if place.part == HeadPart::B1 && no_biases && self.says("medusa_fc_bias") == Some(false) {
             return Ok(None);
         }
         let (path, name) = (self.path.clone(), self.layout.name(place));
@@ -405,7 +405,7 @@ impl HeadsFile {
     }
 
     fn has_biases(&self) -> bool {
-        self.names.keys().any(|place| place.part == Part::B1)
+        self.names.keys().any(|place| place.part == HeadPart::B1)
     }
 
     /// A truth value of config.json, false where it has no such key; `None` without a config.json.
@@ -427,7 +427,7 @@ impl HeadsFile {
     }
 
     fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
-        let w1 = |layer| self.name(Place { head, layer, part: Part::W1 });
+        let w1 = |layer| self.name(HeadTensor { head, layer, part: HeadPart::W1 });
         let (Some(first), Some(other)) = (w1(0)?, w1(layer)?) else { return Ok(false) };
         if self.tensors.same_memory(&first, &other) {
             return Ok(true);
@@ -478,9 +478,9 @@ pub fn locate(path: &Path) -> Result<PathBuf, HeadsError> {
 }
 
 /// The layout that most of the names are of.
-fn layout_of(names: &[String]) -> Option<Layout> {
-    let hits = |layout: Layout| names.iter().filter(|name| layout.place(name).is_some()).count();
-    let best = Layout::ALL.into_iter().max_by_key(|layout| hits(*layout))?;
+fn layout_of(names: &[String]) -> Option<HeadsLayout> {
+    let hits = |layout: HeadsLayout| names.iter().filter(|name| layout.place(name).is_some()).count();
+    let best = HeadsLayout::ALL.into_iter().max_by_key(|layout| hits(*layout))?;
     (hits(best) > 0).then_some(best)
 }
 
@@ -489,10 +489,10 @@ fn no_heads(path: &Path, names: &[String]) -> HeadsError {
 }
 
 /// What each name means. Beside a backbone's weights, only names with the layout's prefix are heads'.
-fn places(layout: Layout, names: &[String], path: &Path) -> Result<BTreeMap<Place, String>, HeadsError> {
+fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap<HeadTensor, String>, HeadsError> {
     let others = |name: &String| match layout.prefix() {
         Some(prefix) => !name.starts_with(prefix),
-        None => layout == Layout::Vllm && [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
+        None => layout == HeadsLayout::Vllm && [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
     };
     let place = |name: &String| match layout.place(name) {
         Some(place) => Ok((place, name.clone())),

@@ -5,7 +5,7 @@ use super::HeadsShape;
 /// A layout of names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Layout {
+pub enum HeadsLayout {
     /// Files of heads alone: ours, FasterDecoding v0.1, TGI, LoRAX, TensorRT-LLM; without W2 also what `train_legacy.py` of
     /// FasterDecoding and TGI call version 2.
     Heads,
@@ -19,7 +19,7 @@ pub enum Layout {
 
 /// What a tensor is to its head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
+pub enum HeadPart {
     /// A ResBlock's weight, `[H, H]`.
     W1,
     /// A ResBlock's bias, `[H]`.
@@ -30,29 +30,29 @@ pub enum Part {
 
 /// A tensor of heads by its place. Ordered as [`HeadsShape::tensors`] lists them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct HeadTensor {
     /// 0-based.
     pub head: usize,
     /// The ResBlock, 0-based; of W2 the number of ResBlocks, as torch's `nn.Sequential` counts.
     pub layer: usize,
     /// Which of its tensors.
-    pub part: Part,
+    pub part: HeadPart,
 }
 
 /// The table. vLLM's W2 has no layer in its name.
-const NAMES: [(Layout, Part, &str); 12] = [
-    (Layout::Heads, Part::W1, "{head}.{layer}.linear.weight"),
-    (Layout::Heads, Part::B1, "{head}.{layer}.linear.bias"),
-    (Layout::Heads, Part::W2, "{head}.{layer}.weight"),
-    (Layout::Merged, Part::W1, "medusa_head.{head}.{layer}.linear.weight"),
-    (Layout::Merged, Part::B1, "medusa_head.{head}.{layer}.linear.bias"),
-    (Layout::Merged, Part::W2, "medusa_head.{head}.{layer}.weight"),
-    (Layout::ModelOpt, Part::W1, "medusa_heads.{head}.{layer}.linear.weight"),
-    (Layout::ModelOpt, Part::B1, "medusa_heads.{head}.{layer}.linear.bias"),
-    (Layout::ModelOpt, Part::W2, "medusa_heads.{head}.{layer}.weight"),
-    (Layout::Vllm, Part::W1, "blocks.{head}.layers.{layer}.weight"),
-    (Layout::Vllm, Part::B1, "blocks.{head}.layers.{layer}.bias"),
-    (Layout::Vllm, Part::W2, "lm_heads.{head}.weight"),
+const NAMES: [(HeadsLayout, HeadPart, &str); 12] = [
+    (HeadsLayout::Heads, HeadPart::W1, "{head}.{layer}.linear.weight"),
+    (HeadsLayout::Heads, HeadPart::B1, "{head}.{layer}.linear.bias"),
+    (HeadsLayout::Heads, HeadPart::W2, "{head}.{layer}.weight"),
+    (HeadsLayout::Merged, HeadPart::W1, "medusa_head.{head}.{layer}.linear.weight"),
+    (HeadsLayout::Merged, HeadPart::B1, "medusa_head.{head}.{layer}.linear.bias"),
+    (HeadsLayout::Merged, HeadPart::W2, "medusa_head.{head}.{layer}.weight"),
+    (HeadsLayout::ModelOpt, HeadPart::W1, "medusa_heads.{head}.{layer}.linear.weight"),
+    (HeadsLayout::ModelOpt, HeadPart::B1, "medusa_heads.{head}.{layer}.linear.bias"),
+    (HeadsLayout::ModelOpt, HeadPart::W2, "medusa_heads.{head}.{layer}.weight"),
+    (HeadsLayout::Vllm, HeadPart::W1, "blocks.{head}.layers.{layer}.weight"),
+    (HeadsLayout::Vllm, HeadPart::B1, "blocks.{head}.layers.{layer}.bias"),
+    (HeadsLayout::Vllm, HeadPart::W2, "lm_heads.{head}.weight"),
 ];
 
 /// vLLM's one lm_head of all heads, `[V, H]`, where they share it.
@@ -62,12 +62,13 @@ pub const VLLM_TOKEN_MAP: &str = "token_map";
 /// vLLM's loader takes this away wherever it stands.
 const VLLM_PREFIX: &str = "medusa_heads.";
 
-impl Layout {
+impl HeadsLayout {
     /// All of them.
-    pub const ALL: [Layout; 4] = [Layout::Heads, Layout::Merged, Layout::ModelOpt, Layout::Vllm];
+    pub const ALL: [HeadsLayout; 4] =
+        [HeadsLayout::Heads, HeadsLayout::Merged, HeadsLayout::ModelOpt, HeadsLayout::Vllm];
 
     /// The tensor's name.
-    pub fn name(self, place: Place) -> String {
+    pub fn name(self, place: HeadTensor) -> String {
         let (_, _, pattern) = NAMES
             .iter()
             .find(|(layout, part, _)| (*layout, *part) == (self, place.part))
@@ -76,8 +77,8 @@ impl Layout {
     }
 
     /// What a name means; `None` where it is not of this layout. Of vLLM's W2 the layer is 0.
-    pub fn place(self, name: &str) -> Option<Place> {
-        let name = if self == Layout::Vllm { name.strip_prefix(VLLM_PREFIX).unwrap_or(name) } else { name };
+    pub fn place(self, name: &str) -> Option<HeadTensor> {
+        let name = if self == HeadsLayout::Vllm { name.strip_prefix(VLLM_PREFIX).unwrap_or(name) } else { name };
         let patterns = NAMES.iter().filter(|(layout, ..)| *layout == self);
         patterns.filter_map(|(_, part, pattern)| matched(pattern, name, *part)).next()
     }
@@ -85,19 +86,19 @@ impl Layout {
     /// Where the heads stand among the weights of a backbone, their names begin so.
     pub fn prefix(self) -> Option<&'static str> {
         match self {
-            Layout::Merged => Some("medusa_head."),
-            Layout::ModelOpt => Some("medusa_heads."),
-            Layout::Heads | Layout::Vllm => None,
+            HeadsLayout::Merged => Some("medusa_head."),
+            HeadsLayout::ModelOpt => Some("medusa_heads."),
+            HeadsLayout::Heads | HeadsLayout::Vllm => None,
         }
     }
 
     /// For people.
     pub fn title(self) -> &'static str {
         match self {
-            Layout::Heads => "heads alone (FasterDecoding, TGI, LoRAX, TensorRT-LLM)",
-            Layout::Merged => "inside a backbone's weights (FasterDecoding v1.0)",
-            Layout::ModelOpt => "inside a backbone's weights (NVIDIA ModelOpt, TensorRT-LLM)",
-            Layout::Vllm => "vLLM's draft model",
+            HeadsLayout::Heads => "heads alone (FasterDecoding, TGI, LoRAX, TensorRT-LLM)",
+            HeadsLayout::Merged => "inside a backbone's weights (FasterDecoding v1.0)",
+            HeadsLayout::ModelOpt => "inside a backbone's weights (NVIDIA ModelOpt, TensorRT-LLM)",
+            HeadsLayout::Vllm => "vLLM's draft model",
         }
     }
 
@@ -108,8 +109,8 @@ impl Layout {
 }
 
 /// `name` against a pattern of the table, word by word between the dots.
-fn matched(pattern: &str, name: &str, part: Part) -> Option<Place> {
-    let mut place = Place { head: 0, layer: 0, part };
+fn matched(pattern: &str, name: &str, part: HeadPart) -> Option<HeadTensor> {
+    let mut place = HeadTensor { head: 0, layer: 0, part };
     let (words, found) = (pattern.split('.'), name.split('.'));
     if words.clone().count() != found.clone().count() {
         return None;
@@ -136,12 +137,15 @@ mod tests {
 
     #[test]
     fn every_name_means_its_place_in_its_own_layout_alone() {
-        for layout in Layout::ALL {
-            for part in [Part::W1, Part::B1, Part::W2] {
-                let place =
-                    Place { head: 3, layer: if part == Part::W2 && layout == Layout::Vllm { 0 } else { 1 }, part };
+        for layout in HeadsLayout::ALL {
+            for part in [HeadPart::W1, HeadPart::B1, HeadPart::W2] {
+                let place = HeadTensor {
+                    head: 3,
+                    layer: if part == HeadPart::W2 && layout == HeadsLayout::Vllm { 0 } else { 1 },
+                    part,
+                };
                 let name = layout.name(place);
-                for other in Layout::ALL {
+                for other in HeadsLayout::ALL {
                     assert_eq!(other.place(&name), (other == layout).then_some(place), "{name} as {other:?}");
                 }
             }
@@ -150,14 +154,14 @@ mod tests {
 
     #[test]
     fn names_are_those_of_the_published_files() {
-        let of = |head, layer, part| Place { head, layer, part };
-        assert_eq!(Layout::Heads.name(of(0, 1, Part::W2)), "0.1.weight");
-        assert_eq!(Layout::Merged.name(of(4, 0, Part::B1)), "medusa_head.4.0.linear.bias");
-        assert_eq!(Layout::ModelOpt.name(of(1, 0, Part::W1)), "medusa_heads.1.0.linear.weight");
-        assert_eq!(Layout::Vllm.name(of(2, 1, Part::W2)), "lm_heads.2.weight");
-        assert_eq!(Layout::Vllm.place("medusa_heads.blocks.2.layers.0.bias"), Some(of(2, 0, Part::B1)));
+        let of = |head, layer, part| HeadTensor { head, layer, part };
+        assert_eq!(HeadsLayout::Heads.name(of(0, 1, HeadPart::W2)), "0.1.weight");
+        assert_eq!(HeadsLayout::Merged.name(of(4, 0, HeadPart::B1)), "medusa_head.4.0.linear.bias");
+        assert_eq!(HeadsLayout::ModelOpt.name(of(1, 0, HeadPart::W1)), "medusa_heads.1.0.linear.weight");
+        assert_eq!(HeadsLayout::Vllm.name(of(2, 1, HeadPart::W2)), "lm_heads.2.weight");
+        assert_eq!(HeadsLayout::Vllm.place("medusa_heads.blocks.2.layers.0.bias"), Some(of(2, 0, HeadPart::B1)));
         for none in ["01.0.linear.weight", "0.+1.weight", "0.weight", "model.0.0.linear.weight", "9999.0.weight"] {
-            assert!(Layout::ALL.iter().all(|layout| layout.place(none).is_none()), "{none}");
+            assert!(HeadsLayout::ALL.iter().all(|layout| layout.place(none).is_none()), "{none}");
         }
     }
 }

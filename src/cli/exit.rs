@@ -1,0 +1,44 @@
+//! How a verb ends: its error as text, and the exit status.
+
+use std::error::Error;
+use std::io::{self, Write};
+
+use crate::data::chat_template::TemplateError;
+use crate::recipe::RecipeError;
+use crate::train::error::TrainError;
+
+pub(super) const FAILED: u8 = 1;
+pub(super) const WRONG_USAGE: u8 = 2;
+pub(super) const INTERRUPTED: u8 = 130; // 128 + SIGINT, as shells report it
+
+/// The command line asks for something that cannot be: exit status 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
+/// The user stopped the work; the text says what was saved and how to go on. Exit status 130.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Interrupted(pub String);
+
+/// `error: …`, then one `caused by: …` line a cause that is not told yet: many errors quote theirs.
+pub(super) fn report(error: &anyhow::Error) {
+    let mut told = format!("error: {error}");
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !told.contains(&cause) {
+            told = format!("{told}\ncaused by: {cause}");
+        }
+    }
+    let _ = writeln!(io::stderr(), "{told}"); // nowhere left to report a closed stderr
+}
+
+pub(super) fn status(error: &anyhow::Error) -> u8 {
+    let is_mistake = |error: &RecipeError| !matches!(error, RecipeError::Hub { .. }); // no network is nobody's mistake
+    let is_usage = |cause: &(dyn Error + 'static)| {
+        cause.is::<UsageError>()
+            || cause.downcast_ref::<RecipeError>().is_some_and(is_mistake)
+            || cause.downcast_ref::<TrainError>().is_some_and(TrainError::is_of_the_recipe)
+            || cause.downcast_ref::<TemplateError>().is_some_and(TemplateError::is_no_template)
+    };
+    if error.chain().any(is_usage) { WRONG_USAGE } else { FAILED }
+}

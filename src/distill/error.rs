@@ -1,0 +1,106 @@
+//! What can stop a distillation.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::data::prompts::PromptError;
+use crate::data::rows::RowLocation;
+use crate::decode::generate::DecodeError;
+
+/// What can stop a distillation.
+#[derive(Debug, thiserror::Error)]
+pub enum DistillError {
+    /// A prompt that cannot be rendered.
+    #[error("{place}")]
+    Prompt {
+        /// Where it stands.
+        place: RowLocation,
+        /// What is wrong with it.
+        source: Box<PromptError>,
+    },
+    /// No room for an answer.
+    #[error(
+        "{place}: the prompt has {length} tokens, but the backbone's context is {context}, and at least one new token must fit; \
+         shorten the prompt or leave it out"
+    )]
+    PromptTooLong {
+        /// Where it stands.
+        place: RowLocation,
+        /// Its tokens.
+        length: usize,
+        /// The backbone's.
+        context: usize,
+    },
+    /// A raw prompt has no turns.
+    #[error(
+        "{place}: --self-talk needs conversations (\"messages\", \"conversations\" or \"turns\"); this prompt is raw"
+    )]
+    SelfTalkOfRawPrompt {
+        /// Where it stands.
+        place: RowLocation,
+    },
+    /// A template that hides what the user says.
+    #[error(
+        "--self-talk: the chat template does not show the user's text as it is, so the user's turn cannot be opened; leave \
+         --self-talk out"
+    )]
+    NoPlaceForQuestions,
+    /// Somebody's files.
+    #[error("{} is not empty: it holds {found:?}; choose another --out, or go on with what was begun there with --resume", folder.display())]
+    Occupied {
+        /// The output folder.
+        folder: PathBuf,
+        /// The first file there that is in the way.
+        found: String,
+    },
+    /// Another run's folder.
+    #[error("{}: {key}: expected {expected}, got {got}; --resume goes on only with what the folder was begun with: use that, or another --out", path.display())]
+    Changed {
+        /// distill.json.
+        path: PathBuf,
+        /// What differs.
+        key: String,
+        /// What stands there.
+        expected: String,
+        /// What this run has.
+        got: String,
+    },
+    /// A journal line that is neither whole nor the last one.
+    #[error(
+        "{}, line {line}: the journal is damaged; remove it to make its conversations again (the shards beside it stay)",
+        path.display()
+    )]
+    Damaged {
+        /// The journal.
+        path: PathBuf,
+        /// Counted from 1.
+        line: usize,
+    },
+    /// A distill.json that is none.
+    #[error("{} is no valid JSON; it says what the folder was begun with: without it, choose another --out", path.display())]
+    NoProvenance {
+        /// distill.json.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// The disk's own words.
+    #[error("cannot read or write {}", path.display())]
+    Io {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A prompt that cannot be decoded.
+    #[error("conversation {id}")]
+    Decode {
+        /// Its index in the prompt file.
+        id: usize,
+        /// Why.
+        source: DecodeError,
+    },
+    /// A step of all rows failed.
+    #[error(transparent)]
+    Step(#[from] DecodeError),
+}
