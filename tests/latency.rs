@@ -1,8 +1,8 @@
 //! Promise: `medusa tree --latency` times steps on this machine once, and takes the tree with the most tokens a second; a file of other
 //! conditions is refused.
 
-use medusa::latency::Latency;
-use medusa::tree::file::TreeFile;
+use medusa::formats::latency::Latency;
+use medusa::tree::sparse_tree::SparseTree;
 use serde_json::{Value, json};
 
 use crate::decoding::World;
@@ -35,14 +35,14 @@ fn times_are_measured_once_and_kept() {
     let timed = |nodes, depth| latency.steps.iter().any(|step| (step.nodes, step.depth) == (nodes, depth));
     assert!(latency.steps.iter().all(|step| step.nodes <= 8), "{:?}", latency.steps);
     assert!(timed(8, 2) && timed(8, 1), "heads can be left out: {:?}", latency.steps);
-    let first = TreeFile::load(&world.path("t.json")).unwrap();
+    let (first, file) = SparseTree::load(&world.path("t.json")).unwrap();
     let sha256 = medusa::files::sha256(&world.path("l.json")).unwrap();
-    assert_eq!(first.origin.latency_sha256.as_ref(), Some(&sha256));
-    let (per_second, per_step) = (first.origin.expected_tokens_per_second, first.origin.expected_tokens_per_step);
-    let step_ms = latency.step_ms(first.tree.choices().len(), first.tree.max_depth()).unwrap();
+    assert_eq!(file.latency_sha256.as_ref(), Some(&sha256));
+    let (per_second, per_step) = (file.expected_tokens_per_second, file.expected_tokens_per_step);
+    let step_ms = latency.step_ms(first.choices().len(), first.max_depth()).unwrap();
     assert_eq!(per_second.unwrap(), 1e3 * per_step.unwrap() / step_ms);
     assert!(!stderr(&world, &CHOOSE).contains("wrote"));
-    assert_eq!(TreeFile::load(&world.path("t.json")).unwrap(), first, "the same times, the same tree");
+    assert_eq!(SparseTree::load(&world.path("t.json")).unwrap(), (first, file), "the same times, the same tree");
     assert_eq!(medusa::files::sha256(&world.path("l.json")).unwrap(), sha256);
     let found = world.json(&["inspect", "l.json"]).remove(0);
     assert_eq!((&found["kind"], &found["plain_step_ms"]), (&json!("latency"), &json!(latency.plain_step_ms)));
@@ -74,7 +74,7 @@ fn the_fastest_is_taken_and_plain_decoding_may_be_it() {
     let all = |ms: &dyn Fn(usize, usize) -> f64| -> Vec<(usize, usize, f64)> {
         (1..=3).flat_map(|depth| [1, 4, 8].map(|nodes| (nodes, depth, ms(nodes, depth)))).collect()
     };
-    let chosen = || TreeFile::load(&world.path("t.json")).unwrap().tree.choices().len();
+    let chosen = || SparseTree::load(&world.path("t.json")).unwrap().0.choices().len();
     write_times(&world, 2.0, &all(&|nodes, _| 1.0 + 0.001 * nodes as f64));
     let nearly_free = stderr(&world, &CHOOSE);
     assert!(!nearly_free.contains("plain decoding is expected to be faster"), "{nearly_free}");

@@ -5,7 +5,6 @@ use std::path::Path;
 
 use assert_cmd::Command;
 use medusa::files::write_atomic;
-use medusa::tree::file::TreeFile;
 use medusa::tree::search::search;
 use medusa::tree::sparse_tree::SparseTree;
 use serde_json::{Value, json};
@@ -35,7 +34,7 @@ fn published_trees_load_as_bare_lists() {
     for (name, choices) in published {
         let path = dir.path().join("choices.json");
         write(&path, choices);
-        let tree = TreeFile::load(&path).unwrap_or_else(|error| panic!("{name}: {error}")).tree;
+        let tree = SparseTree::load(&path).unwrap_or_else(|error| panic!("{name}: {error}")).0;
         assert_eq!(tree.choices().len(), if name == "hydra/single" { 1 } else { 63 }, "{name}");
         assert_eq!(json!(tree.choices()), *choices, "{name}: the order is kept");
         assert_eq!(tree.check_fits(5, 10), Ok(()), "{name}: for 5 heads of 10 guesses");
@@ -83,8 +82,8 @@ fn the_tree_is_written_in_the_order_of_the_search() {
     let expected = json!({"choices": [[0], [1], [0, 0], [0, 1]], "expected_tokens_per_step": 2.125, "nodes": 4,
                           "calibration_sha256": sha256});
     assert_eq!(serde_json::from_str::<Value>(&written).unwrap(), expected);
-    let loaded = TreeFile::load(&dir.path().join("t.json")).unwrap();
-    assert_eq!(loaded.tree, SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1]]).unwrap());
+    let (loaded, _) = SparseTree::load(&dir.path().join("t.json")).unwrap();
+    assert_eq!(loaded, SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1]]).unwrap());
 }
 
 /// Head 1's second guess is right less often than its first, but head 2 is right only behind it.

@@ -3,8 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use medusa::calibrate::Calibration;
-use medusa::tree::file::TreeFile;
+use medusa::formats::calibration::Calibration;
+use medusa::formats::tree::TreeFile;
 use medusa::tree::replay::Replay;
 use medusa::tree::search::expected_tokens_per_step;
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use crate::small_run::SmallRun;
 
 fn expected(path: &Path) -> f64 {
     let file = TreeFile::load(path).expect("the tree of this test");
-    file.origin.expected_tokens_per_step.expect("what a search expects")
+    file.expected_tokens_per_step.expect("what a search expects")
 }
 
 #[test]

@@ -2,9 +2,13 @@
 
 use std::collections::HashMap;
 
+use serde_json::Map;
+
 use super::CalibrationError;
-use super::file::{Calibration, HeadAccuracy, Joint, JointPath, MAX_POSITIONS};
-use crate::tree::replay::Run;
+use crate::formats::calibration::{Calibration, HeadAccuracy, JointPath, JointStatistics, RankTrace};
+
+/// Most positions whose ranks are written: about 2 MB, and the tokens a step of a tree are then known to about 1 in 200.
+const MAX_POSITIONS: usize = 200_000;
 
 /// Most joint paths that are written.
 const MAX_PATHS: usize = 4096;
@@ -18,7 +22,7 @@ pub struct Counts {
     paths: HashMap<Vec<usize>, u64>,
     joint_total: u64,
     tokens: u64,
-    runs: Vec<Run>,
+    runs: Vec<RankTrace>,
     /// Positions in `runs`.
     positions: usize,
 }
@@ -63,7 +67,7 @@ impl Counts {
     }
 
     /// One text whose every position was added: what steps from there would find. Not kept beyond [`MAX_POSITIONS`].
-    pub(super) fn add_run(&mut self, run: Run) {
+    pub(super) fn add_run(&mut self, run: RankTrace) {
         if !run.is_empty() && self.positions + run.len() <= MAX_POSITIONS {
             self.positions += run.len();
             self.runs.push(run);
@@ -93,8 +97,17 @@ impl Counts {
             total,
             accuracy: counts.iter().map(|&hits| hits as f64 / total as f64).collect(),
         });
-        let joint = Joint { total: self.joint_total, paths: self.most_frequent_paths(), runs: self.runs.clone() };
-        Ok(Calibration { heads: heads.collect(), joint, backbone, heads_sha256, tokens: self.tokens })
+        let joint =
+            JointStatistics { total: self.joint_total, paths: self.most_frequent_paths(), runs: self.runs.clone() };
+        Ok(Calibration {
+            heads: heads.collect(),
+            joint,
+            backbone,
+            heads_sha256,
+            tokens: self.tokens,
+            exported_from: None,
+            other: Map::new(),
+        })
     }
 
     fn most_frequent_paths(&self) -> Vec<JointPath> {
@@ -124,7 +137,7 @@ mod tests {
         let path = |path: &[usize], count| JointPath { path: path.to_vec(), count };
         assert_eq!(
             calibration.joint,
-            Joint { total: 3, paths: vec![path(&[0], 2), path(&[0, 1], 1)], runs: Vec::new() }
+            JointStatistics { total: 3, paths: vec![path(&[0], 2), path(&[0, 1], 1)], runs: Vec::new() }
         );
     }
 

@@ -1,8 +1,6 @@
 //! How often each guess of each head is right: what the tree search needs (paper section 2.3.3).
 
-use std::io;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 
 use tch::Tensor;
 
@@ -19,15 +17,13 @@ use crate::model::lora::Adapters;
 use crate::torch::{TorchPanic, guard};
 
 mod counts;
-mod file;
 
 pub use counts::Counts;
-pub use file::{Calibration, HeadAccuracy, Joint, JointPath};
 
 /// Logits of one head are computed for so many positions at a time that they stay below this.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
 
-/// Heads cannot be calibrated, or a calibration cannot be read or written.
+/// Heads cannot be calibrated.
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrationError {
     /// Heads and backbone do not belong together.
@@ -84,24 +80,6 @@ pub enum CalibrationError {
     /// The rows.
     #[error(transparent)]
     Rows(#[from] CacheError),
-    /// The disk said no.
-    #[error("cannot {action} the calibration {}", path.display())]
-    Io {
-        /// `read` or `write`.
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The disk's words.
-        source: io::Error,
-    },
-    /// Not a calibration.
-    #[error("{} is no calibration; expected {{\"heads\":[{{\"counts\":…,\"total\":…,\"accuracy\":…}}], …}} as `medusa calibrate` writes it", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Where and what.
-        source: serde_json::Error,
-    },
 }
 
 /// Runs the heads over `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t is asked

@@ -13,7 +13,7 @@ use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
 use super::downloads::shown;
 use super::reading::{ReadingBar, draw_target};
 use super::{CommonFlags, print_json, print_line};
-use crate::calibrate::{self, Calibration};
+use crate::calibrate;
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
@@ -22,6 +22,7 @@ use crate::data::tokenize::{TextTokenizer, wide};
 use crate::data::{self, LoadSettings, ReadProgress, Watch, prompts};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
+use crate::formats::calibration::Calibration;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 

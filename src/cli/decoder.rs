@@ -25,7 +25,6 @@ use crate::numbers::{NonNegative, Positive, Probability};
 use crate::torch::{Dtype, memory};
 use crate::train::checkpoint::BACKBONE_FOLDER;
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
-use crate::tree::file::TreeFile;
 use crate::tree::sparse_tree::SparseTree;
 
 /// How to decode.
@@ -248,7 +247,7 @@ impl Decoder {
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
         LlamaConfig::load(folder)?; // first: it says best what is wrong with a folder that is no backbone
-        let tree = tree.map(|path| TreeFile::load(path)).transpose()?.map(|file| file.tree);
+        let tree = tree.map(|path| SparseTree::load(path)).transpose()?.map(|(tree, _)| tree);
         let tokenizer = TextTokenizer::load(folder)?;
         let template = ChatTemplate::load(folder)?;
         let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, purpose)?;

@@ -6,18 +6,19 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
-use crate::calibrate::Calibration;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsShape};
-use crate::latency::{Latency, StepTime};
+use crate::formats::calibration::Calibration;
+use crate::formats::latency::{Latency, StepTime};
+use crate::formats::tree::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, TensorHeader, WeightFiles, WeightsError};
 use crate::torch::Dtype;
-use crate::tree::file::TreeFile;
+use crate::tree::sparse_tree::SparseTree;
 
 mod run;
 
@@ -192,10 +193,11 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     let text = std::fs::read_to_string(path).map_err(|source| WeightsError::Io { path: path.into(), source })?;
     let value: Value = serde_json::from_str(&text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
     if value.is_array() || value.get("choices").is_some() {
-        return Ok(Contents::Tree(tree(TreeFile::load(path)?)));
+        return Ok(Contents::Tree(tree(SparseTree::load(path)?)));
     }
     if value.get("heads").is_some() {
-        return Ok(Contents::Calibration(Calibration::load(path)?));
+        let calibration = Calibration { exported_from: None, other: Map::new(), ..Calibration::load(path)? };
+        return Ok(Contents::Calibration(calibration));
     }
     if value.get("plain_step_ms").is_some() {
         return Ok(Contents::Latency(Latency::load(path)?));
@@ -210,17 +212,17 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     )
 }
 
-fn tree(file: TreeFile) -> TreeFound {
-    let mut nodes_of_level = vec![0; file.tree.max_depth()];
-    file.tree.choices().iter().for_each(|choice| nodes_of_level[choice.len() - 1] += 1);
+fn tree((tree, file): (SparseTree, TreeFile)) -> TreeFound {
+    let mut nodes_of_level = vec![0; tree.max_depth()];
+    tree.choices().iter().for_each(|choice| nodes_of_level[choice.len() - 1] += 1);
     TreeFound {
-        nodes: file.tree.choices().len(),
+        nodes: tree.choices().len(),
         nodes_of_level,
-        guesses_of_head: file.tree.widths(),
-        expected_tokens_per_step: file.origin.expected_tokens_per_step,
-        calibration_sha256: file.origin.calibration_sha256,
-        expected_tokens_per_second: file.origin.expected_tokens_per_second,
-        latency_sha256: file.origin.latency_sha256,
+        guesses_of_head: tree.widths(),
+        expected_tokens_per_step: file.expected_tokens_per_step,
+        calibration_sha256: file.calibration_sha256,
+        expected_tokens_per_second: file.expected_tokens_per_second,
+        latency_sha256: file.latency_sha256,
     }
 }
 

@@ -7,11 +7,12 @@ use std::path::Path;
 use anyhow::Context;
 
 use super::{CommonFlags, print_line};
-use crate::calibrate::Calibration;
 use crate::files;
+use crate::formats::calibration::Calibration;
+use crate::formats::tree::TreeFile;
 use crate::tree::drawing;
-use crate::tree::file::{Origin, TreeFile};
-use crate::tree::search::{self, Found};
+use crate::tree::search::{self, SearchedTree};
+use crate::tree::sparse_tree::SparseTree;
 
 mod args;
 mod machine;
@@ -28,23 +29,21 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
         calibration.forget_joint();
     }
     let calibration_sha256 = Some(files::sha256(&args.calibration)?);
-    let file = match (&args.latency, args.nodes) {
+    let (tree, file) = match (&args.latency, args.nodes) {
         (Some(path), _) => {
             let latency = machine::latency(args, path, &calibration, common)?;
             let (found, tokens_per_second) = machine::choose(args, &latency, &calibration, common)?;
+            let (tree, file) = file_of(found);
             let latency_sha256 = Some(files::sha256(path)?);
-            let origin =
-                Origin { latency_sha256, expected_tokens_per_second: Some(tokens_per_second), ..Origin::default() };
-            file_of(found, Origin { calibration_sha256, ..origin })
+            (tree, TreeFile { latency_sha256, expected_tokens_per_second: Some(tokens_per_second), ..file })
         }
-        (None, nodes) => {
-            let found = calibration.best_tree(nodes.map_or(0, NonZeroUsize::get), calibration.heads.len())?;
-            file_of(found, Origin { calibration_sha256, ..Origin::default() })
-        }
+        (None, nodes) => file_of(calibration.best_tree(nodes.map_or(0, NonZeroUsize::get), calibration.heads.len())?),
     };
-    say_what_is_expected(&file, &calibration, common);
+    let file = TreeFile { calibration_sha256, ..file };
+    let expected = file.expected_tokens_per_step.unwrap_or(1.0);
+    say_what_is_expected(&tree, expected, &calibration, common);
     if let Some(path) = &args.svg {
-        draw(&file, &calibration, path)?;
+        draw(&tree, expected, &calibration, path)?;
     }
     match &args.out {
         Some(path) => file.save(path)?,
@@ -53,13 +52,12 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json { print_line(file.to_json()) } else { Ok(()) }
 }
 
-fn file_of(found: Found, origin: Origin) -> TreeFile {
-    let expected_tokens_per_step = Some(found.expected_tokens_per_step);
-    TreeFile { tree: found.tree, origin: Origin { expected_tokens_per_step, ..origin } }
+fn file_of(SearchedTree { tree, expected_tokens_per_step }: SearchedTree) -> (SparseTree, TreeFile) {
+    let file = TreeFile::new(tree.choices().to_vec(), expected_tokens_per_step);
+    (tree, file)
 }
 
-fn say_what_is_expected(file: &TreeFile, calibration: &Calibration, common: &CommonFlags) {
-    let (tree, expected) = (&file.tree, file.origin.expected_tokens_per_step.unwrap_or(1.0));
+fn say_what_is_expected(tree: &SparseTree, expected: f64, calibration: &Calibration, common: &CommonFlags) {
     let sizes =
         format!("{} nodes over {} heads: {expected:.3} tokens a step expected", tree.choices().len(), tree.max_depth());
     if calibration.knows_joint() {
@@ -70,9 +68,9 @@ fn say_what_is_expected(file: &TreeFile, calibration: &Calibration, common: &Com
     }
 }
 
-fn draw(file: &TreeFile, calibration: &Calibration, path: &Path) -> anyhow::Result<()> {
-    let probabilities = search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree));
-    let svg = drawing::draw(&file.tree, &probabilities, file.origin.expected_tokens_per_step.unwrap_or(1.0));
+fn draw(tree: &SparseTree, expected: f64, calibration: &Calibration, path: &Path) -> anyhow::Result<()> {
+    let probabilities = search::node_probabilities(tree, &calibration.counts_for(tree));
+    let svg = drawing::draw(tree, &probabilities, expected);
     files::write_atomic(path, |out| out.write_all(svg.as_bytes()))
         .with_context(|| format!("cannot write the picture {}", path.display()))
 }

@@ -8,11 +8,12 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use serde_json::{Value, json};
 
-use super::companions::{Calibration, CardBench, Companions, HeadAccuracy};
+use super::companions::{CardBench, Companions};
 use super::trained::Trained;
 use super::{ExportError, Format};
 use crate::files::write_synced;
 use crate::formats::bench::SweptValue;
+use crate::formats::calibration::{Calibration, HeadAccuracy};
 
 const TEMPLATE: &str = include_str!("card.md");
 /// A command says so where a path is the reader's.
@@ -34,8 +35,8 @@ pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -
 fn facts(trained: &Trained, companions: &Companions) -> Value {
     let shape = trained.written_shape();
     let (base, measured) = (trained.served_by_id(), companions.calibration.as_ref().map(|found| &found.content));
-    let tree = companions.tree.as_ref().map(|found| found.content.tree.choices());
-    let expected = companions.tree.as_ref().and_then(|found| found.content.origin.expected_tokens_per_step);
+    let tree = companions.tree.as_ref().map(|found| &found.content.1.choices);
+    let expected = companions.tree.as_ref().and_then(|found| found.content.1.expected_tokens_per_step);
     json!({
             "format": trained.format.name(),
             "base_model": trained.base_model,
@@ -54,7 +55,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "is_alone": !trained.format.holds_backbone() && trained.format != Format::Peft,
             "pickle": trained.pickle,
             "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
-            "accuracies": measured.map(|measured| accuracies(&measured.heads)),
+            "accuracies": measured.map(|measured| accuracies(&measured.heads, shape.medusa_num_heads)),
             "tokens": measured.map(|measured| measured.tokens),
             "measured_sha256": measured.map(Calibration::measured_sha256),
             "tree": tree.map(|choices| choices.len()),
@@ -66,13 +67,13 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
 }
 
 /// Top-1 and top-5 of each head.
-fn accuracies(of_heads: &[HeadAccuracy]) -> Vec<Value> {
-    let row = |(head, HeadAccuracy { accuracy }): (usize, &HeadAccuracy)| {
+fn accuracies(of_heads: &[HeadAccuracy], exported: usize) -> Vec<Value> {
+    let row = |(head, HeadAccuracy { accuracy, .. }): (usize, &HeadAccuracy)| {
         let top5: f64 = accuracy.iter().take(5).sum();
         let top1 = accuracy.first().map(|top1| format!("{top1:.3}"));
         json!({"head": head + 1, "ahead": head + 2, "top1": top1, "top5": format!("{top5:.3}")})
     };
-    of_heads.iter().enumerate().map(row).collect()
+    of_heads.iter().take(exported).enumerate().map(row).collect()
 }
 
 /// As `medusa bench` measured them, rounded for people.

@@ -1,18 +1,21 @@
 //! What a run's folder has about its heads, for the model card: recipe, calibration, tree, bench.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde_json::{Value, json};
 
 use super::trained::Trained;
 use super::{ExportError, Request, write};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{sha256, write_synced};
+use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
+use crate::formats::calibration::Calibration;
+use crate::formats::tree::TreeFile;
 use crate::train::provenance::Snapshot;
-use crate::tree::file::TreeFile;
+use crate::tree::sparse_tree::SparseTree;
 
 const CALIBRATION: &str = "calibration.json";
 const TREE: &str = "tree.json";
@@ -26,40 +29,10 @@ const PROVENANCE: &str = "provenance.json";
 pub(super) struct Companions {
     pub(super) recipe: Option<Found<String>>,
     pub(super) calibration: Option<Found<Calibration>>,
-    pub(super) tree: Option<Found<TreeFile>>,
+    pub(super) tree: Option<Found<(SparseTree, TreeFile)>>,
     pub(super) bench: Option<Found<CardBench>>,
     /// Of files that were left out.
     pub(super) notices: Vec<String>,
-}
-
-/// What the card says of a calibration.json; rooms of a layer do not import each other.
-#[derive(Deserialize)]
-pub(super) struct Calibration {
-    pub(super) heads: Vec<HeadAccuracy>,
-    /// Of the heads that it goes with.
-    heads_sha256: String,
-    pub(super) tokens: u64,
-    exported_from: Option<ExportedFrom>,
-}
-
-/// Of a calibration that came with exported heads.
-#[derive(Deserialize)]
-struct ExportedFrom {
-    /// Of the heads that were measured.
-    heads_sha256: String,
-}
-
-impl Calibration {
-    /// Of the heads that were measured, however often they were exported since.
-    pub(super) fn measured_sha256(&self) -> &str {
-        self.exported_from.as_ref().map_or(&self.heads_sha256, |from| &from.heads_sha256)
-    }
-}
-
-/// How often guess 1, 2, … of a head is right.
-#[derive(Deserialize)]
-pub(super) struct HeadAccuracy {
-    pub(super) accuracy: Vec<f64>,
 }
 
 /// What the card says of the speed.
@@ -88,15 +61,14 @@ impl Companions {
         let of_heads = trained.file.sha256()?;
         let (heads, there) = (trained.shape.medusa_num_heads, trained.file.shape().medusa_num_heads);
         let calibration = |path: &Path| {
-            let mut calibration: Calibration = json(path)?;
-            calibration.heads.truncate(heads);
+            let calibration = Calibration::load(path).map_err(cause)?;
             let is_theirs = calibration.heads_sha256 == of_heads;
             is_theirs.then_some(calibration).ok_or_else(|| "it was measured with other heads".to_owned())
         };
         let tree = |path: &Path| {
-            let file = TreeFile::load(path).map_err(|error| error.to_string())?;
-            let depth = file.tree.max_depth();
-            if depth <= heads { Ok(file) } else { Err(format!("it needs {depth} heads, and {heads} are exported")) }
+            let found = SparseTree::load(path).map_err(|error| error.to_string())?;
+            let depth = found.0.max_depth();
+            if depth <= heads { Ok(found) } else { Err(format!("it needs {depth} heads, and {heads} are exported")) }
         };
         let bench = |path: &Path| match bench(path)? {
             _ if heads < there => Err(format!("its figures are of all {there} heads, and {heads} are exported")),
@@ -126,46 +98,22 @@ impl Companions {
         let copy =
             |(path, name): (Option<&PathBuf>, &str)| path.map_or(Ok(()), |path| write::copy(path, &folder.join(name)));
         files.into_iter().try_for_each(copy)?;
-        self.calibration.as_ref().map_or(Ok(()), |found| write_calibration(&found.path, folder, trained))
+        self.calibration.as_ref().map_or(Ok(()), |found| write_calibration(found, folder, trained))
     }
 }
 
 /// The calibration as one of the heads in `folder`: with their hash, and of the first K heads alone. `exported_from` says which heads were
 /// measured, and which file said so. Where the heads are the measured file itself, so is this.
-fn write_calibration(path: &Path, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
-    let wrong = |why| ExportError::Companion { path: path.into(), why };
-    let heads = trained.shape.medusa_num_heads;
+fn write_calibration(found: &Found<Calibration>, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+    let (path, mut calibration) = (&found.path, found.content.clone());
     let (of_these, to) = (HeadsFile::open(folder)?.sha256()?, folder.join(CALIBRATION));
-    let mut calibration: Value = json(path).map_err(wrong)?;
-    if calibration["heads_sha256"] == of_these.as_str() {
+    if calibration.heads_sha256 == of_these {
         return write::copy(path, &to);
     }
-    let of_file = sha256(path).map_err(|error| wrong(error.to_string()))?;
-    if calibration.get("exported_from").is_none() {
-        calibration["exported_from"] =
-            json!({"heads_sha256": calibration["heads_sha256"], "calibration_sha256": of_file});
-    }
-    calibration["heads_sha256"] = of_these.into();
-    keep_first(heads, &mut calibration);
-    write_synced(&to, |out| Ok(serde_json::to_writer(out, &calibration)?))
-        .map_err(|source| ExportError::Io { path: to.clone(), source })
-}
-
-/// Leaves out what is said of later heads: accuracies, longer paths, and the rest of every rank list.
-fn keep_first(heads: usize, calibration: &mut Value) {
-    let mut list = |pointer: &str, keep: &dyn Fn(&mut Vec<Value>)| {
-        if let Some(list) = calibration.pointer_mut(pointer).and_then(Value::as_array_mut) {
-            keep(list);
-        }
-    };
-    list("/heads", &|of_heads| of_heads.truncate(heads));
-    list("/joint/paths", &|paths| {
-        paths.retain(|path| path["path"].as_array().is_some_and(|path| path.len() <= heads));
-    });
-    list("/joint/runs", &|runs| {
-        let positions = runs.iter_mut().filter_map(Value::as_array_mut).flatten();
-        positions.filter_map(Value::as_array_mut).for_each(|ranks| ranks.truncate(heads));
-    });
+    let wrong = |error: io::Error| ExportError::Companion { path: path.into(), why: error.to_string() };
+    calibration.export_to(of_these, sha256(path).map_err(wrong)?);
+    calibration.keep_first(trained.shape.medusa_num_heads);
+    write_synced(&to, |out| calibration.write_to(out)).map_err(|source| ExportError::Io { path: to.clone(), source })
 }
 
 fn look<T>(
@@ -192,6 +140,11 @@ fn found<T>(path: PathBuf, read: &dyn Fn(&Path) -> Result<T, Wrong>, notices: &m
             None
         }
     }
+}
+
+/// What lies behind a calibration that cannot be read: the notice names the file itself.
+fn cause(error: FormatError) -> Wrong {
+    std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string)
 }
 
 fn json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, Wrong> {

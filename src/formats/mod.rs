@@ -2,3 +2,9 @@
 //! No tensors here.
 
 pub mod bench;
+pub mod calibration;
+mod error;
+pub mod latency;
+pub mod tree;
+
+pub use error::FormatError;

@@ -1,7 +1,8 @@
 //! Which tree decodes the most tokens a second. No tensors here.
 
-use super::{Latency, LatencyError};
-use crate::tree::search::{Found, SearchError};
+use super::LatencyError;
+use crate::formats::latency::Latency;
+use crate::tree::search::{SearchError, SearchedTree};
 use crate::tree::sparse_tree::SparseTree;
 
 /// Sizes that are timed. Times between them are interpolated.
@@ -11,7 +12,7 @@ const SIZES: [usize; 22] = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64
 const SIZES_OF_SHALLOW: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 
 /// The best tree of so many nodes that asks so many heads at most.
-pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<Found, SearchError> + 'a;
+pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<SearchedTree, SearchError> + 'a;
 
 /// A tree, what it promises and how long its steps take.
 #[derive(Debug, Clone, PartialEq)]
@@ -120,7 +121,7 @@ fn fastest(trees: &[Timed]) -> Option<usize> {
 }
 
 /// `None` where the heads' guesses make no tree so large.
-fn at_most(found: Result<Found, SearchError>) -> Result<Option<Found>, SearchError> {
+fn at_most(found: Result<SearchedTree, SearchError>) -> Result<Option<SearchedTree>, SearchError> {
     match found {
         Err(SearchError::TooFewGuesses { .. }) => Ok(None),
         found => found.map(Some),
@@ -129,11 +130,12 @@ fn at_most(found: Result<Found, SearchError>) -> Result<Option<Found>, SearchErr
 
 #[cfg(test)]
 mod tests {
-    use super::super::file::examples::latency;
+
     use super::*;
+    use crate::formats::latency::examples::latency;
     use crate::tree::search::search;
 
-    fn best_tree(nodes: usize, heads: usize) -> Result<Found, SearchError> {
+    fn best_tree(nodes: usize, heads: usize) -> Result<SearchedTree, SearchError> {
         search(&vec![vec![0.6, 0.2, 0.1]; heads], nodes)
     }
 

@@ -4,21 +4,19 @@
 //! come from.
 
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::decode::generate::{self, DecodeError, Medusa, OnTokens, Request};
 use crate::draft::medusa::heads::Heads;
+use crate::formats::latency::StepTime;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::search::SearchError;
 use crate::tree::sparse_tree::SparseTree;
 
 mod choice;
-mod file;
 
 pub use choice::{BestTree, Sweep, Timed, sweep, trees_to_time};
-pub use file::{Asked, Latency, StepTime};
 
 /// Times that everything is measured in turn; what the machine does besides falls on all alike.
 const ROUNDS: usize = 5;
@@ -27,7 +25,7 @@ const STEPS: usize = 8;
 /// Fewer have no middle one between two others.
 const MIN_STEPS: usize = 4;
 
-/// Steps cannot be timed, or times cannot be read or written.
+/// Steps cannot be timed, or no tree chosen by them.
 #[derive(Debug, thiserror::Error)]
 pub enum LatencyError {
     /// The context is full before there is something to measure.
@@ -49,50 +47,6 @@ pub enum LatencyError {
     /// There is no tree to time.
     #[error(transparent)]
     Search(#[from] SearchError),
-    /// The disk said no.
-    #[error("cannot {action} the latencies {}", path.display())]
-    Io {
-        /// `read` or `write`.
-        action: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The disk's words.
-        source: std::io::Error,
-    },
-    /// Not a file of latencies.
-    #[error(
-        "{} holds no latencies; expected {{\"plain_step_ms\":…,\"steps\":[{{\"nodes\":…,\"depth\":…,\"step_ms\":…}}], …}} as `medusa tree \
-         --latency` writes it; remove the file to measure anew",
-        path.display()
-    )]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Where and what.
-        source: serde_json::Error,
-    },
-    /// A time or a size that cannot be.
-    #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// Which key.
-        what: &'static str,
-        /// What it says.
-        value: f64,
-    },
-    /// Measured under other conditions than those asked for.
-    #[error("{} was measured with {what} {measured}, not with {asked}; give another --latency FILE to measure that", path.display())]
-    Mismatch {
-        /// The file.
-        path: PathBuf,
-        /// What differs.
-        what: &'static str,
-        /// What the file says.
-        measured: String,
-        /// What was asked for.
-        asked: String,
-    },
     /// No time is known of any tree.
     #[error(
         "none of the trees that these heads' calibration makes was timed; measure anew, with another --latency FILE"

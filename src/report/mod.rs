@@ -6,9 +6,8 @@
 use std::io;
 use std::path::PathBuf;
 
-use crate::calibrate::CalibrationError;
-use crate::latency::LatencyError;
-use crate::tree::file::TreeFileError;
+use crate::formats::FormatError;
+use crate::tree::sparse_tree::TreeFileError;
 
 mod axis;
 mod curves;
@@ -67,12 +66,9 @@ pub enum ReportError {
         /// Where and why.
         source: serde_json::Error,
     },
-    /// calibration.json.
+    /// calibration.json or latency.json.
     #[error(transparent)]
-    Calibration(#[from] CalibrationError),
-    /// latency.json.
-    #[error(transparent)]
-    Latency(#[from] LatencyError),
+    Format(#[from] FormatError),
     /// tree.json.
     #[error(transparent)]
     Tree(#[from] TreeFileError),

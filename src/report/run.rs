@@ -9,11 +9,12 @@ use serde_json::{Map, Value};
 use super::ReportError;
 use super::metrics::Metrics;
 use super::recipe_text::RecipeText;
-use crate::calibrate::Calibration;
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::bench::{self, BenchResult};
-use crate::latency::Latency;
-use crate::tree::file::TreeFile;
+use crate::formats::calibration::Calibration;
+use crate::formats::latency::Latency;
+use crate::formats::tree::TreeFile;
+use crate::tree::sparse_tree::SparseTree;
 
 const RECIPE: &str = "recipe.toml";
 
@@ -26,7 +27,7 @@ pub struct Run {
     pub(super) metrics: Metrics,
     pub(super) finished: bool,
     pub(super) calibration: Option<Calibration>,
-    pub(super) tree: Option<TreeFile>,
+    pub(super) tree: Option<(SparseTree, TreeFile)>,
     pub(super) latency: Option<Latency>,
     /// Of a sweep the first is shown.
     pub(super) bench: Vec<BenchResult>,
@@ -51,7 +52,7 @@ impl Run {
             metrics: Metrics::read(&path.join("metrics.jsonl"))?,
             finished: path.join("final").join(HEADS_FILE).is_file(),
             calibration: there("calibration.json").map(|file| Calibration::load(&file)).transpose()?,
-            tree: there("tree.json").map(|file| TreeFile::load(&file)).transpose()?,
+            tree: there("tree.json").map(|file| SparseTree::load(&file)).transpose()?,
             latency: there("latency.json").map(|file| Latency::load(&file)).transpose()?,
             bench: benches(&path.join("bench.json"))?,
         })

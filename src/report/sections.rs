@@ -11,9 +11,9 @@ use super::plot::{Drawn, Plot, Series, SeriesKind};
 use super::readable::{grouped, number, percent, time};
 use super::recipe_text::RecipeLine;
 use super::run::Run;
-use crate::calibrate::Calibration;
 use crate::formats::bench::{BenchResult, DecodingComparison};
-use crate::latency::Latency;
+use crate::formats::calibration::Calibration;
+use crate::formats::latency::Latency;
 use crate::tree::drawing;
 use crate::tree::search;
 
@@ -178,22 +178,21 @@ impl Accuracies {
 }
 
 fn tree(run: &Run, id: &str) -> Option<Tree> {
-    let file = run.tree.as_ref()?;
+    let (tree, file) = run.tree.as_ref()?;
     // A calibration of fewer heads or guesses than the tree asks is not this tree's.
     let guesses =
         |calibration: &Calibration| calibration.heads.iter().map(|head| head.accuracy.len()).min().unwrap_or(0);
-    let fits = |calibration: &&Calibration| file.tree.check_fits(calibration.heads.len(), guesses(calibration)).is_ok();
+    let fits = |calibration: &&Calibration| tree.check_fits(calibration.heads.len(), guesses(calibration)).is_ok();
     let calibration = run.calibration.as_ref().filter(fits);
-    let probabilities =
-        calibration.map(|calibration| search::node_probabilities(&file.tree, &calibration.counts_for(&file.tree)));
-    let leaves = (0..file.tree.len()).filter(|&node| file.tree.children(node).is_empty()).count();
+    let probabilities = calibration.map(|calibration| search::node_probabilities(tree, &calibration.counts_for(tree)));
+    let leaves = (0..tree.len()).filter(|&node| tree.children(node).is_empty()).count();
     Some(Tree {
-        svg: drawing::draw_in_page(&file.tree, probabilities.as_deref(), &format!("{id}-tree")),
+        svg: drawing::draw_in_page(tree, probabilities.as_deref(), &format!("{id}-tree")),
         is_wide: leaves > WIDE_TREE,
-        nodes: file.tree.choices().len(),
-        depth: file.tree.max_depth(),
-        expected_per_step: file.origin.expected_tokens_per_step.map(number),
-        expected_per_second: file.origin.expected_tokens_per_second.map(number),
+        nodes: tree.choices().len(),
+        depth: tree.max_depth(),
+        expected_per_step: file.expected_tokens_per_step.map(number),
+        expected_per_second: file.expected_tokens_per_second.map(number),
         has_probabilities: probabilities.is_some(),
     })
 }

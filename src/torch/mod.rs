@@ -1,10 +1,8 @@
 //! The only room that knows which libtorch and which device: opening CUDA at run time, dtypes, the seed,
 //! panics of libtorch turned into errors, memory figures, raw bytes of tensors.
 
-use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
 pub mod accelerator;
@@ -18,20 +16,10 @@ pub mod optim;
 pub use accelerator::Accelerator;
 pub use guard::{TorchPanic, guard};
 
+pub use crate::numbers::Dtype;
+
 /// The libtorch that this program is built for.
 pub const LIBTORCH_VERSION: &str = "2.11.0";
-
-/// What a backbone computes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    /// 32 bits.
-    Float32,
-    /// 16 bits with float32's range.
-    BFloat16,
-    /// 16 bits, IEEE half precision.
-    Float16,
-}
 
 impl Dtype {
     /// libtorch's name of it.
@@ -40,37 +28,6 @@ impl Dtype {
             Dtype::Float32 => Kind::Float,
             Dtype::BFloat16 => Kind::BFloat16,
             Dtype::Float16 => Kind::Half,
-        }
-    }
-
-    /// Bytes of one element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Dtype::Float32 => 4,
-            Dtype::BFloat16 | Dtype::Float16 => 2,
-        }
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Dtype::Float32 => "float32",
-            Dtype::BFloat16 => "bfloat16",
-            Dtype::Float16 => "float16",
-        })
-    }
-}
-
-impl FromStr for Dtype {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "float32" => Ok(Dtype::Float32),
-            "bfloat16" => Ok(Dtype::BFloat16),
-            "float16" => Ok(Dtype::Float16),
-            other => Err(format!("expected float32, bfloat16 or float16, got {other:?}")),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The sparse tree of guesses: its shape, the search for it, how its nodes are accepted. No tensors here.
 
 pub mod accept;
+mod calibrated;
 pub mod drawing;
-pub mod file;
 pub mod path_counts;
 pub mod replay;
 pub mod search;

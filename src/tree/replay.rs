@@ -5,10 +5,7 @@
 //! found no guess, and there guessing is hard. Means over all tokens promise too much.
 
 use super::sparse_tree::SparseTree;
-
-/// One text, token by token. Entry s belongs to a step whose root is token s: the guesses that are right there, as 0-based ranks of
-/// heads 1, 2, … up to the first head that misses it or would look behind the text's end.
-pub type Run = Vec<Vec<usize>>;
+use crate::formats::calibration::RankTrace;
 
 /// Steps that decoding would take, and the tokens they would commit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -21,7 +18,7 @@ pub struct Replay {
 
 impl Replay {
     /// Decodes all of `runs` with `tree`.
-    pub fn new(tree: &SparseTree, runs: &[Run]) -> Self {
+    pub fn new(tree: &SparseTree, runs: &[RankTrace]) -> Self {
         let tokens = runs.iter().map(Vec::len).sum();
         Self { tokens, steps: runs.iter().map(|run| starts(tree, run).count()).sum() }
     }
@@ -33,7 +30,7 @@ impl Replay {
 }
 
 /// The tokens that are roots of the steps.
-pub fn starts<'a>(tree: &'a SparseTree, run: &'a Run) -> impl Iterator<Item = usize> + 'a {
+pub fn starts<'a>(tree: &'a SparseTree, run: &'a RankTrace) -> impl Iterator<Item = usize> + 'a {
     let mut next = 0;
     std::iter::from_fn(move || {
         let right = run.get(next)?;
@@ -59,12 +56,12 @@ fn accepted(tree: &SparseTree, right: &[usize]) -> usize {
 pub(crate) mod strategy {
     use proptest::prelude::*;
 
-    use super::Run;
+    use crate::formats::calibration::RankTrace;
 
     /// Texts with random ranks, none of which looks behind its text's end.
-    pub(crate) fn runs(heads: usize, top_k: usize) -> impl Strategy<Value = Vec<Run>> {
+    pub(crate) fn runs(heads: usize, top_k: usize) -> impl Strategy<Value = Vec<RankTrace>> {
         let right = proptest::collection::vec(0..top_k, 0..=heads);
-        let run = proptest::collection::vec(right, 1..40).prop_map(|mut run: Run| {
+        let run = proptest::collection::vec(right, 1..40).prop_map(|mut run: RankTrace| {
             let length = run.len();
             run.iter_mut().enumerate().for_each(|(at, right)| right.truncate(length - 1 - at));
             run
@@ -83,7 +80,7 @@ mod tests {
     #[test]
     fn a_step_starts_behind_the_last_accepted_guess() {
         let tree = SparseTree::new(vec![vec![0], vec![1], vec![1, 0]]).unwrap();
-        let run: Run = vec![vec![1, 0], vec![0], vec![0], vec![2, 0], vec![0, 1], vec![0], vec![]];
+        let run: RankTrace = vec![vec![1, 0], vec![0], vec![0], vec![2, 0], vec![0, 1], vec![0], vec![]];
         assert_eq!(starts(&tree, &run).collect::<Vec<_>>(), [0, 3, 4, 6]);
         let replay = Replay::new(&tree, &[run.clone(), run]);
         assert_eq!((replay, replay.tokens_per_step()), (Replay { tokens: 14, steps: 8 }, 1.75));

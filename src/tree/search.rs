@@ -7,8 +7,9 @@ use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
 use super::path_counts::{PathCounts, Place};
-use super::replay::{Replay, Run, starts};
+use super::replay::{Replay, starts};
 use super::sparse_tree::{MAX_NODES, SparseTree, TreeError};
+use crate::formats::calibration::RankTrace;
 
 /// Times that texts are replayed to see where steps start. Trees repeat, or change in their last nodes, long before that.
 const MAX_ROUNDS: usize = 6;
@@ -52,7 +53,7 @@ pub enum SearchError {
 
 /// A tree and what it promises.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
+pub struct SearchedTree {
     /// Choices in the order they were added.
     pub tree: SparseTree,
     /// The root's token, and all nodes' probabilities or what a replay says.
@@ -87,7 +88,7 @@ impl PartialOrd for Candidate {
 ///
 /// # Errors
 /// [`SearchError`] if there is no tree of that size, or an accuracy is none.
-pub fn search(accuracies: &[Vec<f64>], nodes: usize) -> Result<Found, SearchError> {
+pub fn search(accuracies: &[Vec<f64>], nodes: usize) -> Result<SearchedTree, SearchError> {
     search_counted(&PathCounts::new(accuracies), nodes)
 }
 
@@ -95,7 +96,7 @@ pub fn search(accuracies: &[Vec<f64>], nodes: usize) -> Result<Found, SearchErro
 ///
 /// # Errors
 /// As [`search`].
-pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<Found, SearchError> {
+pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<SearchedTree, SearchError> {
     check(counts.accuracies(), nodes)?;
     let mut candidates = BinaryHeap::new();
     let mut choices = Vec::with_capacity(nodes);
@@ -107,7 +108,7 @@ pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<Found, Search
         expected_tokens_per_step += best.place.probability;
         choices.push(best.path);
     }
-    Ok(Found { tree: SparseTree::new(choices)?, expected_tokens_per_step })
+    Ok(SearchedTree { tree: SparseTree::new(choices)?, expected_tokens_per_step })
 }
 
 /// The best tree of `nodes` nodes, without the root, for texts like `runs`.
@@ -118,7 +119,7 @@ pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<Found, Search
 ///
 /// # Errors
 /// As [`search`].
-pub fn search_replayed(accuracies: &[Vec<f64>], runs: &[Run], nodes: usize) -> Result<Found, SearchError> {
+pub fn search_replayed(accuracies: &[Vec<f64>], runs: &[RankTrace], nodes: usize) -> Result<SearchedTree, SearchError> {
     let mut counts = PathCounts::new(accuracies);
     runs.iter().flatten().for_each(|right| counts.add(right));
     let mut best = replayed(&counts, runs, nodes)?;
@@ -140,9 +141,9 @@ pub fn search_replayed(accuracies: &[Vec<f64>], runs: &[Run], nodes: usize) -> R
     Ok(best)
 }
 
-fn replayed(counts: &PathCounts, runs: &[Run], nodes: usize) -> Result<Found, SearchError> {
+fn replayed(counts: &PathCounts, runs: &[RankTrace], nodes: usize) -> Result<SearchedTree, SearchError> {
     let found = search_counted(counts, nodes)?;
-    Ok(Found { expected_tokens_per_step: Replay::new(&found.tree, runs).tokens_per_step(), ..found })
+    Ok(SearchedTree { expected_tokens_per_step: Replay::new(&found.tree, runs).tokens_per_step(), ..found })
 }
 
 /// Tokens that a step commits with a tree, if these counts are all that is known.
@@ -276,7 +277,7 @@ mod tests {
     /// Behind every accepted guess two more are right, and no guess is right there where steps do not start.
     #[test]
     fn the_search_looks_where_steps_start() {
-        let run: Run = (0..60).map(|at| if at % 3 == 0 { vec![1, 1] } else { vec![0; 2 - at % 3] }).collect();
+        let run: RankTrace = (0..60).map(|at| if at % 3 == 0 { vec![1, 1] } else { vec![0; 2 - at % 3] }).collect();
         let accuracies = vec![vec![0.4, 0.3], vec![0.4, 0.3]];
         let mut counts = PathCounts::new(&accuracies);
         run.iter().for_each(|right| counts.add(right));

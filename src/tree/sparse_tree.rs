@@ -4,6 +4,10 @@
 //! the token of the LM head and is never written down. Nodes are sorted by depth, then path, so the children of a node lie side by side.
 
 use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use crate::formats::FormatError;
+use crate::formats::tree::TreeFile;
 
 /// Most nodes a tree may have. One verification pass computes all of them, and gains vanish long before this.
 pub const MAX_NODES: usize = 1024;
@@ -72,7 +76,33 @@ struct Node {
     children: Range<usize>,
 }
 
+/// A tree file cannot be read, or holds no tree.
+#[derive(Debug, thiserror::Error)]
+pub enum TreeFileError {
+    /// The file itself.
+    #[error(transparent)]
+    File(#[from] FormatError),
+    /// Its choices are no tree.
+    #[error("{}: {source}", path.display())]
+    Tree {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        source: TreeError,
+    },
+}
+
 impl SparseTree {
+    /// The tree of a `tree.json`, or of a bare JSON list of paths as trees are published; and all that the file says.
+    ///
+    /// # Errors
+    /// [`TreeFileError`] names the file.
+    pub fn load(path: &Path) -> Result<(Self, TreeFile), TreeFileError> {
+        let file = TreeFile::load(path)?;
+        let tree = Self::new(file.choices.clone());
+        Ok((tree.map_err(|source| TreeFileError::Tree { path: path.to_owned(), source })?, file))
+    }
+
     /// The tree of these paths, in any order; the order is kept for [`Self::choices`].
     ///
     /// # Errors
@@ -249,6 +279,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn a_file_whose_choices_are_no_tree_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("t.json");
+        let file = TreeFile::new(vec![vec![0], vec![2, 0]], 1.0);
+        file.save(&path).unwrap();
+        let error = SparseTree::load(&path).unwrap_err().to_string();
+        assert!(error.contains("t.json: tree choice [2, 0] has no parent [2]"), "{error}");
+    }
 
     proptest! {
         #[test]

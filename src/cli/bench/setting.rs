@@ -4,10 +4,10 @@ use std::num::NonZeroUsize;
 
 use super::args::BenchArgs;
 use super::sweep::SweepFlag;
-use crate::calibrate::Calibration;
 use crate::cli::UsageError;
 use crate::cli::decoder::{AcceptanceName, DecodingFlags};
 use crate::formats::bench::SweptValue;
+use crate::formats::calibration::Calibration;
 use crate::model::config::LlamaConfig;
 use crate::numbers::Positive;
 use crate::tree::sparse_tree::SparseTree;

@@ -8,8 +8,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{Contents, HeadsFound, file};
-use crate::calibrate::Calibration;
 use crate::draft::medusa::heads::HEADS_FILE;
+use crate::formats::calibration::Calibration;
 
 /// What a run's folder holds.
 #[derive(Debug, Serialize)]

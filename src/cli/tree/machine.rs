@@ -10,12 +10,13 @@ use super::super::downloads::shown;
 use super::super::reading::draw_target;
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
-use crate::calibrate::Calibration;
 use crate::cpu::team::Team;
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::latency::{self, Asked, BestTree, Latency, Sweep, Timed, Times};
+use crate::formats::calibration::Calibration;
+use crate::formats::latency::{Latency, LatencyConditions};
+use crate::latency::{self, BestTree, Sweep, Timed, Times};
 use crate::torch::device_name;
-use crate::tree::search::Found;
+use crate::tree::search::SearchedTree;
 
 /// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
 const MAX_NODES: usize = 64;
@@ -49,7 +50,7 @@ pub(super) fn latency(
 }
 
 /// What a file must have been measured with: what the command line says, and the calibration's heads.
-fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> anyhow::Result<Asked> {
+fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> anyhow::Result<LatencyConditions> {
     if let Some(heads) = &args.heads {
         let of_heads = HeadsFile::open(heads)?.sha256()?;
         if of_heads != calibration.heads_sha256 {
@@ -61,7 +62,7 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
             .into());
         }
     }
-    Ok(Asked {
+    Ok(LatencyConditions {
         device: Some(device_name(common.device.resolve()?)),
         dtype: common.dtype,
         threads: Some(Team::of_process().size()),
@@ -108,7 +109,7 @@ pub(super) fn choose(
     latency: &Latency,
     calibration: &Calibration,
     common: &CommonFlags,
-) -> anyhow::Result<(Found, f64)> {
+) -> anyhow::Result<(SearchedTree, f64)> {
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
     let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &best_tree(calibration))?;
     common.say(table(&sweep, latency));
@@ -119,7 +120,7 @@ pub(super) fn choose(
             "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s, against {tokens_per_second:.1}"
         ));
     }
-    Ok((Found { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
+    Ok((SearchedTree { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
 }
 
 fn best_tree(calibration: &Calibration) -> Box<BestTree<'_>> {

@@ -1,14 +1,15 @@
-//! `latency.json`.
+//! `latency.json`: how long steps take on a machine.
 
-use std::fs;
 use std::io::Write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::LatencyError;
-use crate::files;
-use crate::torch::Dtype;
+use super::error::{self, FormatError};
+use crate::numbers::Dtype;
+
+const WHAT: &str = "latencies";
+const EXPECTED: &str = "holds no latencies; expected {\"plain_step_ms\":…,\"steps\":[{\"nodes\":…,\"depth\":…,\"step_ms\":…}], …} as `medusa tree --latency` writes it; remove the file to measure anew";
 
 /// `latency.json`: times of steps, and what they hold for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,7 +45,7 @@ pub struct StepTime {
 
 /// What a file must have been measured with. `None` is as the file says.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Asked {
+pub struct LatencyConditions {
     /// `cpu`, `cuda:0`.
     pub device: Option<String>,
     /// What the backbone shall compute in.
@@ -63,19 +64,16 @@ impl Latency {
     /// Reads `latency.json`.
     ///
     /// # Errors
-    /// [`LatencyError`] names the file.
-    pub fn load(path: &Path) -> Result<Self, LatencyError> {
-        let io_error = |source| LatencyError::Io { action: "read", path: path.to_owned(), source };
-        let text = fs::read_to_string(path).map_err(io_error)?;
-        let latency: Self =
-            serde_json::from_str(&text).map_err(|source| LatencyError::Json { path: path.to_owned(), source })?;
+    /// [`FormatError`] names the file.
+    pub fn load(path: &Path) -> Result<Self, FormatError> {
+        let latency: Self = error::read(path, WHAT, EXPECTED)?;
         let sizes = latency
             .steps
             .iter()
             .flat_map(|step| [("nodes", step.nodes as f64), ("depth", step.depth as f64), ("step_ms", step.step_ms)]);
         let mut numbers = [("plain_step_ms", latency.plain_step_ms)].into_iter().chain(sizes);
         match numbers.find(|(_, value)| !(value.is_finite() && *value > 0.0)) {
-            Some((what, value)) => Err(LatencyError::Damaged { path: path.to_owned(), what, value }),
+            Some((what, value)) => Err(FormatError::Damaged { path: path.to_owned(), what, value }),
             None => Ok(latency),
         }
     }
@@ -83,20 +81,19 @@ impl Latency {
     /// Writes `latency.json`, whole or not at all.
     ///
     /// # Errors
-    /// [`LatencyError`] names the file.
-    pub fn save(&self, path: &Path) -> Result<(), LatencyError> {
-        files::write_atomic(path, |out| {
+    /// [`FormatError`] names the file.
+    pub fn save(&self, path: &Path) -> Result<(), FormatError> {
+        error::write(path, WHAT, |out| {
             serde_json::to_writer_pretty(&mut *out, self)?;
             writeln!(out)
         })
-        .map_err(|source| LatencyError::Io { action: "write", path: path.to_owned(), source })
     }
 
     /// Refuses a file that was measured with something else; `path` is its own.
     ///
     /// # Errors
-    /// [`LatencyError::Mismatch`] names the first difference.
-    pub fn check(&self, asked: &Asked, path: &Path) -> Result<(), LatencyError> {
+    /// [`FormatError::OtherConditions`] names the first difference.
+    pub fn check(&self, asked: &LatencyConditions, path: &Path) -> Result<(), FormatError> {
         let on_cpu = self.device == "cpu";
         let text = |number: &usize| number.to_string();
         let differences = [
@@ -109,7 +106,7 @@ impl Latency {
         ];
         for (what, measured, asked) in differences {
             if let Some(asked) = asked.filter(|asked| *asked != measured) {
-                return Err(LatencyError::Mismatch { path: path.to_owned(), what, measured, asked });
+                return Err(FormatError::OtherConditions { path: path.to_owned(), what, measured, asked });
             }
         }
         Ok(())
@@ -130,10 +127,10 @@ impl Latency {
 }
 
 #[cfg(test)]
-pub(super) mod examples {
+pub(crate) mod examples {
     use super::*;
 
-    pub(in crate::latency) fn latency(steps: &[(usize, usize, f64)]) -> Latency {
+    pub(crate) fn latency(steps: &[(usize, usize, f64)]) -> Latency {
         Latency {
             device: "cpu".into(),
             dtype: Dtype::Float32,
@@ -160,7 +157,7 @@ mod tests {
         saved.save(&path).unwrap();
         assert_eq!(Latency::load(&path).unwrap(), saved);
         let complaint = |text: &str| {
-            files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+            crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
             Latency::load(&path).unwrap_err().to_string()
         };
         let text = serde_json::to_string(&saved).unwrap();
@@ -174,23 +171,33 @@ mod tests {
     #[test]
     fn only_what_was_asked_for_and_differs_is_refused() {
         let (file, path) = (latency(&[(1, 1, 2.5)]), Path::new("l.json"));
-        let refused = |asked: &Asked| file.check(asked, path).unwrap_err().to_string();
-        let same = Asked { device: Some("cpu".into()), threads: Some(2), context: Some(256), ..Asked::default() };
-        assert!(file.check(&same, path).is_ok() && file.check(&Asked::default(), path).is_ok());
+        let refused = |asked: &LatencyConditions| file.check(asked, path).unwrap_err().to_string();
+        let same = LatencyConditions {
+            device: Some("cpu".into()),
+            threads: Some(2),
+            context: Some(256),
+            ..LatencyConditions::default()
+        };
+        assert!(file.check(&same, path).is_ok() && file.check(&LatencyConditions::default(), path).is_ok());
         assert!(
-            refused(&Asked { device: Some("cuda:0".into()), ..same.clone() })
+            refused(&LatencyConditions { device: Some("cuda:0".into()), ..same.clone() })
                 .starts_with("l.json was measured with device cpu, not with cuda:0; give another --latency FILE")
         );
         assert!(
-            refused(&Asked { dtype: Some(Dtype::BFloat16), ..same.clone() })
+            refused(&LatencyConditions { dtype: Some(Dtype::BFloat16), ..same.clone() })
                 .contains("dtype float32, not with bfloat16")
         );
-        assert!(refused(&Asked { threads: Some(4), ..same.clone() }).contains("threads 2, not with 4"));
-        assert!(refused(&Asked { context: Some(64), ..same.clone() }).contains("a context of 256, not with 64"));
-        assert!(refused(&Asked { backbone: Some("c".into()), ..same.clone() }).contains("the backbone b, not with c"));
-        assert!(refused(&Asked { heads_sha256: Some("cd".into()), ..same }).contains("heads of sha256 ab"));
+        assert!(refused(&LatencyConditions { threads: Some(4), ..same.clone() }).contains("threads 2, not with 4"));
+        assert!(
+            refused(&LatencyConditions { context: Some(64), ..same.clone() }).contains("a context of 256, not with 64")
+        );
+        assert!(
+            refused(&LatencyConditions { backbone: Some("c".into()), ..same.clone() })
+                .contains("the backbone b, not with c")
+        );
+        assert!(refused(&LatencyConditions { heads_sha256: Some("cd".into()), ..same }).contains("heads of sha256 ab"));
         let on_gpu = Latency { device: "cuda:0".into(), ..file };
-        assert!(on_gpu.check(&Asked { threads: Some(4), ..Asked::default() }, path).is_ok());
+        assert!(on_gpu.check(&LatencyConditions { threads: Some(4), ..LatencyConditions::default() }, path).is_ok());
     }
 
     #[test]

@@ -1,0 +1,89 @@
+//! Why a file cannot be read or written, and how all but the growing ones are.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter};
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+
+use crate::files;
+
+/// A file that passes between commands cannot be read or written, or was made from something else.
+#[derive(Debug, thiserror::Error)]
+pub enum FormatError {
+    /// The disk said no.
+    #[error("cannot {action} the {what} {}", path.display())]
+    Io {
+        /// `read` or `write`.
+        action: &'static str,
+        /// Which format.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// The disk's words.
+        source: io::Error,
+    },
+    /// Not of this format.
+    #[error("{} {expected}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What it is not, and what was expected.
+        expected: &'static str,
+        /// Where and what.
+        source: serde_json::Error,
+    },
+    /// `nodes` and `choices` of a tree disagree: the file was cut or edited.
+    #[error("{} says \"nodes\": {written}, but lists {listed} choices; write the tree again with `medusa tree`", path.display())]
+    NodeCount {
+        /// The file.
+        path: PathBuf,
+        /// What `nodes` says.
+        written: usize,
+        /// Choices in it.
+        listed: usize,
+    },
+    /// A time or a size that cannot be.
+    #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// Which key.
+        what: &'static str,
+        /// What it says.
+        value: f64,
+    },
+    /// Latencies of other conditions than those asked for.
+    #[error("{} was measured with {what} {measured}, not with {asked}; give another --latency FILE to measure that", path.display())]
+    OtherConditions {
+        /// The file.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// What the file says.
+        measured: String,
+        /// What was asked for.
+        asked: String,
+    },
+}
+
+/// Reads JSON; `what` and `expected` are the error's.
+pub(super) fn read<T: DeserializeOwned>(
+    path: &Path,
+    what: &'static str,
+    expected: &'static str,
+) -> Result<T, FormatError> {
+    let io = |source| FormatError::Io { action: "read", what, path: path.to_owned(), source };
+    let text = fs::read_to_string(path).map_err(io)?;
+    serde_json::from_str(&text).map_err(|source| FormatError::Json { path: path.to_owned(), expected, source })
+}
+
+/// Writes whole or not at all.
+pub(super) fn write(
+    path: &Path,
+    what: &'static str,
+    fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
+) -> Result<(), FormatError> {
+    let io = |source| FormatError::Io { action: "write", what, path: path.to_owned(), source };
+    files::write_atomic(path, fill).map_err(io)
+}

@@ -1,0 +1,117 @@
+//! `tree.json`: the choices of a tree, and what its search expected.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::{self, FormatError};
+
+const WHAT: &str = "tree file";
+const EXPECTED: &str =
+    "is no tree file; expected {\"choices\":[[0],[0,0],[1]], …} as `medusa tree` writes it, or a bare list of paths";
+
+/// `tree.json`: the choices, and where they come from; a bare list of paths has nothing of that.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct TreeFile {
+    /// Paths of 0-based guesses, head 1 first, as the search added them.
+    pub choices: Vec<Vec<usize>>,
+    /// Tokens that a step commits, the root's among them.
+    #[serde(default)]
+    pub expected_tokens_per_step: Option<f64>,
+    /// How many choices there are.
+    #[serde(default)]
+    pub nodes: Option<usize>,
+    /// SHA-256 of the calibration it was searched from.
+    #[serde(default)]
+    pub calibration_sha256: Option<String>,
+    /// Tokens ÷ seconds of decoding, where the tree was chosen for a machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected_tokens_per_second: Option<f64>,
+    /// SHA-256 of the latencies it was chosen by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latency_sha256: Option<String>,
+}
+
+impl TreeFile {
+    /// Choices and what was expected of them.
+    pub fn new(choices: Vec<Vec<usize>>, expected_tokens_per_step: f64) -> Self {
+        let nodes = Some(choices.len());
+        Self { choices, nodes, expected_tokens_per_step: Some(expected_tokens_per_step), ..Self::default() }
+    }
+
+    /// Reads `tree.json`, or a bare JSON list of paths as trees are published. The choices may not be those of a tree.
+    ///
+    /// # Errors
+    /// [`FormatError`] names the file.
+    pub fn load(path: &Path) -> Result<Self, FormatError> {
+        let named = || path.to_owned();
+        let io = |source| FormatError::Io { action: "read", what: WHAT, path: named(), source };
+        let text = fs::read_to_string(path).map_err(io)?;
+        let file = parse(&text).map_err(|source| FormatError::Json { path: named(), expected: EXPECTED, source })?;
+        match (file.nodes, file.choices.len()) {
+            (Some(written), listed) if written != listed => {
+                Err(FormatError::NodeCount { path: named(), written, listed })
+            }
+            _ => Ok(file),
+        }
+    }
+
+    /// The text of `tree.json`.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers, lists and texts are JSON")
+    }
+
+    /// Writes `tree.json`, whole or not at all.
+    ///
+    /// # Errors
+    /// [`FormatError`] names the file.
+    pub fn save(&self, path: &Path) -> Result<(), FormatError> {
+        error::write(path, WHAT, |out| writeln!(out, "{}", self.to_json()))
+    }
+}
+
+fn parse(text: &str) -> Result<TreeFile, serde_json::Error> {
+    if text.trim_start().starts_with('[') {
+        return Ok(TreeFile { choices: serde_json::from_str(text)?, ..TreeFile::default() });
+    }
+    serde_json::from_str(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_saved_tree_comes_back_in_the_order_of_the_search() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tree.json");
+        let file = TreeFile {
+            calibration_sha256: Some("ab".repeat(32)),
+            expected_tokens_per_second: Some(80.5),
+            latency_sha256: Some("cd".repeat(32)),
+            ..TreeFile::new(vec![vec![0], vec![0, 0], vec![1], vec![0, 1]], 1.75)
+        };
+        file.save(&path).unwrap();
+        assert_eq!(TreeFile::load(&path).unwrap(), file);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with(r#"{"choices":[[0],[0,0],[1],[0,1]],"expected_tokens_per_step":1.75,"nodes":4,"#));
+    }
+
+    #[test]
+    fn bare_lists_load_and_broken_files_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let load = |text: &str| {
+            let path = dir.path().join("t.json");
+            crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+            TreeFile::load(&path)
+        };
+        assert_eq!(load(" [[0],[0,0]]").unwrap().choices, [vec![0], vec![0, 0]]);
+        let named = |text: &str| load(text).unwrap_err().to_string();
+        assert!(named("{\"choices\":[[0]],\"nodes\":2}").contains("says \"nodes\": 2, but lists 1"));
+        assert!(named("{\"choises\":[[0]]}").contains("t.json is no tree file"));
+        assert!(named("[[0],[-1]]").contains("t.json is no tree file"));
+        assert!(TreeFile::load(&dir.path().join("no.json")).unwrap_err().to_string().contains("cannot read"));
+    }
+}
