@@ -5,6 +5,8 @@ pub mod bench;
 pub mod calibration;
 mod error;
 pub mod latency;
+pub mod metrics;
+pub mod run_folder;
 pub mod tree;
 
 pub use error::FormatError;

@@ -1,11 +1,12 @@
 //! Which lines stand in which plot: of one run all heads together, of several runs a plot a head and a line a run.
 
 use super::axis::Range;
-use super::metrics::{Logged, curve};
+use super::metrics::{curve, memory_bytes, updated};
 use super::plot::{Plot, Series, SeriesKind};
 use super::readable::byte_unit;
 use super::run::Run;
 use super::thinned::thinned;
+use crate::formats::metrics::MetricsLine;
 
 const STEP: &str = "optimizer step";
 /// Points of a line, at most: more than a plot has pixels across on most screens.
@@ -21,10 +22,10 @@ pub(super) struct PlotGroup {
 }
 
 /// What a curve is of.
-type Pick<'p> = &'p dyn Fn(&Logged) -> Option<f64>;
+type Pick<'p> = &'p dyn Fn(&MetricsLine) -> Option<f64>;
 
 /// What a line says of each head.
-type Column = fn(&Logged) -> &Vec<Option<f64>>;
+type Column = fn(&MetricsLine) -> &Vec<Option<f64>>;
 
 /// Runs with the names they have on the page.
 pub(super) type Named<'r> = (&'r Run, String);
@@ -61,7 +62,7 @@ fn plot(title: impl Into<String>, unit: &'static str, range: Range, series: Vec<
 
 /// Training and validation of one quantity, as two lines of one name.
 fn both(run: &Run, name: &str, style: usize, pick: Pick<'_>) -> [Series; 2] {
-    let of = |kind, lines: &[Logged]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
+    let of = |kind, lines: &[MetricsLine]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
     [of(SeriesKind::Train, &run.metrics.train), of(SeriesKind::Marked, &run.metrics.validation)]
 }
 
@@ -83,7 +84,7 @@ fn heads(runs: &[Named<'_>]) -> usize {
 
 fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
     let mut plots = vec![
-        overlaid("Total loss", ("", Range::Free), runs, &|line| line.loss),
+        overlaid("Total loss", ("", Range::Free), runs, &|line| Some(line.loss)),
         overlaid("Loss of the LM head", ("", Range::Free), runs, &|line| line.lm_loss),
     ];
     if several {
@@ -101,7 +102,7 @@ fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
 fn of_heads(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], column: Column) -> Plot {
     let factor = if unit == "%" { 100.0 } else { 1.0 };
     let of_head = |(run, head): (&Run, usize)| {
-        let pick = move |line: &Logged| column(line).get(head).copied()?.map(|value| factor * value);
+        let pick = move |line: &MetricsLine| column(line).get(head).copied()?.map(|value| factor * value);
         both(run, &format!("head {}", head + 1), head + 1, &pick)
     };
     let all = runs.iter().flat_map(|(run, _)| (0..run.metrics.heads()).map(move |head| (*run, head)));
@@ -117,7 +118,7 @@ fn accuracies_of_one(runs: &[Named<'_>]) -> Vec<Plot> {
 
 fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
     let of = |name: &str, head: usize, column: Column| {
-        let percent = |line: &Logged| column(line).get(head).copied()?.map(|share| 100.0 * share);
+        let percent = |line: &MetricsLine| column(line).get(head).copied()?.map(|share| 100.0 * share);
         overlaid(format!("Head {}, {name}", head + 1), ("%", Range::FromZero), runs, &percent)
     };
     let top1 = (0..heads(runs)).map(|head| of("top-1", head, |line| &line.head_top1));
@@ -139,24 +140,27 @@ fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
     };
     let mut plots = if several {
         vec![
-            each("Learning rate of the backbone", Range::FromZero, &|line| line.lr.filter(|_| line.lm_loss.is_some())),
-            each("Learning rate of the heads", Range::FromZero, &|line| line.heads_lr),
+            each("Learning rate of the backbone", Range::FromZero, &|line| {
+                updated(line, |update| update.lr).filter(|_| line.lm_loss.is_some())
+            }),
+            each("Learning rate of the heads", Range::FromZero, &|line| updated(line, |update| update.heads_lr)),
         ]
     } else {
         vec![learning_rates(runs)]
     };
-    let lambda0 = |line: &Logged| line.lambda0.filter(|_| line.lm_loss.is_some());
+    let lambda0 = |line: &MetricsLine| updated(line, |update| update.lambda0).filter(|_| line.lm_loss.is_some());
     plots.push(each("λ0, the weight of the heads' loss", Range::FromZero, &lambda0));
-    plots.push(each("Gradient norm before clipping", Range::Free, &|line| line.grad_norm));
+    plots.push(each("Gradient norm before clipping", Range::Free, &|line| updated(line, |update| update.grad_norm)));
     plots
 }
 
 /// In Medusa-1 there is one rate, the heads'.
 fn learning_rates(runs: &[Named<'_>]) -> Plot {
     let rates = |run| {
-        let backbone = steady(run, ("backbone", 1), &|line| line.lr.filter(|_| line.lm_loss.is_some()));
+        let backbone =
+            steady(run, ("backbone", 1), &|line| updated(line, |update| update.lr).filter(|_| line.lm_loss.is_some()));
         let style = if backbone.points.is_empty() { 0 } else { 2 };
-        [backbone, steady(run, ("heads", style), &|line| line.heads_lr)]
+        [backbone, steady(run, ("heads", style), &|line| updated(line, |update| update.heads_lr))]
     };
     let series = runs.iter().flat_map(rates).collect();
     plot("Learning rate", "", Range::FromZero, series)
@@ -168,10 +172,10 @@ fn machine(runs: &[Named<'_>]) -> Vec<Plot> {
         let series = runs.iter().enumerate().map(|(at, run)| steady(run, ("", style(at)), pick));
         plot(title, unit, Range::FromZero, series.collect())
     };
-    let memory = runs.iter().flat_map(|(run, _)| curve(&run.metrics.train, |line| line.memory_bytes));
+    let memory = runs.iter().flat_map(|(run, _)| curve(&run.metrics.train, memory_bytes));
     let (divisor, unit) = byte_unit(memory.map(|point| point.1).fold(0.0, f64::max));
     vec![
-        of("Training throughput", "tokens/s", &|line| line.tokens_per_second),
-        of("Memory of the process", unit, &move |line| line.memory_bytes.map(|bytes| bytes / divisor)),
+        of("Training throughput", "tokens/s", &|line| updated(line, |update| update.tokens_per_second)),
+        of("Memory of the process", unit, &move |line| memory_bytes(line).map(|bytes| bytes / divisor)),
     ]
 }

@@ -2,9 +2,10 @@
 
 use serde::Serialize;
 
-use super::metrics::{Logged, curve};
+use super::metrics::{curve, memory_bytes, updated};
 use super::readable::{bytes, duration, grouped, number, percent};
 use super::run::Run;
+use crate::formats::metrics::MetricsLine;
 
 /// One number, and what it is of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -27,12 +28,16 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
         figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "of plain decoding"),
         figure("decoding", bench.map(|bench| number(bench.all.medusa.tokens_per_second)), "tokens/s with heads"),
         figure("head 1, top-1", accuracy.map(percent), of_accuracy),
-        figure(loss, last(validation, |line| line.loss).map(number), "validation"),
-        figure(loss, last(train, |line| line.loss).map(number), "training"),
+        figure(loss, last(validation, |line| Some(line.loss)).map(number), "validation"),
+        figure(loss, last(train, |line| Some(line.loss)).map(number), "training"),
         figure("LM head's loss", last(validation, |line| line.lm_loss).map(number), "validation"),
         figure("perplexity", last(validation, |line| line.perplexity).map(number), "backbone, validation"),
-        figure("training", median(train, |line| line.tokens_per_second).map(grouped), "tokens/s, median"),
-        figure("peak memory", highest(train, |line| line.memory_bytes).map(bytes), "of the process, training"),
+        figure(
+            "training",
+            median(train, |line| updated(line, |update| update.tokens_per_second)).map(grouped),
+            "tokens/s, median",
+        ),
+        figure("peak memory", highest(train, memory_bytes).map(bytes), "of the process, training"),
         figure("tokens", last(train, |line| line.tokens.map(|n| n as f64)).map(grouped), "trained on"),
         figure("time in steps", run.metrics.seconds_of_steps().map(duration), "without evaluations"),
     ]
@@ -47,20 +52,20 @@ fn first_head(run: &Run) -> (Option<f64>, &'static str) {
     }
 }
 
-fn values(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Vec<f64> {
+fn values(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Vec<f64> {
     curve(lines, pick).into_iter().map(|(_, value)| value).collect()
 }
 
-fn last(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Option<f64> {
+fn last(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Option<f64> {
     values(lines, pick).pop()
 }
 
-fn highest(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Option<f64> {
+fn highest(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Option<f64> {
     values(lines, pick).into_iter().max_by(f64::total_cmp)
 }
 
 /// The upper median: a speed that was measured.
-fn median(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Option<f64> {
+fn median(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Option<f64> {
     let mut values = values(lines, pick);
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()

@@ -1,67 +1,25 @@
 //! `metrics.jsonl`, of a run that may still go on.
 
-use std::fs;
-use std::io;
 use std::path::Path;
 
-use serde::Deserialize;
-
 use super::ReportError;
-use crate::train::log::Split;
-
-/// What a page shows of a line. Unlike the log's own reader it takes lines of earlier versions, which know less.
-#[derive(Debug, Clone, Deserialize)]
-pub(super) struct Logged {
-    pub(super) split: Split,
-    pub(super) step: usize,
-    pub(super) tokens: Option<u64>,
-    pub(super) loss: Option<f64>,
-    pub(super) lm_loss: Option<f64>,
-    pub(super) perplexity: Option<f64>,
-    #[serde(default)]
-    pub(super) head_losses: Vec<Option<f64>>,
-    #[serde(default)]
-    pub(super) head_top1: Vec<Option<f64>>,
-    #[serde(default)]
-    pub(super) head_top5: Vec<Option<f64>>,
-    pub(super) lr: Option<f64>,
-    pub(super) heads_lr: Option<f64>,
-    pub(super) lambda0: Option<f64>,
-    pub(super) grad_norm: Option<f64>,
-    pub(super) tokens_per_second: Option<f64>,
-    pub(super) memory_bytes: Option<f64>,
-}
+use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit, UpdateLine};
 
 /// All lines of a run.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Metrics {
-    pub(super) train: Vec<Logged>,
-    pub(super) validation: Vec<Logged>,
+    pub(super) train: Vec<MetricsLine>,
+    pub(super) validation: Vec<MetricsLine>,
     /// Whether the last line was left out: it is not whole.
     pub(super) torn: bool,
 }
 
 impl Metrics {
-    /// Reads the file; none at all is a run before its first step. A last line without its end may be torn, no other.
     pub(super) fn read(path: &Path) -> Result<Self, ReportError> {
-        let bytes = match fs::read(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
-            read => read.map_err(|source| ReportError::Io { path: path.to_owned(), source })?,
-        };
-        let mut metrics = Self::default();
-        for (at, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
-            let text = line.trim_ascii();
-            if text.is_empty() {
-                continue;
-            }
-            match serde_json::from_slice::<Logged>(text) {
-                Ok(logged) if logged.split == Split::Train => metrics.train.push(logged),
-                Ok(logged) => metrics.validation.push(logged),
-                Err(_) if !line.ends_with(b"\n") => metrics.torn = true,
-                Err(source) => return Err(ReportError::MetricsLine { path: path.to_owned(), line: at + 1, source }),
-            }
-        }
-        Ok(metrics)
+        let file = MetricsFile::read(path)?;
+        let lines = file.lines.into_iter().map(|(_, line)| line);
+        let (train, validation) = lines.partition(|line| line.split == MetricsSplit::Train);
+        Ok(Self { train, validation, torn: file.torn })
     }
 
     /// Optimizer steps done, as far as they are logged.
@@ -80,15 +38,25 @@ impl Metrics {
         let mut seconds = 0.0;
         for line in &self.train {
             let tokens = line.tokens?.saturating_sub(before);
-            seconds += tokens as f64 / line.tokens_per_second.filter(|&speed| speed > 0.0)?;
+            let speed = line.update.as_ref()?.tokens_per_second;
+            seconds += tokens as f64 / Some(speed).filter(|&speed| speed > 0.0)?;
             before = line.tokens?;
         }
         (seconds > 0.0).then_some(seconds)
     }
 }
 
+/// A figure of the update that the line is of.
+pub(super) fn updated(line: &MetricsLine, pick: impl Fn(&UpdateLine) -> f64) -> Option<f64> {
+    line.update.as_ref().map(pick)
+}
+
+pub(super) fn memory_bytes(line: &MetricsLine) -> Option<f64> {
+    line.update.as_ref()?.memory_bytes.map(|bytes| bytes as f64)
+}
+
 /// Step and value of the lines that have one.
-pub(super) fn curve(lines: &[Logged], pick: impl Fn(&Logged) -> Option<f64>) -> Vec<(f64, f64)> {
+pub(super) fn curve(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Vec<(f64, f64)> {
     lines.iter().filter_map(|line| Some((line.step as f64, pick(line).filter(|value| value.is_finite())?))).collect()
 }
 
@@ -109,19 +77,10 @@ mod tests {
         r#"{"split":"train","step":3,"tokens":100,"loss":2.5,"head_losses":[1.0,null],"tokens_per_second":50.0}"#;
 
     #[test]
-    fn only_a_last_line_without_its_end_may_be_torn() {
-        let torn = read(&format!("{STEP}\n{}", &STEP[..20])).unwrap();
-        assert_eq!((torn.train.len(), torn.torn, torn.last_step(), torn.heads()), (1, true, 3, 2));
-        assert!(!read(&format!("{STEP}\n\n{STEP}")).unwrap().torn, "a whole last line needs no end");
-        let error = read(&format!("{STEP}\n{}\n{STEP}\n", &STEP[..20])).unwrap_err().to_string();
-        assert!(error.contains("metrics.jsonl, line 2: "), "{error}");
-        assert!(read(&STEP[..20].repeat(2)).unwrap().torn && read("").unwrap().train.is_empty());
-    }
-
-    #[test]
     fn values_that_are_not_there_are_gaps() {
         let metrics = read(&format!("{STEP}\n")).unwrap();
-        assert_eq!(curve(&metrics.train, |line| line.loss), [(3.0, 2.5)]);
+        assert_eq!((metrics.last_step(), metrics.heads()), (3, 2));
+        assert_eq!(curve(&metrics.train, |line| Some(line.loss)), [(3.0, 2.5)]);
         assert_eq!(curve(&metrics.train, |line| line.head_losses[1]), []);
         assert_eq!(metrics.seconds_of_steps(), Some(2.0));
         assert_eq!(Metrics::default().seconds_of_steps(), None);

@@ -7,6 +7,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::formats::FormatError;
+use crate::formats::metrics::MetricsError;
 use crate::tree::sparse_tree::TreeFileError;
 
 mod axis;
@@ -23,6 +24,15 @@ mod thinned;
 
 pub use page::render;
 pub use run::Run;
+
+impl From<MetricsError> for ReportError {
+    fn from(error: MetricsError) -> Self {
+        match error {
+            MetricsError::Io { path, source } => Self::Io { path, source },
+            MetricsError::Line { path, line, source } => Self::MetricsLine { path, line, source },
+        }
+    }
+}
 
 /// A folder or file that no page can be made of.
 #[derive(Debug, thiserror::Error)]

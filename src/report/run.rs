@@ -13,10 +13,9 @@ use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::bench::{self, BenchResult};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::Latency;
+use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE};
 use crate::formats::tree::TreeFile;
 use crate::tree::sparse_tree::SparseTree;
-
-const RECIPE: &str = "recipe.toml";
 
 /// A run, finished or not.
 #[derive(Debug)]
@@ -48,13 +47,13 @@ impl Run {
         Ok(Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
-            provenance: provenance(&path.join("provenance.json"))?,
-            metrics: Metrics::read(&path.join("metrics.jsonl"))?,
-            finished: path.join("final").join(HEADS_FILE).is_file(),
-            calibration: there("calibration.json").map(|file| Calibration::load(&file)).transpose()?,
-            tree: there("tree.json").map(|file| SparseTree::load(&file)).transpose()?,
-            latency: there("latency.json").map(|file| Latency::load(&file)).transpose()?,
-            bench: benches(&path.join("bench.json"))?,
+            provenance: provenance(&path.join(PROVENANCE))?,
+            metrics: Metrics::read(&path.join(METRICS))?,
+            finished: path.join(FINAL).join(HEADS_FILE).is_file(),
+            calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,
+            tree: there(TREE).map(|file| SparseTree::load(&file)).transpose()?,
+            latency: there(LATENCY).map(|file| Latency::load(&file)).transpose()?,
+            bench: benches(&path.join(BENCH))?,
         })
     }
 

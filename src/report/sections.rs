@@ -14,6 +14,7 @@ use super::run::Run;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::Latency;
+use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, TREE};
 use crate::tree::drawing;
 use crate::tree::search;
 
@@ -290,34 +291,34 @@ fn data_files(run: &Run) -> Vec<(String, String)> {
 fn missing(run: &Run) -> Vec<Missing> {
     let folder = run.path.display().to_string();
     let file = |name: &str| quoted(&format!("{folder}/{name}"));
-    let heads = format!("--heads {}", file("final"));
+    let heads = format!("--heads {}", file(FINAL));
     let models =
         format!("--backbone {} {heads}", quoted(&run.recipe.value("backbone.path").unwrap_or("BACKBONE".into())));
-    let (calibration, tree) = (file("calibration.json"), file("tree.json"));
+    let (calibration, tree) = (file(CALIBRATION), file(TREE));
     let made = [
         (
             run.calibration.is_none(),
-            "calibration.json",
+            CALIBRATION,
             "the accuracy of every guess",
             format!("medusa calibrate {models} --prompts PROMPTS.jsonl --out {calibration}"),
         ),
         (
             run.tree.is_none(),
-            "tree.json",
+            TREE,
             "the tree",
             format!("medusa tree --calibration {calibration} --nodes 63 --out {tree}"),
         ),
         (
             run.latency.is_none(),
-            "latency.json",
+            LATENCY,
             "how long steps take",
-            format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file("latency.json")),
+            format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file(LATENCY)),
         ),
         (
             run.bench.is_empty(),
-            "bench.json",
+            BENCH,
             "the speed of decoding",
-            format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file("bench.json")),
+            format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file(BENCH)),
         ),
     ];
     let absent = made.into_iter().filter(|(is_absent, ..)| *is_absent);

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use crate::data::DataError;
+use crate::formats::metrics::{MetricsLine, MetricsSplit, UpdateLine};
 use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::Checkpoints;
 use crate::train::error::TrainError;
-use crate::train::log::{MetricsLine, RunLog, Split, UpdateLine};
+use crate::train::log::RunLog;
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
 use crate::train::step::{StepError, StepMetrics, StepWeights, check_finite, evaluate, train_step};
@@ -106,7 +107,7 @@ impl<'r> TrainingLoop<'r, '_> {
         };
         let work = format!("training step {}", step + 1);
         let outcome = guard(&work, || train_step(&mut self.backbone, &mut self.state, &batches, &weights))??;
-        let mut line = self.line(Split::Train, self.state.tokens, &outcome.metrics);
+        let mut line = self.line(MetricsSplit::Train, self.state.tokens, &outcome.metrics);
         line.update = Some(UpdateLine {
             lr: weights.rate,
             heads_lr: weights.rate * plan.heads_rate_factor,
@@ -138,7 +139,7 @@ impl<'r> TrainingLoop<'r, '_> {
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
         }
-        let line = self.line(Split::Validation, metrics.tokens, &metrics);
+        let line = self.line(MetricsSplit::Validation, metrics.tokens, &metrics);
         self.log.append(&line)?;
         (self.tell)(RunEvent::Evaluated(&line));
         Ok(())
@@ -156,7 +157,7 @@ impl<'r> TrainingLoop<'r, '_> {
         self.plan().heads_coefficient.at(self.state.step, self.checked.total_steps)
     }
 
-    fn line(&self, split: Split, tokens: u64, metrics: &StepMetrics) -> MetricsLine {
+    fn line(&self, split: MetricsSplit, tokens: u64, metrics: &StepMetrics) -> MetricsLine {
         let epoch = self.state.step as f64 / self.checked.steps_per_epoch() as f64;
         MetricsLine::new(split, self.state.step, epoch, tokens, metrics)
     }

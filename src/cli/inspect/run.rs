@@ -10,6 +10,8 @@ use serde_json::Value;
 use super::{Contents, HeadsFound, file};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::calibration::Calibration;
+use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
+use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, METRICS, RECIPE, step_of};
 
 /// What a run's folder holds.
 #[derive(Debug, Serialize)]
@@ -18,39 +20,52 @@ pub(super) struct Run {
     checkpoints: Vec<String>,
     heads: Option<HeadsFound>,
     /// The newest lines of metrics.jsonl.
-    training: Option<Value>,
-    validation: Option<Value>,
-    accuracy: Vec<HeadAccuracy>,
+    training: Option<LoggedLine>,
+    validation: Option<LoggedLine>,
+    accuracy: Vec<TopAccuracy>,
     /// `medusa bench --json` of these heads, where the folder has it as bench.json.
     bench: Option<Value>,
     files: Vec<String>,
 }
 
+/// A line of metrics.jsonl, with all that stands in it.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+struct LoggedLine {
+    whole: Value,
+    #[serde(skip)]
+    read: MetricsLine,
+}
+
+impl LoggedLine {
+    fn new((text, line): &(Vec<u8>, MetricsLine)) -> Self {
+        Self { whole: serde_json::from_slice(text).unwrap_or_default(), read: line.clone() }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(super) struct HeadAccuracy {
+pub(super) struct TopAccuracy {
     top1: f64,
     top5: f64,
 }
 
 /// Exported heads have their recipe beside them, too, but a config.json with it.
 pub(super) fn is_run(path: &Path) -> bool {
-    path.join("recipe.toml").is_file() && !path.join("config.json").is_file()
+    path.join(RECIPE).is_file() && !path.join("config.json").is_file()
 }
 
 impl Run {
     pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
-        let metrics = std::fs::read_to_string(path.join("metrics.jsonl")).unwrap_or_default(); // absent before step 1
-        let lines: Vec<Value> = metrics.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-        let is_validation = |line: &&Value| line["split"] == "validation";
-        let validation = lines.iter().rfind(is_validation).cloned();
-        let training = lines.iter().rfind(|line| !is_validation(line)).cloned();
+        let lines = MetricsFile::read_what_is_whole(&path.join(METRICS)).lines; // none before step 1
+        let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(LoggedLine::new);
+        let (training, validation) = (newest(MetricsSplit::Train), newest(MetricsSplit::Validation));
         let files = names(path)?;
         let checkpoints: Vec<String> = files.iter().filter(|name| name.starts_with("step-")).cloned().collect();
         Ok(Self {
-            finished: path.join("final").join(HEADS_FILE).is_file(),
+            finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
-            accuracy: accuracy(&path.join("calibration.json"), validation.as_ref())?,
-            bench: json(&path.join("bench.json"))?,
+            accuracy: accuracy(&path.join(CALIBRATION), validation.as_ref().map(|line| &line.read))?,
+            bench: json(&path.join(BENCH))?,
             checkpoints,
             training,
             validation,
@@ -65,10 +80,10 @@ impl Run {
             writeln!(out, "heads        {}", heads.line())?;
         }
         if let Some(line) = &self.training {
-            writeln!(out, "training     step {}, loss {:.4}", line["step"], number(line, "loss"))?;
+            writeln!(out, "training     step {}, loss {:.4}", line.read.step, line.read.loss)?;
         }
         if let Some(line) = &self.validation {
-            writeln!(out, "validation   step {}, loss {:.4}", line["step"], number(line, "loss"))?;
+            writeln!(out, "validation   step {}, loss {:.4}", line.read.step, line.read.loss)?;
         }
         writeln!(out, "files        {}", self.files.join(" "))?;
         accuracy_text(&self.accuracy, out)?;
@@ -76,7 +91,7 @@ impl Run {
     }
 }
 
-pub(super) fn accuracy_text(heads: &[HeadAccuracy], out: &mut String) -> std::fmt::Result {
+pub(super) fn accuracy_text(heads: &[TopAccuracy], out: &mut String) -> std::fmt::Result {
     if heads.is_empty() {
         return Ok(());
     }
@@ -114,8 +129,7 @@ fn json(path: &Path) -> anyhow::Result<Option<Value>> {
 fn names(path: &Path) -> anyhow::Result<Vec<String>> {
     let entries = std::fs::read_dir(path)?.flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    let step = |name: &str| name.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok());
-    names.sort_by_cached_key(|name| match step(name) {
+    names.sort_by_cached_key(|name| match step_of(name) {
         Some(step) => ("step-".to_owned(), step),
         None => (name.clone(), 0),
     });
@@ -123,7 +137,7 @@ fn names(path: &Path) -> anyhow::Result<Vec<String>> {
 }
 
 fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<HeadsFound>> {
-    let folders = ["final"].into_iter().chain(checkpoints.iter().rev().map(String::as_str));
+    let folders = [FINAL].into_iter().chain(checkpoints.iter().rev().map(String::as_str));
     let newest = folders.map(|name| path.join(name).join(HEADS_FILE)).find(|heads| heads.is_file());
     match newest.map(|heads| file(&heads)).transpose()? {
         Some(Contents::Heads(heads)) => Ok(Some(heads)),
@@ -131,8 +145,8 @@ fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<He
     }
 }
 
-pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<HeadAccuracy> {
-    let of_head = |guesses: Vec<f64>| HeadAccuracy {
+pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<TopAccuracy> {
+    let of_head = |guesses: Vec<f64>| TopAccuracy {
         top1: guesses.first().copied().unwrap_or(f64::NAN), // shown as NaN: it has no guess
         top5: guesses.iter().take(5).sum(),
     };
@@ -140,16 +154,16 @@ pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<HeadAccuracy> {
 }
 
 /// Of the calibration where there is one, else of the last evaluation.
-fn accuracy(calibration: &Path, validation: Option<&Value>) -> anyhow::Result<Vec<HeadAccuracy>> {
+fn accuracy(calibration: &Path, validation: Option<&MetricsLine>) -> anyhow::Result<Vec<TopAccuracy>> {
     if calibration.is_file() {
         return Ok(accuracy_of(&Calibration::load(calibration)?));
     }
-    let column = |key: &str| -> Vec<f64> {
-        let values = validation.and_then(|line| line[key].as_array());
-        values.into_iter().flatten().map(|value| value.as_f64().unwrap_or(f64::NAN)).collect()
+    let pair = |(&top1, &top5): (&Option<f64>, &Option<f64>)| TopAccuracy {
+        top1: top1.unwrap_or(f64::NAN), // shown as NaN: nothing was asked of it
+        top5: top5.unwrap_or(f64::NAN),
     };
-    let pairs = column("head_top1").into_iter().zip(column("head_top5"));
-    Ok(pairs.map(|(top1, top5)| HeadAccuracy { top1, top5 }).collect())
+    let pairs = validation.map(|line| line.head_top1.iter().zip(&line.head_top5));
+    Ok(pairs.into_iter().flatten().map(pair).collect())
 }
 
 #[cfg(test)]
@@ -179,14 +193,15 @@ mod tests {
     fn accuracy_is_of_the_calibration_else_of_the_last_evaluation() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("calibration.json");
-        let line: Value = serde_json::from_str(r#"{"head_top1":[0.5],"head_top5":[0.75]}"#).unwrap();
-        let of_evaluation = [HeadAccuracy { top1: 0.5, top5: 0.75 }];
+        let line = r#"{"split":"validation","step":1,"head_top1":[0.5],"head_top5":[0.75]}"#;
+        let line: MetricsLine = serde_json::from_str(line).unwrap();
+        let of_evaluation = [TopAccuracy { top1: 0.5, top5: 0.75 }];
         assert_eq!(accuracy(&path, Some(&line)).unwrap(), of_evaluation);
         assert_eq!(accuracy(&path, None).unwrap(), []);
         let text =
             br#"{"heads":[{"counts":[4,1,1,1,1,4],"total":16,"accuracy":[0.25,0.0625,0.0625,0.0625,0.0625,0.25]}],
             "joint":{"total":0,"paths":[]},"backbone":"b","heads_sha256":"","tokens":16}"#;
         crate::files::write_atomic(&path, |out| out.write_all(text)).unwrap();
-        assert_eq!(accuracy(&path, Some(&line)).unwrap(), [HeadAccuracy { top1: 0.25, top5: 0.5 }]);
+        assert_eq!(accuracy(&path, Some(&line)).unwrap(), [TopAccuracy { top1: 0.25, top5: 0.5 }]);
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::{CommonFlags, gibibytes, print_json};
-use crate::train::log::MetricsLine;
+use crate::formats::metrics::MetricsLine;
 use crate::train::training_loop::RunEvent;
 
 /// Where there is no terminal, steps are told no more often than this.

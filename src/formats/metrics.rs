@@ -1,0 +1,207 @@
+//! `metrics.jsonl`: one line a training step or an evaluation, of a run that may still go on.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// The lines cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum MetricsError {
+    /// The disk.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A line that is not ours.
+    #[error("{}, line {line}: {source}", path.display())]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// 1-based.
+        line: usize,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+}
+
+/// One line of `metrics.jsonl`. A number that a line does not have is NaN: lines of earlier versions know less, and JSON has no NaN but
+/// null.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MetricsLine {
+    /// "train" or "validation".
+    pub split: MetricsSplit,
+    /// Optimizer steps finished.
+    pub step: usize,
+    /// Passes over the data, as a fraction.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub epoch: f64,
+    /// Input tokens seen by the run so far (validation: tokens evaluated).
+    pub tokens: Option<u64>,
+    /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub loss: f64,
+    /// The LM head's loss; none in Medusa-1.
+    pub lm_loss: Option<f64>,
+    /// Of the LM head, exp of its cross-entropy: of evaluations in Medusa-2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub perplexity: Option<f64>,
+    /// Lk.
+    #[serde(default)]
+    pub head_losses: Vec<Option<f64>>,
+    /// Accuracy of the first guess.
+    #[serde(default)]
+    pub head_top1: Vec<Option<f64>>,
+    /// Target among the first two guesses.
+    #[serde(default)]
+    pub head_top2: Vec<Option<f64>>,
+    /// … three.
+    #[serde(default)]
+    pub head_top3: Vec<Option<f64>>,
+    /// … four.
+    #[serde(default)]
+    pub head_top4: Vec<Option<f64>>,
+    /// … five.
+    #[serde(default)]
+    pub head_top5: Vec<Option<f64>>,
+    /// What only a training step has.
+    #[serde(flatten)]
+    pub update: Option<UpdateLine>,
+}
+
+/// Which rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MetricsSplit {
+    /// Rows being trained on, before the update.
+    Train,
+    /// Held-out rows.
+    Validation,
+}
+
+/// The update of a training step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct UpdateLine {
+    /// Learning rate of this step: `optimizer.learning_rate` × the schedule's factor.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub lr: f64,
+    /// Learning rate of the heads; the same in Medusa-1.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub heads_lr: f64,
+    /// Factor of the heads' loss; 1 in Medusa-1.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub lambda0: f64,
+    /// Before clipping.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub grad_norm: f64,
+    /// Input tokens of the step ÷ its wall time.
+    #[serde(default = "unknown", deserialize_with = "number")]
+    pub tokens_per_second: f64,
+    /// Resident memory of the process.
+    pub memory_bytes: Option<u64>,
+}
+
+fn unknown() -> f64 {
+    f64::NAN
+}
+
+fn number<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(value)?.unwrap_or(f64::NAN))
+}
+
+impl MetricsLine {
+    /// Appends the line, its newline included.
+    ///
+    /// # Errors
+    /// The disk's words.
+    pub fn append_to(&self, out: &mut impl Write) -> io::Result<()> {
+        out.write_all((serde_json::to_string(self)? + "\n").as_bytes())
+    }
+
+    fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
+        let line: Self = serde_json::from_slice(text)?;
+        let is_train = line.split == MetricsSplit::Train;
+        Ok(Self { update: line.update.filter(|_| is_train), ..line })
+    }
+}
+
+/// What is in the file.
+#[derive(Debug, Default)]
+pub struct MetricsFile {
+    /// Each line with its text, newline included where it has one: reading and writing a number again may change its last digit.
+    pub lines: Vec<(Vec<u8>, MetricsLine)>,
+    /// The last line is left out: it is not whole, for the run is writing it or was ended then.
+    pub torn: bool,
+}
+
+impl MetricsFile {
+    /// Reads the file; none at all is a run before its first step. A last line without its end may be torn, no other.
+    ///
+    /// # Errors
+    /// [`MetricsError`] names the line.
+    pub fn read(path: &Path) -> Result<Self, MetricsError> {
+        let bytes = match fs::read(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
+            read => read.map_err(|source| MetricsError::Io { path: path.to_owned(), source })?,
+        };
+        let mut file = Self::default();
+        for (at, text) in texts(&bytes).enumerate().filter(|(_, text)| !text.trim_ascii().is_empty()) {
+            match MetricsLine::parse(text) {
+                Ok(line) => file.lines.push((text.to_owned(), line)),
+                Err(_) if !text.ends_with(b"\n") => file.torn = true,
+                Err(source) => return Err(MetricsError::Line { path: path.to_owned(), line: at + 1, source }),
+            }
+        }
+        Ok(file)
+    }
+
+    /// As [`MetricsFile::read`], but without all that is no line, and nothing of a file that cannot be read: for a first look.
+    pub fn read_what_is_whole(path: &Path) -> Self {
+        let line = |text: &[u8]| MetricsLine::parse(text).ok().map(|line| (text.to_owned(), line));
+        Self { lines: texts(&fs::read(path).unwrap_or_default()).filter_map(line).collect(), torn: false }
+    }
+}
+
+fn texts(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    bytes.split_inclusive(|&byte| byte == b'\n')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<MetricsFile, MetricsError> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        crate::files::write_atomic(&path, |out| out.write_all(text.as_bytes())).unwrap();
+        MetricsFile::read(&path)
+    }
+
+    const STEP: &str =
+        r#"{"split":"train","step":3,"tokens":100,"loss":2.5,"head_losses":[1.0,null],"tokens_per_second":50.0}"#;
+
+    #[test]
+    fn only_a_last_line_without_its_end_may_be_torn() {
+        let torn = read(&format!("{STEP}\n{}", &STEP[..20])).unwrap();
+        assert_eq!((torn.lines.len(), torn.torn, torn.lines[0].1.step), (1, true, 3));
+        assert!(!read(&format!("{STEP}\n\n{STEP}")).unwrap().torn, "a whole last line needs no end");
+        let error = read(&format!("{STEP}\n{}\n{STEP}\n", &STEP[..20])).unwrap_err().to_string();
+        assert!(error.contains("metrics.jsonl, line 2: "), "{error}");
+        assert!(read(&STEP[..20].repeat(2)).unwrap().torn && read("").unwrap().lines.is_empty());
+    }
+
+    #[test]
+    fn lines_of_earlier_versions_know_less_and_validation_updates_nothing() {
+        let line = read(STEP).unwrap().lines.remove(0).1;
+        let update = line.update.unwrap();
+        assert!(line.epoch.is_nan() && update.lr.is_nan() && update.memory_bytes.is_none());
+        assert_eq!((line.loss, line.head_losses, update.tokens_per_second), (2.5, vec![Some(1.0), None], 50.0));
+        let validation = STEP.replace("train", "validation").replace("2.5", "null");
+        let line = read(&validation).unwrap().lines.remove(0).1;
+        assert!(line.update.is_none() && line.loss.is_nan());
+    }
+}
