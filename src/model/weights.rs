@@ -230,9 +230,8 @@ impl WeightFiles {
     pub fn tensors(&self) -> Vec<TensorHeader> {
         let header = |name: &str| {
             let View { shape, dtype, kind, data, .. } = self.find(name).ok()?.1;
-            // A view of a larger storage spans more than its elements.
-            let numel = || shape.iter().product::<i64>().unsigned_abs() as usize;
-            let bytes = kind.map_or(data.len(), |kind| numel() * kind.elt_size_in_bytes());
+            let numel = shape.iter().product::<i64>().unsigned_abs() as usize; // a view spans more of its storage
+            let bytes = kind.map_or(data.len(), |kind| numel * kind.elt_size_in_bytes());
             Some(TensorHeader { name: name.to_owned(), dtype, shape, bytes })
         };
         self.names().into_iter().filter_map(header).collect()
@@ -272,7 +271,7 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] if it is missing, or of a shape or dtype that is not expected.
     pub fn mapped(&self, name: &str, shape: &[i64]) -> Result<Tensor, WeightsError> {
-        self.view(name, shape, is_float, || FLOATS.into())
+        self.view(name, shape, None)
     }
 
     /// As [`WeightFiles::mapped`], of a dtype that is known; state has others than weights.
@@ -280,7 +279,7 @@ impl WeightFiles {
     /// # Errors
     /// As [`WeightFiles::mapped`].
     pub fn mapped_as(&self, name: &str, shape: &[i64], kind: Kind) -> Result<Tensor, WeightsError> {
-        self.view(name, shape, |found| found == kind, || format!("{:?}", dtype_of(kind)))
+        self.view(name, shape, Some(kind))
     }
 
     /// Whether there is a weight of this name and shape: its header is looked at, its data are not.
@@ -288,36 +287,26 @@ impl WeightFiles {
     /// # Errors
     /// As [`WeightFiles::mapped`].
     pub fn check(&self, name: &str, shape: &[i64]) -> Result<(), WeightsError> {
-        self.header(name, shape, is_float, || FLOATS.into()).map(|_| ())
+        self.header(name, shape, None).map(drop)
     }
 
-    /// What lies where, of a tensor whose shape and dtype are as expected.
-    fn header(
-        &self,
-        name: &str,
-        shape: &[i64],
-        accepts: impl Fn(Kind) -> bool,
-        expected: impl FnOnce() -> String,
-    ) -> Result<(View, Kind), WeightsError> {
+    /// What lies where, of a tensor of this shape and dtype; without one, of any that weights can be.
+    fn header(&self, name: &str, shape: &[i64], wanted: Option<Kind>) -> Result<(View, Kind), WeightsError> {
         let (file, view) = self.find(name)?;
         let (path, name) = (file.path.clone(), name.to_owned());
         if view.shape != shape {
             return Err(WeightsError::Shape { path, name, expected: shape.into(), got: view.shape });
         }
-        match view.kind.filter(|&kind| accepts(kind)) {
-            Some(kind) => Ok((view, kind)),
-            None => Err(WeightsError::Dtype { path, name, expected: expected(), got: view.dtype }),
+        let fits = |kind: &Kind| wanted.map_or(is_float(*kind), |wanted| *kind == wanted);
+        if let Some(kind) = view.kind.filter(fits) {
+            return Ok((view, kind));
         }
+        let expected = wanted.map_or(FLOATS.into(), |wanted| format!("{:?}", dtype_of(wanted)));
+        Err(WeightsError::Dtype { path, name, expected, got: view.dtype })
     }
 
-    fn view(
-        &self,
-        name: &str,
-        shape: &[i64],
-        accepts: impl Fn(Kind) -> bool,
-        expected: impl FnOnce() -> String,
-    ) -> Result<Tensor, WeightsError> {
-        let (view, kind) = self.header(name, shape, accepts, expected)?;
+    fn view(&self, name: &str, shape: &[i64], wanted: Option<Kind>) -> Result<Tensor, WeightsError> {
+        let (view, kind) = self.header(name, shape, wanted)?;
         let data = view.data;
         if let Some(strides) = view.strides {
             let elements = (data.len() / kind.elt_size_in_bytes()) as i64;
