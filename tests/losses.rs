@@ -207,10 +207,10 @@ fn gradients_of_step_zero_equal_pytorch() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let plan = MEDUSA1.plan(&folder.path().join("run"));
     let run = MEDUSA1.run(&folder);
-    let (backbone, loss) = (run.backbone(), &plan.loss);
+    let (backbone, loss) = (&run.backbone, &plan.loss);
     let heads = Heads::new(&plan.heads, backbone.lm_head_weight().expect("a plain lm_head"));
     let state = TrainState::new(heads, backbone, &plan);
-    let batch = &run.checked().batches(0).expect("rows")[0];
+    let batch = &run.checked.batches(0).expect("rows")[0];
     let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;
     for head in 0..4 {
         let targets = batch.targets(head + 2);

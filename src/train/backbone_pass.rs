@@ -10,7 +10,7 @@ use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::train::hidden_states::{BatchStates, HiddenStatesError, KeptStates};
+use crate::train::hidden_states::{BatchStates, HiddenStatesError, KeptStates, hidden_states, inputs};
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
 use crate::train::targets::BatchTargets;
@@ -77,29 +77,27 @@ impl<'r> TrainingBackbone<'r> {
     pub fn forward(&mut self, batch: &Batch, step: usize, micro: usize) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
             let kept = self.kept.as_mut().map(|kept| kept.of(batch)).transpose()?;
-            return Ok(self.frozen_pass(kept.unwrap_or_else(|| BatchStates::computed(self.backbone, batch))));
+            let states = kept.unwrap_or_else(|| BatchStates::computed(self.backbone, batch));
+            return Ok(self.pass(states, Adapters::Off));
         }
-        let (tokens_bt, rows) = self.inputs(batch);
-        let lm_target = self.lm_target(&tokens_bt, &rows);
-        let adapters = Adapters::Training { seed: self.seed_of(step, micro) };
+        let inputs = inputs(self.backbone, batch);
+        let lm_target = Some(self.lm_target(&inputs));
+        let (adapters, (tokens_bt, rows)) = (Adapters::Training { seed: self.seed_of(step, micro) }, inputs);
         let (hidden_bth, tape) = self.backbone.forward_kept(&tokens_bt, rows, adapters, self.plan.keep());
         let size_bth = hidden_bth.size();
         let hidden_nh = hidden_bth.view([-1, size_bth[2]]);
         let dhidden_nh = Tensor::zeros(hidden_nh.size(), (Kind::Float, hidden_nh.device()));
         let way_back = Some(WayBack { tape, size_bth, dhidden_nh });
-        Ok(self.joint_pass(hidden_nh, adapters, lm_target, way_back))
+        Ok(BackbonePass { lm_target, way_back, ..self.pass(BatchStates::all(hidden_nh), adapters) })
     }
 
     /// A batch as it is served: with adapters, without dropout; nothing is kept for a backward pass.
     pub fn evaluate(&self, batch: &Batch) -> BackbonePass<'r> {
-        if self.plan.trained.is_frozen() {
-            return self.frozen_pass(BatchStates::computed(self.backbone, batch));
-        }
-        let (tokens_bt, rows) = self.inputs(batch);
-        let hidden_bth = tch::no_grad(|| self.backbone.hidden_states(&tokens_bt, &rows, Adapters::On));
-        let hidden_nh = hidden_bth.view([-1, self.backbone.config.hidden_size]);
-        let lm_target = self.lm_target(&tokens_bt, &rows);
-        self.joint_pass(hidden_nh, Adapters::On, lm_target, None)
+        let (inputs, is_frozen) = (inputs(self.backbone, batch), self.plan.trained.is_frozen());
+        let adapters = if is_frozen { Adapters::Off } else { Adapters::On };
+        let states = BatchStates::all(hidden_states(self.backbone, &inputs, adapters));
+        let lm_target = (!is_frozen).then(|| self.lm_target(&inputs));
+        BackbonePass { lm_target, ..self.pass(states, adapters) }
     }
 
     /// Makes the hidden states that were computed so far last: later runs find them.
@@ -110,35 +108,17 @@ impl<'r> TrainingBackbone<'r> {
         self.kept.as_mut().map_or(Ok(()), KeptStates::commit)
     }
 
-    fn frozen_pass(&self, states: BatchStates) -> BackbonePass<'r> {
-        let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), Adapters::Off);
+    /// Behind a backbone that is not trained.
+    fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
+        let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), adapters);
         BackbonePass { states, lm_head, lm_target: None, way_back: None }
     }
 
-    fn joint_pass(
-        &self,
-        hidden_nh: Tensor,
-        adapters: Adapters,
-        lm_target: LmTarget,
-        way_back: Option<WayBack<'r>>,
-    ) -> BackbonePass<'r> {
-        let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), adapters);
-        BackbonePass { states: BatchStates::all(hidden_nh), lm_head, lm_target: Some(lm_target), way_back }
-    }
-
-    fn inputs(&self, batch: &Batch) -> (Tensor, RowMask) {
-        let (b, t) = (batch.rows as i64, batch.length as i64);
-        let device = self.backbone.device();
-        let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
-        (tokens_bt, RowMask::packed(&batch.segment_lengths, t, &self.backbone.config, device))
-    }
-
-    fn lm_target(&self, tokens_bt: &Tensor, rows: &RowMask) -> LmTarget {
+    fn lm_target(&self, inputs: &(Tensor, RowMask)) -> LmTarget {
         if !self.plan.trained.has_teacher() {
             return LmTarget::Tokens;
         }
-        let hidden_bth = tch::no_grad(|| self.backbone.hidden_states(tokens_bt, rows, Adapters::Off));
-        LmTarget::Teacher(hidden_bth.view([-1, self.backbone.config.hidden_size]))
+        LmTarget::Teacher(hidden_states(self.backbone, inputs, Adapters::Off))
     }
 
     /// Dropout of every pass is drawn from the run's seed, the step and the micro batch.

@@ -27,7 +27,8 @@ use crate::train::plan::TrainPlan;
 /// All that a run needs but the numbers of its backbone, loaded and checked.
 #[derive(Debug)]
 pub struct CheckedRun {
-    pub(super) plan: TrainPlan,
+    /// What is trained.
+    pub plan: TrainPlan,
     pub(super) config: LlamaConfig,
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
@@ -43,7 +44,8 @@ pub struct CheckedRun {
     pub total_steps: usize,
     /// The heads to train.
     pub heads_shape: HeadsShape,
-    hidden_state_bytes: Option<u64>,
+    /// Bytes on disk that `train.hidden_state_cache` takes, where the plan has it.
+    pub hidden_state_bytes: Option<u64>,
 }
 
 impl CheckedRun {
@@ -106,29 +108,9 @@ impl CheckedRun {
         })
     }
 
-    /// Where it computes.
-    pub fn device(&self) -> Device {
-        self.plan.device
-    }
-
-    /// Whether the teacher of self-distillation is a quantised backbone: it is the same one, without adapters.
-    pub fn has_quantized_teacher(&self) -> bool {
-        self.plan.trained.has_teacher() && self.plan.backbone.quantization.is_some()
-    }
-
-    /// Where the run writes.
-    pub fn output_dir(&self) -> &Path {
-        &self.plan.train.output_dir
-    }
-
     /// Sequences to train on and to validate on.
     pub fn sequence_counts(&self) -> (usize, usize) {
         (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
-    }
-
-    /// Bytes on disk that `train.hidden_state_cache` takes, where the recipe has it.
-    pub fn hidden_state_bytes(&self) -> Option<u64> {
-        self.hidden_state_bytes
     }
 
     /// The micro batches of an optimizer step, counted from 0.

@@ -37,22 +37,22 @@ pub struct TrainConfig {
     /// Sequences a forward pass.
     pub micro_batch_size: NonZeroUsize,
     /// Forward passes an optimizer step.
-    #[serde(default = "one")]
+    #[serde(default = "count::<1>")]
     pub gradient_accumulation_steps: NonZeroUsize,
     /// Seeds the order of rows, the split of `data.validation_fraction`, and everything else that is drawn.
     #[serde(default = "forty_two")]
     pub seed: u64,
     /// Optimizer steps between lines of metrics.jsonl.
-    #[serde(default = "one")]
+    #[serde(default = "count::<1>")]
     pub log_every: NonZeroUsize,
     /// Optimizer steps between checkpoints.
-    #[serde(default = "two_hundred")]
+    #[serde(default = "count::<200>")]
     pub save_every: NonZeroUsize,
     /// Optimizer steps between evaluations; absent = at the end only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_every: Option<NonZeroUsize>,
     /// How many of the newest checkpoints stay; older ones are removed.
-    #[serde(default = "three")]
+    #[serde(default = "count::<3>")]
     pub keep_checkpoints: NonZeroUsize,
     /// Medusa-2: keeps only the inputs of decoder layers for the backward pass and computes each layer again there. About a third
     /// more computing for a small part of the memory; bit for bit the same numbers.
@@ -66,20 +66,8 @@ pub struct TrainConfig {
     pub hidden_state_cache: Option<PathBuf>,
 }
 
-fn nonzero(n: usize) -> NonZeroUsize {
-    NonZeroUsize::new(n).expect("a constant above 0")
-}
-
-fn one() -> NonZeroUsize {
-    nonzero(1)
-}
-
-fn three() -> NonZeroUsize {
-    nonzero(3)
-}
-
-fn two_hundred() -> NonZeroUsize {
-    nonzero(200)
+fn count<const N: usize>() -> NonZeroUsize {
+    NonZeroUsize::new(N).expect("a constant above 0")
 }
 
 fn forty_two() -> u64 {

@@ -24,8 +24,10 @@ use crate::train::training_loop::{RunEvent, RunOutcome, TrainingLoop};
 /// Everything that a run needs.
 #[derive(Debug)]
 pub struct TrainRun {
-    checked: CheckedRun,
-    backbone: Llama,
+    /// What was checked before the backbone was loaded.
+    pub checked: CheckedRun,
+    /// As the plan trains it.
+    pub backbone: Llama,
 }
 
 impl TrainRun {
@@ -36,16 +38,6 @@ impl TrainRun {
     pub fn load(checked: CheckedRun) -> Result<Self, TrainError> {
         let backbone = guard("loading the backbone", || load_backbone(&checked.plan))??;
         Ok(Self { checked, backbone })
-    }
-
-    /// What was checked before the backbone was loaded.
-    pub fn checked(&self) -> &CheckedRun {
-        &self.checked
-    }
-
-    /// The backbone, as the plan trains it.
-    pub fn backbone(&self) -> &Llama {
-        &self.backbone
     }
 
     /// Trains to the end, or until `interrupted` is set. With `resume` it goes on from the newest checkpoint in the output

@@ -112,7 +112,7 @@ pub fn train_step(
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
-        add_heads(&mut sums, state, weights, &pass, targets);
+        sums.add_heads(&state.heads, &pass, targets, Some((state, weights)));
         add_lm_head(&mut sums, state, &pass, targets);
         pass.backward(state);
     }
@@ -125,25 +125,6 @@ pub fn train_step(
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
-}
-
-/// Loss and gradients of every head on one micro batch.
-fn add_heads(
-    sums: &mut MetricSums,
-    state: &TrainState,
-    weights: &StepWeights,
-    pass: &BackbonePass,
-    targets: &BatchTargets,
-) {
-    for head in 0..state.heads.num_heads() {
-        let weight = weights.lambda0 * weights.loss.weight(head);
-        let scale = weight / sums.counts[head].max(1) as f64;
-        let gradients = state.gradients_of(head, pass.dhidden_nh());
-        let output = output_of(&state.heads, head, pass.lm_head);
-        let of_head = targets.of_head(head, &pass.states);
-        let into = Some((&gradients, scale));
-        sums.add(head, head_loss(state.heads.head(head), output, &pass.states.hidden_nh, &of_head, into));
-    }
 }
 
 /// Loss and gradients of the LM head on one micro batch, where it is trained.
@@ -202,18 +183,9 @@ pub fn evaluate<E>(
         sums.count(&targets);
         let pass = backbone.evaluate(batch);
         sums.add_lm_evaluation(pass.lm_evaluation(&targets));
-        for head in 0..num_heads {
-            let of_head = targets.of_head(head, &pass.states);
-            let output = output_of(heads, head, pass.lm_head);
-            sums.add(head, head_loss(heads.head(head), output, &pass.states.hidden_nh, &of_head, None));
-        }
+        sums.add_heads(heads, &pass, &targets, None);
     }
     Ok(sums.finish(loss, lambda0, tokens))
-}
-
-/// The head's own W2, or the LM head.
-fn output_of<'m>(heads: &'m Heads, head: usize, lm_head: OutputLayer<'m>) -> OutputLayer<'m> {
-    heads.head(head).w2().map_or(lm_head, OutputLayer::plain)
 }
 
 fn input_tokens(batches: &[Batch]) -> u64 {
@@ -240,6 +212,26 @@ impl MetricSums {
     fn count(&mut self, targets: &BatchTargets) {
         self.lm_count += targets.lm_head_count();
         self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| *count += of_head);
+    }
+
+    /// Of every head on one micro batch; in training with their gradients.
+    fn add_heads(
+        &mut self,
+        heads: &Heads,
+        pass: &BackbonePass,
+        targets: &BatchTargets,
+        training: Option<(&TrainState, &StepWeights)>,
+    ) {
+        for k in 0..heads.num_heads() {
+            let (head, of_head) = (heads.head(k), targets.of_head(k, &pass.states));
+            let output = head.w2().map_or(pass.lm_head, OutputLayer::plain);
+            let into = training.map(|(state, weights)| {
+                let weight = weights.lambda0 * weights.loss.weight(k);
+                (state.gradients_of(k, pass.dhidden_nh()), weight / self.counts[k].max(1) as f64)
+            });
+            let into = into.as_ref().map(|(gradients, scale)| (gradients, *scale));
+            self.add(k, head_loss(head, output, &pass.states.hidden_nh, &of_head, into));
+        }
     }
 
     fn add(&mut self, head: usize, sums: HeadSums) {

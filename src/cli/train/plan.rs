@@ -50,8 +50,8 @@ impl RunPreview {
         let (sequences, validation_sequences) = checked.sequence_counts();
         let steps_per_epoch = checked.steps_per_epoch();
         Self {
-            output_dir: checked.output_dir().to_owned(),
-            device: device_name(checked.device()),
+            output_dir: checked.plan.train.output_dir.clone(),
+            device: device_name(checked.plan.device),
             backbone: recipe.backbone.path.clone(),
             weights_checked: checked.has_weights == HasWeights::Yes,
             backbone_parameters: parameters("backbone"),
@@ -69,7 +69,7 @@ impl RunPreview {
             steps_per_epoch,
             steps: checked.total_steps,
             tokens: tokens(checked, steps_per_epoch),
-            hidden_state_cache_bytes: checked.hidden_state_bytes(),
+            hidden_state_cache_bytes: checked.hidden_state_bytes,
             warnings: warnings(checked),
             memory,
         }
@@ -147,7 +147,7 @@ fn warnings(checked: &CheckedRun) -> Vec<&'static str> {
     let quantized_teacher = "the teacher of self-distillation is the quantised backbone, not the one in the files: the adapters learn to \
                              repeat what quantisation changed";
     let mut warnings = vec![];
-    if checked.has_quantized_teacher() {
+    if checked.plan.trained.has_teacher() && checked.plan.backbone.quantization.is_some() {
         warnings.push(quantized_teacher);
     }
     warnings

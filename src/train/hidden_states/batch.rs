@@ -22,7 +22,7 @@ pub struct BatchStates {
 impl BatchStates {
     /// Runs the backbone over a batch.
     pub fn computed(backbone: &Llama, batch: &Batch) -> Self {
-        Self::all(compute(backbone, batch))
+        Self::all(hidden_states(backbone, &inputs(backbone, batch), Adapters::Off))
     }
 
     /// Of every position, `[N, H]`.
@@ -48,11 +48,14 @@ impl BatchStates {
     }
 }
 
-/// `[N, H]`, rows flattened; no gradient reaches the backbone.
-pub(super) fn compute(backbone: &Llama, batch: &Batch) -> Tensor {
-    let (b, t) = (batch.rows as i64, batch.length as i64);
-    let device = backbone.device();
+/// Tokens `[B, T]` on the backbone's device, and which of them see each other.
+pub fn inputs(backbone: &Llama, batch: &Batch) -> (Tensor, RowMask) {
+    let (b, t, device) = (batch.rows as i64, batch.length as i64, backbone.device());
     let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);
-    let rows = RowMask::packed(&batch.segment_lengths, t, &backbone.config, device);
-    tch::no_grad(|| backbone.hidden_states(&tokens_bt, &rows, Adapters::Off)).view([b * t, -1])
+    (tokens_bt, RowMask::packed(&batch.segment_lengths, t, &backbone.config, device))
+}
+
+/// `[N, H]`, rows flattened; no gradient reaches the backbone.
+pub fn hidden_states(backbone: &Llama, (tokens_bt, rows): &(Tensor, RowMask), adapters: Adapters) -> Tensor {
+    tch::no_grad(|| backbone.hidden_states(tokens_bt, rows, adapters)).view([-1, backbone.config.hidden_size])
 }

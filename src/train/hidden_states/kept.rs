@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use tch::{Device, Tensor};
 
-use super::batch::{BatchStates, compute};
+use super::batch::BatchStates;
 use super::error::HiddenStatesError;
 use super::key::{identity, key};
 use super::layout::{FILLED, StatesLayout};
@@ -29,7 +29,7 @@ use crate::torch::bytes;
 /// The hidden states of a run's sequences in a file.
 #[derive(Debug)]
 pub struct KeptStates<'r> {
-    backbone: &'r Llama,
+    pub(super) backbone: &'r Llama,
     layout: StatesLayout,
     path: PathBuf,
     file: File,
@@ -81,11 +81,6 @@ impl<'r> KeptStates<'r> {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn backbone(&self) -> &'r Llama {
-        self.backbone
-    }
-
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
@@ -121,7 +116,7 @@ impl<'r> KeptStates<'r> {
 
     fn compute(&mut self, batch: &Batch, positions_m: &[i64]) -> Result<Tensor, HiddenStatesError> {
         self.computed_batches += 1;
-        let hidden_nh = compute(self.backbone, batch);
+        let BatchStates { hidden_nh, .. } = BatchStates::computed(self.backbone, batch);
         let hidden_mh = hidden_nh.index_select(0, &Tensor::from_slice(positions_m).to_device(hidden_nh.device()));
         let on_host = hidden_mh.to_device(Device::Cpu).contiguous();
         let mut rest = bytes::of(&on_host);

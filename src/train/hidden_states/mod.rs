@@ -10,7 +10,7 @@ mod positions;
 #[cfg(test)]
 mod tests;
 
-pub use batch::BatchStates;
+pub use batch::{BatchStates, hidden_states, inputs};
 pub use error::HiddenStatesError;
 pub use kept::KeptStates;
 pub use layout::file_bytes;

@@ -64,7 +64,7 @@ fn epoch(kept: &mut KeptStates, loader: &Loader, epoch: usize) -> usize {
     let before = kept.computed_batches();
     let steps = loader.steps_per_epoch();
     for batch in (epoch * steps..(epoch + 1) * steps).flat_map(|step| loader.step(step).unwrap()) {
-        let (expected, got) = (BatchStates::computed(kept.backbone(), &batch), kept.of(&batch).unwrap());
+        let (expected, got) = (BatchStates::computed(kept.backbone, &batch), kept.of(&batch).unwrap());
         for head in 0..NUM_HEADS {
             let (expected, got) = (read_by(head, &batch, &expected), read_by(head, &batch, &got));
             assert_eq!(got.kind(), expected.kind());
