@@ -15,6 +15,7 @@ use crate::decode::generate::{Medusa, Request};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::engine::sample::Sampling;
+use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -23,7 +24,6 @@ use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
 use crate::numbers::{NonNegative, Positive, Probability};
 use crate::torch::{Dtype, memory};
-use crate::train::checkpoint::BACKBONE_FOLDER;
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 use crate::tree::sparse_tree::SparseTree;
 
@@ -144,7 +144,7 @@ pub fn load_backbone(
     };
     let heads = heads.map(folder_of);
     if let Some(tuned) =
-        heads.map(|heads| heads.join(BACKBONE_FOLDER)).filter(|tuned| tuned.exists() && tuned != folder)
+        heads.map(|heads| heads.join(run_folder::BACKBONE)).filter(|tuned| tuned.exists() && tuned != folder)
     {
         common.say(format_args!(
             "these heads were trained with the backbone in {}, not with {}",

@@ -21,12 +21,13 @@ use crate::decode::batch::Batch;
 use crate::decode::generate::{Medusa, Request};
 use crate::distill::answer::{Answerer, OneByOne};
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
-use crate::distill::provenance::{self, Provenance};
+use crate::distill::provenance;
 use crate::distill::render::Renderer;
 use crate::distill::{self, DistillEnd, DistillProgress, Settings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::engine::sample::Sampling;
 use crate::files;
+use crate::formats::provenance::DistillProvenance;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
@@ -146,14 +147,14 @@ impl DistillArgs {
         template: Option<&ChatTemplate>,
         dialogues: &[Dialogue],
         common: &CommonFlags,
-    ) -> anyhow::Result<Provenance> {
+    ) -> anyhow::Result<DistillProvenance> {
         let shown = |path: &Path| path.display().to_string();
         let hash = |heads: &Path| -> io::Result<[String; 2]> {
             Ok([files::sha256(&heads.join(ADAPTER_FILE))?, files::sha256(&heads.join(ADAPTER_CONFIG))?])
         };
         let adapted = self.heads.as_deref().map(folder_of).filter(|heads| heads.join(ADAPTER_CONFIG).exists());
         let adapter = adapted.map(hash).transpose()?;
-        Ok(Provenance {
+        Ok(DistillProvenance {
             program_version: env!("CARGO_PKG_VERSION"),
             backbone: downloads::shown(&self.backbone),
             backbone_revision: provenance::revision(&self.backbone),

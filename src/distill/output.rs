@@ -12,9 +12,9 @@ use serde_json::{Map, Value};
 use super::DistillError;
 use super::conversation::Finished;
 use super::journal::Journal;
-use super::provenance::Provenance;
 use super::shards;
 use crate::files;
+use crate::formats::provenance::{self, DistillProvenance};
 
 /// Conversations of one shard.
 pub const CONVERSATIONS_PER_SHARD: usize = 256;
@@ -93,7 +93,12 @@ impl Output {
     ///
     /// # Errors
     /// A folder that is not empty (without `resume`), or that was begun with something else; a damaged journal.
-    pub fn open(folder: &Path, share: Share, provenance: &Provenance, resume: bool) -> Result<Self, DistillError> {
+    pub fn open(
+        folder: &Path,
+        share: Share,
+        provenance: &DistillProvenance,
+        resume: bool,
+    ) -> Result<Self, DistillError> {
         let begun_with = folder.join(share.file("distill", ".json"));
         fs::create_dir_all(folder).map_err(|source| DistillError::Io { path: folder.into(), source })?;
         let provenance_map = if resume && begun_with.exists() {
@@ -102,8 +107,7 @@ impl Output {
             begun
         } else {
             check_is_free(folder, share)?;
-            let text = format!("{:#}\n", Value::Object(provenance.as_map()));
-            files::write_atomic(&begun_with, |out| out.write_all(text.as_bytes()))
+            files::write_atomic(&begun_with, |out| out.write_all(provenance.to_json().as_bytes()))
                 .map_err(|source| DistillError::Io { path: begun_with, source })?;
             provenance.as_map()
         };
@@ -203,7 +207,7 @@ pub fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
 
 fn read_object(path: &Path) -> Result<Map<String, Value>, DistillError> {
     let text = fs::read(path).map_err(|source| DistillError::Io { path: path.into(), source })?;
-    serde_json::from_slice(&text).map_err(|source| DistillError::NoProvenance { path: path.into(), source })
+    provenance::entries(&text).map_err(|source| DistillError::NoProvenance { path: path.into(), source })
 }
 
 #[cfg(test)]

@@ -1,77 +1,21 @@
-//! What a distillation was made from and with: distill.json, and the metadata of every shard.
+//! What a distillation was made from: what of its distill.json must be found again to go on, and what a backbone is.
 
 use std::fs;
 use std::io;
 use std::path::Path;
 
-use serde::Serialize;
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::DistillError;
 use crate::files;
+use crate::formats::provenance::DistillProvenance;
 use crate::model::weights;
-
-/// All that the conversations depend on.
-#[derive(Debug, Clone, Serialize)]
-pub struct Provenance {
-    /// This program's.
-    pub program_version: &'static str,
-    /// Where the backbone lay.
-    pub backbone: String,
-    /// Of the Hub, if the folder is a snapshot of it.
-    pub backbone_revision: Option<String>,
-    /// See [`identity`].
-    pub backbone_sha256: String,
-    /// Of the template that rendered the conversations, if there is one.
-    pub chat_template_sha256: Option<String>,
-    /// Where the prompts lay.
-    pub prompts: String,
-    /// Of the prompt file's bytes.
-    pub prompts_sha256: String,
-    /// How many the prompt file has, for all shares together.
-    pub conversations: usize,
-    /// `1/1`, or a machine's share of the prompts.
-    pub share: String,
-    /// Of a file; the last may have fewer.
-    pub conversations_per_file: usize,
-    /// Where it computed: another device may round otherwise.
-    pub device: String,
-    /// What the backbone computed in.
-    pub dtype: String,
-    /// 0 is greedy.
-    pub temperature: f64,
-    /// 1 is all tokens.
-    pub top_p: f64,
-    /// Of an answer.
-    pub max_new_tokens: usize,
-    /// `null`: all that the prompts have.
-    pub turns: Option<usize>,
-    /// Whether the backbone wrote the user's turns.
-    pub self_talk: bool,
-    /// Of what was drawn.
-    pub seed: u64,
-    /// Where the heads lay, if there were some.
-    pub heads: Option<String>,
-    /// Of their file.
-    pub heads_sha256: Option<String>,
-    /// Of the adapter beside them and of its config, if there is one: the backbone spoke with it.
-    pub adapter_sha256: Option<[String; 2]>,
-    /// Of the tree's file.
-    pub tree_sha256: Option<String>,
-}
 
 /// Keys that say where things lay. They may move: their hashes say what they are.
 const PLACES: [&str; 4] = ["backbone", "backbone_revision", "prompts", "heads"];
 
-impl Provenance {
-    pub(super) fn as_map(&self) -> Map<String, Value> {
-        match serde_json::to_value(self) {
-            Ok(Value::Object(map)) => map,
-            other => unreachable!("a struct of numbers and strings becomes an object, not {other:?}"),
-        }
-    }
-
+impl DistillProvenance {
     /// Refuses to go on with what was begun in another way.
     pub(super) fn check(&self, path: &Path, begun: &Map<String, Value>) -> Result<(), DistillError> {
         let own = self.as_map();

@@ -8,18 +8,17 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
 
+use super::finite::finite;
 use super::trained::Trained;
-use super::{ExportError, Format, dtype_for};
+use super::{ExportError, Format};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::files::sha256;
-use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
-use crate::model::lora::Adapters;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
-use crate::torch::{Dtype, bytes};
+use crate::torch::bytes;
 
 /// Hidden states that heads are compared on.
 const STATES: i64 = 4;
@@ -136,28 +135,6 @@ fn same(folder: &Path, what: &str, written: &Tensor, own: &Tensor) -> Result<(),
     if is_same { Ok(()) } else { Err(ExportError::Differs { path: folder.into(), what: what.into() }) }
 }
 
-/// That a backbone computes numbers, with its adapter merged: of a few tokens.
-pub(super) fn finite_backbone(backbone: &Llama) -> Result<(), ExportError> {
-    finite(&logits(backbone), dtype_for(backbone.kind()), || "the backbone, with what was trained of it,".into())
-}
-
-/// `[T, V]`, float32, of a few tokens.
-fn logits(llama: &Llama) -> Tensor {
-    let tokens: Vec<i64> = (0..8).map(|t| (t * t * 31 + 1) % llama.config.vocab_size).collect();
-    let rows = RowMask::causal(8, &llama.config, llama.device());
-    let hidden = || llama.hidden_states(&Tensor::from_slice(&tokens).unsqueeze(0), &rows, Adapters::Off);
-    tch::no_grad(|| llama.logits(&hidden(), Adapters::Off)).to_kind(Kind::Float)
-}
-
-/// What [`same`] takes for good: float16 ends at 65504, and what does not fit is infinite there, in the file as in what it is compared with;
-/// a NaN that was trained stays one.
-fn finite(numbers: &Tensor, dtype: Dtype, what: impl FnOnce() -> String) -> Result<(), ExportError> {
-    if numbers.isfinite().all().int64_value(&[]) == 1 {
-        return Ok(());
-    }
-    Err(ExportError::NotFinite { what: what(), dtype })
-}
-
 fn largest(tensor: &Tensor) -> f64 {
     tensor.to_kind(Kind::Float).abs().max().double_value(&[])
 }
@@ -176,6 +153,7 @@ mod tests {
     use crate::model::lora::LoraConfig;
     use crate::model::peft::save_adapters;
     use crate::model::weights::{MODEL_FILE, save};
+    use crate::torch::Dtype;
     use tch::Device;
 
     fn tiny() -> PathBuf {

@@ -4,8 +4,6 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
-
 use super::trained::Trained;
 use super::{ExportError, Request, write};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
@@ -13,24 +11,16 @@ use crate::files::{sha256, write_synced};
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::calibration::Calibration;
+use crate::formats::run_folder::{self, BENCH, CALIBRATION, RECIPE, TREE};
 use crate::formats::tree::TreeFile;
-use crate::train::provenance::Snapshot;
 use crate::tree::sparse_tree::SparseTree;
-
-const CALIBRATION: &str = "calibration.json";
-const TREE: &str = "tree.json";
-const BENCH: &str = "bench.json";
-const RECIPE: &str = "recipe.toml";
-/// A run's folder has both; another recipe.toml beside heads may be any run's.
-const OF_A_RUN: [&str; 2] = [RECIPE, PROVENANCE];
-const PROVENANCE: &str = "provenance.json";
 
 /// Files beside the heads, read.
 pub(super) struct Companions {
-    pub(super) recipe: Option<Found<String>>,
-    pub(super) calibration: Option<Found<Calibration>>,
-    pub(super) tree: Option<Found<(SparseTree, TreeFile)>>,
-    pub(super) bench: Option<Found<CardBench>>,
+    pub(super) recipe: Option<Companion<String>>,
+    pub(super) calibration: Option<Companion<Calibration>>,
+    pub(super) tree: Option<Companion<(SparseTree, TreeFile)>>,
+    pub(super) bench: Option<Companion<CardBench>>,
     /// Of files that were left out.
     pub(super) notices: Vec<String>,
 }
@@ -42,21 +32,21 @@ pub(super) struct CardBench {
     pub(super) results: usize,
 }
 
-/// A file and what it says.
-pub(super) struct Found<T> {
+/// A file beside heads, and what it says.
+pub(super) struct Companion<T> {
     path: PathBuf,
     pub(super) content: T,
 }
 
 /// Why a file is not about these heads.
-type Wrong = String;
+type NotTheirs = String;
 
 impl Companions {
     /// Looks beside the heads, in the run's folder above them, and where `request` says. A file that was named must be about these
     /// heads; one that was found and is not is left out.
     pub(super) fn find(request: &Request, trained: &Trained) -> Result<Self, ExportError> {
         let beside = folder_of(&request.heads);
-        let places = [Some(beside.to_owned()), run_above(beside)];
+        let places = [Some(beside.to_owned()), run_folder::above(beside)];
         let mut notices = vec![];
         let of_heads = trained.file.sha256()?;
         let (heads, there) = (trained.shape.medusa_num_heads, trained.file.shape().medusa_num_heads);
@@ -104,7 +94,7 @@ impl Companions {
 
 /// The calibration as one of the heads in `folder`: with their hash, and of the first K heads alone. `exported_from` says which heads were
 /// measured, and which file said so. Where the heads are the measured file itself, so is this.
-fn write_calibration(found: &Found<Calibration>, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+fn write_calibration(found: &Companion<Calibration>, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     let (path, mut calibration) = (&found.path, found.content.clone());
     let (of_these, to) = (HeadsFile::open(folder)?.sha256()?, folder.join(CALIBRATION));
     if calibration.heads_sha256 == of_these {
@@ -120,21 +110,25 @@ fn look<T>(
     named: Option<&Path>,
     places: &[Option<PathBuf>],
     name: &str,
-    read: &dyn Fn(&Path) -> Result<T, Wrong>,
+    read: &dyn Fn(&Path) -> Result<T, NotTheirs>,
     notices: &mut Vec<String>,
-) -> Result<Option<Found<T>>, ExportError> {
+) -> Result<Option<Companion<T>>, ExportError> {
     if let Some(path) = named {
         let content = read(path).map_err(|why| ExportError::Companion { path: path.into(), why })?;
-        return Ok(Some(Found { path: path.into(), content }));
+        return Ok(Some(Companion { path: path.into(), content }));
     }
     let path = places.iter().flatten().map(|place| place.join(name)).find(|path| path.is_file());
     Ok(path.and_then(|path| found(path, read, notices)))
 }
 
 /// A file that nobody named: left out aloud where it is not right.
-fn found<T>(path: PathBuf, read: &dyn Fn(&Path) -> Result<T, Wrong>, notices: &mut Vec<String>) -> Option<Found<T>> {
+fn found<T>(
+    path: PathBuf,
+    read: &dyn Fn(&Path) -> Result<T, NotTheirs>,
+    notices: &mut Vec<String>,
+) -> Option<Companion<T>> {
     match read(&path) {
-        Ok(content) => Some(Found { path, content }),
+        Ok(content) => Some(Companion { path, content }),
         Err(why) => {
             notices.push(format!("{} is left out of the model card: {why}", path.display()));
             None
@@ -143,40 +137,16 @@ fn found<T>(path: PathBuf, read: &dyn Fn(&Path) -> Result<T, Wrong>, notices: &m
 }
 
 /// What lies behind a calibration that cannot be read: the notice names the file itself.
-fn cause(error: FormatError) -> Wrong {
+fn cause(error: FormatError) -> NotTheirs {
     std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string)
 }
 
-fn json<T: for<'de> Deserialize<'de>>(path: &Path) -> Result<T, Wrong> {
-    let text = fs::read(path).map_err(|error| error.to_string())?;
-    serde_json::from_slice(&text).map_err(|error| error.to_string())
-}
-
 /// What `medusa bench --json` printed: a result, or of a sweep a result a line, of which the fastest is taken.
-fn bench(path: &Path) -> Result<CardBench, Wrong> {
+fn bench(path: &Path) -> Result<CardBench, NotTheirs> {
     let text = fs::read(path).map_err(|error| error.to_string())?;
     let expected = "expected what `medusa bench --json` prints, with or without --sweep: one object a line";
     let all: Vec<BenchHeadline> = bench::parse(&text).map_err(|error| format!("{error}; {expected}"))?;
     let results = all.len();
     let fastest = all.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
     fastest.map(|fastest| CardBench { fastest, results }).ok_or_else(|| format!("it is empty; {expected}"))
-}
-
-/// The id on the Hub of the backbone that a run took from there, if heads in `folder` are the run's and name that backbone.
-pub(super) fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
-    #[derive(Deserialize)]
-    struct Provenance {
-        backbone: Option<Snapshot>,
-    }
-    let provenance: Provenance = json(&run_above(folder)?.join(PROVENANCE)).ok()?;
-    let id = provenance.backbone?.id;
-    let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));
-    is_it.then_some(id)
-}
-
-/// The run's folder, if `folder` is its `final/` or a checkpoint.
-fn run_above(folder: &Path) -> Option<PathBuf> {
-    let folder = fs::canonicalize(folder).ok()?;
-    let above = folder.parent()?;
-    OF_A_RUN.iter().all(|name| above.join(name).is_file()).then(|| above.to_owned())
 }

@@ -16,6 +16,7 @@ use crate::draft::medusa::heads::import::{HeadsFile, Notice, folder_of};
 use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::NewFolder;
+use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::folder::FolderError;
 use crate::model::llama::Llama;
@@ -24,11 +25,11 @@ use crate::model::peft::{ADAPTER_CONFIG, PeftError};
 use crate::model::torch_file::TorchFileError;
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Dtype;
-use crate::train::checkpoint::BACKBONE_FOLDER;
 
 mod card;
 mod check;
 mod companions;
+mod finite;
 mod trained;
 mod write;
 
@@ -332,7 +333,7 @@ pub fn backbone_needed(request: &Request) -> Result<Option<PathBuf>, ExportError
 
 /// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
 fn base_of(request: &Request, file: &HeadsFile) -> Option<PathBuf> {
-    let tuned = Some(folder_of(&request.heads).join(BACKBONE_FOLDER)).filter(|folder| folder.is_dir());
+    let tuned = Some(folder_of(&request.heads).join(run_folder::BACKBONE)).filter(|folder| folder.is_dir());
     request.backbone.clone().or(tuned).or_else(|| file.base().map(PathBuf::from))
 }
 

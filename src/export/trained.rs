@@ -5,18 +5,17 @@ use std::path::{Path, PathBuf};
 
 use tch::{Kind, Tensor};
 
-use super::check::finite_backbone;
-use super::companions::backbone_of_run;
+use super::finite::finite_backbone;
 use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
+use crate::formats::{provenance, run_folder};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::loading::LoadError;
 use crate::model::peft::ADAPTER_CONFIG;
 use crate::torch::Dtype;
-use crate::train::checkpoint::BACKBONE_FOLDER;
 
 /// Heads and what belongs to them.
 pub(super) struct Trained {
@@ -61,7 +60,7 @@ impl Trained {
         let shape = HeadsShape { medusa_num_heads: asked, ..file.shape() };
         let folder = folder_of(&request.heads);
         let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
-        let tuned = Some(folder.join(BACKBONE_FOLDER)).filter(|tuned| tuned.is_dir());
+        let tuned = Some(folder.join(run_folder::BACKBONE)).filter(|tuned| tuned.is_dir());
         let base = base_of(request, &file);
         let recorded = match &request.backbone {
             Some(_) => request.backbone_name.clone(),
@@ -201,4 +200,12 @@ impl Trained {
     pub(super) fn served_by_id(&self) -> Option<String> {
         self.base_model.clone().filter(|_| self.tuned.is_none())
     }
+}
+
+/// The id on the Hub of the backbone that a run took from there, if heads in `folder` are the run's and name that backbone.
+fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
+    let text = std::fs::read(run_folder::above(folder)?.join(run_folder::PROVENANCE)).ok()?;
+    let id = provenance::backbone(&text)?.id;
+    let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));
+    is_it.then_some(id)
 }

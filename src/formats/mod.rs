@@ -4,8 +4,10 @@
 pub mod bench;
 pub mod calibration;
 mod error;
+pub mod heads_config;
 pub mod latency;
 pub mod metrics;
+pub mod provenance;
 pub mod run_folder;
 pub mod tree;
 

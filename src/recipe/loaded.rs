@@ -6,9 +6,9 @@ use tch::Device;
 
 use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
+use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::hub::{DataSplit, Hub, HubError, Observer, SnapshotOrigin, Wanted, id};
 use crate::train::plan::TrainPlan;
-use crate::train::provenance::{Snapshot, Source};
 
 impl Recipe {
     /// Reads a recipe and checks all that can be checked before work begins: keys, values, how they go together,
@@ -31,9 +31,9 @@ pub struct LoadedRecipe {
     /// The same with paths of this machine.
     local: Recipe,
     /// Of the backbone, if the Hub has it.
-    snapshot: Option<Snapshot>,
+    snapshot: Option<HubSnapshot>,
     /// Of what else the Hub has.
-    sources: Vec<Source>,
+    sources: Vec<HubSource>,
     file: PathBuf,
     /// As it was written, for errors that point at it.
     text: String,
@@ -134,12 +134,12 @@ impl LoadedRecipe {
     }
 }
 
-fn snapshot(SnapshotOrigin { id, commit }: SnapshotOrigin) -> Snapshot {
-    Snapshot { id, commit }
+fn snapshot(SnapshotOrigin { id, commit }: SnapshotOrigin) -> HubSnapshot {
+    HubSnapshot { id, commit }
 }
 
-fn source(key: &str, origin: SnapshotOrigin) -> Source {
-    Source { key: key.to_owned(), snapshot: snapshot(origin) }
+fn source(key: &str, origin: SnapshotOrigin) -> HubSource {
+    HubSource { key: key.to_owned(), snapshot: snapshot(origin) }
 }
 
 fn at(text: &LocatedToml<'_>, key: &'static str, error: HubError) -> RecipeError {

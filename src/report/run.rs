@@ -13,6 +13,7 @@ use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::bench::{self, BenchResult};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::Latency;
+use crate::formats::provenance;
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE};
 use crate::formats::tree::TreeFile;
 use crate::tree::sparse_tree::SparseTree;
@@ -47,7 +48,7 @@ impl Run {
         Ok(Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
-            provenance: provenance(&path.join(PROVENANCE))?,
+            provenance: entries_of_provenance(&path.join(PROVENANCE))?,
             metrics: Metrics::read(&path.join(METRICS))?,
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,
@@ -109,8 +110,8 @@ fn benches(path: &Path) -> Result<Vec<BenchResult>, ReportError> {
     results.map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
 }
 
-fn provenance(path: &Path) -> Result<Map<String, Value>, ReportError> {
+fn entries_of_provenance(path: &Path) -> Result<Map<String, Value>, ReportError> {
     let Some(text) = text(path)? else { return Ok(Map::new()) };
     let writer = "medusa-train";
-    serde_json::from_str(&text).map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
+    provenance::entries(text.as_bytes()).map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
 }

@@ -9,6 +9,8 @@ use tch::{Device, Kind};
 
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::{NewFolder, is_partial, remove_folder, write_json};
+use crate::formats::heads_config::HeadsFolderConfig;
+use crate::formats::run_folder;
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
 use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};
@@ -22,11 +24,6 @@ const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const STATE_FILE: &str = "state.json";
 /// The weights of a backbone that is trained as a whole: float32 masters.
 const BACKBONE_FILE: &str = "backbone.safetensors";
-/// In `final/`: that backbone as a Hugging Face folder.
-pub const BACKBONE_FOLDER: &str = "backbone";
-/// The folder of finished heads.
-pub const FINAL: &str = "final";
-
 /// What can go wrong with a run's folder.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
@@ -83,21 +80,6 @@ struct SavedState {
     optimizer_updates: i32,
 }
 
-/// `config.json` of `final/`, as TGI and the original code read it.
-#[derive(Debug, Clone, Serialize)]
-pub struct HeadsFolderConfig<'a> {
-    /// The backbone that these heads belong to.
-    pub base_model_name_or_path: &'a str,
-    /// K.
-    pub medusa_num_heads: usize,
-    /// ResBlocks a head.
-    pub medusa_num_layers: usize,
-    /// H.
-    pub hidden_size: i64,
-    /// V.
-    pub vocab_size: i64,
-}
-
 /// A run's checkpoints: heads, and what the plan trains of the backbone.
 #[derive(Debug, Clone, Copy)]
 pub struct Checkpoints<'r> {
@@ -113,7 +95,7 @@ impl<'r> Checkpoints<'r> {
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
     pub fn save_step(&self, state: &TrainState) -> Result<PathBuf, CheckpointError> {
-        let path = self.run().join(format!("step-{:06}", state.step));
+        let path = self.run().join(run_folder::step_folder(state.step));
         let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
         state.heads.save(folder.partial())?;
         match &self.plan.trained {
@@ -138,13 +120,13 @@ impl<'r> Checkpoints<'r> {
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
     pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
-        let path = self.run().join(FINAL);
+        let path = self.run().join(run_folder::FINAL);
         let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
         heads.save(folder.partial())?;
         match &self.plan.trained {
             BackboneTraining::Full => {
                 save_folder(
-                    &folder.partial().join(BACKBONE_FOLDER),
+                    &folder.partial().join(run_folder::BACKBONE),
                     self.backbone,
                     Path::new(&self.plan.backbone.path),
                 )?;
@@ -152,7 +134,7 @@ impl<'r> Checkpoints<'r> {
             BackboneTraining::Frozen | BackboneTraining::Lora { .. } => self.save_adapters(folder.partial())?,
         }
         let config = self.heads_config(heads);
-        write_json(&folder.partial().join("config.json"), &config).map_err(|e| io_error("write", &path, e))?;
+        config.save(folder.partial()).map_err(|e| io_error("write", &path, e))?;
         folder.commit().map_err(|e| io_error("write", &path, e))?;
         Ok(path)
     }
@@ -267,7 +249,7 @@ pub fn holds_only(run: &Path, name: &str) -> Result<bool, CheckpointError> {
 
 /// Checkpoints of a run by step, oldest first.
 fn steps(run: &Path) -> Result<Vec<(usize, PathBuf)>, CheckpointError> {
-    let step = |path: PathBuf| Some((file_name(&path)?.strip_prefix("step-")?.parse().ok()?, path));
+    let step = |path: PathBuf| Some((run_folder::step_of(file_name(&path)?)?, path));
     let mut steps: Vec<(usize, PathBuf)> = entries(run)?.into_iter().filter_map(step).collect();
     steps.sort();
     Ok(steps)

@@ -14,7 +14,7 @@ use tensorboard_rs::summary::scalar;
 use crate::draft::medusa::fused_loss::TOP;
 use crate::files::write_atomic;
 use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSplit};
-use crate::formats::run_folder::METRICS;
+use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
 
 /// What can go wrong while writing it down.
@@ -121,7 +121,7 @@ impl RunLog {
         let write_kept = |out: &mut BufWriter<File>| kept.iter().try_for_each(|(text, _)| out.write_all(text));
         write_atomic(&path, write_kept).map_err(error)?;
         let lines = OpenOptions::new().append(true).open(&path).map_err(error)?;
-        let mut events = EventFile::create(&run.join("tensorboard"))?;
+        let mut events = EventFile::create(&run.join(TENSORBOARD))?;
         kept.iter().try_for_each(|(_, line)| events.append(line))?;
         Ok(Self { path, lines, events })
     }

@@ -8,12 +8,12 @@ use tch::Device;
 use crate::data::DataConfig;
 use crate::draft::medusa::heads::HeadsConfig;
 use crate::draft::medusa::loss::LossConfig;
+use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::model::BackboneConfig;
 use crate::model::backward::Keep;
 use crate::model::lora::LoraConfig;
 use crate::torch::optim::AdamWConfig;
 use crate::train::TrainConfig;
-use crate::train::provenance::{Snapshot, Source};
 use crate::train::schedule::{HeadsCoefficient, ScheduleConfig};
 
 /// A resolved recipe: all that decides a run's numbers, and where it came from.
@@ -50,9 +50,9 @@ pub struct TrainPlan {
     /// The recipe with every default written out.
     pub resolved_recipe: String,
     /// Where the backbone came from, if the Hub has it.
-    pub snapshot: Option<Snapshot>,
+    pub snapshot: Option<HubSnapshot>,
     /// What else came from the Hub.
-    pub sources: Vec<Source>,
+    pub sources: Vec<HubSource>,
 }
 
 /// What of the backbone is trained with the heads.

@@ -1,66 +1,8 @@
-//! `provenance.json`: where a run's numbers come from, and what of it a resumed run must find again.
+//! What of a `provenance.json` a resumed run must find again.
 
-use std::path::PathBuf;
-
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A state of a repository of the Hugging Face Hub.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Snapshot {
-    /// `owner/name`.
-    pub id: String,
-    /// The commit's hash.
-    pub commit: String,
-}
-
-/// What a key of the recipe names on the Hub, besides the backbone.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Source {
-    /// `data.train`, `heads.init_from` and the like.
-    pub key: String,
-    /// Which state of it was taken.
-    #[serde(flatten)]
-    pub snapshot: Snapshot,
-}
-
-/// What is in `provenance.json`.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Provenance {
-    pub(super) program: String,
-    pub(super) git_revision: String,
-    pub(super) libtorch: String,
-    pub(super) device: String,
-    pub(super) threads: i32,
-    pub(super) command: Vec<String>,
-    pub(super) started: String,
-    /// Of a backbone from the Hub.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) backbone: Option<Snapshot>,
-    /// Data sets, heads and adapters from the Hub.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) sources: Vec<Source>,
-    /// Of a backbone: its config, and its weights where no commit says what they are.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) backbone_files: Vec<HashedFile>,
-    /// What heads and adapters begin with.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(super) init_from_files: Vec<HashedFile>,
-    /// Data files, and those that decide which tokens come of them.
-    pub(super) data: Vec<HashedFile>,
-    #[serde(default)]
-    pub(super) skip_bad_rows: bool,
-    /// What came of the rows to train and to validate on.
-    #[serde(default)]
-    pub(super) rows: Vec<Value>,
-}
-
-/// A file by its content; it may lie elsewhere another time.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct HashedFile {
-    pub(super) path: PathBuf,
-    pub(super) sha256: String,
-}
+use crate::formats::provenance::{HashedFile, Provenance};
 
 impl Provenance {
     /// What keeps a run that began as `self` from going on as `now`, for people. Files may have moved.

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 use tch::Kind;
 
 use crate::draft::medusa::heads::{Heads, HeadsConfig};
+use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::{adapters, peft};
@@ -52,7 +53,7 @@ impl TrainRun {
         tell: &mut dyn FnMut(RunEvent),
     ) -> Result<RunOutcome, TrainError> {
         let run = self.checked.plan.train.output_dir.as_path();
-        let finished = run.join(checkpoint::FINAL);
+        let finished = run.join(FINAL);
         check_output_dir(run, resume)?;
         let folder = RunFolder::new(&self.checked)?;
         tell(RunEvent::Hashing { bytes: folder.bytes_to_hash() });

@@ -13,6 +13,8 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{FolderLock, lock_folder, sha256, write_atomic};
+use crate::formats::provenance::{HashedFile, Provenance};
+use crate::formats::run_folder::{PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights;
 use crate::torch::{self, LIBTORCH_VERSION};
@@ -20,10 +22,6 @@ use crate::train::checked::CheckedRun;
 use crate::train::checkpoint;
 use crate::train::error::TrainError;
 use crate::train::plan::TrainPlan;
-use crate::train::provenance::{HashedFile, Provenance};
-
-const RECIPE: &str = "recipe.toml";
-const PROVENANCE: &str = "provenance.json";
 
 /// A run's folder, and what it must say.
 #[derive(Debug)]
@@ -112,7 +110,7 @@ impl<'r> RunFolder<'r> {
             write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|source| TrainError::Io { path, source })
         };
         checkpoint::remove_partial(run)?;
-        write(PROVENANCE, &(serde_json::to_string_pretty(provenance).expect("plain data") + "\n"))?;
+        write(PROVENANCE, &provenance.to_json())?;
         // Last: a folder with a recipe.toml has everything that a resumed run checks.
         write(RECIPE, &self.plan.resolved_recipe)
     }
@@ -124,7 +122,7 @@ impl<'r> RunFolder<'r> {
         if let Some(difference) = difference(&read(RECIPE)?, &self.plan.resolved_recipe) {
             return Err(format!("holds another run: {difference}; use that recipe, or another folder"));
         }
-        let before: Provenance = serde_json::from_str(&read(PROVENANCE)?)
+        let before = Provenance::parse(&read(PROVENANCE)?)
             .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
         before.difference(now).map_or(Ok(()), Err)
     }

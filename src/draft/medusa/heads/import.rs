@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{HeadPart, HeadTensor, HeadsLayout, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
 use crate::files::{self, sha256, sha256_of_all};
+use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
 
 /// The file of heads as FasterDecoding, TGI, LoRAX and TensorRT-LLM look for it.
@@ -31,16 +31,9 @@ pub struct HeadsFile {
     names: BTreeMap<HeadTensor, String>,
     shape: HeadsShape,
     kind: Kind,
-    config: Option<Config>,
+    config: Option<PublishedHeadsConfig>,
     /// The one lm_head of all heads, where the file has it.
     lm_head: Option<String>,
-}
-
-/// `config.json` beside the file.
-#[derive(Debug)]
-struct Config {
-    path: PathBuf,
-    value: Value,
 }
 
 /// What a reader should know of a file that is read all the same.
@@ -107,7 +100,7 @@ impl HeadsFile {
     pub fn open(path: &Path) -> Result<Self, HeadsError> {
         let path = locate(path)?;
         let tensors = WeightFiles::open_file(&path)?;
-        let config = Config::beside(&path)?;
+        let config = config_beside(&path)?;
         let names: Vec<String> = tensors.names().into_iter().map(str::to_owned).collect();
         let layout = layout_of(&names).ok_or_else(|| no_heads(&path, &names))?;
         let places = places(layout, &names, &path)?;
@@ -150,7 +143,7 @@ impl HeadsFile {
 
     /// The backbone that config.json names.
     pub fn base(&self) -> Option<&str> {
-        self.config.as_ref()?.value["base_model_name_or_path"].as_str()
+        self.config.as_ref()?.base()
     }
 
     /// Checks that heads fit a backbone of `[V, H]` and that every tensor is there; reads headers alone.
@@ -280,7 +273,11 @@ impl HeadsFile {
                 (&["medusa_num_heads", "num_heads", "num_medusa_heads"][..], self.shape.medusa_num_heads),
                 (&[layers, "num_medusa_layers"], self.shape.medusa_num_layers),
             ];
-            notices.extend(keys.into_iter().filter_map(|(keys, holds)| config.count(keys, holds)));
+            let differs = |(keys, holds): (&[&str], usize)| {
+                let (key, says) = config.count(keys).filter(|(_, says)| *says != holds as u64)?;
+                Some(Notice::Count { path: config.path.clone(), key, says, holds })
+            };
+            notices.extend(keys.into_iter().filter_map(differs));
         }
         let path = self.path.clone();
         match (self.has_biases(), self.says("medusa_fc_bias")) {
@@ -333,7 +330,7 @@ impl HeadsFile {
                 "all of it: tokens outside have no weights here; export the heads untruncated",
             );
         }
-        let scale = self.config.as_ref().and_then(|config| config.value["logit_scale"].as_f64()).unwrap_or(1.0);
+        let scale = self.config.as_ref().and_then(|config| config.logit_scale()).unwrap_or(1.0);
         if scale.total_cmp(&1.0).is_ne() {
             return refuse("logit_scale", scale.to_string(), "1.0: these heads were trained for scaled logits");
         }
@@ -410,7 +407,7 @@ impl HeadsFile {
 
     /// A truth value of config.json, false where it has no such key; `None` without a config.json.
     fn says(&self, key: &str) -> Option<bool> {
-        self.config.as_ref().map(|config| config.value[key].as_bool().unwrap_or(false))
+        self.config.as_ref().map(|config| config.says(key))
     }
 
     /// 1-based heads whose later ResBlocks are the first one. Blocks of zeros, as training starts with, are no sign of that.
@@ -439,25 +436,14 @@ impl HeadsFile {
     }
 }
 
-impl Config {
-    fn beside(file: &Path) -> Result<Option<Self>, HeadsError> {
-        let path = file.with_file_name("config.json");
-        if !path.is_file() {
-            return Ok(None);
-        }
-        let text = std::fs::read(&path).map_err(|source| WeightsError::Io { path: path.clone(), source })?;
-        let value =
-            serde_json::from_slice(&text).map_err(|source| HeadsError::Config { path: path.clone(), source })?;
-        Ok(Some(Self { path, value }))
+fn config_beside(file: &Path) -> Result<Option<PublishedHeadsConfig>, HeadsError> {
+    let path = PublishedHeadsConfig::path_beside(file);
+    if !path.is_file() {
+        return Ok(None);
     }
-
-    /// The first of `keys` that is there, at the top or under ModelOpt's `medusa`, if it says another number.
-    fn count(&self, keys: &[&str], holds: usize) -> Option<Notice> {
-        let at = |key: &&str| Some(((*key).to_owned(), self.value[*key].as_u64()?));
-        let under = |key: &&str| Some((format!("medusa.{key}"), self.value["medusa"][*key].as_u64()?));
-        let (key, says) = keys.iter().find_map(at).or_else(|| keys.iter().find_map(under))?;
-        (says != holds as u64).then(|| Notice::Count { path: self.path.clone(), key, says, holds })
-    }
+    let text = std::fs::read(&path).map_err(|source| WeightsError::Io { path: path.clone(), source })?;
+    let config = PublishedHeadsConfig::parse(path.clone(), &text);
+    config.map(Some).map_err(|source| HeadsError::Config { path, source })
 }
 
 /// The folder of heads that are given as a folder, or as a file in it: what was trained with them lies there.

@@ -1,0 +1,81 @@
+//! `config.json` beside heads: the one of a run's `final/`, and what is read of any that trainers and servers write.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::files::write_json;
+
+const CONFIG: &str = "config.json";
+
+/// `config.json` of `final/`, as TGI and the original code read it.
+#[derive(Debug, Clone, Serialize)]
+pub struct HeadsFolderConfig<'a> {
+    /// The backbone that these heads belong to.
+    pub base_model_name_or_path: &'a str,
+    /// K.
+    pub medusa_num_heads: usize,
+    /// ResBlocks a head.
+    pub medusa_num_layers: usize,
+    /// H.
+    pub hidden_size: i64,
+    /// V.
+    pub vocab_size: i64,
+}
+
+impl HeadsFolderConfig<'_> {
+    /// Writes it into a folder that gets its name later.
+    ///
+    /// # Errors
+    /// The disk's words.
+    pub fn save(&self, folder: &Path) -> io::Result<()> {
+        write_json(&folder.join(CONFIG), self)
+    }
+}
+
+/// Whatever config.json lies beside a file of heads. A key of another type is as good as absent.
+#[derive(Debug)]
+pub struct PublishedHeadsConfig {
+    /// The file.
+    pub path: PathBuf,
+    value: Value,
+}
+
+impl PublishedHeadsConfig {
+    /// Where it would lie.
+    pub fn path_beside(heads: &Path) -> PathBuf {
+        heads.with_file_name(CONFIG)
+    }
+
+    /// Of the file's text.
+    ///
+    /// # Errors
+    /// Where it is no JSON.
+    pub fn parse(path: PathBuf, text: &[u8]) -> Result<Self, serde_json::Error> {
+        serde_json::from_slice(text).map(|value| Self { path, value })
+    }
+
+    /// The backbone that it names.
+    pub fn base(&self) -> Option<&str> {
+        self.value["base_model_name_or_path"].as_str()
+    }
+
+    /// vLLM's factor of all logits.
+    pub fn logit_scale(&self) -> Option<f64> {
+        self.value["logit_scale"].as_f64()
+    }
+
+    /// A truth value; false where there is no such key.
+    pub fn says(&self, key: &str) -> bool {
+        self.value[key].as_bool().unwrap_or(false)
+    }
+
+    /// The first of `keys` that is there, at the top or under ModelOpt's `medusa`, and its number.
+    pub fn count(&self, keys: &[&str]) -> Option<(String, u64)> {
+        let at = |key: &&str| Some(((*key).to_owned(), self.value[*key].as_u64()?));
+        let under = |key: &&str| Some((format!("medusa.{key}"), self.value["medusa"][*key].as_u64()?));
+        keys.iter().find_map(at).or_else(|| keys.iter().find_map(under))
+    }
+}
