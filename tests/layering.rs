@@ -33,7 +33,6 @@ const NAMES_LEFT: &[&str] = &[
     "HeadAccuracy",
     "Part",
     "Pass",
-    "Place",
     "Provenance",
     "Reader",
     "Request",

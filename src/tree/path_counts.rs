@@ -33,7 +33,7 @@ struct Seen {
 
 /// A path in [`PathCounts`], and its probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Place {
+pub struct PathNode {
     /// The probability that it is right.
     pub probability: f64,
     /// Guesses in it.
@@ -106,12 +106,12 @@ impl PathCounts {
     }
 
     /// The empty path, which is always right.
-    pub fn root(&self) -> Place {
-        Place { probability: 1.0, depth: 0, at: Some(0) }
+    pub fn root(&self) -> PathNode {
+        PathNode { probability: 1.0, depth: 0, at: Some(0) }
     }
 
     /// The next head's guesses behind a path, best guess first.
-    pub fn children(&self, parent: Place) -> impl Iterator<Item = Place> + '_ {
+    pub fn children(&self, parent: PathNode) -> impl Iterator<Item = PathNode> + '_ {
         let of_parent = parent.at.map(|at| &self.seen[at]);
         let parent_count = of_parent.map_or(0.0, |seen| seen.count);
         let general = self.general(parent.depth);
@@ -119,7 +119,7 @@ impl PathCounts {
             let at = of_parent.and_then(|seen| seen.children.get(guess).copied()).filter(|&at| at != 0);
             let count = at.map_or(0.0, |at| self.seen[at].count);
             let probability = parent.probability * smoothed(count, parent_count, general);
-            Place { probability, depth: parent.depth + 1, at }
+            PathNode { probability, depth: parent.depth + 1, at }
         })
     }
 
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
     use crate::tree::replay::strategy::runs;
 
-    fn at(counts: &PathCounts, path: &[usize]) -> Place {
+    fn at(counts: &PathCounts, path: &[usize]) -> PathNode {
         path.iter().fold(counts.root(), |place, &guess| counts.children(place).nth(guess).unwrap())
     }
 
@@ -181,7 +181,7 @@ mod tests {
             runs.iter().flatten().for_each(|right| counts.add(right));
             let mut places = vec![counts.root()];
             while let Some(parent) = places.pop() {
-                let children: Vec<Place> = counts.children(parent).collect();
+                let children: Vec<PathNode> = counts.children(parent).collect();
                 prop_assert!(children.iter().all(|child| child.probability <= parent.probability));
                 prop_assert!(children.iter().map(|child| child.probability).sum::<f64>() <= parent.probability + 1e-12);
                 places.extend(children);

@@ -6,7 +6,7 @@
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 
-use super::path_counts::{PathCounts, Place};
+use super::path_counts::{PathCounts, PathNode};
 use super::replay::{Replay, starts};
 use super::sparse_tree::{MAX_NODES, SparseTree, TreeError};
 use crate::formats::calibration::RankTrace;
@@ -64,7 +64,7 @@ pub struct SearchedTree {
 #[derive(Debug, PartialEq)]
 struct Candidate {
     path: Vec<usize>,
-    place: Place,
+    place: PathNode,
 }
 
 impl Eq for Candidate {}
@@ -153,7 +153,7 @@ pub fn expected_tokens_per_step(tree: &SparseTree, counts: &PathCounts) -> f64 {
 
 /// How probable it is that each node is right, the root, which always is, first. 0 for guesses without an accuracy.
 pub fn node_probabilities(tree: &SparseTree, counts: &PathCounts) -> Vec<f64> {
-    let mut places: Vec<Option<Place>> = vec![Some(counts.root())];
+    let mut places: Vec<Option<PathNode>> = vec![Some(counts.root())];
     for node in 1..tree.len() {
         let parent = tree.parent(node).and_then(|parent| places[parent]);
         places.push(parent.zip(tree.child_index(node)).and_then(|(parent, guess)| counts.children(parent).nth(guess)));
@@ -204,7 +204,7 @@ mod tests {
             all.extend(level.clone());
         }
         let all = &all[1..];
-        let place = |at: Place, &guess: &usize| counts.children(at).nth(guess).unwrap();
+        let place = |at: PathNode, &guess: &usize| counts.children(at).nth(guess).unwrap();
         let probability = |path: &Vec<usize>| path.iter().fold(counts.root(), place).probability;
         let probabilities: Vec<f64> = all.iter().map(probability).collect();
         let subsets = (0u32..1 << all.len()).filter(|bits| bits.count_ones() as usize == nodes);

@@ -17,12 +17,14 @@ use crate::model::lora::Adapters;
 use crate::model::weights::{WeightsError, save};
 use crate::tree::sparse_tree::SparseTree;
 
+mod error;
 mod guesses;
 pub mod import;
 pub mod layout;
 
+pub use error::HeadsError;
 use import::HeadsFile;
-use layout::{HeadPart, HeadTensor, HeadsLayout};
+pub use layout::{HEADS_FILE, HeadsShape};
 
 /// `[heads]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,86 +42,6 @@ pub struct HeadsConfig {
     pub shared_lm_head: bool,
 }
 
-/// The file of trained heads in a checkpoint or `final/`.
-pub const HEADS_FILE: &str = "heads.safetensors";
-
-/// What makes heads unusable.
-#[derive(Debug, thiserror::Error)]
-pub enum HeadsError {
-    /// The file.
-    #[error(transparent)]
-    Weights(#[from] WeightsError),
-    /// A folder without heads.
-    #[error(
-        "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, or \
-         model.safetensors with heads in it", folder.display()
-    )]
-    NoFile {
-        /// The folder.
-        folder: PathBuf,
-    },
-    /// `config.json` beside the heads is no JSON.
-    #[error("{}: {source}", path.display())]
-    Config {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-    /// Heads that compute what this program does not.
-    #[error("{}: {key} is {got}; expected {expected}", path.display())]
-    Unsupported {
-        /// The file.
-        path: PathBuf,
-        /// What says so.
-        key: String,
-        /// What stands there.
-        got: String,
-        /// What would be accepted.
-        expected: &'static str,
-    },
-    /// vLLM's file of heads that share an lm_head, which is another backbone's.
-    #[error("{}: tensor {name:?} is not the backbone's lm_head; were these heads trained for this backbone?", path.display())]
-    OtherLmHead {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-    },
-    /// vLLM's lm_head of all heads, of no shape that one has.
-    #[error("{}: tensor {name:?}: expected [vocabulary, {hidden}], got {got:?}; the file is damaged: export the heads again", path.display())]
-    LmHeadShape {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// H of the heads.
-        hidden: i64,
-        /// In the file.
-        got: Vec<i64>,
-    },
-    /// A tensor whose name is not of the layout.
-    #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM or ModelOpt", path.display())]
-    Layout {
-        /// The file.
-        path: PathBuf,
-        /// The name.
-        name: String,
-    },
-    /// Heads of another shape than they are used for.
-    #[error("{}: {what}: expected {expected}, got {got}; were these heads trained for this backbone?", path.display())]
-    Mismatch {
-        /// The file.
-        path: PathBuf,
-        /// What differs.
-        what: &'static str,
-        /// What the backbone or recipe has.
-        expected: i64,
-        /// What the file has.
-        got: i64,
-    },
-}
-
 /// All heads of a backbone.
 #[derive(Debug)]
 pub struct Heads {
@@ -135,54 +57,6 @@ pub struct Head {
     blocks: Vec<Linear>,
     /// W2, `[V, H]`; absent = the backbone's lm_head.
     w2: Option<Linear>,
-}
-
-/// The shape of a set of heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct HeadsShape {
-    /// K.
-    pub medusa_num_heads: usize,
-    /// ResBlocks a head.
-    pub medusa_num_layers: usize,
-    /// H.
-    pub hidden_size: i64,
-    /// V; 0 where the heads go through the backbone's lm_head.
-    pub vocab_size: i64,
-}
-
-impl HeadsShape {
-    /// Before anything is counted.
-    const NONE: Self = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
-
-    /// Every tensor's place, in the order of heads, then layers.
-    pub fn places(&self) -> Vec<HeadTensor> {
-        let n = self.medusa_num_layers;
-        let of_head = |head: usize| {
-            let blocks =
-                (0..n).flat_map(move |layer| [HeadPart::W1, HeadPart::B1].map(|part| HeadTensor { head, layer, part }));
-            blocks.chain((self.vocab_size > 0).then_some(HeadTensor { head, layer: n, part: HeadPart::W2 }))
-        };
-        (0..self.medusa_num_heads).flat_map(of_head).collect()
-    }
-
-    /// The shape of the tensor at a place.
-    pub fn size(&self, place: HeadTensor) -> Vec<i64> {
-        match place.part {
-            HeadPart::W1 => vec![self.hidden_size; 2],
-            HeadPart::B1 => vec![self.hidden_size],
-            HeadPart::W2 => vec![self.vocab_size, self.hidden_size],
-        }
-    }
-
-    /// Names and shapes of all tensors in `heads.safetensors`, in the order of heads, then layers.
-    pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
-        HeadsLayout::Heads.tensors(self)
-    }
-
-    /// Number of weights.
-    pub fn parameters(&self) -> i64 {
-        self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
-    }
 }
 
 impl Heads {
@@ -224,7 +98,7 @@ impl Heads {
         file.check([vocab, hidden])?;
         // For decoding it may be packed away; heads then go through it unasked, and what they guess is verified.
         backbone.lm_head_weight().map_or(Ok(()), |own_vh| file.compare_lm_head(own_vh))?;
-        file.heads(vocab, backbone.kind(), backbone.device())
+        Self::of(&file, vocab, backbone.kind(), backbone.device())
     }
 
     /// As [`Heads::load`], for a backbone of `[V, H]`, in `kind` on `device`.
@@ -234,7 +108,7 @@ impl Heads {
     pub fn load_for(path: &Path, size: [i64; 2], kind: Kind, device: Device) -> Result<Self, HeadsError> {
         let file = HeadsFile::open(path)?;
         file.check(size)?;
-        file.heads(size[0], kind, device)
+        Self::of(&file, size[0], kind, device)
     }
 
     /// The shape of the heads in a folder or file, checked as [`Heads::load_for`] would; no data are read.
@@ -245,6 +119,13 @@ impl Heads {
         let file = HeadsFile::open(path)?;
         file.check(size)?;
         Ok(file.shape())
+    }
+
+    /// All heads of a file, in `kind` on `device`, for a backbone of `vocab_size`.
+    fn of(file: &HeadsFile, vocab_size: i64, kind: Kind, device: Device) -> Result<Self, HeadsError> {
+        let read = |place| Ok(file.tensor(place, kind)?.to_device(device));
+        let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
+        Ok(Self::from_tensors(file.shape(), tensors, vocab_size))
     }
 
     /// Heads of `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use tch::{Device, Kind, Tensor};
 
-use super::layout::{HeadPart, HeadTensor, HeadsLayout, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
-use super::{HEADS_FILE, Heads, HeadsError, HeadsShape};
+use super::error::HeadsError;
+use super::layout::{HEADS_FILE, HeadPart, HeadTensor, HeadsLayout, HeadsShape, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use crate::files::{self, sha256, sha256_of_all};
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
@@ -213,16 +213,6 @@ impl HeadsFile {
                 numel.unsigned_abs() * kind.elt_size_in_bytes() as u64;
         }
         Ok(bytes)
-    }
-
-    /// All heads, in `kind` on `device`, for a backbone of `vocab_size`.
-    ///
-    /// # Errors
-    /// As [`HeadsFile::tensor`].
-    pub fn heads(&self, vocab_size: i64, kind: Kind, device: Device) -> Result<Heads, HeadsError> {
-        let read = |place| Ok(self.tensor(place, kind)?.to_device(device));
-        let tensors = self.shape.places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
-        Ok(Heads::from_tensors(self.shape, tensors, vocab_size))
     }
 
     /// The lm_head that a file of vLLM's has for all heads, `[V, H]`, in its own dtype: the backbone's, by its meaning.

@@ -1,9 +1,60 @@
 //! The names that programs give the tensors of heads: one table, read by import and export alike.
 
-use super::HeadsShape;
+use serde::Serialize;
+
+/// The file of trained heads in a checkpoint or `final/`.
+pub const HEADS_FILE: &str = "heads.safetensors";
+
+/// The shape of a set of heads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct HeadsShape {
+    /// K.
+    pub medusa_num_heads: usize,
+    /// ResBlocks a head.
+    pub medusa_num_layers: usize,
+    /// H.
+    pub hidden_size: i64,
+    /// V; 0 where the heads go through the backbone's lm_head.
+    pub vocab_size: i64,
+}
+
+impl HeadsShape {
+    /// Before anything is counted.
+    pub(super) const NONE: Self = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
+
+    /// Every tensor's place, in the order of heads, then layers.
+    pub fn places(&self) -> Vec<HeadTensor> {
+        let n = self.medusa_num_layers;
+        let of_head = |head: usize| {
+            let blocks =
+                (0..n).flat_map(move |layer| [HeadPart::W1, HeadPart::B1].map(|part| HeadTensor { head, layer, part }));
+            blocks.chain((self.vocab_size > 0).then_some(HeadTensor { head, layer: n, part: HeadPart::W2 }))
+        };
+        (0..self.medusa_num_heads).flat_map(of_head).collect()
+    }
+
+    /// The shape of the tensor at a place.
+    pub fn size(&self, place: HeadTensor) -> Vec<i64> {
+        match place.part {
+            HeadPart::W1 => vec![self.hidden_size; 2],
+            HeadPart::B1 => vec![self.hidden_size],
+            HeadPart::W2 => vec![self.vocab_size, self.hidden_size],
+        }
+    }
+
+    /// Names and shapes of all tensors in `heads.safetensors`, in the order of heads, then layers.
+    pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
+        HeadsLayout::Heads.tensors(self)
+    }
+
+    /// Number of weights.
+    pub fn parameters(&self) -> i64 {
+        self.tensors().iter().map(|(_, shape)| shape.iter().product::<i64>()).sum()
+    }
+}
 
 /// A layout of names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HeadsLayout {
     /// Files of heads alone: ours, FasterDecoding v0.1, TGI, LoRAX, TensorRT-LLM; without W2 also what `train_legacy.py` of
