@@ -3,11 +3,10 @@
 //! `cargo bench --bench decoding`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use medusa::engine::{self, RowTokens};
 use medusa::model::attention::NewTokens;
 use medusa::model::config::{LlamaConfig, RopeScaling};
-use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
-use medusa::model::lora::Adapters;
 use medusa::tree::search;
 use tch::{Device, Kind, Tensor};
 
@@ -37,10 +36,12 @@ fn backbone() -> Llama {
 
 fn passes(criterion: &mut Criterion) {
     let backbone = backbone();
-    let mut cache = KvCache::new(&backbone.config, Kind::Float, Device::Cpu);
+    let mut engine = engine::fastest(&backbone);
+    let row = engine.cache_mut().push();
     let prompt = NewTokens::chain(128, &backbone.config, Kind::Float, Device::Cpu);
-    let _ = tch::no_grad(|| backbone.extend(&Tensor::arange(128, (Kind::Int64, Device::Cpu)), &prompt, &mut cache));
-    cache.commit(128);
+    let tokens_n = Tensor::arange(128, (Kind::Int64, Device::Cpu));
+    let _ = tch::no_grad(|| engine.extend(&tokens_n, &[RowTokens { row, nodes: &prompt }]));
+    engine.cache_mut().commit(row, 128);
     let mut group = criterion.benchmark_group("forward");
     for n in [1i64, 4, 8, 16, 32, 64] {
         let offsets: Vec<i64> = (0..n).map(|node| node.min(1)).collect();
@@ -50,7 +51,8 @@ fn passes(criterion: &mut Criterion) {
         group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
             b.iter(|| {
                 tch::no_grad(|| {
-                    backbone.logits(&backbone.extend(&tokens_n, &new, &mut cache), Adapters::Off).double_value(&[0, 0])
+                    let hidden_nh = engine.extend(&tokens_n, &[RowTokens { row, nodes: &new }]);
+                    engine.logits(&hidden_nh).double_value(&[0, 0])
                 })
             });
         });

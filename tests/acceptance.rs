@@ -3,14 +3,16 @@
 
 use std::ops::ControlFlow;
 
-use medusa::decode::generate::{self, Medusa, Request};
+use medusa::decode::generate;
+use medusa::decode::sequence::Request;
+use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
-use medusa::engine::sample::Sampling;
+use medusa::engine::sample::{Sampling, Stream};
 use medusa::model::attention::RowMask;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::lora::Adapters;
-use medusa::numbers::{NonNegative, Positive, Probability};
+use medusa::numbers::{NonNegative, Probability};
 use medusa::tree::accept::{self, Acceptance};
 use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
@@ -245,15 +247,18 @@ fn deciding_at_nodes_is_lossless_and_along_candidates_it_is_not() {
 #[test]
 fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
     let (llama, heads, tree) = (backbone(), heads(), tree());
-    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Rejection).expect("they fit");
+    let drafter = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");
     for temperature in [0.7, 1.0] {
         let sampling =
             Sampling { temperature: NonNegative::new(temperature).expect("at least 0"), top_p: Probability::ONE };
         let (mut counts, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0);
         for seed in 0..2000 {
             let request =
-                Request { prompt: &PROMPT, max_new_tokens: TOKENS, sampling, repetition_penalty: Positive::ONE, seed };
-            let run = generate::medusa(&llama, &medusa, &request, &mut |_| ControlFlow::Continue(())).expect("decodes");
+                Request { sampling, stream: Stream { seed, ..Stream::default() }, ..Request::greedy(&PROMPT, TOKENS) };
+            let run = generate::drafted(&llama, drafter.clone(), Acceptance::Rejection, &request, &mut |_| {
+                ControlFlow::Continue(())
+            })
+            .expect("decodes");
             counts[number(&run.new_ids)] += 1;
             steps += run.accept_lengths.len();
         }

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
+use medusa::engine::{self, RowTokens};
 use medusa::files::write_atomic;
 use medusa::model::attention::{NewTokens, RowMask};
 use medusa::model::config::LlamaConfig;
-use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
@@ -140,7 +140,8 @@ fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
 /// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each a chain or the same as a tree.
 fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
     let kind = llama.kind();
-    let mut cache = KvCache::new(&llama.config, kind, Device::Cpu);
+    let mut engine = engine::fastest(llama);
+    let row = engine.cache_mut().push();
     let mut parts = Vec::new();
     for ids in ids_t.split(chunk, 0) {
         let n = ids.size()[0];
@@ -149,10 +150,10 @@ fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool
             false => NewTokens::chain(n, &llama.config, kind, Device::Cpu),
             true => NewTokens::pattern(&offsets, |query, key| key <= query, &llama.config, kind, Device::Cpu),
         };
-        parts.push(llama.extend(&ids, &new, &mut cache));
-        cache.commit(n);
+        parts.push(engine.extend(&ids, &[RowTokens { row, nodes: &new }]));
+        engine.cache_mut().commit(row, n);
     }
-    assert_eq!(cache.len(), ids_t.size()[0]);
+    assert_eq!(engine.cache().len(row), ids_t.size()[0]);
     Tensor::cat(&parts, 0)
 }
 
@@ -221,8 +222,7 @@ fn half_precision_is_near() {
             for purpose in [Purpose::Training, Purpose::Decoding] {
                 let llama = load(folder.path(), kind, purpose);
                 let (_, logits) = over_the_row(&llama, &fixture.input_ids());
-                // The CPU's own kernels give logits as they sum them.
-                assert_eq!(logits.kind(), if llama.has_own_kernels() { Kind::Float } else { kind });
+                assert_eq!(logits.kind(), kind);
                 let what = format!("{name}: logits in {kind:?}, for {purpose:?}");
                 assert_near(&what, &logits, &fixture.reference("logits"), tolerance, &fixture.origin());
             }
@@ -306,15 +306,16 @@ mod shared {
 
     /// The prompt, then one token at a time.
     fn greedy(llama: &Llama, prompt: &[i64], count: usize) -> Vec<i64> {
-        let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+        let mut engine = engine::fastest(llama);
+        let row = engine.cache_mut().push();
         let mut next = prompt.to_vec();
         let mut ids = Vec::new();
         while ids.len() < count {
             let n = i64::try_from(next.len()).expect("a number in range");
             let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
-            let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
-            cache.commit(n);
-            let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).argmax(-1, false).int64_value(&[0]);
+            let hidden_nh = engine.extend(&Tensor::from_slice(&next), &[RowTokens { row, nodes: &new }]);
+            engine.cache_mut().commit(row, n);
+            let id = engine.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
             ids.push(id);
             next = vec![id];
         }

@@ -3,13 +3,21 @@
 
 use std::ops::ControlFlow;
 
-use medusa::decode::device::DeviceSession;
-use medusa::decode::generate::{self, FinishReason, Generation, Medusa, Request};
-use medusa::decode::session::Session;
+use medusa::decode::DecodeLoop;
+use medusa::decode::device::DeviceLoop;
+use medusa::decode::error::DecodeError;
+use medusa::decode::generate;
+use medusa::decode::host_loop::HostLoop;
+use medusa::decode::sequence::{FinishReason, Generation, Request};
+use medusa::decode::step::Drafting;
+use medusa::draft::Drafter;
+use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::engine::cpu::CpuEngine;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::plan::Shape;
-use medusa::engine::sample::Sampling;
+use medusa::engine::fastest;
+use medusa::engine::sample::{Sampling, Stream};
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -77,11 +85,24 @@ fn request(prompt: &[i64], max_new_tokens: usize) -> Request<'_> {
 fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, seed: u64) -> Request<'_> {
     let temperature = NonNegative::new(temperature).expect("at least 0");
     let top_p = Probability::new(if seed.is_multiple_of(2) { 1.0 } else { 0.9 }).expect("above 0");
-    Request { sampling: Sampling { temperature, top_p }, seed, ..Request::greedy(prompt, max_new_tokens) }
+    Request {
+        sampling: Sampling { temperature, top_p },
+        stream: Stream { seed, ..Stream::default() },
+        ..Request::greedy(prompt, max_new_tokens)
+    }
 }
 
 fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
     |_| ControlFlow::Continue(())
+}
+
+/// On the host, with heads: the oracle.
+fn with_heads(
+    llama: &Llama,
+    (drafter, acceptance): (&MedusaDrafter, Acceptance),
+    request: &Request,
+) -> Result<Generation, DecodeError> {
+    generate::drafted(llama, drafter.clone(), acceptance, request, &mut go_on())
 }
 
 /// All but the times.
@@ -89,7 +110,7 @@ fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
 fn assert_same(got: &Generation, expected: &Generation, of: &str) {
     assert_eq!(got.new_ids, expected.new_ids, "{of}");
     assert_eq!(got.accept_lengths, expected.accept_lengths, "{of}");
-    assert_eq!((got.finish_reason, got.eos), (expected.finish_reason, expected.eos), "{of}");
+    assert_eq!((got.finish_reason, &got.end), (expected.finish_reason, &expected.end), "{of}");
 }
 
 fn trees() -> [SparseTree; 4] {
@@ -121,17 +142,21 @@ fn texts_are_those_of_the_loop_on_libtorch() {
         let length = if world % 4 == 0 { rng.random_range(50..64) } else { rng.random_range(1..12) };
         let prompt: Vec<i64> = (0..length).map(|_| rng.random_range(0..VOCABULARY)).collect();
         let request = sampled(&prompt, rng.random_range(0..40), temperature, world);
-        let medusa = Medusa::new(&llama, &heads, tree, acceptance).expect("they fit");
-        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let medusa = (&MedusaDrafter::new(&llama, &heads, tree).expect("they fit"), acceptance);
+        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
         let of = format!("world {world}, {acceptance:?}, temperature {temperature}, {} nodes", tree.len());
 
         let slow = generate::plain(&llama, &request, &mut go_on()).expect("a text");
-        assert_same(&engine.plain(&request, &mut go_on()).expect("a text"), &slow, &of);
-        let mut alone = DeviceSession::new(&llama, None, Ops::Oracle).expect("it can decode this");
-        assert_same(&alone.plain(&request, &mut go_on()).expect("a text"), &slow, &format!("{of}, without heads"));
-        let slow = generate::medusa(&llama, &medusa, &request, &mut go_on()).expect("a text");
+        assert_same(&engine.decode(Drafting::Off, &request, &mut go_on()).expect("a text"), &slow, &of);
+        let mut alone = DeviceLoop::new(&llama, None, Ops::Oracle).expect("it can decode this");
+        assert_same(
+            &alone.decode(Drafting::Off, &request, &mut go_on()).expect("a text"),
+            &slow,
+            &format!("{of}, without heads"),
+        );
+        let slow = with_heads(&llama, medusa, &request).expect("a text");
         let mut told = vec![];
-        let fast = engine.medusa(&request, &mut |ids: &[i64]| {
+        let fast = engine.decode(Drafting::On, &request, &mut |ids: &[i64]| {
             told.extend_from_slice(ids);
             ControlFlow::Continue(())
         });
@@ -168,15 +193,15 @@ fn every_family_and_the_trained_backbone_decode_as_on_libtorch() {
     for (name, llama) in &all {
         let heads = heads(llama, 3, 1, false, 3);
         for tree in &trees() {
-            let medusa = Medusa::new(llama, &heads, tree, Acceptance::Greedy).expect("they fit");
-            let mut engine = DeviceSession::new(llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+            let medusa = (&MedusaDrafter::new(llama, &heads, tree).expect("they fit"), Acceptance::Greedy);
+            let mut engine = DeviceLoop::new(llama, Some(medusa), Ops::Oracle).expect("it can decode this");
             for prompt in [&[1, 5, 9, 4, 7, 30, 22, 11, 3][..], &[2]] {
                 let of = format!("{name}, {} nodes, {} prompt tokens", tree.len(), prompt.len());
                 let request = request(prompt, 24);
                 let slow = generate::plain(llama, &request, &mut go_on()).expect("a text");
-                assert_same(&engine.plain(&request, &mut go_on()).expect("a text"), &slow, &of);
-                let expected = generate::medusa(llama, &medusa, &request, &mut go_on()).expect("a text");
-                let fast = engine.medusa(&request, &mut go_on()).expect("a text");
+                assert_same(&engine.decode(Drafting::Off, &request, &mut go_on()).expect("a text"), &slow, &of);
+                let expected = with_heads(llama, medusa, &request).expect("a text");
+                let fast = engine.decode(Drafting::On, &request, &mut go_on()).expect("a text");
                 assert_same(&fast, &expected, &of);
                 assert_eq!(fast.new_ids, slow.new_ids, "{of}");
             }
@@ -189,14 +214,18 @@ fn prompts_of_any_length_are_run_in_pieces() {
     let llama = backbone(config(2, None, 600), 5);
     let heads = heads(&llama, 3, 1, false, 6);
     let tree = &trees()[2];
-    let medusa = Medusa::new(&llama, &heads, tree, Acceptance::Greedy).expect("they fit");
-    let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+    let medusa = (&MedusaDrafter::new(&llama, &heads, tree).expect("they fit"), Acceptance::Greedy);
+    let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
     for length in [1, 2, 8, 9, 10, 33, 34, 128, 129, 130, 257, 385, 500] {
         let prompt: Vec<i64> = (0..length).map(|at| (at * at + length) % VOCABULARY).collect();
         let request = request(&prompt, 12);
-        let expected = generate::medusa(&llama, &medusa, &request, &mut go_on()).expect("a text");
+        let expected = with_heads(&llama, medusa, &request).expect("a text");
         engine.reset();
-        assert_same(&engine.medusa(&request, &mut go_on()).expect("a text"), &expected, &format!("{length} tokens"));
+        assert_same(
+            &engine.decode(Drafting::On, &request, &mut go_on()).expect("a text"),
+            &expected,
+            &format!("{length} tokens"),
+        );
     }
 }
 
@@ -207,9 +236,10 @@ fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
     let llama = backbone(config(1, None, context), 8);
     let heads = heads(&llama, 2, 1, false, 9);
     let tree = SparseTree::cartesian(&[6, 4]).expect("31 nodes");
-    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
-    let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
-    let mut session = Session::new(&llama);
+    let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
+    let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+    let drafter: Box<dyn Drafter> = Box::new(medusa.0.clone());
+    let mut session = HostLoop::new(fastest(&llama), Some((drafter, medusa.1)));
     let mut text: Vec<i64> = vec![1];
     let mut rooms = vec![];
     assert_eq!(engine.engine().plan().room(), 4096);
@@ -217,10 +247,10 @@ fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
     for until in [3955, 4085, 4190] {
         text.extend((text.len() as i64..until).map(|at| (at * at / 7) % VOCABULARY));
         let request = request(&text, 30);
-        let expected = session.medusa(&medusa, &request, &mut go_on()).expect("a text");
-        let said = engine.medusa(&request, &mut go_on()).expect("a text");
+        let expected = session.decode(Drafting::On, &request, &mut go_on()).expect("a text");
+        let said = engine.decode(Drafting::On, &request, &mut go_on()).expect("a text");
         assert_same(&said, &expected, &format!("behind {} tokens", text.len()));
-        assert_eq!(engine.engine().len(), session.len());
+        assert_eq!(engine.engine().len(), session.cached().len());
         text.extend(said.new_ids);
         rooms.push(engine.engine().plan().room());
     }
@@ -241,8 +271,8 @@ fn turns_of_a_conversation_are_requests_alone() {
         let llama = backbone(config, 12);
         let heads = heads(&llama, 2, 1, false, 13);
         let tree = SparseTree::cartesian(&[12, 9]).expect("121 nodes");
-        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Rejection).expect("they fit");
-        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Rejection);
+        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
         let mut text = vec![1];
         for turn in 0..16u64 {
             if turn % 5 == 4 {
@@ -251,9 +281,9 @@ fn turns_of_a_conversation_are_requests_alone() {
             text.extend((0..rng.random_range(1..4)).map(|_| rng.random_range(0..VOCABULARY)));
             let request = sampled(&text, 8, if turn % 2 == 0 { 0.9 } else { 0.0 }, turn);
             let (said, alone) = if turn % 3 == 0 {
-                (engine.plain(&request, &mut go_on()), generate::plain(&llama, &request, &mut go_on()))
+                (engine.decode(Drafting::Off, &request, &mut go_on()), generate::plain(&llama, &request, &mut go_on()))
             } else {
-                (engine.medusa(&request, &mut go_on()), generate::medusa(&llama, &medusa, &request, &mut go_on()))
+                (engine.decode(Drafting::On, &request, &mut go_on()), with_heads(&llama, medusa, &request))
             };
             let said = said.expect("a text");
             assert_same(&said, &alone.expect("a text"), &format!("window {window:?}, turn {turn}"));
@@ -267,11 +297,11 @@ fn a_listener_that_has_heard_enough_ends_the_text() {
     let llama = backbone(config(2, None, 64), 14);
     let heads = heads(&llama, 2, 1, false, 15);
     let tree = SparseTree::cartesian(&[12, 9]).expect("121 nodes");
-    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
-    let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+    let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
+    let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
     let prompt = [1, 2, 3];
     let request = request(&prompt, 40);
-    let whole = engine.medusa(&request, &mut go_on()).expect("a text");
+    let whole = engine.decode(Drafting::On, &request, &mut go_on()).expect("a text");
     for limit in 1..5 {
         let listen = || {
             let mut heard = 0;
@@ -280,10 +310,10 @@ fn a_listener_that_has_heard_enough_ends_the_text() {
                 if heard == limit { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             }
         };
-        let said = engine.medusa(&request, &mut listen()).expect("a text");
+        let said = engine.decode(Drafting::On, &request, &mut listen()).expect("a text");
         assert_eq!((said.accept_lengths.len(), said.finish_reason), (limit, FinishReason::Stopped));
         assert!(whole.new_ids.starts_with(&said.new_ids));
-        let plain = engine.plain(&request, &mut listen()).expect("a text");
+        let plain = engine.decode(Drafting::Off, &request, &mut listen()).expect("a text");
         assert_eq!((plain.new_ids.len(), plain.finish_reason), (limit, FinishReason::Stopped));
     }
 }
@@ -300,26 +330,26 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
         (Acceptance::Forced { rate: 2.0 }, request(&prompt, 5), "a forced acceptance rate follows no rule"),
         (Acceptance::Greedy, penalised, "a repetition penalty changes logits with every token"),
     ] {
-        let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
-        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
-        let error = engine.medusa(&request, &mut go_on()).unwrap_err().to_string();
+        let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
+        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+        let error = engine.decode(Drafting::On, &request, &mut go_on()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --engine tch"), "{error}");
     }
     let wide = SparseTree::cartesian(&[12, 10]).expect("133 nodes");
-    let medusa = Medusa::new(&llama, &heads, &wide, Acceptance::Greedy).expect("they fit");
-    let error = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).unwrap_err().to_string();
+    let medusa = (&MedusaDrafter::new(&llama, &heads, &wide).expect("they fit"), Acceptance::Greedy);
+    let error = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("a step has at most 128 nodes with the root, the tree has 133"), "{error}");
     let biased = backbone(LlamaConfig { attention_bias: true, ..config(2, None, 64) }, 18);
-    let error = DeviceSession::new(&biased, None, Ops::Oracle).unwrap_err().to_string();
+    let error = DeviceLoop::new(&biased, None, Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("the backbone has linear layers with a bias"), "{error}");
     let packed = backbone(config(2, None, 64), 19).for_decoding();
-    if packed.has_own_kernels() {
-        let error = DeviceSession::new(&packed, None, Ops::Oracle).unwrap_err().to_string();
+    if CpuEngine::new(&packed).is_ok() {
+        let error = DeviceLoop::new(&packed, None, Ops::Oracle).unwrap_err().to_string();
         assert!(error.starts_with("the backbone's weights are quantised, or laid out for the CPU"), "{error}");
     }
-    let mut engine = DeviceSession::new(&llama, None, Ops::Oracle).expect("plain decoding needs no heads");
-    assert!(engine.medusa(&request(&prompt, 5), &mut go_on()).is_err() && engine.engine().is_empty());
-    assert!(engine.plain(&request(&[], 5), &mut go_on()).is_err());
+    let mut engine = DeviceLoop::new(&llama, None, Ops::Oracle).expect("plain decoding needs no heads");
+    assert!(engine.decode(Drafting::On, &request(&prompt, 5), &mut go_on()).is_err() && engine.engine().is_empty());
+    assert!(engine.decode(Drafting::Off, &request(&[], 5), &mut go_on()).is_err());
 }
 
 #[test]
@@ -329,18 +359,20 @@ fn logits_that_are_no_numbers_end_the_text_with_an_error() {
     let tree = SparseTree::cartesian(&[3, 2]).expect("10 nodes");
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)] {
-        let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
-        let mut engine = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+        let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
+        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
         let lm_head = llama.weights().into_iter().find(|(name, _)| name == "lm_head.weight").expect("its own").1;
         let whole = lm_head.copy();
         let _ = lm_head.shallow_clone().fill_(f64::NAN);
         let request = sampled(&[1, 2, 3], 5, temperature, 1);
-        for said in [engine.plain(&request, &mut go_on()), engine.medusa(&request, &mut go_on())] {
+        for said in
+            [engine.decode(Drafting::Off, &request, &mut go_on()), engine.decode(Drafting::On, &request, &mut go_on())]
+        {
             let error = said.unwrap_err().to_string();
             assert_eq!(error, "the backbone's logits are no numbers; decode in another --dtype");
         }
         lm_head.shallow_clone().copy_(&whole);
-        assert!(engine.medusa(&request, &mut go_on()).is_ok(), "the next text is none of that one's");
+        assert!(engine.decode(Drafting::On, &request, &mut go_on()).is_ok(), "the next text is none of that one's");
     }
 }
 
@@ -406,12 +438,12 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 64, vocab_size: 64 };
     let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 5);
     let tree = SparseTree::chain(1).expect("a chain");
-    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).expect("they fit");
+    let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
     let emulator = Emulator { element: KernelDtype::BFloat16, head_size: 64 };
     let target = EmulatedTarget { emulator, broken: Some("silu_mul") };
-    let ops = Ops::kernels(target, &Shape::of(&llama, Some(&medusa.on_device())), Device::Cpu).beside_oracle();
-    let mut engine = DeviceSession::new(&llama, Some(&medusa), ops).expect("it can decode this");
-    engine.medusa(&request(&[1, 2], 3), &mut go_on()).expect("a text");
+    let ops = Ops::kernels(target, &Shape::of(&llama, Some(&medusa.0.on_device())), Device::Cpu).beside_oracle();
+    let mut engine = DeviceLoop::new(&llama, Some(medusa), ops).expect("it can decode this");
+    engine.decode(Drafting::On, &request(&[1, 2], 3), &mut go_on()).expect("a text");
     let found = engine.engine().ops().distances();
     for kernel in ["embed", "rope_append", "tree_attention", "linear 1", "linear 32x16", "walk", "compact", "fill_tree"]
     {
@@ -446,19 +478,22 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
         let tree = SparseTree::cartesian(&[8, 3]).expect("33 nodes");
         let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });
         for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.8), (Acceptance::Rejection, 0.8)] {
-            let medusa = Medusa::new(&llama, &heads, &tree, acceptance).expect("they fit");
+            let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
             let emulator = Emulator { element: KernelDtype::of(kind).expect("16 bits"), head_size: 64 };
             let target = EmulatedTarget { emulator, broken: None };
-            let shape = Shape::of(&llama, Some(&medusa.on_device()));
+            let shape = Shape::of(&llama, Some(&medusa.0.on_device()));
             let beside = Ops::kernels(target, &shape, Device::Cpu).beside_oracle();
-            let mut fast = DeviceSession::new(&llama, Some(&medusa), beside).expect("it can decode this");
-            let mut slow = DeviceSession::new(&llama, Some(&medusa), Ops::Oracle).expect("it can decode this");
+            let mut fast = DeviceLoop::new(&llama, Some(medusa), beside).expect("it can decode this");
+            let mut slow = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
             let request = sampled(&prompt, 5, temperature, 4);
             let of = format!("{kind:?}, {acceptance:?}");
             let texts = [
-                (fast.medusa(&request, &mut go_on()), slow.medusa(&request, &mut go_on())),
-                (fast.plain(&request, &mut go_on()), slow.plain(&request, &mut go_on())),
+                (fast.decode(Drafting::On, &request, &mut go_on()), slow.decode(Drafting::On, &request, &mut go_on())),
+                (
+                    fast.decode(Drafting::Off, &request, &mut go_on()),
+                    slow.decode(Drafting::Off, &request, &mut go_on()),
+                ),
             ];
             for (got, expected) in texts.map(|(got, expected)| (got.expect("a text"), expected.expect("a text"))) {
                 match acceptance {

@@ -7,11 +7,10 @@ use medusa::data::chat_template::{ChatTemplate, Message};
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
+use medusa::engine::{self, RowTokens};
 use medusa::model::attention::NewTokens;
-use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
-use medusa::model::lora::Adapters;
 use tch::{Device, Kind, Tensor};
 
 const LARGEST_BYTES: u64 = 10_000_000;
@@ -118,15 +117,16 @@ fn every_category_is_trained_evaluated_and_asked() {
 /// Greedy tokens up to the end of the answer, which has to come.
 fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
     const MOST: usize = 200;
-    let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+    let mut engine = engine::fastest(llama);
+    let row = engine.cache_mut().push();
     let mut next: Vec<i64> = prompt.iter().map(|&id| i64::from(id)).collect();
     let mut ids = Vec::new();
     while ids.len() < MOST {
         let n = i64::try_from(next.len()).expect("a number in range");
         let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
-        let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
-        cache.commit(n);
-        let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).argmax(-1, false).int64_value(&[0]);
+        let hidden_nh = engine.extend(&Tensor::from_slice(&next), &[RowTokens { row, nodes: &new }]);
+        engine.cache_mut().commit(row, n);
+        let id = engine.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
         if llama.config.eos_token_ids.contains(&id) {
             return ids;
         }

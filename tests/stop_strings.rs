@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 use medusa::data::tokenize::TextTokenizer;
-use medusa::decode::generate::{FinishReason, Generation};
+use medusa::decode::sequence::{FinishReason, Generation};
 use medusa::decode::text::{Told, Wording, tell};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -42,7 +42,7 @@ fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]
             }
         }
         let (prefill, decoding) = (Duration::ZERO, Duration::ZERO);
-        Ok(Generation { new_ids, accept_lengths, finish_reason, eos: None, prefill, decoding })
+        Ok(Generation { new_ids, accept_lengths, finish_reason, end: vec![], prefill, decoding })
     });
     (told.expect("known tokens"), pieces)
 }

@@ -272,13 +272,13 @@ fn answer(llama: &Llama, tokenizer: &Tokenizer, question: &str) -> Result<String
     let end = id(tokenizer, EOS)?;
     let mut next = encode_text(tokenizer, &format!("{USER}{question}{EOS}{ASSISTANT}"))?;
     anyhow::ensure!(next[0] == id(tokenizer, BOS)? && next[1] != next[0], "one BOS opens a text");
-    let mut cache = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+    let mut cache = KvCache::of_one_row(&llama.config, Kind::Float, Device::Cpu);
     let mut ids = Vec::new();
     while ids.len() < MAX_NEW_TOKENS {
         let n = next.len() as i64;
         let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
-        let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache);
-        cache.commit(n);
+        let hidden_nh = llama.extend(&Tensor::from_slice(&next), &new, &mut cache, 0);
+        cache.commit(0, n);
         let id = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).argmax(-1, false).int64_value(&[0]);
         if id == end {
             break;

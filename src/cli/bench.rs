@@ -1,4 +1,4 @@
-//! `medusa bench`: plain and Medusa decoding of the same prompts in turn, in the paper's terms (appendix B.1).
+//! `medusa bench`: plain decoding and a drafter's of the same prompts in turn, in the paper's terms (appendix B.1).
 
 use std::cell::RefCell;
 
@@ -8,9 +8,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use self::measure::BenchRun;
 use self::setting::Setting;
 use super::decoder::{Decoder, read_prompts};
+use super::drafter::{Drafts, ReadyDrafter};
 use super::reading::draw_target;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::decode::generate::{DecodeError, Medusa};
+use crate::engine::sample::Stream;
 use crate::tree::accept::Acceptance;
 
 mod args;
@@ -29,21 +30,24 @@ const BAR: &str = "{bar:24} {pos}/{len} prompts  {msg}  {eta} left";
 /// # Errors
 /// What is wrong with the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
     let settings = setting::settings(args)?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
     // Where a sweep makes the trees, it is of no interest that there is no --tree.
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
-    let decoder = Decoder::load(&args.backbone, Some(&args.heads), args.tree.as_ref(), &loading)?;
+    let (heads, tree) = (args.heads.as_ref(), args.tree.as_ref());
+    let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, &loading)?;
     let decoder = args.engine.limit(decoder);
-    let ready = settings.iter().map(|setting| ready(&decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
+    let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
     let bar = progress_bar(settings.len() * args.repeats.get() * prompts.len(), common);
     let mut results = Vec::new();
-    for (setting, (medusa, tree_nodes)) in settings.iter().zip(&ready) {
+    for (setting, drafts) in settings.iter().zip(ready) {
         bar.set_message(setting.label());
-        let request = setting.decoding.request(&[], common);
-        let decoding = RefCell::new(args.engine.take(&decoder, Some(medusa), &request, common)?);
-        let bench = BenchRun { decoder: &decoder, medusa, decoding, setting, prompts: &prompts, common };
-        let result = report::result(&bench, *tree_nodes, &bench.run(args.repeats.get(), &bar)?);
+        let (drafter, tree_nodes) = (drafts.name(), drafts.max_nodes());
+        let request = setting.decoding.request(&[], Stream::default());
+        let decoding = RefCell::new(args.engine.take(&decoder, Some(drafts), &request, common)?);
+        let bench = BenchRun { decoder: &decoder, drafter, tree_nodes, decoding, setting, prompts: &prompts, common };
+        let result = report::result(&bench, &bench.run(args.repeats.get(), &bar)?);
         if common.json {
             bar.suspend(|| print_json(&result))?;
         }
@@ -56,19 +60,22 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json { Ok(()) } else { print_line(report::table(&results)) }
 }
 
-/// Heads laid out for a setting, and the nodes of its tree.
-fn ready<'a>(decoder: &'a Decoder, setting: &'a Setting) -> anyhow::Result<(Medusa<'a>, usize)> {
-    let (heads, tree) = decoder.medusa.as_ref().ok_or_else(|| UsageError("bench needs --heads".into()))?;
-    let tree = setting.tree.as_ref().unwrap_or(tree);
-    let acceptance = match setting.forced {
-        Some(rate) => Acceptance::Forced { rate: rate.get() },
-        None => setting.decoding.acceptance()?,
-    };
-    match Medusa::new(&decoder.backbone, heads, tree, acceptance) {
-        Ok(medusa) => Ok((medusa, tree.choices().len())),
-        Err(error @ DecodeError::ForcedRate { .. }) => Err(UsageError(error.to_string()).into()),
-        Err(error) => Err(error.into()),
+/// The drafter of a setting.
+fn ready<'a>(args: &BenchArgs, decoder: &'a Decoder, setting: &'a Setting) -> anyhow::Result<Drafts<'a>> {
+    let acceptance = setting.decoding.acceptance()?;
+    let drafts = args.drafter.drafts(decoder, setting.tree.as_ref(), acceptance)?;
+    let mut drafts = drafts.ok_or_else(|| UsageError("bench needs --heads".into()))?;
+    if let Some(rate) = setting.forced {
+        let ReadyDrafter::Medusa(drafter) = &drafts.drafter else {
+            return Err(UsageError(
+                "--force-acceptance-rate forces the guesses of --heads, not of --drafter ngram".into(),
+            )
+            .into());
+        };
+        drafts.acceptance =
+            Acceptance::at_rate(rate.get(), drafter.tree()).map_err(|why| UsageError(why.to_string()))?;
     }
+    Ok(drafts)
 }
 
 fn progress_bar(prompts: usize, common: &CommonFlags) -> ProgressBar {

@@ -94,7 +94,7 @@ fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyho
     let bar = ProgressBar::with_draw_target(Some(prompts.len() as u64), draw_target(common));
     let mut rows = Vec::new();
     for (at, prompt) in prompts.iter().enumerate() {
-        let answer = |ids: &[i64]| {
+        let answer = |_, ids: &[i64]| {
             let row = calibrate::own_answer(&decoder.backbone, ids, args.max_new_tokens)?;
             let new_ids = wide(&row.input_ids[ids.len()..]);
             rows.push(row);

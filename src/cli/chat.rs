@@ -9,14 +9,17 @@ use clap::Args;
 use self::conversation::ChatHistory;
 use self::input::{Input, InputLines};
 use super::decoder::{Decoder, DecodingFlags, StopFlags};
+use super::drafter::{DrafterFlags, Drafts, ReadyDrafter};
 use super::engine::EngineFlags;
 use super::exit::report;
 use super::signals::terminated;
 use super::{CommonFlags, Interrupted, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
-use crate::decode::generate::{FinishReason, Medusa, Request};
-use crate::decode::loops::Loop;
+use crate::decode::DecodeLoop;
+use crate::decode::sequence::{FinishReason, Request};
+use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, TextError, Told, Wording};
+use crate::engine::sample::Stream;
 
 mod conversation;
 mod input;
@@ -52,6 +55,9 @@ pub struct ChatArgs {
     pub system: Option<String>,
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub drafter: DrafterFlags,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
@@ -67,17 +73,20 @@ pub struct ChatArgs {
 /// What is wrong with the command line, the backbone, the heads or the tree; [`Interrupted`] where a signal ended it.
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
-    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
+    let (heads, tree) = (args.heads.as_ref(), args.tree.as_ref());
+    let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, common)?;
     let decoder = args.engine.limit(decoder);
-    let medusa = decoder.medusa(acceptance)?;
+    let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
+    let request = args.decoding.request(&[], Stream::default());
     let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;
     let mut chat = Chat {
         decoder: &decoder,
-        medusa: medusa.as_ref(),
+        guesses: drafts.as_ref().map_or(Guesses::None, Guesses::of),
         args,
         common,
         conversation,
-        decoding: args.engine.take(&decoder, medusa.as_ref(), &args.decoding.request(&[], common), common)?,
+        decoding: args.engine.take(&decoder, drafts, &request, common)?,
         is_plain: false,
         answers: 0,
         stop: interrupted(),
@@ -133,15 +142,40 @@ impl<'a> Line<'a> {
     }
 }
 
+/// Where guesses come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Guesses {
+    None,
+    Heads,
+    Lookup,
+}
+
+impl Guesses {
+    fn of(drafts: &Drafts) -> Self {
+        match drafts.drafter {
+            ReadyDrafter::Medusa(_) => Guesses::Heads,
+            ReadyDrafter::Ngram => Guesses::Lookup,
+        }
+    }
+
+    fn told(self) -> &'static str {
+        match self {
+            Guesses::None => "plain",
+            Guesses::Heads => "with heads",
+            Guesses::Lookup => "with prompt lookup",
+        }
+    }
+}
+
 struct Chat<'a> {
     decoder: &'a Decoder,
-    medusa: Option<&'a Medusa<'a>>,
+    guesses: Guesses,
     args: &'a ChatArgs,
     common: &'a CommonFlags,
     conversation: ChatHistory<'a>,
     /// What was said stays computed from turn to turn.
-    decoding: Loop<'a>,
-    /// Decode without the heads, though there are some.
+    decoding: Box<dyn DecodeLoop + 'a>,
+    /// Decode without guesses, though there is a drafter.
     is_plain: bool,
     /// So far; each is drawn with a seed of its own.
     answers: u64,
@@ -149,7 +183,7 @@ struct Chat<'a> {
     stop: &'static AtomicBool,
 }
 
-impl<'a> Chat<'a> {
+impl Chat<'_> {
     fn greet(&self) {
         self.common.say(format_args!("{}; /help lists the commands, Ctrl-D leaves", self.args.backbone.display()));
         if !self.conversation.has_turns() {
@@ -179,10 +213,12 @@ impl<'a> Chat<'a> {
 
     fn toggle(&mut self) -> &'static str {
         self.is_plain = !self.is_plain;
-        match (self.medusa.is_some(), self.is_plain) {
-            (false, _) => "there are no --heads: decoding is plain already",
-            (true, true) => "plain decoding from here on; /plain once more: with heads",
-            (true, false) => "with heads from here on",
+        match (self.guesses, self.is_plain) {
+            (Guesses::None, _) => "there are no --heads: decoding is plain already",
+            (Guesses::Heads, true) => "plain decoding from here on; /plain once more: with heads",
+            (Guesses::Heads, false) => "with heads from here on",
+            (Guesses::Lookup, true) => "plain decoding from here on; /plain once more: with prompt lookup",
+            (Guesses::Lookup, false) => "with prompt lookup from here on",
         }
     }
 
@@ -200,8 +236,8 @@ impl<'a> Chat<'a> {
 
     fn answer(&mut self, words: &str) -> anyhow::Result<()> {
         let prompt = self.conversation.prompt(words)?;
-        let request = self.args.decoding.request(&prompt, self.common);
-        let request = Request { seed: request.seed.wrapping_add(self.answers), ..request };
+        let stream = Stream { seed: self.common.seed, turn: self.answers, ..Stream::default() };
+        let request = self.args.decoding.request(&prompt, stream);
         self.stop.store(false, Ordering::Relaxed);
         let told = if self.common.json { self.as_json(&request) } else { self.as_text(&request) }?;
         self.answers += 1;
@@ -219,23 +255,20 @@ impl<'a> Chat<'a> {
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
         let wording = Wording { tokenizer, prompt: request.prompt, stop };
-        let (medusa, decoding, stopped) = (self.heads(), &mut self.decoding, self.stop);
+        let drafting = if self.is_plain { Drafting::Off } else { Drafting::On };
+        let (decoding, stopped) = (&mut self.decoding, self.stop);
         Ok(text::tell(wording, on_text, |on_tokens| {
             let mut until_stopped = |ids: &[i64]| {
                 let goes_on = on_tokens(ids); // what is kept is told
                 if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
             };
-            decoding.decode(medusa, request, &mut until_stopped)
+            decoding.decode(drafting, request, &mut until_stopped)
         })?)
-    }
-
-    fn heads(&self) -> Option<&'a Medusa<'a>> {
-        self.medusa.filter(|_| !self.is_plain)
     }
 
     fn as_json(&mut self, request: &Request) -> anyhow::Result<Told> {
         let told = self.decode(request, &mut |_| ControlFlow::Continue(()))?;
-        print_json(&generate::as_json(request.prompt, &told, self.decoding.name()))?;
+        print_json(&generate::as_json(request.prompt, &told, self.decoding.engine_name()))?;
         Ok(told)
     }
 
@@ -254,7 +287,7 @@ impl<'a> Chat<'a> {
             tally.tokens,
             tally.tokens_per_second(),
             tally.tokens_per_step(),
-            if self.heads().is_some() { "with heads" } else { "plain" },
+            if self.is_plain { "plain" } else { self.guesses.told() },
             told.generation.finish_reason.name()
         ));
         Ok(told)

@@ -11,10 +11,11 @@ use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
-use crate::decode::generate::{Medusa, Request};
+use crate::decode::sequence::Request;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
-use crate::engine::sample::Sampling;
+use crate::engine::cpu::{CpuEngine, Unsupported};
+use crate::engine::sample::{Sampling, Stream};
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
@@ -118,11 +119,11 @@ impl DecodingFlags {
         self.top_p.or(nucleus).unwrap_or(Probability::ONE)
     }
 
-    /// What to decode from `prompt`.
-    pub fn request<'p>(&self, prompt: &'p [i64], common: &CommonFlags) -> Request<'p> {
+    /// What to decode from `prompt`; `stream` of what is drawn.
+    pub fn request<'p>(&self, prompt: &'p [i64], stream: Stream) -> Request<'p> {
         let sampling = Sampling { temperature: self.temperature, top_p: self.top_p() };
-        let (max_new_tokens, repetition_penalty) = (self.max_new_tokens, self.repetition_penalty);
-        Request { prompt, max_new_tokens, sampling, repetition_penalty, seed: common.seed }
+        let repetition_penalty = self.repetition_penalty;
+        Request { sampling, repetition_penalty, stream, ..Request::greedy(prompt, self.max_new_tokens) }
     }
 }
 
@@ -167,7 +168,7 @@ fn spare_threads(backbone: &Llama) {
     let largest = config.hidden_size * config.vocab_size.max(2 * config.intermediate_size);
     let few =
         backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none();
-    if few || backbone.has_own_kernels() {
+    if few || CpuEngine::new(backbone).is_ok() {
         tch::set_num_threads(1);
     }
 }
@@ -227,19 +228,6 @@ impl Decoder {
     /// # Errors
     /// What is missing or does not fit.
     pub fn load(
-        folder: &Path,
-        heads: Option<&PathBuf>,
-        tree: Option<&PathBuf>,
-        common: &CommonFlags,
-    ) -> anyhow::Result<Self> {
-        Self::load_for(Purpose::Decoding, folder, heads, tree, common)
-    }
-
-    /// As [`Decoder::load`], for other work than one text at a time.
-    ///
-    /// # Errors
-    /// As [`Decoder::load`].
-    pub fn load_for(
         purpose: Purpose,
         folder: &Path,
         heads: Option<&PathBuf>,
@@ -252,8 +240,8 @@ impl Decoder {
         let template = ChatTemplate::load(folder)?;
         let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, purpose)?;
         spare_threads(&backbone);
-        if purpose == Purpose::Decoding && backbone.device() == Device::Cpu && !backbone.has_own_kernels() {
-            common.say("decoding with libtorch's operations: the fast kernels need AVX-512 with bfloat16, and --dtype float32 or bfloat16");
+        if let (Purpose::Decoding, Err(why @ Unsupported::Weights)) = (purpose, CpuEngine::new(&backbone)) {
+            common.say(format_args!("decoding with libtorch's operations: {why}"));
         }
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let medusa = match heads {
@@ -271,36 +259,26 @@ impl Decoder {
         Ok(Self { backbone, tokenizer, template, medusa })
     }
 
-    /// Heads and tree laid out for decoding; `None` is plain decoding.
-    ///
-    /// # Errors
-    /// When they do not fit each other or the backbone.
-    pub fn medusa(&self, acceptance: Acceptance) -> anyhow::Result<Option<Medusa<'_>>> {
-        match &self.medusa {
-            Some((heads, tree)) => Ok(Some(Medusa::new(&self.backbone, heads, tree, acceptance)?)),
-            None => Ok(None),
-        }
-    }
-
-    /// Runs `answer` on a prompt's tokens, and on each further turn's with the answers' texts so far in the context.
+    /// Runs `answer` on a prompt's tokens, and on each further turn's with the answers' texts so far in the context; `answer` gets the
+    /// turn, 0-based, and its tokens.
     ///
     /// # Errors
     /// What the template, the tokenizer or `answer` says; the turn is named.
     pub fn each_turn(
         &self,
         input: &PromptInput,
-        mut answer: impl FnMut(&[i64]) -> anyhow::Result<String>,
+        mut answer: impl FnMut(u64, &[i64]) -> anyhow::Result<String>,
     ) -> anyhow::Result<()> {
         let PromptInput::Turns(turns) = input else {
             let ids = prompts::to_ids(input, &self.tokenizer, self.template.as_ref())?;
-            return answer(&wide(&ids)).map(drop);
+            return answer(0, &wide(&ids)).map(drop);
         };
         let mut messages = Vec::new();
         for (at, turn) in turns.iter().enumerate() {
             let context = || format!("turn {}", at + 1);
             messages.push(Message::new("user", turn));
             let ids = prompts::chat_ids(&messages, &self.tokenizer, self.template.as_ref()).with_context(context)?;
-            let said = answer(&wide(&ids)).with_context(context)?;
+            let said = answer(at as u64, &wide(&ids)).with_context(context)?;
             messages.push(Message::new("assistant", said));
         }
         Ok(())

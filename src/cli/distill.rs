@@ -12,20 +12,22 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
+use super::drafter::DrafterFlags;
 use super::engine::{EngineFlags, EngineName};
 use super::train::progress::time_left;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
-use crate::decode::batch::Batch;
-use crate::decode::generate::{Medusa, Request};
-use crate::distill::answer::{Answerer, OneByOne};
+use crate::decode::batch::SequenceBatch;
+use crate::decode::sequence::Request;
+use crate::distill::answer::Answerer;
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
 use crate::distill::provenance;
 use crate::distill::render::Renderer;
 use crate::distill::{self, DistillEnd, DistillProgress, Settings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::engine::sample::Sampling;
+use crate::engine::tch::TchEngine;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
 use crate::model::loading::Purpose;
@@ -115,16 +117,15 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let dialogues = prompts::read_dialogues(&args.prompts)?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     // With heads, one text after the other; else many together.
-    let purpose = if args.heads.is_some() { Purpose::Decoding } else { Purpose::Batches };
-    let decoder = Decoder::load_for(purpose, &args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let purpose = if args.heads.is_some() { args.engine.purpose() } else { Purpose::Batches };
+    let decoder = Decoder::load(purpose, &args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let decoder = args.engine.limit(decoder);
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
     let provenance = args.provenance(&decoder, template.as_ref(), &dialogues, common)?;
     let output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
-    let medusa = decoder.medusa(Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD)))?;
-    let answerer = args.answerer(&decoder, medusa.as_ref(), common)?;
+    let answerer = args.answerer(&decoder, common)?;
     let work = Work { dialogues: &dialogues, renderer: &renderer, settings: &settings };
     work.run(args, answerer, output, common)
 }
@@ -180,24 +181,21 @@ impl DistillArgs {
         })
     }
 
-    fn answerer<'d>(
-        &self,
-        decoder: &'d Decoder,
-        medusa: Option<&'d Medusa<'d>>,
-        common: &CommonFlags,
-    ) -> anyhow::Result<Answerer<'d>> {
+    fn answerer<'d>(&self, decoder: &'d Decoder, common: &CommonFlags) -> anyhow::Result<Answerer<'d>> {
         let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
-        let Some(medusa) = medusa else {
+        let acceptance = Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD));
+        let Some(drafts) = DrafterFlags { drafter: None }.drafts(decoder, None, acceptance)? else {
             if self.engine.engine == EngineName::Auto {
                 common.say(format_args!("engine tch: {TOGETHER}"));
             }
-            return Ok(Answerer::Together(Box::new(Batch::new(&decoder.backbone, sampling, self.batch_size))));
+            let engine = Box::new(TchEngine::for_batches(&decoder.backbone));
+            return Ok(Answerer::together(SequenceBatch::new(engine, None, self.batch_size), sampling));
         };
         let rule = if self.temperature.get() > 0.0 { "typical acceptance" } else { "greedily" };
         common.say(format_args!("--heads: one conversation at a time, {rule}"));
         let decoding =
-            self.engine.take(decoder, Some(medusa), &Request { sampling, ..Request::greedy(&[], 0) }, common)?;
-        Ok(Answerer::OneByOne(OneByOne::new(decoding, medusa, self.temperature)))
+            self.engine.take(decoder, Some(drafts), &Request { sampling, ..Request::greedy(&[], 0) }, common)?;
+        Ok(Answerer::one_by_one(decoding, sampling))
     }
 }
 

@@ -1,4 +1,4 @@
-//! `--engine`: which loop decodes, the one on libtorch or the GPU's own, and why.
+//! `--engine`: who computes, and why.
 
 use std::num::NonZeroU32;
 
@@ -7,16 +7,22 @@ use clap::{Args, ValueEnum};
 
 use super::CommonFlags;
 use super::decoder::Decoder;
-use crate::decode::device::DeviceSession;
-use crate::decode::generate::{Medusa, Request};
-use crate::decode::loops::Loop;
-use crate::decode::session::Session;
+use super::drafter::{Drafts, ReadyDrafter};
+use crate::decode::DecodeLoop;
+use crate::decode::device::DeviceLoop;
+use crate::decode::host_loop::HostLoop;
+use crate::decode::sequence::Request;
+use crate::engine::cpu::CpuEngine;
+use crate::engine::cuda::error::CudaError;
+use crate::engine::tch::TchEngine;
+use crate::engine::{self, Engine};
+use crate::model::loading::Purpose;
 
-/// Who decodes.
+/// Who computes.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct EngineFlags {
-    /// Which loop decodes; auto takes the GPU's own where it can, and says why not where it cannot.
+    /// Which engine decodes; auto takes the fastest that can, and says why it is not the GPU's own.
     #[arg(long, value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto)]
     pub engine: EngineName,
     /// No text grows beyond so many tokens, prompt and all [default: the backbone's context].
@@ -27,10 +33,12 @@ pub struct EngineFlags {
 /// `--engine`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum EngineName {
-    /// The GPU's own where it can decode what is asked for, else libtorch's.
+    /// The GPU's own where it can decode what is asked for, else the CPU's own, else libtorch's.
     Auto,
-    /// On libtorch, on any device.
+    /// On libtorch, on any device: the reference of the others.
     Tch,
+    /// The CPU's own kernels (AVX-512 with bfloat16), or an error.
+    Cpu,
     /// The GPU's own, or an error.
     Cuda,
 }
@@ -49,34 +57,63 @@ impl EngineFlags {
         self.max_context.map_or(of_backbone, |limit| of_backbone.min(i64::from(limit.get())))
     }
 
-    /// The loop for requests such as `request`, with `medusa` where there are heads. Says which one it is.
+    /// What a backbone is loaded for: libtorch's engine takes weights that are not laid out for the CPU's kernels.
+    pub fn purpose(&self) -> Purpose {
+        if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding }
+    }
+
+    /// The loop for requests such as `request`, with guesses if there are some. Says which engine it is on.
     ///
     /// # Errors
-    /// With `--engine cuda`, why the GPU's own loop cannot decode this.
+    /// Why the engine that was asked for cannot decode this.
     pub fn take<'a>(
         &self,
         decoder: &'a Decoder,
-        medusa: Option<&Medusa<'a>>,
+        drafts: Option<Drafts<'a>>,
         request: &Request,
         common: &CommonFlags,
-    ) -> anyhow::Result<Loop<'a>> {
-        let backbone = &decoder.backbone;
-        let on_torch = || Loop::Torch(Session::new(backbone));
-        if self.engine == EngineName::Tch {
-            return Ok(on_torch());
+    ) -> anyhow::Result<Box<dyn DecodeLoop + 'a>> {
+        if matches!(self.engine, EngineName::Auto | EngineName::Cuda) {
+            match self.on_gpu(decoder, drafts.as_ref(), request) {
+                Ok(decoding) => {
+                    common.say(format_args!("engine cuda: {}", decoding.engine().describe()));
+                    return Ok(Box::new(decoding));
+                }
+                Err(why) if self.engine == EngineName::Cuda => {
+                    return Err(why).context("--engine cuda cannot decode this");
+                }
+                Err(why) => common.say(format_args!("engine {}: {why}", engine::fastest(&decoder.backbone).name())),
+            }
         }
+        let engine = self.on_host(decoder)?;
+        Ok(Box::new(HostLoop::new(engine, drafts.map(|drafts| drafts.on_host(decoder)))))
+    }
+
+    fn on_gpu<'a>(
+        &self,
+        decoder: &'a Decoder,
+        drafts: Option<&Drafts<'a>>,
+        request: &Request,
+    ) -> Result<DeviceLoop<'a>, CudaError> {
+        let backbone = &decoder.backbone;
         // What was asked for is reserved whole; a backbone's own context may be longer than any text will be.
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
-        match DeviceSession::on_gpu(backbone, medusa, request, tokens) {
-            Ok(session) => {
-                common.say(format_args!("engine cuda: {}", session.engine().describe()));
-                Ok(Loop::Cuda(Box::new(session)))
+        let heads = match drafts {
+            None => None,
+            Some(Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance }) => Some((drafter, *acceptance)),
+            Some(Drafts { drafter: ReadyDrafter::Ngram, .. }) => {
+                return Err(CudaError::Request("--drafter ngram looks up texts on the host"));
             }
-            Err(why) if self.engine == EngineName::Cuda => Err(why).context("--engine cuda cannot decode this"),
-            Err(why) => {
-                common.say(format_args!("engine tch: {why}"));
-                Ok(on_torch())
-            }
-        }
+        };
+        DeviceLoop::on_gpu(backbone, heads, request, tokens)
+    }
+
+    fn on_host<'a>(&self, decoder: &'a Decoder) -> anyhow::Result<Box<dyn Engine + 'a>> {
+        let backbone = &decoder.backbone;
+        Ok(match self.engine {
+            EngineName::Tch => Box::new(TchEngine::new(backbone)),
+            EngineName::Cpu => Box::new(CpuEngine::new(backbone).context("--engine cpu cannot decode this")?),
+            EngineName::Auto | EngineName::Cuda => engine::fastest(backbone),
+        })
     }
 }

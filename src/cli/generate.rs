@@ -1,6 +1,7 @@
 //! `medusa generate`: decodes prompts, plainly or with heads, streaming as the tokens come.
 
 use std::io::{self, Write};
+use std::num::NonZeroU32;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -9,11 +10,14 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::decoder::{Decoder, DecodingFlags, StopFlags, read_prompts};
+use super::drafter::DrafterFlags;
 use super::engine::EngineFlags;
 use super::{CommonFlags, print_json};
-use crate::decode::generate::{Medusa, Request};
-use crate::decode::loops::Loop;
+use crate::decode::DecodeLoop;
+use crate::decode::sequence::Request;
+use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, Told, Wording};
+use crate::engine::sample::Stream;
 
 /// Decode prompts; without --heads it is plain autoregressive decoding.
 #[derive(Debug, Args)]
@@ -36,6 +40,12 @@ pub struct GenerateArgs {
     /// JSONL of prompts, conversations, token ids or turns.
     #[arg(long, value_name = "F")]
     pub prompts: Option<PathBuf>,
+    /// Texts from each prompt; above temperature 0 each is drawn anew.
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub num_samples: NonZeroU32,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub drafter: DrafterFlags,
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,
@@ -53,16 +63,23 @@ pub struct GenerateArgs {
 /// What is wrong with the command line, the backbone, the heads, the tree or a prompt.
 pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
+    args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
-    let decoder = Decoder::load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let (heads, tree) = (args.heads.as_ref(), args.tree.as_ref());
+    let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, common)?;
     let decoder = args.engine.limit(decoder);
-    let medusa = decoder.medusa(acceptance)?;
-    let decoding = args.engine.take(&decoder, medusa.as_ref(), &args.decoding.request(&[], common), common)?;
-    let mut writer = Writer { decoder: &decoder, medusa, decoding, args, common };
-    for (at, prompt) in prompts.iter().enumerate() {
-        writer.decoding.reset();
-        let context = || format!("prompt {} of {}", at + 1, prompts.len());
-        decoder.each_turn(&prompt.input, |ids| writer.answer(ids)).with_context(context)?;
+    let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
+    let request = args.decoding.request(&[], Stream::default());
+    let mut writer =
+        Writer { decoder: &decoder, decoding: args.engine.take(&decoder, drafts, &request, common)?, args, common };
+    for (index, prompt) in prompts.iter().enumerate() {
+        for sample in 0..args.num_samples.get() {
+            writer.decoding.reset();
+            let stream = |turn| Stream { seed: common.seed, index: index as u64, turn, sample: sample.into() };
+            let context = || format!("prompt {} of {}", index + 1, prompts.len());
+            let answer = |turn, ids: &[i64]| writer.answer(ids, stream(turn));
+            decoder.each_turn(&prompt.input, answer).with_context(context)?;
+        }
     }
     Ok(())
 }
@@ -70,19 +87,20 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
 /// Decodes and prints. Turns of a conversation find the ones before them in the loop's cache.
 struct Writer<'a> {
     decoder: &'a Decoder,
-    medusa: Option<Medusa<'a>>,
-    decoding: Loop<'a>,
+    decoding: Box<dyn DecodeLoop + 'a>,
     args: &'a GenerateArgs,
     common: &'a CommonFlags,
 }
 
 impl Writer<'_> {
     /// Decodes from these tokens, prints what came of it, and returns its text.
-    fn answer(&mut self, prompt: &[i64]) -> anyhow::Result<String> {
-        let request = self.args.decoding.request(prompt, self.common);
+    fn answer(&mut self, prompt: &[i64], stream: Stream) -> anyhow::Result<String> {
+        let request = self.args.decoding.request(prompt, stream);
         let told = if self.common.json {
             let told = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
-            print_json(&as_json(prompt, &told, self.decoding.name()))?;
+            let mut line = as_json(prompt, &told, self.decoding.engine_name());
+            (line["index"], line["sample"]) = (stream.index.into(), stream.sample.into());
+            print_json(&line)?;
             told
         } else {
             self.stream(&request)?
@@ -93,8 +111,8 @@ impl Writer<'_> {
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
         let (tokenizer, stop) = (&self.decoder.tokenizer, &self.args.stopping.stop[..]);
         let wording = Wording { tokenizer, prompt: request.prompt, stop };
-        let (decoding, medusa) = (&mut self.decoding, self.medusa.as_ref());
-        Ok(text::tell(wording, on_text, |on_tokens| decoding.decode(medusa, request, on_tokens))?)
+        let decoding = &mut self.decoding;
+        Ok(text::tell(wording, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
     }
 
     /// The text goes to stdout as it comes, what it took to stderr.

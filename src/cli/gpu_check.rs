@@ -11,9 +11,13 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use super::{CommonFlags, print_json};
-use crate::decode::device::DeviceSession;
-use crate::decode::generate::{self, Medusa, Request};
+use crate::decode::DecodeLoop;
+use crate::decode::device::DeviceLoop;
+use crate::decode::generate;
 use crate::decode::likelihood::log_probability;
+use crate::decode::sequence::Request;
+use crate::decode::step::Drafting;
+use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::engine::cuda::engine::CudaEngine;
 use crate::engine::cuda::layout::MAX_NODES;
@@ -163,13 +167,13 @@ fn kernels(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
         let heads = heads(&llama);
         for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
             let tree = tree(nodes)?;
-            let medusa = Medusa::new(&llama, &heads, &tree, acceptance)?;
+            let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
             let kernels = CudaEngine::kernels(&llama, Some(&medusa.on_device()), 1)?;
-            let mut session = DeviceSession::new(&llama, Some(&medusa), kernels.beside_oracle())?;
+            let mut session = DeviceLoop::new(&llama, Some((&medusa, acceptance)), kernels.beside_oracle())?;
             let ids = prompt(context, llama.config.vocab_size);
             let temperature = NonNegative::new(temperature).expect("of the list above");
             let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };
-            session.medusa(&Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
+            session.decode(Drafting::On, &Request { sampling, ..Request::greedy(&ids, 5) }, &mut go_on())?;
             let found = session.engine().ops().distances();
             wrong.extend(found.iter().filter(|(name, of)| is_far(name, of.distance)).map(|(name, _)| name.clone()));
             let distances: serde_json::Map<_, _> =
@@ -195,17 +199,17 @@ fn texts(on: Device) -> anyhow::Result<()> {
     for (kind, head_dim, groups, window) in SHAPES {
         let llama = backbone(config(head_dim, groups, window, 4), kind, on);
         let (heads, tree) = (heads(&llama), tree(64)?);
-        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
-        let mut alone = DeviceSession::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
-        let mut engine = DeviceSession::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+        let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
+        let mut alone = DeviceLoop::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
+        let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         for length in PROMPTS {
             let ids = prompt(length, llama.config.vocab_size);
             let request = Request::greedy(&ids, TEXT);
             let slow = generate::plain(&llama, &request, &mut go_on())?.new_ids;
             let texts = [
-                alone.plain(&request, &mut go_on())?.new_ids,
-                engine.plain(&request, &mut go_on())?.new_ids,
-                engine.medusa(&request, &mut go_on())?.new_ids,
+                alone.decode(Drafting::Off, &request, &mut go_on())?.new_ids,
+                engine.decode(Drafting::Off, &request, &mut go_on())?.new_ids,
+                engine.decode(Drafting::On, &request, &mut go_on())?.new_ids,
             ];
             let partings =
                 texts.iter().map(|text| parting(&llama, &ids, &slow, text)).collect::<Result<Vec<_>, _>>()?;
@@ -224,11 +228,11 @@ fn texts(on: Device) -> anyhow::Result<()> {
 fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
     let llama = backbone(config(64, 2, None, 4), Kind::Float, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
-    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+    let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
     let ids = prompt(40, llama.config.vocab_size);
     let request = Request::greedy(&ids, 128);
     let plain = generate::plain(&llama, &request, &mut go_on())?.new_ids;
-    let fast = generate::medusa(&llama, &medusa, &request, &mut go_on())?.new_ids;
+    let fast = generate::drafted(&llama, medusa, Acceptance::Greedy, &request, &mut go_on())?.new_ids;
     let same = plain == fast;
     print_json(&json!({"check": "libtorch", "dtype": "Float", "tokens": plain.len(), "same": same}))?;
     anyhow::ensure!(same, "in float32, libtorch's loop makes another text with a tree than without");
@@ -272,15 +276,19 @@ fn steps(on: Device) -> anyhow::Result<()> {
     let heads = heads(&llama);
     for nodes in [1, 8, 16, 32, 64, 128] {
         let tree = tree(nodes.max(2))?;
-        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
+        let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
         let started = Instant::now();
-        let mut engine = DeviceSession::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+        let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
             let mut decode = |tokens| {
                 let request = Request::greedy(&ids, tokens);
-                if nodes == 1 { engine.plain(&request, &mut go_on()) } else { engine.medusa(&request, &mut go_on()) }
+                if nodes == 1 {
+                    engine.decode(Drafting::Off, &request, &mut go_on())
+                } else {
+                    engine.decode(Drafting::On, &request, &mut go_on())
+                }
             };
             decode(8)?; // runs the step and records it
             let run = decode(200)?;
@@ -324,13 +332,13 @@ fn endurance(on: Device) -> anyhow::Result<()> {
     const MOST_GROWTH: i64 = 64 << 20; // bytes: what the driver takes for the steps that are recorded, and no kilobytes a step
     let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
-    let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy)?;
-    let mut engine = DeviceSession::on_gpu(&llama, Some(&medusa), &Request::greedy(&[], 0), 1)?;
+    let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
+    let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
     let gpu = Gpu::open(on)?;
     let (mut done, mut first) = (0, None);
     while done < STEPS {
         let ids = prompt(1 + done as i64 % 500, llama.config.vocab_size);
-        done += engine.medusa(&Request::greedy(&ids, 2000), &mut go_on())?.accept_lengths.len();
+        done += engine.decode(Drafting::On, &Request::greedy(&ids, 2000), &mut go_on())?.accept_lengths.len();
         let resident = memory::process().map_or(0, |memory| memory.resident_bytes);
         let now = (gpu.free_bytes()?, resident);
         let (free, before) = *first.get_or_insert(now); // when everything was used once

@@ -22,6 +22,7 @@ pub mod decoder;
 pub mod distill;
 pub mod doctor;
 mod downloads;
+pub mod drafter;
 pub mod engine;
 mod exit;
 pub mod export;
@@ -116,11 +117,8 @@ impl Verb {
             }
             Verb::Bench(args) => {
                 let prompts = Some(HubArgument::File(&mut args.prompts));
-                vec![
-                    prompts,
-                    Some(HubArgument::heads(&mut args.heads)),
-                    Some(HubArgument::backbone(&mut args.backbone)),
-                ]
+                let heads = args.heads.as_mut().map(HubArgument::heads);
+                vec![prompts, heads, Some(HubArgument::backbone(&mut args.backbone))]
             }
             Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // these say what of the backbone is needed
             Verb::Train(_)

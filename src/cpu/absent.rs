@@ -49,7 +49,7 @@ pub(crate) mod attention {
 
     /// Cached tokens that a new one sees.
     #[derive(Debug)]
-    pub(crate) struct SeenTokens;
+    pub struct SeenTokens;
 
     impl FromIterator<usize> for SeenTokens {
         fn from_iter<I: IntoIterator<Item = usize>>(_: I) -> Self {

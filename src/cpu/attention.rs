@@ -29,7 +29,7 @@ pub(crate) struct Plane<'c> {
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SeenTokens(Vec<u32>);
+pub struct SeenTokens(Vec<u32>);
 
 impl FromIterator<usize> for SeenTokens {
     fn from_iter<I: IntoIterator<Item = usize>>(slots: I) -> Self {

@@ -1,30 +1,38 @@
-//! The two ways to decode one prompt: [`plain`], a token a step and the oracle, and [`medusa`], whose greedy text is the same.
-//! Each call is a [`Session`] of its own; several requests on one text share a session.
+//! One text, from nothing to its end: plainly, which is the oracle, or with a drafter's guesses. Several requests on one text share a
+//! [`HostLoop`].
 
-pub use super::medusa::Medusa;
-pub use super::request::{DecodeError, FinishReason, Generation, OnTokens, Request};
-use super::session::Session;
+use super::DecodeLoop;
+use super::error::DecodeError;
+use super::host_loop::HostLoop;
+use super::sequence::{Generation, OnTokens, Request};
+use super::step::Drafting;
+use crate::draft::Drafter;
+use crate::engine;
 use crate::model::llama::Llama;
+use crate::tree::accept::Acceptance;
 
-/// [`Session::plain`] in a new session.
+/// Decodes a token a step.
 ///
 /// # Errors
 /// [`DecodeError`] names what is wrong with the prompt.
 pub fn plain(backbone: &Llama, request: &Request, on_tokens: &mut OnTokens) -> Result<Generation, DecodeError> {
-    Session::new(backbone).plain(request, on_tokens)
+    HostLoop::new(engine::fastest(backbone), None).decode(Drafting::Off, request, on_tokens)
 }
 
-/// [`Session::medusa`] in a new session.
+/// Decodes with guesses. At temperature 0 the text is [`plain`]'s, whatever is guessed; only where two tokens are equally probable up
+/// to rounding (rare in float32, less so in 16 bits) may they differ, since a product's last bits depend on its number of rows.
 ///
 /// # Errors
 /// [`DecodeError`] names what is wrong with the prompt.
-pub fn medusa(
-    backbone: &Llama,
-    medusa: &Medusa,
+pub fn drafted<'a>(
+    backbone: &'a Llama,
+    drafter: impl Drafter + 'a,
+    acceptance: Acceptance,
     request: &Request,
     on_tokens: &mut OnTokens,
 ) -> Result<Generation, DecodeError> {
-    Session::new(backbone).medusa(medusa, request, on_tokens)
+    let drafter: Box<dyn Drafter + 'a> = Box::new(drafter);
+    HostLoop::new(engine::fastest(backbone), Some((drafter, acceptance))).decode(Drafting::On, request, on_tokens)
 }
 
 #[cfg(test)]

@@ -3,11 +3,10 @@
 // N tokens, H hidden size, V vocabulary
 use tch::{Kind, Tensor};
 
-use super::request::{DecodeError, check_prompt};
+use super::error::{DecodeError, check_prompt};
+use crate::engine::{self, Engine, RowTokens};
 use crate::model::attention::NewTokens;
-use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
-use crate::model::lora::Adapters;
 use crate::torch::guard;
 
 /// Tokens are read so many at a time, which bounds what their logits take.
@@ -18,27 +17,28 @@ const CHUNK: usize = 128;
 /// # Errors
 /// [`DecodeError`] names what is wrong with the prompt.
 pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result<f64, DecodeError> {
-    check_prompt(backbone, prompt)?;
+    check_prompt(&backbone.config, prompt)?;
     if text.is_empty() {
         return Ok(0.0);
     }
-    Ok(guard("scoring a text", || tch::no_grad(|| score(backbone, prompt, text)))?)
+    Ok(guard("scoring a text", || tch::no_grad(|| score(&mut *engine::fastest(backbone), prompt, text)))?)
 }
 
-fn score(backbone: &Llama, prompt: &[i64], text: &[i64]) -> f64 {
+fn score(engine: &mut dyn Engine, prompt: &[i64], text: &[i64]) -> f64 {
+    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let all = [prompt, text].concat();
-    let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+    let row = engine.cache_mut().push();
     let mut sum = 0.0;
     let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
     for (piece, begin) in seen.chunks(CHUNK).zip((0..).step_by(CHUNK)) {
-        let chain = NewTokens::chain(piece.len() as i64, &backbone.config, backbone.kind(), backbone.device());
-        let hidden_nh = backbone.extend(&Tensor::from_slice(piece).to_device(backbone.device()), &chain, &mut cache);
-        cache.commit(chain.len());
+        let nodes = &NewTokens::chain(piece.len() as i64, &engine.backbone().config, kind, device);
+        let hidden_nh = engine.extend(&Tensor::from_slice(piece).to_device(device), &[RowTokens { row, nodes }]);
+        engine.cache_mut().commit(row, nodes.len());
         let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
         if first < piece.len() {
             let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
             let next = &all[begin + first + 1..=begin + piece.len()];
-            sum += score_piece(&backbone.logits(&hidden_nh, Adapters::Off), next);
+            sum += score_piece(&engine.logits(&hidden_nh), next);
         }
     }
     sum
@@ -56,7 +56,8 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::decode::session::prefill;
+    use crate::decode::step::prefill;
+    use crate::engine::tch::TchEngine;
     use crate::model::config::LlamaConfig;
 
     fn backbone() -> Llama {
@@ -78,9 +79,10 @@ mod tests {
         let at_once = log_probability(&backbone, &prompt, &text).expect("a prompt");
         let one_by_one: f64 = (0..text.len())
             .map(|at| {
-                let mut cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-                let hidden_1h = prefill(&backbone, &[&prompt[..], &text[..at]].concat(), &mut cache);
-                let log_p_1v = backbone.logits(&hidden_1h, Adapters::Off).log_softmax(-1, Kind::Float);
+                let mut engine = TchEngine::new(&backbone);
+                let row = engine.cache_mut().push();
+                let hidden_1h = prefill(512, &mut engine, row, &[&prompt[..], &text[..at]].concat());
+                let log_p_1v = engine.logits(&hidden_1h).log_softmax(-1, Kind::Float);
                 log_p_1v.double_value(&[0, text[at]])
             })
             .sum();

@@ -1,20 +1,49 @@
-//! The decoding loops: plain (the oracle) and Medusa, one text at a time, and plain decoding of several prompts together; on any
-//! device of libtorch.
+//! The decoding loops: who guesses ([`crate::draft`]), who computes ([`crate::engine`]) and who decides ([`crate::tree::accept`]) meet here.
 //!
-//! One step of Medusa decoding ([`session`]): `propose` fills the tree with the heads' guesses, the backbone verifies all of it in
-//! one pass, `accept` decides which path is kept, and the cache keeps just that path. Decisions belong to tree nodes, never to whole
-//! candidates, and are made without tensors. Above temperature 0, `sample` draws one number a token in the order of the text.
+//! One [`step`] proposes a tree of guesses for each text, runs the backbone over all of it in one pass, decides which path is kept, and
+//! leaves just that path in the cache. Decisions belong to tree nodes, never to whole candidates, and are made without tensors. Above
+//! temperature 0 one number is drawn a token, in the order of the text.
+
+use std::fmt;
 
 pub mod batch;
 pub mod device;
+pub mod error;
 pub mod generate;
+pub mod host_loop;
 pub mod likelihood;
-pub mod loops;
-pub mod medusa;
 pub mod penalty;
-pub mod propose;
-pub mod request;
-pub mod session;
+pub mod sequence;
 pub mod stats;
+pub mod step;
 pub mod text;
-pub(crate) mod transcript;
+mod verify;
+
+use self::error::DecodeError;
+use self::sequence::{Generation, OnTokens, Request};
+use self::step::Drafting;
+
+/// Decodes one text after the other, such as the turns of a conversation.
+pub trait DecodeLoop: fmt::Debug {
+    /// Who computes, as `--engine` spells it.
+    fn engine_name(&self) -> &'static str;
+
+    /// Decodes; what of the prompt the cache holds is not computed again.
+    ///
+    /// # Errors
+    /// [`DecodeError`] names what is wrong with the prompt, or what the device said.
+    fn decode(
+        &mut self,
+        drafting: Drafting,
+        request: &Request,
+        on_tokens: &mut OnTokens,
+    ) -> Result<Generation, DecodeError>;
+
+    /// Empties the cache.
+    fn reset(&mut self);
+}
+
+/// Tokens of a prompt that need not be computed: those that the cache holds, but never the prompt's last one.
+fn shared_beginning(cached: &[i64], prompt: &[i64]) -> usize {
+    cached.iter().zip(prompt).take_while(|(cached, wanted)| cached == wanted).count().min(prompt.len() - 1)
+}

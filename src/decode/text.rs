@@ -2,7 +2,8 @@
 
 use std::ops::ControlFlow;
 
-use super::request::{DecodeError, FinishReason, Generation, OnTokens};
+use super::error::DecodeError;
+use super::sequence::{FinishReason, Generation, OnTokens, keep_tokens};
 use crate::data::tokenize::{TextStream, TextTokenizer, TokenizeError, narrow};
 
 /// Decoding, or turning tokens into text, failed.
@@ -83,14 +84,9 @@ pub fn tell(
 /// Of a generation only the first `tokens` stay: a stop string ended it.
 fn end_after(generation: &mut Generation, tokens: usize) {
     generation.new_ids.truncate(tokens);
-    let mut left = tokens;
-    for length in &mut generation.accept_lengths {
-        *length = left.min(*length);
-        left -= *length;
-    }
-    generation.accept_lengths.retain(|&length| length > 0);
+    keep_tokens(&mut generation.accept_lengths, tokens);
     generation.finish_reason = FinishReason::Stop;
-    generation.eos = None;
+    generation.end.clear();
 }
 
 /// The text so far.

@@ -1,115 +1,100 @@
-//! Who answers: plain decoding of many conversations together, or Medusa decoding, one at a time.
+//! Who answers: many conversations together, plainly, or one at a time with guesses.
 
+use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
-use crate::decode::batch::{Batch, RowEnded, RowRequest};
-use crate::decode::generate::{DecodeError, FinishReason, Generation, Medusa, Request};
-use crate::decode::loops::Loop;
-use crate::engine::sample::Sampling;
-use crate::numbers::{NonNegative, Positive};
+use crate::decode::DecodeLoop;
+use crate::decode::batch::SequenceBatch;
+use crate::decode::error::DecodeError;
+use crate::decode::sequence::{Generation, Request};
+use crate::decode::step::Drafting;
+use crate::engine::sample::{Sampling, Stream};
 
-/// Takes requests, and hands back what was said.
+/// What a conversation asks of the backbone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Question {
+    /// The conversation.
+    pub conversation: usize,
+    /// Token ids, BOS among them.
+    pub prompt: Vec<i64>,
+    /// Stop after this many, or where the context is full.
+    pub max_new_tokens: NonZeroUsize,
+    /// Tokens that end the answer as an EOS does; none: only an EOS does.
+    pub end_mark: Vec<i64>,
+    /// Of what is drawn.
+    pub stream: Stream,
+}
+
+/// Takes questions, and hands back what was answered.
 #[derive(Debug)]
-pub enum Answerer<'a> {
-    /// Plain decoding, several requests together.
-    Together(Box<Batch<'a>>),
-    /// Medusa decoding.
-    OneByOne(OneByOne<'a>),
+pub struct Answerer<'a> {
+    sampling: Sampling,
+    decoding: Decoding<'a>,
 }
 
-/// Medusa decoding of one request at a time.
 #[derive(Debug)]
-pub struct OneByOne<'a> {
-    decoding: Loop<'a>,
-    medusa: &'a Medusa<'a>,
-    temperature: NonNegative,
-    ended: Option<RowEnded>,
-    tokens: usize,
+enum Decoding<'a> {
+    Together(Box<SequenceBatch<'a>>),
+    OneByOne { decoding: Box<dyn DecodeLoop + 'a>, answered: Option<(usize, Generation)>, tokens: usize },
 }
 
-impl<'a> OneByOne<'a> {
-    /// Above temperature 0, the acceptance of `medusa` decides; nothing is drawn.
-    pub fn new(decoding: Loop<'a>, medusa: &'a Medusa<'a>, temperature: NonNegative) -> Self {
-        Self { decoding, medusa, temperature, ended: None, tokens: 0 }
+impl<'a> Answerer<'a> {
+    /// Many conversations together.
+    pub fn together(batch: SequenceBatch<'a>, sampling: Sampling) -> Self {
+        Self { sampling, decoding: Decoding::Together(Box::new(batch)) }
     }
 
-    fn enter(&mut self, request: &RowRequest) -> Result<(), DecodeError> {
-        let (prompt, max_new_tokens) = (&request.prompt[..], request.max_new_tokens.get());
-        let single = Request {
-            prompt,
-            max_new_tokens,
-            sampling: Sampling::of_temperature(self.temperature),
-            repetition_penalty: Positive::ONE,
-            seed: 0,
-        };
-        let mut new_ids = vec![];
-        let mark = &request.end_mark;
-        self.decoding.reset();
-        let generation = self.decoding.decode(Some(self.medusa), &single, &mut |ids| {
-            new_ids.extend_from_slice(ids);
-            if place_of(mark, &new_ids).is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        })?;
-        self.tokens += generation.new_ids.len();
-        self.ended = Some(ended(request, generation));
-        Ok(())
+    /// One at a time, with the guesses of the loop's drafter.
+    pub fn one_by_one(decoding: Box<dyn DecodeLoop + 'a>, sampling: Sampling) -> Self {
+        Self { sampling, decoding: Decoding::OneByOne { decoding, answered: None, tokens: 0 } }
     }
-}
 
-/// A step may commit tokens behind the end mark: they are dropped.
-fn ended(request: &RowRequest, generation: Generation) -> RowEnded {
-    let (key, mut new_ids) = (request.key, generation.new_ids);
-    match place_of(&request.end_mark, &new_ids) {
-        Some(at) => {
-            new_ids.truncate(at);
-            RowEnded { key, new_ids, end: request.end_mark.clone(), finish_reason: FinishReason::Eos }
-        }
-        None => {
-            let end = generation.eos.into_iter().collect();
-            RowEnded { key, new_ids, end, finish_reason: generation.finish_reason }
-        }
-    }
-}
-
-/// Where an end mark begins; an empty one is nowhere.
-fn place_of(mark: &[i64], ids: &[i64]) -> Option<usize> {
-    if mark.is_empty() { None } else { ids.windows(mark.len()).position(|window| window == mark) }
-}
-
-impl Answerer<'_> {
     pub(super) fn has_room(&self) -> bool {
-        match self {
-            Self::Together(batch) => batch.has_room(),
-            Self::OneByOne(one) => one.ended.is_none(),
+        match &self.decoding {
+            Decoding::Together(batch) => batch.has_room(),
+            Decoding::OneByOne { answered, .. } => answered.is_none(),
         }
     }
 
     pub(super) fn is_idle(&self) -> bool {
-        match self {
-            Self::Together(batch) => batch.is_idle(),
-            Self::OneByOne(one) => one.ended.is_none(),
+        match &self.decoding {
+            Decoding::Together(batch) => batch.is_idle(),
+            Decoding::OneByOne { answered, .. } => answered.is_none(),
         }
     }
 
     /// New tokens so far.
     pub(super) fn tokens(&self) -> usize {
-        match self {
-            Self::Together(batch) => batch.tokens(),
-            Self::OneByOne(one) => one.tokens,
+        match &self.decoding {
+            Decoding::Together(batch) => batch.tokens(),
+            Decoding::OneByOne { tokens, .. } => *tokens,
         }
     }
 
-    pub(super) fn enter(&mut self, request: RowRequest) -> Result<(), DecodeError> {
-        match self {
-            Self::Together(batch) => batch.enter(request),
-            Self::OneByOne(one) => one.enter(&request),
+    pub(super) fn enter(&mut self, question: &Question) -> Result<(), DecodeError> {
+        let request = Request {
+            sampling: self.sampling,
+            stream: question.stream,
+            end_mark: &question.end_mark,
+            ..Request::greedy(&question.prompt, question.max_new_tokens.get())
+        };
+        match &mut self.decoding {
+            Decoding::Together(batch) => batch.enter(question.conversation, &request),
+            Decoding::OneByOne { decoding, answered, tokens } => {
+                decoding.reset();
+                let answer = decoding.decode(Drafting::On, &request, &mut |_| ControlFlow::Continue(()))?;
+                *tokens += answer.new_ids.len();
+                *answered = Some((question.conversation, answer));
+                Ok(())
+            }
         }
     }
 
-    /// Goes on; returns what was said to its end.
-    pub(super) fn step(&mut self) -> Result<Vec<RowEnded>, DecodeError> {
-        match self {
-            Self::Together(batch) => batch.step(),
-            Self::OneByOne(one) => Ok(one.ended.take().into_iter().collect()),
+    /// Goes on; returns each conversation that was answered, with its answer.
+    pub(super) fn step(&mut self) -> Result<Vec<(usize, Generation)>, DecodeError> {
+        match &mut self.decoding {
+            Decoding::Together(batch) => batch.step(),
+            Decoding::OneByOne { answered, .. } => Ok(answered.take().into_iter().collect()),
         }
     }
 }
@@ -121,10 +106,15 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::*;
-    use crate::decode::session::Session;
+    use crate::decode::host_loop::HostLoop;
+    use crate::decode::sequence::FinishReason;
+    use crate::draft::Drafter;
+    use crate::draft::medusa::drafter::MedusaDrafter;
     use crate::draft::medusa::heads::{Heads, HeadsShape};
+    use crate::engine::tch::TchEngine;
     use crate::model::config::LlamaConfig;
     use crate::model::llama::Llama;
+    use crate::numbers::NonNegative;
     use crate::tree::accept::Acceptance;
     use crate::tree::sparse_tree::SparseTree;
 
@@ -139,25 +129,25 @@ mod tests {
         let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 50 };
         let heads = Heads::random(shape, Kind::Double, Device::Cpu, 5);
         let tree = SparseTree::cartesian(&[25, 8]).unwrap(); // often right, whatever it guesses
-        let medusa = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
-        let greedy = NonNegative::new(0.0).unwrap();
+        let greedy = Sampling::of_temperature(NonNegative::ZERO);
         let answer = |end_mark: Vec<i64>, prompt: i64| {
             let max_new_tokens = NonZeroUsize::new(30).unwrap();
-            let request = RowRequest { key: 3, prompt: vec![prompt], max_new_tokens, end_mark, stream: [0; 3] };
-            let batch = Batch::new(&llama, Sampling::of_temperature(greedy), NonZeroUsize::MIN);
-            let together = Answerer::Together(Box::new(batch));
-            let [slow, fast] =
-                [together, Answerer::OneByOne(OneByOne::new(Loop::Torch(Session::new(&llama)), &medusa, greedy))].map(
-                    |mut one| {
-                        one.enter(request.clone()).unwrap();
-                        loop {
-                            if let Some(said) = one.step().unwrap().pop() {
-                                return said;
-                            }
-                        }
-                    },
-                );
-            assert_eq!(fast, slow);
+            let stream = Stream::default();
+            let question = Question { conversation: 3, prompt: vec![prompt], max_new_tokens, end_mark, stream };
+            let batch = SequenceBatch::new(Box::new(TchEngine::for_batches(&llama)), None, NonZeroUsize::MIN);
+            let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
+            let with_heads = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((drafter, Acceptance::Greedy)));
+            let answerers = [Answerer::together(batch, greedy), Answerer::one_by_one(Box::new(with_heads), greedy)];
+            let [slow, fast] = answerers.map(|mut answerer| {
+                answerer.enter(&question).unwrap();
+                loop {
+                    if let Some((conversation, answer)) = answerer.step().unwrap().pop() {
+                        assert_eq!(conversation, 3);
+                        return answer;
+                    }
+                }
+            });
+            assert_eq!((&fast.new_ids, &fast.end, fast.finish_reason), (&slow.new_ids, &slow.end, slow.finish_reason));
             slow
         };
         let mut marked = 0;

@@ -3,13 +3,14 @@
 use serde::{Deserialize, Serialize};
 
 use super::Settings;
+use super::answer::Question;
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
 use crate::data::tokenize::narrow;
-use crate::decode::batch::{RowEnded, RowRequest};
-use crate::decode::generate::FinishReason;
+use crate::decode::sequence::{FinishReason, Generation};
+use crate::engine::sample::Stream;
 
 /// A conversation that is being held.
 #[derive(Debug)]
@@ -95,11 +96,7 @@ impl<'a> Conversation<'a> {
     ///
     /// # Errors
     /// What the template or the tokenizer says.
-    pub fn next_request(
-        &mut self,
-        renderer: &Renderer,
-        settings: &Settings,
-    ) -> Result<Option<RowRequest>, PromptError> {
+    pub fn next_question(&mut self, renderer: &Renderer, settings: &Settings) -> Result<Option<Question>, PromptError> {
         let Some(OpenQuestion { prompt, end_mark }) = self.next_prompt(renderer, settings)? else { return Ok(None) };
         if self.answers > 0 && prompt.ids.len() >= settings.context {
             self.cut_short();
@@ -107,12 +104,12 @@ impl<'a> Conversation<'a> {
         }
         self.prompt = prompt;
         self.asked += 1;
-        Ok(Some(RowRequest {
-            key: self.id,
+        Ok(Some(Question {
+            conversation: self.id,
             prompt: self.prompt.ids.clone(),
             max_new_tokens: settings.max_new_tokens,
             end_mark,
-            stream: [settings.seed, self.id as u64, self.asked],
+            stream: Stream { seed: settings.seed, index: self.id as u64, turn: self.asked, sample: 0 },
         }))
     }
 
@@ -142,7 +139,7 @@ impl<'a> Conversation<'a> {
     ///
     /// # Errors
     /// The tokenizer's own.
-    pub fn hear(&mut self, said: RowEnded, renderer: &Renderer) -> Result<(), PromptError> {
+    pub fn hear(&mut self, said: Generation, renderer: &Renderer) -> Result<(), PromptError> {
         let content = renderer.text(&said.new_ids)?;
         let is_question = self.writer == Writer::User;
         if is_question && (said.end.is_empty() || content.trim().is_empty()) {
@@ -176,7 +173,7 @@ impl<'a> Conversation<'a> {
 
     /// The prompt as the backbone saw it, then what it wrote. Labels of earlier turns are carried over where the prompt begins
     /// with the very tokens of these turns, else found in its text (see [`Renderer::labels`]).
-    fn row_with(&self, said: &RowEnded, renderer: &Renderer) -> Result<Row, PromptError> {
+    fn row_with(&self, said: &Generation, renderer: &Renderer) -> Result<Row, PromptError> {
         let mut ids = self.prompt.ids.clone();
         let mut labels = if ids.starts_with(&self.row.ids) {
             let mut labels = self.row.labels.clone();
@@ -223,6 +220,8 @@ mod tests {
     use std::io::Write;
     use std::num::NonZeroUsize;
     use std::path::Path;
+
+    use std::time::Duration;
 
     use super::*;
     use crate::data::chat_template::ChatTemplate;
@@ -292,9 +291,16 @@ mod tests {
         Dialogue { place, category: None, questions: Questions::Turns { system: None, user } }
     }
 
-    fn said(new_ids: Vec<i64>, end: Vec<i64>) -> RowEnded {
+    fn said(new_ids: Vec<i64>, end: Vec<i64>) -> Generation {
         let finish_reason = if end.is_empty() { FinishReason::Length } else { FinishReason::Eos };
-        RowEnded { key: 0, new_ids, end, finish_reason }
+        Generation {
+            new_ids,
+            end,
+            finish_reason,
+            accept_lengths: vec![],
+            prefill: Duration::ZERO,
+            decoding: Duration::ZERO,
+        }
     }
 
     const EOS: i64 = 1;
@@ -304,19 +310,19 @@ mod tests {
         let (world, dialogue) = (world(PLAIN), dialogue(&["Count to 3.", "never asked"]));
         let (renderer, settings) = (world.renderer(), settings(2, true, 500));
         let mut talk = Conversation::new(0, &dialogue);
-        let first = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        let first = talk.next_question(&renderer, &settings).unwrap().unwrap();
         assert_eq!((first.prompt, first.end_mark), (world.ids("USER: Count to 3. ASSISTANT:"), vec![]));
         talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
-        let asks = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        let asks = talk.next_question(&renderer, &settings).unwrap().unwrap();
         assert_eq!(asks.prompt, world.ids("USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER:"));
         let mark = world.ids("ASSISTANT:");
-        assert_eq!((asks.end_mark, asks.stream), (mark.clone(), [1, 0, 2]));
+        assert_eq!((asks.end_mark, asks.stream), (mark.clone(), Stream { seed: 1, index: 0, turn: 2, sample: 0 }));
         talk.hear(said(world.ids("And to 4?"), mark), &renderer).unwrap();
-        let answers = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        let answers = talk.next_question(&renderer, &settings).unwrap().unwrap();
         let seen = "USER: Count to 3. ASSISTANT: 1, 2, 3.<|end|>USER: And to 4? ASSISTANT:";
         assert_eq!(answers.prompt, world.ids(seen));
         talk.hear(said(world.ids("1, 2, 3, 4."), vec![]), &renderer).unwrap();
-        assert!(talk.next_request(&renderer, &settings).unwrap().is_none(), "two answers were asked for");
+        assert!(talk.next_question(&renderer, &settings).unwrap().is_none(), "two answers were asked for");
         let row = talk.finish();
         assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " And to 4? ASSISTANT:1, 2, 3, 4."]);
         assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (4, "length"));
@@ -328,11 +334,11 @@ mod tests {
         let (renderer, settings) = (world.renderer(), settings(3, true, 500));
         for (question, reason) in [(said(world.ids(" And"), vec![]), "length"), (said(vec![], vec![EOS]), "eos")] {
             let mut talk = Conversation::new(0, &dialogue);
-            let _ = talk.next_request(&renderer, &settings).unwrap();
+            let _ = talk.next_question(&renderer, &settings).unwrap();
             talk.hear(said(world.ids("1, 2, 3."), vec![EOS]), &renderer).unwrap();
-            let _ = talk.next_request(&renderer, &settings).unwrap();
+            let _ = talk.next_question(&renderer, &settings).unwrap();
             talk.hear(question, &renderer).unwrap();
-            assert!(talk.next_request(&renderer, &settings).unwrap().is_none());
+            assert!(talk.next_question(&renderer, &settings).unwrap().is_none());
             let row = talk.finish();
             assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, reason));
             assert_eq!(row.input_ids.last(), Some(&1));
@@ -345,10 +351,10 @@ mod tests {
         let (renderer, settings) = (world.renderer(), settings(9, false, 500));
         let mut talk = Conversation::new(0, &dialogue);
         for answer in ["1, 2, 3.", "Count to 3.", "omelette"] {
-            let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+            let _ = talk.next_question(&renderer, &settings).unwrap().unwrap();
             talk.hear(said(world.spelt(answer), vec![EOS]), &renderer).unwrap();
         }
-        assert!(talk.next_request(&renderer, &settings).unwrap().is_none(), "all is asked");
+        assert!(talk.next_question(&renderer, &settings).unwrap().is_none(), "all is asked");
         let row = talk.finish();
         let last = "omelette<|end|>";
         assert_eq!(world.learnt(&row), [" 1, 2, 3.<|end|>", " Count to 3.<|end|>", last]);
@@ -362,7 +368,7 @@ mod tests {
         let (renderer, settings) = (world.renderer(), settings(9, false, 500));
         let mut talk = Conversation::new(0, &dialogue);
         for answer in ["1, 2, 3.", "omelette"] {
-            let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+            let _ = talk.next_question(&renderer, &settings).unwrap().unwrap();
             talk.hear(said(world.ids(answer), vec![EOS]), &renderer).unwrap();
         }
         let row = talk.finish();
@@ -376,9 +382,9 @@ mod tests {
         let renderer = world.renderer();
         let mut talk = Conversation::new(0, &dialogue);
         let settings = settings(9, false, world.ids("USER: Count to 3. ASSISTANT: 1<|end|>").len() + 2);
-        let _ = talk.next_request(&renderer, &settings).unwrap().unwrap();
+        let _ = talk.next_question(&renderer, &settings).unwrap().unwrap();
         talk.hear(said(world.ids(" 1"), vec![EOS]), &renderer).unwrap();
-        assert!(talk.next_request(&renderer, &settings).unwrap().is_none());
+        assert!(talk.next_question(&renderer, &settings).unwrap().is_none());
         let row = talk.finish();
         assert_eq!((row.conversations.len(), row.finish_reason.as_str()), (2, "length"));
         assert_eq!(row.input_ids.last(), Some(&1));

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::data::prompts::PromptError;
 use crate::data::rows::RowLocation;
-use crate::decode::generate::DecodeError;
+use crate::decode::error::DecodeError;
 
 /// What can stop a distillation.
 #[derive(Debug, thiserror::Error)]

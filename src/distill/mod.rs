@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::decode::batch::{RowEnded, RowRequest};
+use crate::decode::sequence::Generation;
 
 pub mod answer;
 pub mod conversation;
@@ -20,7 +20,7 @@ pub mod render;
 mod settings;
 mod shards;
 
-use answer::Answerer;
+use answer::{Answerer, Question};
 use conversation::{Conversation, Finished};
 pub use error::DistillError;
 use output::Output;
@@ -91,9 +91,9 @@ pub fn run(
     let mut talk = Talk { dialogues, renderer, settings, waiting, open: HashMap::new(), next_turns: VecDeque::new() };
     loop {
         while answerer.has_room() {
-            let Some(request) = talk.next_request()? else { break };
-            let id = request.key;
-            answerer.enter(request).map_err(|source| DistillError::Decode { id, source })?;
+            let Some(question) = talk.next_question()? else { break };
+            let id = question.conversation;
+            answerer.enter(&question).map_err(|source| DistillError::Decode { id, source })?;
         }
         if answerer.is_idle() {
             output.finish()?;
@@ -115,33 +115,32 @@ struct Talk<'a> {
     waiting: std::vec::IntoIter<usize>,
     open: HashMap<usize, Conversation<'a>>,
     /// Of conversations that have begun: they go first, so that shards are completed in their order.
-    next_turns: VecDeque<RowRequest>,
+    next_turns: VecDeque<Question>,
 }
 
 impl Talk<'_> {
-    fn next_request(&mut self) -> Result<Option<RowRequest>, DistillError> {
-        if let Some(request) = self.next_turns.pop_front() {
-            return Ok(Some(request));
+    fn next_question(&mut self) -> Result<Option<Question>, DistillError> {
+        if let Some(question) = self.next_turns.pop_front() {
+            return Ok(Some(question));
         }
         let Some(id) = self.waiting.next() else { return Ok(None) };
         let mut conversation = Conversation::new(id, &self.dialogues[id]);
         let first =
-            conversation.next_request(self.renderer, self.settings).map_err(|source| self.failed(id, source))?;
+            conversation.next_question(self.renderer, self.settings).map_err(|source| self.failed(id, source))?;
         self.open.insert(id, conversation);
         Ok(first)
     }
 
     /// Returns the conversations that end with what was said.
-    fn hear(&mut self, said: Vec<RowEnded>) -> Result<Vec<Finished>, DistillError> {
+    fn hear(&mut self, answers: Vec<(usize, Generation)>) -> Result<Vec<Finished>, DistillError> {
         let mut finished = vec![];
-        for said in said {
-            let id = said.key;
+        for (id, answer) in answers {
             let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
-            let next = conversation.hear(said, self.renderer);
-            let next = next.and_then(|()| conversation.next_request(self.renderer, self.settings));
+            let next = conversation.hear(answer, self.renderer);
+            let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
             match next.map_err(|source| self.failed(id, source))? {
-                Some(request) => {
-                    self.next_turns.push_back(request);
+                Some(question) => {
+                    self.next_turns.push_back(question);
                     self.open.insert(id, conversation);
                 }
                 None => finished.push(conversation.finish()),

@@ -1,3 +1,69 @@
-//! Drafters: who guesses tokens for the backbone to verify.
+//! Drafters: who guesses tokens for the backbone to verify. A drafter knows neither how the backbone runs nor which guesses are kept.
+//!
+//! [`medusa`] guesses with trained heads, [`ngram`] by looking the last tokens up in the text so far.
+
+// N nodes of a tree, H hidden size
+use std::fmt;
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use crate::engine::sample::Chosen;
+use crate::model::attention::NewTokens;
+use crate::model::llama::Llama;
+use crate::tree::sparse_tree::SparseTree;
 
 pub mod medusa;
+pub mod ngram;
+
+/// Guesses what comes after the texts that are decoded.
+pub trait Drafter: fmt::Debug {
+    /// As `--drafter` spells it.
+    fn name(&self) -> &'static str;
+
+    /// A tree of guesses below each text's root, for all texts in one call.
+    fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal>;
+}
+
+/// A text that guesses are wanted for.
+#[derive(Debug, Clone, Copy)]
+pub struct Drafted<'s> {
+    /// Prompt and text; the last token is the root, the one that the backbone has chosen and not seen yet.
+    pub ids: &'s [i64],
+    /// That token.
+    pub root: &'s Chosen,
+    /// `[1, H]`, after the final norm: the hidden state that the root was chosen from.
+    pub hidden_1h: &'s Tensor,
+}
+
+/// A tree filled with tokens, to be verified in one pass.
+#[derive(Debug)]
+pub struct Proposal {
+    /// Its shape; a drafter that proposes the same one at every step prepares it once.
+    pub tree: Rc<PreparedTree>,
+    /// `[N]`, int64, on the backbone's device: each node's token, the root's first.
+    pub tokens_n: Tensor,
+}
+
+/// A tree laid out for one backbone.
+#[derive(Debug)]
+pub struct PreparedTree {
+    /// Its nodes.
+    pub tree: SparseTree,
+    /// Where they stand, and whom they see.
+    pub nodes: NewTokens,
+    /// `[N]`: each node's parent; 0 for the root.
+    pub parents_n: Tensor,
+}
+
+impl PreparedTree {
+    /// Lays out a tree on the backbone's device.
+    pub fn new(tree: SparseTree, backbone: &Llama) -> Self {
+        let offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).collect();
+        let sees = |query, key| tree.attends(query, key);
+        let nodes = NewTokens::pattern(&offsets, sees, &backbone.config, backbone.kind(), backbone.device());
+        let parents: Vec<i64> = (0..tree.len()).map(|node| tree.parent(node).unwrap_or(0) as i64).collect();
+        let parents_n = Tensor::from_slice(&parents).to_device(backbone.device());
+        Self { tree, nodes, parents_n }
+    }
+}

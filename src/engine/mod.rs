@@ -1,4 +1,71 @@
-//! Engines: who runs the backbone over new tokens.
+//! Engines: who runs the backbone over new tokens. An engine commits nothing: its caller says which tokens stay in the cache.
+//!
+//! [`tch`](self::tch) computes with libtorch on any device and is the oracle of the others; [`cpu`] has kernels of its own for few
+//! rows; [`cuda`] runs whole steps on the device, and so is no [`Engine`].
 
+// N new tokens of all sequences, H hidden, V vocabulary
+use std::fmt;
+
+use ::tch::Tensor;
+
+use crate::model::attention::NewTokens;
+use crate::model::kv_cache::KvCache;
+use crate::model::llama::Llama;
+
+pub mod cpu;
 pub mod cuda;
 pub mod sample;
+pub mod tch;
+
+use self::cpu::CpuEngine;
+use self::tch::TchEngine;
+
+/// Runs a backbone over new tokens of several sequences, each a row of its cache.
+pub trait Engine: fmt::Debug {
+    /// As `--engine` spells it.
+    fn name(&self) -> &'static str;
+
+    /// What it runs.
+    fn backbone(&self) -> &Llama;
+
+    /// Keys and values of its sequences.
+    fn cache(&self) -> &KvCache;
+
+    /// As [`Engine::cache`]: rows are pushed, committed, truncated and removed by the caller.
+    fn cache_mut(&mut self) -> &mut KvCache;
+
+    /// Runs each sequence's new tokens behind its row of the cache; they become the row's pending tokens. `tokens_n` `[N]`, int64, has
+    /// them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; spare rows may follow, which mean
+    /// nothing.
+    fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
+
+    /// The LM head: hidden states `[N, H]` to logits `[N, V]`.
+    fn logits(&self, hidden_nh: &Tensor) -> Tensor;
+}
+
+/// How one sequence's new tokens lie.
+#[derive(Debug, Clone, Copy)]
+pub struct RowTokens<'s> {
+    /// The sequence's row of the cache.
+    pub row: usize,
+    /// Where the tokens stand behind it, and which of each other they see.
+    pub nodes: &'s NewTokens,
+}
+
+/// Each sequence with its part of `tokens_n`.
+fn each_row<'s>(tokens_n: &Tensor, batch: &[RowTokens<'s>]) -> Vec<(RowTokens<'s>, Tensor)> {
+    let mut end = 0;
+    let part = |row: &RowTokens<'s>| {
+        end += row.nodes.len();
+        (*row, tokens_n.narrow(0, end - row.nodes.len(), row.nodes.len()))
+    };
+    batch.iter().map(part).collect()
+}
+
+/// The CPU's own kernels where they can run `backbone`, else libtorch.
+pub fn fastest(backbone: &Llama) -> Box<dyn Engine + '_> {
+    match CpuEngine::new(backbone) {
+        Ok(engine) => Box::new(engine),
+        Err(_) => Box::new(TchEngine::new(backbone)),
+    }
+}

@@ -6,7 +6,7 @@ use std::cmp::Ordering;
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::model::llama::most_probable;
 use crate::numbers::{NonNegative, Probability};
@@ -27,24 +27,52 @@ impl Sampling {
     }
 }
 
-/// A token, where decisions are made and where the backbone computes.
+/// A token that was chosen.
 #[derive(Debug)]
 pub struct Chosen {
-    /// On the host.
+    /// On the host, where decisions are made.
     pub id: i64,
-    /// `[1]`, on the backbone's device.
-    pub id_1: Tensor,
+    /// `[1]`, where the backbone computes, if it was chosen there.
+    id_1: Option<Tensor>,
 }
 
 impl Chosen {
     /// The most probable token of logits `[1, V]`.
     pub fn best(logits_1v: &Tensor) -> Self {
         let id_1 = most_probable(logits_1v);
-        Self { id: id_1.int64_value(&[0]), id_1 }
+        Self { id: id_1.int64_value(&[0]), id_1: Some(id_1) }
+    }
+
+    /// A token that is known in both places; `id_1` `[1]`.
+    pub fn in_both(id: i64, id_1: Tensor) -> Self {
+        Self { id, id_1: Some(id_1) }
+    }
+
+    /// A token that is known on the host.
+    pub fn on_host(id: i64) -> Self {
+        Self { id, id_1: None }
+    }
+
+    /// `[1]`, int64.
+    pub fn on_device(&self, device: Device) -> Tensor {
+        self.id_1.as_ref().map_or_else(|| Tensor::from_slice(&[self.id]).to_device(device), Tensor::shallow_clone)
     }
 }
 
-/// One generation's draws.
+/// Names one of many streams of draws that have nothing to do with each other.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stream {
+    /// `--seed`.
+    pub seed: u64,
+    /// The prompt's index in its file.
+    pub index: u64,
+    /// The turn of the conversation.
+    pub turn: u64,
+    /// Which of several texts from the same prompt.
+    pub sample: u64,
+}
+
+/// One text's draws.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
@@ -52,15 +80,12 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Draws of a seed.
-    pub fn new(sampling: Sampling, seed: u64) -> Self {
-        Self { sampling, rng: ChaCha8Rng::seed_from_u64(seed) }
-    }
-
-    /// Draws of one of many streams that have nothing to do with each other: (seed, conversation, turn), for example.
-    pub fn of_stream(sampling: Sampling, stream: [u64; 3]) -> Self {
+    /// Draws of a stream.
+    pub fn new(sampling: Sampling, stream: Stream) -> Self {
+        let Stream { seed, index, turn, sample } = stream;
         let mut key = [0; 32];
-        key.chunks_exact_mut(8).zip(stream).for_each(|(bytes, number)| bytes.copy_from_slice(&number.to_le_bytes()));
+        let numbers = [seed, index, turn, sample].map(u64::to_le_bytes);
+        key.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number));
         Self { sampling, rng: ChaCha8Rng::from_seed(key) }
     }
 
@@ -74,8 +99,7 @@ impl Sampler {
         if self.sampling.temperature.get() == 0.0 {
             return Chosen::best(logits_1v);
         }
-        let id = next_of_each(logits_1v, &mut [self])[0];
-        Chosen { id, id_1: Tensor::from_slice(&[id]).to_device(logits_1v.device()) }
+        Chosen::on_host(next_of_each(logits_1v, &mut [self])[0])
     }
 
     /// The next numbers of the stream, each from 0 to below 1: those that the next `count` tokens would be drawn with.
@@ -160,7 +184,7 @@ mod tests {
 
     fn often(logits: &[f32], sampling: Sampling) -> Vec<f64> {
         let logits_1v = Tensor::from_slice(logits).unsqueeze(0);
-        let mut sampler = Sampler::new(sampling, 3);
+        let mut sampler = Sampler::new(sampling, Stream { seed: 3, ..Stream::default() });
         let mut counts = vec![0.0; logits.len()];
         for _ in 0..4000 {
             counts[sampler.next(&logits_1v).id as usize] += 1.0 / 4000.0;
@@ -182,7 +206,7 @@ mod tests {
     #[test]
     fn a_row_draws_the_same_whatever_stands_beside_it() {
         let logits_bv = Tensor::randn([5, 40], (Kind::Float, tch::Device::Cpu));
-        let of_row = |row: u64| Sampler::of_stream(sampling(0.8, 0.9), [1, row, 0]);
+        let of_row = |row: u64| Sampler::new(sampling(0.8, 0.9), Stream { seed: 1, index: row, ..Stream::default() });
         let mut samplers: Vec<Sampler> = (0..5).map(of_row).collect();
         let mut together: Vec<&mut Sampler> = samplers.iter_mut().collect();
         let drawn = [(); 3].map(|()| next_of_each(&logits_bv, &mut together));

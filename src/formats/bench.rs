@@ -18,9 +18,12 @@ pub struct BenchResult {
     pub device: String,
     /// What the backbone computed in.
     pub dtype: String,
-    /// Which loop decoded: `tch` or `cuda`.
+    /// Who computed: `tch`, `cpu` or `cuda`.
     #[serde(default)]
     pub engine: String,
+    /// Who guessed: `medusa` or `ngram`.
+    #[serde(default)]
+    pub drafter: String,
     /// Without the root.
     pub tree_nodes: usize,
     /// Passes over all prompts.

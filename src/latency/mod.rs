@@ -6,8 +6,15 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-use crate::decode::generate::{self, DecodeError, Medusa, OnTokens, Request};
+use crate::decode::DecodeLoop;
+use crate::decode::error::DecodeError;
+use crate::decode::host_loop::HostLoop;
+use crate::decode::sequence::{OnTokens, Request};
+use crate::decode::step::Drafting;
+use crate::draft::Drafter;
+use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::medusa::heads::Heads;
+use crate::engine;
 use crate::formats::latency::StepTime;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
@@ -74,20 +81,6 @@ pub fn turns(trees: usize) -> usize {
 /// # Errors
 /// [`LatencyError::NoRoom`], or what is wrong with heads and trees.
 pub fn measure(
-    backbone: &mut Llama,
-    heads: &Heads,
-    trees: &[SparseTree],
-    context: usize,
-    on_turn: &mut dyn FnMut(),
-) -> Result<Times, LatencyError> {
-    // The text is nonsense and may end at any token; its steps take as long as those of sense.
-    let eos_token_ids = std::mem::take(&mut backbone.config.eos_token_ids);
-    let times = measure_endless(backbone, heads, trees, context, on_turn);
-    backbone.config.eos_token_ids = eos_token_ids;
-    times
-}
-
-fn measure_endless(
     backbone: &Llama,
     heads: &Heads,
     trees: &[SparseTree],
@@ -95,29 +88,29 @@ fn measure_endless(
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, LatencyError> {
     let prompt = nonsense(context, backbone.config.vocab_size);
-    let steps: Vec<usize> =
-        trees.iter().map(|tree| steps_within(backbone, context, tree.max_depth())).collect::<Result<_, _>>()?;
-    let plain_steps = steps_within(backbone, context, 0)?;
-    let medusas: Vec<Medusa> =
-        trees.iter().map(|tree| Medusa::new(backbone, heads, tree, Acceptance::Greedy)).collect::<Result<_, _>>()?;
-    let (mut plain_ms, mut tree_ms) = (Vec::new(), vec![Vec::new(); trees.len()]);
+    let mut loops = vec![(steps_within(backbone, context, 0)?, HostLoop::new(engine::fastest(backbone), None))];
+    for tree in trees {
+        let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(backbone, heads, tree).map_err(DecodeError::from)?);
+        let decoding = HostLoop::new(engine::fastest(backbone), Some((drafter, Acceptance::Greedy)));
+        loops.push((steps_within(backbone, context, tree.max_depth())?, decoding));
+    }
+    let mut turns_ms = vec![Vec::new(); loops.len()];
     for round in 0..=ROUNDS {
-        let plain = step_ms(&prompt, plain_steps, |request, on| generate::plain(backbone, request, on).map(drop))?;
-        on_turn();
-        plain_ms.extend((round > 0).then_some(plain));
-        for (at, medusa) in medusas.iter().enumerate() {
-            let ms =
-                step_ms(&prompt, steps[at], |request, on| generate::medusa(backbone, medusa, request, on).map(drop))?;
+        for ((steps, decoding), turns_ms) in loops.iter_mut().zip(&mut turns_ms) {
+            decoding.reset();
+            let ms = step_ms(&prompt, *steps, |request, on| decoding.decode(Drafting::On, request, on).map(drop))?;
             on_turn();
-            tree_ms[at].extend((round > 0).then_some(ms));
+            turns_ms.extend((round > 0).then_some(ms));
         }
     }
-    let of_tree = |(tree, ms): (&SparseTree, Vec<f64>)| StepTime {
+    let mut medians = turns_ms.into_iter().map(median);
+    let plain_step_ms = medians.next().expect("plain decoding is measured");
+    let of_tree = |(tree, step_ms): (&SparseTree, f64)| StepTime {
         nodes: tree.choices().len(),
         depth: tree.max_depth(),
-        step_ms: median(ms),
+        step_ms,
     };
-    Ok(Times { plain_step_ms: median(plain_ms), steps: trees.iter().zip(tree_ms).map(of_tree).collect() })
+    Ok(Times { plain_step_ms, steps: trees.iter().zip(medians).map(of_tree).collect() })
 }
 
 /// Steps that fit behind the context even if all guesses are right, [`STEPS`] at most.
@@ -143,7 +136,8 @@ fn step_ms(
     steps: usize,
     decode: impl FnOnce(&Request, &mut OnTokens) -> Result<(), DecodeError>,
 ) -> Result<f64, DecodeError> {
-    let request = Request::greedy(prompt, 1 << 20); // to the context's end: the steps stop before
+    // To the context's end: the steps stop before. The text is nonsense and may end at any token; its steps take as long as those of sense.
+    let request = Request { ends_at_eos: false, ..Request::greedy(prompt, 1 << 20) };
     let mut commits = Vec::with_capacity(steps);
     decode(&request, &mut |_| {
         commits.push(Instant::now());

@@ -7,10 +7,9 @@ use std::cell::{OnceCell, RefCell};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::attention::SeenTokens;
-use crate::model::batch_cache::{BatchLayer, BatchStep};
 use crate::model::block_spec::{HeadShape, Windows};
 use crate::model::config::LlamaConfig;
-use crate::model::kv_cache::{KvCache, LayerCache};
+use crate::model::kv_cache::{BatchStep, LayerCache, RowCache};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
 use crate::model::rope::{Rope, Rotation};
@@ -37,8 +36,8 @@ impl Attention {
         self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]), adapters)
     }
 
-    /// New tokens behind a cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the cache's pending rows.
-    pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, place: &Place, cache: &LayerCache) -> Tensor {
+    /// New tokens behind a row of the cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the row's pending tokens.
+    pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, place: &Place, cache: &RowCache) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
         let n = x_nh.size()[0];
         let qkv_nhd = self.qkv.forward(x_nh, Adapters::Off).view([n, q + 2 * g, d]);
@@ -68,7 +67,7 @@ impl Attention {
 
     /// One new token of each of several generations: `x_ph` `[P, H]` to the same shape. Their keys and values go to the cache.
     /// The spare rows (see [`BatchStep`]) attend to nothing.
-    pub fn over_batch(&self, x_ph: &Tensor, rotation: &Rotation, step: &BatchStep, cache: &BatchLayer) -> Tensor {
+    pub fn over_batch(&self, x_ph: &Tensor, rotation: &Rotation, step: &BatchStep, cache: &LayerCache) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
         let qkv_phd = self.qkv.forward(x_ph, Adapters::Off).view([step.product_rows, q + 2 * g, d]);
         rotation.apply_(&qkv_phd.narrow(1, 0, q + g));
@@ -288,12 +287,12 @@ impl NewTokens {
     }
 
     /// Where token `n` stands, counted from the number of committed ones.
-    pub(super) fn offset(&self, n: usize) -> i64 {
+    pub fn offset(&self, n: usize) -> i64 {
         self.offsets[n]
     }
 
     /// What token `n` sees behind `len` committed tokens.
-    pub(super) fn seen(&self, n: usize, len: usize) -> SeenTokens {
+    pub fn seen(&self, n: usize, len: usize) -> SeenTokens {
         let at = len as i64 + self.offsets[n];
         let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
         let end = if self.is_chain { len + n + 1 } else { len };
@@ -302,15 +301,15 @@ impl NewTokens {
         ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
     }
 
-    /// Rotations of the new tokens' positions, `[N, 1, D]`.
+    /// Rotations of the new tokens' positions behind `len` committed ones, `[N, 1, D]`.
     #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
-    pub(super) fn rotation(&self, rope: &Rope, cache: &KvCache) -> Rotation {
-        let positions: Vec<f32> = self.offsets.iter().map(|offset| (cache.len() + offset) as f32).collect();
+    pub(super) fn rotation(&self, rope: &Rope, len: i64) -> Rotation {
+        let positions: Vec<f32> = self.offsets.iter().map(|offset| (len + offset) as f32).collect();
         rope.at(&Tensor::from_slice(&positions).to_device(self.device))
     }
 
-    pub(super) fn place(&self, cache: &KvCache) -> Place {
-        let (len, n) = (cache.len(), self.len());
+    pub(super) fn place(&self, len: i64) -> Place {
+        let n = self.len();
         let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
         let free = !window_cuts && self.is_chain;
         let first_causal = free && len == 0 && n > 1;

@@ -1,4 +1,4 @@
-//! A decoder block as data. Every body that computes one reads it: libtorch's (`decoder_layer`, `attention`), the CPU's (`llama/cpu_pass`), the
+//! A decoder block as data. Every body that computes one reads it: libtorch's (`decoder_layer`, `attention`), the CPU's (`engine/cpu`), the
 //! GPU's (`engine/cuda`); and so do the table of its weights, from which they are loaded, saved and counted, and the memory plan. Kinds are
 //! enums that each body matches without a wildcard: a new one does not compile before each has said what it does with it.
 

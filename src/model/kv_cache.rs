@@ -1,27 +1,52 @@
-//! One generation's keys and values. Committed rows come first, rows of the running step (pending) behind them.
+//! Keys and values of the texts that are decoded, a row each. Rows behave like a Vec's: a new one comes last, and the last one takes
+//! the place of one that leaves. A row's tokens are left-aligned: committed ones first, those of the running step (pending) behind them.
 
-// L layers, G key/value heads, S room for tokens, D head size, P pending rows
+// L layers, B rows, P rows of a product, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};
 
+use crate::model::block_spec::Windows;
 use crate::model::config::LlamaConfig;
+use crate::model::rope::{Rope, Rotation};
 use crate::torch::bytes;
 
-/// Room grows by whole blocks of tokens.
+/// Room for tokens grows by whole blocks.
 const BLOCK: i64 = 256;
+/// Attention over all rows reads a multiple of so many tokens, so that a kernel sums a row's keys in the same lanes whatever the other
+/// rows' lengths.
+const READ_AT_ONCE: i64 = 64;
+/// A product of few rows is another kernel's than one of many, with other last bits: on the CPU, libtorch's changes last at 16
+/// rows (seen with widths from 32 to 1536), oneDNN's packed one at 2. So there are always so many rows, the last ones spare.
+const FEWEST_ROWS: i64 = 16;
 
-/// Keys and values of all layers.
+/// Keys and values of all layers and rows.
 #[derive(Debug)]
 pub struct KvCache {
-    /// `[2L, G, S, D]`: keys of layer l at 2l, values at 2l + 1; one tensor, so that a path is compacted in one move.
+    /// `[L, B, 2G, S, D]`: keys, then values.
     all: Tensor,
-    /// Views of `all`, `[1, G, S, D]` each, made once because a view costs as much as a small product.
+    /// Views of `all`, made once because a view costs as much as a small product.
     layers: Vec<LayerCache>,
-    len: i64,
+    /// Committed tokens of each row.
+    lengths: Vec<i64>,
+    sliding_window: Option<i64>,
+    /// No row has more committed tokens.
+    context: i64,
 }
 
 /// Keys and values of one layer: views, so writing to them writes to the cache.
 #[derive(Debug)]
 pub struct LayerCache {
+    rows: Vec<RowCache>,
+    /// `[B·2G·S, D]`.
+    flat_nd: Tensor,
+    /// `[B, G, S, D]`.
+    keys_bgsd: Tensor,
+    /// `[B, G, S, D]`.
+    values_bgsd: Tensor,
+}
+
+/// Keys and values of one row in one layer.
+#[derive(Debug)]
+pub struct RowCache {
     /// `[2G, S, D]`: keys, then values.
     pub(super) both_gsd: Tensor,
     /// `[1, G, S, D]`.
@@ -30,121 +55,386 @@ pub struct LayerCache {
     pub(super) values_1gsd: Tensor,
 }
 
+/// A step of all rows, one token each.
+#[derive(Debug)]
+pub struct BatchStep {
+    /// How many rows there are.
+    pub(super) rows: i64,
+    /// Rows of the products: those, or [`FEWEST_ROWS`].
+    pub(super) product_rows: i64,
+    /// Tokens that attention reads.
+    read: i64,
+    /// `[P]` of the product's rows, float32.
+    positions_p: Tensor,
+    /// `[B·2G]` int64: where the new keys and values go in [`LayerCache::flat_nd`].
+    at_n: Tensor,
+    /// `[B, 1, 1, S]`: 0 where a row sees its token, else -inf.
+    pub(super) mask_b11s: Tensor,
+}
+
 impl KvCache {
-    /// An empty cache; room comes as it is needed.
+    /// Without rows; room comes as it is needed.
     pub fn new(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
-        let planes = 2 * config.num_hidden_layers.cast_signed() as i64;
-        let all = Tensor::zeros([planes, config.num_key_value_heads, BLOCK, config.head_dim], (kind, device));
-        Self { layers: layer_views(&all), all, len: 0 }
+        let (layers, planes) = (config.num_hidden_layers.cast_signed() as i64, 2 * config.num_key_value_heads);
+        // Zeros everywhere: what a mask hides is still multiplied, and must be finite.
+        let all = Tensor::zeros([layers, 1, planes, BLOCK, config.head_dim], (kind, device));
+        let Windows::EveryLayer(sliding_window) = config.block().windows;
+        let context = config.max_position_embeddings;
+        Self { layers: layer_views(&all), all, lengths: vec![], sliding_window, context }
     }
 
-    /// Committed tokens.
-    pub fn len(&self) -> i64 {
-        self.len
+    /// With one empty row, row 0.
+    pub fn of_one_row(config: &LlamaConfig, kind: Kind, device: Device) -> Self {
+        let mut cache = Self::new(config, kind, device);
+        cache.push();
+        cache
     }
 
-    /// Whether nothing is committed.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
+    /// How many rows there are.
+    pub fn rows(&self) -> usize {
+        self.lengths.len()
     }
 
-    /// Committed keys and values, `[2L, G, len, D]`: keys of layer l at 2l, values at 2l + 1.
-    pub fn committed(&self) -> Tensor {
-        self.all.narrow(2, 0, self.len)
+    /// Adds an empty row behind the others; returns its index.
+    pub fn push(&mut self) -> usize {
+        self.lengths.push(0);
+        self.reserve(self.rows() as i64, 0);
+        self.rows() - 1
     }
 
-    /// The first `count` pending rows become committed.
-    pub fn commit(&mut self, count: i64) {
-        self.len += count;
-    }
-
-    /// Of the pending rows just these become committed, in this order; the others are gone.
-    pub fn commit_path(&mut self, path: &[i64]) {
-        let count = path.len() as i64;
-        if self.all.device() == Device::Cpu {
-            self.move_rows(path);
-        } else if !path.iter().copied().eq(0..count) {
-            let pending = path.iter().max().map_or(0, |last| last + 1);
-            let index = Tensor::from_slice(path).to_device(self.all.device());
-            let kept = self.all.narrow(2, self.len, pending).index_select(2, &index);
-            self.all.narrow(2, self.len, count).copy_(&kept);
+    /// Removes a row; the last one takes its place.
+    pub fn swap_remove(&mut self, row: usize) {
+        let last = self.rows() - 1;
+        if row != last {
+            let tokens = |row: usize| self.all.select(1, row as i64).narrow(2, 0, self.lengths[last]);
+            tokens(row).copy_(&tokens(last));
         }
-        self.len += count;
+        self.lengths.swap_remove(row);
     }
 
-    /// Tokens that fit, S.
-    pub(super) fn room(&self) -> usize {
-        self.all.size()[2].unsigned_abs() as usize
+    /// Committed tokens of a row.
+    pub fn len(&self, row: usize) -> i64 {
+        self.lengths[row]
     }
 
-    /// A layer's keys and values on the CPU, `[G, S, D]` each.
-    pub(super) fn planes(&self, layer: usize) -> [&[u8]; 2] {
-        let plane = self.plane_bytes();
-        let (keys, values) = bytes::of(&self.all)[2 * layer * plane..][..2 * plane].split_at(plane);
-        [keys, values]
+    /// Committed keys and values of a row, `[L, 2G, len, D]`: keys, then values.
+    pub fn committed(&self, row: usize) -> Tensor {
+        self.all.select(1, row as i64).narrow(2, 0, self.lengths[row])
     }
 
-    /// As [`KvCache::planes`], to be written.
-    pub(super) fn planes_mut(&mut self, layer: usize) -> [&mut [u8]; 2] {
-        let plane = self.plane_bytes();
-        let (keys, values) = bytes::of_mut(&mut self.all)[2 * layer * plane..][..2 * plane].split_at_mut(plane);
-        [keys, values]
+    /// The first `count` pending tokens of a row become committed.
+    pub fn commit(&mut self, row: usize, count: i64) {
+        self.lengths[row] += count;
     }
 
-    fn plane_bytes(&self) -> usize {
-        self.all.numel() * self.all.kind().elt_size_in_bytes() / self.all.size()[0].unsigned_abs() as usize
-    }
-
-    /// Moves pending rows to the front, in place. A path leads from parents to children, so a row never moves behind one that is
-    /// still to be read.
-    fn move_rows(&mut self, path: &[i64]) {
+    /// Of a row's pending tokens just these become committed, in this order; the others are gone.
+    pub fn commit_path(&mut self, row: usize, path: &[usize]) {
         assert!(path.is_sorted(), "parents come before their children");
-        let row = self.all.size()[3].unsigned_abs() as usize * self.all.kind().elt_size_in_bytes();
-        let (len, room) = (self.len.unsigned_abs() as usize, self.room());
-        for heads in bytes::of_mut(&mut self.all).chunks_exact_mut(room * row) {
-            for (to, &from) in path.iter().enumerate().filter(|(to, from)| *to as i64 != **from) {
-                let from = len + from.unsigned_abs() as usize;
-                heads.copy_within(from * row..(from + 1) * row, (len + to) * row);
+        let in_place = path.iter().copied().eq(0..path.len());
+        if !in_place && self.all.device() == Device::Cpu {
+            self.move_on_cpu(row, path);
+        } else if !in_place {
+            let pending = path.last().map_or(0, |&last| last as i64 + 1);
+            let index: Vec<i64> = path.iter().map(|&node| node as i64).collect();
+            let row_lgsd = self.all.select(1, row as i64);
+            let new_lgsd = row_lgsd.narrow(2, self.lengths[row], pending);
+            let kept = new_lgsd.index_select(2, &Tensor::from_slice(&index).to_device(self.all.device()));
+            row_lgsd.narrow(2, self.lengths[row], path.len() as i64).copy_(&kept);
+        }
+        self.lengths[row] += path.len() as i64;
+    }
+
+    /// Moves a row's pending tokens to the front, in place. A path leads from parents to children, so none moves behind one that is
+    /// still to be read.
+    fn move_on_cpu(&mut self, row: usize, path: &[usize]) {
+        let [_, b, planes, _, d] = self.sizes();
+        let token = d * self.all.kind().elt_size_in_bytes();
+        let (len, room) = (self.lengths[row].unsigned_abs() as usize, self.room());
+        let heads = bytes::of_mut(&mut self.all).chunks_exact_mut(room * token);
+        for (_, head) in heads.enumerate().filter(|(at, _)| at / planes % b == row) {
+            for (to, &from) in path.iter().enumerate().filter(|(to, from)| to != *from) {
+                head.copy_within((len + from) * token..(len + from + 1) * token, (len + to) * token);
             }
         }
     }
 
-    /// Of the committed tokens only the first `len` stay; fewer stay as they are.
-    pub fn truncate(&mut self, len: i64) {
-        self.len = self.len.min(len);
+    /// Of a row's committed tokens only the first `len` stay; fewer stay as they are.
+    pub fn truncate(&mut self, row: usize, len: i64) {
+        self.lengths[row] = self.lengths[row].min(len);
     }
 
+    /// Makes room for `pending` tokens behind the committed ones of a row.
+    pub fn reserve_tokens(&mut self, row: usize, pending: i64) {
+        self.reserve(self.rows() as i64, self.lengths[row] + pending);
+    }
+
+    /// Tokens that fit into a row, S.
+    pub fn room(&self) -> usize {
+        self.sizes()[3]
+    }
+
+    /// A row's keys and values in a layer on the CPU, `[G, S, D]` each.
+    pub fn planes(&self, layer: usize, row: usize) -> [&[u8]; 2] {
+        let (from, plane) = self.bytes_of(layer, row);
+        let (keys, values) = bytes::of(&self.all)[from..][..2 * plane].split_at(plane);
+        [keys, values]
+    }
+
+    /// As [`KvCache::planes`], to be written.
+    pub fn planes_mut(&mut self, layer: usize, row: usize) -> [&mut [u8]; 2] {
+        let (from, plane) = self.bytes_of(layer, row);
+        let (keys, values) = bytes::of_mut(&mut self.all)[from..][..2 * plane].split_at_mut(plane);
+        [keys, values]
+    }
+
+    /// Where a row's keys in a layer begin, and how many bytes they take; as many of values follow.
+    fn bytes_of(&self, layer: usize, row: usize) -> (usize, usize) {
+        let [_, b, planes, room, d] = self.sizes();
+        let plane = planes / 2 * room * d * self.all.kind().elt_size_in_bytes();
+        ((layer * b + row) * 2 * plane, plane)
+    }
+
+    /// One layer of one row.
+    pub(super) fn of_row(&self, layer: usize, row: usize) -> &RowCache {
+        &self.layers[layer].rows[row]
+    }
+
+    /// One layer of all rows.
     pub(super) fn layer(&self, layer: usize) -> &LayerCache {
         &self.layers[layer]
     }
 
-    /// Makes room for `pending` rows behind the committed ones.
-    pub(super) fn reserve(&mut self, pending: i64) {
-        let room = self.all.size()[2];
-        let needed = self.len + pending;
-        if needed <= room {
+    /// Makes room for one more token a row, and says where it goes and what it sees.
+    pub(super) fn step(&mut self) -> BatchStep {
+        let longest = self.lengths.iter().max().copied().unwrap_or(0);
+        let rows = self.rows() as i64;
+        self.reserve(rows, longest + 1);
+        let [_, _, planes, room, _] = self.sizes().map(|size| size as i64);
+        let plane = |(row, &length): (i64, &i64)| (0..planes).map(move |plane| (row * planes + plane) * room + length);
+        let at: Vec<i64> = (0..rows).zip(&self.lengths).flat_map(plane).collect();
+        let lengths_b = self.to_device(&self.lengths);
+        let read = round_up(longest + 1, READ_AT_ONCE).min(room);
+        let mask_b11s = self.mask(&lengths_b, read);
+        let product_rows = rows.max(FEWEST_ROWS);
+        let positions_p = padded(&lengths_b.to_kind(Kind::Float), product_rows);
+        BatchStep { rows, product_rows, read, positions_p, at_n: self.to_device(&at), mask_b11s }
+    }
+
+    /// A row's token at position `lengths_b` sees itself and what is before it, within the sliding window if there is one.
+    fn mask(&self, lengths_b: &Tensor, read: i64) -> Tensor {
+        let behind_bs = lengths_b.unsqueeze(1) - Tensor::arange(read, (Kind::Int64, self.all.device()));
+        let mut hidden_bs = behind_bs.lt(0);
+        if let Some(window) = self.sliding_window {
+            hidden_bs = hidden_bs.logical_or(&behind_bs.ge(window));
+        }
+        let mask_bs = Tensor::zeros(hidden_bs.size(), (self.all.kind(), self.all.device()));
+        mask_bs.masked_fill(&hidden_bs, f64::NEG_INFINITY).unsqueeze(1).unsqueeze(1)
+    }
+
+    fn to_device(&self, values: &[i64]) -> Tensor {
+        Tensor::from_slice(values).to_device(self.all.device())
+    }
+
+    /// L, B, 2G, S, D.
+    fn sizes(&self) -> [usize; 5] {
+        let size: Vec<usize> = self.all.size().iter().map(|size| size.unsigned_abs() as usize).collect();
+        size.try_into().expect("[L, B, 2G, S, D]")
+    }
+
+    /// Room for so many rows of so many tokens; what is there stays.
+    fn reserve(&mut self, rows: i64, tokens: i64) {
+        let [l, has_rows, planes, has_tokens, d] = self.sizes().map(|size| size as i64);
+        if rows <= has_rows && tokens <= has_tokens {
             return;
         }
-        let grown = round_up(needed.max(room + room / 2));
-        let mut size = self.all.size();
-        size[2] = grown;
-        let all = Tensor::zeros(size, (self.all.kind(), self.all.device()));
-        all.narrow(2, 0, self.len).copy_(&self.committed());
+        let s = match tokens <= has_tokens {
+            true => has_tokens,
+            false => round_up(tokens.max((has_tokens + has_tokens / 2).min(self.context)), BLOCK),
+        };
+        let b = if rows <= has_rows { has_rows } else { rows.max(2 * has_rows) };
+        let all = Tensor::zeros([l, b, planes, s, d], (self.all.kind(), self.all.device()));
+        all.narrow(1, 0, has_rows).narrow(3, 0, has_tokens).copy_(&self.all);
         self.layers = layer_views(&all);
         self.all = all;
     }
 }
 
-fn round_up(tokens: i64) -> i64 {
-    (tokens + BLOCK - 1) / BLOCK * BLOCK
+impl BatchStep {
+    /// Rotations of the new tokens and the spare ones, `[P, 1, D]`.
+    pub(super) fn rotation(&self, rope: &Rope) -> Rotation {
+        rope.at(&self.positions_p)
+    }
+
+    /// `[B, …]` to `[P, …]`: spare rows of zeros.
+    pub(super) fn with_spare_rows(&self, x: &Tensor) -> Tensor {
+        padded(x, self.product_rows)
+    }
+}
+
+impl LayerCache {
+    /// Takes the new tokens' keys and values, `[B, 2G, D]`; returns the keys and the values that they may see, `[B, G, S, D]` each.
+    pub(super) fn write(&self, new_bgd: &Tensor, step: &BatchStep) -> [Tensor; 2] {
+        let d = new_bgd.size()[2];
+        let _ = self.flat_nd.shallow_clone().index_copy_(0, &step.at_n, &new_bgd.reshape([-1, d]));
+        [&self.keys_bgsd, &self.values_bgsd].map(|all| all.narrow(0, 0, step.rows).narrow(2, 0, step.read))
+    }
+}
+
+/// Zeros behind the rows of `x` (`[B]` or `[B, …]`).
+fn padded(x: &Tensor, rows: i64) -> Tensor {
+    let missing = rows - x.size()[0];
+    if missing == 0 {
+        return x.shallow_clone();
+    }
+    let mut size = x.size();
+    size[0] = missing;
+    Tensor::cat(&[x, &Tensor::zeros(size, (x.kind(), x.device()))], 0)
+}
+
+fn round_up(tokens: i64, unit: i64) -> i64 {
+    (tokens + unit - 1) / unit * unit
 }
 
 fn layer_views(all: &Tensor) -> Vec<LayerCache> {
-    let plane = |at: i64| all.narrow(0, at, 1);
-    let layer = |l: i64| LayerCache {
-        both_gsd: all.narrow(0, 2 * l, 2).flatten(0, 1),
-        keys_1gsd: plane(2 * l),
-        values_1gsd: plane(2 * l + 1),
+    let [l, b, planes, _, d] = all.size()[..] else { panic!("[L, B, 2G, S, D]") };
+    let layer = |at: i64| {
+        let both_bgsd = all.select(0, at);
+        let keys_bgsd = both_bgsd.narrow(1, 0, planes / 2);
+        let values_bgsd = both_bgsd.narrow(1, planes / 2, planes / 2);
+        let row = |row: i64| RowCache {
+            both_gsd: both_bgsd.select(0, row),
+            keys_1gsd: keys_bgsd.narrow(0, row, 1),
+            values_1gsd: values_bgsd.narrow(0, row, 1),
+        };
+        LayerCache { rows: (0..b).map(row).collect(), flat_nd: both_bgsd.view([-1, d]), keys_bgsd, values_bgsd }
     };
-    (0..all.size()[0] / 2).map(layer).collect()
+    (0..l).map(layer).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::no_grad;
+
+    use super::*;
+    use crate::model::attention::NewTokens;
+    use crate::model::llama::Llama;
+    use crate::model::lora::Adapters;
+
+    /// A generation on its own: the oracle.
+    struct Alone {
+        cache: KvCache,
+        next: i64,
+    }
+
+    impl Alone {
+        fn new(llama: &Llama, prompt: &[i64]) -> Self {
+            let mut alone = Self { cache: KvCache::of_one_row(&llama.config, llama.kind(), llama.device()), next: 0 };
+            let _ = alone.extend(llama, prompt);
+            alone
+        }
+
+        /// Returns the logits after the last token, `[V]`.
+        fn extend(&mut self, llama: &Llama, tokens: &[i64]) -> Tensor {
+            let n = tokens.len() as i64;
+            let new = NewTokens::chain(n, &llama.config, llama.kind(), llama.device());
+            let hidden_nh = llama.extend(&Tensor::from_slice(tokens), &new, &mut self.cache, 0);
+            self.cache.commit(0, n);
+            let logits_v = llama.logits(&hidden_nh.narrow(0, n - 1, 1), Adapters::Off).squeeze_dim(0);
+            self.next = logits_v.argmax(-1, false).int64_value(&[]);
+            logits_v
+        }
+    }
+
+    fn prompt(length: i64, seed: i64) -> Vec<i64> {
+        (0..length).map(|i| (i * i + 7 * seed + 3 * i) % 50).collect()
+    }
+
+    /// A prompt becomes the last row.
+    fn enter(llama: &Llama, batch: &mut KvCache, prompt: &[i64]) {
+        let (row, n) = (batch.push(), prompt.len() as i64);
+        let new = NewTokens::chain(n, &llama.config, llama.kind(), llama.device());
+        let _ = llama.extend(&Tensor::from_slice(prompt), &new, batch, row);
+        batch.commit(row, n);
+    }
+
+    /// A token behind each row; logits after it, with spare rows behind them.
+    fn step_of_all(llama: &Llama, batch: &mut KvCache, tokens: &[i64]) -> Tensor {
+        let hidden_ph = llama.extend_rows(&Tensor::from_slice(tokens), batch);
+        (0..batch.rows()).for_each(|row| batch.commit(row, 1));
+        llama.logits(&hidden_ph, Adapters::Off)
+    }
+
+    /// Rows enter and leave at any time, grow over the blocks, and each computes what it computes alone.
+    #[test]
+    fn every_row_equals_its_own_generation() {
+        tch::set_num_threads(1);
+        for (sliding_window, seed) in [(None, 0), (Some(7), 1)] {
+            let config = LlamaConfig { sliding_window, max_position_embeddings: 600, ..LlamaConfig::tiny() };
+            let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
+            let mut batch = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+            let mut rows: Vec<Alone> = vec![];
+            let lengths = [3, 240, 1, 30, 254, 17];
+            no_grad(|| {
+                for step in 0..40 {
+                    if step % 3 == 0 && step / 3 < lengths.len() {
+                        let prompt = prompt(lengths[step / 3], step as i64);
+                        enter(&llama, &mut batch, &prompt);
+                        rows.push(Alone::new(&llama, &prompt));
+                    }
+                    if [8, 14, 20, 26, 32].contains(&step) {
+                        batch.swap_remove(step % rows.len());
+                        rows.swap_remove(step % rows.len());
+                    }
+                    let tokens: Vec<i64> = rows.iter().map(|row| row.next).collect();
+                    let logits_bv = step_of_all(&llama, &mut batch, &tokens);
+                    for (at, row) in rows.iter_mut().enumerate() {
+                        let alone_v = row.extend(&llama, &[tokens[at]]);
+                        let difference = (logits_bv.get(at as i64) - alone_v).abs().max().double_value(&[]);
+                        assert!(difference < 1e-10, "window {sliding_window:?}, step {step}, row {at}: {difference}");
+                    }
+                }
+                assert_eq!((batch.rows(), rows.len()), (1, 1));
+                let difference = (batch.committed(0) - rows[0].cache.committed(0)).abs().max().double_value(&[]);
+                assert!(difference < 1e-12, "{difference}");
+            });
+        }
+    }
+
+    /// In float32 too, whatever rows stand beside a row, and wherever it stands, its logits are the same bits.
+    #[test]
+    fn a_rows_bits_do_not_depend_on_the_others() {
+        tch::set_num_threads(1);
+        for hidden_size in [32, 512] {
+            let config = LlamaConfig {
+                hidden_size,
+                intermediate_size: 3 * hidden_size,
+                vocab_size: 300,
+                max_position_embeddings: 600,
+                head_dim: hidden_size / 4,
+                ..LlamaConfig::tiny()
+            };
+            let llama = Llama::random(config, Kind::Float, Device::Cpu, 3).for_decoding();
+            let alone = prompt(20, 1);
+            let others = [200, 5, 70].map(|length| prompt(length, length));
+            let logits = |before: usize, after: usize| {
+                let mut batch = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
+                let around = |count: usize| (0..count).map(|at| &others[at % 3]);
+                let rows: Vec<&Vec<i64>> = around(before).chain([&alone]).chain(around(after)).collect();
+                rows.iter().for_each(|prompt| enter(&llama, &mut batch, prompt));
+                let tokens = vec![9; rows.len()];
+                let _ = step_of_all(&llama, &mut batch, &tokens);
+                step_of_all(&llama, &mut batch, &tokens).get(before as i64)
+            };
+            no_grad(|| {
+                let expected = logits(0, 0);
+                for (before, after) in [(0, 1), (1, 0), (2, 1), (3, 5), (11, 4), (0, 31), (31, 0), (40, 23)] {
+                    assert_eq!(
+                        logits(before, after),
+                        expected,
+                        "hidden size {hidden_size}, {before} + 1 + {after} rows"
+                    );
+                }
+            });
+        }
+    }
 }

@@ -7,7 +7,6 @@ use crate::cpu;
 use crate::cpu::arena::Arena;
 use crate::cpu::rows::largest;
 use crate::model::attention::{Attention, NewTokens, RowMask};
-use crate::model::batch_cache::BatchCache;
 use crate::model::block_spec::{BlockSpec, names};
 use crate::model::config::LlamaConfig;
 use crate::model::decoder_layer::{DecoderLayer, norm};
@@ -18,11 +17,9 @@ use crate::model::quantization::{Quantization, QuantizedWeight};
 use crate::model::rope::{Rope, Rotation};
 use crate::torch::bytes;
 
-mod cpu_pass;
 mod dense;
 
-use cpu_pass::CpuPass;
-pub use dense::{DenseLayer, DenseWeights};
+pub use dense::{DenseLayer, DenseWeights, MergedLayer};
 
 /// A backbone.
 #[derive(Debug)]
@@ -39,8 +36,6 @@ pub struct Llama {
     pub(super) kind: Kind,
     pub(super) quantization: Option<Quantization>,
     pub(super) device: Device,
-    /// Where passes of few rows have kernels of their own.
-    pub(super) cpu_pass: Option<CpuPass>,
 }
 
 impl Llama {
@@ -51,7 +46,6 @@ impl Llama {
         self.lm_head = self.lm_head.for_few_rows(self.kind, &mut arena);
         let mut prepare = |linear: Linear| linear.for_few_rows(self.kind, &mut arena);
         self.layers = self.layers.into_iter().map(|layer| layer.prepared(&mut prepare)).collect();
-        self.cpu_pass = CpuPass::new(&self);
         self
     }
 
@@ -98,26 +92,24 @@ impl Llama {
         rows.rotation(&self.rope)
     }
 
-    /// New tokens behind a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
-    /// values become the cache's pending rows; commit those that stay. Adapters take no part: decoding merges them.
-    pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache) -> Tensor {
-        if let Some(pass) = &self.cpu_pass {
-            return self.extend_on_cpu(pass, tokens_n, new, cache);
-        }
-        cache.reserve(new.len());
-        let (rotation, place) = (new.rotation(&self.rope, cache), new.place(cache));
+    /// New tokens behind row `row` of a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
+    /// values become the row's pending tokens; commit those that stay. Adapters take no part: decoding merges them.
+    pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache, row: usize) -> Tensor {
+        cache.reserve_tokens(row, new.len());
+        let len = cache.len(row);
+        let (rotation, place) = (new.rotation(&self.rope, len), new.place(len));
         let mut x_nh = self.embed(tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
-            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &place, cache.layer(i));
+            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &place, cache.of_row(i, row));
             x_nh = layer.forward(&x_nh, &self.block, Adapters::Off, attend);
         }
         norm(&x_nh, &self.norm_h, self.block.norms)
     }
 
-    /// One new token of each of several generations: `tokens_b` `[B]` int64, a token for each row of the cache, to logits of the
-    /// next ones, `[B, V]`. The new tokens are committed. What a row computes does not depend on the other rows (bit by bit on
-    /// the CPU, up to 64 rows).
-    pub fn extend_batch(&self, tokens_b: &Tensor, cache: &mut BatchCache) -> Tensor {
+    /// One new token behind each row of the cache: `tokens_b` `[B]` int64 to hidden states after the final norm, `[P, H]`, the first B
+    /// of them the rows', the others spare. The new tokens are pending. What a row computes does not depend on the other rows (bit by
+    /// bit on the CPU, up to 64 rows).
+    pub fn extend_rows(&self, tokens_b: &Tensor, cache: &mut KvCache) -> Tensor {
         let step = cache.step();
         let rotation = step.rotation(&self.rope);
         let mut x_ph = self.embed(&step.with_spare_rows(tokens_b));
@@ -125,23 +117,12 @@ impl Llama {
             let attend = |x: &Tensor, a: &Attention| a.over_batch(x, &rotation, &step, cache.layer(i));
             x_ph = layer.forward(&x_ph, &self.block, Adapters::Off, attend);
         }
-        cache.commit();
-        let hidden_ph = norm(&x_ph, &self.norm_h, self.block.norms);
-        self.logits(&hidden_ph, Adapters::Off).narrow(0, 0, step.rows)
+        norm(&x_ph, &self.norm_h, self.block.norms)
     }
 
-    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the backbone's dtype; from the CPU's own kernels in float32, as
-    /// they sum.
+    /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the dtype of the hidden states.
     pub fn logits(&self, hidden: &Tensor, adapters: Adapters) -> Tensor {
-        match self.cpu_pass {
-            Some(_) => self.lm_head.forward(&hidden.to_kind(Kind::Float), adapters),
-            None => self.lm_head.forward(hidden, adapters),
-        }
-    }
-
-    /// Whether [`Llama::extend`] runs on the kernels of [`crate::cpu`], which have threads of their own.
-    pub fn has_own_kernels(&self) -> bool {
-        self.cpu_pass.is_some()
+        self.lm_head.forward(hidden, adapters)
     }
 
     /// The LM head.
@@ -195,7 +176,8 @@ impl Llama {
         all
     }
 
-    fn embed(&self, tokens: &Tensor) -> Tensor {
+    /// Token ids to embeddings `[…, H]`, in the backbone's dtype.
+    pub fn embed(&self, tokens: &Tensor) -> Tensor {
         Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind)
     }
 }

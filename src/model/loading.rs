@@ -164,7 +164,6 @@ impl Llama {
             kind,
             quantization,
             device,
-            cpu_pass: None,
         })
     }
 

@@ -8,7 +8,6 @@ use crate::torch::Dtype;
 pub mod adapters;
 pub mod attention;
 pub mod backward;
-pub mod batch_cache;
 pub mod block_spec;
 pub mod config;
 mod decoder_layer;

@@ -4,6 +4,19 @@
 
 use crate::tree::sparse_tree::SparseTree;
 
+/// An acceptance rate that no step can reach.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+#[error(
+    "an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to {largest}: the tree's chain of best guesses \
+     has {} nodes below the root", largest - 1
+)]
+pub struct ForcedRateError {
+    /// What was asked for.
+    rate: f64,
+    /// Tokens of the chain and the root.
+    largest: usize,
+}
+
 /// How guesses are accepted at a temperature above 0. At temperature 0 it is greedy, whatever this says.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Acceptance {
@@ -27,6 +40,19 @@ pub enum Acceptance {
 }
 
 impl Acceptance {
+    /// [`Acceptance::Forced`] for steps of `tree`.
+    ///
+    /// # Errors
+    /// A rate that its chain of best guesses cannot reach.
+    pub fn at_rate(rate: f64, tree: &SparseTree) -> Result<Self, ForcedRateError> {
+        let largest = chain_of_best(tree).count();
+        if (1.0..=largest as f64).contains(&rate) {
+            Ok(Self::Forced { rate })
+        } else {
+            Err(ForcedRateError { rate, largest })
+        }
+    }
+
     /// Whether tokens are drawn above temperature 0; the other rules take the most probable one as root.
     pub fn draws(self) -> bool {
         matches!(self, Self::Nucleus | Self::Rejection)

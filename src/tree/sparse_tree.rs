@@ -123,6 +123,11 @@ impl SparseTree {
         Ok(Self { choices, nodes })
     }
 
+    /// The root alone: nothing is guessed.
+    pub fn root() -> Self {
+        Self { choices: vec![], nodes: link(vec![]).expect("the root has its place") }
+    }
+
     /// Only the best guess of each of `depth` heads.
     ///
     /// # Errors
@@ -154,7 +159,7 @@ impl SparseTree {
     }
 
     /// Nodes, the root among them.
-    #[expect(clippy::len_without_is_empty, reason = "there is always a root and one more")]
+    #[expect(clippy::len_without_is_empty, reason = "there is always a root")]
     pub fn len(&self) -> usize {
         self.nodes.len()
     }

@@ -7,6 +7,7 @@ use clap::Args;
 
 use super::sweep::SweepFlag;
 use crate::cli::decoder::{DecodingFlags, positive};
+use crate::cli::drafter::DrafterFlags;
 use crate::cli::engine::EngineFlags;
 use crate::numbers::Positive;
 
@@ -15,10 +16,11 @@ const EXAMPLES: &str = "Example:
     --tree tree.json --prompts data/tiny/prompts.jsonl --json
   medusa bench --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final --prompts data/tiny/prompts.jsonl \\
     --sweep nodes=1,4,8,16,32 --calibration calibration.json --csv nodes.csv
+  medusa bench --backbone data/tiny/backbone --drafter ngram --prompts data/tiny/prompts.jsonl
 
 Seconds are those of decoding, after the prompt's own forward pass (prefill_seconds).";
 
-/// Compare plain and Medusa decoding: acceleration rate, overhead, speedup.
+/// Compare plain decoding with a drafter's: acceleration rate, overhead, speedup.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct BenchArgs {
@@ -26,10 +28,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// The heads: their folder, a run's `final/`, or an id of the Hub.
-    #[arg(long, value_name = "H")]
-    pub heads: PathBuf,
+    #[arg(long, value_name = "H", required_unless_present = "drafter")]
+    pub heads: Option<PathBuf>,
     /// The tree of guesses [default: a chain of each head's best].
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
     /// JSONL of prompts, MT-bench's as they are; each `category` is reported on its own.
     #[arg(long, value_name = "F")]
@@ -51,6 +53,9 @@ pub struct BenchArgs {
     /// Write the results as CSV, too: a row for each category and one for all; of a sweep, for each value.
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
+    #[command(flatten)]
+    #[expect(missing_docs, reason = "the help has the flags themselves")]
+    pub drafter: DrafterFlags,
     #[command(flatten)]
     #[expect(missing_docs, reason = "the help has the flags themselves")]
     pub decoding: DecodingFlags,

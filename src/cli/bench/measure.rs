@@ -11,10 +11,13 @@ use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
 use crate::data::prompts::Prompt;
-use crate::decode::generate::{DecodeError, Medusa, Request};
+use crate::decode::DecodeLoop;
+use crate::decode::error::DecodeError;
 use crate::decode::likelihood::log_probability;
-use crate::decode::loops::Loop;
+use crate::decode::sequence::Request;
 use crate::decode::stats::Comparison;
+use crate::decode::step::Drafting;
+use crate::engine::sample::Stream;
 
 /// Tokens of the run that warms caches and threads up; it is not measured.
 const WARM_UP_TOKENS: usize = 32;
@@ -22,9 +25,12 @@ const WARM_UP_TOKENS: usize = 32;
 /// A setting and all that it is measured with.
 pub(super) struct BenchRun<'a> {
     pub(super) decoder: &'a Decoder,
-    pub(super) medusa: &'a Medusa<'a>,
+    /// As `--drafter` spells it.
+    pub(super) drafter: &'static str,
+    /// Guesses of a tree at most.
+    pub(super) tree_nodes: usize,
     /// Each request begins with an empty cache.
-    pub(super) decoding: RefCell<Loop<'a>>,
+    pub(super) decoding: RefCell<Box<dyn DecodeLoop + 'a>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
     pub(super) common: &'a CommonFlags,
@@ -105,9 +111,10 @@ impl BenchRun<'_> {
     fn pass(&self, is_first: bool, is_warm: &mut bool, bar: &ProgressBar) -> anyhow::Result<BenchPass> {
         let mut pass = BenchPass::default();
         for (at, prompt) in self.prompts.iter().enumerate() {
-            let answer = |ids: &[i64]| {
+            let answer = |turn, ids: &[i64]| {
                 let ids = self.setting.prompt(ids);
-                let request = self.setting.decoding.request(&ids, self.common);
+                let stream = Stream { seed: self.common.seed, index: at as u64, turn, sample: 0 };
+                let request = self.setting.decoding.request(&ids, stream);
                 if !std::mem::replace(is_warm, true) {
                     let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
                     self.both(&Request { max_new_tokens, ..request }, false)?;
@@ -135,12 +142,12 @@ impl BenchRun<'_> {
     fn both(&self, request: &Request, score: bool) -> anyhow::Result<(Measured, Vec<i64>)> {
         let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
         let backbone = &self.decoder.backbone;
-        let mut decode = |medusa| {
+        let mut decode = |drafting| {
             let mut decoding = self.decoding.borrow_mut();
             decoding.reset();
-            decoding.decode(medusa, request, go_on)
+            decoding.decode(drafting, request, go_on)
         };
-        let (plain, fast) = (decode(None)?, decode(Some(self.medusa))?);
+        let (plain, fast) = (decode(Drafting::Off)?, decode(Drafting::On)?);
         let mut log_p = LogProbability::default();
         if score {
             log_p.plain = log_probability(backbone, request.prompt, &plain.new_ids)?;

@@ -14,7 +14,7 @@ use crate::numbers::Positive;
 use crate::torch::device_name;
 
 /// What one setting gave.
-pub(super) fn result(bench: &BenchRun, tree_nodes: usize, passes: &[BenchPass]) -> BenchResult {
+pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
     let first = &passes[0];
     let of =
         |pick: &dyn Fn(&BenchPass) -> Measured| comparison(&passes.iter().map(pick).collect::<Vec<_>>(), bench.texts());
@@ -24,8 +24,9 @@ pub(super) fn result(bench: &BenchRun, tree_nodes: usize, passes: &[BenchPass]) 
         categories: first.categories.keys().map(category).collect(),
         device: device_name(bench.decoder.backbone.device()),
         dtype: dtype_of(bench.decoder.backbone.kind()).to_string(),
-        engine: bench.decoding.borrow().name().into(),
-        tree_nodes,
+        engine: bench.decoding.borrow().engine_name().into(),
+        drafter: bench.drafter.into(),
+        tree_nodes: bench.tree_nodes,
         repeats: passes.len(),
         too_long: first.too_long,
         forced_acceptance_rate: bench.setting.forced.map(Positive::get),

@@ -15,6 +15,7 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
 use crate::latency::{self, BestTree, Sweep, Timed, Times};
+use crate::model::loading::Purpose;
 use crate::torch::device_name;
 use crate::tree::search::SearchedTree;
 
@@ -83,12 +84,12 @@ fn measure(
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let trees = latency::trees_to_time(num_heads, max_nodes, &best_tree(calibration))?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // a tree is what is looked for: no word that there is none
-    let mut decoder = Decoder::load(backbone, Some(&heads.to_owned()), None, &quiet)?;
-    let (heads, _) = decoder.medusa.take().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
+    let decoder = Decoder::load(Purpose::Decoding, backbone, Some(&heads.to_owned()), None, &quiet)?;
+    let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
     let bar = ProgressBar::with_draw_target(Some(latency::turns(trees.len()) as u64), draw_target(common));
-    let times = latency::measure(&mut decoder.backbone, &heads, &trees, context, &mut || bar.inc(1))?;
+    let times = latency::measure(&decoder.backbone, heads, &trees, context, &mut || bar.inc(1))?;
     bar.finish_and_clear();
     let Times { plain_step_ms, steps } = times;
     Ok(Latency {

@@ -9,8 +9,11 @@ use proptest::test_runner::{Config, TestRunner};
 use tch::{Device, Kind, Tensor};
 
 use super::*;
+use crate::decode::sequence::FinishReason;
+use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::medusa::heads::{Heads, HeadsShape};
-use crate::engine::sample::Sampling;
+use crate::draft::ngram::NgramDrafter;
+use crate::engine::sample::{Sampling, Stream};
 use crate::model::attention::RowMask;
 use crate::model::config::{LlamaConfig, RopeScaling};
 use crate::model::lora::Adapters;
@@ -71,7 +74,35 @@ fn random_heads(medusa_num_heads: usize, hidden_size: i64, vocab_size: i64, seed
 
 pub(in crate::decode) fn request(prompt: &[i64], max_new_tokens: usize, temperature: f64) -> Request<'_> {
     let sampling = Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"));
-    Request { prompt, max_new_tokens, sampling, repetition_penalty: Positive::ONE, seed: 0 }
+    Request { sampling, ..Request::greedy(prompt, max_new_tokens) }
+}
+
+/// Heads and tree laid out, and which guesses are accepted.
+pub(in crate::decode) fn prepare<'a>(
+    llama: &'a Llama,
+    heads: &'a Heads,
+    tree: &'a SparseTree,
+    acceptance: Acceptance,
+) -> Result<(MedusaDrafter<'a>, Acceptance), DecodeError> {
+    let acceptance = match acceptance {
+        Acceptance::Forced { rate } => Acceptance::at_rate(rate, tree)?,
+        other => other,
+    };
+    Ok((MedusaDrafter::new(llama, heads, tree)?, acceptance))
+}
+
+fn seeded(seed: u64) -> Stream {
+    Stream { seed, ..Stream::default() }
+}
+
+/// [`drafted`], with heads.
+pub(in crate::decode) fn medusa(
+    llama: &Llama,
+    (drafter, acceptance): &(MedusaDrafter, Acceptance),
+    request: &Request,
+    on_tokens: &mut OnTokens,
+) -> Result<Generation, DecodeError> {
+    drafted(llama, drafter.clone(), *acceptance, request, on_tokens)
 }
 
 pub(in crate::decode) fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
@@ -133,13 +164,13 @@ fn acceptances() -> impl Strategy<Value = Acceptance> {
 #[test]
 fn greedy_tree_equals_greedy_plain() {
     let (runs_with_several, penalised_runs_with_several) = (Cell::new(0), Cell::new(0));
-    let (runs_to_eos, runs_to_the_context) = (Cell::new(0), Cell::new(0));
+    let (runs_to_eos, runs_to_the_context, lookups_with_several) = (Cell::new(0), Cell::new(0), Cell::new(0));
     let count = |counter: &Cell<u32>, yes: bool| counter.set(counter.get() + u32::from(yes));
     let mut runner = TestRunner::new(Config { cases: 128, failure_persistence: None, ..Config::default() });
     let outcome = runner.run(&cases(), |case| {
         let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
         let heads = heads(4, case.seed + 1);
-        let prepared = Medusa::new(&llama, &heads, &case.tree, case.acceptance).unwrap();
+        let prepared = prepare(&llama, &heads, &case.tree, case.acceptance).unwrap();
         let repetition_penalty = case.repetition_penalty;
         let request = Request { repetition_penalty, ..request(&case.prompt, case.max_new_tokens, 0.0) };
         let slow = plain(&llama, &request, &mut go_on()).unwrap();
@@ -151,6 +182,10 @@ fn greedy_tree_equals_greedy_plain() {
         .unwrap();
         prop_assert_eq!(&fast.new_ids, &slow.new_ids);
         prop_assert_eq!(&streamed, &fast.new_ids);
+        let looked_up = drafted(&llama, NgramDrafter::new(&llama), case.acceptance, &request, &mut go_on()).unwrap();
+        prop_assert_eq!((&looked_up.new_ids, looked_up.finish_reason), (&slow.new_ids, slow.finish_reason));
+        steps_are_consistent(&looked_up, case.max_new_tokens);
+        count(&lookups_with_several, looked_up.accept_lengths.iter().any(|&length| length > 1));
         prop_assert_eq!(fast.finish_reason, slow.finish_reason);
         prop_assert!(slow.accept_lengths.iter().all(|&length| length == 1));
         steps_are_consistent(&fast, case.max_new_tokens);
@@ -163,7 +198,9 @@ fn greedy_tree_equals_greedy_plain() {
         Ok(())
     });
     outcome.unwrap();
-    let reached = [&runs_with_several, &penalised_runs_with_several, &runs_to_eos, &runs_to_the_context].map(Cell::get);
+    let reached =
+        [&runs_with_several, &penalised_runs_with_several, &lookups_with_several, &runs_to_eos, &runs_to_the_context]
+            .map(Cell::get);
     assert!(reached.iter().all(|&runs| runs >= 10), "the cases hardly test anything: {reached:?}");
 }
 
@@ -191,7 +228,7 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
     for (seed, penalty) in (0..12).zip([1.0, 1.3].into_iter().cycle()) {
         let llama = backbone(config(2, None, vec![]), seed);
         let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
-        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Typical(rule)).unwrap();
+        let prepared = prepare(&llama, &heads, &tree, Acceptance::Typical(rule)).unwrap();
         let prompt = [1, 2, 3, 4];
         let repetition_penalty = Positive::new(penalty).unwrap();
         let request = Request { repetition_penalty, ..request(&prompt, 40, temperature) };
@@ -232,9 +269,10 @@ fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
     for seed in 0..12 {
         let llama = backbone(config(2, None, vec![]), seed);
         let (heads, tree) = (heads(2, seed), SparseTree::cartesian(&[6, 4]).unwrap());
-        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Nucleus).unwrap();
+        let prepared = prepare(&llama, &heads, &tree, Acceptance::Nucleus).unwrap();
         let prompt = [1, 2, 3, 4];
-        let request = Request { sampling, repetition_penalty, seed, ..request(&prompt, 40, temperature) };
+        let request =
+            Request { sampling, repetition_penalty, stream: seeded(seed), ..request(&prompt, 40, temperature) };
         let run = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
         steps_are_consistent(&run, 40);
         let text: Vec<i64> = prompt.iter().chain(&run.new_ids).copied().collect();
@@ -265,13 +303,16 @@ fn rejection_with_a_seed_is_plain_decoding_with_that_seed() {
         let llama = backbone(config(2, (seed % 2 == 1).then_some(5), vec![3]), seed / 5);
         let heads = heads(3, seed);
         let tree = SparseTree::cartesian(&[6, 4, 3]).unwrap();
-        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Rejection).unwrap();
+        let prepared = prepare(&llama, &heads, &tree, Acceptance::Rejection).unwrap();
         let sampling =
             Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() };
         let repetition_penalty = Positive::new(penalty).unwrap();
-        let request = Request { sampling, repetition_penalty, seed, ..request(&[1, 2, 1], 50, 0.0) };
+        let request = Request { sampling, repetition_penalty, stream: seeded(seed), ..request(&[1, 2, 1], 50, 0.0) };
         let slow = plain(&llama, &request, &mut go_on()).unwrap();
         let fast = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
+        let looked_up =
+            drafted(&llama, NgramDrafter::new(&llama), Acceptance::Rejection, &request, &mut go_on()).unwrap();
+        assert_eq!((&looked_up.new_ids, looked_up.finish_reason), (&slow.new_ids, slow.finish_reason), "seed {seed}");
         assert_eq!((fast.new_ids, fast.finish_reason), (slow.new_ids, slow.finish_reason), "seed {seed}");
         tokens += slow.accept_lengths.len();
         steps += fast.accept_lengths.len();
@@ -297,13 +338,13 @@ fn forced_steps_commit_their_rate_whatever_the_backbone_says() {
     let llama = backbone(config(2, None, vec![]), 13);
     let (heads, tree) =
         (heads(3, 13), SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1], vec![1, 0]]).unwrap());
-    let prepare = |rate| Medusa::new(&llama, &heads, &tree, Acceptance::Forced { rate });
+    let at_rate = |rate| prepare(&llama, &heads, &tree, Acceptance::Forced { rate });
     for (rate, temperature, steps) in [(1.0, 0.0, 48), (1.5, 0.7, 32), (2.4, 0.0, 20), (3.0, 1.0, 16)] {
-        let run = medusa(&llama, &prepare(rate).unwrap(), &request(&[1, 2], 48, temperature), &mut go_on()).unwrap();
+        let run = medusa(&llama, &at_rate(rate).unwrap(), &request(&[1, 2], 48, temperature), &mut go_on()).unwrap();
         assert_eq!((run.new_ids.len(), run.accept_lengths.len()), (48, steps), "{rate}: {:?}", run.accept_lengths);
     }
     for rate in [0.9, 3.1, f64::NAN] {
-        let refused = prepare(rate).unwrap_err().to_string();
+        let refused = at_rate(rate).unwrap_err().to_string();
         assert!(
             refused
                 .starts_with(&format!("an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to 3")),
@@ -316,7 +357,7 @@ fn forced_steps_commit_their_rate_whatever_the_backbone_says() {
 fn a_full_context_ends_either_decoding_by_its_length() {
     let llama = backbone(config(2, None, vec![]), 14);
     let (heads, tree) = (heads(2, 14), every_pair_of_guesses());
-    let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+    let prepared = prepare(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
     for length in [CONTEXT as usize - 1, CONTEXT as usize - 2, 30] {
         let prompt: Vec<i64> = (0..length as i64).map(|i| i * i % VOCABULARY).collect();
         let request = request(&prompt, 1000, 0.0);
@@ -332,7 +373,7 @@ fn a_threshold_that_nothing_exceeds_leaves_the_roots_which_are_greedy() {
     let llama = backbone(config(2, None, vec![]), 7);
     let (heads, tree) = (heads(2, 7), SparseTree::cartesian(&[6, 6]).unwrap());
     let never = TypicalAcceptance { posterior_threshold: 1.0, posterior_alpha: f64::INFINITY };
-    let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Typical(never)).unwrap();
+    let prepared = prepare(&llama, &heads, &tree, Acceptance::Typical(never)).unwrap();
     let run = medusa(&llama, &prepared, &request(&[5, 6], 20, 1.0), &mut go_on()).unwrap();
     let greedy = plain(&llama, &request(&[5, 6], 20, 0.0), &mut go_on()).unwrap();
     assert_eq!((run.new_ids, run.accept_lengths), (greedy.new_ids, vec![1; 20]));
@@ -342,7 +383,7 @@ fn a_threshold_that_nothing_exceeds_leaves_the_roots_which_are_greedy() {
 fn sampling_follows_the_seed_and_the_temperature() {
     let llama = backbone(config(2, None, vec![]), 8);
     let sample = |seed, temperature| {
-        let request = Request { seed, ..request(&[5, 6], 30, temperature) };
+        let request = Request { stream: seeded(seed), ..request(&[5, 6], 30, temperature) };
         plain(&llama, &request, &mut go_on()).unwrap().new_ids
     };
     assert_eq!(sample(1, 1.0), sample(1, 1.0));
@@ -371,7 +412,7 @@ fn what_cannot_be_decoded_is_refused_with_its_reason() {
     assert!(refused(&[0, -1]).contains("is id -1"));
     assert!(refused(&[0; CONTEXT as usize]).starts_with("the prompt has 64 tokens, but the backbone's context is 64"));
     let tree = SparseTree::chain(3).unwrap();
-    let new = |heads: &Heads| Medusa::new(&llama, heads, &tree, Acceptance::Greedy).unwrap_err().to_string();
+    let new = |heads: &Heads| prepare(&llama, heads, &tree, Acceptance::Greedy).unwrap_err().to_string();
     assert!(new(&heads(2, 0)).starts_with("tree choice [0, 0, 0] needs 3 heads, but there are 2"));
     let other = |hidden, vocabulary| random_heads(3, hidden, vocabulary, 0);
     assert!(new(&other(16, VOCABULARY)).starts_with("the heads have hidden size 16, the backbone has 32"));
@@ -384,7 +425,7 @@ proptest! {
     fn a_generation_ends_where_a_longer_one_goes_on(prompt in proptest::collection::vec(0..VOCABULARY, 1..10), cut in any::<Index>()) {
         let llama = backbone(config(2, None, vec![]), 11);
         let (heads, tree) = (heads(2, 11), SparseTree::cartesian(&[5, 4]).unwrap());
-        let prepared = Medusa::new(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+        let prepared = prepare(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
         let long = medusa(&llama, &prepared, &request(&prompt, 30, 0.0), &mut go_on()).unwrap();
         let short = cut.index(30);
         let run = medusa(&llama, &prepared, &request(&prompt, short, 0.0), &mut go_on()).unwrap();

@@ -1,5 +1,6 @@
 //! Medusa heads and their losses (arXiv 2401.10774).
 
+pub mod drafter;
 pub mod fused_loss;
 pub mod heads;
 pub mod loss;

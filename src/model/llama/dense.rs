@@ -4,6 +4,7 @@
 use tch::{Kind, Tensor};
 
 use super::{DecoderLayer, Llama};
+use crate::model::linear::Linear;
 
 /// Weights of a pass, in the backbone's dtype; views wherever the backbone itself has them so.
 #[derive(Debug)]
@@ -35,6 +36,23 @@ pub struct DenseLayer {
     pub down_hi: Tensor,
 }
 
+/// A decoder layer with one product for q, k, v and one for gate, up.
+#[derive(Debug)]
+pub struct MergedLayer<'a> {
+    /// `[H]`.
+    pub input_layernorm_h: &'a Tensor,
+    /// To `[W]`: q, then k, then v.
+    pub qkv: &'a Linear,
+    /// To `[H]`.
+    pub o: &'a Linear,
+    /// `[H]`.
+    pub post_attention_layernorm_h: &'a Tensor,
+    /// To `[2I]`: gate, then up.
+    pub gate_up: &'a Linear,
+    /// To `[H]`.
+    pub down: &'a Linear,
+}
+
 impl Llama {
     /// Its weights as matrices. `None` where they are quantised, or laid out for the CPU's own kernels, and where linear layers have
     /// a bias, which has no place here.
@@ -50,6 +68,16 @@ impl Llama {
         })
     }
 
+    /// Its decoder layers with products merged, first to last. `None` where q, k, v or gate, up are separate.
+    pub fn merged_layers(&self) -> Option<Vec<MergedLayer<'_>>> {
+        self.layers.iter().map(DecoderLayer::merged).collect()
+    }
+
+    /// `[H]`: the final norm.
+    pub fn norm(&self) -> &Tensor {
+        &self.norm_h
+    }
+
     /// D/2 inverse wavelengths of its rotary embeddings, in radians a token.
     pub fn rotary_frequencies(&self) -> &[f32] {
         self.rope.frequencies()
@@ -57,6 +85,17 @@ impl Llama {
 }
 
 impl DecoderLayer {
+    fn merged(&self) -> Option<MergedLayer<'_>> {
+        Some(MergedLayer {
+            input_layernorm_h: &self.norms_h[0],
+            qkv: self.attention.qkv.merged_layer()?,
+            o: &self.attention.o,
+            post_attention_layernorm_h: &self.norms_h[1],
+            gate_up: self.gate_up.merged_layer()?,
+            down: &self.down,
+        })
+    }
+
     fn dense_weights(&self, kind: Kind) -> Option<DenseLayer> {
         Some(DenseLayer {
             input_layernorm_h: self.norms_h[0].to_kind(kind),

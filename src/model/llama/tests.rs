@@ -18,14 +18,14 @@ fn extending_a_cache_equals_whole_rows() {
         let rows = RowMask::causal(23, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
         for chunk in [1, 4, 23] {
-            let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+            let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
             for piece in tokens.split(chunk, 0) {
                 let n = piece.size()[0];
                 let new = NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu);
-                let hidden = llama.extend(&piece, &new, &mut cache);
-                let expected = whole.narrow(0, cache.len(), n);
+                let hidden = llama.extend(&piece, &new, &mut cache, 0);
+                let expected = whole.narrow(0, cache.len(0), n);
                 assert!(largest_difference(&hidden, &expected) < 1e-9, "window {window:?}, chunks of {chunk}");
-                cache.commit(n);
+                cache.commit(0, n);
             }
         }
     }
@@ -36,17 +36,17 @@ fn a_path_of_a_tree_equals_the_row_it_spells() {
     for window in [None, Some(4)] {
         let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 1);
         let tokens = Tensor::randint(50, [12], (Kind::Int64, Device::Cpu));
-        let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+        let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
         let prompt = NewTokens::chain(12, &llama.config, Kind::Double, Device::Cpu);
-        let _ = llama.extend(&tokens, &prompt, &mut cache);
-        cache.commit(12);
+        let _ = llama.extend(&tokens, &prompt, &mut cache, 0);
+        cache.commit(0, 12);
         // root 0 with children 1 and 2; 3 is a child of 2
         let parents = [None, Some(0), Some(0), Some(2)];
         let ancestor = |query: usize, key: usize| std::iter::successors(Some(query), |&n| parents[n]).any(|n| n == key);
         let new = NewTokens::pattern(&[0, 1, 1, 2], ancestor, &llama.config, Kind::Double, Device::Cpu);
         let tree = Tensor::from_slice(&[7i64, 8, 9, 10]);
-        let hidden = llama.extend(&tree, &new, &mut cache);
-        cache.commit_path(&[0, 2, 3]);
+        let hidden = llama.extend(&tree, &new, &mut cache, 0);
+        cache.commit_path(0, &[0, 2, 3]);
         let spelt = Tensor::cat(&[&tokens, &Tensor::from_slice(&[7i64, 9, 10])], 0);
         let rows = RowMask::causal(15, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&spelt.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
@@ -55,6 +55,7 @@ fn a_path_of_a_tree_equals_the_row_it_spells() {
             &Tensor::from_slice(&[3i64]),
             &NewTokens::chain(1, &llama.config, Kind::Double, Device::Cpu),
             &mut cache,
+            0,
         );
         let longer = Tensor::cat(&[&spelt, &Tensor::from_slice(&[3i64])], 0);
         let rows = RowMask::causal(16, &llama.config, Device::Cpu);
@@ -97,67 +98,12 @@ fn causal_attention_in_blocks_equals_a_prompt_in_chunks() {
     let tokens = Tensor::randint(50, [150], (Kind::Int64, Device::Cpu));
     let rows = RowMask::causal(150, &llama.config, Device::Cpu);
     let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
-    let mut cache = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
+    let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
     for piece in tokens.split(37, 0) {
         let n = piece.size()[0];
-        let hidden = llama.extend(&piece, &NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu), &mut cache);
-        assert!(largest_difference(&hidden, &whole.narrow(0, cache.len(), n)) < 1e-9);
-        cache.commit(n);
-    }
-}
-
-/// New tokens behind a cache: a prompt, a tree whose path is kept, a token more. All hidden states that came out, `[rows, H]`.
-fn decode_a_little(llama: &Llama) -> Tensor {
-    let (config, kind) = (&llama.config, llama.kind());
-    let mut cache = KvCache::new(config, kind, Device::Cpu);
-    let tokens = Tensor::from_slice(&(0..90).map(|i| i * 7 % 50).collect::<Vec<i64>>());
-    let prompt = llama.extend(&tokens, &NewTokens::chain(90, config, kind, Device::Cpu), &mut cache);
-    cache.commit(90);
-    let parents = [None, Some(0), Some(0), Some(2), Some(3)];
-    let ancestor = |query: usize, key: usize| std::iter::successors(Some(query), |&n| parents[n]).any(|n| n == key);
-    let new = NewTokens::pattern(&[0, 1, 1, 2, 3], ancestor, config, kind, Device::Cpu);
-    let tree = llama.extend(&tokens.narrow(0, 3, 5), &new, &mut cache);
-    cache.commit_path(&[0, 2, 3, 4]);
-    let last = llama.extend(&tokens.narrow(0, 0, 1), &NewTokens::chain(1, config, kind, Device::Cpu), &mut cache);
-    Tensor::cat(&[prompt, tree, last], 0)
-}
-
-#[test]
-#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
-fn a_pass_with_own_kernels_equals_libtorchs() {
-    for (kind, tolerance) in [(Kind::Float, 1e-4), (Kind::BFloat16, 0.1)] {
-        for (window, bias, head_dim) in [(None, true, 8), (Some(6), false, 20), (None, false, 40)] {
-            let long = LlamaConfig { max_position_embeddings: 256, attention_bias: bias, head_dim, ..config(window) };
-            let llama = || Llama::random(long.clone(), kind, Device::Cpu, 5);
-            let (oracle, ours) = (decode_a_little(&llama().for_batches()), decode_a_little(&llama().for_decoding()));
-            let off = largest_difference(&ours.to_kind(Kind::Double), &oracle.to_kind(Kind::Double));
-            assert!(off < tolerance, "{kind:?}, window {window:?}: {off}");
-        }
-    }
-}
-
-#[test]
-#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
-fn a_token_gives_the_same_bits_alone_and_in_any_tree() {
-    [Kind::Float, Kind::BFloat16].into_iter().for_each(same_bits_in_any_chunks);
-}
-
-fn same_bits_in_any_chunks(kind: Kind) {
-    let llama = Llama::random(config(Some(9)), kind, Device::Cpu, 6).for_decoding();
-    let tokens = Tensor::randint(50, [40], (Kind::Int64, Device::Cpu));
-    let by_chunks = |chunk: i64| {
-        let mut cache = KvCache::new(&llama.config, kind, Device::Cpu);
-        let pieces = tokens.split(chunk, 0);
-        let logits = pieces.iter().map(|piece| {
-            let new = NewTokens::chain(piece.size()[0], &llama.config, kind, Device::Cpu);
-            let hidden = llama.extend(piece, &new, &mut cache);
-            cache.commit(new.len());
-            llama.logits(&hidden, Adapters::Off)
-        });
-        Tensor::cat(&logits.collect::<Vec<_>>(), 0)
-    };
-    let one_by_one = by_chunks(1);
-    for chunk in [2, 3, 5, 7, 16, 40] {
-        assert_eq!(by_chunks(chunk), one_by_one, "{kind:?}, {chunk} at a time");
+        let hidden =
+            llama.extend(&piece, &NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu), &mut cache, 0);
+        assert!(largest_difference(&hidden, &whole.narrow(0, cache.len(0), n)) < 1e-9);
+        cache.commit(0, n);
     }
 }

@@ -1,6 +1,6 @@
-//! The heads' best guesses after one hidden state: what fills a tree.
+//! The heads' best guesses after hidden states: what fills trees.
 
-// K heads, V vocabulary, H hidden, M guesses a head
+// B texts, K heads, V vocabulary, H hidden, M guesses a head
 use tch::{Device, Kind, Tensor};
 
 use super::{Head, Heads};
@@ -12,66 +12,71 @@ use crate::model::llama::Llama;
 use crate::torch::bytes;
 
 impl Heads {
-    /// The `m` most probable tokens of each of the first `k` heads, best first: hidden state `[1, H]` (after the final norm) to
-    /// `[K·M]`, int64, head by head.
-    pub fn guesses(&self, k: usize, m: usize, hidden_1h: &Tensor, backbone: &Llama) -> Tensor {
-        if let Some(guesses) = self.guesses_on_cpu(k, m, hidden_1h, backbone) {
-            return Tensor::from_slice(&guesses);
+    /// The `m` most probable tokens of each of the first `k` heads, best first: hidden states `[B, H]` (after the final norm) to
+    /// `[B, K·M]`, int64, head by head.
+    pub fn guesses(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Tensor {
+        let shape = [hidden_bh.size()[0], (k * m) as i64];
+        if let Some(guesses) = self.guesses_on_cpu(k, m, hidden_bh, backbone) {
+            return Tensor::from_slice(&guesses).view(shape);
         }
-        let logits: Vec<Tensor> = (0..k).map(|head| self.logits(head, hidden_1h, backbone)).collect();
-        let (_, guesses_km) = Tensor::cat(&logits, 0).topk(m as i64, -1, true, true);
-        guesses_km.view([-1])
+        let logits: Vec<Tensor> = (0..k).map(|head| self.logits(head, hidden_bh, backbone)).collect();
+        let (_, guesses_bkm) = Tensor::stack(&logits, 1).topk(m as i64, -1, true, true);
+        guesses_bkm.view(shape)
     }
 
     /// With the CPU's own kernels; `None` where the heads are not laid out for them.
-    fn guesses_on_cpu(&self, k: usize, m: usize, hidden_1h: &Tensor, backbone: &Llama) -> Option<Vec<i64>> {
-        if hidden_1h.device() != Device::Cpu {
+    fn guesses_on_cpu(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<Vec<i64>> {
+        if hidden_bh.device() != Device::Cpu {
             return None;
         }
-        let hidden_1h = hidden_1h.to_kind(Kind::Float).contiguous();
-        let hidden_h = bytes::numbers(&hidden_1h);
+        let hidden_bh = hidden_bh.to_kind(Kind::Float).contiguous();
+        let hidden_bh = bytes::numbers(&hidden_bh);
         let team = Team::of_process();
         let residual: Option<Vec<Vec<f32>>> =
-            self.heads[..k].iter().map(|head| head.residual_on_cpu(hidden_h, team)).collect();
-        let logits_kv = self.logits_on_cpu(&residual?, backbone, team)?;
-        let guesses = logits_kv.chunks_exact(logits_kv.len() / k).flat_map(|logits_v| largest(logits_v, m));
-        Some(guesses.map(|token| token as i64).collect())
+            self.heads[..k].iter().map(|head| head.residual_on_cpu(hidden_bh, team)).collect();
+        let logits_kbv = self.logits_on_cpu(&residual?, backbone, team)?;
+        let vocabulary = usize::try_from(self.vocab_size).ok()?;
+        let rows: Vec<&[f32]> = logits_kbv.chunks_exact(vocabulary).collect();
+        let texts = rows.len() / k;
+        let guesses = (0..texts).flat_map(|text| (0..k).map(move |head| head * texts + text));
+        Some(guesses.flat_map(|row| largest(rows[row], m)).map(|token| token as i64).collect())
     }
 
-    /// `[K, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it together.
+    /// `[K, B, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it together.
     fn logits_on_cpu(&self, residual: &[Vec<f32>], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
         let own: Option<Vec<&Matrix>> =
             self.heads.iter().map(|head| head.w2.as_ref().and_then(Linear::matrix)).collect();
-        let vocabulary = usize::try_from(self.vocab_size).ok()?;
-        let mut logits_kv = vec![0.0; residual.len() * vocabulary];
+        let texts = residual.first()?.len() / usize::try_from(self.hidden_size).ok()?;
+        let of_head = texts * usize::try_from(self.vocab_size).ok()?;
+        let mut logits_kbv = vec![0.0; residual.len() * of_head];
         match own {
             Some(own) => {
-                for ((w2, x_h), logits_v) in own.into_iter().zip(residual).zip(logits_kv.chunks_exact_mut(vocabulary)) {
-                    w2.multiply(x_h, logits_v, team);
+                for ((w2, x_bh), logits_bv) in own.into_iter().zip(residual).zip(logits_kbv.chunks_exact_mut(of_head)) {
+                    w2.multiply(x_bh, logits_bv, team);
                 }
             }
             None if self.heads.iter().all(|head| head.w2.is_none()) => {
-                backbone.lm_head().matrix()?.multiply(&residual.concat(), &mut logits_kv, team);
+                backbone.lm_head().matrix()?.multiply(&residual.concat(), &mut logits_kbv, team);
             }
             None => return None,
         }
-        Some(logits_kv)
+        Some(logits_kbv)
     }
 }
 
 impl Head {
-    /// The ResBlocks: `x + SiLU(W1·x + b1)` for each, `[H]` to `[H]`.
-    fn residual_on_cpu(&self, hidden_h: &[f32], team: &Team) -> Option<Vec<f32>> {
-        let mut x_h = hidden_h.to_vec();
-        let mut y_h = vec![0.0; x_h.len()];
+    /// The ResBlocks: `x + SiLU(W1·x + b1)` for each, `[B, H]` to `[B, H]`.
+    fn residual_on_cpu(&self, hidden_bh: &[f32], team: &Team) -> Option<Vec<f32>> {
+        let mut x_bh = hidden_bh.to_vec();
+        let mut y_bh = vec![0.0; x_bh.len()];
         for block in &self.blocks {
-            block.matrix()?.multiply(&x_h, &mut y_h, team);
+            block.matrix()?.multiply(&x_bh, &mut y_bh, team);
             if let Some(bias_h) = block.bias() {
-                add_to_each(&mut y_h, bytes::numbers(&bias_h.to_kind(Kind::Float)));
+                add_to_each(&mut y_bh, bytes::numbers(&bias_h.to_kind(Kind::Float)));
             }
-            add_silu(&mut x_h, &y_h);
+            add_silu(&mut x_bh, &y_bh);
         }
-        Some(x_h)
+        Some(x_bh)
     }
 }
 
@@ -93,9 +98,9 @@ mod tests {
             let heads =
                 || Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size).for_training();
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
-            let hidden_1h = exact(Tensor::randn([1, config.hidden_size], (Kind::Float, Device::Cpu)));
-            let oracle = heads().guesses(3, 4, &hidden_1h, &backbone());
-            assert_eq!(heads().for_decoding().guesses(3, 4, &hidden_1h, &backbone().for_decoding()), oracle);
+            let hidden_bh = exact(Tensor::randn([3, config.hidden_size], (Kind::Float, Device::Cpu)));
+            let oracle = heads().guesses(3, 4, &hidden_bh, &backbone());
+            assert_eq!(heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding()), oracle);
         }
     }
 }

@@ -1,0 +1,62 @@
+//! What decoding refuses, and what it fails by.
+
+use crate::draft::medusa::drafter::DraftError;
+use crate::engine::cuda::error::CudaError;
+use crate::model::config::LlamaConfig;
+use crate::torch::TorchPanic;
+use crate::tree::accept::ForcedRateError;
+
+/// A prompt cannot be decoded, or what decodes it gave up.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeError {
+    /// Nothing to go on from.
+    #[error("the prompt has no tokens; expected at least one (a BOS will do)")]
+    EmptyPrompt,
+    /// No room for an answer.
+    #[error(
+        "the prompt has {length} tokens, but the backbone's context is {context}, and at least one new token must fit; shorten the prompt"
+    )]
+    PromptTooLong {
+        /// Its tokens.
+        length: usize,
+        /// `max_position_embeddings`.
+        context: i64,
+    },
+    /// A token id outside of the vocabulary.
+    #[error("prompt token {position} is id {id}; expected 0 to {}", vocab_size - 1)]
+    TokenOutOfRange {
+        /// 0-based.
+        position: usize,
+        /// The id.
+        id: i64,
+        /// The backbone's.
+        vocab_size: i64,
+    },
+    /// Heads and tree do not belong to the backbone.
+    #[error(transparent)]
+    Draft(#[from] DraftError),
+    /// A rate that no step can reach.
+    #[error(transparent)]
+    ForcedRate(#[from] ForcedRateError),
+    /// The GPU's own loop cannot, or gave up.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    /// libtorch gave up.
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
+}
+
+/// Refuses what no backbone can go on from.
+pub(super) fn check_prompt(config: &LlamaConfig, prompt: &[i64]) -> Result<(), DecodeError> {
+    let (context, vocab_size) = (config.max_position_embeddings, config.vocab_size);
+    if prompt.is_empty() {
+        return Err(DecodeError::EmptyPrompt);
+    }
+    if prompt.len() as i64 >= context {
+        return Err(DecodeError::PromptTooLong { length: prompt.len(), context });
+    }
+    match prompt.iter().position(|id| !(0..vocab_size).contains(id)) {
+        Some(position) => Err(DecodeError::TokenOutOfRange { position, id: prompt[position], vocab_size }),
+        None => Ok(()),
+    }
+}

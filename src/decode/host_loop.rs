@@ -1,0 +1,86 @@
+//! One text after the other on an [`Engine`], such as the turns of a conversation: what of a prompt the cache holds from the text
+//! before is not computed again.
+
+use tch::no_grad;
+
+use super::error::{DecodeError, check_prompt};
+use super::sequence::{Generation, OnTokens, Request, Sequence};
+use super::step::{Drafting, Steps};
+use super::{DecodeLoop, shared_beginning};
+use crate::draft::Drafter;
+use crate::engine::Engine;
+use crate::torch::guard;
+use crate::tree::accept::Acceptance;
+
+/// See [`DecodeLoop`]. What a request makes does not depend on the ones before it (up to rounding): the cache saves time and nothing
+/// else.
+#[derive(Debug)]
+pub struct HostLoop<'a> {
+    steps: Steps<'a>,
+    /// The tokens that the cache's one row holds.
+    cached: Vec<i64>,
+}
+
+impl<'a> HostLoop<'a> {
+    /// On an engine with an empty cache, with a drafter if there is one.
+    pub fn new(mut engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
+        engine.cache_mut().push();
+        Self { steps: Steps::new(engine, drafter), cached: vec![] }
+    }
+
+    /// The tokens in the cache: the last prompt, and those new tokens that were computed (the last one may not be).
+    pub fn cached(&self) -> &[i64] {
+        &self.cached
+    }
+
+    /// Who computes.
+    pub fn engine(&self) -> &(dyn Engine + 'a) {
+        self.steps.engine()
+    }
+
+    /// The cache's first tokens stay, at most so many.
+    fn keep(&mut self, tokens: usize) {
+        self.cached.truncate(tokens);
+        self.steps.engine_mut().cache_mut().truncate(0, self.cached.len() as i64);
+    }
+}
+
+impl DecodeLoop for HostLoop<'_> {
+    fn engine_name(&self) -> &'static str {
+        self.steps.engine().name()
+    }
+
+    fn reset(&mut self) {
+        self.keep(0);
+    }
+
+    fn decode(
+        &mut self,
+        drafting: Drafting,
+        request: &Request,
+        on_tokens: &mut OnTokens,
+    ) -> Result<Generation, DecodeError> {
+        let config = &self.steps.engine().backbone().config;
+        check_prompt(config, request.prompt)?;
+        let mut sequence = Sequence::new(request, config);
+        self.keep(shared_beginning(&self.cached, request.prompt));
+        let decoded = guard("decoding", || {
+            no_grad(|| {
+                self.steps.begin(&mut sequence, 0, drafting);
+                while sequence.text_mut().tell(on_tokens).is_continue() {
+                    self.steps.step(std::slice::from_mut(&mut sequence), drafting);
+                }
+            });
+        });
+        if let Err(panic) = decoded {
+            self.reset(); // nobody knows how far the step came
+            return Err(panic.into());
+        }
+        self.cached = sequence.text().ids().to_vec();
+        self.keep(self.steps.engine().cache().len(0).unsigned_abs() as usize);
+        Ok(sequence.finish())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+//! Requests one after another in a loop are requests alone, and the cache holds what was said. In float64.
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use tch::Tensor;
+
+use super::super::generate;
+use super::super::generate::tests::{
+    CONTEXT, VOCABULARY, backbone, config, every_pair_of_guesses, go_on, heads, medusa, prepare, request,
+};
+use super::super::step::prefill;
+use super::*;
+use crate::draft::medusa::drafter::MedusaDrafter;
+use crate::engine::tch::TchEngine;
+use crate::model::llama::Llama;
+
+/// A loop on libtorch's engine, with heads that accept greedily.
+fn conversation<'a>(llama: &'a Llama, drafter: Option<&MedusaDrafter<'a>>) -> HostLoop<'a> {
+    let boxed = |drafter: &MedusaDrafter<'a>| -> (Box<dyn Drafter + 'a>, Acceptance) {
+        (Box::new(drafter.clone()), Acceptance::Greedy)
+    };
+    HostLoop::new(Box::new(TchEngine::new(llama)), drafter.map(boxed))
+}
+
+/// Committed keys and values of the loop.
+fn committed(session: &HostLoop) -> Tensor {
+    session.engine().cache().committed(0)
+}
+
+fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
+    (a - b).abs().max().double_value(&[])
+}
+
+/// An engine whose row 0 holds these tokens, computed in one pass, and the last one's hidden state.
+fn pass_over<'a>(llama: &'a Llama, ids: &[i64]) -> (TchEngine<'a>, Tensor) {
+    let mut engine = TchEngine::new(llama);
+    engine.cache_mut().push();
+    let hidden_1h = tch::no_grad(|| prefill(ids.len(), &mut engine, 0, ids));
+    (engine, hidden_1h)
+}
+
+fn cache_of(llama: &Llama, ids: &[i64]) -> Tensor {
+    pass_over(llama, ids).0.cache().committed(0).copy()
+}
+
+#[test]
+fn after_either_decoding_the_cache_is_one_pass_over_the_text() {
+    for (seed, window) in [(3, None), (4, Some(5)), (5, None)] {
+        let llama = backbone(config(2, window, vec![]), seed);
+        let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
+        let (drafter, _) = prepare(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+        let request = request(&[1, 2, 3], 40, 0.0);
+        let (mut slow, mut fast) = (conversation(&llama, None), conversation(&llama, Some(&drafter)));
+        let by_plain = slow.decode(Drafting::On, &request, &mut go_on()).unwrap();
+        let by_medusa = fast.decode(Drafting::On, &request, &mut go_on()).unwrap();
+        let steps: Vec<usize> = [3; 13].into_iter().chain([1]).collect();
+        assert_eq!(
+            (by_medusa.new_ids, by_medusa.accept_lengths),
+            (by_plain.new_ids.clone(), steps),
+            "every guess is there"
+        );
+        let text: Vec<i64> = [1, 2, 3].into_iter().chain(by_plain.new_ids).collect();
+        for session in [slow, fast] {
+            assert_eq!(session.cached(), &text[..3 + 39], "the last one is not computed");
+            let difference = largest_difference(&committed(&session), &cache_of(&llama, session.cached()));
+            assert!(difference < 1e-12, "window {window:?}: {difference}");
+        }
+    }
+}
+
+#[test]
+fn a_prompt_in_chunks_is_a_prompt_in_one_pass() {
+    for window in [None, Some(7)] {
+        let llama = backbone(config(2, window, vec![]), 6);
+        let prompt: Vec<i64> = (0..CONTEXT - 1).map(|i| i * i % VOCABULARY).collect();
+        let (whole, expected_1h) = pass_over(&llama, &prompt);
+        for (chunk, cached) in [(1, 0), (5, 0), (21, 0), (62, 0), (9, 30), (64, 62)] {
+            let (mut engine, _) = pass_over(&llama, &prompt[..cached.max(1)]);
+            engine.cache_mut().truncate(0, cached as i64);
+            let hidden_1h = tch::no_grad(|| prefill(chunk, &mut engine, 0, &prompt[cached..]));
+            assert_eq!(engine.cache().len(0), whole.cache().len(0));
+            let off = [
+                largest_difference(&hidden_1h, &expected_1h),
+                largest_difference(&engine.cache().committed(0), &whole.cache().committed(0)),
+            ];
+            assert!(off.iter().all(|&off| off < 1e-11), "chunks of {chunk}: {off:?}");
+        }
+    }
+}
+
+/// What a conversation does next: it goes on, or goes back and says something else.
+#[derive(Debug, Clone)]
+struct Turn {
+    /// How much of the text so far the next prompt begins with; all of it where nothing is said.
+    kept: Option<Index>,
+    said: Vec<i64>,
+    max_new_tokens: usize,
+    by_medusa: bool,
+    resets: bool,
+}
+
+fn turns() -> impl Strategy<Value = Vec<Turn>> {
+    let said = proptest::collection::vec(0..VOCABULARY, 0..4);
+    let kept = prop_oneof![3 => Just(None), 1 => any::<Index>().prop_map(Some)];
+    let turn = (kept, said, 0usize..9, any::<bool>(), proptest::bool::weighted(0.1));
+    let turn = turn.prop_map(|(kept, said, max_new_tokens, by_medusa, resets)| Turn {
+        kept,
+        said,
+        max_new_tokens,
+        by_medusa,
+        resets,
+    });
+    proptest::collection::vec(turn, 1..7)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn turns_of_one_session_are_requests_alone(turns in turns(), window in prop_oneof![Just(None), Just(Some(6))], seed in 0u64..100) {
+        let llama = backbone(config(2, window, vec![5]), seed);
+        let (heads, tree) = (heads(2, seed), every_pair_of_guesses());
+        let prepared = prepare(&llama, &heads, &tree, Acceptance::Greedy).unwrap();
+        let mut session = conversation(&llama, Some(&prepared.0));
+        let mut text = vec![1];
+        for turn in turns {
+            text.truncate(turn.kept.map_or(text.len(), |kept| kept.index(text.len()) + 1));
+            text.extend(&turn.said);
+            if turn.resets {
+                session.reset();
+                prop_assert!(session.cached().is_empty());
+            }
+            let request = request(&text, turn.max_new_tokens, 0.0);
+            let (together, alone) = if turn.by_medusa {
+                (session.decode(Drafting::On, &request, &mut go_on()), medusa(&llama, &prepared, &request, &mut go_on()))
+            } else {
+                (session.decode(Drafting::Off, &request, &mut go_on()), generate::plain(&llama, &request, &mut go_on()))
+            };
+            let (together, alone) = (together.unwrap(), alone.unwrap());
+            prop_assert_eq!(&together.new_ids, &alone.new_ids);
+            prop_assert_eq!((together.finish_reason, &together.accept_lengths), (alone.finish_reason, &alone.accept_lengths));
+            let before = text.len();
+            text.extend(together.new_ids);
+            prop_assert!(session.cached().len() >= before && text.starts_with(session.cached()));
+            prop_assert!(largest_difference(&committed(&session), &cache_of(&llama, session.cached())) < 1e-11);
+        }
+    }
+}
+
+#[test]
+fn only_what_is_not_cached_is_computed() {
+    let llama = backbone(config(2, None, vec![]), 7);
+    let mut session = conversation(&llama, None);
+    let first = session.decode(Drafting::Off, &request(&[1, 2, 3], 4, 0.0), &mut go_on()).unwrap();
+    let before = committed(&session).size()[2];
+    // A mark in a cached key: it stays where nothing is computed again.
+    let _ = committed(&session).fill_(9.0);
+    let prompt: Vec<i64> = [1, 2, 3].into_iter().chain(first.new_ids).chain([0, 0]).collect();
+    let _ = session.decode(Drafting::Off, &request(&prompt, 1, 0.0), &mut go_on()).unwrap();
+    let after = committed(&session);
+    assert_eq!((before, after.size()[2]), (6, 9));
+    let marked =
+        after.eq(9.0).to_kind(tch::Kind::Int64).sum_dim_intlist([0i64, 1, 3].as_slice(), false, tch::Kind::Int64);
+    let per_token = after.numel() as i64 / 9;
+    assert_eq!(Vec::<i64>::try_from(marked).unwrap(), [[per_token; 6].as_slice(), &[0; 3]].concat());
+}

@@ -1,0 +1,152 @@
+//! One step of decoding, for one text or many: propose, run the backbone over all guesses in one pass, accept, commit. Every step
+//! commits the root, which is the backbone's own token, and the accepted path below it; plain decoding is the step without guesses.
+//!
+//! A node behind the context's end or `max_new_tokens` is computed with the others and never becomes text.
+
+// N new tokens, H hidden, V vocabulary
+use tch::Tensor;
+
+use super::sequence::Sequence;
+use super::verify::{Verdict, first_root, verify};
+use crate::draft::{Drafted, Drafter, Proposal};
+use crate::engine::sample::{Chosen, Sampler, next_of_each};
+use crate::engine::{Engine, RowTokens};
+use crate::model::attention::NewTokens;
+use crate::tree::accept::Acceptance;
+
+/// Tokens of a prompt that are computed together: what attention takes of memory is bounded, whatever the prompt's length.
+const PREFILL_CHUNK: usize = 512;
+
+/// Whether a text is decoded with the drafter's guesses, where there is a drafter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Drafting {
+    /// A token a step.
+    Off,
+    /// Several.
+    On,
+}
+
+/// Who computes, who guesses, and which guesses are accepted.
+#[derive(Debug)]
+pub struct Steps<'a> {
+    engine: Box<dyn Engine + 'a>,
+    drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
+    /// A token behind the cache.
+    one: NewTokens,
+}
+
+impl<'a> Steps<'a> {
+    /// Of an engine, with a drafter if there is one.
+    pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
+        let backbone = engine.backbone();
+        let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
+        Self { engine, drafter, one }
+    }
+
+    /// Who computes.
+    pub fn engine(&self) -> &(dyn Engine + 'a) {
+        &*self.engine
+    }
+
+    pub(super) fn engine_mut(&mut self) -> &mut (dyn Engine + 'a) {
+        &mut *self.engine
+    }
+
+    /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
+    pub(super) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
+        let cached = self.engine.cache().len(row).unsigned_abs() as usize;
+        let hidden_1h = prefill(PREFILL_CHUNK, &mut *self.engine, row, &sequence.text().ids()[cached..]);
+        let logits_1v = self.engine.logits(&hidden_1h);
+        let root = match &self.drafter {
+            Some((_, acceptance)) if drafting == Drafting::On => first_root(*acceptance, &logits_1v, sequence),
+            _ => sequence.sampler.next(&sequence.penalty.of_text(&logits_1v)),
+        };
+        sequence.begin(root, hidden_1h);
+    }
+
+    /// One step of sequences that have begun; sequence i is in row i of the cache.
+    pub(super) fn step(&mut self, sequences: &mut [Sequence], drafting: Drafting) {
+        match drafting {
+            Drafting::On if self.drafter.is_some() => self.drafted_step(sequences),
+            _ => self.plain_step(sequences),
+        }
+    }
+
+    fn plain_step(&mut self, sequences: &mut [Sequence]) {
+        let roots_b = match &*sequences {
+            [one] => one.root().on_device(self.engine.backbone().device()),
+            all => {
+                let roots: Vec<i64> = all.iter().map(|sequence| sequence.root().id).collect();
+                Tensor::from_slice(&roots).to_device(self.engine.backbone().device())
+            }
+        };
+        let rows: Vec<RowTokens> = (0..sequences.len()).map(|row| RowTokens { row, nodes: &self.one }).collect();
+        let hidden_bh = self.engine.extend(&roots_b, &rows);
+        let logits_bv = self.engine.logits(&hidden_bh);
+        (0..sequences.len()).for_each(|row| self.engine.cache_mut().commit(row, 1));
+        sequences.iter_mut().for_each(Sequence::see_root);
+        let next = next_roots(&logits_bv, sequences);
+        for (sequence, next) in sequences.iter_mut().zip(next) {
+            sequence.go_on(&[sequence.root().id], next, None);
+        }
+    }
+
+    fn drafted_step(&mut self, sequences: &mut [Sequence]) {
+        let Some((drafter, acceptance)) = &mut self.drafter else { unreachable!("asked before") };
+        let texts: Vec<Drafted> = sequences.iter().map(Sequence::drafted).collect();
+        let proposals = drafter.propose(&texts);
+        let rows: Vec<RowTokens> =
+            proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
+        let hidden_nh = self.engine.extend(&tokens_of(&proposals), &rows);
+        let logits_nv = self.engine.logits(&hidden_nh);
+        let mut first = 0;
+        for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
+            let nodes = proposal.tree.nodes.len();
+            let verdict = verify(*acceptance, proposal, &logits_nv.narrow(0, first, nodes), sequence);
+            let Verdict { path, accepted, next } = verdict;
+            self.engine.cache_mut().commit_path(row, &path);
+            let last = path.last().map_or(0, |&node| node as i64);
+            sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, first + last, 1)));
+            first += nodes;
+        }
+    }
+}
+
+/// `[N]`: the tokens of all proposals, one after the other.
+fn tokens_of(proposals: &[Proposal]) -> Tensor {
+    match proposals {
+        [one] => one.tokens_n.shallow_clone(),
+        all => Tensor::cat(&all.iter().map(|proposal| &proposal.tokens_n).collect::<Vec<_>>(), 0),
+    }
+}
+
+/// The token after each sequence's root, of logits `[B, V]`; spare rows may follow.
+fn next_roots(logits_bv: &Tensor, sequences: &mut [Sequence]) -> Vec<Chosen> {
+    if sequences.iter().any(|sequence| !sequence.penalty.is_off()) || sequences.len() == 1 {
+        let next = |(sequence, row): (&mut Sequence, i64)| {
+            sequence.sampler.next(&sequence.penalty.of_text(&logits_bv.narrow(0, row, 1)))
+        };
+        return sequences.iter_mut().zip(0..).map(next).collect();
+    }
+    let logits_bv = logits_bv.narrow(0, 0, sequences.len() as i64);
+    let mut samplers: Vec<&mut Sampler> = sequences.iter_mut().map(|sequence| &mut sequence.sampler).collect();
+    next_of_each(&logits_bv, &mut samplers).into_iter().map(Chosen::on_host).collect()
+}
+
+/// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's hidden state,
+/// `[1, H]`.
+pub(super) fn prefill(chunk: usize, engine: &mut dyn Engine, row: usize, tokens: &[i64]) -> Tensor {
+    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
+    let chain = |n: usize, engine: &dyn Engine| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
+    let whole = chain(chunk.min(tokens.len()), engine); // one for all whole chunks: they share its mask
+    let mut hidden_1h = None;
+    for piece in tokens.chunks(chunk) {
+        let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len(), engine));
+        let nodes = rest.as_ref().unwrap_or(&whole);
+        let tokens_n = Tensor::from_slice(piece).to_device(device);
+        let hidden_nh = engine.extend(&tokens_n, &[RowTokens { row, nodes }]);
+        engine.cache_mut().commit(row, nodes.len());
+        hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));
+    }
+    hidden_1h.expect("a prompt has at least one token that is not cached")
+}

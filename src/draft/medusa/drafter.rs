@@ -1,0 +1,130 @@
+//! Medusa heads as a drafter: a static tree, filled with each head's best guesses.
+
+// B texts, N nodes, H hidden size, M guesses a head
+use std::rc::Rc;
+
+use tch::{Device, Tensor};
+
+use super::heads::Heads;
+use crate::draft::{Drafted, Drafter, PreparedTree, Proposal};
+use crate::engine::cuda::draft::DeviceDraft;
+use crate::model::llama::Llama;
+use crate::tree::sparse_tree::{SparseTree, TreeError};
+
+/// Heads and tree that do not belong to a backbone.
+#[derive(Debug, thiserror::Error)]
+pub enum DraftError {
+    /// Heads of another backbone.
+    #[error(
+        "the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on"
+    )]
+    Mismatch {
+        /// `hidden size` or `vocabulary`.
+        what: &'static str,
+        /// The heads'.
+        heads: i64,
+        /// The backbone's.
+        backbone: i64,
+    },
+    /// The tree asks for more than the heads have.
+    #[error(transparent)]
+    Tree(#[from] TreeError),
+}
+
+/// Heads and the tree that they fill, laid out for one backbone.
+#[derive(Debug, Clone)]
+pub struct MedusaDrafter<'a> {
+    backbone: &'a Llama,
+    heads: &'a Heads,
+    tree: &'a SparseTree,
+    prepared: Rc<PreparedTree>,
+    /// Heads that the tree uses: its depth.
+    num_heads: usize,
+    /// M: the tree's widest level.
+    width: usize,
+    /// `[N]`: where each node's token lies in `[root, head 1's guesses, head 2's guesses, …]`.
+    tree_indices_n: Rc<Tensor>,
+}
+
+impl<'a> MedusaDrafter<'a> {
+    /// Checks that they belong together, and lays out the tree on the backbone's device.
+    ///
+    /// # Errors
+    /// [`DraftError`] names what does not fit.
+    pub fn new(backbone: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Result<Self, DraftError> {
+        let config = &backbone.config;
+        let sizes = [
+            ("hidden size", heads.hidden_size(), config.hidden_size),
+            ("vocabulary", heads.vocab_size(), config.vocab_size),
+        ];
+        if let Some(&(what, heads, backbone)) = sizes.iter().find(|(_, heads, backbone)| heads != backbone) {
+            return Err(DraftError::Mismatch { what, heads, backbone });
+        }
+        tree.check_fits(heads.num_heads(), usize::try_from(config.vocab_size).unwrap_or(0))?;
+        let width = tree.widths().into_iter().max().unwrap_or(0);
+        Ok(Self {
+            backbone,
+            heads,
+            tree,
+            prepared: Rc::new(PreparedTree::new(tree.clone(), backbone)),
+            num_heads: tree.max_depth(),
+            width,
+            tree_indices_n: Rc::new(tree_indices(tree, width, backbone.device())),
+        })
+    }
+
+    /// The backbone it was laid out for.
+    pub fn backbone(&self) -> &'a Llama {
+        self.backbone
+    }
+
+    /// Its heads.
+    pub fn heads(&self) -> &'a Heads {
+        self.heads
+    }
+
+    /// Heads and tree for an engine that guesses within its own step.
+    pub fn on_device(&self) -> DeviceDraft<'a> {
+        self.heads.on_device(self.tree)
+    }
+
+    /// The tree that they fill.
+    pub fn tree(&self) -> &'a SparseTree {
+        self.tree
+    }
+}
+
+impl Drafter for MedusaDrafter<'_> {
+    fn name(&self) -> &'static str {
+        "medusa"
+    }
+
+    fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal> {
+        let hidden: Vec<&Tensor> = batch.iter().map(|text| text.hidden_1h).collect();
+        let hidden_bh = if let [one] = hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) };
+        let guesses_bg = self.heads.guesses(self.num_heads, self.width, &hidden_bh, self.backbone);
+        let fill = |(text, row): (&Drafted, i64)| {
+            let tokens = Tensor::cat(&[&text.root.on_device(guesses_bg.device()), &guesses_bg.select(0, row)], 0);
+            Proposal { tree: self.prepared.clone(), tokens_n: tokens.index_select(0, &self.tree_indices_n) }
+        };
+        batch.iter().zip(0..).map(fill).collect()
+    }
+}
+
+/// Where each node's token lies in the root followed by `width` guesses a head.
+fn tree_indices(tree: &SparseTree, width: usize, device: Device) -> Tensor {
+    let guess = |node| tree.child_index(node).map_or(0, |child| 1 + (tree.depth(node) - 1) * width + child);
+    Tensor::from_slice(&(0..tree.len()).map(|node| guess(node) as i64).collect::<Vec<_>>()).to_device(device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_node_points_at_its_heads_guess() {
+        let tree = SparseTree::new(vec![vec![0], vec![2], vec![0, 1], vec![0, 1, 0]]).unwrap();
+        let indices = Vec::<i64>::try_from(tree_indices(&tree, 3, Device::Cpu)).unwrap();
+        assert_eq!(indices, [0, 1, 3, 3 + 2, 3 + 3 + 1]);
+    }
+}

@@ -1,0 +1,311 @@
+//! New tokens behind a cache on a CPU with AVX-512, in float32 or bfloat16: the pass of [`Llama::extend`] with the kernels of
+//! [`crate::cpu`] instead of libtorch's operations, which are its oracle. Between products everything is float32.
+
+// N new tokens, H hidden, F intermediate size, Q query heads, G key/value heads, D head size
+use tch::{Device, Kind, Tensor};
+
+use super::{Engine, RowTokens, each_row};
+use crate::cpu::Number;
+use crate::cpu::attention::{AttentionShape, Plane, SeenTokens, attend};
+use crate::cpu::matrix::Matrix;
+use crate::cpu::rows::{add, add_to_each, rms_norm, rotate, rotation, silu_product};
+use crate::cpu::team::Team;
+use crate::model::block_spec::{Activation, MlpSpec, NormKind, NormPlaces, NormSpec};
+use crate::model::kv_cache::KvCache;
+use crate::model::linear::Linear;
+use crate::model::llama::{Llama, MergedLayer};
+use crate::model::lora::Adapters;
+
+/// Tokens that go through the layers together: what they need beside the weights stays in the second cache.
+const TOGETHER: usize = 64;
+
+/// Why the kernels cannot run a backbone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Unsupported {
+    /// It lies on a GPU.
+    #[error("the backbone is not on the CPU")]
+    Device,
+    /// Another dtype, another CPU, or weights that are laid out for other work.
+    #[error("the fast kernels need AVX-512 with bfloat16, and --dtype float32 or bfloat16")]
+    Weights,
+}
+
+/// See [`Engine`].
+#[derive(Debug)]
+pub struct CpuEngine<'a> {
+    backbone: &'a Llama,
+    cache: KvCache,
+    layers: Vec<KernelLayer<'a>>,
+    norm_h: Vec<f32>,
+    number: Number,
+    team: &'static Team,
+}
+
+/// What the kernels read of a layer.
+#[derive(Debug)]
+struct KernelLayer<'a> {
+    input_layernorm_h: Vec<f32>,
+    qkv: KernelLinear<'a>,
+    o: KernelLinear<'a>,
+    post_attention_layernorm_h: Vec<f32>,
+    gate_up: KernelLinear<'a>,
+    down: KernelLinear<'a>,
+}
+
+#[derive(Debug)]
+struct KernelLinear<'a> {
+    matrix: &'a Matrix,
+    bias_o: Option<Vec<f32>>,
+}
+
+impl<'a> KernelLayer<'a> {
+    fn new(layer: &MergedLayer<'a>) -> Option<Self> {
+        Some(Self {
+            input_layernorm_h: numbers(layer.input_layernorm_h),
+            qkv: KernelLinear::new(layer.qkv)?,
+            o: KernelLinear::new(layer.o)?,
+            post_attention_layernorm_h: numbers(layer.post_attention_layernorm_h),
+            gate_up: KernelLinear::new(layer.gate_up)?,
+            down: KernelLinear::new(layer.down)?,
+        })
+    }
+}
+
+impl<'a> KernelLinear<'a> {
+    fn new(linear: &'a Linear) -> Option<Self> {
+        Some(Self { matrix: linear.matrix()?, bias_o: linear.bias().map(numbers) })
+    }
+
+    fn multiply(&self, x: &[f32], y: &mut [f32], team: &Team) {
+        self.matrix.multiply(x, y, team);
+        self.bias_o.iter().for_each(|bias| add_to_each(y, bias));
+    }
+}
+
+fn numbers(tensor: &Tensor) -> Vec<f32> {
+    Vec::try_from(tensor.to_kind(Kind::Float).reshape([-1])).expect("one axis of float32")
+}
+
+impl<'a> CpuEngine<'a> {
+    /// With an empty cache, for a backbone that was loaded for decoding.
+    ///
+    /// # Errors
+    /// [`Unsupported`] says why the kernels cannot run it.
+    pub fn new(backbone: &'a Llama) -> Result<Self, Unsupported> {
+        let number = match backbone.kind() {
+            _ if backbone.device() != Device::Cpu => return Err(Unsupported::Device),
+            Kind::Float => Number::Float32,
+            Kind::BFloat16 => Number::BFloat16,
+            _ => return Err(Unsupported::Weights),
+        };
+        backbone.lm_head().matrix().ok_or(Unsupported::Weights)?;
+        let layers = backbone.merged_layers().and_then(|layers| layers.iter().map(KernelLayer::new).collect());
+        Ok(Self {
+            backbone,
+            cache: KvCache::new(&backbone.config, backbone.kind(), backbone.device()),
+            layers: layers.ok_or(Unsupported::Weights)?,
+            norm_h: numbers(backbone.norm()),
+            number,
+            team: Team::of_process(),
+        })
+    }
+
+    fn extend_row(&mut self, tokens_n: &Tensor, at: RowTokens) -> Tensor {
+        self.cache.reserve_tokens(at.row, at.nodes.len());
+        let (n, h) = (at.nodes.len(), self.backbone.config.hidden_size);
+        let mut x_nh = numbers(&self.backbone.embed(tokens_n));
+        for (chunk, x_nh) in x_nh.chunks_mut(TOGETHER * h as usize).enumerate() {
+            self.run_tokens(chunk * TOGETHER, x_nh, at);
+        }
+        Tensor::from_slice(&x_nh).view([n, h]).to_kind(self.backbone.kind())
+    }
+
+    /// Tokens from number `first` on: embeddings to hidden states after the final norm, in place.
+    fn run_tokens(&mut self, first: usize, x_nh: &mut [f32], row: RowTokens) {
+        let config = &self.backbone.config;
+        let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.backbone.block().norms;
+        let MlpSpec { width, activation: Activation::Silu } = self.backbone.block().mlp;
+        let (n, eps) = (x_nh.len() / config.hidden_size as usize, eps as f32);
+        let at = self.cache.len(row.row) as usize + first;
+        let mut buffers = self.buffers(x_nh.to_vec(), first..first + n, row);
+        for index in 0..self.layers.len() {
+            let layer = &self.layers[index];
+            rms_norm(&buffers.x_nh, &layer.input_layernorm_h, eps, &mut buffers.normed_nh);
+            layer.qkv.multiply(&buffers.normed_nh, &mut buffers.qkv, self.team);
+            self.write_keys_and_values(index, row.row, at, &mut buffers);
+            self.attend(index, row.row, &mut buffers);
+            let layer = &self.layers[index];
+            layer.o.multiply(&buffers.attended, &mut buffers.normed_nh, self.team);
+            add(&mut buffers.x_nh, &buffers.normed_nh);
+            rms_norm(&buffers.x_nh, &layer.post_attention_layernorm_h, eps, &mut buffers.normed_nh);
+            layer.gate_up.multiply(&buffers.normed_nh, &mut buffers.gate_up, self.team);
+            silu_product(&buffers.gate_up, &mut buffers.gated_nf, width as usize);
+            layer.down.multiply(&buffers.gated_nf, &mut buffers.normed_nh, self.team);
+            add(&mut buffers.x_nh, &buffers.normed_nh);
+        }
+        rms_norm(&buffers.x_nh, &self.norm_h, eps, x_nh);
+    }
+
+    fn buffers(&self, x_nh: Vec<f32>, range: std::ops::Range<usize>, row: RowTokens) -> Buffers {
+        let size = |size: i64| vec![0.0; range.len() * size as usize];
+        let (config, len) = (&self.backbone.config, self.cache.len(row.row));
+        let rotation_at = |n: usize| rotation(len + row.nodes.offset(n), self.backbone.rotary_frequencies());
+        Buffers {
+            x_nh,
+            normed_nh: size(config.hidden_size),
+            qkv: size(config.query_size() + 2 * config.key_value_size()),
+            attended: size(config.query_size()),
+            gate_up: size(2 * config.intermediate_size),
+            gated_nf: size(config.intermediate_size),
+            rotations: range.clone().map(rotation_at).collect(),
+            seen: range.map(|n| row.nodes.seen(n, len as usize)).collect(),
+        }
+    }
+
+    /// Rotates queries and keys, and writes keys and values to a row of the cache from token `at` on.
+    fn write_keys_and_values(&mut self, layer: usize, row: usize, at: usize, buffers: &mut Buffers) {
+        let config = &self.backbone.config;
+        let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
+        for (qkv, rotation) in buffers.qkv.chunks_exact_mut(q + 2 * kv).zip(&buffers.rotations) {
+            rotate(&mut qkv[..q + kv], rotation);
+        }
+        let room = self.cache.room();
+        for (bytes, first) in self.cache.planes_mut(layer, row).into_iter().zip([q, q + kv]) {
+            for (n, qkv) in buffers.qkv.chunks_exact(q + 2 * kv).enumerate() {
+                for (group, head_d) in qkv[first..first + kv].chunks_exact(d).enumerate() {
+                    let from = (group * room + at + n) * d * self.number.bytes();
+                    self.number.write(head_d, &mut bytes[from..from + d * self.number.bytes()]);
+                }
+            }
+        }
+    }
+
+    fn attend(&self, layer: usize, row: usize, buffers: &mut Buffers) {
+        let config = &self.backbone.config;
+        let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
+        let scalar = self.backbone.block().heads.query_pre_attn_scalar;
+        let plane = |bytes| Plane { bytes, number: self.number, room: self.cache.room(), head_size: d };
+        let heads = AttentionShape { queries: q / d, groups: kv / d, scale: (scalar as f32).sqrt().recip() };
+        let queries = (&buffers.qkv[..], q + 2 * kv);
+        let planes = self.cache.planes(layer, row).map(plane);
+        attend(queries, planes, &buffers.seen, heads, &mut buffers.attended, self.team);
+    }
+}
+
+impl Engine for CpuEngine<'_> {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn backbone(&self) -> &Llama {
+        self.backbone
+    }
+
+    fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    fn cache_mut(&mut self) -> &mut KvCache {
+        &mut self.cache
+    }
+
+    fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+        if let [row] = *batch {
+            return self.extend_row(tokens_n, row);
+        }
+        let hidden: Vec<Tensor> =
+            each_row(tokens_n, batch).iter().map(|(row, tokens_n)| self.extend_row(tokens_n, *row)).collect();
+        Tensor::cat(&hidden, 0)
+    }
+
+    /// In float32, as the kernels sum.
+    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+        self.backbone.logits(&hidden_nh.to_kind(Kind::Float), Adapters::Off)
+    }
+}
+
+/// Buffers of a pass.
+struct Buffers {
+    x_nh: Vec<f32>,
+    normed_nh: Vec<f32>,
+    qkv: Vec<f32>,
+    attended: Vec<f32>,
+    gate_up: Vec<f32>,
+    gated_nf: Vec<f32>,
+    /// Where each token stands, and what it sees.
+    rotations: Vec<Vec<f32>>,
+    seen: Vec<SeenTokens>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::tch::TchEngine;
+    use crate::model::attention::NewTokens;
+    use crate::model::config::LlamaConfig;
+
+    fn config(sliding_window: Option<i64>) -> LlamaConfig {
+        LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
+    }
+
+    /// New tokens behind a cache: a prompt, a tree whose path is kept, a token more. All hidden states that came out, `[rows, H]`.
+    fn decode_a_little(engine: &mut dyn Engine) -> Tensor {
+        let (config, kind) = (engine.backbone().config.clone(), engine.backbone().kind());
+        let row = engine.cache_mut().push();
+        let tokens = Tensor::from_slice(&(0..90).map(|i| i * 7 % 50).collect::<Vec<i64>>());
+        let chain = |n: i64| NewTokens::chain(n, &config, kind, Device::Cpu);
+        let prompt = engine.extend(&tokens, &[RowTokens { row, nodes: &chain(90) }]);
+        engine.cache_mut().commit(row, 90);
+        let parents = [None, Some(0), Some(0), Some(2), Some(3)];
+        let ancestor = |query: usize, key: usize| std::iter::successors(Some(query), |&n| parents[n]).any(|n| n == key);
+        let new = NewTokens::pattern(&[0, 1, 1, 2, 3], ancestor, &config, kind, Device::Cpu);
+        let tree = engine.extend(&tokens.narrow(0, 3, 5), &[RowTokens { row, nodes: &new }]);
+        engine.cache_mut().commit_path(row, &[0, 2, 3, 4]);
+        let last = engine.extend(&tokens.narrow(0, 0, 1), &[RowTokens { row, nodes: &chain(1) }]);
+        Tensor::cat(&[prompt, tree, last], 0)
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn a_pass_with_own_kernels_equals_libtorchs() {
+        for (kind, tolerance) in [(Kind::Float, 1e-4), (Kind::BFloat16, 0.1)] {
+            for (window, bias, head_dim) in [(None, true, 8), (Some(6), false, 20), (None, false, 40)] {
+                let long =
+                    LlamaConfig { max_position_embeddings: 256, attention_bias: bias, head_dim, ..config(window) };
+                let llama = || Llama::random(long.clone(), kind, Device::Cpu, 5);
+                let (oracle, ours) = (llama().for_batches(), llama().for_decoding());
+                let oracle = decode_a_little(&mut TchEngine::new(&oracle)).to_kind(Kind::Double);
+                let ours = decode_a_little(&mut CpuEngine::new(&ours).expect("kernels"));
+                let off = (ours.to_kind(Kind::Double) - oracle).abs().max().double_value(&[]);
+                assert!(off < tolerance, "{kind:?}, window {window:?}: {off}");
+            }
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn a_token_gives_the_same_bits_alone_and_in_any_tree() {
+        [Kind::Float, Kind::BFloat16].into_iter().for_each(same_bits_in_any_chunks);
+    }
+
+    fn same_bits_in_any_chunks(kind: Kind) {
+        let llama = Llama::random(config(Some(9)), kind, Device::Cpu, 6).for_decoding();
+        let tokens = Tensor::randint(50, [40], (Kind::Int64, Device::Cpu));
+        let by_chunks = |chunk: i64| {
+            let mut engine = CpuEngine::new(&llama).expect("kernels");
+            let row = engine.cache_mut().push();
+            let pieces = tokens.split(chunk, 0);
+            let logits = pieces.iter().map(|piece| {
+                let new = NewTokens::chain(piece.size()[0], &llama.config, kind, Device::Cpu);
+                let hidden = engine.extend(piece, &[RowTokens { row, nodes: &new }]);
+                engine.cache_mut().commit(row, new.len());
+                engine.logits(&hidden)
+            });
+            Tensor::cat(&logits.collect::<Vec<_>>(), 0)
+        };
+        let one_by_one = by_chunks(1);
+        for chunk in [2, 3, 5, 7, 16, 40] {
+            assert_eq!(by_chunks(chunk), one_by_one, "{kind:?}, {chunk} at a time");
+        }
+    }
+}

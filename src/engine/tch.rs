@@ -1,0 +1,78 @@
+//! The backbone by libtorch's operations, on any device: the oracle of the other engines.
+
+use tch::Tensor;
+
+use super::{Engine, RowTokens, each_row};
+use crate::model::kv_cache::KvCache;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+
+/// See [`Engine`].
+#[derive(Debug)]
+pub struct TchEngine<'a> {
+    backbone: &'a Llama,
+    cache: KvCache,
+    reads: Reads,
+}
+
+/// How attention reads the cache where every sequence has one new token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reads {
+    /// Sequence after sequence: fastest for one.
+    EachRow,
+    /// All rows together: weights and cache are read once a step, and a row's bits do not depend on how many rows there are.
+    AllRows,
+}
+
+impl<'a> TchEngine<'a> {
+    /// For one sequence at a time, with an empty cache.
+    pub fn new(backbone: &'a Llama) -> Self {
+        let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+        Self { backbone, cache, reads: Reads::EachRow }
+    }
+
+    /// For many sequences at a time, with an empty cache.
+    pub fn for_batches(backbone: &'a Llama) -> Self {
+        Self { reads: Reads::AllRows, ..Self::new(backbone) }
+    }
+
+    fn is_a_token_a_row(&self, batch: &[RowTokens]) -> bool {
+        let all = batch.iter().map(|row| row.row).eq(0..self.cache.rows());
+        self.reads == Reads::AllRows && all && batch.iter().all(|row| row.nodes.len() == 1)
+    }
+}
+
+impl Engine for TchEngine<'_> {
+    fn name(&self) -> &'static str {
+        "tch"
+    }
+
+    fn backbone(&self) -> &Llama {
+        self.backbone
+    }
+
+    fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    fn cache_mut(&mut self) -> &mut KvCache {
+        &mut self.cache
+    }
+
+    fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+        if self.is_a_token_a_row(batch) {
+            return self.backbone.extend_rows(tokens_n, &mut self.cache);
+        }
+        if let [RowTokens { row, nodes }] = *batch {
+            return self.backbone.extend(tokens_n, nodes, &mut self.cache, row);
+        }
+        let rows = each_row(tokens_n, batch);
+        let mut run =
+            |(at, tokens): &(RowTokens, Tensor)| self.backbone.extend(tokens, at.nodes, &mut self.cache, at.row);
+        Tensor::cat(&rows.iter().map(&mut run).collect::<Vec<_>>(), 0)
+    }
+
+    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+        self.backbone.logits(hidden_nh, Adapters::Off)
+    }
+}
