@@ -349,11 +349,11 @@ mod tests {
         (0..length).map(|i| (i * i + 7 * seed + 3 * i) % 50).collect()
     }
 
-    /// A prompt becomes the last row.
-    fn enter(llama: &Llama, batch: &mut KvCache, prompt: &[i64]) {
-        let (row, n) = (batch.push(), prompt.len() as i64);
-        let new = NewTokens::chain(n, &llama.config, llama.kind(), llama.device());
-        let _ = llama.extend(&Tensor::from_slice(prompt), &new, batch, row);
+    /// What was computed alone becomes the last row.
+    fn enter(batch: &mut KvCache, alone: &Alone) {
+        let (row, n) = (batch.push(), alone.cache.len(0));
+        batch.reserve_tokens(row, n);
+        batch.all.select(1, row as i64).narrow(2, 0, n).copy_(&alone.cache.committed(0));
         batch.commit(row, n);
     }
 
@@ -377,9 +377,9 @@ mod tests {
             no_grad(|| {
                 for step in 0..40 {
                     if step % 3 == 0 && step / 3 < lengths.len() {
-                        let prompt = prompt(lengths[step / 3], step as i64);
-                        enter(&llama, &mut batch, &prompt);
-                        rows.push(Alone::new(&llama, &prompt));
+                        let alone = Alone::new(&llama, &prompt(lengths[step / 3], step as i64));
+                        enter(&mut batch, &alone);
+                        rows.push(alone);
                     }
                     if [8, 14, 20, 26, 32].contains(&step) {
                         batch.swap_remove(step % rows.len());
@@ -414,13 +414,13 @@ mod tests {
                 ..LlamaConfig::tiny()
             };
             let llama = Llama::random(config, Kind::Float, Device::Cpu, 3).for_decoding();
-            let alone = prompt(20, 1);
-            let others = [200, 5, 70].map(|length| prompt(length, length));
+            let alone = Alone::new(&llama, &prompt(20, 1));
+            let others = [200, 5, 70].map(|length| Alone::new(&llama, &prompt(length, length)));
             let logits = |before: usize, after: usize| {
                 let mut batch = KvCache::new(&llama.config, Kind::Float, Device::Cpu);
                 let around = |count: usize| (0..count).map(|at| &others[at % 3]);
-                let rows: Vec<&Vec<i64>> = around(before).chain([&alone]).chain(around(after)).collect();
-                rows.iter().for_each(|prompt| enter(&llama, &mut batch, prompt));
+                let rows: Vec<&Alone> = around(before).chain([&alone]).chain(around(after)).collect();
+                rows.iter().for_each(|row| enter(&mut batch, row));
                 let tokens = vec![9; rows.len()];
                 let _ = step_of_all(&llama, &mut batch, &tokens);
                 step_of_all(&llama, &mut batch, &tokens).get(before as i64)
