@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use medusa::draft::medusa::heads::import::{HeadsFile, Notice};
 use medusa::draft::medusa::heads::layout::HeadsLayout;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
-use medusa::export::{Format, Request};
+use medusa::export::{ExportRequest, Format};
 use medusa::model::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save, save_model};
 use medusa::torch::Dtype;
@@ -53,7 +53,7 @@ fn export(small: &SmallRun, heads: &str, format: &str, out: &str, more: &[&str])
 
 /// As [`export`] with `--backbone backbone`, without a process: a table of layouts takes many.
 fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Option<Dtype>) {
-    let request = Request {
+    let request = ExportRequest {
         heads: small.path(heads),
         backbone: Some(small.path("backbone")),
         backbone_name: None,

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::downloads::{self, HubArgument};
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::export::{self, ExportError, Exported, Format, Request};
+use crate::export::{self, ExportError, ExportRequest, Exported, Format};
 use crate::hub::{self, Wanted};
 
 const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
@@ -59,7 +59,7 @@ struct Printed<'e> {
 /// # Errors
 /// What is missing or does not fit; nothing is left then.
 pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let mut request = Request {
+    let mut request = ExportRequest {
         heads: args.heads.clone(),
         backbone: args.backbone.clone(),
         backbone_name: None,
@@ -84,7 +84,7 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
 
 /// `--backbone`, or else the config.json of the heads, may name an id of the Hub: its weights are brought here if the export needs them, and
 /// of an id that was given at least what the heads are checked against.
-fn bring_backbone(request: &mut Request, common: &CommonFlags) -> anyhow::Result<()> {
+fn bring_backbone(request: &mut ExportRequest, common: &CommonFlags) -> anyhow::Result<()> {
     let needed = export::backbone_needed(request).map_err(of_usage)?;
     let wanted = if needed.is_some() { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
     if let Some(mut base) = needed.or_else(|| request.backbone.clone()) {

@@ -35,7 +35,7 @@ pub struct InspectArgs {
 #[derive(Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Contents {
-    Run(Box<run::Run>),
+    Run(Box<run::RunContents>),
     Heads(HeadsFound),
     Calibration(Calibration),
     Tree(TreeFound),
@@ -124,7 +124,7 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
 
 fn folder(path: &Path) -> anyhow::Result<Contents> {
     if run::is_run(path) {
-        return Ok(Contents::Run(Box::new(run::Run::read(path)?)));
+        return Ok(Contents::Run(Box::new(run::RunContents::read(path)?)));
     }
     if let Ok(found) = import::locate(path)
         && is_draft(&found)

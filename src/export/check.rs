@@ -145,7 +145,7 @@ mod tests {
     use std::io::{Read, Seek, SeekFrom, Write};
     use std::path::PathBuf;
 
-    use super::super::{Request, write};
+    use super::super::{ExportRequest, write};
     use super::*;
     use crate::model::adapters::attach_new;
     use crate::model::block_spec::names;
@@ -169,8 +169,8 @@ mod tests {
         Heads::new(&config, &lm_head_vh).save(folder).unwrap();
     }
 
-    fn request(heads: PathBuf, format: Format, out: PathBuf) -> Request {
-        Request {
+    fn request(heads: PathBuf, format: Format, out: PathBuf) -> ExportRequest {
+        ExportRequest {
             heads,
             backbone: Some(tiny()),
             backbone_name: None,
@@ -233,7 +233,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         write_heads(&path("heads"));
-        let request = Request { dtype: Some(Dtype::BFloat16), ..request(path("heads"), Format::Heads, path("out")) };
+        let request =
+            ExportRequest { dtype: Some(Dtype::BFloat16), ..request(path("heads"), Format::Heads, path("out")) };
         let mut trained = Trained::open(&request).unwrap();
         fs::create_dir(path("out")).unwrap();
         write::write(&path("out"), &mut trained).unwrap();

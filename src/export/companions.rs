@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::trained::Trained;
-use super::{ExportError, Request, write};
+use super::{ExportError, ExportRequest, write};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{sha256, write_synced};
 use crate::formats::FormatError;
@@ -44,7 +44,7 @@ type NotTheirs = String;
 impl Companions {
     /// Looks beside the heads, in the run's folder above them, and where `request` says. A file that was named must be about these
     /// heads; one that was found and is not is left out.
-    pub(super) fn find(request: &Request, trained: &Trained) -> Result<Self, ExportError> {
+    pub(super) fn find(request: &ExportRequest, trained: &Trained) -> Result<Self, ExportError> {
         let beside = folder_of(&request.heads);
         let places = [Some(beside.to_owned()), run_folder::above(beside)];
         let mut notices = vec![];

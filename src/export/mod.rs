@@ -218,7 +218,7 @@ pub enum ExportError {
 
 /// What is exported, and how.
 #[derive(Debug)]
-pub struct Request {
+pub struct ExportRequest {
     /// Trained heads, in any layout.
     pub heads: PathBuf,
     /// Their backbone's folder, where it is not the one that they name.
@@ -264,7 +264,7 @@ pub struct Exported {
 ///
 /// # Errors
 /// [`ExportError`]; nothing is left then.
-pub fn export(request: &Request) -> Result<Exported, ExportError> {
+pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
     if fs::symlink_metadata(&request.out).is_ok() {
         return Err(ExportError::Exists { path: request.out.clone() });
     }
@@ -293,7 +293,7 @@ pub fn export(request: &Request) -> Result<Exported, ExportError> {
 }
 
 /// What the user should know before the folder is served.
-fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportError> {
+fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, ExportError> {
     let mut notices: Vec<String> = trained.file.notices()?.iter().map(Notice::to_string).collect();
     let alone = !request.format.holds_backbone() && request.format != Format::Peft;
     if alone && let Some(own) = trained.tuned_backbone() {
@@ -326,13 +326,13 @@ fn notices(request: &Request, trained: &Trained) -> Result<Vec<String>, ExportEr
 ///
 /// # Errors
 /// Heads that cannot be read, and a request that cannot be.
-pub fn backbone_needed(request: &Request) -> Result<Option<PathBuf>, ExportError> {
+pub fn backbone_needed(request: &ExportRequest) -> Result<Option<PathBuf>, ExportError> {
     let trained = Trained::outline(request)?;
     Ok(trained.use_of_backbone().and_then(|_| base_of(request, &trained.file)))
 }
 
 /// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
-fn base_of(request: &Request, file: &HeadsFile) -> Option<PathBuf> {
+fn base_of(request: &ExportRequest, file: &HeadsFile) -> Option<PathBuf> {
     let tuned = Some(folder_of(&request.heads).join(run_folder::BACKBONE)).filter(|folder| folder.is_dir());
     request.backbone.clone().or(tuned).or_else(|| file.base().map(PathBuf::from))
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use tch::{Kind, Tensor};
 
 use super::finite::finite_backbone;
-use super::{ExportError, Format, Request, base_of, dtype_for, load_backbone, own_kind};
+use super::{ExportError, ExportRequest, Format, base_of, dtype_for, load_backbone, own_kind};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
@@ -43,14 +43,14 @@ pub(super) struct Trained {
 
 impl Trained {
     /// Opens what `request` names and refuses what cannot be.
-    pub(super) fn open(request: &Request) -> Result<Self, ExportError> {
+    pub(super) fn open(request: &ExportRequest) -> Result<Self, ExportError> {
         let mut trained = Self::outline(request)?;
         trained.load(request.dtype)?;
         Ok(trained)
     }
 
     /// The heads, without a backbone.
-    pub(super) fn outline(request: &Request) -> Result<Self, ExportError> {
+    pub(super) fn outline(request: &ExportRequest) -> Result<Self, ExportError> {
         let (format, file) = (request.format, HeadsFile::open(&request.heads)?);
         let there = file.shape().medusa_num_heads;
         let asked = request.medusa_num_heads.map_or(there, Into::into);
@@ -84,7 +84,7 @@ impl Trained {
         Ok(trained)
     }
 
-    fn refuse(&self, request: &Request) -> Result<(), ExportError> {
+    fn refuse(&self, request: &ExportRequest) -> Result<(), ExportError> {
         let (format, path, layers) = (self.format, request.heads.clone(), self.shape.medusa_num_layers);
         if format == Format::Peft && self.adapter.is_none() {
             return Err(ExportError::NoAdapter { path });

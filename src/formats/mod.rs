@@ -1,5 +1,18 @@
 //! Files that pass between commands: each has one type, one reader and one writer, here, and every other room imports them.
 //! No tensors here.
+//!
+//! | file | type |
+//! | --- | --- |
+//! | metrics.jsonl | [`metrics::MetricsLine`] |
+//! | calibration.json | [`calibration::Calibration`] |
+//! | tree.json | [`tree::TreeFile`] |
+//! | latency.json | [`latency::Latency`] |
+//! | bench.json | [`bench::BenchResult`] |
+//! | provenance.json | [`provenance::Provenance`] |
+//! | distill.json | [`provenance::DistillProvenance`] |
+//! | config.json of heads | [`heads_config::HeadsFolderConfig`], [`heads_config::PublishedHeadsConfig`] |
+//!
+//! Their names in a run's folder are in [`run_folder`].
 
 pub mod bench;
 pub mod calibration;

@@ -15,7 +15,7 @@ use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, METRICS, RECIPE, ste
 
 /// What a run's folder holds.
 #[derive(Debug, Serialize)]
-pub(super) struct Run {
+pub(super) struct RunContents {
     finished: bool,
     checkpoints: Vec<String>,
     heads: Option<HeadsFound>,
@@ -54,7 +54,7 @@ pub(super) fn is_run(path: &Path) -> bool {
     path.join(RECIPE).is_file() && !path.join("config.json").is_file()
 }
 
-impl Run {
+impl RunContents {
     pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
         let lines = MetricsFile::read_what_is_whole(&path.join(METRICS)).lines; // none before step 1
         let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(LoggedLine::new);
@@ -181,11 +181,11 @@ mod tests {
             crate::files::write_atomic(&dir.path().join(name), |out| out.write_all(text)).unwrap();
         };
         write("recipe.toml", b"");
-        let run = Run::read(dir.path()).unwrap();
+        let run = RunContents::read(dir.path()).unwrap();
         assert_eq!(run.checkpoints, ["step-9", "step-10", "step-000020", "step-1000000"]);
         assert_eq!((run.files.first().unwrap().as_str(), run.bench), ("final", None));
         write("bench.json", b"{\"speedup\": ");
-        let error = Run::read(dir.path()).unwrap_err().to_string();
+        let error = RunContents::read(dir.path()).unwrap_err().to_string();
         assert!(error.contains("bench.json is no result of medusa bench --json"), "{error}");
     }
 
