@@ -9,8 +9,9 @@ use minijinja::value::Serde;
 use serde_json::{Value, json};
 
 use super::companions::{CardBench, Companions};
+use super::error::ExportError;
+use super::request::Format;
 use super::trained::Trained;
-use super::{ExportError, Format};
 use crate::files::write_synced;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::{Calibration, HeadAccuracy};

@@ -8,9 +8,10 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Kind, Tensor};
 
+use super::error::ExportError;
 use super::finite::finite;
+use super::request::Format;
 use super::trained::Trained;
-use super::{ExportError, Format};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::draft::medusa::heads::{Heads, HeadsShape};

@@ -4,8 +4,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::error::ExportError;
+use super::request::ExportRequest;
 use super::trained::Trained;
-use super::{ExportError, ExportRequest, write};
+use super::write;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::files::{sha256, write_synced};
 use crate::formats::FormatError;

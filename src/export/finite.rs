@@ -3,7 +3,7 @@
 // T tokens, V vocabulary
 use tch::{Kind, Tensor};
 
-use super::{ExportError, dtype_for};
+use super::error::ExportError;
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -29,4 +29,13 @@ pub(super) fn finite(numbers: &Tensor, dtype: Dtype, what: impl FnOnce() -> Stri
         return Ok(());
     }
     Err(ExportError::NotFinite { what: what(), dtype })
+}
+
+/// What is written: float64 has no consumer.
+pub(super) fn dtype_for(kind: Kind) -> Dtype {
+    match kind {
+        Kind::BFloat16 => Dtype::BFloat16,
+        Kind::Half => Dtype::Float16,
+        _ => Dtype::Float32,
+    }
 }

@@ -3,18 +3,21 @@
 // V vocabulary, H hidden
 use std::path::{Path, PathBuf};
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::finite::finite_backbone;
-use super::{ExportError, ExportRequest, Format, base_of, dtype_for, load_backbone, own_kind};
+use super::error::ExportError;
+use super::finite::{dtype_for, finite_backbone};
+use super::request::{ExportRequest, Format, base_of};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
 use crate::formats::{provenance, run_folder};
+use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
-use crate::model::loading::LoadError;
+use crate::model::loading::{LoadError, Purpose};
 use crate::model::peft::ADAPTER_CONFIG;
+use crate::model::weights::WeightFiles;
 use crate::torch::Dtype;
 
 /// Heads and what belongs to them.
@@ -208,4 +211,18 @@ fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
     let id = provenance::backbone(&text)?.id;
     let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));
     is_it.then_some(id)
+}
+
+/// The dtype of a backbone's weights.
+fn own_kind(base: &Path) -> Result<Kind, ExportError> {
+    let files = WeightFiles::open(base)?;
+    Ok(files.kind(names::EMBED_TOKENS).unwrap_or(Kind::Float))
+}
+
+/// The backbone as the heads know it: with the adapter beside them in its weights.
+fn load_backbone(base: &Path, adapter: Option<&Path>, kind: Kind) -> Result<Llama, ExportError> {
+    Ok(match adapter {
+        Some(adapter) => Llama::load_merged(base, adapter, kind, Device::Cpu, Purpose::Training)?,
+        None => Llama::load(base, kind, Device::Cpu, Purpose::Training)?,
+    })
 }

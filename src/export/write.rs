@@ -7,8 +7,9 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 use tch::Tensor;
 
+use super::error::ExportError;
+use super::request::Format;
 use super::trained::Trained;
-use super::{ExportError, Format};
 use crate::draft::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::files::{write_json, write_synced};

@@ -1,0 +1,102 @@
+//! What is exported, for whom, and on which backbone.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::formats::run_folder;
+use crate::torch::Dtype;
+/// A layout, by who loads it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Format {
+    /// Heads alone, as FasterDecoding v0.1 and abyo-speculate load them
+    Heads,
+    /// Heads alone, as text-generation-inference loads them; its version 2 where heads share the backbone's lm_head
+    Tgi,
+    /// vLLM's draft model
+    Vllm,
+    /// Heads alone, as TensorRT-LLM's convert_checkpoint.py loads them
+    #[value(name = "tensorrt-llm")]
+    TensorRtLlm,
+    /// One Hugging Face folder: the backbone, adapters merged, with the heads in its weights (FasterDecoding v1.0)
+    Merged,
+    /// The same with NVIDIA ModelOpt's names, which TensorRT-LLM loads, too
+    #[value(name = "modelopt")]
+    ModelOpt,
+    /// A Medusa-2 run's adapter as PEFT has it with the heads beside it, as LoRAX serves them
+    Peft,
+}
+
+impl Format {
+    /// As it is called on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Format::Heads => "heads",
+            Format::Tgi => "tgi",
+            Format::Vllm => "vllm",
+            Format::TensorRtLlm => "tensorrt-llm",
+            Format::Merged => "merged",
+            Format::ModelOpt => "modelopt",
+            Format::Peft => "peft",
+        }
+    }
+
+    /// Whose names its heads have.
+    pub(super) fn layout(self) -> HeadsLayout {
+        match self {
+            Format::Heads | Format::Tgi | Format::TensorRtLlm | Format::Peft => HeadsLayout::Heads,
+            Format::Vllm => HeadsLayout::Vllm,
+            Format::Merged => HeadsLayout::Merged,
+            Format::ModelOpt => HeadsLayout::ModelOpt,
+        }
+    }
+
+    /// Whether the backbone's weights are in the folder.
+    pub(super) fn holds_backbone(self) -> bool {
+        matches!(self, Format::Merged | Format::ModelOpt)
+    }
+
+    /// Whether those who load it take heads that share the backbone's lm_head. The others need a W2 in every head.
+    pub(super) fn knows_shared_lm_head(self) -> bool {
+        matches!(self, Format::Heads | Format::Tgi | Format::Vllm | Format::Peft)
+    }
+
+    /// Whether a pickled file is looked for.
+    pub(super) fn takes_pickle(self) -> bool {
+        matches!(self, Format::Heads | Format::TensorRtLlm)
+    }
+}
+
+/// What is exported, and how.
+#[derive(Debug)]
+pub struct ExportRequest {
+    /// Trained heads, in any layout.
+    pub heads: PathBuf,
+    /// Their backbone's folder, where it is not the one that they name.
+    pub backbone: Option<PathBuf>,
+    /// Its id on the Hub, where `backbone` came from there.
+    pub backbone_name: Option<String>,
+    /// Who shall load it.
+    pub format: Format,
+    /// The new folder.
+    pub out: PathBuf,
+    /// The dtype of what is written, where it is not the heads' own (the backbone's, where that is in the folder).
+    pub dtype: Option<Dtype>,
+    /// The first so many heads.
+    pub medusa_num_heads: Option<NonZeroUsize>,
+    /// `medusa_lm_head.pt` in place of safetensors.
+    pub pickle: bool,
+    /// For the model card, where they do not lie beside the heads.
+    pub calibration: Option<PathBuf>,
+    /// As `calibration`.
+    pub tree: Option<PathBuf>,
+    /// As `calibration`.
+    pub bench: Option<PathBuf>,
+}
+
+/// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
+pub(super) fn base_of(request: &ExportRequest, file: &HeadsFile) -> Option<PathBuf> {
+    let tuned = Some(folder_of(&request.heads).join(run_folder::BACKBONE)).filter(|folder| folder.is_dir());
+    request.backbone.clone().or(tuned).or_else(|| file.base().map(PathBuf::from))
+}
