@@ -3,7 +3,8 @@
 //! `cargo bench --bench decoding`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::engine::{self, RowTokens};
+use medusa::engine::RowTokens;
+use medusa::engine::fastest::fastest;
 use medusa::model::attention::NewTokens;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
@@ -36,7 +37,7 @@ fn backbone() -> Llama {
 
 fn passes(criterion: &mut Criterion) {
     let backbone = backbone();
-    let mut engine = engine::fastest(&backbone);
+    let mut engine = fastest(&backbone);
     let row = engine.cache_mut().push();
     let prompt = NewTokens::chain(128, &backbone.config, Kind::Float, Device::Cpu);
     let tokens_n = Tensor::arange(128, (Kind::Int64, Device::Cpu));

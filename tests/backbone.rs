@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use medusa::engine::{self, RowTokens};
+use medusa::engine::RowTokens;
+use medusa::engine::fastest::fastest;
 use medusa::files::write_atomic;
 use medusa::model::attention::{NewTokens, RowMask};
 use medusa::model::config::LlamaConfig;
@@ -140,7 +141,7 @@ fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
 /// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each a chain or the same as a tree.
 fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
     let kind = llama.kind();
-    let mut engine = engine::fastest(llama);
+    let mut engine = fastest(llama);
     let row = engine.cache_mut().push();
     let mut parts = Vec::new();
     for ids in ids_t.split(chunk, 0) {
@@ -306,7 +307,7 @@ mod shared {
 
     /// The prompt, then one token at a time.
     fn greedy(llama: &Llama, prompt: &[i64], count: usize) -> Vec<i64> {
-        let mut engine = engine::fastest(llama);
+        let mut engine = fastest(llama);
         let row = engine.cache_mut().push();
         let mut next = prompt.to_vec();
         let mut ids = Vec::new();

@@ -16,7 +16,7 @@ use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::cpu::CpuEngine;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::plan::Shape;
-use medusa::engine::fastest;
+use medusa::engine::fastest::fastest;
 use medusa::engine::sample::{Sampling, Stream};
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;

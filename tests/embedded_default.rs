@@ -7,7 +7,8 @@ use medusa::data::chat_template::{ChatTemplate, Message};
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::engine::{self, RowTokens};
+use medusa::engine::RowTokens;
+use medusa::engine::fastest::fastest;
 use medusa::model::attention::NewTokens;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -117,7 +118,7 @@ fn every_category_is_trained_evaluated_and_asked() {
 /// Greedy tokens up to the end of the answer, which has to come.
 fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
     const MOST: usize = 200;
-    let mut engine = engine::fastest(llama);
+    let mut engine = fastest(llama);
     let row = engine.cache_mut().push();
     let mut next: Vec<i64> = prompt.iter().map(|&id| i64::from(id)).collect();
     let mut ids = Vec::new();

@@ -3,7 +3,8 @@
 use medusa::data::chat_template::ChatTemplate;
 use medusa::data::prompts;
 use medusa::data::tokenize::{TextTokenizer, wide};
-use medusa::engine::{self, Engine, RowTokens};
+use medusa::engine::fastest::fastest;
+use medusa::engine::{Engine, RowTokens};
 use medusa::model::attention::NewTokens;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -20,7 +21,7 @@ const NEW_TOKENS: usize = 12;
 
 /// An engine whose row 0 holds a prompt, and the logits `[1, V]` after it.
 fn prefill<'a>(llama: &'a Llama, prompt: &[i64]) -> (Box<dyn Engine + 'a>, Tensor) {
-    let mut engine = engine::fastest(llama);
+    let mut engine = fastest(llama);
     let row = engine.cache_mut().push();
     let new = NewTokens::chain(prompt.len() as i64, &llama.config, Kind::Float, Device::Cpu);
     let hidden_nh = engine.extend(&Tensor::from_slice(prompt), &[RowTokens { row, nodes: &new }]);

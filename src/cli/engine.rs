@@ -12,10 +12,11 @@ use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
 use crate::decode::sequence::Request;
+use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::cuda::error::CudaError;
+use crate::engine::fastest::fastest;
 use crate::engine::tch::TchEngine;
-use crate::engine::{self, Engine};
 use crate::model::loading::Purpose;
 
 /// Who computes.
@@ -82,7 +83,7 @@ impl EngineFlags {
                 Err(why) if self.engine == EngineName::Cuda => {
                     return Err(why).context("--engine cuda cannot decode this");
                 }
-                Err(why) => common.say(format_args!("engine {}: {why}", engine::fastest(&decoder.backbone).name())),
+                Err(why) => common.say(format_args!("engine {}: {why}", fastest(&decoder.backbone).name())),
             }
         }
         let engine = self.on_host(decoder)?;
@@ -113,7 +114,7 @@ impl EngineFlags {
         Ok(match self.engine {
             EngineName::Tch => Box::new(TchEngine::new(backbone)),
             EngineName::Cpu => Box::new(CpuEngine::new(backbone).context("--engine cpu cannot decode this")?),
-            EngineName::Auto | EngineName::Cuda => engine::fastest(backbone),
+            EngineName::Auto | EngineName::Cuda => fastest(backbone),
         })
     }
 }

@@ -71,7 +71,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
     let request = args.decoding.request(&[], Stream::default());
     let mut writer =
-        Writer { decoder: &decoder, decoding: args.engine.take(&decoder, drafts, &request, common)?, args, common };
+        Answers { decoder: &decoder, decoding: args.engine.take(&decoder, drafts, &request, common)?, args, common };
     for (index, prompt) in prompts.iter().enumerate() {
         for sample in 0..args.num_samples.get() {
             writer.decoding.reset();
@@ -85,14 +85,14 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 /// Decodes and prints. Turns of a conversation find the ones before them in the loop's cache.
-struct Writer<'a> {
+struct Answers<'a> {
     decoder: &'a Decoder,
     decoding: Box<dyn DecodeLoop + 'a>,
     args: &'a GenerateArgs,
     common: &'a CommonFlags,
 }
 
-impl Writer<'_> {
+impl Answers<'_> {
     /// Decodes from these tokens, prints what came of it, and returns its text.
     fn answer(&mut self, prompt: &[i64], stream: Stream) -> anyhow::Result<String> {
         let request = self.args.decoding.request(prompt, stream);

@@ -27,14 +27,14 @@ pub struct DeviceLoop<'a> {
 }
 
 /// Heads, their tree, and which of their guesses are accepted.
-type Drafts<'d, 'a> = Option<(&'d MedusaDrafter<'a>, Acceptance)>;
+type HeadsAndRule<'d, 'a> = Option<(&'d MedusaDrafter<'a>, Acceptance)>;
 
 impl<'a> DeviceLoop<'a> {
     /// For `backbone`, and for heads if there are some, computed by `ops`.
     ///
     /// # Errors
     /// [`CudaError::Unfit`] says what cannot be decoded.
-    pub fn new(backbone: &'a Llama, drafts: Drafts<'_, 'a>, ops: Ops) -> Result<Self, CudaError> {
+    pub fn new(backbone: &'a Llama, drafts: HeadsAndRule<'_, 'a>, ops: Ops) -> Result<Self, CudaError> {
         let draft = drafts.map(|(drafter, _)| drafter.on_device());
         let engine = CudaEngine::new(backbone, draft.as_ref(), ops)?;
         Ok(Self { backbone, acceptance: drafts.map(|(_, acceptance)| acceptance), engine })
@@ -46,7 +46,7 @@ impl<'a> DeviceLoop<'a> {
     /// [`CudaError`]: no GPU, no rule for the request, no kernels, or too little memory.
     pub fn on_gpu(
         backbone: &'a Llama,
-        drafts: Drafts<'_, 'a>,
+        drafts: HeadsAndRule<'_, 'a>,
         request: &Request,
         tokens: i64,
     ) -> Result<Self, CudaError> {

@@ -7,7 +7,7 @@ use super::host_loop::HostLoop;
 use super::sequence::{Generation, OnTokens, Request};
 use super::step::Drafting;
 use crate::draft::Drafter;
-use crate::engine;
+use crate::engine::fastest::fastest;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 
@@ -16,7 +16,7 @@ use crate::tree::accept::Acceptance;
 /// # Errors
 /// [`DecodeError`] names what is wrong with the prompt.
 pub fn plain(backbone: &Llama, request: &Request, on_tokens: &mut OnTokens) -> Result<Generation, DecodeError> {
-    HostLoop::new(engine::fastest(backbone), None).decode(Drafting::Off, request, on_tokens)
+    HostLoop::new(fastest(backbone), None).decode(Drafting::Off, request, on_tokens)
 }
 
 /// Decodes with guesses. At temperature 0 the text is [`plain`]'s, whatever is guessed; only where two tokens are equally probable up
@@ -32,7 +32,7 @@ pub fn drafted<'a>(
     on_tokens: &mut OnTokens,
 ) -> Result<Generation, DecodeError> {
     let drafter: Box<dyn Drafter + 'a> = Box::new(drafter);
-    HostLoop::new(engine::fastest(backbone), Some((drafter, acceptance))).decode(Drafting::On, request, on_tokens)
+    HostLoop::new(fastest(backbone), Some((drafter, acceptance))).decode(Drafting::On, request, on_tokens)
 }
 
 #[cfg(test)]

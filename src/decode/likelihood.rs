@@ -4,7 +4,8 @@
 use tch::{Kind, Tensor};
 
 use super::error::{DecodeError, check_prompt};
-use crate::engine::{self, Engine, RowTokens};
+use crate::engine::fastest::fastest;
+use crate::engine::{Engine, RowTokens};
 use crate::model::attention::NewTokens;
 use crate::model::llama::Llama;
 use crate::torch::guard;
@@ -21,7 +22,7 @@ pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result
     if text.is_empty() {
         return Ok(0.0);
     }
-    Ok(guard("scoring a text", || tch::no_grad(|| score(&mut *engine::fastest(backbone), prompt, text)))?)
+    Ok(guard("scoring a text", || tch::no_grad(|| score(&mut *fastest(backbone), prompt, text)))?)
 }
 
 fn score(engine: &mut dyn Engine, prompt: &[i64], text: &[i64]) -> f64 {

@@ -14,11 +14,9 @@ use crate::model::llama::Llama;
 
 pub mod cpu;
 pub mod cuda;
+pub mod fastest;
 pub mod sample;
 pub mod tch;
-
-use self::cpu::CpuEngine;
-use self::tch::TchEngine;
 
 /// Runs a backbone over new tokens of several sequences, each a row of its cache.
 pub trait Engine: fmt::Debug {
@@ -60,12 +58,4 @@ fn each_row<'s>(tokens_n: &Tensor, batch: &[RowTokens<'s>]) -> Vec<(RowTokens<'s
         (*row, tokens_n.narrow(0, end - row.nodes.len(), row.nodes.len()))
     };
     batch.iter().map(part).collect()
-}
-
-/// The CPU's own kernels where they can run `backbone`, else libtorch.
-pub fn fastest(backbone: &Llama) -> Box<dyn Engine + '_> {
-    match CpuEngine::new(backbone) {
-        Ok(engine) => Box::new(engine),
-        Err(_) => Box::new(TchEngine::new(backbone)),
-    }
 }

@@ -14,7 +14,7 @@ use crate::decode::step::Drafting;
 use crate::draft::Drafter;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::medusa::heads::Heads;
-use crate::engine;
+use crate::engine::fastest::fastest;
 use crate::formats::latency::StepTime;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
@@ -88,10 +88,10 @@ pub fn measure(
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, LatencyError> {
     let prompt = nonsense(context, backbone.config.vocab_size);
-    let mut loops = vec![(steps_within(backbone, context, 0)?, HostLoop::new(engine::fastest(backbone), None))];
+    let mut loops = vec![(steps_within(backbone, context, 0)?, HostLoop::new(fastest(backbone), None))];
     for tree in trees {
         let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(backbone, heads, tree).map_err(DecodeError::from)?);
-        let decoding = HostLoop::new(engine::fastest(backbone), Some((drafter, Acceptance::Greedy)));
+        let decoding = HostLoop::new(fastest(backbone), Some((drafter, Acceptance::Greedy)));
         loops.push((steps_within(backbone, context, tree.max_depth())?, decoding));
     }
     let mut turns_ms = vec![Vec::new(); loops.len()];

@@ -1,0 +1,14 @@
+//! Which engine runs a backbone where nobody asks for one.
+
+use super::Engine;
+use super::cpu::CpuEngine;
+use super::tch::TchEngine;
+use crate::model::llama::Llama;
+
+/// The CPU's own kernels where they can run `backbone`, else libtorch.
+pub fn fastest(backbone: &Llama) -> Box<dyn Engine + '_> {
+    match CpuEngine::new(backbone) {
+        Ok(engine) => Box::new(engine),
+        Err(_) => Box::new(TchEngine::new(backbone)),
+    }
+}
