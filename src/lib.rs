@@ -19,7 +19,7 @@
 //! L9  recipe  report    the only TOML reader; a run as one page
 //! L8  calibrate latency distill export hub  what is made from a trained run; the Hugging Face Hub
 //! L7  train   decode    the two loops
-//! L6  draft             who guesses: Medusa heads
+//! L6  draft             who guesses: Medusa heads, prompt lookup
 //! L5  engine            who computes: the backbone over new tokens
 //! L4  tree data model   the tree of guesses; text to labelled token rows; a backbone, which has never heard of Medusa
 //! L3  cpu nvidia        kernels of a step on the CPU; NVIDIA's driver and libraries
