@@ -108,13 +108,14 @@ fn probability(text: &str) -> Result<Probability, String> {
 /// # Errors
 /// What is wrong with the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
 pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    let one_by_one = match args.engine.engine {
-        EngineName::Cuda => Some("cuda"),
-        EngineName::Cpu => Some("cpu"),
-        EngineName::Auto | EngineName::Tch => None,
-    };
-    if let (Some(engine), None) = (one_by_one, &args.heads) {
-        return Err(UsageError(format!("--engine {engine}: {TOGETHER}; give it --heads, or use --engine tch")).into());
+    if args.engine.engine == EngineName::Cuda && args.heads.is_none() {
+        return Err(UsageError(format!("--engine cuda: {TOGETHER}; give it --heads, or use --engine tch")).into());
+    }
+    if args.engine.engine == EngineName::Cpu && args.heads.is_none() {
+        return Err(UsageError(
+            "--engine cpu: without heads, conversations are decoded together, by libtorch; use --engine tch".into(),
+        )
+        .into());
     }
     if !args.resume {
         output::check_is_free(&args.out, args.shard)?;
