@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde_json::Map;
 
-use super::CalibrationError;
+use super::error::CalibrationError;
 use crate::formats::calibration::{Calibration, HeadAccuracy, JointPath, JointStatistics, RankTrace};
 
 /// Most positions whose ranks are written: about 2 MB, and the tokens a step of a tree are then known to about 1 in 200.
@@ -13,7 +13,7 @@ const MAX_POSITIONS: usize = 200_000;
 /// Most joint paths that are written.
 const MAX_PATHS: usize = 4096;
 
-/// What [`super::calibrate`] counted, before it is signed with names and hashes.
+/// What `calibrate` counted, before it is signed with names and hashes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Counts {
     top_k: usize,

@@ -9,18 +9,21 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
+use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
-use crate::draft::medusa::heads::{HEADS_FILE, HeadsShape};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::TreeFile;
 use crate::model::config::LlamaConfig;
-use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, TensorHeader, WeightFiles, WeightsError};
+use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError};
 use crate::torch::Dtype;
 use crate::tree::sparse_tree::SparseTree;
 
 mod run;
+mod tensors;
+
+use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
 /// Say what a run's folder, checkpoint, heads or weights file, tree, calibration, latency file or backbone holds.
 #[derive(Debug, Args)]
@@ -50,27 +53,6 @@ struct Found<'p> {
     path: &'p Path,
     #[serde(flatten)]
     contents: Contents,
-}
-
-#[derive(Debug, Serialize)]
-struct HeadsFound {
-    layout: HeadsLayout,
-    #[serde(flatten)]
-    shape: HeadsShape,
-    shared_lm_head: bool,
-    parameters: i64,
-    dtypes: Vec<String>,
-    bytes: u64,
-    /// What a reader of this file should know.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    notices: Vec<String>,
-}
-
-#[derive(Debug, Serialize)]
-struct TensorsFound {
-    tensors: Vec<TensorHeader>,
-    parameters: i64,
-    bytes: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -149,29 +131,13 @@ fn is_draft(file: &Path) -> bool {
 
 fn file(path: &Path) -> anyhow::Result<Contents> {
     match path.extension().and_then(|extension| extension.to_str()) {
-        Some("safetensors") => weights(path),
-        Some("pt" | "pth" | "bin") => match HeadsFile::open(path) {
-            Ok(heads) => Ok(Contents::Heads(HeadsFound::read(&heads)?)),
-            Err(_) => Ok(Contents::Tensors(tensors(path)?)), // a backbone's, or what is wrong with the file
-        },
+        Some("safetensors" | "pt" | "pth" | "bin") => Ok(match tensors::read(path)? {
+            WeightsFound::Heads(found) => Contents::Heads(found),
+            WeightsFound::Tensors(found) => Contents::Tensors(found),
+        }),
         Some("json") => json(path),
         _ => anyhow::bail!("{} is of no known kind; expected .safetensors, .pt, .bin or .json", path.display()),
     }
-}
-
-fn weights(path: &Path) -> anyhow::Result<Contents> {
-    let tensors = tensors(path)?;
-    match HeadsFile::open(path) {
-        Ok(file) if file.layout().prefix().is_none() => Ok(Contents::Heads(HeadsFound::read(&file)?)),
-        _ => Ok(Contents::Tensors(tensors)), // a backbone's, or any other tensors
-    }
-}
-
-fn tensors(path: &Path) -> anyhow::Result<TensorsFound> {
-    let tensors = WeightFiles::open_file(path)?.tensors();
-    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<i64>()).sum();
-    let bytes = tensors.iter().map(|tensor| tensor.bytes).sum();
-    Ok(TensorsFound { tensors, parameters, bytes })
 }
 
 fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
@@ -242,47 +208,10 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
         Contents::Tree(found) => tree_text(found, &mut out)?,
         Contents::Latency(found) => latency_text(found, &mut out)?,
         Contents::Bench(found) => run::bench_text(&found.bench, &mut out)?,
-        Contents::Tensors(found) => tensors_text(found, &mut out)?,
+        Contents::Tensors(found) => found.text(&mut out)?,
         Contents::Backbone(found) => backbone_text(found, &mut out)?,
     }
     Ok(out)
-}
-
-impl HeadsFound {
-    fn read(file: &HeadsFile) -> anyhow::Result<Self> {
-        let (shape, bytes) = (file.shape(), file.bytes()?);
-        Ok(Self {
-            layout: file.layout(),
-            shape,
-            shared_lm_head: shape.vocab_size == 0,
-            parameters: shape.parameters(),
-            bytes: bytes.values().sum(),
-            dtypes: bytes.into_keys().collect(),
-            notices: file.notices()?.iter().map(ToString::to_string).collect(),
-        })
-    }
-
-    fn text(&self, out: &mut String) -> std::fmt::Result {
-        writeln!(out, "heads        {}", self.line())?;
-        writeln!(out, "layout       {}", self.layout.title())?;
-        self.notices.iter().try_for_each(|notice| writeln!(out, "note         {notice}"))
-    }
-
-    fn line(&self) -> String {
-        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size } = self.shape;
-        let vocabulary = if self.shared_lm_head {
-            "through the backbone's lm_head".into()
-        } else {
-            format!("vocabulary {vocab_size}")
-        };
-        format!(
-            "{medusa_num_heads} heads of {medusa_num_layers} ResBlock(s), hidden size {hidden_size}, {vocabulary}: {} \
-             parameters, {} ({})",
-            self.parameters,
-            self.dtypes.join(" and "),
-            mebibytes(self.bytes)
-        )
-    }
 }
 
 fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
@@ -326,14 +255,6 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
         writeln!(out, "tree         {step_ms:.3} ms a step, {nodes} nodes over {depth} heads")?;
     }
     Ok(())
-}
-
-fn tensors_text(found: &TensorsFound, out: &mut String) -> std::fmt::Result {
-    let width = found.tensors.iter().map(|tensor| tensor.name.len()).max().unwrap_or(0);
-    for TensorHeader { name, dtype, shape, .. } in &found.tensors {
-        writeln!(out, "{name:width$}  {dtype:5} {shape:?}")?;
-    }
-    writeln!(out, "{} tensors, {} values, {}", found.tensors.len(), found.parameters, mebibytes(found.bytes as u64))
 }
 
 fn backbone_text(found: &BackboneFound, out: &mut String) -> std::fmt::Result {

@@ -7,7 +7,7 @@ use anyhow::Context;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{Contents, HeadsFound, file};
+use super::tensors::{self, HeadsFound, WeightsFound};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
@@ -139,8 +139,8 @@ fn names(path: &Path) -> anyhow::Result<Vec<String>> {
 fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<HeadsFound>> {
     let folders = [FINAL].into_iter().chain(checkpoints.iter().rev().map(String::as_str));
     let newest = folders.map(|name| path.join(name).join(HEADS_FILE)).find(|heads| heads.is_file());
-    match newest.map(|heads| file(&heads)).transpose()? {
-        Some(Contents::Heads(heads)) => Ok(Some(heads)),
+    match newest.map(|heads| tensors::read(&heads)).transpose()? {
+        Some(WeightsFound::Heads(heads)) => Ok(Some(heads)),
         _ => Ok(None),
     }
 }

@@ -1,0 +1,64 @@
+//! Why heads cannot be calibrated.
+
+use crate::data::IGNORE;
+use crate::data::cache::CacheError;
+use crate::torch::TorchPanic;
+
+/// Heads cannot be calibrated.
+#[derive(Debug, thiserror::Error)]
+pub enum CalibrationError {
+    /// Heads and backbone do not belong together.
+    #[error(
+        "the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on"
+    )]
+    Mismatch {
+        /// `hidden size` or `vocabulary`.
+        what: &'static str,
+        /// The heads'.
+        heads: i64,
+        /// The backbone's.
+        backbone: i64,
+    },
+    /// More guesses than tokens, or none.
+    #[error("top-k is {top_k}; expected 1 to the vocabulary's {vocab_size}")]
+    BadTopK {
+        /// What was asked for.
+        top_k: usize,
+        /// The backbone's.
+        vocab_size: i64,
+    },
+    /// A row is longer than the backbone's context.
+    #[error("row {row} has {length} tokens, but the backbone's context is {context}; cut the rows")]
+    RowTooLong {
+        /// 1-based.
+        row: usize,
+        /// Its tokens.
+        length: usize,
+        /// `max_position_embeddings`.
+        context: i64,
+    },
+    /// A token id outside of the vocabulary.
+    #[error("row {row}: token id {id} at position {position}; expected 0 to {}", vocab_size - 1)]
+    TokenOutOfRange {
+        /// 1-based.
+        row: usize,
+        /// 0-based.
+        position: usize,
+        /// The id.
+        id: i32,
+        /// The backbone's.
+        vocab_size: i64,
+    },
+    /// A head whose accuracy cannot be known.
+    #[error("no row has a target for head {head}; it needs rows of at least {} tokens whose labels are not all {IGNORE}", head + 2)]
+    NoTargets {
+        /// 1-based.
+        head: usize,
+    },
+    /// libtorch gave up.
+    #[error(transparent)]
+    Torch(#[from] TorchPanic),
+    /// The rows.
+    #[error(transparent)]
+    Rows(#[from] CacheError),
+}

@@ -1,0 +1,109 @@
+//! What a file of weights holds: heads, or any other tensors.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::cli::mebibytes;
+use crate::draft::medusa::heads::HeadsShape;
+use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::model::weights::{TensorHeader, WeightFiles};
+
+/// What was found in it.
+pub(super) enum WeightsFound {
+    Heads(HeadsFound),
+    /// A backbone's, or any other.
+    Tensors(TensorsFound),
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct HeadsFound {
+    layout: HeadsLayout,
+    #[serde(flatten)]
+    shape: HeadsShape,
+    shared_lm_head: bool,
+    parameters: i64,
+    dtypes: Vec<String>,
+    bytes: u64,
+    /// What a reader of this file should know.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notices: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct TensorsFound {
+    tensors: Vec<TensorHeader>,
+    parameters: i64,
+    bytes: usize,
+}
+
+/// Looks at a safetensors or a torch file.
+///
+/// # Errors
+/// What is wrong with the file.
+pub(super) fn read(path: &Path) -> anyhow::Result<WeightsFound> {
+    let is_torch = path.extension().is_some_and(|extension| extension != "safetensors");
+    let tensors = if is_torch { None } else { Some(tensors(path)?) };
+    match (HeadsFile::open(path), tensors) {
+        (Ok(file), None) => Ok(WeightsFound::Heads(HeadsFound::read(&file)?)),
+        (Ok(file), Some(_)) if file.layout().prefix().is_none() => Ok(WeightsFound::Heads(HeadsFound::read(&file)?)),
+        (_, Some(tensors)) => Ok(WeightsFound::Tensors(tensors)),
+        (Err(_), None) => Ok(WeightsFound::Tensors(self::tensors(path)?)), // or what is wrong with the file
+    }
+}
+
+fn tensors(path: &Path) -> anyhow::Result<TensorsFound> {
+    let tensors = WeightFiles::open_file(path)?.tensors();
+    let parameters = tensors.iter().map(|tensor| tensor.shape.iter().product::<i64>()).sum();
+    let bytes = tensors.iter().map(|tensor| tensor.bytes).sum();
+    Ok(TensorsFound { tensors, parameters, bytes })
+}
+
+impl HeadsFound {
+    pub(super) fn read(file: &HeadsFile) -> anyhow::Result<Self> {
+        let (shape, bytes) = (file.shape(), file.bytes()?);
+        Ok(Self {
+            layout: file.layout(),
+            shape,
+            shared_lm_head: shape.vocab_size == 0,
+            parameters: shape.parameters(),
+            bytes: bytes.values().sum(),
+            dtypes: bytes.into_keys().collect(),
+            notices: file.notices()?.iter().map(ToString::to_string).collect(),
+        })
+    }
+
+    pub(super) fn text(&self, out: &mut String) -> std::fmt::Result {
+        writeln!(out, "heads        {}", self.line())?;
+        writeln!(out, "layout       {}", self.layout.title())?;
+        self.notices.iter().try_for_each(|notice| writeln!(out, "note         {notice}"))
+    }
+
+    pub(super) fn line(&self) -> String {
+        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size } = self.shape;
+        let vocabulary = if self.shared_lm_head {
+            "through the backbone's lm_head".into()
+        } else {
+            format!("vocabulary {vocab_size}")
+        };
+        format!(
+            "{medusa_num_heads} heads of {medusa_num_layers} ResBlock(s), hidden size {hidden_size}, {vocabulary}: {} \
+             parameters, {} ({})",
+            self.parameters,
+            self.dtypes.join(" and "),
+            mebibytes(self.bytes)
+        )
+    }
+}
+
+impl TensorsFound {
+    pub(super) fn text(&self, out: &mut String) -> std::fmt::Result {
+        let width = self.tensors.iter().map(|tensor| tensor.name.len()).max().unwrap_or(0);
+        for TensorHeader { name, dtype, shape, .. } in &self.tensors {
+            writeln!(out, "{name:width$}  {dtype:5} {shape:?}")?;
+        }
+        writeln!(out, "{} tensors, {} values, {}", self.tensors.len(), self.parameters, mebibytes(self.bytes as u64))
+    }
+}
