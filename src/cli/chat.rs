@@ -9,7 +9,7 @@ use clap::Args;
 use self::conversation::ChatHistory;
 use self::input::{Input, InputLines};
 use super::decoder::{Decoder, DecodingFlags, StopFlags};
-use super::drafter::{DrafterFlags, Drafts, ReadyDrafter};
+use super::drafter::{DrafterFlags, ReadyDrafter};
 use super::engine::EngineFlags;
 use super::exit::report;
 use super::signals::terminated;
@@ -82,7 +82,10 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;
     let mut chat = Chat {
         decoder: &decoder,
-        guesses: drafts.as_ref().map_or(Guesses::None, Guesses::of),
+        guesses: drafts.as_ref().map(|drafts| match drafts.drafter {
+            ReadyDrafter::Medusa(_) => "heads",
+            ReadyDrafter::Ngram => "prompt lookup",
+        }),
         args,
         common,
         conversation,
@@ -142,34 +145,10 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Where guesses come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Guesses {
-    None,
-    Heads,
-    Lookup,
-}
-
-impl Guesses {
-    fn of(drafts: &Drafts) -> Self {
-        match drafts.drafter {
-            ReadyDrafter::Medusa(_) => Guesses::Heads,
-            ReadyDrafter::Ngram => Guesses::Lookup,
-        }
-    }
-
-    fn told(self) -> &'static str {
-        match self {
-            Guesses::None => "plain",
-            Guesses::Heads => "with heads",
-            Guesses::Lookup => "with prompt lookup",
-        }
-    }
-}
-
 struct Chat<'a> {
     decoder: &'a Decoder,
-    guesses: Guesses,
+    /// Where guesses come from, if from anywhere.
+    guesses: Option<&'static str>,
     args: &'a ChatArgs,
     common: &'a CommonFlags,
     conversation: ChatHistory<'a>,
@@ -211,14 +190,12 @@ impl Chat<'_> {
         Ok(ControlFlow::Continue(()))
     }
 
-    fn toggle(&mut self) -> &'static str {
+    fn toggle(&mut self) -> String {
         self.is_plain = !self.is_plain;
         match (self.guesses, self.is_plain) {
-            (Guesses::None, _) => "there are no --heads: decoding is plain already",
-            (Guesses::Heads, true) => "plain decoding from here on; /plain once more: with heads",
-            (Guesses::Heads, false) => "with heads from here on",
-            (Guesses::Lookup, true) => "plain decoding from here on; /plain once more: with prompt lookup",
-            (Guesses::Lookup, false) => "with prompt lookup from here on",
+            (None, _) => "there are no --heads: decoding is plain already".into(),
+            (Some(guesses), true) => format!("plain decoding from here on; /plain once more: with {guesses}"),
+            (Some(guesses), false) => format!("with {guesses} from here on"),
         }
     }
 
@@ -287,7 +264,7 @@ impl Chat<'_> {
             tally.tokens,
             tally.tokens_per_second(),
             tally.tokens_per_step(),
-            if self.is_plain { "plain" } else { self.guesses.told() },
+            self.guesses.filter(|_| !self.is_plain).map_or("plain".into(), |guesses| format!("with {guesses}")),
             told.generation.finish_reason.name()
         ));
         Ok(told)

@@ -18,9 +18,6 @@ pub mod ngram;
 
 /// Guesses what comes after the texts that are decoded.
 pub trait Drafter: fmt::Debug {
-    /// As `--drafter` spells it.
-    fn name(&self) -> &'static str;
-
     /// A tree of guesses below each text's root, for all texts in one call.
     fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal>;
 }

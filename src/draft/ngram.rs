@@ -64,10 +64,6 @@ impl<'a> NgramDrafter<'a> {
 }
 
 impl Drafter for NgramDrafter<'_> {
-    fn name(&self) -> &'static str {
-        "ngram"
-    }
-
     fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal> {
         batch.iter().map(|text| self.proposal(text.ids)).collect()
     }

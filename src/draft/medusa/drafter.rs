@@ -95,10 +95,6 @@ impl<'a> MedusaDrafter<'a> {
 }
 
 impl Drafter for MedusaDrafter<'_> {
-    fn name(&self) -> &'static str {
-        "medusa"
-    }
-
     fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal> {
         let hidden: Vec<&Tensor> = batch.iter().map(|text| text.hidden_1h).collect();
         let hidden_bh = if let [one] = hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) };

@@ -100,7 +100,12 @@ mod tests {
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
             let hidden_bh = exact(Tensor::randn([3, config.hidden_size], (Kind::Float, Device::Cpu)));
             let oracle = heads().guesses(3, 4, &hidden_bh, &backbone());
-            assert_eq!(heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding()), oracle);
+            let ours = heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding());
+            // Near ties may change places: what is guessed is as probable, whichever token it is.
+            let logits: Vec<Tensor> = (0..3).map(|head| heads().logits(head, &hidden_bh, &backbone())).collect();
+            let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
+            let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);
+            assert!(off < 1e-3, "{off}");
         }
     }
 }
