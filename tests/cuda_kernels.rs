@@ -5,7 +5,7 @@
 
 // N rows of a step, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, V vocabulary, K heads, S room for
 // tokens, P guesses a head
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 
 use medusa::engine::cuda::launches::{self, AttentionParts};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
@@ -36,6 +36,8 @@ struct Case {
     kind: Kind,
     order: Order,
     seed: u64,
+    /// What its tensors are drawn from: libtorch's generator is shared with every test that runs beside.
+    draws: RefCell<ChaCha8Rng>,
 }
 
 impl Case {
@@ -44,7 +46,9 @@ impl Case {
         let order = [Order::Forwards, Order::Backwards][(number / 2 + turn) % 2];
         let kind = KINDS[(number + turn) % 2];
         let name = format!("{name}, {kind:?}, {order:?}");
-        Self { name, memory: Memory::default(), kind, order, seed: number as u64 }
+        let seed = number as u64;
+        let draws = RefCell::new(ChaCha8Rng::seed_from_u64(seed));
+        Self { name, memory: Memory::default(), kind, order, seed, draws }
     }
 
     fn emulator(&self, head_size: i64) -> Emulator {
@@ -61,15 +65,27 @@ impl Case {
 
     /// Normal numbers of deviation 1, of the case's dtype.
     fn normal(&self, size: &[i64]) -> Tensor {
-        self.memory.tensor(&Tensor::randn(size, (Kind::Float, Device::Cpu)).to_kind(self.kind))
+        self.memory.tensor(&self.gaussian(size).to_kind(self.kind))
     }
 
     fn floats(&self, size: &[i64]) -> Tensor {
-        self.memory.tensor(&Tensor::randn(size, (Kind::Float, Device::Cpu)))
+        self.memory.tensor(&self.gaussian(size))
     }
 
     fn below(&self, bound: i64, size: &[i64]) -> Tensor {
-        self.memory.tensor(&Tensor::randint(bound, size, (Kind::Int, Device::Cpu)))
+        self.memory.tensor(&(self.uniform(size) * bound).to_kind(Kind::Int))
+    }
+
+    /// Float64, from 0 to below 1.
+    fn uniform(&self, size: &[i64]) -> Tensor {
+        let count = size.iter().product::<i64>();
+        let numbers: Vec<f64> = (0..count).map(|_| self.draws.borrow_mut().random()).collect();
+        Tensor::from_slice(&numbers).view(size)
+    }
+
+    /// Float32 of deviation 1: the inverse of the normal distribution at [`Case::uniform`].
+    fn gaussian(&self, size: &[i64]) -> Tensor {
+        ((self.uniform(size) * 2.0 - 1.0).erfinv() * 2f64.sqrt()).to_kind(Kind::Float)
     }
 
     fn output(&self, size: &[i64]) -> Tensor {
@@ -288,7 +304,7 @@ fn heads_read_the_last_accepted_row_or_their_own() {
 
 /// Logits with many equals: of 20 different numbers.
 fn logits_with_ties(case: &Case, size: &[i64]) -> Tensor {
-    case.memory.tensor(&Tensor::randint(20, size, (Kind::Float, Device::Cpu)))
+    case.memory.tensor(&case.below(20, size).to_kind(Kind::Float))
 }
 
 /// Kernel and oracle.
@@ -337,7 +353,7 @@ fn draw_both(case: &Case, logits_nv: &Tensor, [temperature, top_p]: [f64; 2]) ->
     let n = logits_nv.size()[0];
     let (nodes, state) = (case.nodes(n), case.state(40));
     let places = Places { nodes: &nodes, state: &state };
-    let uniforms_u = case.memory.tensor(&Tensor::rand([7], (Kind::Double, Device::Cpu)));
+    let uniforms_u = case.memory.tensor(&case.uniform(&[7]));
     let draws = Draws { temperature, top_p, uniforms_u: &uniforms_u };
     let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
     case.run(&[launches::draw(logits_nv, places, draws, &got)]);

@@ -3,13 +3,12 @@
 use std::cell::RefCell;
 
 use anyhow::Context;
-use indicatif::{ProgressBar, ProgressStyle};
 
 use self::measure::BenchRun;
 use self::setting::Setting;
 use super::decoder::{Decoder, read_prompts};
 use super::drafter::{Drafts, ReadyDrafter};
-use super::reading::draw_target;
+use super::reading::progress_bar;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::engine::sample::Stream;
 use crate::tree::accept::Acceptance;
@@ -39,7 +38,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, &loading)?;
     let decoder = args.engine.limit(decoder);
     let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
-    let bar = progress_bar(settings.len() * args.repeats.get() * prompts.len(), common);
+    let bar = progress_bar(Some((settings.len() * args.repeats.get() * prompts.len()) as u64), BAR, common);
     let mut results = Vec::new();
     for (setting, drafts) in settings.iter().zip(ready) {
         bar.set_message(setting.label());
@@ -76,9 +75,4 @@ fn ready<'a>(args: &BenchArgs, decoder: &'a Decoder, setting: &'a Setting) -> an
             Acceptance::at_rate(rate.get(), drafter.tree()).map_err(|why| UsageError(why.to_string()))?;
     }
     Ok(drafts)
-}
-
-fn progress_bar(prompts: usize, common: &CommonFlags) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(prompts as u64), draw_target(common));
-    bar.with_style(ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar()))
 }

@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
-use indicatif::ProgressBar;
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
 use super::downloads::shown;
-use super::reading::{ReadingBar, draw_target};
+use super::reading::{COUNT, progress_bar, watched};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate;
 use crate::data::cache::TokenCache;
@@ -19,7 +18,7 @@ use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
-use crate::data::{self, LoadSettings, ReadProgress, Watch, prompts};
+use crate::data::{self, LoadSettings, Watch, prompts};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
@@ -73,7 +72,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         }
     };
     let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // what they guess there is what counts
-    let bar = ProgressBar::with_draw_target(Some(rows.len() as u64), draw_target(common));
+    let bar = progress_bar(Some(rows.len() as u64), COUNT, common);
     let counts =
         calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
@@ -91,7 +90,7 @@ fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyho
     let tokenizer = TextTokenizer::load(&args.backbone)?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let decoder = Decoder { backbone, tokenizer, template, medusa: None };
-    let bar = ProgressBar::with_draw_target(Some(prompts.len() as u64), draw_target(common));
+    let bar = progress_bar(Some(prompts.len() as u64), COUNT, common);
     let mut rows = Vec::new();
     for (at, prompt) in prompts.iter().enumerate() {
         let answer = |_, ids: &[i64]| {
@@ -113,8 +112,6 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
-    let reading = ReadingBar::new(common);
-    let hear = |progress: ReadProgress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size: usize::try_from(config.vocab_size)?,
@@ -123,11 +120,9 @@ fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> an
         template: template.as_ref(),
         loss_on: LossOn::default(),
         skip_bad_rows: false,
-        watch: Watch::new(&hear),
+        watch: Watch::default(),
     };
-    let loaded = data::load(&args.data, &settings);
-    reading.finish();
-    let (rows, report) = loaded?;
+    let (rows, report) = watched(common, |watch| data::load(&args.data, &LoadSettings { watch, ..settings }))?;
     common.say(report);
     Ok(rows)
 }

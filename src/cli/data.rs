@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use serde_json::json;
 
 use super::decoder::chat_template;
-use super::reading::ReadingBar;
+use super::reading::watched;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
@@ -18,7 +18,7 @@ use crate::data::mask::{self, TokenPiece};
 use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, LoadReport, LoadSettings, ReadProgress, Watch, pack};
+use crate::data::{self, LoadReport, LoadSettings, Watch, pack};
 use crate::files;
 use crate::model::config::LlamaConfig;
 
@@ -75,8 +75,6 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let cache = TokenCache::of_user();
-    let reading = ReadingBar::new(common);
-    let hear = |progress: ReadProgress| reading.hear(progress);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size,
@@ -85,11 +83,9 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
         template: template.as_ref(),
         loss_on: args.loss_on.into(),
         skip_bad_rows: args.skip_bad_rows,
-        watch: Watch::new(&hear),
+        watch: Watch::default(),
     };
-    let loaded = data::load(&args.files, &settings);
-    reading.finish();
-    let (rows, report) = loaded?;
+    let (rows, report) = watched(common, |watch| data::load(&args.files, &LoadSettings { watch, ..settings }))?;
     match args.row {
         Some(row) => show(args, row, &rows, tokenizer.as_ref(), common),
         None => tell(rows, &report, max_length, common),

@@ -180,7 +180,7 @@ fn spare_threads(backbone: &Llama) {
 pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
-    Ok(dtype_of(embedding.kind()))
+    Ok(Dtype::of(embedding.kind()))
 }
 
 /// `--chat-template`.
@@ -198,15 +198,6 @@ pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
 pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
     HeadsFile::open(path)?.notices()?.iter().for_each(|notice| common.say(notice));
     Ok(Heads::load(path, backbone)?)
-}
-
-/// What a backbone of this kind is called.
-pub fn dtype_of(kind: tch::Kind) -> Dtype {
-    match kind {
-        tch::Kind::BFloat16 => Dtype::BFloat16,
-        tch::Kind::Half => Dtype::Float16,
-        _ => Dtype::Float32,
-    }
 }
 
 /// A backbone with all that goes with it.

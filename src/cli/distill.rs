@@ -8,12 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::json;
 
-use super::decoder::{Decoder, chat_template, dtype_of, non_negative};
+use super::decoder::{Decoder, chat_template, non_negative, probability};
 use super::drafter::DrafterFlags;
 use super::engine::{EngineFlags, EngineName};
+use super::reading::progress_bar;
 use super::train::progress::time_left;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
@@ -33,6 +34,7 @@ use crate::formats::provenance::DistillProvenance;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
+use crate::torch::{Dtype, device_name};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 /// ε of typical acceptance, where heads answer above temperature 0.
@@ -99,10 +101,6 @@ pub struct DistillArgs {
     pub engine: EngineFlags,
 }
 
-fn probability(text: &str) -> Result<Probability, String> {
-    Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
-}
-
 /// Answers every prompt of this machine's share.
 ///
 /// # Errors
@@ -130,10 +128,24 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
     let provenance = args.provenance(&decoder, template.as_ref(), &dialogues, common)?;
-    let output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
+    let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let answerer = args.answerer(&decoder, common)?;
-    let work = Work { dialogues: &dialogues, renderer: &renderer, settings: &settings };
-    work.run(args, answerer, output, common)
+    let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
+    let mut teller = DistillBar::new(common, output.conversations(), before);
+    let mut last = DistillProgress { conversations: before, tokens: 0 };
+    let mut on_step = |progress| {
+        last = progress;
+        teller.tell(progress);
+        if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    let end = distill::run(&dialogues, &renderer, &settings, answerer, &mut output, &mut on_step)?;
+    teller.bar.finish_and_clear();
+    if end == DistillEnd::Stopped {
+        let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
+        let text = format!("stopped: {kept} of {all} conversations are kept in {folder}; go on with --resume");
+        return Err(Interrupted(text).into());
+    }
+    summary(args, &output, [before, last.tokens], began.elapsed().as_secs_f64(), common)
 }
 
 impl DistillArgs {
@@ -172,8 +184,8 @@ impl DistillArgs {
             conversations: dialogues.len(),
             share: self.shard.to_string(),
             conversations_per_file: CONVERSATIONS_PER_SHARD,
-            device: crate::torch::device_name(decoder.backbone.device()),
-            dtype: dtype_of(decoder.backbone.kind()).to_string(),
+            device: device_name(decoder.backbone.device()),
+            dtype: Dtype::of(decoder.backbone.kind()).to_string(),
             temperature: self.temperature.get(),
             top_p: self.top_p.get(),
             max_new_tokens: self.max_new_tokens.get(),
@@ -205,54 +217,26 @@ impl DistillArgs {
     }
 }
 
-/// What is to be done.
-struct Work<'a> {
-    dialogues: &'a [Dialogue],
-    renderer: &'a Renderer<'a>,
-    settings: &'a Settings,
-}
-
-impl Work<'_> {
-    fn run(
-        &self,
-        args: &DistillArgs,
-        answerer: Answerer,
-        mut output: Output,
-        common: &CommonFlags,
-    ) -> anyhow::Result<()> {
-        let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
-        let mut teller = DistillBar::new(common, output.conversations(), before);
-        let mut last = DistillProgress { conversations: before, tokens: 0 };
-        let mut on_step = |progress| {
-            last = progress;
-            teller.tell(progress);
-            if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        };
-        let outcome = distill::run(self.dialogues, self.renderer, self.settings, answerer, &mut output, &mut on_step)?;
-        teller.bar.finish_and_clear();
-        let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
-        if outcome == DistillEnd::Stopped {
-            let text = format!("stopped: {kept} of {all} conversations are kept in {folder}; go on with --resume");
-            return Err(Interrupted(text).into());
-        }
-        let (seconds, tokens) = (began.elapsed().as_secs_f64(), last.tokens);
-        let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
-        if common.json {
-            return print_json(&json!({
-                "conversations": kept,
-                "resumed": before,
-                "tokens": tokens,
-                "seconds": seconds,
-                "tokens_per_second": speed,
-                "shards": output.shards(),
-                "out": args.out,
-            }));
-        }
-        print_line(format_args!(
-            "{kept} conversations in {} files of {folder}; {tokens} new tokens in {seconds:.1} s, {speed:.0} tokens/s",
-            output.shards()
-        ))
+/// What is in the folder now; `tokens` are of this run, which kept conversations behind the first `resumed`.
+fn summary(
+    args: &DistillArgs,
+    output: &Output,
+    [resumed, tokens]: [usize; 2],
+    seconds: f64,
+    common: &CommonFlags,
+) -> anyhow::Result<()> {
+    let (kept, shards) = (output.kept(), output.shards());
+    let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
+    if common.json {
+        return print_json(&json!({
+            "conversations": kept, "resumed": resumed, "tokens": tokens, "seconds": seconds, "tokens_per_second": speed,
+            "shards": shards, "out": args.out,
+        }));
     }
+    print_line(format_args!(
+        "{kept} conversations in {shards} files of {}; {tokens} new tokens in {seconds:.1} s, {speed:.0} tokens/s",
+        args.out.display()
+    ))
 }
 
 /// Tells people how far it is: a bar on a terminal, now and then a line elsewhere.
@@ -269,9 +253,7 @@ struct DistillBar<'c> {
 impl<'c> DistillBar<'c> {
     fn new(common: &'c CommonFlags, total: usize, before: usize) -> Self {
         let live = io::stderr().is_terminal() && !common.quiet;
-        let target = if live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = ProgressBar::with_draw_target(Some(total as u64), target).with_style(style);
+        let bar = progress_bar(Some(total as u64), BAR, common);
         bar.set_position(before as u64); // a resumed run: the time left counts from here
         bar.reset_eta();
         if before > 0 {

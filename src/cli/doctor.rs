@@ -83,12 +83,13 @@ fn look(common: &CommonFlags) -> DoctorReport {
     let cuda = cuda();
     let libtorch = libtorch();
     let missing = missing(&cuda, &libtorch);
+    let reason = device::check().err().map(|why| why.to_string());
     DoctorReport {
         version: env!("CARGO_PKG_VERSION"),
         libtorch,
         device: common.device.resolve().map_or_else(|unusable| unusable.to_string(), device_name),
         cuda,
-        engine: engine(),
+        engine: EngineState { cuda: reason.is_none(), reason },
         cpu: cpu(),
         memory: memory::machine().map(|(total_bytes, available_bytes)| MachineMemory { total_bytes, available_bytes }),
         missing,
@@ -118,11 +119,6 @@ fn cuda() -> Cuda {
         _ => (0, None),
     };
     Cuda { state: open.to_string(), devices, names: gpu_names(), runtime, driver: driver_version() }
-}
-
-fn engine() -> EngineState {
-    let reason = device::check().err().map(|why| why.to_string());
-    EngineState { cuda: reason.is_none(), reason }
 }
 
 /// libtorch gives 1000 × major + 10 × minor.

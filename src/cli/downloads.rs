@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar};
 
+use super::reading::progress_bar;
 use super::{CommonFlags, UsageError, gibibytes, mebibytes};
 use crate::hub::{self, DataSplit, Hub, Observer, TransferEvent, Wanted, id};
 
@@ -158,9 +159,7 @@ impl<'c> TransferBar<'c> {
     }
 
     fn begin(&self, what: String, bytes: u64) -> ShownTransfer {
-        let target = if self.live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
-        let bar = ProgressBar::with_draw_target(Some(bytes), target).with_style(style).with_message(what.clone());
+        let bar = progress_bar(Some(bytes), BAR, self.common).with_message(what.clone());
         let now = Instant::now();
         ShownTransfer { bar, what, bytes, moved: 0, began: now, last_line: now }
     }

@@ -275,21 +275,14 @@ fn steps(on: Device) -> anyhow::Result<()> {
     let llama = backbone(llama_7b(), Kind::BFloat16, on);
     let heads = heads(&llama);
     for nodes in [1, 8, 16, 32, 64, 128] {
-        let tree = tree(nodes.max(2))?;
+        let (tree, drafting) = (tree(nodes.max(2))?, if nodes == 1 { Drafting::Off } else { Drafting::On });
         let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
         let started = Instant::now();
         let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
-            let mut decode = |tokens| {
-                let request = Request::greedy(&ids, tokens);
-                if nodes == 1 {
-                    engine.decode(Drafting::Off, &request, &mut go_on())
-                } else {
-                    engine.decode(Drafting::On, &request, &mut go_on())
-                }
-            };
+            let mut decode = |tokens| engine.decode(drafting, &Request::greedy(&ids, tokens), &mut go_on());
             decode(8)?; // runs the step and records it
             let run = decode(200)?;
             print_json(&json!({

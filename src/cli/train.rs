@@ -6,9 +6,8 @@ use clap::Args;
 use serde_json::json;
 
 use super::downloads::told;
-use super::reading::ReadingBar;
+use super::reading::watched;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
-use crate::data::{self, Watch};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::recipe::LoadedRecipe;
 use crate::train::checked::CheckedRun;
@@ -75,11 +74,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
 fn load(loaded: &LoadedRecipe, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
     let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(common.device.resolve()?) };
     let heads = plan.heads.init_from.clone();
-    let reading = ReadingBar::new(common);
-    let hear = |progress: data::ReadProgress| reading.hear(progress);
-    let checked = CheckedRun::load(plan, Watch::new(&hear));
-    reading.finish();
-    let checked = checked?;
+    let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     if let Some(heads) = heads {
         HeadsFile::open(&heads)?.notices()?.iter().for_each(|notice| common.say(notice));
     }

@@ -36,16 +36,7 @@ pub mod matrix {
 
 /// No token attends.
 pub(crate) mod attention {
-    use super::super::{Number, team::Team};
-
-    /// One layer's keys or values.
-    #[derive(Debug, Clone, Copy)]
-    pub(crate) struct Plane<'c> {
-        pub(crate) bytes: &'c [u8],
-        pub(crate) number: Number,
-        pub(crate) room: usize,
-        pub(crate) head_size: usize,
-    }
+    use super::super::{AttentionShape, Plane, team::Team};
 
     /// Cached tokens that a new one sees.
     #[derive(Debug)]
@@ -55,14 +46,6 @@ pub(crate) mod attention {
         fn from_iter<I: IntoIterator<Item = usize>>(_: I) -> Self {
             Self
         }
-    }
-
-    /// Shapes of an attention.
-    #[derive(Debug, Clone, Copy)]
-    pub(crate) struct AttentionShape {
-        pub(crate) queries: usize,
-        pub(crate) groups: usize,
-        pub(crate) scale: f32,
     }
 
     /// Never called.
@@ -80,37 +63,22 @@ pub(crate) mod attention {
 
 /// No row is computed.
 pub(crate) mod rows {
-    const NEVER: &str = "there is no matrix, so there is no pass";
-
-    pub(crate) fn rms_norm(_: &[f32], _: &[f32], _: f32, _: &mut [f32]) {
-        unreachable!("{NEVER}")
+    macro_rules! never {
+        ($(fn $name:ident($($of:ty),*) $(-> $made:ty)?;)*) => {
+            $(pub(crate) fn $name($(_: $of),*) $(-> $made)? {
+                unreachable!("there is no matrix, so there is no pass")
+            })*
+        };
     }
 
-    pub(crate) fn add(_: &mut [f32], _: &[f32]) {
-        unreachable!("{NEVER}")
-    }
-
-    pub(crate) fn add_to_each(_: &mut [f32], _: &[f32]) {
-        unreachable!("{NEVER}")
-    }
-
-    pub(crate) fn silu_product(_: &[f32], _: &mut [f32], _: usize) {
-        unreachable!("{NEVER}")
-    }
-
-    pub(crate) fn add_silu(_: &mut [f32], _: &[f32]) {
-        unreachable!("{NEVER}")
-    }
-
-    pub(crate) fn rotation(_: i64, _: &[f32]) -> Vec<f32> {
-        unreachable!("{NEVER}")
-    }
-
-    pub(crate) fn rotate(_: &mut [f32], _: &[f32]) {
-        unreachable!("{NEVER}")
-    }
-
-    pub(crate) fn largest(_: &[f32], _: usize) -> Vec<usize> {
-        unreachable!("{NEVER}")
+    never! {
+        fn rms_norm(&[f32], &[f32], f32, &mut [f32]);
+        fn add(&mut [f32], &[f32]);
+        fn add_to_each(&mut [f32], &[f32]);
+        fn silu_product(&[f32], &mut [f32], usize);
+        fn add_silu(&mut [f32], &[f32]);
+        fn rotation(i64, &[f32]) -> Vec<f32>;
+        fn rotate(&mut [f32], &[f32]);
+        fn largest(&[f32], usize) -> Vec<usize>;
     }
 }

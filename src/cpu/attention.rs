@@ -6,26 +6,13 @@
 use std::arch::x86_64::*;
 use std::array;
 
-use super::Number;
 use super::lanes::{LANES, exp, load, mask_of, store, sum_each};
 use super::shared::Shared;
 use super::team::Team;
+use super::{AttentionShape, Number, Plane};
 
 /// Products below which the work is not shared.
 const WORTH_SHARING: usize = 1 << 15;
-
-/// One layer's keys or values, `[G, S, D]`.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Plane<'c> {
-    /// As the cache stores them.
-    pub(crate) bytes: &'c [u8],
-    /// How.
-    pub(crate) number: Number,
-    /// S.
-    pub(crate) room: usize,
-    /// D.
-    pub(crate) head_size: usize,
-}
 
 /// The cached tokens that a new token sees, in the order of their positions; at least one, itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,17 +25,6 @@ impl FromIterator<usize> for SeenTokens {
         assert!(slots.windows(2).all(|pair| pair[0] < pair[1]), "positions grow with slots");
         Self(slots)
     }
-}
-
-/// Shapes of an attention.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct AttentionShape {
-    /// Q.
-    pub(crate) queries: usize,
-    /// G.
-    pub(crate) groups: usize,
-    /// Factor of the scores.
-    pub(crate) scale: f32,
 }
 
 /// Queries `[N, Q, D]`, of rows of `stride` numbers, to `out` `[N, Q, D]`: `softmax(q·Kᵀ · scale)·V` over what each token sees.

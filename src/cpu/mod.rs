@@ -56,6 +56,30 @@ impl Number {
     }
 }
 
+/// One layer's keys or values, `[G, S, D]`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plane<'c> {
+    /// As the cache stores them.
+    pub(crate) bytes: &'c [u8],
+    /// How.
+    pub(crate) number: Number,
+    /// S.
+    pub(crate) room: usize,
+    /// D.
+    pub(crate) head_size: usize,
+}
+
+/// Shapes of an attention.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionShape {
+    /// Q.
+    pub(crate) queries: usize,
+    /// G.
+    pub(crate) groups: usize,
+    /// Factor of the scores.
+    pub(crate) scale: f32,
+}
+
 /// Whether this CPU has what the kernels are written for.
 #[cfg(target_arch = "x86_64")]
 pub fn available() -> bool {

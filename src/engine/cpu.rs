@@ -5,11 +5,11 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{Engine, RowTokens, each_row};
-use crate::cpu::Number;
-use crate::cpu::attention::{AttentionShape, Plane, SeenTokens, attend};
+use crate::cpu::attention::{SeenTokens, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add, add_to_each, rms_norm, rotate, rotation, silu_product};
 use crate::cpu::team::Team;
+use crate::cpu::{AttentionShape, Number, Plane};
 use crate::model::block_spec::{Activation, MlpSpec, NormKind, NormPlaces, NormSpec};
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::Linear;

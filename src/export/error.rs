@@ -1,5 +1,6 @@
 //! Why nothing was exported.
 
+use std::io;
 use std::path::PathBuf;
 
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
@@ -9,6 +10,7 @@ use crate::model::peft::{ADAPTER_CONFIG, PeftError};
 use crate::model::torch_file::TorchFileError;
 use crate::model::weights::WeightsError;
 use crate::torch::Dtype;
+
 /// Why nothing was exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
@@ -93,7 +95,7 @@ pub enum ExportError {
         /// The folder.
         path: PathBuf,
         /// Why not.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// What was written is not what was meant.
     #[error(

@@ -23,13 +23,12 @@ mod request;
 mod trained;
 mod write;
 
-use check::Difference;
-use companions::Companions;
-use request::base_of;
-use trained::Trained;
-
 pub use error::ExportError;
 pub use request::{ExportRequest, Format};
+
+use check::Difference;
+use companions::Companions;
+use trained::Trained;
 
 /// What was written and how it was checked.
 #[derive(Debug, serde::Serialize)]
@@ -116,7 +115,7 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
 /// Heads that cannot be read, and a request that cannot be.
 pub fn backbone_needed(request: &ExportRequest) -> Result<Option<PathBuf>, ExportError> {
     let trained = Trained::outline(request)?;
-    Ok(trained.use_of_backbone().and_then(|_| base_of(request, &trained.file)))
+    Ok(trained.base.clone().filter(|_| trained.use_of_backbone().is_some()))
 }
 
 fn file_names(folder: &Path) -> std::io::Result<Vec<String>> {

@@ -1,12 +1,11 @@
-//! What is exported, for whom, and on which backbone.
+//! What is exported, in which layout, and how.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::HeadsLayout;
-use crate::formats::run_folder;
 use crate::torch::Dtype;
+
 /// A layout, by who loads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
@@ -93,10 +92,4 @@ pub struct ExportRequest {
     pub tree: Option<PathBuf>,
     /// As `calibration`.
     pub bench: Option<PathBuf>,
-}
-
-/// The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
-pub(super) fn base_of(request: &ExportRequest, file: &HeadsFile) -> Option<PathBuf> {
-    let tuned = Some(folder_of(&request.heads).join(run_folder::BACKBONE)).filter(|folder| folder.is_dir());
-    request.backbone.clone().or(tuned).or_else(|| file.base().map(PathBuf::from))
 }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 use super::error::ExportError;
-use super::finite::{dtype_for, finite_backbone};
-use super::request::{ExportRequest, Format, base_of};
+use super::finite::finite_backbone;
+use super::request::{ExportRequest, Format};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
@@ -64,7 +64,8 @@ impl Trained {
         let folder = folder_of(&request.heads);
         let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
         let tuned = Some(folder.join(run_folder::BACKBONE)).filter(|tuned| tuned.is_dir());
-        let base = base_of(request, &file);
+        // The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
+        let base = request.backbone.clone().or_else(|| tuned.clone()).or_else(|| file.base().map(PathBuf::from));
         let recorded = match &request.backbone {
             Some(_) => request.backbone_name.clone(),
             None => file.base().and_then(|name| backbone_of_run(folder, name)),
@@ -72,7 +73,7 @@ impl Trained {
         let trained = Self {
             format,
             shape,
-            dtype: request.dtype.unwrap_or(dtype_for(file.kind())),
+            dtype: request.dtype.unwrap_or(Dtype::of(file.kind())),
             pickle: request.pickle,
             base,
             adapter,
@@ -110,16 +111,19 @@ impl Trained {
         let format = self.format;
         let Some(why) = self.use_of_backbone() else { return self.check_headers() };
         let base = self.base.clone().ok_or(ExportError::NoBackbone { format: format.name(), why })?;
-        let own = own_kind(&base)?;
+        let own = WeightFiles::open(&base)?.kind(names::EMBED_TOKENS).unwrap_or(Kind::Float);
         let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
-        let backbone = load_backbone(&base, self.adapter.as_deref(), kind)?;
+        let backbone = match &self.adapter {
+            Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training)?,
+            None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,
+        };
         if format.holds_backbone() || format == Format::Peft {
             finite_backbone(&backbone)?; // before it is let go of: adapters merge into it
         }
         self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
         self.vocab_of_backbone = Some(backbone.config.vocab_size);
         if format.holds_backbone() {
-            self.dtype = dtype_for(kind); // one dtype in one folder
+            self.dtype = Dtype::of(kind); // one dtype in one folder
         }
         if self.writes_lm_head() {
             let own_vh = backbone.lm_head_weight().expect("loaded for training");
@@ -211,18 +215,4 @@ fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
     let id = provenance::backbone(&text)?.id;
     let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));
     is_it.then_some(id)
-}
-
-/// The dtype of a backbone's weights.
-fn own_kind(base: &Path) -> Result<Kind, ExportError> {
-    let files = WeightFiles::open(base)?;
-    Ok(files.kind(names::EMBED_TOKENS).unwrap_or(Kind::Float))
-}
-
-/// The backbone as the heads know it: with the adapter beside them in its weights.
-fn load_backbone(base: &Path, adapter: Option<&Path>, kind: Kind) -> Result<Llama, ExportError> {
-    Ok(match adapter {
-        Some(adapter) => Llama::load_merged(base, adapter, kind, Device::Cpu, Purpose::Training)?,
-        None => Llama::load(base, kind, Device::Cpu, Purpose::Training)?,
-    })
 }

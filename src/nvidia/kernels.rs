@@ -49,6 +49,16 @@ pub enum Program {
 /// Behind which each file is compiled.
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
+/// Name and text, in the order of [`Program::ALL`].
+const FILES: [(&str, &str); 6] = [
+    ("rows.cu", include_str!("kernels/rows.cu")),
+    ("rope_append.cu", include_str!("kernels/rope_append.cu")),
+    ("linear.cu", include_str!("kernels/linear.cu")),
+    ("tree_attention.cu", include_str!("kernels/tree_attention.cu")),
+    ("choose.cu", include_str!("kernels/choose.cu")),
+    ("accept.cu", include_str!("kernels/accept.cu")),
+];
+
 impl Program {
     /// All of them.
     pub const ALL: [Self; 6] =
@@ -56,25 +66,11 @@ impl Program {
 
     /// The file's name.
     pub fn file(self) -> &'static str {
-        match self {
-            Self::Rows => "rows.cu",
-            Self::RopeAppend => "rope_append.cu",
-            Self::Linear => "linear.cu",
-            Self::TreeAttention => "tree_attention.cu",
-            Self::Choose => "choose.cu",
-            Self::Accept => "accept.cu",
-        }
+        FILES[self as usize].0
     }
 
     fn text(self) -> &'static str {
-        match self {
-            Self::Rows => include_str!("kernels/rows.cu"),
-            Self::RopeAppend => include_str!("kernels/rope_append.cu"),
-            Self::Linear => include_str!("kernels/linear.cu"),
-            Self::TreeAttention => include_str!("kernels/tree_attention.cu"),
-            Self::Choose => include_str!("kernels/choose.cu"),
-            Self::Accept => include_str!("kernels/accept.cu"),
-        }
+        FILES[self as usize].1
     }
 
     /// The kernels in it.

@@ -73,9 +73,12 @@ fn overlaid(
     runs: &[Named<'_>],
     pick: Pick<'_>,
 ) -> Plot {
-    let style = |at: usize| if runs.len() > 1 { at + 1 } else { 0 };
-    let series = runs.iter().enumerate().flat_map(|(at, (run, name))| both(run, name, style(at), pick));
+    let series = runs.iter().enumerate().flat_map(|(at, (run, name))| both(run, name, style(runs, at), pick));
     plot(title, unit, range, series.collect())
+}
+
+fn style(runs: &[Named<'_>], at: usize) -> usize {
+    if runs.len() > 1 { at + 1 } else { 0 }
 }
 
 fn heads(runs: &[Named<'_>]) -> usize {
@@ -126,56 +129,60 @@ fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
     top1.chain(top5).collect()
 }
 
-/// Training lines alone, one a run; `name` where there is one run.
-fn steady(run: &Named<'_>, (name, style): (&str, usize), pick: Pick<'_>) -> Series {
-    let name = if name.is_empty() { run.1.clone() } else { name.to_owned() };
-    Series { name, style, kind: SeriesKind::Smooth, points: curve(&run.0.metrics.train, pick) }
+/// Training lines alone, of one run.
+fn steady((run, _): &Named<'_>, (name, style): (&str, usize), pick: Pick<'_>) -> Series {
+    Series { name: name.into(), style, kind: SeriesKind::Smooth, points: curve(&run.metrics.train, pick) }
+}
+
+/// A plot of one quantity's training lines: of one run in ink, of several in a colour a run.
+fn steadies(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], pick: Pick<'_>) -> Plot {
+    let series = runs.iter().enumerate().map(|(at, run)| steady(run, (&run.1, style(runs, at)), pick));
+    plot(title, unit, range, series.collect())
 }
 
 fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
-    let each = |title: &str, range, pick: Pick<'_>| {
-        let style = |at: usize| if several { at + 1 } else { 0 };
-        let series = runs.iter().enumerate().map(|(at, run)| steady(run, ("", style(at)), pick));
-        plot(title, "", range, series.collect())
-    };
     let mut plots = if several {
         vec![
-            each("Learning rate of the backbone", Range::FromZero, &|line| {
-                updated(line, |update| update.lr).filter(|_| line.lm_loss.is_some())
-            }),
-            each("Learning rate of the heads", Range::FromZero, &|line| updated(line, |update| update.heads_lr)),
+            steadies("Learning rate of the backbone", ("", Range::FromZero), runs, &backbone_rate),
+            steadies("Learning rate of the heads", ("", Range::FromZero), runs, &heads_rate),
         ]
     } else {
         vec![learning_rates(runs)]
     };
     let lambda0 = |line: &MetricsLine| updated(line, |update| update.lambda0).filter(|_| line.lm_loss.is_some());
-    plots.push(each("λ0, the weight of the heads' loss", Range::FromZero, &lambda0));
-    plots.push(each("Gradient norm before clipping", Range::Free, &|line| updated(line, |update| update.grad_norm)));
+    let grad_norm = |line: &MetricsLine| updated(line, |update| update.grad_norm);
+    plots.push(steadies("λ0, the weight of the heads' loss", ("", Range::FromZero), runs, &lambda0));
+    plots.push(steadies("Gradient norm before clipping", ("", Range::Free), runs, &grad_norm));
     plots
+}
+
+/// None in Medusa-1.
+fn backbone_rate(line: &MetricsLine) -> Option<f64> {
+    updated(line, |update| update.lr).filter(|_| line.lm_loss.is_some())
+}
+
+fn heads_rate(line: &MetricsLine) -> Option<f64> {
+    updated(line, |update| update.heads_lr)
 }
 
 /// In Medusa-1 there is one rate, the heads'.
 fn learning_rates(runs: &[Named<'_>]) -> Plot {
     let rates = |run| {
-        let backbone =
-            steady(run, ("backbone", 1), &|line| updated(line, |update| update.lr).filter(|_| line.lm_loss.is_some()));
+        let backbone = steady(run, ("backbone", 1), &backbone_rate);
         let style = if backbone.points.is_empty() { 0 } else { 2 };
-        [backbone, steady(run, ("heads", style), &|line| updated(line, |update| update.heads_lr))]
+        [backbone, steady(run, ("heads", style), &heads_rate)]
     };
     let series = runs.iter().flat_map(rates).collect();
     plot("Learning rate", "", Range::FromZero, series)
 }
 
 fn machine(runs: &[Named<'_>]) -> Vec<Plot> {
-    let style = |at: usize| if runs.len() > 1 { at + 1 } else { 0 };
-    let of = |title: &str, unit, pick: Pick<'_>| {
-        let series = runs.iter().enumerate().map(|(at, run)| steady(run, ("", style(at)), pick));
-        plot(title, unit, Range::FromZero, series.collect())
-    };
     let memory = runs.iter().flat_map(|(run, _)| curve(&run.metrics.train, memory_bytes));
     let (divisor, unit) = byte_unit(memory.map(|point| point.1).fold(0.0, f64::max));
+    let throughput = |line: &MetricsLine| updated(line, |update| update.tokens_per_second);
+    let memory = |line: &MetricsLine| memory_bytes(line).map(|bytes| bytes / divisor);
     vec![
-        of("Training throughput", "tokens/s", &|line| updated(line, |update| update.tokens_per_second)),
-        of("Memory of the process", unit, &move |line| memory_bytes(line).map(|bytes| bytes / divisor)),
+        steadies("Training throughput", ("tokens/s", Range::FromZero), runs, &throughput),
+        steadies("Memory of the process", (unit, Range::FromZero), runs, &memory),
     ]
 }

@@ -4,45 +4,18 @@ use std::collections::BTreeSet;
 
 use minijinja::value::Serde;
 use minijinja::{Environment, UndefinedBehavior};
-use serde::Serialize;
+use serde_json::{Value, json};
 
-use super::curves::{self, Named};
+use super::curves::{self, Named, PlotGroup};
 use super::key_figures::{KeyFigure, key_figures};
-use super::plot::Drawn;
-use super::recipe_text::{RecipeDifference, RecipeText, differences};
+use super::plot::Plot;
+use super::recipe_text::{RecipeText, differences};
 use super::run::Run;
-use super::sections::RunSections;
+use super::sections::sections;
 
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("style.css");
 const SCRIPT: &str = include_str!("hover.js");
-
-#[derive(Serialize)]
-struct Page {
-    title: String,
-    version: &'static str,
-    style: &'static str,
-    script: &'static str,
-    runs: Vec<RunSections>,
-    groups: Vec<DrawnGroup>,
-    /// Of several runs.
-    comparison: Vec<ComparisonRow>,
-    differences: Vec<RecipeDifference>,
-}
-
-#[derive(Serialize)]
-struct DrawnGroup {
-    title: &'static str,
-    plots: Vec<Drawn>,
-}
-
-/// A key figure of every run.
-#[derive(Serialize)]
-struct ComparisonRow {
-    name: String,
-    of: String,
-    values: Vec<Option<String>>,
-}
 
 /// The page of one run, or of several over each other.
 ///
@@ -51,16 +24,17 @@ struct ComparisonRow {
 pub fn render(runs: &[Run]) -> String {
     let named: Vec<Named<'_>> = runs.iter().zip(names(runs)).collect();
     let recipes: Vec<&RecipeText> = runs.iter().map(|run| &run.recipe).collect();
-    let page = Page {
-        title: named.iter().map(|(_, name)| name.as_str()).collect::<Vec<_>>().join(", "),
-        version: env!("CARGO_PKG_VERSION"),
-        style: STYLE,
-        script: SCRIPT,
-        groups: drawn(&named),
-        comparison: comparison(runs),
-        differences: differences(&recipes),
-        runs: named.iter().enumerate().map(|(at, (run, name))| RunSections::new(run, at + 1, name.clone())).collect(),
-    };
+    let sections = named.iter().enumerate().map(|(at, (run, name))| sections(run, at + 1, name));
+    let page = json!({
+        "title": named.iter().map(|(_, name)| name.as_str()).collect::<Vec<_>>().join(", "),
+        "version": env!("CARGO_PKG_VERSION"),
+        "style": STYLE,
+        "script": SCRIPT,
+        "groups": drawn(&named),
+        "comparison": comparison(runs), // of several runs
+        "differences": differences(&recipes),
+        "runs": sections.collect::<Vec<_>>(),
+    });
     let mut environment = Environment::new();
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
     // Its name ends in .html: whatever is not marked as safe in the template is escaped.
@@ -74,34 +48,29 @@ fn names(runs: &[Run]) -> Vec<String> {
     if is_own { short } else { runs.iter().map(|run| run.path.display().to_string()).collect() }
 }
 
-fn drawn(runs: &[Named<'_>]) -> Vec<DrawnGroup> {
+fn drawn(runs: &[Named<'_>]) -> Vec<Value> {
     let mut number = 0;
-    let mut draw = |plot: super::plot::Plot| {
+    let mut draw = |plot: &Plot| {
         number += 1;
         plot.draw(&format!("plot{number}"))
     };
-    let groups = curves::groups(runs).into_iter();
-    groups
-        .map(|group| DrawnGroup { title: group.title, plots: group.plots.into_iter().map(&mut draw).collect() })
-        .collect()
+    let mut group = |group: PlotGroup| json!({"title": group.title, "plots": group.plots.iter().map(&mut draw).collect::<Vec<_>>()});
+    curves::groups(runs).into_iter().map(&mut group).collect()
 }
 
-/// Rows that any run has a value for.
-fn comparison(runs: &[Run]) -> Vec<ComparisonRow> {
+/// Key figures of every run: rows that any has a value for.
+fn comparison(runs: &[Run]) -> Vec<Value> {
     let figures: Vec<_> = runs.iter().map(key_figures).collect();
     let row = |at: usize| {
         let words = |pick: fn(&KeyFigure) -> &'static str| {
             let of: BTreeSet<&str> = figures.iter().map(|run| pick(&run[at])).collect();
             of.into_iter().collect::<Vec<_>>().join(" / ")
         };
-        ComparisonRow {
-            name: words(|figure| figure.name),
-            of: words(|figure| figure.of),
-            values: figures.iter().map(|run| run[at].value.clone()).collect(),
-        }
+        let values: Vec<_> = figures.iter().map(|run| &run[at].value).collect();
+        json!({"name": words(|figure| figure.name), "of": words(|figure| figure.of), "values": values})
     };
-    let rows = (0..figures.first().map_or(0, Vec::len)).map(row);
-    rows.filter(|row| row.values.iter().any(Option::is_some)).collect()
+    let is_known = |&at: &usize| figures.iter().any(|run| run[at].value.is_some());
+    (0..figures.first().map_or(0, Vec::len)).filter(is_known).map(row).collect()
 }
 
 #[cfg(test)]

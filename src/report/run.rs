@@ -44,23 +44,25 @@ impl Run {
             return Err(not_a_run(if path.exists() { "it is a file" } else { "it does not exist" }));
         }
         let recipe = text(&path.join(RECIPE))?.ok_or_else(|| not_a_run("it has no recipe.toml"))?;
+        let broken = |name: &str, writer| {
+            let path = path.join(name);
+            move |source| ReportError::Json { path, writer, source }
+        };
         let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
         Ok(Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
-            provenance: entries_of_provenance(&path.join(PROVENANCE))?,
+            provenance: text(&path.join(PROVENANCE))?
+                .map_or(Ok(Map::new()), |text| provenance::entries(text.as_bytes()))
+                .map_err(broken(PROVENANCE, "medusa-train"))?,
             metrics: Metrics::read(&path.join(METRICS))?,
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,
             tree: there(TREE).map(|file| SparseTree::load(&file)).transpose()?,
             latency: there(LATENCY).map(|file| Latency::load(&file)).transpose()?,
-            bench: benches(&path.join(BENCH))?,
+            bench: bench::parse(text(&path.join(BENCH))?.unwrap_or_default().as_bytes())
+                .map_err(broken(BENCH, "medusa bench --json"))?,
         })
-    }
-
-    /// The folder, as it was given.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     /// What a reader should know before believing the page, one sentence each.
@@ -102,16 +104,4 @@ fn text(path: &Path) -> Result<Option<String>, ReportError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         read => read.map(Some).map_err(|source| ReportError::Io { path: path.to_owned(), source }),
     }
-}
-
-fn benches(path: &Path) -> Result<Vec<BenchResult>, ReportError> {
-    let writer = "medusa bench --json";
-    let results = bench::parse(text(path)?.unwrap_or_default().as_bytes());
-    results.map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
-}
-
-fn entries_of_provenance(path: &Path) -> Result<Map<String, Value>, ReportError> {
-    let Some(text) = text(path)? else { return Ok(Map::new()) };
-    let writer = "medusa-train";
-    provenance::entries(text.as_bytes()).map_err(|source| ReportError::Json { path: path.to_owned(), writer, source })
 }

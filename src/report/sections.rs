@@ -2,17 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::axis::Range;
-use super::key_figures::{KeyFigure, key_figures};
-use super::plot::{Drawn, Plot, Series, SeriesKind};
+use super::key_figures::key_figures;
+use super::plot::{Plot, Series, SeriesKind};
 use super::readable::{grouped, number, percent, time};
-use super::recipe_text::RecipeLine;
 use super::run::Run;
 use crate::formats::bench::{BenchResult, DecodingComparison};
-use crate::formats::calibration::Calibration;
+use crate::formats::calibration::{Calibration, HeadAccuracy};
 use crate::formats::latency::Latency;
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, TREE};
 use crate::tree::drawing;
@@ -21,125 +19,26 @@ use crate::tree::search;
 /// Leaves of a tree that fits in half of the page.
 const WIDE_TREE: usize = 15;
 
-/// One run, as the template takes it.
-#[derive(Debug, Serialize)]
-pub(super) struct RunSections {
-    id: String,
-    name: String,
-    path: String,
-    stage: &'static str,
-    facts: Vec<(&'static str, String)>,
-    notes: Vec<String>,
-    key_figures: Vec<KeyFigure>,
-    calibration: Option<Accuracies>,
-    tree: Option<Tree>,
-    latency: Option<LatencySection>,
-    bench: Option<Speeds>,
-    recipe: Vec<RecipeLine>,
-    provenance: Vec<(String, String)>,
-    data: Vec<(String, String)>,
-    missing: Vec<Missing>,
-}
-
-/// The calibrated accuracies, a row a head.
-#[derive(Debug, Serialize)]
-struct Accuracies {
-    guesses: usize,
-    heads: Vec<AccuracyRow>,
-    tokens: String,
-}
-
-#[derive(Debug, Serialize)]
-struct AccuracyRow {
-    cells: Vec<Cell>,
-    together: String,
-    targets: String,
-}
-
-#[derive(Debug, Serialize)]
-struct Cell {
-    text: String,
-    /// 0 to 1, for the colour.
-    shade: f64,
-}
-
-#[derive(Debug, Serialize)]
-struct Tree {
-    svg: String,
-    /// Wider than half of the page.
-    is_wide: bool,
-    nodes: usize,
-    depth: usize,
-    expected_per_step: Option<String>,
-    expected_per_second: Option<String>,
-    has_probabilities: bool,
-}
-
-#[derive(Debug, Serialize)]
-struct LatencySection {
-    plot: Drawn,
-    device: String,
-    dtype: String,
-    threads: usize,
-    context: usize,
-}
-
-#[derive(Debug, Serialize)]
-struct Speeds {
-    rows: Vec<SpeedRow>,
-    plain_per_second: String,
-    medusa_per_second: String,
-    plain_ms: String,
-    medusa_ms: String,
-    identical: Option<bool>,
-    device: String,
-    dtype: String,
-    nodes: usize,
-    results: usize,
-}
-
-/// A category, or all.
-#[derive(Debug, Serialize)]
-struct SpeedRow {
-    name: String,
-    tokens: String,
-    acceleration_rate: String,
-    overhead: String,
-    speedup: String,
-    /// Of the largest speedup: 0 to 1.
-    part: f64,
-}
-
-/// A file that is not there, and the command that makes it.
-#[derive(Debug, Serialize)]
-struct Missing {
-    file: &'static str,
-    shows: &'static str,
-    command: String,
-}
-
-impl RunSections {
-    /// `at` counts the runs of the page, `name` is the run's own on it.
-    pub(super) fn new(run: &Run, at: usize, name: String) -> Self {
-        let id = format!("run{at}");
-        Self {
-            path: run.path.display().to_string(),
-            stage: run.stage(),
-            facts: facts(run),
-            notes: run.notes(),
-            key_figures: key_figures(run),
-            calibration: run.calibration.as_ref().map(Accuracies::new),
-            tree: tree(run, &id),
-            latency: run.latency.as_ref().map(|latency| times(latency, &id)),
-            bench: run.bench.first().map(|first| Speeds::new(first, run.bench.len())),
-            recipe: run.recipe.lines.clone(),
-            provenance: provenance(run),
-            data: data_files(run),
-            missing: missing(run),
-            id,
-            name,
-        }
-    }
+/// One run, as the template takes it; `at` counts the runs of the page, `name` is the run's own on it.
+pub(super) fn sections(run: &Run, at: usize, name: &str) -> Value {
+    let id = format!("run{at}");
+    json!({
+        "path": run.path.display().to_string(),
+        "stage": run.stage(),
+        "facts": facts(run),
+        "notes": run.notes(),
+        "key_figures": key_figures(run),
+        "calibration": run.calibration.as_ref().map(accuracies),
+        "tree": tree(run, &id),
+        "latency": run.latency.as_ref().map(|latency| times(latency, &id)),
+        "bench": run.bench.first().map(|first| speeds(first, run.bench.len())),
+        "recipe": run.recipe.lines,
+        "provenance": provenance(run),
+        "data": data_files(run),
+        "missing": missing(run),
+        "id": id,
+        "name": name,
+    })
 }
 
 fn facts(run: &Run) -> Vec<(&'static str, String)> {
@@ -164,21 +63,23 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
     facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-impl Accuracies {
-    fn new(calibration: &Calibration) -> Self {
-        // Second guesses are right a few times in a hundred: by its root such a share can still be told from none.
-        let cell = |&share: &f64| Cell { text: percent(share), shade: share.clamp(0.0, 1.0).sqrt() };
-        let heads = calibration.heads.iter().map(|head| AccuracyRow {
-            cells: head.accuracy.iter().map(cell).collect(),
-            together: percent(head.accuracy.iter().sum()),
-            targets: grouped(head.total as f64),
-        });
-        let guesses = calibration.heads.iter().map(|head| head.accuracy.len()).max().unwrap_or(0);
-        Self { guesses, heads: heads.collect(), tokens: grouped(calibration.tokens as f64) }
-    }
+/// The calibrated accuracies, a row a head; a cell's shade is 0 to 1.
+fn accuracies(calibration: &Calibration) -> Value {
+    // Second guesses are right a few times in a hundred: by its root such a share can still be told from none.
+    let cell = |&share: &f64| json!({"text": percent(share), "shade": share.clamp(0.0, 1.0).sqrt()});
+    let row = |head: &HeadAccuracy| {
+        json!({
+            "cells": head.accuracy.iter().map(cell).collect::<Vec<_>>(),
+            "together": percent(head.accuracy.iter().sum()),
+            "targets": grouped(head.total as f64),
+        })
+    };
+    let guesses = calibration.heads.iter().map(|head| head.accuracy.len()).max().unwrap_or(0);
+    let heads: Vec<Value> = calibration.heads.iter().map(row).collect();
+    json!({"guesses": guesses, "heads": heads, "tokens": grouped(calibration.tokens as f64)})
 }
 
-fn tree(run: &Run, id: &str) -> Option<Tree> {
+fn tree(run: &Run, id: &str) -> Option<Value> {
     let (tree, file) = run.tree.as_ref()?;
     // A calibration of fewer heads or guesses than the tree asks is not this tree's.
     let guesses =
@@ -187,18 +88,18 @@ fn tree(run: &Run, id: &str) -> Option<Tree> {
     let calibration = run.calibration.as_ref().filter(fits);
     let probabilities = calibration.map(|calibration| search::node_probabilities(tree, &calibration.counts_for(tree)));
     let leaves = (0..tree.len()).filter(|&node| tree.children(node).is_empty()).count();
-    Some(Tree {
-        svg: drawing::draw_in_page(tree, probabilities.as_deref(), &format!("{id}-tree")),
-        is_wide: leaves > WIDE_TREE,
-        nodes: tree.choices().len(),
-        depth: tree.max_depth(),
-        expected_per_step: file.expected_tokens_per_step.map(number),
-        expected_per_second: file.expected_tokens_per_second.map(number),
-        has_probabilities: probabilities.is_some(),
-    })
+    Some(json!({
+        "svg": drawing::draw_in_page(tree, probabilities.as_deref(), &format!("{id}-tree")),
+        "is_wide": leaves > WIDE_TREE,
+        "nodes": tree.choices().len(),
+        "depth": tree.max_depth(),
+        "expected_per_step": file.expected_tokens_per_step.map(number),
+        "expected_per_second": file.expected_tokens_per_second.map(number),
+        "has_probabilities": probabilities.is_some(),
+    }))
 }
 
-fn times(latency: &Latency, id: &str) -> LatencySection {
+fn times(latency: &Latency, id: &str) -> Value {
     let depths: BTreeSet<usize> = latency.steps.iter().map(|step| step.depth).collect();
     let of_depth = |depth: usize| {
         let steps = latency.steps.iter().filter(move |step| step.depth == depth);
@@ -217,44 +118,40 @@ fn times(latency: &Latency, id: &str) -> LatencySection {
         range: Range::FromZero,
         series,
     };
-    LatencySection {
-        plot: plot.draw(&format!("{id}-latency")),
-        device: latency.device.clone(),
-        dtype: latency.dtype.to_string(),
-        threads: latency.threads,
-        context: latency.context,
-    }
+    json!({
+        "plot": plot.draw(&format!("{id}-latency")),
+        "device": latency.device,
+        "dtype": latency.dtype.to_string(),
+        "threads": latency.threads,
+        "context": latency.context,
+    })
 }
 
-impl Speeds {
-    fn new(bench: &BenchResult, results: usize) -> Self {
-        let largest = bench.groups().map(|(_, group)| group.speedup).fold(f64::MIN_POSITIVE, f64::max);
-        Self {
-            rows: bench.groups().map(|(name, group)| SpeedRow::new(name, group, largest)).collect(),
-            plain_per_second: number(bench.all.plain.tokens_per_second),
-            medusa_per_second: number(bench.all.medusa.tokens_per_second),
-            plain_ms: number(bench.all.plain.step_ms),
-            medusa_ms: number(bench.all.medusa.step_ms),
-            identical: bench.all.identical,
-            device: bench.device.clone(),
-            dtype: bench.dtype.clone(),
-            nodes: bench.tree_nodes,
-            results,
-        }
-    }
-}
-
-impl SpeedRow {
-    fn new(name: &str, group: &DecodingComparison, largest: f64) -> Self {
-        Self {
-            name: name.into(),
-            tokens: grouped(group.medusa.tokens as f64),
-            acceleration_rate: format!("{:.2}", group.acceleration_rate),
-            overhead: format!("{:.2}", group.overhead),
-            speedup: format!("{:.2}", group.speedup),
-            part: (group.speedup / largest).clamp(0.0, 1.0),
-        }
-    }
+/// A row a category, and one of all; a row's part is of the largest speedup.
+fn speeds(bench: &BenchResult, results: usize) -> Value {
+    let largest = bench.groups().map(|(_, group)| group.speedup).fold(f64::MIN_POSITIVE, f64::max);
+    let row = |(name, group): (&str, &DecodingComparison)| {
+        json!({
+            "name": name,
+            "tokens": grouped(group.medusa.tokens as f64),
+            "acceleration_rate": format!("{:.2}", group.acceleration_rate),
+            "overhead": format!("{:.2}", group.overhead),
+            "speedup": format!("{:.2}", group.speedup),
+            "part": (group.speedup / largest).clamp(0.0, 1.0),
+        })
+    };
+    json!({
+        "rows": bench.groups().map(row).collect::<Vec<_>>(),
+        "plain_per_second": number(bench.all.plain.tokens_per_second),
+        "medusa_per_second": number(bench.all.medusa.tokens_per_second),
+        "plain_ms": number(bench.all.plain.step_ms),
+        "medusa_ms": number(bench.all.medusa.step_ms),
+        "identical": bench.all.identical,
+        "device": bench.device,
+        "dtype": bench.dtype,
+        "nodes": bench.tree_nodes,
+        "results": results,
+    })
 }
 
 /// A JSON value as a reader types it; a list of words as a command line.
@@ -288,47 +185,33 @@ fn data_files(run: &Run) -> Vec<(String, String)> {
     files.into_iter().flatten().filter_map(file).collect()
 }
 
-fn missing(run: &Run) -> Vec<Missing> {
+/// Files that are not there, and the commands that make them.
+fn missing(run: &Run) -> Vec<Value> {
     let folder = run.path.display().to_string();
     let file = |name: &str| quoted(&format!("{folder}/{name}"));
     let heads = format!("--heads {}", file(FINAL));
     let models =
         format!("--backbone {} {heads}", quoted(&run.recipe.value("backbone.path").unwrap_or("BACKBONE".into())));
     let (calibration, tree) = (file(CALIBRATION), file(TREE));
-    let made = [
-        (
-            run.calibration.is_none(),
-            CALIBRATION,
-            "the accuracy of every guess",
-            format!("medusa calibrate {models} --prompts PROMPTS.jsonl --out {calibration}"),
-        ),
-        (
-            run.tree.is_none(),
-            TREE,
-            "the tree",
-            format!("medusa tree --calibration {calibration} --nodes 63 --out {tree}"),
-        ),
-        (
-            run.latency.is_none(),
-            LATENCY,
-            "how long steps take",
-            format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file(LATENCY)),
-        ),
-        (
-            run.bench.is_empty(),
-            BENCH,
-            "the speed of decoding",
-            format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file(BENCH)),
-        ),
-    ];
-    let absent = made.into_iter().filter(|(is_absent, ..)| *is_absent);
-    absent.map(|(_, file, shows, command)| Missing { file, shows, command }).collect()
+    let mut missing = vec![];
+    let mut add = |is_absent: bool, file: &str, shows: &str, command: String| {
+        if is_absent {
+            missing.push(json!({"file": file, "shows": shows, "command": command}));
+        }
+    };
+    let calibrate = format!("medusa calibrate {models} --prompts PROMPTS.jsonl --out {calibration}");
+    add(run.calibration.is_none(), CALIBRATION, "the accuracy of every guess", calibrate);
+    let search = format!("medusa tree --calibration {calibration} --nodes 63 --out {tree}");
+    add(run.tree.is_none(), TREE, "the tree", search);
+    let time = format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file(LATENCY));
+    add(run.latency.is_none(), LATENCY, "how long steps take", time);
+    let bench = format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file(BENCH));
+    add(run.bench.is_empty(), BENCH, "the speed of decoding", bench);
+    missing
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]

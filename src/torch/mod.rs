@@ -30,6 +30,15 @@ impl Dtype {
             Dtype::Float16 => Kind::Half,
         }
     }
+
+    /// Of tensors that are computed with; float64 is none of a backbone's.
+    pub fn of(kind: Kind) -> Self {
+        match kind {
+            Kind::BFloat16 => Dtype::BFloat16,
+            Kind::Half => Dtype::Float16,
+            _ => Dtype::Float32,
+        }
+    }
 }
 
 /// `--device` as it was typed.

@@ -39,17 +39,13 @@ text { fill: #e6edf3; }
 pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: f64) -> String {
     let (width, places) = layout(tree, MIN_WIDTH);
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT;
-    let mut svg = format!(
+    let svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" height=\"{height:.0}\">\n\
          <style>\n{STYLE}\n</style>\n\
          <text class=\"title\" x=\"16\" y=\"28\">{} nodes, {expected_tokens_per_step:.2} tokens a step expected</text>\n",
         tree.choices().len(),
     );
-    levels(tree, &mut svg);
-    edges(tree, Some(probabilities), &places, &mut svg);
-    nodes(tree, Some(probabilities), &places, &mut svg);
-    svg.push_str("</svg>\n");
-    svg
+    levels_edges_nodes(tree, Some(probabilities), &places, svg)
 }
 
 /// The same picture inside a page: no title and no style, the page has its own for the classes `edge`, `node` and `rank` in `tree`.
@@ -57,15 +53,25 @@ pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: 
 pub fn draw_in_page(tree: &SparseTree, probabilities: Option<&[f64]>, id: &str) -> String {
     let (width, places) = layout(tree, MIN_WIDTH_IN_PAGE);
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT - TITLE;
-    let mut svg = format!(
+    let svg = format!(
         "<svg class=\"tree\" role=\"img\" aria-labelledby=\"{id}\" viewBox=\"0 {TITLE:.0} {width:.0} {height:.0}\" width=\"{width:.0}\" \
          height=\"{height:.0}\">\n<desc id=\"{id}\">A sparse tree of {} nodes over {} heads.</desc>\n",
         tree.choices().len(),
         tree.max_depth(),
     );
+    levels_edges_nodes(tree, probabilities, &places, svg)
+}
+
+/// All behind what `svg` begins with.
+fn levels_edges_nodes(
+    tree: &SparseTree,
+    probabilities: Option<&[f64]>,
+    places: &[(f64, f64)],
+    mut svg: String,
+) -> String {
     levels(tree, &mut svg);
-    edges(tree, probabilities, &places, &mut svg);
-    nodes(tree, probabilities, &places, &mut svg);
+    edges(tree, probabilities, places, &mut svg);
+    nodes(tree, probabilities, places, &mut svg);
     svg.push_str("</svg>\n");
     svg
 }

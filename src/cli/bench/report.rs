@@ -6,12 +6,11 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::measure::{BenchPass, BenchRun, Measured, Texts};
-use crate::cli::decoder::dtype_of;
 use crate::decode::stats::{Comparison, Tally};
 use crate::files;
 use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures};
 use crate::numbers::Positive;
-use crate::torch::device_name;
+use crate::torch::{Dtype, device_name};
 
 /// What one setting gave.
 pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
@@ -23,7 +22,7 @@ pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
         all: of(&|pass| pass.all),
         categories: first.categories.keys().map(category).collect(),
         device: device_name(bench.decoder.backbone.device()),
-        dtype: dtype_of(bench.decoder.backbone.kind()).to_string(),
+        dtype: Dtype::of(bench.decoder.backbone.kind()).to_string(),
         engine: bench.decoding.borrow().engine_name().into(),
         drafter: bench.drafter.into(),
         tree_nodes: bench.tree_nodes,

@@ -3,8 +3,9 @@
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
-use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar};
 
+use crate::cli::reading::progress_bar;
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::MetricsLine;
 use crate::train::training_loop::RunEvent;
@@ -30,10 +31,7 @@ pub(super) struct TrainProgress<'c> {
 impl<'c> TrainProgress<'c> {
     pub(super) fn new(common: &'c CommonFlags, total: usize) -> Self {
         let live = io::stderr().is_terminal() && !common.quiet;
-        let target = if live { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let bar = ProgressBar::with_draw_target(Some(total as u64), target);
-        let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Self { common, bar: bar.with_style(style), live, total, began: None, last_line: None }
+        Self { common, bar: progress_bar(Some(total as u64), BAR, common), live, total, began: None, last_line: None }
     }
 
     pub(super) fn tell(&mut self, event: &RunEvent<'_>) {

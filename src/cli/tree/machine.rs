@@ -3,20 +3,18 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use indicatif::ProgressBar;
-
-use super::super::decoder::{Decoder, dtype_of};
+use super::super::decoder::Decoder;
 use super::super::downloads::shown;
-use super::super::reading::draw_target;
+use super::super::reading::{COUNT, progress_bar};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::cpu::team::Team;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
-use crate::latency::{self, BestTree, Sweep, Timed, Times};
+use crate::latency::{self, Sweep, Timed, Times};
 use crate::model::loading::Purpose;
-use crate::torch::device_name;
+use crate::torch::{Dtype, device_name};
 use crate::tree::search::SearchedTree;
 
 /// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
@@ -82,19 +80,19 @@ fn measure(
 ) -> anyhow::Result<Latency> {
     let num_heads = calibration.heads.len();
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
-    let trees = latency::trees_to_time(num_heads, max_nodes, &best_tree(calibration))?;
+    let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // a tree is what is looked for: no word that there is none
     let decoder = Decoder::load(Purpose::Decoding, backbone, Some(&heads.to_owned()), None, &quiet)?;
     let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
-    let bar = ProgressBar::with_draw_target(Some(latency::turns(trees.len()) as u64), draw_target(common));
+    let bar = progress_bar(Some(latency::turns(trees.len()) as u64), COUNT, common);
     let times = latency::measure(&decoder.backbone, heads, &trees, context, &mut || bar.inc(1))?;
     bar.finish_and_clear();
     let Times { plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
-        dtype: dtype_of(decoder.backbone.kind()),
+        dtype: Dtype::of(decoder.backbone.kind()),
         threads: Team::of_process().size(),
         context,
         backbone: shown(backbone),
@@ -112,7 +110,9 @@ pub(super) fn choose(
     common: &CommonFlags,
 ) -> anyhow::Result<(SearchedTree, f64)> {
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
-    let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &best_tree(calibration))?;
+    let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &|nodes, heads| {
+        calibration.best_tree(nodes, heads)
+    })?;
     common.say(table(&sweep, latency));
     let chosen = sweep.trees.swap_remove(sweep.fastest);
     let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
@@ -122,10 +122,6 @@ pub(super) fn choose(
         ));
     }
     Ok((SearchedTree { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
-}
-
-fn best_tree(calibration: &Calibration) -> Box<BestTree<'_>> {
-    Box::new(|nodes, heads| calibration.best_tree(nodes, heads))
 }
 
 /// One line a size, the choice marked.

@@ -13,35 +13,35 @@ use crate::tree::accept::TypicalAcceptance;
 
 /// See [`oracle::embed`](super::oracle::embed).
 pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> Launch {
-    let [n, h] = two(x_nh);
+    let [n, h] = axes(x_nh);
     let arguments = vec![ints(tokens_n), elements(table_vh), elements(x_nh), size(h)];
     Launch::new(Program::Rows, "embed", [n, 1, 1], 256, arguments)
 }
 
 /// See [`oracle::rms_norm`](super::oracle::rms_norm).
 pub fn rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> Launch {
-    let [n, h] = two(x_nh);
+    let [n, h] = axes(x_nh);
     let arguments = vec![elements(x_nh), elements(weight_h), elements(y_nh), eighths(h), float(eps)];
     Launch::new(Program::Rows, "rms_norm", [n, 1, 1], 256, arguments)
 }
 
 /// See [`oracle::add_rms_norm`](super::oracle::add_rms_norm).
 pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> Launch {
-    let [n, h] = two(x_nh);
+    let [n, h] = axes(x_nh);
     let tensors = [x_nh, delta_nh, weight_h, y_nh].map(elements);
     Launch::new(Program::Rows, "add_rms_norm", [n, 1, 1], 256, [&tensors[..], &[eighths(h), float(eps)]].concat())
 }
 
 /// See [`oracle::silu_mul`](super::oracle::silu_mul).
 pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) -> Launch {
-    let [n, i] = two(y_ni);
+    let [n, i] = axes(y_ni);
     let arguments = vec![elements(gate_up_n), elements(y_ni), eighths(i)];
     Launch::new(Program::Rows, "silu_mul", [blocks(i / 8, 256), n, 1], 256, arguments)
 }
 
 /// See [`oracle::rope_append`](super::oracle::rope_append).
 pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
-    let ([n, q, d], [_, g, room, _]) = (three(q_nqd), four(kv_2gsd));
+    let ([n, q, d], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
     let arguments = vec![
         elements(qkv_nh),
         ints(&places.nodes.depths_n),
@@ -120,7 +120,7 @@ pub fn tree_attention(
     parts: &AttentionParts,
     o_nqd: &Tensor,
 ) -> [Launch; 2] {
-    let ([n, q, d], [_, g, room, _]) = (three(q_nqd), four(kv_2gsd));
+    let ([n, q, d], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
     assert!(n <= MAX_NODES as i64, "a step has at most {MAX_NODES} rows");
     let rows = q / g * n;
     let (name, tiles) =
@@ -151,7 +151,7 @@ pub fn tree_attention(
 
 /// See [`oracle::res_block`](super::oracle::res_block).
 pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) -> Launch {
-    let [k, h] = two(y_kh);
+    let [k, h] = axes(y_kh);
     let (x, state) = match x {
         BlockInput::Last { hidden_nh, state } => (elements(hidden_nh), ints(state)),
         BlockInput::Rows(x_kh) => (elements(x_kh), Argument::Pointer(0)),
@@ -179,7 +179,7 @@ pub fn guess_parts([k, v]: [i64; 2], p: i64, device: Device) -> Tensor {
 
 /// See [`oracle::top_guesses`](super::oracle::top_guesses); `parts` is of [`guess_parts`].
 pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, ids_kp: &Tensor) -> [Launch; 2] {
-    let ([k, v], [_, p]) = (two(logits_kv), two(ids_kp));
+    let ([k, v], [_, p]) = (axes(logits_kv), axes(ids_kp));
     let slices = blocks(v, SLICE);
     let pointer = tensor(parts, Kind::Int64);
     let first = vec![floats(logits_kv), pointer, size(v), size(p)];
@@ -192,7 +192,7 @@ pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, ids_kp: &Tensor) -> [Laun
 
 /// See [`oracle::best`](super::oracle::best).
 pub fn best(logits_nv: &Tensor, best_n: &Tensor) -> Launch {
-    let [n, v] = two(logits_nv);
+    let [n, v] = axes(logits_nv);
     Launch::new(Program::Choose, "best", [n, 1, 1], 1024, vec![floats(logits_nv), ints(best_n), size(v)])
 }
 
@@ -204,7 +204,7 @@ pub fn posterior(
     temperature: f64,
     [log_p_n, entropy_n]: [&Tensor; 2],
 ) -> Launch {
-    let [n, v] = two(logits_nv);
+    let [n, v] = axes(logits_nv);
     let arguments = vec![
         floats(logits_nv),
         ints(tokens_n),
@@ -219,7 +219,7 @@ pub fn posterior(
 
 /// See [`oracle::draw`](super::oracle::draw).
 pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) -> Launch {
-    let [n, v] = two(logits_nv);
+    let [n, v] = axes(logits_nv);
     let arguments = vec![
         floats(logits_nv),
         ints(&places.nodes.depths_n),
@@ -266,7 +266,7 @@ pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) -> Launch {
 
 /// See [`oracle::advance`](super::oracle::advance).
 pub fn advance(accepted: Accepted, tokens_n: &Tensor, results: &Tensor) -> Launch {
-    let [ring, width] = two(results);
+    let [ring, width] = axes(results);
     let tensors = [accepted.path, tokens_n, accepted.state, results].map(ints);
     one_block("advance", [&tensors[..], &[size(ring), size(width - RESULT_HEAD)]].concat())
 }
@@ -274,21 +274,13 @@ pub fn advance(accepted: Accepted, tokens_n: &Tensor, results: &Tensor) -> Launc
 /// See [`oracle::fill_tree`](super::oracle::fill_tree).
 pub fn fill_tree(nodes: &Nodes, ids_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) -> Launch {
     let tensors = [ids_kp, &nodes.depths_n, &nodes.guesses_n, state, tokens_n].map(ints);
-    one_block("fill_tree", [&tensors[..], &[size(nodes.len()), size(two(ids_kp)[1])]].concat())
+    one_block("fill_tree", [&tensors[..], &[size(nodes.len()), size(ids_kp.size()[1])]].concat())
 }
 
 fn one_block(name: &'static str, arguments: Vec<Argument>) -> Launch {
     Launch::new(Program::Accept, name, [1, 1, 1], MAX_NODES as i64, arguments)
 }
 
-fn two(tensor: &Tensor) -> [i64; 2] {
-    tensor.size().try_into().unwrap_or_else(|size| panic!("two axes, got {size:?}"))
-}
-
-fn three(tensor: &Tensor) -> [i64; 3] {
-    tensor.size().try_into().unwrap_or_else(|size| panic!("three axes, got {size:?}"))
-}
-
-fn four(tensor: &Tensor) -> [i64; 4] {
-    tensor.size().try_into().unwrap_or_else(|size| panic!("four axes, got {size:?}"))
+fn axes<const N: usize>(tensor: &Tensor) -> [i64; N] {
+    tensor.size().try_into().unwrap_or_else(|size| panic!("{N} axes, got {size:?}"))
 }

@@ -31,6 +31,7 @@ impl Nodes {
     /// # Panics
     /// For more than [`MAX_NODES`] nodes.
     pub fn of_tree(tree: &SparseTree, device: Device) -> Self {
+        assert!(tree.len() <= MAX_NODES, "a step has at most {MAX_NODES} nodes");
         let nodes = 0..tree.len();
         let children = |node| [tree.children(node).start, tree.children(node).end];
         let sees = |query: usize| nodes.clone().filter(move |&key| tree.attends(query, key)).collect();
@@ -46,16 +47,13 @@ impl Nodes {
     /// `n` tokens one after the other: plain decoding (1), or a piece of a prompt.
     ///
     /// # Panics
-    /// For more than [`MAX_NODES`] tokens.
+    /// For more than [`MAX_NODES`] tokens, or none.
     pub fn chain(n: usize, device: Device) -> Self {
-        let children = (0..n).flat_map(|node| [node + 1, n.min(node + 2)]);
-        Self {
-            depths_n: int32(0..n, device),
-            parents_n: int32((0..n).map(|node| node.saturating_sub(1)), device),
-            guesses_n: int32((0..n).map(|_| 0), device),
-            children_n2: int32(children, device).view([-1, 2]),
-            sees_n2: bits((0..n).map(|node| (0..=node).collect()), device),
-        }
+        let tree = match n {
+            1 => SparseTree::root(),
+            _ => SparseTree::chain(n - 1).expect("at least one token below the root"),
+        };
+        Self::of_tree(&tree, device)
     }
 
     /// N.
@@ -75,14 +73,11 @@ fn int32(numbers: impl Iterator<Item = usize>, device: Device) -> Tensor {
 }
 
 fn bits(rows: impl Iterator<Item = Vec<usize>>, device: Device) -> Tensor {
-    let words: Vec<i64> = rows.flat_map(|row| words(&row)).collect();
+    let word = |set: &[usize], at| {
+        set.iter().filter(|&&node| node / 64 == at).fold(0u64, |word, node| word | 1 << (node % 64))
+    };
+    let words: Vec<i64> = rows.flat_map(|set| [0, 1].map(|at| word(&set, at).cast_signed())).collect();
     Tensor::from_slice(&words).view([-1, 2]).to_device(device)
-}
-
-fn words(set: &[usize]) -> [i64; 2] {
-    assert!(set.iter().all(|&node| node < MAX_NODES), "a step has at most {MAX_NODES} nodes");
-    let word = |at: usize| set.iter().filter(|&&node| node / 64 == at).fold(0u64, |word, node| word | 1 << (node % 64));
-    [word(0).cast_signed(), word(1).cast_signed()]
 }
 
 /// Cosines and sines of every position, float32, rounded to the dtype of the backbone as its own rotation rounds them.

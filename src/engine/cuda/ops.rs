@@ -39,14 +39,36 @@ pub struct Kernels {
     scratch: Scratch,
 }
 
-/// Computes an operation by the oracle's function, or by the kernel of the same name, or by both; `written` are the arguments that it
-/// writes.
-macro_rules! call {
-    ($self:ident, $name:ident($($argument:expr),*) writes $written:expr) => {
-        $self.run(stringify!($name), &$written, || oracle::$name($($argument),*), |kernels| {
-            kernels.target.launch(&launches::$name($($argument),*))
-        })
+/// Operations that are one launch: each a function of `Ops`, of [`oracle`] and of [`launches`], all of one name and the same arguments;
+/// `writes` names those that it writes.
+macro_rules! operations {
+    ($($name:ident($($argument:ident: $of:ty),*) writes $written:expr;)*) => {
+        impl Ops {
+            $(pub(super) fn $name(&self, $($argument: $of),*) -> CudaResult {
+                self.run(stringify!($name), &$written, || oracle::$name($($argument),*), |kernels| {
+                    kernels.target.launch(&launches::$name($($argument),*))
+                })
+            })*
+        }
     };
+}
+
+operations! {
+    embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) writes [x_nh];
+    rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) writes [y_nh];
+    add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) writes [x_nh, y_nh];
+    rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) writes [q_nqd, kv_2gsd];
+    silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) writes [product_ni];
+    res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) writes [y_kh];
+    best(logits_nv: &Tensor, best_n: &Tensor) writes [best_n];
+    posterior(logits_nv: &Tensor, tokens_n: &Tensor, nodes: &Nodes, temperature: f64, numbers: [&Tensor; 2]) writes numbers;
+    draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) writes [drawn_n];
+    walk(nodes: &Nodes, tokens_n: &Tensor, chosen_n: &Tensor, accepted: Accepted) writes [accepted.path, accepted.state];
+    typical(nodes: &Nodes, posterior: [&Tensor; 2], rule: TypicalAcceptance, best_n: &Tensor, accepted: Accepted)
+        writes [accepted.path, accepted.state];
+    compact(cache_l2gsd: &Tensor, accepted: Accepted) writes [cache_l2gsd];
+    advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) writes [accepted.state, results_rt];
+    fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) writes [tokens_n];
 }
 
 impl Ops {
@@ -141,25 +163,6 @@ impl Ops {
         self.target().map_or_else(|| Ok(from.to_device(Device::Cpu)), |target| target.download(from))
     }
 
-    pub(super) fn embed(&self, tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> CudaResult {
-        call!(self, embed(tokens_n, table_vh, x_nh) writes [x_nh])
-    }
-
-    pub(super) fn rms_norm(&self, x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) -> CudaResult {
-        call!(self, rms_norm(x_nh, weight_h, eps, y_nh) writes [y_nh])
-    }
-
-    pub(super) fn add_rms_norm(
-        &self,
-        x_nh: &Tensor,
-        delta_nh: &Tensor,
-        weight_h: &Tensor,
-        eps: f64,
-        y_nh: &Tensor,
-    ) -> CudaResult {
-        call!(self, add_rms_norm(x_nh, delta_nh, weight_h, eps, y_nh) writes [x_nh, y_nh])
-    }
-
     pub(super) fn linear(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
         let (product, oracle) = (Product::of(x_nk, w_mk, y_nm), || oracle::linear(x_nk, w_mk, y_nm));
         let Self::Beside(Kernels { target, .. }, compared) = self else {
@@ -171,17 +174,6 @@ impl Ops {
             let kernel = || target.linear(way, x_nk, w_mk, y_nm);
             compared.compare(&format!("linear {way}"), &[y_nm], &**target, oracle, kernel)
         })
-    }
-
-    pub(super) fn rope_append(
-        &self,
-        qkv_nw: &Tensor,
-        places: Places,
-        rotations: &Rotations,
-        q_nqd: &Tensor,
-        kv_2gsd: &Tensor,
-    ) -> CudaResult {
-        call!(self, rope_append(qkv_nw, places, rotations, q_nqd, kv_2gsd) writes [q_nqd, kv_2gsd])
     }
 
     pub(super) fn tree_attention(
@@ -202,71 +194,11 @@ impl Ops {
         })
     }
 
-    pub(super) fn silu_mul(&self, gate_up_ni: &Tensor, product_ni: &Tensor) -> CudaResult {
-        call!(self, silu_mul(gate_up_ni, product_ni) writes [product_ni])
-    }
-
-    pub(super) fn res_block(&self, x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) -> CudaResult {
-        call!(self, res_block(x, w_khh, b_kh, y_kh) writes [y_kh])
-    }
-
     pub(super) fn top_guesses(&self, logits_kv: &Tensor, ids_kp: &Tensor) -> CudaResult {
         let oracle = || oracle::top_guesses(logits_kv, ids_kp);
         self.run("top_guesses", &[ids_kp], oracle, |Kernels { target, scratch }| {
             let both = launches::top_guesses(logits_kv, scratch.guess_parts(), ids_kp);
             both.iter().try_for_each(|launch| target.launch(launch))
         })
-    }
-
-    pub(super) fn best(&self, logits_nv: &Tensor, best_n: &Tensor) -> CudaResult {
-        call!(self, best(logits_nv, best_n) writes [best_n])
-    }
-
-    pub(super) fn posterior(
-        &self,
-        logits_nv: &Tensor,
-        tokens_n: &Tensor,
-        nodes: &Nodes,
-        temperature: f64,
-        numbers: [&Tensor; 2],
-    ) -> CudaResult {
-        call!(self, posterior(logits_nv, tokens_n, nodes, temperature, numbers) writes numbers)
-    }
-
-    pub(super) fn draw(&self, logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) -> CudaResult {
-        call!(self, draw(logits_nv, places, draws, drawn_n) writes [drawn_n])
-    }
-
-    pub(super) fn walk(&self, nodes: &Nodes, tokens_n: &Tensor, chosen_n: &Tensor, accepted: Accepted) -> CudaResult {
-        call!(self, walk(nodes, tokens_n, chosen_n, accepted) writes [accepted.path, accepted.state])
-    }
-
-    pub(super) fn typical(
-        &self,
-        nodes: &Nodes,
-        posterior: [&Tensor; 2],
-        rule: TypicalAcceptance,
-        best_n: &Tensor,
-        accepted: Accepted,
-    ) -> CudaResult {
-        call!(self, typical(nodes, posterior, rule, best_n, accepted) writes [accepted.path, accepted.state])
-    }
-
-    pub(super) fn compact(&self, cache_l2gsd: &Tensor, accepted: Accepted) -> CudaResult {
-        call!(self, compact(cache_l2gsd, accepted) writes [cache_l2gsd])
-    }
-
-    pub(super) fn advance(&self, accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) -> CudaResult {
-        call!(self, advance(accepted, tokens_n, results_rt) writes [accepted.state, results_rt])
-    }
-
-    pub(super) fn fill_tree(
-        &self,
-        nodes: &Nodes,
-        guesses_kp: &Tensor,
-        state: &Tensor,
-        tokens_n: &Tensor,
-    ) -> CudaResult {
-        call!(self, fill_tree(nodes, guesses_kp, state, tokens_n) writes [tokens_n])
     }
 }
