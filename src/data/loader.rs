@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::cache::CacheError;
-use super::pack::{Sequence, Sequences};
+use super::pack::{PackedSequence, Sequences};
 use super::rows::IGNORE;
 
 /// Hands out the micro batches of every optimizer step.
@@ -116,7 +116,7 @@ impl Loader {
 }
 
 impl Batch {
-    fn of(sequence_ids: Vec<usize>, sequences: Vec<Sequence>) -> Self {
+    fn of(sequence_ids: Vec<usize>, sequences: Vec<PackedSequence>) -> Self {
         let length = sequences.iter().map(|row| row.input_ids.len()).max().unwrap_or(0);
         Self {
             rows: sequence_ids.len(),
@@ -180,16 +180,16 @@ mod tests {
     use super::*;
 
     /// Segments of (token, labelled) to a sequence.
-    fn sequence(segments: Vec<Vec<(i32, bool)>>) -> Sequence {
+    fn sequence(segments: Vec<Vec<(i32, bool)>>) -> PackedSequence {
         let tokens = || segments.iter().flatten();
-        Sequence {
+        PackedSequence {
             input_ids: tokens().map(|(token, _)| *token).collect(),
             labels: tokens().map(|&(token, labelled)| if labelled { token } else { IGNORE }).collect(),
             segment_lengths: segments.iter().map(Vec::len).collect(),
         }
     }
 
-    fn sequences() -> impl Strategy<Value = Vec<Sequence>> {
+    fn sequences() -> impl Strategy<Value = Vec<PackedSequence>> {
         let segment = prop::collection::vec((0..500, any::<bool>()), 1..8);
         prop::collection::vec(prop::collection::vec(segment, 1..4).prop_map(sequence), 1..20)
     }
@@ -212,9 +212,9 @@ mod tests {
     }
 
     /// The oracle: a batch made of sequences in memory, place by place.
-    fn naive_batch(sequences: &[Sequence], ids: &[usize]) -> Batch {
+    fn naive_batch(sequences: &[PackedSequence], ids: &[usize]) -> Batch {
         let length = ids.iter().map(|&id| sequences[id].input_ids.len()).max().unwrap_or(0);
-        let place = |of: fn(&Sequence) -> &Vec<i32>, padding: i32| {
+        let place = |of: fn(&PackedSequence) -> &Vec<i32>, padding: i32| {
             let row = |&id: &usize| (0..length).map(move |t| of(&sequences[id]).get(t).map_or(padding, |&token| token));
             ids.iter().flat_map(row).map(i64::from).collect()
         };

@@ -9,7 +9,7 @@ use super::store::RowStore;
 
 /// What one row of a batch holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sequence {
+pub struct PackedSequence {
     /// Token ids of its rows, one after another.
     pub input_ids: Vec<i32>,
     /// As long as `input_ids`.
@@ -85,18 +85,18 @@ impl Sequences {
     ///
     /// # Errors
     /// As [`RowStore::row`].
-    pub fn get(&self, sequence: usize) -> Result<Sequence, CacheError> {
+    pub fn get(&self, sequence: usize) -> Result<PackedSequence, CacheError> {
         let rows = self.members(sequence).map(|row| self.rows.row(row)).collect::<Result<_, _>>()?;
         Ok(join(rows))
     }
 
     /// All sequences, one read after the other.
-    pub fn iter(&self) -> impl Iterator<Item = Result<Sequence, CacheError>> + '_ {
+    pub fn iter(&self) -> impl Iterator<Item = Result<PackedSequence, CacheError>> + '_ {
         (0..self.len()).map(|sequence| self.get(sequence))
     }
 
     /// Sequences that are in memory, their tokens encoded as they are on disk.
-    pub fn in_memory(sequences: Vec<Sequence>) -> Self {
+    pub fn in_memory(sequences: Vec<PackedSequence>) -> Self {
         let (mut rows, mut ends) = (Vec::new(), Vec::new());
         for sequence in sequences {
             let mut start = 0;
@@ -200,11 +200,14 @@ fn take_tightest(by_room: &mut BTreeMap<usize, Vec<u32>>, length: usize) -> Opti
     Some((sequence, room))
 }
 
-fn join(rows: Vec<TokenRow>) -> Sequence {
+fn join(rows: Vec<TokenRow>) -> PackedSequence {
     let mut rows = rows.into_iter();
     let first = rows.next().unwrap_or(TokenRow { input_ids: vec![], labels: vec![] });
-    let mut sequence =
-        Sequence { segment_lengths: vec![first.input_ids.len()], input_ids: first.input_ids, labels: first.labels };
+    let mut sequence = PackedSequence {
+        segment_lengths: vec![first.input_ids.len()],
+        input_ids: first.input_ids,
+        labels: first.labels,
+    };
     for row in rows {
         sequence.segment_lengths.push(row.input_ids.len());
         sequence.input_ids.extend(row.input_ids);
@@ -231,7 +234,7 @@ mod tests {
     }
 
     /// The oracle: rows in memory, sequences as lists of rows, every list sorted.
-    fn pack_lists(rows: &[TokenRow], max_length: usize) -> Vec<Sequence> {
+    fn pack_lists(rows: &[TokenRow], max_length: usize) -> Vec<PackedSequence> {
         let mut order: Vec<usize> = (0..rows.len()).collect();
         order.sort_by_key(|&row| std::cmp::Reverse(rows[row].input_ids.len()));
         let mut sequences: Vec<Vec<usize>> = Vec::new();
@@ -250,7 +253,7 @@ mod tests {
         sequences.into_iter().map(|members| join(members.into_iter().map(|row| rows[row].clone()).collect())).collect()
     }
 
-    fn all(sequences: &Sequences) -> Vec<Sequence> {
+    fn all(sequences: &Sequences) -> Vec<PackedSequence> {
         sequences.iter().collect::<Result<_, _>>().unwrap()
     }
 

@@ -1,9 +1,9 @@
 //! Positions from which some head predicts a target: the others' hidden states are never read.
 
 use crate::data::IGNORE;
-use crate::data::pack::Sequence;
+use crate::data::pack::PackedSequence;
 
-pub(super) fn predicting_in(sequence: &Sequence, num_heads: usize) -> Vec<usize> {
+pub(super) fn predicting_in(sequence: &PackedSequence, num_heads: usize) -> Vec<usize> {
     predicting(&sequence.segment_lengths, num_heads, |t| sequence.labels[t] != IGNORE)
 }
 

@@ -11,7 +11,7 @@ use super::{BatchStates, KeptStates, file_bytes};
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
 use crate::data::loader::Loader;
-use crate::data::pack::{Sequence, Sequences};
+use crate::data::pack::{PackedSequence, Sequences};
 use crate::files::write_atomic;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -32,7 +32,7 @@ fn backbone(kind: Kind) -> (TempDir, Llama) {
 }
 
 /// Seven sequences of two segments; every other one has labels in its second segment only, the last has none.
-fn sequences() -> Vec<Sequence> {
+fn sequences() -> Vec<PackedSequence> {
     let sequence = |s: usize| {
         let segment_lengths = vec![3 + s % 3, 6 + s];
         let input_ids: Vec<i32> = (0..9 + s % 3 + s).map(|t| ((s * 7 + t * 5) % 40) as i32).collect();
@@ -40,16 +40,16 @@ fn sequences() -> Vec<Sequence> {
             let has_loss = s < 6 && (s.is_multiple_of(2) || t >= segment_lengths[0]);
             if has_loss { id } else { IGNORE }
         });
-        Sequence { labels: labels.collect(), input_ids, segment_lengths }
+        PackedSequence { labels: labels.collect(), input_ids, segment_lengths }
     };
     (0..7).map(sequence).collect()
 }
 
-fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &[Sequence]) -> KeptStates<'r> {
+fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &[PackedSequence]) -> KeptStates<'r> {
     KeptStates::open(folder, backbone, from.path(), &in_memory(sequences), NUM_HEADS).unwrap()
 }
 
-fn in_memory(sequences: &[Sequence]) -> Sequences {
+fn in_memory(sequences: &[PackedSequence]) -> Sequences {
     Sequences::in_memory(sequences.to_vec())
 }
 
@@ -159,12 +159,12 @@ fn whatever_decides_a_state_decides_the_file() {
     let (from, float) = backbone(Kind::Float);
     let (_, half) = backbone(Kind::BFloat16);
     let folder = tempfile::tempdir().unwrap();
-    let name = |backbone: &Llama, sequences: &[Sequence], num_heads| {
+    let name = |backbone: &Llama, sequences: &[PackedSequence], num_heads| {
         let kept = KeptStates::open(folder.path(), backbone, from.path(), &in_memory(sequences), num_heads).unwrap();
         kept.path().to_owned()
     };
     let mut names = vec![name(&float, &sequences(), 2), name(&half, &sequences(), 2), name(&float, &sequences(), 1)];
-    let changes: [fn(&mut Sequence); 3] =
+    let changes: [fn(&mut PackedSequence); 3] =
         [|s| s.input_ids[0] += 1, |s| s.labels[2] = IGNORE, |s| s.segment_lengths = vec![2, s.input_ids.len() - 2]];
     for change in changes {
         let mut other = sequences();
