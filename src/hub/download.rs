@@ -15,7 +15,7 @@ use ureq::Response;
 use super::cache::make_parent;
 use super::client::{About, Ask};
 use super::id::{Id, Repo};
-use super::listing::{self, Entry, Hash};
+use super::listing::{self, Entry};
 use super::{Hub, HubError, TransferEvent, Wanted};
 use crate::files;
 
@@ -63,11 +63,11 @@ impl Hub<'_> {
             (self.tell)(TransferEvent::Ended);
             brought?;
         }
-        files.iter().try_for_each(|file| self.cache.link(from.repo, from.commit, &file.path, file.hash.text()))
+        files.iter().try_for_each(|file| self.cache.link(from.repo, from.commit, &file.path, &file.hash))
     }
 
     fn has(&self, repo: &Repo, file: &Entry) -> bool {
-        fs::metadata(self.cache.blob(repo, file.hash.text())).is_ok_and(|blob| blob.len() == file.size)
+        fs::metadata(self.cache.blob(repo, &file.hash)).is_ok_and(|blob| blob.len() == file.size)
     }
 
     /// Several at once; the first error ends the others where they are.
@@ -93,7 +93,7 @@ impl Hub<'_> {
 
     /// One blob. `HASH.incomplete` keeps what came, for this process or a later one.
     fn one(&self, from: SnapshotOf<'_>, file: &Entry, stop: &AtomicBool) -> Result<(), HubError> {
-        let hash = file.hash.text();
+        let hash = &file.hash;
         let blob = self.cache.blob(from.repo, hash);
         make_parent(&blob)?;
         let _lock =
@@ -218,26 +218,21 @@ fn check(file: &Entry, path: &Path) -> Result<(), HubError> {
     if got == file.hash {
         return Ok(());
     }
-    let (expected, got) = (in_words(&file.hash), in_words(&got));
-    Err(HubError::Damaged { file: file.path.clone(), expected, got })
+    let in_words = |hash: &str| format!("{} {hash}", if is_sha256(hash) { "SHA-256" } else { "git's hash" });
+    Err(HubError::Damaged { file: file.path.clone(), expected: in_words(&file.hash), got: in_words(&got) })
 }
 
-fn in_words(hash: &Hash) -> String {
-    match hash {
-        Hash::Git(text) => format!("git's hash {text}"),
-        Hash::Sha256(text) => format!("SHA-256 {text}"),
-    }
+fn is_sha256(hash: &str) -> bool {
+    hash.len() == 64
 }
 
-/// A file's hash, of the kind of another.
-pub(super) fn hash_like(hash: &Hash, path: &Path) -> std::io::Result<Hash> {
-    match hash {
-        Hash::Sha256(_) => files::sha256(path).map(Hash::Sha256),
-        Hash::Git(_) => {
-            let file = File::open(path)?;
-            git_hash(file.metadata()?.len(), file).map(Hash::Git)
-        }
+/// A file's hash, of the kind of another ([`Entry`]).
+pub(super) fn hash_like(hash: &str, path: &Path) -> std::io::Result<String> {
+    if is_sha256(hash) {
+        return files::sha256(path);
     }
+    let file = File::open(path)?;
+    git_hash(file.metadata()?.len(), file)
 }
 
 /// The hash that git has of so many bytes.

@@ -6,10 +6,10 @@ use serde::Deserialize;
 use ureq::Response;
 use url::Url;
 
+use super::HubError;
 use super::cache::{is_commit, is_hash};
 use super::client::{About, Ask, Client, may_follow};
 use super::id::{self, Repo};
-use super::{HubError, cache};
 
 /// The state of a revision.
 #[derive(Debug, Deserialize)]
@@ -25,25 +25,9 @@ pub(super) struct BranchHead {
 pub(super) struct Entry {
     pub(super) path: String,
     pub(super) size: u64,
-    pub(super) hash: Hash,
-}
-
-/// What the Hub knows a file by.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Hash {
-    /// Of git: SHA-1 of `blob SIZE\0` and the bytes. Small text files.
-    Git(String),
-    /// Of the bytes. Everything in LFS.
-    Sha256(String),
-}
-
-impl Hash {
-    /// The name of the blob in the cache: the Hub's ETag.
-    pub(super) fn text(&self) -> &str {
-        match self {
-            Self::Git(text) | Self::Sha256(text) => text,
-        }
-    }
+    /// What the Hub knows a file by, and the name of its blob in the cache: of a small text file git's SHA-1 (40 digits, of `blob SIZE\0` and
+    /// the bytes), of a file in LFS the SHA-256 of its bytes (64 digits).
+    pub(super) hash: String,
 }
 
 #[derive(Deserialize)]
@@ -101,16 +85,14 @@ fn entry(repo: &Repo, listed: ListedFile, bad: &dyn Fn(String) -> HubError) -> R
     if !id::is_safe(&listed.path) {
         return Err(HubError::UnsafeName { repo: repo.to_string(), name: listed.path });
     }
-    let (hash, size) = match listed.lfs {
-        Some(lfs) => (Hash::Sha256(lfs.oid), lfs.size),
-        None => (Hash::Git(listed.oid), listed.size),
+    let (hash, digits, size) = match listed.lfs {
+        Some(lfs) => (lfs.oid, 64, lfs.size),
+        None => (listed.oid, 40, listed.size),
     };
-    let is_good = match &hash {
-        Hash::Git(text) => cache::is_commit(text),
-        Hash::Sha256(text) => is_hash(text, 64),
-    };
-    let wrong = || bad(format!("a hash that is none, of {}", listed.path));
-    if is_good { Ok(Entry { path: listed.path, size, hash }) } else { Err(wrong()) }
+    if !is_hash(&hash, digits) {
+        return Err(bad(format!("a hash that is none, of {}", listed.path)));
+    }
+    Ok(Entry { path: listed.path, size, hash })
 }
 
 /// `Link: <…>; rel="next"`. It may lead to another host, as behind a mirror: it is followed like a redirection, that is without the

@@ -15,7 +15,7 @@ use super::client::{About, Ask, Body};
 use super::download::{git_hash, hash_like};
 use super::error::BranchState;
 use super::id::Repo;
-use super::listing::{self, BranchHead, Entry, Hash};
+use super::listing::{self, BranchHead, Entry};
 use super::{Hub, HubError};
 use crate::files;
 
@@ -97,7 +97,7 @@ struct Committed {
 struct Addition<'l> {
     file: &'l Local,
     /// As the Hub will know it.
-    hash: Hash,
+    hash: String,
     /// Of the commit's body.
     line: String,
 }
@@ -107,7 +107,7 @@ impl<'l> Addition<'l> {
     fn large(file: &'l Local) -> Result<Self, HubError> {
         let oid = files::sha256(&file.path).map_err(HubError::io("read", &file.path))?;
         let value = json!({"path": file.name, "algo": "sha256", "oid": oid, "size": file.size});
-        Ok(Self { file, hash: Hash::Sha256(oid), line: json!({"key": "lfsFile", "value": value}).to_string() })
+        Ok(Self { file, hash: oid, line: json!({"key": "lfsFile", "value": value}).to_string() })
     }
 
     /// A file in the commit itself.
@@ -115,7 +115,7 @@ impl<'l> Addition<'l> {
         let bytes = fs::read(&file.path).map_err(HubError::io("read", &file.path))?;
         let hash = git_hash(bytes.len() as u64, &bytes[..]).map_err(HubError::io("read", &file.path))?;
         let value = json!({"content": STANDARD.encode(bytes), "path": file.name, "encoding": "base64"});
-        Ok(Self { file, hash: Hash::Git(hash), line: json!({"key": "file", "value": value}).to_string() })
+        Ok(Self { file, hash, line: json!({"key": "file", "value": value}).to_string() })
     }
 
     fn is_in(&self, tree: &[Entry]) -> bool {
@@ -356,12 +356,12 @@ mod tests {
         assert_eq!(names, ["deep/config.json", "empty", "heads.safetensors"]);
         assert_eq!(left_out, [".git", ".x", "y.partial"]);
         let entry = |path: &str, size, hash| Entry { path: path.into(), size, hash };
-        let git = |text: &str| Hash::Git(text.into());
+        let git = |text: &str| text.to_owned();
         let sha256 = files::sha256(&local[2].path).unwrap();
         let there = [
             entry("empty", 0, git("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391")), // git's hash of nothing
             entry("deep/config.json", 16, git("0000000000000000000000000000000000000000")),
-            entry("heads.safetensors", 17, Hash::Sha256(sha256)),
+            entry("heads.safetensors", 17, sha256),
         ];
         let names: Vec<_> = changed(&local, &there).unwrap().iter().map(|file| file.name.clone()).collect();
         assert_eq!(names, ["deep/config.json"]);
@@ -377,10 +377,10 @@ mod tests {
         });
         let sent = [Addition::inline(&small).unwrap(), Addition::large(&large).unwrap()];
         drop(folder);
-        let git = Hash::Git("ce013625030ba8dba906f756967f9e9ca394464a".into()); // echo hello | git hash-object --stdin
-        let sha256 = Hash::Sha256("5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03".into()); // echo hello | sha256sum
-        let entry = |file: &Local, hash: &Hash| Entry { path: file.name.clone(), size: 6, hash: hash.clone() };
-        assert!(sent.iter().all(|addition| addition.is_in(&[entry(&small, &git), entry(&large, &sha256)])));
-        assert!(!sent.iter().any(|addition| addition.is_in(&[entry(&small, &sha256), entry(&large, &git)])));
+        let git = "ce013625030ba8dba906f756967f9e9ca394464a"; // echo hello | git hash-object --stdin
+        let sha256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"; // echo hello | sha256sum
+        let entry = |file: &Local, hash: &str| Entry { path: file.name.clone(), size: 6, hash: hash.to_owned() };
+        assert!(sent.iter().all(|addition| addition.is_in(&[entry(&small, git), entry(&large, sha256)])));
+        assert!(!sent.iter().any(|addition| addition.is_in(&[entry(&small, sha256), entry(&large, git)])));
     }
 }

@@ -48,7 +48,7 @@ impl Hub<'_> {
         let additions = files.iter().map(|file| Addition::large(file)).collect::<Result<Vec<_>, _>>()?;
         for some in additions.chunks(BATCH) {
             let objects = self.batch(push, some)?;
-            let of = |oid: &str| some.iter().find(|addition| addition.hash.text() == oid);
+            let of = |oid: &str| some.iter().find(|addition| addition.hash == oid);
             let work: Vec<(&Local, Object)> = objects
                 .into_iter()
                 .filter(|object| object.actions.as_ref().is_some_and(|actions| actions.upload.is_some()))
@@ -69,7 +69,7 @@ impl Hub<'_> {
     fn batch(&self, push: &Push<'_>, files: &[Addition<'_>]) -> Result<Vec<Object>, HubError> {
         let doing = format!("asking where {} takes large files", push.repo);
         let objects: Vec<Value> =
-            files.iter().map(|addition| json!({"oid": addition.hash.text(), "size": addition.file.size})).collect();
+            files.iter().map(|addition| json!({"oid": addition.hash, "size": addition.file.size})).collect();
         let body = json!({
             "operation": "upload",
             "transfers": ["basic", "multipart"],
