@@ -201,46 +201,31 @@ fn category(object: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
 
 fn input(object: &Map<String, Value>) -> Result<PromptInput, RowProblem> {
     match asked(object)? {
-        PromptForm::Text(prompt) => Ok(PromptInput::Text(prompt)),
-        PromptForm::Ids(ids) => Ok(PromptInput::Ids(ids)),
-        PromptForm::Turns(turns) => Ok(PromptInput::Turns(turns)),
-        PromptForm::Messages(key, messages) => before_the_answer(key, messages).map(PromptInput::Chat),
+        (key, PromptInput::Chat(messages)) => before_the_answer(key, messages).map(PromptInput::Chat),
+        (_, input) => Ok(input),
     }
 }
 
 fn questions(object: &Map<String, Value>) -> Result<Questions, RowProblem> {
     match asked(object)? {
-        PromptForm::Text(prompt) => Ok(Questions::Text(prompt)),
-        PromptForm::Ids(ids) => Ok(Questions::Ids(ids)),
-        PromptForm::Turns(user) => Ok(Questions::Turns { system: None, user }),
-        PromptForm::Messages(key, messages) => of_user(key, messages),
+        (_, PromptInput::Text(prompt)) => Ok(Questions::Text(prompt)),
+        (_, PromptInput::Ids(ids)) => Ok(Questions::Ids(ids)),
+        (_, PromptInput::Turns(user)) => Ok(Questions::Turns { system: None, user }),
+        (key, PromptInput::Chat(messages)) => of_user(key, messages),
     }
 }
 
-/// The forms of an object, by their keys.
-enum PromptForm {
-    Text(String),
-    Ids(Vec<i32>),
-    Turns(Vec<String>),
-    /// Under which key.
-    Messages(&'static str, Vec<Message>),
-}
-
-fn asked(object: &Map<String, Value>) -> Result<PromptForm, RowProblem> {
-    let value = |key: &str| object.get(key).filter(|value| !value.is_null());
-    if let Some(prompt) = value("prompt") {
-        return text("prompt", prompt).map(PromptForm::Text);
-    }
-    if let Some(ids) = value("prompt_ids") {
-        return each("prompt_ids", ids, "a list of token ids", token).map(PromptForm::Ids);
-    }
-    if let Some(turns) = value("turns") {
-        return each("turns", turns, "a list of strings", text).map(PromptForm::Turns);
-    }
-    for key in ["messages", "conversations"] {
-        if let Some(messages) = value(key) {
-            return Ok(PromptForm::Messages(key, each(key, messages, "a list of messages", message)?));
-        }
+/// The first known key that an object has, and all that stands there.
+fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), RowProblem> {
+    for key in ["prompt", "prompt_ids", "turns", "messages", "conversations"] {
+        let Some(value) = object.get(key).filter(|value| !value.is_null()) else { continue };
+        let input = match key {
+            "prompt" => PromptInput::Text(text(key, value)?),
+            "prompt_ids" => PromptInput::Ids(each(key, value, "a list of token ids", token)?),
+            "turns" => PromptInput::Turns(each(key, value, "a list of strings", text)?),
+            _ => PromptInput::Chat(each(key, value, "a list of messages", message)?),
+        };
+        return Ok((key, input));
     }
     let expected = "\"prompt\", \"messages\", \"conversations\", \"turns\" or \"prompt_ids\"";
     let found: Vec<_> = object.keys().map(|key| format!("{key:?}")).collect();

@@ -1,8 +1,9 @@
 //! One conversation, turn by turn: what is asked next, and the row that it becomes. Decodes nothing.
 
+use std::num::NonZeroUsize;
+
 use serde::{Deserialize, Serialize};
 
-use super::Settings;
 use super::answer::Question;
 use super::render::{self, OpenQuestion, Rendered, Renderer, WrittenTurn};
 use crate::data::IGNORE;
@@ -11,6 +12,21 @@ use crate::data::prompts::{Dialogue, PromptError, Questions};
 use crate::data::tokenize::narrow;
 use crate::decode::sequence::{FinishReason, Generation};
 use crate::engine::sample::Stream;
+
+/// How conversations are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// Of one answer.
+    pub max_new_tokens: NonZeroUsize,
+    /// Answers of a conversation at most.
+    pub turns: NonZeroUsize,
+    /// The backbone writes the user's turns behind the first one, too.
+    pub self_talk: bool,
+    /// Of what is drawn.
+    pub seed: u64,
+    /// The backbone's `max_position_embeddings`.
+    pub context: usize,
+}
 
 /// A conversation that is being held.
 #[derive(Debug)]
@@ -218,7 +234,6 @@ impl<'a> Conversation<'a> {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
-    use std::num::NonZeroUsize;
     use std::path::Path;
 
     use std::time::Duration;

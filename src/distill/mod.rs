@@ -17,15 +17,14 @@ mod journal;
 pub mod output;
 pub mod provenance;
 pub mod render;
-mod settings;
 mod shards;
 
 use answer::{Answerer, Question};
+pub use conversation::Settings;
 use conversation::{Conversation, Finished};
 pub use error::DistillError;
 use output::Output;
 use render::Renderer;
-pub use settings::Settings;
 
 /// How far a run is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
