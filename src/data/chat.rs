@@ -101,7 +101,7 @@ impl ConversationRenderer<'_> {
         if answers.is_empty() {
             return Err(DropReason::NoAssistantTurn.into());
         }
-        if self.template.marks_generation() {
+        if self.template.marks_generation {
             return self.render_generation(turns, &messages);
         }
         let text = self.template.render(&messages, false)?;
@@ -159,7 +159,7 @@ impl ConversationRenderer<'_> {
         let role = match turn.role {
             Role::System => "system",
             Role::Assistant | Role::Call => "assistant",
-            Role::Tool if self.template.takes_tool_turns() => "tool",
+            Role::Tool if self.template.takes_tool_turns => "tool",
             Role::User | Role::Tool | Role::Unknown => "user",
         };
         Message::new(role, &turn.content)

@@ -140,8 +140,10 @@ pub struct ChatTemplate {
     special: SpecialTokens,
     place: String,
     sha256: String,
-    marks_generation: bool,
-    takes_tool_turns: bool,
+    /// Whether the template says itself which text is the assistant's, with `{% generation %}`.
+    pub(super) marks_generation: bool,
+    /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
+    pub(super) takes_tool_turns: bool,
 }
 
 /// A rendered conversation, and the bytes of it that were between marks.
@@ -192,24 +194,27 @@ impl ChatTemplate {
     /// # Errors
     /// Files that cannot be read, a template that does not parse.
     pub fn load(folder: &Path) -> Result<Option<Self>, TemplateError> {
-        let path = folder.join("chat_template.jinja");
-        let special = SpecialTokens::load(folder)?;
-        match fs::read_to_string(&path) {
-            Ok(source) => return Self::parse(&source, special, path.display().to_string()).map(Some),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(source) => return Err(TemplateError::Read { path, source }),
+        match Self::of_file(&folder.join("chat_template.jinja"), folder) {
+            Err(TemplateError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+            read => return read.map(Some),
         }
         let path = folder.join("tokenizer_config.json");
         let config = read_json(&path)?.unwrap_or_default();
         match &config["chat_template"] {
             serde_json::Value::Null => Ok(None),
             value => {
-                let got = || shown(value);
-                let source =
-                    default_of(value).ok_or_else(|| TemplateError::Shape { path: path.clone(), got: got() })?;
-                Self::parse(source, special, path.display().to_string()).map(Some)
+                let shape = || TemplateError::Shape { path: path.clone(), got: shown(value) };
+                let source = default_of(value).ok_or_else(shape)?;
+                Self::parse(source, SpecialTokens::load(folder)?, path.display().to_string()).map(Some)
             }
         }
+    }
+
+    /// The template of a file, with the special tokens of the backbone in `folder`.
+    fn of_file(path: &Path, folder: &Path) -> Result<Self, TemplateError> {
+        let special = SpecialTokens::load(folder)?;
+        let unreadable = |source| TemplateError::Read { path: path.to_owned(), source };
+        Self::parse(&fs::read_to_string(path).map_err(unreadable)?, special, path.display().to_string())
     }
 
     /// The template of a recipe, with the special tokens of the backbone in `folder`; `None` for the choice of the
@@ -223,11 +228,7 @@ impl ChatTemplate {
             TemplateChoice::BuiltIn(BuiltIn { name, source }) => {
                 Self::parse(source, SpecialTokens::load(folder)?, format!("the built-in template {name:?}")).map(Some)
             }
-            TemplateChoice::File(path) => {
-                let unreadable = |source| TemplateError::Read { path: path.clone(), source };
-                let source = fs::read_to_string(path).map_err(unreadable)?;
-                Self::parse(&source, SpecialTokens::load(folder)?, path.display().to_string()).map(Some)
-            }
+            TemplateChoice::File(path) => Self::of_file(path, folder).map(Some),
         }
     }
 
@@ -247,16 +248,6 @@ impl ChatTemplate {
     /// Where the template stands.
     pub fn place(&self) -> &str {
         &self.place
-    }
-
-    /// Whether the template says itself which text is the assistant's, with `{% generation %}`.
-    pub(super) fn marks_generation(&self) -> bool {
-        self.marks_generation
-    }
-
-    /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
-    pub(super) fn takes_tool_turns(&self) -> bool {
-        self.takes_tool_turns
     }
 
     /// A whole conversation, and what of it stands in `{% generation %}` blocks.
@@ -294,10 +285,8 @@ impl ChatTemplate {
     }
 
     fn parse(source: &str, special: SpecialTokens, place: String) -> Result<Self, TemplateError> {
-        let environment = match jinja::environment(source) {
-            Ok(environment) => environment,
-            Err(source) => return Err(TemplateError::Syntax { place, source }),
-        };
+        let broken = |source| TemplateError::Syntax { place: place.clone(), source };
+        let environment = jinja::environment(source).map_err(broken)?;
         let marks_generation = jinja::marks_generation(source);
         let sha256 = files::hex(&Sha256::digest(format!("{special:?}\n{source}")));
         let template = Self { environment, special, place, sha256, marks_generation, takes_tool_turns: false };
@@ -372,7 +361,7 @@ mod tests {
     fn a_tool_turn_is_taken_only_if_it_is_shown() {
         let takes = |template: &str| {
             let template = ChatTemplate::parse(template, SpecialTokens::default(), "x.jinja".to_owned()).unwrap();
-            template.takes_tool_turns()
+            template.takes_tool_turns
         };
         assert!(takes("{% for m in messages %}{{ m.content }}{% endfor %}"));
         assert!(!takes("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"));

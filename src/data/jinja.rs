@@ -3,6 +3,7 @@
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use chrono::DateTime;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind};
@@ -188,71 +189,21 @@ impl Formatter for PythonFormatter {
     }
 }
 
-fn seconds_now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+fn seconds_now() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs().cast_signed())
 }
 
 /// The directives that chat templates use (a date, rarely a time), in UTC: the day does not depend on the machine.
-fn strftime(format: &str, unix_seconds: u64) -> Result<String, minijinja::Error> {
-    const MONTHS: [&str; 12] = [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-    let (days, seconds) = (unix_seconds / 86400, unix_seconds % 86400);
-    let (year, month, day) = civil(days);
-    let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);
-    let mut text = String::new();
+fn strftime(format: &str, unix_seconds: i64) -> Result<String, minijinja::Error> {
     let mut letters = format.chars();
-    while let Some(letter) = letters.next() {
-        if letter != '%' {
-            text.push(letter);
-            continue;
+    while letters.any(|letter| letter == '%') {
+        let got = letters.next().map(String::from).unwrap_or_default();
+        if got.is_empty() || !"YymdBbAaHMS%".contains(&got) {
+            let message = format!("strftime_now: expected one of %Y %y %m %d %B %b %A %a %H %M %S %%, got %{got}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
         }
-        let part = match letters.next() {
-            Some('Y') => year.to_string(),
-            Some('y') => format!("{:02}", year % 100),
-            Some('m') => format!("{month:02}"),
-            Some('d') => format!("{day:02}"),
-            Some('B') => month_name.to_owned(),
-            Some('b') => month_name[..3].to_owned(),
-            Some('A') => day_name.to_owned(),
-            Some('a') => day_name[..3].to_owned(),
-            Some('H') => format!("{:02}", seconds / 3600),
-            Some('M') => format!("{:02}", seconds / 60 % 60),
-            Some('S') => format!("{:02}", seconds % 60),
-            Some('%') => "%".to_owned(),
-            other => {
-                let got = other.map(String::from).unwrap_or_default();
-                let message = format!("strftime_now: expected one of %Y %y %m %d %B %b %A %a %H %M %S %%, got %{got}");
-                return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
-            }
-        };
-        text.push_str(&part);
     }
-    Ok(text)
-}
-
-/// Year, month and day of a day since 1970-01-01: Howard Hinnant's `civil_from_days`, for days not before it.
-fn civil(days: u64) -> (u64, usize, u64) {
-    let days = days + 719_468; // since 0000-03-01: a leap day ends its year
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = (month_from_march + 2) % 12 + 1;
-    (era * 400 + year_of_era + u64::from(month <= 2), month as usize, day)
+    Ok(DateTime::from_timestamp(unix_seconds, 0).unwrap_or_default().format(format).to_string())
 }
 
 #[cfg(test)]
