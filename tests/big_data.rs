@@ -198,14 +198,19 @@ fn rows_are_the_same_in_every_format() {
         let lines: Vec<String> = (0..COUNT).map(|row| shape.1(row).to_string()).collect();
         fs::write(&path, lines.join("\n")).unwrap();
         let (expected, report) = world.load(&path).unwrap();
-        assert_eq!((expected.len(), report.read), (COUNT, COUNT), "{}", shape.0);
+        assert_eq!((expected.len(), report.counts.read), (COUNT, COUNT), "{}", shape.0);
         for (name, bytes) in containers(shape) {
             fs::write(&path, bytes).unwrap();
             let (rows, got) = world.load(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
             assert!(rows == expected, "{name}");
             assert_eq!(
-                (got.tokens, got.tokens_with_loss, got.truncated, got.dropped),
-                (report.tokens, report.tokens_with_loss, report.truncated, report.dropped.clone()),
+                (got.counts.tokens, got.counts.tokens_with_loss, got.counts.truncated, got.counts.dropped),
+                (
+                    report.counts.tokens,
+                    report.counts.tokens_with_loss,
+                    report.counts.truncated,
+                    report.counts.dropped.clone()
+                ),
                 "{name}"
             );
         }
@@ -267,8 +272,9 @@ fn bad_rows_are_left_out_and_counted_where_that_was_asked_for() {
     fs::write(&path, lines.join("\n")).unwrap();
     world.skip_bad_rows = true;
     let (rows, report) = world.load(&path).unwrap();
-    assert_eq!((rows.len(), report.read, report.rows), (2, 12, 2));
-    let counts: Vec<(&str, usize)> = report.bad_rows.iter().map(|(kind, bad)| (kind.as_str(), bad.rows)).collect();
+    assert_eq!((rows.len(), report.counts.read, report.counts.rows), (2, 12, 2));
+    let counts: Vec<(&str, usize)> =
+        report.counts.bad_rows.iter().map(|(kind, bad)| (kind.as_str(), bad.rows)).collect();
     let expected = [
         ("a token beyond the vocabulary", 1),
         ("a value of the wrong type", 3),
@@ -277,16 +283,19 @@ fn bad_rows_are_left_out_and_counted_where_that_was_asked_for() {
         ("not valid JSON", 3),
     ];
     assert_eq!(counts, expected);
-    let first = &report.bad_rows["a value of the wrong type"].first;
+    let first = &report.counts.bad_rows["a value of the wrong type"].first;
     assert!(first.ends_with("rows.jsonl, line 5: text: expected a string, got 3"), "{first}");
     assert!(report.to_string().contains("3 skipped (not valid JSON; first"), "{report}");
     assert!(report.to_string().contains("1 dropped (empty conversation)"), "{report}");
     let (again, cached) = world.load(&path).unwrap();
-    assert_eq!((again, cached.bad_rows, &cached.files[0].cache), (rows, report.bad_rows, &CacheUse::Read));
+    assert_eq!(
+        (again, cached.counts.bad_rows, &cached.files[0].cache),
+        (rows, report.counts.bad_rows, &CacheUse::Read)
+    );
     fs::write(&path, format!("[{good}, {{\"text\": 3}}, {{\"text\" 3}}, {good}]")).unwrap();
     let (rows, report) = world.load(&path).unwrap();
-    assert_eq!((rows.len(), report.bad_rows.len()), (2, 2));
-    assert!(report.bad_rows["not valid JSON"].first.contains("rows.jsonl, row 3: "), "{report}");
+    assert_eq!((rows.len(), report.counts.bad_rows.len()), (2, 2));
+    assert!(report.counts.bad_rows["not valid JSON"].first.contains("rows.jsonl, row 3: "), "{report}");
 }
 
 #[test]
@@ -330,9 +339,9 @@ fn a_second_start_reads_no_data() {
         assert!(progress.read <= progress.bytes);
         heard.fetch_max(progress.read, Ordering::Relaxed);
     };
-    let (rows, report) = world.watched(&path, Watch::new(&hear)).unwrap();
+    let (rows, report) = world.watched(&path, Some(&hear)).unwrap();
     assert_eq!(heard.into_inner(), lines.len() as u64);
-    assert!(report.tokenised.is_some_and(|took| took.tokens >= report.tokens));
+    assert!(report.tokenised.is_some_and(|took| took.tokens >= report.counts.tokens));
     // No byte of it is right any more; size, time and place are.
     fs::write(&path, "#".repeat(lines.len())).unwrap();
     settle();
@@ -348,7 +357,7 @@ fn a_huge_row_is_cut_and_one_beyond_the_limit_is_told() {
     let ids = "7, ".repeat(3_500_000);
     fs::write(&path, format!("{{\"input_ids\": [{ids}7]}}\n{{\"text\": \"Sort 7\"}}")).unwrap();
     let (rows, report) = world.load(&path).unwrap();
-    assert_eq!((rows[0].input_ids.len(), rows.len(), report.truncated), (64, 2, 1));
+    assert_eq!((rows[0].input_ids.len(), rows.len(), report.counts.truncated), (64, 2, 1));
     let talk: Vec<Value> = (0..4000)
         .map(|turn| json!({"role": (["user", "assistant"][turn % 2]), "content": said(turn, turn % 2)}))
         .collect();
@@ -360,11 +369,11 @@ fn a_huge_row_is_cut_and_one_beyond_the_limit_is_told() {
     assert!(error.ends_with("rows.jsonl, line 2: longer than 100 MiB, the most that a row may have"), "{error}");
     world.skip_bad_rows = true;
     let (rows, report) = world.load(&path).unwrap();
-    assert_eq!((rows.len(), report.bad_rows["too long"].rows), (2, 1));
+    assert_eq!((rows.len(), report.counts.bad_rows["too long"].rows), (2, 1));
     let texts: ArrayRef =
         Arc::new(StringArray::from(vec!["Sort 7".to_owned(), "x".repeat((100 << 20) + 1), "Sort 8".to_owned()]));
     let batch = RecordBatch::try_from_iter([("text", texts)]).expect("a column");
     fs::write(&path, parquet(&batch, Compression::ZSTD(ZstdLevel::default()))).unwrap();
     let (rows, report) = world.load(&path).unwrap();
-    assert_eq!((rows.len(), report.bad_rows["too long"].rows), (2, 1));
+    assert_eq!((rows.len(), report.counts.bad_rows["too long"].rows), (2, 1));
 }

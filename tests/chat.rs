@@ -141,8 +141,8 @@ fn check_template(name: &str, world: &World, fixture: &Value) -> usize {
     for (row, expected) in rows.iter().zip(&expected) {
         assert_eq!(row, expected, "{name}: {:?}", world.tokenizer.decode(&expected.input_ids, false));
     }
-    assert_eq!((rows.len(), report.read), (expected.len(), conversations.len()));
-    assert_eq!(report.dropped[&DropReason::NoAssistantTurn], 1);
+    assert_eq!((rows.len(), report.counts.read), (expected.len(), conversations.len()));
+    assert_eq!(report.counts.dropped[&DropReason::NoAssistantTurn], 1);
     expected.len()
 }
 
@@ -214,7 +214,7 @@ fn two_hundred_published_conversations_are_those_of_transformers() {
         world.max_length = 32768;
         let shows_tools = fixture["shows_tools"].as_array().expect("a list").contains(&json!(name));
         let (loaded, report) = world.lines(&rows).expect("rows");
-        assert_eq!((loaded.len(), report.truncated), (200, 0), "{name}: {report}");
+        assert_eq!((loaded.len(), report.counts.truncated), (200, 0), "{name}: {report}");
         let template = world.template.as_ref().expect("a template");
         for ((row, case), loaded) in rows.iter().zip(cases.as_array().expect("a list")).zip(&loaded) {
             let text = template.render(&in_words_of(row, shows_tools), false).expect("a text");
@@ -266,11 +266,14 @@ fn loss_on_all_learns_every_token_of_the_same_text() {
     let rows = [json!({"messages": talk(&[("user", "Hi"), ("assistant", "Hello.")])})];
     let mut world = World::new(&tiny(), "tokenizer");
     let (masked, report) = world.lines(&rows).unwrap();
-    assert_eq!((report.tokens_with_loss, masked[0].labels.iter().filter(|label| **label != IGNORE).count()), (3, 3));
+    assert_eq!(
+        (report.counts.tokens_with_loss, masked[0].labels.iter().filter(|label| **label != IGNORE).count()),
+        (3, 3)
+    );
     world.loss_on = LossOn::All;
     let (all, report) = world.lines(&rows).unwrap();
     assert_eq!((&all[0].labels, &all[0].input_ids), (&masked[0].input_ids, &masked[0].input_ids));
-    assert_eq!(report.tokens_with_loss, report.tokens - 1, "the first token is nobody's target");
+    assert_eq!(report.counts.tokens_with_loss, report.counts.tokens - 1, "the first token is nobody's target");
     assert_eq!(all[0].input_ids.iter().filter(|id| **id == 0).count(), 1, "one BOS, the template's");
 }
 
@@ -398,7 +401,7 @@ fn what_is_left_out_is_counted_with_the_reason_also_from_the_cache() {
     ];
     world.max_length = 40;
     let (kept, report) = world.lines(&rows).unwrap();
-    assert_eq!((report.read, report.rows, report.truncated, kept.len()), (8, 2, 1, 2));
+    assert_eq!((report.counts.read, report.counts.rows, report.counts.truncated, kept.len()), (8, 2, 1, 2));
     let refusal = "conversation roles must alternate user/assistant/user/assistant/... after an optional system turn";
     let expected = [
         (DropReason::EmptyConversation, 2),
@@ -407,7 +410,7 @@ fn what_is_left_out_is_counted_with_the_reason_also_from_the_cache() {
         (DropReason::TemplateRefuses(refusal.to_owned()), 1),
         (DropReason::NoLabelLeft, 1),
     ];
-    assert_eq!(report.dropped, expected.into());
+    assert_eq!(report.counts.dropped, expected.into());
     assert_eq!(report.files[0].rows, 8);
     assert!(report.to_string().contains(&format!("1 dropped (the chat template refuses it: {refusal})")), "{report}");
     assert_eq!(report.files[0].cache, CacheUse::Written);
@@ -482,7 +485,7 @@ fn a_conversation_of_thousands_of_turns_is_a_row_like_any_other() {
     world.max_length = 1 << 20;
     let (rows, report) = world.lines(&[json!({"messages": talk(&turns)})]).expect("a row");
     let spans = rows[0].labels.split(|label| *label == IGNORE).filter(|span| !span.is_empty()).count();
-    assert_eq!((rows.len(), spans, report.truncated), (1, 3000, 0));
+    assert_eq!((rows.len(), spans, report.counts.truncated), (1, 3000, 0));
 }
 
 #[test]
@@ -529,13 +532,21 @@ fn published_conversations_are_read() {
     for (template, tokens) in [("vicuna", vicuna), ("chatml", chatml)] {
         let mut world = World::new(&backbone, template);
         let loaded = files.each_ref().map(|path| world.load(path).unwrap());
-        assert_eq!(loaded.each_ref().map(|(_, report)| report.read), [500, 300, 1000], "{template}");
+        assert_eq!(loaded.each_ref().map(|(_, report)| report.counts.read), [500, 300, 1000], "{template}");
         assert_eq!(loaded.each_ref().map(|(rows, _)| rows.len()), kept, "{template}");
-        assert_eq!(loaded.each_ref().map(|(_, report)| &report.dropped), [&[].into(), &too_long, &[].into()]);
-        assert_eq!(loaded.each_ref().map(|(_, report)| (report.tokens, report.tokens_with_loss)), tokens, "{template}");
+        assert_eq!(loaded.each_ref().map(|(_, report)| &report.counts.dropped), [&[].into(), &too_long, &[].into()]);
+        assert_eq!(
+            loaded.each_ref().map(|(_, report)| (report.counts.tokens, report.counts.tokens_with_loss)),
+            tokens,
+            "{template}"
+        );
         for (rows, report) in &loaded {
             let with_loss = rows.iter().flat_map(|row| &row.labels).filter(|label| **label != IGNORE).count();
-            assert_eq!((report.tokens_with_loss, report.without_targets), (with_loss, 0), "{template}: {report}");
+            assert_eq!(
+                (report.counts.tokens_with_loss, report.counts.without_targets),
+                (with_loss, 0),
+                "{template}: {report}"
+            );
             let bos = |row: &TokenRow| row.input_ids.iter().filter(|id| **id == 1).count();
             assert!(rows.iter().all(|row| bos(row) == usize::from(template == "vicuna")), "{template}");
         }
@@ -556,5 +567,5 @@ fn published_conversations_are_read() {
         }
     }
     let (rows, report) = World::new(&backbone, "llama-2").load(&files[1]).unwrap();
-    assert_eq!((rows.len(), report.dropped), (299, too_long), "tools alternate with the assistant as users do");
+    assert_eq!((rows.len(), report.counts.dropped), (299, too_long), "tools alternate with the assistant as users do");
 }

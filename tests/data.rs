@@ -100,7 +100,10 @@ fn token_rows_arrive_untouched_and_in_file_order() {
     let lines = "\u{feff}{\"input_ids\": [1, 5, 6], \"labels\": [-100, -100, 6], \"text\": \"ignored\"}\r\n\n{\"id\": 3, \"input_ids\": [7, 8]}";
     let (rows, report) = load(&write(&dir.path().join("rows.jsonl"), lines), &settings(None)).unwrap();
     assert_eq!(rows, [row(&[1, 5, 6], &[IGNORE, IGNORE, 6]), row(&[7, 8], &[7, 8])]);
-    assert_eq!((report.rows, report.tokens, report.truncated, report.without_targets), (2, 5, 0, 0));
+    assert_eq!(
+        (report.counts.rows, report.counts.tokens, report.counts.truncated, report.counts.without_targets),
+        (2, 5, 0, 0)
+    );
     assert_eq!(report.files[0].sha256.len(), 64);
 }
 
@@ -211,8 +214,11 @@ fn rows_beyond_the_maximal_length_are_cut_and_counted() {
     let lines = lines.map(|line| line.to_string()).join("\n");
     let (rows, report) = load(&write(&dir.path().join("rows.jsonl"), &lines), &settings(None)).unwrap();
     assert_eq!(rows, [row(&ids[..16], &[IGNORE; 16]), row(&ids[..16], &ids[..16])]);
-    assert_eq!((report.rows, report.tokens, report.truncated, report.without_targets), (2, 32, 1, 1));
-    assert_eq!((report.read, report.tokens_with_loss), (3, 15));
+    assert_eq!(
+        (report.counts.rows, report.counts.tokens, report.counts.truncated, report.counts.without_targets),
+        (2, 32, 1, 1)
+    );
+    assert_eq!((report.counts.read, report.counts.tokens_with_loss), (3, 15));
     let expected = "2 rows with 32 tokens (15 with loss) in 1 file, 1 cut to max_length, 1 without a target, 1 dropped (fewer than two tokens)";
     assert_eq!(report.to_string(), expected);
 }
@@ -288,7 +294,7 @@ fn a_file_that_changes_while_it_is_read_is_told_and_not_kept() {
         std::io::Write::write_all(&mut rows, b"{\"input_ids\": [1, 2, 3]}\n").unwrap();
     };
     for cache in [Some(&cache), None] {
-        let settings = LoadSettings { cache, watch: data::Watch::new(&change), ..settings(None) };
+        let settings = LoadSettings { cache, watch: Some(&change), ..settings(None) };
         let error = complaint(&file, &settings);
         assert!(error.contains("rows.jsonl changed while it was read; wait until it is written"), "{error}");
     }
@@ -482,7 +488,7 @@ fn published_rows_and_prompts_are_read() {
     let max_length = NonZeroUsize::new(512).unwrap();
     let settings = LoadSettings { vocab_size: 512, max_length, ..settings(None) };
     let (rows, report) = load(&stories, &settings).unwrap();
-    assert_eq!((rows.len(), report.tokens, report.truncated), (2000, 505_546, 0));
+    assert_eq!((rows.len(), report.counts.tokens, report.counts.truncated), (2000, 505_546, 0));
     let (sequences, packed) = medusa::data::pack::pack(RowStore::in_memory(rows), 512);
     assert!(packed.fill_rate() > 0.95, "{packed:?} {}", sequences.len());
 

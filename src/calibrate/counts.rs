@@ -14,7 +14,7 @@ const MAX_POSITIONS: usize = 200_000;
 const MAX_PATHS: usize = 4096;
 
 /// What `calibrate` counted, before it is signed with names and hashes.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Counts {
     top_k: usize,
     hits: Vec<Vec<u64>>,
@@ -30,16 +30,7 @@ pub struct Counts {
 impl Counts {
     pub(super) fn new(num_heads: usize, top_k: usize) -> Self {
         let hits = vec![vec![0; top_k]; num_heads];
-        Self {
-            top_k,
-            hits,
-            totals: vec![0; num_heads],
-            paths: HashMap::new(),
-            joint_total: 0,
-            tokens: 0,
-            runs: Vec::new(),
-            positions: 0,
-        }
+        Self { top_k, hits, totals: vec![0; num_heads], ..Self::default() }
     }
 
     /// One position: each head's guesses, best first, and what it should have guessed.

@@ -11,7 +11,7 @@ const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {eta} left";
 pub(super) fn watched<T>(common: &CommonFlags, read: impl FnOnce(Watch<'_>) -> T) -> T {
     let bar = progress_bar(None, BAR, common);
     let hear = |progress: ReadProgress| show(&bar, progress);
-    let read = read(Watch::new(&hear));
+    let read = read(Some(&hear));
     bar.finish_and_clear();
     read
 }

@@ -93,7 +93,7 @@ impl TokenCache {
         };
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
-        Ok(match TokenFile::open(Medium::disk(file), &path, Some(sha256.unwrap_or("no hash"))) {
+        Ok(match TokenFile::open(Medium::new(file), &path, Some(sha256.unwrap_or("no hash"))) {
             Ok(whole) => CacheEntry::Rows(whole),
             Err(Fault::Damage(how)) => CacheEntry::Damaged(format!("{}: {how}", path.display())),
             Err(Fault::Io(source)) => return Err(CacheError::Unreadable { path, source }),
@@ -127,9 +127,9 @@ impl TokenCache {
     ///
     /// # Errors
     /// The disk's own.
-    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<CacheEntry, CacheError> {
+    pub(super) fn commit(&self, key: &str, new: NewFile) -> Result<Whole, CacheError> {
         let at_partial = |source| CacheError::Disk { path: new.partial.clone(), source };
-        let medium = Medium::disk(new.file.try_clone().map_err(at_partial)?);
+        let medium = Medium::new(new.file.try_clone().map_err(at_partial)?);
         new.file.sync_all().map_err(at_partial)?;
         let sha256 = footer_sha256(&medium).map_err(|fault| at_partial(io::Error::other(fault)))?;
         let path = self.folder.join(format!("{key}-{}.arrow", &sha256[..32]));
@@ -138,7 +138,7 @@ impl TokenCache {
         for old in self.files_of(key)?.into_iter().filter(|old| *old != path) {
             remove(&old)?;
         }
-        self.read(key)
+        TokenFile::open(medium, &path, None).map_err(|fault| self.error(io::Error::other(fault)))
     }
 
     /// The SHA-256 of a data file. One whose size, time of change and place on the disk are those of an earlier start is not
@@ -265,12 +265,13 @@ mod tests {
     use crate::data::rows::TokenRow;
     use crate::data::token_file::TokenFileWriter;
 
-    fn write(cache: &TokenCache, key: &str, token: i32) -> CacheEntry {
+    fn write(cache: &TokenCache, key: &str, token: i32) {
         let new = cache.create(key).unwrap();
         let mut writer = TokenFileWriter::new(new.writer().unwrap()).unwrap();
         writer.push(TokenRow { input_ids: vec![token; 3], labels: vec![token; 3] }).unwrap();
         writer.finish(FileSummary::default()).unwrap().flush().unwrap();
-        cache.commit(key, new).unwrap()
+        let whole = cache.commit(key, new).unwrap();
+        assert_eq!(whole.file.row(whole.rows[0]).unwrap().input_ids, [token; 3]);
     }
 
     fn names(folder: &Path) -> Vec<String> {
@@ -283,7 +284,8 @@ mod tests {
         let cache = TokenCache::new(dir.path().join("new/cache"));
         assert!(matches!(cache.read("key").unwrap(), CacheEntry::Nothing));
         for token in [1, 1, 2] {
-            let CacheEntry::Rows(whole) = write(&cache, "key", token) else { panic!("no rows") };
+            write(&cache, "key", token);
+            let CacheEntry::Rows(whole) = cache.read("key").unwrap() else { panic!("no rows") };
             assert_eq!(whole.file.row(whole.rows[0]).unwrap().input_ids, [token; 3]);
             assert_eq!(names(&dir.path().join("new/cache")).len(), 1);
         }

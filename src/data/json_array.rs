@@ -10,18 +10,9 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
 use super::error::DataError;
+use super::jsonl::RowText;
 use super::opened::UnpackedText;
-use super::rows::{ROW_LIMIT, RowError, RowLocation, RowProblem};
-
-/// A row as it is written, and where it begins (all counted from 1).
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ArrayRow {
-    pub(super) row: usize,
-    line: usize,
-    column: usize,
-    /// `None` for a row beyond [`ROW_LIMIT`].
-    pub(super) text: Option<Vec<u8>>,
-}
+use super::rows::{RowError, RowLocation, RowProblem};
 
 /// The rows of an array, one after another.
 #[derive(Debug)]
@@ -31,7 +22,7 @@ pub(super) struct ArrayRows {
     /// Of the next byte.
     line: usize,
     column: usize,
-    item: ArrayRow,
+    item: RowText,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,7 +49,7 @@ enum Transition {
 
 impl ArrayRows {
     pub(super) fn new(text: UnpackedText) -> Self {
-        Self { text, state: State::BeforeArray, line: 1, column: 1, item: ArrayRow::at(1, 1, 1) }
+        Self { text, state: State::BeforeArray, line: 1, column: 1, item: row_text(1) }
     }
 
     /// Bytes of the file read so far.
@@ -67,7 +58,7 @@ impl ArrayRows {
     }
 
     /// The next row; `None` behind the array's end.
-    pub(super) fn next(&mut self, path: &Path) -> Result<Option<ArrayRow>, DataError> {
+    pub(super) fn next(&mut self, path: &Path) -> Result<Option<RowText>, DataError> {
         loop {
             let chunk = self.text.chunk()?;
             if chunk.is_empty() {
@@ -85,14 +76,14 @@ impl ArrayRows {
                     Transition::Outside(state) => self.state = state,
                     Transition::Inside(state) => {
                         if matches!(self.state, State::BeforeItem(_)) {
-                            (self.item.line, self.item.column) = (self.line, self.column);
+                            self.item.in_array = Some((self.line, self.column));
                         }
                         from.get_or_insert(used);
                         self.state = state;
                     }
                     Transition::EndsItem(state) => {
                         self.state = state;
-                        item = Some(ArrayRow::at(self.item.row + 1, 1, 1));
+                        item = Some(row_text(self.item.number + 1));
                     }
                 }
                 let is_last = item.is_some();
@@ -127,7 +118,7 @@ impl ArrayRows {
             message: "EOF while parsing a list".to_owned(),
         };
         let within = matches!(self.state, State::Within(_) | State::WithinString { .. });
-        let problem = if within { self.item.broken().unwrap_or(here) } else { here };
+        let problem = if within { broken(&self.item).unwrap_or(here) } else { here };
         Err(RowLocation::file(path).error(problem))
     }
 }
@@ -168,24 +159,16 @@ impl State {
     }
 }
 
-impl ArrayRow {
-    fn at(row: usize, line: usize, column: usize) -> Self {
-        Self { row, line, column, text: Some(vec![]) }
-    }
+fn row_text(number: usize) -> RowText {
+    RowText { number, in_array: Some((1, 1)), text: Some(vec![]) }
+}
 
-    fn push(&mut self, bytes: &[u8]) {
-        match &mut self.text {
-            Some(text) if text.len() + bytes.len() <= ROW_LIMIT => text.extend_from_slice(bytes),
-            text => *text = None,
-        }
-    }
-
-    /// What JSON's grammar has against this row, counted in the lines of the file.
-    pub(super) fn broken(&self) -> Option<RowProblem> {
-        let error = serde_json::from_slice::<IgnoredAny>(self.text.as_deref()?).err()?;
-        let column = if error.line() == 1 { self.column + error.column() - 1 } else { error.column() };
-        Some(array_problem(&error, self.line + error.line() - 1, column))
-    }
+/// What JSON's grammar has against a row of an array, counted in the lines of the file.
+pub(super) fn broken(row: &RowText) -> Option<RowProblem> {
+    let (line, column) = row.in_array?;
+    let error = serde_json::from_slice::<IgnoredAny>(row.text.as_deref()?).err()?;
+    let column = if error.line() == 1 { column + error.column() - 1 } else { error.column() };
+    Some(array_problem(&error, line + error.line() - 1, column))
 }
 
 /// The items of a whole array, as they are written.
@@ -209,7 +192,7 @@ mod tests {
     use super::*;
     use crate::data::opened::Opened;
 
-    fn cut(bytes: &[u8]) -> Result<Vec<ArrayRow>, DataError> {
+    fn cut(bytes: &[u8]) -> Result<Vec<RowText>, DataError> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.json");
         crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, bytes)).unwrap();
@@ -245,7 +228,7 @@ mod tests {
             let expected: Vec<Value> = items(json.as_bytes(), Path::new("a")).unwrap().iter()
                 .map(|raw| serde_json::from_str(raw.get()).unwrap()).collect();
             let got = cut(json.as_bytes()).unwrap();
-            prop_assert!(got.iter().map(|item| item.row).eq(1..=values.len()));
+            prop_assert!(got.iter().map(|item| item.number).eq(1..=values.len()));
             let got: Vec<Value> = got.iter()
                 .map(|item| serde_json::from_slice(item.text.as_ref().unwrap()).unwrap()).collect();
             prop_assert_eq!(got, expected);
@@ -258,7 +241,7 @@ mod tests {
             let serde = items(bad.as_bytes(), Path::new("a")).unwrap_err().problem.to_string();
             let ours = match cut(bad.as_bytes()) {
                 Err(DataError::Row(error)) => error.problem.to_string(),
-                Ok(items) => items.iter().find_map(ArrayRow::broken).unwrap().to_string(),
+                Ok(items) => items.iter().find_map(broken).unwrap().to_string(),
                 Err(other) => panic!("{other}"),
             };
             let place = |words: &str| words.split(": ").next().unwrap().to_owned();

@@ -1,5 +1,7 @@
 //! Rows of JSONL: one object a line.
 
+use std::path::Path;
+
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
@@ -7,16 +9,35 @@ use serde_json::{Map, Value};
 use super::conversation;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
-use super::rows::{ROW_LIMIT, RowProblem};
+use super::rows::{ROW_LIMIT, RowLocation, RowProblem};
 use super::source::SourceError;
 use super::tokenize::shown;
 
-/// A line and its number, counted from 1.
+/// A row as it is written: a line of JSONL, or an item of an array.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct JsonLine {
+pub(super) struct RowText {
+    /// Of the line, or of the row among the items, counted from 1.
     pub(super) number: usize,
-    /// Without its end; `None` for a line beyond [`ROW_LIMIT`].
+    /// Line and column where an array's row begins, counted from 1.
+    pub(super) in_array: Option<(usize, usize)>,
+    /// Without its end; `None` for a row beyond [`ROW_LIMIT`].
     pub(super) text: Option<Vec<u8>>,
+}
+
+impl RowText {
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.text = self.text.take().filter(|text| text.len() + bytes.len() <= ROW_LIMIT);
+        if let Some(text) = &mut self.text {
+            text.extend_from_slice(bytes);
+        }
+    }
+
+    pub(super) fn location(&self, path: &Path) -> RowLocation {
+        match self.in_array {
+            Some(_) => RowLocation::row(path, self.number),
+            None => RowLocation::line(path, self.number),
+        }
+    }
 }
 
 /// The lines of a file that are not blank.
@@ -37,24 +58,24 @@ impl JsonLines {
     }
 
     /// The next line; `None` at the end.
-    pub(super) fn next(&mut self) -> Result<Option<JsonLine>, SourceError> {
-        loop {
-            let Some(mut text) = self.line()? else { return Ok(None) };
-            self.number += 1;
+    pub(super) fn next(&mut self) -> Result<Option<RowText>, SourceError> {
+        while let Some(mut line) = self.line()? {
             // Windows editors put a byte order mark before the first line.
-            if let Some(rest) = text.as_ref().filter(|_| self.number == 1).and_then(|t| t.strip_prefix(b"\xef\xbb\xbf"))
-            {
-                text = Some(rest.to_vec());
+            let first = line.text.as_ref().filter(|_| line.number == 1);
+            if let Some(rest) = first.and_then(|text| text.strip_prefix(b"\xef\xbb\xbf")) {
+                line.text = Some(rest.to_vec());
             }
-            if text.as_ref().is_none_or(|text| !text.trim_ascii().is_empty()) {
-                return Ok(Some(JsonLine { number: self.number, text }));
+            if line.text.as_ref().is_none_or(|text| !text.trim_ascii().is_empty()) {
+                return Ok(Some(line));
             }
         }
+        Ok(None)
     }
 
     /// One line, blank or not. What is beyond the limit is read past, not held.
-    fn line(&mut self) -> Result<Option<Option<Vec<u8>>>, SourceError> {
-        let mut line = Some(vec![]);
+    fn line(&mut self) -> Result<Option<RowText>, SourceError> {
+        self.number += 1;
+        let mut line = RowText { number: self.number, in_array: None, text: Some(vec![]) };
         let mut is_there = false;
         loop {
             let chunk = self.text.chunk()?;
@@ -64,10 +85,7 @@ impl JsonLines {
             is_there = true;
             let end = chunk.iter().position(|&byte| byte == b'\n');
             let part = &chunk[..end.unwrap_or(chunk.len())];
-            line = line.filter(|line| line.len() + part.len() <= ROW_LIMIT);
-            if let Some(line) = &mut line {
-                line.extend_from_slice(part);
-            }
+            line.push(part);
             let used = part.len() + usize::from(end.is_some());
             self.text.consume(used);
             if end.is_some() {

@@ -26,7 +26,6 @@ pub mod store;
 mod token_file;
 pub mod tokenize;
 
-use std::io;
 use std::path::Path;
 
 use arrow::error::ArrowError;
@@ -36,7 +35,7 @@ use crate::numbers::Fraction;
 use cache::{CacheEntry, TokenCache};
 pub use error::DataError;
 use pack::{PackReport, Sequences};
-pub use report::{BadRows, CacheUse, DataFile, DropReason, LoadReport, Tokenised};
+pub use report::{BadRows, CacheUse, DataFile, DropReason, LoadReport, RowCounts, Tokenised};
 pub use rows::IGNORE;
 pub use settings::{DataConfig, LoadSettings, ReadProgress, Watch};
 use source::SourceError;
@@ -54,8 +53,8 @@ pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, L
         let (file, whole) = read_file(&path, settings, &mut report)?;
         let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
         rendered |= summary.rendered;
-        report.files.push(DataFile { rows: summary.read(), tokens_sha256, ..file });
-        report.add(summary, &path);
+        report.files.push(DataFile { rows: summary.counts.read, tokens_sha256, ..file });
+        report.add(summary.counts, &path);
         stores.push((tokens, rows));
     }
     let files = || report.files.iter().map(|file| file.path.display().to_string()).collect();
@@ -63,7 +62,7 @@ pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, L
         let template = template.place().to_owned();
         return Err(DataError::TemplateRefusesAll { template, files: files(), conversations, words });
     }
-    if report.rows == 0 {
+    if report.counts.rows == 0 {
         return Err(DataError::Empty { files: files(), report: report.into() });
     }
     Ok((RowStore::of(stores), report))
@@ -164,9 +163,5 @@ fn build(
     let (_, took) = reading::write(path, settings, new.writer().map_err(|error| new.error(error))?, failed)?;
     watched.check()?; // else its rows would be kept as those of its earlier self
     report.add_time(took);
-    match cache.commit(key, new)? {
-        CacheEntry::Rows(whole) => Ok(whole),
-        CacheEntry::Damaged(how) => Err(cache.error(io::Error::other(how)).into()),
-        CacheEntry::Nothing => Err(cache.error(io::ErrorKind::NotFound.into()).into()),
-    }
+    Ok(cache.commit(key, new)?)
 }

@@ -12,15 +12,15 @@ use arrow::error::ArrowError;
 use rayon::prelude::*;
 
 use super::error::DataError;
-use super::json_array::{ArrayRow, ArrayRows};
-use super::jsonl::{JsonLine, JsonLines};
+use super::json_array::{self, ArrayRows};
+use super::jsonl::{self, JsonLines, RowText};
 use super::opened::Opened;
 use super::raw_row::RawRow;
 use super::report::{DropReason, FileSummary, Tokenised};
 use super::rows::{ReadRow, RowError, RowForm, RowLocation, RowProblem, TokenRow};
 use super::settings::{LoadSettings, ReadProgress};
 use super::token_file::{Medium, TokenFile, TokenFileWriter, Whole};
-use super::{arrow_ipc, columns, jsonl, parquet};
+use super::{arrow_ipc, columns, parquet};
 
 /// Rows and bytes that are parsed and tokenised together: enough for every core, few enough for memory.
 const ROWS_AT_ONCE: usize = 2048;
@@ -36,8 +36,7 @@ struct Portion {
 }
 
 enum RawRows {
-    Lines(Vec<JsonLine>),
-    Items(Vec<ArrayRow>),
+    Json(Vec<RowText>),
     /// And the number of the first row, from 1.
     Columns(RecordBatch, usize),
 }
@@ -71,7 +70,9 @@ pub(super) fn write<W: Write>(
             }
         }
         took.milliseconds = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
-        settings.watch.hear(ReadProgress { path, read, bytes, tokenised: took });
+        if let Some(hear) = settings.watch {
+            hear(ReadProgress { path, read, bytes, tokenised: took });
+        }
         Ok(())
     })?;
     let mut out = writer.finish(summary).map_err(&failed)?;
@@ -89,7 +90,7 @@ pub(super) fn encode(rows: impl IntoIterator<Item = TokenRow>) -> Result<Whole, 
 
 /// What was written to memory, open.
 pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
-    let whole = TokenFile::open(Medium::Memory(bytes), Path::new("rows in memory"), None);
+    let whole = TokenFile::open(Medium::memory(bytes), Path::new("rows in memory"), None);
     whole.map_err(|fault| ArrowError::IpcError(fault.to_string()))
 }
 
@@ -130,13 +131,11 @@ fn portions(path: &Path, out: &SyncSender<Result<Portion, DataError>>) -> Result
     match Opened::open(path)? {
         Opened::Jsonl(text) => {
             let mut lines = JsonLines::new(text);
-            let next = || Ok(lines.next()?.map(|line| (line, lines.count())));
-            in_portions(next, |line| line.text.as_ref(), |some, read| send(RawRows::Lines(some), read))
+            in_portions(|| Ok(lines.next()?.map(|line| (line, lines.count()))), send)
         }
         Opened::JsonArray(text) => {
             let mut items = ArrayRows::new(text);
-            let next = || Ok(items.next(path)?.map(|item| (item, items.count())));
-            in_portions(next, |item| item.text.as_ref(), |some, read| send(RawRows::Items(some), read))
+            in_portions(|| Ok(items.next(path)?.map(|item| (item, items.count()))), send)
         }
         Opened::Parquet(file) => {
             let bytes = file.metadata().map_or(0, |metadata| metadata.len());
@@ -181,17 +180,16 @@ fn record_batches(
 
 /// Sends rows in portions, with the bytes read by then. Rows before a place that cannot be read come before its error: one of
 /// them may be wrong, too.
-fn in_portions<T>(
-    mut next: impl FnMut() -> Result<Option<(T, u64)>, DataError>,
-    text: impl Fn(&T) -> Option<&Vec<u8>>,
-    send: impl Fn(Vec<T>, u64) -> bool,
+fn in_portions(
+    mut next: impl FnMut() -> Result<Option<(RowText, u64)>, DataError>,
+    send: impl Fn(RawRows, u64) -> bool,
 ) -> Result<(), DataError> {
     loop {
         let (mut rows, mut bytes, mut read) = (Vec::new(), 0, 0);
         let ended = loop {
             match next() {
                 Ok(Some((row, so_far))) => {
-                    bytes += text(&row).map_or(0, Vec::len);
+                    bytes += row.text.as_ref().map_or(0, Vec::len);
                     read = so_far;
                     rows.push(row);
                 }
@@ -202,7 +200,7 @@ fn in_portions<T>(
                 break None;
             }
         };
-        let is_heard = rows.is_empty() || send(rows, read);
+        let is_heard = rows.is_empty() || send(RawRows::Json(rows), read);
         match ended {
             Some(ended) => return ended,
             None if !is_heard => return Ok(()),
@@ -216,14 +214,7 @@ impl RawRows {
     fn outcomes(self, path: &Path, settings: &LoadSettings) -> Result<Vec<RowOutcome>, DataError> {
         let read = |raw: RawRow| raw.read(settings);
         Ok(match self {
-            Self::Lines(lines) => {
-                let row = |line: &JsonLine| {
-                    let text = line.text.as_deref().ok_or(RowProblem::TooLong);
-                    text.and_then(jsonl::row).and_then(read).map_err(|p| RowLocation::line(path, line.number).error(p))
-                };
-                lines.par_iter().map(row).collect()
-            }
-            Self::Items(items) => items.par_iter().map(|item| item_outcome(item, path, settings)).collect(),
+            Self::Json(rows) => rows.par_iter().map(|row| json_outcome(row, path, settings)).collect(),
             Self::Columns(batch, first) => {
                 let columns = columns::Columns::of(&batch)
                     .map_err(|error| RowLocation::row(path, first).error(RowProblem::BrokenArrow(error.to_string())))?;
@@ -236,13 +227,13 @@ impl RawRows {
     }
 }
 
-/// What is no JSON is told as a place in the file: rows of an array have no line of their own.
-fn item_outcome(item: &ArrayRow, path: &Path, settings: &LoadSettings) -> RowOutcome {
-    let row = item.text.as_deref().ok_or(RowProblem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
-    row.map_err(|problem| match (problem, item.broken()) {
+/// What is no JSON in an array is told as a place in the file: its rows have no line of their own.
+fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> RowOutcome {
+    let read = row.text.as_deref().ok_or(RowProblem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
+    read.map_err(|problem| match (problem, json_array::broken(row)) {
         (RowProblem::BrokenJson { .. }, Some(broken)) if !settings.skip_bad_rows => {
             RowLocation::file(path).error(RowProblem::BrokenItem(broken.into()))
         }
-        (problem, _) => RowLocation::row(path, item.row).error(problem),
+        (problem, _) => row.location(path).error(problem),
     })
 }

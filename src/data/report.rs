@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::rows::{IGNORE, ReadRow, RowError, RowForm, RowLocation, TokenRow};
+use super::rows::{IGNORE, ReadRow, RowError, RowForm, TokenRow};
 
 /// Words of a template that are counted on their own; what else it says is counted together.
 const REFUSALS_KEPT_APART: usize = 8;
@@ -78,27 +78,9 @@ pub struct DataFile {
     pub cache: CacheUse,
 }
 
-/// What came of one file's rows. It is kept beside them, so that it need not be counted again.
+/// Rows by what came of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct FileSummary {
-    read: usize,
-    rows: usize,
-    tokens: usize,
-    tokens_with_loss: usize,
-    truncated: usize,
-    without_targets: usize,
-    dropped: BTreeMap<DropReason, usize>,
-    /// `first` is the place within the file, whatever its path is, and what is wrong.
-    bad_rows: BTreeMap<String, BadRows>,
-    /// Whether any conversation became tokens.
-    pub(super) rendered: bool,
-}
-
-/// What was read.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct LoadReport {
-    /// The files, in reading order.
-    pub files: Vec<DataFile>,
+pub struct RowCounts {
     /// Rows that the files have.
     pub read: usize,
     /// Rows kept.
@@ -114,19 +96,33 @@ pub struct LoadReport {
     /// Rows left out, and why.
     pub dropped: BTreeMap<DropReason, usize>,
     /// Rows that are not right, by kind; without `--skip-bad-rows` the first one ends the run.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub bad_rows: BTreeMap<String, BadRows>,
+}
+
+/// What came of one file's rows. It is kept beside them, so that it need not be counted again.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct FileSummary {
+    /// The first of its bad rows is named by its place within the file, whatever its path is.
+    pub(super) counts: RowCounts,
+    /// Whether any conversation became tokens.
+    pub(super) rendered: bool,
+}
+
+/// What was read.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct LoadReport {
+    /// The files, in reading order.
+    pub files: Vec<DataFile>,
+    /// Of the rows of all files.
+    #[serde(flatten)]
+    pub counts: RowCounts,
     /// What tokenising took, of the files that the cache did not have; absent where nothing had to be tokenised.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenised: Option<Tokenised>,
 }
 
 impl FileSummary {
-    /// All rows of the file.
-    pub(super) fn read(&self) -> usize {
-        self.read
-    }
-
     /// Cuts a row, counts it, and says whether it stays.
     pub(super) fn admit(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
         let ReadRow { mut tokens, of } = row;
@@ -145,19 +141,20 @@ impl FileSummary {
             self.leave_out(reason);
             return None;
         }
-        self.read += 1;
-        self.rows += 1;
-        self.tokens += tokens.input_ids.len();
-        self.tokens_with_loss += targets;
-        self.truncated += usize::from(cut);
-        self.without_targets += usize::from(targets == 0);
+        let counts = &mut self.counts;
+        counts.read += 1;
+        counts.rows += 1;
+        counts.tokens += tokens.input_ids.len();
+        counts.tokens_with_loss += targets;
+        counts.truncated += usize::from(cut);
+        counts.without_targets += usize::from(targets == 0);
         Some(tokens)
     }
 
     /// Counts a row that is left out.
     pub(super) fn leave_out(&mut self, reason: DropReason) {
-        self.read += 1;
-        leave_out(&mut self.dropped, reason, 1);
+        self.counts.read += 1;
+        leave_out(&mut self.counts.dropped, reason, 1);
     }
 
     /// Counts a row that is not right.
@@ -166,31 +163,30 @@ impl FileSummary {
     /// The row's own, where it is not the row's fault.
     pub(super) fn skip(&mut self, error: RowError) -> Result<(), RowError> {
         let Some(kind) = error.problem.kind() else { return Err(error) };
-        self.read += 1;
-        let RowLocation { row, .. } = &error.place;
-        let row = row.map(|(kind, number)| format!(", {kind} {number}")).unwrap_or_default();
+        self.counts.read += 1;
+        let row = error.place.row.map(|(kind, number)| format!(", {kind} {number}")).unwrap_or_default();
         let first = format!("{row}: {}", error.problem);
-        let bad = self.bad_rows.entry(kind.to_owned()).or_insert(BadRows { rows: 0, first });
-        bad.rows += 1;
+        self.counts.bad_rows.entry(kind.to_owned()).or_insert(BadRows { rows: 0, first }).rows += 1;
         Ok(())
     }
 }
 
 impl LoadReport {
     /// Takes in what came of a file.
-    pub(super) fn add(&mut self, file: FileSummary, path: &Path) {
-        self.read += file.read;
-        self.rows += file.rows;
-        self.tokens += file.tokens;
-        self.tokens_with_loss += file.tokens_with_loss;
-        self.truncated += file.truncated;
-        self.without_targets += file.without_targets;
+    pub(super) fn add(&mut self, file: RowCounts, path: &Path) {
+        let all = &mut self.counts;
+        all.read += file.read;
+        all.rows += file.rows;
+        all.tokens += file.tokens;
+        all.tokens_with_loss += file.tokens_with_loss;
+        all.truncated += file.truncated;
+        all.without_targets += file.without_targets;
         for (reason, count) in file.dropped {
-            leave_out(&mut self.dropped, reason, count);
+            leave_out(&mut all.dropped, reason, count);
         }
         for (kind, of_file) in file.bad_rows {
             let first = format!("{}{}", path.display(), of_file.first);
-            self.bad_rows.entry(kind).or_insert(BadRows { rows: 0, first }).rows += of_file.rows;
+            all.bad_rows.entry(kind).or_insert(BadRows { rows: 0, first }).rows += of_file.rows;
         }
     }
 
@@ -206,7 +202,7 @@ impl LoadReport {
 
     /// How many conversations the template refused, and its words for most of them.
     pub(super) fn refusals(&self) -> Option<(usize, String)> {
-        let refusals = self.dropped.iter().filter_map(|(reason, count)| match reason {
+        let refusals = self.counts.dropped.iter().filter_map(|(reason, count)| match reason {
             DropReason::TemplateRefuses(words) => Some((*count, words)),
             _ => None,
         });
@@ -256,16 +252,16 @@ pub fn counted(number: usize, thing: &str) -> String {
 
 impl fmt::Display for LoadReport {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rows, tokens, tokens_with_loss, files, .. } = self;
-        let (rows, files) = (counted(*rows, "row"), counted(files.len(), "file"));
+        let RowCounts { rows, tokens, tokens_with_loss, .. } = &self.counts;
+        let (rows, files) = (counted(*rows, "row"), counted(self.files.len(), "file"));
         write!(out, "{rows} with {tokens} tokens ({tokens_with_loss} with loss) in {files}")?;
         let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
-        also(self.truncated, "cut to max_length")?;
-        also(self.without_targets, "without a target")?;
-        for (reason, count) in &self.dropped {
+        also(self.counts.truncated, "cut to max_length")?;
+        also(self.counts.without_targets, "without a target")?;
+        for (reason, count) in &self.counts.dropped {
             also(*count, &format!("dropped ({reason})"))?;
         }
-        for (kind, bad) in &self.bad_rows {
+        for (kind, bad) in &self.counts.bad_rows {
             write!(out, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
         }
         for file in &self.files {
@@ -277,40 +273,42 @@ impl fmt::Display for LoadReport {
     }
 }
 
-impl fmt::Display for DropReason {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+const REFUSES: &str = "template_refuses: ";
+/// The reasons without words: as JSON has them, and for people.
+const NAMES: [(DropReason, &str, &str); 6] = [
+    (DropReason::FewerThanTwoTokens, "fewer_than_two_tokens", "fewer than two tokens"),
+    (DropReason::EmptyConversation, "empty_conversation", "empty conversation"),
+    (DropReason::NoAssistantTurn, "no_assistant_turn", "no turn of the assistant"),
+    (DropReason::UnknownRole, "unknown_role", "a role that is not known"),
+    (DropReason::AnswersNotFound, "answers_not_found", "the chat template changes the answers"),
+    (DropReason::NoLabelLeft, "no_label_left", "no answer within max_length"),
+];
+
+impl DropReason {
+    /// What a reason is called in JSON, and what it is for people.
+    fn words(&self) -> (String, String) {
         match self {
-            Self::FewerThanTwoTokens => out.write_str("fewer than two tokens"),
-            Self::EmptyConversation => out.write_str("empty conversation"),
-            Self::NoAssistantTurn => out.write_str("no turn of the assistant"),
-            Self::UnknownRole => out.write_str("a role that is not known"),
-            Self::TemplateRefuses(words) => write!(out, "the chat template refuses it: {words}"),
-            Self::AnswersNotFound => out.write_str("the chat template changes the answers"),
-            Self::NoLabelLeft => out.write_str("no answer within max_length"),
+            Self::TemplateRefuses(words) => {
+                (format!("{REFUSES}{words}"), format!("the chat template refuses it: {words}"))
+            }
+            plain => {
+                let named = NAMES.iter().find(|(known, ..)| known == plain);
+                let (_, name, words) = named.expect("the table has every reason without words");
+                ((*name).to_owned(), (*words).to_owned())
+            }
         }
     }
 }
 
-const REFUSES: &str = "template_refuses: ";
-/// The reasons without words, as JSON has them.
-const NAMES: [(&str, DropReason); 6] = [
-    ("fewer_than_two_tokens", DropReason::FewerThanTwoTokens),
-    ("empty_conversation", DropReason::EmptyConversation),
-    ("no_assistant_turn", DropReason::NoAssistantTurn),
-    ("unknown_role", DropReason::UnknownRole),
-    ("answers_not_found", DropReason::AnswersNotFound),
-    ("no_label_left", DropReason::NoLabelLeft),
-];
+impl fmt::Display for DropReason {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.words().1)
+    }
+}
 
 impl From<DropReason> for String {
     fn from(reason: DropReason) -> Self {
-        match &reason {
-            DropReason::TemplateRefuses(words) => format!("{REFUSES}{words}"),
-            plain => {
-                let named = NAMES.iter().find(|(_, known)| known == plain);
-                named.map(|(name, _)| (*name).to_owned()).expect("the table has every reason without words")
-            }
-        }
+        reason.words().0
     }
 }
 
@@ -321,8 +319,8 @@ impl TryFrom<String> for DropReason {
         if let Some(words) = name.strip_prefix(REFUSES) {
             return Ok(Self::TemplateRefuses(words.to_owned()));
         }
-        let known = NAMES.into_iter().find(|(known, _)| *known == name);
-        known.map(|(_, reason)| reason).ok_or_else(|| format!("{name:?} is no reason to leave a row out"))
+        let known = NAMES.into_iter().find(|(_, known, _)| *known == name);
+        known.map(|(reason, ..)| reason).ok_or_else(|| format!("{name:?} is no reason to leave a row out"))
     }
 }
 
@@ -332,7 +330,7 @@ mod tests {
 
     #[test]
     fn a_reason_is_a_key_of_json_and_back() {
-        let reasons = NAMES.map(|(_, reason)| reason).into_iter().chain([DropReason::TemplateRefuses("a: b".into())]);
+        let reasons = NAMES.map(|(reason, ..)| reason).into_iter().chain([DropReason::TemplateRefuses("a: b".into())]);
         let counts: BTreeMap<DropReason, usize> = reasons.zip(1..).collect();
         let json = serde_json::to_string(&counts).unwrap();
         assert!(

@@ -15,7 +15,7 @@ use crate::files;
 use crate::numbers::Fraction;
 
 /// Part of every key: raise it when the same input would give other rows, or another file.
-const CACHE_FORMAT: &str = "medusa tokens 3";
+const CACHE_FORMAT: &str = "medusa tokens 4";
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -50,7 +50,7 @@ fn yes() -> bool {
 }
 
 /// What rows are read with.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct LoadSettings<'a> {
     /// The backbone's; rows of `text` and conversations need it.
     pub tokenizer: Option<&'a TextTokenizer>,
@@ -97,25 +97,5 @@ pub struct ReadProgress<'a> {
     pub tokenised: Tokenised,
 }
 
-/// Who hears how far reading is.
-#[derive(Clone, Copy, Default)]
-pub struct Watch<'a>(Option<&'a (dyn Fn(ReadProgress) + Sync)>);
-
-impl<'a> Watch<'a> {
-    /// `hear` is called after each portion.
-    pub fn new(hear: &'a (dyn Fn(ReadProgress) + Sync)) -> Self {
-        Self(Some(hear))
-    }
-
-    pub(super) fn hear(self, progress: ReadProgress) {
-        if let Some(hear) = self.0 {
-            hear(progress);
-        }
-    }
-}
-
-impl std::fmt::Debug for Watch<'_> {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        out.debug_tuple("Watch").field(&self.0.is_some()).finish()
-    }
-}
+/// Who hears how far reading is: called after each portion.
+pub type Watch<'a> = Option<&'a (dyn Fn(ReadProgress) + Sync)>;

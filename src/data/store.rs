@@ -32,12 +32,8 @@ impl RowStore {
 
     /// Rows that are in memory, encoded as they are on disk.
     pub fn in_memory(rows: impl IntoIterator<Item = TokenRow>) -> Self {
-        let whole = super::reading::encode(rows).expect("memory takes all rows of 32 bits");
-        Self::of_whole(whole)
-    }
-
-    pub(super) fn of_whole(whole: Whole) -> Self {
-        Self::of(vec![(whole.file, whole.rows)])
+        let Whole { file, rows, .. } = super::reading::encode(rows).expect("memory takes all rows of 32 bits");
+        Self::of(vec![(file, rows)])
     }
 
     /// How many there are.
@@ -109,9 +105,9 @@ mod tests {
         let bytes = super::super::token_file::tests::written(&super::super::token_file::tests::rows(60));
         crate::files::write_atomic(&path, |out| out.write_all(&bytes)).unwrap();
         let Whole { file, rows, .. } =
-            TokenFile::open(Medium::disk(std::fs::File::open(&path).unwrap()), &path, None).unwrap();
+            TokenFile::open(Medium::new(std::fs::File::open(&path).unwrap()), &path, None).unwrap();
         let for_writing = std::fs::File::options().write(true).open(&path).unwrap();
-        let store = RowStore::of(vec![(file.on(Medium::disk(for_writing)), rows)]);
+        let store = RowStore::of(vec![(file.on(Medium::new(for_writing)), rows)]);
         assert!(matches!(store.row(9), Err(CacheError::Unreadable { .. })));
         assert!(path.exists());
     }

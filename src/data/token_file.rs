@@ -1,12 +1,11 @@
 //! Rows of tokens as an Arrow file, which pyarrow and `datasets` read too: written batch by batch, read row by row, so that
 //! neither side holds more than a batch. Rows are drawn in shuffled order, and Arrow's own reader decodes a batch of a MiB for each of them: the
-//! offsets of a batch's buffers are looked up once, and a row is two reads of its own bytes.
+//! footer says where each batch ends and how long its rows are, so that a row is two reads of its own bytes.
 //!
 //! Every byte is under a checksum. Those of a batch stand in the footer and are looked at when the batch is first read; the
-//! footer's own is the file's name, so that opening reads no tokens.
+//! footer's own is the file's name, so that opening reads nothing else.
 
-use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Cursor, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,8 +16,8 @@ use arrow::buffer::{OffsetBuffer, ScalarBuffer};
 use arrow::datatypes::{DataType, Field, Schema};
 use arrow::error::ArrowError;
 use arrow::ipc::reader::read_footer_length;
+use arrow::ipc::root_as_footer;
 use arrow::ipc::writer::FileWriter;
-use arrow::ipc::{Block, root_as_footer, root_as_message};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -35,10 +34,8 @@ const TOKENS_A_BATCH: usize = 1 << 17;
 const TRAILER: usize = 10;
 /// Of the end of the batches.
 const MARK: usize = 8;
-/// Buffers of a batch: validity and offsets of a list, validity and values of its items, for `input_ids`, then `labels`.
-const OFFSETS: usize = 1;
-const IDS: usize = 3;
-const LABELS: usize = 7;
+/// Arrow's buffers end at multiples of so many bytes.
+const ALIGNMENT: u64 = 64;
 
 /// Why rows cannot be had from a file.
 #[derive(Debug, thiserror::Error)]
@@ -88,14 +85,30 @@ impl RowPlace {
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Facts {
     summary: FileSummary,
-    /// For each batch the CRC-32 of the file's bytes from the end of the one before, and of its rows' lengths.
-    checksums: Vec<(u32, u32)>,
+    batches: Vec<BatchFacts>,
+}
+
+/// What the footer says of a batch.
+#[derive(Debug, Serialize, Deserialize)]
+struct BatchFacts {
+    /// Where the file goes on behind it.
+    end: u64,
+    /// CRC-32 of the file's bytes from the end of the batch before.
+    checksum: u32,
+    /// Tokens of each of its rows.
+    lengths: Vec<u32>,
 }
 
 impl Facts {
+    /// Of each batch's checksum, and of one of its rows' lengths.
     fn tokens_sha256(&self) -> String {
-        let sums = self.checksums.iter().flat_map(|&(bytes, lengths)| [bytes, lengths]);
-        files::hex(&Sha256::digest(sums.flat_map(u32::to_le_bytes).collect::<Vec<u8>>()))
+        let mut sums = Sha256::new();
+        for batch in &self.batches {
+            let lengths: Vec<u8> = batch.lengths.iter().flat_map(|length| length.to_le_bytes()).collect();
+            sums.update(batch.checksum.to_le_bytes());
+            sums.update(crc32fast::hash(&lengths).to_le_bytes());
+        }
+        files::hex(&sums.finalize())
     }
 }
 
@@ -108,16 +121,18 @@ pub(super) struct TokenFileWriter<W: Write> {
     facts: Facts,
 }
 
-/// Sums what is written.
+/// Sums and counts what is written.
 struct Summed<W> {
     out: W,
     sum: crc32fast::Hasher,
+    count: u64,
 }
 
 impl<W: Write> Write for Summed<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = self.out.write(bytes)?;
         self.sum.update(&bytes[..written]);
+        self.count += written as u64;
         Ok(written)
     }
 
@@ -131,7 +146,7 @@ impl<W: Write> TokenFileWriter<W> {
         let list = || DataType::new_list(DataType::Int32, false);
         let fields = ["input_ids", "labels"].map(|name| Field::new(name, list(), false));
         let schema = Arc::new(Schema::new(fields.to_vec()));
-        let writer = FileWriter::try_new(Summed { out, sum: crc32fast::Hasher::new() }, &schema)?;
+        let writer = FileWriter::try_new(Summed { out, sum: crc32fast::Hasher::new(), count: 0 }, &schema)?;
         Ok(Self { writer, schema, waiting: vec![], waiting_tokens: 0, facts: Facts::default() })
     }
 
@@ -163,8 +178,9 @@ impl<W: Write> TokenFileWriter<W> {
         let labels = column(rows.iter().map(|row| &row.labels))?;
         let columns: Vec<Arc<dyn Array>> = vec![Arc::new(ids), Arc::new(labels)];
         self.writer.write(&RecordBatch::try_new(self.schema.clone(), columns)?)?;
-        let sum = std::mem::take(&mut self.writer.get_mut().sum).finalize();
-        self.facts.checksums.push((sum, sum_of_lengths(rows.iter().map(|row| row.input_ids.len() as u32))));
+        let Summed { sum, count: end, .. } = self.writer.get_mut();
+        let (checksum, lengths) = (std::mem::take(sum).finalize(), rows.iter().map(|row| row.input_ids.len() as u32));
+        self.facts.batches.push(BatchFacts { end: *end, checksum, lengths: lengths.collect() });
         Ok(())
     }
 }
@@ -176,47 +192,40 @@ fn column<'a>(lists: impl Iterator<Item = &'a Vec<i32>> + Clone) -> Result<ListA
     ListArray::try_new(item, offsets, Arc::new(Int32Array::new(values, None)), None)
 }
 
-fn sum_of_lengths(lengths: impl Iterator<Item = u32>) -> u32 {
-    let mut sum = crc32fast::Hasher::new();
-    lengths.for_each(|length| sum.update(&length.to_le_bytes()));
-    sum.finalize()
-}
-
-/// Where the bytes are. Rows come by `read`, not by a memory map: what was read is not the process's memory, and a file that
-/// another process cuts is an error, not a signal.
+/// Where the bytes are: a file, or memory. Rows come by `read`, not by a memory map: what was read is not the process's memory, and a file
+/// that another process cuts is an error, not a signal.
 #[derive(Debug)]
-pub(super) enum Medium {
-    Disk(Mutex<File>),
-    Memory(Vec<u8>),
-}
+pub(super) struct Medium(Mutex<Box<dyn Bytes>>);
+
+/// What bytes are read from.
+pub(super) trait Bytes: Read + Seek + Send + std::fmt::Debug {}
+
+impl<B: Read + Seek + Send + std::fmt::Debug> Bytes for B {}
 
 impl Medium {
-    pub(super) fn disk(file: File) -> Self {
-        Self::Disk(Mutex::new(file))
+    pub(super) fn new(bytes: impl Bytes + 'static) -> Self {
+        Self(Mutex::new(Box::new(bytes)))
+    }
+
+    pub(super) fn memory(bytes: Vec<u8>) -> Self {
+        Self::new(Cursor::new(bytes))
     }
 
     fn size(&self) -> io::Result<u64> {
-        match self {
-            Self::Disk(file) => Ok(file.lock().unwrap_or_else(PoisonError::into_inner).metadata()?.len()),
-            Self::Memory(bytes) => Ok(bytes.len() as u64),
-        }
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).seek(SeekFrom::End(0))
     }
 
     fn read(&self, at: u64, length: usize) -> io::Result<Vec<u8>> {
         // Asked before the disk is: a place that no file can have is an error of seeking, which says nothing of damage.
-        if at.checked_add(length as u64).is_none_or(|end| self.size().is_ok_and(|size| end > size)) {
+        let size = self.size()?;
+        if at.checked_add(length as u64).is_none_or(|end| end > size) {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let mut bytes = vec![0; length];
-        match self {
-            Self::Disk(file) => {
-                let mut file = file.lock().unwrap_or_else(PoisonError::into_inner); // seeks before it reads
-                file.seek(SeekFrom::Start(at))?;
-                file.read_exact(&mut bytes)?;
-            }
-            Self::Memory(whole) => bytes.copy_from_slice(&whole[at as usize..][..length]),
-        }
-        Ok(bytes)
+        let mut read = vec![0; length];
+        let mut bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner); // seeks before it reads
+        bytes.seek(SeekFrom::Start(at))?;
+        bytes.read_exact(&mut read)?;
+        Ok(read)
     }
 }
 
@@ -256,27 +265,26 @@ impl TokenFile {
             return Err(Fault::damage("its footer is not the one that was written"));
         }
         let footer = root_as_footer(tail.footer()).map_err(Fault::damage)?;
-        let blocks: Vec<Block> = footer.recordBatches().into_iter().flatten().copied().collect();
         let facts = footer.custom_metadata().into_iter().flatten().find(|pair| pair.key() == Some(FACTS));
         let facts = facts.and_then(|pair| pair.value()).unwrap_or_default();
         let facts: Facts = serde_json::from_str(facts).map_err(Fault::damage)?;
-        if facts.checksums.len() != blocks.len() {
-            return Err(Fault::damage("its footer has another number of checksums than of batches"));
-        }
-        let (mut batches, mut rows, mut before) = (Vec::with_capacity(blocks.len()), Vec::new(), 0);
-        for (block, &sums) in blocks.iter().zip(&facts.checksums) {
-            let number = batches.len() as u32;
-            let (batch, lengths) = TokenBatch::open(&medium, block, before, sums)?;
-            before = batch.bytes.end;
-            batches.push(batch);
+        let tokens_sha256 = facts.tokens_sha256();
+        let (mut batches, mut rows, mut before) = (Vec::with_capacity(facts.batches.len()), Vec::new(), 0);
+        for (number, BatchFacts { end, checksum, lengths }) in (0..).zip(facts.batches) {
             let mut start = 0;
-            rows.extend(lengths.into_iter().map(|length| {
+            rows.extend(lengths.iter().map(|&length| {
                 start += length;
                 RowPlace { batch: number, start: start - length, length }
             }));
+            let (tokens, offsets) = (aligned(4 * u64::from(start)), aligned(4 * (lengths.len() as u64 + 1)));
+            // Arrow ends a batch with the values of `input_ids`, the offsets of `labels` and their values; no null has a bit.
+            let ids_at = end - tokens - offsets - tokens;
+            let (labels_at, is_checked) = (end - tokens, AtomicBool::new(false));
+            batches.push(TokenBatch { bytes: before..end, ids_at, labels_at, checksum, is_checked });
+            before = end;
         }
         let file = Self { medium, path: path.to_owned(), batches };
-        Ok(Whole { file, rows, tokens_sha256: facts.tokens_sha256(), summary: facts.summary })
+        Ok(Whole { file, rows, tokens_sha256, summary: facts.summary })
     }
 
     /// Its path, for messages.
@@ -315,40 +323,12 @@ impl TokenFile {
     }
 }
 
-fn bytes_of(block: &Block) -> Range<u64> {
-    let at = |bytes: i64| u64::try_from(bytes).unwrap_or(0);
-    let start = at(block.offset());
-    start..start.saturating_add(at(block.metaDataLength().into())).saturating_add(at(block.bodyLength()))
+/// Bytes of a buffer with those that fill it up.
+fn aligned(bytes: u64) -> u64 {
+    bytes.next_multiple_of(ALIGNMENT)
 }
 
 impl TokenBatch {
-    /// Where its columns are, and how long its rows are.
-    fn open(medium: &Medium, block: &Block, before: u64, sums: (u32, u32)) -> Result<(Self, Vec<u32>), Fault> {
-        let bytes = bytes_of(block);
-        let body_at = bytes.end - u64::try_from(block.bodyLength()).unwrap_or(0);
-        let message = medium.read(bytes.start, (body_at - bytes.start) as usize)?;
-        let message = message.get(8..).unwrap_or_default(); // behind the mark and the length
-        let message = root_as_message(message).map_err(Fault::damage)?;
-        let columns = message.header_as_record_batch().ok_or_else(|| Fault::damage("a batch is none"))?;
-        let buffers = columns.buffers().filter(|buffers| buffers.len() > LABELS);
-        let buffers = buffers.ok_or_else(|| Fault::damage("a batch has too few columns"))?;
-        let at = |buffer: usize| body_at.saturating_add(u64::try_from(buffers.get(buffer).offset()).unwrap_or(0));
-        let offsets = usize::try_from(columns.length()).unwrap_or(0).saturating_add(1).saturating_mul(4);
-        if offsets as u64 > bytes.end - body_at {
-            return Err(Fault::damage("a batch has more rows than bytes"));
-        }
-        let offsets = medium.read(at(OFFSETS), offsets)?;
-        let (offsets, _) = offsets.as_chunks();
-        let offsets: Vec<u32> = offsets.iter().map(|&offset| u32::from_le_bytes(offset)).collect();
-        let lengths: Vec<u32> = offsets.windows(2).map(|pair| pair[1].wrapping_sub(pair[0])).collect();
-        if sum_of_lengths(lengths.iter().copied()) != sums.1 {
-            return Err(Fault::damage("the lengths of its rows are not those that were written"));
-        }
-        let (ids_at, labels_at) = (at(IDS), at(LABELS));
-        let is_checked = AtomicBool::new(false);
-        Ok((Self { bytes: before..bytes.end, ids_at, labels_at, checksum: sums.0, is_checked }, lengths))
-    }
-
     fn check(&self, medium: &Medium) -> Result<(), Fault> {
         const AT_ONCE: u64 = 1 << 18;
         let mut sum = crc32fast::Hasher::new();
@@ -391,6 +371,8 @@ pub(super) fn footer_sha256(medium: &Medium) -> Result<String, Fault> {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::fs::File;
+
     use arrow::array::AsArray;
     use arrow::datatypes::Int32Type;
     use arrow::ipc::reader::FileReader;
@@ -409,7 +391,7 @@ pub(super) mod tests {
     }
 
     fn opened(bytes: Vec<u8>, sha256: Option<&str>) -> Result<Whole, Fault> {
-        TokenFile::open(Medium::Memory(bytes), Path::new("rows.arrow"), sha256)
+        TokenFile::open(Medium::memory(bytes), Path::new("rows.arrow"), sha256)
     }
 
     #[test]
@@ -437,7 +419,7 @@ pub(super) mod tests {
     #[test]
     fn a_disk_that_cannot_be_read_is_no_damage() {
         let dir = tempfile::tempdir().unwrap();
-        let for_writing = || Medium::disk(File::options().write(true).open(dir.path().join("rows.arrow")).unwrap());
+        let for_writing = || Medium::new(File::options().write(true).open(dir.path().join("rows.arrow")).unwrap());
         files::write_atomic(&dir.path().join("rows.arrow"), |out| out.write_all(&written(&rows(60)))).unwrap();
         let refused = TokenFile::open(for_writing(), Path::new("rows.arrow"), None);
         assert!(matches!(refused, Err(Fault::Io(_))), "{refused:?}");
@@ -454,12 +436,12 @@ pub(super) mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.arrow");
         let bytes = written(&rows(60));
-        let sha256 = footer_sha256(&Medium::Memory(bytes.clone())).unwrap();
+        let sha256 = footer_sha256(&Medium::memory(bytes.clone())).unwrap();
         for at in 0..bytes.len().min(3000) {
             let mut damaged = bytes.clone();
             damaged[at] ^= 0x40;
             std::fs::write(&path, &damaged).unwrap();
-            let whole = TokenFile::open(Medium::disk(File::open(&path).unwrap()), &path, Some(&sha256));
+            let whole = TokenFile::open(Medium::new(File::open(&path).unwrap()), &path, Some(&sha256));
             let fault = whole.and_then(|whole| whole.rows.iter().try_for_each(|&row| whole.file.row(row).map(drop)));
             assert!(!matches!(fault, Err(Fault::Io(_))), "byte {at}: {fault:?}");
         }
@@ -482,7 +464,7 @@ pub(super) mod tests {
     fn any_changed_byte_is_noticed_at_the_latest_when_its_row_is_read() {
         let rows = rows(60);
         let bytes = written(&rows);
-        let sha256 = footer_sha256(&Medium::Memory(bytes.clone())).unwrap();
+        let sha256 = footer_sha256(&Medium::memory(bytes.clone())).unwrap();
         let is_noticed = |bytes: Vec<u8>| match opened(bytes, Some(&sha256)) {
             Ok(Whole { file, rows, .. }) => rows.iter().any(|&place| file.row(place).is_err()),
             Err(_) => true,
