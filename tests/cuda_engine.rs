@@ -420,7 +420,7 @@ fn no_text_grows_beyond_the_context_that_was_asked_for() {
     assert!(error.contains("the prompt has 4 tokens, but the backbone's context is 4"), "{error}");
 }
 
-/// As `medusa gpu-check` compares them on a GPU: here one kernel does nothing, and that is what is told.
+/// As `examples/gpu_check` compares them on a GPU: here one kernel does nothing, and that is what is told.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {

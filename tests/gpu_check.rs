@@ -22,12 +22,15 @@ fn words(bytes: &[u8]) -> String {
 fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     let folder = tempfile::tempdir().expect("a folder");
     let carried = folder.path().join("carried");
-    let programs = PathBuf::from(env!("CARGO_BIN_EXE_medusa"));
-    let programs = programs.parent().expect("a folder of programs").to_str().expect("UTF-8");
-    let prepare = ["--prepare", carried.to_str().expect("UTF-8"), "--programs", programs];
+    let programs = folder.path().join("programs");
+    std::fs::create_dir(&programs).expect("a folder");
+    // Whatever examples/gpu_check is not asked to check, it does as `medusa`.
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_medusa"), programs.join("gpu_check")).expect("a link");
+    let [carried_text, programs] = [&carried, &programs].map(|path| path.to_str().expect("UTF-8"));
+    let prepare = ["--prepare", carried_text, "--programs", programs];
     let prepared = run(Path::new(SCRIPT), &prepare);
     assert!(prepared.status.success(), "{}", words(&prepared.stderr));
-    for file in ["target/release/medusa", "data/tiny/backbone/tokenizer.json"] {
+    for file in ["target/release/examples/gpu_check", "data/tiny/backbone/tokenizer.json"] {
         assert!(carried.join(file).is_file(), "{file}");
     }
     let again = run(Path::new(SCRIPT), &prepare);
@@ -40,10 +43,14 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     assert!(error.starts_with("error: no GPU can be checked here: there is no GPU to decode on"), "{error}");
     assert!(without_gpu.stdout.is_empty() && !carried.join("results").exists());
     let unbuilt = run(Path::new(SCRIPT), &["--prepare", "x", "--programs", "/nowhere"]);
-    assert!(words(&unbuilt.stderr).contains("build it first: cargo build --release"), "{}", words(&unbuilt.stderr));
+    assert!(
+        words(&unbuilt.stderr).contains("build it first: cargo build --release --locked --example gpu_check"),
+        "{}",
+        words(&unbuilt.stderr)
+    );
 }
 
-/// A `medusa` and a `compute-sanitizer` that print what a test needs; their folder.
+/// A `gpu_check` and a `compute-sanitizer` that print what a test needs; their folder.
 fn played_programs(folder: &Path) -> PathBuf {
     let programs = folder.join("programs");
     std::fs::create_dir(&programs).expect("a folder");
@@ -62,7 +69,7 @@ echo 17
 echo "========= $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"
 exit 9
 "#;
-    for (name, text) in [("medusa", played), ("compute-sanitizer", sanitizer)] {
+    for (name, text) in [("gpu_check", played), ("compute-sanitizer", sanitizer)] {
         let path = programs.join(name);
         write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).expect("a file of a test");
         let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -128,8 +135,8 @@ fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
         let why = told["parts"][tool]["failed"].as_str().expect("it fails");
         assert!(why.starts_with("exit status 9: 17\n=========") && why.ends_with(ends), "{why}");
     };
-    sanitized("memcheck", "medusa gpu-check brief caching=1");
-    sanitized("racecheck", "medusa gpu-check brief caching=");
+    sanitized("memcheck", "gpu_check gpu-check brief caching=1");
+    sanitized("racecheck", "gpu_check gpu-check brief caching=");
     let memcheck = told["parts"]["memcheck"]["failed"].as_str().expect("it fails");
     assert!(memcheck.contains("--tool memcheck --report-api-errors no --error-exitcode 9"), "{memcheck}");
     assert!(words(&run.stdout).contains("20000 steps: device memory grew by 0.0 MiB"), "{}", words(&run.stdout));

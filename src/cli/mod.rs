@@ -28,7 +28,6 @@ mod exit;
 pub mod export;
 mod flags;
 pub mod generate;
-pub mod gpu_check;
 pub mod inspect;
 mod outputs;
 mod print;
@@ -81,8 +80,6 @@ enum Verb {
     Push(push::PushArgs),
     Report(report::ReportArgs),
     Doctor(doctor::DoctorArgs),
-    #[command(hide = true)]
-    GpuCheck(gpu_check::GpuCheckArgs),
 }
 
 impl Verb {
@@ -121,12 +118,8 @@ impl Verb {
                 vec![prompts, heads, Some(HubArgument::backbone(&mut args.backbone))]
             }
             Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // these say what of the backbone is needed
-            Verb::Train(_)
-            | Verb::Inspect(_)
-            | Verb::Push(_)
-            | Verb::Report(_)
-            | Verb::Doctor(_)
-            | Verb::GpuCheck(_) => Vec::new(), // a recipe is its own matter
+            // A recipe is its own matter.
+            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(),
         };
         places.into_iter().flatten().collect()
     }
@@ -162,7 +155,6 @@ impl Verb {
             Verb::Push(args) => push::run(args, common),
             Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
-            Verb::GpuCheck(args) => gpu_check::run(args, common),
         }
     }
 }
@@ -198,7 +190,7 @@ fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags
 }
 
 /// Runs a verb with signals watched and the accelerator open, and reports how it went.
-fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
+pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     torch::accelerator::open(); // libtorch keeps its first answer about CUDA: nothing may ask before
     let result = signals::watch().and_then(|()| torch::guard("the command", verb)?);
     match result {

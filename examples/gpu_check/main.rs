@@ -1,0 +1,79 @@
+//! What only a GPU can show of its own loop: the kernels beside their oracle, the loop beside libtorch's, times of its steps, on random
+//! weights. `scripts/gpu_check` runs it and keeps what it prints, a JSON object a line.
+//!
+//! ```text
+//! cargo build --release --locked --example gpu_check
+//! target/release/examples/gpu_check gpu-check steps
+//! ```
+//!
+//! Every other command line is `medusa`'s, so that one program is all that is carried to a machine with a GPU.
+
+use std::ffi::OsStr;
+use std::process::ExitCode;
+
+use clap::{Parser, ValueEnum};
+use medusa::cli::{self, CommonFlags};
+use medusa::nvidia::device;
+use medusa::torch::guard;
+
+mod kernels;
+mod random;
+mod steps;
+mod texts;
+
+/// The word that asks for a check.
+const VERB: &str = "gpu-check";
+
+/// Compare the GPU's own loop with its oracle and with libtorch's, and time its steps, on random weights.
+#[derive(Debug, Parser)]
+#[command(bin_name = "gpu_check gpu-check", after_help = "Example:\n  gpu_check gpu-check steps")]
+struct GpuCheckCommand {
+    /// What to check.
+    #[arg(value_enum)]
+    part: GpuCheck,
+    #[command(flatten)]
+    common: CommonFlags,
+}
+
+/// What a GPU can show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum GpuCheck {
+    /// Every kernel of a step, beside its oracle on the same GPU.
+    Kernels,
+    /// The same in small shapes, for tools that slow them down.
+    Brief,
+    /// Greedy texts, by the GPU's loop and by libtorch's: they may part at near ties alone.
+    Texts,
+    /// Times of steps of Llama 2 7B's shape, and of a copy.
+    Steps,
+    /// 20,000 steps, and the memory before and after, which may hardly grow.
+    Endurance,
+}
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os();
+    let program = arguments.next();
+    if arguments.next().as_deref() != Some(OsStr::new(VERB)) {
+        return cli::medusa();
+    }
+    let GpuCheckCommand { part, common } = GpuCheckCommand::parse_from(program.into_iter().chain(arguments));
+    cli::finish(&common, || run(part, &common))
+}
+
+/// Runs one part.
+///
+/// # Errors
+/// Why this machine cannot; what the device says.
+fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
+    device::check()?;
+    let on = common.device.resolve()?;
+    guard("the check", || {
+        tch::no_grad(|| match part {
+            GpuCheck::Kernels => kernels::beside_oracle(on, &kernels::STEPS),
+            GpuCheck::Brief => kernels::beside_oracle(on, &kernels::STEPS[..3]),
+            GpuCheck::Texts => texts::of_both_loops(on),
+            GpuCheck::Steps => steps::time(on),
+            GpuCheck::Endurance => steps::endure(on),
+        })
+    })?
+}
