@@ -168,7 +168,7 @@ fn spare_threads(backbone: &Llama) {
     let largest = config.hidden_size * config.vocab_size.max(2 * config.intermediate_size);
     let few =
         backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none();
-    if few || CpuEngine::new(backbone).is_ok() {
+    if few || CpuEngine::supports(backbone).is_ok() {
         tch::set_num_threads(1);
     }
 }
@@ -231,7 +231,7 @@ impl Decoder {
         let template = ChatTemplate::load(folder)?;
         let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, purpose)?;
         spare_threads(&backbone);
-        if let (Purpose::Decoding, Err(why @ Unsupported::Weights)) = (purpose, CpuEngine::new(&backbone)) {
+        if let (Purpose::Decoding, Err(why @ Unsupported::Weights)) = (purpose, CpuEngine::supports(&backbone)) {
             common.say(format_args!("decoding with libtorch's operations: {why}"));
         }
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;

@@ -74,6 +74,7 @@ impl EngineFlags {
         request: &Request,
         common: &CommonFlags,
     ) -> anyhow::Result<Box<dyn DecodeLoop + 'a>> {
+        let mut no_gpu = None;
         if matches!(self.engine, EngineName::Auto | EngineName::Cuda) {
             match self.on_gpu(decoder, drafts.as_ref(), request) {
                 Ok(decoding) => {
@@ -83,10 +84,11 @@ impl EngineFlags {
                 Err(why) if self.engine == EngineName::Cuda => {
                     return Err(why).context("--engine cuda cannot decode this");
                 }
-                Err(why) => common.say(format_args!("engine {}: {why}", fastest(&decoder.backbone).name())),
+                Err(why) => no_gpu = Some(why),
             }
         }
         let engine = self.on_host(decoder)?;
+        no_gpu.iter().for_each(|why| common.say(format_args!("engine {}: {why}", engine.name())));
         Ok(Box::new(HostLoop::new(engine, drafts.map(|drafts| drafts.on_host(decoder)))))
     }
 

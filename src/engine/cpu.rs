@@ -92,22 +92,17 @@ impl<'a> CpuEngine<'a> {
     /// # Errors
     /// [`Unsupported`] says why the kernels cannot run it.
     pub fn new(backbone: &'a Llama) -> Result<Self, Unsupported> {
-        let number = match backbone.kind() {
-            _ if backbone.device() != Device::Cpu => return Err(Unsupported::Device),
-            Kind::Float => Number::Float32,
-            Kind::BFloat16 => Number::BFloat16,
-            _ => return Err(Unsupported::Weights),
-        };
-        backbone.lm_head().matrix().ok_or(Unsupported::Weights)?;
-        let layers = backbone.merged_layers().and_then(|layers| layers.iter().map(KernelLayer::new).collect());
-        Ok(Self {
-            backbone,
-            cache: KvCache::new(&backbone.config, backbone.kind(), backbone.device()),
-            layers: layers.ok_or(Unsupported::Weights)?,
-            norm_h: numbers(backbone.norm()),
-            number,
-            team: Team::of_process(),
-        })
+        let (number, layers) = kernel_layers(backbone)?;
+        let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+        Ok(Self { backbone, cache, layers, norm_h: numbers(backbone.norm()), number, team: Team::of_process() })
+    }
+
+    /// Whether the kernels can run a backbone.
+    ///
+    /// # Errors
+    /// [`Unsupported`] says why not.
+    pub fn supports(backbone: &Llama) -> Result<(), Unsupported> {
+        kernel_layers(backbone).map(drop)
     }
 
     fn extend_row(&mut self, tokens_n: &Tensor, at: RowTokens) -> Tensor {
@@ -222,6 +217,18 @@ impl Engine for CpuEngine<'_> {
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {
         self.backbone.logits(&hidden_nh.to_kind(Kind::Float), Adapters::Off)
     }
+}
+
+fn kernel_layers(backbone: &Llama) -> Result<(Number, Vec<KernelLayer<'_>>), Unsupported> {
+    let number = match backbone.kind() {
+        _ if backbone.device() != Device::Cpu => return Err(Unsupported::Device),
+        Kind::Float => Number::Float32,
+        Kind::BFloat16 => Number::BFloat16,
+        _ => return Err(Unsupported::Weights),
+    };
+    backbone.lm_head().matrix().ok_or(Unsupported::Weights)?;
+    let layers = backbone.merged_layers().and_then(|layers| layers.iter().map(KernelLayer::new).collect());
+    Ok((number, layers.ok_or(Unsupported::Weights)?))
 }
 
 /// Buffers of a pass.
