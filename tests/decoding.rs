@@ -93,6 +93,46 @@ fn keys(object: &Value) -> Vec<&str> {
     object.as_object().expect("an object").keys().map(String::as_str).collect()
 }
 
+/// Draws depend on (seed, prompt, turn, sample).
+#[test]
+fn equal_prompts_and_samples_of_one_prompt_are_drawn_apart() {
+    let world = World::new();
+    let prompt = json!({"prompt_ids": [1, 4, 5, 6]});
+    world.lines("p.jsonl", &[prompt.clone(), prompt]);
+    let drawn = |seed: &str| {
+        let flags = ["--max-new-tokens", "20", "--temperature", "1", "--num-samples", "2", "--seed", seed];
+        let lines = world.json(&[&PLAIN[..], &flags].concat());
+        let number = |line: &Value, key: &str| line[key].as_u64().expect("a number");
+        let places: Vec<_> = lines.iter().map(|line| (number(line, "index"), number(line, "sample"))).collect();
+        assert_eq!(places, [(0, 0), (0, 1), (1, 0), (1, 1)]);
+        lines.iter().map(|line| line["new_ids"].to_string()).collect::<Vec<_>>()
+    };
+    let texts = drawn("3");
+    let different: std::collections::HashSet<&String> = texts.iter().collect();
+    assert_eq!(different.len(), 4, "{texts:?}");
+    assert_eq!(drawn("3"), texts, "the same seed draws the same");
+    assert!(drawn("4").iter().all(|text| !texts.contains(text)), "another seed draws others");
+}
+
+#[test]
+fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
+    let world = World::new();
+    world.lines("p.jsonl", &[json!({"prompt_ids": [1, 4, 5, 6, 4, 5]}), json!({"prompt": "abc abc"})]);
+    let ngram = ["--drafter", "ngram", "--max-new-tokens", "40"];
+    let (plain, fast) = (world.json(&[&PLAIN[..], &ngram[2..]].concat()), world.json(&[&PLAIN[..], &ngram].concat()));
+    for (plain, fast) in plain.iter().zip(&fast) {
+        assert_eq!(fast["new_ids"], plain["new_ids"]);
+    }
+    let bench = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--drafter", "ngram", "--repeats", "1"];
+    let result = &world.json(&bench)[0];
+    assert_eq!((&result["drafter"], &result["identical"]), (&json!("ngram"), &json!(true)));
+    let complaint = world.complaint(&[&PLAIN[..], &["--drafter", "medusa"]].concat(), 2);
+    assert!(complaint.contains("--drafter medusa guesses with heads: give it --heads"), "{complaint}");
+    world.write("t.json", &json!([[0]]));
+    let complaint = world.complaint(&[&MEDUSA[..], &["--drafter", "ngram"]].concat(), 2);
+    assert!(complaint.contains("drop --tree"), "{complaint}");
+}
+
 #[test]
 fn plain_and_medusa_lines_have_the_same_keys_and_the_same_tokens() {
     let world = World::new();
@@ -113,6 +153,8 @@ fn plain_and_medusa_lines_have_the_same_keys_and_the_same_tokens() {
             "seconds",
             "finish_reason",
             "engine",
+            "index",
+            "sample",
         ];
         assert_eq!((keys(plain), keys(fast)), (expected.to_vec(), expected.to_vec()));
         for key in ["prompt_ids", "new_ids", "text", "finish_reason"] {
