@@ -19,7 +19,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const CODE_LINES_BEFORE: usize = 27_675;
 
 /// Lines of README.md at most.
-const README_LINES: usize = 363;
+const README_LINES: usize = 365;
 
 /// Where circles are still to be cut: starts of paths below src/.
 const CIRCLES_LEFT: &[&str] = &["calibrate/", "cli/", "draft/medusa/", "export/", "latency/", "model/llama"];

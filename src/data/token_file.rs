@@ -452,8 +452,7 @@ pub(super) mod tests {
         let of = |rows: &[TokenRow], rendered: bool| {
             let mut writer = TokenFileWriter::new(Vec::new()).unwrap();
             rows.iter().for_each(|row| writer.push(row.clone()).unwrap());
-            let mut summary = FileSummary::default();
-            summary.rendered = rendered;
+            let summary = FileSummary { rendered, ..FileSummary::default() };
             opened(writer.finish(summary).unwrap(), None).unwrap().tokens_sha256
         };
         assert_eq!(of(&rows(60), true), of(&rows(60), false));

@@ -154,7 +154,10 @@ impl Ops {
     pub(super) fn upload(&self, to: &Tensor, from: &Tensor) -> CudaResult {
         match self.target() {
             Some(target) => target.upload(to, from),
-            None => Ok(to.shallow_clone().copy_(from)),
+            None => {
+                to.shallow_clone().copy_(from);
+                Ok(())
+            }
         }
     }
 

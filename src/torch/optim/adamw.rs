@@ -323,7 +323,7 @@ mod tests {
                 for step in 0..4 {
                     if restart && step == 2 {
                         let saved = copied_state(&adamw);
-                        adamw = AdamW::new(adamw.config.clone(), &parameters);
+                        adamw = AdamW::new(adamw.config, &parameters);
                         adamw.restore(2, reader(&saved)).unwrap();
                     }
                     parameters[0].gradient.copy_(&gradient(300_000, step));
