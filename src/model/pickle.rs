@@ -1,8 +1,14 @@
 //! Pickles, read without running anything: a stack machine for what `torch.save` writes. A pickle is a program that may call any
 //! Python function; here the few that build tensors are understood, and any other is refused by its name.
 //!
-//! Knows nothing of files or libtorch. Containers live in one arena, so that a hostile pickle can neither nest deep enough to
+//! Knows nothing of files. Containers live in one arena, so that a hostile pickle can neither nest deep enough to
 //! overflow the stack nor claim memory that its own bytes do not pay for.
+
+use std::collections::HashMap;
+
+use tch::Kind;
+
+use crate::model::tensor_file::kind_of_storage;
 
 /// What makes a pickle unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -49,34 +55,18 @@ const REBUILD_PARAMETER: &str = "torch._utils._rebuild_parameter";
 /// A shape may be used by many tensors: without a limit, a short file would claim much memory.
 const MAX_AXES: usize = 8;
 
-/// Classes of storages, in the module `torch`.
-pub const STORAGES: [&str; 10] = [
-    "DoubleStorage",
-    "FloatStorage",
-    "HalfStorage",
-    "BFloat16Storage",
-    "LongStorage",
-    "IntStorage",
-    "ShortStorage",
-    "CharStorage",
-    "ByteStorage",
-    "BoolStorage",
-];
-
-fn storage_of(global: &str) -> Option<&'static str> {
-    let class = global.strip_prefix("torch.")?;
-    STORAGES.into_iter().find(|storage| *storage == class)
+/// The dtype of a class of storages.
+fn storage_of(global: &str) -> Option<Kind> {
+    kind_of_storage(global.strip_prefix("torch.")?)
 }
 
 /// A storage by the key of its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StorageRef<'d> {
-    /// Which of [`STORAGES`] it is.
-    pub class: &'static str,
+    /// The dtype of its elements.
+    pub kind: Kind,
     /// Its key in the file.
     pub key: &'d str,
-    /// Elements, as the pickle claims.
-    pub numel: i64,
 }
 
 /// A tensor as a window on a storage, nothing checked yet.
@@ -147,7 +137,7 @@ impl<'d> Pickled<'d> {
             at: 0,
             stack: vec![],
             marks: vec![],
-            memo: Memo::default(),
+            memo: HashMap::new(),
             arena: PickledObjects::default(),
         };
         while !machine.step()? {}
@@ -184,83 +174,47 @@ impl<'d> Pickled<'d> {
     }
 }
 
-/// What PUT and MEMOIZE remember.
-#[derive(Debug, Default)]
-struct Memo<'d> {
-    values: std::collections::HashMap<usize, Value<'d>>,
-}
-
 struct Machine<'d> {
     data: &'d [u8],
     at: usize,
     stack: Vec<Value<'d>>,
     marks: Vec<usize>,
-    memo: Memo<'d>,
+    /// What PUT and MEMOIZE remember.
+    memo: HashMap<usize, Value<'d>>,
     arena: PickledObjects<'d>,
 }
 
-/// pickletools' names of the instructions that torch.save writes, in protocols 2 to 5.
-mod op {
-    pub(super) const PROTO: u8 = 0x80;
-    pub(super) const FRAME: u8 = 0x95;
-    pub(super) const STOP: u8 = b'.';
-    pub(super) const MARK: u8 = b'(';
-    pub(super) const POP: u8 = b'0';
-    pub(super) const NONE: u8 = b'N';
-    pub(super) const NEWTRUE: u8 = 0x88;
-    pub(super) const NEWFALSE: u8 = 0x89;
-    pub(super) const BININT: u8 = b'J';
-    pub(super) const BININT1: u8 = b'K';
-    pub(super) const BININT2: u8 = b'M';
-    pub(super) const LONG1: u8 = 0x8a;
-    pub(super) const BINFLOAT: u8 = b'G';
-    pub(super) const BINUNICODE: u8 = b'X';
-    pub(super) const SHORT_BINUNICODE: u8 = 0x8c;
-    pub(super) const SHORT_BINSTRING: u8 = b'U';
-    pub(super) const GLOBAL: u8 = b'c';
-    pub(super) const STACK_GLOBAL: u8 = 0x93;
-    pub(super) const EMPTY_TUPLE: u8 = b')';
-    pub(super) const TUPLE: u8 = b't';
-    pub(super) const TUPLE1: u8 = 0x85;
-    pub(super) const TUPLE2: u8 = 0x86;
-    pub(super) const TUPLE3: u8 = 0x87;
-    pub(super) const EMPTY_LIST: u8 = b']';
-    pub(super) const APPEND: u8 = b'a';
-    pub(super) const APPENDS: u8 = b'e';
-    pub(super) const EMPTY_DICT: u8 = b'}';
-    pub(super) const SETITEM: u8 = b's';
-    pub(super) const SETITEMS: u8 = b'u';
-    pub(super) const BINPUT: u8 = b'q';
-    pub(super) const LONG_BINPUT: u8 = b'r';
-    pub(super) const MEMOIZE: u8 = 0x94;
-    pub(super) const BINGET: u8 = b'h';
-    pub(super) const LONG_BINGET: u8 = b'j';
-    pub(super) const BINPERSID: u8 = b'Q';
-    pub(super) const REDUCE: u8 = b'R';
-    pub(super) const BUILD: u8 = b'b';
-}
-
 impl<'d> Machine<'d> {
-    /// One instruction; true at the end.
+    /// One instruction of those that torch.save writes, in protocols 2 to 5, with pickletools' name of each; true at the end.
     fn step(&mut self) -> Result<bool, PickleError> {
         let opcode = self.take(1)?[0];
         match opcode {
-            op::STOP => return Ok(true),
-            op::PROTO => drop(self.take(1)?),
-            op::FRAME => drop(self.take(8)?),
-            op::MARK => self.marks.push(self.stack.len()),
-            op::POP => drop(self.pop()?),
-            op::BINPUT | op::LONG_BINPUT | op::MEMOIZE => self.remember(opcode)?,
-            op::BINGET | op::LONG_BINGET => self.recall(opcode)?,
-            op::APPEND | op::APPENDS => self.append(opcode)?,
-            op::SETITEM | op::SETITEMS => self.set_items(opcode)?,
-            op::BUILD => drop(self.pop()?), // attributes of the object below, such as a state dict's versions: nobody reads them
-            op::GLOBAL | op::STACK_GLOBAL => self.global(opcode)?,
-            op::BINPERSID => self.persistent()?,
-            op::REDUCE => self.reduce()?,
-            op::EMPTY_TUPLE | op::TUPLE | op::TUPLE1 | op::TUPLE2 | op::TUPLE3 => self.tuple(opcode)?,
-            op::EMPTY_LIST => self.push_sequence(vec![]),
-            op::EMPTY_DICT => self.push_dict(),
+            b'.' => return Ok(true),                   // STOP
+            0x80 => drop(self.take(1)?),               // PROTO
+            0x95 => drop(self.take(8)?),               // FRAME
+            b'(' => self.marks.push(self.stack.len()), // MARK
+            b'0' => drop(self.pop()?),                 // POP
+            b'q' => self.remember(Some(1))?,           // BINPUT
+            b'r' => self.remember(Some(4))?,           // LONG_BINPUT
+            0x94 => self.remember(None)?,              // MEMOIZE
+            b'h' => self.recall(1)?,                   // BINGET
+            b'j' => self.recall(4)?,                   // LONG_BINGET
+            b'a' => self.append(Some(1))?,             // APPEND
+            b'e' => self.append(None)?,                // APPENDS
+            b's' => self.set_items(Some(2))?,          // SETITEM
+            b'u' => self.set_items(None)?,             // SETITEMS
+            b'b' => drop(self.pop()?), // BUILD: attributes of the object below, such as a state dict's versions: nobody reads them
+            b'c' => self.global_of_lines()?, // GLOBAL
+            0x93 => self.global_of_stack()?, // STACK_GLOBAL
+            b'Q' => self.persistent()?, // BINPERSID
+            b'R' => self.reduce()?,    // REDUCE
+            b')' => self.tuple(Some(0))?, // EMPTY_TUPLE
+            0x85 => self.tuple(Some(1))?, // TUPLE1
+            0x86 => self.tuple(Some(2))?, // TUPLE2
+            0x87 => self.tuple(Some(3))?, // TUPLE3
+            b't' => self.tuple(None)?, // TUPLE
+            b']' => self.push_sequence(vec![]), // EMPTY_LIST
+            b'}' => self.push_dict(),  // EMPTY_DICT
             _ => {
                 let value = self.scalar(opcode)?;
                 self.stack.push(value);
@@ -272,19 +226,16 @@ impl<'d> Machine<'d> {
     fn scalar(&mut self, opcode: u8) -> Result<Value<'d>, PickleError> {
         let at = self.at - 1;
         Ok(match opcode {
-            op::NONE => Value::Nothing,
-            op::NEWTRUE => Value::Bool(true),
-            op::NEWFALSE => Value::Bool(false),
-            op::BININT => Value::Int(self.unsigned(4)?.cast_signed() << 32 >> 32),
-            op::BININT1 => Value::Int(self.unsigned(1)?.cast_signed()),
-            op::BININT2 => Value::Int(self.unsigned(2)?.cast_signed()),
-            op::LONG1 => self.long()?,
-            op::BINFLOAT => {
-                self.take(8)?;
-                Value::Nothing
-            }
-            op::BINUNICODE => self.text(4)?,
-            op::SHORT_BINUNICODE | op::SHORT_BINSTRING => self.text(1)?,
+            b'N' => Value::Nothing,                                          // NONE
+            0x88 => Value::Bool(true),                                       // NEWTRUE
+            0x89 => Value::Bool(false),                                      // NEWFALSE
+            b'J' => Value::Int(self.unsigned(4)?.cast_signed() << 32 >> 32), // BININT
+            b'K' => Value::Int(self.unsigned(1)?.cast_signed()),             // BININT1
+            b'M' => Value::Int(self.unsigned(2)?.cast_signed()),             // BININT2
+            0x8a => self.long()?,                                            // LONG1
+            b'G' => self.take(8).map(|_| Value::Nothing)?,                   // BINFLOAT
+            b'X' => self.text(4)?,                                           // BINUNICODE
+            0x8c | b'U' => self.text(1)?,                                    // SHORT_BINUNICODE, SHORT_BINSTRING
             _ => return Err(PickleError::Opcode { opcode, at }),
         })
     }
@@ -337,10 +288,15 @@ impl<'d> Machine<'d> {
         self.stack.pop().filter(|_| above_mark).ok_or_else(|| self.malformed("a value on the stack"))
     }
 
-    /// The values behind the last mark, which is gone then.
-    fn pop_to_mark(&mut self) -> Result<Vec<Value<'d>>, PickleError> {
-        let mark = self.marks.pop().ok_or_else(|| self.malformed("a mark on the stack"))?;
-        Ok(self.stack.split_off(mark))
+    /// The topmost `count` values in the order they came; without one, those behind the last mark, which is gone then.
+    fn pop_values(&mut self, count: Option<usize>) -> Result<Vec<Value<'d>>, PickleError> {
+        let Some(count) = count else {
+            let mark = self.marks.pop().ok_or_else(|| self.malformed("a mark on the stack"))?;
+            return Ok(self.stack.split_off(mark));
+        };
+        let mut values = (0..count).map(|_| self.pop()).collect::<Result<Vec<_>, _>>()?;
+        values.reverse();
+        Ok(values)
     }
 
     fn top(&self) -> Result<Value<'d>, PickleError> {
@@ -357,52 +313,37 @@ impl<'d> Machine<'d> {
         self.stack.push(Value::Dict(self.arena.dicts.len() - 1));
     }
 
-    fn remember(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let key = match opcode {
-            op::BINPUT => self.length(1)?,
-            op::LONG_BINPUT => self.length(4)?,
-            _ => self.memo.values.len(),
-        };
+    /// Under a key of so many bytes that follows, or under the next number.
+    fn remember(&mut self, bytes_of_key: Option<usize>) -> Result<(), PickleError> {
+        let next = self.memo.len();
+        let key = bytes_of_key.map_or(Ok(next), |bytes| self.length(bytes))?;
         let value = self.top()?;
-        self.memo.values.insert(key, value);
+        self.memo.insert(key, value);
         Ok(())
     }
 
-    fn recall(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let key = self.length(if opcode == op::BINGET { 1 } else { 4 })?;
-        let value = self.memo.values.get(&key).copied().ok_or_else(|| self.malformed("a value put away before"))?;
+    fn recall(&mut self, bytes_of_key: usize) -> Result<(), PickleError> {
+        let key = self.length(bytes_of_key)?;
+        let value = self.memo.get(&key).copied().ok_or_else(|| self.malformed("a value put away before"))?;
         self.stack.push(value);
         Ok(())
     }
 
-    fn tuple(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let values = match opcode {
-            op::EMPTY_TUPLE => vec![],
-            op::TUPLE => self.pop_to_mark()?,
-            _ => {
-                let mut values = (op::TUPLE1..=opcode).map(|_| self.pop()).collect::<Result<Vec<_>, _>>()?;
-                values.reverse();
-                values
-            }
-        };
+    fn tuple(&mut self, count: Option<usize>) -> Result<(), PickleError> {
+        let values = self.pop_values(count)?;
         self.push_sequence(values);
         Ok(())
     }
 
-    fn append(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let values = if opcode == op::APPEND { vec![self.pop()?] } else { self.pop_to_mark()? };
+    fn append(&mut self, count: Option<usize>) -> Result<(), PickleError> {
+        let values = self.pop_values(count)?;
         let Value::Sequence(place) = self.top()? else { return Err(self.malformed("a list")) };
         self.arena.sequences[place].extend(values);
         Ok(())
     }
 
-    fn set_items(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let values = if opcode == op::SETITEM {
-            let value = self.pop()?;
-            vec![self.pop()?, value]
-        } else {
-            self.pop_to_mark()?
-        };
+    fn set_items(&mut self, count: Option<usize>) -> Result<(), PickleError> {
+        let values = self.pop_values(count)?;
         let Value::Dict(place) = self.top()? else { return Err(self.malformed("a dictionary")) };
         let (pairs, rest) = values.as_chunks();
         if !rest.is_empty() {
@@ -412,16 +353,20 @@ impl<'d> Machine<'d> {
         Ok(())
     }
 
-    fn global(&mut self, opcode: u8) -> Result<(), PickleError> {
-        let name = if opcode == op::GLOBAL {
-            format!("{}.{}", self.line()?, self.line()?)
-        } else {
-            let (name, module) = (self.pop()?, self.pop()?);
-            let (Value::Text(module), Value::Text(name)) = (module, name) else {
-                return Err(self.malformed("a module and a name"));
-            };
-            format!("{module}.{name}")
+    fn global_of_lines(&mut self) -> Result<(), PickleError> {
+        let (module, name) = (self.line()?, self.line()?);
+        self.global(module, name)
+    }
+
+    fn global_of_stack(&mut self) -> Result<(), PickleError> {
+        let [Value::Text(module), Value::Text(name)] = self.pop_values(Some(2))?[..] else {
+            return Err(self.malformed("a module and a name"));
         };
+        self.global(module, name)
+    }
+
+    fn global(&mut self, module: &str, name: &str) -> Result<(), PickleError> {
+        let name = format!("{module}.{name}");
         let known =
             [ORDERED_DICT, REBUILD_PARAMETER].contains(&name.as_str()) || REBUILD_TENSOR.contains(&name.as_str());
         if !known && storage_of(&name).is_none() {
@@ -435,7 +380,7 @@ impl<'d> Machine<'d> {
     /// `("storage", torch.FloatStorage, key, device, numel)`, and a view of it in files of before 1.6.
     fn persistent(&mut self) -> Result<(), PickleError> {
         let Value::Sequence(place) = self.pop()? else { return Err(self.malformed("the facts of a storage")) };
-        let [Value::Text("storage"), Value::Global(class), Value::Text(key), _, Value::Int(numel), ref view @ ..] =
+        let [Value::Text("storage"), Value::Global(class), Value::Text(key), _, Value::Int(_), ref view @ ..] =
             self.arena.sequences[place][..]
         else {
             return Err(self.malformed("the facts of a storage"));
@@ -443,8 +388,8 @@ impl<'d> Machine<'d> {
         if !matches!(view, [] | [Value::Nothing]) {
             return Err(self.malformed("a storage that is no view of another"));
         }
-        let class = storage_of(&self.arena.globals[class]).ok_or_else(|| self.malformed("a class of storages"))?;
-        self.arena.storages.push(StorageRef { class, key, numel });
+        let kind = storage_of(&self.arena.globals[class]).ok_or_else(|| self.malformed("a class of storages"))?;
+        self.arena.storages.push(StorageRef { kind, key });
         self.stack.push(Value::Storage(self.arena.storages.len() - 1));
         Ok(())
     }
@@ -502,7 +447,7 @@ mod tests {
     #[test]
     fn a_tensor_is_a_window_on_a_storage() {
         let pickled = Pickled::read(ONE_TENSOR).unwrap();
-        let storage = StorageRef { class: "FloatStorage", key: "0", numel: 2 };
+        let storage = StorageRef { kind: Kind::Float, key: "0" };
         let expected = TensorRef { storage, offset: 0, shape: vec![2], strides: vec![1] };
         assert_eq!(pickled.tensors().unwrap(), [("w", &expected)]);
         assert_eq!(pickled.length, ONE_TENSOR.len());

@@ -36,35 +36,63 @@ impl Planned {
     }
 }
 
-/// Maps a whole file, read-only.
-pub(super) fn map_file(path: &Path) -> io::Result<Mmap> {
-    let file = File::open(path)?;
-    // SAFETY: our own writers replace files by renaming and never change one in place.
-    unsafe { Mmap::map(&file) }
+/// A tensor as it lies in its file.
+#[derive(Debug)]
+pub(super) struct StoredTensor {
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<i64>,
+    /// Where they are not those of a contiguous tensor.
+    pub(super) strides: Option<Vec<i64>>,
+    /// From its first element to its last.
+    pub(super) data: &'static [u8],
 }
 
-/// What we write and read.
-const DTYPES: [(Dtype, Kind); 10] = [
-    (Dtype::F64, Kind::Double),
-    (Dtype::F32, Kind::Float),
-    (Dtype::BF16, Kind::BFloat16),
-    (Dtype::F16, Kind::Half),
-    (Dtype::I64, Kind::Int64),
-    (Dtype::I32, Kind::Int),
-    (Dtype::I16, Kind::Int16),
-    (Dtype::I8, Kind::Int8),
-    (Dtype::U8, Kind::Uint8),
-    (Dtype::BOOL, Kind::Bool),
+impl StoredTensor {
+    /// `None`: one that we do not read.
+    pub(super) fn kind(&self) -> Option<Kind> {
+        DTYPES.iter().find(|(dtype, ..)| *dtype == self.dtype).map(|(_, kind, _)| *kind)
+    }
+}
+
+/// Maps a whole file, read-only. It is leaked on purpose: tensors are views of it and carry no lifetime. That costs address space, not
+/// memory, and keeps a removed file's disk space until the process ends.
+pub(super) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
+    let file = File::open(path)?;
+    // SAFETY: our own writers replace files by renaming and never change one in place.
+    Ok(Box::leak(Box::new(unsafe { Mmap::map(&file)? })))
+}
+
+/// What we write and read: in safetensors' words, in ours, and torch's class of storages.
+pub(super) const DTYPES: [(Dtype, Kind, &str); 10] = [
+    (Dtype::F64, Kind::Double, "DoubleStorage"),
+    (Dtype::F32, Kind::Float, "FloatStorage"),
+    (Dtype::BF16, Kind::BFloat16, "BFloat16Storage"),
+    (Dtype::F16, Kind::Half, "HalfStorage"),
+    (Dtype::I64, Kind::Int64, "LongStorage"),
+    (Dtype::I32, Kind::Int, "IntStorage"),
+    (Dtype::I16, Kind::Int16, "ShortStorage"),
+    (Dtype::I8, Kind::Int8, "CharStorage"),
+    (Dtype::U8, Kind::Uint8, "ByteStorage"),
+    (Dtype::BOOL, Kind::Bool, "BoolStorage"),
 ];
 
-/// The dtype of tensors that safetensors calls so, if it is one that we read.
-pub(super) fn kind_of(dtype: Dtype) -> Option<Kind> {
-    DTYPES.iter().find(|(d, _)| *d == dtype).map(|(_, kind)| *kind)
+/// The dtype of torch's class of storages, if it is one that we read.
+pub(super) fn kind_of_storage(class: &str) -> Option<Kind> {
+    DTYPES.iter().find(|(.., storage)| *storage == class).map(|(_, kind, _)| *kind)
 }
 
 /// What safetensors calls a dtype that we write.
 pub fn dtype_of(kind: Kind) -> Dtype {
-    DTYPES.iter().find(|(_, k)| *k == kind).expect("a dtype that we write").0
+    row_of(kind).0
+}
+
+/// Torch's class of storages of a dtype that we write.
+pub(super) fn storage_of(kind: Kind) -> &'static str {
+    row_of(kind).2
+}
+
+fn row_of(kind: Kind) -> (Dtype, Kind, &'static str) {
+    *DTYPES.iter().find(|(_, k, _)| *k == kind).expect("a dtype that we write")
 }
 
 /// Whether weights can be of it.

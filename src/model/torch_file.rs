@@ -12,8 +12,8 @@ use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use crate::files::write_atomic;
-use crate::model::pickle::{PickleError, Pickled, STORAGES, StorageRef, TensorRef, Value};
-use crate::model::tensor_file::{Planned, map_file};
+use crate::model::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
+use crate::model::tensor_file::{Planned, StoredTensor, dtype_of, map_file, storage_of};
 use crate::torch::bytes;
 
 /// What makes such a file unusable.
@@ -69,22 +69,8 @@ pub enum TorchFileError {
     },
 }
 
-/// A mapped file of tensors by name, all of them checked.
-#[derive(Debug)]
-pub struct TorchFile {
-    map: Mmap,
-    tensors: BTreeMap<String, Placed>,
-}
-
-/// Where a tensor's elements lie.
-#[derive(Debug)]
-struct Placed {
-    kind: Kind,
-    /// Of the elements from its first to its last.
-    bytes: Range<usize>,
-    shape: Vec<i64>,
-    strides: Vec<i64>,
-}
+/// A mapped file, and its tensors by name, all of them checked.
+pub(super) type MappedTensors = (&'static Mmap, BTreeMap<String, StoredTensor>);
 
 /// Key of a storage to its bytes in the file.
 type Storages = HashMap<String, Range<usize>>;
@@ -96,54 +82,23 @@ const ARCHIVE: &str = "archive";
 /// PyTorch aligns tensors so.
 const ALIGNMENT: u16 = 64;
 
-impl TorchFile {
-    /// Maps a file and checks every tensor in it.
-    ///
-    /// # Errors
-    /// [`TorchFileError`] names the file and what is wrong in it.
-    pub fn open(path: &Path) -> Result<Self, TorchFileError> {
-        let map = map_file(path).map_err(|source| TorchFileError::Io { doing: "read", path: path.into(), source })?;
-        let file = StateDictReader { path, data: &map };
-        let tensors = if map.starts_with(b"PK") { file.archive()? } else { file.stream()? };
-        Ok(Self { map, tensors })
-    }
-
-    /// Names of all tensors, sorted.
-    pub fn names(&self) -> Vec<&str> {
-        self.tensors.keys().map(String::as_str).collect()
-    }
-
-    /// Shape and dtype of a tensor.
-    pub fn shape(&self, name: &str) -> Option<(&[i64], Kind)> {
-        self.tensors.get(name).map(|tensor| (tensor.shape.as_slice(), tensor.kind))
-    }
-
-    /// The bytes from a tensor's first element to its last, and its strides where they are not those of a contiguous one.
-    pub fn data(&self, name: &str) -> Option<(&[u8], Option<Vec<i64>>)> {
-        let Placed { bytes, shape, strides, .. } = self.tensors.get(name)?;
-        let mut packed = 1;
-        let in_order = shape.iter().zip(strides).rev().all(|(&d, &stride)| {
-            let is_next = d == 1 || stride == packed;
-            packed *= d.max(1);
-            is_next
-        });
-        Some((&self.map[bytes.clone()], (!in_order).then(|| strides.clone())))
-    }
-
-    /// The whole file.
-    pub(super) fn map(&self) -> &Mmap {
-        &self.map
-    }
+/// Maps a file and checks every tensor in it.
+///
+/// # Errors
+/// [`TorchFileError`] names the file and what is wrong in it.
+pub(super) fn open(path: &Path) -> Result<MappedTensors, TorchFileError> {
+    let data = map_file(path).map_err(|source| TorchFileError::Io { doing: "read", path: path.into(), source })?;
+    let file = StateDictReader { path, data };
+    Ok((data, if data.starts_with(b"PK") { file.archive()? } else { file.stream()? }))
 }
 
-/// A file while it is read.
 struct StateDictReader<'f> {
     path: &'f Path,
-    data: &'f [u8],
+    data: &'static [u8],
 }
 
 impl StateDictReader<'_> {
-    fn archive(&self) -> Result<BTreeMap<String, Placed>, TorchFileError> {
+    fn archive(&self) -> Result<BTreeMap<String, StoredTensor>, TorchFileError> {
         let mut archive = ZipArchive::new(Cursor::new(self.data)).map_err(|e| self.container(e))?;
         let (mut pickle, mut storages, mut big_endian) = (None, Storages::new(), false);
         for index in 0..archive.len() {
@@ -170,7 +125,7 @@ impl StateDictReader<'_> {
         self.place(&pickled, &storages)
     }
 
-    fn stream(&self) -> Result<BTreeMap<String, Placed>, TorchFileError> {
+    fn stream(&self) -> Result<BTreeMap<String, StoredTensor>, TorchFileError> {
         let mut at = 0;
         let mut next = || {
             let pickled = Pickled::read(&self.data[at..]).map_err(|e| self.pickle(e))?;
@@ -186,11 +141,11 @@ impl StateDictReader<'_> {
         }
         let (pickled, keys) = (next()?, next()?);
         let keys = keys.texts().ok_or_else(|| self.container("no list of storages behind its pickle"))?;
-        let classes: HashMap<&str, &str> = pickled.storages().iter().map(|s| (s.key, s.class)).collect();
+        let kinds: HashMap<&str, Kind> = pickled.storages().iter().map(|s| (s.key, s.kind)).collect();
         let mut storages = Storages::new();
         for key in keys {
-            let class = classes.get(key).ok_or_else(|| self.container(format_args!("storage {key:?} is unknown")))?;
-            let range = self.next_storage(at, kind_of(class)).ok_or_else(|| self.container("its data end too soon"))?;
+            let kind = *kinds.get(key).ok_or_else(|| self.container(format_args!("storage {key:?} is unknown")))?;
+            let range = self.next_storage(at, kind).ok_or_else(|| self.container("its data end too soon"))?;
             at = range.end;
             storages.insert(key.into(), range);
         }
@@ -206,12 +161,15 @@ impl StateDictReader<'_> {
         Some(start..end)
     }
 
-    fn place(&self, pickled: &Pickled<'_>, storages: &Storages) -> Result<BTreeMap<String, Placed>, TorchFileError> {
+    fn place(
+        &self,
+        pickled: &Pickled<'_>,
+        storages: &Storages,
+    ) -> Result<BTreeMap<String, StoredTensor>, TorchFileError> {
         let tensors = pickled.tensors().ok_or_else(|| TorchFileError::NoStateDict { path: self.path.into() })?;
         let place = |(name, tensor): (&str, &TensorRef<'_>)| {
-            let StorageRef { class, key, .. } = tensor.storage;
+            let StorageRef { kind, key } = tensor.storage;
             let data = storages.get(key).ok_or_else(|| self.container(format_args!("no data of storage {key:?}")))?;
-            let kind = kind_of(class);
             let elements = data.len() / kind.elt_size_in_bytes();
             let window = window(tensor, elements).ok_or_else(|| TorchFileError::OutOfBounds {
                 path: self.path.into(),
@@ -222,8 +180,8 @@ impl StateDictReader<'_> {
                 elements,
             })?;
             let [start, end] = [window.start, window.end].map(|at| data.start + at * kind.elt_size_in_bytes());
-            let (shape, strides) = (tensor.shape.clone(), tensor.strides.clone());
-            Ok((name.to_owned(), Placed { kind, bytes: start..end, shape, strides }))
+            let (dtype, shape, data) = (dtype_of(kind), tensor.shape.clone(), &self.data[start..end]);
+            Ok((name.to_owned(), StoredTensor { dtype, shape, strides: unusual_strides(tensor), data }))
         };
         tensors.into_iter().map(place).collect()
     }
@@ -255,22 +213,15 @@ fn window(tensor: &TensorRef<'_>, elements: usize) -> Option<Range<usize>> {
     (last < elements).then_some(offset..last + 1)
 }
 
-/// Of [`STORAGES`], in their order.
-pub(super) const KINDS: [Kind; 10] = [
-    Kind::Double,
-    Kind::Float,
-    Kind::Half,
-    Kind::BFloat16,
-    Kind::Int64,
-    Kind::Int,
-    Kind::Int16,
-    Kind::Int8,
-    Kind::Uint8,
-    Kind::Bool,
-];
-
-fn kind_of(storage: &str) -> Kind {
-    KINDS[STORAGES.iter().position(|class| *class == storage).expect("every storage has its kind")]
+/// A tensor's strides, where they are not those of a contiguous one.
+fn unusual_strides(TensorRef { shape, strides, .. }: &TensorRef<'_>) -> Option<Vec<i64>> {
+    let mut packed = 1;
+    let in_order = shape.iter().zip(strides).rev().all(|(&d, &stride)| {
+        let is_next = d == 1 || stride == packed;
+        packed *= d.max(1);
+        is_next
+    });
+    (!in_order).then(|| strides.clone())
 }
 
 /// Writes tensors as `torch.save` writes an `OrderedDict` of them; `torch.load(weights_only=True)` reads it. Whole or absent. Each is made
@@ -310,7 +261,7 @@ pub fn save(
 fn state_dict(planned: &[Planned]) -> Vec<u8> {
     let mut out = b"\x80\x02ccollections\nOrderedDict\n)R(".to_vec();
     for (key, Planned { name, shape, kind }) in planned.iter().enumerate() {
-        let storage = STORAGES[KINDS.iter().position(|of| of == kind).expect("a dtype that we write")];
+        let storage = storage_of(*kind);
         push_text(&mut out, name);
         out.extend(b"ctorch._utils\n_rebuild_tensor_v2\n((");
         push_text(&mut out, "storage");
@@ -347,7 +298,7 @@ fn push_int(out: &mut Vec<u8>, number: i64) {
 mod tests {
     use super::*;
 
-    const STORAGE: StorageRef<'static> = StorageRef { class: "FloatStorage", key: "0", numel: 6 };
+    const STORAGE: StorageRef<'static> = StorageRef { kind: Kind::Float, key: "0" };
 
     fn claims(offset: i64, shape: &[i64], strides: &[i64]) -> Option<Range<usize>> {
         window(&TensorRef { storage: STORAGE, offset, shape: shape.into(), strides: strides.into() }, 6)

@@ -9,19 +9,21 @@
 )]
 
 use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
+use safetensors::tensor::TensorView;
 use safetensors::{SafeTensorError, SafeTensors};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::files;
 pub use crate::model::tensor_file::{Planned, dtype_of};
-use crate::model::tensor_file::{is_float, kind_of, map_file};
-use crate::model::torch_file::{TorchFile, TorchFileError};
+use crate::model::tensor_file::{StoredTensor, is_float, map_file};
+use crate::model::torch_file::{self, TorchFileError};
 use crate::torch::bytes;
 
 mod save;
@@ -149,26 +151,8 @@ pub struct WeightFiles {
 #[derive(Debug)]
 struct MappedFile {
     path: PathBuf,
-    header: FileHeader,
-}
-
-/// What a file's header says.
-#[derive(Debug)]
-enum FileHeader {
-    Safe(&'static Mmap, SafeTensors<'static>),
-    Torch(&'static TorchFile),
-}
-
-/// A tensor as it lies in its file.
-struct View {
-    shape: Vec<i64>,
-    /// In the words of its file.
-    dtype: String,
-    /// `None`: one that we do not read.
-    kind: Option<Kind>,
-    data: &'static [u8],
-    /// Where they are not those of a contiguous tensor.
-    strides: Option<Vec<i64>>,
+    map: &'static Mmap,
+    tensors: BTreeMap<String, StoredTensor>,
 }
 
 /// A tensor as the header of its file describes it.
@@ -215,7 +199,7 @@ impl WeightFiles {
             return Self::open(files::parent(path));
         }
         let file = MappedFile::open(path)?;
-        let file_of = file.header.names().into_iter().map(|name| (name.to_owned(), 0)).collect();
+        let file_of = file.tensors.keys().map(|name| (name.clone(), 0)).collect();
         Ok(Self { files: vec![file], file_of, source: path.into() })
     }
 
@@ -229,9 +213,10 @@ impl WeightFiles {
     /// Every tensor, sorted by name.
     pub fn tensors(&self) -> Vec<TensorHeader> {
         let header = |name: &str| {
-            let View { shape, dtype, kind, data, .. } = self.find(name).ok()?.1;
-            let numel = shape.iter().product::<i64>().unsigned_abs() as usize; // a view spans more of its storage
-            let bytes = kind.map_or(data.len(), |kind| numel * kind.elt_size_in_bytes());
+            let tensor = self.find(name).ok()?.1;
+            let numel = tensor.shape.iter().product::<i64>().unsigned_abs() as usize; // its data may be more of its storage
+            let bytes = tensor.kind().map_or(tensor.data.len(), |kind| numel * kind.elt_size_in_bytes());
+            let (dtype, shape) = (format!("{:?}", tensor.dtype), tensor.shape.clone());
             Some(TensorHeader { name: name.to_owned(), dtype, shape, bytes })
         };
         self.names().into_iter().filter_map(header).collect()
@@ -247,12 +232,12 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError::MissingTensor`].
     pub fn shape(&self, name: &str) -> Result<Vec<i64>, WeightsError> {
-        Ok(self.find(name)?.1.shape)
+        Ok(self.find(name)?.1.shape.clone())
     }
 
     /// The dtype of a tensor, if it is one that we read.
     pub fn kind(&self, name: &str) -> Option<Kind> {
-        self.find(name).ok()?.1.kind
+        self.find(name).ok()?.1.kind()
     }
 
     /// The file that holds a tensor.
@@ -262,7 +247,7 @@ impl WeightFiles {
 
     /// Whether two tensors are one, by two names.
     pub fn same_memory(&self, one: &str, other: &str) -> bool {
-        let data = |name: &str| self.find(name).ok().map(|(_, view)| view.data.as_ptr_range());
+        let data = |name: &str| self.find(name).ok().map(|(_, tensor)| tensor.data.as_ptr_range());
         data(one).is_some() && data(one) == data(other)
     }
 
@@ -291,29 +276,28 @@ impl WeightFiles {
     }
 
     /// What lies where, of a tensor of this shape and dtype; without one, of any that weights can be.
-    fn header(&self, name: &str, shape: &[i64], wanted: Option<Kind>) -> Result<(View, Kind), WeightsError> {
-        let (file, view) = self.find(name)?;
+    fn header(&self, name: &str, shape: &[i64], wanted: Option<Kind>) -> Result<(&StoredTensor, Kind), WeightsError> {
+        let (file, tensor) = self.find(name)?;
         let (path, name) = (file.path.clone(), name.to_owned());
-        if view.shape != shape {
-            return Err(WeightsError::Shape { path, name, expected: shape.into(), got: view.shape });
+        if tensor.shape != shape {
+            return Err(WeightsError::Shape { path, name, expected: shape.into(), got: tensor.shape.clone() });
         }
         let fits = |kind: &Kind| wanted.map_or(is_float(*kind), |wanted| *kind == wanted);
-        if let Some(kind) = view.kind.filter(fits) {
-            return Ok((view, kind));
+        if let Some(kind) = tensor.kind().filter(fits) {
+            return Ok((tensor, kind));
         }
         let expected = wanted.map_or(FLOATS.into(), |wanted| format!("{:?}", dtype_of(wanted)));
-        Err(WeightsError::Dtype { path, name, expected, got: view.dtype })
+        Err(WeightsError::Dtype { path, name, expected, got: format!("{:?}", tensor.dtype) })
     }
 
     fn view(&self, name: &str, shape: &[i64], wanted: Option<Kind>) -> Result<Tensor, WeightsError> {
-        let (view, kind) = self.header(name, shape, wanted)?;
-        let data = view.data;
-        if let Some(strides) = view.strides {
+        let (StoredTensor { data, strides, .. }, kind) = self.header(name, shape, wanted)?;
+        if let Some(strides) = strides {
             let elements = (data.len() / kind.elt_size_in_bytes()) as i64;
             return Ok(Tensor::from_data_size(data, &[elements], kind).as_strided(shape, strides, 0).contiguous());
         }
         if data.as_ptr().addr().is_multiple_of(kind.elt_size_in_bytes()) {
-            // SAFETY: the mapping is never unmapped (see `MappedFile::open`), and frozen weights are never written.
+            // SAFETY: the mapping is never unmapped (see [`map_file`]), and frozen weights are never written.
             return Ok(unsafe { bytes::view(data, shape, kind) });
         }
         let unaligned = Tensor::from_data_size(data, &[data.len() as i64], Kind::Uint8);
@@ -332,15 +316,15 @@ impl WeightFiles {
     pub fn release(&self) {
         for file in &self.files {
             // SAFETY: the mapping is a file's, read-only and shared: pages dropped are read again from the file.
-            let _ = unsafe { file.header.map().unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
+            let _ = unsafe { file.map.unchecked_advise(UncheckedAdvice::DontNeed) }; // advice only
         }
     }
 
-    fn find(&self, name: &str) -> Result<(&MappedFile, View), WeightsError> {
+    fn find(&self, name: &str) -> Result<(&MappedFile, &StoredTensor), WeightsError> {
         let missing = |path: &Path| WeightsError::MissingTensor { path: path.into(), name: name.into() };
         let file = self.file_of.get(name).map(|&at| &self.files[at]).ok_or_else(|| missing(&self.source))?;
-        let view = file.header.view(name).ok_or_else(|| missing(&file.path))?;
-        Ok((file, view))
+        let tensor = file.tensors.get(name).ok_or_else(|| missing(&file.path))?;
+        Ok((file, tensor))
     }
 }
 
@@ -394,54 +378,23 @@ impl WeightListing {
 }
 
 impl MappedFile {
-    // What is mapped is leaked on purpose: tensors are views of it and carry no lifetime. It costs address space, not memory, and keeps a
-    // removed file's disk space until the process ends.
     fn open(path: &Path) -> Result<Self, WeightsError> {
-        if path.extension().is_some_and(|extension| ["bin", "pt", "pth"].iter().any(|torch| extension == *torch)) {
-            let file = TorchFile::open(path).map_err(|error| WeightsError::Torch(error.into()))?;
-            return Ok(Self { path: path.into(), header: FileHeader::Torch(Box::leak(Box::new(file))) });
-        }
-        let map: &'static Mmap = Box::leak(Box::new(map_file(path).map_err(|source| io_error(path, source))?));
-        let tensors = SafeTensors::deserialize(map).map_err(|reason| WeightsError::Damaged {
-            path: path.into(),
-            reason,
-            bytes: map.len() as u64,
-        })?;
-        Ok(Self { path: path.into(), header: FileHeader::Safe(map, tensors) })
+        let is_of_torch = |extension: &OsStr| ["bin", "pt", "pth"].iter().any(|torch| extension == *torch);
+        let (map, tensors) = if path.extension().is_some_and(is_of_torch) {
+            torch_file::open(path).map_err(|error| WeightsError::Torch(error.into()))?
+        } else {
+            let map = map_file(path).map_err(|source| io_error(path, source))?;
+            let damaged = |reason| WeightsError::Damaged { path: path.into(), reason, bytes: map.len() as u64 };
+            let tensors = SafeTensors::deserialize(map).map_err(damaged)?.tensors();
+            (map, tensors.into_iter().map(|(name, view)| (name, stored(&view))).collect())
+        };
+        Ok(Self { path: path.into(), map, tensors })
     }
 }
 
-impl FileHeader {
-    fn names(&self) -> Vec<&str> {
-        match self {
-            Self::Safe(_, tensors) => tensors.names(),
-            Self::Torch(file) => file.names(),
-        }
-    }
-
-    fn map(&self) -> &'static Mmap {
-        match self {
-            Self::Safe(map, _) => map,
-            Self::Torch(file) => file.map(),
-        }
-    }
-
-    fn view(&self, name: &str) -> Option<View> {
-        match self {
-            Self::Safe(_, tensors) => {
-                let view = tensors.tensor(name).ok()?;
-                let (dtype, kind) = (format!("{:?}", view.dtype()), kind_of(view.dtype()));
-                let shape = view.shape().iter().map(|&d| d as i64).collect();
-                Some(View { shape, dtype, kind, data: view.data(), strides: None })
-            }
-            Self::Torch(file) => {
-                let (shape, kind) = file.shape(name)?;
-                let (data, strides) = file.data(name)?;
-                let dtype = format!("{:?}", dtype_of(kind));
-                Some(View { shape: shape.into(), dtype, kind: Some(kind), data, strides })
-            }
-        }
-    }
+fn stored(view: &TensorView<'static>) -> StoredTensor {
+    let shape = view.shape().iter().map(|&d| d as i64).collect();
+    StoredTensor { dtype: view.dtype(), shape, strides: None, data: view.data() }
 }
 
 /// What weights can be.
@@ -458,13 +411,13 @@ fn io_error(path: &Path, source: io::Error) -> WeightsError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::torch_file;
+    use crate::model::tensor_file::DTYPES;
 
     #[test]
     fn what_torch_file_writes_comes_back_in_every_dtype() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("heads.pt");
-        for kind in torch_file::KINDS {
+        for (_, kind, _) in DTYPES {
             let tensors = [
                 Tensor::arange(6, (Kind::Int64, Device::Cpu)).view([2, 3]),
                 Tensor::ones([], (Kind::Int64, Device::Cpu)),
