@@ -55,7 +55,9 @@ fn head_losses(criterion: &mut Criterion) {
             let output = OutputGradients { weight_vh: Some(&sums[2]), adapter: None };
             let into = HeadGradients { blocks: sums[..2].iter().collect(), output, hidden_nh: None };
             let w2 = OutputLayer::plain(heads.head(0).w2().expect("own W2"));
-            b.iter(|| head_loss(heads.head(0), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[]));
+            b.iter(|| {
+                head_loss(Some(heads.head(0)), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[])
+            });
         });
         group.bench_with_input(BenchmarkId::new("plain", &name), &(), |b, ()| {
             b.iter(|| {

@@ -7,6 +7,21 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
+/// What could not be done to a file or a folder.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {doing} {}: {source}", path.display())]
+pub struct FileError {
+    doing: &'static str,
+    path: PathBuf,
+    source: io::Error,
+}
+
+/// An [`io::Error`] as [`FileError`]: `map_err(failed("read", &path))`.
+pub fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError + use<> {
+    let path = path.to_owned();
+    move |source| FileError { doing, path, source }
+}
+
 /// Where things are kept that can be made again: `$MEDUSA_CACHE`, else `$XDG_CACHE_HOME/medusa-train`, else `~/.cache/medusa-train`; `None`
 /// for a user without a home.
 pub fn user_cache() -> Option<PathBuf> {

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 
 use url::Url;
 
+use crate::formats::provenance::HubSnapshot;
+
 mod cache;
 mod client;
 mod download;
@@ -49,16 +51,7 @@ pub struct Fetched {
     /// The files that were wanted.
     pub files: Vec<PathBuf>,
     /// Where they came from.
-    pub origin: SnapshotOrigin,
-}
-
-/// Which state of which repository.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SnapshotOrigin {
-    /// `owner/name`.
-    pub id: String,
-    /// The commit's hash.
-    pub commit: String,
+    pub origin: HubSnapshot,
 }
 
 impl<'o> Hub<'o> {
@@ -103,11 +96,7 @@ impl<'o> Hub<'o> {
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn fetch_all(
-        &self,
-        entries: &[String],
-        split: DataSplit,
-    ) -> Result<(Vec<String>, Vec<SnapshotOrigin>), HubError> {
+    pub fn fetch_all(&self, entries: &[String], split: DataSplit) -> Result<(Vec<String>, Vec<HubSnapshot>), HubError> {
         let (mut all, mut origins) = (Vec::new(), Vec::new());
         for entry in entries {
             match self.fetch_data(entry, split)? {
@@ -130,7 +119,7 @@ impl<'o> Hub<'o> {
         let (commit, names) = files?;
         let folder = self.cache.snapshot(&id.repo, &commit);
         let files = names.iter().map(|name| folder.join(name)).collect();
-        Ok(Fetched { folder, files, origin: SnapshotOrigin { id: id.repo.to_string(), commit } })
+        Ok(Fetched { folder, files, origin: HubSnapshot { id: id.repo.to_string(), commit } })
     }
 
     /// What is wanted, out of the cache alone. Of a data set the cache may hold a part, so its files are chosen among the commit's as
@@ -164,11 +153,11 @@ impl<'o> Hub<'o> {
 }
 
 /// The repository and commit of a snapshot's folder in the cache, told by its path.
-pub fn origin(folder: &Path) -> Option<SnapshotOrigin> {
+pub fn origin(folder: &Path) -> Option<HubSnapshot> {
     let commit = folder.file_name()?.to_str()?.to_owned();
     let snapshots = folder.parent()?;
     let repo = snapshots.parent()?.file_name()?.to_str()?.strip_prefix("models--")?;
-    (snapshots.file_name()? == "snapshots").then(|| SnapshotOrigin { id: repo.replacen("--", "/", 1), commit })
+    (snapshots.file_name()? == "snapshots").then(|| HubSnapshot { id: repo.replacen("--", "/", 1), commit })
 }
 
 #[cfg(test)]
@@ -178,7 +167,7 @@ mod tests {
     #[test]
     fn a_snapshots_path_says_its_origin() {
         let origin = origin(Path::new("/cache/models--meta-llama--Llama-2-7b/snapshots/0a1b")).unwrap();
-        assert_eq!(origin, SnapshotOrigin { id: "meta-llama/Llama-2-7b".into(), commit: "0a1b".into() });
+        assert_eq!(origin, HubSnapshot { id: "meta-llama/Llama-2-7b".into(), commit: "0a1b".into() });
         assert_eq!(super::origin(Path::new("checkpoints/run/final")), None);
     }
 }

@@ -37,30 +37,30 @@ impl Attention {
     }
 
     /// New tokens behind a row of the cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the row's pending tokens.
-    pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, place: &Place, cache: &RowCache) -> Tensor {
+    pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, mask: &CacheMask, cache: &RowCache) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
         let n = x_nh.size()[0];
         let qkv_nhd = self.qkv.forward(x_nh, Adapters::Off).view([n, q + 2 * g, d]);
         rotation.apply_(&qkv_nhd.narrow(1, 0, q + g));
-        write(&cache.both_gsd, &qkv_nhd.narrow(1, q, 2 * g), place.len);
-        let keys_1gsd = cache.keys_1gsd.narrow(2, 0, place.len + n);
-        let values_1gsd = cache.values_1gsd.narrow(2, 0, place.len + n);
+        write(&cache.both_gsd, &qkv_nhd.narrow(1, q, 2 * g), mask.len);
+        let keys_1gsd = cache.keys_1gsd.narrow(2, 0, mask.len + n);
+        let values_1gsd = cache.values_1gsd.narrow(2, 0, mask.len + n);
         let q_nqd = qkv_nhd.narrow(1, 0, q);
         if n == 1 {
             // Query heads of a group lie side by side already: no transposes, which cost as much as a small product.
             let q_1grd = q_nqd.view([1, g, q / g, d]);
-            let out_1grd = attend(&q_1grd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale());
+            let out_1grd = attend(&q_1grd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref(), self.shape.scale());
             return self.o.forward(&out_1grd.reshape([1, q * d]), Adapters::Off);
         }
         let q_qnd = q_nqd.transpose(0, 1);
-        let out_qnd = if place.first_causal {
+        let out_qnd = if mask.first_causal {
             let q_1qnd = q_qnd.unsqueeze(0);
             let (k, v) = (repeat_groups(&keys_1gsd, q / g), repeat_groups(&values_1gsd, q / g));
             Tensor::scaled_dot_product_attention::<Tensor>(&q_1qnd, &k, &v, None, 0.0, true, self.shape.scale(), false)
         } else {
             // The R query heads of a group are more rows of one attention: keys and values are read once.
             let q_1gnd = q_qnd.reshape([1, g, q / g * n, d]);
-            attend(&q_1gnd, &keys_1gsd, &values_1gsd, place.mask_ns.as_ref(), self.shape.scale())
+            attend(&q_1gnd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref(), self.shape.scale())
         };
         self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]), Adapters::Off)
     }
@@ -226,9 +226,9 @@ pub struct NewTokens {
     mask: RefCell<Option<Tensor>>,
 }
 
-/// What one step's attention needs beside the layer's weights.
+/// Whom the new tokens of one step see, behind a row of the cache.
 #[derive(Debug)]
-pub struct Place {
+pub struct CacheMask {
     /// Committed tokens.
     len: i64,
     /// A prompt's first pass: plain causal attention, no mask needed.
@@ -308,13 +308,13 @@ impl NewTokens {
         rope.at(&Tensor::from_slice(&positions).to_device(self.device))
     }
 
-    pub(super) fn place(&self, len: i64) -> Place {
+    pub(super) fn behind(&self, len: i64) -> CacheMask {
         let n = self.len();
         let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
         let free = !window_cuts && self.is_chain;
         let first_causal = free && len == 0 && n > 1;
         let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(len));
-        Place { len, first_causal, mask_ns }
+        CacheMask { len, first_causal, mask_ns }
     }
 
     /// `[R·N, len + N]`.

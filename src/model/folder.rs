@@ -2,12 +2,12 @@
 
 use std::fs;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
-use crate::files::{sync_folder, write_json, write_synced};
+use crate::files::{FileError, failed, sync_folder, write_json, write_synced};
 use crate::model::llama::Llama;
 use crate::model::weights::{Planned, WeightsError, save_model};
 
@@ -15,15 +15,8 @@ use crate::model::weights::{Planned, WeightsError, save_model};
 #[derive(Debug, thiserror::Error)]
 pub enum FolderError {
     /// A file beside the weights.
-    #[error("cannot {doing} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        doing: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// The weights.
     #[error(transparent)]
     Weights(#[from] WeightsError),
@@ -74,10 +67,6 @@ pub fn save_folder_with(
     from: &Path,
     additions: &Additions<'_>,
 ) -> Result<(), FolderError> {
-    let failed = |doing, path: &Path| {
-        let path = path.to_owned();
-        move |source| FolderError::Io { doing, path, source }
-    };
     fs::create_dir_all(folder).map_err(failed("make", folder))?;
     for entry in fs::read_dir(from).map_err(failed("read", from))? {
         let path = entry.map_err(failed("read", from))?.path();
@@ -90,7 +79,7 @@ pub fn save_folder_with(
     }
     write_config(folder, backbone, from, &additions.config)?;
     write_weights(folder, backbone, additions)?;
-    sync_folder(folder).map_err(failed("write", folder))
+    Ok(sync_folder(folder).map_err(failed("write", folder))?)
 }
 
 fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> Result<(), WeightsError> {
@@ -105,11 +94,10 @@ fn write_weights(folder: &Path, backbone: &Llama, additions: &Additions<'_>) -> 
 }
 
 /// The base's config.json with what the new weights changed.
-fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String, Value>) -> Result<(), FolderError> {
+fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String, Value>) -> Result<(), FileError> {
     let path = from.join("config.json");
-    let error = |doing, path: &Path, source| FolderError::Io { doing, path: path.into(), source };
-    let text = fs::read(&path).map_err(|e| error("read", &path, e))?;
-    let mut config: Value = serde_json::from_slice(&text).map_err(|e| error("read", &path, e.into()))?;
+    let text = fs::read(&path).map_err(failed("read", &path))?;
+    let mut config: Value = serde_json::from_slice(&text).map_err(|e| failed("read", &path)(e.into()))?;
     config["tie_word_embeddings"] = backbone.config.tie_word_embeddings.into();
     let dtype = match backbone.kind() {
         Kind::BFloat16 => "bfloat16",
@@ -120,5 +108,5 @@ fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String,
     config[key] = dtype.into();
     more.iter().for_each(|(key, value)| config[key] = value.clone());
     let path = folder.join("config.json");
-    write_json(&path, &config).map_err(|e| error("write", &path, e))
+    write_json(&path, &config).map_err(failed("write", &path))
 }

@@ -97,10 +97,10 @@ impl Llama {
     pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache, row: usize) -> Tensor {
         cache.reserve_tokens(row, new.len());
         let len = cache.len(row);
-        let (rotation, place) = (new.rotation(&self.rope, len), new.place(len));
+        let (rotation, mask) = (new.rotation(&self.rope, len), new.behind(len));
         let mut x_nh = self.embed(tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
-            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &place, cache.of_row(i, row));
+            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &mask, cache.of_row(i, row));
             x_nh = layer.forward(&x_nh, &self.block, Adapters::Off, attend);
         }
         norm(&x_nh, &self.norm_h, self.block.norms)

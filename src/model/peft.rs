@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::files::write_json;
+use crate::files::{FileError, failed, write_json};
 use crate::model::block_spec::names;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules};
@@ -23,15 +23,8 @@ pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 #[derive(Debug, thiserror::Error)]
 pub enum PeftError {
     /// A file that cannot be read or written.
-    #[error("cannot {doing} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        doing: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// `adapter_config.json` is not PEFT's.
     #[error("{}: {source}; expected a LoRA adapter as PEFT writes it", path.display())]
     Json {
@@ -86,16 +79,13 @@ pub enum PeftError {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct PeftConfig {
     peft_type: String,
-    #[serde(default)]
     task_type: Option<String>,
-    #[serde(default)]
     base_model_name_or_path: Option<String>,
     r: usize,
     lora_alpha: f64,
     #[serde(default)]
     lora_dropout: f64,
     target_modules: serde_json::Value,
-    #[serde(default)]
     bias: Option<String>,
     #[serde(default)]
     fan_in_fan_out: bool,
@@ -109,9 +99,7 @@ struct PeftConfig {
     lora_bias: bool,
     #[serde(default)]
     use_qalora: bool,
-    #[serde(default)]
     layer_replication: Option<serde_json::Value>,
-    #[serde(default)]
     modules_to_save: Option<Vec<String>>,
     #[serde(default)]
     rank_pattern: serde_json::Map<String, serde_json::Value>,
@@ -121,7 +109,7 @@ struct PeftConfig {
 
 impl PeftConfig {
     fn read(path: &Path) -> Result<Self, PeftError> {
-        let text = fs::read(path).map_err(|source| PeftError::Io { doing: "read", path: path.into(), source })?;
+        let text = fs::read(path).map_err(failed("read", path))?;
         let config: Self =
             serde_json::from_slice(&text).map_err(|source| PeftError::Json { path: path.into(), source })?;
         config.check(path).map(|()| config)
@@ -351,6 +339,6 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
     }
     tensors.extend(adapters.iter().flat_map(|(layer, adapter)| named(layer, adapter)));
     let path = folder.join(ADAPTER_CONFIG);
-    write_json(&path, &config).map_err(|source| PeftError::Io { doing: "write", path, source })?;
+    write_json(&path, &config).map_err(failed("write", &path))?;
     Ok(save(&folder.join(ADAPTER_FILE), &tensors)?)
 }

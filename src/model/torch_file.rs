@@ -11,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
-use crate::files::write_atomic;
+use crate::files::{FileError, failed, write_atomic};
 use crate::model::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
 use crate::model::tensor_file::{Planned, StoredTensor, dtype_of, map_file, storage_of};
 use crate::torch::bytes;
@@ -20,15 +20,8 @@ use crate::torch::bytes;
 #[derive(Debug, thiserror::Error)]
 pub enum TorchFileError {
     /// It cannot be read or written.
-    #[error("cannot {doing} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        doing: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Its pickle.
     #[error("{}: {source}", path.display())]
     Pickle {
@@ -87,7 +80,7 @@ const ALIGNMENT: u16 = 64;
 /// # Errors
 /// [`TorchFileError`] names the file and what is wrong in it.
 pub(super) fn open(path: &Path) -> Result<MappedTensors, TorchFileError> {
-    let data = map_file(path).map_err(|source| TorchFileError::Io { doing: "read", path: path.into(), source })?;
+    let data = map_file(path).map_err(failed("read", path))?;
     let file = StateDictReader { path, data };
     Ok((data, if data.starts_with(b"PK") { file.archive()? } else { file.stream()? }))
 }
@@ -130,7 +123,7 @@ impl StateDictReader<'_> {
         let mut next = || {
             let pickled = Pickled::read(&self.data[at..]).map_err(|e| self.pickle(e))?;
             at += pickled.length;
-            Ok(pickled)
+            Ok::<_, TorchFileError>(pickled)
         };
         if next()?.value != Value::Long(&MAGIC) || next()?.value != Value::Int(PROTOCOL_VERSION) {
             return Err(self.container("it does not begin as one"));
@@ -254,7 +247,7 @@ pub fn save(
         }
         archive.finish().map(drop).map_err(io::Error::from)
     });
-    written.map_err(|source| TorchFileError::Io { doing: "write", path: path.into(), source })
+    Ok(written.map_err(failed("write", path))?)
 }
 
 /// The pickle of an `OrderedDict` of tensors, protocol 2, storages numbered in order.

@@ -7,7 +7,7 @@ use tch::Device;
 use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
 use crate::formats::provenance::{HubSnapshot, HubSource};
-use crate::hub::{DataSplit, Hub, HubError, Observer, SnapshotOrigin, Wanted, id};
+use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::TrainPlan;
 
 impl Recipe {
@@ -104,7 +104,7 @@ impl LoadedRecipe {
         let place = Path::new(&self.recipe.backbone.path);
         if let Some(fetched) = hub.fetch_model(place, wanted).map_err(|error| at(text, key, error))? {
             self.local.backbone.path = fetched.folder.to_string_lossy().into_owned();
-            self.snapshot = Some(snapshot(fetched.origin));
+            self.snapshot = Some(fetched.origin);
         }
         Ok(())
     }
@@ -134,12 +134,8 @@ impl LoadedRecipe {
     }
 }
 
-fn snapshot(SnapshotOrigin { id, commit }: SnapshotOrigin) -> HubSnapshot {
-    HubSnapshot { id, commit }
-}
-
-fn source(key: &str, origin: SnapshotOrigin) -> HubSource {
-    HubSource { key: key.to_owned(), snapshot: snapshot(origin) }
+fn source(key: &str, snapshot: HubSnapshot) -> HubSource {
+    HubSource { key: key.to_owned(), snapshot }
 }
 
 fn at(text: &LocatedToml<'_>, key: &'static str, error: HubError) -> RecipeError {

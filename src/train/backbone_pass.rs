@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::fused_loss::{OutputLayer, distillation_loss, lm_loss};
+use crate::draft::medusa::fused_loss::{OutputLayer, distillation_loss, head_loss};
 use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
@@ -140,7 +140,7 @@ impl BackbonePass<'_> {
         let (hidden_nh, targets, into) =
             (&self.states.hidden_nh, targets.of_lm_head(&self.states), Some((&gradients, scale)));
         Some(match lm_target {
-            LmTarget::Tokens => lm_loss(self.lm_head, hidden_nh, &targets, into).loss,
+            LmTarget::Tokens => head_loss(None, self.lm_head, hidden_nh, &targets, into).loss,
             LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, into),
         })
     }
@@ -149,7 +149,7 @@ impl BackbonePass<'_> {
     pub fn lm_evaluation(&self, targets: &BatchTargets) -> Option<LmEvaluation> {
         let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.states.hidden_nh);
         let targets = targets.of_lm_head(&self.states);
-        let cross_entropy = lm_loss(self.lm_head, hidden_nh, &targets, None).loss;
+        let cross_entropy = head_loss(None, self.lm_head, hidden_nh, &targets, None).loss;
         let loss = match lm_target {
             LmTarget::Tokens => cross_entropy.shallow_clone(),
             LmTarget::Teacher(teacher_nh) => distillation_loss(self.lm_head, [hidden_nh, teacher_nh], &targets, None),

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
-use crate::files::{NewFolder, is_partial, remove_folder, write_json};
+use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json};
 use crate::formats::heads_config::HeadsFolderConfig;
 use crate::formats::run_folder;
 use crate::model::folder::{FolderError, save_folder};
@@ -28,15 +28,8 @@ const BACKBONE_FILE: &str = "backbone.safetensors";
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The disk.
-    #[error("cannot {doing} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        doing: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A weights file.
     #[error(transparent)]
     Weights(#[from] WeightsError),
@@ -96,7 +89,7 @@ impl<'r> Checkpoints<'r> {
     /// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
     pub fn save_step(&self, state: &TrainState) -> Result<PathBuf, CheckpointError> {
         let path = self.run().join(run_folder::step_folder(state.step));
-        let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
+        let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
         state.heads.save(folder.partial())?;
         match &self.plan.trained {
             BackboneTraining::Full => save(&folder.partial().join(BACKBONE_FILE), &self.backbone.weights())?,
@@ -109,8 +102,8 @@ impl<'r> Checkpoints<'r> {
             optimizer: state.optimizer.name(),
             optimizer_updates: state.optimizer.updates(),
         };
-        write_json(&folder.partial().join(STATE_FILE), &saved).map_err(|e| io_error("write", &path, e))?;
-        folder.commit().map_err(|e| io_error("write", &path, e))?;
+        write_json(&folder.partial().join(STATE_FILE), &saved).map_err(failed("write", &path))?;
+        folder.commit().map_err(failed("write", &path))?;
         self.remove_old()?;
         Ok(path)
     }
@@ -121,7 +114,7 @@ impl<'r> Checkpoints<'r> {
     /// [`CheckpointError`]; nothing half-written is left.
     pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
         let path = self.run().join(run_folder::FINAL);
-        let folder = NewFolder::create(&path).map_err(|e| io_error("create", &path, e))?;
+        let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
         heads.save(folder.partial())?;
         match &self.plan.trained {
             BackboneTraining::Full => {
@@ -134,16 +127,16 @@ impl<'r> Checkpoints<'r> {
             BackboneTraining::Frozen | BackboneTraining::Lora { .. } => self.save_adapters(folder.partial())?,
         }
         let config = self.heads_config(heads);
-        config.save(folder.partial()).map_err(|e| io_error("write", &path, e))?;
-        folder.commit().map_err(|e| io_error("write", &path, e))?;
+        config.save(folder.partial()).map_err(failed("write", &path))?;
+        folder.commit().map_err(failed("write", &path))?;
         Ok(path)
     }
 
     /// The newest checkpoint; a folder of this name is always whole.
     ///
     /// # Errors
-    /// [`CheckpointError::Io`].
-    pub fn newest(&self) -> Result<Option<PathBuf>, CheckpointError> {
+    /// [`FileError`].
+    pub fn newest(&self) -> Result<Option<PathBuf>, FileError> {
         Ok(steps(self.run())?.pop().map(|(_, path)| path))
     }
 
@@ -153,7 +146,7 @@ impl<'r> Checkpoints<'r> {
     /// [`CheckpointError`], where a file is damaged, of another shape or of another optimizer.
     pub fn restore(&self, checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
         let path = checkpoint.join(STATE_FILE);
-        let text = fs::read(&path).map_err(|e| io_error("read", &path, e))?;
+        let text = fs::read(&path).map_err(failed("read", &path))?;
         let saved: SavedState =
             serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
         let ours = state.optimizer.name();
@@ -189,10 +182,10 @@ impl<'r> Checkpoints<'r> {
         }
     }
 
-    fn remove_old(&self) -> Result<(), CheckpointError> {
+    fn remove_old(&self) -> Result<(), FileError> {
         let mut steps = steps(self.run())?;
         steps.truncate(steps.len().saturating_sub(self.plan.train.keep_checkpoints.get()));
-        let remove = |(_, old): (usize, PathBuf)| remove_folder(&old).map_err(|e| io_error("remove", &old, e));
+        let remove = |(_, old): (usize, PathBuf)| remove_folder(&old).map_err(failed("remove", &old));
         steps.into_iter().try_for_each(remove)
     }
 
@@ -221,11 +214,11 @@ fn restore_parameters<'p>(file: &Path, parameters: impl Iterator<Item = &'p Para
 /// Removes what an interrupted write left behind.
 ///
 /// # Errors
-/// [`CheckpointError::Io`].
-pub fn remove_partial(run: &Path) -> Result<(), CheckpointError> {
+/// [`FileError`].
+pub fn remove_partial(run: &Path) -> Result<(), FileError> {
     for entry in entries(run)?.into_iter().filter(|path| file_name(path).is_some_and(is_partial)) {
         let removed = if entry.is_dir() { fs::remove_dir_all(&entry) } else { fs::remove_file(&entry) };
-        removed.map_err(|e| io_error("remove", &entry, e))?;
+        removed.map_err(failed("remove", &entry))?;
     }
     Ok(())
 }
@@ -233,37 +226,33 @@ pub fn remove_partial(run: &Path) -> Result<(), CheckpointError> {
 /// Whether a folder holds anything but leftovers of interrupted writes.
 ///
 /// # Errors
-/// [`CheckpointError::Io`].
-pub fn holds_a_run(run: &Path) -> Result<bool, CheckpointError> {
+/// [`FileError`].
+pub fn holds_a_run(run: &Path) -> Result<bool, FileError> {
     Ok(run.exists() && entries(run)?.iter().any(|path| !file_name(path).is_some_and(is_partial)))
 }
 
 /// Whether a folder holds `name` and, besides leftovers of interrupted writes, nothing else.
 ///
 /// # Errors
-/// [`CheckpointError::Io`].
-pub fn holds_only(run: &Path, name: &str) -> Result<bool, CheckpointError> {
+/// [`FileError`].
+pub fn holds_only(run: &Path, name: &str) -> Result<bool, FileError> {
     let mut names = entries(run)?.into_iter().filter(|path| !file_name(path).is_some_and(is_partial));
     Ok(names.next().is_some_and(|path| file_name(&path) == Some(name)) && names.next().is_none())
 }
 
 /// Checkpoints of a run by step, oldest first.
-fn steps(run: &Path) -> Result<Vec<(usize, PathBuf)>, CheckpointError> {
+fn steps(run: &Path) -> Result<Vec<(usize, PathBuf)>, FileError> {
     let step = |path: PathBuf| Some((run_folder::step_of(file_name(&path)?)?, path));
     let mut steps: Vec<(usize, PathBuf)> = entries(run)?.into_iter().filter_map(step).collect();
     steps.sort();
     Ok(steps)
 }
 
-fn entries(run: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+fn entries(run: &Path) -> Result<Vec<PathBuf>, FileError> {
     let read = || fs::read_dir(run)?.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>();
-    read().map_err(|e| io_error("read", run, e))
+    read().map_err(failed("read", run))
 }
 
 fn file_name(path: &Path) -> Option<&str> {
     path.file_name().and_then(|name| name.to_str())
-}
-
-fn io_error(doing: &'static str, path: &Path, source: io::Error) -> CheckpointError {
-    CheckpointError::Io { doing, path: path.into(), source }
 }

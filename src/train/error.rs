@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use crate::data::DataError;
 use crate::data::tokenize::TokenizeError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
+use crate::files::FileError;
+use crate::formats::metrics::MetricsError;
 use crate::model::loading::LoadError;
 use crate::model::peft::PeftError;
 use crate::torch::TorchPanic;
 use crate::train::checkpoint::CheckpointError;
 use crate::train::hidden_states::HiddenStatesError;
-use crate::train::log::LogError;
 use crate::train::step::StepError;
 
 /// Why a run ended early, or did not begin.
@@ -83,9 +84,12 @@ pub enum TrainError {
     /// A checkpoint or a final folder.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// metrics.jsonl or the event files.
+    /// A file or folder of the run.
     #[error(transparent)]
-    Log(#[from] LogError),
+    File(#[from] FileError),
+    /// metrics.jsonl or the event files.
+    #[error("{_0}{}", changed_by_hand(_0))]
+    Log(#[from] MetricsError),
     /// A file of the run's folder.
     #[error("{}: {source}", path.display())]
     Io {
@@ -123,6 +127,13 @@ fn in_words(shape: &HeadsShape) -> String {
 }
 
 /// What can be done about a row that is not right, besides setting it right.
+fn changed_by_hand(error: &MetricsError) -> &'static str {
+    match error {
+        MetricsError::Line { .. } => "; the file was changed by hand, or belongs to another run",
+        MetricsError::Io { .. } => "",
+    }
+}
+
 fn skipping(error: &DataError) -> &'static str {
     match error {
         DataError::Row(row) if row.problem.kind().is_some() => "; --skip-bad-rows leaves out and counts such rows",

@@ -17,38 +17,6 @@ use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSpl
 use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
 
-/// What can go wrong while writing it down.
-#[derive(Debug, thiserror::Error)]
-pub enum LogError {
-    /// The disk.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// A line that is not ours.
-    #[error("{}, line {line}: {source}; the file was changed by hand, or belongs to another run", path.display())]
-    Line {
-        /// The file.
-        path: PathBuf,
-        /// 1-based.
-        line: usize,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-}
-
-impl From<MetricsError> for LogError {
-    fn from(error: MetricsError) -> Self {
-        match error {
-            MetricsError::Io { path, source } => Self::Io { path, source },
-            MetricsError::Line { path, line, source } => Self::Line { path, line, source },
-        }
-    }
-}
-
 impl MetricsLine {
     /// From what a step or an evaluation measured.
     pub fn new(split: MetricsSplit, step: usize, epoch: f64, tokens: u64, metrics: &StepMetrics) -> Self {
@@ -112,10 +80,10 @@ impl RunLog {
     /// from the lines that stay, so both hold each step once.
     ///
     /// # Errors
-    /// [`LogError`].
-    pub fn open(run: &Path, step: usize) -> Result<Self, LogError> {
+    /// [`MetricsError`].
+    pub fn open(run: &Path, step: usize) -> Result<Self, MetricsError> {
         let path = run.join(METRICS);
-        let error = |source| LogError::Io { path: path.clone(), source };
+        let error = |source| MetricsError::Io { path: path.clone(), source };
         let mut kept = MetricsFile::read(&path)?.lines;
         kept.retain(|(text, line)| text.ends_with(b"\n") && step > 0 && line.step <= step);
         let write_kept = |out: &mut BufWriter<File>| kept.iter().try_for_each(|(text, _)| out.write_all(text));
@@ -129,17 +97,17 @@ impl RunLog {
     /// Waits until the disk has every line. Before a checkpoint: a run that goes on from it needs the lines up to it.
     ///
     /// # Errors
-    /// [`LogError`].
-    pub fn sync(&self) -> Result<(), LogError> {
-        self.lines.sync_all().map_err(|source| LogError::Io { path: self.path.clone(), source })
+    /// [`MetricsError`].
+    pub fn sync(&self) -> Result<(), MetricsError> {
+        self.lines.sync_all().map_err(|source| MetricsError::Io { path: self.path.clone(), source })
     }
 
     /// Appends one line to both.
     ///
     /// # Errors
-    /// [`LogError`].
-    pub fn append(&mut self, line: &MetricsLine) -> Result<(), LogError> {
-        line.append_to(&mut self.lines).map_err(|source| LogError::Io { path: self.path.clone(), source })?;
+    /// [`MetricsError`].
+    pub fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
+        line.append_to(&mut self.lines).map_err(|source| MetricsError::Io { path: self.path.clone(), source })?;
         self.events.append(line)
     }
 }
@@ -152,8 +120,8 @@ struct EventFile {
 
 impl EventFile {
     /// The only file in `folder`, whatever was there.
-    fn create(folder: &Path) -> Result<Self, LogError> {
-        let error = |path: &Path, source| LogError::Io { path: path.into(), source };
+    fn create(folder: &Path) -> Result<Self, MetricsError> {
+        let error = |path: &Path, source| MetricsError::Io { path: path.into(), source };
         if folder.exists() {
             fs::remove_dir_all(folder).map_err(|e| error(folder, e))?;
         }
@@ -168,7 +136,7 @@ impl EventFile {
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
-    fn append(&mut self, line: &MetricsLine) -> Result<(), LogError> {
+    fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
         let mut summary = Summary::new();
         for (tag, value) in line.curves() {
             summary.mut_value().extend(scalar(&tag, value as f32).take_value());
@@ -179,11 +147,11 @@ impl EventFile {
         self.write(event)
     }
 
-    fn write(&mut self, mut event: Event) -> Result<(), LogError> {
+    fn write(&mut self, mut event: Event) -> Result<(), MetricsError> {
         event.set_wall_time(now());
         let bytes = event.write_to_bytes().map_err(io::Error::from);
         let written = bytes.and_then(|bytes| self.records.write(&bytes)).and_then(|()| self.records.flush());
-        written.map_err(|source| LogError::Io { path: self.path.clone(), source })
+        written.map_err(|source| MetricsError::Io { path: self.path.clone(), source })
     }
 }
 

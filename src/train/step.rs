@@ -108,7 +108,7 @@ pub fn train_step(
 ) -> Result<StepOutcome, StepError> {
     let num_heads = state.heads.num_heads();
     let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, num_heads)).collect();
-    let mut sums = MetricSums::new(num_heads);
+    let mut sums = MetricSums::new(&state.heads);
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
@@ -116,7 +116,7 @@ pub fn train_step(
         add_lm_head(&mut sums, state, &pass, targets);
         pass.backward(state);
     }
-    let metrics = sums.finish(weights.loss, weights.lambda0, input_tokens(batches));
+    let metrics = sums.finish(weights.loss, weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
     let grad_norm = gradient_norm(state.parameters.iter().map(|p| &p.parameter));
     check_numbers(state.step + 1, &metrics, grad_norm, batches)?;
     // As torch.nn.utils.clip_grad_norm_.
@@ -174,7 +174,7 @@ pub fn evaluate<E>(
     lambda0: f64,
 ) -> Result<StepMetrics, E> {
     let num_heads = heads.num_heads();
-    let mut sums = MetricSums::new(num_heads);
+    let mut sums = MetricSums::new(heads);
     let mut tokens = 0;
     for batch in batches {
         let batch = &batch?;
@@ -188,14 +188,10 @@ pub fn evaluate<E>(
     Ok(sums.finish(loss, lambda0, tokens))
 }
 
-fn input_tokens(batches: &[Batch]) -> u64 {
-    batches.iter().map(|batch| batch.tokens() as u64).sum()
-}
-
 /// Sums over micro batches; on the device until [`MetricSums::finish`].
 struct MetricSums {
     counts: Vec<usize>,
-    by_head: Vec<Option<HeadSums>>,
+    by_head: Vec<HeadSums>,
     lm_count: usize,
     /// Of what the stage trains the LM head on.
     lm_loss: Option<Tensor>,
@@ -204,8 +200,9 @@ struct MetricSums {
 }
 
 impl MetricSums {
-    fn new(num_heads: usize) -> Self {
-        let by_head = (0..num_heads).map(|_| None).collect();
+    fn new(heads: &Heads) -> Self {
+        let (num_heads, device) = (heads.num_heads(), heads.parameters()[0].1.device());
+        let by_head = (0..num_heads).map(|_| HeadSums::zero(device)).collect();
         Self { counts: vec![0; num_heads], by_head, lm_count: 0, lm_loss: None, lm_cross_entropy: None }
     }
 
@@ -230,16 +227,10 @@ impl MetricSums {
                 (state.gradients_of(k, pass.dhidden_nh()), weight / self.counts[k].max(1) as f64)
             });
             let into = into.as_ref().map(|(gradients, scale)| (gradients, *scale));
-            self.add(k, head_loss(head, output, &pass.states.hidden_nh, &of_head, into));
+            let HeadSums { loss, hits } = head_loss(Some(head), output, &pass.states.hidden_nh, &of_head, into);
+            self.by_head[k].loss += loss;
+            self.by_head[k].hits += hits;
         }
-    }
-
-    fn add(&mut self, head: usize, sums: HeadSums) {
-        let slot = &mut self.by_head[head];
-        *slot = Some(match slot.take() {
-            None => sums,
-            Some(before) => HeadSums { loss: before.loss + sums.loss, hits: before.hits + sums.hits },
-        });
     }
 
     fn add_lm_evaluation(&mut self, evaluation: Option<LmEvaluation>) {
@@ -253,9 +244,8 @@ impl MetricSums {
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
         let of_lm = |sum: &Option<Tensor>| sum.as_ref().and_then(|sum| mean(sum.double_value(&[]), self.lm_count));
         let (lm_loss, cross_entropy) = (of_lm(&self.lm_loss), of_lm(&self.lm_cross_entropy));
-        let by_head: Vec<HeadSums> = self.by_head.into_iter().flatten().collect();
-        let losses: Vec<f64> = read(&by_head, |sums| sums.loss.unsqueeze(0));
-        let hits: Vec<f64> = read(&by_head, |sums| sums.hits.to_kind(Kind::Double));
+        let losses: Vec<f64> = read(&self.by_head, |sums| sums.loss.unsqueeze(0));
+        let hits: Vec<f64> = read(&self.by_head, |sums| sums.hits.to_kind(Kind::Double));
         let of_heads = || losses.iter().zip(&self.counts).map(|(&sum, &count)| mean(sum, count));
         let weighted: f64 = of_heads().enumerate().map(|(head, l)| config.weight(head) * l.unwrap_or(0.0)).sum();
         let top = |(hits, &count): (&[f64], &usize)| {
@@ -283,9 +273,6 @@ fn add_to(sum: &mut Option<Tensor>, loss: Tensor) {
 
 /// One copy to the host for all heads.
 fn read(by_head: &[HeadSums], part: impl Fn(&HeadSums) -> Tensor) -> Vec<f64> {
-    if by_head.is_empty() {
-        return vec![];
-    }
     let all = Tensor::cat(&by_head.iter().map(part).collect::<Vec<_>>(), 0);
     Vec::try_from(&all).expect("a float64 vector")
 }

@@ -3,7 +3,7 @@
 //! oracle.
 
 // N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::draft::medusa::heads::Head;
 use crate::draft::medusa::loss::Targets;
@@ -25,6 +25,14 @@ pub struct HeadSums {
     pub loss: Tensor,
     /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. A tie with the target counts for it.
     pub hits: Tensor,
+}
+
+impl HeadSums {
+    /// Of nothing yet.
+    pub fn zero(device: Device) -> Self {
+        let zeros = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
+        Self { loss: zeros(&[], Kind::Double), hits: zeros(&[TOP as i64], Kind::Int64) }
+    }
 }
 
 /// The layer that makes logits of hidden states: a head's own W2, or the LM head.
@@ -71,36 +79,21 @@ pub struct HeadGradients<'g> {
     pub hidden_nh: Option<&'g Tensor>,
 }
 
-/// Loss and hits of one head, and, where `gradients` are wanted, their gradients times `scale` (λ0·λk ÷ targets of the whole
-/// optimizer step) added to them.
+/// Loss and hits of one head, or of the LM head, which has no blocks; where `gradients` are wanted, their gradients times `scale`
+/// (λ0·λk ÷ targets of the whole optimizer step) are added to them.
 /// - `output`: the head's own W2 or the backbone's lm_head
 /// - `hidden_nh`: `[N, H]`, after the final norm, in the backbone's dtype, without autograd
 pub fn head_loss(
-    head: &Head,
+    head: Option<&Head>,
     output: OutputLayer,
     hidden_nh: &Tensor,
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
 ) -> HeadSums {
-    let blocks = head.block_parameters();
-    let selected_mh = select(hidden_nh, &targets.positions_m, gradients);
-    let through = || Projection::new(selected_mh.shallow_clone(), head.hidden(&selected_mh), output);
-    let projection = if gradients.is_some() { through() } else { tch::no_grad(through) };
+    let blocks = head.map_or_else(Vec::new, Head::block_parameters);
+    let projection = Projection::new(head, output, hidden_nh, targets, gradients);
     let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
     projection.backward(&blocks, &targets.positions_m, gradients);
-    sums
-}
-
-/// Cross-entropy of the LM head over its targets; as [`head_loss`], for a head without blocks.
-pub fn lm_loss(
-    output: OutputLayer,
-    hidden_nh: &Tensor,
-    targets: &Targets,
-    gradients: Option<(&HeadGradients, f64)>,
-) -> HeadSums {
-    let projection = lm_projection(output, hidden_nh, targets, gradients);
-    let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
-    projection.backward(&[], &targets.positions_m, gradients);
     sums
 }
 
@@ -113,29 +106,11 @@ pub fn distillation_loss(
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
 ) -> Tensor {
-    let projection = lm_projection(output, hidden_nh, targets, gradients);
+    let projection = Projection::new(None, output, hidden_nh, targets, gradients);
     let teacher_mh = teacher_nh.index_select(0, &targets.positions_m);
     let loss = tch::no_grad(|| projection.divergence(&teacher_mh, gradients));
     projection.backward(&[], &targets.positions_m, gradients);
     loss
-}
-
-fn lm_projection<'m>(
-    output: OutputLayer<'m>,
-    hidden_nh: &Tensor,
-    targets: &Targets,
-    gradients: Option<(&HeadGradients, f64)>,
-) -> Projection<'m> {
-    let selected_mh = select(hidden_nh, &targets.positions_m, gradients);
-    let through = || Projection::new(selected_mh.shallow_clone(), selected_mh, output);
-    if gradients.is_some() { through() } else { tch::no_grad(through) }
-}
-
-/// `[M, H]`, a leaf of autograd where the hidden states' gradient is wanted.
-fn select(hidden_nh: &Tensor, positions_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> Tensor {
-    let selected_mh = hidden_nh.index_select(0, positions_m);
-    let wanted = gradients.is_some_and(|(gradients, _)| gradients.hidden_nh.is_some());
-    if wanted { selected_mh.set_requires_grad(true) } else { selected_mh }
 }
 
 /// Inputs of the product with the vocabulary, and the gradients that come back from it.
@@ -152,25 +127,39 @@ struct Projection<'m> {
 }
 
 impl<'m> Projection<'m> {
-    fn new(selected_mh: Tensor, x_mh: Tensor, output: OutputLayer<'m>) -> Self {
+    /// Through `head`, if there is one; with autograd where gradients are wanted, and back to the hidden states where theirs is.
+    fn new(
+        head: Option<&Head>,
+        output: OutputLayer<'m>,
+        hidden_nh: &Tensor,
+        targets: &Targets,
+        gradients: Option<(&HeadGradients, f64)>,
+    ) -> Self {
+        let selected_mh = hidden_nh.index_select(0, &targets.positions_m);
+        let to_hidden = gradients.is_some_and(|(gradients, _)| gradients.hidden_nh.is_some());
+        let selected_mh = if to_hidden { selected_mh.set_requires_grad(true) } else { selected_mh };
+        let through = || {
+            let x_mh = head.map_or_else(|| selected_mh.shallow_clone(), |head| head.hidden(&selected_mh));
+            let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
+            (x_mh, down_mr)
+        };
+        let (x_mh, down_mr) = if gradients.is_some() { through() } else { tch::no_grad(through) };
         let zeros = |tensor: &Tensor| tensor.detach().zeros_like();
-        let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
         let (dx_mh, ddown_mr) = (zeros(&x_mh), down_mr.as_ref().map(zeros));
         Self { output, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
     }
 
     fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
-        let loss = Tensor::zeros([], (Kind::Double, self.x_mh.device()));
-        let hits = Tensor::zeros([TOP as i64], (Kind::Int64, self.x_mh.device()));
+        let sums = HeadSums::zero(self.x_mh.device());
         self.for_each_chunk(|chunk, weights| {
             let softmax = CrossEntropy::new(chunk.logits(weights), &chunk.rows(tokens_m).unsqueeze(1));
-            let _ = loss.shallow_clone().g_add_(&softmax.loss());
-            let _ = hits.shallow_clone().g_add_(&softmax.hits());
+            let _ = sums.loss.shallow_clone().g_add_(&softmax.loss());
+            let _ = sums.hits.shallow_clone().g_add_(&softmax.hits());
             if let Some((gradients, scale)) = gradients {
                 chunk.backward(&softmax.dlogits(), weights, &gradients.output, scale);
             }
         });
-        HeadSums { loss, hits }
+        sums
     }
 
     fn divergence(&self, teacher_mh: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> Tensor {
@@ -397,7 +386,7 @@ mod tests {
             let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
             let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
             let w2 = head.w2().unwrap_or_else(|| backbone.lm_head_weight().unwrap());
-            let sums = head_loss(head, OutputLayer::plain(w2), &hidden, &targets, Some((&into, 0.01)));
+            let sums = head_loss(Some(head), OutputLayer::plain(w2), &hidden, &targets, Some((&into, 0.01)));
             let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
             assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
             for (expected, got) in expected.iter().zip(&got) {
@@ -419,7 +408,7 @@ mod tests {
         let guesses = logits.topk(7, 1, true, true).1;
         let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
         let sums = head_loss(
-            heads.head(0),
+            Some(heads.head(0)),
             OutputLayer::plain(backbone.lm_head_weight().unwrap()),
             &hidden,
             &Targets { positions_m, tokens_m },
@@ -455,7 +444,7 @@ mod tests {
             };
             let into = Some((&into, 0.01));
             let loss = match goal {
-                0 => lm_loss(output(), &hidden.detach(), &targets, into).loss,
+                0 => head_loss(None, output(), &hidden.detach(), &targets, into).loss,
                 _ => distillation_loss(output(), [&hidden.detach(), &teacher], &targets, into),
             };
             let (loss, oracle) = (loss.double_value(&[]), plain.double_value(&[]));

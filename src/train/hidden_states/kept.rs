@@ -16,9 +16,7 @@ use tch::{Device, Tensor};
 
 use super::batch::BatchStates;
 use super::error::HiddenStatesError;
-use super::key::{identity, key};
-use super::layout::{FILLED, StatesLayout};
-use super::positions::predicting;
+use super::layout::{FILLED, StatesLayout, identity, key, predicting};
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
 use crate::data::pack::Sequences;

@@ -1,16 +1,23 @@
 //! The file of kept hidden states: the states of all sequences one after another, then one byte a sequence: 1 once its states are on the
-//! disk.
+//! disk. Of a sequence the positions from which some head predicts a target: the others' are never read. Its name is a hash of all that
+//! decides them.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
+use std::time::UNIX_EPOCH;
 
+use sha2::{Digest, Sha256};
 use tch::Kind;
 
 use super::error::HiddenStatesError;
-use super::positions::predicting_in;
+use crate::data::IGNORE;
 use crate::data::cache::CacheError;
-use crate::data::pack::Sequences;
+use crate::data::pack::{PackedSequence, Sequences};
+use crate::files::hex;
+use crate::model::llama::Llama;
+use crate::model::weights;
+use crate::torch::LIBTORCH_VERSION;
 
 /// The byte of a sequence whose states are on the disk.
 pub(super) const FILLED: u8 = 1;
@@ -81,4 +88,54 @@ impl StatesLayout {
 /// [`CacheError`]: labels decide which positions are kept, so they are read.
 pub fn file_bytes(sequences: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
     Ok(StatesLayout::new(sequences, num_heads, hidden_size, kind)?.file_bytes())
+}
+
+pub(super) fn predicting_in(sequence: &PackedSequence, num_heads: usize) -> Vec<usize> {
+    predicting(&sequence.segment_lengths, num_heads, |t| sequence.labels[t] != IGNORE)
+}
+
+/// Positions of a sequence from which some head predicts a target, ascending. Head `h` (0-based) at `t` predicts `t + h + 2`.
+pub(super) fn predicting(segment_lengths: &[usize], num_heads: usize, has_label: impl Fn(usize) -> bool) -> Vec<usize> {
+    let mut positions = vec![];
+    let mut start = 0;
+    for length in segment_lengths {
+        let end = start + length;
+        let has_target = |&t: &usize| (t + 2..end.min(t + 2 + num_heads)).any(&has_label);
+        positions.extend((start..end).filter(has_target));
+        start = end;
+    }
+    positions
+}
+
+/// Part of every key: raise it when the same input would give another file.
+const FORMAT: &str = "medusa hidden states 1";
+
+/// Everything that decides a hidden state but the tokens.
+pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
+    let weights = weights::files_of(folder).map_err(io::Error::other)?;
+    let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
+    let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
+    facts.extend(backbone.quantization().map(|quantization| format!("{quantization}\n")));
+    for path in weights {
+        let metadata = fs::metadata(&path)?;
+        let modified = metadata.modified()?.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        facts += &format!("{:?} {} bytes, {modified}\n", path.file_name(), metadata.len());
+    }
+    Ok([facts.into_bytes(), fs::read(folder.join("config.json"))?].concat())
+}
+
+/// The name of the file for a backbone and these sequences.
+pub(super) fn key(identity: &[u8], sequences: &Sequences, num_heads: usize) -> Result<String, CacheError> {
+    let mut hasher = Sha256::new();
+    hasher.update((identity.len() as u64).to_le_bytes());
+    hasher.update(identity);
+    hasher.update((num_heads as u64).to_le_bytes());
+    for sequence in sequences.iter() {
+        let sequence = sequence?;
+        hasher.update((sequence.segment_lengths.len() as u64).to_le_bytes());
+        sequence.segment_lengths.iter().for_each(|&length| hasher.update((length as u64).to_le_bytes()));
+        let tokens = sequence.input_ids.iter().chain(&sequence.labels);
+        hasher.update(tokens.flat_map(|token| token.to_le_bytes()).collect::<Vec<_>>());
+    }
+    Ok(hex(&hasher.finalize()))
 }

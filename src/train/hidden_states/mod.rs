@@ -4,9 +4,7 @@
 mod batch;
 mod error;
 mod kept;
-mod key;
 mod layout;
-mod positions;
 #[cfg(test)]
 mod tests;
 

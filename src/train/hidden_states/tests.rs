@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-use super::positions::predicting_in;
+use super::layout::predicting_in;
 use super::{BatchStates, KeptStates, file_bytes};
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
