@@ -3,7 +3,6 @@
 //! Every mistake that can be found before the first expensive second is found in [`LoadedRecipe`]; later code trusts it.
 //! Relative paths in a recipe are relative to the working directory, as the command line's are.
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +13,7 @@ use crate::data::chat_template::TemplateChoice;
 use crate::data::source::{self, SourceError};
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::draft::medusa::loss::LossConfig;
+use crate::files::FileError;
 use crate::hub::HubError;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
@@ -61,13 +61,8 @@ pub struct Recipe {
 #[derive(Debug, thiserror::Error)]
 pub enum RecipeError {
     /// No such file, or it cannot be read.
-    #[error("cannot read the recipe {}: {source}", file.display())]
-    Unreadable {
-        /// The recipe.
-        file: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Unreadable(#[from] FileError),
     /// What it names cannot be had from the Hub.
     #[error("{place}: {key}: {error}\n{}", place.snippet())]
     Hub {

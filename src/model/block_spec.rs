@@ -208,8 +208,8 @@ impl Biases {
 
 impl LinearSpec {
     /// How many numbers its weight has.
-    pub fn numel(&self) -> i64 {
-        self.size[0] * self.size[1]
+    pub fn numel(self) -> u64 {
+        (self.size[0] * self.size[1]).unsigned_abs()
     }
 }
 

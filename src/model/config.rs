@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::model::block_spec::RopeScaling;
 use crate::model::block_spec::{
-    Activation, Biases, BlockSpec, HeadShape, MlpSpec, NormKind, NormPlaces, NormSpec, RotarySpec, Windows, names,
+    Activation, Biases, BlockSpec, HeadShape, LinearSpec, MlpSpec, NormKind, NormPlaces, NormSpec, RotarySpec, Windows,
+    names,
 };
 
 /// What makes a config unusable.
@@ -180,6 +181,11 @@ impl LlamaConfig {
     /// Width of the key and of the value projection, G·D.
     pub fn key_value_size(&self) -> i64 {
         self.block().heads.key_value_size()
+    }
+
+    /// The layer that makes logits.
+    pub fn lm_head(&self) -> LinearSpec {
+        LinearSpec { part: names::LM_HEAD, size: [self.vocab_size, self.hidden_size], bias: false }
     }
 
     /// Names and shapes of all weights, in the order of a file.

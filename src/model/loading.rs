@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::model::block_spec::{LinearSpec, names};
+use crate::model::block_spec::names;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::decoder_layer::{DecoderLayer, TensorSource, build_linear};
 use crate::model::linear::Linear;
@@ -37,15 +37,6 @@ pub enum Purpose {
     Decoding,
     /// A token of each of many generations at a time: merged, and packed on the CPU by oneDNN, which is faster from some 20 rows on.
     Batches,
-}
-
-/// Whether a backbone's folder holds more than its config.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HasWeights {
-    /// Their headers fit the config.
-    Yes,
-    /// Only `config.json` was looked at.
-    No,
 }
 
 impl Llama {
@@ -103,11 +94,11 @@ impl Llama {
     }
 
     /// The backbone of a folder without its numbers: every weight is one zero, seen from everywhere, so it takes no memory. Where the
-    /// folder has weights, their headers are checked as loading would; no data are read.
+    /// folder has weights (comes back, too), their headers are checked as loading would; no data are read.
     ///
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.
-    pub fn outline(folder: &Path) -> Result<(Self, HasWeights), LoadError> {
+    pub fn outline(folder: &Path) -> Result<(Self, bool), LoadError> {
         let config = LlamaConfig::load(folder)?;
         let files = match WeightFiles::open(folder) {
             Err(WeightsError::NoWeights { .. }) => None,
@@ -119,7 +110,7 @@ impl Llama {
             Ok(zero.expand(shape, false))
         };
         let outline = Self::build(config, Kind::Float, Device::Cpu, None, &mut source)?;
-        Ok((outline, if files.is_some() { HasWeights::Yes } else { HasWeights::No }))
+        Ok((outline, files.is_some()))
     }
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
@@ -144,12 +135,7 @@ impl Llama {
         let embed_tokens_vh = source(names::EMBED_TOKENS, &[v, h])?;
         let lm_head = match config.tie_word_embeddings {
             true => Linear::dense(embed_tokens_vh.to_kind(kind), None),
-            false => build_linear(
-                source,
-                names::LM_HEAD,
-                &LinearSpec { part: names::LM_HEAD, size: [v, h], bias: false },
-                None,
-            )?,
+            false => build_linear(source, names::LM_HEAD, &config.lm_head(), None)?,
         };
         let block = config.block();
         let layers = (0..config.num_hidden_layers).map(|i| DecoderLayer::build(&block, i, quantizer.as_ref(), source));

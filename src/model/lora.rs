@@ -72,13 +72,10 @@ impl TryFrom<ModulesAsWritten> for TargetModules {
             }
             ModulesAsWritten::List(list) => list,
         };
-        if let Some(unknown) = list.iter().find(|name| !modules().contains(&name.as_str())) {
-            return Err(format!("unknown layer {unknown:?}, expected some of {}", modules().join(", ")));
-        }
-        if list.is_empty() {
-            Err("expected at least one layer name".into())
-        } else {
-            Ok(Self::Named(list.into_iter().collect()))
+        match list.iter().find(|name| !modules().contains(&name.as_str())) {
+            Some(unknown) => Err(format!("unknown layer {unknown:?}, expected some of {}", modules().join(", "))),
+            None if list.is_empty() => Err("expected at least one layer name".into()),
+            None => Ok(Self::Named(list.into_iter().collect())),
         }
     }
 }

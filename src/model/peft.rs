@@ -146,10 +146,6 @@ impl PeftConfig {
     fn alpha(&self) -> f64 {
         if self.use_rslora { self.lora_alpha * (self.r as f64).sqrt() } else { self.lora_alpha }
     }
-
-    fn base(&self) -> String {
-        self.base_model_name_or_path.clone().unwrap_or_else(|| "(no name)".into())
-    }
 }
 
 /// PEFT's name of a tensor of layer `layer`: `part` is `lora_A`, `lora_B` or `base_layer`.
@@ -235,7 +231,9 @@ impl PeftFolder {
         let mut read = BTreeSet::new();
         let device = backbone.device();
         for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
-            let Some(size) = linear.size().filter(|_| self.has(&name)) else { continue };
+            let Some(size) = linear.size().filter(|_| self.files.contains(&peft_name(&name, "lora_A"))) else {
+                continue;
+            };
             let [a_ri, b_or] = self.tensors(&name, size, device)?;
             let (alpha, dropout) = (self.peft.alpha(), self.dropout);
             linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
@@ -244,21 +242,14 @@ impl PeftFolder {
         self.check_all_were_read(&read)
     }
 
-    fn has(&self, layer: &str) -> bool {
-        self.files.contains(&peft_name(layer, "lora_A"))
-    }
-
     /// A `[R, I]` and B `[O, R]` of a layer.
     fn tensors(&self, layer: &str, [o, i]: [i64; 2], device: Device) -> Result<[Tensor; 2], PeftError> {
         let r = self.peft.r as i64;
         let tensor = |part: &str, expected: [i64; 2]| {
             let name = peft_name(layer, part);
-            let got = self.files.shape(&name)?;
-            if got != expected {
-                return Err(self.other_base(format!("tensor {name:?}: expected shape {expected:?}, got {got:?}")));
-            }
+            self.check_shape(&name, &expected)?;
             // A copy: it will be trained, and a view of a file must not be written.
-            Ok(self.files.tensor(&name, &expected, Kind::Float, device)?.copy())
+            Ok::<_, PeftError>(self.files.tensor(&name, &expected, Kind::Float, device)?.copy())
         };
         Ok([tensor("lora_A", [r, i])?, tensor("lora_B", [o, r])?])
     }
@@ -272,8 +263,11 @@ impl PeftFolder {
     }
 
     fn check_shape_of_lm_head(&self, backbone: &Llama) -> Result<(), PeftError> {
-        let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
-        let (expected, got) = (own.size(), self.files.shape(&name)?);
+        self.lm_head(backbone).map_or(Ok(()), |(own, name)| self.check_shape(&name, &own.size()))
+    }
+
+    fn check_shape(&self, name: &str, expected: &[i64]) -> Result<(), PeftError> {
+        let got = self.files.shape(name)?;
         if got == expected {
             return Ok(());
         }
@@ -309,7 +303,8 @@ impl PeftFolder {
     }
 
     fn other_base(&self, reason: String) -> PeftError {
-        PeftError::OtherBase { path: self.path.clone(), reason, base: self.peft.base() }
+        let base = self.peft.base_model_name_or_path.clone().unwrap_or_else(|| "(no name)".into());
+        PeftError::OtherBase { path: self.path.clone(), reason, base }
     }
 }
 

@@ -360,7 +360,7 @@ impl WeightListing {
     }
 
     fn of_index(folder: &Path, index: PathBuf) -> Result<Self, WeightsError> {
-        let text = read(&index)?;
+        let text = fs::read_to_string(&index).map_err(|source| io_error(&index, source))?;
         let ShardIndex { weight_map } =
             serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
         if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
@@ -399,10 +399,6 @@ fn stored(view: &TensorView<'static>) -> StoredTensor {
 
 /// What weights can be.
 const FLOATS: &str = "F64, F32, BF16 or F16";
-
-fn read(path: &Path) -> Result<String, WeightsError> {
-    fs::read_to_string(path).map_err(|source| io_error(path, source))
-}
 
 fn io_error(path: &Path, source: io::Error) -> WeightsError {
     WeightsError::Io { path: path.into(), source }

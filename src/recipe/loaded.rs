@@ -6,6 +6,7 @@ use tch::Device;
 
 use super::located::LocatedToml;
 use super::{Recipe, RecipeError};
+use crate::files::failed;
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::TrainPlan;
@@ -45,8 +46,7 @@ impl LoadedRecipe {
     /// # Errors
     /// [`RecipeError`] with the place in the file.
     pub fn read(path: &Path) -> Result<Self, RecipeError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| RecipeError::Unreadable { file: path.to_owned(), source })?;
+        let text = std::fs::read_to_string(path).map_err(failed("read the recipe", path))?;
         let (recipe, _) = Recipe::read(path, &text)?;
         Ok(Self { local: recipe.clone(), recipe, snapshot: None, sources: vec![], file: path.to_owned(), text })
     }

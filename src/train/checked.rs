@@ -6,7 +6,6 @@ use std::path::Path;
 
 use tch::Device;
 
-use crate::data::cache::CacheError;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, Loader};
 use crate::data::pack::{PackReport, Sequences};
@@ -16,7 +15,6 @@ use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
-use crate::model::loading::HasWeights;
 use crate::model::peft;
 use crate::torch::guard;
 use crate::train::error::TrainError;
@@ -33,7 +31,7 @@ pub struct CheckedRun {
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
     /// Whether the backbone's folder has weights, whose headers were checked then.
-    pub has_weights: HasWeights,
+    pub has_weights: bool,
     /// What was read to train on.
     pub train_report: LoadReport,
     /// What was read to validate on.
@@ -146,7 +144,7 @@ fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {
 }
 
 /// The backbone without its numbers, with the adapter that it starts from.
-fn outline(plan: &TrainPlan) -> Result<(Llama, HasWeights), TrainError> {
+fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
     let (mut outline, has_weights) = Llama::outline(Path::new(&plan.backbone.path))?;
     if let Some(lora) = plan.trained.lora()
         && let Some(adapter) = &lora.init_from
@@ -236,7 +234,9 @@ fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
 /// Reads all labels, where the recipe keeps hidden states.
 fn hidden_state_bytes(plan: &TrainPlan, config: &LlamaConfig, train: &Loader) -> Result<Option<u64>, TrainError> {
     let (num_heads, kind) = (plan.heads.medusa_num_heads.get(), plan.backbone.dtype.kind());
-    let bytes = || hidden_states::file_bytes(train.sequences(), num_heads, config.hidden_size, kind);
-    let bytes: Result<Option<u64>, CacheError> = plan.train.hidden_state_cache.as_ref().map(|_| bytes()).transpose();
-    Ok(bytes.map_err(DataError::from)?)
+    if plan.train.hidden_state_cache.is_none() {
+        return Ok(None);
+    }
+    let bytes = hidden_states::file_bytes(train.sequences(), num_heads, config.hidden_size, kind);
+    Ok(Some(bytes.map_err(DataError::from)?))
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::draft::medusa::fused_loss::CHUNK_LOGITS;
 use crate::draft::medusa::heads::HeadsShape;
-use crate::model::block_spec::{Activation, BlockLinears, LinearSpec, NormPlaces, Windows, names};
+use crate::model::block_spec::{Activation, BlockLinears, LinearSpec, NormPlaces, Windows};
 use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
 use crate::model::quantization::Quantization;
@@ -100,7 +100,7 @@ impl MemoryPlan {
     /// Of a run of this shape.
     pub fn of(work: &Workload) -> Self {
         let mut groups = vec![work.backbone(), work.heads_group()];
-        if let Some(lora) = work.lora() {
+        if let Some(lora) = work.trained.lora() {
             groups.push(MemoryGroup::trained("adapters", &work.adapters(lora), work.optimizer));
         }
         let activation_bytes = work.activations();
@@ -137,10 +137,6 @@ impl Workload<'_> {
         self.config.num_hidden_layers as u64
     }
 
-    fn lora(&self) -> Option<&LoraConfig> {
-        self.trained.lora()
-    }
-
     fn is_joint(&self) -> bool {
         !self.trained.is_frozen()
     }
@@ -157,15 +153,13 @@ impl Workload<'_> {
 
     /// Numbers in their weights.
     fn in_linears(&self) -> u64 {
-        self.linears().all().map(numel).sum()
+        self.linears().all().map(LinearSpec::numel).sum()
     }
 
     /// Numbers of all adapters, tensor by tensor.
     fn adapters(&self, lora: &LoraConfig) -> Vec<u64> {
-        let size = [self.config.vocab_size, self.config.hidden_size];
-        let lm_head = LinearSpec { part: names::LM_HEAD, size, bias: false };
         let of_layer = self.adapters_of_layer(lora);
-        (0..self.layers()).flat_map(|_| of_layer.clone()).chain(adapter(lm_head, lora)).collect()
+        (0..self.layers()).flat_map(|_| of_layer.clone()).chain(adapter(self.config.lm_head(), lora)).collect()
     }
 
     fn adapters_of_layer(&self, lora: &LoraConfig) -> Vec<u64> {
@@ -195,7 +189,7 @@ impl Workload<'_> {
 
     /// A frozen layer's weight as it lies in memory; see [`crate::model::quantization`].
     fn linear_bytes(&self, linear: LinearSpec) -> u64 {
-        let (numbers, outputs) = (numel(linear), linear.size[0].unsigned_abs());
+        let (numbers, outputs) = (linear.numel(), linear.size[0].unsigned_abs());
         match self.quantization {
             None => numbers * self.element,
             Some(Quantization::Int8) => numbers + F32 * outputs,
@@ -233,7 +227,7 @@ impl Workload<'_> {
         if self.masked || window.is_some_and(|window| window.unsigned_abs() < self.length) {
             kept.push((1, n * self.length * e));
         }
-        match self.lora() {
+        match self.trained.lora() {
             Some(lora) => kept.extend(self.kept_of_adapters(lora)),
             // Inputs of the linear layers, and of the norms' products with their weights.
             None => kept.extend([(4, n * h * e), (1, n * q * e), (1, n * f * e)]),
@@ -269,7 +263,7 @@ impl Workload<'_> {
         } else {
             0
         };
-        whole + self.lora().filter(|_| cast).map_or(0, |lora| of_adapters(lora) * self.element)
+        whole + self.trained.lora().filter(|_| cast).map_or(0, |lora| of_adapters(lora) * self.element)
     }
 
     /// Between the forward and the backward pass.
@@ -321,7 +315,7 @@ impl Workload<'_> {
             return self.allocated(passing) + dequantised;
         }
         let again = if self.recompute { self.allocated(self.kept_of_layer()) } else { 0 };
-        let trained: u64 = match self.lora() {
+        let trained: u64 = match self.trained.lora() {
             Some(lora) => self.adapters_of_layer(lora).iter().sum(),
             None => self.in_linears(),
         };
@@ -339,10 +333,6 @@ impl Workload<'_> {
         let copies = self.is_direct() && self.element != F32;
         if copies { self.config.parameters().unsigned_abs() * self.element } else { 0 }
     }
-}
-
-fn numel(linear: LinearSpec) -> u64 {
-    linear.numel().unsigned_abs()
 }
 
 /// Numbers in A and in B of a layer's adapter, where it has one.

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use tch::Kind;
 
-use crate::draft::medusa::heads::{Heads, HeadsConfig};
+use crate::draft::medusa::heads::Heads;
 use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
@@ -102,9 +102,10 @@ impl TrainRun {
 
     fn first_state(&self) -> Result<TrainState, TrainError> {
         let plan = &self.checked.plan;
-        let heads = match heads_to_start_from(&plan.heads, &self.backbone)? {
+        let size = [self.backbone.config.vocab_size, self.backbone.config.hidden_size];
+        let heads = match &plan.heads.init_from {
             None => Heads::new(&plan.heads, self.backbone.lm_head_weight().expect("loaded for training")),
-            Some(heads) => heads.for_training(),
+            Some(path) => Heads::load_for(path, size, Kind::Float, self.backbone.device())?.for_training(),
         };
         Ok(TrainState::new(heads, &self.backbone, plan))
     }
@@ -127,11 +128,4 @@ fn load_backbone(plan: &TrainPlan) -> Result<Llama, TrainError> {
             Ok(backbone)
         }
     }
-}
-
-/// `heads.init_from`, in float32: a backbone of fewer bits says nothing about the heads.
-fn heads_to_start_from(heads: &HeadsConfig, backbone: &Llama) -> Result<Option<Heads>, TrainError> {
-    let Some(path) = &heads.init_from else { return Ok(None) };
-    let size = [backbone.config.vocab_size, backbone.config.hidden_size];
-    Ok(Some(Heads::load_for(path, size, Kind::Float, backbone.device())?))
 }

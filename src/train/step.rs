@@ -113,7 +113,10 @@ pub fn train_step(
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
         sums.add_heads(&state.heads, &pass, targets, Some((state, weights)));
-        add_lm_head(&mut sums, state, &pass, targets);
+        let lm_scale = 1.0 / sums.lm_count.max(1) as f64;
+        if let Some(loss) = pass.lm_loss(state, targets, lm_scale) {
+            add_to(&mut sums.lm_loss, loss);
+        }
         pass.backward(state);
     }
     let metrics = sums.finish(weights.loss, weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
@@ -125,14 +128,6 @@ pub fn train_step(
     state.step += 1;
     state.tokens += metrics.tokens;
     Ok(StepOutcome { metrics, grad_norm })
-}
-
-/// Loss and gradients of the LM head on one micro batch, where it is trained.
-fn add_lm_head(sums: &mut MetricSums, state: &TrainState, pass: &BackbonePass, targets: &BatchTargets) {
-    let scale = 1.0 / sums.lm_count.max(1) as f64;
-    if let Some(loss) = pass.lm_loss(state, targets, scale) {
-        add_to(&mut sums.lm_loss, loss);
-    }
 }
 
 fn check_numbers(step: usize, metrics: &StepMetrics, grad_norm: f64, batches: &[Batch]) -> Result<(), StepError> {
@@ -182,7 +177,10 @@ pub fn evaluate<E>(
         let targets = BatchTargets::new(batch, num_heads);
         sums.count(&targets);
         let pass = backbone.evaluate(batch);
-        sums.add_lm_evaluation(pass.lm_evaluation(&targets));
+        if let Some(LmEvaluation { loss, cross_entropy }) = pass.lm_evaluation(&targets) {
+            add_to(&mut sums.lm_loss, loss);
+            add_to(&mut sums.lm_cross_entropy, cross_entropy);
+        }
         sums.add_heads(heads, &pass, &targets, None);
     }
     Ok(sums.finish(loss, lambda0, tokens))
@@ -230,13 +228,6 @@ impl MetricSums {
             let HeadSums { loss, hits } = head_loss(Some(head), output, &pass.states.hidden_nh, &of_head, into);
             self.by_head[k].loss += loss;
             self.by_head[k].hits += hits;
-        }
-    }
-
-    fn add_lm_evaluation(&mut self, evaluation: Option<LmEvaluation>) {
-        if let Some(LmEvaluation { loss, cross_entropy }) = evaluation {
-            add_to(&mut self.lm_loss, loss);
-            add_to(&mut self.lm_cross_entropy, cross_entropy);
         }
     }
 

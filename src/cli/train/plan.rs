@@ -7,7 +7,6 @@ use serde::Serialize;
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::LoadReport;
 use crate::draft::medusa::heads::HeadsShape;
-use crate::model::loading::HasWeights;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::CheckedRun;
@@ -53,7 +52,7 @@ impl RunPreview {
             output_dir: checked.plan.train.output_dir.clone(),
             device: device_name(checked.plan.device),
             backbone: recipe.backbone.path.clone(),
-            weights_checked: checked.has_weights == HasWeights::Yes,
+            weights_checked: checked.has_weights,
             backbone_parameters: parameters("backbone"),
             backbone_bytes: bytes("backbone"),
             heads: checked.heads_shape,
