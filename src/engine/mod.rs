@@ -1,6 +1,6 @@
 //! Engines: who runs the backbone over new tokens. An engine commits nothing: its caller says which tokens stay in the cache.
 //!
-//! [`tch`](self::tch) computes with libtorch on any device and is the oracle of the others; [`cpu`] has kernels of its own for few
+//! [`tch`] computes with libtorch on any device and is the oracle of the others; [`cpu`] has kernels of its own for few
 //! rows; [`cuda`] runs whole steps on the device, and so is no [`Engine`].
 
 // N new tokens of all sequences, H hidden, V vocabulary

@@ -221,7 +221,7 @@ fn unusual_strides(TensorRef { shape, strides, .. }: &TensorRef<'_>) -> Option<V
 /// when its turn comes, by its place in the plan: no two are in memory.
 ///
 /// # Errors
-/// [`TorchFileError::Io`], with the disk's words or those of `tensor`.
+/// [`TorchFileError::File`], with the disk's words or those of `tensor`.
 pub fn save(
     path: &Path,
     planned: &[Planned],
