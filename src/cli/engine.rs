@@ -18,6 +18,7 @@ use crate::engine::cuda::error::CudaError;
 use crate::engine::fastest::fastest;
 use crate::engine::tch::TchEngine;
 use crate::model::loading::Purpose;
+use crate::nvidia::device;
 
 /// Who computes.
 #[derive(Debug, Clone, Copy, Args)]
@@ -98,6 +99,7 @@ impl EngineFlags {
         drafts: Option<&Drafts<'a>>,
         request: &Request,
     ) -> Result<DeviceLoop<'a>, CudaError> {
+        device::check()?;
         let backbone = &decoder.backbone;
         // What was asked for is reserved whole; a backbone's own context may be longer than any text will be.
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);

@@ -23,6 +23,8 @@ const FEWEST_ROWS: i64 = 16;
 pub struct KvCache {
     /// `[L, B, 2G, S, D]`: keys, then values.
     all: Tensor,
+    /// L, B, 2G, S, D: asked for at every layer of a step.
+    sizes: [usize; 5],
     /// Views of `all`, made once because a view costs as much as a small product.
     layers: Vec<LayerCache>,
     /// Committed tokens of each row.
@@ -80,7 +82,7 @@ impl KvCache {
         let all = Tensor::zeros([layers, 1, planes, BLOCK, config.head_dim], (kind, device));
         let Windows::EveryLayer(sliding_window) = config.block().windows;
         let context = config.max_position_embeddings;
-        Self { layers: layer_views(&all), all, lengths: vec![], sliding_window, context }
+        Self { sizes: sizes(&all), layers: layer_views(&all), all, lengths: vec![], sliding_window, context }
     }
 
     /// With one empty row, row 0.
@@ -147,7 +149,7 @@ impl KvCache {
     /// Moves a row's pending tokens to the front, in place. A path leads from parents to children, so none moves behind one that is
     /// still to be read.
     fn move_on_cpu(&mut self, row: usize, path: &[usize]) {
-        let [_, b, planes, _, d] = self.sizes();
+        let [_, b, planes, _, d] = self.sizes;
         let token = d * self.all.kind().elt_size_in_bytes();
         let (len, room) = (self.lengths[row].unsigned_abs() as usize, self.room());
         let heads = bytes::of_mut(&mut self.all).chunks_exact_mut(room * token);
@@ -170,7 +172,7 @@ impl KvCache {
 
     /// Tokens that fit into a row, S.
     pub fn room(&self) -> usize {
-        self.sizes()[3]
+        self.sizes[3]
     }
 
     /// A row's keys and values in a layer on the CPU, `[G, S, D]` each.
@@ -189,7 +191,7 @@ impl KvCache {
 
     /// Where a row's keys in a layer begin, and how many bytes they take; as many of values follow.
     fn bytes_of(&self, layer: usize, row: usize) -> (usize, usize) {
-        let [_, b, planes, room, d] = self.sizes();
+        let [_, b, planes, room, d] = self.sizes;
         let plane = planes / 2 * room * d * self.all.kind().elt_size_in_bytes();
         ((layer * b + row) * 2 * plane, plane)
     }
@@ -209,7 +211,7 @@ impl KvCache {
         let longest = self.lengths.iter().max().copied().unwrap_or(0);
         let rows = self.rows() as i64;
         self.reserve(rows, longest + 1);
-        let [_, _, planes, room, _] = self.sizes().map(|size| size as i64);
+        let [_, _, planes, room, _] = self.sizes.map(|size| size as i64);
         let plane = |(row, &length): (i64, &i64)| (0..planes).map(move |plane| (row * planes + plane) * room + length);
         let at: Vec<i64> = (0..rows).zip(&self.lengths).flat_map(plane).collect();
         let lengths_b = self.to_device(&self.lengths);
@@ -235,15 +237,9 @@ impl KvCache {
         Tensor::from_slice(values).to_device(self.all.device())
     }
 
-    /// L, B, 2G, S, D.
-    fn sizes(&self) -> [usize; 5] {
-        let size: Vec<usize> = self.all.size().iter().map(|size| size.unsigned_abs() as usize).collect();
-        size.try_into().expect("[L, B, 2G, S, D]")
-    }
-
     /// Room for so many rows of so many tokens; what is there stays.
     fn reserve(&mut self, rows: i64, tokens: i64) {
-        let [l, has_rows, planes, has_tokens, d] = self.sizes().map(|size| size as i64);
+        let [l, has_rows, planes, has_tokens, d] = self.sizes.map(|size| size as i64);
         if rows <= has_rows && tokens <= has_tokens {
             return;
         }
@@ -254,7 +250,7 @@ impl KvCache {
         let b = if rows <= has_rows { has_rows } else { rows.max(2 * has_rows) };
         let all = Tensor::zeros([l, b, planes, s, d], (self.all.kind(), self.all.device()));
         all.narrow(1, 0, has_rows).narrow(3, 0, has_tokens).copy_(&self.all);
-        self.layers = layer_views(&all);
+        (self.sizes, self.layers) = (sizes(&all), layer_views(&all));
         self.all = all;
     }
 }
@@ -293,6 +289,11 @@ fn padded(x: &Tensor, rows: i64) -> Tensor {
 
 fn round_up(tokens: i64, unit: i64) -> i64 {
     (tokens + unit - 1) / unit * unit
+}
+
+fn sizes(all: &Tensor) -> [usize; 5] {
+    let sizes: Vec<usize> = all.size().iter().map(|size| size.unsigned_abs() as usize).collect();
+    sizes.try_into().expect("[L, B, 2G, S, D]")
 }
 
 fn layer_views(all: &Tensor) -> Vec<LayerCache> {
