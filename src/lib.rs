@@ -31,7 +31,7 @@
 //! # Danger
 //!
 //! `unsafe` stands in four places, each block with its reason: `torch` (libtorch's handles and memory), `cpu` (vector instructions and
-//! threads that share a job), `nvidia` (NVIDIA's libraries), and the mapped files of `model/tensor_file.rs` and `weights.rs`
+//! threads that share a job), `nvidia` (NVIDIA's libraries), and the mapped files of `model/weights.rs` and `model/weights/`
 //! (`tests/layering.rs` checks it).
 //!
 //! # Shape letters

@@ -21,7 +21,6 @@ pub mod peft;
 pub mod pickle;
 pub mod quantization;
 pub mod rope;
-mod tensor_file;
 pub mod torch_file;
 pub mod weights;
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 
 use tch::Kind;
 
-use crate::model::tensor_file::kind_of_storage;
+use crate::model::weights::tensor_file::kind_of_storage;
 
 /// What makes a pickle unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

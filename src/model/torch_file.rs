@@ -13,7 +13,7 @@ use zip::{CompressionMethod, ZipArchive, ZipWriter};
 
 use crate::files::{FileError, failed, write_atomic};
 use crate::model::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
-use crate::model::tensor_file::{Planned, StoredTensor, dtype_of, map_file, storage_of};
+use crate::model::weights::tensor_file::{Planned, StoredTensor, dtype_of, map_file, storage_of};
 use crate::torch::bytes;
 
 /// What makes such a file unusable.

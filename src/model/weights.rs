@@ -21,12 +21,13 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::files;
-pub use crate::model::tensor_file::{Planned, dtype_of};
-use crate::model::tensor_file::{StoredTensor, is_float, map_file};
 use crate::model::torch_file::{self, TorchFileError};
+pub use crate::model::weights::tensor_file::{Planned, dtype_of};
+use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
 use crate::torch::bytes;
 
 mod save;
+pub(super) mod tensor_file;
 
 pub use save::{save, save_each, save_model};
 
@@ -407,7 +408,7 @@ fn io_error(path: &Path, source: io::Error) -> WeightsError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::tensor_file::DTYPES;
+    use crate::model::weights::tensor_file::DTYPES;
 
     #[test]
     fn what_torch_file_writes_comes_back_in_every_dtype() {

@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 
 use super::{MODEL_FILE, MODEL_INDEX, WeightsError, io_error};
 use crate::files::{write_atomic, write_json};
-use crate::model::tensor_file::{Planned, dtype_of};
+use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::torch::bytes;
 
 /// Writes tensors, in the order given, as one safetensors file, fsynced; each is copied to the CPU when its turn comes.

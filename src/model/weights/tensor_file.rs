@@ -1,4 +1,4 @@
-//! What files of tensors have in common, whoever's format they have: how one is mapped, which dtypes there are, what will be written.
+//! What files of tensors have in common, whatever their format: how one is mapped, which dtypes there are, what will be written.
 #![expect(
     unsafe_code,
     reason = "memory maps: the file must not be truncated while the program runs, as with every loader of safetensors"
@@ -30,7 +30,7 @@ impl Planned {
     }
 
     /// Bytes of its elements.
-    pub(super) fn bytes(&self) -> usize {
+    pub(in crate::model) fn bytes(&self) -> usize {
         let numel: i64 = self.shape.iter().product();
         usize::try_from(numel).expect("a shape has no negative length") * self.kind.elt_size_in_bytes()
     }
@@ -38,32 +38,32 @@ impl Planned {
 
 /// A tensor as it lies in its file.
 #[derive(Debug)]
-pub(super) struct StoredTensor {
-    pub(super) dtype: Dtype,
-    pub(super) shape: Vec<i64>,
+pub(in crate::model) struct StoredTensor {
+    pub(in crate::model) dtype: Dtype,
+    pub(in crate::model) shape: Vec<i64>,
     /// Where they are not those of a contiguous tensor.
-    pub(super) strides: Option<Vec<i64>>,
+    pub(in crate::model) strides: Option<Vec<i64>>,
     /// From its first element to its last.
-    pub(super) data: &'static [u8],
+    pub(in crate::model) data: &'static [u8],
 }
 
 impl StoredTensor {
     /// `None`: one that we do not read.
-    pub(super) fn kind(&self) -> Option<Kind> {
+    pub(in crate::model) fn kind(&self) -> Option<Kind> {
         DTYPES.iter().find(|(dtype, ..)| *dtype == self.dtype).map(|(_, kind, _)| *kind)
     }
 }
 
 /// Maps a whole file, read-only. It is leaked on purpose: tensors are views of it and carry no lifetime. That costs address space, not
 /// memory, and keeps a removed file's disk space until the process ends.
-pub(super) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
+pub(in crate::model) fn map_file(path: &Path) -> io::Result<&'static Mmap> {
     let file = File::open(path)?;
     // SAFETY: our own writers replace files by renaming and never change one in place.
     Ok(Box::leak(Box::new(unsafe { Mmap::map(&file)? })))
 }
 
 /// What we write and read: in safetensors' words, in ours, and torch's class of storages.
-pub(super) const DTYPES: [(Dtype, Kind, &str); 10] = [
+pub(in crate::model) const DTYPES: [(Dtype, Kind, &str); 10] = [
     (Dtype::F64, Kind::Double, "DoubleStorage"),
     (Dtype::F32, Kind::Float, "FloatStorage"),
     (Dtype::BF16, Kind::BFloat16, "BFloat16Storage"),
@@ -77,7 +77,7 @@ pub(super) const DTYPES: [(Dtype, Kind, &str); 10] = [
 ];
 
 /// The dtype of torch's class of storages, if it is one that we read.
-pub(super) fn kind_of_storage(class: &str) -> Option<Kind> {
+pub(in crate::model) fn kind_of_storage(class: &str) -> Option<Kind> {
     DTYPES.iter().find(|(.., storage)| *storage == class).map(|(_, kind, _)| *kind)
 }
 
@@ -87,7 +87,7 @@ pub fn dtype_of(kind: Kind) -> Dtype {
 }
 
 /// Torch's class of storages of a dtype that we write.
-pub(super) fn storage_of(kind: Kind) -> &'static str {
+pub(in crate::model) fn storage_of(kind: Kind) -> &'static str {
     row_of(kind).2
 }
 
@@ -96,6 +96,6 @@ fn row_of(kind: Kind) -> (Dtype, Kind, &'static str) {
 }
 
 /// Whether weights can be of it.
-pub(super) fn is_float(kind: Kind) -> bool {
+pub(in crate::model) fn is_float(kind: Kind) -> bool {
     matches!(kind, Kind::Double | Kind::Float | Kind::BFloat16 | Kind::Half)
 }
