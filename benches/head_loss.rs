@@ -8,6 +8,7 @@ use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::draft::medusa::loss::{Targets, cross_entropy_sum};
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
+use medusa::torch::Generator;
 use tch::{Device, Kind, Tensor};
 
 const POSITIONS: i64 = 512;
@@ -43,10 +44,11 @@ fn head_losses(criterion: &mut Criterion) {
         let backbone = backbone(hidden, vocab);
         let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: hidden, vocab_size: vocab };
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
-        let hidden_nh = Tensor::randn([POSITIONS, hidden], (Kind::Float, Device::Cpu));
+        let mut generator = Generator::seeded(2);
+        let hidden_nh = generator.normal(&[POSITIONS, hidden], (Kind::Float, Device::Cpu));
         let targets = Targets {
             positions_m: Tensor::arange(POSITIONS, (Kind::Int64, Device::Cpu)),
-            tokens_m: Tensor::randint(vocab, [POSITIONS], (Kind::Int64, Device::Cpu)),
+            tokens_m: generator.integers(vocab, &[POSITIONS]),
         };
         let parameters: Vec<Tensor> = heads.parameters().iter().map(|(_, p)| p.set_requires_grad(true)).collect();
         let sums: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();

@@ -22,6 +22,7 @@ use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
+use medusa::torch::Generator;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Device, Kind, Tensor};
@@ -82,10 +83,10 @@ fn packed_rows_have_the_losses_of_rows_alone() {
         Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("the embedded default");
     let config: HeadsConfig =
         toml::from_str(&format!("medusa_num_heads = {NUM_HEADS}\nmedusa_num_layers = 1")).expect("heads");
-    medusa::torch::seed(3);
     let heads = Heads::new(&config, llama.lm_head_weight().expect("a plain lm_head"));
+    let mut generator = Generator::seeded(3);
     for (_, parameter) in heads.parameters() {
-        let noise = Tensor::randn_like(parameter) * 0.02;
+        let noise = generator.normal_like(parameter) * 0.02;
         let _ = tch::no_grad(|| parameter.shallow_clone().g_add_(&noise)); // heads that guess alike would hide a shift
     }
     let rows = load(&[tiny("eval.jsonl").display().to_string()], &tiny("backbone"), "tokenizer", 256);

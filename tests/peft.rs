@@ -10,6 +10,7 @@ use medusa::model::loading::Purpose;
 use medusa::model::lora::{Adapters, LoraConfig};
 use medusa::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE, attach, save_adapters};
 use medusa::model::weights::WeightFiles;
+use medusa::torch::Generator;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
@@ -63,8 +64,9 @@ fn written() -> (Llama, TempDir, TempDir) {
     let (mut llama, base) = base();
     let config: LoraConfig = toml::from_str("rank = 4\nalpha = 12\ndropout = 0.05").expect("a table");
     attach_new(&mut llama, &config, 9);
+    let mut generator = Generator::seeded(10);
     for (_, adapter) in llama.adapters() {
-        let _ = tch::no_grad(|| adapter.b().shallow_clone().normal_(0.0, 0.2));
+        tch::no_grad(|| adapter.b().shallow_clone().copy_(&(generator.normal_like(adapter.b()) * 0.2)));
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
     save_adapters(folder.path(), &llama, "llama_own_head").expect("a place to write");

@@ -15,6 +15,7 @@ use medusa::model::quantization::int8::Int8;
 use medusa::model::quantization::nf4::{AbsmaxBits, CODE, Nf4, Tables};
 use medusa::model::quantization::{Quantization, Quantizer};
 use medusa::model::weights;
+use medusa::torch::Generator;
 use medusa::torch::memory;
 use medusa::torch::optim::blockwise::{Blockwise, DynamicMap};
 use safetensors::SafeTensors;
@@ -113,8 +114,7 @@ fn nf4_weights_equal_those_of_bitsandbytes() {
 
 /// `[257, 300]` of a normal distribution, with a row of zeros and one of a single weight.
 fn gaussian() -> Tensor {
-    medusa::torch::seed(20);
-    let weight_oi = Tensor::randn([257, 300], (Kind::Float, Device::Cpu)) * 0.02;
+    let weight_oi = Generator::seeded(20).normal(&[257, 300], (Kind::Float, Device::Cpu)) * 0.02;
     let _ = weight_oi.narrow(0, 5, 2).zero_();
     let _ = weight_oi.get(6).narrow(0, 7, 1).fill_(-3.0);
     weight_oi
@@ -151,8 +151,7 @@ fn relative_error(weight: &Tensor, quantization: Quantization) -> f64 {
 
 #[test]
 fn the_error_of_normal_weights_is_that_of_their_bits() {
-    medusa::torch::seed(1);
-    let weight_oi = Tensor::randn([512, 1024], (Kind::Float, Device::Cpu)) * 0.02;
+    let weight_oi = Generator::seeded(1).normal(&[512, 1024], (Kind::Float, Device::Cpu)) * 0.02;
     let (nf4, int8) = (relative_error(&weight_oi, Quantization::Nf4), relative_error(&weight_oi, Quantization::Int8));
     assert!(nf4 <= 0.093 && int8 <= 0.0085, "{nf4} {int8}"); // seen: 0.0920 and 0.0079
     let bytes = |quantization| Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi).bytes() as f64;

@@ -250,6 +250,7 @@ mod tests {
     use crate::engine::tch::TchEngine;
     use crate::model::attention::NewTokens;
     use crate::model::config::LlamaConfig;
+    use crate::torch::Generator;
 
     fn config(sliding_window: Option<i64>) -> LlamaConfig {
         LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
@@ -297,7 +298,7 @@ mod tests {
 
     fn same_bits_in_any_chunks(kind: Kind) {
         let llama = Llama::random(config(Some(9)), kind, Device::Cpu, 6).for_decoding();
-        let tokens = Tensor::randint(50, [40], (Kind::Int64, Device::Cpu));
+        let tokens = Generator::seeded(7).integers(50, &[40]);
         let by_chunks = |chunk: i64| {
             let mut engine = CpuEngine::new(&llama).expect("kernels");
             let row = engine.cache_mut().push();

@@ -4,7 +4,7 @@ use crate::model::block_spec::names;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig};
-use crate::torch;
+use crate::torch::Generator;
 
 impl Llama {
     /// Every adapter by the name of its layer.
@@ -41,12 +41,12 @@ impl Llama {
 
 /// New adapters on the layers that `config` names, drawn from `seed`.
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
-    torch::seed(seed);
+    let mut generator = Generator::seeded(seed);
     for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
         if let (Some(size), Some(options)) = (linear.size(), linear.options())
             && config.target_modules.includes(&name)
         {
-            linear.adapt(Adapter::new(size, options, config, stream));
+            linear.adapt(Adapter::new(size, options, config, stream, &mut generator));
         }
     }
 }
@@ -70,8 +70,9 @@ mod tests {
         let (rank, alpha) = (NonZeroUsize::new(3).unwrap(), Positive::new(8.0).unwrap());
         let config = LoraConfig { rank, alpha, dropout, target_modules: TargetModules::AllLinear, init_from: None };
         attach_new(&mut llama, &config, 1);
-        for (_, adapter) in llama.adapters() {
-            let _ = tch::no_grad(|| adapter.b_or.shallow_clone().normal_(0.0, 0.3));
+        let mut generator = Generator::seeded(2);
+        for (_, Adapter { b_or, .. }) in llama.adapters() {
+            tch::no_grad(|| b_or.shallow_clone().copy_(&(generator.normal_like(b_or) * 0.3)));
         }
         llama
     }

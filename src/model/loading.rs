@@ -13,6 +13,7 @@ use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, Quantizer};
 use crate::model::rope::Rope;
 use crate::model::weights::{WeightFiles, WeightsError};
+use crate::torch::Generator;
 
 /// What makes a folder unusable as a backbone.
 #[derive(Debug, thiserror::Error)]
@@ -115,10 +116,10 @@ impl Llama {
 
     /// A backbone of seeded random weights: normal with deviation 0.02, norms 1.
     pub fn random(config: LlamaConfig, kind: Kind, device: Device, seed: u64) -> Self {
-        crate::torch::seed(seed);
+        let mut generator = Generator::seeded(seed);
         let mut source = |_: &str, shape: &[i64]| {
             let options = (kind, device);
-            Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { Tensor::randn(shape, options) * 0.02 })
+            Ok(if shape.len() == 1 { Tensor::ones(shape, options) } else { generator.normal(shape, options) * 0.02 })
         };
         Self::build(config, kind, device, None, &mut source).expect("this source has every tensor")
     }

@@ -13,6 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::model::block_spec::names;
 use crate::numbers::{Fraction, Positive};
+use crate::torch::Generator;
 use crate::torch::dropout::dropout;
 
 /// `lora` of a recipe's stage.
@@ -130,11 +131,17 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// As PEFT begins: A uniform within ±1/√I, B zero, so the layer is as it was. Draws from libtorch's generator.
-    pub(super) fn new([o, i]: [i64; 2], (kind, device): (Kind, Device), config: &LoraConfig, stream: u64) -> Self {
+    /// As PEFT begins: A uniform within ±1/√I, B zero, so the layer is as it was.
+    pub(super) fn new(
+        [o, i]: [i64; 2],
+        (kind, device): (Kind, Device),
+        config: &LoraConfig,
+        stream: u64,
+        generator: &mut Generator,
+    ) -> Self {
         let (r, options) = (config.rank.get() as i64, (master_kind(kind), device));
         let bound = (i as f64).sqrt().recip();
-        let a_ri = Tensor::empty([r, i], options).uniform_(-bound, bound);
+        let a_ri = generator.uniform(bound, &[r, i], options);
         let b_or = Tensor::zeros([o, r], options);
         Self { a_ri, b_or, alpha: config.alpha.get(), dropout: config.dropout.get(), stream }.trained()
     }

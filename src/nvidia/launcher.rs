@@ -8,6 +8,8 @@ use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg, sys};
 use cudarc::nvrtc::Ptx;
 use tch::{Device, Kind, Tensor};
 
+use crate::torch::Generator;
+
 use super::choices::{Choices, kernels_folder};
 use super::device::Gpu;
 use super::error::GpuError;
@@ -157,7 +159,7 @@ impl Launcher {
             if self.choices.has(of(needed), &ways) {
                 continue;
             }
-            let _ = needed.x_nk.shallow_clone().normal_(0.0, 1.0);
+            needed.x_nk.shallow_clone().copy_(&Generator::seeded(0).normal_like(&needed.x_nk));
             self.gpu.wait_for_torch();
             let way = self.fastest(&ways, needed)?;
             self.choices.keep(of(needed), way);

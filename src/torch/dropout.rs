@@ -5,6 +5,8 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use tch::{Device, Tensor};
 
+use super::Generator;
+
 /// `x` with a part `p` of its numbers at 0 and the others times 1/(1 - p). `stream` tells apart what is drawn from one seed.
 ///
 /// On the CPU the mask is drawn here: libtorch draws a number at a time, which was a tenth of a training step of a small model. `p`
@@ -13,8 +15,7 @@ pub fn dropout(x: &Tensor, p: f64, seed: u64, stream: u64) -> Tensor {
     if x.device() == Device::Cpu {
         return x * mask(x, p, seed, stream);
     }
-    super::seed(seed ^ stream.wrapping_mul(0x9E37_79B9_7F4A_7C15));
-    x.dropout(p, true)
+    Generator::seeded(seed ^ stream.wrapping_mul(0x9E37_79B9_7F4A_7C15)).dropout(x, p)
 }
 
 /// 0 or 1/(1 - p), of `x`'s size and dtype.

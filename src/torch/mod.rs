@@ -8,12 +8,14 @@ use tch::{Device, Kind};
 pub mod accelerator;
 pub mod bytes;
 pub mod dropout;
+mod generator;
 mod guard;
 pub mod memory;
 pub mod onednn;
 pub mod optim;
 
 pub use accelerator::Accelerator;
+pub use generator::Generator;
 pub use guard::{TorchPanic, guard};
 
 pub use crate::numbers::Dtype;
@@ -104,12 +106,6 @@ pub fn device_name(device: Device) -> String {
         Device::Cuda(index) => format!("cuda:{index}"),
         other => format!("{other:?}").to_lowercase(),
     }
-}
-
-/// Seeds everything that libtorch draws.
-pub fn seed(seed: u64) {
-    #[expect(clippy::disallowed_methods, reason = "the one place that seeds")]
-    tch::manual_seed(seed.cast_signed());
 }
 
 #[cfg(test)]

@@ -102,13 +102,16 @@ fn pointwise_linear(x_ni: &Tensor, weight: &Tensor, bias_o: Option<&Tensor>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::torch::Generator;
 
     #[test]
     fn packed_equals_libtorch_linear() {
         for (rows, inputs, outputs) in [(1, 64, 96), (5, 512, 1376), (64, 512, 512)] {
-            let x = Tensor::randn([rows, inputs], (Kind::Float, Device::Cpu));
-            let weight = Tensor::randn([outputs, inputs], (Kind::Float, Device::Cpu));
-            let bias = Tensor::randn([outputs], (Kind::Float, Device::Cpu));
+            let mut generator = Generator::seeded(1);
+            let mut normal = |shape: &[i64]| generator.normal(shape, (Kind::Float, Device::Cpu));
+            let x = normal(&[rows, inputs]);
+            let weight = normal(&[outputs, inputs]);
+            let bias = normal(&[outputs]);
             let Some(packed) = PackedWeight::pack(&weight) else { panic!("this libtorch has no oneDNN") };
             for bias in [None, Some(&bias)] {
                 let difference = (packed.linear(&x, bias) - x.linear(&weight, bias)).abs().max().double_value(&[]);

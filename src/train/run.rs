@@ -10,7 +10,7 @@ use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::{adapters, peft};
-use crate::torch::{self, guard, memory};
+use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
@@ -74,7 +74,6 @@ impl TrainRun {
         tell: &'t mut dyn FnMut(RunEvent),
     ) -> Result<TrainingLoop<'r, 't>, TrainError> {
         let plan = &self.checked.plan;
-        torch::seed(plan.train.seed);
         let mut state = guard("making the heads", || self.first_state())??;
         let checkpoints = Checkpoints { plan, backbone: &self.backbone };
         if let Some(checkpoint) = checkpoints.newest()? {

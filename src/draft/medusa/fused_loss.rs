@@ -344,6 +344,7 @@ mod tests {
     use crate::model::config::LlamaConfig;
     use crate::model::llama::Llama;
     use crate::model::lora::LoraConfig;
+    use crate::torch::Generator;
 
     fn backbone() -> Llama {
         let config =
@@ -356,22 +357,27 @@ mod tests {
         let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
         let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head };
         let heads = Heads::new(&config, backbone.lm_head_weight().unwrap());
+        let mut generator = Generator::seeded(1);
         for (_, tensor) in heads.parameters() {
-            let _ = tch::no_grad(|| tensor.shallow_clone().g_add_(&(tensor.randn_like() * 0.05)));
+            let noise = generator.normal_like(tensor) * 0.05;
+            let _ = tch::no_grad(|| tensor.shallow_clone().g_add_(&noise));
         }
         heads
     }
 
     /// 600 targets are six chunks of 40,000 logits.
     fn targets() -> Targets {
-        let positions_m = Tensor::randperm(700, (Kind::Int64, Device::Cpu)).narrow(0, 0, 600);
-        Targets { positions_m, tokens_m: Tensor::randint(40_000, [600], (Kind::Int64, Device::Cpu)) }
+        let mut generator = Generator::seeded(2);
+        Targets {
+            positions_m: generator.permutation(700).narrow(0, 0, 600),
+            tokens_m: generator.integers(40_000, &[600]),
+        }
     }
 
     #[test]
     fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
         let backbone = backbone();
-        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu));
+        let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
         for (layers, shared) in [(1, false), (2, false), (1, true)] {
             let (heads, targets) = (heads(layers, shared, &backbone), targets());
             let head = heads.head(1);
@@ -401,7 +407,7 @@ mod tests {
     fn hits_equal_those_of_top_k() {
         let backbone = backbone();
         let heads = heads(1, true, &backbone);
-        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu)) * 5.0;
+        let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu)) * 5.0;
         let positions_m = Tensor::arange(700, (Kind::Int64, Device::Cpu));
         let logits = heads.logits(0, &hidden, &backbone);
         // targets that are the 1st, 2nd … 7th guess in turn
@@ -424,9 +430,12 @@ mod tests {
         let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
         attach_new(&mut backbone, &config, 3);
         let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
-        let _ = tch::no_grad(|| b.shallow_clone().normal_(0.0, 0.05));
-        let hidden = Tensor::randn([700, 24], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        let teacher = hidden.detach() + Tensor::randn([700, 24], (Kind::Float, Device::Cpu)) * 0.1;
+        let mut generator = Generator::seeded(4);
+        tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
+        let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+        let teacher = &hidden + generator.normal_like(&hidden) * 0.1;
+        drop(generator);
+        let hidden = hidden.set_requires_grad(true);
         let targets = targets();
         let student = backbone.logits(&hidden, Adapters::On);
         let plain = [

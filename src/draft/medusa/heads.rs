@@ -15,6 +15,7 @@ use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::weights::{WeightsError, save};
+use crate::torch::Generator;
 use crate::tree::sparse_tree::SparseTree;
 
 mod error;
@@ -81,8 +82,8 @@ impl Heads {
 
     /// Seeded random heads with W2, for tests.
     pub fn random(shape: HeadsShape, kind: Kind, device: Device, seed: u64) -> Self {
-        crate::torch::seed(seed);
-        let tensor = |shape: &[i64]| Tensor::randn(shape, (kind, device)) * 0.1;
+        let mut generator = Generator::seeded(seed);
+        let mut tensor = |shape: &[i64]| generator.normal(shape, (kind, device)) * 0.1;
         let tensors = shape.tensors().into_iter().map(|(_, size)| tensor(&size)).collect();
         Self::from_tensors(shape, tensors, shape.vocab_size)
     }

@@ -1,6 +1,7 @@
 //! Caches, trees and packed rows against whole rows; the CPU's own kernels against libtorch's operations.
 
 use super::*;
+use crate::torch::Generator;
 
 fn config(sliding_window: Option<i64>) -> LlamaConfig {
     LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
@@ -14,7 +15,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 fn extending_a_cache_equals_whole_rows() {
     for window in [None, Some(5)] {
         let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 0);
-        let tokens = Tensor::randint(50, [23], (Kind::Int64, Device::Cpu));
+        let tokens = Generator::seeded(11).integers(50, &[23]);
         let rows = RowMask::causal(23, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
         for chunk in [1, 4, 23] {
@@ -35,7 +36,7 @@ fn extending_a_cache_equals_whole_rows() {
 fn a_path_of_a_tree_equals_the_row_it_spells() {
     for window in [None, Some(4)] {
         let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 1);
-        let tokens = Tensor::randint(50, [12], (Kind::Int64, Device::Cpu));
+        let tokens = Generator::seeded(12).integers(50, &[12]);
         let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
         let prompt = NewTokens::chain(12, &llama.config, Kind::Double, Device::Cpu);
         let _ = llama.extend(&tokens, &prompt, &mut cache, 0);
@@ -70,7 +71,7 @@ fn a_path_of_a_tree_equals_the_row_it_spells() {
 #[test]
 fn packed_texts_do_not_see_each_other() {
     let llama = Llama::random(config(Some(6)), Kind::Double, Device::Cpu, 2);
-    let tokens = Tensor::randint(50, [1, 20], (Kind::Int64, Device::Cpu));
+    let tokens = Generator::seeded(13).integers(50, &[1, 20]);
     let rows = RowMask::packed(&[vec![9, 8]], 20, &llama.config, Device::Cpu);
     let packed = llama.hidden_states(&tokens, &rows, Adapters::Off);
     for (from, length) in [(0, 9), (9, 8)] {
@@ -83,7 +84,7 @@ fn packed_texts_do_not_see_each_other() {
 #[test]
 fn merging_for_decoding_changes_nothing() {
     let llama = Llama::random(config(None), Kind::Double, Device::Cpu, 3);
-    let tokens = Tensor::randint(50, [1, 9], (Kind::Int64, Device::Cpu));
+    let tokens = Generator::seeded(14).integers(50, &[1, 9]);
     let rows = RowMask::causal(9, &llama.config, Device::Cpu);
     let logits = |llama: &Llama| llama.logits(&llama.hidden_states(&tokens, &rows, Adapters::Off), Adapters::Off);
     let before = logits(&llama);
@@ -95,7 +96,7 @@ fn merging_for_decoding_changes_nothing() {
 fn causal_attention_in_blocks_equals_a_prompt_in_chunks() {
     let long = LlamaConfig { max_position_embeddings: 256, ..config(None) };
     let llama = Llama::random(long, Kind::Double, Device::Cpu, 4);
-    let tokens = Tensor::randint(50, [150], (Kind::Int64, Device::Cpu));
+    let tokens = Generator::seeded(15).integers(50, &[150]);
     let rows = RowMask::causal(150, &llama.config, Device::Cpu);
     let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
     let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);

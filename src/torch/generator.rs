@@ -1,0 +1,75 @@
+//! Seeded random tensors. libtorch has one generator for the whole process: whoever draws holds it from the seed to the last number,
+//! so that no other thread draws in between.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use tch::{Device, Kind, Tensor};
+
+static HOLDER: Mutex<()> = Mutex::new(());
+
+/// libtorch's generator, seeded and held. A thread that holds one and asks for a second waits for ever.
+#[derive(Debug)]
+pub struct Generator {
+    _held: MutexGuard<'static, ()>,
+}
+
+#[expect(clippy::disallowed_methods, reason = "the one place that draws")]
+impl Generator {
+    /// The generator, once no other thread draws from it.
+    pub fn seeded(seed: u64) -> Self {
+        let held = HOLDER.lock().unwrap_or_else(PoisonError::into_inner);
+        tch::manual_seed(seed.cast_signed());
+        Self { _held: held }
+    }
+
+    /// Normal, mean 0, deviation 1.
+    pub fn normal(&mut self, shape: &[i64], options: (Kind, Device)) -> Tensor {
+        Tensor::randn(shape, options)
+    }
+
+    /// Normal, mean 0, deviation 1, of `like`'s size, dtype and device.
+    pub fn normal_like(&mut self, like: &Tensor) -> Tensor {
+        like.randn_like()
+    }
+
+    /// Uniform in `[-bound, bound)`.
+    pub fn uniform(&mut self, bound: f64, shape: &[i64], options: (Kind, Device)) -> Tensor {
+        Tensor::empty(shape, options).uniform_(-bound, bound)
+    }
+
+    /// Integers from 0 to `below` - 1.
+    pub fn integers(&mut self, below: i64, shape: &[i64]) -> Tensor {
+        Tensor::randint(below, shape, (Kind::Int64, Device::Cpu))
+    }
+
+    /// The integers from 0 to `n` - 1 in a random order.
+    pub fn permutation(&mut self, n: i64) -> Tensor {
+        Tensor::randperm(n, (Kind::Int64, Device::Cpu))
+    }
+
+    /// `x` with a part `p` of its numbers at 0 and the others times 1/(1 - p).
+    pub(super) fn dropout(&mut self, x: &Tensor, p: f64) -> Tensor {
+        x.dropout(p, true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_draws_the_same_beside_other_threads() {
+        let drawn = |seed| {
+            let mut generator = Generator::seeded(seed);
+            let options = (Kind::Float, Device::Cpu);
+            Tensor::cat(&(0..50).map(|_| generator.normal(&[40], options)).collect::<Vec<_>>(), 0)
+        };
+        let alone = drawn(7);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|i| scope.spawn(move || drawn(7 + i % 2))).collect();
+            for (i, thread) in threads.into_iter().enumerate() {
+                assert_eq!(thread.join().unwrap() == alone, i % 2 == 0, "thread {i}");
+            }
+        });
+    }
+}
