@@ -72,7 +72,7 @@ pub struct Stream {
     pub sample: u64,
 }
 
-/// One text's generator.
+/// One text's draws.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
@@ -80,7 +80,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Generator of a stream.
+    /// Draws of a stream.
     pub fn new(sampling: Sampling, stream: Stream) -> Self {
         let Stream { seed, index, turn, sample } = stream;
         let mut key = [0; 32];
@@ -89,7 +89,7 @@ impl Sampler {
         Self { sampling, rng: ChaCha8Rng::from_seed(key) }
     }
 
-    /// How it chooses tokens.
+    /// How it draws.
     pub fn sampling(&self) -> Sampling {
         self.sampling
     }
