@@ -128,6 +128,12 @@ fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
     assert_eq!((&result["drafter"], &result["identical"]), (&json!("ngram"), &json!(true)));
     let complaint = world.complaint(&[&PLAIN[..], &["--drafter", "medusa"]].concat(), 2);
     assert!(complaint.contains("--drafter medusa guesses with heads: give it --heads"), "{complaint}");
+    // before the backbone is looked at: this one is nowhere
+    let bench = ["bench", "--backbone", "nowhere", "--prompts", "p.jsonl", "--drafter", "ngram"];
+    let sweep = world.complaint(&[&bench[..], &["--sweep", "nodes=1,4", "--calibration", "c.json"]].concat(), 2);
+    assert!(sweep.contains("--drafter ngram makes its own at every step"), "{sweep}");
+    let forced = world.complaint(&[&bench[..], &["--force-acceptance-rate", "2"]].concat(), 2);
+    assert!(forced.contains("--force-acceptance-rate forces the guesses of --heads"), "{forced}");
     world.write("t.json", &json!([[0]]));
     let complaint = world.complaint(&[&MEDUSA[..], &["--drafter", "ngram"]].concat(), 2);
     assert!(complaint.contains("drop --tree"), "{complaint}");

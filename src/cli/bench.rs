@@ -64,13 +64,7 @@ fn ready<'a>(args: &BenchArgs, decoder: &'a Decoder, setting: &'a Setting) -> an
     let acceptance = setting.decoding.acceptance()?;
     let drafts = args.drafter.drafts(decoder, setting.tree.as_ref(), acceptance)?;
     let mut drafts = drafts.ok_or_else(|| UsageError("bench needs --heads".into()))?;
-    if let Some(rate) = setting.forced {
-        let ReadyDrafter::Medusa(drafter) = &drafts.drafter else {
-            return Err(UsageError(
-                "--force-acceptance-rate forces the guesses of --heads, not of --drafter ngram".into(),
-            )
-            .into());
-        };
+    if let (Some(rate), ReadyDrafter::Medusa(drafter)) = (setting.forced, &drafts.drafter) {
         drafts.acceptance =
             Acceptance::at_rate(rate.get(), drafter.tree()).map_err(|why| UsageError(why.to_string()))?;
     }

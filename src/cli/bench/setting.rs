@@ -6,6 +6,7 @@ use super::args::BenchArgs;
 use super::sweep::SweepFlag;
 use crate::cli::UsageError;
 use crate::cli::decoder::{AcceptanceName, DecodingFlags};
+use crate::cli::drafter::DrafterName;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::Calibration;
 use crate::model::config::LlamaConfig;
@@ -35,6 +36,14 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
         return refused("--calibration is what --sweep nodes=… makes its trees from; without that sweep, drop it");
     }
     let forced = args.force_acceptance_rate;
+    if args.drafter.drafter == Some(DrafterName::Ngram) {
+        if is_of_nodes {
+            return refused("--sweep nodes=… makes trees for --heads; --drafter ngram makes its own at every step");
+        }
+        if forced.is_some() {
+            return refused("--force-acceptance-rate forces the guesses of --heads, not of --drafter ngram");
+        }
+    }
     let base = || Setting { swept: None, decoding: args.decoding.clone(), tree: None, context: None, forced };
     let Some(sweep) = &args.sweep else { return Ok(vec![base()]) };
     let with = |decoding| Setting { decoding, ..base() };
