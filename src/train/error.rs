@@ -126,7 +126,7 @@ fn in_words(shape: &HeadsShape) -> String {
     format!("medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}")
 }
 
-/// What can be done about a row that is not right, besides setting it right.
+/// Why a line of metrics.jsonl may not be ours.
 fn changed_by_hand(error: &MetricsError) -> &'static str {
     match error {
         MetricsError::Line { .. } => "; the file was changed by hand, or belongs to another run",
@@ -134,6 +134,7 @@ fn changed_by_hand(error: &MetricsError) -> &'static str {
     }
 }
 
+/// What can be done about a row that is not right, besides setting it right.
 fn skipping(error: &DataError) -> &'static str {
     match error {
         DataError::Row(row) if row.problem.kind().is_some() => "; --skip-bad-rows leaves out and counts such rows",
