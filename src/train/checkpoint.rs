@@ -93,7 +93,10 @@ impl<'r> Checkpoints<'r> {
         state.heads.save(folder.partial())?;
         match &self.plan.trained {
             BackboneTraining::Full => save(&folder.partial().join(BACKBONE_FILE), &self.backbone.weights())?,
-            BackboneTraining::Frozen | BackboneTraining::Lora { .. } => self.save_adapters(folder.partial())?,
+            BackboneTraining::Frozen => {}
+            BackboneTraining::Lora { .. } => {
+                save_adapters(folder.partial(), self.backbone, self.plan.backbone_name())?;
+            }
         }
         save(&folder.partial().join(OPTIMIZER_FILE), &state.optimizer.state())?;
         let saved = SavedState {
@@ -124,7 +127,10 @@ impl<'r> Checkpoints<'r> {
                     Path::new(&self.plan.backbone.path),
                 )?;
             }
-            BackboneTraining::Frozen | BackboneTraining::Lora { .. } => self.save_adapters(folder.partial())?,
+            BackboneTraining::Frozen => {}
+            BackboneTraining::Lora { .. } => {
+                save_adapters(folder.partial(), self.backbone, self.plan.backbone_name())?;
+            }
         }
         let config = self.heads_config(heads);
         config.save(folder.partial()).map_err(failed("write", &path))?;
@@ -172,14 +178,6 @@ impl<'r> Checkpoints<'r> {
 
     fn run(&self) -> &'r Path {
         &self.plan.train.output_dir
-    }
-
-    /// In PEFT's layout, where there are some.
-    fn save_adapters(&self, folder: &Path) -> Result<(), CheckpointError> {
-        match self.plan.trained.lora() {
-            Some(_) => Ok(save_adapters(folder, self.backbone, self.plan.backbone_name())?),
-            None => Ok(()),
-        }
     }
 
     fn remove_old(&self) -> Result<(), FileError> {
