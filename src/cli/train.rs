@@ -16,10 +16,10 @@ use crate::train::run::TrainRun;
 use crate::train::run_folder::check_output_dir;
 use crate::train::training_loop::RunOutcome;
 
-mod plan;
+mod preview;
 pub(super) mod progress;
 
-use plan::RunPreview;
+use preview::RunPreview;
 use progress::TrainProgress;
 
 const EXAMPLE: &str =

@@ -1,4 +1,4 @@
-//! What a run will do, told before its first step.
+//! What a run will do and take, told before its first step.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use crate::torch::device_name;
 use crate::train::checked::CheckedRun;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 
-/// The plan of a run.
+/// What a run will do and take.
 #[derive(Debug, Serialize)]
 pub(super) struct RunPreview {
     output_dir: PathBuf,
