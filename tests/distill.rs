@@ -506,6 +506,7 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     assert!(complaint(&["--resume"]).contains("out/distill.json: max_new_tokens: expected 5, got 1024"));
     assert!(resume(&["--temperature", "0.5"]).contains("temperature: expected 0.3, got 0.5"));
     assert!(resume(&["--seed", "7"]).contains("seed: expected 42, got 7"));
+    assert!(resume(&["--max-context", "150"]).contains("max_context: expected null, got 150"));
     assert!(resume(&["--self-talk", "--turns", "2"]).contains("p.jsonl, line 2: --self-talk needs conversations"));
     assert!(resume(&["--shard", "1/2"]).contains("out is not empty"));
     world.lines("p.jsonl", &prompts(11));

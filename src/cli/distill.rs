@@ -1,7 +1,7 @@
 //! `medusa distill`: the backbone answers prompts, and what it says becomes training data.
 
 use std::io::{self, IsTerminal};
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -189,6 +189,7 @@ impl DistillArgs {
             temperature: self.temperature.get(),
             top_p: self.top_p.get(),
             max_new_tokens: self.max_new_tokens.get(),
+            max_context: self.engine.max_context.map(NonZeroU32::get),
             turns: self.turns.map(NonZeroUsize::get),
             self_talk: self.self_talk,
             seed: common.seed,

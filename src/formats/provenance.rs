@@ -133,6 +133,8 @@ pub struct DistillProvenance {
     pub top_p: f64,
     /// Of an answer.
     pub max_new_tokens: usize,
+    /// Of a conversation, as `--max-context` limits it; `null`, and absent in older folders: the backbone's own context.
+    pub max_context: Option<u32>,
     /// `null`: all that the prompts have.
     pub turns: Option<usize>,
     /// Whether the backbone wrote the user's turns.
