@@ -68,8 +68,9 @@ pub struct MetricsLine {
     /// … five.
     #[serde(default)]
     pub head_top5: Vec<Option<f64>>,
-    /// What only a training step has.
-    #[serde(flatten)]
+    /// What only a training step has. [`MetricsLine::parse`] reads it: a flattened `Option` becomes `None` where one of its values is of a
+    /// wrong type.
+    #[serde(flatten, skip_deserializing)]
     pub update: Option<UpdateLine>,
 }
 
@@ -122,10 +123,14 @@ impl MetricsLine {
         out.write_all((serde_json::to_string(self)? + "\n").as_bytes())
     }
 
-    fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
+    /// Of its text.
+    ///
+    /// # Errors
+    /// Where in the line, and why.
+    pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
         let line: Self = serde_json::from_slice(text)?;
         let is_train = line.split == MetricsSplit::Train;
-        Ok(Self { update: line.update.filter(|_| is_train), ..line })
+        Ok(Self { update: is_train.then(|| serde_json::from_slice(text)).transpose()?, ..line })
     }
 }
 
@@ -185,12 +190,15 @@ mod tests {
         r#"{"split":"train","step":3,"tokens":100,"loss":2.5,"head_losses":[1.0,null],"tokens_per_second":50.0}"#;
 
     #[test]
-    fn only_a_last_line_without_its_end_may_be_torn() {
+    fn only_a_last_line_without_its_end_may_be_torn_and_other_broken_lines_are_named() {
         let torn = read(&format!("{STEP}\n{}", &STEP[..20])).unwrap();
         assert_eq!((torn.lines.len(), torn.torn, torn.lines[0].1.step), (1, true, 3));
         assert!(!read(&format!("{STEP}\n\n{STEP}")).unwrap().torn, "a whole last line needs no end");
         let error = read(&format!("{STEP}\n{}\n{STEP}\n", &STEP[..20])).unwrap_err().to_string();
         assert!(error.contains("metrics.jsonl, line 2: "), "{error}");
+        let of_another_type = STEP.replace("50.0", "\"fast\"");
+        let error = read(&format!("{STEP}\n{of_another_type}\n{STEP}\n")).unwrap_err().to_string();
+        assert!(error.contains("metrics.jsonl, line 2: invalid type: string \"fast\""), "{error}");
         assert!(read(&STEP[..20].repeat(2)).unwrap().torn && read("").unwrap().lines.is_empty());
     }
 
