@@ -208,10 +208,10 @@ fn window(tensor: &TensorRef<'_>, elements: usize) -> Option<Range<usize>> {
 
 /// A tensor's strides, where they are not those of a contiguous one.
 fn unusual_strides(TensorRef { shape, strides, .. }: &TensorRef<'_>) -> Option<Vec<i64>> {
-    let mut packed = 1;
+    let mut packed = 1i64;
     let in_order = shape.iter().zip(strides).rev().all(|(&d, &stride)| {
         let is_next = d == 1 || stride == packed;
-        packed *= d.max(1);
+        packed = packed.saturating_mul(d.max(1));
         is_next
     });
     (!in_order).then(|| strides.clone())
@@ -318,5 +318,15 @@ mod tests {
         ] {
             assert_eq!(claims(offset, shape, strides), None, "{offset} {shape:?} {strides:?}");
         }
+    }
+
+    #[test]
+    fn strides_of_an_empty_tensor_may_be_more_than_can_be_counted() {
+        let strides = |shape: &[i64], strides: &[i64]| {
+            unusual_strides(&TensorRef { storage: STORAGE, offset: 0, shape: shape.into(), strides: strides.into() })
+        };
+        let huge = 1 << 62;
+        assert_eq!(strides(&[0, huge, huge], &[1, huge, 1]), Some(vec![1, huge, 1]));
+        assert_eq!(strides(&[2, 3], &[3, 1]), None);
     }
 }
