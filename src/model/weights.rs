@@ -182,22 +182,27 @@ impl WeightFiles {
     /// # Errors
     /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open(folder: &Path) -> Result<Self, WeightsError> {
-        let WeightListing { source, weight_map, paths } = WeightListing::of(folder)?;
+        Self::of_listing(WeightListing::of(folder)?)
+    }
+
+    fn of_listing(WeightListing { source, weight_map, paths }: WeightListing) -> Result<Self, WeightsError> {
         let Some(weight_map) = weight_map else { return Self::open_file(&source) };
         let files = paths.iter().map(|shard| MappedFile::open(shard)).collect::<Result<Vec<_>, _>>()?;
+        let path = |shard: &String| files::parent(&source).join(shard);
         let place =
-            |shard: &String| paths.iter().position(|s| *s == folder.join(shard)).expect("every shard was listed above");
+            |shard: &String| paths.iter().position(|s| *s == path(shard)).expect("every shard was listed above");
         let file_of = weight_map.iter().map(|(name, shard)| (name.clone(), place(shard))).collect();
         Ok(Self { files, file_of, source })
     }
 
-    /// Maps one file: of `torch.save` where its name ends in `.bin`, `.pt` or `.pth`, else safetensors; or the shards beside an index.
+    /// Maps one file: of `torch.save` where its name ends in `.bin`, `.pt` or `.pth`, else safetensors; or the shards that an index
+    /// (`.json`) names.
     ///
     /// # Errors
-    /// [`WeightsError::Io`], [`WeightsError::Damaged`] or [`WeightsError::Torch`].
+    /// [`WeightsError`] for whatever is missing or damaged.
     pub fn open_file(path: &Path) -> Result<Self, WeightsError> {
         if path.extension().is_some_and(|extension| extension == "json") {
-            return Self::open(files::parent(path));
+            return Self::of_listing(WeightListing::of_index(path.to_owned())?);
         }
         let file = MappedFile::open(path)?;
         let file_of = file.tensors.keys().map(|name| (name.clone(), 0)).collect();
@@ -351,7 +356,7 @@ impl WeightListing {
         for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
             let [index, single] = [index, single].map(|name| folder.join(name));
             if index.exists() {
-                return Self::of_index(folder, index);
+                return Self::of_index(index);
             }
             if single.exists() {
                 return Ok(Self { source: single.clone(), weight_map: None, paths: vec![single] });
@@ -360,14 +365,14 @@ impl WeightListing {
         Err(WeightsError::NoWeights { folder: folder.into() })
     }
 
-    fn of_index(folder: &Path, index: PathBuf) -> Result<Self, WeightsError> {
+    fn of_index(index: PathBuf) -> Result<Self, WeightsError> {
         let text = fs::read_to_string(&index).map_err(|source| io_error(&index, source))?;
         let ShardIndex { weight_map } =
             serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
         if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
             return Err(WeightsError::ShardName { index, name: name.clone() });
         }
-        let mut paths: Vec<PathBuf> = weight_map.values().map(|name| folder.join(name)).collect();
+        let mut paths: Vec<PathBuf> = weight_map.values().map(|name| files::parent(&index).join(name)).collect();
         paths.sort();
         paths.dedup();
         let (expected, present) = (paths.len(), paths.iter().filter(|shard| shard.exists()).count());
@@ -429,5 +434,25 @@ mod tests {
             assert_eq!(file.mapped_as("b", &[], kind).unwrap(), tensors[1]);
             assert!(file.same_memory("a", "a") && !file.same_memory("a", "b"));
         }
+    }
+
+    #[test]
+    fn an_index_is_read_itself_whatever_lies_beside_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let shard = |name: &str, tensor: &str| {
+            save(&folder.path().join(name), &[(tensor.into(), &Tensor::ones([2], (Kind::Float, Device::Cpu)))])
+                .unwrap();
+        };
+        shard(MODEL_FILE, "beside");
+        shard("part.safetensors", "listed");
+        let opened = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            files::write_atomic(&path, |out| io::Write::write_all(out, text.as_bytes())).unwrap();
+            WeightFiles::open_file(&path)
+        };
+        let index = opened(TORCH_INDEX, r#"{"weight_map":{"listed":"part.safetensors"}}"#).unwrap();
+        assert_eq!(index.names(), ["listed"]);
+        let error = opened("config.json", r#"{"hidden_size":2}"#).unwrap_err().to_string();
+        assert!(error.contains("config.json: missing field `weight_map`"), "{error}");
     }
 }
