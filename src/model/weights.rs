@@ -253,8 +253,11 @@ impl WeightFiles {
 
     /// Whether two tensors are one, by two names.
     pub fn same_memory(&self, one: &str, other: &str) -> bool {
-        let data = |name: &str| self.find(name).ok().map(|(_, tensor)| tensor.data.as_ptr_range());
-        data(one).is_some() && data(one) == data(other)
+        let place = |name: &str| {
+            let StoredTensor { data, shape, strides, .. } = self.find(name).ok()?.1;
+            (!data.is_empty()).then(|| (data.as_ptr_range(), shape, strides))
+        };
+        place(one).is_some() && place(one) == place(other)
     }
 
     /// The tensor as it lies in the file: a view of the mapping, read-only, of the file's dtype.
@@ -434,6 +437,23 @@ mod tests {
             assert_eq!(file.mapped_as("b", &[], kind).unwrap(), tensors[1]);
             assert!(file.same_memory("a", "a") && !file.same_memory("a", "b"));
         }
+    }
+
+    #[test]
+    fn a_matrix_its_transpose_and_empty_tensors_are_not_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights.safetensors");
+        let [matrix, empty] = [[2i64, 2], [0, 2]].map(|shape| Tensor::ones(shape, (Kind::Float, Device::Cpu)));
+        save(&path, &[("matrix".into(), &matrix), ("empty".into(), &empty), ("other".into(), &empty)]).unwrap();
+        let mut file = WeightFiles::open_file(&path).unwrap();
+        let &StoredTensor { dtype, data, .. } = file.find("matrix").unwrap().1;
+        let shape = vec![2, 2];
+        for (name, strides) in [("again", None), ("transposed", Some(vec![1, 2]))] {
+            file.file_of.insert(name.into(), 0);
+            file.files[0].tensors.insert(name.into(), StoredTensor { dtype, shape: shape.clone(), strides, data });
+        }
+        assert!(file.same_memory("matrix", "again") && !file.same_memory("matrix", "transposed"));
+        assert!(!file.same_memory("empty", "other") && !file.same_memory("absent", "absent"));
     }
 
     #[test]
