@@ -68,6 +68,7 @@ impl<'a> CudaEngine<'a> {
     /// As [`CudaEngine::new`], with a cache for sequences of so many tokens.
     fn with_room(tokens: i64, backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, mut ops: Ops) -> CudaResult<Self> {
         let shape = Shape::of(backbone, draft);
+        shape.check_blocks()?;
         shape.check_tree()?;
         let device = backbone.device();
         let weights = tch::no_grad(|| DeviceWeights::new(backbone, draft))?;
@@ -100,6 +101,7 @@ impl<'a> CudaEngine<'a> {
         let gpu = Gpu::open(backbone.device())?;
         let shape = Shape::of(backbone, draft);
         shape.check_kernels()?;
+        shape.check_blocks()?;
         shape.check_tree()?;
         shape.plan(shape.room(tokens)).check_fits(gpu.free_bytes()?)?;
         let (device, head_size) = (backbone.device(), shape.config.head_dim);

@@ -48,7 +48,7 @@ impl DeviceMemory {
     }
 }
 
-/// DeviceWeights of the backbone and of those heads that the tree uses.
+/// Weights of the backbone and of those heads that the tree uses.
 #[derive(Debug)]
 pub struct DeviceWeights {
     /// Shared with the backbone.
@@ -57,7 +57,7 @@ pub struct DeviceWeights {
     pub heads: Option<HeadWeights>,
 }
 
-/// DeviceWeights of K heads.
+/// Weights of K heads.
 #[derive(Debug)]
 pub struct HeadWeights {
     /// Of each ResBlock: W1 `[K, H, H]` and b1 `[K, H]`, copies.
@@ -74,15 +74,6 @@ impl DeviceWeights {
     /// # Errors
     /// [`Unfit::Weights`] where they are no plain matrices.
     pub fn new(backbone: &Llama, draft: Option<&DeviceDraft>) -> Result<Self, Unfit> {
-        if backbone.block().biases.any() {
-            return Err(Unfit::Weights {
-                what: "the backbone",
-                why: "has linear layers with a bias, which it has no kernels for",
-            });
-        }
-        if draft.is_some_and(|draft| draft.shape.blocks == 0) {
-            return Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" });
-        }
         let not_dense = |what| Unfit::Weights { what, why: NOT_DENSE };
         Ok(Self {
             backbone: backbone.dense_weights().ok_or_else(|| not_dense("the backbone's weights"))?,
@@ -109,7 +100,7 @@ impl HeadWeights {
     }
 }
 
-/// `tokens` as the device has them.
+/// `numbers` as the device has them.
 pub fn int32(numbers: &[i64]) -> Tensor {
     Tensor::from_slice(numbers).to_kind(Kind::Int)
 }

@@ -234,6 +234,23 @@ impl<'a> Shape<'a> {
         }
     }
 
+    /// Whether a step computes such blocks, the backbone's and the heads'.
+    ///
+    /// # Errors
+    /// [`Unfit::Weights`].
+    pub fn check_blocks(&self) -> Result<(), Unfit> {
+        if self.config.block().biases.any() {
+            let why = "has linear layers with a bias, which it has no kernels for";
+            return Err(Unfit::Weights { what: "the backbone", why });
+        }
+        match self.draft {
+            Some(DraftShape { blocks: 0, .. }) => {
+                Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether a step can hold the tree.
     ///
     /// # Errors
@@ -521,5 +538,12 @@ mod tests {
         assert_eq!(with(&SparseTree::cartesian(&[16, 6]).unwrap()), Ok(()));
         assert_eq!(with(&SparseTree::cartesian(&[16, 7]).unwrap()), Err(Unfit::Tree { nodes: 129 }));
         assert_eq!(with(&SparseTree::cartesian(&[17]).unwrap()), Err(Unfit::Guesses { guesses: 17 }));
+        let tree = tree();
+        let blocks = |config: &LlamaConfig, draft| Shape { config, kind: Kind::Half, draft }.check_blocks();
+        assert_eq!(blocks(&config, five(&tree)), Ok(()));
+        let without = five(&tree).map(|draft| DraftShape { blocks: 0, ..draft });
+        assert!(matches!(blocks(&config, without), Err(Unfit::Weights { what: "the heads", .. })));
+        let biased = LlamaConfig { mlp_bias: true, ..config.clone() };
+        assert!(matches!(blocks(&biased, None), Err(Unfit::Weights { what: "the backbone", .. })));
     }
 }
