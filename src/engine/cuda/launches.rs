@@ -1,7 +1,7 @@
 //! The launches that do what the functions of [`oracle`](super::oracle) do, on the same tensors. Sizes of grids depend on shapes only.
 
-// N rows of a step, H hidden, Q query heads, G key/value heads, R = Q/G, D head size, I width of the MLP, V vocabulary, K heads,
-// S room for tokens, P guesses a head, L layers
+// N rows of a step, H hidden, Q query heads, G key/value heads, R = Q/G, D head size, W = (Q + 2G)·D, I width of the MLP, V vocabulary,
+// K heads, S room for tokens, P guesses a head, L layers
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{MAX_NODES, Nodes, Rotations};
@@ -33,17 +33,17 @@ pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f6
 }
 
 /// See [`oracle::silu_mul`](super::oracle::silu_mul).
-pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) -> Launch {
-    let [n, i] = axes(y_ni);
-    let arguments = vec![elements(gate_up_n), elements(y_ni), eighths(i)];
+pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) -> Launch {
+    let [n, i] = axes(product_ni);
+    let arguments = vec![elements(gate_up_ni), elements(product_ni), eighths(i)];
     Launch::new(Program::Rows, "silu_mul", [blocks(i / 8, 256), n, 1], 256, arguments)
 }
 
 /// See [`oracle::rope_append`](super::oracle::rope_append).
-pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
+pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
     let ([n, q, d], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
     let arguments = vec![
-        elements(qkv_nh),
+        elements(qkv_nw),
         ints(&places.nodes.depths_n),
         ints(places.state),
         floats(&rotations.cos_sd),
@@ -83,7 +83,7 @@ impl AttentionParts {
         Self::with_splits([n, q, d], g, splits(q / g * n, g), device)
     }
 
-    /// AttentionParts, and rows of each, of those that [`AttentionParts::new`] makes.
+    /// How many parts there are, and rows of each, that [`AttentionParts::new`] makes.
     pub fn counts([n, q, _]: [i64; 3], g: i64) -> [i64; 2] {
         [splits(q / g * n, g) * parts_a_split(q / g * n), q * n]
     }
@@ -178,12 +178,12 @@ pub fn guess_parts([k, v]: [i64; 2], p: i64, device: Device) -> Tensor {
 }
 
 /// See [`oracle::top_guesses`](super::oracle::top_guesses); `parts` is of [`guess_parts`].
-pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, ids_kp: &Tensor) -> [Launch; 2] {
-    let ([k, v], [_, p]) = (axes(logits_kv), axes(ids_kp));
+pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, guesses_kp: &Tensor) -> [Launch; 2] {
+    let ([k, v], [_, p]) = (axes(logits_kv), axes(guesses_kp));
     let slices = blocks(v, SLICE);
     let pointer = tensor(parts, Kind::Int64);
     let first = vec![floats(logits_kv), pointer, size(v), size(p)];
-    let merge = vec![pointer, ints(ids_kp), size(v), size(slices), size(p)];
+    let merge = vec![pointer, ints(guesses_kp), size(v), size(slices), size(p)];
     [
         Launch::new(Program::Choose, "top_guesses_part", [slices, k, 1], 256, first),
         Launch::new(Program::Choose, "top_guesses_merge", [k, 1, 1], 256, merge),
@@ -265,16 +265,16 @@ pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) -> Launch {
 }
 
 /// See [`oracle::advance`](super::oracle::advance).
-pub fn advance(accepted: Accepted, tokens_n: &Tensor, results: &Tensor) -> Launch {
-    let [ring, width] = axes(results);
-    let tensors = [accepted.path, tokens_n, accepted.state, results].map(ints);
+pub fn advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) -> Launch {
+    let [ring, width] = axes(results_rt);
+    let tensors = [accepted.path, tokens_n, accepted.state, results_rt].map(ints);
     one_block("advance", [&tensors[..], &[size(ring), size(width - RESULT_HEAD)]].concat())
 }
 
 /// See [`oracle::fill_tree`](super::oracle::fill_tree).
-pub fn fill_tree(nodes: &Nodes, ids_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) -> Launch {
-    let tensors = [ids_kp, &nodes.depths_n, &nodes.guesses_n, state, tokens_n].map(ints);
-    one_block("fill_tree", [&tensors[..], &[size(nodes.len()), size(ids_kp.size()[1])]].concat())
+pub fn fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) -> Launch {
+    let tensors = [guesses_kp, &nodes.depths_n, &nodes.guesses_n, state, tokens_n].map(ints);
+    one_block("fill_tree", [&tensors[..], &[size(nodes.len()), size(guesses_kp.size()[1])]].concat())
 }
 
 fn one_block(name: &'static str, arguments: Vec<Argument>) -> Launch {

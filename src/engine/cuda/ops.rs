@@ -39,7 +39,7 @@ pub struct Kernels {
     scratch: Scratch,
 }
 
-/// Operations that are one launch: each a function of `Ops`, of [`oracle`] and of [`launches`], all of one name and the same arguments;
+/// Operations that are one launch: each a function of `Ops`, of [`oracle`] and of [`launches`], of one name and with the same arguments;
 /// `writes` names those that it writes.
 macro_rules! operations {
     ($($name:ident($($argument:ident: $of:ty),*) writes $written:expr;)*) => {
@@ -197,10 +197,10 @@ impl Ops {
         })
     }
 
-    pub(super) fn top_guesses(&self, logits_kv: &Tensor, ids_kp: &Tensor) -> CudaResult {
-        let oracle = || oracle::top_guesses(logits_kv, ids_kp);
-        self.run("top_guesses", &[ids_kp], oracle, |Kernels { target, scratch }| {
-            let both = launches::top_guesses(logits_kv, scratch.guess_parts(), ids_kp);
+    pub(super) fn top_guesses(&self, logits_kv: &Tensor, guesses_kp: &Tensor) -> CudaResult {
+        let oracle = || oracle::top_guesses(logits_kv, guesses_kp);
+        self.run("top_guesses", &[guesses_kp], oracle, |Kernels { target, scratch }| {
+            let both = launches::top_guesses(logits_kv, scratch.guess_parts(), guesses_kp);
             both.iter().try_for_each(|launch| target.launch(launch))
         })
     }

@@ -3,8 +3,8 @@
 //!
 //! Integers are int32. Ties go to the lower id everywhere. Where logits are no numbers, no token is chosen: -1.
 
-// N rows of a step, H hidden, Q query heads, G key/value heads, D head size, I width of the MLP, V vocabulary, K heads,
-// S room for tokens, P guesses a head, R rows of results, L layers
+// N rows of a step, H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP, V vocabulary,
+// K heads, S room for tokens, P guesses a head, R rows of results, L layers
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{Nodes, Rotations};
@@ -47,11 +47,11 @@ impl Places<'_> {
 
 /// Splits q, k and v, rotates q and k by their positions (Su et al. 2021; halves, not neighbours), and writes k and v behind the committed
 /// rows of a layer's cache.
-/// - `qkv_nh`: `[N, (Q + 2G)·D]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
-pub fn rope_append(qkv_nh: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) {
+/// - `qkv_nw`: `[N, W]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
+pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) {
     let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
     let g = kv_2gsd.size()[1];
-    let qkv_nhd = float(qkv_nh).view([n, q + 2 * g, d]);
+    let qkv_nhd = float(qkv_nw).view([n, q + 2 * g, d]);
     let positions_n = &places.nodes.depths_n + places.context();
     let rotated_nhd = rotate(&qkv_nhd.narrow(1, 0, q + g), &positions_n, rotations);
     write(q_nqd, &rotated_nhd.narrow(1, 0, q));
@@ -109,9 +109,9 @@ fn bit(sees_n2: &Tensor, key: i64) -> Tensor {
 }
 
 /// `y = SiLU(gate) · up`: `[N, 2I]`, gate first, to `[N, I]`.
-pub fn silu_mul(gate_up_n: &Tensor, y_ni: &Tensor) {
-    let halves = float(gate_up_n).chunk(2, -1);
-    write(y_ni, &(halves[0].silu() * &halves[1]));
+pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) {
+    let halves = float(gate_up_ni).chunk(2, -1);
+    write(product_ni, &(halves[0].silu() * &halves[1]));
 }
 
 /// `y = x·wᵀ`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, of the weight's dtype or float32.
@@ -146,9 +146,9 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) {
 }
 
 /// The largest logits of each row, best first: `[K, V]` to ids `[K, P]`.
-pub fn top_guesses(logits_kv: &Tensor, ids_kp: &Tensor) {
+pub fn top_guesses(logits_kv: &Tensor, guesses_kp: &Tensor) {
     let (_, order_kv) = logits_kv.sort_stable(true, -1, true);
-    write(ids_kp, &order_kv.narrow(1, 0, ids_kp.size()[1]));
+    write(guesses_kp, &order_kv.narrow(1, 0, guesses_kp.size()[1]));
 }
 
 /// The most probable token of each row: `[N, V]` to `[N]`; -1 where the largest logit is infinite, or one is NaN.
@@ -262,20 +262,20 @@ pub fn typical(nodes: &Nodes, posterior: [&Tensor; 2], rule: TypicalAcceptance, 
 
 /// Of the step's rows in the cache `[L, 2, G, S, D]` just the accepted ones stay, in their order, from the first one on; then they
 /// are behind the committed rows as if they had been decoded one by one.
-pub fn compact(cache: &Tensor, accepted: Accepted) {
+pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) {
     let context = state::read(accepted.state, Slot::Context);
     let count = state::read(accepted.state, Slot::Accepted);
     let rows = accepted.path.narrow(0, 0, count) + context;
-    let kept = cache.index_select(3, &rows);
-    write(&cache.narrow(3, context, count), &kept);
+    let kept = cache_l2gsd.index_select(3, &rows);
+    write(&cache_l2gsd.narrow(3, context, count), &kept);
 }
 
-/// Ends a step: Context grows by Accepted, Step by one. Row `steps done % R` of `results` (`[R, RESULT_HEAD + W]`) gets the steps
-/// done, this one among them, the number of accepted tokens, the next root, and the tokens.
-pub fn advance(accepted: Accepted, tokens_n: &Tensor, results: &Tensor) {
+/// Ends a step: Context grows by Accepted, Step by one. Row `steps done % R` of `results_rt` (`[R, RESULT_HEAD + K + 1]`) gets
+/// the steps done, this one among them, the number of accepted tokens, the next root, and the tokens.
+pub fn advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) {
     let of = |slot| state::read(accepted.state, slot);
     let (count, before) = (of(Slot::Accepted), of(Slot::Step));
-    let row = results.select(0, before % results.size()[0]);
+    let row = results_rt.select(0, before % results_rt.size()[0]);
     write(&row.narrow(0, 0, RESULT_HEAD), &Tensor::from_slice(&[before + 1, count, of(Slot::Next)]));
     write(&row.narrow(0, RESULT_HEAD, count), &tokens_n.index_select(0, &accepted.path.narrow(0, 0, count)));
     state::write(accepted.state, Slot::Context, of(Slot::Context) + count);
@@ -283,11 +283,11 @@ pub fn advance(accepted: Accepted, tokens_n: &Tensor, results: &Tensor) {
 }
 
 /// The tokens of the next step's nodes: the root holds Next, a node of depth d the guess of head d - 1 that it stands for.
-/// - `ids_kp`: `[K, P]` — `tokens_n`: `[N]`
-pub fn fill_tree(nodes: &Nodes, ids_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) {
+/// - `guesses_kp`: `[K, P]` — `tokens_n`: `[N]`
+pub fn fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) {
     let head_n = (&nodes.depths_n - 1).clamp_min(0);
-    let at_n = head_n * ids_kp.size()[1] + &nodes.guesses_n;
-    write(tokens_n, &ids_kp.reshape([-1]).index_select(0, &at_n));
+    let at_n = head_n * guesses_kp.size()[1] + &nodes.guesses_n;
+    write(tokens_n, &guesses_kp.reshape([-1]).index_select(0, &at_n));
     write(&tokens_n.narrow(0, 0, 1), &state.narrow(0, Slot::Next as i64, 1));
 }
 
