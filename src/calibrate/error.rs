@@ -2,23 +2,15 @@
 
 use crate::data::IGNORE;
 use crate::data::cache::CacheError;
+use crate::draft::medusa::heads::HeadsMismatch;
 use crate::torch::TorchPanic;
 
 /// Heads cannot be calibrated.
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrationError {
     /// Heads and backbone do not belong together.
-    #[error(
-        "the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on"
-    )]
-    Mismatch {
-        /// `hidden size` or `vocabulary`.
-        what: &'static str,
-        /// The heads'.
-        heads: i64,
-        /// The backbone's.
-        backbone: i64,
-    },
+    #[error(transparent)]
+    Heads(#[from] HeadsMismatch),
     /// More guesses than tokens, or none.
     #[error("top-k is {top_k}; expected 1 to the vocabulary's {vocab_size}")]
     BadTopK {

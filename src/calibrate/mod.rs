@@ -64,14 +64,7 @@ pub fn own_answer(backbone: &Llama, prompt: &[i64], max_new_tokens: usize) -> Re
 
 fn check(backbone: &Llama, heads: &Heads, rows: &RowStore, top_k: usize) -> Result<(), CalibrationError> {
     let config = &backbone.config;
-    for (what, heads, backbone) in [
-        ("hidden size", heads.hidden_size(), config.hidden_size),
-        ("vocabulary", heads.vocab_size(), config.vocab_size),
-    ] {
-        if heads != backbone {
-            return Err(CalibrationError::Mismatch { what, heads, backbone });
-        }
-    }
+    heads.check_backbone(config)?;
     let (vocab_size, context) = (config.vocab_size, config.max_position_embeddings);
     if top_k == 0 || top_k as i64 > vocab_size {
         return Err(CalibrationError::BadTopK { top_k, vocab_size });

@@ -1,4 +1,6 @@
-//! Several texts decoded together: a step reads the weights once for all of them. A text leaves as it ends, and another one enters.
+//! Several texts decoded together. A text leaves as it ends, and another one enters. Without a drafter, a step of
+//! [`TchEngine::for_batches`](crate::engine::tch::TchEngine::for_batches) reads the weights once for all of them; trees, and the CPU's
+//! kernels, run text after text.
 //! At temperature 0 each is the text that [`HostLoop`](super::host_loop::HostLoop) makes of it, up to rounding between equally
 //! probable tokens; what is drawn for a text does not depend on the others.
 
@@ -62,10 +64,13 @@ impl<'a> SequenceBatch<'a> {
         let config = &self.steps.engine().backbone().config;
         check_prompt(config, request.prompt)?;
         let mut sequence = Sequence::new(request, config);
-        let row = self.steps.engine_mut().cache_mut().push();
-        let begun = guard("the pass over a prompt", || no_grad(|| self.steps.begin(&mut sequence, row, Drafting::On)));
+        let row = self.sequences.len();
+        let begun = guard("the pass over a prompt", || {
+            self.steps.engine_mut().cache_mut().push();
+            no_grad(|| self.steps.begin(&mut sequence, row, Drafting::On));
+        });
         if let Err(panic) = begun {
-            self.steps.engine_mut().cache_mut().swap_remove(row);
+            self.steps.engine_mut().cache_mut().truncate_rows(row);
             return Err(panic.into());
         }
         self.sequences.push(sequence);
@@ -213,9 +218,50 @@ mod tests {
         assert!(by_eos > 20 && by_length > 20, "{by_eos} ended by an EOS, {by_length} by the length");
     }
 
+    /// Even in float32, and where the last piece of a prompt is a single token, as in a step.
+    #[test]
+    fn a_prompts_bits_do_not_depend_on_the_batch() {
+        tch::set_num_threads(1);
+        let config =
+            LlamaConfig { hidden_size: 128, head_dim: 32, max_position_embeddings: 600, ..LlamaConfig::tiny() };
+        let llama = Llama::random(config, Kind::Float, Device::Cpu, 8).for_decoding();
+        let prompt: Vec<i64> = (0..513).map(|i| i * i % 50).collect();
+        let keys_and_values_behind = |others: usize| {
+            let engine = Box::new(TchEngine::for_batches(&llama));
+            let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(4).unwrap());
+            for key in 0..others {
+                batch.enter(key, &Request::greedy(&[7, 3, 9], 20)).unwrap();
+            }
+            batch.enter(others, &Request::greedy(&prompt, 20)).unwrap();
+            batch.steps.engine().cache().committed(others).copy()
+        };
+        assert_eq!(keys_and_values_behind(0), keys_and_values_behind(2));
+    }
+
+    #[test]
+    fn texts_of_different_temperatures_share_a_batch() {
+        let llama = backbone(None, vec![11], 3);
+        let wanted: Vec<Wanted> = (0..2).map(|key| Wanted::new(key, 20)).collect();
+        let alone = [0.0, 0.9].map(|temperature| decode(&llama, temperature, 1, &wanted));
+        let engine = Box::new(TchEngine::for_batches(&llama));
+        let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(2).unwrap());
+        for (text, temperature) in wanted.iter().zip([0.0, 0.9]) {
+            batch.enter(text.key, &text.request(temperature)).unwrap();
+        }
+        let mut ended = vec![];
+        while !batch.is_idle() {
+            ended.extend(batch.step().unwrap());
+        }
+        ended.sort_by_key(|(key, _)| *key);
+        for (key, text) in ended {
+            assert_eq!(text.new_ids, alone[key][key].new_ids);
+        }
+    }
+
     /// Several texts, each with its tree, in one step.
     #[test]
     fn a_batch_with_a_drafter_makes_the_texts_of_one_without() {
+        let more_than_one = |texts: &[Generation]| texts.iter().any(|text| text.accept_lengths.iter().any(|&n| n > 1));
         for (seed, window) in [(5, None), (6, Some(5))] {
             let llama = backbone(window, vec![11], seed);
             let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 50 };
@@ -227,10 +273,11 @@ mod tests {
                 let medusa: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
                 let fast = drafted(&llama, Some((medusa, acceptance)), temperature, 4, &wanted);
                 assert_eq!(told(&fast), told(&slow), "heads, temperature {temperature}");
-                assert!(fast.iter().any(|text| text.accept_lengths.iter().any(|&length| length > 1)));
+                assert!(more_than_one(&fast));
                 let ngram: Box<dyn Drafter> = Box::new(NgramDrafter::new(&llama));
                 let fast = drafted(&llama, Some((ngram, acceptance)), temperature, 4, &wanted);
                 assert_eq!(told(&fast), told(&slow), "prompt lookup, temperature {temperature}");
+                assert!(more_than_one(&fast));
             }
         }
     }

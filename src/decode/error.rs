@@ -1,10 +1,8 @@
 //! What decoding refuses, and what it fails by.
 
-use crate::draft::medusa::drafter::DraftError;
 use crate::engine::cuda::error::CudaError;
 use crate::model::config::LlamaConfig;
 use crate::torch::TorchPanic;
-use crate::tree::accept::ForcedRateError;
 
 /// A prompt cannot be decoded, or what decodes it gave up.
 #[derive(Debug, thiserror::Error)]
@@ -32,12 +30,6 @@ pub enum DecodeError {
         /// The backbone's.
         vocab_size: i64,
     },
-    /// Heads and tree do not belong to the backbone.
-    #[error(transparent)]
-    Draft(#[from] DraftError),
-    /// A rate that no step can reach.
-    #[error(transparent)]
-    ForcedRate(#[from] ForcedRateError),
     /// The GPU's own loop cannot, or gave up.
     #[error(transparent)]
     Cuda(#[from] CudaError),

@@ -3,12 +3,13 @@
 
 use tch::no_grad;
 
+use super::DecodeLoop;
 use super::error::{DecodeError, check_prompt};
 use super::sequence::{Generation, OnTokens, Request, Sequence};
 use super::step::{Drafting, Steps};
-use super::{DecodeLoop, shared_beginning};
 use crate::draft::Drafter;
 use crate::engine::Engine;
+use crate::engine::prefix::cached_prefix;
 use crate::torch::guard;
 use crate::tree::accept::Acceptance;
 
@@ -63,7 +64,7 @@ impl DecodeLoop for HostLoop<'_> {
         let config = &self.steps.engine().backbone().config;
         check_prompt(config, request.prompt)?;
         let mut sequence = Sequence::new(request, config);
-        self.keep(shared_beginning(&self.cached, request.prompt));
+        self.keep(cached_prefix(&self.cached, request.prompt));
         let decoded = guard("decoding", || {
             no_grad(|| {
                 self.steps.begin(&mut sequence, 0, drafting);

@@ -1,8 +1,8 @@
 //! The decoding loops: who guesses ([`crate::draft`]), who computes ([`crate::engine`]) and who decides ([`crate::tree::accept`]) meet here.
 //!
 //! One [`step`] proposes a tree of guesses for each text, runs the backbone over all of it in one pass, decides which path is kept, and
-//! leaves just that path in the cache. Decisions belong to tree nodes, never to whole candidates, and are made without tensors. Above
-//! temperature 0 one number is drawn a token, in the order of the text.
+//! leaves just that path in the cache. Decisions belong to tree nodes, never to whole candidates, and are made without tensors. What
+//! is drawn at random is drawn once a token, in the order of the text.
 
 use std::fmt;
 
@@ -41,9 +41,4 @@ pub trait DecodeLoop: fmt::Debug {
 
     /// Empties the cache.
     fn reset(&mut self);
-}
-
-/// Tokens of a prompt that need not be computed: those that the cache holds, but never the prompt's last one.
-fn shared_beginning(cached: &[i64], prompt: &[i64]) -> usize {
-    cached.iter().zip(prompt).take_while(|(cached, wanted)| cached == wanted).count().min(prompt.len() - 1)
 }

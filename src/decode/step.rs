@@ -80,8 +80,7 @@ impl<'a> Steps<'a> {
                 Tensor::from_slice(&roots).to_device(self.engine.backbone().device())
             }
         };
-        let rows: Vec<RowTokens> = (0..sequences.len()).map(|row| RowTokens { row, nodes: &self.one }).collect();
-        let hidden_bh = self.engine.extend(&roots_b, &rows);
+        let hidden_bh = self.engine.extend_all(&roots_b, &self.one);
         let logits_bv = self.engine.logits(&hidden_bh);
         (0..sequences.len()).for_each(|row| self.engine.cache_mut().commit(row, 1));
         sequences.iter_mut().for_each(Sequence::see_root);
@@ -122,7 +121,9 @@ fn tokens_of(proposals: &[Proposal]) -> Tensor {
 
 /// The token after each sequence's root, of logits `[B, V]`; spare rows may follow.
 fn next_roots(logits_bv: &Tensor, sequences: &mut [Sequence]) -> Vec<Chosen> {
-    if sequences.iter().any(|sequence| !sequence.penalty.is_off()) || sequences.len() == 1 {
+    let samplings_differ = sequences.windows(2).any(|two| two[0].sampler.sampling() != two[1].sampler.sampling());
+    let any_penalty = sequences.iter().any(|sequence| !sequence.penalty.is_off());
+    if sequences.len() == 1 || samplings_differ || any_penalty {
         let next = |(sequence, row): (&mut Sequence, i64)| {
             sequence.sampler.next(&sequence.penalty.of_text(&logits_bv.narrow(0, row, 1)))
         };

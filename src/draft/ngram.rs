@@ -2,6 +2,7 @@
 //! came after them there is guessed to come again. Needs no heads and no training, and pays where a text repeats its prompt:
 //! summaries, edits, code. Continuations of several matches share a tree.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::rc::Rc;
 
@@ -20,8 +21,8 @@ const SHORTEST_NGRAM: usize = 1;
 const CONTINUATION: usize = 8;
 /// Guesses of a tree.
 const NODES: usize = 12;
-/// Shapes that are kept laid out.
-const KEPT_SHAPES: usize = 256;
+/// Shapes that are kept laid out. Each has a mask over the context: 7 MB for 32k tokens and 8 query heads a group in 16 bits.
+const KEPT_SHAPES: usize = 32;
 
 /// Guesses by looking the last tokens up in the text so far.
 #[derive(Debug)]
@@ -45,7 +46,7 @@ impl<'a> NgramDrafter<'a> {
     fn proposal(&mut self, ids: &[i64]) -> Proposal {
         let guesses = Continuations::of(ids);
         let choices: Vec<Vec<usize>> = guesses.paths.iter().map(|(path, _)| path.clone()).collect();
-        if self.shapes.len() >= KEPT_SHAPES {
+        if self.shapes.len() >= KEPT_SHAPES && !self.shapes.contains_key(&choices) {
             self.shapes.clear();
         }
         let backbone = self.backbone;
@@ -78,22 +79,19 @@ struct Continuations {
 impl Continuations {
     /// Of the longest match first; of equally long ones, of the latest.
     fn of(ids: &[i64]) -> Self {
+        let last = || ids.iter().rev().take(LONGEST_NGRAM);
+        let matched = |end: usize| ids[..end].iter().rev().zip(last()).take_while(|(a, b)| a == b).count();
+        let mut ends: Vec<(usize, usize)> = (1..ids.len()).rev().map(|end| (matched(end), end)).collect();
+        ends.retain(|&(length, _)| length >= SHORTEST_NGRAM);
+        ends.sort_by_key(|&(length, _)| Reverse(length)); // stable: the latest first
         let mut tree = Self::default();
-        let mut seen_ends = vec![];
-        for length in (SHORTEST_NGRAM..=LONGEST_NGRAM.min(ids.len())).rev() {
-            let ngram = &ids[ids.len() - length..];
-            let earlier = (length..ids.len()).rev().filter(|&end| ids[end - length..end] == *ngram);
-            for end in earlier {
-                if tree.paths.len() >= NODES {
-                    return tree;
-                }
-                if !seen_ends.contains(&end) {
-                    seen_ends.push(end);
-                    // What follows a match at the text's end goes on with what is guessed here: a text that repeats itself.
-                    let continuation: Vec<i64> = ids[end..].iter().copied().cycle().take(CONTINUATION).collect();
-                    tree.insert(&continuation);
-                }
+        for (_, end) in ends {
+            if tree.paths.len() >= NODES {
+                break;
             }
+            // What follows a match at the text's end goes on with what is guessed here: a text that repeats itself.
+            let continuation: Vec<i64> = ids[end..].iter().copied().cycle().take(CONTINUATION).collect();
+            tree.insert(&continuation);
         }
         tree
     }

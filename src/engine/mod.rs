@@ -15,6 +15,7 @@ use crate::model::llama::Llama;
 pub mod cpu;
 pub mod cuda;
 pub mod fastest;
+pub mod prefix;
 pub mod sample;
 pub mod tch;
 
@@ -37,6 +38,12 @@ pub trait Engine: fmt::Debug {
     /// nothing.
     fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
 
+    /// Runs one new token behind every row of the cache, in their order: `tokens_b` `[B]`, `token` how each lies. What comes back is as
+    /// of [`Engine::extend`].
+    fn extend_all(&mut self, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+        self.extend(tokens_b, &in_all_rows(self.cache(), token))
+    }
+
     /// The LM head: hidden states `[N, H]` to logits `[N, V]`.
     fn logits(&self, hidden_nh: &Tensor) -> Tensor;
 }
@@ -48,6 +55,11 @@ pub struct RowTokens<'s> {
     pub row: usize,
     /// Where the tokens stand behind it, and which of each other they see.
     pub nodes: &'s NewTokens,
+}
+
+/// The same in every row.
+fn in_all_rows<'s>(cache: &KvCache, nodes: &'s NewTokens) -> Vec<RowTokens<'s>> {
+    (0..cache.rows()).map(|row| RowTokens { row, nodes }).collect()
 }
 
 /// Each sequence with its part of `tokens_n`.

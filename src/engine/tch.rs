@@ -2,7 +2,8 @@
 
 use tch::Tensor;
 
-use super::{Engine, RowTokens, each_row};
+use super::{Engine, RowTokens, each_row, in_all_rows};
+use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -15,7 +16,7 @@ pub struct TchEngine<'a> {
     reads: Reads,
 }
 
-/// How attention reads the cache where every sequence has one new token.
+/// How attention reads the cache in a step of all rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reads {
     /// Sequence after sequence: fastest for one.
@@ -34,11 +35,6 @@ impl<'a> TchEngine<'a> {
     /// For many sequences at a time, with an empty cache.
     pub fn for_batches(backbone: &'a Llama) -> Self {
         Self { reads: Reads::AllRows, ..Self::new(backbone) }
-    }
-
-    fn is_a_token_a_row(&self, batch: &[RowTokens]) -> bool {
-        let all = batch.iter().map(|row| row.row).eq(0..self.cache.rows());
-        self.reads == Reads::AllRows && all && batch.iter().all(|row| row.nodes.len() == 1)
     }
 }
 
@@ -60,9 +56,6 @@ impl Engine for TchEngine<'_> {
     }
 
     fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
-        if self.is_a_token_a_row(batch) {
-            return self.backbone.extend_rows(tokens_n, &mut self.cache);
-        }
         if let [RowTokens { row, nodes }] = *batch {
             return self.backbone.extend(tokens_n, nodes, &mut self.cache, row);
         }
@@ -70,6 +63,13 @@ impl Engine for TchEngine<'_> {
         let mut run =
             |(at, tokens): &(RowTokens, Tensor)| self.backbone.extend(tokens, at.nodes, &mut self.cache, at.row);
         Tensor::cat(&rows.iter().map(&mut run).collect::<Vec<_>>(), 0)
+    }
+
+    fn extend_all(&mut self, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+        match self.reads {
+            Reads::AllRows => self.backbone.extend_rows(tokens_b, &mut self.cache),
+            Reads::EachRow => self.extend(tokens_b, &in_all_rows(&self.cache, token)),
+        }
     }
 
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {

@@ -12,7 +12,7 @@ use crate::decode::host_loop::HostLoop;
 use crate::decode::sequence::{OnTokens, Request};
 use crate::decode::step::Drafting;
 use crate::draft::Drafter;
-use crate::draft::medusa::drafter::MedusaDrafter;
+use crate::draft::medusa::drafter::{DraftError, MedusaDrafter};
 use crate::draft::medusa::heads::Heads;
 use crate::engine::fastest::fastest;
 use crate::formats::latency::StepTime;
@@ -48,6 +48,9 @@ pub enum LatencyError {
         /// `max_position_embeddings`.
         max_position: i64,
     },
+    /// Heads and trees do not belong to the backbone.
+    #[error(transparent)]
+    Draft(#[from] DraftError),
     /// Decoding failed.
     #[error(transparent)]
     Decode(#[from] DecodeError),
@@ -88,16 +91,19 @@ pub fn measure(
     on_turn: &mut dyn FnMut(),
 ) -> Result<Times, LatencyError> {
     let prompt = nonsense(context, backbone.config.vocab_size);
-    let mut loops = vec![(steps_within(backbone, context, 0)?, HostLoop::new(fastest(backbone), None))];
+    let mut timed = vec![(steps_within(backbone, context, 0)?, None)];
     for tree in trees {
-        let drafter: Box<dyn Drafter> = Box::new(MedusaDrafter::new(backbone, heads, tree).map_err(DecodeError::from)?);
-        let decoding = HostLoop::new(fastest(backbone), Some((drafter, Acceptance::Greedy)));
-        loops.push((steps_within(backbone, context, tree.max_depth())?, decoding));
+        let drafter = MedusaDrafter::new(backbone, heads, tree)?;
+        timed.push((steps_within(backbone, context, tree.max_depth())?, Some(drafter)));
     }
-    let mut turns_ms = vec![Vec::new(); loops.len()];
+    let mut turns_ms = vec![Vec::new(); timed.len()];
     for round in 0..=ROUNDS {
-        for ((steps, decoding), turns_ms) in loops.iter_mut().zip(&mut turns_ms) {
-            decoding.reset();
+        for ((steps, drafter), turns_ms) in timed.iter().zip(&mut turns_ms) {
+            let guessing = drafter.as_ref().map(|drafter: &MedusaDrafter| {
+                let drafter: Box<dyn Drafter + '_> = Box::new(drafter.clone());
+                (drafter, Acceptance::Greedy)
+            });
+            let mut decoding = HostLoop::new(fastest(backbone), guessing); // one cache at a time: a GPU has no room for all trees'
             let ms = step_ms(&prompt, *steps, |request, on| decoding.decode(Drafting::On, request, on).map(drop))?;
             on_turn();
             turns_ms.extend((round > 0).then_some(ms));

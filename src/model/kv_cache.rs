@@ -99,9 +99,10 @@ impl KvCache {
 
     /// Adds an empty row behind the others; returns its index.
     pub fn push(&mut self) -> usize {
+        let row = self.rows();
+        self.reserve(row as i64 + 1, 0); // may run out of memory: then there is no row
         self.lengths.push(0);
-        self.reserve(self.rows() as i64, 0);
-        self.rows() - 1
+        row
     }
 
     /// Removes a row; the last one takes its place.
@@ -112,6 +113,11 @@ impl KvCache {
             tokens(row).copy_(&tokens(last));
         }
         self.lengths.swap_remove(row);
+    }
+
+    /// Of the rows only the first `rows` stay; fewer stay as they are.
+    pub fn truncate_rows(&mut self, rows: usize) {
+        self.lengths.truncate(rows);
     }
 
     /// Committed tokens of a row.

@@ -83,7 +83,7 @@ pub(in crate::decode) fn prepare<'a>(
     heads: &'a Heads,
     tree: &'a SparseTree,
     acceptance: Acceptance,
-) -> Result<(MedusaDrafter<'a>, Acceptance), DecodeError> {
+) -> Result<(MedusaDrafter<'a>, Acceptance), Box<dyn std::error::Error>> {
     let acceptance = match acceptance {
         Acceptance::Forced { rate } => Acceptance::at_rate(rate, tree)?,
         other => other,

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tch::{Device, Tensor};
 
-use super::heads::Heads;
+use super::heads::{Heads, HeadsMismatch};
 use crate::draft::{Drafted, Drafter, PreparedTree, Proposal};
 use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::llama::Llama;
@@ -15,17 +15,8 @@ use crate::tree::sparse_tree::{SparseTree, TreeError};
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
     /// Heads of another backbone.
-    #[error(
-        "the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on"
-    )]
-    Mismatch {
-        /// `hidden size` or `vocabulary`.
-        what: &'static str,
-        /// The heads'.
-        heads: i64,
-        /// The backbone's.
-        backbone: i64,
-    },
+    #[error(transparent)]
+    Heads(#[from] HeadsMismatch),
     /// The tree asks for more than the heads have.
     #[error(transparent)]
     Tree(#[from] TreeError),
@@ -53,13 +44,7 @@ impl<'a> MedusaDrafter<'a> {
     /// [`DraftError`] names what does not fit.
     pub fn new(backbone: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Result<Self, DraftError> {
         let config = &backbone.config;
-        let sizes = [
-            ("hidden size", heads.hidden_size(), config.hidden_size),
-            ("vocabulary", heads.vocab_size(), config.vocab_size),
-        ];
-        if let Some(&(what, heads, backbone)) = sizes.iter().find(|(_, heads, backbone)| heads != backbone) {
-            return Err(DraftError::Mismatch { what, heads, backbone });
-        }
+        heads.check_backbone(config)?;
         tree.check_fits(heads.num_heads(), usize::try_from(config.vocab_size).unwrap_or(0))?;
         let width = tree.widths().into_iter().max().unwrap_or(0);
         Ok(Self {
@@ -71,16 +56,6 @@ impl<'a> MedusaDrafter<'a> {
             width,
             tree_indices_n: Rc::new(tree_indices(tree, width, backbone.device())),
         })
-    }
-
-    /// The backbone it was laid out for.
-    pub fn backbone(&self) -> &'a Llama {
-        self.backbone
-    }
-
-    /// Its heads.
-    pub fn heads(&self) -> &'a Heads {
-        self.heads
     }
 
     /// Heads and tree for an engine that guesses within its own step.

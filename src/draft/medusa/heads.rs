@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
 use crate::engine::cuda::draft::{DeviceDraft, DraftShape, HeadMatrices};
+use crate::model::config::LlamaConfig;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -23,7 +24,7 @@ mod guesses;
 pub mod import;
 pub mod layout;
 
-pub use error::HeadsError;
+pub use error::{HeadsError, HeadsMismatch};
 use import::HeadsFile;
 pub use layout::{HEADS_FILE, HeadsShape};
 
@@ -164,6 +165,19 @@ impl Heads {
     /// K.
     pub fn num_heads(&self) -> usize {
         self.heads.len()
+    }
+
+    /// Whether they can guess for a backbone.
+    ///
+    /// # Errors
+    /// [`HeadsMismatch`] names the size that differs.
+    pub fn check_backbone(&self, config: &LlamaConfig) -> Result<(), HeadsMismatch> {
+        let sizes =
+            [("hidden size", self.hidden_size, config.hidden_size), ("vocabulary", self.vocab_size, config.vocab_size)];
+        match sizes.into_iter().find(|(_, heads, backbone)| heads != backbone) {
+            Some((what, heads, backbone)) => Err(HeadsMismatch { what, heads, backbone }),
+            None => Ok(()),
+        }
     }
 
     /// H.

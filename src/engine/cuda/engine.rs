@@ -14,6 +14,7 @@ use super::rule::{Rule, StepKey};
 use super::state;
 use super::step::{DecodeStep, products};
 use super::target::GpuTarget;
+use crate::engine::prefix::cached_prefix;
 use crate::engine::sample::Sampler;
 use crate::model::llama::Llama;
 use crate::nvidia::device::Gpu;
@@ -161,9 +162,8 @@ impl<'a> CudaEngine<'a> {
         rule: Rule,
         draws: &mut Sampler,
     ) -> CudaResult<i64> {
-        let shared = self.ids.iter().zip(prompt).take_while(|(cached, wanted)| cached == wanted).count();
         let (last, before) = prompt.split_last().expect("a prompt is not empty");
-        self.keep(shared.min(before.len()));
+        self.keep(cached_prefix(&self.ids, prompt));
         self.reserve(prompt.len().saturating_add(max_new_tokens))?;
         for piece in before[self.ids.len()..].chunks(MAX_NODES) {
             self.prefill(piece)?;

@@ -80,3 +80,15 @@ pub enum HeadsError {
         got: i64,
     },
 }
+
+/// Heads of another backbone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on")]
+pub struct HeadsMismatch {
+    /// `hidden size` or `vocabulary`.
+    pub what: &'static str,
+    /// The heads'.
+    pub heads: i64,
+    /// The backbone's.
+    pub backbone: i64,
+}
