@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use medusa::draft::medusa::heads::import::{HeadsFile, Notice};
 use medusa::draft::medusa::heads::layout::HeadsLayout;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
-use medusa::export::{ExportRequest, Format};
+use medusa::export::{ExportFormat, ExportRequest};
 use medusa::model::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save, save_model};
 use medusa::torch::Dtype;
@@ -57,7 +57,7 @@ fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Op
         heads: small.path(heads),
         backbone: Some(small.path("backbone")),
         backbone_name: None,
-        format: Format::from_str(format, false).expect("a format"),
+        format: ExportFormat::from_str(format, false).expect("a format"),
         out: small.path(out),
         dtype,
         medusa_num_heads: None,

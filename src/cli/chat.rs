@@ -122,7 +122,7 @@ fn left() -> anyhow::Error {
 
 /// What a line asks for.
 #[derive(Debug, PartialEq, Eq)]
-enum Line<'a> {
+enum ChatCommand<'a> {
     Reset,
     Plain,
     Help,
@@ -132,15 +132,15 @@ enum Line<'a> {
     Words(&'a str),
 }
 
-impl<'a> Line<'a> {
+impl<'a> ChatCommand<'a> {
     fn of(text: &'a str) -> Self {
         match text.trim() {
-            "/reset" => Line::Reset,
-            "/plain" => Line::Plain,
-            "/help" => Line::Help,
-            "/exit" | "/quit" => Line::Exit,
-            word if word.starts_with('/') && !word[1..].contains(|c: char| !c.is_alphanumeric()) => Line::Unknown(word),
-            _ => Line::Words(text),
+            "/reset" => Self::Reset,
+            "/plain" => Self::Plain,
+            "/help" => Self::Help,
+            "/exit" | "/quit" => Self::Exit,
+            word if word.starts_with('/') && !word[1..].contains(|c: char| !c.is_alphanumeric()) => Self::Unknown(word),
+            _ => Self::Words(text),
         }
     }
 }
@@ -174,18 +174,18 @@ impl Chat<'_> {
 
     /// Breaks where the user leaves.
     fn hear(&mut self, line: &str) -> anyhow::Result<ControlFlow<()>> {
-        match Line::of(line) {
-            Line::Exit => return Ok(ControlFlow::Break(())),
-            Line::Reset => {
+        match ChatCommand::of(line) {
+            ChatCommand::Exit => return Ok(ControlFlow::Break(())),
+            ChatCommand::Reset => {
                 self.conversation.reset();
                 self.decoding.reset();
                 self.common.say("a new conversation");
             }
-            Line::Plain => self.common.say(self.toggle()),
-            Line::Help => self.common.say(HELP),
-            Line::Unknown(command) => self.common.say(format_args!("there is no command {command}; /help lists them")),
-            Line::Words(words) if words.trim().is_empty() && self.conversation.has_turns() => {}
-            Line::Words(words) => self.turn(words)?,
+            ChatCommand::Plain => self.common.say(self.toggle()),
+            ChatCommand::Help => self.common.say(HELP),
+            ChatCommand::Unknown(word) => self.common.say(format_args!("there is no command {word}; /help lists them")),
+            ChatCommand::Words(words) if words.trim().is_empty() && self.conversation.has_turns() => {}
+            ChatCommand::Words(words) => self.turn(words)?,
         }
         Ok(ControlFlow::Continue(()))
     }
@@ -277,11 +277,11 @@ mod tests {
 
     #[test]
     fn only_a_slash_and_one_word_is_a_command() {
-        assert_eq!((Line::of("/reset"), Line::of(" /exit ")), (Line::Reset, Line::Exit));
-        assert_eq!(Line::of("/rest"), Line::Unknown("/rest"));
+        assert_eq!((ChatCommand::of("/reset"), ChatCommand::of(" /exit ")), (ChatCommand::Reset, ChatCommand::Exit));
+        assert_eq!(ChatCommand::of("/rest"), ChatCommand::Unknown("/rest"));
         for words in ["/etc/passwd", "/help me", "a /reset", "", "//"] {
-            assert_eq!(Line::of(words), Line::Words(words));
+            assert_eq!(ChatCommand::of(words), ChatCommand::Words(words));
         }
-        assert_eq!(Line::of("/"), Line::Unknown("/"));
+        assert_eq!(ChatCommand::of("/"), ChatCommand::Unknown("/"));
     }
 }

@@ -25,7 +25,7 @@ use crate::distill::answer::Answerer;
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
 use crate::distill::provenance;
 use crate::distill::render::Renderer;
-use crate::distill::{self, DistillEnd, DistillProgress, Settings};
+use crate::distill::{self, DistillEnd, DistillProgress, DistillSettings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::engine::sample::Sampling;
 use crate::engine::tch::TchEngine;
@@ -149,9 +149,9 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 impl DistillArgs {
-    fn settings(&self, decoder: &Decoder, common: &CommonFlags) -> anyhow::Result<Settings> {
+    fn settings(&self, decoder: &Decoder, common: &CommonFlags) -> anyhow::Result<DistillSettings> {
         let all = if self.self_talk { SELF_TALK_TURNS } else { usize::MAX };
-        Ok(Settings {
+        Ok(DistillSettings {
             max_new_tokens: self.max_new_tokens,
             turns: self.turns.unwrap_or(NonZeroUsize::new(all).expect("above 0")),
             self_talk: self.self_talk,

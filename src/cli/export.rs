@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::downloads::{self, HubArgument};
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::export::{self, ExportError, ExportRequest, Exported, Format};
+use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::hub::{self, Wanted};
 
 const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
@@ -22,7 +22,7 @@ pub struct ExportArgs {
     pub heads: PathBuf,
     /// Who shall load it.
     #[arg(long, value_enum, value_name = "FORMAT")]
-    pub format: Format,
+    pub format: ExportFormat,
     /// The new folder.
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,

@@ -49,7 +49,7 @@ enum Contents {
 }
 
 #[derive(Debug, Serialize)]
-struct Found<'p> {
+struct Inspected<'p> {
     path: &'p Path,
     #[serde(flatten)]
     contents: Contents,
@@ -99,7 +99,7 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
         return Err(UsageError(format!("{} does not exist", path.display())).into());
     };
     if common.json {
-        return print_json(&Found { path, contents });
+        return print_json(&Inspected { path, contents });
     }
     print_line(text(path, &contents)?.trim_end())
 }

@@ -15,7 +15,7 @@ use crate::engine::sample::Stream;
 
 /// How conversations are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Settings {
+pub struct DistillSettings {
     /// Of one answer.
     pub max_new_tokens: NonZeroUsize,
     /// Answers of a conversation at most.
@@ -112,7 +112,11 @@ impl<'a> Conversation<'a> {
     ///
     /// # Errors
     /// What the template or the tokenizer says.
-    pub fn next_question(&mut self, renderer: &Renderer, settings: &Settings) -> Result<Option<Question>, PromptError> {
+    pub fn next_question(
+        &mut self,
+        renderer: &Renderer,
+        settings: &DistillSettings,
+    ) -> Result<Option<Question>, PromptError> {
         let Some(OpenQuestion { prompt, end_mark }) = self.next_prompt(renderer, settings)? else { return Ok(None) };
         if self.answers > 0 && prompt.ids.len() >= settings.context {
             self.cut_short();
@@ -129,7 +133,11 @@ impl<'a> Conversation<'a> {
         }))
     }
 
-    fn next_prompt(&mut self, renderer: &Renderer, settings: &Settings) -> Result<Option<OpenQuestion>, PromptError> {
+    fn next_prompt(
+        &mut self,
+        renderer: &Renderer,
+        settings: &DistillSettings,
+    ) -> Result<Option<OpenQuestion>, PromptError> {
         let was_written_by = std::mem::replace(&mut self.writer, Writer::Assistant);
         let of_answer = |prompt| Some(OpenQuestion { prompt, end_mark: vec![] });
         if self.asked == 0 {
@@ -295,9 +303,9 @@ mod tests {
         }
     }
 
-    fn settings(turns: usize, self_talk: bool, context: usize) -> Settings {
+    fn settings(turns: usize, self_talk: bool, context: usize) -> DistillSettings {
         let number = |n| NonZeroUsize::new(n).unwrap();
-        Settings { max_new_tokens: number(50), turns: number(turns), self_talk, seed: 1, context }
+        DistillSettings { max_new_tokens: number(50), turns: number(turns), self_talk, seed: 1, context }
     }
 
     fn dialogue(user: &[&str]) -> Dialogue {

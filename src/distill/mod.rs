@@ -20,7 +20,7 @@ pub mod render;
 mod shards;
 
 use answer::{Answerer, Question};
-pub use conversation::Settings;
+pub use conversation::DistillSettings;
 use conversation::{Conversation, Finished};
 pub use error::DistillError;
 use output::Output;
@@ -48,13 +48,13 @@ pub enum DistillEnd {
 ///
 /// # Errors
 /// The first such prompt, by file and line.
-pub fn check(dialogues: &[Dialogue], renderer: &Renderer, settings: &Settings) -> Result<(), DistillError> {
+pub fn check(dialogues: &[Dialogue], renderer: &Renderer, settings: &DistillSettings) -> Result<(), DistillError> {
     let fault = |dialogue: &Dialogue| check_one(dialogue, renderer, settings).err();
     let first = dialogues.par_iter().find_map_first(fault);
     first.map_or(Ok(()), Err)
 }
 
-fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &Settings) -> Result<(), DistillError> {
+fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSettings) -> Result<(), DistillError> {
     let place = || dialogue.place.clone();
     let is_raw = !matches!(dialogue.questions, Questions::Turns { .. });
     if settings.self_talk && is_raw {
@@ -81,7 +81,7 @@ fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &Settings) -> R
 pub fn run(
     dialogues: &[Dialogue],
     renderer: &Renderer,
-    settings: &Settings,
+    settings: &DistillSettings,
     mut answerer: Answerer,
     output: &mut Output,
     on_step: &mut dyn FnMut(DistillProgress) -> ControlFlow<()>,
@@ -109,7 +109,7 @@ pub fn run(
 struct Talk<'a> {
     dialogues: &'a [Dialogue],
     renderer: &'a Renderer<'a>,
-    settings: &'a Settings,
+    settings: &'a DistillSettings,
     /// Indices of conversations that have not begun.
     waiting: std::vec::IntoIter<usize>,
     open: HashMap<usize, Conversation<'a>>,

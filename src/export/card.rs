@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::companions::{CardBench, Companions};
 use super::error::ExportError;
-use super::request::Format;
+use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::files::write_synced;
 use crate::formats::bench::SweptValue;
@@ -53,7 +53,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "dtype": trained.dtype.to_string(),
             "tuned": trained.tuned_backbone().is_some(),
             "holds_backbone": trained.format.holds_backbone(),
-            "is_alone": !trained.format.holds_backbone() && trained.format != Format::Peft,
+            "is_alone": !trained.format.holds_backbone() && trained.format != ExportFormat::Peft,
             "pickle": trained.pickle,
             "recipe": companions.recipe.as_ref().map(|found| found.content.trim_end()),
             "accuracies": measured.map(|measured| accuracies(&measured.heads, shape.medusa_num_heads)),

@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::error::ExportError;
 use super::finite::finite;
-use super::request::Format;
+use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
@@ -27,7 +27,7 @@ const SEED: u64 = 0x6d65_6475_7361;
 
 /// How far what is computed with rounded weights lies from what the heads compute as they were trained.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
-pub struct Difference {
+pub struct RoundingDifference {
     /// The largest, over all heads.
     pub largest: f64,
     /// The largest number itself.
@@ -35,7 +35,7 @@ pub struct Difference {
 }
 
 /// Checks a written folder.
-pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, ExportError> {
+pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDifference, ExportError> {
     let got = HeadsFile::open(folder)?;
     let expected = trained.written_shape();
     if got.shape() != expected {
@@ -49,7 +49,7 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, 
     if let Some(backbone) = &trained.backbone {
         same_backbone(folder, backbone)?;
     }
-    if let (Format::Peft, Some(adapter)) = (trained.format, &trained.adapter) {
+    if let (ExportFormat::Peft, Some(adapter)) = (trained.format, &trained.adapter) {
         same_adapter(folder, adapter)?;
     }
     for place in expected.places() {
@@ -62,9 +62,9 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<Difference, 
 
 /// How far every head is from what it was trained to be, on fixed hidden states: its weights are those of the export, whose rounding makes
 /// the difference. One head is in memory, twice.
-fn heads(got: &HeadsFile, trained: &Trained) -> Result<Difference, ExportError> {
+fn heads(got: &HeadsFile, trained: &Trained) -> Result<RoundingDifference, ExportError> {
     let hidden_nh = hidden_states(trained.shape.hidden_size);
-    let mut difference = Difference { largest: 0.0, of: 0.0 };
+    let mut difference = RoundingDifference { largest: 0.0, of: 0.0 };
     for head in 0..trained.shape.medusa_num_heads {
         let run = |read: &dyn Fn(HeadTensor) -> Result<Tensor, ExportError>| run(head, trained, read, &hidden_nh);
         let written = run(&|place| Ok(got.tensor(place, Kind::Float)?))?;
@@ -170,7 +170,7 @@ mod tests {
         Heads::new(&config, &lm_head_vh).save(folder).unwrap();
     }
 
-    fn request(heads: PathBuf, format: Format, out: PathBuf) -> ExportRequest {
+    fn request(heads: PathBuf, format: ExportFormat, out: PathBuf) -> ExportRequest {
         ExportRequest {
             heads,
             backbone: Some(tiny()),
@@ -213,7 +213,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         write_heads(&path("heads"));
-        for (format, prefix) in [(Format::Merged, "medusa_head"), (Format::ModelOpt, "medusa_heads")] {
+        for (format, prefix) in [(ExportFormat::Merged, "medusa_head"), (ExportFormat::ModelOpt, "medusa_heads")] {
             let out = path(format.name());
             let mut trained = Trained::open(&request(path("heads"), format, out.clone())).unwrap();
             write::write(&out, &mut trained).unwrap();
@@ -235,7 +235,7 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         write_heads(&path("heads"));
         let request =
-            ExportRequest { dtype: Some(Dtype::BFloat16), ..request(path("heads"), Format::Heads, path("out")) };
+            ExportRequest { dtype: Some(Dtype::BFloat16), ..request(path("heads"), ExportFormat::Heads, path("out")) };
         let mut trained = Trained::open(&request).unwrap();
         fs::create_dir(path("out")).unwrap();
         write::write(&path("out"), &mut trained).unwrap();
@@ -263,7 +263,7 @@ mod tests {
         attach_new(&mut backbone, &config, 9);
         save_adapters(&path("heads"), &backbone, "tiny").unwrap();
         let out = path("out");
-        let mut trained = Trained::open(&request(path("heads"), Format::Peft, out.clone())).unwrap();
+        let mut trained = Trained::open(&request(path("heads"), ExportFormat::Peft, out.clone())).unwrap();
         assert!(trained.backbone.is_none(), "it was tried on one, which is gone");
         fs::create_dir(&out).unwrap();
         write::write(&out, &mut trained).unwrap();

@@ -24,9 +24,9 @@ mod trained;
 mod write;
 
 pub use error::ExportError;
-pub use request::{ExportRequest, Format};
+pub use request::{ExportFormat, ExportRequest};
 
-use check::Difference;
+use check::RoundingDifference;
 use companions::Companions;
 use trained::Trained;
 
@@ -40,7 +40,7 @@ pub struct Exported {
     pub dtype: Dtype,
     /// What the heads computed, read back: bit for bit what the trained heads compute in this dtype, and so far from what they compute
     /// as they were trained.
-    pub difference_to_trained: Difference,
+    pub difference_to_trained: RoundingDifference,
     /// Names in the folder.
     pub files: Vec<String>,
     /// What the user should know.
@@ -82,7 +82,7 @@ pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
 /// What the user should know before the folder is served.
 fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, ExportError> {
     let mut notices: Vec<String> = trained.file.notices()?.iter().map(Notice::to_string).collect();
-    let alone = !request.format.holds_backbone() && request.format != Format::Peft;
+    let alone = !request.format.holds_backbone() && request.format != ExportFormat::Peft;
     if alone && let Some(own) = trained.tuned_backbone() {
         notices.push(format!(
             "these heads belong to the backbone that was trained with them ({own}); serve them with that one, or use --format merged"
@@ -102,7 +102,7 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
         ));
     }
     let path = request.out.to_string_lossy().to_lowercase();
-    if request.format == Format::Vllm && ["eagle", "dflash"].iter().any(|other| path.contains(other)) {
+    if request.format == ExportFormat::Vllm && ["eagle", "dflash"].iter().any(|other| path.contains(other)) {
         notices
             .push("vLLM takes a folder with \"eagle\" or \"dflash\" in its path for another drafter: rename it".into());
     }

@@ -8,7 +8,7 @@ use crate::torch::Dtype;
 
 /// A layout, by who loads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Format {
+pub enum ExportFormat {
     /// Heads alone, as FasterDecoding v0.1 and abyo-speculate load them
     Heads,
     /// Heads alone, as text-generation-inference loads them; its version 2 where heads share the backbone's lm_head
@@ -27,43 +27,45 @@ pub enum Format {
     Peft,
 }
 
-impl Format {
+impl ExportFormat {
     /// As it is called on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            Format::Heads => "heads",
-            Format::Tgi => "tgi",
-            Format::Vllm => "vllm",
-            Format::TensorRtLlm => "tensorrt-llm",
-            Format::Merged => "merged",
-            Format::ModelOpt => "modelopt",
-            Format::Peft => "peft",
+            ExportFormat::Heads => "heads",
+            ExportFormat::Tgi => "tgi",
+            ExportFormat::Vllm => "vllm",
+            ExportFormat::TensorRtLlm => "tensorrt-llm",
+            ExportFormat::Merged => "merged",
+            ExportFormat::ModelOpt => "modelopt",
+            ExportFormat::Peft => "peft",
         }
     }
 
     /// Whose names its heads have.
     pub(super) fn layout(self) -> HeadsLayout {
         match self {
-            Format::Heads | Format::Tgi | Format::TensorRtLlm | Format::Peft => HeadsLayout::Heads,
-            Format::Vllm => HeadsLayout::Vllm,
-            Format::Merged => HeadsLayout::Merged,
-            Format::ModelOpt => HeadsLayout::ModelOpt,
+            ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm | ExportFormat::Peft => {
+                HeadsLayout::Heads
+            }
+            ExportFormat::Vllm => HeadsLayout::Vllm,
+            ExportFormat::Merged => HeadsLayout::Merged,
+            ExportFormat::ModelOpt => HeadsLayout::ModelOpt,
         }
     }
 
     /// Whether the backbone's weights are in the folder.
     pub(super) fn holds_backbone(self) -> bool {
-        matches!(self, Format::Merged | Format::ModelOpt)
+        matches!(self, ExportFormat::Merged | ExportFormat::ModelOpt)
     }
 
     /// Whether those who load it take heads that share the backbone's lm_head. The others need a W2 in every head.
     pub(super) fn knows_shared_lm_head(self) -> bool {
-        matches!(self, Format::Heads | Format::Tgi | Format::Vllm | Format::Peft)
+        matches!(self, ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::Vllm | ExportFormat::Peft)
     }
 
     /// Whether a pickled file is looked for.
     pub(super) fn takes_pickle(self) -> bool {
-        matches!(self, Format::Heads | Format::TensorRtLlm)
+        matches!(self, ExportFormat::Heads | ExportFormat::TensorRtLlm)
     }
 }
 
@@ -77,7 +79,7 @@ pub struct ExportRequest {
     /// Its id on the Hub, where `backbone` came from there.
     pub backbone_name: Option<String>,
     /// Who shall load it.
-    pub format: Format,
+    pub format: ExportFormat,
     /// The new folder.
     pub out: PathBuf,
     /// The dtype of what is written, where it is not the heads' own (the backbone's, where that is in the folder).

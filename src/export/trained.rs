@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::ExportError;
 use super::finite::finite_backbone;
-use super::request::{ExportRequest, Format};
+use super::request::{ExportFormat, ExportRequest};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
@@ -22,7 +22,7 @@ use crate::torch::Dtype;
 
 /// Heads and what belongs to them.
 pub(super) struct Trained {
-    pub(super) format: Format,
+    pub(super) format: ExportFormat,
     pub(super) file: HeadsFile,
     /// Of the first K heads, as in their file.
     pub(super) shape: HeadsShape,
@@ -90,16 +90,16 @@ impl Trained {
 
     fn refuse(&self, request: &ExportRequest) -> Result<(), ExportError> {
         let (format, path, layers) = (self.format, request.heads.clone(), self.shape.medusa_num_layers);
-        if format == Format::Peft && self.adapter.is_none() {
+        if format == ExportFormat::Peft && self.adapter.is_none() {
             return Err(ExportError::NoAdapter { path });
         }
-        if matches!(format, Format::Tgi | Format::Peft) && self.shares_lm_head() && layers != 1 {
+        if matches!(format, ExportFormat::Tgi | ExportFormat::Peft) && self.shares_lm_head() && layers != 1 {
             return Err(ExportError::TgiLayers { format: format.name(), path, layers });
         }
         if self.pickle && !format.takes_pickle() {
             return Err(ExportError::Pickle { format: format.name() });
         }
-        if format == Format::Tgi && self.base_name().is_none() {
+        if format == ExportFormat::Tgi && self.base_name().is_none() {
             let why = "text-generation-inference finds it by base_model_name_or_path in config.json";
             return Err(ExportError::NoBackbone { format: format.name(), why });
         }
@@ -117,7 +117,7 @@ impl Trained {
             Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training)?,
             None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,
         };
-        if format.holds_backbone() || format == Format::Peft {
+        if format.holds_backbone() || format == ExportFormat::Peft {
             finite_backbone(&backbone)?; // before it is let go of: adapters merge into it
         }
         self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
@@ -138,14 +138,14 @@ impl Trained {
     pub(super) fn use_of_backbone(&self) -> Option<&'static str> {
         match self.format {
             format if format.holds_backbone() => Some("its weights are in the folder"),
-            Format::Peft => Some("the adapter is tried on it"),
+            ExportFormat::Peft => Some("the adapter is tried on it"),
             _ if self.writes_lm_head() => Some("its lm_head is in the folder, since these heads share it"),
             _ => None,
         }
     }
 
     fn writes_lm_head(&self) -> bool {
-        self.shares_lm_head() && (self.format == Format::Vllm || !self.format.knows_shared_lm_head())
+        self.shares_lm_head() && (self.format == ExportFormat::Vllm || !self.format.knows_shared_lm_head())
     }
 
     /// Against the backbone's config where that is there: a name on the Hub is a backbone, too.
@@ -188,7 +188,7 @@ impl Trained {
 
     /// The backbone's lm_head, where vLLM's file has one for all heads.
     pub(super) fn one_lm_head(&self) -> Option<&Tensor> {
-        self.lm_head_vh.as_ref().filter(|_| self.format == Format::Vllm)
+        self.lm_head_vh.as_ref().filter(|_| self.format == ExportFormat::Vllm)
     }
 
     /// What was trained with the heads, where that is the backbone.

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use tch::Tensor;
 
 use super::error::ExportError;
-use super::request::Format;
+use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::draft::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
@@ -21,11 +21,13 @@ use crate::model::weights::{MODEL_FILE, Planned, save_each};
 /// Writes weights and config of the layout into `folder`.
 pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportError> {
     match trained.format {
-        Format::Merged | Format::ModelOpt => with_backbone(folder, trained),
-        Format::Vllm => alone(folder, trained, MODEL_FILE),
-        Format::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
-        Format::Heads | Format::Tgi | Format::TensorRtLlm if trained.pickle => pickled(folder, trained),
-        Format::Heads | Format::Tgi | Format::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
+        ExportFormat::Merged | ExportFormat::ModelOpt => with_backbone(folder, trained),
+        ExportFormat::Vllm => alone(folder, trained, MODEL_FILE),
+        ExportFormat::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
+        ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm if trained.pickle => {
+            pickled(folder, trained)
+        }
+        ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
     }
 }
 
@@ -99,9 +101,9 @@ fn config(trained: &Trained) -> Map<String, Value> {
     let version = if shared { 2 } else { 1 };
     let counts = json!({"medusa_num_heads": heads, "medusa_num_layers": layers});
     let config = match trained.format {
-        Format::Merged => counts,
-        Format::ModelOpt => json!({"medusa": {"num_medusa_heads": heads, "num_medusa_layers": layers}}),
-        Format::Vllm => json!({
+        ExportFormat::Merged => counts,
+        ExportFormat::ModelOpt => json!({"medusa": {"num_medusa_heads": heads, "num_medusa_layers": layers}}),
+        ExportFormat::Vllm => json!({
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": trained.shape.hidden_size,
@@ -114,9 +116,9 @@ fn config(trained: &Trained) -> Map<String, Value> {
             "dtype": trained.dtype.to_string(),
         }),
         // TensorRT-LLM reads the one key in one place and the other in another.
-        Format::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
-        Format::Heads | Format::Tgi => joined(counts, json!({"version": version.to_string()})),
-        Format::Peft => joined(counts, json!({"version": f64::from(version)})),
+        ExportFormat::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
+        ExportFormat::Heads | ExportFormat::Tgi => joined(counts, json!({"version": version.to_string()})),
+        ExportFormat::Peft => joined(counts, json!({"version": f64::from(version)})),
     };
     let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
     let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));

@@ -44,9 +44,9 @@ const CONFIG: &str = "config.json";
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
 const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
 
-/// Of the index of sharded weights.
+/// What is read of the index of sharded weights.
 #[derive(Deserialize)]
-struct Index {
+struct WeightsIndex {
     weight_map: serde_json::Map<String, serde_json::Value>,
 }
 
@@ -120,7 +120,8 @@ fn of_backbone(name: &str) -> bool {
 fn shards(id: &Id, folder: &Path, index: &str, names: &[String]) -> Result<Vec<String>, HubError> {
     let path = folder.join(index);
     let bytes = std::fs::read(&path).map_err(HubError::io("read", &path))?;
-    let read: Index = serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", &path)(error.into()))?;
+    let read: WeightsIndex =
+        serde_json::from_slice(&bytes).map_err(|error| HubError::io("read", &path)(error.into()))?;
     let files: BTreeSet<String> =
         read.weight_map.values().filter_map(|file| file.as_str().map(str::to_owned)).collect();
     match files.iter().find(|file| !names.contains(file)) {
