@@ -34,9 +34,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let prompts = read_prompts(None, Some(&args.prompts))?;
     // Where a sweep makes the trees, it is of no interest that there is no --tree.
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
-    let (heads, tree) = (args.heads.as_ref(), args.tree.as_ref());
-    let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, &loading)?;
-    let decoder = args.engine.limit(decoder);
+    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), &loading)?;
     let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
     let bar = progress_bar(Some((settings.len() * args.repeats.get() * prompts.len()) as u64), BAR, common);
     let mut results = Vec::new();

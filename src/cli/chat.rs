@@ -8,7 +8,8 @@ use clap::Args;
 
 use self::conversation::ChatHistory;
 use self::input::{Input, InputLines};
-use super::decoder::{Decoder, DecodingFlags, StopFlags};
+use super::decoder::Decoder;
+use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::{DrafterFlags, ReadyDrafter};
 use super::engine::EngineFlags;
 use super::exit::report;
@@ -74,9 +75,7 @@ pub struct ChatArgs {
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
-    let (heads, tree) = (args.heads.as_ref(), args.tree.as_ref());
-    let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, common)?;
-    let decoder = args.engine.limit(decoder);
+    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
     let request = args.decoding.request(&[], Stream::default());
     let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;

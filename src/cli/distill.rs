@@ -11,8 +11,9 @@ use clap::Args;
 use indicatif::ProgressBar;
 use serde_json::json;
 
-use super::decoder::{Decoder, chat_template, non_negative, probability};
-use super::drafter::DrafterFlags;
+use super::decoder::{Decoder, chat_template};
+use super::decoding::{non_negative, probability};
+use super::drafter::Drafts;
 use super::engine::{EngineFlags, EngineName};
 use super::reading::progress_bar;
 use super::train::progress::time_left;
@@ -31,7 +32,6 @@ use crate::engine::sample::Sampling;
 use crate::engine::tch::TchEngine;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
-use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 use crate::torch::{Dtype, device_name};
@@ -43,9 +43,8 @@ const POSTERIOR_THRESHOLD: f64 = 0.09;
 const SELF_TALK_TURNS: usize = 4;
 /// Where there is no terminal, progress is told no more often than this.
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
-/// Why the GPU's own loop takes no part without heads.
-const TOGETHER: &str =
-    "without heads, conversations are decoded together, and the GPU's own loop decodes one text at a time";
+/// Why no engine but libtorch's takes part without heads.
+const TOGETHER: &str = "without heads, conversations are decoded together, by libtorch";
 const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
 
 /// Let the backbone answer prompts, and write its conversations as Parquet that medusa-train reads.
@@ -106,24 +105,19 @@ pub struct DistillArgs {
 /// # Errors
 /// What is wrong with the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
 pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    if args.engine.engine == EngineName::Cuda && args.heads.is_none() {
-        return Err(UsageError(format!("--engine cuda: {TOGETHER}; give it --heads, or use --engine tch")).into());
-    }
-    if args.engine.engine == EngineName::Cpu && args.heads.is_none() {
-        return Err(UsageError(
-            "--engine cpu: without heads, conversations are decoded together, by libtorch; use --engine tch".into(),
-        )
-        .into());
+    let mut engine = args.engine;
+    if args.heads.is_none() {
+        if matches!(engine.engine, EngineName::Cpu | EngineName::Cuda) {
+            return Err(UsageError(format!("{TOGETHER}: use --engine tch, or give it --heads")).into());
+        }
+        engine.engine = EngineName::Tch;
     }
     if !args.resume {
         output::check_is_free(&args.out, args.shard)?;
     }
     let dialogues = prompts::read_dialogues(&args.prompts)?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
-    // With heads, one text after the other; else many together.
-    let purpose = if args.heads.is_some() { args.engine.purpose() } else { Purpose::Batches };
-    let decoder = Decoder::load(purpose, &args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
-    let decoder = args.engine.limit(decoder);
+    let decoder = engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
@@ -203,7 +197,7 @@ impl DistillArgs {
     fn answerer<'d>(&self, decoder: &'d Decoder, common: &CommonFlags) -> anyhow::Result<Answerer<'d>> {
         let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
         let acceptance = Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD));
-        let Some(drafts) = DrafterFlags { drafter: None }.drafts(decoder, None, acceptance)? else {
+        let Some(drafts) = Drafts::of_heads(decoder, None, acceptance)? else {
             if self.engine.engine == EngineName::Auto {
                 common.say(format_args!("engine tch: {TOGETHER}"));
             }

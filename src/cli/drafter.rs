@@ -56,14 +56,10 @@ impl DrafterFlags {
         tree: Option<&'a SparseTree>,
         acceptance: Acceptance,
     ) -> anyhow::Result<Option<Drafts<'a>>> {
-        let drafter = match (self.drafter, &decoder.medusa) {
-            (Some(DrafterName::Ngram), _) => ReadyDrafter::Ngram,
-            (_, Some((heads, own))) => {
-                ReadyDrafter::Medusa(MedusaDrafter::new(&decoder.backbone, heads, tree.unwrap_or(own))?)
-            }
-            (_, None) => return Ok(None),
-        };
-        Ok(Some(Drafts { drafter, acceptance }))
+        match self.drafter {
+            Some(DrafterName::Ngram) => Ok(Some(Drafts { drafter: ReadyDrafter::Ngram, acceptance })),
+            Some(DrafterName::Medusa) | None => Drafts::of_heads(decoder, tree, acceptance),
+        }
     }
 }
 
@@ -86,6 +82,20 @@ pub enum ReadyDrafter<'a> {
 }
 
 impl<'a> Drafts<'a> {
+    /// The decoder's heads; `None` where it has none. `tree` takes the place of the decoder's.
+    ///
+    /// # Errors
+    /// When heads, tree and backbone do not fit each other.
+    pub fn of_heads(
+        decoder: &'a Decoder,
+        tree: Option<&'a SparseTree>,
+        acceptance: Acceptance,
+    ) -> anyhow::Result<Option<Self>> {
+        let Some((heads, own)) = &decoder.medusa else { return Ok(None) };
+        let drafter = MedusaDrafter::new(&decoder.backbone, heads, tree.unwrap_or(own))?;
+        Ok(Some(Self { drafter: ReadyDrafter::Medusa(drafter), acceptance }))
+    }
+
     /// For an engine that asks the host for guesses.
     pub fn on_host(self, decoder: &'a Decoder) -> (Box<dyn Drafter + 'a>, Acceptance) {
         let drafter: Box<dyn Drafter + 'a> = match self.drafter {

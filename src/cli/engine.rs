@@ -1,6 +1,7 @@
 //! `--engine`: who computes, and why.
 
 use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
@@ -46,22 +47,28 @@ pub enum EngineName {
 }
 
 impl EngineFlags {
-    /// The decoder with the context that the flags leave it.
-    #[must_use]
-    pub fn limit(&self, mut decoder: Decoder) -> Decoder {
+    /// Loads what the engine decodes with. Texts end at `--max-context`.
+    ///
+    /// # Errors
+    /// Those of [`Decoder::load`].
+    pub fn load(
+        &self,
+        backbone: &Path,
+        heads: Option<&PathBuf>,
+        tree: Option<&PathBuf>,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Decoder> {
+        // Libtorch's engine takes weights that are not laid out for the CPU's kernels.
+        let purpose = if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding };
+        let mut decoder = Decoder::load(purpose, backbone, heads, tree, common)?;
         let context = &mut decoder.backbone.config.max_position_embeddings;
         *context = self.context(*context);
-        decoder
+        Ok(decoder)
     }
 
     /// What is left of a backbone's context.
     pub fn context(&self, of_backbone: i64) -> i64 {
         self.max_context.map_or(of_backbone, |limit| of_backbone.min(i64::from(limit.get())))
-    }
-
-    /// What a backbone is loaded for: libtorch's engine takes weights that are not laid out for the CPU's kernels.
-    pub fn purpose(&self) -> Purpose {
-        if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding }
     }
 
     /// The loop for requests such as `request`, with guesses if there are some. Says which engine it is on.

@@ -9,7 +9,8 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, DecodingFlags, StopFlags, read_prompts};
+use super::decoder::{Decoder, read_prompts};
+use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::DrafterFlags;
 use super::engine::EngineFlags;
 use super::{CommonFlags, print_json};
@@ -65,9 +66,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
-    let (heads, tree) = (args.heads.as_ref(), args.tree.as_ref());
-    let decoder = Decoder::load(args.engine.purpose(), &args.backbone, heads, tree, common)?;
-    let decoder = args.engine.limit(decoder);
+    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
     let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
     let request = args.decoding.request(&[], Stream::default());
     let mut writer =

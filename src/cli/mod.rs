@@ -19,6 +19,7 @@ pub mod calibrate;
 pub mod chat;
 pub mod data;
 pub mod decoder;
+pub mod decoding;
 pub mod distill;
 pub mod doctor;
 mod downloads;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::sweep::SweepFlag;
-use crate::cli::decoder::{DecodingFlags, positive};
+use crate::cli::decoding::{DecodingFlags, positive};
 use crate::cli::drafter::DrafterFlags;
 use crate::cli::engine::EngineFlags;
 use crate::numbers::Positive;

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde_json::Number;
 
-use crate::cli::decoder::{non_negative, probability};
+use crate::cli::decoding::{non_negative, probability};
 use crate::formats::bench::SweptValue;
 use crate::numbers::{NonNegative, Probability};
 
