@@ -412,6 +412,8 @@ fn auto_takes_an_engine_of_the_host_where_there_is_no_gpu_and_says_so_once() {
         assert_eq!(told["engine"], asked);
     }
     assert_eq!(run(&["--quiet"]).1, "");
+    let said = String::from_utf8(world.medusa(&["doctor"]).output().expect("a program").stdout).expect("UTF-8");
+    assert!(said.contains(&format!("engine       {engine} (there is no GPU to decode on")), "{said}");
     let doctor = world.json(&["doctor"]);
     assert_eq!(doctor[0]["engine"]["cuda"], false);
     assert!(doctor[0]["engine"]["reason"].as_str().is_some_and(|why| why.contains("no GPU")), "{doctor:?}");

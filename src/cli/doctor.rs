@@ -223,7 +223,7 @@ fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
     writeln!(out, "decoding     own kernels {}", yes_no(cpu.own_kernels))?;
     match &report.engine.reason {
         None => writeln!(out, "engine       cuda: GPUs decode with kernels of their own")?,
-        Some(why) => writeln!(out, "engine       tch ({why})")?,
+        Some(why) => writeln!(out, "engine       {} ({why})", if cpu.own_kernels { "cpu" } else { "tch" })?,
     }
     if let Some(memory) = &report.memory {
         let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
