@@ -122,6 +122,14 @@ fn the_table_has_a_row_a_category_or_a_value_and_csv_quotes_what_it_must() {
     let swept = table(&["--sweep", "nodes=2,4", "--calibration", "c.json", "--repeats", "1"]);
     assert_eq!(starts(&swept)[..3], ["nodes", "2", "4"], "{swept}");
     assert!(swept.ends_with("float32 on cpu; measured once\n"), "{swept}");
+    assert_eq!(csv(&world, "p.csv")[0]["drafter"].as_str(), "medusa");
+    let drafter = |table: &str| table.split_whitespace().nth(4).map(str::to_owned);
+    assert_eq!(drafter(&plain).as_deref(), Some("medusa"), "{plain}");
+    let ngram = ["--backbone", "b", "--drafter", "ngram", "--prompts", "p.jsonl", "--max-new-tokens", "8"];
+    let output = world.medusa(&[&["bench"], &ngram[..], &["--csv", "g.csv"]].concat()).output().expect("it runs");
+    let table = String::from_utf8(output.stdout).expect("UTF-8");
+    assert_eq!(drafter(&table).as_deref(), Some("ngram"), "{table}");
+    assert_eq!(csv(&world, "g.csv")[0]["drafter"].as_str(), "ngram");
 }
 
 #[test]

@@ -399,6 +399,12 @@ fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
     assert!(!small.read("forced/README.md").contains("## Speed"));
     export(&small, "run/final", "heads", "none", &["--bench", "run/bench.json"])
         .failed(1, &["run/bench.json: its acceptance was forced to 2.5 tokens a step"]);
+    small.write("run/bench.json", r#"{"acceleration_rate": 1.5, "speedup": 1.4, "drafter": "ngram"}"#);
+    let words = "bench.json is left out of the model card: its figures are of --drafter ngram, not of these heads";
+    assert!(export(&small, "run/final", "heads", "ngram", &[]).succeeded().stderr.contains(words));
+    assert!(!small.read("ngram/README.md").contains("## Speed"));
+    small.write("medusa.json", r#"{"acceleration_rate": 1.5, "speedup": 1.4, "drafter": "medusa"}"#);
+    export(&small, "run/final", "heads", "medusa", &["--bench", "medusa.json"]).succeeded();
     fs::remove_file(small.path("run/bench.json")).expect("a file");
     // A recipe that cannot be read is no recipe, aloud.
     small.write("run/recipe.toml", b"\xff\xfe");

@@ -327,6 +327,21 @@ fn names_are_text_whatever_they_hold() {
 }
 
 #[test]
+fn speeds_name_the_drafter_that_they_were_measured_with() {
+    let runs = Runs::new();
+    runs.full("a");
+    let of_heads = text_of(&runs.page(&["a"]).0);
+    assert!(of_heads.contains("tokens/s with heads") && of_heads.contains("a step), with heads"), "{of_heads}");
+    let mut bench = bench();
+    bench["drafter"] = json!("ngram");
+    runs.write("a/bench.json", bench.to_string());
+    let of_ngram = text_of(&runs.page(&["a"]).0);
+    assert!(!of_ngram.contains("with heads"), "{of_ngram}");
+    assert!(of_ngram.contains("tokens/s with prompt lookup"), "{of_ngram}");
+    assert!(of_ngram.contains("a step), with prompt lookup"), "{of_ngram}");
+}
+
+#[test]
 fn a_run_that_goes_on_has_a_page_too() {
     let runs = Runs::new();
     runs.bare("a", 12);
@@ -412,7 +427,7 @@ fn what_is_no_run_is_one_clear_error() {
     );
     runs.write("a/metrics.jsonl", whole);
     for (file, text, words) in [
-        ("bench.json", "{\"plain\": 1}", "expected what medusa bench --json writes"),
+        ("bench.json", "{\"plain\": 1}", "is no result of medusa bench --json"),
         ("provenance.json", "[", "expected what medusa-train writes"),
         ("calibration.json", "{}", "a/calibration.json"),
         ("latency.json", "{}", "a/latency.json"),

@@ -40,29 +40,29 @@ impl Tally {
     }
 }
 
-/// Plain and Medusa decoding of the same prompts.
+/// Plain decoding and decoding with a drafter's guesses, of the same prompts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Comparison {
-    /// Without heads.
+    /// Without guesses.
     pub plain: Tally,
-    /// With heads.
-    pub medusa: Tally,
+    /// With the drafter's guesses.
+    pub drafted: Tally,
 }
 
 impl Comparison {
-    /// Tokens a Medusa step commits.
+    /// Tokens that a step with guesses commits.
     pub fn acceleration_rate(&self) -> f64 {
-        self.medusa.tokens_per_step()
+        self.drafted.tokens_per_step()
     }
 
-    /// How much longer a Medusa step takes than a plain one.
+    /// How much longer a step with guesses takes than a plain one.
     pub fn overhead(&self) -> f64 {
-        ratio(self.medusa.step_ms(), self.plain.step_ms())
+        ratio(self.drafted.step_ms(), self.plain.step_ms())
     }
 
     /// How many times more tokens a second; the acceleration rate ÷ the overhead.
     pub fn speedup(&self) -> f64 {
-        ratio(self.medusa.tokens_per_second(), self.plain.tokens_per_second())
+        ratio(self.drafted.tokens_per_second(), self.plain.tokens_per_second())
     }
 }
 
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn speedup_is_the_acceleration_rate_over_the_overhead() {
-        let both = Comparison { plain: tally(300, 300, 600), medusa: tally(300, 100, 250) };
+        let both = Comparison { plain: tally(300, 300, 600), drafted: tally(300, 100, 250) };
         assert_eq!((both.acceleration_rate(), both.overhead()), (3.0, 1.25));
         assert!((both.speedup() - both.acceleration_rate() / both.overhead()).abs() < 1e-12);
         assert_eq!(both.plain.tokens_per_second(), 500.0);

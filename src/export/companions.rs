@@ -64,6 +64,9 @@ impl Companions {
         };
         let bench = |path: &Path| match bench(path)? {
             _ if heads < there => Err(format!("its figures are of all {there} heads, and {heads} are exported")),
+            CardBench { fastest: BenchHeadline { drafter: Some(drafter), .. }, .. } if drafter != "medusa" => {
+                Err(format!("its figures are of --drafter {drafter}, not of these heads"))
+            }
             CardBench { fastest: BenchHeadline { forced_acceptance_rate: Some(rate), .. }, .. } => {
                 Err(format!("its acceptance was forced to {rate} tokens a step, which is not what these heads reach"))
             }
@@ -145,9 +148,8 @@ fn cause(error: FormatError) -> NotTheirs {
 
 /// What `medusa bench --json` printed: a result, or of a sweep a result a line, of which the fastest is taken.
 fn bench(path: &Path) -> Result<CardBench, NotTheirs> {
-    let text = fs::read(path).map_err(|error| error.to_string())?;
     let expected = "expected what `medusa bench --json` prints, with or without --sweep: one object a line";
-    let all: Vec<BenchHeadline> = bench::parse(&text).map_err(|error| format!("{error}; {expected}"))?;
+    let all: Vec<BenchHeadline> = bench::load(path).map_err(|error| format!("{}; {expected}", cause(error)))?;
     let results = all.len();
     let fastest = all.into_iter().max_by(|a, b| a.speedup.total_cmp(&b.speedup));
     fastest.map(|fastest| CardBench { fastest, results }).ok_or_else(|| format!("it is empty; {expected}"))

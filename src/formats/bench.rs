@@ -1,11 +1,17 @@
 //! `bench.json`: what `medusa bench --json` prints, one result, or of a sweep one a line.
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Plain and Medusa decoding of the same prompts in one setting. Fields with a default are absent in files of earlier versions.
+use super::error::FormatError;
+
+const EXPECTED: &str = "is no result of medusa bench --json; expected what it prints, one object a line: make it again";
+
+/// Plain decoding and decoding with a drafter's guesses, of the same prompts in one setting. Fields with a default are absent in files of earlier versions.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BenchResult {
     /// Of all prompts.
@@ -21,7 +27,7 @@ pub struct BenchResult {
     /// Who computed: `tch`, `cpu` or `cuda`.
     #[serde(default)]
     pub engine: String,
-    /// Who guessed: `medusa` or `ngram`.
+    /// Who guessed: `medusa` or `ngram`; empty in files of earlier versions, which knew heads only.
     #[serde(default)]
     pub drafter: String,
     /// Without the root.
@@ -43,13 +49,14 @@ pub struct BenchResult {
 /// The paper's figures (appendix B.1), in the median repeat.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DecodingComparison {
-    /// Without heads.
+    /// Without guesses.
     pub plain: DecodingFigures,
-    /// With heads.
-    pub medusa: DecodingFigures,
-    /// Tokens that a step with heads commits.
+    /// With the drafter's guesses. The key is "medusa" whoever drafts: programs that read these files look it up by that name.
+    #[serde(rename = "medusa")]
+    pub drafted: DecodingFigures,
+    /// Tokens that a step with guesses commits.
     pub acceleration_rate: f64,
-    /// A step with heads ÷ a plain one.
+    /// A step with guesses ÷ a plain one.
     pub overhead: f64,
     /// `acceleration_rate` ÷ `overhead`.
     pub speedup: f64,
@@ -94,15 +101,17 @@ pub struct SweptValue {
     pub value: serde_json::Number,
 }
 
-/// What a model card says of a result: figures that somebody wrote down without the rest are taken, too.
+/// What a model card and `medusa inspect` say of a result: figures that somebody wrote down without the rest are taken, too.
 #[derive(Debug, Clone, Deserialize)]
 #[expect(missing_docs, reason = "the fields of BenchResult")]
 pub struct BenchHeadline {
     pub acceleration_rate: f64,
     pub overhead: Option<f64>,
     pub speedup: f64,
+    pub identical: Option<bool>,
     pub device: Option<String>,
     pub dtype: Option<String>,
+    pub drafter: Option<String>,
     pub forced_acceptance_rate: Option<f64>,
     pub sweep: Option<SweptValue>,
 }
@@ -112,13 +121,21 @@ impl BenchResult {
     pub fn groups(&self) -> impl Iterator<Item = (&str, &DecodingComparison)> {
         self.categories.iter().map(|(name, group)| (name.as_str(), group)).chain([("all", &self.all)])
     }
+
+    /// Whether heads made the guesses, not prompt lookup.
+    pub fn is_of_heads(&self) -> bool {
+        self.drafter != "ngram"
+    }
 }
 
-/// The results in a file's text, [`BenchResult`]s or [`BenchHeadline`]s; none in an empty one, which a shell makes before `medusa bench`
-/// has printed.
+/// The results in a file, [`BenchResult`]s or [`BenchHeadline`]s; none in an empty one, which a shell makes before `medusa bench` has
+/// printed.
 ///
 /// # Errors
-/// What is no such result, and where.
-pub fn parse<T: DeserializeOwned>(text: &[u8]) -> Result<Vec<T>, serde_json::Error> {
-    serde_json::Deserializer::from_slice(text).into_iter().collect()
+/// [`FormatError`] names the file.
+pub fn load<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, FormatError> {
+    let io = |source| FormatError::Io { action: "read", what: "bench results", path: path.to_owned(), source };
+    let text = fs::read(path).map_err(io)?;
+    let results = serde_json::Deserializer::from_slice(&text).into_iter().collect::<Result<_, _>>();
+    results.map_err(|source| FormatError::Json { path: path.to_owned(), expected: EXPECTED, source })
 }

@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::metrics::{curve, memory_bytes, updated};
 use super::readable::{bytes, duration, grouped, number, percent};
 use super::run::Run;
+use crate::formats::bench::BenchResult;
 use crate::formats::metrics::MetricsLine;
 
 /// One number, and what it is of.
@@ -22,11 +23,13 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let bench = run.bench.first();
     let (train, validation) = (&run.metrics.train, &run.metrics.validation);
     let loss = if run.finished { "final loss" } else { "latest loss" };
+    let of_heads = bench.is_none_or(BenchResult::is_of_heads);
+    let of_decoding = if of_heads { "tokens/s with heads" } else { "tokens/s with prompt lookup" };
     let (accuracy, of_accuracy) = first_head(run);
     vec![
         figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens a step"),
         figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "of plain decoding"),
-        figure("decoding", bench.map(|bench| number(bench.all.medusa.tokens_per_second)), "tokens/s with heads"),
+        figure("decoding", bench.map(|bench| number(bench.all.drafted.tokens_per_second)), of_decoding),
         figure("head 1, top-1", accuracy.map(percent), of_accuracy),
         figure(loss, last(validation, |line| Some(line.loss)).map(number), "validation"),
         figure(loss, last(train, |line| Some(line.loss)).map(number), "training"),

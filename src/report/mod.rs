@@ -76,7 +76,7 @@ pub enum ReportError {
         /// Where and why.
         source: serde_json::Error,
     },
-    /// calibration.json or latency.json.
+    /// calibration.json, latency.json or bench.json.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// tree.json.

@@ -60,8 +60,7 @@ impl Run {
             calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,
             tree: there(TREE).map(|file| SparseTree::load(&file)).transpose()?,
             latency: there(LATENCY).map(|file| Latency::load(&file)).transpose()?,
-            bench: bench::parse(text(&path.join(BENCH))?.unwrap_or_default().as_bytes())
-                .map_err(broken(BENCH, "medusa bench --json"))?,
+            bench: there(BENCH).map_or(Ok(vec![]), |file| bench::load(&file))?,
         })
     }
 

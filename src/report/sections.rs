@@ -133,7 +133,7 @@ fn speeds(bench: &BenchResult, results: usize) -> Value {
     let row = |(name, group): (&str, &DecodingComparison)| {
         json!({
             "name": name,
-            "tokens": grouped(group.medusa.tokens as f64),
+            "tokens": grouped(group.drafted.tokens as f64),
             "acceleration_rate": format!("{:.2}", group.acceleration_rate),
             "overhead": format!("{:.2}", group.overhead),
             "speedup": format!("{:.2}", group.speedup),
@@ -143,12 +143,13 @@ fn speeds(bench: &BenchResult, results: usize) -> Value {
     json!({
         "rows": bench.groups().map(row).collect::<Vec<_>>(),
         "plain_per_second": number(bench.all.plain.tokens_per_second),
-        "medusa_per_second": number(bench.all.medusa.tokens_per_second),
+        "drafted_per_second": number(bench.all.drafted.tokens_per_second),
         "plain_ms": number(bench.all.plain.step_ms),
-        "medusa_ms": number(bench.all.medusa.step_ms),
+        "drafted_ms": number(bench.all.drafted.step_ms),
         "identical": bench.all.identical,
         "device": bench.device,
         "dtype": bench.dtype,
+        "guesses": if bench.is_of_heads() { "heads" } else { "prompt lookup" },
         "nodes": bench.tree_nodes,
         "results": results,
     })

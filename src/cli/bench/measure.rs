@@ -1,4 +1,4 @@
-//! One setting measured: passes over all prompts, each request plainly and with heads in turn.
+//! One setting measured: passes over all prompts, each request plainly and with the drafter's guesses in turn.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -36,7 +36,7 @@ pub(super) struct BenchRun<'a> {
     pub(super) common: &'a CommonFlags,
 }
 
-/// How texts with heads compare to plain ones.
+/// How texts with guesses compare to plain ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Texts {
     /// The same.
@@ -61,7 +61,7 @@ pub(super) struct Measured {
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct LogProbability {
     pub(super) plain: f64,
-    pub(super) medusa: f64,
+    pub(super) drafted: f64,
 }
 
 /// One pass over all prompts: all of them, and those of each category.
@@ -82,10 +82,10 @@ impl Default for Measured {
 impl Measured {
     fn add(&mut self, other: Measured) {
         self.times.plain.add(other.times.plain);
-        self.times.medusa.add(other.times.medusa);
+        self.times.drafted.add(other.times.drafted);
         self.identical &= other.identical;
         self.log_p.plain += other.log_p.plain;
-        self.log_p.medusa += other.log_p.medusa;
+        self.log_p.drafted += other.log_p.drafted;
     }
 }
 
@@ -138,7 +138,7 @@ impl BenchRun<'_> {
         Ok(pass)
     }
 
-    /// One request, plainly and with heads, and the plain answer: what a conversation goes on with.
+    /// One request, plainly and with guesses, and the plain answer: what a conversation goes on with.
     fn both(&self, request: &Request, score: bool) -> anyhow::Result<(Measured, Vec<i64>)> {
         let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
         let backbone = &self.decoder.backbone;
@@ -151,9 +151,9 @@ impl BenchRun<'_> {
         let mut log_p = LogProbability::default();
         if score {
             log_p.plain = log_probability(backbone, request.prompt, &plain.new_ids)?;
-            log_p.medusa = log_probability(backbone, request.prompt, &fast.new_ids)?;
+            log_p.drafted = log_probability(backbone, request.prompt, &fast.new_ids)?;
         }
-        let times = Comparison { plain: plain.tally(), medusa: fast.tally() };
+        let times = Comparison { plain: plain.tally(), drafted: fast.tally() };
         Ok((Measured { times, identical: plain.new_ids == fast.new_ids, log_p }, plain.new_ids))
     }
 }

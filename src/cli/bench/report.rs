@@ -36,13 +36,13 @@ pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
 /// Of the same prompts in each repeat.
 fn comparison(repeats: &[Measured], texts: Texts) -> DecodingComparison {
     let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
-    let (plain, medusa) = (of(|measured| measured.times.plain), of(|measured| measured.times.medusa));
-    let median = Comparison { plain: median(&plain), medusa: self::median(&medusa) };
+    let (plain, drafted) = (of(|measured| measured.times.plain), of(|measured| measured.times.drafted));
+    let median = Comparison { plain: median(&plain), drafted: self::median(&drafted) };
     // Only the first repeat is scored.
     let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);
     DecodingComparison {
         plain: figures(&plain, median.plain, log_p.map(|log_p| log_p.plain)),
-        medusa: figures(&medusa, median.medusa, log_p.map(|log_p| log_p.medusa)),
+        drafted: figures(&drafted, median.drafted, log_p.map(|log_p| log_p.drafted)),
         acceleration_rate: median.acceleration_rate(),
         overhead: median.overhead(),
         speedup: median.speedup(),
@@ -95,27 +95,28 @@ pub(super) fn table(results: &[BenchResult]) -> String {
 fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
     let has_identical = results.iter().any(|result| result.all.identical.is_some());
     let has_log_p = results.iter().any(|result| result.all.plain.mean_log_probability.is_some());
+    let drafter = &results[0].drafter;
     let last = match (has_identical, has_log_p) {
-        (true, true) => "identical, or log p: plain, medusa",
-        (false, true) => "log p: plain, medusa",
+        (true, true) => &format!("identical, or log p: plain, {drafter}"),
+        (false, true) => &format!("log p: plain, {drafter}"),
         _ => "identical",
     };
-    let names = [first, "tokens", "tokens/s: plain", "medusa", "acceleration", "overhead", "speedup", "from-to", last];
+    let names = [first, "tokens", "tokens/s: plain", drafter, "acceleration", "overhead", "speedup", "from-to", last];
     names.map(str::to_owned).to_vec()
 }
 
 fn row(name: &str, group: &DecodingComparison) -> Vec<String> {
     let [low, high] = group.speedup_range;
-    let last = match (group.identical, group.plain.mean_log_probability, group.medusa.mean_log_probability) {
+    let last = match (group.identical, group.plain.mean_log_probability, group.drafted.mean_log_probability) {
         (Some(same), ..) => if same { "yes" } else { "no" }.into(),
-        (None, Some(plain), Some(medusa)) => format!("{plain:.3}, {medusa:.3}"),
+        (None, Some(plain), Some(drafted)) => format!("{plain:.3}, {drafted:.3}"),
         _ => "-".into(),
     };
     vec![
         name.into(),
-        group.medusa.tokens.to_string(),
+        group.drafted.tokens.to_string(),
         format!("{:.1}", group.plain.tokens_per_second),
-        format!("{:.1}", group.medusa.tokens_per_second),
+        format!("{:.1}", group.drafted.tokens_per_second),
         format!("{:.2}", group.acceleration_rate),
         format!("{:.2}", group.overhead),
         format!("{:.2}", group.speedup),
@@ -154,7 +155,7 @@ fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
     format!("{} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
 }
 
-/// A line of CSV.
+/// A line of CSV. The columns `medusa_…` are the drafter's, whoever it is.
 #[derive(Debug, Serialize)]
 struct CsvRow<'a> {
     sweep: Option<&'a str>,
@@ -182,11 +183,12 @@ struct CsvRow<'a> {
     repeats: usize,
     dtype: &'a str,
     device: &'a str,
+    drafter: &'a str,
 }
 
 impl<'a> CsvRow<'a> {
     fn new(result: &'a BenchResult, category: &'a str, group: &DecodingComparison) -> Self {
-        let (plain, medusa, [speedup_min, speedup_max]) = (&group.plain, &group.medusa, group.speedup_range);
+        let (plain, drafted, [speedup_min, speedup_max]) = (&group.plain, &group.drafted, group.speedup_range);
         Self {
             sweep: result.sweep.as_ref().map(|swept| swept.name.as_str()),
             value: result.sweep.as_ref().map(|swept| swept.value.to_string()),
@@ -197,12 +199,12 @@ impl<'a> CsvRow<'a> {
             plain_tokens_per_second: plain.tokens_per_second,
             plain_step_ms: plain.step_ms,
             plain_mean_log_probability: plain.mean_log_probability,
-            medusa_tokens: medusa.tokens,
-            medusa_steps: medusa.steps,
-            medusa_seconds: medusa.seconds,
-            medusa_tokens_per_second: medusa.tokens_per_second,
-            medusa_step_ms: medusa.step_ms,
-            medusa_mean_log_probability: medusa.mean_log_probability,
+            medusa_tokens: drafted.tokens,
+            medusa_steps: drafted.steps,
+            medusa_seconds: drafted.seconds,
+            medusa_tokens_per_second: drafted.tokens_per_second,
+            medusa_step_ms: drafted.step_ms,
+            medusa_mean_log_probability: drafted.mean_log_probability,
             acceleration_rate: group.acceleration_rate,
             overhead: group.overhead,
             speedup: group.speedup,
@@ -213,6 +215,7 @@ impl<'a> CsvRow<'a> {
             repeats: result.repeats,
             dtype: &result.dtype,
             device: &result.device,
+            drafter: &result.drafter,
         }
     }
 }
@@ -237,19 +240,19 @@ mod tests {
 
     use super::*;
 
-    fn measured(plain: u64, medusa: u64) -> Measured {
+    fn measured(plain: u64, drafted: u64) -> Measured {
         let tally =
             |steps, seconds| Tally { tokens: 100, steps, decoding: Duration::from_secs(seconds), ..Tally::default() };
-        let times = Comparison { plain: tally(100, plain), medusa: tally(50, medusa) };
+        let times = Comparison { plain: tally(100, plain), drafted: tally(50, drafted) };
         Measured { times, ..Measured::default() }
     }
 
     #[test]
     fn a_slow_repeat_moves_the_range_and_not_the_median() {
         let group = comparison(&[measured(10, 5), measured(10, 20), measured(10, 4)], Texts::Greedy);
-        assert_eq!((group.medusa.seconds, group.speedup, group.speedup_range), (5.0, 2.0, [0.5, 2.5]));
-        assert_eq!(group.medusa.tokens_per_second_range, [5.0, 25.0]);
-        assert_eq!((group.plain.tokens, group.medusa.steps, group.acceleration_rate), (100, 50, 2.0));
+        assert_eq!((group.drafted.seconds, group.speedup, group.speedup_range), (5.0, 2.0, [0.5, 2.5]));
+        assert_eq!(group.drafted.tokens_per_second_range, [5.0, 25.0]);
+        assert_eq!((group.plain.tokens, group.drafted.steps, group.acceleration_rate), (100, 50, 2.0));
         assert_eq!((group.identical, group.plain.mean_log_probability), (Some(true), None));
         let even = comparison(&[measured(10, 5), measured(10, 20)], Texts::Greedy);
         assert_eq!(even.speedup, 0.5, "of two the slower");
