@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
@@ -23,6 +23,7 @@ use crate::tree::sparse_tree::SparseTree;
 mod run;
 mod tensors;
 
+use self::run::BenchFound;
 use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
 /// Say what a run's folder, checkpoint, heads or weights file, tree, calibration, latency file or backbone holds.
@@ -43,7 +44,7 @@ enum Contents {
     Calibration(Calibration),
     Tree(TreeFound),
     Latency(Latency),
-    Bench(BenchFound),
+    Bench { bench: BenchFound },
     Tensors(TensorsFound),
     Backbone(Box<BackboneFound>),
 }
@@ -66,12 +67,6 @@ struct TreeFound {
     expected_tokens_per_second: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     latency_sha256: Option<String>,
-}
-
-/// What `medusa bench --json` printed.
-#[derive(Debug, Serialize)]
-struct BenchFound {
-    bench: Value,
 }
 
 #[derive(Debug, Serialize)]
@@ -157,7 +152,9 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
     let text = std::fs::read_to_string(path).map_err(|source| WeightsError::Io { path: path.into(), source })?;
-    let value: Value = serde_json::from_str(&text).map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
+    // The first of a sweep's results tells the kind; what follows is for the kind's own reader to judge.
+    let value = Value::deserialize(&mut serde_json::Deserializer::from_str(&text))
+        .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
     if value.is_array() || value.get("choices").is_some() {
         return Ok(Contents::Tree(tree(SparseTree::load(path)?)));
     }
@@ -168,8 +165,10 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     if value.get("plain_step_ms").is_some() {
         return Ok(Contents::Latency(Latency::load(path)?));
     }
-    if value.get("acceleration_rate").is_some() {
-        return Ok(Contents::Bench(BenchFound { bench: value }));
+    if value.get("acceleration_rate").is_some()
+        && let Some(bench) = BenchFound::fastest(path)?
+    {
+        return Ok(Contents::Bench { bench });
     }
     anyhow::bail!(
         "{} is JSON of no known kind: {}; expected a tree (choices), a calibration (heads), latencies (plain_step_ms) or a bench (acceleration_rate)",
@@ -207,7 +206,7 @@ fn text(path: &Path, contents: &Contents) -> Result<String, std::fmt::Error> {
         Contents::Calibration(found) => calibration_text(found, &mut out)?,
         Contents::Tree(found) => tree_text(found, &mut out)?,
         Contents::Latency(found) => latency_text(found, &mut out)?,
-        Contents::Bench(found) => run::bench_text(&found.bench, &mut out)?,
+        Contents::Bench { bench } => bench.text(&mut out)?,
         Contents::Tensors(found) => found.text(&mut out)?,
         Contents::Backbone(found) => backbone_text(found, &mut out)?,
     }

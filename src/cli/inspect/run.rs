@@ -3,12 +3,13 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use anyhow::Context;
 use serde::Serialize;
 use serde_json::Value;
 
 use super::tensors::{self, HeadsFound, WeightsFound};
 use crate::draft::medusa::heads::HEADS_FILE;
+use crate::formats::FormatError;
+use crate::formats::bench::{self, BenchHeadline};
 use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, METRICS, RECIPE, step_of};
@@ -24,7 +25,7 @@ pub(super) struct RunContents {
     validation: Option<LoggedLine>,
     accuracy: Vec<TopAccuracy>,
     /// `medusa bench --json` of these heads, where the folder has it as bench.json.
-    bench: Option<Value>,
+    bench: Option<BenchFound>,
     files: Vec<String>,
 }
 
@@ -41,6 +42,15 @@ impl LoggedLine {
     fn new((text, line): &(Vec<u8>, MetricsLine)) -> Self {
         Self { whole: serde_json::from_slice(text).unwrap_or_default(), read: line.clone() }
     }
+}
+
+/// A result of `medusa bench --json`, with all that stands in it.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+pub(super) struct BenchFound {
+    whole: Value,
+    #[serde(skip)]
+    read: BenchHeadline,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -65,7 +75,7 @@ impl RunContents {
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
             accuracy: accuracy(&path.join(CALIBRATION), validation.as_ref().map(|line| &line.read))?,
-            bench: json(&path.join(BENCH))?,
+            bench: BenchFound::fastest(&path.join(BENCH))?,
             checkpoints,
             training,
             validation,
@@ -87,7 +97,7 @@ impl RunContents {
         }
         writeln!(out, "files        {}", self.files.join(" "))?;
         accuracy_text(&self.accuracy, out)?;
-        self.bench.as_ref().map_or(Ok(()), |bench| bench_text(bench, out))
+        self.bench.as_ref().map_or(Ok(()), |bench| bench.text(out))
     }
 }
 
@@ -103,26 +113,27 @@ pub(super) fn accuracy_text(heads: &[TopAccuracy], out: &mut String) -> std::fmt
     Ok(())
 }
 
-pub(super) fn bench_text(bench: &Value, out: &mut String) -> std::fmt::Result {
-    writeln!(out)?;
-    writeln!(out, "{:>20}  {:>6.2}  tokens a step", "acceleration rate", number(bench, "acceleration_rate"))?;
-    writeln!(out, "{:>20}  {:>6.2}  a step against a step of plain decoding", "overhead", number(bench, "overhead"))?;
-    writeln!(out, "{:>20}  {:>6.2}  wall clock", "speedup", number(bench, "speedup"))?;
-    let identical = bench["identical"].as_bool().map_or("-", |same| if same { "yes" } else { "no" });
-    writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
-}
-
-fn number(object: &Value, key: &str) -> f64 {
-    object[key].as_f64().unwrap_or(f64::NAN) // shown as NaN: the line has no such number
-}
-
-/// `None` where there is no such file.
-fn json(path: &Path) -> anyhow::Result<Option<Value>> {
-    if !path.exists() {
-        return Ok(None);
+impl BenchFound {
+    /// Of a sweep's results the fastest. `None` where there is no such file, or nothing in it.
+    pub(super) fn fastest(path: &Path) -> Result<Option<Self>, FormatError> {
+        if !path.exists() {
+            return Ok(None);
+        }
+        let results = bench::load(path)?.into_iter().zip(bench::load(path)?);
+        let found = results.map(|(whole, read)| Self { whole, read });
+        Ok(found.max_by(|a, b| a.read.speedup.total_cmp(&b.read.speedup)))
     }
-    let read = || anyhow::Ok(serde_json::from_str(&std::fs::read_to_string(path)?)?);
-    read().map(Some).with_context(|| format!("{} is no result of medusa bench --json; make it again", path.display()))
+
+    pub(super) fn text(&self, out: &mut String) -> std::fmt::Result {
+        let BenchHeadline { acceleration_rate, overhead, speedup, identical, .. } = self.read;
+        writeln!(out)?;
+        writeln!(out, "{:>20}  {acceleration_rate:>6.2}  tokens a step", "acceleration rate")?;
+        let overhead = overhead.unwrap_or(f64::NAN); // shown as NaN: the line has no such number
+        writeln!(out, "{:>20}  {overhead:>6.2}  a step against a step of plain decoding", "overhead")?;
+        writeln!(out, "{:>20}  {speedup:>6.2}  wall clock", "speedup")?;
+        let identical = identical.map_or("-", |same| if same { "yes" } else { "no" });
+        writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
+    }
 }
 
 /// Sorted; checkpoints by their step.
@@ -183,10 +194,25 @@ mod tests {
         write("recipe.toml", b"");
         let run = RunContents::read(dir.path()).unwrap();
         assert_eq!(run.checkpoints, ["step-9", "step-10", "step-000020", "step-1000000"]);
-        assert_eq!((run.files.first().unwrap().as_str(), run.bench), ("final", None));
+        assert_eq!((run.files.first().unwrap().as_str(), run.bench.is_none()), ("final", true));
         write("bench.json", b"{\"speedup\": ");
         let error = RunContents::read(dir.path()).unwrap_err().to_string();
         assert!(error.contains("bench.json is no result of medusa bench --json"), "{error}");
+    }
+
+    #[test]
+    fn of_a_sweep_the_fastest_result_is_shown_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bench.json");
+        let result = |speedup: f64| format!(r#"{{"acceleration_rate":2.5,"speedup":{speedup},"engine":"cpu"}}"#);
+        let lines = [1.5, 2.25, 1.0].map(result).join("\n");
+        crate::files::write_atomic(&path, |out| out.write_all(lines.as_bytes())).unwrap();
+        let fastest = BenchFound::fastest(&path).unwrap().unwrap();
+        let whole: Value = serde_json::from_str(&result(2.25)).unwrap();
+        assert_eq!(serde_json::to_value(&fastest).unwrap(), whole);
+        let mut text = String::new();
+        fastest.text(&mut text).unwrap();
+        assert!(text.contains("  2.25  wall clock") && text.contains("   NaN  a step against"), "{text}");
     }
 
     #[test]
