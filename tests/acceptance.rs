@@ -4,7 +4,7 @@
 use std::ops::ControlFlow;
 
 use medusa::decode::generate;
-use medusa::decode::sequence::Request;
+use medusa::decode::request::Request;
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::sample::{Sampling, Stream};

@@ -8,7 +8,7 @@ use medusa::decode::device::DeviceLoop;
 use medusa::decode::error::DecodeError;
 use medusa::decode::generate;
 use medusa::decode::host_loop::HostLoop;
-use medusa::decode::sequence::{FinishReason, Generation, Request};
+use medusa::decode::request::{FinishReason, Generation, Request};
 use medusa::decode::step::Drafting;
 use medusa::draft::Drafter;
 use medusa::draft::medusa::drafter::MedusaDrafter;

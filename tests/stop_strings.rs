@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::time::Duration;
 
 use medusa::data::tokenize::TextTokenizer;
-use medusa::decode::sequence::{FinishReason, Generation};
+use medusa::decode::request::{FinishReason, Generation};
 use medusa::decode::text::{Told, Wording, tell};
 use proptest::prelude::*;
 use serde_json::{Value, json};

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use medusa::cli::print_json;
 use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
-use medusa::decode::sequence::Request;
+use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::engine::cuda::engine::CudaEngine;

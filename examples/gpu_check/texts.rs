@@ -5,7 +5,7 @@ use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
 use medusa::decode::generate;
 use medusa::decode::likelihood::log_probability;
-use medusa::decode::sequence::Request;
+use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::engine::cuda::layout::MAX_NODES;

@@ -10,7 +10,7 @@ use crate::data::store::RowStore;
 use crate::data::tokenize::narrow;
 use crate::decode::error::DecodeError;
 use crate::decode::generate;
-use crate::decode::sequence::Request;
+use crate::decode::request::Request;
 use crate::draft::medusa::heads::Heads;
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;

@@ -17,7 +17,7 @@ use super::signals::terminated;
 use super::{CommonFlags, Interrupted, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
 use crate::decode::DecodeLoop;
-use crate::decode::sequence::{FinishReason, Request};
+use crate::decode::request::{FinishReason, Request};
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, TextError, Told, Wording};
 use crate::engine::sample::Stream;

@@ -4,7 +4,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use super::UsageError;
-use crate::decode::sequence::Request;
+use crate::decode::request::Request;
 use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{NonNegative, Positive, Probability};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};

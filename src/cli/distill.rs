@@ -21,7 +21,7 @@ use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
 use crate::decode::batch::SequenceBatch;
-use crate::decode::sequence::Request;
+use crate::decode::request::Request;
 use crate::distill::answer::Answerer;
 use crate::distill::output::{self, CONVERSATIONS_PER_SHARD, Output, Share};
 use crate::distill::provenance;

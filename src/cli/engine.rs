@@ -12,7 +12,7 @@ use super::drafter::{Drafts, ReadyDrafter};
 use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
-use crate::decode::sequence::Request;
+use crate::decode::request::Request;
 use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::cuda::error::CudaError;

@@ -15,7 +15,7 @@ use super::drafter::DrafterFlags;
 use super::engine::EngineFlags;
 use super::{CommonFlags, print_json};
 use crate::decode::DecodeLoop;
-use crate::decode::sequence::Request;
+use crate::decode::request::Request;
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, Told, Wording};
 use crate::engine::sample::Stream;

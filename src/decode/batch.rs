@@ -9,8 +9,9 @@ use std::num::NonZeroUsize;
 use tch::no_grad;
 
 use super::error::{DecodeError, check_prompt};
-use super::sequence::{Generation, Request, Sequence};
-use super::step::{Drafting, Steps};
+use super::request::{Generation, Request};
+use super::sequence::Sequence;
+use super::step::{Drafting, Stepper};
 use crate::draft::Drafter;
 use crate::engine::Engine;
 use crate::torch::guard;
@@ -19,7 +20,7 @@ use crate::tree::accept::Acceptance;
 /// Texts that are decoded together.
 #[derive(Debug)]
 pub struct SequenceBatch<'a> {
-    steps: Steps<'a>,
+    stepper: Stepper<'a>,
     size: NonZeroUsize,
     /// In the order of the cache's rows.
     sequences: Vec<Sequence>,
@@ -38,7 +39,7 @@ impl<'a> SequenceBatch<'a> {
         drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
         size: NonZeroUsize,
     ) -> Self {
-        Self { steps: Steps::new(engine, drafter), size, sequences: vec![], keys: vec![], ended: vec![], left: 0 }
+        Self { stepper: Stepper::new(engine, drafter), size, sequences: vec![], keys: vec![], ended: vec![], left: 0 }
     }
 
     /// Whether another text can enter.
@@ -61,16 +62,16 @@ impl<'a> SequenceBatch<'a> {
     /// # Errors
     /// [`DecodeError`] names what is wrong with the prompt.
     pub fn enter(&mut self, key: usize, request: &Request) -> Result<(), DecodeError> {
-        let config = &self.steps.engine().backbone().config;
+        let config = &self.stepper.engine().backbone().config;
         check_prompt(config, request.prompt)?;
         let mut sequence = Sequence::new(request, config);
         let row = self.sequences.len();
         let begun = guard("the pass over a prompt", || {
-            self.steps.engine_mut().cache_mut().push();
-            no_grad(|| self.steps.begin(&mut sequence, row, Drafting::On));
+            self.stepper.engine_mut().cache_mut().push();
+            no_grad(|| self.stepper.begin(&mut sequence, row, Drafting::On));
         });
         if let Err(panic) = begun {
-            self.steps.engine_mut().cache_mut().truncate_rows(row);
+            self.stepper.engine_mut().cache_mut().truncate_rows(row);
             return Err(panic.into());
         }
         self.sequences.push(sequence);
@@ -91,7 +92,7 @@ impl<'a> SequenceBatch<'a> {
         if self.sequences.is_empty() {
             return Ok(ended);
         }
-        guard("decoding a batch", || no_grad(|| self.steps.step(&mut self.sequences, Drafting::On)))?;
+        guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)))?;
         // From the last row on, so that the row that takes a left one's place has been looked at.
         for row in (0..self.sequences.len()).rev() {
             if self.sequences[row].text().finish_reason().is_some() {
@@ -102,7 +103,7 @@ impl<'a> SequenceBatch<'a> {
     }
 
     fn leave(&mut self, row: usize) -> (usize, Generation) {
-        self.steps.engine_mut().cache_mut().swap_remove(row);
+        self.stepper.engine_mut().cache_mut().swap_remove(row);
         let generation = self.sequences.swap_remove(row).finish();
         self.left += generation.new_ids.len() + generation.end.len();
         (self.keys.swap_remove(row), generation)
@@ -116,7 +117,7 @@ mod tests {
     use tch::{Device, Kind};
 
     use super::super::generate::plain;
-    use super::super::sequence::FinishReason;
+    use super::super::request::FinishReason;
     use super::*;
     use crate::draft::medusa::drafter::MedusaDrafter;
     use crate::draft::medusa::heads::{Heads, HeadsShape};
@@ -233,7 +234,7 @@ mod tests {
                 batch.enter(key, &Request::greedy(&[7, 3, 9], 20)).unwrap();
             }
             batch.enter(others, &Request::greedy(&prompt, 20)).unwrap();
-            batch.steps.engine().cache().committed(others).copy()
+            batch.stepper.engine().cache().committed(others).copy()
         };
         assert_eq!(keys_and_values_behind(0), keys_and_values_behind(2));
     }

@@ -3,8 +3,9 @@
 
 use super::DecodeLoop;
 use super::error::{DecodeError, check_prompt};
-use super::sequence::{Generation, OnTokens, Request, Text};
+use super::request::{Generation, OnTokens, Request};
 use super::step::Drafting;
+use super::transcript::Transcript;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::engine::cuda::engine::{CudaEngine, DeviceStep};
 use crate::engine::cuda::error::CudaError;
@@ -66,7 +67,7 @@ impl<'a> DeviceLoop<'a> {
         &mut self,
         acceptance: Option<Acceptance>,
         request: &Request,
-        text: &mut Text,
+        text: &mut Transcript,
         on_tokens: &mut OnTokens,
     ) -> Result<(), CudaError> {
         let (rule, engine) = (rule_of(request, acceptance)?, &mut self.engine);
@@ -97,7 +98,7 @@ impl DecodeLoop for DeviceLoop<'_> {
     ) -> Result<Generation, DecodeError> {
         check_prompt(&self.backbone.config, request.prompt)?;
         let acceptance = self.acceptance.filter(|_| drafting == Drafting::On);
-        let mut text = Text::new(request, &self.backbone.config);
+        let mut text = Transcript::new(request, &self.backbone.config);
         let done =
             guard("decoding on the GPU", || tch::no_grad(|| self.run(acceptance, request, &mut text, on_tokens)));
         if let Err(failure) = done.map_err(DecodeError::from).and_then(|done| Ok(done?)) {

@@ -4,7 +4,7 @@
 use super::DecodeLoop;
 use super::error::DecodeError;
 use super::host_loop::HostLoop;
-use super::sequence::{Generation, OnTokens, Request};
+use super::request::{Generation, OnTokens, Request};
 use super::step::Drafting;
 use crate::draft::Drafter;
 use crate::engine::fastest::fastest;

@@ -5,8 +5,9 @@ use tch::no_grad;
 
 use super::DecodeLoop;
 use super::error::{DecodeError, check_prompt};
-use super::sequence::{Generation, OnTokens, Request, Sequence};
-use super::step::{Drafting, Steps};
+use super::request::{Generation, OnTokens, Request};
+use super::sequence::Sequence;
+use super::step::{Drafting, Stepper};
 use crate::draft::Drafter;
 use crate::engine::Engine;
 use crate::engine::prefix::cached_prefix;
@@ -17,7 +18,7 @@ use crate::tree::accept::Acceptance;
 /// else.
 #[derive(Debug)]
 pub struct HostLoop<'a> {
-    steps: Steps<'a>,
+    stepper: Stepper<'a>,
     /// The tokens that the cache's one row holds.
     cached: Vec<i64>,
 }
@@ -26,7 +27,7 @@ impl<'a> HostLoop<'a> {
     /// On an engine with an empty cache, with a drafter if there is one.
     pub fn new(mut engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
         engine.cache_mut().push();
-        Self { steps: Steps::new(engine, drafter), cached: vec![] }
+        Self { stepper: Stepper::new(engine, drafter), cached: vec![] }
     }
 
     /// The tokens in the cache: the last prompt, and those new tokens that were computed (the last one may not be).
@@ -36,19 +37,19 @@ impl<'a> HostLoop<'a> {
 
     /// Who computes.
     pub fn engine(&self) -> &(dyn Engine + 'a) {
-        self.steps.engine()
+        self.stepper.engine()
     }
 
     /// The cache's first tokens stay, at most so many.
     fn keep(&mut self, tokens: usize) {
         self.cached.truncate(tokens);
-        self.steps.engine_mut().cache_mut().truncate(0, self.cached.len() as i64);
+        self.stepper.engine_mut().cache_mut().truncate(0, self.cached.len() as i64);
     }
 }
 
 impl DecodeLoop for HostLoop<'_> {
     fn engine_name(&self) -> &'static str {
-        self.steps.engine().name()
+        self.stepper.engine().name()
     }
 
     fn reset(&mut self) {
@@ -61,15 +62,15 @@ impl DecodeLoop for HostLoop<'_> {
         request: &Request,
         on_tokens: &mut OnTokens,
     ) -> Result<Generation, DecodeError> {
-        let config = &self.steps.engine().backbone().config;
+        let config = &self.stepper.engine().backbone().config;
         check_prompt(config, request.prompt)?;
         let mut sequence = Sequence::new(request, config);
         self.keep(cached_prefix(&self.cached, request.prompt));
         let decoded = guard("decoding", || {
             no_grad(|| {
-                self.steps.begin(&mut sequence, 0, drafting);
+                self.stepper.begin(&mut sequence, 0, drafting);
                 while sequence.text_mut().tell(on_tokens).is_continue() {
-                    self.steps.step(std::slice::from_mut(&mut sequence), drafting);
+                    self.stepper.step(std::slice::from_mut(&mut sequence), drafting);
                 }
             });
         });
@@ -78,7 +79,7 @@ impl DecodeLoop for HostLoop<'_> {
             return Err(panic.into());
         }
         self.cached = sequence.text().ids().to_vec();
-        self.keep(self.steps.engine().cache().len(0).unsigned_abs() as usize);
+        self.keep(self.stepper.engine().cache().len(0).unsigned_abs() as usize);
         Ok(sequence.finish())
     }
 }

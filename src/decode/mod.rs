@@ -13,14 +13,16 @@ pub mod generate;
 pub mod host_loop;
 pub mod likelihood;
 pub mod penalty;
+pub mod request;
 pub mod sequence;
 pub mod stats;
 pub mod step;
 pub mod text;
+pub mod transcript;
 mod verify;
 
 use self::error::DecodeError;
-use self::sequence::{Generation, OnTokens, Request};
+use self::request::{Generation, OnTokens, Request};
 use self::step::Drafting;
 
 /// Decodes one text after the other, such as the turns of a conversation.

@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
-use crate::draft::{Drafted, Drafter, Proposal};
+use crate::draft::{Drafter, Proposal, TextSoFar};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
 use crate::model::attention::NewTokens;
@@ -28,14 +28,14 @@ pub enum Drafting {
 
 /// Who computes, who guesses, and which guesses are accepted.
 #[derive(Debug)]
-pub struct Steps<'a> {
+pub struct Stepper<'a> {
     engine: Box<dyn Engine + 'a>,
     drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
     /// A token behind the cache.
     one: NewTokens,
 }
 
-impl<'a> Steps<'a> {
+impl<'a> Stepper<'a> {
     /// Of an engine, with a drafter if there is one.
     pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
         let backbone = engine.backbone();
@@ -92,7 +92,7 @@ impl<'a> Steps<'a> {
 
     fn drafted_step(&mut self, sequences: &mut [Sequence]) {
         let Some((drafter, acceptance)) = &mut self.drafter else { unreachable!("asked before") };
-        let texts: Vec<Drafted> = sequences.iter().map(Sequence::drafted).collect();
+        let texts: Vec<TextSoFar> = sequences.iter().map(Sequence::text_so_far).collect();
         let proposals = drafter.propose(&texts);
         let rows: Vec<RowTokens> =
             proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();

@@ -3,7 +3,8 @@
 use std::ops::ControlFlow;
 
 use super::error::DecodeError;
-use super::sequence::{FinishReason, Generation, OnTokens, keep_tokens};
+use super::request::{FinishReason, Generation, OnTokens};
+use super::transcript::keep_tokens;
 use crate::data::tokenize::{TextStream, TextTokenizer, TokenizeError, narrow};
 
 /// Decoding, or turning tokens into text, failed.

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use crate::decode::DecodeLoop;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::error::DecodeError;
-use crate::decode::sequence::{Generation, Request};
+use crate::decode::request::{Generation, Request};
 use crate::decode::step::Drafting;
 use crate::engine::sample::{Sampling, Stream};
 
@@ -107,7 +107,7 @@ mod tests {
 
     use super::*;
     use crate::decode::host_loop::HostLoop;
-    use crate::decode::sequence::FinishReason;
+    use crate::decode::request::FinishReason;
     use crate::draft::Drafter;
     use crate::draft::medusa::drafter::MedusaDrafter;
     use crate::draft::medusa::heads::{Heads, HeadsShape};

@@ -10,7 +10,7 @@ use crate::data::IGNORE;
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
 use crate::data::tokenize::narrow;
-use crate::decode::sequence::{FinishReason, Generation};
+use crate::decode::request::{FinishReason, Generation};
 use crate::engine::sample::Stream;
 
 /// How conversations are made.

@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::decode::sequence::Generation;
+use crate::decode::request::Generation;
 
 pub mod answer;
 pub mod conversation;

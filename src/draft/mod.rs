@@ -19,12 +19,12 @@ pub mod ngram;
 /// Guesses what comes after the texts that are decoded.
 pub trait Drafter: fmt::Debug {
     /// A tree of guesses below each text's root, for all texts in one call.
-    fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal>;
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 }
 
 /// A text that guesses are wanted for.
 #[derive(Debug, Clone, Copy)]
-pub struct Drafted<'s> {
+pub struct TextSoFar<'s> {
     /// Prompt and text; the last token is the root, the one that the backbone has chosen and not seen yet.
     pub ids: &'s [i64],
     /// That token.

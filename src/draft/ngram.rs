@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::{Drafted, Drafter, PreparedTree, Proposal};
+use super::{Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::model::llama::Llama;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -65,7 +65,7 @@ impl<'a> NgramDrafter<'a> {
 }
 
 impl Drafter for NgramDrafter<'_> {
-    fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
         batch.iter().map(|text| self.proposal(text.ids)).collect()
     }
 }

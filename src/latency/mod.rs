@@ -9,7 +9,7 @@ use std::time::Instant;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::host_loop::HostLoop;
-use crate::decode::sequence::{OnTokens, Request};
+use crate::decode::request::{OnTokens, Request};
 use crate::decode::step::Drafting;
 use crate::draft::Drafter;
 use crate::draft::medusa::drafter::{DraftError, MedusaDrafter};

@@ -14,7 +14,7 @@ use crate::data::prompts::Prompt;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::likelihood::log_probability;
-use crate::decode::sequence::Request;
+use crate::decode::request::Request;
 use crate::decode::stats::Comparison;
 use crate::decode::step::Drafting;
 use crate::engine::sample::Stream;

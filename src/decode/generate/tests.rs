@@ -9,7 +9,7 @@ use proptest::test_runner::{Config, TestRunner};
 use tch::{Device, Kind, Tensor};
 
 use super::*;
-use crate::decode::sequence::FinishReason;
+use crate::decode::request::FinishReason;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::draft::ngram::NgramDrafter;

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use tch::{Device, Tensor};
 
 use super::heads::{Heads, HeadsMismatch};
-use crate::draft::{Drafted, Drafter, PreparedTree, Proposal};
+use crate::draft::{Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::llama::Llama;
 use crate::tree::sparse_tree::{SparseTree, TreeError};
@@ -70,11 +70,11 @@ impl<'a> MedusaDrafter<'a> {
 }
 
 impl Drafter for MedusaDrafter<'_> {
-    fn propose(&mut self, batch: &[Drafted]) -> Vec<Proposal> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
         let hidden: Vec<&Tensor> = batch.iter().map(|text| text.hidden_1h).collect();
         let hidden_bh = if let [one] = hidden[..] { one.shallow_clone() } else { Tensor::cat(&hidden, 0) };
         let guesses_bg = self.heads.guesses(self.num_heads, self.width, &hidden_bh, self.backbone);
-        let fill = |(text, row): (&Drafted, i64)| {
+        let fill = |(text, row): (&TextSoFar, i64)| {
             let tokens = Tensor::cat(&[&text.root.on_device(guesses_bg.device()), &guesses_bg.select(0, row)], 0);
             Proposal { tree: self.prepared.clone(), tokens_n: tokens.index_select(0, &self.tree_indices_n) }
         };

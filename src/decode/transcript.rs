@@ -1,0 +1,139 @@
+//! The tokens of a text that is being decoded, how they fall into steps, and where they end.
+
+use std::ops::ControlFlow;
+use std::time::Instant;
+
+use super::request::{FinishReason, Generation, OnTokens, Request};
+use crate::model::config::LlamaConfig;
+
+/// The tokens of a text, how they fell into steps, and where they end. A step's root is a token of the text as soon as it is chosen.
+#[derive(Debug)]
+pub struct Transcript {
+    /// Prompt and new tokens; after each step the last one is the next step's root.
+    ids: Vec<i64>,
+    prompt: usize,
+    /// New tokens that the caller has been told of.
+    told: usize,
+    accept_lengths: Vec<usize>,
+    /// New tokens that may be made: those asked for, as far as the context goes.
+    limit: usize,
+    eos_token_ids: Vec<i64>,
+    end_mark: Vec<i64>,
+    finish_reason: Option<FinishReason>,
+    end: Vec<i64>,
+    started: Instant,
+    first_token: Option<Instant>,
+}
+
+impl Transcript {
+    pub(super) fn new(request: &Request, config: &LlamaConfig) -> Self {
+        let context = usize::try_from(config.max_position_embeddings).unwrap_or(0);
+        Self {
+            ids: request.prompt.to_vec(),
+            prompt: request.prompt.len(),
+            told: 0,
+            accept_lengths: vec![],
+            limit: request.max_new_tokens.min(context.saturating_sub(request.prompt.len())),
+            eos_token_ids: if request.ends_at_eos { config.eos_token_ids.clone() } else { vec![] },
+            end_mark: request.end_mark.to_vec(),
+            finish_reason: None,
+            end: vec![],
+            started: Instant::now(),
+            first_token: None,
+        }
+    }
+
+    /// Prompt and new tokens so far.
+    pub fn ids(&self) -> &[i64] {
+        &self.ids
+    }
+
+    /// New tokens so far.
+    pub fn new_ids(&self) -> &[i64] {
+        &self.ids[self.prompt..]
+    }
+
+    /// Why it ended, once it has.
+    pub fn finish_reason(&self) -> Option<FinishReason> {
+        self.finish_reason
+    }
+
+    /// Tells the new tokens since the last call, and whether the text goes on: not where it has ended, or `on_tokens` stops it.
+    pub(super) fn tell(&mut self, on_tokens: &mut OnTokens) -> ControlFlow<()> {
+        let new = &self.ids[self.prompt + self.told..];
+        self.told += new.len();
+        if !new.is_empty() && on_tokens(new).is_break() {
+            self.finish_reason.get_or_insert(FinishReason::Stopped);
+        }
+        if self.finish_reason.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    }
+
+    /// The token after the prompt: the first step's root.
+    pub(super) fn begin(&mut self, root: i64) {
+        self.first_token = Some(Instant::now());
+        self.root(root);
+    }
+
+    /// A step's accepted tokens below its root, and the token after them: the next step's root.
+    pub(super) fn go_on(&mut self, below_root: &[i64], next: i64) {
+        for &token in below_root {
+            if self.take(token) {
+                *self.accept_lengths.last_mut().expect("a step has a root") += 1;
+            }
+        }
+        self.root(next);
+    }
+
+    /// A step begins with this token.
+    fn root(&mut self, token: i64) {
+        if self.take(token) {
+            self.accept_lengths.push(1);
+        }
+    }
+
+    /// Takes a token unless the text has ended, or ends by it.
+    fn take(&mut self, token: i64) -> bool {
+        if self.finish_reason.is_some() {
+            return false;
+        }
+        if self.new_ids().len() < self.limit && self.eos_token_ids.contains(&token) {
+            self.finish_reason = Some(FinishReason::Eos);
+            self.end = vec![token];
+            return false;
+        }
+        let fits = self.new_ids().len() < self.limit;
+        if fits {
+            self.ids.push(token);
+        }
+        if !self.end_mark.is_empty() && self.new_ids().ends_with(&self.end_mark) {
+            self.finish_reason = Some(FinishReason::Eos);
+        } else if self.new_ids().len() == self.limit {
+            self.finish_reason = Some(FinishReason::Length);
+        }
+        fits
+    }
+
+    /// What came of it. The end mark is no part of the text.
+    pub(super) fn finish(self) -> Generation {
+        let first_token = self.first_token.unwrap_or(self.started);
+        let finish_reason = self.finish_reason.unwrap_or(FinishReason::Stopped);
+        let (mut new_ids, mut end) = (self.ids[self.prompt..].to_vec(), self.end);
+        if finish_reason == FinishReason::Eos && end.is_empty() {
+            end = new_ids.split_off(new_ids.len() - self.end_mark.len());
+        }
+        let mut accept_lengths = self.accept_lengths;
+        keep_tokens(&mut accept_lengths, new_ids.len());
+        let (prefill, decoding) = (first_token - self.started, first_token.elapsed());
+        Generation { new_ids, accept_lengths, finish_reason, end, prefill, decoding }
+    }
+}
+
+/// Of the tokens that steps committed only the first `tokens` stay.
+pub(super) fn keep_tokens(accept_lengths: &mut Vec<usize>, tokens: usize) {
+    let mut left = tokens;
+    for length in &mut *accept_lengths {
+        *length = left.min(*length);
+        left -= *length;
+    }
+    accept_lengths.retain(|&length| length > 0);
+}
