@@ -5,9 +5,9 @@
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use medusa::engine::RowTokens;
 use medusa::engine::fastest::fastest;
-use medusa::model::attention::NewTokens;
 use medusa::model::config::{LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
+use medusa::model::new_tokens::NewTokens;
 use medusa::tree::search;
 use tch::{Device, Kind, Tensor};
 

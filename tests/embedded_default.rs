@@ -9,9 +9,9 @@ use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::engine::RowTokens;
 use medusa::engine::fastest::fastest;
-use medusa::model::attention::NewTokens;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
+use medusa::model::new_tokens::NewTokens;
 use tch::{Device, Kind, Tensor};
 
 const LARGEST_BYTES: u64 = 10_000_000;

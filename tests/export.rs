@@ -4,7 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use medusa::draft::medusa::heads::import::{HeadsFile, Notice};
+use medusa::draft::medusa::heads::import::HeadsFile;
+use medusa::draft::medusa::heads::import::notices::Notice;
 use medusa::draft::medusa::heads::layout::HeadsLayout;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::export::{ExportFormat, ExportRequest};

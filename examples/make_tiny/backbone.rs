@@ -6,12 +6,13 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use medusa::model::attention::{NewTokens, RowMask};
+use medusa::model::attention::RowMask;
 use medusa::model::config::LlamaConfig;
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
+use medusa::model::new_tokens::NewTokens;
 use medusa::model::weights;
 use medusa::torch::optim::adamw::{AdamW, Parameter, gradient_norm};
 use medusa::torch::optim::{AdamWConfig, OptimizerName};

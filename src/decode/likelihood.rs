@@ -6,8 +6,8 @@ use tch::{Kind, Tensor};
 use super::error::{DecodeError, check_prompt};
 use crate::engine::fastest::fastest;
 use crate::engine::{Engine, RowTokens};
-use crate::model::attention::NewTokens;
 use crate::model::llama::Llama;
+use crate::model::new_tokens::NewTokens;
 use crate::torch::guard;
 
 /// Tokens are read so many at a time, which bounds what their logits take.

@@ -11,7 +11,7 @@ use super::verify::{Verdict, first_root, verify};
 use crate::draft::{Drafter, Proposal, TextSoFar};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
-use crate::model::attention::NewTokens;
+use crate::model::new_tokens::NewTokens;
 use crate::tree::accept::Acceptance;
 
 /// Tokens of a prompt that are computed together: what attention takes of memory is bounded, whatever the prompt's length.

@@ -9,8 +9,8 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use crate::engine::sample::Chosen;
-use crate::model::attention::NewTokens;
 use crate::model::llama::Llama;
+use crate::model::new_tokens::NewTokens;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod medusa;

@@ -248,8 +248,8 @@ struct Buffers {
 mod tests {
     use super::*;
     use crate::engine::tch::TchEngine;
-    use crate::model::attention::NewTokens;
     use crate::model::config::LlamaConfig;
+    use crate::model::new_tokens::NewTokens;
     use crate::torch::Generator;
 
     fn config(sliding_window: Option<i64>) -> LlamaConfig {

@@ -8,9 +8,9 @@ use std::fmt;
 
 use ::tch::Tensor;
 
-use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
+use crate::model::new_tokens::NewTokens;
 
 pub mod cpu;
 pub mod cuda;

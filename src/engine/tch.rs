@@ -3,10 +3,10 @@
 use tch::Tensor;
 
 use super::{Engine, RowTokens, each_row, in_all_rows};
-use crate::model::attention::NewTokens;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::model::new_tokens::NewTokens;
 
 /// See [`Engine`].
 #[derive(Debug)]

@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::draft::medusa::heads::HeadsShape;
-use crate::draft::medusa::heads::import::Notice;
+use crate::draft::medusa::heads::import::notices::Notice;
 use crate::files::NewFolder;
 use crate::torch::Dtype;
 

@@ -2,16 +2,17 @@
 
 // B rows, T tokens of a row, N new tokens, S cached and new tokens, H hidden, Q query heads, G key/value heads, D head size,
 // R = Q/G query heads that share a key/value head
-use std::cell::{OnceCell, RefCell};
+use std::cell::OnceCell;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::cpu::attention::SeenTokens;
+use crate::model::batch_step::BatchStep;
 use crate::model::block_spec::{HeadShape, Windows};
 use crate::model::config::LlamaConfig;
-use crate::model::kv_cache::{BatchStep, LayerCache, RowCache};
+use crate::model::kv_cache::{LayerCache, RowCache};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
+use crate::model::new_tokens::CacheMask;
 use crate::model::rope::{Rope, Rotation};
 
 /// Projections of one layer.
@@ -206,140 +207,4 @@ fn segment_layout(lengths: &[usize], t: i64) -> (Vec<f32>, Vec<f32>) {
 fn within_window(positions_bt: &Tensor, window: i64) -> Tensor {
     let distance_btt = positions_bt.unsqueeze(2) - positions_bt.unsqueeze(1);
     distance_btt.ge(0).logical_and(&distance_btt.lt(window))
-}
-
-/// Which new tokens see each other, and where they stand behind the cache. Made once, used at every step.
-#[derive(Debug)]
-pub struct NewTokens {
-    /// Position of each new token, counted from the number of committed ones.
-    offsets: Vec<i64>,
-    /// `sees[query][key]` among the new tokens.
-    sees: Vec<Vec<bool>>,
-    /// Of each token: the new tokens that it sees, itself among them, in the order of their positions; empty for a chain.
-    ancestors: Vec<Vec<usize>>,
-    is_chain: bool,
-    sliding_window: Option<i64>,
-    groups: i64,
-    kind: Kind,
-    device: Device,
-    /// `[R·N, M + N]`, 0 where seen and -inf elsewhere; right-aligned, so that one buffer serves every cache length up to M.
-    mask: RefCell<Option<Tensor>>,
-}
-
-/// Whom the new tokens of one step see, behind a row of the cache.
-#[derive(Debug)]
-pub struct CacheMask {
-    /// Committed tokens.
-    len: i64,
-    /// A prompt's first pass: plain causal attention, no mask needed.
-    first_causal: bool,
-    /// `[R·N, S]`, 0 or -inf.
-    mask_ns: Option<Tensor>,
-}
-
-impl NewTokens {
-    /// `n` tokens one after the other: a prompt, or with `n` = 1 plain decoding.
-    pub fn chain(n: i64, config: &LlamaConfig, kind: Kind, device: Device) -> Self {
-        let offsets: Vec<i64> = (0..n).collect();
-        let pattern = Self::pattern(&offsets, |query, key| key <= query, config, kind, device);
-        let ancestors = vec![vec![]; pattern.offsets.len()];
-        Self { is_chain: true, ancestors, ..pattern }
-    }
-
-    /// Any pattern: token i stands at position `len + offsets[i]`, sees all committed tokens (within a sliding window, if the
-    /// backbone has one) and those new ones that `sees(i, j)` says.
-    pub fn pattern(
-        offsets: &[i64],
-        sees: impl Fn(usize, usize) -> bool,
-        config: &LlamaConfig,
-        kind: Kind,
-        device: Device,
-    ) -> Self {
-        let n = offsets.len();
-        let rows: Vec<Vec<bool>> = (0..n).map(|query| (0..n).map(|key| sees(query, key)).collect()).collect();
-        let ancestors = rows.iter().map(|row| {
-            let mut seen: Vec<usize> = (0..n).filter(|&key| row[key]).collect();
-            seen.sort_by_key(|&key| offsets[key]);
-            seen
-        });
-        let Windows::EveryLayer(sliding_window) = config.block().windows;
-        Self {
-            offsets: offsets.to_vec(),
-            ancestors: ancestors.collect(),
-            sees: rows,
-            is_chain: false,
-            sliding_window,
-            groups: config.num_attention_heads / config.num_key_value_heads,
-            kind,
-            device,
-            mask: RefCell::new(None),
-        }
-    }
-
-    /// How many.
-    pub fn len(&self) -> i64 {
-        self.offsets.len() as i64
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.offsets.is_empty()
-    }
-
-    /// Where token `n` stands, counted from the number of committed ones.
-    pub fn offset(&self, n: usize) -> i64 {
-        self.offsets[n]
-    }
-
-    /// What token `n` sees behind `len` committed tokens.
-    pub fn seen(&self, n: usize, len: usize) -> SeenTokens {
-        let at = len as i64 + self.offsets[n];
-        let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
-        let end = if self.is_chain { len + n + 1 } else { len };
-        let then =
-            self.ancestors[n].iter().filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
-        ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
-    }
-
-    /// Rotations of the new tokens' positions behind `len` committed ones, `[N, 1, D]`.
-    #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
-    pub(super) fn rotation(&self, rope: &Rope, len: i64) -> Rotation {
-        let positions: Vec<f32> = self.offsets.iter().map(|offset| (len + offset) as f32).collect();
-        rope.at(&Tensor::from_slice(&positions).to_device(self.device))
-    }
-
-    pub(super) fn behind(&self, len: i64) -> CacheMask {
-        let n = self.len();
-        let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
-        let free = !window_cuts && self.is_chain;
-        let first_causal = free && len == 0 && n > 1;
-        let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(len));
-        CacheMask { len, first_causal, mask_ns }
-    }
-
-    /// `[R·N, len + N]`.
-    fn mask(&self, len: i64) -> Tensor {
-        let n = self.len();
-        let mut buffer = self.mask.borrow_mut();
-        let room = buffer.as_ref().map_or(-1, |mask| mask.size()[1] - n);
-        if room < len {
-            *buffer = Some(self.right_aligned_mask(len.max(2 * room).max(512)));
-        }
-        let mask = buffer.as_ref().expect("just made");
-        mask.narrow(1, mask.size()[1] - n - len, len + n)
-    }
-
-    /// Columns: `room` committed tokens, the last of which is at position -1 relative to offset 0, then the new ones.
-    fn right_aligned_mask(&self, room: i64) -> Tensor {
-        let window = self.sliding_window.unwrap_or(i64::MAX);
-        let row = |query: usize| {
-            let at = self.offsets[query];
-            let committed = (-room..0).map(move |key| at - key < window);
-            let new = self.sees[query].iter().zip(&self.offsets).map(move |(&sees, &key)| sees && at - key < window);
-            committed.chain(new).map(|seen| if seen { 0f32 } else { f32::NEG_INFINITY })
-        };
-        let values: Vec<f32> = (0..self.offsets.len()).flat_map(row).collect();
-        let mask_ns = Tensor::from_slice(&values).view([self.len(), room + self.len()]);
-        mask_ns.repeat([self.groups, 1]).to_kind(self.kind).to_device(self.device)
-    }
 }

@@ -1,23 +1,16 @@
 //! Keys and values of the texts that are decoded, a row each. Rows behave like a Vec's: a new one comes last, and the last one takes
 //! the place of one that leaves. A row's tokens are left-aligned: committed ones first, those of the running step (pending) behind them.
 
-// L layers, B rows, P rows of a product, G key/value heads, S room for tokens, D head size
+// L layers, B rows, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};
 
+use crate::model::batch_step::BatchStep;
 use crate::model::block_spec::Windows;
 use crate::model::config::LlamaConfig;
-use crate::model::rope::{Rope, Rotation};
 use crate::torch::bytes;
 
 /// Room for tokens grows by whole blocks.
 const BLOCK: i64 = 256;
-/// Attention over all rows reads a multiple of so many tokens, so that a kernel sums a row's keys in the same lanes whatever the other
-/// rows' lengths.
-const READ_AT_ONCE: i64 = 64;
-/// A product of few rows is another kernel's than one of many, with other last bits: on the CPU, libtorch's changes last at 16
-/// rows (seen with widths from 32 to 1536), oneDNN's packed one at 2. So there are always so many rows, the last ones spare.
-const FEWEST_ROWS: i64 = 16;
-
 /// Keys and values of all layers and rows.
 #[derive(Debug)]
 pub struct KvCache {
@@ -55,23 +48,6 @@ pub struct RowCache {
     pub(super) keys_1gsd: Tensor,
     /// `[1, G, S, D]`.
     pub(super) values_1gsd: Tensor,
-}
-
-/// A step of all rows, one token each.
-#[derive(Debug)]
-pub struct BatchStep {
-    /// How many rows there are.
-    pub(super) rows: i64,
-    /// Rows of the products: those, or [`FEWEST_ROWS`].
-    pub(super) product_rows: i64,
-    /// Tokens that attention reads.
-    read: i64,
-    /// `[P]` of the product's rows, float32.
-    positions_p: Tensor,
-    /// `[B·2G]` int64: where the new keys and values go in [`LayerCache::flat_nd`].
-    at_n: Tensor,
-    /// `[B, 1, 1, S]`: 0 where a row sees its token, else -inf.
-    pub(super) mask_b11s: Tensor,
 }
 
 impl KvCache {
@@ -202,6 +178,15 @@ impl KvCache {
         ((layer * b + row) * 2 * plane, plane)
     }
 
+    /// Makes room for one more token a row.
+    pub(super) fn step(&mut self) -> BatchStep {
+        let longest = self.lengths.iter().max().copied().unwrap_or(0);
+        self.reserve(self.rows() as i64, longest + 1);
+        let [_, _, planes, room, _] = self.sizes.map(|size| size as i64);
+        let options = (self.all.kind(), self.all.device());
+        BatchStep::new(&self.lengths, [planes, room], self.sliding_window, options)
+    }
+
     /// One layer of one row.
     pub(super) fn of_row(&self, layer: usize, row: usize) -> &RowCache {
         &self.layers[layer].rows[row]
@@ -210,37 +195,6 @@ impl KvCache {
     /// One layer of all rows.
     pub(super) fn layer(&self, layer: usize) -> &LayerCache {
         &self.layers[layer]
-    }
-
-    /// Makes room for one more token a row, and says where it goes and what it sees.
-    pub(super) fn step(&mut self) -> BatchStep {
-        let longest = self.lengths.iter().max().copied().unwrap_or(0);
-        let rows = self.rows() as i64;
-        self.reserve(rows, longest + 1);
-        let [_, _, planes, room, _] = self.sizes.map(|size| size as i64);
-        let plane = |(row, &length): (i64, &i64)| (0..planes).map(move |plane| (row * planes + plane) * room + length);
-        let at: Vec<i64> = (0..rows).zip(&self.lengths).flat_map(plane).collect();
-        let lengths_b = self.to_device(&self.lengths);
-        let read = round_up(longest + 1, READ_AT_ONCE).min(room);
-        let mask_b11s = self.mask(&lengths_b, read);
-        let product_rows = rows.max(FEWEST_ROWS);
-        let positions_p = padded(&lengths_b.to_kind(Kind::Float), product_rows);
-        BatchStep { rows, product_rows, read, positions_p, at_n: self.to_device(&at), mask_b11s }
-    }
-
-    /// A row's token at position `lengths_b` sees itself and what is before it, within the sliding window if there is one.
-    fn mask(&self, lengths_b: &Tensor, read: i64) -> Tensor {
-        let behind_bs = lengths_b.unsqueeze(1) - Tensor::arange(read, (Kind::Int64, self.all.device()));
-        let mut hidden_bs = behind_bs.lt(0);
-        if let Some(window) = self.sliding_window {
-            hidden_bs = hidden_bs.logical_or(&behind_bs.ge(window));
-        }
-        let mask_bs = Tensor::zeros(hidden_bs.size(), (self.all.kind(), self.all.device()));
-        mask_bs.masked_fill(&hidden_bs, f64::NEG_INFINITY).unsqueeze(1).unsqueeze(1)
-    }
-
-    fn to_device(&self, values: &[i64]) -> Tensor {
-        Tensor::from_slice(values).to_device(self.all.device())
     }
 
     /// Room for so many rows of so many tokens; what is there stays.
@@ -261,18 +215,6 @@ impl KvCache {
     }
 }
 
-impl BatchStep {
-    /// Rotations of the new tokens and the spare ones, `[P, 1, D]`.
-    pub(super) fn rotation(&self, rope: &Rope) -> Rotation {
-        rope.at(&self.positions_p)
-    }
-
-    /// `[B, …]` to `[P, …]`: spare rows of zeros.
-    pub(super) fn with_spare_rows(&self, x: &Tensor) -> Tensor {
-        padded(x, self.product_rows)
-    }
-}
-
 impl LayerCache {
     /// Takes the new tokens' keys and values, `[B, 2G, D]`; returns the keys and the values that they may see, `[B, G, S, D]` each.
     pub(super) fn write(&self, new_bgd: &Tensor, step: &BatchStep) -> [Tensor; 2] {
@@ -280,17 +222,6 @@ impl LayerCache {
         let _ = self.flat_nd.shallow_clone().index_copy_(0, &step.at_n, &new_bgd.reshape([-1, d]));
         [&self.keys_bgsd, &self.values_bgsd].map(|all| all.narrow(0, 0, step.rows).narrow(2, 0, step.read))
     }
-}
-
-/// Zeros behind the rows of `x` (`[B]` or `[B, …]`).
-fn padded(x: &Tensor, rows: i64) -> Tensor {
-    let missing = rows - x.size()[0];
-    if missing == 0 {
-        return x.shallow_clone();
-    }
-    let mut size = x.size();
-    size[0] = missing;
-    Tensor::cat(&[x, &Tensor::zeros(size, (x.kind(), x.device()))], 0)
 }
 
 fn round_up(tokens: i64, unit: i64) -> i64 {
@@ -323,9 +254,9 @@ mod tests {
     use tch::no_grad;
 
     use super::*;
-    use crate::model::attention::NewTokens;
     use crate::model::llama::Llama;
     use crate::model::lora::Adapters;
+    use crate::model::new_tokens::NewTokens;
 
     /// A generation on its own: the oracle.
     struct Alone {

@@ -1,0 +1,122 @@
+//! What a user should know of a file of heads that is read all the same.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use super::HeadsFile;
+use crate::draft::medusa::heads::error::HeadsError;
+use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
+
+/// What a reader should know of a file that is read all the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// config.json says another number than the tensors are.
+    Count {
+        /// The config.
+        path: PathBuf,
+        /// Its key.
+        key: String,
+        /// What it says.
+        says: u64,
+        /// What the file holds.
+        holds: usize,
+    },
+    /// ResBlocks of one weight.
+    Tied {
+        /// The file.
+        path: PathBuf,
+        /// 1-based heads.
+        heads: Vec<usize>,
+    },
+    /// vLLM would leave the biases out.
+    DroppedBias {
+        /// The config.
+        path: PathBuf,
+    },
+    /// No biases in the file, and none meant.
+    NoBias {
+        /// The file.
+        path: PathBuf,
+    },
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Notice::Count { path, key, says, holds } => {
+                write!(f, "{} says {key} = {says}, but the file holds {holds}: {holds} are used", path.display())
+            }
+            Notice::Tied { path, heads } => write!(
+                f,
+                "{}: the ResBlocks of head(s) {heads:?} are one module under several names (tied); here each has a copy of its own",
+                path.display()
+            ),
+            Notice::DroppedBias { path } => write!(
+                f,
+                "{} does not say \"medusa_fc_bias\": true, so vLLM leaves the file's biases out; here they are used",
+                path.display()
+            ),
+            Notice::NoBias { path } => {
+                write!(f, "{}: ResBlocks without biases, as its config.json says; they are taken as 0", path.display())
+            }
+        }
+    }
+}
+
+impl HeadsFile {
+    /// What a user should be told. Looks at weights where two ResBlocks may be one.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is wrong.
+    pub fn notices(&self) -> Result<Vec<Notice>, HeadsError> {
+        let mut notices = Vec::new();
+        if let Some(config) = &self.config {
+            let layers = if self.layout == HeadsLayout::Vllm { "num_hidden_layers" } else { "medusa_num_layers" };
+            let keys = [
+                (&["medusa_num_heads", "num_heads", "num_medusa_heads"][..], self.shape.medusa_num_heads),
+                (&[layers, "num_medusa_layers"], self.shape.medusa_num_layers),
+            ];
+            let differs = |(keys, holds): (&[&str], usize)| {
+                let (key, says) = config.count(keys).filter(|(_, says)| *says != holds as u64)?;
+                Some(Notice::Count { path: config.path.clone(), key, says, holds })
+            };
+            notices.extend(keys.into_iter().filter_map(differs));
+        }
+        let path = self.path.clone();
+        match (self.has_biases(), self.says("medusa_fc_bias")) {
+            (false, _) if self.shape.medusa_num_layers > 0 => notices.push(Notice::NoBias { path: path.clone() }),
+            (true, Some(false)) if self.layout == HeadsLayout::Vllm => {
+                notices.extend(self.config.as_ref().map(|config| Notice::DroppedBias { path: config.path.clone() }));
+            }
+            _ => {}
+        }
+        let tied = self.tied_heads()?;
+        notices.extend((!tied.is_empty()).then_some(Notice::Tied { path, heads: tied }));
+        Ok(notices)
+    }
+
+    /// 1-based heads whose later ResBlocks are the first one. Blocks of zeros, as training starts with, are no sign of that.
+    fn tied_heads(&self) -> Result<Vec<usize>, HeadsError> {
+        let mut tied = Vec::new();
+        for head in 0..self.shape.medusa_num_heads {
+            let mut is_tied = false;
+            for layer in 1..self.shape.medusa_num_layers {
+                is_tied |= self.are_one(head, layer)?;
+            }
+            tied.extend(is_tied.then_some(head + 1));
+        }
+        Ok(tied)
+    }
+
+    fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
+        let w1 = |layer| self.name(HeadTensor { head, layer, part: HeadPart::W1 });
+        let (Some(first), Some(other)) = (w1(0)?, w1(layer)?) else { return Ok(false) };
+        if self.tensors.same_memory(&first, &other) {
+            return Ok(true);
+        }
+        let size = [self.shape.hidden_size; 2];
+        let first = self.tensors.mapped(&first, &size)?;
+        let other = self.tensors.mapped(&other, &size)?;
+        Ok(first.equal(&other) && first.count_nonzero(None).int64_value(&[]) > 0)
+    }
+}

@@ -1,0 +1,142 @@
+//! New tokens behind a cache: a prompt's, a single one, or a tree's. Where they stand, and which of each other they see.
+
+// N new tokens, S cached and new tokens, M committed tokens that a mask has room for, D head size, R query heads that share a
+// key/value head
+use std::cell::RefCell;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::cpu::attention::SeenTokens;
+use crate::model::block_spec::Windows;
+use crate::model::config::LlamaConfig;
+use crate::model::rope::{Rope, Rotation};
+
+/// Which new tokens see each other, and where they stand behind the cache. Made once, used at every step.
+#[derive(Debug)]
+pub struct NewTokens {
+    /// Position of each new token, counted from the number of committed ones.
+    offsets: Vec<i64>,
+    /// Of each token: the new tokens that it sees, itself among them, in the order of their positions. `None`: a chain.
+    ancestors: Option<Vec<Vec<usize>>>,
+    sliding_window: Option<i64>,
+    groups: i64,
+    kind: Kind,
+    device: Device,
+    /// `[R·N, M + N]`, 0 where seen and -inf elsewhere; right-aligned, so that one buffer serves every cache length up to M.
+    mask: RefCell<Option<Tensor>>,
+}
+
+/// Whom the new tokens of one step see, behind a row of the cache.
+#[derive(Debug)]
+pub struct CacheMask {
+    /// Committed tokens.
+    pub(super) len: i64,
+    /// A prompt's first pass: plain causal attention, no mask needed.
+    pub(super) first_causal: bool,
+    /// `[R·N, S]`, 0 or -inf.
+    pub(super) mask_ns: Option<Tensor>,
+}
+
+impl NewTokens {
+    /// `n` tokens one after the other: a prompt, or with `n` = 1 plain decoding.
+    pub fn chain(n: i64, config: &LlamaConfig, kind: Kind, device: Device) -> Self {
+        Self::new((0..n).collect(), None, config, kind, device)
+    }
+
+    /// Any pattern: token i stands at position `len + offsets[i]`, sees all committed tokens (within a sliding window, if the
+    /// backbone has one) and those new ones that `sees(i, j)` says.
+    pub fn pattern(
+        offsets: &[i64],
+        sees: impl Fn(usize, usize) -> bool,
+        config: &LlamaConfig,
+        kind: Kind,
+        device: Device,
+    ) -> Self {
+        let seen = |query| {
+            let mut seen: Vec<usize> = (0..offsets.len()).filter(|&key| sees(query, key)).collect();
+            seen.sort_by_key(|&key| offsets[key]);
+            seen
+        };
+        Self::new(offsets.to_vec(), Some((0..offsets.len()).map(seen).collect()), config, kind, device)
+    }
+
+    fn new(
+        offsets: Vec<i64>,
+        ancestors: Option<Vec<Vec<usize>>>,
+        config: &LlamaConfig,
+        kind: Kind,
+        device: Device,
+    ) -> Self {
+        let Windows::EveryLayer(sliding_window) = config.block().windows;
+        let groups = config.num_attention_heads / config.num_key_value_heads;
+        Self { offsets, ancestors, sliding_window, groups, kind, device, mask: RefCell::new(None) }
+    }
+
+    /// How many.
+    pub fn len(&self) -> i64 {
+        self.offsets.len() as i64
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.offsets.is_empty()
+    }
+
+    /// Where token `n` stands, counted from the number of committed ones.
+    pub fn offset(&self, n: usize) -> i64 {
+        self.offsets[n]
+    }
+
+    /// What token `n` sees behind `len` committed tokens.
+    pub fn seen(&self, n: usize, len: usize) -> SeenTokens {
+        let at = len as i64 + self.offsets[n];
+        let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
+        let end = if self.ancestors.is_none() { len + n + 1 } else { len };
+        let ancestors = self.ancestors.iter().flat_map(|ancestors| &ancestors[n]);
+        let then = ancestors.filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
+        ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
+    }
+
+    /// Rotations of the new tokens' positions behind `len` committed ones, `[N, 1, D]`.
+    #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
+    pub(super) fn rotation(&self, rope: &Rope, len: i64) -> Rotation {
+        let positions: Vec<f32> = self.offsets.iter().map(|offset| (len + offset) as f32).collect();
+        rope.at(&Tensor::from_slice(&positions).to_device(self.device))
+    }
+
+    pub(super) fn behind(&self, len: i64) -> CacheMask {
+        let n = self.len();
+        let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
+        let free = !window_cuts && self.ancestors.is_none();
+        let first_causal = free && len == 0 && n > 1;
+        let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(len));
+        CacheMask { len, first_causal, mask_ns }
+    }
+
+    /// `[R·N, len + N]`.
+    fn mask(&self, len: i64) -> Tensor {
+        let n = self.len();
+        let mut buffer = self.mask.borrow_mut();
+        let room = buffer.as_ref().map_or(-1, |mask| mask.size()[1] - n);
+        if room < len {
+            *buffer = Some(self.right_aligned_mask(len.max(2 * room).max(512)));
+        }
+        let mask = buffer.as_ref().expect("just made");
+        mask.narrow(1, mask.size()[1] - n - len, len + n)
+    }
+
+    /// Columns: `room` committed tokens, the last of which is at position -1 relative to offset 0, then the new ones.
+    fn right_aligned_mask(&self, room: i64) -> Tensor {
+        let window = self.sliding_window.unwrap_or(i64::MAX);
+        let row = |query: usize| {
+            let at = self.offsets[query];
+            let committed = (-room..0).map(move |key| at - key < window);
+            let sees = move |key| self.ancestors.as_ref().map_or(key <= query, |all| all[query].contains(&key));
+            let new = self.offsets.iter().enumerate().map(move |(key, &offset)| sees(key) && at - offset < window);
+            committed.chain(new).map(|seen| if seen { 0f32 } else { f32::NEG_INFINITY })
+        };
+        let values: Vec<f32> = (0..self.offsets.len()).flat_map(row).collect();
+        let mask_ns = Tensor::from_slice(&values).view([self.len(), room + self.len()]);
+        mask_ns.repeat([self.groups, 1]).to_kind(self.kind).to_device(self.device)
+    }
+}
