@@ -12,6 +12,7 @@ use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::files::failed;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::TreeFile;
@@ -151,7 +152,7 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
 }
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
-    let text = std::fs::read_to_string(path).map_err(|source| WeightsError::Io { path: path.into(), source })?;
+    let text = std::fs::read_to_string(path).map_err(failed("read", path))?;
     // The first of a sweep's results tells the kind; what follows is for the kind's own reader to judge.
     let value = Value::deserialize(&mut serde_json::Deserializer::from_str(&text))
         .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;

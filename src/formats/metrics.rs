@@ -6,17 +6,14 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::files::{FileError, failed};
+
 /// The lines cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     /// The disk.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A line that is not ours.
     #[error("{}, line {line}: {source}", path.display())]
     Line {
@@ -151,7 +148,7 @@ impl MetricsFile {
     pub fn read(path: &Path) -> Result<Self, MetricsError> {
         let bytes = match fs::read(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
-            read => read.map_err(|source| MetricsError::Io { path: path.to_owned(), source })?,
+            read => read.map_err(failed("read", path))?,
         };
         let mut file = Self::default();
         for (at, text) in texts(&bytes).enumerate().filter(|(_, text)| !text.trim_ascii().is_empty()) {

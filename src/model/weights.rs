@@ -11,7 +11,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
@@ -20,7 +19,7 @@ use safetensors::{SafeTensorError, SafeTensors};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::files;
+use crate::files::{self, FileError, failed};
 use crate::model::torch_file::{self, TorchFileError};
 pub use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
@@ -44,13 +43,8 @@ pub const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     /// A file that cannot be read or written.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A folder without weights.
     #[error("{} has neither model.safetensors nor model.safetensors.index.json, nor pytorch_model.bin or its index; weights in other formats must be converted to safetensors", folder.display())]
     NoWeights {
@@ -369,7 +363,7 @@ impl WeightListing {
     }
 
     fn of_index(index: PathBuf) -> Result<Self, WeightsError> {
-        let text = fs::read_to_string(&index).map_err(|source| io_error(&index, source))?;
+        let text = fs::read_to_string(&index).map_err(failed("read", &index))?;
         let ShardIndex { weight_map } =
             serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
         if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
@@ -392,7 +386,7 @@ impl MappedFile {
         let (map, tensors) = if path.extension().is_some_and(is_of_torch) {
             torch_file::open(path).map_err(|error| WeightsError::Torch(error.into()))?
         } else {
-            let map = map_file(path).map_err(|source| io_error(path, source))?;
+            let map = map_file(path).map_err(failed("read", path))?;
             let damaged = |reason| WeightsError::Damaged { path: path.into(), reason, bytes: map.len() as u64 };
             let tensors = SafeTensors::deserialize(map).map_err(damaged)?.tensors();
             (map, tensors.into_iter().map(|(name, view)| (name, stored(&view))).collect())
@@ -408,10 +402,6 @@ fn stored(view: &TensorView<'static>) -> StoredTensor {
 
 /// What weights can be.
 const FLOATS: &str = "F64, F32, BF16 or F16";
-
-fn io_error(path: &Path, source: io::Error) -> WeightsError {
-    WeightsError::Io { path: path.into(), source }
-}
 
 #[cfg(test)]
 mod tests {
@@ -467,7 +457,7 @@ mod tests {
         shard("part.safetensors", "listed");
         let opened = |name: &str, text: &str| {
             let path = folder.path().join(name);
-            files::write_atomic(&path, |out| io::Write::write_all(out, text.as_bytes())).unwrap();
+            files::write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).unwrap();
             WeightFiles::open_file(&path)
         };
         let index = opened(TORCH_INDEX, r#"{"weight_map":{"listed":"part.safetensors"}}"#).unwrap();

@@ -3,9 +3,9 @@
 //!
 //! The page holds all that it shows and asks the network for nothing. This room reads what other rooms wrote and measures nothing itself.
 
-use std::io;
 use std::path::PathBuf;
 
+use crate::files::FileError;
 use crate::formats::FormatError;
 use crate::formats::metrics::MetricsError;
 use crate::tree::sparse_tree::TreeFileError;
@@ -25,15 +25,6 @@ mod thinned;
 pub use page::render;
 pub use run::Run;
 
-impl From<MetricsError> for ReportError {
-    fn from(error: MetricsError) -> Self {
-        match error {
-            MetricsError::Io { path, source } => Self::Io { path, source },
-            MetricsError::Line { path, line, source } => Self::MetricsLine { path, line, source },
-        }
-    }
-}
-
 /// A folder or file that no page can be made of.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
@@ -46,26 +37,11 @@ pub enum ReportError {
         missing: &'static str,
     },
     /// The disk said no.
-    #[error("cannot read {}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The disk's words.
-        source: io::Error,
-    },
-    /// A line of metrics.jsonl, other than a last one that is still being written.
-    #[error(
-        "{}, line {line}: {source}; expected one object a logged step, as medusa-train writes it: remove or mend the line",
-        path.display()
-    )]
-    MetricsLine {
-        /// The file.
-        path: PathBuf,
-        /// 1-based.
-        line: usize,
-        /// Where in the line, and why.
-        source: serde_json::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// metrics.jsonl, but for a last line that is still being written.
+    #[error("{_0}{}", advice(_0))]
+    Metrics(#[from] MetricsError),
     /// Another file of the run.
     #[error("{}: {source}; expected what {writer} writes: make it again, or remove it from the run's folder", path.display())]
     Json {
@@ -82,4 +58,14 @@ pub enum ReportError {
     /// tree.json.
     #[error(transparent)]
     Tree(#[from] TreeFileError),
+}
+
+/// What to do about a line that is not ours.
+fn advice(error: &MetricsError) -> &'static str {
+    match error {
+        MetricsError::Line { .. } => {
+            "; expected one object a logged step, as medusa-train writes it: remove or mend the line"
+        }
+        MetricsError::File(_) => "",
+    }
 }

@@ -10,6 +10,7 @@ use super::ReportError;
 use super::metrics::Metrics;
 use super::recipe_text::RecipeText;
 use crate::draft::medusa::heads::HEADS_FILE;
+use crate::files::failed;
 use crate::formats::bench::{self, BenchResult};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::Latency;
@@ -101,6 +102,6 @@ impl Run {
 fn text(path: &Path) -> Result<Option<String>, ReportError> {
     match fs::read_to_string(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        read => read.map(Some).map_err(|source| ReportError::Io { path: path.to_owned(), source }),
+        read => Ok(Some(read.map_err(failed("read", path))?)),
     }
 }

@@ -130,7 +130,7 @@ fn in_words(shape: &HeadsShape) -> String {
 fn changed_by_hand(error: &MetricsError) -> &'static str {
     match error {
         MetricsError::Line { .. } => "; the file was changed by hand, or belongs to another run",
-        MetricsError::Io { .. } => "",
+        MetricsError::File(_) => "",
     }
 }
 

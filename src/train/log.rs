@@ -12,7 +12,7 @@ use tensorboard_rs::record_writer::RecordWriter;
 use tensorboard_rs::summary::scalar;
 
 use crate::draft::medusa::fused_loss::TOP;
-use crate::files::write_atomic;
+use crate::files::{failed, write_atomic};
 use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
@@ -83,12 +83,11 @@ impl RunLog {
     /// [`MetricsError`].
     pub fn open(run: &Path, step: usize) -> Result<Self, MetricsError> {
         let path = run.join(METRICS);
-        let error = |source| MetricsError::Io { path: path.clone(), source };
         let mut kept = MetricsFile::read(&path)?.lines;
         kept.retain(|(text, line)| text.ends_with(b"\n") && step > 0 && line.step <= step);
         let write_kept = |out: &mut BufWriter<File>| kept.iter().try_for_each(|(text, _)| out.write_all(text));
-        write_atomic(&path, write_kept).map_err(error)?;
-        let lines = OpenOptions::new().append(true).open(&path).map_err(error)?;
+        write_atomic(&path, write_kept).map_err(failed("write", &path))?;
+        let lines = OpenOptions::new().append(true).open(&path).map_err(failed("write", &path))?;
         let mut events = EventFile::create(&run.join(TENSORBOARD))?;
         kept.iter().try_for_each(|(_, line)| events.append(line))?;
         Ok(Self { path, lines, events })
@@ -99,7 +98,7 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn sync(&self) -> Result<(), MetricsError> {
-        self.lines.sync_all().map_err(|source| MetricsError::Io { path: self.path.clone(), source })
+        Ok(self.lines.sync_all().map_err(failed("write", &self.path))?)
     }
 
     /// Appends one line to both.
@@ -107,7 +106,7 @@ impl RunLog {
     /// # Errors
     /// [`MetricsError`].
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
-        line.append_to(&mut self.lines).map_err(|source| MetricsError::Io { path: self.path.clone(), source })?;
+        line.append_to(&mut self.lines).map_err(failed("write", &self.path))?;
         self.events.append(line)
     }
 }
@@ -121,13 +120,12 @@ struct EventFile {
 impl EventFile {
     /// The only file in `folder`, whatever was there.
     fn create(folder: &Path) -> Result<Self, MetricsError> {
-        let error = |path: &Path, source| MetricsError::Io { path: path.into(), source };
         if folder.exists() {
-            fs::remove_dir_all(folder).map_err(|e| error(folder, e))?;
+            fs::remove_dir_all(folder).map_err(failed("remove", folder))?;
         }
-        fs::create_dir_all(folder).map_err(|e| error(folder, e))?;
+        fs::create_dir_all(folder).map_err(failed("make", folder))?;
         let path = folder.join(format!("events.out.tfevents.{:010.0}.medusa-train", now()));
-        let file = File::create(&path).map_err(|e| error(&path, e))?;
+        let file = File::create(&path).map_err(failed("write", &path))?;
         let mut events = Self { path, records: RecordWriter::new(BufWriter::new(file)) };
         let mut first = Event::new();
         first.set_file_version("brain.Event:2".into());
@@ -151,7 +149,7 @@ impl EventFile {
         event.set_wall_time(now());
         let bytes = event.write_to_bytes().map_err(io::Error::from);
         let written = bytes.and_then(|bytes| self.records.write(&bytes)).and_then(|()| self.records.flush());
-        written.map_err(|source| MetricsError::Io { path: self.path.clone(), source })
+        Ok(written.map_err(failed("write", &self.path))?)
     }
 }
 

@@ -9,8 +9,8 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::{Metadata, TensorInfo};
 use tch::{Device, Tensor};
 
-use super::{MODEL_FILE, MODEL_INDEX, WeightsError, io_error};
-use crate::files::{write_atomic, write_json};
+use super::{MODEL_FILE, MODEL_INDEX, WeightsError};
+use crate::files::{failed, write_atomic, write_json};
 use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::torch::bytes;
 
@@ -72,7 +72,7 @@ pub fn save_model(
     let total_size: usize = planned.iter().map(Planned::bytes).sum();
     let index = serde_json::json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
     let path = folder.join(MODEL_INDEX);
-    write_json(&path, &index).map_err(|source| io_error(&path, source))
+    Ok(write_json(&path, &index).map_err(failed("write", &path))?)
 }
 
 /// Consecutive tensors of at most `shard_bytes` together; at least one shard.

@@ -2,14 +2,18 @@
 
 use std::path::PathBuf;
 
+use crate::files::FileError;
 use crate::model::weights::WeightsError;
 
 /// What makes heads unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum HeadsError {
-    /// The file.
+    /// The file's tensors.
     #[error(transparent)]
     Weights(#[from] WeightsError),
+    /// A file that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A folder without heads.
     #[error(
         "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, or \

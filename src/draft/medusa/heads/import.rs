@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::HeadsError;
 use super::layout::{HEADS_FILE, HeadPart, HeadTensor, HeadsLayout, HeadsShape, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
-use crate::files::{self, sha256, sha256_of_all};
+use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
 
@@ -210,9 +210,7 @@ impl HeadsFile {
     /// # Errors
     /// [`HeadsError`] if one cannot be read.
     pub fn sha256(&self) -> Result<String, HeadsError> {
-        let read = |path: &PathBuf| {
-            sha256(path).map_err(|source| HeadsError::from(WeightsError::Io { path: path.clone(), source }))
-        };
+        let read = |path: &PathBuf| sha256(path).map_err(failed("read", path));
         let files = self.files();
         let mut sums = files.iter().map(read).collect::<Result<Vec<_>, _>>()?;
         if sums.len() == 1 { Ok(sums.remove(0)) } else { Ok(sha256_of_all(&sums)) }
@@ -320,7 +318,7 @@ fn config_beside(file: &Path) -> Result<Option<PublishedHeadsConfig>, HeadsError
     if !path.is_file() {
         return Ok(None);
     }
-    let text = std::fs::read(&path).map_err(|source| WeightsError::Io { path: path.clone(), source })?;
+    let text = std::fs::read(&path).map_err(failed("read", &path))?;
     let config = PublishedHeadsConfig::parse(path.clone(), &text);
     config.map(Some).map_err(|source| HeadsError::Config { path, source })
 }
