@@ -1,13 +1,14 @@
 //! The GPU: whether a usable one is present, its context (shared with libtorch), and the stream that launches run on.
 #![expect(unsafe_code, reason = "CUDA's libraries are opened at run time, and its functions take raw addresses")]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use tch::{Device, Tensor};
 
-use super::error::{CUBLAS_LT, GpuError};
+use super::error::GpuError;
+use super::libraries::{self, CUBLAS_LT};
 use super::nvrtc::Compiler;
 use crate::torch::{Accelerator, accelerator, bytes, guard, memory};
 
@@ -42,8 +43,8 @@ pub fn check() -> Result<(), GpuError> {
         }
         Accelerator::CpuOnly(_) => return Err(GpuError::Accelerator { accelerator: accelerator::open().to_string() }),
     }
-    let folder = nvidia_libraries();
-    preload(&folder);
+    let folder = libraries::folder();
+    let _ = libraries::preload(CUBLAS_LT); // told below, where the system has none either
     let missing = |library| GpuError::Library { library, folder: folder.clone() };
     // SAFETY: both only try to open a library by its name.
     let there =
@@ -197,21 +198,6 @@ pub(super) fn driver_version() -> Result<i32, GpuError> {
 pub(super) fn cublas_lt_version() -> usize {
     // SAFETY: it takes nothing and returns a number.
     unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() }
-}
-
-/// Where pip puts NVIDIA's libraries beside libtorch.
-pub fn nvidia_libraries() -> PathBuf {
-    let torch = accelerator::libtorch_folder().unwrap_or_default();
-    torch.join("../../nvidia/cu13/lib")
-}
-
-/// Opens cublasLt by its path, so that a later lookup by name finds it. [`check`] reports it where it is missing.
-fn preload(folder: &Path) {
-    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
-    // SAFETY: NVIDIA's own library, whose initialisers touch nothing of ours.
-    if let Ok(library) = unsafe { Library::open(Some(folder.join(CUBLAS_LT)), RTLD_LAZY | RTLD_GLOBAL) } {
-        std::mem::forget(library); // it stays
-    }
 }
 
 #[cfg(test)]

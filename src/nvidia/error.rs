@@ -4,10 +4,8 @@ use std::path::PathBuf;
 
 use cudarc::driver::result::DriverError;
 
+use super::libraries::CUBLAS_LT;
 use super::nvrtc::CompileError;
-
-/// File name of cublasLt.
-pub(super) const CUBLAS_LT: &str = "libcublasLt.so.13";
 
 /// Why no GPU can be used here, or what failed on it.
 #[derive(Debug, thiserror::Error)]

@@ -8,4 +8,5 @@ pub mod graph;
 pub mod kernels;
 pub mod launch;
 pub mod launcher;
+pub mod libraries;
 pub mod nvrtc;

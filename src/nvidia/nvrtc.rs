@@ -10,15 +10,15 @@ use cudarc::nvrtc::{result, sys};
 use sha2::{Digest, Sha256};
 
 use super::kernels::{KernelDtype, Program};
+use super::libraries::{self, NVRTC, NVRTC_BUILTINS};
 use crate::files;
-use crate::torch::accelerator::libtorch_folder;
 
 /// Why there are no compiled kernels.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileError {
     /// No library.
     #[error(
-        "NVRTC, NVIDIA's compiler of kernels, cannot be opened ({why}); expected {LIBRARY} in nvidia/cu13/lib beside torch/, where scripts/setup \
+        "NVRTC, NVIDIA's compiler of kernels, cannot be opened ({why}); expected {NVRTC} in nvidia/cu13/lib beside torch/, where scripts/setup \
          and PyTorch's own wheels for CUDA 13 put it"
     )]
     Missing {
@@ -28,7 +28,7 @@ pub enum CompileError {
     /// Another version than kernels are written for.
     #[error(
         "the loader finds NVRTC {major}.{minor} first, and kernels are compiled by 13; take that one out of LD_LIBRARY_PATH, or put \
-         {LIBRARY} in nvidia/cu13/lib beside torch/ (scripts/setup does)"
+         {NVRTC} in nvidia/cu13/lib beside torch/ (scripts/setup does)"
     )]
     Version {
         /// What it says of itself.
@@ -58,9 +58,6 @@ pub enum CompileError {
     },
 }
 
-const LIBRARY: &str = "libnvrtc.so.13";
-/// Opened first: NVRTC looks for it by name, and not beside itself.
-const BUILTINS: &str = "libnvrtc-builtins.so.13.0";
 /// Part of what a compiled file's name is made of.
 const FORMAT: &str = "medusa kernels 1";
 const OPTIONS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
@@ -100,10 +97,9 @@ impl Compiler {
     /// # Errors
     /// [`CompileError::Missing`], [`CompileError::Version`].
     pub fn open(folder: Option<PathBuf>) -> Result<Self, CompileError> {
-        let beside = libtorch_folder().map(|libtorch| libtorch.join("../../nvidia/cu13/lib"));
-        let opened = match beside.filter(|beside| beside.join(LIBRARY).exists()) {
-            Some(beside) => preload(&beside),
-            None => Err("it is not beside libtorch".to_owned()),
+        let opened = match libraries::folder().join(NVRTC).exists() {
+            true => [NVRTC_BUILTINS, NVRTC].into_iter().try_for_each(libraries::preload),
+            false => Err("it is not beside libtorch".to_owned()),
         };
         // SAFETY: only looks whether the library can be opened.
         if !unsafe { sys::is_culib_present() } {
@@ -158,24 +154,6 @@ impl Compiler {
 /// cudarc asks the loader for a library without a version before it asks for ours: where that is not open already, any may come.
 fn check_version((major, minor): (i32, i32)) -> Result<(i32, i32), CompileError> {
     if major == 13 { Ok((major, minor)) } else { Err(CompileError::Version { major, minor }) }
-}
-
-#[cfg(target_os = "linux")]
-fn preload(folder: &Path) -> Result<(), String> {
-    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-    for name in [BUILTINS, LIBRARY] {
-        // SAFETY: runs NVRTC's own initialisers. cudarc opens it by name, which one that is open already answers to.
-        let library = unsafe { Library::open(Some(folder.join(name)), RTLD_NOW | RTLD_GLOBAL) };
-        let reason =
-            |error: libloading::Error| std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
-        std::mem::forget(library.map_err(reason)?); // compiled code lives as long as the process
-    }
-    Ok(())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn preload(_: &Path) -> Result<(), String> {
-    Err("CUDA is used on Linux only".into())
 }
 
 fn compile(file: &'static str, source: &str, arch: &str) -> Result<Compiled, CompileError> {

@@ -1,0 +1,38 @@
+//! NVIDIA's libraries beside libtorch, where pip puts them. cudarc opens a library by its name, which one that is open already answers to.
+#![expect(unsafe_code, reason = "a library's initialisers run when it is opened")]
+
+use std::path::PathBuf;
+
+use crate::torch::accelerator::libtorch_folder;
+
+/// File name of cublasLt.
+pub(super) const CUBLAS_LT: &str = "libcublasLt.so.13";
+/// File name of NVRTC.
+pub(super) const NVRTC: &str = "libnvrtc.so.13";
+/// Opened before NVRTC, which looks for it by name, and not beside itself.
+pub(super) const NVRTC_BUILTINS: &str = "libnvrtc-builtins.so.13.0";
+
+/// Where they are searched for before the loader is asked.
+pub(super) fn folder() -> PathBuf {
+    libtorch_folder().unwrap_or_default().join("../../nvidia/cu13/lib")
+}
+
+/// Opens a library of [`folder`] for as long as the process lives.
+///
+/// # Errors
+/// The loader's words.
+#[cfg(target_os = "linux")]
+pub(super) fn preload(name: &str) -> Result<(), String> {
+    use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_LAZY};
+    // SAFETY: runs the initialisers of NVIDIA's own libraries, which touch nothing of ours.
+    let library = unsafe { Library::open(Some(folder().join(name)), RTLD_LAZY | RTLD_GLOBAL) };
+    let reason =
+        |error: libloading::Error| std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string);
+    std::mem::forget(library.map_err(reason)?);
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(super) fn preload(_: &str) -> Result<(), String> {
+    Err("CUDA is used on Linux only".into())
+}
