@@ -65,20 +65,15 @@ fn frequencies(rotary: &RotarySpec) -> Vec<f32> {
     match rotary.scaling {
         RopeScaling::Default => plain.collect(),
         RopeScaling::Linear { factor } => plain.map(|f| f / factor as f32).collect(),
-        RopeScaling::Llama3 { .. } => plain.map(|f| llama3(f, rotary.scaling)).collect(),
+        // Llama 3.1's stretch: long waves are slowed by the factor, short ones kept, a linear ramp in wavelengths per context between.
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+            let stretched = |frequency: f32| {
+                let frequency = f64::from(frequency);
+                let waves = original_max_position_embeddings / (2.0 * std::f64::consts::PI / frequency);
+                let keep = ((waves - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                ((1.0 - keep) * (frequency / factor) + keep * frequency) as f32
+            };
+            plain.map(stretched).collect()
+        }
     }
-}
-
-/// Llama 3.1's stretch: long waves are slowed by the factor, short ones kept, a linear ramp in wavelengths per context between.
-#[expect(clippy::cast_possible_truncation, reason = "float32 is what transformers computes in")]
-fn llama3(frequency: f32, scaling: RopeScaling) -> f32 {
-    let RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } = scaling
-    else {
-        return frequency;
-    };
-    let wavelength = 2.0 * std::f64::consts::PI / f64::from(frequency);
-    let waves = original_max_position_embeddings / wavelength;
-    let keep = ((waves - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-    let slow = f64::from(frequency) / factor;
-    ((1.0 - keep) * slow + keep * f64::from(frequency)) as f32
 }
