@@ -173,9 +173,8 @@ pub(super) fn broken(row: &RowText) -> Option<RowProblem> {
 
 /// The items of a whole array, as they are written.
 pub(super) fn items<'b>(bytes: &'b [u8], path: &Path) -> Result<Vec<&'b RawValue>, RowError> {
-    let json = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes); // as Windows editors write it
     let broken = |error: serde_json::Error| array_problem(&error, error.line(), error.column());
-    serde_json::from_slice(json).map_err(|error| RowLocation::file(path).error(broken(error)))
+    serde_json::from_slice(bytes).map_err(|error| RowLocation::file(path).error(broken(error)))
 }
 
 fn array_problem(error: &serde_json::Error, line: usize, column: usize) -> RowProblem {

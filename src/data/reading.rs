@@ -230,10 +230,12 @@ impl RawRows {
 /// What is no JSON in an array is told as a place in the file: its rows have no line of their own.
 fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> RowOutcome {
     let read = row.text.as_deref().ok_or(RowProblem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
-    read.map_err(|problem| match (problem, json_array::broken(row)) {
-        (RowProblem::BrokenJson { .. }, Some(broken)) if !settings.skip_bad_rows => {
-            RowLocation::file(path).error(RowProblem::BrokenItem(broken.into()))
-        }
-        (problem, _) => row.location(path).error(problem),
+    let in_array = |problem: &RowProblem| match problem {
+        RowProblem::BrokenJson { .. } if !settings.skip_bad_rows => json_array::broken(row),
+        _ => None,
+    };
+    read.map_err(|problem| match in_array(&problem) {
+        Some(broken) => RowLocation::file(path).error(RowProblem::BrokenItem(broken.into())),
+        None => row.location(path).error(problem),
     })
 }
