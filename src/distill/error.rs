@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use crate::data::prompts::PromptError;
 use crate::data::rows::RowLocation;
 use crate::decode::error::DecodeError;
+use crate::formats::FormatError;
 
 /// What can stop a distillation.
 #[derive(Debug, thiserror::Error)]
@@ -76,14 +77,9 @@ pub enum DistillError {
         /// Counted from 1.
         line: usize,
     },
-    /// A distill.json that is none.
-    #[error("{} is no valid JSON; it says what the folder was begun with: without it, choose another --out", path.display())]
-    NoProvenance {
-        /// distill.json.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
+    /// distill.json.
+    #[error(transparent)]
+    Provenance(#[from] FormatError),
     /// The disk's own words.
     #[error("cannot read or write {}", path.display())]
     Io {

@@ -14,7 +14,7 @@ use super::conversation::Finished;
 use super::journal::Journal;
 use super::shards;
 use crate::files;
-use crate::formats::provenance::{self, DistillProvenance};
+use crate::formats::provenance::DistillProvenance;
 
 /// Conversations of one shard.
 pub const CONVERSATIONS_PER_SHARD: usize = 256;
@@ -102,7 +102,7 @@ impl Output {
         let begun_with = folder.join(share.file("distill", ".json"));
         fs::create_dir_all(folder).map_err(|source| DistillError::Io { path: folder.into(), source })?;
         let provenance_map = if resume && begun_with.exists() {
-            let begun = read_object(&begun_with)?;
+            let begun = DistillProvenance::entries(&begun_with)?;
             provenance.check(&begun_with, &begun)?;
             begun
         } else {
@@ -203,11 +203,6 @@ pub fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
         }
     }
     Ok(())
-}
-
-fn read_object(path: &Path) -> Result<Map<String, Value>, DistillError> {
-    let text = fs::read(path).map_err(|source| DistillError::Io { path: path.into(), source })?;
-    provenance::entries(&text).map_err(|source| DistillError::NoProvenance { path: path.into(), source })
 }
 
 #[cfg(test)]

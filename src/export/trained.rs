@@ -11,7 +11,8 @@ use super::request::{ExportFormat, ExportRequest};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
-use crate::formats::{provenance, run_folder};
+use crate::formats::provenance::Provenance;
+use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
@@ -211,8 +212,7 @@ impl Trained {
 
 /// The id on the Hub of the backbone that a run took from there, if heads in `folder` are the run's and name that backbone.
 fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
-    let text = std::fs::read(run_folder::above(folder)?.join(run_folder::PROVENANCE)).ok()?;
-    let id = provenance::backbone(&text)?.id;
+    let id = Provenance::backbone_of(&run_folder::above(folder)?.join(run_folder::PROVENANCE))?.id;
     let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));
     is_it.then_some(id)
 }

@@ -73,9 +73,19 @@ pub(super) fn read<T: DeserializeOwned>(
     what: &'static str,
     expected: &'static str,
 ) -> Result<T, FormatError> {
+    read_by(path, what, expected, |text| serde_json::from_str(text))
+}
+
+/// As [`read`], of what `parse` makes of the text.
+pub(super) fn read_by<T>(
+    path: &Path,
+    what: &'static str,
+    expected: &'static str,
+    parse: impl FnOnce(&str) -> serde_json::Result<T>,
+) -> Result<T, FormatError> {
     let io = |source| FormatError::Io { action: "read", what, path: path.to_owned(), source };
     let text = fs::read_to_string(path).map_err(io)?;
-    serde_json::from_str(&text).map_err(|source| FormatError::Json { path: path.to_owned(), expected, source })
+    parse(&text).map_err(|source| FormatError::Json { path: path.to_owned(), expected, source })
 }
 
 /// Writes whole or not at all.

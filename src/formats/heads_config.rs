@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::Value;
 
+use super::error::{self, FormatError};
 use crate::files::write_json;
 
 const CONFIG: &str = "config.json";
@@ -44,17 +45,18 @@ pub struct PublishedHeadsConfig {
 }
 
 impl PublishedHeadsConfig {
-    /// Where it would lie.
-    pub fn path_beside(heads: &Path) -> PathBuf {
-        heads.with_file_name(CONFIG)
-    }
-
-    /// Of the file's text.
+    /// The one beside a file of heads, if there is one.
     ///
     /// # Errors
-    /// Where it is no JSON.
-    pub fn parse(path: PathBuf, text: &[u8]) -> Result<Self, serde_json::Error> {
-        serde_json::from_slice(text).map(|value| Self { path, value })
+    /// [`FormatError`] names the file.
+    pub fn load_beside(heads: &Path) -> Result<Option<Self>, FormatError> {
+        let path = heads.with_file_name(CONFIG);
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let value =
+            error::read(&path, "config of the heads", "is no JSON; expected the configuration of the heads beside it")?;
+        Ok(Some(Self { path, value }))
     }
 
     /// The backbone that it names.

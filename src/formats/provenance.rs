@@ -1,9 +1,16 @@
 //! `provenance.json` of a run and `distill.json` of a distillation: where their numbers come from.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+use super::error::{self, FormatError};
+
+const WHAT: &str = "provenance";
+const OF_A_RUN: &str = "is no provenance of a run; expected what medusa-train writes";
+const OF_A_DISTILLATION: &str =
+    "is no JSON object; it says what the folder was begun with: without it, choose another --out";
 
 /// A state of a repository of the Hugging Face Hub.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,31 +80,31 @@ pub struct HashedFile {
 }
 
 impl Provenance {
-    /// Of a file's text.
+    /// Of this version's `provenance.json`.
     ///
     /// # Errors
-    /// Where it is no provenance of a run.
-    pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
-        serde_json::from_str(text)
+    /// [`FormatError`] names the file.
+    pub fn load(path: &Path) -> Result<Self, FormatError> {
+        error::read(path, WHAT, OF_A_RUN)
+    }
+
+    /// All that a `provenance.json` of any version says, by key.
+    ///
+    /// # Errors
+    /// [`FormatError`] names the file.
+    pub fn entries(path: &Path) -> Result<Map<String, Value>, FormatError> {
+        error::read(path, WHAT, OF_A_RUN)
+    }
+
+    /// The state of the Hub that a run took its backbone from, whatever else its `provenance.json` says.
+    pub fn backbone_of(path: &Path) -> Option<HubSnapshot> {
+        serde_json::from_value(Self::entries(path).ok()?.remove("backbone")?).ok()
     }
 
     /// The text of the file.
     pub fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).expect("plain data") + "\n"
     }
-}
-
-/// All that a file says, by key: for readers of what any version wrote.
-///
-/// # Errors
-/// Where it is no JSON object.
-pub fn entries(text: &[u8]) -> Result<Map<String, Value>, serde_json::Error> {
-    serde_json::from_slice(text)
-}
-
-/// The state of the Hub that a run took its backbone from, whatever else its provenance.json says.
-pub fn backbone(text: &[u8]) -> Option<HubSnapshot> {
-    serde_json::from_value(entries(text).ok()?.remove("backbone")?).ok()
 }
 
 /// All that the conversations depend on.
@@ -152,6 +159,14 @@ pub struct DistillProvenance {
 }
 
 impl DistillProvenance {
+    /// All that a `distill.json` says, by key.
+    ///
+    /// # Errors
+    /// [`FormatError`] names the file.
+    pub fn entries(path: &Path) -> Result<Map<String, Value>, FormatError> {
+        error::read(path, WHAT, OF_A_DISTILLATION)
+    }
+
     /// By key, as they are in the file and in the metadata of every shard.
     pub fn as_map(&self) -> Map<String, Value> {
         match serde_json::to_value(self) {

@@ -1,6 +1,5 @@
 //! `tree.json`: the choices of a tree, and what its search expected.
 
-use std::fs;
 use std::io::Write;
 use std::path::Path;
 
@@ -46,13 +45,10 @@ impl TreeFile {
     /// # Errors
     /// [`FormatError`] names the file.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
-        let named = || path.to_owned();
-        let io = |source| FormatError::Io { action: "read", what: WHAT, path: named(), source };
-        let text = fs::read_to_string(path).map_err(io)?;
-        let file = parse(&text).map_err(|source| FormatError::Json { path: named(), expected: EXPECTED, source })?;
+        let file = error::read_by(path, WHAT, EXPECTED, parse)?;
         match (file.nodes, file.choices.len()) {
             (Some(written), listed) if written != listed => {
-                Err(FormatError::NodeCount { path: named(), written, listed })
+                Err(FormatError::NodeCount { path: path.to_owned(), written, listed })
             }
             _ => Ok(file),
         }
@@ -95,7 +91,7 @@ mod tests {
         };
         file.save(&path).unwrap();
         assert_eq!(TreeFile::load(&path).unwrap(), file);
-        let text = fs::read_to_string(&path).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.starts_with(r#"{"choices":[[0],[0,0],[1],[0,1]],"expected_tokens_per_step":1.75,"nodes":4,"#));
     }
 

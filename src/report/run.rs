@@ -14,7 +14,7 @@ use crate::files::failed;
 use crate::formats::bench::{self, BenchResult};
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::Latency;
-use crate::formats::provenance;
+use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE};
 use crate::formats::tree::TreeFile;
 use crate::tree::sparse_tree::SparseTree;
@@ -53,9 +53,7 @@ impl Run {
         Ok(Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
-            provenance: text(&path.join(PROVENANCE))?
-                .map_or(Ok(Map::new()), |text| provenance::entries(text.as_bytes()))
-                .map_err(broken(PROVENANCE, "medusa-train"))?,
+            provenance: there(PROVENANCE).map(|file| Provenance::entries(&file)).transpose()?.unwrap_or_default(),
             metrics: Metrics::read(&path.join(METRICS))?,
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,

@@ -6,6 +6,7 @@ use crate::data::DataError;
 use crate::data::tokenize::TokenizeError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::FileError;
+use crate::formats::FormatError;
 use crate::formats::metrics::MetricsError;
 use crate::model::loading::LoadError;
 use crate::model::peft::PeftError;
@@ -87,6 +88,9 @@ pub enum TrainError {
     /// A file or folder of the run.
     #[error(transparent)]
     File(#[from] FileError),
+    /// provenance.json.
+    #[error(transparent)]
+    Format(#[from] FormatError),
     /// metrics.jsonl or the event files.
     #[error("{_0}{}", changed_by_hand(_0))]
     Log(#[from] MetricsError),

@@ -12,7 +12,7 @@ use crate::data::cache::TokenCache;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport};
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::files::{FolderLock, lock_folder, sha256, write_atomic};
+use crate::files::{FolderLock, failed, lock_folder, sha256, write_atomic};
 use crate::formats::provenance::{HashedFile, Provenance};
 use crate::formats::run_folder::{PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
@@ -66,7 +66,7 @@ impl<'r> RunFolder<'r> {
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
         let provenance = self.provenance()?;
         if self.is_begun(resume)? {
-            self.check_same_run(run, &provenance).map_err(|why| TrainError::OutputTaken { path: run.into(), why })?;
+            self.check_same_run(run, &provenance)?;
             checkpoint::remove_partial(run)?;
             return Ok(lock);
         }
@@ -115,16 +115,14 @@ impl<'r> RunFolder<'r> {
         write(RECIPE, &self.plan.resolved_recipe)
     }
 
-    fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<(), String> {
-        let read = |name: &str| {
-            fs::read_to_string(run.join(name)).map_err(|e| format!("holds a run whose {name} cannot be read: {e}"))
-        };
-        if let Some(difference) = difference(&read(RECIPE)?, &self.plan.resolved_recipe) {
-            return Err(format!("holds another run: {difference}; use that recipe, or another folder"));
+    fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<(), TrainError> {
+        let another = |why| Err(TrainError::OutputTaken { path: run.into(), why });
+        let recipe = run.join(RECIPE);
+        let before = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
+        if let Some(difference) = difference(&before, &self.plan.resolved_recipe) {
+            return another(format!("holds another run: {difference}; use that recipe, or another folder"));
         }
-        let before = Provenance::parse(&read(PROVENANCE)?)
-            .map_err(|e| format!("holds a run whose provenance.json is broken: {e}"))?;
-        before.difference(now).map_or(Ok(()), Err)
+        Provenance::load(&run.join(PROVENANCE))?.difference(now).map_or(Ok(()), another)
     }
 
     fn provenance(&self) -> Result<Provenance, TrainError> {

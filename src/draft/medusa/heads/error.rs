@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::files::FileError;
+use crate::formats::FormatError;
 use crate::model::weights::WeightsError;
 
 /// What makes heads unusable.
@@ -23,14 +24,9 @@ pub enum HeadsError {
         /// The folder.
         folder: PathBuf,
     },
-    /// `config.json` beside the heads is no JSON.
-    #[error("{}: {source}", path.display())]
-    Config {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
+    /// `config.json` beside the heads.
+    #[error(transparent)]
+    Config(#[from] FormatError),
     /// Heads that compute what this program does not.
     #[error("{}: {key} is {got}; expected {expected}", path.display())]
     Unsupported {

@@ -45,7 +45,7 @@ impl HeadsFile {
     pub fn open(path: &Path) -> Result<Self, HeadsError> {
         let path = locate(path)?;
         let tensors = WeightFiles::open_file(&path)?;
-        let config = config_beside(&path)?;
+        let config = PublishedHeadsConfig::load_beside(&path)?;
         let names: Vec<String> = tensors.names().into_iter().map(str::to_owned).collect();
         let layout = layout_of(&names).ok_or_else(|| no_heads(&path, &names))?;
         let places = places(layout, &names, &path)?;
@@ -311,16 +311,6 @@ impl HeadsFile {
     fn says(&self, key: &str) -> Option<bool> {
         self.config.as_ref().map(|config| config.says(key))
     }
-}
-
-fn config_beside(file: &Path) -> Result<Option<PublishedHeadsConfig>, HeadsError> {
-    let path = PublishedHeadsConfig::path_beside(file);
-    if !path.is_file() {
-        return Ok(None);
-    }
-    let text = std::fs::read(&path).map_err(failed("read", &path))?;
-    let config = PublishedHeadsConfig::parse(path.clone(), &text);
-    config.map(Some).map_err(|source| HeadsError::Config { path, source })
 }
 
 /// The folder of heads that are given as a folder, or as a file in it: what was trained with them lies there.
