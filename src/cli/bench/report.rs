@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use super::measure::{BenchPass, BenchRun, Measured, Texts};
 use crate::decode::stats::{Comparison, Tally};
@@ -155,81 +155,60 @@ fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
     format!("{} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
 }
 
-/// A line of CSV. The columns `medusa_…` are the drafter's, whoever it is.
-#[derive(Debug, Serialize)]
-struct CsvRow<'a> {
-    sweep: Option<&'a str>,
-    value: Option<String>,
-    category: &'a str,
-    tree_nodes: usize,
-    plain_tokens: usize,
-    plain_seconds: f64,
-    plain_tokens_per_second: f64,
-    plain_step_ms: f64,
-    plain_mean_log_probability: Option<f64>,
-    medusa_tokens: usize,
-    medusa_steps: usize,
-    medusa_seconds: f64,
-    medusa_tokens_per_second: f64,
-    medusa_step_ms: f64,
-    medusa_mean_log_probability: Option<f64>,
-    acceleration_rate: f64,
-    overhead: f64,
-    speedup: f64,
-    speedup_min: f64,
-    speedup_max: f64,
-    identical: Option<bool>,
-    forced_acceptance_rate: Option<f64>,
-    repeats: usize,
-    dtype: &'a str,
-    device: &'a str,
-    drafter: &'a str,
+/// A row of CSV, cell by cell with the names of their columns. `medusa_…` are the drafter's, whoever it is.
+fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> Vec<(&'static str, Value)> {
+    let (plain, drafted, [speedup_min, speedup_max]) = (&group.plain, &group.drafted, group.speedup_range);
+    vec![
+        ("sweep", json!(result.sweep.as_ref().map(|swept| &swept.name))),
+        ("value", json!(result.sweep.as_ref().map(|swept| &swept.value))),
+        ("category", json!(category)),
+        ("tree_nodes", json!(result.tree_nodes)),
+        ("plain_tokens", json!(plain.tokens)),
+        ("plain_seconds", json!(plain.seconds)),
+        ("plain_tokens_per_second", json!(plain.tokens_per_second)),
+        ("plain_step_ms", json!(plain.step_ms)),
+        ("plain_mean_log_probability", json!(plain.mean_log_probability)),
+        ("medusa_tokens", json!(drafted.tokens)),
+        ("medusa_steps", json!(drafted.steps)),
+        ("medusa_seconds", json!(drafted.seconds)),
+        ("medusa_tokens_per_second", json!(drafted.tokens_per_second)),
+        ("medusa_step_ms", json!(drafted.step_ms)),
+        ("medusa_mean_log_probability", json!(drafted.mean_log_probability)),
+        ("acceleration_rate", json!(group.acceleration_rate)),
+        ("overhead", json!(group.overhead)),
+        ("speedup", json!(group.speedup)),
+        ("speedup_min", json!(speedup_min)),
+        ("speedup_max", json!(speedup_max)),
+        ("identical", json!(group.identical)),
+        ("forced_acceptance_rate", json!(result.forced_acceptance_rate)),
+        ("repeats", json!(result.repeats)),
+        ("dtype", json!(result.dtype)),
+        ("device", json!(result.device)),
+        ("drafter", json!(result.drafter)),
+    ]
 }
 
-impl<'a> CsvRow<'a> {
-    fn new(result: &'a BenchResult, category: &'a str, group: &DecodingComparison) -> Self {
-        let (plain, drafted, [speedup_min, speedup_max]) = (&group.plain, &group.drafted, group.speedup_range);
-        Self {
-            sweep: result.sweep.as_ref().map(|swept| swept.name.as_str()),
-            value: result.sweep.as_ref().map(|swept| swept.value.to_string()),
-            category,
-            tree_nodes: result.tree_nodes,
-            plain_tokens: plain.tokens,
-            plain_seconds: plain.seconds,
-            plain_tokens_per_second: plain.tokens_per_second,
-            plain_step_ms: plain.step_ms,
-            plain_mean_log_probability: plain.mean_log_probability,
-            medusa_tokens: drafted.tokens,
-            medusa_steps: drafted.steps,
-            medusa_seconds: drafted.seconds,
-            medusa_tokens_per_second: drafted.tokens_per_second,
-            medusa_step_ms: drafted.step_ms,
-            medusa_mean_log_probability: drafted.mean_log_probability,
-            acceleration_rate: group.acceleration_rate,
-            overhead: group.overhead,
-            speedup: group.speedup,
-            speedup_min,
-            speedup_max,
-            identical: group.identical,
-            forced_acceptance_rate: result.forced_acceptance_rate,
-            repeats: result.repeats,
-            dtype: &result.dtype,
-            device: &result.device,
-            drafter: &result.drafter,
-        }
+/// Nothing for what a result does not have.
+fn csv_cell(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
     }
 }
 
-/// A header and a row a group, whole or not at all.
+/// A header and a row a group of one result or more, whole or not at all.
 ///
 /// # Errors
 /// Whatever the disk says.
 pub(super) fn write_csv(path: &Path, results: &[BenchResult]) -> io::Result<()> {
+    let groups =
+        results.iter().flat_map(|result| result.groups().map(move |(name, group)| csv_row(result, name, group)));
+    let rows: Vec<_> = groups.collect();
     files::write_atomic(path, |out| {
         let mut csv = csv::Writer::from_writer(out);
-        for result in results {
-            result.groups().try_for_each(|(name, group)| csv.serialize(CsvRow::new(result, name, group)))?;
-        }
+        csv.write_record(rows[0].iter().map(|(column, _)| column))?;
+        rows.iter().try_for_each(|row| csv.write_record(row.iter().map(|(_, value)| csv_cell(value))))?;
         csv.flush()
     })
 }
