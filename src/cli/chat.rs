@@ -250,13 +250,7 @@ impl Chat<'_> {
 
     /// The answer goes to stdout as it comes, what it took to stderr.
     fn as_text(&mut self, request: &Request) -> anyhow::Result<Told> {
-        let mut trouble = Ok(());
-        let told = self.decode(request, &mut |piece| {
-            trouble = generate::show(piece);
-            if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        })?;
-        trouble?;
-        generate::show("\n")?;
+        let told = generate::to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
         self.common.say(format_args!(
             "[{} tokens, {:.0} tokens/s, {:.2} a step, {}, ended by {}]",

@@ -116,13 +116,7 @@ impl Answers<'_> {
 
     /// The text goes to stdout as it comes, what it took to stderr.
     fn stream(&mut self, request: &Request) -> anyhow::Result<Told> {
-        let mut trouble = Ok(());
-        let told = self.decode(request, &mut |piece| {
-            trouble = show(piece);
-            if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-        })?;
-        trouble?;
-        show("\n")?;
+        let told = to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
         self.common.say(format_args!(
             "[{} tokens in {} steps, {:.2} a step, {:.0} tokens/s, ended by {}]",
@@ -152,8 +146,20 @@ pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
     })
 }
 
+/// Decodes with the text going to stdout as it comes, and ends its line.
+pub(super) fn to_stdout(decode: impl FnOnce(&mut OnText) -> anyhow::Result<Told>) -> anyhow::Result<Told> {
+    let mut trouble = Ok(());
+    let told = decode(&mut |piece| {
+        trouble = show(piece);
+        if trouble.is_err() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    })?;
+    trouble?;
+    show("\n")?;
+    Ok(told)
+}
+
 /// A piece of text, at once.
-pub(super) fn show(piece: &str) -> anyhow::Result<()> {
+fn show(piece: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(piece.as_bytes())?;
     Ok(out.flush()?)
