@@ -3,7 +3,7 @@
 //! Results go to stdout, text for people to stderr. Exit status: 0 done; 1 failed; 2 the command line or the recipe is
 //! wrong; 130 interrupted.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::parser::ValueSource;
@@ -88,10 +88,10 @@ impl Verb {
     /// with the others is told before.
     fn places(&mut self) -> Vec<HubArgument<'_>> {
         let places = match self {
-            Verb::Distill(args) => {
-                let heads = args.heads.as_mut().map(HubArgument::heads);
-                vec![Some(HubArgument::File(&mut args.prompts)), heads, Some(HubArgument::backbone(&mut args.backbone))]
-            }
+            Verb::Distill(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, &mut args.backbone),
+            Verb::Generate(args) => of_decoding(args.prompts.as_mut(), &mut args.heads, &mut args.backbone),
+            Verb::Chat(args) => of_decoding(None, &mut args.heads, &mut args.backbone),
+            Verb::Bench(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, &mut args.backbone),
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),
                 Some(HubArgument::Data(&mut args.data, DataSplit::HeldOut)),
@@ -104,19 +104,6 @@ impl Verb {
             }
             Verb::Tree(args) => {
                 vec![args.heads.as_mut().map(HubArgument::heads), args.backbone.as_mut().map(HubArgument::backbone)]
-            }
-            Verb::Generate(args) => {
-                let (prompts, heads) =
-                    (args.prompts.as_mut().map(HubArgument::File), args.heads.as_mut().map(HubArgument::heads));
-                vec![prompts, heads, Some(HubArgument::backbone(&mut args.backbone))]
-            }
-            Verb::Chat(args) => {
-                vec![args.heads.as_mut().map(HubArgument::heads), Some(HubArgument::backbone(&mut args.backbone))]
-            }
-            Verb::Bench(args) => {
-                let prompts = Some(HubArgument::File(&mut args.prompts));
-                let heads = args.heads.as_mut().map(HubArgument::heads);
-                vec![prompts, heads, Some(HubArgument::backbone(&mut args.backbone))]
             }
             Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // these say what of the backbone is needed
             // A recipe is its own matter.
@@ -158,6 +145,16 @@ impl Verb {
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
+}
+
+/// What commands that decode may take from the Hub.
+fn of_decoding<'a>(
+    prompts: Option<&'a mut PathBuf>,
+    heads: &'a mut Option<PathBuf>,
+    backbone: &'a mut PathBuf,
+) -> Vec<Option<HubArgument<'a>>> {
+    let heads = heads.as_mut().map(HubArgument::heads);
+    vec![prompts.map(HubArgument::File), heads, Some(HubArgument::backbone(backbone))]
 }
 
 /// The program `medusa`: reads the command line, runs the verb, turns errors into text and an exit status.
