@@ -13,6 +13,7 @@ use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::files::failed;
+use crate::formats::bench::BenchHeadline;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::TreeFile;
@@ -24,7 +25,7 @@ use crate::tree::sparse_tree::SparseTree;
 mod run;
 mod tensors;
 
-use self::run::BenchFound;
+use self::run::JsonLine;
 use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
 /// Say what a run's folder, checkpoint, heads or weights file, tree, calibration, latency file or backbone holds.
@@ -45,7 +46,7 @@ enum Contents {
     Calibration(Calibration),
     Tree(TreeFound),
     Latency(Latency),
-    Bench { bench: BenchFound },
+    Bench { bench: JsonLine<BenchHeadline> },
     Tensors(TensorsFound),
     Backbone(Box<BackboneFound>),
 }
@@ -167,7 +168,7 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
         return Ok(Contents::Latency(Latency::load(path)?));
     }
     if value.get("acceleration_rate").is_some()
-        && let Some(bench) = BenchFound::fastest(path)?
+        && let Some(bench) = JsonLine::fastest(path)?
     {
         return Ok(Contents::Bench { bench });
     }

@@ -21,36 +21,21 @@ pub(super) struct RunContents {
     checkpoints: Vec<String>,
     heads: Option<HeadsFound>,
     /// The newest lines of metrics.jsonl.
-    training: Option<LoggedLine>,
-    validation: Option<LoggedLine>,
+    training: Option<JsonLine<MetricsLine>>,
+    validation: Option<JsonLine<MetricsLine>>,
     accuracy: Vec<TopAccuracy>,
     /// `medusa bench --json` of these heads, where the folder has it as bench.json.
-    bench: Option<BenchFound>,
+    bench: Option<JsonLine<BenchHeadline>>,
     files: Vec<String>,
 }
 
-/// A line of metrics.jsonl, with all that stands in it.
+/// A line of metrics.jsonl or a result of `medusa bench --json`, with all that stands in it.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
-struct LoggedLine {
+pub(super) struct JsonLine<T> {
     whole: Value,
     #[serde(skip)]
-    read: MetricsLine,
-}
-
-impl LoggedLine {
-    fn new((text, line): &(Vec<u8>, MetricsLine)) -> Self {
-        Self { whole: serde_json::from_slice(text).unwrap_or_default(), read: line.clone() }
-    }
-}
-
-/// A result of `medusa bench --json`, with all that stands in it.
-#[derive(Debug, Serialize)]
-#[serde(transparent)]
-pub(super) struct BenchFound {
-    whole: Value,
-    #[serde(skip)]
-    read: BenchHeadline,
+    read: T,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -67,7 +52,9 @@ pub(super) fn is_run(path: &Path) -> bool {
 impl RunContents {
     pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
         let lines = MetricsFile::read_what_is_whole(&path.join(METRICS)).lines; // none before step 1
-        let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(LoggedLine::new);
+        let whole = |text: &[u8]| serde_json::from_slice(text).unwrap_or_default();
+        let of_line = |(text, line): &(Vec<u8>, MetricsLine)| JsonLine { whole: whole(text), read: line.clone() };
+        let newest = |split| lines.iter().rfind(|(_, line)| line.split == split).map(of_line);
         let (training, validation) = (newest(MetricsSplit::Train), newest(MetricsSplit::Validation));
         let files = names(path)?;
         let checkpoints: Vec<String> = files.iter().filter(|name| name.starts_with("step-")).cloned().collect();
@@ -75,7 +62,7 @@ impl RunContents {
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             heads: newest_heads(path, &checkpoints)?,
             accuracy: accuracy(&path.join(CALIBRATION), validation.as_ref().map(|line| &line.read))?,
-            bench: BenchFound::fastest(&path.join(BENCH))?,
+            bench: JsonLine::fastest(&path.join(BENCH))?,
             checkpoints,
             training,
             validation,
@@ -113,7 +100,7 @@ pub(super) fn accuracy_text(heads: &[TopAccuracy], out: &mut String) -> std::fmt
     Ok(())
 }
 
-impl BenchFound {
+impl JsonLine<BenchHeadline> {
     /// Of a sweep's results the fastest. `None` where there is no such file, or nothing in it.
     pub(super) fn fastest(path: &Path) -> Result<Option<Self>, FormatError> {
         if !path.exists() {
@@ -207,7 +194,7 @@ mod tests {
         let result = |speedup: f64| format!(r#"{{"acceleration_rate":2.5,"speedup":{speedup},"engine":"cpu"}}"#);
         let lines = [1.5, 2.25, 1.0].map(result).join("\n");
         crate::files::write_atomic(&path, |out| out.write_all(lines.as_bytes())).unwrap();
-        let fastest = BenchFound::fastest(&path).unwrap().unwrap();
+        let fastest = JsonLine::fastest(&path).unwrap().unwrap();
         let whole: Value = serde_json::from_str(&result(2.25)).unwrap();
         assert_eq!(serde_json::to_value(&fastest).unwrap(), whole);
         let mut text = String::new();
