@@ -1,14 +1,14 @@
 //! `bench.json`: what `medusa bench --json` prints, one result, or of a sweep one a line.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::error::FormatError;
+use super::error::{self, FormatError};
 
+const WHAT: &str = "bench results";
 const EXPECTED: &str = "is no result of medusa bench --json; expected what it prints, one object a line: make it again";
 
 /// Plain decoding and decoding with a drafter's guesses, of the same prompts in one setting. Fields with a default are absent in files of earlier versions.
@@ -134,8 +134,5 @@ impl BenchResult {
 /// # Errors
 /// [`FormatError`] names the file.
 pub fn load<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, FormatError> {
-    let io = |source| FormatError::Io { action: "read", what: "bench results", path: path.to_owned(), source };
-    let text = fs::read(path).map_err(io)?;
-    let results = serde_json::Deserializer::from_slice(&text).into_iter().collect::<Result<_, _>>();
-    results.map_err(|source| FormatError::Json { path: path.to_owned(), expected: EXPECTED, source })
+    error::read_by(path, WHAT, EXPECTED, |text| serde_json::Deserializer::from_str(text).into_iter().collect())
 }

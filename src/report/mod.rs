@@ -42,17 +42,7 @@ pub enum ReportError {
     /// metrics.jsonl, but for a last line that is still being written.
     #[error("{_0}{}", advice(_0))]
     Metrics(#[from] MetricsError),
-    /// Another file of the run.
-    #[error("{}: {source}; expected what {writer} writes: make it again, or remove it from the run's folder", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// The command that makes it.
-        writer: &'static str,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-    /// calibration.json, latency.json or bench.json.
+    /// provenance.json, calibration.json, latency.json or bench.json.
     #[error(transparent)]
     Format(#[from] FormatError),
     /// tree.json.

@@ -1,7 +1,6 @@
 //! A run's folder: what training wrote, and what lies beside it since.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -44,12 +43,9 @@ impl Run {
         if !path.is_dir() {
             return Err(not_a_run(if path.exists() { "it is a file" } else { "it does not exist" }));
         }
-        let recipe = text(&path.join(RECIPE))?.ok_or_else(|| not_a_run("it has no recipe.toml"))?;
-        let broken = |name: &str, writer| {
-            let path = path.join(name);
-            move |source| ReportError::Json { path, writer, source }
-        };
         let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
+        let recipe = there(RECIPE).ok_or_else(|| not_a_run("it has no recipe.toml"))?;
+        let recipe = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
         Ok(Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
@@ -93,13 +89,5 @@ impl Run {
             (true, true) => "Medusa-2: heads and backbone together, by LoRA",
             (true, false) => "Medusa-2: heads and the whole backbone together",
         }
-    }
-}
-
-/// The file's text; `None` where there is no such file.
-fn text(path: &Path) -> Result<Option<String>, ReportError> {
-    match fs::read_to_string(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        read => Ok(Some(read.map_err(failed("read", path))?)),
     }
 }
