@@ -55,17 +55,13 @@ pub struct ChatArgs {
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub drafter: DrafterFlags,
+    drafter: DrafterFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub decoding: DecodingFlags,
+    decoding: DecodingFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub stopping: StopFlags,
+    stopping: StopFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub engine: EngineFlags,
+    engine: EngineFlags,
 }
 
 /// Talks until the user leaves.

@@ -96,8 +96,7 @@ pub struct DistillArgs {
     #[arg(long)]
     pub resume: bool,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub engine: EngineFlags,
+    engine: EngineFlags,
 }
 
 /// Answers every prompt of this machine's share.

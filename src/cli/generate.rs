@@ -45,17 +45,13 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", default_value = "1")]
     pub num_samples: NonZeroU32,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub drafter: DrafterFlags,
+    drafter: DrafterFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub decoding: DecodingFlags,
+    decoding: DecodingFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub stopping: StopFlags,
+    stopping: StopFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub engine: EngineFlags,
+    engine: EngineFlags,
 }
 
 /// Decodes every prompt in turn.

@@ -54,12 +54,9 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub drafter: DrafterFlags,
+    pub(super) drafter: DrafterFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub decoding: DecodingFlags,
+    pub(super) decoding: DecodingFlags,
     #[command(flatten)]
-    #[expect(missing_docs, reason = "the help has the flags themselves")]
-    pub engine: EngineFlags,
+    pub(super) engine: EngineFlags,
 }
