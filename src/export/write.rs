@@ -24,9 +24,7 @@ pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportEr
         ExportFormat::Merged | ExportFormat::ModelOpt => with_backbone(folder, trained),
         ExportFormat::Vllm => alone(folder, trained, MODEL_FILE),
         ExportFormat::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
-        ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm if trained.pickle => {
-            pickled(folder, trained)
-        }
+        _ if trained.pickle => pickled(folder, trained),
         ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
     }
 }

@@ -48,11 +48,11 @@ pub(super) enum Texts {
 }
 
 /// What was measured of some prompts.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Measured {
     pub(super) times: Comparison,
-    /// Whether the tokens of both ways are the same.
-    pub(super) identical: bool,
+    /// Whether the tokens of the two ways are not the same.
+    pub(super) differ: bool,
     /// Sums over the new tokens, under the backbone; 0 where they are not asked for.
     pub(super) log_p: LogProbability,
 }
@@ -73,17 +73,11 @@ pub(super) struct BenchPass {
     pub(super) too_long: usize,
 }
 
-impl Default for Measured {
-    fn default() -> Self {
-        Self { times: Comparison::default(), identical: true, log_p: LogProbability::default() }
-    }
-}
-
 impl Measured {
     fn add(&mut self, other: Measured) {
         self.times.plain.add(other.times.plain);
         self.times.drafted.add(other.times.drafted);
-        self.identical &= other.identical;
+        self.differ |= other.differ;
         self.log_p.plain += other.log_p.plain;
         self.log_p.drafted += other.log_p.drafted;
     }
@@ -154,7 +148,7 @@ impl BenchRun<'_> {
             log_p.drafted = log_probability(backbone, request.prompt, &fast.new_ids)?;
         }
         let times = Comparison { plain: plain.tally(), drafted: fast.tally() };
-        Ok((Measured { times, identical: plain.new_ids == fast.new_ids, log_p }, plain.new_ids))
+        Ok((Measured { times, differ: plain.new_ids != fast.new_ids, log_p }, plain.new_ids))
     }
 }
 
