@@ -6,6 +6,7 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use medusa::engine::RowTokens;
 use medusa::engine::fastest::fastest;
 use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::new_tokens::NewTokens;
 use medusa::tree::search;
@@ -37,12 +38,12 @@ fn backbone() -> Llama {
 
 fn passes(criterion: &mut Criterion) {
     let backbone = backbone();
-    let mut engine = fastest(&backbone);
-    let row = engine.cache_mut().push();
+    let engine = fastest(&backbone);
+    let (row, mut cache) = (0, KvCache::of_one_row(&backbone.config, backbone.kind(), backbone.device()));
     let prompt = NewTokens::chain(128, &backbone.config, Kind::Float, Device::Cpu);
     let tokens_n = Tensor::arange(128, (Kind::Int64, Device::Cpu));
-    let _ = tch::no_grad(|| engine.extend(&tokens_n, &[RowTokens { row, nodes: &prompt }]));
-    engine.cache_mut().commit(row, 128);
+    let _ = tch::no_grad(|| engine.extend(&mut cache, &tokens_n, &[RowTokens { row, nodes: &prompt }]));
+    cache.commit(row, 128);
     let mut group = criterion.benchmark_group("forward");
     for n in [1i64, 4, 8, 16, 32, 64] {
         let offsets: Vec<i64> = (0..n).map(|node| node.min(1)).collect();
@@ -52,7 +53,7 @@ fn passes(criterion: &mut Criterion) {
         group.bench_with_input(BenchmarkId::from_parameter(n), &(), |b, ()| {
             b.iter(|| {
                 tch::no_grad(|| {
-                    let hidden_nh = engine.extend(&tokens_n, &[RowTokens { row, nodes: &new }]);
+                    let hidden_nh = engine.extend(&mut cache, &tokens_n, &[RowTokens { row, nodes: &new }]);
                     engine.logits(&hidden_nh).double_value(&[0, 0])
                 })
             });

@@ -9,6 +9,7 @@ use medusa::engine::fastest::fastest;
 use medusa::files::write_atomic;
 use medusa::model::attention::RowMask;
 use medusa::model::config::LlamaConfig;
+use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
@@ -142,8 +143,8 @@ fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
 /// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each a chain or the same as a tree.
 fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
     let kind = llama.kind();
-    let mut engine = fastest(llama);
-    let row = engine.cache_mut().push();
+    let engine = fastest(llama);
+    let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
     let mut parts = Vec::new();
     for ids in ids_t.split(chunk, 0) {
         let n = ids.size()[0];
@@ -152,10 +153,10 @@ fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool
             false => NewTokens::chain(n, &llama.config, kind, Device::Cpu),
             true => NewTokens::pattern(&offsets, |query, key| key <= query, &llama.config, kind, Device::Cpu),
         };
-        parts.push(engine.extend(&ids, &[RowTokens { row, nodes: &new }]));
-        engine.cache_mut().commit(row, n);
+        parts.push(engine.extend(&mut cache, &ids, &[RowTokens { row, nodes: &new }]));
+        cache.commit(row, n);
     }
-    assert_eq!(engine.cache().len(row), ids_t.size()[0]);
+    assert_eq!(cache.len(row), ids_t.size()[0]);
     Tensor::cat(&parts, 0)
 }
 
@@ -308,15 +309,15 @@ mod shared {
 
     /// The prompt, then one token at a time.
     fn greedy(llama: &Llama, prompt: &[i64], count: usize) -> Vec<i64> {
-        let mut engine = fastest(llama);
-        let row = engine.cache_mut().push();
+        let engine = fastest(llama);
+        let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
         let mut next = prompt.to_vec();
         let mut ids = Vec::new();
         while ids.len() < count {
             let n = i64::try_from(next.len()).expect("a number in range");
             let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
-            let hidden_nh = engine.extend(&Tensor::from_slice(&next), &[RowTokens { row, nodes: &new }]);
-            engine.cache_mut().commit(row, n);
+            let hidden_nh = engine.extend(&mut cache, &Tensor::from_slice(&next), &[RowTokens { row, nodes: &new }]);
+            cache.commit(row, n);
             let id = engine.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
             ids.push(id);
             next = vec![id];

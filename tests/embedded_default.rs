@@ -9,6 +9,7 @@ use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::engine::RowTokens;
 use medusa::engine::fastest::fastest;
+use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::new_tokens::NewTokens;
@@ -118,15 +119,15 @@ fn every_category_is_trained_evaluated_and_asked() {
 /// Greedy tokens up to the end of the answer, which has to come.
 fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
     const MOST: usize = 200;
-    let mut engine = fastest(llama);
-    let row = engine.cache_mut().push();
+    let engine = fastest(llama);
+    let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
     let mut next: Vec<i64> = prompt.iter().map(|&id| i64::from(id)).collect();
     let mut ids = Vec::new();
     while ids.len() < MOST {
         let n = i64::try_from(next.len()).expect("a number in range");
         let new = NewTokens::chain(n, &llama.config, Kind::Float, Device::Cpu);
-        let hidden_nh = engine.extend(&Tensor::from_slice(&next), &[RowTokens { row, nodes: &new }]);
-        engine.cache_mut().commit(row, n);
+        let hidden_nh = engine.extend(&mut cache, &Tensor::from_slice(&next), &[RowTokens { row, nodes: &new }]);
+        cache.commit(row, n);
         let id = engine.logits(&hidden_nh.narrow(0, n - 1, 1)).argmax(-1, false).int64_value(&[0]);
         if llama.config.eos_token_ids.contains(&id) {
             return ids;

@@ -5,6 +5,7 @@ use medusa::data::prompts;
 use medusa::data::tokenize::{TextTokenizer, wide};
 use medusa::engine::fastest::fastest;
 use medusa::engine::{Engine, RowTokens};
+use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::new_tokens::NewTokens;
@@ -19,27 +20,28 @@ use crate::embedded_default::tiny;
 const PROMPTS: usize = 32;
 const NEW_TOKENS: usize = 12;
 
-/// An engine whose row 0 holds a prompt, and the logits `[1, V]` after it.
-fn prefill<'a>(llama: &'a Llama, prompt: &[i64]) -> (Box<dyn Engine + 'a>, Tensor) {
-    let mut engine = fastest(llama);
-    let row = engine.cache_mut().push();
+/// A cache whose row 0 holds a prompt, and the logits `[1, V]` after it.
+fn prefill(engine: &dyn Engine, prompt: &[i64]) -> (KvCache, Tensor) {
+    let llama = engine.backbone();
+    let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
     let new = NewTokens::chain(prompt.len() as i64, &llama.config, Kind::Float, Device::Cpu);
-    let hidden_nh = engine.extend(&Tensor::from_slice(prompt), &[RowTokens { row, nodes: &new }]);
-    engine.cache_mut().commit(row, new.len());
+    let hidden_nh = engine.extend(&mut cache, &Tensor::from_slice(prompt), &[RowTokens { row, nodes: &new }]);
+    cache.commit(row, new.len());
     let logits_1v = engine.logits(&hidden_nh.narrow(0, new.len() - 1, 1));
-    (engine, logits_1v)
+    (cache, logits_1v)
 }
 
 /// Greedy decoding a token at a time: tokens, and the logits that each was chosen from and those after the last, `[tokens + 1, V]`.
 fn plainly(llama: &Llama, prompt: &[i64]) -> (Vec<i64>, Tensor) {
-    let (mut engine, logits_1v) = prefill(llama, prompt);
+    let engine = fastest(llama);
+    let (mut cache, logits_1v) = prefill(&*engine, prompt);
     let (mut tokens, mut logits) = (vec![], vec![logits_1v]);
     let one = NewTokens::chain(1, &llama.config, Kind::Float, Device::Cpu);
     while tokens.len() < NEW_TOKENS {
         let token = logits[logits.len() - 1].argmax(-1, false);
         tokens.push(token.int64_value(&[0]));
-        let hidden_1h = engine.extend(&token, &[RowTokens { row: 0, nodes: &one }]);
-        engine.cache_mut().commit(0, 1);
+        let hidden_1h = engine.extend(&mut cache, &token, &[RowTokens { row: 0, nodes: &one }]);
+        cache.commit(0, 1);
         logits.push(engine.logits(&hidden_1h));
     }
     (tokens, Tensor::cat(&logits, 0))
@@ -76,19 +78,21 @@ fn logits_of_an_accepted_path_are_plain_decodings_to_the_bit_on_32_prompts() {
     for prompt in &all[..PROMPTS] {
         let prompt = wide(&prompts::to_ids(&prompt.input, &tokenizer, template.as_ref()).expect("token ids"));
         let (text, plain_logits) = plainly(&llama, &prompt);
-        let (mut engine, logits_1v) = prefill(&llama, &prompt);
+        let engine = fastest(&llama);
+        let (mut cache, logits_1v) = prefill(&*engine, &prompt);
         assert_eq!(logits_1v.get(0), plain_logits.get(0), "after the prompt");
         let mut done = 0;
         while done < text.len() {
             let tokens = filled(&tree, &text[done..], llama.config.vocab_size, &mut rng);
-            let hidden_nh = engine.extend(&Tensor::from_slice(&tokens), &[RowTokens { row: 0, nodes: &nodes }]);
+            let hidden_nh =
+                engine.extend(&mut cache, &Tensor::from_slice(&tokens), &[RowTokens { row: 0, nodes: &nodes }]);
             let logits_nv = engine.logits(&hidden_nh);
             let best = |node: usize| logits_nv.get(node as i64).argmax(-1, false).int64_value(&[]);
             let (path, _) = accept::walk(&tree, &tokens, best);
             for (at, &node) in path.iter().enumerate().take(text.len() - done) {
                 assert_eq!(logits_nv.get(node as i64), plain_logits.get((done + at + 1) as i64), "token {}", done + at);
             }
-            engine.cache_mut().commit_path(0, &path);
+            cache.commit_path(0, &path);
             longest = longest.max(path.len());
             done += path.len();
         }

@@ -33,7 +33,7 @@ pub struct SequenceBatch<'a> {
 }
 
 impl<'a> SequenceBatch<'a> {
-    /// For at most `size` texts at a time, on an engine with an empty cache, with a drafter if there is one.
+    /// For at most `size` texts at a time, with a drafter if there is one.
     pub fn new(
         engine: Box<dyn Engine + 'a>,
         drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
@@ -67,11 +67,11 @@ impl<'a> SequenceBatch<'a> {
         let mut sequence = Sequence::new(request, config);
         let row = self.sequences.len();
         let begun = guard("the pass over a prompt", || {
-            self.stepper.engine_mut().cache_mut().push();
+            self.stepper.cache_mut().push();
             no_grad(|| self.stepper.begin(&mut sequence, row, Drafting::On));
         });
         if let Err(panic) = begun {
-            self.stepper.engine_mut().cache_mut().truncate_rows(row);
+            self.stepper.cache_mut().truncate_rows(row);
             return Err(panic.into());
         }
         self.sequences.push(sequence);
@@ -103,7 +103,7 @@ impl<'a> SequenceBatch<'a> {
     }
 
     fn leave(&mut self, row: usize) -> (usize, Generation) {
-        self.stepper.engine_mut().cache_mut().swap_remove(row);
+        self.stepper.cache_mut().swap_remove(row);
         let generation = self.sequences.swap_remove(row).finish();
         self.left += generation.new_ids.len() + generation.end.len();
         (self.keys.swap_remove(row), generation)
@@ -234,7 +234,7 @@ mod tests {
                 batch.enter(key, &Request::greedy(&[7, 3, 9], 20)).unwrap();
             }
             batch.enter(others, &Request::greedy(&prompt, 20)).unwrap();
-            batch.stepper.engine().cache().committed(others).copy()
+            batch.stepper.cache().committed(others).copy()
         };
         assert_eq!(keys_and_values_behind(0), keys_and_values_behind(2));
     }

@@ -24,10 +24,11 @@ pub struct HostLoop<'a> {
 }
 
 impl<'a> HostLoop<'a> {
-    /// On an engine with an empty cache, with a drafter if there is one.
-    pub fn new(mut engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
-        engine.cache_mut().push();
-        Self { stepper: Stepper::new(engine, drafter), cached: vec![] }
+    /// With an empty cache, with a drafter if there is one.
+    pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
+        let mut stepper = Stepper::new(engine, drafter);
+        stepper.cache_mut().push();
+        Self { stepper, cached: vec![] }
     }
 
     /// The tokens in the cache: the last prompt, and those new tokens that were computed (the last one may not be).
@@ -35,15 +36,10 @@ impl<'a> HostLoop<'a> {
         &self.cached
     }
 
-    /// Who computes.
-    pub fn engine(&self) -> &(dyn Engine + 'a) {
-        self.stepper.engine()
-    }
-
     /// The cache's first tokens stay, at most so many.
     fn keep(&mut self, tokens: usize) {
         self.cached.truncate(tokens);
-        self.stepper.engine_mut().cache_mut().truncate(0, self.cached.len() as i64);
+        self.stepper.cache_mut().truncate(0, self.cached.len() as i64);
     }
 }
 
@@ -79,7 +75,7 @@ impl DecodeLoop for HostLoop<'_> {
             return Err(panic.into());
         }
         self.cached = sequence.text().ids().to_vec();
-        self.keep(self.stepper.engine().cache().len(0).unsigned_abs() as usize);
+        self.keep(self.stepper.cache().len(0).unsigned_abs() as usize);
         Ok(sequence.finish())
     }
 }

@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 use super::error::{DecodeError, check_prompt};
 use crate::engine::fastest::fastest;
 use crate::engine::{Engine, RowTokens};
+use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 use crate::model::new_tokens::NewTokens;
 use crate::torch::guard;
@@ -22,19 +23,20 @@ pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result
     if text.is_empty() {
         return Ok(0.0);
     }
-    Ok(guard("scoring a text", || tch::no_grad(|| score(&mut *fastest(backbone), prompt, text)))?)
+    Ok(guard("scoring a text", || tch::no_grad(|| score(&*fastest(backbone), prompt, text)))?)
 }
 
-fn score(engine: &mut dyn Engine, prompt: &[i64], text: &[i64]) -> f64 {
+fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> f64 {
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let all = [prompt, text].concat();
-    let row = engine.cache_mut().push();
+    let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
     let mut sum = 0.0;
     let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
     for (piece, begin) in seen.chunks(CHUNK).zip((0..).step_by(CHUNK)) {
         let nodes = &NewTokens::chain(piece.len() as i64, &engine.backbone().config, kind, device);
-        let hidden_nh = engine.extend(&Tensor::from_slice(piece).to_device(device), &[RowTokens { row, nodes }]);
-        engine.cache_mut().commit(row, nodes.len());
+        let hidden_nh =
+            engine.extend(&mut cache, &Tensor::from_slice(piece).to_device(device), &[RowTokens { row: 0, nodes }]);
+        cache.commit(0, nodes.len());
         let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
         if first < piece.len() {
             let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
@@ -80,9 +82,9 @@ mod tests {
         let at_once = log_probability(&backbone, &prompt, &text).expect("a prompt");
         let one_by_one: f64 = (0..text.len())
             .map(|at| {
-                let mut engine = TchEngine::new(&backbone);
-                let row = engine.cache_mut().push();
-                let hidden_1h = prefill(512, &mut engine, row, &[&prompt[..], &text[..at]].concat());
+                let engine = TchEngine::new(&backbone);
+                let cache = &mut KvCache::of_one_row(&backbone.config, Kind::Float, Device::Cpu);
+                let hidden_1h = prefill(512, &engine, (cache, 0), &[&prompt[..], &text[..at]].concat());
                 let log_p_1v = engine.logits(&hidden_1h).log_softmax(-1, Kind::Float);
                 log_p_1v.double_value(&[0, text[at]])
             })

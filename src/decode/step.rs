@@ -11,6 +11,7 @@ use super::verify::{Verdict, first_root, verify};
 use crate::draft::{Drafter, Proposal, TextSoFar};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
+use crate::model::kv_cache::KvCache;
 use crate::model::new_tokens::NewTokens;
 use crate::tree::accept::Acceptance;
 
@@ -30,6 +31,7 @@ pub enum Drafting {
 #[derive(Debug)]
 pub struct Stepper<'a> {
     engine: Box<dyn Engine + 'a>,
+    cache: KvCache,
     drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
     /// A token behind the cache.
     one: NewTokens,
@@ -40,7 +42,8 @@ impl<'a> Stepper<'a> {
     pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
         let backbone = engine.backbone();
         let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
-        Self { engine, drafter, one }
+        let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+        Self { engine, cache, drafter, one }
     }
 
     /// Who computes.
@@ -48,14 +51,20 @@ impl<'a> Stepper<'a> {
         &*self.engine
     }
 
-    pub(super) fn engine_mut(&mut self) -> &mut (dyn Engine + 'a) {
-        &mut *self.engine
+    /// Keys and values of the sequences.
+    pub fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    /// As [`Stepper::cache`]: the caller adds, cuts and removes rows.
+    pub(super) fn cache_mut(&mut self) -> &mut KvCache {
+        &mut self.cache
     }
 
     /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
     pub(super) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
-        let cached = self.engine.cache().len(row).unsigned_abs() as usize;
-        let hidden_1h = prefill(PREFILL_CHUNK, &mut *self.engine, row, &sequence.text().ids()[cached..]);
+        let cached = self.cache.len(row).unsigned_abs() as usize;
+        let hidden_1h = prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &sequence.text().ids()[cached..]);
         let logits_1v = self.engine.logits(&hidden_1h);
         let root = match &self.drafter {
             Some((_, acceptance)) if drafting == Drafting::On => first_root(*acceptance, &logits_1v, sequence),
@@ -80,9 +89,9 @@ impl<'a> Stepper<'a> {
                 Tensor::from_slice(&roots).to_device(self.engine.backbone().device())
             }
         };
-        let hidden_bh = self.engine.extend_all(&roots_b, &self.one);
+        let hidden_bh = self.engine.extend_all(&mut self.cache, &roots_b, &self.one);
         let logits_bv = self.engine.logits(&hidden_bh);
-        (0..sequences.len()).for_each(|row| self.engine.cache_mut().commit(row, 1));
+        (0..sequences.len()).for_each(|row| self.cache.commit(row, 1));
         sequences.iter_mut().for_each(Sequence::see_root);
         let next = next_roots(&logits_bv, sequences);
         for (sequence, next) in sequences.iter_mut().zip(next) {
@@ -96,14 +105,14 @@ impl<'a> Stepper<'a> {
         let proposals = drafter.propose(&texts);
         let rows: Vec<RowTokens> =
             proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
-        let hidden_nh = self.engine.extend(&tokens_of(&proposals), &rows);
+        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &rows);
         let logits_nv = self.engine.logits(&hidden_nh);
         let mut first = 0;
         for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
             let nodes = proposal.tree.nodes.len();
             let verdict = verify(*acceptance, proposal, &logits_nv.narrow(0, first, nodes), sequence);
             let Verdict { path, accepted, next } = verdict;
-            self.engine.cache_mut().commit_path(row, &path);
+            self.cache.commit_path(row, &path);
             let last = path.last().map_or(0, |&node| node as i64);
             sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, first + last, 1)));
             first += nodes;
@@ -136,17 +145,22 @@ fn next_roots(logits_bv: &Tensor, sequences: &mut [Sequence]) -> Vec<Chosen> {
 
 /// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's hidden state,
 /// `[1, H]`.
-pub(super) fn prefill(chunk: usize, engine: &mut dyn Engine, row: usize, tokens: &[i64]) -> Tensor {
+pub(super) fn prefill(
+    chunk: usize,
+    engine: &dyn Engine,
+    (cache, row): (&mut KvCache, usize),
+    tokens: &[i64],
+) -> Tensor {
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
-    let chain = |n: usize, engine: &dyn Engine| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
-    let whole = chain(chunk.min(tokens.len()), engine); // one for all whole chunks: they share its mask
+    let chain = |n: usize| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
+    let whole = chain(chunk.min(tokens.len())); // one for all whole chunks: they share its mask
     let mut hidden_1h = None;
     for piece in tokens.chunks(chunk) {
-        let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len(), engine));
+        let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len()));
         let nodes = rest.as_ref().unwrap_or(&whole);
         let tokens_n = Tensor::from_slice(piece).to_device(device);
-        let hidden_nh = engine.extend(&tokens_n, &[RowTokens { row, nodes }]);
-        engine.cache_mut().commit(row, nodes.len());
+        let hidden_nh = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
+        cache.commit(row, nodes.len());
         hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));
     }
     hidden_1h.expect("a prompt has at least one token that is not cached")

@@ -15,6 +15,7 @@ use crate::model::kv_cache::KvCache;
 use crate::model::linear::Linear;
 use crate::model::llama::{Llama, MergedLayer};
 use crate::model::lora::Adapters;
+use crate::model::new_tokens::NewTokens;
 
 /// Tokens that go through the layers together: what they need beside the weights stays in the second cache.
 const TOGETHER: usize = 64;
@@ -34,7 +35,6 @@ pub enum Unsupported {
 #[derive(Debug)]
 pub struct CpuEngine<'a> {
     backbone: &'a Llama,
-    cache: KvCache,
     layers: Vec<KernelLayer<'a>>,
     norm_h: Vec<f32>,
     number: Number,
@@ -87,14 +87,13 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
 }
 
 impl<'a> CpuEngine<'a> {
-    /// With an empty cache, for a backbone that was loaded for decoding.
+    /// Of a backbone that was loaded for decoding.
     ///
     /// # Errors
     /// [`Unsupported`] says why the kernels cannot run it.
     pub fn new(backbone: &'a Llama) -> Result<Self, Unsupported> {
         let (number, layers) = kernel_layers(backbone)?;
-        let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        Ok(Self { backbone, cache, layers, norm_h: numbers(backbone.norm()), number, team: Team::of_process() })
+        Ok(Self { backbone, layers, norm_h: numbers(backbone.norm()), number, team: Team::of_process() })
     }
 
     /// Whether the kernels can run a backbone.
@@ -105,31 +104,30 @@ impl<'a> CpuEngine<'a> {
         kernel_layers(backbone).map(drop)
     }
 
-    fn extend_row(&mut self, tokens_n: &Tensor, at: RowTokens) -> Tensor {
-        self.cache.reserve_tokens(at.row, at.nodes.len());
+    fn extend_row(&self, cache: &mut KvCache, tokens_n: &Tensor, at: RowTokens) -> Tensor {
+        cache.reserve_tokens(at.row, at.nodes.len());
         let (n, h) = (at.nodes.len(), self.backbone.config.hidden_size);
         let mut x_nh = numbers(&self.backbone.embed(tokens_n));
         for (chunk, x_nh) in x_nh.chunks_mut(TOGETHER * h as usize).enumerate() {
-            self.run_tokens(chunk * TOGETHER, x_nh, at);
+            self.run_tokens(cache, chunk * TOGETHER, x_nh, at);
         }
         Tensor::from_slice(&x_nh).view([n, h]).to_kind(self.backbone.kind())
     }
 
     /// Tokens from number `first` on: embeddings to hidden states after the final norm, in place.
-    fn run_tokens(&mut self, first: usize, x_nh: &mut [f32], row: RowTokens) {
+    fn run_tokens(&self, cache: &mut KvCache, first: usize, x_nh: &mut [f32], row: RowTokens) {
         let config = &self.backbone.config;
         let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.backbone.block().norms;
         let MlpSpec { width, activation: Activation::Silu } = self.backbone.block().mlp;
         let (n, eps) = (x_nh.len() / config.hidden_size as usize, eps as f32);
-        let at = self.cache.len(row.row) as usize + first;
-        let mut buffers = self.buffers(x_nh.to_vec(), first..first + n, row);
-        for index in 0..self.layers.len() {
-            let layer = &self.layers[index];
+        let len = cache.len(row.row);
+        let at = len as usize + first;
+        let mut buffers = self.buffers(x_nh.to_vec(), len, first..first + n, row.nodes);
+        for (index, layer) in self.layers.iter().enumerate() {
             rms_norm(&buffers.x_nh, &layer.input_layernorm_h, eps, &mut buffers.normed_nh);
             layer.qkv.multiply(&buffers.normed_nh, &mut buffers.qkv, self.team);
-            self.write_keys_and_values(index, row.row, at, &mut buffers);
-            self.attend(index, row.row, &mut buffers);
-            let layer = &self.layers[index];
+            self.write_keys_and_values(cache, [index, row.row], at, &mut buffers);
+            self.attend(cache, [index, row.row], &mut buffers);
             layer.o.multiply(&buffers.attended, &mut buffers.normed_nh, self.team);
             add(&mut buffers.x_nh, &buffers.normed_nh);
             rms_norm(&buffers.x_nh, &layer.post_attention_layernorm_h, eps, &mut buffers.normed_nh);
@@ -141,10 +139,10 @@ impl<'a> CpuEngine<'a> {
         rms_norm(&buffers.x_nh, &self.norm_h, eps, x_nh);
     }
 
-    fn buffers(&self, x_nh: Vec<f32>, range: std::ops::Range<usize>, row: RowTokens) -> Buffers {
+    fn buffers(&self, x_nh: Vec<f32>, len: i64, range: std::ops::Range<usize>, nodes: &NewTokens) -> Buffers {
         let size = |size: i64| vec![0.0; range.len() * size as usize];
-        let (config, len) = (&self.backbone.config, self.cache.len(row.row));
-        let rotation_at = |n: usize| rotation(len + row.nodes.offset(n), self.backbone.rotary_frequencies());
+        let config = &self.backbone.config;
+        let rotation_at = |n: usize| rotation(len + nodes.offset(n), self.backbone.rotary_frequencies());
         Buffers {
             x_nh,
             normed_nh: size(config.hidden_size),
@@ -153,19 +151,19 @@ impl<'a> CpuEngine<'a> {
             gate_up: size(2 * config.intermediate_size),
             gated_nf: size(config.intermediate_size),
             rotations: range.clone().map(rotation_at).collect(),
-            seen: range.map(|n| row.nodes.seen(n, len as usize)).collect(),
+            seen: range.map(|n| nodes.seen(n, len as usize)).collect(),
         }
     }
 
     /// Rotates queries and keys, and writes keys and values to a row of the cache from token `at` on.
-    fn write_keys_and_values(&mut self, layer: usize, row: usize, at: usize, buffers: &mut Buffers) {
+    fn write_keys_and_values(&self, cache: &mut KvCache, [layer, row]: [usize; 2], at: usize, buffers: &mut Buffers) {
         let config = &self.backbone.config;
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
         for (qkv, rotation) in buffers.qkv.chunks_exact_mut(q + 2 * kv).zip(&buffers.rotations) {
             rotate(&mut qkv[..q + kv], rotation);
         }
-        let room = self.cache.room();
-        for (bytes, first) in self.cache.planes_mut(layer, row).into_iter().zip([q, q + kv]) {
+        let room = cache.room();
+        for (bytes, first) in cache.planes_mut(layer, row).into_iter().zip([q, q + kv]) {
             for (n, qkv) in buffers.qkv.chunks_exact(q + 2 * kv).enumerate() {
                 for (group, head_d) in qkv[first..first + kv].chunks_exact(d).enumerate() {
                     let from = (group * room + at + n) * d * self.number.bytes();
@@ -175,14 +173,14 @@ impl<'a> CpuEngine<'a> {
         }
     }
 
-    fn attend(&self, layer: usize, row: usize, buffers: &mut Buffers) {
+    fn attend(&self, cache: &KvCache, [layer, row]: [usize; 2], buffers: &mut Buffers) {
         let config = &self.backbone.config;
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
         let scalar = self.backbone.block().heads.query_pre_attn_scalar;
-        let plane = |bytes| Plane { bytes, number: self.number, room: self.cache.room(), head_size: d };
+        let plane = |bytes| Plane { bytes, number: self.number, room: cache.room(), head_size: d };
         let heads = AttentionShape { queries: q / d, groups: kv / d, scale: (scalar as f32).sqrt().recip() };
         let queries = (&buffers.qkv[..], q + 2 * kv);
-        let planes = self.cache.planes(layer, row).map(plane);
+        let planes = cache.planes(layer, row).map(plane);
         attend(queries, planes, &buffers.seen, heads, &mut buffers.attended, self.team);
     }
 }
@@ -196,20 +194,12 @@ impl Engine for CpuEngine<'_> {
         self.backbone
     }
 
-    fn cache(&self) -> &KvCache {
-        &self.cache
-    }
-
-    fn cache_mut(&mut self) -> &mut KvCache {
-        &mut self.cache
-    }
-
-    fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+    fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
         if let [row] = *batch {
-            return self.extend_row(tokens_n, row);
+            return self.extend_row(cache, tokens_n, row);
         }
         let hidden: Vec<Tensor> =
-            each_row(tokens_n, batch).iter().map(|(row, tokens_n)| self.extend_row(tokens_n, *row)).collect();
+            each_row(tokens_n, batch).iter().map(|(row, tokens_n)| self.extend_row(cache, tokens_n, *row)).collect();
         Tensor::cat(&hidden, 0)
     }
 
@@ -249,7 +239,6 @@ mod tests {
     use super::*;
     use crate::engine::tch::TchEngine;
     use crate::model::config::LlamaConfig;
-    use crate::model::new_tokens::NewTokens;
     use crate::torch::Generator;
 
     fn config(sliding_window: Option<i64>) -> LlamaConfig {
@@ -257,19 +246,20 @@ mod tests {
     }
 
     /// New tokens behind a cache: a prompt, a tree whose path is kept, a token more. All hidden states that came out, `[rows, H]`.
-    fn decode_a_little(engine: &mut dyn Engine) -> Tensor {
+    fn decode_a_little(engine: &dyn Engine) -> Tensor {
         let (config, kind) = (engine.backbone().config.clone(), engine.backbone().kind());
-        let row = engine.cache_mut().push();
+        let mut cache = KvCache::of_one_row(&config, kind, Device::Cpu);
+        let row = 0;
         let tokens = Tensor::from_slice(&(0..90).map(|i| i * 7 % 50).collect::<Vec<i64>>());
         let chain = |n: i64| NewTokens::chain(n, &config, kind, Device::Cpu);
-        let prompt = engine.extend(&tokens, &[RowTokens { row, nodes: &chain(90) }]);
-        engine.cache_mut().commit(row, 90);
+        let prompt = engine.extend(&mut cache, &tokens, &[RowTokens { row, nodes: &chain(90) }]);
+        cache.commit(row, 90);
         let parents = [None, Some(0), Some(0), Some(2), Some(3)];
         let ancestor = |query: usize, key: usize| std::iter::successors(Some(query), |&n| parents[n]).any(|n| n == key);
         let new = NewTokens::pattern(&[0, 1, 1, 2, 3], ancestor, &config, kind, Device::Cpu);
-        let tree = engine.extend(&tokens.narrow(0, 3, 5), &[RowTokens { row, nodes: &new }]);
-        engine.cache_mut().commit_path(row, &[0, 2, 3, 4]);
-        let last = engine.extend(&tokens.narrow(0, 0, 1), &[RowTokens { row, nodes: &chain(1) }]);
+        let tree = engine.extend(&mut cache, &tokens.narrow(0, 3, 5), &[RowTokens { row, nodes: &new }]);
+        cache.commit_path(row, &[0, 2, 3, 4]);
+        let last = engine.extend(&mut cache, &tokens.narrow(0, 0, 1), &[RowTokens { row, nodes: &chain(1) }]);
         Tensor::cat(&[prompt, tree, last], 0)
     }
 
@@ -282,8 +272,8 @@ mod tests {
                     LlamaConfig { max_position_embeddings: 256, attention_bias: bias, head_dim, ..config(window) };
                 let llama = || Llama::random(long.clone(), kind, Device::Cpu, 5);
                 let (oracle, ours) = (llama().for_batches(), llama().for_decoding());
-                let oracle = decode_a_little(&mut TchEngine::new(&oracle)).to_kind(Kind::Double);
-                let ours = decode_a_little(&mut CpuEngine::new(&ours).expect("kernels"));
+                let oracle = decode_a_little(&TchEngine::new(&oracle)).to_kind(Kind::Double);
+                let ours = decode_a_little(&CpuEngine::new(&ours).expect("kernels"));
                 let off = (ours.to_kind(Kind::Double) - oracle).abs().max().double_value(&[]);
                 assert!(off < tolerance, "{kind:?}, window {window:?}: {off}");
             }
@@ -300,13 +290,13 @@ mod tests {
         let llama = Llama::random(config(Some(9)), kind, Device::Cpu, 6).for_decoding();
         let tokens = Generator::seeded(7).integers(50, &[40]);
         let by_chunks = |chunk: i64| {
-            let mut engine = CpuEngine::new(&llama).expect("kernels");
-            let row = engine.cache_mut().push();
+            let engine = CpuEngine::new(&llama).expect("kernels");
+            let mut cache = KvCache::of_one_row(&llama.config, kind, Device::Cpu);
             let pieces = tokens.split(chunk, 0);
             let logits = pieces.iter().map(|piece| {
                 let new = NewTokens::chain(piece.size()[0], &llama.config, kind, Device::Cpu);
-                let hidden = engine.extend(piece, &[RowTokens { row, nodes: &new }]);
-                engine.cache_mut().commit(row, new.len());
+                let hidden = engine.extend(&mut cache, piece, &[RowTokens { row: 0, nodes: &new }]);
+                cache.commit(0, new.len());
                 engine.logits(&hidden)
             });
             Tensor::cat(&logits.collect::<Vec<_>>(), 0)

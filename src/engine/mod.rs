@@ -1,4 +1,4 @@
-//! Engines: who runs the backbone over new tokens. An engine commits nothing: its caller says which tokens stay in the cache.
+//! Engines: who runs the backbone over new tokens behind a cache. An engine commits nothing: its caller says which tokens stay there.
 //!
 //! [`tch`] computes with libtorch on any device and is the oracle of the others; [`cpu`] has kernels of its own for few
 //! rows; [`cuda`] runs whole steps on the device, and so is no [`Engine`].
@@ -19,7 +19,7 @@ pub mod prefix;
 pub mod sample;
 pub mod tch;
 
-/// Runs a backbone over new tokens of several sequences, each a row of its cache.
+/// Runs a backbone over new tokens of several sequences, each a row of a cache.
 pub trait Engine: fmt::Debug {
     /// As `--engine` spells it.
     fn name(&self) -> &'static str;
@@ -27,21 +27,16 @@ pub trait Engine: fmt::Debug {
     /// What it runs.
     fn backbone(&self) -> &Llama;
 
-    /// Keys and values of its sequences.
-    fn cache(&self) -> &KvCache;
-
-    /// As [`Engine::cache`]: rows are pushed, committed, truncated and removed by the caller.
-    fn cache_mut(&mut self) -> &mut KvCache;
-
     /// Runs each sequence's new tokens behind its row of the cache; they become the row's pending tokens. `tokens_n` `[N]`, int64, has
     /// them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; spare rows may follow, which mean
     /// nothing.
-    fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
+    fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
 
     /// Runs one new token behind every row of the cache, in their order: `tokens_b` `[B]`, `token` how each lies. What comes back is as
     /// of [`Engine::extend`].
-    fn extend_all(&mut self, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
-        self.extend(tokens_b, &in_all_rows(self.cache(), token))
+    fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+        let batch = in_all_rows(cache, token);
+        self.extend(cache, tokens_b, &batch)
     }
 
     /// The LM head: hidden states `[N, H]` to logits `[N, V]`.

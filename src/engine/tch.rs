@@ -12,7 +12,6 @@ use crate::model::new_tokens::NewTokens;
 #[derive(Debug)]
 pub struct TchEngine<'a> {
     backbone: &'a Llama,
-    cache: KvCache,
     reads: Reads,
 }
 
@@ -26,13 +25,12 @@ enum Reads {
 }
 
 impl<'a> TchEngine<'a> {
-    /// For one sequence at a time, with an empty cache.
+    /// For one sequence at a time.
     pub fn new(backbone: &'a Llama) -> Self {
-        let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        Self { backbone, cache, reads: Reads::EachRow }
+        Self { backbone, reads: Reads::EachRow }
     }
 
-    /// For many sequences at a time, with an empty cache.
+    /// For many sequences at a time.
     pub fn for_batches(backbone: &'a Llama) -> Self {
         Self { reads: Reads::AllRows, ..Self::new(backbone) }
     }
@@ -47,28 +45,22 @@ impl Engine for TchEngine<'_> {
         self.backbone
     }
 
-    fn cache(&self) -> &KvCache {
-        &self.cache
-    }
-
-    fn cache_mut(&mut self) -> &mut KvCache {
-        &mut self.cache
-    }
-
-    fn extend(&mut self, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+    fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
         if let [RowTokens { row, nodes }] = *batch {
-            return self.backbone.extend(tokens_n, nodes, &mut self.cache, row);
+            return self.backbone.extend(tokens_n, nodes, cache, row);
         }
         let rows = each_row(tokens_n, batch);
-        let mut run =
-            |(at, tokens): &(RowTokens, Tensor)| self.backbone.extend(tokens, at.nodes, &mut self.cache, at.row);
+        let mut run = |(at, tokens): &(RowTokens, Tensor)| self.backbone.extend(tokens, at.nodes, cache, at.row);
         Tensor::cat(&rows.iter().map(&mut run).collect::<Vec<_>>(), 0)
     }
 
-    fn extend_all(&mut self, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+    fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
         match self.reads {
-            Reads::AllRows => self.backbone.extend_rows(tokens_b, &mut self.cache),
-            Reads::EachRow => self.extend(tokens_b, &in_all_rows(&self.cache, token)),
+            Reads::AllRows => self.backbone.extend_rows(tokens_b, cache),
+            Reads::EachRow => {
+                let batch = in_all_rows(cache, token);
+                self.extend(cache, tokens_b, &batch)
+            }
         }
     }
 

@@ -12,6 +12,7 @@ use super::super::step::prefill;
 use super::*;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::engine::tch::TchEngine;
+use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
 
 /// A loop on libtorch's engine, with heads that accept greedily.
@@ -24,23 +25,22 @@ fn conversation<'a>(llama: &'a Llama, drafter: Option<&MedusaDrafter<'a>>) -> Ho
 
 /// Committed keys and values of the loop.
 fn committed(session: &HostLoop) -> Tensor {
-    session.engine().cache().committed(0)
+    session.stepper.cache().committed(0)
 }
 
 fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
     (a - b).abs().max().double_value(&[])
 }
 
-/// An engine whose row 0 holds these tokens, computed in one pass, and the last one's hidden state.
-fn pass_over<'a>(llama: &'a Llama, ids: &[i64]) -> (TchEngine<'a>, Tensor) {
-    let mut engine = TchEngine::new(llama);
-    engine.cache_mut().push();
-    let hidden_1h = tch::no_grad(|| prefill(ids.len(), &mut engine, 0, ids));
-    (engine, hidden_1h)
+/// A cache whose row 0 holds these tokens, computed in one pass, and the last one's hidden state.
+fn pass_over(llama: &Llama, ids: &[i64]) -> (KvCache, Tensor) {
+    let mut cache = KvCache::of_one_row(&llama.config, llama.kind(), llama.device());
+    let hidden_1h = tch::no_grad(|| prefill(ids.len(), &TchEngine::new(llama), (&mut cache, 0), ids));
+    (cache, hidden_1h)
 }
 
 fn cache_of(llama: &Llama, ids: &[i64]) -> Tensor {
-    pass_over(llama, ids).0.cache().committed(0).copy()
+    pass_over(llama, ids).0.committed(0).copy()
 }
 
 #[test]
@@ -75,13 +75,14 @@ fn a_prompt_in_chunks_is_a_prompt_in_one_pass() {
         let prompt: Vec<i64> = (0..CONTEXT - 1).map(|i| i * i % VOCABULARY).collect();
         let (whole, expected_1h) = pass_over(&llama, &prompt);
         for (chunk, cached) in [(1, 0), (5, 0), (21, 0), (62, 0), (9, 30), (64, 62)] {
-            let (mut engine, _) = pass_over(&llama, &prompt[..cached.max(1)]);
-            engine.cache_mut().truncate(0, cached as i64);
-            let hidden_1h = tch::no_grad(|| prefill(chunk, &mut engine, 0, &prompt[cached..]));
-            assert_eq!(engine.cache().len(0), whole.cache().len(0));
+            let (mut cache, _) = pass_over(&llama, &prompt[..cached.max(1)]);
+            cache.truncate(0, cached as i64);
+            let hidden_1h =
+                tch::no_grad(|| prefill(chunk, &TchEngine::new(&llama), (&mut cache, 0), &prompt[cached..]));
+            assert_eq!(cache.len(0), whole.len(0));
             let off = [
                 largest_difference(&hidden_1h, &expected_1h),
-                largest_difference(&engine.cache().committed(0), &whole.cache().committed(0)),
+                largest_difference(&cache.committed(0), &whole.committed(0)),
             ];
             assert!(off.iter().all(|&off| off < 1e-11), "chunks of {chunk}: {off:?}");
         }
