@@ -57,6 +57,11 @@ fn a_sweep_of_nodes_has_a_tree_of_each_size() {
     for (line, nodes) in lines.iter().zip([1, 5, 12]) {
         assert_eq!((&line["tree_nodes"], &line["identical"]), (&json!(nodes), &json!(true)));
     }
+    world.lines("sweep.json", &lines);
+    let inspected = world.json(&["inspect", "sweep.json"]).remove(0);
+    let fastest =
+        lines.iter().max_by(|a, b| a["speedup"].as_f64().partial_cmp(&b["speedup"].as_f64()).expect("numbers"));
+    assert_eq!((&inspected["kind"], Some(&inspected["bench"])), (&json!("bench"), fastest));
     let rows = csv(&world, "n.csv");
     assert_eq!(rows.len(), 3);
     for (row, line) in rows.iter().zip(&lines) {

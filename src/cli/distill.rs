@@ -107,7 +107,8 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut engine = args.engine;
     if args.heads.is_none() {
         if matches!(engine.engine, EngineName::Cpu | EngineName::Cuda) {
-            return Err(UsageError(format!("{TOGETHER}: use --engine tch, or give it --heads")).into());
+            let why = format!("--engine cpu and --engine cuda need --heads: {TOGETHER}; use --engine tch");
+            return Err(UsageError(why).into());
         }
         engine.engine = EngineName::Tch;
     }
