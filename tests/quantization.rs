@@ -12,7 +12,7 @@ use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::{Adapters, LoraConfig};
 use medusa::model::quantization::int8::Int8;
-use medusa::model::quantization::nf4::{AbsmaxBits, CODE, Nf4, Tables};
+use medusa::model::quantization::nf4::{AbsmaxBits, BlockScales, CODE, Nf4, Tables};
 use medusa::model::quantization::{Quantization, Quantizer};
 use medusa::model::weights;
 use medusa::torch::Generator;
@@ -75,10 +75,10 @@ fn blockwise_states_equal_those_of_bitsandbytes() {
         [("blockwise", DynamicMap::signed(Device::Cpu)), ("blockwise_u", DynamicMap::unsigned(Device::Cpu))]
     {
         let expected = |part: &str| reference.tensor(&format!("{name}.{part}"));
-        assert_equal(&format!("{name}.code"), map.codes(), &expected("code"));
+        assert_equal(&format!("{name}.code"), &map.codes, &expected("code"));
         let quantized = Blockwise::quantize(&expected("x"), &map);
-        assert_equal(&format!("{name}.absmax"), quantized.absmax(), &expected("absmax"));
-        assert_equal(&format!("{name}.q"), quantized.codes(), &expected("q"));
+        assert_equal(&format!("{name}.absmax"), &quantized.absmax, &expected("absmax"));
+        assert_equal(&format!("{name}.q"), &quantized.codes, &expected("q"));
         assert_equal(&format!("{name}.dequant"), &quantized.dequantize(), &expected("dequant"));
     }
 }
@@ -95,17 +95,17 @@ fn nf4_weights_equal_those_of_bitsandbytes() {
         let equal = |part: &str, got: &Tensor| assert_equal(&format!("{weight_is}.{part}"), got, &expected(part));
 
         let plain = Nf4::quantize(&weight, &tables, AbsmaxBits::ThirtyTwo);
-        equal("codes", &plain.pairs().view(-1));
+        equal("codes", &plain.pairs.view(-1));
         equal("absmax", &plain.absmax());
         equal("dequant", &plain.dequantize(size, weight.kind()));
 
         let compressed = Nf4::quantize(&weight, &tables, AbsmaxBits::Eight);
-        let (differences, mean) = compressed.compressed_absmax().expect("8 bits");
-        equal("dq_codes", &compressed.pairs().view(-1));
+        let BlockScales::EightBit { differences, mean } = &compressed.scales else { panic!("8 bits were asked for") };
+        equal("dq_codes", &compressed.pairs.view(-1));
         equal("dq_offset", &mean.view(1));
-        equal("dq_absmax_u8", differences.codes());
-        equal("dq_nested_absmax", differences.absmax());
-        equal("dq_nested_code", DynamicMap::signed(Device::Cpu).codes());
+        equal("dq_absmax_u8", &differences.codes);
+        equal("dq_nested_absmax", &differences.absmax);
+        equal("dq_nested_code", &DynamicMap::signed(Device::Cpu).codes);
         equal("dq_dequant", &compressed.dequantize(size, weight.kind()));
         let quantized = Quantizer::new(Quantization::Nf4, Device::Cpu).quantize(&weight);
         equal("dq_dequant", &quantized.dequantize(weight.kind()));
@@ -137,7 +137,7 @@ fn int8_weights_are_those_of_the_formula() {
             values.push(q * (absmax / 127.0));
         }
     }
-    assert_equal("codes", int8.codes(), &Tensor::from_slice(&codes).view([257, 300]));
+    assert_equal("codes", &int8.codes_oi, &Tensor::from_slice(&codes).view([257, 300]));
     let values = Tensor::from_slice(&values).view([257, 300]);
     assert_equal("float32", &int8.dequantize(Kind::Float), &values);
     assert_equal("bfloat16", &int8.dequantize(Kind::BFloat16), &values.to_kind(Kind::BFloat16));

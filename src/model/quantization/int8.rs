@@ -12,9 +12,9 @@ use super::slices::{ranges, slice};
 #[derive(Debug)]
 pub struct Int8 {
     /// `[O, I]`, int8.
-    codes_oi: Tensor,
+    pub codes_oi: Tensor,
     /// `[O]`, float32.
-    absmax_o: Tensor,
+    pub absmax_o: Tensor,
 }
 
 impl Int8 {
@@ -40,16 +40,6 @@ impl Int8 {
             weight_oi.narrow(0, row, rows).copy_(&scaled);
         }
         weight_oi
-    }
-
-    /// `[O, I]`, int8.
-    pub fn codes(&self) -> &Tensor {
-        &self.codes_oi
-    }
-
-    /// `[O]`, float32.
-    pub fn absmax(&self) -> &Tensor {
-        &self.absmax_o
     }
 
     pub(super) fn tensors(&self) -> [&Tensor; 2] {

@@ -110,8 +110,8 @@ impl QuantizedWeight {
     /// Where it lies.
     pub fn device(&self) -> Device {
         match &self.codes {
-            Codes::Nf4(codes) => codes.pairs().device(),
-            Codes::Int8(codes) => codes.codes().device(),
+            Codes::Nf4(codes) => codes.pairs.device(),
+            Codes::Int8(codes) => codes.codes_oi.device(),
         }
     }
 }

@@ -67,16 +67,25 @@ pub enum AbsmaxBits {
 #[derive(Debug)]
 pub struct Nf4 {
     /// `[C, 32]`, uint8: two codes each, the first in the high nibble.
-    pairs: Tensor,
-    absmax: Absmax,
+    pub pairs: Tensor,
+    /// What scales each block.
+    pub scales: BlockScales,
     /// [`Tables::pairs`].
     table: Tensor,
 }
 
+/// The absmax of each block.
 #[derive(Debug)]
-enum Absmax {
+pub enum BlockScales {
+    /// `[C]`, float32.
     Float32(Tensor),
-    EightBit { differences: Blockwise, mean: Tensor },
+    /// Their differences to their mean, quantised once more.
+    EightBit {
+        /// `[C]`.
+        differences: Blockwise,
+        /// A float32 scalar.
+        mean: Tensor,
+    },
 }
 
 impl Nf4 {
@@ -92,14 +101,14 @@ impl Nf4 {
             pairs.narrow(0, start / BLOCK, most.size()[0]).copy_(&of_slice);
             absmax.narrow(0, start / BLOCK, most.size()[0]).copy_(&most);
         }
-        let absmax = match bits {
-            AbsmaxBits::ThirtyTwo => Absmax::Float32(absmax),
+        let scales = match bits {
+            AbsmaxBits::ThirtyTwo => BlockScales::Float32(absmax),
             AbsmaxBits::Eight => {
                 let mean = absmax.mean(Kind::Float);
-                Absmax::EightBit { differences: Blockwise::quantize(&(absmax - &mean), &tables.map), mean }
+                BlockScales::EightBit { differences: Blockwise::quantize(&(absmax - &mean), &tables.map), mean }
             }
         };
-        Self { pairs, absmax, table: tables.pairs.shallow_clone() }
+        Self { pairs, scales, table: tables.pairs.shallow_clone() }
     }
 
     /// Of this size, in `kind`: code · absmax in float32, then rounded.
@@ -115,33 +124,20 @@ impl Nf4 {
         weight.narrow(0, 0, size[0] * size[1]).view(size)
     }
 
-    /// `[C, 32]`, uint8: two codes each, the first in the high nibble.
-    pub fn pairs(&self) -> &Tensor {
-        &self.pairs
-    }
-
     /// `[C]`, float32.
     pub fn absmax(&self) -> Tensor {
-        match &self.absmax {
-            Absmax::Float32(absmax) => absmax.shallow_clone(),
-            Absmax::EightBit { differences, mean } => differences.dequantize() + mean,
-        }
-    }
-
-    /// The quantised differences of absmax to their mean, and that mean, where it is kept in 8 bits.
-    pub fn compressed_absmax(&self) -> Option<(&Blockwise, &Tensor)> {
-        match &self.absmax {
-            Absmax::Float32(_) => None,
-            Absmax::EightBit { differences, mean } => Some((differences, mean)),
+        match &self.scales {
+            BlockScales::Float32(absmax) => absmax.shallow_clone(),
+            BlockScales::EightBit { differences, mean } => differences.dequantize() + mean,
         }
     }
 
     /// What it keeps of its own.
     pub(super) fn tensors(&self) -> Vec<&Tensor> {
-        match &self.absmax {
-            Absmax::Float32(absmax) => vec![&self.pairs, absmax],
-            Absmax::EightBit { differences, mean } => {
-                vec![&self.pairs, differences.codes(), differences.absmax(), mean]
+        match &self.scales {
+            BlockScales::Float32(absmax) => vec![&self.pairs, absmax],
+            BlockScales::EightBit { differences, mean } => {
+                vec![&self.pairs, &differences.codes, &differences.absmax, mean]
             }
         }
     }
@@ -170,7 +166,7 @@ mod tests {
         values.extend(CODE.iter().cycle().take(70).map(|code| code * 3.0));
         let weight = Tensor::from_slice(&values).view([2, 67]);
         let nf4 = Nf4::quantize(&weight, &Tables::new(Device::Cpu), AbsmaxBits::ThirtyTwo);
-        assert_eq!(nf4.pairs().size(), [3, 32]);
+        assert_eq!(nf4.pairs.size(), [3, 32]);
         assert_eq!(nf4.dequantize([2, 67], Kind::Float), weight);
     }
 
@@ -181,7 +177,7 @@ mod tests {
         let tables = Tables::new(Device::Cpu);
         let nf4 = Nf4::quantize(&weight, &tables, AbsmaxBits::Eight);
         let (pairs, absmax) = quantize_blocks(&weight.view(-1), &tables);
-        assert_eq!(nf4.pairs(), &pairs);
+        assert_eq!(nf4.pairs, pairs);
         let table = Tensor::from_slice(&CODE);
         let codes = Tensor::stack(&[pairs.divide_scalar_mode(16, "floor"), pairs.remainder(16)], -1).view(-1);
         let plain = table.index_select(0, &codes.to_kind(Kind::Int)).view([-1, BLOCK]) * nf4.absmax().unsqueeze(1);

@@ -204,7 +204,7 @@ impl Moment {
         match self {
             Self::Float32(moment) => vec![(name.to_owned(), moment)],
             Self::EightBit(moment) => {
-                vec![(format!("{name}.codes"), moment.codes()), (format!("{name}.absmax"), moment.absmax())]
+                vec![(format!("{name}.codes"), &moment.codes), (format!("{name}.absmax"), &moment.absmax)]
             }
         }
     }
@@ -361,7 +361,7 @@ mod tests {
         let (mut eight_bit, mut parameters) = adamw(OptimizerName::AdamW8bit, n);
         let (mut oracle, mut its_parameters) = adamw(OptimizerName::AdamW, n);
         let maps = [DynamicMap::signed(Device::Cpu), DynamicMap::unsigned(Device::Cpu)];
-        let maps = maps.map(|map| Vec::<f32>::try_from(map.codes()).unwrap());
+        let maps = maps.map(|map| Vec::<f32>::try_from(&map.codes).unwrap());
         for step in 0..3 {
             let before = copied_state(&eight_bit);
             let moment = |i: usize| dequantized(&before[2 * i].1, &before[2 * i + 1].1, &maps[i]);

@@ -16,7 +16,7 @@ const GRID: u16 = u16::MAX;
 #[derive(Debug)]
 pub struct DynamicMap {
     /// `[256]`, float32.
-    codes: Tensor,
+    pub codes: Tensor,
     /// `[65536]`: the code nearest to each point of the grid.
     nearest: Tensor,
 }
@@ -40,11 +40,6 @@ impl DynamicMap {
         let nearest = nearest_on_grid(&codes);
         let on_device = |tensor: Tensor| tensor.to_device(device);
         Self { codes: on_device(Tensor::from_slice(&codes)), nearest: on_device(Tensor::from_slice(&nearest)) }
-    }
-
-    /// `[256]`, float32.
-    pub fn codes(&self) -> &Tensor {
-        &self.codes
     }
 
     /// The same map, not copied.
@@ -111,9 +106,9 @@ fn nearest_on_grid(codes: &[f32]) -> Vec<u8> {
 pub struct Blockwise {
     map: DynamicMap,
     /// `[n]`, uint8.
-    codes: Tensor,
+    pub codes: Tensor,
     /// `[C]`, float32.
-    absmax: Tensor,
+    pub absmax: Tensor,
 }
 
 impl Blockwise {
@@ -147,16 +142,6 @@ impl Blockwise {
         let pieces = self.codes.split(size, 0).into_iter().zip(self.absmax.split(size / BLOCK, 0));
         pieces.map(|(codes, absmax)| Self { map: self.map.shallow_clone(), codes, absmax }).collect()
     }
-
-    /// `[n]`, uint8.
-    pub fn codes(&self) -> &Tensor {
-        &self.codes
-    }
-
-    /// `[C]`, float32.
-    pub fn absmax(&self) -> &Tensor {
-        &self.absmax
-    }
 }
 
 #[cfg(test)]
@@ -185,10 +170,10 @@ mod tests {
             let values = if signed { values } else { values.square() };
             let _ = values.narrow(0, 256, 256).zero_(); // a block of zeros
             let quantized = Blockwise::quantize(&values, &map);
-            let codes = Vec::<f32>::try_from(map.codes()).expect("a vector");
+            let codes = Vec::<f32>::try_from(&map.codes).expect("a vector");
             let (expected, absmax) = by_hand(&Vec::<f32>::try_from(&values).expect("a vector"), &codes);
-            assert_eq!(Vec::<u8>::try_from(quantized.codes()).expect("a vector"), expected);
-            assert_eq!(Vec::<f32>::try_from(quantized.absmax()).expect("a vector"), absmax);
+            assert_eq!(Vec::<u8>::try_from(&quantized.codes).expect("a vector"), expected);
+            assert_eq!(Vec::<f32>::try_from(&quantized.absmax).expect("a vector"), absmax);
             let dequantized = Vec::<f32>::try_from(quantized.dequantize()).expect("a vector");
             let by_hand = expected.iter().enumerate().map(|(i, &code)| codes[usize::from(code)] * absmax[i / 256]);
             assert_eq!(dequantized, by_hand.collect::<Vec<_>>());
@@ -199,7 +184,7 @@ mod tests {
     fn a_code_is_the_code_of_what_it_stands_for() {
         let map = DynamicMap::signed(Device::Cpu);
         // Nearer to 0 than a step of the grid, codes are not told apart.
-        let values = map.codes().where_self(&map.codes().abs().ge(1e-4), &Tensor::from(1f32));
+        let values = map.codes.where_self(&map.codes.abs().ge(1e-4), &Tensor::from(1f32));
         let quantized = Blockwise::quantize(&values, &map);
         assert_eq!(quantized.dequantize(), values);
     }
