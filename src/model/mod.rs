@@ -24,6 +24,7 @@ pub mod pickle;
 pub mod quantization;
 pub mod rope;
 pub mod torch_file;
+mod trained;
 pub mod weights;
 
 /// `[backbone]` of a recipe.
