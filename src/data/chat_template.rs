@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::jinja::{self, FUEL, MARKS, TEMPLATE};
-use super::tokenize::{SpecialTokens, TokenizeError, read_json, shown};
+use super::shown::shown;
+use super::tokenize::{SpecialTokens, TokenizeError, read_json};
 use crate::files;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:

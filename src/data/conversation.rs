@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use super::rows::RowProblem;
-use super::tokenize::shown;
+use super::shown::shown;
 
 /// Who speaks, whatever a data set calls it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use super::conversation;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
 use super::rows::{ROW_LIMIT, RowLocation, RowProblem};
+use super::shown::shown;
 use super::source::SourceError;
-use super::tokenize::shown;
 
 /// A row as it is written: a line of JSONL, or an item of an array.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -21,6 +21,7 @@ mod reading;
 pub mod report;
 pub mod rows;
 mod settings;
+mod shown;
 pub mod source;
 pub mod store;
 mod token_file;

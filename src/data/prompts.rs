@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use super::chat_template::{ChatTemplate, Message, TemplateError};
 use super::conversation::Role;
 use super::rows::{RowError, RowLocation, RowProblem};
-use super::tokenize::{TextTokenizer, TokenizeError, shown};
+use super::shown::shown;
+use super::tokenize::{TextTokenizer, TokenizeError};
 use super::{json_array, jsonl};
 
 /// What can be wrong with prompts.

@@ -282,13 +282,6 @@ impl SpecialTokens {
     }
 }
 
-/// A value as an error message shows it.
-pub(super) fn shown(value: &Value) -> String {
-    let text = value.to_string();
-    let start: String = text.chars().take(60).collect();
-    if start.len() < text.len() { format!("{start}…") } else { text }
-}
-
 /// A file's JSON; `None` where there is no such file.
 pub(super) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
     let bytes = match fs::read(path) {
