@@ -15,7 +15,7 @@ use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::cpu::CpuEngine;
 use medusa::engine::cuda::ops::Ops;
-use medusa::engine::cuda::plan::Shape;
+use medusa::engine::cuda::shape::Shape;
 use medusa::engine::fastest::fastest;
 use medusa::engine::sample::{Sampling, Stream};
 use medusa::model::config::{LlamaConfig, RopeScaling};

@@ -9,7 +9,7 @@ use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::engine::cuda::layout::MAX_NODES;
-use medusa::engine::cuda::plan::BLOCK;
+use medusa::engine::cuda::shape::BLOCK;
 use medusa::model::llama::Llama;
 use medusa::tree::accept::Acceptance;
 use serde::Serialize;

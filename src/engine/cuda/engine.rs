@@ -4,13 +4,15 @@
 // N nodes of a step
 use tch::{Device, Kind, Tensor};
 
+use super::buffers::RESULTS;
 use super::draft::DeviceDraft;
 use super::error::{CudaError, CudaResult};
 use super::layout::{MAX_NODES, Nodes};
 use super::memory::{DeviceMemory, DeviceWeights, int32};
 use super::ops::Ops;
-use super::plan::{CHUNKS, DevicePlan, RESULTS, Shape};
+use super::plan::DevicePlan;
 use super::rule::{Rule, StepKey};
+use super::shape::{CHUNKS, Shape};
 use super::state;
 use super::step::{DecodeStep, products};
 use super::target::GpuTarget;
@@ -73,7 +75,7 @@ impl<'a> CudaEngine<'a> {
         shape.check_tree()?;
         let device = backbone.device();
         let weights = tch::no_grad(|| DeviceWeights::new(backbone, draft))?;
-        let memory = DeviceMemory::new(&shape.plan(shape.room(tokens)), &shape, device);
+        let memory = DeviceMemory::new(&DevicePlan::of(&shape, shape.room(tokens)), &shape, device);
         let nodes = StepNodes {
             one: Nodes::chain(1, device),
             tree: shape.draft.map(|draft| Nodes::of_tree(draft.tree, device)),
@@ -104,7 +106,7 @@ impl<'a> CudaEngine<'a> {
         shape.check_kernels()?;
         shape.check_blocks()?;
         shape.check_tree()?;
-        shape.plan(shape.room(tokens)).check_fits(gpu.free_bytes()?)?;
+        DevicePlan::of(&shape, shape.room(tokens)).check_fits(gpu.free_bytes()?)?;
         let (device, head_size) = (backbone.device(), shape.config.head_dim);
         let launcher = Launcher::new(gpu, shape.kind, head_size, device)?;
         Ok(Ops::kernels(GpuTarget::new(launcher), &shape, device))
@@ -117,7 +119,7 @@ impl<'a> CudaEngine<'a> {
 
     /// The device memory in use.
     pub fn plan(&self) -> DevicePlan {
-        self.shape.plan(self.memory.room())
+        DevicePlan::of(&self.shape, self.memory.room())
     }
 
     /// The operations' implementation.
@@ -254,7 +256,7 @@ impl<'a> CudaEngine<'a> {
         if room <= self.memory.room() {
             return Ok(());
         }
-        let needed_bytes = self.shape.plan(room).cache_l2gsd.bytes();
+        let needed_bytes = DevicePlan::of(&self.shape, room).cache_l2gsd.bytes();
         if let Some(free_bytes) = self.ops.free_bytes()?
             && free_bytes < needed_bytes
         {

@@ -1,6 +1,7 @@
 //! What can go wrong on a GPU.
 
-use super::plan::Unfit;
+use super::plan::Shortage;
+use super::shape::Unfit;
 use crate::nvidia::error::GpuError;
 use crate::torch::TorchPanic;
 
@@ -10,9 +11,12 @@ pub type CudaResult<T = ()> = Result<T, CudaError>;
 /// Why the CUDA engine cannot be made, or stopped in the middle of a text.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// No kernels for this model or tree, or too little memory.
+    /// No kernels for this model or tree.
     #[error(transparent)]
     Unfit(#[from] Unfit),
+    /// Too little memory.
+    #[error(transparent)]
+    Memory(#[from] Box<Shortage>),
     /// No usable GPU, kernels that cannot be compiled, or an error of the driver.
     #[error(transparent)]
     Gpu(#[from] GpuError),

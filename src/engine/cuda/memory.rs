@@ -3,9 +3,11 @@
 // L layers, G key/value heads, S room for tokens, D head size, K heads, H hidden, V vocabulary
 use tch::{Device, Kind, Tensor};
 
+use super::buffers::{Buffers, Size};
 use super::draft::{DeviceDraft, HeadMatrices};
 use super::layout::Rotations;
-use super::plan::{Buffers, DevicePlan, Shape, Size, Unfit};
+use super::plan::DevicePlan;
+use super::shape::{Shape, Unfit};
 use crate::model::llama::{DenseWeights, Llama};
 
 /// What steps read and write.

@@ -12,6 +12,7 @@
 //! | what stays | `compact`, then `advance` |
 //! | the next tree | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
 
+pub mod buffers;
 pub mod compare;
 pub mod draft;
 pub mod engine;
@@ -24,6 +25,7 @@ pub mod oracle;
 pub mod plan;
 pub mod rule;
 pub mod scratch;
+pub mod shape;
 pub mod state;
 pub mod step;
 pub mod target;

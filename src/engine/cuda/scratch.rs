@@ -3,7 +3,7 @@
 use tch::{Device, Tensor};
 
 use super::launches::{self, AttentionParts};
-use super::plan::Shape;
+use super::shape::Shape;
 
 /// Buffers between kernels of one operation.
 #[derive(Debug)]

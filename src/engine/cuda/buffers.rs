@@ -1,0 +1,134 @@
+//! Everything that a step writes, on paper or as tensors.
+
+// N nodes of a step (at most C), H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP,
+// V vocabulary, K heads, P guesses a head
+use tch::Kind;
+
+use super::layout::MAX_NODES;
+use super::shape::Shape;
+use super::state;
+
+/// Results that the device keeps for the host to read.
+pub const RESULTS: i64 = 8;
+
+/// A buffer on paper.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Size {
+    /// Its axes.
+    pub shape: Vec<i64>,
+    /// Its dtype.
+    pub kind: Kind,
+}
+
+impl Size {
+    pub(super) fn new<const M: usize>(shape: [i64; M], kind: Kind) -> Self {
+        Self { shape: shape.to_vec(), kind }
+    }
+
+    /// In memory.
+    pub fn bytes(&self) -> u64 {
+        self.shape.iter().product::<i64>().unsigned_abs() * self.kind.elt_size_in_bytes() as u64
+    }
+}
+
+macro_rules! buffers {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// Everything that a step writes: sizes on paper ([`DevicePlan`]), or tensors that never move.
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        pub struct Buffers<T> {
+            $($(#[$doc])* pub $name: T,)*
+        }
+
+        impl<T> Buffers<T> {
+            /// The same buffers as something else.
+            pub fn map<U>(&self, mut make: impl FnMut(&T) -> U) -> Buffers<U> {
+                Buffers { $($name: make(&self.$name),)* }
+            }
+
+            /// Each with its name.
+            pub fn named(&self) -> Vec<(&'static str, &T)> {
+                vec![$((stringify!($name), &self.$name),)*]
+            }
+        }
+    };
+}
+
+buffers! {
+    /// Int32, see [`state`].
+    state,
+    /// `[RESULTS, RESULT_HEAD + K + 1]` int32: what the host reads of each step.
+    results_rt,
+    /// `[C]` int32: the nodes' tokens.
+    tokens_n,
+    /// `[C, H]`: the residual stream.
+    x_nh,
+    /// `[C, H]`: normed, the input of products.
+    normed_nh,
+    /// `[C, H]`: what a block adds to the residual stream.
+    delta_nh,
+    /// `[C, W]`: queries, keys and values.
+    qkv_nw,
+    /// `[C, Q, D]`: rotated queries.
+    q_nqd,
+    /// `[C, Q, D]`: attention's output.
+    attended_nqd,
+    /// `[C, 2I]`: gate and up.
+    gate_up_ni,
+    /// `[C, I]`: SiLU(gate)·up.
+    product_ni,
+    /// `[C, H]`: after the final norm.
+    hidden_nh,
+    /// `[N, V]` float32: the LM head's logits.
+    logits_nv,
+    /// `[N]` int32: the most probable token after each node.
+    best_n,
+    /// `[N]` float32: log-probability of each node's token.
+    log_p_n,
+    /// `[N]` float32: entropy after each node.
+    entropy_n,
+    /// `[K + 1]` int32: accepted nodes.
+    path_d,
+    /// `[K, H]`: a head's hidden state, before and after a ResBlock.
+    heads_kh,
+    /// `[K, H]`: the other one.
+    heads_other_kh,
+    /// `[K, V]` float32: the heads' logits.
+    head_logits_kv,
+    /// `[K, P]` int32: their guesses.
+    guesses_kp,
+}
+
+impl Buffers<Size> {
+    /// Those of all steps of a shape.
+    pub fn of(shape: &Shape) -> Self {
+        let config = shape.config;
+        let (c, h, v, i) = (MAX_NODES as i64, config.hidden_size, config.vocab_size, config.intermediate_size);
+        let (q, d) = (config.num_attention_heads, config.head_dim);
+        let (n, k) = shape.draft.map_or((1, 0), |draft| (draft.tree.len() as i64, draft.tree.max_depth() as i64));
+        let p = shape.guesses() as i64;
+        let (sixteen, float, int) = (shape.kind, Kind::Float, Kind::Int);
+        Self {
+            state: Size::new([state::LEN], int),
+            results_rt: Size::new([RESULTS, state::RESULT_HEAD + k + 1], int),
+            tokens_n: Size::new([c], int),
+            x_nh: Size::new([c, h], sixteen),
+            normed_nh: Size::new([c, h], sixteen),
+            delta_nh: Size::new([c, h], sixteen),
+            qkv_nw: Size::new([c, config.query_size() + 2 * config.key_value_size()], sixteen),
+            q_nqd: Size::new([c, q, d], sixteen),
+            attended_nqd: Size::new([c, q, d], sixteen),
+            gate_up_ni: Size::new([c, 2 * i], sixteen),
+            product_ni: Size::new([c, i], sixteen),
+            hidden_nh: Size::new([c, h], sixteen),
+            logits_nv: Size::new([n, v], float),
+            best_n: Size::new([n], int),
+            log_p_n: Size::new([n], float),
+            entropy_n: Size::new([n], float),
+            path_d: Size::new([k + 1], int),
+            heads_kh: Size::new([k, h], sixteen),
+            heads_other_kh: Size::new([k, h], sixteen),
+            head_logits_kv: Size::new([k, v], float),
+            guesses_kp: Size::new([k.max(1), p.max(1)], int), // nodes without heads read one that does not matter
+        }
+    }
+}

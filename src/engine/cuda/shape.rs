@@ -1,0 +1,237 @@
+//! The sizes that a step is computed for, and what it cannot decode at all.
+
+use tch::Kind;
+
+use super::draft::{DeviceDraft, DraftShape};
+use super::layout::MAX_NODES;
+use crate::model::config::LlamaConfig;
+use crate::model::llama::Llama;
+use crate::torch::Dtype;
+
+/// The cache's room grows by whole blocks of tokens.
+pub const BLOCK: i64 = 4096;
+/// Where the context ends within a block, room is rounded up to this.
+pub(super) const GRAIN: i64 = 64;
+/// What the widths of products are multiples of.
+const WIDTHS: i64 = 64;
+/// Rows of a piece of a prompt: the smallest that holds what is left of it.
+pub const CHUNKS: [usize; 3] = [8, 32, MAX_NODES];
+/// Head sizes that there are kernels for.
+pub const HEAD_SIZES: [i64; 2] = [64, 128];
+/// Most guesses of a head.
+pub const MAX_GUESSES: usize = 16;
+
+/// Why a backbone, heads or a tree cannot be decoded on a GPU.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Unfit {
+    /// Another dtype than 16 bits.
+    #[error("its kernels compute in bfloat16 and float16, the backbone in {dtype}; use --dtype bfloat16")]
+    Dtype {
+        /// The backbone's.
+        dtype: String,
+    },
+    /// A head size without kernels.
+    #[error("its kernels are for heads of size 64 and 128, the backbone's have {head_dim}")]
+    HeadSize {
+        /// The backbone's.
+        head_dim: i64,
+    },
+    /// A width that 16-byte loads do not divide.
+    #[error("its kernels need a {what} that is a multiple of {multiple}, the backbone's is {got}")]
+    Width {
+        /// `hidden size` or so.
+        what: &'static str,
+        /// What it must be a multiple of.
+        multiple: i64,
+        /// The backbone's.
+        got: i64,
+    },
+    /// Weights that are no plain matrices.
+    #[error("{what} {why}")]
+    Weights {
+        /// `the backbone` or `the heads`.
+        what: &'static str,
+        /// The obstacle.
+        why: &'static str,
+    },
+    /// Too large a tree.
+    #[error(
+        "a step has at most {MAX_NODES} nodes with the root, the tree has {nodes}; make a smaller one with `medusa tree`"
+    )]
+    Tree {
+        /// With the root.
+        nodes: usize,
+    },
+    /// Too wide a tree.
+    #[error(
+        "a head makes at most {MAX_GUESSES} guesses, the tree asks for {guesses}; make a narrower one with `medusa tree`"
+    )]
+    Guesses {
+        /// Of its widest level.
+        guesses: usize,
+    },
+}
+
+/// What a plan is made for.
+#[derive(Debug, Clone, Copy)]
+pub struct Shape<'a> {
+    /// The backbone's.
+    pub config: &'a LlamaConfig,
+    /// What it computes in.
+    pub kind: Kind,
+    /// Heads and the tree that they fill.
+    pub draft: Option<DraftShape<'a>>,
+}
+
+impl<'a> Shape<'a> {
+    /// Of a backbone and a drafter.
+    pub fn of(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>) -> Self {
+        Self { config: &backbone.config, kind: backbone.kind(), draft: draft.map(|draft| draft.shape) }
+    }
+
+    /// Whether there are kernels for it.
+    ///
+    /// # Errors
+    /// [`Unfit`] says what there are none for.
+    pub fn check_kernels(&self) -> Result<(), Unfit> {
+        let config = self.config;
+        if !matches!(self.kind, Kind::BFloat16 | Kind::Half) {
+            return Err(Unfit::Dtype { dtype: Dtype::of(self.kind).to_string() });
+        }
+        if !HEAD_SIZES.contains(&config.head_dim) {
+            return Err(Unfit::HeadSize { head_dim: config.head_dim });
+        }
+        let widths = [("hidden size", config.hidden_size), ("width of the MLP", config.intermediate_size)];
+        match widths.into_iter().find(|(_, width)| width % WIDTHS != 0) {
+            Some((what, got)) => Err(Unfit::Width { what, multiple: WIDTHS, got }),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a step computes such blocks, the backbone's and the heads'.
+    ///
+    /// # Errors
+    /// [`Unfit::Weights`].
+    pub fn check_blocks(&self) -> Result<(), Unfit> {
+        if self.config.block().biases.any() {
+            let why = "has linear layers with a bias, which it has no kernels for";
+            return Err(Unfit::Weights { what: "the backbone", why });
+        }
+        match self.draft {
+            Some(DraftShape { blocks: 0, .. }) => {
+                Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a step can hold the tree.
+    ///
+    /// # Errors
+    /// [`Unfit::Tree`] and [`Unfit::Guesses`].
+    pub fn check_tree(&self) -> Result<(), Unfit> {
+        let Some(draft) = self.draft else { return Ok(()) };
+        let guesses = self.guesses();
+        match draft.tree.len() {
+            nodes if nodes > MAX_NODES => Err(Unfit::Tree { nodes }),
+            _ if guesses > MAX_GUESSES => Err(Unfit::Guesses { guesses }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Guesses taken of each head.
+    pub fn guesses(&self) -> usize {
+        self.draft.map_or(0, |draft| draft.tree.widths().into_iter().max().unwrap_or(0))
+    }
+
+    /// Room for `tokens` and a step behind them, in whole blocks up to the context's end.
+    pub fn room(&self, tokens: i64) -> i64 {
+        let round_up = |tokens: i64, to: i64| (tokens + to - 1) / to * to;
+        round_up(tokens + MAX_NODES as i64, BLOCK).min(round_up(self.positions(), GRAIN))
+    }
+
+    /// U: positions that a node can stand at, be it behind the context's end.
+    pub fn positions(&self) -> i64 {
+        self.config.max_position_embeddings + MAX_NODES as i64
+    }
+
+    /// Rows that a step can have: one node, a piece of a prompt, the tree.
+    pub fn rows_of_steps(&self) -> Vec<i64> {
+        let tree = self.draft.map(|draft| draft.tree.len());
+        let mut rows: Vec<i64> = CHUNKS.into_iter().chain([1]).chain(tree).map(|rows| rows as i64).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        rows
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::model::config::RopeScaling;
+    use crate::tree::sparse_tree::SparseTree;
+
+    /// Llama 2 7B with a context of 4096.
+    pub(in crate::engine::cuda) fn llama_7b() -> LlamaConfig {
+        LlamaConfig {
+            model_type: "llama".into(),
+            hidden_size: 4096,
+            intermediate_size: 11008,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 32,
+            head_dim: 128,
+            vocab_size: 32000,
+            max_position_embeddings: 4096,
+            rms_norm_eps: 1e-5,
+            rope_theta: 10_000.0,
+            rope_scaling: RopeScaling::Default,
+            sliding_window: None,
+            tie_word_embeddings: false,
+            attention_bias: false,
+            mlp_bias: false,
+            bos_token_id: Some(1),
+            eos_token_ids: vec![2],
+        }
+    }
+
+    /// Five heads of one ResBlock each.
+    pub(in crate::engine::cuda) fn five(tree: &SparseTree) -> Option<DraftShape<'_>> {
+        Some(DraftShape { tree, blocks: 1, parameters: 5 * (4096 * 4096 + 4096 + 32000 * 4096) })
+    }
+
+    pub(in crate::engine::cuda) fn tree() -> SparseTree {
+        SparseTree::cartesian(&[3, 4, 2, 1, 1]).expect("88 nodes")
+    }
+
+    #[test]
+    fn room_grows_by_blocks_up_to_the_contexts_end() {
+        let config = LlamaConfig { max_position_embeddings: 10_000, ..llama_7b() };
+        let shape = Shape { config: &config, kind: Kind::Half, draft: None };
+        let room = [1, 3968, 3969, 8064, 8065, 10_000].map(|tokens| shape.room(tokens));
+        assert_eq!(room, [4096, 4096, 8192, 8192, 10_176, 10_176]);
+    }
+
+    #[test]
+    fn what_has_no_kernels_is_refused_with_its_reason() {
+        let of = |config: &LlamaConfig, kind| Shape { config, kind, draft: None }.check_kernels();
+        let config = llama_7b();
+        assert_eq!(of(&config, Kind::Half), Ok(()));
+        assert_eq!(of(&config, Kind::Float), Err(Unfit::Dtype { dtype: "float32".into() }));
+        let odd = LlamaConfig { head_dim: 96, ..config.clone() };
+        assert_eq!(of(&odd, Kind::Half), Err(Unfit::HeadSize { head_dim: 96 }));
+        let odd = LlamaConfig { hidden_size: 4000, ..config.clone() };
+        assert!(matches!(of(&odd, Kind::Half), Err(Unfit::Width { what: "hidden size", .. })));
+        let with = |tree: &SparseTree| Shape { config: &config, kind: Kind::Half, draft: five(tree) }.check_tree();
+        assert_eq!(with(&SparseTree::cartesian(&[16, 6]).unwrap()), Ok(()));
+        assert_eq!(with(&SparseTree::cartesian(&[16, 7]).unwrap()), Err(Unfit::Tree { nodes: 129 }));
+        assert_eq!(with(&SparseTree::cartesian(&[17]).unwrap()), Err(Unfit::Guesses { guesses: 17 }));
+        let tree = tree();
+        let blocks = |config: &LlamaConfig, draft| Shape { config, kind: Kind::Half, draft }.check_blocks();
+        assert_eq!(blocks(&config, five(&tree)), Ok(()));
+        let without = five(&tree).map(|draft| DraftShape { blocks: 0, ..draft });
+        assert!(matches!(blocks(&config, without), Err(Unfit::Weights { what: "the heads", .. })));
+        let biased = LlamaConfig { mlp_bias: true, ..config.clone() };
+        assert!(matches!(blocks(&biased, None), Err(Unfit::Weights { what: "the backbone", .. })));
+    }
+}
