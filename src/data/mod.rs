@@ -31,7 +31,7 @@ use std::path::Path;
 
 use arrow::error::ArrowError;
 
-use crate::files;
+use crate::files::{self, failed};
 use crate::numbers::Fraction;
 use cache::{CacheEntry, TokenCache};
 pub use error::DataError;
@@ -132,18 +132,16 @@ struct Watched<'p> {
 
 impl<'p> Watched<'p> {
     fn new(path: &'p Path, settings: &LoadSettings) -> Result<Self, SourceError> {
-        let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
-        let stamp = files::stamp(path).map_err(unreadable)?;
+        let stamp = files::stamp(path).map_err(failed("read", path))?;
         let sha256 = settings.cache.map_or_else(|| files::sha256(path), |cache| cache.sha256_of(path));
-        Ok(Self { path, sha256: sha256.map_err(unreadable)?, stamp })
+        Ok(Self { path, sha256: sha256.map_err(failed("read", path))?, stamp })
     }
 
     /// Of a file that was written a moment ago no stamp tells; it is hashed again.
     fn check(&self) -> Result<(), SourceError> {
-        let unreadable = |source| SourceError::Read { path: self.path.to_owned(), source };
-        let stamp = files::stamp(self.path).map_err(unreadable)?;
-        let is_same =
-            stamp.is_some() && stamp == self.stamp || files::sha256(self.path).map_err(unreadable)? == self.sha256;
+        let stamp = files::stamp(self.path).map_err(failed("read", self.path))?;
+        let sha256 = || files::sha256(self.path).map_err(failed("read", self.path));
+        let is_same = stamp.is_some() && stamp == self.stamp || sha256()? == self.sha256;
         if is_same { Ok(()) } else { Err(SourceError::Changed { path: self.path.to_owned() }) }
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::source::SourceError;
+use crate::files;
 
 /// How many bytes decide what a file is.
 const START: u64 = 4096;
@@ -42,9 +43,8 @@ pub(super) struct UnpackedText {
 
 impl Opened {
     pub(super) fn open(path: &Path) -> Result<Self, SourceError> {
-        let unreadable = |source| SourceError::Read { path: path.to_owned(), source };
-        let open = || File::open(path).map_err(unreadable);
-        let start = start_of(&mut open()?).map_err(unreadable)?;
+        let open = || File::open(path).map_err(files::failed("read", path));
+        let start = start_of(&mut open()?).map_err(files::failed("read", path))?;
         match start.as_slice() {
             [b'P', b'A', b'R', b'1', ..] => Ok(Self::Parquet(open()?)),
             [b'A', b'R', b'R', b'O', b'W', b'1', ..] => Ok(Self::ArrowFile(open()?)),
@@ -141,10 +141,9 @@ fn packing(start: &[u8]) -> Option<&'static str> {
 }
 
 fn failed(path: &Path, packed: Option<&'static str>, source: io::Error) -> SourceError {
-    let path = path.to_owned();
     match packed {
-        Some(format) => SourceError::Unpack { path, format, source },
-        None => SourceError::Read { path, source },
+        Some(format) => SourceError::Unpack { path: path.to_owned(), format, source },
+        None => files::failed("read", path)(source).into(),
     }
 }
 

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::files::{FileError, failed};
+
 /// What can be wrong with a list of data files.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
@@ -32,14 +34,9 @@ pub enum SourceError {
         /// What is wrong with it.
         source: glob::PatternError,
     },
-    /// The disk's own words.
-    #[error("cannot read {}: {source}", path.display())]
-    Read {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    /// A file that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A file that another program writes.
     #[error("{} changed while it was read; wait until it is written, then start again", path.display())]
     Changed {
@@ -95,7 +92,7 @@ fn matches(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     let bad = |source| SourceError::BadPattern { pattern: pattern.to_owned(), source };
     let mut found = Vec::new();
     for entry in glob::glob(pattern).map_err(bad)? {
-        let path = entry.map_err(|error| SourceError::Read { path: error.path().to_owned(), source: error.into() })?;
+        let path = entry.map_err(|error| failed("read", &error.path().to_owned())(error.into()))?;
         if path.is_file() {
             found.push(path);
         }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use tokenizers::Tokenizer;
 
-use crate::files;
+use crate::files::{self, FileError, failed};
 
 /// What can be wrong with a tokenizer, or with what it is asked.
 #[derive(Debug, thiserror::Error)]
@@ -24,14 +24,9 @@ pub enum TokenizeError {
         /// The backbone's folder.
         folder: PathBuf,
     },
-    /// The disk's own words.
-    #[error("cannot read {}", path.display())]
-    Read {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    /// A file that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// A file beside the tokenizer that is no JSON.
     #[error("{} is no valid JSON", path.display())]
     BrokenJson {
@@ -100,11 +95,10 @@ impl TextTokenizer {
     pub fn load(folder: &Path) -> Result<Self, TokenizeError> {
         let path = folder.join("tokenizer.json");
         let bytes = match fs::read(&path) {
-            Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(TokenizeError::Missing { path, folder: folder.to_owned() });
             }
-            Err(source) => return Err(TokenizeError::Read { path, source }),
+            read => read.map_err(failed("read", &path))?,
         };
         let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
         let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(unusable)?;
@@ -285,9 +279,8 @@ impl SpecialTokens {
 /// A file's JSON; `None` where there is no such file.
 pub(super) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
     let bytes = match fs::read(path) {
-        Ok(bytes) => bytes,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(TokenizeError::Read { path: path.to_owned(), source }),
+        read => read.map_err(failed("read", path))?,
     };
     serde_json::from_slice(&bytes)
         .map(Some)

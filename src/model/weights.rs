@@ -124,14 +124,6 @@ pub enum WeightsError {
         /// In the file.
         got: String,
     },
-    /// Writing failed.
-    #[error("cannot write {}: {reason}", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        reason: SafeTensorError,
-    },
 }
 
 /// One or more files of weights, mapped, their headers validated.

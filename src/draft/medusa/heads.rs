@@ -231,7 +231,7 @@ impl Heads {
     /// Writes `heads.safetensors` into `folder`.
     ///
     /// # Errors
-    /// [`WeightsError::Write`].
+    /// [`WeightsError::File`].
     pub fn save(&self, folder: &Path) -> Result<(), WeightsError> {
         save(&folder.join(HEADS_FILE), &self.parameters())
     }

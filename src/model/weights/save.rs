@@ -19,7 +19,7 @@ use crate::torch::bytes;
 /// their owner can read.)
 ///
 /// # Errors
-/// [`WeightsError::Write`], with the disk's words.
+/// [`WeightsError::File`], with the disk's words.
 pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), WeightsError> {
     let planned: Vec<Planned> = tensors.iter().map(|(name, tensor)| Planned::of(name.clone(), tensor)).collect();
     save_each(path, &planned, &mut |at| Ok(tensors[at].1.shallow_clone()))
@@ -28,13 +28,13 @@ pub fn save(path: &Path, tensors: &[(String, &Tensor)]) -> Result<(), WeightsErr
 /// As [`save`], of tensors that are made when their turn comes, by their place in the plan: no two are in memory.
 ///
 /// # Errors
-/// [`WeightsError::Write`], with the disk's words or those of `tensor`.
+/// [`WeightsError::File`], with the disk's words or those of `tensor`.
 pub fn save_each(
     path: &Path,
     planned: &[Planned],
     tensor: &mut dyn FnMut(usize) -> io::Result<Tensor>,
 ) -> Result<(), WeightsError> {
-    let header = header(planned).map_err(|reason| WeightsError::Write { path: path.into(), reason })?;
+    let header = header(planned).map_err(io::Error::other).map_err(failed("write", path))?;
     let written = write_atomic(path, |out| {
         out.write_all(&(header.len() as u64).to_le_bytes())?;
         out.write_all(&header)?;
@@ -45,7 +45,7 @@ pub fn save_each(
         }
         Ok(())
     });
-    written.map_err(|e| WeightsError::Write { path: path.into(), reason: e.into() })
+    Ok(written.map_err(failed("write", path))?)
 }
 
 /// Weights of a Hugging Face folder, as [`save_each`]: `model.safetensors`, or shards of at most `shard_bytes` (or one tensor) and their
