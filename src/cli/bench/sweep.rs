@@ -24,28 +24,17 @@ pub enum SweepFlag {
 
 impl SweepFlag {
     /// One result is of each.
-    pub(super) fn values(&self) -> impl Iterator<Item = SweptValue> {
-        self.numbers().into_iter().map(|value| SweptValue { name: self.name().into(), value })
-    }
-
-    fn name(&self) -> &'static str {
-        match self {
-            SweepFlag::Nodes(_) => "nodes",
-            SweepFlag::PosteriorThreshold(_) => "posterior-threshold",
-            SweepFlag::Context(_) => "context",
-            SweepFlag::Temperature(_) => "temperature",
-        }
-    }
-
-    fn numbers(&self) -> Vec<Number> {
+    pub(super) fn values(&self) -> Vec<SweptValue> {
         let number = |value| Number::from_f64(value).expect("flags hold finite numbers");
-        match self {
-            SweepFlag::Nodes(counts) | SweepFlag::Context(counts) => {
-                counts.iter().map(|count| count.get().into()).collect()
+        let (name, numbers): (_, Vec<Number>) = match self {
+            SweepFlag::Nodes(counts) => ("nodes", counts.iter().map(|count| count.get().into()).collect()),
+            SweepFlag::PosteriorThreshold(of) => {
+                ("posterior-threshold", of.iter().map(|one| number(one.get())).collect())
             }
-            SweepFlag::PosteriorThreshold(values) => values.iter().map(|value| number(value.get())).collect(),
-            SweepFlag::Temperature(values) => values.iter().map(|value| number(value.get())).collect(),
-        }
+            SweepFlag::Context(counts) => ("context", counts.iter().map(|count| count.get().into()).collect()),
+            SweepFlag::Temperature(of) => ("temperature", of.iter().map(|one| number(one.get())).collect()),
+        };
+        numbers.into_iter().map(|value| SweptValue { name: name.into(), value }).collect()
     }
 }
 
