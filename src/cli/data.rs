@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::json;
 
 use super::decoder::chat_template;
@@ -40,7 +40,7 @@ pub struct DataArgs {
     pub chat_template: TemplateChoice,
     /// Which tokens of conversations carry loss.
     #[arg(long, value_enum, value_name = "WHAT", default_value = "assistant")]
-    pub loss_on: Learned,
+    pub loss_on: LossOn,
     /// Longer rows are cut [default: the backbone's context].
     #[arg(long, value_name = "TOKENS")]
     pub max_length: Option<NonZeroUsize>,
@@ -53,15 +53,6 @@ pub struct DataArgs {
     /// A picture of that row, a box a token.
     #[arg(long, value_name = "FILE", requires = "row")]
     pub svg: Option<PathBuf>,
-}
-
-/// `--loss-on`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Learned {
-    /// What the assistant says, and the end of its turn.
-    Assistant,
-    /// All tokens.
-    All,
 }
 
 /// Reads, and prints the report or the row.
@@ -81,7 +72,7 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
         max_length,
         cache: cache.as_ref(),
         template: template.as_ref(),
-        loss_on: args.loss_on.into(),
+        loss_on: args.loss_on,
         skip_bad_rows: args.skip_bad_rows,
         watch: Watch::default(),
     };
@@ -105,15 +96,6 @@ fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<
     let config = LlamaConfig::load(&args.backbone)?;
     let context = usize::try_from(config.max_position_embeddings)?.try_into()?;
     Ok((usize::try_from(config.vocab_size)?, args.max_length.unwrap_or(context)))
-}
-
-impl From<Learned> for LossOn {
-    fn from(learned: Learned) -> Self {
-        match learned {
-            Learned::Assistant => Self::Assistant,
-            Learned::All => Self::All,
-        }
-    }
 }
 
 fn tell(rows: RowStore, report: &LoadReport, max_length: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<()> {

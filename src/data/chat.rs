@@ -11,8 +11,8 @@ use super::report::DropReason;
 use super::rows::{IGNORE, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
 
-/// `data.loss_on` of a recipe: which tokens of a conversation carry loss. (Rows of text and of tokens say so themselves.)
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// `data.loss_on` of a recipe, and `--loss-on`: which tokens of a conversation carry loss. (Rows of text and of tokens say so themselves.)
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LossOn {
     /// What the assistant says, and the end of its turn.
