@@ -25,7 +25,7 @@
 //! L3  cpu nvidia        kernels of a step on the CPU; NVIDIA's driver and libraries
 //! L2  torch             devices, optimizers: all that knows libtorch's handles
 //! L1  formats           files that pass between commands
-//! L0  files numbers     atomic files; numbers that cannot be bad
+//! L0  files numbers dtype   atomic files; numbers that cannot be bad; dtypes
 //! ```
 //!
 //! # Danger
@@ -47,6 +47,7 @@ pub mod data;
 pub mod decode;
 pub mod distill;
 pub mod draft;
+pub mod dtype;
 pub mod engine;
 pub mod export;
 pub mod files;

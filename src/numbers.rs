@@ -1,8 +1,4 @@
-//! Numbers that cannot hold a bad value: a recipe's reader refuses them with line and column, and nothing is checked again. And
-//! in how many bits they are kept.
-
-use std::fmt;
-use std::str::FromStr;
+//! Numbers that cannot hold a bad value: a recipe's reader refuses them with line and column, and nothing is checked again.
 
 use serde::{Deserialize, Serialize};
 
@@ -60,51 +56,6 @@ impl NonNegative {
 impl Probability {
     /// What is certain.
     pub const ONE: Self = Self(1.0);
-}
-
-/// What a backbone computes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Dtype {
-    /// 32 bits.
-    Float32,
-    /// 16 bits with float32's range.
-    BFloat16,
-    /// 16 bits, IEEE half precision.
-    Float16,
-}
-
-impl Dtype {
-    /// Bytes of one element.
-    pub fn bytes(self) -> usize {
-        match self {
-            Dtype::Float32 => 4,
-            Dtype::BFloat16 | Dtype::Float16 => 2,
-        }
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Dtype::Float32 => "float32",
-            Dtype::BFloat16 => "bfloat16",
-            Dtype::Float16 => "float16",
-        })
-    }
-}
-
-impl FromStr for Dtype {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "float32" => Ok(Dtype::Float32),
-            "bfloat16" => Ok(Dtype::BFloat16),
-            "float16" => Ok(Dtype::Float16),
-            other => Err(format!("expected float32, bfloat16 or float16, got {other:?}")),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use crate::data::prompts::{self, Prompt, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::dtype::Dtype;
 use crate::engine::cpu::{CpuEngine, Unsupported};
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
@@ -19,7 +20,7 @@ use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
-use crate::torch::{Dtype, memory};
+use crate::torch::memory;
 use crate::tree::sparse_tree::SparseTree;
 
 /// Loads a backbone as the common flags say; without `--dtype` it computes in its file's own. Where `heads` were trained with an

@@ -28,13 +28,14 @@ use crate::distill::provenance;
 use crate::distill::render::Renderer;
 use crate::distill::{self, DistillEnd, DistillProgress, DistillSettings};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::dtype::Dtype;
 use crate::engine::sample::Sampling;
 use crate::engine::tch::TchEngine;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
-use crate::torch::{Dtype, device_name};
+use crate::torch::device_name;
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
 /// ε of typical acceptance, where heads answer above temperature 0.

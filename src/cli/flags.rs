@@ -5,7 +5,8 @@ use std::io::{self, Write};
 
 use clap::Args;
 
-use crate::torch::{DeviceChoice, Dtype};
+use crate::dtype::Dtype;
+use crate::torch::DeviceChoice;
 
 /// Flags that every verb takes.
 #[derive(Debug, Clone, Args)]

@@ -12,6 +12,7 @@ use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::dtype::Dtype;
 use crate::files::failed;
 use crate::formats::bench::BenchHeadline;
 use crate::formats::calibration::Calibration;
@@ -19,7 +20,6 @@ use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::TreeFile;
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError};
-use crate::torch::Dtype;
 use crate::tree::sparse_tree::SparseTree;
 
 mod run;

@@ -148,13 +148,13 @@ mod tests {
 
     use super::super::{ExportRequest, write};
     use super::*;
+    use crate::dtype::Dtype;
     use crate::model::adapters::attach_new;
     use crate::model::block_spec::names;
     use crate::model::loading::Purpose;
     use crate::model::lora::LoraConfig;
     use crate::model::peft::save_adapters;
     use crate::model::weights::{MODEL_FILE, save};
-    use crate::torch::Dtype;
     use tch::Device;
 
     fn tiny() -> PathBuf {

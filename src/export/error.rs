@@ -4,12 +4,12 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
+use crate::dtype::Dtype;
 use crate::model::folder::FolderError;
 use crate::model::loading::LoadError;
 use crate::model::peft::{ADAPTER_CONFIG, PeftError};
 use crate::model::torch_file::TorchFileError;
 use crate::model::weights::WeightsError;
-use crate::torch::Dtype;
 
 /// Why nothing was exported.
 #[derive(Debug, thiserror::Error)]

@@ -4,10 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::error::ExportError;
+use crate::dtype::Dtype;
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::torch::Dtype;
 
 /// That a backbone computes numbers, with its adapter merged: of a few tokens.
 pub(super) fn finite_backbone(backbone: &Llama) -> Result<(), ExportError> {

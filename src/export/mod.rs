@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::notices::Notice;
+use crate::dtype::Dtype;
 use crate::files::NewFolder;
-use crate::torch::Dtype;
 
 mod card;
 mod check;

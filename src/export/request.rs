@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use crate::draft::medusa::heads::layout::HeadsLayout;
-use crate::torch::Dtype;
+use crate::dtype::Dtype;
 
 /// A layout, by who loads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

@@ -11,6 +11,7 @@ use super::request::{ExportFormat, ExportRequest};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
+use crate::dtype::Dtype;
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
@@ -19,7 +20,6 @@ use crate::model::llama::Llama;
 use crate::model::loading::{LoadError, Purpose};
 use crate::model::peft::ADAPTER_CONFIG;
 use crate::model::weights::WeightFiles;
-use crate::torch::Dtype;
 
 /// Heads and what belongs to them.
 pub(super) struct Trained {

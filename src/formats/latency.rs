@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
-use crate::numbers::Dtype;
+use crate::dtype::Dtype;
 
 const WHAT: &str = "latencies";
 const EXPECTED: &str = "holds no latencies; expected {\"plain_step_ms\":…,\"steps\":[{\"nodes\":…,\"depth\":…,\"step_ms\":…}], …} as `medusa tree --latency` writes it; remove the file to measure anew";

@@ -5,8 +5,9 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use serde_json::{Map, Value};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use crate::dtype::Dtype;
 use crate::files::{FileError, failed, sync_folder, write_json, write_synced};
 use crate::model::llama::Llama;
 use crate::model::weights::{Planned, WeightsError, save_model};
@@ -99,13 +100,8 @@ fn write_config(folder: &Path, backbone: &Llama, from: &Path, more: &Map<String,
     let text = fs::read(&path).map_err(failed("read", &path))?;
     let mut config: Value = serde_json::from_slice(&text).map_err(|e| failed("read", &path)(e.into()))?;
     config["tie_word_embeddings"] = backbone.config.tie_word_embeddings.into();
-    let dtype = match backbone.kind() {
-        Kind::BFloat16 => "bfloat16",
-        Kind::Half => "float16",
-        _ => "float32",
-    };
     let key = if config.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
-    config[key] = dtype.into();
+    config[key] = Dtype::of(backbone.kind()).to_string().into();
     more.iter().for_each(|(key, value)| config[key] = value.clone());
     let path = folder.join("config.json");
     write_json(&path, &config).map_err(failed("write", &path))

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::dtype::Dtype;
 use crate::model::quantization::Quantization;
-use crate::torch::Dtype;
 
 pub mod adapters;
 pub mod attention;

@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use tch::{Device, Kind};
 
+use crate::dtype::Dtype;
+
 pub mod accelerator;
 pub mod bytes;
 pub mod dropout;
@@ -17,8 +19,6 @@ pub mod optim;
 pub use accelerator::Accelerator;
 pub use generator::Generator;
 pub use guard::{TorchPanic, guard};
-
-pub use crate::numbers::Dtype;
 
 /// The libtorch that this program is built for.
 pub const LIBTORCH_VERSION: &str = "2.11.0";

@@ -7,10 +7,11 @@ use serde_json::{Value, json};
 
 use super::measure::{BenchPass, BenchRun, Measured, Texts};
 use crate::decode::stats::{Comparison, Tally};
+use crate::dtype::Dtype;
 use crate::files;
 use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures};
 use crate::numbers::Positive;
-use crate::torch::{Dtype, device_name};
+use crate::torch::device_name;
 
 /// What one setting gave.
 pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {

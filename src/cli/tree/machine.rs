@@ -10,11 +10,12 @@ use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::cpu::team::Team;
 use crate::draft::medusa::heads::import::HeadsFile;
+use crate::dtype::Dtype;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
 use crate::latency::{self, Sweep, Timed, Times};
 use crate::model::loading::Purpose;
-use crate::torch::{Dtype, device_name};
+use crate::torch::device_name;
 use crate::tree::search::SearchedTree;
 
 /// Largest tree that is timed where nothing is said: the paper's has 63 nodes.

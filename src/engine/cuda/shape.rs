@@ -4,9 +4,9 @@ use tch::Kind;
 
 use super::draft::{DeviceDraft, DraftShape};
 use super::layout::MAX_NODES;
+use crate::dtype::Dtype;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
-use crate::torch::Dtype;
 
 /// The cache's room grows by whole blocks of tokens.
 pub const BLOCK: i64 = 4096;
