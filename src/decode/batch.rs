@@ -54,7 +54,7 @@ impl<'a> SequenceBatch<'a> {
 
     /// Tokens chosen so far, of texts that are still being made, too.
     pub fn tokens(&self) -> usize {
-        self.left + self.sequences.iter().map(|sequence| sequence.text().new_ids().len()).sum::<usize>()
+        self.left + self.sequences.iter().map(|sequence| sequence.text.new_ids().len()).sum::<usize>()
     }
 
     /// Runs the prompt, and takes the text in; `key` is handed back with what comes of it.
@@ -76,7 +76,7 @@ impl<'a> SequenceBatch<'a> {
         }
         self.sequences.push(sequence);
         self.keys.push(key);
-        if self.sequences[row].text().finish_reason().is_some() {
+        if self.sequences[row].text.finish_reason().is_some() {
             let ended = self.leave(row);
             self.ended.push(ended);
         }
@@ -95,7 +95,7 @@ impl<'a> SequenceBatch<'a> {
         guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)))?;
         // From the last row on, so that the row that takes a left one's place has been looked at.
         for row in (0..self.sequences.len()).rev() {
-            if self.sequences[row].text().finish_reason().is_some() {
+            if self.sequences[row].text.finish_reason().is_some() {
                 ended.push(self.leave(row));
             }
         }

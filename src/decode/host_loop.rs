@@ -65,7 +65,7 @@ impl DecodeLoop for HostLoop<'_> {
         let decoded = guard("decoding", || {
             no_grad(|| {
                 self.stepper.begin(&mut sequence, 0, drafting);
-                while sequence.text_mut().tell(on_tokens).is_continue() {
+                while sequence.text.tell(on_tokens).is_continue() {
                     self.stepper.step(std::slice::from_mut(&mut sequence), drafting);
                 }
             });
@@ -74,7 +74,7 @@ impl DecodeLoop for HostLoop<'_> {
             self.reset(); // nobody knows how far the step came
             return Err(panic.into());
         }
-        self.cached = sequence.text().ids().to_vec();
+        self.cached = sequence.text.ids().to_vec();
         self.keep(self.stepper.cache().len(0).unsigned_abs() as usize);
         Ok(sequence.finish())
     }

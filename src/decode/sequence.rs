@@ -14,7 +14,8 @@ use crate::model::config::LlamaConfig;
 /// A text between two steps.
 #[derive(Debug)]
 pub struct Sequence {
-    text: Transcript,
+    /// The tokens, and where they end.
+    pub(super) text: Transcript,
     /// Draws its tokens.
     pub(super) sampler: Sampler,
     /// Of tokens in prompt and text.
@@ -38,16 +39,6 @@ impl Sequence {
             hidden_1h: None,
             steps: 0,
         }
-    }
-
-    /// The tokens, and where they end.
-    pub fn text(&self) -> &Transcript {
-        &self.text
-    }
-
-    /// As [`Sequence::text`].
-    pub fn text_mut(&mut self) -> &mut Transcript {
-        &mut self.text
     }
 
     /// What came of it.

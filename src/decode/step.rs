@@ -64,7 +64,7 @@ impl<'a> Stepper<'a> {
     /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
     pub(super) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
         let cached = self.cache.len(row).unsigned_abs() as usize;
-        let hidden_1h = prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &sequence.text().ids()[cached..]);
+        let hidden_1h = prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &sequence.text.ids()[cached..]);
         let logits_1v = self.engine.logits(&hidden_1h);
         let root = match &self.drafter {
             Some((_, acceptance)) if drafting == Drafting::On => first_root(*acceptance, &logits_1v, sequence),

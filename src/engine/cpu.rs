@@ -11,7 +11,7 @@ use crate::cpu::rows::{add, add_to_each, rms_norm, rotate, rotation, silu_produc
 use crate::cpu::team::Team;
 use crate::cpu::{AttentionShape, Number, Plane};
 use crate::model::block_spec::{Activation, MlpSpec, NormKind, NormPlaces, NormSpec};
-use crate::model::kv_cache::KvCache;
+use crate::model::kv_cache::{CacheBytes, KvCache};
 use crate::model::linear::Linear;
 use crate::model::llama::{Llama, MergedLayer};
 use crate::model::lora::Adapters;
@@ -123,11 +123,12 @@ impl<'a> CpuEngine<'a> {
         let len = cache.len(row.row);
         let at = len as usize + first;
         let mut buffers = self.buffers(x_nh.to_vec(), len, first..first + n, row.nodes);
+        let mut cache = cache.bytes_mut();
         for (index, layer) in self.layers.iter().enumerate() {
             rms_norm(&buffers.x_nh, &layer.input_layernorm_h, eps, &mut buffers.normed_nh);
             layer.qkv.multiply(&buffers.normed_nh, &mut buffers.qkv, self.team);
-            self.write_keys_and_values(cache, [index, row.row], at, &mut buffers);
-            self.attend(cache, [index, row.row], &mut buffers);
+            self.write_keys_and_values(&mut cache, [index, row.row], at, &mut buffers);
+            self.attend(&cache, [index, row.row], &mut buffers);
             layer.o.multiply(&buffers.attended, &mut buffers.normed_nh, self.team);
             add(&mut buffers.x_nh, &buffers.normed_nh);
             rms_norm(&buffers.x_nh, &layer.post_attention_layernorm_h, eps, &mut buffers.normed_nh);
@@ -156,7 +157,13 @@ impl<'a> CpuEngine<'a> {
     }
 
     /// Rotates queries and keys, and writes keys and values to a row of the cache from token `at` on.
-    fn write_keys_and_values(&self, cache: &mut KvCache, [layer, row]: [usize; 2], at: usize, buffers: &mut Buffers) {
+    fn write_keys_and_values(
+        &self,
+        cache: &mut CacheBytes,
+        [layer, row]: [usize; 2],
+        at: usize,
+        buffers: &mut Buffers,
+    ) {
         let config = &self.backbone.config;
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
         for (qkv, rotation) in buffers.qkv.chunks_exact_mut(q + 2 * kv).zip(&buffers.rotations) {
@@ -173,7 +180,7 @@ impl<'a> CpuEngine<'a> {
         }
     }
 
-    fn attend(&self, cache: &KvCache, [layer, row]: [usize; 2], buffers: &mut Buffers) {
+    fn attend(&self, cache: &CacheBytes, [layer, row]: [usize; 2], buffers: &mut Buffers) {
         let config = &self.backbone.config;
         let (q, kv, d) = (config.query_size() as usize, config.key_value_size() as usize, config.head_dim as usize);
         let scalar = self.backbone.block().heads.query_pre_attn_scalar;

@@ -12,27 +12,20 @@ use crate::model::new_tokens::NewTokens;
 #[derive(Debug)]
 pub struct TchEngine<'a> {
     backbone: &'a Llama,
-    reads: Reads,
-}
-
-/// How attention reads the cache in a step of all rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reads {
-    /// Sequence after sequence: fastest for one.
-    EachRow,
-    /// All rows together: weights and cache are read once a step, and a row's bits do not depend on how many rows there are.
-    AllRows,
+    /// A step of all rows is one pass: weights and cache are read once, and a row's bits do not depend on how many rows there are.
+    /// For one row, the pass of one row is faster.
+    all_rows_at_once: bool,
 }
 
 impl<'a> TchEngine<'a> {
     /// For one sequence at a time.
     pub fn new(backbone: &'a Llama) -> Self {
-        Self { backbone, reads: Reads::EachRow }
+        Self { backbone, all_rows_at_once: false }
     }
 
     /// For many sequences at a time.
     pub fn for_batches(backbone: &'a Llama) -> Self {
-        Self { reads: Reads::AllRows, ..Self::new(backbone) }
+        Self { backbone, all_rows_at_once: true }
     }
 }
 
@@ -55,13 +48,11 @@ impl Engine for TchEngine<'_> {
     }
 
     fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
-        match self.reads {
-            Reads::AllRows => self.backbone.extend_rows(tokens_b, cache),
-            Reads::EachRow => {
-                let batch = in_all_rows(cache, token);
-                self.extend(cache, tokens_b, &batch)
-            }
+        if self.all_rows_at_once {
+            return self.backbone.extend_rows(tokens_b, cache);
         }
+        let batch = in_all_rows(cache, token);
+        self.extend(cache, tokens_b, &batch)
     }
 
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {

@@ -27,6 +27,15 @@ pub struct KvCache {
     context: i64,
 }
 
+/// A cache's memory on the CPU: libtorch is asked for it once a pass, not once a layer.
+#[derive(Debug)]
+pub struct CacheBytes<'c> {
+    sizes: [usize; 5],
+    /// Of a number.
+    element: usize,
+    bytes: &'c mut [u8],
+}
+
 /// Keys and values of one layer: views, so writing to them writes to the cache.
 #[derive(Debug)]
 pub struct LayerCache {
@@ -131,13 +140,15 @@ impl KvCache {
     /// Moves a row's pending tokens to the front, in place. A path leads from parents to children, so none moves behind one that is
     /// still to be read.
     fn move_on_cpu(&mut self, row: usize, path: &[usize]) {
-        let [_, b, planes, _, d] = self.sizes;
-        let token = d * self.all.kind().elt_size_in_bytes();
-        let (len, room) = (self.lengths[row].unsigned_abs() as usize, self.room());
-        let heads = bytes::of_mut(&mut self.all).chunks_exact_mut(room * token);
-        for (_, head) in heads.enumerate().filter(|(at, _)| at / planes % b == row) {
-            for (to, &from) in path.iter().enumerate().filter(|(to, from)| to != *from) {
-                head.copy_within((len + from) * token..(len + from + 1) * token, (len + to) * token);
+        let [layers, _, _, room, d] = self.sizes;
+        let (len, mut cache) = (self.lengths[row].unsigned_abs() as usize, self.bytes_mut());
+        let token = d * cache.element;
+        for layer in 0..layers {
+            for head in cache.planes_mut(layer, row).into_iter().flat_map(|plane| plane.chunks_exact_mut(room * token))
+            {
+                for (to, &from) in path.iter().enumerate().filter(|(to, from)| to != *from) {
+                    head.copy_within((len + from) * token..(len + from + 1) * token, (len + to) * token);
+                }
             }
         }
     }
@@ -152,30 +163,10 @@ impl KvCache {
         self.reserve(self.rows() as i64, self.lengths[row] + pending);
     }
 
-    /// Tokens that fit into a row, S.
-    pub fn room(&self) -> usize {
-        self.sizes[3]
-    }
-
-    /// A row's keys and values in a layer on the CPU, `[G, S, D]` each.
-    pub fn planes(&self, layer: usize, row: usize) -> [&[u8]; 2] {
-        let (from, plane) = self.bytes_of(layer, row);
-        let (keys, values) = bytes::of(&self.all)[from..][..2 * plane].split_at(plane);
-        [keys, values]
-    }
-
-    /// As [`KvCache::planes`], to be written.
-    pub fn planes_mut(&mut self, layer: usize, row: usize) -> [&mut [u8]; 2] {
-        let (from, plane) = self.bytes_of(layer, row);
-        let (keys, values) = bytes::of_mut(&mut self.all)[from..][..2 * plane].split_at_mut(plane);
-        [keys, values]
-    }
-
-    /// Where a row's keys in a layer begin, and how many bytes they take; as many of values follow.
-    fn bytes_of(&self, layer: usize, row: usize) -> (usize, usize) {
-        let [_, b, planes, room, d] = self.sizes;
-        let plane = planes / 2 * room * d * self.all.kind().elt_size_in_bytes();
-        ((layer * b + row) * 2 * plane, plane)
+    /// All of it on the CPU, as bytes.
+    pub fn bytes_mut(&mut self) -> CacheBytes<'_> {
+        let element = self.all.kind().elt_size_in_bytes();
+        CacheBytes { sizes: self.sizes, element, bytes: bytes::of_mut(&mut self.all) }
     }
 
     /// Makes room for one more token a row.
@@ -212,6 +203,34 @@ impl KvCache {
         all.narrow(1, 0, has_rows).narrow(3, 0, has_tokens).copy_(&self.all);
         (self.sizes, self.layers) = (sizes(&all), layer_views(&all));
         self.all = all;
+    }
+}
+
+impl CacheBytes<'_> {
+    /// Tokens that fit into a row, S.
+    pub fn room(&self) -> usize {
+        self.sizes[3]
+    }
+
+    /// A row's keys and values in a layer, `[G, S, D]` each.
+    pub fn planes(&self, layer: usize, row: usize) -> [&[u8]; 2] {
+        let (from, plane) = self.place(layer, row);
+        let (keys, values) = self.bytes[from..][..2 * plane].split_at(plane);
+        [keys, values]
+    }
+
+    /// As [`CacheBytes::planes`], to be written.
+    pub fn planes_mut(&mut self, layer: usize, row: usize) -> [&mut [u8]; 2] {
+        let (from, plane) = self.place(layer, row);
+        let (keys, values) = self.bytes[from..][..2 * plane].split_at_mut(plane);
+        [keys, values]
+    }
+
+    /// Where a row's keys in a layer begin, and how many bytes they take; as many of values follow.
+    fn place(&self, layer: usize, row: usize) -> (usize, usize) {
+        let [_, b, planes, room, d] = self.sizes;
+        let plane = planes / 2 * room * d * self.element;
+        ((layer * b + row) * 2 * plane, plane)
     }
 }
 
