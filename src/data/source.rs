@@ -92,7 +92,7 @@ fn matches(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     let bad = |source| SourceError::BadPattern { pattern: pattern.to_owned(), source };
     let mut found = Vec::new();
     for entry in glob::glob(pattern).map_err(bad)? {
-        let path = entry.map_err(|error| failed("read", &error.path().to_owned())(error.into()))?;
+        let path = entry.map_err(|error| failed("read", error.path())(error.into()))?;
         if path.is_file() {
             found.push(path);
         }

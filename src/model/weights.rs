@@ -241,7 +241,7 @@ impl WeightFiles {
     pub fn same_memory(&self, one: &str, other: &str) -> bool {
         let place = |name: &str| {
             let StoredTensor { data, shape, strides, .. } = self.find(name).ok()?.1;
-            (!data.is_empty()).then(|| (data.as_ptr_range(), shape, strides))
+            (!data.is_empty()).then_some((data.as_ptr_range(), shape, strides))
         };
         place(one).is_some() && place(one) == place(other)
     }
