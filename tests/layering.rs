@@ -215,6 +215,23 @@ fn unsafe_stands_in_its_rooms_only() {
     assert!(of("cpu/team.rs").is_empty());
 }
 
+/// Public items and files without a doc comment. Fields, variants and constants may go without one where the name says it all, which
+/// rustc's `missing_docs` cannot allow.
+fn without_docs(source: &Source) -> Vec<String> {
+    let items = source.undocumented.iter().map(|(name, line)| format!("src/{}:{line}: {name}", source.path));
+    let file = (!source.has_module_doc).then(|| format!("src/{}: no //! at the top", source.path));
+    file.into_iter().chain(items).collect()
+}
+
+#[test]
+fn public_items_and_files_have_docs() {
+    let found: Vec<String> = THIS_CRATE.files.iter().flat_map(without_docs).collect();
+    assert!(found.is_empty(), "\n{}\n", found.join("\n"));
+    let text = "//! A.\n/// B.\n#[derive(Debug)]\npub struct B {\n    pub x: u8,\n}\n#[must_use]\npub const fn f() {}\npub(crate) fn g() {}\n";
+    assert_eq!(without_docs(&CrateMap::of(&[("a.rs", text)]).files[0]), ["src/a.rs:8: f"]);
+    assert_eq!(without_docs(&CrateMap::of(&[("b.rs", "pub use a::B;")]).files[0]), ["src/b.rs: no //! at the top"]);
+}
+
 /// The value below which `share` of sorted values lie.
 fn quantile(sorted: &[usize], share: f64) -> usize {
     sorted[((sorted.len() - 1) as f64 * share) as usize]

@@ -103,7 +103,6 @@ pub struct SweptValue {
 
 /// What a model card and `medusa inspect` say of a result: figures that somebody wrote down without the rest are taken, too.
 #[derive(Debug, Clone, Deserialize)]
-#[expect(missing_docs, reason = "the fields of BenchResult")]
 pub struct BenchHeadline {
     pub acceleration_rate: f64,
     pub overhead: Option<f64>,

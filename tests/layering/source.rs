@@ -49,6 +49,10 @@ pub(super) struct Source {
     pub(super) literals: Vec<(String, usize)>,
     /// Lines of each function, from `fn` to its closing brace.
     pub(super) functions: Vec<usize>,
+    /// Public functions, types and traits without a doc comment, and their lines.
+    pub(super) undocumented: Vec<(String, usize)>,
+    /// `//!` opens the file.
+    pub(super) has_module_doc: bool,
     /// Lines with the word `unsafe`.
     pub(super) unsafe_lines: BTreeSet<usize>,
     /// Lines with anything but comments.
@@ -71,7 +75,9 @@ impl Source {
         let mut tokens = Vec::new();
         flatten(stream, &mut tokens);
         let tokens = without_tests(&tokens);
-        let mut source = Source { path: path.to_owned(), ..Source::default() };
+        let mut source = Source { path: path.to_owned(), undocumented: undocumented(&tokens), ..Source::default() };
+        source.has_module_doc = text.starts_with("//!");
+        let tokens = without_docs(&tokens);
         for token in &tokens {
             source.code.extend(token.line..=token.last);
             match token.text.as_str() {
@@ -205,25 +211,57 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     }
 }
 
-/// Leaves out documentation and what stands under `#[cfg(test)]`.
+/// Leaves out items under `#[cfg(test)]`.
 fn without_tests(tokens: &[Token]) -> Vec<&Token> {
     let all: Vec<&Token> = tokens.iter().collect();
+    without(&all, |rest, attribute| (attribute == "cfg(test)]").then(|| end_of_item(rest)))
+}
+
+/// Leaves out doc comments.
+fn without_docs<'t>(tokens: &[&'t Token]) -> Vec<&'t Token> {
+    without(tokens, |rest, attribute| attribute.starts_with("doc=").then(|| end_of_attribute(rest)))
+}
+
+/// Leaves out what `skipped` counts, given the tokens from an attribute on and the attribute's first five.
+fn without<'t>(tokens: &[&'t Token], skipped: impl Fn(&[&Token], &str) -> Option<usize>) -> Vec<&'t Token> {
     let (mut kept, mut at) = (Vec::new(), 0);
-    while at < all.len() {
-        let rest = &all[at..];
-        let attribute = rest[0].text == "#" && rest.len() > 2;
-        let inner = usize::from(attribute && rest[1].text == "!");
-        let text: String = rest.iter().skip(inner + 2).take(5).map(|token| token.text.as_str()).collect();
-        at += if attribute && text.starts_with("doc=") {
-            closing(rest, inner + 1) + 1
-        } else if attribute && text == "cfg(test)]" {
-            end_of_item(rest)
-        } else {
+    while at < tokens.len() {
+        let rest = &tokens[at..];
+        let inner = usize::from(rest.get(1).is_some_and(|token| token.text == "!"));
+        let attribute: String = rest.iter().skip(inner + 2).take(5).map(|token| token.text.as_str()).collect();
+        at += skipped(rest, &attribute).filter(|_| rest[0].text == "#").unwrap_or_else(|| {
             kept.push(rest[0]);
             1
-        };
+        });
     }
     kept
+}
+
+/// Public functions, types and traits without a doc comment. Constants, fields and variants may go without one.
+fn undocumented(tokens: &[&Token]) -> Vec<(String, usize)> {
+    let (mut found, mut documented, mut at) = (Vec::new(), false, 0);
+    while at < tokens.len() {
+        let text = |ahead: usize| tokens.get(at + ahead).map_or("", |token| token.text.as_str());
+        if text(0) == "#" && text(1) == "[" {
+            documented |= text(2) == "doc";
+            at += end_of_attribute(&tokens[at..]);
+            continue;
+        }
+        let modifiers =
+            (1..).take_while(|&ahead| ["const", "async", "unsafe", "extern"].contains(&text(ahead))).count();
+        let is_item = ["fn", "struct", "enum", "union", "trait"].contains(&text(1 + modifiers));
+        if text(0) == "pub" && is_item && !documented {
+            found.push((text(2 + modifiers).to_owned(), tokens[at].line));
+        }
+        (documented, at) = (false, at + 1);
+    }
+    found
+}
+
+/// Tokens of the attribute that starts at the first.
+fn end_of_attribute(tokens: &[&Token]) -> usize {
+    let open = tokens.iter().position(|token| token.text == "[").expect("an attribute has brackets");
+    closing(tokens, open) + 1
 }
 
 /// Tokens of the item that starts at the first: to its `;` or `,`, or to the end of its braces.
