@@ -19,7 +19,7 @@ const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 const CODE_LINES_BEFORE: usize = 27_675;
 
 /// Lines of README.md at most.
-const README_LINES: usize = 365;
+const README_LINES: usize = 200;
 
 /// Files that pass between commands: only formats/ reads and writes them.
 const FORMATS: &[&str] = &[

@@ -1,59 +1,96 @@
-//! What is written is there: docs/architecture.md names each room of src/ and nothing else, README's recipe and every recipe load.
+//! The documentation is true: every command parses, every recipe loads, every link resolves, and docs/architecture.md matches src/.
 
-use std::collections::BTreeSet;
+mod commands;
+mod files;
+mod links;
+mod recipes;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use medusa::recipe::Recipe;
-
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Folders and files at the top of src/, as docs/architecture.md writes them; a file beside its folder is the folder.
-fn rooms() -> BTreeSet<String> {
-    let entries = fs::read_dir(Path::new(ROOT).join("src")).expect("src/").flatten();
-    let name = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().into_owned();
-    let (folders, files): (Vec<_>, Vec<_>) = entries.partition(|entry| entry.path().is_dir());
-    let folders: BTreeSet<String> = folders.iter().map(|folder| name(folder) + "/").collect();
-    let of_a_folder = |file: &String| folders.contains(&file.replace(".rs", "/"));
-    files.iter().map(name).filter(|file| !of_a_folder(file)).chain(folders.clone()).collect()
+/// A Markdown page of the project.
+struct Page {
+    /// Relative to the root of the repository.
+    path: PathBuf,
+    text: String,
 }
 
-#[test]
-fn the_rooms_in_architecture_md_are_the_rooms_of_src() {
-    let text = fs::read_to_string(Path::new(ROOT).join("docs/architecture.md")).expect("docs/architecture.md");
-    let table = text.split("\n## Rooms\n").nth(1).and_then(|rest| rest.split("\n## ").next()).expect("## Rooms");
-    let row = |line: &str| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned());
-    let written: Vec<String> = table.lines().filter_map(row).collect();
-    assert_eq!(written.iter().cloned().collect::<BTreeSet<_>>(), rooms());
-    assert_eq!(written.len(), rooms().len(), "a room stands there once");
+/// Text between two fences.
+struct CodeBlock<'p> {
+    /// The word behind the opening fence.
+    language: &'p str,
+    /// Line of the opening fence, counted from 1.
+    line: usize,
+    text: String,
 }
 
-#[test]
-fn the_recipe_in_readme_is_read_without_an_error() {
-    let readme = fs::read_to_string(Path::new(ROOT).join("README.md")).expect("README.md");
-    let recipe = readme.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).expect("a TOML block");
-    Recipe::parse(Path::new("README.md"), recipe).unwrap_or_else(|error| panic!("{error}"));
-}
-
-#[test]
-fn every_recipe_is_read_without_an_error() {
-    let recipes = fs::read_dir(Path::new(ROOT).join("recipes")).expect("recipes/").flatten().map(|entry| entry.path());
-    let tomls: Vec<PathBuf> =
-        recipes.filter(|path| path.extension().is_some_and(|extension| extension == "toml")).collect();
-    assert!(!tomls.is_empty(), "recipes/ has recipes");
-    for path in tomls {
-        let text = fs::read_to_string(&path).expect("a recipe");
-        let recipe = Recipe::parse(&path, &text).unwrap_or_else(|error| panic!("{error}"));
-        let in_repository = |file: &String| file.starts_with("data/");
-        let made_before = recipe.heads.init_from.is_some() || !recipe.data.train.iter().all(in_repository);
-        if in_repository(&recipe.backbone.path) && !made_before {
-            Recipe::load(&path).unwrap_or_else(|error| panic!("{error}")); // tests run in the root of the repository
-        }
-        let command = format!("# medusa-train recipes/{}", path.file_name().expect("a name").to_string_lossy());
-        assert!(
-            text.lines().any(|line| line.trim_end().ends_with(command.trim_start_matches("# "))),
-            "{}: no line `{command}`",
-            path.display()
-        );
+impl Page {
+    fn read(path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        let text =
+            fs::read_to_string(Path::new(ROOT).join(&path)).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        Self { path, text }
     }
+
+    fn of(path: &str, text: &str) -> Self {
+        Self { path: path.into(), text: text.into() }
+    }
+
+    fn code_blocks(&self) -> Vec<CodeBlock<'_>> {
+        let mut blocks = Vec::new();
+        let mut open: Option<CodeBlock> = None;
+        for (line, number) in self.text.lines().zip(1..) {
+            match (line.strip_prefix("```"), open.take()) {
+                (Some(_), Some(block)) => blocks.push(block),
+                (Some(language), None) => open = Some(CodeBlock { language, line: number, text: String::new() }),
+                (None, Some(block)) => open = Some(CodeBlock { text: block.text + line + "\n", ..block }),
+                (None, None) => {}
+            }
+        }
+        assert!(open.is_none(), "{}: a code block is not closed", self.path.display());
+        blocks
+    }
+
+    /// Lines outside code blocks, with their numbers.
+    fn prose(&self) -> Vec<(usize, &str)> {
+        let mut in_code = false;
+        let outside = |(_, line): &(usize, &str)| {
+            let is_fence = line.starts_with("```");
+            in_code ^= is_fence;
+            !in_code && !is_fence
+        };
+        (1..).zip(self.text.lines()).filter(outside).collect()
+    }
+}
+
+/// README.md and the pages beside it and under docs/.
+fn pages() -> Vec<Page> {
+    let docs = fs::read_dir(Path::new(ROOT).join("docs")).expect("docs/").flatten().map(|entry| entry.file_name());
+    let docs = docs.filter_map(|name| name.into_string().ok()).filter(|name| name.ends_with(".md"));
+    let beside = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "checkpoints/README.md"].map(str::to_owned);
+    beside.into_iter().chain(docs.map(|name| format!("docs/{name}"))).map(Page::read).collect()
+}
+
+/// Recipes of recipes/, by their paths.
+fn recipes() -> Vec<Page> {
+    let entries = fs::read_dir(Path::new(ROOT).join("recipes")).expect("recipes/").flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.ends_with(".toml"));
+    let recipes: Vec<Page> = names.map(|name| Page::read(format!("recipes/{name}"))).collect();
+    assert!(!recipes.is_empty(), "recipes/ has recipes");
+    recipes
+}
+
+/// Fails with one line a fault.
+fn assert_none(faults: &[String]) {
+    assert!(faults.is_empty(), "\n{}\n", faults.join("\n"));
+}
+
+#[test]
+fn code_blocks_and_prose_are_told_apart() {
+    let page = Page::of("p.md", "a\n```bash\nb\n\nc\n```\nd\n```\ne\n```\n");
+    let blocks: Vec<_> = page.code_blocks().into_iter().map(|b| (b.language, b.line, b.text)).collect();
+    assert_eq!(blocks, [("bash", 2, "b\n\nc\n".to_owned()), ("", 8, "e\n".to_owned())]);
+    assert_eq!(page.prose(), [(1, "a"), (7, "d")]);
 }

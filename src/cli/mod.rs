@@ -157,6 +157,11 @@ fn of_decoding<'a>(
     vec![prompts.map(HubArgument::File), heads, Some(HubArgument::backbone(backbone))]
 }
 
+/// The command lines of `medusa` and `medusa-train`, for tests of the documentation.
+pub fn commands() -> [clap::Command; 2] {
+    [MedusaCommand::command(), MedusaTrainCommand::command()]
+}
+
 /// The program `medusa`: reads the command line, runs the verb, turns errors into text and an exit status.
 pub fn medusa() -> ExitCode {
     let (MedusaCommand { common, mut verb }, matches) = parse::<MedusaCommand>();

@@ -1,0 +1,121 @@
+//! Recipes: those of recipes/, those shown in the documentation, and the table of all keys.
+
+use std::path::{Path, PathBuf};
+
+use medusa::recipe::Recipe;
+use toml::Table;
+
+use super::{Page, assert_none, pages, recipes};
+
+/// README's recipe, from which fragments of recipes on other pages take what they do not show.
+fn readme_recipe() -> Table {
+    let readme = Page::read("README.md");
+    let blocks = readme.code_blocks();
+    let recipe = blocks.iter().find(|block| block.language == "toml").expect("a recipe in README.md");
+    recipe.text.parse().expect("TOML")
+}
+
+/// What is wrong with the TOML blocks of a page: whole recipes, or tables that take the place of README's.
+fn faults(page: &Page) -> Vec<String> {
+    let mut faults = Vec::new();
+    for block in page.code_blocks().iter().filter(|block| block.language == "toml") {
+        let place = PathBuf::from(format!("{}, code block at line {}", page.path.display(), block.line));
+        let whole = match block.text.parse::<Table>() {
+            Ok(tables) if tables.contains_key("backbone") => block.text.clone(),
+            Ok(tables) => {
+                let mut recipe = readme_recipe();
+                recipe.extend(tables);
+                recipe.to_string()
+            }
+            Err(_) => block.text.clone(), // the reader of recipes says what is wrong
+        };
+        faults.extend(Recipe::parse(&place, &whole).err().map(|error| error.to_string()));
+    }
+    faults
+}
+
+#[test]
+fn recipes_in_the_documentation_are_read_without_an_error() {
+    assert!(!readme_recipe().is_empty());
+    assert_none(&pages().iter().flat_map(faults).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_wrong_recipe_is_found() {
+    let fragment = |text: &str| faults(&Page::of("p.md", &format!("```toml\n{text}\n```\n")));
+    assert!(fragment("[loss]\nmedusa_decay_coefficient = 0.7").is_empty());
+    assert!(fragment("[loss]\nmedusa_decay = 0.7")[0].contains("unknown field `medusa_decay`"));
+    assert!(fragment("[stage.medusa3]")[0].contains("exactly one of [stage.medusa1], [stage.medusa2]"));
+    assert!(fragment("[backbone]\npath = \"b\"")[0].contains("missing field"));
+    assert!(fragment("[loss")[0].starts_with("p.md, code block at line 1"));
+}
+
+#[test]
+fn every_recipe_is_read_without_an_error() {
+    for Page { path, text } in recipes() {
+        let recipe = Recipe::parse(&path, &text).unwrap_or_else(|error| panic!("{error}"));
+        let in_repository = |file: &String| file.starts_with("data/");
+        let made_before = recipe.heads.init_from.is_some() || !recipe.data.train.iter().all(in_repository);
+        if in_repository(&recipe.backbone.path) && !made_before {
+            Recipe::load(&path).unwrap_or_else(|error| panic!("{error}")); // tests run in the root of the repository
+        }
+        let command = format!("medusa-train {}", path.display());
+        let shown = text.lines().any(|line| line.starts_with('#') && line.trim_end().ends_with(&command));
+        assert!(shown, "{}: no line `# {command}`", path.display());
+    }
+}
+
+/// Keys that the reader of recipes knows in a table (`train`, `stage.medusa2`; the top of a recipe is ""), from the words with which it
+/// refuses another key.
+fn keys(table: &str) -> Vec<String> {
+    let mut recipe = readme_recipe();
+    if table.starts_with("stage") {
+        recipe["stage"] = "medusa2 = { lora = { rank = 1, alpha = 1.0 } }".parse::<Table>().expect("TOML").into();
+    }
+    if table == "stage.medusa1" {
+        return Vec::new(); // it has none
+    }
+    recipe.entry("loss").or_insert_with(|| Table::new().into());
+    let place =
+        table.split('.').filter(|name| !name.is_empty()).try_fold(&mut recipe, |at, name| at[name].as_table_mut());
+    place.expect("a table").insert("no_such_key".into(), true.into());
+    let error =
+        Recipe::parse(Path::new("r.toml"), &recipe.to_string()).expect_err("a key that nobody reads").to_string();
+    let (_, known) = error.split_once("unknown field `no_such_key`, expected ").unwrap_or_else(|| panic!("{error}"));
+    let known = known.lines().next().unwrap_or_default();
+    known.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// The rows of the table of all keys: the tables (in bold), and the keys below each.
+fn documented(page: &Page) -> Vec<(String, Vec<String>)> {
+    let rows = page.text.split_once("\n## All keys of a recipe\n").expect("## All keys of a recipe").1;
+    let mut tables: Vec<(String, Vec<String>)> = Vec::new();
+    for row in rows.lines() {
+        if let Some(table) = row.strip_prefix("| **`[").and_then(|rest| rest.split(']').next()) {
+            tables.push((table.into(), Vec::new()));
+        } else if let Some(key) = row.strip_prefix("| `").and_then(|rest| rest.split('`').next()) {
+            tables.last_mut().expect("a table before its keys").1.push(key.into());
+        }
+    }
+    tables
+}
+
+#[test]
+fn training_md_lists_every_key() {
+    let tables = documented(&Page::read("docs/training.md"));
+    let mut at_the_top: Vec<String> = keys("");
+    at_the_top.retain(|key| !tables.iter().any(|(table, _)| table == key));
+    assert!(at_the_top.is_empty(), "docs/training.md has no table for {at_the_top:?}");
+    for (table, documented) in &tables {
+        if table == "stage" {
+            assert_eq!(documented, &["medusa1", "medusa2"]);
+            continue;
+        }
+        let mut known = keys(table);
+        let mut documented = documented.clone();
+        known.sort();
+        documented.sort();
+        assert_eq!(documented, known, "docs/training.md, [{table}]");
+    }
+    assert!(tables.iter().any(|(table, _)| table == "stage.medusa2.lora"));
+}
