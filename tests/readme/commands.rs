@@ -168,6 +168,18 @@ fn every_flag_in_prose_is_one() {
 }
 
 #[test]
+fn a_code_span_is_in_one_line() {
+    let odd = |page: &Page| -> Vec<String> {
+        let prose = page.prose().into_iter().filter(|(_, line)| line.matches('`').count() % 2 == 1);
+        prose
+            .map(|(line, _)| format!("{}:{line}: a code span that is not closed in its line", page.path.display()))
+            .collect()
+    };
+    assert_none(&pages().iter().flat_map(odd).collect::<Vec<_>>());
+    assert_eq!(odd(&Page::of("p.md", "a `b`\n`c\nd`")).len(), 2);
+}
+
+#[test]
 fn a_script_is_read_word_by_word() {
     let words = |script| commands(script).iter().map(|words| words.join("|")).collect::<Vec<_>>();
     assert_eq!(words("# no\nmedusa a --b 'c d' # e\n\n"), ["medusa|a|--b|c d"]);
