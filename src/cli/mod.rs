@@ -47,7 +47,7 @@ pub use signals::interrupted;
 /// Train Medusa heads for Llama-family models, measure them, search their tree, decode with them.
 #[derive(Debug, Parser)]
 #[command(name = "medusa", version, arg_required_else_help = true, after_help = MEDUSA_EXAMPLE)]
-struct MedusaCommand {
+pub struct MedusaCommand {
     #[command(flatten)]
     common: CommonFlags,
     #[command(subcommand)]
@@ -57,7 +57,7 @@ struct MedusaCommand {
 /// Train Medusa heads as a recipe says; the same as `medusa train`.
 #[derive(Debug, Parser)]
 #[command(name = "medusa-train", version, arg_required_else_help = true)]
-struct MedusaTrainCommand {
+pub struct MedusaTrainCommand {
     #[command(flatten)]
     common: CommonFlags,
     #[command(flatten)]
@@ -155,11 +155,6 @@ fn of_decoding<'a>(
 ) -> Vec<Option<HubArgument<'a>>> {
     let heads = heads.as_mut().map(HubArgument::heads);
     vec![prompts.map(HubArgument::File), heads, Some(HubArgument::backbone(backbone))]
-}
-
-/// The command lines of `medusa` and `medusa-train`, for tests of the documentation.
-pub fn commands() -> [clap::Command; 2] {
-    [MedusaCommand::command(), MedusaTrainCommand::command()]
 }
 
 /// The program `medusa`: reads the command line, runs the verb, turns errors into text and an exit status.

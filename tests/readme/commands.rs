@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use clap::Command;
-use medusa::cli;
+use clap::{Command, CommandFactory};
+use medusa::cli::{MedusaCommand, MedusaTrainCommand};
 
 use super::{Page, ROOT, assert_none, pages, recipes};
 
@@ -57,10 +57,9 @@ fn without_shell(words: &[String]) -> Vec<String> {
 /// What is wrong with a command.
 fn fault(words: &[String]) -> Option<String> {
     let program = words[0].rsplit('/').next().unwrap_or_default();
-    let [medusa, medusa_train] = cli::commands();
     match program {
-        "medusa" => wrong_usage(medusa, words),
-        "medusa-train" => wrong_usage(medusa_train, words),
+        "medusa" => wrong_usage(MedusaCommand::command(), words),
+        "medusa-train" => wrong_usage(MedusaTrainCommand::command(), words),
         _ if OTHERS.contains(&program) || words[0].contains("scripts/") => None,
         _ => Some(format!("{program}: a program that tests/readme/commands.rs does not know")),
     }
@@ -136,7 +135,7 @@ fn named_flags(span: &str) -> impl Iterator<Item = String> {
 
 /// Flags that a code span may name: of its verb, or, if it begins with a flag, of any. `None` if it is not about this program.
 fn flags_for(span: &str) -> Option<Vec<String>> {
-    let [medusa, medusa_train] = cli::commands();
+    let (medusa, medusa_train) = (MedusaCommand::command(), MedusaTrainCommand::command());
     let flags =
         |command: &Command| command.get_arguments().filter_map(|a| Some(format!("--{}", a.get_long()?))).collect();
     let mut known: Vec<String> = flags(&medusa);

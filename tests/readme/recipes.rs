@@ -46,7 +46,7 @@ fn a_wrong_recipe_is_found() {
     assert!(fragment("[loss]\nmedusa_decay_coefficient = 0.7").is_empty());
     assert!(fragment("[loss]\nmedusa_decay = 0.7")[0].contains("unknown key `medusa_decay`"));
     assert!(fragment("[stage.medusa3]")[0].contains("medusa3"));
-    assert!(fragment("[backbone]\npath = \"b\"")[0].contains("missing"));
+    assert!(fragment("[backbone]\npath = \"b\"")[0].contains("[stage.medusa1]"));
     assert!(fragment("[loss")[0].starts_with("p.md, code block at line 1"));
 }
 
