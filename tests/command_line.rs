@@ -1,6 +1,8 @@
 //! The command line: every verb shows an example, errors are one line a cause on stderr, exit statuses are as documented.
 
 use assert_cmd::Command;
+use clap::{Args, Command as ClapCommand, FromArgMatches};
+use medusa::cli::{CommonFlags, finish};
 
 fn medusa(arguments: &[&str]) -> Command {
     let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
@@ -89,4 +91,24 @@ fn a_file_that_cannot_be_written_is_told_before_any_work() {
             assert!(refused("/proc/x").contains(&format!("{flag} /proc/x cannot be written")));
         }
     }
+}
+
+/// Runs in a process of its own: there the verb panics.
+#[test]
+fn a_bug_is_status_101_with_its_line_and_backtrace() {
+    const CHILD: &str = "MEDUSA_TEST_VERB_PANICS";
+    if std::env::var_os(CHILD).is_some() {
+        let matches = CommonFlags::augment_args(ClapCommand::new("medusa")).get_matches_from(["medusa"]);
+        let common = CommonFlags::from_arg_matches(&matches).unwrap();
+        let rows: Vec<u8> = vec![];
+        let _ = finish(&common, || Ok(assert_eq!(rows[rows.len()], 0)));
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "command_line::a_bug_is_status_101_with_its_line_and_backtrace", "--nocapture"]);
+    let told = stderr(child.env(CHILD, "1").env("RUST_BACKTRACE", "1"));
+    child.assert().code(101);
+    for part in ["panicked at tests/command_line.rs:", "the len is 0 but the index is 0", "stack backtrace:"] {
+        assert!(told.contains(part), "{told}");
+    }
+    assert!(!told.contains("error: "), "{told}");
 }

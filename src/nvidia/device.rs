@@ -10,7 +10,7 @@ use tch::{Device, Tensor};
 use super::error::GpuError;
 use super::libraries::{self, CUBLAS_LT};
 use super::nvrtc::Compiler;
-use crate::torch::{Accelerator, accelerator, bytes, guard, memory};
+use crate::torch::{Accelerator, accelerator, bytes, memory};
 
 /// The oldest driver that kernels of CUDA 13 run on, as the driver itself counts: 1000 · major + 10 · minor.
 const DRIVER: i32 = 13_000;
@@ -90,8 +90,7 @@ impl Gpu {
         let Device::Cuda(index) = device else {
             return Err(GpuError::Elsewhere { device: crate::torch::device_name(device) });
         };
-        let opened = guard("opening the GPU", || Self::of(index));
-        opened.map_err(|panic| GpuError::Failed { work: "opening it", reason: panic.reason })?
+        Self::of(index)
     }
 
     fn of(index: usize) -> Result<Self, GpuError> {

@@ -1,17 +1,18 @@
-//! libtorch's panics (out of memory, a shape clash) as values, around a whole piece of work.
+//! Turns libtorch's errors (out of memory, a shape clash), which tch raises as panics, into values. Any other panic is a bug in this
+//! program: it is printed with its file and line, and unwinds on.
 
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
 
-/// A panic caught by [`guard`].
+/// An error of libtorch caught by [`guard`].
 #[derive(Debug, thiserror::Error)]
 #[error("{}{work} failed: {reason}", if *.out_of_memory { "out of memory: " } else { "" })]
 pub struct TorchPanic {
     /// What was being done.
     pub work: String,
-    /// The first line of the panic.
+    /// The first line of libtorch's message.
     pub reason: String,
     /// Whether an allocator gave up.
     pub out_of_memory: bool,
@@ -21,47 +22,42 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `body`; a panic in it becomes an error that names `work`.
+/// Runs `body`; an error of libtorch in it becomes an error that names `work`.
 ///
 /// # Errors
-/// [`TorchPanic`] with the panic's first line (libtorch appends a C++ backtrace, which is dropped).
+/// [`TorchPanic`] with the first line of libtorch's message (it appends a C++ backtrace, which is dropped).
+///
+/// # Panics
+/// If `body` panics for any other reason.
 pub fn guard<T>(work: &str, body: impl FnOnce() -> T) -> Result<T, TorchPanic> {
-    quiet_hook();
+    mute_libtorch();
     let before = GUARDED.replace(true);
     let result = panic::catch_unwind(AssertUnwindSafe(body));
     GUARDED.set(before);
     result.map_err(|panic| {
-        let text = message(panic.as_ref());
-        let reason = first_line(&text);
+        let Some(text) = libtorch_error(panic.as_ref()) else { panic::resume_unwind(panic) };
+        let reason = text.split("\\n").next().unwrap_or_default().to_owned();
         let out_of_memory = text.contains("out of memory") || text.contains("can't allocate memory");
         TorchPanic { work: work.into(), reason, out_of_memory }
     })
 }
 
-/// The default hook prints every panic to stderr; one that becomes an error would be told twice.
-fn quiet_hook() {
+/// Keeps the panic hook from printing errors of libtorch that [`guard`] returns.
+fn mute_libtorch() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let default = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
-            if !GUARDED.get() {
+            if !GUARDED.get() || libtorch_error(info.payload()).is_none() {
                 default(info);
             }
         }));
     });
 }
 
-fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().cloned();
-    text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string))
-        .unwrap_or_else(|| "a panic without text".into())
-}
-
-/// tch's panics read `called … value: Torch("words\nException raised from …`.
-fn first_line(text: &str) -> String {
-    let from = text.find("Torch(\"").map_or(0, |at| at + "Torch(\"".len());
-    let line = text[from..].split("\\n").next().unwrap_or_default();
-    line.lines().next().unwrap_or_default().to_owned()
+/// libtorch's message in a panic of tch, which unwraps its `Result`s: `called … value: Torch("message\nException raised from …`.
+fn libtorch_error(panic: &(dyn Any + Send)) -> Option<&str> {
+    Some(panic.downcast_ref::<String>()?.split_once("Torch(\"")?.1)
 }
 
 #[cfg(test)]
@@ -82,5 +78,11 @@ mod tests {
     fn running_out_of_memory_is_recognised() {
         let error = guard("a huge tensor", || Tensor::ones([1 << 55], (Kind::Float, Device::Cpu))).unwrap_err();
         assert!(error.out_of_memory, "{error:?}");
+    }
+
+    #[test]
+    fn a_panic_of_our_own_unwinds_on() {
+        let panic = panic::catch_unwind(|| guard("the work", || panic!("a bug"))).unwrap_err();
+        assert_eq!(panic.downcast_ref(), Some(&"a bug"));
     }
 }
