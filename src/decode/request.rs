@@ -16,7 +16,7 @@ pub struct Request<'a> {
     pub max_new_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// What a token that stands in prompt or text loses (see [`Penalty`]); 1 is nothing.
+    /// What a token that stands in prompt or text loses (see [`Penalty`](super::penalty::Penalty)); 1 is nothing.
     pub repetition_penalty: Positive,
     /// Of what is drawn.
     pub stream: Stream,

@@ -67,7 +67,7 @@ impl Attention {
     }
 
     /// One new token of each of several generations: `x_ph` `[P, H]` to the same shape. Their keys and values go to the cache.
-    /// The spare rows (see [`BatchStep`]) attend to nothing.
+    /// The spare rows (see `BatchStep`) attend to nothing.
     pub fn over_batch(&self, x_ph: &Tensor, rotation: &Rotation, step: &BatchStep, cache: &LayerCache) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
         let qkv_phd = self.qkv.forward(x_ph, Adapters::Off).view([step.product_rows, q + 2 * g, d]);

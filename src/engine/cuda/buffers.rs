@@ -33,7 +33,7 @@ impl Size {
 
 macro_rules! buffers {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Everything that a step writes: sizes on paper ([`DevicePlan`]), or tensors that never move.
+        /// Everything that a step writes: sizes on paper (`DevicePlan`), or tensors that never move.
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub struct Buffers<T> {
             $($(#[$doc])* pub $name: T,)*
