@@ -9,7 +9,7 @@ use medusa::model::weights::{WeightFiles, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use super::small_run::SmallRun;
+use super::small_run::{Ended, SmallRun};
 
 const WEIGHTS: &str = "backbone/model.safetensors";
 
@@ -267,6 +267,57 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
             ),
         ],
     );
+}
+
+#[test]
+fn a_backbone_with_nan_in_a_weight_decodes_nothing() {
+    let small = SmallRun::new();
+    write_tokenizer(&small, 48);
+    write_heads(&small, "heads", SHAPE);
+    small.write("backbone/chat_template.jinja", "{% for message in messages %}{{ message['content'] }}{% endfor %}");
+    small.write("prompts.jsonl", "{\"prompt\": \"w3 w4\"}\n{\"prompt\": \"w5\"}\n");
+    rewrite(&small, WEIGHTS, |all| {
+        let (_, o_proj) = all.iter_mut().find(|(name, _)| name.ends_with("o_proj.weight")).expect("its name");
+        let _ = o_proj.narrow(0, 5, 1).narrow(1, 7, 1).fill_(f64::NAN);
+    });
+    let before = small.names(".");
+    let refused = |arguments: &str, facts: &[&str]| {
+        let facts = [&["logits contain NaN or infinity at new token 1;", "--dtype", "weights"], facts].concat();
+        let ended = small.medusa(&arguments.split(' ').collect::<Vec<_>>());
+        ended.failed(1, &facts);
+        assert_eq!(ended.stderr.matches("logits contain NaN").count(), 1, "{}", ended.stderr);
+        assert_eq!(ended.stdout, "", "{arguments}");
+    };
+    let inputs = "--backbone backbone --prompts prompts.jsonl --max-new-tokens 4";
+    for how in [
+        "",
+        " --heads heads",
+        " --temperature 0.8",
+        " --heads heads --temperature 0.8",
+        " --engine tch",
+        " --drafter ngram",
+    ] {
+        refused(&format!("generate {inputs}{how}"), &["prompt 1 of 2"]);
+    }
+    refused(&format!("generate {inputs} --dtype bfloat16"), &["prompt 1 of 2"]);
+    refused(&format!("bench {inputs} --heads heads --json"), &["prompt 1 of 2"]);
+    refused(&format!("calibrate {inputs} --heads heads --out calibration.json"), &["prompt 1 of 2"]);
+    assert_eq!(small.names("."), before, "nothing half-written");
+    refused(&format!("distill {inputs} --out distilled"), &["conversation 0"]);
+    refused(&format!("distill {inputs} --heads heads --out distilled_with_heads"), &["conversation 0"]);
+    for folder in ["distilled", "distilled_with_heads"] {
+        assert!(small.names(folder).iter().all(|name| !name.ends_with(".parquet")), "{:?}", small.names(folder));
+    }
+    let rows = "calibrate --backbone backbone --heads heads --data rows.jsonl --out calibration.json";
+    let ended = small.medusa(&rows.split(' ').collect::<Vec<_>>());
+    ended.failed(1, &["row 1: the logits of head 1 contain NaN or infinity"]);
+    assert!(!small.path("calibration.json").exists());
+    let chat = small
+        .program(env!("CARGO_BIN_EXE_medusa"), &["chat", "--backbone", "backbone"])
+        .stdin(fs::File::open(small.path("prompts.jsonl")).expect("lines"))
+        .output();
+    let ended = Ended::from(chat.expect("the program starts"));
+    ended.failed(1, &["answer 1", "logits contain NaN or infinity at new token 1;"]);
 }
 
 #[test]

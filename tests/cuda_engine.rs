@@ -355,7 +355,7 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
 }
 
 #[test]
-fn logits_that_are_no_numbers_end_the_text_with_an_error() {
+fn logits_with_nan_end_the_text_with_an_error() {
     let llama = backbone(config(2, None, 64), 20);
     let heads = heads(&llama, 2, 1, false, 21);
     let tree = SparseTree::cartesian(&[3, 2]).expect("10 nodes");
@@ -371,7 +371,10 @@ fn logits_that_are_no_numbers_end_the_text_with_an_error() {
             [engine.decode(Drafting::Off, &request, &mut go_on()), engine.decode(Drafting::On, &request, &mut go_on())]
         {
             let error = said.unwrap_err().to_string();
-            assert_eq!(error, "the backbone's logits are no numbers; decode in another --dtype");
+            assert!(
+                error.starts_with("logits contain NaN or infinity at new token 1; decode in another --dtype"),
+                "{error}"
+            );
         }
         lm_head.shallow_clone().copy_(&whole);
         assert!(engine.decode(Drafting::On, &request, &mut go_on()).is_ok(), "the next text is none of that one's");

@@ -47,6 +47,17 @@ pub enum CalibrationError {
         /// 1-based.
         head: usize,
     },
+    /// Guesses of such logits mean nothing.
+    #[error(
+        "row {row}: the logits of head {head} contain NaN or infinity; calibrate in another --dtype (float32 has the widest range), or check \
+         the weights of backbone and heads"
+    )]
+    NotFinite {
+        /// 1-based.
+        row: usize,
+        /// 1-based.
+        head: usize,
+    },
     /// libtorch gave up.
     #[error(transparent)]
     Torch(#[from] TorchPanic),

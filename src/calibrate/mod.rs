@@ -43,7 +43,8 @@ pub fn calibrate(
     for (done, row) in rows.iter().enumerate() {
         let row = row?;
         check_tokens(done + 1, &row, backbone.config.vocab_size)?;
-        guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, &mut counts)))?;
+        let counted = guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, &mut counts)))?;
+        counted.map_err(|NotFinite { head }| CalibrationError::NotFinite { row: done + 1, head: head + 1 })?;
         on_row(done + 1);
     }
     Ok(counts)
@@ -103,11 +104,16 @@ fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<AskedPosition> {
     asked.filter(|asked| asked.is_step || asked.targets.iter().any(Option::is_some)).collect()
 }
 
-fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Counts) {
+/// The logits of a head (0-based) contain NaN or infinity.
+struct NotFinite {
+    head: usize,
+}
+
+fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Counts) -> Result<(), NotFinite> {
     counts.add_tokens(row.input_ids.len());
     let asked = asked_of(row, heads.num_heads());
     if asked.is_empty() {
-        return;
+        return Ok(());
     }
     let ids: Vec<i64> = row.input_ids.iter().map(|&id| i64::from(id)).collect();
     let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
@@ -118,7 +124,7 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
     for asked in asked.chunks(chunk) {
         let positions: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
         let hidden_nh = hidden_th.index_select(0, &Tensor::from_slice(&positions).to_device(backbone.device()));
-        let guesses = guesses_of(backbone, heads, &hidden_nh, counts.top_k());
+        let guesses = guesses_of(backbone, heads, &hidden_nh, counts.top_k())?;
         for (at, asked) in asked.iter().enumerate() {
             let here = at * counts.top_k()..(at + 1) * counts.top_k();
             let guesses: Vec<&[i64]> = guesses.iter().map(|of_head| &of_head[here.clone()]).collect();
@@ -131,13 +137,18 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
         }
     }
     counts.add_run(run);
+    Ok(())
 }
 
 /// Each head's `top_k` guesses at every row, best first: `[head][row * top_k + rank]`.
-fn guesses_of(backbone: &Llama, heads: &Heads, hidden_nh: &Tensor, top_k: usize) -> Vec<Vec<i64>> {
+fn guesses_of(backbone: &Llama, heads: &Heads, hidden_nh: &Tensor, top_k: usize) -> Result<Vec<Vec<i64>>, NotFinite> {
     let of_head = |head| {
-        let (_, guesses_nk) = heads.logits(head, hidden_nh, backbone).topk(top_k as i64, -1, true, true);
-        Vec::try_from(guesses_nk.contiguous().view([-1])).expect("token ids are int64")
+        let (largest_nk, guesses_nk) = heads.logits(head, hidden_nh, backbone).topk(top_k as i64, -1, true, true);
+        // NaN is the largest.
+        if largest_nk.select(1, 0).isfinite().all().int64_value(&[]) == 0 {
+            return Err(NotFinite { head });
+        }
+        Ok(Vec::try_from(guesses_nk.contiguous().view([-1])).expect("token ids are int64"))
     };
     (0..heads.num_heads()).map(of_head).collect()
 }

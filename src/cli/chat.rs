@@ -17,6 +17,7 @@ use super::signals::terminated;
 use super::{CommonFlags, Interrupted, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
 use crate::decode::DecodeLoop;
+use crate::decode::error::DecodeError;
 use crate::decode::request::{FinishReason, Request};
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, TextError, Told, Wording};
@@ -194,9 +195,12 @@ impl Chat<'_> {
         }
     }
 
-    /// Answers. A turn that cannot be answered is told and dropped, and the conversation goes on without it.
+    /// Answers. A turn that cannot be answered is dropped with an error, and the conversation goes on without it; NaN ends the conversation.
     fn turn(&mut self, words: &str) -> anyhow::Result<()> {
         match self.answer(words) {
+            Err(error) if matches!(error.downcast_ref(), Some(TextError::Decode(DecodeError::NotFinite { .. }))) => {
+                return Err(error.context(format!("answer {}", self.answers + 1)));
+            }
             Err(error) if error.is::<TextError>() || error.is::<PromptError>() => {
                 report(&error);
                 self.common.say("that turn is dropped; /reset starts a new conversation");

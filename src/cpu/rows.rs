@@ -88,7 +88,7 @@ pub(crate) fn rotate(heads: &mut [f32], rotation: &[f32]) {
     }
 }
 
-/// Where the `count` largest numbers are, largest first, of equals the first.
+/// Indices of the `count` largest numbers, largest first, of equals the first. NaN counts as larger than any number.
 pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
     let mut best: Vec<(f32, usize)> = Vec::with_capacity(count + 1);
     for (chunk, numbers) in x.chunks(LANES).enumerate() {
@@ -98,7 +98,7 @@ pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
             continue; // nearly always
         }
         for (lane, &number) in numbers.iter().enumerate() {
-            let at = best.partition_point(|&(other, _)| other >= number);
+            let at = best.partition_point(|&(other, _)| other.is_nan() || other >= number);
             if at < count {
                 best.insert(at, (number, chunk * LANES + lane));
                 best.truncate(count);
@@ -108,10 +108,10 @@ pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
     best.into_iter().map(|(_, at)| at).collect()
 }
 
-/// Whether one of up to 16 numbers is larger.
+/// Whether one of up to 16 numbers is larger, or NaN.
 #[target_feature(enable = "avx512f")]
 fn any_above(x: &[f32], least: f32) -> bool {
-    _mm512_mask_cmp_ps_mask::<_CMP_GT_OQ>(mask_of(x.len()), load(x), _mm512_set1_ps(least)) != 0
+    _mm512_mask_cmp_ps_mask::<_CMP_NLE_UQ>(mask_of(x.len()), load(x), _mm512_set1_ps(least)) != 0
 }
 
 #[cfg(test)]
@@ -161,5 +161,11 @@ mod tests {
             assert_eq!(largest(&x, count), order[..count]);
         }
         assert_eq!(largest(&[f32::NEG_INFINITY; 3], 1), [0]);
+        for at in [0, 15, 16, 170, 299] {
+            let mut x = x.clone();
+            (x[at], x[order[1]]) = (f32::NAN, f32::INFINITY);
+            assert_eq!(largest(&x, 1), [at], "NaN is first");
+            assert_eq!(largest(&x, 2)[0], at);
+        }
     }
 }

@@ -17,6 +17,9 @@ use crate::engine::Engine;
 use crate::torch::guard;
 use crate::tree::accept::Acceptance;
 
+/// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen.
+pub type Ended = (usize, Result<Generation, DecodeError>);
+
 /// Texts that are decoded together.
 #[derive(Debug)]
 pub struct SequenceBatch<'a> {
@@ -27,7 +30,7 @@ pub struct SequenceBatch<'a> {
     /// Of the sequences: handed back with what came of them.
     keys: Vec<usize>,
     /// Ended by their first token.
-    ended: Vec<(usize, Generation)>,
+    ended: Vec<Ended>,
     /// Tokens of texts that have left.
     left: usize,
 }
@@ -76,7 +79,7 @@ impl<'a> SequenceBatch<'a> {
         }
         self.sequences.push(sequence);
         self.keys.push(key);
-        if self.sequences[row].text.finish_reason().is_some() {
+        if self.sequences[row].text.has_ended() {
             let ended = self.leave(row);
             self.ended.push(ended);
         }
@@ -87,7 +90,7 @@ impl<'a> SequenceBatch<'a> {
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
-    pub fn step(&mut self) -> Result<Vec<(usize, Generation)>, DecodeError> {
+    pub fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
         let mut ended = std::mem::take(&mut self.ended);
         if self.sequences.is_empty() {
             return Ok(ended);
@@ -95,17 +98,17 @@ impl<'a> SequenceBatch<'a> {
         guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)))?;
         // From the last row on, so that the row that takes a left one's place has been looked at.
         for row in (0..self.sequences.len()).rev() {
-            if self.sequences[row].text.finish_reason().is_some() {
+            if self.sequences[row].text.has_ended() {
                 ended.push(self.leave(row));
             }
         }
         Ok(ended)
     }
 
-    fn leave(&mut self, row: usize) -> (usize, Generation) {
+    fn leave(&mut self, row: usize) -> Ended {
         self.stepper.cache_mut().swap_remove(row);
         let generation = self.sequences.swap_remove(row).finish();
-        self.left += generation.new_ids.len() + generation.end.len();
+        self.left += generation.as_ref().map_or(0, |text| text.new_ids.len() + text.end.len());
         (self.keys.swap_remove(row), generation)
     }
 }
@@ -189,7 +192,7 @@ mod tests {
             }
             if batch.is_idle() {
                 ended.sort_by_key(|(key, _)| *key);
-                return ended.into_iter().map(|(_, text)| text).collect();
+                return ended.into_iter().map(|(_, text): Ended| text.unwrap()).collect();
             }
             ended.extend(batch.step().unwrap());
         }
@@ -255,7 +258,7 @@ mod tests {
         }
         ended.sort_by_key(|(key, _)| *key);
         for (key, text) in ended {
-            assert_eq!(text.new_ids, alone[key][key].new_ids);
+            assert_eq!(text.unwrap().new_ids, alone[key][key].new_ids);
         }
     }
 
@@ -292,6 +295,41 @@ mod tests {
         let backwards: Vec<Wanted> = wanted.iter().rev().cloned().collect();
         assert_eq!(told(&decode(&llama, 0.8, 12, &backwards)), told(&one_by_one));
         assert_ne!(told(&decode(&llama, 0.0, 5, &wanted)), told(&one_by_one));
+    }
+
+    #[test]
+    fn logits_with_nan_fail_their_text_and_no_other() {
+        let llama = backbone(None, vec![], 3);
+        let wanted: Vec<Wanted> = (0..4).map(|key| Wanted::new(key, 20)).collect();
+        let whole = decode(&llama, 0.0, 1, &wanted);
+        // A token whose embedding is NaN: from the pass over it on, no token can be chosen.
+        let bad = *whole[2].new_ids.iter().find(|id| !wanted[2].prompt.contains(id)).expect("a new token");
+        let weights = llama.weights();
+        let (_, embed_vh) = weights.iter().find(|(name, _)| name.contains("embed")).expect("an embedding");
+        let _ = embed_vh.select(0, bad).fill_(f64::NAN);
+        for temperature in [0.0, 0.8] {
+            let engine = Box::new(TchEngine::for_batches(&llama));
+            let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(4).unwrap());
+            wanted.iter().for_each(|text| batch.enter(text.key, &text.request(temperature)).unwrap());
+            let (mut ended, mut failed) = (vec![], 0);
+            while !batch.is_idle() {
+                ended.extend(batch.step().unwrap());
+            }
+            assert_eq!(ended.len(), 4);
+            for (key, text) in ended {
+                match text {
+                    Ok(text) => assert!(!text.new_ids.contains(&bad) && !wanted[key].prompt.contains(&bad)),
+                    Err(DecodeError::NotFinite { token }) if temperature == 0.0 => {
+                        let first = whole[key].new_ids.iter().position(|&id| id == bad).map_or(0, |at| at + 1);
+                        assert_eq!(token, if wanted[key].prompt.contains(&bad) { 1 } else { first + 1 });
+                        failed += 1;
+                    }
+                    Err(DecodeError::NotFinite { .. }) => failed += 1,
+                    Err(other) => panic!("{other}"),
+                }
+            }
+            assert!(failed > 0 || temperature > 0.0);
+        }
     }
 
     #[test]

@@ -101,12 +101,11 @@ impl DecodeLoop for DeviceLoop<'_> {
         let mut text = Transcript::new(request, &self.backbone.config);
         let done =
             guard("decoding on the GPU", || tch::no_grad(|| self.run(acceptance, request, &mut text, on_tokens)));
-        if let Err(failure) = done.map_err(DecodeError::from).and_then(|done| Ok(done?)) {
-            self.reset(); // nobody knows how far the step came
-            return Err(failure);
-        }
-        self.engine.keep(text.ids().len());
-        Ok(text.finish())
+        let tokens = text.ids().len();
+        let done = done.map_err(DecodeError::from).and_then(|done| Ok(done?)).and_then(|()| text.finish());
+        // After a failure the cache may hold part of a step, or NaN.
+        self.engine.keep(if done.is_ok() { tokens } else { 0 });
+        done
     }
 }
 

@@ -30,6 +30,15 @@ pub enum DecodeError {
         /// The backbone's.
         vocab_size: i64,
     },
+    /// No token can be chosen.
+    #[error(
+        "logits contain NaN or infinity at new token {token}; decode in another --dtype (float32 has the widest range), or check the \
+         backbone's weights"
+    )]
+    NotFinite {
+        /// 1-based.
+        token: usize,
+    },
     /// The GPU's own loop cannot, or gave up.
     #[error(transparent)]
     Cuda(#[from] CudaError),

@@ -70,13 +70,15 @@ impl DecodeLoop for HostLoop<'_> {
                 }
             });
         });
-        if let Err(panic) = decoded {
-            self.reset(); // nobody knows how far the step came
-            return Err(panic.into());
+        let ids = sequence.text.ids().to_vec();
+        let done = decoded.map_err(DecodeError::from).and_then(|()| sequence.finish());
+        if done.is_err() {
+            self.reset(); // the cache may hold part of a step, or NaN
+            return done;
         }
-        self.cached = sequence.text.ids().to_vec();
+        self.cached = ids;
         self.keep(self.stepper.cache().len(0).unsigned_abs() as usize);
-        Ok(sequence.finish())
+        done
     }
 }
 

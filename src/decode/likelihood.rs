@@ -23,10 +23,10 @@ pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result
     if text.is_empty() {
         return Ok(0.0);
     }
-    Ok(guard("scoring a text", || tch::no_grad(|| score(&*fastest(backbone), prompt, text)))?)
+    guard("scoring a text", || tch::no_grad(|| score(&*fastest(backbone), prompt, text)))?
 }
 
-fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> f64 {
+fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, DecodeError> {
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let all = [prompt, text].concat();
     let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
@@ -41,17 +41,24 @@ fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> f64 {
         if first < piece.len() {
             let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
             let next = &all[begin + first + 1..=begin + piece.len()];
-            sum += score_piece(&engine.logits(&hidden_nh), next);
+            let log_p_n = score_piece(&engine.logits(&hidden_nh), next);
+            sum += log_p_n.sum(Kind::Double).double_value(&[]);
+            if sum.is_nan() {
+                let before = begin + first + 1 - prompt.len();
+                return Err(DecodeError::NotFinite {
+                    token: before + log_p_n.argmax(0, false).int64_value(&[]) as usize + 1,
+                });
+            }
         }
     }
-    sum
+    Ok(sum)
 }
 
-/// - `logits_nv`: `[N, V]` — `next`: the token that stands behind each of them
-fn score_piece(logits_nv: &Tensor, next: &[i64]) -> f64 {
+/// `[N]`: log p of the next token of each row of logits `[N, V]`.
+fn score_piece(logits_nv: &Tensor, next: &[i64]) -> Tensor {
     let log_p_nv = logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
     let next_n = Tensor::from_slice(next).to_device(logits_nv.device());
-    log_p_nv.gather(1, &next_n.unsqueeze(1), false).sum(Kind::Double).double_value(&[])
+    log_p_nv.gather(1, &next_n.unsqueeze(1), false).squeeze_dim(1)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 // H hidden size
 use tch::Tensor;
 
+use super::error::DecodeError;
 use super::penalty::Penalty;
 use super::request::{Generation, Request};
 use super::transcript::Transcript;
@@ -41,8 +42,8 @@ impl Sequence {
         }
     }
 
-    /// What came of it.
-    pub(super) fn finish(self) -> Generation {
+    /// See [`Transcript::finish`].
+    pub(super) fn finish(self) -> Result<Generation, DecodeError> {
         self.text.finish()
     }
 

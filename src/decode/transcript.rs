@@ -3,8 +3,10 @@
 use std::ops::ControlFlow;
 use std::time::Instant;
 
+use super::error::DecodeError;
 use super::request::{FinishReason, Generation, OnTokens, Request};
 use crate::model::config::LlamaConfig;
+use crate::model::llama::NO_TOKEN;
 
 /// The tokens of a text, how they fell into steps, and where they end. A step's root is a token of the text as soon as it is chosen.
 #[derive(Debug)]
@@ -20,6 +22,8 @@ pub struct Transcript {
     eos_token_ids: Vec<i64>,
     end_mark: Vec<i64>,
     finish_reason: Option<FinishReason>,
+    /// No token could be chosen.
+    is_stuck: bool,
     end: Vec<i64>,
     started: Instant,
     first_token: Option<Instant>,
@@ -37,6 +41,7 @@ impl Transcript {
             eos_token_ids: if request.ends_at_eos { config.eos_token_ids.clone() } else { vec![] },
             end_mark: request.end_mark.to_vec(),
             finish_reason: None,
+            is_stuck: false,
             end: vec![],
             started: Instant::now(),
             first_token: None,
@@ -53,9 +58,9 @@ impl Transcript {
         &self.ids[self.prompt..]
     }
 
-    /// Why it ended, once it has.
-    pub fn finish_reason(&self) -> Option<FinishReason> {
-        self.finish_reason
+    /// Whether no more tokens follow: it is finished, or no token could be chosen.
+    pub(super) fn has_ended(&self) -> bool {
+        self.is_stuck || self.finish_reason.is_some()
     }
 
     /// Tells the new tokens since the last call, and whether the text goes on: not where it has ended, or `on_tokens` stops it.
@@ -65,7 +70,7 @@ impl Transcript {
         if !new.is_empty() && on_tokens(new).is_break() {
             self.finish_reason.get_or_insert(FinishReason::Stopped);
         }
-        if self.finish_reason.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        if self.has_ended() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
     /// The token after the prompt: the first step's root.
@@ -93,7 +98,8 @@ impl Transcript {
 
     /// Takes a token unless the text has ended, or ends by it.
     fn take(&mut self, token: i64) -> bool {
-        if self.finish_reason.is_some() {
+        self.is_stuck |= token == NO_TOKEN && self.finish_reason.is_none();
+        if self.has_ended() {
             return false;
         }
         if self.new_ids().len() < self.limit && self.eos_token_ids.contains(&token) {
@@ -114,7 +120,13 @@ impl Transcript {
     }
 
     /// What came of it. The end mark is no part of the text.
-    pub(super) fn finish(self) -> Generation {
+    ///
+    /// # Errors
+    /// [`DecodeError::NotFinite`] where no token could be chosen.
+    pub(super) fn finish(self) -> Result<Generation, DecodeError> {
+        if self.is_stuck {
+            return Err(DecodeError::NotFinite { token: self.new_ids().len() + 1 });
+        }
         let first_token = self.first_token.unwrap_or(self.started);
         let finish_reason = self.finish_reason.unwrap_or(FinishReason::Stopped);
         let (mut new_ids, mut end) = (self.ids[self.prompt..].to_vec(), self.end);
@@ -124,7 +136,7 @@ impl Transcript {
         let mut accept_lengths = self.accept_lengths;
         keep_tokens(&mut accept_lengths, new_ids.len());
         let (prefill, decoding) = (first_token - self.started, first_token.elapsed());
-        Generation { new_ids, accept_lengths, finish_reason, end, prefill, decoding }
+        Ok(Generation { new_ids, accept_lengths, finish_reason, end, prefill, decoding })
     }
 }
 

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use super::sequence::Sequence;
 use crate::draft::{PreparedTree, Proposal};
 use crate::engine::sample::Chosen;
-use crate::model::llama::most_probable;
+use crate::model::llama::{NO_TOKEN, most_probable};
 use crate::tree::accept::{self, Acceptance};
 
 /// What a pass over a tree decided.
@@ -74,12 +74,15 @@ pub(super) fn verify(
     }
 }
 
-/// A path, and the most probable token after it. `path` gets each node's token, and the most probable token after each node.
+/// A path, as far as tokens can be chosen, and the most probable token after it. `path` gets each node's token, and the most probable token after each node.
 fn best_after(logits_nv: &Tensor, tokens_n: &Tensor, path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>) -> Verdict {
     let best_n = most_probable(logits_nv);
     let rows: Vec<i64> = to_host(&Tensor::cat(&[tokens_n, &best_n], 0));
     let (tokens, best) = rows.split_at(rows.len() / 2);
-    let path = path(tokens, best);
+    let mut path = path(tokens, best);
+    if let Some(stuck) = path.iter().position(|&node| best[node] == NO_TOKEN) {
+        path.truncate(stuck + 1);
+    }
     let last = path[path.len() - 1];
     let next = Chosen::in_both(best[last], best_n.narrow(0, last as i64, 1));
     Verdict::new(path, tokens, next)

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
 use crate::decode::DecodeLoop;
-use crate::decode::batch::SequenceBatch;
+use crate::decode::batch::{Ended, SequenceBatch};
 use crate::decode::error::DecodeError;
 use crate::decode::request::{Generation, Request};
 use crate::decode::step::Drafting;
@@ -90,11 +90,13 @@ impl<'a> Answerer<'a> {
         }
     }
 
-    /// Goes on; returns each conversation that was answered, with its answer.
-    pub(super) fn step(&mut self) -> Result<Vec<(usize, Generation)>, DecodeError> {
+    /// Goes on; returns each conversation that was answered, with its answer or why there is none.
+    pub(super) fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
         match &mut self.decoding {
             Decoding::Together(batch) => batch.step(),
-            Decoding::OneByOne { answered, .. } => Ok(answered.take().into_iter().collect()),
+            Decoding::OneByOne { answered, .. } => {
+                Ok(answered.take().map(|(conversation, answer)| (conversation, Ok(answer))).into_iter().collect())
+            }
         }
     }
 }
@@ -143,7 +145,7 @@ mod tests {
                 loop {
                     if let Some((conversation, answer)) = answerer.step().unwrap().pop() {
                         assert_eq!(conversation, 3);
-                        return answer;
+                        return answer.unwrap();
                     }
                 }
             });

@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
-use crate::decode::request::Generation;
+use crate::decode::batch::Ended;
 
 pub mod answer;
 pub mod conversation;
@@ -131,10 +131,11 @@ impl Talk<'_> {
     }
 
     /// Returns the conversations that end with what was said.
-    fn hear(&mut self, answers: Vec<(usize, Generation)>) -> Result<Vec<Finished>, DistillError> {
+    fn hear(&mut self, answers: Vec<Ended>) -> Result<Vec<Finished>, DistillError> {
         let mut finished = vec![];
         for (id, answer) in answers {
             let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
+            let answer = answer.map_err(|source| DistillError::Decode { id, source })?;
             let next = conversation.hear(answer, self.renderer);
             let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
             match next.map_err(|source| self.failed(id, source))? {

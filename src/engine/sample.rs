@@ -8,7 +8,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
 
-use crate::model::llama::most_probable;
+use crate::model::llama::{NO_TOKEN, most_probable};
 use crate::numbers::{NonNegative, Probability};
 
 /// How tokens are chosen.
@@ -27,7 +27,7 @@ impl Sampling {
     }
 }
 
-/// A token that was chosen.
+/// A token that was chosen, or [`NO_TOKEN`].
 #[derive(Debug)]
 pub struct Chosen {
     /// On the host, where decisions are made.
@@ -114,11 +114,14 @@ impl Sampler {
 }
 
 /// The token at `uniform` (from 0 to below 1) of the nucleus, in the order of ids: each holds as much of that range as its probability.
+/// [`NO_TOKEN`] where probabilities are NaN.
 pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
     let least = least_in_nucleus(p_v, top_p);
     let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
     let mass: f64 = kept().map(|(_, &p)| f64::from(p)).sum();
-    assert!(mass.is_finite() && mass > 0.0, "the backbone's logits are no numbers; decode in another --dtype");
+    if !(mass.is_finite() && mass > 0.0) {
+        return NO_TOKEN;
+    }
     let drawn = uniform * mass;
     let mut below = 0.0;
     let chosen = kept().find(|(_, p)| {
@@ -134,7 +137,7 @@ pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
 pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
     let temperature = samplers.first().map_or(0.0, |sampler| sampler.sampling.temperature.get());
     if temperature == 0.0 {
-        return Vec::try_from(logits_bv.argmax(-1, false)).expect("one axis of int64");
+        return Vec::try_from(most_probable(logits_bv)).expect("one axis of int64");
     }
     let p_bv = (logits_bv.to_kind(Kind::Float) / temperature).softmax(-1, Kind::Float);
     let vocabulary = p_bv.size()[1].unsigned_abs() as usize;

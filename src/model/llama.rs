@@ -183,15 +183,25 @@ impl Llama {
     }
 }
 
-/// The most probable token of each row of logits `[N, V]`, `[N]` int64.
+/// In the place of a token where none can be chosen: one of the logits is NaN, or the largest is infinite. CUDA kernels write the same.
+pub const NO_TOKEN: i64 = -1;
+
+/// The most probable token of each row of logits `[N, V]`, or [`NO_TOKEN`]: `[N]` int64.
 pub fn most_probable(logits_nv: &Tensor) -> Tensor {
     let plain = logits_nv.device() == Device::Cpu && logits_nv.kind() == Kind::Float && logits_nv.is_contiguous();
     match logits_nv.size()[..] {
         [_, v] if plain && cpu::available() => {
             let rows = bytes::numbers(logits_nv).chunks_exact(v.unsigned_abs() as usize);
-            Tensor::from_slice(&rows.map(|logits_v| largest(logits_v, 1)[0] as i64).collect::<Vec<_>>())
+            let best = |logits_v: &[f32]| {
+                let at = largest(logits_v, 1)[0];
+                if logits_v[at].is_finite() { at as i64 } else { NO_TOKEN }
+            };
+            Tensor::from_slice(&rows.map(best).collect::<Vec<_>>())
         }
-        _ => logits_nv.argmax(-1, false),
+        _ => {
+            let (largest_n, best_n) = logits_nv.max_dim(-1, false); // the first NaN, if there is one
+            best_n.masked_fill(&(largest_n * 0.0).isnan(), NO_TOKEN)
+        }
     }
 }
 

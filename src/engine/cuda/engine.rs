@@ -55,7 +55,7 @@ struct StepNodes {
 pub struct DeviceStep {
     /// Tokens that are in the cache now, the step's root first.
     pub accepted: Vec<i64>,
-    /// The token after them: the next step's root.
+    /// The token after them, the next step's root, or [`NO_TOKEN`](crate::model::llama::NO_TOKEN).
     pub next: i64,
 }
 
@@ -152,7 +152,7 @@ impl<'a> CudaEngine<'a> {
     /// rule draws, with the numbers of `draws`, one for each position.
     ///
     /// # Errors
-    /// [`CudaError::Growth`], [`CudaError::NotNumbers`], or what the device said.
+    /// [`CudaError::Growth`], or what the device said.
     ///
     /// # Panics
     /// For an empty prompt, and for a tree without a drafter.
@@ -184,7 +184,7 @@ impl<'a> CudaEngine<'a> {
     /// The next step of the sequence that was started: the root and those of its guesses that are accepted.
     ///
     /// # Errors
-    /// [`CudaError::NotNumbers`], or what the device said.
+    /// What the device said.
     pub fn step(&mut self) -> CudaResult<DeviceStep> {
         self.replay(self.key)?;
         let step = self.read()?;
@@ -234,9 +234,6 @@ impl<'a> CudaEngine<'a> {
             Vec::try_from(self.ops.download(&row)?.to_kind(Kind::Int64).reshape([-1])).expect("one axis of int64");
         let [step, accepted, next, tokens @ ..] = &row[..] else { panic!("a row of results, got {row:?}") };
         assert_eq!(*step, self.steps, "the device has done another step than this one");
-        if *next < 0 {
-            return Err(CudaError::NotNumbers);
-        }
         Ok(DeviceStep { accepted: tokens[..accepted.unsigned_abs() as usize].to_vec(), next: *next })
     }
 

@@ -23,9 +23,6 @@ pub enum CudaError {
     /// libtorch panicked, most likely out of memory.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
-    /// The backbone's logits contain NaN or infinity.
-    #[error("the backbone's logits are no numbers; decode in another --dtype")]
-    NotNumbers,
     /// The device has no rule for what was asked.
     #[error("the GPU's own loop cannot decode this: {0}; use --engine tch")]
     Request(&'static str),

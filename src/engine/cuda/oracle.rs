@@ -1,7 +1,7 @@
 //! What each kernel computes, slowly and obviously, on tensors of any device. Outputs are tensors of the right size that are
 //! written, as on the GPU; numbers are float32 until they are rounded, once, to the dtype of the output.
 //!
-//! Integers are int32. Ties go to the lower id everywhere. Where logits are no numbers, no token is chosen: -1.
+//! Integers are int32. Ties go to the lower id everywhere. Where logits contain NaN or infinity, no token is chosen: [`NO_TOKEN`].
 
 // N rows of a step, H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP, V vocabulary,
 // K heads, S room for tokens, P guesses a head, R rows of results, L layers
@@ -10,6 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::layout::{Nodes, Rotations};
 use super::state::{self, RESULT_HEAD, Slot};
 use crate::engine::sample;
+use crate::model::llama::NO_TOKEN;
 use crate::tree::accept::TypicalAcceptance;
 
 /// Row `tokens_n[n]` of the embedding `[V, H]` to row n of `x_nh`.
@@ -151,11 +152,11 @@ pub fn top_guesses(logits_kv: &Tensor, guesses_kp: &Tensor) {
     write(guesses_kp, &order_kv.narrow(1, 0, guesses_kp.size()[1]));
 }
 
-/// The most probable token of each row: `[N, V]` to `[N]`; -1 where the largest logit is infinite, or one is NaN.
+/// The most probable token of each row: `[N, V]` to `[N]`; [`NO_TOKEN`] where the largest logit is infinite, or one is NaN.
 pub fn best(logits_nv: &Tensor, best_n: &Tensor) {
     let (sorted_nv, order_nv) = logits_nv.sort_stable(true, -1, true); // NaN first
     let is_bad_n = sorted_nv.select(1, 0).isfinite().logical_not();
-    write(best_n, &order_nv.select(1, 0).masked_fill(&is_bad_n, -1));
+    write(best_n, &order_nv.select(1, 0).masked_fill(&is_bad_n, NO_TOKEN));
 }
 
 /// What typical acceptance asks of each node, float32: the log-probability of its token after its parent (of the root: after itself,
@@ -190,15 +191,14 @@ pub struct Draws<'a> {
 /// A token drawn after each node: `[N, V]` to `[N]`. After a node of depth d comes position `context + d + 1`, so that a text draws
 /// the same numbers whatever the tree: plain decoding is the tree of one node. A token is drawn as
 /// [`Sampler`](crate::engine::sample::Sampler) draws it; the kernel sums probabilities in another order, and so may draw the
-/// neighbour where a number falls on the border between two tokens, up to float32's last bits. Where probabilities are no numbers: -1.
+/// neighbour where a number falls on the border between two tokens, up to float32's last bits. [`NO_TOKEN`] where probabilities are NaN.
 pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) {
     let p_nv = (float(logits_nv) / draws.temperature).softmax(-1, Kind::Float);
     let uniforms = to_host::<f64>(&draws.uniforms_u.to_kind(Kind::Double));
     let drawn = host(&places.nodes.depths_n).into_iter().enumerate().map(|(node, depth)| {
         let position = (places.context() + depth + 1).unsigned_abs() as usize;
         let p_v = to_host::<f32>(&p_nv.select(0, node as i64));
-        let are_numbers = p_v.iter().all(|p| p.is_finite());
-        if are_numbers { sample::token_at(&p_v, draws.top_p, uniforms[position % uniforms.len()]) } else { -1 }
+        sample::token_at(&p_v, draws.top_p, uniforms[position % uniforms.len()])
     });
     write(drawn_n, &Tensor::from_slice(&drawn.collect::<Vec<_>>()));
 }
