@@ -30,9 +30,9 @@
 //!
 //! # Danger
 //!
-//! `unsafe` stands in four places, each block with its reason: `torch` (libtorch's handles and memory), `cpu` (vector instructions and
-//! threads that share a job), `nvidia` (NVIDIA's libraries), and the mapped files of `model/weights.rs` and `model/weights/`
-//! (`tests/layering.rs` checks it).
+//! `unsafe` is allowed in five places, each block with its reason (`tests/layering.rs` checks it): `torch` (libtorch's handles and memory),
+//! `cpu` (vector instructions and threads that share a job), `nvidia` (NVIDIA's libraries), the mapped files of `model/weights.rs` and
+//! `model/weights/`, and the bytes of `model/kv_cache.rs` (memory that libtorch's views share).
 //!
 //! # Shape letters
 //!

@@ -237,7 +237,7 @@ mod tests {
                 batch.enter(key, &Request::greedy(&[7, 3, 9], 20)).unwrap();
             }
             batch.enter(others, &Request::greedy(&prompt, 20)).unwrap();
-            batch.stepper.cache().committed(others).copy()
+            batch.stepper.cache().committed(others)
         };
         assert_eq!(keys_and_values_behind(0), keys_and_values_behind(2));
     }

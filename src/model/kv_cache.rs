@@ -1,5 +1,6 @@
 //! Keys and values of the texts that are decoded, a row each. Rows behave like a Vec's: a new one comes last, and the last one takes
 //! the place of one that leaves. A row's tokens are left-aligned: committed ones first, those of the running step (pending) behind them.
+#![expect(unsafe_code, reason = "the CPU's kernels write to the cache's memory, of which libtorch has views")]
 
 // L layers, B rows, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};
@@ -110,9 +111,16 @@ impl KvCache {
         self.lengths[row]
     }
 
-    /// Committed keys and values of a row, `[L, 2G, len, D]`: keys, then values.
+    /// A copy of a row's committed keys and values, `[L, 2G, len, D]`: keys, then values.
+    #[cfg(test)]
     pub fn committed(&self, row: usize) -> Tensor {
-        self.all.select(1, row as i64).narrow(2, 0, self.lengths[row])
+        self.all.select(1, row as i64).narrow(2, 0, self.lengths[row]).copy()
+    }
+
+    /// Overwrites a row's committed keys and values.
+    #[cfg(test)]
+    pub fn mark_committed(&mut self, row: usize, value: f64) {
+        let _ = self.all.select(1, row as i64).narrow(2, 0, self.lengths[row]).fill_(value);
     }
 
     /// The first `count` pending tokens of a row become committed.
@@ -166,7 +174,9 @@ impl KvCache {
     /// All of it on the CPU, as bytes.
     pub fn bytes_mut(&mut self) -> CacheBytes<'_> {
         let element = self.all.kind().elt_size_in_bytes();
-        CacheBytes { sizes: self.sizes, element, bytes: bytes::of_mut(&mut self.all) }
+        // SAFETY: the other handles are `layers`. They are lent to this room only, for passes that borrow the cache and keep none, and
+        // the slice borrows it mutably.
+        CacheBytes { sizes: self.sizes, element, bytes: unsafe { bytes::of_mut(&mut self.all) } }
     }
 
     /// Makes room for one more token a row.
@@ -319,6 +329,16 @@ mod tests {
         let hidden_ph = llama.extend_rows(&Tensor::from_slice(tokens), batch);
         (0..batch.rows()).for_each(|row| batch.commit(row, 1));
         llama.logits(&hidden_ph, Adapters::Off)
+    }
+
+    #[test]
+    fn committed_tokens_are_a_copy() {
+        let mut cache = KvCache::of_one_row(&LlamaConfig::tiny(), Kind::Float, Device::Cpu);
+        cache.commit(0, 3);
+        let before = cache.committed(0);
+        cache.bytes_mut().planes_mut(0, 0)[0].fill(1);
+        assert_eq!(before.abs().max().double_value(&[]), 0.0);
+        assert_ne!(cache.committed(0), before);
     }
 
     /// Rows enter and leave at any time, grow over the blocks, and each computes what it computes alone.

@@ -295,8 +295,7 @@ fn times(x: &Tensor, matrix: &Matrix) -> Tensor {
     let x_f32 = x.to_kind(Kind::Float).contiguous();
     let mut size = x.size();
     size[x.dim() - 1] = matrix.outputs() as i64;
-    let mut y = Tensor::empty(size.as_slice(), (Kind::Float, Device::Cpu));
-    matrix.multiply(bytes::numbers(&x_f32), bytes::numbers_mut(&mut y), Team::of_process());
+    let y = bytes::filled(&size, |y| matrix.multiply(bytes::numbers(&x_f32), y, Team::of_process()));
     y.to_kind(x.kind())
 }
 

@@ -162,7 +162,7 @@ impl Gpu {
         let mut to = Tensor::empty(from.size().as_slice(), (from.kind(), Device::Cpu));
         assert!(from.is_contiguous(), "a copy is of memory in one piece");
         self.enter()?;
-        // SAFETY: `from` is device memory of as many bytes as `to`, which lives until the stream is waited for.
+        // SAFETY: `from` is device memory of as many bytes as `to`, a new tensor that lives until the stream is waited for.
         let copied =
             unsafe { result::memcpy_dtoh_async(bytes::of_mut(&mut to), address(from), self.stream.cu_stream()) };
         copied.map_err(GpuError::failed("a copy from it"))?;

@@ -1,4 +1,8 @@
 //! A tensor's memory as bytes, and bytes as a tensor, without a copy.
+//!
+//! tch's tensors are shared handles: a view or a shallow clone writes to the same memory. A slice that is only read is as safe as tch's own
+//! `&Tensor`: nothing may write to the tensor through another handle meanwhile. Writing needs memory that no other handle uses: a new
+//! tensor ([`filled`]), or the promise of [`of_mut`].
 #![expect(unsafe_code, reason = "tch gives the address of a tensor's memory and takes one; only here")]
 
 use tch::{Device, Kind, Tensor};
@@ -20,16 +24,24 @@ pub fn of(tensor: &Tensor) -> &[u8] {
     unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }
 }
 
-/// As [`of`], to be written.
+/// The bytes of a contiguous CPU tensor, writable.
+///
+/// ```compile_fail,E0133
+/// let mut tensor = tch::Tensor::zeros([2], (tch::Kind::Float, tch::Device::Cpu));
+/// medusa::torch::bytes::of_mut(&mut tensor).fill(1); // safe code could read a shallow clone meanwhile
+/// ```
+///
+/// # Safety
+/// No other handle of the same memory (a view, a shallow clone) may be used while the slice lives.
 ///
 /// # Panics
-/// As [`of`].
-pub fn of_mut(tensor: &mut Tensor) -> &mut [u8] {
+/// If the tensor is on another device or not contiguous.
+pub unsafe fn of_mut(tensor: &mut Tensor) -> &mut [u8] {
     let length = of(tensor).len();
     if length == 0 {
         return &mut [];
     }
-    // SAFETY: as in `of`; the tensor is borrowed, and who shares its memory must not be used meanwhile, as with tch's own views.
+    // SAFETY: as in `of`; that nobody else uses the memory is the caller's promise.
     unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) }
 }
 
@@ -43,15 +55,13 @@ pub fn numbers(tensor: &Tensor) -> &[f32] {
     unsafe { std::slice::from_raw_parts(of(tensor).as_ptr().cast(), tensor.numel()) }
 }
 
-/// As [`numbers`], to be written.
-///
-/// # Panics
-/// As [`numbers`].
-pub fn numbers_mut(tensor: &mut Tensor) -> &mut [f32] {
-    assert_eq!(tensor.kind(), Kind::Float, "float32 numbers");
+/// A new float32 CPU tensor, zeros until `fill` writes to them.
+pub fn filled(shape: &[i64], fill: impl FnOnce(&mut [f32])) -> Tensor {
+    let mut tensor = Tensor::zeros(shape, (Kind::Float, Device::Cpu));
     let numel = tensor.numel();
-    // SAFETY: as in `numbers`.
-    unsafe { std::slice::from_raw_parts_mut(of_mut(tensor).as_mut_ptr().cast(), numel) }
+    // SAFETY: float32 numbers of a tensor that has no other handle yet.
+    fill(unsafe { std::slice::from_raw_parts_mut(of_mut(&mut tensor).as_mut_ptr().cast(), numel) });
+    tensor
 }
 
 /// A CPU tensor over `bytes`, which it does not own.
