@@ -87,7 +87,7 @@ fn without_a_template_the_text_goes_on_from_all_that_was_typed_and_said() {
     assert!(ids(&lines[1]["prompt_ids"]).len() > all(&lines[0]).len());
     assert_eq!(ids(&lines[2]["prompt_ids"]), all(&lines[1]));
     let (_, stderr) = said(&world, &[], "");
-    assert!(stderr.contains("it has no chat template: it goes on from everything typed and said so far"), "{stderr}");
+    assert!(stderr.contains("no chat template: the model continues the plain text so far"), "{stderr}");
     let refused = world.complaint(&[&CHAT[..], &["--system", "be kind"]].concat(), 2);
     assert!(refused.starts_with("error: --system cannot be used here: a conversation needs"), "{refused}");
 }
@@ -110,7 +110,7 @@ fn a_full_context_ends_the_answer_and_a_turn_that_does_not_fit_is_dropped() {
     assert_eq!(ids(&answers[0]["prompt_ids"]).len() + ids(&answers[0]["new_ids"]).len(), 64);
     assert!(stderr.contains("the conversation fills the backbone's context of 64 tokens; /reset starts a new one"));
     assert_eq!(stderr.matches("error: the prompt has ").count(), 2, "{stderr}");
-    assert_eq!(stderr.matches("that turn is dropped").count(), 2, "{stderr}");
+    assert_eq!(stderr.matches("this turn was dropped").count(), 2, "{stderr}");
 }
 
 /// A conversation that goes on while a test looks at it.

@@ -32,10 +32,36 @@ fn every_verb_ends_its_help_with_an_example() {
     let verbs = verbs();
     assert!(verbs.contains(&"doctor".to_owned()), "{verbs:?}");
     for verb in verbs {
-        let help = stdout(&mut medusa(&[&verb, "--help"]));
-        let example = help.rsplit_once("Example:\n").map(|(_, example)| example.trim().to_owned());
-        assert!(example.is_some_and(|example| example.starts_with(&format!("medusa {verb}"))), "{help}");
+        let help = stdout(medusa(&[&verb, "--help"]).env("COLUMNS", "200"));
+        let (_, example) = help.rsplit_once("Example:\n").expect("an example");
+        let (example, _) = example.split_once("\n\n").unwrap_or((example, ""));
+        assert!(example.trim().starts_with(&format!("medusa {verb}")), "{help}");
+        assert!(
+            example.lines().all(|line| line.chars().count() <= 80),
+            "a terminal of 80 columns breaks it: {example}"
+        );
     }
+}
+
+#[test]
+fn help_lists_the_flags_that_a_verb_uses() {
+    for (verb, used, ignored) in [
+        ("inspect", &["--json", "--quiet"][..], &["--device", "--dtype", "--seed"][..]),
+        ("export", &["--dtype"], &["--device", "--seed"]),
+        ("train", &["--device"], &["--dtype", "--seed"]),
+        ("generate", &["--device", "--dtype", "--seed"], &[]),
+    ] {
+        let help = stdout(&mut medusa(&[verb, "--help"]));
+        assert!(
+            used.iter().all(|flag| help.contains(flag)) && !ignored.iter().any(|flag| help.contains(flag)),
+            "{help}"
+        );
+    }
+    medusa(&["inspect", "Cargo.toml", "--seed", "1"]).assert().code(1); // hidden, and accepted as ever
+    let mut train = Command::cargo_bin("medusa-train").expect("the binary is built with the tests");
+    let help = stdout(train.arg("--help"));
+    let (options, common) = help.split_once("Common flags:").expect("both headings");
+    assert!(options.contains("--resume") && !common.contains("--resume"), "{help}");
 }
 
 #[test]

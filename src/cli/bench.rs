@@ -1,4 +1,4 @@
-//! `medusa bench`: plain decoding and a drafter's of the same prompts in turn, in the paper's terms (appendix B.1).
+//! `medusa bench`: plain and drafted decoding of the same prompts, compared in the paper's terms (appendix B.1).
 
 use std::cell::RefCell;
 
@@ -24,7 +24,7 @@ pub use sweep::SweepFlag;
 
 const BAR: &str = "{bar:24} {pos}/{len} prompts  {msg}  {eta} left";
 
-/// Decodes every prompt both ways, in every setting, and prints the comparison.
+/// Decodes every prompt plainly and with the drafter in every setting, and prints the comparison.
 ///
 /// # Errors
 /// What is wrong with the command line, the backbone, the heads, the tree, the calibration or a prompt.
@@ -32,7 +32,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
     let settings = setting::settings(args)?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
-    // Where a sweep makes the trees, it is of no interest that there is no --tree.
+    // A sweep that builds its own trees needs no notice about a missing --tree.
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
     let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), &loading)?;
     let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;

@@ -1,4 +1,4 @@
-//! `medusa chat`: a conversation in the terminal, streamed, with the figures of every answer.
+//! `medusa chat`: a streamed conversation in the terminal, with the figures of every answer.
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -27,32 +27,34 @@ mod conversation;
 mod input;
 
 const EXAMPLES: &str = "Example:
-  medusa chat --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final --tree tree.json
-  printf 'Hello\\n/reset\\nHello again\\n' | medusa chat --backbone data/tiny/backbone --json
+  medusa chat --backbone data/tiny/backbone \\
+    --heads checkpoints/tiny_stage1/final --tree tree.json
+  printf 'Hello\\n/reset\\nHello again\\n' \\
+    | medusa chat --backbone data/tiny/backbone --json
 
-In the conversation: /reset, /plain, /help, /exit; Ctrl-C stops an answer, Ctrl-D leaves. A backbone without a chat template goes
-on from everything typed and said so far.";
+Commands: /reset, /plain, /help, /exit. Ctrl-C stops an answer, Ctrl-D exits. A backbone without a chat template continues the \
+plain text so far.";
 
 const HELP: &str = "/reset   start a new conversation
-/plain   decode without heads, to compare; once more: with them
-/help    this list
-/exit    leave, as Ctrl-D does
-Ctrl-C   stop the answer; at the prompt: clear the line, and leave at the second";
+/plain   toggle plain decoding (without heads)
+/help    show this list
+/exit    exit, as Ctrl-D does
+Ctrl-C   stop the answer; at the prompt: clear the line, twice: exit";
 
-/// Talk with a backbone in the terminal, plainly or with heads.
+/// Chat with a backbone in the terminal, with heads or plainly.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ChatArgs {
-    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
+    /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads: their folder, a run's `final/`, or an id of the Hub.
+    /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain autoregressive decoding.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
-    /// The tree of guesses [default: a chain of each head's best].
+    /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
-    /// What the system says before the conversation, through the backbone's chat template.
+    /// System prompt; needs a chat template.
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     #[command(flatten)]
@@ -65,7 +67,7 @@ pub struct ChatArgs {
     engine: EngineFlags,
 }
 
-/// Talks until the user leaves.
+/// Chats until the user exits.
 ///
 /// # Errors
 /// What is wrong with the command line, the backbone, the heads or the tree; [`Interrupted`] where a signal ended it.
@@ -99,7 +101,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
             Input::End => return Ok(()),
             Input::Cleared if was_cleared => return Err(left()),
             Input::Cleared => {
-                common.say("(Ctrl-C once more, or Ctrl-D, leaves)");
+                common.say("(press Ctrl-C again or Ctrl-D to exit)");
                 was_cleared = true;
             }
             Input::Line(line) => {
@@ -113,17 +115,17 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 fn left() -> anyhow::Error {
-    Interrupted("the conversation is over".into()).into()
+    Interrupted("interrupted".into()).into()
 }
 
-/// What a line asks for.
+/// A line of input.
 #[derive(Debug, PartialEq, Eq)]
 enum ChatCommand<'a> {
     Reset,
     Plain,
     Help,
     Exit,
-    /// A slash and one word that is no command.
+    /// A slash and one word that is not a command.
     Unknown(&'a str),
     Words(&'a str),
 }
@@ -143,16 +145,16 @@ impl<'a> ChatCommand<'a> {
 
 struct Chat<'a> {
     decoder: &'a Decoder,
-    /// Where guesses come from, if from anywhere.
+    /// The source of guesses, if any.
     guesses: Option<&'static str>,
     args: &'a ChatArgs,
     common: &'a CommonFlags,
     conversation: ChatHistory<'a>,
-    /// What was said stays computed from turn to turn.
+    /// Keeps its cache from turn to turn.
     decoding: Box<dyn DecodeLoop + 'a>,
-    /// Decode without guesses, though there is a drafter.
+    /// Plain decoding, although there is a drafter.
     is_plain: bool,
-    /// So far; each is drawn with a seed of its own.
+    /// So far; each has its own random stream.
     answers: u64,
     /// Set by Ctrl-C.
     stop: &'static AtomicBool,
@@ -160,26 +162,24 @@ struct Chat<'a> {
 
 impl Chat<'_> {
     fn greet(&self) {
-        self.common.say(format_args!("{}; /help lists the commands, Ctrl-D leaves", self.args.backbone.display()));
+        self.common.say(format_args!("{}; /help lists the commands, Ctrl-D exits", self.args.backbone.display()));
         if !self.conversation.has_turns() {
-            self.common.say(
-                "it has no chat template: it goes on from everything typed and said so far, as one text; an empty line lets it go on",
-            );
+            self.common.say("no chat template: the model continues the plain text so far; an empty line lets it go on");
         }
     }
 
-    /// Breaks where the user leaves.
+    /// Handles a line; breaks if the user exits.
     fn hear(&mut self, line: &str) -> anyhow::Result<ControlFlow<()>> {
         match ChatCommand::of(line) {
             ChatCommand::Exit => return Ok(ControlFlow::Break(())),
             ChatCommand::Reset => {
                 self.conversation.reset();
                 self.decoding.reset();
-                self.common.say("a new conversation");
+                self.common.say("new conversation");
             }
             ChatCommand::Plain => self.common.say(self.toggle()),
             ChatCommand::Help => self.common.say(HELP),
-            ChatCommand::Unknown(word) => self.common.say(format_args!("there is no command {word}; /help lists them")),
+            ChatCommand::Unknown(word) => self.common.say(format_args!("no command {word}; /help lists the commands")),
             ChatCommand::Words(words) if words.trim().is_empty() && self.conversation.has_turns() => {}
             ChatCommand::Words(words) => self.turn(words)?,
         }
@@ -189,13 +189,14 @@ impl Chat<'_> {
     fn toggle(&mut self) -> String {
         self.is_plain = !self.is_plain;
         match (self.guesses, self.is_plain) {
-            (None, _) => "there are no --heads: decoding is plain already".into(),
-            (Some(guesses), true) => format!("plain decoding from here on; /plain once more: with {guesses}"),
-            (Some(guesses), false) => format!("with {guesses} from here on"),
+            (None, _) => "decoding is plain already: no --heads were given".into(),
+            (Some(guesses), true) => format!("plain decoding from here on; /plain switches back to {guesses}"),
+            (Some(guesses), false) => format!("decoding with {guesses} from here on"),
         }
     }
 
-    /// Answers. A turn that cannot be answered is dropped with an error, and the conversation goes on without it; NaN ends the conversation.
+    /// Answers a turn. If that fails, the error is reported, the turn is dropped, and the conversation continues; logits with NaN or
+    /// infinity end it.
     fn turn(&mut self, words: &str) -> anyhow::Result<()> {
         match self.answer(words) {
             Err(error) if matches!(error.downcast_ref(), Some(TextError::Decode(DecodeError::NotFinite { .. }))) => {
@@ -203,7 +204,7 @@ impl Chat<'_> {
             }
             Err(error) if error.is::<TextError>() || error.is::<PromptError>() => {
                 report(&error);
-                self.common.say("that turn is dropped; /reset starts a new conversation");
+                self.common.say("this turn was dropped; /reset starts a new conversation");
             }
             other => other?,
         }
@@ -235,7 +236,7 @@ impl Chat<'_> {
         let (decoding, stopped) = (&mut self.decoding, self.stop);
         Ok(text::tell(wording, on_text, |on_tokens| {
             let mut until_stopped = |ids: &[i64]| {
-                let goes_on = on_tokens(ids); // what is kept is told
+                let goes_on = on_tokens(ids); // show the tokens that are kept
                 if stopped.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { goes_on }
             };
             decoding.decode(drafting, request, &mut until_stopped)
@@ -248,7 +249,7 @@ impl Chat<'_> {
         Ok(told)
     }
 
-    /// The answer goes to stdout as it comes, what it took to stderr.
+    /// Streams the answer to stdout; prints the figures to stderr.
     fn as_text(&mut self, request: &Request) -> anyhow::Result<Told> {
         let told = generate::to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();

@@ -1,4 +1,4 @@
-//! `medusa data`: what training would read from data files.
+//! `medusa data`: a preview of the training set.
 
 use std::io::{self, IsTerminal, Write};
 use std::num::NonZeroUsize;
@@ -22,35 +22,35 @@ use crate::data::{self, LoadReport, LoadSettings, Watch, pack};
 use crate::files;
 use crate::model::config::LlamaConfig;
 
-/// Read data files as training would: rows, tokens, what is left out and why; and which tokens of a row carry loss.
+/// Preview a training set: rows kept and dropped, packing, loss mask.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 --svg mask.svg"
+    after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 \\\n    --svg mask.svg"
 )]
 pub struct DataArgs {
-    /// Files, globs or ids of the Hub (owner/name or owner/name/file, with @revision behind the name or without), as in a recipe's data.train.
+    /// Files, globs or Hub data sets (owner/name[@revision][/file]), as in a recipe's data.train.
     #[arg(required = true, value_name = "F")]
     pub files: Vec<String>,
-    /// The backbone's folder, or its id on the Hub: its tokenizer, chat template and config.
+    /// Backbone folder or Hub id, for its tokenizer, chat template and config.
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// For rows of conversations. "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml,
-    /// mistral); or a .jinja file.
+    /// Chat template for conversations: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml,
+    /// mistral) or a .jinja file.
     #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
     pub chat_template: TemplateChoice,
-    /// Which tokens of conversations carry loss.
+    /// Which tokens of a conversation carry loss.
     #[arg(long, value_enum, value_name = "WHAT", default_value = "assistant")]
     pub loss_on: LossOn,
-    /// Longer rows are cut [default: the backbone's context].
+    /// Truncate rows to this many tokens [default: the backbone's context].
     #[arg(long, value_name = "TOKENS")]
     pub max_length: Option<NonZeroUsize>,
-    /// Leave out rows that are not right and count them, as medusa-train does with this flag.
+    /// Skip and count malformed rows instead of stopping at the first, as medusa-train does with this flag.
     #[arg(long)]
     pub skip_bad_rows: bool,
-    /// Print the text of a row, counted from 1 over the rows kept; what carries loss is green, or between ⟦ and ⟧.
+    /// Print row N (1-based, of the rows kept); tokens that carry loss are green, or between ⟦ and ⟧.
     #[arg(long, value_name = "N")]
     pub row: Option<NonZeroUsize>,
-    /// A picture of that row, a box a token.
+    /// Also draw the loss mask of that row as SVG.
     #[arg(long, value_name = "FILE", requires = "row")]
     pub svg: Option<PathBuf>,
 }
@@ -60,7 +60,7 @@ pub struct DataArgs {
 /// # Errors
 /// What is wrong with the backbone's files or the rows; a row that is not there; a file that cannot be written.
 pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
-    // Rows of token ids need no tokenizer, and rows of text say so themselves.
+    // Rows of token ids need no tokenizer; rows of text report a missing one.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
     let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;

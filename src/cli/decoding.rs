@@ -1,4 +1,4 @@
-//! How texts are decoded and where they end: the flags of `generate`, `chat` and `bench`, and what they mean.
+//! Flags of sampling, acceptance and stopping, shared by `generate`, `chat` and `bench`.
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
@@ -9,39 +9,39 @@ use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{NonNegative, Positive, Probability};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
-/// How to decode.
+/// Sampling and acceptance.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DecodingFlags {
-    /// Stop after so many new tokens.
+    /// Maximum number of new tokens.
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_new_tokens: usize,
-    /// 0 is greedy; above, plain decoding draws tokens, and --acceptance says what heads may guess.
+    /// Sampling temperature; 0 is greedy. Above 0, --acceptance decides which guesses are accepted.
     #[arg(long, value_name = "T", default_value = "0", value_parser = non_negative, allow_negative_numbers = true)]
     pub temperature: NonNegative,
-    /// Draw only from the most probable tokens that together have this probability [default: 1; 0.8 with --acceptance nucleus].
+    /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P [default: 1; 0.8 with --acceptance nucleus].
     #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
     pub top_p: Option<Probability>,
-    /// Makes tokens that stand in prompt or text less likely, above 1 (Hugging Face's rule: logits are divided by it, negative ones
-    /// multiplied).
+    /// Penalty for tokens that already occur in the prompt or the output; 1 is none. As in transformers: positive logits are divided
+    /// by it, negative ones multiplied.
     #[arg(long, value_name = "X", default_value = "1", value_parser = positive, allow_negative_numbers = true)]
     pub repetition_penalty: Positive,
-    /// Which guesses are accepted at a temperature above 0.
+    /// Acceptance rule at temperatures above 0.
     #[arg(long, value_enum, value_name = "RULE", default_value_t = AcceptanceName::Typical)]
     pub acceptance: AcceptanceName,
-    /// ε of typical acceptance: a guess so probable is always accepted.
+    /// ε of typical acceptance: a guess with at least this probability is always accepted.
     #[arg(long, value_name = "EPSILON", default_value = "0.09", value_parser = probability, allow_negative_numbers = true)]
     pub posterior_threshold: Probability,
-    /// δ of typical acceptance: the flatter the distribution, the less is enough [default: the square root of ε].
+    /// δ of typical acceptance: a guess is accepted above δ·exp(-entropy) [default: √ε].
     #[arg(long, value_name = "DELTA", value_parser = positive, allow_negative_numbers = true)]
     pub posterior_alpha: Option<Positive>,
 }
 
-/// Where texts end.
+/// Where generation stops.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct StopFlags {
-    /// End the text before this string; may be given several times.
+    /// Stop before this string; may be repeated.
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub stop: Vec<String>,
 }
@@ -49,17 +49,17 @@ pub struct StopFlags {
 /// `--acceptance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum AcceptanceName {
-    /// The most probable token, whatever the temperature. Not lossless above 0.
+    /// Only the most probable token, at any temperature. Not lossless above 0.
     Greedy,
-    /// What is probable enough for the backbone's distribution (paper section 2.3.1). Not lossless.
+    /// Tokens probable enough under the backbone (paper section 2.3.1). Not lossless.
     Typical,
-    /// What lies in the top-p nucleus; each step's first token is drawn from it. Not lossless.
+    /// Tokens in the top-p nucleus; each step's first token is sampled from it. Not lossless.
     Nucleus,
-    /// What the backbone draws itself. Lossless: plain decoding's distribution, and with the same seed its very text.
+    /// Tokens that the backbone samples itself. Lossless: the distribution of plain decoding, and with the same seed the same text.
     Rejection,
 }
 
-/// top-p of nucleus acceptance, as in the published code.
+/// Default top-p of nucleus acceptance, as in the published code.
 const NUCLEUS_TOP_P: f64 = 0.8;
 
 pub(super) fn probability(text: &str) -> Result<Probability, String> {
@@ -75,10 +75,10 @@ pub(super) fn positive(text: &str) -> Result<Positive, String> {
 }
 
 impl DecodingFlags {
-    /// The rule they mean.
+    /// The acceptance rule.
     ///
     /// # Errors
-    /// [`UsageError`] for a nucleus of all tokens.
+    /// [`UsageError`] for nucleus acceptance with top-p 1.
     pub fn acceptance(&self) -> Result<Acceptance, UsageError> {
         match self.acceptance {
             AcceptanceName::Greedy => Ok(Acceptance::Greedy),
@@ -100,7 +100,7 @@ impl DecodingFlags {
         self.top_p.or(nucleus).unwrap_or(Probability::ONE)
     }
 
-    /// What to decode from `prompt`; `stream` of what is drawn.
+    /// A request to continue `prompt`, sampling from `stream`.
     pub fn request<'p>(&self, prompt: &'p [i64], stream: Stream) -> Request<'p> {
         let sampling = Sampling { temperature: self.temperature, top_p: self.top_p() };
         let repetition_penalty = self.repetition_penalty;

@@ -1,4 +1,4 @@
-//! `medusa distill`: the backbone answers prompts, and what it says becomes training data.
+//! `medusa distill`: generates training data from the backbone.
 
 use std::io::{self, IsTerminal};
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -48,59 +48,60 @@ const BETWEEN_LINES: Duration = Duration::from_secs(10);
 const TOGETHER: &str = "without heads, conversations are decoded together, by libtorch";
 const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
 
-/// Let the backbone answer prompts, and write its conversations as Parquet that medusa-train reads.
+/// Generate training data: the backbone's answers to prompts, as Parquet.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa distill --backbone data/tiny/backbone --prompts data/tiny/prompts.jsonl \\\n    --out distilled --max-new-tokens 100\n\nThe columns input_ids and labels train as they are: [data] train = [\"distilled/*.parquet\"]. Labels carry loss\nwhere the backbone wrote. An interrupted run goes on with --resume, and ends with the same files.\nSeveral machines take --shard 1/4, 2/4, … and may write to one folder."
+    after_help = "Example:\n  medusa distill --backbone data/tiny/backbone \\\n    --prompts data/tiny/prompts.jsonl --out distilled --max-new-tokens 100\n\nTrain on the output with [data] train = [\"distilled/*.parquet\"]; only the backbone's own tokens carry loss. --resume continues an interrupted run and produces the same files. Several machines can write to one folder with --shard 1/4, 2/4, …"
 )]
 pub struct DistillArgs {
-    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
+    /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// JSONL or a JSON array of conversations, turns, prompts or token ids.
+    /// Prompts, as JSONL or a JSON array: text, messages, turns or token ids.
     #[arg(long, value_name = "F")]
     pub prompts: PathBuf,
-    /// The folder to write to.
+    /// Output folder.
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
-    /// 0 is greedy.
+    /// Sampling temperature; 0 is greedy.
     #[arg(long, value_name = "T", default_value = "0.3", value_parser = non_negative, allow_negative_numbers = true)]
     pub temperature: NonNegative,
-    /// Draw from the most probable tokens that together have this probability.
+    /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P.
     #[arg(long, value_name = "P", default_value = "1", value_parser = probability, conflicts_with = "heads")]
     pub top_p: Probability,
-    /// Stop an answer after so many tokens.
+    /// Maximum number of new tokens per answer.
     #[arg(long, value_name = "N", default_value = "1024")]
     pub max_new_tokens: NonZeroUsize,
-    /// "tokenizer": the backbone's own; a built-in one (vicuna, zephyr, llama-2, llama-3, chatml, mistral); or a .jinja file.
+    /// Chat template: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml, mistral) or a
+    /// .jinja file.
     #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
     pub chat_template: TemplateChoice,
-    /// At most so many answers a conversation [default: one for each of the user's turns; 4 with --self-talk].
+    /// Maximum number of answers per conversation [default: one per user turn; 4 with --self-talk].
     #[arg(long, value_name = "N")]
     pub turns: Option<NonZeroUsize>,
-    /// The backbone writes the user's turns after the first one: for models that were trained on both roles.
+    /// Let the backbone also write the user turns after the first, for models trained on both roles.
     #[arg(long)]
     pub self_talk: bool,
-    /// Decode with these heads, one conversation at a time: greedily, or with typical acceptance above temperature 0.
+    /// Decode with these heads, one conversation at a time; above temperature 0 with typical acceptance.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
-    /// The tree of guesses [default: a chain of each head's best].
+    /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
-    /// Conversations that are decoded together. On the CPU, what one says does not depend on the others up to 64.
+    /// Conversations decoded together. On the CPU the answers do not depend on the batch size up to 64.
     #[arg(long, value_name = "N", default_value = "32", conflicts_with = "heads")]
     pub batch_size: NonZeroUsize,
-    /// This machine's part of the prompts: I from 1 to N takes every N-th, from the I-th on.
+    /// Process only this share of the prompts: every N-th one, starting with the I-th (1-based).
     #[arg(long, value_name = "I/N", default_value = "1/1")]
     pub shard: Share,
-    /// Go on in a folder that an interrupted run left.
+    /// Continue an interrupted run in --out.
     #[arg(long)]
     pub resume: bool,
     #[command(flatten)]
     engine: EngineFlags,
 }
 
-/// Answers every prompt of this machine's share.
+/// Answers the prompts of this machine's share.
 ///
 /// # Errors
 /// What is wrong with the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.

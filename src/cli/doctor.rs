@@ -1,4 +1,4 @@
-//! `medusa doctor`: what this machine and this build have, what is missing, and how to get it.
+//! `medusa doctor`: libtorch, devices, memory and threads of this machine, and what is missing.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::nvidia::device;
 use crate::torch::device_name;
 use crate::torch::{self, Accelerator, LIBTORCH_VERSION, accelerator, memory};
 
-/// Say which libtorch, devices, memory and threads there are, what is missing and how to get it.
+/// Check the installation: libtorch, devices, memory, threads, and how to get what is missing.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  medusa doctor --json")]
 pub struct DoctorArgs {}

@@ -1,4 +1,4 @@
-//! `--drafter`: who guesses, and which guesses are accepted.
+//! `--drafter`: what proposes the guesses, and the acceptance rule.
 
 use clap::{Args, ValueEnum};
 
@@ -10,11 +10,11 @@ use crate::draft::ngram::NgramDrafter;
 use crate::tree::accept::Acceptance;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Who guesses.
+/// Flags of verbs that decode with a drafter.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DrafterFlags {
-    /// Who guesses tokens [default: medusa with --heads, else nobody].
+    /// What drafts the guesses [default: medusa with --heads, else none].
     #[arg(long, value_enum, value_name = "DRAFTER")]
     pub drafter: Option<DrafterName>,
 }
@@ -24,29 +24,27 @@ pub struct DrafterFlags {
 pub enum DrafterName {
     /// Medusa heads (needs --heads).
     Medusa,
-    /// Prompt lookup: what followed the last tokens where they stand earlier in the text. No heads, no training; pays where answers
-    /// repeat the prompt, as summaries and edits do.
+    /// Prompt lookup: proposes what followed earlier occurrences of the last tokens. Needs no heads; pays off where answers repeat
+    /// the prompt, as in summaries and edits.
     Ngram,
 }
 
 impl DrafterFlags {
-    /// Refuses flags that do not go together, before anything is loaded.
+    /// Rejects conflicting flags before anything is loaded.
     ///
     /// # Errors
-    /// [`UsageError`] says which.
+    /// [`UsageError`].
     pub fn check(self, has_heads: bool, has_tree: bool) -> Result<(), UsageError> {
         match self.drafter {
-            Some(DrafterName::Medusa) if !has_heads => {
-                Err(UsageError("--drafter medusa guesses with heads: give it --heads".into()))
-            }
+            Some(DrafterName::Medusa) if !has_heads => Err(UsageError("--drafter medusa needs --heads".into())),
             Some(DrafterName::Ngram) if has_tree => {
-                Err(UsageError("--drafter ngram makes a tree of its own at every step; drop --tree".into()))
+                Err(UsageError("--drafter ngram builds its own tree at every step; drop --tree".into()))
             }
             _ => Ok(()),
         }
     }
 
-    /// The drafter; `None` is plain decoding. `tree` takes the place of the decoder's.
+    /// The drafter, `None` for plain decoding. `tree` overrides the decoder's.
     ///
     /// # Errors
     /// When heads, tree and backbone do not fit each other.
@@ -63,26 +61,26 @@ impl DrafterFlags {
     }
 }
 
-/// A drafter, and which of its guesses are accepted.
+/// A drafter with its acceptance rule.
 #[derive(Debug, Clone)]
 pub struct Drafts<'a> {
-    /// Who guesses.
+    /// The drafter.
     pub drafter: ReadyDrafter<'a>,
-    /// Which guesses are accepted.
+    /// The acceptance rule.
     pub acceptance: Acceptance,
 }
 
-/// A drafter before it has seen a text.
+/// A drafter before its first prompt.
 #[derive(Debug, Clone)]
 pub enum ReadyDrafter<'a> {
-    /// Heads and tree, laid out.
+    /// Heads and their tree.
     Medusa(MedusaDrafter<'a>),
     /// Prompt lookup.
     Ngram,
 }
 
 impl<'a> Drafts<'a> {
-    /// The decoder's heads; `None` where it has none. `tree` takes the place of the decoder's.
+    /// The decoder's heads, if any. `tree` overrides the decoder's.
     ///
     /// # Errors
     /// When heads, tree and backbone do not fit each other.
@@ -96,7 +94,7 @@ impl<'a> Drafts<'a> {
         Ok(Some(Self { drafter: ReadyDrafter::Medusa(drafter), acceptance }))
     }
 
-    /// For an engine that asks the host for guesses.
+    /// The drafter for engines that draft on the host.
     pub fn on_host(self, decoder: &'a Decoder) -> (Box<dyn Drafter + 'a>, Acceptance) {
         let drafter: Box<dyn Drafter + 'a> = match self.drafter {
             ReadyDrafter::Medusa(drafter) => Box::new(drafter),
@@ -113,7 +111,7 @@ impl<'a> Drafts<'a> {
         }
     }
 
-    /// Guesses of a tree at most.
+    /// Most guesses that one step verifies.
     pub fn max_nodes(&self) -> usize {
         match &self.drafter {
             ReadyDrafter::Medusa(drafter) => drafter.tree().choices().len(),

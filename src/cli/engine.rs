@@ -1,4 +1,4 @@
-//! `--engine`: who computes, and why.
+//! `--engine` and `--max-context`: which engine decodes, and up to which length.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -21,14 +21,14 @@ use crate::engine::tch::TchEngine;
 use crate::model::loading::Purpose;
 use crate::nvidia::device;
 
-/// Who computes.
+/// Flags of every decoding verb.
 #[derive(Debug, Clone, Copy, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct EngineFlags {
-    /// Which engine decodes; auto takes the fastest that can, and says why it is not the GPU's own.
+    /// Decoding engine.
     #[arg(long, value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto)]
     pub engine: EngineName,
-    /// No text grows beyond so many tokens, prompt and all [default: the backbone's context].
+    /// Maximum sequence length in tokens, prompt included [default: the backbone's context].
     #[arg(long, value_name = "N")]
     pub max_context: Option<NonZeroU32>,
 }
@@ -36,13 +36,13 @@ pub struct EngineFlags {
 /// `--engine`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum EngineName {
-    /// The GPU's own where it can decode what is asked for, else the CPU's own, else libtorch's.
+    /// The fastest engine that supports the request: cuda, else cpu, else tch.
     Auto,
-    /// On libtorch, on any device: the reference of the others.
+    /// libtorch operations on any device; the reference for the other engines.
     Tch,
-    /// The CPU's own kernels (AVX-512 with bfloat16), or an error.
+    /// Custom CPU kernels (AVX-512 with bfloat16).
     Cpu,
-    /// The GPU's own, or an error.
+    /// Custom CUDA kernels.
     Cuda,
 }
 

@@ -1,4 +1,4 @@
-//! `medusa export`: what a run trained, in the layouts that others load.
+//! `medusa export`: trained heads in other programs' layouts.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -11,37 +11,38 @@ use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::hub::{self, Wanted};
 
-const EXAMPLE: &str = "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm --out tiny_vllm";
+const EXAMPLE: &str =
+    "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm \\\n    --out tiny_vllm";
 
-/// Write what a run trained in a layout that others load, with a model card; read it back before it gets its name.
+/// Export heads or merged models in other programs' layouts, with a model card.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct ExportArgs {
-    /// A run's final/, or heads in any layout.
+    /// Heads: a run's final/, any supported layout, or a Hub id.
     #[arg(long, value_name = "PATH")]
     pub heads: PathBuf,
-    /// Who shall load it.
+    /// Layout to write.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub format: ExportFormat,
-    /// The new folder.
+    /// Output folder; must not exist.
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
-    /// The backbone that the heads were trained on [default: as their config.json says].
+    /// Backbone of the heads [default: the one named in their config.json].
     #[arg(long, value_name = "FOLDER")]
     pub backbone: Option<PathBuf>,
-    /// Only the first K heads.
+    /// Export only the first K heads.
     #[arg(long, value_name = "K")]
     pub medusa_num_heads: Option<NonZeroUsize>,
-    /// `medusa_lm_head.pt` in place of safetensors (heads, tensorrt-llm).
+    /// Write medusa_lm_head.pt instead of safetensors (formats heads, tensorrt-llm).
     #[arg(long)]
     pub pickle: bool,
-    /// Accuracies for the model card [default: calibration.json of the run].
+    /// Accuracies for the model card [default: the run's calibration.json].
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
-    /// The tree to put beside the heads [default: tree.json of the run].
+    /// Tree to export with the heads [default: the run's tree.json].
     #[arg(long, value_name = "FILE")]
     pub tree: Option<PathBuf>,
-    /// Figures for the model card [default: bench.json of the run].
+    /// Benchmark results for the model card [default: the run's bench.json].
     #[arg(long, value_name = "FILE")]
     pub bench: Option<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! Flags that every verb takes.
+//! The flags common to all verbs.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -8,32 +8,32 @@ use clap::Args;
 use crate::dtype::Dtype;
 use crate::torch::DeviceChoice;
 
-/// Flags that every verb takes.
+/// The flags common to all verbs; [`super::parse`] hides those that a verb ignores from its help.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Common flags")]
 pub struct CommonFlags {
-    /// Where to compute: auto, cpu, cuda or cuda:N.
+    /// Compute device: auto, cpu, cuda or cuda:N.
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
-    /// What to compute in: float32, bfloat16 or float16 [default: the backbone's own].
+    /// Compute dtype: float32, bfloat16 or float16 [default: that of the backbone's weights].
     #[arg(long, global = true, value_name = "DTYPE")]
     pub dtype: Option<Dtype>,
-    /// Seeds everything that is drawn.
+    /// Random seed.
     #[arg(long, global = true, value_name = "N", default_value_t = 42)]
     pub seed: u64,
-    /// One JSON object a line on stdout, and nothing else there.
+    /// Print results as JSON, one object per line.
     #[arg(long, global = true)]
     pub json: bool,
-    /// No text on stderr but errors.
+    /// Print no progress and no notices, only errors.
     #[arg(long, global = true)]
     pub quiet: bool,
-    /// Whether `--seed` was typed: training refuses it, its seed is the recipe's.
+    /// Whether `--seed` was given: training refuses it, since the recipe has `train.seed`.
     #[arg(skip)]
     pub seed_was_given: bool,
 }
 
 impl CommonFlags {
-    /// A line for people, on stderr; nothing with `--quiet`.
+    /// Prints a line to stderr, unless `--quiet`.
     pub fn say(&self, line: impl Display) {
         if !self.quiet {
             let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is no reason to stop

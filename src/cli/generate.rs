@@ -1,4 +1,4 @@
-//! `medusa generate`: decodes prompts, plainly or with heads, streaming as the tokens come.
+//! `medusa generate`: decodes prompts, streaming the text.
 
 use std::io::{self, Write};
 use std::num::NonZeroU32;
@@ -20,28 +20,28 @@ use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, Told, Wording};
 use crate::engine::sample::Stream;
 
-/// Decode prompts; without --heads it is plain autoregressive decoding.
+/// Decode prompts, with heads or plainly.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --tree tree.json --prompts data/tiny/prompts.jsonl\n\nA text ends (finish_reason) by \"eos\", by \"length\" (--max-new-tokens, or a full context) or by \"stop\" (--stop)."
+    after_help = "Example:\n  medusa generate --backbone data/tiny/backbone \\\n    --heads checkpoints/tiny_stage1/final --tree tree.json \\\n    --prompts data/tiny/prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
-    /// The backbone: its folder, or an id of the Hugging Face Hub (owner/name or owner/name@revision).
+    /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// The heads: their folder, a run's `final/`, or an id of the Hub.
+    /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain autoregressive decoding.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
-    /// The tree of guesses [default: a chain of each head's best].
+    /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
-    /// One prompt, raw text: only BOS is added.
+    /// Prompt as raw text: no chat template, only BOS is added.
     #[arg(long, value_name = "S", conflicts_with = "prompts", required_unless_present = "prompts")]
     pub prompt: Option<String>,
-    /// JSONL of prompts, conversations, token ids or turns.
+    /// JSONL of prompts: text, messages, turns or token ids.
     #[arg(long, value_name = "F")]
     pub prompts: Option<PathBuf>,
-    /// Texts from each prompt; above temperature 0 each is drawn anew.
+    /// Samples per prompt, each with its own random stream.
     #[arg(long, value_name = "N", default_value = "1")]
     pub num_samples: NonZeroU32,
     #[command(flatten)]
@@ -54,7 +54,7 @@ pub struct GenerateArgs {
     engine: EngineFlags,
 }
 
-/// Decodes every prompt in turn.
+/// Decodes the prompts in order.
 ///
 /// # Errors
 /// What is wrong with the command line, the backbone, the heads, the tree or a prompt.
@@ -79,7 +79,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Decodes and prints. Turns of a conversation find the ones before them in the loop's cache.
+/// Decodes and prints. Later turns of a conversation reuse the loop's cache.
 struct Answers<'a> {
     decoder: &'a Decoder,
     decoding: Box<dyn DecodeLoop + 'a>,
@@ -88,7 +88,7 @@ struct Answers<'a> {
 }
 
 impl Answers<'_> {
-    /// Decodes from these tokens, prints what came of it, and returns its text.
+    /// Decodes one prompt, prints the answer and returns its text.
     fn answer(&mut self, prompt: &[i64], stream: Stream) -> anyhow::Result<String> {
         let request = self.args.decoding.request(prompt, stream);
         let told = if self.common.json {
@@ -110,7 +110,7 @@ impl Answers<'_> {
         Ok(text::tell(wording, on_text, |on_tokens| decoding.decode(Drafting::On, request, on_tokens))?)
     }
 
-    /// The text goes to stdout as it comes, what it took to stderr.
+    /// Streams the text to stdout; prints the figures to stderr.
     fn stream(&mut self, request: &Request) -> anyhow::Result<Told> {
         let told = to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
@@ -126,7 +126,7 @@ impl Answers<'_> {
     }
 }
 
-/// What `--json` prints of an answer.
+/// The `--json` object of an answer.
 pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
     let (generation, tally) = (&told.generation, told.generation.tally());
     json!({
@@ -142,7 +142,7 @@ pub(super) fn as_json(prompt: &[i64], told: &Told, engine: &str) -> Value {
     })
 }
 
-/// Decodes with the text going to stdout as it comes, and ends its line.
+/// Decodes, streaming the text to stdout and ending it with a newline.
 pub(super) fn to_stdout(decode: impl FnOnce(&mut OnText) -> anyhow::Result<Told>) -> anyhow::Result<Told> {
     let mut trouble = Ok(());
     let told = decode(&mut |piece| {
@@ -154,7 +154,7 @@ pub(super) fn to_stdout(decode: impl FnOnce(&mut OnText) -> anyhow::Result<Told>
     Ok(told)
 }
 
-/// A piece of text, at once.
+/// Writes and flushes a piece of text.
 fn show(piece: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(piece.as_bytes())?;

@@ -1,4 +1,5 @@
-//! `medusa inspect PATH`: what a checkpoint, tree, calibration, latency or heads file holds. It reads headers and JSON; no weights.
+//! `medusa inspect PATH`: summarises a run, checkpoint, heads, tree, calibration, latency file or backbone. Reads headers and JSON, no
+//! weights.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -28,11 +29,11 @@ mod tensors;
 use self::run::JsonLine;
 use self::tensors::{HeadsFound, TensorsFound, WeightsFound};
 
-/// Say what a run's folder, checkpoint, heads or weights file, tree, calibration, latency file or backbone holds.
+/// Summarise a run, checkpoint, heads, weights file, tree, calibration, latency file or backbone.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  medusa inspect checkpoints/tiny_stage1")]
 pub struct InspectArgs {
-    /// The file or folder.
+    /// File or folder.
     #[arg(value_name = "PATH")]
     pub path: PathBuf,
 }

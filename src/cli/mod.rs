@@ -1,13 +1,12 @@
-//! The command line, one file a verb. Errors become text and exit codes here and nowhere else.
+//! The command line, one file per verb. Only this module turns errors into text and exit codes.
 //!
-//! Results go to stdout, text for people to stderr. Exit status: 0 done; 1 failed; 2 the command line or the recipe is
-//! wrong; 130 interrupted.
+//! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure; 2 invalid command line or recipe; 130 interrupted.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::parser::ValueSource;
-use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
 use self::exit::{INTERRUPTED, report, status};
@@ -44,7 +43,7 @@ pub use flags::CommonFlags;
 pub use print::{gibibytes, mebibytes, print_json, print_line};
 pub use signals::interrupted;
 
-/// Train Medusa heads for Llama-family models, measure them, search their tree, decode with them.
+/// Train Medusa heads for Llama-family models, and decode with them.
 #[derive(Debug, Parser)]
 #[command(name = "medusa", version, arg_required_else_help = true, after_help = MEDUSA_EXAMPLE)]
 pub struct MedusaCommand {
@@ -54,14 +53,14 @@ pub struct MedusaCommand {
     verb: Verb,
 }
 
-/// Train Medusa heads as a recipe says; the same as `medusa train`.
+/// Train Medusa heads from a recipe (same as `medusa train`).
 #[derive(Debug, Parser)]
 #[command(name = "medusa-train", version, arg_required_else_help = true)]
 pub struct MedusaTrainCommand {
     #[command(flatten)]
-    common: CommonFlags,
-    #[command(flatten)]
     args: train::TrainArgs,
+    #[command(flatten)] // last: its heading would be that of every flag behind it
+    common: CommonFlags,
 }
 
 const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml";
@@ -84,8 +83,7 @@ enum Verb {
 }
 
 impl Verb {
-    /// Paths that may be ids of the Hub instead, in the order in which they are brought here: the largest last, so that what is wrong
-    /// with the others is told before.
+    /// Arguments that may be Hub ids, in download order: the largest last, so that errors in the others come first.
     fn places(&mut self) -> Vec<HubArgument<'_>> {
         let places = match self {
             Verb::Distill(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, &mut args.backbone),
@@ -105,14 +103,14 @@ impl Verb {
             Verb::Tree(args) => {
                 vec![args.heads.as_mut().map(HubArgument::heads), args.backbone.as_mut().map(HubArgument::backbone)]
             }
-            Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // these say what of the backbone is needed
-            // A recipe is its own matter.
+            Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // the heads decide how much of the backbone is needed
+            // Recipes fetch their own ids.
             Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(),
         };
         places.into_iter().flatten().collect()
     }
 
-    /// Files that the verb will write, and the flags that name them.
+    /// Files that the verb will write, with the flags that name them.
     fn outputs(&self) -> Vec<(&'static str, &Path)> {
         let outputs = match self {
             Verb::Calibrate(args) => vec![("--out", Some(&args.out))],
@@ -147,7 +145,7 @@ impl Verb {
     }
 }
 
-/// What commands that decode may take from the Hub.
+/// The arguments of decoding verbs that may be Hub ids.
 fn of_decoding<'a>(
     prompts: Option<&'a mut PathBuf>,
     heads: &'a mut Option<PathBuf>,
@@ -175,11 +173,33 @@ pub fn medusa_train() -> ExitCode {
     finish(&common, || train::run(&command.args, &common))
 }
 
-/// Parses the command line, or ends the process as clap does: help with 0, a wrong command line with 2.
+/// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
 fn parse<P: CommandFactory + FromArgMatches>() -> (P, ArgMatches) {
-    let matches = P::command().get_matches();
+    let matches = without_ignored_flags(P::command()).get_matches();
     let parsed = P::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut P::command()).exit());
     (parsed, matches)
+}
+
+/// Hides the common flags that a verb ignores or refuses from its help; they still parse.
+fn without_ignored_flags(command: Command) -> Command {
+    if command.get_name() == "medusa-train" {
+        return command
+            .mut_args(|arg| if ["dtype", "seed"].contains(&arg.get_id().as_str()) { arg.hide(true) } else { arg });
+    }
+    let common: Vec<Arg> = command.get_arguments().cloned().collect();
+    command.mut_subcommands(|verb| {
+        let ignored: &[&str] = match verb.get_name() {
+            "train" | "doctor" => &["dtype", "seed"],
+            "data" | "inspect" | "push" | "report" => &["device", "dtype", "seed"],
+            "calibrate" | "tree" => &["seed"],
+            "export" => &["device", "seed"],
+            _ => &[],
+        };
+        // A flag of the verb itself takes the place of the one that clap would pass on to it.
+        verb.args(
+            common.iter().filter(|arg| ignored.contains(&arg.get_id().as_str())).map(|arg| arg.clone().hide(true)),
+        )
+    })
 }
 
 fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {
@@ -187,9 +207,9 @@ fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags
     CommonFlags { seed_was_given, ..common }
 }
 
-/// Runs a verb with signals watched and the accelerator open, and reports how it went.
+/// Opens the accelerator, installs signal handlers, runs the verb and reports its error.
 pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
-    torch::accelerator::open(); // libtorch keeps its first answer about CUDA: nothing may ask before
+    torch::accelerator::open(); // before any other CUDA query: libtorch caches its first answer
     let result = signals::watch().and_then(|()| torch::guard("the command", verb)?);
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,4 +1,4 @@
-//! `medusa push`: a folder becomes a repository of the Hugging Face Hub, or its next commit.
+//! `medusa push`: uploads a folder to the Hugging Face Hub.
 
 use std::path::{Path, PathBuf};
 
@@ -11,28 +11,29 @@ use crate::hub::id::{MAIN, Repo, RepoKind};
 use crate::hub::push::{Push, Pushed};
 
 const EXAMPLE: &str = "Example:
-  medusa push checkpoints/tiny_stage1/final --repo me/tiny-medusa-heads --private
+  medusa push checkpoints/tiny_stage1/final --repo me/tiny-medusa-heads \\
+    --private
 
-Needs a token that may write: HF_TOKEN, or the file of `hf auth login`. Only files that changed are sent; files that only the repository
-has stay there. An interrupted push is repeated, and sends the rest. Hidden files and *.partial are left out.";
+Needs a token with write access: HF_TOKEN, or the one saved by `hf auth login`. Only changed files are uploaded, and none are deleted \
+from the repository. To continue an interrupted push, run it again. Hidden files and *.partial are skipped.";
 
-/// Push a folder to the Hugging Face Hub, in one commit.
+/// Upload a folder to the Hugging Face Hub in one commit.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct PushArgs {
-    /// The folder, such as a run's final/ or an export.
+    /// Folder to upload, such as a run's final/ or an export.
     #[arg(value_name = "DIR")]
     pub folder: PathBuf,
-    /// The repository; it is made if it is not there.
+    /// Model repository; created if needed.
     #[arg(long, value_name = "OWNER/NAME", value_parser = repo)]
     pub repo: Repo,
-    /// Make a new repository private; refused if a public one is there.
+    /// Create the repository as private; an error if a public one exists.
     #[arg(long)]
     pub private: bool,
-    /// The commit's message [default: "Add FOLDER with medusa"].
+    /// Commit message [default: "Add FOLDER with medusa"].
     #[arg(long, value_name = "TEXT")]
     pub message: Option<String>,
-    /// The branch; it is made if it is not there.
+    /// Branch; created if needed.
     #[arg(long, value_name = "BRANCH", default_value = MAIN, value_parser = branch)]
     pub revision: String,
 }

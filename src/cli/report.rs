@@ -1,4 +1,4 @@
-//! `medusa report RUN_DIR`: a run as one page.
+//! `medusa report RUN_DIR`: an HTML report of training runs.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -13,18 +13,19 @@ use crate::report::{self, Run};
 
 const EXAMPLES: &str = "Example:
   medusa report checkpoints/tiny_stage1
-  medusa report checkpoints/tiny_stage1 checkpoints/tiny_stage2 --out both.html
+  medusa report checkpoints/tiny_stage1 checkpoints/tiny_stage2 \\
+    --out both.html
 
-The page shows what it finds: calibration.json, tree.json, latency.json and bench.json count when they lie in the run's folder.";
+Includes calibration.json, tree.json, latency.json and bench.json if they are in the run's folder.";
 
-/// Make one HTML page of a run, or of several over each other: curves, accuracies, tree, speed, recipe, provenance.
+/// Write an HTML report of one or more runs: curves, accuracies, tree, speed, recipe, provenance.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub struct ReportArgs {
-    /// Folders of runs, finished or not (train.output_dir of their recipes).
+    /// Run folders (train.output_dir), finished or not.
     #[arg(value_name = "RUN_DIR", required = true)]
     pub runs: Vec<PathBuf>,
-    /// The page [default: RUN_DIR/report.html; of several runs it has to be given].
+    /// Output file [default: RUN_DIR/report.html; required for several runs].
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 }
@@ -50,6 +51,6 @@ fn out(args: &ReportArgs) -> Result<PathBuf, UsageError> {
     match (&args.out, args.runs.as_slice()) {
         (Some(out), _) => Ok(out.clone()),
         (None, [run]) => Ok(run.join("report.html")),
-        (None, _) => Err(UsageError("a page of several runs needs --out FILE".into())),
+        (None, _) => Err(UsageError("a report of several runs needs --out FILE".into())),
     }
 }

@@ -1,4 +1,4 @@
-//! `medusa train RECIPE.toml`, and `medusa-train`: a recipe becomes trained heads.
+//! `medusa train RECIPE.toml` and `medusa-train`: train heads from a recipe.
 
 use std::path::PathBuf;
 
@@ -25,21 +25,21 @@ use progress::TrainProgress;
 const EXAMPLE: &str =
     "Example:\n  medusa train recipes/tiny_stage1.toml --check\n  medusa-train recipes/tiny_stage1.toml";
 
-/// Train heads as a recipe says.
+/// Train heads from a recipe.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLE)]
 pub struct TrainArgs {
-    /// The recipe; relative paths in it are relative to the working directory, and ids of the Hugging Face Hub may stand in place of them.
+    /// Recipe file. Its paths are relative to the working directory, or Hugging Face Hub ids.
     #[arg(value_name = "RECIPE.toml")]
     pub recipe: PathBuf,
-    /// Validate recipe, data and backbone, print the plan, train nothing.
+    /// Validate recipe, data and backbone and print the plan, without training.
     #[arg(long)]
     pub check: bool,
-    /// Go on from the newest whole checkpoint in train.output_dir.
+    /// Continue from the newest checkpoint in train.output_dir.
     #[arg(long)]
     pub resume: bool,
-    /// Leave out rows that are not right (broken JSON, wrong types, no known key) and count them, instead of ending at the first.
-    /// A run keeps to it: --resume needs the flag again.
+    /// Skip and count malformed rows (broken JSON, wrong types, no known key) instead of stopping at the first. --resume must repeat
+    /// this flag.
     #[arg(long)]
     pub skip_bad_rows: bool,
 }

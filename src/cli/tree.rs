@@ -1,4 +1,4 @@
-//! `medusa tree`: the sparse tree with the largest expected acceptance length, or the one that is fastest on this machine.
+//! `medusa tree`: the sparse tree with the largest expected acceptance length, or the fastest one on this machine.
 
 use std::io::Write;
 use std::num::NonZeroUsize;

@@ -11,11 +11,11 @@ use super::report::DropReason;
 use super::rows::{IGNORE, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
 
-/// `data.loss_on` of a recipe, and `--loss-on`: which tokens of a conversation carry loss. (Rows of text and of tokens say so themselves.)
+/// `data.loss_on` in a recipe and `--loss-on`: which tokens of a conversation carry loss. It does not apply to rows of text or token ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LossOn {
-    /// What the assistant says, and the end of its turn.
+    /// The assistant's turns, with their end-of-turn tokens.
     #[default]
     Assistant,
     /// All tokens.

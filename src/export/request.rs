@@ -6,29 +6,29 @@ use std::path::PathBuf;
 use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::dtype::Dtype;
 
-/// A layout, by who loads it.
+/// An export layout, named after the program that loads it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExportFormat {
-    /// Heads alone, as FasterDecoding v0.1 and abyo-speculate load them
+    /// Heads only, for FasterDecoding v0.1 and abyo-speculate
     Heads,
-    /// Heads alone, as text-generation-inference loads them; its version 2 where heads share the backbone's lm_head
+    /// Heads only, for text-generation-inference (its v2 layout if the heads share the backbone's lm_head)
     Tgi,
-    /// vLLM's draft model
+    /// Draft model for vLLM
     Vllm,
-    /// Heads alone, as TensorRT-LLM's convert_checkpoint.py loads them
+    /// Heads only, for TensorRT-LLM's convert_checkpoint.py
     #[value(name = "tensorrt-llm")]
     TensorRtLlm,
-    /// One Hugging Face folder: the backbone, adapters merged, with the heads in its weights (FasterDecoding v1.0)
+    /// Hugging Face folder of the backbone, with adapters merged and heads included (FasterDecoding v1.0)
     Merged,
-    /// The same with NVIDIA ModelOpt's names, which TensorRT-LLM loads, too
+    /// As merged, with NVIDIA ModelOpt's tensor names; also loaded by TensorRT-LLM
     #[value(name = "modelopt")]
     ModelOpt,
-    /// A Medusa-2 run's adapter as PEFT has it with the heads beside it, as LoRAX serves them
+    /// PEFT adapter of a Medusa-2 run with the heads beside it, for LoRAX
     Peft,
 }
 
 impl ExportFormat {
-    /// As it is called on the command line.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             ExportFormat::Heads => "heads",

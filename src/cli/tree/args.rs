@@ -5,41 +5,41 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-/// Build the tree that is expected to commit the most tokens a step (paper section 2.3.3), or the most tokens a second.
+/// Search the tree with the most expected tokens per step (paper section 2.3.3), or per second.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json --out tree.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final"
+    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
 )]
 pub struct TreeArgs {
-    /// What `medusa calibrate` wrote.
+    /// Calibration from `medusa calibrate`.
     #[arg(long, value_name = "C")]
     pub calibration: PathBuf,
-    /// Nodes without the root: guesses verified in one pass.
+    /// Number of nodes without the root: guesses verified per step.
     #[arg(long, value_name = "N", required_unless_present = "latency", conflicts_with = "latency")]
     pub nodes: Option<NonZeroUsize>,
-    /// Instead of --nodes: times of steps on this machine, which choose the size and depth. Without such a file they are
-    /// measured with --backbone and --heads, and written to it.
+    /// Instead of --nodes: choose the fastest size from the step times in this file. If it does not exist, the times are measured
+    /// with --backbone and --heads and saved to it.
     #[arg(long, value_name = "L")]
     pub latency: Option<PathBuf>,
-    /// The backbone's folder, for --latency.
+    /// Backbone to time for --latency.
     #[arg(long, value_name = "B", requires = "heads", conflicts_with = "nodes")]
     pub backbone: Option<PathBuf>,
-    /// The heads' folder, for --latency.
+    /// Heads to time for --latency.
     #[arg(long, value_name = "H", requires = "backbone", conflicts_with = "nodes")]
     pub heads: Option<PathBuf>,
-    /// Tokens before the timed steps [default: 256, or half of the backbone's context].
+    /// Context length of the timed steps [default: 256, at most half the backbone's context].
     #[arg(long, value_name = "N", conflicts_with = "nodes")]
     pub context: Option<NonZeroUsize>,
-    /// The largest tree that is timed or chosen [default: 64, or what a file of times has].
+    /// Largest tree to time or choose [default: 64; all sizes of an existing --latency file].
     #[arg(long, value_name = "N", conflicts_with = "nodes")]
     pub max_nodes: Option<NonZeroUsize>,
-    /// Take heads as right independently of each other, as the paper does, whatever else the calibration knows.
+    /// Assume independent heads, as the paper does, instead of using the joint hits of the calibration.
     #[arg(long)]
     pub independent: bool,
-    /// The file to write; without it the tree goes to stdout.
+    /// Output file [default: stdout].
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// A picture of the tree.
+    /// Also draw the tree as SVG.
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
 }
