@@ -284,6 +284,16 @@ fn heads_are_trained_on_a_quantised_backbone() {
         assert!(small.bytes("run/final/heads.safetensors") != plain.bytes("run/final/heads.safetensors"));
         let resumed = small.train(&["--resume"]).succeeded();
         assert!(resumed.stderr.contains("finished before"), "{}", resumed.stderr);
+        let config: serde_json::Value = serde_json::from_str(&small.read("run/final/config.json")).expect("JSON");
+        assert_eq!((&config["quantization"], &config["backbone_dtype"]), (&quantization.into(), &"float32".into()));
+        let said = format!("these heads were trained on a backbone quantised to {quantization}");
+        let export = ["export", "--heads", "run/final", "--format", "heads", "--out", "exported"];
+        let calibrate =
+            ["calibrate", "--backbone", "backbone", "--heads", "run/final", "--data", "rows.jsonl", "--out", "c.json"];
+        for verb in [&export[..], &calibrate] {
+            let stderr = small.medusa(verb).succeeded().stderr;
+            assert_eq!(stderr.matches(&said).count(), 1, "{stderr}");
+        }
         small.edit("recipe.toml", &format!("quantization = {quantization:?}"), "");
         small.train(&["--resume"]).failed(1, &["holds another run", "quantization"]);
     }

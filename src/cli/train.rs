@@ -9,6 +9,7 @@ use super::downloads::told;
 use super::reading::watched;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
 use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::import::notices::Notice;
 use crate::recipe::LoadedRecipe;
 use crate::train::checked::CheckedRun;
 use crate::train::plan::TrainPlan;
@@ -76,7 +77,9 @@ fn load(loaded: &LoadedRecipe, args: &TrainArgs, common: &CommonFlags) -> anyhow
     let heads = plan.heads.init_from.clone();
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     if let Some(heads) = heads {
-        HeadsFile::open(&heads)?.notices()?.iter().for_each(|notice| common.say(notice));
+        let (notices, quantization) = (HeadsFile::open(&heads)?.notices()?, checked.plan.backbone.quantization);
+        let is_same = |notice: &Notice| matches!((notice, quantization), (Notice::Quantized { quantization, .. }, Some(ours)) if *quantization == ours.to_string());
+        notices.iter().filter(|notice| !is_same(notice)).for_each(|notice| common.say(notice));
     }
     Ok(checked)
 }

@@ -24,6 +24,11 @@ pub struct HeadsFolderConfig<'a> {
     pub hidden_size: i64,
     /// V.
     pub vocab_size: i64,
+    /// The dtype that the backbone computed in.
+    pub backbone_dtype: String,
+    /// `nf4` or `int8`, if the backbone was quantised.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<String>,
 }
 
 impl HeadsFolderConfig<'_> {
@@ -62,6 +67,11 @@ impl PublishedHeadsConfig {
     /// The backbone that it names.
     pub fn base(&self) -> Option<&str> {
         self.value["base_model_name_or_path"].as_str()
+    }
+
+    /// The quantisation of the backbone in training, if any.
+    pub fn quantization(&self) -> Option<&str> {
+        self.value["quantization"].as_str()
     }
 
     /// vLLM's factor of all logits.

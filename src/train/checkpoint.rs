@@ -195,6 +195,8 @@ impl<'r> Checkpoints<'r> {
             medusa_num_layers: shape.medusa_num_layers,
             hidden_size: self.backbone.config.hidden_size,
             vocab_size: self.backbone.config.vocab_size,
+            backbone_dtype: self.plan.backbone.dtype.to_string(),
+            quantization: self.plan.backbone.quantization.map(|quantization| quantization.to_string()),
         }
     }
 }

@@ -33,6 +33,13 @@ pub enum Notice {
         /// The config.
         path: PathBuf,
     },
+    /// Trained on a quantised backbone, which only training has.
+    Quantized {
+        /// The config.
+        path: PathBuf,
+        /// `nf4` or `int8`.
+        quantization: String,
+    },
     /// No biases in the file, and none meant.
     NoBias {
         /// The file.
@@ -54,6 +61,12 @@ impl fmt::Display for Notice {
             Notice::DroppedBias { path } => write!(
                 f,
                 "{} does not say \"medusa_fc_bias\": true, so vLLM leaves the file's biases out; here they are used",
+                path.display()
+            ),
+            Notice::Quantized { path, quantization } => write!(
+                f,
+                "{}: these heads were trained on a backbone quantised to {quantization}, but the backbone here is not quantised: their \
+                 accuracy may differ from training",
                 path.display()
             ),
             Notice::NoBias { path } => {
@@ -81,6 +94,10 @@ impl HeadsFile {
                 Some(Notice::Count { path: config.path.clone(), key, says, holds })
             };
             notices.extend(keys.into_iter().filter_map(differs));
+            notices.extend(config.quantization().map(|quantization| Notice::Quantized {
+                path: config.path.clone(),
+                quantization: quantization.into(),
+            }));
         }
         let path = self.path.clone();
         match (self.has_biases(), self.says("medusa_fc_bias")) {
