@@ -102,10 +102,10 @@ fn paths_that_are_right_together_are_preferred_to_products() {
     };
     let (joint, said) = choices(&[]);
     assert_eq!(joint, json!([[0], [1], [1, 0]]));
-    assert!(said.contains("2.3") && said.contains("(2.160 if heads were right independently"), "{said}");
+    assert!(said.contains("2.3") && said.contains("(2.160 if heads were independent)"), "{said}");
     let (products, said) = choices(&["--independent"]);
     assert_eq!(products, json!([[0], [1], [0, 0]]));
-    assert!(said.contains("2.240 tokens a step expected, as if heads were right independently"), "{said}");
+    assert!(said.contains("2.240 expected tokens per step, assuming independent heads"), "{said}");
 }
 
 #[test]
@@ -136,5 +136,12 @@ fn what_cannot_be_searched_is_one_clear_error() {
     assert!(kind.starts_with("error: none.json is no calibration"), "{kind}");
     assert!(complaint(&["--calibration", "c.json", "--nodes", "0"], 2).contains("--nodes"));
     assert!(complaint(&["--nodes", "3"], 2).contains("--calibration"));
+    let size = complaint(&["--calibration", "c.json"], 2);
+    assert!(size.contains("<--nodes <N>|--latency <L>>"), "{size}");
+    let mut nothing = calibration(&[&[0.5, 0.25], &[0.0, 0.0]]);
+    nothing["heads"][1]["total"] = json!(0);
+    write(&dir.path().join("none.json"), &nothing);
+    let total = complaint(&["--calibration", "none.json", "--nodes", "1"], 1);
+    assert!(total.contains("none.json: head 2 has a total of 0 targets"), "{total}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2, "nothing is left behind");
 }

@@ -84,7 +84,11 @@ impl Calibration {
     /// # Errors
     /// [`FormatError`] names the file.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
-        error::read(path, WHAT, EXPECTED)
+        let calibration: Self = error::read(path, WHAT, EXPECTED)?;
+        match calibration.heads.iter().position(|head| head.total == 0) {
+            Some(at) => Err(FormatError::NoTargets { path: path.into(), head: at + 1 }),
+            None => Ok(calibration),
+        }
     }
 
     /// Writes `calibration.json`, whole or not at all.

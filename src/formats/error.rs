@@ -43,6 +43,14 @@ pub enum FormatError {
         /// Choices in it.
         listed: usize,
     },
+    /// A calibration without a single target of some head.
+    #[error("{}: head {head} has a total of 0 targets, so no accuracy; calibrate on more or longer rows", path.display())]
+    NoTargets {
+        /// The file.
+        path: PathBuf,
+        /// 1-based.
+        head: usize,
+    },
     /// A time or a size that cannot be.
     #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
     Damaged {
