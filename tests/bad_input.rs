@@ -321,6 +321,14 @@ fn a_backbone_with_nan_in_a_weight_decodes_nothing() {
 }
 
 #[test]
+fn a_backbone_that_was_cut_off_is_not_summarised() {
+    let small = SmallRun::new();
+    small.medusa(&["inspect", "backbone"]).succeeded();
+    cut(&small, WEIGHTS, 10);
+    small.medusa(&["inspect", "backbone"]).failed(1, &["backbone/model.safetensors: not a whole safetensors file"]);
+}
+
+#[test]
 fn heads_that_do_not_fit_the_backbone_they_decode_with() {
     refused_by_decoding(&[
         (

@@ -20,7 +20,7 @@ use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::TreeFile;
 use crate::model::config::LlamaConfig;
-use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightsError};
+use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError};
 use crate::tree::sparse_tree::SparseTree;
 
 mod run;
@@ -145,7 +145,10 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
     let bytes = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16].map(in_memory).into_iter().collect();
     let size = |path: &PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
     let weights_bytes = match weights::files_of(folder) {
-        Ok(files) => Some(files.iter().map(size).sum()),
+        Ok(files) => {
+            WeightFiles::open(folder)?; // headers and lengths: a file that was cut off is an error
+            Some(files.iter().map(size).sum())
+        }
         Err(WeightsError::NoWeights { .. }) => None,
         Err(error) => return Err(error.into()),
     };
