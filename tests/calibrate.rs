@@ -67,7 +67,12 @@ fn counts_are_those_of_the_definition() {
         let (guess, count) = (path["path"][0].as_u64().unwrap() as usize, path["count"].as_u64().unwrap());
         assert!(count <= counts[0][guess], "a path is right no more often than its first guess");
     }
-    world.medusa(&["tree", "--calibration", "c.json", "--nodes", "20", "--out", "t.json"]).assert().success();
+    let tree = ["tree", "--calibration", "c.json", "--nodes", "20", "--out", "t.json"];
+    let said = |output: &std::process::Output| String::from_utf8(output.stderr.clone()).unwrap();
+    let first = world.medusa(&tree).assert().success().get_output().clone();
+    assert!(!said(&first).contains("will be replaced"), "{first:?}");
+    let again = world.medusa(&tree).assert().success().get_output().clone();
+    assert!(said(&again).contains("--out t.json exists and will be replaced"), "{again:?}");
 }
 
 #[test]

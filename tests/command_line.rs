@@ -111,7 +111,7 @@ fn a_file_that_cannot_be_written_is_told_before_any_work() {
             command.assert().code(2);
             stderr(&mut command)
         };
-        assert!(refused("none/x").contains(&format!("{flag} none/x: there is no folder none; make it first")));
+        assert!(refused("none/x").contains(&format!("{flag} none/x: there is no folder none; create it first")));
         assert!(refused("src").contains(&format!("{flag} src is a folder")));
         if cfg!(target_os = "linux") {
             assert!(refused("/proc/x").contains(&format!("{flag} /proc/x cannot be written")));

@@ -99,7 +99,7 @@ fn what_cannot_be_shown_is_said() {
     assert!(error.contains("--row: expected a row from 1 to 2, the rows kept, got 3"), "{error}");
     let nowhere = folder.path().join("no/folder/mask.svg").display().to_string();
     let error = complaint(&["--row", "1", "--svg", &nowhere], 2);
-    assert!(error.contains("mask.svg: there is no folder") && error.contains("make it first"), "{error}");
+    assert!(error.contains("mask.svg: there is no folder") && error.contains("create it first"), "{error}");
     assert!(!Path::new(&nowhere).exists());
     let error = complaint(&["--svg", "mask.svg"], 2);
     assert!(error.contains("--row <N>"), "{error}");

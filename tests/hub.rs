@@ -426,7 +426,7 @@ fn a_push_that_cannot_be_is_refused() {
     let push =
         |arguments: &[&str], environment: &[(&str, &str)]| world.medusa(&[&["push"], arguments].concat(), environment);
     let user = [("HF_TOKEN", TOKEN)];
-    push(&["run", "--repo", "org/heads"], &user).failed(2, &["run is no folder"]);
+    push(&["run", "--repo", "org/heads"], &user).failed(2, &["run is not a folder"]);
     fs::create_dir(world.path("run")).expect("a folder");
     push(&["run", "--repo", "org/heads"], &user).failed(1, &["run has no file to push"]);
     world.write("run/.hidden", b"x");

@@ -413,7 +413,7 @@ fn what_is_no_run_is_one_clear_error() {
     assert!(runs.complaint(&["a/recipe.toml"], 1).contains("it is a file"));
     assert!(runs.complaint(&["a", "a"], 2).contains("a report of several runs needs --out FILE"));
     let folder = runs.complaint(&["a", "--out", "there/page.html"], 2);
-    assert!(folder.contains("--out there/page.html: there is no folder there; make it first"), "{folder}");
+    assert!(folder.contains("--out there/page.html: there is no folder there; create it first"), "{folder}");
     assert!(runs.complaint(&["a", "--out", "a"], 2).contains("--out a is a folder"));
     let whole = metrics(3);
     runs.write(

@@ -8,7 +8,7 @@ use self::measure::BenchRun;
 use self::setting::Setting;
 use super::decoder::{Decoder, read_prompts};
 use super::drafter::{Drafts, ReadyDrafter};
-use super::reading::progress_bar;
+use super::reading::Counter;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::engine::sample::Stream;
 use crate::tree::accept::Acceptance;
@@ -22,8 +22,6 @@ mod sweep;
 pub use args::BenchArgs;
 pub use sweep::SweepFlag;
 
-const BAR: &str = "{bar:24} {pos}/{len} prompts  {msg}  {eta} left";
-
 /// Decodes every prompt plainly and with the drafter in every setting, and prints the comparison.
 ///
 /// # Errors
@@ -36,24 +34,26 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
     let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), &loading)?;
     let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
-    let bar = progress_bar(Some((settings.len() * args.repeats.get() * prompts.len()) as u64), BAR, common);
+    let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), "prompts", common);
+    let silent = CommonFlags { quiet: true, ..common.clone() };
     let mut results = Vec::new();
     for (setting, drafts) in settings.iter().zip(ready) {
-        bar.set_message(setting.label());
+        counter.bar.set_message(setting.label());
+        let engine_notice = if results.is_empty() { common } else { &silent }; // once for a sweep
         let (drafter, tree_nodes) = (drafts.name(), drafts.max_nodes());
         let request = setting.decoding.request(&[], Stream::default());
-        let decoding = RefCell::new(args.engine.take(&decoder, Some(drafts), &request, common)?);
+        let decoding = RefCell::new(args.engine.take(&decoder, Some(drafts), &request, engine_notice)?);
         let bench = BenchRun { decoder: &decoder, drafter, tree_nodes, decoding, setting, prompts: &prompts, common };
-        let result = report::result(&bench, &bench.run(args.repeats.get(), &bar)?);
+        let result = report::result(&bench, &bench.run(args.repeats.get(), &counter)?);
         if common.json {
-            bar.suspend(|| print_json(&result))?;
+            counter.bar.suspend(|| print_json(&result))?;
         }
         results.push(result);
         if let Some(path) = &args.csv {
             report::write_csv(path, &results).with_context(|| format!("cannot write {}", path.display()))?;
         }
     }
-    bar.finish_and_clear();
+    counter.bar.finish_and_clear();
     if common.json { Ok(()) } else { print_line(report::table(&results)) }
 }
 

@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::json;
 
-use super::decoder::chat_template;
+use super::decoder::{backbone_config, chat_template};
 use super::reading::watched;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;
@@ -20,7 +20,6 @@ use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, LoadReport, LoadSettings, Watch, pack};
 use crate::files;
-use crate::model::config::LlamaConfig;
 
 /// Preview a training set: rows kept and dropped, packing, loss mask.
 #[derive(Debug, Args)]
@@ -93,7 +92,7 @@ fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<
         let folder = args.backbone.display();
         return Err(UsageError(format!("{folder} has no config.json, so no context: give --max-length TOKENS")).into());
     }
-    let config = LlamaConfig::load(&args.backbone)?;
+    let config = backbone_config(&args.backbone)?;
     let context = usize::try_from(config.max_position_embeddings)?.try_into()?;
     Ok((usize::try_from(config.vocab_size)?, args.max_length.unwrap_or(context)))
 }

@@ -1,4 +1,4 @@
-//! A backbone with its tokenizer, and heads and a tree if there are some: how each command loads them, and conversations turn by turn.
+//! Loads a backbone with its tokenizer, heads and tree, and decodes conversations turn by turn.
 
 use std::path::{Path, PathBuf};
 
@@ -8,6 +8,7 @@ use tch::Device;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
+use crate::data::report::counted;
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
@@ -23,17 +24,17 @@ use crate::model::weights::WeightFiles;
 use crate::torch::memory;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Loads a backbone as the common flags say; without `--dtype` it computes in its file's own. Where `heads` were trained with an
-/// adapter, which lies beside them, it becomes part of the backbone.
+/// Loads a backbone in `--dtype`, by default the dtype of its weights. An adapter beside `heads` is merged into it.
 ///
 /// # Errors
-/// When the device cannot be used, or the folder is no backbone.
+/// When the device cannot be used, or the folder holds no backbone.
 pub fn load_backbone(
     folder: &Path,
     heads: Option<&Path>,
     common: &CommonFlags,
     purpose: Purpose,
 ) -> anyhow::Result<Llama> {
+    backbone_config(folder)?;
     let device = common.device.resolve()?;
     let dtype = match common.dtype {
         Some(dtype) => dtype,
@@ -44,7 +45,7 @@ pub fn load_backbone(
         heads.map(|heads| heads.join(run_folder::BACKBONE)).filter(|tuned| tuned.exists() && tuned != folder)
     {
         common.say(format_args!(
-            "these heads were trained with the backbone in {}, not with {}",
+            "these heads were trained together with the backbone in {}, not with {}",
             tuned.display(),
             folder.display()
         ));
@@ -52,14 +53,14 @@ pub fn load_backbone(
     let Some(adapter) = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) else {
         return Ok(Llama::load(folder, dtype.kind(), device, purpose)?);
     };
-    common.say(format_args!("with the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
+    common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
     Ok(Llama::load_merged(folder, adapter, dtype.kind(), device, purpose)?)
 }
 
-/// In a tiny backbone, threads wait for each other longer than a product takes; where other programs run, many times longer.
-/// `OMP_NUM_THREADS`, if set, is obeyed. Where the CPU's own kernels run, they have the threads, and libtorch works alone.
+/// Limits libtorch to one thread for tiny backbones, where synchronisation costs more than the products, and where the CPU kernels use
+/// the cores. `OMP_NUM_THREADS` wins in the first case.
 fn spare_threads(backbone: &Llama) {
-    const WORTH_SHARING: i64 = 1 << 17; // weights of the largest product
+    const WORTH_SHARING: i64 = 1 << 17; // elements of the largest weight
     let config = &backbone.config;
     let largest = config.hidden_size * config.vocab_size.max(2 * config.intermediate_size);
     let few =
@@ -69,10 +70,21 @@ fn spare_threads(backbone: &Llama) {
     }
 }
 
-/// The dtype of a backbone's file.
+/// The config of `--backbone`.
 ///
 /// # Errors
-/// When the folder is no backbone.
+/// [`UsageError`] if there is no such folder; else what is wrong with it.
+pub fn backbone_config(folder: &Path) -> anyhow::Result<LlamaConfig> {
+    match LlamaConfig::load(folder) {
+        Err(error) if !folder.exists() => Err(UsageError(format!("--backbone: {error}")).into()),
+        loaded => Ok(loaded?),
+    }
+}
+
+/// The dtype of a backbone's weights.
+///
+/// # Errors
+/// When the folder holds no backbone.
 pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
@@ -82,21 +94,21 @@ pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
 /// `--chat-template`.
 ///
 /// # Errors
-/// What would be accepted.
+/// The accepted values.
 pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
     TemplateChoice::try_from(text.to_owned())
 }
 
-/// Heads in any layout, with what the user should know of their file told first.
+/// Loads heads of any layout and prints the notices about their file.
 ///
 /// # Errors
-/// What is wrong with the file, or does not fit the backbone.
+/// An invalid file, or heads that do not fit the backbone.
 pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
     HeadsFile::open(path)?.notices()?.iter().for_each(|notice| common.say(notice));
     Ok(Heads::load(path, backbone)?)
 }
 
-/// A backbone with all that goes with it.
+/// A backbone with everything that decoding needs.
 #[derive(Debug)]
 pub struct Decoder {
     /// The backbone.
@@ -105,12 +117,12 @@ pub struct Decoder {
     pub tokenizer: TextTokenizer,
     /// Its chat template, if it has one.
     pub template: Option<ChatTemplate>,
-    /// Heads and the tree that they fill.
+    /// Heads and their tree.
     pub medusa: Option<(Heads, SparseTree)>,
 }
 
 impl Decoder {
-    /// Loads everything, and checks that it belongs together.
+    /// Loads everything and checks that it fits together.
     ///
     /// # Errors
     /// What is missing or does not fit.
@@ -121,7 +133,7 @@ impl Decoder {
         tree: Option<&PathBuf>,
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
-        LlamaConfig::load(folder)?; // first: it says best what is wrong with a folder that is no backbone
+        backbone_config(folder)?; // first: its errors are the clearest for a folder without a backbone
         let tree = tree.map(|path| SparseTree::load(path)).transpose()?.map(|(tree, _)| tree);
         let tokenizer = TextTokenizer::load(folder)?;
         let template = ChatTemplate::load(folder)?;
@@ -138,7 +150,7 @@ impl Decoder {
                 Some((heads, tree))
             }
             None if tree.is_some() => {
-                return Err(UsageError("--tree needs --heads: a tree holds the heads' guesses".into()).into());
+                return Err(UsageError("--tree needs --heads".into()).into());
             }
             None => None,
         };
@@ -146,11 +158,10 @@ impl Decoder {
         Ok(Self { backbone, tokenizer, template, medusa })
     }
 
-    /// Runs `answer` on a prompt's tokens, and on each further turn's with the answers' texts so far in the context; `answer` gets the
-    /// turn, 0-based, and its tokens.
+    /// Calls `answer` with each 0-based turn of a prompt and its tokens, which include the previous turns and answers.
     ///
     /// # Errors
-    /// What the template, the tokenizer or `answer` says; the turn is named.
+    /// Errors of the template, the tokenizer or `answer`, with the turn.
     pub fn each_turn(
         &self,
         input: &PromptInput,
@@ -171,7 +182,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// The text of new tokens, special ones left out.
+    /// Decodes new tokens to text, without special tokens.
     ///
     /// # Errors
     /// The tokenizer's own.
@@ -180,19 +191,19 @@ impl Decoder {
     }
 }
 
-/// Without a tree, each head's best guess follows the one before.
+/// The tree without `--tree`: a chain of each head's best guess.
 fn chain_of(heads: &Heads, common: &CommonFlags) -> anyhow::Result<SparseTree> {
     common.say(format_args!(
-        "no --tree: a chain of the {} heads' best guesses; `medusa tree` makes a better one",
-        heads.num_heads()
+        "no --tree: using a chain of the best guesses of {}; `medusa tree` builds a better one",
+        counted(heads.num_heads(), "head")
     ));
     Ok(SparseTree::chain(heads.num_heads())?)
 }
 
-/// `--prompts`, or the one of `--prompt`.
+/// The prompts of `--prompts` or `--prompt`.
 ///
 /// # Errors
-/// What is wrong with the file.
+/// An invalid prompt file.
 pub fn read_prompts(prompt: Option<&String>, file: Option<&PathBuf>) -> anyhow::Result<Vec<Prompt>> {
     match (prompt, file) {
         (Some(text), _) => Ok(vec![Prompt { category: None, input: PromptInput::Text(text.clone()) }]),

@@ -5,7 +5,7 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Args;
 use indicatif::ProgressBar;
@@ -15,11 +15,11 @@ use super::decoder::{Decoder, chat_template};
 use super::decoding::{non_negative, probability};
 use super::drafter::Drafts;
 use super::engine::{EngineFlags, EngineName};
-use super::reading::progress_bar;
-use super::train::progress::time_left;
+use super::reading::{BETWEEN_LINES, progress_bar, time_left};
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
+use crate::data::report::counted;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::distill::answer::Answerer;
@@ -38,15 +38,13 @@ use crate::numbers::{NonNegative, Probability};
 use crate::torch::device_name;
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 
-/// ε of typical acceptance, where heads answer above temperature 0.
+/// ε of typical acceptance, with heads above temperature 0.
 const POSTERIOR_THRESHOLD: f64 = 0.09;
-/// Answers of a conversation in which the backbone asks itself.
+/// Default answers per conversation with --self-talk.
 const SELF_TALK_TURNS: usize = 4;
-/// Where there is no terminal, progress is told no more often than this.
-const BETWEEN_LINES: Duration = Duration::from_secs(10);
-/// Why no engine but libtorch's takes part without heads.
+/// Why only libtorch's engine decodes without heads.
 const TOGETHER: &str = "without heads, conversations are decoded together, by libtorch";
-const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {eta} left";
+const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {left}";
 
 /// Generate training data: the backbone's answers to prompts, as Parquet.
 #[derive(Debug, Args)]
@@ -138,7 +136,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     teller.bar.finish_and_clear();
     if end == DistillEnd::Stopped {
         let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
-        let text = format!("stopped: {kept} of {all} conversations are kept in {folder}; go on with --resume");
+        let text = format!("interrupted: {kept} of {all} conversations are saved in {folder}; continue with --resume");
         return Err(Interrupted(text).into());
     }
     summary(args, &output, [before, last.tokens], began.elapsed().as_secs_f64(), common)
@@ -206,15 +204,15 @@ impl DistillArgs {
             let engine = Box::new(TchEngine::for_batches(&decoder.backbone));
             return Ok(Answerer::together(SequenceBatch::new(engine, None, self.batch_size), sampling));
         };
-        let rule = if self.temperature.get() > 0.0 { "typical acceptance" } else { "greedily" };
-        common.say(format_args!("--heads: one conversation at a time, {rule}"));
+        let rule = if self.temperature.get() > 0.0 { "with typical acceptance" } else { "greedily" };
+        common.say(format_args!("--heads: decoding one conversation at a time, {rule}"));
         let decoding =
             self.engine.take(decoder, Some(drafts), &Request { sampling, ..Request::greedy(&[], 0) }, common)?;
         Ok(Answerer::one_by_one(decoding, sampling))
     }
 }
 
-/// What is in the folder now; `tokens` are of this run, which kept conversations behind the first `resumed`.
+/// Prints what the folder holds now; `tokens` are those of this run, which started after `resumed` conversations.
 fn summary(
     args: &DistillArgs,
     output: &Output,
@@ -231,12 +229,14 @@ fn summary(
         }));
     }
     print_line(format_args!(
-        "{kept} conversations in {shards} files of {}; {tokens} new tokens in {seconds:.1} s, {speed:.0} tokens/s",
+        "{} in {} of {}; {tokens} new tokens in {seconds:.1} s, {speed:.0} tokens/s",
+        counted(kept, "conversation"),
+        counted(shards, "file"),
         args.out.display()
     ))
 }
 
-/// Tells people how far it is: a bar on a terminal, now and then a line elsewhere.
+/// Prints progress: a bar on a terminal, lines elsewhere.
 struct DistillBar<'c> {
     common: &'c CommonFlags,
     bar: ProgressBar,
@@ -251,10 +251,10 @@ impl<'c> DistillBar<'c> {
     fn new(common: &'c CommonFlags, total: usize, before: usize) -> Self {
         let live = io::stderr().is_terminal() && !common.quiet;
         let bar = progress_bar(Some(total as u64), BAR, common);
-        bar.set_position(before as u64); // a resumed run: the time left counts from here
+        bar.set_position(before as u64); // a resumed run: estimate from here
         bar.reset_eta();
         if before > 0 {
-            common.say(format_args!("goes on behind {before} of {total} conversations"));
+            common.say(format_args!("resuming after {before} of {total} conversations"));
         }
         let began = Instant::now();
         Self { common, bar, live, total, before, began, last_line: began }
@@ -267,7 +267,7 @@ impl<'c> DistillBar<'c> {
         if !self.live && self.last_line.elapsed() >= BETWEEN_LINES {
             self.last_line = Instant::now();
             let made = progress.conversations - self.before;
-            let left = time_left(self.began.elapsed(), made, self.total - progress.conversations);
+            let left = time_left(self.began.elapsed(), made as u64, (self.total - progress.conversations) as u64);
             let done = progress.conversations;
             self.common.say(format_args!("{done}/{} conversations  {speed:.0} tokens/s  {left}", self.total));
         }

@@ -1,22 +1,20 @@
-//! Ids of the Hub where the command line or a recipe has paths: before a verb begins they become folders and files of the cache, with a bar
-//! while they come.
+//! Hub ids on the command line and in recipes: resolved to files of the cache before the verb runs, with a progress bar.
 
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use indicatif::{HumanDuration, ProgressBar};
+use indicatif::ProgressBar;
 
-use super::reading::progress_bar;
+use super::reading::{BETWEEN_LINES, progress_bar, time_left};
 use super::{CommonFlags, UsageError, gibibytes, mebibytes};
+use crate::data::report::counted;
 use crate::hub::{self, DataSplit, Hub, Observer, TransferEvent, Wanted, id};
 
-/// Where there is no terminal, progress is told no more often than this.
-const BETWEEN_LINES: Duration = Duration::from_secs(10);
-const BAR: &str = "{bar:24} {binary_bytes}/{binary_total_bytes}  {msg}  {binary_bytes_per_sec}  {eta} left";
+const BAR: &str = "{bar:24} {binary_bytes}/{binary_total_bytes}  {msg}  {binary_bytes_per_sec}  {left}";
 
-/// A part of a verb's arguments that may be an id.
+/// An argument that may be a Hub id.
 pub(super) enum HubArgument<'a> {
     /// A folder.
     Model(&'a mut PathBuf, Wanted),
@@ -46,24 +44,24 @@ impl<'a> HubArgument<'a> {
     }
 }
 
-/// Makes all places paths.
+/// Downloads what the arguments name on the Hub and replaces their ids by paths.
 ///
 /// # Errors
-/// What cannot be had from the Hub.
+/// What the Hub refuses or does not have.
 pub(super) fn fetch(mut places: Vec<HubArgument<'_>>, common: &CommonFlags) -> anyhow::Result<()> {
     places.retain(HubArgument::is_id);
     if places.is_empty() {
-        return Ok(()); // whoever has all on this machine needs no settings of a Hub
+        return Ok(()); // no ids: the Hub's settings are not needed
     }
     with_hub(common, |hub| places.into_iter().try_for_each(|place| fetch_one(hub, place)))
 }
 
-/// Runs what asks the Hub, with its transfers told to the user.
+/// Runs `work` with a connection to the Hub and progress of its transfers.
 pub(super) fn with_hub<T>(common: &CommonFlags, work: impl FnOnce(&Hub<'_>) -> anyhow::Result<T>) -> anyhow::Result<T> {
     told(common, |tell| work(&Hub::from_env(tell)?))
 }
 
-/// Runs what takes an observer of transfers.
+/// Runs `work` with an observer that shows transfers.
 pub(super) fn told<T>(common: &CommonFlags, work: impl FnOnce(Observer<'_>) -> T) -> T {
     let teller = TransferBar::new(common);
     work(&|event| teller.tell(event))
@@ -98,7 +96,7 @@ fn only(id: &Path, files: Vec<PathBuf>) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// A folder as people know it: `owner/name@commit` for a snapshot of the Hub, else its path.
+/// The name of a folder for people: `owner/name@commit` for a snapshot of the Hub, else its path.
 pub(super) fn shown(folder: &Path) -> String {
     match hub::origin(folder) {
         Some(origin) => format!("{}@{}", origin.id, origin.commit),
@@ -106,7 +104,7 @@ pub(super) fn shown(folder: &Path) -> String {
     }
 }
 
-/// Tells people how far a transfer is: a bar on a terminal, now and then a line elsewhere.
+/// Prints the progress of a transfer: a bar on a terminal, lines elsewhere.
 struct TransferBar<'c> {
     common: &'c CommonFlags,
     live: bool,
@@ -131,26 +129,26 @@ impl<'c> TransferBar<'c> {
         let mut state = self.state.lock().expect("no thread panics with it");
         match (event, state.as_mut()) {
             (TransferEvent::Began { what, files, bytes }, _) => {
-                self.common.say(format_args!("{what}: {files} files, {}", amount(bytes)));
+                self.common.say(format_args!("{what}: {}, {}", counted(files, "file"), amount(bytes)));
                 *state = Some(self.begin(what, bytes));
             }
             (TransferEvent::Moved(bytes), Some(transfer)) => self.moved(transfer, transfer.moved + bytes),
             (TransferEvent::Lost(bytes), Some(transfer)) => self.moved(transfer, transfer.moved.saturating_sub(bytes)),
             (TransferEvent::Waiting { seconds, why }, transfer) => {
-                self.line(transfer, &format!("{why}; trying again in {seconds} s"));
+                self.line(transfer, &format!("{why}; retrying in {seconds} s"));
             }
             (TransferEvent::Locked { file }, transfer) => {
-                self.line(transfer, &format!("another process downloads {file}; waiting for it"));
+                self.line(transfer, &format!("waiting for another process to download {file}"));
             }
             (TransferEvent::Ended, Some(transfer)) => {
                 transfer.bar.finish_and_clear();
                 *state = None;
             }
-            (TransferEvent::Moved(_) | TransferEvent::Lost(_) | TransferEvent::Ended, None) => {} // small answers are no transfer
+            (TransferEvent::Moved(_) | TransferEvent::Lost(_) | TransferEvent::Ended, None) => {} // small responses are not shown
         }
     }
 
-    /// A line above the bar, or a plain one.
+    /// Prints a line, above the bar if there is one.
     fn line(&self, transfer: Option<&mut ShownTransfer>, text: &str) {
         match transfer {
             Some(ShownTransfer { bar, .. }) => bar.suspend(|| self.common.say(text)),
@@ -170,9 +168,9 @@ impl<'c> TransferBar<'c> {
         if !self.live && transfer.last_line.elapsed() >= BETWEEN_LINES && moved > 0 {
             transfer.last_line = Instant::now();
             let left = transfer.bytes.saturating_sub(moved);
-            let time = transfer.began.elapsed().mul_f64(left as f64 / moved as f64);
-            let (have, all, time) = (amount(moved), amount(transfer.bytes), HumanDuration(time));
-            self.common.say(format_args!("{}: {have} of {all}  {time} left", transfer.what));
+            let time = time_left(transfer.began.elapsed(), moved, left);
+            let (have, all) = (amount(moved), amount(transfer.bytes));
+            self.common.say(format_args!("{}: {have} of {all}  {time}", transfer.what));
         }
     }
 }

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
+use tch::Device;
 
-use super::CommonFlags;
-use super::decoder::Decoder;
+use super::decoder::{Decoder, backbone_config};
 use super::drafter::{Drafts, ReadyDrafter};
+use super::{CommonFlags, UsageError};
 use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
@@ -18,8 +19,10 @@ use crate::engine::cpu::CpuEngine;
 use crate::engine::cuda::error::CudaError;
 use crate::engine::fastest::fastest;
 use crate::engine::tch::TchEngine;
+use crate::model::config::LlamaConfig;
 use crate::model::loading::Purpose;
 use crate::nvidia::device;
+use crate::torch::DeviceChoice;
 
 /// Flags of every decoding verb.
 #[derive(Debug, Clone, Copy, Args)]
@@ -46,8 +49,14 @@ pub enum EngineName {
     Cuda,
 }
 
+/// Whether a user would expect decoding on a GPU here: there is a driver, and nothing asks for the CPU.
+fn expects_gpu(common: &CommonFlags) -> bool {
+    let is_off = std::env::var("MEDUSA_CUDA").is_ok_and(|wish| wish == "off" || wish == "0");
+    common.device != DeviceChoice::Cpu && !is_off && Path::new("/proc/driver/nvidia/version").exists()
+}
+
 impl EngineFlags {
-    /// Loads what the engine decodes with. Texts end at `--max-context`.
+    /// Loads the backbone, heads and tree, and limits the context to `--max-context`.
     ///
     /// # Errors
     /// Those of [`Decoder::load`].
@@ -58,23 +67,32 @@ impl EngineFlags {
         tree: Option<&PathBuf>,
         common: &CommonFlags,
     ) -> anyhow::Result<Decoder> {
-        // Libtorch's engine takes weights that are not laid out for the CPU's kernels.
+        // libtorch's engine needs weights that are not repacked for the CPU kernels.
         let purpose = if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding };
+        self.context(&backbone_config(backbone)?)?; // before the weights are read
         let mut decoder = Decoder::load(purpose, backbone, heads, tree, common)?;
-        let context = &mut decoder.backbone.config.max_position_embeddings;
-        *context = self.context(*context);
+        decoder.backbone.config.max_position_embeddings = self.context(&decoder.backbone.config)?;
         Ok(decoder)
     }
 
-    /// What is left of a backbone's context.
-    pub fn context(&self, of_backbone: i64) -> i64 {
-        self.max_context.map_or(of_backbone, |limit| of_backbone.min(i64::from(limit.get())))
-    }
-
-    /// The loop for requests such as `request`, with guesses if there are some. Says which engine it is on.
+    /// The maximum sequence length: `--max-context`, else the backbone's.
     ///
     /// # Errors
-    /// Why the engine that was asked for cannot decode this.
+    /// [`UsageError`] if the backbone's context is shorter.
+    pub fn context(&self, backbone: &LlamaConfig) -> Result<i64, UsageError> {
+        let longest = backbone.max_position_embeddings;
+        match self.max_context.map(NonZeroU32::get) {
+            Some(limit) if i64::from(limit) > longest => Err(UsageError(format!(
+                "--max-context {limit} is longer than the backbone's context of {longest} tokens; lower or drop it"
+            ))),
+            limit => Ok(limit.map_or(longest, Into::into)),
+        }
+    }
+
+    /// The decoding loop for requests like `request`, with the drafter if there is one. Says why it is not on the GPU, if there is one.
+    ///
+    /// # Errors
+    /// Why the requested engine cannot decode this.
     pub fn take<'a>(
         &self,
         decoder: &'a Decoder,
@@ -95,8 +113,10 @@ impl EngineFlags {
                 Err(why) => no_gpu = Some(why),
             }
         }
-        let engine = self.on_host(decoder)?;
-        no_gpu.iter().for_each(|why| common.say(format_args!("engine {}: {why}", engine.name())));
+        let (engine, backbone_device) = (self.on_host(decoder)?, decoder.backbone.device());
+        for why in no_gpu.iter().filter(|_| backbone_device != Device::Cpu || expects_gpu(common)) {
+            common.say(format_args!("engine {}: {why}", engine.name()));
+        }
         Ok(Box::new(HostLoop::new(engine, drafts.map(|drafts| drafts.on_host(decoder)))))
     }
 
@@ -108,7 +128,7 @@ impl EngineFlags {
     ) -> Result<DeviceLoop<'a>, CudaError> {
         device::check()?;
         let backbone = &decoder.backbone;
-        // What was asked for is reserved whole; a backbone's own context may be longer than any text will be.
+        // A requested context is reserved whole; a backbone's own may be far longer than any text.
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
         let heads = match drafts {
             None => None,

@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::downloads::{self, HubArgument};
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::data::report::counted;
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::hub::{self, Wanted};
 
@@ -110,12 +111,14 @@ fn of_usage(error: ExportError) -> anyhow::Error {
     }
 }
 
-/// One line of what was looked at.
+/// One line about the verification.
 fn checked(exported: &Exported) -> String {
     let (shape, difference) = (exported.shape, exported.difference_to_trained);
-    format!(
-        "{} heads of {} ResBlock(s) in {}: read back, and bit for bit the trained heads in that dtype; as trained they differ by at most \
-         {:.1e} of {:.1e}",
-        shape.medusa_num_heads, shape.medusa_num_layers, exported.dtype, difference.largest, difference.of
-    )
+    let heads = counted(shape.medusa_num_heads, "head");
+    let blocks = counted(shape.medusa_num_layers, "ResBlock");
+    let rounding = match difference.largest {
+        0.0 => "logits identical to the trained heads'".to_owned(),
+        largest => format!("rounding changes logits of up to {:.1e} by at most {largest:.1e}", difference.of),
+    };
+    format!("verified: {heads} of {blocks} in {}, {rounding}", exported.dtype)
 }

@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use clap::Args;
+use clap::{ArgGroup, Args};
 use serde_json::{Value, json};
 
 use super::decoder::{Decoder, read_prompts};
@@ -23,6 +23,7 @@ use crate::engine::sample::Stream;
 /// Decode prompts, with heads or plainly.
 #[derive(Debug, Args)]
 #[command(
+    group = ArgGroup::new("input").required(true),
     after_help = "Example:\n  medusa generate --backbone data/tiny/backbone \\\n    --heads checkpoints/tiny_stage1/final --tree tree.json \\\n    --prompts data/tiny/prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
@@ -36,10 +37,10 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
     /// Prompt as raw text: no chat template, only BOS is added.
-    #[arg(long, value_name = "S", conflicts_with = "prompts", required_unless_present = "prompts")]
+    #[arg(long, value_name = "S", group = "input")]
     pub prompt: Option<String>,
     /// JSONL of prompts: text, messages, turns or token ids.
-    #[arg(long, value_name = "F")]
+    #[arg(long, value_name = "F", group = "input")]
     pub prompts: Option<PathBuf>,
     /// Samples per prompt, each with its own random stream.
     #[arg(long, value_name = "N", default_value = "1")]

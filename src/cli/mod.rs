@@ -160,7 +160,9 @@ pub fn medusa() -> ExitCode {
     let (MedusaCommand { common, mut verb }, matches) = parse::<MedusaCommand>();
     let common = with_source_of_seed(common, &matches);
     finish(&common, || {
-        verb.outputs().into_iter().try_for_each(|(flag, path)| outputs::check(flag, path))?;
+        for (flag, path) in verb.outputs() {
+            outputs::check(flag, path, &common)?;
+        }
         downloads::fetch(verb.places(), &common)?;
         verb.run(&common)
     })

@@ -1,23 +1,27 @@
-//! Files that a verb will write: looked at before the first second of work, not after the last.
+//! Output files are checked before the work, not after it.
 
 use std::path::Path;
 
-use super::UsageError;
+use super::{CommonFlags, UsageError};
 use crate::files;
 
-/// Refuses a file that could not be written; `flag` is the one that names it. Folders are not made.
+/// Rejects a file that cannot be written, and says so if one will be replaced; `flag` names it. Folders are not created.
 ///
 /// # Errors
 /// [`UsageError`].
-pub(super) fn check(flag: &str, path: &Path) -> Result<(), UsageError> {
+pub(super) fn check(flag: &str, path: &Path, common: &CommonFlags) -> Result<(), UsageError> {
     let folder = files::parent(path);
     let shown = path.display();
     if path.is_dir() {
-        return Err(UsageError(format!("{flag} {shown} is a folder; expected a file, such as one in it")));
+        return Err(UsageError(format!("{flag} {shown} is a folder; expected a file")));
     }
     if !folder.is_dir() {
-        return Err(UsageError(format!("{flag} {shown}: there is no folder {}; make it first", folder.display())));
+        return Err(UsageError(format!("{flag} {shown}: there is no folder {}; create it first", folder.display())));
     }
-    let cannot = |error| UsageError(format!("{flag} {shown} cannot be written: {error}; choose another place"));
-    files::check_writable(path).map_err(cannot)
+    let cannot = |error| UsageError(format!("{flag} {shown} cannot be written: {error}"));
+    files::check_writable(path).map_err(cannot)?;
+    if path.exists() {
+        common.say(format_args!("{flag} {shown} exists and will be replaced"));
+    }
+    Ok(())
 }

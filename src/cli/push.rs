@@ -7,6 +7,7 @@ use serde_json::json;
 
 use super::downloads::with_hub;
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::data::report::counted;
 use crate::hub::id::{MAIN, Repo, RepoKind};
 use crate::hub::push::{Push, Pushed};
 
@@ -53,9 +54,7 @@ fn branch(text: &str) -> Result<String, String> {
 /// A folder that is none, or what the Hub says.
 pub fn run(args: &PushArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.folder.is_dir() {
-        return Err(
-            UsageError(format!("{} is no folder; give one with the files to push", args.folder.display())).into()
-        );
+        return Err(UsageError(format!("{} is not a folder", args.folder.display())).into());
     }
     let message = args.message.clone().unwrap_or_else(|| format!("Add {} with medusa", name(&args.folder)));
     let PushArgs { folder, repo, private, revision, .. } = args;
@@ -77,9 +76,9 @@ fn tell(pushed: &Pushed, common: &CommonFlags) -> anyhow::Result<()> {
         }));
     }
     if !left_out.is_empty() {
-        common.say(format_args!("left out: {}", left_out.join(", ")));
+        common.say(format_args!("skipped: {}", left_out.join(", ")));
     }
-    common.say(format_args!("{} files committed, {unchanged} unchanged", files.len()));
+    common.say(format_args!("{} committed, {unchanged} unchanged", counted(files.len(), "file")));
     match commit {
         Some(page) => print_line(page),
         None => print_line("nothing changed: no commit"),

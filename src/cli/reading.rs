@@ -1,13 +1,20 @@
-//! Bars on a terminal, nothing elsewhere; among them how far reading and tokenising data is.
+//! Progress: a bar on a terminal, a line every ten seconds elsewhere.
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::cell::Cell;
+use std::fmt::Write;
+use std::io::{self, IsTerminal};
+use std::time::{Duration, Instant};
+
+use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 
 use super::CommonFlags;
 use crate::data::{ReadProgress, Watch};
 
-const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {eta} left";
+const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {left}";
+/// Time between the lines of progress where stderr is no terminal.
+pub(super) const BETWEEN_LINES: Duration = Duration::from_secs(10);
 
-/// Runs what reads data, and shows how far it is.
+/// Runs `read` with a progress bar of the files that it reads.
 pub(super) fn watched<T>(common: &CommonFlags, read: impl FnOnce(Watch<'_>) -> T) -> T {
     let bar = progress_bar(None, BAR, common);
     let hear = |progress: ReadProgress| show(&bar, progress);
@@ -30,12 +37,70 @@ fn show(bar: &ProgressBar, progress: ReadProgress) {
     bar.set_message(format!("reading {}{speed}", path.display()));
 }
 
-/// A bar that only counts.
-pub(super) const COUNT: &str = "{wide_bar} {pos}/{len}";
+/// Counts what is done of a known number of things.
+#[derive(Debug)]
+pub(super) struct Counter<'c> {
+    pub(super) bar: ProgressBar,
+    common: &'c CommonFlags,
+    things: &'static str,
+    began: Instant,
+    last_line: Cell<Instant>,
+}
 
-/// Drawn on stderr, if that is a terminal and people read it.
+impl<'c> Counter<'c> {
+    pub(super) fn new(total: usize, things: &'static str, common: &'c CommonFlags) -> Self {
+        let bar = progress_bar(
+            Some(total as u64),
+            &format!("{{bar:24}} {{pos}}/{{len}} {things}  {{msg}}  {{left}}"),
+            common,
+        );
+        let now = Instant::now();
+        Self { bar, common, things, began: now, last_line: Cell::new(now) }
+    }
+
+    pub(super) fn inc(&self) {
+        self.set(self.bar.position() + 1);
+    }
+
+    pub(super) fn set(&self, done: u64) {
+        self.bar.set_position(done);
+        if !io::stderr().is_terminal() && self.last_line.get().elapsed() >= BETWEEN_LINES {
+            self.last_line.set(Instant::now());
+            let total = self.bar.length().unwrap_or(done);
+            let left = time_left(self.began.elapsed(), done, total.saturating_sub(done));
+            self.common.say(format_args!("{done}/{total} {}  {left}", self.things));
+        }
+    }
+}
+
+/// How long `to_make` more will take if `made` took `elapsed`.
+pub(super) fn time_left(elapsed: Duration, made: u64, to_make: u64) -> String {
+    match made {
+        _ if to_make == 0 => "done".into(),
+        0 => "time left unknown".into(),
+        _ => format!("{} left", HumanDuration(elapsed.mul_f64(to_make as f64 / made as f64))),
+    }
+}
+
+/// A bar on stderr, hidden if that is no terminal or with `--quiet`. In templates, `{left}` is the estimated time left.
 pub(super) fn progress_bar(total: Option<u64>, template: &str, common: &CommonFlags) -> ProgressBar {
     let target = if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style = style.with_key("left", |state: &ProgressState, out: &mut dyn Write| {
+        let left = HumanDuration(state.eta());
+        let _ = if state.per_sec() > 0.0 { write!(out, "{left:#} left") } else { Ok(()) }; // a bar takes any text
+    });
     ProgressBar::with_draw_target(total, target).with_style(style)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_time_left_follows_from_what_is_done() {
+        assert_eq!(time_left(Duration::from_secs(10), 5, 60), "2 minutes left");
+        assert_eq!(time_left(Duration::ZERO, 0, 60), "time left unknown");
+        assert_eq!(time_left(Duration::from_secs(10), 60, 0), "done");
+    }
 }

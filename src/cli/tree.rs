@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::Context;
 
 use super::{CommonFlags, print_line};
+use crate::data::report::counted;
 use crate::files;
 use crate::formats::calibration::Calibration;
 use crate::formats::tree::TreeFile;
@@ -22,7 +23,7 @@ pub use args::TreeArgs;
 /// Searches, and writes or prints the tree.
 ///
 /// # Errors
-/// When the calibration or the times cannot be read, there is no such tree, or a file cannot be written.
+/// An unreadable calibration or latency file, an impossible tree, or an output file that cannot be written.
 pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut calibration = Calibration::load(&args.calibration)?;
     if args.independent {
@@ -58,13 +59,13 @@ fn file_of(SearchedTree { tree, expected_tokens_per_step }: SearchedTree) -> (Sp
 }
 
 fn say_what_is_expected(tree: &SparseTree, expected: f64, calibration: &Calibration, common: &CommonFlags) {
-    let sizes =
-        format!("{} nodes over {} heads: {expected:.3} tokens a step expected", tree.choices().len(), tree.max_depth());
+    let (nodes, heads) = (counted(tree.choices().len(), "node"), counted(tree.max_depth(), "head"));
+    let sizes = format!("{nodes} over {heads}: {expected:.3} expected tokens per step");
     if calibration.knows_joint() {
         let independent = search::expected_tokens_per_step(tree, &calibration.independent());
-        common.say(format_args!("{sizes} ({independent:.3} if heads were right independently of each other)"));
+        common.say(format_args!("{sizes} ({independent:.3} if heads were independent)"));
     } else {
-        common.say(format_args!("{sizes}, as if heads were right independently of each other"));
+        common.say(format_args!("{sizes}, assuming independent heads"));
     }
 }
 

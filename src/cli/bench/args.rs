@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 
 use super::sweep::SweepFlag;
 use crate::cli::decoding::{DecodingFlags, positive};
@@ -25,13 +25,13 @@ Times exclude the prompt's prefill, which is reported as prefill_seconds.";
 
 /// Compare plain and drafted decoding: acceleration rate, overhead, speedup.
 #[derive(Debug, Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter"]))]
 pub struct BenchArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id.
-    #[arg(long, value_name = "H", required_unless_present = "drafter")]
+    #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
     #[arg(long, value_name = "T", requires = "heads")]

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
 use anyhow::Context;
-use indicatif::ProgressBar;
 
 use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
+use crate::cli::reading::Counter;
 use crate::data::prompts::Prompt;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
@@ -88,9 +88,9 @@ impl BenchRun<'_> {
     ///
     /// # Errors
     /// What is wrong with a prompt; no prompt that fits the backbone's context.
-    pub(super) fn run(&self, repeats: usize, bar: &ProgressBar) -> anyhow::Result<Vec<BenchPass>> {
+    pub(super) fn run(&self, repeats: usize, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
         let mut is_warm = false;
-        (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, bar)).collect()
+        (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, counter)).collect()
     }
 
     /// What the two texts have to do with each other.
@@ -102,7 +102,7 @@ impl BenchRun<'_> {
         }
     }
 
-    fn pass(&self, is_first: bool, is_warm: &mut bool, bar: &ProgressBar) -> anyhow::Result<BenchPass> {
+    fn pass(&self, is_first: bool, is_warm: &mut bool, counter: &Counter) -> anyhow::Result<BenchPass> {
         let mut pass = BenchPass::default();
         for (at, prompt) in self.prompts.iter().enumerate() {
             let answer = |turn, ids: &[i64]| {
@@ -121,7 +121,7 @@ impl BenchRun<'_> {
                 Err(error) if is_too_long(&error) => pass.too_long += 1,
                 other => other.with_context(|| format!("prompt {} of {}", at + 1, self.prompts.len()))?,
             }
-            bar.inc(1);
+            counter.inc();
         }
         let nothing = pass.all.times.plain.steps == 0 && pass.too_long > 0;
         anyhow::ensure!(

@@ -5,11 +5,11 @@ use std::num::NonZeroUsize;
 use super::args::BenchArgs;
 use super::sweep::SweepFlag;
 use crate::cli::UsageError;
+use crate::cli::decoder::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
 use crate::cli::drafter::DrafterName;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::Calibration;
-use crate::model::config::LlamaConfig;
 use crate::numbers::Positive;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -126,7 +126,7 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
 /// The same tokens are asked for behind every length: a context that cuts answers short would measure something else.
 fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
     let decoding = &args.decoding;
-    let context = args.engine.context(LlamaConfig::load(&args.backbone)?.max_position_embeddings);
+    let context = args.engine.context(&backbone_config(&args.backbone)?)?;
     let context = usize::try_from(context)?;
     let needed = length.saturating_add(decoding.max_new_tokens);
     if needed > context {

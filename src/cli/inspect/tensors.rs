@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::cli::mebibytes;
+use crate::data::report::counted;
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::HeadsLayout;
@@ -83,14 +84,11 @@ impl HeadsFound {
 
     pub(super) fn line(&self) -> String {
         let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size } = self.shape;
-        let vocabulary = if self.shared_lm_head {
-            "through the backbone's lm_head".into()
-        } else {
-            format!("vocabulary {vocab_size}")
-        };
+        let vocabulary = if self.shared_lm_head { "shared lm_head".into() } else { format!("vocabulary {vocab_size}") };
         format!(
-            "{medusa_num_heads} heads of {medusa_num_layers} ResBlock(s), hidden size {hidden_size}, {vocabulary}: {} \
-             parameters, {} ({})",
+            "{} of {}, hidden size {hidden_size}, {vocabulary}: {} parameters, {} ({})",
+            counted(medusa_num_heads, "head"),
+            counted(medusa_num_layers, "ResBlock"),
             self.parameters,
             self.dtypes.join(" and "),
             mebibytes(self.bytes)

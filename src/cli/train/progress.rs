@@ -1,29 +1,27 @@
-//! How a run goes on: a bar on a terminal, now and then a line elsewhere, JSON for programs.
+//! Training progress: a bar on a terminal, lines elsewhere, JSON for programs.
 
 use std::io::{self, IsTerminal};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use indicatif::{HumanDuration, ProgressBar};
+use indicatif::ProgressBar;
 
-use crate::cli::reading::progress_bar;
+use crate::cli::reading::{BETWEEN_LINES, progress_bar, time_left};
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::MetricsLine;
 use crate::train::training_loop::RunEvent;
 
-/// Where there is no terminal, steps are told no more often than this.
-const BETWEEN_LINES: Duration = Duration::from_secs(10);
-/// Fewer bytes are read in a moment.
+/// Hashing fewer bytes takes a moment.
 const WORTH_A_LINE: u64 = 1 << 30;
-const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {eta} left";
+const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {left}";
 
-/// Tells the user about a run.
+/// Prints the events of a run.
 pub(super) struct TrainProgress<'c> {
     common: &'c CommonFlags,
     bar: ProgressBar,
-    /// Steps are told by the bar.
+    /// stderr is a terminal: the bar shows the steps.
     live: bool,
     total: usize,
-    /// When this process made its first step, and which it was.
+    /// Time and number of the first step of this process.
     began: Option<(Instant, usize)>,
     last_line: Option<Instant>,
 }
@@ -37,12 +35,15 @@ impl<'c> TrainProgress<'c> {
     pub(super) fn tell(&mut self, event: &RunEvent<'_>) {
         match event {
             RunEvent::Hashing { bytes } if *bytes >= WORTH_A_LINE => {
-                self.line(&format!("reading {} of weights once, to know them again", gibibytes(*bytes)));
+                self.line(&format!("hashing {} of weights (cached for later runs)", gibibytes(*bytes)));
             }
             RunEvent::Hashing { .. } => {}
-            RunEvent::Resumed(checkpoint) => self.line(&format!("goes on from {}", checkpoint.display())),
+            RunEvent::Resumed(checkpoint) => self.line(&format!("resuming from {}", checkpoint.display())),
             RunEvent::HiddenStates { path, filled, sequences } => {
-                self.line(&format!("hidden states of {filled} of {sequences} sequences are in {}", path.display()));
+                self.line(&format!(
+                    "hidden states of {filled} of {sequences} sequences are cached in {}",
+                    path.display()
+                ));
             }
             RunEvent::Stepped(line) => self.stepped(line),
             RunEvent::Evaluated(line) => {
@@ -60,7 +61,7 @@ impl<'c> TrainProgress<'c> {
     fn stepped(&mut self, line: &MetricsLine) {
         self.json(line);
         let (began, first) = *self.began.get_or_insert_with(|| {
-            self.bar.set_position(line.step as u64); // a resumed run: the time left counts from here
+            self.bar.set_position(line.step as u64); // a resumed run: estimate from here
             self.bar.reset_eta();
             (Instant::now(), line.step)
         });
@@ -74,19 +75,19 @@ impl<'c> TrainProgress<'c> {
         let is_due = self.last_line.is_none_or(|last| last.elapsed() >= BETWEEN_LINES) || line.step == self.total;
         if is_due {
             self.last_line = Some(Instant::now());
-            let left = time_left(began.elapsed(), line.step - first, self.total - line.step);
+            let left = time_left(began.elapsed(), (line.step - first) as u64, (self.total - line.step) as u64);
             self.common.say(format!("step {}/{}  {text}  {left}", line.step, self.total));
         }
     }
 
-    /// A line above the bar, or a plain one.
+    /// Prints a line, above the bar if there is one.
     fn line(&self, text: &str) {
         if self.live { self.bar.suspend(|| self.common.say(text)) } else { self.common.say(text) }
     }
 
     fn json(&self, line: &MetricsLine) {
         if self.common.json {
-            let _ = print_json(line); // the run matters more than a reader that went away
+            let _ = print_json(line); // a closed stdout must not end the run
         }
     }
 }
@@ -95,23 +96,4 @@ fn quality(line: &MetricsLine) -> String {
     let accuracy = line.head_top1.first().copied().flatten();
     let accuracy = accuracy.map_or_else(|| "none".into(), |accuracy| format!("{accuracy:.3}"));
     format!("loss {:.4}  head-1 accuracy {accuracy}", line.loss)
-}
-
-pub(in crate::cli) fn time_left(elapsed: Duration, made: usize, to_make: usize) -> String {
-    if made == 0 {
-        return "time left unknown yet".into();
-    }
-    let left = elapsed.mul_f64(to_make as f64 / made as f64);
-    format!("{} left", HumanDuration(left))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_time_left_follows_from_the_steps_made() {
-        assert_eq!(time_left(Duration::from_secs(10), 5, 60), "2 minutes left");
-        assert_eq!(time_left(Duration::ZERO, 0, 60), "time left unknown yet");
-    }
 }

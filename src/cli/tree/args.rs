@@ -3,11 +3,12 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 
 /// Search the tree with the most expected tokens per step (paper section 2.3.3), or per second.
 #[derive(Debug, Args)]
 #[command(
+    group = ArgGroup::new("size").required(true),
     after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
 )]
 pub struct TreeArgs {
@@ -15,11 +16,11 @@ pub struct TreeArgs {
     #[arg(long, value_name = "C")]
     pub calibration: PathBuf,
     /// Number of nodes without the root: guesses verified per step.
-    #[arg(long, value_name = "N", required_unless_present = "latency", conflicts_with = "latency")]
+    #[arg(long, value_name = "N", group = "size")]
     pub nodes: Option<NonZeroUsize>,
     /// Instead of --nodes: choose the fastest size from the step times in this file. If it does not exist, the times are measured
     /// with --backbone and --heads and saved to it.
-    #[arg(long, value_name = "L")]
+    #[arg(long, value_name = "L", group = "size")]
     pub latency: Option<PathBuf>,
     /// Backbone to time for --latency.
     #[arg(long, value_name = "B", requires = "heads", conflicts_with = "nodes")]

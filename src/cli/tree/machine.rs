@@ -1,11 +1,11 @@
-//! `medusa tree --latency`: times of steps, read or measured, and the tree that they choose.
+//! `medusa tree --latency`: reads or measures the step times, and chooses the fastest tree.
 
 use std::fmt::Write;
 use std::path::Path;
 
 use super::super::decoder::Decoder;
 use super::super::downloads::shown;
-use super::super::reading::{COUNT, progress_bar};
+use super::super::reading::Counter;
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::cpu::team::Team;
@@ -18,12 +18,12 @@ use crate::model::loading::Purpose;
 use crate::torch::device_name;
 use crate::tree::search::SearchedTree;
 
-/// Largest tree that is timed where nothing is said: the paper's has 63 nodes.
+/// Default of --max-nodes: the paper's tree has 63 nodes.
 const MAX_NODES: usize = 64;
-/// Tokens before the timed steps where nothing is said, if they are no more than half of the context.
+/// Default of --context, at most half the backbone's.
 const CONTEXT: usize = 256;
 
-/// The times in the file, or, where there is no such file, new ones that are then in it.
+/// The times in the file, measured and saved first if it does not exist.
 pub(super) fn latency(
     args: &TreeArgs,
     path: &Path,
@@ -38,7 +38,7 @@ pub(super) fn latency(
     }
     let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else {
         return Err(UsageError(format!(
-            "--latency {} does not exist; give --backbone and --heads too, and it is measured",
+            "--latency {} does not exist; give --backbone and --heads to measure it",
             path.display()
         ))
         .into());
@@ -49,13 +49,13 @@ pub(super) fn latency(
     Ok(latency)
 }
 
-/// What a file must have been measured with: what the command line says, and the calibration's heads.
+/// The conditions that a file must match: those of the command line, and the calibration's heads.
 fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> anyhow::Result<LatencyConditions> {
     if let Some(heads) = &args.heads {
         let of_heads = HeadsFile::open(heads)?.sha256()?;
         if of_heads != calibration.heads_sha256 {
             return Err(UsageError(format!(
-                "{} was not made with the heads in {}; calibrate these",
+                "{} is a calibration of other heads than {}; calibrate those with `medusa calibrate`",
                 args.calibration.display(),
                 heads.display()
             ))
@@ -72,7 +72,7 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
     })
 }
 
-/// Times trees that the calibration makes, on the backbone as decoding loads it.
+/// Times trees built from the calibration, on the backbone as decoding loads it.
 fn measure(
     args: &TreeArgs,
     (backbone, heads): (&Path, &Path),
@@ -82,14 +82,14 @@ fn measure(
     let num_heads = calibration.heads.len();
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
-    let quiet = CommonFlags { quiet: true, ..common.clone() }; // a tree is what is looked for: no word that there is none
+    let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice that --tree is missing
     let decoder = Decoder::load(Purpose::Decoding, backbone, Some(&heads.to_owned()), None, &quiet)?;
     let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
-    let bar = progress_bar(Some(latency::turns(trees.len()) as u64), COUNT, common);
-    let times = latency::measure(&decoder.backbone, heads, &trees, context, &mut || bar.inc(1))?;
-    bar.finish_and_clear();
+    let counter = Counter::new(latency::turns(trees.len()), "rounds", common);
+    let times = latency::measure(&decoder.backbone, heads, &trees, context, &mut || counter.inc())?;
+    counter.bar.finish_and_clear();
     let Times { plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
@@ -103,7 +103,7 @@ fn measure(
     })
 }
 
-/// The fastest tree and its tokens a second; says all that it was compared with.
+/// The fastest tree and its tokens per second; prints all sizes compared.
 pub(super) fn choose(
     args: &TreeArgs,
     latency: &Latency,
@@ -119,13 +119,13 @@ pub(super) fn choose(
     let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
     if tokens_per_second <= plain {
         common.say(format_args!(
-            "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s, against {tokens_per_second:.1}"
+            "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s against {tokens_per_second:.1}"
         ));
     }
     Ok((SearchedTree { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
 }
 
-/// One line a size, the choice marked.
+/// One line per size, the choice marked.
 fn table(sweep: &Sweep, latency: &Latency) -> String {
     let plain = latency.plain_step_ms;
     let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup\n");
