@@ -32,6 +32,8 @@ fn times_are_measured_once_and_kept() {
     assert!(told.contains("wrote l.json") && told.contains("<- the fastest"), "{told}");
     let latency = Latency::load(&world.path("l.json")).unwrap();
     assert_eq!((latency.device.as_str(), latency.context, latency.backbone.as_str()), ("cpu", 32, "b"));
+    let decoded = ["generate", "--backbone", "b", "--heads", "h", "--prompts", "p.jsonl", "--max-new-tokens", "2"];
+    assert_eq!(json!(latency.engine), world.json(&decoded)[0]["engine"], "the engine that decodes");
     let timed = |nodes, depth| latency.steps.iter().any(|step| (step.nodes, step.depth) == (nodes, depth));
     assert!(latency.steps.iter().all(|step| step.nodes <= 8), "{:?}", latency.steps);
     assert!(timed(8, 2) && timed(8, 1), "heads can be left out: {:?}", latency.steps);
@@ -47,6 +49,18 @@ fn times_are_measured_once_and_kept() {
     let found = world.json(&["inspect", "l.json"]).remove(0);
     assert_eq!((&found["kind"], &found["plain_step_ms"]), (&json!("latency"), &json!(latency.plain_step_ms)));
     assert_eq!(world.json(&["inspect", "t.json"])[0]["expected_tokens_per_second"], json!(per_second));
+}
+
+#[test]
+fn the_engine_that_is_asked_for_is_timed() {
+    let world = world();
+    let tch = stderr(&world, &[&CHOOSE[..], &MEASURE, &["--engine", "tch"]].concat());
+    assert!(tch.contains("wrote l.json: steps of engine tch"), "{tch}");
+    assert_eq!(Latency::load(&world.path("l.json")).unwrap().engine.as_deref(), Some("tch"));
+    std::fs::remove_file(world.path("l.json")).expect("written just now");
+    let cuda = world.complaint(&[&CHOOSE[..], &MEASURE, &["--engine", "cuda"]].concat(), 1);
+    assert!(cuda.contains("--engine cuda cannot decode this"), "{cuda}");
+    assert!(!world.path("l.json").exists());
 }
 
 /// `l.json` with these nodes, depths and milliseconds.
@@ -98,6 +112,14 @@ fn times_of_other_conditions_are_one_clear_error() {
     write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);
     let dtype = complaint(&["--dtype", "bfloat16"], 1);
     assert!(dtype.contains("l.json was measured with dtype float32, not with bfloat16"), "{dtype}");
+    // As an older version wrote it, without its engine; then with one.
+    assert!(stderr(&world, &CHOOSE).contains("l.json does not name the engine"));
+    std::fs::remove_file(world.path("t.json")).expect("written just now");
+    let mut of_tch: Value = serde_json::from_slice(&std::fs::read(world.path("l.json")).unwrap()).unwrap();
+    of_tch["engine"] = json!("tch");
+    world.write("l.json", &of_tch);
+    let engine = complaint(&["--engine", "cpu"], 1);
+    assert!(engine.contains("l.json was measured with engine tch, not with cpu"), "{engine}");
     let context = complaint(&["--context", "16"], 1);
     assert!(context.contains("a context of 32, not with 16"), "{context}");
     let others = threads() + 1;

@@ -55,6 +55,13 @@ fn expects_gpu(common: &CommonFlags) -> bool {
     common.device != DeviceChoice::Cpu && !is_off && Path::new("/proc/driver/nvidia/version").exists()
 }
 
+impl EngineName {
+    /// The engine that was named; `None` for [`EngineName::Auto`].
+    pub fn asked(self) -> Option<String> {
+        self.to_possible_value().filter(|_| self != Self::Auto).map(|value| value.get_name().to_owned())
+    }
+}
+
 impl EngineFlags {
     /// Loads the backbone, heads and tree, and limits the context to `--max-context`.
     ///

@@ -16,6 +16,9 @@ const EXPECTED: &str = "holds no latencies; expected {\"plain_step_ms\":…,\"st
 pub struct Latency {
     /// As `--device` spells it.
     pub device: String,
+    /// As `--engine` spells it; `None` in older files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<String>,
     /// What the backbone computes in.
     pub dtype: Dtype,
     /// CPU threads that a step may use.
@@ -48,6 +51,8 @@ pub struct StepTime {
 pub struct LatencyConditions {
     /// `cpu`, `cuda:0`.
     pub device: Option<String>,
+    /// As `--engine` spells it.
+    pub engine: Option<String>,
     /// What the backbone shall compute in.
     pub dtype: Option<Dtype>,
     /// CPU threads; they matter on the CPU only.
@@ -98,6 +103,7 @@ impl Latency {
         let text = |number: &usize| number.to_string();
         let differences = [
             ("device", self.device.clone(), asked.device.clone()),
+            ("engine", self.engine.clone().unwrap_or_default(), asked.engine.clone().filter(|_| self.engine.is_some())),
             ("dtype", self.dtype.to_string(), asked.dtype.map(|dtype| dtype.to_string())),
             ("threads", text(&self.threads), asked.threads.as_ref().filter(|_| on_cpu).map(text)),
             ("a context of", text(&self.context), asked.context.as_ref().map(text)),
@@ -133,6 +139,7 @@ pub(crate) mod examples {
     pub(crate) fn latency(steps: &[(usize, usize, f64)]) -> Latency {
         Latency {
             device: "cpu".into(),
+            engine: Some("tch".into()),
             dtype: Dtype::Float32,
             threads: 2,
             context: 256,
@@ -161,6 +168,9 @@ mod tests {
             Latency::load(&path).unwrap_err().to_string()
         };
         let text = serde_json::to_string(&saved).unwrap();
+        let older = text.replace(r#""engine":"tch","#, "");
+        crate::files::write_atomic(&path, |out| out.write_all(older.as_bytes())).unwrap();
+        assert_eq!(Latency::load(&path).unwrap(), Latency { engine: None, ..saved });
         let negative = complaint(&text.replace("4.0", "-4.0"));
         assert!(negative.contains("latency.json: step_ms is -4; expected a number above 0"), "{negative}");
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
@@ -187,6 +197,9 @@ mod tests {
             refused(&LatencyConditions { dtype: Some(Dtype::BFloat16), ..same.clone() })
                 .contains("dtype float32, not with bfloat16")
         );
+        let on_cuda = LatencyConditions { engine: Some("cuda".into()), ..same.clone() };
+        assert!(refused(&on_cuda).contains("engine tch, not with cuda"));
+        assert!(Latency { engine: None, ..file.clone() }.check(&on_cuda, path).is_ok(), "unknown");
         assert!(refused(&LatencyConditions { threads: Some(4), ..same.clone() }).contains("threads 2, not with 4"));
         assert!(
             refused(&LatencyConditions { context: Some(64), ..same.clone() }).contains("a context of 256, not with 64")

@@ -1,23 +1,18 @@
-//! How long steps of decoding take on this machine, by the size and depth of the tree: what a tree is chosen by.
+//! Times decoding steps on this machine by the size and depth of the tree, and chooses the fastest tree.
 //!
-//! Measured is what is used: the real loops, plain and Medusa, behind a context of some hundred tokens. Knows trees, not where they
-//! come from.
+//! It times the loop that will decode, plain and with each tree, behind a context of a few hundred tokens.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
 
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
-use crate::decode::host_loop::HostLoop;
 use crate::decode::request::{OnTokens, Request};
 use crate::decode::step::Drafting;
-use crate::draft::Drafter;
 use crate::draft::medusa::drafter::{DraftError, MedusaDrafter};
 use crate::draft::medusa::heads::Heads;
-use crate::engine::fastest::fastest;
 use crate::formats::latency::StepTime;
 use crate::model::llama::Llama;
-use crate::tree::accept::Acceptance;
 use crate::tree::search::SearchError;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -51,6 +46,18 @@ pub enum LatencyError {
     /// Heads and trees do not belong to the backbone.
     #[error(transparent)]
     Draft(#[from] DraftError),
+    /// The times of two engines cannot be compared.
+    #[error(
+        "plain decoding runs on engine {plain}, a tree of {nodes} nodes on engine {other}; give a smaller --max-nodes, or --engine {other}"
+    )]
+    TwoEngines {
+        /// Of plain decoding.
+        plain: &'static str,
+        /// The tree's.
+        nodes: usize,
+        /// Of the tree.
+        other: &'static str,
+    },
     /// Decoding failed.
     #[error(transparent)]
     Decode(#[from] DecodeError),
@@ -67,6 +74,8 @@ pub enum LatencyError {
 /// What [`measure`] found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Times {
+    /// The engine that decoded, as `--engine` spells it.
+    pub engine: &'static str,
     /// A step of plain decoding.
     pub plain_step_ms: f64,
     /// A step with each tree, in their order.
@@ -78,45 +87,52 @@ pub fn turns(trees: usize) -> usize {
     (ROUNDS + 1) * (trees + 1)
 }
 
-/// Times steps of plain decoding and of Medusa decoding with each tree, behind `context` tokens. All are measured in turn, several
-/// times; the first time warms up and is thrown away. Of each turn the median step counts, of the turns their median.
+/// Makes the loop that will decode: plainly, or with heads and a tree.
+pub type NewLoop<'l, 'a, E> = dyn Fn(Option<MedusaDrafter<'a>>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
+
+/// Times steps of plain decoding and of decoding with each tree, behind `context` tokens. All take turns, several times; the first
+/// round warms up and is thrown away. A turn's time is the median of its steps; the result is the median of the turns.
 ///
 /// # Errors
-/// [`LatencyError::NoRoom`], or what is wrong with heads and trees.
-pub fn measure(
-    backbone: &Llama,
-    heads: &Heads,
-    trees: &[SparseTree],
+/// [`LatencyError`], and what `new_loop` fails with.
+pub fn measure<'a, E: From<LatencyError>>(
+    (backbone, heads): (&'a Llama, &'a Heads),
+    trees: &'a [SparseTree],
     context: usize,
+    new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
-) -> Result<Times, LatencyError> {
+) -> Result<Times, E> {
     let prompt = nonsense(context, backbone.config.vocab_size);
     let mut timed = vec![(steps_within(backbone, context, 0)?, None)];
     for tree in trees {
-        let drafter = MedusaDrafter::new(backbone, heads, tree)?;
+        let drafter = MedusaDrafter::new(backbone, heads, tree).map_err(LatencyError::from)?;
         timed.push((steps_within(backbone, context, tree.max_depth())?, Some(drafter)));
     }
     let mut turns_ms = vec![Vec::new(); timed.len()];
+    let mut engine = None;
     for round in 0..=ROUNDS {
         for ((steps, drafter), turns_ms) in timed.iter().zip(&mut turns_ms) {
-            let guessing = drafter.as_ref().map(|drafter: &MedusaDrafter| {
-                let drafter: Box<dyn Drafter + '_> = Box::new(drafter.clone());
-                (drafter, Acceptance::Greedy)
-            });
-            let mut decoding = HostLoop::new(fastest(backbone), guessing); // one cache at a time: a GPU has no room for all trees'
-            let ms = step_ms(&prompt, *steps, |request, on| decoding.decode(Drafting::On, request, on).map(drop))?;
+            let mut decoding = new_loop(drafter.clone())?; // one cache at a time: a GPU has no room for all trees'
+            let (plain, other) = (*engine.get_or_insert(decoding.engine_name()), decoding.engine_name());
+            if let Some(drafter) = drafter.as_ref().filter(|_| other != plain) {
+                return Err(LatencyError::TwoEngines { plain, nodes: drafter.tree().choices().len(), other }.into());
+            }
+            let depth = drafter.as_ref().map_or(0, |drafter| drafter.tree().max_depth());
+            let ms =
+                step_ms(&prompt, [*steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
+            let ms = ms.map_err(LatencyError::from)?;
             on_turn();
             turns_ms.extend((round > 0).then_some(ms));
         }
     }
     let mut medians = turns_ms.into_iter().map(median);
-    let plain_step_ms = medians.next().expect("plain decoding is measured");
+    let (engine, plain_step_ms) = engine.zip(medians.next()).expect("plain decoding is measured");
     let of_tree = |(tree, step_ms): (&SparseTree, f64)| StepTime {
         nodes: tree.choices().len(),
         depth: tree.max_depth(),
         step_ms,
     };
-    Ok(Times { plain_step_ms, steps: trees.iter().zip(medians).map(of_tree).collect() })
+    Ok(Times { engine, plain_step_ms, steps: trees.iter().zip(medians).map(of_tree).collect() })
 }
 
 /// Steps that fit behind the context even if all guesses are right, [`STEPS`] at most.
@@ -130,20 +146,19 @@ fn steps_within(backbone: &Llama, context: usize, depth: usize) -> Result<usize,
     Ok(steps)
 }
 
-/// Token ids without sense, spread over the vocabulary.
+/// Token ids spread over the vocabulary; a step's time does not depend on the text.
 fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
     (0..context as i64).map(|at| (1 + 7919 * at) % vocab_size).collect()
 }
 
-/// The median time between two commits of one generation, in milliseconds. The time to the first, which has the prompt in it, is
-/// left out.
+/// The median time between two commits of one generation, in milliseconds, without the prompt's own pass. A step commits at most
+/// `depth + 1` tokens.
 fn step_ms(
     prompt: &[i64],
-    steps: usize,
+    [steps, depth]: [usize; 2],
     decode: impl FnOnce(&Request, &mut OnTokens) -> Result<(), DecodeError>,
 ) -> Result<f64, DecodeError> {
-    // To the context's end: the steps stop before. The text is nonsense and may end at any token; its steps take as long as those of sense.
-    let request = Request { ends_at_eos: false, ..Request::greedy(prompt, 1 << 20) };
+    let request = Request { ends_at_eos: false, ..Request::greedy(prompt, steps * (depth + 1)) };
     let mut commits = Vec::with_capacity(steps);
     decode(&request, &mut |_| {
         commits.push(Instant::now());
@@ -193,7 +208,7 @@ mod tests {
             }
             Ok(())
         };
-        step_ms(&[1], 4, decode).unwrap();
+        step_ms(&[1], [4, 2], decode).unwrap();
         assert_eq!(heard, 3, "stopped at the fourth commit");
     }
 

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args};
 
+use super::super::engine::EngineName;
+
 /// Search the tree with the most expected tokens per step (paper section 2.3.3), or per second.
 #[derive(Debug, Args)]
 #[command(
@@ -28,6 +30,9 @@ pub struct TreeArgs {
     /// Heads to time for --latency.
     #[arg(long, value_name = "H", requires = "backbone", conflicts_with = "nodes")]
     pub heads: Option<PathBuf>,
+    /// Engine to time for --latency: the one that `medusa generate` will use.
+    #[arg(long, value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto, conflicts_with = "nodes")]
+    pub engine: EngineName,
     /// Context length of the timed steps [default: 256, at most half the backbone's context].
     #[arg(long, value_name = "N", conflicts_with = "nodes")]
     pub context: Option<NonZeroUsize>,

@@ -3,19 +3,21 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use super::super::decoder::Decoder;
 use super::super::downloads::shown;
+use super::super::drafter::{Drafts, ReadyDrafter};
+use super::super::engine::EngineFlags;
 use super::super::reading::Counter;
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::cpu::team::Team;
+use crate::decode::request::Request;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, LatencyConditions};
 use crate::latency::{self, Sweep, Timed, Times};
-use crate::model::loading::Purpose;
 use crate::torch::device_name;
+use crate::tree::accept::Acceptance;
 use crate::tree::search::SearchedTree;
 
 /// Default of --max-nodes: the paper's tree has 63 nodes.
@@ -34,6 +36,13 @@ pub(super) fn latency(
     if path.exists() {
         let latency = Latency::load(path)?;
         latency.check(&asked, path)?;
+        let path = path.display();
+        match &latency.engine {
+            Some(engine) => common.say(format_args!("{path}: steps of engine {engine}")),
+            None => common.say(format_args!(
+                "{path} does not name the engine that it timed, and may not fit the one that decodes; remove it to measure again"
+            )),
+        }
         return Ok(latency);
     }
     let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else {
@@ -45,7 +54,7 @@ pub(super) fn latency(
     };
     let latency = measure(args, (backbone, heads), calibration, common)?;
     latency.save(path)?;
-    common.say(format_args!("wrote {}", path.display()));
+    common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine.as_deref().unwrap_or("")));
     Ok(latency)
 }
 
@@ -64,6 +73,7 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
     }
     Ok(LatencyConditions {
         device: Some(device_name(common.device.resolve()?)),
+        engine: args.engine.asked(),
         dtype: common.dtype,
         threads: Some(Team::of_process().size()),
         context: args.context.map(Into::into),
@@ -72,7 +82,7 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
     })
 }
 
-/// Times trees built from the calibration, on the backbone as decoding loads it.
+/// Times trees built from the calibration, with the engine that will decode.
 fn measure(
     args: &TreeArgs,
     (backbone, heads): (&Path, &Path),
@@ -83,16 +93,29 @@ fn measure(
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice that --tree is missing
-    let decoder = Decoder::load(Purpose::Decoding, backbone, Some(&heads.to_owned()), None, &quiet)?;
+    let engine = EngineFlags { engine: args.engine, max_context: None };
+    let decoder = engine.load(backbone, Some(&heads.to_owned()), None, &quiet)?;
     let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
     let counter = Counter::new(latency::turns(trees.len()), "rounds", common);
-    let times = latency::measure(&decoder.backbone, heads, &trees, context, &mut || counter.inc())?;
+    let request = Request::greedy(&[], 1);
+    let acceptance = Acceptance::Greedy;
+    let times = latency::measure(
+        (&decoder.backbone, heads),
+        &trees,
+        context,
+        &|drafter| {
+            let drafts = drafter.map(|drafter| Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance });
+            engine.take(&decoder, drafts, &request, &quiet)
+        },
+        &mut || counter.inc(),
+    )?;
     counter.bar.finish_and_clear();
-    let Times { plain_step_ms, steps } = times;
+    let Times { engine, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
+        engine: Some(engine.to_owned()),
         dtype: Dtype::of(decoder.backbone.kind()),
         threads: Team::of_process().size(),
         context,
