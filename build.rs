@@ -1,63 +1,25 @@
 //! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
-//! And what tests need of the machine: `cfg(shared)`, whether the material that some compare with lies beside the checkout, and
-//! `cfg(tmpfs)`, whether a small disk can be mounted, `cfg(peft)`, whether `MEDUSA_PYTHON` names a Python with PEFT,
-//! `cfg(hub_python)`, whether that Python has huggingface_hub, `cfg(kernels)`, whether this CPU runs decoding's own kernels,
-//! and `cfg(nvrtc)`, whether CUDA kernels can be compiled.
+//! And what tests need of the machine: `cfg(python)`, whether `MEDUSA_PYTHON` is set, `cfg(kernels)`, whether this CPU runs the CPU
+//! engine's kernels, and `cfg(nvrtc)`, whether CUDA kernels can be compiled.
 
 use std::path::Path;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    shared_material();
-    small_disks();
-    python_with_peft();
-    python_with_hub();
+    python_of_tests();
     cpu_with_kernels();
     compiler_of_cuda();
     git_revision();
     libtorch_search_paths();
 }
 
-/// libtest cannot ignore a test at run time, so that a test without its material is known here:
-/// `#[cfg_attr(not(shared), ignore = "needs ../shared")]`.
-fn shared_material() {
-    let readme = "../shared/README.md";
-    println!("cargo::rustc-check-cfg=cfg(shared)");
-    if Path::new(readme).exists() {
-        println!("cargo::rustc-cfg=shared");
-        // Only where it is: a watched file that is absent would rebuild the package every time.
-        println!("cargo:rerun-if-changed={readme}");
-    }
-}
-
-/// Whether a test may mount a small file system in a namespace of its own:
-/// `#[cfg_attr(not(tmpfs), ignore = "needs to mount a tmpfs")]`.
-fn small_disks() {
-    println!("cargo::rustc-check-cfg=cfg(tmpfs)");
-    let folder = std::env::var("OUT_DIR").expect("cargo sets OUT_DIR");
-    let mount = ["--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", &folder];
-    if std::process::Command::new("unshare").args(mount).output().is_ok_and(|out| out.status.success()) {
-        println!("cargo::rustc-cfg=tmpfs");
-    }
-}
-
-/// Whether a test may ask PEFT itself: `#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and peft")]`.
-fn python_with_peft() {
-    println!("cargo::rustc-check-cfg=cfg(peft)");
+/// Whether a test may start Python. libtest cannot ignore a test at run time, so what it needs is known here:
+/// `#[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with torch and peft")]`.
+fn python_of_tests() {
+    println!("cargo::rustc-check-cfg=cfg(python)");
     println!("cargo:rerun-if-env-changed=MEDUSA_PYTHON");
     if std::env::var_os("MEDUSA_PYTHON").is_some() {
-        println!("cargo::rustc-cfg=peft");
-    }
-}
-
-/// Whether a test may ask Python's own client of the Hub:
-/// `#[cfg_attr(not(hub_python), ignore = "needs MEDUSA_PYTHON: a Python with huggingface_hub")]`.
-fn python_with_hub() {
-    println!("cargo::rustc-check-cfg=cfg(hub_python)");
-    let Some(python) = std::env::var_os("MEDUSA_PYTHON") else { return };
-    let found = std::process::Command::new(python).args(["-c", "import huggingface_hub"]).output();
-    if found.is_ok_and(|out| out.status.success()) {
-        println!("cargo::rustc-cfg=hub_python");
+        println!("cargo::rustc-cfg=python");
     }
 }
 

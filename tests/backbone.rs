@@ -19,6 +19,8 @@ use safetensors::tensor::TensorView;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
+use crate::published::published;
+
 /// Float32 sums of different order over two to five layers; measured differences are below 1e-5.
 const FLOAT32_TOLERANCE: f64 = 1e-4;
 /// Half precision keeps 11 bits, bfloat16 8: of logits up to 10, after two layers.
@@ -247,8 +249,8 @@ fn the_folder_that_is_read_and_the_names_that_are_written_agree() {
     }
 }
 
-/// `../shared`: real models and what PyTorch computes on them; not part of the project.
-mod shared {
+/// Real models and what PyTorch computes on them.
+mod stories {
     use super::*;
 
     struct Stories {
@@ -270,18 +272,17 @@ mod shared {
     }
 
     fn stories(name: &str) -> Stories {
-        let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
-        let text = std::fs::read_to_string(shared.join(format!("reference/{name}.json"))).expect("a readable file");
+        let text = std::fs::read_to_string(published(&format!("reference/{name}.json"))).expect("a readable file");
         let Reference { cases } = serde_json::from_str(&text).expect("JSON of the expected form");
-        let tensors = std::fs::read(shared.join(format!("reference/{name}.safetensors"))).expect("a readable file");
-        Stories { folder: shared.join("models").join(name), cases, tensors }
+        let tensors = std::fs::read(published(&format!("reference/{name}.safetensors"))).expect("a readable file");
+        Stories { folder: published("models").join(name), cases, tensors }
     }
 
     fn check_states(name: &str) {
         let _no_grad = tch::no_grad_guard();
         let stories = stories(name);
         let references = SafeTensors::deserialize(&stories.tensors).expect("a whole file");
-        let origin = format!("../shared/reference/{name}.safetensors");
+        let origin = format!("tests/fixtures/reference/{name}.safetensors");
         for purpose in [Purpose::Training, Purpose::Decoding] {
             let llama = load(&stories.folder, Kind::Float, purpose);
             for (at, case) in stories.cases.iter().enumerate() {
@@ -296,13 +297,11 @@ mod shared {
     }
 
     #[test]
-    #[cfg_attr(not(shared), ignore = "needs ../shared")]
     fn stories_in_one_float32_file_computes_what_transformers_computed() {
         check_states("stories260K");
     }
 
     #[test]
-    #[cfg_attr(not(shared), ignore = "needs ../shared")]
     fn stories_in_bfloat16_shards_with_its_own_head_computes_what_transformers_computed() {
         check_states("stories260K-bf16-untied-sharded");
     }
@@ -326,7 +325,6 @@ mod shared {
     }
 
     #[test]
-    #[cfg_attr(not(shared), ignore = "needs ../shared")]
     fn greedy_tokens_of_stories_are_those_of_transformers() {
         let _no_grad = tch::no_grad_guard();
         let Stories { folder, cases, .. } = stories("stories260K");

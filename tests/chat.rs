@@ -22,14 +22,12 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
+use crate::published::published;
+
 const BUILT_IN: [&str; 6] = ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral"];
 
 fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone")
-}
-
-fn shared(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(path)
 }
 
 /// A backbone's tokenizer, a template, and a folder for files of rows.
@@ -171,10 +169,10 @@ fn digest_of_tokens(row: &TokenRow) -> String {
     digest(&format!("{}\n{mask}", ids.join(" ")))
 }
 
-/// The conversations of the fixture: rows as their files have them, `../shared/data`.
+/// The conversations of the fixture: rows as their files have them, `tests/fixtures/data`.
 fn two_hundred(files: &Value) -> Vec<Value> {
     let rows = |(name, count): (&String, &Value)| -> Vec<Value> {
-        let text = fs::read_to_string(shared("data").join(name)).expect("a file of ../shared/data");
+        let text = fs::read_to_string(published("data").join(name)).expect("a file of tests/fixtures/data");
         let lines = || text.lines().map(serde_json::from_str).collect();
         let rows: Vec<Value> =
             if name.ends_with(".json") { serde_json::from_str(&text) } else { lines() }.expect("JSON");
@@ -200,7 +198,6 @@ fn in_words_of(row: &Value, shows_tools: bool) -> Vec<Message> {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn two_hundred_published_conversations_are_those_of_transformers() {
     let fixture = fixture_named("chat_200.json");
     let rows = two_hundred(&fixture["files"]);
@@ -210,7 +207,7 @@ fn two_hundred_published_conversations_are_those_of_transformers() {
     fs::write(&generation, source).expect("a template");
     for (name, cases) in fixture["rendered"].as_object().expect("templates") {
         let choice = if name == "generation" { generation.display().to_string() } else { name.clone() };
-        let mut world = World::new(&shared("models/tokenizer-mistral-v1-32000"), &choice);
+        let mut world = World::new(&published("models/tokenizer-mistral-v1-32000"), &choice);
         world.max_length = 32768;
         let shows_tools = fixture["shows_tools"].as_array().expect("a list").contains(&json!(name));
         let (loaded, report) = world.lines(&rows).expect("rows");
@@ -519,11 +516,10 @@ fn a_broken_array_or_row_is_named_by_its_place() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn published_conversations_are_read() {
-    let backbone = shared("models/tokenizer-mistral-v1-32000");
-    let files =
-        ["sharegpt_500.json", "sharegpt_toolcall_300.json", "messages_1k.jsonl"].map(|file| shared("data").join(file));
+    let backbone = published("models/tokenizer-mistral-v1-32000");
+    let files = ["sharegpt_500.json", "sharegpt_toolcall_300.json", "messages_1k.jsonl"]
+        .map(|file| published("data").join(file));
     let (answers, kept) = ([1000, 746, 1100], [500, 299, 1000]);
     // Tokens and tokens with loss, as transformers counts them when it renders turn by turn.
     let vicuna = [(44_180, 16_836), (137_240, 86_296), (91_587, 34_820)];

@@ -7,6 +7,7 @@ use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use serde_json::{Value, json};
 
 use crate::decoding::World;
+use crate::program::on_the_cpu;
 
 const CHAT: [&str; 3] = ["chat", "--backbone", "b"];
 const HEADS: [&str; 4] = ["--heads", "h", "--tree", "t.json"];
@@ -124,7 +125,7 @@ struct Talk {
 impl Talk {
     fn start(world: &World, arguments: &[&str]) -> Self {
         let mut command = Command::new(assert_cmd::cargo::cargo_bin("medusa"));
-        command.args(arguments).current_dir(world.path("."));
+        on_the_cpu(&mut command).args(arguments).current_dir(world.path("."));
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("the binary is built with the tests");
         let stdin = child.stdin.take().expect("piped");

@@ -4,11 +4,7 @@ use assert_cmd::Command;
 use clap::{Args, Command as ClapCommand, FromArgMatches};
 use medusa::cli::{CommonFlags, finish};
 
-fn medusa(arguments: &[&str]) -> Command {
-    let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
-    command.args(arguments);
-    command
-}
+use crate::program::medusa;
 
 fn stdout(command: &mut Command) -> String {
     String::from_utf8(command.output().expect("it runs").stdout).expect("UTF-8")

@@ -22,9 +22,7 @@ use parquet::arrow::ArrowWriter;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-fn shared(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(path)
-}
+use crate::published::published;
 
 fn write(path: &Path, content: &str) -> String {
     fs::write(path, content).expect("a file of a test");
@@ -462,11 +460,10 @@ fn prompts_are_text_ids_conversations_or_turns() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn stories260k_tokenises_as_transformers_does() {
-    let tokenizer = TextTokenizer::load(&shared("models/stories260K")).unwrap();
+    let tokenizer = TextTokenizer::load(&published("models/stories260K")).unwrap();
     assert_eq!((tokenizer.bos_id(), tokenizer.eos_id(), tokenizer.vocab_size()), (Some(1), Some(2), 512));
-    let reference: Value = serde_json::from_slice(&fs::read(shared("reference/stories260K.json")).unwrap()).unwrap();
+    let reference: Value = serde_json::from_slice(&fs::read(published("reference/stories260K.json")).unwrap()).unwrap();
     let cases = reference["cases"].as_array().unwrap();
     assert_eq!(cases.len(), 5);
     for case in cases {
@@ -482,9 +479,8 @@ fn stories260k_tokenises_as_transformers_does() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn published_rows_and_prompts_are_read() {
-    let stories = shared("data/stories_train.jsonl").display().to_string();
+    let stories = published("data/stories_eval.jsonl").display().to_string();
     let max_length = NonZeroUsize::new(512).unwrap();
     let settings = LoadSettings { vocab_size: 512, max_length, ..settings(None) };
     let (rows, report) = load(&stories, &settings).unwrap();
@@ -492,11 +488,11 @@ fn published_rows_and_prompts_are_read() {
     let (sequences, packed) = medusa::data::pack::pack(RowStore::in_memory(rows), 512);
     assert!(packed.fill_rate() > 0.95, "{packed:?} {}", sequences.len());
 
-    let folder = shared("models/tokenizer-mistral-v1-32000");
+    let folder = published("models/tokenizer-mistral-v1-32000");
     let tokenizer = TextTokenizer::load(&folder).unwrap();
     let template = ChatTemplate::load(&folder).unwrap();
     for (file, count) in [("mt_bench", 80), ("vicuna_bench", 80), ("messages_1k", 1000)] {
-        let prompts = prompts::read(&shared(&format!("data/{file}.jsonl"))).unwrap();
+        let prompts = prompts::read(&published(&format!("data/{file}.jsonl"))).unwrap();
         assert_eq!(prompts.len(), count);
         for prompt in &prompts {
             let ids = prompts::to_ids(&prompt.input, &tokenizer, template.as_ref()).unwrap();
@@ -506,9 +502,8 @@ fn published_rows_and_prompts_are_read() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn vicunas_template_renders_as_fastchat_writes_it() {
-    let template = ChatTemplate::load(&shared("models/tokenizer-mistral-v1-32000")).unwrap().unwrap();
+    let template = ChatTemplate::load(&published("models/tokenizer-mistral-v1-32000")).unwrap().unwrap();
     let turns = [Message::new("user", "Hi <b>!"), Message::new("assistant", "Hello."), Message::new("user", "Bye")];
     let system = "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, \
                   detailed, and polite answers to the user's questions.";

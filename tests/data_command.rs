@@ -6,11 +6,13 @@ use assert_cmd::Command;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::program::medusa;
+
 fn medusa_data(files: &[&str], arguments: &[&str]) -> Command {
-    let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
+    let mut command = medusa(&["data"]);
     let cache = std::env::temp_dir().join("medusa-tests-cache");
     command.env("MEDUSA_CACHE", cache).current_dir(env!("CARGO_MANIFEST_DIR"));
-    command.arg("data").args(files).args(["--backbone", "data/tiny/backbone"]).args(arguments);
+    command.args(files).args(["--backbone", "data/tiny/backbone"]).args(arguments);
     command
 }
 
@@ -79,8 +81,8 @@ fn a_folder_with_a_tokenizer_alone_is_enough() {
     }
     let backbone = folder.path().display().to_string();
     let of_folder = |arguments: &[&str]| {
-        let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
-        command.env("MEDUSA_CACHE", folder.path().join("cache")).args(["data", &path, "--backbone", &backbone]);
+        let mut command = medusa(&["data"]);
+        command.env("MEDUSA_CACHE", folder.path().join("cache")).args([&path, "--backbone", &backbone]);
         command.args(arguments).assert()
     };
     of_folder(&["--max-length", "64", "--chat-template", "chatml"]).success();

@@ -2,7 +2,7 @@
 //! decoded is one clear error.
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use assert_cmd::Command;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
@@ -15,6 +15,9 @@ use tch::{Device, Kind};
 use tempfile::TempDir;
 
 use crate::data::{BYTE_VOCABULARY, byte_tokenizer};
+
+use crate::program;
+use crate::published::published;
 
 const HIDDEN: i64 = 32;
 const CONTEXT: usize = 64;
@@ -66,8 +69,8 @@ impl World {
     }
 
     pub(crate) fn medusa(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
-        command.args(arguments).current_dir(self.folder.path());
+        let mut command = program::medusa(arguments);
+        command.current_dir(self.folder.path());
         command
     }
 
@@ -389,13 +392,11 @@ fn what_does_not_fit_is_one_clear_error() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn on_a_real_model_heads_change_no_token() {
-    let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
     let folder = tempfile::tempdir().unwrap();
     let heads = folder.path().join("heads.safetensors");
-    std::fs::copy(shared.join("reference/losses/medusa1_heads_final.safetensors"), &heads).unwrap();
-    let rows = std::fs::read_to_string(shared.join("data/stories_eval.jsonl")).unwrap();
+    std::fs::copy(published("reference/losses/medusa1_heads_final.safetensors"), &heads).unwrap();
+    let rows = std::fs::read_to_string(published("data/stories_eval.jsonl")).unwrap();
     let prompt = |line: &str| {
         let row: Value = serde_json::from_str(line).unwrap();
         json!({"prompt_ids": row["input_ids"].as_array().unwrap()[..8]})
@@ -403,7 +404,7 @@ fn on_a_real_model_heads_change_no_token() {
     let world = World::new();
     world.lines("p.jsonl", &rows.lines().take(6).map(prompt).collect::<Vec<_>>());
     world.write("t.json", &json!([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [0, 0, 0, 0]]));
-    let backbone = shared.join("models/stories260K").display().to_string();
+    let backbone = published("models/stories260K").display().to_string();
     let heads = heads.display().to_string();
     let arguments = ["generate", "--backbone", &backbone, "--prompts", "p.jsonl", "--max-new-tokens", "100"];
     let plain = world.json(&arguments);

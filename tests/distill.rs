@@ -20,6 +20,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::data::BYTE_VOCABULARY;
 use crate::decoding::World;
+use crate::program::on_the_cpu;
+use crate::published::published;
 
 const CONTEXT: usize = 160;
 const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}\
@@ -237,7 +239,7 @@ fn generated(world: &World, prompt: &Value, max_new_tokens: &str) -> Vec<Value> 
 /// The same command as a child that can be killed.
 fn start(world: &World, arguments: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
-    command.args([&DISTILL[..], arguments, &["--quiet"]].concat()).current_dir(world.path(""));
+    on_the_cpu(&mut command).args([&DISTILL[..], arguments, &["--quiet"]].concat()).current_dir(world.path(""));
     command.env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts")
 }
 
@@ -409,9 +411,8 @@ fn a_turn_that_is_read_again_as_other_tokens_carries_no_wrong_loss() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn all_user_turns_of_published_conversations_are_asked() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/data");
+    let folder = published("data");
     let counts = |name: &str| {
         let dialogues = prompts::read_dialogues(&folder.join(name)).expect("readable prompts");
         let turns = |dialogue: &prompts::Dialogue| match &dialogue.questions {

@@ -8,10 +8,16 @@ use std::process::{Command, Output};
 use medusa::files::write_atomic;
 use serde_json::json;
 
+use crate::program::on_the_cpu;
+
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/gpu_check");
 
 fn run(script: &Path, arguments: &[&str]) -> Output {
-    Command::new("python3").arg(script).args(arguments).output().expect("python3, which scripts/setup needs, too")
+    on_the_cpu(&mut Command::new("python3"))
+        .arg(script)
+        .args(arguments)
+        .output()
+        .expect("python3, which scripts/setup needs, too")
 }
 
 fn words(bytes: &[u8]) -> String {

@@ -95,7 +95,7 @@ impl World {
 
     /// What scripts/hub_client.py says.
     fn python(&self, arguments: &[&str], offline: &str) -> String {
-        let mut command = Command::new(std::env::var("MEDUSA_PYTHON").expect("build.rs saw it"));
+        let mut command = Command::new(std::env::var("MEDUSA_PYTHON").expect("set, says build.rs"));
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/hub_client.py");
         self.with_environment(&mut command).arg(script).args(arguments);
         command.envs([("HF_TOKEN", TOKEN), ("HF_HUB_OFFLINE", offline), ("HF_HUB_DISABLE_XET", "1")]);
@@ -671,7 +671,7 @@ fn heads_go_there_and_come_back_and_files_name_the_commits() {
 }
 
 #[test]
-#[cfg_attr(not(hub_python), ignore = "needs MEDUSA_PYTHON: a Python with huggingface_hub")]
+#[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with huggingface_hub")]
 fn pythons_library_is_a_second_client_and_shares_the_cache() {
     let world = World::with_tiny();
     let here = world.generate(TINY, &[]);

@@ -2,7 +2,7 @@
 //! step 0, the final heads.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
@@ -22,9 +22,7 @@ use medusa::train::training_loop::{RunEvent, RunOutcome};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-fn shared(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(path)
-}
+use crate::published::published;
 
 /// A run of the reference: 20 steps of 8 rows in file order.
 #[derive(Clone, Copy)]
@@ -48,7 +46,7 @@ impl Reference {
     fn stage(&self) -> String {
         let (distill, scheduler) =
             (self.name.contains("distill"), if self.name.contains("sine") { "sine" } else { "constant" });
-        let adapter = shared("reference/losses/adapter_init");
+        let adapter = published("reference/losses/adapter_init");
         match self.name {
             "medusa1" => "[stage.medusa1]".to_owned(),
             _ => format!(
@@ -60,8 +58,8 @@ impl Reference {
     }
 
     fn plan(&self, output_dir: &Path) -> TrainPlan {
-        let rows = shared("reference/losses/rows.jsonl");
-        let backbone = shared("models/stories260K");
+        let rows = published("reference/losses/rows.jsonl");
+        let backbone = published("models/stories260K");
         let (micro, stage) = (self.micro_batch_size, self.stage());
         let accumulation = 8 / micro;
         let multiplier = if self.name == "medusa1" { "" } else { "medusa_lr_multiplier = 4.0\n" };
@@ -85,14 +83,14 @@ impl Reference {
     }
 
     fn steps(&self) -> Vec<serde_json::Value> {
-        let path = shared(&format!("reference/losses/{}_losses.json", self.name));
+        let path = published(&format!("reference/losses/{}_losses.json", self.name));
         let text = fs::read_to_string(path).expect("the reference");
         let reference: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         reference["steps"].as_array().expect("steps").clone()
     }
 
     fn file(&self, what: &str) -> WeightFiles {
-        let path = shared(&format!("reference/losses/{}_{what}.safetensors", self.name));
+        let path = published(&format!("reference/losses/{}_{what}.safetensors", self.name));
         WeightFiles::open_file(&path).expect("the reference")
     }
 }
@@ -177,32 +175,27 @@ fn check_all_ways(reference: Reference) {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn twenty_steps_of_medusa1_equal_pytorch() {
     check_run(&MEDUSA1);
     check_run(&Reference { micro_batch_size: 2, ..MEDUSA1 });
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn twenty_steps_of_medusa2_equal_pytorch() {
     check_all_ways(MEDUSA2);
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn twenty_steps_of_self_distillation_equal_pytorch() {
     check_all_ways(DISTILL);
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn twenty_steps_of_self_distillation_with_a_sine_equal_pytorch() {
     check_all_ways(DISTILL_SINE);
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn gradients_of_step_zero_equal_pytorch() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let plan = MEDUSA1.plan(&folder.path().join("run"));

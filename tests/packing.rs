@@ -29,6 +29,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::embedded_default::tiny;
 
+use crate::published::published;
+
 const NUM_HEADS: usize = 4;
 const TOLERANCE: f64 = 1e-5; // float32: a padded or packed row's products add up in another order
 
@@ -127,11 +129,9 @@ fn rows_of_all_lengths_fill_their_sequences() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn sharegpts_conversations_fill_their_sequences() {
-    let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared");
-    let file = shared.join("data/sharegpt_500.json").display().to_string();
-    let rows = load(&[file], &shared.join("models/tokenizer-mistral-v1-32000"), "vicuna", 2048);
+    let file = published("data/sharegpt_500.json").display().to_string();
+    let rows = load(&[file], &published("models/tokenizer-mistral-v1-32000"), "vicuna", 2048);
     let (_, report) = pack::pack(rows, 2048);
     println!(
         "sharegpt_500: {} rows in {} sequences, {:.2} % full",

@@ -96,14 +96,14 @@ fn what_is_written_has_pefts_names_and_comes_back_bit_for_bit() {
 }
 
 #[test]
-#[cfg_attr(not(peft), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and peft")]
+#[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and peft")]
 fn peft_itself_reads_what_is_written() {
     let (llama, folder, base) = written();
     let ids: Vec<i64> = Vec::try_from(&input_ids()).expect("ids");
     let (ids_file, out) = (folder.path().join("ids.json"), folder.path().join("logits.safetensors"));
     medusa::files::write_atomic(&ids_file, |file| Ok(serde_json::to_writer(file, &ids)?)).expect("a file");
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/peft_oracle.py");
-    let python = std::env::var("MEDUSA_PYTHON").expect("build.rs saw it");
+    let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
     let mut command = std::process::Command::new(python);
     command.args([script, "logits"]).args([base.path(), folder.path(), &ids_file, &out]);
     let ended = command.output().expect("Python starts");

@@ -27,6 +27,8 @@ mod memory_plan;
 mod packing;
 mod paper_recipes;
 mod peft;
+mod program;
+mod published;
 mod quantization;
 mod readme;
 mod recipe;

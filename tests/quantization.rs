@@ -1,7 +1,7 @@
 //! Fewer bits are those of bitsandbytes, code by code; they cost what is said here, and a run with them is a run like any other.
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use medusa::files::write_atomic;
@@ -23,16 +23,14 @@ use tch::{Device, Kind, Tensor};
 
 use super::small_run::SmallRun;
 
-fn shared(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared").join(name)
-}
+use crate::published::published;
 
 /// What bitsandbytes 0.50.2 made on the CPU.
 struct Reference(Vec<u8>);
 
 impl Reference {
     fn open() -> Self {
-        Self(std::fs::read(shared("reference/quantization.safetensors")).expect("the reference"))
+        Self(std::fs::read(published("reference/quantization.safetensors")).expect("the reference"))
     }
 
     fn tensor(&self, name: &str) -> Tensor {
@@ -68,7 +66,6 @@ fn assert_equal(what: &str, got: &Tensor, expected: &Tensor) {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn blockwise_states_equal_those_of_bitsandbytes() {
     let reference = Reference::open();
     for (name, map) in
@@ -84,7 +81,6 @@ fn blockwise_states_equal_those_of_bitsandbytes() {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn nf4_weights_equal_those_of_bitsandbytes() {
     let (reference, tables) = (Reference::open(), Tables::new(Device::Cpu));
     assert_equal("nf4_code", &Tensor::from_slice(&CODE), &reference.tensor("nf4_code"));
@@ -163,10 +159,10 @@ fn the_error_of_normal_weights_is_that_of_their_bits() {
 /// the most probable.
 fn logits_against_float32(quantization: Quantization) -> (f64, f64) {
     let load = |quantization| {
-        let folder = shared("models/stories260K");
+        let folder = published("models/stories260K");
         Llama::load_quantized(&folder, Kind::Float, Device::Cpu, Purpose::Training, quantization).expect("a model")
     };
-    let row = std::fs::read_to_string(shared("data/stories_eval.jsonl")).expect("rows");
+    let row = std::fs::read_to_string(published("data/stories_eval.jsonl")).expect("rows");
     let row: serde_json::Value = serde_json::from_str(row.lines().next().expect("a row")).expect("JSON");
     let ids: Vec<i64> =
         row["input_ids"].as_array().expect("ids").iter().take(256).map(|id| id.as_i64().expect("an id")).collect();
@@ -182,7 +178,6 @@ fn logits_against_float32(quantization: Quantization) -> (f64, f64) {
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn a_quantised_model_says_nearly_the_same() {
     let (nf4, int8) = (logits_against_float32(Quantization::Nf4), logits_against_float32(Quantization::Int8));
     // Seen: 0.117 and 89.2 % with nf4, 0.0080 and 99.0 % with int8. A model of 260,000 weights has few to spare.

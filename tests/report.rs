@@ -2,14 +2,15 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::Output;
 
-use assert_cmd::cargo::CommandCargoExt;
 use medusa::files::write_atomic;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use std::io::Write as _;
+
+use crate::program::medusa;
 
 const RECIPE: &str = r#"[backbone]
 path = "models/llama"
@@ -75,8 +76,8 @@ impl Runs {
     }
 
     fn medusa(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::cargo_bin("medusa").expect("the program");
-        command.current_dir(self.folder.path()).arg("report").args(arguments).output().expect("an output")
+        let mut command = medusa(&["report"]);
+        command.current_dir(self.folder.path()).args(arguments).output().expect("an output")
     }
 
     /// The page, and what was said.

@@ -15,6 +15,8 @@ use tempfile::TempDir;
 
 use super::small_run::SmallRun;
 
+use crate::program::medusa;
+
 const SHARDS: [&str; 3] =
     ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
 
@@ -62,8 +64,7 @@ fn torch_files_compute_the_same_bits_as_safetensors() {
 #[test]
 fn a_backbones_file_is_listed_and_what_is_missing_of_one_is_said() {
     let inspect = |path: &Path| {
-        let mut command = assert_cmd::Command::cargo_bin("medusa").expect("the program");
-        let ended = command.arg("inspect").arg(path).output().expect("it runs");
+        let ended = medusa(&["inspect"]).arg(path).output().expect("it runs");
         String::from_utf8_lossy(&[ended.stdout, ended.stderr].concat()).into_owned()
     };
     let listed = inspect(&fixture("pytorch_model.bin"));

@@ -67,7 +67,7 @@ fn write(path: &Path, text: &str) {
 
 fn train(dir: &TempDir, flags: &[&str]) -> Command {
     let mut command = Command::cargo_bin("medusa-train").expect("the binary is built with the tests");
-    command.arg(dir.path().join("r.toml")).args(flags);
+    command.env("MEDUSA_CUDA", "off").arg(dir.path().join("r.toml")).args(flags);
     command
 }
 
@@ -126,6 +126,7 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     let out = dir.path().join("out");
     let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin("medusa-train"))
         .arg(dir.path().join("r.toml"))
+        .env("MEDUSA_CUDA", "off")
         .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();

@@ -9,9 +9,12 @@ use medusa::tree::search::search;
 use medusa::tree::sparse_tree::SparseTree;
 use serde_json::{Value, json};
 
+use crate::program::medusa;
+use crate::published::published;
+
 fn reference(name: &str) -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/reference").join(name);
-    serde_json::from_slice(&std::fs::read(path).expect("needs ../shared")).expect("JSON")
+    let path = published("reference").join(name);
+    serde_json::from_slice(&std::fs::read(path).expect("a fixture")).expect("JSON")
 }
 
 fn write(path: &Path, content: &Value) {
@@ -19,13 +22,12 @@ fn write(path: &Path, content: &Value) {
 }
 
 fn tree(arguments: &[&str], folder: &Path) -> Command {
-    let mut command = Command::cargo_bin("medusa").expect("the binary is built with the tests");
-    command.arg("tree").args(arguments).current_dir(folder);
+    let mut command = medusa(&["tree"]);
+    command.args(arguments).current_dir(folder);
     command
 }
 
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn published_trees_load_as_bare_lists() {
     let dir = tempfile::tempdir().unwrap();
     let published = reference("medusa_choices.json");
@@ -43,7 +45,6 @@ fn published_trees_load_as_bare_lists() {
 
 /// The published accuracies of five heads (top-1 to top-5, cumulative) and what trees of 63 nodes promise for them.
 #[test]
-#[cfg_attr(not(shared), ignore = "needs ../shared")]
 fn published_accuracies_promise_what_was_computed_for_them() {
     let published = reference("medusa_acc.json");
     for (model, expected) in [("7b", 2.38), ("13b", 2.48), ("33b", 2.52)] {
