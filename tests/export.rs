@@ -7,9 +7,11 @@ use clap::ValueEnum;
 use medusa::draft::medusa::heads::import::HeadsFile;
 use medusa::draft::medusa::heads::import::notices::Notice;
 use medusa::draft::medusa::heads::layout::HeadsLayout;
-use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::medusa::heads::{Heads, HeadsError, HeadsShape};
 use medusa::dtype::Dtype;
 use medusa::export::{ExportFormat, ExportRequest};
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::torch_file;
 use medusa::model::weights::{Planned, WeightFiles, save, save_model};
 use rand_chacha::ChaCha8Rng;
@@ -713,6 +715,13 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
     // The lm_head of another backbone.
     write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
     export(&small, "s", "vllm", "vs", &[]).succeeded();
+    let loaded_for_decoding = || {
+        [Purpose::Decoding, Purpose::Batches].map(|purpose| {
+            let llama = Llama::load(&small.path("backbone"), Kind::BFloat16, Device::Cpu, purpose).expect("a backbone");
+            Heads::load(&small.path("vs"), &llama).err()
+        })
+    };
+    assert!(loaded_for_decoding().iter().all(Option::is_none));
     let other = random(shape(1, 1, V), Kind::Float);
     let mut named: Vec<_> = shape(2, 1, 0)
         .tensors()
@@ -726,6 +735,9 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
     save(&small.path("vs/model.safetensors"), &all).expect("weights");
     export(&small, "vs", "merged", "out", &["--backbone", "backbone"])
         .failed(1, &["vs/model.safetensors: tensor \"lm_head.weight\" is not the backbone's lm_head"]);
+    for error in loaded_for_decoding() {
+        assert!(matches!(error, Some(HeadsError::OtherLmHead { .. })), "{error:?}");
+    }
 }
 
 #[test]

@@ -127,7 +127,7 @@ impl Trained {
             self.dtype = Dtype::of(kind); // one dtype in one folder
         }
         if self.writes_lm_head() {
-            let own_vh = backbone.lm_head_weight().expect("loaded for training");
+            let own_vh = backbone.lm_head_weight();
             self.file.compare_lm_head(own_vh)?;
             self.lm_head_vh = Some(own_vh.shallow_clone());
         }

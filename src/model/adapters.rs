@@ -33,8 +33,12 @@ impl Llama {
     /// The same backbone with its adapters in its weights. A tied lm_head that had an adapter is tied no longer.
     #[must_use]
     pub fn merged(mut self) -> Self {
-        self.config.tie_word_embeddings &= self.lm_head.adapter().is_none();
+        let lm_head_changes = self.lm_head.adapter().is_some();
+        self.config.tie_word_embeddings &= !lm_head_changes;
         self.linears_mut().into_iter().for_each(|(_, linear)| linear.merge());
+        if lm_head_changes {
+            self.lm_head_vh = self.lm_head_weight().shallow_clone();
+        }
         self
     }
 }
@@ -43,9 +47,8 @@ impl Llama {
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
     let mut generator = Generator::seeded(seed);
     for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
-        if let (Some(size), Some(options)) = (linear.size(), linear.options())
-            && config.target_modules.includes(&name)
-        {
+        if config.target_modules.includes(&name) {
+            let (size, options) = linear.shape();
             linear.adapt(Adapter::new(size, options, config, stream, &mut generator));
         }
     }

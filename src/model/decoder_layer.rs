@@ -88,7 +88,7 @@ impl DecoderLayer {
     pub(super) fn weights(&self, block: &BlockSpec, index: usize) -> Vec<(String, &Tensor)> {
         let mut all = vec![];
         for (LinearSpec { part, .. }, linear) in block.linears().all().zip(self.linears()) {
-            all.extend(linear.dense_weight().map(|weight| (format!("{part}.weight"), weight)));
+            all.extend(linear.unpacked().map(|weight| (format!("{part}.weight"), weight)));
             all.extend(linear.bias().map(|bias| (format!("{part}.bias"), bias)));
         }
         all.extend(names::NORMS.map(str::to_owned).into_iter().zip(&self.norms_h));

@@ -15,6 +15,7 @@ use crate::torch::onednn::PackedWeight;
 
 /// Below this many weights oneDNN's call (about 10 µs) costs more than its product gains over libtorch's.
 const WORTH_PACKING: usize = 1 << 17;
+const FOR_DECODING: &str = "weights were merged or packed for decoding; load the backbone for training";
 
 /// `x·Wᵀ + b`.
 #[derive(Debug)]
@@ -138,19 +139,25 @@ impl Linear {
         }
     }
 
-    /// `[O, I]` as numbers, unless made for decoding.
-    pub(super) fn size(&self) -> Option<[i64; 2]> {
+    /// `[O, I]`; `None` where it is quantised.
+    ///
+    /// # Panics
+    /// If the layer was made for decoding, as do those below.
+    pub(super) fn unpacked(&self) -> Option<&Tensor> {
         match &self.weight {
-            Weight::Dense(weight) => Some([self.outputs, weight.size()[1]]),
-            Weight::Quantized(weight) => Some(weight.size()),
-            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => None,
+            Weight::Dense(weight_oi) => Some(weight_oi),
+            Weight::Quantized(_) => None,
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => panic!("{FOR_DECODING}"),
         }
     }
 
-    /// Dtype and device of the weight, unless made for decoding.
-    pub(super) fn options(&self) -> Option<(Kind, Device)> {
-        let dense = self.dense_weight().map(|weight| (weight.kind(), weight.device()));
-        dense.or_else(|| self.quantized_weight().map(|weight| (weight.kind(), weight.device())))
+    /// `[O, I]` as numbers, and the weight's dtype and device.
+    pub(super) fn shape(&self) -> ([i64; 2], (Kind, Device)) {
+        match &self.weight {
+            Weight::Dense(weight_oi) => ([self.outputs, weight_oi.size()[1]], (weight_oi.kind(), weight_oi.device())),
+            Weight::Quantized(weight) => (weight.size(), (weight.kind(), weight.device())),
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => panic!("{FOR_DECODING}"),
+        }
     }
 
     /// Its adapter, if it has one.
@@ -169,7 +176,7 @@ impl Linear {
         self.weight = match &self.weight {
             Weight::Dense(weight_oi) => Weight::Dense(adapter.merged(weight_oi)),
             Weight::Quantized(weight) => Weight::Dense(adapter.merged(&weight.dequantize(weight.kind()))),
-            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => return,
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => panic!("{FOR_DECODING}"),
         };
         self.adapter = None;
     }
@@ -180,7 +187,7 @@ impl Linear {
         match &self.weight {
             Weight::Dense(weight_oi) => self.weight = Weight::Dense(own(weight_oi)),
             Weight::Quantized(weight) => self.weight = Weight::Dense(weight.dequantize(Kind::Float)),
-            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => {}
+            Weight::Transposed(_) | Weight::Matrix(_) | Weight::Packed(_) => panic!("{FOR_DECODING}"),
         }
         self.bias_o = self.bias_o.as_ref().map(own);
     }
@@ -199,14 +206,22 @@ impl LinearGroup {
         Self { layers }
     }
 
-    /// One product for all, as `prepare` makes it. Copies the weights.
+    /// One product for all, as `prepare` makes it. Copies the weights; a layer without a bias beside one with a bias gets zeros. Quantised
+    /// layers stay separate.
+    ///
+    /// # Panics
+    /// If a layer has an adapter.
     #[must_use]
     pub fn merged(self, prepare: impl FnOnce(Linear) -> Linear) -> Self {
+        assert!(self.layers.iter().all(|layer| layer.adapter.is_none()), "adapters are merged before layers are");
         let weights: Option<Vec<&Tensor>> = self.layers.iter().map(Linear::dense_weight).collect();
         let Some(weights) = weights.filter(|w| w.len() > 1) else { return self };
-        let biases: Option<Vec<&Tensor>> = self.layers.iter().map(|layer| layer.bias_o.as_ref()).collect();
-        let bias = biases.map(|biases| Tensor::cat(&biases, 0));
-        Self { layers: vec![prepare(Linear::dense(Tensor::cat(&weights, 0), bias))] }
+        let bias = |layer: &Linear| {
+            layer.bias_o.as_ref().map_or_else(|| Tensor::zeros([layer.outputs], layer.shape().1), Tensor::shallow_clone)
+        };
+        let has_bias = self.layers.iter().any(|layer| layer.bias_o.is_some());
+        let bias_o = has_bias.then(|| Tensor::cat(&self.layers.iter().map(bias).collect::<Vec<_>>(), 0));
+        Self { layers: vec![prepare(Linear::dense(Tensor::cat(&weights, 0), bias_o))] }
     }
 
     /// The layer that all are merged into, if they are.
@@ -250,12 +265,21 @@ impl LinearGroup {
         Some(if weights.len() == 1 { weights[0].shallow_clone() } else { Tensor::cat(&weights, 0) })
     }
 
-    /// The layers, one when merged.
-    pub fn layers(&self) -> &[Linear] {
+    /// The layers.
+    ///
+    /// # Panics
+    /// If they were merged.
+    pub(super) fn layers(&self) -> &[Linear] {
+        assert!(self.layers.len() > 1, "{FOR_DECODING}");
         &self.layers
     }
 
+    /// The layers, to be changed.
+    ///
+    /// # Panics
+    /// If they were merged.
     pub(super) fn layers_mut(&mut self) -> &mut [Linear] {
+        assert!(self.layers.len() > 1, "{FOR_DECODING}");
         &mut self.layers
     }
 
@@ -302,4 +326,44 @@ fn times(x: &Tensor, matrix: &Matrix) -> Tensor {
 /// A matrix by a matrix is one call; matmul looks at the shapes first.
 fn product(x: &Tensor, weight_io: &Tensor) -> Tensor {
     if x.dim() == 2 { x.mm(weight_io) } else { x.matmul(weight_io) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::torch::Generator;
+
+    fn linear(outputs: i64, has_bias: bool) -> Linear {
+        let mut generator = Generator::seeded(outputs.unsigned_abs());
+        let mut tensor = |shape: &[i64]| generator.normal(shape, (Kind::Double, Device::Cpu));
+        Linear::dense(tensor(&[outputs, 4]), has_bias.then(|| tensor(&[outputs])))
+    }
+
+    fn adapted(mut linear: Linear) -> Linear {
+        let zeros = |shape: [i64; 2]| Tensor::zeros(shape, (Kind::Double, Device::Cpu));
+        let [o, i] = linear.shape().0;
+        linear.adapt(Adapter { a_ri: zeros([2, i]), b_or: zeros([o, 2]), alpha: 4.0, dropout: 0.0, stream: 0 });
+        linear
+    }
+
+    #[test]
+    fn a_merged_group_keeps_the_biases_that_some_layers_have() {
+        let group = || LinearGroup::separate(vec![linear(3, true), linear(5, false), linear(2, true)]);
+        let x_ni = Generator::seeded(1).normal(&[6, 4], (Kind::Double, Device::Cpu));
+        let [separate, merged] =
+            [group(), group().merged(Linear::packed)].map(|group| group.forward(&x_ni, Adapters::Off));
+        assert!((separate - merged).abs().max().double_value(&[]) < 1e-12);
+    }
+
+    #[test]
+    #[should_panic(expected = "adapters are merged before layers are")]
+    fn layers_with_adapters_are_not_merged() {
+        let _ = LinearGroup::separate(vec![linear(3, false), adapted(linear(5, false))]).merged(Linear::packed);
+    }
+
+    #[test]
+    #[should_panic(expected = "load the backbone for training")]
+    fn an_adapter_does_not_merge_into_a_packed_weight() {
+        adapted(linear(3, false)).packed().merge();
+    }
 }

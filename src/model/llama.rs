@@ -33,6 +33,8 @@ pub struct Llama {
     pub(super) layers: Vec<DecoderLayer>,
     pub(super) norm_h: Tensor,
     pub(super) lm_head: Linear,
+    /// The LM head as loaded: a view of its file where there is one. It stays readable when `lm_head` is packed.
+    pub(super) lm_head_vh: Tensor,
     pub(super) rope: Rope,
     pub(super) kind: Kind,
     pub(super) quantization: Option<Quantization>,
@@ -131,9 +133,9 @@ impl Llama {
         &self.lm_head
     }
 
-    /// The LM head's weight `[V, H]`; for decoding it may be packed away.
-    pub fn lm_head_weight(&self) -> Option<&Tensor> {
-        self.lm_head.dense_weight()
+    /// The LM head's weight `[V, H]`; of a backbone made for decoding, as it is in the file, on the CPU.
+    pub fn lm_head_weight(&self) -> &Tensor {
+        self.lm_head.dense_weight().unwrap_or(&self.lm_head_vh)
     }
 
     /// What its config says about a decoder block.
@@ -163,8 +165,10 @@ impl Llama {
         self.device
     }
 
-    /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head is left out, and what is quantised. For a backbone loaded or made
-    /// for training; what is merged or packed for decoding has no such names.
+    /// Every weight by its Hugging Face name, in file order of a Llama; a tied lm_head and quantised weights are left out.
+    ///
+    /// # Panics
+    /// For a backbone made for decoding: merged and packed weights have no such names.
     pub fn weights(&self) -> Vec<(String, &Tensor)> {
         let mut all = vec![(names::EMBED_TOKENS.to_owned(), &self.embed_tokens_vh)];
         for (i, layer) in self.layers.iter().enumerate() {
@@ -172,7 +176,10 @@ impl Llama {
         }
         all.push((names::NORM.to_owned(), &self.norm_h));
         if !self.config.tie_word_embeddings {
-            all.extend(self.lm_head.dense_weight().map(|w| (format!("{}.weight", names::LM_HEAD), w)));
+            all.push((
+                format!("{}.weight", names::LM_HEAD),
+                self.lm_head.unpacked().expect("lm_head is not quantised"),
+            ));
         }
         all
     }

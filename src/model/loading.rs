@@ -73,7 +73,9 @@ impl Llama {
                 _ => files.tensor(name, shape, kind, device),
             }
         };
-        let llama = Self::build(config, kind, device, quantization, &mut source)?.prepared_for(purpose);
+        let mut llama = Self::build(config, kind, device, quantization, &mut source)?;
+        llama.lm_head_vh = files.mapped(&llama.lm_head_name(), &[llama.config.vocab_size, llama.config.hidden_size])?;
+        let llama = llama.prepared_for(purpose);
         files.release();
         Ok(llama)
     }
@@ -144,6 +146,7 @@ impl Llama {
             layers: layers.collect::<Result<_, _>>()?,
             norm_h: source(names::NORM, &[h])?,
             rope: Rope::new(&block.rotary, kind, device),
+            lm_head_vh: lm_head.dense_weight().expect("lm_head is not quantised").shallow_clone(),
             lm_head,
             embed_tokens_vh,
             config,
@@ -152,6 +155,14 @@ impl Llama {
             quantization,
             device,
         })
+    }
+
+    /// The name of the tensor that is the LM head's weight.
+    fn lm_head_name(&self) -> String {
+        match self.config.tie_word_embeddings {
+            true => names::EMBED_TOKENS.to_owned(),
+            false => format!("{}.weight", names::LM_HEAD),
+        }
     }
 
     fn prepared_for(self, purpose: Purpose) -> Self {

@@ -12,7 +12,7 @@ use crate::files::{FileError, failed, write_json};
 use crate::model::block_spec::names;
 use crate::model::llama::Llama;
 use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules};
-use crate::model::weights::{WeightFiles, WeightsError, save};
+use crate::model::weights::{WeightFiles, WeightsError, same_up_to_rounding, save};
 
 /// The weights of an adapter, as PEFT names the file.
 pub const ADAPTER_FILE: &str = "adapter_model.safetensors";
@@ -231,10 +231,10 @@ impl PeftFolder {
         let mut read = BTreeSet::new();
         let device = backbone.device();
         for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {
-            let Some(size) = linear.size().filter(|_| self.files.contains(&peft_name(&name, "lora_A"))) else {
+            if !self.files.contains(&peft_name(&name, "lora_A")) {
                 continue;
-            };
-            let [a_ri, b_or] = self.tensors(&name, size, device)?;
+            }
+            let [a_ri, b_or] = self.tensors(&name, linear.shape().0, device)?;
             let (alpha, dropout) = (self.peft.alpha(), self.dropout);
             linear.adapt(Adapter { a_ri, b_or, alpha, dropout, stream }.trained());
             read.insert(name);
@@ -258,8 +258,7 @@ impl PeftFolder {
     /// holds one, and the latter's name.
     fn lm_head<'b>(&self, backbone: &'b Llama) -> Option<(&'b Tensor, String)> {
         let name = peft_name(names::LM_HEAD, "base_layer");
-        let own = backbone.lm_head_weight().filter(|_| self.files.contains(&name))?;
-        Some((own, name))
+        self.files.contains(&name).then(|| (backbone.lm_head_weight(), name))
     }
 
     fn check_shape_of_lm_head(&self, backbone: &Llama) -> Result<(), PeftError> {
@@ -276,10 +275,7 @@ impl PeftFolder {
 
     fn compare_lm_head(&self, backbone: &Llama) -> Result<(), PeftError> {
         let Some((own, name)) = self.lm_head(backbone) else { return Ok(()) };
-        // The adapter's may have been rounded to another dtype, and so may ours: bfloat16 keeps 8 bits.
-        let float = |tensor: &Tensor| tensor.to_kind(Kind::Float);
-        let theirs = self.files.tensor(&name, &own.size(), Kind::Float, own.device())?;
-        if theirs.allclose(&float(own), 0.01, 1e-6, false) {
+        if same_up_to_rounding(&self.files.mapped(&name, &own.size())?, own) {
             return Ok(());
         }
         Err(self.other_base(format!("tensor {name:?} is not the backbone's lm_head")))
@@ -329,8 +325,8 @@ pub fn save_adapters(folder: &Path, backbone: &Llama, base: &str) -> Result<(), 
         ..PeftConfig::default()
     };
     let mut tensors: Vec<(String, &Tensor)> = vec![];
-    if let Some(weight) = backbone.lm_head().adapter().and_then(|_| backbone.lm_head_weight()) {
-        tensors.push((peft_name(names::LM_HEAD, "base_layer"), weight));
+    if backbone.lm_head().adapter().is_some() {
+        tensors.push((peft_name(names::LM_HEAD, "base_layer"), backbone.lm_head_weight()));
     }
     tensors.extend(adapters.iter().flat_map(|(layer, adapter)| named(layer, adapter)));
     let path = folder.join(ADAPTER_CONFIG);

@@ -356,7 +356,7 @@ mod tests {
         let number = |n| NonZeroUsize::new(n).unwrap();
         let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
         let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head };
-        let heads = Heads::new(&config, backbone.lm_head_weight().unwrap());
+        let heads = Heads::new(&config, backbone.lm_head_weight());
         let mut generator = Generator::seeded(1);
         for (_, tensor) in heads.parameters() {
             let noise = generator.normal_like(tensor) * 0.05;
@@ -391,7 +391,7 @@ mod tests {
             let blocks = head.block_parameters().len();
             let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
             let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
-            let w2 = head.w2().unwrap_or_else(|| backbone.lm_head_weight().unwrap());
+            let w2 = head.w2().unwrap_or_else(|| backbone.lm_head_weight());
             let sums = head_loss(Some(head), OutputLayer::plain(w2), &hidden, &targets, Some((&into, 0.01)));
             let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
             assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
@@ -415,7 +415,7 @@ mod tests {
         let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
         let sums = head_loss(
             Some(heads.head(0)),
-            OutputLayer::plain(backbone.lm_head_weight().unwrap()),
+            OutputLayer::plain(backbone.lm_head_weight()),
             &hidden,
             &Targets { positions_m, tokens_m },
             None,

@@ -98,8 +98,7 @@ impl Heads {
         let file = HeadsFile::open(path)?;
         let (hidden, vocab) = (backbone.config.hidden_size, backbone.config.vocab_size);
         file.check([vocab, hidden])?;
-        // For decoding it may be packed away; heads then go through it unasked, and what they guess is verified.
-        backbone.lm_head_weight().map_or(Ok(()), |own_vh| file.compare_lm_head(own_vh))?;
+        file.compare_lm_head(backbone.lm_head_weight())?;
         Self::of(&file, vocab, backbone.kind(), backbone.device())
     }
 

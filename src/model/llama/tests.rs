@@ -93,6 +93,18 @@ fn merging_for_decoding_changes_nothing() {
 }
 
 #[test]
+#[should_panic(expected = "load the backbone for training")]
+fn a_backbone_for_decoding_does_not_list_some_of_its_weights() {
+    let _ = Llama::random(config(None), Kind::Float, Device::Cpu, 3).for_decoding().weights();
+}
+
+#[test]
+fn the_lm_head_is_known_when_it_is_packed() {
+    let llama = || Llama::random(config(None), Kind::Float, Device::Cpu, 3);
+    assert_eq!(llama().for_batches().lm_head_weight(), llama().lm_head_weight());
+}
+
+#[test]
 fn causal_attention_in_blocks_equals_a_prompt_in_chunks() {
     let long = LlamaConfig { max_position_embeddings: 256, ..config(None) };
     let llama = Llama::random(long, Kind::Double, Device::Cpu, 4);

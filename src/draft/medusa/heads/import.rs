@@ -11,7 +11,7 @@ use super::error::HeadsError;
 use super::layout::{HEADS_FILE, HeadPart, HeadTensor, HeadsLayout, HeadsShape, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
 use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::PublishedHeadsConfig;
-use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of};
+use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, same_up_to_rounding};
 
 pub mod notices;
 
@@ -188,9 +188,7 @@ impl HeadsFile {
     /// [`HeadsError::OtherLmHead`].
     pub fn compare_lm_head(&self, own_vh: &Tensor) -> Result<(), HeadsError> {
         let Some(found) = self.lm_head()? else { return Ok(()) };
-        let float = |tensor: &Tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Float);
-        // Either may have been rounded to another dtype: bfloat16 keeps 8 bits.
-        if found.size() == own_vh.size() && float(&found).allclose(&float(own_vh), 0.01, 1e-6, false) {
+        if same_up_to_rounding(&found, own_vh) {
             return Ok(());
         }
         Err(HeadsError::OtherLmHead { path: self.path.clone(), name: self.lm_head.clone().unwrap_or_default() })
