@@ -1,15 +1,14 @@
-//! The dtypes that a backbone computes in, by the names that recipes, flags and files have for them.
+//! The dtypes that a backbone computes in, as recipes, flags and files name them.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// What a backbone computes in.
+/// The dtype that a backbone computes in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    /// 32 bits.
     Float32,
     /// 16 bits with float32's range.
     BFloat16,

@@ -1,4 +1,4 @@
-//! Files and folders that are whole or absent, and their hashes. No tensors here.
+//! Atomic writes of files and folders, locks, and hashes. No tensors here.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, BufWriter, Read, Write};
@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use sha2::{Digest, Sha256};
 
-/// What could not be done to a file or a folder.
+/// An I/O error with the action and the path.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {doing} {}: {source}", path.display())]
 pub struct FileError {
@@ -22,7 +22,7 @@ pub fn failed(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Fil
     move |source| FileError { doing, path, source }
 }
 
-/// Where things are kept that can be made again: `$MEDUSA_CACHE`, else `$XDG_CACHE_HOME/medusa-train`, else `~/.cache/medusa-train`; `None`
+/// The cache folder: `$MEDUSA_CACHE`, else `$XDG_CACHE_HOME/medusa-train`, else `~/.cache/medusa-train`; `None`
 /// for a user without a home.
 pub fn user_cache() -> Option<PathBuf> {
     let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -34,7 +34,7 @@ pub fn user_cache() -> Option<PathBuf> {
 /// Two processes that write the same file do so under two names.
 ///
 /// # Errors
-/// Whatever the disk says; the temporary file is removed then.
+/// The I/O error; the temporary file is removed.
 pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let (partial, lock) = own_partial(path, open_file)?;
     let written = write_synced(&partial, fill).and_then(|()| fs::rename(&partial, path));
@@ -46,19 +46,19 @@ pub fn write_atomic(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::
     sync_folder(parent(path))
 }
 
-/// Whether [`write_atomic`] could write there: its temporary file is made, and removed.
+/// Whether [`write_atomic`] could write there: creates its temporary file and removes it.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn check_writable(path: &Path) -> io::Result<()> {
     let (partial, _lock) = own_partial(path, open_file)?;
     fs::remove_file(&partial)
 }
 
-/// Writes a file and waits until the disk has it.
+/// Writes a file and fsyncs it.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn write_synced(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
     fill(&mut out)?;
@@ -77,10 +77,10 @@ pub struct NewFolder {
 }
 
 impl NewFolder {
-    /// Starts writing what shall become `path`. Leftovers of an interrupted try are removed.
+    /// Starts a folder that will become `path`. Leftovers of an interrupted attempt are removed.
     ///
     /// # Errors
-    /// Whatever the disk says.
+    /// The I/O error.
     pub fn create(path: &Path) -> io::Result<Self> {
         let (partial, lock) = own_partial(path, make_folder)?;
         for left in fs::read_dir(&partial)? {
@@ -95,10 +95,10 @@ impl NewFolder {
         &self.partial
     }
 
-    /// The rename that makes it real; a folder that has the name already is replaced.
+    /// Renames it to its final name, replacing a folder of that name.
     ///
     /// # Errors
-    /// Whatever the disk says.
+    /// The I/O error.
     pub fn commit(mut self) -> io::Result<()> {
         sync_folder(&self.partial)?;
         if self.path.exists() {
@@ -109,18 +109,18 @@ impl NewFolder {
         sync_folder(parent(&self.path))
     }
 
-    /// As [`NewFolder::commit`], of a name that nothing has: what took it meanwhile stays, and this goes. An empty folder that was made
-    /// between the look and the rename is replaced (on Unix, where a rename does that).
+    /// As [`NewFolder::commit`], but fails if the name is taken, and then removes the new folder. On Unix an empty folder created between the
+    /// check and the rename is replaced.
     ///
     /// # Errors
-    /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or whatever the disk says.
+    /// [`io::ErrorKind::AlreadyExists`] if the name is taken, or the I/O error.
     pub fn commit_as_new(mut self) -> io::Result<()> {
         let is_taken = || fs::symlink_metadata(&self.path).is_ok();
         sync_folder(&self.partial)?;
         if is_taken() {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        // Taken between the look and the rename: a folder with files in it, or a file, makes that fail.
+        // If the name was taken after the check, by a file or a folder with files, the rename fails.
         let taken = |error| if is_taken() { io::ErrorKind::AlreadyExists.into() } else { error };
         fs::rename(&self.partial, &self.path).map_err(taken)?;
         self.committed = true;
@@ -136,10 +136,10 @@ impl Drop for NewFolder {
     }
 }
 
-/// Removes a folder so that `path` holds all of it or nothing, whenever the process ends: it loses its name first.
+/// Removes a folder atomically: it is renamed first, so a crash leaves all of it or nothing at `path`.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn remove_folder(path: &Path) -> io::Result<()> {
     let leaving = partial_name(&path.with_extension("old"), 1);
     match fs::remove_dir_all(&leaving) {
@@ -152,7 +152,7 @@ pub fn remove_folder(path: &Path) -> io::Result<()> {
 /// SHA-256 of a file's bytes, in hexadecimal.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn sha256(path: &Path) -> io::Result<String> {
     let mut hasher = Sha256::new();
     let mut file = File::open(path)?;
@@ -165,16 +165,16 @@ pub fn sha256(path: &Path) -> io::Result<String> {
     }
 }
 
-/// SHA-256 of several files by their own, in hexadecimal.
+/// One SHA-256 for several files: that of their hashes, in hexadecimal.
 pub fn sha256_of_all(sums: &[String]) -> String {
     hex(&Sha256::digest(sums.join("\n").as_bytes()))
 }
 
-/// What tells a file from its earlier self without reading it: path, size, time of change, place on the disk. `None` for a file
-/// changed within the last two seconds: it may change again without the clock telling.
+/// Identifies a version of a file without reading it: path, size, modification time, inode. `None` for a file modified within the last two
+/// seconds: a further change might not move the clock.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn stamp(path: &Path) -> io::Result<Option<String>> {
     const SETTLED: Duration = Duration::from_secs(2);
     let metadata = fs::metadata(path)?;
@@ -213,7 +213,7 @@ fn partial_name(path: &Path, number: usize) -> PathBuf {
     path.with_file_name(format!(".{name}{number}.partial"))
 }
 
-/// The first temporary name beside `path` that nobody else writes under, and its lock; what an ended process left there is taken over.
+/// The first temporary name beside `path` that no other process holds, and its lock. Leftovers of ended processes are reused.
 fn own_partial(path: &Path, open: impl Fn(&Path) -> io::Result<Option<File>>) -> io::Result<(PathBuf, Option<File>)> {
     let mut number = 1;
     loop {
@@ -227,36 +227,36 @@ fn own_partial(path: &Path, open: impl Fn(&Path) -> io::Result<Option<File>>) ->
     }
 }
 
-/// Locks an open file for as long as it stays open; the system lets go of it however the process ends. `false`: it is another's.
-/// On a disk without locks nothing is another's.
+/// Locks an open file until it is closed or the process ends. `false` if another process holds the lock. Always succeeds on filesystems
+/// without locking.
 pub fn lock_file(file: &File) -> bool {
     !matches!(file.try_lock(), Err(TryLockError::WouldBlock))
 }
 
-/// Locks a folder for as long as what comes back lives. `None`: it is another process's. Folders can be locked on disks of this machine
-/// alone: NFS locks what is open for writing, which no folder is, and Windows opens none; there nothing is another's.
+/// Locks a folder until the returned value is dropped. `None` if another process holds the lock. Always succeeds where folders cannot be
+/// locked: on NFS, which locks only files open for writing, and on Windows, which cannot open folders.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn lock_folder(folder: &Path) -> io::Result<Option<FolderLock>> {
     let file = open_folder(folder)?;
     Ok(file.as_ref().is_none_or(lock_file).then_some(FolderLock { _file: file }))
 }
 
-/// A folder that no other process may lock.
+/// The lock of a folder.
 #[derive(Debug)]
 pub struct FolderLock {
     _file: Option<File>,
 }
 
-/// Makes it where it is not there.
+/// Creates it if missing.
 fn open_file(path: &Path) -> io::Result<Option<File>> {
     OpenOptions::new().write(true).create(true).truncate(false).open(path).map(Some)
 }
 
-/// Makes it where it is not there. Between the calls its former owner may give it its real name, or remove it: then once more.
+/// Creates it if missing. Its former owner may rename or remove it between the calls; then it tries again.
 fn make_folder(folder: &Path) -> io::Result<Option<File>> {
-    const TRIES: usize = 100; // what is no folder, such as a link to nothing, stays so
+    const TRIES: usize = 100; // a dangling link never becomes a folder
     let make = || fs::create_dir_all(folder).and_then(|()| open_folder(folder));
     let is_gone = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists);
     let mut tries = (1..TRIES).map(|_| make());
@@ -268,7 +268,7 @@ fn open_folder(folder: &Path) -> io::Result<Option<File>> {
     if cfg!(windows) { Ok(None) } else { File::open(folder).map(Some) }
 }
 
-/// Whether a path leads to this open file.
+/// Whether the path still names this open file.
 fn is_at(file: &File, path: &Path) -> bool {
     let same = |one: &fs::Metadata, other: &fs::Metadata| inode(one) == inode(other) && one.len() == other.len();
     match (file.metadata(), fs::metadata(path)) {
@@ -285,10 +285,10 @@ pub fn parent(path: &Path) -> &Path {
     }
 }
 
-/// Writes JSON for people to read, and waits until the disk has it.
+/// Writes indented JSON and fsyncs it.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn write_json(path: &Path, value: &impl serde::Serialize) -> io::Result<()> {
     write_synced(path, |out| {
         serde_json::to_writer_pretty(&mut *out, value)?;
@@ -299,7 +299,7 @@ pub fn write_json(path: &Path, value: &impl serde::Serialize) -> io::Result<()> 
 /// A rename, or a new file, is durable once its folder is synced. Windows cannot open folders, and needs no such call.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// The I/O error.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     if cfg!(windows) { Ok(()) } else { File::open(folder)?.sync_all() }
 }

@@ -1,4 +1,4 @@
-//! Numbers that cannot hold a bad value: a recipe's reader refuses them with line and column, and nothing is checked again.
+//! Range-checked numbers. Deserialising a recipe rejects a value out of range with its line and column, so nothing checks it again.
 
 use serde::{Deserialize, Serialize};
 

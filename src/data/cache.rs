@@ -20,30 +20,18 @@ const PARTIAL: &str = "partial";
 /// A cache that cannot be used. A damaged file is rebuilt, and the report says so.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
-    /// The disk's own words.
     #[error("cannot use the token cache {}; set MEDUSA_CACHE to a folder that can be written", path.display())]
     Disk {
         /// The cache's folder, or the file in it.
         path: PathBuf,
-        /// Why.
         source: io::Error,
     },
     /// A file that is there and that the disk does not give.
     #[error("cannot read the token cache {}, which stays: look at its disk and at who may read it", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Unreadable { path: PathBuf, source: io::Error },
     /// A file that was whole when it was opened, as far as its footer told, and of which a batch is not.
     #[error("the token cache {} is damaged ({how}); it was removed: start again (a run with --resume), and it is made anew", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// How it shows.
-        how: String,
-    },
+    Damaged { path: PathBuf, how: String },
 }
 
 /// What the cache had.

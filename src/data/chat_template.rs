@@ -68,14 +68,8 @@ pub enum TemplateError {
     /// A file beside the tokenizer that is not right.
     #[error(transparent)]
     Files(#[from] TokenizeError),
-    /// The disk's own words.
     #[error("cannot read {}", path.display())]
-    Read {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// Something that is no template.
     #[error(
         "{}: chat_template: expected a template, or a list of {{\"name\", \"template\"}} with one named \"default\", \
@@ -84,13 +78,11 @@ pub enum TemplateError {
     Shape {
         /// tokenizer_config.json.
         path: PathBuf,
-        /// What stands there.
         got: String,
     },
     /// A template that does not parse.
     #[error("{place}: the chat template cannot be parsed")]
     Syntax {
-        /// Where it stands.
         place: String,
         /// Where in it, and why.
         source: minijinja::Error,
@@ -98,9 +90,7 @@ pub enum TemplateError {
     /// A conversation the template refuses, or a fault of the template.
     #[error("{place}: the chat template cannot render this conversation (roles: {})", roles.join(", "))]
     Render {
-        /// Where it stands.
         place: String,
-        /// The conversation's.
         roles: Vec<String>,
         /// Where in the template, and why.
         source: minijinja::Error,
@@ -112,7 +102,6 @@ pub enum TemplateError {
         TemplateChoice::built_in_names()
     )]
     Endless {
-        /// Where it stands.
         place: String,
         /// How many messages it was given.
         turns: usize,

@@ -27,21 +27,14 @@ pub enum DataError {
     Template(#[from] TemplateError),
     /// Rows that Arrow does not take.
     #[error("cannot encode the rows of {} for the token cache: {source}", path.display())]
-    Encode {
-        /// Their file.
-        path: PathBuf,
-        /// Arrow's words.
-        source: ArrowError,
-    },
+    Encode { path: PathBuf, source: ArrowError },
     /// A chat template of other roles, or with a fault.
     #[error(
         "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template to one that renders \
          them: {} or a .jinja file", files.join(", "), TemplateChoice::built_in_names()
     )]
     TemplateRefusesAll {
-        /// Where the template stands.
         template: String,
-        /// What was read.
         files: Vec<String>,
         /// How many conversations were tried.
         conversations: usize,
@@ -50,12 +43,7 @@ pub enum DataError {
     },
     /// Files without one usable row.
     #[error("no row to use in {}: {report}", files.join(", "))]
-    Empty {
-        /// What was read.
-        files: Vec<String>,
-        /// What came of it.
-        report: Box<LoadReport>,
-    },
+    Empty { files: Vec<String>, report: Box<LoadReport> },
     /// Too little to split.
     #[error("validation_fraction needs at least 2 rows, one to train on and one to validate on, got {rows}")]
     TooFewToSplit {

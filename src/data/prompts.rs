@@ -16,23 +16,13 @@ use super::{json_array, jsonl};
 /// What can be wrong with prompts.
 #[derive(Debug, thiserror::Error)]
 pub enum PromptError {
-    /// The disk's own words.
     #[error("cannot read the prompts of {}", path.display())]
-    Read {
-        /// Which file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// A line that is not right.
     #[error(transparent)]
     Row(#[from] RowError),
-    /// No line at all.
     #[error("{} holds no prompt", path.display())]
-    Empty {
-        /// Which file.
-        path: PathBuf,
-    },
+    Empty { path: PathBuf },
     /// A conversation, and nothing to render it with.
     #[error(
         "a conversation needs the backbone's chat template (chat_template in tokenizer_config.json, or \
@@ -50,9 +40,7 @@ pub enum PromptError {
     TokenOutOfRange {
         /// Where in the list, from 0.
         index: usize,
-        /// What stands there.
         id: i32,
-        /// The tokenizer's vocabulary.
         vocab_size: usize,
     },
     /// Nothing to decode from.
@@ -65,7 +53,6 @@ pub enum PromptError {
 pub struct Prompt {
     /// What kind of task it is: `bench` reports each on its own.
     pub category: Option<String>,
-    /// The prompt itself.
     pub input: PromptInput,
 }
 
@@ -85,7 +72,6 @@ pub enum PromptInput {
 /// What a backbone is asked to write training data from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
-    /// Where it stands.
     pub place: RowLocation,
     /// What kind of task it is.
     pub category: Option<String>,

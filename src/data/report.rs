@@ -48,7 +48,6 @@ pub enum CacheUse {
 /// Rows that are not right, of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BadRows {
-    /// How many.
     pub rows: usize,
     /// The first of them: file and line, and what is wrong there.
     pub first: String,
@@ -83,9 +82,7 @@ pub struct DataFile {
 pub struct RowCounts {
     /// Rows that the files have.
     pub read: usize,
-    /// Rows kept.
     pub rows: usize,
-    /// Tokens kept.
     pub tokens: usize,
     /// Those of them that carry loss: each is a target of the tokens before it.
     pub tokens_with_loss: usize,

@@ -15,7 +15,6 @@ pub(super) const ROW_LIMIT: usize = 100 << 20;
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenRow {
-    /// Token ids.
     pub input_ids: Vec<i32>,
     /// As long as `input_ids`. Not shifted: `labels[t]` belongs to `input_ids[t]`, and is a target of the positions before it.
     pub labels: Vec<i32>,
@@ -24,7 +23,6 @@ pub struct TokenRow {
 /// A row as a file has it, uncut.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadRow {
-    /// Its tokens.
     pub tokens: TokenRow,
     /// What they were made of.
     pub of: RowForm,
@@ -44,7 +42,6 @@ pub enum RowForm {
 /// Where a row stands: a line of JSONL, a row of a JSON array or of Parquet, counted from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowLocation {
-    /// The file.
     pub path: PathBuf,
     /// `("line", 3)`; `None` for what is true of the whole file.
     pub row: Option<(&'static str, usize)>,
@@ -54,7 +51,6 @@ pub struct RowLocation {
 #[derive(Debug, thiserror::Error)]
 #[error("{place}: {problem}")]
 pub struct RowError {
-    /// Which row.
     pub place: RowLocation,
     /// What is wrong with it.
     pub problem: RowProblem,
@@ -68,7 +64,6 @@ pub enum RowProblem {
     BrokenJson {
         /// Counted from 1.
         column: usize,
-        /// The reader's words.
         message: String,
     },
     /// A file that begins as a JSON array.
@@ -78,7 +73,6 @@ pub enum RowProblem {
         line: usize,
         /// Counted from 1.
         column: usize,
-        /// The reader's words.
         message: String,
     },
     /// A row of a JSON array that is none, where the array itself may go on behind it.
@@ -95,22 +89,10 @@ pub enum RowProblem {
     TooLong,
     /// A value of the wrong type.
     #[error("{key}: expected {expected}, got {got}")]
-    Value {
-        /// The key in question.
-        key: String,
-        /// What should stand there.
-        expected: &'static str,
-        /// What stands there.
-        got: String,
-    },
+    Value { key: String, expected: &'static str, got: String },
     /// Labels that do not fit their tokens.
     #[error("labels: expected {ids} values, one for each of input_ids, got {labels}")]
-    LabelsLength {
-        /// Number of tokens.
-        ids: usize,
-        /// Number of labels.
-        labels: usize,
-    },
+    LabelsLength { ids: usize, labels: usize },
     /// A token the backbone does not have.
     #[error("{key}[{index}]: expected a token id from 0 to {}, the backbone's vocabulary, got {id}", vocab_size - 1)]
     TokenOutOfRange {
@@ -118,9 +100,7 @@ pub enum RowProblem {
         key: &'static str,
         /// Where in the list, from 0.
         index: usize,
-        /// What stands there.
         id: i64,
-        /// The backbone's vocabulary.
         vocab_size: usize,
     },
     /// Nothing that is known as a row.

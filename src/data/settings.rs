@@ -87,7 +87,6 @@ impl LoadSettings<'_> {
 /// How far reading is, for whoever watches.
 #[derive(Debug, Clone, Copy)]
 pub struct ReadProgress<'a> {
-    /// The file.
     pub path: &'a Path,
     /// Of its bytes so many are read.
     pub read: u64,

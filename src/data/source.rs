@@ -22,14 +22,10 @@ pub enum SourceError {
     },
     /// A pattern without a file.
     #[error("the pattern {pattern:?} matches no file")]
-    NoMatch {
-        /// The pattern.
-        pattern: String,
-    },
+    NoMatch { pattern: String },
     /// A pattern that is none.
     #[error("{pattern:?} is no valid pattern: {source}")]
     BadPattern {
-        /// The pattern.
         pattern: String,
         /// What is wrong with it.
         source: glob::PatternError,
@@ -39,18 +35,13 @@ pub enum SourceError {
     File(#[from] FileError),
     /// A file that another program writes.
     #[error("{} changed while it was read; wait until it is written, then start again", path.display())]
-    Changed {
-        /// Which file.
-        path: PathBuf,
-    },
+    Changed { path: PathBuf },
     /// A compressed file that is cut off or damaged.
     #[error("cannot unpack {} as {format}: {source}; it may be cut off: copy or download it again", path.display())]
     Unpack {
-        /// Which file.
         path: PathBuf,
         /// `gzip` or `zstd`.
         format: &'static str,
-        /// The unpacker's words.
         source: io::Error,
     },
     /// A format that is known, and not read.
@@ -58,12 +49,7 @@ pub enum SourceError {
         "{} is {format}; rows are read from JSONL (one object a line), JSON arrays, Parquet and Arrow, JSON also in gzip or zstd",
         path.display()
     )]
-    Format {
-        /// Which file.
-        path: PathBuf,
-        /// What it is.
-        format: &'static str,
-    },
+    Format { path: PathBuf, format: &'static str },
 }
 
 /// The files of a list of paths and globs: in the order of the list, the matches of a glob by name.

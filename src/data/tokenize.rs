@@ -21,7 +21,6 @@ pub enum TokenizeError {
     Missing {
         /// The file that should be there.
         path: PathBuf,
-        /// The backbone's folder.
         folder: PathBuf,
     },
     /// A file that cannot be read.
@@ -29,49 +28,30 @@ pub enum TokenizeError {
     File(#[from] FileError),
     /// A file beside the tokenizer that is no JSON.
     #[error("{} is no valid JSON", path.display())]
-    BrokenJson {
-        /// Which file.
-        path: PathBuf,
-        /// Where in it.
-        source: serde_json::Error,
-    },
+    BrokenJson { path: PathBuf, source: serde_json::Error },
     /// A tokenizer.json that the tokenizers crate refuses.
     #[error("{}: the tokenizers library cannot load it", path.display())]
-    Unusable {
-        /// Which file.
-        path: PathBuf,
-        /// Its own words.
-        source: tokenizers::Error,
-    },
+    Unusable { path: PathBuf, source: tokenizers::Error },
     /// The library failed on a text.
     #[error("cannot tokenise a text that begins {start:?}")]
     Encode {
         /// The first characters.
         start: String,
-        /// The library's own words.
         source: tokenizers::Error,
     },
     /// The library failed on ids.
     #[error("cannot turn tokens {ids:?} into text")]
-    Decode {
-        /// The ids.
-        ids: Vec<i32>,
-        /// The library's own words.
-        source: tokenizers::Error,
-    },
+    Decode { ids: Vec<i32>, source: tokenizers::Error },
     /// The tokenizer can produce ids that the backbone has no embedding for.
     #[error(
         "{}: token {token:?} has id {id}, but the backbone's config.json has vocab_size {vocab_size} \
          (ids 0 to {}); use the tokenizer that belongs to this backbone", path.display(), vocab_size - 1
     )]
     BeyondVocabulary {
-        /// The tokenizer.json.
         path: PathBuf,
         /// The token with the highest id.
         token: String,
-        /// That id.
         id: u32,
-        /// The backbone's vocabulary.
         vocab_size: usize,
     },
 }

@@ -16,17 +16,13 @@ pub enum FormatError {
     Io {
         /// `read` or `write`.
         action: &'static str,
-        /// Which format.
         what: &'static str,
-        /// The file.
         path: PathBuf,
-        /// The disk's words.
         source: io::Error,
     },
     /// Not of this format.
     #[error("{} {expected}", path.display())]
     Json {
-        /// The file.
         path: PathBuf,
         /// What it is not, and what was expected.
         expected: &'static str,
@@ -36,7 +32,6 @@ pub enum FormatError {
     /// `nodes` and `choices` of a tree disagree: the file was cut or edited.
     #[error("{} says \"nodes\": {written}, but lists {listed} choices; write the tree again with `medusa tree`", path.display())]
     NodeCount {
-        /// The file.
         path: PathBuf,
         /// What `nodes` says.
         written: usize,
@@ -46,33 +41,16 @@ pub enum FormatError {
     /// A calibration without a single target of some head.
     #[error("{}: head {head} has a total of 0 targets, so no accuracy; calibrate on more or longer rows", path.display())]
     NoTargets {
-        /// The file.
         path: PathBuf,
         /// 1-based.
         head: usize,
     },
     /// A time or a size that cannot be.
     #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// Which key.
-        what: &'static str,
-        /// What it says.
-        value: f64,
-    },
+    Damaged { path: PathBuf, what: &'static str, value: f64 },
     /// Latencies of other conditions than those asked for.
     #[error("{} was measured with {what} {measured}, not with {asked}; give another --latency FILE to measure that", path.display())]
-    OtherConditions {
-        /// The file.
-        path: PathBuf,
-        /// What differs.
-        what: &'static str,
-        /// What the file says.
-        measured: String,
-        /// What was asked for.
-        asked: String,
-    },
+    OtherConditions { path: PathBuf, what: &'static str, measured: String, asked: String },
 }
 
 /// Reads JSON; `what` and `expected` are the error's.

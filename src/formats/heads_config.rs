@@ -44,7 +44,6 @@ impl HeadsFolderConfig<'_> {
 /// Whatever config.json lies beside a file of heads. A key of another type is as good as absent.
 #[derive(Debug)]
 pub struct PublishedHeadsConfig {
-    /// The file.
     pub path: PathBuf,
     value: Value,
 }

@@ -11,17 +11,14 @@ use crate::files::{FileError, failed};
 /// The lines cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
-    /// The disk.
     #[error(transparent)]
     File(#[from] FileError),
     /// A line that is not ours.
     #[error("{}, line {line}: {source}", path.display())]
     Line {
-        /// The file.
         path: PathBuf,
         /// 1-based.
         line: usize,
-        /// Where and why.
         source: serde_json::Error,
     },
 }

@@ -17,7 +17,6 @@ const OF_A_DISTILLATION: &str =
 pub struct HubSnapshot {
     /// `owner/name`.
     pub id: String,
-    /// The commit's hash.
     pub commit: String,
 }
 
@@ -38,13 +37,10 @@ pub struct Provenance {
     pub program: String,
     /// Of the program.
     pub git_revision: String,
-    /// Its version.
     pub libtorch: String,
     /// As `--device` spells it.
     pub device: String,
-    /// CPU threads.
     pub threads: i32,
-    /// As it was typed.
     pub command: Vec<String>,
     /// In RFC 3339.
     pub started: String,
@@ -75,7 +71,6 @@ pub struct Provenance {
 pub struct HashedFile {
     /// Where it lay.
     pub path: PathBuf,
-    /// What it is.
     pub sha256: String,
 }
 

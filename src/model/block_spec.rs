@@ -39,13 +39,11 @@ pub struct BlockSpec {
     pub hidden_size: i64,
     /// Its norms, and the final one.
     pub norms: NormSpec,
-    /// Heads of attention.
     pub heads: HeadShape,
     /// Position embeddings of queries and keys.
     pub rotary: RotarySpec,
     /// How far back a token sees.
     pub windows: Windows,
-    /// The gated MLP.
     pub mlp: MlpSpec,
     /// Which linear layers have a bias.
     pub biases: Biases,
@@ -54,11 +52,9 @@ pub struct BlockSpec {
 /// The norms of a block.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct NormSpec {
-    /// What they compute.
     pub kind: NormKind,
     /// Added to the mean square.
     pub eps: f64,
-    /// Where they are.
     pub places: NormPlaces,
 }
 
@@ -107,10 +103,7 @@ pub enum RopeScaling {
     /// Not at all.
     Default,
     /// Every frequency is divided by the factor.
-    Linear {
-        /// The factor.
-        factor: f64,
-    },
+    Linear { factor: f64 },
     /// Llama 3.1: low frequencies are divided, high ones kept, a smooth ramp between.
     Llama3 {
         /// Low frequencies are divided by it.
@@ -152,7 +145,6 @@ pub enum Activation {
 pub struct Biases {
     /// Query, key and value projections.
     pub qkv: bool,
-    /// Output projection of attention.
     pub o: bool,
     /// Gate, up and down projections.
     pub mlp: bool,
@@ -174,11 +166,8 @@ pub struct LinearSpec {
 pub struct BlockLinears {
     /// Query, key and value projections.
     pub qkv: Vec<LinearSpec>,
-    /// Output projection of attention.
     pub o: LinearSpec,
-    /// Gate and up projections.
     pub gate_up: Vec<LinearSpec>,
-    /// Down projection.
     pub down: LinearSpec,
 }
 

@@ -16,32 +16,13 @@ use crate::model::block_spec::{
 pub enum ConfigError {
     /// No such file, or it cannot be read.
     #[error("cannot read {}: {source}; a backbone is a folder in Hugging Face layout with config.json", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    Read { path: PathBuf, source: std::io::Error },
     /// Not JSON, or a key of another type.
     #[error("{}: {source}", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
+    Json { path: PathBuf, source: serde_json::Error },
     /// A value that this program cannot work with.
     #[error("{}: `{key}`: expected {expected}, got {got}", path.display())]
-    Value {
-        /// The file.
-        path: PathBuf,
-        /// The key.
-        key: &'static str,
-        /// What would be accepted.
-        expected: String,
-        /// What stands there.
-        got: String,
-    },
+    Value { path: PathBuf, key: &'static str, expected: String, got: String },
 }
 
 /// The shape of a Llama-family backbone.

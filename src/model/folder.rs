@@ -18,7 +18,6 @@ pub enum FolderError {
     /// A file beside the weights.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The weights.
     #[error(transparent)]
     Weights(#[from] WeightsError),
 }

@@ -25,7 +25,6 @@ pub use dense::{DenseLayer, DenseWeights, MergedLayer};
 /// A backbone.
 #[derive(Debug)]
 pub struct Llama {
-    /// Its shape.
     pub config: LlamaConfig,
     pub(super) block: BlockSpec,
     /// `[V, H]`, of the file's dtype: rows are converted as they are looked up, so a mapped file is not copied.

@@ -18,13 +18,10 @@ use crate::torch::Generator;
 /// What makes a folder unusable as a backbone.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// Its shape.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Its weights.
     #[error(transparent)]
     Weights(#[from] WeightsError),
-    /// Its adapter.
     #[error(transparent)]
     Adapter(#[from] PeftError),
 }

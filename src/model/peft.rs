@@ -27,50 +27,25 @@ pub enum PeftError {
     File(#[from] FileError),
     /// `adapter_config.json` is not PEFT's.
     #[error("{}: {source}; expected a LoRA adapter as PEFT writes it", path.display())]
-    Json {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
+    Json { path: PathBuf, source: serde_json::Error },
     /// A kind of adapter that this program does not compute.
     #[error("{}: `{key}` is {got}; expected {expected}: only plain LoRA adapters can be used", path.display())]
-    Unsupported {
-        /// The file.
-        path: PathBuf,
-        /// The key.
-        key: &'static str,
-        /// What stands there.
-        got: String,
-        /// What would be accepted.
-        expected: &'static str,
-    },
+    Unsupported { path: PathBuf, key: &'static str, got: String, expected: &'static str },
     /// The adapter is not what the recipe says.
     #[error(
         "{}: its {what} is {got}, the recipe's is {expected}; set stage.medusa2.lora to what the adapter has, or start from another",
         path.display()
     )]
     OtherThanRecipe {
-        /// The file.
         path: PathBuf,
         /// `rank`, `alpha` or `target_modules`.
         what: &'static str,
-        /// The recipe's.
         expected: String,
-        /// The adapter's.
         got: String,
     },
     /// The adapter was made for another backbone.
     #[error("{}: {reason}; the adapter belongs to {base:?}, not to this backbone", path.display())]
-    OtherBase {
-        /// The file.
-        path: PathBuf,
-        /// What does not fit.
-        reason: String,
-        /// As its config says.
-        base: String,
-    },
-    /// The weights file.
+    OtherBase { path: PathBuf, reason: String, base: String },
     #[error(transparent)]
     Weights(#[from] WeightsError),
 }

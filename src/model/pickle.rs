@@ -25,22 +25,13 @@ pub enum PickleError {
     #[error(
         "unknown pickle instruction {opcode:#04x} at byte {at}; expected a file that torch.save wrote of tensors alone"
     )]
-    Opcode {
-        /// The instruction.
-        opcode: u8,
-        /// Where.
-        at: usize,
-    },
+    Opcode { opcode: u8, at: usize },
     /// The data end inside an instruction.
     #[error("its pickle ends in the middle, at byte {at}; the file is cut off: copy it again")]
-    CutOff {
-        /// Where.
-        at: usize,
-    },
+    CutOff { at: usize },
     /// An instruction that does not fit what is on the stack.
     #[error("damaged pickle at byte {at}: expected {expected}")]
     Malformed {
-        /// Where.
         at: usize,
         /// What the instruction needs.
         expected: &'static str,
@@ -76,7 +67,6 @@ pub struct TensorRef<'d> {
     pub storage: StorageRef<'d>,
     /// Elements before its first.
     pub offset: i64,
-    /// Its shape.
     pub shape: Vec<i64>,
     /// Elements from one index to the next, by axis.
     pub strides: Vec<i64>,
@@ -87,13 +77,10 @@ pub struct TensorRef<'d> {
 pub enum Value<'d> {
     /// `None`, and what nobody reads: floats, attributes.
     Nothing,
-    /// A truth value.
     Bool(bool),
-    /// A number.
     Int(i64),
     /// An integer beyond 64 bits, little-endian.
     Long(&'d [u8]),
-    /// A text.
     Text(&'d str),
     /// A function or class, by its place.
     Global(usize),
@@ -110,7 +97,6 @@ pub enum Value<'d> {
 /// What a pickle built.
 #[derive(Debug)]
 pub struct Pickled<'d> {
-    /// The object itself.
     pub value: Value<'d>,
     /// Bytes that it took.
     pub length: usize,

@@ -22,44 +22,16 @@ pub enum TorchFileError {
     /// It cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Its pickle.
     #[error("{}: {source}", path.display())]
-    Pickle {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: PickleError,
-    },
-    /// Its container.
+    Pickle { path: PathBuf, source: PickleError },
     #[error("{}: not a whole file of torch.save ({reason}); it is damaged or cut off: copy it again, or convert it to safetensors", path.display())]
-    Container {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        reason: String,
-    },
+    Container { path: PathBuf, reason: String },
     /// It holds something else.
     #[error("{}: expected a dictionary of names and tensors (a state_dict), got another object", path.display())]
-    NoStateDict {
-        /// The file.
-        path: PathBuf,
-    },
+    NoStateDict { path: PathBuf },
     /// A tensor that reaches beyond its data.
     #[error("{}: tensor {name:?} of shape {shape:?}, strides {strides:?} from element {offset} reaches beyond its {elements} elements; the file is damaged", path.display())]
-    OutOfBounds {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// As claimed.
-        shape: Vec<i64>,
-        /// As claimed.
-        strides: Vec<i64>,
-        /// As claimed.
-        offset: i64,
-        /// In the file.
-        elements: usize,
-    },
+    OutOfBounds { path: PathBuf, name: String, shape: Vec<i64>, strides: Vec<i64>, offset: i64, elements: usize },
 }
 
 /// A mapped file, and its tensors by name, all of them checked.

@@ -45,51 +45,20 @@ pub enum WeightsError {
     /// A file that cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A folder without weights.
     #[error("{} has neither model.safetensors nor model.safetensors.index.json, nor pytorch_model.bin or its index; weights in other formats must be converted to safetensors", folder.display())]
-    NoWeights {
-        /// The folder.
-        folder: PathBuf,
-    },
+    NoWeights { folder: PathBuf },
     /// The index is no JSON, or has no `weight_map`.
     #[error("{}: {source}", path.display())]
-    Index {
-        /// The index.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
+    Index { path: PathBuf, source: serde_json::Error },
     /// An index that names files elsewhere.
     #[error("{}: weight_map: expected names of files beside it, got {name:?}", index.display())]
-    ShardName {
-        /// The index.
-        index: PathBuf,
-        /// What it names.
-        name: String,
-    },
+    ShardName { index: PathBuf, name: String },
     /// A shard that the index names is not there.
     #[error("{} is missing, which {} names; {present} of {expected} shards are there: download the folder again", shard.display(), index.display())]
-    MissingShard {
-        /// The missing file.
-        shard: PathBuf,
-        /// The index.
-        index: PathBuf,
-        /// Shards found.
-        present: usize,
-        /// Shards named.
-        expected: usize,
-    },
+    MissingShard { shard: PathBuf, index: PathBuf, present: usize, expected: usize },
     /// The header or the size of a file is not safetensors.
     #[error("{}: not a whole safetensors file ({reason}); its {bytes} bytes are damaged or cut off: copy it again", path.display())]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// The header's fault.
-        reason: SafeTensorError,
-        /// Its size.
-        bytes: u64,
-    },
-    /// A file of `torch.save`.
+    Damaged { path: PathBuf, reason: SafeTensorError, bytes: u64 },
     #[error(transparent)]
     Torch(Box<TorchFileError>),
     /// A tensor that has to be there.
@@ -97,33 +66,14 @@ pub enum WeightsError {
     MissingTensor {
         /// Where it was looked for.
         path: PathBuf,
-        /// Its name.
         name: String,
     },
     /// A tensor of another shape.
     #[error("{}: tensor {name:?}: expected shape {expected:?}, got {got:?}; do config.json and the weights belong together?", path.display())]
-    Shape {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// From the config.
-        expected: Vec<i64>,
-        /// In the file.
-        got: Vec<i64>,
-    },
+    Shape { path: PathBuf, name: String, expected: Vec<i64>, got: Vec<i64> },
     /// A tensor of a dtype that it cannot have.
     #[error("{}: tensor {name:?}: expected {expected}, got {got}", path.display())]
-    Dtype {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-        /// What it can have.
-        expected: String,
-        /// In the file.
-        got: String,
-    },
+    Dtype { path: PathBuf, name: String, expected: String, got: String },
 }
 
 /// One or more files of weights, mapped, their headers validated.
@@ -145,11 +95,9 @@ struct MappedFile {
 /// A tensor as the header of its file describes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TensorHeader {
-    /// Its name.
     pub name: String,
     /// As safetensors calls it.
     pub dtype: String,
-    /// Its shape.
     pub shape: Vec<i64>,
     /// Bytes of its elements.
     #[serde(skip)]

@@ -1,24 +1,21 @@
 //! Opens libtorch's CUDA half at run time, so that one binary serves machines with and without it.
 //!
 //! The binary links libtorch_cpu only. libtorch_cuda registers its kernels from static initialisers, so opening it is
-//! enough; but libtorch keeps its first answer about CUDA for ever, so [`open`] has to run before anything else asks.
+//! enough. libtorch caches its first answer about CUDA, so [`open`] has to run before any other call that asks for it.
 #![expect(unsafe_code, reason = "opening a shared library runs its initialisers")]
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// What this process can compute on beside the CPU.
+/// State of libtorch's CUDA half in this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Accelerator {
     /// libtorch_cuda is open and sees this many devices.
-    Cuda {
-        /// How many.
-        devices: usize,
-    },
+    Cuda { devices: usize },
     /// libtorch_cuda is open, but there is no usable driver or device.
     NoDevice,
-    /// libtorch_cuda is not open; why.
+    /// libtorch_cuda is not open, for this reason.
     CpuOnly(String),
 }
 
@@ -32,7 +29,7 @@ impl fmt::Display for Accelerator {
     }
 }
 
-/// Opens libtorch_cuda if it lies beside libtorch_cpu. `MEDUSA_CUDA=off` skips it, `MEDUSA_CUDA=/path` names the file.
+/// Opens libtorch_cuda if it is in the folder of libtorch_cpu. `MEDUSA_CUDA=off` skips it, `MEDUSA_CUDA=/path` names another file.
 pub fn open() -> &'static Accelerator {
     static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
     ACCELERATOR.get_or_init(|| {
@@ -83,7 +80,7 @@ fn load(_: &Path) -> Result<(), String> {
     Err("CUDA is used on Linux only".into())
 }
 
-/// libloading's own text is "dlopen failed"; the loader's words are in `source()`.
+/// libloading's own message is only "dlopen failed"; the loader's message is in `source()`.
 #[cfg(target_os = "linux")]
 fn chain(error: &dyn std::error::Error) -> String {
     match error.source() {

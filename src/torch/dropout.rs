@@ -1,5 +1,5 @@
-//! Dropout (Srivastava et al. 2014) that is the same every time it is drawn from the same numbers: a layer that is computed again for
-//! its backward pass, or a run that is resumed, leaves out the same inputs.
+//! Dropout (Srivastava et al. 2014) with a mask that depends only on the seed and the stream: a layer recomputed for its backward pass, or a
+//! resumed run, drops the same inputs.
 
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -7,10 +7,10 @@ use tch::{Device, Tensor};
 
 use super::Generator;
 
-/// `x` with a part `p` of its numbers at 0 and the others times 1/(1 - p). `stream` tells apart what is drawn from one seed.
+/// Sets a fraction `p` of `x` to 0 and scales the rest by 1/(1 - p). Each `stream` of a seed has its own mask.
 ///
-/// On the CPU the mask is drawn here: libtorch draws a number at a time, which was a tenth of a training step of a small model. `p`
-/// is rounded to a multiple of 2⁻¹⁶ there.
+/// On the CPU the mask is drawn here, with `p` rounded to a multiple of 2⁻¹⁶: libtorch draws one number at a time, which took a tenth of a
+/// training step of a small model.
 pub fn dropout(x: &Tensor, p: f64, seed: u64, stream: u64) -> Tensor {
     if x.device() == Device::Cpu {
         return x * mask(x, p, seed, stream);

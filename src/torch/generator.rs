@@ -1,5 +1,5 @@
-//! Seeded random tensors. libtorch has one generator for the whole process: whoever draws holds it from the seed to the last number,
-//! so that no other thread draws in between.
+//! Seeded random tensors. libtorch has one generator per process, so a [`Generator`] locks it from seeding to the last draw: no other thread
+//! can draw in between.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 static HOLDER: Mutex<()> = Mutex::new(());
 
-/// libtorch's generator, seeded and held. A thread that holds one and asks for a second waits for ever.
+/// libtorch's generator, seeded and locked. A thread that holds one and asks for a second deadlocks.
 #[derive(Debug)]
 pub struct Generator {
     _held: MutexGuard<'static, ()>,
@@ -15,7 +15,7 @@ pub struct Generator {
 
 #[expect(clippy::disallowed_methods, reason = "the one place that draws")]
 impl Generator {
-    /// The generator, once no other thread draws from it.
+    /// Waits for other threads to finish drawing, then seeds the generator.
     pub fn seeded(seed: u64) -> Self {
         let held = HOLDER.lock().unwrap_or_else(PoisonError::into_inner);
         tch::manual_seed(seed.cast_signed());
@@ -47,7 +47,7 @@ impl Generator {
         Tensor::randperm(n, (Kind::Int64, Device::Cpu))
     }
 
-    /// `x` with a part `p` of its numbers at 0 and the others times 1/(1 - p).
+    /// Sets a fraction `p` of `x` to 0 and scales the rest by 1/(1 - p).
     pub(super) fn dropout(&mut self, x: &Tensor, p: f64) -> Tensor {
         x.dropout(p, true)
     }

@@ -10,7 +10,6 @@ use std::sync::Once;
 #[derive(Debug, thiserror::Error)]
 #[error("{}{work} failed: {reason}", if *.out_of_memory { "out of memory: " } else { "" })]
 pub struct TorchPanic {
-    /// What was being done.
     pub work: String,
     /// The first line of libtorch's message.
     pub reason: String,

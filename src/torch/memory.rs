@@ -1,23 +1,21 @@
-//! How much memory this process holds, and that it keeps what it will need again.
+//! Memory figures of the process and the machine, and settings of the allocators of the CPU and the GPU.
 #![expect(unsafe_code, reason = "mallopt and malloc_trim are C functions")]
 
 use tch::{Device, Kind, Tensor};
 
-/// Bytes of the process in memory now, and the most it ever held.
+/// Resident bytes of the process, now and at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessMemory {
-    /// Resident now.
     pub resident_bytes: u64,
-    /// The most that was ever resident.
     pub peak_bytes: u64,
 }
 
-/// Freed blocks below this stay in the process: glibc's largest threshold.
+/// Freed blocks of up to this many bytes stay in the process: glibc's largest threshold.
 pub const KEPT_BLOCK: u64 = 32 << 20;
 
-/// Keeps freed blocks of up to [`KEPT_BLOCK`] in the process. Tensors of a step are freed and asked for again
-/// at the next; by default glibc gives such blocks back to the system, which clears them page by page when they return: a quarter
-/// of a training step on a small model. To be called when all is loaded: what loading freed is given back first.
+/// Keeps freed blocks of up to [`KEPT_BLOCK`] in the process, for the next step to reuse. By default glibc returns them to the system,
+/// which clears every page when they are allocated again: a quarter of a training step on a small model. Call it after loading: it first
+/// returns what loading freed.
 pub fn keep_freed_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: both take integers, lock the allocator, and touch nothing else.
@@ -28,8 +26,9 @@ pub fn keep_freed_blocks() {
     }
 }
 
-/// Gives what libtorch keeps of a GPU's memory for later back to the device. Layers that were merged leave pieces that fit nothing; and
-/// tch has no word for this: an allocation that no GPU can serve makes libtorch's allocator free all it keeps before it gives up.
+/// Returns the unused memory in libtorch's caching allocator to the GPU, as `torch.cuda.empty_cache()` does: merging layers leaves blocks that
+/// no later allocation fits into. Neither tch nor torch-sys 0.24 exposes that function (it is a virtual C++ method of libc10_cuda), so this
+/// asks for 32 TiB: before the allocator reports that it is out of memory, it frees every cached block. The error is expected and dropped.
 pub fn release_cached(device: Device) {
     const MORE_THAN_ANY_GPU: i64 = 1 << 45;
     if device.is_cuda() {
@@ -37,7 +36,7 @@ pub fn release_cached(device: Device) {
     }
 }
 
-/// Reads the kernel's own figures; `None` where there is no `/proc`.
+/// Memory of this process, from the kernel; `None` where there is no `/proc`.
 pub fn process() -> Option<ProcessMemory> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     Some(ProcessMemory { resident_bytes: field(&status, "VmRSS:")?, peak_bytes: field(&status, "VmHWM:")? })

@@ -1,5 +1,5 @@
-//! The only room that knows which libtorch and which device: opening CUDA at run time, dtypes, the seed,
-//! panics of libtorch turned into errors, memory figures, raw bytes of tensors.
+//! libtorch itself: opening CUDA at run time, devices, dtypes, seeded random numbers, libtorch's panics as errors, memory figures, raw bytes of
+//! tensors, optimizers. No other module depends on which libtorch or device this is.
 
 use std::str::FromStr;
 
@@ -20,11 +20,11 @@ pub use accelerator::Accelerator;
 pub use generator::Generator;
 pub use guard::{TorchPanic, guard};
 
-/// The libtorch that this program is built for.
+/// Version of libtorch that the program is built for.
 pub const LIBTORCH_VERSION: &str = "2.11.0";
 
 impl Dtype {
-    /// libtorch's name of it.
+    /// The same dtype in libtorch.
     pub fn kind(self) -> Kind {
         match self {
             Dtype::Float32 => Kind::Float,
@@ -33,7 +33,7 @@ impl Dtype {
         }
     }
 
-    /// Of tensors that are computed with; float64 is none of a backbone's.
+    /// The dtype of a tensor that a backbone computes with: float32 for any but the 16-bit ones.
     pub fn of(kind: Kind) -> Self {
         match kind {
             Kind::BFloat16 => Dtype::BFloat16,
@@ -43,13 +43,12 @@ impl Dtype {
     }
 }
 
-/// `--device` as it was typed.
+/// The value of `--device`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// CUDA where there is a usable one, else the CPU.
+    /// The first CUDA device if one is usable, else the CPU.
     #[default]
     Auto,
-    /// The CPU.
     Cpu,
     /// A CUDA device by index.
     Cuda(usize),
@@ -73,7 +72,7 @@ fn bad_device(text: &str) -> String {
     format!("expected auto, cpu, cuda or cuda:N, got {text:?}")
 }
 
-/// A device was asked for that this process cannot use.
+/// The requested device is not usable.
 #[derive(Debug, thiserror::Error)]
 #[error("cuda:{index} cannot be used: {reason}; run `medusa doctor`, or use --device cpu")]
 pub struct DeviceUnavailable {
@@ -82,10 +81,10 @@ pub struct DeviceUnavailable {
 }
 
 impl DeviceChoice {
-    /// The device, if this process can use it.
+    /// Picks the device.
     ///
     /// # Errors
-    /// [`DeviceUnavailable`] names what is missing.
+    /// [`DeviceUnavailable`] names what is missing for the requested device.
     pub fn resolve(self) -> Result<Device, DeviceUnavailable> {
         let index = match (self, accelerator::open()) {
             (DeviceChoice::Cpu, _) => return Ok(Device::Cpu),

@@ -38,7 +38,6 @@ impl fmt::Display for Quantization {
 pub enum Quantizer {
     /// 4 bits, with absmax of 8.
     Nf4(nf4::Tables),
-    /// 8 bits.
     Int8,
 }
 

@@ -59,7 +59,6 @@ impl Tables {
 pub enum AbsmaxBits {
     /// 8, blockwise, of its difference to the mean: bitsandbytes' `compress_statistics`.
     Eight,
-    /// 32.
     ThirtyTwo,
 }
 

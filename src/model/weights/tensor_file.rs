@@ -15,11 +15,8 @@ use tch::{Kind, Tensor};
 /// A tensor that will be written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Planned {
-    /// Its name.
     pub name: String,
-    /// Its shape.
     pub shape: Vec<i64>,
-    /// Its dtype.
     pub kind: Kind,
 }
 

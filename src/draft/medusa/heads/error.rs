@@ -9,74 +9,44 @@ use crate::model::weights::WeightsError;
 /// What makes heads unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum HeadsError {
-    /// The file's tensors.
     #[error(transparent)]
     Weights(#[from] WeightsError),
     /// A file that cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A folder without heads.
     #[error(
         "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, or \
          model.safetensors with heads in it", folder.display()
     )]
-    NoFile {
-        /// The folder.
-        folder: PathBuf,
-    },
+    NoFile { folder: PathBuf },
     /// `config.json` beside the heads.
     #[error(transparent)]
     Config(#[from] FormatError),
     /// Heads that compute what this program does not.
     #[error("{}: {key} is {got}; expected {expected}", path.display())]
-    Unsupported {
-        /// The file.
-        path: PathBuf,
-        /// What says so.
-        key: String,
-        /// What stands there.
-        got: String,
-        /// What would be accepted.
-        expected: &'static str,
-    },
+    Unsupported { path: PathBuf, key: String, got: String, expected: &'static str },
     /// vLLM's file of heads that share an lm_head, which is another backbone's.
     #[error("{}: tensor {name:?} is not the backbone's lm_head; were these heads trained for this backbone?", path.display())]
-    OtherLmHead {
-        /// The file.
-        path: PathBuf,
-        /// The tensor.
-        name: String,
-    },
+    OtherLmHead { path: PathBuf, name: String },
     /// vLLM's lm_head of all heads, of no shape that one has.
     #[error("{}: tensor {name:?}: expected [vocabulary, {hidden}], got {got:?}; the file is damaged: export the heads again", path.display())]
     LmHeadShape {
-        /// The file.
         path: PathBuf,
-        /// The tensor.
         name: String,
         /// H of the heads.
         hidden: i64,
-        /// In the file.
         got: Vec<i64>,
     },
     /// A tensor whose name is not of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM or ModelOpt", path.display())]
-    Layout {
-        /// The file.
-        path: PathBuf,
-        /// The name.
-        name: String,
-    },
+    Layout { path: PathBuf, name: String },
     /// Heads of another shape than they are used for.
     #[error("{}: {what}: expected {expected}, got {got}; were these heads trained for this backbone?", path.display())]
     Mismatch {
-        /// The file.
         path: PathBuf,
-        /// What differs.
         what: &'static str,
         /// What the backbone or recipe has.
         expected: i64,
-        /// What the file has.
         got: i64,
     },
 }
@@ -87,8 +57,6 @@ pub enum HeadsError {
 pub struct HeadsMismatch {
     /// `hidden size` or `vocabulary`.
     pub what: &'static str,
-    /// The heads'.
     pub heads: i64,
-    /// The backbone's.
     pub backbone: i64,
 }
