@@ -1,7 +1,7 @@
-//! A recipe: one TOML file is one run. The only reader of TOML, and the only place that sees all owners' configs.
+//! Recipes: one TOML file describes one run. The only module that reads TOML and sees every config.
 //!
-//! Every mistake that can be found before the first expensive second is found in [`LoadedRecipe`]; later code trusts it.
-//! Relative paths in a recipe are relative to the working directory, as the command line's are.
+//! [`LoadedRecipe`] finds every mistake that can be found before expensive work; later code relies on it.
+//! Relative paths in a recipe are relative to the working directory.
 
 use std::path::{Path, PathBuf};
 
@@ -34,7 +34,7 @@ pub use located::RecipeSpan;
 pub use optimizer::OptimizerConfig;
 pub use stage::{Medusa1Config, Medusa2Config, Stage};
 
-/// What a recipe file says, with every default filled in.
+/// A recipe, with every default filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
@@ -232,8 +232,7 @@ impl Recipe {
         if rows.checked_mul(passes).is_some() {
             return Ok(());
         }
-        let expected =
-            format!("less: times train.gradient_accumulation_steps = {passes} that is more than can be counted");
+        let expected = format!("less: the product with train.gradient_accumulation_steps = {passes} overflows");
         Err(clash(text, "train.micro_batch_size", rows, expected))
     }
 
@@ -245,14 +244,15 @@ impl Recipe {
                 needs("optimizer.medusa_lr_multiplier", "[stage.medusa2]: in Medusa-1 only heads are trained")
             }
             Stage::Medusa1(_) if self.train.recompute => {
-                needs("train.recompute", "[stage.medusa2]: in Medusa-1 nothing of the backbone is kept")
+                needs("train.recompute", "[stage.medusa2]: Medusa-1 stores no activations of the backbone")
             }
-            Stage::Medusa2(_) if self.train.hidden_state_cache.is_some() => {
-                needs("train.hidden_state_cache", "[stage.medusa1]: a backbone in training has no states to keep")
-            }
+            Stage::Medusa2(_) if self.train.hidden_state_cache.is_some() => needs(
+                "train.hidden_state_cache",
+                "[stage.medusa1]: the hidden states of a backbone in training change at every step",
+            ),
             Stage::Medusa2(config) if config.lora.is_none() && self.backbone.quantization.is_some() => needs(
                 "backbone.quantization",
-                "[stage.medusa2.lora]: quantised weights cannot be trained, adapters on them can",
+                "[stage.medusa2.lora]: quantised weights cannot be trained, only adapters on them",
             ),
             Stage::Medusa2(_) if self.backbone.quantization.is_some() && !self.train.recompute => needs(
                 "backbone.quantization",
@@ -272,11 +272,11 @@ impl Recipe {
             return Err(empty("data.train", "at least one file or glob"));
         }
         if text.key("data.validation").is_some() && self.data.validation.is_empty() {
-            return Err(empty("data.validation", "at least one file or glob, or no such key"));
+            return Err(empty("data.validation", "at least one file or glob; or remove the key"));
         }
         match (self.data.validation_fraction, self.train.eval_every) {
             (Some(fraction), _) if fraction.get() == 0.0 => {
-                Err(clash(text, "data.validation_fraction", 0, "a number above 0, or no such key".into()))
+                Err(clash(text, "data.validation_fraction", 0, "a number above 0; or remove the key".into()))
             }
             (None, Some(_)) if self.data.validation.is_empty() => {
                 let (key, what) = ("train.eval_every", "rows: data.validation or data.validation_fraction");
@@ -334,7 +334,7 @@ impl Recipe {
         let of_heads = |path: &PathBuf| import::locate(path).unwrap_or_else(|_| path.join(HEADS_FILE));
         let of_adapter = |path: &PathBuf| path.join(ADAPTER_FILE);
         let heads_hint =
-            "give heads.safetensors or a folder with it, such as a run's final/; heads in other layouts are read, too";
+            "give heads.safetensors or a folder with it, such as a run's final/ (other layouts are also read)";
         let adapter_hint = "give a folder with a PEFT adapter, such as a run's final/";
         let starts = [
             ("heads.init_from", self.heads.init_from.as_ref().map(of_heads), heads_hint),
@@ -364,7 +364,7 @@ fn exclusive(text: &LocatedToml<'_>, first: &'static str, second: &'static str) 
     }
 }
 
-/// serde's words in those of a recipe's reader.
+/// Rewords serde's messages for recipes.
 fn plain(key: Option<String>, reason: &str) -> Mistake {
     const WORDS: [(&str, &str); 7] = [
         ("unknown field", "unknown key"),
@@ -379,7 +379,7 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
     Mistake::Value { key, reason }
 }
 
-/// Exactly one stage; serde's own words for this are about enums.
+/// Checks that there is exactly one stage: serde's message would be about enums.
 fn check_stages(text: &LocatedToml<'_>) -> Result<(), RecipeError> {
     let stages = text.keys("stage");
     match stages.as_slice() {

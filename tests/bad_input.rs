@@ -161,7 +161,7 @@ fn rows_that_do_not_fit() {
             ),
             (
                 |small| add_row(small, r#"{"input_ids": [1, 2, 3], "labels": [1, 2]}"#),
-                &["rows.jsonl, line 13: labels: expected 3 values", "got 2; --skip-bad-rows leaves out"],
+                &["rows.jsonl, line 13: labels: expected 3 values", "got 2; --skip-bad-rows skips"],
             ),
             (|small| small.write("rows.jsonl", ""), &["no row to use in rows.jsonl"]),
             (|small| small.write("validation.jsonl", "[]\n"), &["no row to use in validation.jsonl"]),

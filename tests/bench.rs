@@ -121,7 +121,7 @@ fn the_table_has_a_row_a_category_or_a_value_and_csv_quotes_what_it_must() {
     };
     let plain = table(&["--csv", "p.csv"]);
     assert_eq!(starts(&plain)[..4], ["category", "sums, \"hard\"", "x", "all"], "{plain}");
-    assert!(plain.ends_with("a tree of 3 nodes; medians of 3 repeats, from-to: their speedups\n"), "{plain}");
+    assert!(plain.ends_with("a tree of 3 nodes; median of 3 repeats; range: slowest to fastest\n"), "{plain}");
     let categories: Vec<String> = csv(&world, "p.csv").iter().map(|row| row["category"].clone()).collect();
     assert_eq!(categories, ["sums, \"hard\"", "x", "all"]);
     let swept = table(&["--sweep", "nodes=2,4", "--calibration", "c.json", "--repeats", "1"]);
@@ -173,7 +173,7 @@ fn a_forced_rate_is_a_timing_and_says_so() {
     assert_eq!(csv(&world, "f.csv")[0]["forced_acceptance_rate"].as_str(), "2.0");
     let output = world.medusa(&[&BENCH[..], &["--force-acceptance-rate", "1.5"]].concat()).output().expect("it runs");
     let table = String::from_utf8(output.stdout).expect("UTF-8");
-    assert!(table.ends_with("forced to 1.5 tokens a step: a timing, not what these heads reach\n"), "{table}");
+    assert!(table.ends_with("forced to 1.5 tokens per step: the speed is not that of these heads\n"), "{table}");
     let refused = |more: &[&str]| world.complaint(&[&BENCH[..], &["--force-acceptance-rate"], more].concat(), 2);
     assert!(refused(&["5"]).contains("expected 1 to 4"));
     assert!(refused(&["0.5"]).contains("expected 1 to 4") && refused(&["-1"]).contains("--force-acceptance-rate"));

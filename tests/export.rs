@@ -254,7 +254,7 @@ fn inspect_says_whose_layout_a_folder_has() {
         assert_eq!(said.map(|key| found[key].clone()), expected, "{format}");
     }
     let text = small.medusa(&["inspect", "vllm"]).succeeded().stdout;
-    assert!(text.contains("vLLM's draft model") && text.contains("3 heads of 2 ResBlock(s)"), "{text}");
+    assert!(text.contains("vLLM's draft model") && text.contains("3 heads of 2 ResBlocks"), "{text}");
 }
 
 #[test]
@@ -337,13 +337,13 @@ fn a_calibration_goes_with_the_exported_heads() {
     small.medusa(&["tree"].into_iter().chain(tree.split(' ')).collect::<Vec<_>>()).succeeded();
     small.medusa(&["inspect", "out/calibration.json"]).succeeded();
     let first = trained["heads_sha256"].as_str().expect("a hash");
-    assert!(small.read("out/README.md").contains(&format!("with the heads whose file has SHA-256 {first}")));
+    assert!(small.read("out/README.md").contains(&format!("for the heads with SHA-256 {first}")));
     // Exported once more, it still says whose numbers they are.
     export(&small, "out", "heads", "again", &[]).succeeded();
     let again = json_of(&small, "again/calibration.json");
     assert_eq!(again["heads_sha256"], sha256("again/medusa_lm_head.safetensors"));
     assert_eq!(again["exported_from"], exported["exported_from"]);
-    assert!(small.read("again/README.md").contains(&format!("with the heads whose file has SHA-256 {first}")));
+    assert!(small.read("again/README.md").contains(&format!("for the heads with SHA-256 {first}")));
 }
 
 #[test]
@@ -387,7 +387,7 @@ fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
     small.write("sweep.json", [line(4, 1.5), line(16, 1.75), line(64, 0.9)].concat());
     export(&small, "run/final", "heads", "out", &["--bench", "sweep.json"]).succeeded();
     let card = small.read("out/README.md");
-    for part in ["speedup: 1.75", "as they were trained; the fastest of 3 results of a sweep, with nodes = 16.\n"] {
+    for part in ["speedup: 1.75", "before export; the fastest of 3 results of a sweep, with nodes = 16.\n"] {
         assert!(card.contains(part), "{part:?} is not in:\n{card}");
     }
     small.write("none.json", "");
@@ -477,10 +477,10 @@ fn what_cannot_be_exported_leaves_nothing() {
         ),
         ("empty", "heads", &[], 1, &["empty holds no heads; expected heads.safetensors", "medusa_lm_head.pt"]),
         ("h", "peft", &[], 2, &["--format peft", "h has no adapter_config.json"]),
-        ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks a head", "one ResBlock only"]),
+        ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks per head", "only with one ResBlock"]),
         ("alone", "merged", &[], 2, &["--format merged needs the backbone", "give --backbone FOLDER"]),
         ("alone", "vllm", &[], 2, &["--format vllm needs the backbone (its lm_head", "give --backbone FOLDER"]),
-        ("h", "vllm", &["--pickle"], 2, &["--pickle goes with --format heads and tensorrt-llm"]),
+        ("h", "vllm", &["--pickle"], 2, &["--pickle needs --format heads or tensorrt-llm"]),
         ("h", "merged", &["--backbone", "nowhere"], 1, &["nowhere"]),
         ("backbone", "heads", &[], 1, &["backbone/model.safetensors: tensor", "does not belong to Medusa heads"]),
         ("rows.jsonl", "heads", &[], 1, &["rows.jsonl: not a whole safetensors file"]),
@@ -500,7 +500,7 @@ fn what_cannot_be_exported_leaves_nothing() {
     )
     .expect("heads");
     export(&small, "h", "heads", "out", &["--dtype", "float16"])
-        .failed(1, &["head 1 in float16 computes numbers that are not finite"]);
+        .failed(1, &["head 1 in float16 produces NaN or infinity"]);
     write_heads(&small, "h", HeadsShape { hidden_size: 16, ..shape(3, 1, V) }, Kind::Float);
     export(&small, "h", "tgi", "out", &[]).failed(1, &["h/heads.safetensors: hidden size: expected 32, got 16"]);
     assert_eq!(small.names("."), before);
@@ -534,12 +534,12 @@ fn numbers_that_are_none_are_refused_also_where_they_are_only_copied() {
     small.train(&[]).succeeded();
     write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
     spoil(&small, "run/final/adapter_model.safetensors", "lora_B", f64::NAN);
-    let facts = ["the backbone, with what was trained of it, in float32 computes numbers that are not finite"];
+    let facts = ["the backbone, with what was trained of it, in float32 produces NaN or infinity"];
     export(&small, "run/final", "peft", "out", &[]).failed(1, &facts);
     export(&small, "run/final", "merged", "out", &[]).failed(1, &facts);
     spoil(&small, "backbone/model.safetensors", "lm_head", 70_000.0);
     export(&small, "s", "vllm", "out", &["--dtype", "float16"])
-        .failed(1, &["the backbone's lm_head in float16 computes numbers that are not finite"]);
+        .failed(1, &["the backbone's lm_head in float16 produces NaN or infinity"]);
     export(&small, "s", "vllm", "out", &["--dtype", "bfloat16"]).succeeded();
 }
 

@@ -252,7 +252,11 @@ fn a_broken_download_goes_on_where_it_stopped_also_in_another_process() {
         world.server.fail(shard, Trouble::Break(300_000), 1);
     }
     world.server.fail("/cdn/", Trouble::Break(0), 100);
-    world.refused("org/tiny", &[], &["model-0000", "broke at 300000 of", "run it again to go on from there"]);
+    world.refused(
+        "org/tiny",
+        &[],
+        &["model-0000", "stopped at 300000 of", "run the command again to continue from there"],
+    );
     assert!(names(&world.repo_folder().join("blobs")).contains(&format!("{hash}.incomplete")));
     world.server.forget();
     world.generate("org/tiny", &[]).succeeded();
@@ -280,7 +284,7 @@ fn a_damaged_download_is_thrown_away_with_words() {
         let world = World::with_tiny();
         world.server.fail(path, Trouble::Corrupt, 100);
         let ended = world.generate("org/tiny", &[]);
-        ended.failed(1, &["is damaged: expected", hash, "it was thrown away, run it again"]);
+        ended.failed(1, &["is damaged: expected", hash, "it was deleted, run the command again"]);
         let expected = ended.stderr.split(hash).nth(1).and_then(|rest| rest.split([' ', ',']).nth(1)).expect("a hash");
         assert!(!names(&world.repo_folder().join("blobs")).iter().any(|name| name.starts_with(expected)));
         world.server.forget();
@@ -298,19 +302,19 @@ fn every_refusal_says_what_to_do() {
         &["no model org/nothing", "check the spelling", "needs HF_TOKEN (no token was sent)"],
     );
     world.refused("org/nothing", &[("HF_TOKEN", TOKEN)], &["no model org/nothing", "the token from HF_TOKEN"]);
-    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit"]);
-    world.refused("org/tiny", &wrong, &["does not know the token from HF_TOKEN", "/settings/tokens"]);
+    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit hash"]);
+    world.refused("org/tiny", &wrong, &["rejected the token from HF_TOKEN", "/settings/tokens"]);
     world.write("token", b"hf_SomeOther\n");
-    world.refused("org/tiny", &[], &["does not know the token from", &world.path("token").display().to_string()]);
+    world.refused("org/tiny", &[], &["rejected the token from", &world.path("token").display().to_string()]);
     fs::remove_file(world.path("token")).expect("the token's file");
     world.write("elsewhere/token", b"hf_SomeOther\n");
     let home = world.home.path().display().to_string();
     let path = world.path("elsewhere/token").display().to_string();
     let environment = [("HOME", home.as_str()), ("HF_TOKEN_PATH", "~/elsewhere/token")];
-    world.refused("org/tiny", &environment, &["does not know the token from", &path]);
+    world.refused("org/tiny", &environment, &["rejected the token from", &path]);
     world.server.state().repos.get_mut("models/org/tiny").expect("a repository").gated = true;
     let page = format!("{}/org/tiny", world.server.endpoint());
-    world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: ask for it at", &page, "the token from HF_TOKEN"]);
+    world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: request it at", &page, "the token from HF_TOKEN"]);
     world.refused("org/tiny", &[], &["restricted", "no token was sent"]);
     world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("model.gguf", b"x".to_vec())]);
     world.refused("org/pickled", &[], &["weights in model.gguf only", "safetensors"]);
@@ -365,7 +369,7 @@ fn a_name_that_leaves_its_folder_is_refused_and_nothing_is_written() {
     for name in ["../../../evil.json", "/evil.json", "a//evil.json", "a\\..\\evil.json", "tokenizer.json\0"] {
         let world = World::new();
         world.server.add("models/org/tiny", &[("config.json", b"{}".to_vec()), (name, b"{}".to_vec())]);
-        world.refused("org/tiny", &[], &["which would leave its folder; nothing was written"]);
+        world.refused("org/tiny", &[], &["a path outside its folder; nothing was written"]);
         assert!(names(world.home.path()).is_empty(), "{name}: {:?}", names(world.home.path()));
     }
 }
@@ -388,7 +392,7 @@ fn a_push_sends_what_changed_in_one_commit() {
         world.write(&format!("run/{name}"), b"stays here");
     }
     let ended = world.push(&["--private", "--message", "First"]).succeeded();
-    assert!(ended.stderr.contains("left out: .hidden, half.partial, a.log"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("skipped: .hidden, half.partial, a.log"), "{}", ended.stderr);
     {
         let state = world.server.state();
         let repo = &state.repos["models/org/heads"];
@@ -412,7 +416,7 @@ fn a_push_sends_what_changed_in_one_commit() {
     world.write("run/config.json", b"[]"); // of the same size
     world.write("run/backbone/model.safetensors", b"large weights");
     world.server.fail("/commit/", Trouble::Status(400, None), 1);
-    let facts = ["refused committing to org/heads with status 400", "so nothing was committed; run it again"];
+    let facts = ["refused committing to org/heads with status 400", "so nothing was committed; push again"];
     world.push(&["--json"]).failed(1, &facts);
     let sent: Value = serde_json::from_str(&world.push(&["--json"]).succeeded().stdout).expect("JSON");
     assert_eq!(sent["files"], serde_json::json!(["backbone/model.safetensors", "config.json"]));
@@ -430,16 +434,16 @@ fn a_push_that_cannot_be_is_refused() {
     fs::create_dir(world.path("run")).expect("a folder");
     push(&["run", "--repo", "org/heads"], &user).failed(1, &["run has no file to push"]);
     world.write("run/.hidden", b"x");
-    push(&["run", "--repo", "org/heads"], &user).failed(1, &["run has no file to push; left out: .hidden"]);
+    push(&["run", "--repo", "org/heads"], &user).failed(1, &["run has no file to push; skipped: .hidden"]);
     world.write("run/config.json", b"{}");
     assert_eq!(push(&["run", "--repo", "heads"], &user).status, Some(2));
-    push(&["run", "--repo", "org/heads"], &[]).failed(1, &["needs a token that may write", "HF_TOKEN"]);
-    push(&["run", "--repo", "org/heads"], &[("HF_TOKEN", "hf_SomeOther")]).failed(1, &["does not know the token"]);
+    push(&["run", "--repo", "org/heads"], &[]).failed(1, &["needs a token with write access", "HF_TOKEN"]);
+    push(&["run", "--repo", "org/heads"], &[("HF_TOKEN", "hf_SomeOther")]).failed(1, &["rejected the token"]);
     push(&["run", "--repo", "others/heads"], &user)
-        .failed(1, &["does not allow making others/heads", "take a token that may"]);
+        .failed(1, &["does not allow making others/heads", "use a token with that permission"]);
     push(&["run", "--repo", "org/heads"], &[user[0], ("HF_HUB_OFFLINE", "1")]).failed(1, &["HF_HUB_OFFLINE"]);
     world.push(&[]).succeeded();
-    push(&["run", "--repo", "org/heads", "--private"], &user).failed(1, &["org/heads is there and public"]);
+    push(&["run", "--repo", "org/heads", "--private"], &user).failed(1, &["org/heads already exists and is public"]);
     world.write("run/config.json", b"[]");
     world.push(&["--revision", "trial"]).succeeded();
     let state = world.server.state();
@@ -472,16 +476,16 @@ fn a_push_whose_answer_is_lost_says_what_the_branch_says() {
     world.write("run/config.json", b"[1]");
     world.server.forget();
     world.server.fail("/commit/", Trouble::Status(504, Some(0)), 5);
-    world.push(&[]).failed(1, &["answered 504", "not committed so far", "look at the branch before you push again"]);
-    world.server.fail("/commit/", Trouble::Gone, 1);
     world
         .push(&[])
-        .failed(1, &["answered 503 to committing", "so whether the commit was made is not known; run it again"]);
+        .failed(1, &["answered 504", "the commit may still arrive", "check the branch before pushing again"]);
+    world.server.fail("/commit/", Trouble::Gone, 1);
+    world.push(&[]).failed(1, &["answered 503 to committing", "so the commit may or may not exist; push again"]);
     world.server.forget();
     world.server.fail("/commit/", Trouble::Raced, 1);
     let raced = world.push(&[]);
     let commit = world.server.state().repos["models/org/heads"].commit_of("main");
-    raced.failed(1, &["no longer as it was when the push began", &format!("went on to {commit}, which does not hold")]);
+    raced.failed(1, &["changed during the push", &format!("moved on to {commit}, which does not contain")]);
     world.push(&[]).succeeded();
     assert_eq!(world.server.state().repos["models/org/heads"].head("main")["config.json"].bytes, b"[1]");
 }
@@ -515,7 +519,7 @@ fn errors_name_the_host_that_failed() {
     world.refused("org/tiny", &[], &[&format!("{store} answered 503 to downloading model-0000")]);
     world.server.forget();
     world.server.fail("/api/models/", Trouble::Elsewhere, 1);
-    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit"]); // a mirror's own words
+    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit hash"]); // a mirror's own words
 }
 
 #[test]

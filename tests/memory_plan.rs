@@ -136,7 +136,7 @@ fn check_needs_no_weights_and_says_so() {
     let size = Size { hidden: 64, layers: 2, vocab: 500, length: 64, stage: ADAPTERS, optimizer: "adamw" };
     let plan = |weights| size.workplace(weights).train(&["--check"]).succeeded().stdout;
     let (without, with) = (plan(false), plan(true));
-    let line = "weights      none in the folder, only config.json was checked\n";
+    let line = "weights      not in the folder; only config.json was checked\n";
     assert!(without.contains(line), "{without}");
     assert_eq!(without.replace(line, ""), with);
     let refused = size.workplace(false).train(&[]);

@@ -278,7 +278,7 @@ fn heads_are_trained_on_a_quantised_backbone() {
         assert!(small.read("run/recipe.toml").contains(&format!("quantization = {quantization:?}")));
         assert!(small.bytes("run/final/heads.safetensors") != plain.bytes("run/final/heads.safetensors"));
         let resumed = small.train(&["--resume"]).succeeded();
-        assert!(resumed.stderr.contains("finished before"), "{}", resumed.stderr);
+        assert!(resumed.stderr.contains("already finished"), "{}", resumed.stderr);
         let config: serde_json::Value = serde_json::from_str(&small.read("run/final/config.json")).expect("JSON");
         assert_eq!((&config["quantization"], &config["backbone_dtype"]), (&quantization.into(), &"float32".into()));
         let said = format!("these heads were trained on a backbone quantised to {quantization}");

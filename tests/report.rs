@@ -32,8 +32,7 @@ max_steps = 30
 "#;
 
 /// Headings of a page whose folder has everything.
-const SECTIONS: [&str; 4] =
-    ["Calibrated accuracy", "<h3>Tree</h3>", "Speed of decoding", "time by the tree&#x27;s size"];
+const SECTIONS: [&str; 4] = ["Calibrated accuracy", "<h3>Tree</h3>", "Speed of decoding", "Step time by tree size"];
 
 /// A working directory with runs made by hand.
 struct Runs {
@@ -184,13 +183,13 @@ fn a_full_run_has_every_section() {
         "backbone models/llama",
         "steps 30",
         "state finished",
-        "acceleration rate 2.25 tokens a step",
-        "speedup 1.50 × of plain decoding",
+        "acceleration rate 2.25 tokens per step",
+        "speedup 1.50 × over plain decoding",
         "head 1, top-1 62.0 % calibrated",
         "peak memory 3.0 MiB",
-        "time in steps 1 min 0 s",
+        "training time 1 min 0 s",
         "head 2 41.0 % 10.0 % 51.0 % 100",
-        "1.75 tokens a step expected",
+        "1.75 expected tokens per step",
         "maths 1.25 2.25 1.50 100",
         "identical to plain decoding’s",
         "learning_rate = 0.001",
@@ -198,7 +197,7 @@ fn a_full_run_has_every_section() {
         "started 2026-01-02 03:04:05 UTC",
         "data/train.jsonl 5eed",
         "Total loss",
-        "Loss of the LM head",
+        "LM loss",
         "Learning rate",
         "λ0",
         "Gradient norm",
@@ -207,7 +206,7 @@ fn a_full_run_has_every_section() {
     ] {
         assert!(text.contains(fact), "{fact}\n{text}");
     }
-    assert!(!text.contains("Not in the folder yet") && !page.contains("NaN"), "{text}");
+    assert!(!text.contains("Not measured yet") && !page.contains("NaN"), "{text}");
 }
 
 #[test]
@@ -274,7 +273,7 @@ fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
     let (page, _) = runs.page(&["x/a", "y/a", "--out", "both.html"]);
     let text = text_of(&page);
     assert!(
-        text.contains("acceleration rate tokens a step 2.25 –") && text.contains("stage Medusa-2 Medusa-2"),
+        text.contains("acceleration rate tokens per step 2.25 –") && text.contains("stage Medusa-2 Medusa-2"),
         "{text}"
     );
     assert!(text.contains("key x/a y/a optimizer.learning_rate 0.001 0.002 optimizer.eps – 1e-7 Loss"), "{text}");
@@ -285,7 +284,7 @@ fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
     assert!(page.contains("Loss of head 1") && page.contains("Head 2, top-1"), "a plot a head");
     assert!(!page.contains("Loss of head 2"), "but none without a value");
     let (page, _) = runs.page(&["x/a", "x/a", "--out", "both.html"]);
-    assert!(text_of(&page).contains("The recipes are the same."));
+    assert!(text_of(&page).contains("The recipes are identical."));
 }
 
 #[test]
@@ -332,14 +331,14 @@ fn speeds_name_the_drafter_that_they_were_measured_with() {
     let runs = Runs::new();
     runs.full("a");
     let of_heads = text_of(&runs.page(&["a"]).0);
-    assert!(of_heads.contains("tokens/s with heads") && of_heads.contains("a step), with heads"), "{of_heads}");
+    assert!(of_heads.contains("tokens/s with heads") && of_heads.contains("per step); with heads"), "{of_heads}");
     let mut bench = bench();
     bench["drafter"] = json!("ngram");
     runs.write("a/bench.json", bench.to_string());
     let of_ngram = text_of(&runs.page(&["a"]).0);
     assert!(!of_ngram.contains("with heads"), "{of_ngram}");
     assert!(of_ngram.contains("tokens/s with prompt lookup"), "{of_ngram}");
-    assert!(of_ngram.contains("a step), with prompt lookup"), "{of_ngram}");
+    assert!(of_ngram.contains("per step); with prompt lookup"), "{of_ngram}");
 }
 
 #[test]
@@ -350,12 +349,12 @@ fn a_run_that_goes_on_has_a_page_too() {
     let whole = metrics(12);
     runs.write("a/metrics.jsonl", &whole[..whole.len() - 30]);
     let (page, said) = runs.page(&["a"]);
-    assert!(said.contains("the last line of metrics.jsonl is not whole and is left out"), "{said}");
+    assert!(said.contains("the last line of metrics.jsonl is incomplete and is skipped"), "{said}");
     let text = text_of(&page);
     assert!(text.contains("steps 11 of 30") && text.contains("state not finished"), "{text}");
     assert!(text.contains("latest loss") && !text.contains("final loss"), "{text}");
     assert!(
-        text.contains("is not whole and is left out") && text.contains("the run goes on, or was stopped"),
+        text.contains("is incomplete and is skipped") && text.contains("the run is still going, or was stopped"),
         "{text}"
     );
     let (_, said) = runs.page(&["a", "--quiet"]);
@@ -363,7 +362,10 @@ fn a_run_that_goes_on_has_a_page_too() {
     for nothing in ["", "\n"] {
         runs.write("a/metrics.jsonl", nothing);
         let (page, said) = runs.page(&["a"]);
-        assert!(said.contains("a has no logged step yet") && !page.contains("NaN") && !page.contains("Loss"), "{said}");
+        assert!(
+            said.contains("a has no logged steps yet") && !page.contains("NaN") && !page.contains("Loss"),
+            "{said}"
+        );
     }
     fs::remove_file(runs.path("a/metrics.jsonl")).expect("it was there");
     runs.page(&["a"]);
@@ -406,11 +408,11 @@ fn what_is_no_run_is_one_clear_error() {
     runs.bare("a", 3);
     let absent = runs.complaint(&["nowhere"], 1);
     assert!(
-        absent.contains("nowhere is no run's folder: it does not exist; give the folder that a recipe names"),
+        absent.contains("nowhere is not a run folder: it does not exist; give the train.output_dir of a recipe"),
         "{absent}"
     );
     let inside = runs.complaint(&["a/final"], 1);
-    assert!(inside.contains("a/final is no run's folder: it has no recipe.toml"), "{inside}");
+    assert!(inside.contains("a/final is not a run folder: it has no recipe.toml"), "{inside}");
     assert!(runs.complaint(&["a/recipe.toml"], 1).contains("it is a file"));
     assert!(runs.complaint(&["a", "a"], 2).contains("a report of several runs needs --out FILE"));
     let folder = runs.complaint(&["a", "--out", "there/page.html"], 2);
@@ -423,7 +425,8 @@ fn what_is_no_run_is_one_clear_error() {
     );
     let line = runs.complaint(&["a"], 1);
     assert!(
-        line.contains("a/metrics.jsonl, line 2: invalid type: string \"two\"") && line.contains("mend the line"),
+        line.contains("a/metrics.jsonl, line 2: invalid type: string \"two\"")
+            && line.contains("fix or remove the line"),
         "{line}"
     );
     runs.write("a/metrics.jsonl", whole);

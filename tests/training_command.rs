@@ -140,7 +140,10 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     assert_eq!(output.status.code(), Some(130));
     let checkpoint = newest_checkpoint(&out);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(said.contains(&format!("interrupted; saved {}; go on with: medusa-train", checkpoint.display())), "{said}");
+    assert!(
+        said.contains(&format!("interrupted; saved {}; continue with: medusa-train", checkpoint.display())),
+        "{said}"
+    );
 }
 
 fn newest_checkpoint(run: &Path) -> PathBuf {

@@ -144,7 +144,7 @@ fn the_folder_of_a_run_is_the_documented_one() {
     // The resolved recipe is a recipe of the same run.
     small.write("recipe.toml", small.read("run/recipe.toml"));
     let again = small.train(&["--resume"]).succeeded();
-    assert!(again.stderr.contains("finished before"), "{}", again.stderr);
+    assert!(again.stderr.contains("already finished"), "{}", again.stderr);
 }
 
 /// Starts training and ends it with SIGKILL after a while; whether it was still running.
@@ -229,12 +229,12 @@ fn an_interrupted_run_saves_says_where_and_goes_on_to_the_same_heads() {
     let ended: Ended = child.wait_with_output().expect("a child").into();
     assert_eq!(ended.status, Some(130), "{}", ended.stderr);
     let step = small.names("run").into_iter().find(|name| name.starts_with("step-")).expect("a checkpoint");
-    let advice = format!("interrupted; saved run/{step}; go on with: medusa-train recipe.toml --resume\n");
+    let advice = format!("interrupted; saved run/{step}; continue with: medusa-train recipe.toml --resume\n");
     assert!(ended.stderr.ends_with(&advice), "{}", ended.stderr);
     assert_all_whole(&small, "run");
 
     let resumed = small.train(&["--resume"]).succeeded();
-    assert!(resumed.stderr.contains(&format!("goes on from run/{step}")), "{}", resumed.stderr);
+    assert!(resumed.stderr.contains(&format!("resuming from run/{step}")), "{}", resumed.stderr);
     let heads = |run: &str| small.bytes(&format!("{run}/final/heads.safetensors"));
     assert!(heads("run") == heads("unbroken"), "heads differ after {step}");
     let lines = metrics(&small, "run");
@@ -296,7 +296,7 @@ fn a_run_is_gone_on_with_by_what_its_files_hold_wherever_they_lie() {
     fs::rename(small.path("rows.jsonl"), small.path("moved.jsonl")).expect("another name");
     small.edit("recipe.toml", "rows.jsonl", "moved.jsonl");
     let again = small.train(&["--resume"]).succeeded();
-    assert!(again.stderr.contains("finished before"), "{}", again.stderr);
+    assert!(again.stderr.contains("already finished"), "{}", again.stderr);
     let weights = small.bytes("backbone/model.safetensors");
     let mut other = weights.clone();
     *other.last_mut().expect("weights") ^= 1;
@@ -481,7 +481,9 @@ fn a_step_without_a_target_for_a_head_trains_and_writes_null() {
 fn a_head_that_never_has_a_target_is_refused() {
     let small = SmallRun::new();
     small.write("rows.jsonl", "{\"input_ids\": [1, 2, 3]}\n{\"input_ids\": [4, 5, 6]}\n");
-    small.train(&[]).failed(1, &["head 2 has no target in the training data", "the token 3 further on", "fewer heads"]);
+    small
+        .train(&[])
+        .failed(1, &["head 2 has no target in the training data", "the token 3 positions ahead", "fewer heads"]);
     assert!(!small.path("run").exists());
 }
 

@@ -34,7 +34,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
     let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), &loading)?;
     let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
-    let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), "prompts", common);
+    let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), 0, "prompts", common);
     let silent = CommonFlags { quiet: true, ..common.clone() };
     let mut results = Vec::new();
     for (setting, drafts) in settings.iter().zip(ready) {

@@ -75,7 +75,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         }
     };
     let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // measured as decoding will use them
-    let counter = Counter::new(rows.len(), "rows", common);
+    let counter = Counter::new(rows.len(), 0, "rows", common);
     let counts = calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| counter.set(done as u64))?;
     counter.bar.finish_and_clear();
     let calibration = counts.sign(shown(&args.backbone), HeadsFile::open(&args.heads)?.sha256()?)?;
@@ -97,7 +97,7 @@ fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyho
     let tokenizer = TextTokenizer::load(&args.backbone)?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let decoder = Decoder { backbone, tokenizer, template, medusa: None };
-    let counter = Counter::new(prompts.len(), "prompts", common);
+    let counter = Counter::new(prompts.len(), 0, "prompts", common);
     let mut rows = Vec::new();
     for (at, prompt) in prompts.iter().enumerate() {
         let answer = |_, ids: &[i64]| {

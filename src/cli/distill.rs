@@ -1,6 +1,6 @@
 //! `medusa distill`: generates training data from the backbone.
 
-use std::io::{self, IsTerminal};
+use std::io;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -8,14 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use clap::Args;
-use indicatif::ProgressBar;
 use serde_json::json;
 
 use super::decoder::{Decoder, chat_template};
 use super::decoding::{non_negative, probability};
 use super::drafter::Drafts;
 use super::engine::{EngineFlags, EngineName};
-use super::reading::{BETWEEN_LINES, progress_bar, time_left};
+use super::reading::Counter;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
@@ -44,7 +43,6 @@ const POSTERIOR_THRESHOLD: f64 = 0.09;
 const SELF_TALK_TURNS: usize = 4;
 /// Why only libtorch's engine decodes without heads.
 const TOGETHER: &str = "without heads, conversations are decoded together, by libtorch";
-const BAR: &str = "{bar:24} {pos}/{len} conversations  {msg}  {left}";
 
 /// Generate training data: the backbone's answers to prompts, as Parquet.
 #[derive(Debug, Args)]
@@ -125,15 +123,20 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let answerer = args.answerer(&decoder, common)?;
     let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
-    let mut teller = DistillBar::new(common, output.conversations(), before);
+    if before > 0 {
+        common.say(format_args!("resuming after {before} of {} conversations", output.conversations()));
+    }
+    let counter = Counter::new(output.conversations(), before, "conversations", common);
     let mut last = DistillProgress { conversations: before, tokens: 0 };
     let mut on_step = |progress| {
         last = progress;
-        teller.tell(progress);
+        let speed = progress.tokens as f64 / began.elapsed().as_secs_f64();
+        counter.bar.set_message(format!("{speed:.0} tokens/s"));
+        counter.set(progress.conversations as u64);
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
     let end = distill::run(&dialogues, &renderer, &settings, answerer, &mut output, &mut on_step)?;
-    teller.bar.finish_and_clear();
+    counter.bar.finish_and_clear();
     if end == DistillEnd::Stopped {
         let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
         let text = format!("interrupted: {kept} of {all} conversations are saved in {folder}; continue with --resume");
@@ -234,42 +237,4 @@ fn summary(
         counted(shards, "file"),
         args.out.display()
     ))
-}
-
-/// Prints progress: a bar on a terminal, lines elsewhere.
-struct DistillBar<'c> {
-    common: &'c CommonFlags,
-    bar: ProgressBar,
-    live: bool,
-    total: usize,
-    before: usize,
-    began: Instant,
-    last_line: Instant,
-}
-
-impl<'c> DistillBar<'c> {
-    fn new(common: &'c CommonFlags, total: usize, before: usize) -> Self {
-        let live = io::stderr().is_terminal() && !common.quiet;
-        let bar = progress_bar(Some(total as u64), BAR, common);
-        bar.set_position(before as u64); // a resumed run: estimate from here
-        bar.reset_eta();
-        if before > 0 {
-            common.say(format_args!("resuming after {before} of {total} conversations"));
-        }
-        let began = Instant::now();
-        Self { common, bar, live, total, before, began, last_line: began }
-    }
-
-    fn tell(&mut self, progress: DistillProgress) {
-        let speed = progress.tokens as f64 / self.began.elapsed().as_secs_f64();
-        self.bar.set_position(progress.conversations as u64);
-        self.bar.set_message(format!("{speed:.0} tokens/s"));
-        if !self.live && self.last_line.elapsed() >= BETWEEN_LINES {
-            self.last_line = Instant::now();
-            let made = progress.conversations - self.before;
-            let left = time_left(self.began.elapsed(), made as u64, (self.total - progress.conversations) as u64);
-            let done = progress.conversations;
-            self.common.say(format_args!("{done}/{} conversations  {speed:.0} tokens/s  {left}", self.total));
-        }
-    }
 }

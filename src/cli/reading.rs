@@ -37,25 +37,25 @@ fn show(bar: &ProgressBar, progress: ReadProgress) {
     bar.set_message(format!("reading {}{speed}", path.display()));
 }
 
-/// Counts what is done of a known number of things.
+/// Progress through a known number of things, some of which may have been done by an earlier run.
 #[derive(Debug)]
 pub(super) struct Counter<'c> {
     pub(super) bar: ProgressBar,
     common: &'c CommonFlags,
     things: &'static str,
+    before: u64,
     began: Instant,
     last_line: Cell<Instant>,
 }
 
 impl<'c> Counter<'c> {
-    pub(super) fn new(total: usize, things: &'static str, common: &'c CommonFlags) -> Self {
-        let bar = progress_bar(
-            Some(total as u64),
-            &format!("{{bar:24}} {{pos}}/{{len}} {things}  {{msg}}  {{left}}"),
-            common,
-        );
+    pub(super) fn new(total: usize, before: usize, things: &'static str, common: &'c CommonFlags) -> Self {
+        let template = format!("{{bar:24}} {{pos}}/{{len}} {things}  {{msg}}  {{left}}");
+        let bar = progress_bar(Some(total as u64), &template, common);
+        bar.set_position(before as u64);
+        bar.reset_eta();
         let now = Instant::now();
-        Self { bar, common, things, began: now, last_line: Cell::new(now) }
+        Self { bar, common, things, before: before as u64, began: now, last_line: Cell::new(now) }
     }
 
     pub(super) fn inc(&self) {
@@ -67,8 +67,8 @@ impl<'c> Counter<'c> {
         if !io::stderr().is_terminal() && self.last_line.get().elapsed() >= BETWEEN_LINES {
             self.last_line.set(Instant::now());
             let total = self.bar.length().unwrap_or(done);
-            let left = time_left(self.began.elapsed(), done, total.saturating_sub(done));
-            self.common.say(format_args!("{done}/{total} {}  {left}", self.things));
+            let left = time_left(self.began.elapsed(), done - self.before, total.saturating_sub(done));
+            self.common.say(format_args!("{done}/{total} {}  {}  {left}", self.things, self.bar.message()));
         }
     }
 }

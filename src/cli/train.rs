@@ -53,7 +53,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
     let mut loaded = LoadedRecipe::read(&args.recipe)?;
     if !args.check {
-        check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before gigabytes come
+        check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before any download
     }
     told(common, |tell| loaded.fetch(tell))?;
     if !args.check {
@@ -71,7 +71,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     report(outcome?, args, common)
 }
 
-/// Reads and checks all that can be before the backbone's weights.
+/// Reads and checks everything before the backbone's weights are loaded.
 fn load(loaded: &LoadedRecipe, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
     let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(common.device.resolve()?) };
     let heads = plan.heads.init_from.clone();
@@ -84,9 +84,9 @@ fn load(loaded: &LoadedRecipe, args: &TrainArgs, common: &CommonFlags) -> anyhow
     Ok(checked)
 }
 
-/// A recipe is the whole run: flags that would change its numbers are refused.
+/// Rejects flags that would override the recipe.
 fn refuse_what_the_recipe_says(common: &CommonFlags) -> Result<(), UsageError> {
-    let refuse = |flag, key| Err(UsageError(format!("{flag} is not for training: the recipe's {key} decides")));
+    let refuse = |flag, key| Err(UsageError(format!("{flag} does not apply to training: set {key} in the recipe")));
     match common {
         CommonFlags { dtype: Some(_), .. } => refuse("--dtype", "backbone.dtype"),
         CommonFlags { seed_was_given: true, .. } => refuse("--seed", "train.seed"),
@@ -99,17 +99,17 @@ fn report(outcome: RunOutcome, args: &TrainArgs, common: &CommonFlags) -> anyhow
         RunOutcome::Interrupted(checkpoint) => {
             let (checkpoint, recipe) = (checkpoint.display(), args.recipe.display());
             let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
-            let text = format!("interrupted; saved {checkpoint}; go on with: medusa-train {recipe} --resume{skip}");
+            let text = format!("interrupted; saved {checkpoint}; continue with: medusa-train {recipe} --resume{skip}");
             return Err(Interrupted(text).into());
         }
         RunOutcome::FinishedBefore(heads) => {
-            common.say("this run was finished before; nothing to do");
+            common.say("this run is already finished");
             heads
         }
         RunOutcome::Finished(heads) => heads,
     };
     if let Some(run) = heads.parent() {
-        common.say(format_args!("its curves and figures as a page: medusa report {}", run.display()));
+        common.say(format_args!("for an HTML report: medusa report {}", run.display()));
     }
     if common.json { print_json(&json!({ "final": heads })) } else { print_line(heads.display()) }
 }

@@ -1,4 +1,4 @@
-//! Why nothing was exported.
+//! Errors of exports.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub enum ExportError {
         path: PathBuf,
     },
     /// The backbone is needed and unknown.
-    #[error("--format {format} needs the backbone ({why}), and these heads do not say theirs: give --backbone FOLDER")]
+    #[error("--format {format} needs the backbone ({why}), and these heads do not name it: give --backbone FOLDER")]
     NoBackbone {
         /// The format.
         format: &'static str,
@@ -29,7 +29,7 @@ pub enum ExportError {
         why: &'static str,
     },
     /// More heads are asked for than there are.
-    #[error("--medusa-num-heads {asked}: {} holds {there}; ask for at most so many", path.display())]
+    #[error("--medusa-num-heads {asked}: {} has only {there} heads", path.display())]
     TooManyHeads {
         /// The heads.
         path: PathBuf,
@@ -39,7 +39,7 @@ pub enum ExportError {
         there: usize,
     },
     /// TGI's version 2 has one ResBlock; LoRAX reads heads as TGI does.
-    #[error("--format {format}: {} has {layers} ResBlocks a head and shares the backbone's lm_head; text-generation-inference and LoRAX load such heads with one ResBlock only: use --format tensorrt-llm's files (each head gets a copy of the lm_head)", path.display())]
+    #[error("--format {format}: {} has {layers} ResBlocks per head and shares the backbone's lm_head; text-generation-inference and LoRAX load such heads only with one ResBlock: use --format tensorrt-llm, which gives each head a copy of the lm_head", path.display())]
     TgiLayers {
         /// `tgi` or `peft`.
         format: &'static str,
@@ -49,19 +49,19 @@ pub enum ExportError {
         layers: usize,
     },
     /// No adapter to put beside the heads.
-    #[error("--format peft: {} has no {ADAPTER_CONFIG}, so no adapter to put beside the heads; give a Medusa-2 run's final/, or use --format tgi, which LoRAX loads, too", path.display())]
+    #[error("--format peft: {} has no adapter ({ADAPTER_CONFIG}); give a Medusa-2 run's final/, or use --format tgi, which LoRAX also loads", path.display())]
     NoAdapter {
         /// The heads' folder.
         path: PathBuf,
     },
     /// Nobody looks for a pickled file there.
-    #[error("--pickle goes with --format heads and tensorrt-llm; what loads {format} reads safetensors")]
+    #[error("--pickle needs --format heads or tensorrt-llm; {format} is read from safetensors")]
     Pickle {
         /// The format.
         format: &'static str,
     },
     /// A file for the model card that is not about these heads.
-    #[error("{}: {why}; leave the flag out, or give the one of these heads", path.display())]
+    #[error("{}: {why}; drop the flag, or give the file of these heads", path.display())]
     Companion {
         /// The file.
         path: PathBuf,
@@ -99,7 +99,7 @@ pub enum ExportError {
     },
     /// What was written is not what was meant.
     #[error(
-        "{}: read back, {what} is not bit for bit what was trained; nothing was kept: is the disk sound?", path.display()
+        "{}: read back, {what} is not bit for bit what was trained; nothing was kept: check the disk", path.display()
     )]
     Differs {
         /// The folder.
@@ -109,7 +109,7 @@ pub enum ExportError {
     },
     /// Numbers beyond a dtype, or none to begin with.
     #[error(
-        "{what} in {dtype} computes numbers that are not finite; nothing was kept: give another --dtype (float16 ends at 65504), or train again"
+        "{what} in {dtype} produces NaN or infinity; nothing was kept: use another --dtype (float16 overflows above 65504), or train again"
     )]
     NotFinite {
         /// A head or the backbone.

@@ -85,26 +85,25 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
     let alone = !request.format.holds_backbone() && request.format != ExportFormat::Peft;
     if alone && let Some(own) = trained.tuned_backbone() {
         notices.push(format!(
-            "these heads belong to the backbone that was trained with them ({own}); serve them with that one, or use --format merged"
+            "these heads belong to the backbone that was trained with them ({own}); serve them with it, or use --format merged"
         ));
     }
     if trained.copies_lm_head() {
         notices.push(format!(
-            "these heads share the backbone's lm_head; {} knows no such heads, so each of the {} has a copy of it",
+            "these heads share the backbone's lm_head, which --format {} does not support: each of the {} heads gets a copy",
             request.format.name(),
             trained.shape.medusa_num_heads
         ));
     }
     if let (None, Some(base)) = (&trained.base_model, trained.base_name()) {
         notices.push(format!(
-            "the model card names no base_model: nothing says that the backbone ({base}) came from the Hub. If it is there, add \
-             `base_model: OWNER/NAME` at the top of README.md before it is pushed"
+            "the model card has no base_model, because the backbone ({base}) is not known to be on the Hub; if it is, add `base_model: OWNER/NAME` \
+             at the top of README.md before pushing"
         ));
     }
     let path = request.out.to_string_lossy().to_lowercase();
     if request.format == ExportFormat::Vllm && ["eagle", "dflash"].iter().any(|other| path.contains(other)) {
-        notices
-            .push("vLLM takes a folder with \"eagle\" or \"dflash\" in its path for another drafter: rename it".into());
+        notices.push("vLLM mistakes a path with \"eagle\" or \"dflash\" for another drafter: rename the folder".into());
     }
     Ok(notices)
 }

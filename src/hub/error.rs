@@ -1,13 +1,13 @@
-//! What can go wrong with the Hub. No variant holds a token, a signed address or the password of a proxy.
+//! Errors of the Hub. No variant holds a token, a signed URL or a proxy password.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why something cannot be had from the Hub, or brought there.
+/// Why a download or a push failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// A variable of the environment, or the token's file.
-    #[error("{name} is wrong: expected {expected}")]
+    #[error("{name} is invalid: expected {expected}")]
     Setting {
         /// Which.
         name: String,
@@ -16,7 +16,7 @@ pub enum HubError {
     },
     /// One has to ask for access.
     #[error(
-        "access to {repo} is restricted: ask for it at {page}, then set HF_TOKEN to a token of that account ({token})"
+        "access to {repo} is restricted: request it at {page}, then set HF_TOKEN to a token of that account ({token})"
     )]
     Gated {
         /// The repository.
@@ -28,7 +28,7 @@ pub enum HubError {
     },
     /// No such repository, or one that this user may not see.
     #[error(
-        "{endpoint} has no {repo}, nor is there such a path here; check the spelling. A private repository needs HF_TOKEN ({token})"
+        "{endpoint} has no {repo}, and there is no such local path; check the spelling. A private repository needs HF_TOKEN ({token})"
     )]
     NoRepo {
         /// The Hub.
@@ -39,7 +39,7 @@ pub enum HubError {
         token: String,
     },
     /// No such branch, tag or commit.
-    #[error("{repo} has no revision {revision:?}; give a branch, a tag or a commit's hash after the @")]
+    #[error("{repo} has no revision {revision:?}; give a branch, a tag or a commit hash after the @")]
     NoRevision {
         /// The repository.
         repo: String,
@@ -68,7 +68,7 @@ pub enum HubError {
     },
     /// Weights of a kind that is not read: GGUF and others.
     #[error(
-        "{id} has weights in {found} only; this program reads safetensors and pytorch_model.bin: convert them, or take a revision that has them"
+        "{id} has only {found} weights, but safetensors or pytorch_model.bin are needed: convert them, or use a revision that has them"
     )]
     NoReadableWeights {
         /// Repository and revision.
@@ -77,7 +77,7 @@ pub enum HubError {
         found: String,
     },
     /// The token is none.
-    #[error("{endpoint} does not know the token from {from}; make one at {endpoint}/settings/tokens")]
+    #[error("{endpoint} rejected the token from {from}; create one at {endpoint}/settings/tokens")]
     WrongToken {
         /// The Hub.
         endpoint: String,
@@ -85,13 +85,13 @@ pub enum HubError {
         from: String,
     },
     /// It needs a token.
-    #[error("pushing needs a token that may write: make one at {endpoint}/settings/tokens and set HF_TOKEN")]
+    #[error("pushing needs a token with write access: create one at {endpoint}/settings/tokens and set HF_TOKEN")]
     NeedsToken {
         /// The Hub.
         endpoint: String,
     },
     /// The token may not.
-    #[error("{endpoint} does not allow {doing} with {token}{}; take a token that may", said(message))]
+    #[error("{endpoint} does not allow {doing} with {token}{}; use a token with that permission", said(message))]
     Forbidden {
         /// The Hub.
         endpoint: String,
@@ -103,7 +103,7 @@ pub enum HubError {
         message: String,
     },
     /// Not in the cache, and nobody may be asked.
-    #[error("HF_HUB_OFFLINE is set, and the cache {} lacks {file} of {id}; unset it once, to download", cache.display())]
+    #[error("HF_HUB_OFFLINE is set, and the cache {} lacks {file} of {id}; unset it to download the file", cache.display())]
     Offline {
         /// Repository and revision.
         id: String,
@@ -129,7 +129,7 @@ pub enum HubError {
     /// Nobody answers.
     #[error(
         "cannot reach {endpoint} ({reason}) for {doing}; check the network, HTTPS_PROXY, SSL_CERT_FILE and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to \
-         use what was downloaded before"
+         use only the cache"
     )]
     Unreachable {
         /// The Hub.
@@ -141,7 +141,7 @@ pub enum HubError {
     },
     /// A transfer that broke and could not go on.
     #[error(
-        "the download of {file} broke at {have} of {size} bytes, and again without progress; run it again to go on from there"
+        "the download of {file} stopped at {have} of {size} bytes, and retrying made no progress; run the command again to continue from there"
     )]
     Broken {
         /// Which file.
@@ -152,7 +152,7 @@ pub enum HubError {
         size: u64,
     },
     /// Not what the Hub has.
-    #[error("what came of {file} is damaged: expected {expected}, got {got}; it was thrown away, run it again")]
+    #[error("the download of {file} is damaged: expected {expected}, got {got}; it was deleted, run the command again")]
     Damaged {
         /// Which file.
         file: String,
@@ -163,7 +163,7 @@ pub enum HubError {
     },
     /// A name from the Hub that would leave its folder.
     #[error(
-        "{repo} has a file named {name:?}, which would leave its folder; nothing was written: take another revision, or tell its owner"
+        "{repo} has a file named {name:?}, a path outside its folder; nothing was written: use another revision, or tell its owner"
     )]
     UnsafeName {
         /// The repository.
@@ -172,7 +172,7 @@ pub enum HubError {
         name: String,
     },
     /// An answer that is not the Hub's protocol.
-    #[error("{endpoint} answered {doing} with what is no answer of a Hub: {reason}; check HF_ENDPOINT")]
+    #[error("{endpoint} sent an invalid response to {doing}: {reason}; check HF_ENDPOINT")]
     BadAnswer {
         /// The Hub.
         endpoint: String,
@@ -194,7 +194,7 @@ pub enum HubError {
         message: String,
     },
     /// The repository went on while a push was under way.
-    #[error("{repo} is no longer as it was when the push began")]
+    #[error("{repo} changed during the push")]
     Moved {
         /// The repository.
         repo: String,
@@ -208,9 +208,7 @@ pub enum HubError {
         found: BranchState,
     },
     /// `--private` of a repository that all can see.
-    #[error(
-        "{repo} is there and public, and --private is for a new one; make it private in its settings, or leave --private out"
-    )]
+    #[error("{repo} already exists and is public; make it private in its settings, or drop --private")]
     IsPublic {
         /// The repository.
         repo: String,
@@ -239,19 +237,17 @@ pub enum HubError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BranchState {
     /// As before, after a refusal.
-    #[error("the branch is as it was, so nothing was committed; run it again")]
+    #[error("the branch is unchanged, so nothing was committed; push again")]
     Nothing,
     /// As before, after an answer that leaves open whether the Hub still works on it.
-    #[error(
-        "the branch is as it was: not committed so far, though it may still come through; look at the branch before you push again"
-    )]
+    #[error("the branch is unchanged so far, but the commit may still arrive; check the branch before pushing again")]
     NothingYet,
     /// Another commit, without the files of this one.
-    #[error("the branch went on to {0}, which does not hold these files as they are here; run it again")]
+    #[error("the branch moved on to {0}, which does not contain these files; push again")]
     Others(String),
     /// Nobody answers.
     #[error(
-        "the branch could not be looked at after it, so whether the commit was made is not known; run it again: what is there is not committed \
+        "the branch could not be read afterwards, so the commit may or may not exist; push again: existing files are not committed \
          twice"
     )]
     Unknown,
@@ -283,7 +279,7 @@ fn said(message: &str) -> String {
 }
 
 fn left_out_words(names: &[String]) -> String {
-    if names.is_empty() { String::new() } else { format!("; left out: {}", names.join(", ")) }
+    if names.is_empty() { String::new() } else { format!("; skipped: {}", names.join(", ")) }
 }
 
 /// The first of what there is.

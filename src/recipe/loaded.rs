@@ -1,4 +1,4 @@
-//! A recipe with all that it names on this machine: what the Hub has is brought here, the smallest first, and weights when the rest is checked.
+//! A recipe with everything that it names: Hub ids are downloaded, small files first, weights only after all checks.
 
 use std::path::{Path, PathBuf};
 
@@ -12,8 +12,7 @@ use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::TrainPlan;
 
 impl Recipe {
-    /// Reads a recipe and checks all that can be checked before work begins: keys, values, how they go together,
-    /// the backbone's config, and that the files it names exist.
+    /// Reads a recipe and checks its keys, values and their combinations, the backbone's config, and that all files exist.
     ///
     /// # Errors
     /// [`RecipeError`] with the place in the file.
@@ -24,7 +23,7 @@ impl Recipe {
     }
 }
 
-/// A recipe that is read, checked, and can be run here.
+/// A checked recipe, ready to run.
 #[derive(Debug, Clone)]
 pub struct LoadedRecipe {
     /// As it was written, with ids of the Hub where it has them.
@@ -41,7 +40,7 @@ pub struct LoadedRecipe {
 }
 
 impl LoadedRecipe {
-    /// Reads a recipe, and checks all that it says of itself; [`LoadedRecipe::fetch`] looks at what it names.
+    /// Reads a recipe and checks its keys and values; [`LoadedRecipe::fetch`] checks the files that it names.
     ///
     /// # Errors
     /// [`RecipeError`] with the place in the file.
@@ -51,7 +50,7 @@ impl LoadedRecipe {
         Ok(Self { local: recipe.clone(), recipe, snapshot: None, sources: vec![], file: path.to_owned(), text })
     }
 
-    /// Brings here what the Hub has of it, but for the backbone's weights, and checks that all that it names is there.
+    /// Downloads what the recipe names on the Hub, except the backbone's weights, and checks that all files exist.
     ///
     /// # Errors
     /// [`RecipeError`] with the place in the file.
@@ -67,7 +66,7 @@ impl LoadedRecipe {
         self.local.check_files(&text)
     }
 
-    /// Brings the backbone's weights here, if the Hub has them.
+    /// Downloads the backbone's weights, if it is on the Hub.
     ///
     /// # Errors
     /// [`RecipeError`] with the place in the file.
@@ -81,7 +80,7 @@ impl LoadedRecipe {
         self.fetch_backbone(&hub, Wanted::Backbone, &text)
     }
 
-    /// What its run trains on `device`.
+    /// The plan of its run on `device`.
     pub fn plan(&self, device: Device) -> TrainPlan {
         TrainPlan {
             resolved_recipe: self.recipe.resolved_toml(),

@@ -1,4 +1,4 @@
-//! Where a key or a value stands in a recipe's text, for errors that point at it.
+//! Positions of keys and values in a recipe's text, for error messages.
 
 use std::fmt;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use toml::de::{DeTable, DeValue};
 
-/// A stretch of a recipe's text. Displays as `file: line 3, column 5`.
+/// A span of a recipe's text. Displays as `file: line 3, column 5`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecipeSpan {
     /// The recipe.
@@ -26,7 +26,7 @@ impl fmt::Display for RecipeSpan {
 }
 
 impl RecipeSpan {
-    /// The line with carets under the stretch, as TOML's own errors draw it.
+    /// The line with carets under the span, as in TOML's own errors.
     pub fn snippet(&self) -> String {
         let margin = self.line.to_string().len();
         let (bar, indent, carets) = (" ".repeat(margin), " ".repeat(self.column - 1), "^".repeat(self.width));
@@ -94,7 +94,7 @@ impl<'t> LocatedToml<'t> {
         Some((key.span(), value.span(), value.get_ref()))
     }
 
-    /// Which key has its value exactly here.
+    /// The key whose value has exactly this span.
     pub(super) fn key_of_value(&self, span: &Range<usize>) -> Option<String> {
         key_of_value(&self.table, span, "")
     }

@@ -1,4 +1,4 @@
-//! `[stage.…]` of a recipe: what is trained, heads on a frozen backbone (Medusa-1), or heads and backbone together (Medusa-2).
+//! `[stage.…]` of a recipe: heads on a frozen backbone (Medusa-1), or heads and backbone together (Medusa-2).
 
 use serde::{Deserialize, Serialize};
 
@@ -26,7 +26,7 @@ pub struct Medusa1Config {}
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Medusa2Config {
-    /// λ0; its peak, where it is scheduled.
+    /// λ0, or its peak with a scheduler.
     #[serde(default = "paper_lambda0")]
     pub medusa_heads_coefficient: NonNegative,
     /// λ0 over the run.
@@ -45,13 +45,13 @@ fn paper_lambda0() -> NonNegative {
     NonNegative::new(0.2).expect("a constant")
 }
 
-/// `optimizer.medusa_lr_multiplier` of the paper's recipes (appendix B), where a recipe of Medusa-2 says nothing.
+/// Default `optimizer.medusa_lr_multiplier` of Medusa-2, from the paper's recipes (appendix B).
 pub(super) fn paper_lr_multiplier() -> Positive {
     Positive::new(4.0).expect("a constant")
 }
 
 impl Stage {
-    /// What of the backbone is trained, in a recipe that was checked: self-distillation has adapters.
+    /// How the backbone is trained; the recipe was checked, so self-distillation has adapters.
     pub fn trained(&self) -> BackboneTraining {
         match self {
             Self::Medusa1(_) => BackboneTraining::Frozen,
@@ -62,7 +62,7 @@ impl Stage {
         }
     }
 
-    /// λ0; always 1 where the heads' loss is the whole loss.
+    /// λ0; always 1 in Medusa-1, where the heads' loss is the whole loss.
     pub(super) fn heads_coefficient(&self) -> HeadsCoefficient {
         match self {
             Self::Medusa1(_) => HeadsCoefficient { peak: 1.0, scheduler: MedusaScheduler::Constant },

@@ -1,4 +1,4 @@
-//! Which lines stand in which plot: of one run all heads together, of several runs a plot a head and a line a run.
+//! The curves of each plot: for one run, all heads in one plot; for several runs, one plot per head and one line per run.
 
 use super::axis::Range;
 use super::metrics::{curve, memory_bytes, updated};
@@ -88,7 +88,7 @@ fn heads(runs: &[Named<'_>]) -> usize {
 fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
     let mut plots = vec![
         overlaid("Total loss", ("", Range::Free), runs, &|line| Some(line.loss)),
-        overlaid("Loss of the LM head", ("", Range::Free), runs, &|line| line.lm_loss),
+        overlaid("LM loss", ("", Range::Free), runs, &|line| line.lm_loss),
     ];
     if several {
         plots.extend((0..heads(runs)).map(|head| {
@@ -114,8 +114,8 @@ fn of_heads(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>
 
 fn accuracies_of_one(runs: &[Named<'_>]) -> Vec<Plot> {
     vec![
-        of_heads("First guess is right (top-1)", ("%", Range::FromZero), runs, |line| &line.head_top1),
-        of_heads("One of five guesses is right (top-5)", ("%", Range::FromZero), runs, |line| &line.head_top5),
+        of_heads("Top-1 accuracy", ("%", Range::FromZero), runs, |line| &line.head_top1),
+        of_heads("Top-5 accuracy", ("%", Range::FromZero), runs, |line| &line.head_top5),
     ]
 }
 
@@ -151,7 +151,7 @@ fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
     };
     let lambda0 = |line: &MetricsLine| updated(line, |update| update.lambda0).filter(|_| line.lm_loss.is_some());
     let grad_norm = |line: &MetricsLine| updated(line, |update| update.grad_norm);
-    plots.push(steadies("λ0, the weight of the heads' loss", ("", Range::FromZero), runs, &lambda0));
+    plots.push(steadies("λ0 (weight of the heads' loss)", ("", Range::FromZero), runs, &lambda0));
     plots.push(steadies("Gradient norm before clipping", ("", Range::Free), runs, &grad_norm));
     plots
 }

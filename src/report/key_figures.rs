@@ -1,4 +1,4 @@
-//! A run in a dozen numbers.
+//! The key figures of a run.
 
 use serde::Serialize;
 
@@ -8,7 +8,7 @@ use super::run::Run;
 use crate::formats::bench::BenchResult;
 use crate::formats::metrics::MetricsLine;
 
-/// One number, and what it is of.
+/// One number and its label.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct KeyFigure {
     pub(super) name: &'static str,
@@ -27,26 +27,26 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let of_decoding = if of_heads { "tokens/s with heads" } else { "tokens/s with prompt lookup" };
     let (accuracy, of_accuracy) = first_head(run);
     vec![
-        figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens a step"),
-        figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "of plain decoding"),
+        figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens per step"),
+        figure("speedup", bench.map(|bench| format!("{} ×", number(bench.all.speedup))), "over plain decoding"),
         figure("decoding", bench.map(|bench| number(bench.all.drafted.tokens_per_second)), of_decoding),
         figure("head 1, top-1", accuracy.map(percent), of_accuracy),
         figure(loss, last(validation, |line| Some(line.loss)).map(number), "validation"),
         figure(loss, last(train, |line| Some(line.loss)).map(number), "training"),
-        figure("LM head's loss", last(validation, |line| line.lm_loss).map(number), "validation"),
+        figure("LM loss", last(validation, |line| line.lm_loss).map(number), "validation"),
         figure("perplexity", last(validation, |line| line.perplexity).map(number), "backbone, validation"),
         figure(
             "training",
             median(train, |line| updated(line, |update| update.tokens_per_second)).map(grouped),
             "tokens/s, median",
         ),
-        figure("peak memory", highest(train, memory_bytes).map(bytes), "of the process, training"),
+        figure("peak memory", highest(train, memory_bytes).map(bytes), "process, training"),
         figure("tokens", last(train, |line| line.tokens.map(|n| n as f64)).map(grouped), "trained on"),
-        figure("time in steps", run.metrics.seconds_of_steps().map(duration), "without evaluations"),
+        figure("training time", run.metrics.seconds_of_steps().map(duration), "without evaluations"),
     ]
 }
 
-/// The first head's first guess: calibrated, or else of the last evaluation.
+/// Top-1 of head 1: calibrated, else from the last evaluation.
 fn first_head(run: &Run) -> (Option<f64>, &'static str) {
     let calibrated = run.calibration.as_ref().and_then(|file| file.heads.first()?.accuracy.first().copied());
     match calibrated {

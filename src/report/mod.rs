@@ -1,7 +1,6 @@
-//! A run as one HTML page: what was trained, its curves, what its heads reach, how fast they decode, and where the numbers come from.
-//! Several runs lie over each other in the same plots.
+//! An HTML report of one or more runs: curves, accuracies, tree, decoding speed, recipe and provenance. Several runs share the plots.
 //!
-//! The page holds all that it shows and asks the network for nothing. This room reads what other rooms wrote and measures nothing itself.
+//! The page is self-contained and loads nothing from the network. This module reads files and measures nothing itself.
 
 use std::path::PathBuf;
 
@@ -29,7 +28,7 @@ pub use run::Run;
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     /// Not what `medusa-train` made.
-    #[error("{} is no run's folder: {missing}; give the folder that a recipe names as train.output_dir", path.display())]
+    #[error("{} is not a run folder: {missing}; give the train.output_dir of a recipe", path.display())]
     NotARun {
         /// What was given.
         path: PathBuf,
@@ -53,9 +52,7 @@ pub enum ReportError {
 /// What to do about a line that is not ours.
 fn advice(error: &MetricsError) -> &'static str {
     match error {
-        MetricsError::Line { .. } => {
-            "; expected one object a logged step, as medusa-train writes it: remove or mend the line"
-        }
+        MetricsError::Line { .. } => "; expected one object per logged step: fix or remove the line",
         MetricsError::File(_) => "",
     }
 }

@@ -1,4 +1,4 @@
-//! A run's folder: what training wrote, and what lies beside it since.
+//! Reads a run's folder: the files of training, and measurements added since.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Reads a folder that has a recipe.toml; all else may be missing.
+    /// Reads a folder with a recipe.toml; other files may be missing.
     ///
     /// # Errors
     /// [`ReportError`]: no run's folder, or a file in it that is broken.
@@ -59,13 +59,13 @@ impl Run {
         })
     }
 
-    /// What a reader should know before believing the page, one sentence each.
+    /// Caveats for the reader, one sentence each.
     pub fn notes(&self) -> Vec<String> {
         let run = self.path.display();
         let torn =
-            "the last line of metrics.jsonl is not whole and is left out: the run is writing it, or was ended then";
-        let open = format!("{run} has no final/{HEADS_FILE}: the run goes on, or was stopped");
-        let empty = format!("{run} has no logged step yet");
+            "the last line of metrics.jsonl is incomplete and is skipped: the run is still writing it, or was killed";
+        let open = format!("{run} has no final/{HEADS_FILE}: the run is still going, or was stopped");
+        let empty = format!("{run} has no logged steps yet");
         let notes = [
             (self.metrics.torn, format!("{run}: {torn}")),
             (!self.finished, open),
@@ -81,7 +81,7 @@ impl Run {
         own(&self.path).or_else(in_full).unwrap_or_else(|| self.path.display().to_string())
     }
 
-    /// Which training: by the recipe's table.
+    /// The stage, from the recipe's tables.
     pub(super) fn stage(&self) -> &'static str {
         let has = |table: &str| self.recipe.keys().iter().any(|(key, _)| key == table);
         match (has("stage.medusa2"), has("stage.medusa2.lora")) {

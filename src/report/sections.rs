@@ -1,4 +1,4 @@
-//! What a page says of one run besides its curves: tables, the tree, where the numbers come from, and what is still missing.
+//! The sections of one run besides its curves: tables, tree, provenance, missing measurements.
 
 use std::collections::BTreeSet;
 
@@ -16,6 +16,8 @@ use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, TREE};
 use crate::tree::drawing;
 use crate::tree::search;
 
+/// Lists of files with their SHA-256 in provenance.json.
+const HASHED: [&str; 3] = ["data", "backbone_files", "init_from_files"];
 /// Leaves of a tree that fits in half of the page.
 const WIDE_TREE: usize = 15;
 
@@ -31,7 +33,7 @@ pub(super) fn sections(run: &Run, at: usize, name: &str) -> Value {
         "calibration": run.calibration.as_ref().map(accuracies),
         "tree": tree(run, &id),
         "latency": run.latency.as_ref().map(|latency| times(latency, &id)),
-        "bench": run.bench.first().map(|first| speeds(first, run.bench.len())),
+        "bench": run.bench.first().map(|first| speeds(first, run)),
         "recipe": run.recipe.lines,
         "provenance": provenance(run),
         "data": data_files(run),
@@ -52,9 +54,9 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
     let state = if run.finished { "finished" } else { "not finished" };
     let facts = [
         ("backbone", recipe("backbone.path")),
-        ("computes in", recipe("backbone.dtype").map(|dtype| dtype + &quantized)),
+        ("dtype", recipe("backbone.dtype").map(|dtype| dtype + &quantized)),
         ("heads", recipe("heads.medusa_num_heads")),
-        ("ResBlocks a head", recipe("heads.medusa_num_layers")),
+        ("ResBlocks per head", recipe("heads.medusa_num_layers")),
         ("steps", Some(steps)),
         ("state", Some(state.into())),
         ("device", run.provenance.get("device").map(plain)),
@@ -63,9 +65,9 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
     facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// The calibrated accuracies, a row a head; a cell's shade is 0 to 1.
+/// The calibrated accuracies, one row per head; a cell's shade is 0 to 1.
 fn accuracies(calibration: &Calibration) -> Value {
-    // Second guesses are right a few times in a hundred: by its root such a share can still be told from none.
+    // Second guesses are right a few times in a hundred: the square root keeps such shares distinguishable from 0.
     let cell = |&share: &f64| json!({"text": percent(share), "shade": share.clamp(0.0, 1.0).sqrt()});
     let row = |head: &HeadAccuracy| {
         json!({
@@ -81,7 +83,7 @@ fn accuracies(calibration: &Calibration) -> Value {
 
 fn tree(run: &Run, id: &str) -> Option<Value> {
     let (tree, file) = run.tree.as_ref()?;
-    // A calibration of fewer heads or guesses than the tree asks is not this tree's.
+    // A calibration with fewer heads or guesses than the tree belongs to another tree.
     let guesses =
         |calibration: &Calibration| calibration.heads.iter().map(|head| head.accuracy.len()).min().unwrap_or(0);
     let fits = |calibration: &&Calibration| tree.check_fits(calibration.heads.len(), guesses(calibration)).is_ok();
@@ -111,13 +113,7 @@ fn times(latency: &Latency, id: &str) -> Value {
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
     let plain = Series { name: "plain decoding".into(), style: 0, kind: SeriesKind::Smooth, points: plain };
     let series = depths.into_iter().map(of_depth).chain([plain]).collect();
-    let plot = Plot {
-        title: "A step's time by the tree's size".into(),
-        x: "nodes",
-        unit: "ms",
-        range: Range::FromZero,
-        series,
-    };
+    let plot = Plot { title: "Step time by tree size".into(), x: "nodes", unit: "ms", range: Range::FromZero, series };
     json!({
         "plot": plot.draw(&format!("{id}-latency")),
         "device": latency.device,
@@ -127,8 +123,8 @@ fn times(latency: &Latency, id: &str) -> Value {
     })
 }
 
-/// A row a category, and one of all; a row's part is of the largest speedup.
-fn speeds(bench: &BenchResult, results: usize) -> Value {
+/// One row per category and one for all; `part` is relative to the largest speedup.
+fn speeds(bench: &BenchResult, run: &Run) -> Value {
     let largest = bench.groups().map(|(_, group)| group.speedup).fold(f64::MIN_POSITIVE, f64::max);
     let row = |(name, group): (&str, &DecodingComparison)| {
         json!({
@@ -151,15 +147,25 @@ fn speeds(bench: &BenchResult, results: usize) -> Value {
         "dtype": bench.dtype,
         "guesses": if bench.is_of_heads() { "heads" } else { "prompt lookup" },
         "nodes": bench.tree_nodes,
-        "results": results,
+        "results": run.bench.len(),
+        "other_tree": bench.is_of_heads() && run.tree.as_ref().is_some_and(|(tree, _)| tree.choices().len() != bench.tree_nodes),
     })
 }
 
-/// A JSON value as a reader types it; a list of words as a command line.
+/// A JSON value for people: words as a command line, snapshots as `id@commit`, data by its counts.
 fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
+        Value::Array(items) if items.first().is_some_and(Value::is_object) => {
+            items.iter().map(plain).collect::<Vec<_>>().join("; ")
+        }
         Value::Array(words) => words.iter().map(|word| quoted(&plain(word))).collect::<Vec<_>>().join(" "),
+        Value::Object(snapshot) if snapshot.contains_key("commit") => {
+            format!("{}@{}", plain(&value["id"]), plain(&value["commit"]))
+        }
+        Value::Object(data) if data.contains_key("tokens") => {
+            format!("{} rows, {} tokens", plain(&value["rows"]), plain(&value["tokens"]))
+        }
         other => other.to_string(),
     }
 }
@@ -175,18 +181,18 @@ fn quoted(word: &str) -> String {
 }
 
 fn provenance(run: &Run) -> Vec<(String, String)> {
-    let named = run.provenance.iter().filter(|(key, _)| *key != "data");
+    let named = run.provenance.iter().filter(|(key, _)| !HASHED.contains(&key.as_str()));
     named.map(|(key, value)| (key.replace('_', " "), plain(value))).collect()
 }
 
 /// Path and SHA-256.
 fn data_files(run: &Run) -> Vec<(String, String)> {
-    let files = run.provenance.get("data").and_then(Value::as_array);
+    let files = HASHED.into_iter().filter_map(|key| run.provenance.get(key)?.as_array());
     let file = |file: &Value| Some((plain(file.get("path")?), plain(file.get("sha256")?)));
-    files.into_iter().flatten().filter_map(file).collect()
+    files.flatten().filter_map(file).collect()
 }
 
-/// Files that are not there, and the commands that make them.
+/// Files that are missing, and the commands that create them.
 fn missing(run: &Run) -> Vec<Value> {
     let folder = run.path.display().to_string();
     let file = |name: &str| quoted(&format!("{folder}/{name}"));
@@ -201,13 +207,13 @@ fn missing(run: &Run) -> Vec<Value> {
         }
     };
     let calibrate = format!("medusa calibrate {models} --prompts PROMPTS.jsonl --out {calibration}");
-    add(run.calibration.is_none(), CALIBRATION, "the accuracy of every guess", calibrate);
+    add(run.calibration.is_none(), CALIBRATION, "accuracy of every guess", calibrate);
     let search = format!("medusa tree --calibration {calibration} --nodes 63 --out {tree}");
-    add(run.tree.is_none(), TREE, "the tree", search);
+    add(run.tree.is_none(), TREE, "tree of guesses", search);
     let time = format!("medusa tree --calibration {calibration} --latency {} {models} --out {tree}", file(LATENCY));
-    add(run.latency.is_none(), LATENCY, "how long steps take", time);
+    add(run.latency.is_none(), LATENCY, "step times", time);
     let bench = format!("medusa bench {models} --tree {tree} --prompts PROMPTS.jsonl --json > {}", file(BENCH));
-    add(run.bench.is_empty(), BENCH, "the speed of decoding", bench);
+    add(run.bench.is_empty(), BENCH, "decoding speed", bench);
     missing
 }
 
@@ -221,6 +227,9 @@ mod tests {
             plain(&json!(["medusa-train", "my recipe.toml", "it's"])),
             r"medusa-train 'my recipe.toml' 'it'\''s'"
         );
+        let rows = json!([{"rows": 3, "tokens": 40, "files": []}, {"rows": 1, "tokens": 9}]);
+        assert_eq!(plain(&rows), "3 rows, 40 tokens; 1 rows, 9 tokens");
+        assert_eq!(plain(&json!({"id": "o/n", "commit": "c0"})), "o/n@c0");
         assert_eq!((plain(&json!("a b")), plain(&json!(2)), quoted("")), ("a b".into(), "2".into(), "''".into()));
     }
 }

@@ -1,4 +1,4 @@
-//! Why a run ended early, or did not begin.
+//! Errors of training.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ use crate::train::checkpoint::CheckpointError;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::step::StepError;
 
-/// Why a run ended early, or did not begin.
+/// Why a run failed or did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// The backbone.
@@ -45,7 +45,7 @@ pub enum TrainError {
     Data(#[from] DataError),
     /// Rows from which a head can learn nothing.
     #[error(
-        "head {head} has no target in the training data: it predicts the token {ahead} further on, and no sequence has a label there; use longer rows, rows with more labels, or fewer heads"
+        "head {head} has no target in the training data: it predicts the token {ahead} positions ahead, and no sequence has a label there; use longer rows, rows with more labels, or fewer heads"
     )]
     NoTargetForHead {
         /// 1-based.
@@ -65,7 +65,7 @@ pub enum TrainError {
     },
     /// More steps than can be counted.
     #[error(
-        "train.epochs = {epochs} of {steps_per_epoch} optimizer steps each are more than can be counted; lower train.epochs, or raise \
+        "train.epochs = {epochs} of {steps_per_epoch} optimizer steps each overflow the step counter; lower train.epochs, or raise \
          train.gradient_accumulation_steps"
     )]
     TooManySteps {
@@ -114,7 +114,7 @@ pub enum TrainError {
 }
 
 impl TrainError {
-    /// Whether it is the recipe that has to change: its numbers do not go together with each other, or with what it names.
+    /// Whether the recipe has to change: its values conflict with each other or with the files that it names.
     pub fn is_of_the_recipe(&self) -> bool {
         match self {
             Self::InitShape { .. } | Self::WarmupTooLong { .. } | Self::TooManySteps { .. } => true,
@@ -130,18 +130,18 @@ fn in_words(shape: &HeadsShape) -> String {
     format!("medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}")
 }
 
-/// Why a line of metrics.jsonl may not be ours.
+/// Why a line of metrics.jsonl cannot be read.
 fn changed_by_hand(error: &MetricsError) -> &'static str {
     match error {
-        MetricsError::Line { .. } => "; the file was changed by hand, or belongs to another run",
+        MetricsError::Line { .. } => "; the file was edited, or belongs to another run",
         MetricsError::File(_) => "",
     }
 }
 
-/// What can be done about a row that is not right, besides setting it right.
+/// The alternative to fixing a malformed row.
 fn skipping(error: &DataError) -> &'static str {
     match error {
-        DataError::Row(row) if row.problem.kind().is_some() => "; --skip-bad-rows leaves out and counts such rows",
+        DataError::Row(row) if row.problem.kind().is_some() => "; --skip-bad-rows skips and counts such rows",
         _ => "",
     }
 }

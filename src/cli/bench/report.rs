@@ -1,4 +1,4 @@
-//! What `bench` found: an object for programs, a table for people, CSV for plots.
+//! Results of `bench`: a JSON object, a table, CSV.
 
 use std::io;
 use std::path::Path;
@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::measure::{BenchPass, BenchRun, Measured, Texts};
+use crate::data::report::counted;
 use crate::decode::stats::{Comparison, Tally};
 use crate::dtype::Dtype;
 use crate::files;
@@ -13,7 +14,7 @@ use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures};
 use crate::numbers::Positive;
 use crate::torch::device_name;
 
-/// What one setting gave.
+/// The result of one setting.
 pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
     let first = &passes[0];
     let of =
@@ -34,7 +35,7 @@ pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
     }
 }
 
-/// Of the same prompts in each repeat.
+/// Compares the repeats over the same prompts.
 fn comparison(repeats: &[Measured], texts: Texts) -> DecodingComparison {
     let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
     let (plain, drafted) = (of(|measured| measured.times.plain), of(|measured| measured.times.drafted));
@@ -65,7 +66,7 @@ fn figures(repeats: &[Tally], median: Tally, log_p: Option<f64>) -> DecodingFigu
     }
 }
 
-/// The repeat of median speed; of an even number the slower one in the middle.
+/// The repeat with the median speed; of an even number, the slower of the middle two.
 fn median(repeats: &[Tally]) -> Tally {
     let mut sorted = repeats.to_vec();
     sorted.sort_by(|a, b| a.tokens_per_second().total_cmp(&b.tokens_per_second()));
@@ -77,7 +78,7 @@ fn range(values: impl Iterator<Item = f64>) -> [f64; 2] {
     [low.min(high), high]
 }
 
-/// For people: a row a category, or a row a value of the sweep.
+/// The table: one row per category, or per value of the sweep.
 pub(super) fn table(results: &[BenchResult]) -> String {
     let Some(first) = results.first() else { return String::new() };
     let swept = first.sweep.as_ref().map(|swept| swept.name.as_str());
@@ -102,7 +103,7 @@ fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
         (false, true) => &format!("log p: plain, {drafter}"),
         _ => "identical",
     };
-    let names = [first, "tokens", "tokens/s: plain", drafter, "acceleration", "overhead", "speedup", "from-to", last];
+    let names = [first, "tokens", "tokens/s: plain", drafter, "acceleration", "overhead", "speedup", "range", last];
     names.map(str::to_owned).to_vec()
 }
 
@@ -126,7 +127,7 @@ fn row(name: &str, group: &DecodingComparison) -> Vec<String> {
     ]
 }
 
-/// Columns as wide as their widest cell, the first to the left, the others to the right.
+/// Aligns the columns, the first to the left, the others to the right.
 fn aligned(rows: &[Vec<String>]) -> Vec<String> {
     let columns = rows.first().map_or(0, Vec::len);
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
@@ -139,24 +140,25 @@ fn aligned(rows: &[Vec<String>]) -> Vec<String> {
 }
 
 fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
-    let nodes = if nodes_are_swept { String::new() } else { format!(", a tree of {} nodes", result.tree_nodes) };
+    let nodes =
+        if nodes_are_swept { String::new() } else { format!(", a tree of {}", counted(result.tree_nodes, "node")) };
     let repeats = match result.repeats {
         1 => "measured once".into(),
-        repeats => format!("medians of {repeats} repeats, from-to: their speedups"),
+        repeats => format!("median of {repeats} repeats; range: slowest to fastest"),
     };
     let too_long = match result.too_long {
         0 => String::new(),
-        prompts => format!(
-            "\n{prompts} prompts have a turn that is longer than the context; that turn and those after it are left out"
-        ),
+        prompts => {
+            format!("\n{} with a turn longer than the context: skipped from that turn on", counted(prompts, "prompt"))
+        }
     };
     let forced = result.forced_acceptance_rate.map_or_else(String::new, |rate| {
-        format!("\nthe acceptance was forced to {rate} tokens a step: a timing, not what these heads reach")
+        format!("\nacceptance was forced to {rate} tokens per step: the speed is not that of these heads")
     });
     format!("{} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
 }
 
-/// A row of CSV, cell by cell with the names of their columns. `medusa_…` are the drafter's, whoever it is.
+/// A CSV row as pairs of column and value. `medusa_…` columns are the drafter's, whichever it is.
 fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> Vec<(&'static str, Value)> {
     let (plain, drafted, [speedup_min, speedup_max]) = (&group.plain, &group.drafted, group.speedup_range);
     vec![
@@ -189,7 +191,7 @@ fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> 
     ]
 }
 
-/// Nothing for what a result does not have.
+/// Empty for absent values.
 fn csv_cell(value: &Value) -> String {
     match value {
         Value::Null => String::new(),

@@ -1,4 +1,4 @@
-//! A run's folder: how far it came, what its heads reach, and what lies in it.
+//! A run's folder: progress, accuracies and files.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -71,7 +71,8 @@ impl RunContents {
     }
 
     pub(super) fn text(&self, path: &Path, out: &mut String) -> std::fmt::Result {
-        let state = if self.finished { "finished" } else { "not finished: medusa-train RECIPE.toml --resume goes on" };
+        let state =
+            if self.finished { "finished" } else { "not finished; continue with medusa-train RECIPE.toml --resume" };
         writeln!(out, "run          {} ({state})", path.display())?;
         if let Some(heads) = &self.heads {
             writeln!(out, "heads        {}", heads.line())?;
@@ -114,12 +115,12 @@ impl JsonLine<BenchHeadline> {
     pub(super) fn text(&self, out: &mut String) -> std::fmt::Result {
         let BenchHeadline { acceleration_rate, overhead, speedup, identical, .. } = self.read;
         writeln!(out)?;
-        writeln!(out, "{:>20}  {acceleration_rate:>6.2}  tokens a step", "acceleration rate")?;
+        writeln!(out, "{:>20}  {acceleration_rate:>6.2}  tokens per step", "acceleration rate")?;
         let overhead = overhead.unwrap_or(f64::NAN); // shown as NaN: the line has no such number
-        writeln!(out, "{:>20}  {overhead:>6.2}  a step against a step of plain decoding", "overhead")?;
+        writeln!(out, "{:>20}  {overhead:>6.2}  step time relative to plain decoding", "overhead")?;
         writeln!(out, "{:>20}  {speedup:>6.2}  wall clock", "speedup")?;
         let identical = identical.map_or("-", |same| if same { "yes" } else { "no" });
-        writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding, token by token", "identical")
+        writeln!(out, "{:>20}  {identical:>6}  to plain greedy decoding", "identical")
     }
 }
 
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!(serde_json::to_value(&fastest).unwrap(), whole);
         let mut text = String::new();
         fastest.text(&mut text).unwrap();
-        assert!(text.contains("  2.25  wall clock") && text.contains("   NaN  a step against"), "{text}");
+        assert!(text.contains("  2.25  wall clock") && text.contains("   NaN  step time relative"), "{text}");
     }
 
     #[test]

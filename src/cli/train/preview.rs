@@ -1,4 +1,4 @@
-//! What a run will do and take, told before its first step.
+//! The plan printed before the first step: data, steps and memory.
 
 use std::path::PathBuf;
 
@@ -6,19 +6,20 @@ use serde::Serialize;
 
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::LoadReport;
+use crate::data::report::counted;
 use crate::draft::medusa::heads::HeadsShape;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::CheckedRun;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 
-/// What a run will do and take.
+/// Data, steps and memory of a run.
 #[derive(Debug, Serialize)]
 pub(super) struct RunPreview {
     output_dir: PathBuf,
     device: String,
     backbone: String,
-    /// Whether their headers were checked; without weights only config.json was.
+    /// Whether the weights' headers were checked; else only config.json was.
     weights_checked: bool,
     backbone_parameters: u64,
     backbone_bytes: u64,
@@ -82,21 +83,21 @@ impl RunPreview {
             ("backbone", self.backbone.clone()),
         ];
         if !self.weights_checked {
-            lines.push(("weights", "none in the folder, only config.json was checked".into()));
+            lines.push(("weights", "not in the folder; only config.json was checked".into()));
         }
-        lines.push(("heads", format!("{medusa_num_heads} of {medusa_num_layers} ResBlock(s)")));
+        lines.push(("heads", format!("{medusa_num_heads} of {}", counted(medusa_num_layers, "ResBlock"))));
         lines.push(("data", self.data.to_string()));
         lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
         lines.push((
             "sequences",
             format!(
-                "{} to train on, {:.0} % full; {} to validate on",
+                "{} for training, {:.0} % full; {} for validation",
                 self.sequences,
                 100.0 * self.fill_rate,
                 self.validation_sequences
             ),
         ));
-        let steps = format!("{} ({} an epoch), about {} tokens", self.steps, self.steps_per_epoch, self.tokens);
+        let steps = format!("{} ({} per epoch), {} tokens", self.steps, self.steps_per_epoch, self.tokens);
         lines.push(("steps", steps));
         lines
             .extend(self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes)))));
@@ -105,12 +106,12 @@ impl RunPreview {
         lines.chain(self.table()).collect::<Vec<_>>().join("\n")
     }
 
-    /// Parameters by group, then what else is in memory, and the sum.
+    /// Parameters by group, other memory, and the peak.
     fn table(&self) -> Vec<String> {
         let row = |[name, parameters, weights, gradients, optimizer, all]: [&str; 6]| {
             format!("{name:<22}{parameters:>16}{weights:>13}{gradients:>13}{optimizer:>13}{all:>13}")
         };
-        let mut rows = vec![String::new(), row(["memory", "parameters", "weights", "gradients", "AdamW", "in all"])];
+        let mut rows = vec![String::new(), row(["memory", "parameters", "weights", "gradients", "AdamW", "total"])];
         for group in &self.memory.groups {
             let name = format!("  {}, {}", group.name, if group.trained { "trained" } else { "frozen" });
             let [weights, gradients, optimizer, all] =
@@ -131,7 +132,7 @@ impl RunPreview {
     }
 }
 
-/// About so many in all steps.
+/// Tokens of all steps.
 fn tokens(checked: &CheckedRun, steps_per_epoch: usize) -> usize {
     let of_epochs = checked.pack_report.tokens as u128 * checked.total_steps as u128;
     usize::try_from(of_epochs / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
@@ -143,8 +144,8 @@ fn binary(bytes: u64) -> String {
 }
 
 fn warnings(checked: &CheckedRun) -> Vec<&'static str> {
-    let quantized_teacher = "the teacher of self-distillation is the quantised backbone, not the one in the files: the adapters learn to \
-                             repeat what quantisation changed";
+    let quantized_teacher =
+        "the teacher of self-distillation is the quantised backbone, so the adapters also learn its quantisation error";
     let mut warnings = vec![];
     if checked.plan.trained.has_teacher() && checked.plan.backbone.quantization.is_some() {
         warnings.push(quantized_teacher);

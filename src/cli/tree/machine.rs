@@ -98,7 +98,7 @@ fn measure(
     let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
-    let counter = Counter::new(latency::turns(trees.len()), "rounds", common);
+    let counter = Counter::new(latency::turns(trees.len()), 0, "rounds", common);
     let request = Request::greedy(&[], 1);
     let acceptance = Acceptance::Greedy;
     let times = latency::measure(
