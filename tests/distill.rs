@@ -214,7 +214,7 @@ fn heads_say_the_same_at_temperature_0() {
     assert_eq!(rows(&world.path("fast")), rows(&world.path("plain")));
     let said = world.medusa(&[&DISTILL[..6], &["typical", "--heads", "h", "--max-new-tokens", "4"]].concat());
     let said = { said }.assert().success().get_output().stderr.clone();
-    assert!(String::from_utf8_lossy(&said).contains("one conversation at a time, typical acceptance"));
+    assert!(String::from_utf8_lossy(&said).contains("one conversation at a time, with typical acceptance"));
 }
 
 /// What generate says to each of a prompt's questions; behind a system's turn it is asked one by one.

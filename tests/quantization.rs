@@ -435,7 +435,7 @@ fn a_state_of_the_other_optimizer_is_refused() {
             &[
                 "run/step-000024 was saved with optimizer.name",
                 &format!("{saved:?}, this run has {other:?}"),
-                "go on with",
+                "continue with",
             ],
         );
         small.edit("run/step-000024/state.json", &format!("{saved:?}"), &format!("{other:?}"));

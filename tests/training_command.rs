@@ -102,7 +102,7 @@ fn a_run_is_told_step_by_step_and_never_overwritten() {
     let heads = fs::read(dir.path().join("out/final/heads.safetensors")).unwrap();
     let again = train(&dir, &[]).output().unwrap();
     assert_eq!(again.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&again.stderr).contains("is not empty: go on with --resume"));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("is not empty: continue with --resume"));
     train(&dir, &["--resume"]).assert().success();
     assert_eq!(fs::read(dir.path().join("out/final/heads.safetensors")).unwrap(), heads);
 }

@@ -1,4 +1,4 @@
-//! Every kernel of a step beside its oracle.
+//! Every kernel of a step against its oracle.
 
 use std::collections::BTreeSet;
 

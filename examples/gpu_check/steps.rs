@@ -1,4 +1,4 @@
-//! Times of steps of Llama 2 7B's shape, and the memory of many steps.
+//! Step times at Llama 2 7B's shape, and memory over many steps.
 
 use std::time::Instant;
 

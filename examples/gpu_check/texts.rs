@@ -1,4 +1,4 @@
-//! Greedy texts by the GPU's own loop and by libtorch's.
+//! Greedy texts of the CUDA engine and of libtorch.
 
 use medusa::cli::print_json;
 use medusa::decode::DecodeLoop;

@@ -1,4 +1,4 @@
-//! Families that know a table by heart: functions in Python, how-tos, a shop's questions.
+//! Task families that need a memorised table: functions in Python, how-tos, a shop's questions.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

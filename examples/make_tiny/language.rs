@@ -1,4 +1,4 @@
-//! Families that copy from the question: extraction to JSON, stories, a toy language.
+//! Task families that copy from the question: extraction to JSON, stories, a toy language.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

@@ -1,4 +1,4 @@
-//! Families whose answers are computed: word problems, units, sorting, weekdays.
+//! Task families with computed answers: word problems, units, sorting, weekdays.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;

@@ -1,4 +1,4 @@
-//! Who answers: many conversations together, plainly, or one at a time with guesses.
+//! How answers are decoded: many conversations in a batch, plainly, or one at a time with a drafter.
 
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;

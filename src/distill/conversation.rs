@@ -1,4 +1,4 @@
-//! One conversation, turn by turn: what is asked next, and the row that it becomes. Decodes nothing.
+//! One conversation, turn by turn: the next prompt, and finally its row. Does not decode.
 
 use std::num::NonZeroUsize;
 

@@ -1,4 +1,4 @@
-//! What can stop a distillation.
+//! Errors of distillation.
 
 use std::io;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ pub enum DistillError {
     /// No room for an answer.
     #[error(
         "{place}: the prompt has {length} tokens, but the backbone's context is {context}, and at least one new token must fit; \
-         shorten the prompt or leave it out"
+         shorten or remove the prompt"
     )]
     PromptTooLong {
         /// Where it stands.
@@ -42,12 +42,12 @@ pub enum DistillError {
     },
     /// A template that hides what the user says.
     #[error(
-        "--self-talk: the chat template does not show the user's text as it is, so the user's turn cannot be opened; leave \
-         --self-talk out"
+        "--self-talk: the chat template changes the user's text, so the model cannot continue a user turn; drop \
+         --self-talk"
     )]
     NoPlaceForQuestions,
     /// Somebody's files.
-    #[error("{} is not empty: it holds {found:?}; choose another --out, or go on with what was begun there with --resume", folder.display())]
+    #[error("{} is not empty: it holds {found:?}; choose another --out, or continue that run with --resume", folder.display())]
     Occupied {
         /// The output folder.
         folder: PathBuf,
@@ -55,7 +55,7 @@ pub enum DistillError {
         found: String,
     },
     /// Another run's folder.
-    #[error("{}: {key}: expected {expected}, got {got}; --resume goes on only with what the folder was begun with: use that, or another --out", path.display())]
+    #[error("{}: {key}: expected {expected}, got {got}; --resume must repeat the original settings and files: restore them, or choose another --out", path.display())]
     Changed {
         /// distill.json.
         path: PathBuf,
@@ -68,7 +68,7 @@ pub enum DistillError {
     },
     /// A journal line that is neither whole nor the last one.
     #[error(
-        "{}, line {line}: the journal is damaged; remove it to make its conversations again (the shards beside it stay)",
+        "{}, line {line}: the journal is damaged; remove it to generate its conversations again (the shards stay)",
         path.display()
     )]
     Damaged {

@@ -1,5 +1,5 @@
-//! Finished conversations that are in no shard yet, one a line behind its checksum. A line is on the disk before the next
-//! step, so a process that ends at any moment loses none; the end of a line that was being written then is dropped.
+//! Finished conversations that are in no shard yet, one per line after its checksum. A line is synced before the next step, so a
+//! killed process loses none; a line cut off at the end is dropped.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};

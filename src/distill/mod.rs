@@ -1,5 +1,5 @@
-//! Training data by self-distillation (paper section 2.3.2): the backbone answers prompts, and what it saw and wrote becomes
-//! rows of Parquet that train as they are. Knows nothing of how an answer is decoded.
+//! Training data by self-distillation (paper section 2.3.2): the backbone answers prompts, and the conversations become Parquet rows
+//! ready for training. Does not know how an answer is decoded.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::ControlFlow;

@@ -1,4 +1,4 @@
-//! A distillation's folder: distill.json, shards that are written once, and a journal of what is in no shard yet.
+//! The output folder of a distillation: distill.json, write-once shards, and a journal of conversations not yet in a shard.
 
 use std::collections::BTreeMap;
 use std::fs;

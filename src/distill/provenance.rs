@@ -1,4 +1,4 @@
-//! What a distillation was made from: what of its distill.json must be found again to go on, and what a backbone is.
+//! The inputs of a distillation that `--resume` must find unchanged, and the identity of a backbone.
 
 use std::fs;
 use std::io;

@@ -1,4 +1,4 @@
-//! Conversations to the tokens that a backbone sees, and which of these it wrote itself.
+//! Renders conversations to token ids, and marks those that the backbone wrote.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Conversations as Parquet: `id`, `category`, `conversations` as ShareGPT has them, `input_ids`, `labels`, `finish_reason`.
+//! Parquet shards: `id`, `category`, `conversations` in ShareGPT form, `input_ids`, `labels`, `finish_reason`.
 
 use std::io;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! The model card: README.md of an exported folder. It says what is known and leaves out the rest.
+//! The model card: README.md of an exported folder. Unknown facts are left out.
 
 use std::io::Write as _;
 use std::path::Path;

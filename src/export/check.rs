@@ -1,5 +1,4 @@
-//! Read back what was written, by the way that any heads are read: every tensor against the one that was trained, bit for bit, one after
-//! the other; then what the heads compute with them.
+//! Reads an export back with the normal loader: compares every tensor bit for bit with the trained one, then the heads' output.
 
 // N hidden states, T tokens, H hidden, V vocabulary
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What a run's folder has about its heads, for the model card: recipe, calibration, tree, bench.
+//! The files of a run that accompany exported heads: recipe, calibration, tree and bench.
 
 use std::fs;
 use std::io;

@@ -1,4 +1,4 @@
-//! That what is written computes numbers.
+//! Checks that exported weights produce finite numbers.
 
 // T tokens, V vocabulary
 use tch::{Kind, Tensor};

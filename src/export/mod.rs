@@ -1,9 +1,9 @@
-//! What a run trained, in the layouts that others load. Every folder is written under another name, read back by the way that any heads
-//! are read, compared with what was trained tensor by tensor, run on fixed hidden states, and only then gets its name.
+//! Exports trained heads in the layouts of other programs. A folder is written under a temporary name, read back by the normal loader,
+//! compared tensor by tensor with the trained heads, run on fixed hidden states, and only then renamed.
 //!
-//! Memory: heads pass one tensor after the other. `merged` and `modelopt` map the backbone and copy it through; with adapters, or in
-//! another dtype than its own, the backbone is in memory once (33 billion weights in bfloat16: 66 GB; without adapters: one tensor).
-//! `peft` tries its adapter on the backbone before anything is written, and lets go of both.
+//! Memory: heads are streamed tensor by tensor. `merged` and `modelopt` copy a memory-mapped backbone through; with adapters, or in
+//! another dtype, they load the whole backbone (33 billion weights in bfloat16: 66 GB; otherwise one tensor). `peft` loads the backbone
+//! to test its adapter before anything is written, and frees both.
 
 use std::fs;
 use std::io;

@@ -1,4 +1,4 @@
-//! What is exported, in which layout, and how.
+//! An export request: heads, layout and options.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! The heads that are exported: as they were trained, the first K of them, in the dtype of the export.
+//! The heads to export: the first K of the trained ones, in the dtype of the export.
 
 // V vocabulary, H hidden
 use std::path::{Path, PathBuf};

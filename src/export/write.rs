@@ -1,4 +1,4 @@
-//! The files of each layout.
+//! Writes the files of each layout.
 
 use std::fs;
 use std::io::{self, Write as _};

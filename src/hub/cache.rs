@@ -1,6 +1,6 @@
-//! The cache of all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` by hash, `snapshots/COMMIT/` of links to them, and `refs/`
-//! from branches to commits. A program that knows this layout finds what another one downloaded. This one's own is `.medusa/COMMIT.json`
-//! beside them, where others do not look: the names of all files of a data set's commit, also of those that nobody wanted.
+//! The cache shared by all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` named by hash, `snapshots/COMMIT/` of links to them, and
+//! `refs/` from branches to commits. Any program with this layout finds the files of another. Ours alone is `.medusa/COMMIT.json` beside
+//! them: the names of all files in a data set's commit, including those not downloaded.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Write};

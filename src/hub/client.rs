@@ -1,4 +1,4 @@
-//! HTTP as the Hub speaks it: the token to the Hub and to nobody it redirects to, waits where it is asked to, and one error for each refusal.
+//! HTTP client of the Hub: sends the token only to the Hub itself, never to redirects; waits when asked to; maps each refusal to one error.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};

@@ -1,4 +1,4 @@
-//! Files from the Hub into the cache: several at once, from where a broken transfer stopped, and checked before they get their name.
+//! Downloads files into the cache: several in parallel, resumed after an interruption, and verified before they get their name.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};

@@ -1,9 +1,9 @@
-//! What a place is: a path on this machine, or an id of the Hub.
+//! Tells local paths from Hub ids.
 //!
-//! What exists here is a path, always. An id is `owner/name` or `owner/name@revision`; for data also `owner/name/file` and
-//! `owner/name@revision/file`, where the file may be a pattern or a folder. All else is a path: `./x`, `/x`, `~/x`, one word; for
-//! models, three words. And so is a place whose first word is a folder here (a misspelt path stays on this machine), unless it has
-//! an `@revision`.
+//! Existing local paths win over Hub ids. An id is `owner/name` or `owner/name@revision`; for data also `owner/name/file` and
+//! `owner/name@revision/file`, where the file may be a pattern or a folder. Anything else is a path: `./x`, `/x`, `~/x`, a single word, and
+//! for models three words. If the first word is an existing folder it is a path, too (a misspelt path does not reach the Hub), unless it
+//! has an `@revision`.
 
 use std::fmt;
 use std::path::Path;

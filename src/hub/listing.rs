@@ -1,4 +1,4 @@
-//! What a repository holds at a revision: its commit, and of every file the size and the hash that is also its blob's name.
+//! The contents of a repository at a revision: its commit, and each file's size and hash, which is also its blob's name.
 
 use std::collections::HashSet;
 

@@ -1,5 +1,5 @@
-//! A folder into a repository of the Hub: what changed, in one commit. Large files go first, by Git LFS, and stay on the Hub whatever happens
-//! after, so that an interrupted push only sends the rest when it is repeated.
+//! Pushes the changed files of a folder to a repository in one commit. Large files go first, by Git LFS, and stay on the Hub, so that
+//! repeating an interrupted push uploads only the rest.
 
 use std::collections::HashMap;
 use std::fs::{self, File};

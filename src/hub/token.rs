@@ -1,4 +1,4 @@
-//! The user's token: it goes into one header, to one host, and into no text.
+//! The user's token: sent in one header to one host, and never printed.
 
 use std::fmt;
 use std::io::ErrorKind;

@@ -1,4 +1,4 @@
-//! What is told of a transfer while it runs.
+//! Progress events of a transfer.
 
 /// What an observer is told of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq)]

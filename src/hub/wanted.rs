@@ -1,5 +1,4 @@
-//! Which files of a repository are needed for what: `.bin` only where there are no safetensors, no second copy of the weights, no
-//! checkpoints.
+//! Which files of a repository are needed: `.bin` only without safetensors, no second copy of the weights, no checkpoints.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! One axis of a plot: where it begins and ends, whether it is logarithmic, and its ticks.
+//! An axis of a plot: range, linear or logarithmic scale, ticks.
 
 /// Ticks that an axis has about.
 const TICKS: f64 = 5.0;

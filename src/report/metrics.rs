@@ -1,4 +1,4 @@
-//! `metrics.jsonl`, of a run that may still go on.
+//! Reads `metrics.jsonl`, also of a run that is still going.
 
 use std::path::Path;
 

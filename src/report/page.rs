@@ -1,4 +1,4 @@
-//! The page itself: one template, one style, a few lines of script for values under the pointer.
+//! The page: one template, one stylesheet, and a script that shows values under the pointer.
 
 use std::collections::BTreeSet;
 

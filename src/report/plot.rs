@@ -1,4 +1,4 @@
-//! Lines as SVG. Colours, dashes and widths are the page's, by classes: the picture itself knows no colour.
+//! Curves as SVG. Colours, dashes and widths come from the page's stylesheet through classes.
 
 use std::fmt::Write;
 

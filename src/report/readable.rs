@@ -1,4 +1,4 @@
-//! Numbers as people read them.
+//! Formats numbers for people.
 
 /// Three digits that matter, thousands apart: `9,001`, `45.8`, `2.70`, `0.0123`, `5e-4`.
 pub(super) fn number(value: f64) -> String {

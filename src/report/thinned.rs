@@ -1,4 +1,4 @@
-//! Lines of many points as lines of few that look the same.
+//! Reduces curves of many points to few without changing how they look.
 
 /// At most `most` of the points, in their order: the first, the last, and of equal buckets between them the lowest and the highest.
 /// So every spike stays, unlike with means or with every n-th point.

@@ -1,5 +1,5 @@
-//! The backbone over a micro batch, as the plan trains it: where it is frozen, hidden states that are computed or read; where it is
-//! trained, a pass that is kept until the losses have left the gradient of its hidden states, and goes back then.
+//! The backbone's pass over a micro batch. Frozen: hidden states are computed or read from the cache. Trained: the activations are
+//! kept until the losses have produced the gradient of the hidden states, then the pass runs backward.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden
 use tch::{Kind, Tensor};

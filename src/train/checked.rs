@@ -1,5 +1,5 @@
-//! A plan with everything that can be checked and read before the backbone's weights: rows, tokenizer, config, headers,
-//! the plan of its memory.
+//! A plan with everything that is checked and read before the backbone's weights: rows, tokenizer, config, tensor headers and the
+//! memory plan.
 
 use std::num::NonZeroUsize;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Checkpoints: `step-000200/` and `final/`, whole or absent, and going on from the newest whole one.
+//! Checkpoints `step-000200/` and `final/`: written atomically, and resumed from the newest one.
 
 use std::fs;
 use std::io;
@@ -49,7 +49,7 @@ pub enum CheckpointError {
     },
     /// The state of another optimizer.
     #[error(
-        "{} was saved with optimizer.name = \"{saved}\", this run has \"{ours}\", which keeps other moments: go on with \"{saved}\", or begin in another folder",
+        "{} was saved with optimizer.name = \"{saved}\", this run has \"{ours}\", which keeps other moments: continue with \"{saved}\", or train in another folder",
         path.display()
     )]
     Optimizer {

@@ -1,4 +1,4 @@
-//! What a run writes down while it trains: `metrics.jsonl`, and the same curves as TensorBoard events.
+//! The log of a run: `metrics.jsonl`, and the same curves as TensorBoard events.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufWriter, Write};

@@ -1,4 +1,4 @@
-//! How much memory a run takes, told from its shape before anything is loaded. Pure numbers; `tests/memory_plan.rs` measures them.
+//! The memory of a run, predicted from its shape before anything is loaded. Pure arithmetic; `tests/memory_plan.rs` measures it.
 
 // L decoder layers, N positions of a micro batch, T positions of a row, H hidden, Q query width, G key/value width, F width of the
 // MLP, I inputs and O outputs of a linear layer, V vocabulary, R rank, e bytes of a number in the backbone's dtype

@@ -1,4 +1,4 @@
-//! The training loop: a recipe's rows in, heads out, resumable at every checkpoint.
+//! Training: from a recipe's rows to heads, resumable from every checkpoint.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! What a run trains, on which loss and at which rates, decided once by its recipe. The loop reads the plan and never asks which stage it
-//! is.
+//! What a run trains, with which loss and learning rates, resolved once from the recipe. The loop reads the plan and never branches on
+//! the stage.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! What of a `provenance.json` a resumed run must find again.
+//! Checks that a resumed run matches its `provenance.json`.
 
 use serde_json::Value;
 

@@ -1,4 +1,4 @@
-//! A whole run: the backbone loaded as the plan trains it, the run's folder claimed, the first or the newest saved state.
+//! A whole run: loads the backbone as the plan trains it, claims the run's folder, and starts from scratch or the newest checkpoint.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;

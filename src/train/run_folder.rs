@@ -1,4 +1,4 @@
-//! The folder of a run: made once, with the recipe as resolved and where its numbers come from; refused to any other run.
+//! A run's folder: created once with the resolved recipe and its provenance; refuses any other run.
 
 use std::fs;
 use std::io::{self, Write};
@@ -98,7 +98,7 @@ impl<'r> RunFolder<'r> {
             return Ok(true);
         }
         if !checkpoint::holds_only(run, PROVENANCE)? {
-            let why = "holds files but no recipe.toml, so no run to resume: choose another folder";
+            let why = "holds files but no recipe.toml, so there is no run to resume: choose another folder";
             return Err(TrainError::OutputTaken { path: run.into(), why: why.into() });
         } // else interrupted between the two files: nothing was trained yet
         Ok(false)
@@ -232,11 +232,11 @@ fn check_empty(run: &Path) -> Result<(), TrainError> {
     if !checkpoint::holds_a_run(run)? {
         return Ok(());
     }
-    let why = "is not empty: go on with --resume, or choose another folder (nothing is ever overwritten)";
+    let why = "is not empty: continue with --resume, or choose another folder (nothing is ever overwritten)";
     Err(TrainError::OutputTaken { path: run.into(), why: why.into() })
 }
 
 fn in_use(run: &Path) -> TrainError {
-    let why = "is in use: another process trains there; wait for its end, or choose another folder";
+    let why = "is in use by another training process; wait for it to finish, or choose another folder";
     TrainError::OutputTaken { path: run.into(), why: why.into() }
 }

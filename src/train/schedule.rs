@@ -1,4 +1,4 @@
-//! What changes over a run: the learning rate (warm-up, then cosine, linear or constant), and λ0.
+//! Schedules: the learning rate (warm-up, then cosine, linear or constant) and λ0.
 
 use serde::{Deserialize, Serialize};
 

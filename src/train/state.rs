@@ -1,4 +1,4 @@
-//! What a run trains, and how far it is: heads, adapters or backbone, their gradients, the optimizer, the step.
+//! The state of a run: heads, adapters or backbone, gradients, optimizer and step.
 
 use tch::Tensor;
 

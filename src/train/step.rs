@@ -1,5 +1,5 @@
-//! One optimizer step: micro batches through the backbone, losses of the LM head and of every head, back through the backbone, one update.
-//! Where the backbone is frozen, it has neither a loss of its own nor a way back.
+//! One optimizer step: micro batches through the backbone, losses of the LM head and of every head, backward, one update. A frozen
+//! backbone has no loss and no backward pass.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden, K heads
 use tch::{Kind, Tensor};
@@ -36,8 +36,8 @@ pub struct StepMetrics {
 pub enum StepError {
     /// The loss or the gradient is no number.
     #[error(
-        "step {step}: {what} is {value}, so the update was not made; sequences {sequences:?} of the training data \
-         (counted from 0, before shuffling); lower optimizer.learning_rate, or look for broken weights"
+        "step {step}: {what} is {value}, so the update was skipped; sequences {sequences:?} of the training data \
+         (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights"
     )]
     NotFinite {
         /// The step that was not made, counted from 1 as in metrics.jsonl.
@@ -53,7 +53,7 @@ pub enum StepError {
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
     /// The update itself overflowed.
-    #[error("step {step}: the update made {parameter} infinite or no number; lower optimizer.learning_rate")]
+    #[error("step {step}: the update made {parameter} NaN or infinite; lower optimizer.learning_rate")]
     ParameterNotFinite {
         /// Counted from 1.
         step: usize,
@@ -62,7 +62,7 @@ pub enum StepError {
     },
     /// The loss on the validation rows is no number.
     #[error(
-        "after step {step} the loss on the validation rows is {value}; lower optimizer.learning_rate, or look for broken \
+        "after step {step} the loss on the validation rows is {value}; lower optimizer.learning_rate, or check the \
          weights"
     )]
     EvaluationNotFinite {

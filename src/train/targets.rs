@@ -1,4 +1,4 @@
-//! What the LM head and the heads have to predict in a micro batch.
+//! The targets of the LM head and the Medusa heads in a micro batch.
 
 use tch::Tensor;
 

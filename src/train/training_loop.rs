@@ -1,4 +1,4 @@
-//! The loop of a run, from its newest checkpoint: steps, evaluations, checkpoints, and at the end `final/`.
+//! The training loop, from the newest checkpoint: steps, evaluations, checkpoints and finally `final/`.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,4 @@
-//! One setting measured: passes over all prompts, each request plainly and with the drafter's guesses in turn.
+//! Measures one setting: passes over all prompts, each decoded plainly and with the drafter in turn.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

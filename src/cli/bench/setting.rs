@@ -1,4 +1,4 @@
-//! The settings that are measured, one a value of `--sweep`. All that can be wrong with them is found here.
+//! The settings to measure, one per value of `--sweep`. All checks of their flags are here.
 
 use std::num::NonZeroUsize;
 

@@ -1,4 +1,4 @@
-//! `--sweep`: what is varied.
+//! Parses `--sweep`.
 
 use std::num::NonZeroUsize;
 use std::str::FromStr;

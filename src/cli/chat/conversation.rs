@@ -1,4 +1,4 @@
-//! What was said so far, as the tokens that a backbone goes on from. No terminal here.
+//! The history of a chat as token ids. No terminal here.
 
 use super::super::UsageError;
 use crate::cli::decoder::Decoder;

@@ -1,4 +1,4 @@
-//! Where the user's lines come from: a terminal, where they can be edited and called back, or anything else, line by line.
+//! Lines of input: from a terminal with editing and history, or from a pipe.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 

@@ -1,4 +1,4 @@
-//! What a file of weights holds: heads, or any other tensors.
+//! Contents of a weights file: heads, or any other tensors.
 
 use std::fmt::Write;
 use std::path::Path;

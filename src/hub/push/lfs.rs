@@ -1,4 +1,4 @@
-//! Large files to the Hub's store, by Git LFS: in one piece or in the parts that the Hub asks for.
+//! Uploads large files by Git LFS, in one piece or in the parts that the Hub requests.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};

@@ -1,4 +1,4 @@
-//! The hidden states of one micro batch, and the rows in which a head finds its positions.
+//! The hidden states of a micro batch, and the rows at which each head has its positions.
 
 // B rows, T tokens of a row, N = B·T positions, M of them kept, H hidden
 use std::borrow::Cow;

@@ -1,4 +1,4 @@
-//! Why hidden states cannot be kept.
+//! Errors of cached hidden states.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::data::cache::CacheError;
 pub enum HiddenStatesError {
     /// The disk.
     #[error(
-        "train.hidden_state_cache: cannot {doing} {}: {source}; it takes {bytes} bytes in all: make room, choose another \
+        "train.hidden_state_cache: cannot {doing} {}: {source}; the cache needs {bytes} bytes: free some space, choose another \
          folder, or train without the key", path.display()
     )]
     Io {
@@ -27,13 +27,13 @@ pub enum HiddenStatesError {
     #[error(transparent)]
     Rows(#[from] CacheError),
     /// Another run fills the file now.
-    #[error("train.hidden_state_cache: {} is in use by another run on the same rows and backbone: wait for its end, or choose another folder", path.display())]
+    #[error("train.hidden_state_cache: {} is in use by another run on the same rows and backbone: wait for it to finish, or choose another folder", path.display())]
     InUse {
         /// The file.
         path: PathBuf,
     },
     /// A file that is not as it was made.
-    #[error("train.hidden_state_cache: {} has {got} bytes, expected {expected}: it was cut off or changed; remove it, and it is made again", path.display())]
+    #[error("train.hidden_state_cache: {} has {got} bytes, expected {expected}: it was truncated or changed; remove it to recompute it", path.display())]
     Size {
         /// The file.
         path: PathBuf,

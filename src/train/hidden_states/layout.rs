@@ -1,6 +1,5 @@
-//! The file of kept hidden states: the states of all sequences one after another, then one byte a sequence: 1 once its states are on the
-//! disk. Of a sequence the positions from which some head predicts a target: the others' are never read. Its name is a hash of all that
-//! decides them.
+//! The file of cached hidden states: the states of all sequences in a row, then one byte per sequence that is 1 once its states are on
+//! disk. Only positions from which some head predicts a target are stored. The file's name is a hash of everything that determines them.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};

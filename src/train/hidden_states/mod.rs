@@ -1,4 +1,4 @@
-//! The frozen backbone's hidden states, from which the heads learn: computed for each batch, or kept on disk across epochs and runs
+//! The frozen backbone's hidden states, the heads' input: computed per batch, or cached on disk across epochs and runs
 //! (`train.hidden_state_cache`).
 
 mod batch;
