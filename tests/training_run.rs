@@ -445,7 +445,7 @@ fn break_weight(small: &SmallRun, name: &str, row: i64) {
 fn a_broken_weight_of_the_backbone_stops_the_first_step() {
     let small = SmallRun::new();
     break_weight(&small, "model.norm.weight", 3);
-    small.train(&[]).failed(1, &["step 1: the loss is NaN", "sequences [", "broken weights"]);
+    small.train(&[]).failed(1, &["step 1: the loss is NaN", "sequences [", "check the weights"]);
     assert_eq!(small.names("run"), ["metrics.jsonl", "provenance.json", "recipe.toml", "tensorboard"]);
 }
 
@@ -562,7 +562,7 @@ fn hidden_states_that_find_no_room_say_how_much_they_need() {
     keep_hidden_states(&small);
     let script = "trap '' XFSZ; ulimit -f 8; exec \"$1\" recipe.toml";
     let mut limited = small.program("bash", &["-c", script, "bash", env!("CARGO_BIN_EXE_medusa-train")]);
-    let facts = ["train.hidden_state_cache", "states/", "File too large", "bytes in all", "make room"];
+    let facts = ["train.hidden_state_cache", "states/", "File too large", "the cache needs", "free some space"];
     Ended::from(limited.output().expect("bash")).failed(1, &facts);
     assert_eq!(small.names("states"), [""; 0]);
     small.train(&["--resume"]).succeeded();
