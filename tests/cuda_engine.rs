@@ -327,8 +327,8 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
     let penalised = Request { repetition_penalty: Positive::new(1.3).expect("above 0"), ..request(&prompt, 5) };
     for (acceptance, request, reason) in [
         (Acceptance::Nucleus, sampled(&prompt, 5, 0.7, 1), "nucleus acceptance above temperature 0 has no kernel"),
-        (Acceptance::Forced { rate: 2.0 }, request(&prompt, 5), "a forced acceptance rate follows no rule"),
-        (Acceptance::Greedy, penalised, "a repetition penalty changes logits with every token"),
+        (Acceptance::Forced { rate: 2.0 }, request(&prompt, 5), "a forced acceptance rate has no kernel"),
+        (Acceptance::Greedy, penalised, "a repetition penalty has no kernel"),
     ] {
         let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
         let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");

@@ -1,4 +1,4 @@
-//! Counting which guesses are right. No tensors here.
+//! Counts correct guesses per head and per path. No tensors here.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! Why heads cannot be calibrated.
+//! Errors of calibration.
 
 use crate::data::IGNORE;
 use crate::data::cache::CacheError;
@@ -49,7 +49,7 @@ pub enum CalibrationError {
     },
     /// Guesses of such logits mean nothing.
     #[error(
-        "row {row}: the logits of head {head} contain NaN or infinity; calibrate in another --dtype (float32 has the widest range), or check \
+        "row {row}: the logits of head {head} contain NaN or infinity; calibrate in another --dtype, or check \
          the weights of backbone and heads"
     )]
     NotFinite {
@@ -58,7 +58,7 @@ pub enum CalibrationError {
         /// 1-based.
         head: usize,
     },
-    /// libtorch gave up.
+    /// libtorch failed.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
     /// The rows.

@@ -1,4 +1,4 @@
-//! How often each guess of each head is right: what the tree search needs (paper section 2.3.3).
+//! Measures the top-k accuracy of each head, which the tree search needs (paper section 2.3.3).
 
 use std::ops::ControlFlow;
 
@@ -50,8 +50,8 @@ pub fn calibrate(
     Ok(counts)
 }
 
-/// What the backbone itself writes after a prompt, greedily: a row whose targets are its new tokens, without the EOS, which no
-/// step commits. Heads and tree are used on such text; another's text has tokens that this backbone would not write.
+/// A row of a prompt and the backbone's own greedy answer, whose tokens are the targets (without the EOS, which no step commits).
+/// Heads are used on such text; text from elsewhere has tokens that this backbone would not generate.
 ///
 /// # Errors
 /// [`DecodeError`] names what is wrong with the prompt.
@@ -83,17 +83,17 @@ fn check_tokens(row: usize, tokens: &TokenRow, vocab_size: i64) -> Result<(), Ca
     })
 }
 
-/// A position, and what is asked there.
+/// A position with its targets.
 #[derive(Debug, PartialEq, Eq)]
 struct AskedPosition {
     position: usize,
-    /// Whether the next token, a step's root, belongs to the text that is measured: decoding could take a step from here.
+    /// Whether the next token, a step's root, has a label: decoding could start a step here.
     is_step: bool,
     /// Each head's.
     targets: Vec<Option<i64>>,
 }
 
-/// What each head should guess at each position. Positions that ask nothing are left out.
+/// Each head's targets at each position; positions without targets are left out.
 fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<AskedPosition> {
     let target = |at: usize| row.labels.get(at).filter(|&&label| label != IGNORE).map(|&label| i64::from(label));
     let asked = (0..row.input_ids.len()).map(|position| AskedPosition {

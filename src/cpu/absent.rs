@@ -1,4 +1,4 @@
-//! In place of the kernels on processors that are not x86-64: no matrix can be made, so nothing that needs one is ever called.
+//! Stubs of the kernels for processors other than x86-64: no [`matrix::Matrix`] can be built, so none of them is ever called.
 
 /// No memory is needed.
 pub mod arena {

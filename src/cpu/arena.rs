@@ -1,4 +1,4 @@
-//! Memory of many weights in large pages: with pages of 4 KiB, looking up addresses takes a third of the time of reading weights.
+//! Memory for weights in huge pages: with 4 KiB pages, TLB misses take a third of the time of reading the weights.
 #![expect(unsafe_code, reason = "ranges of one mapping are handed out as slices")]
 
 use std::ops::Deref;

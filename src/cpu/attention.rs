@@ -1,5 +1,5 @@
-//! Attention of new tokens to a cache and to each other, along any tree. What a token gives does not depend on which others are
-//! computed with it: its keys are always taken in the order of their positions.
+//! Attention of new tokens to the KV cache and to each other, along any tree. A token's output does not depend on the other tokens of
+//! the pass: its keys are always summed in the order of their positions.
 #![expect(unsafe_code, reason = "AVX-512 on the rows of a cache, whose bounds are checked before the loops")]
 
 // N new tokens, Q query heads, G key/value heads, R = Q/G, S room of the cache, D head size

@@ -1,4 +1,4 @@
-//! Pieces of kernels: 64 bytes at a time.
+//! Building blocks of the kernels: AVX-512 vectors of 64 bytes.
 #![expect(unsafe_code, reason = "AVX-512 reads under a mask")]
 use std::arch::x86_64::*;
 

@@ -1,8 +1,7 @@
-//! Weights `[O, I]` of a product of few rows, `x·Wᵀ`, read at the speed of the memory.
+//! Weights `[O, I]` for products `x·Wᵀ` of few rows, which run at memory bandwidth.
 //!
-//! Four rows of `W` lie together, line by line, so that the kernel reads one stream. An output is a dot product of 16 running sums,
-//! which are added up in the same order whatever the number of rows of `x`: what a row gives alone and among others is the same to
-//! the bit.
+//! Four rows of `W` are interleaved line by line, so that the kernel reads one stream. An output is a dot product of 16 running sums,
+//! added up in the same order whatever the number of rows of `x`: a row's output is bit-identical alone and in a batch.
 #![expect(unsafe_code, reason = "AVX-512; lengths are checked before the loops")]
 
 // O outputs, I inputs, N rows of x

@@ -1,4 +1,4 @@
-//! What a layer does to each row by itself between its products. A row's numbers do not depend on the other rows.
+//! Row-wise kernels of a layer: norms, activations, rotary embeddings, top-k. A row's output does not depend on the other rows.
 #![expect(unsafe_code, reason = "AVX-512 on whole chunks of slices; nothing here runs where the CPU has none")]
 
 // N rows, H hidden, F intermediate size, D head size

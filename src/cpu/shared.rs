@@ -1,4 +1,4 @@
-//! A slice that the parts of a job write to, each its own numbers.
+//! A slice that the parts of a parallel job write to, each to its own range.
 #![expect(unsafe_code, reason = "what belongs to whom is the kernels' promise")]
 
 use std::marker::PhantomData;

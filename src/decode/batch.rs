@@ -1,8 +1,9 @@
-//! Several texts decoded together. A text leaves as it ends, and another one enters. Without a drafter, a step of
-//! [`TchEngine::for_batches`](crate::engine::tch::TchEngine::for_batches) reads the weights once for all of them; trees, and the CPU's
-//! kernels, run text after text.
-//! At temperature 0 each is the text that [`HostLoop`](super::host_loop::HostLoop) makes of it, up to rounding between equally
-//! probable tokens; what is drawn for a text does not depend on the others.
+//! Decodes several texts at a time (continuous batching): a text leaves the batch when it ends, and another one enters. Without a
+//! drafter, a step of [`TchEngine::for_batches`](crate::engine::tch::TchEngine::for_batches) reads the weights once for all texts;
+//! trees and the CPU's kernels run one text after the other.
+//!
+//! At temperature 0 each text equals the one that [`HostLoop`](super::host_loop::HostLoop) decodes, up to rounding between equally
+//! probable tokens. Sampled texts do not depend on the rest of the batch.
 
 use std::num::NonZeroUsize;
 
@@ -20,23 +21,23 @@ use crate::tree::accept::Acceptance;
 /// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen.
 pub type Ended = (usize, Result<Generation, DecodeError>);
 
-/// Texts that are decoded together.
+/// A batch of texts.
 #[derive(Debug)]
 pub struct SequenceBatch<'a> {
     stepper: Stepper<'a>,
     size: NonZeroUsize,
     /// In the order of the cache's rows.
     sequences: Vec<Sequence>,
-    /// Of the sequences: handed back with what came of them.
+    /// The sequences' keys, in the same order.
     keys: Vec<usize>,
-    /// Ended by their first token.
+    /// Texts that ended with their first token; the next step returns them.
     ended: Vec<Ended>,
-    /// Tokens of texts that have left.
+    /// New tokens of texts that have left.
     left: usize,
 }
 
 impl<'a> SequenceBatch<'a> {
-    /// For at most `size` texts at a time, with a drafter if there is one.
+    /// A batch of at most `size` texts.
     pub fn new(
         engine: Box<dyn Engine + 'a>,
         drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
@@ -55,12 +56,12 @@ impl<'a> SequenceBatch<'a> {
         self.sequences.is_empty() && self.ended.is_empty()
     }
 
-    /// Tokens chosen so far, of texts that are still being made, too.
+    /// New tokens so far, unfinished texts included.
     pub fn tokens(&self) -> usize {
         self.left + self.sequences.iter().map(|sequence| sequence.text.new_ids().len()).sum::<usize>()
     }
 
-    /// Runs the prompt, and takes the text in; `key` is handed back with what comes of it.
+    /// Runs the prompt and adds the text to the batch; [`SequenceBatch::step`] returns its result under `key`.
     ///
     /// # Errors
     /// [`DecodeError`] names what is wrong with the prompt.
@@ -86,7 +87,7 @@ impl<'a> SequenceBatch<'a> {
         Ok(())
     }
 
-    /// A step more for every text; returns what came of those that ended, which have left.
+    /// Runs one step for every text; returns the texts that ended, which leave the batch.
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
@@ -96,7 +97,7 @@ impl<'a> SequenceBatch<'a> {
             return Ok(ended);
         }
         guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)))?;
-        // From the last row on, so that the row that takes a left one's place has been looked at.
+        // Last row first: `swap_remove` then only moves rows that were already checked.
         for row in (0..self.sequences.len()).rev() {
             if self.sequences[row].text.has_ended() {
                 ended.push(self.leave(row));

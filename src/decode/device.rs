@@ -1,5 +1,6 @@
-//! The loop on the CUDA engine, whose steps draft, verify and accept on the device. [`HostLoop`](super::host_loop::HostLoop) is its
-//! oracle: the same requests give the same texts, but for what another rounding turns.
+//! The decoding loop on the CUDA engine, whose steps draft, verify and accept on the device.
+//! [`HostLoop`](super::host_loop::HostLoop) is its oracle: the same request gives the same text, up to rounding between nearly equal
+//! logits.
 
 use super::DecodeLoop;
 use super::error::{DecodeError, check_prompt};
@@ -18,11 +19,11 @@ use crate::nvidia::device;
 use crate::torch::guard;
 use crate::tree::accept::Acceptance;
 
-/// See [`DecodeLoop`]: on a GPU, plainly or with the heads that it was made for.
+/// A [`DecodeLoop`] on a GPU, plain or with heads.
 #[derive(Debug)]
 pub struct DeviceLoop<'a> {
     backbone: &'a Llama,
-    /// Of the heads' guesses.
+    /// How the heads' guesses are accepted.
     acceptance: Option<Acceptance>,
     engine: CudaEngine<'a>,
 }
@@ -31,7 +32,7 @@ pub struct DeviceLoop<'a> {
 type HeadsAndRule<'d, 'a> = Option<(&'d MedusaDrafter<'a>, Acceptance)>;
 
 impl<'a> DeviceLoop<'a> {
-    /// For `backbone`, and for heads if there are some, computed by `ops`.
+    /// A loop whose operations run on `ops`.
     ///
     /// # Errors
     /// [`CudaError::Unfit`] says what cannot be decoded.
@@ -41,7 +42,7 @@ impl<'a> DeviceLoop<'a> {
         Ok(Self { backbone, acceptance: drafts.map(|(_, acceptance)| acceptance), engine })
     }
 
-    /// On the GPU where the backbone lies, for requests such as `request`, with a cache for texts of so many `tokens` to begin with.
+    /// A loop on the backbone's GPU, for requests such as `request`. The cache starts with room for `tokens`.
     ///
     /// # Errors
     /// [`CudaError`]: no GPU, no rule for the request, no kernels, or too little memory.
@@ -109,15 +110,15 @@ impl DecodeLoop for DeviceLoop<'_> {
     }
 }
 
-/// The rule that the device follows; [`CudaError::Request`] where it has none. Without an acceptance: plain decoding.
+/// The device's rule for a request, or [`CudaError::Request`] if it has none; no acceptance means plain decoding.
 fn rule_of(request: &Request, acceptance: Option<Acceptance>) -> Result<Rule, CudaError> {
     let refused = |why| Err(CudaError::Request(why));
     let temperature = request.sampling.temperature.get();
     if request.repetition_penalty != Positive::ONE {
-        return refused("a repetition penalty changes logits with every token");
+        return refused("a repetition penalty has no kernel");
     }
     match acceptance {
-        Some(Acceptance::Forced { .. }) => refused("a forced acceptance rate follows no rule of its own"),
+        Some(Acceptance::Forced { .. }) => refused("a forced acceptance rate has no kernel"),
         _ if temperature == 0.0 => Ok(Rule::Greedy),
         None | Some(Acceptance::Rejection) => Ok(Rule::Draw { temperature, top_p: request.sampling.top_p.get() }),
         Some(Acceptance::Greedy) => Ok(Rule::Greedy),

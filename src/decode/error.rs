@@ -1,16 +1,16 @@
-//! What decoding refuses, and what it fails by.
+//! Errors of decoding.
 
 use crate::engine::cuda::error::CudaError;
 use crate::model::config::LlamaConfig;
 use crate::torch::TorchPanic;
 
-/// A prompt cannot be decoded, or what decodes it gave up.
+/// A prompt cannot be decoded, or decoding failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError {
-    /// Nothing to go on from.
+    /// A prompt without tokens.
     #[error("the prompt has no tokens; expected at least one (a BOS will do)")]
     EmptyPrompt,
-    /// No room for an answer.
+    /// The prompt leaves no room in the context for a new token.
     #[error(
         "the prompt has {length} tokens, but the backbone's context is {context}, and at least one new token must fit; shorten the prompt"
     )]
@@ -32,22 +32,22 @@ pub enum DecodeError {
     },
     /// No token can be chosen.
     #[error(
-        "logits contain NaN or infinity at new token {token}; decode in another --dtype (float32 has the widest range), or check the \
+        "logits contain NaN or infinity at new token {token}; decode in another --dtype, or check the \
          backbone's weights"
     )]
     NotFinite {
         /// 1-based.
         token: usize,
     },
-    /// The GPU's own loop cannot, or gave up.
+    /// The CUDA engine cannot decode this request, or failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// libtorch gave up.
+    /// libtorch failed.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
 }
 
-/// Refuses what no backbone can go on from.
+/// Checks that the prompt fits the backbone's context and vocabulary.
 pub(super) fn check_prompt(config: &LlamaConfig, prompt: &[i64]) -> Result<(), DecodeError> {
     let (context, vocab_size) = (config.max_position_embeddings, config.vocab_size);
     if prompt.is_empty() {

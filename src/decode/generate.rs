@@ -1,5 +1,4 @@
-//! One text, from nothing to its end: plainly, which is the oracle, or with a drafter's guesses. Several requests on one text share a
-//! [`HostLoop`].
+//! Decodes one text: plain, which is the oracle, or with a drafter. Requests that continue each other share a [`HostLoop`] instead.
 
 use super::DecodeLoop;
 use super::error::DecodeError;
@@ -11,7 +10,7 @@ use crate::engine::fastest::fastest;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 
-/// Decodes a token a step.
+/// Plain decoding: one token per step.
 ///
 /// # Errors
 /// [`DecodeError`] names what is wrong with the prompt.

@@ -1,5 +1,5 @@
-//! One text after the other on an [`Engine`], such as the turns of a conversation: what of a prompt the cache holds from the text
-//! before is not computed again.
+//! Decodes one text after the other on an [`Engine`], such as the turns of a conversation. The prefix that a prompt shares with the
+//! previous text is taken from the cache.
 
 use tch::no_grad;
 
@@ -14,8 +14,7 @@ use crate::engine::prefix::cached_prefix;
 use crate::torch::guard;
 use crate::tree::accept::Acceptance;
 
-/// See [`DecodeLoop`]. What a request makes does not depend on the ones before it (up to rounding): the cache saves time and nothing
-/// else.
+/// A [`DecodeLoop`] on any [`Engine`]. A text does not depend on earlier requests, up to rounding: the cache only saves time.
 #[derive(Debug)]
 pub struct HostLoop<'a> {
     stepper: Stepper<'a>,
@@ -24,7 +23,7 @@ pub struct HostLoop<'a> {
 }
 
 impl<'a> HostLoop<'a> {
-    /// With an empty cache, with a drafter if there is one.
+    /// A loop with an empty cache.
     pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
         let mut stepper = Stepper::new(engine, drafter);
         stepper.cache_mut().push();
@@ -36,7 +35,7 @@ impl<'a> HostLoop<'a> {
         &self.cached
     }
 
-    /// The cache's first tokens stay, at most so many.
+    /// Truncates the cache to its first `tokens`.
     fn keep(&mut self, tokens: usize) {
         self.cached.truncate(tokens);
         self.stepper.cache_mut().truncate(0, self.cached.len() as i64);

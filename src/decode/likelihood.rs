@@ -1,4 +1,4 @@
-//! How probable the backbone finds a text: what a rule that accepts more than greedy guesses costs in quality.
+//! The backbone's log-probability of a text: measures what typical and nucleus acceptance cost in quality.
 
 // N tokens, H hidden size, V vocabulary
 use tch::{Kind, Tensor};

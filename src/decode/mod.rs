@@ -1,8 +1,9 @@
-//! The decoding loops: who guesses ([`crate::draft`]), who computes ([`crate::engine`]) and who decides ([`crate::tree::accept`]) meet here.
+//! The decoding loops, which connect drafters ([`crate::draft`]), engines ([`crate::engine`]) and acceptance
+//! ([`crate::tree::accept`]).
 //!
-//! One [`step`] proposes a tree of guesses for each text, runs the backbone over all of it in one pass, decides which path is kept, and
-//! leaves just that path in the cache. Decisions belong to tree nodes, never to whole candidates, and are made without tensors. What
-//! is drawn at random is drawn once a token, in the order of the text.
+//! One [`step`] proposes a tree of guesses for each text, verifies all nodes in one pass of the backbone, accepts a path, and commits
+//! only that path to the cache. Acceptance decides node by node, never between whole candidates, and uses no tensors. Random numbers
+//! are drawn once per token, in the order of the text.
 
 use std::fmt;
 
@@ -30,10 +31,10 @@ pub trait DecodeLoop: fmt::Debug {
     /// Who computes, as `--engine` spells it.
     fn engine_name(&self) -> &'static str;
 
-    /// Decodes; what of the prompt the cache holds is not computed again.
+    /// Decodes a prompt; a prefix that is in the cache is not computed again.
     ///
     /// # Errors
-    /// [`DecodeError`] names what is wrong with the prompt, or what the device said.
+    /// [`DecodeError`]: the prompt cannot be decoded, or decoding failed.
     fn decode(
         &mut self,
         drafting: Drafting,

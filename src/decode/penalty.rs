@@ -1,5 +1,5 @@
-//! The repetition penalty (Keskar et al. 2019, arXiv 1909.05858), by Hugging Face's rule: of a token that stands in the prompt or the
-//! text, the logit is divided by the penalty where it is positive and multiplied by it where it is negative.
+//! The repetition penalty (Keskar et al. 2019, arXiv 1909.05858), by Hugging Face's rule: the logit of every token that occurs in the
+//! prompt or the text is divided by the penalty if it is positive, and multiplied by it if it is negative.
 
 // N nodes of a tree, V vocabulary, M logits that are changed
 use std::collections::HashSet;
@@ -10,7 +10,7 @@ use crate::numbers::Positive;
 use crate::tree::accept::upwards;
 use crate::tree::sparse_tree::SparseTree;
 
-/// The penalty of one text, and the tokens in it.
+/// The penalty of one text, and the tokens that it applies to.
 #[derive(Debug)]
 pub struct Penalty {
     by: f64,
@@ -33,7 +33,7 @@ impl Penalty {
         self.by == 1.0
     }
 
-    /// The text goes on with these tokens.
+    /// Adds tokens to the text.
     pub fn see(&mut self, tokens: &[i64]) {
         if !self.is_off() {
             self.seen.extend(tokens.iter().filter(|&&token| self.is_seen.insert(token)));
@@ -45,7 +45,7 @@ impl Penalty {
         self.changed(logits_1v, |_| vec![])
     }
 
-    /// Logits after each node of a tree behind the text, `[N, V]`: what stands on a node's path is in its text too.
+    /// Logits after each node of a tree behind the text, `[N, V]`: the tokens on a node's path are penalised, too.
     /// - `tokens[n]`: the token that node `n` holds
     pub fn of_tree(&self, logits_nv: &Tensor, tree: &SparseTree, tokens: &[i64]) -> Tensor {
         self.changed(logits_nv, |node| {

@@ -1,4 +1,4 @@
-//! What is asked of decoding, and what comes of it.
+//! A request for a text, and the generation that it returns.
 
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use super::stats::Tally;
 use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{NonNegative, Positive};
 
-/// What to decode.
+/// A text to decode.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// Token ids, BOS among them.
@@ -16,13 +16,13 @@ pub struct Request<'a> {
     pub max_new_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// What a token that stands in prompt or text loses (see [`Penalty`](super::penalty::Penalty)); 1 is nothing.
+    /// Repetition penalty (see [`Penalty`](super::penalty::Penalty)); 1 is off.
     pub repetition_penalty: Positive,
-    /// Of what is drawn.
+    /// Selects the random numbers.
     pub stream: Stream,
-    /// Tokens that end the text as an EOS does; none: only an EOS does.
+    /// A token sequence that ends the text as an EOS does; empty for none.
     pub end_mark: &'a [i64],
-    /// Whether an EOS ends the text; without, it is a token like others.
+    /// Whether an EOS ends the text; otherwise it is a token like any other.
     pub ends_at_eos: bool,
 }
 
@@ -46,7 +46,7 @@ impl<'a> Request<'a> {
 pub enum FinishReason {
     /// The backbone ended the text, by an EOS or the request's end mark.
     Eos,
-    /// `max_new_tokens` are made, or the context is full.
+    /// `max_new_tokens` were generated, or the context is full.
     Length,
     /// A stop string came (see [`tell`](super::text::tell)).
     Stop,
@@ -66,30 +66,30 @@ impl FinishReason {
     }
 }
 
-/// What came of a request.
+/// The result of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Generation {
-    /// The new tokens, before what ended them.
+    /// The new tokens, without the EOS or end mark.
     pub new_ids: Vec<i64>,
-    /// Tokens that each step committed.
+    /// Tokens committed by each step.
     pub accept_lengths: Vec<usize>,
     /// Why it ended.
     pub finish_reason: FinishReason,
     /// The EOS or the end mark that ended it; else empty.
     pub end: Vec<i64>,
-    /// Time until the first token was known.
+    /// Time to the first token.
     pub prefill: Duration,
-    /// Time from then on.
+    /// Time from the first token on.
     pub decoding: Duration,
 }
 
 impl Generation {
-    /// For adding up.
+    /// Its counts and times.
     pub fn tally(&self) -> Tally {
         let (tokens, steps) = (self.new_ids.len(), self.accept_lengths.len());
         Tally { tokens, steps, decoding: self.decoding, prefill: self.prefill }
     }
 }
 
-/// Hears the new tokens as they are chosen, and may stop the generation.
+/// Receives new tokens as they are chosen; `Break` stops the generation.
 pub type OnTokens<'a> = dyn FnMut(&[i64]) -> ControlFlow<()> + 'a;

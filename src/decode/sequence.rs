@@ -1,5 +1,4 @@
-//! A text between two steps: its tokens, what is drawn for them, and what the next step starts from. Runs no engine and asks no
-//! drafter.
+//! The state of a text between two steps: its tokens, its sampler, and the root of the next step. Runs no engine and no drafter.
 
 // H hidden size
 use tch::Tensor;
@@ -17,9 +16,9 @@ use crate::model::config::LlamaConfig;
 pub struct Sequence {
     /// The tokens, and where they end.
     pub(super) text: Transcript,
-    /// Draws its tokens.
+    /// Draws the text's tokens.
     pub(super) sampler: Sampler,
-    /// Of tokens in prompt and text.
+    /// Repetition penalty on tokens of prompt and text.
     pub(super) penalty: Penalty,
     /// The last token, which no engine has seen yet; `None` before the prompt is computed.
     root: Option<Chosen>,
@@ -52,12 +51,12 @@ impl Sequence {
         self.root.as_ref().expect("the prompt is computed")
     }
 
-    /// The root stands in the text that the next token is chosen after.
+    /// Adds the root to the penalised tokens, before the next token is chosen.
     pub(super) fn see_root(&mut self) {
         self.penalty.see(&[self.root().id]);
     }
 
-    /// What a drafter guesses from.
+    /// The drafter's view of the text.
     pub(super) fn text_so_far(&self) -> TextSoFar<'_> {
         let hidden_1h = self.hidden_1h.as_ref().expect("a drafted text keeps it");
         TextSoFar { ids: self.text.ids(), root: self.root(), hidden_1h }

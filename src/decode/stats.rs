@@ -1,4 +1,4 @@
-//! What a generation did, and the paper's terms for comparing two ways of decoding (appendix B.1). No tensors here.
+//! Tokens, steps and times of generations, and the paper's acceleration rate, overhead and speedup (appendix B.1).
 
 use std::time::Duration;
 
@@ -7,9 +7,9 @@ use std::time::Duration;
 pub struct Tally {
     /// New tokens.
     pub tokens: usize,
-    /// Decoding steps after the prompt; plain decoding takes one a token.
+    /// Decoding steps after the prompt; plain decoding takes one per token.
     pub steps: usize,
-    /// Time from the prompt's last layer to the last token: what the steps took.
+    /// Time of the decoding steps.
     pub decoding: Duration,
     /// Time of the prompt's own forward pass.
     pub prefill: Duration,
@@ -24,7 +24,7 @@ impl Tally {
         self.prefill += other.prefill;
     }
 
-    /// Mean tokens that a step commits; the paper's acceleration rate. 0 where no step was made.
+    /// Mean tokens committed per step: the paper's acceleration rate; 0 without steps.
     pub fn tokens_per_step(&self) -> f64 {
         ratio(self.tokens as f64, self.steps as f64)
     }

@@ -1,4 +1,4 @@
-//! A generation as text: told piece by piece, whole characters only, up to the first stop string.
+//! Streams a generation as text: in pieces of whole characters, up to the first stop string.
 
 use std::ops::ControlFlow;
 

@@ -1,4 +1,4 @@
-//! The tokens of a text that is being decoded, how they fall into steps, and where they end.
+//! The tokens of a text that is being decoded, the steps that committed them, and where the text ends.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -8,16 +8,16 @@ use super::request::{FinishReason, Generation, OnTokens, Request};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::NO_TOKEN;
 
-/// The tokens of a text, how they fell into steps, and where they end. A step's root is a token of the text as soon as it is chosen.
+/// The tokens of a text, the steps that committed them, and where the text ends. A step's root belongs to the text as soon as it is chosen.
 #[derive(Debug)]
 pub struct Transcript {
     /// Prompt and new tokens; after each step the last one is the next step's root.
     ids: Vec<i64>,
     prompt: usize,
-    /// New tokens that the caller has been told of.
+    /// New tokens that were passed to `on_tokens`.
     told: usize,
     accept_lengths: Vec<usize>,
-    /// New tokens that may be made: those asked for, as far as the context goes.
+    /// Most new tokens: `max_new_tokens`, or what fits the context.
     limit: usize,
     eos_token_ids: Vec<i64>,
     end_mark: Vec<i64>,
@@ -63,7 +63,7 @@ impl Transcript {
         self.is_stuck || self.finish_reason.is_some()
     }
 
-    /// Tells the new tokens since the last call, and whether the text goes on: not where it has ended, or `on_tokens` stops it.
+    /// Passes new tokens to `on_tokens`; `Break` if the text has ended or `on_tokens` stops it.
     pub(super) fn tell(&mut self, on_tokens: &mut OnTokens) -> ControlFlow<()> {
         let new = &self.ids[self.prompt + self.told..];
         self.told += new.len();
@@ -89,14 +89,14 @@ impl Transcript {
         self.root(next);
     }
 
-    /// A step begins with this token.
+    /// Appends the root of a new step.
     fn root(&mut self, token: i64) {
         if self.take(token) {
             self.accept_lengths.push(1);
         }
     }
 
-    /// Takes a token unless the text has ended, or ends by it.
+    /// Appends a token, unless the text has ended or the token ends it.
     fn take(&mut self, token: i64) -> bool {
         self.is_stuck |= token == NO_TOKEN && self.finish_reason.is_none();
         if self.has_ended() {
@@ -119,7 +119,7 @@ impl Transcript {
         fits
     }
 
-    /// What came of it. The end mark is no part of the text.
+    /// The generation; the end mark is not part of the text.
     ///
     /// # Errors
     /// [`DecodeError::NotFinite`] where no token could be chosen.
@@ -140,7 +140,7 @@ impl Transcript {
     }
 }
 
-/// Of the tokens that steps committed only the first `tokens` stay.
+/// Cuts the steps to the first `tokens` committed tokens.
 pub(super) fn keep_tokens(accept_lengths: &mut Vec<usize>, tokens: usize) {
     let mut left = tokens;
     for length in &mut *accept_lengths {

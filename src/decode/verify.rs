@@ -1,5 +1,5 @@
-//! Which guesses of a verified tree are kept, and the token after them: the backbone's logits through an acceptance rule. Of the
-//! logits, only what the decision needs crosses to the host.
+//! Applies an acceptance rule to the backbone's logits: which guesses of a verified tree are accepted, and the token after them. Only
+//! the numbers that the decision needs are copied to the host.
 
 // N nodes of a tree, V vocabulary
 use tch::{Kind, Tensor};
@@ -10,7 +10,7 @@ use crate::engine::sample::Chosen;
 use crate::model::llama::{NO_TOKEN, most_probable};
 use crate::tree::accept::{self, Acceptance};
 
-/// What a pass over a tree decided.
+/// The result of verifying a tree.
 #[derive(Debug)]
 pub(super) struct Verdict {
     /// Accepted nodes, root first.

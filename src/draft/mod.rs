@@ -1,4 +1,4 @@
-//! Drafters: who guesses tokens for the backbone to verify. A drafter knows neither how the backbone runs nor which guesses are kept.
+//! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
 //! [`medusa`] guesses with trained heads, [`ngram`] by looking the last tokens up in the text so far.
 

@@ -1,6 +1,6 @@
-//! Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` in transformers): where the last tokens stand earlier in the text, what
-//! came after them there is guessed to come again. Needs no heads and no training, and pays where a text repeats its prompt:
-//! summaries, edits, code. Continuations of several matches share a tree.
+//! Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` in transformers): finds earlier occurrences of the last tokens in the text
+//! and guesses their continuations. Needs no heads and no training, and pays off where a text repeats its prompt: summaries, edits,
+//! code. Continuations of several matches share a tree.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;

@@ -1,5 +1,5 @@
-//! New tokens behind a cache on a CPU with AVX-512, in float32 or bfloat16: the pass of [`Llama::extend`] with the kernels of
-//! [`crate::cpu`] instead of libtorch's operations, which are its oracle. Between products everything is float32.
+//! The CPU engine: [`Llama::extend`] with the AVX-512 kernels of [`crate::cpu`] in float32 or bfloat16. libtorch's operations are
+//! its oracle. Activations are float32.
 
 // N new tokens, H hidden, F intermediate size, Q query heads, G key/value heads, D head size
 use tch::{Device, Kind, Tensor};
@@ -17,21 +17,21 @@ use crate::model::llama::{Llama, MergedLayer};
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
 
-/// Tokens that go through the layers together: what they need beside the weights stays in the second cache.
+/// Tokens per pass through the layers: their activations fit the L2 cache.
 const TOGETHER: usize = 64;
 
 /// Why the kernels cannot run a backbone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
-    /// It lies on a GPU.
+    /// It is on a GPU.
     #[error("the backbone is not on the CPU")]
     Device,
-    /// Another dtype, another CPU, or weights that are laid out for other work.
+    /// Unsupported dtype or CPU, or weights that were not packed for decoding.
     #[error("the fast kernels need AVX-512 with bfloat16, and --dtype float32 or bfloat16")]
     Weights,
 }
 
-/// See [`Engine`].
+/// The [`Engine`] with the CPU's own kernels.
 #[derive(Debug)]
 pub struct CpuEngine<'a> {
     backbone: &'a Llama,
@@ -41,7 +41,7 @@ pub struct CpuEngine<'a> {
     team: &'static Team,
 }
 
-/// What the kernels read of a layer.
+/// A layer's weights, as the kernels read them.
 #[derive(Debug)]
 struct KernelLayer<'a> {
     input_layernorm_h: Vec<f32>,
@@ -87,7 +87,7 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
 }
 
 impl<'a> CpuEngine<'a> {
-    /// Of a backbone that was loaded for decoding.
+    /// An engine for a backbone that was loaded for decoding.
     ///
     /// # Errors
     /// [`Unsupported`] says why the kernels cannot run it.
@@ -114,7 +114,7 @@ impl<'a> CpuEngine<'a> {
         Tensor::from_slice(&x_nh).view([n, h]).to_kind(self.backbone.kind())
     }
 
-    /// Tokens from number `first` on: embeddings to hidden states after the final norm, in place.
+    /// Runs the tokens from index `first` on through all layers: embeddings to hidden states after the final norm, in place.
     fn run_tokens(&self, cache: &mut KvCache, first: usize, x_nh: &mut [f32], row: RowTokens) {
         let config = &self.backbone.config;
         let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.backbone.block().norms;
@@ -236,7 +236,7 @@ struct Buffers {
     attended: Vec<f32>,
     gate_up: Vec<f32>,
     gated_nf: Vec<f32>,
-    /// Where each token stands, and what it sees.
+    /// Per token: rotation by its position, and the tokens that it attends to.
     rotations: Vec<Vec<f32>>,
     seen: Vec<SeenTokens>,
 }

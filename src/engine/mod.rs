@@ -1,7 +1,7 @@
-//! Engines: who runs the backbone over new tokens behind a cache. An engine commits nothing: its caller says which tokens stay there.
+//! Engines run the backbone over new tokens behind a KV cache. The caller commits the tokens that stay in the cache.
 //!
-//! [`tch`] computes with libtorch on any device and is the oracle of the others; [`cpu`] has kernels of its own for few
-//! rows; [`cuda`] runs whole steps on the device, and so is no [`Engine`].
+//! [`tch`] runs libtorch on any device and is the oracle of the others; [`cpu`] has its own kernels for products of few rows;
+//! [`cuda`] runs whole decoding steps on the device and therefore does not implement [`Engine`].
 
 // N new tokens of all sequences, H hidden, V vocabulary
 use std::fmt;
@@ -24,16 +24,15 @@ pub trait Engine: fmt::Debug {
     /// As `--engine` spells it.
     fn name(&self) -> &'static str;
 
-    /// What it runs.
+    /// The backbone that it runs.
     fn backbone(&self) -> &Llama;
 
     /// Runs each sequence's new tokens behind its row of the cache; they become the row's pending tokens. `tokens_n` `[N]`, int64, has
-    /// them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; spare rows may follow, which mean
-    /// nothing.
+    /// them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; padding rows may follow.
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
 
-    /// Runs one new token behind every row of the cache, in their order: `tokens_b` `[B]`, `token` how each lies. What comes back is as
-    /// of [`Engine::extend`].
+    /// Runs one new token behind every row of the cache, in their order: `tokens_b` `[B]`, `token` the position and mask of each.
+    /// Returns hidden states as [`Engine::extend`] does.
     fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
         let batch = in_all_rows(cache, token);
         self.extend(cache, tokens_b, &batch)
@@ -43,12 +42,12 @@ pub trait Engine: fmt::Debug {
     fn logits(&self, hidden_nh: &Tensor) -> Tensor;
 }
 
-/// How one sequence's new tokens lie.
+/// Row, positions and mask of one sequence's new tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct RowTokens<'s> {
     /// The sequence's row of the cache.
     pub row: usize,
-    /// Where the tokens stand behind it, and which of each other they see.
+    /// Their positions behind the row, and which of them attend to which.
     pub nodes: &'s NewTokens,
 }
 

@@ -1,5 +1,5 @@
-//! Drawing tokens: temperature and top-p. The numbers are drawn on the host, so a stream is the same on every device; only the
-//! probabilities can differ there.
+//! Sampling with temperature and top-p. Random numbers are drawn on the host, so they are the same on every device; only the
+//! probabilities may differ by rounding.
 
 // B rows, V vocabulary
 use std::cmp::Ordering;
@@ -16,12 +16,12 @@ use crate::numbers::{NonNegative, Probability};
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature: NonNegative,
-    /// Only the most probable tokens that together have this probability are drawn (Holtzman et al. 2019); 1 is all of them.
+    /// Nucleus sampling (Holtzman et al. 2019): only the most probable tokens that together have this probability; 1 is all of them.
     pub top_p: Probability,
 }
 
 impl Sampling {
-    /// From the whole distribution.
+    /// Sampling without top-p.
     pub fn of_temperature(temperature: NonNegative) -> Self {
         Self { temperature, top_p: Probability::ONE }
     }
@@ -43,12 +43,12 @@ impl Chosen {
         Self { id: id_1.int64_value(&[0]), id_1: Some(id_1) }
     }
 
-    /// A token that is known in both places; `id_1` `[1]`.
+    /// A token known on host and device; `id_1` `[1]`.
     pub fn in_both(id: i64, id_1: Tensor) -> Self {
         Self { id, id_1: Some(id_1) }
     }
 
-    /// A token that is known on the host.
+    /// A token known on the host only.
     pub fn on_host(id: i64) -> Self {
         Self { id, id_1: None }
     }
@@ -59,7 +59,7 @@ impl Chosen {
     }
 }
 
-/// Names one of many streams of draws that have nothing to do with each other.
+/// Selects one of many independent streams of random numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stream {
     /// `--seed`.
@@ -72,7 +72,7 @@ pub struct Stream {
     pub sample: u64,
 }
 
-/// One text's draws.
+/// Draws one text's tokens.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,

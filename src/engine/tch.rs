@@ -1,4 +1,4 @@
-//! The backbone by libtorch's operations, on any device: the oracle of the other engines.
+//! The libtorch engine, for any device: the oracle of the other engines.
 
 use tch::Tensor;
 
@@ -8,7 +8,7 @@ use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
 
-/// See [`Engine`].
+/// The [`Engine`] on libtorch's operations.
 #[derive(Debug)]
 pub struct TchEngine<'a> {
     backbone: &'a Llama,

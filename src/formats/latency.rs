@@ -1,4 +1,4 @@
-//! `latency.json`: how long steps take on a machine.
+//! `latency.json`: measured step times of a machine.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::dtype::Dtype;
 const WHAT: &str = "latencies";
 const EXPECTED: &str = "holds no latencies; expected {\"plain_step_ms\":…,\"steps\":[{\"nodes\":…,\"depth\":…,\"step_ms\":…}], …} as `medusa tree --latency` writes it; remove the file to measure anew";
 
-/// `latency.json`: times of steps, and what they hold for.
+/// `latency.json`: step times and the conditions they were measured under.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
     /// As `--device` spells it.
@@ -19,9 +19,9 @@ pub struct Latency {
     /// As `--engine` spells it; `None` in older files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<String>,
-    /// What the backbone computes in.
+    /// Dtype of the backbone.
     pub dtype: Dtype,
-    /// CPU threads that a step may use.
+    /// CPU threads.
     pub threads: usize,
     /// Tokens before the steps.
     pub context: usize,
@@ -29,31 +29,31 @@ pub struct Latency {
     pub backbone: String,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: String,
-    /// A step of plain decoding: one token.
+    /// Milliseconds of a plain step: one token.
     pub plain_step_ms: f64,
-    /// A step with a tree.
+    /// Steps with a tree.
     pub steps: Vec<StepTime>,
 }
 
-/// How long a step takes with one tree.
+/// The step time of one tree.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct StepTime {
     /// Nodes without the root.
     pub nodes: usize,
     /// Levels below the root: heads that the tree asks.
     pub depth: usize,
-    /// The median.
+    /// Median, milliseconds.
     pub step_ms: f64,
 }
 
-/// What a file must have been measured with. `None` is as the file says.
+/// Conditions that a file must match; `None` matches any.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LatencyConditions {
     /// `cpu`, `cuda:0`.
     pub device: Option<String>,
     /// As `--engine` spells it.
     pub engine: Option<String>,
-    /// What the backbone shall compute in.
+    /// Dtype of the backbone.
     pub dtype: Option<Dtype>,
     /// CPU threads; they matter on the CPU only.
     pub threads: Option<usize>,
@@ -94,7 +94,7 @@ impl Latency {
         })
     }
 
-    /// Refuses a file that was measured with something else; `path` is its own.
+    /// Refuses a file that was measured under other conditions; `path` is the file's.
     ///
     /// # Errors
     /// [`FormatError::OtherConditions`] names the first difference.
@@ -118,8 +118,8 @@ impl Latency {
         Ok(())
     }
 
-    /// How long a step takes with a tree of this size and depth: measured, or on the line between the next smaller and the next
-    /// larger tree of that depth. `None` where it lies outside of what was measured.
+    /// Step time of a tree of this size and depth: measured, or interpolated between the next smaller and next larger tree of that
+    /// depth; `None` outside the measured range.
     pub fn step_ms(&self, nodes: usize, depth: usize) -> Option<f64> {
         let of_depth = || self.steps.iter().filter(|step| step.depth == depth);
         let below = of_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;

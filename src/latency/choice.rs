@@ -1,4 +1,4 @@
-//! Which tree decodes the most tokens a second. No tensors here.
+//! Chooses the tree with the most expected tokens per second. No tensors here.
 
 use super::LatencyError;
 use crate::formats::latency::Latency;
@@ -14,7 +14,7 @@ const SIZES_OF_SHALLOW: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10
 /// The best tree of so many nodes that asks so many heads at most.
 pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<SearchedTree, SearchError> + 'a;
 
-/// A tree, what it promises and how long its steps take.
+/// A tree with its expected tokens per step and step time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Timed {
     /// The tree.
@@ -26,7 +26,7 @@ pub struct Timed {
 }
 
 impl Timed {
-    /// Tokens ÷ seconds of decoding that these mean.
+    /// Expected tokens per second.
     pub fn tokens_per_second(&self) -> f64 {
         1e3 * self.tokens_per_step / self.step_ms
     }

@@ -1,4 +1,4 @@
-//! The fastest way of each product, kept on the disk: for a GPU and its driver they are found once.
+//! Caches the fastest kernel of each matrix product on disk, per GPU and driver.
 
 use std::collections::HashMap;
 use std::io::Write as _;

@@ -1,5 +1,5 @@
-//! Products with weights: own kernels and cublasLt's algorithms, of which each product has its own fastest. They are timed once for a
-//! GPU and a set of shapes.
+//! Matrix products with weights: own kernels and cublasLt's algorithms. All candidates are timed once per GPU and set of shapes, and
+//! the fastest runs.
 #![expect(unsafe_code, reason = "cublasLt's descriptors are raw handles, and its products take raw addresses")]
 
 // N rows, M outputs, K inputs

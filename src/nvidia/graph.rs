@@ -1,4 +1,4 @@
-//! Work recorded once as CUDA graphs: a step of decoding is some hundred kernels, and one call replays them.
+//! CUDA graphs: a decoding step of a few hundred kernels is captured once and replayed by one call.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! The sources of the kernels, as NVRTC compiles them.
+//! The kernels' sources, as passed to NVRTC.
 
 use tch::Kind;
 

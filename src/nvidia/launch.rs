@@ -1,4 +1,4 @@
-//! A launch of a kernel on paper: what an engine asks for, and a GPU, or a test's emulator, runs.
+//! A kernel launch as data: an engine describes it; a GPU, or the tests' emulator, runs it.
 
 use std::ffi::c_void;
 

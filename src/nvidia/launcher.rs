@@ -1,4 +1,4 @@
-//! Launches on a GPU: the kernels as they are loaded there, and the fastest way of each product.
+//! Runs launches on a GPU, with the loaded kernels and the fastest kernel of each product.
 #![expect(unsafe_code, reason = "a kernel is given raw addresses")]
 
 use std::cell::RefCell;

@@ -1,4 +1,5 @@
-//! NVIDIA's libraries beside libtorch, where pip puts them. cudarc opens a library by its name, which one that is open already answers to.
+//! Preloads NVIDIA's libraries from where pip installs them beside libtorch: cudarc opens libraries by name and finds those that are
+//! already loaded.
 #![expect(unsafe_code, reason = "a library's initialisers run when it is opened")]
 
 use std::path::PathBuf;

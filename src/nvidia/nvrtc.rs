@@ -1,4 +1,4 @@
-//! Kernels compiled by NVRTC, on any machine that has the library: no toolkit, no header, no driver. What was compiled is kept on disk.
+//! Compiles kernels with NVRTC, which needs no CUDA toolkit, headers or driver, and caches the binaries on disk.
 #![expect(unsafe_code, reason = "NVRTC is a C library that is opened at run time")]
 
 use std::ffi::{CStr, CString};

@@ -1,8 +1,7 @@
-//! How probable it is that a path of guesses is right, from how often it was. No tensors here.
+//! Estimates the probability that a path of guesses is right from joint counts. No tensors here.
 //!
-//! The paper multiplies the accuracies of a path's guesses, as if heads were right independently of each other. They are not: where
-//! head 1 is right the text is easy, and head 2 is right more often than it is elsewhere. Here paths themselves are counted, and a path's
-//! probability is
+//! The paper multiplies the accuracies of a path's guesses, as if the heads were independent. Head errors correlate: where head 1 is
+//! right the text is easy, and head 2 is right more often. Here whole paths are counted, and a path's probability is
 //!
 //! > P(path·c) = P(path) · (n(path·c) + m·q(c)) / (n(path) + m), P(root) = 1
 //!

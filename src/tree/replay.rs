@@ -1,8 +1,8 @@
-//! What decoding with a tree would do on a text that is already known: the steps it would take. No tensors here.
+//! Replays decoding with a tree on a known text and counts the steps. No tensors here.
 //!
-//! Greedy decoding commits the backbone's own text whatever the tree. So where that text and the guesses at its every token are
-//! known, the steps of any tree are known, exactly. They do not start at all tokens alike: a step starts where the one before
-//! found no guess, and there guessing is hard. Means over all tokens promise too much.
+//! Greedy decoding commits the backbone's own text whatever the tree. Given that text and the heads' guesses at every token, the steps
+//! of any tree follow exactly. Steps start after a miss, where guessing is harder than elsewhere, so a mean over all tokens
+//! overestimates the tokens per step.
 
 use super::sparse_tree::SparseTree;
 use crate::formats::calibration::RankTrace;

@@ -1,5 +1,5 @@
-//! Kernels beside their oracle: both run on the same inputs, and the distance of their outputs is kept. The step goes on with what the
-//! kernels wrote. Slow, and for checks alone.
+//! Runs kernels and their oracle on the same inputs and records the distance of their outputs. The step continues with the kernels'
+//! output. Slow; only for checks.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -1,5 +1,5 @@
-//! The CUDA engine: one sequence's keys and values on a GPU, decoded by steps that the device runs on its own, drafter and acceptance
-//! included. The host reads the accepted tokens of each step and nothing else.
+//! The CUDA engine: keys and values of one sequence on a GPU, and decoding steps that run entirely on the device, drafter and
+//! acceptance included. The host only reads the accepted tokens of each step.
 
 // N nodes of a step
 use tch::{Device, Kind, Tensor};

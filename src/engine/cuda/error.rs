@@ -1,17 +1,17 @@
-//! What can go wrong on a GPU.
+//! Errors of the CUDA engine.
 
 use super::plan::Shortage;
 use super::shape::Unfit;
 use crate::nvidia::error::GpuError;
 use crate::torch::TorchPanic;
 
-/// Of everything that asks the device.
+/// The result of an operation on the device.
 pub type CudaResult<T = ()> = Result<T, CudaError>;
 
-/// Why the CUDA engine cannot be made, or stopped in the middle of a text.
+/// The CUDA engine cannot be built, or failed during a text.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    /// No kernels for this model or tree.
+    /// No kernels support this model or tree.
     #[error(transparent)]
     Unfit(#[from] Unfit),
     /// Too little memory.
@@ -20,11 +20,11 @@ pub enum CudaError {
     /// No usable GPU, kernels that cannot be compiled, or an error of the driver.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// libtorch panicked, most likely out of memory.
+    /// libtorch failed, most likely out of memory.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
-    /// The device has no rule for what was asked.
-    #[error("the GPU's own loop cannot decode this: {0}; use --engine tch")]
+    /// The device has no rule for the request.
+    #[error("the CUDA engine cannot decode this: {0}; use --engine tch")]
     Request(&'static str),
     /// The cache cannot grow to the length of the text.
     #[error(

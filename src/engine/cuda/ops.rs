@@ -1,5 +1,5 @@
-//! The operations of a step: by kernels, or by their oracle on tensors of any device. Both write into the same buffers. Or by both, one
-//! beside the other.
+//! The operations of a step, run by kernels, by their oracle on tensors of any device, or by both for comparison. All write into the
+//! same buffers.
 
 // The letters are those of `oracle`
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use crate::tree::accept::TypicalAcceptance;
 /// The implementation of a step's operations.
 #[derive(Debug)]
 pub enum Ops {
-    /// Libtorch, slowly and obviously, where the buffers are.
+    /// The slow libtorch reference, on the buffers' device.
     Oracle,
     /// Kernels.
     Kernels(Kernels),
@@ -77,7 +77,7 @@ impl Ops {
         Self::Kernels(Kernels { target: Box::new(target), scratch: Scratch::new(shape, device) })
     }
 
-    /// Kernels are compared with their oracle from now on.
+    /// Compares kernels with their oracle from now on.
     #[must_use]
     pub fn beside_oracle(self) -> Self {
         match self {

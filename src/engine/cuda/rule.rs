@@ -1,4 +1,4 @@
-//! The kinds of steps: which nodes run, which follow, and the rule that accepts them.
+//! Kinds of steps: their nodes, those of the next step, and the acceptance rule.
 
 use crate::tree::accept::TypicalAcceptance;
 

@@ -1,8 +1,8 @@
-//! What changes from step to step, on the device.
+//! The decoding state on the device.
 
 use tch::{Device, Kind, Tensor};
 
-/// Where a number stands in the state, int32.
+/// Index of a number in the state, int32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Slot {
     /// Committed tokens: rows of the cache that stay.
