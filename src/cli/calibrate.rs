@@ -33,7 +33,7 @@ use crate::model::loading::Purpose;
     after_help = "Example:\n  medusa calibrate --backbone data/tiny/backbone \\\n    --heads checkpoints/tiny_stage1/final --data data/tiny/eval.jsonl \\\n    --out calibration.json"
 )]
 pub struct CalibrateArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
+    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id.

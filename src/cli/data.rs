@@ -27,7 +27,7 @@ use crate::files;
     after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 \\\n    --svg mask.svg"
 )]
 pub struct DataArgs {
-    /// Files, globs or Hub data sets (owner/name[@revision][/file]), as in a recipe's data.train.
+    /// Files, globs or Hub data sets (owner/name, owner/name@revision or owner/name/file), as in a recipe's data.train.
     #[arg(required = true, value_name = "F")]
     pub files: Vec<String>,
     /// Backbone folder or Hub id, for its tokenizer, chat template and config.

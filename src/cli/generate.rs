@@ -27,7 +27,7 @@ use crate::engine::sample::Stream;
     after_help = "Example:\n  medusa generate --backbone data/tiny/backbone \\\n    --heads checkpoints/tiny_stage1/final --tree tree.json \\\n    --prompts data/tiny/prompts.jsonl\n\nfinish_reason is \"eos\", \"length\" (--max-new-tokens or a full context) or \"stop\" (--stop)."
 )]
 pub struct GenerateArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
+    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain autoregressive decoding.

@@ -27,7 +27,7 @@ Times exclude the prompt's prefill, which is reported as prefill_seconds.";
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter"]))]
 pub struct BenchArgs {
-    /// Backbone: a folder or a Hugging Face Hub id (owner/name[@revision]).
+    /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
     /// Heads: a folder such as a run's `final/`, or a Hub id.
