@@ -712,7 +712,12 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
     small
         .medusa(&["export", "--heads", "truncated", "--format", "heads", "--out", "out"])
         .failed(1, &["token_map is a part of the vocabulary", "untruncated"]);
-    // The lm_head of another backbone.
+}
+
+/// Not only by an export: for decoding, too, where the backbone's lm_head is packed away.
+#[test]
+fn heads_with_the_lm_head_of_another_backbone_are_refused() {
+    let small = SmallRun::new();
     write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
     export(&small, "s", "vllm", "vs", &[]).succeeded();
     let loaded_for_decoding = || {

@@ -8,7 +8,7 @@ use clap::Args;
 use crate::dtype::Dtype;
 use crate::torch::DeviceChoice;
 
-/// The flags common to all verbs; [`super::parse`] hides those that a verb ignores from its help.
+/// The flags common to all verbs; `parse` hides those that a verb ignores from its help.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Common flags")]
 pub struct CommonFlags {
