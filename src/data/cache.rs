@@ -1,8 +1,8 @@
 //! Tokenised files on disk, so that a second run starts at once, and hashes of data files, so that it need not read them.
 //!
 //! A file's name is `<key>-<sha256 of its footer>.arrow` (`token_file.rs` says what is in it). It is written under a
-//! temporary name of its own that its writer holds locked, so two runs may write the same at the same time, and what a run
-//! that was killed left behind is known by its lock being free.
+//! temporary name that its writer keeps locked. Two runs may therefore write the same file at the same time, and a leftover of a killed run
+//! is recognised by its free lock.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -34,7 +34,7 @@ pub enum CacheError {
     Damaged { path: PathBuf, how: String },
 }
 
-/// What the cache had.
+/// The result of a cache lookup.
 #[derive(Debug)]
 pub(super) enum CacheEntry {
     Rows(Whole),
@@ -220,7 +220,7 @@ impl Drop for NewFile {
     }
 }
 
-/// Of two runs that remove a file one comes too late.
+/// Removes a file that another run may have removed already.
 fn remove(path: &Path) -> Result<(), CacheError> {
     match fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {

@@ -22,7 +22,7 @@ pub enum LossOn {
     All,
 }
 
-/// What turns conversations into rows.
+/// Everything needed to turn conversations into rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConversationRenderer<'a> {
     pub(super) template: &'a ChatTemplate,
@@ -37,7 +37,7 @@ const RENDERED_ONE_BY_ONE: usize = 16;
 /// A template that needs too many steps for fewer turns than this loops; with more, the conversation is to blame.
 const TURNS_OF_A_TALK: usize = 1000;
 
-/// Why a conversation has no text.
+/// Why a conversation cannot be rendered.
 #[derive(Debug)]
 enum Refused {
     /// This one has none.

@@ -1,4 +1,4 @@
-//! Conversations to text, by the backbone's own template or another, as transformers renders it. Knows nothing of tokens.
+//! Renders conversations to text with the backbone's own chat template or another, as transformers does. Knows nothing of tokens.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ const BUILT_IN: [BuiltIn; 6] = [
     BuiltIn { name: "mistral", source: include_str!("chat_templates/mistral.jinja") },
 ];
 
-/// A template that this program brings.
+/// A built-in template.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BuiltIn {
     name: &'static str,
@@ -62,7 +62,7 @@ impl Message {
     }
 }
 
-/// What can be wrong with a chat template.
+/// Why a chat template cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
     /// A file beside the tokenizer that is not right.
@@ -109,7 +109,7 @@ pub enum TemplateError {
 }
 
 impl TemplateError {
-    /// Whether what was given as a template is none.
+    /// Whether the argument is not a template at all.
     pub fn is_no_template(&self) -> bool {
         matches!(self, Self::Shape { .. } | Self::Syntax { .. })
     }
@@ -130,7 +130,7 @@ pub struct ChatTemplate {
     special: SpecialTokens,
     place: String,
     sha256: String,
-    /// Whether the template says itself which text is the assistant's, with `{% generation %}`.
+    /// Whether the template marks the assistant's text with `{% generation %}`.
     pub(super) marks_generation: bool,
     /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
     pub(super) takes_tool_turns: bool,

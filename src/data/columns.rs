@@ -29,7 +29,7 @@ pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, RowProblem> {
     Ok(columns.filter(|(_, field)| is_wanted(field.name())).map(|(index, _)| index).collect())
 }
 
-/// What can be told before the first row: which columns there are, and of which type.
+/// The columns and their types, known before the first row.
 fn check(schema: &Schema) -> Result<(), RowProblem> {
     let has = |key: &str| schema.column_with_name(key).is_some();
     let has_alpaca = has("instruction") && has("output");

@@ -1,4 +1,4 @@
-//! Why no rows come of data files.
+//! Errors of reading data files.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use super::report::LoadReport;
 use super::rows::RowError;
 use super::source::SourceError;
 
-/// Why there are no rows.
+/// Why data files give no rows.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// A list of files that is not right.

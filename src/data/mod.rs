@@ -1,4 +1,4 @@
-//! Text to labelled token rows. No tensors: what leaves this room is plain vectors.
+//! Turns text into labelled token rows. No tensors: the results are plain vectors.
 
 mod arrow_ipc;
 pub mod cache;
@@ -43,7 +43,7 @@ use source::SourceError;
 use store::RowStore;
 use token_file::Whole;
 
-/// Reads rows from files of every format, in the order of the list.
+/// Reads rows from data files of any format, in the order of the list.
 ///
 /// # Errors
 /// A missing file, a row that is not right (file, line and key are named), a template that renders no conversation, or no
@@ -75,7 +75,7 @@ pub fn sequences(rows: RowStore, config: &DataConfig) -> (Sequences, PackReport)
     if config.packing { pack::pack(rows, max_length) } else { pack::one_each(rows, max_length) }
 }
 
-/// Takes a part of the rows out for validation: (training, validation), each in the order of the rows and not empty.
+/// Splits the rows into (training, validation), each in the original order and not empty.
 ///
 /// # Errors
 /// Fewer than two rows.
@@ -122,7 +122,7 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
     Ok((of(watched.sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
 }
 
-/// A file that is read twice, for its hash and for its rows: both must be of the same bytes.
+/// A file that is read twice, for its hash and for its rows; it must not change in between.
 struct Watched<'p> {
     path: &'p Path,
     sha256: String,

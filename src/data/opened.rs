@@ -1,4 +1,4 @@
-//! A data file, opened: what it is, told by its first bytes (names lie), and its bytes unpacked. Knows nothing of rows.
+//! Opens a data file: detects its format from the first bytes (names may be wrong) and decompresses it. Knows nothing of rows.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::source::SourceError;
 use crate::files;
 
-/// How many bytes decide what a file is.
+/// Bytes that the format is detected from.
 const START: u64 = 4096;
 const BUFFER: usize = 1 << 20;
-/// What an Arrow stream's messages begin with.
+/// The first bytes of an Arrow stream's messages.
 const CONTINUATION: [u8; 4] = [0xff; 4];
 
 /// A data file.
@@ -25,7 +25,7 @@ pub(super) enum Opened {
     ArrowStream(BufReader<CountedFile>),
 }
 
-/// A file's bytes as they come off the disk, counted for whoever watches.
+/// A file's bytes, counted for the progress display.
 #[derive(Debug)]
 pub(super) struct CountedFile {
     file: File,

@@ -1,4 +1,4 @@
-//! Prompt files: what to decode from. Raw text, token ids, conversations, or MT-bench's turns.
+//! Prompt files: raw text, token ids, conversations, or MT-bench's turns.
 
 use std::fs;
 use std::io;
@@ -13,7 +13,7 @@ use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};
 use super::{json_array, jsonl};
 
-/// What can be wrong with prompts.
+/// Why prompts cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PromptError {
     #[error("cannot read the prompts of {}", path.display())]
@@ -48,7 +48,7 @@ pub enum PromptError {
     NoTokens,
 }
 
-/// Something to decode from.
+/// A prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
     /// What kind of task it is: `bench` reports each on its own.
@@ -69,7 +69,7 @@ pub enum PromptInput {
     Turns(Vec<String>),
 }
 
-/// What a backbone is asked to write training data from.
+/// A prompt for self-distillation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
     pub place: RowLocation,
@@ -79,7 +79,7 @@ pub struct Dialogue {
     pub questions: Questions,
 }
 
-/// What is asked, without any answer.
+/// The user's side of a prompt, without answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Questions {
     /// Raw text to go on from.
@@ -95,8 +95,7 @@ pub enum Questions {
     },
 }
 
-/// Reads a prompt file: JSONL, or a JSON array. A conversation that ends with the assistant's turn loses it: that turn is what
-/// is to be decoded.
+/// Reads a prompt file: JSONL, or a JSON array. A final assistant turn of a conversation is removed: it is the text to decode.
 ///
 /// # Errors
 /// File, line (of an array: row) and key of what is not right; an empty file.
@@ -104,8 +103,7 @@ pub fn read(path: &Path) -> Result<Vec<Prompt>, PromptError> {
     each_object(path, |object, _| Ok(Prompt { category: category(object)?, input: input(object)? }))
 }
 
-/// Reads a prompt file as [`read`] does, with all of a conversation's user turns. The assistant's turns are left out, and with
-/// them what only makes sense behind them: the turns of tools.
+/// Reads a prompt file as [`read`] does, but keeps all of a conversation's user turns and drops those of the assistant and of tools.
 ///
 /// # Errors
 /// As [`read`]; a conversation in which the user says nothing.

@@ -1,5 +1,5 @@
-//! A data file to tokenised rows: one thread reads and unpacks, all cores parse and tokenise, the caller's thread writes. What
-//! is under way between them is a few portions, whatever the size of the file.
+//! Reads a data file into tokenised rows: one thread reads and unpacks, all cores parse and tokenise, the caller's thread writes. Only a few
+//! portions are in flight between them, whatever the size of the file.
 
 use std::io::Write;
 use std::path::Path;
@@ -41,7 +41,7 @@ enum RawRows {
     Columns(RecordBatch, usize),
 }
 
-/// What became of a row.
+/// The outcome of a row.
 type RowOutcome = Result<Result<ReadRow, DropReason>, RowError>;
 
 /// Reads a file's rows, cut and without those that are left out, into `out`.
@@ -125,7 +125,7 @@ fn outcomes(
     })
 }
 
-/// Reads a file to its end, or until nobody listens.
+/// Reads a file to its end, or until the receiver is dropped.
 fn portions(path: &Path, out: &SyncSender<Result<Portion, DataError>>) -> Result<(), DataError> {
     let send = |rows: RawRows, read: u64| out.send(Ok(Portion { rows, read })).is_ok();
     match Opened::open(path)? {

@@ -1,4 +1,4 @@
-//! What came of reading: which files, how many rows, and which were left out, and why.
+//! The report of reading data: files, rows kept, rows left out and why.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,19 +19,19 @@ pub enum DropReason {
     FewerThanTwoTokens,
     /// A conversation without turns, or with nothing said in them.
     EmptyConversation,
-    /// Loss is on what the assistant says, and it says nothing.
+    /// The assistant's turns, which carry the loss, are empty.
     NoAssistantTurn,
     /// A turn of a role that no data set is known to have.
     UnknownRole,
     /// What the chat template raised, in its words.
     TemplateRefuses(String),
-    /// It cannot be told which part of the text is the assistant's.
+    /// The assistant's part of the text cannot be located.
     AnswersNotFound,
-    /// What the assistant says lies beyond the maximal length.
+    /// All of the assistant's text is beyond the maximum length.
     NoLabelLeft,
 }
 
-/// What the cache did for a file.
+/// How the cache was used for a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CacheUse {
@@ -45,15 +45,15 @@ pub enum CacheUse {
     Rebuilt(String),
 }
 
-/// Rows that are not right, of one kind.
+/// Bad rows of one kind.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BadRows {
     pub rows: usize,
-    /// The first of them: file and line, and what is wrong there.
+    /// The first of them: file, line and problem.
     pub first: String,
 }
 
-/// What tokenising took. Equal is what has as many tokens, whatever the clock said.
+/// Tokens and time of tokenising. Equality compares the tokens only.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Tokenised {
     /// Tokens, also of rows that were cut or left out later.
@@ -77,7 +77,7 @@ pub struct DataFile {
     pub cache: CacheUse,
 }
 
-/// Rows by what came of them.
+/// Counts of rows by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowCounts {
     /// Rows that the files have.
@@ -97,7 +97,7 @@ pub struct RowCounts {
     pub bad_rows: BTreeMap<String, BadRows>,
 }
 
-/// What came of one file's rows. It is kept beside them, so that it need not be counted again.
+/// Counts for one file, cached with its rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FileSummary {
     /// The first of its bad rows is named by its place within the file, whatever its path is.

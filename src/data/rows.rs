@@ -1,4 +1,4 @@
-//! One row: token ids with their labels, or a text or conversation that becomes them. Every complaint names file, row and key.
+//! One row: token ids with labels, or a text or conversation to be tokenised. Every error names file, row and key.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use super::tokenize::{TextTokenizer, TokenizeError};
 /// The label of a token that carries no loss, as PyTorch and transformers have it.
 pub const IGNORE: i32 = -100;
 
-/// Bytes of a row: a longer one is taken for a file that is not what it seems (a newline or a quote is missing).
+/// Most bytes of a row: a longer one means that a newline or a quote is missing.
 pub(super) const ROW_LIMIT: usize = 100 << 20;
 
 /// Tokens and, for each, the token to learn: the same one, or [`IGNORE`].
@@ -20,11 +20,11 @@ pub struct TokenRow {
     pub labels: Vec<i32>,
 }
 
-/// A row as a file has it, uncut.
+/// A row of a file before truncation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadRow {
     pub tokens: TokenRow,
-    /// What they were made of.
+    /// The form that they were made from.
     pub of: RowForm,
 }
 
@@ -56,7 +56,7 @@ pub struct RowError {
     pub problem: RowProblem,
 }
 
-/// What can be wrong with a row.
+/// Why a row cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RowProblem {
     /// A line that is no JSON.

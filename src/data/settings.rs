@@ -1,4 +1,4 @@
-//! What a recipe says about data, and what rows are read with.
+//! `[data]` of a recipe, and the settings that rows are read with.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -49,7 +49,7 @@ fn yes() -> bool {
     true
 }
 
-/// What rows are read with.
+/// Settings for reading rows.
 #[derive(Clone, Copy)]
 pub struct LoadSettings<'a> {
     /// The backbone's; rows of `text` and conversations need it.
@@ -84,7 +84,7 @@ impl LoadSettings<'_> {
     }
 }
 
-/// How far reading is, for whoever watches.
+/// Progress of reading.
 #[derive(Debug, Clone, Copy)]
 pub struct ReadProgress<'a> {
     pub path: &'a Path,
@@ -96,5 +96,5 @@ pub struct ReadProgress<'a> {
     pub tokenised: Tokenised,
 }
 
-/// Who hears how far reading is: called after each portion.
+/// Progress callback, called after each portion.
 pub type Watch<'a> = Option<&'a (dyn Fn(ReadProgress) + Sync)>;

@@ -1,11 +1,11 @@
-//! Which files a recipe means, and what they are. Knows nothing of rows.
+//! Expands a recipe's paths and patterns into data files. Knows nothing of rows.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::files::{FileError, failed};
 
-/// What can be wrong with a list of data files.
+/// Why a list of data files cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// A plain path without a file.
@@ -23,7 +23,7 @@ pub enum SourceError {
     /// A pattern without a file.
     #[error("the pattern {pattern:?} matches no file")]
     NoMatch { pattern: String },
-    /// A pattern that is none.
+    /// An invalid pattern.
     #[error("{pattern:?} is no valid pattern: {source}")]
     BadPattern {
         pattern: String,

@@ -1,4 +1,4 @@
-//! All rows that were read, where they lie: tokens stay in their files, 12 bytes a row are in memory.
+//! All rows that were read. Tokens stay in the cache files; 12 bytes per row are in memory.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use super::cache::{self, CacheError};
 use super::rows::TokenRow;
 use super::token_file::{RowPlace, TokenFile, Whole};
 
-/// Rows, in an order of their own. A copy, and a part taken out, share the files.
+/// Rows in some order. Clones and subsets share the files.
 #[derive(Debug, Clone, Default)]
 pub struct RowStore {
     files: Arc<Vec<TokenFile>>,

@@ -1,4 +1,4 @@
-//! Text to token ids and back, as the backbone's tokenizer.json has it. Knows nothing of rows, conversations or labels.
+//! Converts text to token ids and back with the backbone's tokenizer.json. Knows nothing of rows, conversations or labels.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use tokenizers::Tokenizer;
 
 use crate::files::{self, FileError, failed};
 
-/// What can be wrong with a tokenizer, or with what it is asked.
+/// Why a tokenizer, or one of its results, cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizeError {
     /// Old checkpoints bring only a SentencePiece model.
@@ -191,9 +191,9 @@ impl TextTokenizer {
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
-    /// The piece told last, and what came since.
+    /// The ids of the last emitted piece and of everything after it.
     ids: Vec<i32>,
-    /// How many of `ids` are told already.
+    /// How many of `ids` are emitted already.
     told: usize,
 }
 

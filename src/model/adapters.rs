@@ -7,7 +7,7 @@ use crate::model::lora::{Adapter, LoraConfig};
 use crate::torch::Generator;
 
 impl Llama {
-    /// Every adapter by the name of its layer.
+    /// Every adapter with the name of its layer.
     pub fn adapters(&self) -> Vec<(String, &Adapter)> {
         let mut all = vec![];
         let table = self.block.linears();
@@ -19,7 +19,7 @@ impl Llama {
         all
     }
 
-    /// Every linear layer by its name, lm_head last.
+    /// Every linear layer with its name, lm_head last.
     pub(super) fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
         let mut all = vec![];
         let table = self.block.linears();
@@ -30,7 +30,7 @@ impl Llama {
         all
     }
 
-    /// The same backbone with its adapters in its weights. A tied lm_head that had an adapter is tied no longer.
+    /// Merges the adapters into the weights. A tied lm_head with an adapter is untied.
     #[must_use]
     pub fn merged(mut self) -> Self {
         let lm_head_changes = self.lm_head.adapter().is_some();
@@ -43,7 +43,7 @@ impl Llama {
     }
 }
 
-/// New adapters on the layers that `config` names, drawn from `seed`.
+/// Attaches new adapters, initialised from `seed`, to the layers that `config` names. The backbone must be loaded for training.
 pub fn attach_new(backbone: &mut Llama, config: &LoraConfig, seed: u64) {
     let mut generator = Generator::seeded(seed);
     for (stream, (name, linear)) in (0..).zip(backbone.linears_mut()) {

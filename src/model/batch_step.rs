@@ -1,4 +1,4 @@
-//! A step of all rows of a cache, one new token each: where the tokens stand, what they see, and where their keys and values go.
+//! A decoding step with one new token for each row of a cache: positions, masks, and where the new keys and values are written.
 
 // B rows, P rows of a product, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};

@@ -1,6 +1,6 @@
-//! A decoder block as data. Every body that computes one reads it: libtorch's (`decoder_layer`, `attention`), the CPU's (`engine/cpu`), the
-//! GPU's (`engine/cuda`); and so do the table of its weights, from which they are loaded, saved and counted, and the memory plan. Kinds are
-//! enums that each body matches without a wildcard: a new one does not compile before each has said what it does with it.
+//! A decoder block as data, read by every implementation: libtorch's (`decoder_layer`, `attention`), the CPU's (`engine/cpu`), the GPU's
+//! (`engine/cuda`), the table of weights (loading, saving, counting) and the memory plan. Kinds are enums that each of them matches without a
+//! wildcard, so a new kind does not compile until every implementation handles it.
 
 // H hidden, F width of the MLP, Q query heads, G key/value heads, D head size, O outputs, I inputs
 use serde::Serialize;
@@ -32,7 +32,7 @@ pub mod names {
     }
 }
 
-/// What `config.json` says about a decoder block.
+/// A decoder block as `config.json` describes it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSpec {
     /// H.
@@ -68,7 +68,7 @@ pub enum NormKind {
 /// Where a block norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormPlaces {
-    /// What attention reads, and what the MLP reads.
+    /// The inputs of attention and of the MLP.
     Inputs,
 }
 
@@ -88,7 +88,7 @@ pub struct HeadShape {
 /// Rotary position embeddings.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RotarySpec {
-    /// How much of a head is turned: D.
+    /// Rotated part of a head: D.
     pub size: i64,
     /// Base of the frequencies.
     pub theta: f64,

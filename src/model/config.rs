@@ -1,4 +1,4 @@
-//! `config.json` of Hugging Face (what was written) to the shape of a backbone (what is meant). All checks are here.
+//! Parses Hugging Face's `config.json` into the shape of a backbone, with all checks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::model::block_spec::{
     names,
 };
 
-/// What makes a config unusable.
+/// Why a config cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// No such file, or it cannot be read.
@@ -40,7 +40,7 @@ pub struct LlamaConfig {
     pub num_attention_heads: i64,
     /// G, the key/value heads; divides Q.
     pub num_key_value_heads: i64,
-    /// D, apart from hidden_size / Q where the config says so.
+    /// D: hidden_size / Q unless the config sets it.
     pub head_dim: i64,
     /// V.
     pub vocab_size: i64,
@@ -50,7 +50,7 @@ pub struct LlamaConfig {
     pub rms_norm_eps: f64,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// How the frequencies are stretched.
+    /// Scaling of the frequencies for longer contexts.
     pub rope_scaling: RopeScaling,
     /// A token sees this many tokens, itself included; absent = all before it.
     pub sliding_window: Option<i64>,
@@ -62,7 +62,7 @@ pub struct LlamaConfig {
     pub mlp_bias: bool,
     /// Beginning of sequence.
     pub bos_token_id: Option<i64>,
-    /// Any of these ends a text.
+    /// End-of-sequence tokens: any of them ends a text.
     pub eos_token_ids: Vec<i64>,
 }
 
@@ -120,7 +120,7 @@ impl LlamaConfig {
     /// Reads `config.json`, and `generation_config.json` where there is one.
     ///
     /// # Errors
-    /// [`ConfigError`] names the file, the key, what was expected and what stands there.
+    /// [`ConfigError`] names the file, the key, the expected value and the one found.
     pub fn load(folder: &Path) -> Result<Self, ConfigError> {
         let path = folder.join("config.json");
         let written: ConfigKeys = read_json(&path)?;
@@ -164,7 +164,7 @@ impl LlamaConfig {
         self.block().heads.key_value_size()
     }
 
-    /// The layer that makes logits.
+    /// The LM head's layer.
     pub fn lm_head(&self) -> LinearSpec {
         LinearSpec { part: names::LM_HEAD, size: [self.vocab_size, self.hidden_size], bias: false }
     }
@@ -265,14 +265,14 @@ fn resolve(path: &Path, written: ConfigKeys) -> Result<LlamaConfig, ConfigError>
     })
 }
 
-/// A row of [`FAMILIES`]: what a family's name says that its config.json does not; transformers' defaults.
+/// A row of [`FAMILIES`]: transformers' defaults for a `model_type` whose config.json omits them.
 struct Family {
     model_type: &'static str,
     has_sliding_window: bool,
     num_key_value_heads: Option<i64>,
 }
 
-/// Vicuna, Zephyr and most fine-tunes carry the `model_type` of what they were tuned from.
+/// Vicuna, Zephyr and most fine-tunes keep the `model_type` of their base model.
 const FAMILIES: [Family; 2] = [
     Family { model_type: "llama", has_sliding_window: false, num_key_value_heads: None },
     Family { model_type: "mistral", has_sliding_window: true, num_key_value_heads: Some(8) },

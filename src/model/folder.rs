@@ -1,4 +1,4 @@
-//! A backbone to a Hugging Face folder: the files of the folder it came from, with other weights.
+//! Writes a backbone to a Hugging Face folder: new weights beside the other files of the folder it came from.
 
 use std::fs;
 use std::io::{self, Write};
@@ -24,7 +24,7 @@ pub enum FolderError {
 
 /// As Hugging Face splits weights.
 pub const SHARD_BYTES: usize = 5_000_000_000;
-/// Beginnings of the names of files that go with a backbone, whatever its weights.
+/// Name prefixes of the files that are copied with a backbone.
 pub const COMPANIONS: [&str; 9] = [
     "tokenizer",
     "special_tokens_map.json",
@@ -37,7 +37,7 @@ pub const COMPANIONS: [&str; 9] = [
     "NOTICE",
 ];
 
-/// What a folder gets beside the backbone.
+/// Additions to the folder: config keys and tensors.
 #[derive(Default)]
 pub struct Additions<'a> {
     /// Keys of its config.json.
@@ -57,7 +57,7 @@ pub fn save_folder(folder: &Path, backbone: &Llama, from: &Path) -> Result<(), F
     save_folder_with(folder, backbone, from, &Additions::default())
 }
 
-/// As [`save_folder`], with more in it. One tensor after the other: beside `backbone` no two are in memory.
+/// As [`save_folder`], with additions. Tensors are made one at a time: beside `backbone` only one is in memory.
 ///
 /// # Errors
 /// [`FolderError`].

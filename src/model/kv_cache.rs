@@ -1,5 +1,5 @@
-//! Keys and values of the texts that are decoded, a row each. Rows behave like a Vec's: a new one comes last, and the last one takes
-//! the place of one that leaves. A row's tokens are left-aligned: committed ones first, those of the running step (pending) behind them.
+//! The KV cache, one row per text. Rows behave like a `Vec`'s elements under `push` and `swap_remove`. A row's tokens are left-aligned: the
+//! committed ones, then those of the current step (pending).
 #![expect(unsafe_code, reason = "the CPU's kernels write to the cache's memory, of which libtorch has views")]
 
 // L layers, B rows, G key/value heads, S room for tokens, D head size
@@ -28,7 +28,7 @@ pub struct KvCache {
     context: i64,
 }
 
-/// A cache's memory on the CPU: libtorch is asked for it once a pass, not once a layer.
+/// A cache's memory on the CPU, fetched from libtorch once per pass rather than once per layer.
 #[derive(Debug)]
 pub struct CacheBytes<'c> {
     sizes: [usize; 5],
@@ -101,7 +101,7 @@ impl KvCache {
         self.lengths.swap_remove(row);
     }
 
-    /// Of the rows only the first `rows` stay; fewer stay as they are.
+    /// Keeps the first `rows` rows.
     pub fn truncate_rows(&mut self, rows: usize) {
         self.lengths.truncate(rows);
     }
@@ -123,12 +123,12 @@ impl KvCache {
         let _ = self.all.select(1, row as i64).narrow(2, 0, self.lengths[row]).fill_(value);
     }
 
-    /// The first `count` pending tokens of a row become committed.
+    /// Commits the first `count` pending tokens of a row.
     pub fn commit(&mut self, row: usize, count: i64) {
         self.lengths[row] += count;
     }
 
-    /// Of a row's pending tokens just these become committed, in this order; the others are gone.
+    /// Commits these of a row's pending tokens, in this order, and drops the others.
     pub fn commit_path(&mut self, row: usize, path: &[usize]) {
         assert!(path.is_sorted(), "parents come before their children");
         let in_place = path.iter().copied().eq(0..path.len());
@@ -161,7 +161,7 @@ impl KvCache {
         }
     }
 
-    /// Of a row's committed tokens only the first `len` stay; fewer stay as they are.
+    /// Keeps the first `len` committed tokens of a row.
     pub fn truncate(&mut self, row: usize, len: i64) {
         self.lengths[row] = self.lengths[row].min(len);
     }

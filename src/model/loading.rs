@@ -1,4 +1,4 @@
-//! A backbone from a Hugging Face folder, as an outline without its numbers, or of random weights.
+//! Loads a backbone from a Hugging Face folder, or makes one without numbers (an outline) or with random weights.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::model::rope::Rope;
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
 
-/// What makes a folder unusable as a backbone.
+/// Why a folder cannot be loaded as a backbone.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(transparent)]
@@ -26,7 +26,7 @@ pub enum LoadError {
     Adapter(#[from] PeftError),
 }
 
-/// What a backbone is loaded for.
+/// The use that a backbone's weights are laid out for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// Whole rows: every product separate, over the mapped file where dtype and device allow.
@@ -46,8 +46,7 @@ impl Llama {
         Self::load_quantized(folder, kind, device, purpose, None)
     }
 
-    /// As [`Llama::load`], with the linear layers of the decoder quantised one after the other: no more than one is in memory as it
-    /// is in the file.
+    /// As [`Llama::load`], with the decoder's linear layers quantised one at a time: at most one is in memory unquantised.
     ///
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.
@@ -77,7 +76,7 @@ impl Llama {
         Ok(llama)
     }
 
-    /// As [`Llama::load`], with the adapter of a PEFT folder in its weights.
+    /// As [`Llama::load`], with the adapter of a PEFT folder merged into the weights.
     ///
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.
@@ -93,8 +92,8 @@ impl Llama {
         Ok(llama.merged().prepared_for(purpose))
     }
 
-    /// The backbone of a folder without its numbers: every weight is one zero, seen from everywhere, so it takes no memory. Where the
-    /// folder has weights (comes back, too), their headers are checked as loading would; no data are read.
+    /// The backbone of a folder without its numbers: every weight is an expanded zero and takes no memory. Also returns whether the folder has
+    /// weights; if so, their headers are checked as loading would check them, and no data are read.
     ///
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.

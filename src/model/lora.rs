@@ -22,9 +22,9 @@ use crate::torch::dropout::dropout;
 pub struct LoraConfig {
     /// R.
     pub rank: NonZeroUsize,
-    /// The product of A and B counts alpha / rank.
+    /// The product of A and B is scaled by alpha / rank.
     pub alpha: Positive,
-    /// Part of the inputs of A that is left out at random while training; the rest is scaled up.
+    /// Dropout probability of the inputs of A in training.
     #[serde(default = "no_dropout")]
     pub dropout: Fraction,
     /// Which layers: "all-linear" (lm_head included, unlike PEFT's word), or a list of names.
@@ -126,7 +126,7 @@ pub struct Adapter {
     pub(super) b_or: Tensor,
     pub(super) alpha: f64,
     pub(super) dropout: f64,
-    /// Its number in the backbone: what its dropout is drawn from, beside the pass.
+    /// Its number in the backbone: with the pass's seed, it selects the dropout mask.
     pub(super) stream: u64,
 }
 

@@ -1,4 +1,4 @@
-//! A Llama backbone from a Hugging Face folder: config, weights, forward pass. It has never heard of Medusa.
+//! A Llama backbone from a Hugging Face folder: config, weights, forward pass. It knows nothing of Medusa heads.
 
 use serde::{Deserialize, Serialize};
 
@@ -33,9 +33,9 @@ pub mod weights;
 pub struct BackboneConfig {
     /// A folder in Hugging Face layout.
     pub path: String,
-    /// What the backbone computes in.
+    /// The dtype that the backbone computes in.
     pub dtype: Dtype,
-    /// What its linear layers are reduced to.
+    /// Quantisation of its linear layers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantization: Option<Quantization>,
 }

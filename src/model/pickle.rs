@@ -10,7 +10,7 @@ use tch::Kind;
 
 use crate::model::weights::tensor_file::kind_of_storage;
 
-/// What makes a pickle unusable.
+/// Why a pickle cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PickleError {
     /// It asks for a function or class that builds no tensor.

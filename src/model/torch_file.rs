@@ -1,5 +1,5 @@
-//! Files of `torch.save`: the zip container of PyTorch 1.6 and later, and the stream of before. A dictionary of tensors to tensors
-//! and back; what its pickle asks for is never run (see [`crate::model::pickle`]).
+//! Reads and writes `torch.save` files with a dictionary of tensors: the zip container of PyTorch 1.6 and later, and (only read) the older
+//! stream. Nothing that the pickle refers to is ever run (see [`crate::model::pickle`]).
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Cursor, Write};
@@ -16,7 +16,7 @@ use crate::model::pickle::{PickleError, Pickled, StorageRef, TensorRef, Value};
 use crate::model::weights::tensor_file::{Planned, StoredTensor, dtype_of, map_file, storage_of};
 use crate::torch::bytes;
 
-/// What makes such a file unusable.
+/// Why such a file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TorchFileError {
     /// It cannot be read or written.

@@ -1,4 +1,4 @@
-//! What of a backbone is trained: all of its weights, or adapters; part by part, by the names in their files.
+//! The trained tensors of a backbone (all weights, or adapters), part by part, with their names in the files.
 
 use tch::{Kind, Tensor};
 

@@ -1,5 +1,5 @@
-//! safetensors files to tensors and back. A folder without safetensors may have the
-//! older `pytorch_model.bin`, or its shards: these are read, never written, and nothing in them is ever run.
+//! Reads and writes tensors in safetensors files. In a folder without safetensors, `pytorch_model.bin` or its shards are read; they are never
+//! written, and no code in them is run.
 //!
 //! Files are memory-mapped: a tensor of the file's own dtype on the CPU is a view of the mapping, so no second copy of the
 //! weights is ever in memory. Every header is validated before a byte of data is looked at.
@@ -30,16 +30,16 @@ pub(super) mod tensor_file;
 
 pub use save::{save, save_each, save_model};
 
-/// The weights of a Hugging Face folder, where one file holds them.
+/// The weights file of a Hugging Face folder.
 pub const MODEL_FILE: &str = "model.safetensors";
-/// Where several do, which tensor lies in which.
+/// The index of a sharded folder: tensor name to shard.
 pub const MODEL_INDEX: &str = "model.safetensors.index.json";
-/// The same of folders from before safetensors.
+/// [`MODEL_FILE`] of folders without safetensors.
 pub const TORCH_FILE: &str = "pytorch_model.bin";
 /// See [`MODEL_INDEX`].
 pub const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
 
-/// What makes weights unusable.
+/// Why weights cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     /// A file that cannot be read or written.
@@ -185,7 +185,7 @@ impl WeightFiles {
         self.file_of.get(name).map(|&at| self.files[at].path.as_path())
     }
 
-    /// Whether two tensors are one, by two names.
+    /// Whether two names refer to the same memory.
     pub fn same_memory(&self, one: &str, other: &str) -> bool {
         let place = |name: &str| {
             let StoredTensor { data, shape, strides, .. } = self.find(name).ok()?.1;
@@ -255,7 +255,7 @@ impl WeightFiles {
         Ok(self.mapped(name, shape)?.to_device(device).to_kind(kind))
     }
 
-    /// Tells the kernel that what was read so far need not stay in memory; views read it again when they need it.
+    /// Lets the kernel drop the pages read so far from memory; views read them again on access.
     pub fn release(&self) {
         for file in &self.files {
             // SAFETY: the mapping is a file's, read-only and shared: pages dropped are read again from the file.
