@@ -186,7 +186,7 @@ fn the_first_heads_alone_and_another_dtype() {
     assert_eq!(got.len(), expected.len());
     assert!(got.iter().zip(&expected).all(|(got, trained)| got.equal(&trained.to_kind(Kind::BFloat16))));
     export(&small, "h", "heads", "most", &["--medusa-num-heads", "6"])
-        .failed(2, &["--medusa-num-heads 6", "h/heads.safetensors holds 5"]);
+        .failed(2, &["--medusa-num-heads 6", "h/heads.safetensors has only 5 heads"]);
 }
 
 #[test]
@@ -476,7 +476,7 @@ fn what_cannot_be_exported_leaves_nothing() {
             &["--format tgi needs the backbone", "base_model_name_or_path", "give --backbone FOLDER"],
         ),
         ("empty", "heads", &[], 1, &["empty holds no heads; expected heads.safetensors", "medusa_lm_head.pt"]),
-        ("h", "peft", &[], 2, &["--format peft", "h has no adapter_config.json"]),
+        ("h", "peft", &[], 2, &["--format peft", "h has no adapter (adapter_config.json)"]),
         ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks per head", "only with one ResBlock"]),
         ("alone", "merged", &[], 2, &["--format merged needs the backbone", "give --backbone FOLDER"]),
         ("alone", "vllm", &[], 2, &["--format vllm needs the backbone (its lm_head", "give --backbone FOLDER"]),

@@ -317,9 +317,9 @@ fn every_refusal_says_what_to_do() {
     world.refused("org/tiny", &[("HF_TOKEN", TOKEN)], &["restricted: request it at", &page, "the token from HF_TOKEN"]);
     world.refused("org/tiny", &[], &["restricted", "no token was sent"]);
     world.server.add("models/org/pickled", &[("config.json", b"{}".to_vec()), ("model.gguf", b"x".to_vec())]);
-    world.refused("org/pickled", &[], &["weights in model.gguf only", "safetensors"]);
-    world.refused("org/tiny", &[("HF_TOKEN", "hf with blanks")], &["HF_TOKEN is wrong"]);
-    world.refused("org/tiny", &[("HF_ENDPOINT", "huggingface")], &["HF_ENDPOINT is wrong"]);
+    world.refused("org/pickled", &[], &["has only model.gguf weights", "safetensors"]);
+    world.refused("org/tiny", &[("HF_TOKEN", "hf with blanks")], &["HF_TOKEN is invalid"]);
+    world.refused("org/tiny", &[("HF_ENDPOINT", "huggingface")], &["HF_ENDPOINT is invalid"]);
     let nobody = std::net::TcpListener::bind(("127.0.0.1", 0)).and_then(|port| port.local_addr()).expect("a port");
     let endpoint = format!("http://{nobody}");
     world.refused(
@@ -336,7 +336,7 @@ fn offline_it_says_which_file_is_missing() {
     world.refused(
         "org/tiny",
         &offline,
-        &["HF_HUB_OFFLINE is set", "any file of revision main of org/tiny", "unset it once"],
+        &["HF_HUB_OFFLINE is set", "any file of revision main of org/tiny", "unset it to download"],
     );
     world.generate("org/tiny", &[]).succeeded();
     let snapshots = world.repo_folder().join("snapshots");
@@ -351,8 +351,8 @@ fn a_hub_in_trouble_is_asked_again_when_it_says() {
     world.server.fail("/api/models/", Trouble::Status(503, Some(1)), 1);
     world.server.fail("/tree/", Trouble::Status(429, Some(0)), 1);
     let ended = world.generate("org/tiny", &[]).succeeded();
-    assert!(ended.stderr.contains("answered 503; trying again in 1 s"), "{}", ended.stderr);
-    assert!(ended.stderr.contains("answered 429; trying again in 0 s"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("answered 503; retrying in 1 s"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("answered 429; retrying in 0 s"), "{}", ended.stderr);
     world.server.fail("/api/models/", Trouble::Status(429, Some(0)), 100);
     world.refused(
         "org/tiny",
@@ -500,7 +500,10 @@ fn pages_of_a_list_elsewhere_are_followed_without_the_token_or_refused() {
     world.server.state().next_page = Some("ftp://localhost");
     let mirror = world.server.endpoint().replace("127.0.0.1", "localhost");
     world.server.fail("/tree/", Trouble::Elsewhere, 1);
-    let facts = [&format!("{mirror} answered listing the files of org/tiny"), "a next page at ftp://localhost;"];
+    let facts = [
+        &format!("{mirror} sent an invalid response to listing the files of org/tiny"),
+        "a next page at ftp://localhost;",
+    ];
     world.refused("org/tiny", &[], &facts);
     let mut state = world.server.state();
     (state.next_page, state.pages_repeat) = (None, true);
@@ -552,7 +555,7 @@ fn an_export_brings_of_the_backbone_what_it_needs_and_its_card_names_it() {
     assert!(!export("vllm", &[]).contains("base_model:"), "a path is no id");
     let told = world.medusa(&["export", "--heads", &heads, "--format", "heads", "--out", "told"], &[]).succeeded();
     assert!(told.stderr.contains(
-        "nothing says that the backbone (some/path) came from the Hub. If it is there, add `base_model: OWNER/NAME`"
+        "because the backbone (some/path) is not known to be on the Hub; if it is, add `base_model: OWNER/NAME`"
     ));
 }
 
@@ -574,7 +577,7 @@ fn offline_a_data_set_is_whole_or_refused() {
     };
     check("org/rows/data/a.jsonl", "").succeeded();
     check("org/rows/data/a.jsonl", "1").succeeded();
-    check("org/rows", "1").failed(1, &["lacks data/b.jsonl of org/rows", "unset it once"]);
+    check("org/rows", "1").failed(1, &["lacks data/b.jsonl of org/rows", "unset it to download"]);
     check("org/rows", "").succeeded();
     check("org/rows", "1").succeeded();
     let lists = world.path("hub/datasets--org--rows/.medusa");
