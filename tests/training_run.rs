@@ -506,7 +506,11 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
     let names = small.names("states");
     assert_eq!(names.len(), 1, "{names:?}");
     let file = format!("states/{}", names[0]);
-    assert!(first.stderr.contains(&format!("hidden states of 0 of 6 sequences are in {file}")), "{}", first.stderr);
+    assert!(
+        first.stderr.contains(&format!("hidden states of 0 of 6 sequences are cached in {file}")),
+        "{}",
+        first.stderr
+    );
     assert_eq!(plan["hidden_state_cache_bytes"], small.bytes(&file).len());
     assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states kept the heads differ");
 
