@@ -51,7 +51,7 @@ pub struct JointStatistics {
     /// Paths of guesses that were right together there, most frequent first; every prefix of a counted path is counted too.
     pub paths: Vec<JointPath>,
     /// The texts themselves, position by position: what steps of decoding would find there. Kept up to 200,000 positions;
-    /// calibrations of before have none.
+    /// older calibrations have none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub runs: Vec<RankTrace>,
 }

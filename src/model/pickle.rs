@@ -363,7 +363,7 @@ impl<'d> Machine<'d> {
         Ok(())
     }
 
-    /// `("storage", torch.FloatStorage, key, device, numel)`, and a view of it in files of before 1.6.
+    /// `("storage", torch.FloatStorage, key, device, numel)`, and a view of it in files of PyTorch before 1.6.
     fn persistent(&mut self) -> Result<(), PickleError> {
         let Value::Sequence(place) = self.pop()? else { return Err(self.malformed("the facts of a storage")) };
         let [Value::Text("storage"), Value::Global(class), Value::Text(key), _, Value::Int(_), ref view @ ..] =

@@ -75,7 +75,7 @@ impl Provenance {
     }
 }
 
-/// The file whose tokens are not those of before.
+/// The first file whose tokens differ from those at the start of the run.
 fn other_tokens(before: &Value, now: &Value) -> Option<String> {
     let files = |report: &Value| report["files"].as_array().cloned().unwrap_or_default();
     let (before, now) = (files(before), files(now));

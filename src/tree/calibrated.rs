@@ -17,7 +17,7 @@ impl Calibration {
         PathCounts::new(&self.accuracies())
     }
 
-    /// How often paths are right where steps with this tree start; in calibrations of before, over all positions alike.
+    /// How often paths are right where steps with this tree start; in older calibrations, over all positions alike.
     pub fn counts_for(&self, tree: &SparseTree) -> PathCounts {
         if self.joint.runs.is_empty() {
             return self.listed(&self.accuracies());
@@ -30,7 +30,7 @@ impl Calibration {
     }
 
     /// The best tree of `nodes` nodes that asks the first `heads` heads at most, by all that the calibration knows: its texts; in
-    /// calibrations of before, which have none, its paths.
+    /// older calibrations, which have none, its paths.
     ///
     /// # Errors
     /// [`SearchError`] if there is no tree of that size.
