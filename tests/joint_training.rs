@@ -160,7 +160,7 @@ fn heads_without_an_adapter_have_none_to_put_beside_them() {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
     let export = ["export", "--heads", "run/final", "--format", "peft", "--out", "exported"];
-    small.medusa(&export).failed(2, &["run/final has no adapter_config.json", "Medusa-2 run's final/"]);
+    small.medusa(&export).failed(2, &["run/final has no adapter (adapter_config.json)", "Medusa-2 run's final/"]);
 }
 
 /// A word for each of the 48 ids.
