@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes what transformers makes of conversations with published chat templates: of the short ones below to
-tests/fixtures/chat.json, and of 200 of ../shared/data, as hashes, to tests/fixtures/chat_200.json.
+tests/fixtures/chat.json, and of 200 of tests/fixtures/data, as hashes, to tests/fixtures/chat_200.json.
 
     python3 scripts/make_chat_fixtures.py PUBLISHED            # needs transformers 5 with jinja2; torch is not used
     python3 scripts/make_chat_fixtures.py PUBLISHED --check    # computes again and compares with the files, writes nothing
@@ -12,7 +12,7 @@ FastChat's conversation template does is written out below.
 For every template and conversation: the text, its ids by data/tiny/backbone's tokenizer (nothing added around it) and a mask,
 "1" for a token that the assistant has to learn: what it says and the end of its turn. A template with `{% generation %}` has
 its mask from transformers; for the others the text is rendered turn by turn here. `null` where the template refuses the roles.
-The 200 are tokenised by ../shared/models/tokenizer-mistral-v1-32000. Calls of tools are turns of the assistant without loss; what a
+The 200 are tokenised by tests/fixtures/models/tokenizer-mistral-v1-32000. Calls of tools are turns of the assistant without loss; what a
 tool says is a turn of "tool" if the template shows those, else of "user".
 """
 
@@ -28,7 +28,7 @@ SCRIPT = pathlib.Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
 FIXTURE = ROOT / "tests" / "fixtures" / "chat.json"
 FIXTURE_200 = ROOT / "tests" / "fixtures" / "chat_200.json"
-SHARED = ROOT.parent / "shared"
+PUBLISHED_DATA = ROOT / "tests" / "fixtures"
 FILES = {"sharegpt_500.json": 80, "sharegpt_toolcall_300.json": 60, "messages_1k.jsonl": 60}
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "call", "observation": "tool"}
 LIMIT_BYTES = 300_000
@@ -178,7 +178,7 @@ def shows_tools(name, template, tokenizer):
 def talks():
     """Of 200 conversations: (role, content) a turn."""
     for name, count in FILES.items():
-        text = (SHARED / "data" / name).read_text()
+        text = (PUBLISHED_DATA / "data" / name).read_text()
         rows = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
         for row in rows[:count]:
             turns = row.get("messages") or row["conversations"]
@@ -210,7 +210,7 @@ def make(published):
     short = dict(born=birth(templates), generation_template=GENERATION, conversations=CONVERSATIONS, rendered=rendered)
     # tokenizer.json as it is written, as transformers 4 and the servers read it. The LlamaTokenizer of transformers 5 builds its own
     # pipeline and makes one token less of a text with a blank behind a special token ("<s> [INST]").
-    mistral = transformers.PreTrainedTokenizerFast.from_pretrained(SHARED / "models" / "tokenizer-mistral-v1-32000")
+    mistral = transformers.PreTrainedTokenizerFast.from_pretrained(PUBLISHED_DATA / "models" / "tokenizer-mistral-v1-32000")
     tools = [name for name, template in every.items() if shows_tools(name, template, mistral)]
     rendered = {name: list(hashed(name, template, mistral)) for name, template in every.items()}
     return {FIXTURE: short, FIXTURE_200: dict(born=birth(templates), files=FILES, shows_tools=tools, rendered=rendered)}
