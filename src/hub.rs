@@ -1,12 +1,12 @@
-//! The Hugging Face Hub: an id where a path could stand becomes files of the cache that other Hugging Face programs use, and a folder
-//! becomes a repository there.
+//! The Hugging Face Hub: downloads the files behind an id into the cache shared by all Hugging Face programs, and
+//! pushes a folder to a repository.
 //!
-//! It knows which files a backbone, heads or a data set consist of, and nothing of what is in them, but for the index of sharded weights. It
-//! prints nothing: how far it is goes to an observer.
+//! This module knows which files make up a backbone, heads or a data set. It reads none of them except the index of
+//! sharded weights. It prints nothing: an observer receives the progress.
 //!
-//! The environment says, by the names of Python's `huggingface_hub`: `HF_ENDPOINT`, `HF_TOKEN` or the file `$HF_HOME/token`
-//! (`HF_TOKEN_PATH`), `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HTTPS_PROXY`, `NO_PROXY`
-//! and `SSL_CERT_FILE`.
+//! Settings come from the environment variables of Python's `huggingface_hub`: `HF_ENDPOINT`, `HF_TOKEN` or the file
+//! `$HF_HOME/token` (`HF_TOKEN_PATH`), `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HTTPS_PROXY`, `NO_PROXY` and
+//! `SSL_CERT_FILE`.
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ pub use wanted::{DataSplit, Wanted};
 
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// The Hub as the environment describes it, and the cache on this machine.
+/// A client of the Hub that the environment names, and the local cache.
 pub struct Hub<'o> {
     client: Client<'o>,
     cache: Cache,
@@ -43,22 +43,21 @@ pub struct Hub<'o> {
     tell: Observer<'o>,
 }
 
-/// A snapshot of a repository, as far as it was wanted.
+/// The downloaded part of a repository's snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fetched {
     /// The snapshot's folder in the cache.
     pub folder: PathBuf,
-    /// The files that were wanted.
     pub files: Vec<PathBuf>,
-    /// Where they came from.
+    /// Repository and commit.
     pub origin: HubSnapshot,
 }
 
 impl<'o> Hub<'o> {
-    /// Reads the environment; asks nobody yet.
+    /// Reads the environment; sends no request.
     ///
     /// # Errors
-    /// [`HubError::Setting`] for a variable that cannot be meant.
+    /// [`HubError::Setting`] for a variable with an invalid value.
     pub fn from_env(tell: Observer<'o>) -> Result<Self, HubError> {
         let setting = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
         let text = setting("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
@@ -70,12 +69,12 @@ impl<'o> Hub<'o> {
         let home = cache::home(&setting);
         let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().find_map(|name| setting(name));
         let offline = offline.is_some_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_uppercase().as_str()));
-        let token = if offline { None } else { Token::from_env(&setting, &home)? }; // offline nobody is shown one
+        let token = if offline { None } else { Token::from_env(&setting, &home)? }; // no request is sent offline
         let client = Client::new(endpoint, token, &setting, tell)?;
         Ok(Self { client, cache: Cache::of(&setting, &home), offline, tell })
     }
 
-    /// What of a place is wanted, from the Hub if it is an id and not a path (see [`id::model`]); `None`: it is a path.
+    /// Fetches the wanted files if `place` is a Hub id; `None` if it is a path (see [`id::model`]).
     ///
     /// # Errors
     /// [`HubError`].
@@ -84,7 +83,7 @@ impl<'o> Hub<'o> {
         id.map(|id| self.fetch(&id, wanted)).transpose()
     }
 
-    /// Files of an entry of data, if it is an id and not a path or a pattern of paths (see [`id::data`]).
+    /// Fetches the data files of an entry if it is a Hub id; `None` if it is a path or a glob (see [`id::data`]).
     ///
     /// # Errors
     /// [`HubError`].
@@ -92,7 +91,8 @@ impl<'o> Hub<'o> {
         id::data(entry).map(|id| self.fetch(&id, Wanted::Data(split))).transpose()
     }
 
-    /// A list of data with local files where it had ids; paths and patterns of paths as they are. And where those files came from.
+    /// Replaces Hub ids in a list of data by local files and keeps paths and globs. Also returns the snapshots of those
+    /// files.
     ///
     /// # Errors
     /// [`HubError`].
@@ -110,7 +110,7 @@ impl<'o> Hub<'o> {
         Ok((all, origins))
     }
 
-    /// Fetches what is wanted of a repository and not in the cache yet.
+    /// Downloads the wanted files of a repository that the cache lacks.
     ///
     /// # Errors
     /// [`HubError`].
@@ -122,8 +122,8 @@ impl<'o> Hub<'o> {
         Ok(Fetched { folder, files, origin: HubSnapshot { id: id.repo.to_string(), commit } })
     }
 
-    /// What is wanted, out of the cache alone. Of a data set the cache may hold a part, so its files are chosen among the commit's as
-    /// they were listed when it was downloaded; a backbone's and heads' files say themselves what belongs to them.
+    /// Finds the wanted files in the cache alone. The cache may hold only part of a data set, so its files are chosen
+    /// from the list saved with the download; the files of a backbone and of heads can be chosen without such a list.
     fn find(&self, id: &Id, wanted: Wanted) -> Result<(String, Vec<String>), HubError> {
         let missing = |file: String| HubError::Offline { id: id.to_string(), file, cache: self.cache.root.clone() };
         let commit = self.cache.commit(&id.repo, id.revision());
@@ -152,7 +152,7 @@ impl<'o> Hub<'o> {
     }
 }
 
-/// The repository and commit of a snapshot's folder in the cache, told by its path.
+/// Repository and commit of a snapshot's folder in the cache, parsed from its path.
 pub fn origin(folder: &Path) -> Option<HubSnapshot> {
     let commit = folder.file_name()?.to_str()?.to_owned();
     let snapshots = folder.parent()?;

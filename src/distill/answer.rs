@@ -1,4 +1,4 @@
-//! How answers are decoded: many conversations in a batch, plainly, or one at a time with a drafter.
+//! Decodes answers: many conversations in a batch without a drafter, or one at a time with a drafter.
 
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
@@ -10,22 +10,22 @@ use crate::decode::request::{Generation, Request};
 use crate::decode::step::Drafting;
 use crate::engine::sample::{Sampling, Stream};
 
-/// What a conversation asks of the backbone.
+/// A prompt whose continuation is a turn of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Question {
-    /// The conversation.
+    /// Index of the conversation.
     pub conversation: usize,
-    /// Token ids, BOS among them.
+    /// Token ids, including BOS.
     pub prompt: Vec<i64>,
-    /// Stop after this many, or where the context is full.
+    /// Stops after this many tokens, or when the context is full.
     pub max_new_tokens: NonZeroUsize,
-    /// Tokens that end the answer as an EOS does; none: only an EOS does.
+    /// Tokens that end the answer like EOS; if empty, only EOS does.
     pub end_mark: Vec<i64>,
-    /// Of what is drawn.
+    /// Random stream of the samples.
     pub stream: Stream,
 }
 
-/// Takes questions, and hands back what was answered.
+/// Takes questions and returns answers.
 #[derive(Debug)]
 pub struct Answerer<'a> {
     sampling: Sampling,
@@ -39,12 +39,12 @@ enum Decoding<'a> {
 }
 
 impl<'a> Answerer<'a> {
-    /// Many conversations together.
+    /// Answers many conversations in a batch.
     pub fn together(batch: SequenceBatch<'a>, sampling: Sampling) -> Self {
         Self { sampling, decoding: Decoding::Together(Box::new(batch)) }
     }
 
-    /// One at a time, with the guesses of the loop's drafter.
+    /// Answers one conversation at a time, with the loop's drafter.
     pub fn one_by_one(decoding: Box<dyn DecodeLoop + 'a>, sampling: Sampling) -> Self {
         Self { sampling, decoding: Decoding::OneByOne { decoding, answered: None, tokens: 0 } }
     }
@@ -90,7 +90,7 @@ impl<'a> Answerer<'a> {
         }
     }
 
-    /// Goes on; returns each conversation that was answered, with its answer or why there is none.
+    /// Decodes further and returns the conversations that were answered, each with its answer or an error.
     pub(super) fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
         match &mut self.decoding {
             Decoding::Together(batch) => batch.step(),

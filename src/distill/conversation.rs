@@ -1,4 +1,4 @@
-//! One conversation, turn by turn: the next prompt, and finally its row. Does not decode.
+//! One conversation, turn by turn: produces the next prompt, and finally its row. Does not decode.
 
 use std::num::NonZeroUsize;
 
@@ -13,39 +13,38 @@ use crate::data::tokenize::narrow;
 use crate::decode::request::{FinishReason, Generation};
 use crate::engine::sample::Stream;
 
-/// How conversations are made.
+/// Settings of the conversations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DistillSettings {
-    /// Of one answer.
+    /// Per answer.
     pub max_new_tokens: NonZeroUsize,
-    /// Answers of a conversation at most.
+    /// Maximum number of answers per conversation.
     pub turns: NonZeroUsize,
-    /// The backbone writes the user's turns behind the first one, too.
+    /// The backbone also writes the user's turns after the first one.
     pub self_talk: bool,
-    /// Of what is drawn.
+    /// Seed of sampling.
     pub seed: u64,
     /// The backbone's `max_position_embeddings`.
     pub context: usize,
 }
 
-/// A conversation that is being held.
+/// A conversation in progress.
 #[derive(Debug)]
 pub struct Conversation<'a> {
     id: usize,
     dialogue: &'a Dialogue,
-    /// So far; the question whose answer is awaited is the last one.
+    /// All turns so far; the last one is the question to answer.
     messages: Vec<Message>,
     /// The turns that the backbone wrote.
     written: Vec<WrittenTurn>,
-    /// Who is writing.
     writer: Writer,
-    /// What the running turn goes on from.
+    /// The prompt of the current turn.
     prompt: Rendered,
-    /// What the backbone saw and wrote up to the last turn that was heard.
+    /// Tokens and labels up to the last finished turn.
     row: Row,
-    /// As it was after the last answer: a question without an answer is no part of it.
+    /// The conversation after its last answer, without a later unanswered question.
     kept: Option<Finished>,
-    /// Turns that were asked of the backbone; they name the streams of what is drawn.
+    /// Turns requested from the backbone; they number the random streams.
     asked: u64,
     answers: usize,
     is_over: bool,
@@ -57,41 +56,39 @@ enum Writer {
     User,
 }
 
-/// Tokens, and for each the token to learn.
+/// Tokens, and for each token its label.
 #[derive(Debug, Clone, Default)]
 struct Row {
     ids: Vec<i64>,
     labels: Vec<i32>,
 }
 
-/// A conversation as it is written to a shard.
+/// A conversation as a row of a shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finished {
     /// Its index in the prompt file.
     pub id: usize,
-    /// The prompt's.
+    /// The prompt's category.
     pub category: Option<String>,
-    /// Its turns, as ShareGPT writes them.
+    /// Its turns in ShareGPT's format.
     pub conversations: Vec<Said>,
-    /// What the backbone saw and wrote.
+    /// Tokens that the backbone read and wrote.
     pub input_ids: Vec<i32>,
-    /// The same where the backbone wrote it, else [`IGNORE`].
+    /// The token itself if the backbone wrote it, else [`IGNORE`].
     pub labels: Vec<i32>,
-    /// Why the last answer ended; `length` also where a further turn does not fit.
+    /// Why the last answer ended; `length` also if a further turn does not fit.
     pub finish_reason: String,
 }
 
-/// One turn.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Said {
     /// `system`, `human` or `gpt`.
     pub from: String,
-    /// What was said.
     pub value: String,
 }
 
 impl<'a> Conversation<'a> {
-    /// Nothing is asked yet.
+    /// A conversation without any turn.
     pub fn new(id: usize, dialogue: &'a Dialogue) -> Self {
         Self {
             id,
@@ -108,10 +105,10 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// What is asked of the backbone next; `None` where the conversation ends.
+    /// The next prompt for the backbone; `None` at the end of the conversation.
     ///
     /// # Errors
-    /// What the template or the tokenizer says.
+    /// An error of the template or the tokenizer.
     pub fn next_question(
         &mut self,
         renderer: &Renderer,
@@ -159,10 +156,10 @@ impl<'a> Conversation<'a> {
         renderer.answer(&self.messages).map(of_answer)
     }
 
-    /// Takes what the backbone said. A question of its own that is empty or has no end is dropped, and ends the conversation.
+    /// Takes the backbone's turn. A user turn that is empty or unfinished is dropped and ends the conversation.
     ///
     /// # Errors
-    /// The tokenizer's own.
+    /// An error of the tokenizer.
     pub fn hear(&mut self, said: Generation, renderer: &Renderer) -> Result<(), PromptError> {
         let content = renderer.text(&said.new_ids)?;
         let is_question = self.writer == Writer::User;
@@ -187,16 +184,16 @@ impl<'a> Conversation<'a> {
         Ok(())
     }
 
-    /// The row that it became.
+    /// The finished row.
     ///
     /// # Panics
-    /// If no answer was heard.
+    /// If the conversation has no answer.
     pub fn finish(self) -> Finished {
         self.kept.expect("a conversation ends after an answer")
     }
 
-    /// The prompt as the backbone saw it, then what it wrote. Labels of earlier turns are carried over where the prompt begins
-    /// with the very tokens of these turns, else found in its text (see [`Renderer::labels`]).
+    /// The prompt as the backbone read it, then its turn. Labels of earlier turns are copied if the prompt begins with
+    /// exactly their tokens; otherwise they are found in its text (see [`Renderer::labels`]).
     fn row_with(&self, said: &Generation, renderer: &Renderer) -> Result<Row, PromptError> {
         let mut ids = self.prompt.ids.clone();
         let mut labels = if ids.starts_with(&self.row.ids) {
@@ -231,7 +228,7 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// A further turn does not fit.
+    /// Records that a further turn does not fit.
     fn cut_short(&mut self) {
         if let Some(kept) = &mut self.kept {
             FinishReason::Length.name().clone_into(&mut kept.finish_reason);
@@ -253,11 +250,11 @@ mod tests {
     use crate::data::tokenize::wide;
     use crate::files::write_atomic;
 
-    /// As Vicuna writes it: the user's turn has no token of its own for its end.
+    /// Vicuna's format: the user's turn has no end token.
     const PLAIN: &str = "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}{% else %}\
                          {{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}\
                          {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}";
-    /// Shows only the last answer as it was.
+    /// Shortens all answers except the last one.
     const FORGETFUL: &str = "{% for m in messages %}{{ 'X' + m['role'][0] }}{% if loop.last or m['role'] == 'user' %}\
                              {{ m['content'] }}{% else %}{{ '...' }}{% endif %}{{ eos_token }}{% endfor %}\
                              {% if add_generation_prompt %}{{ 'Xa' }}{% endif %}";
@@ -288,7 +285,7 @@ mod tests {
             wide(&self.tokenizer.encode(text, false).unwrap())
         }
 
-        /// A letter a token: nothing that the tokenizer itself would make of a word.
+        /// One token per letter, which the tokenizer itself would never produce for a word.
         fn spelt(&self, text: &str) -> Vec<i64> {
             text.chars().flat_map(|letter| self.ids(&letter.to_string())).collect()
         }

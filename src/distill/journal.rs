@@ -1,5 +1,5 @@
-//! Finished conversations that are in no shard yet, one per line after its checksum. A line is synced before the next step, so a
-//! killed process loses none; a line cut off at the end is dropped.
+//! Finished conversations that are in no shard yet, one line each: a checksum, then JSON. Lines are synced before the
+//! next step, so a killed process loses none; a truncated last line is dropped.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ pub(super) struct Journal {
 }
 
 impl Journal {
-    /// Writes `lines` and nothing else, and goes on behind them.
+    /// Replaces the journal by `lines` and opens it for appending.
     pub(super) fn start<'f>(path: &Path, lines: impl Iterator<Item = &'f Finished>) -> Result<Self, DistillError> {
         let text: String = lines.map(line).collect();
         let written = files::write_atomic(path, |out| out.write_all(text.as_bytes()));
@@ -27,7 +27,7 @@ impl Journal {
         Ok(Self { path: path.into(), file })
     }
 
-    /// What a journal holds; nothing if there is none.
+    /// Reads a journal; empty if there is none.
     pub(super) fn read(path: &Path) -> Result<Vec<Finished>, DistillError> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
@@ -42,7 +42,7 @@ impl Journal {
         }
     }
 
-    /// Returns when they are on the disk.
+    /// Appends and syncs.
     pub(super) fn append(&mut self, finished: &[Finished]) -> Result<(), DistillError> {
         let text: String = finished.iter().map(line).collect();
         let written = self.file.write_all(text.as_bytes()).and_then(|()| self.file.sync_data());
@@ -59,7 +59,7 @@ fn line(finished: &Finished) -> String {
     format!("{} {json}\n", checksum(json.as_bytes()))
 }
 
-/// `None` for what is no whole line.
+/// `None` if the line is truncated or damaged.
 fn parse(line: &[u8]) -> Option<Finished> {
     let line = line.strip_suffix(b"\n")?;
     let blank = line.iter().position(|&byte| byte == b' ')?;

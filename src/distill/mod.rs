@@ -1,5 +1,5 @@
-//! Training data by self-distillation (paper section 2.3.2): the backbone answers prompts, and the conversations become Parquet rows
-//! ready for training. Does not know how an answer is decoded.
+//! Training data by self-distillation (paper section 2.3.2): the backbone answers prompts, and the conversations become
+//! Parquet rows ready for training. This module does not know how an answer is decoded.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::ControlFlow;
@@ -26,28 +26,27 @@ pub use error::DistillError;
 use output::Output;
 use render::Renderer;
 
-/// How far a run is.
+/// Progress of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DistillProgress {
-    /// Conversations that are kept, those of earlier runs among them.
+    /// Finished conversations, including those of earlier runs.
     pub conversations: usize,
     /// New tokens of this run.
     pub tokens: usize,
 }
 
-/// Whether a run came to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DistillEnd {
     /// Every conversation is in a shard.
     Whole,
-    /// The caller asked to stop; what is finished is kept.
+    /// The caller stopped the run; finished conversations are kept.
     Stopped,
 }
 
-/// Refuses, before any work is done, a prompt that cannot be rendered or leaves no room for an answer.
+/// Checks before any work that every prompt can be rendered and leaves room for an answer.
 ///
 /// # Errors
-/// The first such prompt, by file and line.
+/// The first invalid prompt, with file and line.
 pub fn check(dialogues: &[Dialogue], renderer: &Renderer, settings: &DistillSettings) -> Result<(), DistillError> {
     let fault = |dialogue: &Dialogue| check_one(dialogue, renderer, settings).err();
     let first = dialogues.par_iter().find_map_first(fault);
@@ -74,10 +73,10 @@ fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSetting
     Ok(())
 }
 
-/// Makes every conversation that the output lacks. `on_step` hears how far it is, and may stop it.
+/// Answers every prompt that the output lacks. `on_step` receives the progress and may stop the run.
 ///
 /// # Errors
-/// What decoding or the disk says; conversations that are finished by then are kept.
+/// A decoding or I/O error; conversations finished by then are kept.
 pub fn run(
     dialogues: &[Dialogue],
     renderer: &Renderer,
@@ -105,7 +104,7 @@ pub fn run(
     }
 }
 
-/// The conversations that are being held.
+/// The conversations in progress.
 struct Talk<'a> {
     dialogues: &'a [Dialogue],
     renderer: &'a Renderer<'a>,
@@ -113,7 +112,7 @@ struct Talk<'a> {
     /// Indices of conversations that have not begun.
     waiting: std::vec::IntoIter<usize>,
     open: HashMap<usize, Conversation<'a>>,
-    /// Of conversations that have begun: they go first, so that shards are completed in their order.
+    /// Next turns of open conversations. They go before new ones, so that shards fill in order.
     next_turns: VecDeque<Question>,
 }
 
@@ -130,7 +129,7 @@ impl Talk<'_> {
         Ok(first)
     }
 
-    /// Returns the conversations that end with what was said.
+    /// Takes answers and returns the conversations that they finish.
     fn hear(&mut self, answers: Vec<Ended>) -> Result<Vec<Finished>, DistillError> {
         let mut finished = vec![];
         for (id, answer) in answers {

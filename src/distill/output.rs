@@ -1,4 +1,5 @@
-//! The output folder of a distillation: distill.json, write-once shards, and a journal of conversations not yet in a shard.
+//! The output folder of a distillation: distill.json, write-once shards, and a journal of conversations that are in no
+//! shard yet.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,27 +17,27 @@ use super::shards;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
 
-/// Conversations of one shard.
+/// Conversations per shard.
 pub const CONVERSATIONS_PER_SHARD: usize = 256;
 
-/// Which of the prompts a machine answers: those whose index has the remainder `index` - 1 when divided by `of`.
+/// The part of the prompts that one machine answers: indices with the remainder `index` - 1 modulo `of`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
-    /// From 1.
+    /// Counted from 1.
     index: usize,
     of: usize,
 }
 
 impl Share {
-    /// All of them.
+    /// All prompts.
     pub const WHOLE: Self = Self { index: 1, of: 1 };
 
-    /// Indices of `total` prompts that are this share's.
+    /// Indices of this share among `total` prompts.
     fn ids(self, total: usize) -> impl Iterator<Item = usize> {
         (self.index - 1..total).step_by(self.of)
     }
 
-    /// A file of this share, so that the shares of many machines can lie in one folder.
+    /// The name of a file of this share, so that several machines can write to one folder.
     fn file(self, stem: &str, rest: &str) -> String {
         if self == Self::WHOLE {
             format!("{stem}{rest}")
@@ -47,7 +48,7 @@ impl Share {
 
     /// Whether a file belongs to another machine's share of the same prompts.
     fn is_anothers(self, name: &str) -> bool {
-        let name = name.strip_prefix('.').unwrap_or(name); // a file that is being written
+        let name = name.strip_prefix('.').unwrap_or(name); // a file being written
         let others = (1..=self.of).filter(|&index| index != self.index).map(|index| Self { index, ..self });
         others
             .flat_map(|other| ["distill", "journal", "shard"].map(|stem| other.file(stem, "")))
@@ -73,7 +74,7 @@ impl FromStr for Share {
     }
 }
 
-/// A folder that conversations are written to.
+/// An open output folder.
 #[derive(Debug)]
 pub struct Output {
     folder: PathBuf,
@@ -82,17 +83,17 @@ pub struct Output {
     total: usize,
     provenance: Map<String, Value>,
     journal: Journal,
-    /// Finished, and in no shard yet.
+    /// Finished conversations that are in no shard yet.
     pending: BTreeMap<usize, Finished>,
-    /// Shards that are written.
+    /// Shards written so far.
     shards: usize,
 }
 
 impl Output {
-    /// Begins in an empty folder, or goes on in one that was begun with the same provenance.
+    /// Starts in an empty folder, or resumes one with the same provenance.
     ///
     /// # Errors
-    /// A folder that is not empty (without `resume`), or that was begun with something else; a damaged journal.
+    /// A folder that is not empty (without `resume`) or has another provenance, or a damaged journal.
     pub fn open(
         folder: &Path,
         share: Share,
@@ -123,13 +124,13 @@ impl Output {
         Ok(Self { folder: folder.into(), share, total, provenance: provenance_map, journal, pending, shards })
     }
 
-    /// Indices of the prompts that are still to be answered, in order.
+    /// Indices of the unanswered prompts, in order.
     pub fn missing(&self) -> Vec<usize> {
         let after = self.share.ids(self.total).skip(self.shards * CONVERSATIONS_PER_SHARD);
         after.filter(|id| !self.pending.contains_key(id)).collect()
     }
 
-    /// Conversations that are kept.
+    /// Finished conversations.
     pub fn kept(&self) -> usize {
         (self.shards * CONVERSATIONS_PER_SHARD).min(self.conversations()) + self.pending.len()
     }
@@ -139,12 +140,12 @@ impl Output {
         self.share.ids(self.total).count()
     }
 
-    /// Shards that are written.
+    /// Shards written so far.
     pub fn shards(&self) -> usize {
         self.shards
     }
 
-    /// Keeps conversations: when this returns, they are on the disk.
+    /// Keeps conversations; they are on disk when this returns.
     pub(super) fn keep(&mut self, finished: Vec<Finished>) -> Result<(), DistillError> {
         if finished.is_empty() {
             return Ok(());
@@ -154,13 +155,13 @@ impl Output {
         self.write_shards()
     }
 
-    /// Every conversation is in a shard now: the journal goes.
+    /// Writes the last shards and removes the journal.
     pub(super) fn finish(&mut self) -> Result<(), DistillError> {
         self.write_shards()?;
         self.journal.remove()
     }
 
-    /// Writes the shards whose conversations are all there, in order.
+    /// Writes the complete shards, in order.
     fn write_shards(&mut self) -> Result<(), DistillError> {
         let before = self.shards;
         loop {
@@ -186,10 +187,10 @@ fn shard_name(share: Share, number: usize) -> String {
     share.file("shard", &format!("-{number:05}.parquet"))
 }
 
-/// Refuses a folder that holds anything but what other machines write of their shares.
+/// Refuses a folder that holds anything except other machines' shares.
 ///
 /// # Errors
-/// [`DistillError::Occupied`], or the disk's own words.
+/// [`DistillError::Occupied`], or an I/O error.
 pub fn check_is_free(folder: &Path, share: Share) -> Result<(), DistillError> {
     let failed = |source: io::Error| DistillError::Io { path: folder.into(), source };
     let entries = match fs::read_dir(folder) {

@@ -12,11 +12,11 @@ use crate::files;
 use crate::formats::provenance::DistillProvenance;
 use crate::model::weights;
 
-/// Keys that say where things lay. They may move: their hashes say what they are.
+/// Keys with paths and names, which may change: hashes identify the files.
 const PLACES: [&str; 4] = ["backbone", "backbone_revision", "prompts", "heads"];
 
 impl DistillProvenance {
-    /// Refuses to go on with what was begun in another way.
+    /// Refuses to resume a run with other inputs.
     pub(super) fn check(&self, path: &Path, begun: &Map<String, Value>) -> Result<(), DistillError> {
         let own = self.as_map();
         let keys = own.iter().filter(|(key, _)| !PLACES.contains(&key.as_str()));
@@ -31,7 +31,7 @@ impl DistillProvenance {
     }
 }
 
-/// What decides beside the weights.
+/// Files besides the weights that affect the output.
 const FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -41,17 +41,18 @@ const FILES: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// One hash of all that decides what a backbone in a Hugging Face folder says: config, tokenizer, template and weights.
+/// One hash of everything in a Hugging Face folder that affects a backbone's output: config, tokenizer, template and
+/// weights.
 ///
 /// # Errors
-/// Files that cannot be read.
+/// A file that cannot be read.
 pub fn identity(folder: &Path) -> Result<String, DistillError> {
     let failed = |source| DistillError::Io { path: folder.into(), source };
     let mut names: Vec<String> = fs::read_dir(folder)
         .and_then(|entries| entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect())
         .map_err(failed)?;
     names.retain(|name| FILES.contains(&name.as_str()));
-    // Those that are loaded, and no others; a folder without weights is told of where they are loaded.
+    // Only the weights that are loaded. A folder without weights is reported when they are loaded.
     let weights = weights::files_of(folder).unwrap_or_default();
     names.extend(weights.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned())));
     names.sort();

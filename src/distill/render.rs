@@ -1,4 +1,4 @@
-//! Renders conversations to token ids, and marks those that the backbone wrote.
+//! Renders conversations to token ids, and labels the tokens that the backbone wrote.
 
 use std::ops::Range;
 
@@ -7,51 +7,48 @@ use crate::data::chat_template::{ChatTemplate, Message};
 use crate::data::prompts::{self, PromptError, PromptInput, Questions};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 
-/// Stands where the user's text would: a character of nobody's language, which no template has.
+/// Replaces the user's text: private-use characters that no template contains.
 const PLACEHOLDER: &str = "\u{f8ff}\u{f8fe}";
 
 /// A backbone's tokenizer and template.
 #[derive(Debug, Clone, Copy)]
 pub struct Renderer<'a> {
-    /// Its tokenizer.
     pub tokenizer: &'a TextTokenizer,
-    /// Its template, if it has one: conversations need it.
+    /// The chat template; required for conversations.
     pub template: Option<&'a ChatTemplate>,
 }
 
-/// What a backbone goes on from.
+/// A rendered prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rendered {
-    /// Empty for a prompt of ids.
+    /// Empty for a prompt of token ids.
     pub text: String,
-    /// Its tokens.
     pub ids: Vec<i64>,
 }
 
-/// A user's turn that the backbone shall write.
+/// A user turn for the backbone to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OpenQuestion {
-    /// Up to where the user speaks.
+    /// The conversation up to the start of the user's text.
     pub prompt: Rendered,
-    /// What the template puts behind the user's text: it ends the turn, as an EOS does.
+    /// The tokens that the template puts after the user's text. They end the turn like EOS.
     pub end_mark: Vec<i64>,
 }
 
 /// A turn that the backbone wrote.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WrittenTurn {
-    /// All that stood before it.
+    /// The text before the turn.
     pub opened: String,
-    /// The turn.
     pub content: String,
-    /// What ended it, as text; empty where the length did.
+    /// The text that ended the turn; empty if the length limit did.
     pub end: String,
 }
 
-/// The first question of a conversation; its messages are appended to `messages`.
+/// Renders the first question of a conversation and appends its messages to `messages`.
 ///
 /// # Errors
-/// A conversation without a template, or one that the template refuses; ids that the tokenizer does not have.
+/// A conversation without a template, an error of the template, or ids outside the tokenizer's vocabulary.
 pub fn first(questions: &Questions, renderer: &Renderer, messages: &mut Vec<Message>) -> Result<Rendered, PromptError> {
     let input = match questions {
         Questions::Text(text) => PromptInput::Text(text.clone()),
@@ -72,54 +69,55 @@ pub fn first(questions: &Questions, renderer: &Renderer, messages: &mut Vec<Mess
 }
 
 impl Renderer<'_> {
-    /// A conversation up to where the assistant speaks.
+    /// Renders a conversation up to the start of the assistant's text.
     ///
     /// # Errors
-    /// No template, or what it raises.
+    /// No template, or an error of the template.
     pub fn answer(&self, messages: &[Message]) -> Result<Rendered, PromptError> {
         self.rendered(self.template()?.render(messages, true)?)
     }
 
-    /// A conversation up to where the user speaks; `None` if the template does not show the user's text as it is.
+    /// Renders a conversation up to the start of the user's text; `None` if the template changes the user's text.
     ///
     /// # Errors
-    /// No template, or what it raises.
+    /// No template, or an error of the template.
     pub fn question(&self, messages: &[Message]) -> Result<Option<OpenQuestion>, PromptError> {
         let asked: Vec<Message> = messages.iter().cloned().chain([Message::new("user", PLACEHOLDER)]).collect();
         let whole = self.template()?.render(&asked, true)?;
         let Some((before, behind)) = whole.split_once(PLACEHOLDER) else { return Ok(None) };
-        // A space before the first word is part of the word's token, which the backbone writes.
+        // A space before the first word belongs to the word's token, which the backbone writes.
         let prompt = self.rendered(before.trim_end_matches(' ').to_owned())?;
         let mut end_mark = wide(&self.tokenizer.encode(behind.trim(), false)?);
         let is_special = |id: &i64| i32::try_from(*id).is_ok_and(|id| self.tokenizer.is_special(id));
         if end_mark.first().is_some_and(is_special) {
-            end_mark.truncate(1); // "<|im_end|>" says it all; what follows is the template's
+            end_mark.truncate(1); // a special token such as "<|im_end|>" suffices; the rest belongs to the template
         }
         Ok(Some(OpenQuestion { prompt, end_mark }))
     }
 
-    /// The text of new tokens, special ones left out.
+    /// The text of new tokens without special tokens.
     ///
     /// # Errors
-    /// The tokenizer's own.
+    /// An error of the tokenizer.
     pub fn text(&self, ids: &[i64]) -> Result<String, PromptError> {
         Ok(self.tokenizer.decode(&narrow(ids), true)?)
     }
 
-    /// The text of what ended a turn.
+    /// The text of the tokens that ended a turn.
     ///
     /// # Errors
-    /// The tokenizer's own.
+    /// An error of the tokenizer.
     pub fn end_text(&self, ids: &[i64]) -> Result<String, PromptError> {
         Ok(self.tokenizer.decode(&narrow(ids), false)?)
     }
 
-    /// Labels of a prompt: its own tokens where the backbone wrote them, else [`IGNORE`]. For a prompt that does not begin with
-    /// the tokens that the backbone wrote, because a text has other tokens when it is read again, or because the template shows
-    /// earlier turns in another way. A turn that does not stand in the prompt as it was written carries no loss.
+    /// Labels of a prompt: the tokens that the backbone wrote, [`IGNORE`] for all others. Used for a prompt that does
+    /// not begin with the tokens that the backbone wrote, because the tokenizer encodes the same text differently or
+    /// the template renders earlier turns differently. A turn that the prompt does not contain as it was written
+    /// carries no loss.
     ///
     /// # Errors
-    /// The tokenizer's own.
+    /// An error of the tokenizer.
     pub fn labels(&self, prompt: &Rendered, written: &[WrittenTurn]) -> Result<Vec<i32>, PromptError> {
         let spans: Vec<Range<usize>> = written.iter().filter_map(|turn| turn.span_in(&prompt.text)).collect();
         let wrote = |place: &Range<usize>| {
@@ -140,7 +138,8 @@ impl Renderer<'_> {
 }
 
 impl WrittenTurn {
-    /// The bytes of a text that hold this turn and its end, if it stands there as it was written (blanks around it aside).
+    /// The byte range of this turn and its end in `text`, if the text contains it as written (except for surrounding
+    /// blanks).
     fn span_in(&self, text: &str) -> Option<Range<usize>> {
         let from = self.opened.len();
         let behind = text.strip_prefix(&self.opened)?;

@@ -1,4 +1,4 @@
-//! Parquet shards: `id`, `category`, `conversations` in ShareGPT form, `input_ids`, `labels`, `finish_reason`.
+//! Parquet shards: `id`, `category`, `conversations` in ShareGPT's format, `input_ids`, `labels`, `finish_reason`.
 
 use std::io;
 use std::path::Path;
@@ -17,7 +17,7 @@ use super::DistillError;
 use super::conversation::Finished;
 use crate::files;
 
-/// Writes a file, whole or not at all. Its bytes depend on the conversations and `provenance` alone.
+/// Writes a file atomically. Its bytes depend only on the conversations and `provenance`.
 pub(super) fn write(path: &Path, rows: &[&Finished], provenance: &Map<String, Value>) -> Result<(), DistillError> {
     let batch = record_batch(rows);
     let written = files::write_atomic(path, |out| {

@@ -17,12 +17,11 @@ use crate::formats::bench::SweptValue;
 use crate::formats::calibration::{Calibration, HeadAccuracy};
 
 const TEMPLATE: &str = include_str!("card.md");
-/// A command says so where a path is the reader's.
+/// Placeholder in commands for the reader's path.
 const OUT: &str = "FOLDER";
-/// As [`OUT`], of a backbone that is not known to be on the Hub.
+/// Placeholder for a backbone that is not known to be on the Hub.
 const BACKBONE: &str = "BACKBONE";
 
-/// Writes README.md.
 pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -> Result<(), ExportError> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -32,7 +31,7 @@ pub(super) fn write(folder: &Path, trained: &Trained, companions: &Companions) -
     write_synced(&path, |out| out.write_all(text.as_bytes())).map_err(|source| ExportError::Io { path, source })
 }
 
-/// What the template may say.
+/// The template's variables.
 fn facts(trained: &Trained, companions: &Companions) -> Value {
     let shape = trained.written_shape();
     let (base, measured) = (trained.served_by_id(), companions.calibration.as_ref().map(|found| &found.content));
@@ -67,7 +66,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
     })
 }
 
-/// Top-1 and top-5 of each head.
+/// Top-1 and top-5 accuracy of each head.
 fn accuracies(of_heads: &[HeadAccuracy], exported: usize) -> Vec<Value> {
     let row = |(head, HeadAccuracy { accuracy, .. }): (usize, &HeadAccuracy)| {
         let top5: f64 = accuracy.iter().take(5).sum();
@@ -77,7 +76,7 @@ fn accuracies(of_heads: &[HeadAccuracy], exported: usize) -> Vec<Value> {
     of_heads.iter().take(exported).enumerate().map(row).collect()
 }
 
-/// As `medusa bench` measured them, rounded for people.
+/// Figures of `medusa bench`, rounded.
 fn figures(CardBench { fastest: bench, results }: &CardBench) -> Value {
     let figure = |number: f64| format!("{number:.2}");
     let swept = bench.sweep.as_ref().map(|SweptValue { name, value }| format!("{name} = {value}"));

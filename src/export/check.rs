@@ -1,4 +1,5 @@
-//! Reads an export back with the normal loader: compares every tensor bit for bit with the trained one, then the heads' output.
+//! Reads an export back with the normal loader: compares every tensor bit for bit with the trained one, then compares
+//! the heads' outputs.
 
 // N hidden states, T tokens, H hidden, V vocabulary
 use std::path::Path;
@@ -20,20 +21,20 @@ use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
 use crate::torch::bytes;
 
-/// Hidden states that heads are compared on.
+/// Number of hidden states on which heads are compared.
 const STATES: i64 = 4;
 const SEED: u64 = 0x6d65_6475_7361;
 
-/// How far what is computed with rounded weights lies from what the heads compute as they were trained.
+/// Difference between the outputs of the exported, rounded weights and those of the trained weights.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 pub struct RoundingDifference {
-    /// The largest, over all heads.
+    /// The largest difference over all heads.
     pub largest: f64,
-    /// The largest number itself.
+    /// The largest output.
     pub of: f64,
 }
 
-/// Checks a written folder.
+/// Reads a written folder back and compares it with the trained heads.
 pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDifference, ExportError> {
     let got = HeadsFile::open(folder)?;
     let expected = trained.written_shape();
@@ -59,8 +60,8 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDiff
     heads(&got, trained)
 }
 
-/// How far every head is from what it was trained to be, on fixed hidden states: its weights are those of the export, whose rounding makes
-/// the difference. One head is in memory, twice.
+/// Compares the output of every exported head on fixed hidden states with that of the trained head; the difference is
+/// the rounding of the export's dtype. Keeps two copies of one head in memory.
 fn heads(got: &HeadsFile, trained: &Trained) -> Result<RoundingDifference, ExportError> {
     let hidden_nh = hidden_states(trained.shape.hidden_size);
     let mut difference = RoundingDifference { largest: 0.0, of: 0.0 };
@@ -75,7 +76,7 @@ fn heads(got: &HeadsFile, trained: &Trained) -> Result<RoundingDifference, Expor
     Ok(difference)
 }
 
-/// What one head makes of hidden states `[N, H]`: logits `[N, V]`, or, where the lm_head is not its own, what goes into that, `[N, H]`.
+/// One head's output for hidden states `[N, H]`: logits `[N, V]`, or the input of a shared lm_head, `[N, H]`.
 fn run(
     head: usize,
     trained: &Trained,
@@ -90,7 +91,7 @@ fn run(
     Ok(one.head(0).w2().map_or_else(|| x_nh.shallow_clone(), |w2_vh| x_nh.matmul(&w2_vh.tr())))
 }
 
-/// `[N, H]`, float32, between -1 and 1, from a stream of its own: libtorch's generator is the program's.
+/// `[N, H]`, float32, between -1 and 1, from a separate generator, since libtorch's is shared with the program.
 fn hidden_states(hidden_size: i64) -> Tensor {
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let numbers: Vec<f32> =
@@ -98,7 +99,7 @@ fn hidden_states(hidden_size: i64) -> Tensor {
     Tensor::from_slice(&numbers).view([STATES, hidden_size])
 }
 
-/// The config means the same and every weight is the same, so what is computed is. The written ones are mapped, not loaded.
+/// Compares config and weights bit for bit. The written weights are memory-mapped, not loaded.
 fn same_backbone(folder: &Path, backbone: &Llama) -> Result<(), ExportError> {
     let (outline, _) = Llama::outline(folder)?;
     if outline.config != backbone.config {
@@ -113,7 +114,7 @@ fn same_backbone(folder: &Path, backbone: &Llama) -> Result<(), ExportError> {
     Ok(())
 }
 
-/// The adapter's files are those that were tried on the backbone before, byte for byte.
+/// Compares the adapter's files byte for byte with the ones that were tested on the backbone.
 fn same_adapter(folder: &Path, adapter: &Path) -> Result<(), ExportError> {
     for name in [ADAPTER_CONFIG, ADAPTER_FILE] {
         let sum = |folder: &Path| {
@@ -127,7 +128,7 @@ fn same_adapter(folder: &Path, adapter: &Path) -> Result<(), ExportError> {
     Ok(())
 }
 
-/// Bytes, so that one NaN is the same as itself and -0 is not 0.
+/// Compares bytes, so that a NaN equals itself and -0 differs from 0.
 fn same(folder: &Path, what: &str, written: &Tensor, own: &Tensor) -> Result<(), ExportError> {
     let is_same = written.kind() == own.kind()
         && written.size() == own.size()

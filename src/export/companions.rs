@@ -17,35 +17,35 @@ use crate::formats::run_folder::{self, BENCH, CALIBRATION, RECIPE, TREE};
 use crate::formats::tree::TreeFile;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Files beside the heads, read.
+/// Files found for the heads, parsed.
 pub(super) struct Companions {
     pub(super) recipe: Option<Companion<String>>,
     pub(super) calibration: Option<Companion<Calibration>>,
     pub(super) tree: Option<Companion<(SparseTree, TreeFile)>>,
     pub(super) bench: Option<Companion<CardBench>>,
-    /// Of files that were left out.
+    /// Reasons why files were left out.
     pub(super) notices: Vec<String>,
 }
 
-/// What the card says of the speed.
+/// Speed figures for the model card.
 pub(super) struct CardBench {
     pub(super) fastest: BenchHeadline,
-    /// How many results were in its file.
+    /// Number of results in the file.
     pub(super) results: usize,
 }
 
-/// A file beside heads, and what it says.
+/// A file and its content.
 pub(super) struct Companion<T> {
     path: PathBuf,
     pub(super) content: T,
 }
 
-/// Why a file is not about these heads.
+/// Why a file does not belong to these heads.
 type NotTheirs = String;
 
 impl Companions {
-    /// Looks beside the heads, in the run's folder above them, and where `request` says. A file that was named must be about these
-    /// heads; one that was found and is not is left out.
+    /// Looks in the heads' folder, in the run's folder above it, and at the paths in `request`. A file named in
+    /// `request` must belong to these heads; a found file that does not is left out with a notice.
     pub(super) fn find(request: &ExportRequest, trained: &Trained) -> Result<Self, ExportError> {
         let beside = folder_of(&request.heads);
         let places = [Some(beside.to_owned()), run_folder::above(beside)];
@@ -73,7 +73,7 @@ impl Companions {
             bench => Ok(bench),
         };
         let recipe = |path: &Path| fs::read_to_string(path).map_err(|error| error.to_string());
-        let exported = beside.join(RECIPE); // heads that were exported before have theirs beside them
+        let exported = beside.join(RECIPE); // heads exported earlier have it in their folder
         let run = places[1].as_ref().map(|run| run.join(RECIPE)).or(exported.is_file().then_some(exported));
         Ok(Self {
             calibration: look(request.calibration.as_deref(), &places, CALIBRATION, &calibration, &mut notices)?,
@@ -84,7 +84,7 @@ impl Companions {
         })
     }
 
-    /// Copies into a folder what others can use: not the bench, whose figures are in the card.
+    /// Copies the files that other programs can use into a folder. The bench results are in the card.
     pub(super) fn write(&self, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
         let files = [
             (self.recipe.as_ref().map(|found| &found.path), RECIPE),
@@ -97,8 +97,9 @@ impl Companions {
     }
 }
 
-/// The calibration as one of the heads in `folder`: with their hash, and of the first K heads alone. `exported_from` says which heads were
-/// measured, and which file said so. Where the heads are the measured file itself, so is this.
+/// Writes the calibration for the exported heads: with their hash, and cut to the first K heads. `exported_from`
+/// records the measured heads and the original file. If the exported heads are the measured file itself, the
+/// calibration is copied unchanged.
 fn write_calibration(found: &Companion<Calibration>, folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     let (path, mut calibration) = (&found.path, found.content.clone());
     let (of_these, to) = (HeadsFile::open(folder)?.sha256()?, folder.join(CALIBRATION));
@@ -126,7 +127,7 @@ fn look<T>(
     Ok(path.and_then(|path| found(path, read, notices)))
 }
 
-/// A file that nobody named: left out aloud where it is not right.
+/// Reads a file that the user did not name; if it does not fit, adds a notice and leaves it out.
 fn found<T>(
     path: PathBuf,
     read: &dyn Fn(&Path) -> Result<T, NotTheirs>,
@@ -141,12 +142,12 @@ fn found<T>(
     }
 }
 
-/// What lies behind a calibration that cannot be read: the notice names the file itself.
+/// The cause of an unreadable file; the notice itself names the file.
 fn cause(error: FormatError) -> NotTheirs {
     std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string)
 }
 
-/// What `medusa bench --json` printed: a result, or of a sweep a result a line, of which the fastest is taken.
+/// The output of `medusa bench --json`: one result, or one per line for a sweep, of which the fastest is used.
 fn bench(path: &Path) -> Result<CardBench, NotTheirs> {
     let expected = "expected what `medusa bench --json` prints, with or without --sweep: one object a line";
     let all: Vec<BenchHeadline> = bench::load(path).map_err(|error| format!("{}; {expected}", cause(error)))?;

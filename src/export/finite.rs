@@ -9,7 +9,7 @@ use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 
-/// That a backbone computes numbers, with its adapter merged: of a few tokens.
+/// Checks that a backbone, with its adapter merged, computes finite logits for a few tokens.
 pub(super) fn finite_backbone(backbone: &Llama) -> Result<(), ExportError> {
     let tokens: Vec<i64> = (0..8).map(|t| (t * t * 31 + 1) % backbone.config.vocab_size).collect();
     let rows = RowMask::causal(8, &backbone.config, backbone.device());
@@ -18,8 +18,8 @@ pub(super) fn finite_backbone(backbone: &Llama) -> Result<(), ExportError> {
     finite(&logits_tv, Dtype::of(backbone.kind()), || "the backbone, with what was trained of it,".into())
 }
 
-/// That all numbers are finite: float16 ends at 65504, and what does not fit is infinite there, in the file as in what it is compared with;
-/// a NaN that was trained stays one.
+/// Checks that all numbers are finite. float16 ends at 65504; larger numbers become infinite both in the file and in
+/// the values it is compared with, and a trained NaN stays NaN in both.
 pub(super) fn finite(numbers: &Tensor, dtype: Dtype, what: impl FnOnce() -> String) -> Result<(), ExportError> {
     if numbers.isfinite().all().int64_value(&[]) == 1 {
         return Ok(());

@@ -1,9 +1,9 @@
-//! Exports trained heads in the layouts of other programs. A folder is written under a temporary name, read back by the normal loader,
-//! compared tensor by tensor with the trained heads, run on fixed hidden states, and only then renamed.
+//! Exports trained heads in the layouts of other programs. A folder is written under a temporary name, read back by the
+//! normal loader, compared tensor by tensor with the trained heads, run on fixed hidden states, and only then renamed.
 //!
-//! Memory: heads are streamed tensor by tensor. `merged` and `modelopt` copy a memory-mapped backbone through; with adapters, or in
-//! another dtype, they load the whole backbone (33 billion weights in bfloat16: 66 GB; otherwise one tensor). `peft` loads the backbone
-//! to test its adapter before anything is written, and frees both.
+//! Memory: heads are streamed tensor by tensor. `merged` and `modelopt` copy a memory-mapped backbone one tensor at a
+//! time; with adapters, or in another dtype, they load the whole backbone (33 billion weights in bfloat16: 66 GB).
+//! `peft` loads the backbone to test its adapter before anything is written, and frees both.
 
 use std::fs;
 use std::io;
@@ -30,24 +30,24 @@ use check::RoundingDifference;
 use companions::Companions;
 use trained::Trained;
 
-/// What was written and how it was checked.
+/// The written files and the result of the check.
 #[derive(Debug, serde::Serialize)]
 pub struct Exported {
-    /// Heads, layers and sizes as they were read back.
+    /// Heads, layers and sizes as read back.
     #[serde(flatten)]
     pub shape: HeadsShape,
-    /// Of the tensors.
+    /// Dtype of the tensors.
     pub dtype: Dtype,
-    /// What the heads computed, read back: bit for bit what the trained heads compute in this dtype, and so far from what they compute
-    /// as they were trained.
+    /// Difference between the outputs of the exported heads (read back and bit for bit equal to the trained heads in
+    /// this dtype) and those of the trained heads in their own dtype.
     pub difference_to_trained: RoundingDifference,
     /// Names in the folder.
     pub files: Vec<String>,
-    /// What the user should know.
+    /// Warnings for the user.
     pub notices: Vec<String>,
 }
 
-/// Writes `request.out`, reads it back, compares, and gives it its name.
+/// Writes an export under a temporary name, reads it back, compares it, and renames it to `request.out`.
 ///
 /// # Errors
 /// [`ExportError`]; nothing is left then.
@@ -79,7 +79,7 @@ pub fn export(request: &ExportRequest) -> Result<Exported, ExportError> {
     })
 }
 
-/// What the user should know before the folder is served.
+/// Warnings for the user before the folder is served.
 fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, ExportError> {
     let mut notices: Vec<String> = trained.file.notices()?.iter().map(Notice::to_string).collect();
     let alone = !request.format.holds_backbone() && request.format != ExportFormat::Peft;
@@ -108,10 +108,10 @@ fn notices(request: &ExportRequest, trained: &Trained) -> Result<Vec<String>, Ex
     Ok(notices)
 }
 
-/// The backbone that an export writes or tries something of, by path or by name; `None` where the heads alone are enough.
+/// The backbone that an export reads, as a path or a name; `None` if the heads suffice.
 ///
 /// # Errors
-/// Heads that cannot be read, and a request that cannot be.
+/// Unreadable heads, or an invalid request.
 pub fn backbone_needed(request: &ExportRequest) -> Result<Option<PathBuf>, ExportError> {
     let trained = Trained::outline(request)?;
     Ok(trained.base.clone().filter(|_| trained.use_of_backbone().is_some()))

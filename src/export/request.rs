@@ -41,7 +41,7 @@ impl ExportFormat {
         }
     }
 
-    /// Whose names its heads have.
+    /// The layout of its tensor names.
     pub(super) fn layout(self) -> HeadsLayout {
         match self {
             ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm | ExportFormat::Peft => {
@@ -53,42 +53,40 @@ impl ExportFormat {
         }
     }
 
-    /// Whether the backbone's weights are in the folder.
+    /// Whether the folder includes the backbone's weights.
     pub(super) fn holds_backbone(self) -> bool {
         matches!(self, ExportFormat::Merged | ExportFormat::ModelOpt)
     }
 
-    /// Whether those who load it take heads that share the backbone's lm_head. The others need a W2 in every head.
+    /// Whether its loaders support heads that share the backbone's lm_head. The others need a W2 in every head.
     pub(super) fn knows_shared_lm_head(self) -> bool {
         matches!(self, ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::Vllm | ExportFormat::Peft)
     }
 
-    /// Whether a pickled file is looked for.
+    /// Whether its loaders read a pickled file.
     pub(super) fn takes_pickle(self) -> bool {
         matches!(self, ExportFormat::Heads | ExportFormat::TensorRtLlm)
     }
 }
 
-/// What is exported, and how.
 #[derive(Debug)]
 pub struct ExportRequest {
     /// Trained heads, in any layout.
     pub heads: PathBuf,
-    /// Their backbone's folder, where it is not the one that they name.
+    /// Folder of the backbone, if it is not the one that the heads name.
     pub backbone: Option<PathBuf>,
-    /// Its id on the Hub, where `backbone` came from there.
+    /// Hub id of `backbone`, if it came from there.
     pub backbone_name: Option<String>,
-    /// Who shall load it.
     pub format: ExportFormat,
     /// The new folder.
     pub out: PathBuf,
-    /// The dtype of what is written, where it is not the heads' own (the backbone's, where that is in the folder).
+    /// Dtype of the written tensors; by default the heads' own, or the backbone's if the folder includes it.
     pub dtype: Option<Dtype>,
-    /// The first so many heads.
+    /// Exports only the first heads.
     pub medusa_num_heads: Option<NonZeroUsize>,
-    /// `medusa_lm_head.pt` in place of safetensors.
+    /// Writes `medusa_lm_head.pt` instead of safetensors.
     pub pickle: bool,
-    /// For the model card, where they do not lie beside the heads.
+    /// For the model card, if it is not in the heads' folder.
     pub calibration: Option<PathBuf>,
     /// As `calibration`.
     pub tree: Option<PathBuf>,

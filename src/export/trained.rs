@@ -21,32 +21,32 @@ use crate::model::loading::{LoadError, Purpose};
 use crate::model::peft::ADAPTER_CONFIG;
 use crate::model::weights::WeightFiles;
 
-/// Heads and what belongs to them.
+/// Heads with their adapter or backbone.
 pub(super) struct Trained {
     pub(super) format: ExportFormat,
     pub(super) file: HeadsFile,
-    /// Of the first K heads, as in their file.
+    /// The first K heads, as in their file.
     pub(super) shape: HeadsShape,
     pub(super) dtype: Dtype,
     pub(super) pickle: bool,
-    /// The backbone's folder, or its name where nothing of it is read.
+    /// The backbone's folder, or its name if the backbone is not read.
     pub(super) base: Option<PathBuf>,
-    /// The folder of the adapter that was trained with them.
+    /// Folder of the adapter trained with the heads.
     pub(super) adapter: Option<PathBuf>,
-    /// A whole backbone was trained with them.
+    /// Folder of the whole backbone trained with the heads.
     tuned: Option<PathBuf>,
-    /// The backbone, where it is written.
+    /// The backbone, if the export includes it.
     pub(super) backbone: Option<Llama>,
-    /// V of the backbone, where that was loaded.
+    /// V of the backbone, if it was loaded.
     vocab_of_backbone: Option<i64>,
-    /// Its id on the Hub, where it came from there: now, or to the run by its provenance. A name alone may be a path.
+    /// Hub id of the backbone, if it came from there now or, by its provenance, in the run. A name alone may be a path.
     pub(super) base_model: Option<String>,
-    /// The backbone's lm_head `[V, H]`, where heads share it and it is written.
+    /// The backbone's lm_head `[V, H]`, if the heads share it and the export includes it.
     lm_head_vh: Option<Tensor>,
 }
 
 impl Trained {
-    /// Opens what `request` names and refuses what cannot be.
+    /// Opens the files of `request` and refuses unsupported combinations.
     pub(super) fn open(request: &ExportRequest) -> Result<Self, ExportError> {
         let mut trained = Self::outline(request)?;
         trained.load(request.dtype)?;
@@ -65,7 +65,8 @@ impl Trained {
         let folder = folder_of(&request.heads);
         let adapter = folder.join(ADAPTER_CONFIG).is_file().then(|| folder.to_owned());
         let tuned = Some(folder.join(run_folder::BACKBONE)).filter(|tuned| tuned.is_dir());
-        // The heads of a run's `final/` name the backbone that they were trained on; where it was trained whole, it lies beside them.
+        // A run's `final/` names the backbone that the heads were trained on; a fully trained backbone is in the same
+        // folder.
         let base = request.backbone.clone().or_else(|| tuned.clone()).or_else(|| file.base().map(PathBuf::from));
         let recorded = match &request.backbone {
             Some(_) => request.backbone_name.clone(),
@@ -107,7 +108,7 @@ impl Trained {
         Ok(())
     }
 
-    /// Loads the backbone, where something of it is written, and checks the heads against it.
+    /// Loads the backbone if the export needs it, and checks the heads against it.
     fn load(&mut self, asked: Option<Dtype>) -> Result<(), ExportError> {
         let format = self.format;
         let Some(why) = self.use_of_backbone() else { return self.check_headers() };
@@ -119,12 +120,12 @@ impl Trained {
             None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,
         };
         if format.holds_backbone() || format == ExportFormat::Peft {
-            finite_backbone(&backbone)?; // before it is let go of: adapters merge into it
+            finite_backbone(&backbone)?; // before the backbone is freed: adapters are merged into it
         }
         self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
         self.vocab_of_backbone = Some(backbone.config.vocab_size);
         if format.holds_backbone() {
-            self.dtype = Dtype::of(kind); // one dtype in one folder
+            self.dtype = Dtype::of(kind); // all tensors of a folder have one dtype
         }
         if self.writes_lm_head() {
             let own_vh = backbone.lm_head_weight();
@@ -135,7 +136,7 @@ impl Trained {
         Ok(())
     }
 
-    /// What the backbone is for, if anything of it is written or tried.
+    /// Why the backbone is needed; `None` if it is not.
     pub(super) fn use_of_backbone(&self) -> Option<&'static str> {
         match self.format {
             format if format.holds_backbone() => Some("its weights are in the folder"),
@@ -149,7 +150,7 @@ impl Trained {
         self.shares_lm_head() && (self.format == ExportFormat::Vllm || !self.format.knows_shared_lm_head())
     }
 
-    /// Against the backbone's config where that is there: a name on the Hub is a backbone, too.
+    /// Checks the heads against the backbone's config if there is one; a backbone may also be only a name on the Hub.
     fn check_headers(&self) -> Result<(), ExportError> {
         let folder = self.base.as_deref().filter(|base| base.join("config.json").is_file());
         match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
@@ -158,7 +159,7 @@ impl Trained {
         }
     }
 
-    /// Whether the heads go through the backbone's lm_head.
+    /// Whether the heads use the backbone's lm_head.
     pub(super) fn shares_lm_head(&self) -> bool {
         self.shape.vocab_size == 0
     }
@@ -168,13 +169,13 @@ impl Trained {
         self.shares_lm_head() && !self.format.knows_shared_lm_head()
     }
 
-    /// The shape as it is written.
+    /// The shape of the exported heads.
     pub(super) fn written_shape(&self) -> HeadsShape {
         let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
         HeadsShape { vocab_size: if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size }, ..self.shape }
     }
 
-    /// V, where it is known.
+    /// V, if it is known.
     pub(super) fn vocab_size(&self) -> Option<i64> {
         Some(self.shape.vocab_size).filter(|&v| v > 0).or(self.vocab_of_backbone)
     }
@@ -187,30 +188,30 @@ impl Trained {
         }
     }
 
-    /// The backbone's lm_head, where vLLM's file has one for all heads.
+    /// The backbone's lm_head, for vLLM's file, which has one for all heads.
     pub(super) fn one_lm_head(&self) -> Option<&Tensor> {
         self.lm_head_vh.as_ref().filter(|_| self.format == ExportFormat::Vllm)
     }
 
-    /// What was trained with the heads, where that is the backbone.
+    /// The trained backbone or adapter that the heads need, in words.
     pub(super) fn tuned_backbone(&self) -> Option<String> {
         let adapter = self.adapter.as_ref().map(|adapter| format!("with the adapter in {}", adapter.display()));
         self.tuned.as_ref().map(|tuned| tuned.display().to_string()).or(adapter)
     }
 
-    /// The backbone by name: its id on the Hub, or the path.
+    /// The backbone's Hub id, or its path.
     pub(super) fn base_name(&self) -> Option<String> {
         let of_path = || self.base.as_deref().map(Path::to_string_lossy).map(Into::into);
         self.served_by_id().or_else(of_path).or_else(|| self.file.base().map(str::to_owned))
     }
 
-    /// The backbone's id on the Hub, unless another one was trained with the heads.
+    /// The backbone's Hub id, unless a whole backbone was trained with the heads.
     pub(super) fn served_by_id(&self) -> Option<String> {
         self.base_model.clone().filter(|_| self.tuned.is_none())
     }
 }
 
-/// The id on the Hub of the backbone that a run took from there, if heads in `folder` are the run's and name that backbone.
+/// Hub id of a run's backbone, if heads in `folder` belong to the run and name that backbone.
 fn backbone_of_run(folder: &Path, name: &str) -> Option<String> {
     let id = Provenance::backbone_of(&run_folder::above(folder)?.join(run_folder::PROVENANCE))?.id;
     let is_it = name.strip_prefix(&id).is_some_and(|rest| rest.is_empty() || rest.starts_with('@'));

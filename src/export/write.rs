@@ -29,7 +29,7 @@ pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportEr
     }
 }
 
-/// Heads and their config, nothing else.
+/// Writes the heads and their config.
 fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError> {
     let (mut planned, places) = plan(trained);
     let lm_head = trained.one_lm_head();
@@ -68,14 +68,14 @@ fn adapter(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     Ok(())
 }
 
-/// A file as it is, and waits until the disk has it.
+/// Copies a file and syncs it.
 pub(super) fn copy(from: &Path, to: &Path) -> Result<(), ExportError> {
     let io = |path: &Path, source| ExportError::Io { path: path.into(), source };
     let mut source = fs::File::open(from).map_err(|e| io(from, e))?;
     write_synced(to, |out| io::copy(&mut source, out).and_then(|_| out.flush())).map_err(|e| io(to, e))
 }
 
-/// Tensors by the names of the layout, and their places.
+/// The layout's tensors, and the head and part of each.
 fn plan(trained: &Trained) -> (Vec<Planned>, Vec<HeadTensor>) {
     let (shape, kind) = (trained.written_shape(), trained.dtype.kind());
     let planned = trained.format.layout().tensors(&shape).into_iter();
@@ -91,8 +91,8 @@ fn write_config(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
     write_json(&path, &config(trained)).map_err(|source| ExportError::Io { path, source })
 }
 
-/// What the consumer's loader reads, and nothing that it stumbles on: TGI ignores heads whose config has `architectures`; vLLM takes every
-/// key with "num" and "heads" in it for the number of heads.
+/// The keys that the format's loader reads, without those that confuse it: TGI ignores heads whose config has
+/// `architectures`; vLLM takes every key with "num" and "heads" in it for the number of heads.
 fn config(trained: &Trained) -> Map<String, Value> {
     let (heads, layers) = (trained.shape.medusa_num_heads, trained.shape.medusa_num_layers);
     let shared = trained.written_shape().vocab_size == 0;
@@ -113,7 +113,7 @@ fn config(trained: &Trained) -> Map<String, Value> {
             "original_lm_head": shared,
             "dtype": trained.dtype.to_string(),
         }),
-        // TensorRT-LLM reads the one key in one place and the other in another.
+        // TensorRT-LLM reads each of the two spellings in a different place.
         ExportFormat::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
         ExportFormat::Heads | ExportFormat::Tgi => joined(counts, json!({"version": version.to_string()})),
         ExportFormat::Peft => joined(counts, json!({"version": f64::from(version)})),

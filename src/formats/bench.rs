@@ -1,4 +1,4 @@
-//! `bench.json`: what `medusa bench --json` prints, one result, or of a sweep one a line.
+//! `bench.json`: the output of `medusa bench --json`, one result, or one per line for a sweep.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,97 +11,100 @@ use super::error::{self, FormatError};
 const WHAT: &str = "bench results";
 const EXPECTED: &str = "is no result of medusa bench --json; expected what it prints, one object a line: make it again";
 
-/// Plain decoding and decoding with a drafter's guesses, of the same prompts in one setting. Fields with a default are absent in files of earlier versions.
+/// Plain decoding compared with decoding with a drafter, for the same prompts and settings. Fields with a default are
+/// absent in files of earlier versions.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct BenchResult {
-    /// Of all prompts.
+    /// All prompts together.
     #[serde(flatten)]
     pub all: DecodingComparison,
-    /// Of the prompts of each category.
+    /// By category of the prompts.
     #[serde(default)]
     pub categories: BTreeMap<String, DecodingComparison>,
     /// As `--device` spells it.
     pub device: String,
-    /// What the backbone computed in.
+    /// Compute dtype of the backbone.
     pub dtype: String,
-    /// Who computed: `tch`, `cpu` or `cuda`.
+    /// Engine: `tch`, `cpu` or `cuda`.
     #[serde(default)]
     pub engine: String,
-    /// Who guessed: `medusa` or `ngram`; empty in files of earlier versions, which knew heads only.
+    /// `medusa` or `ngram`; empty in files of earlier versions, which had only heads.
     #[serde(default)]
     pub drafter: String,
-    /// Without the root.
+    /// Nodes without the root.
     pub tree_nodes: usize,
     /// Passes over all prompts.
     #[serde(default)]
     pub repeats: usize,
-    /// Prompts of which a turn was longer than the context.
+    /// Prompts with a turn that exceeds the context.
     #[serde(default)]
     pub too_long: usize,
-    /// Tokens a step, whatever was guessed.
+    /// Tokens per step, independent of the guesses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub forced_acceptance_rate: Option<f64>,
-    /// The value of a sweep that this is the result of.
+    /// The swept setting of this result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sweep: Option<SweptValue>,
 }
 
-/// The paper's figures (appendix B.1), in the median repeat.
+/// The paper's figures (appendix B.1), from the median repeat.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DecodingComparison {
-    /// Without guesses.
+    /// Plain decoding.
     pub plain: DecodingFigures,
-    /// With the drafter's guesses. The key is "medusa" whoever drafts: programs that read these files look it up by that name.
+    /// Decoding with the drafter. The key is "medusa" for every drafter: programs that read these files look it up by
+    /// that name.
     #[serde(rename = "medusa")]
     pub drafted: DecodingFigures,
     /// Tokens that a step with guesses commits.
     pub acceleration_rate: f64,
-    /// A step with guesses ÷ a plain one.
+    /// Time of a step with guesses ÷ time of a plain step.
     pub overhead: f64,
     /// `acceleration_rate` ÷ `overhead`.
     pub speedup: f64,
-    /// The slowest and the fastest repeat's.
+    /// Of the slowest and the fastest repeat.
     #[serde(default)]
     pub speedup_range: [f64; 2],
-    /// At temperature 0, unless forced: the same tokens. Otherwise they are not expected to be.
+    /// Whether both decoded the same tokens; `None` above temperature 0 or with a forced acceptance rate, where they
+    /// may differ.
     pub identical: Option<bool>,
 }
 
-/// One way of decoding, in its median repeat.
+/// Figures of one decoding method in its median repeat.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct DecodingFigures {
-    /// New ones.
+    /// New tokens.
     pub tokens: usize,
-    /// Of decoding, behind the prompt's own forward pass.
+    /// Decoding time without the prompts' forward passes.
     #[serde(default)]
     pub seconds: f64,
     /// `tokens` ÷ `seconds`.
     pub tokens_per_second: f64,
-    /// The slowest and the fastest repeat's.
+    /// Of the slowest and the fastest repeat.
     #[serde(default)]
     pub tokens_per_second_range: [f64; 2],
-    /// The mean.
+    /// Mean step time.
     pub step_ms: f64,
-    /// Forward passes behind the prompt's own.
+    /// Forward passes without the prompts' own.
     #[serde(default)]
     pub steps: usize,
-    /// The prompts' own forward passes.
+    /// Time of the prompts' forward passes.
     #[serde(default)]
     pub prefill_seconds: f64,
-    /// Above temperature 0: of a new token under the backbone.
+    /// Mean log probability of a new token under the backbone; only above temperature 0.
     pub mean_log_probability: Option<f64>,
 }
 
-/// A setting of a sweep: `nodes` 16.
+/// A setting of a sweep, such as `nodes` 16.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SweptValue {
     /// As `--sweep` spells it.
     pub name: String,
-    /// As it was given.
+    /// As given on the command line.
     pub value: serde_json::Number,
 }
 
-/// What a model card and `medusa inspect` say of a result: figures that somebody wrote down without the rest are taken, too.
+/// The figures that model cards and `medusa inspect` show; files that contain only these are accepted too.
 #[derive(Debug, Clone, Deserialize)]
 pub struct BenchHeadline {
     pub acceleration_rate: f64,
@@ -116,22 +119,22 @@ pub struct BenchHeadline {
 }
 
 impl BenchResult {
-    /// Each category, then all.
+    /// Each category, then all prompts.
     pub fn groups(&self) -> impl Iterator<Item = (&str, &DecodingComparison)> {
         self.categories.iter().map(|(name, group)| (name.as_str(), group)).chain([("all", &self.all)])
     }
 
-    /// Whether heads made the guesses, not prompt lookup.
+    /// Whether heads drafted, and not prompt lookup.
     pub fn is_of_heads(&self) -> bool {
         self.drafter != "ngram"
     }
 }
 
-/// The results in a file, [`BenchResult`]s or [`BenchHeadline`]s; none in an empty one, which a shell makes before `medusa bench` has
-/// printed.
+/// The results in a file, [`BenchResult`]s or [`BenchHeadline`]s; empty for an empty file, which a shell creates before
+/// `medusa bench` prints.
 ///
 /// # Errors
-/// [`FormatError`] names the file.
+/// [`FormatError`], with the path.
 pub fn load<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>, FormatError> {
     error::read_by(path, WHAT, EXPECTED, |text| serde_json::Deserializer::from_str(text).into_iter().collect())
 }

@@ -1,6 +1,7 @@
-//! The cache shared by all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` named by hash, `snapshots/COMMIT/` of links to them, and
-//! `refs/` from branches to commits. Any program with this layout finds the files of another. Ours alone is `.medusa/COMMIT.json` beside
-//! them: the names of all files in a data set's commit, including those not downloaded.
+//! The cache shared by all Hugging Face programs: `models--OWNER--NAME/` with `blobs/` named by hash,
+//! `snapshots/COMMIT/` with links to blobs, and `refs/` mapping branches to commits. Programs with this layout find
+//! each other's files. Only `.medusa/COMMIT.json` is our own: the names of all files in a data set's commit, including
+//! those not downloaded.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{ErrorKind, Write};
@@ -10,19 +11,18 @@ use super::HubError;
 use super::id::{Repo, RepoKind, is_safe};
 use crate::files::write_atomic;
 
-/// Where it is.
 #[derive(Debug, Clone)]
 pub(super) struct Cache {
     pub(super) root: PathBuf,
 }
 
-/// `HF_HOME`, or its usual place.
+/// `HF_HOME`, or its default.
 pub(super) fn home(setting: &dyn Fn(&str) -> Option<String>) -> PathBuf {
     let cache = || setting("XDG_CACHE_HOME").unwrap_or_else(|| "~/.cache".into());
     expanded(&setting("HF_HOME").unwrap_or_else(|| format!("{}/huggingface", cache())))
 }
 
-/// Programs that set these variables themselves leave `~` to those that read them.
+/// Expands `~`, which the shell leaves alone when another program sets these variables.
 pub(super) fn expanded(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::home_dir()) {
         (Some(rest), Some(home)) => home.join(rest),
@@ -56,7 +56,7 @@ impl Cache {
         self.repo(repo).join("blobs").join(hash)
     }
 
-    /// The commit that a revision was when it was last asked for.
+    /// The commit of a revision when it was last looked up.
     pub(super) fn commit(&self, repo: &Repo, revision: &str) -> Option<String> {
         let of_ref = || Some(fs::read_to_string(self.repo(repo).join("refs").join(revision)).ok()?.trim().to_owned());
         let known =
@@ -66,7 +66,7 @@ impl Cache {
 
     pub(super) fn remember(&self, repo: &Repo, revision: &str, commit: &str) -> Result<(), HubError> {
         if revision == commit || self.commit(repo, revision).is_some_and(|known| known == commit) {
-            return Ok(()); // a cache that is complete may be read-only
+            return Ok(()); // a complete cache may be read-only
         }
         let path = self.repo(repo).join("refs").join(revision);
         make_parent(&path)?;
@@ -77,7 +77,7 @@ impl Cache {
         self.repo(repo).join(".medusa").join(format!("{commit}.json"))
     }
 
-    /// Keeps the names of all files of a data set's commit.
+    /// Saves the names of all files of a data set's commit.
     pub(super) fn list(&self, repo: &Repo, commit: &str, names: &[String]) -> Result<(), HubError> {
         if self.listed(repo, commit).is_some() {
             return Ok(()); // a commit does not change
@@ -87,13 +87,13 @@ impl Cache {
         write_atomic(&path, |out| Ok(serde_json::to_writer(out, names)?)).map_err(HubError::io("write", &path))
     }
 
-    /// The names of all files of a commit, if it was listed; a list that cannot be read is none.
+    /// The names of all files of a commit, if they were saved. An unreadable list counts as missing.
     pub(super) fn listed(&self, repo: &Repo, commit: &str) -> Option<Vec<String>> {
         let names: Vec<String> = serde_json::from_slice(&fs::read(self.list_path(repo, commit)).ok()?).ok()?;
         names.iter().all(|name| is_safe(name)).then_some(names)
     }
 
-    /// Paths of all files in a snapshot whose blobs are there, sorted.
+    /// Sorted paths of the files in a snapshot whose blobs exist.
     pub(super) fn names(&self, snapshot: &Path) -> Vec<String> {
         let mut names = Vec::new();
         let mut folders = vec![snapshot.to_owned()];
@@ -113,8 +113,8 @@ impl Cache {
         names
     }
 
-    /// Held while a blob is written: by the name and in the way (`flock`) of Python's library.
-    /// `tell` is called where another process has it. A file system without locks has to do without.
+    /// Locks a blob for writing, with the file name and method (`flock`) of Python's library. Calls `tell` if another
+    /// process holds the lock. On a filesystem without locks it always succeeds.
     pub(super) fn lock(&self, repo: &Repo, hash: &str, tell: impl FnOnce()) -> Result<File, HubError> {
         let path = self.root.join(".locks").join(Self::folder_name(repo)).join(format!("{hash}.lock"));
         make_parent(&path)?;
@@ -133,7 +133,7 @@ impl Cache {
         }
     }
 
-    /// Puts a blob under a name in a snapshot.
+    /// Links a name in a snapshot to a blob.
     pub(super) fn link(&self, repo: &Repo, commit: &str, name: &str, hash: &str) -> Result<(), HubError> {
         let path = self.snapshot(repo, commit).join(name);
         make_parent(&path)?;
@@ -143,14 +143,14 @@ impl Cache {
             return Ok(());
         }
         let partial = partial(&path, hash);
-        let _ = fs::remove_file(&partial); // of a process that was killed
+        let _ = fs::remove_file(&partial); // left by a process that was killed
         symlink(&target, &self.blob(repo, hash), &partial)
             .and_then(|()| fs::rename(&partial, &path))
             .map_err(HubError::io("link", &path))
     }
 }
 
-/// A name beside `path` that is this process's own.
+/// A temporary name beside `path` for this process.
 fn partial(path: &Path, word: &str) -> PathBuf {
     path.with_file_name(format!(".{word}.{}.partial", std::process::id()))
 }
@@ -160,7 +160,7 @@ fn symlink(target: &Path, _blob: &Path, path: &Path) -> std::io::Result<()> {
     std::os::unix::fs::symlink(target, path)
 }
 
-/// Symbolic links need a privilege on Windows.
+/// Symbolic links need a privilege on Windows, so a hard link replaces them.
 #[cfg(not(unix))]
 fn symlink(_target: &Path, blob: &Path, path: &Path) -> std::io::Result<()> {
     fs::hard_link(blob, path)
@@ -171,7 +171,7 @@ pub(super) fn make_parent(path: &Path) -> Result<(), HubError> {
     fs::create_dir_all(folder).map_err(HubError::io("make", folder))
 }
 
-/// A commit's hash is the name of a snapshot's folder: nothing else may come there.
+/// Snapshot folders are named by the commit's hash, so nothing else may become a path there.
 pub(super) fn is_commit(text: &str) -> bool {
     is_hash(text, 40)
 }

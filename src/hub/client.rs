@@ -1,4 +1,5 @@
-//! HTTP client of the Hub: sends the token only to the Hub itself, never to redirects; waits when asked to; maps each refusal to one error.
+//! HTTP client of the Hub: sends the token only to the Hub itself and never to redirects, waits when asked to, and maps
+//! each refusal to one error.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -19,20 +20,19 @@ use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
 
 const TRIES: u32 = 5;
-/// Of a host that does not answer: a name that is not known will not be so in a minute either.
+/// Tries of a host that cannot be reached: an unknown name will still be unknown in a minute.
 const CONNECTION_TRIES: u32 = 3;
-/// Longer than this nobody waits for an answer in a terminal.
+/// Longest wait that is accepted, in seconds.
 const LONGEST_WAIT: u64 = 300;
 const REDIRECTS: u32 = 5;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Of silence, not of the whole answer.
+/// Timeout between two reads, not of the whole response.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Of an error's text, for people.
+/// Characters of an error message from the server.
 const LONGEST_MESSAGE: usize = 300;
-/// Of a JSON answer; a page of a tree has a thousand files.
+/// Bytes of a JSON response; a page of a tree lists a thousand files.
 const LONGEST_JSON: u64 = 64 << 20;
 
-/// The Hub's end of the line.
 pub(super) struct Client<'o> {
     agent: Agent,
     pub(super) endpoint: Url,
@@ -40,7 +40,7 @@ pub(super) struct Client<'o> {
     tell: Observer<'o>,
 }
 
-/// A request, and what it is for.
+/// A request and the context of its errors.
 pub(super) struct Ask<'a> {
     pub(super) method: &'static str,
     pub(super) url: Url,
@@ -49,12 +49,11 @@ pub(super) struct Ask<'a> {
     pub(super) about: About<'a>,
 }
 
-/// What is sent.
 pub(super) enum Body<'a> {
     Nothing,
     Json(&'a Value),
     Lines(&'a [u8]),
-    /// A part of a file.
+    /// A range of a file.
     Part {
         path: &'a Path,
         offset: u64,
@@ -62,13 +61,13 @@ pub(super) enum Body<'a> {
     },
 }
 
-/// What a request is about, for its errors.
+/// The context of a request, for error messages.
 #[derive(Clone, Copy)]
 pub(super) struct About<'a> {
     pub(super) repo: &'a Repo,
     pub(super) revision: &'a str,
     pub(super) file: Option<&'a str>,
-    /// A verb's -ing form with its object.
+    /// An -ing verb with its object, as in "downloading x".
     pub(super) doing: &'a str,
 }
 
@@ -90,7 +89,7 @@ impl<'o> Client<'o> {
         tell: Observer<'o>,
     ) -> Result<Self, HubError> {
         let agent = ureq::AgentBuilder::new()
-            .redirects(0) // followed here, so that the token stays
+            .redirects(0) // followed here, so that the token is not sent along
             .tls_config(trusted())
             .timeout_connect(CONNECT_TIMEOUT)
             .timeout_read(READ_TIMEOUT)
@@ -98,7 +97,7 @@ impl<'o> Client<'o> {
             .user_agent(concat!("medusa-train/", env!("CARGO_PKG_VERSION")));
         let agent = match proxy(&endpoint, setting) {
             Some((name, address)) => {
-                let address = ureq::Proxy::new(address); // whose error would quote a password
+                let address = ureq::Proxy::new(address); // its error would quote a password
                 agent.proxy(address.map_err(|_| HubError::setting(name, "http://host:port"))?)
             }
             None => agent,
@@ -106,30 +105,30 @@ impl<'o> Client<'o> {
         Ok(Self { agent: agent.build(), endpoint, token, tell })
     }
 
-    /// An address of the Hub; every part is one word of the path, whatever is in it.
+    /// A URL of the Hub; every part becomes one escaped path segment.
     pub(super) fn url(&self, parts: &[&str]) -> Url {
         let mut url = self.endpoint.clone();
         url.path_segments_mut().expect("an http address").pop_if_empty().extend(parts);
         url
     }
 
-    /// An address of the API about a repository.
+    /// A URL of a repository in the API.
     pub(super) fn api(&self, repo: &Repo, parts: &[&str]) -> Url {
         self.url(&[&["api", repo.plural(), &repo.owner, &repo.name], parts].concat())
     }
 
-    /// An address of a repository's own pages.
+    /// A URL of a repository's pages and files.
     pub(super) fn page(&self, repo: &Repo, parts: &[&str]) -> Url {
         let prefix: &[&str] = if repo.kind == RepoKind::Dataset { &["datasets"] } else { &[] };
         self.url(&[prefix, &[&repo.owner, &repo.name], parts].concat())
     }
 
-    /// The endpoint, for people.
+    /// The endpoint as shown in messages.
     pub(super) fn name(&self) -> String {
         self.endpoint.as_str().trim_end_matches('/').to_owned()
     }
 
-    /// Asks until there is an answer: again after a pause where the Hub or the line is in trouble, a few times.
+    /// Sends a request; retries a few times with pauses on server and network trouble.
     pub(super) fn send(&self, ask: &Ask<'_>) -> Result<Response, HubError> {
         let mut tries = 0;
         loop {
@@ -163,7 +162,7 @@ impl<'o> Client<'o> {
         }
     }
 
-    /// A JSON answer.
+    /// Sends a request and parses the JSON response.
     pub(super) fn json<T: DeserializeOwned>(&self, ask: &Ask<'_>) -> Result<T, HubError> {
         self.read_json(ask, self.send(ask)?)
     }
@@ -183,12 +182,12 @@ impl<'o> Client<'o> {
         self.bad_answer_of(self.endpoint.as_str(), doing, reason)
     }
 
-    /// As [`Client::bad_answer`], of who answered at this address.
+    /// As [`Client::bad_answer`], for a response from this URL.
     pub(super) fn bad_answer_of(&self, address: &str, doing: &str, reason: impl Into<String>) -> HubError {
         HubError::BadAnswer { endpoint: self.host_of(address), doing: doing.into(), reason: reason.into() }
     }
 
-    /// Asks once, and goes where it is sent.
+    /// Sends once and follows redirects.
     fn follow(&self, ask: &Ask<'_>) -> Result<Result<Response, Transport>, HubError> {
         let mut url = ask.url.clone();
         for _ in 0..=REDIRECTS {
@@ -237,12 +236,13 @@ impl<'o> Client<'o> {
         };
         let answer = sent.or_any_status();
         if !answer.as_ref().is_ok_and(|answer| answer.status() < 300) {
-            (self.tell)(TransferEvent::Lost(moved.into_inner())); // what was counted has to go once more
+            (self.tell)(TransferEvent::Lost(moved.into_inner())); // the bytes counted so far have to be sent again
         }
         Ok(answer)
     }
 
-    /// Who answered at an address, which may be where the Hub redirected to. Never the whole address: a signed one is a key.
+    /// The host that answered, which may be one that the Hub redirected to. Never the whole URL: a signed one grants
+    /// access.
     fn host_of(&self, address: &str) -> String {
         let origin = Url::parse(address).map_or_else(|_| self.endpoint.origin(), |url| url.origin());
         if origin == self.endpoint.origin() { self.name() } else { origin.ascii_serialization() }
@@ -253,7 +253,7 @@ impl<'o> Client<'o> {
         let (status, code) = (response.status(), response.header("x-error-code").unwrap_or_default().to_owned());
         let endpoint = self.host_of(response.get_url());
         if endpoint != self.name() && code.is_empty() {
-            // A store, which knows neither repositories nor tokens; a mirror says the Hub's codes.
+            // An object store, which knows neither repositories nor tokens. A mirror sends the Hub's error codes.
             let message = self.message(response);
             return HubError::Refused { endpoint, doing: doing.into(), status, message };
         }
@@ -278,7 +278,7 @@ impl<'o> Client<'o> {
             ("EntryNotFound", _) => HubError::NoFile { id, file: file.unwrap_or_default().into(), holds: Vec::new() },
             ("RepoNotFound", _) => no_repo(),
             (_, 401) if self.token.is_none() && ask.method != "GET" => HubError::NeedsToken { endpoint },
-            (_, 401) => no_repo(), // as the Hub answers for what one may not see
+            (_, 401) => no_repo(), // the Hub answers so for repositories that the user may not see
             (_, 403) => {
                 let token = self.token_words();
                 HubError::Forbidden { endpoint, doing: doing.into(), token, message }
@@ -299,31 +299,31 @@ impl<'o> Client<'o> {
         HubError::Busy { endpoint, status, doing, tries, message }
     }
 
-    /// Whether a token goes with requests, and where it is from.
+    /// The token's source, for messages.
     fn token_words(&self) -> String {
         self.token.as_ref().map_or_else(|| "no token was sent".into(), |token| format!("the token from {}", token.from))
     }
 
-    /// The server's words, of the header or the JSON.
+    /// The server's error message, from the header or the JSON body.
     fn message(&self, response: Response) -> String {
         if let Some(message) = response.header("x-error-message") {
             return self.clean(message);
         }
         let mut bytes = Vec::new();
-        let _ = response.into_reader().take(1 << 16).read_to_end(&mut bytes); // without words the status has to do
+        let _ = response.into_reader().take(1 << 16).read_to_end(&mut bytes); // without a body the status has to do
         let json: Option<Value> = serde_json::from_slice(&bytes).ok();
         let error = json.as_ref().and_then(|json| json.get("error")).and_then(Value::as_str);
         self.clean(error.unwrap_or_default())
     }
 
-    /// Words from outside: no token, no control characters of a terminal, no novel.
+    /// Text from outside: the token and control characters are removed, and the length is limited.
     pub(super) fn clean(&self, text: &str) -> String {
         let text = self.token.as_ref().map_or_else(|| text.to_owned(), |token| token.removed_from(text));
         text.chars().filter(|c| !c.is_control()).take(LONGEST_MESSAGE).collect()
     }
 }
 
-/// Tells the observer what was read.
+/// Reports the bytes read to the observer.
 struct CountedUpload<'o, R> {
     inner: R,
     moved: &'o AtomicU64,
@@ -339,7 +339,7 @@ impl<R: Read> Read for CountedUpload<'_, R> {
     }
 }
 
-/// Whether an answer from one address may send on to another: never from https to http.
+/// Whether a redirect from one URL to another is allowed: never from https to http.
 pub(super) fn may_follow(here: &Url, next: &Url) -> bool {
     matches!(next.scheme(), "http" | "https") && (here.scheme() == "http" || next.scheme() == "https")
 }
@@ -348,13 +348,15 @@ fn is_trouble(status: u16) -> bool {
     matches!(status, 429 | 500 | 502 | 503 | 504)
 }
 
-/// How long the Hub asks to wait, in seconds (a date it never says): `Retry-After`, or the end of a quota's window.
+/// How long the Hub asks to wait, in seconds: `Retry-After` (the Hub never sends a date), or the end of the rate-limit
+/// window.
 fn retry_after(response: &Response) -> Option<u64> {
     let told = || response.header("retry-after")?.trim().parse().ok();
     told().or_else(|| window_end(response.header("ratelimit")?))
 }
 
-/// `"api";r=0;t=55` (draft-ietf-httpapi-ratelimit-headers): nothing remains for 55 seconds. One more, since they are rounded.
+/// `"api";r=0;t=55` (draft-ietf-httpapi-ratelimit-headers): nothing remains for 55 seconds. Adds one second, since the
+/// header rounds.
 fn window_end(header: &str) -> Option<u64> {
     let value = |key: &str| header.split(';').find_map(|part| part.trim().strip_prefix(key)?.parse::<u64>().ok());
     value("t=").filter(|_| value("r=") == Some(0)).map(|seconds| seconds + 1)
@@ -367,16 +369,17 @@ fn is_connection(transport: &Transport) -> bool {
     )
 }
 
-/// Without the address, which may be signed.
+/// The reason without the URL, which may be signed.
 fn reason(transport: &Transport) -> String {
     let source = std::error::Error::source(transport).map(|source| format!(": {source}"));
     format!("{}{}", transport.kind(), source.unwrap_or_default())
 }
 
-/// Mozilla's roots, which go with the program, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR`, or the system's store).
+/// Mozilla's root certificates, compiled in, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR` or the system's
+/// store).
 fn trusted() -> Arc<ClientConfig> {
     let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs); // one that is broken is none
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs); // broken certificates are skipped
     let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
         .expect("ring has them")
@@ -385,7 +388,7 @@ fn trusted() -> Arc<ClientConfig> {
     Arc::new(config)
 }
 
-/// The proxy's variable and address, unless the host is this machine or `NO_PROXY` names it.
+/// The proxy's variable and address; `None` for the local machine and hosts in `NO_PROXY`.
 fn proxy(endpoint: &Url, setting: &dyn Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
     let names: [&'static str; 4] = match endpoint.scheme() {
         "https" => ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"],

@@ -1,4 +1,5 @@
-//! Downloads files into the cache: several in parallel, resumed after an interruption, and verified before they get their name.
+//! Downloads files into the cache: several in parallel, resumed after an interruption, and verified before they get
+//! their final name.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -19,9 +20,9 @@ use super::listing::{self, Entry};
 use super::{Hub, HubError, TransferEvent, Wanted};
 use crate::files;
 
-/// Files that are on their way together. One connection seldom fills a line; many make the Hub ask to wait.
+/// Parallel downloads. One connection seldom uses the whole bandwidth; many make the Hub ask to wait.
 const TOGETHER: usize = 4;
-/// Transfers that break one after the other without a byte.
+/// Consecutive transfers that break without a byte before the download fails.
 const BREAKS: u64 = 4;
 
 /// A repository at a commit.
@@ -32,7 +33,7 @@ struct SnapshotOf<'a> {
 }
 
 impl Hub<'_> {
-    /// Brings what is wanted into the cache, and says the commit and the names.
+    /// Downloads the wanted files into the cache. Returns the commit and the file names.
     pub(super) fn download(&self, id: &Id, wanted: Wanted) -> Result<(String, Vec<String>), HubError> {
         let doing = format!("looking up {id} (no path here)");
         let head = listing::head(&self.client, &id.repo, id.revision(), &doing)?;
@@ -47,7 +48,7 @@ impl Hub<'_> {
         chosen.extend(wanted.weights(id, &self.cache.snapshot(&id.repo, &head.commit), &names)?);
         self.bring(from, &of(&chosen))?;
         if let Wanted::Data(_) = wanted {
-            self.cache.list(&id.repo, &head.commit, &names)?; // what others need says itself what belongs to it
+            self.cache.list(&id.repo, &head.commit, &names)?; // backbones and heads are found without it
         }
         self.cache.remember(&id.repo, id.revision(), &head.commit)?;
         Ok((head.commit, chosen))
@@ -70,7 +71,7 @@ impl Hub<'_> {
         fs::metadata(self.cache.blob(repo, &file.hash)).is_ok_and(|blob| blob.len() == file.size)
     }
 
-    /// Several at once; the first error ends the others where they are.
+    /// Downloads several files at once; the first error stops the others.
     fn all(&self, from: SnapshotOf<'_>, files: &[&Entry]) -> Result<(), HubError> {
         let (next, stop, failed) = (AtomicUsize::new(0), AtomicBool::new(false), Mutex::new(None));
         let work = || {
@@ -91,7 +92,7 @@ impl Hub<'_> {
         failed.into_inner().expect("no thread panicked").map_or(Ok(()), Err)
     }
 
-    /// One blob. `HASH.incomplete` keeps what came, for this process or a later one.
+    /// Downloads one blob. `HASH.incomplete` keeps the partial download for this process or a later one.
     fn one(&self, from: SnapshotOf<'_>, file: &Entry, stop: &AtomicBool) -> Result<(), HubError> {
         let hash = &file.hash;
         let blob = self.cache.blob(from.repo, hash);
@@ -99,18 +100,18 @@ impl Hub<'_> {
         let _lock =
             self.cache.lock(from.repo, hash, || (self.tell)(TransferEvent::Locked { file: file.path.clone() }))?;
         if self.has(from.repo, file) {
-            (self.tell)(TransferEvent::Moved(file.size)); // by another process, or the same bytes under another name
+            (self.tell)(TransferEvent::Moved(file.size)); // by another process, or under another name
             return Ok(());
         }
         let partial = blob.with_file_name(format!("{hash}.incomplete"));
         let mut transfer = FileTransfer { hub: self, from, file, out: append(&partial)?, partial: &partial, stop };
         transfer.fill()?;
         if stop.load(Ordering::Relaxed) {
-            return Ok(()); // the error is another file's
+            return Ok(()); // another file failed and reports the error
         }
         transfer.out.sync_all().map_err(HubError::io("write", &partial))?;
         check(file, &partial).inspect_err(|_| {
-            let _ = fs::remove_file(&partial); // the hash is the error to report
+            let _ = fs::remove_file(&partial); // the mismatch is the error to report
         })?;
         fs::rename(&partial, &blob).map_err(HubError::io("write", &blob))?;
         files::sync_folder(blob.parent().expect("blobs/")).map_err(HubError::io("write", &blob))
@@ -121,16 +122,16 @@ fn append(path: &Path) -> Result<File, HubError> {
     OpenOptions::new().create(true).append(true).open(path).map_err(HubError::io("write", path))
 }
 
-/// A file on its way.
+/// A download in progress.
 struct FileTransfer<'a> {
     hub: &'a Hub<'a>,
     from: SnapshotOf<'a>,
     file: &'a Entry,
-    /// At its end.
+    /// Opened for appending.
     out: File,
-    /// Its name.
+    /// Path of `out`.
     partial: &'a Path,
-    /// Whether another file failed.
+    /// Set when another file fails.
     stop: &'a AtomicBool,
 }
 
@@ -143,7 +144,7 @@ impl FileTransfer<'_> {
         self.out.set_len(0).map_err(HubError::io("write", self.partial))
     }
 
-    /// Appends what is missing, however often the line breaks, as long as something comes in between.
+    /// Appends the missing bytes. Reconnects as often as needed, as long as each connection brings something.
     fn fill(&mut self) -> Result<(), HubError> {
         if self.have()? > self.file.size {
             self.clear()?;
@@ -167,7 +168,7 @@ impl FileTransfer<'_> {
         Ok(())
     }
 
-    /// One answer, to where it breaks, at best to the file's end. A line that breaks is no error.
+    /// Reads one response until it ends or breaks. A broken connection is no error.
     fn stream(&mut self, have: u64) -> Result<(), HubError> {
         let response = self.ask(have)?;
         let begin = format!("bytes {have}-");
@@ -178,7 +179,7 @@ impl FileTransfer<'_> {
             (self.hub.tell)(TransferEvent::Lost(have));
         }
         if response.status() == 206 && !goes_on {
-            return Ok(()); // another range than was asked for: once more, from the start
+            return Ok(()); // the server sent another range: start again
         }
         self.take(response.into_reader())
     }
@@ -212,7 +213,7 @@ impl FileTransfer<'_> {
     }
 }
 
-/// Whether a file is what the Hub has.
+/// Compares a downloaded file with the Hub's hash.
 fn check(file: &Entry, path: &Path) -> Result<(), HubError> {
     let got = hash_like(&file.hash, path).map_err(HubError::io("read", path))?;
     if got == file.hash {
@@ -226,7 +227,7 @@ fn is_sha256(hash: &str) -> bool {
     hash.len() == 64
 }
 
-/// A file's hash, of the kind of another ([`Entry`]).
+/// A file's hash, of the same kind as `hash` (see [`Entry`]).
 pub(super) fn hash_like(hash: &str, path: &Path) -> std::io::Result<String> {
     if is_sha256(hash) {
         return files::sha256(path);
@@ -235,7 +236,7 @@ pub(super) fn hash_like(hash: &str, path: &Path) -> std::io::Result<String> {
     git_hash(file.metadata()?.len(), file)
 }
 
-/// The hash that git has of so many bytes.
+/// The git blob hash of `size` bytes.
 pub(super) fn git_hash(size: u64, mut bytes: impl Read) -> std::io::Result<String> {
     let mut hasher = Sha1::new();
     hasher.update(format!("blob {size}\0"));

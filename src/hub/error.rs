@@ -6,246 +6,171 @@ use std::path::{Path, PathBuf};
 /// Why a download or a push failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// A variable of the environment, or the token's file.
+    /// An environment variable or the token file.
     #[error("{name} is invalid: expected {expected}")]
-    Setting {
-        /// Which.
-        name: String,
-        /// What it should be.
-        expected: &'static str,
-    },
-    /// One has to ask for access.
+    Setting { name: String, expected: &'static str },
     #[error(
         "access to {repo} is restricted: request it at {page}, then set HF_TOKEN to a token of that account ({token})"
     )]
     Gated {
-        /// The repository.
         repo: String,
-        /// Its page.
         page: String,
-        /// Whether one was sent.
+        /// The token's source, or that none was sent.
         token: String,
     },
-    /// No such repository, or one that this user may not see.
+    /// No such repository, or one that the user may not see.
     #[error(
         "{endpoint} has no {repo}, and there is no such local path; check the spelling. A private repository needs HF_TOKEN ({token})"
     )]
     NoRepo {
-        /// The Hub.
         endpoint: String,
         /// `model owner/name`.
         repo: String,
-        /// Whether one was sent.
+        /// The token's source, or that none was sent.
         token: String,
     },
-    /// No such branch, tag or commit.
     #[error("{repo} has no revision {revision:?}; give a branch, a tag or a commit hash after the @")]
-    NoRevision {
-        /// The repository.
-        repo: String,
-        /// What was asked for.
-        revision: String,
-    },
-    /// No such file.
+    NoRevision { repo: String, revision: String },
     #[error("{id} has no file {file:?}{}", hint(holds))]
     NoFile {
         /// Repository and revision.
         id: String,
-        /// What was asked for.
         file: String,
-        /// What it has.
+        /// Files of the repository.
         holds: Vec<String>,
     },
-    /// It is something else.
+    /// A repository of another kind, such as a model without heads.
     #[error("{id} has no {expected}{}", hint(holds))]
     NothingWanted {
         /// Repository and revision.
         id: String,
-        /// What belongs there.
         expected: String,
-        /// What it has.
+        /// Files of the repository.
         holds: Vec<String>,
     },
-    /// Weights of a kind that is not read: GGUF and others.
+    /// Weights in an unsupported format such as GGUF.
     #[error(
         "{id} has only {found} weights, but safetensors or pytorch_model.bin are needed: convert them, or use a revision that has them"
     )]
     NoReadableWeights {
         /// Repository and revision.
         id: String,
-        /// The file.
         found: String,
     },
-    /// The token is none.
     #[error("{endpoint} rejected the token from {from}; create one at {endpoint}/settings/tokens")]
     WrongToken {
-        /// The Hub.
         endpoint: String,
-        /// Where the token was found.
+        /// Source of the token.
         from: String,
     },
-    /// It needs a token.
     #[error("pushing needs a token with write access: create one at {endpoint}/settings/tokens and set HF_TOKEN")]
-    NeedsToken {
-        /// The Hub.
-        endpoint: String,
-    },
-    /// The token may not.
+    NeedsToken { endpoint: String },
+    /// The token lacks the permission.
     #[error("{endpoint} does not allow {doing} with {token}{}; use a token with that permission", said(message))]
     Forbidden {
-        /// The Hub.
         endpoint: String,
-        /// What was tried.
         doing: String,
-        /// Which.
+        /// Source of the token.
         token: String,
-        /// The Hub's words.
+        /// The Hub's message.
         message: String,
     },
-    /// Not in the cache, and nobody may be asked.
+    /// Missing in the cache while `HF_HUB_OFFLINE` is set.
     #[error("HF_HUB_OFFLINE is set, and the cache {} lacks {file} of {id}; unset it to download the file", cache.display())]
     Offline {
         /// Repository and revision.
         id: String,
-        /// What is missing.
         file: String,
-        /// The cache.
         cache: PathBuf,
     },
-    /// Too many requests, or a server in trouble.
+    /// Rate limit, or server errors.
     #[error("{endpoint} answered {status} to {doing}, {tries} times{}; try again later", said(message))]
     Busy {
-        /// The Hub.
         endpoint: String,
-        /// HTTP's.
+        /// HTTP status.
         status: u16,
-        /// What was tried.
         doing: String,
-        /// How often.
         tries: u32,
-        /// The Hub's words, or how long it asks to wait.
+        /// The Hub's message, or how long it asks to wait.
         message: String,
     },
-    /// Nobody answers.
     #[error(
         "cannot reach {endpoint} ({reason}) for {doing}; check the network, HTTPS_PROXY, SSL_CERT_FILE and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to \
          use only the cache"
     )]
-    Unreachable {
-        /// The Hub.
-        endpoint: String,
-        /// Why.
-        reason: String,
-        /// What was tried.
-        doing: String,
-    },
-    /// A transfer that broke and could not go on.
+    Unreachable { endpoint: String, reason: String, doing: String },
+    /// A transfer broke, and retries made no progress.
     #[error(
         "the download of {file} stopped at {have} of {size} bytes, and retrying made no progress; run the command again to continue from there"
     )]
     Broken {
-        /// Which file.
         file: String,
-        /// Bytes that are kept.
+        /// Bytes on disk.
         have: u64,
-        /// Bytes in all.
         size: u64,
     },
-    /// Not what the Hub has.
+    /// The size or hash differs from the Hub's.
     #[error("the download of {file} is damaged: expected {expected}, got {got}; it was deleted, run the command again")]
     Damaged {
-        /// Which file.
         file: String,
         /// Size or hash.
         expected: String,
-        /// The same of what came.
         got: String,
     },
-    /// A name from the Hub that would leave its folder.
+    /// A file name from the Hub that points outside its folder.
     #[error(
         "{repo} has a file named {name:?}, a path outside its folder; nothing was written: use another revision, or tell its owner"
     )]
-    UnsafeName {
-        /// The repository.
-        repo: String,
-        /// The name.
-        name: String,
-    },
-    /// An answer that is not the Hub's protocol.
+    UnsafeName { repo: String, name: String },
+    /// A response that does not follow the Hub's protocol.
     #[error("{endpoint} sent an invalid response to {doing}: {reason}; check HF_ENDPOINT")]
-    BadAnswer {
-        /// The Hub.
-        endpoint: String,
-        /// What was tried.
-        doing: String,
-        /// What is wrong with it.
-        reason: String,
-    },
+    BadAnswer { endpoint: String, doing: String, reason: String },
     /// Any other refusal.
     #[error("{endpoint} refused {doing} with status {status}{}", said(message))]
     Refused {
-        /// The Hub.
         endpoint: String,
-        /// What was tried.
         doing: String,
-        /// HTTP's.
+        /// HTTP status.
         status: u16,
-        /// The Hub's words.
+        /// The Hub's message.
         message: String,
     },
-    /// The repository went on while a push was under way.
+    /// The branch changed during a push.
     #[error("{repo} changed during the push")]
-    Moved {
-        /// The repository.
-        repo: String,
-    },
-    /// The last step of a push.
+    Moved { repo: String },
+    /// The commit of a push failed.
     #[error("{error}; {found}")]
     Commit {
-        /// Why.
         error: Box<HubError>,
-        /// What the branch says of it.
+        /// State of the branch afterwards.
         found: BranchState,
     },
-    /// `--private` of a repository that all can see.
+    /// `--private` with an existing public repository.
     #[error("{repo} already exists and is public; make it private in its settings, or drop --private")]
-    IsPublic {
-        /// The repository.
-        repo: String,
-    },
-    /// A folder without files.
+    IsPublic { repo: String },
     #[error("{} has no file to push{}", folder.display(), left_out_words(left_out))]
     NothingToPush {
-        /// The folder.
         folder: PathBuf,
         /// Files that are never pushed.
         left_out: Vec<String>,
     },
-    /// The disk.
     #[error("cannot {doing} {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        doing: &'static str,
-        /// Where.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Io { doing: &'static str, path: PathBuf, source: io::Error },
 }
 
-/// What a branch is seen to be after a commit that failed, or whose answer was lost.
+/// State of the branch after a commit that failed or got no response.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BranchState {
-    /// As before, after a refusal.
+    /// Unchanged after a refusal.
     #[error("the branch is unchanged, so nothing was committed; push again")]
     Nothing,
-    /// As before, after an answer that leaves open whether the Hub still works on it.
+    /// Unchanged, but the Hub may still be working on the commit.
     #[error("the branch is unchanged so far, but the commit may still arrive; check the branch before pushing again")]
     NothingYet,
-    /// Another commit, without the files of this one.
+    /// Another commit, without the pushed files.
     #[error("the branch moved on to {0}, which does not contain these files; push again")]
     Others(String),
-    /// Nobody answers.
+    /// The branch cannot be read.
     #[error(
         "the branch could not be read afterwards, so the commit may or may not exist; push again: existing files are not committed \
          twice"
@@ -258,7 +183,7 @@ impl HubError {
         Self::Setting { name: name.to_owned(), expected }
     }
 
-    /// Whether the Hub said no, so that nothing of what it was asked comes later.
+    /// Whether the Hub refused the request, so that it cannot take effect later.
     pub(super) fn is_refusal(&self) -> bool {
         match self {
             Self::Busy { .. } | Self::Unreachable { .. } | Self::BadAnswer { .. } => false,
@@ -267,7 +192,7 @@ impl HubError {
         }
     }
 
-    /// For `map_err`: an error of the disk.
+    /// For `map_err`: an I/O error.
     pub(super) fn io(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { doing, path, source }
@@ -282,7 +207,7 @@ fn left_out_words(names: &[String]) -> String {
     if names.is_empty() { String::new() } else { format!("; skipped: {}", names.join(", ")) }
 }
 
-/// The first of what there is.
+/// Lists the first few files.
 fn hint(holds: &[String]) -> String {
     const SHOWN: usize = 8;
     let more = if holds.len() > SHOWN { ", …" } else { "" };

@@ -1,59 +1,53 @@
-//! Tells local paths from Hub ids.
+//! Distinguishes local paths from Hub ids.
 //!
-//! Existing local paths win over Hub ids. An id is `owner/name` or `owner/name@revision`; for data also `owner/name/file` and
-//! `owner/name@revision/file`, where the file may be a pattern or a folder. Anything else is a path: `./x`, `/x`, `~/x`, a single word, and
-//! for models three words. If the first word is an existing folder it is a path, too (a misspelt path does not reach the Hub), unless it
-//! has an `@revision`.
+//! Existing local paths win over Hub ids. An id is `owner/name` or `owner/name@revision`; for data also
+//! `owner/name/file` and `owner/name@revision/file`, where the file may be a glob or a folder. Anything else is a path:
+//! `./x`, `/x`, `~/x`, a single word, and for models three words. If the first word is an existing folder and there is
+//! no `@revision`, it is a path too, so that a misspelt path does not reach the Hub.
 
 use std::fmt;
 use std::path::Path;
 
-/// Revision where none is given.
+/// Default revision.
 pub const MAIN: &str = "main";
-/// Ends of the names of data files.
+/// Extensions of data files.
 pub(super) const DATA: [&str; 6] = ["json", "jsonl", "ndjson", "parquet", "arrow", "feather"];
 const COMPRESSED: [&str; 2] = [".gz", ".zst"];
 
-/// What a repository holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
-    /// Weights.
     Model,
-    /// Data files.
     Dataset,
 }
 
 /// `owner/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Repo {
-    /// What it holds.
     pub kind: RepoKind,
     /// A user or an organisation.
     pub owner: String,
-    /// The repository's own name.
     pub name: String,
 }
 
-/// A state of a repository, or files of it.
+/// A repository at a revision, or files in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Id {
-    /// Which repository.
     pub repo: Repo,
-    /// A branch, tag or commit, if one was named.
+    /// A branch, tag or commit; `None` means [`MAIN`].
     pub revision: Option<String>,
-    /// A file, a pattern or a folder in it.
+    /// A file, a glob or a folder.
     pub file: Option<String>,
 }
 
 impl Repo {
-    /// Reads `owner/name`.
+    /// Parses `owner/name`.
     pub fn parse(kind: RepoKind, text: &str) -> Option<Self> {
         let (owner, name) = text.split_once('/')?;
         let is_good = is_word(owner) && is_word(name) && !name.ends_with(".git");
         is_good.then(|| Self { kind, owner: owner.into(), name: name.into() })
     }
 
-    /// As URLs of the API have it.
+    /// The name of the kind in URLs of the API.
     pub(super) fn plural(&self) -> &'static str {
         match self.kind {
             RepoKind::Model => "models",
@@ -63,7 +57,7 @@ impl Repo {
 }
 
 impl Id {
-    /// The branch, tag or commit.
+    /// The branch, tag or commit, [`MAIN`] by default.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
     }
@@ -83,15 +77,15 @@ impl fmt::Display for Id {
     }
 }
 
-/// The id of a model, heads or an adapter; `None`: a path.
+/// Parses the id of a model, heads or an adapter; `None` for a path.
 pub fn model(place: &str) -> Option<Id> {
     remote(place, RepoKind::Model).filter(|id| id.file.is_none())
 }
 
-/// The id of data; `None`: a path or a pattern of paths.
+/// Parses the id of data; `None` for a path or a glob.
 pub fn data(place: &str) -> Option<Id> {
     let id = remote(place, RepoKind::Dataset)?;
-    // `folder/rows.jsonl` is a file that is not there; a repository of that name can be had as `folder/rows.jsonl@main`.
+    // `folder/rows.jsonl` is a missing file; a repository of that name is written `folder/rows.jsonl@main`.
     (id.file.is_some() || id.revision.is_some() || !is_data(&id.repo.name)).then_some(id)
 }
 
@@ -101,14 +95,15 @@ fn remote(place: &str, kind: RepoKind) -> Option<Id> {
     (!is_here).then_some(id)
 }
 
-/// The grammar alone.
+/// Parses the grammar without looking at local files.
 fn parse(text: &str, kind: RepoKind) -> Option<Id> {
     let (owner, rest) = text.split_once('/')?;
     let (name, rest) = rest.split_at(rest.find(['@', '/']).unwrap_or(rest.len()));
     let repo = Repo::parse(kind, &format!("{owner}/{name}"))?;
     let (revision, file) = match rest.strip_prefix('@') {
         Some(rest) => {
-            // refs/pr/7 and refs/convert/parquet are the Hub's own names; other revisions with a slash cannot be told from a file
+            // refs/pr/7 and refs/convert/parquet are the Hub's own names; in other revisions a slash would be ambiguous
+            // with a file
             let words = if rest.starts_with("refs/") { 3 } else { 1 };
             let end = rest.match_indices('/').nth(words - 1).map_or(rest.len(), |(at, _)| at);
             (Some(rest[..end].to_owned()), &rest[end..])
@@ -120,7 +115,7 @@ fn parse(text: &str, kind: RepoKind) -> Option<Id> {
     is_good.then_some(Id { repo, revision, file })
 }
 
-/// The Hub's rule for names of owners and repositories.
+/// The Hub's rule for the names of owners and repositories.
 fn is_word(word: &str) -> bool {
     let is_inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let is_outer = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');
@@ -132,18 +127,18 @@ fn is_word(word: &str) -> bool {
         && !word.contains("..")
 }
 
-/// Whether this can be the name of a branch, tag or commit. It is a path below `refs/` in the cache.
+/// Whether this can name a branch, tag or commit. It becomes a path below `refs/` in the cache.
 pub fn is_revision(revision: &str) -> bool {
     is_safe(revision) && !revision.chars().any(|c| c.is_whitespace() || matches!(c, '~' | '^' | ':' | '?' | '*' | '['))
 }
 
-/// Whether a name from outside stays in the folder that it is joined to, on every system.
+/// Whether a name from outside stays inside the folder that it is joined to, on every system.
 pub(super) fn is_safe(name: &str) -> bool {
     let is_good = |part: &str| !matches!(part, "" | "." | "..");
     name.split('/').all(is_good) && !name.chars().any(|c| c == '\\' || c.is_control()) && !has_drive(name)
 }
 
-/// `C:x` is a path of its own on Windows.
+/// `C:x` is an absolute path on Windows.
 fn has_drive(name: &str) -> bool {
     matches!(name.as_bytes(), [letter, b':', ..] if letter.is_ascii_alphabetic())
 }

@@ -1,4 +1,4 @@
-//! The contents of a repository at a revision: its commit, and each file's size and hash, which is also its blob's name.
+//! Lists a repository at a revision: its commit, and each file's size and hash, which is also the name of its blob.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,6 @@ use super::cache::{is_commit, is_hash};
 use super::client::{About, Ask, Client, may_follow};
 use super::id::{self, Repo};
 
-/// The state of a revision.
 #[derive(Debug, Deserialize)]
 pub(super) struct BranchHead {
     #[serde(rename = "sha")]
@@ -20,13 +19,12 @@ pub(super) struct BranchHead {
     pub(super) private: bool,
 }
 
-/// A file of a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) path: String,
     pub(super) size: u64,
-    /// What the Hub knows a file by, and the name of its blob in the cache: of a small text file git's SHA-1 (40 digits, of `blob SIZE\0` and
-    /// the bytes), of a file in LFS the SHA-256 of its bytes (64 digits).
+    /// The Hub's hash of the file and the name of its blob in the cache. Small text files have git's SHA-1 (40 digits,
+    /// of `blob SIZE\0` and the bytes), files in LFS the SHA-256 of their bytes (64 digits).
     pub(super) hash: String,
 }
 
@@ -48,14 +46,14 @@ struct Lfs {
     size: u64,
 }
 
-/// The commit that a revision is.
+/// The commit of a revision.
 pub(super) fn head(client: &Client<'_>, repo: &Repo, revision: &str, doing: &str) -> Result<BranchHead, HubError> {
     let about = About { repo, revision, file: None, doing };
     let head: BranchHead = client.json(&Ask::get(client.api(repo, &["revision", revision]), about))?;
     if is_commit(&head.commit) { Ok(head) } else { Err(client.bad_answer(doing, "a commit that is no hash")) }
 }
 
-/// All files of a commit, sorted by path. Refused as a whole where one name would leave its folder.
+/// All files of a commit, sorted by path. Fails if any name points outside its folder.
 pub(super) fn tree(client: &Client<'_>, repo: &Repo, commit: &str) -> Result<Vec<Entry>, HubError> {
     let doing = format!("listing the files of {repo}");
     let about = About { repo, revision: commit, file: None, doing: &doing };
@@ -95,9 +93,9 @@ fn entry(repo: &Repo, listed: ListedFile, bad: &dyn Fn(String) -> HubError) -> R
     Ok(Entry { path: listed.path, size, hash })
 }
 
-/// `Link: <…>; rel="next"`. It may lead to another host, as behind a mirror: it is followed like a redirection, that is without the
-/// token, and never from https to http. What cannot be followed is an error: a list cut short would pass for a whole one. The error names
-/// the host alone, since an address may be signed.
+/// Parses `Link: <…>; rel="next"`. The next page may be on another host, as behind a mirror; like a redirect, it is
+/// requested without the token and never over http after https. A link that cannot be followed is an error, since a
+/// truncated list would pass for a complete one. The error names only the host, since the URL may be signed.
 fn next_page(response: &Response) -> Result<Option<Url>, String> {
     let header = response.all("link").join(", ");
     let Some(address) = next_link(&header) else { return Ok(None) };
@@ -109,7 +107,8 @@ fn next_page(response: &Response) -> Result<Option<Url>, String> {
     Err(format!("a next page at {}://{}", next.scheme(), next.host_str().unwrap_or_default()))
 }
 
-/// The address of the relation `next` among links as RFC 8288 has them: quotes or none, in any case, beside other relations.
+/// The URL of the relation `next` among links in the syntax of RFC 8288: quoted or not, in any case, beside other
+/// relations.
 fn next_link(header: &str) -> Option<&str> {
     let is_next = |parameter: &str| {
         let (key, value) = parameter.split_once('=').unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Pushes the changed files of a folder to a repository in one commit. Large files go first, by Git LFS, and stay on the Hub, so that
-//! repeating an interrupted push uploads only the rest.
+//! Pushes the changed files of a folder to a repository in one commit. Large files are uploaded first, by Git LFS, and
+//! stay on the Hub, so that repeating an interrupted push uploads only the rest.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -21,55 +21,53 @@ use crate::files;
 
 mod lfs;
 
-/// Files of one question to the Hub, as Python's library has it.
+/// Files per request, as in Python's library.
 const BATCH: usize = 256;
-/// Of a file's start, from which the Hub tells text from weights.
+/// Bytes from the start of a file, by which the Hub distinguishes text from weights.
 const SAMPLE: u64 = 512;
 
-/// What to push where.
 #[derive(Debug, Clone)]
 pub struct Push<'p> {
-    /// The folder.
     pub folder: &'p Path,
-    /// The repository, made if it is not there.
+    /// Created if missing.
     pub repo: &'p Repo,
-    /// Whether a new repository is for its owner only.
+    /// Creates a new repository as private.
     pub private: bool,
     /// The commit's first line.
     pub message: &'p str,
-    /// The branch, made if it is not there.
+    /// The branch, created if missing.
     pub revision: &'p str,
 }
 
-/// What a push did.
+/// The result of a push.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
-    /// The commit's page; `None`: the Hub had everything.
+    /// URL of the commit; `None` if the Hub had everything.
     pub commit: Option<String>,
     /// Names of the files in the commit.
     pub files: Vec<String>,
-    /// How many files the Hub had already.
+    /// Files that the Hub already had.
     pub unchanged: usize,
-    /// Names that were not pushed.
+    /// Names of files that are never pushed or that `.gitignore` names.
     pub left_out: Vec<String>,
 }
 
 /// A file of the folder.
 #[derive(Debug, Clone)]
 struct Local {
-    /// As the Hub has it: parts joined by `/`.
+    /// Relative path with `/`, as on the Hub.
     name: String,
     path: PathBuf,
     size: u64,
 }
 
-/// How the Hub wants a file.
+/// How the Hub accepts a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
     /// In the commit itself.
     Inline,
     Lfs,
-    /// `.gitignore` of the repository names it.
+    /// Listed in the repository's `.gitignore`.
     Ignored,
 }
 
@@ -93,12 +91,12 @@ struct Committed {
     commit_oid: String,
 }
 
-/// What a file is in the commit, once its bytes are on the Hub or in hand.
+/// A file of the commit, after its upload or with its content.
 struct Addition<'l> {
     file: &'l Local,
-    /// As the Hub will know it.
+    /// The file's hash on the Hub.
     hash: String,
-    /// Of the commit's body.
+    /// The file's line in the commit's body.
     line: String,
 }
 
@@ -124,10 +122,12 @@ impl<'l> Addition<'l> {
 }
 
 impl Hub<'_> {
-    /// Pushes what the repository does not have as it is in the folder. Files that only the repository has stay there.
+    /// Pushes the files that the repository lacks or has in another version. Files that only the repository has stay
+    /// there.
     ///
     /// # Errors
-    /// [`HubError`]; nothing was committed then, but for [`HubError::Commit`], which says what is known of it.
+    /// [`HubError`]. Nothing was committed then, except perhaps after [`HubError::Commit`], which reports the state of
+    /// the branch.
     pub fn push(&self, push: &Push<'_>) -> Result<Pushed, HubError> {
         let (local, mut left_out) = scan(push.folder)?;
         if local.is_empty() {
@@ -161,14 +161,14 @@ impl Hub<'_> {
         About { repo: push.repo, revision: push.revision, file: None, doing }
     }
 
-    /// The branch's state, with repository and branch made where they are not there.
+    /// The branch's head; creates the repository and the branch if they are missing.
     fn head_to_push_on(&self, push: &Push<'_>) -> Result<BranchHead, HubError> {
         match self.head(push) {
             Ok(head) if push.private && !head.private => Err(HubError::IsPublic { repo: push.repo.to_string() }),
             Err(HubError::NoRepo { .. }) => {
                 self.make_repo(push)?;
                 let head = self.head_or_branch(push)?;
-                let is_as_asked = head.private || !push.private; // before a byte of it is sent
+                let is_as_asked = head.private || !push.private; // checked before anything is uploaded
                 if is_as_asked { Ok(head) } else { Err(HubError::IsPublic { repo: push.repo.to_string() }) }
             }
             Err(HubError::NoRevision { .. }) => self.head_or_branch(push),
@@ -185,13 +185,13 @@ impl Hub<'_> {
         let Repo { owner, name, .. } = push.repo;
         let mut body = json!({"name": name, "organization": owner, "type": "model", "private": push.private});
         if push.private {
-            body["visibility"] = "private".into(); // the newer word for it
+            body["visibility"] = "private".into(); // the newer key
         }
         let url = self.client.url(&["api", "repos", "create"]);
         self.make(&Ask::post(url, Body::Json(&body), Self::about(push, &doing)))
     }
 
-    /// 409: it is there by now, of another program or of a first try whose answer was lost.
+    /// Status 409 means that it exists by now: another program made it, or a first try whose response was lost.
     fn make(&self, ask: &Ask<'_>) -> Result<(), HubError> {
         match self.client.send(ask) {
             Err(HubError::Refused { status: 409, .. }) => Ok(()),
@@ -211,7 +211,7 @@ impl Hub<'_> {
         }
     }
 
-    /// Asks the Hub how it wants each file.
+    /// Asks the Hub how it accepts each file.
     fn modes(&self, push: &Push<'_>, files: &[&Local]) -> Result<HashMap<String, Mode>, HubError> {
         let doing = format!("asking how {} takes the files", push.repo);
         let mut modes = HashMap::new();
@@ -229,7 +229,7 @@ impl Hub<'_> {
                     found.ok_or_else(|| self.client.bad_answer(&doing, format!("nothing about {}", file.name)))?;
                 let mode = match found.upload_mode.as_str() {
                     _ if found.should_ignore => Mode::Ignored,
-                    "lfs" if file.size > 0 => Mode::Lfs, // stores of objects take no empty ones
+                    "lfs" if file.size > 0 => Mode::Lfs, // object stores refuse empty files
                     _ => Mode::Inline,
                 };
                 modes.insert(file.name.clone(), mode);
@@ -238,8 +238,8 @@ impl Hub<'_> {
         Ok(modes)
     }
 
-    /// One commit of all additions, on the state that they were compared with; its page. The Hub takes it on that state alone
-    /// (`parentCommit`), so that asking again cannot commit twice.
+    /// Commits all additions on top of `head` and returns the commit's URL. The Hub accepts the commit only if `head`
+    /// is still the branch's newest (`parentCommit`), so a retry cannot commit twice.
     fn commit(&self, push: &Push<'_>, head: &BranchHead, additions: &[Addition<'_>]) -> Result<String, HubError> {
         let doing = format!("committing to {}", push.repo);
         let lines = commit_lines(push, head, additions);
@@ -252,8 +252,8 @@ impl Hub<'_> {
         Ok(self.client.page(push.repo, &["commit", &commit]).into())
     }
 
-    /// The commit that was made although its answer was lost: the branch's new state, if that has the files. An earlier try may have
-    /// come through, so an error says nothing of the commit; the branch does.
+    /// Looks for the commit after an error. An earlier try may have succeeded although its response was lost: if the
+    /// branch moved and has the files, that is the commit.
     fn found_after(
         &self,
         error: HubError,
@@ -275,7 +275,7 @@ impl Hub<'_> {
     }
 }
 
-/// The body of a commit: a line of JSON for its header and for each file.
+/// The body of a commit: one line of JSON for the header and one for each file.
 fn commit_lines(push: &Push<'_>, head: &BranchHead, additions: &[Addition<'_>]) -> String {
     let header = json!({"summary": push.message, "description": "", "parentCommit": head.commit});
     let mut lines = json!({"key": "header", "value": header}).to_string();
@@ -286,7 +286,7 @@ fn commit_lines(push: &Push<'_>, head: &BranchHead, additions: &[Addition<'_>]) 
     lines
 }
 
-/// Files that the repository does not have so. A hash is only taken where the sizes are equal.
+/// Files that the repository lacks or has in another version. Hashes only files whose size is equal.
 fn changed<'l>(local: &'l [Local], there: &[Entry]) -> Result<Vec<&'l Local>, HubError> {
     let mut changed = Vec::new();
     for file in local {
@@ -301,7 +301,8 @@ fn changed<'l>(local: &'l [Local], there: &[Entry]) -> Result<Vec<&'l Local>, Hu
     Ok(changed)
 }
 
-/// All files below a folder, and the names of what is never pushed: hidden files, leftovers of interrupted writes, links to folders.
+/// All files below a folder, and the names of those that are never pushed: hidden files, leftovers of interrupted
+/// writes, links to folders.
 fn scan(folder: &Path) -> Result<(Vec<Local>, Vec<String>), HubError> {
     let (mut local, mut left_out, mut folders) = (Vec::new(), Vec::new(), vec![folder.to_owned()]);
     while let Some(current) = folders.pop() {
@@ -359,7 +360,7 @@ mod tests {
         let git = |text: &str| text.to_owned();
         let sha256 = files::sha256(&local[2].path).unwrap();
         let there = [
-            entry("empty", 0, git("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391")), // git's hash of nothing
+            entry("empty", 0, git("e69de29bb2d1d6434b8b29ae775ad8c2e48c5391")), // git's hash of an empty file
             entry("deep/config.json", 16, git("0000000000000000000000000000000000000000")),
             entry("heads.safetensors", 17, sha256),
         ];

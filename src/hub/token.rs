@@ -7,10 +7,10 @@ use std::path::Path;
 use super::HubError;
 use super::cache::expanded;
 
-/// A token of the Hub. Its `Debug` does not show it.
+/// A token of the Hub. Its `Debug` output omits the secret.
 pub(super) struct Token {
     secret: String,
-    /// Where it was found, for messages.
+    /// Its source, for messages.
     pub(super) from: String,
 }
 
@@ -31,7 +31,7 @@ impl Token {
 
     fn new(secret: &str, from: String) -> Result<Self, HubError> {
         let secret = secret.trim().to_owned();
-        // What does not fit into a header would be quoted in the error of the HTTP library.
+        // The HTTP library would quote an invalid header value in its error.
         if secret.bytes().all(|byte| byte.is_ascii_graphic()) {
             Ok(Self { secret, from })
         } else {
@@ -39,12 +39,12 @@ impl Token {
         }
     }
 
-    /// The value of the header `Authorization`.
+    /// The value of the `Authorization` header.
     pub(super) fn header(&self) -> String {
         format!("Bearer {}", self.secret)
     }
 
-    /// A text of the server, which may quote what it was sent.
+    /// Removes the token from a server's message, which may quote the request.
     pub(super) fn removed_from(&self, text: &str) -> String {
         text.replace(&self.secret, "(the token)")
     }

@@ -1,36 +1,26 @@
 //! Progress events of a transfer.
 
-/// What an observer is told of a transfer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TransferEvent {
-    /// A transfer of so much begins; what is there already is told as [`TransferEvent::Moved`], too.
+    /// A transfer begins. Bytes that are already on disk are reported as [`TransferEvent::Moved`] too.
     Began {
         /// The repository.
         what: String,
-        /// How many files.
         files: usize,
-        /// All their bytes.
+        /// Total of all files.
         bytes: u64,
     },
-    /// So many bytes more went over, or were there.
+    /// More bytes transferred, or found on disk.
     Moved(u64),
-    /// So many bytes have to go over once more.
+    /// Bytes that have to be transferred again.
     Lost(u64),
-    /// It waits before it tries again.
-    Waiting {
-        /// How long.
-        seconds: u64,
-        /// Why.
-        why: String,
-    },
-    /// Another process downloads this file; it waits for that.
-    Locked {
-        /// Its name.
-        file: String,
-    },
-    /// The transfer that began is over.
+    /// A pause before the next try.
+    Waiting { seconds: u64, why: String },
+    /// Waits for another process that downloads the same file.
+    Locked { file: String },
+    /// The transfer ended.
     Ended,
 }
 
-/// Told by several threads at once.
+/// Called from several threads at once.
 pub type Observer<'o> = &'o (dyn Fn(TransferEvent) + Sync);

@@ -1,4 +1,5 @@
-//! Which files of a repository are needed: `.bin` only without safetensors, no second copy of the weights, no checkpoints.
+//! Selects the files of a repository that are needed: `.bin` only without safetensors, one copy of the weights, no
+//! checkpoints.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,48 +10,49 @@ use super::HubError;
 use super::id::{self, Id};
 use crate::model::folder::COMPANIONS;
 
-/// What a repository is fetched for.
+/// The purpose of a download.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wanted {
-    /// A backbone: config, tokenizer, chat template, weights.
+    /// Config, tokenizer, chat template and weights.
     Backbone,
-    /// All of a backbone but its weights, to check a recipe.
+    /// A backbone without its weights, to check a recipe.
     BackboneWithoutWeights,
-    /// Heads, with an adapter or a trained backbone beside them.
+    /// Heads, with the adapter or the trained backbone beside them.
     Heads,
-    /// Rows.
     Data(DataSplit),
 }
 
-/// Which rows, where a data set's file names say it: `train-00000-of-00001.parquet`, `data/test.jsonl`.
+/// A split of a data set, recognised by file names such as `train-00000-of-00001.parquet` or `data/test.jsonl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataSplit {
-    /// All files but those that another split names.
+    /// All files except those of another split.
     Train,
-    /// `validation`, `valid`, `val`, `dev`, or else `test`.
+    /// `validation`, `valid`, `val`, `dev`, `eval`, or else `test`.
     Validation,
-    /// Those of [`DataSplit::Validation`] where there are some, else all: to measure what was trained on the others.
+    /// The files of [`DataSplit::Validation`] if there are any, else all files: for measurements on rows that were not
+    /// trained on.
     HeldOut,
-    /// All.
+    /// All files.
     Any,
 }
 
-/// A backbone's weights: the index of their shards, or the single file. The first that is there counts.
+/// A backbone's weights: the index of their shards, or the single file. The first format that exists is used.
 const WEIGHTS: [[&str; 2]; 2] =
     [["model.safetensors.index.json", "model.safetensors"], ["pytorch_model.bin.index.json", "pytorch_model.bin"]];
 const CONFIG: &str = "config.json";
-/// The original code's heads, which run code when Python reads them; taken where nothing else is there.
+/// Heads in the original code's format, a pickle that can run code when Python reads it. Fetched only if there are no
+/// others.
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
 const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
 
-/// What is read of the index of sharded weights.
+/// The index of sharded weights, as far as it is read.
 #[derive(Deserialize)]
 struct WeightsIndex {
     weight_map: serde_json::Map<String, serde_json::Value>,
 }
 
 impl Wanted {
-    /// The names to fetch first; see [`Wanted::weights`] for the others.
+    /// The files to fetch first; [`Wanted::weights`] names the others.
     pub(super) fn choose(self, id: &Id, names: &[String]) -> Result<Vec<String>, HubError> {
         let chosen: Vec<String> = match self {
             Self::Backbone | Self::BackboneWithoutWeights => {
@@ -77,19 +79,19 @@ impl Wanted {
         }
     }
 
-    /// The index of sharded weights, where it is needed to know the rest.
+    /// The index of sharded weights, which names the shards.
     pub(super) fn index(self, names: &[String]) -> Option<&'static str> {
         let [index, _] = self.of_weights(names)?;
         has(names, index).then_some(index)
     }
 
-    /// Index and single file of the format that is taken.
+    /// Index and single file of the format that is used.
     fn of_weights(self, names: &[String]) -> Option<[&'static str; 2]> {
         let is_there = |files: &[&str; 2]| files.iter().any(|file| has(names, file));
         WEIGHTS.into_iter().filter(|_| self == Self::Backbone).find(is_there)
     }
 
-    /// A backbone's weights: the index and the shards that it names, or the single file. `folder` has the index by now.
+    /// A backbone's weights: the index and its shards, or the single file. The index must be in `folder` by now.
     pub(super) fn weights(self, id: &Id, folder: &Path, names: &[String]) -> Result<Vec<String>, HubError> {
         if self != Self::Backbone {
             return Ok(Vec::new());
@@ -129,7 +131,7 @@ fn shards(id: &Id, folder: &Path, index: &str, names: &[String]) -> Result<Vec<S
     }
 }
 
-/// Heads as a run or an export leaves them: the folder's own files, and the backbone that was trained with them.
+/// Heads in the layout of a run or an export: the folder's own files, and the backbone trained with them.
 fn heads(names: &[String]) -> Vec<String> {
     let is_near = |name: &str| !name.contains('/') || name.starts_with("backbone/");
     let is_kind =
@@ -166,13 +168,13 @@ fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubE
     })
 }
 
-/// `dataset_infos.json` and the like hold no rows.
+/// `dataset_infos.json` and similar files hold no rows.
 fn is_about_data(name: &str) -> bool {
     let last = name.rsplit('/').next().unwrap_or(name);
     name.starts_with('.') || ["dataset_infos.json", "dataset_info.json", "state.json"].contains(&last)
 }
 
-/// A file by its name, a pattern, or all data files of a folder.
+/// Matches a file by its name, by a glob, or by its folder (data files only).
 fn is_meant(file: &str, name: &str) -> bool {
     let in_folder = name.strip_prefix(file).is_some_and(|rest| rest.starts_with('/'));
     let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
@@ -180,7 +182,7 @@ fn is_meant(file: &str, name: &str) -> bool {
     name == file || in_folder && id::is_data(name) || matches()
 }
 
-/// Whether a word of the path is one of these.
+/// Whether a word of the path is one of `words`.
 fn names_split(name: &str, words: &[&str]) -> bool {
     name.split(|c: char| !c.is_ascii_alphabetic()).any(|word| words.contains(&word.to_ascii_lowercase().as_str()))
 }

@@ -5,21 +5,19 @@ use crate::formats::latency::Latency;
 use crate::tree::search::{SearchError, SearchedTree};
 use crate::tree::sparse_tree::SparseTree;
 
-/// Sizes that are timed. Times between them are interpolated.
+/// Tree sizes to time; times between them are interpolated.
 const SIZES: [usize; 22] = [1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024];
 
-/// Sizes that are timed of trees that leave out the last heads.
+/// Tree sizes to time for trees without the last heads.
 const SIZES_OF_SHALLOW: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
 
-/// The best tree of so many nodes that asks so many heads at most.
+/// Returns the best tree with this many nodes and at most this many heads.
 pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<SearchedTree, SearchError> + 'a;
 
 /// A tree with its expected tokens per step and step time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Timed {
-    /// The tree.
     pub tree: SparseTree,
-    /// Expected.
     pub tokens_per_step: f64,
     /// Measured, or interpolated.
     pub step_ms: f64,
@@ -37,14 +35,15 @@ impl Timed {
 pub struct Sweep {
     /// Smallest first.
     pub trees: Vec<Timed>,
-    /// The fastest of all, in `trees`; of equals the smallest.
+    /// Index of the fastest tree; among equals the smallest.
     pub fastest: usize,
 }
 
-/// The trees to time: the best ones of each size up to `max_nodes`, and, since every head costs time, the best ones with fewer heads.
+/// The trees to time: the best ones of each size up to `max_nodes`, and, since every head costs time, also those with
+/// fewer heads.
 ///
 /// # Errors
-/// When there is no tree at all.
+/// If there is no tree at all.
 pub fn trees_to_time(
     num_heads: usize,
     max_nodes: usize,
@@ -66,11 +65,10 @@ pub fn trees_to_time(
     Ok(trees)
 }
 
-/// The fastest tree of each size whose time is known, and the fastest of all. Around the fastest of the timed sizes, the sizes between
-/// them are tried too.
+/// The fastest tree of each timed size, and the fastest of all. The sizes next to the fastest timed one are tried too.
 ///
 /// # Errors
-/// [`LatencyError::NothingTimed`], or what the search says.
+/// [`LatencyError::NothingTimed`], or an error of the search.
 pub fn sweep(
     latency: &Latency,
     num_heads: usize,
@@ -91,11 +89,11 @@ pub fn sweep(
         trees.extend(fastest_of(nodes)?);
     }
     trees.sort_by_key(|timed| timed.tree.choices().len());
-    let fastest = fastest(&trees).unwrap_or(0); // there is one: `around`
+    let fastest = fastest(&trees).unwrap_or(0); // never empty: it has `around`
     Ok(Sweep { trees, fastest })
 }
 
-/// Among the trees with all heads, and with fewer.
+/// The fastest tree with `nodes` nodes and any number of heads.
 fn fastest_of_size(
     latency: &Latency,
     num_heads: usize,
@@ -120,7 +118,7 @@ fn fastest(trees: &[Timed]) -> Option<usize> {
     (0..trees.len()).max_by(faster)
 }
 
-/// `None` where the heads' guesses make no tree so large.
+/// `None` if the heads' guesses cannot fill a tree of this size.
 fn at_most(found: Result<SearchedTree, SearchError>) -> Result<Option<SearchedTree>, SearchError> {
     match found {
         Err(SearchError::TooFewGuesses { .. }) => Ok(None),
@@ -154,7 +152,7 @@ mod tests {
         assert!(trees_to_time(3, 0, &best_tree).is_err());
     }
 
-    /// A step takes as long as its nodes and heads make it: the choice is the best of all sizes and depths, tried one by one.
+    /// Compares the choice with trying all sizes and depths one by one.
     #[test]
     fn the_choice_is_that_of_trying_everything() {
         for (of_node, of_head) in [(0.0, 0.0), (0.02, 0.0), (0.05, 0.3), (0.4, 0.01), (2.0, 2.0)] {

@@ -1,6 +1,6 @@
 //! Times decoding steps on this machine by the size and depth of the tree, and chooses the fastest tree.
 //!
-//! It times the loop that will decode, plain and with each tree, behind a context of a few hundred tokens.
+//! It times the loop that will decode, without a drafter and with each tree, after a context of a few hundred tokens.
 
 use std::ops::ControlFlow;
 use std::time::Instant;
@@ -20,17 +20,17 @@ mod choice;
 
 pub use choice::{BestTree, Sweep, Timed, sweep, trees_to_time};
 
-/// Times that everything is measured in turn; what the machine does besides falls on all alike.
+/// Measured rounds. All trees take turns in each, so that other load on the machine affects all alike.
 const ROUNDS: usize = 5;
-/// Steps of a turn, if the context has room.
+/// Steps per turn, if the context has room.
 const STEPS: usize = 8;
-/// Fewer have no middle one between two others.
+/// The least number of steps for a useful median.
 const MIN_STEPS: usize = 4;
 
-/// Steps cannot be timed, or no tree chosen by them.
+/// Why steps cannot be timed, or no tree chosen.
 #[derive(Debug, thiserror::Error)]
 pub enum LatencyError {
-    /// The context is full before there is something to measure.
+    /// The context leaves no room for the steps.
     #[error(
         "a context of {context} tokens leaves no room for {MIN_STEPS} steps of a tree of depth {depth}: the backbone's is {max_position}; \
          give a smaller --context"
@@ -38,12 +38,12 @@ pub enum LatencyError {
     NoRoom {
         /// Tokens of the prompt.
         context: usize,
-        /// The tree's.
+        /// Depth of the tree.
         depth: usize,
         /// `max_position_embeddings`.
         max_position: i64,
     },
-    /// Heads and trees do not belong to the backbone.
+    /// Heads and trees do not fit the backbone.
     #[error(transparent)]
     Draft(#[from] DraftError),
     /// The times of two engines cannot be compared.
@@ -51,50 +51,48 @@ pub enum LatencyError {
         "plain decoding runs on engine {plain}, a tree of {nodes} nodes on engine {other}; give a smaller --max-nodes, or --engine {other}"
     )]
     TwoEngines {
-        /// Of plain decoding.
+        /// Engine of plain decoding.
         plain: &'static str,
-        /// The tree's.
+        /// Nodes of the tree.
         nodes: usize,
-        /// Of the tree.
+        /// Engine of the tree.
         other: &'static str,
     },
-    /// Decoding failed.
     #[error(transparent)]
     Decode(#[from] DecodeError),
-    /// There is no tree to time.
     #[error(transparent)]
     Search(#[from] SearchError),
-    /// No time is known of any tree.
     #[error(
         "none of the trees that these heads' calibration makes was timed; measure anew, with another --latency FILE"
     )]
     NothingTimed,
 }
 
-/// What [`measure`] found.
+/// The result of [`measure`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Times {
     /// The engine that decoded, as `--engine` spells it.
     pub engine: &'static str,
-    /// A step of plain decoding.
+    /// Time of a step of plain decoding.
     pub plain_step_ms: f64,
-    /// A step with each tree, in their order.
+    /// Time of a step with each tree, in order.
     pub steps: Vec<StepTime>,
 }
 
-/// Turns of [`measure`] for so many trees: how often it calls `on_turn`.
+/// How often [`measure`] calls `on_turn` for this many trees.
 pub fn turns(trees: usize) -> usize {
     (ROUNDS + 1) * (trees + 1)
 }
 
-/// Makes the loop that will decode: plainly, or with heads and a tree.
+/// Creates the loop that will decode, with or without a drafter.
 pub type NewLoop<'l, 'a, E> = dyn Fn(Option<MedusaDrafter<'a>>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
 
-/// Times steps of plain decoding and of decoding with each tree, behind `context` tokens. All take turns, several times; the first
-/// round warms up and is thrown away. A turn's time is the median of its steps; the result is the median of the turns.
+/// Times steps of plain decoding and of decoding with each tree after `context` tokens. All take turns in several
+/// rounds; the first round warms up and is discarded. A turn's time is the median of its steps; the result is the
+/// median of the turns.
 ///
 /// # Errors
-/// [`LatencyError`], and what `new_loop` fails with.
+/// [`LatencyError`], or an error of `new_loop`.
 pub fn measure<'a, E: From<LatencyError>>(
     (backbone, heads): (&'a Llama, &'a Heads),
     trees: &'a [SparseTree],
@@ -112,7 +110,7 @@ pub fn measure<'a, E: From<LatencyError>>(
     let mut engine = None;
     for round in 0..=ROUNDS {
         for ((steps, drafter), turns_ms) in timed.iter().zip(&mut turns_ms) {
-            let mut decoding = new_loop(drafter.clone())?; // one cache at a time: a GPU has no room for all trees'
+            let mut decoding = new_loop(drafter.clone())?; // one cache at a time: a GPU cannot hold those of all trees
             let (plain, other) = (*engine.get_or_insert(decoding.engine_name()), decoding.engine_name());
             if let Some(drafter) = drafter.as_ref().filter(|_| other != plain) {
                 return Err(LatencyError::TwoEngines { plain, nodes: drafter.tree().choices().len(), other }.into());
@@ -135,7 +133,7 @@ pub fn measure<'a, E: From<LatencyError>>(
     Ok(Times { engine, plain_step_ms, steps: trees.iter().zip(medians).map(of_tree).collect() })
 }
 
-/// Steps that fit behind the context even if all guesses are right, [`STEPS`] at most.
+/// Steps that fit after the context even if all guesses are right, at most [`STEPS`].
 fn steps_within(backbone: &Llama, context: usize, depth: usize) -> Result<usize, LatencyError> {
     let max_position = backbone.config.max_position_embeddings;
     let room = usize::try_from(max_position).unwrap_or(0).saturating_sub(context + 1);
@@ -151,7 +149,7 @@ fn nonsense(context: usize, vocab_size: i64) -> Vec<i64> {
     (0..context as i64).map(|at| (1 + 7919 * at) % vocab_size).collect()
 }
 
-/// The median time between two commits of one generation, in milliseconds, without the prompt's own pass. A step commits at most
+/// The median time between two commits of one generation, in milliseconds, without the prefill. A step commits at most
 /// `depth + 1` tokens.
 fn step_ms(
     prompt: &[i64],
@@ -167,12 +165,12 @@ fn step_ms(
     Ok(between(&commits))
 }
 
-/// The median time from one commit to the next, in milliseconds.
+/// The median time between consecutive commits, in milliseconds.
 fn between(commits: &[Instant]) -> f64 {
     median(commits.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3).collect())
 }
 
-/// 0 of nothing.
+/// 0 if there are no values.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;

@@ -1,25 +1,24 @@
 //! An axis of a plot: range, linear or logarithmic scale, ticks.
 
-/// Ticks that an axis has about.
+/// Approximate number of ticks.
 const TICKS: f64 = 5.0;
-/// From this ratio of the largest to the smallest value on, a free axis is logarithmic.
+/// A free axis is logarithmic from this ratio of the largest to the smallest value.
 const DECADE: f64 = 10.0;
-/// One in so many values may be 0 or less on a logarithmic axis: they are left out.
+/// A logarithmic axis omits values of 0 or less, if they are fewer than one in this many.
 const LEFT_OUT: usize = 20;
 
-/// What an axis has to show.
+/// The range of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Range {
     /// From the first value to the last: optimizer steps.
     Tight,
-    /// Round numbers around the values; logarithmic where they span a decade. A logarithmic axis has no place for a few zeros among
-    /// them, such as the first loss of a self-distillation.
+    /// Round numbers around the values; logarithmic if they span a decade. A logarithmic axis omits a few zeros, such
+    /// as the first loss of a self-distillation.
     Free,
     /// From 0 to a round number above the values.
     FromZero,
 }
 
-/// One axis.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Axis {
     pub(super) low: f64,
@@ -29,7 +28,7 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// The axis for these values; without any, one from 0 to 1.
+    /// The axis for these values; from 0 to 1 if there are none.
     pub(super) fn of(values: impl Iterator<Item = f64>, range: Range) -> Self {
         let values: Vec<f64> = values.collect();
         let Some((low, high)) = bounds(values.iter().copied()) else { return Self::linear(0.0, 1.0) };
@@ -45,7 +44,7 @@ impl Axis {
         }
     }
 
-    /// Whether the axis has a place for a value.
+    /// Whether a value can be shown on the axis.
     pub(super) fn takes(&self, value: f64) -> bool {
         !self.logarithmic || value > 0.0
     }
@@ -76,7 +75,7 @@ impl Axis {
         Self { low, high, logarithmic: true, ticks }
     }
 
-    /// Where a value stands between the ends: 0 to 1.
+    /// Position of a value between the ends: 0 to 1.
     pub(super) fn part(&self, value: f64) -> f64 {
         if self.logarithmic {
             (value / self.low).ln() / (self.high / self.low).ln()
@@ -94,13 +93,13 @@ fn bounds(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     })
 }
 
-/// Ends that differ.
+/// Widens the range if both ends are equal.
 fn apart(low: f64, high: f64) -> (f64, f64) {
     let room = if low == 0.0 { 1.0 } else { 0.1 * low.abs() };
     if high > low { (low, high) } else { (low - room, low + room) }
 }
 
-/// 1, 2 or 5 times a power of ten: the next one above.
+/// Rounds up to 1, 2 or 5 times a power of ten.
 fn round_step(about: f64) -> f64 {
     let power = 10f64.powf(about.log10().floor());
     let digit = [1.0, 2.0, 5.0].into_iter().find(|digit| digit * power >= about * (1.0 - 1e-9));

@@ -1,4 +1,5 @@
-//! The curves of each plot: for one run, all heads in one plot; for several runs, one plot per head and one line per run.
+//! The curves of each plot: for one run, all heads in one plot; for several runs, one plot per head with one line per
+//! run.
 
 use super::axis::Range;
 use super::metrics::{curve, memory_bytes, updated};
@@ -9,28 +10,28 @@ use super::thinned::thinned;
 use crate::formats::metrics::MetricsLine;
 
 const STEP: &str = "optimizer step";
-/// Points of a line, at most: more than a plot has pixels across on most screens.
+/// Maximum number of points of a line: more than the pixels of a plot's width on most screens.
 const LINE_POINTS: usize = 600;
-/// Points of all lines of a page: about 14 bytes each, so less than a megabyte.
+/// Maximum number of points of a page: about 14 bytes each, so less than a megabyte.
 const PAGE_POINTS: usize = 60_000;
 
-/// Plots that belong together.
+/// Plots under one heading.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct PlotGroup {
     pub(super) title: &'static str,
     pub(super) plots: Vec<Plot>,
 }
 
-/// What a curve is of.
+/// The value of a curve in a line of metrics.jsonl.
 type Pick<'p> = &'p dyn Fn(&MetricsLine) -> Option<f64>;
 
-/// What a line says of each head.
+/// A per-head column of metrics.jsonl.
 type Column = fn(&MetricsLine) -> &Vec<Option<f64>>;
 
-/// Runs with the names they have on the page.
+/// A run and its name on the page.
 pub(super) type Named<'r> = (&'r Run, String);
 
-/// All curves of the runs; groups and plots without a value are left out.
+/// All curves of the runs, without empty groups and plots.
 pub(super) fn groups(runs: &[Named<'_>]) -> Vec<PlotGroup> {
     let several = runs.len() > 1;
     let accuracy = if several { accuracies_of_several(runs) } else { accuracies_of_one(runs) };
@@ -60,13 +61,13 @@ fn plot(title: impl Into<String>, unit: &'static str, range: Range, series: Vec<
     Plot { title: title.into(), x: STEP, unit, range, series }
 }
 
-/// Training and validation of one quantity, as two lines of one name.
+/// Training and validation curves of one quantity, under one name.
 fn both(run: &Run, name: &str, style: usize, pick: Pick<'_>) -> [Series; 2] {
     let of = |kind, lines: &[MetricsLine]| Series { name: name.into(), style, kind, points: curve(lines, pick) };
     [of(SeriesKind::Train, &run.metrics.train), of(SeriesKind::Marked, &run.metrics.validation)]
 }
 
-/// A plot of one quantity: of one run in ink, of several in a colour a run.
+/// A plot of one quantity: one run in ink, several in one colour each.
 fn overlaid(
     title: impl Into<String>,
     (unit, range): (&'static str, Range),
@@ -101,7 +102,7 @@ fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
     plots
 }
 
-/// One run's heads in one plot, a colour a head.
+/// One run's heads in one plot, one colour each.
 fn of_heads(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], column: Column) -> Plot {
     let factor = if unit == "%" { 100.0 } else { 1.0 };
     let of_head = |(run, head): (&Run, usize)| {
@@ -129,12 +130,12 @@ fn accuracies_of_several(runs: &[Named<'_>]) -> Vec<Plot> {
     top1.chain(top5).collect()
 }
 
-/// Training lines alone, of one run.
+/// A training curve of one run.
 fn steady((run, _): &Named<'_>, (name, style): (&str, usize), pick: Pick<'_>) -> Series {
     Series { name: name.into(), style, kind: SeriesKind::Smooth, points: curve(&run.metrics.train, pick) }
 }
 
-/// A plot of one quantity's training lines: of one run in ink, of several in a colour a run.
+/// A plot of one quantity's training curves: one run in ink, several in one colour each.
 fn steadies(title: &str, (unit, range): (&'static str, Range), runs: &[Named<'_>], pick: Pick<'_>) -> Plot {
     let series = runs.iter().enumerate().map(|(at, run)| steady(run, (&run.1, style(runs, at)), pick));
     plot(title, unit, range, series.collect())
@@ -156,7 +157,7 @@ fn optimizer(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
     plots
 }
 
-/// None in Medusa-1.
+/// `None` in Medusa-1.
 fn backbone_rate(line: &MetricsLine) -> Option<f64> {
     updated(line, |update| update.lr).filter(|_| line.lm_loss.is_some())
 }
@@ -165,7 +166,7 @@ fn heads_rate(line: &MetricsLine) -> Option<f64> {
     updated(line, |update| update.heads_lr)
 }
 
-/// In Medusa-1 there is one rate, the heads'.
+/// Medusa-1 has only the heads' rate.
 fn learning_rates(runs: &[Named<'_>]) -> Plot {
     let rates = |run| {
         let backbone = steady(run, ("backbone", 1), &backbone_rate);

@@ -8,11 +8,11 @@ use super::run::Run;
 use crate::formats::bench::BenchResult;
 use crate::formats::metrics::MetricsLine;
 
-/// One number and its label.
+/// A figure and its label.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct KeyFigure {
     pub(super) name: &'static str,
-    /// `None` where the run does not know it.
+    /// `None` if the run lacks it.
     pub(super) value: Option<String>,
     pub(super) of: &'static str,
 }
@@ -46,7 +46,7 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     ]
 }
 
-/// Top-1 of head 1: calibrated, else from the last evaluation.
+/// Top-1 accuracy of head 1: calibrated, else from the last evaluation.
 fn first_head(run: &Run) -> (Option<f64>, &'static str) {
     let calibrated = run.calibration.as_ref().and_then(|file| file.heads.first()?.accuracy.first().copied());
     match calibrated {
@@ -67,7 +67,7 @@ fn highest(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) ->
     values(lines, pick).into_iter().max_by(f64::total_cmp)
 }
 
-/// The upper median: a speed that was measured.
+/// The upper median, which is always a measured value.
 fn median(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Option<f64> {
     let mut values = values(lines, pick);
     values.sort_by(f64::total_cmp);

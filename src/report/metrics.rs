@@ -1,4 +1,4 @@
-//! Reads `metrics.jsonl`, also of a run that is still going.
+//! Reads `metrics.jsonl`, also of a running training.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit, UpdateLine
 pub(super) struct Metrics {
     pub(super) train: Vec<MetricsLine>,
     pub(super) validation: Vec<MetricsLine>,
-    /// Whether the last line was left out: it is not whole.
+    /// The last line is incomplete and was skipped.
     pub(super) torn: bool,
 }
 
@@ -22,17 +22,17 @@ impl Metrics {
         Ok(Self { train, validation, torn: file.torn })
     }
 
-    /// Optimizer steps done, as far as they are logged.
+    /// The last logged optimizer step.
     pub(super) fn last_step(&self) -> usize {
         self.train.iter().chain(&self.validation).map(|line| line.step).max().unwrap_or(0)
     }
 
-    /// How many heads the lines speak of.
+    /// The number of heads.
     pub(super) fn heads(&self) -> usize {
         self.train.iter().chain(&self.validation).map(|line| line.head_losses.len()).max().unwrap_or(0)
     }
 
-    /// Time that the logged steps took: their tokens ÷ their tokens a second. Loading, evaluations and saving are not in it.
+    /// Time of the logged steps: their tokens divided by tokens per second. Excludes loading, evaluations and saving.
     pub(super) fn seconds_of_steps(&self) -> Option<f64> {
         let mut before = 0;
         let mut seconds = 0.0;
@@ -46,7 +46,7 @@ impl Metrics {
     }
 }
 
-/// A figure of the update that the line is of.
+/// A figure of the line's update; `None` for evaluations.
 pub(super) fn updated(line: &MetricsLine, pick: impl Fn(&UpdateLine) -> f64) -> Option<f64> {
     line.update.as_ref().map(pick)
 }
@@ -55,7 +55,7 @@ pub(super) fn memory_bytes(line: &MetricsLine) -> Option<f64> {
     line.update.as_ref()?.memory_bytes.map(|bytes| bytes as f64)
 }
 
-/// Step and value of the lines that have one.
+/// Step and value of the lines that have a finite value.
 pub(super) fn curve(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Vec<(f64, f64)> {
     lines.iter().filter_map(|line| Some((line.step as f64, pick(line).filter(|value| value.is_finite())?))).collect()
 }

@@ -24,21 +24,19 @@ mod thinned;
 pub use page::render;
 pub use run::Run;
 
-/// A folder or file that no page can be made of.
+/// Why a run has no report.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
-    /// Not what `medusa-train` made.
+    /// Not a folder of `medusa-train`.
     #[error("{} is not a run folder: {missing}; give the train.output_dir of a recipe", path.display())]
     NotARun {
-        /// What was given.
         path: PathBuf,
-        /// What it lacks.
+        /// The missing file, as a clause.
         missing: &'static str,
     },
-    /// The disk said no.
     #[error(transparent)]
     File(#[from] FileError),
-    /// metrics.jsonl, but for a last line that is still being written.
+    /// An invalid metrics.jsonl; an incomplete last line is accepted.
     #[error("{_0}{}", advice(_0))]
     Metrics(#[from] MetricsError),
     /// provenance.json, calibration.json, latency.json or bench.json.
@@ -49,7 +47,7 @@ pub enum ReportError {
     Tree(#[from] TreeFileError),
 }
 
-/// What to do about a line that is not ours.
+/// The remedy for an invalid line.
 fn advice(error: &MetricsError) -> &'static str {
     match error {
         MetricsError::Line { .. } => "; expected one object per logged step: fix or remove the line",

@@ -17,10 +17,10 @@ const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("style.css");
 const SCRIPT: &str = include_str!("hover.js");
 
-/// The page of one run, or of several over each other.
+/// Renders the page of one or several runs.
 ///
 /// # Panics
-/// Never: the template is this crate's own.
+/// Never: the template is part of this crate.
 pub fn render(runs: &[Run]) -> String {
     let named: Vec<Named<'_>> = runs.iter().zip(names(runs)).collect();
     let recipes: Vec<&RecipeText> = runs.iter().map(|run| &run.recipe).collect();
@@ -31,17 +31,17 @@ pub fn render(runs: &[Run]) -> String {
         "style": STYLE,
         "script": SCRIPT,
         "groups": drawn(&named),
-        "comparison": comparison(runs), // of several runs
+        "comparison": comparison(runs), // for several runs
         "differences": differences(&recipes),
         "runs": sections.collect::<Vec<_>>(),
     });
     let mut environment = Environment::new();
     environment.set_undefined_behavior(UndefinedBehavior::Strict);
-    // Its name ends in .html: whatever is not marked as safe in the template is escaped.
+    // Because the name ends in .html, everything not marked as safe in the template is escaped.
     environment.render_named_str("page.html", TEMPLATE, Serde(page)).expect("our own template and all that it names")
 }
 
-/// The folders' own names where they differ, else their paths.
+/// The folders' names if they are distinct, else their paths.
 fn names(runs: &[Run]) -> Vec<String> {
     let short: Vec<String> = runs.iter().map(Run::short_name).collect();
     let is_own = short.iter().collect::<BTreeSet<_>>().len() == short.len();
@@ -58,7 +58,7 @@ fn drawn(runs: &[Named<'_>]) -> Vec<Value> {
     curves::groups(runs).into_iter().map(&mut group).collect()
 }
 
-/// Key figures of every run: rows that any has a value for.
+/// Key figures of every run: the rows for which any run has a value.
 fn comparison(runs: &[Run]) -> Vec<Value> {
     let figures: Vec<_> = runs.iter().map(key_figures).collect();
     let row = |at: usize| {

@@ -1,4 +1,4 @@
-//! Curves as SVG. Colours, dashes and widths come from the page's stylesheet through classes.
+//! Draws curves as SVG. Colours, dashes and widths come from the page's stylesheet through classes.
 
 use std::fmt::Write;
 
@@ -10,72 +10,70 @@ use super::readable::{grouped, number, tick};
 
 const WIDTH: f64 = 440.0;
 const HEIGHT: f64 = 236.0;
-/// Room for labels around the lines: wide enough for `0.005` in the large type of a phone.
+/// Margins for labels: wide enough for `0.005` in the large type of a phone.
 const LEFT: f64 = 46.0;
 const RIGHT: f64 = WIDTH - 16.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 40.0;
-/// Lines of more points have no markers.
+/// Lines with more points have no markers.
 const MARKED: usize = 40;
-/// Styles that the page has besides 0, which is plain ink.
+/// Styles of the page's stylesheet besides 0, which is plain ink.
 const STYLES: usize = 7;
 
 /// How a line is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SeriesKind {
-    /// Thin: rows being trained on, noisy.
+    /// Thin: noisy training rows.
     Train,
-    /// With markers: held-out rows, and what was measured at a few points.
+    /// With markers: validation rows, and measurements at a few points.
     Marked,
-    /// A line without markers.
+    /// Without markers.
     Smooth,
 }
 
-/// One line.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Series {
-    /// As the legend has it: lines of one name share their colour and dashes.
+    /// Name in the legend; lines with the same name share their colour and dashes.
     pub(super) name: String,
-    /// 0 is plain ink; others have colours and dashes of their own.
+    /// 0 is plain ink; others have their own colours and dashes.
     pub(super) style: usize,
     pub(super) kind: SeriesKind,
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// Lines over the same axes.
+/// Lines on the same axes.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Plot {
     pub(super) title: String,
-    /// What the horizontal axis counts.
+    /// Name of the horizontal axis.
     pub(super) x: &'static str,
-    /// The vertical axis' unit; empty where the title says all.
+    /// Unit of the vertical axis; empty if the title suffices.
     pub(super) unit: &'static str,
     pub(super) range: Range,
     pub(super) series: Vec<Series>,
 }
 
-/// An entry of a legend.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct LegendEntry {
     name: String,
     style: usize,
 }
 
-/// A plot as a page takes it.
+/// A drawn plot for the page's template.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Drawn {
     title: String,
     unit: &'static str,
     logarithmic: bool,
     legend: Vec<LegendEntry>,
-    /// Whether both sorts of lines are in it, so that the legend has to tell them apart.
+    /// With both kinds of lines, the legend explains the difference.
     has_train: bool,
     has_marked: bool,
     svg: String,
 }
 
 impl Series {
-    /// Training lines are thin beside those of validation, and lines like others without them.
+    /// Training lines are thin only beside validation lines.
     fn class(&self, of_several_kinds: bool) -> String {
         let kind = match self.kind {
             SeriesKind::Train if of_several_kinds => "train",
@@ -99,12 +97,12 @@ fn style_class(style: usize) -> usize {
 }
 
 impl Plot {
-    /// Whether there is anything to draw.
+    /// Whether there is nothing to draw.
     pub(super) fn is_empty(&self) -> bool {
         self.series.iter().all(|series| series.points.is_empty())
     }
 
-    /// The picture and its legend. `id` is the page's own for it.
+    /// Draws the plot and its legend. `id` must be unique on the page.
     pub(super) fn draw(&self, id: &str) -> Drawn {
         let points = || self.series.iter().flat_map(|series| series.points.iter().copied());
         let x = Axis::of(points().map(|point| point.0), Range::Tight);
@@ -133,7 +131,7 @@ impl Plot {
         entries
     }
 
-    /// The element with its words for those who do not see it, and with the axes in numbers for the pointer's values.
+    /// The opening tag with a description for screen readers, and with the axes' ranges for the pointer script.
     fn opening(&self, id: &str, x: &Axis, y: &Axis, of_several_kinds: bool) -> String {
         let axis = |axis: &Axis| format!("{},{},{}", axis.low, axis.high, u8::from(axis.logarithmic));
         format!(
@@ -149,7 +147,7 @@ impl Plot {
         )
     }
 
-    /// From where to where each line goes.
+    /// The first and last value of each line.
     fn described(&self, of_several_kinds: bool) -> String {
         let described = |series: &Series| {
             let ((from, first), (to, last)) = (series.points.first()?, series.points.last()?);
@@ -179,7 +177,7 @@ fn grid(x: &Axis, y: &Axis, x_name: &str, svg: &mut String) {
             "<line x1=\"{LEFT}\" x2=\"{RIGHT}\" y1=\"{at:.1}\" y2=\"{at:.1}\"/><text class=\"y\" x=\"{:.1}\" y=\"{:.1}\">{label}</text>",
             LEFT - 7.0,
             at + 4.0
-        ); // a String takes all
+        ); // writing to a String cannot fail
     }
     for &value in &x.ticks {
         let (at, label, below) = (x_of(x, value), tick(value), BOTTOM + 17.0);
@@ -187,10 +185,10 @@ fn grid(x: &Axis, y: &Axis, x_name: &str, svg: &mut String) {
             svg,
             "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{BOTTOM}\" y2=\"{:.1}\"/><text class=\"x\" x=\"{at:.1}\" y=\"{below:.1}\">{label}</text>",
             BOTTOM + 4.0
-        ); // likewise
+        ); // as above
     }
     let middle = f64::midpoint(LEFT, RIGHT);
-    let _ = writeln!(svg, "<text class=\"x name\" x=\"{middle:.1}\" y=\"{:.1}\">{x_name}</text></g>", HEIGHT - 5.0); // likewise
+    let _ = writeln!(svg, "<text class=\"x name\" x=\"{middle:.1}\" y=\"{:.1}\">{x_name}</text></g>", HEIGHT - 5.0); // as above
 }
 
 fn line(series: &Series, (class, name): (&str, &str), (x, y): (&Axis, &Axis), svg: &mut String) {
@@ -199,15 +197,15 @@ fn line(series: &Series, (class, name): (&str, &str), (x, y): (&Axis, &Axis), sv
     if places.is_empty() {
         return;
     }
-    let _ = write!(svg, "<g class=\"{class}\"><path data-name=\"{}\" d=\"M", HtmlEscape(name)); // a String takes all
+    let _ = write!(svg, "<g class=\"{class}\"><path data-name=\"{}\" d=\"M", HtmlEscape(name)); // writing to a String cannot fail
     for (x, y) in &places {
-        let _ = write!(svg, "{x:.2} {y:.2} "); // likewise
+        let _ = write!(svg, "{x:.2} {y:.2} "); // as above
     }
     svg.push_str("\"/>");
-    // A single point is no line: it would not be seen.
+    // A single point makes an invisible line, so it gets a marker.
     let is_marked = series.kind == SeriesKind::Marked && places.len() <= MARKED;
     for (x, y) in places.iter().filter(|_| is_marked || places.len() == 1) {
-        let _ = write!(svg, "<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"2.6\"/>"); // likewise
+        let _ = write!(svg, "<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"2.6\"/>"); // as above
     }
     svg.push_str("</g>\n");
 }

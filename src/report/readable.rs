@@ -1,6 +1,6 @@
 //! Formats numbers for people.
 
-/// Three digits that matter, thousands apart: `9,001`, `45.8`, `2.70`, `0.0123`, `5e-4`.
+/// Three significant digits, thousands separated: `9,001`, `45.8`, `2.70`, `0.0123`, `5e-4`.
 pub(super) fn number(value: f64) -> String {
     let size = rounded(value.abs(), 3);
     match size {
@@ -12,12 +12,12 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-/// A number to so many significant digits; what its text then shows is not longer.
+/// Rounds to significant digits, so that the shortest text of the result has no more.
 pub(super) fn rounded(value: f64, digits: usize) -> f64 {
-    format!("{value:.*e}", digits.saturating_sub(1)).parse().unwrap_or(value) // infinite ones stay as they are
+    format!("{value:.*e}", digits.saturating_sub(1)).parse().unwrap_or(value) // infinite values stay as they are
 }
 
-/// A whole number, thousands apart.
+/// A whole number with thousands separated.
 pub(super) fn grouped(value: f64) -> String {
     let digits = format!("{:.0}", value.abs());
     let mut text = String::from(if value < 0.0 { "−" } else { "" });
@@ -30,23 +30,23 @@ pub(super) fn grouped(value: f64) -> String {
     text
 }
 
-/// A share of one as per cent.
+/// A fraction as a percentage.
 pub(super) fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// Bytes, with the unit that suits them.
+/// Bytes with a suitable unit.
 pub(super) fn bytes(count: f64) -> String {
     let (divisor, unit) = byte_unit(count);
     format!("{:.*} {unit}", usize::from(count / divisor < 100.0), count / divisor)
 }
 
-/// What to divide bytes by, and the unit that they are in then.
+/// The divisor and name of a unit for up to `largest` bytes.
 pub(super) fn byte_unit(largest: f64) -> (f64, &'static str) {
     if largest >= f64::from(1 << 30) { (f64::from(1 << 30), "GiB") } else { (f64::from(1 << 20), "MiB") }
 }
 
-/// Seconds, with no more units than they need.
+/// Seconds in at most two units.
 pub(super) fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64; // negative and NaN are 0
     match whole {
@@ -57,7 +57,7 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// A time as provenance.json has it, with a blank between day and hour.
+/// A time of provenance.json with a blank between day and hour.
 pub(super) fn time(rfc3339: &str) -> String {
     match rfc3339.strip_suffix('Z').and_then(|time| time.split_once('T')) {
         Some((day, hour)) => format!("{day} {hour} UTC"),
@@ -65,7 +65,7 @@ pub(super) fn time(rfc3339: &str) -> String {
     }
 }
 
-/// The label of a tick: short, for numbers that were chosen to be round.
+/// A short label of a tick, which is a round number.
 pub(super) fn tick(value: f64) -> String {
     let value = rounded(value, 4);
     match value.abs() {

@@ -1,37 +1,31 @@
-//! A run's recipe as it lies in its folder: lines to show, and keys to compare.
+//! A run's recipe as text: lines to show, and keys to compare.
 //!
-//! It is never read as TOML here, that is `recipe`'s: a resolved recipe has one key a line, and a page shows it as it is written.
+//! It is not parsed as TOML, which is the job of `recipe`: a resolved recipe has one key per line, and the page shows
+//! it unchanged.
 
 use serde::Serialize;
 
-/// One line of a recipe.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum RecipeLine {
     /// `[stage.medusa2]`
     Table(String),
     /// `rank = 32`
-    Pair {
-        /// Before the sign.
-        key: String,
-        /// Behind it.
-        value: String,
-    },
-    /// A comment, an empty line, or what belongs to the line before.
+    Pair { key: String, value: String },
+    /// A comment, an empty line, or a continuation of the line before.
     Other(String),
 }
 
-/// A whole recipe.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct RecipeText {
     pub(super) lines: Vec<RecipeLine>,
 }
 
-/// A key that recipes do not agree on.
+/// A key whose values differ between recipes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct RecipeDifference {
     pub(super) key: String,
-    /// One a recipe; `None` where it has no such key.
+    /// One per recipe; `None` if it lacks the key.
     pub(super) values: Vec<Option<String>>,
 }
 
@@ -40,7 +34,7 @@ impl RecipeText {
         Self { lines: text.lines().map(line).collect() }
     }
 
-    /// Keys with their tables before them, and their values as written; a table is a key without a value.
+    /// Keys prefixed with their tables, and their values as written; a table counts as a key with the value "present".
     pub(super) fn keys(&self) -> Vec<(String, &str)> {
         let mut table = String::new();
         let mut keys = Vec::new();
@@ -76,18 +70,18 @@ fn line(text: &str) -> RecipeLine {
     }
 }
 
-/// A string as its writer meant it, as far as JSON and TOML spell it alike; anything else as it stands.
+/// Unquotes a string where JSON and TOML agree; returns anything else unchanged.
 fn unquoted(value: &str) -> String {
     let literal = value.strip_prefix('\'').and_then(|rest| rest.strip_suffix('\''));
     literal.map_or_else(|| serde_json::from_str(value).unwrap_or_else(|_| value.to_owned()), str::to_owned)
 }
 
-/// Keys that the recipes do not agree on, in the order of the recipes.
+/// Keys whose values differ, in the order of the recipes.
 pub(super) fn differences(recipes: &[&RecipeText]) -> Vec<RecipeDifference> {
     let all: Vec<Vec<(String, &str)>> = recipes.iter().map(|recipe| recipe.keys()).collect();
     let mut names: Vec<&String> = Vec::new();
     for keys in &all {
-        // A key that only this recipe has stands behind the one before it.
+        // A key that only this recipe has goes after the key before it.
         let mut at = 0;
         for (name, _) in keys {
             let known = names.iter().position(|known| *known == name);

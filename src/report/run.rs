@@ -1,4 +1,4 @@
-//! Reads a run's folder: the files of training, and measurements added since.
+//! Reads a run's folder: the files of training, and later measurements.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ pub struct Run {
     pub(super) calibration: Option<Calibration>,
     pub(super) tree: Option<(SparseTree, TreeFile)>,
     pub(super) latency: Option<Latency>,
-    /// Of a sweep the first is shown.
+    /// Of a sweep, the report shows the first result.
     pub(super) bench: Vec<BenchResult>,
 }
 
@@ -37,7 +37,7 @@ impl Run {
     /// Reads a folder with a recipe.toml; other files may be missing.
     ///
     /// # Errors
-    /// [`ReportError`]: no run's folder, or a file in it that is broken.
+    /// [`ReportError`]: not a run folder, or an invalid file in it.
     pub fn read(path: &Path) -> Result<Self, ReportError> {
         let not_a_run = |missing| ReportError::NotARun { path: path.to_owned(), missing };
         if !path.is_dir() {
@@ -74,7 +74,7 @@ impl Run {
         notes.into_iter().filter_map(|(holds, note)| holds.then_some(note)).collect()
     }
 
-    /// The folder's own name; of `.` and the like, the one it has in full.
+    /// The folder's name; for `.` and the like, that of the full path.
     pub(super) fn short_name(&self) -> String {
         let own = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
         let in_full = || self.path.canonicalize().ok().and_then(|path| own(&path));

@@ -16,12 +16,12 @@ use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, TREE};
 use crate::tree::drawing;
 use crate::tree::search;
 
-/// Lists of files with their SHA-256 in provenance.json.
+/// Keys of provenance.json that list files with their SHA-256.
 const HASHED: [&str; 3] = ["data", "backbone_files", "init_from_files"];
-/// Leaves of a tree that fits in half of the page.
+/// Trees with more leaves take the full width of the page.
 const WIDE_TREE: usize = 15;
 
-/// One run, as the template takes it; `at` counts the runs of the page, `name` is the run's own on it.
+/// A run's data for the template. `at` numbers the runs of the page, `name` is the run's name on it.
 pub(super) fn sections(run: &Run, at: usize, name: &str) -> Value {
     let id = format!("run{at}");
     json!({
@@ -67,7 +67,7 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
 
 /// The calibrated accuracies, one row per head; a cell's shade is 0 to 1.
 fn accuracies(calibration: &Calibration) -> Value {
-    // Second guesses are right a few times in a hundred: the square root keeps such shares distinguishable from 0.
+    // Second guesses are right a few times in a hundred; the square root keeps their shade distinguishable from 0.
     let cell = |&share: &f64| json!({"text": percent(share), "shade": share.clamp(0.0, 1.0).sqrt()});
     let row = |head: &HeadAccuracy| {
         json!({
@@ -152,7 +152,7 @@ fn speeds(bench: &BenchResult, run: &Run) -> Value {
     })
 }
 
-/// A JSON value for people: words as a command line, snapshots as `id@commit`, data by its counts.
+/// A JSON value as text: words as a command line, snapshots as `id@commit`, data as its counts.
 fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
@@ -170,7 +170,7 @@ fn plain(value: &Value) -> String {
     }
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "_-./=:,@+%".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

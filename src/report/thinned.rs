@@ -1,7 +1,7 @@
-//! Reduces curves of many points to few without changing how they look.
+//! Reduces the points of a curve without changing its look.
 
-/// At most `most` of the points, in their order: the first, the last, and of equal buckets between them the lowest and the highest.
-/// So every spike stays, unlike with means or with every n-th point.
+/// Reduces `points` to at most `most`, in order: the first, the last, and the lowest and highest of equal buckets
+/// between them. Unlike means or every n-th point, this keeps all spikes.
 pub(super) fn thinned(points: &[(f64, f64)], most: usize) -> Vec<(f64, f64)> {
     let (first, between, last) = match points {
         [first, between @ .., last] if points.len() > most.max(4) => (*first, between, *last),

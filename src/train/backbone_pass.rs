@@ -1,5 +1,6 @@
-//! The backbone's pass over a micro batch. Frozen: hidden states are computed or read from the cache. Trained: the activations are
-//! kept until the losses have produced the gradient of the hidden states, then the pass runs backward.
+//! The backbone's pass over a micro batch. A frozen backbone's hidden states are computed or read from the cache. A
+//! trained backbone keeps its activations until the losses have produced the gradient of the hidden states, then runs
+//! backward.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden
 use tch::{Kind, Tensor};
@@ -15,38 +16,37 @@ use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
 use crate::train::targets::BatchTargets;
 
-/// A backbone with the plan of its training.
+/// A backbone and its training plan.
 #[derive(Debug)]
 pub struct TrainingBackbone<'r> {
     backbone: &'r Llama,
     plan: &'r TrainPlan,
-    /// Of a frozen one, where the plan keeps them.
+    /// The cache of a frozen backbone's hidden states, if the plan has one.
     kept: Option<KeptStates<'r>>,
 }
 
-/// One micro batch behind the backbone.
+/// The forward pass of one micro batch.
 #[derive(Debug)]
 pub struct BackbonePass<'r> {
-    /// From which heads and LM head predict.
+    /// Input of the heads and the LM head.
     pub states: BatchStates,
-    /// The LM head as this pass computes with it.
+    /// The LM head with the adapters of this pass.
     pub lm_head: OutputLayer<'r>,
-    /// Absent where the LM head is frozen.
+    /// `None` if the LM head is frozen.
     lm_target: Option<LmTarget>,
-    /// Absent where the backbone is frozen, and at evaluation.
+    /// `None` if the backbone is frozen, and at evaluation.
     way_back: Option<WayBack<'r>>,
 }
 
-/// What the LM head is trained on.
+/// The LM head's training target.
 #[derive(Debug)]
 enum LmTarget {
-    /// The next token.
     Tokens,
-    /// The distribution of the backbone without adapters, given its hidden states `[N, H]`.
+    /// The distribution of the backbone without adapters, as its hidden states `[N, H]`.
     Teacher(Tensor),
 }
 
-/// A pass that waits for the gradient of its hidden states.
+/// A forward pass that waits for the gradient of its hidden states.
 #[derive(Debug)]
 struct WayBack<'r> {
     tape: Tape<'r>,
@@ -58,22 +58,23 @@ struct WayBack<'r> {
 /// Summed losses of the LM head at evaluation, float64 scalars.
 #[derive(Debug)]
 pub struct LmEvaluation {
-    /// What the plan trains it on.
+    /// The training loss.
     pub loss: Tensor,
-    /// Of the next token: the logarithm of the perplexity, times the targets.
+    /// Cross-entropy of the next token, summed over the targets; its mean is the logarithm of the perplexity.
     pub cross_entropy: Tensor,
 }
 
 impl<'r> TrainingBackbone<'r> {
-    /// `backbone` as it was loaded for `plan`; `kept`, where the plan keeps the hidden states of a frozen one.
+    /// `backbone` must be loaded for `plan`. `kept` is the cache of a frozen backbone's hidden states, if the plan has
+    /// one.
     pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, kept: Option<KeptStates<'r>>) -> Self {
         Self { backbone, plan, kept }
     }
 
-    /// Runs the backbone over micro batch `micro` of step `step`, and the teacher where there is one.
+    /// Runs the backbone over micro batch `micro` of step `step`, and the teacher if there is one.
     ///
     /// # Errors
-    /// [`HiddenStatesError`]; computing alone never fails so.
+    /// [`HiddenStatesError`] if the cache fails.
     pub fn forward(&mut self, batch: &Batch, step: usize, micro: usize) -> Result<BackbonePass<'r>, HiddenStatesError> {
         if self.plan.trained.is_frozen() {
             let kept = self.kept.as_mut().map(|kept| kept.of(batch)).transpose()?;
@@ -91,7 +92,7 @@ impl<'r> TrainingBackbone<'r> {
         Ok(BackbonePass { lm_target, way_back, ..self.pass(BatchStates::all(hidden_nh), adapters) })
     }
 
-    /// A batch as it is served: with adapters, without dropout; nothing is kept for a backward pass.
+    /// Evaluates a batch with adapters and without dropout; keeps nothing for a backward pass.
     pub fn evaluate(&self, batch: &Batch) -> BackbonePass<'r> {
         let (inputs, is_frozen) = (inputs(self.backbone, batch), self.plan.trained.is_frozen());
         let adapters = if is_frozen { Adapters::Off } else { Adapters::On };
@@ -100,7 +101,7 @@ impl<'r> TrainingBackbone<'r> {
         BackbonePass { lm_target, ..self.pass(states, adapters) }
     }
 
-    /// Makes the hidden states that were computed so far last: later runs find them.
+    /// Commits the hidden states computed so far, so that later runs find them.
     ///
     /// # Errors
     /// [`HiddenStatesError::Io`].
@@ -108,7 +109,7 @@ impl<'r> TrainingBackbone<'r> {
         self.kept.as_mut().map_or(Ok(()), KeptStates::commit)
     }
 
-    /// Behind a backbone that is not trained.
+    /// The pass of a frozen backbone.
     fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
         let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), adapters);
         BackbonePass { states, lm_head, lm_target: None, way_back: None }
@@ -121,7 +122,7 @@ impl<'r> TrainingBackbone<'r> {
         LmTarget::Teacher(hidden_states(self.backbone, inputs, Adapters::Off))
     }
 
-    /// Dropout of every pass is drawn from the run's seed, the step and the micro batch.
+    /// Seeds the dropout of a pass from the run's seed, the step and the micro batch.
     fn seed_of(&self, step: usize, micro: usize) -> u64 {
         let pass = (step as u64).wrapping_mul(1 << 20).wrapping_add(micro as u64 + 1);
         self.plan.train.seed ^ pass.wrapping_mul(0xD6E8_FEB8_6659_FD93)
@@ -129,12 +130,12 @@ impl<'r> TrainingBackbone<'r> {
 }
 
 impl BackbonePass<'_> {
-    /// Where losses add the gradient of the hidden states, `[N, H]` float32; `None` where nothing before them is trained.
+    /// The sum of the hidden states' gradients, `[N, H]` float32; `None` if nothing before them is trained.
     pub fn dhidden_nh(&self) -> Option<&Tensor> {
         self.way_back.as_ref().map(|way_back| &way_back.dhidden_nh)
     }
 
-    /// Summed loss of the LM head, a float64 scalar; its gradients times `scale` are added. `None` where it is frozen.
+    /// Summed loss of the LM head, a float64 scalar; adds its gradients times `scale`. `None` if the LM head is frozen.
     pub fn lm_loss(&self, state: &TrainState, targets: &BatchTargets, scale: f64) -> Option<Tensor> {
         let (lm_target, gradients) = (self.lm_target.as_ref()?, state.lm_gradients(self.dhidden_nh()?));
         let (hidden_nh, targets, into) =
@@ -145,7 +146,7 @@ impl BackbonePass<'_> {
         })
     }
 
-    /// The losses of the LM head without gradients; `None` where it is frozen.
+    /// The losses of the LM head without gradients; `None` if it is frozen.
     pub fn lm_evaluation(&self, targets: &BatchTargets) -> Option<LmEvaluation> {
         let (lm_target, hidden_nh) = (self.lm_target.as_ref()?, &self.states.hidden_nh);
         let targets = targets.of_lm_head(&self.states);
@@ -157,7 +158,7 @@ impl BackbonePass<'_> {
         Some(LmEvaluation { loss, cross_entropy })
     }
 
-    /// Sends the gradient that the losses left in [`BackbonePass::dhidden_nh`] back through the backbone.
+    /// Propagates the gradient in [`BackbonePass::dhidden_nh`] back through the backbone.
     pub fn backward(self, state: &TrainState) {
         let Some(WayBack { tape, size_bth, dhidden_nh }) = self.way_back else { return };
         let dhidden_bth = dhidden_nh.to_kind(self.states.hidden_nh.kind()).view(size_bth.as_slice());

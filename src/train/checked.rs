@@ -1,5 +1,5 @@
-//! A plan with everything that is checked and read before the backbone's weights: rows, tokenizer, config, tensor headers and the
-//! memory plan.
+//! A plan with everything that is read and checked before the backbone's weights: rows, tokenizer, config, tensor
+//! headers and the memory plan.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -22,33 +22,28 @@ use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::plan::TrainPlan;
 
-/// All that a run needs but the numbers of its backbone, loaded and checked.
+/// Everything that a run needs except the backbone's weights, read and checked.
 #[derive(Debug)]
 pub struct CheckedRun {
-    /// What is trained.
     pub plan: TrainPlan,
     pub(super) config: LlamaConfig,
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
-    /// Whether the backbone's folder has weights, whose headers were checked then.
+    /// Whether the backbone's folder has weights, whose headers were then checked.
     pub has_weights: bool,
-    /// What was read to train on.
     pub train_report: LoadReport,
-    /// What was read to validate on.
     pub validation_report: Option<LoadReport>,
-    /// How the training rows became sequences.
     pub pack_report: PackReport,
     /// Optimizer steps of the whole run.
     pub total_steps: usize,
-    /// The heads to train.
     pub heads_shape: HeadsShape,
-    /// Bytes on disk that `train.hidden_state_cache` takes, where the plan has it.
+    /// Bytes on disk of `train.hidden_state_cache`, if the plan has one.
     pub hidden_state_bytes: Option<u64>,
 }
 
 impl CheckedRun {
-    /// Reads rows, tokenizer and config, and checks them against each other and against the headers of the backbone's weights,
-    /// where there are some; writes nothing. `watch` hears how far reading rows is.
+    /// Reads rows, tokenizer and config, and checks them against each other and against the headers of the backbone's
+    /// weights, if it has any. Writes nothing. `watch` receives the progress of reading rows.
     ///
     /// # Errors
     /// [`TrainError`].
@@ -86,7 +81,7 @@ impl CheckedRun {
         })
     }
 
-    /// The memory that the run will take.
+    /// Plans the run's memory.
     pub fn memory(&self) -> MemoryPlan {
         let TrainPlan { backbone, trained, optimizer, train, device, .. } = &self.plan;
         let sequences = self.train.sequences();
@@ -106,15 +101,15 @@ impl CheckedRun {
         })
     }
 
-    /// Sequences to train on and to validate on.
+    /// Numbers of training and validation sequences.
     pub fn sequence_counts(&self) -> (usize, usize) {
         (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
     }
 
-    /// The micro batches of an optimizer step, counted from 0.
+    /// The micro batches of an optimizer step (0-based).
     ///
     /// # Errors
-    /// Kept tokens that are damaged.
+    /// A damaged token cache.
     pub fn batches(&self, step: usize) -> Result<Vec<Batch>, TrainError> {
         Ok(self.train.step(step).map_err(DataError::from)?)
     }
@@ -125,7 +120,7 @@ impl CheckedRun {
     }
 }
 
-/// `train.max_steps`, or `train.epochs` of so many steps.
+/// `train.max_steps`, or `train.epochs` times the steps of an epoch.
 fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainError> {
     if let Some(steps) = plan.train.max_steps {
         return Ok(steps.get());
@@ -143,7 +138,7 @@ fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {
     }
 }
 
-/// The backbone without its numbers, with the adapter that it starts from.
+/// The backbone's config and tensor names without its weights, with the adapter that it starts from.
 fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
     let (mut outline, has_weights) = Llama::outline(Path::new(&plan.backbone.path))?;
     if let Some(lora) = plan.trained.lora()
@@ -154,7 +149,7 @@ fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
     Ok((outline, has_weights))
 }
 
-/// `heads.init_from`: what is wrong with them is told before anything is written.
+/// Checks `heads.init_from` before anything is written.
 fn check_heads_to_start_from(
     heads: &HeadsConfig,
     expected: HeadsShape,
@@ -165,7 +160,7 @@ fn check_heads_to_start_from(
     if got == expected { Ok(()) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
 }
 
-/// Rows of tokens need no tokenizer, so a folder without one is no error here.
+/// Rows of tokens need no tokenizer, so a folder without one is accepted.
 fn load_tokenizer(folder: &Path, vocab_size: i64) -> Result<Option<TextTokenizer>, TrainError> {
     if !folder.join("tokenizer.json").exists() {
         return Ok(None);
@@ -231,7 +226,7 @@ fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
     missing.first().map_or(Ok(()), |&head| Err(TrainError::NoTargetForHead { head, ahead: head + 1 }))
 }
 
-/// Reads all labels, where the recipe keeps hidden states.
+/// Reads all labels if the recipe caches hidden states.
 fn hidden_state_bytes(plan: &TrainPlan, config: &LlamaConfig, train: &Loader) -> Result<Option<u64>, TrainError> {
     let (num_heads, kind) = (plan.heads.medusa_num_heads.get(), plan.backbone.dtype.kind());
     if plan.train.hidden_state_cache.is_none() {

@@ -1,4 +1,4 @@
-//! Checkpoints `step-000200/` and `final/`: written atomically, and resumed from the newest one.
+//! Checkpoints `step-000200/` and `final/`: written atomically; a run resumes from the newest one.
 
 use std::fs;
 use std::io;
@@ -22,32 +22,22 @@ use crate::train::state::TrainState;
 
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const STATE_FILE: &str = "state.json";
-/// The weights of a backbone that is trained as a whole: float32 masters.
+/// Float32 master weights of a fully trained backbone.
 const BACKBONE_FILE: &str = "backbone.safetensors";
-/// What can go wrong with a run's folder.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The disk.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A weights file.
     #[error(transparent)]
     Weights(#[from] WeightsError),
-    /// An adapter's files.
     #[error(transparent)]
     Adapter(#[from] PeftError),
-    /// A backbone's folder.
     #[error(transparent)]
     Backbone(#[from] FolderError),
-    /// `state.json` of a checkpoint.
+    /// An invalid `state.json`.
     #[error("{}: {source}", path.display())]
-    State {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        source: serde_json::Error,
-    },
-    /// The state of another optimizer.
+    State { path: PathBuf, source: serde_json::Error },
+    /// The checkpoint has the state of another optimizer.
     #[error(
         "{} was saved with optimizer.name = \"{saved}\", this run has \"{ours}\", which keeps other moments: continue with \"{saved}\", or train in another folder",
         path.display()
@@ -55,30 +45,28 @@ pub enum CheckpointError {
     Optimizer {
         /// The checkpoint.
         path: PathBuf,
-        /// Its optimizer.
         saved: OptimizerName,
-        /// The recipe's.
+        /// The recipe's optimizer.
         ours: OptimizerName,
     },
 }
 
-/// `state.json`: where the run stands.
+/// `state.json`: the run's progress.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct SavedState {
     step: usize,
     tokens: u64,
-    /// Absent in checkpoints from before there was more than one.
+    /// Absent in checkpoints written when there was only one optimizer.
     #[serde(default)]
     optimizer: OptimizerName,
     optimizer_updates: i32,
 }
 
-/// A run's checkpoints: heads, and what the plan trains of the backbone.
+/// Writes and reads a run's checkpoints: heads, and the trained part of the backbone.
 #[derive(Debug, Clone, Copy)]
 pub struct Checkpoints<'r> {
-    /// Where, and what is trained.
     pub plan: &'r TrainPlan,
-    /// With its adapters, or with float32 masters where all of it is trained.
+    /// With its adapters, or with float32 master weights if it is fully trained.
     pub backbone: &'r Llama,
 }
 
@@ -86,7 +74,7 @@ impl<'r> Checkpoints<'r> {
     /// Writes `step-NNNNNN/` and removes older checkpoints beyond `train.keep_checkpoints`.
     ///
     /// # Errors
-    /// [`CheckpointError`]; nothing half-written is left, older checkpoints stay.
+    /// [`CheckpointError`]; nothing half-written is left, and older checkpoints stay.
     pub fn save_step(&self, state: &TrainState) -> Result<PathBuf, CheckpointError> {
         let path = self.run().join(run_folder::step_folder(state.step));
         let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
@@ -111,7 +99,7 @@ impl<'r> Checkpoints<'r> {
         Ok(path)
     }
 
-    /// Writes `final/`: heads and their config, and what was trained of the backbone.
+    /// Writes `final/`: heads, their config, and the trained part of the backbone.
     ///
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
@@ -138,7 +126,7 @@ impl<'r> Checkpoints<'r> {
         Ok(path)
     }
 
-    /// The newest checkpoint; a folder of this name is always whole.
+    /// The newest checkpoint; a folder with a checkpoint's name is always complete.
     ///
     /// # Errors
     /// [`FileError`].
@@ -146,10 +134,10 @@ impl<'r> Checkpoints<'r> {
         Ok(steps(self.run())?.pop().map(|(_, path)| path))
     }
 
-    /// Puts a checkpoint's parameters, optimizer state and step into `state`.
+    /// Restores parameters, optimizer state and step from a checkpoint into `state`.
     ///
     /// # Errors
-    /// [`CheckpointError`], where a file is damaged, of another shape or of another optimizer.
+    /// [`CheckpointError`] if a file is damaged or has another shape or another optimizer.
     pub fn restore(&self, checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
         let path = checkpoint.join(STATE_FILE);
         let text = fs::read(&path).map_err(failed("read", &path))?;
@@ -211,7 +199,7 @@ fn restore_parameters<'p>(file: &Path, parameters: impl Iterator<Item = &'p Para
     Ok(())
 }
 
-/// Removes what an interrupted write left behind.
+/// Removes the leftovers of interrupted writes.
 ///
 /// # Errors
 /// [`FileError`].
@@ -223,7 +211,7 @@ pub fn remove_partial(run: &Path) -> Result<(), FileError> {
     Ok(())
 }
 
-/// Whether a folder holds anything but leftovers of interrupted writes.
+/// Whether a folder holds anything besides leftovers of interrupted writes.
 ///
 /// # Errors
 /// [`FileError`].
@@ -231,7 +219,7 @@ pub fn holds_a_run(run: &Path) -> Result<bool, FileError> {
     Ok(run.exists() && entries(run)?.iter().any(|path| !file_name(path).is_some_and(is_partial)))
 }
 
-/// Whether a folder holds `name` and, besides leftovers of interrupted writes, nothing else.
+/// Whether a folder holds only `name`, besides leftovers of interrupted writes.
 ///
 /// # Errors
 /// [`FileError`].

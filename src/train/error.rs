@@ -18,74 +18,56 @@ use crate::train::step::StepError;
 /// Why a run failed or did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// The backbone.
     #[error(transparent)]
     Backbone(#[from] LoadError),
-    /// The heads to start from.
     #[error("heads.init_from: {0}")]
     InitFrom(#[from] HeadsError),
-    /// The heads to start from have another shape than the recipe's.
+    /// The heads in `heads.init_from` differ in shape from the recipe's.
     #[error("heads.init_from {}: expected {}, as in the recipe, got {}", path.display(), in_words(expected), in_words(got))]
     InitShape {
-        /// The folder.
         path: PathBuf,
-        /// The recipe's.
+        /// The recipe's shape.
         expected: HeadsShape,
-        /// The folder's.
+        /// The folder's shape.
         got: HeadsShape,
     },
-    /// The adapter to start from.
+    /// The adapter in `stage.medusa2.lora.init_from`.
     #[error("stage.medusa2.lora.init_from: {0}")]
     Adapter(#[from] PeftError),
-    /// The tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] TokenizeError),
-    /// The rows.
     #[error("{_0}{}", skipping(_0))]
     Data(#[from] DataError),
-    /// Rows from which a head can learn nothing.
+    /// No row is long enough for a head to have a target.
     #[error(
         "head {head} has no target in the training data: it predicts the token {ahead} positions ahead, and no sequence has a label there; use longer rows, rows with more labels, or fewer heads"
     )]
     NoTargetForHead {
         /// 1-based.
         head: usize,
-        /// How far ahead it predicts.
+        /// Positions from the hidden state to the token that it predicts.
         ahead: usize,
     },
     /// The learning rate would never reach its peak.
     #[error(
         "schedule.warmup_steps = {warmup_steps}, but the run has only {total_steps} optimizer steps; lower it, or train for more epochs"
     )]
-    WarmupTooLong {
-        /// The recipe's.
-        warmup_steps: usize,
-        /// All steps of the run.
-        total_steps: usize,
-    },
-    /// More steps than can be counted.
+    WarmupTooLong { warmup_steps: usize, total_steps: usize },
+    /// The number of steps overflows.
     #[error(
         "train.epochs = {epochs} of {steps_per_epoch} optimizer steps each overflow the step counter; lower train.epochs, or raise \
          train.gradient_accumulation_steps"
     )]
-    TooManySteps {
-        /// The recipe's.
-        epochs: usize,
-        /// Of the rows, in the recipe's batches.
-        steps_per_epoch: usize,
-    },
-    /// The output folder belongs to something else.
+    TooManySteps { epochs: usize, steps_per_epoch: usize },
+    /// `train.output_dir` holds something else.
     #[error("train.output_dir {} {why}", path.display())]
     OutputTaken {
-        /// The folder.
         path: PathBuf,
-        /// What is there, and what to do.
+        /// The folder's content and the remedy, as the end of the sentence.
         why: String,
     },
-    /// A checkpoint or a final folder.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// A file or folder of the run.
     #[error(transparent)]
     File(#[from] FileError),
     /// provenance.json.
@@ -94,21 +76,13 @@ pub enum TrainError {
     /// metrics.jsonl or the event files.
     #[error("{_0}{}", changed_by_hand(_0))]
     Log(#[from] MetricsError),
-    /// A file of the run's folder.
+    /// A file in the run's folder.
     #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// Kept hidden states.
+    Io { path: PathBuf, source: std::io::Error },
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
-    /// A step.
     #[error(transparent)]
     Step(#[from] StepError),
-    /// libtorch.
     #[error("{}", with_advice(_0))]
     Torch(#[from] TorchPanic),
 }
@@ -130,7 +104,7 @@ fn in_words(shape: &HeadsShape) -> String {
     format!("medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}")
 }
 
-/// Why a line of metrics.jsonl cannot be read.
+/// The likely cause of a malformed line in metrics.jsonl.
 fn changed_by_hand(error: &MetricsError) -> &'static str {
     match error {
         MetricsError::Line { .. } => "; the file was edited, or belongs to another run",

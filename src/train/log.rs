@@ -18,7 +18,7 @@ use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
 
 impl MetricsLine {
-    /// From what a step or an evaluation measured.
+    /// A line from the metrics of a step or an evaluation.
     pub fn new(split: MetricsSplit, step: usize, epoch: f64, tokens: u64, metrics: &StepMetrics) -> Self {
         let top = |guesses: usize| metrics.head_top.iter().map(|head| head.map(|top| top[guesses - 1])).collect();
         Self {
@@ -76,8 +76,8 @@ pub struct RunLog {
 }
 
 impl RunLog {
-    /// Opens the logs of a run that goes on after `step`: lines beyond it are dropped, and the event files are written anew
-    /// from the lines that stay, so both hold each step once.
+    /// Opens the logs of a run that continues after `step`. Drops later lines and rewrites the event files from the
+    /// kept lines, so that both logs have each step once.
     ///
     /// # Errors
     /// [`MetricsError`].
@@ -93,7 +93,7 @@ impl RunLog {
         Ok(Self { path, lines, events })
     }
 
-    /// Waits until the disk has every line. Before a checkpoint: a run that goes on from it needs the lines up to it.
+    /// Syncs all lines to disk. Call it before a checkpoint: a run resumed from there needs the lines up to it.
     ///
     /// # Errors
     /// [`MetricsError`].
@@ -101,7 +101,7 @@ impl RunLog {
         Ok(self.lines.sync_all().map_err(failed("write", &self.path))?)
     }
 
-    /// Appends one line to both.
+    /// Appends a line to both logs.
     ///
     /// # Errors
     /// [`MetricsError`].
@@ -111,14 +111,14 @@ impl RunLog {
     }
 }
 
-/// An event file of TensorBoard, one event a line of metrics.jsonl.
+/// An event file of TensorBoard with one event per line of metrics.jsonl.
 struct EventFile {
     path: PathBuf,
     records: RecordWriter<BufWriter<File>>,
 }
 
 impl EventFile {
-    /// The only file in `folder`, whatever was there.
+    /// Creates the only file in `folder` and removes all others.
     fn create(folder: &Path) -> Result<Self, MetricsError> {
         if folder.exists() {
             fs::remove_dir_all(folder).map_err(failed("remove", folder))?;
@@ -159,7 +159,7 @@ impl std::fmt::Debug for EventFile {
     }
 }
 
-/// Seconds since 1970, as events carry them.
+/// Seconds since 1970, the unit of event times.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

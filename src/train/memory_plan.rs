@@ -1,4 +1,5 @@
-//! The memory of a run, predicted from its shape before anything is loaded. Pure arithmetic; `tests/memory_plan.rs` measures it.
+//! Predicts a run's memory from its shape before anything is loaded. Pure arithmetic; `tests/memory_plan.rs` compares
+//! it with measurements.
 
 // L decoder layers, N positions of a micro batch, T positions of a row, H hidden, Q query width, G key/value width, F width of the
 // MLP, I inputs and O outputs of a linear layer, V vocabulary, R rank, e bytes of a number in the backbone's dtype
@@ -14,80 +15,75 @@ use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::optim::OptimizerName;
 use crate::train::plan::BackboneTraining;
 
-/// Bytes of a float32: masters, gradients, moments, losses.
+/// Bytes of a float32: master weights, gradients, moments, losses.
 const F32: u64 = 4;
-/// The program itself before it holds a tensor: libtorch's pages and its threads' memory, measured on Linux.
+/// The program before it allocates a tensor: libtorch's pages and its threads' memory, measured on Linux.
 const PROGRAM: u64 = 150 << 20;
-/// glibc's heap leaves holes between freed tensors that aligned ones do not fit into: what is kept of a pass, in blocks that
-/// stay in the process (see [`crate::torch::memory::keep_freed_blocks`]), was measured to take 1.7 to 1.9 times its size.
+/// glibc's heap leaves holes between freed tensors that aligned ones do not fit into: the tensors that a pass keeps, in
+/// blocks that stay in the process (see [`crate::torch::memory::keep_freed_blocks`]), took 1.7 to 1.9 times their size
+/// when measured.
 const HEAP_HOLES: f64 = 1.75;
 
 /// The shape of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Workload<'w> {
-    /// The backbone.
     pub config: &'w LlamaConfig,
-    /// Bytes of a number in the dtype that the backbone computes in.
+    /// Bytes per number in the backbone's compute dtype.
     pub element: u64,
-    /// What its linear layers are reduced to.
+    /// Quantization of its linear layers.
     pub quantization: Option<Quantization>,
-    /// The heads.
     pub heads: HeadsShape,
-    /// What of the backbone is trained.
     pub trained: &'w BackboneTraining,
-    /// The optimizer.
     pub optimizer: OptimizerName,
-    /// Only inputs of decoder layers are kept for the backward pass.
+    /// Keep only the inputs of decoder layers for the backward pass.
     pub recompute: bool,
-    /// Rows of a micro batch.
+    /// Rows per micro batch.
     pub rows: u64,
     /// Tokens of the longest row.
     pub length: u64,
-    /// Some row holds several texts, so attention needs a mask.
+    /// Some row packs several texts, so attention needs a mask.
     pub masked: bool,
-    /// On the CPU: the program shares the memory, and glibc hands it out.
+    /// Training runs on the CPU, so the program shares the memory and glibc allocates it.
     pub on_host: bool,
 }
 
-/// Parameters that are treated alike.
+/// The memory of the parameters of the backbone, the heads or the adapters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryGroup {
     /// `backbone`, `heads` or `adapters`.
     pub name: &'static str,
-    /// How many numbers.
     pub parameters: u64,
-    /// Whether the run changes them.
     pub trained: bool,
-    /// Of the weights, in their dtype or quantised; of what is trained, the float32 masters.
+    /// Weights in their dtype or quantized; float32 master weights of trained parameters.
     pub weight_bytes: u64,
-    /// Float32, for what is trained.
+    /// Float32; 0 for frozen parameters.
     pub gradient_bytes: u64,
     /// The optimizer's moments.
     pub optimizer_bytes: u64,
 }
 
-/// What a run holds at its peak; [`MemoryPlan::peak_bytes`] is the sum.
+/// A run's memory at its peak; [`MemoryPlan::peak_bytes`] is the sum.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct MemoryPlan {
-    /// Parameters and what belongs to them.
+    /// Parameters, gradients and moments.
     pub groups: Vec<MemoryGroup>,
-    /// Kept between the forward and the backward pass of a micro batch.
+    /// Activations kept between the forward and the backward pass of a micro batch.
     pub activation_bytes: u64,
-    /// Hidden states, the teacher's, and the gradient of the former.
+    /// Hidden states, their gradient, and the teacher's hidden states.
     pub hidden_state_bytes: u64,
-    /// The largest of what comes and goes: a chunk of logits, a layer's gradients, the embedding's.
+    /// The largest temporary: a chunk of logits, a layer's gradients, or the embedding's gradient.
     pub working_bytes: u64,
-    /// The program itself; 0 where the device has memory of its own.
+    /// The program itself; 0 on a device with its own memory.
     pub program_bytes: u64,
 }
 
 impl MemoryGroup {
-    /// All that it takes.
+    /// Total bytes of the group.
     pub fn bytes(&self) -> u64 {
         self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
     }
 
-    /// Masters, gradients and moments of tensors of so many numbers each.
+    /// Master weights, gradients and moments of tensors of the given sizes.
     fn trained(name: &'static str, tensors: &[u64], optimizer: OptimizerName) -> Self {
         let parameters: u64 = tensors.iter().sum();
         let optimizer_bytes = tensors.iter().map(|&numbers| optimizer.moment_bytes(numbers)).sum();
@@ -97,7 +93,7 @@ impl MemoryGroup {
 }
 
 impl MemoryPlan {
-    /// Of a run of this shape.
+    /// Plans a run of this shape.
     pub fn of(work: &Workload) -> Self {
         let mut groups = vec![work.backbone(), work.heads_group()];
         if let Some(lora) = work.trained.lora() {
@@ -112,14 +108,14 @@ impl MemoryPlan {
         Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes }
     }
 
-    /// The most that is expected on the device at any time.
+    /// The predicted peak on the device.
     pub fn peak_bytes(&self) -> u64 {
         let parameters: u64 = self.groups.iter().map(MemoryGroup::bytes).sum();
         parameters + self.activation_bytes + self.hidden_state_bytes + self.working_bytes + self.program_bytes
     }
 }
 
-/// What a layer keeps, tensor by tensor: how many, and bytes of one.
+/// Tensors that a layer keeps: their count, and the bytes of each.
 type KeptTensors = Vec<(u64, u64)>;
 
 impl Workload<'_> {
@@ -146,17 +142,17 @@ impl Workload<'_> {
         *self.trained == BackboneTraining::Full
     }
 
-    /// Linear layers of one decoder layer.
+    /// The linear layers of one decoder layer.
     fn linears(&self) -> BlockLinears {
         self.config.block().linears()
     }
 
-    /// Numbers in their weights.
+    /// Weights in the linear layers of one decoder layer.
     fn in_linears(&self) -> u64 {
         self.linears().all().map(LinearSpec::numel).sum()
     }
 
-    /// Numbers of all adapters, tensor by tensor.
+    /// The size of each adapter tensor.
     fn adapters(&self, lora: &LoraConfig) -> Vec<u64> {
         let of_layer = self.adapters_of_layer(lora);
         (0..self.layers()).flat_map(|_| of_layer.clone()).chain(adapter(self.config.lm_head(), lora)).collect()
@@ -170,7 +166,7 @@ impl Workload<'_> {
         let parameters = self.config.parameters().unsigned_abs();
         if self.is_direct() {
             let in_linears = self.in_linears() * self.layers();
-            // Where moments are of 8 bits, those of norms are not: less than a page of them in all.
+            // 8-bit optimizers keep the moments of norms in float32: less than a page in all.
             let tensors = [in_linears, parameters - in_linears];
             return MemoryGroup::trained("backbone", &tensors, self.optimizer);
         }
@@ -187,7 +183,7 @@ impl Workload<'_> {
         }
     }
 
-    /// A frozen layer's weight as it lies in memory; see [`crate::model::quantization`].
+    /// Bytes of a frozen layer's weight in memory; see [`crate::model::quantization`].
     fn linear_bytes(&self, linear: LinearSpec) -> u64 {
         let (numbers, outputs) = (linear.numel(), linear.size[0].unsigned_abs());
         match self.quantization {
@@ -206,19 +202,20 @@ impl Workload<'_> {
         MemoryGroup::trained("heads", &tensors, self.optimizer)
     }
 
-    /// What tensors of so many bytes each take.
+    /// Memory of tensors, given as (count, bytes of each), with the allocator's overhead.
     fn allocated(&self, tensors: impl IntoIterator<Item = (u64, u64)>) -> u64 {
         let of_one = |bytes: u64| if self.on_host && bytes < KEPT_BLOCK { with_holes(bytes) } else { bytes };
         tensors.into_iter().map(|(count, bytes)| count * of_one(bytes)).sum()
     }
 
-    /// Kept by autograd of one decoder layer, its input included: what `model/{decoder_layer,attention,lora}.rs` compute with.
+    /// Tensors that autograd keeps for one decoder layer, including its input, as in
+    /// `model/{decoder_layer,attention,lora}.rs`.
     fn kept_of_layer(&self) -> KeptTensors {
         let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
         let block = self.config.block();
         let (NormPlaces::Inputs, Activation::Silu) = (block.norms.places, block.mlp.activation);
-        // The residual stream before attention and before the MLP; q, k, v as attention reads them, and what it gives; gate,
-        // SiLU(gate), up.
+        // The residual stream before attention and before the MLP; attention's q, k, v and output; the MLP's gate,
+        // SiLU(gate) and up.
         let mut kept = vec![(2, n * h * e), (4, n * q * e), (3, n * f * e)];
         if e < F32 && (self.on_host || self.is_direct()) {
             kept.push((2, n * h * F32)); // norms in float32
@@ -229,7 +226,7 @@ impl Workload<'_> {
         }
         match self.trained.lora() {
             Some(lora) => kept.extend(self.kept_of_adapters(lora)),
-            // Inputs of the linear layers, and of the norms' products with their weights.
+            // Inputs of the linear layers, and of the products with the norms' weights.
             None => kept.extend([(4, n * h * e), (1, n * q * e), (1, n * f * e)]),
         }
         kept.push((1, self.casts_of_layer()));
@@ -241,20 +238,21 @@ impl Workload<'_> {
         let drops = lora.dropout.get() > 0.0;
         let linears = self.linears();
         let mut kept = vec![];
-        // Layers that read the same input; where all have an adapter they share its dropout.
+        // Linear layers with the same input. If all of them have an adapter, they share its dropout.
         for group in linears.groups() {
             let adapted = group.iter().filter(|linear| lora.target_modules.includes(linear.part)).count() as u64;
             let inputs = group[0].size[1].unsigned_abs();
             let reads = if adapted == group.len() as u64 || !drops { adapted.min(1) } else { adapted };
             kept.push((adapted, n * lora.rank.get() as u64 * e));
-            // What is left of the input; of dropout the mask, in the input's dtype on the CPU and as booleans elsewhere.
+            // The input after dropout, and the dropout mask: in the input's dtype on the CPU, as booleans elsewhere.
             kept.push((reads, n * inputs * e));
             kept.push((if drops { reads } else { 0 }, n * inputs * if self.on_host { e } else { 1 }));
         }
         kept
     }
 
-    /// Weights of a layer that are made for its products and kept for their way back: dequantised, or cast from masters.
+    /// Weights that a layer creates for its products and keeps for the backward pass: dequantized, or cast from master
+    /// weights.
     fn casts_of_layer(&self) -> u64 {
         let of_adapters = |lora| self.adapters_of_layer(lora).iter().sum::<u64>();
         let cast = self.element < F32;
@@ -266,7 +264,7 @@ impl Workload<'_> {
         whole + self.trained.lora().filter(|_| cast).map_or(0, |lora| of_adapters(lora) * self.element)
     }
 
-    /// Between the forward and the backward pass.
+    /// Activations kept between the forward and the backward pass.
     fn activations(&self) -> u64 {
         if !self.is_joint() {
             return 0;
@@ -287,26 +285,27 @@ impl Workload<'_> {
         self.allocated([(1 + u64::from(teacher), n * h * self.element), (1, gradient)])
     }
 
-    /// One head's loss, its largest tensors alive together.
+    /// The largest tensors of one head's loss that exist at the same time.
     fn logits(&self) -> u64 {
         let (n, e, [h, _, _, _, v]) = (self.positions(), self.element, self.widths());
         let chunk = (CHUNK_LOGITS.unsigned_abs() / v.max(1)).clamp(1, n.max(1)) * v;
         let teacher = self.trained.has_teacher();
-        // Logits and where they are above the target's; the teacher's, and the logarithm of the ratio.
+        // Logits and a comparison with the target's logit; for a teacher also its logits and the logarithm of the
+        // ratio.
         let float32 = if teacher { 4 } else { 2 };
         let cast = e < F32;
         let chunks = [(float32, chunk * F32), (if cast { 2 } else { 0 }, chunk * e)];
-        // Selected states, the blocks' output, its gradient, and what autograd keeps of a block.
+        // Selected states, the blocks' output, its gradient, and the tensors that autograd keeps for a block.
         let rows = (3 + 3 * self.heads.medusa_num_layers as u64, n * h * e);
         let has_w2 = self.heads.vocab_size > 0;
-        // W2 in the backbone's dtype; its gradient of one chunk, before and after the cast.
+        // W2 in the backbone's dtype, and its gradient of one chunk before and after the cast.
         let w2 = if has_w2 && cast { v * h * (2 * e + F32) } else { 0 };
-        // For many rows oneDNN orders W2 anew: measured of 131, and not of 15.
+        // oneDNN reorders W2 for many rows: measured for 131, but not for 15.
         let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
         self.allocated(chunks.into_iter().chain([rows])) + w2 + reordered
     }
 
-    /// A layer's passes where nothing is kept, and on the way back.
+    /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.
     fn layer_at_once(&self) -> u64 {
         let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
         let passing = [(2, n * h * e), (3, n * q * e), (3, n * f * e)];
@@ -322,20 +321,20 @@ impl Workload<'_> {
         again + self.allocated(passing) + trained * F32 + self.casts_of_layer()
     }
 
-    /// Of a backbone that is trained as a whole: libtorch makes it dense.
+    /// libtorch computes a dense gradient for the embedding of a fully trained backbone.
     fn embedding_gradient(&self) -> u64 {
         let [h, _, _, _, v] = self.widths();
         if self.is_direct() { v * h * F32 } else { 0 }
     }
 
-    /// `final/` holds a trained backbone in the dtype that it computes in: a copy, where the masters have another.
+    /// `final/` stores a trained backbone in its compute dtype: a copy if the master weights have another.
     fn saving(&self) -> u64 {
         let copies = self.is_direct() && self.element != F32;
         if copies { self.config.parameters().unsigned_abs() * self.element } else { 0 }
     }
 }
 
-/// Numbers in A and in B of a layer's adapter, where it has one.
+/// Sizes of A and B of a layer's adapter; empty if it has none.
 fn adapter(LinearSpec { part, size, .. }: LinearSpec, lora: &LoraConfig) -> Vec<u64> {
     let [outputs, inputs] = size.map(|size| lora.rank.get() as u64 * size.unsigned_abs());
     if lora.target_modules.includes(part) { vec![inputs, outputs] } else { vec![] }

@@ -26,20 +26,19 @@ pub mod training_loop;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainConfig {
-    /// The run's folder.
     pub output_dir: PathBuf,
-    /// Passes over the training rows; exactly one of `epochs` and `max_steps`.
+    /// Passes over the training rows. Exactly one of `epochs` and `max_steps` is set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub epochs: Option<NonZeroUsize>,
     /// Optimizer steps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_steps: Option<NonZeroUsize>,
-    /// Sequences a forward pass.
+    /// Sequences per forward pass.
     pub micro_batch_size: NonZeroUsize,
-    /// Forward passes an optimizer step.
+    /// Forward passes per optimizer step.
     #[serde(default = "count::<1>")]
     pub gradient_accumulation_steps: NonZeroUsize,
-    /// Seeds the order of rows, the split of `data.validation_fraction`, and everything else that is drawn.
+    /// Seeds the order of rows, the split of `data.validation_fraction`, and all other random draws.
     #[serde(default = "forty_two")]
     pub seed: u64,
     /// Optimizer steps between lines of metrics.jsonl.
@@ -48,20 +47,20 @@ pub struct TrainConfig {
     /// Optimizer steps between checkpoints.
     #[serde(default = "count::<200>")]
     pub save_every: NonZeroUsize,
-    /// Optimizer steps between evaluations; absent = at the end only.
+    /// Optimizer steps between evaluations; absent: only at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_every: Option<NonZeroUsize>,
-    /// How many of the newest checkpoints stay; older ones are removed.
+    /// The number of newest checkpoints to keep; older ones are removed.
     #[serde(default = "count::<3>")]
     pub keep_checkpoints: NonZeroUsize,
-    /// Medusa-2: keeps only the inputs of decoder layers for the backward pass and computes each layer again there. About a third
-    /// more computing for a small part of the memory; bit for bit the same numbers.
+    /// Medusa-2: keeps only the inputs of decoder layers for the backward pass and recomputes each layer there. Costs
+    /// about a third more compute for a fraction of the memory; the results are bit-identical.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub recompute: bool,
-    /// Folder that keeps the backbone's hidden states, so that later epochs, and later runs on the same rows, need not run
-    /// the backbone. It takes hidden_size × bytes of backbone.dtype for each token from which a head learns (4096 × 2 =
-    /// 8 KiB a token for a 7B model in bfloat16); `--check` says how much in all. Files of other rows or backbones in it are not
-    /// removed.
+    /// Folder of a cache of the backbone's hidden states, so that later epochs and later runs on the same rows need not
+    /// run the backbone. It takes hidden_size × bytes of backbone.dtype for each token from which a head learns (4096 ×
+    /// 2 = 8 KiB a token for a 7B model in bfloat16); `--check` prints the total. Files of other rows or backbones in
+    /// the folder are not removed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hidden_state_cache: Option<PathBuf>,
 }

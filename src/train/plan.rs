@@ -1,5 +1,5 @@
-//! What a run trains, with which loss and learning rates, resolved once from the recipe. The loop reads the plan and never branches on
-//! the stage.
+//! The parameters, losses and learning rates of a run, resolved once from the recipe. The loop reads the plan and never
+//! branches on the stage.
 
 use std::path::PathBuf;
 
@@ -16,84 +16,78 @@ use crate::torch::optim::AdamWConfig;
 use crate::train::TrainConfig;
 use crate::train::schedule::{HeadsCoefficient, ScheduleConfig};
 
-/// A resolved recipe: all that decides a run's numbers, and where it came from.
+/// A resolved recipe: everything that determines a run's results, and its origin.
 #[derive(Debug, Clone)]
 pub struct TrainPlan {
-    /// The backbone; its path is one of this machine.
+    /// Its path is local, not a Hub id.
     pub backbone: BackboneConfig,
-    /// What of the backbone is trained, and on which loss.
+    /// The trained part of the backbone, and its loss.
     pub trained: BackboneTraining,
-    /// The heads.
     pub heads: HeadsConfig,
-    /// λk.
+    /// Has the weight λk of each head.
     pub loss: LossConfig,
     /// λ0 over the run.
     pub heads_coefficient: HeadsCoefficient,
-    /// How parameters are updated.
     pub optimizer: AdamWConfig,
-    /// Peak learning rate of the backbone, and times [`TrainPlan::heads_rate_factor`] of the heads.
+    /// Peak learning rate of the backbone; the heads' is [`TrainPlan::heads_rate_factor`] times this.
     pub learning_rate: f64,
-    /// The heads' learning rate ÷ [`TrainPlan::learning_rate`].
+    /// The heads' learning rate divided by [`TrainPlan::learning_rate`].
     pub heads_rate_factor: f64,
-    /// The learning rates over the run.
+    /// The learning rate over the run.
     pub schedule: ScheduleConfig,
     /// Gradients are clipped to this norm over all parameters.
     pub max_grad_norm: f64,
-    /// The rows.
     pub data: DataConfig,
-    /// Steps, batches, folders.
+    /// Steps, batches and folders.
     pub train: TrainConfig,
-    /// Where to compute.
     pub device: Device,
-    /// Rows that are not right are left out and counted (`--skip-bad-rows`).
+    /// Malformed rows are skipped and counted (`--skip-bad-rows`).
     pub skip_bad_rows: bool,
-    /// The recipe with every default written out.
+    /// The recipe with all defaults written out.
     pub resolved_recipe: String,
-    /// Where the backbone came from, if the Hub has it.
+    /// The Hub snapshot of the backbone, if it came from there.
     pub snapshot: Option<HubSnapshot>,
-    /// What else came from the Hub.
+    /// Other files from the Hub.
     pub sources: Vec<HubSource>,
 }
 
-/// What of the backbone is trained with the heads.
+/// The part of the backbone that is trained with the heads.
 #[derive(Debug, Clone, PartialEq)]
 pub enum BackboneTraining {
     /// Nothing (Medusa-1): the loss is that of the heads alone.
     Frozen,
-    /// Adapters on it (Medusa-2).
+    /// Adapters (Medusa-2).
     Lora {
-        /// Their shape, and on which layers.
         lora: LoraConfig,
-        /// L_LM is KL(backbone without adapters ‖ with) instead of the cross-entropy of the next token.
+        /// L_LM is KL(backbone without adapters ‖ with adapters) instead of the cross-entropy of the next token.
         self_distillation: bool,
     },
-    /// All its weights (Medusa-2 as direct fine-tuning).
+    /// All weights (Medusa-2 as direct fine-tuning).
     Full,
 }
 
-/// Which learning rate a parameter has, and which part of the loss or of the backbone's pass gives its gradient.
+/// Determines a parameter's learning rate, and which loss or part of the backbone's pass produces its gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterGroup {
-    /// Of this head, 0-based.
+    /// A head, 0-based.
     Head(usize),
-    /// Of this part of the backbone's pass over whole rows (see [`crate::model::llama::Llama::parts`]).
+    /// A part of the backbone's pass over whole rows (see [`crate::model::llama::Llama::parts`]).
     BackbonePart(usize),
-    /// Of the LM head.
     LmHead,
 }
 
 impl TrainPlan {
-    /// What the backbone is called in what the run writes: its id, or its folder.
+    /// The backbone's name in the run's files: its Hub id, or its folder.
     pub(super) fn backbone_name(&self) -> &str {
         self.snapshot.as_ref().map_or(&self.backbone.path, |snapshot| &snapshot.id)
     }
 
-    /// What a pass of a backbone in training keeps for its backward pass.
+    /// The tensors that a trained backbone keeps for its backward pass.
     pub(super) fn keep(&self) -> Keep {
         if self.train.recompute { Keep::Inputs } else { Keep::Everything }
     }
 
-    /// The learning rate of `group` ÷ that of the step.
+    /// The learning rate of `group` divided by that of the step.
     pub(super) fn rate_factor(&self, group: ParameterGroup) -> f64 {
         if group.is_of_heads() { self.heads_rate_factor } else { 1.0 }
     }
@@ -105,7 +99,7 @@ impl BackboneTraining {
         matches!(self, Self::Frozen)
     }
 
-    /// The adapters that are trained.
+    /// The trained adapters.
     pub fn lora(&self) -> Option<&LoraConfig> {
         if let Self::Lora { lora, .. } = self { Some(lora) } else { None }
     }
@@ -122,12 +116,11 @@ impl BackboneTraining {
 }
 
 impl ParameterGroup {
-    /// Of any head.
     pub fn is_of_heads(self) -> bool {
         matches!(self, Self::Head(_))
     }
 
-    /// Of the backbone, its LM head included.
+    /// Whether it belongs to the backbone, including its LM head.
     pub fn is_of_backbone(self) -> bool {
         !self.is_of_heads()
     }

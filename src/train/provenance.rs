@@ -5,7 +5,7 @@ use serde_json::Value;
 use crate::formats::provenance::{HashedFile, Provenance};
 
 impl Provenance {
-    /// What keeps a run that began as `self` from going on as `now`, for people. Files may have moved.
+    /// Why a run that began as `self` cannot continue as `now`, as the end of a sentence. Files may have moved.
     pub(super) fn difference(&self, now: &Self) -> Option<String> {
         self.other_backbone(now)
             .or_else(|| self.other_beginning(now))
@@ -36,9 +36,9 @@ impl Provenance {
         ))
     }
 
-    /// By content, wherever it comes from: another commit of a repository may have the same heads.
+    /// Compared by content, not by origin: another commit of a repository may have the same heads.
     fn other_beginning(&self, now: &Self) -> Option<String> {
-        let is_told = !self.init_from_files.is_empty(); // not by earlier versions
+        let is_told = !self.init_from_files.is_empty(); // earlier versions do not record it
         let file = changed(&self.init_from_files, &now.init_from_files).filter(|_| is_told)?;
         Some(format!(
             "holds a run that began with other heads or adapters: {file} changed since (init_from); go on with the same files, or \
@@ -56,7 +56,8 @@ impl Provenance {
         })
     }
 
-    /// The same files may give other rows: by another version of this program, or a chat template that writes the date.
+    /// The same files may produce other rows: with another version of this program, or with a chat template that writes
+    /// the date.
     fn other_rows(&self, now: &Self) -> Option<String> {
         let same = |before: &Value, now: &Value| before.is_null() || before == now;
         let of_one = |what: &str, before: &Value, now: &Value| {
@@ -87,7 +88,7 @@ fn other_tokens(before: &Value, now: &Value) -> Option<String> {
     Some(now["path"].as_str().unwrap_or_default().to_owned())
 }
 
-/// The first file that is in one list only, or what else tells the lists apart.
+/// The first file that is in one list only, or another difference between the lists.
 fn changed(before: &[HashedFile], now: &[HashedFile]) -> Option<String> {
     let hashes = |files: &[HashedFile]| files.iter().map(|file| file.sha256.clone()).collect::<Vec<_>>();
     let only_in = |one: &[HashedFile], other: &[HashedFile]| {

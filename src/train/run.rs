@@ -1,4 +1,5 @@
-//! A whole run: loads the backbone as the plan trains it, claims the run's folder, and starts from scratch or the newest checkpoint.
+//! A whole run: loads the backbone as the plan trains it, claims the run's folder, and starts from scratch or from the
+//! newest checkpoint.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -22,12 +23,12 @@ use crate::train::run_folder::{RunFolder, check_output_dir};
 use crate::train::state::TrainState;
 use crate::train::training_loop::{RunEvent, RunOutcome, TrainingLoop};
 
-/// Everything that a run needs.
+/// A checked plan with its backbone.
 #[derive(Debug)]
 pub struct TrainRun {
-    /// What was checked before the backbone was loaded.
+    /// The part that was read before the backbone.
     pub checked: CheckedRun,
-    /// As the plan trains it.
+    /// Loaded as the plan trains it.
     pub backbone: Llama,
 }
 
@@ -41,11 +42,11 @@ impl TrainRun {
         Ok(Self { checked, backbone })
     }
 
-    /// Trains to the end, or until `interrupted` is set. With `resume` it goes on from the newest checkpoint in the output
-    /// folder, if there is one; without, the folder must be absent or empty.
+    /// Trains to the end, or until `interrupted` is set. With `resume` it continues from the newest checkpoint in the
+    /// output folder, if there is one; without, the folder must be absent or empty.
     ///
     /// # Errors
-    /// [`TrainError`]; checkpoints written before stay.
+    /// [`TrainError`]; earlier checkpoints stay.
     pub fn train(
         &self,
         resume: bool,
@@ -57,7 +58,8 @@ impl TrainRun {
         check_output_dir(run, resume)?;
         let folder = RunFolder::new(&self.checked)?;
         tell(RunEvent::Hashing { bytes: folder.bytes_to_hash() });
-        // A run that is not to be resumed makes no file of hidden states; a file of them that is in use makes no run's folder.
+        // Claim an existing run's folder first: a run that may not be resumed must not create a hidden-state cache.
+        // Otherwise lock the cache before creating the run folder.
         let begun = if checkpoint::holds_a_run(run)? { Some(folder.claim(resume)?) } else { None };
         let backbone = if finished.exists() { None } else { Some(self.training_backbone(tell)?) };
         let _mine = begun.map_or_else(|| folder.claim(resume), Ok)?;
@@ -110,7 +112,7 @@ impl TrainRun {
     }
 }
 
-/// The backbone as the plan trains it.
+/// Loads the backbone as the plan trains it.
 fn load_backbone(plan: &TrainPlan) -> Result<Llama, TrainError> {
     let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
     let quantization = plan.backbone.quantization;

@@ -1,4 +1,4 @@
-//! A run's folder: created once with the resolved recipe and its provenance; refuses any other run.
+//! A run's folder: created once with the resolved recipe and its provenance; any other run is refused.
 
 use std::fs;
 use std::io::{self, Write};
@@ -23,22 +23,22 @@ use crate::train::checkpoint;
 use crate::train::error::TrainError;
 use crate::train::plan::TrainPlan;
 
-/// A run's folder, and what it must say.
+/// A run's folder, and the facts that its recipe and provenance must match.
 #[derive(Debug)]
 pub struct RunFolder<'r> {
     plan: &'r TrainPlan,
-    /// What was read to train and to validate on.
+    /// Reports of the training and the validation rows.
     reports: [Option<&'r LoadReport>; 2],
-    /// The backbone's config, and its weights where no snapshot says what they are; some may be absent.
+    /// The backbone's config, and its weights unless a Hub snapshot identifies them; some may be absent.
     backbone_files: Vec<PathBuf>,
-    /// Files that heads and adapters begin with (`init_from`).
+    /// Files of the initial heads and adapters (`init_from`).
     init_from_files: Vec<PathBuf>,
     /// Files of tokenizer and chat template; some may be absent.
     tokenizing_files: Vec<PathBuf>,
 }
 
 impl<'r> RunFolder<'r> {
-    /// Of a run whose rows were read.
+    /// The folder of a run whose rows were read.
     ///
     /// # Errors
     /// [`TrainError::InitFrom`].
@@ -53,14 +53,14 @@ impl<'r> RunFolder<'r> {
         })
     }
 
-    /// Makes the run's folder, or checks that the one there is this run's. No other process may train in it as long as what comes
-    /// back lives; on NFS and Windows nobody watches over that (see [`lock_folder`]).
+    /// Creates the run's folder, or checks that the existing one belongs to this run. The lock keeps other processes
+    /// from training in it; on NFS and Windows there is no lock (see [`lock_folder`]).
     ///
     /// # Errors
-    /// [`TrainError::OutputTaken`], or the disk's.
+    /// [`TrainError::OutputTaken`], or an I/O error.
     pub fn claim(&self, resume: bool) -> Result<FolderLock, TrainError> {
         let run = self.plan.train.output_dir.as_path();
-        self.is_begun(resume)?; // before anything is made
+        self.is_begun(resume)?; // before anything is created
         let io = |source| TrainError::Io { path: run.into(), source };
         fs::create_dir_all(run).map_err(io)?;
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
@@ -71,13 +71,13 @@ impl<'r> RunFolder<'r> {
             return Ok(lock);
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
-            let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the error that led here is the one to report
+            let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the first error is the one to report
             let _ = fs::remove_dir(run);
         })?;
         Ok(lock)
     }
 
-    /// Size of the weights' files that [`RunFolder::claim`] reads: those that no earlier run did.
+    /// Bytes of the weight files that [`RunFolder::claim`] hashes; hashes of earlier runs are cached.
     pub fn bytes_to_hash(&self) -> u64 {
         let cache = TokenCache::of_user();
         let is_new = |path: &&PathBuf| cache.as_ref().is_none_or(|cache| !cache.knows(path));
@@ -85,7 +85,7 @@ impl<'r> RunFolder<'r> {
         files.filter_map(|path| Some(path.metadata().ok()?.len())).sum()
     }
 
-    /// Whether there is a run to go on with; an error where there is something else.
+    /// Whether there is a run to resume; an error if the folder holds anything else.
     fn is_begun(&self, resume: bool) -> Result<bool, TrainError> {
         let run = self.plan.train.output_dir.as_path();
         if !checkpoint::holds_a_run(run)? {
@@ -100,7 +100,7 @@ impl<'r> RunFolder<'r> {
         if !checkpoint::holds_only(run, PROVENANCE)? {
             let why = "holds files but no recipe.toml, so there is no run to resume: choose another folder";
             return Err(TrainError::OutputTaken { path: run.into(), why: why.into() });
-        } // else interrupted between the two files: nothing was trained yet
+        } // otherwise interrupted between the two files: nothing was trained yet
         Ok(false)
     }
 
@@ -111,7 +111,7 @@ impl<'r> RunFolder<'r> {
         };
         checkpoint::remove_partial(run)?;
         write(PROVENANCE, &provenance.to_json())?;
-        // Last: a folder with a recipe.toml has everything that a resumed run checks.
+        // Written last: a folder with a recipe.toml has everything that a resumed run checks.
         write(RECIPE, &self.plan.resolved_recipe)
     }
 
@@ -144,7 +144,7 @@ impl<'r> RunFolder<'r> {
         })
     }
 
-    /// Data files, and those that decide which tokens come of them.
+    /// Data files, and the files that determine their tokens.
     fn data_files(&self) -> Result<Vec<HashedFile>, TrainError> {
         let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
         let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
@@ -152,11 +152,11 @@ impl<'r> RunFolder<'r> {
     }
 }
 
-/// Of a snapshot the commit says which weights.
+/// A snapshot's commit identifies the weights, so they are not hashed.
 fn backbone_files(plan: &TrainPlan) -> Vec<PathBuf> {
     let folder = Path::new(&plan.backbone.path);
     let weights = match plan.snapshot {
-        None => weights::files_of(folder).unwrap_or_default(), // they were loaded from there: there is no error to tell
+        None => weights::files_of(folder).unwrap_or_default(), // the weights were loaded from there, so this does not fail
         Some(_) => Vec::new(),
     };
     ["config.json", "special_tokens_map.json"].map(|name| folder.join(name)).into_iter().chain(weights).collect()
@@ -178,7 +178,7 @@ fn tokenizing_files(plan: &TrainPlan) -> Vec<PathBuf> {
     own.into_iter().chain(given).collect()
 }
 
-/// Files by their content, those that are there.
+/// Hashes the files that exist.
 fn hashed(paths: &[PathBuf]) -> Result<Vec<HashedFile>, TrainError> {
     let cache = TokenCache::of_user();
     let sum = |path: &Path| cache.as_ref().map_or_else(|| sha256(path), |cache| cache.sha256_of(path));
@@ -190,7 +190,7 @@ fn hashed(paths: &[PathBuf]) -> Result<Vec<HashedFile>, TrainError> {
     paths.iter().filter_map(file).collect()
 }
 
-/// A recipe without the places of its data: files may move, their hashes say what they are.
+/// The recipe without the paths of its data: files may move, their hashes identify them.
 fn without_places(recipe: &str) -> String {
     let Ok(mut table) = recipe.parse::<Table>() else { return recipe.to_owned() };
     if let Some(data) = table.get_mut("data").and_then(toml::Value::as_table_mut) {
@@ -199,7 +199,7 @@ fn without_places(recipe: &str) -> String {
     table.to_string()
 }
 
-/// What two recipes say differently, for people; `None` for equal ones.
+/// The first difference between two recipes, as the end of a sentence; `None` if they are equal.
 fn difference(before: &str, now: &str) -> Option<String> {
     let (before, now) = (without_places(before), without_places(now));
     let (before, now) = (before.as_str(), now.as_str());
@@ -216,8 +216,8 @@ fn difference(before: &str, now: &str) -> Option<String> {
     }
 }
 
-/// Refuses an output folder that holds anything, or in which another process trains now; looks at nothing else, so it can be asked before
-/// the first expensive second.
+/// Refuses an output folder that is not empty or in which another process trains now. Checks nothing else, so that it
+/// can run before anything expensive.
 ///
 /// # Errors
 /// [`TrainError::OutputTaken`].

@@ -1,4 +1,4 @@
-//! Schedules: the learning rate (warm-up, then cosine, linear or constant) and λ0.
+//! Schedules of the learning rate (warm-up, then cosine, linear or constant) and of λ0.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ pub struct ScheduleConfig {
     pub warmup_steps: usize,
 }
 
-/// Shapes of the schedule; the names are transformers'.
+/// Shapes of the schedule, with transformers' names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScheduleName {
@@ -28,13 +28,11 @@ pub enum ScheduleName {
 /// λ0, the factor of the heads' loss, over a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct HeadsCoefficient {
-    /// Its largest value.
     pub peak: f64,
-    /// Its shape.
     pub scheduler: MedusaScheduler,
 }
 
-/// Shapes of λ0 over the run; the names are the axolotl fork's.
+/// Shapes of λ0 over the run, with the axolotl fork's names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MedusaScheduler {
@@ -48,7 +46,7 @@ pub enum MedusaScheduler {
 }
 
 impl HeadsCoefficient {
-    /// λ0 of the update made after `step` finished updates out of `total`: λ0, λ0·s/S or λ0·sin(π/2·s/S).
+    /// λ0 of the update after `step` finished updates out of `total`: λ0, λ0·s/S or λ0·sin(π/2·s/S).
     pub fn at(&self, step: usize, total: usize) -> f64 {
         let (step, total) = (step as f64, total.max(1) as f64);
         self.peak
@@ -61,8 +59,8 @@ impl HeadsCoefficient {
 }
 
 impl ScheduleConfig {
-    /// The factor on the peak rate for the update made after `step` (0-based) finished updates out of `total`,
-    /// as transformers' `get_{cosine,linear,constant}_schedule_with_warmup`.
+    /// The factor on the peak rate for the update after `step` (0-based) finished updates out of `total`, as in
+    /// transformers' `get_{cosine,linear,constant}_schedule_with_warmup`.
     pub fn factor(&self, step: usize, total: usize) -> f64 {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;

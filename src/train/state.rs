@@ -8,17 +8,16 @@ use crate::model::llama::Llama;
 use crate::torch::optim::adamw::{AdamW, Parameter};
 use crate::train::plan::{ParameterGroup, TrainPlan};
 
-/// The state of a run. What is frozen is not part of it.
+/// The state of a run. It has no frozen parameters.
 #[derive(Debug)]
 pub struct TrainState {
-    /// The heads; their tensors are parameters' values.
+    /// Their tensors are values of `parameters`.
     pub heads: Heads,
-    /// In the order of [`Heads::parameters`], then what is trained of the backbone, part by part, lm_head last.
+    /// In the order of [`Heads::parameters`], then the trained parts of the backbone in order, lm_head last.
     pub parameters: Vec<TrainedParameter>,
     backbone_parts: usize,
-    /// A tied LM head gives its gradient to the embedding.
+    /// A tied LM head adds its gradient to the embedding's.
     lm_head_group: ParameterGroup,
-    /// The optimizer.
     pub optimizer: AdamW,
     /// Finished optimizer steps.
     pub step: usize,
@@ -26,17 +25,16 @@ pub struct TrainState {
     pub tokens: u64,
 }
 
-/// A parameter, and what it belongs to.
+/// A parameter and its group.
 #[derive(Debug)]
 pub struct TrainedParameter {
-    /// By which its gradient is found.
+    /// Selects the gradient.
     pub group: ParameterGroup,
-    /// The tensor.
     pub parameter: Parameter,
 }
 
 impl TrainState {
-    /// At step 0 of training `heads`, and what requires a gradient in `backbone`.
+    /// The state at step 0 for `heads` and the parameters of `backbone` that require a gradient.
     pub fn new(heads: Heads, backbone: &Llama, plan: &TrainPlan) -> Self {
         let trained = |group: ParameterGroup, (name, value): (String, &Tensor)| TrainedParameter {
             group,
@@ -61,17 +59,17 @@ impl TrainState {
         }
     }
 
-    /// One update of all parameters at learning rate `rate`, with every gradient multiplied by `scale`; gradients are 0 afterwards.
+    /// Updates all parameters at learning rate `rate` with gradients multiplied by `scale`, then zeroes the gradients.
     pub fn update(&mut self, rate: f64, scale: f64) {
         self.optimizer.step(self.parameters.iter_mut().map(|p| &mut p.parameter), rate, scale);
     }
 
-    /// Those of the groups that `are_wanted`.
+    /// Parameters of the groups for which `are_wanted` is true.
     pub fn parameters_of(&self, are_wanted: fn(ParameterGroup) -> bool) -> impl Iterator<Item = &Parameter> {
         self.parameters.iter().filter(move |p| are_wanted(p.group)).map(|p| &p.parameter)
     }
 
-    /// Where head `head` (0-based) adds its gradients; `dhidden_nh` where it adds that of the hidden states.
+    /// The gradient tensors of head `head` (0-based). `dhidden_nh` receives the gradient of the hidden states.
     pub fn gradients_of<'g>(&'g self, head: usize, dhidden_nh: Option<&'g Tensor>) -> HeadGradients<'g> {
         let mut blocks = self.gradients(ParameterGroup::Head(head));
         let w2_vh = self.heads.head(head).w2().and_then(|_| blocks.pop());
@@ -79,12 +77,12 @@ impl TrainState {
         HeadGradients { blocks, output: w2_vh.map_or_else(|| self.lm_head_gradients(), own), hidden_nh: dhidden_nh }
     }
 
-    /// Where the LM head's loss adds its gradients.
+    /// The gradient tensors of the LM head's loss.
     pub fn lm_gradients<'g>(&'g self, dhidden_nh: &'g Tensor) -> HeadGradients<'g> {
         HeadGradients { blocks: vec![], output: self.lm_head_gradients(), hidden_nh: Some(dhidden_nh) }
     }
 
-    /// Where the backbone's backward pass adds its gradients, by part.
+    /// The gradient tensors of the backbone's backward pass, by part.
     pub fn backbone_gradients(&self) -> Vec<Vec<&Tensor>> {
         (0..self.backbone_parts).map(|part| self.gradients(ParameterGroup::BackbonePart(part))).collect()
     }

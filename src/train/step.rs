@@ -1,5 +1,5 @@
-//! One optimizer step: micro batches through the backbone, losses of the LM head and of every head, backward, one update. A frozen
-//! backbone has no loss and no backward pass.
+//! One optimizer step: micro batches through the backbone, losses of the LM head and of every head, backward, one
+//! update. A frozen backbone has no loss and no backward pass.
 
 // B rows, T tokens of a row, N = B·T positions, H hidden, K heads
 use tch::{Kind, Tensor};
@@ -14,42 +14,40 @@ use crate::train::hidden_states::HiddenStatesError;
 use crate::train::state::TrainState;
 use crate::train::targets::BatchTargets;
 
-/// Loss and accuracies over some batches. Each head is measured over its own targets.
+/// Losses and accuracies over some batches. Each head is averaged over its own targets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepMetrics {
     /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
     pub loss: f64,
-    /// L_LM; none in Medusa-1.
+    /// L_LM; `None` in Medusa-1.
     pub lm_loss: Option<f64>,
-    /// exp of the LM head's cross-entropy; of evaluations in Medusa-2.
+    /// exp of the LM head's cross-entropy; only of Medusa-2's evaluations.
     pub perplexity: Option<f64>,
     /// Lk: summed cross-entropy ÷ number of targets; `None` for a head without a target.
     pub head_losses: Vec<Option<f64>>,
-    /// For each head the part of its targets among the first 1, 2, … 5 guesses; `None` for a head without a target.
+    /// For each head the fraction of its targets among the first 1, 2, … 5 guesses; `None` for a head without a target.
     pub head_top: Vec<Option<[f64; TOP]>>,
     /// Input tokens.
     pub tokens: u64,
 }
 
-/// An update that must not be made.
+/// Why an update was not made or not kept.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
-    /// The loss or the gradient is no number.
+    /// The loss or the gradient norm is NaN or infinite.
     #[error(
         "step {step}: {what} is {value}, so the update was skipped; sequences {sequences:?} of the training data \
          (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights"
     )]
     NotFinite {
-        /// The step that was not made, counted from 1 as in metrics.jsonl.
+        /// The skipped step, counted from 1 as in metrics.jsonl.
         step: usize,
         /// The loss or the gradient norm.
         what: &'static str,
-        /// Its value.
         value: f64,
         /// Indices of the sequences of this step.
         sequences: Vec<usize>,
     },
-    /// Kept hidden states.
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
     /// The update itself overflowed.
@@ -60,7 +58,7 @@ pub enum StepError {
         /// The first such tensor.
         parameter: String,
     },
-    /// The loss on the validation rows is no number.
+    /// The loss on the validation rows is NaN or infinite.
     #[error(
         "after step {step} the loss on the validation rows is {value}; lower optimizer.learning_rate, or check the \
          weights"
@@ -68,24 +66,23 @@ pub enum StepError {
     EvaluationNotFinite {
         /// Counted from 1.
         step: usize,
-        /// Its value.
         value: f64,
     },
 }
 
-/// What an update did.
+/// The result of an optimizer step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepOutcome {
-    /// Before the update.
+    /// Measured before the update.
     pub metrics: StepMetrics,
-    /// Euclidean, over all trained parameters, before clipping.
+    /// Euclidean norm over all trained parameters, before clipping.
     pub grad_norm: f64,
 }
 
-/// What one step weighs its losses and its update with.
+/// Weights of the losses, and parameters of the update, for one step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepWeights<'c> {
-    /// λk.
+    /// Has the weight λk of each head.
     pub loss: &'c LossConfig,
     /// λ0 of this step; 1 in Medusa-1.
     pub lambda0: f64,
@@ -95,11 +92,11 @@ pub struct StepWeights<'c> {
     pub max_grad_norm: f64,
 }
 
-/// Runs `batches` (the micro batches of one optimizer step) and updates what is trained. A head without a target in them has a zero
-/// gradient, and no loss.
+/// Runs `batches` (the micro batches of one optimizer step) and updates the trained parameters. A head without a target
+/// in them has a zero gradient and no loss.
 ///
 /// # Errors
-/// [`StepError`]; the parameters are as before then.
+/// [`StepError`]; the parameters are then unchanged.
 pub fn train_step(
     backbone: &mut TrainingBackbone,
     state: &mut TrainState,
@@ -122,7 +119,7 @@ pub fn train_step(
     let metrics = sums.finish(weights.loss, weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
     let grad_norm = gradient_norm(state.parameters.iter().map(|p| &p.parameter));
     check_numbers(state.step + 1, &metrics, grad_norm, batches)?;
-    // As torch.nn.utils.clip_grad_norm_.
+    // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
     state.update(weights.rate, clip);
     state.step += 1;
@@ -141,13 +138,13 @@ fn check_numbers(step: usize, metrics: &StepMetrics, grad_norm: f64, batches: &[
     }
 }
 
-/// Whether parameters may be kept: an update can overflow though its loss and gradient did not.
+/// Checks all parameters: an update can overflow even if its loss and gradient did not.
 ///
 /// # Errors
 /// [`StepError::ParameterNotFinite`].
 pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
-    // A float64 sum of float32 numbers is finite exactly where all of them are.
-    // Slice by slice: a sum in float64 of a whole W2 would need twice its memory.
+    // A float64 sum of float32 numbers is finite exactly if all of them are. It is computed in slices, since a float64
+    // sum of a whole W2 would need twice its memory.
     let sum =
         |value: &Tensor| value.view(-1).split(1 << 17, 0).iter().map(|slice| slice.sum(Kind::Double)).sum::<Tensor>();
     let is_finite = |value: &Tensor| tch::no_grad(|| sum(value)).double_value(&[]).is_finite();
@@ -157,10 +154,11 @@ pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
     }
 }
 
-/// Loss and accuracies over `batches`, which are read one after the other, no update; the heads' loss counts `lambda0` times.
+/// Losses and accuracies over `batches`, which are read one at a time, without an update. `lambda0` weighs the heads'
+/// loss.
 ///
 /// # Errors
-/// That of a batch that cannot be read.
+/// The error of a batch that cannot be read.
 pub fn evaluate<E>(
     backbone: &TrainingBackbone,
     heads: &Heads,
@@ -186,14 +184,14 @@ pub fn evaluate<E>(
     Ok(sums.finish(loss, lambda0, tokens))
 }
 
-/// Sums over micro batches; on the device until [`MetricSums::finish`].
+/// Sums over micro batches; they stay on the device until [`MetricSums::finish`].
 struct MetricSums {
     counts: Vec<usize>,
     by_head: Vec<HeadSums>,
     lm_count: usize,
-    /// Of what the stage trains the LM head on.
+    /// The training loss of the LM head.
     lm_loss: Option<Tensor>,
-    /// Of evaluations.
+    /// Only in evaluations.
     lm_cross_entropy: Option<Tensor>,
 }
 
@@ -209,7 +207,7 @@ impl MetricSums {
         self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| *count += of_head);
     }
 
-    /// Of every head on one micro batch; in training with their gradients.
+    /// Adds every head's loss and hits on one micro batch; in training also their gradients.
     fn add_heads(
         &mut self,
         heads: &Heads,
@@ -262,7 +260,7 @@ fn add_to(sum: &mut Option<Tensor>, loss: Tensor) {
     });
 }
 
-/// One copy to the host for all heads.
+/// Copies one tensor of all heads to the host.
 fn read(by_head: &[HeadSums], part: impl Fn(&HeadSums) -> Tensor) -> Vec<f64> {
     let all = Tensor::cat(&by_head.iter().map(part).collect::<Vec<_>>(), 0);
     Vec::try_from(&all).expect("a float64 vector")

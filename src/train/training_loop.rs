@@ -16,21 +16,20 @@ use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
 use crate::train::step::{StepError, StepMetrics, StepWeights, check_finite, evaluate, train_step};
 
-/// What happens while a run goes on.
+/// Progress of a run.
 #[derive(Debug)]
 pub enum RunEvent<'e> {
-    /// So many bytes of weights that no commit names are read to know them again.
+    /// Hashing the weight files of a local backbone, which no commit identifies.
     Hashing {
-        /// Of the files that were not read so before.
+        /// Bytes of the files whose hash is not cached.
         bytes: u64,
     },
-    /// The run goes on from this checkpoint.
+    /// The run resumed from this checkpoint.
     Resumed(&'e Path),
-    /// Hidden states are kept in this file, for so many of the training sequences already.
+    /// The run uses this cache of hidden states.
     HiddenStates {
-        /// The file.
         path: &'e Path,
-        /// Sequences that need no backbone.
+        /// Sequences whose states are cached.
         filled: usize,
         /// All sequences.
         sequences: usize,
@@ -46,15 +45,15 @@ pub enum RunEvent<'e> {
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RunOutcome {
-    /// All steps are done; the finished heads.
+    /// All steps are done; the path of the finished heads.
     Finished(PathBuf),
-    /// They were done before this run began.
+    /// All steps were done before; the path of the finished heads.
     FinishedBefore(PathBuf),
-    /// Stopped from outside; the checkpoint to go on from.
+    /// Interrupted; the checkpoint to resume from.
     Interrupted(PathBuf),
 }
 
-/// A run that is under way.
+/// A run in progress.
 pub(super) struct TrainingLoop<'r, 't> {
     pub(super) checked: &'r CheckedRun,
     pub(super) backbone: TrainingBackbone<'r>,
@@ -68,11 +67,11 @@ impl<'r> TrainingLoop<'r, '_> {
     /// Trains to the end, or until `interrupted` is set.
     ///
     /// # Errors
-    /// [`TrainError`]; checkpoints written before stay.
+    /// [`TrainError`]; earlier checkpoints stay.
     pub(super) fn run(mut self, interrupted: &AtomicBool) -> Result<RunOutcome, TrainError> {
         let total_steps = self.checked.total_steps;
         if self.state.step == 0 && !self.plan().trained.is_frozen() {
-            self.evaluate()?; // the backbone before training: what its perplexity is compared with
+            self.evaluate()?; // perplexity before training, as the baseline
         }
         while self.state.step < total_steps {
             let line = self.step()?;
@@ -130,7 +129,7 @@ impl<'r> TrainingLoop<'r, '_> {
         if due || last { self.evaluate() } else { Ok(()) }
     }
 
-    /// On the validation rows, if there are some.
+    /// Evaluates on the validation rows, if there are any.
     fn evaluate(&mut self) -> Result<(), TrainError> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
         let batches = validation.eval_batches().map(|batch| batch.map_err(DataError::from));
@@ -145,14 +144,14 @@ impl<'r> TrainingLoop<'r, '_> {
         Ok(())
     }
 
-    /// What a checkpoint relies on: finite parameters, and all that was written before on the disk.
+    /// Before a checkpoint: checks that the parameters are finite, and syncs the cache and the log.
     fn sync(&mut self) -> Result<(), TrainError> {
         check_finite(&self.state)?;
         self.backbone.commit()?;
         Ok(self.log.sync()?)
     }
 
-    /// λ0 after the steps that are finished.
+    /// λ0 after the finished steps.
     fn lambda0(&self) -> f64 {
         self.plan().heads_coefficient.at(self.state.step, self.checked.total_steps)
     }

@@ -8,7 +8,7 @@ use super::super::client::{About, Ask, Body};
 use super::super::{Hub, HubError, TransferEvent};
 use super::{Addition, BATCH, Local, Push};
 
-/// Answer of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
+/// Response of the LFS batch API (<https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md>).
 #[derive(Deserialize)]
 struct LfsBatch {
     objects: Vec<Object>,
@@ -17,7 +17,7 @@ struct LfsBatch {
 #[derive(Deserialize)]
 struct Object {
     oid: String,
-    /// Absent: the Hub has it.
+    /// Absent if the Hub has the object.
     actions: Option<Actions>,
     error: Option<ObjectError>,
 }
@@ -38,12 +38,12 @@ struct Actions {
 #[derive(Deserialize)]
 struct Action {
     href: String,
-    /// Of the Hub's own multipart transfer: `chunk_size`, and an address a part under its number.
+    /// For the Hub's multipart transfer: `chunk_size`, and one URL per part under its number.
     header: Option<Map<String, Value>>,
 }
 
 impl Hub<'_> {
-    /// Brings large files to the Hub's store, those that are not there.
+    /// Uploads the large files that the Hub's store lacks.
     pub(super) fn upload<'l>(&self, push: &Push<'_>, files: &[&'l Local]) -> Result<Vec<Addition<'l>>, HubError> {
         let additions = files.iter().map(|file| Addition::large(file)).collect::<Result<Vec<_>, _>>()?;
         for some in additions.chunks(BATCH) {
@@ -106,7 +106,7 @@ impl Hub<'_> {
         self.client.send(&ask).map(drop)
     }
 
-    /// The Hub's multipart transfer: a part to each address, then all parts' ETags.
+    /// The Hub's multipart transfer: uploads each part to its URL, then sends the parts' ETags.
     fn send_parts(
         &self,
         file: &Local,

@@ -1,4 +1,4 @@
-//! The hidden states of a micro batch, and the rows at which each head has its positions.
+//! The hidden states of a micro batch, and the row in them of each position.
 
 // B rows, T tokens of a row, N = B·T positions, M of them kept, H hidden
 use std::borrow::Cow;
@@ -13,9 +13,9 @@ use crate::model::lora::Adapters;
 /// Hidden states of one micro batch.
 #[derive(Debug)]
 pub struct BatchStates {
-    /// `[N, H]` or, of kept positions, `[M, H]`; in the backbone's dtype, on its device, without autograd.
+    /// `[N, H]`, or `[M, H]` if only some positions are kept; in the backbone's dtype, on its device, without autograd.
     pub hidden_nh: Tensor,
-    /// Of each of the N positions its row in `hidden_nh`; `None` where that is the position itself.
+    /// For each of the N positions its row in `hidden_nh` (-1: not kept); `None` if all are kept.
     row_of: Option<Vec<i64>>,
 }
 
@@ -25,12 +25,12 @@ impl BatchStates {
         Self::all(hidden_states(backbone, &inputs(backbone, batch), Adapters::Off))
     }
 
-    /// Of every position, `[N, H]`.
+    /// Hidden states of every position, `[N, H]`.
     pub fn all(hidden_nh: Tensor) -> Self {
         Self { hidden_nh, row_of: None }
     }
 
-    /// Of the positions that are kept, in this order, `[M, H]`, of a batch of `n`.
+    /// Hidden states `[M, H]` of the positions `positions_m`, in this order, out of `n`.
     pub(super) fn of_positions(hidden_mh: Tensor, positions_m: &[i64], n: usize) -> Self {
         let mut row_of = vec![-1; n];
         for (row, &position) in positions_m.iter().enumerate() {
@@ -39,7 +39,7 @@ impl BatchStates {
         Self { hidden_nh: hidden_mh, row_of: Some(row_of) }
     }
 
-    /// Rows of `hidden_nh` for flat positions of the batch, from which a head predicts a target.
+    /// Rows in `hidden_nh` of flat positions of the batch that have a target.
     pub fn rows_of<'p>(&self, positions: &'p [i64]) -> Cow<'p, [i64]> {
         match &self.row_of {
             None => positions.into(),
@@ -48,7 +48,7 @@ impl BatchStates {
     }
 }
 
-/// Tokens `[B, T]` on the backbone's device, and which of them see each other.
+/// Tokens `[B, T]` on the backbone's device, and their attention mask.
 pub fn inputs(backbone: &Llama, batch: &Batch) -> (Tensor, RowMask) {
     let (b, t, device) = (batch.rows as i64, batch.length as i64, backbone.device());
     let tokens_bt = Tensor::from_slice(&batch.input_ids).view([b, t]).to_device(device);

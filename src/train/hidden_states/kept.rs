@@ -1,11 +1,12 @@
-//! Hidden states on disk, filled as training meets its sequences.
+//! A cache of hidden states on disk, filled during training.
 //!
-//! Kept are the positions from which some head predicts a target. The file gets its whole size at once, its states are synced before
-//! their marks: a crash never marks missing data. A run holds it locked until all are there.
+//! It stores the positions from which some head predicts a target. The file is created at full size, and states are
+//! synced before their marks: a crash never marks missing data. A run locks the file until it is complete.
 //!
-//! A sequence's states are those of the batch that computed them first, for every run and however often it is broken off. The
-//! last bits of a product depend on its other rows; so training equals training without the file bit for bit where a sequence
-//! always meets the same others (a micro batch of 1, or no shuffling), and up to those bits elsewhere.
+//! A sequence's states come from the batch that computed them first, in every run and after every interruption. The
+//! last bits of a matrix product depend on its other rows, so training with the cache equals training without it bit
+//! for bit if a sequence always shares its micro batch with the same others (a micro batch of 1, or no shuffling), and
+//! up to those bits otherwise.
 
 // N positions of a batch, M of them kept, H hidden
 use std::fs::{self, File, OpenOptions};
@@ -32,14 +33,14 @@ pub struct KeptStates<'r> {
     path: PathBuf,
     file: File,
     filled: Vec<bool>,
-    /// Filled since the last commit.
+    /// Written but not marked as filled before the next commit.
     unmarked: Vec<usize>,
     computed_batches: usize,
 }
 
 impl<'r> KeptStates<'r> {
-    /// Opens, or makes, the file in `folder` for `backbone` (loaded from `backbone_folder`), `num_heads` heads and these
-    /// sequences; batches name sequences by their place among them.
+    /// Opens or creates the file in `folder` for `backbone` (loaded from `backbone_folder`), `num_heads` heads and
+    /// these sequences. Batches name sequences by their index in `sequences`.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
@@ -64,7 +65,7 @@ impl<'r> KeptStates<'r> {
         }
         let filled = match layout.read_marks(&mut file, &path) {
             Ok(filled) if is_mine || filled.iter().all(|&filled| filled) => filled,
-            _ if !is_mine => return Err(HiddenStatesError::InUse { path }), // it may not have its size yet
+            _ if !is_mine => return Err(HiddenStatesError::InUse { path }), // the other run may not have sized it yet
             marks => marks?,
         };
         let kept = Self { backbone, layout, path, file, filled, unmarked: vec![], computed_batches: 0 };
@@ -72,19 +73,18 @@ impl<'r> KeptStates<'r> {
         Ok(kept)
     }
 
-    /// A file that nobody fills any more is everybody's.
+    /// Unlocks a complete file, which other runs may read.
     fn let_go_when_full(&self) {
         if self.unmarked.is_empty() && self.filled() == self.filled.len() {
-            let _ = self.file.unlock(); // else it is let go of at the run's end
+            let _ = self.file.unlock(); // else it stays locked until the run ends
         }
     }
 
-    /// The file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Sequences whose states are there.
+    /// Sequences whose states are stored.
     pub fn filled(&self) -> usize {
         self.filled.iter().filter(|&&filled| filled).count()
     }
@@ -94,7 +94,7 @@ impl<'r> KeptStates<'r> {
         self.computed_batches
     }
 
-    /// The states of a batch: read, or computed and kept.
+    /// The states of a batch: read from the file, or computed and stored.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
@@ -128,7 +128,7 @@ impl<'r> KeptStates<'r> {
                 self.unmarked.push(id);
             }
         }
-        // What is kept counts, not what this batch made of it: a resumed run would read the former.
+        // Stored states win over this batch's, since a resumed run would read them.
         if some_are_kept { self.read(&batch.sequence_ids) } else { Ok(hidden_mh) }
     }
 
@@ -151,7 +151,7 @@ impl<'r> KeptStates<'r> {
         written.map_err(|e| self.layout.error("write", &self.path, e))
     }
 
-    /// Makes what was computed so far last: later runs find it.
+    /// Syncs and marks the states computed so far, so that later runs find them.
     ///
     /// # Errors
     /// [`HiddenStatesError::Io`].

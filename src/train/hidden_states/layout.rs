@@ -1,5 +1,6 @@
-//! The file of cached hidden states: the states of all sequences in a row, then one byte per sequence that is 1 once its states are on
-//! disk. Only positions from which some head predicts a target are stored. The file's name is a hash of everything that determines them.
+//! The file format of cached hidden states: the states of all sequences one after another, then one byte per sequence
+//! that is 1 once its states are on disk. Only positions from which some head predicts a target are stored. The file's
+//! name is a hash of everything that determines them.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -18,16 +19,16 @@ use crate::model::llama::Llama;
 use crate::model::weights;
 use crate::torch::LIBTORCH_VERSION;
 
-/// The byte of a sequence whose states are on the disk.
+/// The mark of a sequence whose states are on disk.
 pub(super) const FILLED: u8 = 1;
 
-/// What lies where in the file.
+/// Offsets in the file.
 #[derive(Debug)]
 pub(super) struct StatesLayout {
     pub(super) num_heads: usize,
     /// Bytes of one position's state.
     pub(super) row_bytes: usize,
-    /// Where each sequence's states begin, and at last where they all end.
+    /// Start of each sequence's states, then the end of the last.
     pub(super) offsets: Vec<u64>,
 }
 
@@ -81,10 +82,10 @@ impl StatesLayout {
     }
 }
 
-/// Size of the file that keeps the states of these sequences, of this width and dtype.
+/// Size of the file for these sequences, this width and this dtype.
 ///
 /// # Errors
-/// [`CacheError`]: labels decide which positions are kept, so they are read.
+/// [`CacheError`]: the labels are read, since they decide which positions are stored.
 pub fn file_bytes(sequences: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
     Ok(StatesLayout::new(sequences, num_heads, hidden_size, kind)?.file_bytes())
 }
@@ -106,10 +107,10 @@ pub(super) fn predicting(segment_lengths: &[usize], num_heads: usize, has_label:
     positions
 }
 
-/// Part of every key: raise it when the same input would give another file.
+/// Part of every key. Change it when the same input would produce a different file.
 const FORMAT: &str = "medusa hidden states 1";
 
-/// Everything that decides a hidden state but the tokens.
+/// Everything except the tokens that determines a hidden state.
 pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     let weights = weights::files_of(folder).map_err(io::Error::other)?;
     let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
@@ -123,7 +124,7 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     Ok([facts.into_bytes(), fs::read(folder.join("config.json"))?].concat())
 }
 
-/// The name of the file for a backbone and these sequences.
+/// The file name for a backbone and these sequences.
 pub(super) fn key(identity: &[u8], sequences: &Sequences, num_heads: usize) -> Result<String, CacheError> {
     let mut hasher = Sha256::new();
     hasher.update((identity.len() as u64).to_le_bytes());

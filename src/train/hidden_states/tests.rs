@@ -21,7 +21,7 @@ const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 16, "intermediate
     "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 const NUM_HEADS: usize = 2;
 
-/// A folder with a config and a stand-in for weights, and a backbone of that config.
+/// A folder with a config and dummy weights, and a backbone of that config.
 fn backbone(kind: Kind) -> (TempDir, Llama) {
     let folder = tempfile::tempdir().unwrap();
     for (name, text) in [("config.json", CONFIG), ("model.safetensors", "weights")] {
@@ -31,7 +31,7 @@ fn backbone(kind: Kind) -> (TempDir, Llama) {
     (folder, Llama::random(config, kind, Device::Cpu, 3))
 }
 
-/// Seven sequences of two segments; every other one has labels in its second segment only, the last has none.
+/// Seven sequences of two segments; every other one has labels only in its second segment, the last one has none.
 fn sequences() -> Vec<PackedSequence> {
     let sequence = |s: usize| {
         let segment_lengths = vec![3 + s % 3, 6 + s];
@@ -53,13 +53,14 @@ fn in_memory(sequences: &[PackedSequence]) -> Sequences {
     Sequences::in_memory(sequences.to_vec())
 }
 
-/// What head `head` reads of a batch.
+/// The rows that head `head` reads of a batch.
 fn read_by(head: usize, batch: &Batch, states: &BatchStates) -> Tensor {
     let positions = batch.targets(head + 2).positions;
     states.hidden_nh.index_select(0, &Tensor::from_slice(&states.rows_of(&positions)))
 }
 
-/// Takes an epoch's batches through `kept`; what a head reads is what the backbone says. How often the backbone ran.
+/// Runs an epoch through `kept` and compares what each head reads with the backbone's output. Returns how often the
+/// backbone ran.
 fn epoch(kept: &mut KeptStates, loader: &Loader, epoch: usize) -> usize {
     let before = kept.computed_batches();
     let steps = loader.steps_per_epoch();
@@ -192,7 +193,7 @@ fn two_runs_never_fill_one_file() {
     };
     let error = second(NUM_HEADS).unwrap_err();
     assert!(error.to_string().contains("is in use by another run"), "{error}");
-    second(NUM_HEADS + 1).unwrap(); // a file of its own
+    second(NUM_HEADS + 1).unwrap(); // a different file
     epoch(&mut first, &Loader::new(in_memory(&sequences), 1, 1, None), 0);
     assert!(second(NUM_HEADS).is_err(), "not on the disk yet");
     first.commit().unwrap();
