@@ -1,6 +1,6 @@
 //! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
-//! [`medusa`] guesses with trained heads, [`ngram`] by looking the last tokens up in the text so far.
+//! [`medusa`] guesses with trained heads, [`ngram`] by looking up the last tokens in the text so far.
 
 // N nodes of a tree, H hidden size
 use std::fmt;
@@ -16,18 +16,18 @@ use crate::tree::sparse_tree::SparseTree;
 pub mod medusa;
 pub mod ngram;
 
-/// Guesses what comes after the texts that are decoded.
+/// Guesses the next tokens of texts.
 pub trait Drafter: fmt::Debug {
-    /// A tree of guesses below each text's root, for all texts in one call.
+    /// Proposes a tree of guesses below each text's root, for all texts in one call.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 }
 
-/// A text that guesses are wanted for.
+/// A text to draft for.
 #[derive(Debug, Clone, Copy)]
 pub struct TextSoFar<'s> {
-    /// Prompt and text; the last token is the root, the one that the backbone has chosen and not seen yet.
+    /// Prompt and new tokens. The last one is the root: the backbone has chosen it but not run it yet.
     pub ids: &'s [i64],
-    /// That token.
+    /// The root.
     pub root: &'s Chosen,
     /// `[1, H]`, after the final norm: the hidden state that the root was chosen from.
     pub hidden_1h: &'s Tensor,
@@ -36,25 +36,24 @@ pub struct TextSoFar<'s> {
 /// A tree filled with tokens, to be verified in one pass.
 #[derive(Debug)]
 pub struct Proposal {
-    /// Its shape; a drafter that proposes the same one at every step prepares it once.
+    /// The tree's shape; a drafter that always proposes the same one prepares it once.
     pub tree: Rc<PreparedTree>,
     /// `[N]`, int64, on the backbone's device: each node's token, the root's first.
     pub tokens_n: Tensor,
 }
 
-/// A tree laid out for one backbone.
+/// A tree prepared for one backbone.
 #[derive(Debug)]
 pub struct PreparedTree {
-    /// Its nodes.
     pub tree: SparseTree,
-    /// Where they stand, and whom they see.
+    /// The nodes' position offsets and attention mask.
     pub nodes: NewTokens,
     /// `[N]`: each node's parent; 0 for the root.
     pub parents_n: Tensor,
 }
 
 impl PreparedTree {
-    /// Lays out a tree on the backbone's device.
+    /// Prepares a tree on the backbone's device.
     pub fn new(tree: SparseTree, backbone: &Llama) -> Self {
         let offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).collect();
         let sees = |query, key| tree.attends(query, key);

@@ -1,6 +1,6 @@
-//! Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` in transformers): finds earlier occurrences of the last tokens in the text
-//! and guesses their continuations. Needs no heads and no training, and pays off where a text repeats its prompt: summaries, edits,
-//! code. Continuations of several matches share a tree.
+//! Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` in transformers): finds earlier occurrences of the last tokens in the
+//! text and guesses their continuations. Needs no heads and no training, and pays off where a text repeats its prompt: summaries,
+//! edits, code. Continuations of several matches share a tree.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -12,33 +12,34 @@ use super::{Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::model::llama::Llama;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Last tokens that are looked up: first so many, then one less, and so on.
+/// The longest n-gram that is looked up; shorter matches rank behind longer ones.
 const LONGEST_NGRAM: usize = 4;
-/// A single token says little of what comes next, but more than nothing: 2.0 against 1.8 and 3.3 against 3.0 tokens a step on retold
-/// stories and on JSON (benches/results).
+/// Matching a single token still pays: 2.0 tokens per step instead of 1.8 on retold stories, and 3.3 instead of 3.0 on JSON
+/// (benches/results).
 const SHORTEST_NGRAM: usize = 1;
-/// Tokens that are guessed after a match.
+/// Tokens guessed after each match.
 const CONTINUATION: usize = 8;
-/// Guesses of a tree.
+/// Largest number of guesses in a tree.
 const NODES: usize = 12;
-/// Shapes that are kept laid out. Each has a mask over the context: 7 MB for 32k tokens and 8 query heads a group in 16 bits.
+/// Number of prepared trees that are kept. Each has a mask over the context: 7 MB for 32k tokens and 8 query heads per group in
+/// 16 bits.
 const KEPT_SHAPES: usize = 32;
 
-/// Guesses by looking the last tokens up in the text so far.
+/// Guesses by looking up the last tokens in the text so far.
 #[derive(Debug)]
 pub struct NgramDrafter<'a> {
     backbone: &'a Llama,
-    /// Laid out trees by their choices.
+    /// Prepared trees by their choices.
     shapes: HashMap<Vec<Vec<usize>>, Rc<PreparedTree>>,
 }
 
 impl<'a> NgramDrafter<'a> {
-    /// For texts of this backbone.
+    /// A drafter for texts of this backbone.
     pub fn new(backbone: &'a Llama) -> Self {
         Self { backbone, shapes: HashMap::new() }
     }
 
-    /// Guesses of a tree at most.
+    /// Largest number of guesses in a tree.
     pub const fn max_nodes() -> usize {
         NODES
     }
@@ -70,33 +71,33 @@ impl Drafter for NgramDrafter<'_> {
     }
 }
 
-/// What followed earlier matches of a text's last tokens, as a tree: each node's path and token.
+/// Continuations of earlier matches of the last tokens, merged into a tree: each node's path and token.
 #[derive(Debug, Default)]
 struct Continuations {
     paths: Vec<(Vec<usize>, i64)>,
 }
 
 impl Continuations {
-    /// Of the longest match first; of equally long ones, of the latest.
+    /// Longest matches first; among equally long ones, the latest first.
     fn of(ids: &[i64]) -> Self {
         let last = || ids.iter().rev().take(LONGEST_NGRAM);
         let matched = |end: usize| ids[..end].iter().rev().zip(last()).take_while(|(a, b)| a == b).count();
         let mut ends: Vec<(usize, usize)> = (1..ids.len()).rev().map(|end| (matched(end), end)).collect();
         ends.retain(|&(length, _)| length >= SHORTEST_NGRAM);
-        ends.sort_by_key(|&(length, _)| Reverse(length)); // stable: the latest first
+        ends.sort_by_key(|&(length, _)| Reverse(length)); // stable: keeps the latest first
         let mut tree = Self::default();
         for (_, end) in ends {
             if tree.paths.len() >= NODES {
                 break;
             }
-            // What follows a match at the text's end goes on with what is guessed here: a text that repeats itself.
+            // Past the end of the text, the continuation starts over, as in a text that repeats itself.
             let continuation: Vec<i64> = ids[end..].iter().copied().cycle().take(CONTINUATION).collect();
             tree.insert(&continuation);
         }
         tree
     }
 
-    /// Adds a continuation as far as there is room; what it shares with others is there once.
+    /// Adds a continuation until the tree is full. A prefix that it shares with others is stored once.
     fn insert(&mut self, tokens: &[i64]) {
         let mut path = vec![];
         for &token in tokens {
@@ -112,13 +113,13 @@ impl Continuations {
         }
     }
 
-    /// Tokens right below a path, in the order of their child indices.
+    /// Tokens of a path's children, in the order of their child indices.
     fn children(&self, path: &[usize]) -> impl Iterator<Item = i64> {
         let below = |of: &[usize]| of.len() == path.len() + 1 && of.starts_with(path);
         self.paths.iter().filter(move |(of, _)| below(of)).map(|&(_, token)| token)
     }
 
-    /// The token at a path; the root's at the empty one.
+    /// The token at a path; `root` for the empty path.
     fn token(&self, path: &[usize], root: i64) -> i64 {
         self.paths.iter().find(|(of, _)| of == path).map_or(root, |&(_, token)| token)
     }
@@ -136,7 +137,7 @@ mod tests {
 
     #[test]
     fn what_followed_the_last_tokens_before_is_guessed() {
-        // "1 2" stands at the beginning, followed by 3 4 5.
+        // "1 2" occurs at the start, followed by 3 4 5.
         assert_eq!(
             guesses(&[1, 2, 3, 4, 5, 9, 1, 2]).iter().map(|(_, token)| *token).collect::<Vec<_>>(),
             [3, 4, 5, 9, 1, 2, 3, 4],
@@ -148,7 +149,7 @@ mod tests {
 
     #[test]
     fn the_longest_match_comes_first_then_the_latest() {
-        // 7 1 2 → 3; 1 2 → 4 (later); both are guessed, the longer match's first.
+        // 7 1 2 is followed by 3, and 1 2 by 4 (later). Both are guessed, the longer match's continuation first.
         let found = guesses(&[7, 1, 2, 3, 0, 1, 2, 4, 0, 7, 1, 2]);
         let first: Vec<i64> = found.iter().filter(|(path, _)| path.len() == 1).map(|(_, token)| *token).collect();
         assert_eq!(first, [3, 4]);
@@ -164,7 +165,7 @@ mod tests {
                 prop_assert!(tree.is_ok(), "{:?}", tree);
             }
             for (path, _) in &found {
-                // Each guess stands behind its predecessors, guessed ones among them, somewhere before.
+                // Each guess follows its predecessor somewhere earlier in the text, which includes earlier guesses.
                 let along: Vec<i64> = (1..=path.len()).map(|n| Continuations { paths: found.clone() }.token(&path[..n], -1)).collect();
                 let text = [&ids[..], &along[..]].concat();
                 let last = &text[text.len() - SHORTEST_NGRAM - 1..];

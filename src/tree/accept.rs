@@ -1,49 +1,49 @@
-//! Which nodes of a verified tree are kept. Pure decisions at tree nodes; no tensors here.
+//! Which nodes of a verified tree are accepted. Pure decisions on tree nodes; no tensors here.
 //!
-//! The root is always accepted: it is the LM head's own token. Below it a node can be accepted only if its parent is.
+//! The root is always accepted, since the LM head chose it. A node below it can be accepted only if its parent is.
 
 use crate::tree::sparse_tree::SparseTree;
 
-/// An acceptance rate that no step can reach.
+/// A forced acceptance rate that no step can reach.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[error(
     "an acceptance rate of {rate} tokens a step cannot be forced; expected 1 to {largest}: the tree's chain of best guesses \
      has {} nodes below the root", largest - 1
 )]
 pub struct ForcedRateError {
-    /// What was asked for.
     rate: f64,
-    /// Tokens of the chain and the root.
+    /// Length of the chain of best guesses, root included.
     largest: usize,
 }
 
-/// How guesses are accepted at a temperature above 0. At temperature 0 it is greedy, whatever this says.
+/// How guesses are accepted above temperature 0. At temperature 0 acceptance is always greedy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Acceptance {
     /// A guess is accepted if it is the backbone's most probable token.
     Greedy,
     /// A guess is accepted if it is probable enough (paper section 2.3.1); the root is the most probable token.
     Typical(TypicalAcceptance),
-    /// A guess is accepted if it lies in the nucleus after its parent: the fewest most probable tokens that together have top-p,
-    /// at the request's temperature. The root, and so the text's first token, is drawn from the nucleus. (As the published code
-    /// does under the name of nucleus sampling; it is not lossless.)
+    /// A guess is accepted if it is in the nucleus after its parent: the smallest set of most probable tokens whose probability
+    /// reaches top-p, at the request's temperature. The root, and so the text's first token, is drawn from the nucleus. The
+    /// published code calls this nucleus sampling; it is not lossless.
     Nucleus,
-    /// A guess is accepted if it is the token that the backbone draws after its parent; the draw that no guess holds is the next
-    /// root. Lossless: the text is distributed as plain decoding's, and with the same seed it is the same text (see [`walk`]).
+    /// A guess is accepted if it equals the token that the backbone draws after its parent; a drawn token that no guess matches
+    /// becomes the next root. Lossless: the text is distributed as in plain decoding, and the same seed gives the same text (see
+    /// [`walk`]).
     Rejection,
-    /// For timing, without regard to what the backbone says: the chain of best guesses is accepted so far that a step commits this
-    /// many tokens on average. The text is not the backbone's, at no temperature.
+    /// For benchmarks: accepts the chain of best guesses, whatever the backbone predicts, up to the length at which steps commit
+    /// this many tokens on average. At no temperature is the text the backbone's.
     Forced {
-        /// From 1 to the tokens of the chain and the root.
+        /// From 1 to the length of the chain, root included.
         rate: f64,
     },
 }
 
 impl Acceptance {
-    /// [`Acceptance::Forced`] for steps of `tree`.
+    /// [`Acceptance::Forced`] for steps with `tree`.
     ///
     /// # Errors
-    /// A rate that its chain of best guesses cannot reach.
+    /// [`ForcedRateError`] if the rate is below 1 or above the length of the tree's chain of best guesses.
     pub fn at_rate(rate: f64, tree: &SparseTree) -> Result<Self, ForcedRateError> {
         let largest = chain_of_best(tree).count();
         if (1.0..=largest as f64).contains(&rate) {
@@ -53,7 +53,7 @@ impl Acceptance {
         }
     }
 
-    /// Whether tokens are drawn above temperature 0; the other rules take the most probable one as root.
+    /// Whether the root is drawn above temperature 0; with the other rules it is the most probable token.
     pub fn draws(self) -> bool {
         matches!(self, Self::Nucleus | Self::Rejection)
     }
@@ -62,21 +62,21 @@ impl Acceptance {
 /// A guess x is accepted if p(x) > min(ε, δ·exp(-H(p))), where p is the backbone's distribution at its parent.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TypicalAcceptance {
-    /// ε: so probable is always enough.
+    /// ε: more probable guesses are always accepted.
     pub posterior_threshold: f64,
-    /// δ: the flatter the distribution (entropy H), the less is enough.
+    /// δ: the flatter the distribution (the higher its entropy H), the lower the threshold.
     pub posterior_alpha: f64,
 }
 
 impl TypicalAcceptance {
-    /// ε as given and δ = √ε, as the paper has it.
+    /// ε as given and δ = √ε, as in the paper.
     pub fn with_threshold(posterior_threshold: f64) -> Self {
         Self { posterior_threshold, posterior_alpha: posterior_threshold.sqrt() }
     }
 
-    /// The probability that a guess must exceed, where the backbone's distribution has this entropy (in nats).
+    /// The probability that a guess must exceed, given the entropy of the backbone's distribution (in nats).
     ///
-    /// The published code computes H with log(p + 1e-5); ours is the exact entropy.
+    /// The published code computes H with log(p + 1e-5); here H is exact.
     pub fn threshold(&self, entropy: f64) -> f64 {
         self.posterior_threshold.min(self.posterior_alpha * (-entropy).exp())
     }
@@ -89,16 +89,17 @@ impl Default for TypicalAcceptance {
     }
 }
 
-/// The path, root first, along which each node's token is the one chosen after its parent, and the token that was chosen after the
-/// last node: the next root.
-/// - `tokens[n]`: the token that node `n` holds — `choose(n)`: the token after node `n`, asked once for each node on the path, in
-///   the order of the text
+/// Walks from the root along children that hold the token chosen after their parent. Returns the path, root first, and the token
+/// chosen after its last node: the next root.
+/// - `tokens[n]`: the token of node `n`
+/// - `choose(n)`: the token after node `n`, called once for each node on the path, in text order
 ///
-/// Where the most probable token is chosen, this is greedy acceptance. Where it is drawn, this is speculative sampling (Leviathan et
-/// al. 2023, Chen et al. 2023; with several guesses a node: SpecInfer, Miao et al. 2024) for guesses that are not drawn themselves:
-/// there, siblings are tried in turn, each accepted with its probability in what the ones before it left, and where none is, the
-/// token is drawn from what is left. A guess is then accepted with just its probability p(x), and so is a guess that is looked up in
-/// one draw from p. One draw a token, in the order of the text, is what plain decoding does: the same seed makes the same text.
+/// If the most probable token is chosen, this is greedy acceptance. If the token is drawn, it is speculative sampling (Leviathan
+/// et al. 2023, Chen et al. 2023; with several guesses per node: SpecInfer, Miao et al. 2024) for guesses that are not drawn
+/// themselves. That method tries siblings in turn: each is accepted with its probability in the distribution that remains after
+/// the siblings before it, and if none is, the token is drawn from the remainder. A guess x is thus accepted with probability
+/// p(x), exactly as if one token were drawn from p and looked up among the guesses. Plain decoding also draws one token per
+/// position, in text order, so the same seed gives the same text.
 pub fn walk(tree: &SparseTree, tokens: &[i64], mut choose: impl FnMut(usize) -> i64) -> (Vec<usize>, i64) {
     let (mut path, mut at) = (vec![0], 0);
     loop {
@@ -113,23 +114,24 @@ pub fn walk(tree: &SparseTree, tokens: &[i64], mut choose: impl FnMut(usize) -> 
     }
 }
 
-/// The longest path, root first, of nodes that are all probable enough; of equals the one with the largest product of probabilities.
-/// - `log_p[n]`: log-probability of node `n`'s token after its parent (of the root: not read)
+/// The longest path, root first, of nodes that are all probable enough; ties go to the largest product of probabilities.
+/// - `log_p[n]`: log-probability of node `n`'s token after its parent (not read for the root)
 /// - `entropy[n]`: entropy of the distribution after node `n`
 pub fn typical(tree: &SparseTree, log_p: &[f64], entropy: &[f64], rule: TypicalAcceptance) -> Vec<usize> {
     longest(tree, log_p, |node, parent| log_p[node].exp() > rule.threshold(entropy[parent]))
 }
 
-/// The longest path, root first, of nodes that lie in the nucleus after their parents; of equals the one with the largest product of
+/// The longest path, root first, of nodes that are in the nucleus after their parents; ties go to the largest product of
 /// probabilities.
-/// - `log_p[n]`: log-probability of node `n`'s token after its parent (of the root: not read)
-/// - `more_probable[n]`: probability of all tokens that are more probable there than node `n`'s (of the root: not read)
+/// - `log_p[n]`: log-probability of node `n`'s token after its parent (not read for the root)
+/// - `more_probable[n]`: total probability of the tokens that are more probable after its parent than node `n`'s (not read for
+///   the root)
 pub fn nucleus(tree: &SparseTree, log_p: &[f64], more_probable: &[f64], top_p: f64) -> Vec<usize> {
     longest(tree, log_p, |node, _| more_probable[node] < top_p)
 }
 
-/// Tokens of step `step` (0-based), root first along the chain of best guesses: so many that the steps up to this one have made
-/// `rate` each on average, as closely as whole tokens can.
+/// The path of step `step` (0-based), root first along the chain of best guesses. Its length keeps the mean over all steps so far
+/// as close to `rate` as whole tokens allow.
 pub fn forced(tree: &SparseTree, rate: f64, step: usize) -> Vec<usize> {
     let tokens_before = |step: usize| (rate * step as f64).floor();
     let tokens = tokens_before(step + 1) - tokens_before(step);
@@ -141,9 +143,9 @@ pub fn chain_of_best(tree: &SparseTree) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(0), |&node| tree.children(node).find(|&child| tree.child_index(child) == Some(0)))
 }
 
-/// The longest path of accepted nodes below accepted nodes; of equals the likeliest.
+/// The longest path of accepted nodes; ties go to the likeliest.
 fn longest(tree: &SparseTree, log_p: &[f64], accepts: impl Fn(usize, usize) -> bool) -> Vec<usize> {
-    // Parents come before children: one sweep finds each node's summed log-probability, or that it is not accepted.
+    // Parents come before children: one pass computes each node's summed log-probability, or `None` if the node is not accepted.
     let mut summed = vec![Some(0.0)];
     for (node, &log_p) in log_p.iter().enumerate().skip(1) {
         let reached = tree.parent(node).filter(|&parent| accepts(node, parent)).and_then(|parent| summed[parent]);
@@ -201,7 +203,7 @@ mod tests {
         assert_eq!(typical(&tree, &log([1.0, 0.9, 0.1, 0.01, 0.5]), &flat, rule), [0, 2, 4], "longer");
         assert_eq!(typical(&tree, &log([1.0, 0.6, 0.3, 0.2, 0.5]), &flat, rule), [0, 2, 4], "0.15 > 0.12");
         assert_eq!(typical(&tree, &log([1.0, 0.01, 0.01, 0.9, 0.9]), &flat, rule), [0], "no child without its parent");
-        // With little entropy ε decides.
+        // At low entropy ε decides.
         assert_eq!(typical(&tree, &log([1.0, 0.08, 0.01, 0.9, 0.9]), &[0.1; 5], rule), [0]);
         assert_eq!(typical(&tree, &log([1.0, 0.10, 0.01, 0.01, 0.9]), &[0.1; 5], rule), [0, 1]);
     }
@@ -235,14 +237,14 @@ mod tests {
         assert_eq!(forced(&tree, 4.0, 7), [0, 1, 3, 6]);
     }
 
-    /// Speculative sampling as it is written down for a node: siblings are tried in turn against what the ones before them left.
-    /// Returns each token's probability of being the one after the node, whether a sibling holds it or it is drawn from the rest.
+    /// Speculative sampling as published, at one node: siblings are tried in turn against the distribution that remains. Returns
+    /// each token's probability of following the node, whether a sibling holds it or it is drawn from the remainder.
     fn sibling_by_sibling(p: &[f64], siblings: &[usize]) -> Vec<f64> {
         let (mut rest, mut reached, mut law) = (p.to_vec(), 1.0, vec![0.0; p.len()]);
         for &guess in siblings {
             let total = rest.iter().sum::<f64>();
             if total <= 0.0 {
-                return law; // certain before
+                return law; // an earlier sibling was certain
             }
             let accepted = rest[guess] / total;
             law[guess] += reached * accepted;
@@ -253,7 +255,7 @@ mod tests {
         law.iter().zip(&rest).map(|(law, rest)| law + if total > 0.0 { reached * rest / total } else { 0.0 }).collect()
     }
 
-    /// Paper section 2.3.1, transcribed over whole candidates (root to leaf) and whole distributions.
+    /// Paper section 2.3.1, transcribed for whole candidates (root to leaf) and whole distributions.
     fn transcription(tree: &SparseTree, tokens: &[usize], p: &[Vec<f64>], rule: TypicalAcceptance) -> Vec<usize> {
         let entropy = |p: &[f64]| -p.iter().map(|&x| if x > 0.0 { x * x.ln() } else { 0.0 }).sum::<f64>();
         let leaves = (0..tree.len()).filter(|&node| tree.children(node).is_empty());
@@ -319,7 +321,7 @@ mod tests {
             let p: Vec<f64> = weights.iter().map(|w| w / total).collect();
             let tree = SparseTree::new((0..siblings.len()).map(|guess| vec![guess]).collect()).unwrap();
             let tokens: Vec<i64> = [0].into_iter().chain(siblings.iter().map(|&token| token as i64)).collect();
-            // The law of `walk` at a node: each token with its own probability, accepted where a sibling holds it.
+            // The distribution of `walk` at a node: each token has its own probability and is accepted if a sibling holds it.
             for (token, expected) in sibling_by_sibling(&p, &siblings).into_iter().enumerate() {
                 prop_assert!((p[token] - expected).abs() < 1e-12, "{token}: {} {expected}", p[token]);
                 let mut choices = [token as i64, 77].into_iter();
@@ -346,7 +348,7 @@ mod tests {
         }
     }
 
-    /// As heads' guesses do. With equal siblings, several paths hold the same text.
+    /// Always true of heads' guesses. With equal siblings, several paths hold the same text.
     fn tokens_differ_among_siblings(tree: &SparseTree, tokens: &[usize]) -> bool {
         (0..tree.len()).all(|node| {
             let children = tree.children(node);

@@ -1,4 +1,4 @@
-//! Trees from a calibration.
+//! Tree search on a calibration.
 
 use super::path_counts::PathCounts;
 use super::replay::starts;
@@ -7,17 +7,18 @@ use super::sparse_tree::SparseTree;
 use crate::formats::calibration::{Calibration, JointStatistics};
 
 impl Calibration {
-    /// Leaves the accuracies alone: heads are then taken as right independently of each other.
+    /// Drops the joint statistics, so that heads count as independent.
     pub fn forget_joint(&mut self) {
         self.joint = JointStatistics::default();
     }
 
-    /// Accuracies alone: heads are right independently of each other.
+    /// Accuracies only: heads count as independent.
     pub fn independent(&self) -> PathCounts {
         PathCounts::new(&self.accuracies())
     }
 
-    /// How often paths are right where steps with this tree start; in older calibrations, over all positions alike.
+    /// How often paths are right at the positions where steps with this tree start. Older calibrations lack the texts; their
+    /// counts are over all positions.
     pub fn counts_for(&self, tree: &SparseTree) -> PathCounts {
         if self.joint.runs.is_empty() {
             return self.listed(&self.accuracies());
@@ -29,8 +30,8 @@ impl Calibration {
         counts
     }
 
-    /// The best tree of `nodes` nodes that asks the first `heads` heads at most, by all that the calibration knows: its texts; in
-    /// older calibrations, which have none, its paths.
+    /// The best tree of `nodes` nodes that uses at most the first `heads` heads, searched on the calibration's texts. Older
+    /// calibrations have no texts; their path counts are used instead.
     ///
     /// # Errors
     /// [`SearchError`] if there is no tree of that size.

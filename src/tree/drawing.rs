@@ -1,4 +1,4 @@
-//! A tree as a picture, like figure 6 of the paper: levels from the top, edges as thick as they are probable. No tensors here.
+//! Draws a tree as an SVG, like figure 6 of the paper: levels from the top, edges as thick as they are probable. No tensors here.
 
 use std::fmt::Write;
 
@@ -7,20 +7,20 @@ use super::sparse_tree::SparseTree;
 const COLUMN: f64 = 26.0;
 const LEVEL: f64 = 84.0;
 const RADIUS: f64 = 10.0;
-/// Left of the tree stand the names of the levels, above it the title.
+/// Margins: left of the tree for the names of the levels, above it for the title.
 const LEFT: f64 = 74.0;
 const TOP: f64 = 74.0;
 const RIGHT: f64 = 24.0;
-/// In a page: wide enough that the names of the levels stand clear of a chain.
+/// Wide enough in a page that a chain does not touch the names of the levels.
 const MIN_WIDTH_IN_PAGE: f64 = 160.0;
-/// Of the room above the tree, the title's.
+/// The title's share of the margin above the tree.
 const TITLE: f64 = 36.0;
-/// How probable an edge looks where nothing is known.
+/// Probability that edges are drawn with if none is given.
 const UNKNOWN: f64 = 0.15;
 /// Wide enough for the title.
 const MIN_WIDTH: f64 = 480.0;
 
-/// Colours of light pages, and of dark ones; no font that a machine may lack.
+/// Colours for light and dark pages; uses system fonts only.
 const STYLE: &str = "\
 text { font-family: system-ui, sans-serif; font-size: 11px; fill: #1f2328; }
 .title { font-size: 14px; }
@@ -33,9 +33,9 @@ text { fill: #e6edf3; }
 .node { fill: #0d1117; stroke: #e6edf3; }
 }";
 
-/// An SVG of the tree. Nodes carry their guess as `tree.json` has it (0 is a head's best), edges are as thick and opaque as their
+/// An SVG of the tree. Nodes carry their guess as in `tree.json` (0 is a head's best); edges are as thick and opaque as their
 /// lower node is probable.
-/// - `probabilities[n]`: that node `n` is right; the root's is 1
+/// - `probabilities[n]`: probability that node `n` is right; 1 for the root
 pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: f64) -> String {
     let (width, places) = layout(tree, MIN_WIDTH);
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT;
@@ -48,8 +48,8 @@ pub fn draw(tree: &SparseTree, probabilities: &[f64], expected_tokens_per_step: 
     levels_edges_nodes(tree, Some(probabilities), &places, svg)
 }
 
-/// The same picture inside a page: no title and no style, the page has its own for the classes `edge`, `node` and `rank` in `tree`.
-/// Without probabilities all edges are alike. `id` names the picture's description in the page.
+/// The same picture for use inside a page, without title and style: the page styles the classes `edge`, `node` and `rank` within
+/// `tree`. Without probabilities all edges look alike. `id` is the element id of the picture's description.
 pub fn draw_in_page(tree: &SparseTree, probabilities: Option<&[f64]>, id: &str) -> String {
     let (width, places) = layout(tree, MIN_WIDTH_IN_PAGE);
     let height = level_y(tree.max_depth()) + RADIUS + RIGHT - TITLE;
@@ -62,7 +62,7 @@ pub fn draw_in_page(tree: &SparseTree, probabilities: Option<&[f64]>, id: &str) 
     levels_edges_nodes(tree, probabilities, &places, svg)
 }
 
-/// All behind what `svg` begins with.
+/// Appends levels, edges and nodes to `svg`.
 fn levels_edges_nodes(
     tree: &SparseTree,
     probabilities: Option<&[f64]>,
@@ -76,7 +76,7 @@ fn levels_edges_nodes(
     svg
 }
 
-/// How wide the picture is, and where each node stands. A narrow tree stands in the middle.
+/// The picture's width and each node's position. A narrow tree is centred.
 fn layout(tree: &SparseTree, min_width: f64) -> (f64, Vec<(f64, f64)>) {
     let columns = columns(tree);
     let last_column = columns.iter().copied().fold(0.0, f64::max);
@@ -90,7 +90,7 @@ fn level_y(depth: usize) -> f64 {
     TOP + LEVEL * depth as f64
 }
 
-/// Each leaf has a column of its own, from left to right as its path comes; a parent stands over the middle of its children.
+/// Each leaf has its own column, in the order of paths; a parent is centred above its children.
 fn columns(tree: &SparseTree) -> Vec<f64> {
     let mut leaves: Vec<usize> = (0..tree.len()).filter(|&node| tree.children(node).is_empty()).collect();
     leaves.sort_by(|&a, &b| tree.path(a).cmp(tree.path(b)));
@@ -98,7 +98,7 @@ fn columns(tree: &SparseTree) -> Vec<f64> {
     for (column, leaf) in leaves.into_iter().enumerate() {
         columns[leaf] = column as f64;
     }
-    // Children come behind their parents: from the last node on, they stand already.
+    // Children come after their parents, so going backwards their columns are known.
     for node in (0..tree.len()).rev() {
         let children = tree.children(node);
         if !children.is_empty() {
@@ -111,11 +111,11 @@ fn columns(tree: &SparseTree) -> Vec<f64> {
 fn levels(tree: &SparseTree, svg: &mut String) {
     for depth in 0..=tree.max_depth() {
         let (y, name) = (level_y(depth) + 4.0, if depth == 0 { "LM head".into() } else { format!("head {depth}") });
-        let _ = writeln!(svg, "<text x=\"16\" y=\"{y:.0}\">{name}</text>"); // a String takes all
+        let _ = writeln!(svg, "<text x=\"16\" y=\"{y:.0}\">{name}</text>"); // writing to a String cannot fail
     }
 }
 
-/// Edges leave and arrive upright, so that none runs through the nodes beside its own.
+/// Edges leave and arrive vertically, so that none crosses a neighbouring node.
 fn edges(tree: &SparseTree, probabilities: Option<&[f64]>, places: &[(f64, f64)], svg: &mut String) {
     for (node, parent) in (1..tree.len()).filter_map(|node| Some((node, tree.parent(node)?))) {
         let ((x1, y1), (x2, y2)) = (places[parent], places[node]);
@@ -126,7 +126,7 @@ fn edges(tree: &SparseTree, probabilities: Option<&[f64]>, places: &[(f64, f64)]
             svg,
             "<path class=\"edge\" d=\"M{x1:.1} {y1:.1} C{x1:.1} {middle:.1} {x2:.1} {middle:.1} {x2:.1} {below:.1}\" \
              stroke-width=\"{stroke:.2}\" stroke-opacity=\"{opacity:.2}\"/>"
-        ); // a String takes all
+        ); // writing to a String cannot fail
     }
 }
 
@@ -137,12 +137,12 @@ fn nodes(tree: &SparseTree, probabilities: Option<&[f64]>, places: &[(f64, f64)]
         let _ = writeln!(
             svg,
             "<circle class=\"node\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{RADIUS}\"><title>{path:?}{probability}</title></circle>"
-        ); // a String takes all
+        ); // writing to a String cannot fail
         if let Some(rank) = tree.child_index(node) {
-            let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{:.1}\">{rank}</text>", y + 4.0); // likewise
+            let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{:.1}\">{rank}</text>", y + 4.0); // cannot fail
         } else {
             let above = y - RADIUS - 6.0;
-            let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{above:.1}\">root</text>"); // likewise
+            let _ = writeln!(svg, "<text class=\"rank\" x=\"{x:.1}\" y=\"{above:.1}\">root</text>"); // cannot fail
         }
     }
 }
@@ -154,13 +154,13 @@ mod tests {
     use super::*;
     use crate::tree::sparse_tree::strategy::trees;
 
-    /// Values of an attribute, of every element of a name.
+    /// Values of an attribute in all elements of a name.
     fn values(svg: &str, element: &str, attribute: &str) -> Vec<f64> {
         let of = |tag: &str| tag.split(&format!(" {attribute}=\"")).nth(1)?.split('"').next()?.parse().ok();
         svg.split(&format!("<{element} ")).skip(1).filter_map(of).collect()
     }
 
-    /// Whether every element is closed in its turn, and there is one around all.
+    /// Whether every element is closed in order, inside a single root element.
     fn is_well_formed(svg: &str) -> bool {
         let mut open: Vec<&str> = Vec::new();
         for (at, tag) in svg.split('<').skip(1).enumerate() {

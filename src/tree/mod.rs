@@ -1,4 +1,4 @@
-//! The sparse tree of guesses: its shape, the search for it, how its nodes are accepted. No tensors here.
+//! The sparse tree of guesses: its shape, the search for it, and the acceptance of its nodes. No tensors here.
 
 pub mod accept;
 mod calibrated;

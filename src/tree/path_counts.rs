@@ -1,55 +1,55 @@
 //! Estimates the probability that a path of guesses is right from joint counts. No tensors here.
 //!
-//! The paper multiplies the accuracies of a path's guesses, as if the heads were independent. Head errors correlate: where head 1 is
-//! right the text is easy, and head 2 is right more often. Here whole paths are counted, and a path's probability is
+//! The paper multiplies the accuracies of a path's guesses, as if the heads were independent. But head errors correlate: where
+//! head 1 is right the text is easy, and head 2 is right more often. So whole paths are counted, and a path's probability is
 //!
 //! > P(path·c) = P(path) · (n(path·c) + m·q(c)) / (n(path) + m), P(root) = 1
 //!
-//! with n the counts and m = `PSEUDO_COUNTS` (Dirichlet smoothing). Where a path was seen seldom, q decides: the accuracy of guess
-//! c of that head where all heads before it are right by whatever guess, itself smoothed in the same way by the head's accuracy alone.
-//! No factor is above 1: a child is never more probable than its parent, and siblings together are not either.
+//! with n the counts and m = `PSEUDO_COUNTS` (Dirichlet smoothing). q decides for paths that were seen rarely. It is the accuracy
+//! of guess c given that all earlier heads were right with any guess, smoothed in the same way towards the accuracy of the head
+//! alone. No factor exceeds 1, so a child is never more probable than its parent, and neither are siblings together.
 
-/// A path that was seen so often is believed as much as what is known of its head in general.
+/// Pseudo-count of the prior: a path seen this often weighs as much as the prior.
 const PSEUDO_COUNTS: f64 = 5.0;
 
-/// How often paths of guesses were right together.
+/// How often whole paths of guesses were right.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PathCounts {
     /// `[h][c]`: accuracy of guess c of head h alone.
     accuracies: Vec<Vec<f64>>,
-    /// The root, and every path that was seen.
+    /// The root and every path that was seen.
     seen: Vec<Seen>,
-    /// `[h][c]`: how often guess c of head h was right behind any right path.
+    /// `[h][c]`: how often guess c of head h was right after any right path.
     right_behind: Vec<Vec<f64>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 struct Seen {
     count: f64,
-    /// Its children in `seen`, a guess each; none yet is 0, which is the root and nobody's child.
+    /// Indices of its children in `seen`, by guess. 0, the root's own index, marks a child that was not seen.
     children: Vec<usize>,
 }
 
 /// A path in [`PathCounts`], and its probability.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PathNode {
-    /// The probability that it is right.
+    /// The probability that the path is right.
     pub probability: f64,
-    /// Guesses in it.
+    /// Number of guesses in the path.
     depth: usize,
-    /// In `seen`.
+    /// Index in `seen`, if the path was seen.
     at: Option<usize>,
 }
 
 impl PathCounts {
-    /// Nothing seen, and paths may use the guesses that have accuracies: heads are independent, as the paper has them.
+    /// No counts yet. Paths may use the guesses that have accuracies; heads count as independent, as in the paper.
     pub fn new(accuracies: &[Vec<f64>]) -> Self {
         let right_behind = accuracies.iter().map(|guesses| vec![0.0; guesses.len()]).collect();
         Self { accuracies: accuracies.to_vec(), seen: vec![Seen { count: 0.0, children: Vec::new() }], right_behind }
     }
 
-    /// One step: the guesses that were right, head by head; with it all their prefixes were. Guesses beyond the accuracies are left
-    /// out.
+    /// Counts one step, given the right guesses head by head; every prefix of that path was right too. The path ends at the first
+    /// guess without an accuracy.
     pub fn add(&mut self, right: &[usize]) {
         self.seen[0].count += 1.0;
         let mut at = 0;
@@ -63,7 +63,7 @@ impl PathCounts {
         }
     }
 
-    /// Counts as a calibration lists them: `total` steps, and paths whose prefixes are listed too.
+    /// Counts as a calibration lists them: `total` steps, and paths along with all of their prefixes.
     pub fn listed<'a>(
         accuracies: &[Vec<f64>],
         total: u64,
@@ -81,7 +81,7 @@ impl PathCounts {
         counts
     }
 
-    /// The place of a path's child, made where it is new.
+    /// Index of a path's child, which is created if it is new.
     fn child_of(&mut self, at: usize, head: usize, guess: usize) -> usize {
         let new = self.seen.len();
         let children = &mut self.seen[at].children;
@@ -94,12 +94,12 @@ impl PathCounts {
         children[guess]
     }
 
-    /// Steps that were counted.
+    /// Number of steps counted.
     pub fn total(&self) -> f64 {
         self.seen[0].count
     }
 
-    /// What heads guess, and how accurately.
+    /// The accuracy of each guess of each head.
     pub fn accuracies(&self) -> &[Vec<f64>] {
         &self.accuracies
     }
@@ -109,7 +109,7 @@ impl PathCounts {
         PathNode { probability: 1.0, depth: 0, at: Some(0) }
     }
 
-    /// The next head's guesses behind a path, best guess first.
+    /// The next head's guesses after a path, best guess first.
     pub fn children(&self, parent: PathNode) -> impl Iterator<Item = PathNode> + '_ {
         let of_parent = parent.at.map(|at| &self.seen[at]);
         let parent_count = of_parent.map_or(0.0, |seen| seen.count);
@@ -122,7 +122,7 @@ impl PathCounts {
         })
     }
 
-    /// Accuracies of a head's guesses where all heads before it are right.
+    /// Accuracies of a head's guesses given that all earlier heads were right.
     fn general(&self, head: usize) -> Vec<f64> {
         let Some(accuracies) = self.accuracies.get(head) else { return Vec::new() };
         let asked = match head {
@@ -134,7 +134,7 @@ impl PathCounts {
 }
 
 fn smoothed(count: f64, of: f64, prior: f64) -> f64 {
-    // The prior to the last bit where nothing was seen: then a path's probability is the paper's product.
+    // Exactly the prior where nothing was seen: a path's probability is then the paper's product.
     if of == 0.0 { prior } else { (count + PSEUDO_COUNTS * prior) / (of + PSEUDO_COUNTS) }
 }
 
@@ -158,7 +158,7 @@ mod tests {
         // Head 1: q = (n + 5a) / (5 + 5), then P = (n + 5q) / (5 + 5).
         let best = ((3.0 + 5.0 * (3.0 + 3.0) / 10.0) / 10.0, at(&counts, &[0]).probability);
         assert!((best.0 - best.1).abs() < 1e-12, "{best:?}");
-        // Head 2 was right 2 times behind the 4 right guesses of head 1: q = (2 + 5·0.4) / (4 + 5).
+        // Head 2 was right 2 times after the 4 right guesses of head 1: q = (2 + 5·0.4) / (4 + 5).
         let pair = (best.0 * (2.0 + 5.0 * (4.0 / 9.0)) / (3.0 + 5.0), at(&counts, &[0, 0]).probability);
         assert!((pair.0 - pair.1).abs() < 1e-12, "{pair:?}");
         let unseen = at(&counts, &[1]).probability * (5.0 * (4.0 / 9.0)) / (1.0 + 5.0);

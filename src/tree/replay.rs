@@ -1,35 +1,33 @@
 //! Replays decoding with a tree on a known text and counts the steps. No tensors here.
 //!
-//! Greedy decoding commits the backbone's own text whatever the tree. Given that text and the heads' guesses at every token, the steps
-//! of any tree follow exactly. Steps start after a miss, where guessing is harder than elsewhere, so a mean over all tokens
+//! Greedy decoding commits the backbone's own text whatever the tree, so the text and the heads' guesses at every token determine
+//! the steps of any tree. Steps start after a miss, where guessing is harder than elsewhere, so a mean over all tokens
 //! overestimates the tokens per step.
 
 use super::sparse_tree::SparseTree;
 use crate::formats::calibration::RankTrace;
 
-/// Steps that decoding would take, and the tokens they would commit.
+/// Steps and committed tokens of a replay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Replay {
-    /// Tokens of the texts.
     pub tokens: usize,
-    /// Steps to get them all.
     pub steps: usize,
 }
 
 impl Replay {
-    /// Decodes all of `runs` with `tree`.
+    /// Replays all of `runs` with `tree`.
     pub fn new(tree: &SparseTree, runs: &[RankTrace]) -> Self {
         let tokens = runs.iter().map(Vec::len).sum();
         Self { tokens, steps: runs.iter().map(|run| starts(tree, run).count()).sum() }
     }
 
-    /// Mean tokens that a step commits. 0 where there was no text.
+    /// Mean number of tokens that a step commits; 0 without text.
     pub fn tokens_per_step(&self) -> f64 {
         if self.steps == 0 { 0.0 } else { self.tokens as f64 / self.steps as f64 }
     }
 }
 
-/// The tokens that are roots of the steps.
+/// Positions of the tokens that are roots of steps.
 pub fn starts<'a>(tree: &'a SparseTree, run: &'a RankTrace) -> impl Iterator<Item = usize> + 'a {
     let mut next = 0;
     std::iter::from_fn(move || {
@@ -40,7 +38,7 @@ pub fn starts<'a>(tree: &'a SparseTree, run: &'a RankTrace) -> impl Iterator<Ite
     })
 }
 
-/// How many guesses a step accepts where these are right.
+/// Number of guesses that a step accepts, given the right guess of each head.
 fn accepted(tree: &SparseTree, right: &[usize]) -> usize {
     let mut at = 0;
     for &rank in right {
@@ -58,7 +56,7 @@ pub(crate) mod strategy {
 
     use crate::formats::calibration::RankTrace;
 
-    /// Texts with random ranks, none of which looks behind its text's end.
+    /// Texts with random ranks, which never reach past the end of their text.
     pub(crate) fn runs(heads: usize, top_k: usize) -> impl Strategy<Value = Vec<RankTrace>> {
         let right = proptest::collection::vec(0..top_k, 0..=heads);
         let run = proptest::collection::vec(right, 1..40).prop_map(|mut run: RankTrace| {

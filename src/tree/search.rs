@@ -1,7 +1,7 @@
 //! Greedy search of the sparse tree with the largest expected acceptance length (paper section 2.3.3). No tensors here.
 //!
-//! A step commits its root and one token for each node whose path is right, so it commits 1 + Σ P(path) on average. A child is never
-//! more probable than its parent: adding the most probable node that has its parent, again and again, gives the best tree.
+//! A step commits its root and one token for each accepted node, so it commits 1 + Σ P(path) on average. A child is never more
+//! probable than its parent, so adding the most probable node whose parent is in the tree, again and again, gives the best tree.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -11,27 +11,22 @@ use super::replay::{Replay, starts};
 use super::sparse_tree::{MAX_NODES, SparseTree, TreeError};
 use crate::formats::calibration::RankTrace;
 
-/// Times that texts are replayed to see where steps start. Trees repeat, or change in their last nodes, long before that.
+/// How often texts are replayed to find where steps start. Trees repeat, or change only in their last nodes, long before that.
 const MAX_ROUNDS: usize = 6;
 
-/// There is no such tree.
+/// The requested tree cannot be built.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SearchError {
-    /// Zero, or more than one pass verifies.
+    /// Zero nodes, or more than one pass can verify.
     #[error("a tree of {asked} nodes was asked for; expected 1 to {MAX_NODES}")]
-    BadNodes {
-        /// Nodes asked for.
-        asked: usize,
-    },
-    /// The heads do not make so many guesses.
+    BadNodes { asked: usize },
+    /// More nodes than the heads' guesses can fill.
     #[error(
         "a tree of {asked} nodes was asked for, but {num_heads} heads with the calibrated guesses make only {possible}; \
          ask for fewer, or calibrate with a larger --top-k"
     )]
     TooFewGuesses {
-        /// Nodes asked for.
         asked: usize,
-        /// Heads there are.
         num_heads: usize,
         /// Nodes of the full tree.
         possible: usize,
@@ -43,20 +38,19 @@ pub enum SearchError {
         head: usize,
         /// 1-based.
         guess: usize,
-        /// What was found.
         accuracy: f64,
     },
-    /// Our own search made no tree.
+    /// The search itself built an invalid tree: a bug.
     #[error(transparent)]
     Tree(#[from] TreeError),
 }
 
-/// A tree and what it promises.
+/// A tree and its expected tokens per step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SearchedTree {
-    /// Choices in the order they were added.
+    /// Its choices are in the order in which they were added.
     pub tree: SparseTree,
-    /// The root's token, and all nodes' probabilities or what a replay says.
+    /// 1 for the root plus the probabilities of all nodes, or the mean of a replay.
     pub expected_tokens_per_step: f64,
 }
 
@@ -70,7 +64,7 @@ struct Candidate {
 impl Eq for Candidate {}
 
 impl Ord for Candidate {
-    /// The heap gives the largest probability; of equals the shallower, then the smaller path.
+    /// The heap yields the largest probability; ties go to the shallower, then the smaller path.
     fn cmp(&self, other: &Self) -> Ordering {
         let ties = || other.path.len().cmp(&self.path.len()).then_with(|| other.path.cmp(&self.path));
         self.place.probability.total_cmp(&other.place.probability).then_with(ties)
@@ -83,16 +77,16 @@ impl PartialOrd for Candidate {
     }
 }
 
-/// The best tree of `nodes` nodes, without the root, where `accuracies[h][i]` is the accuracy of guess `i` of head `h` and heads are
-/// right independently of each other, as the paper takes them: a path's probability is the product of its accuracies.
+/// The best tree of `nodes` nodes, without the root, if heads are independent, as the paper assumes: a path's probability is then
+/// the product of its accuracies. `accuracies[h][i]` is the accuracy of guess `i` of head `h`.
 ///
 /// # Errors
-/// [`SearchError`] if there is no tree of that size, or an accuracy is none.
+/// [`SearchError`] if there is no tree of that size, or an accuracy is not between 0 and 1.
 pub fn search(accuracies: &[Vec<f64>], nodes: usize) -> Result<SearchedTree, SearchError> {
     search_counted(&PathCounts::new(accuracies), nodes)
 }
 
-/// The best tree of `nodes` nodes, without the root, by how often paths were right.
+/// The best tree of `nodes` nodes, without the root, according to path counts.
 ///
 /// # Errors
 /// As [`search`].
@@ -103,7 +97,7 @@ pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<SearchedTree,
     let mut expected_tokens_per_step = 1.0;
     grow(&mut candidates, counts, &Candidate { path: Vec::new(), place: counts.root() });
     while choices.len() < nodes {
-        let Some(best) = candidates.pop() else { break }; // never: `check` counted them
+        let Some(best) = candidates.pop() else { break }; // never: `check` has counted them
         grow(&mut candidates, counts, &best);
         expected_tokens_per_step += best.place.probability;
         choices.push(best.path);
@@ -113,9 +107,10 @@ pub fn search_counted(counts: &PathCounts, nodes: usize) -> Result<SearchedTree,
 
 /// The best tree of `nodes` nodes, without the root, for texts like `runs`.
 ///
-/// A tree is right where its steps start, and where they start depends on the tree. So the first tree is searched as if steps
-/// started at all tokens alike; then the texts are replayed with it and a tree is searched for the steps that this finds, until
-/// trees repeat. Of all these trees the one that needs the fewest steps is taken; what it is expected to commit is what it does there.
+/// The value of a tree depends on where its steps start, which in turn depends on the tree. The first search therefore treats
+/// every token as a start. Each further round replays the texts with the last tree and searches again on the starts that it
+/// found, until a tree repeats. The result is the tree with the fewest steps; its expected tokens per step are those of its
+/// replay.
 ///
 /// # Errors
 /// As [`search`].
@@ -146,12 +141,12 @@ fn replayed(counts: &PathCounts, runs: &[RankTrace], nodes: usize) -> Result<Sea
     Ok(SearchedTree { expected_tokens_per_step: Replay::new(&found.tree, runs).tokens_per_step(), ..found })
 }
 
-/// Tokens that a step commits with a tree, if these counts are all that is known.
+/// Mean number of tokens that a step with `tree` commits, according to `counts`.
 pub fn expected_tokens_per_step(tree: &SparseTree, counts: &PathCounts) -> f64 {
     node_probabilities(tree, counts).iter().sum()
 }
 
-/// How probable it is that each node is right, the root, which always is, first. 0 for guesses without an accuracy.
+/// Probability that each node is right, starting with the root, which always is. 0 for guesses without an accuracy.
 pub fn node_probabilities(tree: &SparseTree, counts: &PathCounts) -> Vec<f64> {
     let mut places: Vec<Option<PathNode>> = vec![Some(counts.root())];
     for node in 1..tree.len() {
@@ -161,7 +156,7 @@ pub fn node_probabilities(tree: &SparseTree, counts: &PathCounts) -> Vec<f64> {
     places.into_iter().map(|place| place.map_or(0.0, |place| place.probability)).collect()
 }
 
-/// Offers the children of a node.
+/// Adds a node's children to the candidates.
 fn grow(candidates: &mut BinaryHeap<Candidate>, counts: &PathCounts, parent: &Candidate) {
     for (child, place) in counts.children(parent.place).enumerate() {
         candidates.push(Candidate { path: [&parent.path[..], &[child]].concat(), place });
@@ -195,7 +190,7 @@ mod tests {
     use super::*;
     use crate::tree::replay::strategy::runs;
 
-    /// The best sum of probabilities over every tree of `nodes` nodes, by trying them all.
+    /// The largest sum of probabilities over all trees of `nodes` nodes, by brute force.
     fn best_of_all_trees(counts: &PathCounts, nodes: usize) -> f64 {
         let mut all: Vec<Vec<usize>> = vec![vec![]];
         let mut level = all.clone();
@@ -274,7 +269,8 @@ mod tests {
         assert_eq!(found.expected_tokens_per_step, 1.0 + 6.0 * 0.5);
     }
 
-    /// Behind every accepted guess two more are right, and no guess is right there where steps do not start.
+    /// Guess 1 of both heads is right at every third position, where steps start. In between guess 0 is right, which only a count
+    /// over all positions sees.
     #[test]
     fn the_search_looks_where_steps_start() {
         let run: RankTrace = (0..60).map(|at| if at % 3 == 0 { vec![1, 1] } else { vec![0; 2 - at % 3] }).collect();

@@ -1,7 +1,7 @@
 //! The sparse tree of candidates (paper section 2.1.2). No tensors here.
 //!
 //! A node is a path of child indices: `[0, 2]` is the third guess of head 2 after the best guess of head 1. The root, node 0, is
-//! the token of the LM head and is never written down. Nodes are sorted by depth, then path, so the children of a node lie side by side.
+//! the LM head's token and is never listed. Nodes are sorted by depth, then path, so the children of a node are contiguous.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -9,39 +9,28 @@ use std::path::{Path, PathBuf};
 use crate::formats::FormatError;
 use crate::formats::tree::TreeFile;
 
-/// Most nodes a tree may have. One verification pass computes all of them, and gains vanish long before this.
+/// Largest number of nodes. One verification pass computes all of them, and gains vanish long before this.
 pub const MAX_NODES: usize = 1024;
 
-/// A list of choices is no tree, or a tree does not fit the heads.
+/// Choices that do not form a tree, or a tree that does not fit the heads.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TreeError {
-    /// No choices at all.
+    /// No choices.
     #[error("the tree has no choices; expected at least one path such as [0]")]
     Empty,
-    /// The root was listed.
+    /// The root is listed.
     #[error("the tree lists an empty choice; the root is always there and is not written down")]
     ListedRoot,
     /// A node without its parent.
     #[error("tree choice {choice:?} has no parent {parent:?}; every prefix of a choice must be a choice")]
-    MissingParent {
-        /// The path.
-        choice: Vec<usize>,
-        /// What is missing.
-        parent: Vec<usize>,
-    },
-    /// The same path twice.
+    MissingParent { choice: Vec<usize>, parent: Vec<usize> },
+    /// A path is listed twice.
     #[error("tree choice {choice:?} is listed twice; each path may stand once")]
-    Duplicate {
-        /// The path.
-        choice: Vec<usize>,
-    },
-    /// More than [`MAX_NODES`].
+    Duplicate { choice: Vec<usize> },
+    /// More than [`MAX_NODES`] nodes.
     #[error("the tree has {nodes} nodes; at most {MAX_NODES} can be verified in one pass")]
-    TooManyNodes {
-        /// How many.
-        nodes: usize,
-    },
-    /// A level that no head predicts.
+    TooManyNodes { nodes: usize },
+    /// A level beyond the last head.
     #[error(
         "tree choice {choice:?} needs {} heads, but there are {num_heads}; build the tree from these heads' own calibration",
         choice.len()
@@ -49,15 +38,13 @@ pub enum TreeError {
     DeeperThanHeads {
         /// The first path that is too deep.
         choice: Vec<usize>,
-        /// Heads there are.
         num_heads: usize,
     },
-    /// A guess that no head makes.
+    /// A guess beyond those that a head makes.
     #[error("tree choice {choice:?} asks for guess {}, but a head has {top_k} guesses (0 to {})", choice[choice.len() - 1], top_k.saturating_sub(1))]
     ChildOutOfRange {
-        /// The path.
         choice: Vec<usize>,
-        /// Guesses there are.
+        /// Guesses per head.
         top_k: usize,
     },
 }
@@ -76,24 +63,18 @@ struct Node {
     children: Range<usize>,
 }
 
-/// A tree file cannot be read, or holds no tree.
+/// A tree file cannot be read, or its choices do not form a tree.
 #[derive(Debug, thiserror::Error)]
 pub enum TreeFileError {
-    /// The file itself.
     #[error(transparent)]
     File(#[from] FormatError),
-    /// Its choices are no tree.
     #[error("{}: {source}", path.display())]
-    Tree {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: TreeError,
-    },
+    Tree { path: PathBuf, source: TreeError },
 }
 
 impl SparseTree {
-    /// The tree of a `tree.json`, or of a bare JSON list of paths as trees are published; and all that the file says.
+    /// Loads the tree from a `tree.json`, or from a bare JSON list of paths, as trees are published. Also returns the parsed
+    /// file.
     ///
     /// # Errors
     /// [`TreeFileError`] names the file.
@@ -103,10 +84,10 @@ impl SparseTree {
         Ok((tree.map_err(|source| TreeFileError::Tree { path: path.to_owned(), source })?, file))
     }
 
-    /// The tree of these paths, in any order; the order is kept for [`Self::choices`].
+    /// The tree of these paths, given in any order. [`Self::choices`] keeps the order.
     ///
     /// # Errors
-    /// [`TreeError`] unless the paths, with the root, are a tree.
+    /// [`TreeError`] unless the paths and the root form a tree.
     pub fn new(choices: Vec<Vec<usize>>) -> Result<Self, TreeError> {
         match choices.len() {
             0 => return Err(TreeError::Empty),
@@ -123,7 +104,7 @@ impl SparseTree {
         Ok(Self { choices, nodes })
     }
 
-    /// The root alone: nothing is guessed.
+    /// Only the root: nothing is guessed.
     pub fn root() -> Self {
         Self { choices: vec![], nodes: link(vec![]).expect("the root has its place") }
     }
@@ -136,10 +117,10 @@ impl SparseTree {
         Self::new((1..=depth).map(|length| vec![0; length]).collect())
     }
 
-    /// Every combination of the first `widths[h]` guesses of head h (the paper's dense tree).
+    /// All combinations of the first `widths[h]` guesses of each head h (the paper's dense tree).
     ///
     /// # Errors
-    /// [`TreeError`] if that is no node, or too many.
+    /// [`TreeError`] if there are no nodes, or too many.
     pub fn cartesian(widths: &[usize]) -> Result<Self, TreeError> {
         let level_sizes = widths.iter().scan(1usize, |size, &width| {
             *size = size.saturating_mul(width);
@@ -158,13 +139,13 @@ impl SparseTree {
         Self::new(choices)
     }
 
-    /// Nodes, the root among them.
+    /// Number of nodes, root included.
     #[expect(clippy::len_without_is_empty, reason = "there is always a root")]
     pub fn len(&self) -> usize {
         self.nodes.len()
     }
 
-    /// The paths without the root, in the order they were given (a search's: best first).
+    /// The paths without the root, in the order in which they were given (best first after a search).
     pub fn choices(&self) -> &[Vec<usize>] {
         &self.choices
     }
@@ -174,22 +155,22 @@ impl SparseTree {
         &self.nodes[node].path
     }
 
-    /// Levels below the root.
+    /// The node's level; 0 for the root.
     pub fn depth(&self, node: usize) -> usize {
         self.path(node).len()
     }
 
-    /// Which guess of its head the node holds; `None` for the root.
+    /// Rank of the node's guess at its head; `None` for the root.
     pub fn child_index(&self, node: usize) -> Option<usize> {
         self.path(node).last().copied()
     }
 
-    /// The node before it; `None` for the root.
+    /// The node's parent; `None` for the root.
     pub fn parent(&self, node: usize) -> Option<usize> {
         self.nodes[node].parent
     }
 
-    /// The nodes after it.
+    /// The node's children.
     pub fn children(&self, node: usize) -> Range<usize> {
         self.nodes[node].children.clone()
     }
@@ -199,12 +180,12 @@ impl SparseTree {
         self.path(query).starts_with(self.path(key))
     }
 
-    /// Levels below the root of the deepest node: the number of heads the tree uses.
+    /// Depth of the deepest node: the number of heads that the tree uses.
     pub fn max_depth(&self) -> usize {
         self.depth(self.len() - 1)
     }
 
-    /// For each head the tree uses, how many guesses it needs.
+    /// How many guesses the tree takes from each head that it uses.
     pub fn widths(&self) -> Vec<usize> {
         let mut widths = vec![0; self.max_depth()];
         for path in &self.choices {
@@ -214,15 +195,15 @@ impl SparseTree {
         widths
     }
 
-    /// Whether both hold the same paths, in whatever order.
+    /// Whether both trees hold the same paths, in any order.
     pub fn same_nodes(&self, other: &Self) -> bool {
         self.nodes == other.nodes
     }
 
-    /// Whether `num_heads` heads with `top_k` guesses each can fill the tree.
+    /// Checks that `num_heads` heads with `top_k` guesses each can fill the tree.
     ///
     /// # Errors
-    /// [`TreeError`] names the first node that they cannot.
+    /// [`TreeError`] names the first node that they cannot fill.
     pub fn check_fits(&self, num_heads: usize, top_k: usize) -> Result<(), TreeError> {
         for node in &self.nodes[1..] {
             if node.path.len() > num_heads {
@@ -240,7 +221,7 @@ fn order(a: &[usize], b: &[usize]) -> std::cmp::Ordering {
     a.len().cmp(&b.len()).then_with(|| a.cmp(b))
 }
 
-/// Puts the root before sorted paths and finds everybody's parent and children.
+/// Puts the root before the sorted paths and links parents with children.
 fn link(paths: Vec<Vec<usize>>) -> Result<Vec<Node>, TreeError> {
     let mut nodes = vec![Node { path: Vec::new(), parent: None, children: 1..1 }];
     for path in paths {

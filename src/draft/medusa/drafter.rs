@@ -1,6 +1,6 @@
-//! Medusa heads as a drafter: a static tree, filled with each head's best guesses.
+//! Medusa heads as a drafter: a static tree filled with each head's best guesses.
 
-// B texts, N nodes, H hidden size, M guesses a head
+// B texts, N nodes, H hidden size, M guesses per head
 use std::rc::Rc;
 
 use tch::{Device, Tensor};
@@ -11,18 +11,18 @@ use crate::engine::cuda::draft::DeviceDraft;
 use crate::model::llama::Llama;
 use crate::tree::sparse_tree::{SparseTree, TreeError};
 
-/// Heads and tree that do not belong to a backbone.
+/// Heads or a tree that do not fit the backbone.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
     /// Heads of another backbone.
     #[error(transparent)]
     Heads(#[from] HeadsMismatch),
-    /// The tree asks for more than the heads have.
+    /// A tree that needs more heads or guesses than there are.
     #[error(transparent)]
     Tree(#[from] TreeError),
 }
 
-/// Heads and the tree that they fill, laid out for one backbone.
+/// Heads and their tree, prepared for one backbone.
 #[derive(Debug, Clone)]
 pub struct MedusaDrafter<'a> {
     backbone: &'a Llama,
@@ -31,14 +31,14 @@ pub struct MedusaDrafter<'a> {
     prepared: Rc<PreparedTree>,
     /// Heads that the tree uses: its depth.
     num_heads: usize,
-    /// M: the tree's widest level.
+    /// M, the most guesses that the tree takes from one head.
     width: usize,
-    /// `[N]`: where each node's token lies in `[root, head 1's guesses, head 2's guesses, …]`.
+    /// `[N]`: index of each node's token in `[root, head 1's guesses, head 2's guesses, …]`.
     tree_indices_n: Rc<Tensor>,
 }
 
 impl<'a> MedusaDrafter<'a> {
-    /// Checks that they belong together, and lays out the tree on the backbone's device.
+    /// Checks that heads and tree fit the backbone, and prepares the tree on its device.
     ///
     /// # Errors
     /// [`DraftError`] names what does not fit.
@@ -58,12 +58,12 @@ impl<'a> MedusaDrafter<'a> {
         })
     }
 
-    /// Heads and tree for an engine that guesses within its own step.
+    /// Heads and tree for an engine that drafts on the device.
     pub fn on_device(&self) -> DeviceDraft<'a> {
         self.heads.on_device(self.tree)
     }
 
-    /// The tree that they fill.
+    /// The tree that the heads fill.
     pub fn tree(&self) -> &'a SparseTree {
         self.tree
     }
@@ -82,7 +82,7 @@ impl Drafter for MedusaDrafter<'_> {
     }
 }
 
-/// Where each node's token lies in the root followed by `width` guesses a head.
+/// Index of each node's token in the root followed by `width` guesses per head.
 fn tree_indices(tree: &SparseTree, width: usize, device: Device) -> Tensor {
     let guess = |node| tree.child_index(node).map_or(0, |child| 1 + (tree.depth(node) - 1) * width + child);
     Tensor::from_slice(&(0..tree.len()).map(|node| guess(node) as i64).collect::<Vec<_>>()).to_device(device)

@@ -1,6 +1,6 @@
-//! The losses as they train. Positions without a target are dropped before the product with the vocabulary; the rest goes through
-//! in chunks that yield loss and gradients together, so the logits of K heads, or of a teacher, are never in memory. `loss` is the
-//! oracle.
+//! The losses used in training, fused with the output layer. Positions without a target are dropped first. The others are
+//! multiplied with the vocabulary in chunks that yield loss and gradients together, so the logits of K heads, or of a teacher,
+//! are never held in memory. The oracle is `loss`.
 
 // N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
 use tch::{Device, Kind, Tensor};
@@ -11,31 +11,31 @@ use crate::model::linear::Linear;
 use crate::model::lora::{Adapter, Adapters};
 use crate::torch::onednn;
 
-/// Guesses whose accuracy is counted: top-1 … top-5.
+/// Accuracies are counted for the top 1 to the top 5 guesses.
 pub const TOP: usize = 5;
 
-/// Logits of one chunk, at most this many: 16 MiB in float32. Blocks of 32 MiB and more are returned to the system each time
-/// they are freed, and cleared page by page when they come back.
+/// Most logits per chunk: 16 MiB in float32. Blocks of 32 MiB and more are returned to the system whenever they are freed, and
+/// zeroed page by page when they are allocated again.
 pub const CHUNK_LOGITS: i64 = 4 << 20;
 
-/// What one head did on one micro batch; on the device until it is read.
+/// Loss and hits of one head on one micro batch; on the device until read.
 #[derive(Debug)]
 pub struct HeadSums {
     /// Summed loss, float64 scalar.
     pub loss: Tensor,
-    /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. A tie with the target counts for it.
+    /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. Ties count as hits.
     pub hits: Tensor,
 }
 
 impl HeadSums {
-    /// Of nothing yet.
+    /// Zero sums.
     pub fn zero(device: Device) -> Self {
         let zeros = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
         Self { loss: zeros(&[], Kind::Double), hits: zeros(&[TOP as i64], Kind::Int64) }
     }
 }
 
-/// The layer that makes logits of hidden states: a head's own W2, or the LM head.
+/// The layer that computes logits from hidden states: a head's own W2, or the LM head.
 #[derive(Debug, Clone, Copy)]
 pub struct OutputLayer<'m> {
     weight_vh: &'m Tensor,
@@ -43,15 +43,15 @@ pub struct OutputLayer<'m> {
 }
 
 impl<'m> OutputLayer<'m> {
-    /// `[V, H]` alone.
+    /// A weight `[V, H]` without an adapter.
     pub fn plain(weight_vh: &'m Tensor) -> Self {
         Self { weight_vh, adapter: None }
     }
 
-    /// The LM head, with its adapter or without.
+    /// The LM head, with or without its adapter.
     ///
     /// # Panics
-    /// For a layer that is packed for decoding.
+    /// If the layer is packed for decoding.
     pub fn lm_head(lm_head: &'m Linear, adapters: Adapters) -> Self {
         let weight_vh = lm_head.dense_weight().expect("a backbone loaded for training has a plain lm_head");
         let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
@@ -59,28 +59,27 @@ impl<'m> OutputLayer<'m> {
     }
 }
 
-/// Where the gradients of an [`OutputLayer`] go; added to. Absent = frozen.
+/// Accumulators for the gradients of an [`OutputLayer`]; `None` if frozen.
 #[derive(Debug, Default)]
 pub struct OutputGradients<'g> {
     /// `[V, H]`.
     pub weight_vh: Option<&'g Tensor>,
-    /// Of A `[R, H]` and B `[V, R]`.
+    /// A `[R, H]` and B `[V, R]`.
     pub adapter: Option<[&'g Tensor; 2]>,
 }
 
-/// Where the gradients of one loss go; all float32, added to.
+/// Accumulators for the gradients of one loss, all float32.
 #[derive(Debug)]
 pub struct HeadGradients<'g> {
-    /// Of W1 and b1 of every block, in the order of [`Head::block_parameters`]; none for the LM head.
+    /// W1 and b1 of every block, in the order of [`Head::block_parameters`]; empty for the LM head.
     pub blocks: Vec<&'g Tensor>,
-    /// Of what makes the logits.
     pub output: OutputGradients<'g>,
-    /// Of the hidden states, `[N, H]`; absent where the backbone is frozen.
+    /// Hidden states, `[N, H]`; `None` if the backbone is frozen.
     pub hidden_nh: Option<&'g Tensor>,
 }
 
-/// Loss and hits of one head, or of the LM head, which has no blocks; where `gradients` are wanted, their gradients times `scale`
-/// (λ0·λk ÷ targets of the whole optimizer step) are added to them.
+/// Loss and hits of one head, or of the LM head, which has no blocks. If `gradients` is given, adds the gradients, multiplied by
+/// its scale (λ0·λk ÷ targets of the whole optimizer step).
 /// - `output`: the head's own W2 or the backbone's lm_head
 /// - `hidden_nh`: `[N, H]`, after the final norm, in the backbone's dtype, without autograd
 pub fn head_loss(
@@ -97,9 +96,9 @@ pub fn head_loss(
     sums
 }
 
-/// Self-distillation (paper section 2.3.2): summed KL(teacher ‖ student) of the LM head at temperature 1 over the positions that
-/// predict a target, a float64 scalar. `teacher_nh` are the hidden states of the same tokens without adapters, and the teacher's
-/// LM head has none.
+/// Self-distillation (paper section 2.3.2): KL(teacher ‖ student) of the LM head at temperature 1, summed over the positions that
+/// predict a target, a float64 scalar. `teacher_nh` are the hidden states of the same tokens without adapters; the teacher's LM
+/// head has no adapter either.
 pub fn distillation_loss(
     output: OutputLayer,
     [hidden_nh, teacher_nh]: [&Tensor; 2],
@@ -113,21 +112,21 @@ pub fn distillation_loss(
     loss
 }
 
-/// Inputs of the product with the vocabulary, and the gradients that come back from it.
+/// Inputs of the product with the vocabulary, and their gradients.
 struct Projection<'m> {
     output: OutputLayer<'m>,
-    /// `[M, H]`, what the backbone gave.
+    /// `[M, H]`, hidden states of the backbone.
     selected_mh: Tensor,
-    /// `[M, H]`, what is multiplied with the weight.
+    /// `[M, H]`, the input of the weight.
     x_mh: Tensor,
-    /// `[M, R]`, what is multiplied with the adapter's B.
+    /// `[M, R]`, the input of the adapter's B.
     down_mr: Option<Tensor>,
     dx_mh: Tensor,
     ddown_mr: Option<Tensor>,
 }
 
 impl<'m> Projection<'m> {
-    /// Through `head`, if there is one; with autograd where gradients are wanted, and back to the hidden states where theirs is.
+    /// Runs `head`, if there is one; with autograd if gradients are wanted, which includes the hidden states if theirs is.
     fn new(
         head: Option<&Head>,
         output: OutputLayer<'m>,
@@ -184,7 +183,7 @@ impl<'m> Projection<'m> {
         }
     }
 
-    /// Through what lies before the product: blocks, the adapter's A, and back to the hidden states.
+    /// Backpropagates through everything before the product: the blocks, the adapter's A, and down to the hidden states.
     fn backward(self, blocks: &[&Tensor], positions_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) {
         let Some((gradients, _)) = gradients else { return };
         let mut trained: Vec<(&Tensor, &Tensor)> =
@@ -197,7 +196,7 @@ impl<'m> Projection<'m> {
         if inputs.is_empty() {
             return;
         }
-        // tch has no backward with a given output gradient: that of Σ x·dx is dx.
+        // tch cannot start a backward pass from a given output gradient dx, but the gradient of Σ x·dx with respect to x is dx.
         let mut surrogate = (&self.x_mh * &self.dx_mh).sum(Kind::Float);
         if let (Some(down_mr), Some(ddown_mr)) = (&self.down_mr, &self.ddown_mr) {
             surrogate += (down_mr * ddown_mr).sum(Kind::Float);
@@ -226,7 +225,7 @@ impl CastWeights {
     }
 }
 
-/// Some rows of a [`Projection`].
+/// A range of rows of a [`Projection`].
 struct Chunk<'p> {
     of: &'p Projection<'p>,
     from: i64,
@@ -270,7 +269,7 @@ struct CrossEntropy {
     tokens_c1: Tensor,
     /// `[C, 1]`, cross-entropy of each target.
     losses_c1: Tensor,
-    /// `[C]`, float32: how many logits are above the target's.
+    /// `[C]`, float32: the number of logits above the target's.
     rank_c: Tensor,
 }
 
@@ -298,7 +297,8 @@ impl CrossEntropy {
     }
 }
 
-/// Summed KL(teacher ‖ student) of logits `[C, V]`, and its gradient to the student's: student - teacher probabilities.
+/// KL(teacher ‖ student) of logits `[C, V]`, summed, and its gradient with respect to the student's: student - teacher
+/// probabilities.
 fn divergence(student_cv: Tensor, teacher_cv: Tensor) -> (Tensor, Tensor) {
     let mut log_ratio_cv = &teacher_cv - &student_cv;
     let (mut student_cv, student_log_sum_c1) = softmax(student_cv);
@@ -309,23 +309,23 @@ fn divergence(student_cv: Tensor, teacher_cv: Tensor) -> (Tensor, Tensor) {
     (kl_cv.sum_dim_intlist(1, false, Kind::Float).sum(Kind::Double), student_cv)
 }
 
-/// Probabilities, in the memory of the logits `[C, V]`, and log Σ exp(logits), `[C, 1]`.
+/// Probabilities, computed in place of the logits `[C, V]`, and log Σ exp(logits), `[C, 1]`.
 fn softmax(logits_cv: Tensor) -> (Tensor, Tensor) {
     let largest_c1 = logits_cv.amax(1, true);
     let probabilities_cv = logits_cv.internal_softmax_out(&logits_cv, 1, false); // each row is read before it is written
-    // log Σ exp(logits) = largest logit - log of its probability, which never underflows: it is at least 1/V.
+    // log Σ exp(logits) = largest logit - log of its probability, which is at least 1/V and cannot underflow.
     let log_sum_c1 = largest_c1 - probabilities_cv.amax(1, true).log();
     (probabilities_cv, log_sum_c1)
 }
 
-/// How many logits of each row are above the target's, `[C]`. Counted in float32: a sum of booleans is ten times slower.
+/// Number of logits in each row above the target's, `[C]`. Counted in float32: summing booleans is ten times slower.
 fn count_above(logits_cv: &Tensor, target_c1: &Tensor) -> Tensor {
     let above_cv = logits_cv.empty_like();
     let _ = logits_cv.gt_tensor_out(&above_cv, target_c1);
     above_cv.sum_dim_intlist(1, false, Kind::Float)
 }
 
-/// `sum += a·b`, in float32 whatever the factors' dtype.
+/// `sum += a·b`, in float32 whatever the dtype of `a` and `b`.
 fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor) {
     let mut sum = sum.shallow_clone();
     let _ = if a.kind() == sum.kind() { sum.addmm_(a, b) } else { sum.g_add_(&a.matmul(b).to_kind(Kind::Float)) };
@@ -365,7 +365,7 @@ mod tests {
         heads
     }
 
-    /// 600 targets are six chunks of 40,000 logits.
+    /// 600 targets with 40,000 logits each are six chunks.
     fn targets() -> Targets {
         let mut generator = Generator::seeded(2);
         Targets {
@@ -423,7 +423,7 @@ mod tests {
         assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [100, 200, 300, 400, 500]);
     }
 
-    /// LM head with an adapter, whose loss flows back into the hidden states.
+    /// The LM head has an adapter, and its loss flows back into the hidden states.
     #[test]
     fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
         let mut backbone = backbone();

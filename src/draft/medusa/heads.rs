@@ -28,23 +28,23 @@ pub use error::{HeadsError, HeadsMismatch};
 use import::HeadsFile;
 pub use layout::{HEADS_FILE, HeadsShape};
 
-/// `[heads]` of a recipe.
+/// The `[heads]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HeadsConfig {
     /// K, the number of heads.
     pub medusa_num_heads: NonZeroUsize,
-    /// ResBlocks a head, each with its own weights.
+    /// ResBlocks per head, each with its own weights.
     pub medusa_num_layers: NonZeroUsize,
     /// Trained heads to start from: a folder or file in any layout that [`import`] reads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub init_from: Option<PathBuf>,
-    /// Heads are ResBlocks only and go through the backbone's lm_head.
+    /// Heads consist of ResBlocks only and use the backbone's lm_head as output layer.
     #[serde(default)]
     pub shared_lm_head: bool,
 }
 
-/// All heads of a backbone.
+/// A set of Medusa heads.
 #[derive(Debug)]
 pub struct Heads {
     heads: Vec<Head>,
@@ -52,18 +52,18 @@ pub struct Heads {
     vocab_size: i64,
 }
 
-/// One head.
+/// One Medusa head.
 #[derive(Debug)]
 pub struct Head {
     /// W1 and b1 of each ResBlock.
     blocks: Vec<Linear>,
-    /// W2, `[V, H]`; absent = the backbone's lm_head.
+    /// W2, `[V, H]`; `None` if the head uses the backbone's lm_head.
     w2: Option<Linear>,
 }
 
 impl Heads {
-    /// Untrained heads, float32: W1 = 0 and b1 = 0, so a head starts as the LM head (the published trainers leave b1 random);
-    /// W2 is a copy of `lm_head_vh` `[V, H]`, or absent when `shared_lm_head`.
+    /// Untrained heads in float32. W1 = 0 and b1 = 0, so that a head starts out as the LM head (the published trainers leave b1
+    /// random). W2 is a copy of `lm_head_vh` `[V, H]`, or absent with `shared_lm_head`.
     pub fn new(config: &HeadsConfig, lm_head_vh: &Tensor) -> Self {
         let [v, h] = lm_head_vh.size()[..] else { panic!("[V, H], got {lm_head_vh:?}") };
         let options = (Kind::Float, lm_head_vh.device());
@@ -75,13 +75,13 @@ impl Heads {
         Self { heads: (0..config.medusa_num_heads.get()).map(head).collect(), hidden_size: h, vocab_size: v }
     }
 
-    /// The same heads with another vocabulary on paper: random ones that share the backbone's lm_head do not know it.
+    /// Sets the vocabulary size, which the shape of heads that share the backbone's lm_head lacks.
     #[cfg(test)]
     fn of_vocabulary(self, vocab_size: i64) -> Self {
         Self { vocab_size, ..self }
     }
 
-    /// Seeded random heads with W2, for tests.
+    /// Random heads from a seed, for tests.
     pub fn random(shape: HeadsShape, kind: Kind, device: Device, seed: u64) -> Self {
         let mut generator = Generator::seeded(seed);
         let mut tensor = |shape: &[i64]| generator.normal(shape, (kind, device)) * 0.1;
@@ -89,11 +89,11 @@ impl Heads {
         Self::from_tensors(shape, tensors, shape.vocab_size)
     }
 
-    /// Trained heads from a folder or file in any layout that [`import`] reads, checked against `backbone` and in its dtype, on its
-    /// device.
+    /// Loads trained heads from a folder or file in any layout that [`import`] reads, checks them against `backbone`, and
+    /// converts them to its dtype and device.
     ///
     /// # Errors
-    /// [`HeadsError`] names the file and what is wrong in it.
+    /// [`HeadsError`] names the file and what is wrong with it.
     pub fn load(path: &Path, backbone: &Llama) -> Result<Self, HeadsError> {
         let file = HeadsFile::open(path)?;
         let (hidden, vocab) = (backbone.config.hidden_size, backbone.config.vocab_size);
@@ -102,7 +102,7 @@ impl Heads {
         Self::of(&file, vocab, backbone.kind(), backbone.device())
     }
 
-    /// As [`Heads::load`], for a backbone of `[V, H]`, in `kind` on `device`.
+    /// Like [`Heads::load`], for an lm_head of shape `[V, H]`, in `kind` on `device`.
     ///
     /// # Errors
     /// As [`Heads::load`].
@@ -112,7 +112,7 @@ impl Heads {
         Self::of(&file, size[0], kind, device)
     }
 
-    /// The shape of the heads in a folder or file, checked as [`Heads::load_for`] would; no data are read.
+    /// Checks the heads in a folder or file as [`Heads::load_for`] does and returns their shape. Reads no tensor data.
     ///
     /// # Errors
     /// As [`Heads::load`].
@@ -122,14 +122,14 @@ impl Heads {
         Ok(file.shape())
     }
 
-    /// All heads of a file, in `kind` on `device`, for a backbone of `vocab_size`.
+    /// All heads of a file, in `kind` on `device`, for a vocabulary of `vocab_size` tokens.
     fn of(file: &HeadsFile, vocab_size: i64, kind: Kind, device: Device) -> Result<Self, HeadsError> {
         let read = |place| Ok(file.tensor(place, kind)?.to_device(device));
         let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
         Ok(Self::from_tensors(file.shape(), tensors, vocab_size))
     }
 
-    /// Heads of `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.
+    /// Builds heads from `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.
     pub fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
         let mut tensors = tensors.into_iter();
         let mut next = || tensors.next().expect("as many tensors as the shape has");
@@ -140,8 +140,8 @@ impl Heads {
         Self { heads: heads.collect(), hidden_size: shape.hidden_size, vocab_size }
     }
 
-    /// The same heads for decoding: packed where that pays. With the CPU's own kernels their weights are bfloat16, whatever the
-    /// backbone computes in: reading them is most of what a guess costs, and a guess is verified.
+    /// Packs the weights for decoding where that is faster. With the CPU kernels they become bfloat16, whatever the backbone's
+    /// dtype: reading them is most of the cost of a guess, and guesses are verified.
     #[must_use]
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
@@ -153,7 +153,7 @@ impl Heads {
         Self { heads: self.heads.into_iter().map(pack).collect(), ..self }
     }
 
-    /// The same heads as float32 copies of their own, to be trained: loaded ones may be views of a file.
+    /// Copies the heads to float32 for training; loaded heads may be views of a file.
     #[must_use]
     pub fn for_training(self) -> Self {
         let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
@@ -161,12 +161,12 @@ impl Heads {
         Self::from_tensors(self.shape(), tensors, self.vocab_size)
     }
 
-    /// K.
+    /// K, the number of heads.
     pub fn num_heads(&self) -> usize {
         self.heads.len()
     }
 
-    /// Whether they can guess for a backbone.
+    /// Checks that the heads fit a backbone.
     ///
     /// # Errors
     /// [`HeadsMismatch`] names the size that differs.
@@ -179,17 +179,17 @@ impl Heads {
         }
     }
 
-    /// H.
+    /// H, the hidden size.
     pub fn hidden_size(&self) -> i64 {
         self.hidden_size
     }
 
-    /// V.
+    /// V, the vocabulary size.
     pub fn vocab_size(&self) -> i64 {
         self.vocab_size
     }
 
-    /// One head, 0-based.
+    /// Head `head`, 0-based.
     pub fn head(&self, head: usize) -> &Head {
         &self.heads[head]
     }
@@ -203,13 +203,13 @@ impl Heads {
             .map_or_else(|| backbone.logits(&x_nh, Adapters::Off), |w2| w2.forward(&x_nh, Adapters::Off))
     }
 
-    /// Every parameter by its name in the file, in the order of heads, then layers; not for packed heads.
+    /// Every parameter with its name in the file, by head, then layer. Not for packed heads.
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
         let names = self.shape().tensors().into_iter().map(|(name, _)| name);
         names.zip(self.heads.iter().flat_map(Head::parameters)).collect()
     }
 
-    /// The shape, as it is in a file.
+    /// The heads' shape, as stored in a file.
     pub fn shape(&self) -> HeadsShape {
         let first = &self.heads[0];
         HeadsShape {
@@ -220,7 +220,7 @@ impl Heads {
         }
     }
 
-    /// The heads that fill `tree`, for an engine that guesses within its own step.
+    /// The heads that `tree` uses, for an engine that drafts on the device.
     pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
         let (shape, used) = (self.shape(), &self.heads[..tree.max_depth()]);
         let shape = DraftShape { tree, blocks: shape.medusa_num_layers, parameters: shape.parameters() };
@@ -237,22 +237,22 @@ impl Heads {
 }
 
 impl Head {
-    /// The ResBlocks: `x + SiLU(W1·x + b1)` for each, `[N, H]` to `[N, H]`. Computes in `x`'s dtype.
+    /// Applies the ResBlocks: `x + SiLU(W1·x + b1)` each, `[N, H]` to `[N, H]`. Computes in `x`'s dtype.
     pub fn hidden(&self, hidden_nh: &Tensor) -> Tensor {
         self.blocks.iter().fold(hidden_nh.shallow_clone(), |x, block| &x + block.forward(&x, Adapters::Off).silu())
     }
 
-    /// W2 `[V, H]`, if the head has its own and it is not packed.
+    /// W2 `[V, H]`; `None` if the head uses the backbone's lm_head or W2 is packed.
     pub fn w2(&self) -> Option<&Tensor> {
         self.w2.as_ref().and_then(Linear::dense_weight)
     }
 
-    /// W1 and b1 of every block.
+    /// W1 and b1 of every block, block after block.
     pub fn block_parameters(&self) -> Vec<&Tensor> {
         self.blocks.iter().flat_map(|block| block.dense_weight().into_iter().chain(block.bias())).collect()
     }
 
-    /// Views. `None` where they are laid out for the CPU's own kernels.
+    /// Views of the weights; `None` if they are laid out for the CPU kernels.
     fn matrices(&self) -> Option<HeadMatrices> {
         let block = |block: &Linear| Some((block.in_rows()?, block.bias()?.shallow_clone()));
         let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;

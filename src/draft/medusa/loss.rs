@@ -1,4 +1,4 @@
-//! The plain loss of Medusa heads: every logit materialised, libtorch's own autograd. The oracle of `fused_loss`.
+//! The plain loss of Medusa heads, with all logits in memory and libtorch's autograd. The oracle of `fused_loss`.
 
 // N positions, H hidden, V vocabulary, K heads, M targets of one head
 use serde::{Deserialize, Serialize};
@@ -8,11 +8,11 @@ use crate::draft::medusa::heads::Heads;
 use crate::model::llama::Llama;
 use crate::numbers::Positive;
 
-/// `[loss]` of a recipe.
+/// The `[loss]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossConfig {
-    /// λk = this to the power k, k = 1…K (paper section 2.2.1).
+    /// λk is this to the power of k, for k = 1…K (paper section 2.2.1).
     #[serde(default = "default_decay")]
     pub medusa_decay_coefficient: Positive,
 }
@@ -28,7 +28,7 @@ impl Default for LossConfig {
 }
 
 impl LossConfig {
-    /// λk of head `head` (0-based, so k = head + 1). The axolotl fork counts the same way: exponent 0 is the LM head's.
+    /// λk of head `head` (0-based, so k = head + 1). The axolotl fork counts in the same way: exponent 0 is the LM head's.
     pub fn weight(&self, head: usize) -> f64 {
         self.medusa_decay_coefficient.get().powi(i32::try_from(head).unwrap_or(i32::MAX).saturating_add(1))
     }
@@ -37,14 +37,14 @@ impl LossConfig {
 /// The targets of one head (or of the LM head) in a micro batch: positions whose hidden state predicts a token that carries loss.
 #[derive(Debug)]
 pub struct Targets {
-    /// `[M]` int64, into the flattened positions of the batch.
+    /// `[M]` int64, indices into the batch's flattened positions.
     pub positions_m: Tensor,
     /// `[M]` int64, the tokens to predict.
     pub tokens_m: Tensor,
 }
 
-/// Summed cross-entropy of head `head` over its targets, a float64 scalar with autograd; not divided, not weighted.
-/// `hidden_nh`: `[N, H]`, hidden states after the final norm, rows of the micro batch flattened.
+/// Cross-entropy of head `head` summed over its targets: a float64 scalar with autograd, neither divided nor weighted.
+/// `hidden_nh`: `[N, H]`, hidden states after the final norm, with the rows of the micro batch flattened.
 pub fn cross_entropy_sum(
     heads: &Heads,
     head: usize,
@@ -55,7 +55,7 @@ pub fn cross_entropy_sum(
     cross_entropy_of(&heads.logits(head, hidden_nh, backbone), targets)
 }
 
-/// Summed cross-entropy of logits `[N, V]` over targets, a float64 scalar with autograd.
+/// Cross-entropy of logits `[N, V]` summed over targets: a float64 scalar with autograd.
 pub fn cross_entropy_of(logits_nv: &Tensor, targets: &Targets) -> Tensor {
     let log_probabilities_nv = log_probabilities(logits_nv);
     let of_targets_m1 =
@@ -63,7 +63,7 @@ pub fn cross_entropy_of(logits_nv: &Tensor, targets: &Targets) -> Tensor {
     -of_targets_m1.sum(Kind::Double)
 }
 
-/// Summed KL(teacher ‖ student) of logits `[N, V]` over the positions of targets, a float64 scalar with autograd.
+/// KL(teacher ‖ student) of logits `[N, V]` summed over the positions of the targets: a float64 scalar with autograd.
 pub fn divergence_of(student_nv: &Tensor, teacher_nv: &Tensor, targets: &Targets) -> Tensor {
     let [student_mv, teacher_mv] =
         [student_nv, teacher_nv].map(|logits| log_probabilities(&logits.index_select(0, &targets.positions_m)));

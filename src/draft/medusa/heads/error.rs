@@ -1,4 +1,4 @@
-//! What makes heads unusable.
+//! Errors of loading heads.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use crate::files::FileError;
 use crate::formats::FormatError;
 use crate::model::weights::WeightsError;
 
-/// What makes heads unusable.
+/// Heads cannot be loaded or used.
 #[derive(Debug, thiserror::Error)]
 pub enum HeadsError {
     #[error(transparent)]
@@ -22,13 +22,13 @@ pub enum HeadsError {
     /// `config.json` beside the heads.
     #[error(transparent)]
     Config(#[from] FormatError),
-    /// Heads that compute what this program does not.
+    /// Heads with a feature that is not supported.
     #[error("{}: {key} is {got}; expected {expected}", path.display())]
     Unsupported { path: PathBuf, key: String, got: String, expected: &'static str },
-    /// vLLM's file of heads that share an lm_head, which is another backbone's.
+    /// The lm_head in a vLLM file is not the backbone's.
     #[error("{}: tensor {name:?} is not the backbone's lm_head; were these heads trained for this backbone?", path.display())]
     OtherLmHead { path: PathBuf, name: String },
-    /// vLLM's lm_head of all heads, of no shape that one has.
+    /// The lm_head in a vLLM file does not have the shape `[V, H]`.
     #[error("{}: tensor {name:?}: expected [vocabulary, {hidden}], got {got:?}; the file is damaged: export the heads again", path.display())]
     LmHeadShape {
         path: PathBuf,
@@ -37,21 +37,21 @@ pub enum HeadsError {
         hidden: i64,
         got: Vec<i64>,
     },
-    /// A tensor whose name is not of the layout.
+    /// A tensor name outside of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM or ModelOpt", path.display())]
     Layout { path: PathBuf, name: String },
-    /// Heads of another shape than they are used for.
+    /// The heads' shape does not fit the backbone or recipe.
     #[error("{}: {what}: expected {expected}, got {got}; were these heads trained for this backbone?", path.display())]
     Mismatch {
         path: PathBuf,
         what: &'static str,
-        /// What the backbone or recipe has.
+        /// The backbone's or recipe's size.
         expected: i64,
         got: i64,
     },
 }
 
-/// Heads of another backbone.
+/// The heads' sizes differ from the backbone's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the heads have {what} {heads}, the backbone has {backbone}; use the backbone that the heads were trained on")]
 pub struct HeadsMismatch {

@@ -1,6 +1,6 @@
-//! The heads' best guesses after hidden states: what fills trees.
+//! The heads' most probable guesses, which fill the tree.
 
-// B texts, K heads, V vocabulary, H hidden, M guesses a head
+// B texts, K heads, V vocabulary, H hidden, M guesses per head
 use tch::{Device, Kind, Tensor};
 
 use super::{Head, Heads};
@@ -13,7 +13,7 @@ use crate::torch::bytes;
 
 impl Heads {
     /// The `m` most probable tokens of each of the first `k` heads, best first: hidden states `[B, H]` (after the final norm) to
-    /// `[B, K·M]`, int64, head by head.
+    /// `[B, K·M]`, int64, head after head.
     pub fn guesses(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Tensor {
         let shape = [hidden_bh.size()[0], (k * m) as i64];
         if let Some(guesses) = self.guesses_on_cpu(k, m, hidden_bh, backbone) {
@@ -24,7 +24,7 @@ impl Heads {
         guesses_bkm.view(shape)
     }
 
-    /// With the CPU's own kernels; `None` where the heads are not laid out for them.
+    /// Runs the CPU kernels; `None` if the heads are not laid out for them.
     fn guesses_on_cpu(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<Vec<i64>> {
         if hidden_bh.device() != Device::Cpu {
             return None;
@@ -42,7 +42,7 @@ impl Heads {
         Some(guesses.flat_map(|row| largest(rows[row], m)).map(|token| token as i64).collect())
     }
 
-    /// `[K, B, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it together.
+    /// Logits `[K, B, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it in one product.
     fn logits_on_cpu(&self, residual: &[Vec<f32>], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
         let own: Option<Vec<&Matrix>> =
             self.heads.iter().map(|head| head.w2.as_ref().and_then(Linear::matrix)).collect();
@@ -65,7 +65,7 @@ impl Heads {
 }
 
 impl Head {
-    /// The ResBlocks: `x + SiLU(W1·x + b1)` for each, `[B, H]` to `[B, H]`.
+    /// Applies the ResBlocks: `x + SiLU(W1·x + b1)` each, `[B, H]` to `[B, H]`.
     fn residual_on_cpu(&self, hidden_bh: &[f32], team: &Team) -> Option<Vec<f32>> {
         let mut x_bh = hidden_bh.to_vec();
         let mut y_bh = vec![0.0; x_bh.len()];
@@ -94,7 +94,7 @@ mod tests {
             let config = LlamaConfig::tiny();
             let shape =
                 HeadsShape { medusa_num_heads: 3, medusa_num_layers, hidden_size: config.hidden_size, vocab_size };
-            // Numbers that bfloat16 holds, so that rounding decides nothing.
+            // Values that are exact in bfloat16, so that rounding does not decide the result.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
             let heads =
                 || Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size).for_training();
@@ -102,7 +102,7 @@ mod tests {
             let hidden_bh = exact(Generator::seeded(3).normal(&[3, config.hidden_size], (Kind::Float, Device::Cpu)));
             let oracle = heads().guesses(3, 4, &hidden_bh, &backbone());
             let ours = heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding());
-            // Near ties may change places: what is guessed is as probable, whichever token it is.
+            // Near ties may swap places, so compare the guesses' logits instead of their ids.
             let logits: Vec<Tensor> = (0..3).map(|head| heads().logits(head, &hidden_bh, &backbone())).collect();
             let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
             let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);

@@ -1,5 +1,5 @@
-//! Heads from any file that trainers and servers write: which layout it is, how many heads and layers its tensors are, what its
-//! config.json says to the contrary. What is counted from tensors is believed; published configs are wrong about it.
+//! Reads heads from any file that trainers and servers write: detects the layout and counts heads and layers. Counts come from
+//! the tensors, since published config.json files are often wrong about them.
 
 // K heads, V vocabulary, H hidden
 use std::collections::BTreeMap;
@@ -15,33 +15,33 @@ use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, 
 
 pub mod notices;
 
-/// The file of heads as FasterDecoding, TGI, LoRAX and TensorRT-LLM look for it.
+/// Heads file name in FasterDecoding, TGI, LoRAX and TensorRT-LLM.
 pub const MEDUSA_LM_HEAD: &str = "medusa_lm_head.safetensors";
 /// Its pickled form.
 pub const MEDUSA_LM_HEAD_PT: &str = "medusa_lm_head.pt";
-/// What is looked for in a folder, in this order.
+/// File names looked for in a folder, in this order.
 const CANDIDATES: [&str; 5] = [HEADS_FILE, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT, MODEL_INDEX, MODEL_FILE];
 
-/// A file of heads, its header read, its layout known.
+/// A heads file with its header read and its layout detected.
 #[derive(Debug)]
 pub struct HeadsFile {
     path: PathBuf,
     layout: HeadsLayout,
     tensors: WeightFiles,
-    /// Names as they are in the file.
+    /// Names in the file.
     names: BTreeMap<HeadTensor, String>,
     shape: HeadsShape,
     kind: Kind,
     config: Option<PublishedHeadsConfig>,
-    /// The one lm_head of all heads, where the file has it.
+    /// Name of the lm_head shared by all heads, if the file has one.
     lm_head: Option<String>,
 }
 
 impl HeadsFile {
-    /// Finds the file of heads in a folder (or takes the file itself) and reads its header.
+    /// Finds the heads file in a folder (or takes the file itself) and reads its header.
     ///
     /// # Errors
-    /// [`HeadsError`] names the file and what is wrong in it.
+    /// [`HeadsError`] names the file and what is wrong with it.
     pub fn open(path: &Path) -> Result<Self, HeadsError> {
         let path = locate(path)?;
         let tensors = WeightFiles::open_file(&path)?;
@@ -71,27 +71,27 @@ impl HeadsFile {
         &self.path
     }
 
-    /// Whose names it has.
+    /// The naming scheme of the tensors.
     pub fn layout(&self) -> HeadsLayout {
         self.layout
     }
 
-    /// Heads, layers and sizes, counted from its tensors.
+    /// Heads, layers and sizes, counted from the tensors.
     pub fn shape(&self) -> HeadsShape {
         self.shape
     }
 
-    /// The dtype of its first weight.
+    /// The dtype of the first weight.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// The backbone that config.json names.
+    /// The backbone named in config.json.
     pub fn base(&self) -> Option<&str> {
         self.config.as_ref()?.base()
     }
 
-    /// Checks that heads fit a backbone of `[V, H]` and that every tensor is there; reads headers alone.
+    /// Checks that the heads fit a backbone of `[V, H]` and that no tensor is missing; reads only headers.
     ///
     /// # Errors
     /// [`HeadsError`] names the file and what does not fit.
@@ -107,7 +107,7 @@ impl HeadsFile {
         self.check_alone()
     }
 
-    /// That every tensor is there, of its shape, of floats; against no backbone.
+    /// Checks that every tensor exists, has its shape and holds floats, without a backbone to compare with.
     ///
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
@@ -121,7 +121,7 @@ impl HeadsFile {
         Ok(())
     }
 
-    /// One tensor in `kind` on the CPU. A bias that is not there and not meant to be is 0.
+    /// Reads one tensor in `kind` to the CPU. A bias that config.json declares absent is zero.
     ///
     /// # Errors
     /// [`HeadsError`] names the tensor that is missing or wrong.
@@ -129,7 +129,7 @@ impl HeadsFile {
         Ok(self.stored(place)?.to_kind(kind))
     }
 
-    /// As [`HeadsFile::tensor`], in the dtype that this tensor has in the file: a view of it, but for one of several names of one tensor.
+    /// Like [`HeadsFile::tensor`], in the tensor's own dtype: a view of the file, or a copy if several names share the tensor.
     ///
     /// # Errors
     /// As [`HeadsFile::tensor`].
@@ -145,7 +145,7 @@ impl HeadsFile {
         }
     }
 
-    /// Bytes of the heads' tensors, by their dtype as safetensors calls it.
+    /// Bytes of the heads' tensors, by safetensors dtype.
     ///
     /// # Errors
     /// [`HeadsError`] if a file is damaged.
@@ -160,16 +160,16 @@ impl HeadsFile {
         Ok(bytes)
     }
 
-    /// The lm_head that a file of vLLM's has for all heads, `[V, H]`, in its own dtype: the backbone's, by its meaning.
+    /// The lm_head that a vLLM file stores for all heads, `[V, H]`, in its own dtype. It should be the backbone's.
     ///
     /// # Errors
-    /// [`HeadsError`] if it has no such shape.
+    /// [`HeadsError`] if it has another shape.
     pub fn lm_head(&self) -> Result<Option<Tensor>, HeadsError> {
         let (Some(name), Some(size)) = (&self.lm_head, self.lm_head_size()?) else { return Ok(None) };
         Ok(Some(self.tensors.mapped(name, &size)?))
     }
 
-    /// `[V, H]` of that lm_head; H must be the heads'.
+    /// Shape `[V, H]` of that lm_head; H must be the heads'.
     fn lm_head_size(&self) -> Result<Option<[i64; 2]>, HeadsError> {
         let Some(name) = &self.lm_head else { return Ok(None) };
         let (got, hidden) = (self.tensors.shape(name)?, self.shape.hidden_size);
@@ -182,7 +182,7 @@ impl HeadsFile {
         }
     }
 
-    /// That the file's lm_head, if it has one, is the backbone's `own_vh`, up to rounding.
+    /// Checks that the file's lm_head, if it has one, equals the backbone's `own_vh` up to rounding.
     ///
     /// # Errors
     /// [`HeadsError::OtherLmHead`].
@@ -203,7 +203,7 @@ impl HeadsFile {
         paths
     }
 
-    /// SHA-256 of the file; of shards, of all those that hold heads.
+    /// SHA-256 of the file, or of all shards that hold heads.
     ///
     /// # Errors
     /// [`HeadsError`] if one cannot be read.
@@ -237,7 +237,7 @@ impl HeadsFile {
         Ok(())
     }
 
-    /// The one lm_head of all heads in vLLM's layout: `lm_head.weight`, or head 0's where config.json says it is all heads'.
+    /// Name of the lm_head shared by all heads in vLLM's layout: `lm_head.weight`, or head 0's if config.json declares it shared.
     fn find_lm_head(&mut self) -> Option<String> {
         if self.layout != HeadsLayout::Vllm {
             return None;
@@ -251,7 +251,7 @@ impl HeadsFile {
         if self.tensors.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
     }
 
-    /// Counts heads and layers, and reads H and V off the first tensors that have them.
+    /// Counts heads and layers, and takes H and V from the first tensors that have them.
     fn measure(&mut self) -> Result<HeadsShape, HeadsError> {
         let is = |part: HeadPart| move |place: &&HeadTensor| place.part == part;
         let places = || self.names.keys();
@@ -271,7 +271,7 @@ impl HeadsFile {
         Ok(shape)
     }
 
-    /// Tensors that the shape has no place for, such as a W2 between ResBlocks.
+    /// Rejects tensors that the shape has no place for, such as a W2 between ResBlocks.
     fn check_places(&self) -> Result<(), HeadsError> {
         let last = self.shape.medusa_num_layers;
         let fits = |place: &HeadTensor| match place.part {
@@ -284,7 +284,7 @@ impl HeadsFile {
         }
     }
 
-    /// A tensor's name in the file; `None` for a bias that is not meant to be there.
+    /// A tensor's name in the file; `None` for a bias that config.json declares absent.
     fn name(&self, place: HeadTensor) -> Result<Option<String>, HeadsError> {
         let key = match (self.layout, place.part) {
             (HeadsLayout::Vllm, HeadPart::W2) => HeadTensor { layer: 0, ..place },
@@ -305,18 +305,18 @@ impl HeadsFile {
         self.names.keys().any(|place| place.part == HeadPart::B1)
     }
 
-    /// A truth value of config.json, false where it has no such key; `None` without a config.json.
+    /// A boolean in config.json, false if the key is missing; `None` without a config.json.
     fn says(&self, key: &str) -> Option<bool> {
         self.config.as_ref().map(|config| config.says(key))
     }
 }
 
-/// The folder of heads that are given as a folder, or as a file in it: what was trained with them lies there.
+/// The folder that holds the heads, given as a folder or as a file in it. Other outputs of their training are there too.
 pub fn folder_of(heads: &Path) -> &Path {
     if heads.is_dir() { heads } else { files::parent(heads) }
 }
 
-/// The file of heads in a folder; a file is taken as it is.
+/// The heads file in a folder; a file is returned unchanged.
 ///
 /// # Errors
 /// [`HeadsError::NoFile`] for a folder without one.
@@ -328,7 +328,7 @@ pub fn locate(path: &Path) -> Result<PathBuf, HeadsError> {
     found.ok_or_else(|| HeadsError::NoFile { folder: path.into() })
 }
 
-/// The layout that most of the names are of.
+/// The layout that most names match.
 fn layout_of(names: &[String]) -> Option<HeadsLayout> {
     let hits = |layout: HeadsLayout| names.iter().filter(|name| layout.place(name).is_some()).count();
     let best = HeadsLayout::ALL.into_iter().max_by_key(|layout| hits(*layout))?;
@@ -339,7 +339,7 @@ fn no_heads(path: &Path, names: &[String]) -> HeadsError {
     HeadsError::Layout { path: path.into(), name: names.first().map_or("(none)", String::as_str).into() }
 }
 
-/// What each name means. Beside a backbone's weights, only names with the layout's prefix are heads'.
+/// Parses each name. Among a backbone's weights, only names with the layout's prefix belong to heads.
 fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap<HeadTensor, String>, HeadsError> {
     let others = |name: &String| match layout.prefix() {
         Some(prefix) => !name.starts_with(prefix),

@@ -1,28 +1,26 @@
-//! The names that programs give the tensors of heads: one table, read by import and export alike.
+//! Tensor names of Medusa heads in every supported layout: one table for import and export.
 
 use serde::Serialize;
 
-/// The file of trained heads in a checkpoint or `final/`.
+/// File name of trained heads in a checkpoint or `final/`.
 pub const HEADS_FILE: &str = "heads.safetensors";
 
 /// The shape of a set of heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HeadsShape {
-    /// K.
     pub medusa_num_heads: usize,
-    /// ResBlocks a head.
+    /// ResBlocks per head.
     pub medusa_num_layers: usize,
-    /// H.
     pub hidden_size: i64,
-    /// V; 0 where the heads go through the backbone's lm_head.
+    /// 0 if the heads use the backbone's lm_head.
     pub vocab_size: i64,
 }
 
 impl HeadsShape {
-    /// Before anything is counted.
+    /// Placeholder until the tensors are counted.
     pub(super) const NONE: Self = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
 
-    /// Every tensor's place, in the order of heads, then layers.
+    /// Every tensor, by head, then layer.
     pub fn places(&self) -> Vec<HeadTensor> {
         let n = self.medusa_num_layers;
         let of_head = |head: usize| {
@@ -33,7 +31,7 @@ impl HeadsShape {
         (0..self.medusa_num_heads).flat_map(of_head).collect()
     }
 
-    /// The shape of the tensor at a place.
+    /// The shape of a tensor.
     pub fn size(&self, place: HeadTensor) -> Vec<i64> {
         match place.part {
             HeadPart::W1 => vec![self.hidden_size; 2],
@@ -42,7 +40,7 @@ impl HeadsShape {
         }
     }
 
-    /// Names and shapes of all tensors in `heads.safetensors`, in the order of heads, then layers.
+    /// Names and shapes of all tensors in `heads.safetensors`, by head, then layer.
     pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
         HeadsLayout::Heads.tensors(self)
     }
@@ -53,22 +51,22 @@ impl HeadsShape {
     }
 }
 
-/// A layout of names.
+/// A naming scheme for the tensors of heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HeadsLayout {
-    /// Files of heads alone: ours, FasterDecoding v0.1, TGI, LoRAX, TensorRT-LLM; without W2 also what `train_legacy.py` of
-    /// FasterDecoding and TGI call version 2.
+    /// Files that hold only heads: ours, FasterDecoding v0.1, TGI, LoRAX, TensorRT-LLM. Without W2, also what `train_legacy.py`
+    /// of FasterDecoding and TGI call version 2.
     Heads,
-    /// Inside the backbone's weights, as FasterDecoding v1.0 (axolotl) has them.
+    /// Stored with the backbone's weights, as in FasterDecoding v1.0 (axolotl).
     Merged,
-    /// Inside the backbone's weights, as NVIDIA ModelOpt has them.
+    /// Stored with the backbone's weights, as in NVIDIA ModelOpt.
     ModelOpt,
     /// vLLM's draft model.
     Vllm,
 }
 
-/// What a tensor is to its head.
+/// The role of a tensor in its head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HeadPart {
     /// A ResBlock's weight, `[H, H]`.
@@ -79,18 +77,17 @@ pub enum HeadPart {
     W2,
 }
 
-/// A tensor of heads by its place. Ordered as [`HeadsShape::tensors`] lists them.
+/// Identifies a tensor of the heads. Ordered as in [`HeadsShape::tensors`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HeadTensor {
     /// 0-based.
     pub head: usize,
-    /// The ResBlock, 0-based; of W2 the number of ResBlocks, as torch's `nn.Sequential` counts.
+    /// The ResBlock, 0-based; for W2 the number of ResBlocks, as torch's `nn.Sequential` counts.
     pub layer: usize,
-    /// Which of its tensors.
     pub part: HeadPart,
 }
 
-/// The table. vLLM's W2 has no layer in its name.
+/// Name patterns. vLLM's W2 has no layer in its name.
 const NAMES: [(HeadsLayout, HeadPart, &str); 12] = [
     (HeadsLayout::Heads, HeadPart::W1, "{head}.{layer}.linear.weight"),
     (HeadsLayout::Heads, HeadPart::B1, "{head}.{layer}.linear.bias"),
@@ -106,19 +103,18 @@ const NAMES: [(HeadsLayout, HeadPart, &str); 12] = [
     (HeadsLayout::Vllm, HeadPart::W2, "lm_heads.{head}.weight"),
 ];
 
-/// vLLM's one lm_head of all heads, `[V, H]`, where they share it.
+/// The lm_head that all heads share in vLLM's layout, `[V, H]`.
 pub const VLLM_LM_HEAD: &str = "lm_head.weight";
-/// vLLM's list of the tokens that heads know, where they know few.
+/// vLLM's list of token ids for heads with a reduced vocabulary.
 pub const VLLM_TOKEN_MAP: &str = "token_map";
-/// vLLM's loader takes this away wherever it stands.
+/// Optional prefix: vLLM's loader removes it from every name.
 const VLLM_PREFIX: &str = "medusa_heads.";
 
 impl HeadsLayout {
-    /// All of them.
     pub const ALL: [HeadsLayout; 4] =
         [HeadsLayout::Heads, HeadsLayout::Merged, HeadsLayout::ModelOpt, HeadsLayout::Vllm];
 
-    /// The tensor's name.
+    /// The name of a tensor in this layout.
     pub fn name(self, place: HeadTensor) -> String {
         let (_, _, pattern) = NAMES
             .iter()
@@ -127,14 +123,14 @@ impl HeadsLayout {
         pattern.replace("{head}", &place.head.to_string()).replace("{layer}", &place.layer.to_string())
     }
 
-    /// What a name means; `None` where it is not of this layout. Of vLLM's W2 the layer is 0.
+    /// Parses a tensor name; `None` if it is not of this layout. The layer of vLLM's W2 is 0.
     pub fn place(self, name: &str) -> Option<HeadTensor> {
         let name = if self == HeadsLayout::Vllm { name.strip_prefix(VLLM_PREFIX).unwrap_or(name) } else { name };
         let patterns = NAMES.iter().filter(|(layout, ..)| *layout == self);
         patterns.filter_map(|(_, part, pattern)| matched(pattern, name, *part)).next()
     }
 
-    /// Where the heads stand among the weights of a backbone, their names begin so.
+    /// Prefix of the heads' names in a file that also holds the backbone's weights.
     pub fn prefix(self) -> Option<&'static str> {
         match self {
             HeadsLayout::Merged => Some("medusa_head."),
@@ -143,7 +139,7 @@ impl HeadsLayout {
         }
     }
 
-    /// For people.
+    /// A description for messages.
     pub fn title(self) -> &'static str {
         match self {
             HeadsLayout::Heads => "heads alone (FasterDecoding, TGI, LoRAX, TensorRT-LLM)",
@@ -153,13 +149,13 @@ impl HeadsLayout {
         }
     }
 
-    /// Names and shapes of all tensors of such heads, in the order of [`HeadsShape::tensors`].
+    /// Names and shapes of all tensors of heads of this shape, in the order of [`HeadsShape::tensors`].
     pub fn tensors(self, shape: &HeadsShape) -> Vec<(String, Vec<i64>)> {
         shape.places().into_iter().map(|place| (self.name(place), shape.size(place))).collect()
     }
 }
 
-/// `name` against a pattern of the table, word by word between the dots.
+/// Matches `name` against a pattern of the table, component by component between the dots.
 fn matched(pattern: &str, name: &str, part: HeadPart) -> Option<HeadTensor> {
     let mut place = HeadTensor { head: 0, layer: 0, part };
     let (words, found) = (pattern.split('.'), name.split('.'));
@@ -177,7 +173,7 @@ fn matched(pattern: &str, name: &str, part: HeadPart) -> Option<HeadTensor> {
     Some(place)
 }
 
-/// As it would be written: no sign, no leading zero. Files of more heads or layers than anyone trains are none of ours.
+/// Parses an index without sign or leading zeros. Indices from 1000 on are rejected: no file has that many heads or layers.
 fn number(text: &str) -> Option<usize> {
     text.parse().ok().filter(|number: &usize| number.to_string() == text && *number < 1000)
 }

@@ -1,4 +1,4 @@
-//! What a user should know of a file of heads that is read all the same.
+//! Warnings about a heads file that is usable all the same.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,44 +7,38 @@ use super::HeadsFile;
 use crate::draft::medusa::heads::error::HeadsError;
 use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
 
-/// What a reader should know of a file that is read all the same.
+/// A warning about a heads file that is usable all the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Notice {
-    /// config.json says another number than the tensors are.
+    /// `config.json` contradicts the tensors.
     Count {
-        /// The config.
+        /// `config.json`.
         path: PathBuf,
-        /// Its key.
         key: String,
-        /// What it says.
         says: u64,
-        /// What the file holds.
+        /// Counted from the tensors.
         holds: usize,
     },
-    /// ResBlocks of one weight.
+    /// Several ResBlocks of a head share one weight.
     Tied {
-        /// The file.
         path: PathBuf,
         /// 1-based heads.
         heads: Vec<usize>,
     },
-    /// vLLM would leave the biases out.
+    /// vLLM would ignore the biases.
     DroppedBias {
-        /// The config.
+        /// `config.json`.
         path: PathBuf,
     },
-    /// Trained on a quantised backbone, which only training has.
+    /// The heads were trained on a quantised backbone, but the backbone here is not quantised.
     Quantized {
-        /// The config.
+        /// `config.json`.
         path: PathBuf,
         /// `nf4` or `int8`.
         quantization: String,
     },
-    /// No biases in the file, and none meant.
-    NoBias {
-        /// The file.
-        path: PathBuf,
-    },
+    /// The file has no biases, as its `config.json` declares.
+    NoBias { path: PathBuf },
 }
 
 impl fmt::Display for Notice {
@@ -77,7 +71,7 @@ impl fmt::Display for Notice {
 }
 
 impl HeadsFile {
-    /// What a user should be told. Looks at weights where two ResBlocks may be one.
+    /// Warnings for the user. Reads weights only to compare the ResBlocks of a head.
     ///
     /// # Errors
     /// [`HeadsError`] names the tensor that is wrong.
@@ -112,7 +106,7 @@ impl HeadsFile {
         Ok(notices)
     }
 
-    /// 1-based heads whose later ResBlocks are the first one. Blocks of zeros, as training starts with, are no sign of that.
+    /// 1-based heads with a later ResBlock that equals the first. Blocks of zeros, with which training starts, do not count.
     fn tied_heads(&self) -> Result<Vec<usize>, HeadsError> {
         let mut tied = Vec::new();
         for head in 0..self.shape.medusa_num_heads {
