@@ -1,5 +1,5 @@
-//! The CPU engine: [`Llama::extend`] with the AVX-512 kernels of [`crate::cpu`] in float32 or bfloat16. libtorch's operations are
-//! its oracle. Activations are float32.
+//! The CPU engine: [`Llama::extend`] with the AVX-512 kernels of [`crate::cpu`] in float32 or bfloat16. Its oracle is libtorch.
+//! Activations are float32.
 
 // N new tokens, H hidden, F intermediate size, Q query heads, G key/value heads, D head size
 use tch::{Device, Kind, Tensor};
@@ -17,13 +17,12 @@ use crate::model::llama::{Llama, MergedLayer};
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
 
-/// Tokens per pass through the layers: their activations fit the L2 cache.
+/// Tokens per pass through the layers: few enough that their activations fit the L2 cache.
 const TOGETHER: usize = 64;
 
 /// Why the kernels cannot run a backbone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unsupported {
-    /// It is on a GPU.
     #[error("the backbone is not on the CPU")]
     Device,
     /// Unsupported dtype or CPU, or weights that were not packed for decoding.
@@ -31,7 +30,7 @@ pub enum Unsupported {
     Weights,
 }
 
-/// The [`Engine`] with the CPU's own kernels.
+/// The [`Engine`] on the CPU kernels.
 #[derive(Debug)]
 pub struct CpuEngine<'a> {
     backbone: &'a Llama,
@@ -41,7 +40,7 @@ pub struct CpuEngine<'a> {
     team: &'static Team,
 }
 
-/// A layer's weights, as the kernels read them.
+/// A layer's weights in the layout that the kernels read.
 #[derive(Debug)]
 struct KernelLayer<'a> {
     input_layernorm_h: Vec<f32>,
@@ -90,16 +89,16 @@ impl<'a> CpuEngine<'a> {
     /// An engine for a backbone that was loaded for decoding.
     ///
     /// # Errors
-    /// [`Unsupported`] says why the kernels cannot run it.
+    /// [`Unsupported`]: why the kernels cannot run it.
     pub fn new(backbone: &'a Llama) -> Result<Self, Unsupported> {
         let (number, layers) = kernel_layers(backbone)?;
         Ok(Self { backbone, layers, norm_h: numbers(backbone.norm()), number, team: Team::of_process() })
     }
 
-    /// Whether the kernels can run a backbone.
+    /// Checks that the kernels can run a backbone.
     ///
     /// # Errors
-    /// [`Unsupported`] says why not.
+    /// [`Unsupported`]: why they cannot.
     pub fn supports(backbone: &Llama) -> Result<(), Unsupported> {
         kernel_layers(backbone).map(drop)
     }
@@ -114,7 +113,7 @@ impl<'a> CpuEngine<'a> {
         Tensor::from_slice(&x_nh).view([n, h]).to_kind(self.backbone.kind())
     }
 
-    /// Runs the tokens from index `first` on through all layers: embeddings to hidden states after the final norm, in place.
+    /// Runs the tokens from index `first` on through all layers. Replaces embeddings by hidden states after the final norm.
     fn run_tokens(&self, cache: &mut KvCache, first: usize, x_nh: &mut [f32], row: RowTokens) {
         let config = &self.backbone.config;
         let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.backbone.block().norms;
@@ -156,7 +155,7 @@ impl<'a> CpuEngine<'a> {
         }
     }
 
-    /// Rotates queries and keys, and writes keys and values to a row of the cache from token `at` on.
+    /// Rotates queries and keys, then writes keys and values to a row of the cache, from token `at` on.
     fn write_keys_and_values(
         &self,
         cache: &mut CacheBytes,
@@ -210,7 +209,7 @@ impl Engine for CpuEngine<'_> {
         Tensor::cat(&hidden, 0)
     }
 
-    /// In float32, as the kernels sum.
+    /// Computes in float32, like the kernels.
     fn logits(&self, hidden_nh: &Tensor) -> Tensor {
         self.backbone.logits(&hidden_nh.to_kind(Kind::Float), Adapters::Off)
     }
@@ -228,7 +227,7 @@ fn kernel_layers(backbone: &Llama) -> Result<(Number, Vec<KernelLayer<'_>>), Uns
     Ok((number, layers.ok_or(Unsupported::Weights)?))
 }
 
-/// Buffers of a pass.
+/// Activations of one pass.
 struct Buffers {
     x_nh: Vec<f32>,
     normed_nh: Vec<f32>,
@@ -252,7 +251,7 @@ mod tests {
         LlamaConfig { sliding_window, ..LlamaConfig::tiny() }
     }
 
-    /// New tokens behind a cache: a prompt, a tree whose path is kept, a token more. All hidden states that came out, `[rows, H]`.
+    /// Runs a prompt, then a tree of which one path is kept, then one more token. Returns all hidden states, `[rows, H]`.
     fn decode_a_little(engine: &dyn Engine) -> Tensor {
         let (config, kind) = (engine.backbone().config.clone(), engine.backbone().kind());
         let mut cache = KvCache::of_one_row(&config, kind, Device::Cpu);

@@ -1,7 +1,7 @@
-//! Engines run the backbone over new tokens behind a KV cache. The caller commits the tokens that stay in the cache.
+//! Engines run the backbone over new tokens that follow a KV cache. The caller commits the tokens that stay in the cache.
 //!
-//! [`tch`] runs libtorch on any device and is the oracle of the others; [`cpu`] has its own kernels for products of few rows;
-//! [`cuda`] runs whole decoding steps on the device and therefore does not implement [`Engine`].
+//! [`tch`] runs libtorch on any device and is the oracle of the others; [`cpu`] has its own kernels for matrix products with few
+//! rows; [`cuda`] runs whole decoding steps on the device and therefore does not implement [`Engine`].
 
 // N new tokens of all sequences, H hidden, V vocabulary
 use std::fmt;
@@ -21,18 +21,18 @@ pub mod tch;
 
 /// Runs a backbone over new tokens of several sequences, each a row of a cache.
 pub trait Engine: fmt::Debug {
-    /// As `--engine` spells it.
+    /// The engine's name, as in `--engine`.
     fn name(&self) -> &'static str;
 
-    /// The backbone that it runs.
+    /// The backbone that the engine runs.
     fn backbone(&self) -> &Llama;
 
-    /// Runs each sequence's new tokens behind its row of the cache; they become the row's pending tokens. `tokens_n` `[N]`, int64, has
-    /// them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; padding rows may follow.
+    /// Runs each sequence's new tokens after its row of the cache; they become the row's pending tokens. `tokens_n` `[N]`, int64,
+    /// holds them sequence after sequence. Returns the hidden states after the final norm, `[N, H]`; padding rows may follow.
     fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor;
 
-    /// Runs one new token behind every row of the cache, in their order: `tokens_b` `[B]`, `token` the position and mask of each.
-    /// Returns hidden states as [`Engine::extend`] does.
+    /// Runs one new token after every row of the cache, in row order: `tokens_b` `[B]`; `token` holds the position and mask of
+    /// each. Returns hidden states as [`Engine::extend`] does.
     fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
         let batch = in_all_rows(cache, token);
         self.extend(cache, tokens_b, &batch)
@@ -47,16 +47,16 @@ pub trait Engine: fmt::Debug {
 pub struct RowTokens<'s> {
     /// The sequence's row of the cache.
     pub row: usize,
-    /// Their positions behind the row, and which of them attend to which.
+    /// Their position offsets, and which of them attend to which.
     pub nodes: &'s NewTokens,
 }
 
-/// The same in every row.
+/// The same `nodes` in every row.
 fn in_all_rows<'s>(cache: &KvCache, nodes: &'s NewTokens) -> Vec<RowTokens<'s>> {
     (0..cache.rows()).map(|row| RowTokens { row, nodes }).collect()
 }
 
-/// Each sequence with its part of `tokens_n`.
+/// Each sequence with its slice of `tokens_n`.
 fn each_row<'s>(tokens_n: &Tensor, batch: &[RowTokens<'s>]) -> Vec<(RowTokens<'s>, Tensor)> {
     let mut end = 0;
     let part = |row: &RowTokens<'s>| {

@@ -16,7 +16,7 @@ use crate::numbers::{NonNegative, Probability};
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature: NonNegative,
-    /// Nucleus sampling (Holtzman et al. 2019): only the most probable tokens that together have this probability; 1 is all of them.
+    /// Nucleus sampling (Holtzman et al. 2019): keeps the most probable tokens that together reach this probability; 1 keeps all.
     pub top_p: Probability,
 }
 
@@ -30,9 +30,9 @@ impl Sampling {
 /// A token that was chosen, or [`NO_TOKEN`].
 #[derive(Debug)]
 pub struct Chosen {
-    /// On the host, where decisions are made.
+    /// On the host.
     pub id: i64,
-    /// `[1]`, where the backbone computes, if it was chosen there.
+    /// `[1]`, on the backbone's device, if the token was chosen there.
     id_1: Option<Tensor>,
 }
 
@@ -43,7 +43,7 @@ impl Chosen {
         Self { id: id_1.int64_value(&[0]), id_1: Some(id_1) }
     }
 
-    /// A token known on host and device; `id_1` `[1]`.
+    /// A token known on host and device; `id_1` is `[1]`.
     pub fn in_both(id: i64, id_1: Tensor) -> Self {
         Self { id, id_1: Some(id_1) }
     }
@@ -53,7 +53,7 @@ impl Chosen {
         Self { id, id_1: None }
     }
 
-    /// `[1]`, int64.
+    /// The token on `device`: `[1]`, int64.
     pub fn on_device(&self, device: Device) -> Tensor {
         self.id_1.as_ref().map_or_else(|| Tensor::from_slice(&[self.id]).to_device(device), Tensor::shallow_clone)
     }
@@ -72,7 +72,7 @@ pub struct Stream {
     pub sample: u64,
 }
 
-/// Draws one text's tokens.
+/// Draws the tokens of one text.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
@@ -80,7 +80,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Draws of a stream.
+    /// A sampler that draws from `stream`.
     pub fn new(sampling: Sampling, stream: Stream) -> Self {
         let Stream { seed, index, turn, sample } = stream;
         let mut key = [0; 32];
@@ -89,12 +89,12 @@ impl Sampler {
         Self { sampling, rng: ChaCha8Rng::from_seed(key) }
     }
 
-    /// How it draws.
+    /// Temperature and top-p.
     pub fn sampling(&self) -> Sampling {
         self.sampling
     }
 
-    /// The next token of logits `[1, V]`; above temperature 0, one number is drawn for it.
+    /// The next token for logits `[1, V]`. Above temperature 0, it consumes one random number.
     pub fn next(&mut self, logits_1v: &Tensor) -> Chosen {
         if self.sampling.temperature.get() == 0.0 {
             return Chosen::best(logits_1v);
@@ -102,19 +102,19 @@ impl Sampler {
         Chosen::on_host(next_of_each(logits_1v, &mut [self])[0])
     }
 
-    /// The next numbers of the stream, each from 0 to below 1: those that the next `count` tokens would be drawn with.
+    /// The next `count` random numbers, from 0 to below 1: those that the next `count` tokens would consume.
     pub fn uniforms(&mut self, count: usize) -> Vec<f64> {
         (0..count).map(|_| self.rng.random()).collect()
     }
 
-    /// A token, of all probabilities.
+    /// Draws a token from probabilities `[V]`.
     fn draw(&mut self, p_v: &[f32]) -> i64 {
         token_at(p_v, self.sampling.top_p.get(), self.rng.random())
     }
 }
 
-/// The token at `uniform` (from 0 to below 1) of the nucleus, in the order of ids: each holds as much of that range as its probability.
-/// [`NO_TOKEN`] where probabilities are NaN.
+/// The token that `uniform` (from 0 to below 1) selects from the nucleus: in id order, each token takes up a share of that range
+/// equal to its probability within the nucleus. [`NO_TOKEN`] if probabilities are NaN.
 pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
     let least = least_in_nucleus(p_v, top_p);
     let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
@@ -128,12 +128,12 @@ pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
         below += f64::from(**p);
         below > drawn
     });
-    // Rounding may leave the number drawn at the sum.
+    // Rounding may put `drawn` at or above the last sum.
     chosen.or_else(|| kept().next_back()).map_or(0, |(id, _)| id) as i64
 }
 
-/// The next token of each row of logits `[B, V]`, each by its own sampler; all have the same temperature and top-p. What a row
-/// draws does not depend on the others.
+/// The next token for each row of logits `[B, V]`, each row with its own sampler; all samplers have the same temperature and
+/// top-p. A row's token does not depend on the other rows.
 pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
     let temperature = samplers.first().map_or(0.0, |sampler| sampler.sampling.temperature.get());
     if temperature == 0.0 {
@@ -145,13 +145,13 @@ pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i6
     p.chunks_exact(vocabulary).zip(samplers).map(|(p_v, sampler)| sampler.draw(p_v)).collect()
 }
 
-/// The more probable first; of equals the lower id.
+/// More probable tokens first; ties go to the lower id.
 fn by_probability(a: &(f32, usize), b: &(f32, usize)) -> Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
-/// The last token, by probability, of the fewest that have `top_p` together. Halves the range where it can be, so that the
-/// vocabulary need not be sorted.
+/// The least probable token of the nucleus, which is the smallest set of most probable tokens that reaches `top_p`. Bisects by
+/// probability instead of sorting the vocabulary.
 fn least_in_nucleus(p_v: &[f32], top_p: f64) -> (f32, usize) {
     if top_p >= 1.0 {
         return (0.0, usize::MAX);

@@ -12,8 +12,8 @@ use crate::model::new_tokens::NewTokens;
 #[derive(Debug)]
 pub struct TchEngine<'a> {
     backbone: &'a Llama,
-    /// A step of all rows is one pass: weights and cache are read once, and a row's bits do not depend on how many rows there are.
-    /// For one row, the pass of one row is faster.
+    /// Runs a step of all rows as one pass: weights and cache are read once, and a row's bits do not depend on the number of
+    /// rows. With a single row, the single-row pass is faster.
     all_rows_at_once: bool,
 }
 

@@ -13,16 +13,16 @@ use super::gemm::{Product, TRIED, WORKSPACE_BYTES, Way};
 use super::kernels::{KernelDtype, LINEAR_FEW, LINEAR_TILES, Program};
 use crate::files;
 
-/// Where compiled kernels, and what was timed of them, are kept.
+/// Folder for compiled kernels and product timings.
 pub(super) fn kernels_folder() -> Option<PathBuf> {
     files::user_cache().map(|folder| folder.join("cuda"))
 }
 
-/// Ways that were timed.
+/// The fastest implementation of each timed product.
 #[derive(Debug, Default)]
 pub struct Choices {
     ways: HashMap<Product, Way>,
-    /// Where they are kept; nowhere without a cache folder.
+    /// The cache file; `None` without a cache folder.
     file: Option<PathBuf>,
 }
 
@@ -33,43 +33,43 @@ struct TimedProduct {
 }
 
 impl Choices {
-    /// What was timed on such a GPU before, of weights of `element`, with the kernels and the list of ways as they are now. A version of
-    /// cublasLt has algorithms of its own.
+    /// Loads what was timed before on this kind of GPU, for weights of dtype `element`. The file name depends on the kernels, the
+    /// list of implementations, and the versions of the driver and of cublasLt, whose algorithms differ between versions.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
     pub fn of(gpu: &Gpu, element: KernelDtype) -> Result<Self, GpuError> {
         let (driver, cublas_lt) = (driver_version()?, cublas_lt_version());
         let ways = format!("{LINEAR_FEW:?}\n{LINEAR_TILES:?}\n{TRIED}\n{WORKSPACE_BYTES}");
-        let kernels = Program::Linear.source(element, 0); // no size of heads is in it
+        let kernels = Program::Linear.source(element, 0); // no size of heads in this file
         let facts = format!("{}\n{}\n{driver}\n{cublas_lt}\n{element:?}\n{ways}\n{kernels}", gpu.name, gpu.arch);
         let name = format!("products-{}.json", &files::hex(&Sha256::digest(facts))[..16]);
         Ok(Self::open(kernels_folder().map(|folder| folder.join(name))))
     }
 
-    /// Those in a file. One that cannot be read is as none: it is timed again.
+    /// Reads a cache file. An unreadable file counts as empty: its products are timed again.
     fn open(file: Option<PathBuf>) -> Self {
         let read = |path: &Path| serde_json::from_str::<Vec<TimedProduct>>(&std::fs::read_to_string(path).ok()?).ok();
         let timed = file.as_deref().and_then(read).unwrap_or_default();
         Self { ways: timed.into_iter().map(|timed| (timed.product, timed.way)).collect(), file }
     }
 
-    /// Whether a product was timed, and its fastest way is among the `ways` that there are.
+    /// Whether a product was timed and its fastest implementation is still among `ways`.
     pub fn has(&self, product: Product, ways: &[Way]) -> bool {
         self.ways.get(&product).is_some_and(|way| ways.contains(way))
     }
 
-    /// The fastest way.
+    /// The fastest implementation of a product, or the default if it was not timed.
     pub fn way(&self, product: Product) -> Way {
         self.ways.get(&product).copied().unwrap_or_else(|| Way::untimed(product))
     }
 
-    /// The fastest way of a product is this one.
+    /// Records the fastest implementation of a product.
     pub fn keep(&mut self, product: Product, way: Way) {
         self.ways.insert(product, way);
     }
 
-    /// Writes the file. It saves a second at the next start: a disk that cannot take it is no error.
+    /// Writes the cache file. It only saves a second at the next start, so a failure to write it is ignored.
     pub fn save(&self) {
         let Some(file) = &self.file else { return };
         let timed: Vec<TimedProduct> = self.ways.iter().map(|(&product, &way)| TimedProduct { product, way }).collect();

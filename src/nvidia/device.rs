@@ -12,25 +12,24 @@ use super::libraries::{self, CUBLAS_LT};
 use super::nvrtc::Compiler;
 use crate::torch::{Accelerator, accelerator, bytes, memory};
 
-/// The oldest driver that kernels of CUDA 13 run on, as the driver itself counts: 1000 · major + 10 · minor.
+/// The oldest driver that runs kernels of CUDA 13, in the driver's own format: 1000 · major + 10 · minor.
 const DRIVER: i32 = 13_000;
-/// 10 · major + minor of the oldest GPU that there are kernels for: asynchronous copies, products in bfloat16.
+/// 10 · major + minor of the oldest supported GPU: kernels use asynchronous copies and bfloat16 tensor cores.
 const CAPABILITY: i32 = 80;
 
 /// A GPU with the context and the stream of our kernels.
 #[derive(Debug)]
 pub struct Gpu {
-    /// The primary context, which libtorch computes in: addresses mean the same to both.
+    /// The primary context, shared with libtorch: addresses mean the same to both.
     pub context: Arc<CudaContext>,
-    /// Our own: libtorch's default stream cannot be captured.
+    /// Our own stream, since libtorch's default stream cannot be captured.
     pub stream: Arc<CudaStream>,
-    /// Its product name.
     pub name: String,
-    /// What kernels are compiled for, such as `sm_90a`.
+    /// The architecture that kernels are compiled for, such as `sm_90a`.
     pub arch: String,
 }
 
-/// Whether a GPU here could decode at all, before any is touched.
+/// Checks whether this machine has a GPU that can decode, without touching it.
 ///
 /// # Errors
 /// [`GpuError`] says why not.
@@ -38,13 +37,13 @@ pub fn check() -> Result<(), GpuError> {
     match accelerator::open() {
         Accelerator::Cuda { .. } => {}
         Accelerator::NoDevice => {
-            check_driver()?; // to libtorch, a driver that is too old is none
+            check_driver()?; // libtorch reports a driver that is too old as no driver
             return Err(GpuError::Accelerator { accelerator: Accelerator::NoDevice.to_string() });
         }
         Accelerator::CpuOnly(_) => return Err(GpuError::Accelerator { accelerator: accelerator::open().to_string() }),
     }
     let folder = libraries::folder();
-    let _ = libraries::preload(CUBLAS_LT); // told below, where the system has none either
+    let _ = libraries::preload(CUBLAS_LT); // if this fails and the system has none either, it is reported below
     let missing = |library| GpuError::Library { library, folder: folder.clone() };
     // SAFETY: both only try to open a library by its name.
     let there =
@@ -57,8 +56,8 @@ pub fn check() -> Result<(), GpuError> {
     check_driver()
 }
 
-/// Of cublasLt's own number, 10,000 · major + 100 · minor + patch. cudarc asks the loader for a library without a version before it asks
-/// for ours.
+/// Checks cublasLt's version number, 10,000 · major + 100 · minor + patch. cudarc first asks the loader for the library without a
+/// version in its name, which may be another version.
 fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), GpuError> {
     if version / 10_000 == 13 {
         return Ok(());
@@ -67,7 +66,7 @@ fn check_cublas_lt(version: usize, folder: &Path) -> Result<(), GpuError> {
     Err(GpuError::CublasLt { found, folder: folder.into() })
 }
 
-/// Whether the driver is too old; one that is not there is none to complain of.
+/// Checks that the driver is not too old. A missing driver is not an error here.
 fn check_driver() -> Result<(), GpuError> {
     // SAFETY: only tries to open a library by its name.
     if !unsafe { sys::is_culib_present() } {
@@ -81,7 +80,7 @@ fn check_driver() -> Result<(), GpuError> {
 }
 
 impl Gpu {
-    /// The GPU that a backbone lies on.
+    /// Opens the GPU that holds the backbone.
     ///
     /// # Errors
     /// [`GpuError`] says why it cannot decode.
@@ -101,23 +100,23 @@ impl Gpu {
         if 10 * major + minor < CAPABILITY {
             return Err(GpuError::Capability { name, found: format!("{major}.{minor}") });
         }
-        // SAFETY: buffers are libtorch's tensors, and the engine orders its own work: cudarc's events, which would break a capture,
-        // have nothing to watch.
+        // SAFETY: buffers are libtorch's tensors and the engine orders its own work, so there is nothing for cudarc's events to
+        // track. They would break a capture.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(failed("making a stream"))?;
         Ok(Self { context, stream, name, arch: arch(major, minor) })
     }
 
-    /// Makes its context this thread's. cudarc does that by itself; raw calls need it: libtorch leaves the context of the device that it
-    /// used last.
+    /// Makes the GPU's context current on this thread. cudarc does so by itself, but raw calls need it, because libtorch leaves
+    /// the context of the device that it used last.
     ///
     /// # Errors
-    /// [`GpuError::Failed`]: also what went wrong unheard before.
+    /// [`GpuError::Failed`], also for earlier errors that were not reported yet.
     pub fn enter(&self) -> Result<(), GpuError> {
         self.context.bind_to_thread().map_err(GpuError::failed("entering its context"))
     }
 
-    /// Free memory; what libtorch keeps for later is given back first.
+    /// Free memory, after returning what libtorch caches to the device.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -127,7 +126,7 @@ impl Gpu {
         Ok(free as u64)
     }
 
-    /// Waits for what libtorch asked of the GPU: its tensors are whole then.
+    /// Waits for libtorch's pending work on the GPU; its tensors are complete afterwards.
     pub fn wait_for_torch(&self) {
         tch::Cuda::synchronize(self.context.ordinal() as i64);
     }
@@ -135,12 +134,12 @@ impl Gpu {
     /// Waits for the engine's own stream.
     ///
     /// # Errors
-    /// [`GpuError::Failed`]: also what went wrong in a kernel before.
+    /// [`GpuError::Failed`], also for errors of earlier kernels.
     pub fn wait(&self) -> Result<(), GpuError> {
         self.stream.synchronize().map_err(GpuError::failed("a step"))
     }
 
-    /// A tensor's memory gets what one on the host has: as many bytes.
+    /// Copies a host tensor to a device tensor of the same number of bytes.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -148,16 +147,16 @@ impl Gpu {
         let from = bytes::of(from);
         assert_eq!(from.len(), bytes_of(to), "both sides of a copy have one size");
         self.enter()?;
-        // SAFETY: `to` is device memory of that many bytes; the stream is waited for before `from` ends.
+        // SAFETY: `to` is device memory of that many bytes, and the stream is waited for while `from` is borrowed.
         let copied = unsafe { result::memcpy_htod_async(address(to), from, self.stream.cu_stream()) };
         copied.map_err(GpuError::failed("a copy to it"))?;
         self.wait()
     }
 
-    /// A tensor on the host, when all that was asked of the stream before is done.
+    /// Copies a tensor to the host after all pending work on the stream is done.
     ///
     /// # Errors
-    /// [`GpuError::Failed`]: also what went wrong in a kernel before.
+    /// [`GpuError::Failed`], also for errors of earlier kernels.
     pub fn download(&self, from: &Tensor) -> Result<Tensor, GpuError> {
         let mut to = Tensor::empty(from.size().as_slice(), (from.kind(), Device::Cpu));
         assert!(from.is_contiguous(), "a copy is of memory in one piece");
@@ -171,7 +170,7 @@ impl Gpu {
     }
 }
 
-/// Where a tensor lies on the device.
+/// A tensor's address on the device.
 pub(super) fn address(tensor: &Tensor) -> u64 {
     debug_assert!(tensor.device().is_cuda() && tensor.is_contiguous(), "kernels read memory of the GPU in one piece");
     tensor.data_ptr() as u64
@@ -181,7 +180,7 @@ fn bytes_of(tensor: &Tensor) -> usize {
     tensor.numel() * tensor.kind().elt_size_in_bytes()
 }
 
-/// Kernels for Hopper may use instructions that no other GPU has.
+/// The architecture to compile for. On Hopper it allows instructions that no other GPU has.
 fn arch(major: i32, minor: i32) -> String {
     let own = if (major, minor) == (9, 0) { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
@@ -189,13 +188,13 @@ fn arch(major: i32, minor: i32) -> String {
 
 pub(super) fn driver_version() -> Result<i32, GpuError> {
     let mut version = 0;
-    // SAFETY: writes one number.
+    // SAFETY: writes one integer.
     let asked = unsafe { sys::cuDriverGetVersion(&raw mut version) }.result();
     asked.map_err(GpuError::failed("asking for the driver's version")).map(|()| version)
 }
 
 pub(super) fn cublas_lt_version() -> usize {
-    // SAFETY: it takes nothing and returns a number.
+    // SAFETY: takes nothing and returns an integer.
     unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() }
 }
 

@@ -1,5 +1,5 @@
-//! Matrix products with weights: own kernels and cublasLt's algorithms. All candidates are timed once per GPU and set of shapes, and
-//! the fastest runs.
+//! Matrix products with weights, by own kernels or by cublasLt's algorithms. All candidates are timed once per GPU and set of
+//! shapes, and the fastest is used.
 #![expect(unsafe_code, reason = "cublasLt's descriptors are raw handles, and its products take raw addresses")]
 
 // N rows, M outputs, K inputs
@@ -22,12 +22,12 @@ use super::error::GpuError;
 use super::kernels::{FEW_COLUMNS, LINEAR_FEW, LINEAR_TILES, Program};
 use super::launch::{Argument, Launch, blocks, eighths, elements, floats, size};
 
-/// Algorithms of cublasLt that are tried for a product.
+/// Number of cublasLt algorithms that are tried per product.
 pub(super) const TRIED: usize = 4;
-/// Memory that they may work in.
+/// Size of cublasLt's workspace.
 pub const WORKSPACE_BYTES: i64 = 32 << 20;
 
-/// Bytes that addresses are multiples of: those of single rows, too. cublasLt would count on 256.
+/// Alignment of addresses in bytes, also of single rows. By default, cublasLt would assume 256.
 static ALIGNMENT: u32 = 16;
 const ALIGNMENTS: [sys::cublasLtMatmulPreferenceAttributes_t; 4] = [
     sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
@@ -45,25 +45,25 @@ pub struct Product {
     pub outputs: i64,
     /// K.
     pub inputs: i64,
-    /// Whether y is float32.
+    /// Whether y is float32; otherwise it has the weight's dtype.
     pub to_float32: bool,
 }
 
 impl Product {
-    /// Of these tensors.
+    /// The product of these tensors.
     pub fn of(x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Self {
         let [outputs, inputs] = w_mk.size()[..] else { panic!("[M, K], got {w_mk:?}") };
         Self { rows: x_nk.size()[0], outputs, inputs, to_float32: y_nm.kind() == Kind::Float }
     }
 
-    /// How it can be computed: by own kernels, then by cublasLt's algorithms.
+    /// Its implementations: own kernels, then cublasLt's algorithms.
     pub fn ways(&self) -> Vec<Way> {
-        // cublasLt takes it that every row of y begins at a multiple of 16 bytes, be it the first row of a piece of a larger y.
+        // cublasLt assumes that every row of y starts at a multiple of 16 bytes, even the first row of a slice of a larger y.
         let tried = if self.outputs % 8 == 0 { TRIED } else { 0 };
         self.own_ways().into_iter().chain((0..tried).map(|algorithm| Way::CublasLt { algorithm })).collect()
     }
 
-    /// Own kernels that hold its rows.
+    /// The own kernels that can hold its rows.
     pub fn own_ways(&self) -> Vec<Way> {
         let few = LINEAR_FEW.iter().find(|few| few.most >= self.rows).map(|few| Way::Few { most: few.most });
         let width = LINEAR_TILES.iter().map(|tile| tile.width).find(|&width| width >= self.rows);
@@ -72,25 +72,22 @@ impl Product {
     }
 }
 
-/// How a product is computed.
+/// An implementation of a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Way {
-    /// The own kernel for at most so many rows.
-    Few {
-        /// Rows.
-        most: i64,
-    },
+    /// The own kernel for at most `most` rows.
+    Few { most: i64 },
     /// The own kernel on tensor cores.
     Tile {
-        /// Weights of a block.
+        /// Rows of the weight per block.
         height: i64,
-        /// Rows of a block.
+        /// Rows of x per block.
         width: i64,
     },
-    /// One of cublasLt's, in the order in which it recommends them.
+    /// A cublasLt algorithm, by its rank among those that cublasLt recommends.
     CublasLt {
-        /// 0 is the first.
+        /// 0-based.
         algorithm: usize,
     },
 }
@@ -111,10 +108,10 @@ impl Way {
         product.ways()[0]
     }
 
-    /// `y = x·wᵀ` by an own kernel, one of [`Product::own_ways`].
+    /// The launch of `y = x·wᵀ` with an own kernel, one of [`Product::own_ways`].
     ///
     /// # Panics
-    /// For any other way.
+    /// For any other implementation.
     pub fn launch(self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> Launch {
         let Product { rows: n, outputs: m, inputs: k, to_float32 } = Product::of(x_nk, w_mk, y_nm);
         let y = if to_float32 { floats(y_nm) } else { elements(y_nm) };
@@ -138,11 +135,11 @@ impl Way {
     }
 }
 
-/// Stages of a tile in shared memory, and how deep one is.
+/// Stages of a tile in shared memory, and the depth of a stage along K.
 const TILE_STAGES: i64 = 4;
 const TILE_DEPTH: i64 = 64;
 
-/// cublasLt, with the products that it was asked for.
+/// cublasLt with the products prepared so far.
 #[derive(Debug)]
 pub struct CublasLt {
     handle: sys::cublasLtHandle_t,
@@ -153,7 +150,7 @@ pub struct CublasLt {
     prepared: RefCell<HashMap<Product, LtProduct>>,
 }
 
-/// A product laid out for cublasLt, and its algorithms.
+/// A product described for cublasLt, and its algorithms.
 #[derive(Debug)]
 struct LtProduct {
     operation: sys::cublasLtMatmulDesc_t,
@@ -168,7 +165,7 @@ fn failed(error: CublasError) -> GpuError {
 }
 
 impl CublasLt {
-    /// For weights of `kind`.
+    /// A handle for weights of `kind`.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -183,7 +180,7 @@ impl CublasLt {
         Ok(Self { handle, stream, workspace, kind, prepared: RefCell::default() })
     }
 
-    /// Whether it has such an algorithm for a product.
+    /// Whether cublasLt has such an algorithm for a product.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -196,10 +193,10 @@ impl CublasLt {
         Ok(prepared.algorithms.len() > algorithm)
     }
 
-    /// The product.
+    /// Computes `y = x·wᵀ` with one of the algorithms.
     ///
     /// # Errors
-    /// [`GpuError::Failed`]; an algorithm that it does not have.
+    /// [`GpuError::Failed`], also if cublasLt lacks the algorithm.
     pub fn multiply(&self, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor, algorithm: usize) -> Result<(), GpuError> {
         let product = Product::of(x_nk, w_mk, y_nm);
         self.stream.context().bind_to_thread().map_err(GpuError::failed("entering its context"))?;
@@ -209,7 +206,8 @@ impl CublasLt {
         let prepared = &self.prepared.borrow()[&product];
         let (one, zero) = (1.0f32, 0.0f32);
         let y = address(y_nm) as *mut c_void;
-        // SAFETY: the layouts are those of these tensors, which live on the device as long as the engine; scalars are read in the call.
+        // SAFETY: the layouts are those of these tensors, which live on the device as long as the engine; scalars are read during
+        // the call.
         let done = unsafe {
             result::matmul(
                 self.handle,
@@ -233,7 +231,7 @@ impl CublasLt {
         done.map_err(failed)
     }
 
-    /// Rows of ours are columns of cublasLt's: `y [M, N] = (w [K, M])ᵀ · x [K, N]`.
+    /// cublasLt is column-major, so our rows are its columns: `y [M, N] = (w [K, M])ᵀ · x [K, N]`.
     fn prepare(&self, product: Product) -> Result<LtProduct, CublasError> {
         let Product { rows, outputs, inputs, to_float32 } = product;
         let to = if to_float32 { sys::cudaDataType_t::CUDA_R_32F } else { self.kind };
@@ -296,9 +294,9 @@ impl CublasLt {
             asked
         };
         if asked.result().is_err() {
-            return Ok(vec![]); // none: the product has other ways
+            return Ok(vec![]); // none: the product has other implementations
         }
-        // SAFETY: so many were written.
+        // SAFETY: `count` results were written.
         unsafe { found.set_len(count.unsigned_abs() as usize) };
         found.retain(|one| one.state.result().is_ok());
         Ok(found.into_iter().map(|one| one.algo).collect())
@@ -308,14 +306,14 @@ impl CublasLt {
 impl Drop for CublasLt {
     fn drop(&mut self) {
         for (_, prepared) in self.prepared.borrow_mut().drain() {
-            // SAFETY: each was made once and is used no more. What a library says on closing helps nobody.
+            // SAFETY: each was created once and is not used any more. Errors while closing are of no use and ignored.
             unsafe {
                 let _ = result::destroy_matmul_desc(prepared.operation);
                 let layouts = [prepared.weight, prepared.input, prepared.output];
                 let _ = layouts.map(|layout| result::destroy_matrix_layout(layout));
             }
         }
-        // SAFETY: the handle was made once, and nothing of it is left.
+        // SAFETY: the handle was created once, and nothing uses it any more.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }

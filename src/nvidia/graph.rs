@@ -7,12 +7,12 @@ use cudarc::driver::{CudaGraph, sys};
 use super::device::Gpu;
 use super::error::GpuError;
 
-/// Graphs that are kept: requests of one temperature after the other have steps of their own.
+/// Number of graphs kept: requests with different temperatures need different graphs.
 const MOST: usize = 8;
 
-/// CUDA graphs by a key: steps of one key launch the same kernels with the same arguments.
+/// CUDA graphs by key: steps with equal keys launch the same kernels with the same arguments.
 pub struct GraphCache<K> {
-    /// Without a graph: run once, kernel by kernel, so that everything that is made on first use is there.
+    /// `None`: the step ran once, kernel by kernel, so that everything that is created on first use exists.
     steps: Vec<(K, Option<CudaGraph>)>,
 }
 
@@ -29,10 +29,10 @@ impl<K: fmt::Debug> fmt::Debug for GraphCache<K> {
 }
 
 impl<K: PartialEq> GraphCache<K> {
-    /// Runs a step: the first time kernel by kernel, the second time while it is recorded, from then on from the record.
+    /// Runs a step: kernel by kernel the first time; the second time it is captured, and from then on its graph is replayed.
     ///
     /// # Errors
-    /// What the step or the device says.
+    /// An error of the step or of the device.
     pub fn run<E: From<GpuError>>(&mut self, gpu: &Gpu, key: K, step: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
         let known = self.steps.iter().position(|(other, _)| *other == key);
         let Some(at) = known else {
@@ -50,21 +50,21 @@ impl<K: PartialEq> GraphCache<K> {
         Ok(graph.launch().map_err(GpuError::failed("a step"))?)
     }
 
-    /// Addresses have changed: everything is to be recorded again.
+    /// Drops all graphs, because addresses have changed; steps are captured again.
     pub fn forget(&mut self) {
         self.steps.iter_mut().for_each(|(_, graph)| *graph = None);
     }
 }
 
-/// The kernels that `step` asks for, not run.
+/// Captures the kernels that `step` launches, without running them.
 ///
 /// # Errors
-/// What the step or the device says.
+/// An error of the step or of the device.
 pub(super) fn record<E: From<GpuError>>(gpu: &Gpu, step: impl FnOnce() -> Result<(), E>) -> Result<CudaGraph, E> {
     let failed = || GpuError::failed("recording a step");
     gpu.stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).map_err(failed())?;
     let asked = step();
-    let graph = gpu.stream.end_capture(sys::CUgraphInstantiate_flags(0)); // ends it also where a kernel was refused
+    let graph = gpu.stream.end_capture(sys::CUgraphInstantiate_flags(0)); // ends the capture even if a launch failed
     asked?;
     let none = || GpuError::Failed { work: "recording a step", reason: "nothing was recorded".into() };
     Ok(graph.map_err(failed())?.ok_or_else(none)?)

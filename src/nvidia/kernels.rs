@@ -5,14 +5,12 @@ use tch::Kind;
 /// Dtype of weights and activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KernelDtype {
-    /// bfloat16.
     BFloat16,
-    /// float16.
     Half,
 }
 
 impl KernelDtype {
-    /// Of a dtype; `None` if no kernel computes in it.
+    /// The kernel dtype for `kind`; `None` if no kernel computes in it.
     pub fn of(kind: Kind) -> Option<Self> {
         match kind {
             Kind::BFloat16 => Some(Self::BFloat16),
@@ -34,9 +32,9 @@ impl KernelDtype {
 pub enum Program {
     /// Embedding, norms, the gate of the MLP.
     Rows,
-    /// Positions into queries and keys, keys and values into the cache.
+    /// Rotary embedding of queries and keys; appends keys and values to the cache.
     RopeAppend,
-    /// Products with weights.
+    /// Matrix products with weights.
     Linear,
     /// Attention.
     TreeAttention,
@@ -46,10 +44,10 @@ pub enum Program {
     Accept,
 }
 
-/// Behind which each file is compiled.
+/// Compiled in front of each file.
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
-/// Name and text, in the order of [`Program::ALL`].
+/// Name and source of each file, in the order of [`Program::ALL`].
 const FILES: [(&str, &str); 6] = [
     ("rows.cu", include_str!("kernels/rows.cu")),
     ("rope_append.cu", include_str!("kernels/rope_append.cu")),
@@ -60,11 +58,10 @@ const FILES: [(&str, &str); 6] = [
 ];
 
 impl Program {
-    /// All of them.
     pub const ALL: [Self; 6] =
         [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept];
 
-    /// The file's name.
+    /// The file name.
     pub fn file(self) -> &'static str {
         FILES[self as usize].0
     }
@@ -73,7 +70,7 @@ impl Program {
         FILES[self as usize].1
     }
 
-    /// The kernels in it.
+    /// Names of the kernels in the file.
     pub fn kernels(self) -> Vec<&'static str> {
         let launched = self.text().split("\nKERNEL(").skip(1).filter_map(|rest| rest.split_once(") "));
         let plain = launched.map(|(_, rest)| rest.split('(').next().unwrap_or_default());
@@ -83,26 +80,26 @@ impl Program {
         }
     }
 
-    /// Whether its code depends on the size of an attention head.
+    /// Whether its code depends on the head size.
     pub fn has_head_size(self) -> bool {
         matches!(self, Self::RopeAppend | Self::TreeAttention)
     }
 
-    /// The source given to NVRTC: definitions, the prelude, the file.
+    /// The source passed to NVRTC: definitions, the prelude, the file.
     pub fn source(self, element: KernelDtype, head_size: i64) -> String {
         let define = format!("#define {}\n#define HEAD_SIZE {head_size}\n", element.define());
         format!("{define}#line 1 \"prelude.cu\"\n{PRELUDE}\n#line 1 \"{}\"\n{}", self.file(), self.text())
     }
 }
 
-/// Columns of y that a block makes of a product of few rows, and of a ResBlock.
+/// Columns of y per block, in products with few rows and in ResBlocks.
 pub const FEW_COLUMNS: i64 = 32;
 
-/// A product of few rows.
+/// A kernel for products with few rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LinearFew {
     pub(super) name: &'static str,
-    /// Rows of x.
+    /// Largest number of rows of x.
     pub(super) most: i64,
 }
 
@@ -110,17 +107,17 @@ const fn few(name: &'static str, most: i64) -> LinearFew {
     LinearFew { name, most }
 }
 
-/// Those of linear.cu, in their order.
+/// The kernels in linear.cu, in its order.
 pub(super) const LINEAR_FEW: [LinearFew; 4] =
     [few("linear_1", 1), few("linear_2", 2), few("linear_4", 4), few("linear_8", 8)];
 
-/// A product of many rows.
+/// A kernel for products with many rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LinearTile {
     pub(super) name: &'static str,
-    /// Rows of the weight a block.
+    /// Rows of the weight per block.
     pub(super) height: i64,
-    /// The most rows of x.
+    /// Largest number of rows of x.
     pub(super) width: i64,
 }
 
@@ -128,7 +125,7 @@ const fn tile(name: &'static str, height: i64, width: i64) -> LinearTile {
     LinearTile { name, height, width }
 }
 
-/// Those of linear.cu, the narrow ones first.
+/// The kernels in linear.cu, narrow ones first.
 pub(super) const LINEAR_TILES: [LinearTile; 8] = [
     tile("linear_32x16", 32, 16),
     tile("linear_64x16", 64, 16),

@@ -6,30 +6,25 @@ use tch::{Kind, Tensor};
 
 use super::kernels::{KernelDtype, Program};
 
-/// A kernel.
+/// A kernel, identified by its file and name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Kernel {
-    /// Its file.
     pub program: Program,
-    /// Its name there.
     pub name: &'static str,
 }
 
 /// An argument of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Argument {
-    /// Address of a tensor's first number; 0 for none.
+    /// Address of a tensor's first element; 0 for none.
     Pointer(u64),
-    /// int
     Int(i32),
-    /// float
     Float(f32),
-    /// double
     Double(f64),
 }
 
 impl Argument {
-    /// Where the number itself lies: a driver takes a pointer to each argument.
+    /// Address of the value itself: the driver takes a pointer to each argument.
     pub fn address(&self) -> *mut c_void {
         match self {
             Self::Pointer(number) => std::ptr::from_ref(number).cast_mut().cast(),
@@ -40,33 +35,32 @@ impl Argument {
     }
 }
 
-/// One launch: the same at every step, so that a graph can hold it.
+/// One launch. It is the same at every step, so that a graph can hold it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// The kernel.
     pub kernel: Kernel,
     /// Blocks in x, y and z.
     pub grid: [u32; 3],
-    /// Threads a block.
+    /// Per block.
     pub threads: u32,
-    /// Shared memory beside the kernel's own; above 48 kB the function's attribute must allow it.
+    /// Dynamic shared memory; above 48 kB the function's attribute must allow it.
     pub shared_bytes: u32,
-    /// In the kernel's order.
+    /// In the order of the kernel's parameters.
     pub arguments: Vec<Argument>,
 }
 
 impl Launch {
-    /// Without shared memory beside the kernel's own.
+    /// A launch without dynamic shared memory.
     ///
     /// # Panics
-    /// For a grid or block of no size.
+    /// If a size is negative, or 2^32 or more.
     pub fn new(program: Program, name: &'static str, grid: [i64; 3], threads: i64, arguments: Vec<Argument>) -> Self {
         let count = |number: i64| u32::try_from(number).expect("grids and blocks have positive sizes below 2^32");
         let kernel = Kernel { program, name };
         Self { kernel, grid: grid.map(count), threads: count(threads), shared_bytes: 0, arguments }
     }
 
-    /// With shared memory for so many numbers of 16 bits.
+    /// Adds dynamic shared memory for `elements` values of 16 bits.
     #[must_use]
     pub fn with_shared(mut self, elements: i64) -> Self {
         self.shared_bytes = u32::try_from(2 * elements).expect("shared memory is small");
@@ -79,10 +73,10 @@ pub fn blocks(count: i64, each: i64) -> i64 {
     (count + each - 1) / each
 }
 
-/// A tensor of this dtype, laid out row by row.
+/// A contiguous tensor of dtype `kind`.
 ///
 /// # Panics
-/// For any other tensor: a kernel would read something else.
+/// For any other tensor, which the kernel would misread.
 pub fn tensor(tensor: &Tensor, kind: Kind) -> Argument {
     assert!(tensor.kind() == kind && tensor.is_contiguous(), "a kernel wants {kind:?} row by row, got {tensor:?}");
     Argument::Pointer(tensor.data_ptr() as u64)
@@ -102,26 +96,26 @@ pub fn size(size: i64) -> Argument {
     Argument::Int(i32::try_from(size).expect("sizes of tensors are far below 2^31"))
 }
 
-/// A size that is read eight elements at a time.
+/// A size that kernels process eight elements at a time.
 ///
 /// # Panics
-/// Where eight does not divide it.
+/// If it is not a multiple of eight.
 pub fn eighths(of: i64) -> Argument {
     assert!(of % 8 == 0, "kernels read 8 elements at a time, got rows of {of}");
     size(of)
 }
 
-/// A tensor of float32.
+/// A float32 tensor.
 pub fn floats(of: &Tensor) -> Argument {
     tensor(of, Kind::Float)
 }
 
-/// A tensor of int32.
+/// An int32 tensor.
 pub fn ints(of: &Tensor) -> Argument {
     tensor(of, Kind::Int)
 }
 
-/// A number, rounded to float32: kernels compute in it.
+/// A number rounded to float32, in which kernels compute.
 #[expect(clippy::cast_possible_truncation, reason = "kernels compute in float32")]
 pub fn float(number: f64) -> Argument {
     Argument::Float(number as f32)

@@ -19,26 +19,26 @@ use super::kernels::{KernelDtype, Program};
 use super::launch::{Argument, Kernel, Launch};
 use super::nvrtc::Compiler;
 
-/// Shared memory that a kernel has without asking.
+/// Dynamic shared memory that a kernel may use without raising its limit.
 const FREE_SHARED: u32 = 48 << 10;
-/// Bytes of the weights of one shape that a product is timed with, one after the other: more than a GPU's cache holds. Small backbones have
-/// fewer, of which some stay in the cache while they are timed, as they do while they decode.
+/// Bytes of weights of one shape that a product is timed with, one weight after the other: more than a GPU's cache holds. Small
+/// backbones have fewer, part of which stays in the cache during timing, as it does during decoding.
 const TIMED_BYTES: usize = 256 << 20;
-/// Rounds over them.
+/// Timed rounds over these weights.
 const TIMED_ROUNDS: usize = 3;
 
-/// A GPU with all kernels and products.
+/// A GPU with its kernels loaded and its products timed.
 #[derive(Debug)]
 pub struct Launcher {
     gpu: Gpu,
     functions: HashMap<Kernel, CudaFunction>,
-    /// Those that were allowed more shared memory: asked for once, so that nothing is asked while a step is recorded.
+    /// Kernels whose shared memory limit was raised: done once, so that no attribute is set while a step is captured.
     raised: RefCell<HashSet<Kernel>>,
     cublas_lt: CublasLt,
     choices: Choices,
 }
 
-/// A product to be timed: the buffers that it is computed in, and several weights of its shape.
+/// A product to time: the buffers that it runs on, and several weights of its shape.
 #[derive(Debug)]
 pub struct ProductBuffers {
     /// `[N, K]`.
@@ -50,7 +50,7 @@ pub struct ProductBuffers {
 }
 
 impl Launcher {
-    /// Compiles the kernels for weights of `kind` and attention heads of `head_size`, or finds them compiled, and loads them.
+    /// Loads the kernels for weights of `kind` and attention heads of `head_size`; compiles those that are not cached.
     ///
     /// # Errors
     /// [`GpuError::Compile`], [`GpuError::Failed`].
@@ -82,7 +82,7 @@ impl Launcher {
         &self.gpu
     }
 
-    /// Asks for one kernel.
+    /// Launches one kernel.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -108,17 +108,18 @@ impl Launcher {
             block_dim: (launch.threads, 1, 1),
             shared_mem_bytes: launch.shared_bytes,
         };
-        // SAFETY: the arguments are of the kernel's own launch (see the constructors of `Launch`), whose tensors live as long as the engine.
+        // SAFETY: the arguments were made for this kernel (see the constructors of `Launch`), and their tensors live as long as
+        // the engine.
         let launched = unsafe { builder.launch(config) };
         launched.map(|_| ()).map_err(GpuError::failed(launch.kernel.name))
     }
 
-    /// The fastest way of a product, as far as it was timed.
+    /// The fastest known implementation of a product.
     pub fn way(&self, product: Product) -> Way {
         self.choices.way(product)
     }
 
-    /// The ways of a product that there are here: of cublasLt's, as many as it has.
+    /// The available implementations of a product, including as many cublasLt algorithms as there are.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -134,7 +135,7 @@ impl Launcher {
         Ok(ways)
     }
 
-    /// `y = x·wᵀ`, by one of the ways that there are.
+    /// Computes `y = x·wᵀ` with one of the available implementations.
     ///
     /// # Errors
     /// [`GpuError::Failed`].
@@ -145,11 +146,11 @@ impl Launcher {
         }
     }
 
-    /// Times the ways of those products that were not timed before on such a GPU, and keeps the fastest of each. The inputs get random
-    /// numbers.
+    /// Times the implementations of those products that were not timed before on this kind of GPU, and caches the fastest of
+    /// each. Overwrites the inputs with random numbers.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     pub fn time(&mut self, needed: &[ProductBuffers]) -> Result<(), GpuError> {
         self.gpu.wait_for_torch();
         let of = |needed: &ProductBuffers| Product::of(&needed.x_nk, &needed.weights_mk[0], &needed.y_nm);
@@ -175,7 +176,7 @@ impl Launcher {
         let mut best = (f32::INFINITY, ways[0]);
         for &way in ways {
             let milliseconds = match (way, self.milliseconds(way, needed)) {
-                (Way::CublasLt { .. }, Err(_)) => continue, // recommended, and refused: there are the own kernels
+                (Way::CublasLt { .. }, Err(_)) => continue, // recommended by cublasLt, but refused: the own kernels remain
                 (_, timed) => timed?,
             };
             if milliseconds < best.0 {
@@ -185,7 +186,8 @@ impl Launcher {
         Ok(best.1)
     }
 
-    /// Of all rounds, from a record as steps are: what a launch costs the host does not count. One round before is not timed.
+    /// Milliseconds for all rounds, replayed from a CUDA graph like a decoding step, so that the host's launch overhead does not
+    /// count. One warm-up round is not timed.
     fn milliseconds(&self, way: Way, needed: &ProductBuffers) -> Result<f32, GpuError> {
         let failed = || GpuError::failed("timing a product");
         let bytes = |w_mk: &Tensor| w_mk.numel() * w_mk.kind().elt_size_in_bytes();

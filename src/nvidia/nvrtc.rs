@@ -13,86 +13,75 @@ use super::kernels::{KernelDtype, Program};
 use super::libraries::{self, NVRTC, NVRTC_BUILTINS};
 use crate::files;
 
-/// Why there are no compiled kernels.
+/// Why kernels could not be compiled.
 #[derive(Debug, thiserror::Error)]
 pub enum CompileError {
-    /// No library.
+    /// The library cannot be opened.
     #[error(
         "NVRTC, NVIDIA's compiler of kernels, cannot be opened ({why}); expected {NVRTC} in nvidia/cu13/lib beside torch/, where scripts/setup \
          and PyTorch's own wheels for CUDA 13 put it"
     )]
     Missing {
-        /// The loader's words.
+        /// The loader's message.
         why: String,
     },
-    /// Another version than kernels are written for.
+    /// A version other than 13.
     #[error(
         "the loader finds NVRTC {major}.{minor} first, and kernels are compiled by 13; take that one out of LD_LIBRARY_PATH, or put \
          {NVRTC} in nvidia/cu13/lib beside torch/ (scripts/setup does)"
     )]
-    Version {
-        /// What it says of itself.
-        major: i32,
-        /// After the point.
-        minor: i32,
-    },
-    /// A file that it refuses.
+    Version { major: i32, minor: i32 },
+    /// A kernel file that does not compile.
     #[error("{file} for {arch}: NVRTC says {code}\n{log}")]
     Refused {
-        /// Of kernels.
         file: &'static str,
-        /// The GPU that it was compiled for.
+        /// Target architecture.
         arch: String,
-        /// NVRTC's result.
+        /// NVRTC's error code.
         code: String,
-        /// Its words.
+        /// The compiler's output.
         log: String,
     },
-    /// The folder of compiled kernels.
+    /// The cache folder cannot be written.
     #[error("cannot keep compiled kernels in {}: {source}; set MEDUSA_CACHE to a folder that can be written", path.display())]
-    Cache {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Cache { path: PathBuf, source: io::Error },
 }
 
-/// Part of what a compiled file's name is made of.
+/// Version of the cache files; part of the hash in their names.
 const FORMAT: &str = "medusa kernels 1";
 const OPTIONS: [&str; 2] = ["--std=c++17", "--ptxas-options=-v"];
 
-/// NVRTC, and where compiled kernels are kept.
+/// NVRTC and the cache of compiled kernels.
 #[derive(Debug)]
 pub struct Compiler {
     version: (i32, i32),
     folder: Option<PathBuf>,
 }
 
-/// A compiled file.
+/// A compiled kernel file.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Compiled {
-    /// What a driver loads.
+    /// Machine code that the driver loads.
     pub cubin: Vec<u8>,
-    /// What the compiler said, of every kernel what it takes.
+    /// The compiler's output, which lists the resources that each kernel uses.
     pub log: String,
 }
 
-/// Resources that a kernel uses of a multiprocessor.
+/// Resources of a multiprocessor that a kernel uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Resources {
-    /// Its name.
     pub kernel: String,
-    /// Registers a thread.
+    /// Per thread.
     pub registers: u32,
-    /// Shared memory a block, beside what the launch says.
+    /// Static shared memory per block; the launch may add dynamic shared memory.
     pub shared_bytes: u32,
-    /// Bytes a thread that found no register and go through memory.
+    /// Per thread: registers spilled to memory.
     pub spilled_bytes: u32,
 }
 
 impl Compiler {
-    /// Opens the library: beside libtorch, else where the loader finds it. Compiled kernels are kept in `folder`, if there is one.
+    /// Opens the library from beside libtorch, or else where the loader finds it. Compiled kernels are cached in `folder`, if
+    /// given.
     ///
     /// # Errors
     /// [`CompileError::Missing`], [`CompileError::Version`].
@@ -101,14 +90,14 @@ impl Compiler {
             true => [NVRTC_BUILTINS, NVRTC].into_iter().try_for_each(libraries::preload),
             false => Err("it is not beside libtorch".to_owned()),
         };
-        // SAFETY: only looks whether the library can be opened.
+        // SAFETY: only tries to open the library.
         if !unsafe { sys::is_culib_present() } {
             return Err(CompileError::Missing {
                 why: opened.err().unwrap_or_else(|| "the loader does not find it".into()),
             });
         }
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: two numbers that are written.
+        // SAFETY: writes two integers.
         let _ = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
         Ok(Self { version: check_version((major, minor))?, folder })
     }
@@ -118,7 +107,7 @@ impl Compiler {
         self.version
     }
 
-    /// A file's kernels for `arch` (`sm_90a`, for example); of the disk, where they were compiled before.
+    /// Compiles a file's kernels for `arch` (`sm_90a`, for example), or reads them from the cache.
     ///
     /// # Errors
     /// [`CompileError`] names the file, or the folder.
@@ -151,7 +140,8 @@ impl Compiler {
     }
 }
 
-/// cudarc asks the loader for a library without a version before it asks for ours: where that is not open already, any may come.
+/// cudarc first asks the loader for the library without a version in its name: unless ours is already open, that may be any
+/// version.
 fn check_version((major, minor): (i32, i32)) -> Result<(i32, i32), CompileError> {
     if major == 13 { Ok((major, minor)) } else { Err(CompileError::Version { major, minor }) }
 }
@@ -171,15 +161,15 @@ fn compile(file: &'static str, source: &str, arch: &str) -> Result<Compiled, Com
     // SAFETY: the program was just made and is destroyed below; source and name live longer.
     let (compiled, log) = unsafe { (result::compile_program(program, &options), log(program)) };
     let cubin = compiled.map_err(|code| refused(code, log.clone())).and_then(|()| {
-        // SAFETY: as above; it is compiled.
+        // SAFETY: as above, and the program is compiled.
         unsafe { cubin(program) }.map_err(|code| refused(code, log.clone()))
     });
-    // SAFETY: nobody uses it any more.
+    // SAFETY: the program is not used any more.
     let _ = unsafe { result::destroy_program(program) };
     Ok(Compiled { cubin: cubin?, log })
 }
 
-/// What NVRTC said.
+/// The compiler's log.
 ///
 /// # Safety
 /// The program exists.
@@ -190,21 +180,21 @@ unsafe fn log(program: sys::nvrtcProgram) -> String {
     CStr::from_bytes_until_nul(&bytes).map_or_else(|_| String::new(), |log| log.to_string_lossy().into_owned())
 }
 
-/// The GPU's code.
+/// The compiled machine code.
 ///
 /// # Safety
 /// The program is compiled.
 unsafe fn cubin(program: sys::nvrtcProgram) -> Result<Vec<u8>, result::NvrtcError> {
     let mut bytes = 0;
-    // SAFETY: by contract; a number that is written.
+    // SAFETY: by contract; writes one integer.
     unsafe { sys::nvrtcGetCUBINSize(program, &raw mut bytes) }.result()?;
     let mut cubin = vec![0u8; bytes];
-    // SAFETY: by contract; as many bytes as it said.
+    // SAFETY: by contract; the buffer has the size that NVRTC reported.
     unsafe { sys::nvrtcGetCUBIN(program, cubin.as_mut_ptr().cast()) }.result()?;
     Ok(cubin)
 }
 
-/// What was kept; `None` if it is not there, or not what was written.
+/// Reads a cache file; `None` if it is missing or damaged.
 fn read(path: &Path) -> Option<Compiled> {
     let bytes = fs::read(path).ok()?;
     let (sum, rest) = bytes.split_at_checked(32)?;
@@ -214,7 +204,7 @@ fn read(path: &Path) -> Option<Compiled> {
     Some(Compiled { cubin: cubin.to_vec(), log: String::from_utf8(log.to_vec()).ok()? })
 }
 
-/// A hash of the rest, the length of the log, the log, the code.
+/// Writes a cache file: SHA-256 of the rest, length of the log, log, machine code.
 fn write(path: &Path, compiled: &Compiled) -> io::Result<()> {
     let length = (compiled.log.len() as u64).to_le_bytes();
     let rest = [&length[..], compiled.log.as_bytes(), &compiled.cubin].concat();
@@ -243,7 +233,7 @@ impl Compiled {
     }
 }
 
-/// The number in front of some words.
+/// The number in front of `words`.
 fn before(line: &str, words: &str) -> Option<u32> {
     line.split_once(words)?.0.rsplit([' ', ',']).next()?.parse().ok()
 }

@@ -1,22 +1,20 @@
-//! Everything that a step writes, on paper or as tensors.
+//! The buffers that a step writes: their sizes, for planning memory, or the tensors themselves.
 
 // N nodes of a step (at most C), H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP,
-// V vocabulary, K heads, P guesses a head
+// V vocabulary, K heads, P guesses per head
 use tch::Kind;
 
 use super::layout::MAX_NODES;
 use super::shape::Shape;
 use super::state;
 
-/// Results that the device keeps for the host to read.
+/// Number of step results kept on the device, as a ring, for the host to read.
 pub const RESULTS: i64 = 8;
 
-/// A buffer on paper.
+/// Shape and dtype of a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Size {
-    /// Its axes.
     pub shape: Vec<i64>,
-    /// Its dtype.
     pub kind: Kind,
 }
 
@@ -25,7 +23,7 @@ impl Size {
         Self { shape: shape.to_vec(), kind }
     }
 
-    /// In memory.
+    /// Size in memory.
     pub fn bytes(&self) -> u64 {
         self.shape.iter().product::<i64>().unsigned_abs() * self.kind.elt_size_in_bytes() as u64
     }
@@ -33,19 +31,19 @@ impl Size {
 
 macro_rules! buffers {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Everything that a step writes: sizes on paper (`DevicePlan`), or tensors that never move.
+        /// Every buffer that a step writes: its size (in a `DevicePlan`), or a tensor that never moves.
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub struct Buffers<T> {
             $($(#[$doc])* pub $name: T,)*
         }
 
         impl<T> Buffers<T> {
-            /// The same buffers as something else.
+            /// Maps each buffer.
             pub fn map<U>(&self, mut make: impl FnMut(&T) -> U) -> Buffers<U> {
                 Buffers { $($name: make(&self.$name),)* }
             }
 
-            /// Each with its name.
+            /// Each buffer with its name.
             pub fn named(&self) -> Vec<(&'static str, &T)> {
                 vec![$((stringify!($name), &self.$name),)*]
             }
@@ -62,7 +60,7 @@ buffers! {
     tokens_n,
     /// `[C, H]`: the residual stream.
     x_nh,
-    /// `[C, H]`: normed, the input of products.
+    /// `[C, H]`: normalised, the input of matrix products.
     normed_nh,
     /// `[C, H]`: what a block adds to the residual stream.
     delta_nh,
@@ -88,18 +86,18 @@ buffers! {
     entropy_n,
     /// `[K + 1]` int32: accepted nodes.
     path_d,
-    /// `[K, H]`: a head's hidden state, before and after a ResBlock.
+    /// `[K, H]`: the heads' hidden states. ResBlocks read this buffer or `heads_other_kh` and write the other.
     heads_kh,
-    /// `[K, H]`: the other one.
+    /// `[K, H]`: see `heads_kh`.
     heads_other_kh,
     /// `[K, V]` float32: the heads' logits.
     head_logits_kv,
-    /// `[K, P]` int32: their guesses.
+    /// `[K, P]` int32: the heads' guesses.
     guesses_kp,
 }
 
 impl Buffers<Size> {
-    /// Those of all steps of a shape.
+    /// The buffers of all steps of a shape.
     pub fn of(shape: &Shape) -> Self {
         let config = shape.config;
         let (c, h, v, i) = (MAX_NODES as i64, config.hidden_size, config.vocab_size, config.intermediate_size);
@@ -128,7 +126,7 @@ impl Buffers<Size> {
             heads_kh: Size::new([k, h], sixteen),
             heads_other_kh: Size::new([k, h], sixteen),
             head_logits_kv: Size::new([k, v], float),
-            guesses_kp: Size::new([k.max(1), p.max(1)], int), // nodes without heads read one that does not matter
+            guesses_kp: Size::new([k.max(1), p.max(1)], int), // without heads, nodes read one entry whose value does not matter
         }
     }
 }

@@ -9,28 +9,28 @@ use tch::{Kind, Tensor};
 use super::error::CudaResult;
 use super::target::LaunchTarget;
 
-/// Distances of each kernel from its oracle; of products, of each way.
+/// Distance of each kernel from its oracle; matrix products have one entry per implementation.
 #[derive(Debug, Default)]
 pub struct Comparisons {
     by_kernel: RefCell<BTreeMap<String, KernelDistance>>,
 }
 
-/// How far one kernel was from its oracle.
+/// Distance of one kernel from its oracle.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KernelDistance {
-    /// How often it ran.
     pub runs: usize,
-    /// The largest distance: of numbers, the norm of the difference to that of what is right; of integers, how many differ.
+    /// The largest distance so far. Floats: norm of the difference, relative to the norm of the oracle's output. Integers: number
+    /// of entries that differ.
     pub distance: f64,
 }
 
 impl Comparisons {
-    /// Of every kernel that ran, by its name.
+    /// Distance of every kernel that ran, by name.
     pub fn by_kernel(&self) -> BTreeMap<String, KernelDistance> {
         self.by_kernel.borrow().clone()
     }
 
-    /// Runs both. What they write is for both what it was before.
+    /// Runs both on the same inputs: `written` is restored before the kernel runs.
     pub(super) fn compare(
         &self,
         name: &str,

@@ -1,5 +1,5 @@
-//! The CUDA engine: keys and values of one sequence on a GPU, and decoding steps that run entirely on the device, drafter and
-//! acceptance included. The host only reads the accepted tokens of each step.
+//! The CUDA engine: decodes one sequence on a GPU. Its steps run entirely on the device, drafter and acceptance included; the
+//! host only reads the tokens that each step accepted.
 
 // N nodes of a step
 use tch::{Device, Kind, Tensor};
@@ -23,8 +23,8 @@ use crate::nvidia::device::Gpu;
 use crate::nvidia::launcher::Launcher;
 use crate::torch::guard;
 
-/// A sequence that is decoded request after request on a GPU, such as a conversation, a token a step or with the drafter that the engine
-/// was made for. After an error the cache's content is undefined: [`CudaEngine::reset`] it.
+/// Decodes one sequence on a GPU, request after request, such as a conversation. A step commits one token, or several with the
+/// drafter that the engine was built for. After an error the content of the cache is undefined: call [`CudaEngine::reset`].
 #[derive(Debug)]
 pub struct CudaEngine<'a> {
     backbone: &'a Llama,
@@ -33,11 +33,11 @@ pub struct CudaEngine<'a> {
     weights: DeviceWeights,
     memory: DeviceMemory,
     nodes: StepNodes,
-    /// The tokens that the cache holds.
+    /// Tokens in the cache.
     ids: Vec<i64>,
-    /// Of the sequence that was started last.
+    /// Key of the current sequence's steps.
     key: StepKey,
-    /// Since tokens were last put in place.
+    /// Steps since tokens were last uploaded.
     steps: i64,
 }
 
@@ -46,29 +46,29 @@ pub struct CudaEngine<'a> {
 struct StepNodes {
     one: Nodes,
     tree: Option<Nodes>,
-    /// As [`CHUNKS`].
+    /// In the order of [`CHUNKS`].
     chunks: [Nodes; CHUNKS.len()],
 }
 
-/// The result of a step, as the host reads it.
+/// The result of a step.
 #[derive(Debug)]
 pub struct DeviceStep {
-    /// Tokens that are in the cache now, the step's root first.
+    /// Tokens that the step added to the cache, starting with its root.
     pub accepted: Vec<i64>,
-    /// The token after them, the next step's root, or [`NO_TOKEN`](crate::model::llama::NO_TOKEN).
+    /// The token after them, which is the next step's root, or [`NO_TOKEN`](crate::model::llama::NO_TOKEN).
     pub next: i64,
 }
 
 impl<'a> CudaEngine<'a> {
-    /// For `backbone`, and for `draft` if there is one, computed by `ops`. The cache begins with one block.
+    /// An engine for `backbone` and, if given, `draft`, computed by `ops`. The cache starts with one block.
     ///
     /// # Errors
-    /// [`CudaError::Unfit`] says what cannot be decoded.
+    /// [`CudaError::Unfit`] names what is not supported.
     pub fn new(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, ops: Ops) -> CudaResult<Self> {
         Self::with_room(1, backbone, draft, ops)
     }
 
-    /// As [`CudaEngine::new`], with a cache for sequences of so many tokens.
+    /// Like [`CudaEngine::new`], with a cache for `tokens` tokens.
     fn with_room(tokens: i64, backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>, mut ops: Ops) -> CudaResult<Self> {
         let shape = Shape::of(backbone, draft);
         shape.check_blocks()?;
@@ -81,13 +81,13 @@ impl<'a> CudaEngine<'a> {
             tree: shape.draft.map(|draft| Nodes::of_tree(draft.tree, device)),
             chunks: CHUNKS.map(|rows| Nodes::chain(rows, device)),
         };
-        // Last: it waits until libtorch has written all of these.
+        // Last, because it waits until libtorch has written all of the above.
         tch::no_grad(|| ops.prepare(&products(&weights, &memory, &shape)))?;
         let key = StepKey { has_tree: false, then_tree: false, rule: Rule::Greedy };
         Ok(Self { shape, weights, memory, nodes, backbone, ops, ids: vec![], key, steps: 0 })
     }
 
-    /// On the GPU where the backbone lies, with a cache for sequences of so many `tokens` to begin with.
+    /// An engine on the backbone's GPU, with a cache that starts with room for `tokens` tokens.
     ///
     /// # Errors
     /// [`CudaError`]: no GPU, no kernels, or too little memory.
@@ -96,7 +96,7 @@ impl<'a> CudaEngine<'a> {
         guard("preparing the GPU's own loop", ready)?
     }
 
-    /// The kernels on the GPU where the backbone lies. Nothing is allocated before it is known that all of the engine's memory is there.
+    /// The kernels for the backbone's GPU. Checks that the engine's memory fits before anything is allocated.
     ///
     /// # Errors
     /// [`CudaError`]: no GPU, no kernels, or too little memory.
@@ -112,7 +112,7 @@ impl<'a> CudaEngine<'a> {
         Ok(Ops::kernels(GpuTarget::new(launcher), &shape, device))
     }
 
-    /// The device and its memory plan, in a line.
+    /// The device and its memory plan, in one line.
     pub fn describe(&self) -> String {
         format!("{}; {}", self.ops.name(), self.plan())
     }
@@ -127,7 +127,7 @@ impl<'a> CudaEngine<'a> {
         &self.ops
     }
 
-    /// Tokens in the cache: the prompt, and those new tokens that were computed.
+    /// Tokens in the cache: the prompt and those new tokens that were run.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
@@ -147,15 +147,15 @@ impl<'a> CudaEngine<'a> {
         self.keep(0);
     }
 
-    /// Begins a sequence: computes what of the prompt is not cached, its last token in any case as a step of its own, and returns the
-    /// token after it. Room is made for `max_new_tokens` more. [`CudaEngine::step`] goes on, with the tree or a token a step; where the
-    /// rule draws, with the numbers of `draws`, one for each position.
+    /// Begins a sequence: runs the part of the prompt that is not cached, with the last token in a step of its own, and returns
+    /// the token after it. Reserves room for `max_new_tokens` more. [`CudaEngine::step`] continues, with the tree or one token
+    /// per step. A rule that draws takes its random numbers from `draws`, one per position.
     ///
     /// # Errors
-    /// [`CudaError::Growth`], or what the device said.
+    /// [`CudaError::Growth`], or a device error.
     ///
     /// # Panics
-    /// For an empty prompt, and for a tree without a drafter.
+    /// For an empty prompt, or a tree without a drafter.
     pub fn start(
         &mut self,
         prompt: &[i64],
@@ -181,10 +181,10 @@ impl<'a> CudaEngine<'a> {
         Ok(next)
     }
 
-    /// The next step of the sequence that was started: the root and those of its guesses that are accepted.
+    /// Runs the next step of the current sequence, which commits the root and the accepted guesses.
     ///
     /// # Errors
-    /// What the device said.
+    /// A device error.
     pub fn step(&mut self) -> CudaResult<DeviceStep> {
         self.replay(self.key)?;
         let step = self.read()?;
@@ -192,8 +192,7 @@ impl<'a> CudaEngine<'a> {
         Ok(step)
     }
 
-    /// Runs a piece of a prompt behind the cache. The rows that fill the piece up are not seen by it, and the next piece is written
-    /// over them.
+    /// Runs a piece of a prompt. Its tokens do not attend to the rows that pad it, and the next piece overwrites these rows.
     fn prefill(&mut self, piece: &[i64]) -> CudaResult {
         let size = CHUNKS.iter().position(|&rows| rows >= piece.len()).expect("a piece is not longer than the longest");
         let mut tokens = piece.to_vec();
@@ -204,7 +203,7 @@ impl<'a> CudaEngine<'a> {
         Ok(())
     }
 
-    /// Tells the device the length of the cache, and the tokens behind it.
+    /// Uploads the length of the cache and the tokens that follow it.
     fn place(&mut self, tokens: &[i64]) -> CudaResult {
         self.steps = 0;
         let buffers = &self.memory.buffers;
@@ -212,7 +211,7 @@ impl<'a> CudaEngine<'a> {
         self.ops.upload(&buffers.tokens_n.narrow(0, 0, tokens.len() as i64), &int32(tokens))
     }
 
-    /// The numbers that the tokens behind a prompt are drawn with, each where the token will stand.
+    /// Uploads the random numbers for the tokens after a prompt, each at its token's position.
     fn upload_draws(&self, from: usize, max_new_tokens: usize, draws: &mut Sampler) -> CudaResult {
         let all = self.memory.uniforms_u.size()[0].unsigned_abs() as usize;
         let count = (max_new_tokens.saturating_add(MAX_NODES)).min(all - from);
@@ -220,7 +219,7 @@ impl<'a> CudaEngine<'a> {
         self.ops.upload(&self.memory.uniforms_u.narrow(0, from as i64, count as i64), &drawn)
     }
 
-    /// Runs a step whose tokens are in place.
+    /// Runs a step whose tokens are already on the device.
     fn replay(&self, key: StepKey) -> CudaResult {
         let [nodes, next] = [key.has_tree, key.then_tree].map(|tree| if tree { self.tree() } else { &self.nodes.one });
         self.ops.replay(key, || self.on(nodes).run(key.rule, next))
@@ -246,7 +245,7 @@ impl<'a> CudaEngine<'a> {
         self.nodes.tree.as_ref().expect("a tree comes with a drafter")
     }
 
-    /// Makes room for a whole sequence, so that it does not fail in the middle.
+    /// Grows the cache for the whole sequence, so that decoding does not fail in the middle.
     fn reserve(&mut self, tokens: usize) -> CudaResult {
         let context = self.backbone.config.max_position_embeddings;
         let room = self.shape.room(i64::try_from(tokens).map_or(context, |tokens| tokens.min(context)));

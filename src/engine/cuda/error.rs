@@ -8,13 +8,13 @@ use crate::torch::TorchPanic;
 /// The result of an operation on the device.
 pub type CudaResult<T = ()> = Result<T, CudaError>;
 
-/// The CUDA engine cannot be built, or failed during a text.
+/// The CUDA engine cannot be built, or failed while decoding.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
     /// No kernels support this model or tree.
     #[error(transparent)]
     Unfit(#[from] Unfit),
-    /// Too little memory.
+    /// Not enough free memory.
     #[error(transparent)]
     Memory(#[from] Box<Shortage>),
     /// No usable GPU, kernels that cannot be compiled, or an error of the driver.
@@ -23,7 +23,7 @@ pub enum CudaError {
     /// libtorch failed, most likely out of memory.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
-    /// The device has no rule for the request.
+    /// The engine has no rule for the request.
     #[error("the CUDA engine cannot decode this: {0}; use --engine tch")]
     Request(&'static str),
     /// The cache cannot grow to the length of the text.
@@ -32,11 +32,10 @@ pub enum CudaError {
          (--max-new-tokens), or shorten the context (--max-context)"
     )]
     Growth {
-        /// Tokens.
+        /// In tokens.
         room: i64,
-        /// Bytes of the larger cache.
+        /// Size of the larger cache.
         needed_bytes: u64,
-        /// Free bytes on the device.
         free_bytes: u64,
     },
 }

@@ -1,7 +1,8 @@
-//! The launches that do what the functions of [`oracle`](super::oracle) do, on the same tensors. Sizes of grids depend on shapes only.
+//! Kernel launches equivalent to the functions of [`oracle`](super::oracle), on the same tensors. Grid sizes depend only on
+//! shapes.
 
-// N rows of a step, H hidden, Q query heads, G key/value heads, R = Q/G, D head size, W = (Q + 2G)·D, I width of the MLP, V vocabulary,
-// K heads, S room for tokens, P guesses a head, L layers
+// N rows of a step, H hidden, Q query heads, G key/value heads, R = Q/G, D head size, W = (Q + 2G)·D, I width of the MLP,
+// V vocabulary, K heads, S room for tokens, P guesses per head, L layers
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{MAX_NODES, Nodes, Rotations};
@@ -57,51 +58,51 @@ pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd
     Launch::new(Program::RopeAppend, "rope_append", [n, blocks((q + 2 * g) * d / 2, 128), 1], 128, arguments)
 }
 
-/// Blocks of attention that a step should have: two for each multiprocessor of the largest GPUs.
+/// Target number of attention blocks in a step: two for each multiprocessor of the largest GPUs.
 const ATTENTION_BLOCKS: i64 = 264;
-/// Keys of a tile of attention.
+/// Keys per tile of attention.
 const KEYS: i64 = 64;
-/// Rows of a block of attention, for more rows than [`FEW_ROWS`].
+/// Rows per block of attention if there are more than [`FEW_ROWS`].
 const ROWS: i64 = 64;
-/// With so many rows, each warp reads keys of its own.
+/// Up to this many rows, each warp reads different keys.
 const FEW_ROWS: i64 = 16;
 
-/// Where the parts of attention lie until they are put together.
+/// Partial results of attention, until they are merged.
 #[derive(Debug)]
 pub struct AttentionParts {
     /// `[parts, Q·N, D]` float32.
     sums: Tensor,
     /// `[parts, Q·N, 2]` float32.
     marks: Tensor,
-    /// Of the keys, over blocks.
+    /// Number of blocks that the keys are split over.
     splits: i64,
 }
 
 impl AttentionParts {
-    /// For queries `[N, Q, D]` and G key/value heads; keys are split over enough blocks to fill a GPU.
+    /// Buffers for queries `[N, Q, D]` and G key/value heads, with the keys split over enough blocks to fill a GPU.
     pub fn new([n, q, d]: [i64; 3], g: i64, device: Device) -> Self {
         Self::with_splits([n, q, d], g, splits(q / g * n, g), device)
     }
 
-    /// How many parts there are, and rows of each, that [`AttentionParts::new`] makes.
+    /// Number of parts, and of rows per part, that [`AttentionParts::new`] allocates.
     pub fn counts([n, q, _]: [i64; 3], g: i64) -> [i64; 2] {
         [splits(q / g * n, g) * parts_a_split(q / g * n), q * n]
     }
 
-    /// As [`AttentionParts::new`], with keys split over so many blocks.
+    /// Like [`AttentionParts::new`], with the keys split over `splits` blocks.
     pub fn with_splits([n, q, d]: [i64; 3], g: i64, splits: i64, device: Device) -> Self {
         let parts = splits * parts_a_split(q / g * n);
         let zeros = |width| Tensor::zeros([parts, q * n, width], (Kind::Float, device));
         Self { sums: zeros(d), marks: zeros(2), splits }
     }
 
-    /// Both tensors.
+    /// The sums and the marks.
     pub fn tensors_mut(&mut self) -> [&mut Tensor; 2] {
         [&mut self.sums, &mut self.marks]
     }
 }
 
-/// Blocks that share the keys of a key/value head with so many rows.
+/// Number of blocks that share the keys of one key/value head, given its rows and the number of such heads.
 fn splits(rows: i64, g: i64) -> i64 {
     let blocks = g * if rows <= FEW_ROWS { 1 } else { (rows + ROWS - 1) / ROWS };
     (ATTENTION_BLOCKS / blocks).clamp(1, 32)
@@ -111,7 +112,7 @@ fn parts_a_split(rows: i64) -> i64 {
     if rows <= FEW_ROWS { 4 } else { 1 }
 }
 
-/// See [`oracle::tree_attention`](super::oracle::tree_attention): the parts, and what puts them together.
+/// See [`oracle::tree_attention`](super::oracle::tree_attention): one launch computes the parts, the other merges them.
 pub fn tree_attention(
     q_nqd: &Tensor,
     kv_2gsd: &Tensor,
@@ -160,24 +161,24 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) ->
     Launch::new(Program::Linear, "res_block", [blocks(h, FEW_COLUMNS), k, 1], 256, arguments)
 }
 
-/// Logits of a block of [`top_guesses`].
+/// Logits per block of [`top_guesses`].
 const SLICE: i64 = 4096;
 
-/// See [`guess_parts`].
+/// The shape of [`guess_parts`].
 pub fn guess_parts_size([k, v]: [i64; 2], p: i64) -> Vec<i64> {
     vec![k, blocks(v, SLICE), p]
 }
 
-/// `[K, slices, P]`: where [`top_guesses`] keeps the first of each slice of a row.
+/// `[K, slices, P]`: the best guesses of each slice of a row, passed between the two launches of [`top_guesses`].
 ///
 /// # Panics
-/// For so many guesses that their slices do not fit a block.
+/// If the guesses of all slices do not fit one block.
 pub fn guess_parts([k, v]: [i64; 2], p: i64, device: Device) -> Tensor {
     assert!(p <= v && blocks(v, SLICE) * p <= SLICE, "{p} guesses of {v} tokens are more than a block takes");
     Tensor::zeros(guess_parts_size([k, v], p), (Kind::Int64, device))
 }
 
-/// See [`oracle::top_guesses`](super::oracle::top_guesses); `parts` is of [`guess_parts`].
+/// See [`oracle::top_guesses`](super::oracle::top_guesses); `parts` comes from [`guess_parts`].
 pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, guesses_kp: &Tensor) -> [Launch; 2] {
     let ([k, v], [_, p]) = (axes(logits_kv), axes(guesses_kp));
     let slices = blocks(v, SLICE);

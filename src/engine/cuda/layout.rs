@@ -1,4 +1,4 @@
-//! Trees, rotations and caches as kernels read them.
+//! Trees and rotary tables in the layout that kernels read.
 
 // N nodes, L layers, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};
@@ -7,26 +7,26 @@ use crate::model::config::LlamaConfig;
 use crate::model::rope::Rope;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Nodes that a step can have: the bits of a row of [`Nodes::sees_n2`].
+/// Largest number of nodes in a step: the bits of a row of [`Nodes::sees_n2`].
 pub const MAX_NODES: usize = 128;
 
-/// The nodes of a step: where they stand, whom they see, who follows. All int32 but for the bits.
+/// The nodes of a step: depths, parents, children and attention mask. All int32 except for the mask.
 #[derive(Debug)]
 pub struct Nodes {
     /// `[N]`: levels below the root.
     pub depths_n: Tensor,
-    /// `[N]`: the node before; 0 for the root.
+    /// `[N]`: the parent; 0 for the root.
     pub parents_n: Tensor,
-    /// `[N]`: which guess of its head a node holds; 0 for the root.
+    /// `[N]`: rank of the node's guess at its head; 0 for the root.
     pub guesses_n: Tensor,
-    /// `[N, 2]`: the first child, and the one behind the last.
+    /// `[N, 2]`: the first child, and one past the last.
     pub children_n2: Tensor,
-    /// `[N, 2]` int64: bit `j % 64` of number `j / 64` is set where the node sees node j.
+    /// `[N, 2]` int64: bit `j % 64` of word `j / 64` is set if the node attends to node j.
     pub sees_n2: Tensor,
 }
 
 impl Nodes {
-    /// Of a tree.
+    /// The nodes of a tree.
     ///
     /// # Panics
     /// For more than [`MAX_NODES`] nodes.
@@ -44,7 +44,7 @@ impl Nodes {
         }
     }
 
-    /// `n` tokens one after the other: plain decoding (1), or a piece of a prompt.
+    /// A chain of `n` tokens: plain decoding (1), or a piece of a prompt.
     ///
     /// # Panics
     /// For more than [`MAX_NODES`] tokens, or none.
@@ -56,12 +56,12 @@ impl Nodes {
         Self::of_tree(&tree, device)
     }
 
-    /// N.
+    /// N, the number of nodes.
     pub fn len(&self) -> i64 {
         self.depths_n.size()[0]
     }
 
-    /// Whether there are none.
+    /// Whether there are no nodes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -80,7 +80,7 @@ fn bits(rows: impl Iterator<Item = Vec<usize>>, device: Device) -> Tensor {
     Tensor::from_slice(&words).view([-1, 2]).to_device(device)
 }
 
-/// Cosines and sines of every position, float32, rounded to the dtype of the backbone as its own rotation rounds them.
+/// Cosines and sines of every position, in float32 but rounded to the backbone's dtype, as in its own rotary embedding.
 #[derive(Debug)]
 pub struct Rotations {
     /// `[S, D/2]`.
@@ -90,12 +90,12 @@ pub struct Rotations {
 }
 
 impl Rotations {
-    /// Of the first `positions`; scaled as `config` says.
+    /// Tables of the first `positions` positions, scaled according to `config`.
     pub fn new(config: &LlamaConfig, positions: i64, kind: Kind, device: Device) -> Self {
         let half = config.head_dim / 2;
         let rotation =
             Rope::new(&config.block().rotary, kind, device).at(&Tensor::arange(positions, (Kind::Float, device)));
-        // A vector that is 1 in its first half and 0 in its second is rotated to the cosines and the sines.
+        // Rotating a vector of ones in its first half and zeros in its second yields the cosines and the sines.
         let unit_d = Tensor::cat(&[Tensor::ones([half], (kind, device)), Tensor::zeros([half], (kind, device))], 0);
         let both_sd =
             rotation.apply(&unit_d.expand([positions, 1, 2 * half], false)).squeeze_dim(1).to_kind(Kind::Float);
@@ -123,7 +123,7 @@ mod tests {
             let first = &halves[0] * &rotations.cos_sd - &halves[1] * &rotations.sin_sd;
             let second = &halves[1] * &rotations.cos_sd + &halves[0] * &rotations.sin_sd;
             let got = Tensor::cat(&[first, second], 1).unsqueeze(1);
-            // A number below 8 rounded to the dtype, and a product of it before the sum.
+            // One value below 8 is rounded to the dtype, and one product is rounded before the sum.
             let tolerance = if kind == Kind::Float { 1e-6 } else { 0.06 };
             assert!((got - expected).abs().max().double_value(&[]) < tolerance, "{kind:?}");
         }

@@ -1,4 +1,4 @@
-//! The engine's memory: buffers that never move, the cache, which moves where it grows, and weights that it shares with the backbone.
+//! The engine's memory: buffers that never move, the cache, which moves when it grows, and weights shared with the backbone.
 
 // L layers, G key/value heads, S room for tokens, D head size, K heads, H hidden, V vocabulary
 use tch::{Device, Kind, Tensor};
@@ -10,21 +10,20 @@ use super::plan::DevicePlan;
 use super::shape::{Shape, Unfit};
 use crate::model::llama::{DenseWeights, Llama};
 
-/// What steps read and write.
+/// The tensors that steps read and write, except for weights.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    /// What a step writes.
     pub buffers: Buffers<Tensor>,
     /// `[L, 2, G, S, D]`.
     pub cache_l2gsd: Tensor,
-    /// Of every position of the context.
+    /// Tables for every position of the context.
     pub rotations: Rotations,
-    /// `[U]` float64: what the token at each position is drawn with.
+    /// `[U]` float64: the random number that draws the token at each position.
     pub uniforms_u: Tensor,
 }
 
 impl DeviceMemory {
-    /// All of a plan.
+    /// Allocates everything in a plan.
     pub fn new(plan: &DevicePlan, shape: &Shape, device: Device) -> Self {
         let zeros = |size: &Size| Tensor::zeros(size.shape.as_slice(), (size.kind, device));
         Self {
@@ -35,12 +34,12 @@ impl DeviceMemory {
         }
     }
 
-    /// Room for tokens, S.
+    /// S, the number of tokens that the cache has room for.
     pub fn room(&self) -> i64 {
         self.cache_l2gsd.size()[3]
     }
 
-    /// A cache with more room; the first `tokens` stay. The old one is there until they are copied.
+    /// Grows the cache and keeps its first `tokens`. Both caches exist until the copy is done.
     pub fn grow(&mut self, room: i64, tokens: i64) {
         let mut size = self.cache_l2gsd.size();
         size[3] = room;
@@ -55,26 +54,26 @@ impl DeviceMemory {
 pub struct DeviceWeights {
     /// Shared with the backbone.
     pub backbone: DenseWeights,
-    /// Of the heads that the tree uses, if there is one.
+    /// Those of the heads that the tree uses; `None` without a drafter.
     pub heads: Option<HeadWeights>,
 }
 
 /// Weights of K heads.
 #[derive(Debug)]
 pub struct HeadWeights {
-    /// Of each ResBlock: W1 `[K, H, H]` and b1 `[K, H]`, copies.
+    /// W1 `[K, H, H]` and b1 `[K, H]` of each ResBlock, copied.
     pub blocks: Vec<[Tensor; 2]>,
-    /// W2 `[V, H]` of each head, shared with them; none = all go through the LM head.
+    /// W2 `[V, H]` of each head, shared with it; empty if all heads use the LM head.
     pub w2_vh: Vec<Tensor>,
 }
 
 const NOT_DENSE: &str = "are quantised, or laid out for the CPU's own kernels";
 
 impl DeviceWeights {
-    /// Those of `backbone` and of `draft`.
+    /// The weights of `backbone` and `draft`.
     ///
     /// # Errors
-    /// [`Unfit::Weights`] where they are no plain matrices.
+    /// [`Unfit::Weights`] if they are not plain matrices.
     pub fn new(backbone: &Llama, draft: Option<&DeviceDraft>) -> Result<Self, Unfit> {
         let not_dense = |what| Unfit::Weights { what, why: NOT_DENSE };
         Ok(Self {
@@ -102,7 +101,7 @@ impl HeadWeights {
     }
 }
 
-/// `numbers` as the device has them.
+/// `numbers` as an int32 tensor, as the device reads them.
 pub fn int32(numbers: &[i64]) -> Tensor {
     Tensor::from_slice(numbers).to_kind(Kind::Int)
 }

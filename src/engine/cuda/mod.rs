@@ -1,15 +1,16 @@
-//! Decoding's step as kernels of an NVIDIA GPU.
+//! The decoding step as kernels on an NVIDIA GPU.
 //!
-//! Everything that a step needs lies in buffers that never move, but for the cache, which may grow between texts. What changes from step
-//! to step is read on the device from [`state`](state::Slot): a step can be captured once in a CUDA graph and replayed. Each kernel has an
-//! oracle of the same name in [`oracle`], on tensors of any device, and a test compares the two without a GPU.
+//! Everything that a step needs is in buffers that never move, except for the cache, which may grow between texts. What changes
+//! from step to step is read on the device from [`state`](state::Slot), so a step can be captured once in a CUDA graph and
+//! replayed. Each kernel has an oracle of the same name in [`oracle`], on tensors on any device. A test compares the two without
+//! a GPU.
 //!
 //! | | kernels, in the order of a step |
 //! | --- | --- |
 //! | each layer | `rms_norm` or `add_rms_norm`, `linear`, `rope_append`, `tree_attention`, `linear`, `add_rms_norm`, `linear`, `silu_mul`, `linear` |
-//! | around them | `embed` before, `add_rms_norm` and `linear` (the LM head) after |
-//! | which path is kept | greedy: `best`, `walk`; typical: `best`, `posterior`, `typical`; rejection: `draw`, `walk` |
-//! | what stays | `compact`, then `advance` |
+//! | before and after the layers | `embed`; `add_rms_norm` and `linear` (the LM head) |
+//! | acceptance | greedy: `best`, `walk`; typical: `best`, `posterior`, `typical`; rejection: `draw`, `walk` |
+//! | commit | `compact`, then `advance` |
 //! | the next tree | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
 
 pub mod buffers;

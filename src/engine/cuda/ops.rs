@@ -1,7 +1,7 @@
-//! The operations of a step, run by kernels, by their oracle on tensors of any device, or by both for comparison. All write into the
-//! same buffers.
+//! The operations of a step, run by kernels, by their oracle on tensors on any device, or by both for comparison. All of them
+//! write the same buffers.
 
-// The letters are those of `oracle`
+// Letters as in `oracle`
 use std::collections::BTreeMap;
 
 use tch::{Device, Tensor};
@@ -26,21 +26,20 @@ use crate::tree::accept::TypicalAcceptance;
 pub enum Ops {
     /// The slow libtorch reference, on the buffers' device.
     Oracle,
-    /// Kernels.
     Kernels(Kernels),
     /// Kernels, each compared with its oracle on the same inputs.
     Beside(Kernels, Comparisons),
 }
 
-/// Where kernels run, and what they need beside a step's buffers.
+/// The device that runs kernels, and their scratch memory.
 #[derive(Debug)]
 pub struct Kernels {
     target: Box<dyn LaunchTarget>,
     scratch: Scratch,
 }
 
-/// Operations that are one launch: each a function of `Ops`, of [`oracle`] and of [`launches`], of one name and with the same arguments;
-/// `writes` names those that it writes.
+/// Operations that are a single launch. Each is a function of the same name and arguments in `Ops`, in [`oracle`] and in
+/// [`launches`]; `writes` lists the tensors that it writes.
 macro_rules! operations {
     ($($name:ident($($argument:ident: $of:ty),*) writes $written:expr;)*) => {
         impl Ops {
@@ -72,12 +71,12 @@ operations! {
 }
 
 impl Ops {
-    /// Kernels that run on `target`, for all steps of `shape`, whose buffers are on `device`.
+    /// Kernels that run on `target`, for all steps of `shape`, with buffers on `device`.
     pub fn kernels(target: impl LaunchTarget + 'static, shape: &Shape, device: Device) -> Self {
         Self::Kernels(Kernels { target: Box::new(target), scratch: Scratch::new(shape, device) })
     }
 
-    /// Compares kernels with their oracle from now on.
+    /// Compares every kernel with its oracle from now on.
     #[must_use]
     pub fn beside_oracle(self) -> Self {
         match self {
@@ -86,7 +85,7 @@ impl Ops {
         }
     }
 
-    /// How far each kernel was from its oracle so far, if they are compared; of products, each way.
+    /// Distance of each kernel from its oracle so far, if they are compared; matrix products have one entry per implementation.
     pub fn distances(&self) -> BTreeMap<String, KernelDistance> {
         if let Self::Beside(_, compared) = self { compared.by_kernel() } else { BTreeMap::new() }
     }
@@ -122,12 +121,12 @@ impl Ops {
         self.target().map_or("the kernels' oracle", LaunchTarget::name)
     }
 
-    /// Memory of the device that is free; `None` where nobody counts it.
+    /// Free device memory; `None` if the target does not track it.
     pub(super) fn free_bytes(&self) -> CudaResult<Option<u64>> {
         self.target().map_or(Ok(None), LaunchTarget::free_bytes)
     }
 
-    /// Waits for new buffers to be written, and times the products in them.
+    /// Waits until new buffers are written, and times the matrix products in them.
     pub(super) fn prepare(&mut self, products: &[ProductBuffers]) -> CudaResult {
         match self {
             Self::Oracle => Ok(()),
@@ -135,14 +134,14 @@ impl Ops {
         }
     }
 
-    /// Buffers have moved.
+    /// Invalidates recorded steps after buffers have moved.
     pub(super) fn moved(&self) {
         if let Some(target) = self.target() {
             target.moved();
         }
     }
 
-    /// Runs a step, from its record where there is one.
+    /// Runs a step, or replays it if it was recorded.
     pub(super) fn replay(&self, key: StepKey, step: impl Fn() -> CudaResult) -> CudaResult {
         match self {
             Self::Oracle | Self::Beside(..) => step(),
@@ -150,7 +149,7 @@ impl Ops {
         }
     }
 
-    /// A buffer gets what the host has: the same shape and dtype, on the CPU.
+    /// Copies a CPU tensor to a buffer of the same shape and dtype.
     pub(super) fn upload(&self, to: &Tensor, from: &Tensor) -> CudaResult {
         match self.target() {
             Some(target) => target.upload(to, from),
@@ -161,7 +160,7 @@ impl Ops {
         }
     }
 
-    /// A buffer on the host, when all that was asked for before is done.
+    /// Copies a buffer to the host after all pending work is done.
     pub(super) fn download(&self, from: &Tensor) -> CudaResult<Tensor> {
         self.target().map_or_else(|| Ok(from.to_device(Device::Cpu)), |target| target.download(from))
     }

@@ -1,10 +1,10 @@
-//! What each kernel computes, slowly and obviously, on tensors of any device. Outputs are tensors of the right size that are
-//! written, as on the GPU; numbers are float32 until they are rounded, once, to the dtype of the output.
+//! What each kernel computes, in slow and simple form, on tensors on any device. As on the GPU, the functions write to output
+//! tensors of the right size. Values are float32 until they are rounded once, to the dtype of the output.
 //!
-//! Integers are int32. Ties go to the lower id everywhere. Where logits contain NaN or infinity, no token is chosen: [`NO_TOKEN`].
+//! Integers are int32. Ties always go to the lower id. If logits contain NaN or infinity, no token is chosen: [`NO_TOKEN`].
 
 // N rows of a step, H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP, V vocabulary,
-// K heads, S room for tokens, P guesses a head, R rows of results, L layers
+// K heads, S room for tokens, P guesses per head, R rows of results, L layers
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{Nodes, Rotations};
@@ -13,7 +13,7 @@ use crate::engine::sample;
 use crate::model::llama::NO_TOKEN;
 use crate::tree::accept::TypicalAcceptance;
 
-/// Row `tokens_n[n]` of the embedding `[V, H]` to row n of `x_nh`.
+/// Copies row `tokens_n[n]` of the embedding `[V, H]` to row n of `x_nh`.
 pub fn embed(tokens_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) {
     write(x_nh, &table_vh.index_select(0, tokens_n));
 }
@@ -25,16 +25,16 @@ pub fn rms_norm(x_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) {
     write(y_nh, &(x * (mean_square_n1 + eps).rsqrt() * float(weight_h)));
 }
 
-/// `x += delta`, rounded; then [`rms_norm`] of it.
+/// `x += delta`, rounded; then [`rms_norm`] of the sum.
 pub fn add_rms_norm(x_nh: &Tensor, delta_nh: &Tensor, weight_h: &Tensor, eps: f64, y_nh: &Tensor) {
     write(x_nh, &(float(x_nh) + float(delta_nh)));
     rms_norm(x_nh, weight_h, eps, y_nh);
 }
 
-/// Where the rows of a step stand: behind the state's committed tokens, each at its depth.
+/// Positions of a step's rows: after the committed tokens, each at its depth.
 #[derive(Debug, Clone, Copy)]
 pub struct Places<'a> {
-    /// Depths, and who sees whom.
+    /// Depths and attention mask.
     pub nodes: &'a Nodes,
     /// See [`Slot`].
     pub state: &'a Tensor,
@@ -46,8 +46,8 @@ impl Places<'_> {
     }
 }
 
-/// Splits q, k and v, rotates q and k by their positions (Su et al. 2021; halves, not neighbours), and writes k and v behind the committed
-/// rows of a layer's cache.
+/// Splits q, k and v, rotates q and k by their positions (Su et al. 2021; pairs halves, not neighbours), and appends k and v to
+/// the committed rows of a layer's cache.
 /// - `qkv_nw`: `[N, W]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
 pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) {
     let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
@@ -61,7 +61,7 @@ pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd
     write(&rows(1), &qkv_nhd.narrow(1, q + g, g).transpose(0, 1));
 }
 
-/// `[N, heads, D]`, each row at its position.
+/// Rotates `[N, heads, D]`, each row by its position.
 fn rotate(x_nhd: &Tensor, positions_n: &Tensor, rotations: &Rotations) -> Tensor {
     let at = |table_sd: &Tensor| table_sd.index_select(0, positions_n).unsqueeze(1);
     let (cos, sin) = (at(&rotations.cos_sd), at(&rotations.sin_sd));
@@ -69,9 +69,9 @@ fn rotate(x_nhd: &Tensor, positions_n: &Tensor, rotations: &Rotations) -> Tensor
     Tensor::cat(&[&halves[0] * &cos - &halves[1] * &sin, &halves[1] * &cos + &halves[0] * &sin], -1)
 }
 
-/// Attention of the rows of a step to the committed rows of a layer's cache, and to those rows of the step that they see. With a
-/// `window`, a row at position p sees positions above p - window only.
-/// - `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`, the step's own rows written — `o_nqd`: `[N, Q, D]`
+/// Attention of a step's rows to the committed rows of a layer's cache, and to those rows of the step that they may see. With a
+/// `window`, a row at position p attends only to positions above p - window.
+/// - `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`, with the step's own rows already written — `o_nqd`: `[N, Q, D]`
 pub fn tree_attention(
     q_nqd: &Tensor,
     kv_2gsd: &Tensor,
@@ -91,7 +91,7 @@ pub fn tree_attention(
     write(o_nqd, &p_qns.matmul(&v_qsd).transpose(0, 1));
 }
 
-/// `[N, S + N]` bool.
+/// The attention mask: `[N, context + N]` bool.
 fn seen(places: Places, window: Option<i64>) -> Tensor {
     let Places { nodes, .. } = places;
     let (n, context) = (nodes.len(), places.context());
@@ -104,7 +104,7 @@ fn seen(places: Places, window: Option<i64>) -> Tensor {
     sees_ns.logical_and(&near_ns)
 }
 
-/// `[N]` bool: which rows see row `key`.
+/// `[N]` bool: which rows attend to row `key`.
 fn bit(sees_n2: &Tensor, key: i64) -> Tensor {
     sees_n2.select(1, key / 64).bitwise_right_shift_tensor_scalar(key % 64).bitwise_and(1).ne(0)
 }
@@ -115,26 +115,26 @@ pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) {
     write(product_ni, &(halves[0].silu() * &halves[1]));
 }
 
-/// `y = x·wᵀ`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, of the weight's dtype or float32.
+/// `y = x·wᵀ`: `x_nk` `[N, K]` and `w_mk` `[M, K]` to `y_nm` `[N, M]`, in the weight's dtype or float32.
 pub fn linear(x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) {
     write(y_nm, &float(x_nk).matmul(&float(w_mk).transpose(0, 1)));
 }
 
-/// What a ResBlock of every head reads.
+/// Input of a ResBlock of all heads.
 #[derive(Debug, Clone, Copy)]
 pub enum BlockInput<'a> {
-    /// The first block: the same row for all heads, the last accepted one of `hidden_nh`.
+    /// For the first block: the last accepted row of `hidden_nh`, the same for all heads.
     Last {
         /// `[N, H]`, after the final norm.
         hidden_nh: &'a Tensor,
         /// See [`Slot`].
         state: &'a Tensor,
     },
-    /// Each head its own, `[K, H]`.
+    /// For later blocks: one row per head, `[K, H]`.
     Rows(&'a Tensor),
 }
 
-/// `y = x + SiLU(W·x + b)` (paper section 2.1.1) of all heads: `w_khh` `[K, H, H]`, `b_kh` and `y_kh` `[K, H]`.
+/// `y = x + SiLU(W·x + b)` (paper section 2.1.1) for all heads: `w_khh` `[K, H, H]`, `b_kh` and `y_kh` `[K, H]`.
 pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) {
     let x_kh = match x {
         BlockInput::Last { hidden_nh, state } => {
@@ -146,21 +146,21 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) {
     write(y_kh, &(float(&x_kh) + (product_kh + float(b_kh)).silu()));
 }
 
-/// The largest logits of each row, best first: `[K, V]` to ids `[K, P]`.
+/// Ids of the largest logits of each row, best first: `[K, V]` to `[K, P]`.
 pub fn top_guesses(logits_kv: &Tensor, guesses_kp: &Tensor) {
     let (_, order_kv) = logits_kv.sort_stable(true, -1, true);
     write(guesses_kp, &order_kv.narrow(1, 0, guesses_kp.size()[1]));
 }
 
-/// The most probable token of each row: `[N, V]` to `[N]`; [`NO_TOKEN`] where the largest logit is infinite, or one is NaN.
+/// The most probable token of each row: `[N, V]` to `[N]`; [`NO_TOKEN`] if the largest logit is infinite or any is NaN.
 pub fn best(logits_nv: &Tensor, best_n: &Tensor) {
-    let (sorted_nv, order_nv) = logits_nv.sort_stable(true, -1, true); // NaN first
+    let (sorted_nv, order_nv) = logits_nv.sort_stable(true, -1, true); // NaN sorts first
     let is_bad_n = sorted_nv.select(1, 0).isfinite().logical_not();
     write(best_n, &order_nv.select(1, 0).masked_fill(&is_bad_n, NO_TOKEN));
 }
 
-/// What typical acceptance asks of each node, float32: the log-probability of its token after its parent (of the root: after itself,
-/// not read), and the entropy after it, in nats.
+/// The inputs of typical acceptance for each node, float32: the log-probability of its token after its parent (the root's is not
+/// read), and the entropy of the distribution after it, in nats.
 pub fn posterior(
     logits_nv: &Tensor,
     tokens_n: &Tensor,
@@ -169,7 +169,7 @@ pub fn posterior(
     [log_p_n, entropy_n]: [&Tensor; 2],
 ) {
     let log_p_nv = (float(logits_nv) / temperature).log_softmax(-1, Kind::Float);
-    // exp(log p)·log p of a token that cannot be is 0.
+    // For a token of probability 0, exp(log p)·log p is 0.
     let terms_nv = (log_p_nv.exp() * &log_p_nv).nan_to_num(0.0, None, None);
     write(entropy_n, &-terms_nv.sum_dim_intlist(-1, false, Kind::Double));
     let after_parent_nv = log_p_nv.index_select(0, &nodes.parents_n);
@@ -177,7 +177,7 @@ pub fn posterior(
     write(log_p_n, &of_token_n1.squeeze_dim(1));
 }
 
-/// What is drawn after each node, and how.
+/// How tokens are drawn after each node.
 #[derive(Debug, Clone, Copy)]
 pub struct Draws<'a> {
     /// Above 0.
@@ -188,10 +188,10 @@ pub struct Draws<'a> {
     pub uniforms_u: &'a Tensor,
 }
 
-/// A token drawn after each node: `[N, V]` to `[N]`. After a node of depth d comes position `context + d + 1`, so that a text draws
-/// the same numbers whatever the tree: plain decoding is the tree of one node. A token is drawn as
-/// [`Sampler`](crate::engine::sample::Sampler) draws it; the kernel sums probabilities in another order, and so may draw the
-/// neighbour where a number falls on the border between two tokens, up to float32's last bits. [`NO_TOKEN`] where probabilities are NaN.
+/// Draws a token after each node: `[N, V]` to `[N]`. The token after a node of depth d has position `context + d + 1`, so a text
+/// consumes the same numbers whatever the tree; plain decoding is the tree with only the root. Draws like
+/// [`Sampler`](crate::engine::sample::Sampler), but the kernel sums probabilities in another order: where a number falls on the
+/// border between two tokens, within float32 rounding, it may draw the neighbour. [`NO_TOKEN`] if probabilities are NaN.
 pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) {
     let p_nv = (float(logits_nv) / draws.temperature).softmax(-1, Kind::Float);
     let uniforms = to_host::<f64>(&draws.uniforms_u.to_kind(Kind::Double));
@@ -203,10 +203,10 @@ pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) 
     write(drawn_n, &Tensor::from_slice(&drawn.collect::<Vec<_>>()));
 }
 
-/// What a rule writes: the accepted nodes, root first, and the state's Accepted, Last and Next.
+/// Where an acceptance rule writes its result: the accepted nodes, root first, and the state's Accepted, Last and Next.
 #[derive(Debug, Clone, Copy)]
 pub struct Accepted<'a> {
-    /// `[deepest level + 1]`; what lies behind the accepted ones is not read.
+    /// `[deepest level + 1]`; entries after the accepted nodes are not read.
     pub path: &'a Tensor,
     /// See [`Slot`].
     pub state: &'a Tensor,
@@ -221,8 +221,8 @@ impl Accepted<'_> {
     }
 }
 
-/// As [`accept::walk`](crate::tree::accept::walk): from the root along children that hold the token chosen after their parent; of
-/// equals the first. Greedy acceptance where `chosen_n` is of [`best`], speculative sampling where it is of [`draw`].
+/// Like [`accept::walk`](crate::tree::accept::walk): walks from the root along the first child that holds the token chosen after
+/// its parent. Greedy acceptance if `chosen_n` comes from [`best`], speculative sampling if it comes from [`draw`].
 pub fn walk(nodes: &Nodes, tokens_n: &Tensor, chosen_n: &Tensor, accepted: Accepted) {
     let (tokens, chosen, children) = (host(tokens_n), host(chosen_n), host(&nodes.children_n2));
     let mut path = vec![0i64];
@@ -236,7 +236,7 @@ pub fn walk(nodes: &Nodes, tokens_n: &Tensor, chosen_n: &Tensor, accepted: Accep
     }
 }
 
-/// As [`accept::typical`](crate::tree::accept::typical), in float64; the next root is the most probable token.
+/// Like [`accept::typical`](crate::tree::accept::typical), in float64; the next root is the most probable token.
 pub fn typical(nodes: &Nodes, posterior: [&Tensor; 2], rule: TypicalAcceptance, best_n: &Tensor, accepted: Accepted) {
     let [log_p, entropy] = posterior.map(|numbers_n| to_host::<f64>(&numbers_n.to_kind(Kind::Double)));
     let (parents, depths) = (host(&nodes.parents_n), host(&nodes.depths_n));
@@ -260,8 +260,8 @@ pub fn typical(nodes: &Nodes, posterior: [&Tensor; 2], rule: TypicalAcceptance, 
     accepted.set(&path, host(best_n)[last]);
 }
 
-/// Of the step's rows in the cache `[L, 2, G, S, D]` just the accepted ones stay, in their order, from the first one on; then they
-/// are behind the committed rows as if they had been decoded one by one.
+/// Keeps only the accepted rows of the step in the cache `[L, 2, G, S, D]`: moves them, in order, directly after the committed
+/// rows, as if they had been decoded one by one.
 pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) {
     let context = state::read(accepted.state, Slot::Context);
     let count = state::read(accepted.state, Slot::Accepted);
@@ -270,8 +270,8 @@ pub fn compact(cache_l2gsd: &Tensor, accepted: Accepted) {
     write(&cache_l2gsd.narrow(3, context, count), &kept);
 }
 
-/// Ends a step: Context grows by Accepted, Step by one. Row `steps done % R` of `results_rt` (`[R, RESULT_HEAD + K + 1]`) gets
-/// the steps done, this one among them, the number of accepted tokens, the next root, and the tokens.
+/// Ends a step: Context grows by Accepted, Step by one. Writes to row `Step % R` of `results_rt` (`[R, RESULT_HEAD + K + 1]`):
+/// the steps done including this one, the number of accepted tokens, the next root, and the accepted tokens.
 pub fn advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) {
     let of = |slot| state::read(accepted.state, slot);
     let (count, before) = (of(Slot::Accepted), of(Slot::Step));
@@ -282,7 +282,7 @@ pub fn advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) {
     state::write(accepted.state, Slot::Step, before + 1);
 }
 
-/// The tokens of the next step's nodes: the root holds Next, a node of depth d the guess of head d - 1 that it stands for.
+/// Writes the tokens of the next step's nodes: Next for the root; for a node of depth d, its guess from head d - 1 (0-based).
 /// - `guesses_kp`: `[K, P]` — `tokens_n`: `[N]`
 pub fn fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) {
     let head_n = (&nodes.depths_n - 1).clamp_min(0);

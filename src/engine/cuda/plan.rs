@@ -1,4 +1,4 @@
-//! What decoding on a GPU takes of its memory, on paper: it is known before anything is allocated.
+//! The GPU memory that decoding takes, computed before anything is allocated.
 
 // L layers, G key/value heads, S room for tokens, D head size, K heads, H hidden, U positions
 use std::fmt;
@@ -11,28 +11,28 @@ use super::layout::MAX_NODES;
 use super::shape::{GRAIN, Shape};
 use crate::nvidia::gemm::WORKSPACE_BYTES;
 
-/// Every buffer, the cache and what is kept beside the backbone's own weights.
+/// Every buffer, the cache, and what is allocated beside the backbone's own weights.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DevicePlan {
-    /// What steps write.
+    /// Buffers that steps write.
     pub buffers: Buffers<Size>,
     /// `[L, 2, G, S, D]`.
     pub cache_l2gsd: Size,
     /// `[2, U, D/2]` float32: cosines and sines of every position of the context.
     pub rotations_2ud: Size,
-    /// `[U]` float64: the numbers that are drawn with.
+    /// `[U]` float64: random numbers to draw with.
     pub uniforms_u: Size,
-    /// `[K, H, H]` for each ResBlock: the heads' matrices in one piece, a copy.
+    /// `[K, H, H]` for each ResBlock: the heads' matrices stacked, as a copy.
     pub blocks_khh: Vec<Size>,
-    /// What kernels use among themselves: parts of attention, the heads' guesses slice by slice, the workspace of cublasLt.
+    /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, cublasLt's workspace.
     pub between_kernels_bytes: u64,
     /// Already allocated: the weights of backbone and heads.
     pub weight_bytes: u64,
-    /// Most tokens of a text.
+    /// Largest number of tokens in a text.
     pub context: i64,
 }
 
-/// What was needed and what there was.
+/// A plan that does not fit into free memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Shortage {
     plan: DevicePlan,
@@ -40,7 +40,7 @@ pub struct Shortage {
 }
 
 impl DevicePlan {
-    /// What decoding takes with room for `room` tokens.
+    /// The plan for a cache with room for `room` tokens.
     pub fn of(shape: &Shape, room: i64) -> Self {
         let config = shape.config;
         let (layers, g, d) =
@@ -62,17 +62,17 @@ impl DevicePlan {
         }
     }
 
-    /// Bytes to allocate: everything but the weights.
+    /// Bytes to allocate: everything except the weights.
     pub fn bytes(&self) -> u64 {
         self.rows().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Room for tokens, S.
+    /// S, the number of tokens that the cache has room for.
     pub fn room(&self) -> i64 {
         self.cache_l2gsd.shape[3]
     }
 
-    /// What takes how much.
+    /// Bytes by purpose, for messages.
     fn rows(&self) -> Vec<(String, u64)> {
         let logits = self.buffers.logits_nv.bytes() + self.buffers.head_logits_kv.bytes();
         let buffers: u64 = self.buffers.named().iter().map(|(_, size)| size.bytes()).sum();
@@ -90,10 +90,10 @@ impl DevicePlan {
         rows.collect::<Vec<_>>().join(", ")
     }
 
-    /// Whether it fits into what is free.
+    /// Checks that the plan fits into free memory.
     ///
     /// # Errors
-    /// [`Shortage`] says what takes how much, and what would fit.
+    /// [`Shortage`] lists the memory by purpose, and the context that would fit.
     pub fn check_fits(&self, free_bytes: u64) -> Result<(), Box<Shortage>> {
         if self.bytes() <= free_bytes {
             return Ok(());
@@ -101,7 +101,7 @@ impl DevicePlan {
         Err(Box::new(Shortage { plan: self.clone(), free_bytes }))
     }
 
-    /// The longest context whose whole cache fits into what is free; `None` where not even the shortest does.
+    /// The longest context whose whole cache fits into free memory; `None` if not even the shortest does.
     pub fn largest_context(&self, free_bytes: u64) -> Option<i64> {
         let of_position = |size: &Size| size.bytes() / size.shape[size.shape.len() - 2].unsigned_abs();
         let uniform = self.uniforms_u.kind.elt_size_in_bytes() as u64;
@@ -113,7 +113,7 @@ impl DevicePlan {
     }
 }
 
-/// Bytes of what kernels use among themselves.
+/// Bytes of the kernels' scratch memory.
 fn between_kernels(shape: &Shape) -> u64 {
     let config = shape.config;
     let attention = shape.rows_of_steps().into_iter().map(|rows| {

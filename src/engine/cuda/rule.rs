@@ -2,10 +2,10 @@
 
 use crate::tree::accept::TypicalAcceptance;
 
-/// Which nodes the device accepts.
+/// Which guesses the device accepts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
-    /// Guesses that are the most probable token.
+    /// Guesses that equal the most probable token.
     Greedy,
     /// Guesses that are probable enough.
     Typical {
@@ -14,22 +14,22 @@ pub enum Rule {
         /// Above 0.
         temperature: f64,
     },
-    /// Guesses that are drawn: speculative sampling, and of one node plain sampling.
+    /// Guesses that equal the drawn token: speculative sampling, or plain sampling if there is only the root.
     Draw {
         /// Above 0.
         temperature: f64,
-        /// Probability of the nucleus that is drawn from.
+        /// Probability of the nucleus.
         top_p: f64,
     },
 }
 
-/// Steps of one key launch the same kernels with the same arguments: one CUDA graph replays them.
+/// Steps with equal keys launch the same kernels with the same arguments, so one CUDA graph replays them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepKey {
-    /// The step's nodes are the tree's; else it is one node.
+    /// Whether the step's nodes are the tree's; otherwise it has one node.
     pub has_tree: bool,
-    /// So are those of the step after it.
+    /// The same for the step after it.
     pub then_tree: bool,
-    /// Its numbers are arguments of kernels.
+    /// Its numbers are kernel arguments.
     pub rule: Rule,
 }

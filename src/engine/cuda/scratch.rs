@@ -5,17 +5,17 @@ use tch::{Device, Tensor};
 use super::launches::{self, AttentionParts};
 use super::shape::Shape;
 
-/// Buffers between kernels of one operation.
+/// Buffers that the kernels of one operation pass to each other.
 #[derive(Debug)]
 pub struct Scratch {
-    /// Of attention, for each number of rows.
+    /// For attention, by number of rows.
     parts: Vec<(i64, AttentionParts)>,
-    /// Of the heads' guesses.
+    /// For the heads' guesses.
     guess_parts: Option<Tensor>,
 }
 
 impl Scratch {
-    /// For all steps of `shape`.
+    /// Scratch memory for all steps of `shape`.
     pub fn new(shape: &Shape, device: Device) -> Self {
         let config = shape.config;
         let queries = |rows| [rows, config.num_attention_heads, config.head_dim];
@@ -27,13 +27,13 @@ impl Scratch {
         Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts }
     }
 
-    /// Where attention of so many rows keeps its parts.
+    /// Scratch memory of attention with `rows` rows.
     pub fn parts(&self, rows: i64) -> &AttentionParts {
         let parts = self.parts.iter().find(|(of, _)| *of == rows);
         &parts.expect("a step has one of the shape's numbers of rows").1
     }
 
-    /// Where the heads' guesses are found slice by slice.
+    /// Scratch memory of the heads' guesses.
     pub fn guess_parts(&self) -> &Tensor {
         self.guess_parts.as_ref().expect("heads guess")
     }

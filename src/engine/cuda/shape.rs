@@ -1,4 +1,4 @@
-//! The sizes that a step is computed for, and what it cannot decode at all.
+//! The sizes that a step is computed for, and checks for what the kernels do not support.
 
 use tch::Kind;
 
@@ -8,91 +8,82 @@ use crate::dtype::Dtype;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 
-/// The cache's room grows by whole blocks of tokens.
+/// The cache grows in blocks of this many tokens.
 pub const BLOCK: i64 = 4096;
-/// Where the context ends within a block, room is rounded up to this.
+/// The block at the end of the context is rounded up to a multiple of this.
 pub(super) const GRAIN: i64 = 64;
-/// What the widths of products are multiples of.
+/// Widths of matrix products must be multiples of this.
 const WIDTHS: i64 = 64;
-/// Rows of a piece of a prompt: the smallest that holds what is left of it.
+/// Possible lengths of a prompt piece: the smallest that holds the rest of the prompt is used.
 pub const CHUNKS: [usize; 3] = [8, 32, MAX_NODES];
-/// Head sizes that there are kernels for.
+/// Head sizes that the kernels support.
 pub const HEAD_SIZES: [i64; 2] = [64, 128];
-/// Most guesses of a head.
+/// Largest number of guesses per head.
 pub const MAX_GUESSES: usize = 16;
 
 /// Why a backbone, heads or a tree cannot be decoded on a GPU.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Unfit {
-    /// Another dtype than 16 bits.
+    /// A dtype other than bfloat16 and float16.
     #[error("its kernels compute in bfloat16 and float16, the backbone in {dtype}; use --dtype bfloat16")]
-    Dtype {
-        /// The backbone's.
-        dtype: String,
-    },
-    /// A head size without kernels.
+    Dtype { dtype: String },
+    /// A head size that the kernels do not support.
     #[error("its kernels are for heads of size 64 and 128, the backbone's have {head_dim}")]
-    HeadSize {
-        /// The backbone's.
-        head_dim: i64,
-    },
-    /// A width that 16-byte loads do not divide.
+    HeadSize { head_dim: i64 },
+    /// A width that is not a multiple of what the kernels need.
     #[error("its kernels need a {what} that is a multiple of {multiple}, the backbone's is {got}")]
     Width {
-        /// `hidden size` or so.
+        /// `hidden size` or `width of the MLP`.
         what: &'static str,
-        /// What it must be a multiple of.
         multiple: i64,
         /// The backbone's.
         got: i64,
     },
-    /// Weights that are no plain matrices.
+    /// Weights that the kernels do not support.
     #[error("{what} {why}")]
     Weights {
         /// `the backbone` or `the heads`.
         what: &'static str,
-        /// The obstacle.
         why: &'static str,
     },
-    /// Too large a tree.
+    /// A tree with too many nodes.
     #[error(
         "a step has at most {MAX_NODES} nodes with the root, the tree has {nodes}; make a smaller one with `medusa tree`"
     )]
     Tree {
-        /// With the root.
+        /// Root included.
         nodes: usize,
     },
-    /// Too wide a tree.
+    /// A tree that is too wide.
     #[error(
         "a head makes at most {MAX_GUESSES} guesses, the tree asks for {guesses}; make a narrower one with `medusa tree`"
     )]
     Guesses {
-        /// Of its widest level.
+        /// Guesses on its widest level.
         guesses: usize,
     },
 }
 
-/// What a plan is made for.
+/// The sizes that determine a step's launches and memory.
 #[derive(Debug, Clone, Copy)]
 pub struct Shape<'a> {
-    /// The backbone's.
     pub config: &'a LlamaConfig,
-    /// What it computes in.
+    /// The backbone's dtype.
     pub kind: Kind,
     /// Heads and the tree that they fill.
     pub draft: Option<DraftShape<'a>>,
 }
 
 impl<'a> Shape<'a> {
-    /// Of a backbone and a drafter.
+    /// The shape for a backbone and a drafter.
     pub fn of(backbone: &'a Llama, draft: Option<&DeviceDraft<'a>>) -> Self {
         Self { config: &backbone.config, kind: backbone.kind(), draft: draft.map(|draft| draft.shape) }
     }
 
-    /// Whether there are kernels for it.
+    /// Checks that there are kernels for this shape.
     ///
     /// # Errors
-    /// [`Unfit`] says what there are none for.
+    /// [`Unfit`] names what is not supported.
     pub fn check_kernels(&self) -> Result<(), Unfit> {
         let config = self.config;
         if !matches!(self.kind, Kind::BFloat16 | Kind::Half) {
@@ -108,7 +99,7 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Whether a step computes such blocks, the backbone's and the heads'.
+    /// Checks that a step can compute the blocks of backbone and heads.
     ///
     /// # Errors
     /// [`Unfit::Weights`].
@@ -125,7 +116,7 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Whether a step can hold the tree.
+    /// Checks that the tree fits a step.
     ///
     /// # Errors
     /// [`Unfit::Tree`] and [`Unfit::Guesses`].
@@ -139,23 +130,23 @@ impl<'a> Shape<'a> {
         }
     }
 
-    /// Guesses taken of each head.
+    /// Guesses taken from each head.
     pub fn guesses(&self) -> usize {
         self.draft.map_or(0, |draft| draft.tree.widths().into_iter().max().unwrap_or(0))
     }
 
-    /// Room for `tokens` and a step behind them, in whole blocks up to the context's end.
+    /// Cache room for `tokens` and a step after them, in whole blocks up to the end of the context.
     pub fn room(&self, tokens: i64) -> i64 {
         let round_up = |tokens: i64, to: i64| (tokens + to - 1) / to * to;
         round_up(tokens + MAX_NODES as i64, BLOCK).min(round_up(self.positions(), GRAIN))
     }
 
-    /// U: positions that a node can stand at, be it behind the context's end.
+    /// U: positions that a node can have, including those past the end of the context.
     pub fn positions(&self) -> i64 {
         self.config.max_position_embeddings + MAX_NODES as i64
     }
 
-    /// Rows that a step can have: one node, a piece of a prompt, the tree.
+    /// Possible numbers of rows in a step: one node, a prompt piece, the tree.
     pub fn rows_of_steps(&self) -> Vec<i64> {
         let tree = self.draft.map(|draft| draft.tree.len());
         let mut rows: Vec<i64> = CHUNKS.into_iter().chain([1]).chain(tree).map(|rows| rows as i64).collect();

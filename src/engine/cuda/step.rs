@@ -1,7 +1,7 @@
 //! One step of decoding on a GPU, written once for the kernels and for their oracle.
 //!
-//! A step begins with the tokens of its nodes in place. It runs them through the backbone, decides which are accepted, keeps those in
-//! the cache, and puts the tokens of the next step's nodes in place: the heads' guesses after the last accepted node.
+//! A step starts when the tokens of its nodes are on the device. It runs them through the backbone, decides which are accepted,
+//! keeps those in the cache, and writes the tokens of the next step's nodes: the heads' guesses after the last accepted node.
 
 // N nodes of the step, K heads
 use tch::Tensor;
@@ -23,21 +23,18 @@ use crate::nvidia::launcher::ProductBuffers;
 pub struct DecodeStep<'a> {
     /// The operations' implementation.
     pub ops: &'a Ops,
-    /// The backbone's shape.
     pub config: &'a LlamaConfig,
-    /// Weights that are read.
     pub weights: &'a DeviceWeights,
     /// Buffers and cache that are written.
     pub memory: &'a DeviceMemory,
-    /// This step's nodes.
     pub nodes: &'a Nodes,
 }
 
 impl DecodeStep<'_> {
-    /// The whole step; `next` are the nodes of the one that follows, with guesses if there are several.
+    /// Runs the whole step. `next` are the nodes of the following step; the heads guess if there are several.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     pub fn run(&self, rule: Rule, next: &Nodes) -> CudaResult {
         self.layers()?;
         self.logits()?;
@@ -51,10 +48,11 @@ impl DecodeStep<'_> {
         ops.fill_tree(next, &buffers.guesses_kp, &buffers.state, &buffers.tokens_n.narrow(0, 0, next.len()))
     }
 
-    /// The backbone's layers: keys and values of the nodes are in the cache then, and what the last layer adds is still apart.
+    /// Runs the backbone's layers. They write the nodes' keys and values to the cache; the output of the last layer is not yet
+    /// added to the residual stream.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     pub fn layers(&self) -> CudaResult {
         let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
         let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
@@ -72,7 +70,7 @@ impl DecodeStep<'_> {
         Ok(())
     }
 
-    /// The block's part joins the residual stream, and the sum is normed.
+    /// Adds the block's output to the residual stream and normalises the sum.
     fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> CudaResult {
         let buffers = &self.memory.buffers;
         let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
@@ -130,7 +128,7 @@ impl DecodeStep<'_> {
         ops.walk(nodes, &tokens_n, &best_n, self.accepted())
     }
 
-    /// The heads' guesses after the last accepted node.
+    /// Computes the heads' guesses after the last accepted node.
     fn guess(&self) -> CudaResult {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         let heads = self.weights.heads.as_ref().expect("several nodes hold guesses of heads");
@@ -159,13 +157,13 @@ impl DecodeStep<'_> {
         Accepted { path: &self.memory.buffers.path_d, state: &self.memory.buffers.state }
     }
 
-    /// Of a buffer, what this step writes.
+    /// The rows of a buffer that this step uses.
     fn rows(&self, buffer: &Tensor) -> Tensor {
         buffer.narrow(0, 0, self.nodes.len())
     }
 }
 
-/// The products of all steps of `shape`, in the buffers that they are computed in.
+/// The matrix products of all steps of `shape`, with the buffers that they run on.
 pub fn products(weights: &DeviceWeights, memory: &DeviceMemory, shape: &Shape) -> Vec<ProductBuffers> {
     let buffers = &memory.buffers;
     let attended_nq = buffers.attended_nqd.view([-1, shape.config.query_size()]);

@@ -13,86 +13,87 @@ use crate::nvidia::graph::GraphCache;
 use crate::nvidia::launch::Launch;
 use crate::nvidia::launcher::{Launcher, ProductBuffers};
 
-/// A device that runs launches. The default methods suit buffers in host memory and launches that complete at once, as the emulator's.
+/// A device that runs launches. The default methods suit buffers in host memory and launches that complete at once, as in the
+/// emulator.
 pub trait LaunchTarget: fmt::Debug {
-    /// As the device calls itself.
+    /// The device's name.
     fn name(&self) -> &str;
 
-    /// Asks for one kernel.
+    /// Launches one kernel.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn launch(&self, launch: &Launch) -> CudaResult;
 
-    /// The ways of a product that there are.
+    /// The available implementations of a product.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn ways(&self, product: Product) -> CudaResult<Vec<Way>> {
         Ok(product.own_ways())
     }
 
-    /// The fastest of them, as far as is known.
+    /// The fastest known implementation of a product.
     fn way(&self, product: Product) -> Way {
         Way::untimed(product)
     }
 
-    /// `y = x·wᵀ`, by one of the ways that there are.
+    /// Computes `y = x·wᵀ` with one of the available implementations.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn linear(&self, way: Way, x_nk: &Tensor, w_mk: &Tensor, y_nm: &Tensor) -> CudaResult {
         self.launch(&way.launch(x_nk, w_mk, y_nm))
     }
 
-    /// Times these products, the first time that they are seen on such a device.
+    /// Times those products that were not timed before on this kind of device.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn time(&mut self, _products: &[ProductBuffers]) -> CudaResult {
         Ok(())
     }
 
-    /// Runs a step, from its record where there is one.
+    /// Runs a step, or replays it if it was recorded.
     ///
     /// # Errors
-    /// What the step or the device says.
+    /// An error of the step or of the device.
     fn replay(&self, _key: StepKey, step: &dyn Fn() -> CudaResult) -> CudaResult {
         step()
     }
 
-    /// Buffers have moved: records of steps are void.
+    /// Invalidates recorded steps: buffers have moved.
     fn moved(&self) {}
 
-    /// Free memory; `None` where nobody counts it.
+    /// Free memory; `None` if the device does not track it.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn free_bytes(&self) -> CudaResult<Option<u64>> {
         Ok(None)
     }
 
-    /// Copies a tensor of the CPU to a buffer of the same shape and dtype.
+    /// Copies a CPU tensor to a buffer of the same shape and dtype.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn upload(&self, to: &Tensor, from: &Tensor) -> CudaResult {
         to.shallow_clone().copy_(from);
         Ok(())
     }
 
-    /// Copies a buffer to the CPU, when all that was asked for before is done.
+    /// Copies a buffer to the CPU after all pending work is done.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn download(&self, from: &Tensor) -> CudaResult<Tensor> {
         Ok(from.to_device(Device::Cpu))
     }
 
-    /// Waits until all that was asked for is done, by libtorch and by kernels.
+    /// Waits until all pending work of libtorch and of the kernels is done.
     ///
     /// # Errors
-    /// What the device says.
+    /// A device error.
     fn wait(&self) -> CudaResult {
         Ok(())
     }
@@ -101,7 +102,7 @@ pub trait LaunchTarget: fmt::Debug {
 /// An NVIDIA GPU.
 #[derive(Debug)]
 pub(super) struct GpuTarget {
-    /// First: they end before the kernels that they launch.
+    /// The first field: graphs must be dropped before the kernels that they launch.
     graphs: RefCell<GraphCache<StepKey>>,
     launcher: Launcher,
 }
@@ -145,7 +146,7 @@ impl LaunchTarget for GpuTarget {
         self.graphs.borrow_mut().run(self.gpu(), key, step)
     }
 
-    /// Waits for what libtorch writes to the new buffers.
+    /// Waits until libtorch has written the new buffers.
     fn moved(&self) {
         self.gpu().wait_for_torch();
         self.graphs.borrow_mut().forget();

@@ -1,6 +1,7 @@
-// Which nodes of a tree are kept, and what of a step stays. All of it is a few numbers: one block each, but for compact.
+// Acceptance of a tree's nodes, and what a step keeps. Each kernel handles a few numbers in one block, except for compact.
 //
-// Tree: depths, parents [N], children [N, 2] (the first, and the one behind the last). path [levels + 1]: the accepted nodes, root first.
+// Tree: depths, parents [N], children [N, 2] (the first, and one past the last). path [levels + 1]: the accepted nodes, root
+// first.
 
 #define MAX_NODES 128
 
@@ -11,8 +12,9 @@ INLINE void set_accepted(int* path, const int* from_root, int count, int next, i
     state[NEXT] = next;
 }
 
-// From the root along the first child that holds the token chosen after its parent. Greedy where `chosen` is the most probable token
-// after each node, speculative sampling where it is drawn. One block, 128 threads: a thread finds the successor of its node.
+// Walks from the root along the first child that holds the token chosen after its parent. Greedy if `chosen` is the most probable
+// token after each node, speculative sampling if it is drawn. One block, 128 threads: each thread finds the successor of its
+// node.
 KERNEL(128) walk(const int* tokens, const int* chosen, const int* children, int* path, int* state, int n) {
     SHARED int token[MAX_NODES], after[MAX_NODES], steps[MAX_NODES];
     const int node = threadIdx.x;
@@ -22,7 +24,7 @@ KERNEL(128) walk(const int* tokens, const int* chosen, const int* children, int*
         const int wanted = chosen[node], end = children[2 * node + 1];
         int child = children[2 * node];
         while (child < end && token[child] != wanted) child++;
-        after[node] = child < end ? child : 0;  // the root follows no node
+        after[node] = child < end ? child : 0;  // 0: no successor, since the root follows no node
     }
     __syncthreads();
     if (node == 0) {
@@ -35,9 +37,9 @@ KERNEL(128) walk(const int* tokens, const int* chosen, const int* children, int*
     }
 }
 
-// A node is accepted if its parent is and p > min(threshold, alpha·exp(-H)), where p = exp(log_p) and H is the entropy after the parent
-// (paper section 2.3.1); of the accepted nodes the deepest, of equals the likeliest, of those the first. In float64, summed from the root
-// on, as on the host. One block, 128 threads: a thread a node, level after level.
+// A node is accepted if its parent is and p > min(threshold, alpha·exp(-H)), where p = exp(log_p) and H is the entropy after the
+// parent (paper section 2.3.1). The path ends at the deepest accepted node; ties go to the likeliest, then to the first. Sums are
+// float64 and start at the root, as on the host. One block, 128 threads: one thread per node, level after level.
 KERNEL(128) typical(const float* log_p, const float* entropy, const int* parents, const int* depths, const int* best, int* path,
                     int* state, int n, int levels, double threshold, double alpha) {
     SHARED double sum[MAX_NODES];
@@ -71,9 +73,9 @@ KERNEL(128) typical(const float* log_p, const float* entropy, const int* parents
     }
 }
 
-// Of the step's rows in the cache [planes, S, D] just the accepted ones stay: row CONTEXT + path[i] goes to CONTEXT + i. path ascends, so
-// that a row only moves down and never onto one that is still to be read: eight rows are read before they are written, then the next
-// eight. A thread has the same 16 bytes of every row. Grid planes·D/8 / 128 upwards, 128 threads.
+// Keeps only the accepted rows of the step in the cache [planes, S, D]: row CONTEXT + path[i] moves to CONTEXT + i. path ascends,
+// so a row only moves down and never onto one that is still to be read: eight rows are read, then written, then the next eight. A
+// thread moves the same 16 bytes of every row. Grid planes·D/8 / 128 rounded up, 128 threads.
 KERNEL(128) compact(element* cache, const int* path, const int* state, int planes, int room, int d) {
     const int chunks = d / 8, at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at / chunks >= planes) return;
@@ -92,8 +94,9 @@ KERNEL(128) compact(element* cache, const int* path, const int* state, int plane
     }
 }
 
-// Ends a step: CONTEXT += ACCEPTED, STEP += 1. Row STEP % ring of results [ring, 3 + width] gets [steps done, ACCEPTED, NEXT, tokens]; the
-// steps done last, behind a fence, so that a host that reads the row over its shoulder sees it whole. One block, 128 threads.
+// Ends a step: CONTEXT += ACCEPTED, STEP += 1. Row STEP % ring of results [ring, 3 + width] gets [steps done, ACCEPTED, NEXT,
+// tokens]. The steps done are written last, after a fence, so that a host that polls the row sees it complete. One block, 128
+// threads.
 KERNEL(128) advance(const int* path, const int* tokens, int* state, int* results, int ring, int width) {
     const int count = state[ACCEPTED], step = state[STEP];
     volatile int* row = results + (size_t)(step % ring) * (3 + width);
@@ -110,8 +113,8 @@ KERNEL(128) advance(const int* path, const int* tokens, int* state, int* results
     }
 }
 
-// The tokens of the next step's nodes: the root holds NEXT, a node of depth d > 0 guess guesses[n] of head d - 1, ids [K, P]. One block,
-// 128 threads.
+// Writes the tokens of the next step's nodes: the root holds NEXT, a node of depth d > 0 guess guesses[n] of head d - 1, from ids
+// [K, P]. One block, 128 threads.
 KERNEL(128) fill_tree(const int* ids, const int* depths, const int* guesses, const int* state, int* tokens, int n, int p) {
     const int node = threadIdx.x;
     if (node < n) tokens[node] = node == 0 ? state[NEXT] : ids[(depths[node] - 1) * p + guesses[node]];

@@ -1,5 +1,5 @@
-// What logits say: the most probable token, the best guesses, how probable a token is, and which one is drawn. Logits are float32; of
-// equals the lower id comes first. What is no number has no most probable token, and none can be drawn: -1.
+// Choices from logits: the most probable token, the best guesses, a token's probability, a drawn token. Logits are float32; ties
+// go to the lower id. If they contain NaN, no token is the most probable one and none can be drawn: -1.
 
 #define THREADS 1024
 #define WARPS (THREADS / WARP)
@@ -34,7 +34,7 @@ INLINE Ranked block_first(Ranked x, Ranked* scratch) {
     return x;
 }
 
-// best[n] = the largest of logits[n, V]; -1 where it is infinite, or one of them is NaN. Grid N, 1024 threads.
+// best[n] = id of the largest of logits[n, V]; -1 if that is infinite or any is NaN. Grid N, 1024 threads.
 KERNEL(THREADS) best(const float* logits, int* best_out, int v) {
     SHARED Ranked scratch[WARPS];
     const float* row = logits + (size_t)blockIdx.x * v;
@@ -47,8 +47,8 @@ KERNEL(THREADS) best(const float* logits, int* best_out, int v) {
     if (threadIdx.x == 0) best_out[blockIdx.x] = isfinite(first.logit) ? first.id : -1;
 }
 
-// The first p of the `count` numbers that a block keeps in shared memory, in order; then none(). A thread looks through its own numbers
-// again only when one of them was taken.
+// Passes the first p of `count` numbers in shared memory to `take`, in order; then none(). A thread searches its own numbers
+// again only after one of them was taken.
 template <typename Take> INLINE void in_order(const Ranked* kept, int count, int p, Ranked* scratch, Take take) {
     Ranked taken = {INFINITY, -1};
     auto mine_after = [&](Ranked last) {
@@ -66,9 +66,9 @@ template <typename Take> INLINE void in_order(const Ranked* kept, int count, int
     }
 }
 
-#define SLICE 4096  // logits of a block of top_guesses_part
+#define SLICE 4096  // logits per block of top_guesses_part
 
-// The first p of each slice of a row: logits [K, V] to parts [K, slices, p]. Grid (V/SLICE upwards, K), 256 threads.
+// The first p of each slice of a row: logits [K, V] to parts [K, slices, p]. Grid (V/SLICE rounded up, K), 256 threads.
 KERNEL(256) top_guesses_part(const float* logits, Ranked* parts, int v, int p) {
     SHARED Ranked kept[SLICE];
     SHARED Ranked scratch[WARPS];
@@ -96,8 +96,8 @@ INLINE float row_max(const float* row, int v, float* scratch) {
 }
 
 // With x = (logit - largest)/temperature and Z = sum of e^x over the row: log p = x - ln Z, entropy = ln Z - sum of e^x·x / Z.
-// entropy[n] is of row n; log_p[c] of each child c of node n is of its token in row n (of the root: of its own token, not for use).
-// Sums are float64. Grid N, 1024 threads.
+// entropy[n] is that of row n. log_p[c] of each child c of node n is that of c's token in row n; the root's is taken from its own
+// row and not used. Sums are float64. Grid N, 1024 threads.
 KERNEL(THREADS) posterior(const float* logits, const int* tokens, const int* children, float* log_p, float* entropy, int v,
                           float temperature) {
     SHARED float scratch[WARPS];
@@ -122,21 +122,22 @@ KERNEL(THREADS) posterior(const float* logits, const int* tokens, const int* chi
     if (node == 0 && threadIdx.x == 0) log_p[0] = (float)((double)((row[tokens[0]] - most) / temperature) - log_z);
 }
 
-// The probability of a token, float32; a function of the logit alone, so that every pass sees the same number.
+// A token's probability, float32. It depends on the token's logit alone, so that every pass computes the same number.
 struct Softmax {
     const float* row;
     float most, temperature, z;
 };
 INLINE float probability(const Softmax& of, int id) { return expf((of.row[id] - of.most) / of.temperature) / of.z; }
 
-// How many tokens of one probability are in the nucleus, and the number itself: all that are more probable are in it, of equals the first.
+// The lowest probability in the nucleus, and how many tokens of exactly that probability are in it: those with the lowest ids.
 struct Border {
     float p;
     int equals;
 };
 
-// The nucleus: the fewest most probable tokens that have `top_p` together. Its border is the largest p with sum of (p' >= p) >= top_p.
-// Numbers from 0 to 1 are ordered as their bits: three bits a pass, seven candidates at once.
+// The nucleus: the smallest set of most probable tokens that together reach `top_p`. Its border is the largest p such that the
+// tokens with p' >= p reach it. Floats from 0 to 1 are ordered like their bits, so each pass finds three bits of p by testing
+// seven candidates.
 INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums) {
     SHARED double parts[7][WARPS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -156,7 +157,7 @@ INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums)
             for (int i = 0; i < 7; i++) parts[i][warp] = mass[i];
         }
         __syncthreads();
-        if (warp < 7) {  // a candidate a warp
+        if (warp < 7) {  // one candidate per warp
             const double whole = warp_sum(parts[warp][lane]);
             if (lane == 0) sums[warp] = whole;
         }
@@ -176,8 +177,8 @@ INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums)
     return Border{p, p > 0.0f ? max(1, (int)ceil(missing)) : v};
 }
 
-// A token drawn after each node: the one in whose share of the nucleus, in the order of ids, uniforms[(CONTEXT + depth + 1) % count]
-// falls. Each warp has one stretch of ids. Sums are float64. Grid N, 1024 threads.
+// Draws a token after each node: the one whose share of the nucleus, in id order, contains uniforms[(CONTEXT + depth + 1) %
+// count]. Each warp handles one range of ids. Sums are float64. Grid N, 1024 threads.
 KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, const double* uniforms, int* drawn, int v, int count,
                      float temperature, double top_p) {
     SHARED float scratch[WARPS];
@@ -189,14 +190,14 @@ KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, c
     double z = 0.0;
     for (int id = threadIdx.x; id < v; id += blockDim.x) z += probability(softmax, id);
     z = block_sum(z, sums);
-    if (!isfinite(z)) {  // of all threads
+    if (!isfinite(z)) {  // the same in all threads
         if (threadIdx.x == 0) drawn[node] = -1;
         return;
     }
     softmax.z = (float)z;
     const Border border = top_p < 1.0 ? nucleus(softmax, v, top_p, sums) : Border{0.0f, v};
 
-    const int stretch = ((v + WARPS - 1) / WARPS + WARP - 1) / WARP * WARP;  // a multiple of 32: all lanes walk it together
+    const int stretch = ((v + WARPS - 1) / WARPS + WARP - 1) / WARP * WARP;  // a multiple of 32, so that all lanes iterate together
     const int begin = min(v, warp * stretch), end = min(v, begin + stretch);
     int equal = 0;
     for (int id = begin + lane; id < end; id += WARP) equal += probability(softmax, id) == border.p;
@@ -204,7 +205,7 @@ KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, c
     if (threadIdx.x == 0) chosen = last = -1;
     if (lane == 0) equals[warp] = equal;
     __syncthreads();
-    // A token's probability, or 0 outside of the nucleus. `seen` equals stand before these 32.
+    // A token's probability, or 0 outside of the nucleus. `seen`: tokens of the border's probability before these 32.
     auto kept = [&](int from, int& seen) {
         const int id = from + lane;
         const float p = id < end ? probability(softmax, id) : 0.0f;
@@ -240,12 +241,12 @@ KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, c
         const u32 any = __ballot_sync(ALL_LANES, p > 0.0f);
         if (lane == 0 && any) atomicMax(&last, from + 31 - __clz(any));
         if (crossed) {
-            if (lane == 0) atomicMin((u32*)&chosen, (u32)(from + __ffs(crossed) - 1));  // -1 is the largest of u32
+            if (lane == 0) atomicMin((u32*)&chosen, (u32)(from + __ffs(crossed) - 1));  // -1 is the largest u32
             break;
         }
         below += __shfl_sync(ALL_LANES, sum, WARP - 1);
     }
     __syncthreads();
-    // Rounding may leave the number drawn at the sum.
+    // Rounding may put `wanted` at the total.
     if (threadIdx.x == 0) drawn[node] = chosen >= 0 ? chosen : max(last, 0);
 }

@@ -1,17 +1,17 @@
-// Products with weights: y[n, m] = sum over k of x[n, k]·w[m, k]; of few rows, and of a whole tree.
+// Matrix products with weights, y[n, m] = sum over k of x[n, k]·w[m, k], for few rows and for a whole tree.
 //
-// A step reads every weight once, whatever its rows: what counts is that the reads are wide, that many are under way, and that nothing
-// is read twice. K is a multiple of 8. y is of `element`, or float32 where `as_float` says so; sums are float32.
+// A step reads every weight once, whatever the number of rows. Speed therefore needs wide reads, many reads in flight, and no
+// byte read twice. K is a multiple of 8. y has dtype `element`, or float32 with `as_float`; sums are float32.
 
 INLINE void store_number(void* y, size_t at, float number, int as_float) {
     if (as_float) ((float*)y)[at] = number;
     else ((element*)y)[at] = to_element(number);
 }
 
-#define COLUMNS 4  // of y, a warp
+#define COLUMNS 4  // columns of y per warp
 
-// sums[c][r] = x[r]·w[first + c] of a warp, complete in every lane. Rows behind the last one count as zero; columns behind the last
-// one repeat it, and are not for use.
+// sums[c][r] = x[r]·w[first + c] for one warp, complete in every lane. Rows past the last one count as zero; columns past the
+// last one repeat it and must not be used.
 template <int ROWS>
 INLINE void few_rows(float (&sums)[COLUMNS][ROWS], const element* x, const element* w, int first, int n, int m, int k) {
     const int lane = threadIdx.x % WARP;
@@ -48,14 +48,14 @@ INLINE void few_rows(float (&sums)[COLUMNS][ROWS], const element* x, const eleme
     }
 }
 
-// Up to ROWS rows: x [n, K], w [M, K], y [n, M]. A warp has four columns of y and reads their weights side by side.
+// Up to ROWS rows: x [n, K], w [M, K], y [n, M]. A warp computes four columns of y and reads their weights side by side.
 template <int ROWS>
 INLINE void linear_few(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
     const int first = (blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * COLUMNS, lane = threadIdx.x % WARP;
     if (first >= m) return;
     float sums[COLUMNS][ROWS];
     few_rows<ROWS>(sums, x, w, first, n, m, k);
-    // Lane (c, r) writes.
+    // Lane c·ROWS + r writes sums[c][r].
     const int row = lane % ROWS, column = first + lane / ROWS;
     float sum = 0.0f;
 #pragma unroll
@@ -66,7 +66,7 @@ INLINE void linear_few(const element* x, const element* w, void* y, int n, int m
     if (lane < COLUMNS * ROWS && row < n && column < m) store_number(y, (size_t)row * m + column, sum, as_float);
 }
 
-// Grid M/32 upwards, 256 threads.
+// Grid M/32 rounded up, 256 threads.
 KERNEL(256) linear_1(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
     linear_few<1>(x, w, y, n, m, k, as_float);
 }
@@ -80,8 +80,8 @@ KERNEL(256) linear_8(const element* x, const element* w, void* y, int n, int m, 
     linear_few<8>(x, w, y, n, m, k, as_float);
 }
 
-// A ResBlock of every head (paper section 2.1.1): y[k] = x[k] + SiLU(w[k]·x[k] + b[k]); x [K, H], or, where `state` is given, row LAST
-// of x [N, H] for all heads. w [K, H, H], b and y [K, H]. Grid (H/32 upwards, K), 256 threads.
+// A ResBlock of every head (paper section 2.1.1): y[k] = x[k] + SiLU(w[k]·x[k] + b[k]). x is [K, H]; with `state`, all heads read
+// row LAST of x [N, H] instead. w [K, H, H], b and y [K, H]. Grid (H/32 rounded up, K), 256 threads.
 KERNEL(256) res_block(const element* x, const int* state, const element* w, const element* b, element* y, int h) {
     const int first = (blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP) * COLUMNS, lane = threadIdx.x % WARP;
     if (first >= h) return;
@@ -98,17 +98,18 @@ KERNEL(256) res_block(const element* x, const int* state, const element* w, cons
     }
 }
 
-// Many rows: tiles of weights and of rows go through shared memory, STAGES of them under way, and tensor cores multiply. Weights are
-// the 16 rows of an mma, rows of x its 8 columns, so that a tree of 9 nodes does not pay for 16.
+// Many rows: tiles of weights and of rows pass through shared memory, STAGES of them in flight, and tensor cores multiply them.
+// Weights are the 16 rows of an mma and rows of x its 8 columns, since there are fewer rows of x.
 
 #define STAGES 4
-#define DEPTH 64               // of a tile along k
+#define DEPTH 64               // depth of a tile along k
 #define CHUNKS (DEPTH / 8)     // 16-byte pieces of a tile's row
 
-// Where a piece of a tile's row lies: pieces are exchanged so that the eight rows that ldmatrix reads at once lie in different banks.
+// Position of a piece of a tile's row. Pieces are swizzled so that the eight rows that ldmatrix reads at once lie in different
+// banks.
 INLINE int tile_at(int row, int chunk) { return row * CHUNKS + (chunk ^ (row % CHUNKS)); }
 
-// Rows [first, first + ROWS) and columns [from, from + DEPTH) of a matrix [rows, k]; zeros where it has none.
+// Copies rows [first, first + ROWS) and columns [from, from + DEPTH) of a matrix [rows, k]; zeros outside of the matrix.
 template <int ROWS> INLINE void fetch_tile(uint4* tile, const element* matrix, int first, int rows, int from, int k) {
 #pragma unroll
     for (int i = 0; i < ROWS * CHUNKS / 128; i++) {
@@ -120,7 +121,7 @@ template <int ROWS> INLINE void fetch_tile(uint4* tile, const element* matrix, i
     static_assert(ROWS * CHUNKS % 128 == 0, "every thread copies as much");
 }
 
-// HEIGHT weights' rows by WIDTH rows of x. HEIGHT / 16 warps stand along the weights, the others along x.
+// HEIGHT rows of the weight by WIDTH rows of x. Of the four warps, HEIGHT / 16 stand along the weight, the others along x.
 template <int HEIGHT, int WIDTH>
 INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
     constexpr int HIGH = HEIGHT / 16, ACROSS = 4 / HIGH, TILES = WIDTH / 8 / ACROSS, STAGE = (HEIGHT + WIDTH) * CHUNKS;
@@ -134,7 +135,7 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
             fetch_tile<HEIGHT>(stage, w, first, m, step * DEPTH, k);
             fetch_tile<WIDTH>(stage + HEIGHT * CHUNKS, x, 0, n, step * DEPTH, k);
         }
-        end_copies();  // of nothing, too: a group a step
+        end_copies();  // even if empty: one group per step
     };
     float sums[TILES][4];
 #pragma unroll
@@ -142,12 +143,12 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
     for (int step = 0; step < STAGES - 1; step++) fetch(step);
     for (int step = 0; step < steps; step++) {
         wait_copies<STAGES - 2>();
-        __syncthreads();  // everyone's copies are there, and the stage of the step before is free
+        __syncthreads();  // all copies have arrived, and the stage of the step before is free
         fetch(step + STAGES - 1);
         const uint4* weights = stages + step % STAGES * STAGE;
         const uint4* rows = weights + HEIGHT * CHUNKS;
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; chunk += 4) {  // 32 of k
+        for (int chunk = 0; chunk < CHUNKS; chunk += 4) {  // 32 columns of k
             u32 a[2][4];
 #pragma unroll
             for (int half = 0; half < 2; half++)
@@ -173,8 +174,8 @@ INLINE void linear_tile(const element* x, const element* w, void* y, int n, int 
     }
 }
 
-// x [N, K] with N up to the second number, w [M, K], y [N, M]. Grid (M / first number upwards), 128 threads, shared
-// memory STAGES·(both numbers)·DEPTH elements.
+// linear_HxW: x [N, K] with N up to W, w [M, K], y [N, M]. Grid (M / H rounded up), 128 threads, STAGES·(H + W)·DEPTH elements of
+// shared memory.
 #define LINEAR_TILE(height, width)                                                                                              \
     KERNEL(128) linear_##height##x##width(const element* x, const element* w, void* y, int n, int m, int k, int as_float) { \
         linear_tile<height, width>(x, w, y, n, m, k, as_float);                                                             \

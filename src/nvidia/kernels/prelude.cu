@@ -1,18 +1,18 @@
-// What every kernel file stands on: names of types, conversions, and the few instructions that C++ has no words for.
+// Shared by all kernel files: type names, conversions, and the few instructions that C++ cannot express.
 //
-// No header is included: NVRTC compiles a kernel file behind this one as it is. Compile-time choices: ELEMENT_BF16 or ELEMENT_F16 (what
-// weights and activations are kept in), and HEAD_SIZE (D, 64 or 128) where a file says so. With ON_CPU the same kernels are compiled by a
-// C++ compiler behind an emulator that brings the functions between `#ifndef ON_CPU` and `#endif`.
+// No header is included: NVRTC compiles this file followed by one kernel file. Compile-time choices: ELEMENT_BF16 or ELEMENT_F16
+// (the dtype of weights and activations), and HEAD_SIZE (D, 64 or 128) where a file mentions it. With ON_CPU, a C++ compiler
+// compiles the same kernels after an emulator, which provides the functions between `#ifndef ON_CPU` and `#endif`.
 //
 // Letters: N rows of a step (1 to 128), H hidden, Q query heads, G key/value heads, R = Q/G, D head size, I width of the MLP,
-// V vocabulary, K heads, P guesses a head, S room for tokens in the cache.
+// V vocabulary, K heads, P guesses per head, S room for tokens in the cache.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef u16 element;  // bfloat16 or float16, as bits
 
-// The state's numbers: see state.rs.
+// Indices into the state: see src/engine/cuda/state.rs.
 enum { CONTEXT = 0, ACCEPTED = 1, LAST = 2, NEXT = 3, STEP = 4 };
 
 #define WARP 32
@@ -23,7 +23,7 @@ enum { CONTEXT = 0, ACCEPTED = 1, LAST = 2, NEXT = 3, STEP = 4 };
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
 #define INLINE __device__ __forceinline__
 #define SHARED __shared__
-// Shared memory whose size the launch says.
+// Shared memory whose size is given at launch.
 #define LAUNCHED_SHARED(name) extern __shared__ __align__(128) uint4 name[]
 #define INFINITY __int_as_float(0x7f800000)
 
@@ -55,10 +55,10 @@ INLINE float high(u32 both) {
 #define MMA_TYPES "f32.f16.f16.f32"
 #endif
 
-// 16 bytes of device memory; the address is a multiple of 16.
+// Loads and stores 16 bytes of device memory; the address is a multiple of 16.
 INLINE uint4 load16(const void* from) { return *(const uint4*)from; }
 INLINE void store16(void* to, uint4 bytes) { *(uint4*)to = bytes; }
-// The same of bytes that this kernel reads once: they do not push others out of the first cache.
+// Loads bytes that the kernel reads only once: they do not evict others from the L1 cache.
 INLINE uint4 stream16(const void* from) {
     uint4 b;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -67,18 +67,18 @@ INLINE uint4 stream16(const void* from) {
 }
 
 INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-// 16 bytes from device to shared memory while the thread goes on; zeros where they are not `real`.
+// Copies 16 bytes from device to shared memory asynchronously; writes zeros unless `real`.
 INLINE void copy16_async(void* shared, const void* from, bool real) {
     const int bytes = real ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(from), "r"(bytes));
 }
 // Ends a group of copies.
 INLINE void end_copies() { asm volatile("cp.async.commit_group;"); }
-// Waits until all but the last PENDING groups of this thread are there.
+// Waits until all but the last PENDING groups of this thread have arrived.
 template <int PENDING> INLINE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING)); }
 
-// Four 8x8 matrices of elements: lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix columns 2(l % 4) and
-// the next one of row l / 4; transposed, rows 2(l % 4) and the next one of column l / 4.
+// Four 8x8 matrices of elements. Lane l passes the address of row l % 8 of matrix l / 8. From each matrix it receives columns 2(l
+// % 4) and 2(l % 4) + 1 of row l / 4; transposed, rows 2(l % 4) and 2(l % 4) + 1 of column l / 4.
 INLINE void load_matrices(u32 (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
@@ -87,8 +87,9 @@ INLINE void load_matrices_transposed(u32 (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
 }
-// c[16, 8] += a[16, 16]·b[16, 8] in a warp. With g = lane / 4 and t = lane % 4: a0 rows g, columns 2t and 2t + 1; a1 rows g + 8;
-// a2 and a3 the same 8 columns on; b0 rows 2t and 2t + 1 of column g, b1 8 rows on; c0, c1 row g, columns 2t and 2t + 1; c2, c3 row g + 8.
+// c[16, 8] += a[16, 16]·b[16, 8] in a warp. With g = lane / 4 and t = lane % 4: a0 holds row g, columns 2t and 2t + 1; a1 row g +
+// 8; a2 and a3 the same, 8 columns further; b0 rows 2t and 2t + 1 of column g, b1 8 rows further; c0 and c1 row g, columns 2t and
+// 2t + 1; c2 and c3 row g + 8.
 INLINE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -100,7 +101,7 @@ INLINE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 INLINE float to_float(element x) { return low(x); }
 INLINE element to_element(float x) { return (element)pack(x, 0.0f); }
 
-// Eight elements in 16 bytes.
+// Eight elements packed into 16 bytes.
 INLINE void unpack8(float (&x)[8], uint4 bytes) {
     const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
@@ -124,10 +125,10 @@ INLINE float warp_max(float x) {
     return x;
 }
 
-// Sums and maxima over a block; `scratch` has a number a warp, and every thread gets the result.
+// Sum and maximum over a block; `scratch` holds one number per warp, and every thread gets the result.
 template <typename T> INLINE T block_sum(T x, T* scratch) {
     x = warp_sum(x);
-    __syncthreads();  // a sum before may still be read
+    __syncthreads();  // scratch may still be read for an earlier sum
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
     __syncthreads();
     T total = 0;

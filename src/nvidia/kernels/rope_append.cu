@@ -1,9 +1,10 @@
-// Splits q, k, v of a step, rotates q and k by their positions, and writes k and v behind the committed rows of the cache.
+// Splits a step's q, k and v, rotates q and k by their positions, and appends k and v to the committed rows of the cache.
 //
-// Row n stands at position p = CONTEXT + depths[n]. With i < D/2 and x of a head (Su et al. 2021; halves are rotated):
+// Row n has position p = CONTEXT + depths[n]. For i < D/2 and a head's vector x (Su et al. 2021; pairs are halves, not
+// neighbours):
 //   y[i] = x[i]·cos[p, i] - x[i + D/2]·sin[p, i]        y[i + D/2] = x[i + D/2]·cos[p, i] + x[i]·sin[p, i]
 // Layouts: qkv [N, Q + 2G, D], q [N, Q, D], cache [2, G, S, D] (keys, then values), cos and sin [S, D/2] float32.
-// Compile time: HEAD_SIZE. Grid (N, (Q + 2G)·D/2 / 128 upwards), 128 threads: a thread has one pair.
+// Compile time: HEAD_SIZE. Grid (N, (Q + 2G)·D/2 / 128 rounded up), 128 threads: one pair per thread.
 
 KERNEL(128) rope_append(const element* qkv, const int* depths, const int* state, const float* cos_table,
                         const float* sin_table, element* q_out, element* cache, int q, int g, int room) {

@@ -1,4 +1,4 @@
-// What happens to whole rows: embedding, norms, the gate of the MLP. Everything is read and written 16 bytes a thread: H and I are
+// Kernels on whole rows: embedding, norms, the gate of the MLP. Each thread reads and writes 16 bytes at a time, so H and I are
 // multiples of 8.
 
 // x[n] = table[tokens[n]]. Grid N, 256 threads.
@@ -39,7 +39,7 @@ KERNEL(256) rms_norm(const element* x, const element* weight, element* y, int h,
     scaled_row(x, weight, y + (size_t)blockIdx.x * h, squares, h, eps);
 }
 
-// x += delta, rounded; then y = x / rms(x)·weight. A thread reads back what it wrote itself. Grid N, 256 threads.
+// x += delta, rounded; then y = x / rms(x)·weight. Each thread reads back only what it wrote itself. Grid N, 256 threads.
 KERNEL(256) add_rms_norm(element* x, const element* delta, const element* weight, element* y, int h, float eps) {
     x += (size_t)blockIdx.x * h;
     delta += (size_t)blockIdx.x * h;

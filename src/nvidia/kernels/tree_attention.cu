@@ -1,28 +1,30 @@
-// Attention of the rows of a step to the cache and to each other (paper section 2.1.2), the keys split over blocks.
+// Attention of a step's rows to the cache and to each other (paper section 2.1.2), with the keys split over blocks.
 //
-// A row at position p = CONTEXT + depths[n] sees the committed tokens, and those rows of the step whose bit stands in sees[n]
-// ([N, 2] 64-bit words, bit j % 64 of word j / 64); with window > 0, of these the positions above p - window. The rows' own keys and
-// values lie in the cache at CONTEXT + n. The length is read from the state: the grid is the same at every length.
+// A row at position p = CONTEXT + depths[n] attends to the committed tokens, and to those rows of the step whose bit is set in
+// sees[n] ([N, 2] 64-bit words, bit j % 64 of word j / 64). With window > 0, it attends only to positions above p - window. The
+// rows' own keys and values are in the cache at CONTEXT + n. The length is read from the state, so the grid is the same at every
+// length.
 //
-// The R query heads that share a key/value head are more rows of the same attention: row r·N + n is query head g·R + r of node n, and a
-// tile of 64 keys is read once for 64 such rows. Softmax is online (Milakov and Gimelshein 2018; tiles as in Dao et al. 2022), sums are
-// float32; probabilities are rounded to `element` for the product with the values. A part of the keys leaves its unnormalised sum, its
-// maximum (in units of log2) and its denominator in float32; tree_attention_merge puts the parts together.
+// The R query heads that share a key/value head are handled as more rows of the same attention: row r·N + n is query head g·R + r
+// of node n, and a tile of 64 keys is read once for 64 such rows. Softmax is online (Milakov and Gimelshein 2018; tiles as in Dao
+// et al. 2022), sums are float32; probabilities are rounded to `element` for the product with the values. Each part of the keys
+// yields its unnormalised sum, its maximum (in log2 units) and its denominator in float32; tree_attention_merge combines the
+// parts.
 //
-// Layouts: q and o [N, Q, D], cache [2, G, S, D], sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator) with rows of
-// key/value head g at g·R·N. Compile time: HEAD_SIZE.
+// Layouts: q and o [N, Q, D], cache [2, G, S, D], sums [parts, Q·N, D] and marks [parts, Q·N, 2] (maximum, denominator), where
+// the rows of key/value head g start at g·R·N. Compile time: HEAD_SIZE.
 
-#define KEYS 64                      // of a tile
+#define KEYS 64                      // keys per tile
 #define ROW_CHUNKS (HEAD_SIZE / 8)   // 16-byte pieces of a key or value
 
 struct Heads {
     int q, g, n, room;
 };
 
-// Pieces of a row are exchanged so that the eight rows that ldmatrix reads at once lie in different banks.
+// Pieces of a row are swizzled so that the eight rows that ldmatrix reads at once lie in different banks.
 INLINE int key_at(int row, int chunk) { return row * ROW_CHUNKS + (chunk ^ (row % 8)); }
 
-// Keys [first, first + KEYS) of one plane; zeros from `end` on.
+// Copies keys [first, first + KEYS) of one plane; zeros from `end` on.
 INLINE void fetch_keys(uint4* tile, const element* plane, int first, int end) {
 #pragma unroll
     for (int i = 0; i < KEYS * ROW_CHUNKS / 128; i++) {
@@ -32,11 +34,11 @@ INLINE void fetch_keys(uint4* tile, const element* plane, int first, int end) {
     }
 }
 
-// Whom one row sees.
+// What one row attends to.
 struct Seen {
     u64 low, high;
     int depth;
-    bool real;  // a row of the tile may be none
+    bool real;  // false for rows that pad a tile
 };
 
 INLINE bool sees(const Seen& row, int key, int context, int n, int window, const int* depths) {
@@ -47,24 +49,24 @@ INLINE bool sees(const Seen& row, int key, int context, int n, int window, const
     return (word >> (node % 64) & 1) && (window == 0 || row.depth - depths[node] < window);
 }
 
-// ROW_WARPS of the four warps share the rows of a block (16 each), the others the keys of a tile: with few rows, all four read
-// different keys of the same 16 rows, and each leaves a part of its own.
+// ROW_WARPS of the four warps share the rows of a block (16 each), the others share the keys of a tile. With few rows, all four
+// warps read different keys for the same 16 rows, and each yields a part of its own.
 template <int ROW_WARPS>
 INLINE void attend(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
                    float* sums, float* marks, Heads heads, float scale_log2, int window) {
-    constexpr int KEY_WARPS = 4 / ROW_WARPS, TILES = KEYS / KEY_WARPS / 8;  // TILES: of 8 keys, a warp
+    constexpr int KEY_WARPS = 4 / ROW_WARPS, TILES = KEYS / KEY_WARPS / 8;  // TILES of 8 keys per warp
     LAUNCHED_SHARED(shared);  // two stages of keys, then two of values
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = blockIdx.x, n = heads.n, share = heads.q / heads.g;
     const int rows = share * n, context = state[CONTEXT], end = context + n;
     const int first_row = (blockIdx.y * ROW_WARPS + warp % ROW_WARPS) * 16, first_key = warp / ROW_WARPS * TILES * 8;
-    // No row of the step stands before CONTEXT: what is out of its window is out of everyone's.
+    // No row of the step is before CONTEXT, so what is outside of CONTEXT's window is outside of every row's.
     const int begin = window == 0 ? 0 : max(0, context - window + 1) / KEYS;
     const int tiles = (end + KEYS - 1) / KEYS - begin, each = (tiles + gridDim.z - 1) / gridDim.z;
     const int from = begin + min(tiles, (int)blockIdx.z * each), to = begin + min(tiles, ((int)blockIdx.z + 1) * each);
     const element* keys = cache + (size_t)g * heads.room * HEAD_SIZE;
     const element* values = keys + (size_t)heads.g * heads.room * HEAD_SIZE;
 
-    // Lane l has rows l / 4 and l / 4 + 8 of the warp's sixteen.
+    // Lane l holds rows l / 4 and l / 4 + 8 of the warp's sixteen.
     u32 q[HEAD_SIZE / 16][4];
     Seen row[2];
 #pragma unroll
@@ -125,7 +127,7 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
         }
         float base[2];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {  // the four lanes of a row
+        for (int half = 0; half < 2; half++) {  // over the four lanes of a row
             now[half] = fmaxf(now[half], __shfl_xor_sync(ALL_LANES, now[half], 1));
             now[half] = fmaxf(now[half], __shfl_xor_sync(ALL_LANES, now[half], 2));
             base[half] = now[half] == -INFINITY ? 0.0f : now[half];  // nothing seen yet: 2^(-inf - 0) is 0, not NaN
@@ -148,7 +150,7 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
         }
         const uint4* stage_values = stage + 2 * KEYS * ROW_CHUNKS;
 #pragma unroll
-        for (int t = 0; t < TILES; t += 2) {  // 16 keys: scores lie where the left factor's fragment wants them
+        for (int t = 0; t < TILES; t += 2) {  // 16 keys: scores are already in the layout of the left factor's fragment
             const u32 p[4] = {pack(s[t][0], s[t][1]), pack(s[t][2], s[t][3]), pack(s[t + 1][0], s[t + 1][1]),
                               pack(s[t + 1][2], s[t + 1][3])};
 #pragma unroll
@@ -159,7 +161,7 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
                 multiply_add(o[2 * i + 1], p, b[2], b[3]);
             }
         }
-        __syncthreads();  // the next round of copies writes this stage
+        __syncthreads();  // the next copies overwrite this stage
     }
     wait_copies<0>();
     const size_t part = (size_t)blockIdx.z * KEY_WARPS + warp / ROW_WARPS;
@@ -173,7 +175,7 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
             marks[2 * at] = most[half];
             marks[2 * at + 1] = total[half];
         }
-        if (most[half] == -INFINITY) continue;  // saw nothing; the merge does not read the sum
+        if (most[half] == -INFINITY) continue;  // nothing seen; the merge does not read the sum
 #pragma unroll
         for (int i = 0; i < HEAD_SIZE / 8; i++) {
             sums[at * HEAD_SIZE + i * 8 + lane % 4 * 2] = o[i][2 * half];
@@ -182,19 +184,19 @@ INLINE void attend(const element* q_in, const element* cache, const u64* sees_wo
     }
 }
 
-// R·N up to 16: a part is a warp, parts = 4·splits. Grid (G, 1, splits), 128 threads, shared memory 4·KEYS·D elements.
+// R·N up to 16: each warp yields a part, parts = 4·splits. Grid (G, 1, splits), 128 threads, shared memory 4·KEYS·D elements.
 KERNEL(128) tree_attention_few(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
                                float* sums, float* marks, int q, int g, int n, int room, float scale_log2, int window) {
     attend<1>(q_in, cache, sees_words, depths, state, sums, marks, Heads{q, g, n, room}, scale_log2, window);
 }
-// More rows: parts = splits. Grid (G, R·N/64 upwards, splits), 128 threads, shared memory 4·KEYS·D elements.
+// More rows: parts = splits. Grid (G, R·N/64 rounded up, splits), 128 threads, shared memory 4·KEYS·D elements.
 KERNEL(128) tree_attention_many(const element* q_in, const element* cache, const u64* sees_words, const int* depths, const int* state,
                                 float* sums, float* marks, int q, int g, int n, int room, float scale_log2, int window) {
     attend<4>(q_in, cache, sees_words, depths, state, sums, marks, Heads{q, g, n, room}, scale_log2, window);
 }
 
-// o = sum of parts·2^(maximum - greatest maximum) / the same of denominators. Every row sees itself, so that one part has a number.
-// Grid (N, Q), HEAD_SIZE threads: a thread has one column.
+// o = sum of sums·2^(maximum - greatest maximum) / the same sum of denominators, over all parts. Every row attends to itself, so
+// at least one part is not empty. Grid (N, Q), HEAD_SIZE threads: one column per thread.
 KERNEL(HEAD_SIZE) tree_attention_merge(const float* sums, const float* marks, element* o, int q, int g, int parts) {
     const int node = blockIdx.x, n = gridDim.x, head = blockIdx.y, share = q / g;
     const size_t row = (size_t)(head / share) * share * n + (size_t)(head % share) * n + node, stride = (size_t)q * n;

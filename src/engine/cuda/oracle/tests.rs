@@ -1,4 +1,4 @@
-//! The oracle computes what decoding's loops on tensors compute.
+//! The oracle agrees with the decoding loop on the host.
 
 use proptest::prelude::*;
 
@@ -11,7 +11,7 @@ fn ints(numbers: &[i64]) -> Tensor {
     Tensor::from_slice(numbers).to_kind(Kind::Int)
 }
 
-/// What a rule accepts, and what comes after it.
+/// The path that a rule accepts, and the token after it.
 fn accepted(nodes: &Nodes, rule: impl FnOnce(Accepted)) -> (Vec<usize>, i64) {
     let (path, state) =
         (ints(&vec![-1; nodes.len().unsigned_abs() as usize]), state::before_first(9, 0, 0, Device::Cpu));
@@ -35,7 +35,7 @@ proptest! {
         let (tokens, chosen) = (&tokens[..n], &chosen[..n]);
         let walked = accepted(&nodes, |out| walk(&nodes, &ints(tokens), &ints(chosen), out));
         prop_assert_eq!(walked, accept::walk(&tree, tokens, |node| chosen[node]));
-        // Numbers that float32 holds, equal ones among them.
+        // Values that are exact in float32, some of them equal.
         let log_p: Vec<f64> = log_p[..n].iter().map(|&at| [-0.25, -0.5, -1.75, -4.0][at]).collect();
         let (rule, entropy) = (TypicalAcceptance::default(), vec![f64::from(entropy as f32); n]);
         let posterior = [&Tensor::from_slice(&log_p), &Tensor::from_slice(&entropy)];
