@@ -1,6 +1,8 @@
-//! Search paths for libtorch in our own binaries and tests: link arguments do not propagate from torch-sys.
-//! And what tests need of the machine: `cfg(python)`, whether `MEDUSA_PYTHON` is set, `cfg(kernels)`, whether this CPU runs the CPU
-//! engine's kernels, and `cfg(nvrtc)`, whether CUDA kernels can be compiled.
+//! Sets the search paths for libtorch in our own binaries and tests, since link arguments do not propagate from
+//! torch-sys.
+//!
+//! Also sets cfgs for tests with requirements: `cfg(python)` if `MEDUSA_PYTHON` is set, `cfg(kernels)` if this CPU
+//! supports the CPU engine's kernels, and `cfg(nvrtc)` if CUDA kernels can be compiled.
 
 use std::path::Path;
 
@@ -13,7 +15,7 @@ fn main() {
     libtorch_search_paths();
 }
 
-/// Whether a test may start Python. libtest cannot ignore a test at run time, so what it needs is known here:
+/// Whether tests may start Python. libtest cannot ignore a test at run time, so the requirement is checked here:
 /// `#[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with torch and peft")]`.
 fn python_of_tests() {
     println!("cargo::rustc-check-cfg=cfg(python)");
@@ -23,8 +25,8 @@ fn python_of_tests() {
     }
 }
 
-/// Whether `medusa::cpu::available()` is true here: `#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]`. Of the machine
-/// that builds; tests run where they are built.
+/// Whether `medusa::cpu::available()` is true on the machine that builds, where tests also run:
+/// `#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]`.
 fn cpu_with_kernels() {
     println!("cargo::rustc-check-cfg=cfg(kernels)");
     #[cfg(target_arch = "x86_64")]
@@ -37,7 +39,8 @@ fn cpu_with_kernels() {
     }
 }
 
-/// Whether NVRTC lies where scripts/setup puts it, beside libtorch: `#[cfg_attr(not(nvrtc), ignore = "needs NVRTC beside libtorch")]`.
+/// Whether NVRTC is where scripts/setup puts it, in the folder of libtorch: `#[cfg_attr(not(nvrtc), ignore = "needs
+/// NVRTC beside libtorch")]`.
 fn compiler_of_cuda() {
     println!("cargo::rustc-check-cfg=cfg(nvrtc)");
     let Some(libtorch) = std::env::var_os("DEP_TCH_LIBTORCH_LIB") else { return };
@@ -48,7 +51,7 @@ fn compiler_of_cuda() {
     }
 }
 
-/// For provenance.json.
+/// The git revision for provenance.json.
 fn git_revision() {
     let revision = std::process::Command::new("git").args(["describe", "--always", "--dirty", "--abbrev=40"]).output();
     let text = revision

@@ -1,4 +1,4 @@
-//! One forward pass of 1 to 64 new tokens behind a cache of 128, and the search of a 63-node tree.
+//! One forward pass of 1 to 64 new tokens after a cache of 128, and the search of a 63-node tree.
 //!
 //! `cargo bench --bench decoding`
 

@@ -1,4 +1,4 @@
-//! The fused head loss beside the plain one, loss and gradients, on one core's worth of rows.
+//! The fused head loss compared with the plain one, loss and gradients, for the rows of one core.
 //!
 //! `cargo bench --bench head_loss`
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Exported folders in their consumers' own code, as far as that runs without a GPU.
+"""Checks exported folders with their consumers' own code, as far as that runs without a GPU.
 
     python3 scripts/check_consumers.py vllm FOLDER WHEEL          # vLLM 0.11's wheel (pip download --no-deps vllm==0.11.0)
     python3 scripts/check_consumers.py modelopt FOLDER            # pip install --no-deps nvidia-modelopt
@@ -8,12 +8,12 @@
     python3 scripts/check_consumers.py tgi FOLDER BACKBONE MEDUSA_PY  # text-generation-inference's server/text_generation_server/layers/medusa.py
     python3 scripts/check_consumers.py transformers FOLDER        # a merged or modelopt folder as a plain model
 
-Needs torch, transformers and safetensors. vLLM's package does not import without CUDA, so that two of its files are taken from the wheel
-and run as they are: transformers_utils/configs/medusa.py and model_executor/models/medusa.py (the model, and load_weights with its rules
-of names). Stand-ins, whose weights have the same names and shapes: ParallelLMHead, LogitsProcessor, default_weight_loader, VllmConfig.
-Likewise FasterDecoding's medusa_model.py (its MedusaModel.from_pretrained as it is; transformers' Llama in place of its copy of an old one)
-and TGI's layers/medusa.py (MedusaHeadV1.load and MedusaHeadV2 as they are; one process; stand-ins: FastLinear, the tensor-parallel layers
-and the index of weights, which take the same names from the same files).
+Needs torch, transformers and safetensors. vLLM's package does not import without CUDA, so two of its files are taken from the wheel
+and run unchanged: transformers_utils/configs/medusa.py and model_executor/models/medusa.py (the model, and load_weights with its naming
+rules). ParallelLMHead, LogitsProcessor, default_weight_loader and VllmConfig are replaced by stand-ins with the same names and shapes of
+weights. FasterDecoding's medusa_model.py is run the same way (MedusaModel.from_pretrained unchanged; transformers' Llama replaces its copy
+of an old one), and so is TGI's layers/medusa.py (MedusaHeadV1.load and MedusaHeadV2 unchanged, in one process; stand-ins replace
+FastLinear, the tensor-parallel layers and the index of weights, and read the same names from the same files).
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ def report(what, largest):
 
 
 def provide(names):
-    """Modules of these names with these members."""
+    """Creates modules with these names and members."""
     for name, members in names.items():
         module = types.ModuleType(name)
         module.__path__ = []
@@ -58,7 +58,7 @@ def provide(names):
 
 
 def stand_ins():
-    """What of vLLM medusa.py imports."""
+    """Stand-ins for the parts of vLLM that medusa.py imports."""
 
     class ParallelLMHead(torch.nn.Module):
         def __init__(self, num_embeddings, embedding_dim, **_):
@@ -158,7 +158,7 @@ def fasterdecoding(folder, wheel):
 
 
 class Routed:
-    """TGI's index of weights: a name to the file that holds it."""
+    """TGI's index of weights: maps a name to the file that has it."""
 
     def __init__(self, folder):
         self.process_group = torch.distributed.group.WORLD
@@ -175,7 +175,7 @@ def linear(weight, bias=None):
 
 
 class Layers:
-    """Products whose weights are read by the names that TGI's layers read."""
+    """Products whose weights have the names that TGI's layers read."""
 
     @staticmethod
     def load(config, prefix, weights, bias=False):
@@ -207,7 +207,7 @@ def tgi(folder, backbone, medusa_py):
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
         asked = types.SimpleNamespace(speculator={"path": folder, "model_paths": ["medusa_lm_head.safetensors"]})
         prefix = "lm_head" if "lm_head.weight" in tensors_of(backbone) else "model.embed_tokens"
-        try:  # layers/speculative.py's order
+        try:  # the order in layers/speculative.py
             version, model = 1, theirs.MedusaHeadV1.load(asked, prefix, Routed(backbone))
         except Exception:
             version, model = 2, theirs.MedusaHeadV2(asked, prefix, Routed(backbone))
@@ -258,7 +258,7 @@ def peft(folder, backbone, merged):
     load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=DTYPE).eval()
     with torch.no_grad():
         before = load(backbone)(input_ids=ids).logits
-        # Not merge_and_unload: where lm_head is tied to the embedding, PEFT's merge changes both.
+        # Not merge_and_unload: if lm_head is tied to the embedding, PEFT's merge changes both.
         after = library.PeftModel.from_pretrained(load(backbone), folder).eval()(input_ids=ids).logits
         of_merged = load(merged)(input_ids=ids).logits
     changed, same = (after - before).abs().max().item(), (after - of_merged).abs().max().item()

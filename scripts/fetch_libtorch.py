@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Put libtorch into .libtorch/torch: pip downloads PyTorch's wheel, of which only the C++ half is unpacked.
+"""Puts libtorch into .libtorch/torch: downloads PyTorch's wheel with pip and unpacks only its C++ half.
 
-Nothing is installed and no Python package is imported. Safe to run again: a complete .libtorch is kept, wheels that
-are already downloaded are used again, and .libtorch appears only when it is complete.
+Nothing is installed and no Python package is imported. Safe to run again: a complete .libtorch is kept, downloaded wheels are
+reused, and .libtorch appears only when it is complete.
 """
 
 import platform
@@ -12,10 +12,11 @@ import sys
 import zipfile
 from pathlib import Path
 
-LIBTORCH = "2.11.0"  # what the pinned tch crate is made for; both move together
-# libtorch_cpu of the Linux wheels needs these two small libraries, also on a machine without a GPU.
+LIBTORCH = "2.11.0"  # the version that the pinned tch crate is built for; change both together
+# libtorch_cpu of the Linux wheels needs these two small libraries even on a machine without a GPU.
 CUDA_STUBS = ["nvidia-cuda-runtime==13.0.96", "nvidia-cuda-cupti==13.0.85"]
-# The compiler of our own CUDA kernels: tests compile them on any machine, decoding on one with an NVIDIA GPU.
+# The compiler of the CUDA kernels: tests compile them on any machine, decoding compiles them on a
+# machine with an NVIDIA GPU.
 NVRTC = "nvidia-cuda-nvrtc==13.0.88"
 PLATFORMS = {
     ("Linux", "x86_64"): (["manylinux_2_28_x86_64", "manylinux_2_25_x86_64", "manylinux2014_x86_64", "manylinux2010_x86_64"],
@@ -23,13 +24,13 @@ PLATFORMS = {
     ("Linux", "aarch64"): (["manylinux_2_28_aarch64", "manylinux2014_aarch64"], [*CUDA_STUBS, NVRTC]),
     ("Darwin", "arm64"): (["macosx_11_0_arm64"], []),
 }
-# Python bindings and the CUDA half: 330 MB that a CPU build does not use.
+# Python bindings and the CUDA half: 330 MB that a CPU build does not need.
 NOT_NEEDED = ("libtorch_cuda", "libtorch_python", "libtorch_nvshmem", "libtorch_global_deps", "libc10_cuda",
               "libcaffe2_nvrtc", "libshm")
-# libnvrtc last: where it is, the other is there, too.
+# libnvrtc comes last: if it exists, the other one does too.
 NVRTC_LIBRARIES = ("nvidia/cu13/lib/libnvrtc-builtins.so.13.0", "nvidia/cu13/lib/libnvrtc.so.13")
 NEEDED_LIBRARIES = ("nvidia/cu13/lib/libcudart.so.13", "nvidia/cu13/lib/libcupti.so.13", *NVRTC_LIBRARIES)
-FREE_BYTES = 1_500_000_000  # wheels and what is unpacked from them, for a moment side by side
+FREE_BYTES = 1_500_000_000  # wheels and unpacked files, which exist at the same time for a moment
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / ".libtorch"
@@ -63,7 +64,7 @@ def main():
 
 
 def add_nvrtc():
-    """To a .libtorch that an earlier version of this script made. Into somebody else's folder nothing is written."""
+    """Adds NVRTC to a .libtorch made by an earlier version of this script. Writes nothing if .libtorch is a link."""
     if TARGET.is_symlink() or (TARGET / NVRTC_LIBRARIES[-1]).exists():
         return
     platforms, wheels_needed = wheels_for_this_machine()
@@ -84,7 +85,7 @@ def add_nvrtc():
 
 
 def is_complete(torch):
-    """Ours names its version in a file; a torch that pip installed, in version.py."""
+    """Reads the version that this script writes, or version.py of a torch installed by pip."""
     for name in ["build-version", "version.py"]:
         file = torch / name
         if file.is_file():
@@ -108,7 +109,7 @@ def check_disk(folder):
 
 
 def download(requirement, platforms, folder):
-    """The wheel for Python 3.11 whatever Python runs this: its C++ half is the same for all."""
+    """Downloads the wheel for Python 3.11, whichever Python runs this: the C++ half is the same for all versions."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                "--only-binary=:all:", "--python-version", "3.11", "--dest", str(folder)]
     for name in platforms:
@@ -141,9 +142,10 @@ def is_wanted(wheel, member):
 
 def finish(torch):
     if platform.system() == "Linux":
-        # The wheel's libtorch.so needs libtorch_cuda, and GNU ld keeps it as needed: programs would not start.
+        # The wheel's libtorch.so needs libtorch_cuda, and GNU ld records that dependency, so
+        # programs would not start.
         (torch / "lib" / "libtorch.so").write_text("INPUT(-ltorch_cpu)\n")
-    (torch / "build-version").write_text(LIBTORCH + "\n")  # torch-sys compares it with its own; the wheel has none
+    (torch / "build-version").write_text(LIBTORCH + "\n")  # torch-sys compares it with its own version; the wheel has no such file
 
 
 def stop(problem, remedy):

@@ -1,6 +1,6 @@
-"""Python's own client of the Hugging Face Hub, for tests/hub.rs: `download REPO` prints the snapshot's folder, `upload REPO FOLDER` the commit.
+"""Runs Python's own client of the Hugging Face Hub for tests/hub.rs: `download REPO` prints the snapshot's folder, `upload REPO FOLDER` the commit.
 
-HF_ENDPOINT and HF_HOME say which Hub and which cache.
+HF_ENDPOINT and HF_HOME select the Hub and the cache.
 """
 
 import sys

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
-"""Writes a big data set of conversations, to see that a run on it takes no more memory than one on a small set.
+"""Writes a big data set of conversations, to check that training on it takes no more memory than on a small one.
 
     python3 scripts/make_big_jsonl.py OUT.jsonl BYTES
 
-ShareGPT's form, seeded, one conversation a line, about BYTES bytes in all; words and turns are those of data/tiny/train.jsonl,
-lengths are log-normal, as ShareGPT's are. Needs nothing but Python.
+ShareGPT's format, seeded, one conversation per line, about BYTES bytes in all. Words and turns come from data/tiny/train.jsonl; the
+numbers of turns are log-normal, like ShareGPT's. Needs only Python.
 """
 
 import json
@@ -17,7 +16,7 @@ TURNS = Path(__file__).resolve().parent.parent / "data" / "tiny" / "train.jsonl"
 
 
 def answers():
-    """Each text of the tiny set without its marks, as (question, answer)."""
+    """The turns of each text of the tiny set without role tokens, as (question, answer)."""
     with TURNS.open(encoding="utf-8") as lines:
         for line in lines:
             parts = [part.split("|>", 1)[-1] for part in json.loads(line)["text"].split("<|end|>")]

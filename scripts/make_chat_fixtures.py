@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Writes what transformers makes of conversations with published chat templates: of the short ones below to
-tests/fixtures/chat.json, and of 200 of tests/fixtures/data, as hashes, to tests/fixtures/chat_200.json.
+"""Writes what transformers makes of conversations with published chat templates: the short conversations below go to
+tests/fixtures/chat.json, hashes of 200 conversations of tests/fixtures/data to tests/fixtures/chat_200.json.
 
     python3 scripts/make_chat_fixtures.py PUBLISHED            # needs transformers 5 with jinja2; torch is not used
     python3 scripts/make_chat_fixtures.py PUBLISHED --check    # computes again and compares with the files, writes nothing
 
 PUBLISHED is a folder with the templates as their authors publish them, which are not part of this repository: the value of
-`chat_template` in tokenizer_config.json of each model of SOURCES, as zephyr.jinja and so on. Vicuna publishes none: what
-FastChat's conversation template does is written out below.
+`chat_template` in tokenizer_config.json of each model of SOURCES, as zephyr.jinja and so on. Vicuna publishes none; FastChat's
+conversation template is reimplemented below.
 
-For every template and conversation: the text, its ids by data/tiny/backbone's tokenizer (nothing added around it) and a mask,
-"1" for a token that the assistant has to learn: what it says and the end of its turn. A template with `{% generation %}` has
-its mask from transformers; for the others the text is rendered turn by turn here. `null` where the template refuses the roles.
-The 200 are tokenised by tests/fixtures/models/tokenizer-mistral-v1-32000. Calls of tools are turns of the assistant without loss; what a
-tool says is a turn of "tool" if the template shows those, else of "user".
+For every template and conversation, the files have the text, its ids by data/tiny/backbone's tokenizer (without added tokens) and a mask,
+"1" for a token that carries loss: the assistant's text and the end of its turn. For a template with `{% generation %}` the mask comes from
+transformers; for the others this script renders the text turn by turn. `null` if the template refuses the roles. The 200 conversations are
+tokenized by tests/fixtures/models/tokenizer-mistral-v1-32000. Tool calls are assistant turns without loss; a tool's result is a turn of
+"tool" if the template shows those, else of "user".
 """
 
 import hashlib
@@ -39,7 +39,7 @@ SOURCES = {
     "chatml": "ChatML, as the documentation of transformers has it",
     "mistral": "mistralai/Mistral-7B-Instruct-v0.1",
 }
-# How an answer ends. {eos} is the tokenizer's.
+# The end of an answer. {eos} is the tokenizer's.
 ENDS = {"vicuna": "{eos}", "zephyr": "{eos}", "llama-2": " {eos}", "llama-3": "<|eot_id|>", "chatml": "<|im_end|>", "mistral": "{eos}"}
 GENERATION = """{{- bos_token }}
 {%- for message in messages %}
@@ -63,7 +63,7 @@ VICUNA_SYSTEM = (
 
 
 def turns(*contents, system=None):
-    """Contents of user and assistant in turn."""
+    """A conversation whose turns alternate between user and assistant."""
     roles = ["user", "assistant"] * len(contents)
     first = [] if system is None else [("system", system)]
     return [dict(role=role, content=content) for role, content in first + list(zip(roles, contents))]
@@ -95,7 +95,7 @@ CONVERSATIONS = [
 
 
 def vicuna(messages, tokenizer, add_generation_prompt):
-    """FastChat's "vicuna_v1.1": two separators, a space behind the user and EOS behind the assistant; BOS is the tokenizer's."""
+    """FastChat's "vicuna_v1.1": two separators, a space after the user's turn and EOS after the assistant's; BOS is the tokenizer's."""
     system = VICUNA_SYSTEM
     if messages[0]["role"] == "system":
         system, messages = messages[0]["content"], messages[1:]
@@ -116,7 +116,7 @@ def renderer(name, template, tokenizer):
 
 
 def answers(name, render, messages, text, eos, learned):
-    """Spans of characters: from where the assistant begins to speak to the end of its turn."""
+    """Spans of characters, from the start of the assistant's text to the end of its turn."""
     for at, message in enumerate(messages):
         if learned[at]:
             start, end = len(render(messages[:at], True)), len(render(messages[: at + 1]).rstrip())
@@ -149,7 +149,7 @@ def masked(name, template, messages, tokenizer, learned=None):
 
 
 def without_calls(mask, messages, learned):
-    """The template marks every turn of the assistant: takes the runs that belong to calls out."""
+    """The template marks every turn of the assistant: unmarks the spans of tool calls."""
     runs, start = [], None
     for at, bit in enumerate(mask + [0]):
         if bit and start is None:
@@ -168,7 +168,7 @@ def without_calls(mask, messages, learned):
 def shows_tools(name, template, tokenizer):
     turns = [dict(role=role, content=role * 3) for role in ["user", "assistant", "tool", "assistant"]]
     if name == "vicuna":
-        return False  # FastChat knows user and assistant
+        return False  # FastChat has only user and assistant
     try:
         return "tooltooltool" in renderer(name, template, tokenizer)(turns)
     except jinja2.TemplateError:
@@ -176,7 +176,7 @@ def shows_tools(name, template, tokenizer):
 
 
 def talks():
-    """Of 200 conversations: (role, content) a turn."""
+    """200 conversations as lists of (role, content)."""
     for name, count in FILES.items():
         text = (PUBLISHED_DATA / "data" / name).read_text()
         rows = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
@@ -208,8 +208,9 @@ def make(published):
     tiny = transformers.AutoTokenizer.from_pretrained(ROOT / "data" / "tiny" / "backbone")
     rendered = {name: [masked(name, template, messages, tiny) for messages in CONVERSATIONS] for name, template in every.items()}
     short = dict(born=birth(templates), generation_template=GENERATION, conversations=CONVERSATIONS, rendered=rendered)
-    # tokenizer.json as it is written, as transformers 4 and the servers read it. The LlamaTokenizer of transformers 5 builds its own
-    # pipeline and makes one token less of a text with a blank behind a special token ("<s> [INST]").
+    # Loads tokenizer.json as written, as transformers 4 and the servers do. The LlamaTokenizer of
+    # transformers 5 builds its own pipeline and produces one token less for a text with a blank
+    # after a special token ("<s> [INST]").
     mistral = transformers.PreTrainedTokenizerFast.from_pretrained(PUBLISHED_DATA / "models" / "tokenizer-mistral-v1-32000")
     tools = [name for name, template in every.items() if shows_tools(name, template, mistral)]
     rendered = {name: list(hashed(name, template, mistral)) for name, template in every.items()}

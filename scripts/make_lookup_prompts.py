@@ -3,9 +3,9 @@
 
     python3 scripts/make_lookup_prompts.py DATA OUT
 
-DATA holds stories_eval.jsonl (`input_ids` of stories260K), sharegpt_toolcall_300.json (ShareGPT, with tool calls) and mt_bench.jsonl.
-OUT/retell.jsonl: a story, a new line, and the story's first words again; token ids, for stories260K.
-OUT/code.jsonl: JSON of tool calls and code of questions, a new line, and its first characters again; raw text, for any backbone.
+DATA has stories_eval.jsonl (`input_ids` of stories260K), sharegpt_toolcall_300.json (ShareGPT, with tool calls) and mt_bench.jsonl.
+OUT/retell.jsonl: a story, a newline, and the story's first words again; token ids, for stories260K.
+OUT/code.jsonl: JSON of tool calls or code of questions, a newline, and its first characters again; raw text, for any backbone.
 """
 
 import json

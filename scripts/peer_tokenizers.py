@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Tokens a second of Python's `tokenizers` on the conversations of a data set, to set beside those `medusa-train --check` prints.
+"""Measures tokens per second of Python's `tokenizers` on the conversations of a data set, for comparison with `medusa-train --check`.
 
     python3 scripts/peer_tokenizers.py BACKBONE CONVERSATIONS.jsonl
 
-Renders every conversation (ShareGPT's form) with the backbone's chat template, then times `encode_batch` alone on all cores:
-reading, rendering and masks are not in its time, though they are in medusa-train's. Needs tokenizers and jinja2.
+Renders every conversation (ShareGPT's format) with the backbone's chat template, then times only `encode_batch` on all cores; medusa-train's
+figure also includes reading, rendering and masks. Needs tokenizers and jinja2.
 """
 
 import json

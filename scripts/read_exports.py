@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Exported folders as their consumers' loaders would read them, by another hand than the one that wrote them.
+"""Reads exported folders with independent reimplementations of their consumers' loaders.
 
     python3 scripts/read_exports.py TRAINED/heads.safetensors BACKBONE DTYPE FORMAT=FOLDER …
 
-Needs numpy and safetensors. For every folder: the files, names, shapes and config keys that the loader of that format goes by, and the
-ones that it stumbles on; then the heads' numbers on a fixed hidden state, against those of the trained heads rounded to DTYPE. Prints
-`ok FORMAT: …` a folder, or stops with what is wrong. Written from the loaders' sources (text-generation-inference, vLLM, TensorRT-LLM,
+Needs numpy and safetensors. For every folder it checks the files, names, shapes and config keys that the loader of that format reads, and
+the ones that confuse it; then it compares the heads' output on fixed hidden states with that of the trained heads rounded to DTYPE. Prints
+`ok FORMAT: …` for each folder, or stops with an error. Written from the loaders' sources (text-generation-inference, vLLM, TensorRT-LLM,
 ModelOpt, FasterDecoding), not from this program's.
 """
 
@@ -21,12 +21,12 @@ FLOATS = {"F32": np.float32, "F16": np.float16}
 
 
 def bfloat16(bits):
-    """Numbers of 16 bits with float32's range: the upper half of a float32."""
+    """Decodes bfloat16: the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def read(path):
-    """Every tensor of a safetensors file as float32, and its dtype; by the format's own description, since numpy has no bfloat16."""
+    """Every tensor of a safetensors file as float32, with its dtype. Parsed by hand, since numpy has no bfloat16."""
     data = pathlib.Path(path).read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -49,7 +49,7 @@ def numbers(tensors):
 
 
 def read_with_the_library(path):
-    """safetensors' own reader must agree that the file is one; it names the same tensors."""
+    """Checks that safetensors' own reader accepts the file; returns the tensor names."""
     from safetensors import safe_open
 
     with safe_open(path, "np") as file:
@@ -57,7 +57,7 @@ def read_with_the_library(path):
 
 
 def rounded(tensor, dtype):
-    """To DTYPE and back, ties to even, as every framework does."""
+    """Rounds to DTYPE and back, ties to even, as every framework does."""
     if dtype == "float16":
         return tensor.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -80,14 +80,14 @@ def check(holds, message):
 
 
 class Heads:
-    """Heads as a consumer has them in memory: (blocks, W2) of each."""
+    """Heads in memory: (blocks, W2) of each."""
 
     def __init__(self, heads):
         self.heads = heads
 
     @classmethod
     def by_names(cls, tensors, count, layers, name, lm_head=None):
-        """`name(head, layer, part)`; a tensor that is not there is an error, as load_state_dict(strict=True) has it."""
+        """`name(head, layer, part)` names the tensors; a missing tensor is an error, as in load_state_dict(strict=True)."""
         heads = []
         for head in range(count):
             blocks = [(tensors.pop(name(head, l, "weight")), tensors.pop(name(head, l, "bias"))) for l in range(layers)]
@@ -107,7 +107,7 @@ def config_of(folder):
 
 
 def heads_dir(folder):
-    """Config and tensors of a folder of heads alone."""
+    """Config and tensors of a folder with only heads."""
     file = folder / "medusa_lm_head.safetensors"
     check(file.exists(), f"{folder} has no medusa_lm_head.safetensors")
     config = config_of(folder)
@@ -117,9 +117,10 @@ def heads_dir(folder):
 
 
 def tgi(folder, lm_head):
-    """MedusaHeadV1, and on any exception MedusaHeadV2: the K matrices become one, the lm_head is the backbone's."""
+    """MedusaHeadV1, and on any exception MedusaHeadV2: the K matrices become one, and the lm_head is the backbone's."""
     config, raw, _ = heads_dir(folder)
-    # models/__init__.py: with `architectures` that is not an MLPSpeculator the speculator is dropped without a word.
+    # models/__init__.py silently drops the speculator if there are `architectures` other than
+    # MLPSpeculator.
     check("architectures" not in config, "TGI ignores heads whose config.json has `architectures`")
     count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
     tensors = numbers(raw)
@@ -139,7 +140,7 @@ def tgi(folder, lm_head):
 
 
 def lorax(folder, lm_head):
-    """An adapter and heads in one folder: V1 for several layers or where W2 is there, else V2; `version` is compared as a number."""
+    """An adapter and heads in one folder: V1 for several layers or with W2, else V2; `version` is compared as a number."""
     config, raw, _ = heads_dir(folder)
     check((folder / "adapter_config.json").exists() and (folder / "adapter_model.safetensors").exists(), "no adapter")
     count, layers, tensors = config["medusa_num_heads"], config["medusa_num_layers"], numbers(raw)
@@ -151,7 +152,7 @@ def lorax(folder, lm_head):
 
 
 def faster_decoding(folder, lm_head):
-    """v0.1: a ModuleList's state dict. Without W2 it is train_legacy.py's, whose heads go through the backbone's lm_head."""
+    """v0.1: a ModuleList's state dict. Without W2 it is train_legacy.py's format, whose heads use the backbone's lm_head."""
     config, raw, _ = heads_dir(folder)
     count, layers, tensors = config["medusa_num_heads"], config["medusa_num_layers"], numbers(raw)
     shared = config.get("version") == "2"
@@ -161,7 +162,7 @@ def faster_decoding(folder, lm_head):
 
 
 def tensorrt_llm(folder, _):
-    """convert_checkpoint's heads folder: W2 and biases are needed of every head."""
+    """convert_checkpoint's heads folder: every head needs W2 and biases."""
     config, raw, _ = heads_dir(folder)
     check(config["num_medusa_heads"] == config["medusa_num_heads"], "it reads the one key here and the other there")
     tensors = numbers(raw)
@@ -169,10 +170,10 @@ def tensorrt_llm(folder, _):
 
 
 def vllm(folder, _):
-    """MedusaConfig.from_pretrained, then Medusa.load_weights: unknown names are left out without a word."""
+    """MedusaConfig.from_pretrained, then Medusa.load_weights, which silently ignores unknown names."""
     config = config_of(folder)
     check(config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"], "not seen as a Medusa draft")
-    for key in list(config):  # from_pretrained rewrites them, so none may be another number
+    for key in list(config):  # from_pretrained renames such keys, so none may have another value
         if "num" in key and "heads" in key and key != "num_heads":
             config["num_heads"] = config.pop(key)
         elif "num" in key and "layers" in key and key != "num_hidden_layers":
@@ -228,7 +229,7 @@ def merged(folder, base):
 
 
 def modelopt(folder, base):
-    """ModelOpt, and TensorRT-LLM's second form."""
+    """ModelOpt, and TensorRT-LLM's second format."""
     counts = lambda c: (c["medusa"]["num_medusa_heads"], c["medusa"]["num_medusa_layers"])
     return merged_into(folder, "medusa_heads.", counts, base)
 

@@ -1,7 +1,7 @@
 //! Recipes: one TOML file describes one run. The only module that reads TOML and sees every config.
 //!
-//! [`LoadedRecipe`] finds every mistake that can be found before expensive work; later code relies on it.
-//! Relative paths in a recipe are relative to the working directory.
+//! [`LoadedRecipe`] finds every mistake that can be found before expensive work; later code relies on it. Relative
+//! paths in a recipe are relative to the working directory.
 
 use std::path::{Path, PathBuf};
 
@@ -42,126 +42,88 @@ pub struct Recipe {
     pub backbone: BackboneConfig,
     /// The heads to train.
     pub heads: HeadsConfig,
-    /// What is trained, and how.
+    /// Which parameters are trained, and how.
     pub stage: Stage,
     /// Weights of the heads' losses.
     #[serde(default)]
     pub loss: LossConfig,
-    /// The rows.
     pub data: DataConfig,
-    /// The optimizer.
     pub optimizer: OptimizerConfig,
     /// The learning rate over the run.
     pub schedule: ScheduleConfig,
-    /// The run itself.
+    /// Steps, batches and folders of the run.
     pub train: TrainConfig,
 }
 
-/// A recipe that cannot be run.
+/// Why a recipe cannot be run.
 #[derive(Debug, thiserror::Error)]
 pub enum RecipeError {
-    /// No such file, or it cannot be read.
+    /// The file is missing or unreadable.
     #[error(transparent)]
     Unreadable(#[from] FileError),
-    /// What it names cannot be had from the Hub.
+    /// A Hub repository that the recipe names cannot be fetched.
     #[error("{place}: {key}: {error}\n{}", place.snippet())]
-    Hub {
-        /// Where it stands.
-        place: Box<RecipeSpan>,
-        /// The key.
-        key: &'static str,
-        /// Why.
-        error: Box<HubError>,
-    },
-    /// Something in it is wrong.
+    Hub { place: Box<RecipeSpan>, key: &'static str, error: Box<HubError> },
     #[error("{place}: {mistake}\n{}", place.snippet())]
-    Wrong {
-        /// Where it stands.
-        place: Box<RecipeSpan>,
-        /// What is wrong.
-        mistake: Box<Mistake>,
-    },
+    Wrong { place: Box<RecipeSpan>, mistake: Box<Mistake> },
 }
 
-/// What can be wrong in a recipe.
+/// A mistake in a recipe.
 #[derive(Debug, thiserror::Error)]
 pub enum Mistake {
-    /// TOML's grammar, an unknown or duplicate key, a value of another type or out of range.
+    /// TOML syntax, an unknown or duplicate key, or a value with a wrong type or out of range.
     #[error("{}{reason}", key.as_deref().map(|key| format!("{key}: ")).unwrap_or_default())]
     Value {
-        /// The key, where the mistake is in its value.
+        /// The key, if the mistake is in its value.
         key: Option<String>,
-        /// The reader's words, with what it would accept.
+        /// The parser's message, with the accepted values.
         reason: String,
     },
     /// No table, or several, under `[stage]`.
     #[error("a recipe has exactly one of [stage.medusa1], [stage.medusa2]; this one has {found}")]
     Stages {
-        /// What stands there.
+        /// The tables found.
         found: String,
     },
-    /// Two keys that mean the same thing.
+    /// Two exclusive keys.
     #[error("{first} and {second} exclude each other; keep one of them")]
-    Both {
-        /// The one.
-        first: &'static str,
-        /// The other.
-        second: &'static str,
-    },
-    /// One of two keys is needed.
+    Both { first: &'static str, second: &'static str },
+    /// One of two keys is required.
     #[error("one of {first} and {second} is needed")]
-    Neither {
-        /// The one.
-        first: &'static str,
-        /// The other.
-        second: &'static str,
-    },
-    /// A value that does not go with another.
+    Neither { first: &'static str, second: &'static str },
+    /// A value that conflicts with another one.
     #[error("{key} = {got}: expected {expected}")]
     Clash {
-        /// The key.
         key: &'static str,
-        /// Its value.
         got: String,
-        /// What would be accepted, and because of what.
+        /// The accepted values, and the reason.
         expected: String,
     },
-    /// The backbone's config.json.
+    /// An invalid or unsupported config.json of the backbone.
     #[error("backbone.path: {0}")]
     Backbone(ConfigError),
-    /// A key that makes no sense without another.
+    /// A key that requires another one.
     #[error("{key} needs {what}; add it, or remove {key}")]
-    Needs {
-        /// The key.
-        key: &'static str,
-        /// What it lacks.
-        what: &'static str,
-    },
-    /// A file or folder that the recipe names is not there.
+    Needs { key: &'static str, what: &'static str },
+    /// A file or folder in the recipe does not exist.
     #[error("{key}: {} does not exist; {hint}", path.display())]
     Missing {
-        /// The key.
         key: &'static str,
-        /// The path as it stands in the recipe.
+        /// The path as written in the recipe.
         path: PathBuf,
-        /// What belongs there.
+        /// What to give instead.
         hint: &'static str,
     },
-    /// Data files that are not there.
+    /// Missing data files.
     #[error("{key}: {error}")]
-    Files {
-        /// The key.
-        key: &'static str,
-        /// Which, and why.
-        error: SourceError,
-    },
+    Files { key: &'static str, error: SourceError },
 }
 
 impl Recipe {
-    /// Reads a recipe's text without looking at the files that it names. `file` is for error messages.
+    /// Parses a recipe without checking the files that it names. `file` is for error messages.
     ///
     /// # Errors
-    /// [`RecipeError`] with the place in the text.
+    /// [`RecipeError`] with the position in the text.
     pub fn parse(file: &Path, text: &str) -> Result<Self, RecipeError> {
         Ok(Self::read(file, text)?.0)
     }
@@ -181,15 +143,15 @@ impl Recipe {
         Ok((recipe, located))
     }
 
-    /// The recipe as TOML with every default written out. Loads to an equal recipe.
+    /// The recipe as TOML with all defaults written out. Parses to an equal recipe.
     ///
     /// # Panics
-    /// Never: every recipe that loads can be written.
+    /// Never: every recipe that loads can be serialized.
     pub fn resolved_toml(&self) -> String {
         toml::to_string(self).expect("a recipe holds only what TOML can say")
     }
 
-    /// What its run trains on `device`, from paths of this machine.
+    /// The plan of this recipe on `device`; the recipe must have local paths.
     pub fn plan(&self, device: Device) -> TrainPlan {
         let Self { backbone, heads, stage, loss, data, optimizer, schedule, train } = self.clone();
         TrainPlan {
@@ -226,7 +188,7 @@ impl Recipe {
         self.check_lengths(text)
     }
 
-    /// Rows of an optimizer step.
+    /// The rows per optimizer step must not overflow.
     fn check_batch(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let (rows, passes) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
         if rows.checked_mul(passes).is_some() {
@@ -236,7 +198,7 @@ impl Recipe {
         Err(clash(text, "train.micro_batch_size", rows, expected))
     }
 
-    /// Keys that one stage has and the other has no use for.
+    /// Rejects keys that only the other stage supports.
     fn check_stage(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let needs = |key: &'static str, what| Err(wrong(text.value(key), Mistake::Needs { key, what }));
         match &self.stage {
@@ -379,7 +341,7 @@ fn plain(key: Option<String>, reason: &str) -> Mistake {
     Mistake::Value { key, reason }
 }
 
-/// Checks that there is exactly one stage: serde's message would be about enums.
+/// Checks that there is exactly one stage, because serde's message would be about enums.
 fn check_stages(text: &LocatedToml<'_>) -> Result<(), RecipeError> {
     let stages = text.keys("stage");
     match stages.as_slice() {

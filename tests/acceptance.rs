@@ -1,5 +1,5 @@
-//! Promise: `--acceptance rejection` is lossless. The first three tokens come as often as the backbone's own distribution says, and a
-//! rule that decides along whole candidates instead of at nodes is caught by the same test.
+//! Promise: `--acceptance rejection` is lossless. The first three tokens follow the backbone's own distribution, and
+//! the same test detects a rule that decides along whole candidates instead of at nodes.
 
 use std::ops::ControlFlow;
 
@@ -24,7 +24,7 @@ const PROMPT: [i64; 3] = [1, 2, 3];
 /// Tokens whose joint distribution is tested.
 const TOKENS: usize = 3;
 
-/// Random weights, scaled so that the next token is neither certain nor arbitrary.
+/// Random weights, scaled so that the next token is neither certain nor uniform.
 fn backbone() -> Llama {
     tch::set_num_threads(1);
     let config = LlamaConfig {
@@ -52,7 +52,8 @@ fn backbone() -> Llama {
     llama
 }
 
-/// Numbers of a stream of their own, with this deviation: libtorch's generator belongs to all tests that run at the same time.
+/// Fills weights with this standard deviation from a separate generator, since libtorch's is shared with concurrent
+/// tests.
 fn fill<'t>(weights: impl Iterator<Item = &'t Tensor>, deviation: f64, seed: u64) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     for weight in weights {
@@ -70,14 +71,14 @@ fn heads() -> Heads {
     heads
 }
 
-/// Depth 3, more guesses where they are likelier to be right.
+/// Depth 3, with more guesses where they are more likely to be right.
 fn tree() -> SparseTree {
     SparseTree::cartesian(&[6, 4, 2]).expect("a tree")
 }
 
 /// The backbone's exact conditionals after the prompt and up to two more tokens.
 struct Conditionals {
-    /// By the tokens after the prompt, read as digits: one row, then 16, then 256.
+    /// Indexed by the tokens after the prompt, read as digits: one row, then 16, then 256.
     after: [Vec<Vec<f64>>; TOKENS],
 }
 
@@ -98,7 +99,7 @@ fn digits(mut number: usize, length: usize) -> Vec<i64> {
 }
 
 impl Conditionals {
-    /// By plain passes over whole rows: no cache, no tree.
+    /// Computed by plain passes over whole rows: no cache, no tree.
     fn of(llama: &Llama, temperature: f64) -> Self {
         Self {
             after: [0, 1, 2].map(|length| {
@@ -119,7 +120,7 @@ impl Conditionals {
         &self.after[tokens.len()][number(tokens)]
     }
 
-    /// Of each text of three tokens, its probability.
+    /// The probability of each text of three tokens.
     fn joint(&self) -> Vec<f64> {
         let probability = |text: usize| {
             let tokens = digits(text, TOKENS);
@@ -129,8 +130,8 @@ impl Conditionals {
     }
 }
 
-/// How far counts are from their expectation: the chi-square statistic as deviations of a standard normal (Wilson and Hilferty 1931:
-/// its cube root is nearly normal). Cells that expect fewer than five draws are merged.
+/// The distance of counts from their expectation: the chi-square statistic converted to deviations of a standard normal
+/// (Wilson and Hilferty 1931: its cube root is nearly normal). Cells that expect fewer than five draws are merged.
 fn deviations(counts: &[usize], probabilities: &[f64]) -> f64 {
     let draws = counts.iter().sum::<usize>() as f64;
     let mut cells: Vec<(f64, usize)> = probabilities.iter().map(|p| p * draws).zip(counts.iter().copied()).collect();
@@ -166,7 +167,7 @@ fn draw(p: &[f64], rng: &mut ChaCha8Rng) -> i64 {
     chosen.unwrap_or(p.len() - 1) as i64
 }
 
-/// Guesses at the nodes of a tree behind a text: any will do, as long as siblings differ.
+/// Guesses at the nodes of a tree after a text: arbitrary, as long as siblings differ.
 fn guesses(tree: &SparseTree, text: &[i64], root: i64) -> Vec<i64> {
     let guess = |node: usize| match tree.child_index(node) {
         None => root,
@@ -175,14 +176,14 @@ fn guesses(tree: &SparseTree, text: &[i64], root: i64) -> Vec<i64> {
     (0..tree.len()).map(guess).collect()
 }
 
-/// How a step decides: from the guesses and what is drawn after each node, the path and the next root.
+/// The rule of a step: maps the guesses and the draw after each node to the path and the next root.
 type Rule = fn(&SparseTree, &[i64], &mut dyn FnMut(usize) -> i64) -> (Vec<usize>, i64);
 
 fn at_nodes(tree: &SparseTree, tokens: &[i64], draw: &mut dyn FnMut(usize) -> i64) -> (Vec<usize>, i64) {
     accept::walk(tree, tokens, draw)
 }
 
-/// What must not be done: each candidate, root to leaf, draws for itself, and the longest accepted one wins.
+/// A wrong rule: each candidate, root to leaf, draws for itself, and the longest accepted one wins.
 fn along_candidates(tree: &SparseTree, tokens: &[i64], draw: &mut dyn FnMut(usize) -> i64) -> (Vec<usize>, i64) {
     let leaves = (0..tree.len()).filter(|&node| tree.children(node).is_empty());
     let candidates = leaves.map(|leaf| {
@@ -200,7 +201,7 @@ fn along_candidates(tree: &SparseTree, tokens: &[i64], draw: &mut dyn FnMut(usiz
     candidates.max_by_key(|(kept, _)| kept.len()).expect("a tree has a leaf")
 }
 
-/// Counts of the first three tokens of texts that are decoded by a rule, and the mean of tokens a step.
+/// Counts of the first three tokens of texts decoded by a rule, and the mean tokens per step.
 fn decoded(conditionals: &Conditionals, rule: Rule, draws: usize) -> (Vec<usize>, f64) {
     let (tree, mut rng) = (tree(), ChaCha8Rng::seed_from_u64(23));
     let (mut counts, mut tokens, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0, 0);
@@ -214,7 +215,7 @@ fn decoded(conditionals: &Conditionals, rule: Rule, draws: usize) -> (Vec<usize>
                     std::iter::successors(Some(node), |&n| tree.parent(n)).map(|n| guessed[n]).collect();
                 path.reverse();
                 let text = [&text[..], &path].concat();
-                // What comes after the third token is not counted.
+                // Tokens after the third one are not counted.
                 if text.len() < TOKENS { draw(conditionals.after(&text), &mut rng) } else { 0 }
             };
             let (path, next) = rule(&tree, &guessed, &mut after);

@@ -1,4 +1,5 @@
-//! Promise: a Hugging Face folder computes what transformers computes, and a folder that cannot be used says why.
+//! Promise: a Hugging Face folder computes what transformers computes, and an unusable folder is refused with the
+//! reason.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write as _;
@@ -21,9 +22,9 @@ use tempfile::TempDir;
 
 use crate::published::published;
 
-/// Float32 sums of different order over two to five layers; measured differences are below 1e-5.
+/// Float32 sums in different order over two to five layers; measured differences are below 1e-5.
 const FLOAT32_TOLERANCE: f64 = 1e-4;
-/// Half precision keeps 11 bits, bfloat16 8: of logits up to 10, after two layers.
+/// Half precision has 11 significant bits, bfloat16 8: for logits up to 10, after two layers.
 const HALF_TOLERANCE: f64 = 0.05;
 const BFLOAT16_TOLERANCE: f64 = 0.4;
 
@@ -37,10 +38,10 @@ const FIXTURES: [&str; 8] = [
     "mistral_sliding_window",
     "mistral_no_window",
 ];
-/// The two spellings of one config that a fixture carries.
+/// A fixture has its config in both formats.
 const SPELLINGS: [&str; 2] = ["config", "config_v4"];
 
-/// A small model and what transformers computes on it, from `scripts/make_fixtures.py`.
+/// A small model and transformers' output for it, from `scripts/make_fixtures.py`.
 pub(crate) struct Fixture {
     path: PathBuf,
     bytes: Vec<u8>,
@@ -60,7 +61,7 @@ impl Fixture {
         SafeTensors::deserialize(&self.bytes).expect("a whole file")
     }
 
-    /// The weights, without what they are compared with.
+    /// The weights without the reference values.
     fn weights(&self) -> Vec<(String, TensorView<'_>)> {
         let mut all = self.tensors().tensors();
         all.retain(|(name, _)| !name.starts_with("reference."));
@@ -84,7 +85,7 @@ impl Fixture {
         self.reference("input_ids")
     }
 
-    /// How to make it again, for the failure text.
+    /// The fixture's origin, for failure messages.
     fn origin(&self) -> String {
         format!(
             "{} (torch {}, transformers {}, seed {}; made again by `python3 scripts/make_fixtures.py`)",
@@ -111,13 +112,14 @@ fn tensor(tensors: &SafeTensors, name: &str) -> Tensor {
     Tensor::from_data_size(view.data(), &shape, kind)
 }
 
-/// Every element within `tolerance`, or a text with the largest difference, its first bad place and the reference's origin.
+/// Checks that every element is within `tolerance`; reports the largest difference, its first position and the
+/// reference's origin.
 fn assert_near(what: &str, got: &Tensor, expected: &Tensor, tolerance: f64, origin: &str) {
     assert_eq!(got.size(), expected.size(), "{what}: shape, against {origin}");
     let difference = (got.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs();
     let largest = difference.max().double_value(&[]);
     if largest <= tolerance {
-        return; // a NaN is not below anything
+        return; // false for NaN
     }
     let bad = difference.le(tolerance).logical_not().nonzero();
     let first = Vec::<i64>::try_from(bad.get(0)).expect("a number in range");
@@ -142,7 +144,8 @@ fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
     (hidden_th, logits_tv)
 }
 
-/// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each a chain or the same as a tree.
+/// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each chunk as a chain or as an
+/// equivalent tree.
 fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
     let kind = llama.kind();
     let engine = fastest(llama);
@@ -249,7 +252,7 @@ fn the_folder_that_is_read_and_the_names_that_are_written_agree() {
     }
 }
 
-/// Real models and what PyTorch computes on them.
+/// Real models and PyTorch's output for them.
 mod stories {
     use super::*;
 
@@ -306,7 +309,7 @@ mod stories {
         check_states("stories260K-bf16-untied-sharded");
     }
 
-    /// The prompt, then one token at a time.
+    /// Decodes the prompt, then one token at a time.
     fn greedy(llama: &Llama, prompt: &[i64], count: usize) -> Vec<i64> {
         let engine = fastest(llama);
         let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
@@ -340,7 +343,7 @@ mod stories {
     }
 }
 
-/// What a damaged folder says.
+/// Error messages for damaged folders.
 mod refusals {
     use super::*;
 
@@ -426,7 +429,7 @@ mod refusals {
         assert_says(&folder, &[&shard(2), "model.safetensors.index.json", "1 of 2"]);
         safetensors::serialize_to_file(second.to_vec(), None, &folder.path().join(shard(2))).unwrap();
         load(folder.path(), Kind::Float, Purpose::Training);
-        // An index may name a tensor that its shard does not hold.
+        // The index may name a tensor that its shard lacks.
         safetensors::serialize_to_file(second[1..].to_vec(), None, &folder.path().join(shard(2))).unwrap();
         assert_says(&folder, &[&shard(2), &second[0].0]);
     }

@@ -1,5 +1,5 @@
-//! What a user sees of bad input: one error with the file, what was expected and what is there, the documented exit status, and
-//! nothing left behind.
+//! Bad input produces one error with the file, the expected and the actual value, and the documented exit status; it
+//! leaves nothing behind.
 
 use std::fs;
 use std::path::Path;
@@ -13,15 +13,15 @@ use super::small_run::{Ended, SmallRun};
 
 const WEIGHTS: &str = "backbone/model.safetensors";
 
-/// What is done to the folder before the program runs, and what its error has to say.
+/// Damages the folder before the program runs; the error must contain these facts.
 type Case = (fn(&SmallRun), &'static [&'static str]);
 
-/// `medusa-train`, and with `--check`: the same error, and the folder as it was.
+/// Runs `medusa-train` with and without `--check`: both fail with the same error and leave the folder unchanged.
 fn refused_by_training(status: i32, cases: &[Case]) {
     for (spoil, facts) in cases {
         let small = SmallRun::new();
         spoil(&small);
-        // The cache of tokens is none of the user's folders, and right rows stay in it.
+        // The token cache is outside the user's folders and keeps valid rows.
         let names = || small.names(".").into_iter().filter(|name| name != "token_cache").collect::<Vec<_>>();
         let before = names();
         for arguments in [&["--check"][..], &[]] {
@@ -31,7 +31,7 @@ fn refused_by_training(status: i32, cases: &[Case]) {
     }
 }
 
-/// `medusa generate` and `medusa bench`, with heads, tree and prompts that are right but for one thing.
+/// Runs `medusa generate` and `medusa bench` with heads, tree and prompts that are valid except for one thing.
 fn refused_by_decoding(cases: &[Case]) {
     for (spoil, facts) in cases {
         let small = SmallRun::new();
@@ -52,7 +52,7 @@ fn refused_by_decoding(cases: &[Case]) {
     }
 }
 
-/// Of heads that fit the backbone.
+/// The shape of heads that fit the backbone.
 const SHAPE: HeadsShape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 48 };
 
 fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape) {

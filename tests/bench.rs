@@ -1,5 +1,5 @@
-//! Promise: `medusa bench` measures several times, along a sweep if asked to, tells it as JSON, as a table and as CSV, and refuses what
-//! it cannot sweep before anything is loaded.
+//! Promise: `medusa bench` repeats its measurements, along a sweep if requested, reports them as JSON, as a table and
+//! as CSV, and refuses an impossible sweep before anything is loaded.
 
 use serde_json::{Value, json};
 
@@ -28,7 +28,7 @@ fn swept(lines: &[Value]) -> Vec<Value> {
     lines.iter().map(|line| line["sweep"].clone()).collect()
 }
 
-/// The rows of a CSV, each by its header's names.
+/// The rows of a CSV, keyed by the header.
 fn csv(world: &World, name: &str) -> Vec<std::collections::HashMap<String, String>> {
     let reader = csv::Reader::from_path(world.path(name)).expect("a CSV");
     reader.into_deserialize().map(|row| row.expect("a row under this header")).collect()

@@ -1,4 +1,5 @@
-//! Promise: rows are the same whatever they come in, bad ones can be left out and are counted, and a second start reads no data.
+//! Promise: rows are the same in every container, malformed ones can be skipped and are counted, and a second start
+//! reads no data.
 
 #![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
 
@@ -31,7 +32,7 @@ use serde_json::{Value, json};
 use super::embedded_default::tiny;
 use super::small_run::SmallRun;
 
-/// What the tests load with: the tiny backbone's tokenizer.
+/// Settings to load rows with; the tokenizer is the tiny backbone's.
 struct World {
     tokenizer: TextTokenizer,
     template: ChatTemplate,
@@ -78,7 +79,7 @@ fn strings(of: impl Fn(usize) -> String) -> ArrayRef {
     Arc::new(StringArray::from_iter_values((0..COUNT).map(of)))
 }
 
-/// A conversation of two turns a row, as the Hub's columns have them.
+/// One conversation of two turns per row, in the columns of Hub data sets.
 fn conversations(names: [&str; 2], speakers: [&str; 2]) -> ArrayRef {
     let field = |name: &str| Arc::new(Field::new(name, DataType::Utf8, true));
     let roles: ArrayRef = Arc::new(StringArray::from_iter_values((0..2 * COUNT).map(|turn| speakers[turn % 2])));
@@ -97,7 +98,7 @@ fn ids(row: usize) -> Vec<i64> {
     (0..2 + row % 90).map(|t| ((row * 7 + t * 3) % 1500) as i64).collect()
 }
 
-/// A shape of rows: one row as JSON, and all of them as columns.
+/// A format of rows: one row as JSON, and all of them as columns.
 type Shape = (&'static str, fn(usize) -> Value, fn() -> Vec<(&'static str, ArrayRef)>);
 
 const SHAPES: [Shape; 5] = [
@@ -133,7 +134,7 @@ const SHAPES: [Shape; 5] = [
     ),
 ];
 
-/// Two members, as `cat a.gz b.gz` makes them, cut within a row.
+/// Two gzip members, as from `cat a.gz b.gz`, split within a row.
 fn gzip(bytes: &[u8]) -> Vec<u8> {
     let (one, two) = bytes.split_at(bytes.len() / 3);
     let member = |part: &[u8]| {
@@ -168,7 +169,7 @@ fn arrow_stream(batch: &RecordBatch) -> Vec<u8> {
     writer.into_inner().expect("an end")
 }
 
-/// A shape in every container.
+/// The rows of one format in every container.
 fn containers((name, row, columns): Shape) -> Vec<(String, Vec<u8>)> {
     let rows: Vec<String> = (0..COUNT).map(|at| row(at).to_string()).collect();
     let (lines, array) = (rows.join("\n"), format!("\u{feff}[\n{}\n]\n", rows.join(",\n ")));
@@ -223,7 +224,7 @@ fn a_file_that_is_cut_off_is_one_clear_error() {
     let (world, path) = (World::new(), dir.path().join("rows"));
     for (name, bytes) in containers(SHAPES[3]) {
         if name.ends_with("array") {
-            continue; // cut it is JSON that ends too early, as lines may: see tests/data.rs
+            continue; // truncated, it is JSON that ends too early, like lines: see tests/data.rs
         }
         fs::write(&path, &bytes[..bytes.len() * 2 / 3]).unwrap();
         for skip_bad_rows in [false, true] {
@@ -342,7 +343,7 @@ fn a_second_start_reads_no_data() {
     let (rows, report) = world.watched(&path, Some(&hear)).unwrap();
     assert_eq!(heard.into_inner(), lines.len() as u64);
     assert!(report.tokenised.is_some_and(|took| took.tokens >= report.counts.tokens));
-    // No byte of it is right any more; size, time and place are.
+    // The content is no longer valid, but size, time and path are unchanged.
     fs::write(&path, "#".repeat(lines.len())).unwrap();
     settle();
     let (again, report) = world.load(&path).unwrap();

@@ -10,13 +10,13 @@ use tch::{Device, Kind, Tensor};
 
 use crate::decoding::World;
 
-const TOP_K: usize = 40; // of 264 tokens: untrained heads are right now and then
+const TOP_K: usize = 40; // 40 of 264 tokens: even untrained heads are sometimes right
 
-/// Straight from the definition: every head at every position, every guess.
+/// Counts straight from the definition: every head at every position, every guess.
 fn counted_by_hand(world: &World, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64>>, Vec<u64>) {
     let llama =
         Llama::load(&world.path("b"), Kind::Float, Device::Cpu, Purpose::Training).expect("the backbone of this test");
-    let heads = Heads::load(&world.path("h"), &llama).expect("its heads").for_decoding(); // as they will guess
+    let heads = Heads::load(&world.path("h"), &llama).expect("its heads").for_decoding(); // in the dtype and layout of decoding
     let (mut counts, mut totals) = (vec![vec![0; TOP_K]; heads.num_heads()], vec![0; heads.num_heads()]);
     for (ids, labels) in rows {
         let mask = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);

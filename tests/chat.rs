@@ -1,4 +1,4 @@
-//! A conversation is rendered and tokenised as transformers does it, and exactly what the assistant says carries loss.
+//! A conversation is rendered and tokenized as by transformers, and exactly the assistant's text carries loss.
 
 #![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
 
@@ -30,7 +30,7 @@ fn tiny() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny/backbone")
 }
 
-/// A backbone's tokenizer, a template, and a folder for files of rows.
+/// A backbone's tokenizer, a template, and a folder for data files.
 struct World {
     tokenizer: TextTokenizer,
     template: Option<ChatTemplate>,
@@ -53,7 +53,7 @@ impl World {
         }
     }
 
-    /// With the tiny backbone's tokenizer and a template of this source.
+    /// The tiny backbone's tokenizer with a template of this source.
     fn with_source(source: &str) -> Self {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join("x.jinja");
@@ -87,7 +87,7 @@ impl World {
         self.load(&self.write("rows.jsonl", &lines.join("\n")))
     }
 
-    /// The texts that carry loss in the row of one conversation, and all of its text.
+    /// The spans of text that carry loss in a one-conversation row, and the whole text.
     fn learned(&self, conversation: Value) -> (Vec<String>, String) {
         let (rows, _) = self.lines(&[json!({"messages": conversation})]).expect("a row");
         let TokenRow { input_ids, labels } = &rows[0];
@@ -105,7 +105,7 @@ fn talk(turns: &[(&str, &str)]) -> Value {
     turns.iter().map(|(role, content)| json!({"role": role, "content": content})).collect()
 }
 
-/// `scripts/make_chat_fixtures.py` says how these files were made.
+/// `scripts/make_chat_fixtures.py` documents how these files were made.
 fn fixture_named(name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
     serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("JSON")
@@ -115,7 +115,7 @@ fn fixture() -> Value {
     fixture_named("chat.json")
 }
 
-/// What the fixture says a row is; `None` where there is none.
+/// The fixture's row; `None` if no token carries loss.
 fn expected_row(case: &Value) -> Option<TokenRow> {
     let input_ids: Vec<i32> = case["ids"].as_str()?.split(' ').map(|id| id.parse().expect("an id")).collect();
     let mask = case["mask"].as_str()?.bytes();
@@ -169,7 +169,7 @@ fn digest_of_tokens(row: &TokenRow) -> String {
     digest(&format!("{}\n{mask}", ids.join(" ")))
 }
 
-/// The conversations of the fixture: rows as their files have them, `tests/fixtures/data`.
+/// The rows of the fixture's conversations in `tests/fixtures/data`.
 fn two_hundred(files: &Value) -> Vec<Value> {
     let rows = |(name, count): (&String, &Value)| -> Vec<Value> {
         let text = fs::read_to_string(published("data").join(name)).expect("a file of tests/fixtures/data");
@@ -181,7 +181,7 @@ fn two_hundred(files: &Value) -> Vec<Value> {
     files.as_object().expect("files").iter().flat_map(rows).collect()
 }
 
-/// The turns of a row in the words of a template.
+/// The turns of a row with a template's roles.
 fn in_words_of(row: &Value, shows_tools: bool) -> Vec<Message> {
     let text =
         |turn: &Value, names: [&str; 2]| names.iter().find_map(|name| turn[*name].as_str()).expect("text").to_owned();
@@ -223,7 +223,7 @@ fn two_hundred_published_conversations_are_those_of_transformers() {
 
 #[test]
 fn a_template_that_rewrites_earlier_turns_is_masked_by_where_the_answers_stand() {
-    // Thoughts stay in the last answer only, and the last answer always has some.
+    // Reasoning is kept only in the last answer, and the last answer always has some.
     let thinking = "{% for m in messages %}{{ '<|' + m.role + '|>' }}\
         {% if m.role == 'assistant' and loop.last %}{{ '(thinks)' }}{% endif %}{{ m.content.strip() + eos_token + '\n' }}\
         {% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
@@ -232,7 +232,7 @@ fn a_template_that_rewrites_earlier_turns_is_masked_by_where_the_answers_stand()
     assert_eq!(learned, ["yes<|end|>", "yes<|end|>"]);
     assert!(text.ends_with("<|assistant|>(thinks)yes<|end|>\n"), "{text}");
 
-    // The end of the text is not the end of a turn, and the generation prompt is not written.
+    // The end of the text is not the end of a turn, and there is no generation prompt.
     let closed = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + eos_token }}{% endfor %}{{ '<|user|>' }}";
     let (learned, _) = World::with_source(closed).learned(turns.clone());
     assert_eq!(learned, [" yes <|end|>", "yes<|end|><|user|>"]);
@@ -255,7 +255,7 @@ fn what_tools_say_stays_and_is_not_learned() {
     let chatml = World::new(&tiny(), "chatml").learned(turns.clone()).1;
     assert!(chatml.contains("<|im_start|>tool\nthree<|im_end|>"), "a role that the template shows stays: {chatml}");
     let marked = World::with_source(fixture()["generation_template"].as_str().unwrap()).learned(turns);
-    assert_eq!(marked.0, [" It is 3.<|end|>"]); // a token across the border is learned whole
+    assert_eq!(marked.0, [" It is 3.<|end|>"]); // a token across the border carries loss as a whole
 }
 
 #[test]
@@ -521,7 +521,7 @@ fn published_conversations_are_read() {
     let files = ["sharegpt_500.json", "sharegpt_toolcall_300.json", "messages_1k.jsonl"]
         .map(|file| published("data").join(file));
     let (answers, kept) = ([1000, 746, 1100], [500, 299, 1000]);
-    // Tokens and tokens with loss, as transformers counts them when it renders turn by turn.
+    // Tokens and tokens with loss, as counted by transformers when it renders turn by turn.
     let vicuna = [(44_180, 16_836), (137_240, 86_296), (91_587, 34_820)];
     let chatml = [(55_960, 22_646), (153_381, 90_228), (90_620, 40_821)];
     let too_long: BTreeMap<_, _> = [(DropReason::NoLabelLeft, 1)].into(); // 6,293 Chinese characters before the only answer

@@ -1,5 +1,5 @@
-//! Promise: `medusa chat` answers turn after turn, from a terminal or a pipe, with the tokens of `medusa generate`; signals stop an
-//! answer or the program as a user expects, and hours of it take no more memory than minutes.
+//! Promise: `medusa chat` answers turn after turn, from a terminal or a pipe, with the tokens of `medusa generate`;
+//! signals stop an answer or the program as a user expects, and memory does not grow over hours of chatting.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
@@ -23,7 +23,7 @@ fn with_template() -> World {
     world
 }
 
-/// stdout and stderr of a conversation from a pipe that ends well.
+/// stdout and stderr of a conversation from a pipe; it must succeed.
 fn said(world: &World, more: &[&str], lines: &str) -> (String, String) {
     let output = world.medusa(&[&CHAT[..], more].concat()).write_stdin(lines).assert().success().get_output().clone();
     (String::from_utf8(output.stdout).expect("UTF-8"), String::from_utf8(output.stderr).expect("UTF-8"))
@@ -45,7 +45,7 @@ fn turns_are_answered_as_generate_answers_them_plainly_and_with_heads() {
     let seven = ["--max-new-tokens", "7"];
     let mut expected = world.json(&[&["generate", "--backbone", "b", "--prompts", "p.jsonl"][..], &seven].concat());
     for more in [&seven[..], &[&seven[..], &HEADS].concat()] {
-        let mut talked = answers(&world, more, "ab\nba\r\n\nc"); // an empty line says nothing
+        let mut talked = answers(&world, more, "ab\nba\r\n\nc"); // an empty line is no turn
         assert_eq!(talked.len(), 3);
         for (answer, expected) in talked.iter_mut().zip(&mut expected) {
             let keys = |line: &Value| line.as_object().expect("an object").keys().cloned().collect::<Vec<_>>();
@@ -114,7 +114,7 @@ fn a_full_context_ends_the_answer_and_a_turn_that_does_not_fit_is_dropped() {
     assert_eq!(stderr.matches("this turn was dropped").count(), 2, "{stderr}");
 }
 
-/// A conversation that goes on while a test looks at it.
+/// A running conversation.
 struct Talk {
     child: Child,
     stdin: ChildStdin,
@@ -156,7 +156,7 @@ impl Talk {
         child.wait().expect("it ends").code()
     }
 
-    /// Memory that it has now, in KiB.
+    /// Resident memory in KiB.
     #[cfg(target_os = "linux")]
     fn resident_kib(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
@@ -165,7 +165,7 @@ impl Talk {
     }
 }
 
-/// Room for an answer that takes longer than any test waits.
+/// A world with a context long enough for an answer that outlasts any test.
 fn endless() -> World {
     let world = World::new();
     let mut config: Value =
@@ -175,10 +175,10 @@ fn endless() -> World {
     world
 }
 
-/// An answer that has begun and will not end by itself.
+/// A conversation in the middle of an answer that will not end by itself.
 #[cfg(unix)]
 fn amid_an_answer(world: &World) -> Talk {
-    // At a temperature, since what a random backbone finds most probable may never be a whole character.
+    // With a temperature, because the most probable tokens of a random backbone may never form a whole character.
     let mut talk = Talk::start(world, &[&CHAT[..], &["--max-new-tokens", "19000", "--temperature", "1"]].concat());
     talk.say("ab");
     talk.stdout.read_exact(&mut [0]).expect("the answer begins");
@@ -208,7 +208,7 @@ fn sigterm_ends_the_program_amid_an_answer_and_ctrl_c_at_the_prompt() {
     talk.say("ab");
     talk.hear();
     let status = loop {
-        // Until it is back at the prompt, a signal is one for the answer.
+        // Until it is back at the prompt, a signal stops only the answer.
         talk.signal("-INT");
         std::thread::sleep(std::time::Duration::from_millis(50));
         if let Some(status) = talk.child.try_wait().expect("a child") {
@@ -218,11 +218,12 @@ fn sigterm_ends_the_program_amid_an_answer_and_ctrl_c_at_the_prompt() {
     assert_eq!(status.code(), Some(130), "nothing to stop but the program");
 }
 
-/// What an allocator may do; a cache of 64 KiB that each of 18 answers left behind would be more.
+/// Tolerance for the allocator; a leaked cache of 64 KiB per answer would exceed it after 18 answers.
 #[cfg(target_os = "linux")]
 const GROWTH_KIB: u64 = 512;
 
-/// Memory in KiB after a quarter of the answers, and after all of them: three a round, of 40 tokens each, by one `medusa chat`.
+/// Memory of one `medusa chat` in KiB after a quarter of the answers and after all of them: three per round, of 40
+/// tokens each.
 #[cfg(target_os = "linux")]
 fn memory_of_chat(world: &World, rounds: usize) -> [u64; 2] {
     let flags = ["--json", "--max-new-tokens", "40"];
@@ -239,8 +240,8 @@ fn memory_of_chat(world: &World, rounds: usize) -> [u64; 2] {
     memory.try_into().expect("two of the rounds")
 }
 
-/// The same of one `medusa generate`, with a prompt for an answer. The last prompts are so long that what they print does not fit
-/// the pipe: the process waits for its reader and can be looked at.
+/// The same for one `medusa generate`, with one prompt per answer. The last prompts are so long that their output does
+/// not fit into the pipe: the process waits for its reader and can be inspected.
 #[cfg(target_os = "linux")]
 fn memory_of_generate(world: &World, rounds: usize) -> [u64; 2] {
     const WARM_UP: usize = 4;

@@ -1,4 +1,5 @@
-//! The command line: every verb shows an example, errors are one line a cause on stderr, exit statuses are as documented.
+//! The command line: every verb shows an example, errors go to stderr with one line per cause, and exit statuses are as
+//! documented.
 
 use assert_cmd::Command;
 use clap::{Args, Command as ClapCommand, FromArgMatches};
@@ -53,7 +54,7 @@ fn help_lists_the_flags_that_a_verb_uses() {
             "{help}"
         );
     }
-    medusa(&["inspect", "Cargo.toml", "--seed", "1"]).assert().code(1); // hidden, and accepted as ever
+    medusa(&["inspect", "Cargo.toml", "--seed", "1"]).assert().code(1); // hidden, but still accepted
     let mut train = Command::cargo_bin("medusa-train").expect("the binary is built with the tests");
     let help = stdout(train.arg("--help"));
     let (options, common) = help.split_once("Common flags:").expect("both headings");
@@ -115,7 +116,7 @@ fn a_file_that_cannot_be_written_is_told_before_any_work() {
     }
 }
 
-/// Runs in a process of its own: there the verb panics.
+/// Runs in a separate process, where the verb panics.
 #[test]
 fn a_bug_is_status_101_with_its_line_and_backtrace() {
     const CHILD: &str = "MEDUSA_TEST_VERB_PANICS";

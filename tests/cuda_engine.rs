@@ -1,5 +1,6 @@
-//! Promise: the GPU's own loop makes the texts of libtorch's, whatever backbone, heads, tree and acceptance; what it cannot do it says.
-//! Without a GPU: the loop runs on the oracle of its kernels, in float32 on the CPU.
+//! Promise: the CUDA loop decodes the texts of libtorch's loop for every backbone, heads, tree and acceptance rule, and
+//! refuses unsupported requests with the reason. Without a GPU, the loop runs on the oracles of its kernels, in float32
+//! on the CPU.
 
 use std::ops::ControlFlow;
 
@@ -60,9 +61,9 @@ fn config(num_key_value_heads: i64, sliding_window: Option<i64>, context: i64) -
     }
 }
 
-/// Weights large enough that attention matters and the text does not settle on one token.
+/// Random weights, large enough that attention matters and the text does not settle on one token.
 fn backbone(config: LlamaConfig, seed: u64) -> Llama {
-    tch::set_num_threads(1); // tests run side by side
+    tch::set_num_threads(1); // tests run in parallel
     let llama = Llama::random(config, Kind::Float, Device::Cpu, seed);
     for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
         let _ = weight.shallow_clone().g_mul_scalar_(8.0);
@@ -96,7 +97,7 @@ fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
     |_| ControlFlow::Continue(())
 }
 
-/// On the host, with heads: the oracle.
+/// Decodes on the host with heads: the oracle.
 fn with_heads(
     llama: &Llama,
     (drafter, acceptance): (&MedusaDrafter, Acceptance),
@@ -105,7 +106,7 @@ fn with_heads(
     generate::drafted(llama, drafter.clone(), acceptance, request, &mut go_on())
 }
 
-/// All but the times.
+/// Compares everything except the times.
 #[track_caller]
 fn assert_same(got: &Generation, expected: &Generation, of: &str) {
     assert_eq!(got.new_ids, expected.new_ids, "{of}");
@@ -123,7 +124,7 @@ fn trees() -> [SparseTree; 4] {
     ]
 }
 
-/// One world after the other, the same in every run: backbones, heads, trees, rules, prompts and limits.
+/// Many random settings, the same in every run: backbones, heads, trees, rules, prompts and limits.
 #[test]
 fn texts_are_those_of_the_loop_on_libtorch() {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
@@ -229,7 +230,7 @@ fn prompts_of_any_length_are_run_in_pieces() {
     }
 }
 
-/// The cache of the engine has blocks of 4096 tokens, of which a step keeps the last 128 for itself.
+/// The engine's cache has blocks of 4096 tokens, of which a step reserves the last 128.
 #[test]
 fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
     let context = 4200;
@@ -243,7 +244,7 @@ fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
     let mut text: Vec<i64> = vec![1];
     let mut rooms = vec![];
     assert_eq!(engine.engine().plan().room(), 4096);
-    // Up to just before the border and over it, and to the end.
+    // Stops just before the border, just after it, and near the end of the context.
     for until in [3955, 4085, 4190] {
         text.extend((text.len() as i64..until).map(|at| (at * at / 7) % VOCABULARY));
         let request = request(&text, 30);
@@ -434,7 +435,7 @@ fn no_text_grows_beyond_the_context_that_was_asked_for() {
     assert!(error.contains("the prompt has 4 tokens, but the backbone's context is 4"), "{error}");
 }
 
-/// As `examples/gpu_check` compares them on a GPU: here one kernel does nothing, and that is what is told.
+/// Like `examples/gpu_check` on a GPU, but one kernel does nothing, which must be reported.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
@@ -468,8 +469,8 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     assert!(right.iter().all(|(_, of)| of.distance < 0.01), "{right:?}");
 }
 
-/// The kernels' own code, compiled for the CPU, under the whole loop: each beside its oracle on the same inputs. In 16 bits, near ties
-/// part texts; of these seeds the greedy ones are the same.
+/// Runs the whole loop on the kernels' own code, compiled for the CPU, each kernel next to its oracle on the same
+/// inputs. In 16 bits, near ties can change texts; with these seeds the greedy texts are equal.
 #[test]
 #[cfg(target_os = "linux")]
 fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {

@@ -1,5 +1,6 @@
-//! Every kernel of a GPU's decoding step computes what its oracle on tensors computes: run on the CPU, by an emulator that knows what
-//! blocks, warps and their instructions do. What a GPU's own rounding, timing and memory model do is not shown here.
+//! Every kernel of a decoding step on the GPU computes what its oracle on tensors computes. The kernels run on the CPU,
+//! in an emulator of blocks, warps and their instructions; a GPU's own rounding, timing and memory model are not tested
+//! here.
 #![cfg(target_os = "linux")]
 #![expect(unsafe_code, reason = "kernels are C++ that a test builds and loads")]
 
@@ -30,19 +31,19 @@ const ROWS: [i64; 10] = [1, 2, 7, 8, 9, 16, 63, 64, 65, 128];
 const CONTEXTS: [i64; 6] = [0, 1, 63, 64, 65, 4095];
 const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Half];
 
-/// What a case is made of: random numbers of its own, memory that ends where tensors end, an order of threads, a dtype.
+/// The setting of one test case: random numbers, memory that ends where tensors end, an order of threads, a dtype.
 struct Case {
     name: String,
     memory: Memory,
     kind: Kind,
     order: Order,
     seed: u64,
-    /// What its tensors are drawn from: libtorch's generator is shared with every test that runs beside.
+    /// The source of random tensors; libtorch's generator is shared with concurrent tests.
     draws: RefCell<ChaCha8Rng>,
 }
 
 impl Case {
-    /// Dtype and order follow the number, so that all of them come; in the other turn both are the other.
+    /// Dtype and order depend on `number`, so that all combinations occur; the other `turn` has the opposite ones.
     fn new(number: usize, turn: usize, name: String) -> Self {
         let order = [Order::Forwards, Order::Backwards][(number / 2 + turn) % 2];
         let kind = KINDS[(number + turn) % 2];
@@ -64,7 +65,7 @@ impl Case {
         ChaCha8Rng::seed_from_u64(self.seed)
     }
 
-    /// Normal numbers of deviation 1, of the case's dtype.
+    /// Normal numbers with standard deviation 1, in the case's dtype.
     fn normal(&self, size: &[i64]) -> Tensor {
         self.memory.tensor(&self.gaussian(size).to_kind(self.kind))
     }
@@ -77,14 +78,14 @@ impl Case {
         self.memory.tensor(&(self.uniform(size) * bound).to_kind(Kind::Int))
     }
 
-    /// Float64, from 0 to below 1.
+    /// Float64 numbers in [0, 1).
     fn uniform(&self, size: &[i64]) -> Tensor {
         let count = size.iter().product::<i64>();
         let numbers: Vec<f64> = (0..count).map(|_| self.draws.borrow_mut().random()).collect();
         Tensor::from_slice(&numbers).view(size)
     }
 
-    /// Float32 of deviation 1: the inverse of the normal distribution at [`Case::uniform`].
+    /// Float32 normal numbers with standard deviation 1: the inverse of the normal distribution at [`Case::uniform`].
     fn gaussian(&self, size: &[i64]) -> Tensor {
         ((self.uniform(size) * 2.0 - 1.0).erfinv() * 2f64.sqrt()).to_kind(Kind::Float)
     }
@@ -97,7 +98,7 @@ impl Case {
         self.memory.poisoned(size, kind)
     }
 
-    /// A random tree of `n` nodes, or the root alone.
+    /// A random tree of `n` nodes; with `n` = 1, only the root.
     fn nodes(&self, n: i64) -> Nodes {
         let mut rng = self.rng();
         let mut paths: Vec<Vec<usize>> = vec![vec![]];
@@ -125,18 +126,20 @@ impl Case {
         self.memory.tensor(&state::before_first(context, 0, 0, Device::Cpu))
     }
 
-    /// Numbers of a kernel, each within `units` of the last bits of its dtype, plus what sums of numbers of size `scale` may differ.
+    /// Checks a kernel's numbers: each must be within `units` last bits of its dtype, plus the error of sums of numbers
+    /// of size `scale`.
     ///
-    /// Kernel and oracle round the same float32 number once; where it lies between two, either may come: one unit.
+    /// Kernel and oracle round the same float32 number once; if it lies near a midpoint, either neighbour is valid: one
+    /// unit.
     fn assert_close(&self, got: &Tensor, expected: &Tensor, units: f64, scale: f64) {
         let unit = match got.kind() {
             Kind::BFloat16 => 2f64.powi(-7),
             Kind::Half => 2f64.powi(-10),
-            _ => 2f64.powi(-20), // of float32: sums of thousands of numbers in another order
+            _ => 2f64.powi(-20), // float32: sums of thousands of numbers in another order
         };
         let (got, expected) = (got.to_kind(Kind::Double), expected.to_kind(Kind::Double));
         let allowed = expected.abs() * (unit * units) + scale * unit * units / 8.0;
-        let wrong = (&got - &expected).abs().le_tensor(&allowed).logical_not(); // NaN is wrong, too
+        let wrong = (&got - &expected).abs().le_tensor(&allowed).logical_not(); // true for NaN
         let count = i64::try_from(wrong.sum(Kind::Int64)).expect("a number");
         if count > 0 {
             let at = Vec::<i64>::try_from(wrong.nonzero().i(0)).expect("an index");
@@ -156,7 +159,7 @@ impl Case {
     }
 }
 
-/// Every case in one dtype and order of threads, and in the other dtype and order.
+/// Runs every case in one dtype and order of threads, and again in the other dtype and order.
 fn cases<T: std::fmt::Debug + Copy>(of: impl IntoIterator<Item = T>, check: impl Fn(&Case, T)) {
     for (number, what) in of.into_iter().enumerate() {
         for turn in [0, 1] {
@@ -169,7 +172,7 @@ fn product<A: Copy, B: Copy>(a: &[A], b: &[B]) -> Vec<(A, B)> {
     a.iter().flat_map(|&a| b.iter().map(move |&b| (a, b))).collect()
 }
 
-/// What a kernel and its oracle write, each into its own copy of a tensor.
+/// Two copies of a tensor, one for a kernel's output and one for its oracle's.
 fn both(case: &Case, of: &Tensor) -> [Tensor; 2] {
     [case.memory.tensor(of), of.copy()]
 }
@@ -210,7 +213,7 @@ fn positions_go_into_queries_and_keys_and_both_into_the_cache() {
     cases(shapes, |case, ((n, context, d), (q, g))| {
         let (nodes, state) = (case.nodes(n), case.state(context));
         let places = Places { nodes: &nodes, state: &state };
-        let room = context + n; // not a row more
+        let room = context + n; // no spare row
         let table = || case.floats(&[room, d / 2]).sin_();
         let rotations = Rotations { cos_sd: case.memory.tensor(&table()), sin_sd: case.memory.tensor(&table()) };
         let qkv_nh = case.normal(&[n, (q + 2 * g) * d]);
@@ -226,7 +229,7 @@ fn positions_go_into_queries_and_keys_and_both_into_the_cache() {
     });
 }
 
-/// Attention of a step of `n` rows behind `context` tokens.
+/// Checks attention of a step of `n` rows after `context` tokens.
 fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<i64>, splits: i64) {
     let (nodes, state) = (case.nodes(n), case.state(context));
     let places = Places { nodes: &nodes, state: &state };
@@ -241,13 +244,14 @@ fn check_attention(case: &Case, [n, context, q, g, d]: [i64; 5], window: Option<
     let launches = launches::tree_attention(&q_nqd, &kv_2gsd, places, (scale, window), &parts, &got);
     case.emulator(d).run_all(&launches, case.order);
     oracle::tree_attention(&q_nqd, &kv_2gsd, places, scale, window, &expected);
-    // Probabilities are rounded for their product with values of size 1: sums of up to thousands of errors of either sign.
+    // Probabilities are rounded before their product with values of size 1: sums of up to thousands of errors of either
+    // sign.
     case.assert_close(&got, &expected, 1.0, 4.0);
 }
 
 #[test]
 fn attention_sees_the_committed_tokens_and_the_nodes_above() {
-    // Every context with every number of rows; head sizes, heads, windows and splits take turns.
+    // Every context with every number of rows; head sizes, heads, windows and splits vary in turn.
     for (number, (context, n)) in product(&CONTEXTS, &ROWS).into_iter().enumerate() {
         let (q, g) = HEADS[number % 4];
         let (d, window) = ([64, 128][number / 3 % 2], [None, Some(5), None, Some(64), Some(4000)][number % 5]);
@@ -262,7 +266,7 @@ fn attention_sees_the_committed_tokens_and_the_nodes_above() {
 
 #[test]
 fn products_are_those_of_every_row_and_weight() {
-    // Columns that fill no tile, depths that fill no stage, and the tall tiles of a vocabulary.
+    // Columns that do not fill a tile, depths that do not fill a stage, and the tall tiles of a vocabulary.
     let weights = [(40, 8), (64, 64), (100, 328), (8200, 72)];
     cases(product(&ROWS, &weights), |case, (n, (m, k))| {
         if m > 1000 && ![1, 8, 9, 64, 65, 128].contains(&n) {
@@ -270,7 +274,7 @@ fn products_are_those_of_every_row_and_weight() {
         }
         let (x_nk, w_mk) = (case.normal(&[n, k]), case.normal(&[m, k]));
         let of = Product { rows: n, outputs: m, inputs: k, to_float32: true };
-        // Every own kernel that holds the rows, to float32 and to the case's dtype in turn.
+        // Every own kernel that supports the rows, writing float32 and the case's dtype in turn.
         for (way, kind) in
             of.own_ways().into_iter().zip([Kind::Float, case.kind].into_iter().cycle().skip(k as usize / 8 % 2))
         {
@@ -303,12 +307,12 @@ fn heads_read_the_last_accepted_row_or_their_own() {
     });
 }
 
-/// Logits with many equals: of 20 different numbers.
+/// Logits with many ties: only 20 distinct values.
 fn logits_with_ties(case: &Case, size: &[i64]) -> Tensor {
     case.memory.tensor(&case.below(20, size).to_kind(Kind::Float))
 }
 
-/// Kernel and oracle.
+/// Compares the kernel with its oracle.
 fn check_best(case: &Case, logits_nv: &Tensor) -> Vec<i64> {
     let [got, expected] = both(case, &case.output_of(&[logits_nv.size()[0]], Kind::Int));
     case.run(&[launches::best(logits_nv, &got)]);
@@ -338,7 +342,7 @@ fn probabilities_and_entropies_are_those_of_a_softmax() {
         let (nodes, tokens_n) = (case.nodes(n), case.below(v.min(70), &[n]));
         let logits_nv = case.memory.tensor(&(case.floats(&[n, v]) * 4));
         if v > 100 {
-            let _ = logits_nv.narrow(1, 70, 20).fill_(f64::NEG_INFINITY); // tokens that cannot be
+            let _ = logits_nv.narrow(1, 70, 20).fill_(f64::NEG_INFINITY); // impossible tokens
         }
         let [log_p, log_p_oracle] = both(case, &case.output_of(&[n], Kind::Float));
         let [entropy, entropy_oracle] = both(case, &case.output_of(&[n], Kind::Float));
@@ -349,7 +353,7 @@ fn probabilities_and_entropies_are_those_of_a_softmax() {
     });
 }
 
-/// Kernel and oracle.
+/// The tokens drawn by the kernel and by its oracle.
 fn draw_both(case: &Case, logits_nv: &Tensor, [temperature, top_p]: [f64; 2]) -> [Tensor; 2] {
     let n = logits_nv.size()[0];
     let (nodes, state) = (case.nodes(n), case.state(40));
@@ -377,7 +381,8 @@ fn a_token_is_drawn_where_the_number_of_its_position_falls() {
             }
         },
     );
-    // By float32's last bits a nucleus of thousands may end at the neighbour, and all borders behind it move: seldom, but it may be.
+    // Because of float32's last bits, a nucleus of thousands of tokens may end one token later, which moves all later
+    // borders: rare, but valid.
     assert!(at_borders.get() <= 2, "{} of {} rows are drawn otherwise", at_borders.get(), rows.get());
 }
 
@@ -389,7 +394,7 @@ fn of_what_is_no_number_no_token_is_chosen() {
             let _ = logits_nv.i((row, v - 2)).fill_(bad);
         }
         let _ = logits_nv.i(2).fill_(f64::NEG_INFINITY);
-        let _ = logits_nv.i((4, 1)).fill_(f64::NEG_INFINITY); // a token that cannot be is none of these
+        let _ = logits_nv.i((4, 1)).fill_(f64::NEG_INFINITY); // a finite row with one impossible token stays valid
         let is_chosen = |chosen: Vec<i64>| chosen.iter().map(|&token| (0..v).contains(&token)).collect::<Vec<_>>();
         let best = check_best(case, &logits_nv);
         assert_eq!((best[1], best[2], best[3]), (-1, -1, -1), "{}", case.name);
@@ -423,7 +428,7 @@ fn rules_accept_the_paths_that_they_accept_on_the_host() {
         same(&|out| launches::walk(&nodes, &tokens_n, &chosen_n, out), &|out| {
             oracle::walk(&nodes, &tokens_n, &chosen_n, out);
         });
-        // Few different numbers: paths of equal length, and equally likely ones.
+        // Few distinct numbers, so that paths of equal length and equal probability occur.
         let log_p_n = case.memory.tensor(&(case.below(4, &[n]) * -0.75 - 0.25).to_kind(Kind::Float));
         let entropy_n = case.memory.tensor(&case.below(3, &[n]).to_kind(Kind::Float));
         let rule = TypicalAcceptance::default();
@@ -439,7 +444,7 @@ fn what_was_accepted_stays_and_the_next_tree_is_filled() {
     cases(shapes, |case, ((n, context), d)| {
         let mut rng = case.rng();
         let count = rng.random_range(1..=n.min(11));
-        // A path ascends from the root; behind it stands what is not read.
+        // A path ascends from the root; the entries after it are not read.
         let mut rows: Vec<i64> =
             rand::seq::index::sample(&mut rng, n as usize, count as usize).iter().map(|row| row as i64).collect();
         rows.sort_unstable();
@@ -471,7 +476,7 @@ fn what_was_accepted_stays_and_the_next_tree_is_filled() {
     });
 }
 
-/// What the emulator says of a kernel, in both orders of threads: `OUT[thread]`, or the error.
+/// Runs a kernel in the emulator in both orders of threads: `OUT[thread]`, or the error.
 fn of_kernel(body: &str, threads: u32, shared_bytes: u32) -> [Result<Vec<i64>, String>; 2] {
     let memory = Memory::default();
     let source = format!(
@@ -516,7 +521,7 @@ fn the_emulator_finds_what_a_gpu_would_not_forgive() {
             assert!(outcome.as_ref().is_err_and(|error| error.contains(words)), "{body}: {outcome:?}");
         }
     }
-    // What no error can tell makes the orders differ, or comes out as poison.
+    // Faults without an error show as a difference between the orders, or as poison.
     let racing = of_kernel(
         "SHARED int last; last = threadIdx.x; out[threadIdx.x] = last; __syncthreads(); out[threadIdx.x] = last;",
         64,
@@ -547,7 +552,7 @@ fn the_emulator_rounds_as_libtorch_does() {
         assert_eq!(case.kind, kind);
         let x_nh = all.view_dtype(kind);
         let finite = |x: &Tensor| x.to_kind(Kind::Float).nan_to_num(0.0, 1e30, -1e30);
-        let x_nh = finite(&x_nh).to_kind(kind); // without NaN; what is too large for the dtype is infinite again
+        let x_nh = finite(&x_nh).to_kind(kind); // without NaN; numbers too large for the dtype become infinite again
         for seed in 0..4 {
             let delta_nh = case.memory.tensor(&x_nh.index_select(1, &Generator::seeded(seed).permutation(65536)));
             let weight_h = case.memory.tensor(&Tensor::ones([65536], (kind, Device::Cpu)));

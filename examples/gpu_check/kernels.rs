@@ -1,4 +1,4 @@
-//! Every kernel of a step against its oracle.
+//! Compares every kernel of a step with its oracle.
 
 use std::collections::BTreeSet;
 
@@ -17,20 +17,20 @@ use tch::Device;
 
 use crate::random::{SHAPES, backbone, config, go_on, heads, prompt, tree};
 
-/// Nodes of a tree, and tokens before it.
+/// Nodes of a tree, and tokens in the context.
 pub(crate) const STEPS: [(usize, i64); 5] = [(2, 1), (9, 63), (64, 64), (64, 700), (128, 4090)];
-/// The farthest that a kernel may be from its oracle: both sum in float32 and round to 16 bits once, attention rounds its probabilities,
-/// too. Integers may not differ at all.
+/// The largest distance of a kernel from its oracle: both sum in float32 and round to 16 bits once, and attention also
+/// rounds its probabilities. Integers must be equal.
 const FARTHEST: f64 = 0.01;
-/// But of what is drawn so many rows may: where a nucleus or a number ends at a border between two tokens, sums in another order take the
-/// neighbour.
+/// The number of drawn tokens that may differ: if a nucleus or a random number ends at a border between two tokens,
+/// another order of summation selects the neighbour.
 const FARTHEST_DRAWN: f64 = 2.0;
 
 fn is_far(kernel: &str, distance: f64) -> bool {
     distance > if kernel == "draw" { FARTHEST_DRAWN } else { FARTHEST }
 }
 
-/// Steps of which each kernel runs beside its oracle, greedy, typical and drawn.
+/// Runs each kernel of these steps next to its oracle, with greedy, typical and rejection acceptance.
 pub(crate) fn beside_oracle(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     let rules = [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)];

@@ -1,12 +1,11 @@
-//! What only a GPU can show of its own loop: the kernels beside their oracle, the loop beside libtorch's, times of its steps, on random
-//! weights. `scripts/gpu_check` runs it and keeps what it prints, a JSON object a line.
-//!
+//! Checks that need a GPU: the kernels against their oracles, the CUDA loop against libtorch's, and step times, on
+//! random weights. `scripts/gpu_check` runs it and records its output, one JSON object per line.
 //! ```text
 //! cargo build --release --locked --example gpu_check
 //! target/release/examples/gpu_check gpu-check steps
 //! ```
 //!
-//! Every other command line is `medusa`'s, so that one program is all that is carried to a machine with a GPU.
+//! Any other command line runs as `medusa`, so that a machine with a GPU needs only this one program.
 
 use std::ffi::OsStr;
 use std::process::ExitCode;
@@ -21,7 +20,7 @@ mod random;
 mod steps;
 mod texts;
 
-/// The word that asks for a check.
+/// The first argument that selects a check.
 const VERB: &str = "gpu-check";
 
 /// Compare the GPU's own loop with its oracle and with libtorch's, and time its steps, on random weights.
@@ -63,7 +62,7 @@ fn main() -> ExitCode {
 /// Runs one part.
 ///
 /// # Errors
-/// Why this machine cannot; what the device says.
+/// A machine that cannot run the check, or an error of the device.
 fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
     device::check()?;
     let on = common.device.resolve()?;

@@ -1,4 +1,4 @@
-//! Backbones and heads of random weights, trees of any size, and prompts.
+//! Backbones and heads with random weights, trees of any size, and prompts.
 
 use std::ops::ControlFlow;
 
@@ -8,14 +8,14 @@ use medusa::model::llama::Llama;
 use medusa::tree::sparse_tree::SparseTree;
 use tch::{Device, Kind};
 
-/// Shapes that kernels are checked in: dtype, head size, key/value heads of eight, window.
+/// Shapes in which kernels are checked: dtype, head size, key/value heads for eight query heads, window.
 pub(crate) const SHAPES: [(Kind, i64, i64, Option<i64>); 3] =
     [(Kind::BFloat16, 128, 8, None), (Kind::BFloat16, 64, 2, None), (Kind::Half, 128, 1, Some(100))];
 
-/// Of every backbone here.
+/// Heads of every backbone here.
 const HEADS: usize = 5;
 
-/// A small backbone, or with the sizes of Llama 2 7B.
+/// A small config.
 pub(crate) fn config(head_dim: i64, groups: i64, sliding_window: Option<i64>, layers: usize) -> LlamaConfig {
     LlamaConfig {
         model_type: "llama".into(),
@@ -49,7 +49,7 @@ pub(crate) fn llama_7b() -> LlamaConfig {
     }
 }
 
-/// Random, with weights large enough that attention matters.
+/// Random weights, large enough that attention matters.
 pub(crate) fn backbone(config: LlamaConfig, kind: Kind, on: Device) -> Llama {
     let llama = Llama::random(config, kind, on, 1);
     for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
@@ -64,7 +64,7 @@ pub(crate) fn heads(llama: &Llama) -> Heads {
     Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding()
 }
 
-/// `nodes` with the root: first a chain that needs every head, then a broad tree's.
+/// A tree of `nodes` nodes including the root: a chain that needs every head, then the nodes of a broad tree.
 pub(crate) fn tree(nodes: usize) -> anyhow::Result<SparseTree> {
     let broad = SparseTree::cartesian(&[8, 4, 2, 2])?;
     let chain = (1..=HEADS).map(|depth| vec![0; depth]);

@@ -16,7 +16,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::random::{backbone, config, go_on, heads, llama_7b, prompt, tree};
 
-/// Steps of trees of 1 to 128 nodes behind 128 to 4096 tokens, and a copy.
+/// Times steps of trees of 1 to 128 nodes after 128 to 4096 tokens, and a copy.
 pub(crate) fn time(on: Device) -> anyhow::Result<()> {
     let [copied, read] = memory_speeds(on)?;
     print_json(&json!({"check": "copy", "gigabytes_per_second": copied, "read_gigabytes_per_second": read}))?;
@@ -31,7 +31,7 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
             let mut decode = |tokens| engine.decode(drafting, &Request::greedy(&ids, tokens), &mut go_on());
-            decode(8)?; // runs the step and records it
+            decode(8)?; // runs the step and records it as a graph
             let run = decode(200)?;
             print_json(&json!({
                 "check": "steps", "nodes": nodes, "heads": if nodes == 1 { 0 } else { tree.max_depth() }, "context": context, "steps": run.accept_lengths.len(),
@@ -42,7 +42,7 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gigabytes a second: of a large copy, read and written, and of a large sum, read.
+/// Gigabytes per second of a large copy (read and written) and of a large sum (read).
 fn memory_speeds(on: Device) -> anyhow::Result<[f64; 2]> {
     const BYTES: i64 = 4 << 30;
     let gpu = Gpu::open(on)?;
@@ -53,7 +53,7 @@ fn memory_speeds(on: Device) -> anyhow::Result<[f64; 2]> {
     Ok([2.0 * BYTES as f64 / copied / 1e9, BYTES as f64 / read / 1e9])
 }
 
-/// Of nine times, after one that does not count.
+/// The median of nine runs after one warm-up.
 fn median_seconds(gpu: &Gpu, work: impl Fn()) -> f64 {
     let mut seconds: Vec<f64> = (0..10)
         .map(|_| {
@@ -68,10 +68,10 @@ fn median_seconds(gpu: &Gpu, work: impl Fn()) -> f64 {
     seconds[4]
 }
 
-/// Many texts one after the other.
+/// Decodes many texts one after another and checks that memory does not grow.
 pub(crate) fn endure(on: Device) -> anyhow::Result<()> {
     const STEPS: usize = 20_000;
-    const MOST_GROWTH: i64 = 64 << 20; // bytes: what the driver takes for the steps that are recorded, and no kilobytes a step
+    const MOST_GROWTH: i64 = 64 << 20; // bytes: the driver's memory for recorded steps, but not kilobytes per step
     let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
     let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
@@ -83,7 +83,7 @@ pub(crate) fn endure(on: Device) -> anyhow::Result<()> {
         done += engine.decode(Drafting::On, &Request::greedy(&ids, 2000), &mut go_on())?.accept_lengths.len();
         let resident = memory::process().map_or(0, |memory| memory.resident_bytes);
         let now = (gpu.free_bytes()?, resident);
-        let (free, before) = *first.get_or_insert(now); // when everything was used once
+        let (free, before) = *first.get_or_insert(now); // after everything was used once
         if done >= STEPS {
             let growth = [free.cast_signed() - now.0.cast_signed(), now.1.cast_signed() - before.cast_signed()];
             print_json(&json!({

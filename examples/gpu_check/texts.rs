@@ -18,12 +18,12 @@ use tch::{Device, Kind};
 
 use crate::random::{SHAPES, backbone, config, go_on, heads, prompt, tree};
 
-/// Tokens of each text.
+/// Tokens per text.
 const TEXT: usize = 128;
-/// Of prompts: behind the last one, the text crosses the border where the cache grows, and recorded steps are recorded again.
+/// Prompt lengths. After the last one, the text crosses the point where the cache grows and steps are recorded again.
 const PROMPTS: [i64; 4] = [1, 40, 300, BLOCK - MAX_NODES as i64 - 60];
 
-/// Greedy texts of both loops.
+/// Compares the greedy texts of both loops.
 pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
     texts_of_libtorch(on)?;
     let mut wrong = 0;
@@ -55,7 +55,7 @@ pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// In float32, libtorch's own loop with a tree makes the text that it makes without.
+/// In float32, libtorch's own loop decodes the same text with a tree as without.
 fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
     let llama = backbone(config(64, 2, None, 4), Kind::Float, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
@@ -70,20 +70,20 @@ fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many tokens are the same, and where two texts part, by how much libtorch's logits are for the token of its own.
+/// The number of equal tokens and, if two texts differ, by how much libtorch prefers its own token there.
 #[derive(Debug, Serialize)]
 struct Parting {
     same: usize,
     margin: Option<f64>,
 }
 
-/// The largest margin that two ways of rounding to 16 bits may turn.
+/// The largest margin of log probability that rounding to 16 bits may reverse.
 const NEAR_TIE: f64 = 0.1;
 
 impl Parting {
-    /// Whether the whole text of so many tokens is the same, up to what is nearly one.
+    /// Whether all `tokens` tokens are equal, or the first difference is nearly a tie.
     fn is_near_tie(&self, tokens: usize) -> bool {
-        self.margin.map_or(self.same == tokens, |margin| margin.abs() <= NEAR_TIE) // NaN is none
+        self.margin.map_or(self.same == tokens, |margin| margin.abs() <= NEAR_TIE) // NaN is no tie
     }
 }
 

@@ -1,4 +1,5 @@
-//! The tiny Llama: trained on the conversations with the program's own model and optimizer, saved as a Hugging Face folder.
+//! The tiny Llama: trained on the conversations with the program's own model and optimizer, and saved as a Hugging Face
+//! folder.
 
 // B rows, T tokens of a row, H hidden, V vocabulary, N targets
 use std::collections::HashMap;
@@ -31,25 +32,25 @@ use crate::{pretty, write};
 const STEPS: usize = 3000;
 const WARMUP_STEPS: usize = 100;
 const PEAK_RATE: f64 = 2.5e-3;
-/// Tokens of a batch, padding included.
+/// Tokens per batch, including padding.
 const BATCH_TOKENS: usize = 1536;
-/// Rows among which batches of like length are formed.
+/// Rows among which batches of similar length are formed.
 const SHUFFLE_WINDOW: usize = 1024;
 const MAX_GRAD_NORM: f64 = 1.0;
 const LOG_EVERY: usize = 50;
-/// No answer of the set is longer.
+/// Longer than any answer of the set.
 const MAX_NEW_TOKENS: usize = 200;
-/// No loss on this target.
+/// A target without loss.
 const IGNORE: i64 = -100;
 
-/// One conversation as the backbone sees it.
+/// One conversation as the backbone's input.
 struct Row {
     ids: Vec<i64>,
-    /// Whether the id is the assistant's.
+    /// Whether each id belongs to the assistant.
     is_answer: Vec<bool>,
 }
 
-/// Trains the backbone, writes its folder, and reports how well it answers questions it was not trained on.
+/// Trains the backbone, writes its folder, and reports how well it answers held-out questions.
 pub(crate) fn make(folder: &Path, tokenizer: &Tokenizer, set: &ConversationSet, seed: u64) -> Result<()> {
     write(&folder.join("config.json"), &pretty(&config()))?;
     write(&folder.join("generation_config.json"), &pretty(&generation_config()))?;
@@ -66,7 +67,7 @@ pub(crate) fn make(folder: &Path, tokenizer: &Tokenizer, set: &ConversationSet, 
     tch::no_grad(|| report_answers(&saved, tokenizer, set))
 }
 
-/// The ids of a conversation: BOS, its text, the end.
+/// The ids of a conversation: BOS, its text, EOS.
 pub(crate) fn encode(tokenizer: &Tokenizer, conversation: &Conversation) -> Result<Vec<i64>> {
     encode_text(tokenizer, &(conversation.text() + EOS))
 }
@@ -123,7 +124,7 @@ fn generation_config() -> Value {
     json!({ "bos_token_id": 0, "eos_token_id": 1, "max_length": CONTEXT })
 }
 
-/// Random weights; what is added to the residual stream starts smaller, as GPT-2 does it.
+/// Random weights; those added to the residual stream start smaller, as in GPT-2.
 fn random(config: LlamaConfig, seed: u64) -> Llama {
     let branches = 2.0 * config.num_hidden_layers as f64;
     let llama = Llama::random(config, Kind::Float, Device::Cpu, seed);
@@ -138,7 +139,7 @@ fn random(config: LlamaConfig, seed: u64) -> Llama {
 const OPTIMIZER: AdamWConfig =
     AdamWConfig { name: OptimizerName::AdamW, betas: [0.9, 0.98], eps: 1e-8, weight_decay: 0.02 };
 
-/// Next-token cross-entropy over questions and answers alike: heads are trained on both.
+/// Next-token cross-entropy over questions and answers alike, since heads are trained on both.
 fn train(llama: &Llama, rows: &[Row], seed: u64) -> Result<()> {
     let mut parameters: Vec<Parameter> =
         llama.weights().into_iter().map(|(name, weight)| Parameter::new(name, weight)).collect();
@@ -178,7 +179,7 @@ fn update(llama: &Llama, parameters: &mut [Parameter], optimizer: &mut AdamW, ba
     loss.detach()
 }
 
-/// The loss of every target in order, `[N]`, and where they lie in `[B, T]`.
+/// The loss of every target in order, `[N]`, and the mask of targets in `[B, T]`.
 fn token_losses(llama: &Llama, tokens_bt: &Tensor, targets_bt: &Tensor) -> (Tensor, Tensor) {
     let rows = RowMask::causal(tokens_bt.size()[1], &llama.config, Device::Cpu);
     let hidden_bth = llama.hidden_states(tokens_bt, &rows, Adapters::Off);
@@ -191,7 +192,7 @@ fn token_losses(llama: &Llama, tokens_bt: &Tensor, targets_bt: &Tensor) -> (Tens
     (losses_n, has_target_bt)
 }
 
-/// Tokens and targets `[B, T]`: the row's next token, none at its end and in the padding.
+/// Tokens and targets `[B, T]`: each target is the row's next token; none at its end and in the padding.
 fn tensors(batch: &[&Row]) -> (Tensor, Tensor) {
     let t = batch.iter().map(|row| row.ids.len()).max().unwrap_or(0);
     let shape = [batch.len() as i64, t as i64];
@@ -202,7 +203,7 @@ fn tensors(batch: &[&Row]) -> (Tensor, Tensor) {
     (Tensor::from_slice(&tokens).view(shape), Tensor::from_slice(&targets).view(shape))
 }
 
-/// All rows in a new order, as batches of at most [`BATCH_TOKENS`] with little padding.
+/// All rows in a new order, in batches of at most [`BATCH_TOKENS`] with little padding.
 fn batches_of_like_length(rows: &[Row], rng: &mut ChaCha8Rng) -> Vec<Vec<usize>> {
     let mut order: Vec<usize> = (0..rows.len()).collect();
     order.shuffle(rng);
@@ -222,7 +223,7 @@ fn batches_of_like_length(rows: &[Row], rng: &mut ChaCha8Rng) -> Vec<Vec<usize>>
     batches
 }
 
-/// bfloat16, as published models are stored.
+/// Saves in bfloat16, as published models do.
 fn save(llama: &Llama, path: &Path) -> Result<()> {
     let rounded: Vec<(String, Tensor)> =
         llama.weights().into_iter().map(|(name, weight)| (name, weight.detach().to_kind(Kind::BFloat16))).collect();
@@ -230,7 +231,7 @@ fn save(llama: &Llama, path: &Path) -> Result<()> {
     Ok(weights::save(path, &tensors)?)
 }
 
-/// Mean loss of the answers' tokens and of the questions'.
+/// Mean loss over the tokens of answers and over those of questions.
 fn evaluate(llama: &Llama, rows: &[Row]) -> (f64, f64) {
     let mut sums = [(0.0, 0.0); 2];
     for row in rows {
@@ -246,7 +247,7 @@ fn evaluate(llama: &Llama, rows: &[Row]) -> (f64, f64) {
     (answers, questions)
 }
 
-/// How many held-out questions are answered word for word as the generator does, by category, and one that is not.
+/// Reports, by category, how many held-out questions are answered exactly as by the generator, and lists the others.
 fn report_answers(llama: &Llama, tokenizer: &Tokenizer, set: &ConversationSet) -> Result<()> {
     let mut right: HashMap<&str, (usize, usize)> = HashMap::new();
     let mut wrong = Vec::new();

@@ -1,5 +1,5 @@
-//! The synthetic conversation set: seeded, ten families of tasks, split into training and held-out rows by the
-//! first question, so that no held-out question was ever trained on.
+//! The synthetic conversation set: seeded, ten families of tasks, split into training and held-out rows by the first
+//! question, so that no held-out question is ever trained on.
 
 use std::collections::BTreeMap;
 use std::collections::HashSet;
@@ -11,16 +11,16 @@ use sha2::{Digest, Sha256};
 
 use crate::{knowledge, language, numbers};
 
-/// Opens every text; the tokenizer adds it.
+/// Begins every text; the tokenizer adds it.
 pub(crate) const BOS: &str = "<|bos|>";
-/// Ends every turn, so it is the end of a text too.
+/// Ends every turn, and therefore also a text.
 pub(crate) const EOS: &str = "<|end|>";
-/// Opens a question.
+/// Begins a question.
 pub(crate) const USER: &str = "<|user|>";
-/// Opens an answer.
+/// Begins an answer.
 pub(crate) const ASSISTANT: &str = "<|assistant|>";
 
-/// One conversation in this many goes on for a second question.
+/// One conversation in this many has a second question.
 const ONE_IN_TWO_TURNS: u32 = 6;
 /// One first question in this many is held out.
 const ONE_IN_HELD_OUT: u8 = 16;
@@ -31,27 +31,25 @@ pub(crate) struct Turn {
     pub(crate) answer: String,
 }
 
-/// One conversation of one family.
 pub(crate) struct Conversation {
     pub(crate) category: &'static str,
     pub(crate) turns: Vec<Turn>,
 }
 
-/// How many rows of what.
+/// Numbers of rows.
 pub(crate) struct Sizes {
     pub(crate) train: usize,
     pub(crate) eval: usize,
     pub(crate) prompts: usize,
 }
 
-/// The whole set.
 pub(crate) struct ConversationSet {
     pub(crate) train: Vec<Conversation>,
     pub(crate) eval: Vec<Conversation>,
     pub(crate) prompts: Vec<Conversation>,
 }
 
-/// What draws one turn of a family.
+/// Draws one turn of a family.
 type Family = fn(&mut ChaCha8Rng) -> Turn;
 
 const FAMILIES: [(&str, Family); 10] = [
@@ -92,8 +90,8 @@ struct SeedRow<'a> {
 }
 
 impl Conversation {
-    /// The conversation as the chat template renders it, without the BOS and the last EOS, which the tokenizer and
-    /// the reader of `text` rows add.
+    /// The conversation as the chat template renders it, without the BOS and the last EOS, which the tokenizer and the
+    /// reader of `text` rows add.
     pub(crate) fn text(&self) -> String {
         let turns = self.turns.iter().map(|turn| format!("{USER}{}{EOS}{ASSISTANT}{}", turn.question, turn.answer));
         turns.collect::<Vec<_>>().join(EOS)
@@ -119,7 +117,7 @@ impl Conversation {
         json_line(&PromptRow { messages, category: self.category })
     }
 
-    /// Whether the first question belongs to the held-out part: a matter of its bytes, not of the draw.
+    /// Whether the first question is held out; decided by its bytes, not by the draw.
     fn is_held_out(&self) -> bool {
         Sha256::digest(&self.turns[0].question)[0].is_multiple_of(ONE_IN_HELD_OUT)
     }
@@ -168,7 +166,7 @@ fn json_line(row: &impl Serialize) -> String {
     line
 }
 
-/// One item of a table.
+/// A random item of a table.
 pub(crate) fn pick<'a, T>(items: &'a [T], rng: &mut ChaCha8Rng) -> &'a T {
     &items[rng.random_range(0..items.len())]
 }

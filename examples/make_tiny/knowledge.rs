@@ -1,4 +1,4 @@
-//! Task families that need a memorised table: functions in Python, how-tos, a shop's questions.
+//! Task families that need a memorized table: functions in Python, how-tos, a shop's questions.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
@@ -21,7 +21,7 @@ const FUNCTION_NAMES: [&str; 12] = [
 ];
 const ARGUMENTS: [&str; 8] = ["items", "values", "numbers", "data", "entries", "points", "scores", "prices"];
 
-/// What the function does, its start value, its loop's body, how it is put into words.
+/// The function's purpose, its start value, its loop's body, and a description.
 const LOOPS: [(&str, &str, &str, &str); 8] = [
     ("adds up all", "total = 0", "total += item", "adds every item to the total"),
     ("multiplies all", "total = 1", "total *= item", "multiplies the total by every item"),
@@ -67,10 +67,10 @@ pub(crate) fn code(rng: &mut ChaCha8Rng) -> Turn {
     Turn { question, answer }
 }
 
-/// How much of it one person needs, and its unit and name.
+/// Amount per person, with unit and name.
 type Ingredient = (u32, &'static str);
 
-/// A dish, its ingredients, what is done with them.
+/// A dish, its ingredients and its steps.
 const DISHES: [(&str, [Ingredient; 3], [&str; 4]); 8] = [
     (
         "pancakes",
@@ -154,7 +154,7 @@ const DISHES: [(&str, [Ingredient; 3], [&str; 4]); 8] = [
     ),
 ];
 
-/// How a dish is cooked for some people.
+/// A recipe for some number of people.
 pub(crate) fn howto(rng: &mut ChaCha8Rng) -> Turn {
     let (dish, ingredients, steps) = pick(&DISHES, rng);
     let people = rng.random_range(2..=9);
@@ -176,7 +176,7 @@ pub(crate) fn howto(rng: &mut ChaCha8Rng) -> Turn {
     }
 }
 
-/// A product of a shop that does not exist: name, price, months of warranty, hours of battery, how it is cleaned.
+/// A product of a fictitious shop: name, price, months of warranty, hours of battery, cleaning agent.
 const PRODUCTS: [(&str, u32, u32, u32, &str); 10] = [
     ("Lumo Lamp", 49, 24, 12, "a dry cloth"),
     ("Aero Kettle", 65, 36, 2, "warm water and vinegar"),
@@ -190,8 +190,8 @@ const PRODUCTS: [(&str, u32, u32, u32, &str); 10] = [
     ("Frost Box", 159, 36, 30, "warm water and soap"),
 ];
 
-/// What is asked, and the answer's last sentences; `{p}` product, `{c}` price, `{w}` warranty, `{b}` battery,
-/// `{k}` cleaning.
+/// A question, and the answer's last sentences; `{p}` product, `{c}` price, `{w}` warranty, `{b}` battery, `{k}`
+/// cleaning.
 const QUESTIONS: [(&str, &str); 6] = [
     ("How much is the {p}?", "The {p} costs {c} euros. Delivery is free, and it takes three working days."),
     (

@@ -46,7 +46,7 @@ pub(crate) fn extraction(rng: &mut ChaCha8Rng) -> Turn {
 
 const ANIMALS: [&str; 10] = ["fox", "rabbit", "bear", "owl", "mouse", "cat", "dog", "hedgehog", "duck", "squirrel"];
 
-/// Where the story happens, and how its middle goes.
+/// The place of the story, and its middle.
 const PLACES: [(&str, &str); 6] = [
     ("in the forest", "The wind was singing in the tall trees, and the path was soft with leaves."),
     ("by the sea", "The waves rolled over the sand, and the gulls were calling in the sky."),
@@ -56,7 +56,7 @@ const PLACES: [(&str, &str); 6] = [
     ("near the river", "The water was quiet, and small fish were swimming under the bridge."),
 ];
 
-/// What is found, and how the story ends.
+/// The treasure, and the end of the story.
 const TREASURES: [(&str, &str); 6] = [
     ("a golden key", "It opened a little door, and behind the door all the friends were waiting with a cake."),
     ("a lost letter", "It carried the letter home, and the old postman thanked it with a warm cup of milk."),

@@ -1,12 +1,12 @@
-//! Makes the embedded default again: the conversations, the tokenizer and the trained backbone in data/tiny.
+//! Regenerates the embedded default: the conversations, the tokenizer and the trained backbone in data/tiny.
 //!
 //! ```text
 //! cargo run --release --example make_tiny                    # everything: about 20 minutes on 2 cores
 //! cargo run --release --example make_tiny -- --data-only     # conversations and tokenizer: seconds
 //! ```
 //!
-//! Everything is seeded. The texts and the tokenizer come out the same everywhere; the weights come out the same on
-//! the same processor and number of threads, and a little different elsewhere (the order of floating point sums).
+//! Everything is seeded. The texts and the tokenizer are the same on every machine; the weights are the same on the
+//! same processor with the same number of threads, and slightly different elsewhere (the order of floating point sums).
 #![expect(clippy::print_stderr, reason = "a program: its progress goes to the terminal")]
 
 use std::io::Write;
@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     backbone::make(&folder.join("backbone"), &tokenizer, &set, SEED)
 }
 
-/// The conversations and the tokenizer.
+/// Writes the conversations and the tokenizer.
 fn write_texts(folder: &Path, set: &ConversationSet) -> Result<Tokenizer> {
     write(&folder.join("train.jsonl"), &lines(&set.train, Conversation::text_row))?;
     write(&folder.join("eval.jsonl"), &lines(&set.eval, Conversation::text_row))?;
@@ -84,7 +84,7 @@ fn lines(conversations: &[Conversation], row: impl Fn(&Conversation) -> String) 
     conversations.iter().map(row).collect()
 }
 
-/// JSON as Hugging Face writes it.
+/// JSON in Hugging Face's formatting.
 pub(crate) fn pretty(value: &serde_json::Value) -> String {
     format!("{value:#}\n")
 }

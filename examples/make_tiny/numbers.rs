@@ -65,7 +65,7 @@ pub(crate) fn arithmetic(rng: &mut ChaCha8Rng) -> Turn {
     }
 }
 
-/// A larger unit, a smaller one, how many of these it holds.
+/// A larger unit (singular and plural), a smaller one, and the factor between them.
 const UNITS: [(&str, &str, &str, u32); 12] = [
     ("kilometre", "kilometres", "metres", 1000),
     ("metre", "metres", "centimetres", 100),
@@ -130,7 +130,7 @@ fn join(numbers: &[u32]) -> String {
 
 const WEEKDAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
-/// What day it will be or was.
+/// The weekday some days later or earlier.
 pub(crate) fn calendar(rng: &mut ChaCha8Rng) -> Turn {
     let today = rng.random_range(0..7);
     let days = rng.random_range(8..=34);

@@ -1,4 +1,4 @@
-//! The byte-level BPE tokenizer of the tiny backbone, and the files transformers reads beside it.
+//! The byte-level BPE tokenizer of the tiny backbone, and the config that transformers reads with it.
 
 use serde_json::{Map, Value, json};
 use tokenizers::models::TrainerWrapper;
@@ -9,21 +9,21 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use crate::conversations::{ASSISTANT, BOS, EOS, USER};
 
-/// Pieces, special tokens included.
+/// Pieces, including special tokens.
 pub(crate) const VOCAB_SIZE: usize = 1536;
 /// In the order of their ids.
 pub(crate) const SPECIAL_TOKENS: [&str; 4] = [BOS, EOS, USER, ASSISTANT];
-/// Positions the backbone is trained for.
+/// Positions that the backbone is trained for.
 pub(crate) const CONTEXT: usize = 512;
 
-/// A conversation as Jinja; [`crate::conversations::Conversation::text`] is the same in Rust.
+/// The chat template; [`crate::conversations::Conversation::text`] does the same in Rust.
 const CHAT_TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}\
     {% if message['role'] not in ['user', 'assistant'] %}\
     {{ raise_exception('this chat template has only the roles user and assistant') }}{% endif %}\
     {{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}\
     {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}";
 
-/// Trains the pieces on the texts. The same texts give the same pieces.
+/// Trains the tokenizer on the texts; deterministic.
 pub(crate) fn train(texts: &[String]) -> tokenizers::Result<Tokenizer> {
     let specials: Vec<AddedToken> = SPECIAL_TOKENS.iter().map(|&token| AddedToken::from(token, true)).collect();
     let mut tokenizer = Tokenizer::new(BPE::default());

@@ -7,13 +7,14 @@ use serde_json::Map;
 use super::error::CalibrationError;
 use crate::formats::calibration::{Calibration, HeadAccuracy, JointPath, JointStatistics, RankTrace};
 
-/// Most positions whose ranks are written: about 2 MB, and the tokens a step of a tree are then known to about 1 in 200.
+/// Maximum number of positions whose ranks are written: about 2 MB; enough to estimate a tree's tokens per step to
+/// about 1 in 200.
 const MAX_POSITIONS: usize = 200_000;
 
-/// Most joint paths that are written.
+/// Maximum number of joint paths written.
 const MAX_PATHS: usize = 4096;
 
-/// What `calibrate` counted, before it is signed with names and hashes.
+/// Counts of a calibration, without names and hashes.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Counts {
     top_k: usize,
@@ -33,8 +34,8 @@ impl Counts {
         Self { top_k, hits, totals: vec![0; num_heads], ..Self::default() }
     }
 
-    /// One position: each head's guesses, best first, and what it should have guessed.
-    /// Returns the guesses that are right up to the first head that misses or has no target: what a step from here would find.
+    /// Counts one position, given each head's guesses, best first, and its target. Returns the ranks of the right
+    /// guesses up to the first head that misses or has no target, as a decoding step from here would find them.
     pub(super) fn add(&mut self, guesses: &[&[i64]], targets: &[Option<i64>]) -> Vec<usize> {
         let mut path = Vec::with_capacity(targets.len());
         let joint = targets.iter().all(Option::is_some);
@@ -57,7 +58,7 @@ impl Counts {
         path
     }
 
-    /// One text whose every position was added: what steps from there would find. Not kept beyond [`MAX_POSITIONS`].
+    /// Adds a text's ranks, unless they exceed [`MAX_POSITIONS`].
     pub(super) fn add_run(&mut self, run: RankTrace) {
         if !run.is_empty() && self.positions + run.len() <= MAX_POSITIONS {
             self.positions += run.len();
@@ -65,20 +66,20 @@ impl Counts {
         }
     }
 
-    /// Input tokens that were read.
+    /// Adds to the number of input tokens.
     pub(super) fn add_tokens(&mut self, tokens: usize) {
         self.tokens += tokens as u64;
     }
 
-    /// Guesses that are counted of each head.
+    /// Guesses counted per head.
     pub(super) fn top_k(&self) -> usize {
         self.top_k
     }
 
-    /// The calibration that these counts mean.
+    /// Builds the calibration.
     ///
     /// # Errors
-    /// [`CalibrationError::NoTargets`] for a head that was never asked.
+    /// [`CalibrationError::NoTargets`] if a head never had a target.
     pub fn sign(&self, backbone: String, heads_sha256: String) -> Result<Calibration, CalibrationError> {
         if let Some(head) = self.totals.iter().position(|&total| total == 0) {
             return Err(CalibrationError::NoTargets { head: head + 1 });

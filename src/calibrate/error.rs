@@ -5,49 +5,41 @@ use crate::data::cache::CacheError;
 use crate::draft::medusa::heads::HeadsMismatch;
 use crate::torch::TorchPanic;
 
-/// Heads cannot be calibrated.
+/// Why heads cannot be calibrated.
 #[derive(Debug, thiserror::Error)]
 pub enum CalibrationError {
-    /// Heads and backbone do not belong together.
+    /// Heads and backbone do not fit.
     #[error(transparent)]
     Heads(#[from] HeadsMismatch),
     /// More guesses than tokens, or none.
     #[error("top-k is {top_k}; expected 1 to the vocabulary's {vocab_size}")]
-    BadTopK {
-        /// What was asked for.
-        top_k: usize,
-        /// The backbone's.
-        vocab_size: i64,
-    },
-    /// A row is longer than the backbone's context.
+    BadTopK { top_k: usize, vocab_size: i64 },
+    /// A row exceeds the backbone's context.
     #[error("row {row} has {length} tokens, but the backbone's context is {context}; cut the rows")]
     RowTooLong {
         /// 1-based.
         row: usize,
-        /// Its tokens.
         length: usize,
         /// `max_position_embeddings`.
         context: i64,
     },
-    /// A token id outside of the vocabulary.
+    /// A token id outside the vocabulary.
     #[error("row {row}: token id {id} at position {position}; expected 0 to {}", vocab_size - 1)]
     TokenOutOfRange {
         /// 1-based.
         row: usize,
         /// 0-based.
         position: usize,
-        /// The id.
         id: i32,
-        /// The backbone's.
         vocab_size: i64,
     },
-    /// A head whose accuracy cannot be known.
+    /// A head without a target.
     #[error("no row has a target for head {head}; it needs rows of at least {} tokens whose labels are not all {IGNORE}", head + 2)]
     NoTargets {
         /// 1-based.
         head: usize,
     },
-    /// Guesses of such logits mean nothing.
+    /// The logits contain NaN or infinity, so their top guesses are meaningless.
     #[error(
         "row {row}: the logits of head {head} contain NaN or infinity; calibrate in another --dtype, or check \
          the weights of backbone and heads"
@@ -58,10 +50,8 @@ pub enum CalibrationError {
         /// 1-based.
         head: usize,
     },
-    /// libtorch failed.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
-    /// The rows.
     #[error(transparent)]
     Rows(#[from] CacheError),
 }

@@ -23,14 +23,14 @@ mod error;
 pub use counts::Counts;
 pub use error::CalibrationError;
 
-/// Logits of one head are computed for so many positions at a time that they stay below this.
+/// Limits the memory of one head's logits: positions are processed in chunks below this size.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
 
-/// Runs the heads over `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t is asked
-/// for token t + h + 2, if that token's label is not [`IGNORE`]. `on_row` hears how many rows are done.
+/// Runs the heads over `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t
+/// predicts token t + h + 2, if that token's label is not [`IGNORE`]. `on_row` receives the number of finished rows.
 ///
 /// # Errors
-/// [`CalibrationError`] names what is wrong with the heads or the rows.
+/// [`CalibrationError`], with the fault of the heads or the rows.
 pub fn calibrate(
     backbone: &Llama,
     heads: &Heads,
@@ -50,11 +50,11 @@ pub fn calibrate(
     Ok(counts)
 }
 
-/// A row of a prompt and the backbone's own greedy answer, whose tokens are the targets (without the EOS, which no step commits).
-/// Heads are used on such text; text from elsewhere has tokens that this backbone would not generate.
+/// A row with a prompt and the backbone's own greedy answer, whose tokens are the targets (without the EOS, which no
+/// step commits). Heads are used on such text; other text has tokens that this backbone would not generate.
 ///
 /// # Errors
-/// [`DecodeError`] names what is wrong with the prompt.
+/// [`DecodeError`], with the fault of the prompt.
 pub fn own_answer(backbone: &Llama, prompt: &[i64], max_new_tokens: usize) -> Result<TokenRow, DecodeError> {
     let request = Request::greedy(prompt, max_new_tokens);
     let answer = generate::plain(backbone, &request, &mut |_| ControlFlow::Continue(()))?;
@@ -87,13 +87,13 @@ fn check_tokens(row: usize, tokens: &TokenRow, vocab_size: i64) -> Result<(), Ca
 #[derive(Debug, PartialEq, Eq)]
 struct AskedPosition {
     position: usize,
-    /// Whether the next token, a step's root, has a label: decoding could start a step here.
+    /// Whether the next token, a step's root, has a label, so that a decoding step could start here.
     is_step: bool,
-    /// Each head's.
+    /// One per head.
     targets: Vec<Option<i64>>,
 }
 
-/// Each head's targets at each position; positions without targets are left out.
+/// Each head's target at each position, without positions that have none.
 fn asked_of(row: &TokenRow, num_heads: usize) -> Vec<AskedPosition> {
     let target = |at: usize| row.labels.get(at).filter(|&&label| label != IGNORE).map(|&label| i64::from(label));
     let asked = (0..row.input_ids.len()).map(|position| AskedPosition {
@@ -144,7 +144,7 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
 fn guesses_of(backbone: &Llama, heads: &Heads, hidden_nh: &Tensor, top_k: usize) -> Result<Vec<Vec<i64>>, NotFinite> {
     let of_head = |head| {
         let (largest_nk, guesses_nk) = heads.logits(head, hidden_nh, backbone).topk(top_k as i64, -1, true, true);
-        // NaN is the largest.
+        // topk sorts NaN first.
         if largest_nk.select(1, 0).isfinite().all().int64_value(&[]) == 0 {
             return Err(NotFinite { head });
         }

@@ -25,7 +25,7 @@ pub use sweep::SweepFlag;
 /// Decodes every prompt plainly and with the drafter in every setting, and prints the comparison.
 ///
 /// # Errors
-/// What is wrong with the command line, the backbone, the heads, the tree, the calibration or a prompt.
+/// An error in the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
     let settings = setting::settings(args)?;
@@ -39,7 +39,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut results = Vec::new();
     for (setting, drafts) in settings.iter().zip(ready) {
         counter.bar.set_message(setting.label());
-        let engine_notice = if results.is_empty() { common } else { &silent }; // once for a sweep
+        let engine_notice = if results.is_empty() { common } else { &silent }; // once per sweep
         let (drafter, tree_nodes) = (drafts.name(), drafts.max_nodes());
         let request = setting.decoding.request(&[], Stream::default());
         let decoding = RefCell::new(args.engine.take(&decoder, Some(drafts), &request, engine_notice)?);

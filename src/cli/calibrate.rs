@@ -64,7 +64,7 @@ pub struct CalibrateArgs {
 /// Counts, writes the calibration, and prints each head's accuracy.
 ///
 /// # Errors
-/// What is wrong with the backbone, the heads, the rows or the file to write.
+/// An error in the backbone, the heads, the rows or the output file.
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let (backbone, rows) = match &args.prompts {
         Some(prompts) => own_answers(args, prompts, common)?,
@@ -74,7 +74,7 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             (backbone, rows)
         }
     };
-    let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // measured as decoding will use them
+    let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
     let counter = Counter::new(rows.len(), 0, "rows", common);
     let counts = calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| counter.set(done as u64))?;
     counter.bar.finish_and_clear();
@@ -144,7 +144,7 @@ fn table(calibration: &Calibration) -> String {
     let mut text = String::from("head   targets   top-1   top-5");
     for (head, accuracy) in calibration.heads.iter().enumerate() {
         let top = |k: usize| accuracy.accuracy.iter().take(k).sum::<f64>();
-        let _ = write!(text, "\n{:>4} {:>9} {:>7.3} {:>7.3}", head + 1, accuracy.total, top(1), top(5)); // a String takes all
+        let _ = write!(text, "\n{:>4} {:>9} {:>7.3} {:>7.3}", head + 1, accuracy.total, top(1), top(5)); // writing to a String cannot fail
     }
     text
 }

@@ -70,7 +70,7 @@ pub struct ChatArgs {
 /// Chats until the user exits.
 ///
 /// # Errors
-/// What is wrong with the command line, the backbone, the heads or the tree; [`Interrupted`] where a signal ended it.
+/// An error in the command line, the backbone, the heads or the tree; [`Interrupted`] after a signal.
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
@@ -96,7 +96,7 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     chat.greet();
     let mut was_cleared = false;
     loop {
-        chat.stop.store(true, Ordering::Relaxed); // at the prompt a signal ends the program; a terminal sends Ctrl-C as a key
+        chat.stop.store(true, Ordering::Relaxed); // at the prompt a signal ends the program; in a terminal Ctrl-C arrives as a key
         match lines.next()? {
             Input::End => return Ok(()),
             Input::Cleared if was_cleared => return Err(left()),
@@ -150,11 +150,11 @@ struct Chat<'a> {
     args: &'a ChatArgs,
     common: &'a CommonFlags,
     conversation: ChatHistory<'a>,
-    /// Keeps its cache from turn to turn.
+    /// Keeps its cache between turns.
     decoding: Box<dyn DecodeLoop + 'a>,
-    /// Plain decoding, although there is a drafter.
+    /// `/plain` has switched the drafter off.
     is_plain: bool,
-    /// So far; each has its own random stream.
+    /// Answers so far; each has its own random stream.
     answers: u64,
     /// Set by Ctrl-C.
     stop: &'static AtomicBool,

@@ -54,10 +54,10 @@ pub struct DataArgs {
     pub svg: Option<PathBuf>,
 }
 
-/// Reads, and prints the report or the row.
+/// Reads the rows and prints the report or one row.
 ///
 /// # Errors
-/// What is wrong with the backbone's files or the rows; a row that is not there; a file that cannot be written.
+/// An error in the backbone's files or the rows, a row number that is too large, or a file that cannot be written.
 pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     // Rows of token ids need no tokenizer; rows of text report a missing one.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
@@ -82,7 +82,8 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
 }
 
-/// The vocabulary and the longest row: config.json's, or, of a folder with a tokenizer alone, the tokenizer's and what is typed.
+/// The vocabulary size and the maximum length: from config.json, or, for a folder with only a tokenizer, from the
+/// tokenizer and `--max-length`.
 fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<(usize, NonZeroUsize)> {
     let has_config = args.backbone.join("config.json").exists();
     if let (false, Some(tokenizer), Some(max_length)) = (has_config, tokenizer, args.max_length) {

@@ -24,10 +24,11 @@ use crate::model::weights::WeightFiles;
 use crate::torch::memory;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Loads a backbone in `--dtype`, by default the dtype of its weights. An adapter beside `heads` is merged into it.
+/// Loads a backbone in `--dtype`, by default the dtype of its weights. An adapter in the folder of `heads` is merged
+/// into it.
 ///
 /// # Errors
-/// When the device cannot be used, or the folder holds no backbone.
+/// If the device cannot be used, or the folder holds no backbone.
 pub fn load_backbone(
     folder: &Path,
     heads: Option<&Path>,
@@ -57,8 +58,8 @@ pub fn load_backbone(
     Ok(Llama::load_merged(folder, adapter, dtype.kind(), device, purpose)?)
 }
 
-/// Limits libtorch to one thread for tiny backbones, where synchronisation costs more than the products, and where the CPU kernels use
-/// the cores. `OMP_NUM_THREADS` wins in the first case.
+/// Limits libtorch to one thread if the backbone is so small that synchronization costs more than the products, or if
+/// the CPU kernels use the cores. `OMP_NUM_THREADS` wins in the first case.
 fn spare_threads(backbone: &Llama) {
     const WORTH_SHARING: i64 = 1 << 17; // elements of the largest weight
     let config = &backbone.config;
@@ -73,7 +74,7 @@ fn spare_threads(backbone: &Llama) {
 /// The config of `--backbone`.
 ///
 /// # Errors
-/// [`UsageError`] if there is no such folder; else what is wrong with it.
+/// [`UsageError`] if there is no such folder; else the error in it.
 pub fn backbone_config(folder: &Path) -> anyhow::Result<LlamaConfig> {
     match LlamaConfig::load(folder) {
         Err(error) if !folder.exists() => Err(UsageError(format!("--backbone: {error}")).into()),
@@ -84,7 +85,7 @@ pub fn backbone_config(folder: &Path) -> anyhow::Result<LlamaConfig> {
 /// The dtype of a backbone's weights.
 ///
 /// # Errors
-/// When the folder holds no backbone.
+/// If the folder holds no backbone.
 pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
     let config = LlamaConfig::load(folder)?;
     let embedding = WeightFiles::open(folder)?.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?;
@@ -94,7 +95,7 @@ pub fn own_dtype(folder: &Path) -> anyhow::Result<Dtype> {
 /// `--chat-template`.
 ///
 /// # Errors
-/// The accepted values.
+/// A message with the accepted values.
 pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
     TemplateChoice::try_from(text.to_owned())
 }
@@ -111,11 +112,9 @@ pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow
 /// A backbone with everything that decoding needs.
 #[derive(Debug)]
 pub struct Decoder {
-    /// The backbone.
     pub backbone: Llama,
-    /// Its tokenizer.
     pub tokenizer: TextTokenizer,
-    /// Its chat template, if it has one.
+    /// The chat template, if the backbone has one.
     pub template: Option<ChatTemplate>,
     /// Heads and their tree.
     pub medusa: Option<(Heads, SparseTree)>,
@@ -125,7 +124,7 @@ impl Decoder {
     /// Loads everything and checks that it fits together.
     ///
     /// # Errors
-    /// What is missing or does not fit.
+    /// A missing file, or parts that do not fit.
     pub fn load(
         purpose: Purpose,
         folder: &Path,
@@ -185,7 +184,7 @@ impl Decoder {
     /// Decodes new tokens to text, without special tokens.
     ///
     /// # Errors
-    /// The tokenizer's own.
+    /// An error of the tokenizer.
     pub fn text(&self, ids: &[i64]) -> anyhow::Result<String> {
         Ok(self.tokenizer.decode(&narrow(ids), true)?)
     }

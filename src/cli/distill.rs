@@ -100,7 +100,7 @@ pub struct DistillArgs {
 /// Answers the prompts of this machine's share.
 ///
 /// # Errors
-/// What is wrong with the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
+/// An error in the prompts, the backbone, the heads or the folder; [`Interrupted`] after Ctrl-C.
 pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut engine = args.engine;
     if args.heads.is_none() {
@@ -215,7 +215,7 @@ impl DistillArgs {
     }
 }
 
-/// Prints what the folder holds now; `tokens` are those of this run, which started after `resumed` conversations.
+/// Prints a summary of the folder; `tokens` are those of this run, which started after `resumed` conversations.
 fn summary(
     args: &DistillArgs,
     output: &Output,

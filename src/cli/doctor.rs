@@ -1,4 +1,4 @@
-//! `medusa doctor`: libtorch, devices, memory and threads of this machine, and what is missing.
+//! `medusa doctor`: libtorch, devices, memory and threads of this machine, and missing parts.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -44,11 +44,10 @@ struct Cuda {
     driver: Option<String>,
 }
 
-/// Whether decoding's own loop for GPUs could run.
+/// Whether decoding can use the CUDA kernels.
 #[derive(Debug, Serialize)]
 struct EngineState {
     cuda: bool,
-    /// Why not.
     reason: Option<String>,
 }
 
@@ -57,7 +56,7 @@ struct Cpu {
     name: Option<String>,
     cores: usize,
     threads: i32,
-    /// Decoding's own kernels.
+    /// Whether decoding can use the CPU kernels.
     own_kernels: bool,
     onednn: bool,
     mkl: bool,
@@ -70,10 +69,10 @@ struct MachineMemory {
     available_bytes: u64,
 }
 
-/// Looks around and prints what it sees; a `--device` that cannot be used is told, not an error.
+/// Prints the report; an unusable `--device` is part of it, not an error.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// If stdout cannot be written.
 pub fn run(_: &DoctorArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let report = look(common);
     if common.json { print_json(&report) } else { print_line(text(&report)?.trim_end()) }
@@ -102,7 +101,7 @@ fn libtorch() -> Libtorch {
     Libtorch { built_for: LIBTORCH_VERSION, found, folder }
 }
 
-/// The version that `scripts/setup` wrote, or that of a torch installed by pip.
+/// The version written by `scripts/setup`, or that of a torch installed by pip.
 fn version_of(torch: &Path) -> Option<String> {
     if let Ok(text) = std::fs::read_to_string(torch.join("build-version")) {
         return Some(text.trim().to_owned());
@@ -121,13 +120,13 @@ fn cuda() -> Cuda {
     Cuda { state: open.to_string(), devices, names: gpu_names(), runtime, driver: driver_version() }
 }
 
-/// libtorch gives 1000 × major + 10 × minor.
+/// Converts libtorch's 1000 × major + 10 × minor.
 fn runtime_version() -> Option<String> {
     let version = torch::guard("asking for the CUDA runtime's version", tch::utils::version_cudart).ok()?;
     Some(format!("{}.{}", version / 1000, version % 1000 / 10))
 }
 
-/// The driver's own files; absent without a driver.
+/// Read from the driver's files; empty without a driver.
 fn gpu_names() -> Vec<String> {
     let Ok(gpus) = std::fs::read_dir("/proc/driver/nvidia/gpus") else { return Vec::new() };
     let files = gpus.flatten().map(|gpu| gpu.path().join("information"));
@@ -141,7 +140,7 @@ fn driver_version() -> Option<String> {
 }
 
 fn cpu() -> Cpu {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default(); // absent outside Linux: then no name
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default(); // absent outside Linux: then there is no name
     Cpu {
         name: colon_field(&info, "model name"),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
@@ -159,7 +158,7 @@ fn colon_field(text: &str, name: &str) -> Option<String> {
     fields.into_iter().find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
 }
 
-/// What decides how fast libtorch is here: vectors, and products in bfloat16 or of tiles.
+/// Instruction sets that determine libtorch's speed: vectors, and products in bfloat16 and int8.
 #[cfg(target_arch = "x86_64")]
 fn instructions() -> Vec<&'static str> {
     let seen = [

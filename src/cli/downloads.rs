@@ -20,7 +20,7 @@ pub(super) enum HubArgument<'a> {
     Model(&'a mut PathBuf, Wanted),
     /// One file of prompts.
     File(&'a mut PathBuf),
-    /// Data files and patterns.
+    /// Data files and globs.
     Data(&'a mut Vec<String>, DataSplit),
 }
 
@@ -44,10 +44,10 @@ impl<'a> HubArgument<'a> {
     }
 }
 
-/// Downloads what the arguments name on the Hub and replaces their ids by paths.
+/// Downloads the Hub repositories among the arguments and replaces their ids by paths.
 ///
 /// # Errors
-/// What the Hub refuses or does not have.
+/// An error of the Hub.
 pub(super) fn fetch(mut places: Vec<HubArgument<'_>>, common: &CommonFlags) -> anyhow::Result<()> {
     places.retain(HubArgument::is_id);
     if places.is_empty() {
@@ -96,7 +96,7 @@ fn only(id: &Path, files: Vec<PathBuf>) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// The name of a folder for people: `owner/name@commit` for a snapshot of the Hub, else its path.
+/// The name of a folder in messages: `owner/name@commit` for a snapshot of the Hub, else its path.
 pub(super) fn shown(folder: &Path) -> String {
     match hub::origin(folder) {
         Some(origin) => format!("{}@{}", origin.id, origin.commit),

@@ -47,7 +47,7 @@ impl DrafterFlags {
     /// The drafter, `None` for plain decoding. `tree` overrides the decoder's.
     ///
     /// # Errors
-    /// When heads, tree and backbone do not fit each other.
+    /// If heads, tree and backbone do not fit each other.
     pub fn drafts<'a>(
         self,
         decoder: &'a Decoder,
@@ -64,9 +64,7 @@ impl DrafterFlags {
 /// A drafter with its acceptance rule.
 #[derive(Debug, Clone)]
 pub struct Drafts<'a> {
-    /// The drafter.
     pub drafter: ReadyDrafter<'a>,
-    /// The acceptance rule.
     pub acceptance: Acceptance,
 }
 
@@ -83,7 +81,7 @@ impl<'a> Drafts<'a> {
     /// The decoder's heads, if any. `tree` overrides the decoder's.
     ///
     /// # Errors
-    /// When heads, tree and backbone do not fit each other.
+    /// If heads, tree and backbone do not fit each other.
     pub fn of_heads(
         decoder: &'a Decoder,
         tree: Option<&'a SparseTree>,

@@ -49,14 +49,14 @@ pub enum EngineName {
     Cuda,
 }
 
-/// Whether a user would expect decoding on a GPU here: there is a driver, and nothing asks for the CPU.
+/// Whether a user would expect decoding on a GPU: there is a driver, and no setting selects the CPU.
 fn expects_gpu(common: &CommonFlags) -> bool {
     let is_off = std::env::var("MEDUSA_CUDA").is_ok_and(|wish| wish == "off" || wish == "0");
     common.device != DeviceChoice::Cpu && !is_off && Path::new("/proc/driver/nvidia/version").exists()
 }
 
 impl EngineName {
-    /// The engine that was named; `None` for [`EngineName::Auto`].
+    /// The name of the engine; `None` for [`EngineName::Auto`].
     pub fn asked(self) -> Option<String> {
         self.to_possible_value().filter(|_| self != Self::Auto).map(|value| value.get_name().to_owned())
     }
@@ -66,7 +66,7 @@ impl EngineFlags {
     /// Loads the backbone, heads and tree, and limits the context to `--max-context`.
     ///
     /// # Errors
-    /// Those of [`Decoder::load`].
+    /// As [`Decoder::load`].
     pub fn load(
         &self,
         backbone: &Path,
@@ -96,10 +96,11 @@ impl EngineFlags {
         }
     }
 
-    /// The decoding loop for requests like `request`, with the drafter if there is one. Says why it is not on the GPU, if there is one.
+    /// The decoding loop for requests like `request`, with the drafter if there is one. If a GPU is present but not
+    /// used, prints the reason.
     ///
     /// # Errors
-    /// Why the requested engine cannot decode this.
+    /// The reason why the requested engine cannot decode this.
     pub fn take<'a>(
         &self,
         decoder: &'a Decoder,
@@ -135,7 +136,7 @@ impl EngineFlags {
     ) -> Result<DeviceLoop<'a>, CudaError> {
         device::check()?;
         let backbone = &decoder.backbone;
-        // A requested context is reserved whole; a backbone's own may be far longer than any text.
+        // A requested context is reserved in full; a backbone's own may be far longer than any text.
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
         let heads = match drafts {
             None => None,

@@ -11,17 +11,18 @@ pub(super) const FAILED: u8 = 1;
 pub(super) const WRONG_USAGE: u8 = 2;
 pub(super) const INTERRUPTED: u8 = 130; // 128 + SIGINT, as shells report it
 
-/// The command line asks for something that cannot be: exit status 2.
+/// The command line asks for something impossible: exit status 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct UsageError(pub String);
 
-/// The user stopped the work; the text says what was saved and how to go on. Exit status 130.
+/// The user interrupted the work; the text says what was saved and how to continue. Exit status 130.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Interrupted(pub String);
 
-/// `error: …`, then one `caused by: …` line a cause that is not told yet: many errors quote theirs.
+/// Prints `error: …`, then a `caused by: …` line for each cause that the text does not contain yet: many errors quote
+/// their cause.
 pub(super) fn report(error: &anyhow::Error) {
     let mut told = format!("error: {error}");
     for cause in error.chain().skip(1).map(ToString::to_string) {
@@ -29,11 +30,11 @@ pub(super) fn report(error: &anyhow::Error) {
             told = format!("{told}\ncaused by: {cause}");
         }
     }
-    let _ = writeln!(io::stderr(), "{told}"); // nowhere left to report a closed stderr
+    let _ = writeln!(io::stderr(), "{told}"); // a closed stderr cannot be reported anywhere
 }
 
 pub(super) fn status(error: &anyhow::Error) -> u8 {
-    let is_mistake = |error: &RecipeError| !matches!(error, RecipeError::Hub { .. }); // no network is nobody's mistake
+    let is_mistake = |error: &RecipeError| !matches!(error, RecipeError::Hub { .. }); // an unreachable Hub is no mistake in the recipe
     let is_usage = |cause: &(dyn Error + 'static)| {
         cause.is::<UsageError>()
             || cause.downcast_ref::<RecipeError>().is_some_and(is_mistake)

@@ -59,7 +59,7 @@ struct Printed<'e> {
 /// Writes the folder, reads it back, and prints its path.
 ///
 /// # Errors
-/// What is missing or does not fit; nothing is left then.
+/// A missing file, or parts that do not fit; nothing is left then.
 pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut request = ExportRequest {
         heads: args.heads.clone(),
@@ -84,8 +84,8 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
 }
 
-/// `--backbone`, or else the config.json of the heads, may name an id of the Hub: its weights are brought here if the export needs them, and
-/// of an id that was given at least what the heads are checked against.
+/// Downloads the backbone if `--backbone`, or else the config.json of the heads, is a Hub id: with its weights if the
+/// export needs them; otherwise, for `--backbone`, the files that the heads are checked against.
 fn bring_backbone(request: &mut ExportRequest, common: &CommonFlags) -> anyhow::Result<()> {
     let needed = export::backbone_needed(request).map_err(of_usage)?;
     let wanted = if needed.is_some() { Wanted::Backbone } else { Wanted::BackboneWithoutWeights };
@@ -99,7 +99,7 @@ fn bring_backbone(request: &mut ExportRequest, common: &CommonFlags) -> anyhow::
     Ok(())
 }
 
-/// A command that cannot be is a wrong command: exit status 2.
+/// An unsupported combination of flags: exit status 2.
 fn of_usage(error: ExportError) -> anyhow::Error {
     match error {
         ExportError::NoBackbone { .. }

@@ -58,7 +58,7 @@ pub struct GenerateArgs {
 /// Decodes the prompts in order.
 ///
 /// # Errors
-/// What is wrong with the command line, the backbone, the heads, the tree or a prompt.
+/// An error in the command line, the backbone, the heads, the tree or a prompt.
 pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
@@ -80,7 +80,7 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Decodes and prints. Later turns of a conversation reuse the loop's cache.
+/// Decodes and prints answers. Later turns of a conversation reuse the loop's cache.
 struct Answers<'a> {
     decoder: &'a Decoder,
     decoding: Box<dyn DecodeLoop + 'a>,

@@ -38,7 +38,7 @@ pub struct InspectArgs {
     pub path: PathBuf,
 }
 
-/// What was found.
+/// The contents of the path.
 #[derive(Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 enum Contents {
@@ -78,15 +78,15 @@ struct BackboneFound {
     parameters: i64,
     weights_bytes: Option<u64>,
     bytes: BTreeMap<String, u64>,
-    /// Heads among its weights.
+    /// Heads among the backbone's weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     heads: Option<HeadsFound>,
 }
 
-/// Looks at the path and prints what it holds.
+/// Prints a summary of the path.
 ///
 /// # Errors
-/// When there is no such path, it is of no known kind, or it is damaged.
+/// If the path does not exist, has an unknown kind, or is damaged.
 pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let path = args.path.as_path();
     let contents = if path.is_dir() {
@@ -121,7 +121,7 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
     )
 }
 
-/// Whether a file is one of heads alone: a backbone's weights have the name of vLLM's.
+/// Whether a file holds only heads: vLLM's heads have the file name of a backbone's weights.
 fn is_draft(file: &Path) -> bool {
     let in_weights = [MODEL_FILE, MODEL_INDEX].iter().any(|name| file.ends_with(name));
     !in_weights || HeadsFile::open(file).is_ok_and(|heads| heads.layout() == HeadsLayout::Vllm)
@@ -146,7 +146,7 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
     let size = |path: &PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
     let weights_bytes = match weights::files_of(folder) {
         Ok(files) => {
-            WeightFiles::open(folder)?; // headers and lengths: a file that was cut off is an error
+            WeightFiles::open(folder)?; // reads headers and lengths, so a truncated file is an error
             Some(files.iter().map(size).sum())
         }
         Err(WeightsError::NoWeights { .. }) => None,
@@ -158,7 +158,7 @@ fn backbone(folder: &Path) -> anyhow::Result<BackboneFound> {
 
 fn json(path: &Path) -> anyhow::Result<Contents> {
     let text = std::fs::read_to_string(path).map_err(failed("read", path))?;
-    // The first of a sweep's results tells the kind; what follows is for the kind's own reader to judge.
+    // The first result of a sweep determines the kind; the kind's own reader checks the rest.
     let value = Value::deserialize(&mut serde_json::Deserializer::from_str(&text))
         .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
     if value.is_array() || value.get("choices").is_some() {

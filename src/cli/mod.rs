@@ -59,7 +59,7 @@ pub struct MedusaCommand {
 pub struct MedusaTrainCommand {
     #[command(flatten)]
     args: train::TrainArgs,
-    #[command(flatten)] // last: its heading would be that of every flag behind it
+    #[command(flatten)] // last, because clap applies its heading to all later flags
     common: CommonFlags,
 }
 
@@ -103,7 +103,7 @@ impl Verb {
             Verb::Tree(args) => {
                 vec![args.heads.as_mut().map(HubArgument::heads), args.backbone.as_mut().map(HubArgument::backbone)]
             }
-            Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // the heads decide how much of the backbone is needed
+            Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // the heads determine how much of the backbone is needed
             // Recipes fetch their own ids.
             Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(),
         };
@@ -197,7 +197,7 @@ fn without_ignored_flags(command: Command) -> Command {
             "export" => &["device", "seed"],
             _ => &[],
         };
-        // A flag of the verb itself takes the place of the one that clap would pass on to it.
+        // A flag of the verb itself replaces the global one that clap would pass on to it.
         verb.args(
             common.iter().filter(|arg| ignored.contains(&arg.get_id().as_str())).map(|arg| arg.clone().hide(true)),
         )

@@ -1,32 +1,32 @@
-//! Results on stdout, and numbers of bytes as people read them.
+//! Prints results to stdout, and formats numbers of bytes.
 
 use std::fmt::Display;
 use std::io::{self, Write};
 
 use serde::Serialize;
 
-/// Bytes for people.
+/// Bytes in MiB.
 pub fn mebibytes(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Bytes as people read many of them.
+/// Bytes in GiB.
 pub fn gibibytes(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
-/// A result for people, on stdout.
+/// Prints a line of a result to stdout.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// If stdout cannot be written.
 pub fn print_line(line: impl Display) -> anyhow::Result<()> {
     Ok(writeln!(io::stdout(), "{line}")?)
 }
 
-/// A result for programs: one JSON object on a line of stdout.
+/// Prints a result as one line of JSON to stdout.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// If stdout cannot be written.
 pub fn print_json(object: &impl Serialize) -> anyhow::Result<()> {
     print_line(serde_json::to_string(object)?)
 }

@@ -48,10 +48,10 @@ fn branch(text: &str) -> Result<String, String> {
     if is_good { Ok(text.to_owned()) } else { Err("expected the name of a branch".into()) }
 }
 
-/// Pushes, and prints the commit's page.
+/// Pushes the folder and prints the commit's URL.
 ///
 /// # Errors
-/// A folder that is none, or what the Hub says.
+/// A missing folder, or an error of the Hub.
 pub fn run(args: &PushArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.folder.is_dir() {
         return Err(UsageError(format!("{} is not a folder", args.folder.display())).into());

@@ -11,7 +11,7 @@ use super::CommonFlags;
 use crate::data::{ReadProgress, Watch};
 
 const BAR: &str = "{bar:24} {bytes}/{total_bytes}  {msg}  {left}";
-/// Time between the lines of progress where stderr is no terminal.
+/// Time between progress lines if stderr is no terminal.
 pub(super) const BETWEEN_LINES: Duration = Duration::from_secs(10);
 
 /// Runs `read` with a progress bar of the files that it reads.
@@ -37,7 +37,7 @@ fn show(bar: &ProgressBar, progress: ReadProgress) {
     bar.set_message(format!("reading {}{speed}", path.display()));
 }
 
-/// Progress through a known number of things, some of which may have been done by an earlier run.
+/// Progress through a known number of things, of which an earlier run may have done some.
 #[derive(Debug)]
 pub(super) struct Counter<'c> {
     pub(super) bar: ProgressBar,
@@ -73,7 +73,7 @@ impl<'c> Counter<'c> {
     }
 }
 
-/// How long `to_make` more will take if `made` took `elapsed`.
+/// Estimated time for `to_make` more, if `made` took `elapsed`.
 pub(super) fn time_left(elapsed: Duration, made: u64, to_make: u64) -> String {
     match made {
         _ if to_make == 0 => "done".into(),
@@ -82,7 +82,8 @@ pub(super) fn time_left(elapsed: Duration, made: u64, to_make: u64) -> String {
     }
 }
 
-/// A bar on stderr, hidden if that is no terminal or with `--quiet`. In templates, `{left}` is the estimated time left.
+/// A bar on stderr; hidden with `--quiet` or if stderr is no terminal. In templates, `{left}` is the estimated time
+/// left.
 pub(super) fn progress_bar(total: Option<u64>, template: &str, common: &CommonFlags) -> ProgressBar {
     let target = if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());

@@ -33,7 +33,8 @@ pub struct ReportArgs {
 /// Writes the page, and prints its path.
 ///
 /// # Errors
-/// What is no run's folder, a broken file in one, or where the page cannot be written; nothing is left then.
+/// A path that is no run folder, an invalid file in one, or an output file that cannot be written; nothing is left
+/// then.
 pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let out = out(args)?;
     let runs = args.runs.iter().map(|folder| Run::read(folder)).collect::<Result<Vec<_>, _>>()?;
@@ -46,7 +47,7 @@ pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json { print_json(&json!({"out": out, "runs": args.runs})) } else { print_line(out.display()) }
 }
 
-/// Where the page goes.
+/// The path of the page.
 fn out(args: &ReportArgs) -> Result<PathBuf, UsageError> {
     match (&args.out, args.runs.as_slice()) {
         (Some(out), _) => Ok(out.clone()),

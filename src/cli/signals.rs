@@ -5,20 +5,20 @@ use std::sync::{Arc, OnceLock};
 
 use super::exit::INTERRUPTED;
 
-/// True once the user asked to stop (Ctrl-C, SIGTERM). From the first call on, the caller has to look at it and stop by
-/// itself; a second Ctrl-C ends the process at once. Verbs that never call this end at the first.
+/// Becomes true when the user asks to stop (Ctrl-C, SIGTERM). After calling this, a verb must check the flag and stop
+/// by itself; a second Ctrl-C ends the process at once. Verbs that never call it end at the first signal.
 pub fn interrupted() -> &'static AtomicBool {
     stop().store(false, Ordering::Relaxed);
     stop()
 }
 
-/// The next signal ends the process if this is true, and sets it if not; so it starts as true.
+/// While true, the next signal ends the process; otherwise the signal sets it. It starts as true.
 fn stop() -> &'static Arc<AtomicBool> {
     static STOP: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     STOP.get_or_init(|| Arc::new(AtomicBool::new(true)))
 }
 
-/// Whether SIGTERM came: then a program that goes on after Ctrl-C ends, too.
+/// Whether SIGTERM arrived: then even a program that continues after Ctrl-C ends.
 pub(super) fn terminated() -> bool {
     terminate().load(Ordering::Relaxed)
 }

@@ -48,7 +48,7 @@ pub struct TrainArgs {
 /// Trains, or with `--check` prints the plan.
 ///
 /// # Errors
-/// A recipe, backbone or data that is not right, a run that fails, or [`Interrupted`] with what was saved.
+/// An error in the recipe, the backbone or the data, a failed run, or [`Interrupted`] with a summary of what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
     let mut loaded = LoadedRecipe::read(&args.recipe)?;

@@ -20,7 +20,7 @@ mod machine;
 
 pub use args::TreeArgs;
 
-/// Searches, and writes or prints the tree.
+/// Searches a tree and writes or prints it.
 ///
 /// # Errors
 /// An unreadable calibration or latency file, an impossible tree, or an output file that cannot be written.

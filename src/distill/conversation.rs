@@ -80,6 +80,7 @@ pub struct Finished {
     pub finish_reason: String,
 }
 
+/// One message, in the ShareGPT shape.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Said {
     /// `system`, `human` or `gpt`.

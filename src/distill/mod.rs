@@ -35,6 +35,7 @@ pub struct DistillProgress {
     pub tokens: usize,
 }
 
+/// How a distillation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DistillEnd {
     /// Every conversation is in a shard.

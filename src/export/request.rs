@@ -69,6 +69,7 @@ impl ExportFormat {
     }
 }
 
+/// What `medusa export` reads and where it writes.
 #[derive(Debug)]
 pub struct ExportRequest {
     /// Trained heads, in any layout.

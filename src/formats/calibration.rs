@@ -1,4 +1,4 @@
-//! `calibration.json`: how often each guess of each head is right, alone and together.
+//! `calibration.json`: how often each guess of each head is right, alone and jointly.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -14,25 +14,25 @@ const EXPECTED: &str = "is no calibration; expected {\"heads\":[{\"counts\":…,
 /// `calibration.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Calibration {
-    /// One entry a head.
+    /// One entry per head.
     pub heads: Vec<HeadAccuracy>,
-    /// Which guesses are right together.
+    /// Which guesses are right at the same position.
     pub joint: JointStatistics,
-    /// The backbone, as it was named.
+    /// The backbone's path or name, as it was given.
     pub backbone: String,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: String,
     /// Input tokens read.
     pub tokens: u64,
-    /// Of a calibration that went with exported heads.
+    /// Only in the calibration of an export.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exported_from: Option<ExportedFrom>,
-    /// What others wrote into it: it stays there.
+    /// Unknown keys, which are preserved.
     #[serde(flatten)]
     pub other: Map<String, Value>,
 }
 
-/// One head's guesses, over that head's own targets.
+/// Accuracy of one head's guesses, over the head's own targets.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HeadAccuracy {
     /// How often guess 1, 2, … was the target.
@@ -43,15 +43,15 @@ pub struct HeadAccuracy {
     pub accuracy: Vec<f64>,
 }
 
-/// Which guesses were right together.
+/// Which guesses were right at the same position.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct JointStatistics {
     /// Positions where every head has a target.
     pub total: u64,
-    /// Paths of guesses that were right together there, most frequent first; every prefix of a counted path is counted too.
+    /// Paths of guesses that were right together, most frequent first; every prefix of a counted path is counted too.
     pub paths: Vec<JointPath>,
-    /// The texts themselves, position by position: what steps of decoding would find there. Kept up to 200,000 positions;
-    /// older calibrations have none.
+    /// The ranks of right guesses at every position of the texts, as decoding steps would find them. At most 200,000
+    /// positions; empty in older calibrations.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub runs: Vec<RankTrace>,
 }
@@ -61,20 +61,20 @@ pub struct JointStatistics {
 pub struct JointPath {
     /// 0-based guesses, head 1 first.
     pub path: Vec<usize>,
-    /// How often.
     pub count: u64,
 }
 
-/// One text, token by token. Entry s belongs to a step whose root is token s: the guesses that are right there, as 0-based ranks of
-/// heads 1, 2, … up to the first head that misses it or would look behind the text's end.
+/// The ranks of one text's right guesses, token by token. Entry s belongs to a step whose root is token s: 0-based
+/// ranks of the right guesses of heads 1, 2, … up to the first head that misses the token or would look past the text's
+/// end.
 pub type RankTrace = Vec<Vec<usize>>;
 
-/// Which heads were measured, where those that the file goes with are exported ones.
+/// The measured heads and the calibration that an export comes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExportedFrom {
-    /// Of the heads that were measured.
+    /// Hash of the measured heads.
     pub heads_sha256: String,
-    /// Of the calibration that said so.
+    /// Hash of the original calibration.
     pub calibration_sha256: String,
 }
 
@@ -82,7 +82,7 @@ impl Calibration {
     /// Reads `calibration.json`.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let calibration: Self = error::read(path, WHAT, EXPECTED)?;
         match calibration.heads.iter().position(|head| head.total == 0) {
@@ -91,10 +91,10 @@ impl Calibration {
         }
     }
 
-    /// Writes `calibration.json`, whole or not at all.
+    /// Writes `calibration.json` atomically.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
         error::write(path, WHAT, |out| {
             self.write_to(&mut *out)?;
@@ -102,10 +102,10 @@ impl Calibration {
         })
     }
 
-    /// The text of `calibration.json`, without a last newline.
+    /// Writes the text of `calibration.json` without a final newline.
     ///
     /// # Errors
-    /// The disk's words.
+    /// An I/O error.
     pub fn write_to(&self, out: impl Write) -> io::Result<()> {
         Ok(serde_json::to_writer(out, self)?)
     }
@@ -115,23 +115,24 @@ impl Calibration {
         self.heads.iter().map(|head| head.accuracy.clone()).collect()
     }
 
-    /// Whether it knows which guesses were right together.
+    /// Whether it records which guesses were right together.
     pub fn knows_joint(&self) -> bool {
         !(self.joint.runs.is_empty() && self.joint.paths.is_empty())
     }
 
-    /// Of the heads that were measured, however often they were exported since.
+    /// Hash of the measured heads, even after several exports.
     pub fn measured_sha256(&self) -> &str {
         self.exported_from.as_ref().map_or(&self.heads_sha256, |from| &from.heads_sha256)
     }
 
-    /// Goes with exported heads of the hash `heads_sha256` now; `calibration_sha256` is this file's own.
+    /// Assigns the calibration to exported heads with the hash `heads_sha256`; `calibration_sha256` is the hash of the
+    /// current file.
     pub fn export_to(&mut self, heads_sha256: String, calibration_sha256: String) {
         let measured = std::mem::replace(&mut self.heads_sha256, heads_sha256);
         self.exported_from.get_or_insert(ExportedFrom { heads_sha256: measured, calibration_sha256 });
     }
 
-    /// Leaves out what is said of later heads: accuracies, longer paths, and the rest of every rank list.
+    /// Removes later heads: their accuracies, longer paths, and the ends of all rank lists.
     pub fn keep_first(&mut self, heads: usize) {
         self.heads.truncate(heads);
         self.joint.paths.retain(|path| path.path.len() <= heads);

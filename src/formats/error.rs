@@ -1,4 +1,4 @@
-//! Why a file cannot be read or written, and how all but the growing ones are.
+//! Errors of reading and writing, and the functions that read and write all formats except the appended ones.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter};
@@ -8,10 +8,9 @@ use serde::de::DeserializeOwned;
 
 use crate::files;
 
-/// A file that passes between commands cannot be read or written, or was made from something else.
+/// Why a file cannot be read or written, or does not fit.
 #[derive(Debug, thiserror::Error)]
 pub enum FormatError {
-    /// The disk said no.
     #[error("cannot {action} the {what} {}", path.display())]
     Io {
         /// `read` or `write`.
@@ -20,40 +19,39 @@ pub enum FormatError {
         path: PathBuf,
         source: io::Error,
     },
-    /// Not of this format.
+    /// The file has another format.
     #[error("{} {expected}", path.display())]
     Json {
         path: PathBuf,
-        /// What it is not, and what was expected.
+        /// The rest of the sentence: the fault and the expected format.
         expected: &'static str,
-        /// Where and what.
         source: serde_json::Error,
     },
-    /// `nodes` and `choices` of a tree disagree: the file was cut or edited.
+    /// `nodes` and `choices` of a tree disagree: the file was truncated or edited.
     #[error("{} says \"nodes\": {written}, but lists {listed} choices; write the tree again with `medusa tree`", path.display())]
     NodeCount {
         path: PathBuf,
-        /// What `nodes` says.
+        /// The value of `nodes`.
         written: usize,
-        /// Choices in it.
+        /// The number of choices.
         listed: usize,
     },
-    /// A calibration without a single target of some head.
+    /// A head without a target in the calibration.
     #[error("{}: head {head} has a total of 0 targets, so no accuracy; calibrate on more or longer rows", path.display())]
     NoTargets {
         path: PathBuf,
         /// 1-based.
         head: usize,
     },
-    /// A time or a size that cannot be.
+    /// A measurement that is not above 0.
     #[error("{}: {what} is {value}; expected a number above 0; remove the file to measure anew", path.display())]
     Damaged { path: PathBuf, what: &'static str, value: f64 },
-    /// Latencies of other conditions than those asked for.
+    /// The latencies were measured under other conditions.
     #[error("{} was measured with {what} {measured}, not with {asked}; give another --latency FILE to measure that", path.display())]
     OtherConditions { path: PathBuf, what: &'static str, measured: String, asked: String },
 }
 
-/// Reads JSON; `what` and `expected` are the error's.
+/// Reads JSON; `what` and `expected` are parts of the error.
 pub(super) fn read<T: DeserializeOwned>(
     path: &Path,
     what: &'static str,
@@ -62,7 +60,7 @@ pub(super) fn read<T: DeserializeOwned>(
     read_by(path, what, expected, |text| serde_json::from_str(text))
 }
 
-/// As [`read`], of what `parse` makes of the text.
+/// As [`read`], with `parse` instead of a JSON parser.
 pub(super) fn read_by<T>(
     path: &Path,
     what: &'static str,
@@ -74,7 +72,7 @@ pub(super) fn read_by<T>(
     parse(&text).map_err(|source| FormatError::Json { path: path.to_owned(), expected, source })
 }
 
-/// Writes whole or not at all.
+/// Writes a file atomically.
 pub(super) fn write(
     path: &Path,
     what: &'static str,

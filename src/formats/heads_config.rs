@@ -1,4 +1,4 @@
-//! `config.json` beside heads: the one of a run's `final/`, and what is read of any that trainers and servers write.
+//! `config.json` of heads: the one in a run's `final/`, and the keys read from those of other trainers and servers.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,34 +14,30 @@ const CONFIG: &str = "config.json";
 /// `config.json` of `final/`, as TGI and the original code read it.
 #[derive(Debug, Clone, Serialize)]
 pub struct HeadsFolderConfig<'a> {
-    /// The backbone that these heads belong to.
     pub base_model_name_or_path: &'a str,
-    /// K.
     pub medusa_num_heads: usize,
-    /// ResBlocks a head.
+    /// ResBlocks per head.
     pub medusa_num_layers: usize,
-    /// H.
     pub hidden_size: i64,
-    /// V.
     pub vocab_size: i64,
-    /// The dtype that the backbone computed in.
+    /// Compute dtype of the backbone in training.
     pub backbone_dtype: String,
-    /// `nf4` or `int8`, if the backbone was quantised.
+    /// `nf4` or `int8`, if the backbone was quantized.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantization: Option<String>,
 }
 
 impl HeadsFolderConfig<'_> {
-    /// Writes it into a folder that gets its name later.
+    /// Writes config.json into a folder that is renamed later.
     ///
     /// # Errors
-    /// The disk's words.
+    /// An I/O error.
     pub fn save(&self, folder: &Path) -> io::Result<()> {
         write_json(&folder.join(CONFIG), self)
     }
 }
 
-/// Whatever config.json lies beside a file of heads. A key of another type is as good as absent.
+/// The config.json in a heads file's folder, from any program. A key with another type counts as absent.
 #[derive(Debug)]
 pub struct PublishedHeadsConfig {
     pub path: PathBuf,
@@ -49,10 +45,10 @@ pub struct PublishedHeadsConfig {
 }
 
 impl PublishedHeadsConfig {
-    /// The one beside a file of heads, if there is one.
+    /// Reads the config.json in the folder of a heads file, if there is one.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn load_beside(heads: &Path) -> Result<Option<Self>, FormatError> {
         let path = heads.with_file_name(CONFIG);
         if !path.is_file() {
@@ -63,27 +59,27 @@ impl PublishedHeadsConfig {
         Ok(Some(Self { path, value }))
     }
 
-    /// The backbone that it names.
+    /// The backbone's name.
     pub fn base(&self) -> Option<&str> {
         self.value["base_model_name_or_path"].as_str()
     }
 
-    /// The quantisation of the backbone in training, if any.
+    /// Quantization of the backbone in training, if any.
     pub fn quantization(&self) -> Option<&str> {
         self.value["quantization"].as_str()
     }
 
-    /// vLLM's factor of all logits.
+    /// vLLM's factor on all logits.
     pub fn logit_scale(&self) -> Option<f64> {
         self.value["logit_scale"].as_f64()
     }
 
-    /// A truth value; false where there is no such key.
+    /// A Boolean key; false if absent.
     pub fn says(&self, key: &str) -> bool {
         self.value[key].as_bool().unwrap_or(false)
     }
 
-    /// The first of `keys` that is there, at the top or under ModelOpt's `medusa`, and its number.
+    /// Name and value of the first of `keys` that exists at the top level or under ModelOpt's `medusa`.
     pub fn count(&self, keys: &[&str]) -> Option<(String, u64)> {
         let at = |key: &&str| Some(((*key).to_owned(), self.value[*key].as_u64()?));
         let under = |key: &&str| Some((format!("medusa.{key}"), self.value["medusa"][*key].as_u64()?));

@@ -23,13 +23,13 @@ pub struct Latency {
     pub dtype: Dtype,
     /// CPU threads.
     pub threads: usize,
-    /// Tokens before the steps.
+    /// Tokens in the context before the steps.
     pub context: usize,
-    /// The backbone, as it was named.
+    /// The backbone's path or name, as it was given.
     pub backbone: String,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: String,
-    /// Milliseconds of a plain step: one token.
+    /// Milliseconds per step of plain decoding: one token.
     pub plain_step_ms: f64,
     /// Steps with a tree.
     pub steps: Vec<StepTime>,
@@ -40,9 +40,9 @@ pub struct Latency {
 pub struct StepTime {
     /// Nodes without the root.
     pub nodes: usize,
-    /// Levels below the root: heads that the tree asks.
+    /// Levels below the root, which is the number of heads that the tree uses.
     pub depth: usize,
-    /// Median, milliseconds.
+    /// Median in milliseconds.
     pub step_ms: f64,
 }
 
@@ -55,11 +55,11 @@ pub struct LatencyConditions {
     pub engine: Option<String>,
     /// Dtype of the backbone.
     pub dtype: Option<Dtype>,
-    /// CPU threads; they matter on the CPU only.
+    /// CPU threads; compared only on the CPU.
     pub threads: Option<usize>,
-    /// Tokens before the steps.
+    /// Tokens in the context before the steps.
     pub context: Option<usize>,
-    /// The backbone, as it was named.
+    /// The backbone's path or name, as it was given.
     pub backbone: Option<String>,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: Option<String>,
@@ -69,7 +69,7 @@ impl Latency {
     /// Reads `latency.json`.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let latency: Self = error::read(path, WHAT, EXPECTED)?;
         let sizes = latency
@@ -83,10 +83,10 @@ impl Latency {
         }
     }
 
-    /// Writes `latency.json`, whole or not at all.
+    /// Writes `latency.json` atomically.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
         error::write(path, WHAT, |out| {
             serde_json::to_writer_pretty(&mut *out, self)?;
@@ -94,10 +94,10 @@ impl Latency {
         })
     }
 
-    /// Refuses a file that was measured under other conditions; `path` is the file's.
+    /// Refuses a file measured under other conditions; `path` is the file's, for the error.
     ///
     /// # Errors
-    /// [`FormatError::OtherConditions`] names the first difference.
+    /// [`FormatError::OtherConditions`], with the first difference.
     pub fn check(&self, asked: &LatencyConditions, path: &Path) -> Result<(), FormatError> {
         let on_cpu = self.device == "cpu";
         let text = |number: &usize| number.to_string();
@@ -118,8 +118,8 @@ impl Latency {
         Ok(())
     }
 
-    /// Step time of a tree of this size and depth: measured, or interpolated between the next smaller and next larger tree of that
-    /// depth; `None` outside the measured range.
+    /// Step time of a tree of this size and depth: measured, or interpolated between the next smaller and next larger
+    /// tree of that depth; `None` outside the measured range.
     pub fn step_ms(&self, nodes: usize, depth: usize) -> Option<f64> {
         let of_depth = || self.steps.iter().filter(|step| step.depth == depth);
         let below = of_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: one line a training step or an evaluation, of a run that may still go on.
+//! `metrics.jsonl`: one line per logged training step or evaluation; the run may still be writing it.
 
 use std::fs;
 use std::io::{self, Write};
@@ -8,12 +8,12 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::files::{FileError, failed};
 
-/// The lines cannot be read.
+/// Why metrics.jsonl cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     #[error(transparent)]
     File(#[from] FileError),
-    /// A line that is not ours.
+    /// A malformed line.
     #[error("{}, line {line}: {source}", path.display())]
     Line {
         path: PathBuf,
@@ -23,56 +23,56 @@ pub enum MetricsError {
     },
 }
 
-/// One line of `metrics.jsonl`. A number that a line does not have is NaN: lines of earlier versions know less, and JSON has no NaN but
-/// null.
+/// One line of `metrics.jsonl`. Missing numbers are NaN: lines of earlier versions have fewer keys, and JSON has null
+/// instead of NaN.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MetricsLine {
     /// "train" or "validation".
     pub split: MetricsSplit,
-    /// Optimizer steps finished.
+    /// Finished optimizer steps.
     pub step: usize,
     /// Passes over the data, as a fraction.
     #[serde(default = "unknown", deserialize_with = "number")]
     pub epoch: f64,
-    /// Input tokens seen by the run so far (validation: tokens evaluated).
+    /// Input tokens that the run has seen; in a validation line, the tokens evaluated.
     pub tokens: Option<u64>,
     /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
     #[serde(default = "unknown", deserialize_with = "number")]
     pub loss: f64,
-    /// The LM head's loss; none in Medusa-1.
+    /// Loss of the LM head; `None` in Medusa-1.
     pub lm_loss: Option<f64>,
-    /// Of the LM head, exp of its cross-entropy: of evaluations in Medusa-2.
+    /// exp of the LM head's cross-entropy; only in Medusa-2's evaluations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub perplexity: Option<f64>,
-    /// Lk.
+    /// Lk of each head.
     #[serde(default)]
     pub head_losses: Vec<Option<f64>>,
     /// Accuracy of the first guess.
     #[serde(default)]
     pub head_top1: Vec<Option<f64>>,
-    /// Target among the first two guesses.
+    /// Fraction of targets among the first two guesses.
     #[serde(default)]
     pub head_top2: Vec<Option<f64>>,
-    /// … three.
+    /// Among the first three.
     #[serde(default)]
     pub head_top3: Vec<Option<f64>>,
-    /// … four.
+    /// Among the first four.
     #[serde(default)]
     pub head_top4: Vec<Option<f64>>,
-    /// … five.
+    /// Among the first five.
     #[serde(default)]
     pub head_top5: Vec<Option<f64>>,
-    /// What only a training step has. [`MetricsLine::parse`] reads it: a flattened `Option` becomes `None` where one of its values is of a
-    /// wrong type.
+    /// Only in training lines. [`MetricsLine::parse`] reads it: serde turns a flattened `Option` into `None` if one of
+    /// its values has a wrong type.
     #[serde(flatten, skip_deserializing)]
     pub update: Option<UpdateLine>,
 }
 
-/// Which rows.
+/// The rows a measurement was taken on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MetricsSplit {
-    /// Rows being trained on, before the update.
+    /// Training rows, measured before the update.
     Train,
     /// Held-out rows.
     Validation,
@@ -109,18 +109,18 @@ fn number<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
 }
 
 impl MetricsLine {
-    /// Appends the line, its newline included.
+    /// Appends the line and a newline.
     ///
     /// # Errors
-    /// The disk's words.
+    /// An I/O error.
     pub fn append_to(&self, out: &mut impl Write) -> io::Result<()> {
         out.write_all((serde_json::to_string(self)? + "\n").as_bytes())
     }
 
-    /// Of its text.
+    /// Parses one line.
     ///
     /// # Errors
-    /// Where in the line, and why.
+    /// Position in the line, and cause.
     pub fn parse(text: &[u8]) -> Result<Self, serde_json::Error> {
         let line: Self = serde_json::from_slice(text)?;
         let is_train = line.split == MetricsSplit::Train;
@@ -128,20 +128,21 @@ impl MetricsLine {
     }
 }
 
-/// What is in the file.
+/// The contents of metrics.jsonl.
 #[derive(Debug, Default)]
 pub struct MetricsFile {
-    /// Each line with its text, newline included where it has one: reading and writing a number again may change its last digit.
+    /// Each line with its text, including the newline if it has one. The text is kept because writing a parsed number
+    /// again may change its last digit.
     pub lines: Vec<(Vec<u8>, MetricsLine)>,
-    /// The last line is left out: it is not whole, for the run is writing it or was ended then.
+    /// The last line was incomplete and is omitted: the run is still writing it, or was killed.
     pub torn: bool,
 }
 
 impl MetricsFile {
-    /// Reads the file; none at all is a run before its first step. A last line without its end may be torn, no other.
+    /// Reads the file; if it is missing, there are no lines yet. Only a last line without a newline may be incomplete.
     ///
     /// # Errors
-    /// [`MetricsError`] names the line.
+    /// [`MetricsError`], with the line.
     pub fn read(path: &Path) -> Result<Self, MetricsError> {
         let bytes = match fs::read(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
@@ -158,7 +159,7 @@ impl MetricsFile {
         Ok(file)
     }
 
-    /// As [`MetricsFile::read`], but without all that is no line, and nothing of a file that cannot be read: for a first look.
+    /// As [`MetricsFile::read`], but skips malformed lines and returns nothing for an unreadable file: for an overview.
     pub fn read_what_is_whole(path: &Path) -> Self {
         let line = |text: &[u8]| MetricsLine::parse(text).ok().map(|line| (text.to_owned(), line));
         Self { lines: texts(&fs::read(path).unwrap_or_default()).filter_map(line).collect(), torn: false }

@@ -1,4 +1,4 @@
-//! Files that pass between commands: each has one type, one reader and one writer, here, and every other room imports them.
+//! Files that pass between commands. Each has one type, one reader and one writer here, which all other modules import.
 //! No tensors here.
 //!
 //! | file | type |
@@ -12,7 +12,7 @@
 //! | distill.json | [`provenance::DistillProvenance`] |
 //! | config.json of heads | [`heads_config::HeadsFolderConfig`], [`heads_config::PublishedHeadsConfig`] |
 //!
-//! Their names in a run's folder are in [`run_folder`].
+//! The names of these files in a run's folder are in [`run_folder`].
 
 pub mod bench;
 pub mod calibration;

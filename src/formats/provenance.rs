@@ -1,4 +1,4 @@
-//! `provenance.json` of a run and `distill.json` of a distillation: where their numbers come from.
+//! `provenance.json` of a run and `distill.json` of a distillation: the origin of their results.
 
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ const OF_A_RUN: &str = "is no provenance of a run; expected what medusa-train wr
 const OF_A_DISTILLATION: &str =
     "is no JSON object; it says what the folder was begun with: without it, choose another --out";
 
-/// A state of a repository of the Hugging Face Hub.
+/// A commit of a repository on the Hugging Face Hub.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HubSnapshot {
     /// `owner/name`.
@@ -20,149 +20,146 @@ pub struct HubSnapshot {
     pub commit: String,
 }
 
-/// What a key of the recipe names on the Hub, besides the backbone.
+/// A Hub repository named by a key of the recipe other than the backbone's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HubSource {
     /// `data.train`, `heads.init_from` and the like.
     pub key: String,
-    /// Which state of it was taken.
     #[serde(flatten)]
     pub snapshot: HubSnapshot,
 }
 
-/// What is in `provenance.json`.
+/// The contents of `provenance.json`.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Provenance {
     /// `medusa-train` and its version.
     pub program: String,
-    /// Of the program.
+    /// Of medusa-train.
     pub git_revision: String,
     pub libtorch: String,
     /// As `--device` spells it.
     pub device: String,
     pub threads: i32,
     pub command: Vec<String>,
-    /// In RFC 3339.
+    /// RFC 3339.
     pub started: String,
-    /// Of a backbone from the Hub.
+    /// Only for a backbone from the Hub.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub backbone: Option<HubSnapshot>,
     /// Data sets, heads and adapters from the Hub.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sources: Vec<HubSource>,
-    /// Of a backbone: its config, and its weights where no commit says what they are.
+    /// The backbone's config, and its weights unless a commit identifies them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub backbone_files: Vec<HashedFile>,
-    /// What heads and adapters begin with.
+    /// Files of the initial heads and adapters.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub init_from_files: Vec<HashedFile>,
-    /// Data files, and those that decide which tokens come of them.
+    /// Data files, and the files that determine their tokens.
     pub data: Vec<HashedFile>,
-    /// Whether rows that are not right were left out.
+    /// Whether malformed rows were skipped.
     #[serde(default)]
     pub skip_bad_rows: bool,
-    /// What came of the rows to train and to validate on.
+    /// Reports of the training and the validation rows.
     #[serde(default)]
     pub rows: Vec<Value>,
 }
 
-/// A file by its content; it may lie elsewhere another time.
+/// A file identified by its hash; its path may change.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct HashedFile {
-    /// Where it lay.
+    /// Path when it was hashed.
     pub path: PathBuf,
     pub sha256: String,
 }
 
 impl Provenance {
-    /// Of this version's `provenance.json`.
+    /// Reads a `provenance.json` of this version.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         error::read(path, WHAT, OF_A_RUN)
     }
 
-    /// All that a `provenance.json` of any version says, by key.
+    /// All keys of a `provenance.json` of any version.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn entries(path: &Path) -> Result<Map<String, Value>, FormatError> {
         error::read(path, WHAT, OF_A_RUN)
     }
 
-    /// The state of the Hub that a run took its backbone from, whatever else its `provenance.json` says.
+    /// The Hub snapshot of a run's backbone; other keys of its `provenance.json` may be invalid.
     pub fn backbone_of(path: &Path) -> Option<HubSnapshot> {
         serde_json::from_value(Self::entries(path).ok()?.remove("backbone")?).ok()
     }
 
-    /// The text of the file.
+    /// `provenance.json`, pretty-printed, with a final newline.
     pub fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).expect("plain data") + "\n"
     }
 }
 
-/// All that the conversations depend on.
+/// Everything that determines the conversations.
 #[derive(Debug, Clone, Serialize)]
 pub struct DistillProvenance {
-    /// This program's.
+    /// Version of medusa-train.
     pub program_version: &'static str,
-    /// Where the backbone lay.
+    /// Path or Hub id.
     pub backbone: String,
-    /// Of the Hub, if the folder is a snapshot of it.
+    /// Commit, if the folder is a snapshot in the Hub's cache.
     pub backbone_revision: Option<String>,
-    /// Of all that decides what it says.
+    /// Hash of everything that affects the backbone's output.
     pub backbone_sha256: String,
-    /// Of the template that rendered the conversations, if there is one.
+    /// Hash of the chat template, if there is one.
     pub chat_template_sha256: Option<String>,
-    /// Where the prompts lay.
+    /// Path or Hub id.
     pub prompts: String,
-    /// Of the prompt file's bytes.
     pub prompts_sha256: String,
-    /// How many the prompt file has, for all shares together.
+    /// Number of prompts in the prompt file, for all shares together.
     pub conversations: usize,
     /// `1/1`, or a machine's share of the prompts.
     pub share: String,
-    /// Of a file; the last may have fewer.
+    /// The last file may have fewer.
     pub conversations_per_file: usize,
-    /// Where it computed: another device may round otherwise.
+    /// Recorded because another device may round differently.
     pub device: String,
-    /// What the backbone computed in.
+    /// Compute dtype of the backbone.
     pub dtype: String,
     /// 0 is greedy.
     pub temperature: f64,
     /// 1 is all tokens.
     pub top_p: f64,
-    /// Of an answer.
+    /// Per answer.
     pub max_new_tokens: usize,
-    /// Of a conversation, as `--max-context` limits it; `null`, and absent in older folders: the backbone's own context.
+    /// Maximum number of tokens of a conversation (`--max-context`). `null`, or absent in older folders: the backbone's
+    /// own context.
     pub max_context: Option<u32>,
-    /// `null`: all that the prompts have.
+    /// `null`: all turns of the prompts.
     pub turns: Option<usize>,
     /// Whether the backbone wrote the user's turns.
     pub self_talk: bool,
-    /// Of what was drawn.
+    /// Seed of sampling.
     pub seed: u64,
-    /// Where the heads lay, if there were some.
+    /// Path of the heads, if there were any.
     pub heads: Option<String>,
-    /// Of their file.
     pub heads_sha256: Option<String>,
-    /// Of the adapter beside them and of its config, if there is one: the backbone spoke with it.
+    /// Hashes of the adapter in the heads' folder and of its config, if the backbone used one.
     pub adapter_sha256: Option<[String; 2]>,
-    /// Of the tree's file.
     pub tree_sha256: Option<String>,
 }
 
 impl DistillProvenance {
-    /// All that a `distill.json` says, by key.
+    /// All keys of a `distill.json`.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn entries(path: &Path) -> Result<Map<String, Value>, FormatError> {
         error::read(path, WHAT, OF_A_DISTILLATION)
     }
 
-    /// By key, as they are in the file and in the metadata of every shard.
+    /// The keys as in the file and in the metadata of every shard.
     pub fn as_map(&self) -> Map<String, Value> {
         match serde_json::to_value(self) {
             Ok(Value::Object(map)) => map,
@@ -170,7 +167,7 @@ impl DistillProvenance {
         }
     }
 
-    /// The text of the file.
+    /// `distill.json`, pretty-printed, with a final newline.
     pub fn to_json(&self) -> String {
         format!("{:#}\n", Value::Object(self.as_map()))
     }

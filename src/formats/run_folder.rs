@@ -1,29 +1,29 @@
-//! Names in a run's folder: what training writes there, and what the other commands lay beside it.
+//! Names in a run's folder: the files of training, and the usual names for the output of other commands.
 
 use std::path::{Path, PathBuf};
 
-/// The recipe with every default written out: a folder that has it is a run's.
+/// The recipe with all defaults written out; marks a folder as a run's.
 pub const RECIPE: &str = "recipe.toml";
-/// Where the run's numbers come from.
+/// The origin of the run's results.
 pub const PROVENANCE: &str = "provenance.json";
-/// A line a logged step and a line an evaluation.
+/// One line per logged step and per evaluation.
 pub const METRICS: &str = "metrics.jsonl";
-/// The same curves as events.
+/// The same curves as TensorBoard events.
 pub const TENSORBOARD: &str = "tensorboard";
 /// The folder of finished heads.
 pub const FINAL: &str = "final";
-/// In `final/`: a backbone that was trained as a whole, as a Hugging Face folder.
+/// In `final/`: a fully trained backbone, as a Hugging Face folder.
 pub const BACKBONE: &str = "backbone";
-/// What `medusa calibrate` writes.
+/// Output of `medusa calibrate`.
 pub const CALIBRATION: &str = "calibration.json";
-/// What `medusa tree` writes.
+/// Output of `medusa tree`.
 pub const TREE: &str = "tree.json";
-/// What `medusa tree --latency` writes.
+/// Output of `medusa tree --latency`.
 pub const LATENCY: &str = "latency.json";
-/// What `medusa bench --json` prints.
+/// Output of `medusa bench --json`.
 pub const BENCH: &str = "bench.json";
 
-/// The folder of a checkpoint.
+/// Name of the checkpoint folder of a step, such as `step-000100`.
 pub fn step_folder(step: usize) -> String {
     format!("step-{step:06}")
 }
@@ -33,8 +33,8 @@ pub fn step_of(name: &str) -> Option<usize> {
     name.strip_prefix("step-")?.parse().ok()
 }
 
-/// The run's folder, if `folder` is its `final/` or a checkpoint. Both names are asked for: a recipe.toml beside exported heads is any
-/// run's.
+/// The run's folder, if `folder` is its `final/` or a checkpoint. Both names are required, since exported heads have a
+/// copy of recipe.toml in their folder.
 pub fn above(folder: &Path) -> Option<PathBuf> {
     let folder = std::fs::canonicalize(folder).ok()?;
     let run = folder.parent()?;

@@ -1,4 +1,4 @@
-//! `tree.json`: the choices of a tree, and what its search expected.
+//! `tree.json`: the choices of a tree, and the speed that its search expected.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,39 +11,40 @@ const WHAT: &str = "tree file";
 const EXPECTED: &str =
     "is no tree file; expected {\"choices\":[[0],[0,0],[1]], …} as `medusa tree` writes it, or a bare list of paths";
 
-/// `tree.json`: the choices, and where they come from; a bare list of paths has nothing of that.
+/// `tree.json`: the choices and their origin; a bare list of paths has only the choices.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TreeFile {
-    /// Paths of 0-based guesses, head 1 first, as the search added them.
+    /// Paths of 0-based guesses, head 1 first, in the order in which the search added them.
     pub choices: Vec<Vec<usize>>,
-    /// Tokens that a step commits, the root's among them.
+    /// Expected tokens per step, including the root's.
     #[serde(default)]
     pub expected_tokens_per_step: Option<f64>,
-    /// How many choices there are.
+    /// Number of choices.
     #[serde(default)]
     pub nodes: Option<usize>,
-    /// SHA-256 of the calibration it was searched from.
+    /// SHA-256 of the calibration that the tree was searched from.
     #[serde(default)]
     pub calibration_sha256: Option<String>,
-    /// Tokens ÷ seconds of decoding, where the tree was chosen for a machine.
+    /// Expected tokens per second, if the tree was chosen for a machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected_tokens_per_second: Option<f64>,
-    /// SHA-256 of the latencies it was chosen by.
+    /// SHA-256 of the latencies that it was chosen by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency_sha256: Option<String>,
 }
 
 impl TreeFile {
-    /// Choices and what was expected of them.
+    /// Choices with the expected tokens per step.
     pub fn new(choices: Vec<Vec<usize>>, expected_tokens_per_step: f64) -> Self {
         let nodes = Some(choices.len());
         Self { choices, nodes, expected_tokens_per_step: Some(expected_tokens_per_step), ..Self::default() }
     }
 
-    /// Reads `tree.json`, or a bare JSON list of paths as trees are published. The choices may not be those of a tree.
+    /// Reads `tree.json`, or a bare JSON list of paths as in published trees. Does not check that the choices form a
+    /// tree.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let file = error::read_by(path, WHAT, EXPECTED, parse)?;
         match (file.nodes, file.choices.len()) {
@@ -54,15 +55,15 @@ impl TreeFile {
         }
     }
 
-    /// The text of `tree.json`.
+    /// `tree.json` as one line of JSON.
     pub fn to_json(&self) -> String {
         serde_json::to_string(self).expect("numbers, lists and texts are JSON")
     }
 
-    /// Writes `tree.json`, whole or not at all.
+    /// Writes `tree.json` atomically.
     ///
     /// # Errors
-    /// [`FormatError`] names the file.
+    /// [`FormatError`], with the path.
     pub fn save(&self, path: &Path) -> Result<(), FormatError> {
         error::write(path, WHAT, |out| writeln!(out, "{}", self.to_json()))
     }

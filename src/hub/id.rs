@@ -14,6 +14,7 @@ pub const MAIN: &str = "main";
 pub(super) const DATA: [&str; 6] = ["json", "jsonl", "ndjson", "parquet", "arrow", "feather"];
 const COMPRESSED: [&str; 2] = [".gz", ".zst"];
 
+/// The kinds of Hub repository used here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
     Model,

@@ -26,6 +26,7 @@ const BATCH: usize = 256;
 /// Bytes from the start of a file, by which the Hub distinguishes text from weights.
 const SAMPLE: u64 = 512;
 
+/// An upload of a folder as one commit.
 #[derive(Debug, Clone)]
 pub struct Push<'p> {
     pub folder: &'p Path,

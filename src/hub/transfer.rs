@@ -1,5 +1,6 @@
 //! Progress events of a transfer.
 
+/// Progress of a download or an upload, for the caller to report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TransferEvent {
     /// A transfer begins. Bytes that are already on disk are reported as [`TransferEvent::Moved`] too.

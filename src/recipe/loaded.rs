@@ -1,4 +1,4 @@
-//! A recipe with everything that it names: Hub ids are downloaded, small files first, weights only after all checks.
+//! A recipe with all files that it names: Hub ids are downloaded, small files first, weights only after all checks.
 
 use std::path::{Path, PathBuf};
 
@@ -12,10 +12,11 @@ use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::TrainPlan;
 
 impl Recipe {
-    /// Reads a recipe and checks its keys, values and their combinations, the backbone's config, and that all files exist.
+    /// Reads a recipe and checks its keys, values and their combinations, the backbone's config, and that all files
+    /// exist.
     ///
     /// # Errors
-    /// [`RecipeError`] with the place in the file.
+    /// [`RecipeError`] with the position in the file.
     pub fn load(path: &Path) -> Result<Self, RecipeError> {
         let mut loaded = LoadedRecipe::read(path)?;
         loaded.fetch(&|_| ())?;
@@ -26,16 +27,16 @@ impl Recipe {
 /// A checked recipe, ready to run.
 #[derive(Debug, Clone)]
 pub struct LoadedRecipe {
-    /// As it was written, with ids of the Hub where it has them.
+    /// As written, with Hub ids.
     pub recipe: Recipe,
-    /// The same with paths of this machine.
+    /// The same recipe with local paths.
     local: Recipe,
-    /// Of the backbone, if the Hub has it.
+    /// Of the backbone, if it is from the Hub.
     snapshot: Option<HubSnapshot>,
-    /// Of what else the Hub has.
+    /// Of other files from the Hub.
     sources: Vec<HubSource>,
     file: PathBuf,
-    /// As it was written, for errors that point at it.
+    /// The recipe's text, for errors that point into it.
     text: String,
 }
 
@@ -43,17 +44,18 @@ impl LoadedRecipe {
     /// Reads a recipe and checks its keys and values; [`LoadedRecipe::fetch`] checks the files that it names.
     ///
     /// # Errors
-    /// [`RecipeError`] with the place in the file.
+    /// [`RecipeError`] with the position in the file.
     pub fn read(path: &Path) -> Result<Self, RecipeError> {
         let text = std::fs::read_to_string(path).map_err(failed("read the recipe", path))?;
         let (recipe, _) = Recipe::read(path, &text)?;
         Ok(Self { local: recipe.clone(), recipe, snapshot: None, sources: vec![], file: path.to_owned(), text })
     }
 
-    /// Downloads what the recipe names on the Hub, except the backbone's weights, and checks that all files exist.
+    /// Downloads the Hub repositories that the recipe names, except the backbone's weights, and checks that all files
+    /// exist.
     ///
     /// # Errors
-    /// [`RecipeError`] with the place in the file.
+    /// [`RecipeError`] with the position in the file.
     pub fn fetch(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
         let (file, written) = (self.file.clone(), self.text.clone());
         let text = LocatedToml::parse(&file, &written).expect("it was read before");
@@ -69,7 +71,7 @@ impl LoadedRecipe {
     /// Downloads the backbone's weights, if it is on the Hub.
     ///
     /// # Errors
-    /// [`RecipeError`] with the place in the file.
+    /// [`RecipeError`] with the position in the file.
     pub fn fetch_weights(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
         if self.snapshot.is_none() {
             return Ok(());
@@ -80,7 +82,7 @@ impl LoadedRecipe {
         self.fetch_backbone(&hub, Wanted::Backbone, &text)
     }
 
-    /// The plan of its run on `device`.
+    /// The plan of this recipe on `device`.
     pub fn plan(&self, device: Device) -> TrainPlan {
         TrainPlan {
             resolved_recipe: self.recipe.resolved_toml(),

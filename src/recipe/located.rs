@@ -9,7 +9,6 @@ use toml::de::{DeTable, DeValue};
 /// A span of a recipe's text. Displays as `file: line 3, column 5`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecipeSpan {
-    /// The recipe.
     pub file: PathBuf,
     /// Counted from 1.
     pub line: usize,
@@ -48,7 +47,7 @@ impl RecipeSpan {
     }
 }
 
-/// A recipe's text with the place of every key and value.
+/// A recipe's text with the position of every key and value.
 #[derive(Debug)]
 pub(super) struct LocatedToml<'t> {
     file: &'t Path,
@@ -68,18 +67,18 @@ impl<'t> LocatedToml<'t> {
         RecipeSpan::new(self.file, self.text, span)
     }
 
-    /// The place of a key, `None` if the recipe does not have it. `path` is `table.key`.
+    /// The position of a key, `None` if the recipe lacks it. `path` is `table.key`.
     pub(super) fn key(&self, path: &str) -> Option<RecipeSpan> {
         self.find(path).map(|(key, _, _)| self.at(key))
     }
 
-    /// The place of a key's value; if the recipe does not have the key, of the table that should have it.
+    /// The position of a key's value, or of its table if the recipe lacks the key.
     pub(super) fn value(&self, path: &str) -> RecipeSpan {
         let table = || path.rsplit_once('.').and_then(|(table, _)| self.find(table));
         self.at(self.find(path).or_else(table).map_or(0..0, |(_, value, _)| value))
     }
 
-    /// Keys of a table, empty if there is no such table.
+    /// Keys of a table; empty if there is no such table.
     pub(super) fn keys(&self, path: &str) -> Vec<&str> {
         let table = self.find(path).and_then(|(_, _, value)| value.as_table());
         table.map_or_else(Vec::new, |table| table.iter().map(|(key, _)| key.get_ref().as_ref()).collect())

@@ -5,16 +5,15 @@ use serde::{Deserialize, Serialize};
 use crate::numbers::{Fraction, NonNegative, Positive};
 use crate::torch::optim::{AdamWConfig, OptimizerName};
 
-/// The optimizer, its peak learning rates, and where gradients are clipped.
+/// The optimizer, its peak learning rates, and the clipping norm.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// Which optimizer.
     #[serde(default)]
     pub name: OptimizerName,
     /// Peak learning rate: the backbone's in Medusa-2, the heads' in Medusa-1.
     pub learning_rate: Positive,
-    /// Medusa-2: the heads' learning rate is `learning_rate` times this, biases too.
+    /// Medusa-2: factor on `learning_rate` for the heads, including their biases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub medusa_lr_multiplier: Option<Positive>,
     /// Exponential decay rates of the two moments.
@@ -26,13 +25,13 @@ pub struct OptimizerConfig {
     /// Decoupled weight decay.
     #[serde(default = "default_weight_decay")]
     pub weight_decay: NonNegative,
-    /// Gradient norm over all trainable parameters is clipped to this.
+    /// Gradients are clipped to this norm over all trainable parameters.
     #[serde(default = "default_max_grad_norm")]
     pub max_grad_norm: Positive,
 }
 
 impl OptimizerConfig {
-    /// What the optimizer itself takes; rates and clipping are the training loop's.
+    /// The optimizer's own settings, without learning rates and clipping.
     pub(super) fn adamw(&self) -> AdamWConfig {
         let Self { name, betas, eps, weight_decay, .. } = *self;
         AdamWConfig { name, betas: betas.map(Fraction::get), eps: eps.get(), weight_decay: weight_decay.get() }

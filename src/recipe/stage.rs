@@ -32,10 +32,10 @@ pub struct Medusa2Config {
     /// λ0 over the run.
     #[serde(default)]
     pub medusa_scheduler: MedusaScheduler,
-    /// L_LM is KL(backbone without adapters ‖ with) instead of the cross-entropy of the next token.
+    /// L_LM is KL(backbone without adapters ‖ with adapters) instead of the cross-entropy of the next token.
     #[serde(default)]
     pub self_distillation: bool,
-    /// Adapters to train; absent = the whole backbone trains.
+    /// Adapters to train; absent: the whole backbone is trained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lora: Option<LoraConfig>,
 }
@@ -51,7 +51,7 @@ pub(super) fn paper_lr_multiplier() -> Positive {
 }
 
 impl Stage {
-    /// How the backbone is trained; the recipe was checked, so self-distillation has adapters.
+    /// The trained part of the backbone. The recipe must be checked, so that self-distillation has adapters.
     pub fn trained(&self) -> BackboneTraining {
         match self {
             Self::Medusa1(_) => BackboneTraining::Frozen,

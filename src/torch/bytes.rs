@@ -1,8 +1,8 @@
 //! A tensor's memory as bytes, and bytes as a tensor, without a copy.
 //!
-//! tch's tensors are shared handles: a view or a shallow clone writes to the same memory. A slice that is only read is as safe as tch's own
-//! `&Tensor`: nothing may write to the tensor through another handle meanwhile. Writing needs memory that no other handle uses: a new
-//! tensor ([`filled`]), or the promise of [`of_mut`].
+//! tch's tensors are shared handles: a view or a shallow clone writes to the same memory. A read-only slice is as safe
+//! as tch's own `&Tensor`: it requires that nothing writes to the tensor through another handle meanwhile. Writing
+//! requires memory that no other handle uses: a new tensor ([`filled`]), or the caller's guarantee to [`of_mut`].
 #![expect(unsafe_code, reason = "tch gives the address of a tensor's memory and takes one; only here")]
 
 use tch::{Device, Kind, Tensor};
@@ -41,7 +41,7 @@ pub unsafe fn of_mut(tensor: &mut Tensor) -> &mut [u8] {
     if length == 0 {
         return &mut [];
     }
-    // SAFETY: as in `of`; that nobody else uses the memory is the caller's promise.
+    // SAFETY: as in `of`; the caller guarantees that nothing else uses the memory.
     unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<u8>(), length) }
 }
 
@@ -59,7 +59,7 @@ pub fn numbers(tensor: &Tensor) -> &[f32] {
 pub fn filled(shape: &[i64], fill: impl FnOnce(&mut [f32])) -> Tensor {
     let mut tensor = Tensor::zeros(shape, (Kind::Float, Device::Cpu));
     let numel = tensor.numel();
-    // SAFETY: float32 numbers of a tensor that has no other handle yet.
+    // SAFETY: the memory holds float32 numbers, and the new tensor has no other handle.
     fill(unsafe { std::slice::from_raw_parts_mut(of_mut(&mut tensor).as_mut_ptr().cast(), numel) });
     tensor
 }
@@ -71,7 +71,7 @@ pub fn filled(shape: &[i64], fill: impl FnOnce(&mut [f32])) -> Tensor {
 /// through the tensor if it is read-only.
 ///
 /// # Panics
-/// If `bytes` has another length than `shape` and `kind` say, or is not aligned.
+/// If the length of `bytes` does not match `shape` and `kind`, or `bytes` is not aligned.
 pub unsafe fn view(bytes: &[u8], shape: &[i64], kind: Kind) -> Tensor {
     let size = kind.elt_size_in_bytes();
     let elements: usize = shape.iter().map(|&d| usize::try_from(d).expect("a shape has no negative length")).product();
@@ -81,7 +81,7 @@ pub unsafe fn view(bytes: &[u8], shape: &[i64], kind: Kind) -> Tensor {
     for axis in (1..shape.len()).rev() {
         strides[axis - 1] = strides[axis] * shape[axis];
     }
-    // SAFETY: the memory holds exactly these elements; its lifetime is the caller's promise.
+    // SAFETY: the memory holds exactly these elements; the caller guarantees its lifetime.
     unsafe { Tensor::from_blob(bytes.as_ptr(), shape, &strides, kind, Device::Cpu) }
 }
 

@@ -18,7 +18,7 @@ pub fn dropout(x: &Tensor, p: f64, seed: u64, stream: u64) -> Tensor {
     Generator::seeded(seed ^ stream.wrapping_mul(0x9E37_79B9_7F4A_7C15)).dropout(x, p)
 }
 
-/// 0 or 1/(1 - p), of `x`'s size and dtype.
+/// A mask of 0 or 1/(1 - p), with `x`'s size and dtype.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

@@ -22,12 +22,12 @@ impl Generator {
         Self { _held: held }
     }
 
-    /// Normal, mean 0, deviation 1.
+    /// Normal, mean 0, standard deviation 1.
     pub fn normal(&mut self, shape: &[i64], options: (Kind, Device)) -> Tensor {
         Tensor::randn(shape, options)
     }
 
-    /// Normal, mean 0, deviation 1, of `like`'s size, dtype and device.
+    /// Normal, mean 0, standard deviation 1, with `like`'s size, dtype and device.
     pub fn normal_like(&mut self, like: &Tensor) -> Tensor {
         like.randn_like()
     }

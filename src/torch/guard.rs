@@ -13,7 +13,7 @@ pub struct TorchPanic {
     pub work: String,
     /// The first line of libtorch's message.
     pub reason: String,
-    /// Whether an allocator gave up.
+    /// Whether an allocator ran out of memory.
     pub out_of_memory: bool,
 }
 

@@ -26,9 +26,10 @@ pub fn keep_freed_blocks() {
     }
 }
 
-/// Returns the unused memory in libtorch's caching allocator to the GPU, as `torch.cuda.empty_cache()` does: merging layers leaves blocks that
-/// no later allocation fits into. Neither tch nor torch-sys 0.24 exposes that function (it is a virtual C++ method of libc10_cuda), so this
-/// asks for 32 TiB: before the allocator reports that it is out of memory, it frees every cached block. The error is expected and dropped.
+/// Returns the unused memory in libtorch's caching allocator to the GPU, as `torch.cuda.empty_cache()` does: merging
+/// layers leaves blocks that no later allocation fits into. Neither tch nor torch-sys 0.24 exposes that function (it is
+/// a virtual C++ method of libc10_cuda), so this asks for 32 TiB: before the allocator reports that it is out of
+/// memory, it frees every cached block. The error is expected and dropped.
 pub fn release_cached(device: Device) {
     const MORE_THAN_ANY_GPU: i64 = 1 << 45;
     if device.is_cuda() {
@@ -36,19 +37,19 @@ pub fn release_cached(device: Device) {
     }
 }
 
-/// Memory of this process, from the kernel; `None` where there is no `/proc`.
+/// Memory of this process, from the kernel; `None` without `/proc`.
 pub fn process() -> Option<ProcessMemory> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     Some(ProcessMemory { resident_bytes: field(&status, "VmRSS:")?, peak_bytes: field(&status, "VmHWM:")? })
 }
 
-/// The machine's memory: total and available bytes; `None` where there is no `/proc`.
+/// The machine's memory: total and available bytes; `None` without `/proc`.
 pub fn machine() -> Option<(u64, u64)> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     Some((field(&info, "MemTotal:")?, field(&info, "MemAvailable:")?))
 }
 
-/// The kernel writes `Name:   1234 kB`.
+/// Parses the kernel's `Name:   1234 kB`.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)

@@ -1,5 +1,6 @@
-//! libtorch itself: opening CUDA at run time, devices, dtypes, seeded random numbers, libtorch's panics as errors, memory figures, raw bytes of
-//! tensors, optimizers. No other module depends on which libtorch or device this is.
+//! Everything specific to libtorch: opening CUDA at run time, devices, dtypes, seeded random numbers, panics as errors,
+//! memory figures, raw bytes of tensors, optimizers. No other module depends on the version of libtorch or on the
+//! device.
 
 use std::str::FromStr;
 
@@ -20,7 +21,7 @@ pub use accelerator::Accelerator;
 pub use generator::Generator;
 pub use guard::{TorchPanic, guard};
 
-/// Version of libtorch that the program is built for.
+/// The libtorch version that the program is built for.
 pub const LIBTORCH_VERSION: &str = "2.11.0";
 
 impl Dtype {
@@ -33,7 +34,7 @@ impl Dtype {
         }
     }
 
-    /// The dtype of a tensor that a backbone computes with: float32 for any but the 16-bit ones.
+    /// The dtype of a tensor that a backbone computes with: float32 for all except the 16-bit ones.
     pub fn of(kind: Kind) -> Self {
         match kind {
             Kind::BFloat16 => Dtype::BFloat16,
@@ -84,7 +85,7 @@ impl DeviceChoice {
     /// Picks the device.
     ///
     /// # Errors
-    /// [`DeviceUnavailable`] names what is missing for the requested device.
+    /// [`DeviceUnavailable`], with the reason.
     pub fn resolve(self) -> Result<Device, DeviceUnavailable> {
         let index = match (self, accelerator::open()) {
             (DeviceChoice::Cpu, _) => return Ok(Device::Cpu),

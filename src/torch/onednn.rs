@@ -1,6 +1,6 @@
-//! oneDNN's linear layer with weights packed once, for products of few rows on the CPU, where libtorch's own linear reads
-//! memory at a fraction of its speed. The operators are libtorch's (`mkldnn::_reorder_linear_weight`,
-//! `mkldnn::_linear_pointwise`), reached through the C functions that it exports for compiled models.
+//! oneDNN's linear layer with weights packed once, for products of few rows on the CPU, where libtorch's own linear
+//! reads memory at a fraction of its speed. The operators are libtorch's (`mkldnn::_reorder_linear_weight`,
+//! `mkldnn::_linear_pointwise`), called through the C functions that it exports for compiled models.
 #![expect(unsafe_code, reason = "calls C functions of libtorch_cpu with tensor handles")]
 
 use std::ffi::{CStr, c_char, c_void};
@@ -8,7 +8,7 @@ use std::ptr;
 
 use tch::{Device, Kind, Tensor};
 
-/// libtorch's handle of a tensor, as the C functions take it.
+/// A tensor handle of libtorch's C functions.
 type Handle = *mut c_void;
 
 unsafe extern "C" {
@@ -27,20 +27,21 @@ unsafe extern "C" {
     ) -> i32;
 }
 
-/// A weight `[O, I]` in oneDNN's own layout. It cannot be read back as numbers; keep no second copy.
+/// A weight `[O, I]` in oneDNN's own layout. Its numbers cannot be read back.
 #[derive(Debug)]
 pub struct PackedWeight {
     packed: Tensor,
 }
 
 impl PackedWeight {
-    /// Packs a CPU weight `[O, I]` of float32 or bfloat16; `None` where oneDNN or this dtype cannot: use libtorch's linear then.
+    /// Packs a CPU weight `[O, I]` of float32 or bfloat16. `None` if oneDNN is missing or does not support the dtype;
+    /// then use libtorch's linear.
     pub fn pack(weight_oi: &Tensor) -> Option<Self> {
         if !can(weight_oi) {
             return None;
         }
         let mut handle: Handle = ptr::null_mut();
-        // SAFETY: a tch tensor's pointer is an at::Tensor*, which is what the handle is; the callee makes a new reference.
+        // SAFETY: a tch tensor's pointer is an at::Tensor*, as the handle is; the callee makes a new reference.
         let status = unsafe { aoti_torch_new_tensor_handle(weight_oi.as_ptr().cast_mut().cast(), &raw mut handle) };
         if status != 0 {
             return None;
@@ -56,14 +57,14 @@ impl PackedWeight {
     /// `x·Wᵀ + b`: `[N, I]` to `[N, O]`; `x` of the weight's dtype, contiguous.
     ///
     /// # Panics
-    /// If oneDNN refuses the product: the shapes clash.
+    /// If oneDNN refuses the product, because the shapes do not match.
     pub fn linear(&self, x_ni: &Tensor, bias_o: Option<&Tensor>) -> Tensor {
         pointwise_linear(x_ni, &self.packed, bias_o)
     }
 }
 
-/// `x·Wᵀ` for many rows: `[N, I]` to `[N, O]`, by oneDNN where it can, because its product of float32 is about 1.4 times as fast
-/// as libtorch's own (MKL's) on CPUs with AVX-512; else by libtorch's linear.
+/// `x·Wᵀ` for many rows: `[N, I]` to `[N, O]`. Uses oneDNN if it supports the operands, because its float32 product is
+/// about 1.4 times as fast as libtorch's own (MKL's) on CPUs with AVX-512; else libtorch's linear.
 pub fn linear(x_ni: &Tensor, weight_oi: &Tensor) -> Tensor {
     if can(x_ni) && can(weight_oi) {
         pointwise_linear(x_ni, weight_oi, None)
@@ -76,7 +77,7 @@ fn can(tensor: &Tensor) -> bool {
     tensor.device() == Device::Cpu && matches!(tensor.kind(), Kind::Float | Kind::BFloat16) && tch::utils::has_mkldnn()
 }
 
-/// `weight` plain or packed.
+/// `weight` may be plain or packed.
 fn pointwise_linear(x_ni: &Tensor, weight: &Tensor, bias_o: Option<&Tensor>) -> Tensor {
     let bias: Handle = bias_o.map_or(ptr::null_mut(), |b| b.as_ptr().cast_mut().cast());
     let bias_pointer = if bias.is_null() { ptr::null() } else { &raw const bias };

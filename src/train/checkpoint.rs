@@ -24,6 +24,7 @@ const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 const STATE_FILE: &str = "state.json";
 /// Float32 master weights of a fully trained backbone.
 const BACKBONE_FILE: &str = "backbone.safetensors";
+/// Why a checkpoint could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error(transparent)]

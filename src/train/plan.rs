@@ -116,6 +116,7 @@ impl BackboneTraining {
 }
 
 impl ParameterGroup {
+    /// Whether it belongs to a head.
     pub fn is_of_heads(self) -> bool {
         matches!(self, Self::Head(_))
     }

@@ -19,57 +19,57 @@ use crate::decode::stats::Comparison;
 use crate::decode::step::Drafting;
 use crate::engine::sample::Stream;
 
-/// Tokens of the run that warms caches and threads up; it is not measured.
+/// Tokens of the unmeasured run that warms up caches and threads.
 const WARM_UP_TOKENS: usize = 32;
 
-/// A setting and all that it is measured with.
+/// A setting and everything that it is measured with.
 pub(super) struct BenchRun<'a> {
     pub(super) decoder: &'a Decoder,
     /// As `--drafter` spells it.
     pub(super) drafter: &'static str,
-    /// Guesses of a tree at most.
+    /// Maximum number of guesses in a tree.
     pub(super) tree_nodes: usize,
-    /// Each request begins with an empty cache.
+    /// Each request starts with an empty cache.
     pub(super) decoding: RefCell<Box<dyn DecodeLoop + 'a>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
     pub(super) common: &'a CommonFlags,
 }
 
-/// How texts with guesses compare to plain ones.
+/// The relation between the texts decoded with and without guesses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Texts {
-    /// The same.
+    /// Identical.
     Greedy,
-    /// Not the same; their probabilities tell what was lost.
+    /// Different; their probabilities show the loss in quality.
     Sampled,
-    /// Of no interest.
+    /// Meaningless, since the acceptance was forced.
     Forced,
 }
 
-/// What was measured of some prompts.
+/// Measurements of some prompts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Measured {
     pub(super) times: Comparison,
-    /// Whether the tokens of the two ways are not the same.
+    /// Whether plain and drafted tokens differ.
     pub(super) differ: bool,
-    /// Sums over the new tokens, under the backbone; 0 where they are not asked for.
+    /// Summed over the new tokens, under the backbone; 0 unless the texts are sampled.
     pub(super) log_p: LogProbability,
 }
 
-/// Of the text of either way.
+/// Log probabilities of both texts.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct LogProbability {
     pub(super) plain: f64,
     pub(super) drafted: f64,
 }
 
-/// One pass over all prompts: all of them, and those of each category.
+/// One pass over all prompts: measurements of all, and by category.
 #[derive(Debug, Clone, Default)]
 pub(super) struct BenchPass {
     pub(super) all: Measured,
     pub(super) categories: BTreeMap<String, Measured>,
-    /// Prompts of which a turn was longer than the backbone's context; what came before that turn counts.
+    /// Prompts with a turn that exceeds the backbone's context; the turns before it count.
     pub(super) too_long: usize,
 }
 
@@ -87,13 +87,13 @@ impl BenchRun<'_> {
     /// Warms up, then passes over the prompts `repeats` times.
     ///
     /// # Errors
-    /// What is wrong with a prompt; no prompt that fits the backbone's context.
+    /// An error in a prompt, or no prompt that fits the backbone's context.
     pub(super) fn run(&self, repeats: usize, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
         let mut is_warm = false;
         (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, counter)).collect()
     }
 
-    /// What the two texts have to do with each other.
+    /// The expected relation between the two texts.
     pub(super) fn texts(&self) -> Texts {
         match self.setting {
             Setting { forced: Some(_), .. } => Texts::Forced,
@@ -132,7 +132,8 @@ impl BenchRun<'_> {
         Ok(pass)
     }
 
-    /// One request, plainly and with guesses, and the plain answer: what a conversation goes on with.
+    /// Decodes one request plainly and with guesses. Returns the plain answer too, with which the conversation
+    /// continues.
     fn both(&self, request: &Request, score: bool) -> anyhow::Result<(Measured, Vec<i64>)> {
         let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
         let backbone = &self.decoder.backbone;

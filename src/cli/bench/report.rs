@@ -158,7 +158,7 @@ fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
     format!("{} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
 }
 
-/// A CSV row as pairs of column and value. `medusa_…` columns are the drafter's, whichever it is.
+/// A CSV row as pairs of column and value. The `medusa_…` columns hold the figures of any drafter.
 fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> Vec<(&'static str, Value)> {
     let (plain, drafted, [speedup_min, speedup_max]) = (&group.plain, &group.drafted, group.speedup_range);
     vec![
@@ -200,10 +200,10 @@ fn csv_cell(value: &Value) -> String {
     }
 }
 
-/// A header and a row a group of one result or more, whole or not at all.
+/// Writes a header and one row per group of each result, atomically.
 ///
 /// # Errors
-/// Whatever the disk says.
+/// An I/O error.
 pub(super) fn write_csv(path: &Path, results: &[BenchResult]) -> io::Result<()> {
     let groups =
         results.iter().flat_map(|result| result.groups().map(move |(name, group)| csv_row(result, name, group)));

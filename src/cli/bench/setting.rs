@@ -13,23 +13,23 @@ use crate::formats::calibration::Calibration;
 use crate::numbers::Positive;
 use crate::tree::sparse_tree::SparseTree;
 
-/// How to decode for one result: as the flags say, but for what is swept.
+/// How to decode for one result: the flags, except the swept one.
 #[derive(Debug)]
 pub(super) struct Setting {
     pub(super) swept: Option<SweptValue>,
     pub(super) decoding: DecodingFlags,
-    /// Instead of `--tree`.
+    /// Replaces `--tree`.
     pub(super) tree: Option<SparseTree>,
-    /// What each prompt is cut or repeated to.
+    /// Length to which each prompt is cut or repeated.
     pub(super) context: Option<usize>,
-    /// Tokens a step, whatever is guessed.
+    /// Tokens per step, independent of the guesses.
     pub(super) forced: Option<Positive>,
 }
 
-/// The settings of a command line, one a value of the sweep; without a sweep the one of the flags.
+/// The settings of a command line: one per value of the sweep, or one without a sweep.
 ///
 /// # Errors
-/// [`UsageError`] for flags that do not go together and values that cannot be; a calibration that cannot be read.
+/// [`UsageError`] for conflicting flags and unusable values, or an unreadable calibration.
 pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
     let is_of_nodes = matches!(args.sweep, Some(SweepFlag::Nodes(_)));
     if args.calibration.is_some() && !is_of_nodes {
@@ -73,8 +73,8 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
 }
 
 impl Setting {
-    /// The tokens to decode from, for a prompt of these. The first (BOS) and the end, which asks, stay; the rest is cut on the left,
-    /// or repeated there.
+    /// The prompt to decode from. The first token (BOS) and the end, which has the question, are kept; the middle is
+    /// cut or repeated from the left.
     pub(super) fn prompt(&self, ids: &[i64]) -> Vec<i64> {
         let (Some(length), [first, rest @ ..]) = (self.context, ids) else { return ids.to_vec() };
         let rest = if rest.is_empty() { ids } else { rest };
@@ -84,13 +84,13 @@ impl Setting {
         prompt
     }
 
-    /// For the progress bar.
+    /// Message of the progress bar.
     pub(super) fn label(&self) -> String {
         self.swept.as_ref().map_or_else(String::new, |swept| format!("{} {}", swept.name, swept.value))
     }
 }
 
-/// The best tree of each size. The one place that asks for trees.
+/// The best tree of each size. No other setting searches trees.
 fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<SparseTree>> {
     let Some(path) = &args.calibration else {
         return refused(
@@ -123,7 +123,7 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The same tokens are asked for behind every length: a context that cuts answers short would measure something else.
+/// Answers have the same maximum length at every context: truncated answers would measure something else.
 fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
     let decoding = &args.decoding;
     let context = args.engine.context(&backbone_config(&args.backbone)?)?;

@@ -9,7 +9,7 @@ use crate::cli::decoding::{non_negative, probability};
 use crate::formats::bench::SweptValue;
 use crate::numbers::{NonNegative, Probability};
 
-/// `--sweep NAME=VALUE,VALUE,…`: one result a value.
+/// `--sweep NAME=VALUE,VALUE,…`: one result per value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum SweepFlag {
     /// The best tree of each size (paper figure 4).
@@ -18,12 +18,11 @@ pub enum SweepFlag {
     PosteriorThreshold(Vec<Probability>),
     /// Tokens of each prompt.
     Context(Vec<NonZeroUsize>),
-    /// Of sampling.
     Temperature(Vec<NonNegative>),
 }
 
 impl SweepFlag {
-    /// One result is of each.
+    /// The swept values, one per result.
     pub(super) fn values(&self) -> Vec<SweptValue> {
         let number = |value| Number::from_f64(value).expect("flags hold finite numbers");
         let (name, numbers): (_, Vec<Number>) = match self {

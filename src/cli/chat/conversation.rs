@@ -7,7 +7,7 @@ use crate::data::prompts::{self, PromptError};
 use crate::data::tokenize::wide;
 use crate::decode::text::Told;
 
-/// A conversation through the backbone's chat template, or, where it has none, one text that grows by what is typed and answered.
+/// A conversation through the backbone's chat template or, without one, a text that grows with each input and answer.
 #[derive(Debug)]
 pub(super) struct ChatHistory<'a> {
     decoder: &'a Decoder,
@@ -22,10 +22,10 @@ enum ChatContext {
 }
 
 impl<'a> ChatHistory<'a> {
-    /// Nothing said but what the system says.
+    /// A conversation with only the system prompt.
     ///
     /// # Errors
-    /// [`UsageError`] if the backbone has no template, or none for a system's turn.
+    /// [`UsageError`] if the backbone has no template, or one without system turns.
     pub(super) fn new(decoder: &'a Decoder, system: Option<&str>) -> Result<Self, UsageError> {
         let conversation = Self { decoder, system: system.map(str::to_owned), said: beginning(decoder, system) };
         if system.is_some() {
@@ -40,10 +40,10 @@ impl<'a> ChatHistory<'a> {
         matches!(self.said, ChatContext::Turns(_))
     }
 
-    /// The tokens to answer from, if the user says this next.
+    /// The prompt after another user turn.
     ///
     /// # Errors
-    /// What the template or the tokenizer says.
+    /// An error of the template or the tokenizer.
     pub(super) fn prompt(&self, words: &str) -> Result<Vec<i64>, PromptError> {
         let Decoder { tokenizer, template, .. } = self.decoder;
         match &self.said {
@@ -57,7 +57,7 @@ impl<'a> ChatHistory<'a> {
         }
     }
 
-    /// The user said `words`, which made `prompt`, and this was the answer.
+    /// Adds a user turn and its answer; `prompt` is the prompt made from `words`.
     pub(super) fn add(&mut self, words: &str, prompt: Vec<i64>, answer: &Told) {
         match &mut self.said {
             ChatContext::Turns(turns) => {
@@ -67,14 +67,14 @@ impl<'a> ChatHistory<'a> {
         }
     }
 
-    /// Forgets all but what the system says.
+    /// Removes everything except the system prompt.
     pub(super) fn reset(&mut self) {
         self.said = beginning(self.decoder, self.system.as_deref());
     }
 }
 
 fn beginning(decoder: &Decoder, system: Option<&str>) -> ChatContext {
-    // A system's words need turns: without a template they are refused, which is what its error says.
+    // A system prompt needs turns. Without a template, rendering it reports the missing template.
     match (decoder.template.is_some(), system) {
         (false, None) => ChatContext::Text(Vec::new()),
         (_, system) => ChatContext::Turns(system.map(|words| Message::new("system", words)).into_iter().collect()),

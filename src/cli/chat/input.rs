@@ -10,10 +10,9 @@ use crate::cli::CommonFlags;
 
 const PROMPT: &str = "> ";
 
-/// What a user may do at the prompt.
+/// Input at the prompt.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Input {
-    /// A line.
     Line(String),
     /// Ctrl-C: the line is cleared.
     Cleared,
@@ -24,9 +23,9 @@ pub(super) enum Input {
 /// The source of lines.
 #[derive(Debug)]
 pub(super) enum InputLines {
-    /// A terminal on both sides.
+    /// stdin and stdout are terminals.
     Terminal(Box<DefaultEditor>),
-    /// A pipe or a file; the prompt is shown if someone types all the same.
+    /// A pipe or a file; the prompt is shown if stdin is a terminal nevertheless.
     Plain {
         /// Whether stdin is a terminal.
         is_typed: bool,
@@ -34,10 +33,10 @@ pub(super) enum InputLines {
 }
 
 impl InputLines {
-    /// Lines can be edited where stdout is free for it: on a terminal, and not with `--json`.
+    /// Edits lines if stdin and stdout are terminals and `--json` is not given.
     ///
     /// # Errors
-    /// What the terminal says.
+    /// An error of the terminal.
     pub(super) fn open(common: &CommonFlags) -> anyhow::Result<Self> {
         let is_typed = io::stdin().is_terminal();
         if common.json || !is_typed || !io::stdout().is_terminal() {
@@ -47,10 +46,10 @@ impl InputLines {
         Ok(InputLines::Terminal(Box::new(DefaultEditor::with_config(config).context("cannot use the terminal")?)))
     }
 
-    /// The next line, without its end.
+    /// The next line, without its newline.
     ///
     /// # Errors
-    /// When there is no reading on.
+    /// An I/O error.
     pub(super) fn next(&mut self) -> anyhow::Result<Input> {
         match self {
             InputLines::Terminal(editor) => match editor.readline(PROMPT) {
@@ -62,7 +61,7 @@ impl InputLines {
             },
             InputLines::Plain { is_typed } => {
                 if *is_typed {
-                    let _ = write!(io::stderr(), "{PROMPT}"); // nobody looks
+                    let _ = write!(io::stderr(), "{PROMPT}"); // the prompt is only a convenience
                 }
                 let mut line = String::new();
                 let bytes = io::stdin().lock().read_line(&mut line).context("cannot read stdin")?;

@@ -14,7 +14,7 @@ use crate::formats::calibration::Calibration;
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, METRICS, RECIPE, step_of};
 
-/// What a run's folder holds.
+/// Contents of a run's folder.
 #[derive(Debug, Serialize)]
 pub(super) struct RunContents {
     finished: bool,
@@ -24,12 +24,12 @@ pub(super) struct RunContents {
     training: Option<JsonLine<MetricsLine>>,
     validation: Option<JsonLine<MetricsLine>>,
     accuracy: Vec<TopAccuracy>,
-    /// `medusa bench --json` of these heads, where the folder has it as bench.json.
+    /// Results of `medusa bench --json` for these heads, if the folder has them as bench.json.
     bench: Option<JsonLine<BenchHeadline>>,
     files: Vec<String>,
 }
 
-/// A line of metrics.jsonl or a result of `medusa bench --json`, with all that stands in it.
+/// A line of metrics.jsonl or a result of `medusa bench --json`, with all its keys.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
 pub(super) struct JsonLine<T> {
@@ -44,7 +44,7 @@ pub(super) struct TopAccuracy {
     top5: f64,
 }
 
-/// Exported heads have their recipe beside them, too, but a config.json with it.
+/// Exported heads have a recipe.toml in their folder too, but also a config.json.
 pub(super) fn is_run(path: &Path) -> bool {
     path.join(RECIPE).is_file() && !path.join("config.json").is_file()
 }
@@ -102,7 +102,7 @@ pub(super) fn accuracy_text(heads: &[TopAccuracy], out: &mut String) -> std::fmt
 }
 
 impl JsonLine<BenchHeadline> {
-    /// Of a sweep's results the fastest. `None` where there is no such file, or nothing in it.
+    /// The fastest result of a sweep; `None` if the file is missing or empty.
     pub(super) fn fastest(path: &Path) -> Result<Option<Self>, FormatError> {
         if !path.exists() {
             return Ok(None);
@@ -116,7 +116,7 @@ impl JsonLine<BenchHeadline> {
         let BenchHeadline { acceleration_rate, overhead, speedup, identical, .. } = self.read;
         writeln!(out)?;
         writeln!(out, "{:>20}  {acceleration_rate:>6.2}  tokens per step", "acceleration rate")?;
-        let overhead = overhead.unwrap_or(f64::NAN); // shown as NaN: the line has no such number
+        let overhead = overhead.unwrap_or(f64::NAN); // shown as NaN: the result lacks the key
         writeln!(out, "{:>20}  {overhead:>6.2}  step time relative to plain decoding", "overhead")?;
         writeln!(out, "{:>20}  {speedup:>6.2}  wall clock", "speedup")?;
         let identical = identical.map_or("-", |same| if same { "yes" } else { "no" });
@@ -124,7 +124,7 @@ impl JsonLine<BenchHeadline> {
     }
 }
 
-/// Sorted; checkpoints by their step.
+/// Sorted names; checkpoints by step.
 fn names(path: &Path) -> anyhow::Result<Vec<String>> {
     let entries = std::fs::read_dir(path)?.flatten();
     let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -146,19 +146,19 @@ fn newest_heads(path: &Path, checkpoints: &[String]) -> anyhow::Result<Option<He
 
 pub(super) fn accuracy_of(calibration: &Calibration) -> Vec<TopAccuracy> {
     let of_head = |guesses: Vec<f64>| TopAccuracy {
-        top1: guesses.first().copied().unwrap_or(f64::NAN), // shown as NaN: it has no guess
+        top1: guesses.first().copied().unwrap_or(f64::NAN), // shown as NaN: the head has no guess
         top5: guesses.iter().take(5).sum(),
     };
     calibration.accuracies().into_iter().map(of_head).collect()
 }
 
-/// Of the calibration where there is one, else of the last evaluation.
+/// From the calibration if there is one, else from the last evaluation.
 fn accuracy(calibration: &Path, validation: Option<&MetricsLine>) -> anyhow::Result<Vec<TopAccuracy>> {
     if calibration.is_file() {
         return Ok(accuracy_of(&Calibration::load(calibration)?));
     }
     let pair = |(&top1, &top5): (&Option<f64>, &Option<f64>)| TopAccuracy {
-        top1: top1.unwrap_or(f64::NAN), // shown as NaN: nothing was asked of it
+        top1: top1.unwrap_or(f64::NAN), // shown as NaN: the head had no target
         top5: top5.unwrap_or(f64::NAN),
     };
     let pairs = validation.map(|line| line.head_top1.iter().zip(&line.head_top5));

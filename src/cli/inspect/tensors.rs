@@ -12,10 +12,10 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::HeadsLayout;
 use crate::model::weights::{TensorHeader, WeightFiles};
 
-/// What was found in it.
+/// Contents of a weights file.
 pub(super) enum WeightsFound {
     Heads(HeadsFound),
-    /// A backbone's, or any other.
+    /// Weights of a backbone, or any others.
     Tensors(TensorsFound),
 }
 
@@ -28,7 +28,7 @@ pub(super) struct HeadsFound {
     parameters: i64,
     dtypes: Vec<String>,
     bytes: u64,
-    /// What a reader of this file should know.
+    /// Warnings for readers of this file.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     notices: Vec<String>,
 }
@@ -40,10 +40,10 @@ pub(super) struct TensorsFound {
     bytes: usize,
 }
 
-/// Looks at a safetensors or a torch file.
+/// Reads the headers of a safetensors or torch file.
 ///
 /// # Errors
-/// What is wrong with the file.
+/// An invalid file.
 pub(super) fn read(path: &Path) -> anyhow::Result<WeightsFound> {
     let is_torch = path.extension().is_some_and(|extension| extension != "safetensors");
     let tensors = if is_torch { None } else { Some(tensors(path)?) };
@@ -51,7 +51,7 @@ pub(super) fn read(path: &Path) -> anyhow::Result<WeightsFound> {
         (Ok(file), None) => Ok(WeightsFound::Heads(HeadsFound::read(&file)?)),
         (Ok(file), Some(_)) if file.layout().prefix().is_none() => Ok(WeightsFound::Heads(HeadsFound::read(&file)?)),
         (_, Some(tensors)) => Ok(WeightsFound::Tensors(tensors)),
-        (Err(_), None) => Ok(WeightsFound::Tensors(self::tensors(path)?)), // or what is wrong with the file
+        (Err(_), None) => Ok(WeightsFound::Tensors(self::tensors(path)?)), // or the error in the file
     }
 }
 

@@ -19,7 +19,7 @@ pub(super) struct RunPreview {
     output_dir: PathBuf,
     device: String,
     backbone: String,
-    /// Whether the weights' headers were checked; else only config.json was.
+    /// Whether the headers of the weights were checked, and not only config.json.
     weights_checked: bool,
     backbone_parameters: u64,
     backbone_bytes: u64,
@@ -138,7 +138,7 @@ fn tokens(checked: &CheckedRun, steps_per_epoch: usize) -> usize {
     usize::try_from(of_epochs / steps_per_epoch.max(1) as u128).unwrap_or(usize::MAX)
 }
 
-/// In MiB, or from 10 GiB in GiB.
+/// In MiB, from 10 GiB on in GiB.
 fn binary(bytes: u64) -> String {
     if bytes < 10 << 30 { mebibytes(bytes) } else { gibibytes(bytes) }
 }

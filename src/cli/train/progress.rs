@@ -10,7 +10,7 @@ use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::MetricsLine;
 use crate::train::training_loop::RunEvent;
 
-/// Hashing fewer bytes takes a moment.
+/// Hashing fewer bytes takes only a moment.
 const WORTH_A_LINE: u64 = 1 << 30;
 const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {left}";
 
@@ -18,7 +18,7 @@ const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {left}";
 pub(super) struct TrainProgress<'c> {
     common: &'c CommonFlags,
     bar: ProgressBar,
-    /// stderr is a terminal: the bar shows the steps.
+    /// Whether stderr is a terminal, where the bar shows the steps.
     live: bool,
     total: usize,
     /// Time and number of the first step of this process.
@@ -61,7 +61,7 @@ impl<'c> TrainProgress<'c> {
     fn stepped(&mut self, line: &MetricsLine) {
         self.json(line);
         let (began, first) = *self.began.get_or_insert_with(|| {
-            self.bar.set_position(line.step as u64); // a resumed run: estimate from here
+            self.bar.set_position(line.step as u64); // estimates start here in a resumed run
             self.bar.reset_eta();
             (Instant::now(), line.step)
         });

@@ -22,10 +22,10 @@ use crate::tree::search::SearchedTree;
 
 /// Default of --max-nodes: the paper's tree has 63 nodes.
 const MAX_NODES: usize = 64;
-/// Default of --context, at most half the backbone's.
+/// Default of --context, limited to half the backbone's context.
 const CONTEXT: usize = 256;
 
-/// The times in the file, measured and saved first if it does not exist.
+/// Reads the times from the file; if it does not exist, measures and saves them first.
 pub(super) fn latency(
     args: &TreeArgs,
     path: &Path,
@@ -92,7 +92,7 @@ fn measure(
     let num_heads = calibration.heads.len();
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
     let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
-    let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice that --tree is missing
+    let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice about a missing --tree
     let engine = EngineFlags { engine: args.engine, max_context: None };
     let decoder = engine.load(backbone, Some(&heads.to_owned()), None, &quiet)?;
     let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
@@ -148,11 +148,11 @@ pub(super) fn choose(
     Ok((SearchedTree { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
 }
 
-/// One line per size, the choice marked.
+/// One line per size, with the fastest marked.
 fn table(sweep: &Sweep, latency: &Latency) -> String {
     let plain = latency.plain_step_ms;
     let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup\n");
-    let _ = write!(text, "plain {:>7} {:>13.3} {plain:>9.3} {:>10.1} {:>9.2}", "-", 1.0, 1e3 / plain, 1.0); // a String takes all
+    let _ = write!(text, "plain {:>7} {:>13.3} {plain:>9.3} {:>10.1} {:>9.2}", "-", 1.0, 1e3 / plain, 1.0); // writing to a String cannot fail
     for (at, timed) in sweep.trees.iter().enumerate() {
         let Timed { tree, tokens_per_step, step_ms } = timed;
         let _ = write!(
@@ -163,7 +163,7 @@ fn table(sweep: &Sweep, latency: &Latency) -> String {
             timed.tokens_per_second(),
             timed.tokens_per_second() * plain / 1e3,
             if at == sweep.fastest { "   <- the fastest" } else { "" },
-        ); // likewise
+        ); // as above
     }
     text
 }

@@ -1,18 +1,20 @@
-//! AdamW (Loshchilov & Hutter, 2019), equation for equation as `torch.optim.AdamW`, with its moments in sight; they are kept in
-//! float32, or in 8 bits between updates (Dettmers et al. 2021).
+//! AdamW (Loshchilov & Hutter, 2019), with the same equations as `torch.optim.AdamW` and accessible moments, which are
+//! stored in float32, or in 8 bits between updates (Dettmers et al. 2021).
 
 use tch::{Kind, Tensor};
 
 use crate::torch::optim::blockwise::{BLOCK, Blockwise, DynamicMap};
 use crate::torch::optim::{AdamWConfig, OptimizerName};
 
-/// Elements updated at a time: what an update touches stays in the cache, and temporaries stay small. Whole blocks.
+/// Elements updated at a time: few enough to stay in the CPU's cache and to keep temporaries small. A multiple of the
+/// block size.
 const SLICE: i64 = 512 * BLOCK;
-/// Moments of smaller tensors stay float32, as in bitsandbytes: they save nothing and are often the sensitive ones.
+/// Smaller tensors keep float32 moments, as in bitsandbytes: quantizing them saves little, and they are often
+/// sensitive.
 const WORTH_8_BITS: usize = 4096;
 
 impl OptimizerName {
-    /// Bytes of both moments of a tensor of so many numbers.
+    /// Bytes of both moments of a tensor with this many elements.
     pub fn moment_bytes(self, numbers: u64) -> u64 {
         match self {
             Self::AdamW8bit if numbers >= WORTH_8_BITS as u64 => {
@@ -23,21 +25,21 @@ impl OptimizerName {
     }
 }
 
-/// What an optimizer trains: a float32 master, and its gradient, accumulated over micro batches.
+/// A trained tensor: its float32 master weights, and its gradient, accumulated over micro batches.
 #[derive(Debug)]
 pub struct Parameter {
-    /// Its name in the file it is saved to.
+    /// Name in saved files.
     pub name: String,
-    /// The value. A leaf of autograd.
+    /// A leaf of autograd.
     pub value: Tensor,
-    /// The gradient of this optimizer step so far; of `value`'s shape, float32.
+    /// Gradient of the current optimizer step; float32, of `value`'s shape.
     pub gradient: Tensor,
-    /// Its learning rate is the optimizer's times this.
+    /// Factor on the optimizer's learning rate.
     pub rate_factor: f64,
 }
 
 impl Parameter {
-    /// Marks `value` as trained; the gradient starts at 0.
+    /// Makes `value` require a gradient, which starts at 0.
     pub fn new(name: impl Into<String>, value: &Tensor) -> Self {
         Self {
             name: name.into(),
@@ -47,7 +49,7 @@ impl Parameter {
         }
     }
 
-    /// The same with a learning rate `factor` times the optimizer's.
+    /// Sets the learning rate to `factor` times the optimizer's.
     #[must_use]
     pub fn at_rate(self, factor: f64) -> Self {
         Self { rate_factor: factor, ..self }
@@ -69,7 +71,7 @@ pub fn gradient_norm<'p>(parameters: impl IntoIterator<Item = &'p Parameter>) ->
 pub struct AdamW {
     config: AdamWConfig,
     moments: Vec<Moments>,
-    /// Updates made.
+    /// Updates made so far.
     step: i32,
 }
 
@@ -87,10 +89,10 @@ enum Moment {
 }
 
 impl AdamW {
-    /// Moments at 0 for each of `parameters`.
+    /// All moments start at 0.
     pub fn new<'p>(config: AdamWConfig, parameters: impl IntoIterator<Item = &'p Parameter>) -> Self {
         let mut parameters = parameters.into_iter().peekable();
-        // Tables that all moments share.
+        // Tables shared by all moments.
         let device = parameters.peek().map(|p| p.value.device());
         let device = device.filter(|_| config.name == OptimizerName::AdamW8bit);
         let maps = device.map(|device| [DynamicMap::signed(device), DynamicMap::unsigned(device)]);
@@ -103,8 +105,8 @@ impl AdamW {
         Self { config, moments, step: 0 }
     }
 
-    /// One update at learning rate `rate`, with every gradient multiplied by `scale` (1, or less where the norm is clipped);
-    /// gradients are 0 afterwards.
+    /// Updates all parameters at learning rate `rate` with gradients multiplied by `scale` (below 1 if the norm is
+    /// clipped), then zeroes the gradients.
     pub fn step<'p>(&mut self, parameters: impl IntoIterator<Item = &'p mut Parameter>, rate: f64, scale: f64) {
         self.step += 1;
         tch::no_grad(|| {
@@ -123,31 +125,31 @@ impl AdamW {
         });
     }
 
-    /// Updates made.
+    /// Updates made so far.
     pub fn updates(&self) -> i32 {
         self.step
     }
 
-    /// Which AdamW.
+    /// Which variant of AdamW.
     pub fn name(&self) -> OptimizerName {
         self.config.name
     }
 
-    /// Every state tensor by name, for saving: `NAME.exp_avg` and `NAME.exp_avg_sq`; of moments in 8 bits each as `….codes`
-    /// (uint8) and `….absmax`.
+    /// All state tensors by name, for saving: `NAME.exp_avg` and `NAME.exp_avg_sq`; 8-bit moments as `….codes` (uint8)
+    /// and `….absmax`.
     pub fn state(&self) -> Vec<(String, &Tensor)> {
         self.moments.iter().flat_map(Moments::named).flat_map(|(name, moment)| moment.tensors(&name)).collect()
     }
 
-    /// Bytes that the state takes.
+    /// Bytes of the state.
     pub fn state_bytes(&self) -> usize {
         self.state().iter().map(|(_, tensor)| tensor.numel() * tensor.kind().elt_size_in_bytes()).sum()
     }
 
-    /// Goes on from a saved state: `read` gives the tensor of a name, shape and dtype.
+    /// Restores a saved state: `read` returns the tensor with a given name, shape and dtype.
     ///
     /// # Errors
-    /// Whatever `read` says.
+    /// An error of `read`.
     pub fn restore<E>(
         &mut self,
         updates: i32,
@@ -162,14 +164,14 @@ impl AdamW {
 }
 
 impl Moments {
-    /// With the names that PyTorch gives them.
+    /// The moments with PyTorch's names.
     fn named(&self) -> [(String, &Moment); 2] {
         [(format!("{}.exp_avg", self.name), &self.first), (format!("{}.exp_avg_sq", self.name), &self.second)]
     }
 }
 
 impl Moment {
-    /// 0, in 8 bits where there is a map.
+    /// Zeros; in 8 bits if there is a map.
     fn zeros(like: &Tensor, map: Option<&DynamicMap>) -> Self {
         match map {
             None => Self::Float32(like.zeros_like()),
@@ -185,7 +187,7 @@ impl Moment {
         }
     }
 
-    /// The moment itself, or what its codes stand for.
+    /// The moment, dequantized if it is in 8 bits.
     fn float32(&self) -> Tensor {
         match self {
             Self::Float32(moment) => moment.shallow_clone(),
@@ -193,7 +195,7 @@ impl Moment {
         }
     }
 
-    /// Keeps the updated [`Moment::float32`].
+    /// Stores the updated [`Moment::float32`].
     fn keep(self, updated: &Tensor) {
         if let Self::EightBit(mut moment) = self {
             moment.store(updated);
@@ -260,7 +262,7 @@ mod tests {
         AdamWConfig { name: OptimizerName::AdamW, betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01 }
     }
 
-    /// The update as Algorithm 2 of the paper writes it, in float64, one number at a time.
+    /// The update of Algorithm 2 in the paper, in float64, one number at a time.
     fn by_hand(gradients: &[f64], mut value: f64) -> f64 {
         let (mut m, mut v) = (0.0, 0.0);
         for (t, g) in gradients.iter().enumerate() {
@@ -290,13 +292,13 @@ mod tests {
         }
     }
 
-    /// Of `name`, over one parameter of `n` ones.
+    /// An optimizer over one parameter of `n` ones.
     fn adamw(name: OptimizerName, n: i64) -> (AdamW, [Parameter; 1]) {
         let parameters = [Parameter::new("w", &Tensor::ones([n], (Kind::Float, Device::Cpu)))];
         (AdamW::new(AdamWConfig { name, ..config() }, &parameters), parameters)
     }
 
-    /// Another one each step, of all sizes.
+    /// A different gradient for each step, with elements of all magnitudes.
     fn gradient(n: i64, step: i32) -> Tensor {
         let place = Tensor::arange(n, (Kind::Float, Device::Cpu));
         place.sin().pow_tensor_scalar(3) * f64::from(step + 1)
@@ -306,7 +308,7 @@ mod tests {
         adamw.state().into_iter().map(|(name, tensor)| (name, tensor.copy())).collect()
     }
 
-    /// The tensor of a name in a state, of the dtype that is asked for.
+    /// Returns the tensor with a name in a state; checks its dtype.
     fn reader(state: &[(String, Tensor)]) -> impl Fn(&str, &[i64], Kind) -> Result<Tensor, ()> + '_ {
         |name, _, kind| {
             let tensor = &state.iter().find(|(n, _)| n == name).unwrap().1;
@@ -335,7 +337,7 @@ mod tests {
         }
     }
 
-    /// What 8-bit codes stand for, one number at a time.
+    /// Dequantizes 8-bit codes one number at a time.
     fn dequantized(codes: &Tensor, absmax: &Tensor, map: &[f32]) -> Vec<f32> {
         let (codes, absmax) = (Vec::<u8>::try_from(codes).unwrap(), Vec::<f32>::try_from(absmax).unwrap());
         codes.iter().enumerate().map(|(i, &code)| map[usize::from(code)] * absmax[i / 256]).collect()
@@ -357,7 +359,7 @@ mod tests {
 
     #[test]
     fn an_8_bit_update_is_a_float32_update_between_dequantised_and_quantised_moments() {
-        let n = SLICE + 5000; // two slices, and a last block that is not full
+        let n = SLICE + 5000; // two slices, and a partial last block
         let (mut eight_bit, mut parameters) = adamw(OptimizerName::AdamW8bit, n);
         let (mut oracle, mut its_parameters) = adamw(OptimizerName::AdamW, n);
         let maps = [DynamicMap::signed(Device::Cpu), DynamicMap::unsigned(Device::Cpu)];

@@ -1,18 +1,20 @@
-//! 8-bit dynamic blockwise quantisation (Dettmers et al. 2021, arXiv 2110.02861): one byte an element, one absmax a block.
+//! 8-bit dynamic blockwise quantization (Dettmers et al. 2021, arXiv 2110.02861): one byte per element, one absmax per
+//! block.
 //!
-//! Codes equal those of bitsandbytes 0.50 on the CPU, which looks up the nearest code of the nearest of 65,536 evenly spaced
-//! points (its CUDA kernels search the code nearest to the value itself). Below 1.5e-5 of its block's absmax a value therefore keeps its sign only; that 0 becomes such a value, too, keeps a
-//! second moment in a block of larger ones from vanishing under Adam's root.
+//! Codes equal those of bitsandbytes 0.50 on the CPU, which rounds a value to the nearest of 65,536 evenly spaced
+//! points and looks up that point's nearest code (its CUDA kernels search for the code nearest to the value itself). A
+//! value below 1.5e-5 of its block's absmax therefore keeps only its sign. A 0 becomes such a value too, which keeps a
+//! small second moment in a block of larger ones from vanishing in Adam's denominator.
 
 // n elements, C blocks of 256
 use tch::{Device, Kind, Tensor};
 
 /// Elements that share an absmax.
 pub const BLOCK: i64 = 256;
-/// Points of [-1, 1] whose nearest codes are looked up.
+/// Last index of the evenly spaced points in [-1, 1] whose nearest codes are tabulated.
 const GRID: u16 = u16::MAX;
 
-/// 256 ascending numbers in [-1, 1] that codes stand for.
+/// 256 ascending numbers in [-1, 1], indexed by codes.
 #[derive(Debug)]
 pub struct DynamicMap {
     /// `[256]`, float32.
@@ -22,14 +24,14 @@ pub struct DynamicMap {
 }
 
 impl DynamicMap {
-    /// Of numbers with a sign.
+    /// A map for signed numbers.
     pub fn signed(device: Device) -> Self {
         let magnitudes = magnitudes(|decade| 1 << decade);
         let codes = magnitudes.iter().flat_map(|&magnitude| [magnitude, -magnitude]);
         Self::new(codes.collect(), device)
     }
 
-    /// Of numbers that are at least 0: the bit of the sign makes the steps half as wide.
+    /// A map for numbers of at least 0: without a sign bit, its steps are half as wide.
     pub fn unsigned(device: Device) -> Self {
         Self::new(magnitudes(|decade| 2 << decade), device)
     }
@@ -42,7 +44,7 @@ impl DynamicMap {
         Self { codes: on_device(Tensor::from_slice(&codes)), nearest: on_device(Tensor::from_slice(&nearest)) }
     }
 
-    /// The same map, not copied.
+    /// A shallow copy of the map.
     #[must_use]
     pub fn shallow_clone(&self) -> Self {
         Self { codes: self.codes.shallow_clone(), nearest: self.nearest.shallow_clone() }
@@ -53,7 +55,7 @@ impl DynamicMap {
         let n = values.numel() as i64;
         let blocks = in_blocks(&values.view(-1));
         let absmax = blocks.abs().amax([-1], false);
-        // 0 by infinity would be NaN; in a block of zeros every code means 0.
+        // 0 times infinity would be NaN; in a block of zeros every code means 0.
         let inverse = absmax.clamp_min(f64::from(f32::MIN_POSITIVE)).reciprocal();
         let steps = f64::from(GRID) / 2.0; // from -1 to 0
         let mut scaled = blocks * inverse.unsqueeze(1);
@@ -71,7 +73,7 @@ impl DynamicMap {
     }
 }
 
-/// `[n]` to `[C, 256]`; what the last block lacks is 0.
+/// `[n]` to `[C, 256]`; pads the last block with 0.
 fn in_blocks(values: &Tensor) -> Tensor {
     match values.numel() as i64 % BLOCK {
         0 => values.view([-1, BLOCK]),
@@ -79,8 +81,8 @@ fn in_blocks(values: &Tensor) -> Tensor {
     }
 }
 
-/// The paper's dynamic data type without 0 and 1: seven decades from 1e-6 to 1, the `i`-th with `fractions(i)` numbers, which are
-/// the means of evenly spaced bounds.
+/// The paper's dynamic data type without 0 and 1: seven decades from 1e-6 to 1, the `i`-th with `fractions(i)` numbers,
+/// which are the means of evenly spaced bounds.
 fn magnitudes(fractions: impl Fn(i32) -> i64) -> Vec<f32> {
     const DECADES: i32 = 7;
     let mut all = vec![];
@@ -93,7 +95,7 @@ fn magnitudes(fractions: impl Fn(i32) -> i64) -> Vec<f32> {
     all
 }
 
-/// The code nearest to each of the 65,536 points; of two equally near ones the lower.
+/// The code nearest to each of the 65,536 points; if two are equally near, the lower one.
 fn nearest_on_grid(codes: &[f32]) -> Vec<u8> {
     let midpoints: Vec<f32> = codes.windows(2).map(|pair| 0.5 * (pair[0] + pair[1])).collect();
     let point = |i: u16| -1.0 + 2.0 * f32::from(i) / f32::from(GRID);
@@ -101,7 +103,7 @@ fn nearest_on_grid(codes: &[f32]) -> Vec<u8> {
     (0..=GRID).map(|i| u8::try_from(nearest(i)).expect("255 midpoints")).collect()
 }
 
-/// A quantised tensor, flattened.
+/// A quantized tensor, flattened.
 #[derive(Debug)]
 pub struct Blockwise {
     map: DynamicMap,
@@ -119,13 +121,13 @@ impl Blockwise {
         Self { map: map.shallow_clone(), codes, absmax }
     }
 
-    /// Of `values`, float32 of any shape, contiguous.
+    /// Quantizes `values`, contiguous float32 of any shape.
     pub fn quantize(values: &Tensor, map: &DynamicMap) -> Self {
         let (codes, absmax) = map.quantize(values);
         Self { map: map.shallow_clone(), codes, absmax }
     }
 
-    /// Puts other values, as many, in their place.
+    /// Replaces the values by as many others.
     pub fn store(&mut self, values: &Tensor) {
         let (codes, absmax) = self.map.quantize(values);
         self.codes.copy_(&codes);
@@ -137,7 +139,7 @@ impl Blockwise {
         self.map.dequantize(&self.codes, &self.absmax)
     }
 
-    /// Views of `size` elements each, the last perhaps of fewer; `size` is a multiple of [`BLOCK`].
+    /// Views of `size` elements each, the last one possibly shorter; `size` is a multiple of [`BLOCK`].
     pub fn split(&self, size: i64) -> Vec<Self> {
         let pieces = self.codes.split(size, 0).into_iter().zip(self.absmax.split(size / BLOCK, 0));
         pieces.map(|(codes, absmax)| Self { map: self.map.shallow_clone(), codes, absmax }).collect()
@@ -149,7 +151,7 @@ mod tests {
     use super::*;
     use crate::torch::Generator;
 
-    /// One number at a time.
+    /// Quantizes one number at a time.
     fn by_hand(values: &[f32], codes: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let absmax: Vec<f32> =
             values.chunks(256).map(|block| block.iter().fold(0f32, |most, x| most.max(x.abs()))).collect();
@@ -183,7 +185,7 @@ mod tests {
     #[test]
     fn a_code_is_the_code_of_what_it_stands_for() {
         let map = DynamicMap::signed(Device::Cpu);
-        // Nearer to 0 than a step of the grid, codes are not told apart.
+        // Values closer to 0 than a step of the grid share a code.
         let values = map.codes.where_self(&map.codes.abs().ge(1e-4), &Tensor::from(1f32));
         let quantized = Blockwise::quantize(&values, &map);
         assert_eq!(quantized.dequantize(), values);

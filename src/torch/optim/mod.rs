@@ -1,4 +1,4 @@
-//! Optimizers on tensors, with visible, savable state.
+//! Optimizers on tensors, with accessible, savable state.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ pub mod blockwise;
 /// The constants of AdamW's update.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWConfig {
-    /// In which dtype its moments are kept.
+    /// Determines the dtype of the moments.
     pub name: OptimizerName,
     /// Exponential decay rates of the two moments.
     pub betas: [f64; 2],
@@ -20,14 +20,14 @@ pub struct AdamWConfig {
     pub weight_decay: f64,
 }
 
-/// The optimizers this version has.
+/// The optimizers a recipe can name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerName {
     /// AdamW with float32 moments.
     #[default]
     AdamW,
-    /// AdamW with moments of 8 bits.
+    /// AdamW with 8-bit moments.
     AdamW8bit,
 }
 

@@ -80,6 +80,7 @@ impl<'r> KeptStates<'r> {
         }
     }
 
+    /// Path of the file that holds the states.
     pub fn path(&self) -> &Path {
         &self.path
     }
