@@ -32,7 +32,7 @@ pub struct Gpu {
 /// Checks whether this machine has a GPU that can decode, without touching it.
 ///
 /// # Errors
-/// [`GpuError`] says why not.
+/// [`GpuError`] names the reason.
 pub fn check() -> Result<(), GpuError> {
     match accelerator::open() {
         Accelerator::Cuda { .. } => {}
@@ -83,7 +83,7 @@ impl Gpu {
     /// Opens the GPU that holds the backbone.
     ///
     /// # Errors
-    /// [`GpuError`] says why it cannot decode.
+    /// [`GpuError`] names the reason why it cannot decode.
     pub fn open(device: Device) -> Result<Self, GpuError> {
         check()?;
         let Device::Cuda(index) = device else {

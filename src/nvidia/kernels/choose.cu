@@ -1,5 +1,5 @@
 // Choices from logits: the most probable token, the best guesses, a token's probability, a drawn token. Logits are float32; ties
-// go to the lower id. If they contain NaN, no token is the most probable one and none can be drawn: -1.
+// go to the lower id. If any logit is NaN or the largest is infinite, no token is chosen: -1.
 
 #define THREADS 1024
 #define WARPS (THREADS / WARP)
@@ -177,8 +177,8 @@ INLINE Border nucleus(const Softmax& softmax, int v, double top_p, double* sums)
     return Border{p, p > 0.0f ? max(1, (int)ceil(missing)) : v};
 }
 
-// Draws a token after each node: the one whose share of the nucleus, in id order, contains uniforms[(CONTEXT + depth + 1) %
-// count]. Each warp handles one range of ids. Sums are float64. Grid N, 1024 threads.
+// Draws a token after each node: the one whose share of the nucleus, in id order, contains
+// uniforms[(CONTEXT + depth + 1) % count]. Each warp handles one range of ids. Sums are float64. Grid N, 1024 threads.
 KERNEL(THREADS) draw(const float* logits, const int* depths, const int* state, const double* uniforms, int* drawn, int v, int count,
                      float temperature, double top_p) {
     SHARED float scratch[WARPS];

@@ -121,7 +121,7 @@ template <int ROWS> INLINE void fetch_tile(uint4* tile, const element* matrix, i
     static_assert(ROWS * CHUNKS % 128 == 0, "every thread copies as much");
 }
 
-// HEIGHT rows of the weight by WIDTH rows of x. Of the four warps, HEIGHT / 16 stand along the weight, the others along x.
+// HEIGHT rows of the weight by WIDTH rows of x. The four warps form a grid, HEIGHT / 16 along the weight, the others along x.
 template <int HEIGHT, int WIDTH>
 INLINE void linear_tile(const element* x, const element* w, void* y, int n, int m, int k, int as_float) {
     constexpr int HIGH = HEIGHT / 16, ACROSS = 4 / HIGH, TILES = WIDTH / 8 / ACROSS, STAGE = (HEIGHT + WIDTH) * CHUNKS;

@@ -77,8 +77,8 @@ INLINE void end_copies() { asm volatile("cp.async.commit_group;"); }
 // Waits until all but the last PENDING groups of this thread have arrived.
 template <int PENDING> INLINE void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING)); }
 
-// Four 8x8 matrices of elements. Lane l passes the address of row l % 8 of matrix l / 8. From each matrix it receives columns 2(l
-// % 4) and 2(l % 4) + 1 of row l / 4; transposed, rows 2(l % 4) and 2(l % 4) + 1 of column l / 4.
+// Four 8x8 matrices of elements. Lane l passes the address of row l % 8 of matrix l / 8. From each matrix it receives columns
+// 2(l % 4) and 2(l % 4) + 1 of row l / 4; transposed, rows 2(l % 4) and 2(l % 4) + 1 of column l / 4.
 INLINE void load_matrices(u32 (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
@@ -87,9 +87,9 @@ INLINE void load_matrices_transposed(u32 (&m)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(shared_address(row)));
 }
-// c[16, 8] += a[16, 16]·b[16, 8] in a warp. With g = lane / 4 and t = lane % 4: a0 holds row g, columns 2t and 2t + 1; a1 row g +
-// 8; a2 and a3 the same, 8 columns further; b0 rows 2t and 2t + 1 of column g, b1 8 rows further; c0 and c1 row g, columns 2t and
-// 2t + 1; c2 and c3 row g + 8.
+// c[16, 8] += a[16, 16]·b[16, 8] in a warp. With g = lane / 4 and t = lane % 4: a0 holds row g, columns 2t and 2t + 1; a1 row
+// g + 8; a2 and a3 the same, 8 columns further; b0 rows 2t and 2t + 1 of column g, b1 8 rows further; c0 and c1 row g, columns 2t
+// and 2t + 1; c2 and c3 row g + 8.
 INLINE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col." MMA_TYPES " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
