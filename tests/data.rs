@@ -1,4 +1,4 @@
-//! Rows arrive as their file has them, or the file, the row and the key that are wrong are named.
+//! Rows are read exactly as stored; an error names the file, the row and the key.
 
 #![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
 
@@ -29,12 +29,12 @@ fn write(path: &Path, content: &str) -> String {
     path.display().to_string()
 }
 
-/// A Llama-like tokenizer without merges: `<s>`, `</s>`, a piece a letter, and all 256 bytes to fall back to.
+/// A Llama-like tokenizer without merges: `<s>`, `</s>`, a piece per letter, and all 256 byte-fallback pieces.
 pub(crate) fn byte_tokenizer(folder: &Path) -> TextTokenizer {
     tokenizer_of(folder, &["▁", "a", "b", "c", "é"])
 }
 
-/// The same with other pieces: ids 3 and on, then the 256 bytes.
+/// [`byte_tokenizer`] with other pieces: their ids start at 3, followed by the 256 bytes.
 pub(crate) fn tokenizer_of(folder: &Path, pieces: &[&str]) -> TextTokenizer {
     let pieces = ["<unk>", "<s>", "</s>"].iter().chain(pieces).map(|&piece| piece.to_owned());
     let pieces = pieces.chain((0..=255).map(|byte| format!("<0x{byte:02X}>")));
@@ -83,7 +83,7 @@ fn load(path: &str, settings: &LoadSettings) -> Result<(Vec<TokenRow>, LoadRepor
     Ok((rows.iter().collect::<Result<_, _>>().expect("rows that were just read"), report))
 }
 
-/// The whole chain, as the command line prints it.
+/// The error's whole chain of sources, as the command line prints it.
 fn complaint(path: &str, settings: &LoadSettings) -> String {
     load(path, settings).expect_err("these rows are not right").to_string()
 }

@@ -1,4 +1,4 @@
-//! Promise: `medusa data` tells what training would read, and shows which tokens of a row carry loss.
+//! Promise: `medusa data` shows the rows that training would read, and the tokens of a row that carry loss.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ fn printed(command: &mut Command) -> String {
     String::from_utf8(command.assert().success().get_output().stdout.clone()).expect("UTF-8")
 }
 
-/// Two conversations, one without an answer, in a file of a folder.
+/// Two conversations with an answer and one without, in one file.
 fn chats() -> (TempDir, String) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("chats.jsonl");

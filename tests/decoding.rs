@@ -1,5 +1,5 @@
-//! Promise: `medusa generate` and `bench` print what they say, the greedy text with heads is the plain one, and what cannot be
-//! decoded is one clear error.
+//! Promise: `medusa generate` and `bench` print their documented output, greedy text with heads equals the text
+//! without, and input that cannot be decoded gives one clear error.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -74,7 +74,7 @@ impl World {
         command
     }
 
-    /// stdout of a run that succeeds, as JSON a line.
+    /// stdout of a successful run, one JSON value per line.
     pub(crate) fn json(&self, arguments: &[&str]) -> Vec<Value> {
         let output = self.medusa(arguments).arg("--json").assert().success().get_output().clone();
         let text = String::from_utf8(output.stdout).expect("UTF-8");
@@ -131,7 +131,7 @@ fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
     assert_eq!((&result["drafter"], &result["identical"]), (&json!("ngram"), &json!(true)));
     let complaint = world.complaint(&[&PLAIN[..], &["--drafter", "medusa"]].concat(), 2);
     assert!(complaint.contains("--drafter medusa needs --heads"), "{complaint}");
-    // before the backbone is looked at: this one is nowhere
+    // fails before the backbone is read, which does not exist
     let bench = ["bench", "--backbone", "nowhere", "--prompts", "p.jsonl", "--drafter", "ngram"];
     let sweep = world.complaint(&[&bench[..], &["--sweep", "nodes=1,4", "--calibration", "c.json"]].concat(), 2);
     assert!(sweep.contains("--drafter ngram makes its own at every step"), "{sweep}");

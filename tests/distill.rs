@@ -1,5 +1,5 @@
-//! Promise: `medusa distill` writes what the backbone says, each conversation as if it were alone: whatever the batch, the share
-//! and the interruptions, the files are the same; and they train as they are.
+//! Promise: `medusa distill` writes the backbone's answers as if each conversation ran alone: the files do not depend
+//! on batch size, shards or interruptions, and training reads them unchanged.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -28,7 +28,7 @@ const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}{{ m['role'][0] + 
                         {% if add_generation_prompt %}{{ 'a:' }}{% endif %}";
 const DISTILL: [&str; 7] = ["distill", "--backbone", "b", "--prompts", "p.jsonl", "--out", "out"];
 
-/// The folder of decoding.rs with a backbone that says something: large weights, several EOS, a chat template.
+/// The folder of decoding.rs with a backbone that produces varied text: large weights, several EOS, a chat template.
 fn world() -> World {
     let world = World::new();
     let eos: Vec<usize> = (2..BYTE_VOCABULARY).step_by(11).collect();
@@ -52,7 +52,7 @@ fn save_backbone(world: &World, folder: &str, seed: u64) {
     weights::save(&world.path(folder).join("model.safetensors"), &borrowed).expect("a file of a test");
 }
 
-/// Prompts of all forms; every third is a conversation of several turns.
+/// Prompts in all formats; every third has several turns.
 fn prompts(count: usize) -> Vec<Value> {
     let word = |n: usize| "abc cab bca ".chars().cycle().skip(n % 7).take(3 + n % 11).collect::<String>();
     let prompt = |n: usize| match n % 6 {
@@ -77,7 +77,7 @@ struct Row {
     finish_reason: String,
 }
 
-/// The rows of all shards of a folder by their id; no id is there twice.
+/// The rows of all shards of a folder by id; panics at a duplicate.
 fn rows(folder: &Path) -> BTreeMap<i64, Row> {
     let mut rows = BTreeMap::new();
     for name in names(folder).iter().filter(|name| name.ends_with(".parquet")) {
@@ -118,7 +118,7 @@ fn names(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Every file of a folder with its bytes.
+/// Names and bytes of all files of a folder.
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     names(folder).into_iter().map(|name| (name.clone(), fs::read(folder.join(&name)).expect("a file"))).collect()
 }
@@ -168,7 +168,7 @@ fn at_temperature_0_each_conversation_is_what_generate_says() {
     assert!(by_eos > 3 && by_length > 3 && tokens > 100, "{by_eos} {by_length} {tokens}");
 }
 
-/// The rows of a folder made at another batch size, byte by byte; greedy and drawn.
+/// Files written with different batch sizes are equal byte by byte.
 #[test]
 fn the_batch_does_not_change_what_is_said() {
     let world = world();
@@ -217,7 +217,7 @@ fn heads_say_the_same_at_temperature_0() {
     assert!(String::from_utf8_lossy(&said).contains("one conversation at a time, with typical acceptance"));
 }
 
-/// What generate says to each of a prompt's questions; behind a system's turn it is asked one by one.
+/// The answers of `medusa generate` to each question of a prompt; one run per question if it is a conversation.
 fn generated(world: &World, prompt: &Value, max_new_tokens: &str) -> Vec<Value> {
     let generate = |prompt: &Value| {
         world.lines("one.jsonl", std::slice::from_ref(prompt));
@@ -236,14 +236,14 @@ fn generated(world: &World, prompt: &Value, max_new_tokens: &str) -> Vec<Value> 
     lines
 }
 
-/// The same command as a child that can be killed.
+/// Starts the same command as a child process that can be killed.
 fn start(world: &World, arguments: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
     on_the_cpu(&mut command).args([&DISTILL[..], arguments, &["--quiet"]].concat()).current_dir(world.path(""));
     command.env("OMP_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("it starts")
 }
 
-/// Conversations that a folder keeps, as far as its files can be read while it is being written.
+/// Conversations that a folder keeps, as far as its files can be read while they are written.
 fn kept(folder: &Path) -> usize {
     let shards = names(folder).iter().filter(|name| name.starts_with("shard-")).count();
     let journal = String::from_utf8(fs::read(folder.join("journal.jsonl")).unwrap_or_default()).expect("UTF-8");
@@ -251,7 +251,7 @@ fn kept(folder: &Path) -> usize {
     shards * 256 + journal.lines().filter_map(id).filter(|id| *id >= shards * 256).count()
 }
 
-/// Runs until `count` conversations more are kept, then `end`s it; whether it was still running.
+/// Runs until `count` more conversations are kept, then calls `end`. Also returns whether the child was still running.
 fn end_after(world: &World, arguments: &[&str], count: usize, end: impl Fn(&mut Child)) -> (bool, Option<i32>, String) {
     let before = kept(&world.path("out"));
     let mut child = start(world, arguments);
@@ -277,7 +277,7 @@ fn killed_twenty_times_it_ends_with_the_same_files() {
     let resumed = [&flags[..], &["--resume"]].concat();
     let mut kills = 0;
     for kill in 0..20 {
-        // 0 kills it before the first conversation, at some moment of the start.
+        // 0: kills it during start-up, before the first conversation.
         let wait_for = [0, 3, 17, 1, 22, 9][kill % 6];
         let (was_running, _, errors) = end_after(&world, &resumed, wait_for, |child| {
             if wait_for == 0 {
@@ -320,7 +320,8 @@ fn tiny(name: &str) -> String {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("data/tiny").join(name).display().to_string()
 }
 
-/// Who says each token of a conversation of data/tiny, by its role tokens: `None` for what the template writes.
+/// The turn and role of each token of a conversation of data/tiny, by its role tokens; `None` for the template's
+/// tokens.
 fn speakers(ids: &[i64]) -> Vec<Option<(usize, i64)>> {
     let (mut turn, mut role) = (0, None);
     let of = |&id: &i64| match id {
@@ -352,7 +353,7 @@ fn turns_are_answered_one_after_another_and_the_backbones_own_carry_loss() {
     let tokenizer = TextTokenizer::load(Path::new(&backbone)).expect("the tiny tokenizer");
     let run = |out: &str, more: &[&str]| {
         let arguments = [&["distill", "--prompts", "p.jsonl", "--out", out][..], &flags, more].concat();
-        // Threads that wait for each other would take most of the time where tests run side by side.
+        // Waiting threads would take most of the time when tests run in parallel.
         world.medusa(&arguments).env("OMP_NUM_THREADS", "1").assert().success();
         rows(&world.path(out))
     };
@@ -384,7 +385,7 @@ fn turns_are_answered_one_after_another_and_the_backbones_own_carry_loss() {
     }
 }
 
-/// Random bytes are no text: what is read again has other tokens than what was written.
+/// Random bytes are not valid text: encoding the decoded text gives other tokens.
 #[test]
 fn a_turn_that_is_read_again_as_other_tokens_carries_no_wrong_loss() {
     let world = world();

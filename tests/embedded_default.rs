@@ -1,4 +1,4 @@
-//! Promise: what lies in data/tiny is small, fits together, and answers questions it was not trained on.
+//! Promise: data/tiny is small and consistent, and its model answers questions that it was not trained on.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ fn chat_template() -> ChatTemplate {
     ChatTemplate::load(&tiny("backbone")).expect("a readable chat template").expect("a chat template")
 }
 
-/// The conversation that a text spells.
+/// Parses a rendered conversation.
 fn messages(text: &str) -> Vec<Message> {
     let turns = text.split("<|end|>").zip(ROLES.iter().cycle());
     let message = |(turn, role): (&str, &&str)| {
@@ -116,7 +116,7 @@ fn every_category_is_trained_evaluated_and_asked() {
     assert_eq!(categories("eval.jsonl"), asked);
 }
 
-/// Greedy tokens up to the end of the answer, which has to come.
+/// Greedy tokens up to the end of the answer; panics if it does not end.
 fn answer(llama: &Llama, prompt: &[i32]) -> Vec<i32> {
     const MOST: usize = 200;
     let engine = fastest(llama);

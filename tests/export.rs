@@ -1,4 +1,5 @@
-//! Promise: heads go out to every server and come back, bit for bit in the same dtype; nothing is half-written; a pickle runs nothing.
+//! Promise: heads can be exported to every server and imported again, bit-identical in the same dtype; files are
+//! written atomically; reading a pickle runs no code.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +30,7 @@ fn shape(heads: usize, layers: usize, vocab_size: i64) -> HeadsShape {
     HeadsShape { medusa_num_heads: heads, medusa_num_layers: layers, hidden_size: H, vocab_size }
 }
 
-/// Heads of numbers from a stream of their own, and a config.json as a run writes it.
+/// Writes random heads from a seed, and a config.json as a run writes it.
 fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape, kind: Kind) {
     fs::create_dir_all(small.path(folder)).expect("a folder");
     let tensors = random(shape, kind);
@@ -54,7 +55,7 @@ fn export(small: &SmallRun, heads: &str, format: &str, out: &str, more: &[&str])
     small.medusa(&[&["export", "--heads", heads, "--format", format, "--out", out], more].concat())
 }
 
-/// As [`export`] with `--backbone backbone`, without a process: a table of layouts takes many.
+/// Like [`export`] with `--backbone backbone`, but in this process, since the layouts need many exports.
 fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Option<Dtype>) {
     let request = ExportRequest {
         heads: small.path(heads),
@@ -72,7 +73,7 @@ fn export_here(small: &SmallRun, heads: &str, format: &str, out: &str, dtype: Op
     medusa::export::export(&request).unwrap_or_else(|error| panic!("{heads} as {format}: {error}"));
 }
 
-/// All tensors of the heads in a folder, as they are in the file.
+/// All tensors of the heads in a folder, as stored.
 fn tensors(path: &Path) -> Vec<Tensor> {
     let file = HeadsFile::open(path).unwrap_or_else(|error| panic!("{error}"));
     let read = |place| file.tensor(place, file.kind()).unwrap_or_else(|error| panic!("{error}"));
@@ -101,7 +102,7 @@ fn heads_go_through_every_layout_and_come_back_bit_for_bit() {
         write_heads(&small, &name("h"), shape(heads, layers, V), kind);
         let dtype = [(Kind::Float, Dtype::Float32), (Kind::BFloat16, Dtype::BFloat16), (Kind::Half, Dtype::Float16)];
         let dtype = dtype.iter().find(|(of, _)| *of == kind).expect("one of three").1;
-        // One after the other, each from the one before, and the first again from the last.
+        // Each export reads the previous one, and the last step converts back to the first format.
         let mut from = name("h");
         for format in FORMATS.into_iter().chain(["heads"]) {
             let out = name(&format!("{format}_from_{}", from.replace('/', "_")));
@@ -199,7 +200,7 @@ fn a_merged_folder_is_a_backbone_and_its_heads() {
         serde_json::from_str(&small.medusa(&["inspect", "merged", "--json"]).succeeded().stdout).expect("JSON");
     assert_eq!((&found["kind"], &found["heads"]["layout"]), (&json!("backbone"), &json!("merged")));
     assert_eq!(found["heads"]["medusa_num_heads"], 2);
-    // They train on from there.
+    // Training can start from these heads.
     small.edit("recipe.toml", "[heads]", "[heads]\ninit_from = \"merged\"");
     small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"again\"");
     small.train(&[]).succeeded();
@@ -299,7 +300,7 @@ fn the_card_says_what_is_known_and_nothing_else() {
     export(&small, "run/final", "heads", "same", &[]).succeeded();
     let same = (small.bytes("same/calibration.json"), small.bytes("run/calibration.json"));
     assert_eq!(same.0, same.1, "of the same bytes of heads");
-    // A calibration of other heads is none of these; a tree needs its heads.
+    // A calibration of other heads is left out; so is a tree with more levels than heads.
     write_heads(&small, "run/other", shape(1, 1, V), Kind::Float);
     let other = export(&small, "run/other", "tgi", "other", &[]).succeeded();
     assert!(other.stderr.contains("calibration.json is left out of the model card: it was measured with other heads"));
@@ -309,7 +310,7 @@ fn the_card_says_what_is_known_and_nothing_else() {
         .failed(1, &["run/calibration.json", "measured with other heads"]);
 }
 
-/// A run with its calibration, for a tree of two heads.
+/// A run with a calibration and a tree for two heads.
 fn calibrated() -> SmallRun {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
@@ -338,7 +339,7 @@ fn a_calibration_goes_with_the_exported_heads() {
     small.medusa(&["inspect", "out/calibration.json"]).succeeded();
     let first = trained["heads_sha256"].as_str().expect("a hash");
     assert!(small.read("out/README.md").contains(&format!("for the heads with SHA-256 {first}")));
-    // Exported once more, it still says whose numbers they are.
+    // A second export still names the original heads.
     export(&small, "out", "heads", "again", &[]).succeeded();
     let again = json_of(&small, "again/calibration.json");
     assert_eq!(again["heads_sha256"], sha256("again/medusa_lm_head.safetensors"));
@@ -409,7 +410,7 @@ fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
     small.write("medusa.json", r#"{"acceleration_rate": 1.5, "speedup": 1.4, "drafter": "medusa"}"#);
     export(&small, "run/final", "heads", "medusa", &["--bench", "medusa.json"]).succeeded();
     fs::remove_file(small.path("run/bench.json")).expect("a file");
-    // A recipe that cannot be read is no recipe, aloud.
+    // A recipe that cannot be read is left out with a message.
     small.write("run/recipe.toml", b"\xff\xfe");
     let ended = export(&small, "run/final", "heads", "recipe", &[]).succeeded();
     assert!(ended.stderr.contains("recipe.toml is left out of the model card: stream did not contain valid UTF-8"));
@@ -454,7 +455,7 @@ fn the_lm_head_of_a_damaged_vllm_file_is_an_error() {
     }
 }
 
-/// Heads, format, more flags, exit status, what the error says.
+/// Heads, format, further flags, exit status, substrings of the error.
 type Refused<'a> = (&'a str, &'a str, &'a [&'a str], i32, &'a [&'a str]);
 
 #[test]
@@ -516,7 +517,7 @@ fn a_link_to_nothing_has_the_name_from_the_start() {
     export(&small, "h", "heads", "link", &["--tree", "no_tree.json"]).failed(1, &["link exists already"]);
 }
 
-/// Writes a file of weights anew, with one number of one tensor changed.
+/// Rewrites a weights file with the first number of one tensor changed.
 fn spoil(small: &SmallRun, name: &str, tensor: &str, number: f64) {
     let path = small.path(name);
     let files = WeightFiles::open_file(&path).expect("weights");
@@ -590,11 +591,11 @@ fn tied_resblocks_are_told_and_get_weights_of_their_own() {
     let heads = Heads::load_for(&pickled("tied.pt"), [6, 4], Kind::Float, Device::Cpu).expect("heads");
     let w1 = |at: usize| heads.parameters()[at].1.shallow_clone();
     assert!(w1(0).equal(&w1(2)) && w1(0).data_ptr() != w1(2).data_ptr());
-    // In safetensors there is no sharing to see; equal bits say it.
+    // safetensors cannot show sharing; equal bits are detected instead.
     let folder = tempfile::tempdir().expect("a folder");
     heads.save(folder.path()).expect("heads");
     assert!(is_tied(&HeadsFile::open(folder.path()).expect("heads").notices().expect("notices")));
-    // Untrained blocks are all zero, and not tied.
+    // Untrained blocks are all zero, but not tied.
     let lm_head = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
     let config: medusa::draft::medusa::heads::HeadsConfig =
         toml::from_str("medusa_num_heads = 2\nmedusa_num_layers = 2").expect("a table");
@@ -633,7 +634,7 @@ fn a_cut_or_changed_pickle_is_one_error() {
             let mut changed = whole.clone();
             changed[at] ^= 0x55;
             write(&changed);
-            let _ = HeadsFile::open(&path).map(|file| file.check_alone()); // any answer but a panic
+            let _ = HeadsFile::open(&path).map(|file| file.check_alone()); // any answer except a panic
         }
     }
 }
@@ -665,7 +666,7 @@ fn counts_come_from_tensors_and_the_config_is_corrected_aloud() {
     assert_eq!(json_of(&small, "out/config.json")["medusa_num_heads"], 5);
 }
 
-/// vLLM's files of another hand: without biases, with a truncated vocabulary, with its first prefix.
+/// vLLM files written by others: without biases, with a truncated vocabulary, with the original prefix.
 #[test]
 fn files_of_vllm_are_read_as_vllm_means_them() {
     let small = SmallRun::new();
@@ -714,7 +715,7 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
         .failed(1, &["token_map is a part of the vocabulary", "untruncated"]);
 }
 
-/// Not only by an export: for decoding, too, where the backbone's lm_head is packed away.
+/// Also refused when loading for decoding, where the backbone's lm_head is packed.
 #[test]
 fn heads_with_the_lm_head_of_another_backbone_are_refused() {
     let small = SmallRun::new();
@@ -774,7 +775,7 @@ fn an_adapter_goes_with_its_heads() {
     );
 }
 
-/// Each consumer's loading rules, in Python that shares nothing with this program: see scripts/read_exports.py.
+/// Each consumer's loading rules, reimplemented in Python: see scripts/read_exports.py.
 #[test]
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with numpy and safetensors")]
 fn readers_of_another_hand_find_the_same_numbers() {
@@ -808,7 +809,7 @@ fn readers_of_another_hand_find_the_same_numbers() {
     }
 }
 
-/// As [`readers_of_another_hand_find_the_same_numbers`], of heads with an adapter.
+/// Like [`readers_of_another_hand_find_the_same_numbers`], for heads with an adapter.
 #[test]
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with numpy and safetensors")]
 fn a_reader_of_another_hand_finds_heads_beside_an_adapter() {
@@ -823,7 +824,7 @@ fn a_reader_of_another_hand_finds_heads_beside_an_adapter() {
     assert_eq!(ended.stdout, "ok peft: 2 heads of 1 ResBlock(s), 6 tensors of bfloat16, logits equal\n");
 }
 
-/// Only to keep the writer honest with the reader that users have.
+/// Checks this test's pickle writer against PyTorch's reader.
 #[test]
 #[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with torch")]
 fn torch_loads_a_written_pickle_with_weights_only() {

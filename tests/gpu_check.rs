@@ -1,5 +1,5 @@
-//! Promise: `scripts/gpu_check` can be prepared on a machine without a GPU, says what is missing there, and makes its table from what
-//! was recorded.
+//! Promise: `scripts/gpu_check` can be prepared on a machine without a GPU, reports what that machine lacks, and builds
+//! its table from recorded results.
 #![cfg(target_os = "linux")]
 
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     let carried = folder.path().join("carried");
     let programs = folder.path().join("programs");
     std::fs::create_dir(&programs).expect("a folder");
-    // Whatever examples/gpu_check is not asked to check, it does as `medusa`.
+    // `medusa` replaces examples/gpu_check, which handles `medusa`'s commands the same way.
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_medusa"), programs.join("gpu_check")).expect("a link");
     let [carried_text, programs] = [&carried, &programs].map(|path| path.to_str().expect("UTF-8"));
     let prepare = ["--prepare", carried_text, "--programs", programs];
@@ -41,7 +41,8 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     }
     let again = run(Path::new(SCRIPT), &prepare);
     assert!(!again.status.success() && words(&again.stderr).contains("is there already"));
-    // The programs find libtorch where they were built; a torch of pip is looked for only where there is no such folder.
+    // The programs look for libtorch where they were built; a pip-installed torch is only used if there is no such
+    // folder.
     std::fs::create_dir(carried.join(".libtorch")).expect("a folder");
     let without_gpu = run(&carried.join("scripts/gpu_check"), &["--out", "results"]);
     let error = words(&without_gpu.stderr);
@@ -56,7 +57,7 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     );
 }
 
-/// A `gpu_check` and a `compute-sanitizer` that print what a test needs; their folder.
+/// A folder with a `gpu_check` and a `compute-sanitizer` that print what a test needs.
 fn played_programs(folder: &Path) -> PathBuf {
     let programs = folder.join("programs");
     std::fs::create_dir(&programs).expect("a folder");
@@ -68,7 +69,7 @@ case "$1 $2" in
     "gpu-check endurance") echo '{"check": "endurance", "steps": 20000, "device_growth_bytes": 0, "host_growth_bytes": 0}' ;;
 esac
 "#;
-    // It prints what it was asked for, what it ran says something of its own, and then it has found a fault.
+    // It prints the requested lines, then the program's own output, then reports a fault.
     let sanitizer = r#"#!/bin/sh
 echo '{"check": "kernels", "of": "a sanitizer"}'
 echo 17
@@ -84,7 +85,8 @@ exit 9
     programs
 }
 
-/// A folder of packages that cannot be imported: whatever this machine's Python has, parts that need torch or transformers are left out.
+/// A folder of packages whose import fails, so that parts that need torch or transformers are left out on every
+/// machine.
 fn without_torch(folder: &Path) -> PathBuf {
     let none = folder.join("no_packages");
     std::fs::create_dir(&none).expect("a folder");
@@ -96,12 +98,12 @@ fn without_torch(folder: &Path) -> PathBuf {
     none
 }
 
-/// A machine with a GPU, played by a script in the program's place.
+/// Simulates a machine with a GPU: a script replaces the program.
 #[test]
 fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
     let folder = tempfile::tempdir().expect("a folder");
     let programs = played_programs(folder.path());
-    // A copy beside a libtorch that nobody opens: the script looks for one beside itself.
+    // The copy has an unused libtorch folder next to it, where the script looks for one.
     let script = folder.path().join("scripts/gpu_check");
     std::fs::create_dir_all(folder.path().join(".libtorch")).expect("a folder");
     std::fs::create_dir_all(folder.path().join("scripts")).expect("a folder");

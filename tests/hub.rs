@@ -1,5 +1,5 @@
-//! Promise: an id of the Hugging Face Hub stands where a path may, its files come whole or not at all into the cache that other programs
-//! use, a push sends what changed, every refusal says what to do, and a token is never shown.
+//! Promise: a Hugging Face Hub id works wherever a path does; files reach the shared cache complete or not at all; a
+//! push sends only changes; every error names a remedy; a token is never shown.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ mod server;
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/tiny/backbone");
 
-/// A Hub, and a user with an empty home.
+/// A Hub server, and a user with an empty home.
 struct World {
     server: Server,
     home: TempDir,
@@ -29,7 +29,7 @@ impl World {
         Self { server: Server::start(), home: tempfile::tempdir().expect("a temporary folder") }
     }
 
-    /// With the backbone of the repository as `org/tiny`: two shards, and files that nobody needs.
+    /// Adds data/tiny's backbone as `org/tiny`: two shards, and files that a download must skip.
     fn with_tiny() -> Self {
         let world = Self::new();
         let read = |name: &str| fs::read(Path::new(TINY).join(name)).expect("the tiny backbone");
@@ -57,7 +57,7 @@ impl World {
         self.path("hub/models--org--tiny")
     }
 
-    /// A program's environment: this Hub, this home, and a proxy that nobody may use for this machine.
+    /// A program's environment: this Hub, this home, and a proxy that must not be used for localhost.
     fn with_environment<'c>(&self, command: &'c mut Command) -> &'c mut Command {
         for name in ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "NO_PROXY"]
         {
@@ -93,13 +93,13 @@ impl World {
         self.medusa(&[&push, arguments].concat(), &[("HF_TOKEN", TOKEN)])
     }
 
-    /// What scripts/hub_client.py says.
+    /// Output of scripts/hub_client.py.
     fn python(&self, arguments: &[&str], offline: &str) -> String {
         let mut command = Command::new(std::env::var("MEDUSA_PYTHON").expect("set, says build.rs"));
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/hub_client.py");
         self.with_environment(&mut command).arg(script).args(arguments);
         command.envs([("HF_TOKEN", TOKEN), ("HF_HUB_OFFLINE", offline), ("HF_HUB_DISABLE_XET", "1")]);
-        command.env("NO_PROXY", "127.0.0.1,localhost"); // it has no exception of its own
+        command.env("NO_PROXY", "127.0.0.1,localhost"); // this client has no built-in exception for localhost
         let ended: Ended = command.output().expect("Python starts").into();
         ended.succeeded().stdout.trim().to_owned()
     }
@@ -136,14 +136,14 @@ fn shards() -> [Vec<u8>; 3] {
     [first, second, index]
 }
 
-/// What the backbone said.
+/// The generated tokens.
 fn answer(ended: &Ended) -> Value {
     assert_eq!(ended.status, Some(0), "{}", ended.stderr);
     let told: Value = serde_json::from_str(&ended.stdout).expect("JSON");
     told["new_ids"].clone()
 }
 
-/// Names below a folder, sorted.
+/// Names in a folder, sorted.
 fn names(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -381,7 +381,7 @@ fn a_push_sends_what_changed_in_one_commit() {
     let files: [(&str, &[u8]); 5] = [
         ("config.json", b"{}"),
         ("heads.safetensors", &large),                    // five parts
-        ("backbone/model.safetensors", b"small weights"), // one
+        ("backbone/model.safetensors", b"small weights"), // one part
         ("empty.safetensors", b""),
         ("notes.txt", b"words"),
     ];
@@ -457,7 +457,7 @@ fn a_push_whose_answer_is_lost_says_what_the_branch_says() {
     let world = World::new();
     world.write("run/config.json", b"{}");
     world.write("run/heads.safetensors", b"weights");
-    // Everything is done, and every answer lost: the second try finds it.
+    // Each request succeeds, but its answer is an error; the retry finds the result.
     for path in ["/api/repos/create", "/branch/", "/commit/"] {
         world.server.fail(path, Trouble::Done(503), 1);
     }
@@ -522,7 +522,7 @@ fn errors_name_the_host_that_failed() {
     world.refused("org/tiny", &[], &[&format!("{store} answered 503 to downloading model-0000")]);
     world.server.forget();
     world.server.fail("/api/models/", Trouble::Elsewhere, 1);
-    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit hash"]); // a mirror's own words
+    world.refused("org/tiny@v9", &[], &["has no revision \"v9\"", "a branch, a tag or a commit hash"]); // the mirror's answer
 }
 
 #[test]

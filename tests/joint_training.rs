@@ -1,5 +1,5 @@
-//! Promise: Medusa-2 trains adapters or the whole backbone with the heads, leaves alone what is frozen, goes on exactly after any
-//! end, and what it writes is what every other command decodes with.
+//! Promise: Medusa-2 trains adapters or the whole backbone together with the heads, leaves frozen parameters unchanged,
+//! resumes exactly after any interruption, and its output works with every other command.
 
 use std::fs;
 use std::process::Stdio;
@@ -145,7 +145,7 @@ fn adapters_merge_into_a_plain_folder() {
     let difference = logits(&load(&small, "merged"), Adapters::Off) - logits(&adapted, Adapters::On);
     assert!(difference.abs().max().double_value(&[]) < 1e-5);
     small.medusa(&export).failed(1, &["merged exists already"]);
-    // The merged backbone has no adapter to take any more; that of the run belongs to the base.
+    // The merged backbone takes no adapter; the run's adapter belongs to the base.
     small.write("prompts.jsonl", "{\"prompt_ids\": [1, 5]}\n");
     let generate =
         ["generate", "--backbone", "merged", "--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--heads"];
@@ -163,7 +163,7 @@ fn heads_without_an_adapter_have_none_to_put_beside_them() {
     small.medusa(&export).failed(2, &["run/final has no adapter (adapter_config.json)", "Medusa-2 run's final/"]);
 }
 
-/// A word for each of the 48 ids.
+/// One word for each of the 48 ids.
 fn word_tokenizer() -> Value {
     let vocab: serde_json::Map<String, Value> = (0..48).map(|id| (format!("w{id}"), id.into())).collect();
     let nothing = ["truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"];
@@ -173,7 +173,7 @@ fn word_tokenizer() -> Value {
     tokenizer
 }
 
-/// The next token by whole rows; none at the end of the text.
+/// Appends the next token, computed over the whole row; returns `None` at EOS.
 fn next_greedy(llama: &Llama, ids: &mut Vec<i64>) -> Option<i64> {
     let rows = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);
     let tokens = Tensor::from_slice(ids).unsqueeze(0);
@@ -194,7 +194,7 @@ fn without_adapters_the_whole_backbone_trains() {
     assert_learns(&small);
     let tuned = load(&small, "run/final/backbone");
     assert_ne!(logits(&tuned, Adapters::Off), logits(&load(&small, "backbone"), Adapters::Off));
-    // It is a backbone like any other: the next stage starts from it.
+    // The output is an ordinary backbone: the next stage starts from it.
     small.edit("recipe.toml", "path = \"backbone\"", "path = \"run/final/backbone\"");
     small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"again\"");
     small.edit("recipe.toml", "[stage.medusa2]", "[stage.medusa1]");
@@ -211,7 +211,7 @@ fn a_tied_backbone_trains_its_embedding_once() {
     assert_learns(&small);
 }
 
-/// The LM loss on the rows, each of which it sees eight times, falls.
+/// Asserts that the LM loss falls on the rows, which it sees eight times.
 fn assert_learns(small: &SmallRun) {
     let lines: Vec<Value> = metrics(small).into_iter().filter(|line| line["split"] == "train").collect();
     let [first, last] = [&lines[0], &lines[lines.len() - 1]].map(|line| line["lm_loss"].as_f64().expect("a loss"));

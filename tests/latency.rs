@@ -1,5 +1,5 @@
-//! Promise: `medusa tree --latency` times steps on this machine once, and takes the tree with the most tokens a second; a file of other
-//! conditions is refused.
+//! Promise: `medusa tree --latency` measures step times once on this machine and chooses the tree with the most tokens
+//! per second; a file measured under other conditions is refused.
 
 use medusa::formats::latency::Latency;
 use medusa::tree::sparse_tree::SparseTree;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::decoding::World;
 
-/// A calibration of the world's heads.
+/// A folder with a calibration of its heads.
 fn world() -> World {
     let world = World::new();
     let arguments =
@@ -63,7 +63,7 @@ fn the_engine_that_is_asked_for_is_timed() {
     assert!(!world.path("l.json").exists());
 }
 
-/// `l.json` with these nodes, depths and milliseconds.
+/// Writes `l.json` with these nodes, depths and milliseconds.
 fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)]) {
     let written = std::fs::read(world.path("c.json")).expect("the calibration of this test");
     let calibration: Value = serde_json::from_slice(&written).expect("JSON");
@@ -77,7 +77,7 @@ fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)])
     );
 }
 
-/// That a step may use, here.
+/// Threads that a decoding step may use on this machine.
 fn threads() -> usize {
     medusa::cpu::team::Team::of_process().size()
 }
@@ -112,7 +112,7 @@ fn times_of_other_conditions_are_one_clear_error() {
     write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);
     let dtype = complaint(&["--dtype", "bfloat16"], 1);
     assert!(dtype.contains("l.json was measured with dtype float32, not with bfloat16"), "{dtype}");
-    // As an older version wrote it, without its engine; then with one.
+    // First the file of an older version, which does not name its engine; then one that names it.
     assert!(stderr(&world, &CHOOSE).contains("l.json does not name the engine"));
     std::fs::remove_file(world.path("t.json")).expect("written just now");
     let mut of_tch: Value = serde_json::from_slice(&std::fs::read(world.path("l.json")).unwrap()).unwrap();

@@ -1,5 +1,6 @@
-//! The order of the house: imports point down only, no files need each other in a circle, a type's name is unique, a format has one home,
-//! and the code does not grow by itself. `cargo test --test promises layering -- --nocapture` prints the numbers.
+//! Structure of the source code: imports point down only, no files import each other in a cycle, type names are unique,
+//! each file format has one home, and the code stays below a size limit. A room is a top-level module of src/. `cargo
+//! test --test promises layering -- --nocapture` prints the numbers.
 #![expect(clippy::print_stderr, reason = "what is left is read with --nocapture")]
 
 mod crate_map;
@@ -15,11 +16,11 @@ use source::Source;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Lines of code in src/ at most, without comments, blanks and tests, counted by this test. A change that needs more simplifies
-/// something first, then raises this number.
+/// Limit for the lines of code in src/, without comments, blank lines and tests. A change that exceeds it simplifies
+/// something first and only then raises the limit.
 const CODE_LINES: usize = 27_850;
 
-/// Lines of README.md at most.
+/// Limit for the lines of README.md.
 const README_LINES: usize = 200;
 
 /// Files that pass between commands: only formats/ reads and writes them.
@@ -33,10 +34,11 @@ const FORMATS: &[&str] = &[
     "distill.json",
 ];
 
-/// All of src/ but its tests.
+/// src/ without its tests.
 static THIS_CRATE: LazyLock<CrateMap> = LazyLock::new(|| CrateMap::read(&Path::new(ROOT).join("src")));
 
-/// Room to layer, from the lines `//! L3 train   decode    the two loops`. Rooms are the words that name a file or folder of src/.
+/// Layer of each room, from lines such as `//! L3 train   decode    the two loops`; only words that name a file or
+/// folder of src/ count.
 fn layers() -> HashMap<String, u32> {
     let lib = fs::read_to_string(Path::new(ROOT).join("src/lib.rs")).expect("src/lib.rs");
     let mut layers = HashMap::new();
@@ -54,12 +56,12 @@ pub(crate) fn is_room(word: &str) -> bool {
     !word.is_empty() && (path.is_dir() || path.with_extension("rs").is_file())
 }
 
-/// The first part of a path below src/.
+/// The first component of a path in src/.
 fn room(path: &str) -> &str {
     path.split('/').next().unwrap_or_default().trim_end_matches(".rs")
 }
 
-/// What is wrong with the import of `to` in `from`, if anything.
+/// Why `from` may not import `to`, if so.
 fn fault(layers: &HashMap<String, u32>, from: &str, to: &str) -> Option<String> {
     let (Some(&above), Some(&below)) = (layers.get(from), layers.get(to)) else {
         return Some(format!("{from} imports {to}: one of them stands on no layer in src/lib.rs"));
@@ -72,7 +74,7 @@ fn fault(layers: &HashMap<String, u32>, from: &str, to: &str) -> Option<String> 
     Some(format!("{from} (L{above}) imports {to} (L{below}): {direction}"))
 }
 
-/// Faults of one file, with their lines.
+/// Forbidden imports of one file, with their lines.
 fn faults(layers: &HashMap<String, u32>, source: &Source) -> Vec<String> {
     let imports = source.imports.iter().map(|import| &import.mention).chain(&source.mentions);
     let rooms = imports.filter_map(|mention| Some((mention.line, mention.room()?)));
@@ -145,7 +147,8 @@ fn a_circle_is_found_through_modules_and_re_exports() {
     );
 }
 
-/// Where each type of the crate is declared. A stand-in's types are those of the files for which it stands.
+/// Where each type of the crate is declared. Stand-ins are left out: they repeat the types of the files that they
+/// replace.
 fn types(map: &CrateMap) -> BTreeMap<String, BTreeSet<String>> {
     let mut types: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for source in map.files.iter().filter(|source| !source.stand_in) {
@@ -156,7 +159,7 @@ fn types(map: &CrateMap) -> BTreeMap<String, BTreeSet<String>> {
     types
 }
 
-/// `Name: places` of each name that several types have.
+/// `(name, places)` of each name that several types share.
 fn shared_names(map: &CrateMap) -> Vec<(String, String)> {
     let shared = types(map).into_iter().filter(|(_, places)| places.len() > 1);
     shared.map(|(name, places)| (name, places.into_iter().collect::<Vec<_>>().join(" "))).collect()
@@ -198,7 +201,7 @@ fn a_format_has_one_home() {
     assert!(homeless.is_empty(), "\n{homeless:#?}\n");
 }
 
-/// Files with `unsafe` that are not in its rooms.
+/// Lines with `unsafe`, for files outside the rooms that may have it.
 fn strays(source: &Source) -> Vec<String> {
     let rooms = ["torch/", "cpu/", "nvidia/", "model/weights.rs", "model/weights/", "model/kv_cache.rs"];
     let lines = source.unsafe_lines.iter().filter(|_| !rooms.iter().any(|room| source.path.starts_with(room)));
@@ -216,8 +219,8 @@ fn unsafe_stands_in_its_rooms_only() {
     assert!(of("cpu/team.rs").is_empty());
 }
 
-/// Public items and files without a doc comment. Fields, variants and constants may go without one where the name says it all, which
-/// rustc's `missing_docs` cannot allow.
+/// Public items and files without a doc comment. Fields, variants and constants may lack one, which rustc's
+/// `missing_docs` cannot allow.
 fn without_docs(source: &Source) -> Vec<String> {
     let items = source.undocumented.iter().map(|(name, line)| format!("src/{}:{line}: {name}", source.path));
     let file = (!source.has_module_doc).then(|| format!("src/{}: no //! at the top", source.path));
@@ -233,7 +236,7 @@ fn public_items_and_files_have_docs() {
     assert_eq!(without_docs(&CrateMap::of(&[("b.rs", "pub use a::B;")]).files[0]), ["src/b.rs: no //! at the top"]);
 }
 
-/// The value below which `share` of sorted values lie.
+/// The value below which `share` of the sorted values lie.
 fn quantile(sorted: &[usize], share: f64) -> usize {
     sorted[((sorted.len() - 1) as f64 * share) as usize]
 }

@@ -1,5 +1,5 @@
-//! Training equals an independent PyTorch program on the same rows: every step's losses and gradient norm, the gradients of
-//! step 0, the final heads.
+//! Training matches an independent PyTorch program on the same rows: losses and gradient norm of every step, the
+//! gradients of step 0, the final heads.
 
 use std::fs;
 use std::path::Path;
@@ -24,15 +24,15 @@ use tempfile::TempDir;
 
 use crate::published::published;
 
-/// A run of the reference: 20 steps of 8 rows in file order.
+/// A reference run: 20 steps of 8 rows in file order.
 #[derive(Clone, Copy)]
 struct Reference {
     name: &'static str,
-    /// Relative, of losses; and of gradient norms.
+    /// Relative, for losses and for gradient norms.
     tolerance: [f64; 2],
-    /// Relative, of the LM loss, which counts as at least a hundredth of the whole.
+    /// Relative, for the LM loss, which is taken as at least 1 % of the total loss.
     lm_tolerance: f64,
-    /// Absolute, of the final heads.
+    /// Absolute, for the final heads.
     heads_tolerance: f64,
     micro_batch_size: usize,
     recompute: bool,
@@ -97,10 +97,10 @@ impl Reference {
 
 const MEDUSA1: Reference = Reference::new("medusa1", [1e-5, 1e-5], 0.0);
 const MEDUSA2: Reference = Reference::new("medusa2", [1e-5, 1e-5], 1e-5);
-/// The reference's own program in float64 differs from it by up to 2.1e-4 of the LM loss.
+/// Run in float64, the reference program itself differs by up to 2.1e-4 in the LM loss.
 const DISTILL: Reference = Reference::new("medusa2_distill", [1e-4, 2e-4], 2.5e-4);
-/// λ0 is 0 at first, so its first gradients are rounding noise, which AdamW makes as large as any other: the reference's own program
-/// in float64 differs from it by up to 4e-3 of the LM loss, and by 3e-3 in the final heads.
+/// λ0 starts at 0, so the first gradients are rounding noise, which AdamW scales to the usual step size: run in
+/// float64, the reference program itself differs by up to 4e-3 in the LM loss and 3e-3 in the final heads.
 const DISTILL_SINE: Reference =
     Reference { heads_tolerance: 5e-3, ..Reference::new("medusa2_distill_sine", [2e-3, 2e-2], 5e-3) };
 
@@ -119,7 +119,7 @@ fn assert_tensors_close(name: &str, got: &Tensor, expected: &Tensor, tolerance: 
     assert!(worst <= tolerance, "{name}: largest difference {worst:.2e} at flat index {at} > {tolerance:.0e}");
 }
 
-/// Every step's losses, gradient norm and λ0.
+/// Compares a step's losses, gradient norm and λ0.
 fn check_step(reference: &Reference, line: &MetricsLine, expected: &serde_json::Value) {
     let number = |key: &str| expected[key].as_f64().expect("a number");
     let (step, [tolerance, norm_tolerance]) = (line.step - 1, reference.tolerance);
@@ -167,7 +167,7 @@ fn check_run(reference: &Reference) {
     }
 }
 
-/// Eight rows at once, then two at a time, then with layers computed twice.
+/// Eight rows per micro batch, then two, then with recomputed layers.
 fn check_all_ways(reference: Reference) {
     check_run(&reference);
     check_run(&Reference { micro_batch_size: 2, ..reference });
@@ -220,7 +220,7 @@ fn gradients_of_step_zero_equal_pytorch() {
     let reference = MEDUSA1.file("grads_step0");
     let parameters = || state.parameters.iter().map(|p| &p.parameter);
     let in_reference: Vec<_> = parameters().filter(|p| reference.contains(&p.name)).collect();
-    // The reference holds gradients after clipping to a norm of 1.
+    // The reference stores gradients clipped to a norm of 1.
     let clip = 1.0 / (gradient_norm(parameters()) + 1e-6);
     assert_eq!(in_reference.len(), 8, "the reference holds the gradients of W1 and W2 of four heads");
     for parameter in in_reference {

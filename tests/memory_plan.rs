@@ -1,6 +1,6 @@
-//! The peak that `--check` tells is the peak of the run, to 15 %; and `--check` needs no weights.
+//! The peak memory that `--check` predicts is within 15 % of the run's; `--check` needs no weights.
 
-#![cfg(target_os = "linux")] // the kernel's own figure of the peak
+#![cfg(target_os = "linux")] // reads the peak from /proc
 
 use std::fs;
 use std::process::Stdio;
@@ -13,7 +13,7 @@ use tch::{Device, Kind};
 
 use super::small_run::SmallRun;
 
-/// A backbone of these sizes, four rows of `length` tokens, and the stage and the optimizer of a run of two steps.
+/// Sizes of a backbone, length of its four rows, and stage and optimizer of a two-step run.
 struct Size {
     hidden: usize,
     layers: usize,
@@ -57,7 +57,7 @@ micro_batch_size = 4
         )
     }
 
-    /// The folder to run in; with weights or without.
+    /// A folder to run in, with or without weights.
     fn workplace(&self, weights: bool) -> SmallRun {
         let small = SmallRun::new();
         small.write("backbone/config.json", self.config().to_string());
@@ -82,7 +82,7 @@ micro_batch_size = 4
     }
 }
 
-/// The most that was ever resident, by the kernel's count, which only grows: read until the process is gone.
+/// Peak resident bytes according to the kernel (VmHWM), which never falls; read until the process ends.
 fn peak_of_a_run(small: &SmallRun) -> u64 {
     let mut child = small.trainer(&["--quiet"]).stdout(Stdio::null()).spawn().expect("the program starts");
     let status = format!("/proc/{}/status", child.id());

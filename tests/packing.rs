@@ -1,4 +1,4 @@
-//! Promise: packing changes how fast a run is, not what it learns; and it leaves little room empty.
+//! Promise: packing changes the speed of training but not its results, and leaves little padding.
 
 #![expect(
     clippy::print_stdout,
@@ -32,7 +32,7 @@ use super::embedded_default::tiny;
 use crate::published::published;
 
 const NUM_HEADS: usize = 4;
-const TOLERANCE: f64 = 1e-5; // float32: a padded or packed row's products add up in another order
+const TOLERANCE: f64 = 1e-5; // float32: padded and packed rows add products in another order
 
 fn load(patterns: &[String], backbone: &Path, template: &str, max_length: usize) -> RowStore {
     let tokenizer = TextTokenizer::load(backbone).expect("a tokenizer");
@@ -51,7 +51,7 @@ fn load(patterns: &[String], backbone: &Path, template: &str, max_length: usize)
     data::load(patterns, &settings).expect("rows").0
 }
 
-/// The mean loss of the LM head and of every head over all targets.
+/// Mean losses of the LM head and of every head, over all targets.
 fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
     let mut sums = vec![(0.0, 0); NUM_HEADS + 1];
     for batch in Loader::new(sequences, 4, 1, None).eval_batches() {
@@ -89,7 +89,7 @@ fn packed_rows_have_the_losses_of_rows_alone() {
     let mut generator = Generator::seeded(3);
     for (_, parameter) in heads.parameters() {
         let noise = generator.normal_like(parameter) * 0.02;
-        let _ = tch::no_grad(|| parameter.shallow_clone().g_add_(&noise)); // heads that guess alike would hide a shift
+        let _ = tch::no_grad(|| parameter.shallow_clone().g_add_(&noise)); // equal heads would hide a shift
     }
     let rows = load(&[tiny("eval.jsonl").display().to_string()], &tiny("backbone"), "tokenizer", 256);
     let (packed, report) = pack::pack(rows.clone(), 256);
@@ -104,7 +104,7 @@ fn packed_rows_have_the_losses_of_rows_alone() {
     }
 }
 
-/// Lengths as conversations have them: many short, some long.
+/// Row lengths distributed like those of conversations: many short, some long.
 fn log_normal(count: usize, most: usize) -> RowStore {
     let mut random = ChaCha8Rng::seed_from_u64(11);
     let mut uniform = || (random.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;

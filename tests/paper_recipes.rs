@@ -1,4 +1,4 @@
-//! The recipes of the paper's models pass `--check` beside their backbones' configs alone, and tell the memory that they need.
+//! Recipes for the paper's models pass `--check` with only the backbone's config, and print the memory that they need.
 
 use std::fs;
 use std::io::Write;
@@ -19,7 +19,7 @@ use super::small_run::SmallRun;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// `config.json` of the Hub, as far as it decides anything.
+/// The Hub's `config.json`, with the keys that matter here.
 fn config_of(model: &str) -> Value {
     let llama = |hidden: u32, ffn: u32, layers: u32, heads: u32, context: u32| {
         json!({"model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
@@ -40,7 +40,7 @@ fn config_of(model: &str) -> Value {
     }
 }
 
-/// Recipes of models that are not in the repository.
+/// Recipes whose models are not in the repository.
 fn recipes() -> Vec<(PathBuf, Recipe)> {
     let files = fs::read_dir(Path::new(ROOT).join("recipes")).expect("recipes/").flatten().map(|entry| entry.path());
     let tomls = files.filter(|path| path.extension().is_some_and(|extension| extension == "toml"));
@@ -55,7 +55,7 @@ fn conversation(n: usize) -> [String; 2] {
     [format!("What is {n} and {n}?"), format!("It is {}, and one more is {}.", 2 * n, 2 * n + 1)]
 }
 
-/// A JSON array as ShareGPT has, or the Parquet that `medusa distill` writes.
+/// A JSON array in ShareGPT's format, or Parquet as `medusa distill` writes it.
 fn write_conversations(path: &Path) {
     const COUNT: usize = 40;
     if path.extension().is_some_and(|extension| extension == "json") {
@@ -81,7 +81,7 @@ fn write_conversations(path: &Path) {
     writer.close().expect("an end");
 }
 
-/// Heads of this shape as a file of holes: its header is all that `--check` reads.
+/// Heads of this shape as a sparse file: `--check` reads only its header.
 fn write_heads(path: &Path, shape: HeadsShape) {
     let mut end = 0;
     let mut entry = |shape: &[i64]| {
@@ -112,7 +112,7 @@ fn shape_of_heads(recipe: &Recipe, config: &LlamaConfig) -> HeadsShape {
     }
 }
 
-/// The backbone's folder without weights, in a folder to work in; and its config.
+/// Writes the backbone's folder without weights; returns its config.
 fn write_backbone(small: &SmallRun, recipe: &Recipe) -> LlamaConfig {
     let folder = small.path(&recipe.backbone.path);
     fs::create_dir_all(&folder).expect("a folder");
@@ -139,7 +139,7 @@ fn every_recipe_of_the_paper_passes_check_without_weights() {
             fs::create_dir_all(&folder).expect("a folder");
             write_heads(&folder.join("heads.safetensors"), shape_of_heads(&recipe, &config));
         }
-        // Forty conversations are two epochs of fewer steps than the warm-up has.
+        // With forty rows, two epochs would have fewer steps than the warm-up.
         small.write("recipe.toml", fs::read_to_string(&path).expect("a recipe"));
         small.edit("recipe.toml", "epochs = 2", "max_steps = 100");
         let plan = small.train(&["--check", "--json"]);
@@ -150,7 +150,7 @@ fn every_recipe_of_the_paper_passes_check_without_weights() {
     }
 }
 
-/// Of rows as long as the recipe lets them be, on a GPU.
+/// Planned peak on a GPU, for rows of the recipe's maximum length.
 fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
     let plan = MemoryPlan::of(&Workload {
         config,

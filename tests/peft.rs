@@ -1,4 +1,4 @@
-//! Promise: adapters are PEFT's: what it wrote computes here what it computes there, and it reads what is written here.
+//! Promise: adapters are compatible with PEFT: PEFT's compute the same logits here, and PEFT reads those written here.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ fn fixture(file: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/peft_adapter").join(file)
 }
 
-/// The base of the adapter in tests/fixtures, and its folder.
+/// The base model of the adapter in tests/fixtures, and its folder.
 fn base() -> (Llama, TempDir) {
     let folder = Fixture::open("llama_own_head").folder("config");
     let llama = Llama::load(folder.path(), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
@@ -59,7 +59,7 @@ fn an_adapter_that_peft_wrote_computes_what_it_computes_there() {
     assert_close(&logits(&llama.merged(), Adapters::Off), &expected, 1e-4);
 }
 
-/// Adapters of rank 4 with random B, written to a folder.
+/// Adapters of rank 4 with random B, and the folder with their files.
 fn written() -> (Llama, TempDir, TempDir) {
     let (mut llama, base) = base();
     let config: LoraConfig = toml::from_str("rank = 4\nalpha = 12\ndropout = 0.05").expect("a table");

@@ -1,4 +1,5 @@
-//! Promises to users: each module is one file beside this one, and one promise. Private truths are tested at the foot of their own file.
+//! Promises to users: one per module, each module in its own file in this folder. Unit tests of private code are at the
+//! end of its file.
 
 mod acceptance;
 mod backbone;

@@ -1,4 +1,5 @@
-//! Fewer bits are those of bitsandbytes, code by code; they cost what is said here, and a run with them is a run like any other.
+//! Promise: quantized weights and optimizer moments equal bitsandbytes' code by code, quantization errors stay within
+//! the bounds below, and runs with quantization train, save and resume like any other.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -25,7 +26,7 @@ use super::small_run::SmallRun;
 
 use crate::published::published;
 
-/// What bitsandbytes 0.50.2 made on the CPU.
+/// Output of bitsandbytes 0.50.2 on the CPU.
 struct Reference(Vec<u8>);
 
 impl Reference {
@@ -48,7 +49,7 @@ impl Reference {
     }
 }
 
-/// Every element equal, or a text that says how many are not, and the first.
+/// Compares all elements; panics with the number of differences and the first one.
 fn assert_equal(what: &str, got: &Tensor, expected: &Tensor) {
     assert_eq!((got.size(), got.kind()), (expected.size(), expected.kind()), "{what}");
     let different = got.ne_tensor(expected).nonzero();
@@ -108,7 +109,7 @@ fn nf4_weights_equal_those_of_bitsandbytes() {
     }
 }
 
-/// `[257, 300]` of a normal distribution, with a row of zeros and one of a single weight.
+/// `[257, 300]`, normally distributed, with a row of zeros and a row with a single nonzero weight.
 fn gaussian() -> Tensor {
     let weight_oi = Generator::seeded(20).normal(&[257, 300], (Kind::Float, Device::Cpu)) * 0.02;
     let _ = weight_oi.narrow(0, 5, 2).zero_();
@@ -139,7 +140,7 @@ fn int8_weights_are_those_of_the_formula() {
     assert_equal("bfloat16", &int8.dequantize(Kind::BFloat16), &values.to_kind(Kind::BFloat16));
 }
 
-/// The Frobenius norm of the error over that of the weight.
+/// The Frobenius norm of the error, relative to the weight's.
 fn relative_error(weight: &Tensor, quantization: Quantization) -> f64 {
     let error = Quantizer::new(quantization, Device::Cpu).quantize(weight).dequantize(Kind::Float) - weight;
     error.norm().double_value(&[]) / weight.norm().double_value(&[])
@@ -149,14 +150,14 @@ fn relative_error(weight: &Tensor, quantization: Quantization) -> f64 {
 fn the_error_of_normal_weights_is_that_of_their_bits() {
     let weight_oi = Generator::seeded(1).normal(&[512, 1024], (Kind::Float, Device::Cpu)) * 0.02;
     let (nf4, int8) = (relative_error(&weight_oi, Quantization::Nf4), relative_error(&weight_oi, Quantization::Int8));
-    assert!(nf4 <= 0.093 && int8 <= 0.0085, "{nf4} {int8}"); // seen: 0.0920 and 0.0079
+    assert!(nf4 <= 0.093 && int8 <= 0.0085, "{nf4} {int8}"); // measured: 0.0920 and 0.0079
     let bytes = |quantization| Quantizer::new(quantization, Device::Cpu).quantize(&weight_oi).bytes() as f64;
     let bits = |quantization| 8.0 * bytes(quantization) / weight_oi.numel() as f64;
     assert!(bits(Quantization::Nf4) < 4.13 && bits(Quantization::Int8) < 8.04);
 }
 
-/// Logits of a model's own text: how far they are from those of float32, relative to their norm, and how often the same token is
-/// the most probable.
+/// Logits of a model on its own text, compared with float32: relative error (by norm), and the share of positions with
+/// the same most probable token.
 fn logits_against_float32(quantization: Quantization) -> (f64, f64) {
     let load = |quantization| {
         let folder = published("models/stories260K");
@@ -180,7 +181,8 @@ fn logits_against_float32(quantization: Quantization) -> (f64, f64) {
 #[test]
 fn a_quantised_model_says_nearly_the_same() {
     let (nf4, int8) = (logits_against_float32(Quantization::Nf4), logits_against_float32(Quantization::Int8));
-    // Seen: 0.117 and 89.2 % with nf4, 0.0080 and 99.0 % with int8. A model of 260,000 weights has few to spare.
+    // Measured: 0.117 and 89.2 % with nf4, 0.0080 and 99.0 % with int8. A model of only 260,000 weights has little
+    // redundancy.
     assert!(nf4.0 < 0.13 && nf4.1 > 0.87, "{nf4:?}");
     assert!(int8.0 < 0.010 && int8.1 > 0.97, "{int8:?}");
 }
@@ -210,15 +212,17 @@ const SHARDED: &str = r#"{"model_type": "llama", "hidden_size": 512, "intermedia
 "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
 "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": false}"#;
 
-/// The test below runs itself in a process of its own, with this variable: only there is the peak that of loading.
+/// Set in the process that the test below starts from its own program: only there is the peak memory due to loading
+/// alone.
 #[cfg(target_os = "linux")]
 const LOADS: &str = "MEDUSA_TEST_LOADS";
 
-/// Loads the backbone in the working directory; what the process grew by at most, and the weights' bytes, go to a file.
+/// Loads the backbone in the working directory; writes the peak growth of the process and the size of the weights to a
+/// file, in bytes.
 #[cfg(target_os = "linux")]
 fn load_and_tell(kind: Kind) {
     let small = Tensor::ones([64, 64], (kind, Device::Cpu));
-    let _ = Quantizer::new(Quantization::Nf4, Device::Cpu).quantize(&small); // libtorch's threads and code are there before
+    let _ = Quantizer::new(Quantization::Nf4, Device::Cpu).quantize(&small); // loads libtorch's threads and code
     let before = memory::process().expect("/proc").resident_bytes;
     let here = Path::new(".");
     let llama = Llama::load_quantized(here, kind, Device::Cpu, Purpose::Training, Some(Quantization::Nf4));
@@ -249,12 +253,12 @@ fn loading_holds_the_quantised_weights_and_less_than_a_shard() {
         let (grown, bytes) = told.split_once(' ').expect("two numbers");
         let (grown, bytes): (u64, u64) = (grown.parse().expect("a number"), bytes.parse().expect("a number"));
 
-        // Seen: 28 to 41 MB for 17.6 MB of weights and shards of 34.6 MB; the file has 134 MB.
+        // Measured: 28 to 41 MB for 17.6 MB of weights and shards of 34.6 MB; the file has 134 MB.
         assert!(grown < bytes + shard, "{dtype}: {grown} for {bytes}, a shard of {shard}");
     }
 }
 
-/// A Medusa-1 run with a quantised backbone, and its folder.
+/// The folder of a Medusa-1 run with a quantized backbone.
 fn quantised_run(quantization: &str) -> SmallRun {
     let small = SmallRun::new();
     small.edit("recipe.toml", "dtype = \"float32\"", &format!("dtype = \"float32\"\nquantization = {quantization:?}"));
@@ -270,7 +274,7 @@ fn heads_are_trained_on_a_quantised_backbone() {
         let small = quantised_run(quantization);
         small.train(&[]).succeeded();
         let (last, first) = losses(&small, "run");
-        // Seen: from 5.612 to 4.126 without, 4.125 with nf4.
+        // Measured: from 5.612 to 4.126 without quantization, to 4.125 with nf4.
         assert!(
             (last - of_plain).abs() < 0.03 * (first - of_plain),
             "{quantization}: {first} to {last}, {of_plain} without"
@@ -305,7 +309,7 @@ fn the_plan_counts_the_bytes_of_quantised_weights() {
     assert_eq!(bytes(&SmallRun::new()), dense + 4 * quantised);
     let rows = 2 * 32 + 2 * 16 + 2 * 48 + 32;
     assert_eq!(bytes(&quantised_run("int8")), dense + quantised + 4 * rows);
-    // an absmax byte for 64 weights; for each of 7 layers an absmax of those, and their mean
+    // one absmax byte per 64 weights; for each of 7 layers one absmax of those, and their mean
     assert_eq!(bytes(&quantised_run("nf4")), dense + quantised / 2 + quantised / 64 + 7 * 8);
 }
 
@@ -324,7 +328,8 @@ fn kept_hidden_states_are_those_of_the_quantised_backbone() {
     assert_eq!(small.names("kept").len(), 3, "one for each backbone");
 }
 
-/// A backbone with quantised weights, and one whose dense weights are what those stand for; both with the same new adapters.
+/// A backbone with quantized weights, and one with the dequantized weights in dense form; both with the same new
+/// adapters.
 fn twins(quantization: Quantization) -> [Llama; 2] {
     let small = SmallRun::new();
     let load = |quantization| {
@@ -350,7 +355,7 @@ fn twins(quantization: Quantization) -> [Llama; 2] {
     })
 }
 
-/// Logits of a row, and the gradients that the sum of their squares gives the adapters.
+/// Logits of a row, and the adapters' gradients of the sum of the squared logits.
 fn logits_and_gradients(llama: &Llama) -> (Tensor, Vec<Tensor>) {
     let tokens = Tensor::arange(20, (Kind::Int64, Device::Cpu)).unsqueeze(0);
     let rows = RowMask::causal(20, &llama.config, Device::Cpu);
@@ -381,14 +386,14 @@ fn adapters_on_quantised_weights_learn_as_on_what_those_stand_for() {
     }
 }
 
-/// A run whose larger tensors, `[48, 96]`, have moments of 8 bits.
+/// A run whose larger tensors, `[48, 96]`, have 8-bit moments.
 fn run_with_8_bit_moments() -> SmallRun {
     let small = SmallRun::with_hidden_size(96);
     small.edit("recipe.toml", "learning_rate", "name = \"adamw8bit\"\nlearning_rate");
     small
 }
 
-/// Of the last three steps, and of the first.
+/// Mean loss of the last three steps, and the loss of the first.
 fn losses(small: &SmallRun, run: &str) -> (f64, f64) {
     let lines = small.read(&format!("{run}/metrics.jsonl"));
     let lines = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).expect("JSON"));
@@ -405,7 +410,7 @@ fn a_run_with_8_bit_moments_learns_as_one_of_32_and_goes_on_to_the_same_heads() 
     let small = run_with_8_bit_moments();
     small.train(&[]).succeeded();
     let (of_8_bits, first) = losses(&small, "run");
-    // Seen: from 5.600 to 1.638 with 32 bits, to 1.679 with 8.
+    // Measured: from 5.600 to 1.638 with 32 bits, to 1.679 with 8.
     assert!((of_8_bits - of_32_bits).abs() < 0.03 * (first - of_32_bits), "{first} to {of_32_bits}, {of_8_bits}");
     let finished = small.bytes("run/final/heads.safetensors");
     for later in ["final", "step-000024"] {
@@ -428,7 +433,7 @@ fn a_state_of_the_other_optimizer_is_refused() {
         let (before, after) = (format!("name = {saved:?}"), format!("name = {other:?}"));
         small.edit("recipe.toml", &before, &after);
         small.train(&["--resume"]).failed(1, &["holds another run", &before, &after]);
-        // Whoever changes the run's own recipe, too, meets the checkpoint.
+        // With the recipe in the run's folder changed too, the checkpoint still refuses.
         small.edit("run/recipe.toml", &before, &after);
         small.train(&["--resume"]).failed(
             1,

@@ -1,4 +1,5 @@
-//! The documentation is true: every command parses, every recipe loads, every link resolves, and docs/architecture.md matches src/.
+//! Promise: the documentation is true: every command parses, every recipe loads, every link resolves, and
+//! docs/architecture.md matches src/.
 
 mod commands;
 mod files;
@@ -10,7 +11,6 @@ use std::path::{Path, PathBuf};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// A Markdown page of the project.
 struct Page {
     /// Relative to the root of the repository.
     path: PathBuf,
@@ -19,7 +19,7 @@ struct Page {
 
 /// Text between two fences.
 struct CodeBlock<'p> {
-    /// The word behind the opening fence.
+    /// The word after the opening fence.
     language: &'p str,
     /// Line of the opening fence, counted from 1.
     line: usize,
@@ -65,7 +65,7 @@ impl Page {
     }
 }
 
-/// README.md and the pages beside it and under docs/.
+/// The Markdown pages for users: README.md, those next to it, checkpoints/README.md and those in docs/.
 fn pages() -> Vec<Page> {
     let docs = fs::read_dir(Path::new(ROOT).join("docs")).expect("docs/").flatten().map(|entry| entry.file_name());
     let docs = docs.filter_map(|name| name.into_string().ok()).filter(|name| name.ends_with(".md"));
@@ -73,7 +73,7 @@ fn pages() -> Vec<Page> {
     beside.into_iter().chain(docs.map(|name| format!("docs/{name}"))).map(Page::read).collect()
 }
 
-/// Recipes of recipes/, by their paths.
+/// The recipes in recipes/.
 fn recipes() -> Vec<Page> {
     let entries = fs::read_dir(Path::new(ROOT).join("recipes")).expect("recipes/").flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.ends_with(".toml"));
@@ -82,7 +82,7 @@ fn recipes() -> Vec<Page> {
     recipes
 }
 
-/// Fails with one line a fault.
+/// Panics with one line per fault.
 fn assert_none(faults: &[String]) {
     assert!(faults.is_empty(), "\n{}\n", faults.join("\n"));
 }

@@ -1,4 +1,4 @@
-//! A mistake in a recipe is one clear error with file, line, column, caret and the accepted values.
+//! A mistake in a recipe gives one clear error with file, line, column, caret and the accepted values.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ fn parse(text: &str) -> Result<Recipe, String> {
     Recipe::parse(Path::new("r.toml"), text).map_err(|error| error.to_string())
 }
 
-/// The whole error text after replacing a piece of the good recipe.
+/// The error text for the good recipe after replacing `piece` by `by`.
 fn error_of(piece: &str, by: &str) -> String {
     assert!(GOOD.contains(piece), "{piece:?} is not in the good recipe");
     parse(&GOOD.replacen(piece, by, 1)).expect_err("a mistake")

@@ -1,4 +1,4 @@
-//! `medusa report`: one page that needs nothing else, of runs that are finished, unfinished, bare or broken.
+//! Promise: `medusa report` writes one self-contained page for runs that are finished, unfinished, minimal or damaged.
 
 use std::fs;
 use std::path::PathBuf;
@@ -31,10 +31,10 @@ output_dir = "runs/a"
 max_steps = 30
 "#;
 
-/// Headings of a page whose folder has everything.
+/// Headings of a page for a complete run folder.
 const SECTIONS: [&str; 4] = ["Calibrated accuracy", "<h3>Tree</h3>", "Speed of decoding", "Step time by tree size"];
 
-/// A working directory with runs made by hand.
+/// A working directory with hand-written runs.
 struct Runs {
     folder: TempDir,
 }
@@ -54,7 +54,7 @@ impl Runs {
         write_atomic(&path, |out| out.write_all(text.as_ref())).expect("a file");
     }
 
-    /// What training of so many steps leaves behind, finished.
+    /// Writes the files of a finished training run.
     fn bare(&self, name: &str, steps: usize) {
         self.write(&format!("{name}/recipe.toml"), RECIPE);
         self.write(&format!("{name}/metrics.jsonl"), metrics(steps));
@@ -62,7 +62,7 @@ impl Runs {
         self.write(&format!("{name}/final/heads.safetensors"), "");
     }
 
-    /// With what the other commands leave beside it.
+    /// Adds the files of the other commands.
     fn full(&self, name: &str) {
         self.bare(name, 30);
         self.write(&format!("{name}/calibration.json"), calibration().to_string());
@@ -79,7 +79,7 @@ impl Runs {
         command.current_dir(self.folder.path()).args(arguments).output().expect("an output")
     }
 
-    /// The page, and what was said.
+    /// The page, and stderr.
     fn page(&self, arguments: &[&str]) -> (String, String) {
         let output = self.medusa(arguments);
         let stderr = String::from_utf8(output.stderr).expect("UTF-8");
@@ -88,7 +88,7 @@ impl Runs {
         (fs::read_to_string(self.path(out.trim())).expect("the page that it names"), stderr)
     }
 
-    /// The one error; nothing was written.
+    /// The error message; asserts that there is one and that no file was written.
     fn complaint(&self, arguments: &[&str], status: i32) -> String {
         let before = self.names();
         let output = self.medusa(arguments);
@@ -99,7 +99,7 @@ impl Runs {
         stderr
     }
 
-    /// Every file below the working directory.
+    /// All files below the working directory, sorted.
     fn names(&self) -> Vec<PathBuf> {
         let mut folders = vec![self.path("")];
         let mut files = Vec::new();
@@ -113,7 +113,7 @@ impl Runs {
     }
 }
 
-/// Every step, and an evaluation each tenth.
+/// Lines for every step, with an evaluation at every tenth.
 fn metrics(steps: usize) -> String {
     let line = |split: &str, step: usize| {
         let loss = 40.0 / step as f64 + (step % 7) as f64 / 10.0;
@@ -158,7 +158,7 @@ fn bench() -> Value {
     all
 }
 
-/// The text of a page without its markup, and with characters instead of their entities.
+/// The text of a page without markup and with entities decoded.
 fn text_of(page: &str) -> String {
     let body = page.split("</style>").nth(1).and_then(|rest| rest.split("<script>").next()).expect("a body");
     let pieces = body.split('<').filter_map(|piece| piece.split_once('>')).map(|(_, text)| text);

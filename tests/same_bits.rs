@@ -1,4 +1,4 @@
-//! Promise: on a CPU with AVX-512, in float32, the logits of an accepted path are those of plain decoding, to the bit.
+//! Promise: on a CPU with AVX-512, in float32, the logits of an accepted path equal plain decoding's bit for bit.
 
 use medusa::data::chat_template::ChatTemplate;
 use medusa::data::prompts;
@@ -20,7 +20,7 @@ use crate::embedded_default::tiny;
 const PROMPTS: usize = 32;
 const NEW_TOKENS: usize = 12;
 
-/// A cache whose row 0 holds a prompt, and the logits `[1, V]` after it.
+/// A cache whose row 0 has a prompt, and the logits `[1, V]` after it.
 fn prefill(engine: &dyn Engine, prompt: &[i64]) -> (KvCache, Tensor) {
     let llama = engine.backbone();
     let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));
@@ -31,7 +31,8 @@ fn prefill(engine: &dyn Engine, prompt: &[i64]) -> (KvCache, Tensor) {
     (cache, logits_1v)
 }
 
-/// Greedy decoding a token at a time: tokens, and the logits that each was chosen from and those after the last, `[tokens + 1, V]`.
+/// Greedy decoding, one token at a time: the tokens, and the logits before each token and after the last, `[tokens + 1,
+/// V]`.
 fn plainly(llama: &Llama, prompt: &[i64]) -> (Vec<i64>, Tensor) {
     let engine = fastest(llama);
     let (mut cache, logits_1v) = prefill(&*engine, prompt);
@@ -47,7 +48,7 @@ fn plainly(llama: &Llama, prompt: &[i64]) -> (Vec<i64>, Tensor) {
     (tokens, Tensor::cat(&logits, 0))
 }
 
-/// A tree whose nodes hold random tokens, but on one random branch those of the text: what heads could have guessed.
+/// Tokens for the tree's nodes: random, but on one random branch those of the text, as heads could guess them.
 fn filled(tree: &SparseTree, text: &[i64], vocabulary: i64, rng: &mut ChaCha8Rng) -> Vec<i64> {
     let leaf = rng.random_range(0..tree.len());
     let on_branch = |node: usize| tree.attends(leaf, node);

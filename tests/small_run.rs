@@ -1,4 +1,5 @@
-//! A run of a second, for tests of what users see: a random backbone, rows of tokens and a recipe in a temporary folder.
+//! A training run of about a second, for tests of the programs: a random backbone, token rows and a recipe in a
+//! temporary folder.
 
 use std::fs;
 use std::io::Write as _;
@@ -12,7 +13,7 @@ use medusa::model::weights::save;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-/// Tokens that the rows use; the backbone has 48.
+/// Token ids in the rows are below this; the backbone's vocabulary has 48.
 const USED: usize = 40;
 const ROWS: usize = 12;
 
@@ -20,7 +21,7 @@ const CONFIG: &str = r#"{"model_type": "llama", "architectures": ["LlamaForCausa
 "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 48, "max_position_embeddings": 64,
 "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": false, "eos_token_id": 2}"#;
 
-/// 24 steps: 6 sequences, 2 of them a step in micro batches of 1, 8 epochs.
+/// 24 steps: 6 sequences, of which 2 per step in micro batches of 1, for 8 epochs.
 const RECIPE: &str = r#"[backbone]
 path = "backbone"
 dtype = "float32"
@@ -46,12 +47,12 @@ save_every = 3
 eval_every = 6
 "#;
 
-/// The folder that a user would work in.
+/// The working directory of the programs.
 pub(crate) struct SmallRun {
     folder: TempDir,
 }
 
-/// How a program ended, and what it wrote.
+/// Exit status and output of a program.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) status: Option<i32>,
@@ -102,7 +103,7 @@ impl SmallRun {
         fs::read(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
-    /// Replaces a piece of a file, which must be there.
+    /// Replaces the first `piece` in a file; panics if it is missing.
     pub(crate) fn edit(&self, name: &str, piece: &str, by: &str) {
         let text = self.read(name);
         assert!(text.contains(piece), "{piece:?} is not in {name}:\n{text}");
@@ -118,7 +119,7 @@ impl SmallRun {
         names
     }
 
-    /// `medusa-train recipe.toml …` in the folder, on one thread: the same numbers on every machine.
+    /// `medusa-train recipe.toml …` in the folder, on one thread for the same numbers on every machine.
     pub(crate) fn trainer(&self, arguments: &[&str]) -> Command {
         self.program(env!("CARGO_BIN_EXE_medusa-train"), &[&["recipe.toml"], arguments].concat())
     }
@@ -131,7 +132,7 @@ impl SmallRun {
         self.program(env!("CARGO_BIN_EXE_medusa"), arguments).output().expect("the program starts").into()
     }
 
-    /// A program with the environment of the tests.
+    /// A program with the tests' environment.
     pub(crate) fn program(&self, program: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(program);
         command.args(arguments).current_dir(self.root());
@@ -148,13 +149,13 @@ impl From<Output> for Ended {
 }
 
 impl Ended {
-    /// It did what it was asked to.
+    /// Asserts that the program succeeded.
     pub(crate) fn succeeded(self) -> Self {
         assert_eq!(self.status, Some(0), "{}", self.stderr);
         self
     }
 
-    /// It ended with this status and one error that says all of `facts`.
+    /// Asserts that the program ended with this status and one error that contains all `facts`.
     pub(crate) fn failed(&self, status: i32, facts: &[&str]) {
         assert_eq!(self.status, Some(status), "{self:?}");
         let error = self.error();
@@ -165,7 +166,7 @@ impl Ended {
         assert!(!said.contains("panicked") && !said.contains("backtrace"), "{error}");
     }
 
-    /// From `error:` to the end of stderr; there is one error, and nothing behind it.
+    /// From `error:` to the end of stderr; asserts that there is exactly one error.
     pub(crate) fn error(&self) -> String {
         let is_error = |line: &&str| line.starts_with("error: ");
         assert_eq!(self.stderr.lines().filter(is_error).count(), 1, "one error is expected in:\n{}", self.stderr);
@@ -173,7 +174,7 @@ impl Ended {
     }
 }
 
-/// Rows of tokens with a pattern to learn; half of the labels of every third row carry no loss.
+/// Token rows with a learnable pattern; half of the labels of every third row carry no loss.
 fn rows(count: usize, seed: usize) -> String {
     let row = |row: usize| {
         let length = 14 + (row * 5 + seed) % 7;

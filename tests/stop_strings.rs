@@ -1,5 +1,5 @@
-//! Promise: a text ends before its first stop string, wherever the tokens' borders are; nothing of it is printed, and no character is
-//! torn.
+//! Promise: generated text ends before its first stop string, even if that spans tokens; no part of a stop string is
+//! printed, and no character is split.
 
 use std::ops::ControlFlow;
 use std::time::Duration;
@@ -22,7 +22,8 @@ fn tokenizer() -> TextTokenizer {
     tokenizer_of(folder.path(), &PIECES)
 }
 
-/// Decoding that makes these tokens, so many a step; returns the text and the pieces it was told in.
+/// Decodes these tokens with the given numbers of tokens per step; returns the text and the pieces in which it was
+/// passed on.
 fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]) -> (Told, Vec<String>) {
     let (mut pieces, wording) = (vec![], Wording { tokenizer, prompt: &[1, FIRST + 1], stop });
     let mut hear = |piece: &str| {
@@ -47,7 +48,8 @@ fn told(tokenizer: &TextTokenizer, ids: &[i64], steps: &[usize], stop: &[String]
     (told.expect("known tokens"), pieces)
 }
 
-/// Where each token's text ends; a token that completes no character goes with the next one that does.
+/// The text, and where each token's part of it ends; a token that completes no character ends where the next complete
+/// character does.
 fn ends(tokenizer: &TextTokenizer, ids: &[i64]) -> (String, Vec<usize>) {
     let mut stream = tokenizer.stream_after(&[1, 4]);
     let (mut text, mut ends) = (String::new(), vec![]);
@@ -62,7 +64,7 @@ fn ends(tokenizer: &TextTokenizer, ids: &[i64]) -> (String, Vec<usize>) {
     (text, ends)
 }
 
-/// The beginning of the text that is before the stop string that is complete first.
+/// The text before the stop string that is completed first.
 fn before_stop<'t>(text: &'t str, stop: &[String]) -> Option<&'t str> {
     let ends = text.char_indices().map(|(at, c)| at + c.len_utf8());
     let cut = |end: usize| stop.iter().filter(|stop| text[..end].ends_with(*stop)).map(|stop| end - stop.len()).min();

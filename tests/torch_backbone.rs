@@ -1,5 +1,5 @@
-//! Promise: a backbone whose weights are files of `torch.save` computes what the same weights compute as safetensors, and nothing in
-//! such files is run.
+//! Promise: a backbone loaded from `torch.save` files computes the same as from safetensors, and no code in such files
+//! is run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,12 +20,12 @@ use crate::program::medusa;
 const SHARDS: [&str; 3] =
     ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"];
 
-/// A file that scripts/make_torch_backbone.py wrote.
+/// A file written by scripts/make_torch_backbone.py.
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/torch_backbone").join(name)
 }
 
-/// A folder with the fixture's config and these of its files, under new names.
+/// A folder with the fixture's config and these of its files, renamed.
 fn folder(files: &[(&str, &str)]) -> TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     for (from, to) in [&[("config.json", "config.json")], files].concat() {
@@ -54,7 +54,7 @@ fn torch_files_compute_the_same_bits_as_safetensors() {
         &[("pytorch_model.bin", "pytorch_model.bin")][..],
         &[("legacy.bin", "pytorch_model.bin")],
         &shards,
-        // What is refused is not even looked at beside safetensors.
+        // With safetensors present, a `.bin` file that would be refused is not read.
         &[("model.safetensors", "model.safetensors"), ("calls_code.bin", "pytorch_model.bin")],
     ] {
         assert!(logits(&folder(files)) == expected, "{files:?}");

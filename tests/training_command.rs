@@ -1,4 +1,5 @@
-//! `medusa-train`: `--check` tells the plan and writes nothing, a run is never overwritten, Ctrl-C saves and says how to go on.
+//! Promise: `medusa-train --check` prints the plan and writes nothing; a run is never overwritten; Ctrl-C saves and
+//! prints how to continue.
 
 use std::fs;
 use std::path::{Path, PathBuf};

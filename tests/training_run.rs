@@ -1,4 +1,4 @@
-//! A run's folder is what the documentation says, and survives whatever ends the process.
+//! Promise: a run's folder has the documented files, and stays valid however the process ends.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,7 +23,7 @@ fn metrics(small: &SmallRun, run: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).expect("a line of JSON")).collect()
 }
 
-/// Without what depends on the machine's speed and memory.
+/// Lines without the keys that depend on the machine's speed and memory.
 fn numbers(lines: &[Value]) -> Vec<Value> {
     let mut lines = lines.to_vec();
     for object in lines.iter_mut().filter_map(Value::as_object_mut) {
@@ -33,12 +33,12 @@ fn numbers(lines: &[Value]) -> Vec<Value> {
     lines
 }
 
-/// Steps of the lines of a split.
+/// The step numbers of a split's lines.
 fn steps(lines: &[Value], split: &str) -> Vec<u64> {
     lines.iter().filter(|line| line["split"] == split).map(|line| line["step"].as_u64().expect("a step")).collect()
 }
 
-/// Every file below a folder with its bytes.
+/// Path and bytes of every file below a folder.
 fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut files = BTreeMap::new();
     for entry in fs::read_dir(folder).expect("a folder").flatten() {
@@ -51,7 +51,7 @@ fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     files
 }
 
-/// Each checkpoint of a run is whole, and nothing half-written is there.
+/// Asserts that every checkpoint of a run is complete and that no partial file is left.
 fn assert_all_whole(small: &SmallRun, run: &str) {
     for name in small.names(run) {
         assert!(!name.starts_with('.'), "{name} was left behind");
@@ -62,7 +62,7 @@ fn assert_all_whole(small: &SmallRun, run: &str) {
     }
 }
 
-/// What the event file of a run holds, read by another implementation.
+/// The points in a run's event file, read by an independent implementation.
 fn events(small: &SmallRun, run: &str) -> BTreeMap<Point, f32> {
     use tfrecord::protobuf::event::What;
     use tfrecord::protobuf::summary::value::Value::SimpleValue;
@@ -82,7 +82,7 @@ fn events(small: &SmallRun, run: &str) -> BTreeMap<Point, f32> {
     points
 }
 
-/// The points that the lines of metrics.jsonl make.
+/// The points that TensorBoard should show for these lines.
 #[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
 fn curves(lines: &[Value]) -> BTreeMap<Point, f32> {
     let mut points = BTreeMap::new();
@@ -141,13 +141,13 @@ fn the_folder_of_a_run_is_the_documented_one() {
     assert_eq!(provenance["data"].as_array().expect("files").len(), 2);
     let config: Value = serde_json::from_str(&small.read("run/final/config.json")).expect("JSON");
     assert_eq!((&config["medusa_num_heads"], &config["hidden_size"]), (&2.into(), &32.into()));
-    // The resolved recipe is a recipe of the same run.
+    // The resolved recipe resumes the same run.
     small.write("recipe.toml", small.read("run/recipe.toml"));
     let again = small.train(&["--resume"]).succeeded();
     assert!(again.stderr.contains("already finished"), "{}", again.stderr);
 }
 
-/// Starts training and ends it with SIGKILL after a while; whether it was still running.
+/// Starts training, waits and kills it with SIGKILL; returns whether it was still running.
 fn killed(small: &SmallRun, wait: impl FnOnce(&mut Child)) -> bool {
     let mut child =
         small.trainer(&["--resume"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
@@ -162,7 +162,7 @@ fn modified(path: &Path) -> Option<SystemTime> {
     fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }
 
-/// Until a child has opened its logs, or ended.
+/// Waits until a child has opened its logs or ended.
 fn wait_for_training(child: &mut Child, log: &Path, before: Option<SystemTime>) {
     let began = Instant::now();
     while modified(log) == before && child.try_wait().expect("a child").is_none() {
@@ -171,8 +171,8 @@ fn wait_for_training(child: &mut Child, log: &Path, before: Option<SystemTime>) 
     }
 }
 
-/// Kills a run `kills` times, half of them anywhere from its start, half while it trains; a run that ends meanwhile is compared
-/// with `expected`, and begun again.
+/// Kills a run `kills` times, alternately at any time after its start and during training. A run that finishes is
+/// compared with `expected` and started again.
 fn kill_at_random_moments(small: &SmallRun, kills: usize, expected: &[u8]) {
     let mut random = ChaCha8Rng::seed_from_u64(20);
     let log = small.path("run/metrics.jsonl");
@@ -251,7 +251,7 @@ fn nothing_in_the_output_folder_is_ever_overwritten() {
     small.train(&["--resume"]).failed(1, &["train.output_dir run", "no recipe.toml", "another folder"]);
     assert_eq!((small.names("run"), small.read("run/notes.txt")), (vec!["notes.txt".to_owned()], "mine".into()));
     fs::remove_file(small.path("run/notes.txt")).expect("a file");
-    small.train(&[]).succeeded(); // an empty folder is nobody's
+    small.train(&[]).succeeded(); // an existing empty folder is accepted
 
     let before = snapshot(&small.path("run"));
     small.train(&[]).failed(1, &["train.output_dir run", "is not empty", "--resume"]);
@@ -335,7 +335,7 @@ fn two_processes_never_train_in_one_folder() {
     third.wait().expect("a child");
 }
 
-/// A finished run whose last two checkpoints are gone, so that it goes on from step 18; its final heads.
+/// Trains and deletes the last two checkpoints, so that the run resumes from step 18; returns the final heads.
 #[cfg(unix)]
 fn run_to_go_on(small: &SmallRun) -> Vec<u8> {
     small.train(&[]).succeeded();
@@ -368,7 +368,7 @@ fn a_file_that_cannot_be_written_ends_the_run_with_one_error_and_leaves_all_othe
     assert_eq!(steps(&metrics(&small, "run"), "train"), (1..=24).collect::<Vec<_>>());
 }
 
-/// Trains on a disk of `$1` KiB, then again when it has grown; what both said and left lies beside it.
+/// Trains on a disk of `$1` KiB, then again after enlarging it; writes the output and files of both runs next to it.
 #[cfg(target_os = "linux")]
 const ON_A_SMALL_DISK: &str = r#"
 mkdir -p disk full grown
@@ -388,7 +388,7 @@ fn a_full_disk_ends_the_run_with_one_error_and_no_half_checkpoint() {
     small.train(&[]).succeeded();
     small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"disk/run\"");
     let expected = small.bytes("run/final/heads.safetensors");
-    // Full while making the folder, in the first checkpoint, and in later ones.
+    // The disk is full while the folder is created, in the first checkpoint, or in a later one.
     for kib in ["4", "60", "140", "220"] {
         let trainer = env!("CARGO_BIN_EXE_medusa-train");
         let unshare = ["--map-root-user", "--mount", "bash", "-c", ON_A_SMALL_DISK, "bash", kib, trainer];
@@ -426,7 +426,7 @@ fn a_loss_that_is_no_number_stops_the_run_before_the_update() {
     assert_all_whole(&small, "run");
     assert!(!small.path("run/final").exists());
     assert_eq!(steps(&metrics(&small, "run"), "train"), [1]);
-    // The checkpoint is good to go on from, to the same end.
+    // Training resumes from the checkpoint with the same result.
     small.train(&["--resume"]).failed(1, &["step 2: the loss is "]);
 }
 
@@ -487,7 +487,7 @@ fn a_head_that_never_has_a_target_is_refused() {
     assert!(!small.path("run").exists());
 }
 
-/// The recipe keeps hidden states in `states/`.
+/// Makes the recipe keep hidden states in `states/`.
 fn keep_hidden_states(small: &SmallRun) {
     small.edit("recipe.toml", "save_every = 3", "save_every = 3\nhidden_state_cache = \"states\"");
 }

@@ -1,4 +1,4 @@
-//! Promise: published trees load, and `medusa tree` writes the tree that the calibration asks for, or says why not.
+//! Promise: published trees load, and `medusa tree` writes the best tree for the calibration or explains why it cannot.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -43,13 +43,14 @@ fn published_trees_load_as_bare_lists() {
     }
 }
 
-/// The published accuracies of five heads (top-1 to top-5, cumulative) and what trees of 63 nodes promise for them.
+/// Published accuracies of five heads (top-1 to top-5, cumulative), and the expected tokens per step of trees of 63
+/// nodes for them.
 #[test]
 fn published_accuracies_promise_what_was_computed_for_them() {
     let published = reference("medusa_acc.json");
     for (model, expected) in [("7b", 2.38), ("13b", 2.48), ("33b", 2.52)] {
         let heads = published[model]["heads"].as_array().unwrap();
-        let top = |head: &Value, k: usize| head[format!("top{k}")].as_f64().unwrap_or(0.0); // there is no top 0
+        let top = |head: &Value, k: usize| head[format!("top{k}")].as_f64().unwrap_or(0.0); // there is no top-0
         let of_guesses = |head| (1..=5).map(|k| top(head, k) - top(head, k - 1)).collect();
         let accuracies: Vec<Vec<f64>> = heads.iter().map(of_guesses).collect();
         let found = search(&accuracies, 63).unwrap();
@@ -87,7 +88,7 @@ fn the_tree_is_written_in_the_order_of_the_search() {
     assert_eq!(loaded, SparseTree::new(vec![vec![0], vec![1], vec![0, 0], vec![0, 1]]).unwrap());
 }
 
-/// Head 1's second guess is right less often than its first, but head 2 is right only behind it.
+/// Head 1's second guess is less accurate than its first, but head 2 is only right after the second guess.
 #[test]
 fn paths_that_are_right_together_are_preferred_to_products() {
     let dir = tempfile::tempdir().unwrap();

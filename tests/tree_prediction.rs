@@ -1,5 +1,5 @@
-//! Promise: the tokens a step that `medusa tree` expects are those that decoding commits: on the calibration's own prompts to the
-//! last token, on others nearly, and better than independent heads would have it.
+//! Promise: the tokens per step that `medusa tree` expects match what decoding commits: exactly on the calibration's
+//! own prompts, closely on others, and better than an estimate with independent heads.
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +32,7 @@ fn on_the_prompts_of_the_calibration_it_is_exact() {
     let length = ["--prompts", "p.jsonl", "--max-new-tokens", "40"];
     let calibrate = [&["calibrate", "--out", "c.json", "--top-k", "90"][..], &backbone, &heads, &length].concat();
     world.medusa(&calibrate).assert().success();
-    // 90 of 264 guesses: heads that were never trained are right now and then.
+    // 90 of 264 guesses, since untrained heads are only sometimes right.
     let mut largest = 0.0f64;
     for nodes in ["1", "7", "120", "500"] {
         world.medusa(&["tree", "--calibration", "c.json", "--nodes", nodes, "--out", "t.json"]).assert().success();
@@ -80,7 +80,7 @@ fn tiny(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("data/tiny").join(name)
 }
 
-/// Heads after some seconds of training: like all heads, they are right together rather than apart.
+/// Trains heads for a few seconds: their guesses are correlated, like those of all trained heads.
 fn briefly_trained(small: &SmallRun) {
     let data = |name: &str| tiny(name).display().to_string();
     small.write(
@@ -114,7 +114,7 @@ fn on_other_prompts_it_is_within_three_percent() {
     let (calibration, texts) = (load("c.json"), load("held_out.json").joint.runs);
     for nodes in [5, 20, 40] {
         let found = calibration.best_tree(nodes, 5).unwrap();
-        // What decoding does there, as the test above shows.
+        // The replay equals decoding, as the test above shows.
         let measured = Replay::new(&found.tree, &texts).tokens_per_step();
         let error = |expected: f64| (expected / measured - 1.0).abs();
         let independent = error(expected_tokens_per_step(&found.tree, &calibration.independent()));

@@ -1,11 +1,10 @@
-// Runs the kernels of src/nvidia/kernels on the CPU: what of CUDA they use, as strictly as it may be read.
+// Runs the kernels of src/nvidia/kernels on the CPU. Emulates the part of CUDA that they use, with its strictest interpretation.
 //
-// Blocks run one after the other; the threads of a block are fibers, and only one runs at a time. Every collective of a warp checks that
-// all of its lanes come to the same one, __syncthreads that all threads do; where that cannot happen, the launch ends with an error. Shared
-// memory is poisoned before each block, asynchronous copies poison where they will write and happen at the last moment that is allowed
-// (at the wait), and the order of blocks and threads can be turned around: a barrier or a wait that is missing shows. Buffers end at a page
-// that cannot be touched, so that an access behind their end is an error with the kernel's name, the block and the thread. 16-byte
-// accesses must be aligned.
+// Blocks run one after another. The threads of a block are fibers, of which one runs at a time. Every warp collective checks that all of
+// its lanes reach the same one, and __syncthreads that all threads do; otherwise the launch ends with an error. To expose a missing
+// barrier or wait, shared memory is poisoned before each block, an asynchronous copy poisons its destination and takes place as late as
+// allowed (at the wait), and the order of blocks and threads can be reversed. Buffers end at an inaccessible page, so that an access past
+// their end is reported with the kernel's name, the block and the thread. 16-byte accesses must be aligned.
 #pragma once
 
 #include <setjmp.h>
@@ -27,7 +26,7 @@ using std::isfinite, std::isnan;
 #define INLINE static inline
 #define SHARED static __attribute__((section("shared_memory")))
 #define LAUNCHED_SHARED(name) uint4* const name = (uint4*)emulator::launched_shared
-// Hidden: libc has an `advance` of its own, which a library's public symbol would give way to.
+// Hidden visibility: libc exports a function `advance`, which would replace a public symbol of that name.
 #define KERNEL(threads) extern "C" __attribute__((visibility("hidden"))) void
 
 struct alignas(16) uint4 {
@@ -35,7 +34,7 @@ struct alignas(16) uint4 {
 };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{x, y, z, w}; }
 
-// The section of all SHARED variables of this library.
+// The section with all SHARED variables of this library.
 extern "C" __attribute__((weak, visibility("hidden"))) char __start_shared_memory[], __stop_shared_memory[];
 
 namespace emulator {
@@ -61,7 +60,7 @@ struct Fiber {
     int group;
 };
 
-// Where a warp, or the block, meets.
+// A synchronization point of a warp or of the block.
 struct Meeting {
     int expected, arrived;
     unsigned turn;
@@ -70,7 +69,7 @@ struct Meeting {
 
 struct Warp {
     Meeting meeting;
-    unsigned words[2][32][12];  // what each lane brings, for this turn and the one before
+    unsigned words[2][32][12];  // what each lane brings, for this turn and the previous one
     float sums[2][16][8];
 };
 
@@ -85,7 +84,7 @@ static Meeting everyone;
 static Fiber* now;
 static Index block_index, grid_dim, block_dim;
 static bool backwards;
-static unsigned long progress;  // grows with every arrival: a round without any is a deadlock
+static unsigned long progress;  // grows with every arrival: a round without progress is a deadlock
 static jmp_buf outside;
 static char error[512];
 static const char* kernel_name;
@@ -103,7 +102,7 @@ static int thread_number() { return (int)(now - fibers.data()); }
 static void next_fiber();
 
 static void run_fiber() {
-    for (;;) {  // one turn a block
+    for (;;) {  // one turn per block
         body(body_data);
         for (const Copy& copy : now->copies) {
             if (copy.real) fail("ends with a copy that it never waited for", "");
@@ -114,8 +113,8 @@ static void run_fiber() {
     }
 }
 
-// What a compiler knows of these two must not reach their callers: other fibers use the registers that setjmp does not keep, also those
-// that GCC sees these functions leave alone.
+// The callers must not use what the compiler knows about these two functions: other fibers use the registers that setjmp does not save,
+// including those that GCC sees these functions leave alone.
 #ifdef __clang__
 #define OPAQUE __attribute__((noinline))
 #else
@@ -137,7 +136,7 @@ OPAQUE static void next_fiber() {
         if (_setjmp(now->at) == 0) resume(&fibers[other]);
         return;
     }
-    if (_setjmp(now->at) == 0) _longjmp(outside, 2);  // all done; the next block goes on here
+    if (_setjmp(now->at) == 0) _longjmp(outside, 2);  // all threads are done; the next block continues here
 }
 
 static unsigned meet(Meeting& meeting, const char* what) {
@@ -166,7 +165,7 @@ static unsigned meet(Meeting& meeting, const char* what) {
 
 static int lane() { return thread_number() % 32; }
 
-// Brings words to the warp's meeting; returns all lanes' words. They stay until the meeting after the next.
+// Passes words to the warp's meeting; returns all lanes' words, which remain valid until the meeting after the next.
 template <typename T> static unsigned (*exchange(const char* what, unsigned lanes, const T& mine))[12] {
     static_assert(sizeof(T) <= 48, "twelve words a lane");
     if (lanes != 0xffffffffu) fail(what, " with a mask that is not the whole warp");
@@ -192,7 +191,7 @@ static bool is_shared(const void* pointer) {
     return (const char*)pointer >= launched_shared && (const char*)pointer + 16 <= launched_shared + launched_bytes;
 }
 
-// What a signal interrupts is a fiber; its launch ends.
+// The signal interrupts a fiber; its launch ends.
 static void on_fault(int, siginfo_t* info, void*) {
     char detail[64];
     snprintf(detail, sizeof detail, "%p", info->si_addr);
@@ -246,7 +245,7 @@ static void begin_block(unsigned threads) {
     }
 }
 
-// Runs all blocks; null, or what went wrong.
+// Runs all blocks; returns null or the error.
 static const char* run(const char* name, const unsigned* grid, unsigned threads, unsigned shared, bool from_the_last) {
     kernel_name = name;
     now = nullptr;
@@ -263,7 +262,7 @@ static const char* run(const char* name, const unsigned* grid, unsigned threads,
     backwards = from_the_last;
     FaultsAreErrors faults;
     const unsigned blocks = grid[0] * grid[1] * grid[2];
-    static unsigned block;  // static: kept over longjmp
+    static unsigned block;  // static: keeps its value over longjmp
     for (block = 0; block < blocks; block++) {
         const unsigned at = backwards ? blocks - 1 - block : block;
         block_index = Index{at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
@@ -275,7 +274,7 @@ static const char* run(const char* name, const unsigned* grid, unsigned threads,
     return nullptr;
 }
 
-// A kernel with its arguments as a driver gets them: a pointer to each.
+// A kernel with its arguments in the driver's form: a pointer to each.
 template <typename... A> struct Call {
     void (*kernel)(A...);
     void** arguments;
@@ -316,8 +315,8 @@ static unsigned short to_half(float x) {
     int exponent;
     frexpf(size, &exponent);
     const int step = (exponent < -13 ? -13 : exponent) - 11;  // of the last bit
-    const int units = (int)rintf(ldexpf(size, -step));        // to even, as the default rounding is
-    return sign | (unsigned short)((step + 24) * 1024 + units);  // a normal number's first bit counts into the exponent
+    const int units = (int)rintf(ldexpf(size, -step));        // ties to even, the default rounding mode
+    return sign | (unsigned short)((step + 24) * 1024 + units);  // a normal number's leading bit adds to the exponent
 }
 
 static unsigned short to_bfloat(float x) {

@@ -1,4 +1,5 @@
-//! The kernels as this machine's C++ compiler builds them behind `emulator.h`, and memory that ends where a tensor ends.
+//! Compiles the kernels with this machine's C++ compiler and `emulator.h`, and allocates memory that ends with the
+//! tensor.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -21,21 +22,21 @@ const TESTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cuda_kernels");
 
 type Entry = unsafe extern "C" fn(*const c_uint, c_uint, c_uint, *mut *mut c_void, c_uint, bool) -> *const c_char;
 
-/// In which order blocks and threads run.
+/// The order in which blocks and threads run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Order {
     Forwards,
     Backwards,
 }
 
-/// Kernels of one element and head size.
+/// Kernels for one element type and head size.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Emulator {
     pub(crate) element: KernelDtype,
     pub(crate) head_size: i64,
 }
 
-/// The CUDA engine's kernels on the CPU, but for one that does nothing.
+/// The CUDA engine's kernels on the CPU; the one named by `broken` does nothing.
 #[derive(Debug)]
 pub(crate) struct EmulatedTarget {
     pub(crate) emulator: Emulator,
@@ -55,11 +56,11 @@ impl LaunchTarget for EmulatedTarget {
     }
 }
 
-/// One launch at a time: a library has one machine.
+/// Locked during a launch: a library has global state.
 static LIBRARIES: Mutex<Option<HashMap<PathBuf, Library>>> = Mutex::new(None);
 
 impl Emulator {
-    /// Runs a launch to its end.
+    /// Panics if the launch fails.
     pub(crate) fn run(self, launch: &Launch, order: Order) {
         let source = launch.kernel.program.source(self.element, self.head_size);
         let kernels = launch.kernel.program.kernels();
@@ -72,18 +73,18 @@ impl Emulator {
     }
 }
 
-/// Runs a launch of one of the `kernels` that `source` has.
+/// Runs a launch of one of `source`'s `kernels`.
 pub(crate) fn run(source: &str, kernels: &[&str], launch: &Launch, order: Order) -> Result<(), String> {
     let path = build(source, kernels);
     let mut libraries = LIBRARIES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let library = libraries.get_or_insert_default().entry(path).or_insert_with_key(|path| {
-        // SAFETY: our own kernels behind our own emulator; no initialisers.
+        // SAFETY: our own kernels and emulator, without initializers.
         unsafe { Library::new(path) }.unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     });
     let name = format!("launch_{}", launch.kernel.name);
     let mut arguments: Vec<*mut c_void> = launch.arguments.iter().map(|argument| argument.address()).collect();
-    // SAFETY: every entry has this signature (see `build`); arguments are counted there, their types are the kernel's as the test shows,
-    // and tensors live until the launch is over.
+    // SAFETY: every entry has this signature (see `build`); the entry checks the number of arguments, the test their
+    // types, and tensors live until the launch returns.
     let error = unsafe {
         let entry = library.get::<Entry>(name.as_bytes()).unwrap_or_else(|error| panic!("{name}: {error}"));
         let count = arguments.len() as c_uint;
@@ -93,11 +94,11 @@ pub(crate) fn run(source: &str, kernels: &[&str], launch: &Launch, order: Order)
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: a text of the library, which stays.
+    // SAFETY: a string in the library's static memory, which stays loaded.
     Err(unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned())
 }
 
-/// The library of a source; of the disk where it was built before.
+/// The compiled library of a source, from disk if it was built before.
 fn build(source: &str, kernels: &[&str]) -> PathBuf {
     static BUILDING: Mutex<()> = Mutex::new(());
     let _one = BUILDING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -132,7 +133,7 @@ fn compile(source: &str, library: &Path) {
     fs::rename(&partial, library).expect("a file under target/");
 }
 
-/// Memory of a test: each tensor ends at a page that cannot be touched, up to the 15 bytes by which its beginning is aligned.
+/// Memory of a test: each tensor ends at an inaccessible page, except for up to 15 bytes that align its beginning.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     mapped: RefCell<Vec<(*mut c_void, usize)>>,
@@ -141,18 +142,18 @@ pub(crate) struct Memory {
 const PAGE: usize = 4096;
 
 impl Memory {
-    /// A copy.
+    /// A copy of a tensor.
     pub(crate) fn tensor(&self, of: &Tensor) -> Tensor {
         let tensor = self.poisoned(&of.size(), of.kind());
         tensor.shallow_clone().copy_(of);
         tensor
     }
 
-    /// Of bytes 0xff: NaN, or -1.
+    /// Filled with bytes 0xff: NaN or -1.
     pub(crate) fn poisoned(&self, size: &[i64], kind: Kind) -> Tensor {
         let bytes = usize::try_from(size.iter().product::<i64>()).expect("a size") * kind.elt_size_in_bytes();
         let room = bytes.max(1).next_multiple_of(PAGE);
-        // SAFETY: a new mapping; its last page is taken away from everyone.
+        // SAFETY: a new mapping, whose last page is made inaccessible.
         let begin = unsafe {
             let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
             let base = libc::mmap(std::ptr::null_mut(), room + PAGE, access, flags, -1, 0);
@@ -163,7 +164,7 @@ impl Memory {
             base.cast::<u8>().add(room - bytes.next_multiple_of(16))
         };
         let strides: Vec<i64> = (0..size.len()).map(|axis| size[axis + 1..].iter().product()).collect();
-        // SAFETY: the memory lives until `self` is dropped, behind every tensor of the test.
+        // SAFETY: the memory lives until `self` is dropped, after every tensor of the test.
         unsafe { Tensor::from_blob(begin, size, &strides, kind, Device::Cpu) }
     }
 }
@@ -171,7 +172,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         for (base, bytes) in self.mapped.borrow().iter() {
-            // SAFETY: mapped above, once.
+            // SAFETY: mapped above and unmapped once.
             unsafe { libc::munmap(*base, *bytes) };
         }
     }

@@ -1,5 +1,6 @@
-//! A Hub on this machine: its protocol as far as programs use it, in memory, with troubles on request. Python's huggingface_hub is a second client
-//! of it, so that it is as strict and as free as the real one where both programs look.
+//! An in-memory Hub on localhost, with the part of the protocol that programs use and faults on request. Python's
+//! huggingface_hub is run against it as a second client, which checks that it behaves like the real Hub wherever both
+//! clients look.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,16 +14,15 @@ use serde_json::{Value, json};
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
 
-/// The one token that it knows.
+/// The only valid token.
 pub(crate) const TOKEN: &str = "hf_TheOneThatIsRight";
-/// In the addresses of its store: whoever has it can read.
+/// Part of the URLs of its store: whoever has it can read.
 pub(crate) const SIGNATURE: &str = "SignedForAnHour";
-/// Of a multipart upload.
+/// Bytes per part of a multipart upload.
 const PART: usize = 1 << 20;
-/// Files of a page of a tree.
+/// Files per page of a tree listing.
 const PAGE: usize = 3;
 
-/// A repository's file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Stored {
     pub(crate) bytes: Vec<u8>,
@@ -31,7 +31,7 @@ pub(crate) struct Stored {
 
 type Tree = BTreeMap<String, Stored>;
 
-/// A repository; commits are whole trees.
+/// Each commit has a complete tree.
 #[derive(Debug, Default)]
 pub(crate) struct Repo {
     pub(crate) private: bool,
@@ -40,7 +40,7 @@ pub(crate) struct Repo {
     branches: BTreeMap<String, String>,
 }
 
-/// What goes wrong, at requests whose path contains a piece, so many times.
+/// A fault in the first `times` requests whose path contains `path`.
 #[derive(Debug, Clone)]
 pub(crate) struct Fault {
     pub(crate) path: String,
@@ -50,23 +50,23 @@ pub(crate) struct Fault {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Trouble {
-    /// An answer of this status, and `Retry-After`.
+    /// Answers with this status and `Retry-After` in seconds.
     Status(u16, Option<u64>),
-    /// The connection ends after so many bytes of the body.
+    /// Closes the connection after this many bytes of the body.
     Break(usize),
-    /// A byte of the body is another one.
+    /// Changes the last byte of the body.
     Corrupt,
-    /// This and all later requests are told to come back tomorrow.
+    /// Answers this and all later requests with 503 and a `Retry-After` of one day.
     Gone,
-    /// Someone else's commit comes before.
+    /// Adds another client's commit first.
     Raced,
-    /// A redirection to this server by another name.
+    /// Redirects to this server under another host name.
     Elsewhere,
-    /// What was asked is done, and the answer says this status: a gateway that did not wait.
+    /// Performs the request but answers with this status, like a gateway that timed out.
     Done(u16),
 }
 
-/// A request that came.
+/// A received request.
 #[derive(Debug, Clone)]
 pub(crate) struct Seen {
     pub(crate) method: String,
@@ -77,20 +77,20 @@ pub(crate) struct Seen {
 
 #[derive(Debug, Default)]
 pub(crate) struct State {
-    /// By `models/owner/name` or `datasets/owner/name`.
+    /// Key: `models/owner/name` or `datasets/owner/name`.
     pub(crate) repos: HashMap<String, Repo>,
-    /// LFS, by SHA-256.
+    /// LFS objects by SHA-256.
     objects: HashMap<String, Vec<u8>>,
     parts: HashMap<(String, usize), Vec<u8>>,
-    /// Where further pages of a tree are, if elsewhere: `http://localhost`.
+    /// Host of further pages of a tree, if not this one: `http://localhost`.
     pub(crate) next_page: Option<&'static str>,
-    /// Whether the page after a page is the same one.
+    /// Whether each page names itself as the next one.
     pub(crate) pages_repeat: bool,
     pub(crate) faults: Vec<Fault>,
     pub(crate) seen: Vec<Seen>,
 }
 
-/// It listens until the test ends.
+/// Listens until the test process ends.
 pub(crate) struct Server {
     port: u16,
     state: Arc<Mutex<State>>,
@@ -178,7 +178,7 @@ impl Server {
         self.state.lock().expect("no request panicked")
     }
 
-    /// A public repository with these files on `main`.
+    /// Adds a public repository with these files on `main`.
     pub(crate) fn add(&self, repo: &str, files: &[(&str, Vec<u8>)]) {
         let mut state = self.state();
         let stored = |(path, bytes): &(&str, Vec<u8>)| {
@@ -195,14 +195,14 @@ impl Server {
         self.state().faults.push(Fault { path: path.into(), trouble, times });
     }
 
-    /// Forgets the requests so far, and what had yet to go wrong.
+    /// Forgets past requests and pending faults.
     pub(crate) fn forget(&self) {
         let mut state = self.state();
         state.seen.clear();
         state.faults.clear();
     }
 
-    /// Requests of a method whose path contains a piece.
+    /// Requests of this method whose path contains `piece`.
     pub(crate) fn seen(&self, method: &str, piece: &str) -> Vec<Seen> {
         self.state().seen.iter().filter(|seen| seen.method == method && seen.path.contains(piece)).cloned().collect()
     }
@@ -247,7 +247,7 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
             let to = format!("http://localhost:{port}{}?{}", request.path, request.query);
             Answer { status: 307, headers: vec![("Location", to)], body: Vec::new() }
         }
-        // It quotes what it was sent, as a careless proxy would.
+        // Repeats the token in its answer, as a careless proxy would.
         (_, Some(token)) if token != right => Answer {
             status: 401,
             headers: vec![("X-Error-Message", format!("Invalid credentials in Authorization header: {token}"))],
@@ -265,7 +265,7 @@ fn serve(stream: &TcpStream, port: u16, state: &Mutex<State>) {
         *byte ^= 1;
     }
     let sent = if let Some(Trouble::Break(bytes)) = trouble { bytes.min(answer.body.len()) } else { answer.body.len() };
-    let _ = write(stream, &answer, request.method == "HEAD", sent); // a client that went away is its own matter
+    let _ = write(stream, &answer, request.method == "HEAD", sent); // the client may have closed the connection
 }
 
 fn read(stream: &TcpStream) -> Option<Request> {
@@ -372,7 +372,7 @@ fn route(state: &mut State, request: &Request, port: u16, is_user: bool) -> Answ
     }
 }
 
-/// The refusal of a repository that is not there, or not for this user.
+/// The refusal if the repository does not exist or this user may not see it.
 fn visible(state: &State, repo: &str, is_user: bool) -> Option<Answer> {
     let is_there = state.repos.get(repo).is_some_and(|repo| is_user || !repo.private);
     (!is_there).then(|| refused(if is_user { 404 } else { 401 }, "RepoNotFound"))
@@ -466,7 +466,7 @@ fn resolve(state: &State, name: &str, (revision, path): (&str, &str), is_user: b
     if !file.lfs {
         return Answer { status: 200, headers: common.into(), body: file.bytes.clone() };
     }
-    // Another host, so that a token that goes there is seen.
+    // Another host name, so that a test notices a token sent there.
     let to = format!("http://localhost:{port}/cdn/{}?X-Signature={SIGNATURE}", file.hash());
     let linked = [("X-Linked-Etag", format!("\"{}\"", file.hash())), ("X-Linked-Size", file.bytes.len().to_string())];
     let headers = common.into_iter().chain(linked).chain([("Location", to)]).collect();

@@ -1,4 +1,4 @@
-//! Which file declares what a path means, and which files need each other in a circle.
+//! Resolves paths to the files that declare them, and finds cycles of files.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -6,21 +6,21 @@ use std::path::Path;
 
 use super::source::{Import, Mention, Names, Source};
 
-/// The files of a crate, and which of them is which module.
+/// A crate's files, and the file of each module.
 #[derive(Default)]
 pub(super) struct CrateMap {
     pub(super) files: Vec<Source>,
     modules: HashMap<Names, usize>,
 }
 
-/// Files that each need all others, and the lines that make them: `from:line -> to`.
+/// Files that all depend on each other, and the lines that cause it: `from:line -> to`.
 pub(super) struct Circle {
     pub(super) files: Vec<String>,
     pub(super) edges: Vec<String>,
 }
 
 impl CrateMap {
-    /// All files that `mod` reaches from lib.rs, and the programs; files for tests alone are left out.
+    /// All files that `mod` reaches from lib.rs and the programs, without test-only files.
     pub(super) fn read(root: &Path) -> Self {
         let mut map = CrateMap::default();
         let mut open: Vec<(Names, bool)> = vec![(Names::new(), false)];
@@ -38,7 +38,7 @@ impl CrateMap {
         map
     }
 
-    /// From texts: path below src/ and contents.
+    /// From pairs of a path in src/ and its contents.
     pub(super) fn of(texts: &[(&str, &str)]) -> Self {
         let mut map = CrateMap::default();
         for (path, text) in texts {
@@ -56,7 +56,8 @@ impl CrateMap {
         self.files.push(source);
     }
 
-    /// The file that declares what a path names, through re-exports; None for other crates' and what a function declares.
+    /// The file that declares a path's item, followed through re-exports; `None` for other crates and for local names
+    /// of a function.
     fn declared_in(&self, mention: &Mention) -> Option<usize> {
         match mention.path.as_slice() {
             [name] => self.follow(self.import(&mention.module, name)?, &[], 0),
@@ -77,7 +78,7 @@ impl CrateMap {
         }
     }
 
-    /// Descends from a module along a path: into modules, through imports, to the file where the rest is declared.
+    /// Follows a path down from a module, through submodules and imports, to the file that declares the rest.
     fn walk(&self, module: Names, path: &[String], depth: usize) -> Option<usize> {
         let here = self.modules.get(&module).copied();
         let Some((name, rest)) = path.split_first() else { return here };
@@ -98,7 +99,8 @@ impl CrateMap {
         file.imports.iter().find(|import| import.name == name && import.mention.module == *module)
     }
 
-    /// The files that a file's code needs, and the first line that needs each. A `pub use` alone needs nothing.
+    /// The files that a file's code depends on, each with the first line that needs it. A `pub use` alone is no
+    /// dependency.
     fn needs(&self, file: usize) -> BTreeMap<usize, usize> {
         let source = &self.files[file];
         let imports = source.imports.iter().filter(|import| !import.exported).map(|import| &import.mention);
@@ -112,7 +114,7 @@ impl CrateMap {
         needs
     }
 
-    /// Every circle of files, with the lines that close it.
+    /// Every cycle of files, with the lines that form it.
     pub(super) fn circles(&self) -> Vec<Circle> {
         let needs: Vec<BTreeMap<usize, usize>> = (0..self.files.len()).map(|file| self.needs(file)).collect();
         let reach: Vec<Vec<bool>> = (0..needs.len()).map(|from| reachable(&needs, from)).collect();
@@ -140,7 +142,7 @@ fn below(module: &Names, name: &str) -> Names {
     [module.as_slice(), &[name.to_owned()]].concat()
 }
 
-/// What a file needs, directly or through others; itself only if it stands in a circle.
+/// A file's direct and transitive dependencies; includes the file itself only if it is part of a cycle.
 fn reachable(needs: &[BTreeMap<usize, usize>], from: usize) -> Vec<bool> {
     let (mut reached, mut open) = (vec![false; needs.len()], vec![from]);
     while let Some(file) = open.pop() {

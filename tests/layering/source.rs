@@ -1,5 +1,5 @@
-//! What the layering tests know of a source file. proc-macro2 lexes it, so that comments, strings and macros are no traps; items under
-//! `#[cfg(test)]` are left out.
+//! Parses a source file for the layering tests. Uses proc-macro2 as lexer, so that comments, strings and macros are
+//! handled correctly; items under `#[cfg(test)]` are left out.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -12,12 +12,12 @@ pub(super) type Names = Vec<String>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Mention {
     pub(super) line: usize,
-    /// The module in which it is written.
+    /// The module that contains it.
     pub(super) module: Names,
     pub(super) path: Names,
 }
 
-/// A name that a `use` brings into its module.
+/// A name that a `use` imports into its module.
 pub(super) struct Import {
     pub(super) name: String,
     pub(super) mention: Mention,
@@ -25,43 +25,43 @@ pub(super) struct Import {
     pub(super) exported: bool,
 }
 
-/// A module in a file of its own.
+/// A module in its own file.
 pub(super) struct Child {
     pub(super) module: Names,
-    /// `#[cfg(not(…))]` stands before it.
+    /// Has `#[cfg(not(…))]`.
     pub(super) stand_in: bool,
 }
 
 /// One file of src/.
 #[derive(Default)]
 pub(super) struct Source {
-    /// Below src/.
+    /// Relative to src/.
     pub(super) path: String,
     pub(super) imports: Vec<Import>,
-    /// Paths outside `use`; those of one segment once in a module.
+    /// Paths outside `use`; a path of one segment is listed once per module.
     pub(super) mentions: Vec<Mention>,
-    /// Types declared at module level, and their lines.
+    /// Types declared at module level, with their lines.
     pub(super) types: Vec<(String, usize)>,
     pub(super) children: Vec<Child>,
     /// Modules with a body.
     pub(super) inline: Vec<Names>,
-    /// String literals as they are written, and their lines.
+    /// String literals as written, with their lines.
     pub(super) literals: Vec<(String, usize)>,
-    /// Lines of each function, from `fn` to its closing brace.
+    /// Number of lines of each function, from `fn` to its closing brace.
     pub(super) functions: Vec<usize>,
-    /// Public functions, types and traits without a doc comment, and their lines.
+    /// Public functions, types and traits without a doc comment, with their lines.
     pub(super) undocumented: Vec<(String, usize)>,
-    /// `//!` opens the file.
+    /// Whether the file starts with `//!`.
     pub(super) has_module_doc: bool,
     /// Lines with the word `unsafe`.
     pub(super) unsafe_lines: BTreeSet<usize>,
-    /// Lines with anything but comments.
+    /// Lines of code, without comments.
     pub(super) code: BTreeSet<usize>,
-    /// Compiled on other machines, in place of files of this crate: its types are the same types.
+    /// Compiled for other targets instead of files of this crate, with types of the same names.
     pub(super) stand_in: bool,
 }
 
-/// A lexeme, `::` in one piece, and the lines on which it begins and ends.
+/// A token (`::` is one token), with its first and last line.
 struct Token {
     text: String,
     line: usize,
@@ -90,7 +90,7 @@ impl Source {
         source
     }
 
-    /// Reads the body of a module, functions' bodies included. A path of one segment that is in `seen` counted before.
+    /// Reads the body of a module, including functions. One-segment paths in `seen` were already listed.
     fn read_module(&mut self, module: &Names, tokens: &[&Token], seen: &mut HashSet<String>) {
         let (mut at, mut depth) = (0, 0);
         while at < tokens.len() {
@@ -132,7 +132,7 @@ impl Source {
                     self.types.push((text(1).to_owned(), rest[1].line));
                     2
                 }
-                // `pub(in crate::a)` needs nothing of `crate::a`.
+                // `pub(in crate::a)` is no dependency on `crate::a`.
                 "in" if named && before.last().is_some_and(|token| token.text == "(") => 2 * path(&rest[1..]).len(),
                 _ if rest[0].is_word() && before.last().is_none_or(|token| token.text != ".") => {
                     let path = path(rest);
@@ -149,7 +149,7 @@ impl Source {
 }
 
 impl Mention {
-    /// The room of `crate::room::…`, also through `super`; None for other paths.
+    /// The room of `crate::room::…`, also if reached through `super`; `None` for other paths.
     pub(super) fn room(&self) -> Option<&str> {
         let above = self.path.iter().take_while(|name| *name == "super").count();
         match self.path.first()?.as_str() {
@@ -185,7 +185,7 @@ impl Token {
     }
 }
 
-/// Groups become their brackets and what is between.
+/// Replaces each group by its brackets and contents.
 fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     let mut after_colon = false;
     for tree in stream {
@@ -211,18 +211,19 @@ fn flatten(stream: TokenStream, tokens: &mut Vec<Token>) {
     }
 }
 
-/// Leaves out items under `#[cfg(test)]`.
+/// Drops items under `#[cfg(test)]`.
 fn without_tests(tokens: &[Token]) -> Vec<&Token> {
     let all: Vec<&Token> = tokens.iter().collect();
     without(&all, |rest, attribute| (attribute == "cfg(test)]").then(|| end_of_item(rest)))
 }
 
-/// Leaves out doc comments.
+/// Drops doc comments.
 fn without_docs<'t>(tokens: &[&'t Token]) -> Vec<&'t Token> {
     without(tokens, |rest, attribute| attribute.starts_with("doc=").then(|| end_of_attribute(rest)))
 }
 
-/// Leaves out what `skipped` counts, given the tokens from an attribute on and the attribute's first five.
+/// At every attribute, drops as many tokens as `skipped` returns, which gets the tokens from the attribute on and the
+/// attribute's first five as text.
 fn without<'t>(tokens: &[&'t Token], skipped: impl Fn(&[&Token], &str) -> Option<usize>) -> Vec<&'t Token> {
     let (mut kept, mut at) = (Vec::new(), 0);
     while at < tokens.len() {
@@ -237,7 +238,7 @@ fn without<'t>(tokens: &[&'t Token], skipped: impl Fn(&[&Token], &str) -> Option
     kept
 }
 
-/// Public functions, types and traits without a doc comment. Constants, fields and variants may go without one.
+/// Public functions, types and traits without a doc comment. Constants, fields and variants may lack one.
 fn undocumented(tokens: &[&Token]) -> Vec<(String, usize)> {
     let (mut found, mut documented, mut at) = (Vec::new(), false, 0);
     while at < tokens.len() {
@@ -258,13 +259,13 @@ fn undocumented(tokens: &[&Token]) -> Vec<(String, usize)> {
     found
 }
 
-/// Tokens of the attribute that starts at the first.
+/// Length of the attribute at the start of `tokens`.
 fn end_of_attribute(tokens: &[&Token]) -> usize {
     let open = tokens.iter().position(|token| token.text == "[").expect("an attribute has brackets");
     closing(tokens, open) + 1
 }
 
-/// Tokens of the item that starts at the first: to its `;` or `,`, or to the end of its braces.
+/// Length of the item at the start of `tokens`: to its `;` or `,`, or to its closing brace.
 fn end_of_item(tokens: &[&Token]) -> usize {
     let mut at = 0;
     while at < tokens.len() {
@@ -281,7 +282,7 @@ fn end_of_item(tokens: &[&Token]) -> usize {
     at
 }
 
-/// Where the bracket at `open` closes.
+/// Index of the bracket that closes the one at `open`.
 fn closing(tokens: &[&Token], open: usize) -> usize {
     let mut depth = 0;
     let closes = |token: &&Token| {
@@ -295,7 +296,7 @@ fn closing(tokens: &[&Token], open: usize) -> usize {
     open + tokens[open..].iter().position(closes).expect("brackets are balanced")
 }
 
-/// Where the body of a function opens; None for a function that is only declared.
+/// Index of the opening brace of a function's body; `None` if it has no body.
 fn body(tokens: &[&Token]) -> Option<usize> {
     let mut at = 0;
     loop {
@@ -308,7 +309,7 @@ fn body(tokens: &[&Token]) -> Option<usize> {
     }
 }
 
-/// `a::b::c` at the start of tokens.
+/// The path `a::b::c` at the start of `tokens`.
 fn path(tokens: &[&Token]) -> Names {
     let mut path = vec![tokens[0].text.clone()];
     while let [_, colons, next, ..] = &tokens[2 * path.len() - 2..] {

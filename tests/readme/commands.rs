@@ -1,4 +1,5 @@
-//! Commands in the documentation: those of medusa and medusa-train are parsed by their own parsers, and flags and files that are named exist.
+//! Commands in the documentation: those of medusa and medusa-train are parsed with the programs' own parsers, and the
+//! flags and files that they name exist.
 
 use std::path::Path;
 
@@ -7,13 +8,13 @@ use medusa::cli::{MedusaCommand, MedusaTrainCommand};
 
 use super::{Page, ROOT, assert_none, pages, recipes};
 
-/// Programs of other makers that the documentation uses.
+/// Other programs that the documentation uses.
 const OTHERS: [&str; 8] = ["cargo", "export", "head", "hf", "ln", "printf", "python3", "rm"];
-/// Folders of the repository: a word of a command that begins so is a file there.
+/// A command's word that starts with one of these names a file of the repository.
 const FOLDERS: [&str; 7] = ["scripts/", "recipes/", "data/tiny/", "docs/", "tests/", "examples/", "benches/"];
 
-/// The commands of a shell script, word by word, as far as the documentation needs a shell: comments, quotes, variables that are set,
-/// continued lines, pipes, redirections.
+/// Splits a shell script into commands and words, with the shell features that the documentation uses: comments,
+/// quotes, variable assignments, continued lines, pipes, redirections.
 fn commands(script: &str) -> Vec<Vec<String>> {
     let script = script.replace("\\\n", " ");
     let mut commands = vec![vec![]];
@@ -47,14 +48,14 @@ fn commands(script: &str) -> Vec<Vec<String>> {
     commands.into_iter().map(|words| without_shell(&words)).filter(|words| !words.is_empty()).collect()
 }
 
-/// A command without the variables that are set before it and without redirections.
+/// A command without leading variable assignments and without redirections.
 fn without_shell(words: &[String]) -> Vec<String> {
     let is_set = |word: &&String| word.split_once('=').is_some_and(|(name, _)| name.chars().all(char::is_alphanumeric));
     let words: Vec<_> = words.iter().skip_while(is_set).cloned().collect();
     words.split(|word| word == ">").enumerate().flat_map(|(at, part)| part.iter().skip(at.min(1)).cloned()).collect()
 }
 
-/// What is wrong with a command.
+/// The first error of a command, if any.
 fn fault(words: &[String]) -> Option<String> {
     let program = words[0].rsplit('/').next().unwrap_or_default();
     match program {
@@ -72,7 +73,7 @@ fn wrong_usage(command: Command, words: &[String]) -> Option<String> {
     error.use_stderr().then(|| error.to_string().lines().next().unwrap_or_default().to_owned())
 }
 
-/// What `cargo` is asked for and the package does not have.
+/// A target that `cargo` is called with and the package does not have.
 fn missing_target(words: &[String]) -> Option<String> {
     let kinds = [("--example", "examples"), ("--bench", "benches"), ("--test", "tests")];
     let asked = |(flag, folder): (&str, &str)| {
@@ -92,7 +93,7 @@ fn missing_file(words: &[String]) -> Option<String> {
     Some(format!("there is no {missing}"))
 }
 
-/// What is wrong with the commands of a script.
+/// The errors of a script's commands.
 fn faults_of(place: &str, script: &str) -> Vec<String> {
     let faults = commands(script).into_iter().filter_map(|words| Some((fault(&words)?, words)));
     faults.map(|(fault, words)| format!("{place}: {}\n    {fault}", words.join(" "))).collect()
@@ -111,12 +112,12 @@ fn faults(page: &Page) -> Vec<String> {
     faults
 }
 
-/// A recipe's comments that begin with three blanks: commands.
+/// A recipe's commands: comments that start with three spaces.
 fn script_of(recipe: &Page) -> String {
     recipe.text.lines().filter_map(|line| line.strip_prefix("#   ")).map(|line| format!("{line}\n")).collect()
 }
 
-/// Code spans of prose that name a flag which their command, or any command, does not have.
+/// Code spans in prose that name a flag which their command, or, without a command, any command, does not have.
 fn unknown_flags(page: &Page) -> Vec<String> {
     let spans =
         page.prose().into_iter().flat_map(|(line, text)| text.split('`').skip(1).step_by(2).map(move |s| (line, s)));
@@ -133,7 +134,8 @@ fn named_flags(span: &str) -> impl Iterator<Item = String> {
     words.filter(|word| word.starts_with("--") && word.len() > 2).map(str::to_owned)
 }
 
-/// Flags that a code span may name: of its verb, or, if it begins with a flag, of any. `None` if it is not about this program.
+/// Flags that a code span may name: those of its subcommand, or of all subcommands if it starts with a flag. `None` if
+/// it is not about this program.
 fn flags_for(span: &str) -> Option<Vec<String>> {
     let (medusa, medusa_train) = (MedusaCommand::command(), MedusaTrainCommand::command());
     let flags =

@@ -1,4 +1,4 @@
-//! docs/architecture.md lists the rooms of src/ and their files, and nothing else.
+//! docs/architecture.md lists exactly the rooms of src/ and their files.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{Page, ROOT};
 
-/// Files and folders in a folder; a file beside the folder of its name is the file.
+/// Files and folders in a folder; a file hides the folder of the same name.
 fn entries(folder: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(folder).expect("a folder of src/").flatten();
     let name = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().into_owned();
@@ -16,14 +16,14 @@ fn entries(folder: &Path) -> BTreeSet<String> {
     folders.map(|folder| folder + "/").chain(files.iter().cloned()).collect()
 }
 
-/// Rooms: at the top, a file beside its folder is the folder.
+/// Rooms of src/; at the top level, a folder hides the file of the same name.
 fn rooms() -> BTreeSet<String> {
     let src = Path::new(ROOT).join("src");
     let room = |name: String| if src.join(name.replace(".rs", "")).is_dir() { name.replace(".rs", "/") } else { name };
     entries(&src).into_iter().map(room).collect()
 }
 
-/// `room/file` of every file that has a line: all but lib.rs and the programs, each room's mod.rs and error.rs.
+/// `room/file` of every file that must be listed: not lib.rs, the programs, and each room's mod.rs and error.rs.
 fn files() -> BTreeSet<String> {
     let of_room = |room: &String| {
         let listed = |name: &String| !["mod.rs", "error.rs"].contains(&name.as_str());
@@ -38,7 +38,7 @@ fn section<'p>(page: &'p Page, title: &str) -> &'p str {
     after.split("\n## ").next().unwrap_or(after)
 }
 
-/// `room/file` of every line of the list of files.
+/// `room/file` of every line in the list of files.
 fn listed(page: &Page) -> Vec<String> {
     let list = section(page, "Files").split("```").nth(1).expect("a list of files");
     let mut room = "";
@@ -56,7 +56,7 @@ fn listed(page: &Page) -> Vec<String> {
     files
 }
 
-/// Fails if lines are missing, superfluous or there twice.
+/// Panics if lines are missing, superfluous or duplicated.
 fn assert_same(what: &str, written: &[String], there: &BTreeSet<String>) {
     let of_page: BTreeSet<String> = written.iter().cloned().collect();
     let missing: Vec<_> = there.difference(&of_page).collect();

@@ -1,11 +1,11 @@
-//! Relative links and images lead to files, and `#anchors` to headings.
+//! Relative links and images point to existing files, and `#anchors` to existing headings.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use super::{Page, ROOT, assert_none, pages};
 
-/// Targets of the links and images in a line of Markdown, code spans left out.
+/// Targets of the links and images in a line of Markdown, except in code spans.
 fn targets(line: &str) -> Vec<String> {
     let without_code: String = line.split('`').step_by(2).collect::<Vec<_>>().join("code");
     let mut targets = Vec::new();
@@ -18,7 +18,7 @@ fn targets(line: &str) -> Vec<String> {
     targets
 }
 
-/// The anchor that GitHub gives a heading.
+/// The anchor that GitHub creates for a heading.
 fn anchor(heading: &str) -> String {
     let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.collect::<String>().to_lowercase().replace(' ', "-")
@@ -29,7 +29,7 @@ fn anchors(page: &Page) -> Vec<String> {
     headings.map(|(_, line)| anchor(line.trim_start_matches('#').trim())).collect()
 }
 
-/// `docs/../benches/x.md` as `benches/x.md`.
+/// Normalizes `docs/../benches/x.md` to `benches/x.md`.
 fn plain(path: &Path) -> PathBuf {
     let mut plain = PathBuf::new();
     for part in path.components() {

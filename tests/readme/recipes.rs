@@ -7,7 +7,7 @@ use toml::Table;
 
 use super::{Page, assert_none, pages, recipes};
 
-/// README's recipe, from which fragments of recipes on other pages take what they do not show.
+/// README's recipe, which completes recipe fragments on other pages.
 fn readme_recipe() -> Table {
     let readme = Page::read("README.md");
     let blocks = readme.code_blocks();
@@ -15,7 +15,7 @@ fn readme_recipe() -> Table {
     recipe.text.parse().expect("TOML")
 }
 
-/// What is wrong with the TOML blocks of a page: whole recipes, or tables that take the place of README's.
+/// Errors in the TOML blocks of a page: complete recipes, or tables that replace README's.
 fn faults(page: &Page) -> Vec<String> {
     let mut faults = Vec::new();
     for block in page.code_blocks().iter().filter(|block| block.language == "toml") {
@@ -27,7 +27,7 @@ fn faults(page: &Page) -> Vec<String> {
                 recipe.extend(tables);
                 recipe.to_string()
             }
-            Err(_) => block.text.clone(), // the reader of recipes says what is wrong
+            Err(_) => block.text.clone(), // `Recipe::parse` reports the error
         };
         faults.extend(Recipe::parse(&place, &whole).err().map(|error| error.to_string()));
     }
@@ -65,8 +65,8 @@ fn every_recipe_is_read_without_an_error() {
     }
 }
 
-/// Keys that the reader of recipes knows in a table (`train`, `stage.medusa2`; the top of a recipe is ""), from the words with which it
-/// refuses another key.
+/// Valid keys of a recipe's table (`train`, `stage.medusa2`; "" for the top level), from the error message for an
+/// unknown key.
 fn keys(table: &str) -> Vec<String> {
     let mut recipe = readme_recipe();
     if table.starts_with("stage") {
@@ -83,7 +83,7 @@ fn keys(table: &str) -> Vec<String> {
     known.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// The rows of the table of all keys: the tables (in bold), and the keys below each.
+/// The table of all keys: the recipe's tables (in bold), each with its keys.
 fn documented(page: &Page) -> Vec<(String, Vec<String>)> {
     let rows = page.text.split_once("\n## All keys of a recipe\n").expect("## All keys of a recipe").1;
     let mut tables: Vec<(String, Vec<String>)> = Vec::new();
