@@ -12,31 +12,31 @@
 //!
 //! # Layers
 //!
-//! Imports point down only, siblings do not import each other (`tests/layering.rs` checks it):
+//! Imports point down only, and modules on the same layer do not import each other (checked by `tests/layering.rs`):
 //!
 //! ```text
-//! L10 cli bin           one file a verb
-//! L9  recipe  report    the only TOML reader; a run as one page
-//! L8  calibrate latency distill export hub  what is made from a trained run; the Hugging Face Hub
+//! L10 cli bin           one file per subcommand
+//! L9  recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L8  calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
 //! L7  train   decode    the two loops
-//! L6  draft             who guesses: Medusa heads, prompt lookup
-//! L5  engine            who computes: the backbone over new tokens
-//! L4  tree data model   the tree of guesses; text to labelled token rows; a backbone, which has never heard of Medusa
-//! L3  cpu nvidia        kernels of a step on the CPU; NVIDIA's driver and libraries
-//! L2  torch             devices, optimizers: all that knows libtorch's handles
+//! L6  draft             drafters: Medusa heads, prompt lookup
+//! L5  engine            runs the backbone on new tokens
+//! L4  tree data model   trees of guesses; text to labelled token rows; the backbone, independent of Medusa
+//! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries
+//! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats           files that pass between commands
-//! L0  files numbers dtype   atomic files; numbers that cannot be bad; dtypes
+//! L0  files numbers dtype   atomic files; range-checked numbers; dtypes
 //! ```
 //!
-//! # Danger
+//! # Unsafe code
 //!
-//! `unsafe` is allowed in five places, each block with its reason (`tests/layering.rs` checks it): `torch` (libtorch's handles and memory),
-//! `cpu` (vector instructions and threads that share a job), `nvidia` (NVIDIA's libraries), the mapped files of `model/weights.rs` and
-//! `model/weights/`, and the bytes of `model/kv_cache.rs` (memory that libtorch's views share).
+//! `unsafe` is allowed in five places (checked by `tests/layering.rs`), and each block states its reason: `torch` (libtorch's handles
+//! and memory), `cpu` (vector instructions, and threads that share a job), `nvidia` (NVIDIA's libraries), the mapped files of
+//! `model/weights.rs` and `model/weights/`, and the bytes of `model/kv_cache.rs` (memory that libtorch's views share).
 //!
 //! # Shape letters
 //!
-//! `B` rows, `T` tokens of a row, `S` cached tokens, `N` rows of a product (any tokens, flattened), `H` hidden size,
+//! `B` rows, `T` tokens of a row, `S` cached tokens, `N` rows of a product (tokens of all rows, flattened), `H` hidden size,
 //! `V` vocabulary, `K` Medusa heads, `Q` query heads, `G` key/value heads, `D` head size.
 //! A tensor's name ends in its axes: `hidden_bth` is `[B, T, H]`.
 

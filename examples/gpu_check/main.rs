@@ -34,18 +34,18 @@ struct GpuCheckCommand {
     common: CommonFlags,
 }
 
-/// What a GPU can show.
+/// Checks that need a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum GpuCheck {
-    /// Every kernel of a step, beside its oracle on the same GPU.
+    /// Every kernel of a step, compared with its oracle on the same GPU.
     Kernels,
-    /// The same in small shapes, for tools that slow them down.
+    /// The same with small shapes, for slow tools such as sanitizers.
     Brief,
-    /// Greedy texts, by the GPU's loop and by libtorch's: they may part at near ties alone.
+    /// Greedy texts of the GPU's loop and of libtorch's, which may differ only at near ties.
     Texts,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
     Steps,
-    /// 20,000 steps, and the memory before and after, which may hardly grow.
+    /// 20,000 steps; memory must hardly grow.
     Endurance,
 }
 
