@@ -25,7 +25,7 @@
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats           files that pass between commands
-//! L0  files numbers dtype   atomic files; range-checked numbers; dtypes
+//! L0  files numbers dtype panics  atomic files; range-checked numbers; dtypes; panics as errors
 //! ```
 //!
 //! # Unsafe code
@@ -57,6 +57,7 @@ pub mod latency;
 pub mod model;
 pub mod numbers;
 pub mod nvidia;
+pub mod panics;
 pub mod recipe;
 pub mod report;
 pub mod torch;

@@ -26,6 +26,7 @@ mod layering;
 mod losses;
 mod memory_plan;
 mod packing;
+mod panicking_libraries;
 mod paper_recipes;
 mod peft;
 mod program;

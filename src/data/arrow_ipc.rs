@@ -11,6 +11,7 @@ use arrow::ipc::reader::{FileReader, StreamReader};
 use super::columns;
 use super::opened::CountedFile;
 use super::rows::{RowError, RowLocation, RowProblem};
+use crate::panics;
 
 /// A batch may be a whole file: it is handed on in slices of so many rows, and fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;
@@ -44,8 +45,8 @@ impl ArrowBatches {
             };
             Ok(wanted.map(|wanted| (size, wanted)))
         };
-        let (size, wanted) = told(path, open())?.map_err(|problem| RowLocation::file(path).error(problem))?;
-        let reader = told(path, FileReader::try_new_buffered(file, Some(wanted)))?;
+        let (size, wanted) = told(path, open)?.map_err(|problem| RowLocation::file(path).error(problem))?;
+        let reader = told(path, || FileReader::try_new_buffered(file, Some(wanted)))?;
         let batches = reader.num_batches() as u64;
         Ok(Self {
             reader: ArrowReader::File { reader: Box::new(reader), batches, read: 0 },
@@ -59,8 +60,8 @@ impl ArrowBatches {
     pub(super) fn of_stream(bytes: BufReader<CountedFile>, path: &Path) -> Result<Self, RowError> {
         let schema = || Ok(StreamReader::try_new_buffered(File::open(path)?, None)?.schema());
         let wanted =
-            columns::wanted(&*told(path, schema())?).map_err(|problem| RowLocation::file(path).error(problem))?;
-        let reader = told(path, StreamReader::try_new(bytes, Some(wanted)))?;
+            columns::wanted(&*told(path, schema)?).map_err(|problem| RowLocation::file(path).error(problem))?;
+        let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;
         Ok(Self { reader: ArrowReader::Stream(Box::new(reader)), rest: None, at_once: ROWS_AT_ONCE, size: 0 })
     }
 
@@ -74,16 +75,15 @@ impl ArrowBatches {
     }
 
     fn read(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
-        let batch = match &mut self.reader {
+        let batch = told(path, || match &mut self.reader {
             ArrowReader::File { reader, read, .. } => {
                 *read += 1;
                 reader.next().transpose()
             }
             ArrowReader::Stream(reader) => reader.next().transpose(),
-        };
-        let batch = told(path, batch)?;
+        })?;
         if let Some(batch) = &batch {
-            let bytes = told(path, bytes_of(batch))?;
+            let bytes = told(path, || bytes_of(batch))?;
             self.at_once = columns::rows_at_once(bytes, batch.num_rows() as u64, ROWS_AT_ONCE);
         }
         Ok(batch)
@@ -103,8 +103,9 @@ fn bytes_of(batch: &RecordBatch) -> Result<u64, ArrowError> {
     batch.columns().iter().map(|column| Ok(column.to_data().get_slice_memory_size()? as u64)).sum()
 }
 
-fn told<T>(path: &Path, result: Result<T, ArrowError>) -> Result<T, RowError> {
-    result.map_err(|error| RowLocation::file(path).error(RowProblem::BrokenArrow(error.to_string())))
+fn told<T>(path: &Path, read: impl FnOnce() -> Result<T, ArrowError>) -> Result<T, RowError> {
+    let read = panics::of_library(|| read().map_err(|error| error.to_string())).flatten();
+    read.map_err(|error| RowLocation::file(path).error(RowProblem::BrokenArrow(error)))
 }
 
 #[cfg(test)]

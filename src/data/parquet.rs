@@ -10,6 +10,7 @@ use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
 
 use super::columns;
 use super::rows::{RowError, RowLocation, RowProblem};
+use crate::panics;
 
 /// And fewer where they are large.
 const ROWS_AT_ONCE: usize = 1024;
@@ -23,7 +24,9 @@ pub(super) struct ParquetBatches {
 
 impl ParquetBatches {
     pub(super) fn open(file: File, path: &Path) -> Result<Self, RowError> {
-        Self::of(file).map_err(|problem| RowLocation::file(path).error(problem))
+        panics::of_library(|| Self::of(file))
+            .unwrap_or_else(|panic| Err(broken(panic)))
+            .map_err(|problem| RowLocation::file(path).error(problem))
     }
 
     fn of(file: File) -> Result<Self, RowProblem> {
@@ -37,7 +40,8 @@ impl ParquetBatches {
     }
 
     pub(super) fn next(&mut self, path: &Path) -> Result<Option<RecordBatch>, RowError> {
-        self.reader.next().transpose().map_err(|error| RowLocation::file(path).error(broken(error)))
+        let batch = panics::of_library(|| self.reader.next().transpose().map_err(broken));
+        batch.unwrap_or_else(|panic| Err(broken(panic))).map_err(|problem| RowLocation::file(path).error(problem))
     }
 }
 

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use tokenizers::Tokenizer;
 
 use crate::files::{self, FileError, failed};
+use crate::panics;
 
 /// Why a tokenizer, or one of its results, cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -33,15 +34,17 @@ pub enum TokenizeError {
     #[error("{}: the tokenizers library cannot load it", path.display())]
     Unusable { path: PathBuf, source: tokenizers::Error },
     /// The library failed on a text.
-    #[error("cannot tokenise a text that begins {start:?}")]
+    #[error("{}: cannot tokenise a text that begins {start:?}", path.display())]
     Encode {
+        /// Of the tokenizer.
+        path: PathBuf,
         /// The first characters.
         start: String,
         source: tokenizers::Error,
     },
     /// The library failed on ids.
-    #[error("cannot turn tokens {ids:?} into text")]
-    Decode { ids: Vec<i32>, source: tokenizers::Error },
+    #[error("{}: cannot turn tokens {ids:?} into text", path.display())]
+    Decode { path: PathBuf, ids: Vec<i32>, source: tokenizers::Error },
     /// The tokenizer can produce ids that the backbone has no embedding for.
     #[error(
         "{}: token {token:?} has id {id}, but the backbone's config.json has vocab_size {vocab_size} \
@@ -81,7 +84,7 @@ impl TextTokenizer {
             read => read.map_err(failed("read", &path))?,
         };
         let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
-        let mut tokenizer = Tokenizer::from_bytes(&bytes).map_err(unusable)?;
+        let mut tokenizer = of_library(|| Tokenizer::from_bytes(&bytes)).map_err(unusable)?;
         // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
         tokenizer.with_truncation(None).map_err(unusable)?.with_padding(None);
         let special = SpecialTokens::load(folder)?;
@@ -96,7 +99,8 @@ impl TextTokenizer {
     /// # Errors
     /// The library's own.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<i32>, TokenizeError> {
-        let encoded = self.tokenizer.encode_fast(text, add_special).map_err(|source| failed_on(text, source))?;
+        let encode = || self.tokenizer.encode_fast(text, add_special);
+        let encoded = of_library(encode).map_err(|source| self.failed_on(text, source))?;
         Ok(encoded.get_ids().iter().map(|&id| to_i32(id)).collect())
     }
 
@@ -105,7 +109,8 @@ impl TextTokenizer {
     /// # Errors
     /// The library's own.
     pub fn encode_with_places(&self, text: &str) -> Result<(Vec<i32>, Vec<Range<usize>>), TokenizeError> {
-        let encoded = self.tokenizer.encode(text, false).map_err(|source| failed_on(text, source))?;
+        let encode = || self.tokenizer.encode(text, false);
+        let encoded = of_library(encode).map_err(|source| self.failed_on(text, source))?;
         let places = encoded.get_offsets().iter().map(|&(start, end)| start..end).collect();
         Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
     }
@@ -125,9 +130,12 @@ impl TextTokenizer {
     pub fn decode(&self, ids: &[i32], skip_special: bool) -> Result<String, TokenizeError> {
         // A negative id becomes one that no vocabulary has, and is left out like any unknown id.
         let known: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(u32::MAX)).collect();
-        self.tokenizer
-            .decode(&known, skip_special)
-            .map_err(|source| TokenizeError::Decode { ids: ids.to_vec(), source })
+        let failed = |source| TokenizeError::Decode { path: self.path.clone(), ids: ids.to_vec(), source };
+        of_library(|| self.tokenizer.decode(&known, skip_special)).map_err(failed)
+    }
+
+    fn failed_on(&self, text: &str, source: tokenizers::Error) -> TokenizeError {
+        TokenizeError::Encode { path: self.path.clone(), start: text.chars().take(40).collect(), source }
     }
 
     /// Text piece by piece, special tokens left out.
@@ -272,8 +280,9 @@ fn token_text(value: &Value) -> Option<String> {
     value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 
-fn failed_on(text: &str, source: tokenizers::Error) -> TokenizeError {
-    TokenizeError::Encode { start: text.chars().take(40).collect(), source }
+/// Runs the tokenizers library; a panic in it becomes an error.
+fn of_library<T>(work: impl FnOnce() -> tokenizers::Result<T>) -> tokenizers::Result<T> {
+    panics::of_library(work).unwrap_or_else(|panic| Err(panic.into()))
 }
 
 /// Vocabularies have far fewer tokens than 2³¹; beyond it, an id that no vocabulary has.

@@ -1,10 +1,7 @@
 //! Turns libtorch's errors (out of memory, a shape clash), which tch raises as panics, into values. Any other panic is a bug in this
 //! program: it is printed with its file and line, and unwinds on.
 
-use std::any::Any;
-use std::cell::Cell;
-use std::panic::{self, AssertUnwindSafe};
-use std::sync::Once;
+use crate::panics;
 
 /// An error of libtorch caught by [`guard`].
 #[derive(Debug, thiserror::Error)]
@@ -17,9 +14,8 @@ pub struct TorchPanic {
     pub out_of_memory: bool,
 }
 
-thread_local! {
-    static GUARDED: Cell<bool> = const { Cell::new(false) };
-}
+/// tch unwraps its `Result`s: `called … value: Torch("message\nException raised from …`.
+const OF_LIBTORCH: &str = "Torch(\"";
 
 /// Runs `body`; an error of libtorch in it becomes an error that names `work`.
 ///
@@ -29,40 +25,21 @@ thread_local! {
 /// # Panics
 /// If `body` panics for any other reason.
 pub fn guard<T>(work: &str, body: impl FnOnce() -> T) -> Result<T, TorchPanic> {
-    mute_libtorch();
-    let before = GUARDED.replace(true);
-    let result = panic::catch_unwind(AssertUnwindSafe(body));
-    GUARDED.set(before);
-    result.map_err(|panic| {
-        let Some(text) = libtorch_error(panic.as_ref()) else { panic::resume_unwind(panic) };
+    panics::expecting(|_, message| message.contains(OF_LIBTORCH), body).map_err(|message| {
+        let text = message.split_once(OF_LIBTORCH).map_or("", |(_, text)| text);
         let reason = text.split("\\n").next().unwrap_or_default().to_owned();
         let out_of_memory = text.contains("out of memory") || text.contains("can't allocate memory");
         TorchPanic { work: work.into(), reason, out_of_memory }
     })
 }
 
-/// Keeps the panic hook from printing errors of libtorch that [`guard`] returns.
-fn mute_libtorch() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let default = panic::take_hook();
-        panic::set_hook(Box::new(move |info| {
-            if !GUARDED.get() || libtorch_error(info.payload()).is_none() {
-                default(info);
-            }
-        }));
-    });
-}
-
-/// libtorch's message in a panic of tch, which unwraps its `Result`s: `called … value: Torch("message\nException raised from …`.
-fn libtorch_error(panic: &(dyn Any + Send)) -> Option<&str> {
-    Some(panic.downcast_ref::<String>()?.split_once("Torch(\"")?.1)
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::panic;
+
     use tch::{Device, Kind, Tensor};
+
+    use super::*;
 
     #[test]
     fn a_shape_clash_becomes_one_line() {
