@@ -271,7 +271,7 @@ impl ChatTemplate {
         let messages: Vec<Value> = messages.iter().map(message).collect();
         let own = context! { messages, add_generation_prompt, tools => (), documents => () };
         let template = self.environment.get_template(TEMPLATE).map_err(failed)?;
-        template.render(context! { ..own, ..special, ..marks }).map_err(failed)
+        jinja::of_library(|| template.render(context! { ..own, ..special, ..marks })).map_err(failed)
     }
 
     fn parse(source: &str, special: SpecialTokens, place: String) -> Result<Self, TemplateError> {

@@ -1,5 +1,7 @@
 //! Jinja as transformers sets it up for chat templates. Knows nothing of messages.
 
+mod limits;
+
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -9,6 +11,8 @@ use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind};
 use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
+
+use crate::panics;
 
 /// The environment's one template.
 pub(super) const TEMPLATE: &str = "chat_template";
@@ -27,15 +31,22 @@ pub(super) fn environment(template: &str) -> Result<Environment<'static>, miniji
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_fuel(Some(FUEL));
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(limits::method);
+    environment.add_filter("indent", limits::indent);
+    environment.add_filter("format", limits::format);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", |format: &str| strftime(format, seconds_now()));
     let unix_lines = template.replace("\r\n", "\n").replace('\r', "\n"); // Jinja's newline_sequence
-    environment.add_template_owned(TEMPLATE, with_marks(&unix_lines))?;
+    of_library(|| environment.add_template_owned(TEMPLATE, with_marks(&unix_lines)))?;
     Ok(environment)
+}
+
+/// Runs minijinja on a user's template; a panic in it becomes an error.
+pub(super) fn of_library<T>(work: impl FnOnce() -> Result<T, minijinja::Error>) -> Result<T, minijinja::Error> {
+    panics::of_library(work).unwrap_or_else(|panic| Err(minijinja::Error::new(ErrorKind::InvalidOperation, panic)))
 }
 
 /// `{% generation %}` holds what the assistant says: what it renders stays, between the two marks of the context.
@@ -160,6 +171,7 @@ fn end_of_code(code: &str, end: &str) -> Option<usize> {
 fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
     options.assert_all_used()?;
+    limits::check(indent.unwrap_or_default())?;
     let spaces = " ".repeat(indent.unwrap_or_default());
     let mut json = Vec::new();
     let pretty = PrettyFormatter::with_indent(spaces.as_bytes());
@@ -225,6 +237,24 @@ mod tests {
     fn json_is_pythons() {
         let template = "{{ {'a': [1, 2], 'b': '<é>'} | tojson }} {{ {'a': []} | tojson(indent=4) }}";
         assert_eq!(rendered(template).unwrap(), "{\"a\": [1, 2], \"b\": \"<é>\"} {\n    \"a\": []\n}");
+    }
+
+    #[test]
+    fn a_width_beyond_all_memory_is_an_error() {
+        for (template, expected) in [
+            ("{{ {'a': 1} | tojson(indent=WIDTH) }}", "{\n  \"a\": 1\n}"),
+            ("{{ 'a\nb' | indent(WIDTH) }}", "a\n  b"),
+            ("{{ 'a\nb' | indent(width=WIDTH) }}", "a\n  b"),
+            ("{{ '%WIDTHs' | format('a') }}", " a"),
+            ("{{ '1%% 5000 %(a).WIDTHf' | format(a=3) }}", "1% 5000 3.00"),
+            ("{{ '5000 {:>WIDTH}'.format('a') }}", "5000  a"),
+        ] {
+            assert_eq!(rendered(&template.replace("WIDTH", "2")).unwrap(), expected, "{template}");
+            for width in ["1000000000000", "18446744073709551615"] {
+                let error = rendered(&template.replace("WIDTH", width)).unwrap_err();
+                assert_eq!(error.detail().unwrap(), format!("expected a width of at most 1000, got {width}"));
+            }
+        }
     }
 
     #[test]
