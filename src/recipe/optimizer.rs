@@ -22,7 +22,7 @@ pub struct OptimizerConfig {
     /// Added to the denominator.
     #[serde(default = "default_eps")]
     pub eps: Positive,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay, of matrices only.
     #[serde(default = "default_weight_decay")]
     pub weight_decay: NonNegative,
     /// Gradients are clipped to this norm over all trainable parameters.

@@ -36,6 +36,8 @@ pub struct Parameter {
     pub gradient: Tensor,
     /// Factor on the optimizer's learning rate.
     pub rate_factor: f64,
+    /// Whether weight decay applies. It does for matrices, and not for biases and norms (one axis), as in transformers' Trainer.
+    decays: bool,
 }
 
 impl Parameter {
@@ -46,6 +48,7 @@ impl Parameter {
             value: value.set_requires_grad(true),
             gradient: value.detach().zeros_like(),
             rate_factor: 1.0,
+            decays: value.dim() > 1,
         }
     }
 
@@ -111,7 +114,7 @@ impl AdamW {
         self.step += 1;
         tch::no_grad(|| {
             for (parameter, moments) in parameters.into_iter().zip(&mut self.moments) {
-                let update = Update::new(&self.config, self.step, rate * parameter.rate_factor, scale);
+                let update = Update::new(&self.config, self.step, rate * parameter.rate_factor, scale).of(parameter);
                 let slices = |tensor: &Tensor| tensor.view(-1).split(SLICE, 0);
                 let (values, gradients) = (slices(&parameter.value), slices(&parameter.gradient));
                 let (firsts, seconds) = (moments.first.slices(), moments.second.slices());
@@ -240,6 +243,11 @@ impl Update {
         }
     }
 
+    /// Without weight decay where `parameter` has none.
+    fn of(self, parameter: &Parameter) -> Self {
+        if parameter.decays { self } else { Self { decay: 1.0, ..self } }
+    }
+
     fn apply(&self, mut value: Tensor, mut gradient: Tensor, first: &mut Tensor, second: &mut Tensor) {
         let scaled = &gradient * self.scale;
         let _ = first.lerp_(&scaled, 1.0 - self.beta1);
@@ -263,32 +271,38 @@ mod tests {
     }
 
     /// The update of Algorithm 2 in the paper, in float64, one number at a time.
-    fn by_hand(gradients: &[f64], mut value: f64) -> f64 {
+    fn by_hand(gradients: &[f64], mut value: f64, weight_decay: f64) -> f64 {
         let (mut m, mut v) = (0.0, 0.0);
         for (t, g) in gradients.iter().enumerate() {
             let t = i32::try_from(t).unwrap() + 1;
             m = 0.9 * m + 0.1 * g;
             v = 0.95 * v + 0.05 * g * g;
             let (m_hat, v_hat) = (m / (1.0 - 0.9f64.powi(t)), v / (1.0 - 0.95f64.powi(t)));
-            value -= 0.1 * 0.01 * value;
+            value -= 0.1 * weight_decay * value;
             value -= 0.1 * m_hat / (v_hat.sqrt() + 1e-8);
         }
         value
     }
 
     #[test]
-    fn updates_equal_the_published_algorithm() {
-        let value = Tensor::from_slice(&[1f32, -2.0]);
-        let mut parameters = [Parameter::new("w", &value)];
+    fn updates_equal_the_published_algorithm_and_only_matrices_decay() {
+        let values = [[1, 2], [2, 1]].map(|shape| Tensor::from_slice(&[1f32, -2.0]).view(shape));
+        let bias = Tensor::from_slice(&[1f32, -2.0]);
+        let mut parameters = [("a", &values[0]), ("b", &values[1]), ("bias", &bias)].map(|(n, v)| Parameter::new(n, v));
         let mut adamw = AdamW::new(config(), &parameters);
         let gradients = [[0.5, -1.0], [0.1, 3.0], [-0.7, 0.2]];
         for gradient in gradients {
-            parameters[0].gradient.copy_(&(Tensor::from_slice(&gradient) * 4.0));
+            for parameter in &mut parameters {
+                parameter.gradient.copy_(&(Tensor::from_slice(&gradient).view_as(&parameter.value) * 4.0));
+            }
             adamw.step(&mut parameters, 0.1, 0.25);
         }
-        for (i, start) in [1.0, -2.0].into_iter().enumerate() {
-            let expected = by_hand(&gradients.map(|g| g[i]), start);
-            assert!((value.double_value(&[i as i64]) - expected).abs() < 1e-6);
+        for (parameter, weight_decay) in parameters.iter().zip([0.01, 0.01, 0.0]) {
+            for (i, start) in [1.0, -2.0].into_iter().enumerate() {
+                let expected = by_hand(&gradients.map(|g| g[i]), start, weight_decay);
+                let off = parameter.value.view(-1).double_value(&[i as i64]) - expected;
+                assert!(off.abs() < 1e-6, "{}: {off}", parameter.name);
+            }
         }
     }
 

@@ -16,7 +16,7 @@ pub struct AdamWConfig {
     pub betas: [f64; 2],
     /// Added to the denominator.
     pub eps: f64,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay, of matrices only.
     pub weight_decay: f64,
 }
 
