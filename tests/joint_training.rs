@@ -234,6 +234,26 @@ fn a_run_starts_where_another_ended() {
 }
 
 #[test]
+fn a_backbone_in_float16_trains_as_in_float32() {
+    for lora in ["", "\n[stage.medusa2.lora]\nrank = 4\nalpha = 8"] {
+        let lines = ["float32", "float16"].map(|dtype| {
+            let small = small_run(&format!("[stage.medusa2]\nmedusa_heads_coefficient = 0.01{lora}"));
+            small.edit("recipe.toml", "dtype = \"float32\"", &format!("dtype = {dtype:?}"));
+            small.train(&[]).succeeded();
+            metrics(&small)
+        });
+        for (of_float32, of_float16) in
+            lines[0].iter().zip(&lines[1]).filter(|(line, _)| line["split"] == "train").take(4)
+        {
+            for key in ["loss", "grad_norm"] {
+                let [expected, got] = [of_float32, of_float16].map(|line| line[key].as_f64().expect("a number"));
+                assert!((got - expected).abs() < 0.01 * expected, "{key}: {of_float32}, in float16 {of_float16}");
+            }
+        }
+    }
+}
+
+#[test]
 fn an_adapter_is_its_bases_in_whatever_dtype() {
     let small = small_run("[stage.medusa2]\n[stage.medusa2.lora]\nrank = 4\nalpha = 8");
     small.edit("recipe.toml", "dtype = \"float32\"", "dtype = \"bfloat16\"");

@@ -430,14 +430,26 @@ fn a_loss_that_is_no_number_stops_the_run_before_the_update() {
     small.train(&["--resume"]).failed(1, &["step 2: the loss is "]);
 }
 
+#[test]
+fn a_loss_that_float16_cannot_hold_says_so() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "dtype = \"float32\"", "dtype = \"float16\"");
+    set_weight(&small, "model.norm.weight", 3, 1e5);
+    small.train(&[]).failed(1, &["step 1: the loss is NaN", "backbone.dtype = \"bfloat16\"", "65504"]);
+}
+
 /// Sets one element of the backbone to NaN.
 fn break_weight(small: &SmallRun, name: &str, row: i64) {
+    set_weight(small, name, row, f64::NAN);
+}
+
+fn set_weight(small: &SmallRun, name: &str, row: i64, value: f64) {
     let folder = small.path("backbone");
     let config = medusa::model::config::LlamaConfig::load(&folder).expect("a config");
     let backbone = medusa::model::llama::Llama::random(config, Kind::Float, tch::Device::Cpu, 7);
     let mut weights: Vec<(String, Tensor)> = backbone.weights().into_iter().map(|(n, t)| (n, t.copy())).collect();
     let (_, broken) = weights.iter_mut().find(|(other, _)| other == name).expect("a weight");
-    let _ = broken.get(row).fill_(f64::NAN);
+    let _ = broken.get(row).fill_(value);
     small.save_backbone(&weights.iter().map(|(name, tensor)| (name.clone(), tensor)).collect::<Vec<_>>());
 }
 
@@ -461,7 +473,12 @@ fn a_validation_loss_that_is_no_number_stops_the_run_and_is_not_written_down() {
 
 #[test]
 fn a_step_without_a_target_for_a_head_trains_and_writes_null() {
+    ["float32", "float16"].into_iter().for_each(step_without_a_target);
+}
+
+fn step_without_a_target(dtype: &str) {
     let small = SmallRun::new();
+    small.edit("recipe.toml", "dtype = \"float32\"", &format!("dtype = {dtype:?}"));
     let (short, long) = (r#"{"input_ids": [1, 2, 3]}"#, r#"{"input_ids": [4, 5, 6, 7, 8]}"#);
     let silent = r#"{"input_ids": [4, 5, 6, 7], "labels": [-100, -100, -100, -100]}"#;
     small.write("rows.jsonl", [short, long, silent, short].join("\n"));

@@ -68,14 +68,17 @@ mod tests {
     use crate::numbers::{Fraction, Positive};
 
     fn adapted(dropout: f64, kind: Kind) -> Llama {
-        let mut llama = Llama::random(LlamaConfig::tiny(), kind, Device::Cpu, 0);
+        adapt(Llama::random(LlamaConfig::tiny(), kind, Device::Cpu, 0), dropout, 0.3)
+    }
+
+    fn adapt(mut llama: Llama, dropout: f64, deviation: f64) -> Llama {
         let dropout = Fraction::new(dropout).unwrap();
         let (rank, alpha) = (NonZeroUsize::new(3).unwrap(), Positive::new(8.0).unwrap());
         let config = LoraConfig { rank, alpha, dropout, target_modules: TargetModules::AllLinear, init_from: None };
         attach_new(&mut llama, &config, 1);
         let mut generator = Generator::seeded(2);
         for (_, Adapter { b_or, .. }) in llama.adapters() {
-            tch::no_grad(|| b_or.shallow_clone().copy_(&(generator.normal_like(b_or) * 0.3)));
+            tch::no_grad(|| b_or.shallow_clone().copy_(&(generator.normal_like(b_or) * deviation)));
         }
         llama
     }
@@ -85,9 +88,15 @@ mod tests {
     }
 
     fn gradients(llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
+        gradients_of(1.0, llama, keep, adapters)
+    }
+
+    /// Given a gradient of the hidden states up to `size`.
+    fn gradients_of(size: f64, llama: &Llama, keep: Keep, adapters: Adapters) -> (Tensor, Vec<Vec<Tensor>>) {
         let rows = RowMask::causal(11, &llama.config, Device::Cpu);
         let (hidden, tape) = llama.forward_kept(&tokens(), rows, adapters, keep);
-        let dhidden = Tensor::arange(hidden.numel() as i64, (hidden.kind(), Device::Cpu)).sin().view_as(&hidden);
+        let kind = if hidden.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let dhidden = Tensor::arange(hidden.numel() as i64, (kind, Device::Cpu)).sin().view_as(&hidden) * size;
         let zeros = |part| llama.trained_in(part).iter().map(|(_, t)| t.detach().zeros_like()).collect();
         let sums: Vec<Vec<Tensor>> = (0..llama.parts()).map(zeros).collect();
         tape.backward(&dhidden, &sums.iter().map(|part| part.iter().collect()).collect::<Vec<_>>());
@@ -116,6 +125,25 @@ mod tests {
             }
         }
         assert_eq!(sums.iter().map(Vec::len).collect::<Vec<_>>(), [0, 14, 14, 0]);
+    }
+
+    /// Of adapters and of all weights, given hidden states' gradients as λ0 = 0.01 and 2·10^5 targets make them.
+    #[test]
+    fn gradients_of_16_bits_are_those_of_float32() {
+        let in_kind = |kind| {
+            let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 0).for_fine_tuning(kind);
+            let llama = adapt(llama, 0.0, 0.02);
+            let names: Vec<String> = (0..llama.parts()).flat_map(|part| llama.trained_in(part)).map(|p| p.0).collect();
+            let (_, sums) = gradients_of(4e-8, &llama, Keep::Everything, Adapters::On);
+            names.into_iter().zip(sums.into_iter().flatten()).collect::<Vec<_>>()
+        };
+        let expected = in_kind(Kind::Float);
+        for (kind, most) in [(Kind::Half, 0.01), (Kind::BFloat16, 0.05)] {
+            for ((name, expected), (_, got)) in expected.iter().zip(in_kind(kind)) {
+                let off = ((got - expected).norm() / expected.norm()).double_value(&[]);
+                assert!(off < most, "{kind:?}: {name} is off by {off}");
+            }
+        }
     }
 
     #[test]

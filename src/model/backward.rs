@@ -9,6 +9,12 @@ use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::rope::Rotation;
+use crate::torch::loss_scale::LossScale;
+
+/// Assumptions of a part's loss scale: inputs of products are at most this large on average over the tokens (they are normed), and there
+/// are at least so many tokens, so that gradients can grow within a part.
+const LARGEST_INPUT: f32 = 8.0;
+const FEWEST_TOKENS: i64 = 2048;
 
 /// What stays in memory between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,22 +79,24 @@ impl Llama {
 }
 
 impl Tape<'_> {
-    /// Adds the gradients of everything trained, given that of the hidden states: `dhidden_bth` `[B, T, H]` in their dtype.
-    /// `gradients` are of the masters' dtype, by part as [`Llama::trained_in`].
+    /// Adds the gradients of everything trained, given that of the hidden states: `dhidden_bth` `[B, T, H]`, float32.
+    /// `gradients` are of the masters' dtype, by part as [`Llama::trained_in`]. In float16 every part has a loss scale of its own.
     pub fn backward(self, dhidden_bth: &Tensor, gradients: &[Vec<&Tensor>]) {
         let mut dy = dhidden_bth.shallow_clone();
+        let tokens = FEWEST_TOKENS.max(dy.size()[0] * dy.size()[1]);
         for KeptPart { index, input, output } in self.kept.into_iter().rev() {
             let y = output.unwrap_or_else(|| self.pass.run(index, &input));
+            let scale = LossScale::for_sums(y.kind(), &[&dy], tokens, &Tensor::from(LARGEST_INPUT));
             let mut inputs: Vec<&Tensor> = self.pass.backbone.trained_in(index).into_iter().map(|(_, t)| t).collect();
             if input.requires_grad() {
                 inputs.push(&input);
             }
-            let mut of_inputs = Tensor::run_backward(&[(&y * &dy).sum(Kind::Float)], &inputs, false, false);
+            let mut of_inputs = Tensor::run_backward(&[(&y * scale.cast(&dy)).sum(Kind::Float)], &inputs, false, false);
             if input.requires_grad() {
-                dy = of_inputs.pop().expect("one for each input");
+                dy = scale.undo(of_inputs.pop().expect("one for each input"));
             }
-            for (sum, gradient) in gradients[index].iter().zip(&of_inputs) {
-                let _ = sum.shallow_clone().g_add_(&gradient.to_kind(sum.kind()));
+            for (sum, gradient) in gradients[index].iter().zip(of_inputs) {
+                let _ = sum.shallow_clone().g_add_(&scale.undo(gradient).to_kind(sum.kind()));
             }
         }
     }

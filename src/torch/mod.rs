@@ -13,6 +13,7 @@ pub mod bytes;
 pub mod dropout;
 mod generator;
 mod guard;
+pub mod loss_scale;
 pub mod memory;
 pub mod onednn;
 pub mod optim;

@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{OutputLayer, distillation_loss, head_loss};
+use crate::dtype::Dtype;
 use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
 use crate::model::llama::Llama;
@@ -69,6 +70,11 @@ impl<'r> TrainingBackbone<'r> {
     /// one.
     pub fn new(backbone: &'r Llama, plan: &'r TrainPlan, kept: Option<KeptStates<'r>>) -> Self {
         Self { backbone, plan, kept }
+    }
+
+    /// Dtype that it computes in.
+    pub fn dtype(&self) -> Dtype {
+        Dtype::of(self.backbone.kind())
     }
 
     /// Runs the backbone over micro batch `micro` of step `step`, and the teacher if there is one.
@@ -161,7 +167,6 @@ impl BackbonePass<'_> {
     /// Propagates the gradient in [`BackbonePass::dhidden_nh`] back through the backbone.
     pub fn backward(self, state: &TrainState) {
         let Some(WayBack { tape, size_bth, dhidden_nh }) = self.way_back else { return };
-        let dhidden_bth = dhidden_nh.to_kind(self.states.hidden_nh.kind()).view(size_bth.as_slice());
-        tape.backward(&dhidden_bth, &state.backbone_gradients());
+        tape.backward(&dhidden_nh.view(size_bth.as_slice()), &state.backbone_gradients());
     }
 }

@@ -8,6 +8,7 @@ use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, TOP, head_loss};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::loss::LossConfig;
+use crate::dtype::Dtype;
 use crate::torch::optim::adamw::gradient_norm;
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::hidden_states::HiddenStatesError;
@@ -37,7 +38,7 @@ pub enum StepError {
     /// The loss or the gradient norm is NaN or infinite.
     #[error(
         "step {step}: {what} is {value}, so the update was skipped; sequences {sequences:?} of the training data \
-         (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights"
+         (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights{}", of_float16(*dtype)
     )]
     NotFinite {
         /// The skipped step, counted from 1 as in metrics.jsonl.
@@ -47,6 +48,8 @@ pub enum StepError {
         value: f64,
         /// Indices of the sequences of this step.
         sequences: Vec<usize>,
+        /// The backbone's.
+        dtype: Dtype,
     },
     #[error(transparent)]
     HiddenStates(#[from] HiddenStatesError),
@@ -118,7 +121,7 @@ pub fn train_step(
     }
     let metrics = sums.finish(weights.loss, weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
     let grad_norm = gradient_norm(state.parameters.iter().map(|p| &p.parameter));
-    check_numbers(state.step + 1, &metrics, grad_norm, batches)?;
+    check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
     state.update(weights.rate, clip);
@@ -127,12 +130,26 @@ pub fn train_step(
     Ok(StepOutcome { metrics, grad_norm })
 }
 
-fn check_numbers(step: usize, metrics: &StepMetrics, grad_norm: f64, batches: &[Batch]) -> Result<(), StepError> {
+/// Further advice for a dtype with a small range.
+fn of_float16(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Float16 => ", or set backbone.dtype = \"bfloat16\": float16 ends at 65504",
+        Dtype::Float32 | Dtype::BFloat16 => "",
+    }
+}
+
+fn check_numbers(
+    step: usize,
+    metrics: &StepMetrics,
+    grad_norm: f64,
+    batches: &[Batch],
+    dtype: Dtype,
+) -> Result<(), StepError> {
     let numbers = [("the loss", metrics.loss), ("the gradient norm", grad_norm)];
     match numbers.into_iter().find(|(_, value)| !value.is_finite()) {
         Some((what, value)) => {
             let sequences = batches.iter().flat_map(|batch| batch.sequence_ids.iter().copied()).collect();
-            Err(StepError::NotFinite { step, what, value, sequences })
+            Err(StepError::NotFinite { step, what, value, sequences, dtype })
         }
         None => Ok(()),
     }

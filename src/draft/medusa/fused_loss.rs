@@ -9,6 +9,7 @@ use crate::draft::medusa::heads::Head;
 use crate::draft::medusa::loss::Targets;
 use crate::model::linear::Linear;
 use crate::model::lora::{Adapter, Adapters};
+use crate::torch::loss_scale::LossScale;
 use crate::torch::onednn;
 
 /// Accuracies are counted for the top 1 to the top 5 guesses.
@@ -17,6 +18,10 @@ pub const TOP: usize = 5;
 /// Most logits per chunk: 16 MiB in float32. Blocks of 32 MiB and more are returned to the system whenever they are freed, and
 /// zeroed page by page when they are allocated again.
 pub const CHUNK_LOGITS: i64 = 4 << 20;
+
+/// Scale of the logits' gradients in float16. They are differences of two distributions, so the absolute values of a row sum to at most 2:
+/// products with weights below 31 cannot overflow, and gradients above 6e-11 do not vanish.
+const DLOGITS_SCALE: f64 = 1024.0;
 
 /// Loss and hits of one head on one micro batch; on the device until read.
 #[derive(Debug)]
@@ -121,6 +126,7 @@ struct Projection<'m> {
     x_mh: Tensor,
     /// `[M, R]`, the input of the adapter's B.
     down_mr: Option<Tensor>,
+    /// Float32 if `x_mh` is float16, where it would underflow.
     dx_mh: Tensor,
     ddown_mr: Option<Tensor>,
 }
@@ -143,7 +149,8 @@ impl<'m> Projection<'m> {
             (x_mh, down_mr)
         };
         let (x_mh, down_mr) = if gradients.is_some() { through() } else { tch::no_grad(through) };
-        let zeros = |tensor: &Tensor| tensor.detach().zeros_like();
+        let kind = if x_mh.kind() == Kind::Half { Kind::Float } else { x_mh.kind() };
+        let zeros = |tensor: &Tensor| Tensor::zeros(tensor.size(), (kind, tensor.device()));
         let (dx_mh, ddown_mr) = (zeros(&x_mh), down_mr.as_ref().map(zeros));
         Self { output, selected_mh, x_mh, down_mr, dx_mh, ddown_mr }
     }
@@ -196,19 +203,27 @@ impl<'m> Projection<'m> {
         if inputs.is_empty() {
             return;
         }
+        let scale = self.loss_scale();
         // tch cannot start a backward pass from a given output gradient dx, but the gradient of Σ x·dx with respect to x is dx.
-        let mut surrogate = (&self.x_mh * &self.dx_mh).sum(Kind::Float);
+        let mut surrogate = (&self.x_mh * scale.cast(&self.dx_mh)).sum(Kind::Float);
         if let (Some(down_mr), Some(ddown_mr)) = (&self.down_mr, &self.ddown_mr) {
-            surrogate += (down_mr * ddown_mr).sum(Kind::Float);
+            surrogate += (down_mr * scale.cast(ddown_mr)).sum(Kind::Float);
         }
         let of_inputs = Tensor::run_backward(&[surrogate], &inputs, false, false);
-        for ((_, sum), gradient) in trained.iter().zip(&of_inputs) {
+        let mut of_inputs = of_inputs.into_iter().map(|gradient| scale.undo(gradient));
+        for ((_, sum), gradient) in trained.iter().zip(&mut of_inputs) {
             let _ = sum.shallow_clone().g_add_(&gradient.to_kind(sum.kind()));
         }
-        if let (Some(dhidden_nh), Some(gradient_mh)) = (gradients.hidden_nh, of_inputs.get(trained.len())) {
+        if let (Some(dhidden_nh), Some(gradient_mh)) = (gradients.hidden_nh, of_inputs.next()) {
             let gradient_mh = gradient_mh.to_kind(dhidden_nh.kind());
             let _ = dhidden_nh.shallow_clone().index_add_(0, positions_m, &gradient_mh);
         }
+    }
+
+    /// For the backward pass through the blocks, whose gradients are sums over the rows.
+    fn loss_scale(&self) -> LossScale {
+        let all: Vec<&Tensor> = [&self.dx_mh].into_iter().chain(&self.ddown_mr).collect();
+        LossScale::for_sums(self.x_mh.kind(), &all, self.x_mh.size()[0], &self.x_mh)
     }
 }
 
@@ -248,15 +263,21 @@ impl Chunk<'_> {
 
     fn backward(&self, dlogits_cv: &Tensor, weights: &CastWeights, into: &OutputGradients, scale: f64) {
         let x_ch = self.rows(&self.of.x_mh);
-        let dlogits_cv = dlogits_cv.to_kind(x_ch.kind());
-        self.rows(&self.of.dx_mh).copy_(&(dlogits_cv.matmul(&weights.weight_vh) * scale));
+        let of_logits = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
+        let dlogits_cv = of_logits.cast(dlogits_cv);
+        let through = |weight: &Tensor| of_logits.undo(dlogits_cv.matmul(weight)) * scale;
+        let add_to = |sum: &Tensor, input: &Tensor| match input.kind() {
+            Kind::Half => add_scaled_product(sum, (&dlogits_cv.tr(), &of_logits), input, scale),
+            _ => add_product(sum, &dlogits_cv.tr(), &(input * scale)),
+        };
+        self.rows(&self.of.dx_mh).copy_(&through(&weights.weight_vh));
         if let Some(dw_vh) = into.weight_vh {
-            add_product(dw_vh, &dlogits_cv.tr(), &(x_ch * scale));
+            add_to(dw_vh, &x_ch);
         }
         if let (Some(down_mr), Some(ddown_mr), Some(b_vr)) = (&self.of.down_mr, &self.of.ddown_mr, &weights.b_vr) {
-            self.rows(ddown_mr).copy_(&(dlogits_cv.matmul(b_vr) * scale));
+            self.rows(ddown_mr).copy_(&through(b_vr));
             if let Some([_, db_vr]) = into.adapter {
-                add_product(db_vr, &dlogits_cv.tr(), &(self.rows(down_mr) * scale));
+                add_to(db_vr, &self.rows(down_mr));
             }
         }
     }
@@ -331,6 +352,14 @@ fn add_product(sum: &Tensor, a: &Tensor, b: &Tensor) {
     let _ = if a.kind() == sum.kind() { sum.addmm_(a, b) } else { sum.g_add_(&a.matmul(b).to_kind(Kind::Float)) };
 }
 
+/// `sum += scale·a·b` in float16: the product cannot overflow, and `scale` is applied in float32.
+fn add_scaled_product(sum: &Tensor, (a_vc, of_a): (&Tensor, &LossScale), b_ch: &Tensor, scale: f64) {
+    let largest_a = Tensor::from(DLOGITS_SCALE as f32);
+    let of_b = LossScale::for_sums(Kind::Half, &[b_ch], b_ch.size()[0], &largest_a);
+    let product = of_b.undo(of_a.undo(a_vc.matmul(&of_b.cast(b_ch))));
+    let _ = sum.shallow_clone().g_add_(&(product * scale));
+}
+
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroUsize;
@@ -338,7 +367,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::draft::medusa::heads::{Heads, HeadsConfig};
+    use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
     use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
     use crate::model::adapters::attach_new;
     use crate::model::config::LlamaConfig;
@@ -399,6 +428,76 @@ mod tests {
                 let difference = (expected - got).abs().max().double_value(&[]);
                 let largest = expected.abs().max().double_value(&[]);
                 assert!(difference < 1e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
+            }
+        }
+    }
+
+    /// Gradients of W1, b1, W2 and the hidden states from a head that computes in `kind`, times `scale`.
+    fn gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
+        let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 32, vocab_size: 32_000 };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        let mut generator = Generator::seeded(2);
+        let hidden_nh = generator.normal(&[2048, 32], (Kind::Float, Device::Cpu)) * 3.0;
+        let targets =
+            Targets { positions_m: generator.permutation(2048), tokens_m: generator.integers(32_000, &[2048]) };
+        let values: Vec<Tensor> = heads.parameters().iter().map(|(_, value)| value.set_requires_grad(true)).collect();
+        let sums: Vec<Tensor> = values.iter().chain([&hidden_nh]).map(|p| p.detach().zeros_like()).collect();
+        let into = HeadGradients {
+            blocks: sums[..2].iter().collect(),
+            output: OutputGradients { weight_vh: Some(&sums[2]), adapter: None },
+            hidden_nh: Some(&sums[3]),
+        };
+        let (head, into) = (heads.head(0), Some((&into, scale)));
+        head_loss(Some(head), OutputLayer::plain(&values[2]), &hidden_nh.to_kind(kind), &targets, into);
+        sums
+    }
+
+    /// 4e-6 is the scale of 2·10^5 targets; the second is that times a λ0 of 0.01.
+    #[test]
+    fn gradients_of_16_bits_are_those_of_float32() {
+        let of_float32 = gradients_in(Kind::Float, 1.0);
+        for (kind, scale, most) in [(Kind::Half, 4e-6, 0.005), (Kind::Half, 4e-8, 0.005), (Kind::BFloat16, 4e-6, 0.02)]
+        {
+            let got = gradients_in(kind, scale);
+            for ((name, got), expected) in ["W1", "b1", "W2", "hidden"].iter().zip(&got).zip(&of_float32) {
+                let expected = expected * scale;
+                let off = ((got - &expected).norm() / expected.norm()).double_value(&[]);
+                assert!(off < most, "{kind:?}, times {scale}: {name} is off by {off}");
+            }
+        }
+    }
+
+    /// Of an adapted LM head's A and B and of the hidden states, as [`gradients_in`]: of the cross-entropy, then of the divergence.
+    fn lm_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
+        let mut backbone = backbone();
+        attach_new(&mut backbone, &toml::from_str("rank = 4\nalpha = 8").unwrap(), 3);
+        let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
+        let mut generator = Generator::seeded(4);
+        tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
+        let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+        let teacher = (&hidden + generator.normal_like(&hidden) * 0.1).to_kind(kind);
+        drop(generator);
+        let of_goal = |goal| {
+            let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
+            let output = OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) };
+            let into = HeadGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
+            let (lm_head, into) = (OutputLayer::lm_head(backbone.lm_head(), Adapters::On), Some((&into, scale)));
+            match goal {
+                0 => drop(head_loss(None, lm_head, &hidden.to_kind(kind), &targets(), into)),
+                _ => drop(distillation_loss(lm_head, [&hidden.to_kind(kind), &teacher], &targets(), into)),
+            }
+            got
+        };
+        [0, 1].into_iter().flat_map(of_goal).collect()
+    }
+
+    #[test]
+    fn gradients_of_an_lm_head_of_16_bits_are_those_of_float32() {
+        let of_float32 = lm_gradients_in(Kind::Float, 4e-8);
+        for (kind, most) in [(Kind::Half, 0.005), (Kind::BFloat16, 0.02)] {
+            for ((at, got), expected) in lm_gradients_in(kind, 4e-8).iter().enumerate().zip(&of_float32) {
+                let off = ((got - expected).norm() / expected.norm()).double_value(&[]);
+                assert!(off < most, "{kind:?}, gradient {at} is off by {off}");
             }
         }
     }
