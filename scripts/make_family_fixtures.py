@@ -8,6 +8,7 @@
 The format is that of scripts/make_fixtures.py, and:
 - `reference.greedy_ids` [50]: greedy tokens after the first `prompt_length` (metadata) of `reference.input_ids`; EOS does not end them.
   There are none where the frequencies change while the text grows.
+- `context` (metadata): tokens of the longest text; a rotary embedding that depends on the length of the text is made for it.
 - `reference.last_hidden_state` and `reference.logits` hold the last rows alone where the text is long (mistral_default_window).
 - `config` is what transformers 5 saves, `config_v4` has the keys of the published repositories; both make the same model.
 """
@@ -87,7 +88,7 @@ CASES = {
     "qwen2_yarn": Case(
         "qwen2",
         dict(
-            hidden_size=32, num_attention_heads=2, max_position_embeddings=64, intermediate_size=16,
+            num_attention_heads=2, max_position_embeddings=64,
             rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16),
         ),
         [dict(rope_parameters=rope()), dict(rope_parameters=rope("linear", factor=4.0))],
@@ -174,12 +175,13 @@ CASES = {
         [dict(rope_parameters=YARN), dict(rope_parameters=YARN | dict(attention_factor=1.5, beta_fast=32.0, beta_slow=1.0))],
     ),
     "llama_yarn_mscale": Case(
-        "llama", WIDE | dict(rope_parameters=YARN | MSCALES | dict(truncate=False)),
+        "llama", WIDE | dict(num_hidden_layers=1, rope_parameters=YARN | MSCALES | dict(truncate=False)),
         [dict(rope_parameters=YARN | dict(truncate=False)), dict(rope_parameters=YARN | MSCALES)],
     ),
-    "llama_dynamic_short_text": Case("llama", WIDE | dict(rope_parameters=rope("dynamic", factor=2.0))),
+    "llama_dynamic_short_text": Case("llama", WIDE | dict(num_hidden_layers=1, rope_parameters=rope("dynamic", factor=2.0))),
     "llama_dynamic_long_text": Case(
-        "llama", WIDE | dict(max_position_embeddings=12, rope_parameters=rope("dynamic", factor=2.0)), [dict(rope_parameters=rope())], greedy=False,
+        "llama", WIDE | dict(num_hidden_layers=1, max_position_embeddings=12, rope_parameters=rope("dynamic", factor=2.0)),
+        [dict(rope_parameters=rope())], greedy=False,
     ),
 }
 MODELS = {
@@ -308,7 +310,8 @@ def make(name, case):
     config = saved_config(model, torch.bfloat16)
     metadata = {
         "format": "pt", "script_sha256": hashlib.sha256(SCRIPT.read_bytes()).hexdigest(), "seed": str(seed),
-        "torch": torch.__version__, "transformers": transformers.__version__, "prompt_length": str(case.prompt_length),
+        "torch": torch.__version__, "transformers": transformers.__version__,
+        "prompt_length": str(case.prompt_length), "context": str(max(case.length, case.prompt_length + NEW_TOKENS if case.greedy else 0)),
         "config": json.dumps(config), "config_v4": json.dumps(published_config(config, case)),
     }
     return {key: value.contiguous() for key, value in (weights | tensors).items()}, metadata
