@@ -57,7 +57,7 @@ fn assert_all_whole(small: &SmallRun, run: &str) {
         assert!(!name.starts_with('.'), "{name} was left behind");
         if name.starts_with("step-") {
             let files = small.names(&format!("{run}/{name}"));
-            assert_eq!(files, ["heads.safetensors", "optimizer.safetensors", "state.json"], "{name}");
+            assert_eq!(files, ["config.json", "heads.safetensors", "optimizer.safetensors", "state.json"], "{name}");
         }
     }
 }

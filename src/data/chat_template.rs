@@ -127,6 +127,7 @@ impl TemplateError {
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
+    source: String,
     special: SpecialTokens,
     place: String,
     sha256: String,
@@ -235,6 +236,11 @@ impl ChatTemplate {
         &self.sha256
     }
 
+    /// The text of the template.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Where the template stands.
     pub fn place(&self) -> &str {
         &self.place
@@ -279,7 +285,8 @@ impl ChatTemplate {
         let environment = jinja::environment(source).map_err(broken)?;
         let marks_generation = jinja::marks_generation(source);
         let sha256 = files::hex(&Sha256::digest(format!("{special:?}\n{source}")));
-        let template = Self { environment, special, place, sha256, marks_generation, takes_tool_turns: false };
+        let source = source.to_owned();
+        let template = Self { environment, source, special, place, sha256, marks_generation, takes_tool_turns: false };
         let takes_tool_turns = template.shows_tool_turns();
         Ok(Self { takes_tool_turns, ..template })
     }

@@ -11,6 +11,12 @@ use crate::files::write_json;
 
 const CONFIG: &str = "config.json";
 
+/// A template file that the heads were trained with, beside them.
+pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// `architecture` of Medusa heads.
+pub const MEDUSA: &str = "medusa";
+
 /// `config.json` of `final/`, as TGI and the original code read it.
 #[derive(Debug, Clone, Serialize)]
 pub struct HeadsFolderConfig<'a> {
@@ -20,11 +26,18 @@ pub struct HeadsFolderConfig<'a> {
     pub medusa_num_layers: usize,
     pub hidden_size: i64,
     pub vocab_size: i64,
+    /// What the heads are, as `heads.architecture` of a recipe names it.
+    pub architecture: &'static str,
+    /// `model_type` of the backbone's config.json. A `model_type` here would be the heads' own to programs that read both.
+    pub backbone_model_type: &'a str,
     /// Compute dtype of the backbone in training.
     pub backbone_dtype: String,
     /// `nf4` or `int8`, if the backbone was quantized.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantization: Option<String>,
+    /// `data.chat_template` of the recipe; [`CHAT_TEMPLATE`] for a file, which is copied there. Absent without a template.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<String>,
 }
 
 impl HeadsFolderConfig<'_> {
@@ -67,6 +80,16 @@ impl PublishedHeadsConfig {
     /// Quantization of the backbone in training, if any.
     pub fn quantization(&self) -> Option<&str> {
         self.value["quantization"].as_str()
+    }
+
+    /// The chat template in training: a name of the recipe's, or [`CHAT_TEMPLATE`].
+    pub fn chat_template(&self) -> Option<&str> {
+        self.value["chat_template"].as_str()
+    }
+
+    /// Whether a run wrote it, which records every setting: what is absent was not set.
+    pub fn is_of_a_run(&self) -> bool {
+        self.value["backbone_dtype"].is_string()
     }
 
     /// vLLM's factor on all logits.

@@ -27,6 +27,8 @@ use crate::train::plan::TrainPlan;
 pub struct CheckedRun {
     pub plan: TrainPlan,
     pub(super) config: LlamaConfig,
+    /// What renders conversations, where there is a template.
+    pub(super) template: Option<ChatTemplate>,
     pub(super) train: Loader,
     pub(super) validation: Option<Loader>,
     /// Whether the backbone's folder has weights, whose headers were then checked.
@@ -52,7 +54,19 @@ impl CheckedRun {
         let (outline, has_weights) = guard("checking the backbone", || outline(&plan))??;
         let config = outline.config;
         let tokenizer = load_tokenizer(folder, config.vocab_size)?;
-        let rows = load_rows(&plan, tokenizer.as_ref(), config.vocab_size, watch)?;
+        let cache = data::cache::TokenCache::of_user();
+        let template = ChatTemplate::choose(&plan.data.chat_template, folder).map_err(DataError::from)?;
+        let settings = LoadSettings {
+            tokenizer: tokenizer.as_ref(),
+            vocab_size: usize::try_from(config.vocab_size).expect("a checked config"),
+            max_length: plan.data.max_length,
+            cache: cache.as_ref(),
+            template: template.as_ref(),
+            loss_on: plan.data.loss_on,
+            skip_bad_rows: plan.skip_bad_rows,
+            watch,
+        };
+        let rows = load_rows(&plan, &settings)?;
         let (sequences, pack_report) = data::sequences(rows.train, &plan.data);
         let train = loader(sequences, &plan, plan.data.shuffle.then_some(plan.train.seed));
         check_targets(&train, plan.heads.medusa_num_heads.get())?;
@@ -69,6 +83,7 @@ impl CheckedRun {
         Ok(Self {
             plan,
             config,
+            template,
             train,
             validation,
             has_weights,
@@ -177,29 +192,10 @@ struct SplitRows {
     validation_report: Option<LoadReport>,
 }
 
-fn load_rows(
-    plan: &TrainPlan,
-    tokenizer: Option<&TextTokenizer>,
-    vocab_size: i64,
-    watch: Watch,
-) -> Result<SplitRows, TrainError> {
-    let cache = data::cache::TokenCache::of_user();
-    let vocab_size = usize::try_from(vocab_size).expect("a checked config");
-    let template = ChatTemplate::choose(&plan.data.chat_template, Path::new(&plan.backbone.path));
-    let template = template.map_err(DataError::from)?;
-    let settings = LoadSettings {
-        tokenizer,
-        vocab_size,
-        max_length: plan.data.max_length,
-        cache: cache.as_ref(),
-        template: template.as_ref(),
-        loss_on: plan.data.loss_on,
-        skip_bad_rows: plan.skip_bad_rows,
-        watch,
-    };
-    let (train, train_report) = data::load(&plan.data.train, &settings)?;
+fn load_rows(plan: &TrainPlan, settings: &LoadSettings) -> Result<SplitRows, TrainError> {
+    let (train, train_report) = data::load(&plan.data.train, settings)?;
     if !plan.data.validation.is_empty() {
-        let (validation, report) = data::load(&plan.data.validation, &settings)?;
+        let (validation, report) = data::load(&plan.data.validation, settings)?;
         return Ok(SplitRows { train, train_report, validation: Some(validation), validation_report: Some(report) });
     }
     let Some(fraction) = plan.data.validation_fraction else {

@@ -1,15 +1,16 @@
 //! Checkpoints `step-000200/` and `final/`: written atomically; a run resumes from the newest one.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
+use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
-use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json};
-use crate::formats::heads_config::HeadsFolderConfig;
+use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
+use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig, MEDUSA};
 use crate::formats::run_folder;
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
@@ -69,6 +70,8 @@ pub struct Checkpoints<'r> {
     pub plan: &'r TrainPlan,
     /// With its adapters, or with float32 master weights if it is fully trained.
     pub backbone: &'r Llama,
+    /// What rendered the conversations; the heads remember it.
+    pub template: Option<&'r ChatTemplate>,
 }
 
 impl<'r> Checkpoints<'r> {
@@ -80,6 +83,7 @@ impl<'r> Checkpoints<'r> {
         let path = self.run().join(run_folder::step_folder(state.step));
         let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
         state.heads.save(folder.partial())?;
+        self.save_config(folder.partial(), &state.heads)?;
         match &self.plan.trained {
             BackboneTraining::Full => save(&folder.partial().join(BACKBONE_FILE), &self.backbone.weights())?,
             BackboneTraining::Frozen => {}
@@ -121,8 +125,7 @@ impl<'r> Checkpoints<'r> {
                 save_adapters(folder.partial(), self.backbone, self.plan.backbone_name())?;
             }
         }
-        let config = self.heads_config(heads);
-        config.save(folder.partial()).map_err(failed("write", &path))?;
+        self.save_config(folder.partial(), heads)?;
         folder.commit().map_err(failed("write", &path))?;
         Ok(path)
     }
@@ -184,9 +187,24 @@ impl<'r> Checkpoints<'r> {
             medusa_num_layers: shape.medusa_num_layers,
             hidden_size: self.backbone.config.hidden_size,
             vocab_size: self.backbone.config.vocab_size,
+            architecture: MEDUSA,
+            backbone_model_type: &self.backbone.config.model_type,
             backbone_dtype: self.plan.backbone.dtype.to_string(),
             quantization: self.plan.backbone.quantization.map(|quantization| quantization.to_string()),
+            chat_template: self.template.map(|_| match &self.plan.data.chat_template {
+                TemplateChoice::File(_) => CHAT_TEMPLATE.to_owned(),
+                choice => choice.clone().into(),
+            }),
         }
+    }
+
+    /// config.json beside heads, and the user's template file as it was when the run began: its path may not lead to it later.
+    fn save_config(&self, folder: &Path, heads: &Heads) -> Result<(), FileError> {
+        if let (TemplateChoice::File(_), Some(template)) = (&self.plan.data.chat_template, self.template) {
+            let path = folder.join(CHAT_TEMPLATE);
+            write_synced(&path, |out| out.write_all(template.source().as_bytes())).map_err(failed("write", &path))?;
+        }
+        self.heads_config(heads).save(folder).map_err(failed("write", folder))
     }
 }
 

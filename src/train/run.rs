@@ -77,7 +77,7 @@ impl TrainRun {
     ) -> Result<TrainingLoop<'r, 't>, TrainError> {
         let plan = &self.checked.plan;
         let mut state = guard("making the heads", || self.first_state())??;
-        let checkpoints = Checkpoints { plan, backbone: &self.backbone };
+        let checkpoints = Checkpoints { plan, backbone: &self.backbone, template: self.checked.template.as_ref() };
         if let Some(checkpoint) = checkpoints.newest()? {
             checkpoints.restore(&checkpoint, &mut state)?;
             tell(RunEvent::Resumed(&checkpoint));
