@@ -81,15 +81,15 @@ fn commands_start_anew_switch_the_heads_and_leave() {
 #[test]
 fn without_a_template_the_text_goes_on_from_all_that_was_typed_and_said() {
     let world = World::new();
-    let lines = answers(&world, &["--max-new-tokens", "5"], "ab\nba\n\n");
+    let lines = answers(&world, &["--chat-template", "none", "--max-new-tokens", "5"], "ab\nba\n\n");
     assert_eq!(lines.len(), 3, "an empty line lets it go on");
     let all = |line: &Value| [ids(&line["prompt_ids"]), ids(&line["new_ids"])].concat();
     assert!(ids(&lines[1]["prompt_ids"]).starts_with(&all(&lines[0])));
     assert!(ids(&lines[1]["prompt_ids"]).len() > all(&lines[0]).len());
     assert_eq!(ids(&lines[2]["prompt_ids"]), all(&lines[1]));
-    let (_, stderr) = said(&world, &[], "");
+    let (_, stderr) = said(&world, &["--chat-template", "none"], "");
     assert!(stderr.contains("no chat template: the model continues the plain text so far"), "{stderr}");
-    let refused = world.complaint(&[&CHAT[..], &["--system", "be kind"]].concat(), 2);
+    let refused = world.complaint(&[&CHAT[..], &["--chat-template", "none", "--system", "be kind"]].concat(), 2);
     assert!(refused.starts_with("error: --system cannot be used here: a conversation needs"), "{refused}");
 }
 
@@ -179,7 +179,10 @@ fn endless() -> World {
 #[cfg(unix)]
 fn amid_an_answer(world: &World) -> Talk {
     // With a temperature, because the most probable tokens of a random backbone may never form a whole character.
-    let mut talk = Talk::start(world, &[&CHAT[..], &["--max-new-tokens", "19000", "--temperature", "1"]].concat());
+    let mut talk = Talk::start(
+        world,
+        &[&CHAT[..], &["--chat-template", "none", "--max-new-tokens", "19000", "--temperature", "1"]].concat(),
+    );
     talk.say("ab");
     talk.stdout.read_exact(&mut [0]).expect("the answer begins");
     talk
@@ -204,7 +207,8 @@ fn sigterm_ends_the_program_amid_an_answer_and_ctrl_c_at_the_prompt() {
     talk.signal("-TERM");
     assert_eq!(talk.child.wait().expect("it ends").code(), Some(130));
 
-    let mut talk = Talk::start(&world, &[&CHAT[..], &["--json", "--max-new-tokens", "2"]].concat());
+    let mut talk =
+        Talk::start(&world, &[&CHAT[..], &["--chat-template", "none", "--json", "--max-new-tokens", "2"]].concat());
     talk.say("ab");
     talk.hear();
     let status = loop {
@@ -226,7 +230,7 @@ const GROWTH_KIB: u64 = 512;
 /// tokens each.
 #[cfg(target_os = "linux")]
 fn memory_of_chat(world: &World, rounds: usize) -> [u64; 2] {
-    let flags = ["--json", "--max-new-tokens", "40"];
+    let flags = ["--chat-template", "none", "--json", "--max-new-tokens", "40"];
     let mut talk = Talk::start(world, &[&CHAT[..], &HEADS, &flags].concat());
     let mut memory = Vec::new();
     for round in 1..=rounds {

@@ -36,6 +36,7 @@ mod readme;
 mod recipe;
 mod report;
 mod same_bits;
+mod served;
 mod small_run;
 mod stop_strings;
 mod torch_backbone;

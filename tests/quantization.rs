@@ -289,9 +289,9 @@ fn heads_are_trained_on_a_quantised_backbone() {
         let export = ["export", "--heads", "run/final", "--format", "heads", "--out", "exported"];
         let calibrate =
             ["calibrate", "--backbone", "backbone", "--heads", "run/final", "--data", "rows.jsonl", "--out", "c.json"];
-        for verb in [&export[..], &calibrate] {
+        for (verb, times) in [(&export[..], 1), (&calibrate, 0)] {
             let stderr = small.medusa(verb).succeeded().stderr;
-            assert_eq!(stderr.matches(&said).count(), 1, "{stderr}");
+            assert_eq!(stderr.matches(&said).count(), times, "calibrate measures on the same weights: {stderr}");
         }
         small.edit("recipe.toml", &format!("quantization = {quantization:?}"), "");
         small.train(&["--resume"]).failed(1, &["holds another run", "quantization"]);

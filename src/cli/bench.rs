@@ -32,7 +32,9 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let prompts = read_prompts(None, Some(&args.prompts))?;
     // A sweep that builds its own trees needs no notice about a missing --tree.
     let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
-    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), &loading)?;
+    let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
+    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
+    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, &loading)?;
     let ready = settings.iter().map(|setting| ready(args, &decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
     let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), 0, "prompts", common);
     let silent = CommonFlags { quiet: true, ..common.clone() };

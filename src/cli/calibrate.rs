@@ -8,14 +8,15 @@ use anyhow::Context;
 use clap::{ArgGroup, Args};
 use serde_json::json;
 
-use super::decoder::{Decoder, chat_template, load_backbone, load_heads};
+use super::decoder::{Decoder, load_backbone, load_heads};
 use super::downloads::shown;
 use super::reading::{Counter, watched};
+use super::served::{Served, ServedFlags};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate;
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
-use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+use crate::data::chat_template::ChatTemplate;
 use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
@@ -52,13 +53,11 @@ pub struct CalibrateArgs {
     /// Output file.
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
-    /// Chat template for conversations: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml,
-    /// mistral) or a .jinja file.
-    #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
-    pub chat_template: TemplateChoice,
     /// Guesses counted per head.
     #[arg(long, value_name = "K", default_value = "10")]
     pub top_k: NonZeroUsize,
+    #[command(flatten)]
+    served: ServedFlags,
 }
 
 /// Counts, writes the calibration, and prints each head's accuracy.
@@ -66,11 +65,12 @@ pub struct CalibrateArgs {
 /// # Errors
 /// An error in the backbone, the heads, the rows or the output file.
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let served = args.served.resolve(&args.backbone, Some(&args.heads), common)?;
     let (backbone, rows) = match &args.prompts {
-        Some(prompts) => own_answers(args, prompts, common)?,
+        Some(prompts) => own_answers(args, prompts, served, common)?,
         None => {
-            let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Training)?;
-            let rows = read_rows(args, &backbone, common)?;
+            let backbone = load_backbone(&args.backbone, Some(&args.heads), &served, common, Purpose::Training)?;
+            let rows = read_rows(args, &backbone, served.template.as_ref(), common)?;
             (backbone, rows)
         }
     };
@@ -90,13 +90,18 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 /// The backbone, and its answers to every turn of the prompts.
-fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyhow::Result<(Llama, RowStore)> {
+fn own_answers(
+    args: &CalibrateArgs,
+    file: &Path,
+    served: Served,
+    common: &CommonFlags,
+) -> anyhow::Result<(Llama, RowStore)> {
     let prompts = prompts::read(file)?;
-    let backbone = load_backbone(&args.backbone, Some(&args.heads), common, Purpose::Decoding)?;
+    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
+    let backbone = load_backbone(&args.backbone, Some(&args.heads), &served, common, Purpose::Decoding)?;
     Heads::check(&args.heads, [backbone.config.vocab_size, backbone.config.hidden_size])?; // before minutes of decoding
     let tokenizer = TextTokenizer::load(&args.backbone)?;
-    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
-    let decoder = Decoder { backbone, tokenizer, template, medusa: None };
+    let decoder = Decoder { backbone, tokenizer, template: served.template, medusa: None };
     let counter = Counter::new(prompts.len(), 0, "prompts", common);
     let mut rows = Vec::new();
     for (at, prompt) in prompts.iter().enumerate() {
@@ -113,18 +118,22 @@ fn own_answers(args: &CalibrateArgs, file: &Path, common: &CommonFlags) -> anyho
     Ok((decoder.backbone, RowStore::in_memory(rows)))
 }
 
-fn read_rows(args: &CalibrateArgs, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<RowStore> {
+fn read_rows(
+    args: &CalibrateArgs,
+    backbone: &Llama,
+    template: Option<&ChatTemplate>,
+    common: &CommonFlags,
+) -> anyhow::Result<RowStore> {
     // Rows of token ids need no tokenizer; rows of text report a missing one.
     let has_tokenizer = args.backbone.join("tokenizer.json").exists();
     let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
-    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
         vocab_size: usize::try_from(config.vocab_size)?,
         max_length: usize::try_from(config.max_position_embeddings)?.try_into()?,
         cache: cache.as_ref(),
-        template: template.as_ref(),
+        template,
         loss_on: LossOn::default(),
         skip_bad_rows: false,
         watch: Watch::default(),

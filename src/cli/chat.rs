@@ -13,8 +13,9 @@ use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::{DrafterFlags, ReadyDrafter};
 use super::engine::EngineFlags;
 use super::exit::report;
+use super::served::{ServedFlags, TemplateFlag, needs_template};
 use super::signals::terminated;
-use super::{CommonFlags, Interrupted, generate, interrupted, print_json};
+use super::{CommonFlags, Interrupted, UsageError, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
@@ -32,8 +33,8 @@ const EXAMPLES: &str = "Example:
   printf 'Hello\\n/reset\\nHello again\\n' \\
     | medusa chat --backbone data/tiny/backbone --json
 
-Commands: /reset, /plain, /help, /exit. Ctrl-C stops an answer, Ctrl-D exits. A backbone without a chat template continues the \
-plain text so far.";
+Commands: /reset, /plain, /help, /exit. Ctrl-C stops an answer, Ctrl-D exits. With --chat-template none, the model continues the plain \
+text so far.";
 
 const HELP: &str = "/reset   start a new conversation
 /plain   toggle plain decoding (without heads)
@@ -65,6 +66,8 @@ pub struct ChatArgs {
     stopping: StopFlags,
     #[command(flatten)]
     engine: EngineFlags,
+    #[command(flatten)]
+    served: ServedFlags,
 }
 
 /// Chats until the user exits.
@@ -74,7 +77,12 @@ pub struct ChatArgs {
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
-    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
+    if served.template.is_none() && args.served.chat_template != Some(TemplateFlag::None) {
+        let why = needs_template(&args.backbone);
+        return Err(UsageError(format!("{why}, or none to continue raw text")).into());
+    }
+    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, common)?;
     let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
     let request = args.decoding.request(&[], Stream::default());
     let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;

@@ -8,7 +8,8 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::json;
 
-use super::decoder::{backbone_config, chat_template};
+use super::backbone::backbone_config;
+use super::decoder::chat_template;
 use super::reading::watched;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;

@@ -5,12 +5,15 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use tch::Device;
 
+use super::backbone::backbone_config;
+use super::served::{self, Served};
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
 use crate::data::report::counted;
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::import::notices::Notice;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::engine::cpu::{CpuEngine, Unsupported};
@@ -24,7 +27,7 @@ use crate::model::weights::WeightFiles;
 use crate::torch::memory;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Loads a backbone in `--dtype`, by default the dtype of its weights. An adapter in the folder of `heads` is merged
+/// Loads a backbone in `--dtype`, by default the dtype of its weights, quantised as `served` has it. An adapter in the folder of `heads` is merged
 /// into it.
 ///
 /// # Errors
@@ -32,6 +35,7 @@ use crate::tree::sparse_tree::SparseTree;
 pub fn load_backbone(
     folder: &Path,
     heads: Option<&Path>,
+    served: &Served,
     common: &CommonFlags,
     purpose: Purpose,
 ) -> anyhow::Result<Llama> {
@@ -52,10 +56,10 @@ pub fn load_backbone(
         ));
     }
     let Some(adapter) = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) else {
-        return Ok(Llama::load(folder, dtype.kind(), device, purpose)?);
+        return Ok(Llama::load_quantized(folder, dtype.kind(), device, purpose, served.quantization)?);
     };
     common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
-    Ok(Llama::load_merged(folder, adapter, dtype.kind(), device, purpose)?)
+    Ok(Llama::load_merged(folder, adapter, dtype.kind(), device, purpose, served.quantization)?)
 }
 
 /// Limits libtorch to one thread if the backbone is so small that synchronization costs more than the products, or if
@@ -68,17 +72,6 @@ fn spare_threads(backbone: &Llama) {
         backbone.device() == Device::Cpu && largest < WORTH_SHARING && std::env::var_os("OMP_NUM_THREADS").is_none();
     if few || CpuEngine::supports(backbone).is_ok() {
         tch::set_num_threads(1);
-    }
-}
-
-/// The config of `--backbone`.
-///
-/// # Errors
-/// [`UsageError`] if there is no such folder; else the error in it.
-pub fn backbone_config(folder: &Path) -> anyhow::Result<LlamaConfig> {
-    match LlamaConfig::load(folder) {
-        Err(error) if !folder.exists() => Err(UsageError(format!("--backbone: {error}")).into()),
-        loaded => Ok(loaded?),
     }
 }
 
@@ -100,12 +93,13 @@ pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
     TemplateChoice::try_from(text.to_owned())
 }
 
-/// Loads heads of any layout and prints the notices about their file.
+/// Loads heads of any layout and prints the notices about their file; [`super::served::ServedFlags::resolve`] reports another quantisation.
 ///
 /// # Errors
 /// An invalid file, or heads that do not fit the backbone.
 pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
-    HeadsFile::open(path)?.notices()?.iter().for_each(|notice| common.say(notice));
+    let notices = HeadsFile::open(path)?.notices()?;
+    notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. })).for_each(|notice| common.say(notice));
     Ok(Heads::load(path, backbone)?)
 }
 
@@ -130,16 +124,18 @@ impl Decoder {
         folder: &Path,
         heads: Option<&PathBuf>,
         tree: Option<&PathBuf>,
+        served: Served,
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
-        backbone_config(folder)?; // first: its errors are the clearest for a folder without a backbone
         let tree = tree.map(|path| SparseTree::load(path)).transpose()?.map(|(tree, _)| tree);
         let tokenizer = TextTokenizer::load(folder)?;
-        let template = ChatTemplate::load(folder)?;
-        let backbone = load_backbone(folder, heads.map(PathBuf::as_path), common, purpose)?;
+        let backbone = load_backbone(folder, heads.map(PathBuf::as_path), &served, common, purpose)?;
         spare_threads(&backbone);
         if let (Purpose::Decoding, Err(why @ Unsupported::Weights)) = (purpose, CpuEngine::supports(&backbone)) {
-            common.say(format_args!("decoding with libtorch's operations: {why}"));
+            match backbone.quantization() {
+                Some(quantization) => common.say(served::on_libtorch(quantization)),
+                None => common.say(format_args!("decoding with libtorch's operations: {why}")),
+            }
         }
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
         let medusa = match heads {
@@ -154,7 +150,7 @@ impl Decoder {
             None => None,
         };
         memory::keep_freed_blocks();
-        Ok(Self { backbone, tokenizer, template, medusa })
+        Ok(Self { backbone, tokenizer, template: served.template, medusa })
     }
 
     /// Calls `answer` with each 0-based turn of a prompt and its tokens, which include the previous turns and answers.

@@ -10,13 +10,13 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::json;
 
-use super::decoder::{Decoder, chat_template};
+use super::decoder::Decoder;
 use super::decoding::{non_negative, probability};
 use super::drafter::Drafts;
 use super::engine::{EngineFlags, EngineName};
 use super::reading::Counter;
+use super::served::ServedFlags;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
-use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::prompts::{self, Dialogue};
 use crate::data::report::counted;
 use crate::decode::batch::SequenceBatch;
@@ -68,10 +68,6 @@ pub struct DistillArgs {
     /// Maximum number of new tokens per answer.
     #[arg(long, value_name = "N", default_value = "1024")]
     pub max_new_tokens: NonZeroUsize,
-    /// Chat template: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml, mistral) or a
-    /// .jinja file.
-    #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
-    pub chat_template: TemplateChoice,
     /// Maximum number of answers per conversation [default: one per user turn; 4 with --self-talk].
     #[arg(long, value_name = "N")]
     pub turns: Option<NonZeroUsize>,
@@ -95,6 +91,8 @@ pub struct DistillArgs {
     pub resume: bool,
     #[command(flatten)]
     engine: EngineFlags,
+    #[command(flatten)]
+    served: ServedFlags,
 }
 
 /// Answers the prompts of this machine's share.
@@ -114,12 +112,13 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         output::check_is_free(&args.out, args.shard)?;
     }
     let dialogues = prompts::read_dialogues(&args.prompts)?;
-    let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
-    let decoder = engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
-    let renderer = Renderer { tokenizer: &decoder.tokenizer, template: template.as_ref() };
+    let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
+    served.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()), &args.backbone)?;
+    let decoder = engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, common)?;
+    let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
-    let provenance = args.provenance(&decoder, template.as_ref(), &dialogues, common)?;
+    let provenance = args.provenance(&decoder, &dialogues, common)?;
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let answerer = args.answerer(&decoder, common)?;
     let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
@@ -160,7 +159,6 @@ impl DistillArgs {
     fn provenance(
         &self,
         decoder: &Decoder,
-        template: Option<&ChatTemplate>,
         dialogues: &[Dialogue],
         common: &CommonFlags,
     ) -> anyhow::Result<DistillProvenance> {
@@ -175,7 +173,7 @@ impl DistillArgs {
             backbone: downloads::shown(&self.backbone),
             backbone_revision: provenance::revision(&self.backbone),
             backbone_sha256: provenance::identity(&self.backbone)?,
-            chat_template_sha256: template.map(|template| template.sha256().to_owned()),
+            chat_template_sha256: decoder.template.as_ref().map(|template| template.sha256().to_owned()),
             prompts: shown(&self.prompts),
             prompts_sha256: files::sha256(&self.prompts)?,
             conversations: dialogues.len(),
@@ -183,6 +181,7 @@ impl DistillArgs {
             conversations_per_file: CONVERSATIONS_PER_SHARD,
             device: device_name(decoder.backbone.device()),
             dtype: Dtype::of(decoder.backbone.kind()).to_string(),
+            quantization: decoder.backbone.quantization().map(|quantization| quantization.to_string()),
             temperature: self.temperature.get(),
             top_p: self.top_p.get(),
             max_new_tokens: self.max_new_tokens.get(),

@@ -7,13 +7,16 @@ use anyhow::Context;
 use clap::{Args, ValueEnum};
 use tch::Device;
 
-use super::decoder::{Decoder, backbone_config};
+use super::backbone::backbone_config;
+use super::decoder::Decoder;
 use super::drafter::{Drafts, ReadyDrafter};
+use super::served::{Served, on_libtorch};
 use super::{CommonFlags, UsageError};
 use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
 use crate::decode::request::Request;
+use crate::draft::medusa::heads::import::folder_of;
 use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::cuda::error::CudaError;
@@ -21,6 +24,8 @@ use crate::engine::fastest::fastest;
 use crate::engine::tch::TchEngine;
 use crate::model::config::LlamaConfig;
 use crate::model::loading::Purpose;
+use crate::model::peft::ADAPTER_CONFIG;
+use crate::model::quantization::Quantization;
 use crate::nvidia::device;
 use crate::torch::DeviceChoice;
 
@@ -72,14 +77,32 @@ impl EngineFlags {
         backbone: &Path,
         heads: Option<&PathBuf>,
         tree: Option<&PathBuf>,
+        served: Served,
         common: &CommonFlags,
     ) -> anyhow::Result<Decoder> {
+        self.check_quantization(served.quantization, heads)?;
         // libtorch's engine needs weights that are not repacked for the CPU kernels.
         let purpose = if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding };
         self.context(&backbone_config(backbone)?)?; // before the weights are read
-        let mut decoder = Decoder::load(purpose, backbone, heads, tree, common)?;
+        let mut decoder = Decoder::load(purpose, backbone, heads, tree, served, common)?;
         decoder.backbone.config.max_position_embeddings = self.context(&decoder.backbone.config)?;
         Ok(decoder)
+    }
+
+    /// Refuses quantised weights for the engines that read dense ones. An adapter beside the heads makes the weights that it changes
+    /// dense, so these engines may decode them.
+    fn check_quantization(
+        &self,
+        quantization: Option<Quantization>,
+        heads: Option<&PathBuf>,
+    ) -> Result<(), UsageError> {
+        let has_adapter = heads.is_some_and(|heads| folder_of(heads).join(ADAPTER_CONFIG).exists());
+        match (self.engine.asked(), quantization) {
+            (Some(engine), Some(quantization)) if self.engine != EngineName::Tch && !has_adapter => Err(UsageError(
+                format!("--engine {engine}: {}; use --engine tch, or --quantization none", on_libtorch(quantization)),
+            )),
+            _ => Ok(()),
+        }
     }
 
     /// The maximum sequence length: `--max-context`, else the backbone's.

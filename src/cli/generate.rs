@@ -13,6 +13,7 @@ use super::decoder::{Decoder, read_prompts};
 use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::DrafterFlags;
 use super::engine::EngineFlags;
+use super::served::ServedFlags;
 use super::{CommonFlags, print_json};
 use crate::decode::DecodeLoop;
 use crate::decode::request::Request;
@@ -53,6 +54,8 @@ pub struct GenerateArgs {
     stopping: StopFlags,
     #[command(flatten)]
     engine: EngineFlags,
+    #[command(flatten)]
+    served: ServedFlags,
 }
 
 /// Decodes the prompts in order.
@@ -63,7 +66,9 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
-    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), common)?;
+    let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
+    served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
+    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, common)?;
     let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
     let request = args.decoding.request(&[], Stream::default());
     let mut writer =

@@ -13,6 +13,7 @@ use self::exit::{INTERRUPTED, report, status};
 use crate::hub::{DataSplit, Wanted};
 use crate::torch;
 
+pub mod backbone;
 pub mod bench;
 pub mod calibrate;
 pub mod chat;
@@ -34,6 +35,7 @@ mod print;
 pub mod push;
 mod reading;
 pub mod report;
+pub mod served;
 mod signals;
 pub mod train;
 pub mod tree;

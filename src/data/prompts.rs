@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::chat_template::{ChatTemplate, Message, TemplateError};
+use super::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateError};
 use super::conversation::Role;
 use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
@@ -25,8 +25,8 @@ pub enum PromptError {
     Empty { path: PathBuf },
     /// A conversation, and nothing to render it with.
     #[error(
-        "a conversation needs the backbone's chat template (chat_template in tokenizer_config.json, or \
-         chat_template.jinja); use prompts of \"prompt\" or \"prompt_ids\" with a backbone that has none"
+        "a conversation needs a chat template, and the backbone has none; choose one with --chat-template: {} or a .jinja file",
+        TemplateChoice::built_in_names()
     )]
     NoTemplate,
     /// A template that fails.
@@ -69,6 +69,13 @@ pub enum PromptInput {
     Turns(Vec<String>),
 }
 
+impl PromptInput {
+    /// Whether a chat template renders it.
+    pub fn needs_template(&self) -> bool {
+        matches!(self, Self::Chat(_) | Self::Turns(_))
+    }
+}
+
 /// A prompt for self-distillation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
@@ -93,6 +100,13 @@ pub enum Questions {
         /// At least one.
         user: Vec<String>,
     },
+}
+
+impl Questions {
+    /// Whether a chat template renders them.
+    pub fn needs_template(&self) -> bool {
+        matches!(self, Self::Turns { .. })
+    }
 }
 
 /// Reads a prompt file: JSONL, or a JSON array. A final assistant turn of a conversation is removed: it is the text to decode.

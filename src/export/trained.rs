@@ -116,7 +116,7 @@ impl Trained {
         let own = WeightFiles::open(&base)?.kind(names::EMBED_TOKENS).unwrap_or(Kind::Float);
         let kind = if format.holds_backbone() { asked.map_or(own, Dtype::kind) } else { own };
         let backbone = match &self.adapter {
-            Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training)?,
+            Some(adapter) => Llama::load_merged(&base, adapter, kind, Device::Cpu, Purpose::Training, None)?,
             None => Llama::load(&base, kind, Device::Cpu, Purpose::Training)?,
         };
         if format.holds_backbone() || format == ExportFormat::Peft {

@@ -25,6 +25,9 @@ pub struct BenchResult {
     pub device: String,
     /// Compute dtype of the backbone.
     pub dtype: String,
+    /// `nf4` or `int8`; absent for weights that were not quantised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<String>,
     /// Engine: `tch`, `cpu` or `cuda`.
     #[serde(default)]
     pub engine: String,

@@ -21,6 +21,9 @@ pub struct Latency {
     pub engine: Option<String>,
     /// Dtype of the backbone.
     pub dtype: Dtype,
+    /// `nf4` or `int8`; absent for weights that were not quantised.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<String>,
     /// CPU threads.
     pub threads: usize,
     /// Tokens in the context before the steps.
@@ -55,6 +58,8 @@ pub struct LatencyConditions {
     pub engine: Option<String>,
     /// Dtype of the backbone.
     pub dtype: Option<Dtype>,
+    /// `nf4`, `int8` or `none`.
+    pub quantization: Option<String>,
     /// CPU threads; compared only on the CPU.
     pub threads: Option<usize>,
     /// Tokens in the context before the steps.
@@ -105,6 +110,7 @@ impl Latency {
             ("device", self.device.clone(), asked.device.clone()),
             ("engine", self.engine.clone().unwrap_or_default(), asked.engine.clone().filter(|_| self.engine.is_some())),
             ("dtype", self.dtype.to_string(), asked.dtype.map(|dtype| dtype.to_string())),
+            ("quantization", self.quantization.clone().unwrap_or_else(|| "none".into()), asked.quantization.clone()),
             ("threads", text(&self.threads), asked.threads.as_ref().filter(|_| on_cpu).map(text)),
             ("a context of", text(&self.context), asked.context.as_ref().map(text)),
             ("the backbone", self.backbone.clone(), asked.backbone.clone()),
@@ -141,6 +147,7 @@ pub(crate) mod examples {
             device: "cpu".into(),
             engine: Some("tch".into()),
             dtype: Dtype::Float32,
+            quantization: None,
             threads: 2,
             context: 256,
             backbone: "b".into(),

@@ -127,6 +127,8 @@ pub struct DistillProvenance {
     pub device: String,
     /// Compute dtype of the backbone.
     pub dtype: String,
+    /// `nf4` or `int8`; `null`, and absent in older folders: not quantised.
+    pub quantization: Option<String>,
     /// 0 is greedy.
     pub temperature: f64,
     /// 1 is all tokens.

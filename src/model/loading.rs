@@ -76,7 +76,8 @@ impl Llama {
         Ok(llama)
     }
 
-    /// As [`Llama::load`], with the adapter of a PEFT folder merged into the weights.
+    /// As [`Llama::load_quantized`], with the adapter of a PEFT folder merged into the weights. Quantised weights that it changes are
+    /// dense afterwards: dequantised, as in training, plus the adapter.
     ///
     /// # Errors
     /// [`LoadError`] names the file and what is wrong in it.
@@ -86,8 +87,9 @@ impl Llama {
         kind: Kind,
         device: Device,
         purpose: Purpose,
+        quantization: Option<Quantization>,
     ) -> Result<Self, LoadError> {
-        let mut llama = Self::load(folder, kind, device, Purpose::Training)?;
+        let mut llama = Self::load_quantized(folder, kind, device, Purpose::Training, quantization)?;
         peft::attach(&mut llama, adapter, None)?;
         Ok(llama.merged().prepared_for(purpose))
     }

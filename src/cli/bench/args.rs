@@ -9,6 +9,7 @@ use super::sweep::SweepFlag;
 use crate::cli::decoding::{DecodingFlags, positive};
 use crate::cli::drafter::DrafterFlags;
 use crate::cli::engine::EngineFlags;
+use crate::cli::served::ServedFlags;
 use crate::numbers::Positive;
 
 const EXAMPLES: &str = "Example:
@@ -63,4 +64,6 @@ pub struct BenchArgs {
     pub(super) decoding: DecodingFlags,
     #[command(flatten)]
     pub(super) engine: EngineFlags,
+    #[command(flatten)]
+    pub(super) served: ServedFlags,
 }

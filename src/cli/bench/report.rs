@@ -25,6 +25,7 @@ pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
         categories: first.categories.keys().map(category).collect(),
         device: device_name(bench.decoder.backbone.device()),
         dtype: Dtype::of(bench.decoder.backbone.kind()).to_string(),
+        quantization: bench.decoder.backbone.quantization().map(|quantization| quantization.to_string()),
         engine: bench.decoding.borrow().engine_name().into(),
         drafter: bench.drafter.into(),
         tree_nodes: bench.tree_nodes,
@@ -155,7 +156,8 @@ fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
     let forced = result.forced_acceptance_rate.map_or_else(String::new, |rate| {
         format!("\nacceptance was forced to {rate} tokens per step: the speed is not that of these heads")
     });
-    format!("{} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
+    let quantized = result.quantization.as_ref().map_or_else(String::new, |name| format!(", weights in {name}"));
+    format!("{}{quantized} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
 }
 
 /// A CSV row as pairs of column and value. The `medusa_…` columns hold the figures of any drafter.
@@ -188,6 +190,7 @@ fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> 
         ("dtype", json!(result.dtype)),
         ("device", json!(result.device)),
         ("drafter", json!(result.drafter)),
+        ("quantization", json!(result.quantization)),
     ]
 }
 

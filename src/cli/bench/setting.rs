@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use super::args::BenchArgs;
 use super::sweep::SweepFlag;
 use crate::cli::UsageError;
-use crate::cli::decoder::backbone_config;
+use crate::cli::backbone::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
 use crate::cli::drafter::DrafterName;
 use crate::formats::bench::SweptValue;

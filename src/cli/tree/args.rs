@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 
 use super::super::engine::EngineName;
+use super::super::served::QuantizationName;
 
 /// Search the tree with the most expected tokens per step (paper section 2.3.3), or per second.
 #[derive(Debug, Args)]
@@ -33,6 +34,9 @@ pub struct TreeArgs {
     /// Engine to time for --latency: the one that `medusa generate` will use.
     #[arg(long, value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto, conflicts_with = "nodes")]
     pub engine: EngineName,
+    /// Quantise the backbone's linear layers to time for --latency [default: as in the heads' training].
+    #[arg(long, value_enum, value_name = "Q", conflicts_with = "nodes")]
+    pub quantization: Option<QuantizationName>,
     /// Context length of the timed steps [default: 256, at most half the backbone's context].
     #[arg(long, value_name = "N", conflicts_with = "nodes")]
     pub context: Option<NonZeroUsize>,

@@ -3,10 +3,11 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use super::super::downloads::shown;
+use super::super::downloads;
 use super::super::drafter::{Drafts, ReadyDrafter};
 use super::super::engine::EngineFlags;
 use super::super::reading::Counter;
+use super::super::served::{Served, ServedFlags, shown};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::cpu::team::Team;
@@ -32,7 +33,8 @@ pub(super) fn latency(
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
-    let asked = asked(args, calibration, common)?;
+    let served = served(args, common)?;
+    let asked = asked(args, served.as_ref(), calibration, common)?;
     if path.exists() {
         let latency = Latency::load(path)?;
         latency.check(&asked, path)?;
@@ -52,14 +54,26 @@ pub(super) fn latency(
         ))
         .into());
     };
-    let latency = measure(args, (backbone, heads), calibration, common)?;
+    let latency = measure(args, (backbone, heads), served.unwrap_or_default(), calibration, common)?;
     latency.save(path)?;
     common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine.as_deref().unwrap_or("")));
     Ok(latency)
 }
 
+/// The weights to time, where the command line names backbone and heads.
+fn served(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<Option<Served>> {
+    let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else { return Ok(None) };
+    let flags = ServedFlags { quantization: args.quantization, chat_template: None };
+    Ok(Some(flags.resolve(backbone, Some(heads), common)?))
+}
+
 /// The conditions that a file must match: those of the command line, and the calibration's heads.
-fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> anyhow::Result<LatencyConditions> {
+fn asked(
+    args: &TreeArgs,
+    served: Option<&Served>,
+    calibration: &Calibration,
+    common: &CommonFlags,
+) -> anyhow::Result<LatencyConditions> {
     if let Some(heads) = &args.heads {
         let of_heads = HeadsFile::open(heads)?.sha256()?;
         if of_heads != calibration.heads_sha256 {
@@ -75,9 +89,13 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
         device: Some(device_name(common.device.resolve()?)),
         engine: args.engine.asked(),
         dtype: common.dtype,
+        quantization: match (served, args.quantization) {
+            (Some(served), _) => Some(shown(served.quantization)),
+            (None, typed) => typed.map(|typed| shown(typed.quantization())),
+        },
         threads: Some(Team::of_process().size()),
         context: args.context.map(Into::into),
-        backbone: args.backbone.as_deref().map(shown),
+        backbone: args.backbone.as_deref().map(downloads::shown),
         heads_sha256: Some(calibration.heads_sha256.clone()),
     })
 }
@@ -86,6 +104,7 @@ fn asked(args: &TreeArgs, calibration: &Calibration, common: &CommonFlags) -> an
 fn measure(
     args: &TreeArgs,
     (backbone, heads): (&Path, &Path),
+    served: Served,
     calibration: &Calibration,
     common: &CommonFlags,
 ) -> anyhow::Result<Latency> {
@@ -94,7 +113,7 @@ fn measure(
     let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice about a missing --tree
     let engine = EngineFlags { engine: args.engine, max_context: None };
-    let decoder = engine.load(backbone, Some(&heads.to_owned()), None, &quiet)?;
+    let decoder = engine.load(backbone, Some(&heads.to_owned()), None, served, &quiet)?;
     let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
@@ -117,9 +136,10 @@ fn measure(
         device: device_name(decoder.backbone.device()),
         engine: Some(engine.to_owned()),
         dtype: Dtype::of(decoder.backbone.kind()),
+        quantization: decoder.backbone.quantization().map(|quantization| quantization.to_string()),
         threads: Team::of_process().size(),
         context,
-        backbone: shown(backbone),
+        backbone: downloads::shown(backbone),
         heads_sha256: calibration.heads_sha256.clone(),
         plain_step_ms,
         steps,

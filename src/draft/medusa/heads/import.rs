@@ -91,6 +91,11 @@ impl HeadsFile {
         self.config.as_ref()?.base()
     }
 
+    /// The config.json beside it.
+    pub fn config(&self) -> Option<&PublishedHeadsConfig> {
+        self.config.as_ref()
+    }
+
     /// Checks that the heads fit a backbone of `[V, H]` and that no tensor is missing; reads only headers.
     ///
     /// # Errors
