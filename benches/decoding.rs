@@ -5,7 +5,7 @@
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use medusa::engine::RowTokens;
 use medusa::engine::fastest::fastest;
-use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::kv_cache::KvCache;
 use medusa::model::llama::Llama;
 use medusa::model::new_tokens::NewTokens;
@@ -28,8 +28,8 @@ fn backbone() -> Llama {
         rope_scaling: RopeScaling::Default,
         sliding_window: None,
         tie_word_embeddings: true,
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
+        family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids: vec![],
     };

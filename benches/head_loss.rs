@@ -6,7 +6,7 @@ use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use medusa::draft::medusa::fused_loss::{HeadGradients, OutputGradients, OutputLayer, head_loss};
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::draft::medusa::loss::{Targets, cross_entropy_sum};
-use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::torch::Generator;
 use tch::{Device, Kind, Tensor};
@@ -29,8 +29,8 @@ fn backbone(hidden_size: i64, vocab_size: i64) -> Llama {
         rope_scaling: RopeScaling::Default,
         sliding_window: None,
         tie_word_embeddings: true,
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
+        family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids: vec![],
     };

@@ -273,11 +273,11 @@ impl Recipe {
         }
         let config =
             LlamaConfig::load(folder).map_err(|error| wrong(text.value("backbone.path"), Mistake::Backbone(error)))?;
-        let (length, context) = (self.data.max_length.get(), config.max_position_embeddings);
+        let (length, context) = (self.data.max_length.get(), config.largest_context());
         if i64::try_from(length).is_ok_and(|length| length <= context) {
             return Ok(());
         }
-        let expected = format!("at most {context}, the backbone's max_position_embeddings");
+        let expected = format!("at most {context}, the backbone's context");
         Err(clash(text, "data.max_length", length, expected))
     }
 

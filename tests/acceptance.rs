@@ -9,7 +9,7 @@ use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::sample::{Sampling, Stream};
 use medusa::model::attention::RowMask;
-use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::lora::Adapters;
 use medusa::numbers::{NonNegative, Probability};
@@ -42,8 +42,8 @@ fn backbone() -> Llama {
         rope_scaling: RopeScaling::Default,
         sliding_window: None,
         tie_word_embeddings: false,
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
+        family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids: vec![],
     };

@@ -19,7 +19,7 @@ use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::shape::Shape;
 use medusa::engine::fastest::fastest;
 use medusa::engine::sample::{Sampling, Stream};
-use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::numbers::{NonNegative, Positive, Probability};
@@ -54,8 +54,8 @@ fn config(num_key_value_heads: i64, sliding_window: Option<i64>, context: i64) -
         rope_scaling: RopeScaling::Default,
         sliding_window,
         tie_word_embeddings: false,
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
+        family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids: vec![],
     }
@@ -340,7 +340,7 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
     let medusa = (&MedusaDrafter::new(&llama, &heads, &wide).expect("they fit"), Acceptance::Greedy);
     let error = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("a step has at most 128 nodes with the root, the tree has 133"), "{error}");
-    let biased = backbone(LlamaConfig { attention_bias: true, ..config(2, None, 64) }, 18);
+    let biased = backbone(LlamaConfig { biases: Biases { qkv: true, o: true, mlp: false }, ..config(2, None, 64) }, 18);
     let error = DeviceLoop::new(&biased, None, Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("the backbone has linear layers with a bias"), "{error}");
     let packed = backbone(config(2, None, 64), 19).for_decoding();

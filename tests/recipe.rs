@@ -281,10 +281,7 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
     assert!(error.contains("column 17: data.chat_template: none.jinja does not exist; give the path"), "{error}");
     write(&path, &good.replace("max_length = 64", "max_length = 65"));
     let error = Recipe::load(&path).unwrap_err().to_string();
-    assert!(
-        error.contains("data.max_length = 65: expected at most 64, the backbone's max_position_embeddings"),
-        "{error}"
-    );
+    assert!(error.contains("data.max_length = 65: expected at most 64, the backbone's context"), "{error}");
 }
 
 const CONFIG: &str = r#"{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,

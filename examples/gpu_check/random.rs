@@ -3,7 +3,7 @@
 use std::ops::ControlFlow;
 
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
-use medusa::model::config::{LlamaConfig, RopeScaling};
+use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::tree::sparse_tree::SparseTree;
 use tch::{Device, Kind};
@@ -32,8 +32,8 @@ pub(crate) fn config(head_dim: i64, groups: i64, sliding_window: Option<i64>, la
         rope_scaling: RopeScaling::Default,
         sliding_window,
         tie_word_embeddings: false,
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
+        family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids: vec![],
     }

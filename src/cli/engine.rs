@@ -85,7 +85,7 @@ impl EngineFlags {
         let purpose = if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding };
         self.context(&backbone_config(backbone)?)?; // before the weights are read
         let mut decoder = Decoder::load(purpose, backbone, heads, tree, served, common)?;
-        decoder.backbone.config.max_position_embeddings = self.context(&decoder.backbone.config)?;
+        decoder.backbone.set_context(self.context(&decoder.backbone.config)?);
         Ok(decoder)
     }
 
@@ -110,12 +110,12 @@ impl EngineFlags {
     /// # Errors
     /// [`UsageError`] if the backbone's context is shorter.
     pub fn context(&self, backbone: &LlamaConfig) -> Result<i64, UsageError> {
-        let longest = backbone.max_position_embeddings;
+        let longest = backbone.largest_context();
         match self.max_context.map(NonZeroU32::get) {
             Some(limit) if i64::from(limit) > longest => Err(UsageError(format!(
                 "--max-context {limit} is longer than the backbone's context of {longest} tokens; lower or drop it"
             ))),
-            limit => Ok(limit.map_or(longest, Into::into)),
+            limit => Ok(limit.map_or(backbone.max_position_embeddings, Into::into)),
         }
     }
 

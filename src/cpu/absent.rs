@@ -73,12 +73,14 @@ pub(crate) mod rows {
 
     never! {
         fn rms_norm(&[f32], &[f32], f32, &mut [f32]);
+        fn rms_norm_in_place(&mut [f32], &[f32], f32);
         fn add(&mut [f32], &[f32]);
         fn add_to_each(&mut [f32], &[f32]);
         fn silu_product(&[f32], &mut [f32], usize);
+        fn gelu_tanh_product(&[f32], &mut [f32], usize);
         fn add_silu(&mut [f32], &[f32]);
-        fn rotation(i64, &[f32]) -> Vec<f32>;
-        fn rotate(&mut [f32], &[f32]);
+        fn rotation(i64, &[f32], f32) -> Vec<f32>;
+        fn rotate(&mut [f32], usize, &[f32]);
         fn largest(&[f32], usize) -> Vec<usize>;
     }
 }

@@ -63,7 +63,7 @@ pub(crate) fn attend(
             let q_d = &q[n * stride + head * d..][..d];
             // SAFETY: each part has its own heads of its own token.
             let out_d = unsafe { shared.part(n * width + head * d, d) };
-            let one = One { q_d, keys, values, group, slots: &seen[n].0, scale: heads.scale };
+            let one = One { q_d, keys, values, group, slots: &seen[n].0, heads };
             // SAFETY: a matrix was made before, so the CPU has AVX-512.
             unsafe {
                 match keys.number {
@@ -85,7 +85,7 @@ struct One<'a> {
     values: Plane<'a>,
     group: usize,
     slots: &'a [u32],
-    scale: f32,
+    heads: AttentionShape,
 }
 
 impl One<'_> {
@@ -118,7 +118,8 @@ impl One<'_> {
                     );
                 }
             }
-            let scaled = _mm512_mul_ps(sum_each(sums), _mm512_set1_ps(self.scale));
+            let scaled = _mm512_mul_ps(sum_each(sums), _mm512_set1_ps(self.heads.scale));
+            let scaled = self.heads.softcap.map_or(scaled, |cap| capped(scaled, cap));
             largest = _mm512_max_ps(largest, scaled);
             store(scores, scaled);
         }
@@ -180,6 +181,15 @@ unsafe fn numbers_at<const BF16: bool>(plane: &[u8], at: usize, mask: u16) -> __
     }
 }
 
+/// `c·tanh(s / c) = c·(1 - 2 / (1 + e^(2s/c)))`.
+#[target_feature(enable = "avx512f")]
+fn capped(scores: __m512, cap: f32) -> __m512 {
+    let (one, two) = (_mm512_set1_ps(1.0), _mm512_set1_ps(2.0));
+    let exponential = exp(_mm512_mul_ps(scores, _mm512_set1_ps(2.0 / cap)));
+    let tanh = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(one, exponential)));
+    _mm512_mul_ps(tanh, _mm512_set1_ps(cap))
+}
+
 /// Scores to e^(score - largest), in place; returns their sum. Those from `len` on become 0.
 #[target_feature(enable = "avx512f")]
 fn softmax(scores: &mut [f32], largest: f32, len: usize) -> f32 {
@@ -234,7 +244,7 @@ mod tests {
                 };
                 let (q, mut out) = (random(seen.len() * (width + 3), 3), vec![0.0; seen.len() * width]);
                 let plane = |bytes| Plane { bytes, number, room, head_size: d };
-                let heads = AttentionShape { queries, groups, scale: 0.3 };
+                let heads = AttentionShape { queries, groups, scale: 0.3, softcap: None };
                 let slots: Vec<SeenTokens> = seen.iter().map(|slots| slots.iter().copied().collect()).collect();
                 attend((&q, width + 3), [plane(&planes[0][..]), plane(&planes[1][..])], &slots, heads, &mut out, &team);
                 for (n, head) in (0..seen.len()).flat_map(|n| (0..queries).map(move |head| (n, head))) {

@@ -78,6 +78,8 @@ pub(crate) struct AttentionShape {
     pub(crate) groups: usize,
     /// Factor of the scores.
     pub(crate) scale: f32,
+    /// c: scaled scores s become c·tanh(s / c).
+    pub(crate) softcap: Option<f32>,
 }
 
 /// Whether this CPU has what the kernels are written for.

@@ -18,6 +18,17 @@ pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f
     }
 }
 
+/// As [`rms_norm`], in place.
+pub(crate) fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
+    assert_eq!(x.len() % weight.len(), 0, "whole rows");
+    for x in x.chunks_exact_mut(weight.len()) {
+        // SAFETY: as in `rms_norm`.
+        let mean = unsafe { sum_of_squares(x) } / weight.len() as f32;
+        let scale = (mean + eps).sqrt().recip();
+        x.iter_mut().zip(weight).for_each(|(x, weight)| *x = *x * scale * weight);
+    }
+}
+
 #[target_feature(enable = "avx512f")]
 fn sum_of_squares(x: &[f32]) -> f32 {
     let (chunks, rest) = x.as_chunks::<LANES>();
@@ -60,6 +71,29 @@ fn silu_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
     }
 }
 
+/// `gelu(gate) · up` with GELU's tanh approximation; shapes as in [`silu_product`].
+pub(crate) fn gelu_tanh_product(gate_up_nf: &[f32], out_nf: &mut [f32], f: usize) {
+    assert_eq!(gate_up_nf.len(), 2 * out_nf.len(), "[N, 2F] and [N, F]");
+    for (gate_up, out_f) in gate_up_nf.chunks_exact(2 * f).zip(out_nf.chunks_exact_mut(f)) {
+        let (gate_f, up_f) = gate_up.split_at(f);
+        // SAFETY: as in `rms_norm`.
+        unsafe { gelu_tanh_product_of_row(gate_f, up_f, out_f) };
+    }
+}
+
+/// `x·(1 + tanh(u)) / 2 = x·sigmoid(2u)` with `u = √(2/π)·(x + 0.044715·x³)`.
+#[target_feature(enable = "avx512f")]
+fn gelu_tanh_product_of_row(gate_f: &[f32], up_f: &[f32], out_f: &mut [f32]) {
+    const MINUS_TWO_ROOT: f32 = -1.595_769; // -2·√(2/π)
+    for ((gate, up), out) in gate_f.chunks(LANES).zip(up_f.chunks(LANES)).zip(out_f.chunks_mut(LANES)) {
+        let (gate, up, one) = (load(gate), load(up), _mm512_set1_ps(1.0));
+        let cubic = _mm512_mul_ps(_mm512_mul_ps(gate, gate), _mm512_mul_ps(gate, _mm512_set1_ps(0.044_715)));
+        let minus_2u = _mm512_mul_ps(_mm512_set1_ps(MINUS_TWO_ROOT), _mm512_add_ps(gate, cubic));
+        let sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp(minus_2u)));
+        store(out, _mm512_mul_ps(_mm512_mul_ps(gate, sigmoid), up));
+    }
+}
+
 /// `x + silu(y)` to `x`, both `[N, H]`: the end of a ResBlock.
 pub(crate) fn add_silu(x: &mut [f32], y: &[f32]) {
     assert_eq!(x.len(), y.len(), "of one shape");
@@ -71,17 +105,17 @@ pub(crate) fn add_silu(x: &mut [f32], y: &[f32]) {
     }
 }
 
-/// Cosines, then sines of a position, for pairs (i, i + D/2) of a head: rotary embeddings as transformers computes them.
-pub(crate) fn rotation(position: i64, frequencies: &[f32]) -> Vec<f32> {
+/// Cosines, then sines of a position times `magnitude`, for pairs (i, i + R/2) of a head: rotary embeddings as transformers computes them.
+pub(crate) fn rotation(position: i64, frequencies: &[f32], magnitude: f32) -> Vec<f32> {
     let angles = frequencies.iter().map(|frequency| position as f32 * frequency);
-    angles.clone().map(f32::cos).chain(angles.map(f32::sin)).collect()
+    angles.clone().map(|angle| angle.cos() * magnitude).chain(angles.map(|angle| angle.sin() * magnitude)).collect()
 }
 
-/// Rotates heads `[…, D]` in place by a [`rotation`] (`[D]`).
-pub(crate) fn rotate(heads: &mut [f32], rotation: &[f32]) {
+/// Rotates the first R numbers of heads `[…, D]` in place by a [`rotation`] (`[R]`).
+pub(crate) fn rotate(heads: &mut [f32], d: usize, rotation: &[f32]) {
     let (cos, sin) = rotation.split_at(rotation.len() / 2);
-    for head in heads.chunks_exact_mut(rotation.len()) {
-        let (first, second) = head.split_at_mut(cos.len());
+    for head in heads.chunks_exact_mut(d) {
+        let (first, second) = head[..rotation.len()].split_at_mut(cos.len());
         for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
             (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         }

@@ -7,13 +7,14 @@ use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 
 use crate::model::batch_step::BatchStep;
-use crate::model::block_spec::{HeadShape, Windows};
+use crate::model::block_spec::{HeadShape, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::kv_cache::{LayerCache, RowCache};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::CacheMask;
-use crate::model::rope::{Rope, Rotation};
+use crate::model::norm::norm;
+use crate::model::rope::{Ropes, Rotation, RotationsByKind};
 
 /// Projections of one layer.
 #[derive(Debug)]
@@ -21,28 +22,46 @@ pub struct Attention {
     pub(super) qkv: LinearGroup,
     pub(super) o: Linear,
     pub(super) shape: HeadShape,
+    pub(super) query_key_norm: Option<QueryKeyWeights>,
+}
+
+/// Norms of queries and keys, before their rotation.
+#[derive(Debug)]
+pub(super) struct QueryKeyWeights {
+    /// `[D]` of each head, or `[Q·D]` of all together.
+    pub(super) query: Tensor,
+    /// `[D]` of each head, or `[G·D]` of all together.
+    pub(super) key: Tensor,
+    pub(super) spec: NormSpec,
 }
 
 impl Attention {
-    /// Whole rows: `x_bth` `[B, T, H]` to the same shape; `rows` says who sees whom.
-    pub fn over_rows(&self, x_bth: &Tensor, rotation: &Rotation, rows: &RowMask, adapters: Adapters) -> Tensor {
+    /// Whole rows: `x_bth` `[B, T, H]` to the same shape; `mask` says which tokens attend to which.
+    pub fn over_rows(
+        &self,
+        x_bth: &Tensor,
+        rotation: Option<&Rotation>,
+        mask: &KindMask,
+        adapters: Adapters,
+    ) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
         let (b, t) = (x_bth.size()[0], x_bth.size()[1]);
         let [queries, keys, values] = self.qkv.each(x_bth, [q * d, g * d, g * d], adapters);
         let heads = |x: &Tensor, heads: i64| x.view([b, t, heads, d]);
-        let q_bqtd = rotation.apply(&heads(&queries, q)).transpose(1, 2);
-        let k_bqtd = repeat_groups(&rotation.apply(&heads(&keys, g)).transpose(1, 2), q / g);
+        let [q_bthd, k_bthd] = self.normed([heads(&queries, q), heads(&keys, g)]);
+        let rotated =
+            |x: &Tensor| rotation.map_or_else(|| x.shallow_clone(), |rotation| rotation.apply(x)).transpose(1, 2);
+        let k_bqtd = repeat_groups(&rotated(&k_bthd), q / g);
         let v_bqtd = repeat_groups(&heads(&values, g).transpose(1, 2), q / g);
-        let out_bqtd = attend_rows(&q_bqtd, &k_bqtd, &v_bqtd, rows, self.shape.scale());
+        let out_bqtd = self.attend_rows(&rotated(&q_bthd), &k_bqtd, &v_bqtd, mask);
         self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]), adapters)
     }
 
     /// New tokens behind a row of the cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the row's pending tokens.
-    pub fn over_cache(&self, x_nh: &Tensor, rotation: &Rotation, mask: &CacheMask, cache: &RowCache) -> Tensor {
+    pub fn over_cache(&self, x_nh: &Tensor, rotation: Option<&Rotation>, mask: &CacheMask, cache: &RowCache) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
         let n = x_nh.size()[0];
-        let qkv_nhd = self.qkv.forward(x_nh, Adapters::Off).view([n, q + 2 * g, d]);
-        rotation.apply_(&qkv_nhd.narrow(1, 0, q + g));
+        let qkv_nhd = self.queries_keys_values(x_nh, rotation);
         write(&cache.both_gsd, &qkv_nhd.narrow(1, q, 2 * g), mask.len);
         let keys_1gsd = cache.keys_1gsd.narrow(2, 0, mask.len + n);
         let values_1gsd = cache.values_1gsd.narrow(2, 0, mask.len + n);
@@ -50,33 +69,129 @@ impl Attention {
         if n == 1 {
             // Query heads of a group lie side by side already: no transposes, which cost as much as a small product.
             let q_1grd = q_nqd.view([1, g, q / g, d]);
-            let out_1grd = attend(&q_1grd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref(), self.shape.scale());
+            let out_1grd = self.attend(&q_1grd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref());
             return self.o.forward(&out_1grd.reshape([1, q * d]), Adapters::Off);
         }
         let q_qnd = q_nqd.transpose(0, 1);
         let out_qnd = if mask.first_causal {
-            let q_1qnd = q_qnd.unsqueeze(0);
             let (k, v) = (repeat_groups(&keys_1gsd, q / g), repeat_groups(&values_1gsd, q / g));
-            Tensor::scaled_dot_product_attention::<Tensor>(&q_1qnd, &k, &v, None, 0.0, true, self.shape.scale(), false)
+            self.attend_causal(&q_qnd.unsqueeze(0), &k, &v)
         } else {
             // The R query heads of a group are more rows of one attention: keys and values are read once.
             let q_1gnd = q_qnd.reshape([1, g, q / g * n, d]);
-            attend(&q_1gnd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref(), self.shape.scale())
+            self.attend(&q_1gnd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref())
         };
         self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]), Adapters::Off)
     }
 
     /// One new token of each of several generations: `x_ph` `[P, H]` to the same shape. Their keys and values go to the cache.
     /// The spare rows (see `BatchStep`) attend to nothing.
-    pub fn over_batch(&self, x_ph: &Tensor, rotation: &Rotation, step: &BatchStep, cache: &LayerCache) -> Tensor {
+    pub fn over_batch(
+        &self,
+        x_ph: &Tensor,
+        rotation: Option<&Rotation>,
+        (step, kind): (&BatchStep, usize),
+        cache: &LayerCache,
+    ) -> Tensor {
         let HeadShape { q, g, d, .. } = self.shape;
-        let qkv_phd = self.qkv.forward(x_ph, Adapters::Off).view([step.product_rows, q + 2 * g, d]);
-        rotation.apply_(&qkv_phd.narrow(1, 0, q + g));
+        let qkv_phd = self.queries_keys_values(x_ph, rotation);
         let qkv_bhd = qkv_phd.narrow(0, 0, step.rows);
         let [keys_bgsd, values_bgsd] = cache.write(&qkv_bhd.narrow(1, q, 2 * g), step);
         let q_bgrd = qkv_bhd.narrow(1, 0, q).view([step.rows, g, q / g, d]);
-        let out_bgrd = attend(&q_bgrd, &keys_bgsd, &values_bgsd, Some(&step.mask_b11s), self.shape.scale());
+        let out_bgrd = self.attend(&q_bgrd, &keys_bgsd, &values_bgsd, Some(step.mask_b11s(kind)));
         self.o.forward(&step.with_spare_rows(&out_bgrd.reshape([step.rows, q * d])), Adapters::Off)
+    }
+
+    /// Queries, keys and values of new tokens, normed and rotated: `[N, H]` to `[N, Q + 2G, D]`.
+    fn queries_keys_values(&self, x_nh: &Tensor, rotation: Option<&Rotation>) -> Tensor {
+        let HeadShape { q, g, d, .. } = self.shape;
+        let qkv_nhd = self.qkv.forward(x_nh, Adapters::Off).view([x_nh.size()[0], q + 2 * g, d]);
+        if self.query_key_norm.is_some() {
+            let parts = [qkv_nhd.narrow(1, 0, q), qkv_nhd.narrow(1, q, g)];
+            let normed = self.normed(parts.each_ref().map(Tensor::shallow_clone));
+            parts.iter().zip(&normed).for_each(|(part, normed)| part.shallow_clone().copy_(normed));
+        }
+        if let Some(rotation) = rotation {
+            rotation.apply_(&qkv_nhd.narrow(1, 0, q + g));
+        }
+        qkv_nhd
+    }
+
+    /// Queries `[…, Q, D]` and keys `[…, G, D]` after their norms, if there are any.
+    fn normed(&self, [queries, keys]: [Tensor; 2]) -> [Tensor; 2] {
+        let Some(QueryKeyWeights { query, key, spec }) = &self.query_key_norm else { return [queries, keys] };
+        [(queries, query), (keys, key)].map(|(x, weight)| {
+            let over = |x: &Tensor| norm(x, weight, *spec);
+            if weight.size()[0] == self.shape.d { over(&x) } else { over(&x.flatten(-2, -1)).view(x.size().as_slice()) }
+        })
+    }
+
+    /// Whole rows, all `[B, Q, T, D]`.
+    fn attend_rows(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &KindMask) -> Tensor {
+        let scale = self.shape.scale;
+        match &rows.mask_b1tt {
+            Some(mask_b1tt) if self.shape.softcap.is_some() => {
+                self.attend_capped(q_bqtd, k_bqtd, v_bqtd, Some(&additive(mask_b1tt, q_bqtd.kind())))
+            }
+            Some(_) => {
+                let mask = rows.mask_b1tt.as_ref();
+                Tensor::scaled_dot_product_attention(q_bqtd, k_bqtd, v_bqtd, mask, 0.0, false, scale, false)
+            }
+            None if rows.by_blocks => self.attend_blocks(q_bqtd, k_bqtd, v_bqtd, rows),
+            None => self.attend_causal(q_bqtd, k_bqtd, v_bqtd),
+        }
+    }
+
+    /// Causal attention over whole rows, block after block.
+    fn attend_blocks(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &KindMask) -> Tensor {
+        let masks = rows.causal_blocks.get_or_init(|| causal_blocks(q_bqtd.size()[2], q_bqtd.kind()));
+        let mut from = 0;
+        let block = |mask_ns: &Tensor| {
+            let [n, s] = mask_ns.size()[..] else { panic!("[N, S], got {mask_ns:?}") };
+            let (k, v) = (k_bqtd.narrow(2, 0, s), v_bqtd.narrow(2, 0, s));
+            from += n;
+            let q = q_bqtd.narrow(2, from - n, n);
+            match self.shape.softcap {
+                Some(_) => self.attend_capped(&q, &k, &v, Some(mask_ns)),
+                None => {
+                    let mask = Some(mask_ns);
+                    Tensor::scaled_dot_product_attention(&q, &k, &v, mask, 0.0, false, self.shape.scale, false)
+                }
+            }
+        };
+        Tensor::cat(&masks.iter().map(block).collect::<Vec<_>>(), 2)
+    }
+
+    /// Each token attends to itself and all before it; `[B, Q, T, D]`.
+    fn attend_causal(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Tensor {
+        if self.shape.softcap.is_some() {
+            let t = q.size()[2];
+            let hidden = Tensor::full([t, t], f64::NEG_INFINITY, (q.kind(), q.device())).triu(1);
+            return self.attend_capped(q, k, v, Some(&hidden));
+        }
+        Tensor::scaled_dot_product_attention::<Tensor>(q, k, v, None, 0.0, true, self.shape.scale, false)
+    }
+
+    /// Attention under an additive mask, or without one; without autograd.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Tensor {
+        let scale = self.shape.scale;
+        if self.shape.softcap.is_some() {
+            return self.attend_capped(q, k, v, mask);
+        }
+        // libtorch's choice among its kernels costs as much as a small one takes: on the CPU it is always this one.
+        if q.device() == Device::Cpu {
+            return Tensor::internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, mask, scale).0;
+        }
+        Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, false, scale, false)
+    }
+
+    /// Attention with soft-capped scores, which libtorch has no kernel for; the softmax is in float32 or wider. The mask is additive.
+    fn attend_capped(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Tensor {
+        let cap = self.shape.softcap.expect("a cap");
+        let scores = (q.matmul(&k.transpose(-2, -1)) * (self.shape.scale / cap)).tanh() * cap;
+        let scores = mask.map_or_else(|| scores.shallow_clone(), |mask| &scores + mask);
+        let wide = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        scores.softmax(-1, wide).to_kind(q.kind()).matmul(v)
     }
 }
 
@@ -95,43 +210,23 @@ fn repeat_groups(x_bgsd: &Tensor, r: i64) -> Tensor {
     x_bgsd.unsqueeze(2).expand([b, g, r, s, d], false).reshape([b, g * r, s, d])
 }
 
-/// Whole rows, all `[B, Q, T, D]`.
-fn attend_rows(q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &RowMask, scale: f64) -> Tensor {
-    if !rows.by_blocks {
-        let (mask, causal) = (rows.mask_b1tt.as_ref(), rows.mask_b1tt.is_none());
-        return Tensor::scaled_dot_product_attention(q_bqtd, k_bqtd, v_bqtd, mask, 0.0, causal, scale, false);
-    }
-    let masks = rows.causal_blocks.get_or_init(|| causal_blocks(q_bqtd.size()[2], q_bqtd.kind()));
-    let mut from = 0;
-    let block = |mask_ns: &Tensor| {
-        let [n, s] = mask_ns.size()[..] else { panic!("[N, S], got {mask_ns:?}") };
-        let (k, v) = (k_bqtd.narrow(2, 0, s), v_bqtd.narrow(2, 0, s));
-        from += n;
-        Tensor::scaled_dot_product_attention(
-            &q_bqtd.narrow(2, from - n, n),
-            &k,
-            &v,
-            Some(mask_ns),
-            0.0,
-            false,
-            scale,
-            false,
-        )
-    };
-    Tensor::cat(&masks.iter().map(block).collect::<Vec<_>>(), 2)
+/// A mask that is true where a token is seen, as 0 there and -inf elsewhere.
+fn additive(mask: &Tensor, kind: Kind) -> Tensor {
+    Tensor::zeros(mask.size(), (kind, mask.device())).masked_fill(&mask.logical_not(), f64::NEG_INFINITY)
 }
 
-/// libtorch's choice among its kernels costs as much as a small one takes: on the CPU it is always this one.
-fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, scale: f64) -> Tensor {
-    if q.device() == Device::Cpu {
-        return Tensor::internal_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, mask, scale).0;
-    }
-    Tensor::scaled_dot_product_attention(q, k, v, mask, 0.0, false, scale, false)
-}
-
-/// Who sees whom in whole rows, and where each token stands.
+/// Which tokens of whole rows attend to which, and the position of each token.
 #[derive(Debug)]
 pub struct RowMask {
+    /// By kind of layer.
+    kinds: Vec<KindMask>,
+    /// `[T]` or `[B, T]`, float32.
+    positions: Tensor,
+}
+
+/// Which tokens of whole rows attend to which, in the layers of one kind.
+#[derive(Debug)]
+pub struct KindMask {
     /// `[B, 1, T, T]` bool; absent = causal.
     mask_b1tt: Option<Tensor>,
     /// Causal attention block after block, each with the keys up to its end: where libtorch's causal kernel would compute the
@@ -139,8 +234,6 @@ pub struct RowMask {
     by_blocks: bool,
     /// `[N, S]` each, 0 or -inf, in the dtype of attention; made by the first layer.
     causal_blocks: OnceCell<Vec<Tensor>>,
-    /// `[T]` or `[B, T]`, float32.
-    positions: Tensor,
 }
 
 /// Queries of one block of [`RowMask::causal`].
@@ -152,10 +245,12 @@ impl RowMask {
     /// Each row is one text; padding at its right end is seen by nothing before it.
     pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
         let positions = Tensor::arange(t, (Kind::Float, device));
-        let Windows::EveryLayer(window) = config.block().windows;
-        let mask = window.filter(|&w| w < t).map(|w| within_window(&positions.unsqueeze(0), w));
-        let by_blocks = mask.is_none() && device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
-        Self { mask_b1tt: mask.map(|m| m.unsqueeze(1)), by_blocks, causal_blocks: OnceCell::new(), positions }
+        let by_blocks = device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
+        let of_window = |window: Option<i64>| match window.filter(|&w| w < t) {
+            Some(window) => KindMask::bool(&within_window(&positions.unsqueeze(0), window)),
+            None => KindMask { mask_b1tt: None, by_blocks, causal_blocks: OnceCell::new() },
+        };
+        Self { kinds: config.layer_kinds().windows().into_iter().map(of_window).collect(), positions }
     }
 
     /// Each row holds several texts (segments) that do not see each other; positions restart with each.
@@ -170,18 +265,27 @@ impl RowMask {
         let tensor = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).view([b, t]).to_device(device);
         let (segments_bt, positions_bt) = (tensor(segments), tensor(positions));
         let same_btt = segments_bt.unsqueeze(2).eq_tensor(&segments_bt.unsqueeze(1));
-        let Windows::EveryLayer(window) = config.block().windows;
-        let sees_btt = within_window(&positions_bt, window.unwrap_or(t)).logical_and(&same_btt);
-        Self {
-            mask_b1tt: Some(sees_btt.unsqueeze(1)),
-            by_blocks: false,
-            causal_blocks: OnceCell::new(),
-            positions: positions_bt,
-        }
+        let of_window = |window: Option<i64>| {
+            KindMask::bool(&within_window(&positions_bt, window.unwrap_or(t)).logical_and(&same_btt))
+        };
+        let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
+        Self { kinds, positions: positions_bt }
     }
 
-    pub(super) fn rotation(&self, rope: &Rope) -> Rotation {
-        rope.at(&self.positions)
+    pub(super) fn rotations(&self, ropes: &Ropes) -> RotationsByKind {
+        ropes.at(&self.positions)
+    }
+
+    /// The mask of the layers of one kind.
+    pub(super) fn of(&self, kind: usize) -> &KindMask {
+        &self.kinds[kind]
+    }
+}
+
+impl KindMask {
+    /// From `[B, T, T]`, true where a token is seen.
+    fn bool(sees_btt: &Tensor) -> Self {
+        Self { mask_b1tt: Some(sees_btt.unsqueeze(1)), by_blocks: false, causal_blocks: OnceCell::new() }
     }
 }
 

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::model::rope::Rotation;
+use crate::model::rope::RotationsByKind;
 use crate::torch::loss_scale::LossScale;
 
 /// Assumptions of a part's loss scale: inputs of products are at most this large on average over the tokens (they are normed), and there
@@ -36,7 +36,7 @@ pub struct Tape<'l> {
 struct RowsPass<'l> {
     backbone: &'l Llama,
     rows: RowMask,
-    rotation: Rotation,
+    rotations: RotationsByKind,
     adapters: Adapters,
 }
 
@@ -57,7 +57,7 @@ impl Llama {
         adapters: Adapters,
         keep: Keep,
     ) -> (Tensor, Tape<'l>) {
-        let pass = RowsPass { backbone: self, rotation: self.rotation(&rows), rows, adapters };
+        let pass = RowsPass { backbone: self, rotations: self.rotations(&rows), rows, adapters };
         let first_trained = (0..self.parts()).find(|&part| !self.trained_in(part).is_empty()).unwrap_or(self.parts());
         let mut x = tokens_bt.shallow_clone();
         let mut kept = vec![];
@@ -104,6 +104,6 @@ impl Tape<'_> {
 
 impl RowsPass<'_> {
     fn run(&self, part: usize, x: &Tensor) -> Tensor {
-        self.backbone.run_part(part, x, &self.rotation, &self.rows, self.adapters)
+        self.backbone.run_part(part, x, &self.rotations, &self.rows, self.adapters)
     }
 }

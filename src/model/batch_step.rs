@@ -3,7 +3,7 @@
 // B rows, P rows of a product, G key/value heads, S room for tokens, D head size
 use tch::{Device, Kind, Tensor};
 
-use crate::model::rope::{Rope, Rotation};
+use crate::model::rope::{Ropes, RotationsByKind};
 
 /// Attention over all rows reads a multiple of so many tokens, so that a kernel sums a row's keys in the same lanes whatever the other
 /// rows' lengths.
@@ -25,8 +25,8 @@ pub struct BatchStep {
     positions_p: Tensor,
     /// `[B·2G]` int64: where the new keys and values go in [`LayerCache::flat_nd`].
     pub(super) at_n: Tensor,
-    /// `[B, 1, 1, S]`: 0 where a row sees its token, else -inf.
-    pub(super) mask_b11s: Tensor,
+    /// By kind of layer, `[B, 1, 1, S]`: 0 where a row sees its token, else -inf.
+    masks_b11s: Vec<Tensor>,
 }
 
 impl BatchStep {
@@ -34,7 +34,7 @@ impl BatchStep {
     pub(super) fn new(
         lengths: &[i64],
         [planes, room]: [i64; 2],
-        sliding_window: Option<i64>,
+        windows: &[Option<i64>],
         (kind, device): (Kind, Device),
     ) -> Self {
         let (rows, longest) = (lengths.len() as i64, lengths.iter().max().copied().unwrap_or(0));
@@ -49,13 +49,18 @@ impl BatchStep {
             read,
             positions_p: padded(&lengths_b.to_kind(Kind::Float), product_rows),
             at_n: Tensor::from_slice(&at).to_device(device),
-            mask_b11s: mask(&lengths_b, read, sliding_window, kind),
+            masks_b11s: windows.iter().map(|&window| mask(&lengths_b, read, window, kind)).collect(),
         }
     }
 
-    /// Rotations of the new tokens and the spare ones, `[P, 1, D]`.
-    pub(super) fn rotation(&self, rope: &Rope) -> Rotation {
-        rope.at(&self.positions_p)
+    /// RotationsByKind of the new tokens and the spare ones.
+    pub(super) fn rotations(&self, ropes: &Ropes) -> RotationsByKind {
+        ropes.at(&self.positions_p)
+    }
+
+    /// The mask of the layers of one kind.
+    pub(super) fn mask_b11s(&self, kind: usize) -> &Tensor {
+        &self.masks_b11s[kind]
     }
 
     /// `[B, …]` to `[P, …]`: spare rows of zeros.

@@ -1,34 +1,29 @@
 //! Parses Hugging Face's `config.json` into the shape of a backbone, with all checks.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-pub use crate::model::block_spec::RopeScaling;
+pub use crate::model::block_spec::{Biases, RopeScaling};
 use crate::model::block_spec::{
-    Activation, Biases, BlockSpec, HeadShape, LinearSpec, MlpSpec, NormKind, NormPlaces, NormSpec, RotarySpec, Windows,
-    names,
+    BlockSpec, HeadShape, LayerKind, LayerKinds, LinearSpec, MlpSpec, NormSpec, RotarySpec, names,
 };
 
-/// Why a config cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// No such file, or it cannot be read.
-    #[error("cannot read {}: {source}; a backbone is a folder in Hugging Face layout with config.json", path.display())]
-    Read { path: PathBuf, source: std::io::Error },
-    /// Not JSON, or a key of another type.
-    #[error("{}: {source}", path.display())]
-    Json { path: PathBuf, source: serde_json::Error },
-    /// A value that this program cannot work with.
-    #[error("{}: `{key}`: expected {expected}, got {got}", path.display())]
-    Value { path: PathBuf, key: &'static str, expected: String, got: String },
-}
+mod error;
+mod family;
+mod keys;
+mod rotary;
 
-/// The shape of a Llama-family backbone.
+pub use error::ConfigError;
+use error::bad;
+use family::Family;
+pub use family::{FamilyTraits, LayerTraits};
+use keys::{ConfigKeys, GenerationKeys, OneOrMany, read_json};
+
+/// The shape of a backbone: a Llama, and what its family has beyond that.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct LlamaConfig {
-    /// `llama` or `mistral`.
+    /// The family's name in transformers.
     pub model_type: String,
     /// H.
     pub hidden_size: i64,
@@ -44,7 +39,7 @@ pub struct LlamaConfig {
     pub head_dim: i64,
     /// V.
     pub vocab_size: i64,
-    /// The longest context.
+    /// The longest text, in tokens. Rotary embeddings whose frequencies depend on the context (`longrope`, `dynamic`) are those of this context.
     pub max_position_embeddings: i64,
     /// Added to the mean square in RMSNorm.
     pub rms_norm_eps: f64,
@@ -56,64 +51,14 @@ pub struct LlamaConfig {
     pub sliding_window: Option<i64>,
     /// lm_head is the embedding.
     pub tie_word_embeddings: bool,
-    /// q, k, v and o have a bias.
-    pub attention_bias: bool,
-    /// gate, up and down have a bias.
-    pub mlp_bias: bool,
+    /// Which linear layers have a bias.
+    pub biases: Biases,
+    /// What the family's decoder has beyond Llama's.
+    pub family: FamilyTraits,
     /// Beginning of sequence.
     pub bos_token_id: Option<i64>,
     /// End-of-sequence tokens: any of them ends a text.
     pub eos_token_ids: Vec<i64>,
-}
-
-/// `config.json` as written. Keys that change no number here are ignored, as transformers does.
-#[derive(Debug, Deserialize)]
-struct ConfigKeys {
-    model_type: Option<String>,
-    hidden_size: i64,
-    intermediate_size: i64,
-    num_hidden_layers: usize,
-    num_attention_heads: i64,
-    num_key_value_heads: Option<i64>,
-    head_dim: Option<i64>,
-    vocab_size: i64,
-    max_position_embeddings: i64,
-    rms_norm_eps: Option<f64>,
-    rope_theta: Option<f64>,
-    rope_scaling: Option<RopeKeys>,
-    /// transformers 5 puts theta and scaling together.
-    rope_parameters: Option<RopeKeys>,
-    sliding_window: Option<i64>,
-    tie_word_embeddings: Option<bool>,
-    attention_bias: Option<bool>,
-    mlp_bias: Option<bool>,
-    hidden_act: Option<String>,
-    bos_token_id: Option<i64>,
-    eos_token_id: Option<OneOrMany>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-struct RopeKeys {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    rope_theta: Option<f64>,
-    factor: Option<f64>,
-    low_freq_factor: Option<f64>,
-    high_freq_factor: Option<f64>,
-    original_max_position_embeddings: Option<f64>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum OneOrMany {
-    One(i64),
-    Many(Vec<i64>),
-}
-
-/// `generation_config.json`; its EOS list is the one that generation obeys.
-#[derive(Debug, Default, Deserialize)]
-struct GenerationKeys {
-    eos_token_id: Option<OneOrMany>,
 }
 
 impl LlamaConfig {
@@ -135,33 +80,73 @@ impl LlamaConfig {
         Ok(config)
     }
 
+    /// The longest context that the rotary embeddings allow.
+    pub fn largest_context(&self) -> i64 {
+        match self.rope_scaling {
+            #[expect(clippy::cast_possible_truncation, reason = "tokens of a context")]
+            RopeScaling::Dynamic { factor, original_max_position_embeddings } => {
+                self.max_position_embeddings.max((original_max_position_embeddings as f64 * factor) as i64)
+            }
+            RopeScaling::LongRope { longest, .. } => self.max_position_embeddings.max(longest),
+            RopeScaling::Default
+            | RopeScaling::Linear { .. }
+            | RopeScaling::Llama3 { .. }
+            | RopeScaling::Yarn { .. } => self.max_position_embeddings,
+        }
+    }
+
     /// Its decoder block.
     pub fn block(&self) -> BlockSpec {
-        let (hidden_size, d) = (self.hidden_size, self.head_dim);
+        let traits = &self.family;
         BlockSpec {
-            hidden_size,
-            norms: NormSpec { kind: NormKind::Rms, eps: self.rms_norm_eps, places: NormPlaces::Inputs },
+            hidden_size: self.hidden_size,
+            norms: NormSpec {
+                kind: traits.norm_kind,
+                eps: self.rms_norm_eps,
+                places: traits.norm_places,
+                query_key: traits.query_key_norm,
+            },
             heads: HeadShape {
                 q: self.num_attention_heads,
                 g: self.num_key_value_heads,
-                d,
-                query_pre_attn_scalar: d as f64,
+                d: self.head_dim,
+                scale: traits.attention_scale.unwrap_or((self.head_dim as f64).powf(-0.5)),
+                softcap: traits.attention_softcap,
             },
-            rotary: RotarySpec { size: d, theta: self.rope_theta, scaling: self.rope_scaling },
-            windows: Windows::EveryLayer(self.sliding_window),
-            mlp: MlpSpec { width: self.intermediate_size, activation: Activation::Silu },
-            biases: Biases { qkv: self.attention_bias, o: self.attention_bias, mlp: self.mlp_bias },
+            layers: self.layer_kinds(),
+            mlp: MlpSpec { width: self.intermediate_size, activation: traits.activation },
+            biases: self.biases,
+            storage: traits.storage,
+            residual_multiplier: traits.residual_multiplier,
         }
+    }
+
+    /// The kinds of its layers.
+    pub fn layer_kinds(&self) -> LayerKinds {
+        LayerKinds::new((0..self.num_hidden_layers).map(|layer| self.layer_kind(layer)))
+    }
+
+    fn layer_kind(&self, layer: usize) -> LayerKind {
+        let alike = LayerTraits { slides: true, rotates: true };
+        let LayerTraits { slides, rotates } = self.family.layers.get(layer).copied().unwrap_or(alike);
+        let window = self.sliding_window.filter(|_| slides);
+        let (theta, scaling) = match self.family.local_rope_theta {
+            Some(theta) if slides => (theta, RopeScaling::Default),
+            _ => (self.rope_theta, self.rope_scaling.clone()),
+        };
+        let size = self.family.rotary_size.unwrap_or(self.head_dim);
+        let rotary = RotarySpec { size, theta, scaling, context: self.max_position_embeddings };
+        LayerKind { window, rotary: rotates.then_some(rotary) }
     }
 
     /// Width of the query projection, Q·D.
     pub fn query_size(&self) -> i64 {
-        self.block().heads.query_size()
+        self.num_attention_heads * self.head_dim
     }
 
     /// Width of the key and of the value projection, G·D.
     pub fn key_value_size(&self) -> i64 {
-        self.block().heads.key_value_size()
+        self.num_key_value_heads * self.head_dim
     }
 
     /// The LM head's layer.
@@ -217,95 +202,43 @@ impl LlamaConfig {
     }
 }
 
-impl OneOrMany {
-    fn into_vec(self) -> Vec<i64> {
-        match self {
-            OneOrMany::One(id) => vec![id],
-            OneOrMany::Many(ids) => ids,
-        }
-    }
-}
-
-fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
-    let text = fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
-    serde_json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
-}
-
-fn bad(path: &Path, key: &'static str, expected: impl ToString, got: impl ToString) -> ConfigError {
-    ConfigError::Value { path: path.into(), key, expected: expected.to_string(), got: got.to_string() }
-}
-
 fn resolve(path: &Path, written: ConfigKeys) -> Result<LlamaConfig, ConfigError> {
-    let family = family(path, &written)?;
-    if let Some(act) = written.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
-        return Err(bad(path, "hidden_act", "silu", act));
-    }
-    let (rope_theta, rope_scaling) = resolve_rope(path, &written)?;
+    let family = family::find(path, &written)?;
+    let heads = written.num_attention_heads;
+    let head_dim = written.head_dim.or(family.head_dim).unwrap_or(written.hidden_size / heads.max(1));
+    let rotary = rotary::resolve(path, &written, family, head_dim)?;
     Ok(LlamaConfig {
         model_type: family.model_type.into(),
         hidden_size: written.hidden_size,
         intermediate_size: written.intermediate_size,
         num_hidden_layers: written.num_hidden_layers,
-        num_attention_heads: written.num_attention_heads,
-        num_key_value_heads: written
-            .num_key_value_heads
-            .unwrap_or(family.num_key_value_heads.unwrap_or(written.num_attention_heads)),
-        head_dim: written.head_dim.unwrap_or(written.hidden_size / written.num_attention_heads.max(1)),
+        num_attention_heads: heads,
+        num_key_value_heads: written.num_key_value_heads.or(family.num_key_value_heads).unwrap_or(heads),
+        head_dim,
         vocab_size: written.vocab_size,
-        max_position_embeddings: written.max_position_embeddings,
-        rms_norm_eps: written.rms_norm_eps.unwrap_or(1e-6),
-        rope_theta,
-        rope_scaling,
-        sliding_window: if family.has_sliding_window { written.sliding_window } else { None },
-        tie_word_embeddings: written.tie_word_embeddings.unwrap_or(false),
-        attention_bias: written.attention_bias.unwrap_or(false),
-        mlp_bias: written.mlp_bias.unwrap_or(false),
+        max_position_embeddings: rotary.context,
+        rms_norm_eps: written.rms_norm_eps.unwrap_or(family.rms_norm_eps),
+        rope_theta: rotary.theta,
+        rope_scaling: rotary.scaling,
+        sliding_window: family.sliding_window(&written),
+        tie_word_embeddings: written.tie_word_embeddings.unwrap_or(family.tie_word_embeddings),
+        biases: biases(family, &written),
+        family: FamilyTraits {
+            rotary_size: rotary.size,
+            local_rope_theta: rotary.local_theta,
+            ..family.traits(path, &written)?
+        },
         bos_token_id: written.bos_token_id,
         eos_token_ids: written.eos_token_id.map(OneOrMany::into_vec).unwrap_or_default(),
     })
 }
 
-/// A row of [`FAMILIES`]: transformers' defaults for a `model_type` whose config.json omits them.
-struct Family {
-    model_type: &'static str,
-    has_sliding_window: bool,
-    num_key_value_heads: Option<i64>,
-}
-
-/// Vicuna, Zephyr and most fine-tunes keep the `model_type` of their base model.
-const FAMILIES: [Family; 2] = [
-    Family { model_type: "llama", has_sliding_window: false, num_key_value_heads: None },
-    Family { model_type: "mistral", has_sliding_window: true, num_key_value_heads: Some(8) },
-];
-
-fn family(path: &Path, written: &ConfigKeys) -> Result<&'static Family, ConfigError> {
-    let got = written.model_type.as_deref().unwrap_or("nothing");
-    let known = FAMILIES.map(|f| format!("{:?}", f.model_type)).join(" or ");
-    FAMILIES.iter().find(|f| f.model_type == got).ok_or_else(|| bad(path, "model_type", known, got))
-}
-
-fn resolve_rope(path: &Path, written: &ConfigKeys) -> Result<(f64, RopeScaling), ConfigError> {
-    let rope = written.rope_parameters.as_ref().or(written.rope_scaling.as_ref());
-    let theta = rope.and_then(|r| r.rope_theta).or(written.rope_theta).unwrap_or(10_000.0);
-    let Some(rope) = rope else { return Ok((theta, RopeScaling::Default)) };
-    let need = |key: &'static str, value: Option<f64>| {
-        value.ok_or_else(|| bad(path, key, "a number in rope_scaling", "nothing"))
-    };
-    let scaling = match rope.rope_type.as_deref() {
-        None | Some("default") => RopeScaling::Default,
-        Some("linear") => RopeScaling::Linear { factor: need("factor", rope.factor)? },
-        Some("llama3") => RopeScaling::Llama3 {
-            factor: need("factor", rope.factor)?,
-            low_freq_factor: need("low_freq_factor", rope.low_freq_factor)?,
-            high_freq_factor: need("high_freq_factor", rope.high_freq_factor)?,
-            original_max_position_embeddings: need(
-                "original_max_position_embeddings",
-                rope.original_max_position_embeddings,
-            )?,
-        },
-        Some(other) => return Err(bad(path, "rope_scaling", "rope_type default, linear or llama3", other)),
-    };
-    Ok((theta, scaling))
+fn biases(family: &Family, written: &ConfigKeys) -> Biases {
+    let attention = written.attention_bias.unwrap_or(false);
+    match family.has_qkv_bias {
+        true => Biases { qkv: true, o: false, mlp: false },
+        false => Biases { qkv: attention, o: attention, mlp: written.mlp_bias.unwrap_or(false) },
+    }
 }
 
 #[cfg(test)]
@@ -327,11 +260,60 @@ impl LlamaConfig {
             rope_scaling: RopeScaling::Default,
             sliding_window: None,
             tie_word_embeddings: false,
-            attention_bias: false,
-            mlp_bias: false,
+            biases: Biases::default(),
+            family: FamilyTraits::default(),
             bos_token_id: None,
             eos_token_ids: vec![],
         }
+    }
+}
+
+#[cfg(test)]
+impl LlamaConfig {
+    /// [`LlamaConfig::tiny`], and a backbone with what each family has beyond it.
+    pub(crate) fn tiny_of_each_family() -> Vec<Self> {
+        use crate::model::block_spec::{Activation, LinearStorage, LogitSpec, NormKind, NormPlaces, QueryKeyNorm};
+        let of =
+            |model_type: &str, family: FamilyTraits| Self { model_type: model_type.into(), family, ..Self::tiny() };
+        let layer = |slides, rotates| LayerTraits { slides, rotates };
+        let qwen3 = FamilyTraits { query_key_norm: Some(QueryKeyNorm::EachHead), ..FamilyTraits::default() };
+        let gemma = FamilyTraits {
+            norm_kind: NormKind::RmsPlusOne,
+            norm_places: NormPlaces::InputsAndOutputs,
+            activation: Activation::GeluTanh,
+            attention_scale: Some(0.3),
+            attention_softcap: Some(1.5),
+            embedding_multiplier: 32f64.sqrt(),
+            logits: LogitSpec { divisor: 1.0, softcap: Some(2.0) },
+            layers: vec![layer(true, true), layer(false, true)],
+            local_rope_theta: Some(100.0),
+            ..qwen3.clone()
+        };
+        let phi = FamilyTraits { storage: LinearStorage::Fused, rotary_size: Some(4), ..FamilyTraits::default() };
+        let granite = FamilyTraits {
+            attention_scale: Some(0.2),
+            embedding_multiplier: 3.0,
+            residual_multiplier: 0.5,
+            logits: LogitSpec { divisor: 4.0, softcap: None },
+            ..FamilyTraits::default()
+        };
+        let olmo = FamilyTraits {
+            norm_places: NormPlaces::Outputs,
+            query_key_norm: Some(QueryKeyNorm::AllHeads),
+            ..FamilyTraits::default()
+        };
+        let smollm = FamilyTraits { layers: vec![layer(true, false), layer(true, true)], ..FamilyTraits::default() };
+        let qwen2 = Self { biases: Biases { qkv: true, o: false, mlp: false }, ..of("qwen2", FamilyTraits::default()) };
+        vec![
+            Self::tiny(),
+            qwen2,
+            of("qwen3", qwen3),
+            Self { sliding_window: Some(5), ..of("gemma3_text", gemma) },
+            of("phi3", phi),
+            of("granite", granite),
+            of("olmo2", olmo),
+            of("smollm3", smollm),
+        ]
     }
 }
 
@@ -384,11 +366,16 @@ mod tests {
     #[test]
     fn what_cannot_be_run_is_named() {
         let refused = [
-            (llama(r#","rope_scaling":{"type":"yarn","factor":2.0}"#), "rope_scaling"),
+            (llama(r#","rope_scaling":{"type":"xpos","factor":2.0}"#), "rope_scaling"),
+            (llama(r#","rope_scaling":{"type":"linear","factor":0.0}"#), "factor"),
+            (llama(r#","rope_theta":-1.0"#), "rope_theta"),
             (llama(r#","num_key_value_heads":3"#), "num_key_value_heads"),
             (llama(r#","hidden_act":"gelu""#), "hidden_act"),
             (llama(r#","head_dim":0"#), "head_dim"),
             (llama("").replace("\"llama\"", "\"gpt2\""), "model_type"),
+            (llama("").replace("\"llama\"", "\"mixtral\""), "mixture-of-experts"),
+            (llama("").replace("\"llama\"", "\"gemma3\""), "vision"),
+            (llama("").replace("\"llama\"", "\"word2vec\""), "one of llama, mistral"),
         ];
         for (config, key) in refused {
             let error = load(&config, None).unwrap_err().to_string();

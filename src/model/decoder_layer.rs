@@ -3,18 +3,18 @@
 // H hidden
 use tch::Tensor;
 
-use crate::model::attention::Attention;
-use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, NormKind, NormPlaces, NormSpec, names};
+use crate::model::attention::{Attention, QueryKeyWeights};
+use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, NormPlace, names};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
+use crate::model::norm::{LayerNorms, normed};
 use crate::model::quantization::Quantizer;
 use crate::model::weights::WeightsError;
 
 /// Weights of a block.
 #[derive(Debug)]
 pub(super) struct DecoderLayer {
-    /// As [`names::NORMS`].
-    pub(super) norms_h: [Tensor; 2],
+    pub(super) norms: LayerNorms,
     pub(super) attention: Attention,
     pub(super) gate_up: LinearGroup,
     pub(super) down: Linear,
@@ -37,16 +37,14 @@ impl DecoderLayer {
         let o = linear(&table.o)?;
         let gate_up = LinearGroup::separate(table.gate_up.iter().map(&mut linear).collect::<Result<_, _>>()?);
         let down = linear(&table.down)?;
-        let mut norm = |part: &str| source(&names::in_layer(index, part), &[block.hidden_size]);
-        let [before_attention, before_mlp] = names::NORMS;
-        let norms_h = [norm(before_attention)?, norm(before_mlp)?];
-        Ok(Self { norms_h, attention: Attention { qkv, o, shape: block.heads }, gate_up, down })
+        let (norms, query_key_norm) = build_norms(block, index, source)?;
+        Ok(Self { norms, attention: Attention { qkv, o, shape: block.heads, query_key_norm }, gate_up, down })
     }
 
     /// q, k, v and gate, up merged, and all products as `prepare` makes them.
     pub(super) fn prepared(self, prepare: &mut impl FnMut(Linear) -> Linear) -> Self {
-        let Attention { qkv, o, shape } = self.attention;
-        let attention = Attention { qkv: qkv.merged(&mut *prepare), o: prepare(o), shape };
+        let Attention { qkv, o, shape, query_key_norm } = self.attention;
+        let attention = Attention { qkv: qkv.merged(&mut *prepare), o: prepare(o), shape, query_key_norm };
         Self { attention, gate_up: self.gate_up.merged(&mut *prepare), down: prepare(self.down), ..self }
     }
 
@@ -58,16 +56,20 @@ impl DecoderLayer {
         adapters: Adapters,
         attend: impl Fn(&Tensor, &Attention) -> Tensor,
     ) -> Tensor {
-        let (NormPlaces::Inputs, [before_attention, before_mlp]) = (block.norms.places, &self.norms_h);
-        let x = x + attend(&norm(x, before_attention, block.norms), &self.attention);
-        let mlp = self.mlp(&norm(&x, before_mlp, block.norms), block, adapters);
-        x + mlp
+        let (norms, spec) = (&self.norms, block.norms);
+        let residual =
+            |part: Tensor| if block.residual_multiplier == 1.0 { part } else { part * block.residual_multiplier };
+        let attended = attend(&normed(x, norms.attention_input.as_ref(), spec), &self.attention);
+        let x = x + residual(normed(&attended, norms.attention_output.as_ref(), spec));
+        let mlp = self.mlp(&normed(&x, norms.mlp_input.as_ref(), spec), block, adapters);
+        x + residual(normed(&mlp, norms.mlp_output.as_ref(), spec))
     }
 
     fn mlp(&self, x: &Tensor, block: &BlockSpec, adapters: Adapters) -> Tensor {
         let [gate, up] = self.gate_up.each(x, [block.mlp.width; 2], adapters);
         let gate = match block.mlp.activation {
             Activation::Silu => gate.silu(),
+            Activation::GeluTanh => gate.gelu("tanh"),
         };
         self.down.forward(&(gate * up), adapters)
     }
@@ -84,6 +86,22 @@ impl DecoderLayer {
         attention.chain(self.gate_up.layers_mut()).chain([&mut self.down])
     }
 
+    /// The weights of its norms, in the order of [`BlockSpec::norm_weights`].
+    pub(super) fn norms(&self) -> impl Iterator<Item = &Tensor> {
+        let LayerNorms { attention_input, attention_output, mlp_input, mlp_output } = &self.norms;
+        let query_key = self.attention.query_key_norm.as_ref();
+        let query_key = query_key.into_iter().flat_map(|norm| [&norm.query, &norm.key]);
+        attention_input.iter().chain(query_key).chain(attention_output).chain(mlp_input).chain(mlp_output)
+    }
+
+    /// As [`DecoderLayer::norms`], to be changed.
+    pub(super) fn norms_mut(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        let LayerNorms { attention_input, attention_output, mlp_input, mlp_output } = &mut self.norms;
+        let query_key = self.attention.query_key_norm.as_mut();
+        let query_key = query_key.into_iter().flat_map(|norm| [&mut norm.query, &mut norm.key]);
+        attention_input.iter_mut().chain(query_key).chain(attention_output).chain(mlp_input).chain(mlp_output)
+    }
+
     /// Weights, biases and norms of layer `index` by the names in their file, as [`BlockSpec::tensors`] lists them. What is quantised is left out.
     pub(super) fn weights(&self, block: &BlockSpec, index: usize) -> Vec<(String, &Tensor)> {
         let mut all = vec![];
@@ -91,7 +109,8 @@ impl DecoderLayer {
             all.extend(linear.unpacked().map(|weight| (format!("{part}.weight"), weight)));
             all.extend(linear.bias().map(|bias| (format!("{part}.bias"), bias)));
         }
-        all.extend(names::NORMS.map(str::to_owned).into_iter().zip(&self.norms_h));
+        let norms = block.norm_weights().into_iter().zip(self.norms());
+        all.extend(norms.map(|(norm, weight)| (norm.part.to_owned(), weight)));
         all.into_iter().map(|(part, tensor)| (names::in_layer(index, &part), tensor)).collect()
     }
 }
@@ -111,11 +130,25 @@ pub(super) fn build_linear(
     })
 }
 
-/// A norm over the last axis; statistics in float32, as transformers computes them.
-pub(super) fn norm(x: &Tensor, weight_h: &Tensor, NormSpec { kind, eps, .. }: NormSpec) -> Tensor {
-    let NormKind::Rms = kind;
-    if weight_h.kind() == x.kind() {
-        return x.rms_norm(weight_h.size(), Some(weight_h), eps);
+fn build_norms(
+    block: &BlockSpec,
+    index: usize,
+    source: &mut TensorSource,
+) -> Result<(LayerNorms, Option<QueryKeyWeights>), WeightsError> {
+    let mut all = vec![];
+    for norm in block.norm_weights() {
+        all.push((norm.place, source(&names::in_layer(index, norm.part), &[norm.size])?));
     }
-    x.rms_norm(weight_h.size(), Some(weight_h.to_kind(x.kind())), eps)
+    let mut take = |place: NormPlace| {
+        let at = all.iter().position(|(other, _)| *other == place)?;
+        Some(all.swap_remove(at).1)
+    };
+    let query_key = take(NormPlace::Query).zip(take(NormPlace::Key));
+    let norms = LayerNorms {
+        attention_input: take(NormPlace::AttentionInput),
+        attention_output: take(NormPlace::AttentionOutput),
+        mlp_input: take(NormPlace::MlpInput),
+        mlp_output: take(NormPlace::MlpOutput),
+    };
+    Ok((norms, query_key.map(|(query, key)| QueryKeyWeights { query, key, spec: block.norms })))
 }

@@ -6,7 +6,6 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::model::batch_step::BatchStep;
-use crate::model::block_spec::Windows;
 use crate::model::config::LlamaConfig;
 use crate::torch::bytes;
 
@@ -23,7 +22,8 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     /// Committed tokens of each row.
     lengths: Vec<i64>,
-    sliding_window: Option<i64>,
+    /// The sliding window of each kind of layer.
+    windows: Vec<Option<i64>>,
     /// No row has more committed tokens.
     context: i64,
 }
@@ -66,9 +66,9 @@ impl KvCache {
         let (layers, planes) = (config.num_hidden_layers.cast_signed() as i64, 2 * config.num_key_value_heads);
         // Zeros everywhere: what a mask hides is still multiplied, and must be finite.
         let all = Tensor::zeros([layers, 1, planes, BLOCK, config.head_dim], (kind, device));
-        let Windows::EveryLayer(sliding_window) = config.block().windows;
+        let windows = config.layer_kinds().windows();
         let context = config.max_position_embeddings;
-        Self { sizes: sizes(&all), layers: layer_views(&all), all, lengths: vec![], sliding_window, context }
+        Self { sizes: sizes(&all), layers: layer_views(&all), all, lengths: vec![], windows, context }
     }
 
     /// With one empty row, row 0.
@@ -87,6 +87,8 @@ impl KvCache {
     pub fn push(&mut self) -> usize {
         let row = self.rows();
         self.reserve(row as i64 + 1, 0); // may run out of memory: then there is no row
+        // What another text left here is masked, but 0 times its NaN would be NaN.
+        let _ = self.all.select(1, row as i64).zero_();
         self.lengths.push(0);
         row
     }
@@ -95,8 +97,8 @@ impl KvCache {
     pub fn swap_remove(&mut self, row: usize) {
         let last = self.rows() - 1;
         if row != last {
-            let tokens = |row: usize| self.all.select(1, row as i64).narrow(2, 0, self.lengths[last]);
-            tokens(row).copy_(&tokens(last));
+            let all_of = |row: usize| self.all.select(1, row as i64);
+            all_of(row).copy_(&all_of(last)); // also what is masked: see `push`
         }
         self.lengths.swap_remove(row);
     }
@@ -185,7 +187,7 @@ impl KvCache {
         self.reserve(self.rows() as i64, longest + 1);
         let [_, _, planes, room, _] = self.sizes.map(|size| size as i64);
         let options = (self.all.kind(), self.all.device());
-        BatchStep::new(&self.lengths, [planes, room], self.sliding_window, options)
+        BatchStep::new(&self.lengths, [planes, room], &self.windows, options)
     }
 
     /// One layer of one row.
@@ -345,8 +347,9 @@ mod tests {
     #[test]
     fn every_row_equals_its_own_generation() {
         tch::set_num_threads(1);
-        for (sliding_window, seed) in [(None, 0), (Some(7), 1)] {
-            let config = LlamaConfig { sliding_window, max_position_embeddings: 600, ..LlamaConfig::tiny() };
+        let windowed = LlamaConfig { sliding_window: Some(7), ..LlamaConfig::tiny() };
+        for (config, seed) in LlamaConfig::tiny_of_each_family().into_iter().chain([windowed]).zip(0..) {
+            let config = LlamaConfig { max_position_embeddings: 600, ..config };
             let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
             let mut batch = KvCache::new(&llama.config, Kind::Double, Device::Cpu);
             let mut rows: Vec<Alone> = vec![];
@@ -367,7 +370,7 @@ mod tests {
                     for (at, row) in rows.iter_mut().enumerate() {
                         let alone_v = row.extend(&llama, &[tokens[at]]);
                         let difference = (logits_bv.get(at as i64) - alone_v).abs().max().double_value(&[]);
-                        assert!(difference < 1e-10, "window {sliding_window:?}, step {step}, row {at}: {difference}");
+                        assert!(difference < 1e-10, "{}, step {step}, row {at}: {difference}", llama.config.model_type);
                     }
                 }
                 assert_eq!((batch.rows(), rows.len()), (1, 1));

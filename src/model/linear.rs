@@ -196,14 +196,15 @@ impl Linear {
 /// Layers that read the same input (q, k, v; gate, up). Merged into one product they save a read of the input and two calls.
 #[derive(Debug)]
 pub struct LinearGroup {
-    /// One layer when merged.
+    /// One layer when merged, or where the file has them as one.
     layers: Vec<Linear>,
+    is_merged: bool,
 }
 
 impl LinearGroup {
     /// Each layer stays its own product.
     pub fn separate(layers: Vec<Linear>) -> Self {
-        Self { layers }
+        Self { layers, is_merged: false }
     }
 
     /// One product for all, as `prepare` makes it. Copies the weights; a layer without a bias beside one with a bias gets zeros. Quantised
@@ -215,21 +216,19 @@ impl LinearGroup {
     pub fn merged(self, prepare: impl FnOnce(Linear) -> Linear) -> Self {
         assert!(self.layers.iter().all(|layer| layer.adapter.is_none()), "adapters are merged before layers are");
         let weights: Option<Vec<&Tensor>> = self.layers.iter().map(Linear::dense_weight).collect();
-        let Some(weights) = weights.filter(|w| w.len() > 1) else { return self };
+        let Some(weights) = weights.filter(|_| !self.is_merged) else { return self };
         let bias = |layer: &Linear| {
             layer.bias_o.as_ref().map_or_else(|| Tensor::zeros([layer.outputs], layer.shape().1), Tensor::shallow_clone)
         };
         let has_bias = self.layers.iter().any(|layer| layer.bias_o.is_some());
         let bias_o = has_bias.then(|| Tensor::cat(&self.layers.iter().map(bias).collect::<Vec<_>>(), 0));
-        Self { layers: vec![prepare(Linear::dense(Tensor::cat(&weights, 0), bias_o))] }
+        let weight_oi = if let [one] = weights[..] { one.shallow_clone() } else { Tensor::cat(&weights, 0) };
+        Self { layers: vec![prepare(Linear::dense(weight_oi, bias_o))], is_merged: true }
     }
 
     /// The layer that all are merged into, if they are.
     pub(super) fn merged_layer(&self) -> Option<&Linear> {
-        match self.layers.as_slice() {
-            [one] => Some(one),
-            _ => None,
-        }
+        self.layers.first().filter(|_| self.is_merged)
     }
 
     /// `[…, I]` to `[…, O₁ + O₂ + …]`.
@@ -270,7 +269,7 @@ impl LinearGroup {
     /// # Panics
     /// If they were merged.
     pub(super) fn layers(&self) -> &[Linear] {
-        assert!(self.layers.len() > 1, "{FOR_DECODING}");
+        assert!(!self.is_merged, "{FOR_DECODING}");
         &self.layers
     }
 
@@ -279,7 +278,7 @@ impl LinearGroup {
     /// # Panics
     /// If they were merged.
     pub(super) fn layers_mut(&mut self) -> &mut [Linear] {
-        assert!(self.layers.len() > 1, "{FOR_DECODING}");
+        assert!(!self.is_merged, "{FOR_DECODING}");
         &mut self.layers
     }
 

@@ -9,13 +9,15 @@ use crate::cpu::rows::largest;
 use crate::model::attention::{Attention, RowMask};
 use crate::model::block_spec::{BlockSpec, names};
 use crate::model::config::LlamaConfig;
-use crate::model::decoder_layer::{DecoderLayer, norm};
+use crate::model::decoder_layer::DecoderLayer;
 use crate::model::kv_cache::KvCache;
 use crate::model::linear::Linear;
+use crate::model::logits::logits_of;
 use crate::model::lora::Adapters;
 use crate::model::new_tokens::NewTokens;
+use crate::model::norm::norm;
 use crate::model::quantization::{Quantization, QuantizedWeight};
-use crate::model::rope::{Rope, Rotation};
+use crate::model::rope::{Ropes, RotationsByKind};
 use crate::torch::bytes;
 
 mod dense;
@@ -34,7 +36,7 @@ pub struct Llama {
     pub(super) lm_head: Linear,
     /// The LM head as loaded: a view of its file where there is one. It stays readable when `lm_head` is packed.
     pub(super) lm_head_vh: Tensor,
-    pub(super) rope: Rope,
+    pub(super) ropes: Ropes,
     pub(super) kind: Kind,
     pub(super) quantization: Option<Quantization>,
     pub(super) device: Device,
@@ -59,11 +61,20 @@ impl Llama {
         self
     }
 
+    /// Sets the longest text, and the rotary embeddings that go with it; see [`LlamaConfig::max_position_embeddings`].
+    pub fn set_context(&mut self, tokens: i64) {
+        if tokens != self.config.max_position_embeddings {
+            self.config.max_position_embeddings = tokens;
+            self.block = self.config.block();
+            self.ropes = Ropes::new(&self.block.layers, self.kind, self.device);
+        }
+    }
+
     /// Whole rows: `tokens_bt` `[B, T]` int64 to hidden states after the final norm, `[B, T, H]`.
     pub fn hidden_states(&self, tokens_bt: &Tensor, rows: &RowMask, adapters: Adapters) -> Tensor {
-        let rotation = self.rotation(rows);
+        let rotations = self.rotations(rows);
         let input = tokens_bt.shallow_clone();
-        (0..self.parts()).fold(input, |x, part| self.run_part(part, &x, &rotation, rows, adapters))
+        (0..self.parts()).fold(input, |x, part| self.run_part(part, &x, &rotations, rows, adapters))
     }
 
     /// How many parts a pass over whole rows has: the embedding, the decoder layers, the final norm.
@@ -76,22 +87,23 @@ impl Llama {
         &self,
         part: usize,
         x: &Tensor,
-        rotation: &Rotation,
+        rotations: &RotationsByKind,
         rows: &RowMask,
         adapters: Adapters,
     ) -> Tensor {
         match part.checked_sub(1) {
             None => self.embed(x),
             Some(layer) if layer < self.layers.len() => {
-                let layer = &self.layers[layer];
-                layer.forward(x, &self.block, adapters, |x, a| a.over_rows(x, rotation, rows, adapters))
+                let kind = self.block.layers.of_layer(layer);
+                let (rotation, mask) = (rotations.of(kind), rows.of(kind));
+                self.layers[layer].forward(x, &self.block, adapters, |x, a| a.over_rows(x, rotation, mask, adapters))
             }
             Some(_) => norm(x, &self.norm_h, self.block.norms),
         }
     }
 
-    pub(super) fn rotation(&self, rows: &RowMask) -> Rotation {
-        rows.rotation(&self.rope)
+    pub(super) fn rotations(&self, rows: &RowMask) -> RotationsByKind {
+        rows.rotations(&self.ropes)
     }
 
     /// New tokens behind row `row` of a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
@@ -99,10 +111,12 @@ impl Llama {
     pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache, row: usize) -> Tensor {
         cache.reserve_tokens(row, new.len());
         let len = cache.len(row);
-        let (rotation, mask) = (new.rotation(&self.rope, len), new.behind(len));
+        let (rotations, masks) = (new.rotations(&self.ropes, len), new.behind(len));
         let mut x_nh = self.embed(tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
-            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, &rotation, &mask, cache.of_row(i, row));
+            let kind = self.block.layers.of_layer(i);
+            let (rotation, mask) = (rotations.of(kind), &masks[kind]);
+            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotation, mask, cache.of_row(i, row));
             x_nh = layer.forward(&x_nh, &self.block, Adapters::Off, attend);
         }
         norm(&x_nh, &self.norm_h, self.block.norms)
@@ -113,10 +127,11 @@ impl Llama {
     /// bit on the CPU, up to 64 rows).
     pub fn extend_rows(&self, tokens_b: &Tensor, cache: &mut KvCache) -> Tensor {
         let step = cache.step();
-        let rotation = step.rotation(&self.rope);
+        let rotations = step.rotations(&self.ropes);
         let mut x_ph = self.embed(&step.with_spare_rows(tokens_b));
         for (i, layer) in self.layers.iter().enumerate() {
-            let attend = |x: &Tensor, a: &Attention| a.over_batch(x, &rotation, &step, cache.layer(i));
+            let kind = self.block.layers.of_layer(i);
+            let attend = |x: &Tensor, a: &Attention| a.over_batch(x, rotations.of(kind), (&step, kind), cache.layer(i));
             x_ph = layer.forward(&x_ph, &self.block, Adapters::Off, attend);
         }
         norm(&x_ph, &self.norm_h, self.block.norms)
@@ -124,7 +139,7 @@ impl Llama {
 
     /// The LM head: `[…, H]` to logits of the next token, `[…, V]`, in the dtype of the hidden states.
     pub fn logits(&self, hidden: &Tensor, adapters: Adapters) -> Tensor {
-        self.lm_head.forward(hidden, adapters)
+        logits_of(self.lm_head.forward(hidden, adapters), self.config.family.logits)
     }
 
     /// The LM head.
@@ -185,7 +200,12 @@ impl Llama {
 
     /// Token ids to embeddings `[…, H]`, in the backbone's dtype.
     pub fn embed(&self, tokens: &Tensor) -> Tensor {
-        Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind)
+        let x = Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind);
+        match self.config.family.embedding_multiplier {
+            1.0 => x,
+            // In the dtype of the embeddings, as transformers rounds it.
+            factor => x * Tensor::from(factor).to_kind(self.kind).to_device(self.device),
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft::{self, PeftError};
 use crate::model::quantization::{Quantization, Quantizer};
-use crate::model::rope::Rope;
+use crate::model::rope::Ropes;
 use crate::model::weights::{WeightFiles, WeightsError};
 use crate::torch::Generator;
 
@@ -143,7 +143,7 @@ impl Llama {
         Ok(Self {
             layers: layers.collect::<Result<_, _>>()?,
             norm_h: source(names::NORM, &[h])?,
-            rope: Rope::new(&block.rotary, kind, device),
+            ropes: Ropes::new(&block.layers, kind, device),
             lm_head_vh: lm_head.dense_weight().expect("lm_head is not quantised").shallow_clone(),
             lm_head,
             embed_tokens_vh,

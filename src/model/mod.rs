@@ -1,4 +1,4 @@
-//! A Llama backbone from a Hugging Face folder: config, weights, forward pass. It knows nothing of Medusa heads.
+//! A backbone from a Hugging Face folder: config, weights, forward pass. It knows nothing of Medusa heads.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,8 +17,10 @@ pub mod kv_cache;
 pub mod linear;
 pub mod llama;
 pub mod loading;
+pub mod logits;
 pub mod lora;
 pub mod new_tokens;
+mod norm;
 pub mod peft;
 pub mod pickle;
 pub mod quantization;

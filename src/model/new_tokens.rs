@@ -7,9 +7,8 @@ use std::cell::RefCell;
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::attention::SeenTokens;
-use crate::model::block_spec::Windows;
 use crate::model::config::LlamaConfig;
-use crate::model::rope::{Rope, Rotation};
+use crate::model::rope::{Ropes, RotationsByKind};
 
 /// Which new tokens see each other, and where they stand behind the cache. Made once, used at every step.
 #[derive(Debug)]
@@ -18,12 +17,13 @@ pub struct NewTokens {
     offsets: Vec<i64>,
     /// Of each token: the new tokens that it sees, itself among them, in the order of their positions. `None`: a chain.
     ancestors: Option<Vec<Vec<usize>>>,
-    sliding_window: Option<i64>,
+    /// The sliding window of each kind of layer.
+    windows: Vec<Option<i64>>,
     groups: i64,
     kind: Kind,
     device: Device,
-    /// `[R·N, M + N]`, 0 where seen and -inf elsewhere; right-aligned, so that one buffer serves every cache length up to M.
-    mask: RefCell<Option<Tensor>>,
+    /// By kind of layer: `[R·N, M + N]`, 0 where seen and -inf elsewhere; right-aligned, so that one buffer serves every cache length up to M.
+    masks: RefCell<Vec<Option<Tensor>>>,
 }
 
 /// Whom the new tokens of one step see, behind a row of the cache.
@@ -67,9 +67,10 @@ impl NewTokens {
         kind: Kind,
         device: Device,
     ) -> Self {
-        let Windows::EveryLayer(sliding_window) = config.block().windows;
+        let windows = config.layer_kinds().windows();
         let groups = config.num_attention_heads / config.num_key_value_heads;
-        Self { offsets, ancestors, sliding_window, groups, kind, device, mask: RefCell::new(None) }
+        let masks = RefCell::new(windows.iter().map(|_| None).collect());
+        Self { offsets, ancestors, windows, groups, kind, device, masks }
     }
 
     /// How many.
@@ -87,47 +88,52 @@ impl NewTokens {
         self.offsets[n]
     }
 
-    /// What token `n` sees behind `len` committed tokens.
-    pub fn seen(&self, n: usize, len: usize) -> SeenTokens {
+    /// What token `n` sees behind `len` committed tokens, in the layers of one kind.
+    pub fn seen(&self, n: usize, len: usize, kind: usize) -> SeenTokens {
         let at = len as i64 + self.offsets[n];
-        let from = self.sliding_window.map_or(0, |window| (at - window + 1).max(0));
+        let from = self.windows[kind].map_or(0, |window| (at - window + 1).max(0));
         let end = if self.ancestors.is_none() { len + n + 1 } else { len };
         let ancestors = self.ancestors.iter().flat_map(|ancestors| &ancestors[n]);
         let then = ancestors.filter(|&&key| len as i64 + self.offsets[key] >= from).map(|&key| len + key);
         ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
     }
 
-    /// Rotations of the new tokens' positions behind `len` committed ones, `[N, 1, D]`.
+    /// RotationsByKind of the new tokens' positions behind `len` committed ones.
     #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
-    pub(super) fn rotation(&self, rope: &Rope, len: i64) -> Rotation {
+    pub(super) fn rotations(&self, ropes: &Ropes, len: i64) -> RotationsByKind {
         let positions: Vec<f32> = self.offsets.iter().map(|offset| (len + offset) as f32).collect();
-        rope.at(&Tensor::from_slice(&positions).to_device(self.device))
+        ropes.at(&Tensor::from_slice(&positions).to_device(self.device))
     }
 
-    pub(super) fn behind(&self, len: i64) -> CacheMask {
+    /// By kind of layer, what the new tokens see behind `len` committed ones.
+    pub(super) fn behind(&self, len: i64) -> Vec<CacheMask> {
+        (0..self.windows.len()).map(|kind| self.behind_in(kind, len)).collect()
+    }
+
+    fn behind_in(&self, kind: usize, len: i64) -> CacheMask {
         let n = self.len();
-        let window_cuts = self.sliding_window.is_some_and(|window| len + n > window);
+        let window_cuts = self.windows[kind].is_some_and(|window| len + n > window);
         let free = !window_cuts && self.ancestors.is_none();
         let first_causal = free && len == 0 && n > 1;
-        let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(len));
+        let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(kind, len));
         CacheMask { len, first_causal, mask_ns }
     }
 
     /// `[R·N, len + N]`.
-    fn mask(&self, len: i64) -> Tensor {
+    fn mask(&self, kind: usize, len: i64) -> Tensor {
         let n = self.len();
-        let mut buffer = self.mask.borrow_mut();
+        let buffer = &mut self.masks.borrow_mut()[kind];
         let room = buffer.as_ref().map_or(-1, |mask| mask.size()[1] - n);
         if room < len {
-            *buffer = Some(self.right_aligned_mask(len.max(2 * room).max(512)));
+            *buffer = Some(self.right_aligned_mask(kind, len.max(2 * room).max(512)));
         }
         let mask = buffer.as_ref().expect("just made");
         mask.narrow(1, mask.size()[1] - n - len, len + n)
     }
 
     /// Columns: `room` committed tokens, the last of which is at position -1 relative to offset 0, then the new ones.
-    fn right_aligned_mask(&self, room: i64) -> Tensor {
-        let window = self.sliding_window.unwrap_or(i64::MAX);
+    fn right_aligned_mask(&self, kind: usize, room: i64) -> Tensor {
+        let window = self.windows[kind].unwrap_or(i64::MAX);
         let row = |query: usize| {
             let at = self.offsets[query];
             let committed = (-room..0).map(move |key| at - key < window);

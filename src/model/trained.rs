@@ -6,7 +6,7 @@ use crate::model::block_spec::names;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::peft;
-use crate::model::rope::Rope;
+use crate::model::rope::Ropes;
 
 impl Llama {
     /// The same backbone with float32 weights of its own, all of them trained; it computes in `kind`.
@@ -16,13 +16,13 @@ impl Llama {
         self.embed_tokens_vh = own(&self.embed_tokens_vh);
         self.norm_h = own(&self.norm_h);
         for layer in &mut self.layers {
-            layer.norms_h = layer.norms_h.each_ref().map(own);
+            layer.norms_mut().for_each(|norm| *norm = own(norm));
         }
         self.linears_mut().into_iter().for_each(|(_, linear)| linear.own());
         if self.config.tie_word_embeddings {
             self.lm_head = Linear::dense(self.embed_tokens_vh.shallow_clone(), None);
         }
-        self.rope = Rope::new(&self.block.rotary, kind, self.device);
+        self.ropes = Ropes::new(&self.block.layers, kind, self.device);
         self.kind = kind;
         for (_, weight) in self.weights() {
             let _ = weight.set_requires_grad(true);

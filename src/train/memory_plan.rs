@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::draft::medusa::fused_loss::CHUNK_LOGITS;
 use crate::draft::medusa::heads::HeadsShape;
-use crate::model::block_spec::{Activation, BlockLinears, LinearSpec, NormPlaces, Windows};
+use crate::model::block_spec::{BlockLinears, LinearSpec, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
 use crate::model::quantization::Quantization;
@@ -129,6 +129,10 @@ impl Workload<'_> {
         [c.hidden_size, c.query_size(), c.key_value_size(), c.intermediate_size, c.vocab_size].map(i64::unsigned_abs)
     }
 
+    fn query_heads(&self) -> u64 {
+        self.config.num_attention_heads.unsigned_abs()
+    }
+
     fn layers(&self) -> u64 {
         self.config.num_hidden_layers as u64
     }
@@ -213,15 +217,20 @@ impl Workload<'_> {
     fn kept_of_layer(&self) -> KeptTensors {
         let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
         let block = self.config.block();
-        let (NormPlaces::Inputs, Activation::Silu) = (block.norms.places, block.mlp.activation);
         // The residual stream before attention and before the MLP; attention's q, k, v and output; the MLP's gate,
         // SiLU(gate) and up.
         let mut kept = vec![(2, n * h * e), (4, n * q * e), (3, n * f * e)];
+        // More than Llama's: outputs that are normed, q and k before their norm, scores of attention that are capped.
+        let NormSpec { places, query_key, .. } = block.norms;
+        let normed_outputs = if places == NormPlaces::InputsAndOutputs { 2 } else { 0 };
+        kept.push((normed_outputs, n * h * e));
+        kept.push((if query_key.is_some() { 2 } else { 0 }, n * q * e));
+        kept.push((if block.heads.softcap.is_some() { 3 } else { 0 }, n * self.length * self.query_heads() * F32));
         if e < F32 && (self.on_host || self.is_direct()) {
             kept.push((2, n * h * F32)); // norms in float32
         }
-        let Windows::EveryLayer(window) = block.windows;
-        if self.masked || window.is_some_and(|window| window.unsigned_abs() < self.length) {
+        let cuts = |window: Option<i64>| window.is_some_and(|window| window.unsigned_abs() < self.length);
+        if self.masked || block.layers.windows().into_iter().any(cuts) {
             kept.push((1, n * self.length * e));
         }
         match self.trained.lora() {

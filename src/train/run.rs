@@ -116,7 +116,12 @@ impl TrainRun {
 fn load_backbone(plan: &TrainPlan) -> Result<Llama, TrainError> {
     let (folder, kind) = (Path::new(&plan.backbone.path), plan.backbone.dtype.kind());
     let quantization = plan.backbone.quantization;
-    let load = |kind| Llama::load_quantized(folder, kind, plan.device, Purpose::Training, quantization);
+    let load = |kind| -> Result<Llama, TrainError> {
+        let mut backbone = Llama::load_quantized(folder, kind, plan.device, Purpose::Training, quantization)?;
+        let longest_row = i64::try_from(plan.data.max_length.get()).unwrap_or(i64::MAX);
+        backbone.set_context(longest_row.max(backbone.config.max_position_embeddings));
+        Ok(backbone)
+    };
     match &plan.trained {
         BackboneTraining::Frozen => Ok(load(kind)?),
         BackboneTraining::Full => Ok(load(Kind::Float)?.for_fine_tuning(kind)),

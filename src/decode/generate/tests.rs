@@ -16,7 +16,7 @@ use crate::draft::ngram::NgramDrafter;
 use crate::engine::cpu::CpuEngine;
 use crate::engine::sample::{Sampling, Stream};
 use crate::model::attention::RowMask;
-use crate::model::config::{LlamaConfig, RopeScaling};
+use crate::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use crate::model::lora::Adapters;
 use crate::numbers::{NonNegative, Positive, Probability};
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
@@ -47,8 +47,8 @@ pub(in crate::decode) fn config(
         rope_scaling: RopeScaling::Default,
         sliding_window,
         tie_word_embeddings: false,
-        attention_bias: false,
-        mlp_bias: false,
+        biases: Biases::default(),
+        family: FamilyTraits::default(),
         bos_token_id: None,
         eos_token_ids,
     }

@@ -93,8 +93,7 @@ impl Rotations {
     /// Tables of the first `positions` positions, scaled according to `config`.
     pub fn new(config: &LlamaConfig, positions: i64, kind: Kind, device: Device) -> Self {
         let half = config.head_dim / 2;
-        let rotation =
-            Rope::new(&config.block().rotary, kind, device).at(&Tensor::arange(positions, (Kind::Float, device)));
+        let rotation = rope(config, kind, device).at(&Tensor::arange(positions, (Kind::Float, device)));
         // Rotating a vector of ones in its first half and zeros in its second yields the cosines and the sines.
         let unit_d = Tensor::cat(&[Tensor::ones([half], (kind, device)), Tensor::zeros([half], (kind, device))], 0);
         let both_sd =
@@ -102,6 +101,13 @@ impl Rotations {
         let part = |at| both_sd.narrow(1, at, half).contiguous();
         Self { cos_sd: part(0), sin_sd: part(half) }
     }
+}
+
+/// The rotary embeddings of all layers.
+fn rope(config: &LlamaConfig, kind: Kind, device: Device) -> Rope {
+    let layers = config.layer_kinds();
+    let rotary = layers.only().and_then(|layer| layer.rotary.as_ref());
+    Rope::new(rotary.expect("check_blocks refuses other backbones"), kind, device)
 }
 
 #[cfg(test)]
@@ -116,8 +122,7 @@ mod tests {
             let rotations = Rotations::new(&config, 50, kind, Device::Cpu);
             let x_nd = Generator::seeded(1).normal(&[50, 1, config.head_dim], (Kind::Float, Device::Cpu)).to_kind(kind);
             let positions = Tensor::arange(50, (Kind::Float, Device::Cpu));
-            let expected =
-                Rope::new(&config.block().rotary, kind, Device::Cpu).at(&positions).apply(&x_nd).to_kind(Kind::Float);
+            let expected = rope(&config, kind, Device::Cpu).at(&positions).apply(&x_nd).to_kind(Kind::Float);
             let x_nd = x_nd.squeeze_dim(1).to_kind(Kind::Float);
             let halves = x_nd.chunk(2, 1);
             let first = &halves[0] * &rotations.cos_sd - &halves[1] * &rotations.sin_sd;

@@ -15,7 +15,7 @@ use super::rule::StepKey;
 use super::scratch::Scratch;
 use super::shape::Shape;
 use super::target::LaunchTarget;
-use crate::model::block_spec::{BlockSpec, Windows};
+use crate::model::block_spec::BlockSpec;
 use crate::model::config::LlamaConfig;
 use crate::nvidia::gemm::Product;
 use crate::nvidia::launcher::ProductBuffers;
@@ -186,8 +186,9 @@ impl Ops {
         config: &LlamaConfig,
         attended_nqd: &Tensor,
     ) -> CudaResult {
-        let BlockSpec { heads, windows: Windows::EveryLayer(window), .. } = config.block();
-        let scale = heads.scale();
+        let BlockSpec { heads, layers, .. } = config.block();
+        let window = layers.only().expect("check_blocks refuses other backbones").window;
+        let scale = heads.scale;
         let oracle = || oracle::tree_attention(q_nqd, kv_2gsd, places, scale, window, attended_nqd);
         self.run("tree_attention", &[attended_nqd], oracle, |Kernels { target, scratch }| {
             let parts = scratch.parts(places.nodes.len());

@@ -5,7 +5,8 @@ use tch::Kind;
 use super::draft::{DeviceDraft, DraftShape};
 use super::layout::MAX_NODES;
 use crate::dtype::Dtype;
-use crate::model::config::LlamaConfig;
+use crate::model::block_spec::{Activation, BlockSpec, LogitSpec, NormKind, NormPlaces, NormSpec};
+use crate::model::config::{FamilyTraits, LlamaConfig};
 use crate::model::llama::Llama;
 
 /// The cache grows in blocks of this many tokens.
@@ -104,8 +105,7 @@ impl<'a> Shape<'a> {
     /// # Errors
     /// [`Unfit::Weights`].
     pub fn check_blocks(&self) -> Result<(), Unfit> {
-        if self.config.block().biases.any() {
-            let why = "has linear layers with a bias, which it has no kernels for";
+        if let Some(why) = self.unsupported() {
             return Err(Unfit::Weights { what: "the backbone", why });
         }
         match self.draft {
@@ -114,6 +114,31 @@ impl<'a> Shape<'a> {
             }
             _ => Ok(()),
         }
+    }
+
+    /// What of the backbone's blocks the kernels do not compute.
+    fn unsupported(&self) -> Option<&'static str> {
+        let BlockSpec { hidden_size: _, norms, heads, layers, mlp, biases, storage: _, residual_multiplier } =
+            self.config.block();
+        let NormSpec { kind, eps: _, places, query_key } = norms;
+        let FamilyTraits { embedding_multiplier, logits, rotary_size, .. } = self.config.family;
+        let checks = [
+            (biases.any(), "has linear layers with a bias, which it has no kernels for"),
+            (query_key.is_some(), "norms queries and keys, which it has no kernels for"),
+            (kind != NormKind::Rms || places != NormPlaces::Inputs, "has norms that it has no kernels for"),
+            (mlp.activation != Activation::Silu, "has a GELU MLP, which it has no kernels for"),
+            (heads.softcap.is_some(), "caps its attention scores, which it has no kernels for"),
+            (
+                layers.only().is_none_or(|layer| layer.rotary.is_none()),
+                "has several kinds of layers, which it has no kernels for",
+            ),
+            (rotary_size.is_some(), "rotates a part of each head, which it has no kernels for"),
+            (
+                residual_multiplier != 1.0 || embedding_multiplier != 1.0 || logits != LogitSpec::default(),
+                "scales embeddings, residuals or logits, which it has no kernels for",
+            ),
+        ];
+        checks.into_iter().find(|(is_met, _)| *is_met).map(|(_, why)| why)
     }
 
     /// Checks that the tree fits a step.
@@ -159,7 +184,7 @@ impl<'a> Shape<'a> {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::model::config::RopeScaling;
+    use crate::model::config::{Biases, RopeScaling};
     use crate::tree::sparse_tree::SparseTree;
 
     /// Llama 2 7B with a context of 4096.
@@ -179,8 +204,8 @@ pub(super) mod tests {
             rope_scaling: RopeScaling::Default,
             sliding_window: None,
             tie_word_embeddings: false,
-            attention_bias: false,
-            mlp_bias: false,
+            biases: Biases::default(),
+            family: FamilyTraits::default(),
             bos_token_id: Some(1),
             eos_token_ids: vec![2],
         }
@@ -222,7 +247,7 @@ pub(super) mod tests {
         assert_eq!(blocks(&config, five(&tree)), Ok(()));
         let without = five(&tree).map(|draft| DraftShape { blocks: 0, ..draft });
         assert!(matches!(blocks(&config, without), Err(Unfit::Weights { what: "the heads", .. })));
-        let biased = LlamaConfig { mlp_bias: true, ..config.clone() };
+        let biased = LlamaConfig { biases: Biases { mlp: true, ..Biases::default() }, ..config.clone() };
         assert!(matches!(blocks(&biased, None), Err(Unfit::Weights { what: "the backbone", .. })));
     }
 }

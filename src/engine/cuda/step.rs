@@ -13,7 +13,6 @@ use super::ops::Ops;
 use super::oracle::{Accepted, BlockInput, Draws, Places};
 use super::rule::Rule;
 use super::shape::Shape;
-use crate::model::block_spec::{Activation, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::DenseLayer;
 use crate::nvidia::launcher::ProductBuffers;
@@ -57,7 +56,7 @@ impl DecodeStep<'_> {
         let (ops, buffers, weights) = (self.ops, &self.memory.buffers, &self.weights.backbone);
         let [x_nh, normed_nh] = [&buffers.x_nh, &buffers.normed_nh].map(|buffer| self.rows(buffer));
         ops.embed(&self.rows(&buffers.tokens_n), &weights.embed_tokens_vh, &x_nh)?;
-        let NormSpec { kind: NormKind::Rms, eps, places: NormPlaces::Inputs } = self.config.block().norms;
+        let eps = self.config.rms_norm_eps;
         for (at, layer) in weights.layers.iter().enumerate() {
             match at {
                 0 => ops.rms_norm(&x_nh, &layer.input_layernorm_h, eps, &normed_nh)?,
@@ -74,7 +73,7 @@ impl DecodeStep<'_> {
     fn add_norm(&self, weight_h: &Tensor, out_nh: &Tensor) -> CudaResult {
         let buffers = &self.memory.buffers;
         let [x_nh, delta_nh] = [&buffers.x_nh, &buffers.delta_nh].map(|buffer| self.rows(buffer));
-        self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.block().norms.eps, out_nh)
+        self.ops.add_rms_norm(&x_nh, &delta_nh, weight_h, self.config.rms_norm_eps, out_nh)
     }
 
     fn attention(&self, layer: &DenseLayer, kv_2gsd: &Tensor) -> CudaResult {
@@ -94,9 +93,7 @@ impl DecodeStep<'_> {
         let [normed_nh, gate_up_ni, product_ni] =
             [&buffers.normed_nh, &buffers.gate_up_ni, &buffers.product_ni].map(|buffer| self.rows(buffer));
         ops.linear(&normed_nh, &layer.gate_up_ih, &gate_up_ni)?;
-        match self.config.block().mlp.activation {
-            Activation::Silu => ops.silu_mul(&gate_up_ni, &product_ni)?,
-        }
+        ops.silu_mul(&gate_up_ni, &product_ni)?;
         ops.linear(&product_ni, &layer.down_hi, &self.rows(&buffers.delta_nh))
     }
 

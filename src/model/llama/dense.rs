@@ -4,7 +4,10 @@
 use tch::{Kind, Tensor};
 
 use super::{DecoderLayer, Llama};
+use crate::model::block_spec::NormPlace;
 use crate::model::linear::Linear;
+use crate::model::norm::LayerNorms;
+use crate::model::rope::Frequencies;
 
 /// Weights of a pass, in the backbone's dtype; views wherever the backbone itself has them so.
 #[derive(Debug)]
@@ -39,14 +42,12 @@ pub struct DenseLayer {
 /// A decoder layer with one product for q, k, v and one for gate, up.
 #[derive(Debug)]
 pub struct MergedLayer<'a> {
-    /// `[H]`.
-    pub input_layernorm_h: &'a Tensor,
+    /// Weights of the norms that the family has, by place.
+    pub norms: [(NormPlace, Option<&'a Tensor>); 6],
     /// To `[W]`: q, then k, then v.
     pub qkv: &'a Linear,
     /// To `[H]`.
     pub o: &'a Linear,
-    /// `[H]`.
-    pub post_attention_layernorm_h: &'a Tensor,
     /// To `[2I]`: gate, then up.
     pub gate_up: &'a Linear,
     /// To `[H]`.
@@ -78,19 +79,27 @@ impl Llama {
         &self.norm_h
     }
 
-    /// D/2 inverse wavelengths of its rotary embeddings, in radians a token.
-    pub fn rotary_frequencies(&self) -> &[f32] {
-        self.rope.frequencies()
+    /// What the rotations of the layers of one kind are computed from; `None` where they have none.
+    pub fn rotary_frequencies(&self, kind: usize) -> Option<&Frequencies> {
+        self.ropes.frequencies(kind)
     }
 }
 
 impl DecoderLayer {
     fn merged(&self) -> Option<MergedLayer<'_>> {
+        let LayerNorms { attention_input, attention_output, mlp_input, mlp_output } = &self.norms;
+        let query_key = self.attention.query_key_norm.as_ref();
         Some(MergedLayer {
-            input_layernorm_h: &self.norms_h[0],
+            norms: [
+                (NormPlace::AttentionInput, attention_input.as_ref()),
+                (NormPlace::Query, query_key.map(|norm| &norm.query)),
+                (NormPlace::Key, query_key.map(|norm| &norm.key)),
+                (NormPlace::AttentionOutput, attention_output.as_ref()),
+                (NormPlace::MlpInput, mlp_input.as_ref()),
+                (NormPlace::MlpOutput, mlp_output.as_ref()),
+            ],
             qkv: self.attention.qkv.merged_layer()?,
             o: &self.attention.o,
-            post_attention_layernorm_h: &self.norms_h[1],
             gate_up: self.gate_up.merged_layer()?,
             down: &self.down,
         })
@@ -98,10 +107,10 @@ impl DecoderLayer {
 
     fn dense_weights(&self, kind: Kind) -> Option<DenseLayer> {
         Some(DenseLayer {
-            input_layernorm_h: self.norms_h[0].to_kind(kind),
+            input_layernorm_h: self.norms.attention_input.as_ref()?.to_kind(kind),
             qkv_wh: self.attention.qkv.in_rows()?.to_kind(kind),
             o_hq: self.attention.o.in_rows()?.to_kind(kind),
-            post_attention_layernorm_h: self.norms_h[1].to_kind(kind),
+            post_attention_layernorm_h: self.norms.mlp_input.as_ref()?.to_kind(kind),
             gate_up_ih: self.gate_up.in_rows()?.to_kind(kind),
             down_hi: self.down.in_rows()?.to_kind(kind),
         })

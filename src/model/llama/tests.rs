@@ -13,8 +13,9 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 
 #[test]
 fn extending_a_cache_equals_whole_rows() {
-    for window in [None, Some(5)] {
-        let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 0);
+    for config in LlamaConfig::tiny_of_each_family().into_iter().chain([config(Some(5))]) {
+        let family = config.model_type.clone();
+        let llama = Llama::random(config, Kind::Double, Device::Cpu, 0);
         let tokens = Generator::seeded(11).integers(50, &[23]);
         let rows = RowMask::causal(23, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&tokens.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
@@ -25,7 +26,7 @@ fn extending_a_cache_equals_whole_rows() {
                 let new = NewTokens::chain(n, &llama.config, Kind::Double, Device::Cpu);
                 let hidden = llama.extend(&piece, &new, &mut cache, 0);
                 let expected = whole.narrow(0, cache.len(0), n);
-                assert!(largest_difference(&hidden, &expected) < 1e-9, "window {window:?}, chunks of {chunk}");
+                assert!(largest_difference(&hidden, &expected) < 1e-9, "{family}, chunks of {chunk}");
                 cache.commit(0, n);
             }
         }
@@ -34,8 +35,9 @@ fn extending_a_cache_equals_whole_rows() {
 
 #[test]
 fn a_path_of_a_tree_equals_the_row_it_spells() {
-    for window in [None, Some(4)] {
-        let llama = Llama::random(config(window), Kind::Double, Device::Cpu, 1);
+    for config in LlamaConfig::tiny_of_each_family().into_iter().chain([config(Some(4))]) {
+        let family = config.model_type.clone();
+        let llama = Llama::random(config, Kind::Double, Device::Cpu, 1);
         let tokens = Generator::seeded(12).integers(50, &[12]);
         let mut cache = KvCache::of_one_row(&llama.config, Kind::Double, Device::Cpu);
         let prompt = NewTokens::chain(12, &llama.config, Kind::Double, Device::Cpu);
@@ -51,7 +53,7 @@ fn a_path_of_a_tree_equals_the_row_it_spells() {
         let spelt = Tensor::cat(&[&tokens, &Tensor::from_slice(&[7i64, 9, 10])], 0);
         let rows = RowMask::causal(15, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&spelt.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
-        assert!(largest_difference(&hidden.get(3), &whole.get(14)) < 1e-9, "window {window:?}");
+        assert!(largest_difference(&hidden.get(3), &whole.get(14)) < 1e-9, "{family}");
         let next = llama.extend(
             &Tensor::from_slice(&[3i64]),
             &NewTokens::chain(1, &llama.config, Kind::Double, Device::Cpu),
@@ -61,35 +63,37 @@ fn a_path_of_a_tree_equals_the_row_it_spells() {
         let longer = Tensor::cat(&[&spelt, &Tensor::from_slice(&[3i64])], 0);
         let rows = RowMask::causal(16, &llama.config, Device::Cpu);
         let whole = llama.hidden_states(&longer.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
-        assert!(
-            largest_difference(&next.get(0), &whole.get(15)) < 1e-9,
-            "the cache after commit_path, window {window:?}"
-        );
+        assert!(largest_difference(&next.get(0), &whole.get(15)) < 1e-9, "the cache after commit_path, {family}");
     }
 }
 
 #[test]
 fn packed_texts_do_not_see_each_other() {
-    let llama = Llama::random(config(Some(6)), Kind::Double, Device::Cpu, 2);
-    let tokens = Generator::seeded(13).integers(50, &[1, 20]);
-    let rows = RowMask::packed(&[vec![9, 8]], 20, &llama.config, Device::Cpu);
-    let packed = llama.hidden_states(&tokens, &rows, Adapters::Off);
-    for (from, length) in [(0, 9), (9, 8)] {
-        let alone = RowMask::causal(length, &llama.config, Device::Cpu);
-        let expected = llama.hidden_states(&tokens.narrow(1, from, length), &alone, Adapters::Off);
-        assert!(largest_difference(&packed.narrow(1, from, length), &expected) < 1e-9);
+    for config in LlamaConfig::tiny_of_each_family().into_iter().chain([config(Some(6))]) {
+        let llama = Llama::random(config, Kind::Double, Device::Cpu, 2);
+        let tokens = Generator::seeded(13).integers(50, &[1, 20]);
+        let rows = RowMask::packed(&[vec![9, 8]], 20, &llama.config, Device::Cpu);
+        let packed = llama.hidden_states(&tokens, &rows, Adapters::Off);
+        for (from, length) in [(0, 9), (9, 8)] {
+            let alone = RowMask::causal(length, &llama.config, Device::Cpu);
+            let expected = llama.hidden_states(&tokens.narrow(1, from, length), &alone, Adapters::Off);
+            let difference = largest_difference(&packed.narrow(1, from, length), &expected);
+            assert!(difference < 1e-9, "{}: {difference}", llama.config.model_type);
+        }
     }
 }
 
 #[test]
 fn merging_for_decoding_changes_nothing() {
-    let llama = Llama::random(config(None), Kind::Double, Device::Cpu, 3);
-    let tokens = Generator::seeded(14).integers(50, &[1, 9]);
-    let rows = RowMask::causal(9, &llama.config, Device::Cpu);
-    let logits = |llama: &Llama| llama.logits(&llama.hidden_states(&tokens, &rows, Adapters::Off), Adapters::Off);
-    let before = logits(&llama);
-    let merged = llama.for_decoding();
-    assert!(largest_difference(&before, &logits(&merged)) < 1e-9);
+    for config in LlamaConfig::tiny_of_each_family() {
+        let llama = Llama::random(config, Kind::Double, Device::Cpu, 3);
+        let tokens = Generator::seeded(14).integers(50, &[1, 9]);
+        let rows = RowMask::causal(9, &llama.config, Device::Cpu);
+        let logits = |llama: &Llama| llama.logits(&llama.hidden_states(&tokens, &rows, Adapters::Off), Adapters::Off);
+        let before = logits(&llama);
+        let merged = llama.for_decoding();
+        assert!(largest_difference(&before, &logits(&merged)) < 1e-9, "{}", merged.config.model_type);
+    }
 }
 
 #[test]

@@ -1,0 +1,24 @@
+//! What can be wrong with a `config.json`.
+
+use std::path::{Path, PathBuf};
+
+/// Why a config cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// No such file, or it cannot be read.
+    #[error("cannot read {}: {source}; a backbone is a folder in Hugging Face layout with config.json", path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    /// Not JSON, or a key of another type.
+    #[error("{}: {source}", path.display())]
+    Json { path: PathBuf, source: serde_json::Error },
+    /// A value that this program cannot work with.
+    #[error("{}: `{key}`: expected {expected}, got {got}", path.display())]
+    Value { path: PathBuf, key: &'static str, expected: String, got: String },
+    /// A known architecture that needs layers which this program does not have.
+    #[error("{}: `model_type`: {got} is not supported: it has {missing}; supported: {supported}", path.display())]
+    Family { path: PathBuf, got: String, missing: &'static str, supported: String },
+}
+
+pub(super) fn bad(path: &Path, key: &'static str, expected: impl ToString, got: impl ToString) -> ConfigError {
+    ConfigError::Value { path: path.into(), key, expected: expected.to_string(), got: got.to_string() }
+}

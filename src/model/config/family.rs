@@ -1,0 +1,421 @@
+//! The families of backbones: what their decoders have beyond Llama's, and transformers' defaults of keys that `config.json` omits.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::error::{ConfigError, bad};
+use super::keys::ConfigKeys;
+use crate::model::block_spec::{Activation, LinearStorage, LogitSpec, NormKind, NormPlaces, QueryKeyNorm};
+
+/// What a decoder has beyond Llama's. The default is Llama's.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct FamilyTraits {
+    pub norm_kind: NormKind,
+    pub norm_places: NormPlaces,
+    pub query_key_norm: Option<QueryKeyNorm>,
+    pub activation: Activation,
+    pub storage: LinearStorage,
+    /// Rotated numbers of a head; absent = all.
+    pub rotary_size: Option<i64>,
+    /// Factor of the products of queries and keys; absent = 1/√D.
+    pub attention_scale: Option<f64>,
+    /// See [`HeadShape::softcap`](crate::model::block_spec::HeadShape::softcap).
+    pub attention_softcap: Option<f64>,
+    /// Factor of the embeddings.
+    pub embedding_multiplier: f64,
+    /// Factor of what attention and the MLP add to the residual stream.
+    pub residual_multiplier: f64,
+    pub logits: LogitSpec,
+    /// First to last; empty where all layers slide (if there is a window) and rotate.
+    pub layers: Vec<LayerTraits>,
+    /// Base of the rotary frequencies of layers with a sliding window, which are not scaled; absent = as in the other layers.
+    pub local_rope_theta: Option<f64>,
+}
+
+/// What may differ between layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct LayerTraits {
+    /// Whether it has the sliding window.
+    pub slides: bool,
+    /// Whether it has rotary position embeddings.
+    pub rotates: bool,
+}
+
+impl Default for FamilyTraits {
+    fn default() -> Self {
+        Self {
+            norm_kind: NormKind::Rms,
+            norm_places: NormPlaces::Inputs,
+            query_key_norm: None,
+            activation: Activation::Silu,
+            storage: LinearStorage::Separate,
+            rotary_size: None,
+            attention_scale: None,
+            attention_softcap: None,
+            embedding_multiplier: 1.0,
+            residual_multiplier: 1.0,
+            logits: LogitSpec::default(),
+            layers: vec![],
+            local_rope_theta: None,
+        }
+    }
+}
+
+/// A row of [`FAMILIES`].
+#[derive(Debug)]
+pub(super) struct Family {
+    pub model_type: &'static str,
+    /// Absent: as many as attention heads.
+    pub num_key_value_heads: Option<i64>,
+    /// Absent: hidden_size / num_attention_heads.
+    pub head_dim: Option<i64>,
+    pub rms_norm_eps: f64,
+    pub rope_theta: f64,
+    pub tie_word_embeddings: bool,
+    /// q, k and v have a bias whatever `attention_bias` says.
+    pub has_qkv_bias: bool,
+    /// max_position_embeddings already counts `rope_scaling.factor`.
+    pub context_is_scaled: bool,
+    windows: WindowRule,
+    activation: Activation,
+    norm_kind: NormKind,
+    norm_places: NormPlaces,
+    query_key_norm: Option<QueryKeyNorm>,
+    storage: LinearStorage,
+    scales: ScaleRule,
+    /// Of attention and of the logits.
+    softcaps: Option<[f64; 2]>,
+    local_rope_theta: Option<f64>,
+    /// Every so many layers, one has no position embeddings.
+    no_rope_layer_interval: Option<usize>,
+}
+
+/// Which layers have a sliding window where `layer_types` does not say it.
+#[derive(Debug, Clone, Copy)]
+enum WindowRule {
+    Never,
+    /// All; the window where the key is absent.
+    EveryLayer(Option<i64>),
+    /// If `use_sliding_window` is set: those from `max_window_layers` on.
+    FromLayer,
+    /// If `use_sliding_window` is set: those with position embeddings.
+    WithRope,
+    /// All but every n-th; the window where the key is absent.
+    AllButEvery(usize, i64),
+}
+
+/// Where the factors of embeddings, scores, residuals and logits come from.
+#[derive(Debug, Clone, Copy)]
+enum ScaleRule {
+    Llama,
+    /// Embeddings times √H; `query_pre_attn_scalar`.
+    Gemma,
+    /// Four multipliers of `config.json`.
+    Granite,
+}
+
+const LLAMA: Family = Family {
+    model_type: "llama",
+    num_key_value_heads: None,
+    head_dim: None,
+    rms_norm_eps: 1e-6,
+    rope_theta: 10_000.0,
+    tie_word_embeddings: false,
+    has_qkv_bias: false,
+    context_is_scaled: false,
+    windows: WindowRule::Never,
+    activation: Activation::Silu,
+    norm_kind: NormKind::Rms,
+    norm_places: NormPlaces::Inputs,
+    query_key_norm: None,
+    storage: LinearStorage::Separate,
+    scales: ScaleRule::Llama,
+    softcaps: None,
+    local_rope_theta: None,
+    no_rope_layer_interval: None,
+};
+
+const GEMMA2: Family = Family {
+    model_type: "gemma2",
+    num_key_value_heads: Some(4),
+    head_dim: Some(256),
+    tie_word_embeddings: true,
+    windows: WindowRule::AllButEvery(2, 4096),
+    activation: Activation::GeluTanh,
+    norm_kind: NormKind::RmsPlusOne,
+    norm_places: NormPlaces::InputsAndOutputs,
+    scales: ScaleRule::Gemma,
+    softcaps: Some([50.0, 30.0]),
+    ..LLAMA
+};
+
+/// Fine-tunes keep the `model_type` of their base model: Vicuna, Yi and TinyLlama are `llama`, Zephyr is `mistral`, DeepSeek's distilled models
+/// are `llama` and `qwen2`, Phi-4 is `phi3`.
+const FAMILIES: [Family; 10] = [
+    LLAMA,
+    Family {
+        model_type: "mistral",
+        num_key_value_heads: Some(8),
+        windows: WindowRule::EveryLayer(Some(4096)),
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen2",
+        num_key_value_heads: Some(32),
+        has_qkv_bias: true,
+        windows: WindowRule::FromLayer,
+        ..LLAMA
+    },
+    Family {
+        model_type: "qwen3",
+        num_key_value_heads: Some(32),
+        head_dim: Some(128),
+        windows: WindowRule::FromLayer,
+        query_key_norm: Some(QueryKeyNorm::EachHead),
+        ..LLAMA
+    },
+    GEMMA2,
+    Family {
+        model_type: "gemma3_text",
+        rope_theta: 1_000_000.0,
+        context_is_scaled: true,
+        windows: WindowRule::AllButEvery(6, 4096),
+        query_key_norm: Some(QueryKeyNorm::EachHead),
+        softcaps: None,
+        local_rope_theta: Some(10_000.0),
+        ..GEMMA2
+    },
+    Family {
+        model_type: "phi3",
+        rms_norm_eps: 1e-5,
+        windows: WindowRule::EveryLayer(None),
+        storage: LinearStorage::Fused,
+        ..LLAMA
+    },
+    Family { model_type: "granite", scales: ScaleRule::Granite, ..LLAMA },
+    Family {
+        model_type: "olmo2",
+        rms_norm_eps: 1e-5,
+        norm_places: NormPlaces::Outputs,
+        query_key_norm: Some(QueryKeyNorm::AllHeads),
+        ..LLAMA
+    },
+    Family {
+        model_type: "smollm3",
+        num_key_value_heads: Some(4),
+        rope_theta: 2_000_000.0,
+        tie_word_embeddings: true,
+        windows: WindowRule::WithRope,
+        no_rope_layer_interval: Some(4),
+        ..LLAMA
+    },
+];
+
+/// What architectures have that no row of [`FAMILIES`] describes, by the beginning of their `model_type`; the first match counts.
+const MISSING: [(&str, &[&str]); 4] = [
+    (
+        "mixture-of-experts layers",
+        &[
+            "mixtral",
+            "qwen2_moe",
+            "qwen3_moe",
+            "deepseek",
+            "gpt_oss",
+            "granitemoe",
+            "phimoe",
+            "olmoe",
+            "dbrx",
+            "llama4",
+            "minimax",
+            "glm4_moe",
+            "jetmoe",
+            "arctic",
+            "kimi",
+            "ernie4_5_moe",
+        ],
+    ),
+    (
+        "state-space or linear attention layers",
+        &[
+            "mamba",
+            "jamba",
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "qwen3_next",
+            "qwen3_5",
+            "recurrent_gemma",
+            "nemotron_h",
+            "zamba",
+            "rwkv",
+            "lfm2",
+            "granitemoehybrid",
+        ],
+    ),
+    (
+        "a vision or audio encoder",
+        &[
+            "gemma3n",
+            "gemma3",
+            "paligemma",
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen2_5_omni",
+            "qwen3_vl",
+            "mllama",
+            "llava",
+            "idefics",
+            "smolvlm",
+            "phi3_v",
+            "phi4_multimodal",
+            "mistral3",
+            "pixtral",
+            "internvl",
+            "qwen2_audio",
+        ],
+    ),
+    (
+        "another kind of decoder block",
+        &[
+            "gpt2",
+            "gpt_neox",
+            "gptj",
+            "falcon",
+            "bloom",
+            "mpt",
+            "opt",
+            "phi",
+            "starcoder2",
+            "stablelm",
+            "cohere",
+            "t5",
+            "bert",
+            "olmo",
+            "gemma",
+        ],
+    ),
+];
+
+/// The row for a config.
+pub(super) fn find(path: &Path, written: &ConfigKeys) -> Result<&'static Family, ConfigError> {
+    let got = written.model_type.as_deref().unwrap_or("nothing");
+    if let Some(family) = FAMILIES.iter().find(|family| family.model_type == got) {
+        return Ok(family);
+    }
+    let supported = FAMILIES.map(|family| family.model_type).join(", ");
+    let starts = |(_, names): &&(&str, &[&str])| names.iter().any(|name| got.starts_with(name));
+    match MISSING.iter().find(starts) {
+        Some((missing, _)) => Err(ConfigError::Family { path: path.into(), got: got.into(), missing, supported }),
+        None => Err(bad(path, "model_type", format!("one of {supported}"), got)),
+    }
+}
+
+impl Family {
+    /// The sliding window of the layers that have one.
+    pub(super) fn sliding_window(&self, written: &ConfigKeys) -> Option<i64> {
+        let if_used = |is_used: Option<bool>| written.sliding_window.flatten().filter(|_| is_used == Some(true));
+        match self.windows {
+            WindowRule::Never => None,
+            WindowRule::EveryLayer(default) => written.sliding_window.unwrap_or(default),
+            WindowRule::AllButEvery(_, default) => written.sliding_window.unwrap_or(Some(default)),
+            WindowRule::FromLayer => {
+                written.sliding_window.unwrap_or(Some(4096)).filter(|_| written.use_sliding_window == Some(true))
+            }
+            WindowRule::WithRope => if_used(written.use_sliding_window),
+        }
+    }
+
+    /// What the family and the config say of the decoder, but for its rotary embeddings' sizes.
+    pub(super) fn traits(&self, path: &Path, written: &ConfigKeys) -> Result<FamilyTraits, ConfigError> {
+        let mut traits = FamilyTraits {
+            norm_kind: self.norm_kind,
+            norm_places: self.norm_places,
+            query_key_norm: self.query_key_norm,
+            activation: self.activation(path, written)?,
+            storage: self.storage,
+            layers: self.layers(path, written)?,
+            ..FamilyTraits::default()
+        };
+        if let Some([attention, logits]) = self.softcaps {
+            traits.attention_softcap = written.attn_logit_softcapping.unwrap_or(Some(attention));
+            traits.logits.softcap = written.final_logit_softcapping.unwrap_or(Some(logits));
+        } else if matches!(self.scales, ScaleRule::Gemma) {
+            traits.attention_softcap = written.attn_logit_softcapping.flatten();
+            traits.logits.softcap = written.final_logit_softcapping.flatten();
+        }
+        self.scale(written, &mut traits);
+        Ok(traits)
+    }
+
+    fn scale(&self, written: &ConfigKeys, traits: &mut FamilyTraits) {
+        match self.scales {
+            ScaleRule::Llama => {}
+            ScaleRule::Gemma => {
+                traits.embedding_multiplier = (written.hidden_size as f64).sqrt();
+                traits.attention_scale = Some(written.query_pre_attn_scalar.unwrap_or(256.0).powf(-0.5));
+            }
+            ScaleRule::Granite => {
+                traits.embedding_multiplier = written.embedding_multiplier.unwrap_or(1.0);
+                traits.residual_multiplier = written.residual_multiplier.unwrap_or(1.0);
+                traits.attention_scale = Some(written.attention_multiplier.unwrap_or(1.0));
+                traits.logits.divisor = written.logits_scaling.unwrap_or(1.0);
+            }
+        }
+    }
+
+    fn activation(&self, path: &Path, written: &ConfigKeys) -> Result<Activation, ConfigError> {
+        let (key, name) = match (&written.hidden_activation, &written.hidden_act) {
+            (Some(name), _) => ("hidden_activation", name),
+            (None, Some(name)) => ("hidden_act", name),
+            (None, None) => return Ok(self.activation),
+        };
+        match name.as_str() {
+            "silu" | "swish" => Ok(Activation::Silu),
+            "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
+            other => Err(bad(path, key, "silu or gelu_pytorch_tanh", other)),
+        }
+    }
+
+    fn layers(&self, path: &Path, written: &ConfigKeys) -> Result<Vec<LayerTraits>, ConfigError> {
+        let count = written.num_hidden_layers;
+        let types = written.layer_types.as_deref().map(|types| slides(path, types, count)).transpose()?;
+        let rotates = |layer: usize| match (&written.no_rope_layers, self.no_rope_layer_interval) {
+            (_, None) => true,
+            (Some(rotates), Some(_)) => rotates.get(layer).is_none_or(|&rotates| rotates != 0),
+            (None, Some(default)) => {
+                !(layer + 1).is_multiple_of(written.no_rope_layer_interval.unwrap_or(default).max(1))
+            }
+        };
+        let slides = |layer: usize| match (&types, self.windows) {
+            (_, WindowRule::Never | WindowRule::EveryLayer(_)) => true,
+            (Some(slides), _) => slides[layer],
+            (None, WindowRule::FromLayer) => layer >= written.max_window_layers.unwrap_or(28),
+            (None, WindowRule::WithRope) => rotates(layer),
+            (None, WindowRule::AllButEvery(n, _)) => {
+                !(layer + 1).is_multiple_of(written.sliding_window_pattern.unwrap_or(n).max(1))
+            }
+        };
+        let all = (0..count).map(|layer| LayerTraits { slides: slides(layer), rotates: rotates(layer) });
+        let alike = all.clone().all(|layer| layer == LayerTraits { slides: true, rotates: true });
+        Ok(if alike { vec![] } else { all.collect() })
+    }
+
+    /// Base of the rotary frequencies of sliding layers, where the family has one.
+    pub(super) fn local_rope_theta(&self) -> Option<f64> {
+        self.local_rope_theta
+    }
+}
+
+/// `layer_types`: whether each layer has the sliding window.
+fn slides(path: &Path, types: &[String], count: usize) -> Result<Vec<bool>, ConfigError> {
+    if types.len() != count {
+        return Err(bad(path, "layer_types", format!("{count} entries, one per layer"), types.len()));
+    }
+    let of = |name: &String| match name.as_str() {
+        "sliding_attention" => Ok(true),
+        "full_attention" => Ok(false),
+        other => Err(bad(path, "layer_types", "full_attention or sliding_attention", other)),
+    };
+    types.iter().map(of).collect()
+}

@@ -1,0 +1,127 @@
+//! The keys of `config.json` and `generation_config.json` that are read.
+
+use std::fs;
+use std::path::Path;
+
+use serde::{Deserialize, Deserializer};
+
+use super::error::ConfigError;
+
+/// `config.json` as written. Keys that change no number here are ignored, as transformers does.
+#[derive(Debug, Deserialize)]
+pub(super) struct ConfigKeys {
+    pub model_type: Option<String>,
+    pub hidden_size: i64,
+    pub intermediate_size: i64,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: i64,
+    pub num_key_value_heads: Option<i64>,
+    pub head_dim: Option<i64>,
+    pub vocab_size: i64,
+    pub max_position_embeddings: i64,
+    pub original_max_position_embeddings: Option<f64>,
+    pub rms_norm_eps: Option<f64>,
+    pub rope_theta: Option<f64>,
+    pub rope_local_base_freq: Option<f64>,
+    pub partial_rotary_factor: Option<f64>,
+    pub rope_scaling: Option<RopeKeys>,
+    /// transformers 5 puts theta and scaling together.
+    pub rope_parameters: Option<RopeByLayer>,
+    #[serde(default, deserialize_with = "written")]
+    pub sliding_window: Written<i64>,
+    pub use_sliding_window: Option<bool>,
+    pub max_window_layers: Option<usize>,
+    pub sliding_window_pattern: Option<usize>,
+    pub layer_types: Option<Vec<String>>,
+    /// SmolLM3: 1 where a layer has rotary embeddings, 0 where it has none.
+    pub no_rope_layers: Option<Vec<u8>>,
+    pub no_rope_layer_interval: Option<usize>,
+    pub tie_word_embeddings: Option<bool>,
+    pub attention_bias: Option<bool>,
+    pub mlp_bias: Option<bool>,
+    pub hidden_act: Option<String>,
+    /// Gemma's name of `hidden_act`.
+    pub hidden_activation: Option<String>,
+    pub query_pre_attn_scalar: Option<f64>,
+    #[serde(default, deserialize_with = "written")]
+    pub attn_logit_softcapping: Written<f64>,
+    #[serde(default, deserialize_with = "written")]
+    pub final_logit_softcapping: Written<f64>,
+    pub attention_multiplier: Option<f64>,
+    pub embedding_multiplier: Option<f64>,
+    pub residual_multiplier: Option<f64>,
+    pub logits_scaling: Option<f64>,
+    pub bos_token_id: Option<i64>,
+    pub eos_token_id: Option<OneOrMany>,
+}
+
+/// A key that may be absent (`None`), null (`Some(None)`) or have a value: transformers' default holds only where it is absent.
+pub(super) type Written<T> = Option<Option<T>>;
+
+fn written<'de, T: Deserialize<'de>, D: Deserializer<'de>>(value: D) -> Result<Written<T>, D::Error> {
+    Option::deserialize(value).map(Some)
+}
+
+/// `rope_scaling` or `rope_parameters`. Files that transformers has saved again have both `type` and `rope_type`.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(super) struct RopeKeys {
+    pub rope_type: Option<String>,
+    #[serde(rename = "type")]
+    pub old_type: Option<String>,
+    pub rope_theta: Option<f64>,
+    pub partial_rotary_factor: Option<f64>,
+    pub factor: Option<f64>,
+    pub low_freq_factor: Option<f64>,
+    pub high_freq_factor: Option<f64>,
+    pub original_max_position_embeddings: Option<f64>,
+    pub attention_factor: Option<f64>,
+    pub beta_fast: Option<f64>,
+    pub beta_slow: Option<f64>,
+    pub mscale: Option<f64>,
+    pub mscale_all_dim: Option<f64>,
+    pub truncate: Option<bool>,
+    pub short_factor: Option<Vec<f64>>,
+    pub long_factor: Option<Vec<f64>>,
+}
+
+impl RopeKeys {
+    /// The kind of scaling.
+    pub(super) fn kind(&self) -> Option<&str> {
+        self.rope_type.as_deref().or(self.old_type.as_deref())
+    }
+}
+
+/// `rope_parameters`: for all layers, or by the type of layer.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+pub(super) enum RopeByLayer {
+    ByType { full_attention: Box<RopeKeys>, sliding_attention: Option<Box<RopeKeys>> },
+    All(Box<RopeKeys>),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum OneOrMany {
+    One(i64),
+    Many(Vec<i64>),
+}
+
+impl OneOrMany {
+    pub(super) fn into_vec(self) -> Vec<i64> {
+        match self {
+            OneOrMany::One(id) => vec![id],
+            OneOrMany::Many(ids) => ids,
+        }
+    }
+}
+
+/// `generation_config.json`; its EOS list is the one that generation obeys.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct GenerationKeys {
+    pub eos_token_id: Option<OneOrMany>,
+}
+
+pub(super) fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, ConfigError> {
+    let text = fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.into(), source })?;
+    serde_json::from_str(&text).map_err(|source| ConfigError::Json { path: path.into(), source })
+}

@@ -1,0 +1,186 @@
+//! Rotary position embeddings as `config.json` describes them, in the spellings of transformers 4 and 5.
+
+use std::path::Path;
+
+use super::error::{ConfigError, bad};
+use super::family::Family;
+use super::keys::{ConfigKeys, RopeByLayer, RopeKeys};
+use crate::model::block_spec::RopeScaling;
+
+/// The rotary embeddings of a backbone, and the context that they allow.
+#[derive(Debug)]
+pub(super) struct Rotary {
+    pub theta: f64,
+    pub scaling: RopeScaling,
+    /// Base of sliding layers where it is another.
+    pub local_theta: Option<f64>,
+    /// Rotated numbers of a head where they are fewer than all.
+    pub size: Option<i64>,
+    /// Default context in tokens.
+    pub context: i64,
+}
+
+/// Reads the keys of a config whose heads have `head_dim` numbers.
+pub(super) fn resolve(
+    path: &Path,
+    written: &ConfigKeys,
+    family: &Family,
+    head_dim: i64,
+) -> Result<Rotary, ConfigError> {
+    let (full, sliding) = match &written.rope_parameters {
+        Some(RopeByLayer::ByType { full_attention, sliding_attention }) => {
+            (Some(&**full_attention), sliding_attention.as_deref())
+        }
+        Some(RopeByLayer::All(all)) => (Some(&**all), None),
+        None => (written.rope_scaling.as_ref(), None),
+    };
+    let theta = full.and_then(|rope| rope.rope_theta).or(written.rope_theta).unwrap_or(family.rope_theta);
+    let sliding_theta = sliding.and_then(|rope| rope.rope_theta).or(written.rope_local_base_freq);
+    let local_theta = family.local_rope_theta().map(|default| sliding_theta.unwrap_or(default));
+    for theta in [Some(theta), local_theta].into_iter().flatten() {
+        above_zero(path, "rope_theta", theta)?;
+    }
+    if let Some(kind) = sliding.and_then(RopeKeys::kind).filter(|kind| *kind != "default") {
+        return Err(bad(path, "rope_parameters.sliding_attention", "rope_type default", kind));
+    }
+    let part = full.and_then(|rope| rope.partial_rotary_factor).or(written.partial_rotary_factor);
+    let size = part.map(|part| rotated(path, head_dim, part)).transpose()?;
+    let reader = Reader { path, written, rope: full.cloned().unwrap_or_default(), size: size.unwrap_or(head_dim) };
+    let scaling = reader.scaling()?;
+    let context = reader.context(&scaling, family);
+    Ok(Rotary { theta, scaling, local_theta, size: size.filter(|size| *size != head_dim), context })
+}
+
+fn rotated(path: &Path, head_dim: i64, part: f64) -> Result<i64, ConfigError> {
+    #[expect(clippy::cast_possible_truncation, reason = "at most head_dim")]
+    let size = (head_dim as f64 * part) as i64;
+    if part > 1.0 || size < 2 || size % 2 != 0 {
+        let expected = format!("a part of head_dim = {head_dim} that is an even number");
+        return Err(bad(path, "partial_rotary_factor", expected, part));
+    }
+    Ok(size)
+}
+
+fn above_zero(path: &Path, key: &'static str, value: f64) -> Result<f64, ConfigError> {
+    if value > 0.0 && value.is_finite() { Ok(value) } else { Err(bad(path, key, "a number above 0", value)) }
+}
+
+struct Reader<'c> {
+    path: &'c Path,
+    written: &'c ConfigKeys,
+    rope: RopeKeys,
+    /// Rotated numbers of a head.
+    size: i64,
+}
+
+impl Reader<'_> {
+    fn scaling(&self) -> Result<RopeScaling, ConfigError> {
+        let original = self.original();
+        Ok(match self.rope.kind() {
+            None | Some("default") => RopeScaling::Default,
+            Some("linear") => RopeScaling::Linear { factor: self.factor()? },
+            Some("dynamic") => RopeScaling::Dynamic {
+                factor: self.factor()?,
+                original_max_position_embeddings: self.written.max_position_embeddings,
+            },
+            Some("llama3") => RopeScaling::Llama3 {
+                factor: self.factor()?,
+                low_freq_factor: self.need("low_freq_factor", self.rope.low_freq_factor)?,
+                high_freq_factor: self.need("high_freq_factor", self.rope.high_freq_factor)?,
+                original_max_position_embeddings: self.need("original_max_position_embeddings", original)?,
+            },
+            Some("yarn") => self.yarn()?,
+            Some("longrope" | "su") => self.longrope()?,
+            Some(other) => {
+                return Err(bad(
+                    self.path,
+                    "rope_scaling",
+                    "rope_type default, linear, dynamic, llama3, yarn or longrope",
+                    other,
+                ));
+            }
+        })
+    }
+
+    fn need(&self, key: &'static str, value: Option<f64>) -> Result<f64, ConfigError> {
+        let value = value.ok_or_else(|| bad(self.path, key, "a number in rope_scaling", "nothing"))?;
+        above_zero(self.path, key, value)
+    }
+
+    fn factor(&self) -> Result<f64, ConfigError> {
+        self.need("factor", self.rope.factor)
+    }
+
+    fn original(&self) -> Option<f64> {
+        self.rope.original_max_position_embeddings.or(self.written.original_max_position_embeddings)
+    }
+
+    fn original_tokens(&self) -> Result<i64, ConfigError> {
+        let Some(original) = self.original() else { return Ok(self.written.max_position_embeddings) };
+        #[expect(clippy::cast_possible_truncation, reason = "tokens of a context")]
+        above_zero(self.path, "original_max_position_embeddings", original).map(|tokens| tokens as i64)
+    }
+
+    fn yarn(&self) -> Result<RopeScaling, ConfigError> {
+        let factor = self.factor()?;
+        let grown = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+        let by_default = match (self.rope.mscale, self.rope.mscale_all_dim) {
+            (Some(some), Some(all)) if some != 0.0 && all != 0.0 => grown(some) / grown(all),
+            _ => grown(1.0),
+        };
+        Ok(RopeScaling::Yarn {
+            factor,
+            beta_fast: self.rope.beta_fast.unwrap_or(32.0),
+            beta_slow: self.rope.beta_slow.unwrap_or(1.0),
+            truncate: self.rope.truncate.unwrap_or(true),
+            original_max_position_embeddings: self.original_tokens()?,
+            attention_factor: self.rope.attention_factor.unwrap_or(by_default),
+        })
+    }
+
+    fn longrope(&self) -> Result<RopeScaling, ConfigError> {
+        let (original, longest) = (self.original_tokens()?, self.written.max_position_embeddings);
+        let factor = match self.original() {
+            Some(original) => longest as f64 / original,
+            None => self.rope.factor.unwrap_or(1.0),
+        };
+        let by_default = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+        Ok(RopeScaling::LongRope {
+            short_factor: self.divisors("short_factor", self.rope.short_factor.as_ref())?,
+            long_factor: self.divisors("long_factor", self.rope.long_factor.as_ref())?,
+            original_max_position_embeddings: original,
+            longest,
+            attention_factor: self.rope.attention_factor.unwrap_or(by_default),
+        })
+    }
+
+    fn divisors(&self, key: &'static str, written: Option<&Vec<f64>>) -> Result<Vec<f64>, ConfigError> {
+        let expected = || format!("{} numbers above 0, one per rotated pair", self.size / 2);
+        let all = written.ok_or_else(|| bad(self.path, key, expected(), "nothing"))?;
+        if all.len() as i64 != self.size / 2 || all.iter().any(|divisor| *divisor <= 0.0) {
+            return Err(bad(self.path, key, expected(), format!("{} numbers", all.len())));
+        }
+        Ok(all.clone())
+    }
+
+    /// As vLLM derives it: `linear` and `yarn` stretch the context of pre-training. Where a longer context changes the frequencies of short
+    /// texts as well (`dynamic`, `longrope`), the default is the context of pre-training.
+    fn context(&self, scaling: &RopeScaling, family: &Family) -> i64 {
+        let written = self.written.max_position_embeddings;
+        #[expect(clippy::cast_possible_truncation, reason = "tokens of a context")]
+        let stretched = |tokens: i64, factor: f64| (tokens as f64 * factor) as i64;
+        match *scaling {
+            RopeScaling::Linear { factor } if !family.context_is_scaled => stretched(written, factor),
+            RopeScaling::Yarn { factor, original_max_position_embeddings, .. } => {
+                written.max(stretched(original_max_position_embeddings, factor))
+            }
+            RopeScaling::LongRope { original_max_position_embeddings, longest, .. } => {
+                original_max_position_embeddings.min(longest)
+            }
+            RopeScaling::Default
+            | RopeScaling::Linear { .. }
+            | RopeScaling::Dynamic { .. }
+            | RopeScaling::Llama3 { .. } => written,
+        }
+    }
+}

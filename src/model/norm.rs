@@ -1,0 +1,38 @@
+//! Norms over the last axis, and the norms of a decoder layer.
+
+// H hidden
+use tch::{Kind, Tensor};
+
+use crate::model::block_spec::{NormKind, NormSpec};
+
+/// A norm over the last axis; statistics in float32, as transformers computes them.
+pub(super) fn norm(x: &Tensor, weight_h: &Tensor, NormSpec { kind, eps, .. }: NormSpec) -> Tensor {
+    match kind {
+        NormKind::Rms if weight_h.kind() == x.kind() => x.rms_norm(weight_h.size(), Some(weight_h), eps),
+        NormKind::Rms => x.rms_norm(weight_h.size(), Some(weight_h.to_kind(x.kind())), eps),
+        // 1 + weight has more bits than a half precision weight: the product is computed in float32.
+        NormKind::RmsPlusOne => {
+            let wide = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+            let weight_h = weight_h.to_kind(wide) + 1.0;
+            x.to_kind(wide).rms_norm(weight_h.size(), Some(weight_h), eps).to_kind(x.kind())
+        }
+    }
+}
+
+/// The weights of the norms in a decoder layer's residual stream, `[H]` each; a family has some of them.
+#[derive(Debug)]
+pub(super) struct LayerNorms {
+    /// Of the input of attention.
+    pub(super) attention_input: Option<Tensor>,
+    /// Of the output of attention.
+    pub(super) attention_output: Option<Tensor>,
+    /// Of the input of the MLP.
+    pub(super) mlp_input: Option<Tensor>,
+    /// Of the output of the MLP.
+    pub(super) mlp_output: Option<Tensor>,
+}
+
+/// `x` after the norm, if there is one.
+pub(super) fn normed(x: &Tensor, weight_h: Option<&Tensor>, spec: NormSpec) -> Tensor {
+    weight_h.map_or_else(|| x.shallow_clone(), |weight_h| norm(x, weight_h, spec))
+}
