@@ -269,21 +269,55 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
     );
 }
 
+fn change(small: &SmallRun, part: &str, change: impl FnOnce(&mut Tensor)) {
+    rewrite(small, WEIGHTS, |all| {
+        change(&mut all.iter_mut().find(|(name, _)| name.ends_with(part)).expect("its name").1);
+    });
+}
+
+fn run(small: &SmallRun, arguments: &str) -> Ended {
+    small.medusa(&arguments.split(' ').collect::<Vec<_>>())
+}
+
 #[test]
-fn a_backbone_with_nan_in_a_weight_decodes_nothing() {
+fn a_weight_with_nan_is_refused_where_it_is_read() {
+    let spoilt = |part: &str| {
+        let small = SmallRun::new();
+        write_tokenizer(&small, 48);
+        write_heads(&small, "heads", SHAPE);
+        small.write("prompts.jsonl", "{\"prompt_ids\": [3, 4]}\n");
+        change(&small, part, |weight| drop(weight.view([-1]).narrow(0, 5, 1).fill_(f64::NAN)));
+        small
+    };
+    let generate = "generate --backbone backbone --prompts prompts.jsonl --max-new-tokens 4";
+    for part in ["q_proj", "v_proj", "o_proj", "gate_proj", "input_layernorm", "model.norm", "embed_tokens", "lm_head"]
+    {
+        let part = format!("{part}.weight");
+        run(&spoilt(&part), generate).failed(1, &[WEIGHTS, &part, "expected finite numbers, got NaN at [", "in F32"]);
+    }
+    let small = spoilt("k_proj.weight"); // libtorch's fused attention would ignore it
+    let facts = [WEIGHTS, "k_proj.weight", "expected finite numbers, got NaN at [0, 5] in"];
+    for how in [" --heads heads", " --engine tch", " --dtype float16"] {
+        run(&small, &format!("{generate}{how}")).failed(1, &facts);
+    }
+    run(&small, "distill --backbone backbone --prompts prompts.jsonl --out distilled").failed(1, &facts);
+    run(&small, "calibrate --backbone backbone --heads heads --data rows.jsonl --out calibration.json")
+        .failed(1, &facts);
+    small.train(&[]).failed(1, &facts);
+}
+
+#[test]
+fn a_backbone_whose_logits_overflow_decodes_nothing() {
     let small = SmallRun::new();
     write_tokenizer(&small, 48);
     write_heads(&small, "heads", SHAPE);
     small.write("backbone/chat_template.jinja", "{% for message in messages %}{{ message['content'] }}{% endfor %}");
     small.write("prompts.jsonl", "{\"prompt\": \"w3 w4\"}\n{\"prompt\": \"w5\"}\n");
-    rewrite(&small, WEIGHTS, |all| {
-        let (_, o_proj) = all.iter_mut().find(|(name, _)| name.ends_with("o_proj.weight")).expect("its name");
-        let _ = o_proj.narrow(0, 5, 1).narrow(1, 7, 1).fill_(f64::NAN);
-    });
+    change(&small, "model.norm.weight", |norm| drop(norm.fill_(3e38)));
     let before = small.names(".");
     let refused = |arguments: &str, facts: &[&str]| {
         let facts = [&["logits contain NaN or infinity at new token 1;", "--dtype", "weights"], facts].concat();
-        let ended = small.medusa(&arguments.split(' ').collect::<Vec<_>>());
+        let ended = run(&small, arguments);
         ended.failed(1, &facts);
         assert_eq!(ended.stderr.matches("logits contain NaN").count(), 1, "{}", ended.stderr);
         assert_eq!(ended.stdout, "", "{arguments}");
@@ -309,8 +343,7 @@ fn a_backbone_with_nan_in_a_weight_decodes_nothing() {
         assert!(small.names(folder).iter().all(|name| !name.ends_with(".parquet")), "{:?}", small.names(folder));
     }
     let rows = "calibrate --backbone backbone --heads heads --data rows.jsonl --out calibration.json";
-    let ended = small.medusa(&rows.split(' ').collect::<Vec<_>>());
-    ended.failed(1, &["row 1: the logits of head 1 contain NaN or infinity"]);
+    run(&small, rows).failed(1, &["row 1: the logits of head 1 contain NaN or infinity"]);
     assert!(!small.path("calibration.json").exists());
     let chat = small
         .program(env!("CARGO_BIN_EXE_medusa"), &["chat", "--backbone", "backbone"])

@@ -535,9 +535,15 @@ fn numbers_that_are_none_are_refused_also_where_they_are_only_copied() {
     small.train(&[]).succeeded();
     write_heads(&small, "s", shape(2, 1, 0), Kind::Float);
     spoil(&small, "run/final/adapter_model.safetensors", "lora_B", f64::NAN);
-    let facts = ["the backbone, with what was trained of it, in float32 produces NaN or infinity"];
-    export(&small, "run/final", "peft", "out", &[]).failed(1, &facts);
-    export(&small, "run/final", "merged", "out", &[]).failed(1, &facts);
+    let refused = |facts: &[&str]| {
+        for format in ["peft", "merged"] {
+            export(&small, "run/final", format, "out", &[]).failed(1, facts);
+        }
+    };
+    refused(&["run/final/adapter_model.safetensors", "lora_B.weight\": expected finite numbers, got NaN at [0, 0]"]);
+    spoil(&small, "run/final/adapter_model.safetensors", "lora_B", 0.0);
+    spoil(&small, "backbone/model.safetensors", "model.norm", 3e38);
+    refused(&["the backbone, with what was trained of it, in float32 produces NaN or infinity"]);
     spoil(&small, "backbone/model.safetensors", "lm_head", 70_000.0);
     export(&small, "s", "vllm", "out", &["--dtype", "float16"])
         .failed(1, &["the backbone's lm_head in float16 produces NaN or infinity"]);

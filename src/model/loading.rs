@@ -59,7 +59,7 @@ impl Llama {
     ) -> Result<Self, LoadError> {
         let config = LlamaConfig::load(folder)?;
         let files = WeightFiles::open(folder)?;
-        let embedding = files.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size])?.to_device(device);
+        let embedding = files.stored(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size], device)?;
         let mut source = |name: &str, shape: &[i64]| {
             if quantization.is_some() {
                 files.release(); // what was read before is quantised by now

@@ -21,10 +21,12 @@ use tch::{Device, Kind, Tensor};
 
 use crate::files::{self, FileError, failed};
 use crate::model::torch_file::{self, TorchFileError};
+use crate::model::weights::finite::{NotFinite, first_not_finite};
 pub use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
 use crate::torch::bytes;
 
+mod finite;
 mod save;
 pub(super) mod tensor_file;
 
@@ -74,6 +76,9 @@ pub enum WeightsError {
     /// A tensor of a dtype that it cannot have.
     #[error("{}: tensor {name:?}: expected {expected}, got {got}", path.display())]
     Dtype { path: PathBuf, name: String, expected: String, got: String },
+    /// A weight with NaN or infinity in it.
+    #[error("{}: tensor {name:?}: expected finite numbers, got {value} at {at:?} in {dtype:?}; the file is damaged, or its numbers are too large for this dtype", path.display())]
+    NotFinite { path: PathBuf, name: String, value: f64, at: Vec<i64>, dtype: safetensors::Dtype },
 }
 
 /// One or more files of weights, mapped, their headers validated.
@@ -247,12 +252,26 @@ impl WeightFiles {
         Ok(unaligned.view_dtype(kind).view(shape))
     }
 
-    /// The tensor in `kind` on `device`: a view of the mapping where that is what the file holds, else converted.
+    /// The tensor in `kind` on `device`: a view of the mapping where that is what the file holds, else converted. All of it is read.
     ///
     /// # Errors
-    /// As [`WeightFiles::mapped`].
+    /// As [`WeightFiles::mapped`], and [`WeightsError::NotFinite`].
     pub fn tensor(&self, name: &str, shape: &[i64], kind: Kind, device: Device) -> Result<Tensor, WeightsError> {
-        Ok(self.mapped(name, shape)?.to_device(device).to_kind(kind))
+        self.finite(name, self.mapped(name, shape)?.to_device(device).to_kind(kind))
+    }
+
+    /// As [`WeightFiles::tensor`], in the dtype of the file.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::tensor`].
+    pub fn stored(&self, name: &str, shape: &[i64], device: Device) -> Result<Tensor, WeightsError> {
+        self.finite(name, self.mapped(name, shape)?.to_device(device))
+    }
+
+    fn finite(&self, name: &str, tensor: Tensor) -> Result<Tensor, WeightsError> {
+        let Some(NotFinite { value, at }) = first_not_finite(&tensor) else { return Ok(tensor) };
+        let path = self.file_of(name).unwrap_or(&self.source).to_owned();
+        Err(WeightsError::NotFinite { path, name: name.to_owned(), value, at, dtype: dtype_of(tensor.kind()) })
     }
 
     /// Lets the kernel drop the pages read so far from memory; views read them again on access.
