@@ -303,7 +303,8 @@ impl Workload<'_> {
         // ratio.
         let float32 = if teacher { 4 } else { 2 };
         let cast = e < F32;
-        let chunks = [(float32, chunk * F32), (if cast { 2 } else { 0 }, chunk * e)];
+        // The comparison also has a mask of a byte per logit.
+        let chunks = [(float32, chunk * F32), (1, chunk), (if cast { 2 } else { 0 }, chunk * e)];
         // Selected states, the blocks' output, its gradient, and the tensors that autograd keeps for a block.
         let rows = (3 + 3 * self.heads.medusa_num_layers as u64, n * h * e);
         let has_w2 = self.heads.vocab_size > 0;

@@ -28,7 +28,7 @@ const DLOGITS_SCALE: f64 = 1024.0;
 pub struct HeadSums {
     /// Summed loss, float64 scalar.
     pub loss: Tensor,
-    /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. Ties count as hits.
+    /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. Among equal logits the lower token comes first.
     pub hits: Tensor,
 }
 
@@ -290,14 +290,14 @@ struct CrossEntropy {
     tokens_c1: Tensor,
     /// `[C, 1]`, cross-entropy of each target.
     losses_c1: Tensor,
-    /// `[C]`, float32: the number of logits above the target's.
+    /// `[C]`, float32: see [`ranks`].
     rank_c: Tensor,
 }
 
 impl CrossEntropy {
     fn new(logits_cv: Tensor, tokens_c1: &Tensor) -> Self {
         let target_c1 = logits_cv.gather(1, tokens_c1, false);
-        let rank_c = count_above(&logits_cv, &target_c1);
+        let rank_c = ranks(&logits_cv, &target_c1, tokens_c1);
         let (probabilities_cv, log_sum_c1) = softmax(logits_cv);
         Self { probabilities_cv, tokens_c1: tokens_c1.shallow_clone(), losses_c1: log_sum_c1 - target_c1, rank_c }
     }
@@ -339,11 +339,14 @@ fn softmax(logits_cv: Tensor) -> (Tensor, Tensor) {
     (probabilities_cv, log_sum_c1)
 }
 
-/// Number of logits in each row above the target's, `[C]`. Counted in float32: summing booleans is ten times slower.
-fn count_above(logits_cv: &Tensor, target_c1: &Tensor) -> Tensor {
-    let above_cv = logits_cv.empty_like();
-    let _ = logits_cv.gt_tensor_out(&above_cv, target_c1);
-    above_cv.sum_dim_intlist(1, false, Kind::Float)
+/// Rank of each row's target among its logits, `[C]`, 0 for the best guess. Among equal logits, which are common after rounding to 16 bits,
+/// the lower token comes first, as in argmax. Counted in float32: summing booleans is ten times slower.
+fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor) -> Tensor {
+    // A lower token comes first also with an equal logit, which is above the next smaller number.
+    let below_c1 = target_c1.nextafter(&Tensor::full_like(target_c1, f64::NEG_INFINITY));
+    let tokens_v = Tensor::arange(logits_cv.size()[1], (Kind::Int64, logits_cv.device()));
+    let threshold_cv = below_c1.where_self(&tokens_v.lt_tensor(tokens_c1), target_c1);
+    logits_cv.gt_tensor_out(&threshold_cv, &threshold_cv).sum_dim_intlist(1, false, Kind::Float)
 }
 
 /// `sum += a·b`, in float32 whatever the dtype of `a` and `b`.
@@ -429,6 +432,26 @@ mod tests {
                 let largest = expected.abs().max().double_value(&[]);
                 assert!(difference < 1e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
             }
+        }
+    }
+
+    #[test]
+    fn of_equal_logits_the_lower_token_is_guessed_first() {
+        let mut generator = Generator::seeded(6);
+        let mut digits = |size: &[i64]| (generator.integers(5, size) - 2).to_kind(Kind::BFloat16);
+        let (hidden, weight_vh) = (digits(&[400, 4]), digits(&[300, 4])); // 33 logits among 300 tokens
+        let logits = hidden.matmul(&weight_vh.tr()).to_kind(Kind::Float);
+        let positions_m = Tensor::arange(400, (Kind::Int64, Device::Cpu));
+        let sorted = logits.sort_stable(true, 1, true).1;
+        for rank in 0..6 {
+            let targets =
+                Targets { positions_m: positions_m.shallow_clone(), tokens_m: sorted.select(1, rank).contiguous() };
+            if rank == 0 {
+                assert_eq!(targets.tokens_m, logits.argmax(1, false));
+            }
+            let sums = head_loss(None, OutputLayer::plain(&weight_vh), &hidden, &targets, None);
+            let expected: Vec<i64> = (0..TOP as i64).map(|guess| if rank <= guess { 400 } else { 0 }).collect();
+            assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), expected, "rank {rank}");
         }
     }
 
