@@ -354,6 +354,30 @@ fn a_backbone_whose_logits_overflow_decodes_nothing() {
 }
 
 #[test]
+fn a_conversation_that_cannot_be_answered_loses_no_other() {
+    let small = SmallRun::new();
+    write_tokenizer(&small, 48);
+    // In float32 the embedding of token 47 is infinite.
+    change(&small, "embed_tokens.weight", |embedding| {
+        *embedding = embedding.to_kind(Kind::Double);
+        let _ = embedding.get(47).fill_(1e300);
+    });
+    let prompts: Vec<String> = (45..50).map(|id| format!("{{\"prompt_ids\": [{}]}}", id.min(94 - id))).collect();
+    small.write("prompts.jsonl", prompts.join("\n"));
+    let distill = "distill --backbone backbone --prompts prompts.jsonl --max-new-tokens 1 --out distilled";
+    let facts = ["prompts.jsonl, line 3: conversation 2", "logits contain NaN", "another --dtype, and another --out"];
+    for how in ["", " --resume"] {
+        run(&small, &format!("{distill}{how}")).failed(1, &facts);
+        let journal = small.read("distilled/journal.jsonl");
+        let json = |line: &str| line.find('{').map(|at| line[at..].to_owned()).expect("a checksum, then an object");
+        let id = |line: &str| serde_json::from_str::<Value>(&json(line)).expect("JSON")["id"].clone();
+        let mut ids: Vec<Value> = journal.lines().map(id).collect();
+        ids.sort_by_key(Value::as_u64);
+        assert_eq!(ids, [0, 1, 3, 4], "{how}");
+    }
+}
+
+#[test]
 fn a_backbone_that_was_cut_off_is_not_summarised() {
     let small = SmallRun::new();
     small.medusa(&["inspect", "backbone"]).succeeded();

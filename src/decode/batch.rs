@@ -87,14 +87,15 @@ impl<'a> SequenceBatch<'a> {
         Ok(())
     }
 
-    /// Runs one step for every text; returns the texts that ended, which leave the batch.
+    /// Returns the texts that ended with their first token; if there are none, runs one step for every text and returns the texts that
+    /// ended. They leave the batch.
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
     pub fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
         let mut ended = std::mem::take(&mut self.ended);
-        if self.sequences.is_empty() {
-            return Ok(ended);
+        if self.sequences.is_empty() || !ended.is_empty() {
+            return Ok(ended); // a step that fails would lose them
         }
         guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)))?;
         // Last row first: `swap_remove` then only moves rows that were already checked.

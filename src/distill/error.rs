@@ -71,12 +71,19 @@ pub enum DistillError {
     #[error("cannot read or write {}", path.display())]
     Io { path: PathBuf, source: io::Error },
     /// A prompt that cannot be decoded.
-    #[error("conversation {id}")]
+    #[error("{place}: conversation {id}")]
     Decode {
+        place: RowLocation,
         /// Index in the prompt file.
         id: usize,
         source: DecodeError,
     },
+    /// `--resume` draws the same numbers and fails again.
+    #[error(
+        "{place}: conversation {id} cannot be answered; conversations finished before are kept. --resume would end here again: remove \
+         this prompt or choose another --dtype, and another --out"
+    )]
+    NotFinite { place: RowLocation, id: usize, source: DecodeError },
     /// A step of the whole batch failed.
     #[error(transparent)]
     Step(#[from] DecodeError),

@@ -9,6 +9,8 @@ use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
 use crate::data::chat_template::Message;
 use crate::data::prompts::{Dialogue, PromptError, Questions};
 use crate::decode::batch::Ended;
+use crate::decode::error::DecodeError;
+use crate::decode::request::Generation;
 
 pub mod answer;
 pub mod conversation;
@@ -92,13 +94,15 @@ pub fn run(
         while answerer.has_room() {
             let Some(question) = talk.next_question()? else { break };
             let id = question.conversation;
-            answerer.enter(&question).map_err(|source| DistillError::Decode { id, source })?;
+            answerer.enter(&question).map_err(|source| talk.undecoded(id, source))?;
         }
         if answerer.is_idle() {
             output.finish()?;
             return Ok(DistillEnd::Whole);
         }
-        output.keep(talk.hear(answerer.step()?)?)?;
+        let (finished, heard) = talk.hear(answerer.step()?);
+        output.keep(finished)?;
+        heard?;
         if on_step(DistillProgress { conversations: output.kept(), tokens: answerer.tokens() }).is_break() {
             return Ok(DistillEnd::Stopped);
         }
@@ -130,23 +134,41 @@ impl Talk<'_> {
         Ok(first)
     }
 
-    /// Takes answers and returns the conversations that they finish.
-    fn hear(&mut self, answers: Vec<Ended>) -> Result<Vec<Finished>, DistillError> {
-        let mut finished = vec![];
+    /// Takes answers; returns the conversations that they finish, and the first error among them.
+    fn hear(&mut self, answers: Vec<Ended>) -> (Vec<Finished>, Result<(), DistillError>) {
+        let (mut finished, mut outcome) = (vec![], Ok(()));
         for (id, answer) in answers {
-            let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
-            let answer = answer.map_err(|source| DistillError::Decode { id, source })?;
-            let next = conversation.hear(answer, self.renderer);
-            let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
-            match next.map_err(|source| self.failed(id, source))? {
-                Some(question) => {
-                    self.next_turns.push_back(question);
-                    self.open.insert(id, conversation);
-                }
-                None => finished.push(conversation.finish()),
+            match self.hear_one(id, answer) {
+                Ok(conversation) => finished.extend(conversation),
+                Err(error) => outcome = outcome.and(Err(error)),
             }
         }
-        Ok(finished)
+        (finished, outcome)
+    }
+
+    fn hear_one(
+        &mut self,
+        id: usize,
+        answer: Result<Generation, DecodeError>,
+    ) -> Result<Option<Finished>, DistillError> {
+        let mut conversation = self.open.remove(&id).expect("only open conversations are answered");
+        let answer = answer.map_err(|source| self.undecoded(id, source))?;
+        let next = conversation.hear(answer, self.renderer);
+        let next = next.and_then(|()| conversation.next_question(self.renderer, self.settings));
+        let Some(question) = next.map_err(|source| self.failed(id, source))? else {
+            return Ok(Some(conversation.finish()));
+        };
+        self.next_turns.push_back(question);
+        self.open.insert(id, conversation);
+        Ok(None)
+    }
+
+    fn undecoded(&self, id: usize, source: DecodeError) -> DistillError {
+        let place = self.dialogues[id].place.clone();
+        match source {
+            DecodeError::NotFinite { .. } => DistillError::NotFinite { place, id, source },
+            _ => DistillError::Decode { place, id, source },
+        }
     }
 
     fn failed(&self, id: usize, source: PromptError) -> DistillError {
