@@ -152,6 +152,15 @@ impl Llama {
         self.lm_head.dense_weight().unwrap_or(&self.lm_head_vh)
     }
 
+    /// `[V, H]`: the weight whose products are the logits before they are capped, if they are. It is the LM head's but for Granite, which
+    /// divides the products.
+    pub fn logit_weight(&self) -> Tensor {
+        match self.config.family.logits.divisor {
+            1.0 => self.lm_head_weight().shallow_clone(),
+            divisor => self.lm_head_weight() / divisor,
+        }
+    }
+
     /// What its config says about a decoder block.
     pub fn block(&self) -> &BlockSpec {
         &self.block

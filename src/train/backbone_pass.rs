@@ -117,7 +117,7 @@ impl<'r> TrainingBackbone<'r> {
 
     /// The pass of a frozen backbone.
     fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
-        let lm_head = OutputLayer::lm_head(self.backbone.lm_head(), adapters);
+        let lm_head = OutputLayer::lm_head(self.backbone, adapters);
         BackbonePass { states, lm_head, lm_target: None, way_back: None }
     }
 

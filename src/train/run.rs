@@ -105,7 +105,7 @@ impl TrainRun {
         let plan = &self.checked.plan;
         let size = [self.backbone.config.vocab_size, self.backbone.config.hidden_size];
         let heads = match &plan.heads.init_from {
-            None => Heads::new(&plan.heads, self.backbone.lm_head_weight()),
+            None => Heads::new(&plan.heads, &self.backbone.logit_weight()),
             Some(path) => Heads::load_for(path, size, Kind::Float, self.backbone.device())?.for_training(),
         };
         Ok(TrainState::new(heads, &self.backbone, plan))

@@ -7,7 +7,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::draft::medusa::heads::Head;
 use crate::draft::medusa::loss::Targets;
-use crate::model::linear::Linear;
+use crate::model::block_spec::LogitSpec;
+use crate::model::llama::Llama;
+use crate::model::logits::{logits_of, slope_of};
 use crate::model::lora::{Adapter, Adapters};
 use crate::torch::loss_scale::LossScale;
 use crate::torch::onednn;
@@ -45,22 +47,25 @@ impl HeadSums {
 pub struct OutputLayer<'m> {
     weight_vh: &'m Tensor,
     adapter: Option<(&'m Adapter, Adapters)>,
+    logits: LogitSpec,
 }
 
 impl<'m> OutputLayer<'m> {
     /// A weight `[V, H]` without an adapter.
     pub fn plain(weight_vh: &'m Tensor) -> Self {
-        Self { weight_vh, adapter: None }
+        Self { weight_vh, adapter: None, logits: LogitSpec::default() }
     }
 
     /// The LM head, with or without its adapter.
     ///
     /// # Panics
     /// If the layer is packed for decoding.
-    pub fn lm_head(lm_head: &'m Linear, adapters: Adapters) -> Self {
+    pub fn lm_head(backbone: &'m Llama, adapters: Adapters) -> Self {
+        let lm_head = backbone.lm_head();
         let weight_vh = lm_head.dense_weight().expect("a backbone loaded for training has a plain lm_head");
         let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
-        Self { weight_vh, adapter: adapter.map(|adapter| (adapter, adapters)) }
+        let adapter = adapter.map(|adapter| (adapter, adapters));
+        Self { weight_vh, adapter, logits: backbone.config.family.logits }
     }
 }
 
@@ -158,11 +163,13 @@ impl<'m> Projection<'m> {
     fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
         let sums = HeadSums::zero(self.x_mh.device());
         self.for_each_chunk(|chunk, weights| {
-            let softmax = CrossEntropy::new(chunk.logits(weights), &chunk.rows(tokens_m).unsqueeze(1));
+            let logits_cv = chunk.logits(weights);
+            let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
+            let softmax = CrossEntropy::new(logits_cv, &chunk.rows(tokens_m).unsqueeze(1));
             let _ = sums.loss.shallow_clone().g_add_(&softmax.loss());
             let _ = sums.hits.shallow_clone().g_add_(&softmax.hits());
-            if let Some((gradients, scale)) = gradients {
-                chunk.backward(&softmax.dlogits(), weights, &gradients.output, scale);
+            if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
+                chunk.backward(&slope.times(softmax.dlogits()), weights, &gradients.output, scale);
             }
         });
         sums
@@ -172,10 +179,13 @@ impl<'m> Projection<'m> {
         let loss = Tensor::zeros([], (Kind::Double, self.x_mh.device()));
         self.for_each_chunk(|chunk, weights| {
             let teacher_cv = onednn::linear(&chunk.rows(teacher_mh), &weights.weight_vh).to_kind(Kind::Float);
-            let (kl, dlogits_cv) = divergence(chunk.logits(weights), teacher_cv);
+            let teacher_cv = logits_of(teacher_cv, self.output.logits);
+            let logits_cv = chunk.logits(weights);
+            let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
+            let (kl, dlogits_cv) = divergence(logits_cv, teacher_cv);
             let _ = loss.shallow_clone().g_add_(&kl);
-            if let Some((gradients, scale)) = gradients {
-                chunk.backward(&dlogits_cv, weights, &gradients.output, scale);
+            if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
+                chunk.backward(&slope.times(dlogits_cv), weights, &gradients.output, scale);
             }
         });
         loss
@@ -258,9 +268,10 @@ impl Chunk<'_> {
         if let (Some(down_mr), Some(b_vr)) = (&self.of.down_mr, &weights.b_vr) {
             let _ = logits_cv.addmm_(&self.rows(down_mr), &b_vr.tr());
         }
-        logits_cv.to_kind(Kind::Float)
+        logits_of(logits_cv.to_kind(Kind::Float), self.of.output.logits)
     }
 
+    /// From the gradient of the products `[C, V]`.
     fn backward(&self, dlogits_cv: &Tensor, weights: &CastWeights, into: &OutputGradients, scale: f64) {
         let x_ch = self.rows(&self.of.x_mh);
         let of_logits = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
@@ -373,16 +384,32 @@ mod tests {
     use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
     use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
     use crate::model::adapters::attach_new;
-    use crate::model::config::LlamaConfig;
-    use crate::model::llama::Llama;
+    use crate::model::config::{FamilyTraits, LlamaConfig};
     use crate::model::lora::LoraConfig;
     use crate::torch::Generator;
 
     fn backbone() -> Llama {
-        let config =
-            LlamaConfig { hidden_size: 24, vocab_size: 40_000, tie_word_embeddings: true, ..LlamaConfig::tiny() };
+        backbone_with(LogitSpec::default())
+    }
+
+    fn backbone_with(logits: LogitSpec) -> Llama {
+        let family = FamilyTraits { logits, ..FamilyTraits::default() };
+        let config = LlamaConfig {
+            hidden_size: 24,
+            vocab_size: 40_000,
+            tie_word_embeddings: true,
+            family,
+            ..LlamaConfig::tiny()
+        };
         Llama::random(config, Kind::Float, Device::Cpu, 5)
     }
+
+    /// Llama's, Granite's and Gemma 2's way from products to logits.
+    const LOGITS: [LogitSpec; 3] = [
+        LogitSpec { divisor: 1.0, softcap: None },
+        LogitSpec { divisor: 0.5, softcap: None },
+        LogitSpec { divisor: 1.0, softcap: Some(0.2) },
+    ];
 
     fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
         let number = |n| NonZeroUsize::new(n).unwrap();
@@ -408,9 +435,11 @@ mod tests {
 
     #[test]
     fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
-        let backbone = backbone();
         let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
-        for (layers, shared) in [(1, false), (2, false), (1, true)] {
+        let of_shared = LOGITS[1..].iter().map(|&logits| (1, true, logits));
+        let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (layers, shared, LOGITS[0]));
+        for (layers, shared, logits) in cases.into_iter().chain(of_shared) {
+            let backbone = backbone_with(logits);
             let (heads, targets) = (heads(layers, shared, &backbone), targets());
             let head = heads.head(1);
             let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(head.w2()).collect();
@@ -423,8 +452,8 @@ mod tests {
             let blocks = head.block_parameters().len();
             let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
             let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
-            let w2 = head.w2().unwrap_or_else(|| backbone.lm_head_weight());
-            let sums = head_loss(Some(head), OutputLayer::plain(w2), &hidden, &targets, Some((&into, 0.01)));
+            let output = head.w2().map_or_else(|| OutputLayer::lm_head(&backbone, Adapters::Off), OutputLayer::plain);
+            let sums = head_loss(Some(head), output, &hidden, &targets, Some((&into, 0.01)));
             let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
             assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
             for (expected, got) in expected.iter().zip(&got) {
@@ -504,7 +533,7 @@ mod tests {
             let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
             let output = OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) };
             let into = HeadGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
-            let (lm_head, into) = (OutputLayer::lm_head(backbone.lm_head(), Adapters::On), Some((&into, scale)));
+            let (lm_head, into) = (OutputLayer::lm_head(&backbone, Adapters::On), Some((&into, scale)));
             match goal {
                 0 => drop(head_loss(None, lm_head, &hidden.to_kind(kind), &targets(), into)),
                 _ => drop(distillation_loss(lm_head, [&hidden.to_kind(kind), &teacher], &targets(), into)),
@@ -548,7 +577,11 @@ mod tests {
     /// The LM head has an adapter, and its loss flows back into the hidden states.
     #[test]
     fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
-        let mut backbone = backbone();
+        LOGITS.into_iter().for_each(lm_losses_equal_the_plain_ones);
+    }
+
+    fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
+        let mut backbone = backbone_with(logits);
         let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
         attach_new(&mut backbone, &config, 3);
         let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
@@ -564,7 +597,7 @@ mod tests {
             cross_entropy_of(&student, &targets),
             divergence_of(&student, &backbone.logits(&teacher, Adapters::Off), &targets),
         ];
-        let output = || OutputLayer::lm_head(backbone.lm_head(), Adapters::On);
+        let output = || OutputLayer::lm_head(&backbone, Adapters::On);
         for (goal, plain) in plain.iter().enumerate() {
             let expected = Tensor::run_backward(&[plain * 0.01], &[a, b, &hidden], true, false);
             let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
@@ -583,7 +616,11 @@ mod tests {
             for (expected, got) in expected.iter().zip(&got) {
                 let difference = (expected - got).abs().max().double_value(&[]);
                 let largest = expected.abs().max().double_value(&[]);
-                assert!(difference < 2e-5 * largest, "goal {goal}, {:?}: {difference} of {largest}", expected.size());
+                assert!(
+                    difference < 2e-5 * largest,
+                    "{logits:?}, goal {goal}, {:?}: {difference} of {largest}",
+                    expected.size()
+                );
             }
         }
     }
