@@ -17,6 +17,7 @@ use crate::files::FileError;
 use crate::hub::HubError;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
+use crate::model::lora::modules_of;
 use crate::model::peft::ADAPTER_FILE;
 use crate::numbers::Positive;
 use crate::train::TrainConfig;
@@ -273,12 +274,22 @@ impl Recipe {
         }
         let config =
             LlamaConfig::load(folder).map_err(|error| wrong(text.value("backbone.path"), Mistake::Backbone(error)))?;
+        self.check_lora(text, &config)?;
         let (length, context) = (self.data.max_length.get(), config.largest_context());
         if i64::try_from(length).is_ok_and(|length| length <= context) {
             return Ok(());
         }
         let expected = format!("at most {context}, the backbone's context");
         Err(clash(text, "data.max_length", length, expected))
+    }
+
+    /// Every named layer exists: families name theirs differently.
+    fn check_lora(&self, text: &LocatedToml<'_>, backbone: &LlamaConfig) -> Result<(), RecipeError> {
+        let Some(foreign) = self.stage.lora().and_then(|lora| lora.target_modules.foreign_to(backbone)) else {
+            return Ok(());
+        };
+        let expected = format!("some of this backbone's layers: {}", modules_of(backbone).join(", "));
+        Err(clash(text, "stage.medusa2.lora.target_modules", foreign, expected))
     }
 
     fn check_files(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {

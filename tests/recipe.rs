@@ -282,6 +282,13 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
     write(&path, &good.replace("max_length = 64", "max_length = 65"));
     let error = Recipe::load(&path).unwrap_err().to_string();
     assert!(error.contains("data.max_length = 65: expected at most 64, the backbone's context"), "{error}");
+    let adapted = MEDUSA2.replace("alpha = 16", "alpha = 16\ntarget_modules = [\"qkv_proj\"]");
+    write(&path, &good.replace("[stage.medusa1]", &adapted));
+    let error = Recipe::load(&path).unwrap_err().to_string();
+    assert!(
+        error.contains("lora.target_modules = qkv_proj: expected some of this backbone's layers: q_proj, k_proj"),
+        "{error}"
+    );
 }
 
 const CONFIG: &str = r#"{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 8,

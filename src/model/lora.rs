@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::model::block_spec::names;
+use crate::model::config::LlamaConfig;
 use crate::numbers::{Fraction, Positive};
 use crate::torch::Generator;
 use crate::torch::dropout::dropout;
@@ -41,7 +42,13 @@ fn no_dropout() -> Fraction {
 
 /// Layers that an adapter can go on, by the last part of their names.
 pub fn modules() -> Vec<&'static str> {
-    names::LINEARS.into_iter().chain([names::LM_HEAD]).map(module_of).collect()
+    names::LINEARS.into_iter().chain(names::FUSED).chain([names::LM_HEAD]).map(module_of).collect()
+}
+
+/// Those that a backbone has.
+pub fn modules_of(backbone: &LlamaConfig) -> Vec<&'static str> {
+    let linears = backbone.block().linears();
+    linears.all().map(|linear| linear.part).chain([names::LM_HEAD]).map(module_of).collect()
 }
 
 /// Which layers get an adapter.
@@ -91,6 +98,13 @@ impl From<TargetModules> for ModulesAsWritten {
 }
 
 impl TargetModules {
+    /// A name that no layer of the backbone has.
+    pub fn foreign_to(&self, backbone: &LlamaConfig) -> Option<&str> {
+        let Self::Named(names) = self else { return None };
+        let known = modules_of(backbone);
+        names.iter().map(String::as_str).find(|name| !known.contains(name))
+    }
+
     /// Whether the layer of this full name gets an adapter.
     pub fn includes(&self, layer: &str) -> bool {
         match self {

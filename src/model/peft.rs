@@ -10,8 +10,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::files::{FileError, failed, write_json};
 use crate::model::block_spec::names;
+use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
-use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules};
+use crate::model::lora::{Adapter, LoraConfig, TargetModules, module_of, modules_of};
 use crate::model::weights::{WeightFiles, WeightsError, same_up_to_rounding, save};
 
 /// The weights of an adapter, as PEFT names the file.
@@ -138,7 +139,7 @@ pub(super) fn named<'a>(layer: &str, adapter: &'a Adapter) -> Vec<(String, &'a T
 /// # Errors
 /// [`PeftError`] names the file and what does not fit.
 pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) -> Result<(), PeftError> {
-    let reader = PeftFolder::open(folder, config)?;
+    let reader = PeftFolder::open(folder, config.map(|config| (config, &backbone.config)))?;
     reader.check_shape_of_lm_head(backbone)?;
     reader.compare_lm_head(backbone)?;
     reader.attach(backbone)
@@ -149,7 +150,7 @@ pub fn attach(backbone: &mut Llama, folder: &Path, config: Option<&LoraConfig>) 
 /// # Errors
 /// As [`attach`].
 pub fn check(outline: &mut Llama, folder: &Path, config: &LoraConfig) -> Result<(), PeftError> {
-    let reader = PeftFolder::open(folder, Some(config))?;
+    let reader = PeftFolder::open(folder, Some((config, &outline.config)))?;
     reader.check_shape_of_lm_head(outline)?;
     reader.attach(outline)
 }
@@ -158,11 +159,11 @@ fn check_against_recipe(
     path: &Path,
     peft: &PeftConfig,
     files: &WeightFiles,
-    config: &LoraConfig,
+    (config, backbone): (&LoraConfig, &LlamaConfig),
 ) -> Result<(), PeftError> {
     let adapted: BTreeSet<String> = layers_of(files).iter().map(|layer| module_of(layer).to_owned()).collect();
     let wanted = match &config.target_modules {
-        TargetModules::AllLinear => modules().into_iter().map(str::to_owned).collect(),
+        TargetModules::AllLinear => modules_of(backbone).into_iter().map(str::to_owned).collect(),
         TargetModules::Named(names) => names.clone(),
     };
     let listed = |names: &BTreeSet<String>| names.iter().cloned().collect::<Vec<_>>().join(", ");
@@ -191,14 +192,14 @@ struct PeftFolder {
 }
 
 impl PeftFolder {
-    fn open(folder: &Path, config: Option<&LoraConfig>) -> Result<Self, PeftError> {
+    fn open(folder: &Path, config: Option<(&LoraConfig, &LlamaConfig)>) -> Result<Self, PeftError> {
         let config_path = folder.join(ADAPTER_CONFIG);
         let peft = PeftConfig::read(&config_path)?;
         let files = WeightFiles::open_file(&folder.join(ADAPTER_FILE))?;
         if let Some(config) = config {
             check_against_recipe(&config_path, &peft, &files, config)?;
         }
-        let dropout = config.map_or(0.0, |config| config.dropout.get());
+        let dropout = config.map_or(0.0, |(config, _)| config.dropout.get());
         Ok(Self { path: folder.join(ADAPTER_FILE), peft, files, dropout })
     }
 
