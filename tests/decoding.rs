@@ -9,6 +9,7 @@ use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::files::write_atomic;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
 use medusa::model::weights;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -94,6 +95,32 @@ const MEDUSA: [&str; 9] = ["generate", "--backbone", "b", "--prompts", "p.jsonl"
 
 fn keys(object: &Value) -> Vec<&str> {
     object.as_object().expect("an object").keys().map(String::as_str).collect()
+}
+
+#[test]
+fn weights_in_float16_decode_in_a_faster_dtype_unless_float16_is_asked_for() {
+    let world = World::new();
+    let llama = Llama::load(&world.path("b"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+    let halves: Vec<_> = llama.weights().into_iter().map(|(name, weight)| (name, weight.to_kind(Kind::Half))).collect();
+    let halves: Vec<_> = halves.iter().map(|(name, weight)| (name.clone(), weight)).collect();
+    weights::save(&world.path("b/model.safetensors"), &halves).expect("a file of a test");
+    let expected = if cfg!(kernels) { ("bfloat16", "cpu") } else { ("float32", "tch") };
+    let run = |more: &[&str]| {
+        let arguments = ["bench", "--backbone", "b", "--heads", "h", "--prompts", "p.jsonl", "--max-new-tokens", "4"];
+        let output =
+            world.medusa(&[&arguments[..], &["--json"], more].concat()).assert().success().get_output().clone();
+        let result: Value = serde_json::from_slice(&output.stdout).expect("one object");
+        let name = |key: &str| result[key].as_str().expect("a name").to_owned();
+        (String::from_utf8(output.stderr).expect("UTF-8"), name("dtype"), name("engine"))
+    };
+    let (said, dtype, engine) = run(&[]);
+    assert_eq!((dtype.as_str(), engine.as_str()), expected);
+    let notice =
+        format!("float16 weights: computing in {dtype}, which is faster on a CPU; --dtype float16 forces float16");
+    assert_eq!(said.matches(&notice).count(), 1, "{said}");
+    let (said, dtype, engine) = run(&["--dtype", "float16"]);
+    assert_eq!((dtype.as_str(), engine.as_str()), ("float16", "tch"));
+    assert!(!said.contains("computing in"), "{said}");
 }
 
 /// Draws depend on (seed, prompt, turn, sample).

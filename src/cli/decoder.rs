@@ -17,6 +17,7 @@ use crate::draft::medusa::heads::import::notices::Notice;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::dtype::Dtype;
 use crate::engine::cpu::{CpuEngine, Unsupported};
+use crate::engine::dtype::default_dtype;
 use crate::formats::run_folder;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
@@ -27,8 +28,8 @@ use crate::model::weights::WeightFiles;
 use crate::torch::memory;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Loads a backbone in `--dtype`, by default the dtype of its weights, quantised as `served` has it. An adapter in the folder of `heads` is merged
-/// into it.
+/// Loads a backbone in `--dtype`, by default the [`default_dtype`] of its weights, quantised as `served` has it. An adapter in the folder of
+/// `heads` is merged into it.
 ///
 /// # Errors
 /// If the device cannot be used, or the folder holds no backbone.
@@ -43,7 +44,7 @@ pub fn load_backbone(
     let device = common.device.resolve()?;
     let dtype = match common.dtype {
         Some(dtype) => dtype,
-        None => own_dtype(folder)?,
+        None => dtype_without_flag(folder, device, common)?,
     };
     let heads = heads.map(folder_of);
     if let Some(tuned) =
@@ -73,6 +74,17 @@ fn spare_threads(backbone: &Llama) {
     if few || CpuEngine::supports(backbone).is_ok() {
         tch::set_num_threads(1);
     }
+}
+
+fn dtype_without_flag(folder: &Path, device: Device, common: &CommonFlags) -> anyhow::Result<Dtype> {
+    let own = own_dtype(folder)?;
+    let dtype = default_dtype(own, device);
+    if dtype != own {
+        common.say(format_args!(
+            "{own} weights: computing in {dtype}, which is faster on a CPU; --dtype {own} forces {own}"
+        ));
+    }
+    Ok(dtype)
 }
 
 /// The dtype of a backbone's weights.

@@ -15,7 +15,7 @@ pub struct CommonFlags {
     /// Compute device: auto, cpu, cuda or cuda:N.
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: DeviceChoice,
-    /// Compute dtype: float32, bfloat16 or float16 [default: that of the backbone's weights].
+    /// Compute dtype: float32, bfloat16 or float16 [default: that of the backbone's weights; on a CPU never float16].
     #[arg(long, global = true, value_name = "DTYPE")]
     pub dtype: Option<Dtype>,
     /// Random seed.
