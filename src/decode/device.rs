@@ -12,7 +12,7 @@ use crate::engine::cuda::engine::{CudaEngine, DeviceStep};
 use crate::engine::cuda::error::CudaError;
 use crate::engine::cuda::ops::Ops;
 use crate::engine::cuda::rule::Rule;
-use crate::engine::sample::Sampler;
+use crate::engine::sample::{COLDEST, Sampler};
 use crate::model::llama::Llama;
 use crate::numbers::Positive;
 use crate::nvidia::device;
@@ -114,15 +114,18 @@ impl DecodeLoop for DeviceLoop<'_> {
 fn rule_of(request: &Request, acceptance: Option<Acceptance>) -> Result<Rule, CudaError> {
     let refused = |why| Err(CudaError::Request(why));
     let temperature = request.sampling.temperature.get();
+    let above_0 = temperature.max(COLDEST); // as the kernels take it
     if request.repetition_penalty != Positive::ONE {
         return refused("a repetition penalty has no kernel");
     }
     match acceptance {
         Some(Acceptance::Forced { .. }) => refused("a forced acceptance rate has no kernel"),
         _ if temperature == 0.0 => Ok(Rule::Greedy),
-        None | Some(Acceptance::Rejection) => Ok(Rule::Draw { temperature, top_p: request.sampling.top_p.get() }),
+        None | Some(Acceptance::Rejection) => {
+            Ok(Rule::Draw { temperature: above_0, top_p: request.sampling.top_p.get() })
+        }
         Some(Acceptance::Greedy) => Ok(Rule::Greedy),
-        Some(Acceptance::Typical(rule)) => Ok(Rule::Typical { rule, temperature }),
+        Some(Acceptance::Typical(rule)) => Ok(Rule::Typical { rule, temperature: above_0 }),
         Some(Acceptance::Nucleus) => refused("nucleus acceptance above temperature 0 has no kernel"),
     }
 }

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::sequence::Sequence;
 use crate::draft::{PreparedTree, Proposal};
-use crate::engine::sample::Chosen;
+use crate::engine::sample::{Chosen, entropies, tempered};
 use crate::model::llama::{NO_TOKEN, most_probable};
 use crate::tree::accept::{self, Acceptance};
 
@@ -91,8 +91,7 @@ fn best_after(logits_nv: &Tensor, tokens_n: &Tensor, path: impl FnOnce(&[i64], &
 /// Log-probability of each node's token after its parent, and entropy after each node.
 fn posterior(prepared: &PreparedTree, logits_nv: &Tensor, tokens_n: &Tensor, temperature: f64) -> (Vec<f64>, Vec<f64>) {
     let log_p_nv = log_probabilities(logits_nv, temperature);
-    let entropy_n = -(log_p_nv.exp() * &log_p_nv).sum_dim_intlist(-1, false, Kind::Double);
-    two_rows(&of_guesses(prepared, &log_p_nv, tokens_n), &entropy_n)
+    two_rows(&of_guesses(prepared, &log_p_nv, tokens_n), &entropies(&log_p_nv))
 }
 
 /// Log-probability of each node's token after its parent, and the probability of all tokens that are more probable there (of
@@ -129,7 +128,7 @@ fn row(logits_nv: &Tensor, node: usize) -> Tensor {
 
 /// As they are sampled from: in float32.
 fn log_probabilities(logits_nv: &Tensor, temperature: f64) -> Tensor {
-    (logits_nv.to_kind(Kind::Float) / temperature).log_softmax(-1, Kind::Float)
+    tempered(logits_nv, temperature).log_softmax(-1, Kind::Float)
 }
 
 fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {

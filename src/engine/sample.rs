@@ -73,7 +73,7 @@ pub struct Stream {
 }
 
 /// Draws the tokens of one text.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Sampler {
     sampling: Sampling,
     rng: ChaCha8Rng,
@@ -132,6 +132,21 @@ pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
     chosen.or_else(|| kept().next_back()).map_or(0, |(id, _)| id) as i64
 }
 
+/// The lowest temperature that is not greedy: what is less is 0 in float32, in which logits are divided.
+pub(crate) const COLDEST: f64 = f32::MIN_POSITIVE as f64;
+
+/// Logits `[…, V]` in float32, divided by a temperature above 0. The largest of each row becomes 0, so that none overflows.
+pub(crate) fn tempered(logits: &Tensor, temperature: f64) -> Tensor {
+    let logits = logits.to_kind(Kind::Float);
+    (&logits - logits.amax([-1].as_slice(), true)) / temperature.max(COLDEST)
+}
+
+/// The entropy of each row of log-probabilities `[N, V]`: `[N]` float64. A token of probability 0 adds nothing.
+pub(crate) fn entropies(log_p_nv: &Tensor) -> Tensor {
+    let terms_nv = (log_p_nv.exp() * log_p_nv).masked_fill(&log_p_nv.eq(f64::NEG_INFINITY), 0.0);
+    -terms_nv.sum_dim_intlist(-1, false, Kind::Double)
+}
+
 /// The next token for each row of logits `[B, V]`, each row with its own sampler; all samplers have the same temperature and
 /// top-p. A row's token does not depend on the other rows.
 pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
@@ -139,7 +154,7 @@ pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i6
     if temperature == 0.0 {
         return Vec::try_from(most_probable(logits_bv)).expect("one axis of int64");
     }
-    let p_bv = (logits_bv.to_kind(Kind::Float) / temperature).softmax(-1, Kind::Float);
+    let p_bv = tempered(logits_bv, temperature).softmax(-1, Kind::Float);
     let vocabulary = p_bv.size()[1].unsigned_abs() as usize;
     let p: Vec<f32> = Vec::try_from(p_bv.reshape([-1])).expect("one axis of float32");
     p.chunks_exact(vocabulary).zip(samplers).map(|(p_v, sampler)| sampler.draw(p_v)).collect()
@@ -194,6 +209,13 @@ mod tests {
             counts[sampler.next(&logits_1v).id as usize] += 1.0 / 4000.0;
         }
         counts
+    }
+
+    #[test]
+    fn a_token_of_probability_0_has_no_part_in_the_entropy() {
+        let logits_nv = Tensor::from_slice2(&[[3f32, 3.0, f32::NEG_INFINITY], [0.0, 1.0, 2.0]]);
+        let entropies = Vec::<f64>::try_from(entropies(&tempered(&logits_nv, 1e-38).log_softmax(-1, Kind::Float)));
+        assert_eq!(entropies.unwrap(), [f64::from(2f32.ln()), 0.0]);
     }
 
     #[test]

@@ -168,10 +168,8 @@ pub fn posterior(
     temperature: f64,
     [log_p_n, entropy_n]: [&Tensor; 2],
 ) {
-    let log_p_nv = (float(logits_nv) / temperature).log_softmax(-1, Kind::Float);
-    // For a token of probability 0, exp(log p)·log p is 0.
-    let terms_nv = (log_p_nv.exp() * &log_p_nv).nan_to_num(0.0, None, None);
-    write(entropy_n, &-terms_nv.sum_dim_intlist(-1, false, Kind::Double));
+    let log_p_nv = sample::tempered(logits_nv, temperature).log_softmax(-1, Kind::Float);
+    write(entropy_n, &sample::entropies(&log_p_nv));
     let after_parent_nv = log_p_nv.index_select(0, &nodes.parents_n);
     let of_token_n1 = after_parent_nv.gather(1, &tokens_n.to_kind(Kind::Int64).unsqueeze(1), false);
     write(log_p_n, &of_token_n1.squeeze_dim(1));
@@ -193,7 +191,7 @@ pub struct Draws<'a> {
 /// [`Sampler`](crate::engine::sample::Sampler), but the kernel sums probabilities in another order: where a number falls on the
 /// border between two tokens, within float32 rounding, it may draw the neighbour. [`NO_TOKEN`] if probabilities are NaN.
 pub fn draw(logits_nv: &Tensor, places: Places, draws: Draws, drawn_n: &Tensor) {
-    let p_nv = (float(logits_nv) / draws.temperature).softmax(-1, Kind::Float);
+    let p_nv = sample::tempered(logits_nv, draws.temperature).softmax(-1, Kind::Float);
     let uniforms = to_host::<f64>(&draws.uniforms_u.to_kind(Kind::Double));
     let drawn = host(&places.nodes.depths_n).into_iter().enumerate().map(|(node, depth)| {
         let position = (places.context() + depth + 1).unsigned_abs() as usize;
