@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::files::{self, FileError, failed};
 use crate::model::torch_file::{self, TorchFileError};
-use crate::model::weights::finite::{NotFinite, first_not_finite};
+use crate::model::weights::finite::{NonFinite, first_not_finite};
 pub use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
 use crate::torch::bytes;
@@ -269,7 +269,7 @@ impl WeightFiles {
     }
 
     fn finite(&self, name: &str, tensor: Tensor) -> Result<Tensor, WeightsError> {
-        let Some(NotFinite { value, at }) = first_not_finite(&tensor) else { return Ok(tensor) };
+        let Some(NonFinite { value, at }) = first_not_finite(&tensor) else { return Ok(tensor) };
         let path = self.file_of(name).unwrap_or(&self.source).to_owned();
         Err(WeightsError::NotFinite { path, name: name.to_owned(), value, at, dtype: dtype_of(tensor.kind()) })
     }

@@ -5,13 +5,13 @@ use tch::Tensor;
 
 /// A number that is not finite, and its place.
 #[derive(Debug, PartialEq)]
-pub(super) struct NotFinite {
+pub(super) struct NonFinite {
     pub(super) value: f64,
     pub(super) at: Vec<i64>,
 }
 
 /// The first number that is not finite. A tensor without one is read once, on its device.
-pub(super) fn first_not_finite(tensor: &Tensor) -> Option<NotFinite> {
+pub(super) fn first_not_finite(tensor: &Tensor) -> Option<NonFinite> {
     if tensor.numel() == 0 {
         return None;
     }
@@ -20,7 +20,7 @@ pub(super) fn first_not_finite(tensor: &Tensor) -> Option<NotFinite> {
         return None;
     }
     let at = Vec::<i64>::try_from(tensor.isfinite().logical_not().nonzero().get(0)).expect("one number at least");
-    Some(NotFinite { value: tensor.double_value(&at), at })
+    Some(NonFinite { value: tensor.double_value(&at), at })
 }
 
 #[cfg(test)]
