@@ -12,6 +12,7 @@ use crate::draft::{Drafter, Proposal, TextSoFar};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
+use crate::model::llama::NO_TOKEN;
 use crate::model::new_tokens::NewTokens;
 use crate::tree::accept::Acceptance;
 
@@ -100,24 +101,48 @@ impl<'a> Stepper<'a> {
     }
 
     fn drafted_step(&mut self, sequences: &mut [Sequence]) {
-        let Some((drafter, acceptance)) = &mut self.drafter else { unreachable!("asked before") };
+        let Self { engine, cache, drafter, one } = self;
+        let Some((drafter, acceptance)) = drafter else { unreachable!("asked before") };
         let texts: Vec<TextSoFar> = sequences.iter().map(Sequence::text_so_far).collect();
         let proposals = drafter.propose(&texts);
         let rows: Vec<RowTokens> =
             proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
-        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &rows);
-        let logits_nv = self.engine.logits(&hidden_nh);
-        let mut first = 0;
+        let hidden_nh = engine.extend(cache, &tokens_of(&proposals), &rows);
+        let logits_nv = engine.logits(&hidden_nh);
+        let mut end = 0;
         for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
-            let nodes = proposal.tree.nodes.len();
+            let (first, nodes, sampler) = (end, proposal.tree.nodes.len(), sequence.sampler.clone());
+            end += nodes;
             let verdict = verify(*acceptance, proposal, &logits_nv.narrow(0, first, nodes), sequence);
             let Verdict { path, accepted, next } = verdict;
-            self.cache.commit_path(row, &path);
+            if next.id == NO_TOKEN {
+                sequence.sampler = sampler;
+                step_alone(&**engine, (cache, row), one, *acceptance, sequence);
+                continue;
+            }
+            cache.commit_path(row, &path);
             let last = path.last().map_or(0, |&node| node as i64);
             sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, first + last, 1)));
-            first += nodes;
         }
     }
+}
+
+/// One step of a sequence without guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
+/// decoding never comes to.
+fn step_alone(
+    engine: &dyn Engine,
+    (cache, row): (&mut KvCache, usize),
+    one: &NewTokens,
+    acceptance: Acceptance,
+    sequence: &mut Sequence,
+) {
+    let root_1 = sequence.root().on_device(engine.backbone().device());
+    let hidden_1h = engine.extend(cache, &root_1, &[RowTokens { row, nodes: one }]).narrow(0, 0, 1);
+    let logits_1v = engine.logits(&hidden_1h);
+    cache.commit(row, 1);
+    sequence.see_root();
+    let next = first_root(acceptance, &logits_1v, sequence);
+    sequence.go_on(&[sequence.root().id], next, Some(hidden_1h));
 }
 
 /// `[N]`: the tokens of all proposals, one after the other.
