@@ -34,7 +34,11 @@ FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
 def nf4(weight):
-    return bnb.dequantize_4bit(*bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4"))
+    """Dequantised here: bitsandbytes' CPU kernel is wrong where rows are no whole number of blocks, as in these small layers."""
+    pairs, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    absmax = bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    codes = torch.stack([pairs.flatten() >> 4, pairs.flatten() & 15], 1).flatten()[: weight.numel()].long()
+    return state.code[codes].view(weight.shape) * absmax.repeat_interleave(64)[: weight.numel()].view(weight.shape)
 
 
 def int8(weight):

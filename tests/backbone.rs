@@ -23,7 +23,7 @@ use tempfile::TempDir;
 use crate::published::published;
 
 /// Float32 sums in different order over two to five layers; measured differences are below 1e-5.
-const FLOAT32_TOLERANCE: f64 = 1e-4;
+pub(crate) const FLOAT32_TOLERANCE: f64 = 1e-4;
 /// Half precision has 11 significant bits, bfloat16 8: for logits up to 10, after two layers.
 const HALF_TOLERANCE: f64 = 0.05;
 const BFLOAT16_TOLERANCE: f64 = 0.4;
@@ -39,7 +39,7 @@ const FIXTURES: [&str; 8] = [
     "mistral_no_window",
 ];
 /// A fixture has its config in both formats.
-const SPELLINGS: [&str; 2] = ["config", "config_v4"];
+pub(crate) const SPELLINGS: [&str; 2] = ["config", "config_v4"];
 
 /// A small model and transformers' output for it, from `scripts/make_fixtures.py`.
 pub(crate) struct Fixture {
@@ -57,7 +57,7 @@ impl Fixture {
         Self { path, bytes, metadata }
     }
 
-    fn tensors(&self) -> SafeTensors<'_> {
+    pub(crate) fn tensors(&self) -> SafeTensors<'_> {
         SafeTensors::deserialize(&self.bytes).expect("a whole file")
     }
 
@@ -77,12 +77,22 @@ impl Fixture {
         folder
     }
 
-    fn reference(&self, name: &str) -> Tensor {
+    pub(crate) fn reference(&self, name: &str) -> Tensor {
         tensor(&self.tensors(), &format!("reference.{name}"))
     }
 
     pub(crate) fn input_ids(&self) -> Tensor {
         self.reference("input_ids")
+    }
+
+    /// A text of its metadata.
+    pub(crate) fn text(&self, key: &str) -> &str {
+        &self.metadata[key]
+    }
+
+    /// A number of its metadata.
+    pub(crate) fn number(&self, key: &str) -> i64 {
+        self.text(key).parse().expect("a number")
     }
 
     /// The fixture's origin, for failure messages.
@@ -97,11 +107,11 @@ impl Fixture {
     }
 }
 
-fn write(path: &Path, bytes: &[u8]) {
+pub(crate) fn write(path: &Path, bytes: &[u8]) {
     write_atomic(path, |out| out.write_all(bytes)).expect("a written file");
 }
 
-fn tensor(tensors: &SafeTensors, name: &str) -> Tensor {
+pub(crate) fn tensor(tensors: &SafeTensors, name: &str) -> Tensor {
     let view = tensors.tensor(name).unwrap_or_else(|error| panic!("{name}: {error}"));
     let shape: Vec<i64> = view.shape().iter().map(|&d| i64::try_from(d).expect("a number in range")).collect();
     let kind = match view.dtype() {
@@ -114,7 +124,7 @@ fn tensor(tensors: &SafeTensors, name: &str) -> Tensor {
 
 /// Checks that every element is within `tolerance`; reports the largest difference, its first position and the
 /// reference's origin.
-fn assert_near(what: &str, got: &Tensor, expected: &Tensor, tolerance: f64, origin: &str) {
+pub(crate) fn assert_near(what: &str, got: &Tensor, expected: &Tensor, tolerance: f64, origin: &str) {
     assert_eq!(got.size(), expected.size(), "{what}: shape, against {origin}");
     let difference = (got.to_kind(Kind::Double) - expected.to_kind(Kind::Double)).abs();
     let largest = difference.max().double_value(&[]);
@@ -132,12 +142,12 @@ fn assert_near(what: &str, got: &Tensor, expected: &Tensor, tolerance: f64, orig
     );
 }
 
-fn load(folder: &Path, kind: Kind, purpose: Purpose) -> Llama {
+pub(crate) fn load(folder: &Path, kind: Kind, purpose: Purpose) -> Llama {
     Llama::load(folder, kind, Device::Cpu, purpose).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
 }
 
 /// Hidden states `[T, H]` and logits `[T, V]` of one row, in one pass.
-fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
+pub(crate) fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
     let rows = RowMask::causal(ids_t.size()[0], &llama.config, Device::Cpu);
     let hidden_th = llama.hidden_states(&ids_t.unsqueeze(0), &rows, Adapters::Off).squeeze_dim(0);
     let logits_tv = llama.logits(&hidden_th, Adapters::Off);
@@ -146,7 +156,7 @@ fn over_the_row(llama: &Llama, ids_t: &Tensor) -> (Tensor, Tensor) {
 
 /// Hidden states `[T, H]` of one row through a cache, `chunk` tokens at a time, each chunk as a chain or as an
 /// equivalent tree.
-fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
+pub(crate) fn through_the_cache(llama: &Llama, ids_t: &Tensor, chunk: i64, as_pattern: bool) -> Tensor {
     let kind = llama.kind();
     let engine = fastest(llama);
     let (row, mut cache) = (0, KvCache::of_one_row(&llama.config, llama.kind(), llama.device()));

@@ -18,6 +18,7 @@ mod decoding;
 mod distill;
 mod embedded_default;
 mod export;
+mod families;
 mod gpu_check;
 mod hub;
 mod joint_training;
