@@ -18,7 +18,7 @@ pub use error::ConfigError;
 use error::bad;
 use family::Family;
 pub use family::{FamilyTraits, LayerTraits};
-use keys::{ConfigKeys, GenerationKeys, OneOrMany, read_json};
+use keys::{ConfigKeys, GenerationKeys, ModelType, OneOrMany, read_json};
 
 /// The shape of a backbone: a Llama, and what its family has beyond that.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -68,11 +68,13 @@ impl LlamaConfig {
     /// [`ConfigError`] names the file, the key, the expected value and the one found.
     pub fn load(folder: &Path) -> Result<Self, ConfigError> {
         let path = folder.join("config.json");
+        let ModelType { model_type } = read_json(&path)?;
+        let family = family::find(&path, model_type.as_deref())?; // other architectures have other keys
         let written: ConfigKeys = read_json(&path)?;
         let generation_path = folder.join("generation_config.json");
         let generation: GenerationKeys =
             if generation_path.exists() { read_json(&generation_path)? } else { GenerationKeys::default() };
-        let mut config = resolve(&path, written)?;
+        let mut config = resolve(&path, family, written)?;
         if let Some(eos) = generation.eos_token_id {
             config.eos_token_ids = eos.into_vec();
         }
@@ -202,8 +204,7 @@ impl LlamaConfig {
     }
 }
 
-fn resolve(path: &Path, written: ConfigKeys) -> Result<LlamaConfig, ConfigError> {
-    let family = family::find(path, &written)?;
+fn resolve(path: &Path, family: &Family, written: ConfigKeys) -> Result<LlamaConfig, ConfigError> {
     let heads = written.num_attention_heads;
     let head_dim = written.head_dim.or(family.head_dim).unwrap_or(written.hidden_size / heads.max(1));
     let rotary = rotary::resolve(path, &written, family, head_dim)?;
@@ -374,6 +375,7 @@ mod tests {
             (llama(r#","head_dim":0"#), "head_dim"),
             (llama("").replace("\"llama\"", "\"gpt2\""), "model_type"),
             (llama("").replace("\"llama\"", "\"mixtral\""), "mixture-of-experts"),
+            (r#"{"model_type":"falcon","n_embed":8}"#.to_owned(), "another kind of decoder block"),
             (llama("").replace("\"llama\"", "\"gemma3\""), "vision"),
             (llama("").replace("\"llama\"", "\"word2vec\""), "one of llama, mistral"),
         ];

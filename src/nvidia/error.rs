@@ -11,7 +11,7 @@ use super::nvrtc::CompileError;
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
     /// libtorch sees no GPU.
-    #[error("there is no GPU to decode on: {accelerator}; `medusa doctor` tells what is missing")]
+    #[error("there is no GPU to decode on: {accelerator}; run `medusa doctor` to see what is missing")]
     Accelerator {
         /// What libtorch reports about CUDA.
         accelerator: String,

@@ -297,9 +297,9 @@ const MISSING: [(&str, &[&str]); 4] = [
     ),
 ];
 
-/// The row for a config.
-pub(super) fn find(path: &Path, written: &ConfigKeys) -> Result<&'static Family, ConfigError> {
-    let got = written.model_type.as_deref().unwrap_or("nothing");
+/// The row for a `model_type`.
+pub(super) fn find(path: &Path, model_type: Option<&str>) -> Result<&'static Family, ConfigError> {
+    let got = model_type.unwrap_or("nothing");
     if let Some(family) = FAMILIES.iter().find(|family| family.model_type == got) {
         return Ok(family);
     }

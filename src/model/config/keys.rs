@@ -7,10 +7,15 @@ use serde::{Deserialize, Deserializer};
 
 use super::error::ConfigError;
 
+/// The architecture that `config.json` names.
+#[derive(Debug, Deserialize)]
+pub(super) struct ModelType {
+    pub model_type: Option<String>,
+}
+
 /// `config.json` as written. Keys that change no number here are ignored, as transformers does.
 #[derive(Debug, Deserialize)]
 pub(super) struct ConfigKeys {
-    pub model_type: Option<String>,
     pub hidden_size: i64,
     pub intermediate_size: i64,
     pub num_hidden_layers: usize,
