@@ -27,7 +27,7 @@ use crate::model::loading::Purpose;
 use crate::model::peft::ADAPTER_CONFIG;
 use crate::model::quantization::Quantization;
 use crate::nvidia::device;
-use crate::torch::DeviceChoice;
+use crate::torch::{DeviceChoice, accelerator};
 
 /// Flags of every decoding verb.
 #[derive(Debug, Clone, Copy, Args)]
@@ -56,14 +56,18 @@ pub enum EngineName {
 
 /// Whether a user would expect decoding on a GPU: there is a driver, and no setting selects the CPU.
 fn expects_gpu(common: &CommonFlags) -> bool {
-    let is_off = std::env::var("MEDUSA_CUDA").is_ok_and(|wish| wish == "off" || wish == "0");
-    common.device != DeviceChoice::Cpu && !is_off && Path::new("/proc/driver/nvidia/version").exists()
+    common.device != DeviceChoice::Cpu && !accelerator::is_off() && Path::new("/proc/driver/nvidia/version").exists()
 }
 
 impl EngineName {
+    /// As it is typed.
+    pub fn flag(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).expect("every engine can be typed")
+    }
+
     /// The name of the engine; `None` for [`EngineName::Auto`].
     pub fn asked(self) -> Option<String> {
-        self.to_possible_value().filter(|_| self != Self::Auto).map(|value| value.get_name().to_owned())
+        (self != Self::Auto).then(|| self.flag())
     }
 }
 

@@ -33,11 +33,10 @@ impl fmt::Display for Accelerator {
 pub fn open() -> &'static Accelerator {
     static ACCELERATOR: OnceLock<Accelerator> = OnceLock::new();
     ACCELERATOR.get_or_init(|| {
-        let wish = std::env::var("MEDUSA_CUDA").unwrap_or_default();
-        if wish == "off" || wish == "0" {
+        if is_off() {
             return Accelerator::CpuOnly("switched off by MEDUSA_CUDA".into());
         }
-        match find(&wish).and_then(|path| load(&path)) {
+        match find(&wish()).and_then(|path| load(&path)) {
             Ok(()) if tch::Cuda::is_available() => {
                 Accelerator::Cuda { devices: usize::try_from(tch::Cuda::device_count()).unwrap_or(0) }
             }
@@ -45,6 +44,15 @@ pub fn open() -> &'static Accelerator {
             Err(why) => Accelerator::CpuOnly(why),
         }
     })
+}
+
+/// Whether `MEDUSA_CUDA` switches CUDA off.
+pub fn is_off() -> bool {
+    matches!(wish().as_str(), "off" | "0")
+}
+
+fn wish() -> String {
+    std::env::var("MEDUSA_CUDA").unwrap_or_default()
 }
 
 /// The folder from which this process loaded libtorch_cpu.
