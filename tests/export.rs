@@ -331,7 +331,7 @@ fn a_calibration_goes_with_the_exported_heads() {
     assert_eq!(exported["exported_from"]["calibration_sha256"], sha256("run/calibration.json"));
     assert_eq!((&exported["heads"], &exported["joint"]), (&trained["heads"], &trained["joint"]));
     let step = |nodes: usize, step_ms: f64| json!({"nodes": nodes, "depth": 1, "step_ms": step_ms});
-    let times = json!({"device": "cpu", "dtype": "float32", "threads": 1, "context": 32, "backbone": "backbone",
+    let times = json!({"device": "cpu", "engine": "tch", "engine_flag": "auto", "dtype": "float32", "threads": 1, "context": 32, "backbone": "backbone",
         "heads_sha256": exported["heads_sha256"], "plain_step_ms": 2.0, "steps": [step(1, 2.5), step(4, 3.0)]});
     small.write("l.json", times.to_string());
     let tree = "--calibration out/calibration.json --latency l.json --backbone backbone --heads out --out t.json";

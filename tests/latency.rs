@@ -56,7 +56,10 @@ fn the_engine_that_is_asked_for_is_timed() {
     let world = world();
     let tch = stderr(&world, &[&CHOOSE[..], &MEASURE, &["--engine", "tch"]].concat());
     assert!(tch.contains("wrote l.json: steps of engine tch"), "{tch}");
-    assert_eq!(Latency::load(&world.path("l.json")).unwrap().engine.as_deref(), Some("tch"));
+    let timed = Latency::load(&world.path("l.json")).unwrap();
+    assert_eq!((timed.engine.as_str(), timed.engine_flag.as_str()), ("tch", "tch"));
+    let auto = world.complaint(&CHOOSE, 1); // `medusa generate` may choose another
+    assert!(auto.contains("l.json was measured with engine tch, not with auto"), "{auto}");
     std::fs::remove_file(world.path("l.json")).expect("written just now");
     let cuda = world.complaint(&[&CHOOSE[..], &MEASURE, &["--engine", "cuda"]].concat(), 1);
     assert!(cuda.contains("--engine cuda cannot decode this"), "{cuda}");
@@ -71,7 +74,7 @@ fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)])
     world.write(
         "l.json",
         &json!({
-        "device": "cpu", "dtype": "float32", "threads": threads(), "context": 32, "backbone": "b",
+        "device": "cpu", "engine": "tch", "engine_flag": "auto", "dtype": "float32", "threads": threads(), "context": 32, "backbone": "b",
         "heads_sha256": calibration["heads_sha256"], "plain_step_ms": plain_step_ms,
         "steps": steps.iter().map(step).collect::<Vec<_>>()}),
     );
@@ -112,14 +115,8 @@ fn times_of_other_conditions_are_one_clear_error() {
     write_times(&world, 2.0, &[(1, 1, 2.5), (4, 1, 3.0)]);
     let dtype = complaint(&["--dtype", "bfloat16"], 1);
     assert!(dtype.contains("l.json was measured with dtype float32, not with bfloat16"), "{dtype}");
-    // First the file of an older version, which does not name its engine; then one that names it.
-    assert!(stderr(&world, &CHOOSE).contains("l.json does not name the engine"));
-    std::fs::remove_file(world.path("t.json")).expect("written just now");
-    let mut of_tch: Value = serde_json::from_slice(&std::fs::read(world.path("l.json")).unwrap()).unwrap();
-    of_tch["engine"] = json!("tch");
-    world.write("l.json", &of_tch);
     let engine = complaint(&["--engine", "cpu"], 1);
-    assert!(engine.contains("l.json was measured with engine tch, not with cpu"), "{engine}");
+    assert!(engine.contains("l.json was measured with engine auto, not with cpu"), "{engine}");
     let context = complaint(&["--context", "16"], 1);
     assert!(context.contains("a context of 32, not with 16"), "{context}");
     let others = threads() + 1;

@@ -141,7 +141,7 @@ fn calibration() -> Value {
 
 fn latency() -> Value {
     let step = |nodes: usize, depth: usize| json!({"nodes": nodes, "depth": depth, "step_ms": nodes as f64});
-    json!({"device": "cpu", "dtype": "float32", "threads": 2, "context": 64, "backbone": "b", "heads_sha256": "",
+    json!({"device": "cpu", "engine": "tch", "engine_flag": "auto", "dtype": "float32", "threads": 2, "context": 64, "backbone": "b", "heads_sha256": "",
         "plain_step_ms": 0.5, "steps": [step(1, 1), step(2, 1), step(2, 2)]})
 }
 

@@ -254,7 +254,7 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
     let Latency { device, engine, dtype, threads, context, backbone, heads_sha256, plain_step_ms, steps, .. } = found;
     let weights = found.quantization.as_ref().map_or_else(String::new, |name| format!(", weights in {name}"));
     writeln!(out, "latencies    {dtype}{weights} on {device}, {threads} CPU threads, behind {context} tokens")?;
-    writeln!(out, "engine       {}", engine.as_deref().unwrap_or("not recorded"))?;
+    writeln!(out, "engine       {engine}")?;
     writeln!(out, "backbone     {backbone}")?;
     writeln!(out, "heads        sha256 {heads_sha256}")?;
     writeln!(out, "plain        {plain_step_ms:.3} ms a step")?;

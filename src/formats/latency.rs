@@ -16,9 +16,10 @@ const EXPECTED: &str = "holds no latencies; expected {\"plain_step_ms\":…,\"st
 pub struct Latency {
     /// As `--device` spells it.
     pub device: String,
-    /// As `--engine` spells it; `None` in older files.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub engine: Option<String>,
+    /// The engine that was timed.
+    pub engine: String,
+    /// `--engine` of the measurement: that engine, or `auto`.
+    pub engine_flag: String,
     /// Dtype of the backbone.
     pub dtype: Dtype,
     /// `nf4` or `int8`; absent for weights that were not quantised.
@@ -54,7 +55,7 @@ pub struct StepTime {
 pub struct LatencyConditions {
     /// `cpu`, `cuda:0`.
     pub device: Option<String>,
-    /// As `--engine` spells it.
+    /// `--engine`: the engine that was timed, or how it was chosen.
     pub engine: Option<String>,
     /// Dtype of the backbone.
     pub dtype: Option<Dtype>,
@@ -108,7 +109,7 @@ impl Latency {
         let text = |number: &usize| number.to_string();
         let differences = [
             ("device", self.device.clone(), asked.device.clone()),
-            ("engine", self.engine.clone().unwrap_or_default(), asked.engine.clone().filter(|_| self.engine.is_some())),
+            ("engine", self.engine_flag.clone(), asked.engine.clone().filter(|asked| *asked != self.engine)),
             ("dtype", self.dtype.to_string(), asked.dtype.map(|dtype| dtype.to_string())),
             ("quantization", self.quantization.clone().unwrap_or_else(|| "none".into()), asked.quantization.clone()),
             ("threads", text(&self.threads), asked.threads.as_ref().filter(|_| on_cpu).map(text)),
@@ -145,7 +146,8 @@ pub(crate) mod examples {
     pub(crate) fn latency(steps: &[(usize, usize, f64)]) -> Latency {
         Latency {
             device: "cpu".into(),
-            engine: Some("tch".into()),
+            engine: "tch".into(),
+            engine_flag: "tch".into(),
             dtype: Dtype::Float32,
             quantization: None,
             threads: 2,
@@ -175,9 +177,7 @@ mod tests {
             Latency::load(&path).unwrap_err().to_string()
         };
         let text = serde_json::to_string(&saved).unwrap();
-        let older = text.replace(r#""engine":"tch","#, "");
-        crate::files::write_atomic(&path, |out| out.write_all(older.as_bytes())).unwrap();
-        assert_eq!(Latency::load(&path).unwrap(), Latency { engine: None, ..saved });
+        assert!(complaint(&text.replace(r#""engine":"tch","#, "")).contains("remove the file to measure anew"));
         let negative = complaint(&text.replace("4.0", "-4.0"));
         assert!(negative.contains("latency.json: step_ms is -4; expected a number above 0"), "{negative}");
         assert!(complaint(&text.replace("\"nodes\":8", "\"nodes\":0")).contains("nodes is 0"));
@@ -204,9 +204,12 @@ mod tests {
             refused(&LatencyConditions { dtype: Some(Dtype::BFloat16), ..same.clone() })
                 .contains("dtype float32, not with bfloat16")
         );
-        let on_cuda = LatencyConditions { engine: Some("cuda".into()), ..same.clone() };
-        assert!(refused(&on_cuda).contains("engine tch, not with cuda"));
-        assert!(Latency { engine: None, ..file.clone() }.check(&on_cuda, path).is_ok(), "unknown");
+        let on = |engine: &str| LatencyConditions { engine: Some(engine.into()), ..same.clone() };
+        assert!(refused(&on("cuda")).contains("engine tch, not with cuda"));
+        assert!(refused(&on("auto")).contains("engine tch, not with auto"), "another engine may decode");
+        let chosen = Latency { engine_flag: "auto".into(), ..file.clone() };
+        assert!(chosen.check(&on("auto"), path).is_ok() && chosen.check(&on("tch"), path).is_ok());
+        assert!(chosen.check(&on("cuda"), path).is_err());
         assert!(refused(&LatencyConditions { threads: Some(4), ..same.clone() }).contains("threads 2, not with 4"));
         assert!(
             refused(&LatencyConditions { context: Some(64), ..same.clone() }).contains("a context of 256, not with 64")

@@ -38,13 +38,7 @@ pub(super) fn latency(
     if path.exists() {
         let latency = Latency::load(path)?;
         latency.check(&asked, path)?;
-        let path = path.display();
-        match &latency.engine {
-            Some(engine) => common.say(format_args!("{path}: steps of engine {engine}")),
-            None => common.say(format_args!(
-                "{path} does not name the engine that it timed, and may not fit the one that decodes; remove it to measure again"
-            )),
-        }
+        common.say(format_args!("{}: steps of engine {}", path.display(), latency.engine));
         return Ok(latency);
     }
     let (Some(backbone), Some(heads)) = (&args.backbone, &args.heads) else {
@@ -56,7 +50,7 @@ pub(super) fn latency(
     };
     let latency = measure(args, (backbone, heads), served.unwrap_or_default(), calibration, common)?;
     latency.save(path)?;
-    common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine.as_deref().unwrap_or("")));
+    common.say(format_args!("wrote {}: steps of engine {}", path.display(), latency.engine));
     Ok(latency)
 }
 
@@ -87,7 +81,7 @@ fn asked(
     }
     Ok(LatencyConditions {
         device: Some(device_name(common.device.resolve()?)),
-        engine: args.engine.asked(),
+        engine: Some(args.engine.flag()),
         dtype: common.dtype,
         quantization: match (served, args.quantization) {
             (Some(served), _) => Some(shown(served.quantization)),
@@ -134,7 +128,8 @@ fn measure(
     let Times { engine, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
-        engine: Some(engine.to_owned()),
+        engine: engine.to_owned(),
+        engine_flag: args.engine.flag(),
         dtype: Dtype::of(decoder.backbone.kind()),
         quantization: decoder.backbone.quantization().map(|quantization| quantization.to_string()),
         threads: Team::of_process().size(),
