@@ -13,7 +13,7 @@ use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
 use medusa::data::cache::TokenCache;
 use medusa::data::chat::LossOn;
-use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice};
+use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateInputs};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
 use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings, Watch};
@@ -440,7 +440,7 @@ fn conversations_without_a_template_say_what_to_do() {
     let world = World::new(backbone.path(), "tokenizer");
     let error = world.lines(&[json!({"instruction": "a", "output": "b"})]).unwrap_err().to_string();
     let expected = "line 1: a row of \"instruction\" is a conversation, and the backbone has no chat template; \
-        set data.chat_template to one of \"vicuna\", \"zephyr\", \"llama-2\", \"llama-3\", \"chatml\", \"mistral\", or to \
+        set data.chat_template in the recipe, or --chat-template on the command line, to one of \"vicuna\", \"zephyr\", \"llama-2\", \"llama-3\", \"chatml\", \"mistral\", or to \
         the path of a .jinja file";
     assert!(error.ends_with(expected), "{error}");
 }
@@ -564,4 +564,119 @@ fn published_conversations_are_read() {
     }
     let (rows, report) = World::new(&backbone, "llama-2").load(&files[1]).unwrap();
     assert_eq!((rows.len(), report.counts.dropped), (299, too_long), "tools alternate with the assistant as users do");
+}
+
+/// Of the templates of today's models: tools as indented JSON, calls with arguments, results by id, thoughts that earlier turns lose.
+const WITH_TOOLS: &str = "{%- if tools is not none %}
+    {{- '[tools]' }}
+    {%- for tool in tools %}
+        {{- tool.function | tojson(indent=2) }}
+    {%- endfor %}
+{%- endif %}
+{%- set ns = namespace(last=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' %}
+        {%- set ns.last = messages | length - 1 - loop.index0 %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' and loop.index0 < ns.last %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<' + message.role + '>' + content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- call.function.name + '(' }}
+        {%- for name, value in call.function.arguments | items %}
+            {{- name + '=' + value | tojson + ',' }}
+        {%- endfor %}
+        {{- ')' }}
+    {%- endfor %}
+    {%- if message.role == 'tool' and message.tool_call_id | length != 9 %}
+        {{- raise_exception('an id has nine characters') }}
+    {%- endif %}
+    {{- '</s>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<assistant>' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think></think>' }}
+    {%- endif %}
+{%- endif %}";
+
+fn with_a_call() -> Value {
+    json!([
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": null, "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"z": "<é>", "a": 1}}}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "abcdefghi", "name": "look"},
+        {"role": "assistant", "content": "It is sunny."},
+    ])
+}
+
+#[test]
+fn tools_and_calls_go_to_the_template_and_calls_in_the_models_own_way_are_learned() {
+    let world = World::with_source(WITH_TOOLS);
+    let tools = json!([{"type": "function", "function": {"name": "look", "parameters": {}}}]);
+    let learned = |row: Value| {
+        let (rows, _) = world.lines(&[row]).expect("a row");
+        let TokenRow { input_ids, labels } = &rows[0];
+        let spans = labels.chunk_by(|a, b| (*a == IGNORE) == (*b == IGNORE)).filter(|span| span[0] != IGNORE);
+        let text = |ids: &[i32]| world.tokenizer.decode(ids, false).expect("known ids");
+        (spans.map(text).collect::<Vec<_>>(), text(input_ids))
+    };
+    let text = "[tools]{\n  \"name\": \"look\",\n  \"parameters\": {}\n}<user>weather?</s>\
+                <assistant>look(z=\"<é>\",a=1,)</s><tool>sunny</s><assistant>It is sunny.</s>";
+    let spans = vec!["look(z=\"<é>\",a=1,)</s>".to_owned(), "It is sunny.</s>".to_owned()];
+    let row = json!({"messages": with_a_call(), "tools": tools});
+    assert_eq!(learned(row), (spans.clone(), text.to_owned()));
+    let as_text = json!({"messages": with_a_call(), "tools": tools.to_string()});
+    assert_eq!(learned(as_text), (spans.clone(), text.to_owned()), "as in columns");
+    let (_, without) = learned(json!({"messages": with_a_call(), "tools": []}));
+    assert_eq!(without, text.split_once("}<user>").map(|(_, rest)| format!("<user>{rest}")).unwrap());
+    let wrong = world.lines(&[json!({"messages": with_a_call(), "tools": "look"})]).unwrap_err();
+    let cause = std::error::Error::source(&wrong).map_or_else(|| wrong.to_string(), ToString::to_string);
+    assert!(format!("{wrong} {cause}").contains("tools: expected a list of tools"), "{wrong}: {cause}");
+}
+
+#[test]
+fn calls_that_a_template_leaves_out_stay_as_text_without_loss() {
+    let world = World::new(&tiny(), "chatml");
+    let (learned, text) = world.learned(with_a_call());
+    assert_eq!(learned, ["It is sunny.<|im_end|>"]);
+    assert!(text.contains(r#""name":"look""#) && text.contains("sunny"), "{text}");
+}
+
+#[test]
+fn thoughts_that_a_template_drops_from_earlier_turns_do_not_drop_the_conversation() {
+    let world = World::with_source(WITH_TOOLS);
+    let talk = talk(&[
+        ("user", "hi"),
+        ("assistant", "<think>\nhm\n</think>\n\nHello."),
+        ("user", "again"),
+        ("assistant", "Yes."),
+    ]);
+    let (learned, text) = world.learned(talk);
+    assert_eq!(text, "<user>hi</s><assistant>Hello.</s><user>again</s><assistant>Yes.</s>");
+    assert_eq!(learned, ["Hello.</s>", "Yes.</s>"]);
+}
+
+#[test]
+fn variables_of_a_row_reach_the_template() {
+    let source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ suffix }}{% endfor %}";
+    let world = World::with_source(source);
+    let row = json!({"messages": talk(&[("user", "a"), ("assistant", "b")]), "chat_template_kwargs": {"suffix": "!"}});
+    let (rows, _) = world.lines(&[row]).expect("a row");
+    assert_eq!(world.tokenizer.decode(&rows[0].input_ids, false).expect("known ids"), "user: a!assistant: b!");
+    let inputs = |thinking: Value| TemplateInputs {
+        kwargs: json!({"enable_thinking": thinking}).as_object().cloned().expect("an object"),
+        ..TemplateInputs::default()
+    };
+    let world = World::with_source(WITH_TOOLS);
+    let template = world.template.as_ref().expect("a template");
+    let opened =
+        |thinking| template.render_with(&[Message::new("user", "a")], &inputs(thinking), true).expect("a text");
+    assert_eq!(opened(json!(false)), "<user>a</s><assistant><think></think>");
+    assert_eq!(opened(json!(true)), "<user>a</s><assistant>");
 }

@@ -34,6 +34,7 @@ mod program;
 mod published;
 mod quantization;
 mod readme;
+mod real_chat_templates;
 mod recipe;
 mod report;
 mod same_bits;

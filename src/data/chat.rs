@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::chat_template::{ChatTemplate, Marked, Message, TemplateError};
-use super::conversation::{Role, Turn};
+use super::chat_template::{ChatTemplate, Marked, Message, TemplateError, TemplateInputs};
+use super::conversation::{CALLS, Role, Turn};
 use super::report::DropReason;
 use super::rows::{IGNORE, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
@@ -26,6 +26,7 @@ pub enum LossOn {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConversationRenderer<'a> {
     pub(super) template: &'a ChatTemplate,
+    pub(super) inputs: &'a TemplateInputs,
     pub(super) tokenizer: &'a TextTokenizer,
     pub(super) loss_on: LossOn,
 }
@@ -36,6 +37,8 @@ const RENDERED_ONE_BY_ONE: usize = 16;
 
 /// A template that needs too many steps for fewer turns than this loops; with more, the conversation is to blame.
 const TURNS_OF_A_TALK: usize = 1000;
+
+const END_OF_THOUGHTS: &str = "</think>";
 
 /// Why a conversation cannot be rendered.
 #[derive(Debug)]
@@ -86,7 +89,7 @@ impl ConversationRenderer<'_> {
     }
 
     fn render(&self, turns: &[Turn]) -> Result<MaskedText, Refused> {
-        if turns.iter().all(|turn| turn.content.trim().is_empty()) {
+        if turns.iter().all(|turn| turn.content.trim().is_empty() && turn.calls().is_none()) {
             return Err(DropReason::EmptyConversation.into());
         }
         if turns.iter().any(|turn| turn.role == Role::Unknown) {
@@ -94,28 +97,45 @@ impl ConversationRenderer<'_> {
         }
         let messages: Vec<Message> = turns.iter().map(|turn| self.message(turn)).collect();
         if self.loss_on == LossOn::All {
-            let text = self.template.render(&messages, false)?;
+            let text = self.text(&messages, false)?;
             return Ok(MaskedText { learned: std::iter::once(0..text.len()).collect(), text });
         }
-        let answers: Vec<usize> = (0..turns.len()).filter(|&at| turns[at].role == Role::Assistant).collect();
+        let answers: Vec<usize> = (0..turns.len()).filter(|&at| self.is_learned(&turns[at])).collect();
         if answers.is_empty() {
             return Err(DropReason::NoAssistantTurn.into());
         }
         if self.template.marks_generation {
             return self.render_generation(turns, &messages);
         }
-        let text = self.template.render(&messages, false)?;
+        let text = self.text(&messages, false)?;
         let learned = self.answers(&messages, &answers, &text).ok_or(DropReason::AnswersNotFound)?;
         Ok(MaskedText { text, learned })
     }
 
+    fn text(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TemplateError> {
+        self.template.render_with(messages, self.inputs, add_generation_prompt)
+    }
+
+    /// Answers are learned, and calls where the template writes them in the model's own way. Calls that are text are not.
+    fn is_learned(&self, turn: &Turn) -> bool {
+        turn.role == Role::Assistant || turn.calls().is_some() && self.template.takes_calls
+    }
+
     fn answers(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
         let alone = |at: usize| self.by_prefix(messages, at, whole).or_else(|| self.by_marks(messages, at, whole));
-        let framed = match answers.len() > RENDERED_ONE_BY_ONE {
-            true => self.by_frame(messages, answers, whole, alone(answers[1])?),
-            false => vec![None; answers.len()],
+        let example = (answers.len() > RENDERED_ONE_BY_ONE).then(|| alone(answers[1])).flatten();
+        let framed = match example {
+            Some(example) => self.by_frame(messages, answers, whole, example),
+            None => vec![None; answers.len()],
         };
-        framed.into_iter().zip(answers).map(|(known, &at)| known.or_else(|| alone(at))).collect()
+        // A call that is written in another way once others follow has no text of its own to look for: it stays masked.
+        let is_call = |at: usize| messages[at].more.contains_key(CALLS);
+        let found = framed.into_iter().zip(answers).map(|(known, &at)| match known.or_else(|| alone(at)) {
+            None if is_call(at) => Some(None),
+            found => found.map(Some),
+        });
+        let found: Vec<Range<usize>> = found.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect();
+        (!found.is_empty()).then_some(found)
     }
 
     /// Where answers stand in the whole, by one rendering with marks around all of them: an answer that stands between what
@@ -148,33 +168,40 @@ impl ConversationRenderer<'_> {
             for &at in answers {
                 marked[at].content = around(&messages[at].content, marks);
             }
-            let Marked { text, spans } = Marked::read(&self.template.render(&marked, false).ok()?, marks)?;
+            let Marked { text, spans } = Marked::read(&self.text(&marked, false).ok()?, marks)?;
             (text == whole && spans.len() == answers.len()).then_some(spans)
         };
-        attempt(marked_with_blanks).or_else(|| attempt(marked_without_blanks))
+        attempt(marked_with_blanks)
+            .or_else(|| attempt(marked_without_blanks))
+            .or_else(|| attempt(marked_without_thoughts))
     }
 
-    /// A turn in the template's words. A tool's answer that the template does not show is the user's: it stays in sight.
+    /// A turn in the template's words. A tool's answer that the template does not show is the user's, and calls that it does not show are
+    /// text: they stay in sight.
     fn message(&self, turn: &Turn) -> Message {
+        let has_id = turn.more.contains_key("tool_call_id");
         let role = match turn.role {
             Role::System => "system",
             Role::Assistant | Role::Call => "assistant",
-            Role::Tool if self.template.takes_tool_turns => "tool",
+            Role::Tool if self.template.takes_tool_turns || has_id && self.template.takes_tool_results => "tool",
             Role::User | Role::Tool | Role::Unknown => "user",
         };
-        Message::new(role, &turn.content)
+        match turn.calls() {
+            Some(calls) if !self.template.takes_calls => Message::new(role, format!("{}{calls}", turn.content)),
+            _ => Message { more: turn.more.clone(), ..Message::new(role, &turn.content) },
+        }
     }
 
     /// The template's own `{% generation %}` blocks: one for each of the assistant's turns, less those that call tools.
     fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<MaskedText, Refused> {
-        let marked = self.template.render_generation(messages)?;
+        let marked = self.template.render_generation(messages, self.inputs)?;
         let Marked { text, spans } = marked.ok_or(DropReason::AnswersNotFound)?;
         let mut assistants = turns.iter().filter(|turn| matches!(turn.role, Role::Assistant | Role::Call));
         if spans.len() == assistants.clone().count() {
-            let learned = spans.into_iter().zip(assistants).filter(|(_, turn)| turn.role == Role::Assistant);
+            let learned = spans.into_iter().zip(assistants).filter(|(_, turn)| self.is_learned(turn));
             return Ok(MaskedText { text, learned: learned.map(|(span, _)| span).collect() });
         }
-        if assistants.any(|turn| turn.role == Role::Call) {
+        if assistants.any(|turn| !self.is_learned(turn)) {
             return Err(DropReason::AnswersNotFound.into());
         }
         Ok(MaskedText { text, learned: spans })
@@ -184,8 +211,8 @@ impl ConversationRenderer<'_> {
     /// without the blanks behind the end of the turn: they belong to the next one. `None` where the conversation up to
     /// here is not how the whole begins, or where something stands between the generation prompt and the answer.
     fn by_prefix(&self, messages: &[Message], at: usize, whole: &str) -> Option<Range<usize>> {
-        let before = self.template.render(&messages[..at], true).ok()?;
-        let through = self.template.render(&messages[..=at], false).ok()?;
+        let before = self.text(&messages[..at], true).ok()?;
+        let through = self.text(&messages[..=at], false).ok()?;
         let turn = through.strip_prefix(before.as_str()).filter(|_| whole.starts_with(&through))?;
         let ending = turn.trim_start().strip_prefix(messages[at].content.trim())?;
         Some(before.len()..through.len() - blanks_behind(ending))
@@ -205,11 +232,12 @@ impl ConversationRenderer<'_> {
             Some(span.start..span.end + ends)
         };
         let content = &messages[at].content;
-        attempt(marked_with_blanks(content, marks)).or_else(|| attempt(marked_without_blanks(content, marks)))
+        let all = [marked_with_blanks, marked_without_blanks, marked_without_thoughts];
+        all.into_iter().find_map(|marked| attempt(marked(content, marks)))
     }
 
     fn only_span(&self, marked: &[Message], marks: [char; 2]) -> Option<(Range<usize>, String)> {
-        let Marked { text, spans } = Marked::read(&self.template.render(marked, false).ok()?, marks)?;
+        let Marked { text, spans } = Marked::read(&self.text(marked, false).ok()?, marks)?;
         let [span] = spans.as_slice() else { return None };
         Some((span.clone(), text))
     }
@@ -232,6 +260,12 @@ fn marked_without_blanks(content: &str, [start, end]: [char; 2]) -> String {
     let said = content.trim();
     let lead = content.len() - content.trim_start().len();
     format!("{}{start}{said}{end}{}", &content[..lead], &content[lead + said.len()..])
+}
+
+/// What a model thought stands before its answer; templates leave it out of earlier turns.
+fn marked_without_thoughts(content: &str, marks: [char; 2]) -> String {
+    let answer = content.rfind(END_OF_THOUGHTS).map_or(0, |at| at + END_OF_THOUGHTS.len());
+    format!("{}{}", &content[..answer], marked_without_blanks(&content[answer..], marks))
 }
 
 /// How many bytes of blanks end this, unless it is nothing else: then they are how a turn ends.
@@ -308,7 +342,8 @@ mod tests {
         for name in ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", "tokenizer"] {
             let choice = TemplateChoice::try_from(name.to_owned()).unwrap();
             let template = ChatTemplate::choose(&choice, &folder).unwrap().unwrap();
-            let chat = ConversationRenderer { template: &template, tokenizer: &tokenizer, loss_on: LossOn::Assistant };
+            let (inputs, loss_on) = (TemplateInputs::default(), LossOn::Assistant);
+            let chat = ConversationRenderer { template: &template, inputs: &inputs, tokenizer: &tokenizer, loss_on };
             let turns = long_talk();
             let messages: Vec<Message> = turns.iter().map(|turn| chat.message(turn)).collect();
             let answers: Vec<usize> = (1..turns.len()).step_by(2).collect();

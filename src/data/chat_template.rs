@@ -4,9 +4,10 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-use minijinja::value::Value;
+use minijinja::value::{Serde, Value};
 use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
 use super::jinja::{self, FUEL, MARKS, TEMPLATE};
@@ -53,12 +54,33 @@ pub struct Message {
     pub role: String,
     /// What was said.
     pub content: String,
+    /// The other keys of the message, for templates that read them: `tool_calls`, `tool_call_id`, `reasoning_content`.
+    #[serde(flatten)]
+    pub more: Map<String, Json>,
+}
+
+/// The inputs of a template besides the messages.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TemplateInputs {
+    /// The functions that the assistant may call, as JSON schemas.
+    pub tools: Option<Vec<Json>>,
+    /// Variables of the template by name, such as `enable_thinking`.
+    pub kwargs: Map<String, Json>,
 }
 
 impl Message {
     /// A turn of this role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
+        Self { role: role.into(), content: content.into(), more: Map::new() }
+    }
+
+    /// As transformers passes it. A content of null is among the other keys.
+    fn value(&self) -> Value {
+        let content = if self.content.is_empty() { self.more.get("content") } else { None };
+        let content = content.map_or_else(|| Value::from(&self.content), |content| Value::from(Serde(content)));
+        let own = [("role", Value::from(&self.role)), ("content", content)];
+        let more = self.more.iter().filter(|(key, _)| *key != "content");
+        Value::from_pairs(own.into_iter().chain(more.map(|(key, value)| (key.as_str(), Value::from(Serde(value))))))
     }
 }
 
@@ -135,6 +157,10 @@ pub struct ChatTemplate {
     pub(super) marks_generation: bool,
     /// Whether a turn of the role `tool` becomes part of the text. Some templates refuse it, others leave it out.
     pub(super) takes_tool_turns: bool,
+    /// The same of turns with a `tool_call_id` behind calls with ids, without which some templates refuse them.
+    pub(super) takes_tool_results: bool,
+    /// Whether `tool_calls` of a message become part of the text.
+    pub(super) takes_calls: bool,
 }
 
 /// A rendered conversation, and the bytes of it that were between marks.
@@ -228,7 +254,20 @@ impl ChatTemplate {
     /// # Errors
     /// What the template raises, for example for roles that do not alternate.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, TemplateError> {
-        self.render_between(messages, add_generation_prompt, ["", ""])
+        self.render_with(messages, &TemplateInputs::default(), add_generation_prompt)
+    }
+
+    /// As [`ChatTemplate::render`], with tools and variables.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::render`].
+    pub fn render_with(
+        &self,
+        messages: &[Message],
+        inputs: &TemplateInputs,
+        add_generation_prompt: bool,
+    ) -> Result<String, TemplateError> {
+        self.render_between(messages, inputs, add_generation_prompt, ["", ""])
     }
 
     /// What decides a rendered text: the template and the special tokens.
@@ -247,16 +286,21 @@ impl ChatTemplate {
     }
 
     /// A whole conversation, and what of it stands in `{% generation %}` blocks.
-    pub(super) fn render_generation(&self, messages: &[Message]) -> Result<Option<Marked>, TemplateError> {
+    pub(super) fn render_generation(
+        &self,
+        messages: &[Message],
+        inputs: &TemplateInputs,
+    ) -> Result<Option<Marked>, TemplateError> {
         let Some([start, end]) = Marked::marks(messages) else { return Ok(None) };
         let marks = [start, end].map(String::from);
-        let text = self.render_between(messages, false, [&marks[0], &marks[1]])?;
+        let text = self.render_between(messages, inputs, false, [&marks[0], &marks[1]])?;
         Ok(Marked::read(&text, [start, end]))
     }
 
     fn render_between(
         &self,
         messages: &[Message],
+        inputs: &TemplateInputs,
         add_generation_prompt: bool,
         marks: [&str; 2],
     ) -> Result<String, TemplateError> {
@@ -271,13 +315,11 @@ impl ChatTemplate {
         // What transformers passes; it leaves out special tokens that the tokenizer lacks.
         let special = Value::from_pairs(self.special.iter());
         let marks = Value::from_pairs(MARKS.into_iter().zip(marks));
-        let message = |message: &Message| {
-            Value::from_pairs([("role", message.role.clone()), ("content", message.content.clone())])
-        };
-        let messages: Vec<Value> = messages.iter().map(message).collect();
-        let own = context! { messages, add_generation_prompt, tools => (), documents => () };
+        let kwargs = Value::from(Serde(&inputs.kwargs));
+        let messages: Vec<Value> = messages.iter().map(Message::value).collect();
+        let own = context! { messages, add_generation_prompt, tools => Serde(&inputs.tools), documents => () };
         let template = self.environment.get_template(TEMPLATE).map_err(failed)?;
-        jinja::of_library(|| template.render(context! { ..own, ..special, ..marks })).map_err(failed)
+        jinja::of_library(|| template.render(context! { ..own, ..kwargs, ..special, ..marks })).map_err(failed)
     }
 
     fn parse(source: &str, special: SpecialTokens, place: String) -> Result<Self, TemplateError> {
@@ -286,9 +328,36 @@ impl ChatTemplate {
         let marks_generation = jinja::marks_generation(source);
         let sha256 = files::hex(&Sha256::digest(format!("{special:?}\n{source}")));
         let source = source.to_owned();
-        let template = Self { environment, source, special, place, sha256, marks_generation, takes_tool_turns: false };
-        let takes_tool_turns = template.shows_tool_turns();
-        Ok(Self { takes_tool_turns, ..template })
+        let mut template = Self {
+            environment,
+            source,
+            special,
+            place,
+            sha256,
+            marks_generation,
+            takes_tool_turns: false,
+            takes_tool_results: false,
+            takes_calls: false,
+        };
+        template.takes_tool_turns = template.shows_tool_turns();
+        [template.takes_calls, template.takes_tool_results] = template.shows_calls_and_results();
+        Ok(template)
+    }
+
+    fn shows_calls_and_results(&self) -> [bool; 2] {
+        const ID: &str = "abcdefghi"; // Mistral's have nine characters
+        const SHOWN: [&str; 2] = ["name_of_the_function", "result_of_the_call"];
+        let call = json!([{"id": ID, "type": "function", "function": {"name": SHOWN[0], "arguments": {"a": 1}}}]);
+        let with =
+            |message: Message, more: Json| Message { more: more.as_object().cloned().unwrap_or_default(), ..message };
+        let messages = [
+            Message::new("user", "a"),
+            with(Message::new("assistant", ""), json!({"tool_calls": call})),
+            with(Message::new("tool", SHOWN[1]), json!({"name": SHOWN[0], "tool_call_id": ID})),
+            Message::new("assistant", "b"),
+        ];
+        let text = self.render(&messages, false).unwrap_or_default();
+        SHOWN.map(|shown| text.contains(shown))
     }
 
     fn shows_tool_turns(&self) -> bool {

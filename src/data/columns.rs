@@ -8,13 +8,16 @@ use arrow::datatypes::{DataType, Field, Int64Type, Schema};
 use arrow::error::ArrowError;
 use arrow::util::display::array_value_to_string;
 
+use super::chat_template::TemplateInputs;
 use super::conversation::{self, Role, Turn};
+use super::jsonl;
 use super::raw_row::RawRow;
 use super::rows::{ROW_LIMIT, RowProblem};
 
 const TEXTS: [&str; 4] = ["text", "instruction", "input", "output"];
 const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
 const LISTS: [&str; 2] = ["input_ids", "labels"];
+const TOOLS: &str = "tools";
 /// Names of a turn's parts, OpenAI's and ShareGPT's.
 const ROLE: [&str; 2] = ["role", "from"];
 const CONTENT: [&str; 2] = ["content", "value"];
@@ -23,8 +26,9 @@ const CONTENT: [&str; 2] = ["content", "value"];
 pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, RowProblem> {
     check(schema)?;
     let has_tokens = schema.column_with_name("input_ids").is_some();
-    let is_wanted =
-        |name: &str| has_tokens && LISTS.contains(&name) || CONVERSATIONS.contains(&name) || TEXTS.contains(&name);
+    let is_wanted = |name: &str| {
+        has_tokens && LISTS.contains(&name) || CONVERSATIONS.contains(&name) || TEXTS.contains(&name) || name == TOOLS
+    };
     let columns = schema.fields().iter().enumerate();
     Ok(columns.filter(|(_, field)| is_wanted(field.name())).map(|(index, _)| index).collect())
 }
@@ -53,6 +57,10 @@ fn check(schema: &Schema) -> Result<(), RowProblem> {
                 field,
                 "a column of lists of structs with strings \"role\" and \"content\", or \"from\" and \"value\"",
             );
+        }
+        let has_conversations = CONVERSATIONS.into_iter().any(has) && !has("input_ids");
+        if name == TOOLS && has_conversations && !is_text(kind) {
+            return wrong(field, "a column of strings, each a list of tools as JSON");
         }
         let is_read = name == "text" || (TEXTS.contains(&name) && has_alpaca);
         if is_read && !has("input_ids") && !is_text(kind) {
@@ -97,6 +105,8 @@ pub(super) struct Columns {
     conversations: Vec<(&'static str, Conversations)>,
     /// In the order of [`TEXTS`].
     texts: [Option<LargeStringArray>; 4],
+    /// Lists of tools as JSON.
+    tools: Option<LargeStringArray>,
 }
 
 /// A column of conversations: lists over two columns of strings.
@@ -126,6 +136,7 @@ impl Columns {
             labels: list("labels")?,
             conversations: CONVERSATIONS.into_iter().filter_map(named).collect::<Result<_, _>>()?,
             texts: [text(TEXTS[0])?, text(TEXTS[1])?, text(TEXTS[2])?, text(TEXTS[3])?],
+            tools: text(TOOLS)?,
         })
     }
 
@@ -139,13 +150,15 @@ impl Columns {
         }
         let conversation = self.conversations.iter().find(|(_, column)| column.lists.is_valid(row));
         if let Some((key, column)) = conversation {
-            return Ok(RawRow::Conversation { key, turns: column.turns(key, row)? });
+            let tools = self.tools.as_ref().filter(|tools| tools.is_valid(row)).map(|tools| tools.value(row).into());
+            let inputs = TemplateInputs { tools: jsonl::tools_of(tools)?, ..TemplateInputs::default() };
+            return Ok(RawRow::Conversation { key, turns: column.turns(key, row)?, inputs });
         }
         let [text, instruction, input, output] =
             self.texts.each_ref().map(|column| column.as_ref().filter(|c| c.is_valid(row)).map(|c| c.value(row)));
         if let (Some(instruction), Some(output)) = (instruction, output) {
             let turns = conversation::of_alpaca(instruction, input, output);
-            return Ok(RawRow::Conversation { key: "instruction", turns });
+            return Ok(RawRow::Conversation { key: "instruction", turns, inputs: TemplateInputs::default() });
         }
         text.map(|text| RawRow::Text(text.to_owned())).ok_or(RowProblem::NoKnownKey { found: vec![] })
     }

@@ -1,10 +1,13 @@
 //! Conversations as data sets have them: ShareGPT's `from` and `value`, OpenAI's `role` and `content`, Alpaca's
 //! `instruction`, `input` and `output`. Knows nothing of templates.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::rows::RowProblem;
 use super::shown::shown;
+
+/// The key of an assistant's calls in OpenAI's messages.
+pub(super) const CALLS: &str = "tool_calls";
 
 /// Who speaks, whatever a data set calls it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +27,8 @@ pub(super) enum Role {
 pub(super) struct Turn {
     pub(super) role: Role,
     pub(super) content: String,
+    /// The other keys of the message, for templates that read them: `tool_calls`, `tool_call_id`, `reasoning_content`.
+    pub(super) more: Map<String, Value>,
 }
 
 impl Role {
@@ -46,7 +51,12 @@ impl Role {
 
 impl Turn {
     pub(super) fn new(role: Role, content: impl Into<String>) -> Self {
-        Self { role, content: content.into() }
+        Self { role, content: content.into(), more: Map::new() }
+    }
+
+    /// The calls of tools as the message has them. Calls that are text are part of the content.
+    pub(super) fn calls(&self) -> Option<&Value> {
+        self.more.get(CALLS)
     }
 
     /// A turn of an assistant that says nothing is a call of a tool, kept elsewhere; of others it is a mistake.
@@ -86,13 +96,20 @@ fn turn(key: &str, message: &Value) -> Result<Turn, RowProblem> {
         return wrong(&format!("{key}.{speaker}"), "a string", &message[speaker]);
     };
     let key = format!("{key}.{said}");
-    let turn = match &message[said] {
+    let mut turn = match &message[said] {
         Value::String(content) => Turn::new(role, content),
         Value::Array(parts) => Turn::new(role, text_of_parts(&key, parts)?),
         Value::Null => Turn::without_content(&key, role)?,
         other => return wrong(&key, "a string or a list of text parts", other),
     };
-    Ok(with_calls(turn, &message["tool_calls"]))
+    turn.more = other_keys(message, [speaker, said]);
+    if turn.calls().is_some() {
+        turn.role = Role::Call;
+    }
+    if message[said].is_null() {
+        turn.more.insert("content".to_owned(), Value::Null); // not the same as an empty text to every template
+    }
+    Ok(turn)
 }
 
 /// OpenAI's content in parts: `[{"type": "text", "text": "…"}]`.
@@ -104,12 +121,13 @@ fn text_of_parts(key: &str, parts: &[Value]) -> Result<String, RowProblem> {
     parts.iter().enumerate().map(part).collect()
 }
 
-/// OpenAI's calls stand beside the content.
-fn with_calls(turn: Turn, calls: &Value) -> Turn {
-    match calls.as_array().filter(|calls| !calls.is_empty()) {
-        Some(_) => Turn::new(Role::Call, format!("{}{calls}", turn.content)),
-        None => turn,
-    }
+/// The keys of a message besides those that were read. Without values of nothing: columns have them for every message.
+fn other_keys(message: &Value, read: [&str; 2]) -> Map<String, Value> {
+    let is_nothing = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+    let keys = message.as_object().into_iter().flatten();
+    keys.filter(|(key, value)| !read.contains(&key.as_str()) && !is_nothing(value))
+        .map(|(key, value)| (key.clone(), value.clone()))
+        .collect()
 }
 
 fn wrong<T>(key: &str, expected: &'static str, got: &Value) -> Result<T, RowProblem> {
@@ -140,11 +158,17 @@ mod tests {
     }
 
     #[test]
-    fn an_assistants_call_stays_and_is_not_learned() {
-        let calls = json!([{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]},
-            {"role": "assistant", "content": null}, {"role": "assistant", "content": "a", "tool_calls": []}]);
-        let expected =
-            [Turn::new(Role::Call, r#"[{"id":"1"}]"#), Turn::new(Role::Call, ""), Turn::new(Role::Assistant, "a")];
+    fn a_message_keeps_its_other_keys_and_none_that_is_empty() {
+        let calls = json!([{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}], "name": null},
+            {"role": "assistant", "content": null}, {"role": "assistant", "content": "a", "tool_calls": []},
+            {"role": "tool", "content": "r", "tool_call_id": "1"}]);
+        let with = |turn: Turn, more: Value| Turn { more: more.as_object().cloned().unwrap(), ..turn };
+        let expected = [
+            with(Turn::new(Role::Call, ""), json!({"tool_calls": [{"id": "1"}], "content": null})),
+            with(Turn::new(Role::Call, ""), json!({"content": null})),
+            Turn::new(Role::Assistant, "a"),
+            with(Turn::new(Role::Tool, "r"), json!({"tool_call_id": "1"})),
+        ];
         assert_eq!(of_messages("messages", &calls).unwrap(), expected);
     }
 

@@ -167,9 +167,10 @@ fn end_of_code(code: &str, end: &str) -> Option<usize> {
     None
 }
 
-/// Python's json.dumps(ensure_ascii=False), which transformers uses: minijinja's own escapes HTML.
+/// Python's json.dumps, by default with ensure_ascii=False as in transformers: minijinja's own escapes HTML.
 fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = options.get("indent")?;
+    let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
     limits::check(indent.unwrap_or_default())?;
     let spaces = " ".repeat(indent.unwrap_or_default());
@@ -181,7 +182,16 @@ fn tojson(value: &Value, options: Kwargs) -> Result<String, minijinja::Error> {
     };
     let failed = |error: String| minijinja::Error::new(ErrorKind::BadSerialization, error);
     written.map_err(|error| failed(error.to_string()))?;
-    String::from_utf8(json).map_err(|error| failed(error.to_string()))
+    let json = String::from_utf8(json).map_err(|error| failed(error.to_string()))?;
+    Ok(if ensure_ascii == Some(true) { in_ascii(&json) } else { json })
+}
+
+/// JSON with escapes for all characters beyond ASCII.
+fn in_ascii(json: &str) -> String {
+    let escaped = |letter: char| -> String {
+        letter.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")).collect()
+    };
+    json.chars().map(|letter| if letter.is_ascii() { letter.to_string() } else { escaped(letter) }).collect()
 }
 
 /// A space behind every comma and colon.
@@ -237,6 +247,8 @@ mod tests {
     fn json_is_pythons() {
         let template = "{{ {'a': [1, 2], 'b': '<é>'} | tojson }} {{ {'a': []} | tojson(indent=4) }}";
         assert_eq!(rendered(template).unwrap(), "{\"a\": [1, 2], \"b\": \"<é>\"} {\n    \"a\": []\n}");
+        let ascii = "{{ 'é🙂<' | tojson(ensure_ascii=true) }} {{ 'é' | tojson(ensure_ascii=false) }}";
+        assert_eq!(rendered(ascii).unwrap(), "\"\\u00e9\\ud83d\\ude42<\" \"é\"");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
+use super::chat_template::TemplateInputs;
 use super::conversation;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
@@ -107,6 +108,8 @@ struct JsonRow<'l> {
     input: Option<Value>,
     output: Option<Value>,
     text: Option<Value>,
+    tools: Option<Value>,
+    chat_template_kwargs: Option<Value>,
 }
 
 /// One line's row. Keys that are not asked for are ignored; of several forms of a row the first counts: tokens, `messages`,
@@ -116,23 +119,57 @@ pub(super) fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
         object(line)?; // serde would read a list as a struct, key by key
     }
     let row: JsonRow = serde_json::from_slice(line).map_err(|error| explain(line, &error))?;
-    let of_messages =
-        |key, value| conversation::of_messages(key, &value).map(|turns| RawRow::Conversation { key, turns });
+    let inputs = |tools: Option<Value>, kwargs: Option<Value>| -> Result<_, RowProblem> {
+        Ok(TemplateInputs { tools: tools_of(tools)?, kwargs: kwargs_of(kwargs)? })
+    };
+    let of_messages = |key, value, inputs| {
+        let turns = conversation::of_messages(key, &value)?;
+        Ok(RawRow::Conversation { key, turns, inputs })
+    };
     match row {
         JsonRow { input_ids: Some(input_ids), labels, .. } => {
             let labels = labels.map(|labels| serde_json::from_str(labels.get())).transpose();
             Ok(RawRow::Tokens { input_ids, labels: labels.map_err(|error| explain(line, &error))? })
         }
-        JsonRow { messages: Some(value), .. } => of_messages("messages", value),
-        JsonRow { conversations: Some(value), .. } => of_messages("conversations", value),
+        JsonRow { messages: Some(value), tools, chat_template_kwargs, .. } => {
+            of_messages("messages", value, inputs(tools, chat_template_kwargs)?)
+        }
+        JsonRow { conversations: Some(value), tools, chat_template_kwargs, .. } => {
+            of_messages("conversations", value, inputs(tools, chat_template_kwargs)?)
+        }
         JsonRow { instruction: Some(instruction), input, output: Some(output), .. } => {
             let input = input.map(|input| string("input", input)).transpose()?;
             let (instruction, output) = (string("instruction", instruction)?, string("output", output)?);
             let turns = conversation::of_alpaca(&instruction, input.as_deref(), &output);
-            Ok(RawRow::Conversation { key: "instruction", turns })
+            Ok(RawRow::Conversation { key: "instruction", turns, inputs: TemplateInputs::default() })
         }
         JsonRow { text: Some(text), .. } => string("text", text).map(RawRow::Text),
         _ => Err(RowProblem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
+    }
+}
+
+/// A list of tools, or its JSON as a string: in columns every tool would need the same keys. An empty list is none.
+pub(super) fn tools_of(value: Option<Value>) -> Result<Option<Vec<Value>>, RowProblem> {
+    let Some(value) = value else { return Ok(None) };
+    let tools = match &value {
+        Value::Array(tools) => Some(tools.clone()),
+        Value::String(json) if json.trim().is_empty() => Some(vec![]),
+        Value::String(json) => serde_json::from_str(json).ok(),
+        _ => None,
+    };
+    let expected = "a list of tools, or a string that holds one as JSON";
+    let wrong = || RowProblem::Value { key: "tools".to_owned(), expected, got: shown(&value) };
+    Ok(Some(tools.ok_or_else(wrong)?).filter(|tools| !tools.is_empty()))
+}
+
+fn kwargs_of(value: Option<Value>) -> Result<Map<String, Value>, RowProblem> {
+    match value {
+        None => Ok(Map::new()),
+        Some(Value::Object(kwargs)) => Ok(kwargs),
+        Some(other) => {
+            let key = "chat_template_kwargs".to_owned();
+            Err(RowProblem::Value { key, expected: "an object", got: shown(&other) })
+        }
     }
 }
 
@@ -210,11 +247,17 @@ mod tests {
     fn a_conversation_counts_before_its_text() {
         let alpaca = br#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Instruction: Add."}"#;
         let turns = conversation::of_alpaca("Add.", Some("1 2"), "3");
-        assert_eq!(row(alpaca).unwrap(), RawRow::Conversation { key: "instruction", turns });
+        assert_eq!(
+            row(alpaca).unwrap(),
+            RawRow::Conversation { key: "instruction", turns, inputs: TemplateInputs::default() }
+        );
         let no_answer = br#"{"instruction": "Add.", "text": "x"}"#;
         assert_eq!(row(no_answer).unwrap(), RawRow::Text("x".to_owned()));
         let empty = br#"{"messages": null, "conversations": [], "text": "x"}"#;
-        assert_eq!(row(empty).unwrap(), RawRow::Conversation { key: "conversations", turns: vec![] });
+        assert_eq!(
+            row(empty).unwrap(),
+            RawRow::Conversation { key: "conversations", turns: vec![], inputs: TemplateInputs::default() }
+        );
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A row as its file has it: token ids, a text or a conversation, which become tokens of the vocabulary here.
 
 use super::chat::ConversationRenderer;
+use super::chat_template::TemplateInputs;
 use super::conversation::Turn;
 use super::report::DropReason;
 use super::rows::{ReadRow, RowForm, RowProblem, TokenRow};
@@ -12,7 +13,7 @@ use super::tokenize::TextTokenizer;
 pub(super) enum RawRow {
     Tokens { input_ids: Vec<i64>, labels: Option<Vec<i64>> },
     Text(String),
-    Conversation { key: &'static str, turns: Vec<Turn> },
+    Conversation { key: &'static str, turns: Vec<Turn>, inputs: TemplateInputs },
 }
 
 impl RawRow {
@@ -29,11 +30,11 @@ impl RawRow {
                 (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, RowForm::Tokens)
             }
             Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, RowForm::Text),
-            Self::Conversation { key, turns } => {
+            Self::Conversation { key, turns, inputs } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(RowProblem::NeedsTemplate { key })?;
-                let row = ConversationRenderer { template, tokenizer, loss_on: settings.loss_on }.row(&turns)?;
-                return Ok(row.map(|tokens| ReadRow { tokens, of: RowForm::Conversation }));
+                let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on: settings.loss_on };
+                return Ok(chat.row(&turns)?.map(|tokens| ReadRow { tokens, of: RowForm::Conversation }));
             }
         };
         Ok(Ok(ReadRow { tokens, of }))

@@ -114,8 +114,8 @@ pub enum RowProblem {
     },
     /// A conversation without a chat template.
     #[error(
-        "a row of \"{key}\" is a conversation, and the backbone has no chat template; choose one with data.chat_template in the recipe, \
-         or --chat-template on the command line: {} or a .jinja file",
+        "a row of \"{key}\" is a conversation, and the backbone has no chat template; set data.chat_template in the recipe, or \
+         --chat-template on the command line, to one of {}, or to the path of a .jinja file",
         TemplateChoice::built_in_names()
     )]
     NeedsTemplate {

@@ -15,7 +15,7 @@ use crate::files;
 use crate::numbers::Fraction;
 
 /// Part of every key: raise it when the same input would give other rows, or another file.
-const CACHE_FORMAT: &str = "medusa tokens 4";
+const CACHE_FORMAT: &str = "medusa tokens 5";
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
