@@ -19,11 +19,13 @@ use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::shape::Shape;
 use medusa::engine::fastest::fastest;
 use medusa::engine::sample::{Sampling, Stream};
+use medusa::model::block_spec::QueryKeyNorm;
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::numbers::{NonNegative, Positive, Probability};
 use medusa::nvidia::kernels::KernelDtype;
+use medusa::torch::Generator;
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
@@ -61,14 +63,35 @@ fn config(num_key_value_heads: i64, sliding_window: Option<i64>, context: i64) -
     }
 }
 
-/// Random weights, large enough that attention matters and the text does not settle on one token.
-fn backbone(config: LlamaConfig, seed: u64) -> Llama {
+/// The same with biases of q, k and v.
+fn qwen2(config: LlamaConfig) -> LlamaConfig {
+    LlamaConfig { model_type: "qwen2".into(), biases: Biases { qkv: true, ..Biases::default() }, ..config }
+}
+
+/// The same with norms of queries and keys.
+fn qwen3(config: LlamaConfig) -> LlamaConfig {
+    let family = FamilyTraits { query_key_norm: Some(QueryKeyNorm::EachHead), ..FamilyTraits::default() };
+    LlamaConfig { model_type: "qwen3".into(), family, ..config }
+}
+
+/// Random weights, large enough that attention matters and the text does not settle on one token. Biases and norms of queries and keys
+/// are random, too.
+fn backbone_of(config: LlamaConfig, kind: Kind, seed: u64) -> Llama {
     tch::set_num_threads(1); // tests run in parallel
-    let llama = Llama::random(config, Kind::Float, Device::Cpu, seed);
-    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
-        let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+    let llama = Llama::random(config, kind, Device::Cpu, seed);
+    let mut generator = Generator::seeded(seed);
+    for (name, weight) in &llama.weights() {
+        if weight.dim() == 2 {
+            let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+        } else if name.contains("self_attn") {
+            weight.shallow_clone().copy_(&generator.normal(&weight.size(), (kind, Device::Cpu)));
+        }
     }
     llama
+}
+
+fn backbone(config: LlamaConfig, seed: u64) -> Llama {
+    backbone_of(config, Kind::Float, seed)
 }
 
 fn heads(llama: &Llama, medusa_num_heads: usize, medusa_num_layers: usize, shared: bool, seed: u64) -> Heads {
@@ -134,7 +157,8 @@ fn texts_are_those_of_the_loop_on_libtorch() {
         let groups = [1, 2, 4][rng.random_range(0..3)];
         let mut config = config(groups, window, 64);
         config.eos_token_ids = (0..rng.random_range(0..2)).map(|_| rng.random_range(0..VOCABULARY)).collect();
-        let llama = backbone(config, world);
+        let family = [|config| config, qwen2, qwen3][(world / 12 % 3) as usize];
+        let llama = backbone(family(config), world);
         let heads = heads(&llama, 3, 1 + (world % 2) as usize, world % 5 == 0, world + 1);
         let tree = &trees()[rng.random_range(0..4)];
         let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });
@@ -145,7 +169,8 @@ fn texts_are_those_of_the_loop_on_libtorch() {
         let request = sampled(&prompt, rng.random_range(0..40), temperature, world);
         let medusa = (&MedusaDrafter::new(&llama, &heads, tree).expect("they fit"), acceptance);
         let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
-        let of = format!("world {world}, {acceptance:?}, temperature {temperature}, {} nodes", tree.len());
+        let family = &llama.config.model_type;
+        let of = format!("world {world}, {family}, {acceptance:?}, temperature {temperature}, {} nodes", tree.len());
 
         let slow = generate::plain(&llama, &request, &mut go_on()).expect("a text");
         assert_same(&engine.decode(Drafting::Off, &request, &mut go_on()).expect("a text"), &slow, &of);
@@ -184,6 +209,10 @@ fn every_family_and_the_trained_backbone_decode_as_on_libtorch() {
         "llama_wide_heads",
         "mistral_sliding_window",
         "mistral_no_window",
+        "families/qwen2",
+        "families/qwen2_yarn",
+        "families/qwen3",
+        "families/qwen3_tied_yarn",
     ];
     let load = |folder: &std::path::Path| {
         Llama::load(folder, Kind::Float, Device::Cpu, Purpose::Training).expect("a folder that loads")
@@ -340,9 +369,23 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
     let medusa = (&MedusaDrafter::new(&llama, &heads, &wide).expect("they fit"), Acceptance::Greedy);
     let error = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("a step has at most 128 nodes with the root, the tree has 133"), "{error}");
-    let biased = backbone(LlamaConfig { biases: Biases { qkv: true, o: true, mlp: false }, ..config(2, None, 64) }, 18);
-    let error = DeviceLoop::new(&biased, None, Ops::Oracle).unwrap_err().to_string();
-    assert!(error.starts_with("the backbone has linear layers with a bias"), "{error}");
+    for (fixture, reason) in [
+        ("llama_attention_bias", "has a bias in o_proj or in the MLP"),
+        ("families/gemma3", "has norms that multiply by 1 + weight"),
+        ("families/olmo2", "norms all heads of queries and keys together"),
+        ("families/granite", "scales embeddings, residuals or logits"),
+        ("families/smollm3", "has several kinds of layers"),
+        ("families/qwen2_sliding_window", "has several kinds of layers"),
+    ] {
+        let folder = Fixture::open(fixture).folder("config");
+        let other =
+            Llama::load(folder.path(), Kind::Float, Device::Cpu, Purpose::Training).expect("a folder that loads");
+        let error = DeviceLoop::new(&other, None, Ops::Oracle).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("the backbone {reason}, which it has no kernels for")),
+            "{fixture}: {error}"
+        );
+    }
     let packed = backbone(config(2, None, 64), 19).for_decoding();
     if CpuEngine::new(&packed).is_ok() {
         let error = DeviceLoop::new(&packed, None, Ops::Oracle).unwrap_err().to_string();
@@ -474,7 +517,9 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
 #[test]
 #[cfg(target_os = "linux")]
 fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
-    for (world, kind) in [Kind::BFloat16, Kind::Half].into_iter().enumerate() {
+    let as_it_is: fn(LlamaConfig) -> LlamaConfig = |config| config;
+    let worlds = [(Kind::BFloat16, as_it_is), (Kind::Half, as_it_is), (Kind::BFloat16, qwen3), (Kind::Half, qwen2)];
+    for (world, (kind, family)) in worlds.into_iter().enumerate() {
         let small = LlamaConfig {
             hidden_size: 64,
             intermediate_size: 64,
@@ -483,16 +528,15 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             vocab_size: 64,
             ..config(1, (world == 1).then_some(20), 200)
         };
-        tch::set_num_threads(1);
-        let llama = Llama::random(small, kind, Device::Cpu, 3 + world as u64);
-        for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
-            let _ = weight.shallow_clone().g_mul_scalar_(8.0);
-        }
+        let llama = backbone_of(family(small), kind, 3 + world as u64);
         let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 2, hidden_size: 64, vocab_size: 64 };
         let heads = Heads::random(shape, kind, Device::Cpu, 5);
         let tree = SparseTree::cartesian(&[8, 3]).expect("33 nodes");
         let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });
-        for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.8), (Acceptance::Rejection, 0.8)] {
+        let rules = [(Acceptance::Greedy, 0.0), (typical, 0.8), (Acceptance::Rejection, 0.8)];
+        // Rules do not depend on the family.
+        let rules = if world < 2 { &rules[..] } else { &rules[..1] };
+        for &(acceptance, temperature) in rules {
             let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
             let emulator = Emulator { element: KernelDtype::of(kind).expect("16 bits"), head_size: 64 };
             let target = EmulatedTarget { emulator, broken: None };
@@ -502,7 +546,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             let mut slow = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
             let request = sampled(&prompt, 5, temperature, 4);
-            let of = format!("{kind:?}, {acceptance:?}");
+            let of = format!("{}, {kind:?}, {acceptance:?}", llama.config.model_type);
             let texts = [
                 (fast.decode(Drafting::On, &request, &mut go_on()), slow.decode(Drafting::On, &request, &mut go_on())),
                 (

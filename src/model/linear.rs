@@ -217,11 +217,7 @@ impl LinearGroup {
         assert!(self.layers.iter().all(|layer| layer.adapter.is_none()), "adapters are merged before layers are");
         let weights: Option<Vec<&Tensor>> = self.layers.iter().map(Linear::dense_weight).collect();
         let Some(weights) = weights.filter(|_| !self.is_merged) else { return self };
-        let bias = |layer: &Linear| {
-            layer.bias_o.as_ref().map_or_else(|| Tensor::zeros([layer.outputs], layer.shape().1), Tensor::shallow_clone)
-        };
-        let has_bias = self.layers.iter().any(|layer| layer.bias_o.is_some());
-        let bias_o = has_bias.then(|| Tensor::cat(&self.layers.iter().map(bias).collect::<Vec<_>>(), 0));
+        let bias_o = self.bias();
         let weight_oi = if let [one] = weights[..] { one.shallow_clone() } else { Tensor::cat(&weights, 0) };
         Self { layers: vec![prepare(Linear::dense(weight_oi, bias_o))], is_merged: true }
     }
@@ -262,6 +258,18 @@ impl LinearGroup {
     pub(super) fn in_rows(&self) -> Option<Tensor> {
         let weights: Vec<Tensor> = self.layers.iter().map(Linear::in_rows).collect::<Option<_>>()?;
         Some(if weights.len() == 1 { weights[0].shallow_clone() } else { Tensor::cat(&weights, 0) })
+    }
+
+    /// All layers' biases one after another, `[O₁ + O₂ + …]`, with zeros for a layer without one. `None` where no layer has one.
+    pub(super) fn bias(&self) -> Option<Tensor> {
+        if let [one] = self.layers.as_slice() {
+            return one.bias_o.as_ref().map(Tensor::shallow_clone);
+        }
+        let has_bias = self.layers.iter().any(|layer| layer.bias_o.is_some());
+        let bias = |layer: &Linear| {
+            layer.bias_o.as_ref().map_or_else(|| Tensor::zeros([layer.outputs], layer.shape().1), Tensor::shallow_clone)
+        };
+        has_bias.then(|| Tensor::cat(&self.layers.iter().map(bias).collect::<Vec<_>>(), 0))
     }
 
     /// The layers.

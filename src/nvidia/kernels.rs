@@ -32,7 +32,7 @@ impl KernelDtype {
 pub enum Program {
     /// Embedding, norms, the gate of the MLP.
     Rows,
-    /// Rotary embedding of queries and keys; appends keys and values to the cache.
+    /// Bias of queries, keys and values, norms and rotary embedding of queries and keys; appends keys and values to the cache.
     RopeAppend,
     /// Matrix products with weights.
     Linear,

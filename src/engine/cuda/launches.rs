@@ -5,8 +5,8 @@
 // V vocabulary, K heads, S room for tokens, P guesses per head, L layers
 use tch::{Device, Kind, Tensor};
 
-use super::layout::{MAX_NODES, Nodes, Rotations};
-use super::oracle::{Accepted, BlockInput, Draws, Places};
+use super::layout::{MAX_NODES, Nodes};
+use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, Places};
 use super::state::RESULT_HEAD;
 use crate::nvidia::kernels::{FEW_COLUMNS, Program};
 use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
@@ -41,10 +41,16 @@ pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) -> Launch {
 }
 
 /// See [`oracle::rope_append`](super::oracle::rope_append).
-pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
-    let ([n, q, d], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
+pub fn rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
+    let ([n, q, _], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
+    let HeadInputs { bias_w, norms, rotations } = inputs;
+    let if_any = |tensor: Option<&Tensor>| tensor.map_or(Argument::Pointer(0), elements);
     let arguments = vec![
         elements(qkv_nw),
+        if_any(bias_w),
+        if_any(norms.map(|norms| norms.query_d)),
+        if_any(norms.map(|norms| norms.key_d)),
+        float(norms.map_or(0.0, |norms| norms.eps)),
         ints(&places.nodes.depths_n),
         ints(places.state),
         floats(&rotations.cos_sd),
@@ -55,7 +61,7 @@ pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd
         size(g),
         size(room),
     ];
-    Launch::new(Program::RopeAppend, "rope_append", [n, blocks((q + 2 * g) * d / 2, 128), 1], 128, arguments)
+    Launch::new(Program::RopeAppend, "rope_append", [n, blocks(q + 2 * g, 4), 1], 128, arguments)
 }
 
 /// Target number of attention blocks in a step: two for each multiprocessor of the largest GPUs.

@@ -113,6 +113,7 @@ fn rope(config: &LlamaConfig, kind: Kind, device: Device) -> Rope {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::config::RopeScaling;
     use crate::torch::Generator;
 
     #[test]
@@ -131,6 +132,35 @@ mod tests {
             // One value below 8 is rounded to the dtype, and one product is rounded before the sum.
             let tolerance = if kind == Kind::Float { 1e-6 } else { 0.06 };
             assert!((got - expected).abs().max().double_value(&[]) < tolerance, "{kind:?}");
+        }
+    }
+
+    /// `yarn` and `longrope` stretch cosines and sines as well as frequencies.
+    #[test]
+    fn rotations_carry_the_magnitude_of_their_scaling() {
+        let yarn = RopeScaling::Yarn {
+            factor: 4.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            truncate: true,
+            original_max_position_embeddings: 16,
+            attention_factor: 1.25,
+        };
+        let longrope = RopeScaling::LongRope {
+            short_factor: vec![1.0, 1.5, 2.0],
+            long_factor: vec![2.0, 3.0, 4.0],
+            original_max_position_embeddings: 16,
+            longest: 64,
+            attention_factor: 1.25,
+        };
+        for (rope_scaling, magnitude) in [(RopeScaling::Default, 1.0), (yarn, 1.25), (longrope, 1.25)] {
+            let config = LlamaConfig { rope_scaling, ..LlamaConfig::tiny() };
+            for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 0.01)] {
+                let Rotations { cos_sd, sin_sd } = Rotations::new(&config, 50, kind, Device::Cpu);
+                let magnitude_sd = (&cos_sd * &cos_sd + &sin_sd * &sin_sd).sqrt();
+                let far = (magnitude_sd - magnitude).abs().max().double_value(&[]);
+                assert!(far < tolerance, "{:?}, {kind:?}: {far}", config.rope_scaling);
+            }
         }
     }
 

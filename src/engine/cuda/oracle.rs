@@ -46,19 +46,57 @@ impl Places<'_> {
     }
 }
 
-/// Splits q, k and v, rotates q and k by their positions (Su et al. 2021; pairs halves, not neighbours), and appends k and v to
-/// the committed rows of a layer's cache.
+/// From the product for q, k and v to attention.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadInputs<'a> {
+    /// `[W]`: added to q, k and v.
+    pub bias_w: Option<&'a Tensor>,
+    /// Of each head of q and k, before the rotation.
+    pub norms: Option<HeadNorms<'a>>,
+    pub rotations: &'a Rotations,
+}
+
+/// The norms of query and key heads, see [`rms_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct HeadNorms<'a> {
+    /// `[D]`.
+    pub query_d: &'a Tensor,
+    /// `[D]`.
+    pub key_d: &'a Tensor,
+    pub eps: f64,
+}
+
+/// Adds the bias to q, k and v, norms each head of q and k, rotates both by their positions (Su et al. 2021; pairs halves, not
+/// neighbours), and appends k and v to the committed rows of a layer's cache. Sum and norm are rounded to the product's dtype, as in
+/// libtorch's pass.
 /// - `qkv_nw`: `[N, W]` — `q_nqd`: `[N, Q, D]` — `kv_2gsd`: `[2, G, S, D]`
-pub fn rope_append(qkv_nw: &Tensor, places: Places, rotations: &Rotations, q_nqd: &Tensor, kv_2gsd: &Tensor) {
+pub fn rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) {
     let [n, q, d] = q_nqd.size()[..] else { panic!("[N, Q, D], got {q_nqd:?}") };
     let g = kv_2gsd.size()[1];
-    let qkv_nhd = float(qkv_nw).view([n, q + 2 * g, d]);
+    let qkv_nhd = biased(qkv_nw, inputs.bias_w).view([n, q + 2 * g, d]);
+    let [queries, keys] = [(0, q), (q, g)].map(|(from, heads)| qkv_nhd.narrow(1, from, heads));
+    let normed_nhd = inputs.norms.map_or_else(
+        || Tensor::cat(&[&queries, &keys], 1),
+        |HeadNorms { query_d, key_d, eps }| {
+            let normed = [(&queries, query_d), (&keys, key_d)].map(|(x_nhd, weight_d)| {
+                let y_nhd = Tensor::empty(x_nhd.size(), (qkv_nw.kind(), qkv_nw.device()));
+                rms_norm(x_nhd, weight_d, eps, &y_nhd);
+                float(&y_nhd)
+            });
+            Tensor::cat(&normed, 1)
+        },
+    );
     let positions_n = &places.nodes.depths_n + places.context();
-    let rotated_nhd = rotate(&qkv_nhd.narrow(1, 0, q + g), &positions_n, rotations);
+    let rotated_nhd = rotate(&normed_nhd, &positions_n, inputs.rotations);
     write(q_nqd, &rotated_nhd.narrow(1, 0, q));
     let rows = |plane| kv_2gsd.select(0, plane).narrow(1, places.context(), n);
     write(&rows(0), &rotated_nhd.narrow(1, q, g).transpose(0, 1));
     write(&rows(1), &qkv_nhd.narrow(1, q + g, g).transpose(0, 1));
+}
+
+/// `x` with its bias, in float32, rounded to x's dtype.
+fn biased(x_nw: &Tensor, bias_w: Option<&Tensor>) -> Tensor {
+    bias_w.map_or_else(|| float(x_nw), |bias_w| float(&(float(x_nw) + float(bias_w)).to_kind(x_nw.kind())))
 }
 
 /// Rotates `[N, heads, D]`, each row by its position.

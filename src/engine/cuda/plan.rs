@@ -163,7 +163,8 @@ fn gibibytes(bytes: u64) -> String {
 mod tests {
     use super::*;
     use crate::engine::cuda::shape::tests::{five, llama_7b, tree};
-    use crate::model::config::LlamaConfig;
+    use crate::model::block_spec::QueryKeyNorm;
+    use crate::model::config::{Biases, FamilyTraits, LlamaConfig};
 
     #[test]
     fn seven_billion_weights_with_five_heads_and_a_whole_cache_fit_eighteen_gigabytes() {
@@ -182,6 +183,35 @@ mod tests {
             "16.23 GiB of memory: weights 13.93 GiB, cache of 4224 tokens 2.06 GiB, the heads' ResBlocks in one piece 0.16 GiB, \
              logits 0.01 GiB, other buffers of a step 0.07 GiB, rotations and draws 0.00 GiB"
         );
+    }
+
+    #[test]
+    fn biases_and_norms_count_as_weights() {
+        let qwen2_5_7b = LlamaConfig {
+            hidden_size: 3584,
+            intermediate_size: 18_944,
+            num_hidden_layers: 28,
+            num_attention_heads: 28,
+            num_key_value_heads: 4,
+            vocab_size: 152_064,
+            biases: Biases { qkv: true, ..Biases::default() },
+            ..llama_7b()
+        };
+        let family = FamilyTraits { query_key_norm: Some(QueryKeyNorm::EachHead), ..FamilyTraits::default() };
+        let qwen3_8b = LlamaConfig {
+            intermediate_size: 12_288,
+            num_hidden_layers: 36,
+            num_key_value_heads: 8,
+            vocab_size: 151_936,
+            family,
+            ..llama_7b()
+        };
+        // The published models' numbers of parameters.
+        for (config, parameters) in [(qwen2_5_7b, 7_615_616_512), (qwen3_8b, 8_190_735_360)] {
+            let shape = Shape { config: &config, kind: Kind::BFloat16, draft: None };
+            assert_eq!((shape.check_kernels(), shape.check_blocks()), (Ok(()), Ok(())));
+            assert_eq!(DevicePlan::of(&shape, shape.room(1)).weight_bytes, 2 * parameters);
+        }
     }
 
     #[test]

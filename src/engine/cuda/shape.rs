@@ -5,7 +5,9 @@ use tch::Kind;
 use super::draft::{DeviceDraft, DraftShape};
 use super::layout::MAX_NODES;
 use crate::dtype::Dtype;
-use crate::model::block_spec::{Activation, BlockSpec, LogitSpec, NormKind, NormPlaces, NormSpec};
+use crate::model::block_spec::{
+    Activation, Biases, BlockSpec, LogitSpec, NormKind, NormPlaces, NormSpec, QueryKeyNorm,
+};
 use crate::model::config::{FamilyTraits, LlamaConfig};
 use crate::model::llama::Llama;
 
@@ -122,10 +124,19 @@ impl<'a> Shape<'a> {
             self.config.block();
         let NormSpec { kind, eps: _, places, query_key } = norms;
         let FamilyTraits { embedding_multiplier, logits, rotary_size, .. } = self.config.family;
+        let Biases { qkv: _, o, mlp: of_mlp } = biases;
+        let norms_all_heads = match query_key {
+            None | Some(QueryKeyNorm::EachHead) => false,
+            Some(QueryKeyNorm::AllHeads) => true,
+        };
         let checks = [
-            (biases.any(), "has linear layers with a bias, which it has no kernels for"),
-            (query_key.is_some(), "norms queries and keys, which it has no kernels for"),
-            (kind != NormKind::Rms || places != NormPlaces::Inputs, "has norms that it has no kernels for"),
+            (o || of_mlp, "has a bias in o_proj or in the MLP, which it has no kernels for"),
+            (norms_all_heads, "norms all heads of queries and keys together, which it has no kernels for"),
+            (kind != NormKind::Rms, "has norms that multiply by 1 + weight, which it has no kernels for"),
+            (
+                places != NormPlaces::Inputs,
+                "norms the outputs of attention and of the MLP, which it has no kernels for",
+            ),
             (mlp.activation != Activation::Silu, "has a GELU MLP, which it has no kernels for"),
             (heads.softcap.is_some(), "caps its attention scores, which it has no kernels for"),
             (

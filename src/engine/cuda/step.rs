@@ -10,7 +10,7 @@ use super::error::CudaResult;
 use super::layout::Nodes;
 use super::memory::{DeviceMemory, DeviceWeights};
 use super::ops::Ops;
-use super::oracle::{Accepted, BlockInput, Draws, Places};
+use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Places};
 use super::rule::Rule;
 use super::shape::Shape;
 use crate::model::config::LlamaConfig;
@@ -82,10 +82,20 @@ impl DecodeStep<'_> {
             [&buffers.normed_nh, &buffers.qkv_nw, &buffers.q_nqd].map(|buffer| self.rows(buffer));
         let attended_nqd = self.rows(&buffers.attended_nqd);
         ops.linear(&normed_nh, &layer.qkv_wh, &qkv_nw)?;
-        ops.rope_append(&qkv_nw, self.places(), &self.memory.rotations, &q_nqd, kv_2gsd)?;
+        ops.rope_append(&qkv_nw, self.places(), self.head_inputs(layer), &q_nqd, kv_2gsd)?;
         ops.tree_attention(&q_nqd, kv_2gsd, self.places(), self.config, &attended_nqd)?;
         let attended_nq = attended_nqd.view([self.nodes.len(), self.config.query_size()]);
         ops.linear(&attended_nq, &layer.o_hq, &self.rows(&buffers.delta_nh))
+    }
+
+    fn head_inputs<'a>(&'a self, layer: &'a DenseLayer) -> HeadInputs<'a> {
+        let norms = layer.query_key_norms_d.as_ref();
+        let eps = self.config.rms_norm_eps;
+        HeadInputs {
+            bias_w: layer.qkv_bias_w.as_ref(),
+            norms: norms.map(|[query_d, key_d]| HeadNorms { query_d, key_d, eps }),
+            rotations: &self.memory.rotations,
+        }
     }
 
     fn mlp(&self, layer: &DenseLayer) -> CudaResult {

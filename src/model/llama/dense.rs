@@ -4,7 +4,8 @@
 use tch::{Kind, Tensor};
 
 use super::{DecoderLayer, Llama};
-use crate::model::block_spec::NormPlace;
+use crate::model::attention::QueryKeyWeights;
+use crate::model::block_spec::{Biases, NormPlace, NormPlaces, NormSpec, QueryKeyNorm};
 use crate::model::linear::Linear;
 use crate::model::norm::LayerNorms;
 use crate::model::rope::Frequencies;
@@ -29,6 +30,10 @@ pub struct DenseLayer {
     pub input_layernorm_h: Tensor,
     /// `[W, H]`: q, k and v below each other.
     pub qkv_wh: Tensor,
+    /// `[W]`.
+    pub qkv_bias_w: Option<Tensor>,
+    /// `[D]` each: the norms of query heads and of key heads.
+    pub query_key_norms_d: Option<[Tensor; 2]>,
     /// `[H, Q·D]`.
     pub o_hq: Tensor,
     /// `[H]`.
@@ -55,10 +60,12 @@ pub struct MergedLayer<'a> {
 }
 
 impl Llama {
-    /// Its weights as matrices. `None` where they are quantised, or laid out for the CPU's own kernels, and where linear layers have
-    /// a bias, which has no place here.
+    /// Its weights as matrices. `None` where they are quantised, or laid out for the CPU's own kernels, and where the block has
+    /// weights beyond those of [`DenseLayer`]: other biases, other norms.
     pub fn dense_weights(&self) -> Option<DenseWeights> {
-        if self.block.biases.any() {
+        let Biases { qkv: _, o, mlp } = self.block.biases;
+        let NormSpec { places, query_key, .. } = self.block.norms;
+        if o || mlp || places != NormPlaces::Inputs || query_key == Some(QueryKeyNorm::AllHeads) {
             return None;
         }
         Some(DenseWeights {
@@ -109,6 +116,11 @@ impl DecoderLayer {
         Some(DenseLayer {
             input_layernorm_h: self.norms.attention_input.as_ref()?.to_kind(kind),
             qkv_wh: self.attention.qkv.in_rows()?.to_kind(kind),
+            qkv_bias_w: self.attention.qkv.bias().map(|bias_w| bias_w.to_kind(kind)),
+            query_key_norms_d: self.attention.query_key_norm.as_ref().map(|norm| {
+                let QueryKeyWeights { query, key, spec: _ } = norm;
+                [query, key].map(|weight_d| weight_d.to_kind(kind))
+            }),
             o_hq: self.attention.o.in_rows()?.to_kind(kind),
             post_attention_layernorm_h: self.norms.mlp_input.as_ref()?.to_kind(kind),
             gate_up_ih: self.gate_up.in_rows()?.to_kind(kind),

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::torch::Generator;
 use crate::tree::accept;
 use crate::tree::sparse_tree::SparseTree;
 use crate::tree::sparse_tree::strategy::trees;
@@ -43,6 +44,31 @@ proptest! {
         let path = accept::typical(&tree, &log_p, &entropy, rule);
         prop_assert_eq!(got.1, chosen[path[path.len() - 1]]);
         prop_assert_eq!(got.0, path);
+    }
+}
+
+/// Without a rotation, queries and keys are what libtorch's sum and norm compute, and values its sum.
+#[test]
+fn bias_and_norms_round_as_libtorchs_pass_does() {
+    let [n, q, g, d] = [7, 4, 2, 64];
+    let (nodes, state) = (Nodes::chain(n as usize, Device::Cpu), state::before_first(0, 0, 0, Device::Cpu));
+    let table = |number: f64| Tensor::full([n, d / 2], number, (Kind::Float, Device::Cpu));
+    let rotations = Rotations { cos_sd: table(1.0), sin_sd: table(0.0) };
+    for kind in [Kind::BFloat16, Kind::Half] {
+        let mut generator = Generator::seeded(5);
+        let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, Device::Cpu)).to_kind(kind);
+        let (qkv_nw, bias_w) = (normal(&[n, (q + 2 * g) * d]), normal(&[(q + 2 * g) * d]));
+        let (query_d, key_d) = (normal(&[d]), normal(&[d]));
+        let norms = Some(HeadNorms { query_d: &query_d, key_d: &key_d, eps: 1e-6 });
+        let inputs = HeadInputs { bias_w: Some(&bias_w), norms, rotations: &rotations };
+        let (q_nqd, kv_2gnd) = (normal(&[n, q, d]), normal(&[2, g, n, d]));
+        rope_append(&qkv_nw, Places { nodes: &nodes, state: &state }, inputs, &q_nqd, &kv_2gnd);
+        let sum_nhd = (&qkv_nw + &bias_w).view([n, q + 2 * g, d]);
+        let normed =
+            |from, heads, weight_d: &Tensor| sum_nhd.narrow(1, from, heads).rms_norm([d], Some(weight_d), 1e-6);
+        assert_eq!(q_nqd, normed(0, q, &query_d), "{kind:?}");
+        assert_eq!(kv_2gnd.select(0, 0).transpose(0, 1), normed(q, g, &key_d), "{kind:?}");
+        assert_eq!(kv_2gnd.select(0, 1).transpose(0, 1), sum_nhd.narrow(1, q + g, g), "{kind:?}");
     }
 }
 
