@@ -15,7 +15,7 @@ use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use serde_json::json;
 use tch::Device;
 
-use crate::random::{SHAPES, backbone, config, go_on, heads, prompt, tree};
+use crate::random::{CHECKED, Checked, go_on, heads, prompt, tree};
 
 /// Nodes of a tree, and tokens in the context.
 pub(crate) const STEPS: [(usize, i64); 5] = [(2, 1), (9, 63), (64, 64), (64, 700), (128, 4090)];
@@ -35,8 +35,9 @@ pub(crate) fn beside_oracle(on: Device, steps: &[(usize, i64)]) -> anyhow::Resul
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     let rules = [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)];
     let mut wrong = BTreeSet::new();
-    for (kind, head_dim, groups, window) in SHAPES {
-        let llama = backbone(config(head_dim, groups, window, 1), kind, on);
+    for checked in CHECKED {
+        let Checked { family, kind, head_dim, groups, .. } = checked;
+        let llama = checked.backbone(1, on);
         let heads = heads(&llama);
         for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
             let tree = tree(nodes)?;
@@ -52,7 +53,7 @@ pub(crate) fn beside_oracle(on: Device, steps: &[(usize, i64)]) -> anyhow::Resul
             let distances: serde_json::Map<_, _> =
                 found.iter().map(|(name, of)| (name.clone(), json!(of.distance.min(f64::MAX)))).collect();
             print_json(&json!({
-                "check": "kernels", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "nodes": nodes,
+                "check": "kernels", "family": family, "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "nodes": nodes,
                 "context": context, "acceptance": format!("{acceptance:?}"), "distances": distances,
             }))?;
         }

@@ -3,14 +3,46 @@
 use std::ops::ControlFlow;
 
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::model::block_spec::QueryKeyNorm;
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
+use medusa::torch::Generator;
 use medusa::tree::sparse_tree::SparseTree;
 use tch::{Device, Kind};
 
-/// Shapes in which kernels are checked: dtype, head size, key/value heads for eight query heads, window.
-pub(crate) const SHAPES: [(Kind, i64, i64, Option<i64>); 3] =
-    [(Kind::BFloat16, 128, 8, None), (Kind::BFloat16, 64, 2, None), (Kind::Half, 128, 1, Some(100))];
+/// A backbone whose kernels are checked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Checked {
+    /// `llama`, `qwen2` (q, k and v have biases) or `qwen3` (queries and keys are normed).
+    pub(crate) family: &'static str,
+    pub(crate) kind: Kind,
+    pub(crate) head_dim: i64,
+    /// Key/value heads for eight query heads.
+    pub(crate) groups: i64,
+    pub(crate) window: Option<i64>,
+}
+
+pub(crate) const CHECKED: [Checked; 5] = [
+    Checked { family: "llama", kind: Kind::BFloat16, head_dim: 128, groups: 8, window: None },
+    Checked { family: "llama", kind: Kind::BFloat16, head_dim: 64, groups: 2, window: None },
+    Checked { family: "llama", kind: Kind::Half, head_dim: 128, groups: 1, window: Some(100) },
+    Checked { family: "qwen2", kind: Kind::Half, head_dim: 64, groups: 1, window: None },
+    Checked { family: "qwen3", kind: Kind::BFloat16, head_dim: 128, groups: 4, window: None },
+];
+
+impl Checked {
+    pub(crate) fn backbone(self, layers: usize, on: Device) -> Llama {
+        let Self { family, kind, head_dim, groups, window } = self;
+        let query_key_norm = (family == "qwen3").then_some(QueryKeyNorm::EachHead);
+        let config = LlamaConfig {
+            model_type: family.into(),
+            biases: Biases { qkv: family == "qwen2", ..Biases::default() },
+            family: FamilyTraits { query_key_norm, ..FamilyTraits::default() },
+            ..config(head_dim, groups, window, layers)
+        };
+        backbone(config, kind, on)
+    }
+}
 
 /// Heads of every backbone here.
 const HEADS: usize = 5;
@@ -49,11 +81,16 @@ pub(crate) fn llama_7b() -> LlamaConfig {
     }
 }
 
-/// Random weights, large enough that attention matters.
+/// Random weights, large enough that attention matters; biases and norms of queries and keys are random, too.
 pub(crate) fn backbone(config: LlamaConfig, kind: Kind, on: Device) -> Llama {
     let llama = Llama::random(config, kind, on, 1);
-    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
-        let _ = weight.shallow_clone().g_mul_scalar_(3.0);
+    let mut generator = Generator::seeded(3);
+    for (name, weight) in &llama.weights() {
+        if weight.dim() == 2 {
+            let _ = weight.shallow_clone().g_mul_scalar_(3.0);
+        } else if name.contains("self_attn") {
+            weight.shallow_clone().copy_(&generator.normal(&weight.size(), (kind, on)));
+        }
     }
     llama.for_decoding()
 }

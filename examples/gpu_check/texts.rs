@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use crate::random::{SHAPES, backbone, config, go_on, heads, prompt, tree};
+use crate::random::{CHECKED, Checked, backbone, config, go_on, heads, prompt, tree};
 
 /// Tokens per text.
 const TEXT: usize = 128;
@@ -27,8 +27,9 @@ const PROMPTS: [i64; 4] = [1, 40, 300, BLOCK - MAX_NODES as i64 - 60];
 pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
     texts_of_libtorch(on)?;
     let mut wrong = 0;
-    for (kind, head_dim, groups, window) in SHAPES {
-        let llama = backbone(config(head_dim, groups, window, 4), kind, on);
+    for checked in CHECKED {
+        let Checked { family, kind, head_dim, groups, .. } = checked;
+        let llama = checked.backbone(4, on);
         let (heads, tree) = (heads(&llama), tree(64)?);
         let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
         let mut alone = DeviceLoop::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
@@ -46,7 +47,7 @@ pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
                 texts.iter().map(|text| parting(&llama, &ids, &slow, text)).collect::<Result<Vec<_>, _>>()?;
             wrong += partings.iter().filter(|parting| !parting.is_near_tie(slow.len())).count();
             print_json(&json!({
-                "check": "texts", "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
+                "check": "texts", "family": family, "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
                 "tokens": slow.len(), "alone": partings[0], "plain": partings[1], "medusa": partings[2],
             }))?;
         }
