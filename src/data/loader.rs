@@ -2,11 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
-
 use super::cache::CacheError;
 use super::pack::{PackedSequence, Sequences};
+use super::random_stream::RandomStream;
 use super::rows::IGNORE;
 
 /// Hands out the micro batches of every optimizer step.
@@ -16,15 +14,23 @@ pub struct Loader {
     micro_batch_size: usize,
     gradient_accumulation_steps: usize,
     shuffle: Option<u64>,
-    /// The order of the epoch asked for last.
-    order: Mutex<Option<(usize, Vec<u32>)>>,
+    /// The epoch asked for last.
+    epoch: Mutex<Option<Epoch>>,
+}
+
+/// The sequences of one epoch, and their order.
+#[derive(Debug)]
+struct Epoch {
+    number: usize,
+    sequences: Sequences,
+    order: Vec<u32>,
 }
 
 /// One forward pass: `rows` sequences, padded on the right to `length`. Everything is flat, row after row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
-    /// Which sequences these are, by their place in the list that the loader was given.
-    pub sequence_ids: Vec<usize>,
+    /// For each row the data rows in its segments, by their index.
+    pub row_ids: Vec<Vec<usize>>,
     /// B.
     pub rows: usize,
     /// T, the longest of them.
@@ -47,7 +53,7 @@ pub struct TargetTokens {
 }
 
 impl Loader {
-    /// `shuffle`: the seed of every epoch's order; `None` keeps the order of `sequences`.
+    /// `shuffle`: the seed of every epoch's order, and of which packed rows share a sequence; `None` keeps `sequences` as they are.
     ///
     /// # Panics
     /// Without sequences, or with a batch of none: recipes cannot say that.
@@ -58,10 +64,10 @@ impl Loader {
         shuffle: Option<u64>,
     ) -> Self {
         assert!(!sequences.is_empty() && micro_batch_size * gradient_accumulation_steps > 0);
-        Self { sequences, micro_batch_size, gradient_accumulation_steps, shuffle, order: Mutex::new(None) }
+        Self { sequences, micro_batch_size, gradient_accumulation_steps, shuffle, epoch: Mutex::new(None) }
     }
 
-    /// All that is given out in an epoch.
+    /// All sequences of the first epoch. Later ones have as many, and none that is longer than the longest.
     pub fn sequences(&self) -> &Sequences {
         &self.sequences
     }
@@ -77,15 +83,15 @@ impl Loader {
     /// As [`Sequences::get`].
     pub fn step(&self, step: usize) -> Result<Vec<Batch>, CacheError> {
         let (epoch, step) = (step / self.steps_per_epoch(), step % self.steps_per_epoch());
-        // The order is replaced as a whole: after a panic elsewhere it is still one epoch's.
-        let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        if order.as_ref().is_none_or(|(known, _)| *known != epoch) {
-            *order = Some((epoch, self.order_of(epoch)));
-        }
-        let order = order.as_ref().map(|(_, order)| order.as_slice()).unwrap_or_default();
+        // The epoch is replaced as a whole: after a panic elsewhere it is still consistent.
+        let mut known = self.epoch.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = match &mut *known {
+            Some(known) if known.number == epoch => known,
+            known => known.insert(self.epoch(epoch)),
+        };
         let first = step * self.step_size();
-        let ids = &order[first..order.len().min(first + self.step_size())];
-        ids.chunks(self.micro_batch_size).map(|ids| self.batch(ids)).collect()
+        let ids = &known.order[first..known.order.len().min(first + self.step_size())];
+        ids.chunks(self.micro_batch_size).map(|ids| batch(&known.sequences, ids)).collect()
     }
 
     /// All sequences once, in the order they were given; one batch is read after the other.
@@ -93,7 +99,7 @@ impl Loader {
         let firsts = (0..self.sequences.len()).step_by(self.micro_batch_size);
         firsts.map(|first| {
             let last = self.sequences.len().min(first + self.micro_batch_size);
-            self.batch(&(first as u32..last as u32).collect::<Vec<_>>())
+            batch(&self.sequences, &(first as u32..last as u32).collect::<Vec<_>>())
         })
     }
 
@@ -101,26 +107,30 @@ impl Loader {
         self.micro_batch_size * self.gradient_accumulation_steps
     }
 
-    fn order_of(&self, epoch: usize) -> Vec<u32> {
-        match self.shuffle {
-            Some(seed) => shuffled(self.sequences.len(), seed, epoch as u64),
-            None => (0..self.sequences.len() as u32).collect(),
-        }
-    }
-
-    fn batch(&self, sequence_ids: &[u32]) -> Result<Batch, CacheError> {
-        let sequence_ids: Vec<usize> = sequence_ids.iter().map(|&id| id as usize).collect();
-        let sequences = sequence_ids.iter().map(|&id| self.sequences.get(id)).collect::<Result<_, _>>()?;
-        Ok(Batch::of(sequence_ids, sequences))
+    fn epoch(&self, number: usize) -> Epoch {
+        let (sequences, order) = match self.shuffle {
+            Some(seed) => {
+                (self.sequences.of_epoch(number as u64, seed), shuffled(self.sequences.len(), seed, number as u64))
+            }
+            None => (self.sequences.clone(), (0..self.sequences.len() as u32).collect()),
+        };
+        Epoch { number, sequences, order }
     }
 }
 
+/// Some of the sequences.
+fn batch(sequences: &Sequences, ids: &[u32]) -> Result<Batch, CacheError> {
+    let ids = || ids.iter().map(|&id| id as usize);
+    let row_ids = ids().map(|id| sequences.members(id).collect()).collect();
+    Ok(Batch::of(row_ids, ids().map(|id| sequences.get(id)).collect::<Result<_, _>>()?))
+}
+
 impl Batch {
-    fn of(sequence_ids: Vec<usize>, sequences: Vec<PackedSequence>) -> Self {
+    fn of(row_ids: Vec<Vec<usize>>, sequences: Vec<PackedSequence>) -> Self {
         let length = sequences.iter().map(|row| row.input_ids.len()).max().unwrap_or(0);
         Self {
-            rows: sequence_ids.len(),
-            sequence_ids,
+            rows: row_ids.len(),
+            row_ids,
             length,
             input_ids: padded(sequences.iter().map(|row| row.input_ids.as_slice()), length, 0),
             labels: padded(sequences.iter().map(|row| row.labels.as_slice()), length, IGNORE),
@@ -154,15 +164,12 @@ impl Batch {
     }
 }
 
-/// 0 to `count` - 1 in an order that is the same on every platform and with every version of rand: Fisher and Yates'
-/// shuffle, each draw by Lemire's multiplication. One seed has 2⁶⁴ streams; an epoch is one.
+/// 0 to `count` - 1 in the order that a stream of `seed` draws, by Fisher and Yates' shuffle. An epoch is a stream.
 pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<u32> {
-    let mut random = ChaCha8Rng::seed_from_u64(seed);
-    random.set_stream(stream);
+    let mut draws = RandomStream::new(seed, stream);
     let mut order: Vec<u32> = (0..count as u32).collect();
     for last in (1..count).rev() {
-        let other = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
-        order.swap(last, other as usize);
+        order.swap(last, draws.below(last + 1));
     }
     order
 }
@@ -178,6 +185,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::data::pack::pack;
+    use crate::data::rows::TokenRow;
+    use crate::data::store::RowStore;
 
     /// Segments of (token, labelled) to a sequence.
     fn sequence(segments: Vec<Vec<(i32, bool)>>) -> PackedSequence {
@@ -211,6 +221,18 @@ mod tests {
         targets
     }
 
+    /// The sequence of each row of a batch. Rows of sequences in memory are numbered one after another.
+    fn sequence_ids(sequences: &[PackedSequence], batch: &Batch) -> Vec<usize> {
+        let rows: Vec<usize> =
+            sequences.iter().enumerate().flat_map(|(id, s)| vec![id; s.segment_lengths.len()]).collect();
+        batch.row_ids.iter().map(|ids| rows[ids[0]]).collect()
+    }
+
+    fn rows_of(sequences: &[PackedSequence], id: usize) -> Vec<usize> {
+        let first = sequences[..id].iter().map(|s| s.segment_lengths.len()).sum::<usize>();
+        (first..first + sequences[id].segment_lengths.len()).collect()
+    }
+
     /// The oracle: a batch made of sequences in memory, place by place.
     fn naive_batch(sequences: &[PackedSequence], ids: &[usize]) -> Batch {
         let length = ids.iter().map(|&id| sequences[id].input_ids.len()).max().unwrap_or(0);
@@ -219,7 +241,7 @@ mod tests {
             ids.iter().flat_map(row).map(i64::from).collect()
         };
         Batch {
-            sequence_ids: ids.to_vec(),
+            row_ids: ids.iter().map(|&id| rows_of(sequences, id)).collect(),
             rows: ids.len(),
             length,
             input_ids: place(|sequence| &sequence.input_ids, 0),
@@ -233,7 +255,7 @@ mod tests {
         fn batches_are_those_of_sequences_in_memory(sequences in sequences(), size in 1_usize..5, seed: u64) {
             let loader = Loader::new(Sequences::in_memory(sequences.clone()), size, 2, Some(seed));
             for batch in loader.step(0).unwrap() {
-                let expected = naive_batch(&sequences, &batch.sequence_ids);
+                let expected = naive_batch(&sequences, &sequence_ids(&sequences, &batch));
                 prop_assert_eq!(batch, expected);
             }
         }
@@ -259,14 +281,14 @@ mod tests {
                     prop_assert!(!batches.is_empty() && batches.len() <= accumulation);
                     for batch in batches {
                         prop_assert!(batch.rows <= size);
-                        for (row, &id) in batch.sequence_ids.iter().enumerate() {
+                        for (row, &id) in sequence_ids(&sequences, &batch).iter().enumerate() {
                             let sequence = &sequences[id];
                             let ids = &batch.input_ids[row * batch.length..][..batch.length];
                             let (kept, padding) = ids.split_at(sequence.input_ids.len());
                             prop_assert!(kept.iter().zip(&sequence.input_ids).all(|(a, b)| *a == i64::from(*b)));
                             prop_assert!(padding.iter().all(|id| *id == 0));
                         }
-                        seen.extend(batch.sequence_ids);
+                        seen.extend(sequence_ids(&sequences, &batch));
                     }
                 }
                 seen.sort_unstable();
@@ -285,6 +307,33 @@ mod tests {
     }
 
     #[test]
+    fn packed_rows_have_other_neighbours_in_every_shuffled_epoch() {
+        let mut draws = RandomStream::new(7, 0);
+        let row = |length| TokenRow { input_ids: vec![1; length], labels: vec![1; length] };
+        let rows = RowStore::in_memory((0..600).map(|_| row(3 + draws.below(200))));
+        let sequences = pack(rows, 512).0;
+        let groups = |shuffle, epoch: usize| {
+            let loader = Loader::new(sequences.clone(), 1, 1, shuffle);
+            let steps = epoch * loader.steps_per_epoch()..(epoch + 1) * loader.steps_per_epoch();
+            steps.map(|step| loader.step(step).unwrap().remove(0).row_ids.concat()).collect::<Vec<_>>()
+        };
+        let pairs = |groups: Vec<Vec<usize>>| {
+            let of_group = |rows: Vec<usize>| {
+                rows.iter().flat_map(|&a| rows.iter().map(move |&b| (a, b)).filter(|(a, b)| a < b)).collect::<Vec<_>>()
+            };
+            groups.into_iter().flat_map(of_group).collect::<std::collections::BTreeSet<_>>()
+        };
+        for (one, other) in [(0, 1), (1, 2), (0, 2)] {
+            let (one, other) = (pairs(groups(Some(5), one)), pairs(groups(Some(5), other)));
+            let shared = one.intersection(&other).count();
+            assert!(4 * shared < one.len(), "{shared} of {} pairs are together again", one.len());
+        }
+        assert_eq!(groups(Some(5), 3), groups(Some(5), 3));
+        assert_ne!(pairs(groups(Some(5), 3)), pairs(groups(Some(6), 3)));
+        assert_eq!(groups(None, 0), groups(None, 1));
+    }
+
+    #[test]
     fn epochs_and_seeds_differ_and_the_stream_never_changes() {
         assert_eq!(shuffled(8, 42, 0), STREAM);
         assert_ne!(shuffled(8, 42, 1), STREAM);
@@ -298,7 +347,7 @@ mod tests {
     fn without_shuffling_rows_come_in_order_and_the_last_step_is_smaller() {
         let sequences = (0..5).map(|token| sequence(vec![vec![(token, true); 2]])).collect();
         let loader = Loader::new(Sequences::in_memory(sequences), 2, 2, None);
-        let ids = |step| loader.step(step).unwrap().into_iter().map(|batch| batch.sequence_ids).collect::<Vec<_>>();
+        let ids = |step| loader.step(step).unwrap().into_iter().map(|batch| batch.row_ids.concat()).collect::<Vec<_>>();
         assert_eq!(loader.steps_per_epoch(), 2);
         assert_eq!(ids(0), [vec![0, 1], vec![2, 3]]);
         assert_eq!(ids(1), [vec![4]]);

@@ -1,6 +1,7 @@
 //! Turns text into labelled token rows. No tensors: the results are plain vectors.
 
 mod arrow_ipc;
+mod best_fit;
 pub mod cache;
 pub mod chat;
 pub mod chat_template;
@@ -16,8 +17,10 @@ mod opened;
 pub mod pack;
 mod parquet;
 pub mod prompts;
+mod random_stream;
 mod raw_row;
 mod reading;
+mod regroup;
 pub mod report;
 pub mod rows;
 mod settings;

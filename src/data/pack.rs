@@ -1,9 +1,12 @@
 //! Rows to sequences: one row each, or several rows that do not see each other. Which rows go where is decided by their lengths;
 //! their tokens are read when a sequence is asked for.
 
-use std::collections::BTreeMap;
+use std::sync::Arc;
 
+use super::best_fit::decreasing;
 use super::cache::CacheError;
+use super::random_stream::RandomStream;
+use super::regroup::regroup;
 use super::rows::TokenRow;
 use super::store::RowStore;
 
@@ -18,12 +21,12 @@ pub struct PackedSequence {
     pub segment_lengths: Vec<usize>,
 }
 
-/// Which rows each sequence holds: 4 bytes a row, and 4 a sequence, beside those of the [`RowStore`].
+/// Which rows each sequence holds: 4 bytes a row, and 4 a sequence, beside those of the [`RowStore`]. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Sequences {
-    rows: RowStore,
+    rows: Arc<RowStore>,
     /// `None`: each row is a sequence.
-    packed: Option<PackedRows>,
+    packed: Option<Arc<PackedRows>>,
 }
 
 /// The rows of sequence `s` are `members[ends[s - 1]..ends[s]]`, ascending.
@@ -31,6 +34,8 @@ pub struct Sequences {
 struct PackedRows {
     members: Vec<u32>,
     ends: Vec<u32>,
+    /// Tokens of the longest sequence; absent if rows stay together.
+    capacity: Option<u32>,
 }
 
 /// How well rows fill sequences.
@@ -71,6 +76,28 @@ impl Sequences {
         self.len() == 0
     }
 
+    /// The same rows, each its own sequence.
+    #[must_use]
+    pub fn one_each(&self) -> Self {
+        Self { rows: Arc::clone(&self.rows), packed: None }
+    }
+
+    /// The same rows in as many sequences, none longer than the longest was. Rows that [`pack`] put together have others beside them in each
+    /// epoch after the first, drawn from `seed`.
+    #[must_use]
+    pub fn of_epoch(&self, epoch: u64, seed: u64) -> Self {
+        /// Apart from the streams that order the sequences of each epoch.
+        const STREAMS: u64 = 1 << 63;
+        let capacity = self.packed.as_ref().and_then(|packed| packed.capacity);
+        let Some(capacity) = capacity.filter(|_| epoch > 0) else { return self.clone() };
+        let mut draws = RandomStream::new(seed, STREAMS | epoch);
+        let Some(sequence_of) = regroup(&lengths(&self.rows), capacity as usize, self.len(), &mut draws) else {
+            return self.clone();
+        };
+        let packed = PackedRows { capacity: Some(capacity), ..PackedRows::of(&sequence_of) };
+        Self { rows: Arc::clone(&self.rows), packed: Some(Arc::new(packed)) }
+    }
+
     /// Tokens of a sequence, without reading it.
     pub fn length(&self, sequence: usize) -> usize {
         self.members(sequence).map(|row| self.rows.length(row)).sum()
@@ -109,10 +136,12 @@ impl Sequences {
             ends.push(rows.len() as u32);
         }
         let members = (0..rows.len() as u32).collect();
-        Self { rows: RowStore::in_memory(rows), packed: Some(PackedRows { members, ends }) }
+        let packed = PackedRows { members, ends, capacity: None };
+        Self { rows: Arc::new(RowStore::in_memory(rows)), packed: Some(Arc::new(packed)) }
     }
 
-    fn members(&self, sequence: usize) -> impl Iterator<Item = usize> + '_ {
+    /// Indices of a sequence's rows, ascending.
+    pub fn members(&self, sequence: usize) -> impl Iterator<Item = usize> + '_ {
         let packed = self.packed.as_ref().map(|packed| {
             let start = sequence.checked_sub(1).map_or(0, |before| packed.ends[before]);
             packed.members[start as usize..packed.ends[sequence] as usize].iter().map(|&row| row as usize)
@@ -124,7 +153,7 @@ impl Sequences {
 
 /// Each row its own sequence, in the order of the rows.
 pub fn one_each(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
-    let sequences = Sequences { rows, packed: None };
+    let sequences = Sequences { rows: Arc::new(rows), packed: None };
     let report = PackReport::of(&sequences, max_length);
     (sequences, report)
 }
@@ -135,9 +164,10 @@ pub fn one_each(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
 /// # Panics
 /// When a row is longer than `max_length`: whoever loads rows truncates them.
 pub fn pack(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
-    let lengths: Vec<u32> = (0..rows.len()).map(|row| rows.length(row) as u32).collect();
-    let packed = Some(PackedRows::of(&best_fit_decreasing(&lengths, max_length)));
-    let sequences = Sequences { rows, packed };
+    let lengths = lengths(&rows);
+    let packed = PackedRows::of(&decreasing(&lengths, max_length));
+    let capacity = packed.longest(&lengths);
+    let sequences = Sequences { rows: Arc::new(rows), packed: Some(Arc::new(PackedRows { capacity, ..packed })) };
     let report = PackReport::of(&sequences, max_length);
     (sequences, report)
 }
@@ -167,37 +197,30 @@ impl PackedRows {
             members[*next as usize] = row as u32;
             *next += 1;
         }
-        Self { members, ends }
+        Self { members, ends, capacity: None }
+    }
+
+    /// Tokens of the longest sequence.
+    fn longest(&self, lengths: &[u32]) -> Option<u32> {
+        let mut tokens = vec![0; self.ends.len()];
+        self.sequence_of().iter().zip(lengths).for_each(|(&sequence, length)| tokens[sequence as usize] += length);
+        tokens.into_iter().max()
+    }
+
+    /// The sequence of each row.
+    fn sequence_of(&self) -> Vec<u32> {
+        let (mut sequence_of, mut start) = (vec![0; self.members.len()], 0);
+        for (sequence, &end) in (0..).zip(&self.ends) {
+            self.members[start..end as usize].iter().for_each(|&row| sequence_of[row as usize] = sequence);
+            start = end as usize;
+        }
+        sequence_of
     }
 }
 
-/// For each row, the sequence that it goes to, numbered as they were opened.
-fn best_fit_decreasing(lengths: &[u32], max_length: usize) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..lengths.len() as u32).collect();
-    order.sort_by_key(|&row| std::cmp::Reverse(lengths[row as usize])); // stable: equal rows stay in order
-    let (mut sequence_of, mut opened) = (vec![0; lengths.len()], 0);
-    let mut by_room: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
-    for row in order {
-        let length = lengths[row as usize] as usize;
-        assert!(length <= max_length, "row {row} has {length} tokens, more than max_length {max_length}");
-        let (sequence, room) = take_tightest(&mut by_room, length).unwrap_or_else(|| {
-            opened += 1;
-            (opened - 1, max_length)
-        });
-        sequence_of[row as usize] = sequence;
-        by_room.entry(room - length).or_default().push(sequence);
-    }
-    sequence_of
-}
-
-/// The sequence with the least room that still takes `length` tokens, and its room.
-fn take_tightest(by_room: &mut BTreeMap<usize, Vec<u32>>, length: usize) -> Option<(u32, usize)> {
-    let (&room, sequences) = by_room.range_mut(length..).next()?;
-    let sequence = sequences.pop()?;
-    if sequences.is_empty() {
-        by_room.remove(&room);
-    }
-    Some((sequence, room))
+/// Tokens of each row.
+fn lengths(rows: &RowStore) -> Vec<u32> {
+    (0..rows.len()).map(|row| rows.length(row) as u32).collect()
 }
 
 fn join(rows: Vec<TokenRow>) -> PackedSequence {
@@ -218,9 +241,12 @@ fn join(rows: Vec<TokenRow>) -> PackedSequence {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use proptest::prelude::*;
 
     use super::*;
+    use crate::data::best_fit::take_tightest;
 
     fn rows(lengths: &[usize]) -> Vec<TokenRow> {
         let mut next = 0..;
@@ -270,6 +296,22 @@ mod tests {
             }
             prop_assert_eq!((report.sequences, report.rows), (expected.len(), rows.len()));
             prop_assert_eq!(all(&Sequences::in_memory(expected.clone())), expected);
+        }
+
+        #[test]
+        fn every_epoch_has_each_row_once_in_as_many_sequences(
+            lengths in prop::collection::vec(1_usize..=20, 1..80), epoch in 1_u64..9, seed: u64,
+        ) {
+            let (first, _) = pack(RowStore::in_memory(rows(&lengths)), 20);
+            let later = first.of_epoch(epoch, seed);
+            let members = |sequences: &Sequences| (0..sequences.len()).map(|id| sequences.members(id).collect()).collect::<Vec<Vec<_>>>();
+            let mut found = members(&later).concat();
+            found.sort_unstable();
+            prop_assert_eq!(found, (0..lengths.len()).collect::<Vec<_>>());
+            prop_assert_eq!(later.len(), first.len());
+            let longest = |sequences: &Sequences| (0..sequences.len()).map(|id| sequences.length(id)).max();
+            prop_assert!(longest(&later) <= longest(&first));
+            prop_assert_eq!(members(&later), members(&first.of_epoch(epoch, seed)));
         }
 
         #[test]

@@ -95,8 +95,7 @@ impl TrainRun {
         };
         let kept = plan.train.hidden_state_cache.as_deref().map(open).transpose()?;
         if let Some(kept) = &kept {
-            let sequences = train.sequences().len();
-            tell(RunEvent::HiddenStates { path: kept.path(), filled: kept.filled(), sequences });
+            tell(RunEvent::HiddenStates { path: kept.path(), filled: kept.filled(), rows: kept.rows() });
         }
         Ok(TrainingBackbone::new(&self.backbone, plan, kept))
     }

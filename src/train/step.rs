@@ -37,7 +37,7 @@ pub struct StepMetrics {
 pub enum StepError {
     /// The loss or the gradient norm is NaN or infinite.
     #[error(
-        "step {step}: {what} is {value}, so the update was skipped; sequences {sequences:?} of the training data \
+        "step {step}: {what} is {value}, so the update was skipped; rows {rows:?} of the training data \
          (counted from 0, before shuffling); lower optimizer.learning_rate, or check the weights{}", of_float16(*dtype)
     )]
     NotFinite {
@@ -46,8 +46,8 @@ pub enum StepError {
         /// The loss or the gradient norm.
         what: &'static str,
         value: f64,
-        /// Indices of the sequences of this step.
-        sequences: Vec<usize>,
+        /// Indices of this step's training rows.
+        rows: Vec<usize>,
         /// The backbone's.
         dtype: Dtype,
     },
@@ -148,8 +148,8 @@ fn check_numbers(
     let numbers = [("the loss", metrics.loss), ("the gradient norm", grad_norm)];
     match numbers.into_iter().find(|(_, value)| !value.is_finite()) {
         Some((what, value)) => {
-            let sequences = batches.iter().flat_map(|batch| batch.sequence_ids.iter().copied()).collect();
-            Err(StepError::NotFinite { step, what, value, sequences, dtype })
+            let rows = batches.iter().flat_map(|batch| batch.row_ids.concat()).collect();
+            Err(StepError::NotFinite { step, what, value, rows, dtype })
         }
         None => Ok(()),
     }

@@ -29,10 +29,10 @@ pub enum RunEvent<'e> {
     /// The run uses this cache of hidden states.
     HiddenStates {
         path: &'e Path,
-        /// Sequences whose states are cached.
+        /// Rows whose states are cached.
         filled: usize,
-        /// All sequences.
-        sequences: usize,
+        /// All training rows.
+        rows: usize,
     },
     /// An optimizer step was made.
     Stepped(&'e MetricsLine),

@@ -39,11 +39,8 @@ impl<'c> TrainProgress<'c> {
             }
             RunEvent::Hashing { .. } => {}
             RunEvent::Resumed(checkpoint) => self.line(&format!("resuming from {}", checkpoint.display())),
-            RunEvent::HiddenStates { path, filled, sequences } => {
-                self.line(&format!(
-                    "hidden states of {filled} of {sequences} sequences are cached in {}",
-                    path.display()
-                ));
+            RunEvent::HiddenStates { path, filled, rows } => {
+                self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
             }
             RunEvent::Stepped(line) => self.stepped(line),
             RunEvent::Evaluated(line) => {

@@ -28,7 +28,7 @@ pub enum HiddenStatesError {
     #[error("train.hidden_state_cache: {} has {got} bytes, expected {expected}: it was truncated or changed; remove it to recompute it", path.display())]
     Size {
         path: PathBuf,
-        /// Computed from the sequences.
+        /// Computed from the rows.
         expected: u64,
         got: u64,
     },

@@ -3,10 +3,10 @@
 //! It stores the positions from which some head predicts a target. The file is created at full size, and states are
 //! synced before their marks: a crash never marks missing data. A run locks the file until it is complete.
 //!
-//! A sequence's states come from the batch that computed them first, in every run and after every interruption. The
-//! last bits of a matrix product depend on its other rows, so training with the cache equals training without it bit
-//! for bit if a sequence always shares its micro batch with the same others (a micro batch of 1, or no shuffling), and
-//! up to those bits otherwise.
+//! The states of a data row come from the batch that computed them first, in every run and after every interruption.
+//! The last bits of a matrix product depend on its other rows, so training with the cache equals training without it
+//! bit for bit if a data row always shares its micro batch with the same others (no shuffling; or no packing and a
+//! micro batch of 1), and up to those bits otherwise.
 
 // N positions of a batch, M of them kept, H hidden
 use std::fs::{self, File, OpenOptions};
@@ -25,7 +25,7 @@ use crate::files::lock_file;
 use crate::model::llama::Llama;
 use crate::torch::bytes;
 
-/// The hidden states of a run's sequences in a file.
+/// The hidden states of a run's data rows in a file.
 #[derive(Debug)]
 pub struct KeptStates<'r> {
     pub(super) backbone: &'r Llama,
@@ -40,7 +40,7 @@ pub struct KeptStates<'r> {
 
 impl<'r> KeptStates<'r> {
     /// Opens or creates the file in `folder` for `backbone` (loaded from `backbone_folder`), `num_heads` heads and
-    /// these sequences. Batches name sequences by their index in `sequences`.
+    /// the rows of `sequences`, however they are packed.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
@@ -51,10 +51,11 @@ impl<'r> KeptStates<'r> {
         sequences: &Sequences,
         num_heads: usize,
     ) -> Result<Self, HiddenStatesError> {
-        let layout = StatesLayout::new(sequences, num_heads, backbone.config.hidden_size, backbone.kind())?;
+        let rows = &sequences.one_each();
+        let layout = StatesLayout::new(rows, num_heads, backbone.config.hidden_size, backbone.kind())?;
         let error = |doing, path: &Path, source| layout.error(doing, path, source);
         let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
-        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, sequences, num_heads)?));
+        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, num_heads)?));
         fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
         let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let mut file = open.map_err(|e| error("open", &path, e))?;
@@ -90,6 +91,11 @@ impl<'r> KeptStates<'r> {
         self.filled.iter().filter(|&&filled| filled).count()
     }
 
+    /// All rows.
+    pub fn rows(&self) -> usize {
+        self.filled.len()
+    }
+
     /// Batches for which the backbone ran.
     pub fn computed_batches(&self) -> usize {
         self.computed_batches
@@ -106,21 +112,22 @@ impl<'r> KeptStates<'r> {
             let of_row = predicting(lengths, self.layout.num_heads, |t| labels[t] != i64::from(IGNORE));
             positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
         }
-        let hidden_mh = match batch.sequence_ids.iter().all(|&id| self.filled[id]) {
-            true => self.read(&batch.sequence_ids)?,
-            false => self.compute(batch, &positions_m)?,
+        let row_ids = batch.row_ids.concat();
+        let hidden_mh = match row_ids.iter().all(|&id| self.filled[id]) {
+            true => self.read(&row_ids)?,
+            false => self.compute(batch, &row_ids, &positions_m)?,
         };
         Ok(BatchStates::of_positions(hidden_mh, &positions_m, batch.rows * batch.length))
     }
 
-    fn compute(&mut self, batch: &Batch, positions_m: &[i64]) -> Result<Tensor, HiddenStatesError> {
+    fn compute(&mut self, batch: &Batch, row_ids: &[usize], positions_m: &[i64]) -> Result<Tensor, HiddenStatesError> {
         self.computed_batches += 1;
         let BatchStates { hidden_nh, .. } = BatchStates::computed(self.backbone, batch);
         let hidden_mh = hidden_nh.index_select(0, &Tensor::from_slice(positions_m).to_device(hidden_nh.device()));
         let on_host = hidden_mh.to_device(Device::Cpu).contiguous();
         let mut rest = bytes::of(&on_host);
-        let some_are_kept = batch.sequence_ids.iter().any(|&id| self.filled[id]);
-        for &id in &batch.sequence_ids {
+        let some_are_kept = row_ids.iter().any(|&id| self.filled[id]);
+        for &id in row_ids {
             let (states, later) = rest.split_at(self.layout.bytes_of(id));
             rest = later;
             if !self.filled[id] {
@@ -130,13 +137,13 @@ impl<'r> KeptStates<'r> {
             }
         }
         // Stored states win over this batch's, since a resumed run would read them.
-        if some_are_kept { self.read(&batch.sequence_ids) } else { Ok(hidden_mh) }
+        if some_are_kept { self.read(row_ids) } else { Ok(hidden_mh) }
     }
 
-    fn read(&mut self, sequence_ids: &[usize]) -> Result<Tensor, HiddenStatesError> {
-        let mut bytes = vec![0; sequence_ids.iter().map(|&id| self.layout.bytes_of(id)).sum()];
+    fn read(&mut self, row_ids: &[usize]) -> Result<Tensor, HiddenStatesError> {
+        let mut bytes = vec![0; row_ids.iter().map(|&id| self.layout.bytes_of(id)).sum()];
         let mut rest = bytes.as_mut_slice();
-        for &id in sequence_ids {
+        for &id in row_ids {
             let (states, later) = rest.split_at_mut(self.layout.bytes_of(id));
             rest = later;
             let read =

@@ -1,4 +1,4 @@
-//! The file format of cached hidden states: the states of all sequences one after another, then one byte per sequence
+//! The file format of cached hidden states: the states of all data rows one after another, then one byte per row
 //! that is 1 once its states are on disk. Only positions from which some head predicts a target are stored. The file's
 //! name is a hash of everything that determines them.
 
@@ -19,7 +19,7 @@ use crate::model::llama::Llama;
 use crate::model::weights;
 use crate::torch::LIBTORCH_VERSION;
 
-/// The mark of a sequence whose states are on disk.
+/// The mark of a row whose states are on disk.
 pub(super) const FILLED: u8 = 1;
 
 /// Offsets in the file.
@@ -28,42 +28,37 @@ pub(super) struct StatesLayout {
     pub(super) num_heads: usize,
     /// Bytes of one position's state.
     pub(super) row_bytes: usize,
-    /// Start of each sequence's states, then the end of the last.
+    /// Start of each row's states, then the end of the last.
     pub(super) offsets: Vec<u64>,
 }
 
 impl StatesLayout {
-    pub(super) fn new(
-        sequences: &Sequences,
-        num_heads: usize,
-        hidden_size: i64,
-        kind: Kind,
-    ) -> Result<Self, CacheError> {
+    pub(super) fn new(rows: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<Self, CacheError> {
         let hidden_size = usize::try_from(hidden_size).expect("a checked config");
         let row_bytes = hidden_size * kind.elt_size_in_bytes();
         let mut offsets = vec![0];
         let mut end = 0;
-        for sequence in sequences.iter() {
-            end += (predicting_in(&sequence?, num_heads).len() * row_bytes) as u64;
+        for row in rows.iter() {
+            end += (predicting_in(&row?, num_heads).len() * row_bytes) as u64;
             offsets.push(end);
         }
         Ok(Self { num_heads, row_bytes, offsets })
     }
 
-    pub(super) fn sequences(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.offsets.len() - 1
     }
 
     pub(super) fn states_bytes(&self) -> u64 {
-        self.offsets[self.sequences()]
+        self.offsets[self.rows()]
     }
 
     pub(super) fn file_bytes(&self) -> u64 {
-        self.states_bytes() + self.sequences() as u64
+        self.states_bytes() + self.rows() as u64
     }
 
     pub(super) fn bytes_of(&self, id: usize) -> usize {
-        usize::try_from(self.offsets[id + 1] - self.offsets[id]).expect("a sequence's states fit into memory")
+        usize::try_from(self.offsets[id + 1] - self.offsets[id]).expect("a row's states fit into memory")
     }
 
     pub(super) fn read_marks(&self, file: &mut File, path: &Path) -> Result<Vec<bool>, HiddenStatesError> {
@@ -72,7 +67,7 @@ impl StatesLayout {
         if got != expected {
             return Err(HiddenStatesError::Size { path: path.into(), expected, got });
         }
-        let mut marks = vec![0; self.sequences()];
+        let mut marks = vec![0; self.rows()];
         file.seek(SeekFrom::Start(self.states_bytes())).and_then(|_| file.read_exact(&mut marks)).map_err(error)?;
         Ok(marks.into_iter().map(|mark| mark == FILLED).collect())
     }
@@ -82,12 +77,12 @@ impl StatesLayout {
     }
 }
 
-/// Size of the file for these sequences, this width and this dtype.
+/// Size of the file for the rows of `sequences`, this width and this dtype.
 ///
 /// # Errors
 /// [`CacheError`]: the labels are read, since they decide which positions are stored.
 pub fn file_bytes(sequences: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
-    Ok(StatesLayout::new(sequences, num_heads, hidden_size, kind)?.file_bytes())
+    Ok(StatesLayout::new(&sequences.one_each(), num_heads, hidden_size, kind)?.file_bytes())
 }
 
 pub(super) fn predicting_in(sequence: &PackedSequence, num_heads: usize) -> Vec<usize> {
@@ -124,14 +119,14 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     Ok([facts.into_bytes(), fs::read(folder.join("config.json"))?].concat())
 }
 
-/// The file name for a backbone and these sequences.
-pub(super) fn key(identity: &[u8], sequences: &Sequences, num_heads: usize) -> Result<String, CacheError> {
+/// The file name for a backbone and these rows, each its own sequence.
+pub(super) fn key(identity: &[u8], rows: &Sequences, num_heads: usize) -> Result<String, CacheError> {
     let mut hasher = Sha256::new();
     hasher.update((identity.len() as u64).to_le_bytes());
     hasher.update(identity);
     hasher.update((num_heads as u64).to_le_bytes());
-    for sequence in sequences.iter() {
-        let sequence = sequence?;
+    for row in rows.iter() {
+        let sequence = row?;
         hasher.update((sequence.segment_lengths.len() as u64).to_le_bytes());
         sequence.segment_lengths.iter().for_each(|&length| hasher.update((length as u64).to_le_bytes()));
         let tokens = sequence.input_ids.iter().chain(&sequence.labels);
