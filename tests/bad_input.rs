@@ -171,7 +171,7 @@ fn rows_that_do_not_fit() {
             ),
             (
                 |small| add_row(small, r#"{"messages": [{"role": "user", "content": "Hi"}]}"#),
-                &["rows.jsonl, line 13: a row of \"messages\" needs the backbone's tokenizer.json"],
+                &["rows.jsonl, line 13: a row of \"messages\" needs the backbone's tokenizer.json or tokenizer.model"],
             ),
             (
                 |small| small.write("validation.jsonl", r#"{"input_ids": [1, -1]}"#),

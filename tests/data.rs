@@ -176,10 +176,10 @@ fn a_bad_row_is_named_by_file_line_and_key() {
         (r#"{"ids": [1, 2]}"#, r#"expected a key "input_ids", "messages", "conversations", "instruction""#),
         (
             r#"{"messages": [{"role": "user", "content": "a"}]}"#,
-            r#"a row of "messages" needs the backbone's tokenizer.json"#,
+            r#"a row of "messages" needs the backbone's tokenizer.json or tokenizer.model"#,
         ),
         (r#"{"conversations": [[]]}"#, r#"conversations[0]: expected an object with "role" and "content""#),
-        (r#"{"text": "a"}"#, r#"a row of "text" needs the backbone's tokenizer.json"#),
+        (r#"{"text": "a"}"#, r#"a row of "text" needs the backbone's tokenizer.json or tokenizer.model"#),
     ] {
         let file = write(&path, &[good, "", bad, good].join("\n"));
         let got = complaint(&file, &settings(None));
@@ -398,7 +398,7 @@ proptest! {
 fn a_tokenizer_that_is_not_there_is_explained() {
     let dir = tempfile::tempdir().unwrap();
     let error = TextTokenizer::load(dir.path()).unwrap_err().to_string();
-    assert!(error.contains("tokenizer.json is missing") && error.contains("save_pretrained"), "{error}");
+    assert!(error.contains("has neither tokenizer.json nor tokenizer.model"), "{error}");
     write(&dir.path().join("tokenizer.json"), "{\"version\": \"1.0\"}");
     assert!(TextTokenizer::load(dir.path()).unwrap_err().to_string().contains("cannot load it"));
 }

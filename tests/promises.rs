@@ -41,6 +41,7 @@ mod same_bits;
 mod served;
 mod small_run;
 mod stop_strings;
+mod tokenizer_model;
 mod torch_backbone;
 mod training_command;
 mod training_run;

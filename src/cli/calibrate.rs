@@ -125,8 +125,7 @@ fn read_rows(
     common: &CommonFlags,
 ) -> anyhow::Result<RowStore> {
     // Rows of token ids need no tokenizer; rows of text report a missing one.
-    let has_tokenizer = args.backbone.join("tokenizer.json").exists();
-    let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
+    let tokenizer = TextTokenizer::load_if_there(&args.backbone)?;
     let (cache, config) = (TokenCache::of_user(), &backbone.config);
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),

@@ -61,8 +61,7 @@ pub struct DataArgs {
 /// An error in the backbone's files or the rows, a row number that is too large, or a file that cannot be written.
 pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     // Rows of token ids need no tokenizer; rows of text report a missing one.
-    let has_tokenizer = args.backbone.join("tokenizer.json").exists();
-    let tokenizer = has_tokenizer.then(|| TextTokenizer::load(&args.backbone)).transpose()?;
+    let tokenizer = TextTokenizer::load_if_there(&args.backbone)?;
     let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;
     let template = ChatTemplate::choose(&args.chat_template, &args.backbone)?;
     let cache = TokenCache::of_user();
@@ -123,8 +122,9 @@ fn show(
     tokenizer: Option<&TextTokenizer>,
     common: &CommonFlags,
 ) -> anyhow::Result<()> {
-    let tokenizer = tokenizer
-        .with_context(|| format!("--row shows text, and {} has no tokenizer.json", args.backbone.display()))?;
+    let tokenizer = tokenizer.with_context(|| {
+        format!("--row shows text, and {} has no tokenizer.json or tokenizer.model", args.backbone.display())
+    })?;
     let kept = rows.len();
     if row.get() > kept {
         return Err(UsageError(format!("--row: expected a row from 1 to {kept}, the rows kept, got {row}")).into());

@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::jinja::{self, FUEL, MARKS, TEMPLATE};
 use super::shown::shown;
-use super::tokenize::{SpecialTokens, TokenizeError, read_json};
+use super::tokenize::{SpecialTokens, TokenizeError, read_json, special_tokens};
 use crate::files;
 
 /// Templates that a recipe can name. Each renders what transformers renders with the template that is published with:
@@ -222,14 +222,14 @@ impl ChatTemplate {
             value => {
                 let shape = || TemplateError::Shape { path: path.clone(), got: shown(value) };
                 let source = default_of(value).ok_or_else(shape)?;
-                Self::parse(source, SpecialTokens::load(folder)?, path.display().to_string()).map(Some)
+                Self::parse(source, special_tokens(folder)?, path.display().to_string()).map(Some)
             }
         }
     }
 
     /// The template of a file, with the special tokens of the backbone in `folder`.
     fn of_file(path: &Path, folder: &Path) -> Result<Self, TemplateError> {
-        let special = SpecialTokens::load(folder)?;
+        let special = special_tokens(folder)?;
         let unreadable = |source| TemplateError::Read { path: path.to_owned(), source };
         Self::parse(&fs::read_to_string(path).map_err(unreadable)?, special, path.display().to_string())
     }
@@ -243,7 +243,7 @@ impl ChatTemplate {
         match choice {
             TemplateChoice::Tokenizer => Self::load(folder),
             TemplateChoice::BuiltIn(BuiltIn { name, source }) => {
-                Self::parse(source, SpecialTokens::load(folder)?, format!("the built-in template {name:?}")).map(Some)
+                Self::parse(source, special_tokens(folder)?, format!("the built-in template {name:?}")).map(Some)
             }
             TemplateChoice::File(path) => Self::of_file(path, folder).map(Some),
         }

@@ -123,7 +123,9 @@ pub enum RowProblem {
         key: &'static str,
     },
     /// A text without a tokenizer.
-    #[error("a row of \"{key}\" needs the backbone's tokenizer.json; without one, use rows of \"input_ids\"")]
+    #[error(
+        "a row of \"{key}\" needs the backbone's tokenizer.json or tokenizer.model; without one, use rows of \"input_ids\""
+    )]
     NeedsTokenizer {
         /// `text`, or a conversation's key.
         key: &'static str,

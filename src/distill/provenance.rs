@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
 use super::DistillError;
+use crate::data::tokenize;
 use crate::files;
 use crate::formats::provenance::DistillProvenance;
 use crate::model::weights;
@@ -31,15 +32,8 @@ impl DistillProvenance {
     }
 }
 
-/// Files besides the weights that affect the output.
-const FILES: [&str; 6] = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-];
+/// Files besides the weights and the tokenizer that affect the output.
+const FILES: [&str; 4] = ["config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja"];
 
 /// One hash of everything in a Hugging Face folder that affects a backbone's output: config, tokenizer, template and
 /// weights.
@@ -51,7 +45,8 @@ pub fn identity(folder: &Path) -> Result<String, DistillError> {
     let mut names: Vec<String> = fs::read_dir(folder)
         .and_then(|entries| entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect())
         .map_err(failed)?;
-    names.retain(|name| FILES.contains(&name.as_str()));
+    let tokenizer = tokenize::files_of(folder);
+    names.retain(|name| FILES.contains(&name.as_str()) || tokenizer.iter().any(|path| path.ends_with(name)));
     // Only the weights that are loaded. A folder without weights is reported when they are loaded.
     let weights = weights::files_of(folder).unwrap_or_default();
     names.extend(weights.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned())));

@@ -177,12 +177,11 @@ fn check_heads_to_start_from(
 
 /// Rows of tokens need no tokenizer, so a folder without one is accepted.
 fn load_tokenizer(folder: &Path, vocab_size: i64) -> Result<Option<TextTokenizer>, TrainError> {
-    if !folder.join("tokenizer.json").exists() {
-        return Ok(None);
+    let tokenizer = TextTokenizer::load_if_there(folder)?;
+    if let Some(tokenizer) = &tokenizer {
+        tokenizer.check_vocabulary(usize::try_from(vocab_size).expect("a checked config"))?;
     }
-    let tokenizer = TextTokenizer::load(folder)?;
-    tokenizer.check_vocabulary(usize::try_from(vocab_size).expect("a checked config"))?;
-    Ok(Some(tokenizer))
+    Ok(tokenizer)
 }
 
 struct SplitRows {

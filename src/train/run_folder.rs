@@ -10,7 +10,7 @@ use toml::Table;
 
 use crate::data::cache::TokenCache;
 use crate::data::chat_template::TemplateChoice;
-use crate::data::{DataFile, LoadReport};
+use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::files::{FolderLock, failed, lock_folder, sha256, write_atomic};
 use crate::formats::provenance::{HashedFile, Provenance};
@@ -172,10 +172,10 @@ fn init_from_files(plan: &TrainPlan) -> Result<Vec<PathBuf>, TrainError> {
 }
 
 fn tokenizing_files(plan: &TrainPlan) -> Vec<PathBuf> {
-    let names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
-    let own = names.map(|name| Path::new(&plan.backbone.path).join(name));
+    let backbone = Path::new(&plan.backbone.path);
+    let own = tokenize::files_of(backbone).into_iter().chain([backbone.join("chat_template.jinja")]);
     let given = if let TemplateChoice::File(path) = &plan.data.chat_template { Some(path.clone()) } else { None };
-    own.into_iter().chain(given).collect()
+    own.chain(given).collect()
 }
 
 /// Hashes the files that exist.

@@ -1,68 +1,40 @@
-//! Converts text to token ids and back with the backbone's tokenizer.json. Knows nothing of rows, conversations or labels.
+//! Converts text to token ids and back with the backbone's tokenizer.json or tokenizer.model. Knows nothing of rows,
+//! conversations or labels.
 
+mod config;
+mod error;
+mod model_file;
+mod pipeline;
+mod sentencepiece;
+mod tiktoken;
+
+use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
 
-use serde_json::Value;
 use sha2::{Digest, Sha256};
-use tokenizers::Tokenizer;
 
-use crate::files::{self, FileError, failed};
+use crate::files::{self, failed};
 use crate::panics;
+use config::TokenizerConfig;
+pub(super) use config::{SpecialTokens, read_json};
+pub use error::TokenizeError;
+use model_file::ModelFile;
+use pipeline::Pipeline;
+pub use sentencepiece::SentencePieceError;
+pub use tiktoken::TiktokenError;
 
-/// Why a tokenizer, or one of its results, cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum TokenizeError {
-    /// Old checkpoints bring only a SentencePiece model.
-    #[error(
-        "{} is missing; make it with transformers: AutoTokenizer.from_pretrained(\"{}\").save_pretrained(\"{}\")",
-        path.display(), folder.display(), folder.display()
-    )]
-    Missing {
-        /// The file that should be there.
-        path: PathBuf,
-        folder: PathBuf,
-    },
-    /// A file that cannot be read.
-    #[error(transparent)]
-    File(#[from] FileError),
-    /// A file beside the tokenizer that is no JSON.
-    #[error("{} is no valid JSON", path.display())]
-    BrokenJson { path: PathBuf, source: serde_json::Error },
-    /// A tokenizer.json that the tokenizers crate refuses.
-    #[error("{}: the tokenizers library cannot load it", path.display())]
-    Unusable { path: PathBuf, source: tokenizers::Error },
-    /// The library failed on a text.
-    #[error("{}: cannot tokenise a text that begins {start:?}", path.display())]
-    Encode {
-        /// Of the tokenizer.
-        path: PathBuf,
-        /// The first characters.
-        start: String,
-        source: tokenizers::Error,
-    },
-    /// The library failed on ids.
-    #[error("{}: cannot turn tokens {ids:?} into text", path.display())]
-    Decode { path: PathBuf, ids: Vec<i32>, source: tokenizers::Error },
-    /// The tokenizer can produce ids that the backbone has no embedding for.
-    #[error(
-        "{}: token {token:?} has id {id}, but the backbone's config.json has vocab_size {vocab_size} \
-         (ids 0 to {}); use the tokenizer that belongs to this backbone", path.display(), vocab_size - 1
-    )]
-    BeyondVocabulary {
-        path: PathBuf,
-        /// The token with the highest id.
-        token: String,
-        id: u32,
-        vocab_size: usize,
-    },
-}
+/// The file with the vocabulary, the first that is there. (transformers takes them in this order, too.)
+const FILES: [&str; 2] = [JSON, MODEL];
+const JSON: &str = "tokenizer.json";
+const MODEL: &str = "tokenizer.model";
+/// Part of the digest of a tokenizer.model: raise it when the same files would give other ids.
+const MODEL_FORMAT: &str = "tokenizer.model 1";
 
 /// A backbone's tokenizer.
 #[derive(Debug, Clone)]
 pub struct TextTokenizer {
-    tokenizer: Tokenizer,
+    tokenizer: Pipeline,
     path: PathBuf,
     sha256: String,
     highest: (String, u32),
@@ -71,30 +43,50 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
-    /// Reads tokenizer.json, and the names of the special tokens from tokenizer_config.json (or special_tokens_map.json).
+    /// Reads tokenizer.json or else tokenizer.model, and the JSON files beside it.
     ///
     /// # Errors
-    /// No tokenizer.json, or files that cannot be read.
+    /// Neither of the two, or files that cannot be read.
     pub fn load(folder: &Path) -> Result<Self, TokenizeError> {
-        let path = folder.join("tokenizer.json");
-        let bytes = match fs::read(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(TokenizeError::Missing { path, folder: folder.to_owned() });
-            }
-            read => read.map_err(failed("read", &path))?,
-        };
+        Self::load_if_there(folder)?.ok_or_else(|| TokenizeError::Missing { folder: folder.to_owned() })
+    }
+
+    /// As [`TextTokenizer::load`]; `None` for a folder without a tokenizer.
+    ///
+    /// # Errors
+    /// Files that cannot be read.
+    pub fn load_if_there(folder: &Path) -> Result<Option<Self>, TokenizeError> {
+        let Some(path) = vocabulary_file(folder) else { return Ok(None) };
+        let config = TokenizerConfig::load(folder)?;
+        let read = if path.ends_with(JSON) { Self::of_json(path, &config) } else { Self::of_model(path, &config) };
+        read.map(Some)
+    }
+
+    fn of_json(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
+        let bytes = fs::read(&path).map_err(failed("read", &path))?;
         let unusable = |source| TokenizeError::Unusable { path: path.clone(), source };
-        let mut tokenizer = of_library(|| Tokenizer::from_bytes(&bytes)).map_err(unusable)?;
+        let mut tokenizer = of_library(|| Pipeline::from_bytes(&bytes)).map_err(unusable)?;
         // Left in the file by whoever saved it; a row's length is the recipe's business (as in transformers).
         tokenizer.with_truncation(None).map_err(unusable)?.with_padding(None);
-        let special = SpecialTokens::load(folder)?;
+        let sha256 = files::hex(&Sha256::digest(&bytes));
+        Ok(Self::of(tokenizer, path, sha256, &config.special_tokens(&[])))
+    }
+
+    fn of_model(path: PathBuf, config: &TokenizerConfig) -> Result<Self, TokenizeError> {
+        let file = ModelFile::read(&path, config)?;
+        let sha256 = Sha256::new().chain_update(MODEL_FORMAT).chain_update(config.deciding()).chain_update(&file.bytes);
+        let special = file.special_tokens(config);
+        Ok(Self::of(file.pipeline(config)?, path, files::hex(&sha256.finalize()), &special))
+    }
+
+    fn of(tokenizer: Pipeline, path: PathBuf, sha256: String, special: &SpecialTokens) -> Self {
         let id = |name: &str| special.get(name).and_then(|token| tokenizer.token_to_id(token)).map(to_i32);
         let (bos, eos) = (id("bos_token"), id("eos_token"));
         let highest = tokenizer.get_vocab(true).into_iter().max_by_key(|(_, id)| *id).unwrap_or_default();
-        Ok(Self { sha256: files::hex(&Sha256::digest(&bytes)), tokenizer, path, highest, bos, eos })
+        Self { sha256, tokenizer, path, highest, bos, eos }
     }
 
-    /// Ids of a text; `add_special` adds what tokenizer.json puts around one (Llama: BOS before it).
+    /// Ids of a text; `add_special` adds what the tokenizer puts around one (Llama: BOS before it).
     ///
     /// # Errors
     /// The library's own.
@@ -167,7 +159,7 @@ impl TextTokenizer {
         self.eos
     }
 
-    /// SHA-256 of tokenizer.json.
+    /// A hash of what decides ids: tokenizer.json, or tokenizer.model and the JSON files beside it.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -240,44 +232,33 @@ impl TextStream<'_> {
     }
 }
 
-/// `bos_token` and its like, by name.
-#[derive(Debug, Clone, Default)]
-pub(super) struct SpecialTokens(Vec<(String, String)>);
-
-impl SpecialTokens {
-    const NAMES: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
-
-    pub(super) fn load(folder: &Path) -> Result<Self, TokenizeError> {
-        let config = read_json(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
-        let map = read_json(&folder.join("special_tokens_map.json"))?.unwrap_or_default();
-        let find = |name: &str| token_text(&config[name]).or_else(|| token_text(&map[name]));
-        let found = Self::NAMES.iter().filter_map(|name| Some(((*name).to_owned(), find(name)?)));
-        Ok(Self(found.collect()))
-    }
-
-    pub(super) fn get(&self, name: &str) -> Option<&str> {
-        self.iter().find(|(known, _)| *known == name).map(|(_, token)| token)
-    }
-
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|(name, token)| (name.as_str(), token.as_str()))
-    }
+/// tokenizer.json, or else tokenizer.model; `None` for a folder without a tokenizer.
+fn vocabulary_file(folder: &Path) -> Option<PathBuf> {
+    FILES.map(|name| folder.join(name)).into_iter().find(|path| path.exists())
 }
 
-/// A file's JSON; `None` where there is no such file.
-pub(super) fn read_json(path: &Path) -> Result<Option<Value>, TokenizeError> {
-    let bytes = match fs::read(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        read => read.map_err(failed("read", path))?,
+/// The files of a folder that decide how text becomes ids, those that are there or not.
+pub fn files_of(folder: &Path) -> Vec<PathBuf> {
+    let is_model = vocabulary_file(folder).is_some_and(|path| path.ends_with(MODEL));
+    let names: &[&str] = match is_model {
+        true => &[MODEL, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"],
+        false => &[JSON, "tokenizer_config.json"],
     };
-    serde_json::from_slice(&bytes)
-        .map(Some)
-        .map_err(|source| TokenizeError::BrokenJson { path: path.to_owned(), source })
+    names.iter().map(|name| folder.join(name)).collect()
 }
 
-/// `"<s>"` or `{"content": "<s>", …}`.
-fn token_text(value: &Value) -> Option<String> {
-    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+/// `bos_token` and its like, by the JSON files or, where these name none, by tokenizer.model.
+///
+/// # Errors
+/// Files that cannot be read.
+pub(super) fn special_tokens(folder: &Path) -> Result<SpecialTokens, TokenizeError> {
+    let config = TokenizerConfig::load(folder)?;
+    match vocabulary_file(folder) {
+        Some(path) if path.ends_with(MODEL) && !config.names_both_ends() => {
+            Ok(ModelFile::read(&path, &config)?.special_tokens(&config))
+        }
+        _ => Ok(config.special_tokens(&[])),
+    }
 }
 
 /// Runs the tokenizers library; a panic in it becomes an error.

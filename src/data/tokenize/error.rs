@@ -1,0 +1,65 @@
+//! Why a tokenizer, or one of its results, cannot be used.
+
+use std::path::PathBuf;
+
+use super::sentencepiece::SentencePieceError;
+use super::tiktoken::TiktokenError;
+use crate::files::FileError;
+
+/// Why a tokenizer, or one of its results, cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizeError {
+    #[error(
+        "{} has neither tokenizer.json nor tokenizer.model; copy the tokenizer's files from the model's repository \
+         (or write them with transformers: AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER))",
+        folder.display()
+    )]
+    Missing { folder: PathBuf },
+    /// A file that cannot be read.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// A file beside the tokenizer that is no JSON.
+    #[error("{} is no valid JSON", path.display())]
+    BrokenJson { path: PathBuf, source: serde_json::Error },
+    /// A value of tokenizer_config.json or added_tokens.json.
+    #[error("{}: {key}: expected {expected}, got {got}", path.display())]
+    Key { path: PathBuf, key: String, expected: &'static str, got: String },
+    /// A tokenizer.json that the tokenizers crate refuses.
+    #[error("{}: the tokenizers library cannot load it", path.display())]
+    Unusable { path: PathBuf, source: tokenizers::Error },
+    #[error("{}: {source}", path.display())]
+    SentencePiece { path: PathBuf, source: SentencePieceError },
+    #[error("{}: {source}", path.display())]
+    Tiktoken { path: PathBuf, source: TiktokenError },
+    /// transformers reads the file with other ids than its own.
+    #[error(
+        "{}: tokenizer_class {class:?} gives the pieces of tokenizer.model ids in a way of its own, which is not read; write a \
+         tokenizer.json with transformers: AutoTokenizer.from_pretrained(\"{folder}\").save_pretrained(\"{folder}\")",
+        path.display()
+    )]
+    Class { path: PathBuf, class: String, folder: String },
+    /// The library failed on a text.
+    #[error("{}: cannot tokenise a text that begins {start:?}", path.display())]
+    Encode {
+        /// Of the tokenizer.
+        path: PathBuf,
+        /// The first characters.
+        start: String,
+        source: tokenizers::Error,
+    },
+    /// The library failed on ids.
+    #[error("{}: cannot turn tokens {ids:?} into text", path.display())]
+    Decode { path: PathBuf, ids: Vec<i32>, source: tokenizers::Error },
+    /// The tokenizer can produce ids that the backbone has no embedding for.
+    #[error(
+        "{}: token {token:?} has id {id}, but the backbone's config.json has vocab_size {vocab_size} \
+         (ids 0 to {}); use the tokenizer that belongs to this backbone", path.display(), vocab_size - 1
+    )]
+    BeyondVocabulary {
+        path: PathBuf,
+        /// The token with the highest id.
+        token: String,
+        id: u32,
+        vocab_size: usize,
+    },
+}
