@@ -32,6 +32,7 @@ mod paper_recipes;
 mod peft;
 mod program;
 mod published;
+mod published_configs;
 mod quantization;
 mod readme;
 mod real_chat_templates;
