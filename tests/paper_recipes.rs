@@ -1,4 +1,4 @@
-//! Recipes for the paper's models pass `--check` with only the backbone's config, and print the memory that they need.
+//! Recipes for the paper's models and today's pass `--check` with only the backbone's config, and print the memory that they need.
 
 use std::fs;
 use std::io::Write;
@@ -36,7 +36,9 @@ fn config_of(model: &str) -> Value {
             "sliding_window": 4096, "max_position_embeddings": 32768, "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
             "hidden_act": "silu", "tie_word_embeddings": false, "torch_dtype": "bfloat16"})
         }
-        other => panic!("no config of {other}: a new recipe's belongs here"),
+        other => super::published_configs::published("served").remove(other).unwrap_or_else(|| {
+            panic!("no config of {other}: a new recipe's belongs into tests/fixtures/configs/published.json")
+        }),
     }
 }
 
@@ -108,7 +110,7 @@ fn shape_of_heads(recipe: &Recipe, config: &LlamaConfig) -> HeadsShape {
         medusa_num_heads: recipe.heads.medusa_num_heads.get(),
         medusa_num_layers: recipe.heads.medusa_num_layers.get(),
         hidden_size: config.hidden_size,
-        vocab_size: config.vocab_size,
+        vocab_size: if recipe.heads.shared_lm_head { 0 } else { config.vocab_size },
     }
 }
 

@@ -18,7 +18,8 @@ fn fixture(name: &str) -> Map<String, Value> {
     serde_json::from_str(&text).expect("a JSON object")
 }
 
-fn published(group: &str) -> Map<String, Value> {
+/// The configs of repositories, `served` or `refused`.
+pub(crate) fn published(group: &str) -> Map<String, Value> {
     fixture("published.json")[group].as_object().expect("repositories").clone()
 }
 

@@ -86,6 +86,7 @@ fn keys(table: &str) -> Vec<String> {
 /// The table of all keys: the recipe's tables (in bold), each with its keys.
 fn documented(page: &Page) -> Vec<(String, Vec<String>)> {
     let rows = page.text.split_once("\n## All keys of a recipe\n").expect("## All keys of a recipe").1;
+    let rows = rows.split("\n## ").next().unwrap_or(rows);
     let mut tables: Vec<(String, Vec<String>)> = Vec::new();
     for row in rows.lines() {
         if let Some(table) = row.strip_prefix("| **`[").and_then(|rest| rest.split(']').next()) {
