@@ -32,15 +32,18 @@ pub(crate) const CHECKED: [Checked; 5] = [
 
 impl Checked {
     pub(crate) fn backbone(self, layers: usize, on: Device) -> Llama {
-        let Self { family, kind, head_dim, groups, window } = self;
+        backbone(self.config(layers), self.kind, on)
+    }
+
+    fn config(self, layers: usize) -> LlamaConfig {
+        let Self { family, kind: _, head_dim, groups, window } = self;
         let query_key_norm = (family == "qwen3").then_some(QueryKeyNorm::EachHead);
-        let config = LlamaConfig {
+        LlamaConfig {
             model_type: family.into(),
             biases: Biases { qkv: family == "qwen2", ..Biases::default() },
             family: FamilyTraits { query_key_norm, ..FamilyTraits::default() },
             ..config(head_dim, groups, window, layers)
-        };
-        backbone(config, kind, on)
+        }
     }
 }
 
@@ -119,7 +122,20 @@ pub(crate) fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
 
 #[cfg(test)]
 mod tests {
+    use medusa::engine::cuda::shape::Shape;
+
     use super::*;
+
+    #[test]
+    fn there_are_kernels_for_every_backbone_and_norms_and_biases_among_them() {
+        let of = CHECKED.map(|checked| (checked.config(1), checked.kind));
+        for (config, kind) in &of {
+            let shape = Shape { config, kind: *kind, draft: None };
+            assert_eq!((shape.check_kernels(), shape.check_blocks()), (Ok(()), Ok(())), "{}", config.model_type);
+        }
+        assert!(of.iter().any(|(config, _)| config.block().biases.qkv));
+        assert!(of.iter().any(|(config, _)| config.block().norms.query_key.is_some()));
+    }
 
     #[test]
     fn trees_have_the_nodes_that_were_asked_for_and_use_every_head() {
