@@ -1,20 +1,20 @@
-//! HTTP client of the Hub: sends the token only to the Hub itself and never to redirects, waits when asked to, and maps
-//! each refusal to one error.
+//! HTTP client of the Hub: sends the token only to the Hub itself and never to redirects, and waits when asked to.
+
+mod connection;
+mod refusal;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use rustls::crypto::ring;
-use rustls::{ClientConfig, RootCertStore};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use ureq::{Agent, ErrorKind, OrAnyStatus, Response, Transport};
-use url::{Host, Url};
+use url::Url;
 
+use self::connection::{proxy, trusted};
 use super::id::{Repo, RepoKind};
 use super::token::Token;
 use super::{HubError, Observer, TransferEvent};
@@ -248,74 +248,6 @@ impl<'o> Client<'o> {
         if origin == self.endpoint.origin() { self.name() } else { origin.ascii_serialization() }
     }
 
-    fn refusal(&self, ask: &Ask<'_>, response: Response) -> HubError {
-        let About { repo, revision, file, doing } = ask.about;
-        let (status, code) = (response.status(), response.header("x-error-code").unwrap_or_default().to_owned());
-        let endpoint = self.host_of(response.get_url());
-        if endpoint != self.name() && code.is_empty() {
-            // An object store, which knows neither repositories nor tokens. A mirror sends the Hub's error codes.
-            let message = self.message(response);
-            return HubError::Refused { endpoint, doing: doing.into(), status, message };
-        }
-        let id = format!("{repo}@{revision}");
-        let kind = if repo.kind == RepoKind::Dataset { "data set" } else { "model" };
-        let no_repo = || HubError::NoRepo {
-            endpoint: endpoint.clone(),
-            repo: format!("{kind} {repo}"),
-            token: self.token_words(),
-        };
-        let message = self.message(response);
-        if let Some(token) = self.token.as_ref().filter(|_| status == 401 && message.contains("Invalid credentials")) {
-            return HubError::WrongToken { endpoint, from: token.from.clone() };
-        }
-        match (code.as_str(), status) {
-            ("GatedRepo", _) => {
-                HubError::Gated { repo: repo.to_string(), page: self.page(repo, &[]).into(), token: self.token_words() }
-            }
-            ("RevisionNotFound", _) => {
-                HubError::NoRevision { repo: format!("{kind} {repo}"), revision: revision.into() }
-            }
-            ("EntryNotFound", _) => HubError::NoFile { id, file: file.unwrap_or_default().into(), holds: Vec::new() },
-            ("RepoNotFound", _) => no_repo(),
-            (_, 401) if self.token.is_none() && ask.method != "GET" => HubError::NeedsToken { endpoint },
-            (_, 401) => no_repo(), // the Hub answers so for repositories that the user may not see
-            (_, 403) => {
-                let token = self.token_words();
-                HubError::Forbidden { endpoint, doing: doing.into(), token, message }
-            }
-            (_, 412) => HubError::Moved { repo: repo.to_string() },
-            _ => HubError::Refused { endpoint, doing: doing.into(), status, message },
-        }
-    }
-
-    fn busy(&self, ask: &Ask<'_>, response: Response, tries: u32) -> HubError {
-        let (status, wait) = (response.status(), retry_after(&response));
-        let endpoint = self.host_of(response.get_url());
-        let message = match wait.filter(|seconds| *seconds > LONGEST_WAIT) {
-            Some(seconds) => format!("it asks to wait {seconds} seconds"),
-            None => self.message(response),
-        };
-        let doing = ask.about.doing.to_owned();
-        HubError::Busy { endpoint, status, doing, tries, message }
-    }
-
-    /// The token's source, for messages.
-    fn token_words(&self) -> String {
-        self.token.as_ref().map_or_else(|| "no token was sent".into(), |token| format!("the token from {}", token.from))
-    }
-
-    /// The server's error message, from the header or the JSON body.
-    fn message(&self, response: Response) -> String {
-        if let Some(message) = response.header("x-error-message") {
-            return self.clean(message);
-        }
-        let mut bytes = Vec::new();
-        let _ = response.into_reader().take(1 << 16).read_to_end(&mut bytes); // without a body the status has to do
-        let json: Option<Value> = serde_json::from_slice(&bytes).ok();
-        let error = json.as_ref().and_then(|json| json.get("error")).and_then(Value::as_str);
-        self.clean(error.unwrap_or_default())
-    }
-
     /// Text from outside: the token and control characters are removed, and the length is limited.
     pub(super) fn clean(&self, text: &str) -> String {
         let text = self.token.as_ref().map_or_else(|| text.to_owned(), |token| token.removed_from(text));
@@ -375,41 +307,6 @@ fn reason(transport: &Transport) -> String {
     format!("{}{}", transport.kind(), source.unwrap_or_default())
 }
 
-/// Mozilla's root certificates, compiled in, and those of this machine (`SSL_CERT_FILE`, `SSL_CERT_DIR` or the system's
-/// store).
-fn trusted() -> Arc<ClientConfig> {
-    let mut roots = RootCertStore { roots: webpki_roots::TLS_SERVER_ROOTS.to_vec() };
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs); // broken certificates are skipped
-    let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-        .with_safe_default_protocol_versions()
-        .expect("ring has them")
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    Arc::new(config)
-}
-
-/// The proxy's variable and address; `None` for the local machine and hosts in `NO_PROXY`.
-fn proxy(endpoint: &Url, setting: &dyn Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
-    let names: [&'static str; 4] = match endpoint.scheme() {
-        "https" => ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"],
-        _ => ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"],
-    };
-    let host = endpoint.host_str()?;
-    let is_local = match endpoint.host()? {
-        Host::Domain(name) => name == "localhost",
-        Host::Ipv4(address) => address.is_loopback(),
-        Host::Ipv6(address) => address.is_loopback(),
-    };
-    let excepted = setting("NO_PROXY").or_else(|| setting("no_proxy")).unwrap_or_default();
-    let is_excepted = excepted.split(',').map(|name| name.trim().trim_start_matches('.')).any(|name| {
-        name == "*"
-            || name == host
-            || !name.is_empty() && host.strip_suffix(name).is_some_and(|rest| rest.ends_with('.'))
-    });
-    let found = names.into_iter().find_map(|name| Some((name, setting(name)?)));
-    found.filter(|_| !is_local && !is_excepted)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -419,22 +316,5 @@ mod tests {
         assert_eq!(window_end("\"api\";r=0;t=55"), Some(56));
         assert_eq!(window_end("\"api\"; r=12; t=55"), None);
         assert_eq!(window_end("nonsense"), None);
-    }
-
-    #[test]
-    fn a_proxy_is_for_other_machines() {
-        let found = |endpoint: &str, pairs: &[(&str, &str)]| {
-            let setting = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
-            proxy(&Url::parse(endpoint).unwrap(), &setting).map(|(name, _)| name)
-        };
-        let both = [("HTTPS_PROXY", "http://p:1"), ("http_proxy", "http://p:2")];
-        assert_eq!(found("https://huggingface.co", &both), Some("HTTPS_PROXY"));
-        assert_eq!(found("http://hub.example", &both), Some("http_proxy"));
-        assert_eq!(found("http://127.0.0.1:8", &both), None);
-        assert_eq!(found("http://localhost:8", &both), None);
-        let excepted = [("ALL_PROXY", "http://p:1"), ("NO_PROXY", "a.example, .huggingface.co")];
-        assert_eq!(found("https://huggingface.co", &excepted), None);
-        assert_eq!(found("https://hub.huggingface.co", &excepted), None);
-        assert_eq!(found("https://nothuggingface.co", &excepted), Some("ALL_PROXY"));
     }
 }
