@@ -10,76 +10,31 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use memmap2::{Mmap, UncheckedAdvice};
+use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
-use safetensors::{SafeTensorError, SafeTensors};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::files::{self, FileError, failed};
-use crate::model::torch_file::{self, TorchFileError};
+use crate::files::{self, failed};
+use crate::model::torch_file;
 use crate::model::weights::finite::{NonFinite, first_not_finite};
 pub use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
 use crate::torch::bytes;
 
+mod error;
 mod finite;
+mod listing;
 mod save;
 pub(super) mod tensor_file;
 
+pub use error::WeightsError;
+use listing::WeightListing;
+pub use listing::{MODEL_FILE, MODEL_INDEX, TORCH_FILE, TORCH_INDEX, files_of};
 pub use save::{save, save_each, save_model};
-
-/// The weights file of a Hugging Face folder.
-pub const MODEL_FILE: &str = "model.safetensors";
-/// The index of a sharded folder: tensor name to shard.
-pub const MODEL_INDEX: &str = "model.safetensors.index.json";
-/// [`MODEL_FILE`] of folders without safetensors.
-pub const TORCH_FILE: &str = "pytorch_model.bin";
-/// See [`MODEL_INDEX`].
-pub const TORCH_INDEX: &str = "pytorch_model.bin.index.json";
-
-/// Why weights cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum WeightsError {
-    /// A file that cannot be read or written.
-    #[error(transparent)]
-    File(#[from] FileError),
-    #[error("{} has neither model.safetensors nor model.safetensors.index.json, nor pytorch_model.bin or its index; weights in other formats must be converted to safetensors", folder.display())]
-    NoWeights { folder: PathBuf },
-    /// The index is no JSON, or has no `weight_map`.
-    #[error("{}: {source}", path.display())]
-    Index { path: PathBuf, source: serde_json::Error },
-    /// An index that names files elsewhere.
-    #[error("{}: weight_map: expected names of files beside it, got {name:?}", index.display())]
-    ShardName { index: PathBuf, name: String },
-    /// A shard that the index names is not there.
-    #[error("{} is missing, which {} names; {present} of {expected} shards are there: download the folder again", shard.display(), index.display())]
-    MissingShard { shard: PathBuf, index: PathBuf, present: usize, expected: usize },
-    /// The header or the size of a file is not safetensors.
-    #[error("{}: not a whole safetensors file ({reason}); its {bytes} bytes are damaged or cut off: copy it again", path.display())]
-    Damaged { path: PathBuf, reason: SafeTensorError, bytes: u64 },
-    #[error(transparent)]
-    Torch(Box<TorchFileError>),
-    /// A tensor that has to be there.
-    #[error("{}: no tensor {name:?}", path.display())]
-    MissingTensor {
-        /// Where it was looked for.
-        path: PathBuf,
-        name: String,
-    },
-    /// A tensor of another shape.
-    #[error("{}: tensor {name:?}: expected shape {expected:?}, got {got:?}; do config.json and the weights belong together?", path.display())]
-    Shape { path: PathBuf, name: String, expected: Vec<i64>, got: Vec<i64> },
-    /// A tensor of a dtype that it cannot have.
-    #[error("{}: tensor {name:?}: expected {expected}, got {got}", path.display())]
-    Dtype { path: PathBuf, name: String, expected: String, got: String },
-    /// A weight with NaN or infinity in it.
-    #[error("{}: tensor {name:?}: expected finite numbers, got {value} at {at:?} in {dtype:?}; the file is damaged, or its numbers are too large for this dtype", path.display())]
-    NotFinite { path: PathBuf, name: String, value: f64, at: Vec<i64>, dtype: safetensors::Dtype },
-}
 
 /// One or more files of weights, mapped, their headers validated.
 #[derive(Debug)]
@@ -107,11 +62,6 @@ pub struct TensorHeader {
     /// Bytes of its elements.
     #[serde(skip)]
     pub bytes: usize,
-}
-
-#[derive(Deserialize)]
-struct ShardIndex {
-    weight_map: BTreeMap<String, String>,
 }
 
 impl WeightFiles {
@@ -299,55 +249,6 @@ pub fn same_up_to_rounding(a: &Tensor, b: &Tensor) -> bool {
     };
     let close = |at: i64| float(a, at).allclose(&float(b, at), 0.01, 1e-6, false);
     a.size() == b.size() && (0..a.size()[0]).step_by(ROWS).all(close)
-}
-
-/// The files with a folder's weights, sorted.
-///
-/// # Errors
-/// As [`WeightFiles::open`]; the files themselves are not looked into.
-pub fn files_of(folder: &Path) -> Result<Vec<PathBuf>, WeightsError> {
-    Ok(WeightListing::of(folder)?.paths)
-}
-
-/// Which files hold a folder's weights.
-struct WeightListing {
-    /// The index, or the only file.
-    source: PathBuf,
-    /// What the index says.
-    weight_map: Option<BTreeMap<String, String>>,
-    paths: Vec<PathBuf>,
-}
-
-impl WeightListing {
-    fn of(folder: &Path) -> Result<Self, WeightsError> {
-        for (index, single) in [(MODEL_INDEX, MODEL_FILE), (TORCH_INDEX, TORCH_FILE)] {
-            let [index, single] = [index, single].map(|name| folder.join(name));
-            if index.exists() {
-                return Self::of_index(index);
-            }
-            if single.exists() {
-                return Ok(Self { source: single.clone(), weight_map: None, paths: vec![single] });
-            }
-        }
-        Err(WeightsError::NoWeights { folder: folder.into() })
-    }
-
-    fn of_index(index: PathBuf) -> Result<Self, WeightsError> {
-        let text = fs::read_to_string(&index).map_err(failed("read", &index))?;
-        let ShardIndex { weight_map } =
-            serde_json::from_str(&text).map_err(|source| WeightsError::Index { path: index.clone(), source })?;
-        if let Some(name) = weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-            return Err(WeightsError::ShardName { index, name: name.clone() });
-        }
-        let mut paths: Vec<PathBuf> = weight_map.values().map(|name| files::parent(&index).join(name)).collect();
-        paths.sort();
-        paths.dedup();
-        let (expected, present) = (paths.len(), paths.iter().filter(|shard| shard.exists()).count());
-        match paths.iter().find(|shard| !shard.exists()) {
-            Some(shard) => Err(WeightsError::MissingShard { shard: shard.clone(), index, present, expected }),
-            None => Ok(Self { source: index, weight_map: Some(weight_map), paths }),
-        }
-    }
 }
 
 impl MappedFile {
