@@ -1,13 +1,16 @@
 //! A tensor's memory as bytes, and bytes as a tensor, without a copy.
 //!
-//! tch's tensors are shared handles: a view or a shallow clone writes to the same memory. A read-only slice is as safe
-//! as tch's own `&Tensor`: it requires that nothing writes to the tensor through another handle meanwhile. Writing
-//! requires memory that no other handle uses: a new tensor ([`filled`]), or the caller's guarantee to [`of_mut`].
+//! tch's tensors are shared handles, and safe code writes to one through any of them: a view, a shallow clone. No slice of a tensor is
+//! protected by the borrow of its handle. Readers keep a contract ([`of`]); writers use memory that no other handle shares: a new tensor
+//! ([`filled`]), or the caller's guarantee to [`of_mut`].
 #![expect(unsafe_code, reason = "tch gives the address of a tensor's memory and takes one; only here")]
 
 use tch::{Device, Kind, Tensor};
 
 /// The bytes of a contiguous CPU tensor, in memory order.
+///
+/// Contract: nothing writes to the tensor's memory through another handle while the slice lives. The compiler cannot check it; every reader
+/// in this crate keeps it by writing to no tensor but its own new result.
 ///
 /// # Panics
 /// If the tensor is on another device or not contiguous.
@@ -25,11 +28,6 @@ pub fn of(tensor: &Tensor) -> &[u8] {
 }
 
 /// The bytes of a contiguous CPU tensor, writable.
-///
-/// ```compile_fail,E0133
-/// let mut tensor = tch::Tensor::zeros([2], (tch::Kind::Float, tch::Device::Cpu));
-/// medusa::torch::bytes::of_mut(&mut tensor).fill(1); // safe code could read a shallow clone meanwhile
-/// ```
 ///
 /// # Safety
 /// No other handle of the same memory (a view, a shallow clone) may be used while the slice lives.
