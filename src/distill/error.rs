@@ -76,14 +76,14 @@ pub enum DistillError {
         place: RowLocation,
         /// Index in the prompt file.
         id: usize,
-        source: DecodeError,
+        source: Box<DecodeError>,
     },
     /// `--resume` draws the same numbers and fails again.
     #[error(
         "{place}: conversation {id} cannot be answered; conversations finished before are kept. --resume would end here again: remove \
          this prompt or choose another --dtype, and another --out"
     )]
-    NotFinite { place: RowLocation, id: usize, source: DecodeError },
+    NotFinite { place: RowLocation, id: usize, source: Box<DecodeError> },
     /// A step of the whole batch failed.
     #[error(transparent)]
     Step(#[from] DecodeError),

@@ -164,8 +164,8 @@ impl Talk<'_> {
     }
 
     fn undecoded(&self, id: usize, source: DecodeError) -> DistillError {
-        let place = self.dialogues[id].place.clone();
-        match source {
+        let (place, source) = (self.dialogues[id].place.clone(), Box::new(source));
+        match *source {
             DecodeError::NotFinite { .. } => DistillError::NotFinite { place, id, source },
             _ => DistillError::Decode { place, id, source },
         }
