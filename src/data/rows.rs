@@ -53,7 +53,7 @@ pub struct RowLocation {
 pub struct RowError {
     pub place: RowLocation,
     /// What is wrong with it.
-    pub problem: RowProblem,
+    pub problem: Box<RowProblem>,
 }
 
 /// Why a row cannot be used.
@@ -217,7 +217,7 @@ impl RowLocation {
     }
 
     pub(super) fn error(self, problem: impl Into<RowProblem>) -> RowError {
-        RowError { place: self, problem: problem.into() }
+        RowError { place: self, problem: Box::new(problem.into()) }
     }
 }
 

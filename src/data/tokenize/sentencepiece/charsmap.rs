@@ -27,12 +27,12 @@ impl Charsmap {
         for (index, &byte) in text.as_bytes().iter().enumerate() {
             at ^= byte as usize;
             let unit = *self.units.get(at)?;
-            if unit & (1 << 31 | 0xFF) != u32::from(byte) {
+            if unit & ((1 << 31) | 0xFF) != u32::from(byte) {
                 break;
             }
             at ^= offset(unit);
             if has_leaf(unit) {
-                found = Some((index + 1, self.units.get(at)? & (1 << 31) - 1));
+                found = Some((index + 1, self.units.get(at)? & ((1 << 31) - 1)));
             }
         }
         // A rule that ends inside a character cannot be in a map of characters.
