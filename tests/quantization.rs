@@ -12,6 +12,7 @@ use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::lora::{Adapters, LoraConfig};
+use medusa::model::peft::save_adapters;
 use medusa::model::quantization::int8::Int8;
 use medusa::model::quantization::nf4::{AbsmaxBits, BlockScales, CODE, Nf4, Tables};
 use medusa::model::quantization::{Quantization, Quantizer};
@@ -446,5 +447,26 @@ fn a_state_of_the_other_optimizer_is_refused() {
         small.edit("run/step-000024/state.json", &format!("{saved:?}"), &format!("{other:?}"));
         let missing = if saved == "adamw" { "exp_avg.codes" } else { "exp_avg\"" };
         small.train(&["--resume"]).failed(1, &["step-000024/optimizer.safetensors: no tensor", missing]);
+    }
+}
+
+#[test]
+fn an_adapter_merges_into_the_quantised_weights_that_it_was_trained_on() {
+    for quantization in [Quantization::Nf4, Quantization::Int8] {
+        let (small, [trained, _]) = (SmallRun::new(), twins(quantization));
+        std::fs::create_dir(small.path("adapter")).expect("a folder");
+        save_adapters(&small.path("adapter"), &trained, "backbone").expect("an adapter");
+        let logits = |quantization| {
+            let (folder, adapter, purpose) = (small.path("backbone"), small.path("adapter"), Purpose::Decoding);
+            let merged =
+                Llama::load_merged(&folder, &adapter, Kind::Float, Device::Cpu, purpose, quantization).expect("merged");
+            let tokens = Tensor::arange(20, (Kind::Int64, Device::Cpu)).unsqueeze(0);
+            let rows = RowMask::causal(20, &merged.config, Device::Cpu);
+            tch::no_grad(|| merged.logits(&merged.hidden_states(&tokens, &rows, Adapters::Off), Adapters::Off))
+        };
+        let expected = logits_and_gradients(&trained).0;
+        let off = |logits: Tensor| (logits - &expected).abs().max().double_value(&[]);
+        let (same, dense) = (off(logits(Some(quantization))), off(logits(None)));
+        assert!(same < 1e-4 && dense > 10.0 * same, "{quantization}: {same}, {dense} on dense weights");
     }
 }

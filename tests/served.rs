@@ -5,15 +5,18 @@ use std::fs;
 use std::io::Write as _;
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::process::Command;
 
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use medusa::data::tokenize::TextTokenizer;
 use medusa::decode::generate::plain;
 use medusa::decode::request::Request;
 use medusa::files::write_atomic;
+use medusa::model::attention::RowMask;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
+use medusa::model::lora::Adapters;
 use medusa::model::quantization::Quantization;
 use medusa::model::weights;
 use serde_json::{Value, json};
@@ -24,15 +27,23 @@ use crate::decoding::World;
 const TREE: [&str; 4] = ["--heads", "h", "--tree", "t.json"];
 const PROMPT: [i64; 4] = [1, 4, 5, 6];
 
-/// A world whose heads were trained on a backbone of these bits, says their config. The weights are so large that few bits change the text.
+/// Random weights, so large that few bits change the text. All are numbers of float16, in which bitsandbytes quantises to int8.
+fn save_large_weights(folder: &Path) {
+    let config = LlamaConfig::load(folder).expect("a config");
+    let backbone = Llama::random(config, Kind::Float, Device::Cpu, 5);
+    let large: Vec<(String, Tensor)> = backbone
+        .weights()
+        .into_iter()
+        .map(|(name, weight)| (name, (weight * 8.0).to_kind(Kind::Half).to_kind(Kind::Float)))
+        .collect();
+    let large: Vec<(String, &Tensor)> = large.iter().map(|(name, weight)| (name.clone(), weight)).collect();
+    weights::save(&folder.join("model.safetensors"), &large).expect("a file of a test");
+}
+
+/// A world whose heads were trained on a backbone of these bits, says their config.
 fn quantised_world(quantization: &str) -> World {
     let world = World::new();
-    let config = LlamaConfig::load(&world.path("b")).expect("a config");
-    let backbone = Llama::random(config, Kind::Float, Device::Cpu, 5);
-    let large: Vec<(String, Tensor)> =
-        backbone.weights().into_iter().map(|(name, weight)| (name, weight * 8.0)).collect();
-    let large: Vec<(String, &Tensor)> = large.iter().map(|(name, weight)| (name.clone(), weight)).collect();
-    weights::save(&world.path("b/model.safetensors"), &large).expect("a file of a test");
+    save_large_weights(&world.path("b"));
     world.write("h/config.json", &json!({"backbone_dtype": "float32", "quantization": quantization}));
     world.write("t.json", &json!([[0], [1], [0, 0]]));
     world
@@ -150,6 +161,36 @@ fn another_choice_than_the_heads_is_reported_once_and_dense_engines_refuse_quant
     let unknown = refused(&[]);
     assert!(unknown.contains("config.json: quantization: expected \"nf4\" or \"int8\", got \"awq\""), "{unknown}");
     said(&["--quantization", "none"]);
+}
+
+#[test]
+#[cfg_attr(not(python), ignore = "needs MEDUSA_PYTHON: a Python with torch, transformers and bitsandbytes")]
+fn logits_are_those_of_transformers_on_bitsandbytes_weights() {
+    const TOLERANCE: f64 = 1e-3; // of logits up to about 10
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/quantized_logits.py");
+    for (name, quantization) in [("nf4", Quantization::Nf4), ("int8", Quantization::Int8)] {
+        let world = World::new();
+        // bitsandbytes' CPU kernels dequantise nf4 wrongly where rows are no multiple of its blocks of 64.
+        let config = json!({"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 264, "max_position_embeddings": 64});
+        world.write("b/config.json", &config);
+        save_large_weights(&world.path("b"));
+        let python = std::env::var("MEDUSA_PYTHON").expect("set, says build.rs");
+        let ids = PROMPT.map(|id| id.to_string());
+        let output =
+            Command::new(python).arg(&script).arg(world.path("b")).arg(name).args(ids).output().expect("Python");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let rows: Vec<Vec<f64>> = serde_json::from_slice(&output.stdout).expect("logits as JSON");
+        let theirs = Tensor::from_slice(&rows.concat()).view([1, PROMPT.len() as i64, -1]);
+        let purpose = Purpose::Decoding;
+        let backbone = Llama::load_quantized(&world.path("b"), Kind::Float, Device::Cpu, purpose, Some(quantization));
+        let backbone = backbone.expect("a backbone");
+        let mask = RowMask::causal(PROMPT.len() as i64, &backbone.config, Device::Cpu);
+        let hidden = backbone.hidden_states(&Tensor::from_slice(&PROMPT).unsqueeze(0), &mask, Adapters::Off);
+        let ours = backbone.logits(&hidden, Adapters::Off).to_kind(Kind::Double);
+        let off = (&ours - &theirs).abs().max().double_value(&[]);
+        assert!(off < TOLERANCE, "{name}: {off} of {}", theirs.abs().max().double_value(&[]));
+    }
 }
 
 /// The tiny model without its chat template, two conversations, and heads trained on them for a step with `template`.
