@@ -55,6 +55,10 @@ const WITHOUT_GREEDY: [&str; 2] = ["llama_dynamic_long_text", "mistral_default_w
 const WITH_GRADIENTS: [&str; 3] = ["qwen3", "gemma3", "phi3"];
 /// Against dequantised weights that are the same numbers, in other orders of summation.
 const QUANTIZED_TOLERANCE: f64 = 1e-3;
+/// Of a gradient in float32, relative to its largest element. The largest error was 7.3e-5 (Gemma 3 on NF4 weights, AVX-512).
+const GRADIENT_TOLERANCE: f64 = 1e-3;
+/// The largest element of every gradient in the fixtures is above this.
+const SMALLEST_GRADIENT: f64 = 1e-2;
 
 fn family(name: &str) -> Fixture {
     Fixture::open(&format!("families/{name}"))
@@ -167,11 +171,6 @@ fn greedy_tokens_are_those_of_transformers_plain_and_with_a_tree() {
     }
 }
 
-/// The tolerance of a gradient, whose elements are sums of products as large as its largest.
-fn relative(expected: &Tensor) -> f64 {
-    FLOAT32_TOLERANCE * expected.abs().max().double_value(&[]).max(1.0)
-}
-
 /// Adapters, gradients and quantised logits of a family.
 struct Gradients {
     file: Fixture,
@@ -208,6 +207,13 @@ impl Gradients {
         assert_near(what, got, expected, tolerance, "scripts/make_lora_gradients.py");
     }
 
+    /// The largest element sets the tolerance, since elements are sums of products of its size.
+    fn gradient_near(&self, what: &str, got: &Tensor, expected: &Tensor) {
+        let largest = expected.abs().max().double_value(&[]);
+        assert!(largest > SMALLEST_GRADIENT, "{what} is nearly 0: {largest}");
+        self.near(what, got, expected, GRADIENT_TOLERANCE * largest);
+    }
+
     /// The backbone with the adapter.
     fn load(&self, quantization: Option<Quantization>) -> Llama {
         let (folder, device) = (self.backbone.path(), Device::Cpu);
@@ -241,8 +247,7 @@ impl Gradients {
             for (part, matrix) in ["lora_A", "lora_B"].into_iter().zip(adapter.parameters()) {
                 let tensor = format!("base_model.model.{layer}.{part}.weight");
                 let (what, expected) = (format!("{name}: gradient {at} of {tensor}"), self.tensor(&tensor).get(at));
-                assert!(expected.abs().max().double_value(&[]) > 1e-3, "{what} is nearly 0");
-                self.near(&what, &matrix.grad(), &expected, relative(&expected));
+                self.gradient_near(&what, &matrix.grad(), &expected);
                 compared.push(tensor);
             }
         }
@@ -284,7 +289,7 @@ fn gradients_of_norms_are_those_of_pytorch() {
         for (norm, weight) in norms {
             let what = format!("{name}: gradient of {norm}");
             let expected = gradients.tensor(&format!("gradient.{norm}"));
-            gradients.near(&what, &weight.grad(), &expected, relative(&expected));
+            gradients.gradient_near(&what, &weight.grad(), &expected);
         }
     }
 }
