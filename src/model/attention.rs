@@ -128,34 +128,29 @@ impl Attention {
 
     /// Whole rows, all `[B, Q, T, D]`.
     fn attend_rows(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &KindMask) -> Tensor {
-        let scale = self.shape.scale;
-        match &rows.mask_b1tt {
-            Some(mask_b1tt) if self.shape.softcap.is_some() => {
-                self.attend_capped(q_bqtd, k_bqtd, v_bqtd, Some(&additive(mask_b1tt, q_bqtd.kind())))
-            }
-            Some(_) => {
-                let mask = rows.mask_b1tt.as_ref();
+        match (rows.block, &rows.mask_b1tt) {
+            (Some(n), _) => self.attend_blocks(q_bqtd, k_bqtd, v_bqtd, rows.of_blocks(n, q_bqtd)),
+            (None, Some(mask)) => {
+                let (mask, scale) = (Some(mask), self.shape.scale);
                 Tensor::scaled_dot_product_attention(q_bqtd, k_bqtd, v_bqtd, mask, 0.0, false, scale, false)
             }
-            None if rows.by_blocks => self.attend_blocks(q_bqtd, k_bqtd, v_bqtd, rows),
-            None => self.attend_causal(q_bqtd, k_bqtd, v_bqtd),
+            (None, None) => self.attend_causal(q_bqtd, k_bqtd, v_bqtd),
         }
     }
 
-    /// Causal attention over whole rows, block after block.
-    fn attend_blocks(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, rows: &KindMask) -> Tensor {
-        let masks = rows.causal_blocks.get_or_init(|| causal_blocks(q_bqtd.size()[2], q_bqtd.kind()));
+    /// Whole rows, a block of queries at a time; `masks` as [`KindMask::of_blocks`] makes them.
+    fn attend_blocks(&self, q_bqtd: &Tensor, k_bqtd: &Tensor, v_bqtd: &Tensor, masks: &[Tensor]) -> Tensor {
         let mut from = 0;
-        let block = |mask_ns: &Tensor| {
-            let [n, s] = mask_ns.size()[..] else { panic!("[N, S], got {mask_ns:?}") };
+        let block = |mask: &Tensor| {
+            let [.., n, s] = mask.size()[..] else { panic!("[…, N, S], got {mask:?}") };
             let (k, v) = (k_bqtd.narrow(2, 0, s), v_bqtd.narrow(2, 0, s));
             from += n;
             let q = q_bqtd.narrow(2, from - n, n);
             match self.shape.softcap {
-                Some(_) => self.attend_capped(&q, &k, &v, Some(mask_ns)),
+                Some(_) => self.attend_capped(&q, &k, &v, Some(mask)),
                 None => {
-                    let mask = Some(mask_ns);
-                    Tensor::scaled_dot_product_attention(&q, &k, &v, mask, 0.0, false, self.shape.scale, false)
+                    let (mask, scale) = (Some(mask), self.shape.scale);
+                    Tensor::scaled_dot_product_attention(&q, &k, &v, mask, 0.0, false, scale, false)
                 }
             }
         };
@@ -229,26 +224,30 @@ pub struct RowMask {
 pub struct KindMask {
     /// `[B, 1, T, T]` bool; absent = causal.
     mask_b1tt: Option<Tensor>,
-    /// Causal attention block after block, each with the keys up to its end: where libtorch's causal kernel would compute the
-    /// upper triangle too, which is on the CPU, up to its block of 512 keys.
-    by_blocks: bool,
-    /// `[N, S]` each, 0 or -inf, in the dtype of attention; made by the first layer.
-    causal_blocks: OnceCell<Vec<Tensor>>,
+    /// Queries of a block, if attention runs a block of queries at a time.
+    block: Option<i64>,
+    /// What [`KindMask::of_blocks`] returns; made by the first layer.
+    block_masks: OnceCell<Vec<Tensor>>,
 }
 
-/// Queries of one block of [`RowMask::causal`].
+/// Queries of a block where libtorch's causal kernel would compute the upper triangle too: on the CPU, up to its block of
+/// [`KERNEL_KEYS`].
 const CAUSAL_BLOCK: i64 = 64;
 /// Keys that libtorch's CPU kernel treats at once.
 const KERNEL_KEYS: i64 = 512;
+/// Queries of a block of capped attention, whose scores are a tensor `[B, Q, N, S]`.
+pub const CAPPED_BLOCK: i64 = 128;
 
 impl RowMask {
     /// Each row is one text; padding at its right end is seen by nothing before it.
     pub fn causal(t: i64, config: &LlamaConfig, device: Device) -> Self {
         let positions = Tensor::arange(t, (Kind::Float, device));
         let by_blocks = device == Device::Cpu && (CAUSAL_BLOCK + 1..=KERNEL_KEYS).contains(&t);
+        let causal = by_blocks.then_some(CAUSAL_BLOCK);
+        let capped = capped_block(config);
         let of_window = |window: Option<i64>| match window.filter(|&w| w < t) {
-            Some(window) => KindMask::bool(&within_window(&positions.unsqueeze(0), window)),
-            None => KindMask { mask_b1tt: None, by_blocks, causal_blocks: OnceCell::new() },
+            Some(window) => KindMask::bool(&within_window(&positions.unsqueeze(0), window), capped),
+            None => KindMask { mask_b1tt: None, block: capped.or(causal), block_masks: OnceCell::new() },
         };
         Self { kinds: config.layer_kinds().windows().into_iter().map(of_window).collect(), positions }
     }
@@ -265,8 +264,9 @@ impl RowMask {
         let tensor = |rows: Vec<Vec<f32>>| Tensor::from_slice(&rows.concat()).view([b, t]).to_device(device);
         let (segments_bt, positions_bt) = (tensor(segments), tensor(positions));
         let same_btt = segments_bt.unsqueeze(2).eq_tensor(&segments_bt.unsqueeze(1));
+        let capped = capped_block(config);
         let of_window = |window: Option<i64>| {
-            KindMask::bool(&within_window(&positions_bt, window.unwrap_or(t)).logical_and(&same_btt))
+            KindMask::bool(&within_window(&positions_bt, window.unwrap_or(t)).logical_and(&same_btt), capped)
         };
         let kinds = config.layer_kinds().windows().into_iter().map(of_window).collect();
         Self { kinds, positions: positions_bt }
@@ -284,19 +284,32 @@ impl RowMask {
 
 impl KindMask {
     /// From `[B, T, T]`, true where a token is seen.
-    fn bool(sees_btt: &Tensor) -> Self {
-        Self { mask_b1tt: Some(sees_btt.unsqueeze(1)), by_blocks: false, causal_blocks: OnceCell::new() }
+    fn bool(sees_btt: &Tensor, block: Option<i64>) -> Self {
+        Self { mask_b1tt: Some(sees_btt.unsqueeze(1)), block, block_masks: OnceCell::new() }
+    }
+
+    /// The masks of the blocks of `n` queries of `q_bqtd`, each with the keys up to its end: `[N, S]` or `[B, 1, N, S]`, 0 or -inf, in the
+    /// queries' dtype.
+    fn of_blocks(&self, n: i64, q_bqtd: &Tensor) -> &[Tensor] {
+        let t = q_bqtd.size()[2];
+        let block = |from: i64| {
+            let end = t.min(from + n);
+            match &self.mask_b1tt {
+                Some(mask) => additive(&mask.narrow(2, from, end - from).narrow(3, 0, end), q_bqtd.kind()),
+                None => {
+                    let options = (q_bqtd.kind(), q_bqtd.device());
+                    Tensor::full([end - from, end], f64::NEG_INFINITY, options).triu(from + 1)
+                }
+            }
+        };
+        let blocks = || (0..t).step_by(usize::try_from(n).expect("above 0")).map(block).collect();
+        self.block_masks.get_or_init(blocks)
     }
 }
 
-/// Masks of the blocks of `t` queries, in the dtype of attention.
-fn causal_blocks(t: i64, kind: Kind) -> Vec<Tensor> {
-    let block = |from: i64| {
-        let end = t.min(from + CAUSAL_BLOCK);
-        let hidden = Tensor::full([end - from, end], f64::NEG_INFINITY, (kind, Device::Cpu));
-        hidden.triu(from + 1)
-    };
-    (0..t).step_by(usize::try_from(CAUSAL_BLOCK).expect("above 0")).map(block).collect()
+/// [`CAPPED_BLOCK`] if the backbone caps attention's scores.
+fn capped_block(config: &LlamaConfig) -> Option<i64> {
+    config.block().heads.softcap.map(|_| CAPPED_BLOCK)
 }
 
 /// Segment number and position in it for each of `t` tokens; padding is one more segment.
@@ -311,4 +324,50 @@ fn segment_layout(lengths: &[usize], t: i64) -> (Vec<f32>, Vec<f32>) {
 fn within_window(positions_bt: &Tensor, window: i64) -> Tensor {
     let distance_btt = positions_bt.unsqueeze(2) - positions_bt.unsqueeze(1);
     distance_btt.ge(0).logical_and(&distance_btt.lt(window))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::torch::Generator;
+
+    const T: i64 = 2 * CAPPED_BLOCK + 37;
+
+    /// Attention and the gradients of queries, keys and values.
+    fn with_gradients(attend: impl Fn(&[Tensor; 3]) -> Tensor, shape: HeadShape) -> [Tensor; 4] {
+        let mut random = Generator::seeded(3);
+        let of_heads = [2, shape.q, T, shape.d];
+        let inputs: [Tensor; 3] = std::array::from_fn(|_| {
+            (random.normal(&of_heads, (Kind::Double, Device::Cpu)) * 3.0).set_requires_grad(true)
+        });
+        let out = attend(&inputs);
+        (&out * random.normal(&of_heads, (Kind::Double, Device::Cpu))).sum(Kind::Double).backward();
+        let [q, k, v] = inputs.map(|input| input.grad());
+        [out.detach(), q, k, v]
+    }
+
+    #[test]
+    fn capped_attention_in_blocks_equals_attention_over_all_keys() {
+        let families = LlamaConfig::tiny_of_each_family();
+        let config = families.into_iter().find(|config| config.block().heads.softcap.is_some()).expect("Gemma 2");
+        let shape = config.block().heads;
+        let o = Linear::dense(Tensor::zeros([0, 0], (Kind::Double, Device::Cpu)), None);
+        let attention = Attention { qkv: LinearGroup::separate(vec![]), o, shape, query_key_norm: None };
+        let causal = RowMask::causal(T, &config, Device::Cpu);
+        let packed = RowMask::packed(&[vec![150, 90], vec![200]], T, &config, Device::Cpu);
+        assert!(causal.kinds.iter().any(|kind| kind.mask_b1tt.is_some()), "a window cuts");
+        assert!(causal.kinds.iter().any(|kind| kind.mask_b1tt.is_none()), "some layers have no window");
+        for mask in causal.kinds.iter().chain(&packed.kinds) {
+            assert_eq!(mask.block, Some(CAPPED_BLOCK));
+            let lower = || Tensor::ones([T, T], (Kind::Bool, Device::Cpu)).tril(0);
+            let sees = mask.mask_b1tt.as_ref().map_or_else(lower, Tensor::shallow_clone);
+            let all = additive(&sees, Kind::Double);
+            let whole = with_gradients(|[q, k, v]| attention.attend_capped(q, k, v, Some(&all)), shape);
+            let blocks = with_gradients(|[q, k, v]| attention.attend_rows(q, k, v, mask), shape);
+            for (whole, blocks) in whole.iter().zip(&blocks) {
+                let difference = (whole - blocks).abs().max().double_value(&[]);
+                assert!(difference < 1e-12, "{difference}");
+            }
+        }
+    }
 }
