@@ -53,7 +53,7 @@ impl BatchStep {
         }
     }
 
-    /// RotationsByKind of the new tokens and the spare ones.
+    /// Rotations of the new tokens and the spare ones.
     pub(super) fn rotations(&self, ropes: &Ropes) -> RotationsByKind {
         ropes.at(&self.positions_p)
     }

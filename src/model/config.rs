@@ -160,9 +160,9 @@ impl LlamaConfig {
     pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
         let (v, h) = (self.vocab_size, self.hidden_size);
         let mut all = vec![(names::EMBED_TOKENS.to_owned(), vec![v, h])];
+        let of_layer = self.block().tensors();
         for layer in 0..self.num_hidden_layers {
-            let tensors = self.block().tensors().into_iter();
-            all.extend(tensors.map(|(part, shape)| (names::in_layer(layer, &part), shape)));
+            all.extend(of_layer.iter().map(|(part, shape)| (names::in_layer(layer, part), shape.clone())));
         }
         all.push((names::NORM.to_owned(), vec![h]));
         if !self.tie_word_embeddings {
@@ -197,6 +197,9 @@ impl LlamaConfig {
             let expected = format!("a divisor of num_attention_heads = {}", self.num_attention_heads);
             return Err(bad(path, "num_key_value_heads", expected, self.num_key_value_heads));
         }
+        if !(self.rms_norm_eps >= 0.0 && self.rms_norm_eps.is_finite()) {
+            return Err(bad(path, "rms_norm_eps", "a number of at least 0", self.rms_norm_eps));
+        }
         if self.head_dim % 2 != 0 {
             return Err(bad(path, "head_dim", "an even number (rotary embeddings turn pairs)", self.head_dim));
         }
@@ -214,7 +217,7 @@ fn resolve(path: &Path, family: &Family, written: ConfigKeys) -> Result<LlamaCon
         intermediate_size: written.intermediate_size,
         num_hidden_layers: written.num_hidden_layers,
         num_attention_heads: heads,
-        num_key_value_heads: written.num_key_value_heads.or(family.num_key_value_heads).unwrap_or(heads),
+        num_key_value_heads: written.num_key_value_heads.unwrap_or(family.num_key_value_heads).unwrap_or(heads),
         head_dim,
         vocab_size: written.vocab_size,
         max_position_embeddings: rotary.context,
@@ -364,12 +367,48 @@ mod tests {
         assert!(matches!(new.rope_scaling, RopeScaling::Llama3 { factor: 8.0, .. }));
     }
 
+    fn gemma2(more: &str) -> String {
+        llama(more).replace("\"llama\"", "\"gemma2\"")
+    }
+
+    fn granite(more: &str) -> String {
+        llama(more).replace("\"llama\"", "\"granite\"")
+    }
+
+    #[test]
+    fn null_key_value_heads_are_as_many_as_heads() {
+        let mistral = |more: &str| load(&llama(more).replace("\"llama\"", "\"mistral\""), None).unwrap();
+        assert_eq!(mistral(r#","num_key_value_heads":null"#).num_key_value_heads, 8);
+        assert_eq!(mistral(r#","num_key_value_heads":2"#).num_key_value_heads, 2);
+    }
+
+    #[test]
+    fn smollm3_slides_where_there_is_no_rotary_embedding() {
+        let config = llama(r#","use_sliding_window":true,"sliding_window":5,"num_hidden_layers":4"#)
+            .replace("\"num_hidden_layers\":2,", "")
+            .replace("\"llama\"", "\"smollm3\"");
+        let config = load(&config, None).unwrap();
+        let kinds = config.layer_kinds();
+        let of = |layer| kinds.kinds()[kinds.of_layer(layer)].clone();
+        assert_eq!((of(0).window, of(0).rotary.is_some()), (None, true));
+        assert_eq!((of(3).window, of(3).rotary.is_some()), (Some(5), false));
+    }
+
     #[test]
     fn what_cannot_be_run_is_named() {
         let refused = [
             (llama(r#","rope_scaling":{"type":"xpos","factor":2.0}"#), "rope_scaling"),
             (llama(r#","rope_scaling":{"type":"linear","factor":0.0}"#), "factor"),
             (llama(r#","rope_theta":-1.0"#), "rope_theta"),
+            (llama(r#","rms_norm_eps":-1.0"#), "rms_norm_eps"),
+            (granite(r#","logits_scaling":0.0"#), "logits_scaling"),
+            (gemma2(r#","final_logit_softcapping":0.0"#), "final_logit_softcapping"),
+            (gemma2(r#","query_pre_attn_scalar":-1.0"#), "query_pre_attn_scalar"),
+            (
+                gemma2(r#","rope_parameters":{"full_attention":{"rope_type":"linear","factor":"8"}}"#),
+                "invalid type: string",
+            ),
+            (gemma2(r#","rope_parameters":{"sliding_attention":{"rope_type":"default"}}"#), "full_attention"),
             (llama(r#","num_key_value_heads":3"#), "num_key_value_heads"),
             (llama(r#","hidden_act":"gelu""#), "hidden_act"),
             (llama(r#","head_dim":0"#), "head_dim"),

@@ -7,7 +7,7 @@ use crate::model::attention::{Attention, QueryKeyWeights};
 use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, NormPlace, names};
 use crate::model::linear::{Linear, LinearGroup};
 use crate::model::lora::Adapters;
-use crate::model::norm::{LayerNorms, normed};
+use crate::model::norm::{LayerNorms, norm, normed};
 use crate::model::quantization::Quantizer;
 use crate::model::weights::WeightsError;
 
@@ -59,10 +59,16 @@ impl DecoderLayer {
         let (norms, spec) = (&self.norms, block.norms);
         let residual =
             |part: Tensor| if block.residual_multiplier == 1.0 { part } else { part * block.residual_multiplier };
-        let attended = attend(&normed(x, norms.attention_input.as_ref(), spec), &self.attention);
-        let x = x + residual(normed(&attended, norms.attention_output.as_ref(), spec));
-        let mlp = self.mlp(&normed(&x, norms.mlp_input.as_ref(), spec), block, adapters);
-        x + residual(normed(&mlp, norms.mlp_output.as_ref(), spec))
+        let attended = match &norms.attention_input {
+            Some(weight_h) => attend(&norm(x, weight_h, spec), &self.attention),
+            None => attend(x, &self.attention),
+        };
+        let x = x + residual(normed(attended, norms.attention_output.as_ref(), spec));
+        let mlp = match &norms.mlp_input {
+            Some(weight_h) => self.mlp(&norm(&x, weight_h, spec), block, adapters),
+            None => self.mlp(&x, block, adapters),
+        };
+        x + residual(normed(mlp, norms.mlp_output.as_ref(), spec))
     }
 
     fn mlp(&self, x: &Tensor, block: &BlockSpec, adapters: Adapters) -> Tensor {

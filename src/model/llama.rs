@@ -1,4 +1,4 @@
-//! The backbone: a Llama-family decoder (Touvron et al. 2023) and its passes over whole rows and behind caches.
+//! The backbone: a decoder like Llama (Touvron et al. 2023), with what its family has beyond that, and its passes over whole rows and behind caches.
 
 // B rows, T tokens of a row, N new tokens, H hidden, V vocabulary
 use tch::{Device, Kind, Tensor};
@@ -212,8 +212,8 @@ impl Llama {
         let x = Tensor::embedding(&self.embed_tokens_vh, tokens, -1, false, false).to_kind(self.kind);
         match self.config.family.embedding_multiplier {
             1.0 => x,
-            // In the dtype of the embeddings, as transformers rounds it.
-            factor => x * Tensor::from(factor).to_kind(self.kind).to_device(self.device),
+            // Rounded to the dtype of the embeddings, as transformers does.
+            factor => x * Tensor::from(factor).to_kind(self.kind).double_value(&[]),
         }
     }
 }

@@ -98,7 +98,7 @@ impl NewTokens {
         ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
     }
 
-    /// RotationsByKind of the new tokens' positions behind `len` committed ones.
+    /// Rotations of the new tokens' positions behind `len` committed ones.
     #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
     pub(super) fn rotations(&self, ropes: &Ropes, len: i64) -> RotationsByKind {
         let positions: Vec<f32> = self.offsets.iter().map(|offset| (len + offset) as f32).collect();

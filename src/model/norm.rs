@@ -33,6 +33,9 @@ pub(super) struct LayerNorms {
 }
 
 /// `x` after the norm, if there is one.
-pub(super) fn normed(x: &Tensor, weight_h: Option<&Tensor>, spec: NormSpec) -> Tensor {
-    weight_h.map_or_else(|| x.shallow_clone(), |weight_h| norm(x, weight_h, spec))
+pub(super) fn normed(x: Tensor, weight_h: Option<&Tensor>, spec: NormSpec) -> Tensor {
+    match weight_h {
+        Some(weight_h) => norm(&x, weight_h, spec),
+        None => x,
+    }
 }

@@ -8,7 +8,7 @@ use crate::model::block_spec::{LayerKinds, RopeScaling, RotarySpec};
 #[derive(Debug)]
 pub struct Ropes(Vec<Option<Rope>>);
 
-/// RotationsByKind of some positions for each kind of layer; `None` where a kind has none.
+/// Rotations of some positions for each kind of layer; `None` where a kind has none.
 #[derive(Debug)]
 pub struct RotationsByKind(Vec<Option<Rotation>>);
 
@@ -39,13 +39,13 @@ pub struct Rotation {
 }
 
 impl Ropes {
-    /// RotationsByKind come out in `kind` on `device`.
+    /// Rotations come out in `kind` on `device`.
     pub fn new(layers: &LayerKinds, kind: Kind, device: Device) -> Self {
         let rope = |rotary: &RotarySpec| Rope::new(rotary, kind, device);
         Self(layers.kinds().iter().map(|layer| layer.rotary.as_ref().map(rope)).collect())
     }
 
-    /// RotationsByKind of `positions` (float32, any shape `[…]`).
+    /// Rotations of `positions` (float32, any shape `[…]`).
     pub fn at(&self, positions: &Tensor) -> RotationsByKind {
         RotationsByKind(self.0.iter().map(|rope| rope.as_ref().map(|rope| rope.at(positions))).collect())
     }
@@ -64,14 +64,14 @@ impl RotationsByKind {
 }
 
 impl Rope {
-    /// RotationsByKind come out in `kind` on `device`.
+    /// Rotations come out in `kind` on `device`.
     pub fn new(rotary: &RotarySpec, kind: Kind, device: Device) -> Self {
         let frequencies = Frequencies::new(rotary);
         let signed: Vec<f32> = frequencies.each.iter().map(|f| -f).chain(frequencies.each.iter().copied()).collect();
         Self { signed_frequencies_r: Tensor::from_slice(&signed).to_device(device), frequencies, kind }
     }
 
-    /// RotationsByKind of `positions` (float32, any shape `[…]`).
+    /// Rotations of `positions` (float32, any shape `[…]`).
     pub fn at(&self, positions: &Tensor) -> Rotation {
         let angles = positions.unsqueeze(-1).unsqueeze(-1) * &self.signed_frequencies_r;
         let scaled = |x: Tensor| if self.frequencies.magnitude == 1.0 { x } else { x * self.frequencies.magnitude };
@@ -91,10 +91,12 @@ impl Rotation {
 
     /// As [`Rotation::apply`], in place; `x` may be a view.
     pub fn apply_(&self, x: &Tensor) {
-        let r = self.cos.size()[self.cos.dim() - 1];
-        let x = x.narrow(-1, 0, r);
+        let (r, d) = (self.cos.size()[self.cos.dim() - 1], x.size()[x.dim() - 1]);
+        if r < d {
+            return self.apply_(&x.narrow(-1, 0, r));
+        }
         let rolled = x.roll([r / 2], [-1]);
-        let _ = (&x * &self.cos).addcmul_out(&x, &rolled, &self.signed_sin);
+        let _ = (x * &self.cos).addcmul_out(x, &rolled, &self.signed_sin);
     }
 }
 

@@ -22,3 +22,7 @@ pub enum ConfigError {
 pub(super) fn bad(path: &Path, key: &'static str, expected: impl ToString, got: impl ToString) -> ConfigError {
     ConfigError::Value { path: path.into(), key, expected: expected.to_string(), got: got.to_string() }
 }
+
+pub(super) fn above_zero(path: &Path, key: &'static str, value: f64) -> Result<f64, ConfigError> {
+    if value > 0.0 && value.is_finite() { Ok(value) } else { Err(bad(path, key, "a number above 0", value)) }
+}

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::error::{ConfigError, bad};
+use super::error::{ConfigError, above_zero, bad};
 use super::keys::ConfigKeys;
 use crate::model::block_spec::{Activation, LinearStorage, LogitSpec, NormKind, NormPlaces, QueryKeyNorm};
 
@@ -86,7 +86,8 @@ pub(super) struct Family {
     scales: ScaleRule,
     /// Of attention and of the logits.
     softcaps: Option<[f64; 2]>,
-    local_rope_theta: Option<f64>,
+    /// Base of the rotary frequencies of sliding layers, where the family has one.
+    pub local_rope_theta: Option<f64>,
     /// Every so many layers, one has no position embeddings.
     no_rope_layer_interval: Option<usize>,
 }
@@ -99,8 +100,8 @@ enum WindowRule {
     EveryLayer(Option<i64>),
     /// If `use_sliding_window` is set: those from `max_window_layers` on.
     FromLayer,
-    /// If `use_sliding_window` is set: those with position embeddings.
-    WithRope,
+    /// If `use_sliding_window` is set: those without position embeddings.
+    WithoutRope,
     /// All but every n-th; the window where the key is absent.
     AllButEvery(usize, i64),
 }
@@ -206,7 +207,7 @@ const FAMILIES: [Family; 10] = [
         num_key_value_heads: Some(4),
         rope_theta: 2_000_000.0,
         tie_word_embeddings: true,
-        windows: WindowRule::WithRope,
+        windows: WindowRule::WithoutRope,
         no_rope_layer_interval: Some(4),
         ..LLAMA
     },
@@ -314,15 +315,13 @@ pub(super) fn find(path: &Path, model_type: Option<&str>) -> Result<&'static Fam
 impl Family {
     /// The sliding window of the layers that have one.
     pub(super) fn sliding_window(&self, written: &ConfigKeys) -> Option<i64> {
-        let if_used = |is_used: Option<bool>| written.sliding_window.flatten().filter(|_| is_used == Some(true));
+        let if_used = |window: Option<i64>| window.filter(|_| written.use_sliding_window == Some(true));
         match self.windows {
             WindowRule::Never => None,
             WindowRule::EveryLayer(default) => written.sliding_window.unwrap_or(default),
             WindowRule::AllButEvery(_, default) => written.sliding_window.unwrap_or(Some(default)),
-            WindowRule::FromLayer => {
-                written.sliding_window.unwrap_or(Some(4096)).filter(|_| written.use_sliding_window == Some(true))
-            }
-            WindowRule::WithRope => if_used(written.use_sliding_window),
+            WindowRule::FromLayer => if_used(written.sliding_window.unwrap_or(Some(4096))),
+            WindowRule::WithoutRope => if_used(written.sliding_window.flatten()),
         }
     }
 
@@ -337,31 +336,37 @@ impl Family {
             layers: self.layers(path, written)?,
             ..FamilyTraits::default()
         };
-        if let Some([attention, logits]) = self.softcaps {
-            traits.attention_softcap = written.attn_logit_softcapping.unwrap_or(Some(attention));
-            traits.logits.softcap = written.final_logit_softcapping.unwrap_or(Some(logits));
-        } else if matches!(self.scales, ScaleRule::Gemma) {
-            traits.attention_softcap = written.attn_logit_softcapping.flatten();
-            traits.logits.softcap = written.final_logit_softcapping.flatten();
+        if matches!(self.scales, ScaleRule::Gemma) {
+            let [attention, logits] = self.softcaps.map_or([None; 2], |caps| caps.map(Some));
+            traits.attention_softcap = written.attn_logit_softcapping.unwrap_or(attention);
+            traits.logits.softcap = written.final_logit_softcapping.unwrap_or(logits);
         }
-        self.scale(written, &mut traits);
+        self.scale(path, written, &mut traits)?;
+        let caps =
+            [("attn_logit_softcapping", traits.attention_softcap), ("final_logit_softcapping", traits.logits.softcap)];
+        for (key, cap) in caps {
+            cap.map(|cap| above_zero(path, key, cap)).transpose()?;
+        }
         Ok(traits)
     }
 
-    fn scale(&self, written: &ConfigKeys, traits: &mut FamilyTraits) {
+    fn scale(&self, path: &Path, written: &ConfigKeys, traits: &mut FamilyTraits) -> Result<(), ConfigError> {
+        let of = |key, value: Option<f64>, default| above_zero(path, key, value.unwrap_or(default));
         match self.scales {
             ScaleRule::Llama => {}
             ScaleRule::Gemma => {
+                let scalar = of("query_pre_attn_scalar", written.query_pre_attn_scalar, 256.0)?;
                 traits.embedding_multiplier = (written.hidden_size as f64).sqrt();
-                traits.attention_scale = Some(written.query_pre_attn_scalar.unwrap_or(256.0).powf(-0.5));
+                traits.attention_scale = Some(scalar.powf(-0.5));
             }
             ScaleRule::Granite => {
-                traits.embedding_multiplier = written.embedding_multiplier.unwrap_or(1.0);
-                traits.residual_multiplier = written.residual_multiplier.unwrap_or(1.0);
-                traits.attention_scale = Some(written.attention_multiplier.unwrap_or(1.0));
-                traits.logits.divisor = written.logits_scaling.unwrap_or(1.0);
+                traits.embedding_multiplier = of("embedding_multiplier", written.embedding_multiplier, 1.0)?;
+                traits.residual_multiplier = of("residual_multiplier", written.residual_multiplier, 1.0)?;
+                traits.attention_scale = Some(of("attention_multiplier", written.attention_multiplier, 1.0)?);
+                traits.logits.divisor = of("logits_scaling", written.logits_scaling, 1.0)?;
             }
         }
+        Ok(())
     }
 
     fn activation(&self, path: &Path, written: &ConfigKeys) -> Result<Activation, ConfigError> {
@@ -391,7 +396,7 @@ impl Family {
             (_, WindowRule::Never | WindowRule::EveryLayer(_)) => true,
             (Some(slides), _) => slides[layer],
             (None, WindowRule::FromLayer) => layer >= written.max_window_layers.unwrap_or(28),
-            (None, WindowRule::WithRope) => rotates(layer),
+            (None, WindowRule::WithoutRope) => !rotates(layer),
             (None, WindowRule::AllButEvery(n, _)) => {
                 !(layer + 1).is_multiple_of(written.sliding_window_pattern.unwrap_or(n).max(1))
             }
@@ -399,11 +404,6 @@ impl Family {
         let all = (0..count).map(|layer| LayerTraits { slides: slides(layer), rotates: rotates(layer) });
         let alike = all.clone().all(|layer| layer == LayerTraits { slides: true, rotates: true });
         Ok(if alike { vec![] } else { all.collect() })
-    }
-
-    /// Base of the rotary frequencies of sliding layers, where the family has one.
-    pub(super) fn local_rope_theta(&self) -> Option<f64> {
-        self.local_rope_theta
     }
 }
 

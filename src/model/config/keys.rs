@@ -20,7 +20,8 @@ pub(super) struct ConfigKeys {
     pub intermediate_size: i64,
     pub num_hidden_layers: usize,
     pub num_attention_heads: i64,
-    pub num_key_value_heads: Option<i64>,
+    #[serde(default, deserialize_with = "written")]
+    pub num_key_value_heads: Written<i64>,
     pub head_dim: Option<i64>,
     pub vocab_size: i64,
     pub max_position_embeddings: i64,
@@ -97,11 +98,29 @@ impl RopeKeys {
 }
 
 /// `rope_parameters`: for all layers, or by the type of layer.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(untagged)]
+#[derive(Debug, Clone)]
 pub(super) enum RopeByLayer {
-    ByType { full_attention: Box<RopeKeys>, sliding_attention: Option<Box<RopeKeys>> },
+    ByType(Box<RopeByType>),
     All(Box<RopeKeys>),
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct RopeByType {
+    pub full_attention: RopeKeys,
+    pub sliding_attention: Option<RopeKeys>,
+}
+
+impl<'de> Deserialize<'de> for RopeByLayer {
+    /// By its keys, so that a wrong value in one spelling is not taken for the other.
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
+        let value = serde_json::Value::deserialize(value)?;
+        let is_by_type = ["full_attention", "sliding_attention"].iter().any(|key| value.get(key).is_some());
+        let read = match is_by_type {
+            true => serde_json::from_value(value).map(Self::ByType),
+            false => serde_json::from_value(value).map(Self::All),
+        };
+        read.map_err(|error| serde::de::Error::custom(format!("rope_parameters: {error}")))
+    }
 }
 
 #[derive(Debug, Deserialize)]

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::error::{ConfigError, bad};
+use super::error::{ConfigError, above_zero, bad};
 use super::family::Family;
 use super::keys::{ConfigKeys, RopeByLayer, RopeKeys};
 use crate::model::block_spec::RopeScaling;
@@ -28,15 +28,13 @@ pub(super) fn resolve(
     head_dim: i64,
 ) -> Result<Rotary, ConfigError> {
     let (full, sliding) = match &written.rope_parameters {
-        Some(RopeByLayer::ByType { full_attention, sliding_attention }) => {
-            (Some(&**full_attention), sliding_attention.as_deref())
-        }
+        Some(RopeByLayer::ByType(by_type)) => (Some(&by_type.full_attention), by_type.sliding_attention.as_ref()),
         Some(RopeByLayer::All(all)) => (Some(&**all), None),
         None => (written.rope_scaling.as_ref(), None),
     };
     let theta = full.and_then(|rope| rope.rope_theta).or(written.rope_theta).unwrap_or(family.rope_theta);
     let sliding_theta = sliding.and_then(|rope| rope.rope_theta).or(written.rope_local_base_freq);
-    let local_theta = family.local_rope_theta().map(|default| sliding_theta.unwrap_or(default));
+    let local_theta = family.local_rope_theta.map(|default| sliding_theta.unwrap_or(default));
     for theta in [Some(theta), local_theta].into_iter().flatten() {
         above_zero(path, "rope_theta", theta)?;
     }
@@ -45,7 +43,8 @@ pub(super) fn resolve(
     }
     let part = full.and_then(|rope| rope.partial_rotary_factor).or(written.partial_rotary_factor);
     let size = part.map(|part| rotated(path, head_dim, part)).transpose()?;
-    let reader = Reader { path, written, rope: full.cloned().unwrap_or_default(), size: size.unwrap_or(head_dim) };
+    let rope = full.cloned().unwrap_or_default();
+    let reader = Reader { path, written, rope, theta, size: size.unwrap_or(head_dim) };
     let scaling = reader.scaling()?;
     let context = reader.context(&scaling, family);
     Ok(Rotary { theta, scaling, local_theta, size: size.filter(|size| *size != head_dim), context })
@@ -61,34 +60,28 @@ fn rotated(path: &Path, head_dim: i64, part: f64) -> Result<i64, ConfigError> {
     Ok(size)
 }
 
-fn above_zero(path: &Path, key: &'static str, value: f64) -> Result<f64, ConfigError> {
-    if value > 0.0 && value.is_finite() { Ok(value) } else { Err(bad(path, key, "a number above 0", value)) }
-}
-
 struct Reader<'c> {
     path: &'c Path,
     written: &'c ConfigKeys,
     rope: RopeKeys,
+    theta: f64,
     /// Rotated numbers of a head.
     size: i64,
 }
 
 impl Reader<'_> {
     fn scaling(&self) -> Result<RopeScaling, ConfigError> {
-        let original = self.original();
         Ok(match self.rope.kind() {
             None | Some("default") => RopeScaling::Default,
             Some("linear") => RopeScaling::Linear { factor: self.factor()? },
+            Some("dynamic") if self.size == 2 => {
+                return Err(bad(self.path, "head_dim", "more than 2 rotated numbers for rope_type dynamic", self.size));
+            }
             Some("dynamic") => RopeScaling::Dynamic {
                 factor: self.factor()?,
                 original_max_position_embeddings: self.written.max_position_embeddings,
             },
-            Some("llama3") => RopeScaling::Llama3 {
-                factor: self.factor()?,
-                low_freq_factor: self.need("low_freq_factor", self.rope.low_freq_factor)?,
-                high_freq_factor: self.need("high_freq_factor", self.rope.high_freq_factor)?,
-                original_max_position_embeddings: self.need("original_max_position_embeddings", original)?,
-            },
+            Some("llama3") => self.llama3()?,
             Some("yarn") => self.yarn()?,
             Some("longrope" | "su") => self.longrope()?,
             Some(other) => {
@@ -121,8 +114,31 @@ impl Reader<'_> {
         above_zero(self.path, "original_max_position_embeddings", original).map(|tokens| tokens as i64)
     }
 
+    /// A key that has a default.
+    fn or(&self, key: &'static str, value: Option<f64>, default: f64) -> Result<f64, ConfigError> {
+        above_zero(self.path, key, value.unwrap_or(default))
+    }
+
+    fn llama3(&self) -> Result<RopeScaling, ConfigError> {
+        let low_freq_factor = self.need("low_freq_factor", self.rope.low_freq_factor)?;
+        let high_freq_factor = self.need("high_freq_factor", self.rope.high_freq_factor)?;
+        if high_freq_factor <= low_freq_factor {
+            let expected = format!("a number above low_freq_factor = {low_freq_factor}");
+            return Err(bad(self.path, "high_freq_factor", expected, high_freq_factor));
+        }
+        Ok(RopeScaling::Llama3 {
+            factor: self.factor()?,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings: self.need("original_max_position_embeddings", self.original())?,
+        })
+    }
+
     fn yarn(&self) -> Result<RopeScaling, ConfigError> {
         let factor = self.factor()?;
+        if self.theta == 1.0 {
+            return Err(bad(self.path, "rope_theta", "another number than 1 for rope_type yarn", self.theta));
+        }
         let grown = |mscale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
         let by_default = match (self.rope.mscale, self.rope.mscale_all_dim) {
             (Some(some), Some(all)) if some != 0.0 && all != 0.0 => grown(some) / grown(all),
@@ -130,11 +146,11 @@ impl Reader<'_> {
         };
         Ok(RopeScaling::Yarn {
             factor,
-            beta_fast: self.rope.beta_fast.unwrap_or(32.0),
-            beta_slow: self.rope.beta_slow.unwrap_or(1.0),
+            beta_fast: self.or("beta_fast", self.rope.beta_fast, 32.0)?,
+            beta_slow: self.or("beta_slow", self.rope.beta_slow, 1.0)?,
             truncate: self.rope.truncate.unwrap_or(true),
             original_max_position_embeddings: self.original_tokens()?,
-            attention_factor: self.rope.attention_factor.unwrap_or(by_default),
+            attention_factor: self.or("attention_factor", self.rope.attention_factor, by_default)?,
         })
     }
 
@@ -150,7 +166,7 @@ impl Reader<'_> {
             long_factor: self.divisors("long_factor", self.rope.long_factor.as_ref())?,
             original_max_position_embeddings: original,
             longest,
-            attention_factor: self.rope.attention_factor.unwrap_or(by_default),
+            attention_factor: self.or("attention_factor", self.rope.attention_factor, by_default)?,
         })
     }
 

@@ -103,13 +103,15 @@ pub(super) fn predicting(segment_lengths: &[usize], num_heads: usize, has_label:
 }
 
 /// Part of every key. Change it when the same input would produce a different file.
-const FORMAT: &str = "medusa hidden states 1";
+const FORMAT: &str = "medusa hidden states 2";
 
 /// Everything except the tokens that determines a hidden state.
 pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
     let weights = weights::files_of(folder).map_err(io::Error::other)?;
     let on = if backbone.device().is_cuda() { "cuda" } else { "cpu" };
     let mut facts = format!("{FORMAT}\nlibtorch {LIBTORCH_VERSION} on {on}\n{:?}\n", backbone.kind());
+    // Rotary embeddings may depend on the context, which is not in the folder.
+    facts += &format!("{:?}\n", backbone.block().layers);
     facts.extend(backbone.quantization().map(|quantization| format!("{quantization}\n")));
     for path in weights {
         let metadata = fs::metadata(&path)?;
