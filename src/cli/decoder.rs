@@ -143,7 +143,9 @@ impl Decoder {
         let tokenizer = TextTokenizer::load(folder)?;
         let backbone = load_backbone(folder, heads.map(PathBuf::as_path), &served, common, purpose)?;
         spare_threads(&backbone);
-        if let (Purpose::Decoding, Err(why @ Unsupported::Weights)) = (purpose, CpuEngine::supports(&backbone)) {
+        if let (Purpose::Decoding, Err(why)) = (purpose, CpuEngine::supports(&backbone))
+            && why != Unsupported::Device
+        {
             match backbone.quantization() {
                 Some(quantization) => common.say(served::on_libtorch(quantization)),
                 None => common.say(format_args!("decoding with libtorch's operations: {why}")),

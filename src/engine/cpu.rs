@@ -5,6 +5,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::{Engine, RowTokens, each_row};
+use crate::cpu;
 use crate::cpu::attention::{SeenTokens, attend};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{
@@ -27,8 +28,12 @@ const TOGETHER: usize = 64;
 pub enum Unsupported {
     #[error("the backbone is not on the CPU")]
     Device,
-    /// Unsupported dtype or CPU, or weights that were not packed for decoding.
-    #[error("the fast kernels need AVX-512 with bfloat16, and --dtype float32 or bfloat16")]
+    #[error("this CPU has no AVX-512 with bfloat16, which the CPU kernels need")]
+    Processor,
+    #[error("the CPU kernels compute in float32 or bfloat16, not in float16: use --dtype bfloat16")]
+    Dtype,
+    /// Quantised weights, or weights that were not laid out for decoding.
+    #[error("the weights are not laid out for the CPU kernels")]
     Weights,
 }
 
@@ -290,9 +295,10 @@ impl Engine for CpuEngine<'_> {
 fn kernel_layers(backbone: &Llama) -> Result<(Number, Vec<KernelLayer<'_>>), Unsupported> {
     let number = match backbone.kind() {
         _ if backbone.device() != Device::Cpu => return Err(Unsupported::Device),
+        _ if !cpu::available() => return Err(Unsupported::Processor),
         Kind::Float => Number::Float32,
         Kind::BFloat16 => Number::BFloat16,
-        _ => return Err(Unsupported::Weights),
+        _ => return Err(Unsupported::Dtype),
     };
     backbone.lm_head().matrix().ok_or(Unsupported::Weights)?;
     let (kinds, norm_kind) = (&backbone.block().layers, backbone.block().norms.kind);

@@ -156,10 +156,9 @@ impl Reader<'_> {
 
     fn longrope(&self) -> Result<RopeScaling, ConfigError> {
         let (original, longest) = (self.original_tokens()?, self.written.max_position_embeddings);
-        let factor = match self.original() {
-            Some(original) => longest as f64 / original,
-            None => self.rope.factor.unwrap_or(1.0),
-        };
+        // As transformers 5; version 4 ignores `factor` where the context of pre-training is known.
+        let by_context = || self.original().map_or(1.0, |original| longest as f64 / original);
+        let factor = self.rope.factor.unwrap_or_else(by_context);
         let by_default = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
         Ok(RopeScaling::LongRope {
             short_factor: self.divisors("short_factor", self.rope.short_factor.as_ref())?,
