@@ -24,6 +24,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::decoding::World;
 
+mod exports;
+
 const TREE: [&str; 4] = ["--heads", "h", "--tree", "t.json"];
 const PROMPT: [i64; 4] = [1, 4, 5, 6];
 

@@ -9,7 +9,7 @@ use super::backbone::backbone_config;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
-use crate::formats::heads_config::{CHAT_TEMPLATE, PublishedHeadsConfig};
+use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
 use crate::model::quantization::Quantization;
 
 /// The value of `--chat-template` for no template at all.
@@ -192,8 +192,8 @@ fn quantization_of(config: &PublishedHeadsConfig) -> Result<Option<Quantization>
 /// The recorded template. A file is the one beside the heads, whatever its name was in training.
 fn template_of(heads: &Path, config: &PublishedHeadsConfig) -> Result<Option<TemplateChoice>, UsageError> {
     let Some(name) = config.chat_template() else { return Ok(None) };
-    if name == CHAT_TEMPLATE {
-        return Ok(Some(TemplateChoice::File(folder_of(heads).join(CHAT_TEMPLATE))));
+    if [CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE].contains(&name) {
+        return Ok(Some(TemplateChoice::File(folder_of(heads).join(name))));
     }
     match TemplateChoice::try_from(name.to_owned()) {
         Ok(choice @ (TemplateChoice::Tokenizer | TemplateChoice::BuiltIn(_))) => Ok(Some(choice)),

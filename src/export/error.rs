@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::data::chat_template::TemplateError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::dtype::Dtype;
 use crate::model::folder::FolderError;
@@ -56,6 +57,9 @@ pub enum ExportError {
     /// The backbone or its adapter.
     #[error(transparent)]
     Backbone(#[from] LoadError),
+    /// The chat template of the backbone, or the one that the heads were trained with.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
     /// The adapter alone.
     #[error(transparent)]
     Adapter(#[from] PeftError),

@@ -19,6 +19,7 @@ mod check;
 mod companions;
 mod error;
 mod finite;
+mod recorded;
 mod request;
 mod trained;
 mod write;

@@ -8,17 +8,19 @@ use serde_json::{Map, Value, json};
 use tch::Tensor;
 
 use super::error::ExportError;
+use super::recorded;
 use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::draft::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::files::{write_json, write_synced};
+use crate::formats::heads_config::TRAINING;
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::torch_file;
 use crate::model::weights::{MODEL_FILE, Planned, save_each};
 
-/// Writes weights and config of the layout into `folder`.
+/// Writes weights, config and chat template of the layout into `folder`.
 pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportError> {
     match trained.format {
         ExportFormat::Merged | ExportFormat::ModelOpt => with_backbone(folder, trained),
@@ -26,7 +28,8 @@ pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportEr
         ExportFormat::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
         _ if trained.pickle => pickled(folder, trained),
         ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
-    }
+    }?;
+    recorded::write_template(folder, trained)
 }
 
 /// Writes the heads and their config.
@@ -120,7 +123,9 @@ fn config(trained: &Trained) -> Map<String, Value> {
     };
     let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
     let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));
-    match joined(base, config) {
+    let recorded = recorded::keys(trained);
+    let recorded = if recorded.is_empty() { json!({}) } else { json!({TRAINING: recorded}) };
+    match joined(joined(base, config), recorded) {
         Value::Object(config) => config,
         _ => unreachable!("objects were joined"),
     }

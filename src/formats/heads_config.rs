@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
 use crate::files::write_json;
@@ -13,6 +13,16 @@ const CONFIG: &str = "config.json";
 
 /// A template file that the heads were trained with, beside them.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
+
+/// As [`CHAT_TEMPLATE`], in an exported folder that also holds the backbone, whose own template has that name.
+pub const HEADS_CHAT_TEMPLATE: &str = "heads_chat_template.jinja";
+
+/// The key of an exported config.json that holds [`PublishedHeadsConfig::recorded`]. Servers read some of these names at the top level:
+/// TensorRT-LLM takes a config with `architecture` and `dtype` for a checkpoint of its own.
+pub const TRAINING: &str = "medusa_train";
+
+/// The keys of [`HeadsFolderConfig`] that describe the training, not the tensors.
+const RECORDED: [&str; 5] = ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template"];
 
 /// `architecture` of Medusa heads.
 pub const MEDUSA: &str = "medusa";
@@ -79,17 +89,27 @@ impl PublishedHeadsConfig {
 
     /// Quantization of the backbone in training, if any.
     pub fn quantization(&self) -> Option<&str> {
-        self.value["quantization"].as_str()
+        self.at("quantization")?.as_str()
     }
 
     /// The chat template in training: a name of the recipe's, or [`CHAT_TEMPLATE`].
     pub fn chat_template(&self) -> Option<&str> {
-        self.value["chat_template"].as_str()
+        self.at("chat_template")?.as_str()
     }
 
     /// Whether a run wrote it, which records every setting: what is absent was not set.
     pub fn is_of_a_run(&self) -> bool {
-        self.value["backbone_dtype"].is_string()
+        self.at("backbone_dtype").is_some_and(Value::is_string)
+    }
+
+    /// What a run recorded about the training of the heads; empty if they come from another program.
+    pub fn recorded(&self) -> Map<String, Value> {
+        RECORDED.into_iter().filter_map(|key| Some((key.to_owned(), self.at(key)?.clone()))).collect()
+    }
+
+    /// A key that describes the training: at the top level in a run's `final/`, under [`TRAINING`] in an export.
+    fn at(&self, key: &str) -> Option<&Value> {
+        self.value.get(TRAINING).unwrap_or(&self.value).get(key)
     }
 
     /// vLLM's factor on all logits.
