@@ -8,13 +8,18 @@ use std::time::Duration;
 
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tch::{Device, Kind};
 
 use super::small_run::SmallRun;
 
-/// Sizes of a backbone, length of its four rows, and stage and optimizer of a two-step run.
+/// Family and sizes of a backbone, length of its four rows, and heads, stage and optimizer of a two-step run.
 struct Size {
+    /// Keys of config.json beside [`Size::config`]'s, or instead of them.
+    family: &'static str,
+    /// Keys of `[backbone]`.
+    backbone: &'static str,
+    heads: usize,
     hidden: usize,
     layers: usize,
     vocab: usize,
@@ -23,21 +28,36 @@ struct Size {
     optimizer: &'static str,
 }
 
+const LLAMA: Size = Size {
+    family: "{}",
+    backbone: "dtype = \"float32\"",
+    heads: 4,
+    hidden: 512,
+    layers: 1,
+    vocab: 12_000,
+    length: 64,
+    stage: "[stage.medusa1]",
+    optimizer: "adamw",
+};
+
 impl Size {
     fn config(&self) -> Value {
         let Self { hidden, layers, vocab, .. } = self;
-        json!({"model_type": "llama", "hidden_size": hidden, "intermediate_size": 11 * hidden / 4, "num_hidden_layers": layers,
-            "num_attention_heads": 4, "vocab_size": vocab, "max_position_embeddings": 1024, "tie_word_embeddings": false})
+        let mut config = json!({"model_type": "llama", "hidden_size": hidden, "intermediate_size": 11 * hidden / 4, "num_hidden_layers": layers,
+            "num_attention_heads": 4, "vocab_size": vocab, "max_position_embeddings": 1024, "tie_word_embeddings": false});
+        let family: Map<String, Value> = serde_json::from_str(self.family).expect("JSON");
+        config.as_object_mut().expect("an object").extend(family);
+        config
     }
 
     fn recipe(&self) -> String {
-        let Self { length, stage, optimizer, .. } = self;
+        let Self { backbone, heads, length, stage, optimizer, .. } = self;
         format!(
             r#"[backbone]
 path = "backbone"
-dtype = "float32"
+{backbone}
 [heads]
-medusa_num_heads = 4
+medusa_num_heads = {heads}
 medusa_num_layers = 1
 {stage}
 [data]
@@ -111,29 +131,67 @@ fn check(size: &Size) {
 
 #[test]
 fn the_planned_peak_of_adapters_and_their_activations_is_the_runs() {
-    check(&Size { hidden: 256, layers: 4, vocab: 8000, length: 512, stage: ADAPTERS, optimizer: "adamw" });
+    check(&Size { hidden: 256, layers: 4, vocab: 8000, length: 512, stage: ADAPTERS, ..LLAMA });
 }
 
 #[test]
 fn the_planned_peak_of_heads_is_the_runs() {
-    check(&Size { hidden: 512, layers: 1, vocab: 12_000, length: 64, stage: "[stage.medusa1]", optimizer: "adamw" });
+    check(&LLAMA);
 }
 
 #[test]
 fn the_planned_peak_with_moments_of_8_bits_is_the_runs() {
+    check(&Size { optimizer: "adamw8bit", ..LLAMA });
+}
+
+/// Capped attention and a window that cuts. Heads are small and many, so that most of the memory is scores, whose tensors are too large for the
+/// heap: its holes vary.
+const GEMMA_2: &str = r#"{"model_type": "gemma2", "num_attention_heads": 128, "num_key_value_heads": 64, "head_dim": 8,
+"query_pre_attn_scalar": 8, "sliding_window": 64, "tie_word_embeddings": true}"#;
+
+#[test]
+fn the_planned_peak_of_heads_of_gemma_2_has_the_scores_of_attention() {
+    check(&Size { family: GEMMA_2, hidden: 256, layers: 2, vocab: 2000, length: 256, ..LLAMA });
+}
+
+/// Without capped attention and with a small MLP, so that most of what a layer keeps is its norms' inputs.
+const GEMMA_2_NORMS: &str = r#"{"model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+"query_pre_attn_scalar": 32, "attn_logit_softcapping": null, "intermediate_size": 256, "tie_word_embeddings": true}"#;
+
+#[test]
+fn the_planned_peak_of_adapters_of_gemma_2_has_the_norms_in_float32() {
     check(&Size {
-        hidden: 512,
-        layers: 1,
-        vocab: 12_000,
-        length: 64,
-        stage: "[stage.medusa1]",
-        optimizer: "adamw8bit",
+        family: GEMMA_2_NORMS,
+        backbone: "dtype = \"bfloat16\"",
+        heads: 1,
+        hidden: 1024,
+        layers: 8,
+        vocab: 200,
+        length: 256,
+        stage: ADAPTERS,
+        ..LLAMA
+    });
+}
+
+/// One linear layer for gate and up, here most of a decoder layer.
+const PHI_3: &str = r#"{"model_type": "phi3", "intermediate_size": 16384, "pad_token_id": 0}"#;
+
+#[test]
+fn the_planned_peak_of_heads_of_phi_3_on_nf4_weights_has_its_largest_linear_layer() {
+    check(&Size {
+        family: PHI_3,
+        backbone: "dtype = \"float32\"\nquantization = \"nf4\"",
+        heads: 1,
+        hidden: 1024,
+        vocab: 1000,
+        length: 16,
+        ..LLAMA
     });
 }
 
 #[test]
 fn check_needs_no_weights_and_says_so() {
-    let size = Size { hidden: 64, layers: 2, vocab: 500, length: 64, stage: ADAPTERS, optimizer: "adamw" };
+    let size = Size { hidden: 64, layers: 2, vocab: 500, stage: ADAPTERS, ..LLAMA };
     let plan = |weights| size.workplace(weights).train(&["--check"]).succeeded().stdout;
     let (without, with) = (plan(false), plan(true));
     let line = "weights      not in the folder; only config.json was checked\n";
@@ -153,7 +211,7 @@ fn check_compares_headers_with_the_config() {
 #[test]
 fn a_quantised_teacher_is_warned_of() {
     let distills = ADAPTERS.replace("[stage.medusa2]\n", "[stage.medusa2]\nself_distillation = true\n");
-    let size = Size { hidden: 64, layers: 1, vocab: 500, length: 64, stage: ADAPTERS, optimizer: "adamw" };
+    let size = Size { hidden: 64, vocab: 500, stage: ADAPTERS, ..LLAMA };
     let small = size.workplace(false);
     let recipe = size.recipe().replace(ADAPTERS, &distills);
     for (quantization, warned) in [("", false), ("quantization = \"nf4\"\n", true)] {

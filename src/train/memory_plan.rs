@@ -7,7 +7,8 @@ use serde::Serialize;
 
 use crate::draft::medusa::fused_loss::CHUNK_LOGITS;
 use crate::draft::medusa::heads::HeadsShape;
-use crate::model::block_spec::{BlockLinears, LinearSpec, NormPlaces, NormSpec};
+use crate::model::attention::CAPPED_BLOCK;
+use crate::model::block_spec::{BlockLinears, LinearSpec, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
 use crate::model::quantization::Quantization;
@@ -216,21 +217,15 @@ impl Workload<'_> {
     /// `model/{decoder_layer,attention,lora}.rs`.
     fn kept_of_layer(&self) -> KeptTensors {
         let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
-        let block = self.config.block();
         // The residual stream before attention and before the MLP; attention's q, k, v and output; the MLP's gate,
         // SiLU(gate) and up.
         let mut kept = vec![(2, n * h * e), (4, n * q * e), (3, n * f * e)];
-        // More than Llama's: outputs that are normed, q and k before their norm, scores of attention that are capped.
-        let NormSpec { places, query_key, .. } = block.norms;
-        let normed_outputs = if places == NormPlaces::InputsAndOutputs { 2 } else { 0 };
-        kept.push((normed_outputs, n * h * e));
-        kept.push((if query_key.is_some() { 2 } else { 0 }, n * q * e));
-        kept.push((if block.heads.softcap.is_some() { 3 } else { 0 }, n * self.length * self.query_heads() * F32));
-        if e < F32 && (self.on_host || self.is_direct()) {
-            kept.push((2, n * h * F32)); // norms in float32
-        }
-        let cuts = |window: Option<i64>| window.is_some_and(|window| window.unsigned_abs() < self.length);
-        if self.masked || block.layers.windows().into_iter().any(cuts) {
+        kept.extend(self.kept_of_norms());
+        // tanh(scores), the softmax in float32, and its cast.
+        let scores = self.capped_scores();
+        kept.extend(scores.iter().flat_map(|&block| [(2, block * e), (u64::from(e < F32), block * F32)]));
+        // libtorch's attention keeps its mask; capped attention has one mask for all layers.
+        if scores.is_empty() && (self.masked || self.some_window_cuts()) {
             kept.push((1, n * self.length * e));
         }
         match self.trained.lora() {
@@ -240,6 +235,45 @@ impl Workload<'_> {
         }
         kept.push((1, self.casts_of_layer()));
         kept
+    }
+
+    /// Inputs of norms that are not kept for something else, and the float32 copies of those that are computed in it.
+    fn kept_of_norms(&self) -> KeptTensors {
+        let (n, e, [h, q, g, ..]) = (self.positions(), self.element, self.widths());
+        let NormSpec { kind, places, query_key, .. } = self.config.block().norms;
+        let wide = u64::from(e < F32 && (kind == NormKind::RmsPlusOne || self.on_host || self.is_direct()));
+        let in_stream = if places == NormPlaces::InputsAndOutputs { [2, 4] } else { [0, 2] };
+        let query_key = u64::from(query_key.is_some());
+        let mut kept = vec![(in_stream[0], n * h * e), (wide * in_stream[1], n * h * F32)];
+        kept.extend(
+            [q, g].into_iter().flat_map(|width| [(query_key, n * width * e), (query_key * wide, n * width * F32)]),
+        );
+        kept
+    }
+
+    /// The scores of each block of queries of capped attention, which no fused kernel computes.
+    fn capped_scores(&self) -> Vec<u64> {
+        if self.config.block().heads.softcap.is_none() {
+            return vec![];
+        }
+        let block = CAPPED_BLOCK.unsigned_abs();
+        let of_block = |from: u64| {
+            let end = self.length.min(from + block);
+            self.rows * self.query_heads() * (end - from) * end
+        };
+        (0..self.length.div_ceil(block)).map(|index| of_block(index * block)).collect()
+    }
+
+    /// Masks of capped attention, for each kind of layer.
+    fn capped_masks(&self) -> u64 {
+        let rows = if self.masked { self.rows } else { 1 };
+        let kinds = self.config.layer_kinds().windows().len() as u64;
+        self.capped_scores().iter().sum::<u64>() / (self.rows * self.query_heads()).max(1) * rows * kinds * self.element
+    }
+
+    fn some_window_cuts(&self) -> bool {
+        let cuts = |window: Option<i64>| window.is_some_and(|window| window.unsigned_abs() < self.length);
+        self.config.layer_kinds().windows().into_iter().any(cuts)
     }
 
     fn kept_of_adapters(&self, lora: &LoraConfig) -> KeptTensors {
@@ -317,18 +351,30 @@ impl Workload<'_> {
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.
     fn layer_at_once(&self) -> u64 {
-        let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
-        let passing = [(2, n * h * e), (3, n * q * e), (3, n * f * e)];
+        let passing = self.passing() + self.capped_masks();
         if !self.is_joint() {
-            let dequantised = if self.quantization.is_some() { h * f * e } else { 0 };
-            return self.allocated(passing) + dequantised;
+            let largest = self.linears().all().map(LinearSpec::numel).max().unwrap_or(0);
+            let dequantised = if self.quantization.is_some() { largest * self.element } else { 0 };
+            return passing + dequantised;
         }
         let again = if self.recompute { self.allocated(self.kept_of_layer()) } else { 0 };
         let trained: u64 = match self.trained.lora() {
             Some(lora) => self.adapters_of_layer(lora).iter().sum(),
             None => self.in_linears(),
         };
-        again + self.allocated(passing) + trained * F32 + self.casts_of_layer()
+        again + passing + trained * F32 + self.casts_of_layer()
+    }
+
+    /// Temporaries of attention and of the MLP. They do not exist at the same time, but the allocator rarely finds room for one kind in what
+    /// the other leaves.
+    fn passing(&self) -> u64 {
+        let (n, e, [h, q, _, f, _]) = (self.positions(), self.element, self.widths());
+        let scores = self.capped_scores().into_iter().max().unwrap_or(0);
+        let capped = [(3, scores * e), (u64::from(e < F32), scores * F32)];
+        // A norm's input, quotients and output in float32.
+        let wide_norm = if e < F32 && self.config.block().norms.kind == NormKind::RmsPlusOne { 3 } else { 0 };
+        let llama = [(2, n * h * e), (3, n * q * e), (3, n * f * e)];
+        self.allocated(llama.into_iter().chain(capped).chain([(wide_norm, n * h * F32)]))
     }
 
     /// libtorch computes a dense gradient for the embedding of a fully trained backbone.
