@@ -24,6 +24,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::decoding::World;
 
+mod context;
 mod exports;
 
 const TREE: [&str; 4] = ["--heads", "h", "--tree", "t.json"];

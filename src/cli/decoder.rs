@@ -28,8 +28,8 @@ use crate::model::weights::WeightFiles;
 use crate::torch::memory;
 use crate::tree::sparse_tree::SparseTree;
 
-/// Loads a backbone in `--dtype`, by default the [`default_dtype`] of its weights, quantised as `served` has it. An adapter in the folder of
-/// `heads` is merged into it.
+/// Loads a backbone in `--dtype`, by default the [`default_dtype`] of its weights, quantised and with the
+/// context as in `served`. An adapter in the folder of `heads` is merged into it.
 ///
 /// # Errors
 /// If the device cannot be used, or the folder holds no backbone.
@@ -56,11 +56,16 @@ pub fn load_backbone(
             folder.display()
         ));
     }
-    let Some(adapter) = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) else {
-        return Ok(Llama::load_quantized(folder, dtype.kind(), device, purpose, served.quantization)?);
+    let (kind, quantization) = (dtype.kind(), served.quantization);
+    let mut backbone = match heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) {
+        None => Llama::load_quantized(folder, kind, device, purpose, quantization)?,
+        Some(adapter) => {
+            common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
+            Llama::load_merged(folder, adapter, kind, device, purpose, quantization)?
+        }
     };
-    common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
-    Ok(Llama::load_merged(folder, adapter, dtype.kind(), device, purpose, served.quantization)?)
+    served.rope_context.into_iter().for_each(|tokens| backbone.set_context(tokens));
+    Ok(backbone)
 }
 
 /// Limits libtorch to one thread if the backbone is so small that synchronization costs more than the products, or if

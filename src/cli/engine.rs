@@ -36,7 +36,8 @@ pub struct EngineFlags {
     /// Decoding engine.
     #[arg(long, value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto)]
     pub engine: EngineName,
-    /// Maximum sequence length in tokens, prompt included [default: the backbone's context].
+    /// Maximum sequence length in tokens, prompt included [default: the backbone's context, or the one of the heads' training if rotary
+    /// embeddings depend on it].
     #[arg(long, value_name = "N")]
     pub max_context: Option<NonZeroU32>,
 }
@@ -72,7 +73,8 @@ impl EngineName {
 }
 
 impl EngineFlags {
-    /// Loads the backbone, heads and tree, and limits the context to `--max-context`.
+    /// Loads the backbone, heads and tree, and limits the context to `--max-context`. Reports one with other rotary embeddings than those in the
+    /// heads' training.
     ///
     /// # Errors
     /// As [`Decoder::load`].
@@ -87,9 +89,17 @@ impl EngineFlags {
         self.check_quantization(served.quantization, heads)?;
         // libtorch's engine needs weights that are not repacked for the CPU kernels.
         let purpose = if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding };
-        self.context(&backbone_config(backbone)?)?; // before the weights are read
+        let config = backbone_config(backbone)?;
+        let context = self.context(&config, served.rope_context)?; // before the weights are read
+        if let Some(trained) = served.rope_context.filter(|trained| !config.same_rotary_embeddings([*trained, context]))
+        {
+            common.say(format_args!(
+                "--max-context {context}: the heads were trained with the rotary embeddings of a context of {trained} tokens; their accuracy \
+                 may differ"
+            ));
+        }
         let mut decoder = Decoder::load(purpose, backbone, heads, tree, served, common)?;
-        decoder.backbone.set_context(self.context(&decoder.backbone.config)?);
+        decoder.backbone.set_context(context);
         Ok(decoder)
     }
 
@@ -109,17 +119,17 @@ impl EngineFlags {
         }
     }
 
-    /// The maximum sequence length: `--max-context`, else the backbone's.
+    /// The maximum sequence length: `--max-context`, else that of the heads' training if the rotary embeddings depend on it, else the backbone's.
     ///
     /// # Errors
     /// [`UsageError`] if the backbone's context is shorter.
-    pub fn context(&self, backbone: &LlamaConfig) -> Result<i64, UsageError> {
+    pub fn context(&self, backbone: &LlamaConfig, trained: Option<i64>) -> Result<i64, UsageError> {
         let longest = backbone.largest_context();
         match self.max_context.map(NonZeroU32::get) {
             Some(limit) if i64::from(limit) > longest => Err(UsageError(format!(
                 "--max-context {limit} is longer than the backbone's context of {longest} tokens; lower or drop it"
             ))),
-            limit => Ok(limit.map_or(backbone.max_position_embeddings, Into::into)),
+            limit => Ok(limit.map_or(trained.unwrap_or(backbone.max_position_embeddings), Into::into)),
         }
     }
 

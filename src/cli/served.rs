@@ -1,4 +1,5 @@
-//! `--quantization` and `--chat-template`: by default what the heads were trained with, so that what was measured is what is served.
+//! `--quantization`, `--chat-template` and the default of `--max-context`: what the heads were trained with, so that what was measured is what
+//! is served.
 
 use std::fmt;
 use std::path::Path;
@@ -10,6 +11,7 @@ use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
 use crate::formats::heads_config::{CHAT_TEMPLATE, HEADS_CHAT_TEMPLATE, PublishedHeadsConfig};
+use crate::model::config::LlamaConfig;
 use crate::model::quantization::Quantization;
 
 /// The value of `--chat-template` for no template at all.
@@ -53,6 +55,8 @@ pub enum TemplateFlag {
 pub struct Served {
     pub quantization: Option<Quantization>,
     pub template: Option<ChatTemplate>,
+    /// The context that the heads were trained with, if the backbone's rotary embeddings depend on it.
+    pub rope_context: Option<i64>,
 }
 
 impl QuantizationName {
@@ -94,12 +98,13 @@ impl ServedFlags {
     /// # Errors
     /// Files that cannot be read; a value in the heads' config.json that is not known here.
     pub fn resolve(&self, backbone: &Path, heads: Option<&Path>, common: &CommonFlags) -> anyhow::Result<Served> {
-        backbone_config(backbone)?; // first: its errors are the clearest for a folder without a backbone
+        let of_backbone = backbone_config(backbone)?; // first: its errors are the clearest for a folder without a backbone
         let file = heads.map(HeadsFile::open).transpose()?;
         let config = file.as_ref().and_then(HeadsFile::config);
         Ok(Served {
             quantization: self.quantization(config, common)?,
             template: self.template(backbone, heads.zip(config), common)?,
+            rope_context: rope_context(heads, &of_backbone)?,
         })
     }
 
@@ -187,6 +192,25 @@ fn quantization_of(config: &PublishedHeadsConfig) -> Result<Option<Quantization>
             config.path.display()
         ))
     })
+}
+
+/// The context that the heads were trained with, if the backbone's rotary embeddings depend on it.
+///
+/// # Errors
+/// Heads that cannot be read, or were trained with a context that the backbone does not have.
+pub fn rope_context(heads: Option<&Path>, backbone: &LlamaConfig) -> anyhow::Result<Option<i64>> {
+    let heads = heads.filter(|_| backbone.rotary_depends_on_context()).map(HeadsFile::open).transpose()?;
+    let Some(config) = heads.as_ref().and_then(HeadsFile::config) else { return Ok(None) };
+    let longest = backbone.largest_context();
+    match config.rope_context() {
+        Some(tokens) if tokens < 1 || tokens > longest => Err(UsageError(format!(
+            "{}: rope_context: expected the context of the heads' training, from 1 to the backbone's {longest} tokens, got {tokens}; give the \
+             backbone that the heads were trained on",
+            config.path.display()
+        ))
+        .into()),
+        tokens => Ok(tokens),
+    }
 }
 
 /// The recorded template. A file is the one beside the heads, whatever its name was in training.

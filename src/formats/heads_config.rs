@@ -22,7 +22,8 @@ pub const HEADS_CHAT_TEMPLATE: &str = "heads_chat_template.jinja";
 pub const TRAINING: &str = "medusa_train";
 
 /// The keys of [`HeadsFolderConfig`] that describe the training, not the tensors.
-const RECORDED: [&str; 5] = ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template"];
+const RECORDED: [&str; 6] =
+    ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template", "rope_context"];
 
 /// `architecture` of Medusa heads.
 pub const MEDUSA: &str = "medusa";
@@ -48,6 +49,9 @@ pub struct HeadsFolderConfig<'a> {
     /// `data.chat_template` of the recipe; [`CHAT_TEMPLATE`] for a file, which is copied there. Absent without a template.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub chat_template: Option<String>,
+    /// The context in training, in tokens, if the backbone's rotary embeddings depend on it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rope_context: Option<i64>,
 }
 
 impl HeadsFolderConfig<'_> {
@@ -95,6 +99,11 @@ impl PublishedHeadsConfig {
     /// The chat template in training: a name of the recipe's, or [`CHAT_TEMPLATE`].
     pub fn chat_template(&self) -> Option<&str> {
         self.at("chat_template")?.as_str()
+    }
+
+    /// The context in training, if the backbone's rotary embeddings depend on it.
+    pub fn rope_context(&self) -> Option<i64> {
+        self.at("rope_context")?.as_i64()
     }
 
     /// Whether a run wrote it, which records every setting: what is absent was not set.

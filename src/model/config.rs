@@ -97,6 +97,27 @@ impl LlamaConfig {
         }
     }
 
+    /// Whether the rotary embeddings are the same in contexts of these lengths.
+    pub fn same_rotary_embeddings(&self, [one, other]: [i64; 2]) -> bool {
+        match self.rope_scaling {
+            RopeScaling::Dynamic { original_max_position_embeddings: original, .. } => {
+                one.max(original) == other.max(original)
+            }
+            RopeScaling::LongRope { original_max_position_embeddings: original, .. } => {
+                (one > original) == (other > original)
+            }
+            RopeScaling::Default
+            | RopeScaling::Linear { .. }
+            | RopeScaling::Llama3 { .. }
+            | RopeScaling::Yarn { .. } => true,
+        }
+    }
+
+    /// Whether the rotary embeddings depend on the context (`dynamic`, `longrope`).
+    pub fn rotary_depends_on_context(&self) -> bool {
+        !self.same_rotary_embeddings([1, i64::MAX])
+    }
+
     /// Its decoder block.
     pub fn block(&self) -> BlockSpec {
         let traits = &self.family;

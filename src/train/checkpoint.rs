@@ -195,6 +195,8 @@ impl<'r> Checkpoints<'r> {
                 TemplateChoice::File(_) => CHAT_TEMPLATE.to_owned(),
                 choice => choice.clone().into(),
             }),
+            rope_context: Some(self.backbone.config.max_position_embeddings)
+                .filter(|_| self.backbone.config.rotary_depends_on_context()),
         }
     }
 

@@ -8,6 +8,7 @@ use crate::cli::UsageError;
 use crate::cli::backbone::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
 use crate::cli::drafter::DrafterName;
+use crate::cli::served::rope_context;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::Calibration;
 use crate::numbers::Positive;
@@ -126,7 +127,8 @@ fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {
 /// Answers have the same maximum length at every context: truncated answers would measure something else.
 fn check_context(args: &BenchArgs, length: usize) -> anyhow::Result<()> {
     let decoding = &args.decoding;
-    let context = args.engine.context(&backbone_config(&args.backbone)?)?;
+    let backbone = backbone_config(&args.backbone)?;
+    let context = args.engine.context(&backbone, rope_context(args.heads.as_deref(), &backbone)?)?;
     let context = usize::try_from(context)?;
     let needed = length.saturating_add(decoding.max_new_tokens);
     if needed > context {
