@@ -24,6 +24,7 @@ import importlib.util
 import json
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -234,9 +235,11 @@ def check_transformers(proto, path, texts, legacy, work):
     folder = configured(work / f"legacy-{legacy}", path, legacy=legacy, add_bos_token=True, add_eos_token=False, **tokens)
     oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
     like_llama = is_like_llama(proto)
-    # transformers 5 puts no second space before a text that starts with one, whatever `legacy` says.
-    same = [not (legacy and transformers.__version__ >= "5" and text.startswith((" ", "\u2581"))) for text in texts]
-    texts = [text for text, keep in zip(texts, same) if keep]
+    if transformers.__version__ >= "5":
+        # It joins runs of spaces in another order than sentencepiece and transformers 4, and puts no second space before a text
+        # that starts with one, whatever `legacy` says.
+        special = "|".join(re.escape(name) for name, kind in kinds.items() if kind in (2, 3))
+        texts = [text for text in texts if not re.search(f"[ \u2581]{{2}}|(^|{special})[ \u2581]", text)]
     got, _ = ours(folder, texts)
     expected = [list(ids) for ids in oracle(texts)["input_ids"]]
     what = f"transformers {transformers.__version__}, legacy {legacy}"

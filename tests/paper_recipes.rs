@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, ListArray, RecordBatch, StringArray, StructArray};
@@ -15,7 +16,7 @@ use medusa::train::memory_plan::{MemoryPlan, Workload};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 
-use super::small_run::SmallRun;
+use super::small_run::{Ended, SmallRun};
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
@@ -119,11 +120,90 @@ fn write_backbone(small: &SmallRun, recipe: &Recipe) -> LlamaConfig {
     let folder = small.path(&recipe.backbone.path);
     fs::create_dir_all(&folder).expect("a folder");
     write(&folder.join("config.json"), config_of(&recipe.backbone.path).to_string());
-    for file in ["tokenizer.json", "tokenizer_config.json"] {
-        let tokenizer = Path::new(ROOT).join("data/tiny/backbone").join(file);
-        fs::copy(tokenizer, folder.join(file)).expect("a tokenizer");
+    if recipe.backbone.path.starts_with("lmsys/") {
+        ["tokenizer_config.json", "special_tokens_map.json"].iter().for_each(|file| copy(&vicuna(file), &folder));
+        copy(&tokenizer_model(), &folder.join("tokenizer.model"));
+    } else {
+        // Those repositories have a tokenizer.json, and a chat template in tokenizer_config.json.
+        let tiny = Path::new(ROOT).join("data/tiny/backbone");
+        ["tokenizer.json", "tokenizer_config.json"].iter().for_each(|file| copy(&tiny.join(file), &folder));
     }
     LlamaConfig::load(&folder).expect("a config")
+}
+
+/// A file that scripts/make_vicuna_folder.py wrote.
+fn vicuna(name: &str) -> PathBuf {
+    Path::new(ROOT).join("tests/fixtures/vicuna").join(name)
+}
+
+/// SentencePiece, with the options of Llama's.
+fn tokenizer_model() -> PathBuf {
+    Path::new(ROOT).join("tests/fixtures/tokenizers/llama.model")
+}
+
+/// Copies a file into a folder, or to a name.
+fn copy(from: &Path, to: &Path) {
+    let to = if to.is_dir() { to.join(from.file_name().expect("a name")) } else { to.to_owned() };
+    fs::copy(from, to).expect("a fixture");
+}
+
+/// Writes a folder with exactly the files of lmsys/vicuna-7b-v1.5, small.
+fn write_vicuna(small: &SmallRun) {
+    const FILES: [&str; 7] = [
+        "config.json",
+        "generation_config.json",
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+        "special_tokens_map.json",
+        "tokenizer_config.json",
+    ];
+    let folder = small.path("lmsys/vicuna-7b-v1.5");
+    fs::create_dir_all(&folder).expect("a folder");
+    FILES.iter().for_each(|file| copy(&vicuna(file), &folder));
+    copy(&tokenizer_model(), &folder.join("tokenizer.model"));
+}
+
+/// A stage of Vicuna's recipe in the folder; but few steps, and in float32 for a small model on a CPU.
+fn write_stage(small: &SmallRun, stage: u32) {
+    let path = format!("{ROOT}/recipes/vicuna7b_stage{stage}.toml");
+    small.write("recipe.toml", fs::read_to_string(path).expect("a recipe"));
+    small.edit("recipe.toml", "epochs = 2", "max_steps = 2");
+    small.edit("recipe.toml", "warmup_steps = 40", "warmup_steps = 1");
+    small.edit("recipe.toml", "dtype = \"bfloat16\"", "dtype = \"float32\"");
+    let accumulation = if stage == 1 { 32 } else { 64 };
+    small.edit(
+        "recipe.toml",
+        &format!("gradient_accumulation_steps = {accumulation}"),
+        "gradient_accumulation_steps = 2",
+    );
+}
+
+#[test]
+fn vicunas_files_are_all_that_its_recipes_and_commands_need() {
+    let small = SmallRun::new();
+    write_vicuna(&small);
+    fs::create_dir_all(small.path("data")).expect("a folder");
+    write_conversations(&small.path("data/sharegpt.json"));
+    for stage in [1, 2] {
+        write_stage(&small, stage);
+        small.train(&["--check"]).succeeded();
+        small.train(&[]).succeeded();
+    }
+    let heads = ["--backbone", "lmsys/vicuna-7b-v1.5", "--heads", "checkpoints/vicuna7b_stage1/final"];
+    let medusa = |arguments: &[&str]| small.medusa(&[arguments, &heads].concat()).succeeded();
+    medusa(&["calibrate", "--data", "data/sharegpt.json", "--out", "calibration.json"]);
+    small.medusa(&["tree", "--calibration", "calibration.json", "--nodes", "8", "--out", "tree.json"]).succeeded();
+    let text = medusa(&["generate", "--tree", "tree.json", "--prompt", "What is 1 and 1?", "--max-new-tokens", "8"]);
+    assert!(!text.stdout.trim().is_empty(), "{text:?}");
+    small.write("talk.jsonl", r#"{"messages": [{"role": "user", "content": "What is 1 and 1?"}]}"#);
+    medusa(&["generate", "--tree", "tree.json", "--prompts", "talk.jsonl", "--max-new-tokens", "8"]);
+    let mut chat =
+        small.program(env!("CARGO_BIN_EXE_medusa"), &[&["chat", "--max-new-tokens", "8"][..], &heads].concat());
+    let mut chat = chat.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    chat.stdin.take().expect("a pipe").write_all(b"What is 1 and 1?\n").expect("it listens");
+    let told: Ended = chat.wait_with_output().expect("it ends").into();
+    assert!(!told.succeeded().stdout.trim().is_empty());
 }
 
 #[test]

@@ -103,12 +103,15 @@ impl ModelFile {
         special: &SpecialTokens,
     ) -> Result<Vec<(AddedToken, Option<u32>)>, TokenizeError> {
         let mut tokens = config.added_tokens()?;
+        let place = |(at, (token, _)): (usize, &(AddedToken, _))| (token.content.clone(), at);
+        let mut places: HashMap<String, usize> = tokens.iter().enumerate().map(place).collect();
         let own = self.special.iter().map(|(token, id)| (token.as_str(), Some(*id)));
         for (text, id) in own.chain(special.iter().map(|(_, token)| (token, None))) {
-            match tokens.iter_mut().find(|(token, _)| token.content == text) {
-                Some((token, _)) => token.special = true,
-                None => tokens.push((AddedToken::from(text, true), id)),
+            let at = *places.entry(text.to_owned()).or_insert(tokens.len());
+            if at == tokens.len() {
+                tokens.push((AddedToken::from(text, true), id));
             }
+            tokens[at].0.special = true;
         }
         Ok(tokens)
     }
