@@ -343,6 +343,22 @@ mod tests {
         assert_ne!(cache.committed(0), before);
     }
 
+    /// A mask hides what a longer text left behind a shorter one's tokens, but 0 times NaN is NaN.
+    #[test]
+    fn a_row_keeps_nothing_of_the_text_before_it() {
+        let mut cache = KvCache::new(&LlamaConfig::tiny(), Kind::Float, Device::Cpu);
+        for (row, len) in [(0, 40), (1, 20)] {
+            cache.push();
+            cache.commit(row, len);
+        }
+        let _ = cache.all.select(1, 0).fill_(f64::NAN);
+        cache.swap_remove(0);
+        assert_eq!((cache.len(0), cache.all.select(1, 0).isnan().any().int64_value(&[])), (20, 0));
+        let _ = cache.all.select(1, 1).fill_(f64::NAN);
+        let row = cache.push() as i64;
+        assert_eq!(cache.all.select(1, row).isnan().any().int64_value(&[]), 0);
+    }
+
     /// Rows enter and leave at any time, grow over the blocks, and each computes what it computes alone.
     #[test]
     fn every_row_equals_its_own_generation() {
