@@ -1,0 +1,240 @@
+//! Losses and gradients against the plain ones, and those of 16 bits against float32.
+
+use std::num::NonZeroUsize;
+
+use tch::Device;
+
+use super::*;
+use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
+use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
+use crate::model::adapters::attach_new;
+use crate::model::config::{FamilyTraits, LlamaConfig};
+use crate::model::lora::LoraConfig;
+use crate::torch::Generator;
+
+fn backbone() -> Llama {
+    backbone_with(LogitSpec::default())
+}
+
+fn backbone_with(logits: LogitSpec) -> Llama {
+    let family = FamilyTraits { logits, ..FamilyTraits::default() };
+    let config =
+        LlamaConfig { hidden_size: 24, vocab_size: 40_000, tie_word_embeddings: true, family, ..LlamaConfig::tiny() };
+    Llama::random(config, Kind::Float, Device::Cpu, 5)
+}
+
+/// Llama's, Granite's and Gemma 2's way from products to logits.
+const LOGITS: [LogitSpec; 3] = [
+    LogitSpec { divisor: 1.0, softcap: None },
+    LogitSpec { divisor: 0.5, softcap: None },
+    LogitSpec { divisor: 1.0, softcap: Some(0.2) },
+];
+
+fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
+    let number = |n| NonZeroUsize::new(n).unwrap();
+    let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
+    let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head };
+    let heads = Heads::new(&config, backbone.lm_head_weight());
+    let mut generator = Generator::seeded(1);
+    for (_, tensor) in heads.parameters() {
+        let noise = generator.normal_like(tensor) * 0.05;
+        let _ = tch::no_grad(|| tensor.shallow_clone().g_add_(&noise));
+    }
+    heads
+}
+
+/// 600 targets with 40,000 logits each are six chunks.
+fn targets() -> Targets {
+    let mut generator = Generator::seeded(2);
+    Targets { positions_m: generator.permutation(700).narrow(0, 0, 600), tokens_m: generator.integers(40_000, &[600]) }
+}
+
+#[test]
+fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
+    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
+    let of_shared = LOGITS[1..].iter().map(|&logits| (1, true, logits));
+    let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (layers, shared, LOGITS[0]));
+    for (layers, shared, logits) in cases.into_iter().chain(of_shared) {
+        let backbone = backbone_with(logits);
+        let (heads, targets) = (heads(layers, shared, &backbone), targets());
+        let head = heads.head(1);
+        let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(head.w2()).collect();
+        for parameter in &parameters {
+            let _ = parameter.set_requires_grad(true);
+        }
+        let plain = cross_entropy_sum(&heads, 1, &hidden, &targets, &backbone);
+        let expected = Tensor::run_backward(&[&plain * 0.01], &parameters, false, false);
+        let got: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();
+        let blocks = head.block_parameters().len();
+        let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
+        let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
+        let output = head.w2().map_or_else(|| OutputLayer::lm_head(&backbone, Adapters::Off), OutputLayer::plain);
+        let sums = head_loss(Some(head), output, &hidden, &targets, Some((&into, 0.01)));
+        let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
+        assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
+        for (expected, got) in expected.iter().zip(&got) {
+            let difference = (expected - got).abs().max().double_value(&[]);
+            let largest = expected.abs().max().double_value(&[]);
+            assert!(difference < 1e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
+        }
+    }
+}
+
+#[test]
+fn of_equal_logits_the_lower_token_is_guessed_first() {
+    let mut generator = Generator::seeded(6);
+    let mut digits = |size: &[i64]| (generator.integers(5, size) - 2).to_kind(Kind::BFloat16);
+    let (hidden, weight_vh) = (digits(&[400, 4]), digits(&[300, 4])); // 33 logits among 300 tokens
+    let logits = hidden.matmul(&weight_vh.tr()).to_kind(Kind::Float);
+    let positions_m = Tensor::arange(400, (Kind::Int64, Device::Cpu));
+    let sorted = logits.sort_stable(true, 1, true).1;
+    for rank in 0..6 {
+        let targets =
+            Targets { positions_m: positions_m.shallow_clone(), tokens_m: sorted.select(1, rank).contiguous() };
+        if rank == 0 {
+            assert_eq!(targets.tokens_m, logits.argmax(1, false));
+        }
+        let sums = head_loss(None, OutputLayer::plain(&weight_vh), &hidden, &targets, None);
+        let expected: Vec<i64> = (0..TOP as i64).map(|guess| if rank <= guess { 400 } else { 0 }).collect();
+        assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), expected, "rank {rank}");
+    }
+}
+
+/// Gradients of W1, b1, W2 and the hidden states from a head that computes in `kind`, times `scale`.
+fn gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
+    let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 32, vocab_size: 32_000 };
+    let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+    let mut generator = Generator::seeded(2);
+    let hidden_nh = generator.normal(&[2048, 32], (Kind::Float, Device::Cpu)) * 3.0;
+    let targets = Targets { positions_m: generator.permutation(2048), tokens_m: generator.integers(32_000, &[2048]) };
+    let values: Vec<Tensor> = heads.parameters().iter().map(|(_, value)| value.set_requires_grad(true)).collect();
+    let sums: Vec<Tensor> = values.iter().chain([&hidden_nh]).map(|p| p.detach().zeros_like()).collect();
+    let into = HeadGradients {
+        blocks: sums[..2].iter().collect(),
+        output: OutputGradients { weight_vh: Some(&sums[2]), adapter: None },
+        hidden_nh: Some(&sums[3]),
+    };
+    let (head, into) = (heads.head(0), Some((&into, scale)));
+    head_loss(Some(head), OutputLayer::plain(&values[2]), &hidden_nh.to_kind(kind), &targets, into);
+    sums
+}
+
+/// 4e-6 is the scale of 2·10^5 targets; the second is that times a λ0 of 0.01.
+#[test]
+fn gradients_of_16_bits_are_those_of_float32() {
+    let of_float32 = gradients_in(Kind::Float, 1.0);
+    for (kind, scale, most) in [(Kind::Half, 4e-6, 0.005), (Kind::Half, 4e-8, 0.005), (Kind::BFloat16, 4e-6, 0.02)] {
+        let got = gradients_in(kind, scale);
+        for ((name, got), expected) in ["W1", "b1", "W2", "hidden"].iter().zip(&got).zip(&of_float32) {
+            let expected = expected * scale;
+            let off = ((got - &expected).norm() / expected.norm()).double_value(&[]);
+            assert!(off < most, "{kind:?}, times {scale}: {name} is off by {off}");
+        }
+    }
+}
+
+/// Of an adapted LM head's A and B and of the hidden states, as [`gradients_in`]: of the cross-entropy, then of the divergence.
+fn lm_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
+    let mut backbone = backbone();
+    attach_new(&mut backbone, &toml::from_str("rank = 4\nalpha = 8").unwrap(), 3);
+    let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
+    let mut generator = Generator::seeded(4);
+    tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
+    let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+    let teacher = (&hidden + generator.normal_like(&hidden) * 0.1).to_kind(kind);
+    drop(generator);
+    let of_goal = |goal| {
+        let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
+        let output = OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) };
+        let into = HeadGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
+        let (lm_head, into) = (OutputLayer::lm_head(&backbone, Adapters::On), Some((&into, scale)));
+        match goal {
+            0 => drop(head_loss(None, lm_head, &hidden.to_kind(kind), &targets(), into)),
+            _ => drop(distillation_loss(lm_head, [&hidden.to_kind(kind), &teacher], &targets(), into)),
+        }
+        got
+    };
+    [0, 1].into_iter().flat_map(of_goal).collect()
+}
+
+#[test]
+fn gradients_of_an_lm_head_of_16_bits_are_those_of_float32() {
+    let of_float32 = lm_gradients_in(Kind::Float, 4e-8);
+    for (kind, most) in [(Kind::Half, 0.005), (Kind::BFloat16, 0.02)] {
+        for ((at, got), expected) in lm_gradients_in(kind, 4e-8).iter().enumerate().zip(&of_float32) {
+            let off = ((got - expected).norm() / expected.norm()).double_value(&[]);
+            assert!(off < most, "{kind:?}, gradient {at} is off by {off}");
+        }
+    }
+}
+
+#[test]
+fn hits_equal_those_of_top_k() {
+    let backbone = backbone();
+    let heads = heads(1, true, &backbone);
+    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu)) * 5.0;
+    let positions_m = Tensor::arange(700, (Kind::Int64, Device::Cpu));
+    let logits = heads.logits(0, &hidden, &backbone);
+    // targets that are the 1st, 2nd … 7th guess in turn
+    let guesses = logits.topk(7, 1, true, true).1;
+    let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
+    let sums = head_loss(
+        Some(heads.head(0)),
+        OutputLayer::plain(backbone.lm_head_weight()),
+        &hidden,
+        &Targets { positions_m, tokens_m },
+        None,
+    );
+    assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [100, 200, 300, 400, 500]);
+}
+
+/// The LM head has an adapter, and its loss flows back into the hidden states.
+#[test]
+fn losses_of_the_lm_head_and_their_gradients_equal_the_plain_ones() {
+    LOGITS.into_iter().for_each(lm_losses_equal_the_plain_ones);
+}
+
+fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
+    let mut backbone = backbone_with(logits);
+    let config: LoraConfig = toml::from_str("rank = 4\nalpha = 8").unwrap();
+    attach_new(&mut backbone, &config, 3);
+    let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
+    let mut generator = Generator::seeded(4);
+    tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
+    let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+    let teacher = &hidden + generator.normal_like(&hidden) * 0.1;
+    drop(generator);
+    let hidden = hidden.set_requires_grad(true);
+    let targets = targets();
+    let student = backbone.logits(&hidden, Adapters::On);
+    let plain = [
+        cross_entropy_of(&student, &targets),
+        divergence_of(&student, &backbone.logits(&teacher, Adapters::Off), &targets),
+    ];
+    let output = || OutputLayer::lm_head(&backbone, Adapters::On);
+    for (goal, plain) in plain.iter().enumerate() {
+        let expected = Tensor::run_backward(&[plain * 0.01], &[a, b, &hidden], true, false);
+        let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
+        let into = HeadGradients {
+            blocks: vec![],
+            output: OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) },
+            hidden_nh: Some(&got[2]),
+        };
+        let into = Some((&into, 0.01));
+        let loss = match goal {
+            0 => head_loss(None, output(), &hidden.detach(), &targets, into).loss,
+            _ => distillation_loss(output(), [&hidden.detach(), &teacher], &targets, into),
+        };
+        let (loss, oracle) = (loss.double_value(&[]), plain.double_value(&[]));
+        assert!((loss - oracle).abs() / oracle < 1e-5, "{loss} {oracle}");
+        for (expected, got) in expected.iter().zip(&got) {
+            let difference = (expected - got).abs().max().double_value(&[]);
+            let largest = expected.abs().max().double_value(&[]);
+            assert!(
+                difference < 2e-5 * largest,
+                "{logits:?}, goal {goal}, {:?}: {difference} of {largest}",
+                expected.size()
+            );
+        }
+    }
+}
