@@ -21,6 +21,9 @@ pub const TOP: usize = 5;
 /// zeroed page by page when they are allocated again.
 pub const CHUNK_LOGITS: i64 = 4 << 20;
 
+/// Logits that are read twice while they are in a core's cache: 256 KiB in float32.
+const CACHED_LOGITS: i64 = 1 << 16;
+
 /// Scale of the logits' gradients in float16. They are differences of two distributions, so the absolute values of a row sum to at most 2:
 /// products with weights below 31 cannot overflow, and gradients above 6e-11 do not vanish.
 const DLOGITS_SCALE: f64 = 1024.0;
@@ -350,9 +353,37 @@ fn softmax(logits_cv: Tensor) -> (Tensor, Tensor) {
     (probabilities_cv, log_sum_c1)
 }
 
-/// Rank of each row's target among its logits, `[C]`, 0 for the best guess. Among equal logits, which are common after rounding to 16 bits,
-/// the lower token comes first, as in argmax. Counted in float32: summing booleans is ten times slower.
+/// Rank of each row's target among its logits, `[C]`, 0 for the best guess; exact below [`TOP`], and at least `TOP` elsewhere. Among equal
+/// logits, which are common after rounding to 16 bits, the lower token comes first, as in argmax.
 fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor) -> Tensor {
+    if logits_cv.device() != Device::Cpu {
+        return ranks_of_all(logits_cv, target_c1, tokens_c1); // reading which targets are tied would wait for the device
+    }
+    let [above_c, at_or_above_c] = counts(logits_cv, target_c1);
+    let is_tied = at_or_above_c.gt_tensor(&(&above_c + 1)).logical_and(&above_c.lt(TOP as f64));
+    let tied = is_tied.nonzero().squeeze_dim(1);
+    if tied.numel() == 0 {
+        return above_c;
+    }
+    let [logits, target, tokens] = [logits_cv, target_c1, tokens_c1].map(|of_rows| of_rows.index_select(0, &tied));
+    above_c.index_copy(0, &tied, &ranks_of_all(&logits, &target, &tokens))
+}
+
+/// How many logits of each row are above its target's, and how many are at least that; `[C]` each. Counted in float32: summing booleans is
+/// ten times slower.
+fn counts(logits_cv: &Tensor, target_c1: &Tensor) -> [Tensor; 2] {
+    let rows = (CACHED_LOGITS / logits_cv.size()[1]).max(1);
+    let of_rows = |(logits, target): (Tensor, Tensor)| {
+        let mask = logits.empty_like();
+        let count = |mask: Tensor| mask.sum_dim_intlist(1, false, Kind::Float);
+        [count(logits.gt_tensor_out(&mask, &target)), count(logits.ge_tensor_out(&mask, &target))]
+    };
+    let counts: Vec<_> = logits_cv.split(rows, 0).into_iter().zip(target_c1.split(rows, 0)).map(of_rows).collect();
+    [0, 1].map(|which| Tensor::cat(&counts.iter().map(|count| &count[which]).collect::<Vec<_>>(), 0))
+}
+
+/// The oracle of [`ranks`], exact everywhere.
+fn ranks_of_all(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor) -> Tensor {
     // A lower token comes first also with an equal logit, which is above the next smaller number.
     let below_c1 = target_c1.nextafter(&Tensor::full_like(target_c1, f64::NEG_INFINITY));
     let tokens_v = Tensor::arange(logits_cv.size()[1], (Kind::Int64, logits_cv.device()));

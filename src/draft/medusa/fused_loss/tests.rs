@@ -100,6 +100,21 @@ fn of_equal_logits_the_lower_token_is_guessed_first() {
     }
 }
 
+#[test]
+fn ranks_below_the_top_equal_those_of_all_rows() {
+    let mut generator = Generator::seeded(7);
+    for (rows, vocabulary, values) in [(300, 700, 40), (3, 100_000, 90_000), (70, 5000, 3)] {
+        let logits_cv = generator.integers(values, &[rows, vocabulary]).to_kind(Kind::Float);
+        let of_rank = Tensor::arange(rows, (Kind::Int64, Device::Cpu)).remainder(9).unsqueeze(1);
+        let tokens_c1 = logits_cv.topk(9, 1, true, true).1.gather(1, &of_rank, false);
+        let target_c1 = logits_cv.gather(1, &tokens_c1, false);
+        let top = TOP as f64;
+        let expected = ranks_of_all(&logits_cv, &target_c1, &tokens_c1).clamp_max(top);
+        let got = ranks(&logits_cv, &target_c1, &tokens_c1).clamp_max(top);
+        assert_eq!(Vec::<f32>::try_from(&got).unwrap(), Vec::<f32>::try_from(&expected).unwrap());
+    }
+}
+
 /// Gradients of W1, b1, W2 and the hidden states from a head that computes in `kind`, times `scale`.
 fn gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
     let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 32, vocab_size: 32_000 };
