@@ -71,11 +71,11 @@ impl<'a> SequenceBatch<'a> {
         let mut sequence = Sequence::new(request, config);
         let row = self.sequences.len();
         let begun = guard("the pass over a prompt", || {
-            self.stepper.cache_mut().push();
+            self.stepper.push_row();
             no_grad(|| self.stepper.begin(&mut sequence, row, Drafting::On));
         });
         if let Err(panic) = begun {
-            self.stepper.cache_mut().truncate_rows(row);
+            self.stepper.truncate_rows(row);
             return Err(panic.into());
         }
         self.sequences.push(sequence);
@@ -108,7 +108,7 @@ impl<'a> SequenceBatch<'a> {
     }
 
     fn leave(&mut self, row: usize) -> Ended {
-        self.stepper.cache_mut().swap_remove(row);
+        self.stepper.swap_remove(row);
         let generation = self.sequences.swap_remove(row).finish();
         self.left += generation.as_ref().map_or(0, |text| text.new_ids.len() + text.end.len());
         (self.keys.swap_remove(row), generation)

@@ -26,7 +26,7 @@ impl<'a> HostLoop<'a> {
     /// A loop with an empty cache.
     pub fn new(engine: Box<dyn Engine + 'a>, drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>) -> Self {
         let mut stepper = Stepper::new(engine, drafter);
-        stepper.cache_mut().push();
+        stepper.push_row();
         Self { stepper, cached: vec![] }
     }
 
@@ -38,7 +38,7 @@ impl<'a> HostLoop<'a> {
     /// Truncates the cache to its first `tokens`.
     fn keep(&mut self, tokens: usize) {
         self.cached.truncate(tokens);
-        self.stepper.cache_mut().truncate(0, self.cached.len() as i64);
+        self.stepper.truncate(0, self.cached.len());
     }
 }
 

@@ -91,7 +91,7 @@ mod tests {
             .map(|at| {
                 let engine = TchEngine::new(&backbone);
                 let cache = &mut KvCache::of_one_row(&backbone.config, Kind::Float, Device::Cpu);
-                let hidden_1h = prefill(512, &engine, (cache, 0), &[&prompt[..], &text[..at]].concat());
+                let hidden_1h = prefill(512, &engine, (cache, 0), &[&prompt[..], &text[..at]].concat(), &mut |_, _| {});
                 let log_p_1v = engine.logits(&hidden_1h).log_softmax(-1, Kind::Float);
                 log_p_1v.double_value(&[0, text[at]])
             })

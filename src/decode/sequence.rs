@@ -8,7 +8,7 @@ use super::penalty::Penalty;
 use super::request::{Generation, Request};
 use super::transcript::Transcript;
 use crate::draft::TextSoFar;
-use crate::engine::sample::{Chosen, Sampler};
+use crate::engine::sample::{Chosen, Sampler, Stream};
 use crate::model::config::LlamaConfig;
 
 /// A text between two steps.
@@ -20,6 +20,8 @@ pub struct Sequence {
     pub(super) sampler: Sampler,
     /// Repetition penalty on tokens of prompt and text.
     pub(super) penalty: Penalty,
+    /// Selects the text's random numbers.
+    stream: Stream,
     /// The last token, which no engine has seen yet; `None` before the prompt is computed.
     root: Option<Chosen>,
     /// `[1, H]`: the hidden state that the root was chosen from, where a drafter may ask for it.
@@ -35,6 +37,7 @@ impl Sequence {
             text: Transcript::new(request, config),
             sampler: Sampler::new(request.sampling, request.stream),
             penalty: Penalty::new(request.repetition_penalty, request.prompt),
+            stream: request.stream,
             root: None,
             hidden_1h: None,
             steps: 0,
@@ -59,7 +62,8 @@ impl Sequence {
     /// The drafter's view of the text.
     pub(super) fn text_so_far(&self) -> TextSoFar<'_> {
         let hidden_1h = self.hidden_1h.as_ref().expect("a drafted text keeps it");
-        TextSoFar { ids: self.text.ids(), root: self.root(), hidden_1h }
+        let sampling = self.sampler.sampling();
+        TextSoFar { ids: self.text.ids(), root: self.root(), hidden_1h, sampling, stream: self.stream }
     }
 
     /// The token after the prompt, chosen from `hidden_1h` `[1, H]`.

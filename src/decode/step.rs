@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
-use crate::draft::{Drafter, Proposal, TextSoFar};
+use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
@@ -34,6 +34,8 @@ pub struct Stepper<'a> {
     engine: Box<dyn Engine + 'a>,
     cache: KvCache,
     drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
+    /// Of each row, the number of tokens that the drafter has seen, if it follows the rows.
+    seen: Vec<usize>,
     /// A token behind the cache.
     one: NewTokens,
 }
@@ -44,7 +46,7 @@ impl<'a> Stepper<'a> {
         let backbone = engine.backbone();
         let one = NewTokens::chain(1, &backbone.config, backbone.kind(), backbone.device());
         let cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
-        Self { engine, cache, drafter, one }
+        Self { engine, cache, drafter, seen: vec![], one }
     }
 
     /// Who computes.
@@ -57,21 +59,67 @@ impl<'a> Stepper<'a> {
         &self.cache
     }
 
-    /// As [`Stepper::cache`]: the caller adds, cuts and removes rows.
+    /// As [`Stepper::cache`].
+    #[cfg(test)]
     pub(super) fn cache_mut(&mut self) -> &mut KvCache {
         &mut self.cache
     }
 
+    /// Adds an empty row.
+    pub(super) fn push_row(&mut self) {
+        self.cache.push();
+        self.seen.push(0);
+        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.push_row());
+    }
+
+    /// Keeps only the first `tokens` tokens of a row.
+    pub(super) fn truncate(&mut self, row: usize, tokens: usize) {
+        self.cache.truncate(row, tokens as i64);
+        if self.seen[row] > tokens {
+            self.seen[row] = tokens;
+            self.drafter.iter_mut().for_each(|(drafter, _)| drafter.truncate(row, tokens));
+        }
+    }
+
+    /// Removes a row; the last row takes its place.
+    pub(super) fn swap_remove(&mut self, row: usize) {
+        self.cache.swap_remove(row);
+        self.seen.swap_remove(row);
+        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.swap_remove(row));
+    }
+
+    /// Removes the rows from `rows` on.
+    pub(super) fn truncate_rows(&mut self, rows: usize) {
+        (rows..self.seen.len()).rev().for_each(|row| self.swap_remove(row));
+    }
+
     /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
     pub(super) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
-        let cached = self.cache.len(row).unsigned_abs() as usize;
-        let hidden_1h = prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &sequence.text.ids()[cached..]);
+        let hidden_1h = self.prefill(sequence, row, drafting);
         let logits_1v = self.engine.logits(&hidden_1h);
         let root = match &self.drafter {
             Some((_, acceptance)) if drafting == Drafting::On => first_root(*acceptance, &logits_1v, sequence),
             _ => sequence.sampler.next(&sequence.penalty.of_text(&logits_1v)),
         };
         sequence.begin(root, hidden_1h);
+    }
+
+    /// Runs what a row lacks of a prompt, and returns the last token's hidden state, `[1, H]`.
+    fn prefill(&mut self, sequence: &Sequence, row: usize, drafting: Drafting) -> Tensor {
+        let Self { engine, cache, drafter, seen, .. } = self;
+        let following = drafter.as_mut().filter(|(drafter, _)| drafting == Drafting::On && drafter.follows());
+        if following.is_some() {
+            cache.truncate(row, seen[row] as i64); // a text without guesses was committed without the drafter
+        }
+        let cached = cache.len(row).unsigned_abs() as usize;
+        let mut following = following.map(|(drafter, _)| drafter);
+        let mut tell = |ids: &[i64], hidden_nh: Tensor| {
+            if let Some(drafter) = &mut following {
+                drafter.committed(row, &CommittedTokens { ids, hidden_nh });
+                seen[row] += ids.len();
+            }
+        };
+        prefill(PREFILL_CHUNK, &**engine, (cache, row), &sequence.text.ids()[cached..], &mut tell)
     }
 
     /// One step of sequences that have begun; sequence i is in row i of the cache.
@@ -101,7 +149,7 @@ impl<'a> Stepper<'a> {
     }
 
     fn drafted_step(&mut self, sequences: &mut [Sequence]) {
-        let Self { engine, cache, drafter, one } = self;
+        let Self { engine, cache, drafter, seen, one } = self;
         let Some((drafter, acceptance)) = drafter else { unreachable!("asked before") };
         let texts: Vec<TextSoFar> = sequences.iter().map(Sequence::text_so_far).collect();
         let proposals = drafter.propose(&texts);
@@ -113,36 +161,62 @@ impl<'a> Stepper<'a> {
         for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
             let (first, nodes, sampler) = (end, proposal.tree.nodes.len(), sequence.sampler.clone());
             end += nodes;
-            let verdict = verify(*acceptance, proposal, &logits_nv.narrow(0, first, nodes), sequence);
-            let Verdict { path, accepted, next } = verdict;
+            let [logits_nv, hidden_nh] = [&logits_nv, &hidden_nh].map(|of_all| of_all.narrow(0, first, nodes));
+            let Verdict { path, accepted, next } = verify(*acceptance, proposal, &logits_nv, sequence);
             if next.id == NO_TOKEN {
                 sequence.sampler = sampler;
-                step_alone(&**engine, (cache, row), one, *acceptance, sequence);
+                let hidden_1h = step_alone(&**engine, (cache, row), one, *acceptance, sequence);
+                follow(drafter, seen, row, &accepted[..1], || hidden_1h);
                 continue;
             }
             cache.commit_path(row, &path);
+            if drafter.follows() {
+                drafter.verified(row, &VerifiedTree { proposal, logits_nv: &logits_nv, path: &path });
+            }
+            follow(drafter, seen, row, &accepted, || rows_of(&hidden_nh, &path));
             let last = path.last().map_or(0, |&node| node as i64);
-            sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, first + last, 1)));
+            sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, last, 1)));
         }
     }
 }
 
+/// Tells a drafter that follows the rows what was committed to one.
+fn follow(
+    drafter: &mut Box<dyn Drafter + '_>,
+    seen: &mut [usize],
+    row: usize,
+    ids: &[i64],
+    hidden_nh: impl FnOnce() -> Tensor,
+) {
+    if drafter.follows() {
+        drafter.committed(row, &CommittedTokens { ids, hidden_nh: hidden_nh() });
+        seen[row] += ids.len();
+    }
+}
+
+/// The rows `nodes` of `[N, H]`.
+fn rows_of(hidden_nh: &Tensor, nodes: &[usize]) -> Tensor {
+    let nodes: Vec<i64> = nodes.iter().map(|&node| node as i64).collect();
+    hidden_nh.index_select(0, &Tensor::from_slice(&nodes).to_device(hidden_nh.device()))
+}
+
 /// One step of a sequence without guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
-/// decoding never comes to.
+/// decoding never comes to. Returns the root's hidden state, `[1, H]`.
 fn step_alone(
     engine: &dyn Engine,
     (cache, row): (&mut KvCache, usize),
     one: &NewTokens,
     acceptance: Acceptance,
     sequence: &mut Sequence,
-) {
+) -> Tensor {
     let root_1 = sequence.root().on_device(engine.backbone().device());
     let hidden_1h = engine.extend(cache, &root_1, &[RowTokens { row, nodes: one }]).narrow(0, 0, 1);
     let logits_1v = engine.logits(&hidden_1h);
     cache.commit(row, 1);
     sequence.see_root();
     let next = first_root(acceptance, &logits_1v, sequence);
-    sequence.go_on(&[sequence.root().id], next, Some(hidden_1h));
+    sequence.go_on(&[sequence.root().id], next, Some(hidden_1h.shallow_clone()));
+    hidden_1h
 }
 
 /// `[N]`: the tokens of all proposals, one after the other.
@@ -169,12 +243,13 @@ fn next_roots(logits_bv: &Tensor, sequences: &mut [Sequence]) -> Vec<Chosen> {
 }
 
 /// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's hidden state,
-/// `[1, H]`.
+/// `[1, H]`. `on_chunk` receives the tokens and hidden states of each chunk.
 pub(super) fn prefill(
     chunk: usize,
     engine: &dyn Engine,
     (cache, row): (&mut KvCache, usize),
     tokens: &[i64],
+    on_chunk: &mut dyn FnMut(&[i64], Tensor),
 ) -> Tensor {
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let chain = |n: usize| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
@@ -187,6 +262,10 @@ pub(super) fn prefill(
         let hidden_nh = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
         cache.commit(row, nodes.len());
         hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));
+        on_chunk(piece, hidden_nh.narrow(0, 0, nodes.len()));
     }
     hidden_1h.expect("a prompt has at least one token that is not cached")
 }
+
+#[cfg(test)]
+mod tests;

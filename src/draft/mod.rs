@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use crate::engine::sample::Chosen;
+use crate::engine::sample::{Chosen, Sampling, Stream};
 use crate::model::llama::Llama;
 use crate::model::new_tokens::NewTokens;
 use crate::tree::sparse_tree::SparseTree;
@@ -17,9 +17,50 @@ pub mod medusa;
 pub mod ngram;
 
 /// Guesses the next tokens of texts.
+///
+/// Text i of a batch is row i of the backbone's KV cache. A drafter with a state of its own for each text [follows](Drafter::follows)
+/// these rows; the other drafters need only [`Drafter::propose`].
 pub trait Drafter: fmt::Debug {
     /// Proposes a tree of guesses below each text's root, for all texts in one call.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
+
+    /// Whether the drafter is told of every change to the rows, by the methods below.
+    fn follows(&self) -> bool {
+        false
+    }
+
+    /// An empty row was added after the others.
+    fn push_row(&mut self) {}
+
+    /// Tokens were committed to a row: a piece of the prompt, or the accepted path of a step, which starts with the root.
+    fn committed(&mut self, _row: usize, _tokens: &CommittedTokens) {}
+
+    /// The backbone verified a proposal for a row. Called before [`Drafter::committed`].
+    fn verified(&mut self, _row: usize, _verified: &VerifiedTree) {}
+
+    /// Only the first `tokens` tokens of a row remain.
+    fn truncate(&mut self, _row: usize, _tokens: usize) {}
+
+    /// A row was removed, and the last row took its place.
+    fn swap_remove(&mut self, _row: usize) {}
+}
+
+/// Tokens that were committed to a row.
+#[derive(Debug)]
+pub struct CommittedTokens<'s> {
+    pub ids: &'s [i64],
+    /// `[N, H]`, after the final norm: the hidden state of each token.
+    pub hidden_nh: Tensor,
+}
+
+/// A proposal that the backbone has verified.
+#[derive(Debug)]
+pub struct VerifiedTree<'s> {
+    pub proposal: &'s Proposal,
+    /// `[N, V]`: the backbone's logits after each node.
+    pub logits_nv: &'s Tensor,
+    /// The accepted nodes, root first.
+    pub path: &'s [usize],
 }
 
 /// A text to draft for.
@@ -31,6 +72,10 @@ pub struct TextSoFar<'s> {
     pub root: &'s Chosen,
     /// `[1, H]`, after the final norm: the hidden state that the root was chosen from.
     pub hidden_1h: &'s Tensor,
+    /// How the backbone's tokens are chosen.
+    pub sampling: Sampling,
+    /// Selects the text's random numbers.
+    pub stream: Stream,
 }
 
 /// A tree filled with tokens, to be verified in one pass.

@@ -35,7 +35,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 /// A cache whose row 0 holds these tokens, computed in one pass, and the last one's hidden state.
 fn pass_over(llama: &Llama, ids: &[i64]) -> (KvCache, Tensor) {
     let mut cache = KvCache::of_one_row(&llama.config, llama.kind(), llama.device());
-    let hidden_1h = tch::no_grad(|| prefill(ids.len(), &TchEngine::new(llama), (&mut cache, 0), ids));
+    let hidden_1h = tch::no_grad(|| prefill(ids.len(), &TchEngine::new(llama), (&mut cache, 0), ids, &mut |_, _| {}));
     (cache, hidden_1h)
 }
 
@@ -77,8 +77,9 @@ fn a_prompt_in_chunks_is_a_prompt_in_one_pass() {
         for (chunk, cached) in [(1, 0), (5, 0), (21, 0), (62, 0), (9, 30), (64, 62)] {
             let (mut cache, _) = pass_over(&llama, &prompt[..cached.max(1)]);
             cache.truncate(0, cached as i64);
-            let hidden_1h =
-                tch::no_grad(|| prefill(chunk, &TchEngine::new(&llama), (&mut cache, 0), &prompt[cached..]));
+            let hidden_1h = tch::no_grad(|| {
+                prefill(chunk, &TchEngine::new(&llama), (&mut cache, 0), &prompt[cached..], &mut |_, _| {})
+            });
             assert_eq!(cache.len(0), whole.len(0));
             let off = [
                 largest_difference(&hidden_1h, &expected_1h),
