@@ -6,9 +6,10 @@ use tch::{Kind, Tensor};
 
 use super::sequence::Sequence;
 use crate::draft::{PreparedTree, Proposal};
-use crate::engine::sample::{Chosen, entropies, tempered};
+use crate::engine::sample::{Chosen, Sampler, distributions, entropies, tempered};
 use crate::model::llama::{NO_TOKEN, most_probable};
 use crate::tree::accept::{self, Acceptance};
+use crate::tree::rejection::{DrawnChildren, next_token};
 
 /// The result of verifying a tree.
 #[derive(Debug)]
@@ -66,12 +67,25 @@ pub(super) fn verify(
         }
         Acceptance::Rejection if temperature > 0.0 => {
             let (tokens, mut drawn) = (to_host::<i64>(tokens_n), None);
-            let (path, _) =
-                accept::walk(tree, &tokens, |node| drawn.insert(sequence.sampler.next(&row(&logits_nv, node))).id);
+            let mut choose = |node| {
+                let (logits_1v, sampler) = (row(&logits_nv, node), &mut sequence.sampler);
+                match proposal.drawn.as_ref().map(|drawn| &drawn[node]).filter(|drawn| !drawn.guesses.is_empty()) {
+                    Some(guesses) => after_drawn(guesses, &logits_1v, sampler),
+                    None => sampler.next(&logits_1v),
+                }
+            };
+            let (path, _) = accept::walk(tree, &tokens, |node| drawn.insert(choose(node)).id);
             Verdict::new(path, &tokens, drawn.expect("the root is asked"))
         }
         _ => best_after(&logits_nv, tokens_n, |tokens, best| accept::walk(tree, tokens, |node| best[node]).0),
     }
+}
+
+/// The token after a node whose guesses were drawn, of logits `[1, V]`.
+fn after_drawn(guesses: &DrawnChildren, logits_1v: &Tensor, sampler: &mut Sampler) -> Chosen {
+    let p = distributions(logits_1v, sampler.sampling()).pop().flatten();
+    let token = p.and_then(|p| next_token(p, guesses, || sampler.uniform()));
+    Chosen::on_host(token.unwrap_or(NO_TOKEN))
 }
 
 /// A path, as far as tokens can be chosen, and the most probable token after it. `path` gets each node's token, and the most probable token after each node.

@@ -11,6 +11,7 @@ use tch::Tensor;
 use crate::engine::sample::{Chosen, Sampling, Stream};
 use crate::model::llama::Llama;
 use crate::model::new_tokens::NewTokens;
+use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod medusa;
@@ -85,6 +86,9 @@ pub struct Proposal {
     pub tree: Rc<PreparedTree>,
     /// `[N]`, int64, on the backbone's device: each node's token, the root's first.
     pub tokens_n: Tensor,
+    /// For guesses that were drawn at random: those below each node, with the distributions that they were drawn from.
+    /// [`Acceptance::Rejection`](crate::tree::accept::Acceptance::Rejection) needs them.
+    pub drawn: Option<Vec<DrawnChildren>>,
 }
 
 /// A tree prepared for one backbone.

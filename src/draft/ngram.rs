@@ -61,7 +61,7 @@ impl<'a> NgramDrafter<'a> {
         let tree = self.shapes.entry(choices).or_insert_with_key(prepare).clone();
         let root = ids.last().copied().expect("a text has a root");
         let tokens: Vec<i64> = (0..tree.tree.len()).map(|node| guesses.token(tree.tree.path(node), root)).collect();
-        Proposal { tree, tokens_n: Tensor::from_slice(&tokens).to_device(backbone.device()) }
+        Proposal { tree, tokens_n: Tensor::from_slice(&tokens).to_device(backbone.device()), drawn: None }
     }
 }
 

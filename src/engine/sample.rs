@@ -82,11 +82,15 @@ pub struct Sampler {
 impl Sampler {
     /// A sampler that draws from `stream`.
     pub fn new(sampling: Sampling, stream: Stream) -> Self {
-        let Stream { seed, index, turn, sample } = stream;
-        let mut key = [0; 32];
-        let numbers = [seed, index, turn, sample].map(u64::to_le_bytes);
-        key.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number));
-        Self { sampling, rng: ChaCha8Rng::from_seed(key) }
+        Self { sampling, rng: generator(stream) }
+    }
+
+    /// A sampler for the guesses of the `drafter`-th of several drafters after `tokens` tokens of a text. It is independent of the sampler of
+    /// the text, of other drafters and of other places.
+    pub fn of_guesses(sampling: Sampling, stream: Stream, tokens: usize, drafter: u8) -> Self {
+        let mut rng = generator(stream);
+        rng.set_stream(((tokens as u64) << 8 | u64::from(drafter)) + 1); // 0 is the text's own
+        Self { sampling, rng }
     }
 
     /// Temperature and top-p.
@@ -104,13 +108,45 @@ impl Sampler {
 
     /// The next `count` random numbers, from 0 to below 1: those that the next `count` tokens would consume.
     pub fn uniforms(&mut self, count: usize) -> Vec<f64> {
-        (0..count).map(|_| self.rng.random()).collect()
+        (0..count).map(|_| self.uniform()).collect()
+    }
+
+    /// The next random number.
+    pub fn uniform(&mut self) -> f64 {
+        self.rng.random()
     }
 
     /// Draws a token from probabilities `[V]`.
     fn draw(&mut self, p_v: &[f32]) -> i64 {
         token_at(p_v, self.sampling.top_p.get(), self.rng.random())
     }
+}
+
+fn generator(stream: Stream) -> ChaCha8Rng {
+    let Stream { seed, index, turn, sample } = stream;
+    let mut key = [0; 32];
+    let numbers = [seed, index, turn, sample].map(u64::to_le_bytes);
+    key.chunks_exact_mut(8).zip(numbers).for_each(|(bytes, number)| bytes.copy_from_slice(&number));
+    ChaCha8Rng::from_seed(key)
+}
+
+/// The distribution of the token after each row of logits `[N, V]`, above temperature 0: probabilities within the nucleus, 0 outside it.
+/// `None` for a row with NaN.
+pub fn distributions(logits_nv: &Tensor, sampling: Sampling) -> Vec<Option<Vec<f64>>> {
+    let p_nv = tempered(logits_nv, sampling.temperature.get()).softmax(-1, Kind::Float);
+    let vocabulary = p_nv.size()[1].unsigned_abs() as usize;
+    let p: Vec<f32> = Vec::try_from(p_nv.reshape([-1])).expect("one axis of float32");
+    p.chunks_exact(vocabulary).map(|p_v| within_nucleus(p_v, sampling.top_p.get())).collect()
+}
+
+/// Probabilities `[V]`, those outside the nucleus set to 0 and the others normalised; `None` if one is NaN.
+fn within_nucleus(p_v: &[f32], top_p: f64) -> Option<Vec<f64>> {
+    let least = least_in_nucleus(p_v, top_p);
+    let kept = |(id, &p): (usize, &f32)| if by_probability(&(p, id), &least).is_gt() { 0.0 } else { f64::from(p) };
+    let mut p: Vec<f64> = p_v.iter().enumerate().map(kept).collect();
+    let mass: f64 = p.iter().sum();
+    p.iter_mut().for_each(|p| *p /= mass);
+    (mass.is_finite() && mass > 0.0).then_some(p)
 }
 
 /// The token that `uniform` (from 0 to below 1) selects from the nucleus: in id order, each token takes up a share of that range

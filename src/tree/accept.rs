@@ -29,7 +29,8 @@ pub enum Acceptance {
     Nucleus,
     /// A guess is accepted if it equals the token that the backbone draws after its parent; a drawn token that no guess matches
     /// becomes the next root. Lossless: the text is distributed as in plain decoding, and the same seed gives the same text (see
-    /// [`walk`]).
+    /// [`walk`]). Guesses that were drawn from a drafter's own distribution are accepted by
+    /// [`next_token`](super::rejection::next_token) instead: lossless as well, but the same seed gives another text.
     Rejection,
     /// For benchmarks: accepts the chain of best guesses, whatever the backbone predicts, up to the length at which steps commit
     /// this many tokens on average. At no temperature is the text the backbone's.

@@ -76,7 +76,11 @@ impl Drafter for MedusaDrafter<'_> {
         let guesses_bg = self.heads.guesses(self.num_heads, self.width, &hidden_bh, self.backbone);
         let fill = |(text, row): (&TextSoFar, i64)| {
             let tokens = Tensor::cat(&[&text.root.on_device(guesses_bg.device()), &guesses_bg.select(0, row)], 0);
-            Proposal { tree: self.prepared.clone(), tokens_n: tokens.index_select(0, &self.tree_indices_n) }
+            Proposal {
+                tree: self.prepared.clone(),
+                tokens_n: tokens.index_select(0, &self.tree_indices_n),
+                drawn: None,
+            }
         };
         batch.iter().zip(0..).map(fill).collect()
     }
