@@ -156,12 +156,11 @@ impl<'a> Stepper<'a> {
         let rows: Vec<RowTokens> =
             proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
         let hidden_nh = engine.extend(cache, &tokens_of(&proposals), &rows);
-        let logits_nv = engine.logits(&hidden_nh);
-        let mut end = 0;
+        let logits_nv = engine.logits(&read_of(&hidden_nh, &proposals));
+        let (mut nodes, mut read) = (Slices::of(&hidden_nh), Slices::of(&logits_nv));
         for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
-            let (first, nodes, sampler) = (end, proposal.tree.nodes.len(), sequence.sampler.clone());
-            end += nodes;
-            let [logits_nv, hidden_nh] = [&logits_nv, &hidden_nh].map(|of_all| of_all.narrow(0, first, nodes));
+            let (hidden_nh, sampler) = (nodes.next(proposal.tree.nodes.len()), sequence.sampler.clone());
+            let logits_nv = read.next(proposal.tree.read().count() as i64);
             let Verdict { path, accepted, next } = verify(*acceptance, proposal, &logits_nv, sequence);
             if next.id == NO_TOKEN {
                 sequence.sampler = sampler;
@@ -177,6 +176,38 @@ impl<'a> Stepper<'a> {
             let last = path.last().map_or(0, |&node| node as i64);
             sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, last, 1)));
         }
+    }
+}
+
+/// Of hidden states `[N, H]` of all proposals, those whose logits are needed; without windows, all.
+fn read_of(hidden_nh: &Tensor, proposals: &[Proposal]) -> Tensor {
+    if proposals.iter().all(|proposal| proposal.tree.window.is_none()) {
+        return hidden_nh.shallow_clone();
+    }
+    let mut end = 0;
+    let read = proposals.iter().flat_map(|proposal| {
+        let first = end;
+        end += proposal.tree.nodes.len();
+        proposal.tree.read().map(move |node| first + node)
+    });
+    hidden_nh.index_select(0, &Tensor::from_slice(&read.collect::<Vec<i64>>()).to_device(hidden_nh.device()))
+}
+
+/// Hands out the rows of a tensor, from the first one on.
+struct Slices<'t> {
+    all: &'t Tensor,
+    end: i64,
+}
+
+impl<'t> Slices<'t> {
+    fn of(all: &'t Tensor) -> Self {
+        Self { all, end: 0 }
+    }
+
+    /// The next `rows` rows.
+    fn next(&mut self, rows: i64) -> Tensor {
+        self.end += rows;
+        self.all.narrow(0, self.end - rows, rows)
     }
 }
 

@@ -35,15 +35,17 @@ pub(super) fn first_root(acceptance: Acceptance, logits_1v: &Tensor, sequence: &
     if acceptance.draws() { sequence.sampler.next(&logits_1v) } else { Chosen::best(&logits_1v) }
 }
 
-/// Decides at the nodes, from logits `[N, V]` after each. At temperature 0 every rule but a forced one is greedy.
+/// Decides at the tree's nodes, from logits `[N, V]` after each; those of a window may follow. At temperature 0 every rule but a
+/// forced one is greedy.
 pub(super) fn verify(
     acceptance: Acceptance,
     proposal: &Proposal,
     logits_nv: &Tensor,
     sequence: &mut Sequence,
 ) -> Verdict {
-    let (prepared, tokens_n) = (&*proposal.tree, &proposal.tokens_n);
-    let tree = &prepared.tree;
+    let (prepared, tree) = (&*proposal.tree, &proposal.tree.tree);
+    let [tokens_n, logits_nv] = [&proposal.tokens_n, logits_nv].map(|of_all| of_all.narrow(0, 0, tree.len() as i64));
+    let (tokens_n, logits_nv) = (&tokens_n, &logits_nv);
     let logits_nv = match sequence.penalty.is_off() {
         true => logits_nv.shallow_clone(),
         false => sequence.penalty.of_tree(logits_nv, tree, &to_host::<i64>(tokens_n)),

@@ -58,7 +58,7 @@ pub struct CommittedTokens<'s> {
 #[derive(Debug)]
 pub struct VerifiedTree<'s> {
     pub proposal: &'s Proposal,
-    /// `[N, V]`: the backbone's logits after each node.
+    /// `[N, V]`: the backbone's logits after each node of the tree; behind them, those of the [`Window`]'s last nodes.
     pub logits_nv: &'s Tensor,
     /// The accepted nodes, root first.
     pub path: &'s [usize],
@@ -84,31 +84,60 @@ pub struct TextSoFar<'s> {
 pub struct Proposal {
     /// The tree's shape; a drafter that always proposes the same one prepares it once.
     pub tree: Rc<PreparedTree>,
-    /// `[N]`, int64, on the backbone's device: each node's token, the root's first.
+    /// `[N]`, int64, on the backbone's device: each node's token, the root's first; behind them, those of the [`Window`].
     pub tokens_n: Tensor,
     /// For guesses that were drawn at random: those below each node, with the distributions that they were drawn from.
     /// [`Acceptance::Rejection`](crate::tree::accept::Acceptance::Rejection) needs them.
     pub drawn: Option<Vec<DrawnChildren>>,
 }
 
+/// Nodes that are computed in the same pass as a tree and are never accepted. The drafter learns from their logits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Window {
+    /// Each node's position, counted from the root's.
+    pub offsets: Vec<i64>,
+    /// Of each node, the nodes of the window that it sees, itself among them. The root is always seen.
+    pub sees: Vec<Vec<usize>>,
+    /// The logits of so many of the last nodes are computed.
+    pub read: usize,
+}
+
 /// A tree prepared for one backbone.
 #[derive(Debug)]
 pub struct PreparedTree {
     pub tree: SparseTree,
-    /// The nodes' position offsets and attention mask.
+    pub window: Option<Rc<Window>>,
+    /// Position offsets and attention mask of the tree's nodes, then of the window's.
     pub nodes: NewTokens,
-    /// `[N]`: each node's parent; 0 for the root.
+    /// `[N]`: the parent of each node of the tree; 0 for the root.
     pub parents_n: Tensor,
 }
 
 impl PreparedTree {
     /// Prepares a tree on the backbone's device.
     pub fn new(tree: SparseTree, backbone: &Llama) -> Self {
-        let offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).collect();
-        let sees = |query, key| tree.attends(query, key);
+        Self::with_window(tree, None, backbone)
+    }
+
+    /// Prepares a tree and the window behind it.
+    pub fn with_window(tree: SparseTree, window: Option<Rc<Window>>, backbone: &Llama) -> Self {
+        let behind = window.iter().flat_map(|window| &window.offsets);
+        let offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).chain(behind.copied()).collect();
+        let sees = |query: usize, key: usize| match (query.checked_sub(tree.len()), key.checked_sub(tree.len())) {
+            (None, None) => tree.attends(query, key),
+            (None, Some(_)) => false,
+            (Some(_), None) => key == 0,
+            (Some(query), Some(key)) => window.as_ref().is_some_and(|window| window.sees[query].contains(&key)),
+        };
         let nodes = NewTokens::pattern(&offsets, sees, &backbone.config, backbone.kind(), backbone.device());
         let parents: Vec<i64> = (0..tree.len()).map(|node| tree.parent(node).unwrap_or(0) as i64).collect();
         let parents_n = Tensor::from_slice(&parents).to_device(backbone.device());
-        Self { tree, nodes, parents_n }
+        Self { tree, window, nodes, parents_n }
+    }
+
+    /// The nodes whose logits are computed: those of the tree, and the window's last ones.
+    pub fn read(&self) -> impl Iterator<Item = i64> {
+        let (all, of_window) = (self.nodes.len(), self.window.as_ref().map_or(0, |window| window.read as i64));
+        (0..self.tree.len() as i64).chain(all - of_window..all)
     }
 }
