@@ -13,8 +13,8 @@ use crate::torch::loss_scale::LossScale;
 
 /// Assumptions of a part's loss scale: inputs of products are at most this large on average over the tokens (they are normed), and there
 /// are at least so many tokens, so that gradients can grow within a part.
-const LARGEST_INPUT: f32 = 8.0;
-const FEWEST_TOKENS: i64 = 2048;
+pub(super) const LARGEST_INPUT: f32 = 8.0;
+pub(super) const FEWEST_TOKENS: i64 = 2048;
 
 /// What stays in memory between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

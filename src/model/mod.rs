@@ -23,6 +23,7 @@ pub mod new_tokens;
 mod norm;
 pub mod peft;
 pub mod pickle;
+pub mod prefix_layer;
 pub mod quantization;
 pub mod rope;
 pub mod torch_file;

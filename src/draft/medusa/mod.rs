@@ -4,3 +4,4 @@ pub mod drafter;
 pub mod fused_loss;
 pub mod heads;
 pub mod loss;
+pub mod prefix;
