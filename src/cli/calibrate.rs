@@ -8,8 +8,9 @@ use anyhow::Context;
 use clap::{ArgGroup, Args};
 use serde_json::json;
 
-use super::decoder::{Decoder, load_backbone, load_heads};
+use super::decoder::{Decoder, load_backbone};
 use super::downloads::shown;
+use super::drafter::loaded::load_heads;
 use super::reading::{Counter, watched};
 use super::served::{Served, ServedFlags};
 use super::{CommonFlags, print_json, print_line};
@@ -101,7 +102,7 @@ fn own_answers(
     let backbone = load_backbone(&args.backbone, Some(&args.heads), &served, common, Purpose::Decoding)?;
     Heads::check(&args.heads, [backbone.config.vocab_size, backbone.config.hidden_size])?; // before minutes of decoding
     let tokenizer = TextTokenizer::load(&args.backbone)?;
-    let decoder = Decoder { backbone, tokenizer, template: served.template, medusa: None };
+    let decoder = Decoder { backbone, tokenizer, template: served.template, drafters: vec![] };
     let counter = Counter::new(prompts.len(), 0, "prompts", common);
     let mut rows = Vec::new();
     for (at, prompt) in prompts.iter().enumerate() {

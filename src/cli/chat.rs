@@ -10,7 +10,7 @@ use self::conversation::ChatHistory;
 use self::input::{Input, InputLines};
 use super::decoder::Decoder;
 use super::decoding::{DecodingFlags, StopFlags};
-use super::drafter::{DrafterFlags, ReadyDrafter};
+use super::drafter::{DrafterFlags, Drafts};
 use super::engine::EngineFlags;
 use super::exit::report;
 use super::served::{ServedFlags, TemplateFlag, needs_template};
@@ -53,13 +53,13 @@ pub struct ChatArgs {
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
-    #[arg(long, value_name = "T", requires = "heads")]
+    #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
     /// System prompt; needs a chat template.
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     #[command(flatten)]
-    drafter: DrafterFlags,
+    pub(super) drafter: DrafterFlags,
     #[command(flatten)]
     decoding: DecodingFlags,
     #[command(flatten)]
@@ -76,22 +76,20 @@ pub struct ChatArgs {
 /// An error in the command line, the backbone, the heads or the tree; [`Interrupted`] after a signal.
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
-    args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
-    let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
+    let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
+    let heads = args.drafter.heads(args.heads.as_deref());
+    let served = args.served.resolve(&args.backbone, heads, common)?;
     if served.template.is_none() && args.served.chat_template != Some(TemplateFlag::None) {
         let why = needs_template(&args.backbone);
         return Err(UsageError(format!("{why}, or none to continue raw text")).into());
     }
-    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, common)?;
-    let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
+    let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
+    let drafts = decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
     let request = args.decoding.request(&[], Stream::default());
     let conversation = ChatHistory::new(&decoder, args.system.as_deref())?;
     let mut chat = Chat {
         decoder: &decoder,
-        guesses: drafts.as_ref().map(|drafts| match drafts.drafter {
-            ReadyDrafter::Medusa(_) => "heads",
-            ReadyDrafter::Ngram => "prompt lookup",
-        }),
+        guesses: drafts.as_ref().map(|drafts| drafts.drafter.described()),
         args,
         common,
         conversation,

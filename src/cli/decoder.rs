@@ -1,4 +1,4 @@
-//! Loads a backbone with its tokenizer, heads and tree, and decodes conversations turn by turn.
+//! Loads a backbone with its tokenizer and drafters, and decodes conversations turn by turn.
 
 use std::path::{Path, PathBuf};
 
@@ -6,15 +6,14 @@ use anyhow::Context;
 use tch::Device;
 
 use super::backbone::backbone_config;
+use super::drafter::loaded::LoadedDrafter;
+use super::drafter::plan::DrafterPlan;
 use super::served::{self, Served};
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
 use crate::data::prompts::{self, Prompt, PromptInput};
-use crate::data::report::counted;
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
-use crate::draft::medusa::heads::Heads;
-use crate::draft::medusa::heads::import::notices::Notice;
-use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::draft::medusa::heads::import::folder_of;
 use crate::dtype::Dtype;
 use crate::engine::cpu::{CpuEngine, Unsupported};
 use crate::engine::dtype::default_dtype;
@@ -26,7 +25,6 @@ use crate::model::loading::Purpose;
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights::WeightFiles;
 use crate::torch::memory;
-use crate::tree::sparse_tree::SparseTree;
 
 /// Loads a backbone in `--dtype`, by default the [`default_dtype`] of its weights, quantised and with the
 /// context as in `served`. An adapter in the folder of `heads` is merged into it.
@@ -110,16 +108,6 @@ pub fn chat_template(text: &str) -> Result<TemplateChoice, String> {
     TemplateChoice::try_from(text.to_owned())
 }
 
-/// Loads heads of any layout and prints the notices about their file; [`super::served::ServedFlags::resolve`] reports another quantisation.
-///
-/// # Errors
-/// An invalid file, or heads that do not fit the backbone.
-pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
-    let notices = HeadsFile::open(path)?.notices()?;
-    notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. })).for_each(|notice| common.say(notice));
-    Ok(Heads::load(path, backbone)?)
-}
-
 /// A backbone with everything that decoding needs.
 #[derive(Debug)]
 pub struct Decoder {
@@ -127,26 +115,25 @@ pub struct Decoder {
     pub tokenizer: TextTokenizer,
     /// The chat template, if the backbone has one.
     pub template: Option<ChatTemplate>,
-    /// Heads and their tree.
-    pub medusa: Option<(Heads, SparseTree)>,
+    /// In the order of their plans.
+    pub drafters: Vec<LoadedDrafter>,
 }
 
 impl Decoder {
-    /// Loads everything and checks that it fits together.
+    /// Loads everything and checks that it fits together. An adapter in the folder of `heads` is merged into the backbone.
     ///
     /// # Errors
     /// A missing file, or parts that do not fit.
     pub fn load(
         purpose: Purpose,
         folder: &Path,
-        heads: Option<&PathBuf>,
-        tree: Option<&PathBuf>,
+        heads: Option<&Path>,
+        drafters: Vec<DrafterPlan>,
         served: Served,
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
-        let tree = tree.map(|path| SparseTree::load(path)).transpose()?.map(|(tree, _)| tree);
         let tokenizer = TextTokenizer::load(folder)?;
-        let backbone = load_backbone(folder, heads.map(PathBuf::as_path), &served, common, purpose)?;
+        let backbone = load_backbone(folder, heads, &served, common, purpose)?;
         spare_threads(&backbone);
         if let (Purpose::Decoding, Err(why)) = (purpose, CpuEngine::supports(&backbone))
             && why != Unsupported::Device
@@ -157,19 +144,15 @@ impl Decoder {
             }
         }
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
-        let medusa = match heads {
-            Some(path) => {
-                let heads = load_heads(path, &backbone, common)?.for_decoding();
-                let tree = tree.map_or_else(|| chain_of(&heads, common), Ok)?;
-                Some((heads, tree))
-            }
-            None if tree.is_some() => {
-                return Err(UsageError("--tree needs --heads".into()).into());
-            }
-            None => None,
-        };
+        let load = |plan: DrafterPlan| plan.load(&backbone, common);
+        let drafters = drafters.into_iter().map(load).collect::<anyhow::Result<_>>()?;
         memory::keep_freed_blocks();
-        Ok(Self { backbone, tokenizer, template: served.template, medusa })
+        Ok(Self { backbone, tokenizer, template: served.template, drafters })
+    }
+
+    /// The only drafter; `None` for plain decoding.
+    pub fn drafter(&self) -> Option<&LoadedDrafter> {
+        self.drafters.first()
     }
 
     /// Calls `answer` with each 0-based turn of a prompt and its tokens, which include the previous turns and answers.
@@ -203,15 +186,6 @@ impl Decoder {
     pub fn text(&self, ids: &[i64]) -> anyhow::Result<String> {
         Ok(self.tokenizer.decode(&narrow(ids), true)?)
     }
-}
-
-/// The tree without `--tree`: a chain of each head's best guess.
-fn chain_of(heads: &Heads, common: &CommonFlags) -> anyhow::Result<SparseTree> {
-    common.say(format_args!(
-        "no --tree: using a chain of the best guesses of {}; `medusa tree` builds a better one",
-        counted(heads.num_heads(), "head")
-    ));
-    Ok(SparseTree::chain(heads.num_heads())?)
 }
 
 /// The prompts of `--prompts` or `--prompt`.

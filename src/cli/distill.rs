@@ -13,6 +13,7 @@ use serde_json::json;
 use super::decoder::Decoder;
 use super::decoding::{non_negative, probability};
 use super::drafter::Drafts;
+use super::drafter::plan::DrafterPlan;
 use super::engine::{EngineFlags, EngineName};
 use super::reading::Counter;
 use super::served::ServedFlags;
@@ -111,10 +112,11 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if !args.resume {
         output::check_is_free(&args.out, args.shard)?;
     }
+    let plan = DrafterPlan::new(None, args.heads.as_deref(), args.tree.as_deref())?;
     let dialogues = prompts::read_dialogues(&args.prompts)?;
     let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
     served.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()), &args.backbone)?;
-    let decoder = engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, common)?;
+    let decoder = engine.load(&args.backbone, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     distill::check(&dialogues, &renderer, &settings)?;
@@ -199,13 +201,14 @@ impl DistillArgs {
     fn answerer<'d>(&self, decoder: &'d Decoder, common: &CommonFlags) -> anyhow::Result<Answerer<'d>> {
         let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
         let acceptance = Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD));
-        let Some(drafts) = Drafts::of_heads(decoder, None, acceptance)? else {
+        let Some(drafter) = decoder.drafter() else {
             if self.engine.engine == EngineName::Auto {
                 common.say(format_args!("engine tch: {TOGETHER}"));
             }
             let engine = Box::new(TchEngine::for_batches(&decoder.backbone));
             return Ok(Answerer::together(SequenceBatch::new(engine, None, self.batch_size), sampling));
         };
+        let drafts = Drafts::new(&decoder.backbone, drafter, acceptance)?;
         let rule = if self.temperature.get() > 0.0 { "with typical acceptance" } else { "greedily" };
         common.say(format_args!("--heads: decoding one conversation at a time, {rule}"));
         let decoding =

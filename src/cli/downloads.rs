@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use indicatif::ProgressBar;
 
+use super::drafter::spec::{DrafterPart, DrafterWeights};
 use super::reading::{BETWEEN_LINES, progress_bar, time_left};
 use super::{CommonFlags, UsageError, gibibytes, mebibytes};
 use crate::data::report::counted;
@@ -33,6 +34,16 @@ impl<'a> HubArgument<'a> {
     /// `--heads`.
     pub(super) fn heads(path: &'a mut PathBuf) -> Self {
         Self::Model(path, Wanted::Heads)
+    }
+
+    /// The path of a drafter's own weights, if it has one.
+    pub(super) fn of_drafter(part: &'a mut DrafterPart) -> Option<Self> {
+        let wanted = match part.name.weights() {
+            DrafterWeights::None => return None,
+            DrafterWeights::Heads => Wanted::Heads,
+            DrafterWeights::Backbone => Wanted::Backbone,
+        };
+        Some(Self::Model(part.path.as_mut()?, wanted))
     }
 
     fn is_id(&self) -> bool {

@@ -1,119 +1,121 @@
 //! `--drafter`: what proposes the guesses, and the acceptance rule.
 
-use clap::{Args, ValueEnum};
+use std::path::Path;
 
-use super::UsageError;
-use super::decoder::Decoder;
+use clap::Args;
+
+use self::loaded::LoadedDrafter;
+use self::plan::DrafterPlan;
+use self::spec::DrafterSpec;
 use crate::draft::Drafter;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::ngram::NgramDrafter;
+use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::sparse_tree::SparseTree;
 
+pub mod loaded;
+pub mod plan;
+pub mod spec;
+
 /// Flags of verbs that decode with a drafter.
-#[derive(Debug, Clone, Copy, Args)]
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DrafterFlags {
-    /// What drafts the guesses [default: medusa with --heads, else none].
-    #[arg(long, value_enum, value_name = "DRAFTER")]
-    pub drafter: Option<DrafterName>,
-}
-
-/// `--drafter`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum DrafterName {
-    /// Medusa heads (needs --heads).
-    Medusa,
-    /// Prompt lookup: proposes what followed earlier occurrences of the last tokens. Needs no heads; pays off where answers repeat
-    /// the prompt, as in summaries and edits.
-    Ngram,
+    /// What drafts the guesses: medusa (heads), or ngram (prompt lookup: proposes what followed earlier occurrences of the last tokens;
+    /// needs no heads, and pays off where answers repeat the prompt, as in summaries and edits). Heads are those of --heads, or of
+    /// medusa:PATH, a folder or Hub id [default: the drafter that --heads were trained for, else none].
+    #[arg(long, value_name = "DRAFTER")]
+    pub drafter: Option<DrafterSpec>,
 }
 
 impl DrafterFlags {
-    /// Rejects conflicting flags before anything is loaded.
-    ///
-    /// # Errors
-    /// [`UsageError`].
-    pub fn check(self, has_heads: bool, has_tree: bool) -> Result<(), UsageError> {
-        match self.drafter {
-            Some(DrafterName::Medusa) if !has_heads => Err(UsageError("--drafter medusa needs --heads".into())),
-            Some(DrafterName::Ngram) if has_tree => {
-                Err(UsageError("--drafter ngram builds its own tree at every step; drop --tree".into()))
-            }
-            _ => Ok(()),
-        }
+    /// The heads whose training decides how the backbone is loaded: the drafter's own, else those of `--heads`.
+    pub fn heads<'a>(&'a self, heads: Option<&'a Path>) -> Option<&'a Path> {
+        self.drafter.as_ref().and_then(DrafterSpec::heads_path).or(heads)
     }
 
-    /// The drafter, `None` for plain decoding. `tree` overrides the decoder's.
+    /// The drafter to load, `None` for plain decoding.
     ///
     /// # Errors
-    /// If heads, tree and backbone do not fit each other.
-    pub fn drafts<'a>(
-        self,
-        decoder: &'a Decoder,
-        tree: Option<&'a SparseTree>,
-        acceptance: Acceptance,
-    ) -> anyhow::Result<Option<Drafts<'a>>> {
-        match self.drafter {
-            Some(DrafterName::Ngram) => Ok(Some(Drafts { drafter: ReadyDrafter::Ngram, acceptance })),
-            Some(DrafterName::Medusa) | None => Drafts::of_heads(decoder, tree, acceptance),
-        }
+    /// As [`DrafterPlan::new`].
+    pub fn plan(&self, heads: Option<&Path>, tree: Option<&Path>) -> anyhow::Result<Option<DrafterPlan>> {
+        DrafterPlan::new(self.drafter.as_ref(), heads, tree)
     }
 }
 
 /// A drafter with its acceptance rule.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Drafts<'a> {
     pub drafter: ReadyDrafter<'a>,
     pub acceptance: Acceptance,
 }
 
 /// A drafter before its first prompt.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub enum ReadyDrafter<'a> {
     /// Heads and their tree.
     Medusa(MedusaDrafter<'a>),
     /// Prompt lookup.
-    Ngram,
+    Ngram(NgramDrafter<'a>),
 }
 
-impl<'a> Drafts<'a> {
-    /// The decoder's heads, if any. `tree` overrides the decoder's.
+impl<'a> ReadyDrafter<'a> {
+    /// Prepares a loaded drafter; `tree` replaces the tree of its heads.
     ///
     /// # Errors
     /// If heads, tree and backbone do not fit each other.
-    pub fn of_heads(
-        decoder: &'a Decoder,
-        tree: Option<&'a SparseTree>,
-        acceptance: Acceptance,
-    ) -> anyhow::Result<Option<Self>> {
-        let Some((heads, own)) = &decoder.medusa else { return Ok(None) };
-        let drafter = MedusaDrafter::new(&decoder.backbone, heads, tree.unwrap_or(own))?;
-        Ok(Some(Self { drafter: ReadyDrafter::Medusa(drafter), acceptance }))
+    pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, tree: Option<&'a SparseTree>) -> anyhow::Result<Self> {
+        match &loaded.heads {
+            Some((heads, own)) => Ok(Self::Medusa(MedusaDrafter::new(backbone, heads, tree.unwrap_or(own))?)),
+            None => Ok(Self::Ngram(NgramDrafter::new(backbone))),
+        }
     }
 
     /// The drafter for engines that draft on the host.
-    pub fn on_host(self, decoder: &'a Decoder) -> (Box<dyn Drafter + 'a>, Acceptance) {
-        let drafter: Box<dyn Drafter + 'a> = match self.drafter {
-            ReadyDrafter::Medusa(drafter) => Box::new(drafter),
-            ReadyDrafter::Ngram => Box::new(NgramDrafter::new(&decoder.backbone)),
-        };
-        (drafter, self.acceptance)
+    pub fn on_host(self) -> Box<dyn Drafter + 'a> {
+        match self {
+            Self::Medusa(drafter) => Box::new(drafter),
+            Self::Ngram(drafter) => Box::new(drafter),
+        }
     }
 
-    /// As `--drafter` spells it.
-    pub fn name(&self) -> &'static str {
-        match self.drafter {
-            ReadyDrafter::Medusa(_) => "medusa",
-            ReadyDrafter::Ngram => "ngram",
+    /// The tree, if it is the same at every step.
+    pub fn tree(&self) -> Option<&'a SparseTree> {
+        match self {
+            Self::Medusa(drafter) => Some(drafter.tree()),
+            Self::Ngram(_) => None,
         }
     }
 
     /// Most guesses that one step verifies.
     pub fn max_nodes(&self) -> usize {
-        match &self.drafter {
-            ReadyDrafter::Medusa(drafter) => drafter.tree().choices().len(),
-            ReadyDrafter::Ngram => NgramDrafter::max_nodes(),
+        match self {
+            Self::Medusa(drafter) => drafter.tree().choices().len(),
+            Self::Ngram(_) => NgramDrafter::max_nodes(),
         }
+    }
+
+    /// What drafts, for people.
+    pub fn described(&self) -> &'static str {
+        match self {
+            Self::Medusa(_) => "heads",
+            Self::Ngram(_) => "prompt lookup",
+        }
+    }
+}
+
+impl<'a> Drafts<'a> {
+    /// A loaded drafter with an acceptance rule.
+    ///
+    /// # Errors
+    /// As [`ReadyDrafter::new`].
+    pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, acceptance: Acceptance) -> anyhow::Result<Self> {
+        Ok(Self { drafter: ReadyDrafter::new(backbone, loaded, None)?, acceptance })
+    }
+
+    /// The drafter for engines that draft on the host.
+    pub fn on_host(self) -> (Box<dyn Drafter + 'a>, Acceptance) {
+        (self.drafter.on_host(), self.acceptance)
     }
 }

@@ -1,7 +1,7 @@
 //! `--engine` and `--max-context`: which engine decodes, and up to which length.
 
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
@@ -9,6 +9,7 @@ use tch::Device;
 
 use super::backbone::backbone_config;
 use super::decoder::Decoder;
+use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
 use super::served::{Served, on_libtorch};
 use super::{CommonFlags, UsageError};
@@ -73,7 +74,7 @@ impl EngineName {
 }
 
 impl EngineFlags {
-    /// Loads the backbone, heads and tree, and limits the context to `--max-context`. Reports one with other rotary embeddings than those in the
+    /// Loads the backbone and the drafters, and limits the context to `--max-context`. Reports one with other rotary embeddings than those in the
     /// heads' training.
     ///
     /// # Errors
@@ -81,8 +82,8 @@ impl EngineFlags {
     pub fn load(
         &self,
         backbone: &Path,
-        heads: Option<&PathBuf>,
-        tree: Option<&PathBuf>,
+        heads: Option<&Path>,
+        drafters: Vec<DrafterPlan>,
         served: Served,
         common: &CommonFlags,
     ) -> anyhow::Result<Decoder> {
@@ -98,18 +99,14 @@ impl EngineFlags {
                  may differ"
             ));
         }
-        let mut decoder = Decoder::load(purpose, backbone, heads, tree, served, common)?;
+        let mut decoder = Decoder::load(purpose, backbone, heads, drafters, served, common)?;
         decoder.backbone.set_context(context);
         Ok(decoder)
     }
 
     /// Refuses quantised weights for the engines that read dense ones. An adapter beside the heads makes the weights that it changes
     /// dense, so these engines may decode them.
-    fn check_quantization(
-        &self,
-        quantization: Option<Quantization>,
-        heads: Option<&PathBuf>,
-    ) -> Result<(), UsageError> {
+    fn check_quantization(&self, quantization: Option<Quantization>, heads: Option<&Path>) -> Result<(), UsageError> {
         let has_adapter = heads.is_some_and(|heads| folder_of(heads).join(ADAPTER_CONFIG).exists());
         match (self.engine.asked(), quantization) {
             (Some(engine), Some(quantization)) if self.engine != EngineName::Tch && !has_adapter => Err(UsageError(
@@ -162,7 +159,7 @@ impl EngineFlags {
         for why in no_gpu.iter().filter(|_| backbone_device != Device::Cpu || expects_gpu(common)) {
             common.say(format_args!("engine {}: {why}", engine.name()));
         }
-        Ok(Box::new(HostLoop::new(engine, drafts.map(|drafts| drafts.on_host(decoder)))))
+        Ok(Box::new(HostLoop::new(engine, drafts.map(Drafts::on_host))))
     }
 
     fn on_gpu<'a>(
@@ -178,7 +175,7 @@ impl EngineFlags {
         let heads = match drafts {
             None => None,
             Some(Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance }) => Some((drafter, *acceptance)),
-            Some(Drafts { drafter: ReadyDrafter::Ngram, .. }) => {
+            Some(Drafts { drafter: ReadyDrafter::Ngram(_), .. }) => {
                 return Err(CudaError::Request("--drafter ngram looks up texts on the host"));
             }
         };

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::decoder::{Decoder, read_prompts};
 use super::decoding::{DecodingFlags, StopFlags};
-use super::drafter::DrafterFlags;
+use super::drafter::{DrafterFlags, Drafts};
 use super::engine::EngineFlags;
 use super::served::ServedFlags;
 use super::{CommonFlags, print_json};
@@ -35,7 +35,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
-    #[arg(long, value_name = "T", requires = "heads")]
+    #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
     /// Prompt as raw text: no chat template, only BOS is added.
     #[arg(long, value_name = "S", group = "input")]
@@ -47,7 +47,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", default_value = "1")]
     pub num_samples: NonZeroU32,
     #[command(flatten)]
-    drafter: DrafterFlags,
+    pub(super) drafter: DrafterFlags,
     #[command(flatten)]
     decoding: DecodingFlags,
     #[command(flatten)]
@@ -64,12 +64,13 @@ pub struct GenerateArgs {
 /// An error in the command line, the backbone, the heads, the tree or a prompt.
 pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
-    args.drafter.check(args.heads.is_some(), args.tree.is_some())?;
+    let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
+    let heads = args.drafter.heads(args.heads.as_deref());
     let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
-    let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
+    let served = args.served.resolve(&args.backbone, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
-    let decoder = args.engine.load(&args.backbone, args.heads.as_ref(), args.tree.as_ref(), served, common)?;
-    let drafts = args.drafter.drafts(&decoder, None, acceptance)?;
+    let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
+    let drafts = decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
     let request = args.decoding.request(&[], Stream::default());
     let mut writer =
         Answers { decoder: &decoder, decoding: args.engine.take(&decoder, drafts, &request, common)?, args, common };

@@ -9,6 +9,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
+use self::drafter::spec::DrafterSpec;
 use self::exit::{INTERRUPTED, report, status};
 use crate::hub::{DataSplit, Wanted};
 use crate::torch;
@@ -88,10 +89,14 @@ impl Verb {
     /// Arguments that may be Hub ids, in download order: the largest last, so that errors in the others come first.
     fn places(&mut self) -> Vec<HubArgument<'_>> {
         let places = match self {
-            Verb::Distill(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, &mut args.backbone),
-            Verb::Generate(args) => of_decoding(args.prompts.as_mut(), &mut args.heads, &mut args.backbone),
-            Verb::Chat(args) => of_decoding(None, &mut args.heads, &mut args.backbone),
-            Verb::Bench(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, &mut args.backbone),
+            Verb::Distill(args) => of_decoding(Some(&mut args.prompts), &mut args.heads, None, &mut args.backbone),
+            Verb::Generate(args) => {
+                of_decoding(args.prompts.as_mut(), &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone)
+            }
+            Verb::Chat(args) => of_decoding(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
+            Verb::Bench(args) => {
+                of_decoding(Some(&mut args.prompts), &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone)
+            }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),
                 Some(HubArgument::Data(&mut args.data, DataSplit::HeldOut)),
@@ -151,10 +156,13 @@ impl Verb {
 fn of_decoding<'a>(
     prompts: Option<&'a mut PathBuf>,
     heads: &'a mut Option<PathBuf>,
+    drafters: impl IntoIterator<Item = &'a mut DrafterSpec>,
     backbone: &'a mut PathBuf,
 ) -> Vec<Option<HubArgument<'a>>> {
+    let drafters = drafters.into_iter().flat_map(DrafterSpec::parts_mut).filter_map(HubArgument::of_drafter).map(Some);
     let heads = heads.as_mut().map(HubArgument::heads);
-    vec![prompts.map(HubArgument::File), heads, Some(HubArgument::backbone(backbone))]
+    let first = [prompts.map(HubArgument::File), heads].into_iter();
+    first.chain(drafters).chain([Some(HubArgument::backbone(backbone))]).collect()
 }
 
 /// The program `medusa`: reads the command line, runs the verb, turns errors into text and an exit status.

@@ -91,6 +91,11 @@ impl PublishedHeadsConfig {
         self.value["base_model_name_or_path"].as_str()
     }
 
+    /// What the heads are, as `heads.architecture` of a recipe names it.
+    pub fn architecture(&self) -> Option<&str> {
+        self.at("architecture")?.as_str()
+    }
+
     /// Quantization of the backbone in training, if any.
     pub fn quantization(&self) -> Option<&str> {
         self.at("quantization")?.as_str()

@@ -35,7 +35,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
     /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
-    #[arg(long, value_name = "T", requires = "heads")]
+    #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
     /// JSONL of prompts, such as MT-bench's; results are also broken down by `category`.
     #[arg(long, value_name = "F")]
@@ -59,7 +59,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
     #[command(flatten)]
-    pub(super) drafter: DrafterFlags,
+    pub(in crate::cli) drafter: DrafterFlags,
     #[command(flatten)]
     pub(super) decoding: DecodingFlags,
     #[command(flatten)]

@@ -26,7 +26,7 @@ const WARM_UP_TOKENS: usize = 32;
 pub(super) struct BenchRun<'a> {
     pub(super) decoder: &'a Decoder,
     /// As `--drafter` spells it.
-    pub(super) drafter: &'static str,
+    pub(super) drafter: String,
     /// Maximum number of guesses in a tree.
     pub(super) tree_nodes: usize,
     /// Each request starts with an empty cache.

@@ -27,7 +27,7 @@ pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
         dtype: Dtype::of(bench.decoder.backbone.kind()).to_string(),
         quantization: bench.decoder.backbone.quantization().map(|quantization| quantization.to_string()),
         engine: bench.decoding.borrow().engine_name().into(),
-        drafter: bench.drafter.into(),
+        drafter: bench.drafter.clone(),
         tree_nodes: bench.tree_nodes,
         repeats: passes.len(),
         too_long: first.too_long,

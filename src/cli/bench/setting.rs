@@ -7,7 +7,6 @@ use super::sweep::SweepFlag;
 use crate::cli::UsageError;
 use crate::cli::backbone::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
-use crate::cli::drafter::DrafterName;
 use crate::cli::served::rope_context;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::Calibration;
@@ -37,12 +36,14 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
         return refused("--calibration is what --sweep nodes=… makes its trees from; without that sweep, drop it");
     }
     let forced = args.force_acceptance_rate;
-    if args.drafter.drafter == Some(DrafterName::Ngram) {
+    if let Some(spec) = args.drafter.drafter.as_ref().filter(|spec| spec.heads().is_none()) {
         if is_of_nodes {
-            return refused("--sweep nodes=… makes trees for --heads; --drafter ngram makes its own at every step");
+            return refused(&format!(
+                "--sweep nodes=… makes trees for heads; --drafter {spec} makes its own at every step"
+            ));
         }
         if forced.is_some() {
-            return refused("--force-acceptance-rate forces the guesses of --heads, not of --drafter ngram");
+            return refused(&format!("--force-acceptance-rate forces the guesses of heads, not of --drafter {spec}"));
         }
     }
     let base = || Setting { swept: None, decoding: args.decoding.clone(), tree: None, context: None, forced };

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use super::super::downloads;
+use super::super::drafter::plan::DrafterPlan;
 use super::super::drafter::{Drafts, ReadyDrafter};
 use super::super::engine::EngineFlags;
 use super::super::reading::Counter;
@@ -107,8 +108,10 @@ fn measure(
     let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice about a missing --tree
     let engine = EngineFlags { engine: args.engine, max_context: None };
-    let decoder = engine.load(backbone, Some(&heads.to_owned()), None, served, &quiet)?;
-    let (heads, _) = decoder.medusa.as_ref().ok_or_else(|| UsageError("--latency needs --heads".into()))?;
+    let plan = DrafterPlan::new(None, Some(heads), None)?.into_iter().collect();
+    let decoder = engine.load(backbone, Some(heads), plan, served, &quiet)?;
+    let heads = decoder.drafter().and_then(|drafter| drafter.heads.as_ref());
+    let (heads, _) = heads.ok_or_else(|| UsageError("--latency needs --heads".into()))?;
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
     let counter = Counter::new(latency::turns(trees.len()), 0, "rounds", common);

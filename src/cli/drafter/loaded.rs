@@ -1,0 +1,57 @@
+//! The weights of a drafter, loaded for a backbone.
+
+use std::path::Path;
+
+use super::plan::DrafterPlan;
+use super::spec::DrafterSpec;
+use crate::cli::CommonFlags;
+use crate::data::report::counted;
+use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::import::notices::Notice;
+use crate::model::llama::Llama;
+use crate::tree::sparse_tree::SparseTree;
+
+/// A drafter with everything that it was trained or given besides the backbone.
+#[derive(Debug)]
+pub struct LoadedDrafter {
+    pub spec: DrafterSpec,
+    /// Heads and their tree.
+    pub heads: Option<(Heads, SparseTree)>,
+}
+
+impl DrafterPlan {
+    /// Loads the weights.
+    ///
+    /// # Errors
+    /// An invalid file, or weights that do not fit the backbone.
+    pub fn load(self, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
+        let Self { spec, heads, tree } = self;
+        let heads = heads.map(|path| -> anyhow::Result<_> {
+            let heads = load_heads(&path, backbone, common)?.for_decoding();
+            let tree = tree.map_or_else(|| chain_of(&heads, common), Ok)?;
+            Ok((heads, tree))
+        });
+        Ok(LoadedDrafter { spec, heads: heads.transpose()? })
+    }
+}
+
+/// Loads heads of any layout and prints the notices about their file; [`crate::cli::served::ServedFlags::resolve`] reports another
+/// quantisation.
+///
+/// # Errors
+/// An invalid file, or heads that do not fit the backbone.
+pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<Heads> {
+    let notices = HeadsFile::open(path)?.notices()?;
+    notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. })).for_each(|notice| common.say(notice));
+    Ok(Heads::load(path, backbone)?)
+}
+
+/// The tree without `--tree`: a chain of each head's best guess.
+fn chain_of(heads: &Heads, common: &CommonFlags) -> anyhow::Result<SparseTree> {
+    common.say(format_args!(
+        "no --tree: using a chain of the best guesses of {}; `medusa tree` builds a better one",
+        counted(heads.num_heads(), "head")
+    ));
+    Ok(SparseTree::chain(heads.num_heads())?)
+}

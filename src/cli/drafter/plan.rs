@@ -1,0 +1,91 @@
+//! A drafter of the command line with its files, checked before the backbone is loaded.
+
+use std::path::{Path, PathBuf};
+
+use super::spec::{DrafterName, DrafterSpec};
+use crate::cli::UsageError;
+use crate::draft::medusa::heads::import::HeadsFile;
+use crate::formats::heads_config::MEDUSA;
+use crate::tree::sparse_tree::SparseTree;
+
+/// A drafter and the files to load for it.
+#[derive(Debug, Clone)]
+pub struct DrafterPlan {
+    pub spec: DrafterSpec,
+    /// Of a drafter with heads.
+    pub heads: Option<PathBuf>,
+    /// `None`: a chain of each head's best guess.
+    pub tree: Option<SparseTree>,
+}
+
+impl DrafterPlan {
+    /// The plan of `--drafter`, or without it of `--heads`; `None` for plain decoding.
+    ///
+    /// # Errors
+    /// [`UsageError`] for conflicting flags; heads or a tree that cannot be read.
+    pub fn new(spec: Option<&DrafterSpec>, heads: Option<&Path>, tree: Option<&Path>) -> anyhow::Result<Option<Self>> {
+        let plan = match (spec, heads) {
+            (Some(spec), _) => Self::of_spec(spec, heads)?,
+            (None, Some(heads)) => Self { spec: spec_of(heads)?, heads: Some(heads.to_owned()), tree: None },
+            (None, None) if tree.is_some() => return Err(UsageError("--tree needs --heads".into()).into()),
+            (None, None) => return Ok(None),
+        };
+        if let (Some(_), None) = (tree, &plan.heads) {
+            let why = format!("--drafter {} builds its own tree at every step; drop --tree", plan.spec);
+            return Err(UsageError(why).into());
+        }
+        let tree = tree.map(SparseTree::load).transpose()?.map(|(tree, _)| tree);
+        Ok(Some(Self { tree, ..plan }))
+    }
+
+    fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> anyhow::Result<Self> {
+        check_known(spec)?;
+        let Some(part) = spec.heads() else { return Ok(Self { spec: spec.clone(), heads: None, tree: None }) };
+        let path = match (spec.heads_path(), heads) {
+            (Some(own), None) => own,
+            (None, Some(heads)) => heads,
+            (Some(_), Some(heads)) => {
+                let why = format!("--drafter {spec} has heads of its own; drop --heads {}", heads.display());
+                return Err(UsageError(why).into());
+            }
+            (None, None) => return Err(UsageError(format!("--drafter {spec} needs --heads")).into()),
+        };
+        let trained = spec_of(path)?;
+        if !trained.is(part.name) {
+            let why = format!("--drafter {spec}: the heads in {} are {} heads", path.display(), trained.name());
+            return Err(UsageError(why).into());
+        }
+        Ok(Self { spec: spec.clone(), heads: Some(path.to_owned()), tree: None })
+    }
+}
+
+/// The drafter that the heads in a file were trained for.
+fn spec_of(heads: &Path) -> anyhow::Result<DrafterSpec> {
+    let file = HeadsFile::open(heads)?;
+    let config = file.config();
+    let architecture = config.and_then(|config| config.architecture()).unwrap_or(MEDUSA);
+    DrafterName::of_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
+        let path = config.map_or(heads, |config| &config.path);
+        let known = "\"medusa\", \"hydra\" or \"hydra++\"";
+        UsageError(format!("{}: architecture: expected {known}, got {architecture:?}", path.display())).into()
+    })
+}
+
+/// Refuses the drafters that this version cannot run.
+fn check_known(spec: &DrafterSpec) -> Result<(), UsageError> {
+    let refused = |why: &str| Err(UsageError(format!("--drafter {spec}: {why}")));
+    if spec.is(DrafterName::Plain) {
+        return refused("plain decoding is the default without --heads; drop --drafter");
+    }
+    match spec.parts() {
+        [part] => match part.name {
+            DrafterName::Medusa | DrafterName::Ngram | DrafterName::Plain => Ok(()),
+            DrafterName::Hydra
+            | DrafterName::HydraPlusPlus
+            | DrafterName::Lookahead
+            | DrafterName::Recycling
+            | DrafterName::Model => refused("this drafter is not in this version"),
+        },
+        _ => refused("joined drafters are not in this version"),
+    }
+}
