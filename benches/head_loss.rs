@@ -3,7 +3,7 @@
 //! `cargo bench --bench head_loss`
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use medusa::draft::medusa::fused_loss::{HeadGradients, OutputGradients, OutputLayer, head_loss};
+use medusa::draft::medusa::fused_loss::{HeadGradients, HeadPass, OutputGradients, OutputLayer, head_loss};
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::draft::medusa::loss::{Targets, cross_entropy_sum};
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
@@ -42,23 +42,31 @@ fn head_losses(criterion: &mut Criterion) {
     group.sample_size(10);
     for (hidden, vocab) in [(64, 512), (512, 32_000)] {
         let backbone = backbone(hidden, vocab);
-        let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: hidden, vocab_size: vocab };
+        let shape = HeadsShape {
+            medusa_num_heads: 1,
+            medusa_num_layers: 1,
+            hidden_size: hidden,
+            vocab_size: vocab,
+            ..HeadsShape::default()
+        };
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
         let mut generator = Generator::seeded(2);
         let hidden_nh = generator.normal(&[POSITIONS, hidden], (Kind::Float, Device::Cpu));
         let targets = Targets {
             positions_m: Tensor::arange(POSITIONS, (Kind::Int64, Device::Cpu)),
             tokens_m: generator.integers(vocab, &[POSITIONS]),
+            previous_mj: None,
         };
         let parameters: Vec<Tensor> = heads.parameters().iter().map(|(_, p)| p.set_requires_grad(true)).collect();
         let sums: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();
         let name = format!("{hidden}x{vocab}");
         group.bench_with_input(BenchmarkId::new("fused", &name), &(), |b, ()| {
-            let output = OutputGradients { weight_vh: Some(&sums[2]), adapter: None };
+            let output = OutputGradients { weight_vh: Some(&sums[2]), ..OutputGradients::default() };
             let into = HeadGradients { blocks: sums[..2].iter().collect(), output, hidden_nh: None };
             let w2 = OutputLayer::plain(heads.head(0).w2().expect("own W2"));
             b.iter(|| {
-                head_loss(Some(heads.head(0)), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[])
+                let head = HeadPass::new(heads.head(0), &backbone);
+                head_loss(Some(head), w2, &hidden_nh, &targets, Some((&into, 1.0))).loss.double_value(&[])
             });
         });
         group.bench_with_input(BenchmarkId::new("plain", &name), &(), |b, ()| {

@@ -64,8 +64,13 @@ fn fill<'t>(weights: impl Iterator<Item = &'t Tensor>, deviation: f64, seed: u64
 }
 
 fn heads() -> Heads {
-    let shape =
-        HeadsShape { medusa_num_heads: 3, medusa_num_layers: 1, hidden_size: 32, vocab_size: VOCABULARY as i64 };
+    let shape = HeadsShape {
+        medusa_num_heads: 3,
+        medusa_num_layers: 1,
+        hidden_size: 32,
+        vocab_size: VOCABULARY as i64,
+        ..HeadsShape::default()
+    };
     let heads = Heads::random(shape, Kind::Double, Device::Cpu, 22);
     fill(heads.parameters().iter().map(|(_, tensor)| *tensor), 0.1, 22);
     heads

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::model::weights::{WeightFiles, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -53,7 +53,14 @@ fn refused_by_decoding(cases: &[Case]) {
 }
 
 /// The shape of heads that fit the backbone.
-const SHAPE: HeadsShape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 48 };
+const SHAPE: HeadsShape = HeadsShape {
+    architecture: HeadsArchitecture::Medusa,
+    medusa_num_heads: 2,
+    medusa_num_layers: 1,
+    hidden_size: 32,
+    vocab_size: 48,
+    w2_bias: false,
+};
 
 fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape) {
     fs::create_dir_all(small.path(folder)).expect("a folder");

@@ -1,6 +1,6 @@
 //! Promise: `medusa calibrate` counts, for each head over its own targets, which of its guesses is right.
 
-use medusa::draft::medusa::heads::Heads;
+use medusa::draft::medusa::heads::{HeadInput, Heads};
 use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -22,7 +22,7 @@ fn counted_by_hand(world: &World, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64
         let mask = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);
         let hidden_th = llama.hidden_states(&Tensor::from_slice(ids).unsqueeze(0), &mask, Adapters::Off).squeeze_dim(0);
         for head in 0..heads.num_heads() {
-            let logits_tv = heads.logits(head, &hidden_th, &llama);
+            let logits_tv = heads.logits(head, &HeadInput::alone(&hidden_th), &llama);
             for t in 0..ids.len() {
                 let Some(&target) = labels.get(t + head + 2).filter(|&&label| label != -100) else { continue };
                 let logits_v = logits_tv.get(t as i64);

@@ -96,7 +96,13 @@ fn backbone(config: LlamaConfig, seed: u64) -> Llama {
 
 fn heads(llama: &Llama, medusa_num_heads: usize, medusa_num_layers: usize, shared: bool, seed: u64) -> Heads {
     let vocab_size = if shared { 0 } else { llama.config.vocab_size };
-    let shape = HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size: llama.config.hidden_size, vocab_size };
+    let shape = HeadsShape {
+        medusa_num_heads,
+        medusa_num_layers,
+        hidden_size: llama.config.hidden_size,
+        vocab_size,
+        ..HeadsShape::default()
+    };
     let folder = tempfile::tempdir().expect("a folder");
     Heads::random(shape, Kind::Float, Device::Cpu, seed).save(folder.path()).expect("a file of a test");
     Heads::load(folder.path(), llama).expect("heads for this backbone")
@@ -493,7 +499,13 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
         ..config(1, None, 200)
     };
     let llama = Llama::random(small, Kind::BFloat16, Device::Cpu, 3);
-    let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 64, vocab_size: 64 };
+    let shape = HeadsShape {
+        medusa_num_heads: 1,
+        medusa_num_layers: 1,
+        hidden_size: 64,
+        vocab_size: 64,
+        ..HeadsShape::default()
+    };
     let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 5);
     let tree = SparseTree::chain(1).expect("a chain");
     let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
@@ -529,7 +541,13 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             ..config(1, (world == 1).then_some(20), 200)
         };
         let llama = backbone_of(family(small), kind, 3 + world as u64);
-        let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 2, hidden_size: 64, vocab_size: 64 };
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 2,
+            hidden_size: 64,
+            vocab_size: 64,
+            ..HeadsShape::default()
+        };
         let heads = Heads::random(shape, kind, Device::Cpu, 5);
         let tree = SparseTree::cartesian(&[8, 3]).expect("33 nodes");
         let typical = Acceptance::Typical(TypicalAcceptance { posterior_threshold: 0.2, posterior_alpha: 0.5 });

@@ -63,8 +63,13 @@ impl World {
     }
 
     fn heads(&self, name: &str, medusa_num_heads: usize, hidden_size: i64) {
-        let shape =
-            HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size: BYTE_VOCABULARY as i64 };
+        let shape = HeadsShape {
+            medusa_num_heads,
+            medusa_num_layers: 1,
+            hidden_size,
+            vocab_size: BYTE_VOCABULARY as i64,
+            ..HeadsShape::default()
+        };
         std::fs::create_dir(self.path(name)).expect("a folder");
         Heads::random(shape, Kind::Float, Device::Cpu, 6).save(&self.path(name)).expect("a file of a test");
     }
@@ -394,7 +399,13 @@ fn what_does_not_fit_is_one_clear_error() {
     assert!(with("h", "deep.json").contains("tree choice [0, 0, 0, 0] needs 4 heads, but there are 3"));
     assert!(with("h", "orphan.json").starts_with("error: orphan.json: tree choice [1, 0] has no parent [1]"));
     assert!(with("narrow", "deep.json").contains("hidden size: expected 32, got 16"));
-    let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: HIDDEN, vocab_size: 99 };
+    let shape = HeadsShape {
+        medusa_num_heads: 2,
+        medusa_num_layers: 1,
+        hidden_size: HIDDEN,
+        vocab_size: 99,
+        ..HeadsShape::default()
+    };
     std::fs::create_dir(world.path("foreign")).unwrap();
     Heads::random(shape, Kind::Float, Device::Cpu, 7).save(&world.path("foreign")).unwrap();
     let foreign = with("foreign", "deep.json");

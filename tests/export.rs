@@ -27,7 +27,13 @@ const H: i64 = 32;
 const FORMATS: [&str; 6] = ["heads", "tgi", "vllm", "tensorrt-llm", "merged", "modelopt"];
 
 fn shape(heads: usize, layers: usize, vocab_size: i64) -> HeadsShape {
-    HeadsShape { medusa_num_heads: heads, medusa_num_layers: layers, hidden_size: H, vocab_size }
+    HeadsShape {
+        medusa_num_heads: heads,
+        medusa_num_layers: layers,
+        hidden_size: H,
+        vocab_size,
+        ..HeadsShape::default()
+    }
 }
 
 /// Writes random heads from a seed, and a config.json as a run writes it.
@@ -591,7 +597,16 @@ fn pickled_heads_are_the_numbers_that_torch_saved() {
 #[test]
 fn tied_resblocks_are_told_and_get_weights_of_their_own() {
     let tied = HeadsFile::open(&pickled("tied.pt")).expect("heads");
-    assert_eq!(tied.shape(), HeadsShape { medusa_num_heads: 2, medusa_num_layers: 2, hidden_size: 4, vocab_size: 6 });
+    assert_eq!(
+        tied.shape(),
+        HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 2,
+            hidden_size: 4,
+            vocab_size: 6,
+            ..HeadsShape::default()
+        }
+    );
     let is_tied = |notices: &[Notice]| matches!(notices, [Notice::Tied { heads, .. }] if heads == &[1, 2]);
     assert!(is_tied(&tied.notices().expect("notices")));
     let heads = Heads::load_for(&pickled("tied.pt"), [6, 4], Kind::Float, Device::Cpu).expect("heads");

@@ -139,7 +139,8 @@ fn every_guess(llama: &Llama) -> SparseTree {
 
 fn random_heads(llama: &Llama) -> Heads {
     let (hidden_size, vocab_size) = (llama.config.hidden_size, llama.config.vocab_size);
-    let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size, vocab_size };
+    let shape =
+        HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size, vocab_size, ..HeadsShape::default() };
     Heads::random(shape, Kind::Float, Device::Cpu, 6)
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use medusa::data::Watch;
-use medusa::draft::medusa::fused_loss::{OutputLayer, head_loss};
+use medusa::draft::medusa::fused_loss::{HeadPass, OutputLayer, head_loss};
 use medusa::draft::medusa::heads::Heads;
 use medusa::draft::medusa::loss::Targets;
 use medusa::formats::metrics::MetricsLine;
@@ -211,11 +211,18 @@ fn gradients_of_step_zero_equal_pytorch() {
         let targets = Targets {
             positions_m: Tensor::from_slice(&targets.positions),
             tokens_m: Tensor::from_slice(&targets.tokens),
+            previous_mj: None,
         };
         let medusa_head = state.heads.head(head);
         let w2 = medusa_head.w2().expect("own W2");
         let gradients = state.gradients_of(head, None);
-        head_loss(Some(medusa_head), OutputLayer::plain(w2), &hidden_nh, &targets, Some((&gradients, scale)));
+        head_loss(
+            Some(HeadPass::new(medusa_head, backbone)),
+            OutputLayer::plain(w2),
+            &hidden_nh,
+            &targets,
+            Some((&gradients, scale)),
+        );
     }
     let reference = MEDUSA1.file("grads_step0");
     let parameters = || state.parameters.iter().map(|p| &p.parameter);

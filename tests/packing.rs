@@ -61,7 +61,11 @@ fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
             let targets = batch.targets(ahead);
             *count += targets.tokens.len();
             let tensor = |ids: &[i64]| Tensor::from_slice(ids);
-            let targets = Targets { positions_m: tensor(&targets.positions), tokens_m: tensor(&targets.tokens) };
+            let targets = Targets {
+                positions_m: tensor(&targets.positions),
+                tokens_m: tensor(&targets.tokens),
+                previous_mj: None,
+            };
             let of_batch = match ahead {
                 1 => loss::cross_entropy_of(&llama.logits(&hidden_nh, Adapters::Off), &targets),
                 _ => loss::cross_entropy_sum(heads, ahead - 2, &hidden_nh, &targets, llama),

@@ -106,15 +106,6 @@ fn write(path: &Path, text: impl AsRef<[u8]>) {
     fs::File::create(path).and_then(|mut file| file.write_all(text.as_ref())).expect("a file");
 }
 
-fn shape_of_heads(recipe: &Recipe, config: &LlamaConfig) -> HeadsShape {
-    HeadsShape {
-        medusa_num_heads: recipe.heads.medusa_num_heads.get(),
-        medusa_num_layers: recipe.heads.medusa_num_layers.get(),
-        hidden_size: config.hidden_size,
-        vocab_size: if recipe.heads.shared_lm_head { 0 } else { config.vocab_size },
-    }
-}
-
 /// Writes the backbone's folder without weights; returns its config.
 fn write_backbone(small: &SmallRun, recipe: &Recipe) -> LlamaConfig {
     let folder = small.path(&recipe.backbone.path);
@@ -219,7 +210,7 @@ fn every_recipe_of_the_paper_passes_check_without_weights() {
         if let Some(heads) = &recipe.heads.init_from {
             let folder = small.root().join(heads);
             fs::create_dir_all(&folder).expect("a folder");
-            write_heads(&folder.join("heads.safetensors"), shape_of_heads(&recipe, &config));
+            write_heads(&folder.join("heads.safetensors"), recipe.heads.shape([config.vocab_size, config.hidden_size]));
         }
         // With forty rows, two epochs would have fewer steps than the warm-up.
         small.write("recipe.toml", fs::read_to_string(&path).expect("a recipe"));
@@ -238,7 +229,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         config,
         element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
         quantization: recipe.backbone.quantization,
-        heads: shape_of_heads(recipe, config),
+        heads: recipe.heads.shape([config.vocab_size, config.hidden_size]),
         trained: &recipe.stage.trained(),
         optimizer: recipe.optimizer.name,
         recompute: recipe.train.recompute,

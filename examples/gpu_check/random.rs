@@ -100,7 +100,8 @@ pub(crate) fn backbone(config: LlamaConfig, kind: Kind, on: Device) -> Llama {
 
 pub(crate) fn heads(llama: &Llama) -> Heads {
     let (hidden_size, vocab_size) = (llama.config.hidden_size, llama.config.vocab_size);
-    let shape = HeadsShape { medusa_num_heads: HEADS, medusa_num_layers: 1, hidden_size, vocab_size };
+    let shape =
+        HeadsShape { medusa_num_heads: HEADS, medusa_num_layers: 1, hidden_size, vocab_size, ..HeadsShape::default() };
     Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding()
 }
 

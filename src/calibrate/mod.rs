@@ -11,7 +11,7 @@ use crate::data::tokenize::narrow;
 use crate::decode::error::DecodeError;
 use crate::decode::generate;
 use crate::decode::request::Request;
-use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::{HeadInput, Heads};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -124,7 +124,12 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
     for asked in asked.chunks(chunk) {
         let positions: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
         let hidden_nh = hidden_th.index_select(0, &Tensor::from_slice(&positions).to_device(backbone.device()));
-        let guesses = guesses_of(backbone, heads, &hidden_nh, counts.top_k())?;
+        let guesses_of = |head| {
+            let previous_nj = previous_tokens(&ids, asked, heads.architecture().previous_tokens(head), backbone);
+            let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: previous_nj.as_ref() };
+            best_guesses(&heads.logits(head, &input, backbone), counts.top_k()).ok_or(NotFinite { head })
+        };
+        let guesses = (0..heads.num_heads()).map(guesses_of).collect::<Result<Vec<_>, _>>()?;
         for (at, asked) in asked.iter().enumerate() {
             let here = at * counts.top_k()..(at + 1) * counts.top_k();
             let guesses: Vec<&[i64]> = guesses.iter().map(|of_head| &of_head[here.clone()]).collect();
@@ -140,17 +145,21 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
     Ok(())
 }
 
-/// Each head's `top_k` guesses at every row, best first: `[head][row * top_k + rank]`.
-fn guesses_of(backbone: &Llama, heads: &Heads, hidden_nh: &Tensor, top_k: usize) -> Result<Vec<Vec<i64>>, NotFinite> {
-    let of_head = |head| {
-        let (largest_nk, guesses_nk) = heads.logits(head, hidden_nh, backbone).topk(top_k as i64, -1, true, true);
-        // topk sorts NaN first.
-        if largest_nk.select(1, 0).isfinite().all().int64_value(&[]) == 0 {
-            return Err(NotFinite { head });
-        }
-        Ok(Vec::try_from(guesses_nk.contiguous().view([-1])).expect("token ids are int64"))
-    };
-    (0..heads.num_heads()).map(of_head).collect()
+/// The `count` tokens after each position, `[N, count]`; `None` if a head reads none. Those behind the end are 0: nothing is predicted from
+/// them.
+fn previous_tokens(ids: &[i64], asked: &[AskedPosition], count: usize, backbone: &Llama) -> Option<Tensor> {
+    let at = |position: usize| ids.get(position).copied().unwrap_or(0);
+    let after = |asked: &AskedPosition| (1..=count).map(|j| at(asked.position + j)).collect::<Vec<_>>();
+    let tokens: Vec<i64> = asked.iter().flat_map(after).collect();
+    (count > 0).then(|| Tensor::from_slice(&tokens).view([-1, count as i64]).to_device(backbone.device()))
+}
+
+/// The `top_k` guesses of every row of `[N, V]`, best first: `[row * top_k + rank]`. `None` if the logits contain NaN or infinity.
+fn best_guesses(logits_nv: &Tensor, top_k: usize) -> Option<Vec<i64>> {
+    let (largest_nk, guesses_nk) = logits_nv.topk(top_k as i64, -1, true, true);
+    // topk sorts NaN first.
+    let is_finite = largest_nk.select(1, 0).isfinite().all().int64_value(&[]) != 0;
+    is_finite.then(|| Vec::try_from(guesses_nk.contiguous().view([-1])).expect("token ids are int64"))
 }
 
 #[cfg(test)]

@@ -158,6 +158,13 @@ impl Batch {
         targets
     }
 
+    /// The `count` input tokens after each of `positions` (flat, `row * length + t`), one position after the other. They lie in the same
+    /// segment if the position has a target further away than `count`.
+    pub fn tokens_after(&self, positions: &[i64], count: usize) -> Vec<i64> {
+        let after = |&at: &i64| self.input_ids[at as usize + 1..][..count].iter().copied();
+        positions.iter().flat_map(after).collect()
+    }
+
     /// Its tokens, padding not counted.
     pub fn tokens(&self) -> usize {
         self.segment_lengths.iter().flatten().sum()

@@ -270,7 +270,13 @@ mod tests {
         let more_than_one = |texts: &[Generation]| texts.iter().any(|text| text.accept_lengths.iter().any(|&n| n > 1));
         for (seed, window) in [(5, None), (6, Some(5))] {
             let llama = backbone(window, vec![11], seed);
-            let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 50 };
+            let shape = HeadsShape {
+                medusa_num_heads: 2,
+                medusa_num_layers: 1,
+                hidden_size: 32,
+                vocab_size: 50,
+                ..HeadsShape::default()
+            };
             let heads = Heads::random(shape, Kind::Double, Device::Cpu, seed);
             let tree = SparseTree::cartesian(&[25, 4]).unwrap(); // often right, whatever it guesses
             let wanted: Vec<Wanted> = (0..9).map(|key| Wanted::new(key, 30)).collect();

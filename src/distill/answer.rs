@@ -128,7 +128,13 @@ mod tests {
         for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
             let _ = weight.shallow_clone().g_mul_scalar_(8.0);
         }
-        let shape = HeadsShape { medusa_num_heads: 2, medusa_num_layers: 1, hidden_size: 32, vocab_size: 50 };
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size: 32,
+            vocab_size: 50,
+            ..HeadsShape::default()
+        };
         let heads = Heads::random(shape, Kind::Double, Device::Cpu, 5);
         let tree = SparseTree::cartesian(&[25, 8]).unwrap(); // often right, whatever it guesses
         let greedy = Sampling::of_temperature(NonNegative::ZERO);

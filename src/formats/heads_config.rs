@@ -25,9 +25,6 @@ pub const TRAINING: &str = "medusa_train";
 const RECORDED: [&str; 6] =
     ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template", "rope_context"];
 
-/// `architecture` of Medusa heads.
-pub const MEDUSA: &str = "medusa";
-
 /// `config.json` of `final/`, as TGI and the original code read it.
 #[derive(Debug, Clone, Serialize)]
 pub struct HeadsFolderConfig<'a> {

@@ -6,7 +6,8 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::fused_loss::{OutputLayer, distillation_loss, head_loss};
+use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
+use crate::draft::medusa::heads::Heads;
 use crate::dtype::Dtype;
 use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
@@ -29,6 +30,7 @@ pub struct TrainingBackbone<'r> {
 /// The forward pass of one micro batch.
 #[derive(Debug)]
 pub struct BackbonePass<'r> {
+    backbone: &'r Llama,
     /// Input of the heads and the LM head.
     pub states: BatchStates,
     /// The LM head with the adapters of this pass.
@@ -118,7 +120,7 @@ impl<'r> TrainingBackbone<'r> {
     /// The pass of a frozen backbone.
     fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
         let lm_head = OutputLayer::lm_head(self.backbone, adapters);
-        BackbonePass { states, lm_head, lm_target: None, way_back: None }
+        BackbonePass { backbone: self.backbone, states, lm_head, lm_target: None, way_back: None }
     }
 
     fn lm_target(&self, inputs: &(Tensor, RowMask)) -> LmTarget {
@@ -136,6 +138,11 @@ impl<'r> TrainingBackbone<'r> {
 }
 
 impl BackbonePass<'_> {
+    /// Head `head` (0-based) in this pass.
+    pub fn of_head<'h>(&'h self, heads: &'h Heads, head: usize) -> HeadPass<'h> {
+        HeadPass::new(heads.head(head), self.backbone)
+    }
+
     /// The sum of the hidden states' gradients, `[N, H]` float32; `None` if nothing before them is trained.
     pub fn dhidden_nh(&self) -> Option<&Tensor> {
         self.way_back.as_ref().map(|way_back| &way_back.dhidden_nh)

@@ -76,8 +76,7 @@ impl CheckedRun {
         if warmup_steps > total_steps {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
         }
-        let heads_shape = shape_of(&plan.heads, &config);
-        check_heads_to_start_from(&plan.heads, heads_shape, &config)?;
+        let heads_shape = heads_shape(&plan.heads, &config)?;
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, &config, &train)?;
         Ok(Self {
@@ -144,15 +143,6 @@ fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainE
     epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch })
 }
 
-fn shape_of(heads: &HeadsConfig, config: &LlamaConfig) -> HeadsShape {
-    HeadsShape {
-        medusa_num_heads: heads.medusa_num_heads.get(),
-        medusa_num_layers: heads.medusa_num_layers.get(),
-        hidden_size: config.hidden_size,
-        vocab_size: if heads.shared_lm_head { 0 } else { config.vocab_size },
-    }
-}
-
 /// The backbone's config and tensor names without its weights, with the adapter that it starts from.
 fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
     let (mut outline, has_weights) = Llama::outline(Path::new(&plan.backbone.path))?;
@@ -164,15 +154,14 @@ fn outline(plan: &TrainPlan) -> Result<(Llama, bool), TrainError> {
     Ok((outline, has_weights))
 }
 
-/// Checks `heads.init_from` before anything is written.
-fn check_heads_to_start_from(
-    heads: &HeadsConfig,
-    expected: HeadsShape,
-    config: &LlamaConfig,
-) -> Result<(), TrainError> {
-    let Some(path) = &heads.init_from else { return Ok(()) };
-    let got = Heads::check(path, [config.vocab_size, config.hidden_size])?;
-    if got == expected { Ok(()) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
+/// The shape of the recipe's heads. `heads.init_from` must have the same, except that it decides whether W2 has a bias.
+fn heads_shape(heads: &HeadsConfig, config: &LlamaConfig) -> Result<HeadsShape, TrainError> {
+    let size = [config.vocab_size, config.hidden_size];
+    let expected = heads.shape(size);
+    let Some(path) = &heads.init_from else { return Ok(expected) };
+    let got = Heads::check(path, size)?;
+    let expected = HeadsShape { w2_bias: got.w2_bias, ..expected };
+    if got == expected { Ok(got) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
 }
 
 /// Rows of tokens need no tokenizer, so a folder without one is accepted.

@@ -10,7 +10,7 @@ use tch::{Device, Kind};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
-use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig, MEDUSA};
+use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig};
 use crate::formats::run_folder;
 use crate::model::folder::{FolderError, save_folder};
 use crate::model::llama::Llama;
@@ -187,7 +187,7 @@ impl<'r> Checkpoints<'r> {
             medusa_num_layers: shape.medusa_num_layers,
             hidden_size: self.backbone.config.hidden_size,
             vocab_size: self.backbone.config.vocab_size,
-            architecture: MEDUSA,
+            architecture: shape.architecture.name(),
             backbone_model_type: &self.backbone.config.model_type,
             backbone_dtype: self.plan.backbone.dtype.to_string(),
             quantization: self.plan.backbone.quantization.map(|quantization| quantization.to_string()),

@@ -72,9 +72,12 @@ impl TrainState {
     /// The gradient tensors of head `head` (0-based). `dhidden_nh` receives the gradient of the hidden states.
     pub fn gradients_of<'g>(&'g self, head: usize, dhidden_nh: Option<&'g Tensor>) -> HeadGradients<'g> {
         let mut blocks = self.gradients(ParameterGroup::Head(head));
-        let w2_vh = self.heads.head(head).w2().and_then(|_| blocks.pop());
-        let own = |w2_vh| OutputGradients { weight_vh: Some(w2_vh), adapter: None };
-        HeadGradients { blocks, output: w2_vh.map_or_else(|| self.lm_head_gradients(), own), hidden_nh: dhidden_nh }
+        let own = blocks.split_off(self.heads.head(head).block_parameters().len());
+        let output = match own[..] {
+            [] => self.lm_head_gradients(),
+            _ => OutputGradients { weight_vh: own.first().copied(), bias_v: own.get(1).copied(), adapter: None },
+        };
+        HeadGradients { blocks, output, hidden_nh: dhidden_nh }
     }
 
     /// The gradient tensors of the LM head's loss.
@@ -89,8 +92,8 @@ impl TrainState {
 
     fn lm_head_gradients(&self) -> OutputGradients<'_> {
         match self.gradients(self.lm_head_group)[..] {
-            [a_rh, b_vr] => OutputGradients { weight_vh: None, adapter: Some([a_rh, b_vr]) },
-            [weight_vh] => OutputGradients { weight_vh: Some(weight_vh), adapter: None },
+            [a_rh, b_vr] => OutputGradients { adapter: Some([a_rh, b_vr]), ..OutputGradients::default() },
+            [weight_vh] => OutputGradients { weight_vh: Some(weight_vh), ..OutputGradients::default() },
             _ => OutputGradients::default(),
         }
     }

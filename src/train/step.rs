@@ -106,8 +106,8 @@ pub fn train_step(
     batches: &[Batch],
     weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
-    let num_heads = state.heads.num_heads();
-    let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, num_heads)).collect();
+    let shape = state.heads.shape();
+    let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, shape)).collect();
     let mut sums = MetricSums::new(&state.heads);
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
@@ -183,13 +183,12 @@ pub fn evaluate<E>(
     loss: &LossConfig,
     lambda0: f64,
 ) -> Result<StepMetrics, E> {
-    let num_heads = heads.num_heads();
     let mut sums = MetricSums::new(heads);
     let mut tokens = 0;
     for batch in batches {
         let batch = &batch?;
         tokens += batch.tokens() as u64;
-        let targets = BatchTargets::new(batch, num_heads);
+        let targets = BatchTargets::new(batch, heads.shape());
         sums.count(&targets);
         let pass = backbone.evaluate(batch);
         if let Some(LmEvaluation { loss, cross_entropy }) = pass.lm_evaluation(&targets) {
@@ -233,8 +232,8 @@ impl MetricSums {
         training: Option<(&TrainState, &StepWeights)>,
     ) {
         for k in 0..heads.num_heads() {
-            let (head, of_head) = (heads.head(k), targets.of_head(k, &pass.states));
-            let output = head.w2().map_or(pass.lm_head, OutputLayer::plain);
+            let (head, of_head) = (pass.of_head(heads, k), targets.of_head(k, &pass.states));
+            let output = OutputLayer::of_head(head.head).unwrap_or(pass.lm_head);
             let into = training.map(|(state, weights)| {
                 let weight = weights.lambda0 * weights.loss.weight(k);
                 (state.gradients_of(k, pass.dhidden_nh()), weight / self.counts[k].max(1) as f64)

@@ -1,8 +1,9 @@
-//! The targets of the LM head and the Medusa heads in a micro batch.
+//! The targets of the LM head and the heads in a micro batch.
 
 use tch::Tensor;
 
 use crate::data::loader::{Batch, TargetTokens};
+use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::loss::Targets;
 use crate::train::hidden_states::BatchStates;
 
@@ -13,6 +14,8 @@ pub struct BatchTargets {
     of_lm_head: TargetTokens,
     /// Head `h` (0-based) predicts the token h + 2 positions ahead.
     by_head: Vec<TargetTokens>,
+    /// For each sequential head the tokens between each position and the one to predict, flat.
+    previous: Vec<Vec<i64>>,
 }
 
 impl BatchTargets {
@@ -26,15 +29,21 @@ impl BatchTargets {
         self.by_head.iter().map(|targets| targets.positions.len())
     }
 
-    /// Collects the targets of `num_heads` heads.
-    pub fn new(batch: &Batch, num_heads: usize) -> Self {
-        let by_head = (0..num_heads).map(|head| batch.targets(head + 2)).collect();
-        Self { of_lm_head: batch.targets(1), by_head }
+    /// Collects the targets of heads of this shape.
+    pub fn new(batch: &Batch, heads: HeadsShape) -> Self {
+        let by_head: Vec<TargetTokens> = (0..heads.medusa_num_heads).map(|head| batch.targets(head + 2)).collect();
+        let previous = |(head, targets): (usize, &TargetTokens)| {
+            batch.tokens_after(&targets.positions, heads.architecture.previous_tokens(head))
+        };
+        Self { of_lm_head: batch.targets(1), previous: by_head.iter().enumerate().map(previous).collect(), by_head }
     }
 
     /// Targets of a head (0-based), as rows of `states` on their device.
     pub fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
-        on_device(&self.by_head[head], states)
+        let (previous, count) = (&self.previous[head], self.by_head[head].positions.len() as i64);
+        let on_device_mj = || Tensor::from_slice(previous).view([count, -1]).to_device(states.hidden_nh.device());
+        let previous_mj = (!previous.is_empty()).then(on_device_mj);
+        Targets { previous_mj, ..on_device(&self.by_head[head], states) }
     }
 
     /// Targets of the LM head, as rows of `states` on their device.
@@ -45,5 +54,6 @@ impl BatchTargets {
 
 fn on_device(targets: &TargetTokens, states: &BatchStates) -> Targets {
     let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
-    Targets { positions_m: tensor(&states.rows_of(&targets.positions)), tokens_m: tensor(&targets.tokens) }
+    let positions_m = tensor(&states.rows_of(&targets.positions));
+    Targets { positions_m, tokens_m: tensor(&targets.tokens), previous_mj: None }
 }

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use super::spec::{DrafterName, DrafterSpec};
 use crate::cli::UsageError;
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::formats::heads_config::MEDUSA;
 use crate::tree::sparse_tree::SparseTree;
 
 /// A drafter and the files to load for it.
@@ -63,7 +62,7 @@ impl DrafterPlan {
 fn spec_of(heads: &Path) -> anyhow::Result<DrafterSpec> {
     let file = HeadsFile::open(heads)?;
     let config = file.config();
-    let architecture = config.and_then(|config| config.architecture()).unwrap_or(MEDUSA);
+    let architecture = config.and_then(|config| config.architecture()).unwrap_or(file.shape().architecture.name());
     DrafterName::of_architecture(architecture).map(DrafterSpec::of).ok_or_else(|| {
         let path = config.map_or(heads, |config| &config.path);
         let known = "\"medusa\", \"hydra\" or \"hydra++\"";

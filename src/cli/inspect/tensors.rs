@@ -83,11 +83,11 @@ impl HeadsFound {
     }
 
     pub(super) fn line(&self) -> String {
-        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size } = self.shape;
+        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, .. } = self.shape;
         let vocabulary = if self.shared_lm_head { "shared lm_head".into() } else { format!("vocabulary {vocab_size}") };
         format!(
             "{} of {}, hidden size {hidden_size}, {vocabulary}: {} parameters, {} ({})",
-            counted(medusa_num_heads, "head"),
+            counted(medusa_num_heads, self.shape.architecture.noun()),
             counted(medusa_num_layers, "ResBlock"),
             self.parameters,
             self.dtypes.join(" and "),

@@ -71,7 +71,7 @@ pub(in crate::decode) fn heads(num_heads: usize, seed: u64) -> Heads {
 }
 
 fn random_heads(medusa_num_heads: usize, hidden_size: i64, vocab_size: i64, seed: u64) -> Heads {
-    let shape = HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size };
+    let shape = HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size, ..HeadsShape::default() };
     Heads::random(shape, Kind::Double, Device::Cpu, seed)
 }
 

@@ -14,6 +14,11 @@ use crate::tree::sparse_tree::{SparseTree, TreeError};
 /// Heads or a tree that do not fit the backbone.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
+    /// Heads whose guesses depend on each other.
+    #[error(
+        "these are Hydra heads, whose guesses depend on the tokens before them; --drafter medusa needs Medusa heads"
+    )]
+    Sequential,
     /// Heads of another backbone.
     #[error(transparent)]
     Heads(#[from] HeadsMismatch),
@@ -44,6 +49,9 @@ impl<'a> MedusaDrafter<'a> {
     /// [`DraftError`] names what does not fit.
     pub fn new(backbone: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Result<Self, DraftError> {
         let config = &backbone.config;
+        if heads.architecture().is_sequential() {
+            return Err(DraftError::Sequential);
+        }
         heads.check_backbone(config)?;
         tree.check_fits(heads.num_heads(), usize::try_from(config.vocab_size).unwrap_or(0))?;
         let width = tree.widths().into_iter().max().unwrap_or(0);

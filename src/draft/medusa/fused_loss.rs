@@ -5,7 +5,7 @@
 // N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
 use tch::{Device, Kind, Tensor};
 
-use crate::draft::medusa::heads::Head;
+use crate::draft::medusa::heads::{Head, HeadDropout, HeadInput};
 use crate::draft::medusa::loss::Targets;
 use crate::model::block_spec::LogitSpec;
 use crate::model::llama::Llama;
@@ -45,10 +45,33 @@ impl HeadSums {
     }
 }
 
+/// A head, what it reads beside the hidden states, and its dropout in training.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadPass<'m> {
+    pub head: &'m Head,
+    /// Has the embeddings.
+    pub backbone: &'m Llama,
+    pub dropout: Option<HeadDropout>,
+}
+
+impl<'m> HeadPass<'m> {
+    /// Without dropout.
+    pub fn new(head: &'m Head, backbone: &'m Llama) -> Self {
+        Self { head, backbone, dropout: None }
+    }
+
+    /// `[M, H]`, the input of the output layer.
+    fn hidden(&self, selected_mh: &Tensor, targets: &Targets) -> Tensor {
+        let input = HeadInput { hidden_nh: selected_mh, previous_nj: targets.previous_mj.as_ref() };
+        self.head.hidden_with(&input.rows(self.backbone), self.dropout)
+    }
+}
+
 /// The layer that computes logits from hidden states: a head's own W2, or the LM head.
 #[derive(Debug, Clone, Copy)]
 pub struct OutputLayer<'m> {
     weight_vh: &'m Tensor,
+    bias_v: Option<&'m Tensor>,
     adapter: Option<(&'m Adapter, Adapters)>,
     logits: LogitSpec,
 }
@@ -56,7 +79,12 @@ pub struct OutputLayer<'m> {
 impl<'m> OutputLayer<'m> {
     /// A weight `[V, H]` without an adapter.
     pub fn plain(weight_vh: &'m Tensor) -> Self {
-        Self { weight_vh, adapter: None, logits: LogitSpec::default() }
+        Self { weight_vh, bias_v: None, adapter: None, logits: LogitSpec::default() }
+    }
+
+    /// The head's own W2, with its bias if it has one; `None` if the head uses the backbone's lm_head.
+    pub fn of_head(head: &'m Head) -> Option<Self> {
+        Some(Self { bias_v: head.w2_bias(), ..Self::plain(head.w2()?) })
     }
 
     /// The LM head, with or without its adapter.
@@ -68,7 +96,7 @@ impl<'m> OutputLayer<'m> {
         let weight_vh = lm_head.dense_weight().expect("a backbone loaded for training has a plain lm_head");
         let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
         let adapter = adapter.map(|adapter| (adapter, adapters));
-        Self { weight_vh, adapter, logits: backbone.config.family.logits }
+        Self { weight_vh, bias_v: None, adapter, logits: backbone.config.family.logits }
     }
 }
 
@@ -77,6 +105,8 @@ impl<'m> OutputLayer<'m> {
 pub struct OutputGradients<'g> {
     /// `[V, H]`.
     pub weight_vh: Option<&'g Tensor>,
+    /// `[V]`.
+    pub bias_v: Option<&'g Tensor>,
     /// A `[R, H]` and B `[V, R]`.
     pub adapter: Option<[&'g Tensor; 2]>,
 }
@@ -84,7 +114,7 @@ pub struct OutputGradients<'g> {
 /// Accumulators for the gradients of one loss, all float32.
 #[derive(Debug)]
 pub struct HeadGradients<'g> {
-    /// W1 and b1 of every block, in the order of [`Head::block_parameters`]; empty for the LM head.
+    /// Weights and biases of every block, in the order of [`Head::block_parameters`]; empty for the LM head.
     pub blocks: Vec<&'g Tensor>,
     pub output: OutputGradients<'g>,
     /// Hidden states, `[N, H]`; `None` if the backbone is frozen.
@@ -96,13 +126,13 @@ pub struct HeadGradients<'g> {
 /// - `output`: the head's own W2 or the backbone's lm_head
 /// - `hidden_nh`: `[N, H]`, after the final norm, in the backbone's dtype, without autograd
 pub fn head_loss(
-    head: Option<&Head>,
+    head: Option<HeadPass>,
     output: OutputLayer,
     hidden_nh: &Tensor,
     targets: &Targets,
     gradients: Option<(&HeadGradients, f64)>,
 ) -> HeadSums {
-    let blocks = head.map_or_else(Vec::new, Head::block_parameters);
+    let blocks = head.map_or_else(Vec::new, |pass| pass.head.block_parameters());
     let projection = Projection::new(head, output, hidden_nh, targets, gradients);
     let sums = tch::no_grad(|| projection.cross_entropy(&targets.tokens_m, gradients));
     projection.backward(&blocks, &targets.positions_m, gradients);
@@ -142,7 +172,7 @@ struct Projection<'m> {
 impl<'m> Projection<'m> {
     /// Runs `head`, if there is one; with autograd if gradients are wanted, which includes the hidden states if theirs is.
     fn new(
-        head: Option<&Head>,
+        head: Option<HeadPass>,
         output: OutputLayer<'m>,
         hidden_nh: &Tensor,
         targets: &Targets,
@@ -152,7 +182,7 @@ impl<'m> Projection<'m> {
         let to_hidden = gradients.is_some_and(|(gradients, _)| gradients.hidden_nh.is_some());
         let selected_mh = if to_hidden { selected_mh.set_requires_grad(true) } else { selected_mh };
         let through = || {
-            let x_mh = head.map_or_else(|| selected_mh.shallow_clone(), |head| head.hidden(&selected_mh));
+            let x_mh = head.map_or_else(|| selected_mh.shallow_clone(), |head| head.hidden(&selected_mh, targets));
             let down_mr = output.adapter.map(|(adapter, adapters)| adapter.down(&x_mh, adapters));
             (x_mh, down_mr)
         };
@@ -243,13 +273,16 @@ impl<'m> Projection<'m> {
 /// Weights of an [`OutputLayer`] in the dtype of the product, cast once for all chunks.
 struct CastWeights {
     weight_vh: Tensor,
+    /// Float32: it is added to the products in float32.
+    bias_v: Option<Tensor>,
     b_vr: Option<Tensor>,
 }
 
 impl CastWeights {
     fn new(output: &OutputLayer, kind: Kind) -> Self {
         let b_vr = output.adapter.map(|(adapter, _)| adapter.b().to_kind(kind));
-        Self { weight_vh: output.weight_vh.to_kind(kind), b_vr }
+        let bias_v = output.bias_v.map(|bias_v| bias_v.to_kind(Kind::Float));
+        Self { weight_vh: output.weight_vh.to_kind(kind), bias_v, b_vr }
     }
 }
 
@@ -271,12 +304,19 @@ impl Chunk<'_> {
         if let (Some(down_mr), Some(b_vr)) = (&self.of.down_mr, &weights.b_vr) {
             let _ = logits_cv.addmm_(&self.rows(down_mr), &b_vr.tr());
         }
-        logits_of(logits_cv.to_kind(Kind::Float), self.of.output.logits)
+        let mut logits_cv = logits_cv.to_kind(Kind::Float);
+        if let Some(bias_v) = &weights.bias_v {
+            logits_cv += bias_v;
+        }
+        logits_of(logits_cv, self.of.output.logits)
     }
 
     /// From the gradient of the products `[C, V]`.
     fn backward(&self, dlogits_cv: &Tensor, weights: &CastWeights, into: &OutputGradients, scale: f64) {
         let x_ch = self.rows(&self.of.x_mh);
+        if let Some(dbias_v) = into.bias_v {
+            let _ = dbias_v.shallow_clone().g_add_(&(dlogits_cv.sum_dim_intlist(0, false, Kind::Float) * scale));
+        }
         let of_logits = LossScale::fixed(x_ch.kind(), DLOGITS_SCALE, dlogits_cv);
         let dlogits_cv = of_logits.cast(dlogits_cv);
         let through = |weight: &Tensor| of_logits.undo(dlogits_cv.matmul(weight)) * scale;

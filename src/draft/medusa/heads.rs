@@ -1,6 +1,7 @@
-//! Medusa heads: ResBlocks on the last hidden state, then a linear layer to the vocabulary (paper section 2.1.1).
+//! Heads on the backbone's last hidden state: ResBlocks, then a linear layer to the vocabulary.
 //!
-//! Head `h` (0-based) at position `t` predicts token `t + h + 2`; token `t + 1` belongs to the LM head.
+//! Head `h` (0-based) at position `t` predicts token `t + h + 2`; token `t + 1` belongs to the LM head. Medusa heads read the hidden
+//! state alone (arXiv 2401.10774, section 2.1.1), sequential heads also the tokens `t + 1` to `t + h + 1` (Hydra, arXiv 2402.05109).
 
 // N positions, H hidden, V vocabulary, K heads
 use std::num::NonZeroUsize;
@@ -10,9 +11,8 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
-use crate::engine::cuda::draft::{DeviceDraft, DraftShape, HeadMatrices};
+use crate::engine::cuda::draft::{DeviceDraft, DraftShape};
 use crate::model::config::LlamaConfig;
-use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::weights::{WeightsError, save};
@@ -21,12 +21,15 @@ use crate::tree::sparse_tree::SparseTree;
 
 mod error;
 mod guesses;
+mod head;
 pub mod import;
 pub mod layout;
 
 pub use error::{HeadsError, HeadsMismatch};
+pub use head::{Head, HeadDropout, HeadInput};
 use import::HeadsFile;
-pub use layout::{HEADS_FILE, HeadsShape};
+pub use layout::{HEADS_FILE, HeadsArchitecture, HeadsShape};
+use layout::{HeadPart, HeadTensor};
 
 /// The `[heads]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -42,37 +45,47 @@ pub struct HeadsConfig {
     /// Heads consist of ResBlocks only and use the backbone's lm_head as output layer.
     #[serde(default)]
     pub shared_lm_head: bool,
+    /// What a head reads.
+    #[serde(default)]
+    pub architecture: HeadsArchitecture,
 }
 
-/// A set of Medusa heads.
+impl HeadsConfig {
+    /// The shape of these heads on a backbone with an lm_head of shape `[V, H]`.
+    pub fn shape(&self, [vocab_size, hidden_size]: [i64; 2]) -> HeadsShape {
+        HeadsShape {
+            architecture: self.architecture,
+            medusa_num_heads: self.medusa_num_heads.get(),
+            medusa_num_layers: self.medusa_num_layers.get(),
+            hidden_size,
+            vocab_size: if self.shared_lm_head { 0 } else { vocab_size },
+            w2_bias: false,
+        }
+    }
+}
+
+/// A set of heads.
 #[derive(Debug)]
 pub struct Heads {
     heads: Vec<Head>,
-    hidden_size: i64,
+    shape: HeadsShape,
+    /// The backbone's, also if the heads use its lm_head.
     vocab_size: i64,
 }
 
-/// One Medusa head.
-#[derive(Debug)]
-pub struct Head {
-    /// W1 and b1 of each ResBlock.
-    blocks: Vec<Linear>,
-    /// W2, `[V, H]`; `None` if the head uses the backbone's lm_head.
-    w2: Option<Linear>,
-}
-
 impl Heads {
-    /// Untrained heads in float32. W1 = 0 and b1 = 0, so that a head starts out as the LM head (the published trainers leave b1
-    /// random). W2 is a copy of `lm_head_vh` `[V, H]`, or absent with `shared_lm_head`.
+    /// Untrained heads in float32, each of which starts out as the LM head: W1 = 0, the residual connection of a sequential head is the
+    /// identity of the hidden state and 0 on the embeddings, every bias is 0 (the published trainers leave biases and residual
+    /// connections random), and W2 is a copy of `lm_head_vh` `[V, H]`, or absent with `shared_lm_head`.
     pub fn new(config: &HeadsConfig, lm_head_vh: &Tensor) -> Self {
         let [v, h] = lm_head_vh.size()[..] else { panic!("[V, H], got {lm_head_vh:?}") };
-        let options = (Kind::Float, lm_head_vh.device());
-        let block = |_| Linear::dense(Tensor::zeros([h, h], options), Some(Tensor::zeros([h], options)));
-        let head = |_| Head {
-            blocks: (0..config.medusa_num_layers.get()).map(block).collect(),
-            w2: (!config.shared_lm_head).then(|| Linear::dense(lm_head_vh.to_kind(Kind::Float).copy(), None)),
+        let (shape, options) = (config.shape([v, h]), (Kind::Float, lm_head_vh.device()));
+        let start = |place: HeadTensor| match place.part {
+            HeadPart::W2 => lm_head_vh.to_kind(Kind::Float).copy(),
+            HeadPart::Res => Tensor::eye_m(h, shape.size(place)[1], options),
+            _ => Tensor::zeros(shape.size(place), options),
         };
-        Self { heads: (0..config.medusa_num_heads.get()).map(head).collect(), hidden_size: h, vocab_size: v }
+        Self::from_tensors(shape, shape.places().into_iter().map(start).collect(), v)
     }
 
     /// Sets the vocabulary size, which the shape of heads that share the backbone's lm_head lacks.
@@ -132,12 +145,9 @@ impl Heads {
     /// Builds heads from `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.
     pub fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
         let mut tensors = tensors.into_iter();
-        let mut next = || tensors.next().expect("as many tensors as the shape has");
-        let heads = (0..shape.medusa_num_heads).map(|_| Head {
-            blocks: (0..shape.medusa_num_layers).map(|_| Linear::dense(next(), Some(next()))).collect(),
-            w2: (shape.vocab_size > 0).then(|| Linear::dense(next(), None)),
-        });
-        Self { heads: heads.collect(), hidden_size: shape.hidden_size, vocab_size }
+        let parts: Vec<_> = (0..=shape.medusa_num_layers).map(|layer| shape.parts_of_layer(layer)).collect();
+        let head = |_| Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"));
+        Self { heads: (0..shape.medusa_num_heads).map(head).collect(), shape, vocab_size }
     }
 
     /// Packs the weights for decoding where that is faster. With the CPU kernels they become bfloat16, whatever the backbone's
@@ -145,12 +155,8 @@ impl Heads {
     #[must_use]
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
-        let mut prepare = |linear: Linear| linear.for_few_rows(Kind::BFloat16, &mut arena);
-        let pack = |head: Head| Head {
-            blocks: head.blocks.into_iter().map(&mut prepare).collect(),
-            w2: head.w2.map(&mut prepare),
-        };
-        Self { heads: self.heads.into_iter().map(pack).collect(), ..self }
+        let heads = self.heads.into_iter().map(|head| head.packed(&mut arena)).collect();
+        Self { heads, ..self }
     }
 
     /// Copies the heads to float32 for training; loaded heads may be views of a file.
@@ -158,7 +164,7 @@ impl Heads {
     pub fn for_training(self) -> Self {
         let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
         let tensors = self.parameters().iter().map(|(_, tensor)| own(tensor)).collect();
-        Self::from_tensors(self.shape(), tensors, self.vocab_size)
+        Self::from_tensors(self.shape, tensors, self.vocab_size)
     }
 
     /// K, the number of heads.
@@ -171,8 +177,10 @@ impl Heads {
     /// # Errors
     /// [`HeadsMismatch`] names the size that differs.
     pub fn check_backbone(&self, config: &LlamaConfig) -> Result<(), HeadsMismatch> {
-        let sizes =
-            [("hidden size", self.hidden_size, config.hidden_size), ("vocabulary", self.vocab_size, config.vocab_size)];
+        let sizes = [
+            ("hidden size", self.hidden_size(), config.hidden_size),
+            ("vocabulary", self.vocab_size, config.vocab_size),
+        ];
         match sizes.into_iter().find(|(_, heads, backbone)| heads != backbone) {
             Some((what, heads, backbone)) => Err(HeadsMismatch { what, heads, backbone }),
             None => Ok(()),
@@ -181,7 +189,7 @@ impl Heads {
 
     /// H, the hidden size.
     pub fn hidden_size(&self) -> i64 {
-        self.hidden_size
+        self.shape.hidden_size
     }
 
     /// V, the vocabulary size.
@@ -194,9 +202,9 @@ impl Heads {
         &self.heads[head]
     }
 
-    /// Logits of head `head` (0-based): `hidden_nh` `[N, H]` (after the final norm) to `[N, V]`.
-    pub fn logits(&self, head: usize, hidden_nh: &Tensor, backbone: &Llama) -> Tensor {
-        let x_nh = self.heads[head].hidden(hidden_nh);
+    /// Logits of head `head` (0-based), `[N, V]`.
+    pub fn logits(&self, head: usize, input: &HeadInput, backbone: &Llama) -> Tensor {
+        let x_nh = self.heads[head].hidden(&input.rows(backbone));
         self.heads[head]
             .w2
             .as_ref()
@@ -205,24 +213,23 @@ impl Heads {
 
     /// Every parameter with its name in the file, by head, then layer. Not for packed heads.
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
-        let names = self.shape().tensors().into_iter().map(|(name, _)| name);
+        let names = self.shape.tensors().into_iter().map(|(name, _)| name);
         names.zip(self.heads.iter().flat_map(Head::parameters)).collect()
     }
 
     /// The heads' shape, as stored in a file.
     pub fn shape(&self) -> HeadsShape {
-        let first = &self.heads[0];
-        HeadsShape {
-            medusa_num_heads: self.heads.len(),
-            medusa_num_layers: first.blocks.len(),
-            hidden_size: self.hidden_size,
-            vocab_size: if first.w2.is_some() { self.vocab_size } else { 0 },
-        }
+        self.shape
+    }
+
+    /// What a head reads.
+    pub fn architecture(&self) -> HeadsArchitecture {
+        self.shape.architecture
     }
 
     /// The heads that `tree` uses, for an engine that drafts on the device.
     pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
-        let (shape, used) = (self.shape(), &self.heads[..tree.max_depth()]);
+        let (shape, used) = (self.shape, &self.heads[..tree.max_depth()]);
         let shape = DraftShape { tree, blocks: shape.medusa_num_layers, parameters: shape.parameters() };
         DeviceDraft { shape, heads: used.iter().map(Head::matrices).collect() }
     }
@@ -233,33 +240,5 @@ impl Heads {
     /// [`WeightsError::File`].
     pub fn save(&self, folder: &Path) -> Result<(), WeightsError> {
         save(&folder.join(HEADS_FILE), &self.parameters())
-    }
-}
-
-impl Head {
-    /// Applies the ResBlocks: `x + SiLU(W1·x + b1)` each, `[N, H]` to `[N, H]`. Computes in `x`'s dtype.
-    pub fn hidden(&self, hidden_nh: &Tensor) -> Tensor {
-        self.blocks.iter().fold(hidden_nh.shallow_clone(), |x, block| &x + block.forward(&x, Adapters::Off).silu())
-    }
-
-    /// W2 `[V, H]`; `None` if the head uses the backbone's lm_head or W2 is packed.
-    pub fn w2(&self) -> Option<&Tensor> {
-        self.w2.as_ref().and_then(Linear::dense_weight)
-    }
-
-    /// W1 and b1 of every block, block after block.
-    pub fn block_parameters(&self) -> Vec<&Tensor> {
-        self.blocks.iter().flat_map(|block| block.dense_weight().into_iter().chain(block.bias())).collect()
-    }
-
-    /// Views of the weights; `None` if they are laid out for the CPU kernels.
-    fn matrices(&self) -> Option<HeadMatrices> {
-        let block = |block: &Linear| Some((block.in_rows()?, block.bias()?.shallow_clone()));
-        let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
-        Some(HeadMatrices { blocks, w2_vh: self.w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))? })
-    }
-
-    fn parameters(&self) -> Vec<&Tensor> {
-        self.block_parameters().into_iter().chain(self.w2()).collect()
     }
 }

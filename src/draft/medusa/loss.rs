@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::{HeadInput, Heads};
 use crate::model::llama::Llama;
 use crate::numbers::Positive;
 
@@ -41,6 +41,8 @@ pub struct Targets {
     pub positions_m: Tensor,
     /// `[M]` int64, the tokens to predict.
     pub tokens_m: Tensor,
+    /// `[M, k+1]` int64, for sequential head k (0-based): the tokens between each position and the one to predict.
+    pub previous_mj: Option<Tensor>,
 }
 
 /// Cross-entropy of head `head` summed over its targets: a float64 scalar with autograd, neither divided nor weighted.
@@ -52,14 +54,18 @@ pub fn cross_entropy_sum(
     targets: &Targets,
     backbone: &Llama,
 ) -> Tensor {
-    cross_entropy_of(&heads.logits(head, hidden_nh, backbone), targets)
+    let hidden_mh = hidden_nh.index_select(0, &targets.positions_m);
+    let input = HeadInput { hidden_nh: &hidden_mh, previous_nj: targets.previous_mj.as_ref() };
+    cross_entropy_at(&heads.logits(head, &input, backbone), &targets.tokens_m)
 }
 
 /// Cross-entropy of logits `[N, V]` summed over targets: a float64 scalar with autograd.
 pub fn cross_entropy_of(logits_nv: &Tensor, targets: &Targets) -> Tensor {
-    let log_probabilities_nv = log_probabilities(logits_nv);
-    let of_targets_m1 =
-        log_probabilities_nv.index_select(0, &targets.positions_m).gather(1, &targets.tokens_m.unsqueeze(1), false);
+    cross_entropy_at(&logits_nv.index_select(0, &targets.positions_m), &targets.tokens_m)
+}
+
+fn cross_entropy_at(logits_mv: &Tensor, tokens_m: &Tensor) -> Tensor {
+    let of_targets_m1 = log_probabilities(logits_mv).gather(1, &tokens_m.unsqueeze(1), false);
     -of_targets_m1.sum(Kind::Double)
 }
 

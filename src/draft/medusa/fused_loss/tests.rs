@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 use tch::Device;
 
 use super::*;
-use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
+use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
 use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
 use crate::model::adapters::attach_new;
 use crate::model::config::{FamilyTraits, LlamaConfig};
@@ -33,7 +33,8 @@ const LOGITS: [LogitSpec; 3] = [
 fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
     let number = |n| NonZeroUsize::new(n).unwrap();
     let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
-    let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head };
+    let architecture = HeadsArchitecture::Medusa;
+    let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head, architecture };
     let heads = Heads::new(&config, backbone.lm_head_weight());
     let mut generator = Generator::seeded(1);
     for (_, tensor) in heads.parameters() {
@@ -46,37 +47,70 @@ fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
 /// 600 targets with 40,000 logits each are six chunks.
 fn targets() -> Targets {
     let mut generator = Generator::seeded(2);
-    Targets { positions_m: generator.permutation(700).narrow(0, 0, 600), tokens_m: generator.integers(40_000, &[600]) }
+    targets_of(generator.permutation(700).narrow(0, 0, 600), generator.integers(40_000, &[600]))
+}
+
+fn targets_of(positions_m: Tensor, tokens_m: Tensor) -> Targets {
+    Targets { positions_m, tokens_m, previous_mj: None }
 }
 
 #[test]
 fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
-    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
     let of_shared = LOGITS[1..].iter().map(|&logits| (1, true, logits));
     let cases = [(1, false), (2, false), (1, true)].map(|(layers, shared)| (layers, shared, LOGITS[0]));
     for (layers, shared, logits) in cases.into_iter().chain(of_shared) {
         let backbone = backbone_with(logits);
-        let (heads, targets) = (heads(layers, shared, &backbone), targets());
-        let head = heads.head(1);
-        let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(head.w2()).collect();
-        for parameter in &parameters {
-            let _ = parameter.set_requires_grad(true);
-        }
-        let plain = cross_entropy_sum(&heads, 1, &hidden, &targets, &backbone);
-        let expected = Tensor::run_backward(&[&plain * 0.01], &parameters, false, false);
-        let got: Vec<Tensor> = parameters.iter().map(|p| p.zeros_like().set_requires_grad(false)).collect();
-        let blocks = head.block_parameters().len();
-        let output = OutputGradients { weight_vh: got.get(blocks), adapter: None };
-        let into = HeadGradients { blocks: got[..blocks].iter().collect(), output, hidden_nh: None };
-        let output = head.w2().map_or_else(|| OutputLayer::lm_head(&backbone, Adapters::Off), OutputLayer::plain);
-        let sums = head_loss(Some(head), output, &hidden, &targets, Some((&into, 0.01)));
-        let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
-        assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
-        for (expected, got) in expected.iter().zip(&got) {
-            let difference = (expected - got).abs().max().double_value(&[]);
-            let largest = expected.abs().max().double_value(&[]);
-            assert!(difference < 1e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
-        }
+        losses_of_a_head_equal_the_plain_ones(&heads(layers, shared, &backbone), &targets(), &backbone);
+    }
+}
+
+/// W2 has a bias, as in published Hydra heads.
+#[test]
+fn losses_of_sequential_heads_equal_the_plain_ones() {
+    let previous_mj = Some(Generator::seeded(8).integers(40_000, &[600, 2]));
+    let (targets, backbone) = (Targets { previous_mj, ..targets() }, backbone());
+    for (medusa_num_layers, vocab_size, w2_bias) in [(1, 40_000, true), (2, 40_000, false), (1, 0, false)] {
+        let shape = HeadsShape {
+            architecture: HeadsArchitecture::Hydra,
+            medusa_num_heads: 2,
+            medusa_num_layers,
+            hidden_size: 24,
+            vocab_size,
+            w2_bias,
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        losses_of_a_head_equal_the_plain_ones(&heads, &targets, &backbone);
+    }
+}
+
+/// Loss of head 2, and the gradients of its parameters and of the hidden states.
+fn losses_of_a_head_equal_the_plain_ones(heads: &Heads, targets: &Targets, backbone: &Llama) {
+    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
+    let (head, oracle_hidden) = (heads.head(1), hidden.copy().set_requires_grad(true));
+    let mut inputs = head.parameters();
+    inputs.push(&oracle_hidden);
+    for input in &inputs {
+        let _ = input.set_requires_grad(true);
+    }
+    let plain = cross_entropy_sum(heads, 1, &oracle_hidden, targets, backbone);
+    let expected = Tensor::run_backward(&[&plain * 0.01], &inputs, false, false);
+    let got: Vec<Tensor> = inputs.iter().map(|p| p.detach().zeros_like()).collect();
+    let (blocks, [own @ .., dhidden_nh]) = got.split_at(head.block_parameters().len()) else {
+        panic!("no hidden states")
+    };
+    let into = HeadGradients {
+        blocks: blocks.iter().collect(),
+        output: OutputGradients { weight_vh: own.first(), bias_v: own.get(1), adapter: None },
+        hidden_nh: Some(dhidden_nh),
+    };
+    let output = OutputLayer::of_head(head).unwrap_or_else(|| OutputLayer::lm_head(backbone, Adapters::Off));
+    let sums = head_loss(Some(HeadPass::new(head, backbone)), output, &hidden, targets, Some((&into, 0.01)));
+    let (loss, oracle) = (sums.loss.double_value(&[]), plain.double_value(&[]));
+    assert!((loss - oracle).abs() / oracle < 1e-6, "{loss} {oracle}");
+    for (expected, got) in expected.iter().zip(&got) {
+        let difference = (expected - got).abs().max().double_value(&[]);
+        let largest = expected.abs().max().double_value(&[]);
+        assert!(difference < 2e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
     }
 }
 
@@ -89,8 +123,7 @@ fn of_equal_logits_the_lower_token_is_guessed_first() {
     let positions_m = Tensor::arange(400, (Kind::Int64, Device::Cpu));
     let sorted = logits.sort_stable(true, 1, true).1;
     for rank in 0..6 {
-        let targets =
-            Targets { positions_m: positions_m.shallow_clone(), tokens_m: sorted.select(1, rank).contiguous() };
+        let targets = targets_of(positions_m.shallow_clone(), sorted.select(1, rank).contiguous());
         if rank == 0 {
             assert_eq!(targets.tokens_m, logits.argmax(1, false));
         }
@@ -117,19 +150,26 @@ fn ranks_below_the_top_equal_those_of_all_rows() {
 
 /// Gradients of W1, b1, W2 and the hidden states from a head that computes in `kind`, times `scale`.
 fn gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
-    let shape = HeadsShape { medusa_num_heads: 1, medusa_num_layers: 1, hidden_size: 32, vocab_size: 32_000 };
+    let shape = HeadsShape {
+        medusa_num_heads: 1,
+        medusa_num_layers: 1,
+        hidden_size: 32,
+        vocab_size: 32_000,
+        ..HeadsShape::default()
+    };
+    let backbone = backbone();
     let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
     let mut generator = Generator::seeded(2);
     let hidden_nh = generator.normal(&[2048, 32], (Kind::Float, Device::Cpu)) * 3.0;
-    let targets = Targets { positions_m: generator.permutation(2048), tokens_m: generator.integers(32_000, &[2048]) };
+    let targets = targets_of(generator.permutation(2048), generator.integers(32_000, &[2048]));
     let values: Vec<Tensor> = heads.parameters().iter().map(|(_, value)| value.set_requires_grad(true)).collect();
     let sums: Vec<Tensor> = values.iter().chain([&hidden_nh]).map(|p| p.detach().zeros_like()).collect();
     let into = HeadGradients {
         blocks: sums[..2].iter().collect(),
-        output: OutputGradients { weight_vh: Some(&sums[2]), adapter: None },
+        output: OutputGradients { weight_vh: Some(&sums[2]), ..OutputGradients::default() },
         hidden_nh: Some(&sums[3]),
     };
-    let (head, into) = (heads.head(0), Some((&into, scale)));
+    let (head, into) = (HeadPass::new(heads.head(0), &backbone), Some((&into, scale)));
     head_loss(Some(head), OutputLayer::plain(&values[2]), &hidden_nh.to_kind(kind), &targets, into);
     sums
 }
@@ -160,7 +200,7 @@ fn lm_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
     drop(generator);
     let of_goal = |goal| {
         let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
-        let output = OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) };
+        let output = OutputGradients { adapter: Some([&got[0], &got[1]]), ..OutputGradients::default() };
         let into = HeadGradients { blocks: vec![], output, hidden_nh: Some(&got[2]) };
         let (lm_head, into) = (OutputLayer::lm_head(&backbone, Adapters::On), Some((&into, scale)));
         match goal {
@@ -189,15 +229,15 @@ fn hits_equal_those_of_top_k() {
     let heads = heads(1, true, &backbone);
     let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu)) * 5.0;
     let positions_m = Tensor::arange(700, (Kind::Int64, Device::Cpu));
-    let logits = heads.logits(0, &hidden, &backbone);
+    let logits = heads.logits(0, &HeadInput::alone(&hidden), &backbone);
     // targets that are the 1st, 2nd … 7th guess in turn
     let guesses = logits.topk(7, 1, true, true).1;
     let tokens_m = guesses.gather(1, &positions_m.remainder(7).unsqueeze(1), false).squeeze_dim(1);
     let sums = head_loss(
-        Some(heads.head(0)),
+        Some(HeadPass::new(heads.head(0), &backbone)),
         OutputLayer::plain(backbone.lm_head_weight()),
         &hidden,
-        &Targets { positions_m, tokens_m },
+        &targets_of(positions_m, tokens_m),
         None,
     );
     assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [100, 200, 300, 400, 500]);
@@ -232,7 +272,7 @@ fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
         let got = [a, b, &hidden].map(|tensor| tensor.detach().zeros_like());
         let into = HeadGradients {
             blocks: vec![],
-            output: OutputGradients { weight_vh: None, adapter: Some([&got[0], &got[1]]) },
+            output: OutputGradients { adapter: Some([&got[0], &got[1]]), ..OutputGradients::default() },
             hidden_nh: Some(&got[2]),
         };
         let into = Some((&into, 0.01));

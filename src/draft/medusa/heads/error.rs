@@ -15,8 +15,8 @@ pub enum HeadsError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error(
-        "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, or \
-         model.safetensors with heads in it", folder.display()
+        "{} holds no heads; expected heads.safetensors (such as a run's final/), medusa_lm_head.safetensors, medusa_lm_head.pt, \
+         hydra_lm_head.pt, or model.safetensors with heads in it", folder.display()
     )]
     NoFile { folder: PathBuf },
     /// `config.json` beside the heads.
@@ -38,7 +38,7 @@ pub enum HeadsError {
         got: Vec<i64>,
     },
     /// A tensor name outside of the layout.
-    #[error("{}: tensor {name:?} does not belong to Medusa heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM or ModelOpt", path.display())]
+    #[error("{}: tensor {name:?} does not belong to Medusa or Hydra heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM, ModelOpt or zankner/Hydra", path.display())]
     Layout { path: PathBuf, name: String },
     /// The heads' shape does not fit the backbone or recipe.
     #[error("{}: {what}: expected {expected}, got {got}; were these heads trained for this backbone?", path.display())]

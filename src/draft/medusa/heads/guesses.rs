@@ -3,7 +3,7 @@
 // B texts, K heads, V vocabulary, H hidden, M guesses per head
 use tch::{Device, Kind, Tensor};
 
-use super::{Head, Heads};
+use super::{Head, HeadInput, Heads};
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::{add_silu, add_to_each, largest};
 use crate::cpu::team::Team;
@@ -13,13 +13,14 @@ use crate::torch::bytes;
 
 impl Heads {
     /// The `m` most probable tokens of each of the first `k` heads, best first: hidden states `[B, H]` (after the final norm) to
-    /// `[B, K·M]`, int64, head after head.
+    /// `[B, K·M]`, int64, head after head. For Medusa heads: the guesses of sequential heads depend on the guesses before them.
     pub fn guesses(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Tensor {
         let shape = [hidden_bh.size()[0], (k * m) as i64];
         if let Some(guesses) = self.guesses_on_cpu(k, m, hidden_bh, backbone) {
             return Tensor::from_slice(&guesses).view(shape);
         }
-        let logits: Vec<Tensor> = (0..k).map(|head| self.logits(head, hidden_bh, backbone)).collect();
+        let logits: Vec<Tensor> =
+            (0..k).map(|head| self.logits(head, &HeadInput::alone(hidden_bh), backbone)).collect();
         let (_, guesses_bkm) = Tensor::stack(&logits, 1).topk(m as i64, -1, true, true);
         guesses_bkm.view(shape)
     }
@@ -46,13 +47,17 @@ impl Heads {
     fn logits_on_cpu(&self, residual: &[Vec<f32>], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
         let own: Option<Vec<&Matrix>> =
             self.heads.iter().map(|head| head.w2.as_ref().and_then(Linear::matrix)).collect();
-        let texts = residual.first()?.len() / usize::try_from(self.hidden_size).ok()?;
+        let texts = residual.first()?.len() / usize::try_from(self.hidden_size()).ok()?;
         let of_head = texts * usize::try_from(self.vocab_size).ok()?;
         let mut logits_kbv = vec![0.0; residual.len() * of_head];
         match own {
             Some(own) => {
-                for ((w2, x_bh), logits_bv) in own.into_iter().zip(residual).zip(logits_kbv.chunks_exact_mut(of_head)) {
+                let heads = own.into_iter().zip(&self.heads).zip(residual);
+                for (((w2, head), x_bh), logits_bv) in heads.zip(logits_kbv.chunks_exact_mut(of_head)) {
                     w2.multiply(x_bh, logits_bv, team);
+                    if let Some(bias_v) = head.w2_bias() {
+                        add_to_each(logits_bv, bytes::numbers(&bias_v.to_kind(Kind::Float)));
+                    }
                 }
             }
             None if self.heads.iter().all(|head| head.w2.is_none()) => {
@@ -70,8 +75,8 @@ impl Head {
         let mut x_bh = hidden_bh.to_vec();
         let mut y_bh = vec![0.0; x_bh.len()];
         for block in &self.blocks {
-            block.matrix()?.multiply(&x_bh, &mut y_bh, team);
-            if let Some(bias_h) = block.bias() {
+            block.linear.matrix()?.multiply(&x_bh, &mut y_bh, team);
+            if let Some(bias_h) = block.linear.bias() {
                 add_to_each(&mut y_bh, bytes::numbers(&bias_h.to_kind(Kind::Float)));
             }
             add_silu(&mut x_bh, &y_bh);
@@ -90,10 +95,16 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
-        for (vocab_size, medusa_num_layers) in [(50, 2), (0, 1)] {
+        for (vocab_size, medusa_num_layers, w2_bias) in [(50, 2, false), (50, 1, true), (0, 1, false)] {
             let config = LlamaConfig::tiny();
-            let shape =
-                HeadsShape { medusa_num_heads: 3, medusa_num_layers, hidden_size: config.hidden_size, vocab_size };
+            let shape = HeadsShape {
+                medusa_num_heads: 3,
+                medusa_num_layers,
+                hidden_size: config.hidden_size,
+                vocab_size,
+                w2_bias,
+                ..HeadsShape::default()
+            };
             // Values that are exact in bfloat16, so that rounding does not decide the result.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
             let heads =
@@ -103,7 +114,8 @@ mod tests {
             let oracle = heads().guesses(3, 4, &hidden_bh, &backbone());
             let ours = heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding());
             // Near ties may swap places, so compare the guesses' logits instead of their ids.
-            let logits: Vec<Tensor> = (0..3).map(|head| heads().logits(head, &hidden_bh, &backbone())).collect();
+            let logits: Vec<Tensor> =
+                (0..3).map(|head| heads().logits(head, &HeadInput::alone(&hidden_bh), &backbone())).collect();
             let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
             let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);
             assert!(off < 1e-3, "{off}");

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 
 use super::error::HeadsError;
-use super::layout::{HEADS_FILE, HeadPart, HeadTensor, HeadsLayout, HeadsShape, VLLM_LM_HEAD, VLLM_TOKEN_MAP};
+use super::layout::{
+    HEADS_FILE, HeadPart, HeadTensor, HeadsArchitecture, HeadsLayout, HeadsShape, VLLM_LM_HEAD, VLLM_TOKEN_MAP,
+};
 use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, same_up_to_rounding};
@@ -19,8 +21,11 @@ pub mod notices;
 pub const MEDUSA_LM_HEAD: &str = "medusa_lm_head.safetensors";
 /// Its pickled form.
 pub const MEDUSA_LM_HEAD_PT: &str = "medusa_lm_head.pt";
+/// Heads file name of Hydra's authors, a pickled one.
+pub const HYDRA_LM_HEAD_PT: &str = "hydra_lm_head.pt";
 /// File names looked for in a folder, in this order.
-const CANDIDATES: [&str; 5] = [HEADS_FILE, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT, MODEL_INDEX, MODEL_FILE];
+const CANDIDATES: [&str; 6] =
+    [HEADS_FILE, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT, HYDRA_LM_HEAD_PT, MODEL_INDEX, MODEL_FILE];
 
 /// A heads file with its header read and its layout detected.
 #[derive(Debug)]
@@ -54,7 +59,7 @@ impl HeadsFile {
             layout,
             tensors,
             names: places,
-            shape: HeadsShape::NONE,
+            shape: HeadsShape::default(),
             kind: Kind::Float,
             config,
             lm_head: None,
@@ -224,6 +229,10 @@ impl HeadsFile {
             let path = self.config.as_ref().map_or(&self.path, |config| &config.path).clone();
             Err(HeadsError::Unsupported { path, key: key.into(), got, expected })
         };
+        let number = |key| self.config.as_ref().and_then(|config| config.count(&[key]));
+        if let (HeadsLayout::Hydra, Some((key, offset @ 1..))) = (self.layout, number("hidden_state_offset")) {
+            return refuse(&key, offset.to_string(), "0: these heads read hidden states of an earlier layer");
+        }
         if self.layout != HeadsLayout::Vllm {
             return Ok(());
         }
@@ -265,7 +274,10 @@ impl HeadsFile {
         let w1 = first(HeadPart::W1).map(size).transpose()?;
         let w2 = first(HeadPart::W2).map(size).transpose()?;
         let axis = |size: &Option<Vec<i64>>, axis: usize| size.as_ref().and_then(|size| size.get(axis)).copied();
+        let has = |part| first(part).is_some();
         let shape = HeadsShape {
+            architecture: if has(HeadPart::Res) { HeadsArchitecture::Hydra } else { HeadsArchitecture::Medusa },
+            w2_bias: has(HeadPart::W2Bias),
             medusa_num_heads: places().map(|place| place.head + 1).max().unwrap_or(0),
             medusa_num_layers: places().filter(is(HeadPart::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
             hidden_size: axis(&w1, 0).or(axis(&w2, 1)).unwrap_or(0),
@@ -281,7 +293,8 @@ impl HeadsFile {
         let last = self.shape.medusa_num_layers;
         let fits = |place: &HeadTensor| match place.part {
             HeadPart::W1 | HeadPart::B1 => place.layer < last,
-            HeadPart::W2 => self.layout == HeadsLayout::Vllm || place.layer == last,
+            HeadPart::Res | HeadPart::ResBias => place.layer == 0,
+            HeadPart::W2 | HeadPart::W2Bias => self.layout.names_w2_by_head() || place.layer == last,
         };
         match self.names.iter().find(|(place, _)| !fits(place)) {
             Some((_, name)) => Err(HeadsError::Layout { path: self.path.clone(), name: name.clone() }),
@@ -291,10 +304,8 @@ impl HeadsFile {
 
     /// A tensor's name in the file; `None` for a bias that config.json declares absent.
     fn name(&self, place: HeadTensor) -> Result<Option<String>, HeadsError> {
-        let key = match (self.layout, place.part) {
-            (HeadsLayout::Vllm, HeadPart::W2) => HeadTensor { layer: 0, ..place },
-            _ => place,
-        };
+        let is_by_head = self.layout.names_w2_by_head() && !place.part.is_of_block();
+        let key = if is_by_head { HeadTensor { layer: 0, ..place } } else { place };
         if let Some(name) = self.names.get(&key) {
             return Ok(Some(name.clone()));
         }

@@ -1,42 +1,97 @@
-//! Tensor names of Medusa heads in every supported layout: one table for import and export.
+//! Architectures, sizes and tensor names of heads in every supported layout: one table for import and export.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// File name of trained heads in a checkpoint or `final/`.
 pub const HEADS_FILE: &str = "heads.safetensors";
 
+/// What a head reads, `heads.architecture` of a recipe.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HeadsArchitecture {
+    /// The last hidden state alone (arXiv 2401.10774): heads are independent of each other.
+    #[default]
+    Medusa,
+    /// Also the tokens between the hidden state's position and the one to predict (arXiv 2402.05109): heads are sequential.
+    Hydra,
+}
+
+impl HeadsArchitecture {
+    /// Its name in recipes and config.json.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Medusa => "medusa",
+            Self::Hydra => "hydra",
+        }
+    }
+
+    /// What a head of this kind is called.
+    pub fn noun(self) -> &'static str {
+        match self {
+            Self::Medusa => "head",
+            Self::Hydra => "Hydra head",
+        }
+    }
+
+    /// Whether a head reads the tokens before the one that it predicts, so that a node's guesses depend on its path in the tree.
+    pub fn is_sequential(self) -> bool {
+        self == Self::Hydra
+    }
+
+    /// How many tokens head `head` (0-based) reads beside the hidden state.
+    pub fn previous_tokens(self, head: usize) -> usize {
+        if self.is_sequential() { head + 1 } else { 0 }
+    }
+}
+
 /// The shape of a set of heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct HeadsShape {
+    pub architecture: HeadsArchitecture,
     pub medusa_num_heads: usize,
     /// ResBlocks per head.
     pub medusa_num_layers: usize,
     pub hidden_size: i64,
     /// 0 if the heads use the backbone's lm_head.
     pub vocab_size: i64,
+    /// Whether W2 has a bias, as in published Hydra heads.
+    pub w2_bias: bool,
 }
 
 impl HeadsShape {
-    /// Placeholder until the tensors are counted.
-    pub(super) const NONE: Self = Self { medusa_num_heads: 0, medusa_num_layers: 0, hidden_size: 0, vocab_size: 0 };
-
     /// Every tensor, by head, then layer.
     pub fn places(&self) -> Vec<HeadTensor> {
         let n = self.medusa_num_layers;
-        let of_head = |head: usize| {
-            let blocks =
-                (0..n).flat_map(move |layer| [HeadPart::W1, HeadPart::B1].map(|part| HeadTensor { head, layer, part }));
-            blocks.chain((self.vocab_size > 0).then_some(HeadTensor { head, layer: n, part: HeadPart::W2 }))
+        let of_layer = |head, layer| {
+            self.parts_of_layer(layer).iter().map(move |&part| HeadTensor { head, layer, part }).collect::<Vec<_>>()
         };
-        (0..self.medusa_num_heads).flat_map(of_head).collect()
+        (0..self.medusa_num_heads).flat_map(|head| (0..=n).flat_map(move |layer| of_layer(head, layer))).collect()
+    }
+
+    /// The tensors of a ResBlock; of the output layer if `layer` is their number.
+    pub(super) fn parts_of_layer(&self, layer: usize) -> &'static [HeadPart] {
+        match layer {
+            0 if self.architecture.is_sequential() => &[HeadPart::W1, HeadPart::B1, HeadPart::Res, HeadPart::ResBias],
+            _ if layer < self.medusa_num_layers => &[HeadPart::W1, HeadPart::B1],
+            _ if self.vocab_size == 0 => &[],
+            _ if self.w2_bias => &[HeadPart::W2, HeadPart::W2Bias],
+            _ => &[HeadPart::W2],
+        }
+    }
+
+    /// The inputs of a ResBlock: in a sequential head, the first reads the hidden state and the embeddings of the tokens after it.
+    fn inputs(&self, head: usize, layer: usize) -> i64 {
+        let tokens = if layer == 0 { self.architecture.previous_tokens(head) as i64 } else { 0 };
+        (1 + tokens) * self.hidden_size
     }
 
     /// The shape of a tensor.
     pub fn size(&self, place: HeadTensor) -> Vec<i64> {
         match place.part {
-            HeadPart::W1 => vec![self.hidden_size; 2],
-            HeadPart::B1 => vec![self.hidden_size],
+            HeadPart::W1 | HeadPart::Res => vec![self.hidden_size, self.inputs(place.head, place.layer)],
+            HeadPart::B1 | HeadPart::ResBias => vec![self.hidden_size],
             HeadPart::W2 => vec![self.vocab_size, self.hidden_size],
+            HeadPart::W2Bias => vec![self.vocab_size],
         }
     }
 
@@ -64,17 +119,32 @@ pub enum HeadsLayout {
     ModelOpt,
     /// vLLM's draft model.
     Vllm,
+    /// `hydra_lm_head.pt` of Hydra's authors.
+    Hydra,
 }
 
 /// The role of a tensor in its head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HeadPart {
-    /// A ResBlock's weight, `[H, H]`.
+    /// A ResBlock's weight, `[H, H]`; `[H, (k+2)·H]` in the first block of sequential head k (0-based).
     W1,
     /// A ResBlock's bias, `[H]`.
     B1,
+    /// The residual connection of a sequential head's first block, `[H, (k+2)·H]`.
+    Res,
+    /// Its bias, `[H]`.
+    ResBias,
     /// The projection to the vocabulary, `[V, H]`.
     W2,
+    /// Its bias, `[V]`.
+    W2Bias,
+}
+
+impl HeadPart {
+    /// Whether it belongs to a ResBlock, not to the output layer.
+    pub(super) fn is_of_block(self) -> bool {
+        !matches!(self, Self::W2 | Self::W2Bias)
+    }
 }
 
 /// Identifies a tensor of the heads. Ordered as in [`HeadsShape::tensors`].
@@ -87,11 +157,14 @@ pub struct HeadTensor {
     pub part: HeadPart,
 }
 
-/// Name patterns. vLLM's W2 has no layer in its name.
-const NAMES: [(HeadsLayout, HeadPart, &str); 12] = [
+/// Name patterns. The W2 of vLLM and Hydra has no layer in its name. Only two layouts can hold sequential heads and a bias of W2.
+const NAMES: [(HeadsLayout, HeadPart, &str); 21] = [
     (HeadsLayout::Heads, HeadPart::W1, "{head}.{layer}.linear.weight"),
     (HeadsLayout::Heads, HeadPart::B1, "{head}.{layer}.linear.bias"),
+    (HeadsLayout::Heads, HeadPart::Res, "{head}.{layer}.res_connection.weight"),
+    (HeadsLayout::Heads, HeadPart::ResBias, "{head}.{layer}.res_connection.bias"),
     (HeadsLayout::Heads, HeadPart::W2, "{head}.{layer}.weight"),
+    (HeadsLayout::Heads, HeadPart::W2Bias, "{head}.{layer}.bias"),
     (HeadsLayout::Merged, HeadPart::W1, "medusa_head.{head}.{layer}.linear.weight"),
     (HeadsLayout::Merged, HeadPart::B1, "medusa_head.{head}.{layer}.linear.bias"),
     (HeadsLayout::Merged, HeadPart::W2, "medusa_head.{head}.{layer}.weight"),
@@ -101,6 +174,12 @@ const NAMES: [(HeadsLayout, HeadPart, &str); 12] = [
     (HeadsLayout::Vllm, HeadPart::W1, "blocks.{head}.layers.{layer}.weight"),
     (HeadsLayout::Vllm, HeadPart::B1, "blocks.{head}.layers.{layer}.bias"),
     (HeadsLayout::Vllm, HeadPart::W2, "lm_heads.{head}.weight"),
+    (HeadsLayout::Hydra, HeadPart::W1, "hydra_mlp.{head}.{layer}.linear.weight"),
+    (HeadsLayout::Hydra, HeadPart::B1, "hydra_mlp.{head}.{layer}.linear.bias"),
+    (HeadsLayout::Hydra, HeadPart::Res, "hydra_mlp.{head}.{layer}.res_connection.weight"),
+    (HeadsLayout::Hydra, HeadPart::ResBias, "hydra_mlp.{head}.{layer}.res_connection.bias"),
+    (HeadsLayout::Hydra, HeadPart::W2, "hydra_lm_head.{head}.weight"),
+    (HeadsLayout::Hydra, HeadPart::W2Bias, "hydra_lm_head.{head}.bias"),
 ];
 
 /// The lm_head that all heads share in vLLM's layout, `[V, H]`.
@@ -111,19 +190,33 @@ pub const VLLM_TOKEN_MAP: &str = "token_map";
 const VLLM_PREFIX: &str = "medusa_heads.";
 
 impl HeadsLayout {
-    pub const ALL: [HeadsLayout; 4] =
-        [HeadsLayout::Heads, HeadsLayout::Merged, HeadsLayout::ModelOpt, HeadsLayout::Vllm];
+    pub const ALL: [HeadsLayout; 5] =
+        [HeadsLayout::Heads, HeadsLayout::Merged, HeadsLayout::ModelOpt, HeadsLayout::Vllm, HeadsLayout::Hydra];
 
     /// The name of a tensor in this layout.
+    ///
+    /// # Panics
+    /// If the layout cannot hold such a tensor; see [`HeadsLayout::holds`].
     pub fn name(self, place: HeadTensor) -> String {
-        let (_, _, pattern) = NAMES
-            .iter()
-            .find(|(layout, part, _)| (*layout, *part) == (self, place.part))
-            .expect("the table has every part of every layout");
+        let pattern = self.pattern(place.part).expect("a layout that holds this tensor");
         pattern.replace("{head}", &place.head.to_string()).replace("{layer}", &place.layer.to_string())
     }
 
-    /// Parses a tensor name; `None` if it is not of this layout. The layer of vLLM's W2 is 0.
+    /// Whether heads of this shape can be written in this layout.
+    pub fn holds(self, shape: &HeadsShape) -> bool {
+        shape.places().into_iter().all(|place| self.pattern(place.part).is_some())
+    }
+
+    fn pattern(self, part: HeadPart) -> Option<&'static str> {
+        NAMES.iter().find(|(layout, of, _)| (*layout, *of) == (self, part)).map(|(.., pattern)| *pattern)
+    }
+
+    /// Whether the output layer's name has no layer in it.
+    pub(super) fn names_w2_by_head(self) -> bool {
+        matches!(self, HeadsLayout::Vllm | HeadsLayout::Hydra)
+    }
+
+    /// Parses a tensor name; `None` if it is not of this layout. The layer of an output layer named by its head is 0.
     pub fn place(self, name: &str) -> Option<HeadTensor> {
         let name = if self == HeadsLayout::Vllm { name.strip_prefix(VLLM_PREFIX).unwrap_or(name) } else { name };
         let patterns = NAMES.iter().filter(|(layout, ..)| *layout == self);
@@ -135,7 +228,7 @@ impl HeadsLayout {
         match self {
             HeadsLayout::Merged => Some("medusa_head."),
             HeadsLayout::ModelOpt => Some("medusa_heads."),
-            HeadsLayout::Heads | HeadsLayout::Vllm => None,
+            HeadsLayout::Heads | HeadsLayout::Vllm | HeadsLayout::Hydra => None,
         }
     }
 
@@ -146,6 +239,7 @@ impl HeadsLayout {
             HeadsLayout::Merged => "inside a backbone's weights (FasterDecoding v1.0)",
             HeadsLayout::ModelOpt => "inside a backbone's weights (NVIDIA ModelOpt, TensorRT-LLM)",
             HeadsLayout::Vllm => "vLLM's draft model",
+            HeadsLayout::Hydra => "Hydra heads alone (zankner/Hydra)",
         }
     }
 
@@ -184,17 +278,12 @@ mod tests {
 
     #[test]
     fn every_name_means_its_place_in_its_own_layout_alone() {
-        for layout in HeadsLayout::ALL {
-            for part in [HeadPart::W1, HeadPart::B1, HeadPart::W2] {
-                let place = HeadTensor {
-                    head: 3,
-                    layer: if part == HeadPart::W2 && layout == HeadsLayout::Vllm { 0 } else { 1 },
-                    part,
-                };
-                let name = layout.name(place);
-                for other in HeadsLayout::ALL {
-                    assert_eq!(other.place(&name), (other == layout).then_some(place), "{name} as {other:?}");
-                }
+        for (layout, part, _) in NAMES {
+            let layer = if !part.is_of_block() && layout.names_w2_by_head() { 0 } else { 1 };
+            let place = HeadTensor { head: 3, layer, part };
+            let name = layout.name(place);
+            for other in HeadsLayout::ALL {
+                assert_eq!(other.place(&name), (other == layout).then_some(place), "{name} as {other:?}");
             }
         }
     }
@@ -206,9 +295,38 @@ mod tests {
         assert_eq!(HeadsLayout::Merged.name(of(4, 0, HeadPart::B1)), "medusa_head.4.0.linear.bias");
         assert_eq!(HeadsLayout::ModelOpt.name(of(1, 0, HeadPart::W1)), "medusa_heads.1.0.linear.weight");
         assert_eq!(HeadsLayout::Vllm.name(of(2, 1, HeadPart::W2)), "lm_heads.2.weight");
+        assert_eq!(HeadsLayout::Hydra.name(of(3, 0, HeadPart::Res)), "hydra_mlp.3.0.res_connection.weight");
+        assert_eq!(HeadsLayout::Hydra.name(of(3, 1, HeadPart::W2Bias)), "hydra_lm_head.3.bias");
         assert_eq!(HeadsLayout::Vllm.place("medusa_heads.blocks.2.layers.0.bias"), Some(of(2, 0, HeadPart::B1)));
         for none in ["01.0.linear.weight", "0.+1.weight", "0.weight", "model.0.0.linear.weight", "9999.0.weight"] {
             assert!(HeadsLayout::ALL.iter().all(|layout| layout.place(none).is_none()), "{none}");
         }
+    }
+
+    #[test]
+    fn a_sequential_head_reads_one_more_embedding_than_the_one_before() {
+        let shape = HeadsShape {
+            architecture: HeadsArchitecture::Hydra,
+            medusa_num_heads: 2,
+            medusa_num_layers: 2,
+            hidden_size: 8,
+            vocab_size: 50,
+            w2_bias: true,
+        };
+        let tensors = shape.tensors();
+        let sizes: Vec<(&str, &[i64])> = tensors.iter().map(|(name, size)| (name.as_str(), size.as_slice())).collect();
+        let of_second = [
+            ("1.0.linear.weight", &[8, 24][..]),
+            ("1.0.linear.bias", &[8]),
+            ("1.0.res_connection.weight", &[8, 24]),
+            ("1.0.res_connection.bias", &[8]),
+            ("1.1.linear.weight", &[8, 8]),
+            ("1.1.linear.bias", &[8]),
+            ("1.2.weight", &[50, 8]),
+            ("1.2.bias", &[50]),
+        ];
+        assert_eq!(sizes[8..], of_second);
+        assert_eq!(sizes[0], ("0.0.linear.weight", &[8, 16][..]));
+        assert!(HeadsLayout::Hydra.holds(&shape) && !HeadsLayout::Vllm.holds(&shape));
     }
 }

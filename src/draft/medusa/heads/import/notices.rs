@@ -80,8 +80,11 @@ impl HeadsFile {
         if let Some(config) = &self.config {
             let layers = if self.layout == HeadsLayout::Vllm { "num_hidden_layers" } else { "medusa_num_layers" };
             let keys = [
-                (&["medusa_num_heads", "num_heads", "num_medusa_heads"][..], self.shape.medusa_num_heads),
-                (&[layers, "num_medusa_layers"], self.shape.medusa_num_layers),
+                (
+                    &["medusa_num_heads", "num_heads", "num_medusa_heads", "hydra_num_heads"][..],
+                    self.shape.medusa_num_heads,
+                ),
+                (&[layers, "num_medusa_layers", "hydra_num_layers"], self.shape.medusa_num_layers),
             ];
             let differs = |(keys, holds): (&[&str], usize)| {
                 let (key, says) = config.count(keys).filter(|(_, says)| *says != holds as u64)?;
@@ -106,12 +109,17 @@ impl HeadsFile {
         Ok(notices)
     }
 
-    /// 1-based heads with a later ResBlock that equals the first. Blocks of zeros, with which training starts, do not count.
+    /// The first ResBlock that reads H inputs: those of a sequential head's first block are more.
+    fn first_square_block(&self) -> usize {
+        usize::from(self.shape.architecture.is_sequential())
+    }
+
+    /// 1-based heads with a later ResBlock that equals the first of its size. Blocks of zeros, with which training starts, do not count.
     fn tied_heads(&self) -> Result<Vec<usize>, HeadsError> {
         let mut tied = Vec::new();
         for head in 0..self.shape.medusa_num_heads {
             let mut is_tied = false;
-            for layer in 1..self.shape.medusa_num_layers {
+            for layer in self.first_square_block() + 1..self.shape.medusa_num_layers {
                 is_tied |= self.are_one(head, layer)?;
             }
             tied.extend(is_tied.then_some(head + 1));
@@ -121,7 +129,7 @@ impl HeadsFile {
 
     fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
         let w1 = |layer| self.name(HeadTensor { head, layer, part: HeadPart::W1 });
-        let (Some(first), Some(other)) = (w1(0)?, w1(layer)?) else { return Ok(false) };
+        let (Some(first), Some(other)) = (w1(self.first_square_block())?, w1(layer)?) else { return Ok(false) };
         if self.tensors.same_memory(&first, &other) {
             return Ok(true);
         }

@@ -1,0 +1,156 @@
+//! One head: its input, its ResBlocks and its output layer.
+
+// N positions, H hidden, I = H, or (k+2)·H for sequential head k (0-based), V vocabulary
+use tch::{Kind, Tensor};
+
+use super::layout::HeadPart;
+use crate::cpu::arena::Arena;
+use crate::engine::cuda::draft::HeadMatrices;
+use crate::model::linear::Linear;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+use crate::torch::dropout::dropout;
+
+/// What a head reads at N positions.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadInput<'t> {
+    /// `[N, H]`, after the final norm, in the backbone's dtype.
+    pub hidden_nh: &'t Tensor,
+    /// `[N, k+1]`, int64: the tokens after each position t that sequential head k (0-based) reads, x_{t+1} to x_{t+k+1}; `None` for
+    /// Medusa heads.
+    pub previous_nj: Option<&'t Tensor>,
+}
+
+impl<'t> HeadInput<'t> {
+    /// The input of a Medusa head.
+    pub fn alone(hidden_nh: &'t Tensor) -> Self {
+        Self { hidden_nh, previous_nj: None }
+    }
+
+    /// The hidden states, then the embedding of each previous token (arXiv 2402.05109, section 3): `[N, I]`. The backbone's
+    /// embedding is frozen: no gradient reaches it.
+    pub fn rows(&self, backbone: &Llama) -> Tensor {
+        let Some(previous_nj) = self.previous_nj else { return self.hidden_nh.shallow_clone() };
+        let [n, _] = previous_nj.size()[..] else { panic!("[N, k+1], got {previous_nj:?}") };
+        let embedded_ni = tch::no_grad(|| backbone.embed(previous_nj)).view([n, -1]);
+        Tensor::cat(&[self.hidden_nh, &embedded_ni.to_kind(self.hidden_nh.kind())], 1)
+    }
+}
+
+/// Dropout on the input of every ResBlock and of the output layer, where Hydra's published code has it.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadDropout {
+    /// The fraction of the inputs that is dropped.
+    pub p: f64,
+    /// Determines the masks: of the run, the step, the micro batch and the head.
+    pub seed: u64,
+}
+
+/// A head.
+#[derive(Debug)]
+pub struct Head {
+    pub(super) blocks: Vec<ResBlock>,
+    /// W2, `[V, H]`; `None` if the head uses the backbone's lm_head.
+    pub(super) w2: Option<Linear>,
+}
+
+/// `x + SiLU(W1·x + b1)`. In the first block of a sequential head, whose input is wider than its output, a linear layer takes the place
+/// of the first x.
+#[derive(Debug)]
+pub(super) struct ResBlock {
+    pub(super) linear: Linear,
+    pub(super) res_connection: Option<Linear>,
+}
+
+impl ResBlock {
+    /// `[N, I]` to `[N, H]`, in `x`'s dtype.
+    fn forward(&self, x_ni: &Tensor) -> Tensor {
+        let y_nh = self.linear.forward(x_ni, Adapters::Off).silu();
+        match &self.res_connection {
+            Some(res_connection) => res_connection.forward(x_ni, Adapters::Off) + y_nh,
+            None => x_ni + y_nh,
+        }
+    }
+
+    fn layers(&self) -> impl Iterator<Item = &Linear> {
+        [&self.linear].into_iter().chain(&self.res_connection)
+    }
+}
+
+impl Head {
+    /// Builds a head from its tensors, in the order of [`super::HeadsShape::tensors`].
+    pub(super) fn of(parts: &[&'static [HeadPart]], mut next: impl FnMut() -> Tensor) -> Self {
+        let (output, blocks) = parts.split_last().expect("an output layer after the ResBlocks");
+        let mut layer = |has_bias: bool| {
+            let weight = next();
+            Linear::dense(weight, has_bias.then(&mut next))
+        };
+        let blocks = blocks.iter().map(|parts| ResBlock {
+            linear: layer(parts.contains(&HeadPart::B1)),
+            res_connection: parts.contains(&HeadPart::Res).then(|| layer(parts.contains(&HeadPart::ResBias))),
+        });
+        let blocks = blocks.collect();
+        let w2 = output.contains(&HeadPart::W2).then(|| layer(output.contains(&HeadPart::W2Bias)));
+        Self { blocks, w2 }
+    }
+
+    /// Applies the ResBlocks to `[N, I]` ([`HeadInput::rows`]): the input of the output layer, `[N, H]`. Computes in `x`'s dtype.
+    pub fn hidden(&self, x_ni: &Tensor) -> Tensor {
+        self.hidden_with(x_ni, None)
+    }
+
+    /// As [`Head::hidden`], with dropout.
+    pub fn hidden_with(&self, x_ni: &Tensor, drop: Option<HeadDropout>) -> Tensor {
+        let through = |x: Tensor, layer: u64| {
+            drop.map_or_else(|| x.shallow_clone(), |HeadDropout { p, seed }| dropout(&x, p, seed, layer))
+        };
+        let last = self.blocks.len() as u64;
+        let blocks = self.blocks.iter().zip(0..);
+        let y_nh = blocks.fold(x_ni.shallow_clone(), |x, (block, layer)| block.forward(&through(x, layer)));
+        through(y_nh, last)
+    }
+
+    /// W2 `[V, H]`; `None` if the head uses the backbone's lm_head or W2 is packed.
+    pub fn w2(&self) -> Option<&Tensor> {
+        self.w2.as_ref().and_then(Linear::dense_weight)
+    }
+
+    /// The bias of W2, `[V]`.
+    pub fn w2_bias(&self) -> Option<&Tensor> {
+        self.w2.as_ref().and_then(Linear::bias)
+    }
+
+    /// Weights and biases of every block, block after block, in the order of [`super::HeadsShape::tensors`].
+    pub fn block_parameters(&self) -> Vec<&Tensor> {
+        self.blocks.iter().flat_map(ResBlock::layers).flat_map(tensors_of).collect()
+    }
+
+    /// All weights and biases, in the order of [`super::HeadsShape::tensors`].
+    pub fn parameters(&self) -> Vec<&Tensor> {
+        self.block_parameters().into_iter().chain(self.w2.iter().flat_map(tensors_of)).collect()
+    }
+
+    /// Packs every layer for decoding.
+    pub(super) fn packed(self, arena: &mut Arena) -> Self {
+        let mut pack = |linear: Linear| linear.for_few_rows(Kind::BFloat16, arena);
+        let block = |block: ResBlock| ResBlock {
+            linear: pack(block.linear),
+            res_connection: block.res_connection.map(&mut pack),
+        };
+        Self { blocks: self.blocks.into_iter().map(block).collect(), w2: self.w2.map(pack) }
+    }
+
+    /// Views of a Medusa head's weights; `None` if they are laid out for the CPU kernels, or if W2 has a bias.
+    pub(super) fn matrices(&self) -> Option<HeadMatrices> {
+        if self.w2_bias().is_some() {
+            return None;
+        }
+        let block = |block: &ResBlock| Some((block.linear.in_rows()?, block.linear.bias()?.shallow_clone()));
+        let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
+        Some(HeadMatrices { blocks, w2_vh: self.w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))? })
+    }
+}
+
+fn tensors_of(linear: &Linear) -> impl Iterator<Item = &Tensor> {
+    linear.dense_weight().into_iter().chain(linear.bias())
+}
