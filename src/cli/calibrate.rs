@@ -8,9 +8,10 @@ use anyhow::Context;
 use clap::{ArgGroup, Args};
 use serde_json::json;
 
-use super::decoder::{Decoder, load_backbone};
+use super::decoder::Decoder;
 use super::downloads::shown;
 use super::drafter::loaded::load_heads;
+use super::loading::load_backbone;
 use super::reading::{Counter, watched};
 use super::served::{Served, ServedFlags};
 use super::{CommonFlags, print_json, print_line};

@@ -31,6 +31,7 @@ pub mod export;
 mod flags;
 pub mod generate;
 pub mod inspect;
+pub mod loading;
 mod outputs;
 mod print;
 pub mod push;
