@@ -7,7 +7,7 @@ use std::rc::Rc;
 #[derive(Debug, Clone, Default)]
 pub struct DrawnChildren {
     /// A token may come twice, from different sources.
-    pub guesses: Vec<Guess>,
+    pub guesses: Vec<Draw>,
     /// Distributions over the vocabulary: tokens that a list is too short for have probability 0. Each source draws **without
     /// replacement**: after a draw, its token gets probability 0, and the others share the rest.
     pub sources: Vec<Rc<Vec<f64>>>,
@@ -15,7 +15,7 @@ pub struct DrawnChildren {
 
 /// A guess, and how it came about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Guess {
+pub struct Draw {
     pub token: i64,
     /// Index into [`DrawnChildren::sources`]; `None` if the guess was not drawn.
     pub source: Option<usize>,
@@ -28,7 +28,7 @@ impl DrawnChildren {
         let draws = (0..count).map_while(|_| {
             let token = draw(&rest, &mut uniform)?;
             rest[token] = 0.0;
-            Some(Guess { token: token as i64, source: Some(0) })
+            Some(Draw { token: token as i64, source: Some(0) })
         });
         let guesses = draws.collect();
         Self { guesses, sources: vec![Rc::new(q)] }
@@ -37,7 +37,7 @@ impl DrawnChildren {
 
 /// The token after a node, given its guesses: one of them, or a token that none of them holds. `None` if `p` has no mass.
 ///
-/// The token is distributed as `p`, the backbone's distribution, which is normalised. Guess x₁ was drawn from q₁, the next one from q₂,
+/// The token is distributed as `p`, the backbone's distribution, which is normalised. Draw x₁ was drawn from q₁, the next one from q₂,
 /// and so on; a guess that was not drawn has q(x) = 1. With p₁ = `p`, guess xᵢ is accepted with probability min(1, pᵢ(xᵢ)/qᵢ(xᵢ)); if
 /// it is rejected, pᵢ₊₁ = norm(max(0, pᵢ - qᵢ)). After the last guess, the token is drawn from what is left.
 ///
@@ -51,8 +51,9 @@ impl DrawnChildren {
 ///              = min(pᵢ(t), qᵢ(t)) + max(0, pᵢ(t) - qᵢ(t)) = pᵢ(t),
 /// ```
 ///
-/// because Σₛ max(0, pᵢ(s) - qᵢ(s)) = Σₛ (pᵢ(s) - min(pᵢ(s), qᵢ(s))) = 1 - Σₛ min(pᵢ(s), qᵢ(s)). Whether there is a guess i at all may depend on
-/// earlier draws, but not on the token that it holds.
+/// because Σₛ max(0, pᵢ(s) - qᵢ(s)) = Σₛ (pᵢ(s) - min(pᵢ(s), qᵢ(s))) = 1 - Σₛ min(pᵢ(s), qᵢ(s)). A guess that the tree leaves out may stand in the
+/// list: if it is accepted, the path ends there. But whether a node is in the tree must not depend on the guesses below it, or these would
+/// no longer be distributed as their qᵢ.
 pub fn next_token(mut p: Vec<f64>, children: &DrawnChildren, mut uniform: impl FnMut() -> f64) -> Option<i64> {
     let mut sources: Vec<Vec<f64>> = children.sources.iter().map(|q| q.to_vec()).collect();
     for guess in &children.guesses {

@@ -7,6 +7,7 @@ mod model_file;
 mod pipeline;
 mod sentencepiece;
 mod tiktoken;
+mod vocabulary;
 
 use std::fs;
 use std::ops::Range;
@@ -23,6 +24,7 @@ use model_file::ModelFile;
 use pipeline::Pipeline;
 pub use sentencepiece::SentencePieceError;
 pub use tiktoken::TiktokenError;
+pub use vocabulary::VocabularyMismatch;
 
 /// The file with the vocabulary, the first that is there. (transformers takes them in this order, too.)
 const FILES: [&str; 2] = [JSON, MODEL];

@@ -14,7 +14,7 @@ fn of_sources(guesses: Vec<DrawnChildren>) -> DrawnChildren {
     let mut all = DrawnChildren::default();
     for one in guesses {
         let first = all.sources.len();
-        let moved = |guess: &Guess| Guess { source: guess.source.map(|source| first + source), ..*guess };
+        let moved = |guess: &Draw| Draw { source: guess.source.map(|source| first + source), ..*guess };
         all.guesses.extend(one.guesses.iter().map(moved));
         all.sources.extend(one.sources);
     }
@@ -22,7 +22,7 @@ fn of_sources(guesses: Vec<DrawnChildren>) -> DrawnChildren {
 }
 
 fn not_drawn(token: i64) -> DrawnChildren {
-    DrawnChildren { guesses: vec![Guess { token, source: None }], sources: vec![] }
+    DrawnChildren { guesses: vec![Draw { token, source: None }], sources: vec![] }
 }
 
 /// A rule of acceptance: the token after a node.
