@@ -1,6 +1,5 @@
 //! Errors of calibration.
 
-use crate::data::IGNORE;
 use crate::data::cache::CacheError;
 use crate::draft::medusa::heads::HeadsMismatch;
 use crate::torch::TorchPanic;
@@ -32,12 +31,6 @@ pub enum CalibrationError {
         position: usize,
         id: i32,
         vocab_size: i64,
-    },
-    /// A head without a target.
-    #[error("no row has a target for head {head}; it needs rows of at least {} tokens whose labels are not all {IGNORE}", head + 2)]
-    NoTargets {
-        /// 1-based.
-        head: usize,
     },
     /// The logits contain NaN or infinity, so their top guesses are meaningless.
     #[error(

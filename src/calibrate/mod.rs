@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::data::IGNORE;
 use crate::data::rows::TokenRow;
@@ -11,16 +11,16 @@ use crate::data::tokenize::narrow;
 use crate::decode::error::DecodeError;
 use crate::decode::generate;
 use crate::decode::request::Request;
+use crate::draft::medusa::fused_loss::ranks;
 use crate::draft::medusa::heads::{HeadInput, Heads};
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
+use crate::tree::rank_counts::{RankCounts, RankedPosition};
 
-mod counts;
 mod error;
 
-pub use counts::Counts;
 pub use error::CalibrationError;
 
 /// Limits the memory of one head's logits: positions are processed in chunks below this size.
@@ -37,9 +37,9 @@ pub fn calibrate(
     rows: &RowStore,
     top_k: usize,
     mut on_row: impl FnMut(usize),
-) -> Result<Counts, CalibrationError> {
+) -> Result<RankCounts, CalibrationError> {
     check(backbone, heads, rows, top_k)?;
-    let mut counts = Counts::new(heads.num_heads(), top_k);
+    let mut counts = RankCounts::new(heads.num_heads(), top_k);
     for (done, row) in rows.iter().enumerate() {
         let row = row?;
         check_tokens(done + 1, &row, backbone.config.vocab_size)?;
@@ -109,7 +109,7 @@ struct NotFinite {
     head: usize,
 }
 
-fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Counts) -> Result<(), NotFinite> {
+fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut RankCounts) -> Result<(), NotFinite> {
     counts.add_tokens(row.input_ids.len());
     let asked = asked_of(row, heads.num_heads());
     if asked.is_empty() {
@@ -120,28 +120,23 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut Count
     let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
     let hidden_th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off).squeeze_dim(0);
     let chunk = (MAX_LOGITS_BYTES / (4 * backbone.config.vocab_size)).max(1) as usize;
-    let mut run = Vec::new();
+    let mut positions = Vec::with_capacity(asked.len());
     for asked in asked.chunks(chunk) {
-        let positions: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
-        let hidden_nh = hidden_th.index_select(0, &Tensor::from_slice(&positions).to_device(backbone.device()));
-        let guesses_of = |head| {
+        let at: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
+        let hidden_nh = hidden_th.index_select(0, &Tensor::from_slice(&at).to_device(backbone.device()));
+        let of_head = |head: usize| {
             let previous_nj = previous_tokens(&ids, asked, heads.architecture().previous_tokens(head), backbone);
             let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: previous_nj.as_ref() };
-            best_guesses(&heads.logits(head, &input, backbone), counts.top_k()).ok_or(NotFinite { head })
+            let targets: Vec<i64> = asked.iter().map(|asked| asked.targets[head].unwrap_or(0)).collect();
+            ranks_of(&heads.logits(head, &input, backbone), &targets, counts.top_k()).ok_or(NotFinite { head })
         };
-        let guesses = (0..heads.num_heads()).map(guesses_of).collect::<Result<Vec<_>, _>>()?;
-        for (at, asked) in asked.iter().enumerate() {
-            let here = at * counts.top_k()..(at + 1) * counts.top_k();
-            let guesses: Vec<&[i64]> = guesses.iter().map(|of_head| &of_head[here.clone()]).collect();
-            let right = counts.add(&guesses, &asked.targets);
-            if asked.is_step {
-                run.push(right);
-            } else {
-                counts.add_run(std::mem::take(&mut run));
-            }
-        }
+        let by_head = (0..heads.num_heads()).map(of_head).collect::<Result<Vec<_>, _>>()?;
+        positions.extend(asked.iter().enumerate().map(|(row, asked)| RankedPosition {
+            is_step: asked.is_step,
+            ranks: by_head.iter().zip(&asked.targets).map(|(ranks, target)| target.map(|_| ranks[row])).collect(),
+        }));
     }
-    counts.add_run(run);
+    counts.add_text(positions);
     Ok(())
 }
 
@@ -154,12 +149,18 @@ fn previous_tokens(ids: &[i64], asked: &[AskedPosition], count: usize, backbone:
     (count > 0).then(|| Tensor::from_slice(&tokens).view([-1, count as i64]).to_device(backbone.device()))
 }
 
-/// The `top_k` guesses of every row of `[N, V]`, best first: `[row * top_k + rank]`. `None` if the logits contain NaN or infinity.
-fn best_guesses(logits_nv: &Tensor, top_k: usize) -> Option<Vec<i64>> {
-    let (largest_nk, guesses_nk) = logits_nv.topk(top_k as i64, -1, true, true);
-    // topk sorts NaN first.
-    let is_finite = largest_nk.select(1, 0).isfinite().all().int64_value(&[]) != 0;
-    is_finite.then(|| Vec::try_from(guesses_nk.contiguous().view([-1])).expect("token ids are int64"))
+/// The rank of each target among the logits of its row; `None` if a logit is NaN or infinite.
+fn ranks_of(logits_nv: &Tensor, targets: &[i64], top_k: usize) -> Option<Vec<usize>> {
+    // max keeps NaN.
+    if !logits_nv.max().double_value(&[]).is_finite() {
+        return None;
+    }
+    let kind = if logits_nv.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let logits_nv = logits_nv.to_kind(kind);
+    let targets_n1 = Tensor::from_slice(targets).unsqueeze(1).to_device(logits_nv.device());
+    let ranks_n = ranks(&logits_nv, &logits_nv.gather(1, &targets_n1, false), &targets_n1, top_k);
+    let ranks: Vec<i64> = Vec::try_from(&ranks_n.to_kind(Kind::Int64)).expect("an int64 vector");
+    Some(ranks.into_iter().map(|rank| rank as usize).collect())
 }
 
 #[cfg(test)]

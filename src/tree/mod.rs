@@ -4,6 +4,7 @@ pub mod accept;
 mod calibrated;
 pub mod drawing;
 pub mod path_counts;
+pub mod rank_counts;
 pub mod rejection;
 pub mod replay;
 pub mod search;

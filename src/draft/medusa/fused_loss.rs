@@ -351,7 +351,7 @@ struct CrossEntropy {
 impl CrossEntropy {
     fn new(logits_cv: Tensor, tokens_c1: &Tensor) -> Self {
         let target_c1 = logits_cv.gather(1, tokens_c1, false);
-        let rank_c = ranks(&logits_cv, &target_c1, tokens_c1);
+        let rank_c = ranks(&logits_cv, &target_c1, tokens_c1, TOP);
         let (probabilities_cv, log_sum_c1) = softmax(logits_cv);
         Self { probabilities_cv, tokens_c1: tokens_c1.shallow_clone(), losses_c1: log_sum_c1 - target_c1, rank_c }
     }
@@ -393,14 +393,14 @@ fn softmax(logits_cv: Tensor) -> (Tensor, Tensor) {
     (probabilities_cv, log_sum_c1)
 }
 
-/// Rank of each row's target among its logits, `[C]`, 0 for the best guess; exact below [`TOP`], and at least `TOP` elsewhere. Among equal
-/// logits, which are common after rounding to 16 bits, the lower token comes first, as in argmax.
-fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor) -> Tensor {
+/// Rank of each row's target among its logits, `[C]` float32, 0 for the best guess; exact below `top`, and at least `top` elsewhere. Among
+/// equal logits, which are common after rounding to 16 bits, the lower token comes first, as in argmax.
+pub fn ranks(logits_cv: &Tensor, target_c1: &Tensor, tokens_c1: &Tensor, top: usize) -> Tensor {
     if logits_cv.device() != Device::Cpu {
         return ranks_of_all(logits_cv, target_c1, tokens_c1); // reading which targets are tied would wait for the device
     }
     let [above_c, at_or_above_c] = counts(logits_cv, target_c1);
-    let is_tied = at_or_above_c.gt_tensor(&(&above_c + 1)).logical_and(&above_c.lt(TOP as f64));
+    let is_tied = at_or_above_c.gt_tensor(&(&above_c + 1)).logical_and(&above_c.lt(top as f64));
     let tied = is_tied.nonzero().squeeze_dim(1);
     if tied.numel() == 0 {
         return above_c;

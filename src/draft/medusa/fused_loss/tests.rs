@@ -143,7 +143,7 @@ fn ranks_below_the_top_equal_those_of_all_rows() {
         let target_c1 = logits_cv.gather(1, &tokens_c1, false);
         let top = TOP as f64;
         let expected = ranks_of_all(&logits_cv, &target_c1, &tokens_c1).clamp_max(top);
-        let got = ranks(&logits_cv, &target_c1, &tokens_c1).clamp_max(top);
+        let got = ranks(&logits_cv, &target_c1, &tokens_c1, TOP).clamp_max(top);
         assert_eq!(Vec::<f32>::try_from(&got).unwrap(), Vec::<f32>::try_from(&expected).unwrap());
     }
 }
