@@ -93,7 +93,7 @@ fn curves(lines: &[Value]) -> BTreeMap<Point, f32> {
                 points.insert((format!("{split}/{tag}"), step), number as f32);
             }
         };
-        for key in ["loss", "lr", "heads_lr", "lambda0", "grad_norm", "tokens_per_second"] {
+        for key in ["loss", "lr", "heads_lr", "lambda0", "grad_norm", "tokens_per_second", "tokens_per_step"] {
             add(key.into(), &line[key]);
         }
         for (key, tag) in [("head_losses", "loss"), ("head_top1", "top1"), ("head_top5", "top5")] {
@@ -133,6 +133,10 @@ fn the_folder_of_a_run_is_the_documented_one() {
         assert!(lines[0].get(key).is_some(), "{key} is not in {}", lines[0]);
     }
     assert_eq!(events(&small, "run"), curves(&lines));
+    for line in &lines {
+        let tokens = line["tokens_per_step"].as_f64();
+        assert_eq!(tokens.is_some_and(|tokens| (1.0..=3.0).contains(&tokens)), line["split"] == "validation", "{line}");
+    }
 
     let provenance: Value = serde_json::from_str(&small.read("run/provenance.json")).expect("JSON");
     for key in ["program", "git_revision", "libtorch", "device", "command", "started"] {

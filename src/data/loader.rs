@@ -1,5 +1,6 @@
 //! Sequences to batches. What an optimizer step sees is a pure function of its number, so a resumed run needs no state of ours.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use super::cache::CacheError;
@@ -142,17 +143,12 @@ impl Batch {
     /// All `t` with `t + offset` in the same segment and a label there.
     pub fn targets(&self, offset: usize) -> TargetTokens {
         let mut targets = TargetTokens::default();
-        for (row, lengths) in self.segment_lengths.iter().enumerate() {
-            let mut start = row * self.length;
-            for length in lengths {
-                let end = start + length;
-                for target in start + offset..end {
-                    if self.labels[target] != i64::from(IGNORE) {
-                        targets.positions.push((target - offset) as i64);
-                        targets.tokens.push(self.labels[target]);
-                    }
+        for (_, place) in self.segments() {
+            for target in place.start + offset..place.end {
+                if self.labels[target] != i64::from(IGNORE) {
+                    targets.positions.push((target - offset) as i64);
+                    targets.tokens.push(self.labels[target]);
                 }
-                start = end;
             }
         }
         targets
@@ -163,6 +159,18 @@ impl Batch {
     pub fn tokens_after(&self, positions: &[i64], count: usize) -> Vec<i64> {
         let after = |&at: &i64| self.input_ids[at as usize + 1..][..count].iter().copied();
         positions.iter().flat_map(after).collect()
+    }
+
+    /// Each data row of the batch, by its index, and its flat positions.
+    pub fn segments(&self) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
+        let rows = self.row_ids.iter().zip(&self.segment_lengths).enumerate();
+        rows.flat_map(|(row, (ids, lengths))| {
+            let mut start = row * self.length;
+            ids.iter().zip(lengths).map(move |(&id, length)| {
+                start += length;
+                (id, start - length..start)
+            })
+        })
     }
 
     /// Its tokens, padding not counted.

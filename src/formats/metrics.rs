@@ -44,6 +44,9 @@ pub struct MetricsLine {
     /// exp of the LM head's cross-entropy; only in Medusa-2's evaluations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub perplexity: Option<f64>,
+    /// Tokens per decoding step of trees on rows that they were not searched on; only in evaluations.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokens_per_step: Option<f64>,
     /// Lk of each head.
     #[serde(default)]
     pub head_losses: Vec<Option<f64>>,

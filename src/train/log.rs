@@ -29,6 +29,7 @@ impl MetricsLine {
             loss: metrics.loss,
             lm_loss: metrics.lm_loss,
             perplexity: metrics.perplexity,
+            tokens_per_step: metrics.tokens_per_step,
             head_losses: metrics.head_losses.clone(),
             head_top1: top(1),
             head_top2: top(2),
@@ -46,8 +47,9 @@ impl MetricsLine {
             MetricsSplit::Validation => "validation",
         };
         let mut curves = vec![(format!("{split}/loss"), self.loss)];
-        let of_lm = [("lm_loss", self.lm_loss), ("perplexity", self.perplexity)];
-        curves.extend(of_lm.into_iter().filter_map(|(what, value)| Some((format!("{split}/{what}"), value?))));
+        let optional =
+            [("lm_loss", self.lm_loss), ("perplexity", self.perplexity), ("tokens_per_step", self.tokens_per_step)];
+        curves.extend(optional.into_iter().filter_map(|(what, value)| Some((format!("{split}/{what}"), value?))));
         let heads = [("loss", &self.head_losses), ("top1", &self.head_top1), ("top5", &self.head_top5)];
         for (what, values) in heads {
             let present = values.iter().enumerate().filter_map(|(head, value)| Some((head + 1, (*value)?)));

@@ -14,6 +14,7 @@ use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::state::TrainState;
 use crate::train::targets::BatchTargets;
+use crate::tree::cross_validation::CrossValidation;
 
 /// Losses and accuracies over some batches. Each head is averaged over its own targets.
 #[derive(Debug, Clone, PartialEq)]
@@ -28,6 +29,8 @@ pub struct StepMetrics {
     pub head_losses: Vec<Option<f64>>,
     /// For each head the fraction of its targets among the first 1, 2, … 5 guesses; `None` for a head without a target.
     pub head_top: Vec<Option<[f64; TOP]>>,
+    /// Tokens per step of a tree on rows that it was not searched on (see [`CrossValidation`]); only of evaluations.
+    pub tokens_per_step: Option<f64>,
     /// Input tokens.
     pub tokens: u64,
 }
@@ -112,7 +115,7 @@ pub fn train_step(
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
-        sums.add_heads(&state.heads, &pass, targets, Some((state, weights)));
+        let _ = sums.add_heads(&state.heads, &pass, targets, Some((state, weights)));
         let lm_scale = 1.0 / sums.lm_count.max(1) as f64;
         if let Some(loss) = pass.lm_loss(state, targets, lm_scale) {
             add_to(&mut sums.lm_loss, loss);
@@ -184,6 +187,7 @@ pub fn evaluate<E>(
     lambda0: f64,
 ) -> Result<StepMetrics, E> {
     let mut sums = MetricSums::new(heads);
+    let mut rows = CrossValidation::new(heads.num_heads());
     let mut tokens = 0;
     for batch in batches {
         let batch = &batch?;
@@ -195,9 +199,12 @@ pub fn evaluate<E>(
             add_to(&mut sums.lm_loss, loss);
             add_to(&mut sums.lm_cross_entropy, cross_entropy);
         }
-        sums.add_heads(heads, &pass, &targets, None);
+        let ranks = sums.add_heads(heads, &pass, &targets, None);
+        for (row, text) in targets.texts(batch, &on_host(&ranks)) {
+            rows.fold_of(row).add_text(text);
+        }
     }
-    Ok(sums.finish(loss, lambda0, tokens))
+    Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(loss, lambda0, tokens) })
 }
 
 /// Sums over micro batches; they stay on the device until [`MetricSums::finish`].
@@ -223,15 +230,16 @@ impl MetricSums {
         self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| *count += of_head);
     }
 
-    /// Adds every head's loss and hits on one micro batch; in training also their gradients.
+    /// Adds every head's loss and hits on one micro batch; in training also their gradients. Returns the ranks of each
+    /// head's targets, `[M]`.
     fn add_heads(
         &mut self,
         heads: &Heads,
         pass: &BackbonePass,
         targets: &BatchTargets,
         training: Option<(&TrainState, &StepWeights)>,
-    ) {
-        for k in 0..heads.num_heads() {
+    ) -> Vec<Tensor> {
+        let add = |k: usize| {
             let (head, of_head) = (pass.of_head(heads, k), targets.of_head(k, &pass.states));
             let output = OutputLayer::of_head(head.head).unwrap_or(pass.lm_head);
             let into = training.map(|(state, weights)| {
@@ -239,10 +247,13 @@ impl MetricSums {
                 (state.gradients_of(k, pass.dhidden_nh()), weight / self.counts[k].max(1) as f64)
             });
             let into = into.as_ref().map(|(gradients, scale)| (gradients, *scale));
-            let HeadSums { loss, hits } = head_loss(Some(head), output, &pass.states.hidden_nh, &of_head, into);
+            let HeadSums { loss, hits, ranks_m } =
+                head_loss(Some(head), output, &pass.states.hidden_nh, &of_head, into);
             self.by_head[k].loss += loss;
             self.by_head[k].hits += hits;
-        }
+            ranks_m
+        };
+        (0..heads.num_heads()).map(add).collect()
     }
 
     fn finish(self, config: &LossConfig, lambda0: f64, tokens: u64) -> StepMetrics {
@@ -264,6 +275,7 @@ impl MetricSums {
             perplexity: cross_entropy.map(f64::exp),
             head_losses: of_heads().collect(),
             head_top: hits.chunks(TOP).zip(&self.counts).map(top).collect(),
+            tokens_per_step: None,
             tokens,
         }
     }
@@ -280,4 +292,11 @@ fn add_to(sum: &mut Option<Tensor>, loss: Tensor) {
 fn read(by_head: &[HeadSums], part: impl Fn(&HeadSums) -> Tensor) -> Vec<f64> {
     let all = Tensor::cat(&by_head.iter().map(part).collect::<Vec<_>>(), 0);
     Vec::try_from(&all).expect("a float64 vector")
+}
+
+/// Copies the ranks of all heads' targets to the host, in one transfer.
+fn on_host(ranks: &[Tensor]) -> Vec<Vec<usize>> {
+    let all: Vec<i64> = Vec::try_from(Tensor::cat(ranks, 0).to_kind(Kind::Int64)).expect("an int64 vector");
+    let mut all = all.into_iter().map(|rank| rank as usize);
+    ranks.iter().map(|ranks_m| all.by_ref().take(ranks_m.numel()).collect()).collect()
 }

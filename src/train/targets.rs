@@ -6,6 +6,7 @@ use crate::data::loader::{Batch, TargetTokens};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::loss::Targets;
 use crate::train::hidden_states::BatchStates;
+use crate::tree::rank_counts::RankedPosition;
 
 /// Targets of the LM head and of every head in one micro batch, on the host.
 #[derive(Debug)]
@@ -36,6 +37,22 @@ impl BatchTargets {
             batch.tokens_after(&targets.positions, heads.architecture.previous_tokens(head))
         };
         Self { of_lm_head: batch.targets(1), previous: by_head.iter().enumerate().map(previous).collect(), by_head }
+    }
+
+    /// Each data row of `batch`, by its index, and the ranks of its targets. `ranks[head][i]` is the rank of the head's
+    /// i-th target.
+    pub fn texts(&self, batch: &Batch, ranks: &[Vec<usize>]) -> impl Iterator<Item = (usize, Vec<RankedPosition>)> {
+        let empty = RankedPosition { is_step: false, ranks: vec![None; self.by_head.len()] };
+        let mut positions = vec![empty; batch.input_ids.len()];
+        for &at in &self.of_lm_head.positions {
+            positions[at as usize].is_step = true;
+        }
+        for (head, (targets, ranks)) in self.by_head.iter().zip(ranks).enumerate() {
+            for (&at, &rank) in targets.positions.iter().zip(ranks) {
+                positions[at as usize].ranks[head] = Some(rank);
+            }
+        }
+        batch.segments().map(move |(row, place)| (row, positions[place].to_vec()))
     }
 
     /// Targets of a head (0-based), as rows of `states` on their device.

@@ -2,6 +2,7 @@
 
 pub mod accept;
 mod calibrated;
+pub mod cross_validation;
 pub mod drawing;
 pub mod path_counts;
 pub mod rank_counts;

@@ -13,6 +13,7 @@ use crate::model::logits::{logits_of, slope_of};
 use crate::model::lora::{Adapter, Adapters};
 use crate::torch::loss_scale::LossScale;
 use crate::torch::onednn;
+use crate::tree::cross_validation::TOP_K;
 
 /// Accuracies are counted for the top 1 to the top 5 guesses.
 pub const TOP: usize = 5;
@@ -35,13 +36,19 @@ pub struct HeadSums {
     pub loss: Tensor,
     /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. Among equal logits the lower token comes first.
     pub hits: Tensor,
+    /// `[M]` float32: see [`ranks`]; exact below [`TOP`], without gradients below [`TOP_K`].
+    pub ranks_m: Tensor,
 }
 
 impl HeadSums {
     /// Zero sums.
     pub fn zero(device: Device) -> Self {
         let zeros = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
-        Self { loss: zeros(&[], Kind::Double), hits: zeros(&[TOP as i64], Kind::Int64) }
+        Self {
+            loss: zeros(&[], Kind::Double),
+            hits: zeros(&[TOP as i64], Kind::Int64),
+            ranks_m: zeros(&[0], Kind::Float),
+        }
     }
 }
 
@@ -194,17 +201,23 @@ impl<'m> Projection<'m> {
     }
 
     fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
-        let sums = HeadSums::zero(self.x_mh.device());
+        let mut sums = HeadSums::zero(self.x_mh.device());
+        let mut ranks = vec![];
+        let top = if gradients.is_some() { TOP } else { TOP_K.max(TOP) };
         self.for_each_chunk(|chunk, weights| {
             let logits_cv = chunk.logits(weights);
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
-            let softmax = CrossEntropy::new(logits_cv, &chunk.rows(tokens_m).unsqueeze(1));
+            let softmax = CrossEntropy::new(logits_cv, &chunk.rows(tokens_m).unsqueeze(1), top);
             let _ = sums.loss.shallow_clone().g_add_(&softmax.loss());
             let _ = sums.hits.shallow_clone().g_add_(&softmax.hits());
+            ranks.push(softmax.rank_c.shallow_clone());
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
                 chunk.backward(&slope.times(softmax.dlogits()), weights, &gradients.output, scale);
             }
         });
+        if !ranks.is_empty() {
+            sums.ranks_m = Tensor::cat(&ranks, 0);
+        }
         sums
     }
 
@@ -349,9 +362,9 @@ struct CrossEntropy {
 }
 
 impl CrossEntropy {
-    fn new(logits_cv: Tensor, tokens_c1: &Tensor) -> Self {
+    fn new(logits_cv: Tensor, tokens_c1: &Tensor, top: usize) -> Self {
         let target_c1 = logits_cv.gather(1, tokens_c1, false);
-        let rank_c = ranks(&logits_cv, &target_c1, tokens_c1, TOP);
+        let rank_c = ranks(&logits_cv, &target_c1, tokens_c1, top);
         let (probabilities_cv, log_sum_c1) = softmax(logits_cv);
         Self { probabilities_cv, tokens_c1: tokens_c1.shallow_clone(), losses_c1: log_sum_c1 - target_c1, rank_c }
     }
