@@ -81,6 +81,7 @@ pub(crate) mod rows {
         fn add_silu(&mut [f32], &[f32]);
         fn rotation(i64, &[f32], f32) -> Vec<f32>;
         fn rotate(&mut [f32], usize, &[f32]);
+        fn log_sum_exp(&[f32]) -> f32;
         fn largest(&[f32], usize) -> Vec<usize>;
     }
 }

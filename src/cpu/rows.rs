@@ -142,6 +142,26 @@ pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
     best.into_iter().map(|(_, at)| at).collect()
 }
 
+/// The logarithm of the sum of e^x over all numbers; NaN if one of them is.
+pub(crate) fn log_sum_exp(x: &[f32]) -> f32 {
+    // SAFETY: as in `rms_norm`.
+    unsafe { log_sum_exp_of_row(x) }
+}
+
+#[target_feature(enable = "avx512f")]
+fn log_sum_exp_of_row(x: &[f32]) -> f32 {
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    let least = _mm512_set1_ps(f32::NEG_INFINITY);
+    let rest_largest = rest.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let largest = chunks.iter().fold(least, |largest, chunk| _mm512_max_ps(largest, load(chunk)));
+    let largest = _mm512_reduce_max_ps(largest).max(rest_largest);
+    let shift = _mm512_set1_ps(largest);
+    let zero = _mm512_setzero_ps();
+    let sums = chunks.iter().fold(zero, |sums, chunk| _mm512_add_ps(sums, exp(_mm512_sub_ps(load(chunk), shift))));
+    let sum = _mm512_reduce_add_ps(sums) + rest.iter().map(|x| (x - largest).exp()).sum::<f32>();
+    largest + sum.ln()
+}
+
 /// Whether one of up to 16 numbers is larger, or NaN.
 #[target_feature(enable = "avx512f")]
 fn any_above(x: &[f32], least: f32) -> bool {
@@ -182,6 +202,23 @@ mod tests {
             let mut sum = x.clone();
             add_silu(&mut sum, &numbers(2 * h));
             close(&sum, x.iter().zip(numbers(2 * h)).map(|(&x, y)| f64::from(x) + silu(y)));
+        }
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn the_sum_of_exponentials_neither_overflows_nor_loses_nan() {
+        for count in [1, 15, 16, 300] {
+            for shift in [0.0, 500.0, -500.0] {
+                let x: Vec<f32> = numbers(count).into_iter().map(|x| x + shift).collect();
+                let expected = x.iter().map(|&x| f64::from(x - shift).exp()).sum::<f64>().ln() + f64::from(shift);
+                close(&[log_sum_exp(&x)], [expected].into_iter());
+            }
+        }
+        for at in [0, 20, 35] {
+            let mut x = numbers(36);
+            x[at] = f32::NAN;
+            assert!(log_sum_exp(&x).is_nan());
         }
     }
 

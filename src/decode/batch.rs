@@ -124,11 +124,14 @@ mod tests {
     use super::super::generate::plain;
     use super::super::request::FinishReason;
     use super::*;
+    use crate::draft::levels::LevelDrafter;
     use crate::draft::medusa::drafter::MedusaDrafter;
     use crate::draft::medusa::heads::{Heads, HeadsShape};
+    use crate::draft::medusa::levels::MedusaLevels;
     use crate::draft::ngram::NgramDrafter;
     use crate::engine::sample::{Sampling, Stream};
     use crate::engine::tch::TchEngine;
+    use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
     use crate::model::llama::Llama;
     use crate::numbers::{NonNegative, Probability};
@@ -285,6 +288,12 @@ mod tests {
                 let medusa: Box<dyn Drafter> = Box::new(MedusaDrafter::new(&llama, &heads, &tree).unwrap());
                 let fast = drafted(&llama, Some((medusa, acceptance)), temperature, 4, &wanted);
                 assert_eq!(told(&fast), told(&slow), "heads, temperature {temperature}");
+                assert!(more_than_one(&fast));
+                let limits = DynamicTree { nodes: 60, depth: 2, top_k: 25 };
+                let levels = Box::new(MedusaLevels::new(&llama, &heads, limits));
+                let dynamic: Box<dyn Drafter> = Box::new(LevelDrafter::dynamic(&llama, levels, limits));
+                let fast = drafted(&llama, Some((dynamic, acceptance)), temperature, 4, &wanted);
+                assert_eq!(told(&fast), told(&slow), "trees chosen at each step, temperature {temperature}");
                 assert!(more_than_one(&fast));
                 let ngram: Box<dyn Drafter> = Box::new(NgramDrafter::new(&llama));
                 let fast = drafted(&llama, Some((ngram, acceptance)), temperature, 4, &wanted);

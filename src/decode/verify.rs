@@ -115,7 +115,7 @@ fn posterior(prepared: &PreparedTree, logits_nv: &Tensor, tokens_n: &Tensor, tem
 fn ranks(prepared: &PreparedTree, logits_nv: &Tensor, tokens_n: &Tensor, temperature: f64) -> (Vec<f64>, Vec<f64>) {
     let log_p_nv = log_probabilities(logits_nv, temperature);
     let log_p_n = of_guesses(prepared, &log_p_nv, tokens_n);
-    let after_parent_nv = log_p_nv.index_select(0, &prepared.parents_n);
+    let after_parent_nv = log_p_nv.index_select(0, prepared.parents_n());
     let ids_v = Tensor::arange(logits_nv.size()[1], (Kind::Int64, logits_nv.device()));
     let (guess_n1, id_n1) = (log_p_n.unsqueeze(1), tokens_n.unsqueeze(1));
     let equal_nv = after_parent_nv.eq_tensor(&guess_n1).logical_and(&ids_v.unsqueeze(0).lt_tensor(&id_n1));
@@ -126,7 +126,7 @@ fn ranks(prepared: &PreparedTree, logits_nv: &Tensor, tokens_n: &Tensor, tempera
 
 /// Of `[N, V]` after each node, the value of each node's token after its parent, `[N]`.
 fn of_guesses(prepared: &PreparedTree, after_nv: &Tensor, tokens_n: &Tensor) -> Tensor {
-    let at_n = &prepared.parents_n * after_nv.size()[1] + tokens_n;
+    let at_n = prepared.parents_n() * after_nv.size()[1] + tokens_n;
     after_nv.reshape([-1]).index_select(0, &at_n)
 }
 

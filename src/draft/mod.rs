@@ -3,10 +3,11 @@
 //! [`medusa`] guesses with trained heads, [`ngram`] by looking up the last tokens in the text so far.
 
 // N nodes of a tree, H hidden size
+use std::cell::OnceCell;
 use std::fmt;
 use std::rc::Rc;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::engine::sample::{Chosen, Sampling, Stream};
 use crate::model::llama::Llama;
@@ -14,8 +15,10 @@ use crate::model::new_tokens::NewTokens;
 use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
+pub mod levels;
 pub mod medusa;
 pub mod ngram;
+pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
 ///
@@ -109,8 +112,8 @@ pub struct PreparedTree {
     pub window: Option<Rc<Window>>,
     /// Position offsets and attention mask of the tree's nodes, then of the window's.
     pub nodes: NewTokens,
-    /// `[N]`: the parent of each node of the tree; 0 for the root.
-    pub parents_n: Tensor,
+    device: Device,
+    parents_n: OnceCell<Tensor>,
 }
 
 impl PreparedTree {
@@ -121,23 +124,38 @@ impl PreparedTree {
 
     /// Prepares a tree and the window behind it.
     pub fn with_window(tree: SparseTree, window: Option<Rc<Window>>, backbone: &Llama) -> Self {
-        let behind = window.iter().flat_map(|window| &window.offsets);
-        let offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).chain(behind.copied()).collect();
-        let sees = |query: usize, key: usize| match (query.checked_sub(tree.len()), key.checked_sub(tree.len())) {
-            (None, None) => tree.attends(query, key),
-            (None, Some(_)) => false,
-            (Some(_), None) => key == 0,
-            (Some(query), Some(key)) => window.as_ref().is_some_and(|window| window.sees[query].contains(&key)),
-        };
-        let nodes = NewTokens::pattern(&offsets, sees, &backbone.config, backbone.kind(), backbone.device());
-        let parents: Vec<i64> = (0..tree.len()).map(|node| tree.parent(node).unwrap_or(0) as i64).collect();
-        let parents_n = Tensor::from_slice(&parents).to_device(backbone.device());
-        Self { tree, window, nodes, parents_n }
+        let mut offsets: Vec<i64> = (0..tree.len()).map(|node| tree.depth(node) as i64).collect();
+        let mut seen: Vec<Vec<usize>> = Vec::with_capacity(tree.len());
+        for node in 0..tree.len() {
+            let path = tree.parent(node).map_or(&[][..], |parent| &seen[parent]);
+            seen.push([path, &[node]].concat());
+        }
+        if let Some(window) = &window {
+            offsets.extend(&window.offsets);
+            let after_root = window.sees.iter().map(|seen| seen.iter().map(|&node| tree.len() + node));
+            seen.extend(after_root.map(|seen| [0].into_iter().chain(seen).collect::<Vec<usize>>()));
+        }
+        let device = backbone.device();
+        let nodes = NewTokens::seeing(offsets, seen, &backbone.config, backbone.kind(), device);
+        Self { tree, window, nodes, device, parents_n: OnceCell::new() }
     }
 
     /// The nodes whose logits are computed: those of the tree, and the window's last ones.
     pub fn read(&self) -> impl Iterator<Item = i64> {
         let (all, of_window) = (self.nodes.len(), self.window.as_ref().map_or(0, |window| window.read as i64));
         (0..self.tree.len() as i64).chain(all - of_window..all)
+    }
+
+    /// `[N]`: the parent of each node of the tree; 0 for the root.
+    pub fn parents_n(&self) -> &Tensor {
+        self.parents_n.get_or_init(|| {
+            let parent = |node| self.tree.parent(node).unwrap_or(0) as i64;
+            Tensor::from_slice(&(0..self.tree.len()).map(parent).collect::<Vec<_>>()).to_device(self.device)
+        })
+    }
+
+    /// The backbone's.
+    pub fn device(&self) -> Device {
+        self.device
     }
 }

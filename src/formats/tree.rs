@@ -33,6 +33,18 @@ pub struct TreeFile {
     pub latency_sha256: Option<String>,
 }
 
+/// A tree that is chosen at each step: the likeliest nodes by the drafter's own probabilities.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DynamicTree {
+    /// Most nodes without the root.
+    pub nodes: usize,
+    /// Most levels below the root: the number of heads.
+    pub depth: usize,
+    /// Guesses of each node that gets children, and most nodes of a level that get them.
+    pub top_k: usize,
+}
+
 impl TreeFile {
     /// Choices with the expected tokens per step.
     pub fn new(choices: Vec<Vec<usize>>, expected_tokens_per_step: f64) -> Self {

@@ -52,12 +52,20 @@ impl NewTokens {
         kind: Kind,
         device: Device,
     ) -> Self {
-        let seen = |query| {
-            let mut seen: Vec<usize> = (0..offsets.len()).filter(|&key| sees(query, key)).collect();
-            seen.sort_by_key(|&key| offsets[key]);
-            seen
-        };
-        Self::new(offsets.to_vec(), Some((0..offsets.len()).map(seen).collect()), config, kind, device)
+        let seen = |query| (0..offsets.len()).filter(|&key| sees(query, key)).collect();
+        Self::seeing(offsets.to_vec(), (0..offsets.len()).map(seen).collect(), config, kind, device)
+    }
+
+    /// As [`NewTokens::pattern`]; `seen` lists the new tokens that each one sees.
+    pub fn seeing(
+        offsets: Vec<i64>,
+        mut seen: Vec<Vec<usize>>,
+        config: &LlamaConfig,
+        kind: Kind,
+        device: Device,
+    ) -> Self {
+        seen.iter_mut().for_each(|seen| seen.sort_by_key(|&key| offsets[key]));
+        Self::new(offsets, Some(seen), config, kind, device)
     }
 
     fn new(
@@ -134,14 +142,19 @@ impl NewTokens {
     /// Columns: `room` committed tokens, the last of which is at position -1 relative to offset 0, then the new ones.
     fn right_aligned_mask(&self, kind: usize, room: i64) -> Tensor {
         let window = self.windows[kind].unwrap_or(i64::MAX);
-        let row = |query: usize| {
+        let (n, width) = (self.offsets.len(), (room + self.len()).unsigned_abs() as usize);
+        let mut values = vec![f32::NEG_INFINITY; n * width];
+        for (query, row) in values.chunks_exact_mut(width).enumerate() {
             let at = self.offsets[query];
-            let committed = (-room..0).map(move |key| at - key < window);
-            let sees = move |key| self.ancestors.as_ref().map_or(key <= query, |all| all[query].contains(&key));
-            let new = self.offsets.iter().enumerate().map(move |(key, &offset)| sees(key) && at - offset < window);
-            committed.chain(new).map(|seen| if seen { 0f32 } else { f32::NEG_INFINITY })
-        };
-        let values: Vec<f32> = (0..self.offsets.len()).flat_map(row).collect();
+            let (committed, new) = row.split_at_mut(width - n);
+            let unseen = (at - window + 1 + room).clamp(0, room); // behind the window
+            committed[unseen.unsigned_abs() as usize..].fill(0.0);
+            let mut see = |key: usize| new[key] = if at - self.offsets[key] < window { 0.0 } else { f32::NEG_INFINITY };
+            match &self.ancestors {
+                Some(seen) => seen[query].iter().copied().for_each(&mut see),
+                None => (0..=query).for_each(see),
+            }
+        }
         let mask_ns = Tensor::from_slice(&values).view([self.len(), room + self.len()]);
         mask_ns.repeat([self.groups, 1]).to_kind(self.kind).to_device(self.device)
     }

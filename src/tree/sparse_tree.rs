@@ -109,6 +109,25 @@ impl SparseTree {
         Self { choices: vec![], nodes: link(vec![]).expect("the root has its place") }
     }
 
+    /// The tree of nodes that are sorted by depth, then parent, given the parent of each but the root. A node's children are its guesses
+    /// 0, 1, ….
+    ///
+    /// # Panics
+    /// If the nodes are in another order, or too many.
+    pub fn of_parents(parents: &[usize]) -> Self {
+        let is_sorted = parents.is_sorted() && parents.iter().zip(1..).all(|(&parent, node)| parent < node);
+        assert!(is_sorted && parents.len() <= MAX_NODES, "at most {MAX_NODES} nodes by depth, then parent");
+        let mut nodes = vec![Node { path: vec![], parent: None, children: 1..1 }];
+        for (at, &parent) in (1..).zip(parents) {
+            let siblings = &mut nodes[parent].children;
+            *siblings = if siblings.start == siblings.end { at..at + 1 } else { siblings.start..at + 1 };
+            let child = siblings.len() - 1;
+            let path = [&nodes[parent].path[..], &[child]].concat();
+            nodes.push(Node { path, parent: Some(parent), children: 0..0 });
+        }
+        Self { choices: nodes[1..].iter().map(|node| node.path.clone()).collect(), nodes }
+    }
+
     /// Only the best guess of each of `depth` heads.
     ///
     /// # Errors
@@ -312,6 +331,15 @@ mod tests {
             prop_assert_eq!(&shuffled.nodes, &tree.nodes);
             prop_assert_eq!(shuffled.choices(), &choices[..]);
         }
+    }
+
+    #[test]
+    fn parents_alone_make_a_tree_whose_guesses_are_the_best_ones() {
+        let tree = SparseTree::of_parents(&[0, 0, 1, 1, 2]);
+        let choices = vec![vec![0], vec![1], vec![0, 0], vec![0, 1], vec![1, 0]];
+        assert_eq!(tree, SparseTree::new(choices).unwrap());
+        assert_eq!(SparseTree::of_parents(&[]), SparseTree::root());
+        assert!(std::panic::catch_unwind(|| SparseTree::of_parents(&[0, 1, 0])).is_err());
     }
 
     #[test]

@@ -3,5 +3,6 @@
 pub mod drafter;
 pub mod fused_loss;
 pub mod heads;
+pub mod levels;
 pub mod loss;
 pub mod prefix;

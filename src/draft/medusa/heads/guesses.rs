@@ -5,11 +5,12 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Head, HeadInput, Heads};
 use crate::cpu::matrix::Matrix;
-use crate::cpu::rows::{add_silu, add_to_each, largest};
+use crate::cpu::rows::{add_silu, add_to_each, largest, log_sum_exp};
 use crate::cpu::team::Team;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::torch::bytes;
+use crate::tree::dynamic::LikelyToken;
 
 impl Heads {
     /// The `m` most probable tokens of each of the first `k` heads, best first: hidden states `[B, H]` (after the final norm) to
@@ -25,8 +26,23 @@ impl Heads {
         guesses_bkm.view(shape)
     }
 
+    /// The guesses of [`Heads::guesses`] with their log-probabilities, `[B, K, M]`.
+    pub fn likeliest(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Vec<LikelyToken> {
+        if let Some(rows) = self.rows_on_cpu(k, hidden_bh, backbone) {
+            return rows.each().flat_map(|logits_v| likeliest_of_row(logits_v, m)).collect();
+        }
+        let logits: Vec<Tensor> =
+            (0..k).map(|head| self.logits(head, &HeadInput::alone(hidden_bh), backbone)).collect();
+        likeliest(&Tensor::stack(&logits, 1), m)
+    }
+
     /// Runs the CPU kernels; `None` if the heads are not laid out for them.
     fn guesses_on_cpu(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<Vec<i64>> {
+        let rows = self.rows_on_cpu(k, hidden_bh, backbone)?;
+        Some(rows.each().flat_map(|logits_v| largest(logits_v, m)).map(|token| token as i64).collect())
+    }
+
+    fn rows_on_cpu(&self, k: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<HeadRows> {
         if hidden_bh.device() != Device::Cpu {
             return None;
         }
@@ -36,11 +52,7 @@ impl Heads {
         let residual: Option<Vec<Vec<f32>>> =
             self.heads[..k].iter().map(|head| head.residual_on_cpu(hidden_bh, team)).collect();
         let logits_kbv = self.logits_on_cpu(&residual?, backbone, team)?;
-        let vocabulary = usize::try_from(self.vocab_size).ok()?;
-        let rows: Vec<&[f32]> = logits_kbv.chunks_exact(vocabulary).collect();
-        let texts = rows.len() / k;
-        let guesses = (0..texts).flat_map(|text| (0..k).map(move |head| head * texts + text));
-        Some(guesses.flat_map(|row| largest(rows[row], m)).map(|token| token as i64).collect())
+        Some(HeadRows { logits_kbv, heads: k, vocabulary: usize::try_from(self.vocab_size).ok()? })
     }
 
     /// Logits `[K, B, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it in one product.
@@ -67,6 +79,39 @@ impl Heads {
         }
         Some(logits_kbv)
     }
+}
+
+/// Logits of several heads.
+struct HeadRows {
+    logits_kbv: Vec<f32>,
+    /// K.
+    heads: usize,
+    /// V.
+    vocabulary: usize,
+}
+
+impl HeadRows {
+    /// The logits of each text, head after head.
+    fn each(&self) -> impl Iterator<Item = &[f32]> {
+        let of_row = |row: usize| &self.logits_kbv[row * self.vocabulary..(row + 1) * self.vocabulary];
+        let texts = self.logits_kbv.len() / self.vocabulary / self.heads;
+        (0..texts).flat_map(move |text| (0..self.heads).map(move |head| of_row(head * texts + text)))
+    }
+}
+
+/// The `m` likeliest tokens of each row of logits `[…, V]`, best first.
+pub(crate) fn likeliest(logits: &Tensor, m: usize) -> Vec<LikelyToken> {
+    let (log_p, tokens) = logits.log_softmax(-1, Kind::Float).topk(m as i64, -1, true, true);
+    let log_p: Vec<f32> = Vec::try_from(log_p.reshape([-1])).expect("one axis of float32");
+    let tokens: Vec<i64> = Vec::try_from(tokens.reshape([-1])).expect("one axis of int64");
+    tokens.into_iter().zip(log_p).map(|(token, log_p)| LikelyToken { token, log_p }).collect()
+}
+
+/// As [`likeliest`], for a row of logits, on the CPU kernels.
+pub(crate) fn likeliest_of_row(logits_v: &[f32], m: usize) -> impl Iterator<Item = LikelyToken> {
+    let total = log_sum_exp(logits_v);
+    let guess = move |token: usize| LikelyToken { token: token as i64, log_p: logits_v[token] - total };
+    largest(logits_v, m).into_iter().map(guess)
 }
 
 impl Head {
@@ -119,6 +164,11 @@ mod tests {
             let probable = |guesses: &Tensor| Tensor::stack(&logits, 1).gather(-1, &guesses.view([3, 3, 4]), false);
             let off = (probable(&ours) - probable(&oracle)).abs().max().double_value(&[]);
             assert!(off < 1e-3, "{off}");
+            let [oracle, ours] = [(heads(), backbone()), (heads().for_decoding(), backbone().for_decoding())]
+                .map(|(heads, backbone)| heads.likeliest(3, 4, &hidden_bh, &backbone));
+            let off =
+                oracle.iter().zip(&ours).map(|(oracle, ours)| (oracle.log_p - ours.log_p).abs()).fold(0.0, f32::max);
+            assert!(off < 1e-2 && ours.len() == 3 * 3 * 4, "{off}"); // the kernels round activations to bfloat16
         }
     }
 }

@@ -1,0 +1,144 @@
+//! Fills trees level by level: the guesses below a node depend on its path, or only on its level. Static trees are filled as they are;
+//! other trees are chosen at each step ([`GrowingTree`]).
+
+// N nodes
+use std::fmt;
+use std::rc::Rc;
+
+use tch::Tensor;
+
+use super::tree_cache::TreeCache;
+use super::{Drafter, PreparedTree, Proposal, TextSoFar};
+use crate::formats::tree::DynamicTree;
+use crate::model::llama::Llama;
+use crate::tree::dynamic::{FrontierNode, GrowingTree, LikelyToken};
+use crate::tree::sparse_tree::SparseTree;
+use crate::tree::token_tree::TokenTree;
+
+/// Guesses the next level of trees for several texts at a time.
+pub trait LevelGuesser: fmt::Debug {
+    /// Begins with new texts: their roots, in order, are the first frontier's parents.
+    fn begin(&mut self, batch: &[TextSoFar]);
+
+    /// The `top_k` likeliest tokens after each node of a level, best first, node after node. A node's `parent` is its parent's place in the
+    /// frontier of the call before; in the first call, whose nodes are the roots, it is the text's place in the batch.
+    fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken>;
+}
+
+/// A drafter that fills trees level by level.
+#[derive(Debug)]
+pub struct LevelDrafter<'a> {
+    guesser: Box<dyn LevelGuesser + 'a>,
+    filling: Filling<'a>,
+}
+
+#[derive(Debug)]
+enum Filling<'a> {
+    Static(StaticLevels),
+    Dynamic { limits: DynamicTree, cache: TreeCache<'a> },
+}
+
+/// A static tree, with the nodes of each level that have children.
+#[derive(Debug)]
+struct StaticLevels {
+    prepared: Rc<PreparedTree>,
+    levels: Vec<Vec<usize>>,
+    /// The most guesses that a node of each level has.
+    widths: Vec<usize>,
+}
+
+impl<'a> LevelDrafter<'a> {
+    /// A drafter whose trees are chosen at each step.
+    pub fn dynamic(backbone: &'a Llama, guesser: Box<dyn LevelGuesser + 'a>, limits: DynamicTree) -> Self {
+        Self { guesser, filling: Filling::Dynamic { limits, cache: TreeCache::new(backbone) } }
+    }
+
+    /// A drafter that fills the same tree at each step.
+    pub fn of_tree(backbone: &'a Llama, guesser: Box<dyn LevelGuesser + 'a>, tree: &SparseTree) -> Self {
+        Self { guesser, filling: Filling::Static(StaticLevels::new(tree, backbone)) }
+    }
+}
+
+impl Drafter for LevelDrafter<'_> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
+        self.guesser.begin(batch);
+        let roots: Vec<i64> = batch.iter().map(|text| text.root.id).collect();
+        match &mut self.filling {
+            Filling::Static(tree) => tree.fill(&mut *self.guesser, &roots),
+            Filling::Dynamic { limits, cache } => {
+                grow(&mut *self.guesser, &roots, *limits).iter().map(|tree| cache.proposal(tree)).collect()
+            }
+        }
+    }
+}
+
+/// Chooses a tree for each text.
+fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) -> Vec<TokenTree> {
+    let mut trees: Vec<GrowingTree> = roots.iter().map(|&root| GrowingTree::new(root, limits)).collect();
+    let mut firsts: Vec<usize> = (0..roots.len()).collect(); // of each text, its first node in the frontier before
+    loop {
+        let mut frontier = vec![];
+        for (tree, first) in trees.iter().zip(&mut firsts) {
+            let before = std::mem::replace(first, frontier.len());
+            frontier.extend(tree.frontier().map(|node| FrontierNode { parent: before + node.parent, ..node }));
+        }
+        if frontier.is_empty() {
+            return trees.iter().map(GrowingTree::chosen).collect();
+        }
+        let guesses = guesser.guess(&frontier, limits.top_k);
+        let mut rest = &guesses[..];
+        for tree in &mut trees {
+            let (own, others) = rest.split_at(tree.frontier().len() * limits.top_k);
+            tree.grow(own);
+            rest = others;
+        }
+    }
+}
+
+impl StaticLevels {
+    fn new(tree: &SparseTree, backbone: &Llama) -> Self {
+        let inner = |depth: usize| {
+            let of_level = move |&node: &usize| tree.depth(node) == depth && tree.children(node).len() > 0;
+            (0..tree.len()).filter(of_level).collect()
+        };
+        let levels = (0..tree.max_depth()).map(inner).collect();
+        Self { levels, widths: tree.widths(), prepared: Rc::new(PreparedTree::new(tree.clone(), backbone)) }
+    }
+
+    fn fill(&self, guesser: &mut dyn LevelGuesser, roots: &[i64]) -> Vec<Proposal> {
+        let tree = &self.prepared.tree;
+        let mut tokens: Vec<Vec<i64>> = roots.iter().map(|&root| vec![root; tree.len()]).collect();
+        for (level, (nodes, &width)) in self.levels.iter().zip(&self.widths).enumerate() {
+            let guesses = guesser.guess(&self.frontier(level, &tokens), width);
+            for (tokens, guesses) in tokens.iter_mut().zip(guesses.chunks_exact(nodes.len() * width)) {
+                for (&node, guesses) in nodes.iter().zip(guesses.chunks_exact(width)) {
+                    let guess = |child| guesses[tree.child_index(child).unwrap_or(0)].token;
+                    tree.children(node).for_each(|child| tokens[child] = guess(child));
+                }
+            }
+        }
+        let device = self.prepared.device();
+        let proposal = |tokens: &Vec<i64>| Proposal {
+            tree: self.prepared.clone(),
+            tokens_n: Tensor::from_slice(tokens).to_device(device),
+            drawn: None,
+        };
+        tokens.iter().map(proposal).collect()
+    }
+
+    /// The nodes of a level that have children, text after text.
+    fn frontier(&self, level: usize, tokens: &[Vec<i64>]) -> Vec<FrontierNode> {
+        let parent_of = |text: usize, node: usize| match self.prepared.tree.parent(node) {
+            Some(parent) => {
+                let before = &self.levels[level - 1];
+                text * before.len() + before.binary_search(&parent).expect("a parent has children")
+            }
+            None => text,
+        };
+        let of_text = |(text, tokens): (usize, &Vec<i64>)| {
+            let node = |&node: &usize| FrontierNode { parent: parent_of(text, node), token: tokens[node] };
+            self.levels[level].iter().map(node).collect::<Vec<_>>()
+        };
+        tokens.iter().enumerate().flat_map(of_text).collect()
+    }
+}
