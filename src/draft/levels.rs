@@ -12,6 +12,7 @@ use super::{Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::dynamic::{FrontierNode, GrowingTree, LikelyToken};
+use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 use crate::tree::token_tree::TokenTree;
 
@@ -23,6 +24,20 @@ pub trait LevelGuesser: fmt::Debug {
     /// The `top_k` likeliest tokens after each node of a level, best first, node after node. A node's `parent` is its parent's place in the
     /// frontier of the call before; in the first call, whose nodes are the roots, it is the text's place in the batch.
     fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken>;
+
+    /// [`Proposal::drawn`] for the `text`-th text of the batch.
+    fn drawn(&self, _text: usize, _proposal: &Proposal) -> Option<Vec<DrawnChildren>> {
+        None
+    }
+
+    /// As [`Drafter::push_row`].
+    fn push_row(&mut self) {}
+
+    /// As [`Drafter::truncate`].
+    fn truncate(&mut self, _row: usize, _tokens: usize) {}
+
+    /// As [`Drafter::swap_remove`].
+    fn swap_remove(&mut self, _row: usize) {}
 }
 
 /// A drafter that fills trees level by level.
@@ -63,12 +78,28 @@ impl Drafter for LevelDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
         self.guesser.begin(batch);
         let roots: Vec<i64> = batch.iter().map(|text| text.root.id).collect();
-        match &mut self.filling {
+        let mut proposals: Vec<Proposal> = match &mut self.filling {
             Filling::Static(tree) => tree.fill(&mut *self.guesser, &roots),
             Filling::Dynamic { limits, cache } => {
                 grow(&mut *self.guesser, &roots, *limits).iter().map(|tree| cache.proposal(tree)).collect()
             }
+        };
+        for (text, proposal) in proposals.iter_mut().enumerate() {
+            proposal.drawn = self.guesser.drawn(text, proposal);
         }
+        proposals
+    }
+
+    fn push_row(&mut self) {
+        self.guesser.push_row();
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.guesser.truncate(row, tokens);
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.guesser.swap_remove(row);
     }
 }
 

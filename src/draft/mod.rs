@@ -17,6 +17,7 @@ use crate::tree::sparse_tree::SparseTree;
 
 pub mod levels;
 pub mod medusa;
+pub mod model;
 pub mod ngram;
 pub mod tree_cache;
 

@@ -1,0 +1,303 @@
+//! A draft model: a smaller backbone with the same vocabulary guesses the tokens (Leviathan et al. 2023; Chen et al. 2023; in trees:
+//! SpecInfer, Miao et al. 2024). It has a KV cache of its own, with the same rows as the backbone's.
+//!
+//! At temperature 0 its guesses are the most probable tokens. Above, they are drawn from its distribution at the text's temperature and
+//! top-p, siblings without replacement, and [`Proposal::drawn`] says so. A node's place in a tree depends on the sorted
+//! probabilities at its parent and not on the token that was drawn:
+//! [`next_token`](crate::tree::rejection::next_token) relies on it.
+
+// N tokens, F nodes of a frontier, H hidden size, V vocabulary
+use tch::{Kind, Tensor};
+
+use super::levels::LevelGuesser;
+use super::{Proposal, TextSoFar};
+use crate::engine::prefix::cached_prefix;
+use crate::engine::sample::{Sampler, distributions};
+use crate::engine::{Engine, RowTokens};
+use crate::model::kv_cache::KvCache;
+use crate::model::new_tokens::NewTokens;
+use crate::tree::dynamic::{FrontierNode, LikelyToken};
+use crate::tree::rejection::{Draw, DrawnChildren};
+use crate::tree::sparse_tree::SparseTree;
+
+/// Tokens of a text that are computed together.
+const PREFILL_CHUNK: usize = 512;
+
+/// A draft model as a [`LevelGuesser`].
+#[derive(Debug)]
+pub struct ModelGuesser<'a> {
+    engine: Box<dyn Engine + 'a>,
+    /// Each row holds a text with its root, and the guesses below it as long as they are a chain.
+    cache: KvCache,
+    /// The tokens in each row of the cache.
+    rows: Vec<Vec<i64>>,
+    /// Ids below this may be guessed.
+    vocabulary: i64,
+    /// Tells several drafters of one text apart.
+    number: u8,
+    /// A token behind the cache.
+    one: NewTokens,
+    /// `[F, H]`: the hidden states of the roots, before the first level is guessed.
+    roots_fh: Option<Tensor>,
+    texts: Vec<GuessedText>,
+    /// Text and node of each node of the last frontier.
+    frontier: Vec<(usize, usize)>,
+}
+
+/// The tree of a text as far as it was computed.
+#[derive(Debug)]
+struct GuessedText {
+    /// Draws the guesses; `None` at temperature 0.
+    sampler: Option<Sampler>,
+    /// The root, then the nodes that were run.
+    nodes: Vec<GuessedNode>,
+    /// So many of the first nodes are a chain that is committed to the cache.
+    committed: usize,
+}
+
+#[derive(Debug)]
+struct GuessedNode {
+    parent: usize,
+    token: i64,
+    /// The guesses below it.
+    drawn: DrawnChildren,
+}
+
+/// What one text runs in a pass: a token that continues its chain, or the forest behind the chain.
+struct Part {
+    row: usize,
+    tokens: Vec<i64>,
+    /// `None`: a chain.
+    forest: Option<NewTokens>,
+    /// So many of the last tokens are asked for guesses.
+    asked: usize,
+}
+
+impl<'a> ModelGuesser<'a> {
+    /// For a draft model that an engine runs. It guesses ids below `vocabulary`; `number` tells several drafters of one text apart.
+    pub fn new(engine: Box<dyn Engine + 'a>, vocabulary: usize, number: u8) -> Self {
+        let model = engine.backbone();
+        let (config, kind, device) = (&model.config, model.kind(), model.device());
+        Self {
+            cache: KvCache::new(config, kind, device),
+            rows: vec![],
+            vocabulary: config.vocab_size.min(vocabulary as i64),
+            number,
+            one: NewTokens::chain(1, config, kind, device),
+            roots_fh: None,
+            texts: vec![],
+            frontier: vec![],
+            engine,
+        }
+    }
+
+    /// Computes what the cache lacks of a text, its root in any case. Returns the root's hidden state, `[1, H]`.
+    fn catch_up(&mut self, row: usize, ids: &[i64]) -> Tensor {
+        let model = self.engine.backbone();
+        // The backbone may choose a token that only it has, such as one that pads its vocabulary.
+        let known = |&id: &i64| if id < model.config.vocab_size { id } else { 0 };
+        let ids: Vec<i64> = ids.iter().map(known).collect();
+        let cached = cached_prefix(&self.rows[row], &ids);
+        self.cache.truncate(row, cached as i64);
+        let mut hidden_1h = None;
+        for piece in ids[cached..].chunks(PREFILL_CHUNK) {
+            let n = piece.len() as i64;
+            let chain = (n > 1).then(|| NewTokens::chain(n, &model.config, model.kind(), model.device()));
+            let nodes = chain.as_ref().unwrap_or(&self.one);
+            let tokens_n = Tensor::from_slice(piece).to_device(model.device());
+            let hidden_nh = self.engine.extend(&mut self.cache, &tokens_n, &[RowTokens { row, nodes }]);
+            self.cache.commit(row, n);
+            hidden_1h = Some(hidden_nh.narrow(0, n - 1, 1));
+        }
+        self.rows[row] = ids;
+        hidden_1h.expect("the root is never taken from the cache")
+    }
+
+    /// Runs the nodes of a frontier: `[F, H]`.
+    fn run(&mut self, frontier: &[FrontierNode]) -> Tensor {
+        let parts = self.parts(frontier);
+        let tokens: Vec<i64> = parts.iter().flat_map(|part| part.tokens.iter().copied()).collect();
+        let tokens_n = Tensor::from_slice(&tokens).to_device(self.engine.backbone().device());
+        let hidden_nh = if parts.len() == self.rows.len() && parts.iter().all(|part| part.forest.is_none()) {
+            self.engine.extend_all(&mut self.cache, &tokens_n, &self.one)
+        } else {
+            let rows =
+                parts.iter().map(|part| RowTokens { row: part.row, nodes: part.forest.as_ref().unwrap_or(&self.one) });
+            self.engine.extend(&mut self.cache, &tokens_n, &rows.collect::<Vec<_>>())
+        };
+        for part in parts.iter().filter(|part| part.forest.is_none()) {
+            self.cache.commit(part.row, 1);
+            self.rows[part.row].extend(&part.tokens);
+        }
+        hidden_nh.index_select(0, &Tensor::from_slice(&asked(&parts)).to_device(hidden_nh.device()))
+    }
+
+    /// Adds the nodes of a frontier to their texts' trees.
+    fn parts(&mut self, frontier: &[FrontierNode]) -> Vec<Part> {
+        let before = std::mem::take(&mut self.frontier);
+        let mut parts = vec![];
+        for (row, text) in self.texts.iter_mut().enumerate() {
+            let first = text.nodes.len();
+            for node in frontier.iter().filter(|node| before[node.parent].0 == row) {
+                let parent = before[node.parent].1;
+                text.nodes.push(GuessedNode { parent, token: node.token, drawn: DrawnChildren::default() });
+            }
+            let asked = text.nodes.len() - first;
+            self.frontier.extend((first..text.nodes.len()).map(|node| (row, node)));
+            if asked > 0 {
+                parts.push(text.part(row, asked, &*self.engine));
+            }
+        }
+        parts
+    }
+}
+
+impl GuessedText {
+    fn new(text: &TextSoFar, number: u8) -> Self {
+        let is_greedy = text.sampling.temperature.get() == 0.0;
+        let sampler = (!is_greedy).then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len(), number));
+        let root = GuessedNode { parent: 0, token: text.root.id, drawn: DrawnChildren::default() };
+        Self { sampler, nodes: vec![root], committed: 1 }
+    }
+
+    /// What runs to compute the last `asked` nodes.
+    fn part(&mut self, row: usize, asked: usize, engine: &dyn Engine) -> Part {
+        let model = engine.backbone();
+        let tokens = |nodes: &[GuessedNode]| {
+            nodes.iter().map(|node| if node.token < model.config.vocab_size { node.token } else { 0 }).collect()
+        };
+        if asked == 1 && self.committed + 1 == self.nodes.len() {
+            self.committed += 1;
+            return Part { row, tokens: tokens(&self.nodes[self.committed - 1..]), forest: None, asked };
+        }
+        let paths = self.forest();
+        let offsets = paths.iter().map(|path| path.len() as i64 - 1).collect();
+        let forest = NewTokens::seeing(offsets, paths, &model.config, model.kind(), model.device());
+        Part { row, tokens: tokens(&self.nodes[self.committed..]), forest: Some(forest), asked }
+    }
+
+    /// Of each node behind the committed ones, the path to it, counted from there.
+    fn forest(&self) -> Vec<Vec<usize>> {
+        let mut paths: Vec<Vec<usize>> = vec![];
+        for (at, node) in self.nodes[self.committed..].iter().enumerate() {
+            let above = node.parent.checked_sub(self.committed).map_or(&[][..], |parent| &paths[parent]);
+            paths.push([above, &[at]].concat());
+        }
+        paths
+    }
+
+    /// The guesses below a node, from logits `[1, V]`.
+    fn guess(&mut self, node: usize, logits_1v: &Tensor, count: usize) -> Vec<LikelyToken> {
+        let Some(sampler) = &mut self.sampler else { return likeliest(logits_1v, count) };
+        let q = distributions(logits_1v, sampler.sampling()).pop().flatten().unwrap_or_default();
+        let log_p = sorted_log(&q, count);
+        let drawn = DrawnChildren::draw(q, count, || sampler.uniform());
+        let guess = |(draw, log_p): (&Draw, f32)| LikelyToken { token: draw.token, log_p };
+        let mut guesses: Vec<LikelyToken> = drawn.guesses.iter().zip(log_p).map(guess).collect();
+        self.nodes[node].drawn = drawn;
+        pad(&mut guesses, count);
+        guesses
+    }
+
+    /// The child of a node that holds a token, if it was run.
+    fn child(&self, parent: usize, token: i64) -> Option<usize> {
+        (1..self.nodes.len()).find(|&node| self.nodes[node].parent == parent && self.nodes[node].token == token)
+    }
+
+    /// The draws below each node of a proposal. All of them, so that a tree may leave some out.
+    fn drawn(&self, tree: &SparseTree, tokens: &[i64]) -> Vec<DrawnChildren> {
+        let mut own = vec![Some(0)];
+        for node in 1..tree.len() {
+            let parent = tree.parent(node).and_then(|parent| own[parent]);
+            own.push(parent.and_then(|parent| self.child(parent, tokens[node])));
+        }
+        let drawn = |node: Option<usize>| node.map(|node| self.nodes[node].drawn.clone()).unwrap_or_default();
+        own.into_iter().map(drawn).collect()
+    }
+}
+
+impl LevelGuesser for ModelGuesser<'_> {
+    fn begin(&mut self, batch: &[TextSoFar]) {
+        let hidden = batch.iter().enumerate().map(|(row, text)| self.catch_up(row, text.ids));
+        self.roots_fh = Some(Tensor::cat(&hidden.collect::<Vec<_>>(), 0));
+        self.texts = batch.iter().map(|text| GuessedText::new(text, self.number)).collect();
+        self.frontier = (0..batch.len()).map(|text| (text, 0)).collect();
+    }
+
+    fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken> {
+        let hidden_fh = self.roots_fh.take().unwrap_or_else(|| self.run(frontier));
+        let logits_fv = self.engine.logits(&hidden_fh).narrow(1, 0, self.vocabulary);
+        let mut guesses = vec![];
+        for (&(text, node), row) in self.frontier.iter().zip(0..) {
+            guesses.extend(self.texts[text].guess(node, &logits_fv.narrow(0, row, 1), top_k));
+        }
+        guesses
+    }
+
+    fn drawn(&self, text: usize, proposal: &Proposal) -> Option<Vec<DrawnChildren>> {
+        let text = &self.texts[text];
+        text.sampler.as_ref()?;
+        let tokens: Vec<i64> = Vec::try_from(&proposal.tokens_n).expect("one axis of int64");
+        Some(text.drawn(&proposal.tree.tree, &tokens))
+    }
+
+    fn push_row(&mut self) {
+        self.cache.push();
+        self.rows.push(vec![]);
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.rows[row].truncate(tokens);
+        self.cache.truncate(row, tokens as i64);
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.cache.swap_remove(row);
+        self.rows.swap_remove(row);
+    }
+}
+
+/// Of a pass over all parts, the rows whose guesses are asked for.
+fn asked(parts: &[Part]) -> Vec<i64> {
+    let mut end = 0;
+    let rows = parts.iter().flat_map(|part| {
+        end += part.tokens.len();
+        end - part.asked..end
+    });
+    rows.map(|row| row as i64).collect()
+}
+
+/// The most probable tokens of logits `[1, V]`.
+fn likeliest(logits_1v: &Tensor, count: usize) -> Vec<LikelyToken> {
+    let log_p_1v = logits_1v.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
+    let (log_p_1m, tokens_1m) = log_p_1v.topk(count as i64, -1, true, true);
+    let tokens: Vec<i64> = Vec::try_from(tokens_1m.squeeze_dim(0)).expect("one axis of int64");
+    let log_p: Vec<f32> = Vec::try_from(log_p_1m.squeeze_dim(0)).expect("one axis of float32");
+    tokens.into_iter().zip(log_p).map(|(token, log_p)| LikelyToken { token, log_p }).collect()
+}
+
+/// Logarithms of the `count` largest probabilities, largest first.
+fn sorted_log(q: &[f64], count: usize) -> Vec<f32> {
+    let mut sorted = q.to_vec();
+    if count < sorted.len() {
+        sorted.select_nth_unstable_by(count, |a, b| b.total_cmp(a));
+        sorted.truncate(count);
+    }
+    sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+    sorted.into_iter().map(|q| q.ln() as f32).collect()
+}
+
+/// Fills up with tokens of probability 0, where fewer than `count` could be drawn.
+fn pad(guesses: &mut Vec<LikelyToken>, count: usize) {
+    for token in 0.. {
+        if guesses.len() == count {
+            break;
+        }
+        if guesses.iter().all(|guess| guess.token != token) {
+            guesses.push(LikelyToken { token, log_p: f32::NEG_INFINITY });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,177 @@
+//! The oracle is the draft model over whole rows, without a cache.
+
+use tch::{Device, no_grad};
+
+use super::super::levels::LevelDrafter;
+use super::*;
+use crate::draft::{Drafter, Proposal};
+use crate::engine::sample::{Chosen, Sampling, Stream};
+use crate::engine::tch::TchEngine;
+use crate::model::attention::RowMask;
+use crate::model::config::LlamaConfig;
+use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
+use crate::numbers::{NonNegative, Probability};
+use crate::tree::sparse_tree::SparseTree;
+
+/// Weights large enough that guesses depend on the text.
+fn model(config: LlamaConfig, seed: u64) -> Llama {
+    tch::set_num_threads(1);
+    let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
+    for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+        let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+    }
+    llama
+}
+
+fn sampling(temperature: f64, top_p: f64) -> Sampling {
+    Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() }
+}
+
+/// Texts in the rows of a drafter.
+struct Texts<'a> {
+    drafter: LevelDrafter<'a>,
+    /// With the number that selects the random numbers.
+    texts: Vec<(u64, Vec<i64>)>,
+    sampling: Sampling,
+}
+
+impl<'a> Texts<'a> {
+    fn new(drafter: LevelDrafter<'a>, sampling: Sampling) -> Self {
+        Self { drafter, texts: vec![], sampling }
+    }
+
+    fn push(&mut self, index: u64, ids: &[i64]) {
+        self.drafter.push_row();
+        self.texts.push((index, ids.to_vec()));
+    }
+
+    fn propose(&mut self) -> Vec<Proposal> {
+        let hidden_1h = Tensor::zeros([1, 1], (Kind::Double, Device::Cpu));
+        let roots: Vec<Chosen> = self.texts.iter().map(|(_, ids)| Chosen::on_host(ids[ids.len() - 1])).collect();
+        let hidden_1h = &hidden_1h;
+        let batch = self.texts.iter().zip(&roots).map(|((index, ids), root)| {
+            let stream = Stream { seed: 3, index: *index, ..Stream::default() };
+            TextSoFar { ids, root, hidden_1h, sampling: self.sampling, stream }
+        });
+        let batch: Vec<TextSoFar> = batch.collect();
+        no_grad(|| self.drafter.propose(&batch))
+    }
+}
+
+fn tokens_of(proposal: &Proposal) -> Vec<i64> {
+    Vec::try_from(&proposal.tokens_n).expect("one axis of int64")
+}
+
+/// The draft model's logits after a text, over the whole row.
+fn logits_after(llama: &Llama, ids: &[i64]) -> Tensor {
+    let t = ids.len() as i64;
+    let tokens_bt = Tensor::from_slice(ids).view([1, t]);
+    let rows = RowMask::causal(t, &llama.config, Device::Cpu);
+    let hidden_bth = no_grad(|| llama.hidden_states(&tokens_bt, &rows, Adapters::Off));
+    llama.logits(&hidden_bth.select(1, t - 1), Adapters::Off).narrow(1, 0, VOCABULARY)
+}
+
+/// The tokens from the text's start to a node.
+fn path(proposal: &Proposal, ids: &[i64], node: usize) -> Vec<i64> {
+    let tokens = tokens_of(proposal);
+    let tree = &proposal.tree.tree;
+    let mut path: Vec<i64> =
+        std::iter::successors(Some(node), |&node| tree.parent(node)).map(|node| tokens[node]).collect();
+    path.reverse();
+    [&ids[..ids.len() - 1], &path].concat()
+}
+
+/// Tokens that may be guessed: the model's last three pad its vocabulary.
+const VOCABULARY: i64 = 47;
+
+fn shapes() -> [SparseTree; 3] {
+    let sparse = [vec![0], vec![1], vec![2], vec![0, 0], vec![0, 1], vec![1, 0], vec![0, 1, 0], vec![0, 1, 0, 0]];
+    [SparseTree::chain(4), SparseTree::cartesian(&[3, 2, 2]), SparseTree::new(sparse.to_vec())].map(Result::unwrap)
+}
+
+fn check_greedy(llama: &Llama, proposal: &Proposal, ids: &[i64]) {
+    let (tree, tokens) = (&proposal.tree.tree, tokens_of(proposal));
+    assert!(proposal.drawn.is_none());
+    for node in (0..tree.len()).filter(|&node| !tree.children(node).is_empty()) {
+        let expected = likeliest(&logits_after(llama, &path(proposal, ids, node)), 3);
+        for child in tree.children(node) {
+            assert_eq!(tokens[child], expected[tree.child_index(child).unwrap()].token, "{ids:?}, node {node}");
+        }
+    }
+}
+
+#[test]
+fn guesses_are_the_models_best_tokens_whatever_was_in_the_cache_before() {
+    for config in [LlamaConfig::tiny(), LlamaConfig { sliding_window: Some(5), ..LlamaConfig::tiny() }] {
+        let llama = model(config, 3);
+        for shape in shapes() {
+            let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 0);
+            let drafter = LevelDrafter::of_tree(&llama, Box::new(guesser), &shape);
+            let mut texts = Texts::new(drafter, sampling(0.0, 1.0));
+            texts.push(0, &[1, 2, 3]);
+            for step in 0..8 {
+                let proposals = texts.propose();
+                for (proposal, (_, ids)) in proposals.iter().zip(&texts.texts) {
+                    check_greedy(&llama, proposal, ids);
+                }
+                // Some guesses are accepted, others not; rows come and go.
+                for ((_, ids), proposal) in texts.texts.iter_mut().zip(&proposals) {
+                    let accepted = step % proposal.tree.tree.max_depth();
+                    let node = (0..proposal.tree.tree.len()).find(|&node| proposal.tree.tree.depth(node) == accepted);
+                    *ids = path(proposal, ids, node.unwrap());
+                    ids.push((7 * step as i64 + 5) % 50); // may be one that pads the vocabulary
+                }
+                match step {
+                    1 | 2 => texts.push(step as u64, &[4, step as i64, 6, 7, 8, 9]),
+                    4 => {
+                        texts.drafter.swap_remove(0);
+                        texts.texts.swap_remove(0);
+                    }
+                    5 => {
+                        texts.drafter.truncate(1, 2);
+                        texts.texts[1].1.truncate(2);
+                        texts.texts[1].1.extend([11, 12]);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn draws_come_from_the_models_distribution_and_do_not_depend_on_the_batch() {
+    let llama = model(LlamaConfig::tiny(), 5);
+    let sampling = sampling(0.9, 0.8);
+    for shape in shapes() {
+        let texts = || {
+            let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 0);
+            Texts::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &shape), sampling)
+        };
+        let (mut together, prompts) = (texts(), [vec![1, 2, 3], vec![9, 8], vec![5; 7]]);
+        prompts.iter().zip(0..).for_each(|(ids, index)| together.push(index, ids));
+        for ((proposal, ids), index) in together.propose().iter().zip(&prompts).zip(0..) {
+            let mut alone = texts();
+            alone.push(index, ids);
+            assert_eq!(tokens_of(&alone.propose()[0]), tokens_of(proposal));
+            let drawn = proposal.drawn.as_ref().expect("draws");
+            let tree = &proposal.tree.tree;
+            for node in (0..tree.len()).filter(|&node| !tree.children(node).is_empty()) {
+                let logits_1v = logits_after(&llama, &path(proposal, ids, node));
+                let q = distributions(&logits_1v, sampling).pop().flatten().expect("no NaN");
+                let off = q.iter().zip(drawn[node].sources[0].iter()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(off < 1e-6, "node {node}: {off}");
+                let tokens: Vec<i64> = tree.children(node).map(|child| tokens_of(proposal)[child]).collect();
+                let in_order: Vec<i64> = drawn[node].guesses.iter().map(|draw| draw.token).collect();
+                assert!(tokens.starts_with(&in_order) || in_order.starts_with(&tokens), "{tokens:?}, {in_order:?}");
+            }
+        }
+        let other = {
+            let mut texts = texts();
+            texts.push(77, &prompts[0]);
+            texts.propose()
+        };
+        assert_ne!(tokens_of(&other[0]), tokens_of(&together.propose()[0]), "another text draws other guesses");
+    }
+}
