@@ -6,6 +6,7 @@ use anyhow::Context;
 use tch::Device;
 
 use super::drafter::loaded::LoadedDrafter;
+use super::drafter::model::{self, Target};
 use super::drafter::plan::DrafterPlan;
 use super::loading::load_backbone;
 use super::served::{self, Served};
@@ -64,6 +65,9 @@ impl Decoder {
         common: &CommonFlags,
     ) -> anyhow::Result<Self> {
         let tokenizer = TextTokenizer::load(folder)?;
+        for model in drafters.iter().flat_map(|plan| &plan.models) {
+            model::check_vocabulary(model, &tokenizer)?; // before the weights are read
+        }
         let backbone = load_backbone(folder, heads, &served, common, purpose)?;
         spare_threads(&backbone);
         if let (Purpose::Decoding, Err(why)) = (purpose, CpuEngine::supports(&backbone))
@@ -75,7 +79,8 @@ impl Decoder {
             }
         }
         tokenizer.check_vocabulary(usize::try_from(backbone.config.vocab_size)?)?;
-        let load = |plan: DrafterPlan| plan.load(&backbone, common);
+        let target = Target { backbone: &backbone, tokenizer: &tokenizer, purpose };
+        let load = |plan: DrafterPlan| plan.load(target, common);
         let drafters = drafters.into_iter().map(load).collect::<anyhow::Result<_>>()?;
         memory::keep_freed_blocks();
         Ok(Self { backbone, tokenizer, template: served.template, drafters })

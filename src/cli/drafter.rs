@@ -1,5 +1,6 @@
 //! `--drafter`: what proposes the guesses, and the acceptance rule.
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 use clap::Args;
@@ -7,7 +8,9 @@ use clap::Args;
 use self::loaded::LoadedDrafter;
 use self::plan::DrafterPlan;
 use self::spec::DrafterSpec;
+use super::UsageError;
 use crate::draft::Drafter;
+use crate::draft::levels::LevelDrafter;
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::ngram::NgramDrafter;
 use crate::model::llama::Llama;
@@ -15,6 +18,7 @@ use crate::tree::accept::Acceptance;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod loaded;
+pub mod model;
 pub mod plan;
 pub mod spec;
 
@@ -22,11 +26,14 @@ pub mod spec;
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DrafterFlags {
-    /// What drafts the guesses: medusa (heads), or ngram (prompt lookup: proposes what followed earlier occurrences of the last tokens;
-    /// needs no heads, and pays off where answers repeat the prompt, as in summaries and edits). Heads are those of --heads, or of
-    /// medusa:PATH, a folder or Hub id [default: the drafter that --heads were trained for, else none].
+    /// What drafts the guesses: medusa (heads), ngram (prompt lookup: proposes what followed earlier occurrences of the last tokens;
+    /// needs no heads, and pays off where answers repeat the prompt, as in summaries and edits), or model:PATH (a smaller model with the
+    /// same vocabulary). Heads are those of --heads, or of medusa:PATH; a PATH is a folder or Hub id [default: the drafter that --heads were trained for, else none].
     #[arg(long, value_name = "DRAFTER")]
     pub drafter: Option<DrafterSpec>,
+    /// How many tokens a draft model guesses at each step, without --tree [default: 4].
+    #[arg(long, value_name = "N")]
+    pub draft_tokens: Option<NonZeroUsize>,
 }
 
 impl DrafterFlags {
@@ -40,7 +47,11 @@ impl DrafterFlags {
     /// # Errors
     /// As [`DrafterPlan::new`].
     pub fn plan(&self, heads: Option<&Path>, tree: Option<&Path>) -> anyhow::Result<Option<DrafterPlan>> {
-        DrafterPlan::new(self.drafter.as_ref(), heads, tree)
+        let plan = DrafterPlan::new(self.drafter.as_ref(), heads, tree)?;
+        if plan.is_none() && self.draft_tokens.is_some() {
+            return Err(UsageError("--draft-tokens needs --drafter model:PATH".into()).into());
+        }
+        Ok(plan.map(|plan| plan.with_draft_tokens(self.draft_tokens)).transpose()?)
     }
 }
 
@@ -58,6 +69,8 @@ pub enum ReadyDrafter<'a> {
     Medusa(MedusaDrafter<'a>),
     /// Prompt lookup.
     Ngram(NgramDrafter<'a>),
+    /// A draft model, and the tree that it fills.
+    Model(LevelDrafter<'a>, &'a SparseTree),
 }
 
 impl<'a> ReadyDrafter<'a> {
@@ -66,9 +79,10 @@ impl<'a> ReadyDrafter<'a> {
     /// # Errors
     /// If heads, tree and backbone do not fit each other.
     pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, tree: Option<&'a SparseTree>) -> anyhow::Result<Self> {
-        match &loaded.heads {
-            Some((heads, own)) => Ok(Self::Medusa(MedusaDrafter::new(backbone, heads, tree.unwrap_or(own))?)),
-            None => Ok(Self::Ngram(NgramDrafter::new(backbone))),
+        match (&loaded.heads, &loaded.models[..]) {
+            (Some((heads, own)), _) => Ok(Self::Medusa(MedusaDrafter::new(backbone, heads, tree.unwrap_or(own))?)),
+            (None, [model, ..]) => Ok(Self::Model(model.drafter(backbone, 0), model.tree())),
+            (None, []) => Ok(Self::Ngram(NgramDrafter::new(backbone))),
         }
     }
 
@@ -77,6 +91,7 @@ impl<'a> ReadyDrafter<'a> {
         match self {
             Self::Medusa(drafter) => Box::new(drafter),
             Self::Ngram(drafter) => Box::new(drafter),
+            Self::Model(drafter, _) => Box::new(drafter),
         }
     }
 
@@ -85,6 +100,7 @@ impl<'a> ReadyDrafter<'a> {
         match self {
             Self::Medusa(drafter) => Some(drafter.tree()),
             Self::Ngram(_) => None,
+            Self::Model(_, tree) => Some(tree),
         }
     }
 
@@ -93,6 +109,7 @@ impl<'a> ReadyDrafter<'a> {
         match self {
             Self::Medusa(drafter) => drafter.tree().choices().len(),
             Self::Ngram(_) => NgramDrafter::max_nodes(),
+            Self::Model(_, tree) => tree.choices().len(),
         }
     }
 
@@ -101,6 +118,7 @@ impl<'a> ReadyDrafter<'a> {
         match self {
             Self::Medusa(_) => "heads",
             Self::Ngram(_) => "prompt lookup",
+            Self::Model(..) => "a draft model",
         }
     }
 }

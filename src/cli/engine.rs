@@ -178,6 +178,9 @@ impl EngineFlags {
             Some(Drafts { drafter: ReadyDrafter::Ngram(_), .. }) => {
                 return Err(CudaError::Request("--drafter ngram looks up texts on the host"));
             }
+            Some(Drafts { drafter: ReadyDrafter::Model(..), .. }) => {
+                return Err(CudaError::Request("--drafter model:PATH runs two models, and this engine one"));
+            }
         };
         DeviceLoop::on_gpu(backbone, heads, request, tokens)
     }

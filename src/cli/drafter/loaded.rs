@@ -1,7 +1,8 @@
 //! The weights of a drafter, loaded for a backbone.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use super::model::{DRAFT_TOKENS, DraftModel, Target};
 use super::plan::DrafterPlan;
 use super::spec::DrafterSpec;
 use crate::cli::CommonFlags;
@@ -18,6 +19,7 @@ pub struct LoadedDrafter {
     pub spec: DrafterSpec,
     /// Heads and their tree.
     pub heads: Option<(Heads, SparseTree)>,
+    pub models: Vec<DraftModel>,
 }
 
 impl DrafterPlan {
@@ -25,14 +27,20 @@ impl DrafterPlan {
     ///
     /// # Errors
     /// An invalid file, or weights that do not fit the backbone.
-    pub fn load(self, backbone: &Llama, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
-        let Self { spec, heads, tree } = self;
+    pub fn load(self, target: Target, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
+        let Self { spec, heads, models, tree, draft_tokens } = self;
+        let draft_tree = match &tree {
+            Some(tree) => tree.clone(),
+            None => SparseTree::chain(draft_tokens.unwrap_or(DRAFT_TOKENS).get())?,
+        };
+        let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
+        let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;
         let heads = heads.map(|path| -> anyhow::Result<_> {
-            let heads = load_heads(&path, backbone, common)?.for_decoding();
+            let heads = load_heads(&path, target.backbone, common)?.for_decoding();
             let tree = tree.map_or_else(|| chain_of(&heads, common), Ok)?;
             Ok((heads, tree))
         });
-        Ok(LoadedDrafter { spec, heads: heads.transpose()? })
+        Ok(LoadedDrafter { spec, heads: heads.transpose()?, models })
     }
 }
 

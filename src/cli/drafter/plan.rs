@@ -1,5 +1,6 @@
 //! A drafter of the command line with its files, checked before the backbone is loaded.
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use super::spec::{DrafterName, DrafterSpec};
@@ -13,8 +14,12 @@ pub struct DrafterPlan {
     pub spec: DrafterSpec,
     /// Of a drafter with heads.
     pub heads: Option<PathBuf>,
-    /// `None`: a chain of each head's best guess.
+    /// Folders of draft models.
+    pub models: Vec<PathBuf>,
+    /// `None`: a chain of each head's best guess, or of a draft model's.
     pub tree: Option<SparseTree>,
+    /// `--draft-tokens`.
+    pub draft_tokens: Option<NonZeroUsize>,
 }
 
 impl DrafterPlan {
@@ -25,11 +30,11 @@ impl DrafterPlan {
     pub fn new(spec: Option<&DrafterSpec>, heads: Option<&Path>, tree: Option<&Path>) -> anyhow::Result<Option<Self>> {
         let plan = match (spec, heads) {
             (Some(spec), _) => Self::of_spec(spec, heads)?,
-            (None, Some(heads)) => Self { spec: spec_of(heads)?, heads: Some(heads.to_owned()), tree: None },
+            (None, Some(heads)) => Self::of_heads(spec_of(heads)?, heads),
             (None, None) if tree.is_some() => return Err(UsageError("--tree needs --heads".into()).into()),
             (None, None) => return Ok(None),
         };
-        if let (Some(_), None) = (tree, &plan.heads) {
+        if tree.is_some() && plan.heads.is_none() && plan.models.is_empty() {
             let why = format!("--drafter {} builds its own tree at every step; drop --tree", plan.spec);
             return Err(UsageError(why).into());
         }
@@ -37,9 +42,33 @@ impl DrafterPlan {
         Ok(Some(Self { tree, ..plan }))
     }
 
+    /// With `--draft-tokens`.
+    ///
+    /// # Errors
+    /// [`UsageError`] without a draft model, or with a tree, which says how many tokens are drafted.
+    pub fn with_draft_tokens(self, tokens: Option<NonZeroUsize>) -> Result<Self, UsageError> {
+        match tokens {
+            Some(_) if self.models.is_empty() => Err(UsageError(
+                "--draft-tokens is the length of a draft model's chain; it needs --drafter model:PATH".into(),
+            )),
+            Some(_) if self.tree.is_some() => Err(UsageError(
+                "--draft-tokens is the length of a chain, and --tree is a tree; drop one of them".into(),
+            )),
+            tokens => Ok(Self { draft_tokens: tokens, ..self }),
+        }
+    }
+
+    fn of_heads(spec: DrafterSpec, heads: &Path) -> Self {
+        Self { spec, heads: Some(heads.to_owned()), models: vec![], tree: None, draft_tokens: None }
+    }
+
     fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> anyhow::Result<Self> {
         check_known(spec)?;
-        let Some(part) = spec.heads() else { return Ok(Self { spec: spec.clone(), heads: None, tree: None }) };
+        let Some(part) = spec.heads() else {
+            let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
+            let models = models.filter_map(|part| part.path.clone()).collect();
+            return Ok(Self { spec: spec.clone(), heads: None, models, tree: None, draft_tokens: None });
+        };
         let path = match (spec.heads_path(), heads) {
             (Some(own), None) => own,
             (None, Some(heads)) => heads,
@@ -54,7 +83,7 @@ impl DrafterPlan {
             let why = format!("--drafter {spec}: the heads in {} are {} heads", path.display(), trained.name());
             return Err(UsageError(why).into());
         }
-        Ok(Self { spec: spec.clone(), heads: Some(path.to_owned()), tree: None })
+        Ok(Self::of_heads(spec.clone(), path))
     }
 }
 
@@ -78,12 +107,10 @@ fn check_known(spec: &DrafterSpec) -> Result<(), UsageError> {
     }
     match spec.parts() {
         [part] => match part.name {
-            DrafterName::Medusa | DrafterName::Ngram | DrafterName::Plain => Ok(()),
-            DrafterName::Hydra
-            | DrafterName::HydraPlusPlus
-            | DrafterName::Lookahead
-            | DrafterName::Recycling
-            | DrafterName::Model => refused("this drafter is not in this version"),
+            DrafterName::Medusa | DrafterName::Ngram | DrafterName::Plain | DrafterName::Model => Ok(()),
+            DrafterName::Hydra | DrafterName::HydraPlusPlus | DrafterName::Lookahead | DrafterName::Recycling => {
+                refused("this drafter is not in this version")
+            }
         },
         _ => refused("joined drafters are not in this version"),
     }

@@ -1,0 +1,95 @@
+//! A draft model, loaded beside the backbone.
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use anyhow::Context;
+
+use crate::cli::CommonFlags;
+use crate::cli::loading::load_backbone;
+use crate::cli::print::mebibytes;
+use crate::cli::served::Served;
+use crate::data::report::counted;
+use crate::data::tokenize::TextTokenizer;
+use crate::draft::levels::LevelDrafter;
+use crate::draft::model::ModelGuesser;
+use crate::engine::fastest::fastest;
+use crate::model::llama::Llama;
+use crate::model::loading::Purpose;
+use crate::tree::sparse_tree::SparseTree;
+
+/// Guesses of a chain without `--draft-tokens`: as many as the Medusa paper's baseline has with a 7B backbone (appendix D).
+pub const DRAFT_TOKENS: NonZeroUsize = NonZeroUsize::new(4).expect("above 0");
+
+/// A draft model and the tree that it fills.
+#[derive(Debug)]
+pub struct DraftModel {
+    model: Llama,
+    /// Tokens that both tokenizers have.
+    vocabulary: usize,
+    tree: SparseTree,
+}
+
+/// What a draft model has to fit to.
+#[derive(Debug, Clone, Copy)]
+pub struct Target<'t> {
+    pub backbone: &'t Llama,
+    pub tokenizer: &'t TextTokenizer,
+    /// Of the backbone's weights.
+    pub purpose: Purpose,
+}
+
+impl DraftModel {
+    /// Loads a draft model in `--dtype`, by default that of its weights, as a backbone is loaded.
+    ///
+    /// # Errors
+    /// As [`check_vocabulary`]; a folder without a backbone, or a tree with more guesses at a node than there are tokens.
+    pub fn load(folder: &Path, tree: SparseTree, target: Target, common: &CommonFlags) -> anyhow::Result<Self> {
+        let tokenizer = check_vocabulary(folder, target.tokenizer)?;
+        let model = load_backbone(folder, None, &Served::default(), common, target.purpose)?;
+        tokenizer.check_vocabulary(usize::try_from(model.config.vocab_size)?)?;
+        let vocabulary = tokenizer.vocab_size().min(target.tokenizer.vocab_size());
+        tree.check_fits(usize::MAX, vocabulary)?;
+        let draft = Self { model, vocabulary, tree };
+        let [own, backbone] = [&draft.model, target.backbone].map(weights_in_memory);
+        common.say(format_args!(
+            "draft model {}: {}, {own} of weights beside the backbone's {backbone}",
+            folder.display(),
+            counted(draft.parameters(), "parameter"),
+        ));
+        Ok(draft)
+    }
+
+    /// Its weights.
+    pub fn parameters(&self) -> usize {
+        self.model.config.parameters().unsigned_abs() as usize
+    }
+
+    /// The tree that it fills.
+    pub fn tree(&self) -> &SparseTree {
+        &self.tree
+    }
+
+    /// A drafter with an empty cache; `number` tells several drafters of one text apart.
+    pub fn drafter<'a>(&'a self, backbone: &'a Llama, number: u8) -> LevelDrafter<'a> {
+        let guesser = ModelGuesser::new(fastest(&self.model), self.vocabulary, number);
+        LevelDrafter::of_tree(backbone, Box::new(guesser), &self.tree)
+    }
+}
+
+/// The tokenizer of a draft model.
+///
+/// # Errors
+/// A folder without a tokenizer, or with another vocabulary than the backbone's.
+pub fn check_vocabulary(folder: &Path, of_backbone: &TextTokenizer) -> anyhow::Result<TextTokenizer> {
+    let context = || format!("{} cannot draft for this backbone", folder.display());
+    let tokenizer = TextTokenizer::load(folder).with_context(context)?;
+    of_backbone.check_same_vocabulary(&tokenizer).with_context(context)?;
+    Ok(tokenizer)
+}
+
+/// Of weights that are not quantised.
+fn weights_in_memory(model: &Llama) -> String {
+    let bytes = model.config.parameters().unsigned_abs() * model.kind().elt_size_in_bytes() as u64;
+    mebibytes(bytes)
+}
