@@ -1,6 +1,6 @@
 //! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
-//! [`medusa`] guesses with trained heads, [`ngram`] by looking up the last tokens in the text so far.
+//! [`medusa`] guesses with trained heads, [`model`] with a smaller model, [`ngram`] by looking up the last tokens in the text so far.
 
 // N nodes of a tree, H hidden size
 use std::cell::OnceCell;
