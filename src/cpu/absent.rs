@@ -28,6 +28,11 @@ pub mod matrix {
         }
 
         /// By a matrix that is not there.
+        pub fn multiply_first(&self, _: usize, _: &[f32], _: &mut [f32], _: &Team) {
+            match *self {}
+        }
+
+        /// By a matrix that is not there.
         pub fn multiply(&self, _: &[f32], _: &mut [f32], _: &Team) {
             match *self {}
         }
@@ -63,6 +68,8 @@ pub(crate) mod attention {
 
 /// No row is computed.
 pub(crate) mod rows {
+    use super::super::team::Team;
+
     macro_rules! never {
         ($(fn $name:ident($($of:ty),*) $(-> $made:ty)?;)*) => {
             $(pub(crate) fn $name($(_: $of),*) $(-> $made)? {
@@ -81,7 +88,7 @@ pub(crate) mod rows {
         fn add_silu(&mut [f32], &[f32]);
         fn rotation(i64, &[f32], f32) -> Vec<f32>;
         fn rotate(&mut [f32], usize, &[f32]);
-        fn log_sum_exp(&[f32]) -> f32;
+        fn likeliest(&[f32], usize, usize, &Team) -> Vec<(usize, f32)>;
         fn largest(&[f32], usize) -> Vec<usize>;
     }
 }

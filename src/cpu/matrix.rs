@@ -71,17 +71,27 @@ impl Matrix {
     /// # Panics
     /// If the lengths do not fit.
     pub fn multiply(&self, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
+        self.multiply_first(self.outputs, x_ni, y_no, team);
+    }
+
+    /// As [`Matrix::multiply`], of the first `outputs` outputs only: `y_no` is `[N, outputs]`.
+    ///
+    /// # Panics
+    /// As [`Matrix::multiply`].
+    pub fn multiply_first(&self, outputs: usize, x_ni: &[f32], y_no: &mut [f32], team: &Team) {
         let n = x_ni.len() / self.inputs;
-        assert_eq!((x_ni.len(), y_no.len()), (n * self.inputs, n * self.outputs), "[N, I] and [N, O]");
-        if n == 0 {
+        assert_eq!((x_ni.len(), y_no.len()), (n * self.inputs, n * outputs), "[N, I] and [N, O]");
+        assert!(outputs <= self.outputs, "{outputs} of {} outputs", self.outputs);
+        if n == 0 || outputs == 0 {
             return;
         }
+        let lines = outputs.next_multiple_of(TOGETHER) * self.row_lines;
         let x = PackedActivations::new(x_ni, self);
-        let y = Shared::new(y_no);
-        let parts = (self.lines.len() / LINES_OF_PART).clamp(1, PARTS_OF_THREAD * team.size());
-        let at_once = self.outputs.div_ceil(parts).next_multiple_of(SUMS);
+        let y = OutputColumns { y: Shared::new(y_no), of_row: outputs };
+        let parts = (lines / LINES_OF_PART).clamp(1, PARTS_OF_THREAD * team.size());
+        let at_once = outputs.div_ceil(parts).next_multiple_of(SUMS);
         let part = |part: usize| {
-            let range = part * at_once..self.outputs.min((part + 1) * at_once);
+            let range = part * at_once..outputs.min((part + 1) * at_once);
             // SAFETY: parts write to different outputs, and a matrix is made only where the CPU has what is needed.
             unsafe {
                 match self.number {
@@ -90,9 +100,9 @@ impl Matrix {
                 }
             }
         };
-        let parts = self.outputs.div_ceil(at_once);
+        let parts = outputs.div_ceil(at_once);
         // Below this, waiting for the others takes longer than the work.
-        let worth_sharing = self.lines.len() * n.div_ceil(4) >= 2 * LINES_OF_PART;
+        let worth_sharing = lines * n.div_ceil(4) >= 2 * LINES_OF_PART;
         if worth_sharing { team.run(parts, part) } else { (0..parts).for_each(part) }
     }
 
@@ -101,7 +111,7 @@ impl Matrix {
     /// # Safety
     /// Nobody else reads or writes these columns of `y`.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn outputs_of<const BF16: bool>(&self, range: Range<usize>, x: &PackedActivations, y: &Shared<'_, f32>) {
+    unsafe fn outputs_of<const BF16: bool>(&self, range: Range<usize>, x: &PackedActivations, y: &OutputColumns<'_>) {
         let fetch = TOGETHER.div_ceil(x.blocks.len());
         for o in range.clone().step_by(TOGETHER) {
             let outputs = TOGETHER.min(range.end - o);
@@ -127,7 +137,7 @@ impl Matrix {
                 };
                 for r in 0..block.rows {
                     // SAFETY: these columns are the caller's.
-                    unsafe { y.write((block.first + r) * self.outputs + o, &sums[r * TOGETHER..][..outputs]) };
+                    unsafe { y.y.write((block.first + r) * y.of_row + o, &sums[r * TOGETHER..][..outputs]) };
                 }
             }
         }
@@ -138,6 +148,13 @@ impl Matrix {
         let (fours, _) = self.lines.as_chunks();
         &fours[output / TOGETHER * self.row_lines..][..self.row_lines]
     }
+}
+
+/// Where the outputs go.
+struct OutputColumns<'y> {
+    y: Shared<'y, f32>,
+    /// Outputs of a row.
+    of_row: usize,
 }
 
 /// Products of `R` rows of x with 4 rows of weights, `[R, 4]`. For each line of these, `FETCH` lines of the `next` are fetched: all
@@ -291,6 +308,12 @@ mod tests {
                 }
                 for n in [2, 3, 4, 7, 11] {
                     assert_eq!(rows(&x[..n * inputs]), one_by_one[..n * outputs], "{number:?}, {n} rows");
+                }
+                let some = outputs.div_ceil(2);
+                let mut y = vec![f32::NAN; 11 * some];
+                matrix.multiply_first(some, &x, &mut y, &team);
+                for (y, all) in y.chunks_exact(some).zip(one_by_one.chunks_exact(outputs)) {
+                    assert_eq!(y, &all[..some], "{number:?}, {some} of {outputs} outputs");
                 }
             }
         }

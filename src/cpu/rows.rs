@@ -5,6 +5,8 @@
 use std::arch::x86_64::*;
 
 use super::lanes::{LANES, exp, load, mask_of, store};
+use super::shared::Shared;
+use super::team::Team;
 
 /// `x / rms(x) · weight` for each row of `x_nh`, to `out_nh`.
 pub(crate) fn rms_norm(x_nh: &[f32], weight_h: &[f32], eps: f32, out_nh: &mut [f32]) {
@@ -142,8 +144,31 @@ pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
     best.into_iter().map(|(_, at)| at).collect()
 }
 
+/// Logits of rows that one part of a job reads at least: below this, waiting for the others takes longer than the work.
+const LOGITS_OF_PART: usize = 1 << 13;
+
+/// The `count` largest of each row of logits `[N, V]`, as [`largest`], with the logarithms of their probabilities.
+pub(crate) fn likeliest(logits_nv: &[f32], v: usize, count: usize, team: &Team) -> Vec<(usize, f32)> {
+    let count = count.min(v);
+    let rows = logits_nv.len() / v;
+    let mut likeliest = vec![(0, 0.0); rows * count];
+    let of_part = LOGITS_OF_PART.div_ceil(v);
+    let out = Shared::new(&mut likeliest);
+    team.run(rows.div_ceil(of_part), |part| {
+        for row in part * of_part..rows.min((part + 1) * of_part) {
+            let logits_v = &logits_nv[row * v..(row + 1) * v];
+            let total = log_sum_exp(logits_v);
+            let with_log_p: Vec<_> =
+                largest(logits_v, count).into_iter().map(|at| (at, logits_v[at] - total)).collect();
+            // SAFETY: each row has its own place.
+            unsafe { out.write(row * count, &with_log_p) };
+        }
+    });
+    likeliest
+}
+
 /// The logarithm of the sum of e^x over all numbers; NaN if one of them is.
-pub(crate) fn log_sum_exp(x: &[f32]) -> f32 {
+fn log_sum_exp(x: &[f32]) -> f32 {
     // SAFETY: as in `rms_norm`.
     unsafe { log_sum_exp_of_row(x) }
 }
@@ -203,6 +228,18 @@ mod tests {
             add_silu(&mut sum, &numbers(2 * h));
             close(&sum, x.iter().zip(numbers(2 * h)).map(|(&x, y)| f64::from(x) + silu(y)));
         }
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn the_likeliest_of_many_rows_are_those_of_each() {
+        let (v, team) = (3000, Team::new(2));
+        let rows = numbers(7 * v);
+        let each: Vec<_> = rows.chunks_exact(v).flat_map(|row| likeliest(row, v, 5, &team)).collect();
+        assert_eq!(likeliest(&rows, v, 5, &team), each);
+        let (at, log_p) = each[0];
+        assert_eq!((at, each.len()), (largest(&rows[..v], 1)[0], 35));
+        assert!((log_p - (rows[at] - log_sum_exp(&rows[..v]))).abs() < 1e-6);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
-//! [`medusa`] guesses with trained heads, [`model`] with a smaller model, [`ngram`] by looking up the last tokens in the text so far.
+//! [`medusa`] guesses with trained heads, [`hydra`] with sequential ones, [`model`] with a smaller model, [`ngram`] by looking up the last
+//! tokens in the text so far.
 
 // N nodes of a tree, H hidden size
 use std::cell::OnceCell;
@@ -15,6 +16,7 @@ use crate::model::new_tokens::NewTokens;
 use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
+pub mod hydra;
 pub mod levels;
 pub mod medusa;
 pub mod model;

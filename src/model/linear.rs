@@ -309,7 +309,7 @@ fn of_rows(y_no: &Tensor, like: &Tensor) -> Tensor {
 }
 
 /// A weight `[O, I]` for the CPU's own kernels, if they can.
-fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix> {
+pub(crate) fn matrix_of(weight_oi: &Tensor, arena: &mut Arena) -> Option<Matrix> {
     let number = match weight_oi.kind() {
         Kind::Float => Number::Float32,
         Kind::BFloat16 => Number::BFloat16,

@@ -216,6 +216,36 @@ impl Llama {
             factor => x * Tensor::from(factor).to_kind(self.kind).double_value(&[]),
         }
     }
+
+    /// As [`Llama::embed`], as float32 numbers `[N, H]`. Calls libtorch only where the embedding is not as the CPU's own kernels read it.
+    pub fn embed_numbers(&self, tokens: &[i64]) -> Vec<f32> {
+        let weight_vh = &self.embed_tokens_vh;
+        let is_plain = self.config.family.embedding_multiplier == 1.0 && weight_vh.kind() == self.kind;
+        if self.device == Device::Cpu && is_plain && weight_vh.is_contiguous() {
+            match self.kind {
+                Kind::Float => return rows_of(bytes::of(weight_vh), tokens, weight_vh.size()[1], f32::from_ne_bytes),
+                Kind::BFloat16 => {
+                    let number = |number| half::bf16::from_ne_bytes(number).to_f32();
+                    return rows_of(bytes::of(weight_vh), tokens, weight_vh.size()[1], number);
+                }
+                _ => {}
+            }
+        }
+        let embedded_nh = self.embed(&Tensor::from_slice(tokens).to_device(self.device));
+        Vec::try_from(embedded_nh.to_kind(Kind::Float).reshape([-1])).expect("one axis of float32")
+    }
+}
+
+/// Rows of a matrix with `columns` columns, of numbers of `SIZE` bytes.
+fn rows_of<const SIZE: usize>(
+    matrix: &[u8],
+    rows: &[i64],
+    columns: i64,
+    number: impl Fn([u8; SIZE]) -> f32,
+) -> Vec<f32> {
+    let bytes = columns.unsigned_abs() as usize * SIZE;
+    let row = |&row: &i64| matrix[row.unsigned_abs() as usize * bytes..][..bytes].as_chunks().0;
+    rows.iter().flat_map(row).map(|bytes| number(*bytes)).collect()
 }
 
 /// In the place of a token where none can be chosen: one of the logits is NaN, or the largest is infinite. CUDA kernels write the same.

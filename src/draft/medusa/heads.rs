@@ -20,16 +20,18 @@ use crate::torch::Generator;
 use crate::tree::sparse_tree::SparseTree;
 
 mod error;
-mod guesses;
+pub(in crate::draft) mod guesses;
 mod head;
 pub mod import;
 pub mod layout;
+pub(in crate::draft) mod sequential;
 
 pub use error::{HeadsError, HeadsMismatch};
 pub use head::{Head, HeadDropout, HeadInput};
 use import::HeadsFile;
 pub use layout::{HEADS_FILE, HeadsArchitecture, HeadsShape};
 use layout::{HeadPart, HeadTensor};
+use sequential::SequentialLayout;
 
 /// The `[heads]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -71,6 +73,8 @@ pub struct Heads {
     shape: HeadsShape,
     /// The backbone's, also if the heads use its lm_head.
     vocab_size: i64,
+    /// Of sequential heads for the CPU kernels.
+    sequential: Option<SequentialLayout>,
 }
 
 impl Heads {
@@ -90,7 +94,7 @@ impl Heads {
 
     /// Sets the vocabulary size, which the shape of heads that share the backbone's lm_head lacks.
     #[cfg(test)]
-    fn of_vocabulary(self, vocab_size: i64) -> Self {
+    pub(in crate::draft) fn of_vocabulary(self, vocab_size: i64) -> Self {
         Self { vocab_size, ..self }
     }
 
@@ -147,7 +151,7 @@ impl Heads {
         let mut tensors = tensors.into_iter();
         let parts: Vec<_> = (0..=shape.medusa_num_layers).map(|layer| shape.parts_of_layer(layer)).collect();
         let head = |_| Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"));
-        Self { heads: (0..shape.medusa_num_heads).map(head).collect(), shape, vocab_size }
+        Self { heads: (0..shape.medusa_num_heads).map(head).collect(), shape, vocab_size, sequential: None }
     }
 
     /// Packs the weights for decoding where that is faster. With the CPU kernels they become bfloat16, whatever the backbone's
@@ -155,8 +159,9 @@ impl Heads {
     #[must_use]
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
-        let heads = self.heads.into_iter().map(|head| head.packed(&mut arena)).collect();
-        Self { heads, ..self }
+        let sequential = SequentialLayout::new(&self.heads, &mut arena);
+        let heads = self.heads.into_iter().map(|head| head.packed(sequential.is_some(), &mut arena)).collect();
+        Self { heads, sequential, ..self }
     }
 
     /// Copies the heads to float32 for training; loaded heads may be views of a file.

@@ -1,7 +1,9 @@
 //! Trees that are filled level by level, and trees that are chosen at each step.
 
 use super::*;
-use crate::draft::levels::LevelDrafter;
+use crate::draft::hydra::levels::HydraLevels;
+use crate::draft::levels::{LevelDrafter, LevelGuesser};
+use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::draft::medusa::levels::MedusaLevels;
 use crate::formats::tree::DynamicTree;
 
@@ -9,26 +11,42 @@ fn limits() -> impl Strategy<Value = DynamicTree> {
     (1usize..25, 1usize..4, 1usize..TOP_K).prop_map(|(nodes, depth, top_k)| DynamicTree { nodes, depth, top_k })
 }
 
-fn chosen_each_step<'a>(llama: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> LevelDrafter<'a> {
-    LevelDrafter::dynamic(llama, Box::new(MedusaLevels::new(llama, heads, limits)), limits)
+/// Heads whose guesses depend on the guesses before them.
+fn hydra_heads(medusa_num_heads: usize, seed: u64) -> Heads {
+    let (hidden_size, vocab_size, architecture) = (32, VOCABULARY, HeadsArchitecture::Hydra);
+    let shape =
+        HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size, architecture, w2_bias: true };
+    Heads::random(shape, Kind::Double, Device::Cpu, seed)
+}
+
+fn guesser<'a>(llama: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
+    match heads.architecture() {
+        HeadsArchitecture::Medusa => Box::new(MedusaLevels::new(llama, heads, limits)),
+        _ => Box::new(HydraLevels::new(llama, heads, limits.depth)),
+    }
 }
 
 #[test]
 fn texts_with_trees_chosen_at_each_step_are_plain_decodings() {
-    let several = [Cell::new(0), Cell::new(0)];
+    let several = [const { Cell::new(0) }; 6];
     let mut runner = TestRunner::new(Config { cases: 64, failure_persistence: None, ..Config::default() });
     let outcome = runner.run(&(cases(), limits()), |(case, limits)| {
         let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
-        let heads = heads(3, case.seed + 1);
-        for (several, temperature) in several.iter().zip([0.0, 0.9]) {
+        let (medusa, hydra) = (heads(3, case.seed + 1), hydra_heads(4, case.seed + 1));
+        let mut several = several.iter();
+        for temperature in [0.0, 0.9] {
             let stream = seeded(case.seed);
             let request = Request { stream, ..request(&case.prompt, case.max_new_tokens, temperature) };
             let slow = plain(&llama, &request, &mut go_on()).unwrap();
-            let drafter = chosen_each_step(&llama, &heads, limits);
-            let fast = drafted(&llama, drafter, Acceptance::Rejection, &request, &mut go_on()).unwrap();
-            prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
-            steps_are_consistent(&fast, case.max_new_tokens);
-            several.set(several.get() + u32::from(fast.accept_lengths.iter().any(|&length| length > 1)));
+            let dynamic = |heads| LevelDrafter::dynamic(&llama, guesser(&llama, heads, limits), limits);
+            let of_tree = LevelDrafter::of_tree(&llama, Box::new(HydraLevels::new(&llama, &hydra, 4)), &case.tree);
+            for drafter in [dynamic(&medusa), dynamic(&hydra), of_tree] {
+                let fast = drafted(&llama, drafter, Acceptance::Rejection, &request, &mut go_on()).unwrap();
+                prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
+                steps_are_consistent(&fast, case.max_new_tokens);
+                let several = several.next().unwrap();
+                several.set(several.get() + u32::from(fast.accept_lengths.iter().any(|&length| length > 1)));
+            }
         }
         Ok(())
     });

@@ -3,11 +3,10 @@
 // B texts, K heads, V vocabulary, H hidden, M guesses per head
 use tch::{Device, Kind, Tensor};
 
+use super::sequential::SequentialLayout;
 use super::{Head, HeadInput, Heads};
-use crate::cpu::matrix::Matrix;
-use crate::cpu::rows::{add_silu, add_to_each, largest, log_sum_exp};
+use crate::cpu::rows::{self, add_silu, add_to_each, largest};
 use crate::cpu::team::Team;
-use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::torch::bytes;
 use crate::tree::dynamic::LikelyToken;
@@ -29,11 +28,31 @@ impl Heads {
     /// The guesses of [`Heads::guesses`] with their log-probabilities, `[B, K, M]`.
     pub fn likeliest(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Vec<LikelyToken> {
         if let Some(rows) = self.rows_on_cpu(k, hidden_bh, backbone) {
-            return rows.each().flat_map(|logits_v| likeliest_of_row(logits_v, m)).collect();
+            return rows
+                .each()
+                .flat_map(|logits_v| likeliest_of_rows(logits_v, logits_v.len(), m, Team::of_process()))
+                .collect();
         }
         let logits: Vec<Tensor> =
             (0..k).map(|head| self.logits(head, &HeadInput::alone(hidden_bh), backbone)).collect();
         likeliest(&Tensor::stack(&logits, 1), m)
+    }
+
+    /// The first blocks, if these are sequential heads for the CPU kernels.
+    pub(in crate::draft) fn sequential(&self) -> Option<&SequentialLayout> {
+        self.sequential.as_ref()
+    }
+
+    /// Logits `[N, V]` of head `head`, of its first block's output `[N, H]`, on the CPU kernels.
+    pub(in crate::draft) fn logits_behind_first(
+        &self,
+        head: usize,
+        mut x_nh: Vec<f32>,
+        backbone: &Llama,
+        team: &Team,
+    ) -> Option<Vec<f32>> {
+        self.heads[head].run_on_cpu(1, &mut x_nh, team)?;
+        self.output_on_cpu(head, &x_nh, backbone, team)
     }
 
     /// Runs the CPU kernels; `None` if the heads are not laid out for them.
@@ -57,27 +76,24 @@ impl Heads {
 
     /// Logits `[K, B, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it in one product.
     fn logits_on_cpu(&self, residual: &[Vec<f32>], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
-        let own: Option<Vec<&Matrix>> =
-            self.heads.iter().map(|head| head.w2.as_ref().and_then(Linear::matrix)).collect();
-        let texts = residual.first()?.len() / usize::try_from(self.hidden_size()).ok()?;
-        let of_head = texts * usize::try_from(self.vocab_size).ok()?;
-        let mut logits_kbv = vec![0.0; residual.len() * of_head];
-        match own {
-            Some(own) => {
-                let heads = own.into_iter().zip(&self.heads).zip(residual);
-                for (((w2, head), x_bh), logits_bv) in heads.zip(logits_kbv.chunks_exact_mut(of_head)) {
-                    w2.multiply(x_bh, logits_bv, team);
-                    if let Some(bias_v) = head.w2_bias() {
-                        add_to_each(logits_bv, bytes::numbers(&bias_v.to_kind(Kind::Float)));
-                    }
-                }
-            }
-            None if self.heads.iter().all(|head| head.w2.is_none()) => {
-                backbone.lm_head().matrix()?.multiply(&residual.concat(), &mut logits_kbv, team);
-            }
-            None => return None,
+        if self.heads.iter().all(|head| head.w2.is_none()) {
+            return self.output_on_cpu(0, &residual.concat(), backbone, team);
         }
-        Some(logits_kbv)
+        let of_heads = residual.iter().enumerate().map(|(head, x_bh)| self.output_on_cpu(head, x_bh, backbone, team));
+        Some(of_heads.collect::<Option<Vec<_>>>()?.concat())
+    }
+
+    /// A head's output layer: `[N, H]` to logits `[N, V]`.
+    pub(super) fn output_on_cpu(&self, head: usize, x_nh: &[f32], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
+        let head = &self.heads[head];
+        let w2 = head.w2.as_ref().unwrap_or(backbone.lm_head()).matrix()?;
+        let rows = x_nh.len() / usize::try_from(self.hidden_size()).ok()?;
+        let mut logits_nv = vec![0.0; rows * usize::try_from(self.vocab_size).ok()?];
+        w2.multiply(x_nh, &mut logits_nv, team);
+        if let Some(bias_v) = head.w2_bias() {
+            add_to_each(&mut logits_nv, bytes::numbers(&bias_v.to_kind(Kind::Float)));
+        }
+        Some(logits_nv)
     }
 }
 
@@ -100,33 +116,38 @@ impl HeadRows {
 }
 
 /// The `m` likeliest tokens of each row of logits `[…, V]`, best first.
-pub(crate) fn likeliest(logits: &Tensor, m: usize) -> Vec<LikelyToken> {
+pub(in crate::draft) fn likeliest(logits: &Tensor, m: usize) -> Vec<LikelyToken> {
     let (log_p, tokens) = logits.log_softmax(-1, Kind::Float).topk(m as i64, -1, true, true);
     let log_p: Vec<f32> = Vec::try_from(log_p.reshape([-1])).expect("one axis of float32");
     let tokens: Vec<i64> = Vec::try_from(tokens.reshape([-1])).expect("one axis of int64");
     tokens.into_iter().zip(log_p).map(|(token, log_p)| LikelyToken { token, log_p }).collect()
 }
 
-/// As [`likeliest`], for a row of logits, on the CPU kernels.
-pub(crate) fn likeliest_of_row(logits_v: &[f32], m: usize) -> impl Iterator<Item = LikelyToken> {
-    let total = log_sum_exp(logits_v);
-    let guess = move |token: usize| LikelyToken { token: token as i64, log_p: logits_v[token] - total };
-    largest(logits_v, m).into_iter().map(guess)
+/// As [`likeliest`], of logits `[N, V]`, on the CPU kernels.
+pub(in crate::draft) fn likeliest_of_rows(logits_nv: &[f32], v: usize, m: usize, team: &Team) -> Vec<LikelyToken> {
+    let likely = |(token, log_p)| LikelyToken { token: token as i64, log_p };
+    rows::likeliest(logits_nv, v, m, team).into_iter().map(likely).collect()
 }
 
 impl Head {
     /// Applies the ResBlocks: `x + SiLU(W1·x + b1)` each, `[B, H]` to `[B, H]`.
     fn residual_on_cpu(&self, hidden_bh: &[f32], team: &Team) -> Option<Vec<f32>> {
         let mut x_bh = hidden_bh.to_vec();
-        let mut y_bh = vec![0.0; x_bh.len()];
-        for block in &self.blocks {
-            block.linear.matrix()?.multiply(&x_bh, &mut y_bh, team);
-            if let Some(bias_h) = block.linear.bias() {
-                add_to_each(&mut y_bh, bytes::numbers(&bias_h.to_kind(Kind::Float)));
-            }
-            add_silu(&mut x_bh, &y_bh);
-        }
+        self.run_on_cpu(0, &mut x_bh, team)?;
         Some(x_bh)
+    }
+
+    /// Applies the ResBlocks from block `first` on to `[N, H]`, in place.
+    pub(super) fn run_on_cpu(&self, first: usize, x_nh: &mut [f32], team: &Team) -> Option<()> {
+        let mut y_nh = vec![0.0; x_nh.len()];
+        for block in &self.blocks[first..] {
+            block.linear.matrix()?.multiply(x_nh, &mut y_nh, team);
+            if let Some(bias_h) = block.linear.bias() {
+                add_to_each(&mut y_nh, bytes::numbers(&bias_h.to_kind(Kind::Float)));
+            }
+            add_silu(x_nh, &y_nh);
+        }
+        Some(())
     }
 }
 

@@ -130,12 +130,12 @@ impl Head {
         self.block_parameters().into_iter().chain(self.w2.iter().flat_map(tensors_of)).collect()
     }
 
-    /// Packs every layer for decoding.
-    pub(super) fn packed(self, arena: &mut Arena) -> Self {
+    /// Packs every layer for decoding; a sequential head's first block stays as it is where it has a layout of its own.
+    pub(super) fn packed(self, has_layout: bool, arena: &mut Arena) -> Self {
         let mut pack = |linear: Linear| linear.for_few_rows(Kind::BFloat16, arena);
-        let block = |block: ResBlock| ResBlock {
-            linear: pack(block.linear),
-            res_connection: block.res_connection.map(&mut pack),
+        let block = |block: ResBlock| match block.res_connection {
+            Some(_) if has_layout => block,
+            res_connection => ResBlock { linear: pack(block.linear), res_connection: res_connection.map(&mut pack) },
         };
         Self { blocks: self.blocks.into_iter().map(block).collect(), w2: self.w2.map(pack) }
     }

@@ -1,0 +1,166 @@
+//! Sequential heads as a [`LevelGuesser`].
+
+// B texts, N nodes of a level, H hidden, K levels
+use tch::{Device, Kind, Tensor};
+
+use crate::cpu::team::Team;
+use crate::draft::TextSoFar;
+use crate::draft::levels::LevelGuesser;
+use crate::draft::medusa::heads::guesses::{likeliest, likeliest_of_rows};
+use crate::draft::medusa::heads::sequential::{FirstBlockSums, SequentialLayout};
+use crate::draft::medusa::heads::{HeadInput, Heads};
+use crate::model::llama::Llama;
+use crate::torch::bytes;
+use crate::tree::dynamic::{FrontierNode, LikelyToken};
+
+/// Guesses of sequential heads.
+#[derive(Debug)]
+pub struct HydraLevels<'a> {
+    backbone: &'a Llama,
+    heads: &'a Heads,
+    /// K, of the trees to fill.
+    depth: usize,
+    /// The next level, which is the head that guesses it.
+    level: usize,
+    state: LevelState,
+}
+
+/// What the next level needs of the last one.
+#[derive(Debug)]
+enum LevelState {
+    /// Of each node, its path from the root on; `hidden_bh` is `[B, H]`, and `texts` says of each node whose it is.
+    Paths { hidden_bh: Tensor, texts: Vec<i64>, paths: Vec<Vec<i64>> },
+    /// On the CPU kernels.
+    Sums(FirstBlockSums),
+}
+
+impl<'a> HydraLevels<'a> {
+    /// For trees of at most `depth` levels.
+    pub fn new(backbone: &'a Llama, heads: &'a Heads, depth: usize) -> Self {
+        Self { backbone, heads, depth, level: 0, state: LevelState::Sums(FirstBlockSums::default()) }
+    }
+
+    /// The kernels' layout, if they run these heads.
+    fn kernels(&self) -> Option<&'a SequentialLayout> {
+        self.heads.sequential().filter(|_| self.backbone.device() == Device::Cpu)
+    }
+
+    fn guess_by_paths(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken> {
+        let LevelState::Paths { hidden_bh, texts, paths } = &mut self.state else { unreachable!("see `begin`") };
+        let path = |node: &FrontierNode| [&paths[node.parent][..], &[node.token]].concat();
+        (*texts, *paths) = frontier.iter().map(|node| (texts[node.parent], path(node))).unzip();
+        let device = hidden_bh.device();
+        let hidden_nh = hidden_bh.index_select(0, &Tensor::from_slice(texts).to_device(device));
+        let size = [frontier.len() as i64, self.level as i64 + 1];
+        let previous_nj = Tensor::from_slice(&paths.concat()).view(size).to_device(device);
+        let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: Some(&previous_nj) };
+        likeliest(&self.heads.logits(self.level, &input, self.backbone), top_k)
+    }
+
+    fn guess_by_sums(
+        &mut self,
+        kernels: &SequentialLayout,
+        frontier: &[FrontierNode],
+        top_k: usize,
+    ) -> Vec<LikelyToken> {
+        let LevelState::Sums(sums) = &mut self.state else { unreachable!("see `begin`") };
+        let team = Team::of_process();
+        let tokens: Vec<i64> = frontier.iter().map(|node| node.token).collect();
+        let embedded_nh = self.backbone.embed_numbers(&tokens);
+        *sums = kernels.grow(self.level, sums, frontier.iter().map(|node| node.parent), &embedded_nh, team);
+        let logits_nv = self.heads.logits_behind_first(self.level, kernels.output(sums), self.backbone, team);
+        let logits_nv = logits_nv.expect("heads with a layout are for the kernels");
+        likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, team)
+    }
+}
+
+impl LevelGuesser for HydraLevels<'_> {
+    fn begin(&mut self, batch: &[TextSoFar]) {
+        let hidden_bh = Tensor::cat(&batch.iter().map(|text| text.hidden_1h).collect::<Vec<_>>(), 0);
+        self.level = 0;
+        self.state = match self.kernels() {
+            Some(kernels) => {
+                let hidden_bh = hidden_bh.to_kind(Kind::Float).contiguous();
+                LevelState::Sums(kernels.begin(bytes::numbers(&hidden_bh), self.depth, Team::of_process()))
+            }
+            None => LevelState::Paths {
+                hidden_bh,
+                texts: (0..batch.len() as i64).collect(),
+                paths: vec![vec![]; batch.len()],
+            },
+        };
+    }
+
+    fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken> {
+        let guesses = match self.kernels() {
+            Some(kernels) => self.guess_by_sums(kernels, frontier, top_k),
+            None => self.guess_by_paths(frontier, top_k),
+        };
+        self.level += 1;
+        guesses
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
+    use crate::engine::sample::{Chosen, Sampling, Stream};
+    use crate::model::config::LlamaConfig;
+    use crate::numbers::NonNegative;
+    use crate::torch::Generator;
+
+    /// Three levels for two texts: two children below each root, then two below each of these, and so on. Returns the log-probabilities.
+    fn levels(guesser: &mut HydraLevels, hidden_bh: &Tensor) -> Vec<f32> {
+        let roots = [3, 7].map(Chosen::on_host);
+        let hidden: Vec<Tensor> = (0..2).map(|text| hidden_bh.narrow(0, text, 1)).collect();
+        let batch: Vec<TextSoFar> = (roots.iter().zip(&hidden))
+            .map(|(root, hidden_1h)| TextSoFar {
+                ids: &[],
+                root,
+                hidden_1h,
+                sampling: Sampling::of_temperature(NonNegative::ZERO),
+                stream: Stream::default(),
+            })
+            .collect();
+        guesser.begin(&batch);
+        let mut frontier: Vec<FrontierNode> =
+            [3, 7].into_iter().zip(0..).map(|(token, parent)| FrontierNode { parent, token }).collect();
+        let mut all = vec![];
+        for level in 0..3 {
+            let guesses = guesser.guess(&frontier, 4);
+            assert_eq!(guesses.len(), 4 * frontier.len());
+            all.extend(guesses.iter().map(|guess| guess.log_p));
+            // The tokens are not the guessed ones: near ties may swap places.
+            frontier = (0..2 * frontier.len())
+                .map(|at| FrontierNode { parent: at / 2, token: (11 * at as i64 + level) % 50 })
+                .collect();
+        }
+        all
+    }
+
+    #[test]
+    #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+    fn own_kernels_guess_what_libtorch_does() {
+        let cases = [(50, 1, false, 3), (50, 3, true, 4), (0, 2, false, 3)];
+        for (vocab_size, medusa_num_layers, w2_bias, medusa_num_heads) in cases {
+            let config = LlamaConfig::tiny();
+            let hidden_size = config.hidden_size;
+            let architecture = HeadsArchitecture::Hydra;
+            let shape =
+                HeadsShape { architecture, medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, w2_bias };
+            // Values that are exact in bfloat16; activations are rounded between layers.
+            let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+            let heads =
+                || Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size).for_training();
+            let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
+            let hidden_bh = exact(Generator::seeded(3).normal(&[2, hidden_size], (Kind::Float, Device::Cpu)));
+            let oracle = levels(&mut HydraLevels::new(&backbone(), &heads(), 3), &hidden_bh);
+            let (fast, backbone) = (heads().for_decoding(), backbone().for_decoding());
+            assert!(fast.sequential().is_some());
+            let ours = levels(&mut HydraLevels::new(&backbone, &fast, 3), &hidden_bh);
+            let off = oracle.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(off < 2e-2 && ours.len() == 4 * (2 + 4 + 8), "{off}");
+        }
+    }
+}
