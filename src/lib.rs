@@ -19,7 +19,7 @@
 //! L9  recipe  report    recipes, the only TOML read here; a run's HTML page
 //! L8  calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
 //! L7  train   decode    the two loops
-//! L6  draft             drafters: Medusa heads, draft models, prompt lookup
+//! L6  draft             drafters: heads, draft models, those without training
 //! L5  engine            runs the backbone on new tokens
 //! L4  tree data model   trees of guesses; text to labelled token rows; the backbone, independent of Medusa
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries

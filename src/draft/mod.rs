@@ -1,7 +1,7 @@
 //! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
-//! [`medusa`] guesses with trained heads, [`hydra`] with sequential ones, [`model`] with a smaller model, [`ngram`] by looking up the last
-//! tokens in the text so far.
+//! [`medusa`] and [`hydra`] guess with trained heads, [`model`] with a smaller model. Without training, [`ngram`] looks up the last tokens
+//! in the text so far, and [`recycling`] remembers which tokens were probable after which.
 
 // N nodes of a tree, H hidden size
 use std::cell::OnceCell;
@@ -21,6 +21,7 @@ pub mod levels;
 pub mod medusa;
 pub mod model;
 pub mod ngram;
+pub mod recycling;
 pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
