@@ -1,7 +1,8 @@
 //! Drafters guess tokens for the backbone to verify. A drafter knows neither the engine nor the acceptance rule.
 //!
 //! [`medusa`] and [`hydra`] guess with trained heads, [`model`] with a smaller model. Without training, [`ngram`] looks up the last tokens
-//! in the text so far, and [`recycling`] remembers which tokens were probable after which.
+//! in the text so far, [`recycling`] remembers which tokens were probable after which, and [`lookahead`] runs a window of guesses beside
+//! the text.
 
 // N nodes of a tree, H hidden size
 use std::cell::OnceCell;
@@ -18,6 +19,7 @@ use crate::tree::sparse_tree::SparseTree;
 
 pub mod hydra;
 pub mod levels;
+pub mod lookahead;
 pub mod medusa;
 pub mod model;
 pub mod ngram;

@@ -5,10 +5,10 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::{PreparedTree, Proposal};
+use super::{PreparedTree, Proposal, Window};
 use crate::model::llama::Llama;
 use crate::tree::sparse_tree::SparseTree;
-use crate::tree::token_tree::TokenTree;
+use crate::tree::token_tree::{LevelNodes, TokenTree};
 
 /// Nodes of all trees that are kept. On libtorch, each has a row of a mask over the context: 0.5 MB for 32k tokens and 8 query heads per
 /// group in 16 bits.
@@ -22,19 +22,39 @@ pub struct TreeCache<'a> {
     trees: HashMap<Vec<usize>, Rc<PreparedTree>>,
     /// Nodes of all of them.
     nodes: usize,
+    /// The window behind all of them.
+    window: Option<Rc<Window>>,
+}
+
+/// The tokens of a window's nodes.
+#[derive(Debug)]
+pub struct WindowTokens {
+    pub window: Rc<Window>,
+    pub tokens: Vec<i64>,
 }
 
 impl<'a> TreeCache<'a> {
     /// An empty cache.
     pub fn new(backbone: &'a Llama) -> Self {
-        Self { backbone, trees: HashMap::new(), nodes: 0 }
+        Self { backbone, trees: HashMap::new(), nodes: 0, window: None }
     }
 
     /// A proposal of these tokens.
     pub fn proposal(&mut self, tree: &TokenTree) -> Proposal {
-        let nodes = tree.by_level();
-        let tokens_n = Tensor::from_slice(&nodes.tokens).to_device(self.backbone.device());
-        Proposal { tree: self.prepared(nodes.parents), tokens_n, drawn: None }
+        self.with_window(tree, None)
+    }
+
+    /// A proposal of these tokens, with a window behind the tree. Trees with another window are forgotten.
+    pub fn with_window(&mut self, tree: &TokenTree, window: Option<WindowTokens>) -> Proposal {
+        let LevelNodes { parents, mut tokens } = tree.by_level();
+        let (window, behind) = window.map(|WindowTokens { window, tokens }| (window, tokens)).unzip();
+        tokens.extend(behind.into_iter().flatten());
+        if self.window != window {
+            self.clear();
+            self.window = window;
+        }
+        let tokens_n = Tensor::from_slice(&tokens).to_device(self.backbone.device());
+        Proposal { tree: self.prepared(parents), tokens_n, drawn: None }
     }
 
     /// The tree of nodes with these parents, as [`SparseTree::of_parents`] takes them.
@@ -43,13 +63,18 @@ impl<'a> TreeCache<'a> {
             return tree.clone();
         }
         if self.nodes > KEPT_NODES {
-            self.trees.clear();
-            self.nodes = 0;
+            self.clear();
         }
-        let tree = Rc::new(PreparedTree::new(SparseTree::of_parents(&parents), self.backbone));
-        self.nodes += tree.tree.len();
+        let tree = SparseTree::of_parents(&parents);
+        let tree = Rc::new(PreparedTree::with_window(tree, self.window.clone(), self.backbone));
+        self.nodes += tree.nodes.len().unsigned_abs() as usize;
         self.trees.insert(parents, tree.clone());
         tree
+    }
+
+    fn clear(&mut self) {
+        self.trees.clear();
+        self.nodes = 0;
     }
 }
 

@@ -1,0 +1,336 @@
+//! Lookahead decoding (Fu et al. 2024, arXiv 2402.02057): a window of guesses runs beside the text and is improved by Jacobi iteration, one
+//! iteration a step. Its trajectories give n-grams, which a pool keeps by their first token; those that begin with the root are verified in
+//! the same pass. Needs no training.
+//!
+//! The window has N - 1 levels of W columns. Column i of level l stands i + l positions behind the root; the root is column 0 of level 0.
+//! Level 0 is a chain. A node of a higher level sees level 0 up to its column, and its own column in the levels between. The most probable
+//! tokens after the last level are the next level; each column then is an n-gram of N tokens, and the levels move up by one.
+
+// W columns, N tokens of an n-gram, V vocabulary
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use super::tree_cache::{TreeCache, WindowTokens};
+use super::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree, Window};
+use crate::model::llama::{Llama, most_probable};
+use crate::tree::token_tree::TokenTree;
+
+/// Sizes of window and pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LookaheadSize {
+    /// W: columns of the window.
+    pub columns: usize,
+    /// N: tokens of an n-gram, at least 3.
+    pub ngram: usize,
+    /// G: n-grams of the pool that begin with the same token; all of them are verified.
+    pub guesses: usize,
+}
+
+impl LookaheadSize {
+    /// As published for models of 7 billion parameters.
+    pub const PUBLISHED: Self = Self { columns: 7, ngram: 5, guesses: 7 };
+
+    /// Largest number of guesses in a tree.
+    pub fn max_nodes(self) -> usize {
+        self.guesses * (self.ngram - 1)
+    }
+}
+
+/// Guesses n-grams of the trajectories of its own window, and of the text.
+#[derive(Debug)]
+pub struct LookaheadDrafter<'a> {
+    size: LookaheadSize,
+    window: Rc<Window>,
+    trees: TreeCache<'a>,
+    rows: Vec<LookaheadRow>,
+}
+
+/// What is known about a text.
+#[derive(Debug, Default)]
+struct LookaheadRow {
+    pool: NgramPool,
+    /// From the first step on.
+    window: Option<JacobiWindow>,
+    /// What was committed.
+    text: Vec<i64>,
+}
+
+impl<'a> LookaheadDrafter<'a> {
+    /// A drafter with an empty pool.
+    pub fn new(backbone: &'a Llama, size: LookaheadSize) -> Self {
+        Self { size, window: Rc::new(window_of(size)), trees: TreeCache::new(backbone), rows: vec![] }
+    }
+
+    /// Sizes of window and pool.
+    pub fn size(&self) -> LookaheadSize {
+        self.size
+    }
+
+    fn proposal(&mut self, text: &TextSoFar, row: usize) -> Proposal {
+        let (row, size, root) = (&mut self.rows[row], self.size, text.root.id);
+        let window = row.window.get_or_insert_with(|| JacobiWindow::new(size, text.ids));
+        let tokens = WindowTokens { window: self.window.clone(), tokens: window.tokens() };
+        self.trees.with_window(&row.pool.tree(root), Some(tokens))
+    }
+}
+
+impl Drafter for LookaheadDrafter<'_> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
+        batch.iter().enumerate().map(|(row, text)| self.proposal(text, row)).collect()
+    }
+
+    fn follows(&self) -> bool {
+        true
+    }
+
+    fn push_row(&mut self) {
+        self.rows.push(LookaheadRow::default());
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        let (row, n) = (&mut self.rows[row], self.size.ngram);
+        let first = row.text.len().saturating_sub(n - 1);
+        row.text.extend(tokens.ids);
+        row.text[first..].windows(n).for_each(|ngram| row.pool.insert(ngram, self.size.guesses));
+    }
+
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        let (row, size) = (&mut self.rows[row], self.size);
+        let Some(window) = &mut row.window else { return };
+        let columns = size.columns as i64;
+        let of_window = verified.logits_nv.narrow(0, verified.logits_nv.size()[0] - columns, columns);
+        let next: Vec<i64> = Vec::try_from(most_probable(&of_window).clamp_min(0)).expect("one axis of int64");
+        let root = verified.proposal.tokens_n.int64_value(&[0]);
+        if window.is_filled() {
+            window.ngrams(root, &next).for_each(|ngram| row.pool.insert(&ngram, size.guesses));
+        }
+        window.advance(next, verified.path.len() - 1, &row.text);
+    }
+
+    /// A row that keeps less than half of its tokens gets another text.
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        let row = &mut self.rows[row];
+        if 2 * tokens < row.text.len() {
+            row.pool = NgramPool::default();
+        }
+        row.text.truncate(tokens);
+        row.window = None;
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.rows.swap_remove(row);
+    }
+}
+
+/// Positions and mask of the nodes, level after level; level 0 lacks the root.
+fn window_of(LookaheadSize { columns, ngram, .. }: LookaheadSize) -> Window {
+    let levels = ngram - 1;
+    // Index of a node: level 0 has one node less.
+    let at = |level: usize, column: usize| (level * columns + column).checked_sub(1);
+    let seen = |level: usize, column: usize| {
+        let chain = (0..=column).filter_map(|column| at(0, column));
+        chain.chain((1..=level).filter_map(|level| at(level, column))).collect()
+    };
+    let nodes = || (0..levels).flat_map(|level| (0..columns).map(move |column| (level, column))).skip(1);
+    Window {
+        offsets: nodes().map(|(level, column)| (level + column) as i64).collect(),
+        sees: nodes().map(|(level, column)| seen(level, column)).collect(),
+        read: columns,
+    }
+}
+
+/// The tokens of a window.
+#[derive(Debug)]
+struct JacobiWindow {
+    /// N - 1 levels; the first one lacks the root: it has W - 1 tokens, the others W.
+    levels: Vec<Vec<i64>>,
+    /// Steps until no level is left of those that were made up at the start.
+    made_up: usize,
+    /// State of the random choices.
+    random: u64,
+}
+
+impl JacobiWindow {
+    /// Levels of random tokens of the text.
+    fn new(size: LookaheadSize, text: &[i64]) -> Self {
+        let mut window = Self { levels: vec![vec![]; size.ngram - 1], made_up: size.ngram - 2, random: 0 };
+        for level in 0..window.levels.len() {
+            window.fill(level, size.columns - usize::from(level == 0), text);
+        }
+        window
+    }
+
+    /// Fills a level with random tokens of `text`.
+    fn fill(&mut self, level: usize, tokens: usize, text: &[i64]) {
+        while self.levels[level].len() < tokens {
+            // Knuth's MMIX generator: any choice will do, but the same at every run.
+            self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let at = (self.random >> 33) as usize % text.len().max(1);
+            self.levels[level].push(text.get(at).copied().unwrap_or(0));
+        }
+    }
+
+    /// Level after level.
+    fn tokens(&self) -> Vec<i64> {
+        self.levels.concat()
+    }
+
+    /// Whether the backbone has guessed all levels but the first.
+    fn is_filled(&self) -> bool {
+        self.made_up == 0
+    }
+
+    /// The columns, each with the token that the backbone gives after it.
+    fn ngrams(&self, root: i64, next: &[i64]) -> impl Iterator<Item = Vec<i64>> {
+        (0..next.len()).map(move |column| {
+            let first = column.checked_sub(1).map_or(root, |before| self.levels[0][before]);
+            let between = self.levels[1..].iter().map(|level| level[column]);
+            [first].into_iter().chain(between).chain([next[column]]).collect()
+        })
+    }
+
+    /// Moves the levels up by one, and all of them forward by the `accepted` guesses; `text` fills the places behind the window.
+    fn advance(&mut self, next: Vec<i64>, accepted: usize, text: &[i64]) {
+        self.made_up = self.made_up.saturating_sub(1);
+        self.levels.remove(0);
+        self.levels.push(next);
+        let columns = self.levels[0].len();
+        for level in 0..self.levels.len() {
+            let gone = accepted + usize::from(level == 0); // the root takes a place of the first level
+            self.levels[level].drain(..gone.min(columns));
+            self.fill(level, columns - usize::from(level == 0), text);
+        }
+    }
+}
+
+/// N-grams by their first token, the last ones last.
+#[derive(Debug, Default)]
+struct NgramPool(HashMap<i64, Vec<Vec<i64>>>);
+
+impl NgramPool {
+    /// Adds an n-gram, or makes it the last one. Of those that begin with the same token, the last `kept` stay.
+    fn insert(&mut self, ngram: &[i64], kept: usize) {
+        let Some((first, rest)) = ngram.split_first() else { return };
+        let known = self.0.entry(*first).or_default();
+        known.retain(|other| other != rest);
+        known.push(rest.to_vec());
+        if known.len() > kept {
+            known.remove(0);
+        }
+    }
+
+    /// The n-grams that begin with the root, the last ones first; equal beginnings share nodes.
+    fn tree(&self, root: i64) -> TokenTree {
+        let mut tree = TokenTree::new(root);
+        for ngram in self.0.get(&root).into_iter().flatten().rev() {
+            let mut at = 0;
+            for &token in ngram {
+                at = tree.child(at, token).unwrap_or_else(|| tree.add(at, token));
+            }
+        }
+        tree
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::tree::token_tree::LevelNodes;
+
+    #[test]
+    fn a_node_sees_the_chain_up_to_its_column_and_its_column_up_to_its_level() {
+        let window = window_of(LookaheadSize { columns: 3, ngram: 4, guesses: 1 });
+        // Level 0: columns 1 and 2; levels 1 and 2: columns 0 to 2.
+        assert_eq!(window.offsets, [1, 2, 1, 2, 3, 2, 3, 4]);
+        let sees: [&[usize]; 8] = [&[0], &[0, 1], &[2], &[0, 3], &[0, 1, 4], &[2, 5], &[0, 3, 6], &[0, 1, 4, 7]];
+        assert_eq!((window.sees, window.read), (sees.map(<[usize]>::to_vec).to_vec(), 3));
+        let published = window_of(LookaheadSize::PUBLISHED);
+        assert_eq!((published.offsets.len(), published.read), (7 * 4 - 1, 7));
+    }
+
+    /// The window by absolute positions: no columns move.
+    struct Reference {
+        /// Of each level, its tokens by position; the root is in level 0.
+        levels: Vec<HashMap<usize, i64>>,
+        root: usize,
+    }
+
+    impl Reference {
+        /// Column by column, the tokens along it and the position of the first.
+        fn ngram(&self, column: usize, next: i64) -> Option<Vec<i64>> {
+            let along = self.levels.iter().enumerate();
+            let tokens: Option<Vec<i64>> =
+                along.map(|(level, tokens)| tokens.get(&(self.root + column + level)).copied()).collect();
+            Some([tokens?, vec![next]].concat())
+        }
+
+        fn advance(&mut self, next: &[i64], accepted: usize, root: i64) {
+            let behind = self.root + self.levels.len();
+            self.levels.remove(0);
+            self.levels.push(next.iter().enumerate().map(|(column, &token)| (behind + column, token)).collect());
+            self.root += 1 + accepted;
+            self.levels[0].insert(self.root, root);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_windows_ngrams_are_those_of_its_positions(
+            (columns, ngram) in (2usize..6, 3usize..6),
+            steps in proptest::collection::vec((proptest::collection::vec(0..9i64, 6), 0usize..4, 0..9i64), 1..12),
+        ) {
+            let size = LookaheadSize { columns, ngram, guesses: 1 };
+            let mut window = JacobiWindow::new(size, &[1, 2, 3]);
+            let mut reference = Reference { levels: vec![HashMap::new(); ngram - 1], root: 100 };
+            let mut root = 0;
+            reference.levels[0].insert(100, root);
+            let mut compared = 0;
+            for (step, (next, accepted, next_root)) in steps.into_iter().enumerate() {
+                prop_assert_eq!(window.is_filled(), step >= ngram - 2);
+                let sizes: Vec<usize> = window.levels.iter().map(Vec::len).collect();
+                prop_assert_eq!(&sizes[1..], &vec![columns; ngram - 2]);
+                prop_assert_eq!((sizes[0], window.tokens().len()), (columns - 1, columns * (ngram - 1) - 1));
+                let next = &next[..columns];
+                for (column, ngram) in window.ngrams(root, next).enumerate() {
+                    // `None` where a place was filled up with a random token.
+                    if let Some(expected) = reference.ngram(column, next[column]) {
+                        prop_assert_eq!(ngram, expected);
+                        compared += 1;
+                    }
+                }
+                window.advance(next.to_vec(), accepted, &[1, 2, 3]);
+                reference.advance(next, accepted, next_root);
+                root = next_root;
+            }
+            prop_assert!(compared > 0 || ngram > 3 || columns > 0);
+        }
+
+        /// Against a list of all n-grams ever seen.
+        #[test]
+        fn the_pool_keeps_the_last_ngrams_of_each_token(
+            ngrams in proptest::collection::vec(proptest::collection::vec(0..3i64, 3), 0..40), kept in 1usize..4,
+        ) {
+            let mut pool = NgramPool::default();
+            ngrams.iter().for_each(|ngram| pool.insert(ngram, kept));
+            for root in 0..3 {
+                let mut last: Vec<&[i64]> = vec![];
+                for ngram in ngrams.iter().rev().filter(|ngram| ngram[0] == root) {
+                    if last.len() < kept && !last.contains(&&ngram[1..]) {
+                        last.push(&ngram[1..]);
+                    }
+                }
+                let LevelNodes { parents, tokens } = pool.tree(root).by_level();
+                let mut paths: Vec<Vec<i64>> = vec![vec![]];
+                for (&parent, &token) in parents.iter().zip(&tokens[1..]) {
+                    paths.push([&paths[parent][..], &[token]].concat());
+                }
+                let mut found: Vec<&[i64]> = paths.iter().map(Vec::as_slice).filter(|path| path.len() == 2).collect();
+                found.sort_unstable();
+                last.sort_unstable();
+                prop_assert_eq!(found, last);
+            }
+        }
+    }
+}
