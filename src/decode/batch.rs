@@ -124,11 +124,14 @@ mod tests {
     use super::super::generate::plain;
     use super::super::request::FinishReason;
     use super::*;
+    use crate::draft::joined::JoinedDrafter;
     use crate::draft::levels::LevelDrafter;
+    use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
     use crate::draft::medusa::drafter::MedusaDrafter;
     use crate::draft::medusa::heads::{Heads, HeadsShape};
     use crate::draft::medusa::levels::MedusaLevels;
     use crate::draft::ngram::NgramDrafter;
+    use crate::draft::recycling::RecyclingDrafter;
     use crate::engine::sample::{Sampling, Stream};
     use crate::engine::tch::TchEngine;
     use crate::formats::tree::DynamicTree;
@@ -299,6 +302,15 @@ mod tests {
                 let fast = drafted(&llama, Some((ngram, acceptance)), temperature, 4, &wanted);
                 assert_eq!(told(&fast), told(&slow), "prompt lookup, temperature {temperature}");
                 assert!(more_than_one(&fast));
+                let recycling = || -> Box<dyn Drafter> { Box::new(RecyclingDrafter::new(&llama)) };
+                let lookahead =
+                    || -> Box<dyn Drafter> { Box::new(LookaheadDrafter::new(&llama, LookaheadSize::PUBLISHED)) };
+                let joined: Box<dyn Drafter> = Box::new(JoinedDrafter::new(&llama, vec![recycling(), lookahead()], 30));
+                for (name, drafter) in [("recycling", recycling()), ("lookahead", lookahead()), ("joined", joined)] {
+                    let fast = drafted(&llama, Some((drafter, acceptance)), temperature, 4, &wanted);
+                    assert_eq!(told(&fast), told(&slow), "{name}, temperature {temperature}");
+                    assert!(more_than_one(&fast), "{name}, temperature {temperature}");
+                }
             }
         }
     }

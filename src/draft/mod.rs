@@ -2,7 +2,7 @@
 //!
 //! [`medusa`] and [`hydra`] guess with trained heads, [`model`] with a smaller model. Without training, [`ngram`] looks up the last tokens
 //! in the text so far, [`recycling`] remembers which tokens were probable after which, and [`lookahead`] runs a window of guesses beside
-//! the text.
+//! the text. [`joined`] merges the guesses of several drafters.
 
 // N nodes of a tree, H hidden size
 use std::cell::OnceCell;
@@ -18,6 +18,7 @@ use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod hydra;
+pub mod joined;
 pub mod levels;
 pub mod lookahead;
 pub mod medusa;

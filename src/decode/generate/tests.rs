@@ -2,6 +2,7 @@
 
 mod levels;
 mod not_finite;
+mod training_free;
 
 use std::cell::Cell;
 use std::ops::ControlFlow;

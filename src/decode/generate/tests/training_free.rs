@@ -1,0 +1,182 @@
+//! Drafters without training, and joined ones.
+
+use std::rc::Rc;
+
+use super::*;
+use crate::decode::DecodeLoop;
+use crate::decode::step::Drafting;
+use crate::draft::joined::JoinedDrafter;
+use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
+use crate::draft::recycling::RecyclingDrafter;
+use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
+use crate::engine::Engine;
+use crate::engine::tch::TchEngine;
+
+const SMALL: LookaheadSize = LookaheadSize { columns: 3, ngram: 4, guesses: 3 };
+
+type Boxed<'a> = Box<dyn Drafter + 'a>;
+
+/// Each drafter that is tested, with its name.
+fn drafters<'a>(llama: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Vec<(&'static str, Boxed<'a>)> {
+    let recycling = || -> Boxed<'a> { Box::new(RecyclingDrafter::new(llama)) };
+    let lookahead = |size| -> Boxed<'a> { Box::new(LookaheadDrafter::new(llama, size)) };
+    let ngram = || -> Boxed<'a> { Box::new(NgramDrafter::new(llama)) };
+    let medusa = || -> Boxed<'a> { Box::new(MedusaDrafter::new(llama, heads, tree).unwrap()) };
+    let joined = |parts, nodes| -> Boxed<'a> { Box::new(JoinedDrafter::new(llama, parts, nodes)) };
+    vec![
+        ("recycling", recycling()),
+        ("lookahead", lookahead(LookaheadSize::PUBLISHED)),
+        ("a small lookahead", lookahead(SMALL)),
+        ("the best of recycling", joined(vec![recycling()], 5)),
+        ("medusa+ngram", joined(vec![medusa(), ngram()], tree.choices().len())),
+        ("ngram+recycling+lookahead", joined(vec![ngram(), recycling(), lookahead(SMALL)], 12)),
+    ]
+}
+
+#[test]
+fn every_drafter_keeps_the_text_of_plain_decoding() {
+    let several = Cell::new([[0; 2]; 6]);
+    let mut runner = TestRunner::new(Config { cases: 48, failure_persistence: None, ..Config::default() });
+    let outcome = runner.run(&cases(), |case| {
+        let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
+        let heads = heads(4, case.seed + 1);
+        for (at, temperature) in [0.0, 0.9].into_iter().enumerate() {
+            let (repetition_penalty, stream) = (case.repetition_penalty, seeded(case.seed));
+            let request =
+                Request { repetition_penalty, stream, ..request(&case.prompt, case.max_new_tokens, temperature) };
+            let slow = plain(&llama, &request, &mut go_on()).unwrap();
+            let acceptance = if temperature == 0.0 { case.acceptance } else { Acceptance::Rejection };
+            for (which, (name, drafter)) in drafters(&llama, &heads, &case.tree).into_iter().enumerate() {
+                let mut decoding = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((drafter, acceptance)));
+                let fast = decoding.decode(Drafting::On, &request, &mut go_on()).unwrap();
+                prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason), "{}", name);
+                steps_are_consistent(&fast, case.max_new_tokens);
+                let mut counts = several.get();
+                counts[which][at] += u32::from(fast.accept_lengths.iter().any(|&length| length > 1));
+                several.set(counts);
+            }
+        }
+        Ok(())
+    });
+    outcome.unwrap();
+    let several = several.get();
+    assert!(several.iter().flatten().all(|&runs| runs >= 8), "the cases hardly test anything: {several:?}");
+}
+
+/// The drafters keep what they know from turn to turn and from text to text; plain decoding in between changes rows without them.
+#[test]
+fn every_turn_of_a_conversation_is_plain_decodings() {
+    for (seed, window) in [(21, None), (22, Some(6))] {
+        let llama = backbone(config(2, window, vec![3]), seed);
+        let (heads, tree) = (heads(2, seed), SparseTree::cartesian(&[4, 3]).unwrap());
+        for (name, drafter) in drafters(&llama, &heads, &tree) {
+            let mut decoding = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((drafter, Acceptance::Greedy)));
+            let (mut prompt, mut accepted) = (vec![1, 5, 9], 0);
+            for (turn, drafting) in
+                [Drafting::On, Drafting::On, Drafting::Off, Drafting::On, Drafting::On].into_iter().enumerate()
+            {
+                let request = request(&prompt, 9, 0.0);
+                let slow = plain(&llama, &request, &mut go_on()).unwrap();
+                let fast = decoding.decode(drafting, &request, &mut go_on()).unwrap();
+                assert_eq!(fast.new_ids, slow.new_ids, "{name}, turn {turn}");
+                accepted += fast.new_ids.len() - fast.accept_lengths.len().min(fast.new_ids.len());
+                prompt.extend(fast.new_ids);
+                prompt.extend([7, 8]);
+                if turn == 3 {
+                    prompt = vec![2, 1, 2, 1, 2]; // another text in the same row
+                }
+            }
+            assert!(accepted > 0, "{name}");
+        }
+    }
+}
+
+/// Lookahead, each of whose window's logits are compared with those of a plain pass over what the node sees.
+#[derive(Debug)]
+struct Watched<'a> {
+    drafter: LookaheadDrafter<'a>,
+    llama: &'a Llama,
+    text: Vec<i64>,
+    tolerance: f64,
+    compared: Rc<Cell<usize>>,
+}
+
+impl Watched<'_> {
+    /// The logits after the last of `text`, `[V]`.
+    fn after(&self, text: &[i64]) -> Tensor {
+        let rows = RowMask::causal(text.len() as i64, &self.llama.config, Device::Cpu);
+        let hidden_1th = self.llama.hidden_states(&Tensor::from_slice(text).unsqueeze(0), &rows, Adapters::Off);
+        let last_1h = hidden_1th.squeeze_dim(0).narrow(0, text.len() as i64 - 1, 1);
+        self.llama.logits(&last_1h, Adapters::Off).squeeze_dim(0)
+    }
+}
+
+impl Drafter for Watched<'_> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
+        self.text = batch[0].ids.to_vec();
+        self.drafter.propose(batch)
+    }
+
+    fn follows(&self) -> bool {
+        true
+    }
+
+    fn push_row(&mut self) {
+        self.drafter.push_row();
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        self.drafter.committed(row, tokens);
+    }
+
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        let tree = &verified.proposal.tree;
+        let window = tree.window.as_ref().expect("lookahead has a window");
+        let tokens: Vec<i64> = Vec::try_from(&verified.proposal.tokens_n).unwrap();
+        let of_window = &tokens[tree.tree.len()..];
+        for (read, node) in (window.offsets.len() - window.read..window.offsets.len()).enumerate() {
+            let seen = window.sees[node].iter().map(|&seen| of_window[seen]);
+            let text: Vec<i64> = self.text.iter().copied().chain(seen).collect();
+            assert_eq!(text.len() - self.text.len(), window.offsets[node] as usize, "no gap between positions");
+            let logits_v = verified.logits_nv.get((tree.tree.len() + read) as i64);
+            let off = (logits_v - self.after(&text)).abs().max().double_value(&[]);
+            assert!(off < self.tolerance, "node {node} of the window: {off}");
+            self.compared.set(self.compared.get() + 1);
+        }
+        self.drafter.verified(row, verified);
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.drafter.truncate(row, tokens);
+    }
+}
+
+/// Decodes with every node of the window compared; returns how many there were.
+fn compare_windows(oracle: &Llama, engine: Box<dyn Engine + '_>, size: LookaheadSize, tolerance: f64) -> usize {
+    let (compared, prompt) = (Rc::new(Cell::new(0)), [1, 4, 1, 4, 2]);
+    let drafter = LookaheadDrafter::new(oracle, size);
+    let watched = Watched { drafter, llama: oracle, text: vec![], tolerance, compared: compared.clone() };
+    let mut decoding = HostLoop::new(engine, Some((Box::new(watched), Acceptance::Greedy)));
+    decoding.decode(Drafting::On, &request(&prompt, 24, 0.0), &mut go_on()).unwrap();
+    compared.get()
+}
+
+#[test]
+fn the_window_sees_what_the_paper_says() {
+    for (seed, window) in [(31, None), (32, Some(5))] {
+        let llama = backbone(config(2, window, vec![]), seed);
+        for size in [SMALL, LookaheadSize::PUBLISHED, LookaheadSize { columns: 2, ngram: 3, guesses: 1 }] {
+            let compared = compare_windows(&llama, Box::new(TchEngine::new(&llama)), size, 1e-9);
+            assert!(compared >= 8 * size.columns, "{size:?}: {compared}");
+        }
+    }
+}
+
+#[test]
+#[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
+fn the_window_sees_the_same_in_the_cpus_kernels() {
+    let llama = || Llama::random(config(2, Some(9), vec![]), Kind::Float, Device::Cpu, 33);
+    let (oracle, ours) = (llama(), llama().for_decoding());
+    let engine = Box::new(CpuEngine::new(&ours).unwrap());
+    assert!(compare_windows(&oracle, engine, LookaheadSize::PUBLISHED, 1e-3) > 50);
+}
