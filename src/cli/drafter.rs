@@ -7,12 +7,15 @@ use clap::Args;
 
 use self::loaded::LoadedDrafter;
 use self::plan::DrafterPlan;
-use self::spec::DrafterSpec;
+use self::spec::{DrafterName, DrafterSpec};
 use super::UsageError;
 use crate::draft::Drafter;
+use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
+use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
 use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::ngram::NgramDrafter;
+use crate::draft::recycling::RecyclingDrafter;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::sparse_tree::SparseTree;
@@ -26,9 +29,11 @@ pub mod spec;
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DrafterFlags {
-    /// What drafts the guesses: medusa (heads), ngram (prompt lookup: proposes what followed earlier occurrences of the last tokens;
-    /// needs no heads, and pays off where answers repeat the prompt, as in summaries and edits), or model:PATH (a smaller model with the
-    /// same vocabulary). Heads are those of --heads, or of medusa:PATH; a PATH is a folder or Hub id [default: the drafter that --heads were trained for, else none].
+    /// What drafts the guesses: medusa (heads) or model:PATH (a smaller model with the same vocabulary); without any training ngram (prompt
+    /// lookup: proposes what followed earlier occurrences of the last tokens; pays off where answers repeat the prompt, as in summaries
+    /// and edits), recycling (the tokens that were probable after the same token before) or lookahead (n-grams that a window of guesses
+    /// beside the text comes to). A+B joins the guesses of drafters in one tree. Heads are those of --heads, or of medusa:PATH; a PATH is
+    /// a folder or Hub id [default: the drafter that --heads were trained for, else none].
     #[arg(long, value_name = "DRAFTER")]
     pub drafter: Option<DrafterSpec>,
     /// How many tokens a draft model guesses at each step, without --tree [default: 4].
@@ -71,6 +76,12 @@ pub enum ReadyDrafter<'a> {
     Ngram(NgramDrafter<'a>),
     /// A draft model, and the tree that it fills.
     Model(LevelDrafter<'a>, &'a SparseTree),
+    /// Successors of tokens.
+    Recycling(RecyclingDrafter<'a>),
+    /// A Jacobi window.
+    Lookahead(LookaheadDrafter<'a>),
+    /// Several, in trees of as many guesses as the part with the largest trees has alone.
+    Joined { parts: Vec<ReadyDrafter<'a>>, backbone: &'a Llama },
 }
 
 impl<'a> ReadyDrafter<'a> {
@@ -79,19 +90,53 @@ impl<'a> ReadyDrafter<'a> {
     /// # Errors
     /// If heads, tree and backbone do not fit each other.
     pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, tree: Option<&'a SparseTree>) -> anyhow::Result<Self> {
-        match (&loaded.heads, &loaded.models[..]) {
-            (Some((heads, own)), _) => Ok(Self::Medusa(MedusaDrafter::new(backbone, heads, tree.unwrap_or(own))?)),
-            (None, [model, ..]) => Ok(Self::Model(model.drafter(backbone, 0), model.tree())),
-            (None, []) => Ok(Self::Ngram(NgramDrafter::new(backbone))),
+        let part = |at: usize| Self::of_part(at, backbone, loaded, tree);
+        match loaded.spec.parts().len() {
+            1 => part(0),
+            several => {
+                let parts = (0..several).map(part).collect::<anyhow::Result<_>>()?;
+                Ok(Self::Joined { parts, backbone })
+            }
         }
+    }
+
+    /// Part `at` of a loaded drafter.
+    fn of_part(
+        at: usize,
+        backbone: &'a Llama,
+        loaded: &'a LoadedDrafter,
+        tree: Option<&'a SparseTree>,
+    ) -> anyhow::Result<Self> {
+        let parts = loaded.spec.parts();
+        Ok(match parts[at].name {
+            DrafterName::Ngram => Self::Ngram(NgramDrafter::new(backbone)),
+            DrafterName::Recycling => Self::Recycling(RecyclingDrafter::new(backbone)),
+            DrafterName::Lookahead => Self::Lookahead(LookaheadDrafter::new(backbone, LookaheadSize::PUBLISHED)),
+            DrafterName::Model => {
+                let number = parts[..at].iter().filter(|part| part.name == DrafterName::Model).count();
+                let model = &loaded.models[number];
+                Self::Model(model.drafter(backbone, number as u8), model.tree())
+            }
+            _ => {
+                let (heads, own) = loaded.heads.as_ref().expect("the plan of a drafter with heads has heads");
+                Self::Medusa(MedusaDrafter::new(backbone, heads, tree.unwrap_or(own))?)
+            }
+        })
     }
 
     /// The drafter for engines that draft on the host.
     pub fn on_host(self) -> Box<dyn Drafter + 'a> {
+        let nodes = self.max_nodes();
         match self {
             Self::Medusa(drafter) => Box::new(drafter),
             Self::Ngram(drafter) => Box::new(drafter),
             Self::Model(drafter, _) => Box::new(drafter),
+            Self::Recycling(drafter) => Box::new(drafter),
+            Self::Lookahead(drafter) => Box::new(drafter),
+            Self::Joined { parts, backbone } => {
+                let parts = parts.into_iter().map(Self::on_host).collect();
+                Box::new(JoinedDrafter::new(backbone, parts, nodes))
+            }
         }
     }
 
@@ -99,7 +144,7 @@ impl<'a> ReadyDrafter<'a> {
     pub fn tree(&self) -> Option<&'a SparseTree> {
         match self {
             Self::Medusa(drafter) => Some(drafter.tree()),
-            Self::Ngram(_) => None,
+            Self::Ngram(_) | Self::Recycling(_) | Self::Lookahead(_) | Self::Joined { .. } => None,
             Self::Model(_, tree) => Some(tree),
         }
     }
@@ -110,6 +155,9 @@ impl<'a> ReadyDrafter<'a> {
             Self::Medusa(drafter) => drafter.tree().choices().len(),
             Self::Ngram(_) => NgramDrafter::max_nodes(),
             Self::Model(_, tree) => tree.choices().len(),
+            Self::Recycling(_) => RecyclingDrafter::max_nodes(),
+            Self::Lookahead(drafter) => drafter.size().max_nodes(),
+            Self::Joined { parts, .. } => parts.iter().map(Self::max_nodes).max().unwrap_or(0),
         }
     }
 
@@ -119,6 +167,9 @@ impl<'a> ReadyDrafter<'a> {
             Self::Medusa(_) => "heads",
             Self::Ngram(_) => "prompt lookup",
             Self::Model(..) => "a draft model",
+            Self::Recycling(_) => "token recycling",
+            Self::Lookahead(_) => "lookahead",
+            Self::Joined { .. } => "joined drafters",
         }
     }
 }

@@ -175,11 +175,8 @@ impl EngineFlags {
         let heads = match drafts {
             None => None,
             Some(Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance }) => Some((drafter, *acceptance)),
-            Some(Drafts { drafter: ReadyDrafter::Ngram(_), .. }) => {
-                return Err(CudaError::Request("--drafter ngram looks up texts on the host"));
-            }
-            Some(Drafts { drafter: ReadyDrafter::Model(..), .. }) => {
-                return Err(CudaError::Request("--drafter model:PATH runs two models, and this engine one"));
+            Some(_) => {
+                return Err(CudaError::Request("only heads draft on the GPU; the other drafters work on the host"));
             }
         };
         DeviceLoop::on_gpu(backbone, heads, request, tokens)

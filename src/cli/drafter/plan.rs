@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::spec::{DrafterName, DrafterSpec};
+use super::spec::{DrafterName, DrafterPart, DrafterSpec};
 use crate::cli::UsageError;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::tree::sparse_tree::SparseTree;
@@ -105,13 +105,9 @@ fn check_known(spec: &DrafterSpec) -> Result<(), UsageError> {
     if spec.is(DrafterName::Plain) {
         return refused("plain decoding is the default without --heads; drop --drafter");
     }
-    match spec.parts() {
-        [part] => match part.name {
-            DrafterName::Medusa | DrafterName::Ngram | DrafterName::Plain | DrafterName::Model => Ok(()),
-            DrafterName::Hydra | DrafterName::HydraPlusPlus | DrafterName::Lookahead | DrafterName::Recycling => {
-                refused("this drafter is not in this version")
-            }
-        },
-        _ => refused("joined drafters are not in this version"),
+    let unknown = |part: &&DrafterPart| matches!(part.name, DrafterName::Hydra | DrafterName::HydraPlusPlus);
+    match spec.parts().iter().find(unknown) {
+        Some(part) => refused(&format!("the drafter {} is not in this version", part.name.text())),
+        None => Ok(()),
     }
 }
