@@ -11,6 +11,7 @@ use medusa::draft::medusa::heads::layout::HeadsLayout;
 use medusa::draft::medusa::heads::{Heads, HeadsError, HeadsShape};
 use medusa::dtype::Dtype;
 use medusa::export::{ExportFormat, ExportRequest};
+use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
 use medusa::model::torch_file;
@@ -489,7 +490,13 @@ fn what_cannot_be_exported_leaves_nothing() {
         ("alone", "vllm", &[], 2, &["--format vllm needs the backbone (its lm_head", "give --backbone FOLDER"]),
         ("h", "vllm", &["--pickle"], 2, &["--pickle needs --format heads or tensorrt-llm"]),
         ("h", "merged", &["--backbone", "nowhere"], 1, &["nowhere"]),
-        ("backbone", "heads", &[], 1, &["backbone/model.safetensors: tensor", "does not belong to Medusa heads"]),
+        (
+            "backbone",
+            "heads",
+            &[],
+            1,
+            &["backbone/model.safetensors: tensor", "does not belong to Medusa or Hydra heads"],
+        ),
         ("rows.jsonl", "heads", &[], 1, &["rows.jsonl: not a whole safetensors file"]),
     ];
     for (heads, format, more, status, facts) in cases {
@@ -609,7 +616,9 @@ fn tied_resblocks_are_told_and_get_weights_of_their_own() {
     );
     let is_tied = |notices: &[Notice]| matches!(notices, [Notice::Tied { heads, .. }] if heads == &[1, 2]);
     assert!(is_tied(&tied.notices().expect("notices")));
-    let heads = Heads::load_for(&pickled("tied.pt"), [6, 4], Kind::Float, Device::Cpu).expect("heads");
+    let backbone = LlamaConfig::load(&crate::published::published("models/stories260K")).expect("a config");
+    let backbone = LlamaConfig { vocab_size: 6, hidden_size: 4, ..backbone };
+    let heads = Heads::load_for(&pickled("tied.pt"), &backbone, Kind::Float, Device::Cpu).expect("heads");
     let w1 = |at: usize| heads.parameters()[at].1.shallow_clone();
     assert!(w1(0).equal(&w1(2)) && w1(0).data_ptr() != w1(2).data_ptr());
     // safetensors cannot show sharing; equal bits are detected instead.

@@ -21,6 +21,7 @@ mod export;
 mod families;
 mod gpu_check;
 mod hub;
+mod hydra_reference;
 mod joint_training;
 mod latency;
 mod layering;

@@ -118,7 +118,8 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut RankC
     let ids: Vec<i64> = row.input_ids.iter().map(|&id| i64::from(id)).collect();
     let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
     let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
-    let hidden_th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off).squeeze_dim(0);
+    let hidden_1th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off);
+    let hidden_th = heads.states_of_rows(&hidden_1th, &[vec![ids.len()]]).squeeze_dim(0);
     let chunk = (MAX_LOGITS_BYTES / (4 * backbone.config.vocab_size)).max(1) as usize;
     let mut positions = Vec::with_capacity(asked.len());
     for asked in asked.chunks(chunk) {

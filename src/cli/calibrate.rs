@@ -101,7 +101,7 @@ fn own_answers(
     let prompts = prompts::read(file)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let backbone = load_backbone(&args.backbone, Some(&args.heads), &served, common, Purpose::Decoding)?;
-    Heads::check(&args.heads, [backbone.config.vocab_size, backbone.config.hidden_size])?; // before minutes of decoding
+    Heads::check(&args.heads, &backbone.config)?; // before minutes of decoding
     let tokenizer = TextTokenizer::load(&args.backbone)?;
     let decoder = Decoder { backbone, tokenizer, template: served.template, drafters: vec![] };
     let counter = Counter::new(prompts.len(), 0, "prompts", common);

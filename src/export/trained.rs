@@ -122,7 +122,7 @@ impl Trained {
         if format.holds_backbone() || format == ExportFormat::Peft {
             finite_backbone(&backbone)?; // before the backbone is freed: adapters are merged into it
         }
-        self.file.check([backbone.config.vocab_size, backbone.config.hidden_size])?;
+        self.file.check(&backbone.config)?;
         self.vocab_of_backbone = Some(backbone.config.vocab_size);
         if format.holds_backbone() {
             self.dtype = Dtype::of(kind); // all tensors of a folder have one dtype
@@ -154,7 +154,7 @@ impl Trained {
     fn check_headers(&self) -> Result<(), ExportError> {
         let folder = self.base.as_deref().filter(|base| base.join("config.json").is_file());
         match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
-            Some(config) => Ok(self.file.check([config.vocab_size, config.hidden_size])?),
+            Some(config) => Ok(self.file.check(&config)?),
             None => Ok(self.file.check_alone()?),
         }
     }

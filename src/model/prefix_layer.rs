@@ -22,7 +22,7 @@ use crate::torch::Generator;
 use crate::torch::loss_scale::LossScale;
 
 /// What names begin with, in place of the backbone's `model.`.
-const PREFIX: &str = "prefix.";
+pub const PREFIX: &str = "prefix.";
 /// Deviation of new weights, as in the configs of Llama models.
 const INITIAL_DEVIATION: f64 = 0.02;
 
@@ -87,6 +87,14 @@ impl PrefixLayer {
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
         let of_layer = self.layer.weights(&self.block, 0).into_iter();
         of_layer.chain([(names::NORM.to_owned(), &self.norm_h)]).map(|(name, t)| (prefixed(&name), t)).collect()
+    }
+
+    /// Copies the weights to float32 for training; it computes in `kind`.
+    #[must_use]
+    pub fn for_training(self, kind: Kind) -> Self {
+        let own = |(_, tensor): (String, &Tensor)| tensor.to_kind(Kind::Float).copy();
+        let tensors = self.parameters().into_iter().map(own).collect();
+        Self::from_tensors(&self.config, (kind, self.norm_h.device()), tensors)
     }
 
     /// Lays the weights out for a few tokens at a time, like those of heads: see [`Linear::for_few_rows`].

@@ -87,6 +87,9 @@ impl<'r> TrainingBackbone<'r> {
         if self.plan.trained.is_frozen() {
             let kept = self.kept.as_mut().map(|kept| kept.of(batch)).transpose()?;
             let states = kept.unwrap_or_else(|| BatchStates::computed(self.backbone, batch));
+            // A prefix layer runs over whole rows.
+            let whole = self.plan.heads.architecture.has_prefix();
+            let states = if whole { states.of_every_position() } else { states };
             return Ok(self.pass(states, Adapters::Off));
         }
         let inputs = inputs(self.backbone, batch);

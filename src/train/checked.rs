@@ -77,6 +77,9 @@ impl CheckedRun {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
         }
         let heads_shape = heads_shape(&plan.heads, &config)?;
+        if heads_shape.architecture.has_prefix() && plan.train.hidden_state_cache.is_some() {
+            return Err(TrainError::CacheWithPrefix);
+        }
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, &config, &train)?;
         Ok(Self {
@@ -159,7 +162,7 @@ fn heads_shape(heads: &HeadsConfig, config: &LlamaConfig) -> Result<HeadsShape, 
     let size = [config.vocab_size, config.hidden_size];
     let expected = heads.shape(size);
     let Some(path) = &heads.init_from else { return Ok(expected) };
-    let got = Heads::check(path, size)?;
+    let got = Heads::check(path, config)?;
     let expected = HeadsShape { w2_bias: got.w2_bias, ..expected };
     if got == expected { Ok(got) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
 }

@@ -11,6 +11,7 @@ use crate::model::attention::CAPPED_BLOCK;
 use crate::model::block_spec::{BlockLinears, LinearSpec, NormKind, NormPlaces, NormSpec};
 use crate::model::config::LlamaConfig;
 use crate::model::lora::LoraConfig;
+use crate::model::prefix_layer::PrefixLayer;
 use crate::model::quantization::Quantization;
 use crate::torch::memory::KEPT_BLOCK;
 use crate::torch::optim::OptimizerName;
@@ -24,6 +25,9 @@ const PROGRAM: u64 = 150 << 20;
 /// blocks that stay in the process (see [`crate::torch::memory::keep_freed_blocks`]), took 1.7 to 1.9 times their size
 /// when measured.
 const HEAP_HOLES: f64 = 1.75;
+
+/// How the prefix layer of Hydra++ heads is trained.
+static TRAINED_ITSELF: BackboneTraining = BackboneTraining::Full;
 
 /// The shape of a run.
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +107,8 @@ impl MemoryPlan {
         let activation_bytes = work.activations();
         let hidden_state_bytes = work.hidden_states();
         let saving = work.saving().saturating_sub(activation_bytes + hidden_state_bytes);
-        let phases = [work.logits(), work.layer_at_once(), work.embedding_gradient(), saving];
+        let of_prefix = work.prefix_layer().map_or(0, |layer| layer.layer_at_once());
+        let phases = [work.logits(), work.layer_at_once(), of_prefix, work.embedding_gradient(), saving];
         let working_bytes = phases.into_iter().max().unwrap_or(0);
         let program_bytes = if work.on_host { PROGRAM } else { 0 };
         Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes }
@@ -202,9 +207,17 @@ impl Workload<'_> {
     }
 
     fn heads_group(&self) -> MemoryGroup {
-        let numbers = |shape: &[i64]| shape.iter().product::<i64>().unsigned_abs();
-        let tensors: Vec<u64> = self.heads.tensors().iter().map(|(_, shape)| numbers(shape)).collect();
-        MemoryGroup::trained("heads", &tensors, self.optimizer)
+        let numel = |shape: &[i64]| shape.iter().product::<i64>().unsigned_abs();
+        let of_prefix = self.prefix_layer().map(|_| PrefixLayer::tensors(self.config)).into_iter().flatten();
+        let tensors = self.heads.tensors().into_iter().chain(of_prefix);
+        let numbers: Vec<u64> = tensors.map(|(_, shape)| numel(&shape)).collect();
+        MemoryGroup::trained("heads", &numbers, self.optimizer)
+    }
+
+    /// The heads' prefix layer, if they have one, as a layer of a backbone that is trained itself.
+    fn prefix_layer(&self) -> Option<Workload<'_>> {
+        let alone = Workload { trained: &TRAINED_ITSELF, quantization: None, recompute: false, ..*self };
+        self.heads.architecture.has_prefix().then_some(alone)
     }
 
     /// Memory of tensors, given as (count, bytes of each), with the allocator's overhead.
@@ -309,6 +322,10 @@ impl Workload<'_> {
 
     /// Activations kept between the forward and the backward pass.
     fn activations(&self) -> u64 {
+        self.activations_of_backbone() + self.prefix_layer().map_or(0, |layer| layer.allocated(layer.kept_of_layer()))
+    }
+
+    fn activations_of_backbone(&self) -> u64 {
         if !self.is_joint() {
             return 0;
         }
@@ -325,7 +342,10 @@ impl Workload<'_> {
         let (n, [h, ..]) = (self.positions(), self.widths());
         let teacher = self.trained.has_teacher();
         let gradient = if self.is_joint() { n * h * F32 } else { 0 };
-        self.allocated([(1 + u64::from(teacher), n * h * self.element), (1, gradient)])
+        // The output of a prefix layer and its gradient.
+        let prefix = u64::from(self.heads.architecture.has_prefix());
+        let states = 1 + u64::from(teacher) + prefix;
+        self.allocated([(states, n * h * self.element), (1, gradient), (prefix, n * h * F32)])
     }
 
     /// The largest tensors of one head's loss that exist at the same time.

@@ -9,6 +9,7 @@ pub mod backbone_pass;
 pub mod checked;
 pub mod checkpoint;
 pub mod error;
+pub mod head_states;
 pub mod hidden_states;
 pub mod log;
 pub mod memory_plan;

@@ -71,6 +71,8 @@ pub enum BackboneTraining {
 pub enum ParameterGroup {
     /// A head, 0-based.
     Head(usize),
+    /// The heads' prefix layer.
+    Prefix,
     /// A part of the backbone's pass over whole rows (see [`crate::model::llama::Llama::parts`]).
     BackbonePart(usize),
     LmHead,
@@ -116,9 +118,9 @@ impl BackboneTraining {
 }
 
 impl ParameterGroup {
-    /// Whether it belongs to a head.
+    /// Whether it belongs to the heads.
     pub fn is_of_heads(self) -> bool {
-        matches!(self, Self::Head(_))
+        matches!(self, Self::Head(_) | Self::Prefix)
     }
 
     /// Whether it belongs to the backbone, including its LM head.

@@ -102,10 +102,13 @@ impl TrainRun {
 
     fn first_state(&self) -> Result<TrainState, TrainError> {
         let plan = &self.checked.plan;
-        let size = [self.backbone.config.vocab_size, self.backbone.config.hidden_size];
+        let Self { backbone, .. } = self;
         let heads = match &plan.heads.init_from {
-            None => Heads::new(&plan.heads, &self.backbone.logit_weight()),
-            Some(path) => Heads::load_for(path, size, Kind::Float, self.backbone.device())?.for_training(),
+            None => Heads::new(&plan.heads, &backbone.logit_weight()).with_new_prefix(backbone, plan.train.seed),
+            Some(path) => {
+                let heads = Heads::load_for(path, &backbone.config, Kind::Float, backbone.device())?;
+                heads.for_training(backbone.kind())
+            }
         };
         Ok(TrainState::new(heads, &self.backbone, plan))
     }

@@ -40,7 +40,8 @@ impl TrainState {
             group,
             parameter: Parameter::new(name, value).at_rate(plan.rate_factor(group)),
         };
-        let groups_of_heads = heads.shape().places().into_iter().map(|place| ParameterGroup::Head(place.head));
+        let of_places = heads.shape().places().into_iter().map(|place| ParameterGroup::Head(place.head));
+        let groups_of_heads = of_places.chain(std::iter::repeat(ParameterGroup::Prefix));
         let of_heads = groups_of_heads.zip(heads.parameters());
         let of_part =
             |part| backbone.trained_in(part).into_iter().map(move |p| (ParameterGroup::BackbonePart(part), p));
@@ -83,6 +84,11 @@ impl TrainState {
     /// The gradient tensors of the LM head's loss.
     pub fn lm_gradients<'g>(&'g self, dhidden_nh: &'g Tensor) -> HeadGradients<'g> {
         HeadGradients { blocks: vec![], output: self.lm_head_gradients(), hidden_nh: Some(dhidden_nh) }
+    }
+
+    /// The gradient tensors of the prefix layer.
+    pub fn prefix_gradients(&self) -> Vec<&Tensor> {
+        self.gradients(ParameterGroup::Prefix)
     }
 
     /// The gradient tensors of the backbone's backward pass, by part.

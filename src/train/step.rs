@@ -11,6 +11,7 @@ use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
 use crate::torch::optim::adamw::gradient_norm;
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
+use crate::train::head_states::HeadStates;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::state::TrainState;
 use crate::train::targets::BatchTargets;
@@ -115,11 +116,13 @@ pub fn train_step(
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
-        let _ = sums.add_heads(&state.heads, &pass, targets, Some((state, weights)));
+        let inputs = HeadStates::trained(&state.heads, &pass, batch);
+        let _ = sums.add_heads(&state.heads, (&pass, &inputs), targets, Some((state, weights)));
         let lm_scale = 1.0 / sums.lm_count.max(1) as f64;
         if let Some(loss) = pass.lm_loss(state, targets, lm_scale) {
             add_to(&mut sums.lm_loss, loss);
         }
+        inputs.backward(&pass, state);
         pass.backward(state);
     }
     let metrics = sums.finish(weights.loss, weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
@@ -199,7 +202,8 @@ pub fn evaluate<E>(
             add_to(&mut sums.lm_loss, loss);
             add_to(&mut sums.lm_cross_entropy, cross_entropy);
         }
-        let ranks = sums.add_heads(heads, &pass, &targets, None);
+        let inputs = HeadStates::evaluated(heads, &pass, batch);
+        let ranks = sums.add_heads(heads, (&pass, &inputs), &targets, None);
         for (row, text) in targets.texts(batch, &on_host(&ranks)) {
             rows.fold_of(row).add_text(text);
         }
@@ -235,7 +239,7 @@ impl MetricSums {
     fn add_heads(
         &mut self,
         heads: &Heads,
-        pass: &BackbonePass,
+        (pass, inputs): (&BackbonePass, &HeadStates),
         targets: &BatchTargets,
         training: Option<(&TrainState, &StepWeights)>,
     ) -> Vec<Tensor> {
@@ -244,11 +248,11 @@ impl MetricSums {
             let output = OutputLayer::of_head(head.head).unwrap_or(pass.lm_head);
             let into = training.map(|(state, weights)| {
                 let weight = weights.lambda0 * weights.loss.weight(k);
-                (state.gradients_of(k, pass.dhidden_nh()), weight / self.counts[k].max(1) as f64)
+                (state.gradients_of(k, inputs.dhidden_nh(pass)), weight / self.counts[k].max(1) as f64)
             });
             let into = into.as_ref().map(|(gradients, scale)| (gradients, *scale));
             let HeadSums { loss, hits, ranks_m } =
-                head_loss(Some(head), output, &pass.states.hidden_nh, &of_head, into);
+                head_loss(Some(head), output, inputs.hidden_nh(pass), &of_head, into);
             self.by_head[k].loss += loss;
             self.by_head[k].hits += hits;
             ranks_m

@@ -69,7 +69,7 @@ impl HeadsFound {
             layout: file.layout(),
             shape,
             shared_lm_head: shape.vocab_size == 0,
-            parameters: shape.parameters(),
+            parameters: file.parameters()?,
             bytes: bytes.values().sum(),
             dtypes: bytes.into_keys().collect(),
             notices: file.notices()?.iter().map(ToString::to_string).collect(),

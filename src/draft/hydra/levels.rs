@@ -151,8 +151,11 @@ mod tests {
                 HeadsShape { architecture, medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, w2_bias };
             // Values that are exact in bfloat16; activations are rounded between layers.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
-            let heads =
-                || Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size).for_training();
+            let heads = || {
+                Heads::random(shape, Kind::BFloat16, Device::Cpu, 1)
+                    .of_vocabulary(config.vocab_size)
+                    .for_training(Kind::Float)
+            };
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
             let hidden_bh = exact(Generator::seeded(3).normal(&[2, hidden_size], (Kind::Float, Device::Cpu)));
             let oracle = levels(&mut HydraLevels::new(&backbone(), &heads(), 3), &hidden_bh);

@@ -15,6 +15,7 @@ use crate::engine::cuda::draft::{DeviceDraft, DraftShape};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
+use crate::model::prefix_layer::PrefixLayer;
 use crate::model::weights::{WeightsError, save};
 use crate::torch::Generator;
 use crate::tree::sparse_tree::SparseTree;
@@ -75,6 +76,8 @@ pub struct Heads {
     vocab_size: i64,
     /// Of sequential heads for the CPU kernels.
     sequential: Option<SequentialLayout>,
+    /// Of Hydra++ heads.
+    prefix: Option<PrefixLayer>,
 }
 
 impl Heads {
@@ -90,6 +93,14 @@ impl Heads {
             _ => Tensor::zeros(shape.size(place), options),
         };
         Self::from_tensors(shape, shape.places().into_iter().map(start).collect(), v)
+    }
+
+    /// The same heads with an untrained prefix layer for `backbone`, if their architecture has one. `seed` determines its weights.
+    #[must_use]
+    pub fn with_new_prefix(self, backbone: &Llama, seed: u64) -> Self {
+        let options = (backbone.kind(), backbone.device());
+        let prefix = self.architecture().has_prefix().then(|| PrefixLayer::new(&backbone.config, options, seed));
+        Self { prefix, ..self }
     }
 
     /// Sets the vocabulary size, which the shape of heads that share the backbone's lm_head lacks.
@@ -113,45 +124,52 @@ impl Heads {
     /// [`HeadsError`] names the file and what is wrong with it.
     pub fn load(path: &Path, backbone: &Llama) -> Result<Self, HeadsError> {
         let file = HeadsFile::open(path)?;
-        let (hidden, vocab) = (backbone.config.hidden_size, backbone.config.vocab_size);
-        file.check([vocab, hidden])?;
+        file.check(&backbone.config)?;
         file.compare_lm_head(backbone.lm_head_weight())?;
-        Self::of(&file, vocab, backbone.kind(), backbone.device())
+        Self::of(&file, &backbone.config, backbone.kind(), backbone.device())
     }
 
-    /// Like [`Heads::load`], for an lm_head of shape `[V, H]`, in `kind` on `device`.
+    /// Like [`Heads::load`], for a backbone of which only the config is here, in `kind` on `device`.
     ///
     /// # Errors
     /// As [`Heads::load`].
-    pub fn load_for(path: &Path, size: [i64; 2], kind: Kind, device: Device) -> Result<Self, HeadsError> {
+    pub fn load_for(path: &Path, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, HeadsError> {
         let file = HeadsFile::open(path)?;
-        file.check(size)?;
-        Self::of(&file, size[0], kind, device)
+        file.check(backbone)?;
+        Self::of(&file, backbone, kind, device)
     }
 
     /// Checks the heads in a folder or file as [`Heads::load_for`] does and returns their shape. Reads no tensor data.
     ///
     /// # Errors
     /// As [`Heads::load`].
-    pub fn check(path: &Path, size: [i64; 2]) -> Result<HeadsShape, HeadsError> {
+    pub fn check(path: &Path, backbone: &LlamaConfig) -> Result<HeadsShape, HeadsError> {
         let file = HeadsFile::open(path)?;
-        file.check(size)?;
+        file.check(backbone)?;
         Ok(file.shape())
     }
 
-    /// All heads of a file, in `kind` on `device`, for a vocabulary of `vocab_size` tokens.
-    fn of(file: &HeadsFile, vocab_size: i64, kind: Kind, device: Device) -> Result<Self, HeadsError> {
+    /// All heads of a file, in `kind` on `device`, for a backbone.
+    fn of(file: &HeadsFile, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, HeadsError> {
         let read = |place| Ok(file.tensor(place, kind)?.to_device(device));
         let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
-        Ok(Self::from_tensors(file.shape(), tensors, vocab_size))
+        let heads = Self::from_tensors(file.shape(), tensors, backbone.vocab_size);
+        if !heads.architecture().has_prefix() {
+            return Ok(heads);
+        }
+        let read =
+            |(name, size): (String, Vec<i64>)| Ok(file.prefix_tensor(&name, &size)?.to_kind(kind).to_device(device));
+        let tensors = PrefixLayer::tensors(backbone).into_iter().map(read).collect::<Result<_, HeadsError>>()?;
+        Ok(Self { prefix: Some(PrefixLayer::from_tensors(backbone, (kind, device), tensors)), ..heads })
     }
 
-    /// Builds heads from `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.
+    /// Builds heads without a prefix layer from `tensors` in the order of [`HeadsShape::tensors`]; `vocab_size` is the backbone's.
     pub fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
         let mut tensors = tensors.into_iter();
         let parts: Vec<_> = (0..=shape.medusa_num_layers).map(|layer| shape.parts_of_layer(layer)).collect();
         let head = |_| Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"));
-        Self { heads: (0..shape.medusa_num_heads).map(head).collect(), shape, vocab_size, sequential: None }
+        let heads = (0..shape.medusa_num_heads).map(head).collect();
+        Self { heads, shape, vocab_size, sequential: None, prefix: None }
     }
 
     /// Packs the weights for decoding where that is faster. With the CPU kernels they become bfloat16, whatever the backbone's
@@ -161,15 +179,31 @@ impl Heads {
         let mut arena = Arena::default();
         let sequential = SequentialLayout::new(&self.heads, &mut arena);
         let heads = self.heads.into_iter().map(|head| head.packed(sequential.is_some(), &mut arena)).collect();
-        Self { heads, sequential, ..self }
+        let prefix = self.prefix.map(|prefix| prefix.for_decoding(&mut arena));
+        Self { heads, sequential, prefix, ..self }
     }
 
-    /// Copies the heads to float32 for training; loaded heads may be views of a file.
+    /// Copies the heads to float32 for training on a backbone that computes in `kind`; loaded heads may be views of a file.
     #[must_use]
-    pub fn for_training(self) -> Self {
+    pub fn for_training(self, kind: Kind) -> Self {
         let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
-        let tensors = self.parameters().iter().map(|(_, tensor)| own(tensor)).collect();
-        Self::from_tensors(self.shape, tensors, self.vocab_size)
+        let tensors = self.heads.iter().flat_map(Head::parameters).map(own).collect();
+        let prefix = self.prefix.map(|prefix| prefix.for_training(kind));
+        Self { prefix, ..Self::from_tensors(self.shape, tensors, self.vocab_size) }
+    }
+
+    /// The layer between the backbone's hidden states and the heads.
+    pub fn prefix(&self) -> Option<&PrefixLayer> {
+        self.prefix.as_ref()
+    }
+
+    /// What the heads read in place of the backbone's hidden states over whole rows, `[B, T, H]`: these themselves, or the prefix layer's
+    /// output. `segment_lengths`: see [`RowMask::packed`](crate::model::attention::RowMask::packed).
+    pub fn states_of_rows(&self, hidden_bth: &Tensor, segment_lengths: &[Vec<usize>]) -> Tensor {
+        match &self.prefix {
+            Some(prefix) => prefix.over_rows(hidden_bth, &prefix.mask(segment_lengths, hidden_bth.size()[1])),
+            None => hidden_bth.shallow_clone(),
+        }
     }
 
     /// K, the number of heads.
@@ -216,10 +250,11 @@ impl Heads {
             .map_or_else(|| backbone.logits(&x_nh, Adapters::Off), |w2| w2.forward(&x_nh, Adapters::Off))
     }
 
-    /// Every parameter with its name in the file, by head, then layer. Not for packed heads.
+    /// Every parameter with its name in the file, by head, then layer, then those of the prefix layer. Not for packed heads.
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
         let names = self.shape.tensors().into_iter().map(|(name, _)| name);
-        names.zip(self.heads.iter().flat_map(Head::parameters)).collect()
+        let of_heads = names.zip(self.heads.iter().flat_map(Head::parameters));
+        of_heads.chain(self.prefix.iter().flat_map(PrefixLayer::parameters)).collect()
     }
 
     /// The heads' shape, as stored in a file.

@@ -39,6 +39,16 @@ impl BatchStates {
         Self { hidden_nh: hidden_mh, row_of: Some(row_of) }
     }
 
+    /// The same states, with a row for each of the N positions: zeros where none are kept.
+    #[must_use]
+    pub fn of_every_position(self) -> Self {
+        let Some(row_of) = &self.row_of else { return self };
+        let kept: Vec<i64> = (0..).zip(row_of).filter(|(_, row)| **row >= 0).map(|(position, _)| position).collect();
+        let (device, h) = (self.hidden_nh.device(), self.hidden_nh.size()[1]);
+        let zeros_nh = Tensor::zeros([row_of.len() as i64, h], (self.hidden_nh.kind(), device));
+        Self::all(zeros_nh.index_copy(0, &Tensor::from_slice(&kept).to_device(device), &self.hidden_nh))
+    }
+
     /// Rows in `hidden_nh` of flat positions of the batch that have a target.
     pub fn rows_of<'p>(&self, positions: &'p [i64]) -> Cow<'p, [i64]> {
         match &self.row_of {

@@ -40,6 +40,9 @@ pub enum HeadsError {
     /// A tensor name outside of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa or Hydra heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM, ModelOpt or zankner/Hydra", path.display())]
     Layout { path: PathBuf, name: String },
+    /// A tensor that the backbone's kind of decoder layer does not have.
+    #[error("{}: the prefix layer of the backbone's kind has no tensor {name:?}; were these heads trained for this backbone?", path.display())]
+    PrefixTensor { path: PathBuf, name: String },
     /// The heads' shape does not fit the backbone or recipe.
     #[error("{}: {what}: expected {expected}, got {got}; were these heads trained for this backbone?", path.display())]
     Mismatch {

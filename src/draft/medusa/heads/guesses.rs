@@ -173,8 +173,11 @@ mod tests {
             };
             // Values that are exact in bfloat16, so that rounding does not decide the result.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
-            let heads =
-                || Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size).for_training();
+            let heads = || {
+                Heads::random(shape, Kind::BFloat16, Device::Cpu, 1)
+                    .of_vocabulary(config.vocab_size)
+                    .for_training(Kind::Float)
+            };
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
             let hidden_bh = exact(Generator::seeded(3).normal(&[3, config.hidden_size], (Kind::Float, Device::Cpu)));
             let oracle = heads().guesses(3, 4, &hidden_bh, &backbone());

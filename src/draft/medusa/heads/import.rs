@@ -9,10 +9,13 @@ use tch::{Device, Kind, Tensor};
 
 use super::error::HeadsError;
 use super::layout::{
-    HEADS_FILE, HeadPart, HeadTensor, HeadsArchitecture, HeadsLayout, HeadsShape, VLLM_LM_HEAD, VLLM_TOKEN_MAP,
+    HEADS_FILE, HYDRA_UNUSED, HeadPart, HeadTensor, HeadsArchitecture, HeadsLayout, HeadsShape, VLLM_LM_HEAD,
+    VLLM_TOKEN_MAP,
 };
 use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::PublishedHeadsConfig;
+use crate::model::config::LlamaConfig;
+use crate::model::prefix_layer::{PREFIX, PrefixLayer};
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, same_up_to_rounding};
 
 pub mod notices;
@@ -35,6 +38,8 @@ pub struct HeadsFile {
     tensors: WeightFiles,
     /// Names in the file.
     names: BTreeMap<HeadTensor, String>,
+    /// Names of the prefix layer's tensors in the file, by ours.
+    prefix: BTreeMap<String, String>,
     shape: HeadsShape,
     kind: Kind,
     config: Option<PublishedHeadsConfig>,
@@ -53,12 +58,14 @@ impl HeadsFile {
         let config = PublishedHeadsConfig::load_beside(&path)?;
         let names: Vec<String> = tensors.names().into_iter().map(str::to_owned).collect();
         let layout = layout_of(&names).ok_or_else(|| no_heads(&path, &names))?;
+        let prefix = prefix_of(layout, &names);
         let places = places(layout, &names, &path)?;
         let mut file = Self {
             path,
             layout,
             tensors,
             names: places,
+            prefix,
             shape: HeadsShape::default(),
             kind: Kind::Float,
             config,
@@ -101,11 +108,12 @@ impl HeadsFile {
         self.config.as_ref()
     }
 
-    /// Checks that the heads fit a backbone of `[V, H]` and that no tensor is missing; reads only headers.
+    /// Checks that the heads fit a backbone and that no tensor is missing; reads only headers.
     ///
     /// # Errors
     /// [`HeadsError`] names the file and what does not fit.
-    pub fn check(&self, [vocab, hidden]: [i64; 2]) -> Result<(), HeadsError> {
+    pub fn check(&self, backbone: &LlamaConfig) -> Result<(), HeadsError> {
+        let (vocab, hidden) = (backbone.vocab_size, backbone.hidden_size);
         let mismatch = |what, expected, got| HeadsError::Mismatch { path: self.path.clone(), what, expected, got };
         if self.shape.hidden_size != hidden {
             return Err(mismatch("hidden size", hidden, self.shape.hidden_size));
@@ -114,6 +122,7 @@ impl HeadsFile {
         if got != 0 && got != vocab {
             return Err(mismatch("vocabulary", vocab, got));
         }
+        self.check_prefix(backbone)?;
         self.check_alone()
     }
 
@@ -155,13 +164,48 @@ impl HeadsFile {
         }
     }
 
+    /// Checks that the file has every tensor of the prefix layer for this backbone, and no other.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is missing, wrong or unknown.
+    fn check_prefix(&self, backbone: &LlamaConfig) -> Result<(), HeadsError> {
+        let expected = PrefixLayer::tensors(backbone);
+        if let Some((_, name)) = self.prefix.iter().find(|(ours, _)| expected.iter().all(|(name, _)| name != *ours)) {
+            return Err(HeadsError::PrefixTensor { path: self.path.clone(), name: name.clone() });
+        }
+        let check = |(ours, size): &(String, Vec<i64>)| Ok(self.tensors.check(&self.prefix_name(ours)?, size)?);
+        if self.prefix.is_empty() { Ok(()) } else { expected.iter().try_for_each(check) }
+    }
+
+    /// A tensor of the prefix layer by our name, in its own dtype.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is missing or wrong.
+    pub fn prefix_tensor(&self, ours: &str, size: &[i64]) -> Result<Tensor, HeadsError> {
+        Ok(self.tensors.mapped(&self.prefix_name(ours)?, size)?)
+    }
+
+    fn prefix_name(&self, ours: &str) -> Result<String, HeadsError> {
+        let (path, name) = (self.path.clone(), ours.to_owned());
+        self.prefix.get(ours).cloned().ok_or_else(|| WeightsError::MissingTensor { path, name }.into())
+    }
+
+    /// Number of weights, with those of the prefix layer.
+    ///
+    /// # Errors
+    /// [`HeadsError`] if the file is damaged.
+    pub fn parameters(&self) -> Result<i64, HeadsError> {
+        let numel = |name: &String| Ok(self.tensors.shape(name)?.iter().product::<i64>());
+        Ok(self.shape.parameters() + self.prefix.values().map(numel).sum::<Result<i64, HeadsError>>()?)
+    }
+
     /// Bytes of the heads' tensors, by safetensors dtype.
     ///
     /// # Errors
     /// [`HeadsError`] if a file is damaged.
     pub fn bytes(&self) -> Result<BTreeMap<String, u64>, HeadsError> {
         let mut bytes = BTreeMap::new();
-        for name in self.names.values().chain(&self.lm_head) {
+        for name in self.names.values().chain(self.prefix.values()).chain(&self.lm_head) {
             let numel: i64 = self.tensors.shape(name)?.iter().product();
             let kind = self.tensors.kind(name).unwrap_or(Kind::Float);
             *bytes.entry(dtype_of(kind).to_string()).or_default() +=
@@ -230,7 +274,8 @@ impl HeadsFile {
             Err(HeadsError::Unsupported { path, key: key.into(), got, expected })
         };
         let number = |key| self.config.as_ref().and_then(|config| config.count(&[key]));
-        if let (HeadsLayout::Hydra, Some((key, offset @ 1..))) = (self.layout, number("hidden_state_offset")) {
+        let is_published = matches!(self.layout, HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus);
+        if let (true, Some((key, offset @ 1..))) = (is_published, number("hidden_state_offset")) {
             return refuse(&key, offset.to_string(), "0: these heads read hidden states of an earlier layer");
         }
         if self.layout != HeadsLayout::Vllm {
@@ -276,7 +321,11 @@ impl HeadsFile {
         let axis = |size: &Option<Vec<i64>>, axis: usize| size.as_ref().and_then(|size| size.get(axis)).copied();
         let has = |part| first(part).is_some();
         let shape = HeadsShape {
-            architecture: if has(HeadPart::Res) { HeadsArchitecture::Hydra } else { HeadsArchitecture::Medusa },
+            architecture: match (self.prefix.is_empty(), has(HeadPart::Res)) {
+                (false, _) => HeadsArchitecture::HydraPlusPlus,
+                (true, true) => HeadsArchitecture::Hydra,
+                (true, false) => HeadsArchitecture::Medusa,
+            },
             w2_bias: has(HeadPart::W2Bias),
             medusa_num_heads: places().map(|place| place.head + 1).max().unwrap_or(0),
             medusa_num_layers: places().filter(is(HeadPart::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
@@ -355,11 +404,20 @@ fn no_heads(path: &Path, names: &[String]) -> HeadsError {
     HeadsError::Layout { path: path.into(), name: names.first().map_or("(none)", String::as_str).into() }
 }
 
+/// The names of a prefix layer's tensors, by ours.
+fn prefix_of(layout: HeadsLayout, names: &[String]) -> BTreeMap<String, String> {
+    let Some(prefix) = layout.prefix_layer() else { return BTreeMap::new() };
+    let ours = |name: &String| Some((format!("{PREFIX}{}", name.strip_prefix(prefix)?), name.clone()));
+    names.iter().filter(|name| !HYDRA_UNUSED.contains(&name.as_str())).filter_map(ours).collect()
+}
+
 /// Parses each name. Among a backbone's weights, only names with the layout's prefix belong to heads.
 fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap<HeadTensor, String>, HeadsError> {
-    let others = |name: &String| match layout.prefix() {
-        Some(prefix) => !name.starts_with(prefix),
-        None => layout == HeadsLayout::Vllm && [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
+    let others = |name: &String| match (layout, layout.prefix()) {
+        (_, Some(prefix)) => !name.starts_with(prefix),
+        (HeadsLayout::Vllm, _) => [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
+        (HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus, _) if HYDRA_UNUSED.contains(&name.as_str()) => true,
+        _ => layout.prefix_layer().is_some_and(|prefix| name.starts_with(prefix)),
     };
     let place = |name: &String| match layout.place(name) {
         Some(place) => Ok((place, name.clone())),

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::model::prefix_layer::PREFIX;
+
 /// File name of trained heads in a checkpoint or `final/`.
 pub const HEADS_FILE: &str = "heads.safetensors";
 
@@ -14,6 +16,9 @@ pub enum HeadsArchitecture {
     Medusa,
     /// Also the tokens between the hidden state's position and the one to predict (arXiv 2402.05109): heads are sequential.
     Hydra,
+    /// As [`HeadsArchitecture::Hydra`], with the output of a [prefix layer](crate::model::prefix_layer) in place of the hidden state.
+    #[serde(rename = "hydra++")]
+    HydraPlusPlus,
 }
 
 impl HeadsArchitecture {
@@ -22,6 +27,7 @@ impl HeadsArchitecture {
         match self {
             Self::Medusa => "medusa",
             Self::Hydra => "hydra",
+            Self::HydraPlusPlus => "hydra++",
         }
     }
 
@@ -30,12 +36,18 @@ impl HeadsArchitecture {
         match self {
             Self::Medusa => "head",
             Self::Hydra => "Hydra head",
+            Self::HydraPlusPlus => "Hydra++ head",
         }
     }
 
     /// Whether a head reads the tokens before the one that it predicts, so that a node's guesses depend on its path in the tree.
     pub fn is_sequential(self) -> bool {
-        self == Self::Hydra
+        self != Self::Medusa
+    }
+
+    /// Whether the heads read the output of a prefix layer.
+    pub fn has_prefix(self) -> bool {
+        self == Self::HydraPlusPlus
     }
 
     /// How many tokens head `head` (0-based) reads beside the hidden state.
@@ -44,7 +56,7 @@ impl HeadsArchitecture {
     }
 }
 
-/// The shape of a set of heads.
+/// The shape of a set of heads, without their prefix layer, whose shape the backbone decides.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct HeadsShape {
     pub architecture: HeadsArchitecture,
@@ -121,6 +133,9 @@ pub enum HeadsLayout {
     Vllm,
     /// `hydra_lm_head.pt` of Hydra's authors.
     Hydra,
+    /// The same for Hydra++. A dropout module stands before each layer there, and counts.
+    #[serde(rename = "hydra++")]
+    HydraPlusPlus,
 }
 
 /// The role of a tensor in its head.
@@ -158,7 +173,7 @@ pub struct HeadTensor {
 }
 
 /// Name patterns. The W2 of vLLM and Hydra has no layer in its name. Only two layouts can hold sequential heads and a bias of W2.
-const NAMES: [(HeadsLayout, HeadPart, &str); 21] = [
+const NAMES: [(HeadsLayout, HeadPart, &str); 27] = [
     (HeadsLayout::Heads, HeadPart::W1, "{head}.{layer}.linear.weight"),
     (HeadsLayout::Heads, HeadPart::B1, "{head}.{layer}.linear.bias"),
     (HeadsLayout::Heads, HeadPart::Res, "{head}.{layer}.res_connection.weight"),
@@ -180,6 +195,12 @@ const NAMES: [(HeadsLayout, HeadPart, &str); 21] = [
     (HeadsLayout::Hydra, HeadPart::ResBias, "hydra_mlp.{head}.{layer}.res_connection.bias"),
     (HeadsLayout::Hydra, HeadPart::W2, "hydra_lm_head.{head}.weight"),
     (HeadsLayout::Hydra, HeadPart::W2Bias, "hydra_lm_head.{head}.bias"),
+    (HeadsLayout::HydraPlusPlus, HeadPart::W1, "hydra_mlp.{head}.{layer}.linear.weight"),
+    (HeadsLayout::HydraPlusPlus, HeadPart::B1, "hydra_mlp.{head}.{layer}.linear.bias"),
+    (HeadsLayout::HydraPlusPlus, HeadPart::Res, "hydra_mlp.{head}.{layer}.res_connection.weight"),
+    (HeadsLayout::HydraPlusPlus, HeadPart::ResBias, "hydra_mlp.{head}.{layer}.res_connection.bias"),
+    (HeadsLayout::HydraPlusPlus, HeadPart::W2, "hydra_lm_head.{head}.1.weight"),
+    (HeadsLayout::HydraPlusPlus, HeadPart::W2Bias, "hydra_lm_head.{head}.1.bias"),
 ];
 
 /// The lm_head that all heads share in vLLM's layout, `[V, H]`.
@@ -188,10 +209,25 @@ pub const VLLM_LM_HEAD: &str = "lm_head.weight";
 pub const VLLM_TOKEN_MAP: &str = "token_map";
 /// Optional prefix: vLLM's loader removes it from every name.
 const VLLM_PREFIX: &str = "medusa_heads.";
+/// What the names of Hydra++'s prefix layer begin with, spelt as its authors do.
+const HYDRA_PREFIX: &str = "prefix_embeding_layer.";
+/// Tensors in the files of Hydra's authors that no head computes with: the backbone's embedding, the prefix layer's, which is not read, and the
+/// frequencies of its rotary embeddings.
+pub(super) const HYDRA_UNUSED: [&str; 3] = [
+    "input_embed_fn.weight",
+    "prefix_embeding_layer.embed_tokens.weight",
+    "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq",
+];
 
 impl HeadsLayout {
-    pub const ALL: [HeadsLayout; 5] =
-        [HeadsLayout::Heads, HeadsLayout::Merged, HeadsLayout::ModelOpt, HeadsLayout::Vllm, HeadsLayout::Hydra];
+    pub const ALL: [HeadsLayout; 6] = [
+        HeadsLayout::Heads,
+        HeadsLayout::Merged,
+        HeadsLayout::ModelOpt,
+        HeadsLayout::Vllm,
+        HeadsLayout::Hydra,
+        HeadsLayout::HydraPlusPlus,
+    ];
 
     /// The name of a tensor in this layout.
     ///
@@ -199,12 +235,15 @@ impl HeadsLayout {
     /// If the layout cannot hold such a tensor; see [`HeadsLayout::holds`].
     pub fn name(self, place: HeadTensor) -> String {
         let pattern = self.pattern(place.part).expect("a layout that holds this tensor");
-        pattern.replace("{head}", &place.head.to_string()).replace("{layer}", &place.layer.to_string())
+        let layer = if self == HeadsLayout::HydraPlusPlus { 2 * place.layer + 1 } else { place.layer };
+        pattern.replace("{head}", &place.head.to_string()).replace("{layer}", &layer.to_string())
     }
 
     /// Whether heads of this shape can be written in this layout.
     pub fn holds(self, shape: &HeadsShape) -> bool {
-        shape.places().into_iter().all(|place| self.pattern(place.part).is_some())
+        let has_prefix = shape.architecture.has_prefix();
+        let holds_prefix = if has_prefix { self.prefix_layer().is_some() } else { self != HeadsLayout::HydraPlusPlus };
+        holds_prefix && shape.places().into_iter().all(|place| self.pattern(place.part).is_some())
     }
 
     fn pattern(self, part: HeadPart) -> Option<&'static str> {
@@ -213,14 +252,27 @@ impl HeadsLayout {
 
     /// Whether the output layer's name has no layer in it.
     pub(super) fn names_w2_by_head(self) -> bool {
-        matches!(self, HeadsLayout::Vllm | HeadsLayout::Hydra)
+        matches!(self, HeadsLayout::Vllm | HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus)
+    }
+
+    /// What the names of a prefix layer begin with, in place of [`prefix_layer::PREFIX`](crate::model::prefix_layer::PREFIX).
+    pub fn prefix_layer(self) -> Option<&'static str> {
+        match self {
+            HeadsLayout::Heads => Some(PREFIX),
+            HeadsLayout::HydraPlusPlus => Some(HYDRA_PREFIX),
+            HeadsLayout::Merged | HeadsLayout::ModelOpt | HeadsLayout::Vllm | HeadsLayout::Hydra => None,
+        }
     }
 
     /// Parses a tensor name; `None` if it is not of this layout. The layer of an output layer named by its head is 0.
     pub fn place(self, name: &str) -> Option<HeadTensor> {
         let name = if self == HeadsLayout::Vllm { name.strip_prefix(VLLM_PREFIX).unwrap_or(name) } else { name };
         let patterns = NAMES.iter().filter(|(layout, ..)| *layout == self);
-        patterns.filter_map(|(_, part, pattern)| matched(pattern, name, *part)).next()
+        let place = patterns.filter_map(|(_, part, pattern)| matched(pattern, name, *part)).next()?;
+        if self == HeadsLayout::HydraPlusPlus && place.part.is_of_block() {
+            return (place.layer % 2 == 1).then_some(HeadTensor { layer: place.layer / 2, ..place });
+        }
+        Some(place)
     }
 
     /// Prefix of the heads' names in a file that also holds the backbone's weights.
@@ -228,7 +280,7 @@ impl HeadsLayout {
         match self {
             HeadsLayout::Merged => Some("medusa_head."),
             HeadsLayout::ModelOpt => Some("medusa_heads."),
-            HeadsLayout::Heads | HeadsLayout::Vllm | HeadsLayout::Hydra => None,
+            HeadsLayout::Heads | HeadsLayout::Vllm | HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus => None,
         }
     }
 
@@ -240,6 +292,7 @@ impl HeadsLayout {
             HeadsLayout::ModelOpt => "inside a backbone's weights (NVIDIA ModelOpt, TensorRT-LLM)",
             HeadsLayout::Vllm => "vLLM's draft model",
             HeadsLayout::Hydra => "Hydra heads alone (zankner/Hydra)",
+            HeadsLayout::HydraPlusPlus => "Hydra++ heads and their prefix layer (zankner/Hydra)",
         }
     }
 
@@ -282,7 +335,13 @@ mod tests {
             let layer = if !part.is_of_block() && layout.names_w2_by_head() { 0 } else { 1 };
             let place = HeadTensor { head: 3, layer, part };
             let name = layout.name(place);
-            for other in HeadsLayout::ALL {
+            // The blocks of both layouts of Hydra's authors have the same names; those of the output layers tell them apart.
+            let of_hydra = [HeadsLayout::Hydra, HeadsLayout::HydraPlusPlus];
+            let is_other = |other: &HeadsLayout| {
+                let both_of_hydra = of_hydra.contains(&layout) && of_hydra.contains(other);
+                !(both_of_hydra && *other != layout && part.is_of_block())
+            };
+            for other in HeadsLayout::ALL.into_iter().filter(is_other) {
                 assert_eq!(other.place(&name), (other == layout).then_some(place), "{name} as {other:?}");
             }
         }
@@ -297,6 +356,10 @@ mod tests {
         assert_eq!(HeadsLayout::Vllm.name(of(2, 1, HeadPart::W2)), "lm_heads.2.weight");
         assert_eq!(HeadsLayout::Hydra.name(of(3, 0, HeadPart::Res)), "hydra_mlp.3.0.res_connection.weight");
         assert_eq!(HeadsLayout::Hydra.name(of(3, 1, HeadPart::W2Bias)), "hydra_lm_head.3.bias");
+        let plus_plus = HeadsLayout::HydraPlusPlus;
+        assert_eq!(plus_plus.name(of(3, 2, HeadPart::W1)), "hydra_mlp.3.5.linear.weight");
+        assert_eq!(plus_plus.name(of(3, 4, HeadPart::W2)), "hydra_lm_head.3.1.weight");
+        assert_eq!(plus_plus.place("hydra_mlp.3.4.linear.weight"), None, "a dropout module");
         assert_eq!(HeadsLayout::Vllm.place("medusa_heads.blocks.2.layers.0.bias"), Some(of(2, 0, HeadPart::B1)));
         for none in ["01.0.linear.weight", "0.+1.weight", "0.weight", "model.0.0.linear.weight", "9999.0.weight"] {
             assert!(HeadsLayout::ALL.iter().all(|layout| layout.place(none).is_none()), "{none}");

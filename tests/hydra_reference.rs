@@ -1,0 +1,333 @@
+//! Training of sequential heads, and with soft targets, matches an independent PyTorch program (`scripts/hydra_oracle.py`): losses and
+//! gradient norm of 20 steps, gradients of step 0, the final weights, and the guesses of the trained heads.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+
+use medusa::data::Watch;
+use medusa::draft::medusa::heads::import::HeadsFile;
+use medusa::draft::medusa::heads::import::notices::Notice;
+use medusa::draft::medusa::heads::{HEADS_FILE, HeadInput, Heads, HeadsArchitecture, HeadsShape};
+use medusa::formats::metrics::MetricsLine;
+use medusa::model::attention::RowMask;
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
+use medusa::model::lora::Adapters;
+use medusa::model::prefix_layer::PrefixLayer;
+use medusa::model::weights::{WeightFiles, save};
+use medusa::recipe::Recipe;
+use medusa::train::checked::CheckedRun;
+use medusa::train::run::TrainRun;
+use medusa::train::training_loop::{RunEvent, RunOutcome};
+use serde_json::Value;
+use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
+
+use crate::published::published;
+
+/// Relative, for losses and gradient norms: ten times what float32 and float64 differ by in PyTorch.
+const TOLERANCE: f64 = 1e-5;
+/// Absolute, for the final weights, which moved by 1e-2.
+const WEIGHT_TOLERANCE: f64 = 1e-4;
+const STRIDE: usize = 61;
+const SMALL: usize = 256;
+
+/// A run of the oracle.
+struct Oracle {
+    name: &'static str,
+    report: Value,
+    tensors: WeightFiles,
+}
+
+impl Oracle {
+    fn open(name: &'static str) -> Self {
+        let path = |extension: &str| published(&format!("hydra/{name}.{extension}"));
+        let text = fs::read_to_string(path("json")).expect("the oracle's report");
+        Self {
+            name,
+            report: serde_json::from_str(&text).expect("JSON"),
+            tensors: WeightFiles::open_file(&path("safetensors")).expect("the oracle's tensors"),
+        }
+    }
+
+    fn setting(&self, key: &str) -> &Value {
+        &self.report["settings"][key]
+    }
+
+    fn architecture(&self) -> HeadsArchitecture {
+        serde_json::from_value(self.setting("architecture").clone()).expect("an architecture")
+    }
+
+    /// `[loss]` of the recipe.
+    fn loss(&self) -> String {
+        match self.setting("label_weight").as_f64().expect("a number") {
+            1.0 => String::new(),
+            0.0 => "[loss]\ntargets = \"backbone\"\n".to_owned(),
+            labels => format!("[loss]\ntargets = {{ labels = {labels:?}, backbone = {:?} }}\n", 1.0 - labels),
+        }
+    }
+
+    fn recipe(&self, run: &Path, steps: usize, micro_batch_size: usize) -> String {
+        let [backbone, rows] = ["models/stories260K", "reference/losses/rows.jsonl"].map(published);
+        let init = self.initial_heads(run);
+        let init = init.map_or_else(String::new, |path| format!("init_from = {path:?}\n"));
+        let (architecture, layers, loss) = (self.setting("architecture"), self.setting("layers"), self.loss());
+        let accumulation = 8 / micro_batch_size;
+        format!(
+            "[backbone]\npath = {backbone:?}\ndtype = \"float32\"\n\
+             [heads]\narchitecture = {architecture}\nmedusa_num_heads = 4\nmedusa_num_layers = {layers}\n{init}\
+             [stage.medusa1]\n{loss}\
+             [data]\ntrain = [{rows:?}]\nmax_length = 512\npacking = false\nshuffle = false\n\
+             [optimizer]\nlearning_rate = 5e-4\n[schedule]\nname = \"constant\"\n\
+             [train]\noutput_dir = {run:?}\nmax_steps = {steps}\nsave_every = {steps}\nmicro_batch_size = {micro_batch_size}\n\
+             gradient_accumulation_steps = {accumulation}\n"
+        )
+    }
+
+    /// The heads that the oracle starts from, as a file beside `run`; Medusa heads start as ours.
+    fn initial_heads(&self, run: &Path) -> Option<PathBuf> {
+        let (shape, backbone, path) = (self.shape(), backbone(), run.with_extension("safetensors"));
+        if !shape.architecture.is_sequential() {
+            return None;
+        }
+        let of_size = |(name, size): (String, Vec<i64>)| {
+            let is_w2 = size == [shape.vocab_size, shape.hidden_size];
+            let tensor = match size[..] {
+                _ if is_w2 => backbone.lm_head_weight().copy(),
+                [_] if name.contains("norm") => initial(&name, &size, 0.1) + 1.0,
+                _ => initial(&name, &size, (size[size.len() - 1] as f64).powf(-0.5)),
+            };
+            self.assert_norm("init", &name, &tensor, 1e-9);
+            (name, tensor)
+        };
+        let tensors: Vec<(String, Tensor)> = self.weights(&backbone).into_iter().map(of_size).collect();
+        let named: Vec<(String, &Tensor)> = tensors.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+        save(&path, &named).expect("a file");
+        Some(path)
+    }
+}
+
+impl Oracle {
+    fn shape(&self) -> HeadsShape {
+        HeadsShape {
+            architecture: self.architecture(),
+            medusa_num_heads: 4,
+            medusa_num_layers: usize::try_from(self.setting("layers").as_u64().expect("a number")).expect("a few"),
+            hidden_size: 64,
+            vocab_size: 512,
+            w2_bias: self.setting("w2_bias").as_bool().expect("a flag"),
+        }
+    }
+
+    /// Names and shapes of all weights.
+    fn weights(&self, backbone: &Llama) -> Vec<(String, Vec<i64>)> {
+        let prefix = self.architecture().has_prefix().then(|| PrefixLayer::tensors(&backbone.config));
+        self.shape().tensors().into_iter().chain(prefix.into_iter().flatten()).collect()
+    }
+
+    /// Compares the norm of a whole tensor, relative to `size`.
+    fn assert_norm(&self, stage: &str, name: &str, tensor: &Tensor, tolerance: f64) {
+        let expected = self.report["norms"][stage][name].as_f64().expect("a norm");
+        assert_close(&format!("{}: norm of {stage}.{name}", self.name), norm(tensor), expected, tolerance);
+    }
+
+    /// Compares a tensor with the oracle's sample of it.
+    fn assert_sample(&self, stage: &str, name: &str, tensor: &Tensor, tolerance: f64) {
+        let numbers =
+            |tensor: &Tensor| Vec::<f32>::try_from(tensor.to_kind(Kind::Float).flatten(0, -1)).expect("numbers");
+        let all = numbers(tensor);
+        let stride = if all.len() <= SMALL { 1 } else { STRIDE };
+        let got: Vec<f32> = all.into_iter().step_by(stride).collect();
+        let name = format!("{stage}.{name}");
+        let size = self.tensors.shape(&name).expect("a sample");
+        let expected = numbers(&self.tensors.tensor(&name, &size, Kind::Float, Device::Cpu).expect("a sample"));
+        assert_eq!(got.len(), expected.len(), "{name}");
+        let worst =
+            got.iter().zip(&expected).map(|(got, expected)| f64::from((got - expected).abs())).fold(0.0, f64::max);
+        assert!(worst <= tolerance, "{}, {name}: largest difference {worst:.2e} > {tolerance:.0e}", self.name);
+    }
+
+    /// Trains and returns the lines of metrics.jsonl and the folder of the result.
+    fn train(
+        &self,
+        folder: &TempDir,
+        steps: usize,
+        micro_batch_size: usize,
+        more: &str,
+    ) -> (Vec<MetricsLine>, PathBuf) {
+        let recipe = self.recipe(&folder.path().join("run"), steps, micro_batch_size) + more;
+        let plan = Recipe::parse(Path::new("oracle.toml"), &recipe).expect("a recipe").plan(Device::Cpu);
+        let run = TrainRun::load(CheckedRun::load(plan, Watch::default()).expect("rows")).expect("a backbone");
+        let mut lines = vec![];
+        let mut tell = |event: RunEvent| {
+            if let RunEvent::Stepped(line) = event {
+                lines.push(line.clone());
+            }
+        };
+        match run.train(false, &AtomicBool::new(false), &mut tell).expect("a run") {
+            RunOutcome::Finished(result) => (lines, result),
+            other => panic!("finished, got {other:?}"),
+        }
+    }
+
+    fn check_steps(&self, lines: &[MetricsLine]) {
+        let steps = self.report["steps"].as_array().expect("steps");
+        assert_eq!(lines.len(), steps.len());
+        for (line, expected) in lines.iter().zip(steps) {
+            let what = |part: &str| format!("{}, step {}, {part}", self.name, line.step - 1);
+            let number = |value: &Value| value.as_f64().expect("a number");
+            assert_close(&what("loss"), line.loss, number(&expected["loss"]), TOLERANCE);
+            let update = line.update.as_ref().expect("a training line");
+            assert_close(&what("gradient norm"), update.grad_norm, number(&expected["grad_norm"]), TOLERANCE);
+            for (head, expected) in expected["head_losses"].as_array().expect("heads").iter().enumerate() {
+                let got = line.head_losses[head].expect("every head has targets");
+                assert_close(&what(&format!("head {}", head + 1)), got, number(expected), TOLERANCE);
+            }
+        }
+    }
+
+    /// AdamW's first moment after one step is a tenth of the clipped gradient.
+    fn check_gradients(&self, backbone: &Llama) {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let _ = self.train(&folder, 1, 8, "");
+        let moments =
+            WeightFiles::open_file(&folder.path().join("run/step-000001/optimizer.safetensors")).expect("a checkpoint");
+        let clip = (1.0 / (self.report["steps"][0]["grad_norm"].as_f64().expect("a norm") + 1e-6)).min(1.0);
+        for (name, size) in self.weights(backbone) {
+            let moment = moments.tensor(&format!("{name}.exp_avg"), &size, Kind::Float, Device::Cpu).expect("a moment");
+            let gradient = moment * (10.0 / clip);
+            let largest = gradient.abs().max().double_value(&[]);
+            assert!(largest > 0.0, "{name}");
+            self.assert_sample("gradient", &name, &gradient, TOLERANCE * largest);
+            self.assert_norm("gradient", &name, &gradient, TOLERANCE);
+        }
+    }
+
+    fn check_final(&self, result: &Path, backbone: &Llama) {
+        let got = WeightFiles::open_file(&result.join(HEADS_FILE)).expect("our heads");
+        let weights = self.weights(backbone);
+        assert_eq!(got.names().len(), weights.len());
+        for (name, size) in weights {
+            let value = got.tensor(&name, &size, Kind::Float, Device::Cpu).expect("a tensor");
+            self.assert_sample("final", &name, &value, WEIGHT_TOLERANCE);
+            self.assert_norm("final", &name, &value, WEIGHT_TOLERANCE);
+        }
+    }
+
+    /// The trained heads guess what the oracle's do, each along the path that the guesses before it lead to.
+    fn check_guesses(&self, result: &Path, backbone: &Llama) {
+        let heads = Heads::load(result, backbone).expect("our heads");
+        let text = fs::read_to_string(published("reference/losses/rows.jsonl")).expect("rows");
+        let rows: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        for expected in self.report["guesses"].as_array().expect("guesses") {
+            let at = |key: &str| usize::try_from(expected[key].as_u64().expect("a number")).expect("an index");
+            let tokens = ids(&rows[at("row")]["input_ids"]);
+            let mask = RowMask::causal(tokens.len() as i64, &backbone.config, Device::Cpu);
+            let hidden_1th = backbone.hidden_states(&Tensor::from_slice(&tokens).unsqueeze(0), &mask, Adapters::Off);
+            let states_1th = heads.states_of_rows(&hidden_1th, &[vec![tokens.len()]]);
+            let state_1h = states_1th.narrow(1, at("position") as i64, 1).squeeze_dim(0);
+            let path = ids(&expected["path"]);
+            for (head, expected) in expected["guesses"].as_array().expect("levels").iter().enumerate() {
+                let previous_1j = Tensor::from_slice(&path[..=head]).unsqueeze(0);
+                let previous_nj = self.architecture().is_sequential().then_some(&previous_1j);
+                let input = HeadInput { hidden_nh: &state_1h, previous_nj };
+                let got = heads.logits(head, &input, backbone).topk(3, -1, true, true).1.flatten(0, -1);
+                assert_eq!(Vec::<i64>::try_from(got).expect("ids"), ids(expected), "{}, head {head}", self.name);
+            }
+        }
+    }
+}
+
+fn ids(value: &Value) -> Vec<i64> {
+    serde_json::from_value(value.clone()).expect("ids")
+}
+
+fn norm(tensor: &Tensor) -> f64 {
+    tensor.to_kind(Kind::Double).norm().double_value(&[])
+}
+
+fn assert_close(what: &str, got: f64, expected: f64, relative: f64) {
+    let error = (got - expected).abs() / expected.abs();
+    assert!(
+        error <= relative,
+        "{what}: got {got}, PyTorch has {expected}: relative error {error:.2e} > {relative:.0e}"
+    );
+}
+
+/// Numbers in [-bound, bound), as the script's function of the same name makes them.
+fn initial(name: &str, shape: &[i64], bound: f64) -> Tensor {
+    let hash = |seed: u64, byte: u8| (seed ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    let seed = name.bytes().fold(0xcbf2_9ce4_8422_2325, hash);
+    let number = |index: u64| {
+        let mut z = seed.wrapping_add((index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        (2.0 * (z >> 40) as f64 / f64::from(1 << 24) - 1.0) * bound
+    };
+    let numbers: Vec<f64> = (0..shape.iter().product::<i64>().unsigned_abs()).map(number).collect();
+    Tensor::from_slice(&numbers).to_kind(Kind::Float).view(shape)
+}
+
+fn backbone() -> Llama {
+    Llama::load(&published("models/stories260K"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone")
+}
+
+fn check(name: &'static str, micro_batch_sizes: &[usize]) {
+    let (oracle, backbone) = (Oracle::open(name), backbone());
+    for &micro_batch_size in micro_batch_sizes {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let (lines, result) = oracle.train(&folder, 20, micro_batch_size, "");
+        oracle.check_steps(&lines);
+        oracle.check_final(&result, &backbone);
+        oracle.check_guesses(&result, &backbone);
+    }
+    oracle.check_gradients(&backbone);
+}
+
+/// Files as Hydra's trainer saves them: float16 without a prefix layer, float32 with one.
+#[test]
+fn published_files_give_the_logits_that_they_give_in_pytorch() {
+    let folder = |name: &str| published(&format!("hydra/{name}"));
+    let backbone = Llama::load(&folder("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+    for (arch, architecture) in [("mlp", HeadsArchitecture::Hydra), ("prefix-mlp", HeadsArchitecture::HydraPlusPlus)] {
+        let from = folder(&format!("published_{arch}"));
+        let expected = Tensor::read_safetensors(from.join("expected.safetensors")).expect("the oracle's tensors");
+        let tensor = |name: &str| &expected.iter().find(|(found, _)| found == name).expect("a tensor").1;
+        let heads = Heads::load(&from, &backbone).expect("heads");
+        let HeadsShape { medusa_num_heads: 3, medusa_num_layers: 3, w2_bias: true, .. } = heads.shape() else {
+            panic!("{:?}", heads.shape())
+        };
+        assert_eq!(heads.architecture(), architecture);
+        let (hidden_th, tokens_t) = (tensor("hidden_states"), tensor("input_ids"));
+        let states_th = heads.states_of_rows(&hidden_th.unsqueeze(0), &[vec![16]]).squeeze_dim(0);
+        let logits_knv = tensor("logits");
+        let n = logits_knv.size()[1];
+        for head in 0..3 {
+            let after: Vec<Tensor> = (1..=head + 1).map(|j| tokens_t.narrow(0, j, n)).collect();
+            let previous_nj = Tensor::stack(&after, 1);
+            let input = HeadInput { hidden_nh: &states_th.narrow(0, 0, n), previous_nj: Some(&previous_nj) };
+            let got_nv = heads.logits(usize::try_from(head).expect("a head"), &input, &backbone);
+            let worst = (got_nv - logits_knv.get(head)).abs().max().double_value(&[]);
+            assert!(worst < 2e-6, "{arch}, head {head}: {worst}");
+        }
+        let notices = HeadsFile::open(&from).expect("heads").notices().expect("notices");
+        assert!(matches!(&notices[..], [Notice::Tied { heads, .. }] if heads == &[1, 2, 3]), "{notices:?}");
+    }
+}
+
+#[test]
+fn twenty_steps_of_hydra_heads_equal_pytorch() {
+    check("hydra", &[8]);
+}
+
+#[test]
+fn twenty_steps_of_hydra_heads_with_biases_of_w2_equal_pytorch() {
+    check("hydra_w2_bias", &[8]);
+}
+
+#[test]
+fn twenty_steps_of_hydra_plus_plus_heads_equal_pytorch() {
+    check("hydra++", &[8, 2]);
+}
