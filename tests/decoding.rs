@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use assert_cmd::Command;
-use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::files::write_atomic;
 use medusa::model::config::LlamaConfig;
 use medusa::model::llama::Llama;
@@ -63,7 +63,12 @@ impl World {
     }
 
     fn heads(&self, name: &str, medusa_num_heads: usize, hidden_size: i64) {
+        self.heads_of(HeadsArchitecture::Medusa, name, medusa_num_heads, hidden_size);
+    }
+
+    fn heads_of(&self, architecture: HeadsArchitecture, name: &str, medusa_num_heads: usize, hidden_size: i64) {
         let shape = HeadsShape {
+            architecture,
             medusa_num_heads,
             medusa_num_layers: 1,
             hidden_size,
@@ -172,6 +177,33 @@ fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
     world.write("t.json", &json!([[0]]));
     let complaint = world.complaint(&[&MEDUSA[..], &["--drafter", "ngram"]].concat(), 2);
     assert!(complaint.contains("drop --tree"), "{complaint}");
+}
+
+#[test]
+fn sequential_heads_and_trees_chosen_at_each_step_change_no_token() {
+    let world = World::new();
+    world.heads_of(HeadsArchitecture::Hydra, "s", 4, HIDDEN);
+    world.write("t.json", &json!([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]));
+    world.write("d.json", &json!({"dynamic": {"nodes": 9, "depth": 2, "top_k": 4}, "nodes": 9}));
+    let short = ["--max-new-tokens", "20"];
+    let plain = &world.json(&[&PLAIN[..], &short].concat())[0];
+    for (heads, tree) in [("h", "dynamic:8"), ("h", "d.json"), ("s", "dynamic:8"), ("s", "d.json"), ("s", "t.json")] {
+        let with = [&PLAIN[..], &short, &["--heads", heads, "--tree", tree]].concat();
+        assert_eq!(world.json(&with)[0]["new_ids"], plain["new_ids"], "{heads} {tree}");
+    }
+    let bench =
+        ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--repeats", "1", "--heads", "s", "--tree", "dynamic:8"];
+    let result = &world.json(&[&bench[..], &short].concat())[0];
+    let found = [&result["drafter"], &result["identical"], &result["tree_nodes"]];
+    assert_eq!(found, [&json!("hydra"), &json!(true), &json!(8)]);
+    let inspected = &world.json(&["inspect", "d.json"])[0];
+    assert!(inspected.to_string().contains(r#""dynamic":{"nodes":9,"depth":2,"top_k":4}"#), "{inspected}");
+    let with = |tree: &str, status| world.complaint(&[&PLAIN[..], &["--heads", "h", "--tree", tree]].concat(), status);
+    for bad in ["dynamic:0", "dynamic:1025", "dynamic:x"] {
+        assert!(with(bad, 2).contains(&format!("--tree {bad}: expected a number of nodes, from 1 to 1024")));
+    }
+    world.write("d.json", &json!({"dynamic": {"nodes": 9, "depth": 4, "top_k": 4}}));
+    assert!(with("d.json", 1).contains("chosen at each step has 4 levels; expected 1 to 3 for these heads"));
 }
 
 #[test]

@@ -52,7 +52,8 @@ pub struct ChatArgs {
     /// Heads: a folder such as a run's `final/`, or a Hub id. Without: plain autoregressive decoding.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
-    /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
+    /// Tree of guesses: a file from `medusa tree`, or dynamic:N for the N likeliest guesses of each step [default: a chain of each
+    /// head's best guess].
     #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
     /// System prompt; needs a chat template.

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::decoder::Decoder;
 use super::decoding::{non_negative, probability};
 use super::drafter::Drafts;
-use super::drafter::plan::DrafterPlan;
+use super::drafter::plan::{DrafterPlan, PlannedTree};
 use super::engine::{EngineFlags, EngineName};
 use super::reading::Counter;
 use super::served::ServedFlags;
@@ -78,7 +78,8 @@ pub struct DistillArgs {
     /// Decode with these heads, one conversation at a time; above temperature 0 with typical acceptance.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
-    /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
+    /// Tree of guesses: a file from `medusa tree`, or dynamic:N for the N likeliest guesses of each step [default: a chain of each
+    /// head's best guess].
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
     /// Conversations decoded together. On the CPU the answers do not depend on the batch size up to 64.
@@ -146,6 +147,15 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     summary(args, &output, [before, last.tokens], began.elapsed().as_secs_f64(), common)
 }
 
+/// Of a tree's file, or of what stands in its place.
+fn tree_sha256(tree: &Path) -> io::Result<String> {
+    if PlannedTree::is_inline(tree) {
+        Ok(files::sha256_of_all(&[tree.display().to_string()]))
+    } else {
+        files::sha256(tree)
+    }
+}
+
 impl DistillArgs {
     fn settings(&self, decoder: &Decoder, common: &CommonFlags) -> anyhow::Result<DistillSettings> {
         let all = if self.self_talk { SELF_TALK_TURNS } else { usize::MAX };
@@ -194,7 +204,7 @@ impl DistillArgs {
             heads: self.heads.as_deref().map(shown),
             heads_sha256: self.heads.as_deref().map(|heads| HeadsFile::open(heads)?.sha256()).transpose()?,
             adapter_sha256: adapter,
-            tree_sha256: self.tree.as_deref().map(files::sha256).transpose()?,
+            tree_sha256: self.tree.as_deref().map(tree_sha256).transpose()?,
         })
     }
 

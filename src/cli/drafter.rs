@@ -10,6 +10,7 @@ use self::plan::DrafterPlan;
 use self::spec::{DrafterName, DrafterSpec};
 use super::UsageError;
 use crate::draft::Drafter;
+use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
@@ -18,6 +19,7 @@ use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
+use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
 pub mod loaded;
@@ -70,8 +72,10 @@ pub struct Drafts<'a> {
 /// A drafter before its first prompt.
 #[derive(Debug)]
 pub enum ReadyDrafter<'a> {
-    /// Heads and their tree.
+    /// Medusa heads and a static tree.
     Medusa(MedusaDrafter<'a>),
+    /// Heads that fill their tree level by level.
+    Levels(LevelDrafter<'a>, &'a GuessTree),
     /// Prompt lookup.
     Ngram(NgramDrafter<'a>),
     /// A draft model, and the tree that it fills.
@@ -89,7 +93,7 @@ impl<'a> ReadyDrafter<'a> {
     ///
     /// # Errors
     /// If heads, tree and backbone do not fit each other.
-    pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, tree: Option<&'a SparseTree>) -> anyhow::Result<Self> {
+    pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, tree: Option<&'a GuessTree>) -> anyhow::Result<Self> {
         let part = |at: usize| Self::of_part(at, backbone, loaded, tree);
         match loaded.spec.parts().len() {
             1 => part(0),
@@ -105,7 +109,7 @@ impl<'a> ReadyDrafter<'a> {
         at: usize,
         backbone: &'a Llama,
         loaded: &'a LoadedDrafter,
-        tree: Option<&'a SparseTree>,
+        tree: Option<&'a GuessTree>,
     ) -> anyhow::Result<Self> {
         let parts = loaded.spec.parts();
         Ok(match parts[at].name {
@@ -119,9 +123,18 @@ impl<'a> ReadyDrafter<'a> {
             }
             _ => {
                 let (heads, own) = loaded.heads.as_ref().expect("the plan of a drafter with heads has heads");
-                Self::Medusa(MedusaDrafter::new(backbone, heads, tree.unwrap_or(own))?)
+                let tree = tree.unwrap_or(own);
+                Self::of_heads(HeadsDrafter::new(backbone, heads, tree)?, tree)
             }
         })
+    }
+
+    /// Heads that fill `tree`.
+    pub fn of_heads(drafter: HeadsDrafter<'a>, tree: &'a GuessTree) -> Self {
+        match drafter {
+            HeadsDrafter::AtOnce(drafter) => Self::Medusa(drafter),
+            HeadsDrafter::ByLevel(drafter) => Self::Levels(drafter, tree),
+        }
     }
 
     /// The drafter for engines that draft on the host.
@@ -130,6 +143,7 @@ impl<'a> ReadyDrafter<'a> {
         match self {
             Self::Medusa(drafter) => Box::new(drafter),
             Self::Ngram(drafter) => Box::new(drafter),
+            Self::Levels(drafter, _) => Box::new(drafter),
             Self::Model(drafter, _) => Box::new(drafter),
             Self::Recycling(drafter) => Box::new(drafter),
             Self::Lookahead(drafter) => Box::new(drafter),
@@ -144,6 +158,7 @@ impl<'a> ReadyDrafter<'a> {
     pub fn tree(&self) -> Option<&'a SparseTree> {
         match self {
             Self::Medusa(drafter) => Some(drafter.tree()),
+            Self::Levels(_, tree) => tree.as_static(),
             Self::Ngram(_) | Self::Recycling(_) | Self::Lookahead(_) | Self::Joined { .. } => None,
             Self::Model(_, tree) => Some(tree),
         }
@@ -154,6 +169,7 @@ impl<'a> ReadyDrafter<'a> {
         match self {
             Self::Medusa(drafter) => drafter.tree().choices().len(),
             Self::Ngram(_) => NgramDrafter::max_nodes(),
+            Self::Levels(_, tree) => tree.nodes(),
             Self::Model(_, tree) => tree.choices().len(),
             Self::Recycling(_) => RecyclingDrafter::max_nodes(),
             Self::Lookahead(drafter) => drafter.size().max_nodes(),
@@ -164,7 +180,7 @@ impl<'a> ReadyDrafter<'a> {
     /// What drafts, for people.
     pub fn described(&self) -> &'static str {
         match self {
-            Self::Medusa(_) => "heads",
+            Self::Medusa(_) | Self::Levels(..) => "heads",
             Self::Ngram(_) => "prompt lookup",
             Self::Model(..) => "a draft model",
             Self::Recycling(_) => "token recycling",

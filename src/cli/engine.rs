@@ -175,6 +175,9 @@ impl EngineFlags {
         let heads = match drafts {
             None => None,
             Some(Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance }) => Some((drafter, *acceptance)),
+            Some(Drafts { drafter: ReadyDrafter::Levels(..), .. }) => {
+                return Err(CudaError::Request("sequential heads and trees chosen at each step draft on the host"));
+            }
             Some(_) => {
                 return Err(CudaError::Request("only heads draft on the GPU; the other drafters work on the host"));
             }

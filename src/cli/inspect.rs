@@ -18,9 +18,10 @@ use crate::files::failed;
 use crate::formats::bench::BenchHeadline;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
-use crate::formats::tree::TreeFile;
+use crate::formats::tree::{DynamicTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError};
+use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
 mod run;
@@ -62,6 +63,9 @@ struct Inspected<'p> {
 #[derive(Debug, Serialize)]
 struct TreeFound {
     nodes: usize,
+    /// Of a tree that is chosen at each step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dynamic: Option<DynamicTree>,
     nodes_of_level: Vec<usize>,
     guesses_of_head: Vec<usize>,
     expected_tokens_per_step: Option<f64>,
@@ -161,8 +165,8 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     // The first result of a sweep determines the kind; the kind's own reader checks the rest.
     let value = Value::deserialize(&mut serde_json::Deserializer::from_str(&text))
         .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
-    if value.is_array() || value.get("choices").is_some() {
-        return Ok(Contents::Tree(tree(SparseTree::load(path)?)));
+    if value.is_array() || value.get("choices").is_some() || value.get("dynamic").is_some() {
+        return Ok(Contents::Tree(tree(GuessTree::load(path)?)));
     }
     if value.get("heads").is_some() {
         let calibration = Calibration { exported_from: None, other: Map::new(), ..Calibration::load(path)? };
@@ -177,19 +181,20 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
         return Ok(Contents::Bench { bench });
     }
     anyhow::bail!(
-        "{} is JSON of no known kind: {}; expected a tree (choices), a calibration (heads), latencies (plain_step_ms) or a bench (acceleration_rate)",
+        "{} is JSON of no known kind: {}; expected a tree (choices or dynamic), a calibration (heads), latencies (plain_step_ms) or a bench (acceleration_rate)",
         path.display(),
         keys(&value)
     )
 }
 
-fn tree((tree, file): (SparseTree, TreeFile)) -> TreeFound {
-    let mut nodes_of_level = vec![0; tree.max_depth()];
-    tree.choices().iter().for_each(|choice| nodes_of_level[choice.len() - 1] += 1);
+fn tree((tree, file): (GuessTree, TreeFile)) -> TreeFound {
+    let mut nodes_of_level = vec![0; tree.as_static().map_or(0, SparseTree::max_depth)];
+    file.choices.iter().for_each(|choice| nodes_of_level[choice.len() - 1] += 1);
     TreeFound {
-        nodes: tree.choices().len(),
+        nodes: tree.nodes(),
+        dynamic: file.dynamic,
         nodes_of_level,
-        guesses_of_head: tree.widths(),
+        guesses_of_head: tree.as_static().map_or(vec![], SparseTree::widths),
         expected_tokens_per_step: file.expected_tokens_per_step,
         calibration_sha256: file.calibration_sha256,
         expected_tokens_per_second: file.expected_tokens_per_second,
@@ -229,13 +234,14 @@ fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
 }
 
 fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
-    writeln!(out, "tree         {} nodes, on each level {:?}", found.nodes, found.nodes_of_level)?;
-    writeln!(
-        out,
-        "heads        {}, of each this many guesses: {:?}",
-        found.guesses_of_head.len(),
-        found.guesses_of_head
-    )?;
+    if let Some(DynamicTree { nodes, depth, top_k }) = found.dynamic {
+        writeln!(out, "tree         chosen at each step: the {nodes} likeliest nodes")?;
+        writeln!(out, "heads        {depth}, of each up to {top_k} nodes with {top_k} guesses")?;
+    } else {
+        let (levels, guesses) = (&found.nodes_of_level, &found.guesses_of_head);
+        writeln!(out, "tree         {} nodes, on each level {levels:?}", found.nodes)?;
+        writeln!(out, "heads        {}, of each this many guesses: {guesses:?}", guesses.len())?;
+    }
     if let Some(tokens) = found.expected_tokens_per_step {
         writeln!(out, "expected     {tokens:.3} tokens a step")?;
     }

@@ -17,6 +17,7 @@ use crate::model::new_tokens::NewTokens;
 use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
 
+pub mod heads_drafter;
 pub mod hydra;
 pub mod joined;
 pub mod levels;

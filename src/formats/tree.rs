@@ -3,23 +3,28 @@
 use std::io::Write;
 use std::path::Path;
 
+use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
 
 const WHAT: &str = "tree file";
-const EXPECTED: &str =
-    "is no tree file; expected {\"choices\":[[0],[0,0],[1]], …} as `medusa tree` writes it, or a bare list of paths";
+const EXPECTED: &str = "is no tree file; expected {\"choices\":[[0],[0,0],[1]], …} or {\"dynamic\":{\"nodes\":…,\"depth\":…,\"top_k\":…}, …} as `medusa tree` writes it, or a bare list of paths";
 
-/// `tree.json`: the choices and their origin; a bare list of paths has only the choices.
+/// `tree.json`: the choices and their origin; a bare list of paths has only the choices. A tree that is chosen at each step has limits
+/// instead of choices.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct TreeFile {
-    /// Paths of 0-based guesses, head 1 first, in the order in which the search added them.
+    /// Of a tree that is chosen at each step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dynamic: Option<DynamicTree>,
+    /// Of a static tree: paths of 0-based guesses, head 1 first, in the order in which the search added them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub choices: Vec<Vec<usize>>,
     /// Expected tokens per step, including the root's.
     #[serde(default)]
     pub expected_tokens_per_step: Option<f64>,
-    /// Number of choices.
+    /// Number of choices, or most nodes of a step.
     #[serde(default)]
     pub nodes: Option<usize>,
     /// SHA-256 of the calibration that the tree was searched from.
@@ -32,6 +37,9 @@ pub struct TreeFile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency_sha256: Option<String>,
 }
+
+/// [`DynamicTree::top_k`] by default, as in EAGLE-2.
+pub const DYNAMIC_TOP_K: usize = 10;
 
 /// A tree that is chosen at each step: the likeliest nodes by the drafter's own probabilities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +60,11 @@ impl TreeFile {
         Self { choices, nodes, expected_tokens_per_step: Some(expected_tokens_per_step), ..Self::default() }
     }
 
+    /// The limits of a tree that is chosen at each step.
+    pub fn chosen_at_each_step(limits: DynamicTree) -> Self {
+        Self { dynamic: Some(limits), nodes: Some(limits.nodes), ..Self::default() }
+    }
+
     /// Reads `tree.json`, or a bare JSON list of paths as in published trees. Does not check that the choices form a
     /// tree.
     ///
@@ -59,7 +72,7 @@ impl TreeFile {
     /// [`FormatError`], with the path.
     pub fn load(path: &Path) -> Result<Self, FormatError> {
         let file = error::read_by(path, WHAT, EXPECTED, parse)?;
-        match (file.nodes, file.choices.len()) {
+        match (file.nodes, file.dynamic.map_or(file.choices.len(), |limits| limits.nodes)) {
             (Some(written), listed) if written != listed => {
                 Err(FormatError::NodeCount { path: path.to_owned(), written, listed })
             }
@@ -85,7 +98,12 @@ fn parse(text: &str) -> Result<TreeFile, serde_json::Error> {
     if text.trim_start().starts_with('[') {
         return Ok(TreeFile { choices: serde_json::from_str(text)?, ..TreeFile::default() });
     }
-    serde_json::from_str(text)
+    let file: TreeFile = serde_json::from_str(text)?;
+    match (file.dynamic, file.choices.is_empty()) {
+        (None, false) | (Some(_), true) => Ok(file),
+        (None, true) => Err(serde_json::Error::custom("it has neither \"choices\" nor \"dynamic\"")),
+        (Some(_), false) => Err(serde_json::Error::custom("it has both \"choices\" and \"dynamic\"")),
+    }
 }
 
 #[cfg(test)]
@@ -121,6 +139,13 @@ mod tests {
         assert!(named("{\"choices\":[[0]],\"nodes\":2}").contains("says \"nodes\": 2, but lists 1"));
         assert!(named("{\"choises\":[[0]]}").contains("t.json is no tree file"));
         assert!(named("[[0],[-1]]").contains("t.json is no tree file"));
+        let dynamic = r#"{"dynamic":{"nodes":8,"depth":4,"top_k":10},"nodes":8}"#;
+        assert_eq!(load(dynamic).unwrap().dynamic, Some(DynamicTree { nodes: 8, depth: 4, top_k: 10 }));
+        assert!(named(&dynamic.replace("\"nodes\":8}", "\"nodes\":9}")).contains("says \"nodes\": 9, but lists 8"));
+        assert!(named(&dynamic.replace("top_k", "top")).contains("t.json is no tree file"));
+        assert!(
+            named(r#"{"dynamic":{"nodes":1,"depth":1,"top_k":1},"choices":[[0]]}"#).contains("t.json is no tree file")
+        );
         assert!(TreeFile::load(&dir.path().join("no.json")).unwrap_err().to_string().contains("cannot read"));
     }
 }

@@ -16,7 +16,7 @@ use crate::formats::latency::Latency;
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE};
 use crate::formats::tree::TreeFile;
-use crate::tree::sparse_tree::SparseTree;
+use crate::tree::guess_tree::GuessTree;
 
 /// A run, finished or not.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ pub struct Run {
     pub(super) metrics: Metrics,
     pub(super) finished: bool,
     pub(super) calibration: Option<Calibration>,
-    pub(super) tree: Option<(SparseTree, TreeFile)>,
+    pub(super) tree: Option<(GuessTree, TreeFile)>,
     pub(super) latency: Option<Latency>,
     /// Of a sweep, the report shows the first result.
     pub(super) bench: Vec<BenchResult>,
@@ -53,7 +53,7 @@ impl Run {
             metrics: Metrics::read(&path.join(METRICS))?,
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,
-            tree: there(TREE).map(|file| SparseTree::load(&file)).transpose()?,
+            tree: there(TREE).map(|file| GuessTree::load(&file)).transpose()?,
             latency: there(LATENCY).map(|file| Latency::load(&file)).transpose()?,
             bench: there(BENCH).map_or(Ok(vec![]), |file| bench::load(&file))?,
         })

@@ -83,6 +83,7 @@ fn accuracies(calibration: &Calibration) -> Value {
 
 fn tree(run: &Run, id: &str) -> Option<Value> {
     let (tree, file) = run.tree.as_ref()?;
+    let tree = tree.as_static()?;
     // A calibration with fewer heads or guesses than the tree belongs to another tree.
     let guesses =
         |calibration: &Calibration| calibration.heads.iter().map(|head| head.accuracy.len()).min().unwrap_or(0);
@@ -148,7 +149,7 @@ fn speeds(bench: &BenchResult, run: &Run) -> Value {
         "guesses": if bench.is_of_heads() { "heads" } else { "prompt lookup" },
         "nodes": bench.tree_nodes,
         "results": run.bench.len(),
-        "other_tree": bench.is_of_heads() && run.tree.as_ref().is_some_and(|(tree, _)| tree.choices().len() != bench.tree_nodes),
+        "other_tree": bench.is_of_heads() && run.tree.as_ref().is_some_and(|(tree, _)| tree.nodes() != bench.tree_nodes),
     })
 }
 

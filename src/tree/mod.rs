@@ -5,6 +5,7 @@ mod calibrated;
 pub mod cross_validation;
 pub mod drawing;
 pub mod dynamic;
+pub mod guess_tree;
 pub mod merged;
 pub mod path_counts;
 pub mod rank_counts;

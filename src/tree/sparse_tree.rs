@@ -40,6 +40,12 @@ pub enum TreeError {
         choice: Vec<usize>,
         num_heads: usize,
     },
+    /// A static tree is expected.
+    #[error("the tree is chosen at each step (\"dynamic\"); expected a static tree, with \"choices\"")]
+    IsDynamic,
+    /// A size of a tree that is chosen at each step.
+    #[error("a tree chosen at each step has {asked} {what}; expected 1 to {most} for these heads and this backbone")]
+    BadDynamic { what: &'static str, asked: usize, most: usize },
     /// A guess beyond those that a head makes.
     #[error("tree choice {choice:?} asks for guess {}, but a head has {top_k} guesses (0 to {})", choice[choice.len() - 1], top_k.saturating_sub(1))]
     ChildOutOfRange {
@@ -80,7 +86,7 @@ impl SparseTree {
     /// [`TreeFileError`] names the file.
     pub fn load(path: &Path) -> Result<(Self, TreeFile), TreeFileError> {
         let file = TreeFile::load(path)?;
-        let tree = Self::new(file.choices.clone());
+        let tree = if file.dynamic.is_some() { Err(TreeError::IsDynamic) } else { Self::new(file.choices.clone()) };
         Ok((tree.map_err(|source| TreeFileError::Tree { path: path.to_owned(), source })?, file))
     }
 

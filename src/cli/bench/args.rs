@@ -34,7 +34,8 @@ pub struct BenchArgs {
     /// Heads: a folder such as a run's `final/`, or a Hub id.
     #[arg(long, value_name = "H")]
     pub heads: Option<PathBuf>,
-    /// Tree of guesses, from `medusa tree` [default: a chain of each head's best guess].
+    /// Tree of guesses: a file from `medusa tree`, or dynamic:N for the N likeliest guesses of each step [default: a chain of each
+    /// head's best guess].
     #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
     /// JSONL of prompts, such as MT-bench's; results are also broken down by `category`.

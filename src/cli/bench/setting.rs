@@ -11,7 +11,7 @@ use crate::cli::served::rope_context;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::Calibration;
 use crate::numbers::Positive;
-use crate::tree::sparse_tree::SparseTree;
+use crate::tree::guess_tree::GuessTree;
 
 /// How to decode for one result: the flags, except the swept one.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(super) struct Setting {
     pub(super) swept: Option<SweptValue>,
     pub(super) decoding: DecodingFlags,
     /// Replaces `--tree`.
-    pub(super) tree: Option<SparseTree>,
+    pub(super) tree: Option<GuessTree>,
     /// Length to which each prompt is cut or repeated.
     pub(super) context: Option<usize>,
     /// Tokens per step, independent of the guesses.
@@ -93,7 +93,7 @@ impl Setting {
 }
 
 /// The best tree of each size. No other setting searches trees.
-fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<SparseTree>> {
+fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<GuessTree>> {
     let Some(path) = &args.calibration else {
         return refused(
             "--sweep nodes=… searches a tree of each size: give it --calibration C, which `medusa calibrate` writes",
@@ -105,7 +105,7 @@ fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<SparseT
     let calibration = Calibration::load(path)?;
     let best = |size: &NonZeroUsize| calibration.best_tree(size.get(), calibration.heads.len());
     let tree = |size| best(size).map_err(|why| UsageError(format!("--sweep nodes={size}: {why}")).into());
-    sizes.iter().map(|size| tree(size).map(|found| found.tree)).collect()
+    sizes.iter().map(|size| tree(size).map(|found| GuessTree::Static(found.tree))).collect()
 }
 
 fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {

@@ -1,16 +1,19 @@
 //! The weights of a drafter, loaded for a backbone.
 
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use super::model::{DRAFT_TOKENS, DraftModel, Target};
-use super::plan::DrafterPlan;
+use super::plan::{DrafterPlan, PlannedTree};
 use super::spec::DrafterSpec;
-use crate::cli::CommonFlags;
+use crate::cli::{CommonFlags, UsageError};
 use crate::data::report::counted;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::import::notices::Notice;
+use crate::formats::tree::{DYNAMIC_TOP_K, DynamicTree};
 use crate::model::llama::Llama;
+use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 
 /// A drafter with everything that it was trained or given besides the backbone.
@@ -18,7 +21,7 @@ use crate::tree::sparse_tree::SparseTree;
 pub struct LoadedDrafter {
     pub spec: DrafterSpec,
     /// Heads and their tree.
-    pub heads: Option<(Heads, SparseTree)>,
+    pub heads: Option<(Heads, GuessTree)>,
     pub models: Vec<DraftModel>,
 }
 
@@ -30,14 +33,21 @@ impl DrafterPlan {
     pub fn load(self, target: Target, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
         let Self { spec, heads, models, tree, draft_tokens } = self;
         let draft_tree = match &tree {
-            Some(tree) => tree.clone(),
-            None => SparseTree::chain(draft_tokens.unwrap_or(DRAFT_TOKENS).get())?,
+            Some(PlannedTree::Of(GuessTree::Static(tree))) => tree.clone(),
+            Some(_) if !models.is_empty() => {
+                return Err(UsageError(format!("--drafter {spec} needs a static --tree, or none")).into());
+            }
+            _ => SparseTree::chain(draft_tokens.unwrap_or(DRAFT_TOKENS).get())?,
         };
         let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
         let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;
         let heads = heads.map(|path| -> anyhow::Result<_> {
             let heads = load_heads(&path, target.backbone, common)?.for_decoding();
-            let tree = tree.map_or_else(|| chain_of(&heads, common), Ok)?;
+            let tree = match tree {
+                Some(PlannedTree::Of(tree)) => tree,
+                Some(PlannedTree::Dynamic { nodes }) => GuessTree::Dynamic(limits(nodes, &heads)),
+                None => GuessTree::Static(chain_of(&heads, common)?),
+            };
             Ok((heads, tree))
         });
         Ok(LoadedDrafter { spec, heads: heads.transpose()?, models })
@@ -53,6 +63,12 @@ pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow
     let notices = HeadsFile::open(path)?.notices()?;
     notices.iter().filter(|notice| !matches!(notice, Notice::Quantized { .. })).for_each(|notice| common.say(notice));
     Ok(Heads::load(path, backbone)?)
+}
+
+/// Trees of `nodes` nodes that are chosen at each step from the guesses of all heads.
+fn limits(nodes: NonZeroUsize, heads: &Heads) -> DynamicTree {
+    let vocabulary = usize::try_from(heads.vocab_size()).unwrap_or(0);
+    DynamicTree { nodes: nodes.get(), depth: heads.num_heads(), top_k: DYNAMIC_TOP_K.min(vocabulary) }
 }
 
 /// The tree without `--tree`: a chain of each head's best guess.

@@ -3,10 +3,14 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::spec::{DrafterName, DrafterPart, DrafterSpec};
+use super::spec::{DrafterName, DrafterSpec};
 use crate::cli::UsageError;
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::tree::sparse_tree::SparseTree;
+use crate::tree::guess_tree::GuessTree;
+use crate::tree::sparse_tree::MAX_NODES;
+
+/// How a value of `--tree` starts that is no file.
+const DYNAMIC: &str = "dynamic:";
 
 /// A drafter and the files to load for it.
 #[derive(Debug, Clone)]
@@ -17,9 +21,40 @@ pub struct DrafterPlan {
     /// Folders of draft models.
     pub models: Vec<PathBuf>,
     /// `None`: a chain of each head's best guess, or of a draft model's.
-    pub tree: Option<SparseTree>,
+    pub tree: Option<PlannedTree>,
     /// `--draft-tokens`.
     pub draft_tokens: Option<NonZeroUsize>,
+}
+
+/// `--tree`.
+#[derive(Debug, Clone)]
+pub enum PlannedTree {
+    /// Of a file.
+    Of(GuessTree),
+    /// `dynamic:N`: chosen at each step from the guesses of all heads.
+    Dynamic { nodes: NonZeroUsize },
+}
+
+impl PlannedTree {
+    /// Whether `--tree` names no file.
+    pub fn is_inline(flag: &Path) -> bool {
+        flag.to_str().is_some_and(|flag| flag.starts_with(DYNAMIC))
+    }
+
+    /// Reads a file, or `dynamic:N`.
+    ///
+    /// # Errors
+    /// [`UsageError`] for a bad N; a file that cannot be read.
+    pub fn read(flag: &Path) -> anyhow::Result<Self> {
+        let Some(nodes) = flag.to_str().and_then(|flag| flag.strip_prefix(DYNAMIC)) else {
+            return Ok(Self::Of(GuessTree::load(flag)?.0));
+        };
+        let bad = || format!("--tree {DYNAMIC}{nodes}: expected a number of nodes, from 1 to {MAX_NODES}");
+        match nodes.parse::<NonZeroUsize>() {
+            Ok(nodes) if nodes.get() <= MAX_NODES => Ok(Self::Dynamic { nodes }),
+            _ => Err(UsageError(bad()).into()),
+        }
+    }
 }
 
 impl DrafterPlan {
@@ -38,7 +73,7 @@ impl DrafterPlan {
             let why = format!("--drafter {} builds its own tree at every step; drop --tree", plan.spec);
             return Err(UsageError(why).into());
         }
-        let tree = tree.map(SparseTree::load).transpose()?.map(|(tree, _)| tree);
+        let tree = tree.map(PlannedTree::read).transpose()?;
         Ok(Some(Self { tree, ..plan }))
     }
 
@@ -105,8 +140,7 @@ fn check_known(spec: &DrafterSpec) -> Result<(), UsageError> {
     if spec.is(DrafterName::Plain) {
         return refused("plain decoding is the default without --heads; drop --drafter");
     }
-    let unknown = |part: &&DrafterPart| matches!(part.name, DrafterName::Hydra | DrafterName::HydraPlusPlus);
-    match spec.parts().iter().find(unknown) {
+    match spec.parts().iter().find(|part| part.name == DrafterName::HydraPlusPlus) {
         Some(part) => refused(&format!("the drafter {} is not in this version", part.name.text())),
         None => Ok(()),
     }

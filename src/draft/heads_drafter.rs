@@ -1,0 +1,61 @@
+//! Heads with the tree that they fill: Medusa heads fill a static tree at once, everything else is filled level by level.
+
+use super::hydra::levels::HydraLevels;
+use super::levels::{LevelDrafter, LevelGuesser};
+use super::medusa::drafter::{DraftError, MedusaDrafter};
+use super::medusa::heads::Heads;
+use super::medusa::levels::MedusaLevels;
+use super::{Drafter, Proposal, TextSoFar};
+use crate::formats::tree::DynamicTree;
+use crate::model::llama::Llama;
+use crate::tree::guess_tree::GuessTree;
+
+/// A drafter with heads.
+#[derive(Debug)]
+pub enum HeadsDrafter<'a> {
+    /// Medusa heads and a static tree.
+    AtOnce(MedusaDrafter<'a>),
+    /// Sequential heads, or a tree that is chosen at each step.
+    ByLevel(LevelDrafter<'a>),
+}
+
+impl<'a> HeadsDrafter<'a> {
+    /// Checks that heads and tree fit the backbone, and prepares the tree on its device.
+    ///
+    /// # Errors
+    /// [`DraftError`] names what does not fit.
+    pub fn new(backbone: &'a Llama, heads: &'a Heads, tree: &'a GuessTree) -> Result<Self, DraftError> {
+        heads.check_backbone(&backbone.config)?;
+        tree.check_fits(heads.num_heads(), usize::try_from(backbone.config.vocab_size).unwrap_or(0))?;
+        Ok(match tree {
+            GuessTree::Static(tree) if !heads.architecture().is_sequential() => {
+                Self::AtOnce(MedusaDrafter::new(backbone, heads, tree)?)
+            }
+            GuessTree::Static(tree) => {
+                let guesser = HydraLevels::new(backbone, heads, tree.max_depth());
+                Self::ByLevel(LevelDrafter::of_tree(backbone, Box::new(guesser), tree))
+            }
+            GuessTree::Dynamic(limits) => {
+                Self::ByLevel(LevelDrafter::dynamic(backbone, guesser(backbone, heads, *limits), *limits))
+            }
+        })
+    }
+}
+
+/// The guesses of heads for trees within these limits.
+pub fn guesser<'a>(backbone: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
+    if heads.architecture().is_sequential() {
+        Box::new(HydraLevels::new(backbone, heads, limits.depth))
+    } else {
+        Box::new(MedusaLevels::new(backbone, heads, limits))
+    }
+}
+
+impl Drafter for HeadsDrafter<'_> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
+        match self {
+            Self::AtOnce(drafter) => drafter.propose(batch),
+            Self::ByLevel(drafter) => drafter.propose(batch),
+        }
+    }
+}
