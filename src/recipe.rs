@@ -184,6 +184,7 @@ impl Recipe {
         }
         exclusive(text, "data.validation", "data.validation_fraction")?;
         self.check_stage(text)?;
+        self.check_targets(text)?;
         self.check_validation(text)?;
         self.check_batch(text)?;
         self.check_lengths(text)
@@ -227,6 +228,15 @@ impl Recipe {
             ),
             _ => Ok(()),
         }
+    }
+
+    fn check_targets(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
+        if !self.loss.on_unlabelled || self.loss.targets.are_soft() {
+            return Ok(());
+        }
+        let (key, what) =
+            ("loss.on_unlabelled", "loss.targets = \"backbone\" or a mix: without a label there is no other target");
+        Err(wrong(text.value(key), Mistake::Needs { key, what }))
     }
 
     fn check_validation(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {

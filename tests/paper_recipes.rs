@@ -231,6 +231,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         quantization: recipe.backbone.quantization,
         heads: recipe.heads.shape([config.vocab_size, config.hidden_size]),
         trained: &recipe.stage.trained(),
+        soft_targets: recipe.loss.targets.are_soft(),
         optimizer: recipe.optimizer.name,
         recompute: recipe.train.recompute,
         rows: recipe.train.micro_batch_size.get() as u64,

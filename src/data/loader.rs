@@ -142,10 +142,19 @@ impl Batch {
     /// The targets `offset` tokens ahead: 1 for the LM head, `k + 1` for Medusa head `k` (1-based).
     /// All `t` with `t + offset` in the same segment and a label there.
     pub fn targets(&self, offset: usize) -> TargetTokens {
+        self.targets_with(offset, |label| label != i64::from(IGNORE))
+    }
+
+    /// As [`Batch::targets`], also where there is no label; the token is then [`IGNORE`].
+    pub fn all_targets(&self, offset: usize) -> TargetTokens {
+        self.targets_with(offset, |_| true)
+    }
+
+    fn targets_with(&self, offset: usize, counts: impl Fn(i64) -> bool) -> TargetTokens {
         let mut targets = TargetTokens::default();
         for (_, place) in self.segments() {
             for target in place.start + offset..place.end {
-                if self.labels[target] != i64::from(IGNORE) {
+                if counts(self.labels[target]) {
                     targets.positions.push((target - offset) as i64);
                     targets.tokens.push(self.labels[target]);
                 }
@@ -220,14 +229,14 @@ mod tests {
     }
 
     /// Said again, the slow way: which segment a position is in, and whether the target is in the same.
-    fn naive_targets(batch: &Batch, offset: usize) -> TargetTokens {
+    fn naive_targets(batch: &Batch, offset: usize, all: bool) -> TargetTokens {
         let mut targets = TargetTokens::default();
         for (row, lengths) in batch.segment_lengths.iter().enumerate() {
             let segment_of: Vec<usize> = lengths.iter().enumerate().flat_map(|(s, &n)| vec![s; n]).collect();
             for t in 0..batch.length {
                 let Some(target) = segment_of.get(t + offset) else { continue };
                 let label = batch.labels[row * batch.length + t + offset];
-                if segment_of[t] == *target && label != -100 {
+                if segment_of[t] == *target && (all || label != -100) {
                     targets.positions.push((row * batch.length + t) as i64);
                     targets.tokens.push(label);
                 }
@@ -279,7 +288,8 @@ mod tests {
         fn targets_are_those_of_a_naive_search(sequences in sequences(), offset in 1_usize..7, size in 1_usize..5) {
             for batch in Loader::new(Sequences::in_memory(sequences), size, 1, None).eval_batches() {
                 let batch = batch.unwrap();
-                prop_assert_eq!(batch.targets(offset), naive_targets(&batch, offset));
+                prop_assert_eq!(batch.targets(offset), naive_targets(&batch, offset, false));
+                    prop_assert_eq!(batch.all_targets(offset), naive_targets(&batch, offset, true));
             }
         }
 

@@ -21,6 +21,7 @@ use crate::train::error::TrainError;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::plan::TrainPlan;
+use crate::train::target_rule::TargetRule;
 
 /// Everything that a run needs except the backbone's weights, read and checked.
 #[derive(Debug)]
@@ -69,19 +70,20 @@ impl CheckedRun {
         let rows = load_rows(&plan, &settings)?;
         let (sequences, pack_report) = data::sequences(rows.train, &plan.data);
         let train = loader(sequences, &plan, plan.data.shuffle.then_some(plan.train.seed));
-        check_targets(&train, plan.heads.medusa_num_heads.get())?;
+        let heads_shape = heads_shape(&plan.heads, &config)?;
+        let rule = TargetRule::new(&plan.loss, heads_shape);
+        check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let warmup_steps = plan.schedule.warmup_steps;
         if warmup_steps > total_steps {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
         }
-        let heads_shape = heads_shape(&plan.heads, &config)?;
         if heads_shape.architecture.has_prefix() && plan.train.hidden_state_cache.is_some() {
             return Err(TrainError::CacheWithPrefix);
         }
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
-        let hidden_state_bytes = hidden_state_bytes(&plan, &config, &train)?;
+        let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, &train)?;
         Ok(Self {
             plan,
             config,
@@ -100,7 +102,7 @@ impl CheckedRun {
 
     /// Plans the run's memory.
     pub fn memory(&self) -> MemoryPlan {
-        let TrainPlan { backbone, trained, optimizer, train, device, .. } = &self.plan;
+        let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = &self.plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         MemoryPlan::of(&Workload {
@@ -109,6 +111,7 @@ impl CheckedRun {
             quantization: backbone.quantization,
             heads: self.heads_shape,
             trained,
+            soft_targets: loss.targets.are_soft(),
             optimizer: optimizer.name,
             recompute: train.recompute,
             rows: train.micro_batch_size.get().min(sequences.len()) as u64,
@@ -201,11 +204,11 @@ fn loader(sequences: Sequences, plan: &TrainPlan, shuffle: Option<u64>) -> Loade
     Loader::new(sequences, micro, accumulation, shuffle)
 }
 
-fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
-    let mut missing: Vec<usize> = (1..=num_heads).collect();
+fn check_targets(train: &Loader, rule: TargetRule) -> Result<(), TrainError> {
+    let mut missing: Vec<usize> = (1..=rule.num_heads).collect();
     for batch in train.eval_batches() {
         let batch = batch.map_err(DataError::from)?;
-        missing.retain(|head| batch.targets(head + 1).positions.is_empty());
+        missing.retain(|head| rule.targets(&batch, head + 1).positions.is_empty());
         if missing.is_empty() {
             return Ok(());
         }
@@ -214,11 +217,16 @@ fn check_targets(train: &Loader, num_heads: usize) -> Result<(), TrainError> {
 }
 
 /// Reads all labels if the recipe caches hidden states.
-fn hidden_state_bytes(plan: &TrainPlan, config: &LlamaConfig, train: &Loader) -> Result<Option<u64>, TrainError> {
-    let (num_heads, kind) = (plan.heads.medusa_num_heads.get(), plan.backbone.dtype.kind());
+fn hidden_state_bytes(
+    plan: &TrainPlan,
+    rule: TargetRule,
+    config: &LlamaConfig,
+    train: &Loader,
+) -> Result<Option<u64>, TrainError> {
     if plan.train.hidden_state_cache.is_none() {
         return Ok(None);
     }
-    let bytes = hidden_states::file_bytes(train.sequences(), num_heads, config.hidden_size, kind);
+    let kind = plan.backbone.dtype.kind();
+    let bytes = hidden_states::file_bytes(train.sequences(), rule, config.hidden_size, kind);
     Ok(Some(bytes.map_err(DataError::from)?))
 }

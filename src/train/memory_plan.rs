@@ -39,6 +39,8 @@ pub struct Workload<'w> {
     pub quantization: Option<Quantization>,
     pub heads: HeadsShape,
     pub trained: &'w BackboneTraining,
+    /// The LM head teaches the heads.
+    pub soft_targets: bool,
     pub optimizer: OptimizerName,
     /// Keep only the inputs of decoder layers for the backward pass.
     pub recompute: bool,
@@ -352,7 +354,7 @@ impl Workload<'_> {
     fn logits(&self) -> u64 {
         let (n, e, [h, _, _, _, v]) = (self.positions(), self.element, self.widths());
         let chunk = (CHUNK_LOGITS.unsigned_abs() / v.max(1)).clamp(1, n.max(1)) * v;
-        let teacher = self.trained.has_teacher();
+        let teacher = self.trained.has_teacher() || self.soft_targets;
         // Logits and a comparison with the target's logit; for a teacher also its logits and the logarithm of the
         // ratio.
         let float32 = if teacher { 4 } else { 2 };
@@ -364,9 +366,11 @@ impl Workload<'_> {
         let has_w2 = self.heads.vocab_size > 0;
         // W2 in the backbone's dtype, and its gradient of one chunk before and after the cast.
         let w2 = if has_w2 && cast { v * h * (2 * e + F32) } else { 0 };
+        // The teacher's copy of trained weights.
+        let teacher_weight = if self.soft_targets && self.is_direct() && cast { v * h * e } else { 0 };
         // oneDNN reorders W2 for many rows: measured for 131, but not for 15.
         let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
-        self.allocated(chunks.into_iter().chain([rows])) + w2 + reordered
+        self.allocated(chunks.into_iter().chain([rows])) + w2 + teacher_weight + reordered
     }
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.

@@ -20,6 +20,7 @@ pub mod run_folder;
 pub mod schedule;
 pub mod state;
 pub mod step;
+pub mod target_rule;
 pub mod targets;
 pub mod training_loop;
 

@@ -21,6 +21,7 @@ use crate::train::log::RunLog;
 use crate::train::plan::{BackboneTraining, TrainPlan};
 use crate::train::run_folder::{RunFolder, check_output_dir};
 use crate::train::state::TrainState;
+use crate::train::target_rule::TargetRule;
 use crate::train::training_loop::{RunEvent, RunOutcome, TrainingLoop};
 
 /// A checked plan with its backbone.
@@ -89,9 +90,10 @@ impl TrainRun {
 
     fn training_backbone(&self, tell: &mut dyn FnMut(RunEvent)) -> Result<TrainingBackbone<'_>, TrainError> {
         let CheckedRun { plan, train, heads_shape, .. } = &self.checked;
+        let rule = TargetRule::new(&plan.loss, *heads_shape);
         let open = |folder| {
             let (from, sequences) = (Path::new(&plan.backbone.path), train.sequences());
-            KeptStates::open(folder, &self.backbone, from, sequences, heads_shape.medusa_num_heads)
+            KeptStates::open(folder, &self.backbone, from, sequences, rule)
         };
         let kept = plan.train.hidden_state_cache.as_deref().map(open).transpose()?;
         if let Some(kept) = &kept {

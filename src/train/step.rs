@@ -5,7 +5,7 @@
 use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
-use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, TOP, head_loss};
+use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, SoftObjective, TOP, head_loss, soft_head_loss};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
@@ -14,7 +14,8 @@ use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::head_states::HeadStates;
 use crate::train::hidden_states::HiddenStatesError;
 use crate::train::state::TrainState;
-use crate::train::targets::BatchTargets;
+use crate::train::target_rule::TargetRule;
+use crate::train::targets::{BatchTargets, TargetCount};
 use crate::tree::cross_validation::CrossValidation;
 
 /// Losses and accuracies over some batches. Each head is averaged over its own targets.
@@ -26,9 +27,9 @@ pub struct StepMetrics {
     pub lm_loss: Option<f64>,
     /// exp of the LM head's cross-entropy; only of Medusa-2's evaluations.
     pub perplexity: Option<f64>,
-    /// Lk: summed cross-entropy ÷ number of targets; `None` for a head without a target.
+    /// Lk: each summed loss ÷ number of its targets, weighted by `loss.targets`; `None` for a head without a target.
     pub head_losses: Vec<Option<f64>>,
-    /// For each head the fraction of its targets among the first 1, 2, … 5 guesses; `None` for a head without a target.
+    /// For each head the fraction of its labels among the first 1, 2, … 5 guesses; `None` for a head without a label.
     pub head_top: Vec<Option<[f64; TOP]>>,
     /// Tokens per step of a tree on rows that it was not searched on (see [`CrossValidation`]); only of evaluations.
     pub tokens_per_step: Option<f64>,
@@ -110,14 +111,14 @@ pub fn train_step(
     batches: &[Batch],
     weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
-    let shape = state.heads.shape();
-    let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, shape)).collect();
-    let mut sums = MetricSums::new(&state.heads);
+    let rule = TargetRule::new(weights.loss, state.heads.shape());
+    let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, rule)).collect();
+    let mut sums = MetricSums::new(&state.heads, *weights.loss);
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
         let pass = backbone.forward(batch, state.step, micro)?;
         let inputs = HeadStates::trained(&state.heads, &pass, batch);
-        let _ = sums.add_heads(&state.heads, (&pass, &inputs), targets, Some((state, weights)));
+        let _ = sums.add_heads(&state.heads, (&pass, &inputs), targets, Some((state, weights.lambda0)));
         let lm_scale = 1.0 / sums.lm_count.max(1) as f64;
         if let Some(loss) = pass.lm_loss(state, targets, lm_scale) {
             add_to(&mut sums.lm_loss, loss);
@@ -125,7 +126,7 @@ pub fn train_step(
         inputs.backward(&pass, state);
         pass.backward(state);
     }
-    let metrics = sums.finish(weights.loss, weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
+    let metrics = sums.finish(weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
     let grad_norm = gradient_norm(state.parameters.iter().map(|p| &p.parameter));
     check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
@@ -189,13 +190,14 @@ pub fn evaluate<E>(
     loss: &LossConfig,
     lambda0: f64,
 ) -> Result<StepMetrics, E> {
-    let mut sums = MetricSums::new(heads);
+    let rule = TargetRule::new(loss, heads.shape());
+    let mut sums = MetricSums::new(heads, *loss);
     let mut rows = CrossValidation::new(heads.num_heads());
     let mut tokens = 0;
     for batch in batches {
         let batch = &batch?;
         tokens += batch.tokens() as u64;
-        let targets = BatchTargets::new(batch, heads.shape());
+        let targets = BatchTargets::new(batch, rule);
         sums.count(&targets);
         let pass = backbone.evaluate(batch);
         if let Some(LmEvaluation { loss, cross_entropy }) = pass.lm_evaluation(&targets) {
@@ -208,12 +210,13 @@ pub fn evaluate<E>(
             rows.fold_of(row).add_text(text);
         }
     }
-    Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(loss, lambda0, tokens) })
+    Ok(StepMetrics { tokens_per_step: rows.tokens_per_step(), ..sums.finish(lambda0, tokens) })
 }
 
 /// Sums over micro batches; they stay on the device until [`MetricSums::finish`].
 struct MetricSums {
-    counts: Vec<usize>,
+    config: LossConfig,
+    counts: Vec<TargetCount>,
     by_head: Vec<HeadSums>,
     lm_count: usize,
     /// The training loss of the LM head.
@@ -223,15 +226,22 @@ struct MetricSums {
 }
 
 impl MetricSums {
-    fn new(heads: &Heads) -> Self {
+    fn new(heads: &Heads, config: LossConfig) -> Self {
         let (num_heads, device) = (heads.num_heads(), heads.parameters()[0].1.device());
         let by_head = (0..num_heads).map(|_| HeadSums::zero(device)).collect();
-        Self { counts: vec![0; num_heads], by_head, lm_count: 0, lm_loss: None, lm_cross_entropy: None }
+        Self {
+            config,
+            counts: vec![TargetCount::default(); num_heads],
+            by_head,
+            lm_count: 0,
+            lm_loss: None,
+            lm_cross_entropy: None,
+        }
     }
 
     fn count(&mut self, targets: &BatchTargets) {
         self.lm_count += targets.lm_head_count();
-        self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| *count += of_head);
+        self.counts.iter_mut().zip(targets.head_counts()).for_each(|(count, of_head)| count.add(of_head));
     }
 
     /// Adds every head's loss and hits on one micro batch; in training also their gradients. Returns the ranks of each
@@ -241,47 +251,70 @@ impl MetricSums {
         heads: &Heads,
         (pass, inputs): (&BackbonePass, &HeadStates),
         targets: &BatchTargets,
-        training: Option<(&TrainState, &StepWeights)>,
+        training: Option<(&TrainState, f64)>,
     ) -> Vec<Tensor> {
         let add = |k: usize| {
-            let (head, of_head) = (pass.of_head(heads, k), targets.of_head(k, &pass.states));
+            let (head, hidden_nh) = (pass.of_head(heads, k), inputs.hidden_nh(pass));
             let output = OutputLayer::of_head(head.head).unwrap_or(pass.lm_head);
-            let into = training.map(|(state, weights)| {
-                let weight = weights.lambda0 * weights.loss.weight(k);
-                (state.gradients_of(k, inputs.dhidden_nh(pass)), weight / self.counts[k].max(1) as f64)
+            let into = training.map(|(state, lambda0)| {
+                (state.gradients_of(k, inputs.dhidden_nh(pass)), lambda0 * self.config.weight(k))
             });
-            let into = into.as_ref().map(|(gradients, scale)| (gradients, *scale));
-            let HeadSums { loss, hits, ranks_m } =
-                head_loss(Some(head), output, inputs.hidden_nh(pass), &of_head, into);
-            self.by_head[k].loss += loss;
-            self.by_head[k].hits += hits;
-            ranks_m
+            let into = into.as_ref().map(|(gradients, weight)| (gradients, *weight));
+            let of_batch = if self.config.targets.are_soft() {
+                let soft = targets.soft_of_head(k, &pass.states);
+                soft_head_loss(head, output, hidden_nh, &soft, self.objective(k, pass), into)
+            } else {
+                let into = into.map(|(gradients, weight)| (gradients, weight / self.counts[k].labels.max(1) as f64));
+                head_loss(Some(head), output, hidden_nh, &targets.of_head(k, &pass.states), into)
+            };
+            self.by_head[k].add(&of_batch);
+            of_batch.ranks_m
         };
         (0..heads.num_heads()).map(add).collect()
     }
 
-    fn finish(self, config: &LossConfig, lambda0: f64, tokens: u64) -> StepMetrics {
+    /// What a head learns from this pass. A weight is divided by the number of targets of the whole optimizer step.
+    fn objective<'p>(&self, head: usize, pass: &'p BackbonePass) -> SoftObjective<'p> {
+        let (count, of) = (self.counts[head], self.config.targets);
+        let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.soft.max(1) as f64);
+        SoftObjective { lm_head: pass.lm_head, teacher_nh: &pass.states.hidden_nh, labels, backbone }
+    }
+
+    fn finish(self, lambda0: f64, tokens: u64) -> StepMetrics {
         let mean = |sum: f64, count: usize| (count > 0).then(|| sum / count as f64);
         let of_lm = |sum: &Option<Tensor>| sum.as_ref().and_then(|sum| mean(sum.double_value(&[]), self.lm_count));
         let (lm_loss, cross_entropy) = (of_lm(&self.lm_loss), of_lm(&self.lm_cross_entropy));
-        let losses: Vec<f64> = read(&self.by_head, |sums| sums.loss.unsqueeze(0));
+        let losses = self.head_losses();
         let hits: Vec<f64> = read(&self.by_head, |sums| sums.hits.to_kind(Kind::Double));
-        let of_heads = || losses.iter().zip(&self.counts).map(|(&sum, &count)| mean(sum, count));
-        let weighted: f64 = of_heads().enumerate().map(|(head, l)| config.weight(head) * l.unwrap_or(0.0)).sum();
-        let top = |(hits, &count): (&[f64], &usize)| {
+        let weighted: f64 =
+            losses.iter().enumerate().map(|(head, l)| self.config.weight(head) * l.unwrap_or(0.0)).sum();
+        let top = |(hits, count): (&[f64], &TargetCount)| {
             let mut part = [0.0; TOP];
             part.copy_from_slice(hits);
-            (count > 0).then(|| part.map(|hits| hits / count as f64))
+            (count.labels > 0).then(|| part.map(|hits| hits / count.labels as f64))
         };
         StepMetrics {
             loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,
             lm_loss,
             perplexity: cross_entropy.map(f64::exp),
-            head_losses: of_heads().collect(),
             head_top: hits.chunks(TOP).zip(&self.counts).map(top).collect(),
             tokens_per_step: None,
+            head_losses: losses,
             tokens,
         }
+    }
+
+    /// Lk of each head; `None` without a target.
+    fn head_losses(&self) -> Vec<Option<f64>> {
+        let cross_entropies: Vec<f64> = read(&self.by_head, |sums| sums.loss.unsqueeze(0));
+        let divergences: Vec<f64> = read(&self.by_head, |sums| sums.divergence.unsqueeze(0));
+        let of = self.config.targets;
+        let loss = |(head, count): (usize, &TargetCount)| {
+            let of_labels = of.labels() * cross_entropies[head] / count.labels.max(1) as f64;
+            let of_backbone = of.backbone() * divergences[head] / count.soft.max(1) as f64;
+            (count.soft > 0).then_some(of_labels + of_backbone)
+        };
+        self.counts.iter().enumerate().map(loss).collect()
     }
 }
 

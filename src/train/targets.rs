@@ -2,10 +2,11 @@
 
 use tch::Tensor;
 
+use crate::data::IGNORE;
 use crate::data::loader::{Batch, TargetTokens};
-use crate::draft::medusa::heads::HeadsShape;
-use crate::draft::medusa::loss::Targets;
+use crate::draft::medusa::loss::{SoftTargets, Targets};
 use crate::train::hidden_states::BatchStates;
+use crate::train::target_rule::TargetRule;
 use crate::tree::rank_counts::RankedPosition;
 
 /// Targets of the LM head and of every head in one micro batch, on the host.
@@ -19,27 +20,47 @@ pub struct BatchTargets {
     previous: Vec<Vec<i64>>,
 }
 
+/// The number of a head's targets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TargetCount {
+    /// Those with a label.
+    pub labels: usize,
+    /// All.
+    pub soft: usize,
+}
+
+impl TargetCount {
+    /// Adds the targets of another micro batch.
+    pub fn add(&mut self, other: Self) {
+        self.labels += other.labels;
+        self.soft += other.soft;
+    }
+}
+
 impl BatchTargets {
     /// Number of the LM head's targets.
     pub fn lm_head_count(&self) -> usize {
         self.of_lm_head.positions.len()
     }
 
-    /// Number of each head's targets.
-    pub fn head_counts(&self) -> impl Iterator<Item = usize> {
-        self.by_head.iter().map(|targets| targets.positions.len())
+    /// Numbers of each head's targets.
+    pub fn head_counts(&self) -> impl Iterator<Item = TargetCount> {
+        let labels = |tokens: &[i64]| tokens.iter().filter(|&&token| token != i64::from(IGNORE)).count();
+        self.by_head
+            .iter()
+            .map(move |of_head| TargetCount { labels: labels(&of_head.tokens), soft: of_head.tokens.len() })
     }
 
-    /// Collects the targets of heads of this shape.
-    pub fn new(batch: &Batch, heads: HeadsShape) -> Self {
-        let by_head: Vec<TargetTokens> = (0..heads.medusa_num_heads).map(|head| batch.targets(head + 2)).collect();
+    /// Collects the targets of all heads.
+    pub fn new(batch: &Batch, rule: TargetRule) -> Self {
+        let by_head: Vec<TargetTokens> = (0..rule.num_heads).map(|head| rule.targets(batch, head + 2)).collect();
         let previous = |(head, targets): (usize, &TargetTokens)| {
-            batch.tokens_after(&targets.positions, heads.architecture.previous_tokens(head))
+            batch.tokens_after(&targets.positions, rule.architecture.previous_tokens(head))
         };
         Self { of_lm_head: batch.targets(1), previous: by_head.iter().enumerate().map(previous).collect(), by_head }
     }
 
-    /// Each data row of `batch`, by its index, and the ranks of its targets. `ranks[head][i]` is the rank of the head's
+    /// Each data row of `batch`, by its index, and the ranks of its labels. `ranks[head][i]` is the rank of the head's
     /// i-th target.
     pub fn texts(&self, batch: &Batch, ranks: &[Vec<usize>]) -> impl Iterator<Item = (usize, Vec<RankedPosition>)> {
         let empty = RankedPosition { is_step: false, ranks: vec![None; self.by_head.len()] };
@@ -48,8 +69,8 @@ impl BatchTargets {
             positions[at as usize].is_step = true;
         }
         for (head, (targets, ranks)) in self.by_head.iter().zip(ranks).enumerate() {
-            for (&at, &rank) in targets.positions.iter().zip(ranks) {
-                positions[at as usize].ranks[head] = Some(rank);
+            for ((&at, &token), &rank) in targets.positions.iter().zip(&targets.tokens).zip(ranks) {
+                positions[at as usize].ranks[head] = (token != i64::from(IGNORE)).then_some(rank);
             }
         }
         batch.segments().map(move |(row, place)| (row, positions[place].to_vec()))
@@ -63,6 +84,12 @@ impl BatchTargets {
         Targets { previous_mj, ..on_device(&self.by_head[head], states) }
     }
 
+    /// [`BatchTargets::of_head`] with the LM head's positions.
+    pub fn soft_of_head(&self, head: usize, states: &BatchStates) -> SoftTargets {
+        let teachers: Vec<i64> = self.by_head[head].positions.iter().map(|t| t + head as i64 + 1).collect();
+        SoftTargets { targets: self.of_head(head, states), teacher_m: rows(&teachers, states) }
+    }
+
     /// Targets of the LM head, as rows of `states` on their device.
     pub fn of_lm_head(&self, states: &BatchStates) -> Targets {
         on_device(&self.of_lm_head, states)
@@ -70,7 +97,10 @@ impl BatchTargets {
 }
 
 fn on_device(targets: &TargetTokens, states: &BatchStates) -> Targets {
-    let tensor = |ids: &[i64]| Tensor::from_slice(ids).to_device(states.hidden_nh.device());
-    let positions_m = tensor(&states.rows_of(&targets.positions));
-    Targets { positions_m, tokens_m: tensor(&targets.tokens), previous_mj: None }
+    let tokens_m = Tensor::from_slice(&targets.tokens).to_device(states.hidden_nh.device());
+    Targets { positions_m: rows(&targets.positions, states), tokens_m, previous_mj: None }
+}
+
+fn rows(positions: &[i64], states: &BatchStates) -> Tensor {
+    Tensor::from_slice(&states.rows_of(positions)).to_device(states.hidden_nh.device())
 }

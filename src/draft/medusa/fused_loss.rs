@@ -29,11 +29,13 @@ const CACHED_LOGITS: i64 = 1 << 16;
 /// products with weights below 31 cannot overflow, and gradients above 6e-11 do not vanish.
 const DLOGITS_SCALE: f64 = 1024.0;
 
-/// Loss and hits of one head on one micro batch; on the device until read.
+/// Losses and hits of one head on one micro batch; on the device until read.
 #[derive(Debug)]
 pub struct HeadSums {
-    /// Summed loss, float64 scalar.
+    /// Summed cross-entropy of the labels, float64 scalar.
     pub loss: Tensor,
+    /// Summed divergence from the LM head, float64 scalar; 0 without soft targets.
+    pub divergence: Tensor,
     /// `[TOP]` int64: how often the target was among the first 1, 2, … guesses. Among equal logits the lower token comes first.
     pub hits: Tensor,
     /// `[M]` float32: see [`ranks`]; exact below [`TOP`], without gradients below [`TOP_K`].
@@ -44,11 +46,20 @@ impl HeadSums {
     /// Zero sums.
     pub fn zero(device: Device) -> Self {
         let zeros = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
+        let scalar = || zeros(&[], Kind::Double);
         Self {
-            loss: zeros(&[], Kind::Double),
+            loss: scalar(),
+            divergence: scalar(),
             hits: zeros(&[TOP as i64], Kind::Int64),
             ranks_m: zeros(&[0], Kind::Float),
         }
+    }
+
+    /// Adds the losses and hits of another chunk or micro batch.
+    pub fn add(&mut self, other: &Self) {
+        self.loss += &other.loss;
+        self.divergence += &other.divergence;
+        self.hits += &other.hits;
     }
 }
 
@@ -104,6 +115,19 @@ impl<'m> OutputLayer<'m> {
         let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
         let adapter = adapter.map(|adapter| (adapter, adapters));
         Self { weight_vh, bias_v: None, adapter, logits: backbone.config.family.logits }
+    }
+
+    /// `[C, V]`, float32, of its inputs `[C, H]` and, for the adapter's B, `[C, R]`.
+    fn logits(&self, weights: &CastWeights, x_ch: &Tensor, down_cr: Option<&Tensor>) -> Tensor {
+        let mut logits_cv = onednn::linear(x_ch, &weights.weight_vh);
+        if let (Some(down_cr), Some(b_vr)) = (down_cr, &weights.b_vr) {
+            let _ = logits_cv.addmm_(down_cr, &b_vr.tr());
+        }
+        let mut logits_cv = logits_cv.to_kind(Kind::Float);
+        if let Some(bias_v) = &weights.bias_v {
+            logits_cv += bias_v;
+        }
+        logits_of(logits_cv, self.logits)
     }
 }
 
@@ -203,14 +227,14 @@ impl<'m> Projection<'m> {
     fn cross_entropy(&self, tokens_m: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> HeadSums {
         let mut sums = HeadSums::zero(self.x_mh.device());
         let mut ranks = vec![];
-        let top = if gradients.is_some() { TOP } else { TOP_K.max(TOP) };
+        let top = exact_ranks(gradients.is_some());
         self.for_each_chunk(|chunk, weights| {
             let logits_cv = chunk.logits(weights);
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
             let softmax = CrossEntropy::new(logits_cv, &chunk.rows(tokens_m).unsqueeze(1), top);
             let _ = sums.loss.shallow_clone().g_add_(&softmax.loss());
             let _ = sums.hits.shallow_clone().g_add_(&softmax.hits());
-            ranks.push(softmax.rank_c.shallow_clone());
+            ranks.push(softmax.labels.rank_c.shallow_clone());
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
                 chunk.backward(&slope.times(softmax.dlogits()), weights, &gradients.output, scale);
             }
@@ -224,14 +248,13 @@ impl<'m> Projection<'m> {
     fn divergence(&self, teacher_mh: &Tensor, gradients: Option<(&HeadGradients, f64)>) -> Tensor {
         let loss = Tensor::zeros([], (Kind::Double, self.x_mh.device()));
         self.for_each_chunk(|chunk, weights| {
-            let teacher_cv = onednn::linear(&chunk.rows(teacher_mh), &weights.weight_vh).to_kind(Kind::Float);
-            let teacher_cv = logits_of(teacher_cv, self.output.logits);
+            let teacher_cv = self.output.logits(weights, &chunk.rows(teacher_mh), None);
             let logits_cv = chunk.logits(weights);
             let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
-            let (kl, dlogits_cv) = divergence(logits_cv, teacher_cv);
-            let _ = loss.shallow_clone().g_add_(&kl);
+            let divergence = Divergence::new(logits_cv, teacher_cv);
+            let _ = loss.shallow_clone().g_add_(&divergence.loss);
             if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
-                chunk.backward(&slope.times(dlogits_cv), weights, &gradients.output, scale);
+                chunk.backward(&slope.times(divergence.dlogits()), weights, &gradients.output, scale);
             }
         });
         loss
@@ -313,15 +336,8 @@ impl Chunk<'_> {
 
     /// `[C, V]`, float32.
     fn logits(&self, weights: &CastWeights) -> Tensor {
-        let mut logits_cv = onednn::linear(&self.rows(&self.of.x_mh), &weights.weight_vh);
-        if let (Some(down_mr), Some(b_vr)) = (&self.of.down_mr, &weights.b_vr) {
-            let _ = logits_cv.addmm_(&self.rows(down_mr), &b_vr.tr());
-        }
-        let mut logits_cv = logits_cv.to_kind(Kind::Float);
-        if let Some(bias_v) = &weights.bias_v {
-            logits_cv += bias_v;
-        }
-        logits_of(logits_cv, self.of.output.logits)
+        let down_cr = self.of.down_mr.as_ref().map(|down_mr| self.rows(down_mr));
+        self.of.output.logits(weights, &self.rows(&self.of.x_mh), down_cr.as_ref())
     }
 
     /// From the gradient of the products `[C, V]`.
@@ -350,51 +366,94 @@ impl Chunk<'_> {
     }
 }
 
-/// Softmax of one chunk's logits.
+/// Softmax of one chunk's logits, with the targets.
 struct CrossEntropy {
     /// `[C, V]`, float32.
     probabilities_cv: Tensor,
-    tokens_c1: Tensor,
-    /// `[C, 1]`, cross-entropy of each target.
-    losses_c1: Tensor,
-    /// `[C]`, float32: see [`ranks`].
-    rank_c: Tensor,
+    log_sum_c1: Tensor,
+    labels: Labels,
 }
 
 impl CrossEntropy {
     fn new(logits_cv: Tensor, tokens_c1: &Tensor, top: usize) -> Self {
-        let target_c1 = logits_cv.gather(1, tokens_c1, false);
-        let rank_c = ranks(&logits_cv, &target_c1, tokens_c1, top);
+        let labels = Labels::new(&logits_cv, tokens_c1, top);
         let (probabilities_cv, log_sum_c1) = softmax(logits_cv);
-        Self { probabilities_cv, tokens_c1: tokens_c1.shallow_clone(), losses_c1: log_sum_c1 - target_c1, rank_c }
+        Self { probabilities_cv, log_sum_c1, labels }
     }
 
     fn loss(&self) -> Tensor {
-        self.losses_c1.sum(Kind::Double)
+        self.labels.losses(&self.log_sum_c1).sum(Kind::Double)
     }
 
     fn hits(&self) -> Tensor {
-        let guesses = Tensor::arange(TOP as i64, (Kind::Int64, self.rank_c.device()));
-        self.rank_c.unsqueeze(1).le_tensor(&guesses).sum_dim_intlist(0, false, Kind::Int64)
+        hits(&self.labels.rank_c)
     }
 
     /// d loss / d logits = probabilities - one-hot of the target.
     fn dlogits(mut self) -> Tensor {
-        let minus_one_c1 = Tensor::full_like(&self.losses_c1, -1.0);
-        self.probabilities_cv.scatter_add_(1, &self.tokens_c1, &minus_one_c1)
+        let minus_one_c1 = Tensor::full_like(&self.log_sum_c1, -1.0);
+        self.probabilities_cv.scatter_add_(1, &self.labels.tokens_c1, &minus_one_c1)
     }
 }
 
-/// KL(teacher ‖ student) of logits `[C, V]`, summed, and its gradient with respect to the student's: student - teacher
-/// probabilities.
-fn divergence(student_cv: Tensor, teacher_cv: Tensor) -> (Tensor, Tensor) {
-    let mut log_ratio_cv = &teacher_cv - &student_cv;
-    let (mut student_cv, student_log_sum_c1) = softmax(student_cv);
-    let (teacher_cv, teacher_log_sum_c1) = softmax(teacher_cv);
-    log_ratio_cv -= teacher_log_sum_c1 - student_log_sum_c1;
-    let kl_cv = log_ratio_cv.g_mul_(&teacher_cv);
-    student_cv -= teacher_cv;
-    (kl_cv.sum_dim_intlist(1, false, Kind::Float).sum(Kind::Double), student_cv)
+/// Ranks below this are exact.
+fn exact_ranks(in_training: bool) -> usize {
+    if in_training { TOP } else { TOP_K.max(TOP) }
+}
+
+/// The target of each row, and what its logit says about it.
+struct Labels {
+    tokens_c1: Tensor,
+    logits_c1: Tensor,
+    /// `[C]`, float32: see [`ranks`].
+    rank_c: Tensor,
+}
+
+impl Labels {
+    fn new(logits_cv: &Tensor, tokens_c1: &Tensor, top: usize) -> Self {
+        let target_c1 = logits_cv.gather(1, tokens_c1, false);
+        let rank_c = ranks(logits_cv, &target_c1, tokens_c1, top);
+        Self { tokens_c1: tokens_c1.shallow_clone(), logits_c1: target_c1, rank_c }
+    }
+
+    /// Cross-entropy of each target, `[C, 1]`.
+    fn losses(&self, log_sum_c1: &Tensor) -> Tensor {
+        log_sum_c1 - &self.logits_c1
+    }
+}
+
+/// How many ranks are below 1, 2, … [`TOP`].
+fn hits(rank_c: &Tensor) -> Tensor {
+    let guesses = Tensor::arange(TOP as i64, (Kind::Int64, rank_c.device()));
+    rank_c.unsqueeze(1).le_tensor(&guesses).sum_dim_intlist(0, false, Kind::Int64)
+}
+
+/// KL(teacher ‖ student) of one chunk's logits.
+struct Divergence {
+    /// Summed, a float64 scalar.
+    loss: Tensor,
+    /// Probabilities `[C, V]`.
+    student_cv: Tensor,
+    teacher_cv: Tensor,
+    student_log_sum_c1: Tensor,
+}
+
+impl Divergence {
+    fn new(student_cv: Tensor, teacher_cv: Tensor) -> Self {
+        let mut log_ratio_cv = &teacher_cv - &student_cv;
+        let (student_cv, student_log_sum_c1) = softmax(student_cv);
+        let (teacher_cv, teacher_log_sum_c1) = softmax(teacher_cv);
+        log_ratio_cv -= teacher_log_sum_c1 - &student_log_sum_c1;
+        let kl_cv = log_ratio_cv.g_mul_(&teacher_cv);
+        let loss = kl_cv.sum_dim_intlist(1, false, Kind::Float).sum(Kind::Double);
+        Self { loss, student_cv, teacher_cv, student_log_sum_c1 }
+    }
+
+    /// d loss / d logits of the student = student - teacher probabilities.
+    fn dlogits(mut self) -> Tensor {
+        self.student_cv -= self.teacher_cv;
+        self.student_cv
+    }
 }
 
 /// Probabilities, computed in place of the logits `[C, V]`, and log Σ exp(logits), `[C, 1]`.
@@ -457,6 +516,9 @@ fn add_scaled_product(sum: &Tensor, (a_vc, of_a): (&Tensor, &LossScale), b_ch: &
     let product = of_b.undo(of_a.undo(a_vc.matmul(&of_b.cast(b_ch))));
     let _ = sum.shallow_clone().g_add_(&(product * scale));
 }
+
+mod soft;
+pub use soft::{SoftObjective, soft_head_loss};
 
 #[cfg(test)]
 mod tests;

@@ -5,16 +5,24 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::draft::medusa::heads::{HeadInput, Heads};
+use crate::draft::medusa::target_weights::TargetWeights;
 use crate::model::llama::Llama;
+use crate::model::lora::Adapters;
 use crate::numbers::Positive;
 
 /// The `[loss]` table of a recipe.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossConfig {
     /// λk is this to the power of k, for k = 1…K (paper section 2.2.1).
     #[serde(default = "default_decay")]
     pub medusa_decay_coefficient: Positive,
+    /// What the heads learn from.
+    #[serde(default)]
+    pub targets: TargetWeights,
+    /// Soft targets also where the labels carry no loss.
+    #[serde(default)]
+    pub on_unlabelled: bool,
 }
 
 fn default_decay() -> Positive {
@@ -23,7 +31,7 @@ fn default_decay() -> Positive {
 
 impl Default for LossConfig {
     fn default() -> Self {
-        Self { medusa_decay_coefficient: default_decay() }
+        Self { medusa_decay_coefficient: default_decay(), targets: TargetWeights::default(), on_unlabelled: false }
     }
 }
 
@@ -43,6 +51,15 @@ pub struct Targets {
     pub tokens_m: Tensor,
     /// `[M, k+1]` int64, for sequential head k (0-based): the tokens between each position and the one to predict.
     pub previous_mj: Option<Tensor>,
+}
+
+/// Targets with the LM head's distribution of each.
+#[derive(Debug)]
+pub struct SoftTargets {
+    /// The token is [`crate::data::IGNORE`] where it carries no loss.
+    pub targets: Targets,
+    /// `[M]` int64: the positions from which the LM head predicts the same tokens.
+    pub teacher_m: Tensor,
 }
 
 /// Cross-entropy of head `head` summed over its targets: a float64 scalar with autograd, neither divided nor weighted.
@@ -74,6 +91,17 @@ pub fn divergence_of(student_nv: &Tensor, teacher_nv: &Tensor, targets: &Targets
     let [student_mv, teacher_mv] =
         [student_nv, teacher_nv].map(|logits| log_probabilities(&logits.index_select(0, &targets.positions_m)));
     (teacher_mv.exp() * (teacher_mv - student_mv)).sum(Kind::Double)
+}
+
+/// The two losses of soft targets, summed, from the head's logits `[M, V]`: the cross-entropy of the labels, and KL(LM head ‖ head). Float64
+/// scalars with autograd, which does not reach the teacher.
+pub fn soft_loss_sums(student_mv: &Tensor, hidden_nh: &Tensor, soft: &SoftTargets, backbone: &Llama) -> [Tensor; 2] {
+    let labelled_m = soft.targets.tokens_m.ge(0).nonzero().squeeze_dim(1);
+    let [of_labelled, tokens] = [student_mv, &soft.targets.tokens_m].map(|of_m| of_m.index_select(0, &labelled_m));
+    let teacher_mh = hidden_nh.detach().index_select(0, &soft.teacher_m);
+    let teacher_mv = log_probabilities(&backbone.logits(&teacher_mh, Adapters::On).detach());
+    let divergence = teacher_mv.exp() * (&teacher_mv - log_probabilities(student_mv));
+    [cross_entropy_at(&of_labelled, &tokens), divergence.sum(Kind::Double)]
 }
 
 fn log_probabilities(logits_nv: &Tensor) -> Tensor {

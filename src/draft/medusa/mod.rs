@@ -6,3 +6,4 @@ pub mod heads;
 pub mod levels;
 pub mod loss;
 pub mod prefix;
+pub mod target_weights;

@@ -49,7 +49,7 @@ impl BatchStates {
         Self::all(zeros_nh.index_copy(0, &Tensor::from_slice(&kept).to_device(device), &self.hidden_nh))
     }
 
-    /// Rows in `hidden_nh` of flat positions of the batch that have a target.
+    /// Rows in `hidden_nh` of flat positions of the batch that are kept.
     pub fn rows_of<'p>(&self, positions: &'p [i64]) -> Cow<'p, [i64]> {
         match &self.row_of {
             None => positions.into(),

@@ -1,6 +1,6 @@
 //! A cache of hidden states on disk, filled during training.
 //!
-//! It stores the positions from which some head predicts a target. The file is created at full size, and states are
+//! It stores the positions that the losses read. The file is created at full size, and states are
 //! synced before their marks: a crash never marks missing data. A run locks the file until it is complete.
 //!
 //! The states of a data row come from the batch that computed them first, in every run and after every interruption.
@@ -17,13 +17,14 @@ use tch::{Device, Tensor};
 
 use super::batch::BatchStates;
 use super::error::HiddenStatesError;
-use super::layout::{FILLED, StatesLayout, identity, key, predicting};
+use super::layout::{FILLED, StatesLayout, identity, key};
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
 use crate::data::pack::Sequences;
 use crate::files::lock_file;
 use crate::model::llama::Llama;
 use crate::torch::bytes;
+use crate::train::target_rule::TargetRule;
 
 /// The hidden states of a run's data rows in a file.
 #[derive(Debug)]
@@ -39,8 +40,8 @@ pub struct KeptStates<'r> {
 }
 
 impl<'r> KeptStates<'r> {
-    /// Opens or creates the file in `folder` for `backbone` (loaded from `backbone_folder`), `num_heads` heads and
-    /// the rows of `sequences`, however they are packed.
+    /// Opens or creates the file in `folder` for `backbone` (loaded from `backbone_folder`), the targets of
+    /// `rule` and the rows of `sequences`, however they are packed.
     ///
     /// # Errors
     /// [`HiddenStatesError`].
@@ -49,13 +50,13 @@ impl<'r> KeptStates<'r> {
         backbone: &'r Llama,
         backbone_folder: &Path,
         sequences: &Sequences,
-        num_heads: usize,
+        rule: TargetRule,
     ) -> Result<Self, HiddenStatesError> {
         let rows = &sequences.one_each();
-        let layout = StatesLayout::new(rows, num_heads, backbone.config.hidden_size, backbone.kind())?;
+        let layout = StatesLayout::new(rows, rule, backbone.config.hidden_size, backbone.kind())?;
         let error = |doing, path: &Path, source| layout.error(doing, path, source);
         let backbone_is = identity(backbone_folder, backbone).map_err(|e| error("read", backbone_folder, e))?;
-        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, num_heads)?));
+        let path = folder.join(format!("{}.hidden_states", key(&backbone_is, rows, rule)?));
         fs::create_dir_all(folder).map_err(|e| error("make", folder, e))?;
         let open = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let mut file = open.map_err(|e| error("open", &path, e))?;
@@ -109,7 +110,7 @@ impl<'r> KeptStates<'r> {
         let mut positions_m = vec![];
         for (row, lengths) in batch.segment_lengths.iter().enumerate() {
             let labels = &batch.labels[row * batch.length..];
-            let of_row = predicting(lengths, self.layout.num_heads, |t| labels[t] != i64::from(IGNORE));
+            let of_row = self.layout.rule.positions(lengths, |t| labels[t] != i64::from(IGNORE));
             positions_m.extend(of_row.into_iter().map(|t| (row * batch.length + t) as i64));
         }
         let row_ids = batch.row_ids.concat();

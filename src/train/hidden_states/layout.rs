@@ -1,5 +1,5 @@
 //! The file format of cached hidden states: the states of all data rows one after another, then one byte per row
-//! that is 1 once its states are on disk. Only positions from which some head predicts a target are stored. The file's
+//! that is 1 once its states are on disk. Only the positions of [`TargetRule::positions`] are stored. The file's
 //! name is a hash of everything that determines them.
 
 use std::fs::{self, File};
@@ -18,6 +18,7 @@ use crate::files::hex;
 use crate::model::llama::Llama;
 use crate::model::weights;
 use crate::torch::LIBTORCH_VERSION;
+use crate::train::target_rule::TargetRule;
 
 /// The mark of a row whose states are on disk.
 pub(super) const FILLED: u8 = 1;
@@ -25,7 +26,7 @@ pub(super) const FILLED: u8 = 1;
 /// Offsets in the file.
 #[derive(Debug)]
 pub(super) struct StatesLayout {
-    pub(super) num_heads: usize,
+    pub(super) rule: TargetRule,
     /// Bytes of one position's state.
     pub(super) row_bytes: usize,
     /// Start of each row's states, then the end of the last.
@@ -33,16 +34,16 @@ pub(super) struct StatesLayout {
 }
 
 impl StatesLayout {
-    pub(super) fn new(rows: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<Self, CacheError> {
+    pub(super) fn new(rows: &Sequences, rule: TargetRule, hidden_size: i64, kind: Kind) -> Result<Self, CacheError> {
         let hidden_size = usize::try_from(hidden_size).expect("a checked config");
         let row_bytes = hidden_size * kind.elt_size_in_bytes();
         let mut offsets = vec![0];
         let mut end = 0;
         for row in rows.iter() {
-            end += (predicting_in(&row?, num_heads).len() * row_bytes) as u64;
+            end += (positions_in(&row?, rule).len() * row_bytes) as u64;
             offsets.push(end);
         }
-        Ok(Self { num_heads, row_bytes, offsets })
+        Ok(Self { rule, row_bytes, offsets })
     }
 
     pub(super) fn rows(&self) -> usize {
@@ -81,25 +82,12 @@ impl StatesLayout {
 ///
 /// # Errors
 /// [`CacheError`]: the labels are read, since they decide which positions are stored.
-pub fn file_bytes(sequences: &Sequences, num_heads: usize, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
-    Ok(StatesLayout::new(&sequences.one_each(), num_heads, hidden_size, kind)?.file_bytes())
+pub fn file_bytes(sequences: &Sequences, rule: TargetRule, hidden_size: i64, kind: Kind) -> Result<u64, CacheError> {
+    Ok(StatesLayout::new(&sequences.one_each(), rule, hidden_size, kind)?.file_bytes())
 }
 
-pub(super) fn predicting_in(sequence: &PackedSequence, num_heads: usize) -> Vec<usize> {
-    predicting(&sequence.segment_lengths, num_heads, |t| sequence.labels[t] != IGNORE)
-}
-
-/// Positions of a sequence from which some head predicts a target, ascending. Head `h` (0-based) at `t` predicts `t + h + 2`.
-pub(super) fn predicting(segment_lengths: &[usize], num_heads: usize, has_label: impl Fn(usize) -> bool) -> Vec<usize> {
-    let mut positions = vec![];
-    let mut start = 0;
-    for length in segment_lengths {
-        let end = start + length;
-        let has_target = |&t: &usize| (t + 2..end.min(t + 2 + num_heads)).any(&has_label);
-        positions.extend((start..end).filter(has_target));
-        start = end;
-    }
-    positions
+pub(super) fn positions_in(sequence: &PackedSequence, rule: TargetRule) -> Vec<usize> {
+    rule.positions(&sequence.segment_lengths, |t| sequence.labels[t] != IGNORE)
 }
 
 /// Part of every key. Change it when the same input would produce a different file.
@@ -122,11 +110,14 @@ pub(super) fn identity(folder: &Path, backbone: &Llama) -> io::Result<Vec<u8>> {
 }
 
 /// The file name for a backbone and these rows, each its own sequence.
-pub(super) fn key(identity: &[u8], rows: &Sequences, num_heads: usize) -> Result<String, CacheError> {
+pub(super) fn key(identity: &[u8], rows: &Sequences, rule: TargetRule) -> Result<String, CacheError> {
     let mut hasher = Sha256::new();
     hasher.update((identity.len() as u64).to_le_bytes());
     hasher.update(identity);
-    hasher.update((num_heads as u64).to_le_bytes());
+    hasher.update((rule.num_heads as u64).to_le_bytes());
+    if rule.soft {
+        hasher.update([1, u8::from(rule.on_unlabelled)]);
+    }
     for row in rows.iter() {
         let sequence = row?;
         hasher.update((sequence.segment_lengths.len() as u64).to_le_bytes());

@@ -6,20 +6,27 @@ use std::time::{Duration, SystemTime};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-use super::layout::predicting_in;
+use super::layout::positions_in;
 use super::{BatchStates, KeptStates, file_bytes};
 use crate::data::IGNORE;
 use crate::data::loader::Batch;
 use crate::data::loader::Loader;
 use crate::data::pack::{PackedSequence, Sequences};
+use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::files::write_atomic;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
+use crate::train::target_rule::TargetRule;
+use crate::train::targets::BatchTargets;
 
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": true}"#;
 const NUM_HEADS: usize = 2;
+const LABELS: TargetRule =
+    TargetRule { num_heads: NUM_HEADS, architecture: HeadsArchitecture::Medusa, soft: false, on_unlabelled: false };
+const SOFT: TargetRule = TargetRule { soft: true, ..LABELS };
+const EVERYWHERE: TargetRule = TargetRule { on_unlabelled: true, ..SOFT };
 
 /// A folder with a config and dummy weights, and a backbone of that config.
 fn backbone(kind: Kind) -> (TempDir, Llama) {
@@ -46,7 +53,7 @@ fn sequences() -> Vec<PackedSequence> {
 }
 
 fn open<'r>(folder: &Path, from: &TempDir, backbone: &'r Llama, sequences: &[PackedSequence]) -> KeptStates<'r> {
-    KeptStates::open(folder, backbone, from.path(), &in_memory(sequences), NUM_HEADS).unwrap()
+    KeptStates::open(folder, backbone, from.path(), &in_memory(sequences), LABELS).unwrap()
 }
 
 fn in_memory(sequences: &[PackedSequence]) -> Sequences {
@@ -132,27 +139,40 @@ fn only_what_was_committed_is_there_for_the_next_run() {
     assert_eq!(open(folder.path(), &from, &backbone, &sequences).filled(), 4);
 }
 
+/// The positions of a sequence that the losses read, from the targets of its batch.
+fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<i64> {
+    let batch = &Loader::new(in_memory(std::slice::from_ref(sequence)), 1, 1, None).step(0).unwrap()[0];
+    let states = BatchStates::all(Tensor::zeros([1], (Kind::Float, Device::Cpu)));
+    let targets = BatchTargets::new(batch, rule);
+    let of_head = |head| {
+        let soft = targets.soft_of_head(head, &states);
+        let teachers = if rule.soft { Vec::try_from(&soft.teacher_m).unwrap() } else { vec![] };
+        [Vec::<i64>::try_from(&soft.targets.positions_m).unwrap(), teachers].concat()
+    };
+    let positions: std::collections::BTreeSet<i64> = (0..NUM_HEADS).flat_map(of_head).collect();
+    positions.into_iter().collect()
+}
+
 #[test]
-fn the_file_holds_the_positions_that_predict_and_a_byte_a_sequence() {
+fn the_file_holds_the_positions_that_the_losses_read_and_a_byte_a_sequence() {
     let (from, backbone) = backbone(Kind::BFloat16);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
-    let kept = open(folder.path(), &from, &backbone, &sequences);
-    let targets = |id: usize| {
-        let batch = &Loader::new(in_memory(&sequences[id..=id]), 1, 1, None).step(0).unwrap()[0];
-        let mut positions: Vec<i64> = (0..NUM_HEADS).flat_map(|head| batch.targets(head + 2).positions).collect();
-        positions.sort_unstable();
-        positions.dedup();
-        positions
-    };
-    for (id, sequence) in sequences.iter().enumerate() {
-        let ours: Vec<i64> = predicting_in(sequence, NUM_HEADS).into_iter().map(|t| t as i64).collect();
-        assert_eq!(ours, targets(id));
+    let mut sizes = vec![];
+    for rule in [LABELS, SOFT, EVERYWHERE] {
+        let kept = KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), rule).unwrap();
+        let read: Vec<Vec<i64>> = sequences.iter().map(|sequence| read_positions(sequence, rule)).collect();
+        for (sequence, read) in sequences.iter().zip(&read) {
+            let ours: Vec<i64> = positions_in(sequence, rule).into_iter().map(|t| t as i64).collect();
+            assert_eq!(&ours, read, "{rule:?}");
+        }
+        let positions = read.concat().len();
+        let expected = (positions * 16 * 2 + 2 * sequences.len()) as u64; // rows of bfloat16, and a byte for each data row
+        assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
+        let bytes = file_bytes(&in_memory(&sequences), rule, backbone.config.hidden_size, backbone.kind());
+        assert_eq!(bytes.unwrap(), expected);
+        sizes.push(positions);
     }
-    let positions: usize = (0..sequences.len()).map(|id| targets(id).len()).sum();
-    let expected = (positions * 16 * 2 + 2 * sequences.len()) as u64; // rows of bfloat16, and a byte for each data row
-    assert_eq!(fs::metadata(kept.path()).unwrap().len(), expected);
-    let bytes = file_bytes(&in_memory(&sequences), NUM_HEADS, backbone.config.hidden_size, backbone.kind());
-    assert_eq!(bytes.unwrap(), expected);
+    assert!(sizes[0] < sizes[1] && sizes[1] < sizes[2], "{sizes:?}");
 }
 
 #[test]
@@ -160,27 +180,30 @@ fn whatever_decides_a_state_decides_the_file() {
     let (from, float) = backbone(Kind::Float);
     let (_, half) = backbone(Kind::BFloat16);
     let folder = tempfile::tempdir().unwrap();
-    let name = |backbone: &Llama, sequences: &[PackedSequence], num_heads| {
-        let kept = KeptStates::open(folder.path(), backbone, from.path(), &in_memory(sequences), num_heads).unwrap();
+    let name = |backbone: &Llama, sequences: &[PackedSequence], rule| {
+        let kept = KeptStates::open(folder.path(), backbone, from.path(), &in_memory(sequences), rule).unwrap();
         kept.path().to_owned()
     };
-    let mut names = vec![name(&float, &sequences(), 2), name(&half, &sequences(), 2), name(&float, &sequences(), 1)];
+    let mut names = vec![name(&float, &sequences(), LABELS), name(&half, &sequences(), LABELS)];
+    for rule in [TargetRule { num_heads: 1, ..LABELS }, SOFT, EVERYWHERE] {
+        names.push(name(&float, &sequences(), rule));
+    }
     let changes: [fn(&mut PackedSequence); 3] =
         [|s| s.input_ids[0] += 1, |s| s.labels[2] = IGNORE, |s| s.segment_lengths = vec![2, s.input_ids.len() - 2]];
     for change in changes {
         let mut other = sequences();
         change(&mut other[0]);
-        names.push(name(&float, &other, 2));
+        names.push(name(&float, &other, LABELS));
     }
     let weights = File::options().append(true).open(from.path().join("model.safetensors")).unwrap();
     weights.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1))).unwrap();
-    names.push(name(&float, &sequences(), 2));
+    names.push(name(&float, &sequences(), LABELS));
     (&weights).write_all(b"!").unwrap();
-    names.push(name(&float, &sequences(), 2));
+    names.push(name(&float, &sequences(), LABELS));
     write_atomic(&from.path().join("training_args.bin"), |out| out.write_all(b"not read")).unwrap();
     let distinct: std::collections::BTreeSet<_> = names.iter().collect();
     assert_eq!(distinct.len(), names.len(), "{names:?}");
-    assert_eq!(name(&float, &sequences(), 2), names[7]);
+    assert_eq!(name(&float, &sequences(), LABELS), names[9]);
 }
 
 #[test]
@@ -188,18 +211,16 @@ fn two_runs_never_fill_one_file() {
     let (from, backbone) = backbone(Kind::Float);
     let (folder, sequences) = (tempfile::tempdir().unwrap(), sequences());
     let mut first = open(folder.path(), &from, &backbone, &sequences);
-    let second = |num_heads| {
-        KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), num_heads).map(drop)
-    };
-    let error = second(NUM_HEADS).unwrap_err();
+    let second = |rule| KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), rule).map(drop);
+    let error = second(LABELS).unwrap_err();
     assert!(error.to_string().contains("is in use by another run"), "{error}");
-    second(NUM_HEADS + 1).unwrap(); // a different file
+    second(SOFT).unwrap(); // a different file
     epoch(&mut first, &Loader::new(in_memory(&sequences), 1, 1, None), 0);
-    assert!(second(NUM_HEADS).is_err(), "not on the disk yet");
+    assert!(second(LABELS).is_err(), "not on the disk yet");
     first.commit().unwrap();
-    second(NUM_HEADS).unwrap();
+    second(LABELS).unwrap();
     drop(first);
-    second(NUM_HEADS).unwrap();
+    second(LABELS).unwrap();
 }
 
 #[test]
@@ -209,7 +230,7 @@ fn a_file_of_another_size_is_refused() {
     let path = open(folder.path(), &from, &backbone, &sequences).path().to_owned();
     let bytes = fs::metadata(&path).unwrap().len();
     File::options().write(true).open(&path).unwrap().set_len(bytes - 1).unwrap();
-    let error = KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), NUM_HEADS).unwrap_err();
+    let error = KeptStates::open(folder.path(), &backbone, from.path(), &in_memory(&sequences), LABELS).unwrap_err();
     let expected = format!("has {} bytes, expected {bytes}", bytes - 1);
     assert!(error.to_string().contains(&expected), "{error}");
 }

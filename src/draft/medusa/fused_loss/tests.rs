@@ -6,7 +6,7 @@ use tch::Device;
 
 use super::*;
 use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
-use crate::draft::medusa::loss::{cross_entropy_of, cross_entropy_sum, divergence_of};
+use crate::draft::medusa::loss::{SoftTargets, cross_entropy_of, cross_entropy_sum, divergence_of, soft_loss_sums};
 use crate::model::adapters::attach_new;
 use crate::model::config::{FamilyTraits, LlamaConfig};
 use crate::model::lora::LoraConfig;
@@ -292,4 +292,124 @@ fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
             );
         }
     }
+}
+
+/// 500 targets, of which every third has no label; the teacher is three rows on.
+fn soft_targets() -> SoftTargets {
+    let mut generator = Generator::seeded(2);
+    let positions_m = generator.permutation(697).narrow(0, 0, 500);
+    let tokens_m = generator.integers(40_000, &[500]);
+    let is_unlabelled = Tensor::arange(500, (Kind::Int64, Device::Cpu)).remainder(3).eq(0);
+    let teacher_m = &positions_m + 3;
+    let tokens_m = tokens_m.masked_fill(&is_unlabelled, -100);
+    SoftTargets { targets: Targets { positions_m, tokens_m, previous_mj: None }, teacher_m }
+}
+
+/// The LM head, which has an adapter, teaches a head with its own W2 and one that shares the LM head.
+#[test]
+fn losses_of_soft_targets_and_their_gradients_equal_the_plain_ones() {
+    let cases = [
+        (false, LOGITS[0], [0.3, 0.7]),
+        (true, LOGITS[0], [5.0, 0.1]),
+        (false, LOGITS[2], [0.0, 1.0]),
+        (true, LOGITS[1], [1.0, 0.0]),
+    ];
+    for (shared, logits, [labels, teacher]) in cases {
+        let mut backbone = backbone_with(logits);
+        attach_new(&mut backbone, &toml::from_str("rank = 4\nalpha = 8").unwrap(), 3);
+        let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
+        let heads = heads(1, shared, &backbone);
+        let mut generator = Generator::seeded(4);
+        tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
+        let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
+        drop(generator);
+        let lm_head = OutputLayer::lm_head(&backbone, Adapters::Training { seed: 7 });
+        let objective = SoftObjective { lm_head, teacher_nh: &hidden.copy(), labels, backbone: teacher };
+        soft_losses_equal_the_plain_ones(HeadPass::new(heads.head(1), &backbone), [a, b], &hidden, objective);
+    }
+}
+
+fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &Tensor, objective: SoftObjective) {
+    let HeadPass { head, backbone, .. } = pass;
+    let soft = soft_targets();
+    let of_output = head.w2().map_or_else(|| ab.to_vec(), |w2| vec![w2]);
+    let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(of_output).chain([hidden]).collect();
+    for parameter in &parameters {
+        let _ = parameter.set_requires_grad(true);
+    }
+    let x_mh = head.hidden(&hidden.index_select(0, &soft.targets.positions_m));
+    let student_mv = head.w2().map_or_else(|| backbone.logits(&x_mh, Adapters::On), |w2| x_mh.matmul(&w2.tr()));
+    let [cross_entropy, divergence] = soft_loss_sums(&student_mv, hidden, &soft, backbone);
+    let plain = &cross_entropy * objective.labels + &divergence * objective.backbone;
+    let expected = Tensor::run_backward(&[plain * 0.01], &parameters, false, false);
+    let got: Vec<Tensor> = parameters.iter().map(|p| p.detach().zeros_like()).collect();
+    let [blocks @ .., dhidden] = &got[..] else { panic!("no hidden states") };
+    let (blocks, of_output) = blocks.split_at(head.block_parameters().len());
+    let output = match of_output {
+        [w2] => OutputGradients { weight_vh: Some(w2), ..OutputGradients::default() },
+        [a, b] => OutputGradients { adapter: Some([a, b]), ..OutputGradients::default() },
+        _ => panic!("W2, or A and B"),
+    };
+    let into = HeadGradients { blocks: blocks.iter().collect(), output, hidden_nh: Some(dhidden) };
+    let output = OutputLayer::of_head(head).unwrap_or(objective.lm_head);
+    let sums = soft_head_loss(pass, output, &hidden.detach(), &soft, objective, Some((&into, 0.01)));
+    for (got, expected) in [(&sums.loss, &cross_entropy), (&sums.divergence, &divergence)] {
+        let (got, expected) = (got.double_value(&[]), expected.double_value(&[]));
+        assert!((got - expected).abs() / expected < 1e-5, "{got} {expected}");
+    }
+    for (expected, got) in expected.iter().zip(&got) {
+        let difference = (expected - got).abs().max().double_value(&[]);
+        let largest = expected.abs().max().double_value(&[]);
+        assert!(difference < 2e-5 * largest, "{:?}: {difference} of {largest}", expected.size());
+    }
+}
+
+/// Gradients of a head in `kind` whose labels are rare: their weight is a hundred times that of the teacher's targets.
+fn soft_gradients_in(kind: Kind, scale: f64) -> Vec<Tensor> {
+    let backbone = backbone();
+    let heads = heads(1, false, &backbone);
+    let hidden = Generator::seeded(4).normal(&[700, 24], (Kind::Float, Device::Cpu)) * 3.0;
+    let values: Vec<Tensor> = heads.parameters().iter().map(|(_, value)| value.set_requires_grad(true)).collect();
+    let got: Vec<Tensor> = values[..3].iter().chain([&hidden]).map(|p| p.detach().zeros_like()).collect();
+    let output = OutputGradients { weight_vh: Some(&got[2]), ..OutputGradients::default() };
+    let into = HeadGradients { blocks: got[..2].iter().collect(), output, hidden_nh: Some(&got[3]) };
+    let lm_weight = backbone.lm_head_weight().to_kind(kind);
+    let (head, output) = (HeadPass::new(heads.head(0), &backbone), OutputLayer::plain(&values[2]));
+    let hidden_nh = hidden.to_kind(kind);
+    let lm_head = OutputLayer::plain(&lm_weight);
+    let objective = SoftObjective { lm_head, teacher_nh: &hidden_nh, labels: 1.0, backbone: 0.01 };
+    soft_head_loss(head, output, &hidden_nh, &soft_targets(), objective, Some((&into, scale)));
+    got
+}
+
+#[test]
+fn gradients_of_soft_targets_of_16_bits_are_those_of_float32() {
+    let of_float32 = soft_gradients_in(Kind::Float, 1.0);
+    for (kind, scale, most) in [(Kind::Half, 4e-6, 0.005), (Kind::Half, 4e-8, 0.005), (Kind::BFloat16, 4e-6, 0.02)] {
+        for ((at, got), expected) in soft_gradients_in(kind, scale).iter().enumerate().zip(&of_float32) {
+            let expected = expected * scale;
+            let off = ((got - &expected).norm() / expected.norm()).double_value(&[]);
+            assert!(off < most, "{kind:?}, times {scale}, gradient {at} is off by {off}");
+        }
+    }
+}
+
+/// A position without a label counts neither as hit nor as miss.
+#[test]
+fn hits_of_soft_targets_are_those_of_the_labels() {
+    let backbone = backbone();
+    let heads = heads(1, false, &backbone);
+    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu)) * 5.0;
+    let SoftTargets { targets, teacher_m } = soft_targets();
+    let best = heads
+        .logits(0, &HeadInput { hidden_nh: &hidden, previous_nj: None }, &backbone)
+        .argmax(1, false)
+        .index_select(0, &targets.positions_m);
+    let tokens_m = best.where_self(&targets.tokens_m.ge(0), &targets.tokens_m);
+    let soft = SoftTargets { targets: Targets { tokens_m, ..targets }, teacher_m };
+    let lm_head = OutputLayer::lm_head(&backbone, Adapters::Off);
+    let objective = SoftObjective { lm_head, teacher_nh: &hidden, labels: 0.0, backbone: 1.0 };
+    let (head, output) = (HeadPass::new(heads.head(0), &backbone), OutputLayer::of_head(heads.head(0)).unwrap());
+    let sums = soft_head_loss(head, output, &hidden, &soft, objective, None);
+    assert_eq!(Vec::<i64>::try_from(&sums.hits).unwrap(), [333; TOP]);
 }

@@ -1,0 +1,140 @@
+//! The loss of soft targets: a head learns the LM head's distribution of the same token, and its label where it has one. The oracle is
+//! [`crate::draft::medusa::loss::soft_loss_sums`].
+
+// N positions, M targets of one head, C targets of one chunk, H hidden, V vocabulary, R rank of the LM head's adapter
+use tch::{Kind, Tensor};
+
+use super::{
+    CastWeights, Divergence, HeadGradients, HeadPass, HeadSums, Labels, OutputLayer, Projection, TOP, exact_ranks, hits,
+};
+use crate::draft::medusa::loss::SoftTargets;
+use crate::model::logits::slope_of;
+use crate::model::lora::Adapters;
+
+/// The teacher of a head, and the weights of the two losses in their sum; not both are 0.
+#[derive(Debug, Clone, Copy)]
+pub struct SoftObjective<'t> {
+    /// The teacher; it has no dropout.
+    pub lm_head: OutputLayer<'t>,
+    /// `[N, H]`, its hidden states, in the backbone's dtype.
+    pub teacher_nh: &'t Tensor,
+    /// Weight of the cross-entropy of the labels.
+    pub labels: f64,
+    /// Weight of the divergence from the teacher.
+    pub backbone: f64,
+}
+
+impl SoftObjective<'_> {
+    fn total(&self) -> f64 {
+        self.labels + self.backbone
+    }
+}
+
+/// The divergence KL(LM head ‖ head) at temperature 1, the cross-entropy of the labels, and their hits. If `gradients` is given, adds
+/// the gradients of the weighted sum, multiplied by its scale. No gradient reaches the LM head or its hidden states as teacher.
+/// `output` and `hidden_nh` are as for [`super::head_loss`].
+pub fn soft_head_loss(
+    head: HeadPass,
+    output: OutputLayer,
+    hidden_nh: &Tensor,
+    soft: &SoftTargets,
+    objective: SoftObjective,
+    gradients: Option<(&HeadGradients, f64)>,
+) -> HeadSums {
+    let projection = Projection::new(Some(head), output, hidden_nh, &soft.targets, gradients);
+    let sums = tch::no_grad(|| projection.soft_losses(soft, &SoftTeacher::new(objective), gradients));
+    projection.backward(&head.head.block_parameters(), &soft.targets.positions_m, gradients);
+    sums
+}
+
+/// The LM head on the positions that teach.
+struct SoftTeacher<'t> {
+    objective: SoftObjective<'t>,
+    weights: CastWeights,
+}
+
+impl<'t> SoftTeacher<'t> {
+    fn new(objective: SoftObjective<'t>) -> Self {
+        let adapter = objective.lm_head.adapter.map(|(adapter, _)| (adapter, Adapters::On));
+        let lm_head = OutputLayer { adapter, ..objective.lm_head };
+        let weights = CastWeights::new(&lm_head, objective.teacher_nh.kind());
+        Self { objective: SoftObjective { lm_head, ..objective }, weights }
+    }
+
+    /// `[C, V]`, float32, from rows `[C]` of the hidden states.
+    fn logits(&self, rows_c: &Tensor) -> Tensor {
+        let SoftObjective { lm_head, teacher_nh, .. } = self.objective;
+        let x_ch = teacher_nh.index_select(0, rows_c);
+        let down_cr = lm_head.adapter.map(|(adapter, adapters)| adapter.down(&x_ch, adapters));
+        lm_head.logits(&self.weights, &x_ch, down_cr.as_ref())
+    }
+}
+
+impl Projection<'_> {
+    fn soft_losses(
+        &self,
+        soft: &SoftTargets,
+        teacher: &SoftTeacher,
+        gradients: Option<(&HeadGradients, f64)>,
+    ) -> HeadSums {
+        let (mut sums, mut ranks) = (HeadSums::zero(self.x_mh.device()), vec![]);
+        let top = exact_ranks(gradients.is_some());
+        self.for_each_chunk(|chunk, weights| {
+            let logits_cv = chunk.logits(weights);
+            let slope = gradients.map(|_| slope_of(&logits_cv, self.output.logits));
+            let teacher_cv = teacher.logits(&chunk.rows(&soft.teacher_m));
+            let losses = SoftLosses::new(logits_cv, teacher_cv, &chunk.rows(&soft.targets.tokens_m), top);
+            let of_chunk = losses.sums();
+            sums.add(&of_chunk);
+            ranks.push(of_chunk.ranks_m);
+            if let (Some((gradients, scale)), Some(slope)) = (gradients, slope) {
+                let dlogits_cv = slope.times(losses.dlogits(&teacher.objective));
+                chunk.backward(&dlogits_cv, weights, &gradients.output, scale * teacher.objective.total());
+            }
+        });
+        if !ranks.is_empty() {
+            sums.ranks_m = Tensor::cat(&ranks, 0);
+        }
+        sums
+    }
+}
+
+/// Both losses of one chunk.
+struct SoftLosses {
+    divergence: Divergence,
+    /// The token is 0 where there is no label.
+    labels: Labels,
+    /// `[C, 1]`, float32: 1 where there is a label, else 0.
+    is_labelled_c1: Tensor,
+}
+
+impl SoftLosses {
+    fn new(logits_cv: Tensor, teacher_cv: Tensor, tokens_c: &Tensor, top: usize) -> Self {
+        let tokens_c1 = tokens_c.unsqueeze(1);
+        let is_labelled_c1 = tokens_c1.ge(0).to_kind(Kind::Float);
+        let labels = Labels::new(&logits_cv, &tokens_c1.clamp_min(0), top);
+        Self { divergence: Divergence::new(logits_cv, teacher_cv), labels, is_labelled_c1 }
+    }
+
+    fn sums(&self) -> HeadSums {
+        let losses_c1 = self.labels.losses(&self.divergence.student_log_sum_c1) * &self.is_labelled_c1;
+        let is_unlabelled_c = 1 - self.is_labelled_c1.squeeze_dim(1);
+        HeadSums {
+            loss: losses_c1.sum(Kind::Double),
+            divergence: self.divergence.loss.shallow_clone(),
+            hits: hits(&(&self.labels.rank_c + is_unlabelled_c * TOP as f64)),
+            ranks_m: self.labels.rank_c.shallow_clone(),
+        }
+    }
+
+    /// The gradient of the weighted sum of both losses with respect to the logits, divided by the sum of the weights, so that float16
+    /// can hold it.
+    fn dlogits(self, objective: &SoftObjective) -> Tensor {
+        let of_labels_c1 = self.is_labelled_c1 * (objective.labels / objective.total());
+        let of_teacher = objective.backbone / objective.total();
+        let Divergence { mut student_cv, mut teacher_cv, .. } = self.divergence;
+        let _ = student_cv.g_mul_(&(&of_labels_c1 + of_teacher));
+        student_cv -= teacher_cv.g_mul_scalar_(of_teacher);
+        student_cv.scatter_add_(1, &self.labels.tokens_c1, &-of_labels_c1)
+    }
+}
