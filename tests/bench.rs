@@ -173,7 +173,7 @@ fn a_forced_rate_is_a_timing_and_says_so() {
     assert_eq!(csv(&world, "f.csv")[0]["forced_acceptance_rate"].as_str(), "2.0");
     let output = world.medusa(&[&BENCH[..], &["--force-acceptance-rate", "1.5"]].concat()).output().expect("it runs");
     let table = String::from_utf8(output.stdout).expect("UTF-8");
-    assert!(table.ends_with("forced to 1.5 tokens per step: the speed is not that of these heads\n"), "{table}");
+    assert!(table.ends_with("forced to 1.5 tokens per step: the speed is not that of this drafter\n"), "{table}");
     let refused = |more: &[&str]| world.complaint(&[&BENCH[..], &["--force-acceptance-rate"], more].concat(), 2);
     assert!(refused(&["5"]).contains("expected 1 to 4"));
     assert!(refused(&["0.5"]).contains("expected 1 to 4") && refused(&["-1"]).contains("--force-acceptance-rate"));
@@ -204,9 +204,128 @@ fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
         &["--sweep", "nodes=4,400", "--calibration", "c.json"],
         "--sweep nodes=400: a tree of 400 nodes was asked for",
     );
-    says(&["--calibration", "c.json"], "without that sweep, drop it");
+    says(&["--calibration", "c.json"], "without one of them, drop it");
     says(&["--sweep", "posterior-threshold=0.1"], "needs --temperature above 0");
     says(&["--sweep", "posterior-threshold=0.1", "--temperature", "1", "--acceptance", "greedy"], "typical acceptance");
     says(&["--repeats", "0"], "--repeats");
     says(&["--csv", "none/x.csv"], "--csv none/x.csv: there is no folder none");
+}
+
+/// A run with the heads of `h`, a tree and a calibration beside them, and metrics.
+fn a_run(world: &World) {
+    std::fs::create_dir_all(world.path("run/final")).expect("a folder");
+    std::fs::copy(world.path("h/heads.safetensors"), world.path("run/final/heads.safetensors")).expect("heads");
+    for (file, content) in
+        [("recipe.toml", json!({})), ("provenance.json", json!({})), ("tree.json", json!([[0], [1]]))]
+    {
+        world.write(&format!("run/{file}"), &content);
+    }
+    std::fs::copy(world.path("c.json"), world.path("run/calibration.json")).expect("a calibration");
+    let step = |step: u64| json!({"split": "train", "step": step, "tokens": step * 100, "loss": 1.0, "head_losses": [1.0], "tokens_per_second": 50.0});
+    world.lines("run/metrics.jsonl", &[step(1), step(2)]);
+}
+
+const DRAFTERS: [&str; 7] = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--max-new-tokens", "8"];
+
+#[test]
+fn drafters_take_turns_and_share_a_table() {
+    let world = calibrated();
+    a_run(&world);
+    let prompt = |text: &str, category: &str| json!({"prompt": text, "category": category});
+    world.lines("p.jsonl", &[prompt("ab ab ab", "x"), prompt("ba", "y")]);
+    let compared = ["--heads", "h", "--drafters", "plain,ngram,medusa,medusa:run/final"];
+    let lines = world.json(&[&DRAFTERS[..], &compared, &["--csv", "d.csv", "--repeats", "2"]].concat());
+    let all = |key: &str| lines.iter().map(|line| line[key].clone()).collect::<Vec<_>>();
+    assert_eq!(all("drafter"), ["plain", "ngram", "medusa", "medusa"].map(|name| json!(name)));
+    assert_eq!(all("identical"), [true; 4].map(|same| json!(same)));
+    assert_eq!(
+        all("tree_nodes"),
+        [0, 12, 3, 2].map(|nodes| json!(nodes)),
+        "a chain of three heads; the tree of the run"
+    );
+    assert_eq!(all("weights"), [Value::Null, Value::Null, json!(["h"]), json!(["run/final"])]);
+    let parameters = 3 * (32 * 32 + 32 + 32 * crate::data::BYTE_VOCABULARY);
+    assert_eq!(all("parameters"), [0, 0, parameters, parameters].map(|count| json!(count)));
+    let cost = json!({"seconds": 4.0, "tokens": 200});
+    assert_eq!(all("training"), [Value::Null, Value::Null, Value::Null, cost]);
+    for line in &lines {
+        assert_eq!(line["plain"], lines[0]["plain"], "plain decoding is measured once for all");
+        assert_eq!(line["categories"].as_object().map(serde_json::Map::len), Some(2));
+    }
+    let plain = &lines[0];
+    assert_eq!((&plain["medusa"], &plain["speedup"], &plain["overhead"]), (&plain["plain"], &json!(1.0), &json!(1.0)));
+    let rows = csv(&world, "d.csv");
+    assert_eq!(rows.len(), 12, "two categories and all, for each of four");
+    let last = &rows[11];
+    let text = |key: &str| last[key].as_str();
+    assert_eq!((text("drafter"), text("weights"), text("category")), ("medusa", "run/final", "all"));
+    assert_eq!((text("training_seconds"), text("training_tokens")), ("4.0", "200"));
+    assert_eq!(Some(text("engine")), lines[3]["engine"].as_str());
+    let output = world.medusa(&[&DRAFTERS[..], &compared, &["--repeats", "1"]].concat()).output().expect("it runs");
+    let table = String::from_utf8(output.stdout).expect("UTF-8");
+    for words in ["drafter ", "parameters", "medusa:h ", "medusa:run/final ", "4 s, 200 tokens", "tokens/step, speedup"]
+    {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    let speeds = |table: &str, start: &str| table.lines().filter(|line| line.starts_with(start)).count();
+    assert_eq!((speeds(&table, "plain "), speeds(&table, "x "), speeds(&table, "y ")), (1, 1, 1), "{table}");
+}
+
+#[test]
+fn a_node_budget_is_the_same_for_all_heads() {
+    let world = calibrated();
+    a_run(&world);
+    let drafters =
+        ["--heads", "h", "--calibration", "c.json", "--drafters", "ngram,medusa,medusa:run/final", "--repeats", "1"];
+    let lines = world.json(&[&DRAFTERS[..], &drafters, &["--nodes", "5"]].concat());
+    let nodes: Vec<_> = lines.iter().skip(1).map(|line| line["tree_nodes"].clone()).collect();
+    assert_eq!(nodes, [5, 5].map(|nodes| json!(nodes)));
+    let lines = world.json(&[&DRAFTERS[..], &drafters, &["--sweep", "nodes=2,4"]].concat());
+    let found: Vec<_> = lines.iter().map(|line| (line["drafter"].clone(), line["sweep"]["value"].clone())).collect();
+    let expected = [("ngram", 2), ("medusa", 2), ("medusa", 2), ("ngram", 4), ("medusa", 4), ("medusa", 4)];
+    assert_eq!(found, expected.map(|(name, value)| (json!(name), json!(value))));
+    std::fs::remove_file(world.path("run/calibration.json")).expect("it was there");
+    let refused = world.complaint(&[&DRAFTERS[..], &drafters, &["--nodes", "5"]].concat(), 2);
+    assert!(refused.contains("run/final has no calibration.json beside it"), "{refused}");
+    let forced = ["--heads", "h", "--drafters", "plain,medusa", "--force-acceptance-rate", "2", "--repeats", "1"];
+    let lines = world.json(&[&DRAFTERS[..], &forced].concat());
+    assert_eq!((&lines[0]["acceleration_rate"], &lines[1]["acceleration_rate"]), (&json!(1.0), &json!(2.0)));
+}
+
+#[test]
+fn what_cannot_be_compared_is_status_2_before_anything_is_loaded() {
+    let world = calibrated();
+    a_run(&world);
+    std::fs::remove_file(world.path("b/model.safetensors")).expect("it was there");
+    let says = |more: &[&str], words: &str| {
+        let text = world.complaint(&[&DRAFTERS[..], more].concat(), 2);
+        assert!(text.contains(words), "{more:?}: {text}");
+    };
+    says(&["--drafters", "plain"], "nothing to compare plain decoding with");
+    says(&["--drafters", "ngram,plain,ngram"], "--drafters names ngram twice");
+    says(&["--drafters", "ngram,medusae"], "no drafter \"medusae\"; expected medusa, hydra, hydra++, ngram");
+    says(&["--drafters", "ngram,medusa"], "--drafter medusa needs --heads");
+    says(&["--drafters", "ngram", "--heads", "h"], "no drafter of --drafters uses --heads h");
+    says(&["--drafters", "medusa:h", "--drafter", "ngram"], "cannot be used with");
+    says(&["--drafters", "medusa:h,ngram:x"], "ngram has no weights; drop :x");
+    says(&["--drafters", "hydra:h"], "the heads in h are medusa heads");
+    says(&["--drafters", "ngram", "--nodes", "4"], "--drafter ngram makes its own at every step");
+    says(
+        &["--drafters", "plain,ngram", "--force-acceptance-rate", "2"],
+        "--drafter ngram makes a new tree at every step",
+    );
+    says(&["--drafter", "plain"], "drop --drafter");
+    says(&["--drafter", "medusa:run/final", "--heads", "h"], "has heads of its own; drop --heads h");
+    std::fs::create_dir(world.path("tuned")).expect("a folder");
+    std::fs::copy(world.path("h/heads.safetensors"), world.path("tuned/heads.safetensors")).expect("heads");
+    world.write("tuned/adapter_config.json", &json!({}));
+    says(
+        &["--drafters", "medusa:tuned,medusa:h"],
+        "tuned has an adapter for the backbone, and h was trained for another",
+    );
+    world.write("tuned/config.json", &json!({"architecture": "clover"}));
+    says(
+        &["--drafters", "medusa:tuned"],
+        "config.json: architecture: expected \"medusa\", \"hydra\" or \"hydra++\", got \"clover\"",
+    );
 }

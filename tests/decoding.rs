@@ -173,7 +173,7 @@ fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
     let sweep = world.complaint(&[&bench[..], &["--sweep", "nodes=1,4", "--calibration", "c.json"]].concat(), 2);
     assert!(sweep.contains("--drafter ngram makes its own at every step"), "{sweep}");
     let forced = world.complaint(&[&bench[..], &["--force-acceptance-rate", "2"]].concat(), 2);
-    assert!(forced.contains("--force-acceptance-rate forces the guesses of heads"), "{forced}");
+    assert!(forced.contains("--drafter ngram makes a new tree at every step"), "{forced}");
     world.write("t.json", &json!([[0]]));
     let complaint = world.complaint(&[&MEDUSA[..], &["--drafter", "ngram"]].concat(), 2);
     assert!(complaint.contains("drop --tree"), "{complaint}");

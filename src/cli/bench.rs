@@ -1,76 +1,131 @@
 //! `medusa bench`: plain and drafted decoding of the same prompts, compared in the paper's terms (appendix B.1).
 
 use std::cell::RefCell;
+use std::path::Path;
 
 use anyhow::Context;
 
-use self::measure::BenchRun;
-use self::setting::Setting;
+use self::drafters::{DrafterFacts, Rows};
+use self::measure::{BenchRun, Contestant};
+use self::setting::{Setting, no_fixed_tree};
 use super::decoder::{Decoder, read_prompts};
+use super::drafter::loaded::LoadedDrafter;
+use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
 use super::reading::Counter;
+use super::served::Served;
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::decode::request::Request;
 use crate::engine::sample::Stream;
 use crate::tree::accept::Acceptance;
+use crate::tree::guess_tree::GuessTree;
 
 mod args;
+mod backbone;
+mod drafters;
 mod measure;
 mod report;
 mod setting;
 mod sweep;
+mod table;
 
 pub use args::BenchArgs;
 pub use sweep::SweepFlag;
 
-/// Decodes every prompt plainly and with the drafter in every setting, and prints the comparison.
+/// Decodes every prompt plainly and with the drafters in every setting, and prints the comparison.
 ///
 /// # Errors
 /// An error in the command line, the backbone, the heads, the tree, the calibration or a prompt.
 pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let settings = setting::settings(args)?;
-    let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
-    let heads = args.drafter.heads(args.heads.as_deref());
+    let rows = drafters::rows(args)?;
+    let trees = drafters::searched_trees(args, &settings, &rows)?;
     let prompts = read_prompts(None, Some(&args.prompts))?;
-    // A sweep that builds its own trees needs no notice about a missing --tree.
-    let loading = CommonFlags { quiet: common.quiet || settings.iter().any(|s| s.tree.is_some()), ..common.clone() };
-    let served = args.served.resolve(&args.backbone, heads, common)?;
+    let heads = backbone::heads(args, &rows)?;
+    let served = backbone::served(args, &rows, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
-    let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, &loading)?;
-    let ready = settings.iter().map(|setting| ready(&decoder, setting)).collect::<anyhow::Result<Vec<_>>>()?;
+    let (decoder, facts) = load(args, &rows, heads, served, common)?;
+    let per_setting = settings.iter().zip(&trees);
+    let ready =
+        per_setting.map(|(setting, trees)| ready(&decoder, setting, trees)).collect::<anyhow::Result<Vec<_>>>()?;
     let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), 0, "prompts", common);
     let silent = CommonFlags { quiet: true, ..common.clone() };
     let mut results = Vec::new();
     for (setting, drafts) in settings.iter().zip(ready) {
         counter.bar.set_message(setting.label());
         let engine_notice = if results.is_empty() { common } else { &silent }; // once per sweep
-        let (drafter, tree_nodes) = (decoder.drafters[0].spec.name(), drafts.drafter.max_nodes());
         let request = setting.decoding.request(&[], Stream::default());
-        let decoding = RefCell::new(args.engine.take(&decoder, Some(drafts), &request, engine_notice)?);
-        let bench = BenchRun { decoder: &decoder, drafter, tree_nodes, decoding, setting, prompts: &prompts, common };
-        let result = report::result(&bench, &bench.run(args.repeats.get(), &counter)?);
+        let contestants = contestants(args, (&decoder, &facts), drafts, &request, engine_notice)?;
+        let plain = match rows.len() {
+            1 => None,
+            _ => Some(RefCell::new(args.engine.take(&decoder, None, &request, &silent)?)),
+        };
+        let bench = BenchRun { decoder: &decoder, contestants, plain, setting, prompts: &prompts, common };
+        let found = report::results(&bench, &rows, &bench.run(args.repeats.get(), &counter)?);
         if common.json {
-            counter.bar.suspend(|| print_json(&result))?;
+            counter.bar.suspend(|| found.iter().try_for_each(print_json))?;
         }
-        results.push(result);
+        results.extend(found);
         if let Some(path) = &args.csv {
             report::write_csv(path, &results).with_context(|| format!("cannot write {}", path.display()))?;
         }
     }
     counter.bar.finish_and_clear();
-    if common.json { Ok(()) } else { print_line(report::table(&results)) }
+    if common.json { Ok(()) } else { print_line(table::table(&results)) }
 }
 
-/// The drafter of a setting.
-fn ready<'a>(decoder: &'a Decoder, setting: &'a Setting) -> anyhow::Result<Drafts<'a>> {
-    let loaded = decoder.drafter().ok_or_else(|| UsageError("bench needs --heads or --drafter".into()))?;
-    let drafter = ReadyDrafter::new(&decoder.backbone, loaded, setting.tree.as_ref())?;
-    let acceptance = match (setting.forced, drafter.tree()) {
-        (None, _) => setting.decoding.acceptance()?,
-        (Some(rate), Some(tree)) => Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?,
-        (Some(_), None) => {
-            let why = "--force-acceptance-rate needs a tree that is the same at every step";
-            return Err(UsageError(format!("{why}, which --drafter {} has not", loaded.spec)).into());
-        }
+/// The backbone with all drafters, and their facts.
+fn load(
+    args: &BenchArgs,
+    rows: &Rows,
+    heads: Option<&Path>,
+    served: Served,
+    common: &CommonFlags,
+) -> anyhow::Result<(Decoder, Vec<DrafterFacts>)> {
+    let plans: Vec<DrafterPlan> = rows.iter().flatten().cloned().collect();
+    let facts: Vec<DrafterFacts> = plans.iter().map(DrafterFacts::of).collect();
+    // Trees that are searched need no notice about a missing --tree.
+    let loading = CommonFlags { quiet: common.quiet || args.nodes_flag().is_some(), ..common.clone() };
+    let decoder = args.engine.load(&args.backbone, heads, plans, served, &loading)?;
+    let with_parameters =
+        |(facts, loaded): (DrafterFacts, &LoadedDrafter)| DrafterFacts { parameters: loaded.parameters(), ..facts };
+    let facts = facts.into_iter().zip(&decoder.drafters).map(with_parameters).collect();
+    Ok((decoder, facts))
+}
+
+/// The drafters of a setting.
+fn ready<'a>(
+    decoder: &'a Decoder,
+    setting: &Setting,
+    trees: &'a [Option<GuessTree>],
+) -> anyhow::Result<Vec<Drafts<'a>>> {
+    let drafts = |(loaded, tree): (&'a LoadedDrafter, &'a Option<GuessTree>)| {
+        let drafter = ReadyDrafter::new(&decoder.backbone, loaded, tree.as_ref())?;
+        let acceptance = match (setting.forced, drafter.tree()) {
+            (None, _) => setting.decoding.acceptance()?,
+            (Some(rate), Some(tree)) => {
+                Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?
+            }
+            (Some(_), None) => return Err(no_fixed_tree(&loaded.spec).into()),
+        };
+        Ok(Drafts { drafter, acceptance })
     };
-    Ok(Drafts { drafter, acceptance })
+    decoder.drafters.iter().zip(trees).map(drafts).collect()
+}
+
+/// A decoding loop for each drafter.
+fn contestants<'a>(
+    args: &BenchArgs,
+    (decoder, facts): (&'a Decoder, &[DrafterFacts]),
+    drafts: Vec<Drafts<'a>>,
+    request: &Request,
+    common: &CommonFlags,
+) -> anyhow::Result<Vec<Contestant<'a>>> {
+    let contestant = |(drafts, facts): (Drafts<'a>, &DrafterFacts)| {
+        let tree_nodes = drafts.drafter.max_nodes();
+        let decoding = args.engine.take(decoder, Some(drafts), request, common);
+        let decoding = decoding.with_context(|| format!("--drafters {}", facts.name))?;
+        Ok(Contestant { facts: facts.clone(), tree_nodes, decoding: RefCell::new(decoding) })
+    };
+    drafts.into_iter().zip(facts).map(contestant).collect()
 }

@@ -1,4 +1,4 @@
-//! `bench.json`: the output of `medusa bench --json`, one result, or one per line for a sweep.
+//! `bench.json`: the output of `medusa bench --json`: one result, or one per line for several drafters or the values of a sweep.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,6 +7,12 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::error::{self, FormatError};
+use super::metrics::TrainingCost;
+
+/// [`BenchResult::drafter`] of plain decoding.
+pub const PLAIN: &str = "plain";
+/// Drafters with heads; `hydra++` is split at its plus signs.
+const OF_HEADS: [&str; 2] = ["medusa", "hydra"];
 
 const WHAT: &str = "bench results";
 const EXPECTED: &str = "is no result of medusa bench --json; expected what it prints, one object a line: make it again";
@@ -31,9 +37,19 @@ pub struct BenchResult {
     /// Engine: `tch`, `cpu` or `cuda`.
     #[serde(default)]
     pub engine: String,
-    /// `medusa` or `ngram`; empty in files of earlier versions, which had only heads.
+    /// As `--drafter` spells it, without paths; `plain` for plain decoding's own row. Empty in files of earlier versions, which had only
+    /// heads.
     #[serde(default)]
     pub drafter: String,
+    /// Paths of the drafter's own weights.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub weights: Vec<String>,
+    /// Parameters of the drafter alone; absent in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parameters: Option<u64>,
+    /// Absent if the drafter was not trained, or its run is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub training: Option<TrainingCost>,
     /// Nodes without the root.
     pub tree_nodes: usize,
     /// Passes over all prompts.
@@ -127,9 +143,14 @@ impl BenchResult {
         self.categories.iter().map(|(name, group)| (name.as_str(), group)).chain([("all", &self.all)])
     }
 
-    /// Whether heads drafted, and not prompt lookup.
+    /// Whether heads drafted, alone or joined with another drafter.
     pub fn is_of_heads(&self) -> bool {
-        self.drafter != "ngram"
+        self.drafter.is_empty() || self.drafter.split('+').any(|name| OF_HEADS.contains(&name))
+    }
+
+    /// Whether it is the row of plain decoding, which the drafters are compared with.
+    pub fn is_plain(&self) -> bool {
+        self.drafter == PLAIN
     }
 }
 

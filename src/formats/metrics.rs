@@ -81,6 +81,15 @@ pub enum MetricsSplit {
     Validation,
 }
 
+/// What a training took.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct TrainingCost {
+    /// Time of the logged steps: without loading, evaluations and saving.
+    pub seconds: f64,
+    /// Input tokens.
+    pub tokens: u64,
+}
+
 /// The update of a training step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct UpdateLine {
@@ -118,6 +127,18 @@ impl MetricsLine {
     /// An I/O error.
     pub fn append_to(&self, out: &mut impl Write) -> io::Result<()> {
         out.write_all((serde_json::to_string(self)? + "\n").as_bytes())
+    }
+
+    /// The cost of the training that wrote these lines: each line's tokens divided by its tokens per second.
+    pub fn training_cost<'l>(lines: impl Iterator<Item = &'l Self>) -> Option<TrainingCost> {
+        let (mut seconds, mut before) = (0.0, 0);
+        for line in lines.filter(|line| line.split == MetricsSplit::Train) {
+            let tokens = line.tokens?;
+            let speed = line.update.as_ref()?.tokens_per_second;
+            seconds += tokens.saturating_sub(before) as f64 / Some(speed).filter(|&speed| speed > 0.0)?;
+            before = tokens;
+        }
+        (seconds > 0.0).then_some(TrainingCost { seconds, tokens: before })
     }
 
     /// Parses one line.
@@ -203,6 +224,9 @@ mod tests {
     #[test]
     fn lines_of_earlier_versions_know_less_and_validation_updates_nothing() {
         let line = read(STEP).unwrap().lines.remove(0).1;
+        let cost = TrainingCost { seconds: 2.0, tokens: 100 };
+        assert_eq!(MetricsLine::training_cost([&line].into_iter()), Some(cost));
+        assert_eq!(MetricsLine::training_cost([].into_iter()), None);
         let update = line.update.unwrap();
         assert!(line.epoch.is_nan() && update.lr.is_nan() && update.memory_bytes.is_none());
         assert_eq!((line.loss, line.head_losses, update.tokens_per_second), (2.5, vec![Some(1.0), None], 50.0));

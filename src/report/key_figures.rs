@@ -42,7 +42,7 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
         ),
         figure("peak memory", highest(train, memory_bytes).map(bytes), "process, training"),
         figure("tokens", last(train, |line| line.tokens.map(|n| n as f64)).map(grouped), "trained on"),
-        figure("training time", run.metrics.seconds_of_steps().map(duration), "without evaluations"),
+        figure("training time", run.metrics.cost().map(|cost| duration(cost.seconds)), "without evaluations"),
     ]
 }
 

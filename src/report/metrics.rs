@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::ReportError;
-use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit, UpdateLine};
+use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit, TrainingCost, UpdateLine};
 
 /// All lines of a run.
 #[derive(Debug, Clone, Default)]
@@ -32,17 +32,9 @@ impl Metrics {
         self.train.iter().chain(&self.validation).map(|line| line.head_losses.len()).max().unwrap_or(0)
     }
 
-    /// Time of the logged steps: their tokens divided by tokens per second. Excludes loading, evaluations and saving.
-    pub(super) fn seconds_of_steps(&self) -> Option<f64> {
-        let mut before = 0;
-        let mut seconds = 0.0;
-        for line in &self.train {
-            let tokens = line.tokens?.saturating_sub(before);
-            let speed = line.update.as_ref()?.tokens_per_second;
-            seconds += tokens as f64 / Some(speed).filter(|&speed| speed > 0.0)?;
-            before = line.tokens?;
-        }
-        (seconds > 0.0).then_some(seconds)
+    /// What the logged steps took.
+    pub(super) fn cost(&self) -> Option<TrainingCost> {
+        MetricsLine::training_cost(self.train.iter())
     }
 }
 
@@ -72,7 +64,7 @@ mod tests {
         assert_eq!((metrics.last_step(), metrics.heads()), (3, 2));
         assert_eq!(curve(&metrics.train, |line| Some(line.loss)), [(3.0, 2.5)]);
         assert_eq!(curve(&metrics.train, |line| line.head_losses[1]), []);
-        assert_eq!(metrics.seconds_of_steps(), Some(2.0));
-        assert_eq!(Metrics::default().seconds_of_steps(), None);
+        assert_eq!(metrics.cost().map(|cost| cost.seconds), Some(2.0));
+        assert_eq!(Metrics::default().cost(), None);
     }
 }

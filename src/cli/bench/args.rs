@@ -8,6 +8,7 @@ use clap::{ArgGroup, Args};
 use super::sweep::SweepFlag;
 use crate::cli::decoding::{DecodingFlags, positive};
 use crate::cli::drafter::DrafterFlags;
+use crate::cli::drafter::spec::DrafterSpec;
 use crate::cli::engine::EngineFlags;
 use crate::cli::served::ServedFlags;
 use crate::numbers::Positive;
@@ -21,12 +22,15 @@ const EXAMPLES: &str = "Example:
     --prompts data/tiny/prompts.jsonl --sweep nodes=1,4,8,16,32 --csv nodes.csv
   medusa bench --backbone data/tiny/backbone --drafter ngram \\
     --prompts data/tiny/prompts.jsonl
+  medusa bench --backbone data/tiny/backbone \\
+    --drafters plain,ngram,medusa:checkpoints/tiny_stage1/final \\
+    --prompts data/tiny/prompts.jsonl --csv drafters.csv
 
 Times exclude the prompt's prefill, which is reported as prefill_seconds.";
 
 /// Compare plain and drafted decoding: acceleration rate, overhead, speedup.
 #[derive(Debug, Args)]
-#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter"]))]
+#[command(after_help = EXAMPLES, group = ArgGroup::new("guesses").required(true).multiple(true).args(["heads", "drafter", "drafters"]))]
 pub struct BenchArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
@@ -49,14 +53,22 @@ pub struct BenchArgs {
     /// length).
     #[arg(long, value_name = "NAME=V,V…")]
     pub sweep: Option<SweepFlag>,
-    /// Calibration from `medusa calibrate`, for --sweep nodes=….
+    /// Calibration from `medusa calibrate`, for --nodes and --sweep nodes=…; without it, the calibration.json beside the heads.
     #[arg(long, value_name = "C")]
     pub calibration: Option<PathBuf>,
     /// Accept X tokens per step on average, whatever the guesses: the speed that heads with this acceleration rate would reach. The
     /// output is not the backbone's.
     #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
     pub force_acceptance_rate: Option<Positive>,
-    /// Also write the results as CSV: one row per category and one for all, for each value of a sweep.
+    /// Compare several drafters in one table: a list of what --drafter takes, and `plain` for a row of plain decoding itself. For every
+    /// prompt they take turns with plain decoding. Heads with a path of their own (NAME:PATH) decode with the tree.json beside them.
+    #[arg(long, value_name = "D,D…", value_delimiter = ',', conflicts_with = "drafter")]
+    pub drafters: Vec<DrafterSpec>,
+    /// Guesses per step of all drafters with heads: each decodes with the best tree of N nodes from its own calibration, --calibration or
+    /// the calibration.json beside its heads.
+    #[arg(long, value_name = "N", conflicts_with_all = ["tree", "sweep"])]
+    pub nodes: Option<NonZeroUsize>,
+    /// Also write the results as CSV: one row per category and one for all, for each drafter and each value of a sweep.
     #[arg(long, value_name = "FILE")]
     pub csv: Option<PathBuf>,
     #[command(flatten)]
@@ -67,4 +79,19 @@ pub struct BenchArgs {
     pub(super) engine: EngineFlags,
     #[command(flatten)]
     pub(super) served: ServedFlags,
+}
+
+impl BenchArgs {
+    /// The flag that asks for trees of given sizes, if there is one.
+    pub(super) fn nodes_flag(&self) -> Option<&'static str> {
+        match self.sweep {
+            Some(SweepFlag::Nodes(_)) => Some("--sweep nodes"),
+            _ => self.nodes.map(|_| "--nodes"),
+        }
+    }
+
+    /// All drafters that are named.
+    pub(super) fn specs(&self) -> impl Iterator<Item = &DrafterSpec> {
+        self.drafters.iter().chain(&self.drafter.drafter)
+    }
 }

@@ -6,6 +6,7 @@ use std::ops::ControlFlow;
 
 use anyhow::Context;
 
+use super::drafters::DrafterFacts;
 use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
@@ -14,7 +15,7 @@ use crate::data::prompts::Prompt;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::likelihood::log_probability;
-use crate::decode::request::Request;
+use crate::decode::request::{Generation, Request};
 use crate::decode::stats::Comparison;
 use crate::decode::step::Drafting;
 use crate::engine::sample::Stream;
@@ -22,15 +23,22 @@ use crate::engine::sample::Stream;
 /// Tokens of the unmeasured run that warms up caches and threads.
 const WARM_UP_TOKENS: usize = 32;
 
-/// A setting and everything that it is measured with.
-pub(super) struct BenchRun<'a> {
-    pub(super) decoder: &'a Decoder,
-    /// As `--drafter` spells it.
-    pub(super) drafter: String,
+/// A drafter in a setting, ready to decode.
+pub(super) struct Contestant<'a> {
+    pub(super) facts: DrafterFacts,
     /// Maximum number of guesses in a tree.
     pub(super) tree_nodes: usize,
     /// Each request starts with an empty cache.
     pub(super) decoding: RefCell<Box<dyn DecodeLoop + 'a>>,
+}
+
+/// A setting and everything that it is measured with.
+pub(super) struct BenchRun<'a> {
+    pub(super) decoder: &'a Decoder,
+    /// At least one.
+    pub(super) contestants: Vec<Contestant<'a>>,
+    /// The loop of plain decoding; `None`: that of the only contestant.
+    pub(super) plain: Option<RefCell<Box<dyn DecodeLoop + 'a>>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
     pub(super) common: &'a CommonFlags,
@@ -84,11 +92,11 @@ impl Measured {
 }
 
 impl BenchRun<'_> {
-    /// Warms up, then passes over the prompts `repeats` times.
+    /// Warms up, then passes over the prompts `repeats` times; one [`BenchPass`] per contestant of every repeat.
     ///
     /// # Errors
     /// An error in a prompt, or no prompt that fits the backbone's context.
-    pub(super) fn run(&self, repeats: usize, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
+    pub(super) fn run(&self, repeats: usize, counter: &Counter) -> anyhow::Result<Vec<Vec<BenchPass>>> {
         let mut is_warm = false;
         (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, counter)).collect()
     }
@@ -102,8 +110,8 @@ impl BenchRun<'_> {
         }
     }
 
-    fn pass(&self, is_first: bool, is_warm: &mut bool, counter: &Counter) -> anyhow::Result<BenchPass> {
-        let mut pass = BenchPass::default();
+    fn pass(&self, is_first: bool, is_warm: &mut bool, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
+        let mut passes = vec![BenchPass::default(); self.contestants.len()];
         for (at, prompt) in self.prompts.iter().enumerate() {
             let answer = |turn, ids: &[i64]| {
                 let ids = self.setting.prompt(ids);
@@ -111,46 +119,57 @@ impl BenchRun<'_> {
                 let request = self.setting.decoding.request(&ids, stream);
                 if !std::mem::replace(is_warm, true) {
                     let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
-                    self.both(&Request { max_new_tokens, ..request }, false)?;
+                    self.each(&Request { max_new_tokens, ..request }, false)?;
                 }
-                let (measured, said) = self.both(&request, is_first && self.texts() == Texts::Sampled)?;
-                pass.add(measured, prompt.category.as_deref());
+                let (measured, said) = self.each(&request, is_first && self.texts() == Texts::Sampled)?;
+                let category = prompt.category.as_deref();
+                passes.iter_mut().zip(measured).for_each(|(pass, measured)| pass.add(measured, category));
                 self.decoder.text(&said)
             };
             match self.decoder.each_turn(&prompt.input, answer) {
-                Err(error) if is_too_long(&error) => pass.too_long += 1,
+                Err(error) if is_too_long(&error) => passes.iter_mut().for_each(|pass| pass.too_long += 1),
                 other => other.with_context(|| format!("prompt {} of {}", at + 1, self.prompts.len()))?,
             }
             counter.inc();
         }
-        let nothing = pass.all.times.plain.steps == 0 && pass.too_long > 0;
+        let nothing = passes.iter().any(|pass| pass.all.times.plain.steps == 0 && pass.too_long > 0);
         anyhow::ensure!(
             !nothing,
             "no prompt fits the backbone's context of {} tokens; use shorter prompts",
             self.decoder.backbone.config.max_position_embeddings
         );
-        Ok(pass)
+        Ok(passes)
     }
 
-    /// Decodes one request plainly and with guesses. Returns the plain answer too, with which the conversation
+    /// Decodes one request plainly, then with each drafter. Returns the plain answer too, with which the conversation
     /// continues.
-    fn both(&self, request: &Request, score: bool) -> anyhow::Result<(Measured, Vec<i64>)> {
-        let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
-        let backbone = &self.decoder.backbone;
-        let mut decode = |drafting| {
-            let mut decoding = self.decoding.borrow_mut();
-            decoding.reset();
-            decoding.decode(drafting, request, go_on)
+    fn each(&self, request: &Request, score: bool) -> anyhow::Result<(Vec<Measured>, Vec<i64>)> {
+        let scored = |new_ids: &[i64]| match score {
+            true => log_probability(&self.decoder.backbone, request.prompt, new_ids),
+            false => Ok(0.0),
         };
-        let (plain, fast) = (decode(Drafting::Off)?, decode(Drafting::On)?);
-        let mut log_p = LogProbability::default();
-        if score {
-            log_p.plain = log_probability(backbone, request.prompt, &plain.new_ids)?;
-            log_p.drafted = log_probability(backbone, request.prompt, &fast.new_ids)?;
-        }
-        let times = Comparison { plain: plain.tally(), drafted: fast.tally() };
-        Ok((Measured { times, differ: plain.new_ids != fast.new_ids, log_p }, plain.new_ids))
+        let plain = decode(self.plain.as_ref().unwrap_or(&self.contestants[0].decoding), Drafting::Off, request)?;
+        let plain_log_p = scored(&plain.new_ids)?;
+        let measure = |contestant: &Contestant| {
+            let fast = decode(&contestant.decoding, Drafting::On, request)?;
+            let log_p = LogProbability { plain: plain_log_p, drafted: scored(&fast.new_ids)? };
+            let times = Comparison { plain: plain.tally(), drafted: fast.tally() };
+            Ok(Measured { times, differ: plain.new_ids != fast.new_ids, log_p })
+        };
+        let measured = self.contestants.iter().map(measure).collect::<anyhow::Result<_>>()?;
+        Ok((measured, plain.new_ids))
     }
+}
+
+/// Decodes a request with an empty cache.
+fn decode(
+    decoding: &RefCell<Box<dyn DecodeLoop + '_>>,
+    drafting: Drafting,
+    request: &Request,
+) -> Result<Generation, DecodeError> {
+    let mut decoding = decoding.borrow_mut();
+    decoding.reset();
+    decoding.decode(drafting, request, &mut |_| ControlFlow::Continue(()))
 }
 
 impl BenchPass {

@@ -1,38 +1,84 @@
-//! Results of `bench`: a JSON object, a table, CSV.
+//! Results of `bench`, as a JSON object and as CSV.
 
 use std::io;
 use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::measure::{BenchPass, BenchRun, Measured, Texts};
-use crate::data::report::counted;
+use super::drafters::Rows;
+use super::measure::{BenchPass, BenchRun, Contestant, LogProbability, Measured, Texts};
+use crate::cli::drafter::plan::DrafterPlan;
 use crate::decode::stats::{Comparison, Tally};
 use crate::dtype::Dtype;
 use crate::files;
-use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures};
+use crate::formats::bench::{BenchResult, DecodingComparison, DecodingFigures, PLAIN};
 use crate::numbers::Positive;
 use crate::torch::device_name;
 
-/// The result of one setting.
-pub(super) fn result(bench: &BenchRun, passes: &[BenchPass]) -> BenchResult {
-    let first = &passes[0];
-    let of =
-        |pick: &dyn Fn(&BenchPass) -> Measured| comparison(&passes.iter().map(pick).collect::<Vec<_>>(), bench.texts());
+/// The results of one setting, one per row.
+pub(super) fn results(bench: &BenchRun, rows: &Rows, repeats: &[Vec<BenchPass>]) -> Vec<BenchResult> {
+    let mut contestants = bench.contestants.iter().enumerate();
+    let row = |row: &Option<DrafterPlan>| match row {
+        Some(_) => {
+            let (at, contestant) = contestants.next().expect("a contestant per drafter");
+            result(bench, contestant, &repeats.iter().map(|passes| &passes[at]).collect::<Vec<_>>())
+        }
+        None => plain(bench, &repeats.iter().map(|passes| &passes[0]).collect::<Vec<_>>()),
+    };
+    rows.iter().map(row).collect()
+}
+
+/// The result of a drafter.
+fn result(bench: &BenchRun, contestant: &Contestant, passes: &[&BenchPass]) -> BenchResult {
+    let first = passes[0];
+    let of = |pick: &dyn Fn(&BenchPass) -> Measured| {
+        comparison(&passes.iter().map(|pass| pick(pass)).collect::<Vec<_>>(), bench.texts())
+    };
     let category = |name: &String| (name.clone(), of(&|pass| pass.categories.get(name).copied().unwrap_or_default()));
+    let facts = contestant.facts.clone();
     BenchResult {
         all: of(&|pass| pass.all),
         categories: first.categories.keys().map(category).collect(),
         device: device_name(bench.decoder.backbone.device()),
         dtype: Dtype::of(bench.decoder.backbone.kind()).to_string(),
         quantization: bench.decoder.backbone.quantization().map(|quantization| quantization.to_string()),
-        engine: bench.decoding.borrow().engine_name().into(),
-        drafter: bench.drafter.clone(),
-        tree_nodes: bench.tree_nodes,
+        engine: contestant.decoding.borrow().engine_name().into(),
+        drafter: facts.name,
+        weights: facts.weights,
+        parameters: Some(facts.parameters),
+        training: facts.training,
+        tree_nodes: contestant.tree_nodes,
         repeats: passes.len(),
         too_long: first.too_long,
         forced_acceptance_rate: bench.setting.forced.map(Positive::get),
         sweep: bench.setting.swept.clone(),
+    }
+}
+
+/// The row of plain decoding, which is compared with itself.
+fn plain(bench: &BenchRun, passes: &[&BenchPass]) -> BenchResult {
+    let itself = |measured: Measured| Measured {
+        times: Comparison { plain: measured.times.plain, drafted: measured.times.plain },
+        differ: false,
+        log_p: LogProbability { plain: measured.log_p.plain, drafted: measured.log_p.plain },
+    };
+    let of_plain = |pass: &&BenchPass| BenchPass {
+        all: itself(pass.all),
+        categories: pass.categories.iter().map(|(name, measured)| (name.clone(), itself(*measured))).collect(),
+        too_long: pass.too_long,
+    };
+    let passes: Vec<BenchPass> = passes.iter().map(of_plain).collect();
+    let like = result(bench, &bench.contestants[0], &passes.iter().collect::<Vec<_>>());
+    let engine = bench.plain.as_ref().map_or(like.engine, |plain| plain.borrow().engine_name().into());
+    BenchResult {
+        drafter: PLAIN.into(),
+        weights: vec![],
+        parameters: Some(0),
+        training: None,
+        tree_nodes: 0,
+        forced_acceptance_rate: None,
+        engine,
+        ..like
     }
 }
 
@@ -79,87 +125,6 @@ fn range(values: impl Iterator<Item = f64>) -> [f64; 2] {
     [low.min(high), high]
 }
 
-/// The table: one row per category, or per value of the sweep.
-pub(super) fn table(results: &[BenchResult]) -> String {
-    let Some(first) = results.first() else { return String::new() };
-    let swept = first.sweep.as_ref().map(|swept| swept.name.as_str());
-    let mut rows = vec![header(swept.unwrap_or("category"), results)];
-    for result in results {
-        match &result.sweep {
-            Some(swept) => rows.push(row(&swept.value.to_string(), &result.all)),
-            None => rows.extend(result.groups().map(|(name, group)| row(name, group))),
-        }
-    }
-    let mut lines = aligned(&rows);
-    lines.push(conditions(first, swept == Some("nodes")));
-    lines.join("\n")
-}
-
-fn header(first: &str, results: &[BenchResult]) -> Vec<String> {
-    let has_identical = results.iter().any(|result| result.all.identical.is_some());
-    let has_log_p = results.iter().any(|result| result.all.plain.mean_log_probability.is_some());
-    let drafter = &results[0].drafter;
-    let last = match (has_identical, has_log_p) {
-        (true, true) => &format!("identical, or log p: plain, {drafter}"),
-        (false, true) => &format!("log p: plain, {drafter}"),
-        _ => "identical",
-    };
-    let names = [first, "tokens", "tokens/s: plain", drafter, "acceleration", "overhead", "speedup", "range", last];
-    names.map(str::to_owned).to_vec()
-}
-
-fn row(name: &str, group: &DecodingComparison) -> Vec<String> {
-    let [low, high] = group.speedup_range;
-    let last = match (group.identical, group.plain.mean_log_probability, group.drafted.mean_log_probability) {
-        (Some(same), ..) => if same { "yes" } else { "no" }.into(),
-        (None, Some(plain), Some(drafted)) => format!("{plain:.3}, {drafted:.3}"),
-        _ => "-".into(),
-    };
-    vec![
-        name.into(),
-        group.drafted.tokens.to_string(),
-        format!("{:.1}", group.plain.tokens_per_second),
-        format!("{:.1}", group.drafted.tokens_per_second),
-        format!("{:.2}", group.acceleration_rate),
-        format!("{:.2}", group.overhead),
-        format!("{:.2}", group.speedup),
-        format!("{low:.2}-{high:.2}"),
-        last,
-    ]
-}
-
-/// Aligns the columns, the first to the left, the others to the right.
-fn aligned(rows: &[Vec<String>]) -> Vec<String> {
-    let columns = rows.first().map_or(0, Vec::len);
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let line = |row: &Vec<String>| {
-        let rest = row.iter().zip(&widths).skip(1).map(|(cell, width)| format!("   {cell:>width$}"));
-        format!("{:<width$}{}", row[0], rest.collect::<String>(), width = widths[0])
-    };
-    rows.iter().map(line).collect()
-}
-
-fn conditions(result: &BenchResult, nodes_are_swept: bool) -> String {
-    let nodes =
-        if nodes_are_swept { String::new() } else { format!(", a tree of {}", counted(result.tree_nodes, "node")) };
-    let repeats = match result.repeats {
-        1 => "measured once".into(),
-        repeats => format!("median of {repeats} repeats; range: slowest to fastest"),
-    };
-    let too_long = match result.too_long {
-        0 => String::new(),
-        prompts => {
-            format!("\n{} with a turn longer than the context: skipped from that turn on", counted(prompts, "prompt"))
-        }
-    };
-    let forced = result.forced_acceptance_rate.map_or_else(String::new, |rate| {
-        format!("\nacceptance was forced to {rate} tokens per step: the speed is not that of these heads")
-    });
-    let quantized = result.quantization.as_ref().map_or_else(String::new, |name| format!(", weights in {name}"));
-    format!("{}{quantized} on {}{nodes}; {repeats}{too_long}{forced}", result.dtype, result.device)
-}
-
 /// A CSV row as pairs of column and value. The `medusa_…` columns hold the figures of any drafter.
 fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> Vec<(&'static str, Value)> {
     let (plain, drafted, [speedup_min, speedup_max]) = (&group.plain, &group.drafted, group.speedup_range);
@@ -191,6 +156,11 @@ fn csv_row(result: &BenchResult, category: &str, group: &DecodingComparison) -> 
         ("device", json!(result.device)),
         ("drafter", json!(result.drafter)),
         ("quantization", json!(result.quantization)),
+        ("engine", json!(result.engine)),
+        ("weights", json!(result.weights.join(" "))),
+        ("parameters", json!(result.parameters)),
+        ("training_seconds", json!(result.training.map(|cost| cost.seconds))),
+        ("training_tokens", json!(result.training.map(|cost| cost.tokens))),
     ]
 }
 
@@ -241,11 +211,5 @@ mod tests {
         assert_eq!((group.identical, group.plain.mean_log_probability), (Some(true), None));
         let even = comparison(&[measured(10, 5), measured(10, 20)], Texts::Greedy);
         assert_eq!(even.speedup, 0.5, "of two the slower");
-    }
-
-    #[test]
-    fn columns_are_as_wide_as_their_widest_cell() {
-        let rows = [vec!["a".to_owned(), "tokens".into()], vec!["all of it".into(), "7".into()]];
-        assert_eq!(aligned(&rows), ["a           tokens", "all of it        7"]);
     }
 }

@@ -7,19 +7,18 @@ use super::sweep::SweepFlag;
 use crate::cli::UsageError;
 use crate::cli::backbone::backbone_config;
 use crate::cli::decoding::{AcceptanceName, DecodingFlags};
+use crate::cli::drafter::spec::DrafterSpec;
 use crate::cli::served::rope_context;
 use crate::formats::bench::SweptValue;
-use crate::formats::calibration::Calibration;
 use crate::numbers::Positive;
-use crate::tree::guess_tree::GuessTree;
 
 /// How to decode for one result: the flags, except the swept one.
 #[derive(Debug)]
 pub(super) struct Setting {
     pub(super) swept: Option<SweptValue>,
     pub(super) decoding: DecodingFlags,
-    /// Replaces `--tree`.
-    pub(super) tree: Option<GuessTree>,
+    /// Size of the tree to search for every drafter with heads; `None`: they keep their trees.
+    pub(super) nodes: Option<NonZeroUsize>,
     /// Length to which each prompt is cut or repeated.
     pub(super) context: Option<usize>,
     /// Tokens per step, independent of the guesses.
@@ -31,27 +30,21 @@ pub(super) struct Setting {
 /// # Errors
 /// [`UsageError`] for conflicting flags and unusable values, or an unreadable calibration.
 pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
-    let is_of_nodes = matches!(args.sweep, Some(SweepFlag::Nodes(_)));
-    if args.calibration.is_some() && !is_of_nodes {
-        return refused("--calibration is what --sweep nodes=… makes its trees from; without that sweep, drop it");
-    }
     let forced = args.force_acceptance_rate;
-    if let Some(spec) = args.drafter.drafter.as_ref().filter(|spec| spec.heads().is_none()) {
-        if is_of_nodes {
-            return refused(&format!(
-                "--sweep nodes=… makes trees for heads; --drafter {spec} makes its own at every step"
-            ));
-        }
-        if forced.is_some() {
-            return refused(&format!("--force-acceptance-rate forces the guesses of heads, not of --drafter {spec}"));
-        }
+    if args.calibration.is_some() && args.nodes_flag().is_none() {
+        return refused(
+            "--calibration is what --nodes and --sweep nodes=… make their trees from; without one of them, drop it",
+        );
     }
-    let base = || Setting { swept: None, decoding: args.decoding.clone(), tree: None, context: None, forced };
+    check_without_heads(args)?;
+    check_forced(args)?;
+    let base = || Setting { swept: None, decoding: args.decoding.clone(), nodes: args.nodes, context: None, forced };
     let Some(sweep) = &args.sweep else { return Ok(vec![base()]) };
     let with = |decoding| Setting { decoding, ..base() };
     let settings: Vec<Setting> = match sweep {
         SweepFlag::Nodes(sizes) => {
-            trees(args, sizes)?.into_iter().map(|tree| Setting { tree: Some(tree), ..base() }).collect()
+            check_sizes(args)?;
+            sizes.iter().map(|&nodes| Setting { nodes: Some(nodes), ..base() }).collect()
         }
         SweepFlag::PosteriorThreshold(thresholds) => {
             check_typical(args)?;
@@ -92,20 +85,38 @@ impl Setting {
     }
 }
 
-/// The best tree of each size. No other setting searches trees.
-fn trees(args: &BenchArgs, sizes: &[NonZeroUsize]) -> anyhow::Result<Vec<GuessTree>> {
-    let Some(path) = &args.calibration else {
-        return refused(
-            "--sweep nodes=… searches a tree of each size: give it --calibration C, which `medusa calibrate` writes",
-        );
+/// Trees are searched for heads; other drafters make their own.
+fn check_without_heads(args: &BenchArgs) -> anyhow::Result<()> {
+    let Some(spec) = args.specs().next().filter(|_| args.specs().all(|spec| spec.heads().is_none())) else {
+        return Ok(());
     };
-    if args.tree.is_some() {
-        return refused("--sweep nodes=… makes its own trees; drop --tree");
+    match args.nodes_flag() {
+        Some(flag) => refused(&format!("{flag}=… makes trees for heads; --drafter {spec} makes its own at every step")),
+        None => Ok(()),
     }
-    let calibration = Calibration::load(path)?;
-    let best = |size: &NonZeroUsize| calibration.best_tree(size.get(), calibration.heads.len());
-    let tree = |size| best(size).map_err(|why| UsageError(format!("--sweep nodes={size}: {why}")).into());
-    sizes.iter().map(|size| tree(size).map(|found| GuessTree::Static(found.tree))).collect()
+}
+
+/// A forced rate is a path in a known tree.
+fn check_forced(args: &BenchArgs) -> anyhow::Result<()> {
+    let varies = |spec: &&DrafterSpec| !spec.may_have_fixed_tree();
+    match args.specs().find(varies).filter(|_| args.force_acceptance_rate.is_some()) {
+        Some(spec) => Err(no_fixed_tree(spec).into()),
+        None => Ok(()),
+    }
+}
+
+/// Why `--force-acceptance-rate` is refused for a drafter.
+pub(super) fn no_fixed_tree(spec: &DrafterSpec) -> UsageError {
+    UsageError(format!(
+        "--force-acceptance-rate accepts a path in a tree that is the same at every step; --drafter {spec} makes a new tree at every step"
+    ))
+}
+
+fn check_sizes(args: &BenchArgs) -> anyhow::Result<()> {
+    match args.tree {
+        Some(_) => refused("--sweep nodes=… makes its own trees; drop --tree"),
+        None => Ok(()),
+    }
 }
 
 fn check_typical(args: &BenchArgs) -> anyhow::Result<()> {

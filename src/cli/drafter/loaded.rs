@@ -25,6 +25,14 @@ pub struct LoadedDrafter {
     pub models: Vec<DraftModel>,
 }
 
+impl LoadedDrafter {
+    /// Parameters besides the backbone's.
+    pub fn parameters(&self) -> u64 {
+        let of_models: usize = self.models.iter().map(DraftModel::parameters).sum();
+        self.heads.as_ref().map_or(0, |(heads, _)| heads.shape().parameters().unsigned_abs()) + of_models as u64
+    }
+}
+
 impl DrafterPlan {
     /// Loads the weights.
     ///

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use super::spec::{DrafterName, DrafterSpec};
 use crate::cli::UsageError;
-use crate::draft::medusa::heads::import::HeadsFile;
+use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
+use crate::formats::run_folder::{self, TREE};
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::MAX_NODES;
 
@@ -20,7 +21,8 @@ pub struct DrafterPlan {
     pub heads: Option<PathBuf>,
     /// Folders of draft models.
     pub models: Vec<PathBuf>,
-    /// `None`: a chain of each head's best guess, or of a draft model's.
+    /// Of the command line, else `tree.json` beside heads with a path of their own. `None`: a chain of each head's best guess, or of a
+    /// draft model's.
     pub tree: Option<PlannedTree>,
     /// `--draft-tokens`.
     pub draft_tokens: Option<NonZeroUsize>,
@@ -69,11 +71,13 @@ impl DrafterPlan {
             (None, None) if tree.is_some() => return Err(UsageError("--tree needs --heads".into()).into()),
             (None, None) => return Ok(None),
         };
+        check_known(&plan.spec)?;
         if tree.is_some() && plan.heads.is_none() && plan.models.is_empty() {
             let why = format!("--drafter {} builds its own tree at every step; drop --tree", plan.spec);
             return Err(UsageError(why).into());
         }
-        let tree = tree.map(PlannedTree::read).transpose()?;
+        let own = plan.spec.heads_path().and_then(|heads| beside(heads, TREE));
+        let tree = tree.or(own.as_deref()).map(PlannedTree::read).transpose()?;
         Ok(Some(Self { tree, ..plan }))
     }
 
@@ -98,7 +102,6 @@ impl DrafterPlan {
     }
 
     fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> anyhow::Result<Self> {
-        check_known(spec)?;
         let Some(part) = spec.heads() else {
             let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
             let models = models.filter_map(|part| part.path.clone()).collect();
@@ -120,6 +123,13 @@ impl DrafterPlan {
         }
         Ok(Self::of_heads(spec.clone(), path))
     }
+}
+
+/// A file of these heads: in their folder, else in the folder of their run.
+pub fn beside(heads: &Path, name: &str) -> Option<PathBuf> {
+    let folder = folder_of(heads);
+    let places = [Some(folder.to_owned()), run_folder::above(folder)];
+    places.into_iter().flatten().map(|place| place.join(name)).find(|path| path.is_file())
 }
 
 /// The drafter that the heads in a file were trained for.

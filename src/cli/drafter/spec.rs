@@ -108,6 +108,19 @@ impl DrafterSpec {
         self.parts.iter().map(|part| part.name.text()).collect::<Vec<_>>().join("+")
     }
 
+    /// Whether the tree of guesses can be the same at every step.
+    pub fn may_have_fixed_tree(&self) -> bool {
+        let varies = |part: &DrafterPart| {
+            matches!(part.name, DrafterName::Ngram | DrafterName::Lookahead | DrafterName::Recycling)
+        };
+        !matches!(&self.parts[..], [_, _, ..]) && !self.parts.iter().any(varies)
+    }
+
+    /// Whether a draft model drafts.
+    pub fn has_model(&self) -> bool {
+        self.parts.iter().any(|part| part.name == DrafterName::Model)
+    }
+
     /// The part that drafts with heads.
     pub fn heads(&self) -> Option<&DrafterPart> {
         self.parts.iter().find(|part| part.name.weights() == DrafterWeights::Heads)
