@@ -53,6 +53,11 @@ impl NonNegative {
     pub const ZERO: Self = Self(0.0);
 }
 
+impl Fraction {
+    /// Nothing.
+    pub const ZERO: Self = Self(0.0);
+}
+
 impl Probability {
     /// What is certain.
     pub const ONE: Self = Self(1.0);

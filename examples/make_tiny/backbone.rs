@@ -15,6 +15,7 @@ use medusa::model::loading::Purpose;
 use medusa::model::lora::Adapters;
 use medusa::model::new_tokens::NewTokens;
 use medusa::model::weights;
+use medusa::numbers::Fraction;
 use medusa::torch::optim::adamw::{AdamW, Parameter, gradient_norm};
 use medusa::torch::optim::{AdamWConfig, OptimizerName};
 use medusa::train::schedule::{ScheduleConfig, ScheduleName};
@@ -144,7 +145,7 @@ fn train(llama: &Llama, rows: &[Row], seed: u64) -> Result<()> {
     let mut parameters: Vec<Parameter> =
         llama.weights().into_iter().map(|(name, weight)| Parameter::new(name, weight)).collect();
     let mut optimizer = AdamW::new(OPTIMIZER, &parameters);
-    let schedule = ScheduleConfig { name: ScheduleName::Cosine, warmup_steps: WARMUP_STEPS };
+    let schedule = ScheduleConfig { name: ScheduleName::Cosine, warmup_steps: WARMUP_STEPS, min_ratio: Fraction::ZERO };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (start, mut tokens, mut batches) = (Instant::now(), 0, Vec::new());
     eprintln!("training {} parameters for {STEPS} steps", llama.config.parameters());

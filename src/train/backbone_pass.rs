@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{HeadPass, OutputLayer, distillation_loss, head_loss};
-use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::{HeadDropout, Heads};
 use crate::dtype::Dtype;
 use crate::model::attention::RowMask;
 use crate::model::backward::Tape;
@@ -31,6 +31,8 @@ pub struct TrainingBackbone<'r> {
 #[derive(Debug)]
 pub struct BackbonePass<'r> {
     backbone: &'r Llama,
+    /// Of the heads, where it is not 0; the seed is that of the pass. `None` at evaluation.
+    dropout: Option<HeadDropout>,
     /// Input of the heads and the LM head.
     pub states: BatchStates,
     /// The LM head with the adapters of this pass.
@@ -90,7 +92,7 @@ impl<'r> TrainingBackbone<'r> {
             // A prefix layer runs over whole rows.
             let whole = self.plan.heads.architecture.has_prefix();
             let states = if whole { states.of_every_position() } else { states };
-            return Ok(self.pass(states, Adapters::Off));
+            return Ok(BackbonePass { dropout: self.dropout(step, micro), ..self.pass(states, Adapters::Off) });
         }
         let inputs = inputs(self.backbone, batch);
         let lm_target = Some(self.lm_target(&inputs));
@@ -100,7 +102,8 @@ impl<'r> TrainingBackbone<'r> {
         let hidden_nh = hidden_bth.view([-1, size_bth[2]]);
         let dhidden_nh = Tensor::zeros(hidden_nh.size(), (Kind::Float, hidden_nh.device()));
         let way_back = Some(WayBack { tape, size_bth, dhidden_nh });
-        Ok(BackbonePass { lm_target, way_back, ..self.pass(BatchStates::all(hidden_nh), adapters) })
+        let dropout = self.dropout(step, micro);
+        Ok(BackbonePass { dropout, lm_target, way_back, ..self.pass(BatchStates::all(hidden_nh), adapters) })
     }
 
     /// Evaluates a batch with adapters and without dropout; keeps nothing for a backward pass.
@@ -123,7 +126,7 @@ impl<'r> TrainingBackbone<'r> {
     /// The pass of a frozen backbone.
     fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
         let lm_head = OutputLayer::lm_head(self.backbone, adapters);
-        BackbonePass { backbone: self.backbone, states, lm_head, lm_target: None, way_back: None }
+        BackbonePass { backbone: self.backbone, dropout: None, states, lm_head, lm_target: None, way_back: None }
     }
 
     fn lm_target(&self, inputs: &(Tensor, RowMask)) -> LmTarget {
@@ -131,6 +134,11 @@ impl<'r> TrainingBackbone<'r> {
             return LmTarget::Tokens;
         }
         LmTarget::Teacher(hidden_states(self.backbone, inputs, Adapters::Off))
+    }
+
+    fn dropout(&self, step: usize, micro: usize) -> Option<HeadDropout> {
+        let p = self.plan.heads.dropout.get();
+        (p > 0.0).then(|| HeadDropout { p, seed: self.seed_of(step, micro) })
     }
 
     /// Seeds the dropout of a pass from the run's seed, the step and the micro batch.
@@ -143,7 +151,8 @@ impl<'r> TrainingBackbone<'r> {
 impl BackbonePass<'_> {
     /// Head `head` (0-based) in this pass.
     pub fn of_head<'h>(&'h self, heads: &'h Heads, head: usize) -> HeadPass<'h> {
-        HeadPass::new(heads.head(head), self.backbone)
+        let dropout = self.dropout.map(|of_pass| of_pass.of_head(head));
+        HeadPass { dropout, ..HeadPass::new(heads.head(head), self.backbone) }
     }
 
     /// The sum of the hidden states' gradients, `[N, H]` float32; `None` if nothing before them is trained.

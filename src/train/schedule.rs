@@ -2,8 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::numbers::Fraction;
+
 /// `[schedule]` of a recipe.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScheduleConfig {
     /// The shape after warm-up.
@@ -11,15 +13,22 @@ pub struct ScheduleConfig {
     /// Optimizer steps of linear rise from 0.
     #[serde(default)]
     pub warmup_steps: usize,
+    /// The last rate ÷ the peak: where `cosine` and `linear` end.
+    #[serde(default = "down_to_zero")]
+    pub min_ratio: Fraction,
+}
+
+fn down_to_zero() -> Fraction {
+    Fraction::ZERO
 }
 
 /// Shapes of the schedule, with transformers' names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ScheduleName {
-    /// Half a cosine down to 0.
+    /// Half a cosine down to `min_ratio`.
     Cosine,
-    /// A straight line down to 0.
+    /// A straight line down to `min_ratio`.
     Linear,
     /// The peak rate to the end.
     Constant,
@@ -60,18 +69,20 @@ impl HeadsCoefficient {
 
 impl ScheduleConfig {
     /// The factor on the peak rate for the update after `step` (0-based) finished updates out of `total`, as in
-    /// transformers' `get_{cosine,linear,constant}_schedule_with_warmup`.
+    /// transformers' `get_{cosine,linear,constant}_schedule_with_warmup`, but down to m = `min_ratio`, as Hydra's trainer does: the factor f
+    /// between 1 and 0 becomes m + (1 - m)·f.
     pub fn factor(&self, step: usize, total: usize) -> f64 {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
         }
         let span = total.saturating_sub(self.warmup_steps).max(1) as f64;
         let progress = ((step - self.warmup_steps) as f64 / span).min(1.0);
-        match self.name {
+        let falling = match self.name {
             ScheduleName::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             ScheduleName::Linear => 1.0 - progress,
             ScheduleName::Constant => 1.0,
-        }
+        };
+        self.min_ratio.get() + (1.0 - self.min_ratio.get()) * falling
     }
 }
 
@@ -89,7 +100,7 @@ mod tests {
     }
 
     fn schedule(name: ScheduleName) -> ScheduleConfig {
-        ScheduleConfig { name, warmup_steps: 10 }
+        ScheduleConfig { name, warmup_steps: 10, min_ratio: down_to_zero() }
     }
 
     #[test]
@@ -98,6 +109,16 @@ mod tests {
             let factors: Vec<f64> = (0..=10).map(|s| schedule(name).factor(s, 110)).collect();
             assert_eq!((factors[0], factors[5], factors[10]), (0.0, 0.5, 1.0));
         }
+    }
+
+    #[test]
+    fn rates_end_at_the_smallest_and_not_below() {
+        let at =
+            |name, step| ScheduleConfig { min_ratio: Fraction::new(0.33).unwrap(), ..schedule(name) }.factor(step, 110);
+        for name in [ScheduleName::Cosine, ScheduleName::Linear] {
+            assert!((at(name, 60) - 0.665).abs() < 1e-12 && (at(name, 110) - 0.33).abs() < 1e-12);
+        }
+        assert_eq!([at(ScheduleName::Constant, 110), at(ScheduleName::Cosine, 5)], [1.0, 0.5]);
     }
 
     #[test]

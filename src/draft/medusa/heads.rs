@@ -17,6 +17,7 @@ use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::model::prefix_layer::PrefixLayer;
 use crate::model::weights::{WeightsError, save};
+use crate::numbers::Fraction;
 use crate::torch::Generator;
 use crate::tree::sparse_tree::SparseTree;
 
@@ -51,6 +52,13 @@ pub struct HeadsConfig {
     /// What a head reads.
     #[serde(default)]
     pub architecture: HeadsArchitecture,
+    /// Dropout in training, on the input of every ResBlock and of the output layer.
+    #[serde(default = "no_dropout")]
+    pub dropout: Fraction,
+}
+
+fn no_dropout() -> Fraction {
+    Fraction::ZERO
 }
 
 impl HeadsConfig {

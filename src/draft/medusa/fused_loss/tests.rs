@@ -10,6 +10,7 @@ use crate::draft::medusa::loss::{SoftTargets, cross_entropy_of, cross_entropy_su
 use crate::model::adapters::attach_new;
 use crate::model::config::{FamilyTraits, LlamaConfig};
 use crate::model::lora::LoraConfig;
+use crate::numbers::Fraction;
 use crate::torch::Generator;
 
 fn backbone() -> Llama {
@@ -34,7 +35,9 @@ fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
     let number = |n| NonZeroUsize::new(n).unwrap();
     let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
     let architecture = HeadsArchitecture::Medusa;
-    let config = HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head, architecture };
+    let dropout = Fraction::ZERO;
+    let config =
+        HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head, architecture, dropout };
     let heads = Heads::new(&config, backbone.lm_head_weight());
     let mut generator = Generator::seeded(1);
     for (_, tensor) in heads.parameters() {

@@ -42,8 +42,16 @@ impl<'t> HeadInput<'t> {
 pub struct HeadDropout {
     /// The fraction of the inputs that is dropped.
     pub p: f64,
-    /// Determines the masks: of the run, the step, the micro batch and the head.
+    /// Determines the masks.
     pub seed: u64,
+}
+
+impl HeadDropout {
+    /// With masks of its own for head `head` (0-based).
+    #[must_use]
+    pub fn of_head(self, head: usize) -> Self {
+        Self { seed: self.seed ^ (head as u64 + 1).wrapping_mul(0xA076_1D64_78BD_642F), ..self }
+    }
 }
 
 /// A head.
