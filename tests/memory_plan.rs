@@ -20,6 +20,8 @@ struct Size {
     /// Keys of `[backbone]`.
     backbone: &'static str,
     heads: usize,
+    /// More keys of `[heads]`.
+    of_heads: &'static str,
     hidden: usize,
     layers: usize,
     vocab: usize,
@@ -32,6 +34,7 @@ const LLAMA: Size = Size {
     family: "{}",
     backbone: "dtype = \"float32\"",
     heads: 4,
+    of_heads: "",
     hidden: 512,
     layers: 1,
     vocab: 12_000,
@@ -51,7 +54,7 @@ impl Size {
     }
 
     fn recipe(&self) -> String {
-        let Self { backbone, heads, length, stage, optimizer, .. } = self;
+        let Self { backbone, heads, of_heads, length, stage, optimizer, .. } = self;
         format!(
             r#"[backbone]
 path = "backbone"
@@ -59,6 +62,7 @@ path = "backbone"
 [heads]
 medusa_num_heads = {heads}
 medusa_num_layers = 1
+{of_heads}
 {stage}
 [data]
 train = ["rows.jsonl"]
@@ -137,6 +141,12 @@ fn the_planned_peak_of_adapters_and_their_activations_is_the_runs() {
 #[test]
 fn the_planned_peak_of_heads_is_the_runs() {
     check(&LLAMA);
+}
+
+#[test]
+fn the_planned_peak_of_sequential_heads_is_the_runs() {
+    let of_heads = "architecture = \"hydra\"\ndropout = 0.2";
+    check(&Size { of_heads, hidden: 768, vocab: 4000, length: 256, stage: ADAPTERS, ..LLAMA });
 }
 
 #[test]

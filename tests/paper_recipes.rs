@@ -230,6 +230,7 @@ fn peak_in_gib(recipe: &Recipe, config: &LlamaConfig) -> f64 {
         element: recipe.backbone.dtype.kind().elt_size_in_bytes() as u64,
         quantization: recipe.backbone.quantization,
         heads: recipe.heads.shape([config.vocab_size, config.hidden_size]),
+        heads_drop: recipe.heads.dropout.get() > 0.0,
         trained: &recipe.stage.trained(),
         soft_targets: recipe.loss.targets.are_soft(),
         optimizer: recipe.optimizer.name,

@@ -110,6 +110,7 @@ impl CheckedRun {
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
             quantization: backbone.quantization,
             heads: self.heads_shape,
+            heads_drop: self.plan.heads.dropout.get() > 0.0,
             trained,
             soft_targets: loss.targets.are_soft(),
             optimizer: optimizer.name,

@@ -38,6 +38,8 @@ pub struct Workload<'w> {
     /// Quantization of its linear layers.
     pub quantization: Option<Quantization>,
     pub heads: HeadsShape,
+    /// Heads are trained with dropout.
+    pub heads_drop: bool,
     pub trained: &'w BackboneTraining,
     /// The LM head teaches the heads.
     pub soft_targets: bool,
@@ -362,7 +364,8 @@ impl Workload<'_> {
         // The comparison also has a mask of a byte per logit.
         let chunks = [(float32, chunk * F32), (1, chunk), (if cast { 2 } else { 0 }, chunk * e)];
         // Selected states, the blocks' output, its gradient, and the tensors that autograd keeps for a block.
-        let rows = (3 + 3 * self.heads.medusa_num_layers as u64, n * h * e);
+        let layers = self.heads.medusa_num_layers as u64;
+        let rows = [(3 + 3 * layers, n * h * e), (if self.heads_drop { 2 * layers } else { 0 }, n * h * e)];
         let has_w2 = self.heads.vocab_size > 0;
         // W2 in the backbone's dtype, and its gradient of one chunk before and after the cast.
         let w2 = if has_w2 && cast { v * h * (2 * e + F32) } else { 0 };
@@ -370,7 +373,21 @@ impl Workload<'_> {
         let teacher_weight = if self.soft_targets && self.is_direct() && cast { v * h * e } else { 0 };
         // oneDNN reorders W2 for many rows: measured for 131, but not for 15.
         let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
-        self.allocated(chunks.into_iter().chain([rows])) + w2 + teacher_weight + reordered
+        let input = self.input_of_sequential_head();
+        self.allocated(chunks.into_iter().chain(rows).chain(input)) + w2 + teacher_weight + reordered
+    }
+
+    /// Of the last head, which reads the most: its input, and the gradients of the two layers that read it.
+    fn input_of_sequential_head(&self) -> KeptTensors {
+        if !self.heads.architecture.is_sequential() {
+            return vec![];
+        }
+        let (n, e, [h, ..]) = (self.positions(), self.element, self.widths());
+        let inputs = self.heads.inputs(self.heads.medusa_num_heads - 1, 0).unsigned_abs();
+        // With the dropout mask and what is left, and in Medusa-2 the gradients of both layers' input.
+        let copies = 1 + if self.heads_drop { 2 } else { 0 } + if self.is_joint() { 2 } else { 0 };
+        let cast = if e < F32 { 2 * e } else { 0 };
+        vec![(copies, n * inputs * e), (1, n * (inputs - h) * e), (1, n * h * e), (2, inputs * h * (F32 + cast))]
     }
 
     /// Temporaries of one layer: in a forward pass that keeps nothing, and in the backward pass.
