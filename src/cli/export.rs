@@ -34,7 +34,7 @@ pub struct ExportArgs {
     /// Export only the first K heads.
     #[arg(long, value_name = "K")]
     pub medusa_num_heads: Option<NonZeroUsize>,
-    /// Write medusa_lm_head.pt instead of safetensors (formats heads, tensorrt-llm).
+    /// Write medusa_lm_head.pt instead of safetensors (formats heads, tensorrt-llm; hydra is always pickled).
     #[arg(long)]
     pub pickle: bool,
     /// Accuracies for the model card [default: the run's calibration.json].
@@ -106,6 +106,8 @@ fn of_usage(error: ExportError) -> anyhow::Error {
         | ExportError::TooManyHeads { .. }
         | ExportError::TgiLayers { .. }
         | ExportError::NoAdapter { .. }
+        | ExportError::HydraHeads { .. }
+        | ExportError::HydraLayers { .. }
         | ExportError::Pickle { .. } => UsageError(error.to_string()).into(),
         other => other.into(),
     }
@@ -114,7 +116,7 @@ fn of_usage(error: ExportError) -> anyhow::Error {
 /// One line about the verification.
 fn checked(exported: &Exported) -> String {
     let (shape, difference) = (exported.shape, exported.difference_to_trained);
-    let heads = counted(shape.medusa_num_heads, "head");
+    let heads = counted(shape.medusa_num_heads, shape.architecture.noun());
     let blocks = counted(shape.medusa_num_layers, "ResBlock");
     let rounding = match difference.largest {
         0.0 => "logits identical to the trained heads'".to_owned(),

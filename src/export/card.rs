@@ -42,6 +42,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "base_model": trained.base_model,
             "serve": base.as_deref().unwrap_or(BACKBONE),
             "out": OUT,
+            "hydra": shape.architecture.is_sequential(),
             "heads": shape.medusa_num_heads,
             "layers": shape.medusa_num_layers,
             "hidden_size": shape.hidden_size,

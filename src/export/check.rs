@@ -1,7 +1,7 @@
 //! Reads an export back with the normal loader: compares every tensor bit for bit with the trained one, then compares
 //! the heads' outputs.
 
-// N hidden states, T tokens, H hidden, V vocabulary
+// N hidden states, T tokens, H hidden, I inputs of a head, V vocabulary
 use std::path::Path;
 
 use rand_chacha::ChaCha8Rng;
@@ -63,10 +63,10 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDiff
 /// Compares the output of every exported head on fixed hidden states with that of the trained head; the difference is
 /// the rounding of the export's dtype. Keeps two copies of one head in memory.
 fn heads(got: &HeadsFile, trained: &Trained) -> Result<RoundingDifference, ExportError> {
-    let hidden_nh = hidden_states(trained.shape.hidden_size);
     let mut difference = RoundingDifference { largest: 0.0, of: 0.0 };
     for head in 0..trained.shape.medusa_num_heads {
-        let run = |read: &dyn Fn(HeadTensor) -> Result<Tensor, ExportError>| run(head, trained, read, &hidden_nh);
+        let x_ni = hidden_states(trained.shape.inputs(head, 0));
+        let run = |read: &dyn Fn(HeadTensor) -> Result<Tensor, ExportError>| run(head, trained, read, &x_ni);
         let written = run(&|place| Ok(got.tensor(place, Kind::Float)?))?;
         let as_trained = run(&|place| trained.tensor(place, Kind::Float))?;
         finite(&written, trained.dtype, || format!("head {}", head + 1))?;
@@ -76,27 +76,27 @@ fn heads(got: &HeadsFile, trained: &Trained) -> Result<RoundingDifference, Expor
     Ok(difference)
 }
 
-/// One head's output for hidden states `[N, H]`: logits `[N, V]`, or the input of a shared lm_head, `[N, H]`.
+/// One head's output for an input `[N, I]`: logits `[N, V]`, or the input of a shared lm_head, `[N, H]`.
 fn run(
     head: usize,
     trained: &Trained,
     read: &dyn Fn(HeadTensor) -> Result<Tensor, ExportError>,
-    hidden_nh: &Tensor,
+    x_ni: &Tensor,
 ) -> Result<Tensor, ExportError> {
     let shape = trained.written_shape();
     let of_head = shape.places().into_iter().filter(|place| place.head == head);
     let tensors = of_head.map(read).collect::<Result<Vec<_>, _>>()?;
     let one = Heads::from_tensors(HeadsShape { medusa_num_heads: 1, ..shape }, tensors, shape.vocab_size);
-    let x_nh = one.head(0).hidden(hidden_nh);
-    Ok(one.head(0).w2().map_or_else(|| x_nh.shallow_clone(), |w2_vh| x_nh.matmul(&w2_vh.tr())))
+    let x_nh = one.head(0).hidden(x_ni);
+    Ok(one.head(0).w2().map_or_else(|| x_nh.shallow_clone(), |w2_vh| x_nh.linear(w2_vh, one.head(0).w2_bias())))
 }
 
-/// `[N, H]`, float32, between -1 and 1, from a separate generator, since libtorch's is shared with the program.
-fn hidden_states(hidden_size: i64) -> Tensor {
+/// `[N, I]`, float32, between -1 and 1, from a separate generator, since libtorch's is shared with the program.
+fn hidden_states(inputs: i64) -> Tensor {
     let mut rng = ChaCha8Rng::seed_from_u64(SEED);
     let numbers: Vec<f32> =
-        (0..STATES * hidden_size).map(|_| (f64::from(rng.next_u32()) / 2f64.powi(31) - 1.0) as f32).collect();
-    Tensor::from_slice(&numbers).view([STATES, hidden_size])
+        (0..STATES * inputs).map(|_| (f64::from(rng.next_u32()) / 2f64.powi(31) - 1.0) as f32).collect();
+    Tensor::from_slice(&numbers).view([STATES, inputs])
 }
 
 /// Compares config and weights bit for bit. The written weights are memory-mapped, not loaded.

@@ -48,8 +48,28 @@ pub enum ExportError {
         /// The heads' folder.
         path: PathBuf,
     },
+    /// Hydra heads in a format of Medusa heads.
+    #[error("--format {format}: {} holds {what}, and the programs that read this format load Medusa heads without it; use --format hydra", path.display())]
+    HydraHeads {
+        format: &'static str,
+        /// Path of the heads.
+        path: PathBuf,
+        /// Hydra heads, or a bias of W2.
+        what: &'static str,
+    },
+    /// Published Hydra heads use one ResBlock several times.
+    #[error("--format hydra: {}: head {head} has {layers} ResBlocks with weights of their own; zankner/Hydra loads one set of weights for all ResBlocks of H inputs: train with at most {} per head", path.display(), most)]
+    HydraLayers {
+        /// Path of the heads.
+        path: PathBuf,
+        /// 1-based.
+        head: usize,
+        layers: usize,
+        /// The most ResBlocks that can differ.
+        most: usize,
+    },
     /// No program reads a pickled file in this format.
-    #[error("--pickle needs --format heads or tensorrt-llm; {format} is read from safetensors")]
+    #[error("--pickle needs --format heads, tensorrt-llm or hydra; {format} is read from safetensors")]
     Pickle { format: &'static str },
     /// A file for the model card that does not belong to these heads.
     #[error("{}: {why}; drop the flag, or give the file of these heads", path.display())]

@@ -25,6 +25,8 @@ pub enum ExportFormat {
     ModelOpt,
     /// PEFT adapter of a Medusa-2 run with the heads beside it, for LoRAX
     Peft,
+    /// hydra_lm_head.pt for zankner/Hydra: the only format that can hold Hydra heads
+    Hydra,
 }
 
 impl ExportFormat {
@@ -38,6 +40,7 @@ impl ExportFormat {
             ExportFormat::Merged => "merged",
             ExportFormat::ModelOpt => "modelopt",
             ExportFormat::Peft => "peft",
+            ExportFormat::Hydra => "hydra",
         }
     }
 
@@ -50,7 +53,13 @@ impl ExportFormat {
             ExportFormat::Vllm => HeadsLayout::Vllm,
             ExportFormat::Merged => HeadsLayout::Merged,
             ExportFormat::ModelOpt => HeadsLayout::ModelOpt,
+            ExportFormat::Hydra => HeadsLayout::Hydra,
         }
+    }
+
+    /// Whether its loaders know heads that read earlier tokens, and a bias of W2.
+    pub(super) fn knows_hydra(self) -> bool {
+        self == ExportFormat::Hydra
     }
 
     /// Whether the folder includes the backbone's weights.
@@ -65,7 +74,7 @@ impl ExportFormat {
 
     /// Whether its loaders read a pickled file.
     pub(super) fn takes_pickle(self) -> bool {
-        matches!(self, ExportFormat::Heads | ExportFormat::TensorRtLlm)
+        matches!(self, ExportFormat::Heads | ExportFormat::TensorRtLlm | ExportFormat::Hydra)
     }
 }
 

@@ -98,6 +98,20 @@ impl Trained {
         if matches!(format, ExportFormat::Tgi | ExportFormat::Peft) && self.shares_lm_head() && layers != 1 {
             return Err(ExportError::TgiLayers { format: format.name(), path, layers });
         }
+        let what = match (self.shape.architecture.is_sequential(), self.shape.w2_bias) {
+            (true, _) => Some("Hydra heads"),
+            (false, true) => Some("a bias in the output layer of its heads"),
+            (false, false) => None,
+        };
+        if let Some(what) = what.filter(|_| !format.knows_hydra()) {
+            return Err(ExportError::HydraHeads { format: format.name(), path, what });
+        }
+        if format == ExportFormat::Hydra {
+            let most = 1 + self.file.first_square_block();
+            if let Some(head) = self.file.head_of_several_blocks(self.shape.medusa_num_heads)? {
+                return Err(ExportError::HydraLayers { path, head, layers, most });
+            }
+        }
         if self.pickle && !format.takes_pickle() {
             return Err(ExportError::Pickle { format: format.name() });
         }
@@ -172,7 +186,9 @@ impl Trained {
     /// The shape of the exported heads.
     pub(super) fn written_shape(&self) -> HeadsShape {
         let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
-        HeadsShape { vocab_size: if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size }, ..self.shape }
+        let vocab_size = if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size };
+        // Hydra's loader leaves a missing bias random.
+        HeadsShape { vocab_size, w2_bias: self.format == ExportFormat::Hydra, ..self.shape }
     }
 
     /// V, if it is known.
@@ -184,6 +200,9 @@ impl Trained {
     pub(super) fn tensor(&self, place: HeadTensor, kind: Kind) -> Result<Tensor, ExportError> {
         match &self.lm_head_vh {
             Some(lm_head_vh) if place.part == HeadPart::W2 => Ok(lm_head_vh.to_kind(kind)),
+            _ if place.part == HeadPart::W2Bias && !self.shape.w2_bias => {
+                Ok(Tensor::zeros(self.written_shape().size(place), (kind, Device::Cpu)))
+            }
             _ => Ok(self.file.tensor(place, kind)?),
         }
     }

@@ -11,7 +11,7 @@ use super::error::ExportError;
 use super::recorded;
 use super::request::ExportFormat;
 use super::trained::Trained;
-use crate::draft::medusa::heads::import::{MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
+use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::files::{write_json, write_synced};
 use crate::formats::heads_config::TRAINING;
@@ -26,7 +26,8 @@ pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportEr
         ExportFormat::Merged | ExportFormat::ModelOpt => with_backbone(folder, trained),
         ExportFormat::Vllm => alone(folder, trained, MODEL_FILE),
         ExportFormat::Peft => adapter(folder, trained).and_then(|()| alone(folder, trained, MEDUSA_LM_HEAD)),
-        _ if trained.pickle => pickled(folder, trained),
+        ExportFormat::Hydra => pickled(folder, trained, HYDRA_LM_HEAD_PT),
+        _ if trained.pickle => pickled(folder, trained, MEDUSA_LM_HEAD_PT),
         ExportFormat::Heads | ExportFormat::Tgi | ExportFormat::TensorRtLlm => alone(folder, trained, MEDUSA_LM_HEAD),
     }?;
     recorded::write_template(folder, trained)
@@ -48,9 +49,9 @@ fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError
     write_config(folder, trained)
 }
 
-fn pickled(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
+fn pickled(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError> {
     let (planned, places) = plan(trained);
-    torch_file::save(&folder.join(MEDUSA_LM_HEAD_PT), &planned, &mut |at| tensor(trained, places[at]))?;
+    torch_file::save(&folder.join(file), &planned, &mut |at| tensor(trained, places[at]))?;
     write_config(folder, trained)
 }
 
@@ -120,6 +121,13 @@ fn config(trained: &Trained) -> Map<String, Value> {
         ExportFormat::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
         ExportFormat::Heads | ExportFormat::Tgi => joined(counts, json!({"version": version.to_string()})),
         ExportFormat::Peft => joined(counts, json!({"version": f64::from(version)})),
+        ExportFormat::Hydra => json!({
+            "hydra_num_heads": heads,
+            "hydra_num_layers": layers,
+            "hydra_head_arch": "mlp",
+            "grounded_heads": trained.shape.architecture.is_sequential(),
+            "hidden_state_offset": 0,
+        }),
     };
     let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
     let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));

@@ -92,7 +92,7 @@ impl HeadsShape {
     }
 
     /// The inputs of a ResBlock: in a sequential head, the first reads the hidden state and the embeddings of the tokens after it.
-    fn inputs(&self, head: usize, layer: usize) -> i64 {
+    pub fn inputs(&self, head: usize, layer: usize) -> i64 {
         let tokens = if layer == 0 { self.architecture.previous_tokens(head) as i64 } else { 0 };
         (1 + tokens) * self.hidden_size
     }

@@ -110,7 +110,7 @@ impl HeadsFile {
     }
 
     /// The first ResBlock that reads H inputs: those of a sequential head's first block are more.
-    fn first_square_block(&self) -> usize {
+    pub fn first_square_block(&self) -> usize {
         usize::from(self.shape.architecture.is_sequential())
     }
 
@@ -125,6 +125,25 @@ impl HeadsFile {
             tied.extend(is_tied.then_some(head + 1));
         }
         Ok(tied)
+    }
+
+    /// The first of `num_heads` heads (1-based) whose ResBlocks of H inputs differ from each other.
+    ///
+    /// # Errors
+    /// [`HeadsError`] names the tensor that is wrong.
+    pub fn head_of_several_blocks(&self, num_heads: usize) -> Result<Option<usize>, HeadsError> {
+        let first = self.first_square_block();
+        for head in 0..num_heads {
+            for layer in first + 1..self.shape.medusa_num_layers {
+                for part in [HeadPart::W1, HeadPart::B1] {
+                    let [one, other] = [first, layer].map(|layer| self.stored(HeadTensor { head, layer, part }));
+                    if !one?.equal(&other?) {
+                        return Ok(Some(head + 1));
+                    }
+                }
+            }
+        }
+        Ok(None)
     }
 
     fn are_one(&self, head: usize, layer: usize) -> Result<bool, HeadsError> {
