@@ -1,6 +1,7 @@
 //! Promise: `medusa calibrate` counts, for each head over its own targets, which of its guesses is right.
 
-use medusa::draft::medusa::heads::{HeadInput, Heads};
+use medusa::draft::medusa::heads::import::HeadsFile;
+use medusa::draft::medusa::heads::{HeadInput, Heads, HeadsArchitecture, HeadsShape};
 use medusa::model::attention::RowMask;
 use medusa::model::llama::Llama;
 use medusa::model::loading::Purpose;
@@ -13,19 +14,21 @@ use crate::decoding::World;
 const TOP_K: usize = 40; // 40 of 264 tokens: even untrained heads are sometimes right
 
 /// Counts straight from the definition: every head at every position, every guess.
-fn counted_by_hand(world: &World, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64>>, Vec<u64>) {
+fn counted_by_hand(world: &World, heads: &str, rows: &[(Vec<i64>, Vec<i64>)]) -> (Vec<Vec<u64>>, Vec<u64>) {
     let llama =
         Llama::load(&world.path("b"), Kind::Float, Device::Cpu, Purpose::Training).expect("the backbone of this test");
-    let heads = Heads::load(&world.path("h"), &llama).expect("its heads").for_decoding(); // in the dtype and layout of decoding
+    let heads = Heads::load(&world.path(heads), &llama).expect("its heads").for_decoding(); // in the dtype and layout of decoding
     let (mut counts, mut totals) = (vec![vec![0; TOP_K]; heads.num_heads()], vec![0; heads.num_heads()]);
     for (ids, labels) in rows {
         let mask = RowMask::causal(ids.len() as i64, &llama.config, Device::Cpu);
         let hidden_th = llama.hidden_states(&Tensor::from_slice(ids).unsqueeze(0), &mask, Adapters::Off).squeeze_dim(0);
         for head in 0..heads.num_heads() {
-            let logits_tv = heads.logits(head, &HeadInput::alone(&hidden_th), &llama);
             for t in 0..ids.len() {
                 let Some(&target) = labels.get(t + head + 2).filter(|&&label| label != -100) else { continue };
-                let logits_v = logits_tv.get(t as i64);
+                let hidden_1h = hidden_th.narrow(0, t as i64, 1);
+                let previous_1j = Tensor::from_slice(&ids[t + 1..t + head + 2]).unsqueeze(0);
+                let previous_nj = heads.architecture().is_sequential().then_some(&previous_1j);
+                let logits_v = heads.logits(head, &HeadInput { hidden_nh: &hidden_1h, previous_nj }, &llama).get(0);
                 let better = logits_v.gt_tensor(&logits_v.get(target)).sum(Kind::Int64).int64_value(&[]) as usize;
                 totals[head] += 1;
                 if better < TOP_K {
@@ -47,11 +50,32 @@ fn counts_are_those_of_the_definition() {
     let lines: Vec<Value> = rows.iter().map(|(ids, labels)| json!({"input_ids": ids, "labels": labels})).collect();
     world.lines("rows.jsonl", &lines);
     let top_k = TOP_K.to_string();
-    let arguments =
-        ["calibrate", "--backbone", "b", "--heads", "h", "--data", "rows.jsonl", "--out", "c.json", "--top-k", &top_k];
-    world.json(&arguments);
+    let shape = HeadsShape { architecture: HeadsArchitecture::Hydra, ..heads_shape(&world) };
+    std::fs::create_dir(world.path("hydra")).expect("a folder");
+    Heads::random(shape, Kind::Float, Device::Cpu, 9).save(&world.path("hydra")).expect("a file of a test");
+    let calibrate = |heads: &str| {
+        let data = ["--data", "rows.jsonl", "--out", "c.json", "--top-k", &top_k];
+        world.json(&[&["calibrate", "--backbone", "b", "--heads", heads], &data[..]].concat());
+        counts_equal_those_by_hand(&world, heads, &rows);
+    };
+    calibrate("hydra");
+    calibrate("h");
+    let tree = ["tree", "--calibration", "c.json", "--nodes", "20", "--out", "t.json"];
+    let said = |output: &std::process::Output| String::from_utf8(output.stderr.clone()).unwrap();
+    let first = world.medusa(&tree).assert().success().get_output().clone();
+    assert!(!said(&first).contains("will be replaced"), "{first:?}");
+    let again = world.medusa(&tree).assert().success().get_output().clone();
+    assert!(said(&again).contains("--out t.json exists and will be replaced"), "{again:?}");
+}
+
+fn heads_shape(world: &World) -> HeadsShape {
+    HeadsFile::open(&world.path("h")).expect("heads").shape()
+}
+
+/// Sequential heads get the right tokens before their own.
+fn counts_equal_those_by_hand(world: &World, heads: &str, rows: &[(Vec<i64>, Vec<i64>)]) {
     let written: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).unwrap()).unwrap();
-    let (counts, totals) = counted_by_hand(&world, &rows);
+    let (counts, totals) = counted_by_hand(world, heads, rows);
     assert!(counts.iter().flatten().sum::<u64>() > 0, "no guess was right: nothing is tested");
     for (head, of_head) in written["heads"].as_array().unwrap().iter().enumerate() {
         assert_eq!(
@@ -62,17 +86,14 @@ fn counts_are_those_of_the_definition() {
         assert_eq!(of_head["accuracy"][0], json!(counts[head][0] as f64 / totals[head] as f64));
     }
     assert_eq!(written["tokens"], json!(69));
-    assert_eq!(written["heads_sha256"], json!(medusa::files::sha256(&world.path("h/heads.safetensors")).unwrap()));
+    assert_eq!(
+        written["heads_sha256"],
+        json!(medusa::files::sha256(&world.path(heads).join("heads.safetensors")).unwrap())
+    );
     for path in written["joint"]["paths"].as_array().unwrap() {
         let (guess, count) = (path["path"][0].as_u64().unwrap() as usize, path["count"].as_u64().unwrap());
         assert!(count <= counts[0][guess], "a path is right no more often than its first guess");
     }
-    let tree = ["tree", "--calibration", "c.json", "--nodes", "20", "--out", "t.json"];
-    let said = |output: &std::process::Output| String::from_utf8(output.stderr.clone()).unwrap();
-    let first = world.medusa(&tree).assert().success().get_output().clone();
-    assert!(!said(&first).contains("will be replaced"), "{first:?}");
-    let again = world.medusa(&tree).assert().success().get_output().clone();
-    assert!(said(&again).contains("--out t.json exists and will be replaced"), "{again:?}");
 }
 
 #[test]

@@ -61,11 +61,11 @@ fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
             let targets = batch.targets(ahead);
             *count += targets.tokens.len();
             let tensor = |ids: &[i64]| Tensor::from_slice(ids);
-            let targets = Targets {
-                positions_m: tensor(&targets.positions),
-                tokens_m: tensor(&targets.tokens),
-                previous_mj: None,
-            };
+            let previous = if ahead == 1 { 0 } else { heads.architecture().previous_tokens(ahead - 2) };
+            let tokens = batch.tokens_after(&targets.positions, previous);
+            let previous_mj = (previous > 0).then(|| tensor(&tokens).view([-1, previous as i64]));
+            let (positions_m, tokens_m) = (tensor(&targets.positions), tensor(&targets.tokens));
+            let targets = Targets { positions_m, tokens_m, previous_mj };
             let of_batch = match ahead {
                 1 => loss::cross_entropy_of(&llama.logits(&hidden_nh, Adapters::Off), &targets),
                 _ => loss::cross_entropy_sum(heads, ahead - 2, &hidden_nh, &targets, llama),
@@ -85,10 +85,14 @@ fn hidden_states(batch: &Batch, llama: &Llama) -> Tensor {
 
 #[test]
 fn packed_rows_have_the_losses_of_rows_alone() {
+    ["medusa", "hydra"].into_iter().for_each(losses_of_packed_rows_are_those_of_rows_alone);
+}
+
+fn losses_of_packed_rows_are_those_of_rows_alone(architecture: &str) {
     let llama =
         Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("the embedded default");
-    let config: HeadsConfig =
-        toml::from_str(&format!("medusa_num_heads = {NUM_HEADS}\nmedusa_num_layers = 1")).expect("heads");
+    let config = format!("medusa_num_heads = {NUM_HEADS}\nmedusa_num_layers = 1\narchitecture = {architecture:?}");
+    let config: HeadsConfig = toml::from_str(&config).expect("heads");
     let heads = Heads::new(&config, llama.lm_head_weight());
     let mut generator = Generator::seeded(3);
     for (_, parameter) in heads.parameters() {

@@ -40,6 +40,7 @@ mod real_chat_templates;
 mod recipe;
 mod report;
 mod same_bits;
+mod sequential_heads;
 mod served;
 mod small_run;
 mod stop_strings;

@@ -294,6 +294,27 @@ mod tests {
         }
 
         #[test]
+        fn tokens_before_a_target_are_those_of_its_segment(sequences in sequences(), offset in 2_usize..7) {
+            for batch in Loader::new(Sequences::in_memory(sequences), 3, 1, None).eval_batches() {
+                let batch = batch.unwrap();
+                let mut segments = vec![];
+                for (row, lengths) in batch.segment_lengths.iter().enumerate() {
+                    let mut start = row * batch.length;
+                    for length in lengths {
+                        segments.push(start..start + length);
+                        start += length;
+                    }
+                }
+                let positions = batch.targets(offset).positions;
+                for (at, tokens) in positions.iter().zip(batch.tokens_after(&positions, offset - 1).chunks(offset - 1)) {
+                    let segment = segments.iter().find(|segment| segment.contains(&(*at as usize))).unwrap();
+                    let rest = &batch.input_ids[*at as usize..segment.end];
+                    prop_assert_eq!(tokens, &rest[1..offset]);
+                }
+            }
+        }
+
+        #[test]
         fn every_epoch_gives_each_sequence_once(
             sequences in sequences(), size in 1_usize..4, accumulation in 1_usize..4, seed: u64,
         ) {

@@ -101,9 +101,12 @@ impl TrainError {
 }
 
 fn in_words(shape: &HeadsShape) -> String {
-    let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = shape;
+    let HeadsShape { architecture, medusa_num_heads, medusa_num_layers, .. } = shape;
+    let architecture = architecture.name();
     let w2 = if shape.vocab_size == 0 { "the backbone's lm_head" } else { "their own output layer" };
-    format!("medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}")
+    format!(
+        "architecture = \"{architecture}\", medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}"
+    )
 }
 
 /// The likely cause of a malformed line in metrics.jsonl.

@@ -76,7 +76,7 @@ impl RunPreview {
     }
 
     pub(super) fn text(&self) -> String {
-        let HeadsShape { medusa_num_heads, medusa_num_layers, .. } = self.heads;
+        let HeadsShape { architecture, medusa_num_heads, medusa_num_layers, .. } = self.heads;
         let mut lines = vec![
             ("output", self.output_dir.display().to_string()),
             ("device", self.device.clone()),
@@ -85,7 +85,8 @@ impl RunPreview {
         if !self.weights_checked {
             lines.push(("weights", "not in the folder; only config.json was checked".into()));
         }
-        lines.push(("heads", format!("{medusa_num_heads} of {}", counted(medusa_num_layers, "ResBlock"))));
+        let kind = if architecture.is_sequential() { format!(" ({})", architecture.name()) } else { String::new() };
+        lines.push(("heads", format!("{medusa_num_heads}{kind} of {}", counted(medusa_num_layers, "ResBlock"))));
         lines.push(("data", self.data.to_string()));
         lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
         lines.push((
