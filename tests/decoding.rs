@@ -180,6 +180,31 @@ fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
 }
 
 #[test]
+fn drafters_without_training_and_joined_ones_make_the_plain_text() {
+    let world = World::new();
+    world.write("t.json", &json!([[0], [1], [0, 0]]));
+    let short = ["--max-new-tokens", "30"];
+    let plain = &world.json(&[&PLAIN[..], &short].concat())[0];
+    let heads = ["--heads", "h", "--tree", "t.json"];
+    for (drafter, heads, nodes) in [
+        ("recycling", &[][..], 80),
+        ("lookahead", &[], 28),
+        ("ngram+lookahead", &[], 28),
+        ("medusa+ngram", &heads, 12),
+        ("ngram+medusa+recycling", &heads, 80),
+    ] {
+        let with = [&PLAIN[..], &short, heads, &["--drafter", drafter]].concat();
+        assert_eq!(world.json(&with)[0]["new_ids"], plain["new_ids"], "{drafter}");
+        let bench = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--repeats", "1", "--drafter", drafter];
+        let result = &world.json(&[&bench[..], &short, heads].concat())[0];
+        let found = [&result["drafter"], &result["identical"], &result["tree_nodes"]];
+        assert_eq!(found, [&json!(drafter), &json!(true), &json!(nodes)]);
+    }
+    let complaint = world.complaint(&[&PLAIN[..], &["--drafter", "lookahead", "--engine", "cuda"]].concat(), 1);
+    assert!(complaint.contains("--engine cuda") || complaint.contains("GPU"), "{complaint}");
+}
+
+#[test]
 fn sequential_heads_and_trees_chosen_at_each_step_change_no_token() {
     let world = World::new();
     world.heads_of(HeadsArchitecture::Hydra, "s", 4, HIDDEN);
