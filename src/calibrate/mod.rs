@@ -13,21 +13,25 @@ use crate::decode::generate;
 use crate::decode::request::Request;
 use crate::draft::medusa::fused_loss::ranks;
 use crate::draft::medusa::heads::{HeadInput, Heads};
+use crate::formats::calibration::DynamicRanks;
 use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
 use crate::tree::rank_counts::{RankCounts, RankedPosition};
 
+mod dynamic;
 mod error;
 
+use dynamic::{DynamicCounts, StepStart};
 pub use error::CalibrationError;
 
 /// Limits the memory of one head's logits: positions are processed in chunks below this size.
 const MAX_LOGITS_BYTES: i64 = 64 << 20;
 
 /// Runs the heads over `rows` and counts which of their `top_k` guesses is the target. Head h (0-based) at position t
-/// predicts token t + h + 2, if that token's label is not [`IGNORE`]. `on_row` receives the number of finished rows.
+/// predicts token t + h + 2, if that token's label is not [`IGNORE`]. Also ranks the targets among the candidates of trees that are chosen at
+/// each step. `on_row` receives the number of finished rows.
 ///
 /// # Errors
 /// [`CalibrationError`], with the fault of the heads or the rows.
@@ -37,17 +41,19 @@ pub fn calibrate(
     rows: &RowStore,
     top_k: usize,
     mut on_row: impl FnMut(usize),
-) -> Result<RankCounts, CalibrationError> {
+) -> Result<(RankCounts, DynamicRanks), CalibrationError> {
     check(backbone, heads, rows, top_k)?;
     let mut counts = RankCounts::new(heads.num_heads(), top_k);
+    let mut dynamic = DynamicCounts::new(backbone, heads);
     for (done, row) in rows.iter().enumerate() {
         let row = row?;
         check_tokens(done + 1, &row, backbone.config.vocab_size)?;
-        let counted = guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, &mut counts)))?;
+        let counted =
+            guard("calibrating", || tch::no_grad(|| count_row(backbone, heads, &row, (&mut counts, &mut dynamic))))?;
         counted.map_err(|NotFinite { head }| CalibrationError::NotFinite { row: done + 1, head: head + 1 })?;
         on_row(done + 1);
     }
-    Ok(counts)
+    Ok((counts, dynamic.ranks()))
 }
 
 /// A row with a prompt and the backbone's own greedy answer, whose tokens are the targets (without the EOS, which no
@@ -109,7 +115,12 @@ struct NotFinite {
     head: usize,
 }
 
-fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut RankCounts) -> Result<(), NotFinite> {
+fn count_row(
+    backbone: &Llama,
+    heads: &Heads,
+    row: &TokenRow,
+    (counts, dynamic): (&mut RankCounts, &mut DynamicCounts),
+) -> Result<(), NotFinite> {
     counts.add_tokens(row.input_ids.len());
     let asked = asked_of(row, heads.num_heads());
     if asked.is_empty() {
@@ -138,6 +149,14 @@ fn count_row(backbone: &Llama, heads: &Heads, row: &TokenRow, counts: &mut RankC
         }));
     }
     counts.add_text(positions);
+    for run in asked.split(|asked| !asked.is_step) {
+        let start = |asked: &AskedPosition| StepStart {
+            state_1h: hidden_th.narrow(0, asked.position as i64, 1),
+            root: ids[asked.position + 1],
+            right: asked.targets.iter().map_while(|target| *target).collect(),
+        };
+        dynamic.add(&run.iter().map(start).collect::<Vec<_>>());
+    }
     Ok(())
 }
 
@@ -166,7 +185,66 @@ fn ranks_of(logits_nv: &Tensor, targets: &[i64], top_k: usize) -> Option<Vec<usi
 
 #[cfg(test)]
 mod tests {
+    use tch::Device;
+
     use super::*;
+    use crate::draft::heads_drafter::HeadsDrafter;
+    use crate::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
+    use crate::formats::tree::DynamicTree;
+    use crate::model::config::LlamaConfig;
+    use crate::tree::accept::Acceptance;
+    use crate::tree::guess_tree::GuessTree;
+    use crate::tree::replay::Replay;
+
+    /// Replaying the ranks gives the very steps that decoding takes, whatever the size and depth of the trees.
+    #[test]
+    fn replayed_trees_that_are_chosen_at_each_step_take_the_steps_of_decoding() {
+        tch::set_num_threads(1);
+        let config = LlamaConfig { eos_token_ids: vec![], ..LlamaConfig::tiny() };
+        let llama = Llama::random(config, Kind::Double, Device::Cpu, 3);
+        for (_, weight) in llama.weights().iter().filter(|(_, weight)| weight.dim() == 2) {
+            let _ = weight.shallow_clone().g_mul_scalar_(8.0);
+        }
+        let mut several = 0;
+        for architecture in [HeadsArchitecture::Medusa, HeadsArchitecture::Hydra, HeadsArchitecture::HydraPlusPlus] {
+            let shape = HeadsShape {
+                architecture,
+                medusa_num_heads: 4,
+                medusa_num_layers: 1,
+                hidden_size: 32,
+                vocab_size: 50,
+                ..HeadsShape::default()
+            };
+            // The guesses of untrained heads are those of the LM head: often right in a text that repeats itself.
+            let heads = Heads::random(shape, Kind::Double, Device::Cpu, 5).with_new_prefix(&llama, 5);
+            let prompts: Vec<Vec<i64>> =
+                (0..3).map(|text| (0..5 + text).map(|i| (i * 7 + text) % 50).collect()).collect();
+            let rows = prompts.iter().map(|prompt| own_answer(&llama, prompt, 24).unwrap());
+            let (_, dynamic) =
+                calibrate(&llama, &heads, &RowStore::in_memory(rows.collect::<Vec<_>>()), 10, |_| ()).unwrap();
+            for (nodes, depth) in [(8, 2), (100, 3), (300, 4)] {
+                let tree = GuessTree::Dynamic(DynamicTree { nodes, depth, top_k: 10 });
+                let steps = |prompt: &Vec<i64>| {
+                    let drafter = HeadsDrafter::new(&llama, &heads, &tree).unwrap();
+                    let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
+                    let request = Request::greedy(prompt, 24);
+                    generate::drafted(&llama, drafter, Acceptance::Greedy, &request, go_on)
+                        .unwrap()
+                        .accept_lengths
+                        .len()
+                };
+                let decoded: usize = prompts.iter().map(steps).sum();
+                let replay = Replay::dynamic([nodes, depth], &dynamic.runs);
+                assert_eq!(
+                    (replay.steps, replay.tokens),
+                    (decoded, 3 * 24),
+                    "{architecture:?}, {nodes} nodes, {depth} levels"
+                );
+                several += usize::from(decoded < 3 * 24);
+            }
+        }
+        assert!(several >= 6, "the guesses are hardly ever right: {several}");
+    }
 
     #[test]
     fn targets_lie_two_tokens_on_and_ignored_labels_ask_nobody() {

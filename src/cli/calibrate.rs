@@ -78,9 +78,11 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     };
     let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
     let counter = Counter::new(rows.len(), 0, "rows", common);
-    let counts = calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| counter.set(done as u64))?;
+    let (counts, dynamic) =
+        calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| counter.set(done as u64))?;
     counter.bar.finish_and_clear();
     let calibration = counts.sign(shown(&args.backbone), HeadsFile::open(&args.heads)?.sha256()?)?;
+    let calibration = Calibration { dynamic: Some(dynamic), ..calibration };
     calibration.save(&args.out)?;
     common.say(format_args!(
         "{} tokens of {}; wrote {}",

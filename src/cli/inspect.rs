@@ -264,8 +264,9 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
     writeln!(out, "backbone     {backbone}")?;
     writeln!(out, "heads        sha256 {heads_sha256}")?;
     writeln!(out, "plain        {plain_step_ms:.3} ms a step")?;
-    for StepTime { nodes, depth, step_ms } in steps {
-        writeln!(out, "tree         {step_ms:.3} ms a step, {nodes} nodes over {depth} heads")?;
+    for &StepTime { nodes, depth, step_ms, dynamic } in steps {
+        let chosen = if dynamic { ", chosen at each step" } else { "" };
+        writeln!(out, "tree         {step_ms:.3} ms a step, {nodes} nodes over {depth} heads{chosen}")?;
     }
     Ok(())
 }

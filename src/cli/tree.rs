@@ -6,14 +6,15 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use super::{CommonFlags, print_line};
+use super::{CommonFlags, UsageError, print_line};
 use crate::data::report::counted;
 use crate::files;
 use crate::formats::calibration::Calibration;
 use crate::formats::tree::TreeFile;
 use crate::tree::drawing;
-use crate::tree::search::{self, SearchedTree};
-use crate::tree::sparse_tree::SparseTree;
+use crate::tree::guess_tree::GuessTree;
+use crate::tree::search::{self, SearchError, SearchedTree};
+use crate::tree::sparse_tree::{MAX_NODES, SparseTree};
 
 mod args;
 mod machine;
@@ -30,21 +31,31 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
         calibration.forget_joint();
     }
     let calibration_sha256 = Some(files::sha256(&args.calibration)?);
-    let (tree, file) = match (&args.latency, args.nodes) {
-        (Some(path), _) => {
+    let (tree, file) = match &args.latency {
+        Some(path) => {
             let latency = machine::latency(args, path, &calibration, common)?;
-            let (found, tokens_per_second) = machine::choose(args, &latency, &calibration, common)?;
-            let (tree, file) = file_of(found);
-            let latency_sha256 = Some(files::sha256(path)?);
-            (tree, TreeFile { latency_sha256, expected_tokens_per_second: Some(tokens_per_second), ..file })
+            let chosen = machine::choose(args, &latency, &calibration, common)?;
+            let expected_tokens_per_second = Some(chosen.tokens_per_second());
+            let (tree, file) = file_of(chosen.tree, chosen.tokens_per_step);
+            (tree, TreeFile { latency_sha256: Some(files::sha256(path)?), expected_tokens_per_second, ..file })
         }
-        (None, nodes) => file_of(calibration.best_tree(nodes.map_or(0, NonZeroUsize::get), calibration.heads.len())?),
+        None => of_size(args, &calibration)?,
     };
     let file = TreeFile { calibration_sha256, ..file };
     let expected = file.expected_tokens_per_step.unwrap_or(1.0);
-    say_what_is_expected(&tree, expected, &calibration, common);
+    match &tree {
+        GuessTree::Static(tree) => say_what_is_expected(tree, expected, &calibration, common),
+        GuessTree::Dynamic(limits) => common.say(format_args!(
+            "{} over {}, chosen at each step: {expected:.3} expected tokens per step",
+            counted(limits.nodes, "node"),
+            counted(limits.depth, "head")
+        )),
+    }
     if let Some(path) = &args.svg {
-        draw(&tree, expected, &calibration, path)?;
+        let tree = tree
+            .as_static()
+            .ok_or_else(|| UsageError("--svg draws static trees; the fastest tree is chosen at each step".into()))?;
+        draw(tree, expected, &calibration, path)?;
     }
     match &args.out {
         Some(path) => file.save(path)?,
@@ -53,8 +64,34 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
     if common.json { print_line(file.to_json()) } else { Ok(()) }
 }
 
-fn file_of(SearchedTree { tree, expected_tokens_per_step }: SearchedTree) -> (SparseTree, TreeFile) {
-    let file = TreeFile::new(tree.choices().to_vec(), expected_tokens_per_step);
+/// The tree of --nodes.
+fn of_size(args: &TreeArgs, calibration: &Calibration) -> anyhow::Result<(GuessTree, TreeFile)> {
+    let nodes = args.nodes.map_or(0, NonZeroUsize::get);
+    if !args.dynamic {
+        let SearchedTree { tree, expected_tokens_per_step } = calibration.best_tree(nodes, calibration.heads.len())?;
+        return Ok(file_of(GuessTree::Static(tree), expected_tokens_per_step));
+    }
+    if nodes > MAX_NODES {
+        return Err(SearchError::BadNodes { asked: nodes }.into());
+    }
+    let of_depth = |depth: usize| calibration.dynamic_tree(nodes, depth);
+    let best = (1..=calibration.heads.len()).rev().filter_map(of_depth).max_by(|a, b| a.1.total_cmp(&b.1));
+    let (limits, expected) = best.ok_or_else(|| {
+        let path = args.calibration.display();
+        UsageError(format!(
+            "{path} does not know trees that are chosen at each step; measure it anew with `medusa calibrate`"
+        ))
+    })?;
+    Ok(file_of(GuessTree::Dynamic(limits), expected))
+}
+
+fn file_of(tree: GuessTree, expected: f64) -> (GuessTree, TreeFile) {
+    let file = match &tree {
+        GuessTree::Static(tree) => TreeFile::new(tree.choices().to_vec(), expected),
+        GuessTree::Dynamic(limits) => {
+            TreeFile { expected_tokens_per_step: Some(expected), ..TreeFile::chosen_at_each_step(*limits) }
+        }
+    };
     (tree, file)
 }
 

@@ -5,7 +5,7 @@ use super::levels::{LevelDrafter, LevelGuesser};
 use super::medusa::drafter::{DraftError, MedusaDrafter};
 use super::medusa::heads::Heads;
 use super::medusa::levels::MedusaLevels;
-use super::{Drafter, Proposal, TextSoFar};
+use super::{CommittedTokens, Drafter, Proposal, TextSoFar};
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
@@ -42,6 +42,16 @@ impl<'a> HeadsDrafter<'a> {
     }
 }
 
+/// The guesses of heads for trees within these limits, below texts whose hidden states are those that the heads read, after any prefix
+/// layer.
+pub fn guesser_of_states<'a>(backbone: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
+    if heads.architecture().is_sequential() {
+        Box::new(HydraLevels::of_states(backbone, heads, limits.depth))
+    } else {
+        Box::new(MedusaLevels::new(backbone, heads, limits))
+    }
+}
+
 /// The guesses of heads for trees within these limits.
 pub fn guesser<'a>(backbone: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
     if heads.architecture().is_sequential() {
@@ -51,11 +61,37 @@ pub fn guesser<'a>(backbone: &'a Llama, heads: &'a Heads, limits: DynamicTree) -
     }
 }
 
+impl<'a> HeadsDrafter<'a> {
+    fn drafter(&mut self) -> &mut (dyn Drafter + 'a) {
+        match self {
+            Self::AtOnce(drafter) => drafter,
+            Self::ByLevel(drafter) => drafter,
+        }
+    }
+}
+
 impl Drafter for HeadsDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        match self {
-            Self::AtOnce(drafter) => drafter.propose(batch),
-            Self::ByLevel(drafter) => drafter.propose(batch),
-        }
+        self.drafter().propose(batch)
+    }
+
+    fn follows(&self) -> bool {
+        matches!(self, Self::ByLevel(drafter) if drafter.follows())
+    }
+
+    fn push_row(&mut self) {
+        self.drafter().push_row();
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        self.drafter().committed(row, tokens);
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.drafter().truncate(row, tokens);
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.drafter().swap_remove(row);
     }
 }

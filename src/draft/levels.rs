@@ -8,13 +8,12 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::tree_cache::TreeCache;
-use super::{Drafter, PreparedTree, Proposal, TextSoFar};
+use super::{CommittedTokens, Drafter, PreparedTree, Proposal, TextSoFar};
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::dynamic::{FrontierNode, GrowingTree, LikelyToken};
 use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
-use crate::tree::token_tree::TokenTree;
 
 /// Guesses the next level of trees for several texts at a time.
 pub trait LevelGuesser: fmt::Debug {
@@ -30,8 +29,16 @@ pub trait LevelGuesser: fmt::Debug {
         None
     }
 
+    /// As [`Drafter::follows`].
+    fn follows(&self) -> bool {
+        false
+    }
+
     /// As [`Drafter::push_row`].
     fn push_row(&mut self) {}
+
+    /// As [`Drafter::committed`].
+    fn committed(&mut self, _row: usize, _tokens: &CommittedTokens) {}
 
     /// As [`Drafter::truncate`].
     fn truncate(&mut self, _row: usize, _tokens: usize) {}
@@ -81,7 +88,8 @@ impl Drafter for LevelDrafter<'_> {
         let mut proposals: Vec<Proposal> = match &mut self.filling {
             Filling::Static(tree) => tree.fill(&mut *self.guesser, &roots),
             Filling::Dynamic { limits, cache } => {
-                grow(&mut *self.guesser, &roots, *limits).iter().map(|tree| cache.proposal(tree)).collect()
+                let trees = grow(&mut *self.guesser, &roots, *limits);
+                trees.iter().map(|tree| cache.proposal(&tree.chosen())).collect()
             }
         };
         for (text, proposal) in proposals.iter_mut().enumerate() {
@@ -90,8 +98,16 @@ impl Drafter for LevelDrafter<'_> {
         proposals
     }
 
+    fn follows(&self) -> bool {
+        self.guesser.follows()
+    }
+
     fn push_row(&mut self) {
         self.guesser.push_row();
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        self.guesser.committed(row, tokens);
     }
 
     fn truncate(&mut self, row: usize, tokens: usize) {
@@ -103,8 +119,8 @@ impl Drafter for LevelDrafter<'_> {
     }
 }
 
-/// Chooses a tree for each text.
-fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) -> Vec<TokenTree> {
+/// Chooses a tree below the root of each text that the guesser has begun with.
+pub fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) -> Vec<GrowingTree> {
     let mut trees: Vec<GrowingTree> = roots.iter().map(|&root| GrowingTree::new(root, limits)).collect();
     let mut firsts: Vec<usize> = (0..roots.len()).collect(); // of each text, its first node in the frontier before
     loop {
@@ -114,7 +130,7 @@ fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) -> V
             frontier.extend(tree.frontier().map(|node| FrontierNode { parent: before + node.parent, ..node }));
         }
         if frontier.is_empty() {
-            return trees.iter().map(GrowingTree::chosen).collect();
+            return trees;
         }
         let guesses = guesser.guess(&frontier, limits.top_k);
         let mut rest = &guesses[..];

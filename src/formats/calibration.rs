@@ -18,6 +18,9 @@ pub struct Calibration {
     pub heads: Vec<HeadAccuracy>,
     /// Which guesses are right at the same position.
     pub joint: JointStatistics,
+    /// Where the right guesses stand among all candidates of trees that are chosen at each step.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dynamic: Option<DynamicRanks>,
     /// The backbone's path or name, as it was given.
     pub backbone: String,
     /// SHA-256 of heads.safetensors.
@@ -68,6 +71,20 @@ pub struct JointPath {
 /// ranks of the right guesses of heads 1, 2, … up to the first head that misses the token or would look past the text's
 /// end.
 pub type RankTrace = Vec<Vec<usize>>;
+
+/// The right guesses among the candidates of trees that are chosen at each step, likeliest first.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DynamicRanks {
+    /// [`DynamicTree::top_k`](super::tree::DynamicTree::top_k) of the trees.
+    pub top_k: usize,
+    /// Of at most 20,000 positions.
+    pub runs: Vec<DynamicTrace>,
+}
+
+/// One text, token by token: entry s belongs to a step whose root is token s, and lists the right guesses of levels 1, 2, … up to the first
+/// that is no candidate or lies behind the text's end. Of each: how many candidates are likelier if the tree may have levels up to its own,
+/// one more, and so on. A tree of N nodes holds it if these are less than N.
+pub type DynamicTrace = Vec<Vec<Vec<usize>>>;
 
 /// The measured heads and the calibration that an export comes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,11 +149,15 @@ impl Calibration {
         self.exported_from.get_or_insert(ExportedFrom { heads_sha256: measured, calibration_sha256 });
     }
 
-    /// Removes later heads: their accuracies, longer paths, and the ends of all rank lists.
+    /// Removes later heads: their accuracies, longer paths, and the ends of all lists of ranks.
     pub fn keep_first(&mut self, heads: usize) {
         self.heads.truncate(heads);
         self.joint.paths.retain(|path| path.path.len() <= heads);
         self.joint.runs.iter_mut().flatten().for_each(|ranks| ranks.truncate(heads));
+        for right in self.dynamic.iter_mut().flat_map(|dynamic| &mut dynamic.runs).flatten() {
+            right.truncate(heads);
+            right.iter_mut().enumerate().for_each(|(depth, ranks)| ranks.truncate(heads - depth));
+        }
     }
 }
 

@@ -48,6 +48,9 @@ pub struct StepTime {
     pub depth: usize,
     /// Median in milliseconds.
     pub step_ms: f64,
+    /// Whether the tree is chosen at each step.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dynamic: bool,
 }
 
 /// Conditions that a file must match; `None` matches any.
@@ -128,7 +131,12 @@ impl Latency {
     /// Step time of a tree of this size and depth: measured, or interpolated between the next smaller and next larger
     /// tree of that depth; `None` outside the measured range.
     pub fn step_ms(&self, nodes: usize, depth: usize) -> Option<f64> {
-        let of_depth = || self.steps.iter().filter(|step| step.depth == depth);
+        self.step_ms_of(false, nodes, depth)
+    }
+
+    /// As [`Latency::step_ms`], for static trees or those that are chosen at each step.
+    pub fn step_ms_of(&self, dynamic: bool, nodes: usize, depth: usize) -> Option<f64> {
+        let of_depth = || self.steps.iter().filter(|step| step.depth == depth && step.dynamic == dynamic);
         let below = of_depth().filter(|step| step.nodes <= nodes).max_by_key(|step| step.nodes)?;
         let above = of_depth().filter(|step| step.nodes >= nodes).min_by_key(|step| step.nodes)?;
         if above.nodes == below.nodes {
@@ -155,7 +163,10 @@ pub(crate) mod examples {
             backbone: "b".into(),
             heads_sha256: "ab".into(),
             plain_step_ms: 2.0,
-            steps: steps.iter().map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms }).collect(),
+            steps: steps
+                .iter()
+                .map(|&(nodes, depth, step_ms)| StepTime { nodes, depth, step_ms, dynamic: false })
+                .collect(),
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use super::LatencyError;
 use crate::formats::latency::Latency;
+use crate::formats::tree::DynamicTree;
+use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::{SearchError, SearchedTree};
 use crate::tree::sparse_tree::SparseTree;
 
@@ -14,10 +16,13 @@ const SIZES_OF_SHALLOW: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10
 /// Returns the best tree with this many nodes and at most this many heads.
 pub type BestTree<'a> = dyn Fn(usize, usize) -> Result<SearchedTree, SearchError> + 'a;
 
+/// The limits of trees that are chosen at each step, and their tokens per step, by most nodes and levels; `None` if these are not known.
+pub type DynamicOf<'a> = dyn Fn(usize, usize) -> Option<(DynamicTree, f64)> + 'a;
+
 /// A tree with its expected tokens per step and step time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Timed {
-    pub tree: SparseTree,
+    pub tree: GuessTree,
     pub tokens_per_step: f64,
     /// Measured, or interpolated.
     pub step_ms: f64,
@@ -65,6 +70,33 @@ pub fn trees_to_time(
     Ok(trees)
 }
 
+/// The trees to time that are chosen at each step: of few sizes, with all heads and with fewer.
+pub fn dynamic_to_time(num_heads: usize, max_nodes: usize, dynamic_of: &DynamicOf) -> Vec<DynamicTree> {
+    let halves = std::iter::successors(Some(num_heads), |heads| Some(heads / 2).filter(|&heads| heads > 0));
+    let depths: Vec<usize> = if num_heads <= 4 { (1..=num_heads).rev().collect() } else { halves.collect() };
+    let sizes = || SIZES_OF_SHALLOW.into_iter().filter(|&size| size < max_nodes).chain([max_nodes]);
+    let all = depths.iter().flat_map(|&depth| sizes().filter_map(move |nodes| dynamic_of(nodes, depth)));
+    all.map(|(limits, _)| limits).collect()
+}
+
+/// The fastest limits of each timed size of trees that are chosen at each step.
+pub fn dynamic_sweep(latency: &Latency, num_heads: usize, max_nodes: usize, dynamic_of: &DynamicOf) -> Vec<Timed> {
+    let mut sizes: Vec<usize> = latency.steps.iter().filter(|step| step.dynamic).map(|step| step.nodes).collect();
+    sizes.retain(|&size| size <= max_nodes);
+    sizes.sort_unstable();
+    sizes.dedup();
+    let timed = |nodes: usize, depth: usize| {
+        let step_ms = latency.step_ms_of(true, nodes, depth)?;
+        let (limits, tokens_per_step) = dynamic_of(nodes, depth)?;
+        Some(Timed { tree: GuessTree::Dynamic(limits), tokens_per_step, step_ms })
+    };
+    let fastest = |nodes: &usize| {
+        let all = (1..=num_heads).filter_map(|depth| timed(*nodes, depth));
+        all.max_by(|a, b| a.tokens_per_second().total_cmp(&b.tokens_per_second()))
+    };
+    sizes.iter().filter_map(fastest).collect()
+}
+
 /// The fastest tree of each timed size, and the fastest of all. The sizes next to the fastest timed one are tried too.
 ///
 /// # Errors
@@ -75,20 +107,21 @@ pub fn sweep(
     max_nodes: usize,
     best_tree: &BestTree,
 ) -> Result<Sweep, LatencyError> {
-    let mut sizes: Vec<usize> = latency.steps.iter().map(|step| step.nodes).filter(|&size| size <= max_nodes).collect();
+    let of_static = latency.steps.iter().filter(|step| !step.dynamic).map(|step| step.nodes);
+    let mut sizes: Vec<usize> = of_static.filter(|&size| size <= max_nodes).collect();
     sizes.sort_unstable();
     sizes.dedup();
     let fastest_of = |nodes: usize| fastest_of_size(latency, num_heads, nodes, best_tree);
     let mut trees: Vec<Timed> =
         sizes.into_iter().filter_map(|nodes| fastest_of(nodes).transpose()).collect::<Result<_, _>>()?;
     let Some(around) = fastest(&trees) else { return Err(LatencyError::NothingTimed) };
-    let size = |at: usize| trees[at].tree.choices().len();
+    let size = |at: usize| trees[at].tree.nodes();
     let between = size(around.saturating_sub(1)) + 1..size((around + 1).min(trees.len() - 1));
     let middle = size(around);
     for nodes in between.filter(|&nodes| nodes != middle) {
         trees.extend(fastest_of(nodes)?);
     }
-    trees.sort_by_key(|timed| timed.tree.choices().len());
+    trees.sort_by_key(|timed| timed.tree.nodes());
     let fastest = fastest(&trees).unwrap_or(0); // never empty: it has `around`
     Ok(Sweep { trees, fastest })
 }
@@ -104,7 +137,8 @@ fn fastest_of_size(
     for heads in 1..=num_heads {
         let Some(found) = at_most(best_tree(nodes, heads))? else { continue };
         let Some(step_ms) = latency.step_ms(nodes, found.tree.max_depth()) else { continue };
-        let timed = Timed { tree: found.tree, tokens_per_step: found.expected_tokens_per_step, step_ms };
+        let tree = GuessTree::Static(found.tree);
+        let timed = Timed { tree, tokens_per_step: found.expected_tokens_per_step, step_ms };
         if best.as_ref().is_none_or(|best| timed.tokens_per_second() > best.tokens_per_second()) {
             best = Some(timed);
         }
@@ -130,6 +164,7 @@ fn at_most(found: Result<SearchedTree, SearchError>) -> Result<Option<SearchedTr
 mod tests {
 
     use super::*;
+    use crate::formats::latency::StepTime;
     use crate::formats::latency::examples::latency;
     use crate::tree::search::search;
 
@@ -176,8 +211,26 @@ mod tests {
                 "{of_node} {of_head}: {} of {best}",
                 chosen.tokens_per_second()
             );
-            assert!(sweep.trees.is_sorted_by_key(|timed| timed.tree.choices().len()));
+            assert!(sweep.trees.is_sorted_by_key(|timed| timed.tree.nodes()));
         }
+    }
+
+    #[test]
+    fn trees_chosen_at_each_step_are_compared_by_their_own_times() {
+        let dynamic_of = |nodes: usize, depth: usize| {
+            Some((DynamicTree { nodes, depth, top_k: 10 }, 1.0 + (nodes.min(8) * depth) as f64 / 10.0))
+        };
+        let to_time = dynamic_to_time(8, 20, &dynamic_of);
+        let depths: Vec<usize> = to_time.iter().filter(|limits| limits.nodes == 8).map(|limits| limits.depth).collect();
+        assert_eq!(depths, [8, 4, 2, 1]);
+        assert!(to_time.iter().any(|limits| limits.nodes == 20) && to_time.iter().all(|limits| limits.nodes <= 20));
+        let mut file = latency(&[(8, 2, 0.001)]);
+        for (nodes, depth, step_ms) in [(8, 2, 1.0), (8, 1, 2.0), (16, 2, 1.5)] {
+            file.steps.push(StepTime { nodes, depth, step_ms, dynamic: true });
+        }
+        let sweep = dynamic_sweep(&file, 8, 100, &dynamic_of);
+        let found: Vec<_> = sweep.iter().map(|timed| (timed.tree.nodes(), timed.tree.depth(), timed.step_ms)).collect();
+        assert_eq!(found, [(8, 2, 1.0), (16, 2, 1.5)]);
     }
 
     #[test]
@@ -185,6 +238,6 @@ mod tests {
         let nothing = sweep(&latency(&[(3, 7, 1.0)]), 3, 30, &best_tree);
         assert!(matches!(nothing, Err(LatencyError::NothingTimed)));
         let small = sweep(&latency(&[(1, 1, 9.0), (2, 1, 1.0), (8, 3, 0.1)]), 3, 4, &best_tree).unwrap();
-        assert!(small.trees.iter().all(|timed| timed.tree.choices().len() <= 4), "{small:?}");
+        assert!(small.trees.iter().all(|timed| timed.tree.nodes() <= 4), "{small:?}");
     }
 }

@@ -9,16 +9,17 @@ use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{OnTokens, Request};
 use crate::decode::step::Drafting;
-use crate::draft::medusa::drafter::{DraftError, MedusaDrafter};
+use crate::draft::heads_drafter::HeadsDrafter;
+use crate::draft::medusa::drafter::DraftError;
 use crate::draft::medusa::heads::Heads;
 use crate::formats::latency::StepTime;
 use crate::model::llama::Llama;
+use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::SearchError;
-use crate::tree::sparse_tree::SparseTree;
 
 mod choice;
 
-pub use choice::{BestTree, Sweep, Timed, sweep, trees_to_time};
+pub use choice::{BestTree, DynamicOf, Sweep, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
 
 /// Measured rounds. All trees take turns in each, so that other load on the machine affects all alike.
 const ROUNDS: usize = 5;
@@ -85,7 +86,8 @@ pub fn turns(trees: usize) -> usize {
 }
 
 /// Creates the loop that will decode, with or without a drafter.
-pub type NewLoop<'l, 'a, E> = dyn Fn(Option<MedusaDrafter<'a>>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
+pub type NewLoop<'l, 'a, E> =
+    dyn Fn(Option<(HeadsDrafter<'a>, &'a GuessTree)>) -> Result<Box<dyn DecodeLoop + 'a>, E> + 'l;
 
 /// Times steps of plain decoding and of decoding with each tree after `context` tokens. All take turns in several
 /// rounds; the first round warms up and is discarded. A turn's time is the median of its steps; the result is the
@@ -95,7 +97,7 @@ pub type NewLoop<'l, 'a, E> = dyn Fn(Option<MedusaDrafter<'a>>) -> Result<Box<dy
 /// [`LatencyError`], or an error of `new_loop`.
 pub fn measure<'a, E: From<LatencyError>>(
     (backbone, heads): (&'a Llama, &'a Heads),
-    trees: &'a [SparseTree],
+    trees: &'a [GuessTree],
     context: usize,
     new_loop: &NewLoop<'_, 'a, E>,
     on_turn: &mut dyn FnMut(),
@@ -103,21 +105,22 @@ pub fn measure<'a, E: From<LatencyError>>(
     let prompt = nonsense(context, backbone.config.vocab_size);
     let mut timed = vec![(steps_within(backbone, context, 0)?, None)];
     for tree in trees {
-        let drafter = MedusaDrafter::new(backbone, heads, tree).map_err(LatencyError::from)?;
-        timed.push((steps_within(backbone, context, tree.max_depth())?, Some(drafter)));
+        timed.push((steps_within(backbone, context, tree.depth())?, Some(tree)));
     }
     let mut turns_ms = vec![Vec::new(); timed.len()];
     let mut engine = None;
     for round in 0..=ROUNDS {
-        for ((steps, drafter), turns_ms) in timed.iter().zip(&mut turns_ms) {
-            let mut decoding = new_loop(drafter.clone())?; // one cache at a time: a GPU cannot hold those of all trees
+        for (&(steps, tree), turns_ms) in timed.iter().zip(&mut turns_ms) {
+            let drafter = tree.map(|tree| Ok((HeadsDrafter::new(backbone, heads, tree)?, tree)));
+            let drafter = drafter.transpose().map_err(|error: DraftError| LatencyError::from(error))?;
+            let mut decoding = new_loop(drafter)?; // one cache at a time: a GPU cannot hold those of all trees
             let (plain, other) = (*engine.get_or_insert(decoding.engine_name()), decoding.engine_name());
-            if let Some(drafter) = drafter.as_ref().filter(|_| other != plain) {
-                return Err(LatencyError::TwoEngines { plain, nodes: drafter.tree().choices().len(), other }.into());
+            if let Some(tree) = tree.filter(|_| other != plain) {
+                return Err(LatencyError::TwoEngines { plain, nodes: tree.nodes(), other }.into());
             }
-            let depth = drafter.as_ref().map_or(0, |drafter| drafter.tree().max_depth());
+            let depth = tree.map_or(0, GuessTree::depth);
             let ms =
-                step_ms(&prompt, [*steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
+                step_ms(&prompt, [steps, depth], |request, on| decoding.decode(Drafting::On, request, on).map(drop));
             let ms = ms.map_err(LatencyError::from)?;
             on_turn();
             turns_ms.extend((round > 0).then_some(ms));
@@ -125,10 +128,9 @@ pub fn measure<'a, E: From<LatencyError>>(
     }
     let mut medians = turns_ms.into_iter().map(median);
     let (engine, plain_step_ms) = engine.zip(medians.next()).expect("plain decoding is measured");
-    let of_tree = |(tree, step_ms): (&SparseTree, f64)| StepTime {
-        nodes: tree.choices().len(),
-        depth: tree.max_depth(),
-        step_ms,
+    let of_tree = |(tree, step_ms): (&GuessTree, f64)| {
+        let (nodes, depth, dynamic) = (tree.nodes(), tree.depth(), tree.as_static().is_none());
+        StepTime { nodes, depth, step_ms, dynamic }
     };
     Ok(Times { engine, plain_step_ms, steps: trees.iter().zip(medians).map(of_tree).collect() })
 }

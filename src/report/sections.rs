@@ -103,12 +103,13 @@ fn tree(run: &Run, id: &str) -> Option<Value> {
 }
 
 fn times(latency: &Latency, id: &str) -> Value {
-    let depths: BTreeSet<usize> = latency.steps.iter().map(|step| step.depth).collect();
-    let of_depth = |depth: usize| {
-        let steps = latency.steps.iter().filter(move |step| step.depth == depth);
+    let depths: BTreeSet<(bool, usize)> = latency.steps.iter().map(|step| (step.dynamic, step.depth)).collect();
+    let of_depth = |(dynamic, depth): (bool, usize)| {
+        let steps = latency.steps.iter().filter(move |step| (step.dynamic, step.depth) == (dynamic, depth));
+        let name = if dynamic { format!("depth {depth}, chosen at each step") } else { format!("depth {depth}") };
         let mut points: Vec<(f64, f64)> = steps.map(|step| (step.nodes as f64, step.step_ms)).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Series { name: format!("depth {depth}"), style: depth, kind: SeriesKind::Marked, points }
+        Series { name, style: depth, kind: SeriesKind::Marked, points }
     };
     let most = latency.steps.iter().map(|step| step.nodes as f64).fold(1.0, f64::max);
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];

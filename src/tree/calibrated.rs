@@ -1,10 +1,11 @@
 //! Tree search on a calibration.
 
 use super::path_counts::PathCounts;
-use super::replay::starts;
+use super::replay::{Replay, starts};
 use super::search::{self, SearchError, SearchedTree};
 use super::sparse_tree::SparseTree;
-use crate::formats::calibration::{Calibration, JointStatistics};
+use crate::formats::calibration::{Calibration, DynamicRanks, JointStatistics};
+use crate::formats::tree::DynamicTree;
 
 impl Calibration {
     /// Drops the joint statistics, so that heads count as independent.
@@ -42,6 +43,14 @@ impl Calibration {
             return search::search_counted(&self.listed(&accuracies), nodes);
         }
         search::search_replayed(&accuracies, &self.joint.runs, nodes)
+    }
+
+    /// The trees of at most `nodes` nodes and `depth` levels that are chosen at each step, with their tokens per step; `None` if the
+    /// calibration does not know them.
+    pub fn dynamic_tree(&self, nodes: usize, depth: usize) -> Option<(DynamicTree, f64)> {
+        let DynamicRanks { top_k, runs } = self.dynamic.as_ref()?;
+        let replay = Replay::dynamic([nodes, depth], runs);
+        Some((DynamicTree { nodes, depth, top_k: *top_k }, replay.tokens_per_step()))
     }
 
     fn listed(&self, accuracies: &[Vec<f64>]) -> PathCounts {

@@ -136,6 +136,7 @@ impl RankCounts {
         Ok(Calibration {
             heads: heads.collect(),
             joint,
+            dynamic: None,
             backbone,
             heads_sha256,
             tokens: self.tokens,

@@ -5,7 +5,7 @@
 //! overestimates the tokens per step.
 
 use super::sparse_tree::SparseTree;
-use crate::formats::calibration::RankTrace;
+use crate::formats::calibration::{DynamicTrace, RankTrace};
 
 /// Steps and committed tokens of a replay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -19,6 +19,19 @@ impl Replay {
     pub fn new(tree: &SparseTree, runs: &[RankTrace]) -> Self {
         let tokens = runs.iter().map(Vec::len).sum();
         Self { tokens, steps: runs.iter().map(|run| starts(tree, run).count()).sum() }
+    }
+
+    /// Replays texts with trees of at most `nodes` nodes and `depth` levels that are chosen at each step.
+    pub fn dynamic([nodes, depth]: [usize; 2], runs: &[DynamicTrace]) -> Self {
+        let mut replay = Self { tokens: runs.iter().map(Vec::len).sum(), steps: 0 };
+        for run in runs {
+            let mut next = 0;
+            while let Some(right) = run.get(next) {
+                next += 1 + held(right, [nodes, depth]);
+                replay.steps += 1;
+            }
+        }
+        replay
     }
 
     /// Mean number of tokens that a step commits; 0 without text.
@@ -36,6 +49,13 @@ pub fn starts<'a>(tree: &'a SparseTree, run: &'a RankTrace) -> impl Iterator<Ite
         next += 1 + accepted(tree, right);
         Some(start)
     })
+}
+
+/// How many right guesses a tree that is chosen at each step holds.
+fn held(right: &[Vec<usize>], [nodes, depth]: [usize; 2]) -> usize {
+    let of_level = right.iter().take(depth).enumerate();
+    let holds = |(level, ranks): (usize, &Vec<usize>)| ranks.get(depth - 1 - level).is_some_and(|&rank| rank < nodes);
+    of_level.take_while(|&of_level| holds(of_level)).count()
 }
 
 /// Number of guesses that a step accepts, given the right guess of each head.
@@ -83,6 +103,18 @@ mod tests {
         let replay = Replay::new(&tree, &[run.clone(), run]);
         assert_eq!((replay, replay.tokens_per_step()), (Replay { tokens: 14, steps: 8 }, 1.75));
         assert_eq!(Replay::new(&tree, &[]).tokens_per_step(), 0.0);
+    }
+
+    #[test]
+    fn a_tree_chosen_at_each_step_holds_the_guesses_before_its_size() {
+        // Ranks with 1, 2 and 3 levels of the right guesses of levels 1, 2 and 3.
+        let run: DynamicTrace = vec![vec![vec![0, 1, 1], vec![3, 5], vec![9]], vec![], vec![vec![0, 0, 0]], vec![]];
+        let steps = |nodes, depth| Replay::dynamic([nodes, depth], std::slice::from_ref(&run)).steps;
+        assert_eq!(
+            [steps(1, 1), steps(1, 2), steps(2, 2), steps(4, 2), steps(5, 3), steps(6, 3), steps(10, 3)],
+            [2, 3, 2, 2, 2, 2, 1]
+        );
+        assert_eq!(Replay::dynamic([10, 3], &[run.clone(), run]).tokens_per_step(), 4.0);
     }
 
     proptest! {

@@ -12,7 +12,7 @@ use super::super::served::QuantizationName;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("size").required(true),
-    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
+    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --nodes 63 --dynamic --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
 )]
 pub struct TreeArgs {
     /// Calibration from `medusa calibrate`.
@@ -21,7 +21,10 @@ pub struct TreeArgs {
     /// Number of nodes without the root: guesses verified per step.
     #[arg(long, value_name = "N", group = "size")]
     pub nodes: Option<NonZeroUsize>,
-    /// Instead of --nodes: choose the fastest size from the step times in this file. If it does not exist, the times are measured
+    /// With --nodes: write a tree that is chosen at each step from the likeliest guesses, in place of a static one.
+    #[arg(long, conflicts_with_all = ["latency", "independent", "svg"])]
+    pub dynamic: bool,
+    /// Instead of --nodes: choose the fastest size and kind of tree from the step times in this file. If it does not exist, the times are measured
     /// with --backbone and --heads and saved to it.
     #[arg(long, value_name = "L", group = "size")]
     pub latency: Option<PathBuf>,

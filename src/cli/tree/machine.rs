@@ -3,6 +3,8 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use tch::Device;
+
 use super::super::downloads;
 use super::super::drafter::plan::DrafterPlan;
 use super::super::drafter::{Drafts, ReadyDrafter};
@@ -20,7 +22,7 @@ use crate::formats::latency::{Latency, LatencyConditions};
 use crate::latency::{self, Sweep, Timed, Times};
 use crate::torch::device_name;
 use crate::tree::accept::Acceptance;
-use crate::tree::search::SearchedTree;
+use crate::tree::guess_tree::GuessTree;
 
 /// Default of --max-nodes: the paper's tree has 63 nodes.
 const MAX_NODES: usize = 64;
@@ -105,13 +107,20 @@ fn measure(
 ) -> anyhow::Result<Latency> {
     let num_heads = calibration.heads.len();
     let max_nodes = args.max_nodes.map_or(MAX_NODES, Into::into);
-    let trees = latency::trees_to_time(num_heads, max_nodes, &|nodes, heads| calibration.best_tree(nodes, heads))?;
+    let best_tree = |nodes: usize, heads: usize| calibration.best_tree(nodes, heads);
+    let static_trees = latency::trees_to_time(num_heads, max_nodes, &best_tree)?;
+    let mut trees: Vec<GuessTree> = static_trees.into_iter().map(GuessTree::Static).collect();
     let quiet = CommonFlags { quiet: true, ..common.clone() }; // no notice about a missing --tree
     let engine = EngineFlags { engine: args.engine, max_context: None };
     let plan = DrafterPlan::new(None, Some(heads), None)?.into_iter().collect();
     let decoder = engine.load(backbone, Some(heads), plan, served, &quiet)?;
     let heads = decoder.drafter().and_then(|drafter| drafter.heads.as_ref());
     let (heads, _) = heads.ok_or_else(|| UsageError("--latency needs --heads".into()))?;
+    if decoder.backbone.device() == Device::Cpu {
+        let limits =
+            latency::dynamic_to_time(num_heads, max_nodes, &|nodes, depth| calibration.dynamic_tree(nodes, depth));
+        trees.extend(limits.into_iter().map(GuessTree::Dynamic));
+    }
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
     let counter = Counter::new(latency::turns(trees.len()), 0, "rounds", common);
@@ -122,7 +131,8 @@ fn measure(
         &trees,
         context,
         &|drafter| {
-            let drafts = drafter.map(|drafter| Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance });
+            let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::of_heads(drafter, tree), acceptance };
+            let drafts = drafter.map(ready);
             engine.take(&decoder, drafts, &request, &quiet)
         },
         &mut || counter.inc(),
@@ -144,42 +154,54 @@ fn measure(
     })
 }
 
-/// The fastest tree and its tokens per second; prints all sizes compared.
+/// The fastest tree with its tokens per step and per second; prints all sizes compared.
 pub(super) fn choose(
     args: &TreeArgs,
     latency: &Latency,
     calibration: &Calibration,
     common: &CommonFlags,
-) -> anyhow::Result<(SearchedTree, f64)> {
+) -> anyhow::Result<Timed> {
     let max_nodes = args.max_nodes.map_or(usize::MAX, Into::into);
     let mut sweep = latency::sweep(latency, calibration.heads.len(), max_nodes, &|nodes, heads| {
         calibration.best_tree(nodes, heads)
     })?;
+    let dynamic_of = |nodes: usize, depth: usize| calibration.dynamic_tree(nodes, depth);
+    let fastest_static = sweep.trees[sweep.fastest].clone();
+    sweep.trees.extend(latency::dynamic_sweep(latency, calibration.heads.len(), max_nodes, &dynamic_of));
+    let faster = |at: usize, than: usize| sweep.trees[at].tokens_per_second() > sweep.trees[than].tokens_per_second();
+    sweep.fastest = (0..sweep.trees.len()).fold(sweep.fastest, |best, at| if faster(at, best) { at } else { best });
     common.say(table(&sweep, latency));
     let chosen = sweep.trees.swap_remove(sweep.fastest);
+    if chosen.tree.as_static().is_none() {
+        let gain = chosen.tokens_per_second() / fastest_static.tokens_per_second();
+        common.say(format_args!(
+            "trees chosen at each step are expected to be {gain:.2} times as fast as the best static tree"
+        ));
+    }
     let (tokens_per_second, plain) = (chosen.tokens_per_second(), 1e3 / latency.plain_step_ms);
     if tokens_per_second <= plain {
         common.say(format_args!(
             "plain decoding is expected to be faster than any tree: {plain:.1} tokens/s against {tokens_per_second:.1}"
         ));
     }
-    Ok((SearchedTree { tree: chosen.tree, expected_tokens_per_step: chosen.tokens_per_step }, tokens_per_second))
+    Ok(chosen)
 }
 
 /// One line per size, with the fastest marked.
 fn table(sweep: &Sweep, latency: &Latency) -> String {
     let plain = latency.plain_step_ms;
-    let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup\n");
+    let mut text = String::from("nodes   depth   tokens/step   step ms   tokens/s   speedup   tree\n");
     let _ = write!(text, "plain {:>7} {:>13.3} {plain:>9.3} {:>10.1} {:>9.2}", "-", 1.0, 1e3 / plain, 1.0); // writing to a String cannot fail
     for (at, timed) in sweep.trees.iter().enumerate() {
         let Timed { tree, tokens_per_step, step_ms } = timed;
         let _ = write!(
             text,
-            "\n{:>5} {:>7} {tokens_per_step:>13.3} {step_ms:>9.3} {:>10.1} {:>9.2}{}",
-            tree.choices().len(),
-            tree.max_depth(),
+            "\n{:>5} {:>7} {tokens_per_step:>13.3} {step_ms:>9.3} {:>10.1} {:>9.2}   {}{}",
+            tree.nodes(),
+            tree.depth(),
             timed.tokens_per_second(),
             timed.tokens_per_second() * plain / 1e3,
+            if tree.as_static().is_some() { "static" } else { "dynamic" },
             if at == sweep.fastest { "   <- the fastest" } else { "" },
         ); // as above
     }

@@ -4,12 +4,14 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::team::Team;
-use crate::draft::TextSoFar;
 use crate::draft::levels::LevelGuesser;
 use crate::draft::medusa::heads::guesses::{likeliest, likeliest_of_rows};
 use crate::draft::medusa::heads::sequential::{FirstBlockSums, SequentialLayout};
 use crate::draft::medusa::heads::{HeadInput, Heads};
+use crate::draft::medusa::prefix::PrefixRows;
+use crate::draft::{CommittedTokens, TextSoFar};
 use crate::model::llama::Llama;
+use crate::model::prefix_layer::PrefixLayer;
 use crate::torch::bytes;
 use crate::tree::dynamic::{FrontierNode, LikelyToken};
 
@@ -23,6 +25,8 @@ pub struct HydraLevels<'a> {
     /// The next level, which is the head that guesses it.
     level: usize,
     state: LevelState,
+    /// Of Hydra++ heads that follow the rows.
+    prefix: Option<(&'a PrefixLayer, PrefixRows)>,
 }
 
 /// What the next level needs of the last one.
@@ -35,9 +39,25 @@ enum LevelState {
 }
 
 impl<'a> HydraLevels<'a> {
-    /// For trees of at most `depth` levels.
+    /// For trees of at most `depth` levels below the texts of a batch.
     pub fn new(backbone: &'a Llama, heads: &'a Heads, depth: usize) -> Self {
-        Self { backbone, heads, depth, level: 0, state: LevelState::Sums(FirstBlockSums::default()) }
+        let prefix = heads.prefix().map(|layer| (layer, PrefixRows::new(layer)));
+        Self { prefix, ..Self::of_states(backbone, heads, depth) }
+    }
+
+    /// As [`HydraLevels::new`], for texts whose hidden states are those that the heads read, after any prefix layer.
+    pub fn of_states(backbone: &'a Llama, heads: &'a Heads, depth: usize) -> Self {
+        let state = LevelState::Sums(FirstBlockSums::default());
+        Self { backbone, heads, depth, level: 0, state, prefix: None }
+    }
+
+    /// What the heads read of each text, `[B, H]`.
+    fn states(&self, batch: &[TextSoFar]) -> Tensor {
+        let of_text = |(row, text): (usize, &TextSoFar)| match &self.prefix {
+            Some((_, rows)) => rows.state(row).shallow_clone(),
+            None => text.hidden_1h.shallow_clone(),
+        };
+        Tensor::cat(&batch.iter().enumerate().map(of_text).collect::<Vec<_>>(), 0)
     }
 
     /// The kernels' layout, if they run these heads.
@@ -76,7 +96,7 @@ impl<'a> HydraLevels<'a> {
 
 impl LevelGuesser for HydraLevels<'_> {
     fn begin(&mut self, batch: &[TextSoFar]) {
-        let hidden_bh = Tensor::cat(&batch.iter().map(|text| text.hidden_1h).collect::<Vec<_>>(), 0);
+        let hidden_bh = self.states(batch);
         self.level = 0;
         self.state = match self.kernels() {
             Some(kernels) => {
@@ -98,6 +118,26 @@ impl LevelGuesser for HydraLevels<'_> {
         };
         self.level += 1;
         guesses
+    }
+
+    fn follows(&self) -> bool {
+        self.prefix.is_some()
+    }
+
+    fn push_row(&mut self) {
+        self.prefix.iter_mut().for_each(|(_, rows)| rows.push());
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        self.prefix.iter_mut().for_each(|(layer, rows)| rows.commit(layer, row, &tokens.hidden_nh));
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.prefix.iter_mut().for_each(|(_, rows)| rows.truncate(row, tokens));
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.prefix.iter_mut().for_each(|(_, rows)| rows.swap_remove(row));
     }
 }
 

@@ -12,11 +12,11 @@ fn limits() -> impl Strategy<Value = DynamicTree> {
 }
 
 /// Heads whose guesses depend on the guesses before them.
-fn hydra_heads(medusa_num_heads: usize, seed: u64) -> Heads {
-    let (hidden_size, vocab_size, architecture) = (32, VOCABULARY, HeadsArchitecture::Hydra);
+fn hydra_heads(architecture: HeadsArchitecture, medusa_num_heads: usize, llama: &Llama, seed: u64) -> Heads {
+    let (hidden_size, vocab_size) = (32, VOCABULARY);
     let shape =
         HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size, architecture, w2_bias: true };
-    Heads::random(shape, Kind::Double, Device::Cpu, seed)
+    Heads::random(shape, Kind::Double, Device::Cpu, seed).with_new_prefix(llama, seed)
 }
 
 fn guesser<'a>(llama: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
@@ -28,11 +28,13 @@ fn guesser<'a>(llama: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<d
 
 #[test]
 fn texts_with_trees_chosen_at_each_step_are_plain_decodings() {
-    let several = [const { Cell::new(0) }; 6];
+    let several = [const { Cell::new(0) }; 8];
     let mut runner = TestRunner::new(Config { cases: 64, failure_persistence: None, ..Config::default() });
     let outcome = runner.run(&(cases(), limits()), |(case, limits)| {
         let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
-        let (medusa, hydra) = (heads(3, case.seed + 1), hydra_heads(4, case.seed + 1));
+        let sequential = |architecture| hydra_heads(architecture, 4, &llama, case.seed + 1);
+        let [hydra, with_prefix] = [HeadsArchitecture::Hydra, HeadsArchitecture::HydraPlusPlus].map(sequential);
+        let medusa = heads(3, case.seed + 1);
         let mut several = several.iter();
         for temperature in [0.0, 0.9] {
             let stream = seeded(case.seed);
@@ -40,7 +42,7 @@ fn texts_with_trees_chosen_at_each_step_are_plain_decodings() {
             let slow = plain(&llama, &request, &mut go_on()).unwrap();
             let dynamic = |heads| LevelDrafter::dynamic(&llama, guesser(&llama, heads, limits), limits);
             let of_tree = LevelDrafter::of_tree(&llama, Box::new(HydraLevels::new(&llama, &hydra, 4)), &case.tree);
-            for drafter in [dynamic(&medusa), dynamic(&hydra), of_tree] {
+            for drafter in [dynamic(&medusa), dynamic(&hydra), dynamic(&with_prefix), of_tree] {
                 let fast = drafted(&llama, drafter, Acceptance::Rejection, &request, &mut go_on()).unwrap();
                 prop_assert_eq!((&fast.new_ids, fast.finish_reason), (&slow.new_ids, slow.finish_reason));
                 steps_are_consistent(&fast, case.max_new_tokens);
