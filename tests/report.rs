@@ -342,6 +342,28 @@ fn speeds_name_the_drafter_that_they_were_measured_with() {
 }
 
 #[test]
+fn drafters_that_were_measured_together_are_compared() {
+    let runs = Runs::new();
+    runs.full("a");
+    let row = |drafter: &str, speedup: f64| {
+        let mut bench = bench();
+        (bench["drafter"], bench["speedup"]) = (json!(drafter), json!(speedup));
+        bench
+    };
+    assert!(!text_of(&runs.page(&["a"]).0).contains("Drafters compared"), "one drafter is no comparison");
+    let mut heads = row("medusa", 1.75);
+    (heads["weights"], heads["parameters"]) = (json!(["x/final"]), json!(12345));
+    heads["training"] = json!({"seconds": 90.0, "tokens": 1000});
+    let lines = [row("plain", 1.0), row("ngram", 1.25), heads].map(|line| line.to_string());
+    runs.write("a/bench.json", lines.join("\n"));
+    let page = text_of(&runs.page(&["a"]).0);
+    for words in ["Drafters compared", "plain", "ngram", "medusa:x/final", "12,345", "1.75", "with heads"] {
+        assert!(page.contains(words), "{words}: {page}");
+    }
+    assert!(!page.contains("results of a sweep"), "{page}");
+}
+
+#[test]
 fn a_run_that_goes_on_has_a_page_too() {
     let runs = Runs::new();
     runs.bare("a", 12);

@@ -45,22 +45,30 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let served = backbone::served(args, &rows, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let (decoder, facts) = load(args, &rows, heads, served, common)?;
-    let per_setting = settings.iter().zip(&trees);
-    let ready =
-        per_setting.map(|(setting, trees)| ready(&decoder, setting, trees)).collect::<anyhow::Result<Vec<_>>>()?;
+    let mut ready = Vec::new(); // before the first measurement, so that errors come first
+    for (setting, trees) in settings.iter().zip(&trees) {
+        let drafts = (0..trees.len()).map(|at| drafts(&decoder, setting, trees, at));
+        ready.push(drafts.collect::<anyhow::Result<Vec<_>>>()?);
+    }
     let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), 0, "prompts", common);
     let silent = CommonFlags { quiet: true, ..common.clone() };
     let mut results = Vec::new();
-    for (setting, drafts) in settings.iter().zip(ready) {
+    for ((setting, trees), ready) in settings.iter().zip(&trees).zip(ready) {
         counter.bar.set_message(setting.label());
         let engine_notice = if results.is_empty() { common } else { &silent }; // once per sweep
         let request = setting.decoding.request(&[], Stream::default());
-        let contestants = contestants(args, (&decoder, &facts), drafts, &request, engine_notice)?;
+        let contestants = contestants(args, (&decoder, &facts), ready, &request, engine_notice)?;
         let plain = match rows.len() {
             1 => None,
             _ => Some(RefCell::new(args.engine.take(&decoder, None, &request, &silent)?)),
         };
-        let bench = BenchRun { decoder: &decoder, contestants, plain, setting, prompts: &prompts, common };
+        let renewed = |at: usize| {
+            let remembers = decoder.drafters[at].spec.remembers_texts();
+            let renew = || args.engine.take(&decoder, Some(drafts(&decoder, setting, trees, at)?), &request, &silent);
+            remembers.then(renew).transpose()
+        };
+        let (decoder, renewed) = (&decoder, &renewed);
+        let bench = BenchRun { decoder, contestants, plain, renewed, setting, prompts: &prompts, common };
         let found = report::results(&bench, &rows, &bench.run(args.repeats.get(), &counter)?);
         if common.json {
             counter.bar.suspend(|| found.iter().try_for_each(print_json))?;
@@ -93,24 +101,21 @@ fn load(
     Ok((decoder, facts))
 }
 
-/// The drafters of a setting.
-fn ready<'a>(
+/// Drafter `at` in a setting.
+fn drafts<'a>(
     decoder: &'a Decoder,
     setting: &Setting,
     trees: &'a [Option<GuessTree>],
-) -> anyhow::Result<Vec<Drafts<'a>>> {
-    let drafts = |(loaded, tree): (&'a LoadedDrafter, &'a Option<GuessTree>)| {
-        let drafter = ReadyDrafter::new(&decoder.backbone, loaded, tree.as_ref())?;
-        let acceptance = match (setting.forced, drafter.tree()) {
-            (None, _) => setting.decoding.acceptance()?,
-            (Some(rate), Some(tree)) => {
-                Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?
-            }
-            (Some(_), None) => return Err(no_fixed_tree(&loaded.spec).into()),
-        };
-        Ok(Drafts { drafter, acceptance })
+    at: usize,
+) -> anyhow::Result<Drafts<'a>> {
+    let loaded = &decoder.drafters[at];
+    let drafter = ReadyDrafter::new(&decoder.backbone, loaded, trees[at].as_ref())?;
+    let acceptance = match (setting.forced, drafter.tree()) {
+        (None, _) => setting.decoding.acceptance()?,
+        (Some(rate), Some(tree)) => Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?,
+        (Some(_), None) => return Err(no_fixed_tree(&loaded.spec).into()),
     };
-    decoder.drafters.iter().zip(trees).map(drafts).collect()
+    Ok(Drafts { drafter, acceptance })
 }
 
 /// A decoding loop for each drafter.

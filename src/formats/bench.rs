@@ -148,6 +148,21 @@ impl BenchResult {
         self.drafter.is_empty() || self.drafter.split('+').any(|name| OF_HEADS.contains(&name))
     }
 
+    /// The result that stands for a file: the first of heads, else the first of a drafter.
+    pub fn headline(results: &[Self]) -> Option<&Self> {
+        let of_heads = results.iter().find(|result| result.is_of_heads());
+        of_heads.or_else(|| results.iter().find(|result| !result.is_plain())).or(results.first())
+    }
+
+    /// What drafted, for people.
+    pub fn guesses(&self) -> &str {
+        match self.drafter.as_str() {
+            _ if self.is_of_heads() => "heads",
+            "ngram" => "prompt lookup",
+            name => name,
+        }
+    }
+
     /// Whether it is the row of plain decoding, which the drafters are compared with.
     pub fn is_plain(&self) -> bool {
         self.drafter == PLAIN

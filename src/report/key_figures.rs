@@ -20,11 +20,14 @@ pub(super) struct KeyFigure {
 /// The same figures in the same order for every run.
 pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let figure = |name, value, of| KeyFigure { name, value, of };
-    let bench = run.bench.first();
+    let bench = BenchResult::headline(&run.bench);
     let (train, validation) = (&run.metrics.train, &run.metrics.validation);
     let loss = if run.finished { "final loss" } else { "latest loss" };
-    let of_heads = bench.is_none_or(BenchResult::is_of_heads);
-    let of_decoding = if of_heads { "tokens/s with heads" } else { "tokens/s with prompt lookup" };
+    let of_decoding = match bench.map_or("heads", BenchResult::guesses) {
+        "heads" => "tokens/s with heads",
+        "prompt lookup" => "tokens/s with prompt lookup",
+        _ => "tokens/s with a drafter",
+    };
     let (accuracy, of_accuracy) = first_head(run);
     vec![
         figure("acceleration rate", bench.map(|bench| number(bench.all.acceleration_rate)), "tokens per step"),

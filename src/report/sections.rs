@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::axis::Range;
 use super::key_figures::key_figures;
 use super::plot::{Plot, Series, SeriesKind};
-use super::readable::{grouped, number, percent, time};
+use super::readable::{duration, grouped, number, percent, time};
 use super::run::Run;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::formats::calibration::{Calibration, HeadAccuracy};
@@ -33,7 +33,8 @@ pub(super) fn sections(run: &Run, at: usize, name: &str) -> Value {
         "calibration": run.calibration.as_ref().map(accuracies),
         "tree": tree(run, &id),
         "latency": run.latency.as_ref().map(|latency| times(latency, &id)),
-        "bench": run.bench.first().map(|first| speeds(first, run)),
+        "bench": BenchResult::headline(&run.bench).map(|headline| speeds(headline, run)),
+        "drafters": drafters(&run.bench),
         "recipe": run.recipe.lines,
         "provenance": provenance(run),
         "data": data_files(run),
@@ -147,11 +148,40 @@ fn speeds(bench: &BenchResult, run: &Run) -> Value {
         "identical": bench.all.identical,
         "device": bench.device,
         "dtype": bench.dtype,
-        "guesses": if bench.is_of_heads() { "heads" } else { "prompt lookup" },
+        "guesses": bench.guesses(),
         "nodes": bench.tree_nodes,
-        "results": run.bench.len(),
+        "results": run.bench.iter().filter(|other| other.sweep.is_some()).count(),
         "other_tree": bench.is_of_heads() && run.tree.as_ref().is_some_and(|(tree, _)| tree.nodes() != bench.tree_nodes),
     })
+}
+
+/// One row per drafter if there are several; of a sweep, those of its first value.
+fn drafters(bench: &[BenchResult]) -> Option<Value> {
+    let first = bench.first()?;
+    let compared: Vec<&BenchResult> = bench.iter().filter(|result| result.sweep == first.sweep).collect();
+    let name = |result: &BenchResult| match result.weights.is_empty() {
+        true => result.drafter.clone(),
+        false => format!("{}:{}", result.drafter, result.weights.join("+")),
+    };
+    let largest = compared.iter().map(|result| result.all.speedup).fold(f64::MIN_POSITIVE, f64::max);
+    let row = |result: &&BenchResult| {
+        json!({
+            "name": name(result),
+            "is_plain": result.is_plain(),
+            "speedup": format!("{:.2}", result.all.speedup),
+            "part": (result.all.speedup / largest).clamp(0.0, 1.0),
+            "acceleration_rate": format!("{:.2}", result.all.acceleration_rate),
+            "overhead": format!("{:.2}", result.all.overhead),
+            "per_second": number(result.all.drafted.tokens_per_second),
+            "nodes": result.tree_nodes,
+            "parameters": result.parameters.map(|count| grouped(count as f64)),
+            "training": result.training.map(|cost| duration(cost.seconds)),
+            "identical": result.all.identical,
+        })
+    };
+    (compared.len() > 1).then(
+        || json!({"rows": compared.iter().map(row).collect::<Vec<_>>(), "device": first.device, "dtype": first.dtype}),
+    )
 }
 
 /// A JSON value as text: words as a command line, snapshots as `id@commit`, data as its counts.

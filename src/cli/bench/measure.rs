@@ -39,6 +39,8 @@ pub(super) struct BenchRun<'a> {
     pub(super) contestants: Vec<Contestant<'a>>,
     /// The loop of plain decoding; `None`: that of the only contestant.
     pub(super) plain: Option<RefCell<Box<dyn DecodeLoop + 'a>>>,
+    /// A new loop for a contestant (by index) that remembers the texts it has decoded: no repeat may profit from the ones before.
+    pub(super) renewed: &'a dyn Fn(usize) -> anyhow::Result<Option<Box<dyn DecodeLoop + 'a>>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
     pub(super) common: &'a CommonFlags,
@@ -112,6 +114,7 @@ impl BenchRun<'_> {
 
     fn pass(&self, is_first: bool, is_warm: &mut bool, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
         let mut passes = vec![BenchPass::default(); self.contestants.len()];
+        self.renew()?;
         for (at, prompt) in self.prompts.iter().enumerate() {
             let answer = |turn, ids: &[i64]| {
                 let ids = self.setting.prompt(ids);
@@ -120,6 +123,7 @@ impl BenchRun<'_> {
                 if !std::mem::replace(is_warm, true) {
                     let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
                     self.each(&Request { max_new_tokens, ..request }, false)?;
+                    self.renew()?;
                 }
                 let (measured, said) = self.each(&request, is_first && self.texts() == Texts::Sampled)?;
                 let category = prompt.category.as_deref();
@@ -139,6 +143,15 @@ impl BenchRun<'_> {
             self.decoder.backbone.config.max_position_embeddings
         );
         Ok(passes)
+    }
+
+    fn renew(&self) -> anyhow::Result<()> {
+        for (at, contestant) in self.contestants.iter().enumerate() {
+            if let Some(decoding) = (self.renewed)(at)? {
+                contestant.decoding.replace(decoding);
+            }
+        }
+        Ok(())
     }
 
     /// Decodes one request plainly, then with each drafter. Returns the plain answer too, with which the conversation
