@@ -154,6 +154,44 @@ fn equal_prompts_and_samples_of_one_prompt_are_drawn_apart() {
     assert!(drawn("4").iter().all(|text| !texts.contains(text)), "another seed draws others");
 }
 
+/// The backbone drafts for itself: every guess is right.
+#[test]
+fn a_draft_model_makes_the_plain_text_in_fewer_steps() {
+    let world = World::new();
+    world.lines("p.jsonl", &[json!({"prompt_ids": [1, 4, 5, 6, 4, 5]}), json!({"prompt": "abc abc"})]);
+    let flags = ["--dtype", "float32", "--max-new-tokens", "21"];
+    let run = |more: &[&str]| world.json(&[&PLAIN[..], &flags, more].concat());
+    world.write("t.json", &json!([[0], [1], [0, 0]]));
+    for (more, steps) in [(&[][..], 5), (&["--draft-tokens", "1"], 11), (&["--tree", "t.json"], 7)] {
+        let fast = run(&[&["--drafter", "model:b"], more].concat());
+        for (plain, fast) in run(&[]).iter().zip(&fast) {
+            assert_eq!((&fast["new_ids"], &fast["steps"]), (&plain["new_ids"], &json!(steps)), "{more:?}");
+        }
+    }
+    let drawn = ["--drafter", "model:b", "--temperature", "1", "--acceptance", "rejection"];
+    assert_eq!(run(&drawn)[0]["steps"], json!(5));
+    let bench = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--drafter", "model:b", "--repeats", "1"];
+    let result = &world.json(&[&bench[..], &flags].concat())[0];
+    assert_eq!((&result["drafter"], &result["identical"]), (&json!("model"), &json!(true)));
+    for without in [&["--draft-tokens", "3"][..], &["--draft-tokens", "3", "--drafter", "ngram"]] {
+        let complaint = world.complaint(&[&PLAIN[..], without].concat(), 2);
+        assert!(complaint.contains("needs --drafter model:PATH"), "{complaint}");
+    }
+    let both = ["--drafter", "model:b", "--tree", "t.json", "--draft-tokens", "3"];
+    let complaint = world.complaint(&[&PLAIN[..], &both].concat(), 2);
+    assert!(complaint.contains("drop one of them"), "{complaint}");
+}
+
+#[test]
+fn a_draft_model_with_other_tokens_is_refused() {
+    let world = World::new();
+    let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/data/tiny/backbone");
+    let complaint = world.complaint(&[&PLAIN[..], &["--drafter", &format!("model:{tiny}")]].concat(), 1);
+    for words in ["b/tokenizer.json", "data/tiny/backbone/tokenizer.json", "have different vocabularies: token 0 is"] {
+        assert!(complaint.contains(words), "{complaint}");
+    }
+}
+
 #[test]
 fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
     let world = World::new();

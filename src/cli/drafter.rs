@@ -15,6 +15,7 @@ use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
 use crate::draft::medusa::drafter::MedusaDrafter;
+use crate::draft::model::Guessing;
 use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
 use crate::model::llama::Llama;
@@ -79,7 +80,7 @@ pub enum ReadyDrafter<'a> {
     /// Prompt lookup.
     Ngram(NgramDrafter<'a>),
     /// A draft model, and the tree that it fills.
-    Model(LevelDrafter<'a>, &'a SparseTree),
+    Model(LevelDrafter<'a>, &'a GuessTree),
     /// Successors of tokens.
     Recycling(RecyclingDrafter<'a>),
     /// A Jacobi window.
@@ -117,9 +118,10 @@ impl<'a> ReadyDrafter<'a> {
             DrafterName::Recycling => Self::Recycling(RecyclingDrafter::new(backbone)),
             DrafterName::Lookahead => Self::Lookahead(LookaheadDrafter::new(backbone, LookaheadSize::PUBLISHED)),
             DrafterName::Model => {
-                let number = parts[..at].iter().filter(|part| part.name == DrafterName::Model).count();
-                let model = &loaded.models[number];
-                Self::Model(model.drafter(backbone, number as u8), model.tree())
+                let before = parts[..at].iter().filter(|part| part.name == DrafterName::Model).count();
+                let guessing = if parts.len() == 1 { Guessing::Drawn } else { Guessing::Best };
+                let model = &loaded.models[before];
+                Self::Model(model.drafter(backbone, guessing), model.tree())
             }
             _ => {
                 let (heads, own) = loaded.heads.as_ref().expect("the plan of a drafter with heads has heads");
@@ -160,7 +162,7 @@ impl<'a> ReadyDrafter<'a> {
             Self::Medusa(drafter) => Some(drafter.tree()),
             Self::Levels(_, tree) => tree.as_static(),
             Self::Ngram(_) | Self::Recycling(_) | Self::Lookahead(_) | Self::Joined { .. } => None,
-            Self::Model(_, tree) => Some(tree),
+            Self::Model(_, tree) => tree.as_static(),
         }
     }
 
@@ -170,7 +172,7 @@ impl<'a> ReadyDrafter<'a> {
             Self::Medusa(drafter) => drafter.tree().choices().len(),
             Self::Ngram(_) => NgramDrafter::max_nodes(),
             Self::Levels(_, tree) => tree.nodes(),
-            Self::Model(_, tree) => tree.choices().len(),
+            Self::Model(_, tree) => tree.nodes(),
             Self::Recycling(_) => RecyclingDrafter::max_nodes(),
             Self::Lookahead(drafter) => drafter.size().max_nodes(),
             Self::Joined { parts, .. } => parts.iter().map(Self::max_nodes).max().unwrap_or(0),

@@ -130,6 +130,7 @@ mod tests {
     use crate::draft::medusa::drafter::MedusaDrafter;
     use crate::draft::medusa::heads::{Heads, HeadsShape};
     use crate::draft::medusa::levels::MedusaLevels;
+    use crate::draft::model::{Guessing, ModelGuesser};
     use crate::draft::ngram::NgramDrafter;
     use crate::draft::recycling::RecyclingDrafter;
     use crate::engine::sample::{Sampling, Stream};
@@ -298,6 +299,14 @@ mod tests {
                 let fast = drafted(&llama, Some((dynamic, acceptance)), temperature, 4, &wanted);
                 assert_eq!(told(&fast), told(&slow), "trees chosen at each step, temperature {temperature}");
                 assert!(more_than_one(&fast));
+                let draft = backbone(None, vec![], seed + 20);
+                let of_model = |size| {
+                    let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, Guessing::Drawn);
+                    let model: Box<dyn Drafter> = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree));
+                    drafted(&llama, Some((model, acceptance)), temperature, size, &wanted)
+                };
+                let alone = if temperature == 0.0 { &slow } else { &of_model(1) };
+                assert_eq!(told(&of_model(4)), told(alone), "a draft model, temperature {temperature}");
                 let ngram: Box<dyn Drafter> = Box::new(NgramDrafter::new(&llama));
                 let fast = drafted(&llama, Some((ngram, acceptance)), temperature, 4, &wanted);
                 assert_eq!(told(&fast), told(&slow), "prompt lookup, temperature {temperature}");
@@ -305,7 +314,10 @@ mod tests {
                 let recycling = || -> Box<dyn Drafter> { Box::new(RecyclingDrafter::new(&llama)) };
                 let lookahead =
                     || -> Box<dyn Drafter> { Box::new(LookaheadDrafter::new(&llama, LookaheadSize::PUBLISHED)) };
-                let joined: Box<dyn Drafter> = Box::new(JoinedDrafter::new(&llama, vec![recycling(), lookahead()], 30));
+                let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, Guessing::Best);
+                let model: Box<dyn Drafter> = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree));
+                let parts = vec![recycling(), lookahead(), model];
+                let joined: Box<dyn Drafter> = Box::new(JoinedDrafter::new(&llama, parts, 30));
                 for (name, drafter) in [("recycling", recycling()), ("lookahead", lookahead()), ("joined", joined)] {
                     let fast = drafted(&llama, Some((drafter, acceptance)), temperature, 4, &wanted);
                     assert_eq!(told(&fast), told(&slow), "{name}, temperature {temperature}");

@@ -75,7 +75,7 @@ impl Drafter for JoinedDrafter<'_> {
 
     fn push_row(&mut self) {
         self.guessed.push(VecDeque::new());
-        self.followers().for_each(|part| part.push_row());
+        self.parts.iter_mut().for_each(|part| part.push_row());
     }
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
@@ -88,12 +88,12 @@ impl Drafter for JoinedDrafter<'_> {
 
     fn truncate(&mut self, row: usize, tokens: usize) {
         self.guessed[row].clear();
-        self.followers().for_each(|part| part.truncate(row, tokens));
+        self.parts.iter_mut().for_each(|part| part.truncate(row, tokens));
     }
 
     fn swap_remove(&mut self, row: usize) {
         self.guessed.swap_remove(row);
-        self.followers().for_each(|part| part.swap_remove(row));
+        self.parts.iter_mut().for_each(|part| part.swap_remove(row));
     }
 }
 

@@ -30,13 +30,13 @@ pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
 ///
-/// Text i of a batch is row i of the backbone's KV cache. A drafter with a state of its own for each text [follows](Drafter::follows)
-/// these rows; the other drafters need only [`Drafter::propose`].
+/// Text i of a batch is row i of the backbone's KV cache. Every drafter is told when a row is added, cut or removed; one that
+/// [follows](Drafter::follows) the rows is also told what is committed to them and what was verified.
 pub trait Drafter: fmt::Debug {
     /// Proposes a tree of guesses below each text's root, for all texts in one call.
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal>;
 
-    /// Whether the drafter is told of every change to the rows, by the methods below.
+    /// Whether [`Drafter::committed`] and [`Drafter::verified`] are called.
     fn follows(&self) -> bool {
         false
     }

@@ -33,8 +33,7 @@ pub struct ModelGuesser<'a> {
     rows: Vec<Vec<i64>>,
     /// Ids below this may be guessed.
     vocabulary: i64,
-    /// Tells several drafters of one text apart.
-    number: u8,
+    guessing: Guessing,
     /// A token behind the cache.
     one: NewTokens,
     /// `[F, H]`: the hidden states of the roots, before the first level is guessed.
@@ -44,10 +43,19 @@ pub struct ModelGuesser<'a> {
     frontier: Vec<(usize, usize)>,
 }
 
+/// How guesses are chosen above temperature 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Guessing {
+    /// By draws, which rejection accepts most often.
+    Drawn,
+    /// The most probable tokens, as at temperature 0. For acceptance that does not know the draws.
+    Best,
+}
+
 /// The tree of a text as far as it was computed.
 #[derive(Debug)]
 struct GuessedText {
-    /// Draws the guesses; `None` at temperature 0.
+    /// Draws the guesses; `None` if they are the most probable tokens.
     sampler: Option<Sampler>,
     /// The root, then the nodes that were run.
     nodes: Vec<GuessedNode>,
@@ -74,15 +82,15 @@ struct Part {
 }
 
 impl<'a> ModelGuesser<'a> {
-    /// For a draft model that an engine runs. It guesses ids below `vocabulary`; `number` tells several drafters of one text apart.
-    pub fn new(engine: Box<dyn Engine + 'a>, vocabulary: usize, number: u8) -> Self {
+    /// For a draft model that an engine runs. It guesses ids below `vocabulary`.
+    pub fn new(engine: Box<dyn Engine + 'a>, vocabulary: usize, guessing: Guessing) -> Self {
         let model = engine.backbone();
         let (config, kind, device) = (&model.config, model.kind(), model.device());
         Self {
             cache: KvCache::new(config, kind, device),
             rows: vec![],
             vocabulary: config.vocab_size.min(vocabulary as i64),
-            number,
+            guessing,
             one: NewTokens::chain(1, config, kind, device),
             roots_fh: None,
             texts: vec![],
@@ -153,9 +161,9 @@ impl<'a> ModelGuesser<'a> {
 }
 
 impl GuessedText {
-    fn new(text: &TextSoFar, number: u8) -> Self {
-        let is_greedy = text.sampling.temperature.get() == 0.0;
-        let sampler = (!is_greedy).then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len(), number));
+    fn new(text: &TextSoFar, guessing: Guessing) -> Self {
+        let draws = text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
+        let sampler = draws.then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len()));
         let root = GuessedNode { parent: 0, token: text.root.id, drawn: DrawnChildren::default() };
         Self { sampler, nodes: vec![root], committed: 1 }
     }
@@ -220,7 +228,7 @@ impl LevelGuesser for ModelGuesser<'_> {
     fn begin(&mut self, batch: &[TextSoFar]) {
         let hidden = batch.iter().enumerate().map(|(row, text)| self.catch_up(row, text.ids));
         self.roots_fh = Some(Tensor::cat(&hidden.collect::<Vec<_>>(), 0));
-        self.texts = batch.iter().map(|text| GuessedText::new(text, self.number)).collect();
+        self.texts = batch.iter().map(|text| GuessedText::new(text, self.guessing)).collect();
         self.frontier = (0..batch.len()).map(|text| (text, 0)).collect();
     }
 

@@ -85,11 +85,10 @@ impl Sampler {
         Self { sampling, rng: generator(stream) }
     }
 
-    /// A sampler for the guesses of the `drafter`-th of several drafters after `tokens` tokens of a text. It is independent of the sampler of
-    /// the text, of other drafters and of other places.
-    pub fn of_guesses(sampling: Sampling, stream: Stream, tokens: usize, drafter: u8) -> Self {
+    /// A sampler for the guesses after `tokens` tokens of a text. It is independent of the text's own sampler and of other places.
+    pub fn of_guesses(sampling: Sampling, stream: Stream, tokens: usize) -> Self {
         let mut rng = generator(stream);
-        rng.set_stream(((tokens as u64) << 8 | u64::from(drafter)) + 1); // 0 is the text's own
+        rng.set_stream(tokens as u64 + 1); // 0 is the text's own
         Self { sampling, rng }
     }
 

@@ -3,10 +3,10 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::model::{DRAFT_TOKENS, DraftModel, Target};
+use super::model::{DRAFT_LEVELS, DRAFT_TOKENS, DraftModel, Target};
 use super::plan::{DrafterPlan, PlannedTree};
 use super::spec::DrafterSpec;
-use crate::cli::{CommonFlags, UsageError};
+use crate::cli::CommonFlags;
 use crate::data::report::counted;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
@@ -41,11 +41,11 @@ impl DrafterPlan {
     pub fn load(self, target: Target, common: &CommonFlags) -> anyhow::Result<LoadedDrafter> {
         let Self { spec, heads, models, tree, draft_tokens } = self;
         let draft_tree = match &tree {
-            Some(PlannedTree::Of(GuessTree::Static(tree))) => tree.clone(),
-            Some(_) if !models.is_empty() => {
-                return Err(UsageError(format!("--drafter {spec} needs a static --tree, or none")).into());
+            Some(PlannedTree::Of(tree)) if heads.is_none() => tree.clone(),
+            Some(PlannedTree::Dynamic { nodes }) if heads.is_none() => {
+                GuessTree::Dynamic(DynamicTree { nodes: nodes.get(), depth: DRAFT_LEVELS, top_k: DYNAMIC_TOP_K })
             }
-            _ => SparseTree::chain(draft_tokens.unwrap_or(DRAFT_TOKENS).get())?,
+            _ => GuessTree::Static(SparseTree::chain(draft_tokens.unwrap_or(DRAFT_TOKENS).get())?),
         };
         let load = |folder: &PathBuf| DraftModel::load(folder, draft_tree.clone(), target, common);
         let models = models.iter().map(load).collect::<anyhow::Result<_>>()?;

@@ -12,14 +12,17 @@ use crate::cli::served::Served;
 use crate::data::report::counted;
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::levels::LevelDrafter;
-use crate::draft::model::ModelGuesser;
+use crate::draft::model::{Guessing, ModelGuesser};
 use crate::engine::fastest::fastest;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
-use crate::tree::sparse_tree::SparseTree;
+use crate::tree::guess_tree::GuessTree;
 
 /// Guesses of a chain without `--draft-tokens`: as many as the Medusa paper's baseline has with a 7B backbone (appendix D).
 pub const DRAFT_TOKENS: NonZeroUsize = NonZeroUsize::new(4).expect("above 0");
+
+/// Levels of trees that are chosen at each step.
+pub const DRAFT_LEVELS: usize = 6;
 
 /// A draft model and the tree that it fills.
 #[derive(Debug)]
@@ -27,7 +30,7 @@ pub struct DraftModel {
     model: Llama,
     /// Tokens that both tokenizers have.
     vocabulary: usize,
-    tree: SparseTree,
+    tree: GuessTree,
 }
 
 /// What a draft model has to fit to.
@@ -44,7 +47,7 @@ impl DraftModel {
     ///
     /// # Errors
     /// As [`check_vocabulary`]; a folder without a backbone, or a tree with more guesses at a node than there are tokens.
-    pub fn load(folder: &Path, tree: SparseTree, target: Target, common: &CommonFlags) -> anyhow::Result<Self> {
+    pub fn load(folder: &Path, tree: GuessTree, target: Target, common: &CommonFlags) -> anyhow::Result<Self> {
         let tokenizer = check_vocabulary(folder, target.tokenizer)?;
         let model = load_backbone(folder, None, &Served::default(), common, target.purpose)?;
         tokenizer.check_vocabulary(usize::try_from(model.config.vocab_size)?)?;
@@ -66,14 +69,17 @@ impl DraftModel {
     }
 
     /// The tree that it fills.
-    pub fn tree(&self) -> &SparseTree {
+    pub fn tree(&self) -> &GuessTree {
         &self.tree
     }
 
-    /// A drafter with an empty cache; `number` tells several drafters of one text apart.
-    pub fn drafter<'a>(&'a self, backbone: &'a Llama, number: u8) -> LevelDrafter<'a> {
-        let guesser = ModelGuesser::new(fastest(&self.model), self.vocabulary, number);
-        LevelDrafter::of_tree(backbone, Box::new(guesser), &self.tree)
+    /// A drafter with an empty cache.
+    pub fn drafter<'a>(&'a self, backbone: &'a Llama, guessing: Guessing) -> LevelDrafter<'a> {
+        let guesser = Box::new(ModelGuesser::new(fastest(&self.model), self.vocabulary, guessing));
+        match &self.tree {
+            GuessTree::Static(tree) => LevelDrafter::of_tree(backbone, guesser, tree),
+            GuessTree::Dynamic(limits) => LevelDrafter::dynamic(backbone, guesser, *limits),
+        }
     }
 }
 

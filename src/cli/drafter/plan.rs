@@ -102,9 +102,9 @@ impl DrafterPlan {
     }
 
     fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> anyhow::Result<Self> {
+        let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
+        let models = models.filter_map(|part| part.path.clone()).collect();
         let Some(part) = spec.heads() else {
-            let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
-            let models = models.filter_map(|part| part.path.clone()).collect();
             return Ok(Self { spec: spec.clone(), heads: None, models, tree: None, draft_tokens: None });
         };
         let path = match (spec.heads_path(), heads) {
@@ -121,7 +121,7 @@ impl DrafterPlan {
             let why = format!("--drafter {spec}: the heads in {} are {} heads", path.display(), trained.name());
             return Err(UsageError(why).into());
         }
-        Ok(Self::of_heads(spec.clone(), path))
+        Ok(Self { models, ..Self::of_heads(spec.clone(), path) })
     }
 }
 

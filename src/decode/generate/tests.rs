@@ -1,5 +1,6 @@
 //! The oracle at work: whatever heads and tree, greedy Medusa text is greedy plain text. In float64, where no two logits tie.
 
+mod draft_model;
 mod levels;
 mod not_finite;
 mod training_free;

@@ -106,7 +106,8 @@ fn guesses_are_the_models_best_tokens_whatever_was_in_the_cache_before() {
     for config in [LlamaConfig::tiny(), LlamaConfig { sliding_window: Some(5), ..LlamaConfig::tiny() }] {
         let llama = model(config, 3);
         for shape in shapes() {
-            let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 0);
+            let guesser =
+                ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, Guessing::Drawn);
             let drafter = LevelDrafter::of_tree(&llama, Box::new(guesser), &shape);
             let mut texts = Texts::new(drafter, sampling(0.0, 1.0));
             texts.push(0, &[1, 2, 3]);
@@ -146,7 +147,8 @@ fn draws_come_from_the_models_distribution_and_do_not_depend_on_the_batch() {
     let sampling = sampling(0.9, 0.8);
     for shape in shapes() {
         let texts = || {
-            let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 0);
+            let guesser =
+                ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, Guessing::Drawn);
             Texts::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &shape), sampling)
         };
         let (mut together, prompts) = (texts(), [vec![1, 2, 3], vec![9, 8], vec![5; 7]]);
