@@ -1,31 +1,54 @@
-//! Promise: `--acceptance rejection` is lossless. The first three tokens follow the backbone's own distribution, and
-//! the same test detects a rule that decides along whole candidates instead of at nodes.
+//! Promise: `--acceptance rejection` is lossless. The first three tokens follow the backbone's own distribution, whatever drafts, and the
+//! same test detects rules that are nearly right.
 
 use std::ops::ControlFlow;
 
-use medusa::decode::generate;
+use medusa::decode::DecodeLoop;
+use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::Request;
+use medusa::decode::step::Drafting;
+use medusa::draft::Drafter;
+use medusa::draft::levels::LevelDrafter;
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::model::{Guessing, ModelGuesser};
+use medusa::draft::ngram::NgramDrafter;
 use medusa::engine::sample::{Sampling, Stream};
+use medusa::engine::tch::TchEngine;
+use medusa::formats::tree::DynamicTree;
 use medusa::model::attention::RowMask;
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
 use medusa::model::lora::Adapters;
 use medusa::numbers::{NonNegative, Probability};
 use medusa::tree::accept::{self, Acceptance};
+use medusa::tree::rejection::{DrawnChildren, next_token};
 use medusa::tree::sparse_tree::SparseTree;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
 
 const VOCABULARY: usize = 16;
-const PROMPT: [i64; 3] = [1, 2, 3];
+/// Holds every token, so that prompt lookup always finds one.
+const PROMPT: [i64; 19] = [7, 1, 2, 0, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 1, 2, 3];
 /// Tokens whose joint distribution is tested.
 const TOKENS: usize = 3;
 
 /// Random weights, scaled so that the next token is neither certain nor uniform.
 fn backbone() -> Llama {
+    random(21)
+}
+
+/// A model that is often wrong, but not always.
+fn draft_model() -> Llama {
+    let (draft, backbone) = (random(24), backbone());
+    for ((_, weight), (_, of_backbone)) in draft.weights().iter().zip(backbone.weights()) {
+        weight.shallow_clone().copy_(&(0.1 * *weight + 0.95 * of_backbone));
+    }
+    draft
+}
+
+fn random(seed: u64) -> Llama {
     tch::set_num_threads(1);
     let config = LlamaConfig {
         model_type: "llama".into(),
@@ -47,8 +70,8 @@ fn backbone() -> Llama {
         bos_token_id: None,
         eos_token_ids: vec![],
     };
-    let llama = Llama::random(config, Kind::Double, Device::Cpu, 21);
-    fill(llama.weights().iter().map(|(_, weight)| *weight).filter(|weight| weight.dim() == 2), 0.34, 21);
+    let llama = Llama::random(config, Kind::Double, Device::Cpu, seed);
+    fill(llama.weights().iter().map(|(_, weight)| *weight).filter(|weight| weight.dim() == 2), 0.34, seed);
     llama
 }
 
@@ -106,6 +129,10 @@ fn digits(mut number: usize, length: usize) -> Vec<i64> {
 impl Conditionals {
     /// Computed by plain passes over whole rows: no cache, no tree.
     fn of(llama: &Llama, temperature: f64) -> Self {
+        Self::of_nucleus(llama, temperature, 1.0)
+    }
+
+    fn of_nucleus(llama: &Llama, temperature: f64, top_p: f64) -> Self {
         Self {
             after: [0, 1, 2].map(|length| {
                 let rows: Vec<i64> = (0..VOCABULARY.pow(length as u32))
@@ -116,7 +143,10 @@ impl Conditionals {
                 let hidden_bth =
                     llama.hidden_states(&tokens_bt, &RowMask::causal(t, &llama.config, Device::Cpu), Adapters::Off);
                 let logits_bv = llama.logits(&hidden_bth.select(1, t - 1), Adapters::Off);
-                Vec::try_from((logits_bv / temperature).softmax(-1, Kind::Double)).expect("two axes of float64")
+                let mut rows: Vec<Vec<f64>> =
+                    Vec::try_from((logits_bv / temperature).softmax(-1, Kind::Double)).expect("two axes of float64");
+                rows.iter_mut().for_each(|row| keep_nucleus(row, top_p));
+                rows
             }),
         }
     }
@@ -133,6 +163,22 @@ impl Conditionals {
         };
         (0..VOCABULARY.pow(TOKENS as u32)).map(probability).collect()
     }
+}
+
+/// Keeps the most probable tokens that together reach `top_p`.
+fn keep_nucleus(row: &mut [f64], top_p: f64) {
+    let mut sorted: Vec<usize> = (0..row.len()).collect();
+    sorted.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+    let mut mass = 0.0;
+    for token in sorted {
+        let is_outside = mass >= top_p;
+        mass += row[token];
+        if is_outside {
+            row[token] = 0.0;
+        }
+    }
+    let kept: f64 = row.iter().sum();
+    row.iter_mut().for_each(|p| *p /= kept);
 }
 
 /// The distance of counts from their expectation: the chi-square statistic converted to deviations of a standard normal
@@ -250,25 +296,116 @@ fn deciding_at_nodes_is_lossless_and_along_candidates_it_is_not() {
     }
 }
 
+/// The token after a node, given the backbone's distribution and the guesses that were drawn.
+type DrawnRule = fn(&[f64], &DrawnChildren, &mut ChaCha8Rng) -> i64;
+
+fn with_residual(p: &[f64], guesses: &DrawnChildren, rng: &mut ChaCha8Rng) -> i64 {
+    next_token(p.to_vec(), guesses, || rng.random()).expect("a distribution")
+}
+
+/// A wrong rule: after a rejection, the token is drawn from the whole distribution.
+fn without_residual(p: &[f64], guesses: &DrawnChildren, rng: &mut ChaCha8Rng) -> i64 {
+    let q = &guesses.sources[0];
+    let accepted = guesses.guesses.iter().find(|guess| {
+        let at = guess.token as usize;
+        rng.random::<f64>() * q[at] < p[at]
+    });
+    accepted.map_or_else(|| draw(p, rng), |guess| guess.token)
+}
+
+/// A wrong rule: a guess is accepted exactly if the backbone finds it at least as probable as the draft model does.
+fn without_chance(p: &[f64], guesses: &DrawnChildren, rng: &mut ChaCha8Rng) -> i64 {
+    let q = &guesses.sources[0];
+    let accepted = guesses.guesses.iter().find(|guess| p[guess.token as usize] >= q[guess.token as usize]);
+    let rest: Vec<f64> = p.iter().zip(q.iter()).map(|(p, q)| (p - q).max(0.0)).collect();
+    let rest: Vec<f64> = rest.iter().map(|p| p / rest.iter().sum::<f64>()).collect();
+    accepted.map_or_else(|| draw(&rest, rng), |guess| guess.token)
+}
+
+/// Counts of the first three tokens where each is decided by a rule, after guesses of the draft model.
+fn decided(p: &Conditionals, q: &Conditionals, siblings: usize, rule: DrawnRule) -> Vec<usize> {
+    let mut rng = ChaCha8Rng::seed_from_u64(25);
+    let mut counts = vec![0; VOCABULARY.pow(TOKENS as u32)];
+    for _ in 0..20_000 {
+        let mut text: Vec<i64> = vec![];
+        while text.len() < TOKENS {
+            let guesses = DrawnChildren::draw(q.after(&text).to_vec(), siblings, || rng.random());
+            let next = rule(p.after(&text), &guesses, &mut rng);
+            text.push(next);
+        }
+        counts[number(&text)] += 1;
+    }
+    counts
+}
+
+#[test]
+fn guesses_that_were_drawn_are_judged_by_both_distributions() {
+    let (llama, draft) = (backbone(), draft_model());
+    for temperature in [0.8, 1.2] {
+        let [p, q] = [&llama, &draft].map(|model| Conditionals::of(model, temperature));
+        let overlap: f64 = p.after(&[]).iter().zip(q.after(&[])).map(|(p, q)| p.min(*q)).sum();
+        assert!((0.2..0.9).contains(&overlap), "the draft model is right now and then: {overlap}");
+        for siblings in [1, 3] {
+            let off = |rule| deviations(&decided(&p, &q, siblings, rule), &p.joint());
+            let right = off(with_residual);
+            assert!(right.abs() < ONE_IN_A_THOUSAND, "temperature {temperature}, {siblings} siblings: {right}");
+            for (wrong, name) in [(off(without_residual), "residual"), (off(without_chance), "chance")] {
+                assert!(
+                    wrong > 5.0 * ONE_IN_A_THOUSAND,
+                    "temperature {temperature}, {siblings} siblings, no {name}: {wrong}"
+                );
+            }
+        }
+    }
+}
+
+/// Counts of the first three tokens of texts, and the steps that they took.
+fn generated<'a>(llama: &'a Llama, sampling: Sampling, drafter: impl Drafter + 'a) -> (Vec<usize>, usize) {
+    let (mut counts, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0);
+    let drafter: Box<dyn Drafter + 'a> = Box::new(drafter);
+    let mut decoding = HostLoop::new(Box::new(TchEngine::new(llama)), Some((drafter, Acceptance::Rejection)));
+    for seed in 0..TEXTS {
+        let stream = Stream { seed: 1000 + seed as u64, ..Stream::default() };
+        let request = Request { sampling, stream, ..Request::greedy(&PROMPT, TOKENS) };
+        let text = decoding.decode(Drafting::On, &request, &mut |_| ControlFlow::Continue(())).expect("decodes");
+        counts[number(&text.new_ids)] += 1;
+        steps += text.accept_lengths.len();
+    }
+    (counts, steps)
+}
+
+const TEXTS: usize = 500;
+
 #[test]
 fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
-    let (llama, heads, tree) = (backbone(), heads(), tree());
-    let drafter = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");
-    for temperature in [0.7, 1.0] {
-        let sampling =
-            Sampling { temperature: NonNegative::new(temperature).expect("at least 0"), top_p: Probability::ONE };
-        let (mut counts, mut steps) = (vec![0; VOCABULARY.pow(TOKENS as u32)], 0);
-        for seed in 0..2000 {
-            let request =
-                Request { sampling, stream: Stream { seed, ..Stream::default() }, ..Request::greedy(&PROMPT, TOKENS) };
-            let run = generate::drafted(&llama, drafter.clone(), Acceptance::Rejection, &request, &mut |_| {
-                ControlFlow::Continue(())
-            })
-            .expect("decodes");
-            counts[number(&run.new_ids)] += 1;
-            steps += run.accept_lengths.len();
+    let (llama, heads, tree, draft) = (backbone(), heads(), tree(), draft_model());
+    let (chain, small) = (SparseTree::chain(2).expect("a chain"), SparseTree::cartesian(&[3, 2]).expect("a tree"));
+    let guesser = || Box::new(ModelGuesser::new(Box::new(TchEngine::new(&draft)), VOCABULARY, Guessing::Drawn));
+    let limits = DynamicTree { nodes: 8, depth: 2, top_k: 4 };
+    let model = |tree: &SparseTree| LevelDrafter::of_tree(&llama, guesser(), tree);
+    for (temperature, top_p) in [(0.8, 1.0), (1.2, 1.0), (1.2, 0.8)] {
+        let sampling = Sampling {
+            temperature: NonNegative::new(temperature).expect("at least 0"),
+            top_p: Probability::new(top_p).expect("above 0"),
+        };
+        let joint = Conditionals::of_nucleus(&llama, temperature, top_p).joint();
+        let of_heads = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");
+        let dynamic = LevelDrafter::dynamic(&llama, guesser(), limits);
+        let mut runs = vec![
+            ("a draft model's chain", generated(&llama, sampling, model(&chain))),
+            ("a draft model's tree", generated(&llama, sampling, model(&small))),
+        ];
+        if top_p == 1.0 {
+            runs.extend([
+                ("heads", generated(&llama, sampling, of_heads)),
+                ("prompt lookup", generated(&llama, sampling, NgramDrafter::new(&llama))),
+                ("a draft model's trees, chosen at each step", generated(&llama, sampling, dynamic)),
+            ]);
         }
-        let off = deviations(&counts, &Conditionals::of(&llama, temperature).joint());
-        assert!(off.abs() < ONE_IN_A_THOUSAND && steps < 5700, "temperature {temperature}: {off}, {steps} steps");
+        for (name, (counts, steps)) in runs {
+            let off = deviations(&counts, &joint);
+            assert!(off.abs() < ONE_IN_A_THOUSAND, "temperature {temperature}, top-p {top_p}, {name}: {off}");
+            assert!(steps < TEXTS * 29 / 10, "{name}: {steps} steps of {TEXTS} texts");
+        }
     }
 }
