@@ -128,12 +128,15 @@ pub(crate) fn rotate(heads: &mut [f32], d: usize, rotation: &[f32]) {
 pub(crate) fn largest(x: &[f32], count: usize) -> Vec<usize> {
     let mut best: Vec<(f32, usize)> = Vec::with_capacity(count + 1);
     for (chunk, numbers) in x.chunks(LANES).enumerate() {
-        let least = if best.len() < count { f32::NEG_INFINITY } else { best[count - 1].0 };
-        // SAFETY: as in `rms_norm`.
-        if best.len() == count && !unsafe { any_above(numbers, least) } {
-            continue; // nearly always
-        }
-        for (lane, &number) in numbers.iter().enumerate() {
+        let mut lanes = match best.last() {
+            // SAFETY: as in `rms_norm`.
+            Some(&(least, _)) if best.len() == count => unsafe { above(numbers, least) },
+            _ => mask_of(numbers.len()),
+        };
+        while lanes != 0 {
+            let lane = lanes.trailing_zeros() as usize; // nearly always, there is none
+            lanes &= lanes - 1;
+            let number = numbers[lane];
             let at = best.partition_point(|&(other, _)| other.is_nan() || other >= number);
             if at < count {
                 best.insert(at, (number, chunk * LANES + lane));
@@ -187,10 +190,10 @@ fn log_sum_exp_of_row(x: &[f32]) -> f32 {
     largest + sum.ln()
 }
 
-/// Whether one of up to 16 numbers is larger, or NaN.
+/// Which of up to 16 numbers are larger, or NaN.
 #[target_feature(enable = "avx512f")]
-fn any_above(x: &[f32], least: f32) -> bool {
-    _mm512_mask_cmp_ps_mask::<_CMP_NLE_UQ>(mask_of(x.len()), load(x), _mm512_set1_ps(least)) != 0
+fn above(x: &[f32], least: f32) -> __mmask16 {
+    _mm512_mask_cmp_ps_mask::<_CMP_NLE_UQ>(mask_of(x.len()), load(x), _mm512_set1_ps(least))
 }
 
 #[cfg(test)]

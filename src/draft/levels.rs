@@ -122,6 +122,7 @@ impl Drafter for LevelDrafter<'_> {
 /// Chooses a tree below the root of each text that the guesser has begun with.
 pub fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) -> Vec<GrowingTree> {
     let mut trees: Vec<GrowingTree> = roots.iter().map(|&root| GrowingTree::new(root, limits)).collect();
+    let top_k = limits.top_k.min(limits.nodes); // the guesses behind them are no nodes of the tree
     let mut firsts: Vec<usize> = (0..roots.len()).collect(); // of each text, its first node in the frontier before
     loop {
         let mut frontier = vec![];
@@ -132,10 +133,10 @@ pub fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) 
         if frontier.is_empty() {
             return trees;
         }
-        let guesses = guesser.guess(&frontier, limits.top_k);
+        let guesses = guesser.guess(&frontier, top_k);
         let mut rest = &guesses[..];
         for tree in &mut trees {
-            let (own, others) = rest.split_at(tree.frontier().len() * limits.top_k);
+            let (own, others) = rest.split_at(tree.frontier().len() * top_k);
             tree.grow(own);
             rest = others;
         }
