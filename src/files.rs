@@ -101,12 +101,11 @@ impl NewFolder {
     /// The I/O error.
     pub fn commit(mut self) -> io::Result<()> {
         sync_folder(&self.partial)?;
-        if self.path.exists() {
-            remove_folder(&self.path)?;
-        }
+        let replaced = if self.path.exists() { Some(move_away(&self.path)?) } else { None };
         fs::rename(&self.partial, &self.path)?;
         self.committed = true;
-        sync_folder(parent(&self.path))
+        sync_folder(parent(&self.path))?;
+        replaced.map_or(Ok(()), fs::remove_dir_all)
     }
 
     /// As [`NewFolder::commit`], but fails if the name is taken, and then removes the new folder. On Unix an empty folder created between the
@@ -141,12 +140,17 @@ impl Drop for NewFolder {
 /// # Errors
 /// The I/O error.
 pub fn remove_folder(path: &Path) -> io::Result<()> {
+    fs::remove_dir_all(move_away(path)?)
+}
+
+/// Renames a folder to a temporary name beside it, which it returns.
+fn move_away(path: &Path) -> io::Result<PathBuf> {
     let leaving = partial_name(&path.with_extension("old"), 1);
     match fs::remove_dir_all(&leaving) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => fs::rename(path, &leaving)?,
     }
-    fs::remove_dir_all(&leaving)
+    Ok(leaving)
 }
 
 /// SHA-256 of a file's bytes, in hexadecimal.

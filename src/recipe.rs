@@ -186,6 +186,7 @@ impl Recipe {
         self.check_stage(text)?;
         self.check_targets(text)?;
         self.check_validation(text)?;
+        self.check_best(text)?;
         self.check_batch(text)?;
         self.check_lengths(text)
     }
@@ -254,6 +255,19 @@ impl Recipe {
             (None, Some(_)) if self.data.validation.is_empty() => {
                 let (key, what) = ("train.eval_every", "rows: data.validation or data.validation_fraction");
                 Err(wrong(text.value(key), Mistake::Needs { key, what }))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What is kept, and when a run stops early, depends on evaluations during the run.
+    fn check_best(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
+        let needs = |key: &'static str, what| Err(wrong(text.value(key), Mistake::Needs { key, what }));
+        let TrainConfig { keep_best, patience, eval_every, .. } = self.train;
+        match (keep_best, patience, eval_every) {
+            (None, Some(_), _) => needs("train.patience", "train.keep_best, which says what a better evaluation is"),
+            (Some(_), _, None) => {
+                needs("train.keep_best", "train.eval_every, and data.validation or data.validation_fraction")
             }
             _ => Ok(()),
         }

@@ -23,6 +23,7 @@ mod gpu_check;
 mod hub;
 mod hydra_reference;
 mod joint_training;
+mod keep_best;
 mod latency;
 mod layering;
 mod losses;

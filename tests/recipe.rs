@@ -170,6 +170,20 @@ fn the_last_head_has_a_target_in_every_full_row() {
 }
 
 #[test]
+fn the_best_evaluation_needs_evaluations() {
+    let of = |more: &str| error_of("epochs = 2", &format!("epochs = 2\n{more}"));
+    let alone = of("keep_best = \"loss\"");
+    assert!(alone.contains("train.keep_best needs train.eval_every, and data.validation or"), "{alone}");
+    let without_rows = of("keep_best = \"loss\"\neval_every = 5");
+    assert!(without_rows.contains("train.eval_every needs rows"), "{without_rows}");
+    let patience = of("patience = 3");
+    assert!(patience.contains("train.patience needs train.keep_best, which says what"), "{patience}");
+    let other = of("keep_best = \"accuracy\"");
+    assert!(other.contains("unknown value `accuracy`, expected `tokens_per_step` or `loss`"), "{other}");
+    assert!(of("patience = 0").contains("a whole number above 0"));
+}
+
+#[test]
 fn evaluation_needs_rows() {
     let expected = r#"r.toml: line 18, column 14: train.eval_every needs rows: data.validation or data.validation_fraction; add it, or remove train.eval_every
    |

@@ -1,17 +1,22 @@
 //! `medusa train RECIPE.toml` and `medusa-train`: train heads from a recipe.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::downloads::told;
 use super::reading::watched;
 use super::{CommonFlags, Interrupted, UsageError, interrupted, print_json, print_line};
+use crate::data::report::counted;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::import::notices::Notice;
+use crate::formats::best::BestEvaluation;
+use crate::formats::heads_config::PublishedHeadsConfig;
+use crate::formats::run_folder::BEST;
 use crate::recipe::LoadedRecipe;
 use crate::train::checked::CheckedRun;
+use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
 use crate::train::run::TrainRun;
 use crate::train::run_folder::check_output_dir;
@@ -107,9 +112,27 @@ fn report(outcome: RunOutcome, args: &TrainArgs, common: &CommonFlags) -> anyhow
             heads
         }
         RunOutcome::Finished(heads) => heads,
+        RunOutcome::StoppedEarly { heads, step, so_far: BestSoFar { best, evaluations_since } } => {
+            let evaluations = counted(evaluations_since, "evaluation");
+            common.say(format_args!("stopped early after step {step}: no better {} in {evaluations}", best.by));
+            heads
+        }
     };
+    let best = heads.parent().and_then(|run| Some((PublishedHeadsConfig::best_of_run(run)?, run.join(BEST))));
+    if let Some((evaluation, folder)) = &best {
+        common.say(format_args!("the best heads are in {}: {evaluation}", folder.display()));
+    }
     if let Some(run) = heads.parent() {
         common.say(format_args!("for an HTML report: medusa report {}", run.display()));
     }
-    if common.json { print_json(&json!({ "final": heads })) } else { print_line(heads.display()) }
+    if common.json { print_json(&summary(&heads, best)) } else { print_line(heads.display()) }
+}
+
+fn summary(heads: &Path, best: Option<(BestEvaluation, PathBuf)>) -> Value {
+    let mut summary = json!({ "final": heads });
+    if let Some((evaluation, folder)) = best {
+        summary["best"] =
+            json!({"heads": folder, "step": evaluation.step, evaluation.by.to_string(): evaluation.value});
+    }
+    summary
 }

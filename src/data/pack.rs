@@ -71,6 +71,11 @@ impl Sequences {
         self.packed.as_ref().map_or(self.rows.len(), |packed| packed.ends.len())
     }
 
+    /// Data rows in all of them.
+    pub fn rows(&self) -> usize {
+        self.rows.len()
+    }
+
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

@@ -3,10 +3,12 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::best::BestEvaluation;
 use super::error::{self, FormatError};
+use super::run_folder::BEST;
 use crate::files::write_json;
 
 const CONFIG: &str = "config.json";
@@ -22,8 +24,8 @@ pub const HEADS_CHAT_TEMPLATE: &str = "heads_chat_template.jinja";
 pub const TRAINING: &str = "medusa_train";
 
 /// The keys of [`HeadsFolderConfig`] that describe the training, not the tensors.
-const RECORDED: [&str; 6] =
-    ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template", "rope_context"];
+const RECORDED: [&str; 7] =
+    ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template", "rope_context", "best"];
 
 /// `config.json` of `final/`, as TGI and the original code read it.
 #[derive(Debug, Clone, Serialize)]
@@ -49,6 +51,9 @@ pub struct HeadsFolderConfig<'a> {
     /// The context in training, in tokens, if the backbone's rotary embeddings depend on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rope_context: Option<i64>,
+    /// Only in `best/`: the evaluation that it was kept for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub best: Option<BestEvaluation>,
 }
 
 impl HeadsFolderConfig<'_> {
@@ -106,6 +111,16 @@ impl PublishedHeadsConfig {
     /// The context in training, if the backbone's rotary embeddings depend on it.
     pub fn rope_context(&self) -> Option<i64> {
         self.at("rope_context")?.as_i64()
+    }
+
+    /// The evaluation that the `best/` of the run in `run` was kept for; `None` if there is no such folder.
+    pub fn best_of_run(run: &Path) -> Option<BestEvaluation> {
+        Self::load_beside(&run.join(BEST).join(CONFIG)).ok()??.best()
+    }
+
+    /// The evaluation that a run's `best/` was kept for.
+    pub fn best(&self) -> Option<BestEvaluation> {
+        BestEvaluation::deserialize(self.at("best")?).ok()
     }
 
     /// Whether a run wrote it, which records every setting: what is absent was not set.

@@ -47,6 +47,9 @@ pub struct MetricsLine {
     /// Tokens per decoding step of trees on rows that they were not searched on; only in evaluations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_per_step: Option<f64>,
+    /// After this evaluation the run stopped: `train.patience` evaluations in a row were no better than the best.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stopped_early: bool,
     /// Lk of each head.
     #[serde(default)]
     pub head_losses: Vec<Option<f64>>,

@@ -15,6 +15,7 @@
 //! The names of these files in a run's folder are in [`run_folder`].
 
 pub mod bench;
+pub mod best;
 pub mod calibration;
 mod error;
 pub mod heads_config;

@@ -12,6 +12,8 @@ pub const METRICS: &str = "metrics.jsonl";
 pub const TENSORBOARD: &str = "tensorboard";
 /// The folder of finished heads.
 pub const FINAL: &str = "final";
+/// The folder of the heads with the best evaluation (`train.keep_best`).
+pub const BEST: &str = "best";
 /// In `final/`: a fully trained backbone, as a Hugging Face folder.
 pub const BACKBONE: &str = "backbone";
 /// Output of `medusa calibrate`.
@@ -33,7 +35,7 @@ pub fn step_of(name: &str) -> Option<usize> {
     name.strip_prefix("step-")?.parse().ok()
 }
 
-/// The run's folder, if `folder` is its `final/` or a checkpoint. Both names are required, since exported heads have a
+/// The run's folder, if `folder` is its `final/`, its `best/` or a checkpoint. Both names are required, since exported heads have a
 /// copy of recipe.toml in their folder.
 pub fn above(folder: &Path) -> Option<PathBuf> {
     let folder = std::fs::canonicalize(folder).ok()?;

@@ -37,6 +37,7 @@ pub(super) fn groups(runs: &[Named<'_>]) -> Vec<PlotGroup> {
     let accuracy = if several { accuracies_of_several(runs) } else { accuracies_of_one(runs) };
     let mut groups = vec![
         PlotGroup { title: "Loss", plots: losses(runs, several) },
+        PlotGroup { title: "Tokens per step", plots: vec![tokens_per_step(runs)] },
         PlotGroup { title: "Accuracy of the heads", plots: accuracy },
         PlotGroup { title: "Optimizer", plots: optimizer(runs, several) },
         PlotGroup { title: "Speed and memory", plots: machine(runs) },
@@ -100,6 +101,10 @@ fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
         plots.push(of_heads("Loss of each head", ("", Range::Free), runs, |line| &line.head_losses));
     }
     plots
+}
+
+fn tokens_per_step(runs: &[Named<'_>]) -> Plot {
+    overlaid("Tokens per step on the validation rows", ("", Range::Free), runs, &|line| line.tokens_per_step)
 }
 
 /// One run's heads in one plot, one colour each.

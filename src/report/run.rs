@@ -11,7 +11,9 @@ use super::recipe_text::RecipeText;
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::files::failed;
 use crate::formats::bench::{self, BenchResult};
+use crate::formats::best::BestEvaluation;
 use crate::formats::calibration::Calibration;
+use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::latency::Latency;
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE};
@@ -26,6 +28,8 @@ pub struct Run {
     pub(super) provenance: Map<String, Value>,
     pub(super) metrics: Metrics,
     pub(super) finished: bool,
+    /// The evaluation that `best/` was kept for.
+    pub(super) best: Option<BestEvaluation>,
     pub(super) calibration: Option<Calibration>,
     pub(super) tree: Option<(GuessTree, TreeFile)>,
     pub(super) latency: Option<Latency>,
@@ -51,6 +55,7 @@ impl Run {
             recipe: RecipeText::new(&recipe),
             provenance: there(PROVENANCE).map(|file| Provenance::entries(&file)).transpose()?.unwrap_or_default(),
             metrics: Metrics::read(&path.join(METRICS))?,
+            best: PublishedHeadsConfig::best_of_run(path),
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),
             calibration: there(CALIBRATION).map(|file| Calibration::load(&file)).transpose()?,
             tree: there(TREE).map(|file| GuessTree::load(&file)).transpose()?,

@@ -12,7 +12,7 @@ use super::run::Run;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::formats::calibration::{Calibration, HeadAccuracy};
 use crate::formats::latency::Latency;
-use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, TREE};
+use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, LATENCY, TREE};
 use crate::tree::drawing;
 use crate::tree::search;
 
@@ -52,7 +52,12 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
         _ => last.to_string(),
     };
     let quantized = recipe("backbone.quantization").map(|bits| format!(", {bits}")).unwrap_or_default();
-    let state = if run.finished { "finished" } else { "not finished" };
+    let stopped_early = run.metrics.validation.last().is_some_and(|line| line.stopped_early);
+    let state = match (run.finished, stopped_early) {
+        (true, true) => "finished: stopped early",
+        (true, false) => "finished",
+        (false, _) => "not finished",
+    };
     let facts = [
         ("backbone", recipe("backbone.path")),
         ("dtype", recipe("backbone.dtype").map(|dtype| dtype + &quantized)),
@@ -60,6 +65,7 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
         ("ResBlocks per head", recipe("heads.medusa_num_layers")),
         ("steps", Some(steps)),
         ("state", Some(state.into())),
+        ("best", run.best.map(|best| best.to_string())),
         ("device", run.provenance.get("device").map(plain)),
         ("started", run.provenance.get("started").map(|started| time(&plain(started)))),
     ];
@@ -228,7 +234,7 @@ fn data_files(run: &Run) -> Vec<(String, String)> {
 fn missing(run: &Run) -> Vec<Value> {
     let folder = run.path.display().to_string();
     let file = |name: &str| quoted(&format!("{folder}/{name}"));
-    let heads = format!("--heads {}", file(FINAL));
+    let heads = format!("--heads {}", file(if run.best.is_some() { BEST } else { FINAL }));
     let models =
         format!("--backbone {} {heads}", quoted(&run.recipe.value("backbone.path").unwrap_or("BACKBONE".into())));
     let (calibration, tree) = (file(CALIBRATION), file(TREE));

@@ -13,6 +13,7 @@ use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
+use crate::formats::best::BestBy;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::peft;
@@ -22,6 +23,7 @@ use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
 use crate::train::plan::TrainPlan;
 use crate::train::target_rule::TargetRule;
+use crate::tree::cross_validation::half_of;
 
 /// Everything that a run needs except the backbone's weights, read and checked.
 #[derive(Debug)]
@@ -74,6 +76,9 @@ impl CheckedRun {
         let rule = TargetRule::new(&plan.loss, heads_shape);
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
+        if let (Some(BestBy::TokensPerStep), Some(validation)) = (plan.train.keep_best, &validation) {
+            check_halves(validation)?;
+        }
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
         let warmup_steps = plan.schedule.warmup_steps;
         if warmup_steps > total_steps {
@@ -215,6 +220,22 @@ fn check_targets(train: &Loader, rule: TargetRule) -> Result<(), TrainError> {
         }
     }
     missing.first().map_or(Ok(()), |&head| Err(TrainError::NoTargetForHead { head, ahead: head + 1 }))
+}
+
+/// Whether evaluations will have tokens per step.
+fn check_halves(validation: &Loader) -> Result<(), TrainError> {
+    let mut has_target = [false; 2];
+    for batch in validation.eval_batches() {
+        let batch = batch.map_err(DataError::from)?;
+        let positions = batch.targets(2).positions;
+        for (row, place) in batch.segments() {
+            has_target[half_of(row)] |= positions.iter().any(|&at| place.contains(&(at as usize)));
+        }
+        if has_target == [true; 2] {
+            return Ok(());
+        }
+    }
+    Err(TrainError::NoTokensPerStep { rows: validation.sequences().rows() })
 }
 
 /// Reads all labels if the recipe caches hidden states.

@@ -1,4 +1,4 @@
-//! Checkpoints `step-000200/` and `final/`: written atomically; a run resumes from the newest one.
+//! Checkpoints `step-000200/`, `best/` and `final/`: written atomically; a run resumes from the newest `step-*/`.
 
 use std::fs;
 use std::io::{self, Write};
@@ -10,6 +10,7 @@ use tch::{Device, Kind};
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
+use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::{CHAT_TEMPLATE, HeadsFolderConfig};
 use crate::formats::run_folder;
 use crate::model::folder::{FolderError, save_folder};
@@ -18,6 +19,7 @@ use crate::model::peft::{ADAPTER_FILE, PeftError, save_adapters};
 use crate::model::weights::{WeightFiles, WeightsError, save};
 use crate::torch::optim::OptimizerName;
 use crate::torch::optim::adamw::Parameter;
+use crate::train::patience::BestSoFar;
 use crate::train::plan::{BackboneTraining, ParameterGroup, TrainPlan};
 use crate::train::state::TrainState;
 
@@ -54,7 +56,7 @@ pub enum CheckpointError {
 }
 
 /// `state.json`: the run's progress.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct SavedState {
     step: usize,
     tokens: u64,
@@ -62,6 +64,9 @@ struct SavedState {
     #[serde(default)]
     optimizer: OptimizerName,
     optimizer_updates: i32,
+    /// Absent without `train.keep_best`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    best: Option<BestSoFar>,
 }
 
 /// Writes and reads a run's checkpoints: heads, and the trained part of the backbone.
@@ -83,7 +88,7 @@ impl<'r> Checkpoints<'r> {
         let path = self.run().join(run_folder::step_folder(state.step));
         let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
         state.heads.save(folder.partial())?;
-        self.save_config(folder.partial(), &state.heads)?;
+        self.save_config(folder.partial(), &state.heads, None)?;
         match &self.plan.trained {
             BackboneTraining::Full => save(&folder.partial().join(BACKBONE_FILE), &self.backbone.weights())?,
             BackboneTraining::Frozen => {}
@@ -97,6 +102,7 @@ impl<'r> Checkpoints<'r> {
             tokens: state.tokens,
             optimizer: state.optimizer.name(),
             optimizer_updates: state.optimizer.updates(),
+            best: state.best,
         };
         write_json(&folder.partial().join(STATE_FILE), &saved).map_err(failed("write", &path))?;
         folder.commit().map_err(failed("write", &path))?;
@@ -109,7 +115,19 @@ impl<'r> Checkpoints<'r> {
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
     pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
-        let path = self.run().join(run_folder::FINAL);
+        self.save_heads(run_folder::FINAL, heads, None)
+    }
+
+    /// Writes `best/` with the same files as `final/`, in place of the last one.
+    ///
+    /// # Errors
+    /// [`CheckpointError`]; nothing half-written is left.
+    pub fn save_best(&self, heads: &Heads, best: BestEvaluation) -> Result<PathBuf, CheckpointError> {
+        self.save_heads(run_folder::BEST, heads, Some(best))
+    }
+
+    fn save_heads(&self, name: &str, heads: &Heads, best: Option<BestEvaluation>) -> Result<PathBuf, CheckpointError> {
+        let path = self.run().join(name);
         let folder = NewFolder::create(&path).map_err(failed("create", &path))?;
         heads.save(folder.partial())?;
         match &self.plan.trained {
@@ -125,7 +143,7 @@ impl<'r> Checkpoints<'r> {
                 save_adapters(folder.partial(), self.backbone, self.plan.backbone_name())?;
             }
         }
-        self.save_config(folder.partial(), heads)?;
+        self.save_config(folder.partial(), heads, best)?;
         folder.commit().map_err(failed("write", &path))?;
         Ok(path)
     }
@@ -165,6 +183,8 @@ impl<'r> Checkpoints<'r> {
         moments.release();
         state.step = saved.step;
         state.tokens = saved.tokens;
+        // Killed between removing the last best/ and renaming the new one, or removed by hand: the next evaluation is the best.
+        state.best = saved.best.filter(|_| self.run().join(run_folder::BEST).is_dir());
         Ok(())
     }
 
@@ -179,7 +199,7 @@ impl<'r> Checkpoints<'r> {
         steps.into_iter().try_for_each(remove)
     }
 
-    fn heads_config(&self, heads: &Heads) -> HeadsFolderConfig<'r> {
+    fn heads_config(&self, heads: &Heads, best: Option<BestEvaluation>) -> HeadsFolderConfig<'r> {
         let shape = heads.shape();
         HeadsFolderConfig {
             base_model_name_or_path: self.plan.backbone_name(),
@@ -197,16 +217,17 @@ impl<'r> Checkpoints<'r> {
             }),
             rope_context: Some(self.backbone.config.max_position_embeddings)
                 .filter(|_| self.backbone.config.rotary_depends_on_context()),
+            best,
         }
     }
 
     /// config.json beside heads, and the user's template file as it was when the run began: its path may not lead to it later.
-    fn save_config(&self, folder: &Path, heads: &Heads) -> Result<(), FileError> {
+    fn save_config(&self, folder: &Path, heads: &Heads, best: Option<BestEvaluation>) -> Result<(), FileError> {
         if let (TemplateChoice::File(_), Some(template)) = (&self.plan.data.chat_template, self.template) {
             let path = folder.join(CHAT_TEMPLATE);
             write_synced(&path, |out| out.write_all(template.source().as_bytes())).map_err(failed("write", &path))?;
         }
-        self.heads_config(heads).save(folder).map_err(failed("write", folder))
+        self.heads_config(heads, best).save(folder).map_err(failed("write", folder))
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::data::DataError;
+use crate::data::report::counted;
 use crate::data::tokenize::TokenizeError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::FileError;
@@ -50,6 +51,12 @@ pub enum TrainError {
         /// Positions from the hidden state to the token that it predicts.
         ahead: usize,
     },
+    /// One half of the validation rows has no target.
+    #[error(
+        "train.keep_best = \"tokens_per_step\" searches a tree on one half of the validation rows and judges it on the other; \
+         in {}, head 1 has a target in at most one half; add rows, or set train.keep_best = \"loss\"", counted(*rows, "validation row")
+    )]
+    NoTokensPerStep { rows: usize },
     /// The learning rate would never reach its peak.
     #[error(
         "schedule.warmup_steps = {warmup_steps}, but the run has only {total_steps} optimizer steps; lower it, or train for more epochs"
@@ -93,7 +100,10 @@ impl TrainError {
     /// Whether the recipe has to change: its values conflict with each other or with the files that it names.
     pub fn is_of_the_recipe(&self) -> bool {
         match self {
-            Self::InitShape { .. } | Self::WarmupTooLong { .. } | Self::TooManySteps { .. } => true,
+            Self::InitShape { .. }
+            | Self::NoTokensPerStep { .. }
+            | Self::WarmupTooLong { .. }
+            | Self::TooManySteps { .. } => true,
             Self::Data(DataError::Template(error)) => error.is_no_template(),
             _ => false,
         }

@@ -30,6 +30,7 @@ impl MetricsLine {
             lm_loss: metrics.lm_loss,
             perplexity: metrics.perplexity,
             tokens_per_step: metrics.tokens_per_step,
+            stopped_early: false,
             head_losses: metrics.head_losses.clone(),
             head_top1: top(1),
             head_top2: top(2),

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::formats::best::BestBy;
+
 pub mod backbone_pass;
 pub mod checked;
 pub mod checkpoint;
@@ -13,6 +15,7 @@ pub mod head_states;
 pub mod hidden_states;
 pub mod log;
 pub mod memory_plan;
+pub mod patience;
 pub mod plan;
 pub mod provenance;
 pub mod run;
@@ -52,6 +55,12 @@ pub struct TrainConfig {
     /// Optimizer steps between evaluations; absent: only at the end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_every: Option<NonZeroUsize>,
+    /// Keeps the heads with the best evaluation so far in `best/`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_best: Option<BestBy>,
+    /// Stops after so many evaluations in a row that are no better than the best.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub patience: Option<NonZeroUsize>,
     /// The number of newest checkpoints to keep; older ones are removed.
     #[serde(default = "count::<3>")]
     pub keep_checkpoints: NonZeroUsize,

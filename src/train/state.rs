@@ -6,6 +6,7 @@ use crate::draft::medusa::fused_loss::{HeadGradients, OutputGradients};
 use crate::draft::medusa::heads::Heads;
 use crate::model::llama::Llama;
 use crate::torch::optim::adamw::{AdamW, Parameter};
+use crate::train::patience::BestSoFar;
 use crate::train::plan::{ParameterGroup, TrainPlan};
 
 /// The state of a run. It has no frozen parameters.
@@ -19,6 +20,8 @@ pub struct TrainState {
     /// A tied LM head adds its gradient to the embedding's.
     lm_head_group: ParameterGroup,
     pub optimizer: AdamW,
+    /// The best evaluation so far, with `train.keep_best`.
+    pub best: Option<BestSoFar>,
     /// Finished optimizer steps.
     pub step: usize,
     /// Input tokens seen.
@@ -55,6 +58,7 @@ impl TrainState {
             lm_head_group: if is_tied { ParameterGroup::BackbonePart(0) } else { ParameterGroup::LmHead },
             heads,
             parameters,
+            best: None,
             step: 0,
             tokens: 0,
         }

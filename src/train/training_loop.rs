@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use crate::data::DataError;
+use crate::formats::best::BestEvaluation;
 use crate::formats::metrics::{MetricsLine, MetricsSplit, UpdateLine};
 use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
@@ -12,6 +13,7 @@ use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::Checkpoints;
 use crate::train::error::TrainError;
 use crate::train::log::RunLog;
+use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
 use crate::train::state::TrainState;
 use crate::train::step::{StepError, StepMetrics, StepWeights, check_finite, evaluate, train_step};
@@ -40,13 +42,23 @@ pub enum RunEvent<'e> {
     Evaluated(&'e MetricsLine),
     /// A checkpoint was written.
     Saved(&'e Path),
+    /// The best evaluation so far, and the folder in which its heads are kept.
+    Best(BestEvaluation, &'e Path),
 }
 
 /// How a run ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RunOutcome {
     /// All steps are done; the path of the finished heads.
     Finished(PathBuf),
+    /// `train.patience` evaluations in a row were no better than the best.
+    StoppedEarly {
+        /// The finished heads.
+        heads: PathBuf,
+        /// Optimizer steps done.
+        step: usize,
+        so_far: BestSoFar,
+    },
     /// All steps were done before; the path of the finished heads.
     FinishedBefore(PathBuf),
     /// Interrupted; the checkpoint to resume from.
@@ -73,11 +85,12 @@ impl<'r> TrainingLoop<'r, '_> {
         if self.state.step == 0 && !self.plan().trained.is_frozen() {
             self.evaluate()?; // perplexity before training, as the baseline
         }
-        while self.state.step < total_steps {
+        while self.state.step < total_steps && self.stopped_early().is_none() {
             let line = self.step()?;
             self.after_step(&line)?;
             let saves = self.state.step.is_multiple_of(self.plan().train.save_every.get());
-            let stop = interrupted.load(Ordering::Relaxed) && self.state.step < total_steps;
+            let goes_on = self.state.step < total_steps && self.stopped_early().is_none();
+            let stop = interrupted.load(Ordering::Relaxed) && goes_on;
             if saves || stop {
                 self.sync()?;
                 let saved = self.checkpoints.save_step(&self.state)?;
@@ -88,7 +101,17 @@ impl<'r> TrainingLoop<'r, '_> {
             }
         }
         self.sync()?;
-        Ok(RunOutcome::Finished(self.checkpoints.save_final(&self.state.heads)?))
+        let heads = self.checkpoints.save_final(&self.state.heads)?;
+        Ok(match self.stopped_early() {
+            Some(so_far) => RunOutcome::StoppedEarly { heads, step: self.state.step, so_far },
+            None => RunOutcome::Finished(heads),
+        })
+    }
+
+    /// The best evaluation, if patience ran out before the last step.
+    fn stopped_early(&self) -> Option<BestSoFar> {
+        let so_far = self.state.best.filter(|so_far| so_far.exhausts(self.plan().train.patience));
+        so_far.filter(|_| self.state.step < self.checked.total_steps)
     }
 
     fn plan(&self) -> &'r TrainPlan {
@@ -138,9 +161,24 @@ impl<'r> TrainingLoop<'r, '_> {
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
         }
-        let line = self.line(MetricsSplit::Validation, metrics.tokens, &metrics);
+        let mut line = self.line(MetricsSplit::Validation, metrics.tokens, &metrics);
+        // The evaluation before training is a reference, not a candidate.
+        let judged = self.plan().train.keep_best.filter(|_| line.step > 0).and_then(|by| by.judged(&line));
+        if let Some(evaluation) = judged {
+            self.state.best = Some(BestSoFar::after(self.state.best, evaluation));
+        }
+        line.stopped_early = self.stopped_early().is_some();
         self.log.append(&line)?;
         (self.tell)(RunEvent::Evaluated(&line));
+        if judged.is_some() { self.keep_best() } else { Ok(()) }
+    }
+
+    /// Writes `best/` if the last evaluation is the best.
+    fn keep_best(&mut self) -> Result<(), TrainError> {
+        let Some(BestSoFar { best, evaluations_since: 0 }) = self.state.best else { return Ok(()) };
+        check_finite(&self.state)?;
+        let saved = self.checkpoints.save_best(&self.state.heads, best)?;
+        (self.tell)(RunEvent::Best(best, &saved));
         Ok(())
     }
 

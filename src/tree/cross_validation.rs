@@ -17,15 +17,20 @@ pub struct CrossValidation {
     folds: [RankCounts; 2],
 }
 
+/// The half (0 or 1) that a row (0-based) belongs to: rows take turns.
+pub fn half_of(row: usize) -> usize {
+    row % 2
+}
+
 impl CrossValidation {
     /// No counts yet, for `num_heads` heads.
     pub fn new(num_heads: usize) -> Self {
         Self { folds: [(); 2].map(|()| RankCounts::new(num_heads, TOP_K)) }
     }
 
-    /// The half that a row (0-based) belongs to: every other row is in the same one.
+    /// The counts of the half that a row (0-based) belongs to.
     pub fn fold_of(&mut self, row: usize) -> &mut RankCounts {
-        &mut self.folds[row % 2]
+        &mut self.folds[half_of(row)]
     }
 
     /// The tree of each half is replayed on the other half: labelled tokens of all rows ÷ steps of both replays. `None` if

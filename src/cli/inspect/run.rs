@@ -10,9 +10,11 @@ use super::tensors::{self, HeadsFound, WeightsFound};
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::formats::FormatError;
 use crate::formats::bench::{self, BenchHeadline};
+use crate::formats::best::BestEvaluation;
 use crate::formats::calibration::Calibration;
+use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
-use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, METRICS, RECIPE, step_of};
+use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, METRICS, RECIPE, step_of};
 
 /// Contents of a run's folder.
 #[derive(Debug, Serialize)]
@@ -23,6 +25,8 @@ pub(super) struct RunContents {
     /// The newest lines of metrics.jsonl.
     training: Option<JsonLine<MetricsLine>>,
     validation: Option<JsonLine<MetricsLine>>,
+    /// The evaluation that `best/` was kept for.
+    best: Option<BestEvaluation>,
     accuracy: Vec<TopAccuracy>,
     /// Results of `medusa bench --json` for these heads, if the folder has them as bench.json.
     bench: Option<JsonLine<BenchHeadline>>,
@@ -63,6 +67,7 @@ impl RunContents {
             heads: newest_heads(path, &checkpoints)?,
             accuracy: accuracy(&path.join(CALIBRATION), validation.as_ref().map(|line| &line.read))?,
             bench: JsonLine::fastest(&path.join(BENCH))?,
+            best: PublishedHeadsConfig::best_of_run(path),
             checkpoints,
             training,
             validation,
@@ -71,8 +76,14 @@ impl RunContents {
     }
 
     pub(super) fn text(&self, path: &Path, out: &mut String) -> std::fmt::Result {
-        let state =
-            if self.finished { "finished" } else { "not finished; continue with medusa-train RECIPE.toml --resume" };
+        let stopped_early = self.validation.as_ref().is_some_and(|line| line.read.stopped_early);
+        let state = if self.finished && stopped_early {
+            "finished: stopped early by train.patience"
+        } else if self.finished {
+            "finished"
+        } else {
+            "not finished; continue with medusa-train RECIPE.toml --resume"
+        };
         writeln!(out, "run          {} ({state})", path.display())?;
         if let Some(heads) = &self.heads {
             writeln!(out, "heads        {}", heads.line())?;
@@ -81,7 +92,12 @@ impl RunContents {
             writeln!(out, "training     step {}, loss {:.4}", line.read.step, line.read.loss)?;
         }
         if let Some(line) = &self.validation {
-            writeln!(out, "validation   step {}, loss {:.4}", line.read.step, line.read.loss)?;
+            let tokens = line.read.tokens_per_step.map(|tokens| format!(", {tokens:.2} tokens per step"));
+            let tokens = tokens.unwrap_or_default();
+            writeln!(out, "validation   step {}, loss {:.4}{tokens}", line.read.step, line.read.loss)?;
+        }
+        if let Some(best) = &self.best {
+            writeln!(out, "best         {BEST}/: {best}")?;
         }
         writeln!(out, "files        {}", self.files.join(" "))?;
         accuracy_text(&self.accuracy, out)?;

@@ -10,6 +10,8 @@ use crate::data::report::counted;
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::HeadsLayout;
+use crate::formats::best::BestEvaluation;
+use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::model::weights::{TensorHeader, WeightFiles};
 
 /// Contents of a weights file.
@@ -28,6 +30,9 @@ pub(super) struct HeadsFound {
     parameters: i64,
     dtypes: Vec<String>,
     bytes: u64,
+    /// Of a run's `best/`: the evaluation that it was kept for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    best: Option<BestEvaluation>,
     /// Warnings for readers of this file.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     notices: Vec<String>,
@@ -72,6 +77,7 @@ impl HeadsFound {
             parameters: file.parameters()?,
             bytes: bytes.values().sum(),
             dtypes: bytes.into_keys().collect(),
+            best: file.config().and_then(PublishedHeadsConfig::best),
             notices: file.notices()?.iter().map(ToString::to_string).collect(),
         })
     }
@@ -79,6 +85,9 @@ impl HeadsFound {
     pub(super) fn text(&self, out: &mut String) -> std::fmt::Result {
         writeln!(out, "heads        {}", self.line())?;
         writeln!(out, "layout       {}", self.layout.title())?;
+        if let Some(best) = &self.best {
+            writeln!(out, "best         {best}")?;
+        }
         self.notices.iter().try_for_each(|notice| writeln!(out, "note         {notice}"))
     }
 

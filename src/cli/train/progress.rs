@@ -47,6 +47,7 @@ impl<'c> TrainProgress<'c> {
                 self.line(&format!("validation after step {}: {}", line.step, quality(line)));
                 self.json(line);
             }
+            RunEvent::Best(best, folder) => self.line(&format!("the best so far; saved {} ({best})", folder.display())),
             RunEvent::Saved(checkpoint) => self.line(&format!("saved {}", checkpoint.display())),
         }
     }

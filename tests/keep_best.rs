@@ -1,0 +1,206 @@
+//! Promise: evaluations tell the tokens per step that decoding would have; `train.keep_best` keeps the best heads in
+//! `best/`, and `train.patience` stops a run that no longer gets better.
+
+use std::fs;
+use std::process::Stdio;
+use std::thread::sleep;
+use std::time::Duration;
+
+use medusa::calibrate::calibrate;
+use medusa::data::rows::TokenRow;
+use medusa::data::store::RowStore;
+use medusa::draft::medusa::heads::Heads;
+use medusa::formats::calibration::Calibration;
+use medusa::model::llama::Llama;
+use medusa::model::loading::Purpose;
+use medusa::tree::replay::Replay;
+use serde_json::Value;
+use tch::{Device, Kind};
+
+use super::small_run::SmallRun;
+
+/// A run that evaluates after every step and keeps every checkpoint.
+fn evaluated_often(keep_best: &str) -> SmallRun {
+    let small = SmallRun::new();
+    let often = format!("eval_every = 1\nkeep_checkpoints = 100\nkeep_best = \"{keep_best}\"");
+    small.edit("recipe.toml", "eval_every = 6", &often);
+    small.edit("recipe.toml", "save_every = 3", "save_every = 1");
+    small
+}
+
+fn evaluations(small: &SmallRun) -> Vec<Value> {
+    let text = small.read("run/metrics.jsonl");
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a line of JSON"));
+    lines.filter(|line| line["split"] == "validation").collect()
+}
+
+fn json(small: &SmallRun, file: &str) -> Value {
+    serde_json::from_str(&small.read(file)).expect("JSON")
+}
+
+/// Step and value of the first evaluation with the best value.
+fn best_of(lines: &[Value], by: &str) -> (u64, f64) {
+    let sign = if by == "loss" { -1.0 } else { 1.0 };
+    let value = |line: &Value| line[by].as_f64().expect("a number");
+    let best = lines.iter().map(|line| sign * value(line)).fold(f64::NEG_INFINITY, f64::max);
+    let first = lines.iter().find(|line| sign * value(line) == best).expect("the best");
+    (first["step"].as_u64().expect("a step"), value(first))
+}
+
+#[test]
+fn tokens_per_step_are_those_of_calibrate_and_tree_on_the_other_half_of_the_rows() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "validation.jsonl", "rows.jsonl"); // so that guesses are often right
+    small.train(&[]).succeeded();
+    let llama = Llama::load(&small.path("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+    let heads = Heads::load(&small.path("run/final"), &llama).expect("the trained heads");
+    let text = small.read("rows.jsonl");
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("a row")).map(|row| {
+        let ids = |key: &str| row[key].as_array().expect("ids").iter().map(|id| id.as_i64().expect("an id") as i32);
+        TokenRow { input_ids: ids("input_ids").collect(), labels: ids("labels").collect() }
+    });
+    let (even, odd): (Vec<_>, Vec<_>) = rows.enumerate().partition(|(at, _)| at % 2 == 0);
+    let calibrated = |half: Vec<(usize, TokenRow)>| -> Calibration {
+        let rows = RowStore::in_memory(half.into_iter().map(|(_, row)| row));
+        let counts = calibrate(&llama, &heads, &rows, 10, |_| ()).expect("a calibration");
+        counts.sign(String::new(), String::new()).expect("targets for every head")
+    };
+    let (even, odd) = (calibrated(even), calibrated(odd));
+    let judged = |tree_of: &Calibration, texts: &Calibration| {
+        Replay::new(&tree_of.best_tree(63, 2).expect("a tree").tree, &texts.joint.runs)
+    };
+    let (a, b) = (judged(&even, &odd), judged(&odd, &even));
+    let expected = (a.tokens + b.tokens) as f64 / (a.steps + b.steps) as f64;
+    assert!(expected > 1.3, "no guess was right: nothing is tested ({expected})");
+    assert_eq!(evaluations(&small).last().expect("an evaluation")["tokens_per_step"], expected);
+}
+
+#[test]
+fn best_has_the_heads_of_the_best_evaluation_by_either_figure() {
+    let mut steps = vec![];
+    for by in ["loss", "tokens_per_step"] {
+        let small = evaluated_often(by);
+        let said = small.train(&[]).succeeded().stderr;
+        let (step, value) = best_of(&evaluations(&small), by);
+        assert_eq!(small.names("run/best"), small.names("run/final"));
+        let best = &json(&small, "run/best/config.json")["best"];
+        assert_eq!((&best["step"], &best["by"], &best["value"]), (&step.into(), &by.into(), &value.into()));
+        let heads = |folder: &str| small.bytes(&format!("run/{folder}/heads.safetensors"));
+        assert!(heads("best") == heads(&format!("step-{step:06}")), "best/ has other heads than step {step}");
+        assert!(
+            said.contains("the best heads are in run/best: ") && said.contains(&format!("after step {step}")),
+            "{said}"
+        );
+        assert!(json(&small, "run/final/config.json").get("best").is_none());
+        steps.push(step);
+    }
+    assert_ne!(steps[0], steps[1], "loss and tokens per step agree: one rule would pass for the other");
+}
+
+#[test]
+fn a_run_without_patience_left_stops_and_resumes_to_the_same_end() {
+    let small = evaluated_often("loss");
+    small.edit("recipe.toml", "eval_every = 1", "eval_every = 1\npatience = 3");
+    small.edit("recipe.toml", "learning_rate = 1e-2", "learning_rate = 0.2"); // soon worse
+    let ended = small.train(&[]).succeeded();
+    assert_eq!(ended.stdout, "run/final\n");
+    let lines = evaluations(&small);
+    let (best, _) = best_of(&lines, "loss");
+    let last = best + 3;
+    assert!(
+        last < 24 && lines.len() as u64 == last,
+        "stopped after evaluation {} of 24, {last} is expected",
+        lines.len()
+    );
+    let early: Vec<bool> = lines.iter().map(|line| line["stopped_early"] == true).collect();
+    assert!(early.ends_with(&[false, true]) && early.iter().filter(|early| **early).count() == 1, "{early:?}");
+    let stopped = format!("stopped early after step {last}: no better loss in 3 evaluations");
+    assert!(ended.stderr.contains(&stopped), "{}", ended.stderr);
+    let inspected = small.medusa(&["inspect", "run"]).succeeded().stdout;
+    assert!(inspected.contains("(finished: stopped early by train.patience)"), "{inspected}");
+    assert!(small.train(&["--resume"]).succeeded().stderr.contains("already finished"));
+
+    let files = ["final/heads.safetensors", "best/heads.safetensors", "best/config.json"];
+    let bytes = || files.map(|file| small.bytes(&format!("run/{file}")));
+    let unbroken = bytes();
+    // Killed before final/ was written: after the last checkpoint, and before the last two.
+    for lost in [0, 2] {
+        fs::remove_dir_all(small.path("run/final")).expect("a folder");
+        (last - lost + 1..=last).for_each(|step| {
+            fs::remove_dir_all(small.path(&format!("run/step-{step:06}"))).expect("a checkpoint");
+        });
+        let resumed = small.train(&["--resume"]).succeeded();
+        assert!(resumed.stderr.contains(&stopped), "{}", resumed.stderr);
+        assert!(bytes() == unbroken, "{lost} checkpoints lost");
+        assert_eq!(evaluations(&small).len() as u64, last);
+    }
+}
+
+#[test]
+fn a_lost_best_folder_is_written_again_by_the_next_evaluation() {
+    let small = evaluated_often("tokens_per_step");
+    small.train(&[]).succeeded();
+    for gone in ["run/final", "run/best"] {
+        fs::remove_dir_all(small.path(gone)).expect("a folder");
+    }
+    (22..=24).for_each(|step| fs::remove_dir_all(small.path(&format!("run/step-{step:06}"))).expect("a checkpoint"));
+    small.train(&["--resume"]).succeeded();
+    let (step, _) = best_of(&evaluations(&small)[21..], "tokens_per_step");
+    assert_eq!(json(&small, "run/best/config.json")["best"]["step"], step);
+}
+
+#[test]
+fn killed_while_best_is_written_it_is_whole_or_absent() {
+    let small = evaluated_often("loss");
+    small.train(&[]).succeeded();
+    let files = ["final/heads.safetensors", "best/heads.safetensors", "best/config.json", "step-000024/state.json"];
+    let bytes = || files.map(|file| small.bytes(&format!("run/{file}")));
+    let unbroken = bytes();
+    fs::remove_dir_all(small.path("run")).expect("a folder");
+    for kill in 0..8 {
+        let mut child =
+            small.trainer(&["--resume"]).stderr(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+        let newest = small.path(&format!("run/step-{:06}", 2 + 2 * kill));
+        while !newest.exists() && child.try_wait().expect("a child").is_none() {
+            sleep(Duration::from_millis(1));
+        }
+        sleep(Duration::from_millis(3 * kill));
+        child.kill().expect("a child");
+        child.wait().expect("a child");
+        if small.path("run/best").exists() {
+            assert_eq!(small.names("run/best"), ["config.json", "heads.safetensors"]);
+            small.medusa(&["inspect", "run/best"]).succeeded();
+        }
+    }
+    small.train(&["--resume"]).succeeded();
+    assert!(bytes() == unbroken);
+    assert!(small.names("run").iter().all(|name| !name.starts_with('.')), "{:?}", small.names("run"));
+}
+
+#[test]
+fn what_best_holds_is_read_as_final_is() {
+    let small = evaluated_often("tokens_per_step");
+    small.train(&[]).succeeded();
+    let best = json(&small, "run/best/config.json")["best"].clone();
+    let found = |path: &str| small.medusa(&["inspect", path, "--json"]).succeeded().stdout;
+    let found = |path: &str| serde_json::from_str::<Value>(&found(path)).expect("JSON");
+    assert_eq!((&found("run")["best"], &found("run/best")["best"]), (&best, &best));
+    assert!(found("run/final").get("best").is_none());
+    let page = small.medusa(&["report", "run", "--out", "page.html"]).succeeded();
+    assert!(small.read("page.html").contains("tokens per step after step"), "{}", page.stderr);
+    let heads = ["--backbone", "backbone", "--heads", "run/best"];
+    small.medusa(&[&["calibrate", "--data", "rows.jsonl", "--out", "c.json"][..], &heads].concat()).succeeded();
+    small.medusa(&["export", "--heads", "run/best", "--format", "tgi", "--out", "exported"]).succeeded();
+    assert_eq!(json(&small, "exported/config.json")["medusa_train"]["best"], best);
+}
+
+#[test]
+fn one_validation_row_has_no_other_half() {
+    let small = evaluated_often("tokens_per_step");
+    let first = small.read("validation.jsonl").lines().next().expect("a row").to_owned();
+    small.write("validation.jsonl", first);
+    small.train(&["--check"]).failed(2, &["train.keep_best = \"tokens_per_step\"", "1 validation row", "add rows"]);
+    small.edit("recipe.toml", "keep_best = \"tokens_per_step\"", "keep_best = \"loss\"");
+    small.train(&[]).succeeded();
+    assert!(evaluations(&small).iter().all(|line| line.get("tokens_per_step").is_none()));
+}
