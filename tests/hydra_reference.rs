@@ -331,3 +331,10 @@ fn twenty_steps_of_hydra_heads_with_biases_of_w2_equal_pytorch() {
 fn twenty_steps_of_hydra_plus_plus_heads_equal_pytorch() {
     check("hydra++", &[8, 2]);
 }
+
+#[test]
+fn twenty_steps_with_soft_targets_equal_pytorch() {
+    check("medusa_backbone", &[8, 2]);
+    check("medusa_half", &[8]);
+    check("hydra++_backbone", &[8, 2]);
+}

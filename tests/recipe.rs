@@ -54,6 +54,30 @@ fn an_unknown_key_is_shown_with_the_known_ones() {
 }
 
 #[test]
+fn targets_are_labels_or_the_backbone_or_a_mix() {
+    for (loss, expected) in [
+        ("targets = \"backbone\"\non_unlabelled = true", "targets = \"backbone\"\non_unlabelled = true"),
+        ("targets = { labels = 0.25, backbone = 1 }", "[loss.targets]\nlabels = 0.25\nbackbone = 1.0"),
+        ("", "targets = \"labels\"\non_unlabelled = false"),
+    ] {
+        let recipe = parse(&GOOD.replace("[data]", &format!("[loss]\n{loss}\n[data]"))).unwrap();
+        let resolved = recipe.resolved_toml();
+        assert!(resolved.contains(expected), "{resolved}");
+        assert_eq!(parse(&resolved).unwrap(), recipe);
+    }
+    let expected = r#"r.toml: line 9, column 11: loss.targets: expected "labels", "backbone" or { labels = 0.5, backbone = 0.5 }, got "teacher"
+  |
+9 | targets = "teacher"
+  |           ^^^^^^^^^"#;
+    assert_eq!(error_of("[data]", "[loss]\ntargets = \"teacher\"\n[data]"), expected);
+    let expected = r#"r.toml: line 9, column 17: loss.on_unlabelled needs loss.targets = "backbone" or a mix: without a label there is no other target; add it, or remove loss.on_unlabelled
+  |
+9 | on_unlabelled = true
+  |                 ^^^^"#;
+    assert_eq!(error_of("[data]", "[loss]\non_unlabelled = true\n[data]"), expected);
+}
+
+#[test]
 fn a_key_given_twice_is_refused() {
     let expected = r#"r.toml: line 18, column 1: duplicate key
    |

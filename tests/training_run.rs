@@ -544,6 +544,22 @@ fn kept_hidden_states_train_the_same_heads_and_serve_the_next_run() {
     assert!(!small.path("run").exists(), "a run that could not begin leaves nothing behind");
 }
 
+/// In Medusa-1 with a cache of the hidden states, whose file also has the teacher's positions.
+#[test]
+fn soft_targets_on_unlabelled_positions_train_the_same_heads_from_kept_hidden_states() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "max_length = 40", "max_length = 40\npacking = false");
+    small.edit("recipe.toml", "[data]", "[loss]\ntargets = \"backbone\"\non_unlabelled = true\n[data]");
+    small.train(&[]).succeeded();
+    let expected = small.bytes("run/final/heads.safetensors");
+    keep_hidden_states(&small);
+    for _ in 0..2 {
+        fs::remove_dir_all(small.path("run")).expect("a folder to remove");
+        small.train(&[]).succeeded();
+        assert!(small.bytes("run/final/heads.safetensors") == expected, "with the states kept the heads differ");
+    }
+}
+
 #[test]
 fn a_resume_that_is_refused_makes_no_hidden_states() {
     let small = SmallRun::new();
