@@ -185,6 +185,7 @@ impl Recipe {
         exclusive(text, "data.validation", "data.validation_fraction")?;
         self.check_stage(text)?;
         self.check_targets(text)?;
+        exclusive_rank(&self.heads, text)?;
         self.check_validation(text)?;
         self.check_best(text)?;
         self.check_batch(text)?;
@@ -299,12 +300,25 @@ impl Recipe {
         let config =
             LlamaConfig::load(folder).map_err(|error| wrong(text.value("backbone.path"), Mistake::Backbone(error)))?;
         self.check_lora(text, &config)?;
+        self.check_rank(text, &config)?;
         let (length, context) = (self.data.max_length.get(), config.largest_context());
         if i64::try_from(length).is_ok_and(|length| length <= context) {
             return Ok(());
         }
         let expected = format!("at most {context}, the backbone's context");
         Err(clash(text, "data.max_length", length, expected))
+    }
+
+    /// B·A of the hidden size or more would have more weights than W2.
+    fn check_rank(&self, text: &LocatedToml<'_>, backbone: &LlamaConfig) -> Result<(), RecipeError> {
+        match self.heads.w2_rank {
+            Some(rank) if rank.get() as i64 >= backbone.hidden_size => {
+                let expected =
+                    format!("less than {}, the backbone's hidden size; or remove the key", backbone.hidden_size);
+                Err(clash(text, "heads.w2_rank", rank, expected))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Every named layer exists: families name theirs differently.
@@ -352,6 +366,16 @@ fn wrong(place: RecipeSpan, mistake: Mistake) -> RecipeError {
 
 fn clash(text: &LocatedToml<'_>, key: &'static str, got: impl ToString, expected: String) -> RecipeError {
     wrong(text.value(key), Mistake::Clash { key, got: got.to_string(), expected })
+}
+
+fn exclusive_rank(heads: &HeadsConfig, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
+    match heads.w2_rank {
+        Some(rank) if heads.shared_lm_head => {
+            let expected = "no rank: with heads.shared_lm_head = true heads have no W2".to_owned();
+            Err(clash(text, "heads.w2_rank", rank, expected))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn exclusive(text: &LocatedToml<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {

@@ -60,6 +60,7 @@ const SHAPE: HeadsShape = HeadsShape {
     hidden_size: 32,
     vocab_size: 48,
     w2_bias: false,
+    w2_rank: 0,
 };
 
 fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape) {

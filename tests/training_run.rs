@@ -561,6 +561,22 @@ fn soft_targets_on_unlabelled_positions_train_the_same_heads_from_kept_hidden_st
 }
 
 #[test]
+fn heads_of_low_rank_are_trained_inspected_and_exported_at_full_rank() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "w2_rank = 3\n[stage.medusa1]");
+    small.train(&[]).succeeded();
+    let told = small.medusa(&["inspect", "run/final"]).succeeded();
+    assert!(told.stdout.contains("by rank 3"), "{}", told.stdout);
+    small.medusa(&["export", "--heads", "run/final", "--format", "tgi", "--out", "out"]).succeeded();
+    let exported = small.medusa(&["inspect", "out"]).succeeded();
+    assert!(!exported.stdout.contains("rank") && exported.stdout.contains("hidden size"), "{}", exported.stdout);
+    small.edit("recipe.toml", "w2_rank = 3", "w2_rank = 3\nshared_lm_head = true");
+    small.train(&["--check"]).failed(2, &["heads.w2_rank = 3", "heads have no W2"]);
+    small.edit("recipe.toml", "w2_rank = 3\nshared_lm_head = true", "w2_rank = 4096");
+    small.train(&["--check"]).failed(2, &["heads.w2_rank = 4096: expected less than", "hidden size"]);
+}
+
+#[test]
 fn a_resume_that_is_refused_makes_no_hidden_states() {
     let small = SmallRun::new();
     keep_hidden_states(&small);

@@ -188,7 +188,7 @@ impl Trained {
         let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
         let vocab_size = if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size };
         // Hydra's loader leaves a missing bias random.
-        HeadsShape { vocab_size, w2_bias: self.format == ExportFormat::Hydra, ..self.shape }
+        HeadsShape { vocab_size, w2_bias: self.format == ExportFormat::Hydra, ..self.shape.at_full_rank() }
     }
 
     /// V, if it is known.
@@ -202,6 +202,11 @@ impl Trained {
             Some(lm_head_vh) if place.part == HeadPart::W2 => Ok(lm_head_vh.to_kind(kind)),
             _ if place.part == HeadPart::W2Bias && !self.shape.w2_bias => {
                 Ok(Tensor::zeros(self.written_shape().size(place), (kind, Device::Cpu)))
+            }
+            None if place.part == HeadPart::W2 && self.shape.w2_rank > 0 => {
+                let down = HeadTensor { part: HeadPart::W2Down, ..place };
+                let [b_vr, a_rh] = [place, down].map(|place| self.file.tensor(place, Kind::Float));
+                Ok(b_vr?.matmul(&a_rh?).to_kind(kind))
             }
             _ => Ok(self.file.tensor(place, kind)?),
         }

@@ -113,7 +113,11 @@ impl TrainError {
 fn in_words(shape: &HeadsShape) -> String {
     let HeadsShape { architecture, medusa_num_heads, medusa_num_layers, .. } = shape;
     let architecture = architecture.name();
-    let w2 = if shape.vocab_size == 0 { "the backbone's lm_head" } else { "their own output layer" };
+    let w2 = match (shape.vocab_size, shape.w2_rank) {
+        (0, _) => "the backbone's lm_head".to_owned(),
+        (_, 0) => "their own output layer".to_owned(),
+        (_, rank) => format!("their own output layer of rank {rank}"),
+    };
     format!(
         "architecture = \"{architecture}\", medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}"
     )

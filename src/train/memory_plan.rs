@@ -367,8 +367,9 @@ impl Workload<'_> {
         let layers = self.heads.medusa_num_layers as u64;
         let rows = [(3 + 3 * layers, n * h * e), (if self.heads_drop { 2 * layers } else { 0 }, n * h * e)];
         let has_w2 = self.heads.vocab_size > 0;
+        let inner = if self.heads.w2_rank > 0 { self.heads.w2_rank.unsigned_abs() } else { h };
         // W2 in the backbone's dtype, and its gradient of one chunk before and after the cast.
-        let w2 = if has_w2 && cast { v * h * (2 * e + F32) } else { 0 };
+        let w2 = if has_w2 && cast { v * inner * (2 * e + F32) } else { 0 };
         // The teacher's copy of trained weights.
         let teacher_weight = if self.soft_targets && self.is_direct() && cast { v * h * e } else { 0 };
         // oneDNN reorders W2 for many rows: measured for 131, but not for 15.

@@ -92,8 +92,10 @@ impl HeadsFound {
     }
 
     pub(super) fn line(&self) -> String {
-        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, .. } = self.shape;
-        let vocabulary = if self.shared_lm_head { "shared lm_head".into() } else { format!("vocabulary {vocab_size}") };
+        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, w2_rank, .. } = self.shape;
+        let rank = if w2_rank > 0 { format!(" by rank {w2_rank}") } else { String::new() };
+        let vocabulary =
+            if self.shared_lm_head { "shared lm_head".into() } else { format!("vocabulary {vocab_size}{rank}") };
         format!(
             "{} of {}, hidden size {hidden_size}, {vocabulary}: {} parameters, {} ({})",
             counted(medusa_num_heads, self.shape.architecture.noun()),

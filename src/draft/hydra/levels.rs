@@ -187,8 +187,15 @@ mod tests {
             let config = LlamaConfig::tiny();
             let hidden_size = config.hidden_size;
             let architecture = HeadsArchitecture::Hydra;
-            let shape =
-                HeadsShape { architecture, medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, w2_bias };
+            let shape = HeadsShape {
+                architecture,
+                medusa_num_heads,
+                medusa_num_layers,
+                hidden_size,
+                vocab_size,
+                w2_bias,
+                w2_rank: 0,
+            };
             // Values that are exact in bfloat16; activations are rounded between layers.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
             let heads = || {

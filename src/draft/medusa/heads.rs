@@ -49,6 +49,9 @@ pub struct HeadsConfig {
     /// Heads consist of ResBlocks only and use the backbone's lm_head as output layer.
     #[serde(default)]
     pub shared_lm_head: bool,
+    /// R: W2 = B·A with an inner width of R.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub w2_rank: Option<NonZeroUsize>,
     /// What a head reads.
     #[serde(default)]
     pub architecture: HeadsArchitecture,
@@ -71,6 +74,7 @@ impl HeadsConfig {
             hidden_size,
             vocab_size: if self.shared_lm_head { 0 } else { vocab_size },
             w2_bias: false,
+            w2_rank: self.w2_rank.map_or(0, |rank| i64::try_from(rank.get()).unwrap_or(i64::MAX)),
         }
     }
 }
@@ -91,13 +95,16 @@ pub struct Heads {
 impl Heads {
     /// Untrained heads in float32, each of which starts out as the LM head: W1 = 0, the residual connection of a sequential head is the
     /// identity of the hidden state and 0 on the embeddings, every bias is 0 (the published trainers leave biases and residual
-    /// connections random), and W2 is a copy of `lm_head_vh` `[V, H]`, or absent with `shared_lm_head`.
+    /// connections random), and W2 is a copy of `lm_head_vh` `[V, H]`, its best approximation of a low rank, or absent with `shared_lm_head`.
     pub fn new(config: &HeadsConfig, lm_head_vh: &Tensor) -> Self {
         let [v, h] = lm_head_vh.size()[..] else { panic!("[V, H], got {lm_head_vh:?}") };
         let (shape, options) = (config.shape([v, h]), (Kind::Float, lm_head_vh.device()));
-        let start = |place: HeadTensor| match place.part {
-            HeadPart::W2 => lm_head_vh.to_kind(Kind::Float).copy(),
-            HeadPart::Res => Tensor::eye_m(h, shape.size(place)[1], options),
+        let low_rank = (shape.w2_rank > 0).then(|| low_rank(lm_head_vh, shape.w2_rank));
+        let start = |place: HeadTensor| match (place.part, &low_rank) {
+            (HeadPart::W2, Some([_, b_vr])) => b_vr.copy(),
+            (HeadPart::W2Down, Some([a_rh, _])) => a_rh.copy(),
+            (HeadPart::W2, None) => lm_head_vh.to_kind(Kind::Float).copy(),
+            (HeadPart::Res, _) => Tensor::eye_m(h, shape.size(place)[1], options),
             _ => Tensor::zeros(shape.size(place), options),
         };
         Self::from_tensors(shape, shape.places().into_iter().map(start).collect(), v)
@@ -277,7 +284,7 @@ impl Heads {
 
     /// The heads that `tree` uses, for an engine that drafts on the device.
     pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
-        let (shape, used) = (self.shape, &self.heads[..tree.max_depth()]);
+        let (shape, used) = (self.shape.at_full_rank(), &self.heads[..tree.max_depth()]);
         let shape = DraftShape { tree, blocks: shape.medusa_num_layers, parameters: shape.parameters() };
         DeviceDraft { shape, heads: used.iter().map(Head::matrices).collect() }
     }
@@ -288,5 +295,63 @@ impl Heads {
     /// [`WeightsError::File`].
     pub fn save(&self, folder: &Path) -> Result<(), WeightsError> {
         save(&folder.join(HEADS_FILE), &self.parameters())
+    }
+}
+
+/// A `[R, H]` and B `[V, R]` whose product is the matrix of rank R that is closest to `weight_vh` (Eckart and Young), in float32: of the
+/// singular value decomposition U·S·Vᵀ, the first R rows of Vᵀ, and the weight times them.
+fn low_rank(weight_vh: &Tensor, rank: i64) -> [Tensor; 2] {
+    let weight_vh = weight_vh.to_kind(Kind::Double);
+    // The columns of V are the eigenvectors of Wᵀ·W, which is far smaller than W; the largest eigenvalues come last.
+    let (_, vectors_hh) = weight_vh.tr().matmul(&weight_vh).linalg_eigh("L");
+    let last_hr = vectors_hh.narrow(1, vectors_hh.size()[1] - rank, rank);
+    [last_hr.tr().to_kind(Kind::Float).contiguous(), weight_vh.matmul(&last_hr).to_kind(Kind::Float)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_start_of_a_low_rank_w2_is_the_lm_head_as_far_as_the_rank_allows() {
+        let lm_head_vh = Generator::seeded(1).normal(&[50, 16], (Kind::Float, Device::Cpu));
+        let (_, s, _) = lm_head_vh.svd(true, true);
+        for rank in [1, 5, 16] {
+            let [a_rh, b_vr] = low_rank(&lm_head_vh, rank);
+            assert_eq!((a_rh.size(), b_vr.size()), (vec![rank, 16], vec![50, rank]));
+            let off = (b_vr.matmul(&a_rh) - &lm_head_vh).norm().double_value(&[]);
+            let best = s.narrow(0, rank, 16 - rank).norm().double_value(&[]);
+            assert!((off - best).abs() < 1e-4, "rank {rank}: off by {off}, the best by {best}");
+        }
+    }
+
+    #[test]
+    fn low_rank_heads_are_those_of_the_product() {
+        let (config, hidden) = (LlamaConfig::tiny(), Generator::seeded(3).normal(&[7, 32], (Kind::Float, Device::Cpu)));
+        let backbone = Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
+        let hidden_size = config.hidden_size;
+        let hidden = hidden.narrow(1, 0, hidden_size.min(32));
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size,
+            vocab_size: 50,
+            w2_rank: 5,
+            ..HeadsShape::default()
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        let of_head = |head: usize| heads.head(head);
+        let tensors = (0..2).flat_map(|head| {
+            let (blocks, w2) = (of_head(head).block_parameters(), of_head(head).w2().unwrap());
+            vec![blocks[0].copy(), blocks[1].copy(), w2.matmul(blocks[2])]
+        });
+        let full = Heads::from_tensors(shape.at_full_rank(), tensors.collect(), 50);
+        for head in 0..2 {
+            let [low, full] = [&heads, &full].map(|heads| heads.logits(head, &HeadInput::alone(&hidden), &backbone));
+            assert!(low.allclose(&full, 1e-5, 1e-5, false));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        heads.save(folder.path()).unwrap();
+        assert_eq!(HeadsFile::open(folder.path()).unwrap().shape(), shape);
     }
 }

@@ -14,8 +14,15 @@ fn limits() -> impl Strategy<Value = DynamicTree> {
 /// Heads whose guesses depend on the guesses before them.
 fn hydra_heads(architecture: HeadsArchitecture, medusa_num_heads: usize, llama: &Llama, seed: u64) -> Heads {
     let (hidden_size, vocab_size) = (32, VOCABULARY);
-    let shape =
-        HeadsShape { medusa_num_heads, medusa_num_layers: 1, hidden_size, vocab_size, architecture, w2_bias: true };
+    let shape = HeadsShape {
+        medusa_num_heads,
+        medusa_num_layers: 1,
+        hidden_size,
+        vocab_size,
+        architecture,
+        w2_bias: true,
+        w2_rank: 0,
+    };
     Heads::random(shape, Kind::Double, Device::Cpu, seed).with_new_prefix(llama, seed)
 }
 

@@ -35,9 +35,15 @@ fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
     let number = |n| NonZeroUsize::new(n).unwrap();
     let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
     let architecture = HeadsArchitecture::Medusa;
-    let dropout = Fraction::ZERO;
-    let config =
-        HeadsConfig { medusa_num_heads, medusa_num_layers, init_from: None, shared_lm_head, architecture, dropout };
+    let config = HeadsConfig {
+        medusa_num_heads,
+        medusa_num_layers,
+        init_from: None,
+        shared_lm_head,
+        w2_rank: None,
+        architecture,
+        dropout: Fraction::ZERO,
+    };
     let heads = Heads::new(&config, backbone.lm_head_weight());
     let mut generator = Generator::seeded(1);
     for (_, tensor) in heads.parameters() {
@@ -72,7 +78,8 @@ fn the_fused_loss_and_its_gradients_equal_the_plain_ones() {
 fn losses_of_sequential_heads_equal_the_plain_ones() {
     let previous_mj = Some(Generator::seeded(8).integers(40_000, &[600, 2]));
     let (targets, backbone) = (Targets { previous_mj, ..targets() }, backbone());
-    for (medusa_num_layers, vocab_size, w2_bias) in [(1, 40_000, true), (2, 40_000, false), (1, 0, false)] {
+    let cases = [(1, 40_000, true, 0), (2, 40_000, false, 0), (1, 0, false, 0), (1, 40_000, false, 6)];
+    for (medusa_num_layers, vocab_size, w2_bias, w2_rank) in cases {
         let shape = HeadsShape {
             architecture: HeadsArchitecture::Hydra,
             medusa_num_heads: 2,
@@ -80,6 +87,7 @@ fn losses_of_sequential_heads_equal_the_plain_ones() {
             hidden_size: 24,
             vocab_size,
             w2_bias,
+            w2_rank,
         };
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
         losses_of_a_head_equal_the_plain_ones(&heads, &targets, &backbone);

@@ -88,6 +88,16 @@ impl Heads {
         let head = &self.heads[head];
         let w2 = head.w2.as_ref().unwrap_or(backbone.lm_head()).matrix()?;
         let rows = x_nh.len() / usize::try_from(self.hidden_size()).ok()?;
+        let down_nr = match &head.down {
+            None => None,
+            Some(down) => {
+                let down = down.matrix()?;
+                let mut down_nr = vec![0.0; rows * down.outputs()];
+                down.multiply(x_nh, &mut down_nr, team);
+                Some(down_nr)
+            }
+        };
+        let x_nh = down_nr.as_deref().unwrap_or(x_nh);
         let mut logits_nv = vec![0.0; rows * usize::try_from(self.vocab_size).ok()?];
         w2.multiply(x_nh, &mut logits_nv, team);
         if let Some(bias_v) = head.w2_bias() {
@@ -161,7 +171,9 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
-        for (vocab_size, medusa_num_layers, w2_bias) in [(50, 2, false), (50, 1, true), (0, 1, false)] {
+        for (vocab_size, medusa_num_layers, w2_bias, w2_rank) in
+            [(50, 2, false, 0), (50, 1, true, 0), (0, 1, false, 0), (50, 1, false, 5), (50, 2, true, 8)]
+        {
             let config = LlamaConfig::tiny();
             let shape = HeadsShape {
                 medusa_num_heads: 3,
@@ -169,6 +181,7 @@ mod tests {
                 hidden_size: config.hidden_size,
                 vocab_size,
                 w2_bias,
+                w2_rank,
                 ..HeadsShape::default()
             };
             // Values that are exact in bfloat16, so that rounding does not decide the result.

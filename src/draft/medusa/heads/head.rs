@@ -58,7 +58,9 @@ impl HeadDropout {
 #[derive(Debug)]
 pub struct Head {
     pub(super) blocks: Vec<ResBlock>,
-    /// W2, `[V, H]`; `None` if the head uses the backbone's lm_head.
+    /// A of W2 = B·A, `[R, H]`; `None` if W2 is one matrix.
+    pub(super) down: Option<Linear>,
+    /// W2, `[V, H]`, or B, `[V, R]`; `None` if the head uses the backbone's lm_head.
     pub(super) w2: Option<Linear>,
 }
 
@@ -98,11 +100,12 @@ impl Head {
             res_connection: parts.contains(&HeadPart::Res).then(|| layer(parts.contains(&HeadPart::ResBias))),
         });
         let blocks = blocks.collect();
+        let down = output.contains(&HeadPart::W2Down).then(|| layer(false));
         let w2 = output.contains(&HeadPart::W2).then(|| layer(output.contains(&HeadPart::W2Bias)));
-        Self { blocks, w2 }
+        Self { blocks, down, w2 }
     }
 
-    /// Applies the ResBlocks to `[N, I]` ([`HeadInput::rows`]): the input of the output layer, `[N, H]`. Computes in `x`'s dtype.
+    /// Applies the ResBlocks to `[N, I]` ([`HeadInput::rows`]): the input of the output layer, `[N, H]`, or `[N, R]` of a low-rank one. Computes in `x`'s dtype.
     pub fn hidden(&self, x_ni: &Tensor) -> Tensor {
         self.hidden_with(x_ni, None)
     }
@@ -115,10 +118,11 @@ impl Head {
         let last = self.blocks.len() as u64;
         let blocks = self.blocks.iter().zip(0..);
         let y_nh = blocks.fold(x_ni.shallow_clone(), |x, (block, layer)| block.forward(&through(x, layer)));
-        through(y_nh, last)
+        let y_nh = through(y_nh, last);
+        self.down.as_ref().map_or(y_nh.shallow_clone(), |down| down.forward(&y_nh, Adapters::Off))
     }
 
-    /// W2 `[V, H]`; `None` if the head uses the backbone's lm_head or W2 is packed.
+    /// W2 `[V, H]`, or B `[V, R]` of a low-rank one; `None` if the head uses the backbone's lm_head or W2 is packed.
     pub fn w2(&self) -> Option<&Tensor> {
         self.w2.as_ref().and_then(Linear::dense_weight)
     }
@@ -128,9 +132,9 @@ impl Head {
         self.w2.as_ref().and_then(Linear::bias)
     }
 
-    /// Weights and biases of every block, block after block, in the order of [`super::HeadsShape::tensors`].
+    /// Weights and biases of every block, block after block, and A of a low-rank W2: all before [`Head::w2`], in the order of [`super::HeadsShape::tensors`].
     pub fn block_parameters(&self) -> Vec<&Tensor> {
-        self.blocks.iter().flat_map(ResBlock::layers).flat_map(tensors_of).collect()
+        self.blocks.iter().flat_map(ResBlock::layers).chain(&self.down).flat_map(tensors_of).collect()
     }
 
     /// All weights and biases, in the order of [`super::HeadsShape::tensors`].
@@ -145,17 +149,23 @@ impl Head {
             Some(_) if has_layout => block,
             res_connection => ResBlock { linear: pack(block.linear), res_connection: res_connection.map(&mut pack) },
         };
-        Self { blocks: self.blocks.into_iter().map(block).collect(), w2: self.w2.map(pack) }
+        let blocks = self.blocks.into_iter().map(block).collect();
+        Self { blocks, down: self.down.map(&mut pack), w2: self.w2.map(pack) }
     }
 
-    /// Views of a Medusa head's weights; `None` if they are laid out for the CPU kernels, or if W2 has a bias.
+    /// Views of a Medusa head's weights; `None` if they are laid out for the CPU kernels, or if W2 has a bias. A low-rank W2 is
+    /// multiplied out.
     pub(super) fn matrices(&self) -> Option<HeadMatrices> {
         if self.w2_bias().is_some() {
             return None;
         }
         let block = |block: &ResBlock| Some((block.linear.in_rows()?, block.linear.bias()?.shallow_clone()));
         let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
-        Some(HeadMatrices { blocks, w2_vh: self.w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))? })
+        let w2_vh = match (&self.down, &self.w2) {
+            (Some(down), Some(w2)) => Some(w2.in_rows()?.matmul(&down.in_rows()?)),
+            (_, w2) => w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))?,
+        };
+        Some(HeadMatrices { blocks, w2_vh })
     }
 }
 

@@ -318,6 +318,7 @@ impl HeadsFile {
         let first = |part: HeadPart| places().find(is(part)).map(|place| &self.names[place]);
         let w1 = first(HeadPart::W1).map(size).transpose()?;
         let w2 = first(HeadPart::W2).map(size).transpose()?;
+        let down = first(HeadPart::W2Down).map(size).transpose()?;
         let axis = |size: &Option<Vec<i64>>, axis: usize| size.as_ref().and_then(|size| size.get(axis)).copied();
         let has = |part| first(part).is_some();
         let shape = HeadsShape {
@@ -327,6 +328,7 @@ impl HeadsFile {
                 (true, false) => HeadsArchitecture::Medusa,
             },
             w2_bias: has(HeadPart::W2Bias),
+            w2_rank: axis(&down, 0).unwrap_or(0),
             medusa_num_heads: places().map(|place| place.head + 1).max().unwrap_or(0),
             medusa_num_layers: places().filter(is(HeadPart::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
             hidden_size: axis(&w1, 0).or(axis(&w2, 1)).unwrap_or(0),
@@ -343,7 +345,7 @@ impl HeadsFile {
         let fits = |place: &HeadTensor| match place.part {
             HeadPart::W1 | HeadPart::B1 => place.layer < last,
             HeadPart::Res | HeadPart::ResBias => place.layer == 0,
-            HeadPart::W2 | HeadPart::W2Bias => self.layout.names_w2_by_head() || place.layer == last,
+            HeadPart::W2Down | HeadPart::W2 | HeadPart::W2Bias => self.layout.names_w2_by_head() || place.layer == last,
         };
         match self.names.iter().find(|(place, _)| !fits(place)) {
             Some((_, name)) => Err(HeadsError::Layout { path: self.path.clone(), name: name.clone() }),

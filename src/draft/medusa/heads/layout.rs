@@ -68,6 +68,8 @@ pub struct HeadsShape {
     pub vocab_size: i64,
     /// Whether W2 has a bias, as in published Hydra heads.
     pub w2_bias: bool,
+    /// R, the rank of W2 = B·A; 0 if W2 is one matrix.
+    pub w2_rank: i64,
 }
 
 impl HeadsShape {
@@ -86,6 +88,8 @@ impl HeadsShape {
             0 if self.architecture.is_sequential() => &[HeadPart::W1, HeadPart::B1, HeadPart::Res, HeadPart::ResBias],
             _ if layer < self.medusa_num_layers => &[HeadPart::W1, HeadPart::B1],
             _ if self.vocab_size == 0 => &[],
+            _ if self.w2_rank > 0 && self.w2_bias => &[HeadPart::W2Down, HeadPart::W2, HeadPart::W2Bias],
+            _ if self.w2_rank > 0 => &[HeadPart::W2Down, HeadPart::W2],
             _ if self.w2_bias => &[HeadPart::W2, HeadPart::W2Bias],
             _ => &[HeadPart::W2],
         }
@@ -102,6 +106,8 @@ impl HeadsShape {
         match place.part {
             HeadPart::W1 | HeadPart::Res => vec![self.hidden_size, self.inputs(place.head, place.layer)],
             HeadPart::B1 | HeadPart::ResBias => vec![self.hidden_size],
+            HeadPart::W2Down => vec![self.w2_rank, self.hidden_size],
+            HeadPart::W2 if self.w2_rank > 0 => vec![self.vocab_size, self.w2_rank],
             HeadPart::W2 => vec![self.vocab_size, self.hidden_size],
             HeadPart::W2Bias => vec![self.vocab_size],
         }
@@ -110,6 +116,12 @@ impl HeadsShape {
     /// Names and shapes of all tensors in `heads.safetensors`, by head, then layer.
     pub fn tensors(&self) -> Vec<(String, Vec<i64>)> {
         HeadsLayout::Heads.tensors(self)
+    }
+
+    /// The same heads with B·A as one W2.
+    #[must_use]
+    pub fn at_full_rank(self) -> Self {
+        Self { w2_rank: 0, ..self }
     }
 
     /// Number of weights.
@@ -149,7 +161,9 @@ pub enum HeadPart {
     Res,
     /// Its bias, `[H]`.
     ResBias,
-    /// The projection to the vocabulary, `[V, H]`.
+    /// A of a low-rank projection to the vocabulary W2 = B·A, `[R, H]`.
+    W2Down,
+    /// The projection to the vocabulary, `[V, H]`; B of a low-rank one, `[V, R]`.
     W2,
     /// Its bias, `[V]`.
     W2Bias,
@@ -158,7 +172,7 @@ pub enum HeadPart {
 impl HeadPart {
     /// Whether it belongs to a ResBlock, not to the output layer.
     pub(super) fn is_of_block(self) -> bool {
-        !matches!(self, Self::W2 | Self::W2Bias)
+        !matches!(self, Self::W2Down | Self::W2 | Self::W2Bias)
     }
 }
 
@@ -173,11 +187,12 @@ pub struct HeadTensor {
 }
 
 /// Name patterns. The W2 of vLLM and Hydra has no layer in its name. Only two layouts can hold sequential heads and a bias of W2.
-const NAMES: [(HeadsLayout, HeadPart, &str); 27] = [
+const NAMES: [(HeadsLayout, HeadPart, &str); 28] = [
     (HeadsLayout::Heads, HeadPart::W1, "{head}.{layer}.linear.weight"),
     (HeadsLayout::Heads, HeadPart::B1, "{head}.{layer}.linear.bias"),
     (HeadsLayout::Heads, HeadPart::Res, "{head}.{layer}.res_connection.weight"),
     (HeadsLayout::Heads, HeadPart::ResBias, "{head}.{layer}.res_connection.bias"),
+    (HeadsLayout::Heads, HeadPart::W2Down, "{head}.{layer}.down.weight"),
     (HeadsLayout::Heads, HeadPart::W2, "{head}.{layer}.weight"),
     (HeadsLayout::Heads, HeadPart::W2Bias, "{head}.{layer}.bias"),
     (HeadsLayout::Merged, HeadPart::W1, "medusa_head.{head}.{layer}.linear.weight"),
@@ -375,6 +390,7 @@ mod tests {
             hidden_size: 8,
             vocab_size: 50,
             w2_bias: true,
+            w2_rank: 0,
         };
         let tensors = shape.tensors();
         let sizes: Vec<(&str, &[i64])> = tensors.iter().map(|(name, size)| (name.as_str(), size.as_slice())).collect();
