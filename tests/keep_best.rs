@@ -62,7 +62,7 @@ fn tokens_per_step_are_those_of_calibrate_and_tree_on_the_other_half_of_the_rows
     let (even, odd): (Vec<_>, Vec<_>) = rows.enumerate().partition(|(at, _)| at % 2 == 0);
     let calibrated = |half: Vec<(usize, TokenRow)>| -> Calibration {
         let rows = RowStore::in_memory(half.into_iter().map(|(_, row)| row));
-        let counts = calibrate(&llama, &heads, &rows, 10, |_| ()).expect("a calibration");
+        let (counts, _) = calibrate(&llama, &heads, &rows, 10, |_| ()).expect("a calibration");
         counts.sign(String::new(), String::new()).expect("targets for every head")
     };
     let (even, odd) = (calibrated(even), calibrated(odd));
