@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(judged(&[always.clone(), always.clone()], 1), Some(2.0));
         // Two heads, whose right paths differ between the halves: 63 of 110 nodes do not cover what the other half needs.
         let path = |second: usize| -> Vec<Vec<usize>> {
-            let right = |at: usize| if at % 3 == 0 { vec![9, second] } else { vec![] };
+            let right = |at: usize| if at.is_multiple_of(3) { vec![9, second] } else { vec![] };
             (0..300).map(right).collect()
         };
         let apart = judged(&[path(8), path(9)], 2).unwrap();
