@@ -119,13 +119,15 @@ fn new_heads_are_the_lm_head() {
 }
 
 /// Logits `[K, N, V]` of heads at the first positions of the fixture's text, as many as each head has previous tokens.
-fn logits(heads: &Path, n: i64) -> Tensor {
+fn logits(heads: &Path, fixture: &str, n: i64) -> Tensor {
     let backbone =
         Llama::load(&published("hydra/backbone"), Kind::Float, Device::Cpu, Purpose::Decoding).expect("a backbone");
     let heads = Heads::load(heads, &backbone).expect("heads");
-    let fixture = Tensor::read_safetensors(published("hydra/published_mlp/expected.safetensors")).expect("the fixture");
+    let fixture = Tensor::read_safetensors(published(fixture).join("expected.safetensors")).expect("the fixture");
     let read = |name: &str| &fixture.iter().find(|(own, _)| own == name).expect("a tensor").1;
-    let (hidden_nh, ids_t) = (read("hidden_states").narrow(0, 0, n), read("input_ids"));
+    let (hidden_th, ids_t) = (read("hidden_states"), read("input_ids"));
+    let states_1th = heads.states_of_rows(&hidden_th.unsqueeze(0), &[vec![ids_t.numel()]]);
+    let hidden_nh = states_1th.squeeze_dim(0).narrow(0, 0, n);
     let of_head = |head: usize| {
         let after: Vec<Tensor> = (1..=head as i64 + 1).map(|ahead| ids_t.narrow(0, ahead, n)).collect();
         let previous_nj = Tensor::stack(&after, 1);
@@ -154,32 +156,37 @@ fn published_heads_have_the_logits_of_their_trainer() {
     let fixture = WeightFiles::open_file(&folder.join("expected.safetensors")).expect("the fixture");
     let size = fixture.shape("logits").expect("a shape");
     let expected = fixture.tensor("logits", &size, Kind::Float, Device::Cpu).expect("logits");
-    let off = (logits(&folder, size[1]) - expected).abs().max().double_value(&[]);
+    let off = (logits(&folder, "hydra/published_mlp", size[1]) - expected).abs().max().double_value(&[]);
     assert!(off < 1e-5, "{off}");
 }
 
 #[test]
 fn exported_heads_are_read_back_with_the_same_logits() {
-    let small = SmallRun::new();
-    let (heads, backbone) = (published("hydra/published_mlp"), published("hydra/backbone"));
-    let (from, base) = (heads.to_str().expect("a path"), backbone.to_str().expect("a path"));
-    let export = |format: &str| {
-        small.medusa(&["export", "--heads", from, "--backbone", base, "--format", format, "--out", format])
-    };
-    let ended = export("hydra").succeeded();
-    assert!(ended.stderr.contains("verified: 3 Hydra heads of 3 ResBlocks in float16"), "{}", ended.stderr);
-    assert_eq!(small.names("hydra"), ["README.md", "config.json", "hydra_lm_head.pt"]);
-    assert!(logits(&small.path("hydra"), 13).equal(&logits(&heads, 13)));
-    let config: Value = serde_json::from_str(&small.read("hydra/config.json")).expect("JSON");
-    for (key, value) in [("hydra_num_heads", 3), ("hydra_num_layers", 3), ("hidden_state_offset", 0)] {
-        assert_eq!(config[key], value, "{key}");
-    }
-    assert_eq!((&config["hydra_head_arch"], &config["grounded_heads"]), (&"mlp".into(), &true.into()));
-    assert!(config["base_model_name_or_path"].is_string());
-    for format in ["heads", "tgi", "vllm", "tensorrt-llm", "merged", "modelopt", "peft"] {
-        let facts = if format == "peft" { "has no adapter" } else { "holds Hydra heads" };
-        export(format).failed(2, &[format, facts]);
-        assert!(!small.path(format).exists());
+    for (fixture, architecture, verified) in [
+        ("hydra/published_mlp", "mlp", "verified: 3 Hydra heads of 3 ResBlocks in float16"),
+        ("hydra/published_prefix-mlp", "prefix-mlp", "verified: 3 Hydra++ heads of 3 ResBlocks in float32"),
+    ] {
+        let small = SmallRun::new();
+        let (heads, backbone) = (published(fixture), published("hydra/backbone"));
+        let (from, base) = (heads.to_str().expect("a path"), backbone.to_str().expect("a path"));
+        let export = |format: &str| {
+            small.medusa(&["export", "--heads", from, "--backbone", base, "--format", format, "--out", format])
+        };
+        let ended = export("hydra").succeeded();
+        assert!(ended.stderr.contains(verified), "{}", ended.stderr);
+        assert_eq!(small.names("hydra"), ["README.md", "config.json", "hydra_lm_head.pt"]);
+        assert!(logits(&small.path("hydra"), fixture, 13).equal(&logits(&heads, fixture, 13)));
+        let config: Value = serde_json::from_str(&small.read("hydra/config.json")).expect("JSON");
+        for (key, value) in [("hydra_num_heads", 3), ("hydra_num_layers", 3), ("hidden_state_offset", 0)] {
+            assert_eq!(config[key], value, "{key}");
+        }
+        assert_eq!((&config["hydra_head_arch"], &config["grounded_heads"]), (&architecture.into(), &true.into()));
+        assert!(config["base_model_name_or_path"].is_string());
+        for format in ["heads", "tgi", "vllm", "tensorrt-llm", "merged", "modelopt", "peft"] {
+            let facts = if format == "peft" { "has no adapter" } else { "holds Hydra heads" };
+            export(format).failed(2, &[format, facts]);
+            assert!(!small.path(format).exists());
+        }
     }
 }
 

@@ -12,6 +12,7 @@ use super::companions::{CardBench, Companions};
 use super::error::ExportError;
 use super::request::ExportFormat;
 use super::trained::Trained;
+use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::files::write_synced;
 use crate::formats::bench::SweptValue;
 use crate::formats::calibration::{Calibration, HeadAccuracy};
@@ -42,6 +43,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "base_model": trained.base_model,
             "serve": base.as_deref().unwrap_or(BACKBONE),
             "out": OUT,
+            "kind": kind_of(shape.architecture),
             "hydra": shape.architecture.is_sequential(),
             "heads": shape.medusa_num_heads,
             "layers": shape.medusa_num_layers,
@@ -65,6 +67,14 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "medusa_tokens": tree.map_or(63, |choices| choices.len()),
             "bench": companions.bench.as_ref().map(|found| figures(&found.content)),
     })
+}
+
+fn kind_of(architecture: HeadsArchitecture) -> &'static str {
+    match architecture {
+        HeadsArchitecture::Medusa => "Medusa",
+        HeadsArchitecture::Hydra => "Hydra",
+        HeadsArchitecture::HydraPlusPlus => "Hydra++",
+    }
 }
 
 /// Top-1 and top-5 accuracy of each head.

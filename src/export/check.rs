@@ -55,7 +55,13 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDiff
     for place in expected.places() {
         let kind = trained.dtype.kind();
         let (written, own) = (got.stored(place)?, trained.tensor(place, kind)?);
-        same(folder, &trained.format.layout().name(place), &written, &own)?;
+        same(folder, &trained.layout().name(place), &written, &own)?;
+    }
+    for (ours, size) in trained.file.prefix_tensors()? {
+        let [written, own] = [&got, &trained.file].map(|file| file.prefix_tensor(&ours, &size));
+        let (written, own) = (written?, own?.to_kind(trained.dtype.kind()));
+        finite(&own, trained.dtype, || format!("tensor {ours}"))?;
+        same(folder, &ours, &written, &own)?;
     }
     heads(&got, trained)
 }

@@ -10,7 +10,7 @@ use super::finite::finite_backbone;
 use super::request::{ExportFormat, ExportRequest};
 use crate::draft::medusa::heads::HeadsShape;
 use crate::draft::medusa::heads::import::{HeadsFile, folder_of};
-use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor};
+use crate::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
 use crate::dtype::Dtype;
 use crate::formats::provenance::Provenance;
 use crate::formats::run_folder;
@@ -189,6 +189,12 @@ impl Trained {
         let vocab_size = if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size };
         // Hydra's loader leaves a missing bias random.
         HeadsShape { vocab_size, w2_bias: self.format == ExportFormat::Hydra, ..self.shape.at_full_rank() }
+    }
+
+    /// The layout of the written names.
+    pub(super) fn layout(&self) -> HeadsLayout {
+        let has_prefix = self.shape.architecture.has_prefix();
+        if self.format == ExportFormat::Hydra && has_prefix { HeadsLayout::HydraPlusPlus } else { self.format.layout() }
     }
 
     /// V, if it is known.

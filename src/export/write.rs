@@ -17,6 +17,7 @@ use crate::files::{write_json, write_synced};
 use crate::formats::heads_config::TRAINING;
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
+use crate::model::prefix_layer::PREFIX;
 use crate::model::torch_file;
 use crate::model::weights::{MODEL_FILE, Planned, save_each};
 
@@ -50,8 +51,18 @@ fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError
 }
 
 fn pickled(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError> {
-    let (planned, places) = plan(trained);
-    torch_file::save(&folder.join(file), &planned, &mut |at| tensor(trained, places[at]))?;
+    let (mut planned, places) = plan(trained);
+    let (prefix, kind) = (trained.file.prefix_tensors()?, trained.dtype.kind());
+    let begin = trained.layout().prefix_layer().unwrap_or(PREFIX);
+    let written = |ours: &str| ours.replacen(PREFIX, begin, 1);
+    planned.extend(prefix.iter().map(|(ours, size)| Planned { name: written(ours), shape: size.clone(), kind }));
+    torch_file::save(&folder.join(file), &planned, &mut |at| match at.checked_sub(places.len()) {
+        None => tensor(trained, places[at]),
+        Some(of_prefix) => {
+            let (ours, size) = &prefix[of_prefix];
+            Ok(trained.file.prefix_tensor(ours, size).map_err(io::Error::other)?.to_kind(kind))
+        }
+    })?;
     write_config(folder, trained)
 }
 
@@ -82,7 +93,7 @@ pub(super) fn copy(from: &Path, to: &Path) -> Result<(), ExportError> {
 /// The layout's tensors, and the head and part of each.
 fn plan(trained: &Trained) -> (Vec<Planned>, Vec<HeadTensor>) {
     let (shape, kind) = (trained.written_shape(), trained.dtype.kind());
-    let planned = trained.format.layout().tensors(&shape).into_iter();
+    let planned = trained.layout().tensors(&shape).into_iter();
     (planned.map(|(name, shape)| Planned { name, shape, kind }).collect(), shape.places())
 }
 
@@ -124,7 +135,7 @@ fn config(trained: &Trained) -> Map<String, Value> {
         ExportFormat::Hydra => json!({
             "hydra_num_heads": heads,
             "hydra_num_layers": layers,
-            "hydra_head_arch": "mlp",
+            "hydra_head_arch": if trained.shape.architecture.has_prefix() { "prefix-mlp" } else { "mlp" },
             "grounded_heads": trained.shape.architecture.is_sequential(),
             "hidden_state_offset": 0,
         }),

@@ -177,6 +177,15 @@ impl HeadsFile {
         if self.prefix.is_empty() { Ok(()) } else { expected.iter().try_for_each(check) }
     }
 
+    /// Our names and the shapes of the prefix layer's tensors; empty without one.
+    ///
+    /// # Errors
+    /// [`HeadsError`] if the file is damaged.
+    pub fn prefix_tensors(&self) -> Result<Vec<(String, Vec<i64>)>, HeadsError> {
+        let sized = |(ours, name): (&String, &String)| Ok((ours.clone(), self.tensors.shape(name)?));
+        self.prefix.iter().map(sized).collect()
+    }
+
     /// A tensor of the prefix layer by our name, in its own dtype.
     ///
     /// # Errors
