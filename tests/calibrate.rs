@@ -74,10 +74,11 @@ fn heads_shape(world: &World) -> HeadsShape {
 
 /// Sequential heads get the right tokens before their own.
 fn counts_equal_those_by_hand(world: &World, heads: &str, rows: &[(Vec<i64>, Vec<i64>)]) {
-    let written: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).unwrap()).unwrap();
+    let written: Value = serde_json::from_slice(&std::fs::read(world.path("c.json")).expect("what calibrate wrote"))
+        .expect("what calibrate wrote");
     let (counts, totals) = counted_by_hand(world, heads, rows);
     assert!(counts.iter().flatten().sum::<u64>() > 0, "no guess was right: nothing is tested");
-    for (head, of_head) in written["heads"].as_array().unwrap().iter().enumerate() {
+    for (head, of_head) in written["heads"].as_array().expect("what calibrate wrote").iter().enumerate() {
         assert_eq!(
             (&of_head["counts"], &of_head["total"]),
             (&json!(counts[head]), &json!(totals[head])),
@@ -88,10 +89,13 @@ fn counts_equal_those_by_hand(world: &World, heads: &str, rows: &[(Vec<i64>, Vec
     assert_eq!(written["tokens"], json!(69));
     assert_eq!(
         written["heads_sha256"],
-        json!(medusa::files::sha256(&world.path(heads).join("heads.safetensors")).unwrap())
+        json!(medusa::files::sha256(&world.path(heads).join("heads.safetensors")).expect("what calibrate wrote"))
     );
-    for path in written["joint"]["paths"].as_array().unwrap() {
-        let (guess, count) = (path["path"][0].as_u64().unwrap() as usize, path["count"].as_u64().unwrap());
+    for path in written["joint"]["paths"].as_array().expect("what calibrate wrote") {
+        let (guess, count) = (
+            path["path"][0].as_u64().expect("what calibrate wrote") as usize,
+            path["count"].as_u64().expect("what calibrate wrote"),
+        );
         assert!(count <= counts[0][guess], "a path is right no more often than its first guess");
     }
 }
