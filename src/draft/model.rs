@@ -215,9 +215,9 @@ impl GuessedText {
     /// The draws below each node of a proposal. All of them, so that a tree may leave some out.
     fn drawn(&self, tree: &SparseTree, tokens: &[i64]) -> Vec<DrawnChildren> {
         let mut own = vec![Some(0)];
-        for node in 1..tree.len() {
+        for (node, &token) in tokens.iter().enumerate().skip(1) {
             let parent = tree.parent(node).and_then(|parent| own[parent]);
-            own.push(parent.and_then(|parent| self.child(parent, tokens[node])));
+            own.push(parent.and_then(|parent| self.child(parent, token)));
         }
         let drawn = |node: Option<usize>| node.map(|node| self.nodes[node].drawn.clone()).unwrap_or_default();
         own.into_iter().map(drawn).collect()

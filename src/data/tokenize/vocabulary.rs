@@ -59,6 +59,7 @@ mod tests {
 
     use super::*;
 
+    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
     fn tokenizer(folder: &Path, tokens: &[&str]) -> TextTokenizer {
         fs::create_dir_all(folder).unwrap();
         let vocab: serde_json::Map<_, _> =
