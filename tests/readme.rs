@@ -94,3 +94,14 @@ fn code_blocks_and_prose_are_told_apart() {
     assert_eq!(blocks, [("bash", 2, "b\n\nc\n".to_owned()), ("", 8, "e\n".to_owned())]);
     assert_eq!(page.prose(), [(1, "a"), (7, "d")]);
 }
+
+#[test]
+fn no_page_has_marks_of_a_merge_conflict() {
+    let marks = ["<<<<<<< ", ">>>>>>> "];
+    let of_page = |page: Page| {
+        let marked = |(_, line): &(usize, &str)| marks.iter().any(|mark| line.starts_with(mark));
+        let lines: Vec<(usize, &str)> = (1..).zip(page.text.lines()).filter(marked).collect();
+        lines.into_iter().map(|(line, text)| format!("{}:{line}: {text}", page.path.display())).collect::<Vec<_>>()
+    };
+    assert_none(&pages().into_iter().flat_map(of_page).collect::<Vec<_>>());
+}

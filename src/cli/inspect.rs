@@ -165,7 +165,10 @@ fn json(path: &Path) -> anyhow::Result<Contents> {
     // The first result of a sweep determines the kind; the kind's own reader checks the rest.
     let value = Value::deserialize(&mut serde_json::Deserializer::from_str(&text))
         .map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
-    if value.is_array() || value.get("choices").is_some() || value.get("dynamic").is_some() {
+    if value.is_array()
+        || value.get("choices").is_some()
+        || value.get("dynamic").is_some() && value.get("heads").is_none()
+    {
         return Ok(Contents::Tree(tree(GuessTree::load(path)?)));
     }
     if value.get("heads").is_some() {

@@ -75,9 +75,10 @@ impl<'a> Stepper<'a> {
     /// Keeps only the first `tokens` tokens of a row.
     pub(super) fn truncate(&mut self, row: usize, tokens: usize) {
         self.cache.truncate(row, tokens as i64);
-        if self.seen[row] > tokens {
-            self.seen[row] = tokens;
-            self.drafter.iter_mut().for_each(|(drafter, _)| drafter.truncate(row, tokens));
+        let seen = &mut self.seen[row];
+        *seen = tokens.min(*seen);
+        if let Some((drafter, _)) = &mut self.drafter {
+            drafter.truncate(row, if drafter.follows() { *seen } else { tokens });
         }
     }
 

@@ -256,7 +256,7 @@ impl LevelGuesser for ModelGuesser<'_> {
 
     fn truncate(&mut self, row: usize, tokens: usize) {
         self.rows[row].truncate(tokens);
-        self.cache.truncate(row, tokens as i64);
+        self.cache.truncate(row, self.rows[row].len() as i64);
     }
 
     fn swap_remove(&mut self, row: usize) {
