@@ -17,6 +17,7 @@ use medusa::tree::replay::Replay;
 use serde_json::Value;
 use tch::{Device, Kind};
 
+use super::published::published;
 use super::small_run::SmallRun;
 
 /// A run that evaluates after every step and keeps every checkpoint.
@@ -73,6 +74,57 @@ fn tokens_per_step_are_those_of_calibrate_and_tree_on_the_other_half_of_the_rows
     let expected = (a.tokens + b.tokens) as f64 / (a.steps + b.steps) as f64;
     assert!(expected > 1.3, "no guess was right: nothing is tested ({expected})");
     assert_eq!(evaluations(&small).last().expect("an evaluation")["tokens_per_step"], expected);
+}
+
+/// The tokens per step that `medusa bench` measures on `prompts` with the tree of a calibration on `others`.
+fn benched(small: &SmallRun, backbone: &str, others: &str, prompts: &str) -> f64 {
+    let models = ["--backbone", backbone, "--heads", "run/final", "--max-new-tokens", "160"];
+    small.medusa(&[&["calibrate", "--prompts", others, "--out", "c.json"][..], &models].concat()).succeeded();
+    small.medusa(&["tree", "--calibration", "c.json", "--nodes", "63", "--out", "t.json"]).succeeded();
+    let bench = ["bench", "--tree", "t.json", "--prompts", prompts, "--repeats", "1", "--json"];
+    let line = small.medusa(&[&bench[..], &models].concat()).succeeded().stdout;
+    serde_json::from_str::<Value>(&line).expect("JSON")["acceleration_rate"].as_f64().expect("a number")
+}
+
+#[test]
+#[ignore = "a minute: cargo test --release --test promises -- --ignored tokens_per_step_are_those_of_bench"]
+fn tokens_per_step_are_those_of_bench_on_the_backbones_own_texts() {
+    let small = SmallRun::new();
+    let backbone = published("models/stories260K").display().to_string();
+    let text = fs::read_to_string(published("data/stories_eval.jsonl")).expect("rows");
+    let rows: Vec<&str> = text.lines().collect();
+    small.write("train.jsonl", rows[..136].join("\n"));
+    let prompt = |row: &&str| {
+        let row: Value = serde_json::from_str(row).expect("a row");
+        serde_json::json!({"prompt_ids": row["input_ids"].as_array().expect("ids")[..16]}).to_string()
+    };
+    let prompts: Vec<String> = rows[136..].iter().map(prompt).collect();
+    let half = |first: usize| prompts.iter().skip(first).step_by(2).cloned().collect::<Vec<_>>().join("\n");
+    small.write("prompts.jsonl", prompts.join("\n"));
+    small.write("even.jsonl", half(0));
+    small.write("odd.jsonl", half(1));
+    let distill = ["--prompts", "prompts.jsonl", "--out", "own", "--temperature", "0", "--max-new-tokens", "160"];
+    small.medusa(&[&["distill", "--backbone", &backbone][..], &distill].concat()).succeeded();
+    for (piece, by) in [
+        ("path = \"backbone\"", format!("path = {backbone:?}").as_str()),
+        ("medusa_num_heads = 2", "medusa_num_heads = 4"),
+        ("rows.jsonl", "train.jsonl"),
+        ("validation.jsonl", "own/*.parquet"),
+        ("max_length = 40", "max_length = 256"),
+        ("learning_rate = 1e-2", "learning_rate = 2e-3"),
+        ("micro_batch_size = 1", "micro_batch_size = 4"),
+        ("eval_every = 6\n", ""),
+    ] {
+        small.edit("recipe.toml", piece, by);
+    }
+    small.train(&[]).succeeded();
+    let told = evaluations(&small).last().expect("an evaluation")["tokens_per_step"].as_f64().expect("a number");
+    let halves = [("even.jsonl", "odd.jsonl"), ("odd.jsonl", "even.jsonl")];
+    let measured =
+        halves.map(|(others, prompts)| benched(&small, &backbone, others, prompts)).iter().sum::<f64>() / 2.0;
+    println!("validation told {told:.3} tokens per step, bench measured {measured:.3}");
+    assert!(measured > 1.5, "the heads learnt nothing: {measured}");
+    assert!((told / measured - 1.0).abs() < 0.05, "{told} for {measured}");
 }
 
 #[test]
