@@ -5,6 +5,9 @@ use crate::draft::hydra::levels::HydraLevels;
 use crate::draft::levels::{LevelDrafter, LevelGuesser};
 use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::draft::medusa::levels::MedusaLevels;
+use crate::draft::medusa::prefix::PrefixRows;
+use crate::draft::{CommittedTokens, Proposal, TextSoFar};
+use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
 
 fn limits() -> impl Strategy<Value = DynamicTree> {
@@ -80,4 +83,71 @@ fn a_static_tree_filled_level_by_level_holds_the_same_guesses() {
         Ok(())
     });
     outcome.unwrap();
+}
+
+/// A drafter with a prefix layer, told of every change to the rows, that compares each state with the layer over the whole text.
+#[derive(Debug)]
+struct Compared<'a> {
+    drafter: LevelDrafter<'a>,
+    llama: &'a Llama,
+    heads: &'a Heads,
+    rows: PrefixRows,
+}
+
+impl Drafter for Compared<'_> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
+        for (row, text) in batch.iter().enumerate() {
+            let tokens = text.ids.len() as i64 - 1; // the backbone has not run the root
+            let tokens_1t = Tensor::from_slice(text.ids).narrow(0, 0, tokens).unsqueeze(0);
+            let mask = RowMask::causal(tokens, &self.llama.config, Device::Cpu);
+            let hidden_1th = self.llama.hidden_states(&tokens_1t, &mask, Adapters::Off);
+            let whole_1th = self.heads.states_of_rows(&hidden_1th, &[vec![text.ids.len() - 1]]);
+            let difference = (self.rows.state(row) - whole_1th.select(1, tokens - 1)).abs().max().double_value(&[]);
+            assert!(difference < 1e-9, "{difference}");
+        }
+        self.drafter.propose(batch)
+    }
+
+    fn follows(&self) -> bool {
+        true
+    }
+
+    fn push_row(&mut self) {
+        self.rows.push();
+        self.drafter.push_row();
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        self.rows.commit(self.heads.prefix().unwrap(), row, &tokens.hidden_nh);
+        self.drafter.committed(row, tokens);
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.rows.truncate(row, tokens);
+        self.drafter.truncate(row, tokens);
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.rows.swap_remove(row);
+        self.drafter.swap_remove(row);
+    }
+}
+
+/// Turns of a conversation: later prompts begin with earlier ones, so that rows are truncated.
+#[test]
+fn the_prefix_layer_follows_the_text_through_turns() {
+    tch::set_num_threads(1);
+    let llama = backbone(config(2, None, vec![]), 5);
+    let heads = hydra_heads(HeadsArchitecture::HydraPlusPlus, 3, &llama, 6);
+    let limits = DynamicTree { nodes: 12, depth: 3, top_k: 4 };
+    let drafter = LevelDrafter::dynamic(&llama, guesser(&llama, &heads, limits), limits);
+    let rows = PrefixRows::new(heads.prefix().unwrap());
+    let drafter = Compared { drafter, llama: &llama, heads: &heads, rows };
+    let engine = Box::new(TchEngine::new(&llama));
+    let mut several = HostLoop::new(engine, Some((Box::new(drafter), Acceptance::Greedy)));
+    for prompt in [&[1, 5, 9][..], &[1, 5, 9, 4, 4, 11], &[1, 5, 2], &[7]] {
+        let request = request(prompt, 12, 0.0);
+        let fast = several.decode(Drafting::On, &request, &mut go_on()).unwrap();
+        assert_eq!(fast.new_ids, plain(&llama, &request, &mut go_on()).unwrap().new_ids);
+    }
 }
