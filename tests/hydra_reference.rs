@@ -275,11 +275,13 @@ fn backbone() -> Llama {
     Llama::load(&published("models/stories260K"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone")
 }
 
-fn check(name: &'static str, micro_batch_sizes: &[usize]) {
+/// `ways`: rows of a micro batch, and whether hidden states are cached.
+fn check(name: &'static str, ways: &[(usize, bool)]) {
     let (oracle, backbone) = (Oracle::open(name), backbone());
-    for &micro_batch_size in micro_batch_sizes {
+    for &(micro_batch_size, with_cache) in ways {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let (lines, result) = oracle.train(&folder, 20, micro_batch_size, "");
+        let cache = format!("hidden_state_cache = {:?}\n", folder.path().join("cache"));
+        let (lines, result) = oracle.train(&folder, 20, micro_batch_size, if with_cache { &cache } else { "" });
         oracle.check_steps(&lines);
         oracle.check_final(&result, &backbone);
         oracle.check_guesses(&result, &backbone);
@@ -320,17 +322,22 @@ fn published_files_give_the_logits_that_they_give_in_pytorch() {
 
 #[test]
 fn twenty_steps_of_hydra_heads_equal_pytorch() {
-    check("hydra", &[8]);
+    check("hydra", &[(8, false)]);
 }
 
 #[test]
 fn twenty_steps_of_hydra_heads_with_biases_of_w2_equal_pytorch() {
-    check("hydra_w2_bias", &[8]);
+    check("hydra_w2_bias", &[(8, false)]);
 }
 
 #[test]
 fn twenty_steps_of_hydra_plus_plus_heads_equal_pytorch() {
-    check("hydra++", &[8, 2]);
+    check("hydra++", &[(8, false), (2, true)]);
+}
+
+#[test]
+fn twenty_steps_of_hydra_plus_plus_heads_with_soft_targets_equal_pytorch() {
+    check("hydra++_backbone", &[(8, true)]);
 }
 
 #[test]

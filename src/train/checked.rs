@@ -84,9 +84,6 @@ impl CheckedRun {
         if warmup_steps > total_steps {
             return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
         }
-        if heads_shape.architecture.has_prefix() && plan.train.hidden_state_cache.is_some() {
-            return Err(TrainError::CacheWithPrefix);
-        }
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, &train)?;
         Ok(Self {

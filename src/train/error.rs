@@ -32,8 +32,6 @@ pub enum TrainError {
         /// The folder's shape.
         got: HeadsShape,
     },
-    #[error("train.hidden_state_cache does not store what heads.architecture = \"hydra++\" reads: remove the key")]
-    CacheWithPrefix,
     /// The adapter in `stage.medusa2.lora.init_from`.
     #[error("stage.medusa2.lora.init_from: {0}")]
     Adapter(#[from] PeftError),

@@ -29,8 +29,11 @@ impl TargetRule {
     }
 
     /// Positions of a sequence whose hidden states are read, ascending: from which some head predicts a target, or the LM head teaches
-    /// one. Head `h` (0-based) at `t` predicts `t + h + 2`; its teacher is the LM head at `t + h + 1`.
+    /// one. Head `h` (0-based) at `t` predicts `t + h + 2`; its teacher is the LM head at `t + h + 1`. A prefix layer reads all of them.
     pub fn positions(self, segment_lengths: &[usize], has_label: impl Fn(usize) -> bool) -> Vec<usize> {
+        if self.architecture.has_prefix() {
+            return (0..segment_lengths.iter().sum()).collect();
+        }
         let is_target = |t: usize| self.on_unlabelled || has_label(t);
         let mut positions = vec![];
         let mut start = 0;

@@ -115,6 +115,9 @@ pub(super) fn key(identity: &[u8], rows: &Sequences, rule: TargetRule) -> Result
     hasher.update((identity.len() as u64).to_le_bytes());
     hasher.update(identity);
     hasher.update((rule.num_heads as u64).to_le_bytes());
+    if rule.architecture.has_prefix() {
+        hasher.update([2]);
+    }
     if rule.soft {
         hasher.update([1, u8::from(rule.on_unlabelled)]);
     }
