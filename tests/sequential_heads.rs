@@ -17,12 +17,17 @@ use tch::{Device, Kind, Tensor};
 use super::published::published;
 use super::small_run::SmallRun;
 
+const HYDRA_PLUS_PLUS: &str = "medusa_num_heads = 3\nmedusa_num_layers = 2\narchitecture = \"hydra++\"\ndropout = 0.2";
 const HYDRA: &str = "medusa_num_heads = 3\nmedusa_num_layers = 2\narchitecture = \"hydra\"\ndropout = 0.2";
 
 /// A run of Hydra heads with packed rows, gradient accumulation and dropout.
 fn hydra_run(stage: &str) -> SmallRun {
+    run_of(HYDRA, stage)
+}
+
+fn run_of(heads: &str, stage: &str) -> SmallRun {
     let small = SmallRun::new();
-    small.edit("recipe.toml", "medusa_num_heads = 2\nmedusa_num_layers = 1", HYDRA);
+    small.edit("recipe.toml", "medusa_num_heads = 2\nmedusa_num_layers = 1", heads);
     small.edit("recipe.toml", "[stage.medusa1]", stage);
     small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 3\nmin_ratio = 0.25");
     small
@@ -39,8 +44,9 @@ fn a_resumed_run_ends_with_the_heads_of_one_that_was_not_stopped() {
         "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 2\nalpha = 4.0\ndropout = 0.1",
         "[stage.medusa2]",
     ];
-    for stage in stages {
-        let small = hydra_run(stage);
+    let of = |heads: &'static str| stages.into_iter().map(move |stage| (heads, stage));
+    for (heads, stage) in of(HYDRA).chain(of(HYDRA_PLUS_PLUS)) {
+        let small = run_of(heads, stage);
         small.train(&[]).succeeded();
         let expected = small.bytes("run/final/heads.safetensors");
         for gone in ["final", "step-000021", "step-000024"] {
@@ -83,8 +89,12 @@ fn dropout_changes_training_and_not_evaluation() {
 
 #[test]
 fn kept_hidden_states_train_the_same_hydra_heads() {
+    [HYDRA, HYDRA_PLUS_PLUS].into_iter().for_each(kept_hidden_states_train_the_same);
+}
+
+fn kept_hidden_states_train_the_same(heads: &str) {
     let train = |more: &str| {
-        let small = hydra_run("[stage.medusa1]");
+        let small = run_of(heads, "[stage.medusa1]");
         small.edit("recipe.toml", "max_length = 40", "max_length = 40\npacking = false");
         small.edit("recipe.toml", "[train]", &format!("[train]\n{more}"));
         small.train(&[]).succeeded();
