@@ -244,7 +244,7 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
             ),
             (
                 |small| start_from(small, HeadsShape { medusa_num_heads: 3, ..SHAPE }),
-                &["heads.init_from start", "expected medusa_num_heads = 2", "got medusa_num_heads = 3"],
+                &["heads.init_from start", "medusa_num_heads = 2", "got medusa_num_heads = 3"],
             ),
             (
                 |small| start_from(small, HeadsShape { vocab_size: 0, ..SHAPE }),
@@ -411,7 +411,7 @@ fn heads_that_do_not_fit_the_backbone_they_decode_with() {
         ),
         (
             |small| rewrite(small, "heads/heads.safetensors", |all| all[0].0 = "lm_head.weight".into()),
-            &["heads/heads.safetensors: tensor \"lm_head.weight\" does not belong to Medusa heads"],
+            &["heads/heads.safetensors: tensor \"lm_head.weight\" does not belong to Medusa or Hydra heads"],
         ),
         (|small| fs::remove_dir_all(small.path("heads")).expect("a folder"), &["heads"]),
         (|small| write_tokenizer(small, 60), &["tokenizer.json", "vocab_size 48"]),

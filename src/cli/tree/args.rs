@@ -12,7 +12,8 @@ use super::super::served::QuantizationName;
 #[derive(Debug, Args)]
 #[command(
     group = ArgGroup::new("size").required(true),
-    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --nodes 63 --dynamic --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
+    after_help = "Example:\n  medusa tree --calibration calibration.json --nodes 63 --out tree.json\n  medusa tree --calibration calibration.json --nodes 63 --dynamic \\
+    --out tree.json\n  medusa tree --calibration calibration.json --latency latency.json \\\n    --backbone data/tiny/backbone --heads checkpoints/tiny_stage1/final \\\n    --out tree.json"
 )]
 pub struct TreeArgs {
     /// Calibration from `medusa calibrate`.
