@@ -488,7 +488,7 @@ fn what_cannot_be_exported_leaves_nothing() {
         ("deep", "tgi", &[], 2, &["deep has 2 ResBlocks per head", "only with one ResBlock"]),
         ("alone", "merged", &[], 2, &["--format merged needs the backbone", "give --backbone FOLDER"]),
         ("alone", "vllm", &[], 2, &["--format vllm needs the backbone (its lm_head", "give --backbone FOLDER"]),
-        ("h", "vllm", &["--pickle"], 2, &["--pickle needs --format heads or tensorrt-llm"]),
+        ("h", "vllm", &["--pickle"], 2, &["--pickle needs --format heads, tensorrt-llm or hydra"]),
         ("h", "merged", &["--backbone", "nowhere"], 1, &["nowhere"]),
         (
             "backbone",
