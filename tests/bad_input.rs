@@ -244,7 +244,11 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
             ),
             (
                 |small| start_from(small, HeadsShape { medusa_num_heads: 3, ..SHAPE }),
-                &["heads.init_from start", "medusa_num_heads = 2", "got architecture = \"medusa\", medusa_num_heads = 3"],
+                &[
+                    "heads.init_from start",
+                    "medusa_num_heads = 2",
+                    "got architecture = \"medusa\", medusa_num_heads = 3",
+                ],
             ),
             (
                 |small| start_from(small, HeadsShape { vocab_size: 0, ..SHAPE }),
