@@ -109,9 +109,10 @@ fn drafts<'a>(
     at: usize,
 ) -> anyhow::Result<Drafts<'a>> {
     let loaded = &decoder.drafters[at];
-    let drafter = ReadyDrafter::new(&decoder.backbone, loaded, trees[at].as_ref())?;
+    let rule = setting.decoding.acceptance()?;
+    let drafter = ReadyDrafter::new(&decoder.backbone, loaded, trees[at].as_ref(), rule)?;
     let acceptance = match (setting.forced, drafter.tree()) {
-        (None, _) => setting.decoding.acceptance()?,
+        (None, _) => rule,
         (Some(rate), Some(tree)) => Acceptance::at_rate(rate.get(), tree).map_err(|why| UsageError(why.to_string()))?,
         (Some(_), None) => return Err(no_fixed_tree(&loaded.spec).into()),
     };

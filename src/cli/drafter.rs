@@ -90,12 +90,20 @@ pub enum ReadyDrafter<'a> {
 }
 
 impl<'a> ReadyDrafter<'a> {
-    /// Prepares a loaded drafter; `tree` replaces the tree of its heads.
+    /// Prepares a loaded drafter for an acceptance rule; `tree` replaces the tree of its heads.
     ///
     /// # Errors
     /// If heads, tree and backbone do not fit each other.
-    pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, tree: Option<&'a GuessTree>) -> anyhow::Result<Self> {
-        let part = |at: usize| Self::of_part(at, backbone, loaded, tree);
+    pub fn new(
+        backbone: &'a Llama,
+        loaded: &'a LoadedDrafter,
+        tree: Option<&'a GuessTree>,
+        acceptance: Acceptance,
+    ) -> anyhow::Result<Self> {
+        // Only rejection takes into account that guesses were drawn, and only from a single model.
+        let draws = acceptance == Acceptance::Rejection && loaded.spec.parts().len() == 1;
+        let guessing = if draws { Guessing::Drawn } else { Guessing::Best };
+        let part = |at: usize| Self::of_part(at, backbone, loaded, tree, guessing);
         match loaded.spec.parts().len() {
             1 => part(0),
             several => {
@@ -111,6 +119,7 @@ impl<'a> ReadyDrafter<'a> {
         backbone: &'a Llama,
         loaded: &'a LoadedDrafter,
         tree: Option<&'a GuessTree>,
+        guessing: Guessing,
     ) -> anyhow::Result<Self> {
         let parts = loaded.spec.parts();
         Ok(match parts[at].name {
@@ -119,7 +128,6 @@ impl<'a> ReadyDrafter<'a> {
             DrafterName::Lookahead => Self::Lookahead(LookaheadDrafter::new(backbone, LookaheadSize::PUBLISHED)),
             DrafterName::Model => {
                 let before = parts[..at].iter().filter(|part| part.name == DrafterName::Model).count();
-                let guessing = if parts.len() == 1 { Guessing::Drawn } else { Guessing::Best };
                 let model = &loaded.models[before];
                 Self::Model(model.drafter(backbone, guessing), model.tree())
             }
@@ -198,7 +206,7 @@ impl<'a> Drafts<'a> {
     /// # Errors
     /// As [`ReadyDrafter::new`].
     pub fn new(backbone: &'a Llama, loaded: &'a LoadedDrafter, acceptance: Acceptance) -> anyhow::Result<Self> {
-        Ok(Self { drafter: ReadyDrafter::new(backbone, loaded, None)?, acceptance })
+        Ok(Self { drafter: ReadyDrafter::new(backbone, loaded, None, acceptance)?, acceptance })
     }
 
     /// The drafter for engines that draft on the host.

@@ -84,13 +84,13 @@ impl DrafterPlan {
     /// With `--draft-tokens`.
     ///
     /// # Errors
-    /// [`UsageError`] without a draft model, or with a tree, which says how many tokens are drafted.
+    /// [`UsageError`] without a draft model, or with a tree for it, which already determines the number.
     pub fn with_draft_tokens(self, tokens: Option<NonZeroUsize>) -> Result<Self, UsageError> {
         match tokens {
             Some(_) if self.models.is_empty() => Err(UsageError(
                 "--draft-tokens is the length of a draft model's chain; it needs --drafter model:PATH".into(),
             )),
-            Some(_) if self.tree.is_some() => Err(UsageError(
+            Some(_) if self.tree.is_some() && self.heads.is_none() => Err(UsageError(
                 "--draft-tokens is the length of a chain, and --tree is a tree; drop one of them".into(),
             )),
             tokens => Ok(Self { draft_tokens: tokens, ..self }),

@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use crate::tree::merged::MAX_DRAFTERS;
+
 /// A kind of drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrafterName {
@@ -154,6 +156,9 @@ impl DrafterSpec {
 
     fn check(&self) -> Result<(), String> {
         let is_joined = self.parts.len() > 1;
+        if self.parts.len() > MAX_DRAFTERS {
+            return Err(format!("{} drafters; at most {MAX_DRAFTERS} can be joined", self.parts.len()));
+        }
         for (at, part) in self.parts.iter().enumerate() {
             let name = part.name.text();
             if is_joined && part.name == DrafterName::Plain {
@@ -294,6 +299,8 @@ mod tests {
         );
         assert!(!unknown.contains("plain"), "{unknown}");
         assert!(refused("medusa+").contains("no drafter \"\"") && refused("").contains("no drafter \"\""));
+        let models = vec!["model:a"; MAX_DRAFTERS + 1].join("+");
+        assert!(refused(&models).contains("at most 15 can be joined"));
         assert!(refused("hydra++ngram").contains("no drafter \"\""));
         assert!(refused("medusa+lookup").contains("no drafter \"lookup\""));
         assert!(refused("ngram:x").contains("ngram has no weights; drop :x"));
