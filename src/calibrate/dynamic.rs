@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::draft::TextSoFar;
-use crate::draft::heads_drafter::guesser_of_states;
+use crate::draft::heads_drafter::{DraftStates, guesser};
 use crate::draft::levels::grow;
 use crate::draft::medusa::heads::Heads;
 use crate::engine::sample::{Chosen, Sampling, Stream};
@@ -63,7 +63,7 @@ impl<'a> DynamicCounts<'a> {
             let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
             batch.push(TextSoFar { ids: &[], root, hidden_1h: &start.state_1h, sampling, stream });
         }
-        let mut guesser = guesser_of_states(self.backbone, self.heads, self.limits);
+        let mut guesser = guesser(self.backbone, self.heads, self.limits, DraftStates::OfHeads);
         guesser.begin(&batch);
         let roots: Vec<i64> = starts.iter().map(|start| start.root).collect();
         let trees = grow(&mut *guesser, &roots, self.limits);

@@ -188,8 +188,12 @@ mod tests {
     use tch::Device;
 
     use super::*;
+    use crate::decode::DecodeLoop;
+    use crate::decode::host_loop::HostLoop;
+    use crate::decode::step::Drafting;
     use crate::draft::heads_drafter::HeadsDrafter;
     use crate::draft::medusa::heads::{HeadsArchitecture, HeadsShape};
+    use crate::engine::fastest::fastest;
     use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
     use crate::tree::accept::Acceptance;
@@ -228,7 +232,9 @@ mod tests {
                     let drafter = HeadsDrafter::new(&llama, &heads, &tree).unwrap();
                     let go_on = &mut |_: &[i64]| ControlFlow::Continue(());
                     let request = Request::greedy(prompt, 24);
-                    generate::drafted(&llama, drafter, Acceptance::Greedy, &request, go_on)
+                    let drafts = Some((drafter.on_host(), Acceptance::Greedy));
+                    HostLoop::new(fastest(&llama), drafts)
+                        .decode(Drafting::On, &request, go_on)
                         .unwrap()
                         .accept_lengths
                         .len()

@@ -14,7 +14,6 @@ use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
-use crate::draft::medusa::drafter::MedusaDrafter;
 use crate::draft::model::Guessing;
 use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
@@ -73,10 +72,8 @@ pub struct Drafts<'a> {
 /// A drafter before its first prompt.
 #[derive(Debug)]
 pub enum ReadyDrafter<'a> {
-    /// Medusa heads and a static tree.
-    Medusa(MedusaDrafter<'a>),
-    /// Heads that fill their tree level by level.
-    Levels(LevelDrafter<'a>, &'a GuessTree),
+    /// Heads, and the tree that they fill.
+    Heads(HeadsDrafter<'a>, &'a GuessTree),
     /// Prompt lookup.
     Ngram(NgramDrafter<'a>),
     /// A draft model, and the tree that it fills.
@@ -85,7 +82,7 @@ pub enum ReadyDrafter<'a> {
     Recycling(RecyclingDrafter<'a>),
     /// A Jacobi window.
     Lookahead(LookaheadDrafter<'a>),
-    /// Several, in trees of as many guesses as the part with the largest trees has alone.
+    /// Several drafters in one tree, which has at most as many guesses as the largest tree of a single one.
     Joined { parts: Vec<ReadyDrafter<'a>>, backbone: &'a Llama },
 }
 
@@ -134,26 +131,17 @@ impl<'a> ReadyDrafter<'a> {
             _ => {
                 let (heads, own) = loaded.heads.as_ref().expect("the plan of a drafter with heads has heads");
                 let tree = tree.unwrap_or(own);
-                Self::of_heads(HeadsDrafter::new(backbone, heads, tree)?, tree)
+                Self::Heads(HeadsDrafter::new(backbone, heads, tree)?, tree)
             }
         })
-    }
-
-    /// Heads that fill `tree`.
-    pub fn of_heads(drafter: HeadsDrafter<'a>, tree: &'a GuessTree) -> Self {
-        match drafter {
-            HeadsDrafter::AtOnce(drafter) => Self::Medusa(drafter),
-            HeadsDrafter::ByLevel(drafter) => Self::Levels(drafter, tree),
-        }
     }
 
     /// The drafter for engines that draft on the host.
     pub fn on_host(self) -> Box<dyn Drafter + 'a> {
         let nodes = self.max_nodes();
         match self {
-            Self::Medusa(drafter) => Box::new(drafter),
+            Self::Heads(drafter, _) => drafter.on_host(),
             Self::Ngram(drafter) => Box::new(drafter),
-            Self::Levels(drafter, _) => Box::new(drafter),
             Self::Model(drafter, _) => Box::new(drafter),
             Self::Recycling(drafter) => Box::new(drafter),
             Self::Lookahead(drafter) => Box::new(drafter),
@@ -167,20 +155,16 @@ impl<'a> ReadyDrafter<'a> {
     /// The tree, if it is the same at every step.
     pub fn tree(&self) -> Option<&'a SparseTree> {
         match self {
-            Self::Medusa(drafter) => Some(drafter.tree()),
-            Self::Levels(_, tree) => tree.as_static(),
+            Self::Heads(_, tree) | Self::Model(_, tree) => tree.as_static(),
             Self::Ngram(_) | Self::Recycling(_) | Self::Lookahead(_) | Self::Joined { .. } => None,
-            Self::Model(_, tree) => tree.as_static(),
         }
     }
 
     /// Most guesses that one step verifies.
     pub fn max_nodes(&self) -> usize {
         match self {
-            Self::Medusa(drafter) => drafter.tree().choices().len(),
+            Self::Heads(_, tree) | Self::Model(_, tree) => tree.nodes(),
             Self::Ngram(_) => NgramDrafter::max_nodes(),
-            Self::Levels(_, tree) => tree.nodes(),
-            Self::Model(_, tree) => tree.nodes(),
             Self::Recycling(_) => RecyclingDrafter::max_nodes(),
             Self::Lookahead(drafter) => drafter.size().max_nodes(),
             Self::Joined { parts, .. } => parts.iter().map(Self::max_nodes).max().unwrap_or(0),
@@ -190,7 +174,7 @@ impl<'a> ReadyDrafter<'a> {
     /// What drafts, for people.
     pub fn described(&self) -> &'static str {
         match self {
-            Self::Medusa(_) | Self::Levels(..) => "heads",
+            Self::Heads(..) => "heads",
             Self::Ngram(_) => "prompt lookup",
             Self::Model(..) => "a draft model",
             Self::Recycling(_) => "token recycling",

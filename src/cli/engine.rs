@@ -17,6 +17,7 @@ use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
 use crate::decode::request::Request;
+use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::medusa::heads::import::folder_of;
 use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
@@ -174,8 +175,10 @@ impl EngineFlags {
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
         let heads = match drafts {
             None => None,
-            Some(Drafts { drafter: ReadyDrafter::Medusa(drafter), acceptance }) => Some((drafter, *acceptance)),
-            Some(Drafts { drafter: ReadyDrafter::Levels(..), .. }) => {
+            Some(Drafts { drafter: ReadyDrafter::Heads(HeadsDrafter::AtOnce(drafter), _), acceptance }) => {
+                Some((drafter, *acceptance))
+            }
+            Some(Drafts { drafter: ReadyDrafter::Heads(..), .. }) => {
                 return Err(CudaError::Request("sequential heads and trees chosen at each step draft on the host"));
             }
             Some(_) => {

@@ -1,11 +1,11 @@
 //! Heads with the tree that they fill: Medusa heads fill a static tree at once, everything else is filled level by level.
 
+use super::Drafter;
 use super::hydra::levels::HydraLevels;
 use super::levels::{LevelDrafter, LevelGuesser};
 use super::medusa::drafter::{DraftError, MedusaDrafter};
 use super::medusa::heads::Heads;
 use super::medusa::levels::MedusaLevels;
-use super::{CommittedTokens, Drafter, Proposal, TextSoFar};
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
@@ -36,62 +36,40 @@ impl<'a> HeadsDrafter<'a> {
                 Self::ByLevel(LevelDrafter::of_tree(backbone, Box::new(guesser), tree))
             }
             GuessTree::Dynamic(limits) => {
-                Self::ByLevel(LevelDrafter::dynamic(backbone, guesser(backbone, heads, *limits), *limits))
+                let guesser = guesser(backbone, heads, *limits, DraftStates::OfBackbone);
+                Self::ByLevel(LevelDrafter::dynamic(backbone, guesser, *limits))
             }
         })
     }
-}
 
-/// The guesses of heads for trees within these limits, below texts whose hidden states are those that the heads read, after any prefix
-/// layer.
-pub fn guesser_of_states<'a>(backbone: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
-    if heads.architecture().is_sequential() {
-        Box::new(HydraLevels::of_states(backbone, heads, limits.depth))
-    } else {
-        Box::new(MedusaLevels::new(backbone, heads, limits))
-    }
-}
-
-/// The guesses of heads for trees within these limits.
-pub fn guesser<'a>(backbone: &'a Llama, heads: &'a Heads, limits: DynamicTree) -> Box<dyn LevelGuesser + 'a> {
-    if heads.architecture().is_sequential() {
-        Box::new(HydraLevels::new(backbone, heads, limits.depth))
-    } else {
-        Box::new(MedusaLevels::new(backbone, heads, limits))
-    }
-}
-
-impl<'a> HeadsDrafter<'a> {
-    fn drafter(&mut self) -> &mut (dyn Drafter + 'a) {
+    /// The drafter for engines that draft on the host.
+    pub fn on_host(self) -> Box<dyn Drafter + 'a> {
         match self {
-            Self::AtOnce(drafter) => drafter,
-            Self::ByLevel(drafter) => drafter,
+            Self::AtOnce(drafter) => Box::new(drafter),
+            Self::ByLevel(drafter) => Box::new(drafter),
         }
     }
 }
 
-impl Drafter for HeadsDrafter<'_> {
-    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        self.drafter().propose(batch)
-    }
+/// The hidden states of the texts that heads draft for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DraftStates {
+    /// Those of the backbone, which a prefix layer follows row by row.
+    OfBackbone,
+    /// Those that the heads read, behind any prefix layer.
+    OfHeads,
+}
 
-    fn follows(&self) -> bool {
-        matches!(self, Self::ByLevel(drafter) if drafter.follows())
-    }
-
-    fn push_row(&mut self) {
-        self.drafter().push_row();
-    }
-
-    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
-        self.drafter().committed(row, tokens);
-    }
-
-    fn truncate(&mut self, row: usize, tokens: usize) {
-        self.drafter().truncate(row, tokens);
-    }
-
-    fn swap_remove(&mut self, row: usize) {
-        self.drafter().swap_remove(row);
+/// The guesses of heads for trees within these limits.
+pub fn guesser<'a>(
+    backbone: &'a Llama,
+    heads: &'a Heads,
+    limits: DynamicTree,
+    states: DraftStates,
+) -> Box<dyn LevelGuesser + 'a> {
+    match states {
+        _ if !heads.architecture().is_sequential() => Box::new(MedusaLevels::new(backbone, heads, limits)),
+        DraftStates::OfBackbone => Box::new(HydraLevels::new(backbone, heads, limits.depth)),
+        DraftStates::OfHeads => Box::new(HydraLevels::of_states(backbone, heads, limits.depth)),
     }
 }

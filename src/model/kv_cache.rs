@@ -103,11 +103,6 @@ impl KvCache {
         self.lengths.swap_remove(row);
     }
 
-    /// Keeps the first `rows` rows.
-    pub fn truncate_rows(&mut self, rows: usize) {
-        self.lengths.truncate(rows);
-    }
-
     /// Committed tokens of a row.
     pub fn len(&self, row: usize) -> i64 {
         self.lengths[row]

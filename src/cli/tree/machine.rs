@@ -131,7 +131,7 @@ fn measure(
         &trees,
         context,
         &|drafter| {
-            let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::of_heads(drafter, tree), acceptance };
+            let ready = |(drafter, tree)| Drafts { drafter: ReadyDrafter::Heads(drafter, tree), acceptance };
             let drafts = drafter.map(ready);
             engine.take(&decoder, drafts, &request, &quiet)
         },
