@@ -66,7 +66,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::decode::step::prefill;
+    use crate::engine::prefill::prefill;
     use crate::engine::tch::TchEngine;
     use crate::model::config::LlamaConfig;
 

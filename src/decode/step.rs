@@ -9,15 +9,13 @@ use tch::Tensor;
 use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
+use crate::engine::prefill::{PREFILL_CHUNK, prefill};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
 use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::NO_TOKEN;
 use crate::model::new_tokens::NewTokens;
 use crate::tree::accept::Acceptance;
-
-/// Tokens of a prompt that are computed together: what attention takes of memory is bounded, whatever the prompt's length.
-const PREFILL_CHUNK: usize = 512;
 
 /// Whether a text is decoded with the drafter's guesses, where there is a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +32,7 @@ pub struct Stepper<'a> {
     engine: Box<dyn Engine + 'a>,
     cache: KvCache,
     drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
-    /// Of each row, the number of tokens that the drafter has seen, if it follows the rows.
+    /// Of each row, the number of tokens that a drafter that follows the rows was told of: none while another one drafts.
     seen: Vec<usize>,
     /// A token behind the cache.
     one: NewTokens,
@@ -165,15 +163,19 @@ impl<'a> Stepper<'a> {
             let Verdict { path, accepted, next } = verify(*acceptance, proposal, &logits_nv, sequence);
             if next.id == NO_TOKEN {
                 sequence.sampler = sampler;
-                let hidden_1h = step_alone(&**engine, (cache, row), one, *acceptance, sequence);
-                follow(drafter, seen, row, &accepted[..1], || hidden_1h);
+                let hidden_nh = step_alone(&**engine, (cache, row), one, *acceptance, sequence);
+                if drafter.follows() {
+                    drafter.committed(row, &CommittedTokens { ids: &accepted[..1], hidden_nh });
+                    seen[row] += 1;
+                }
                 continue;
             }
             cache.commit_path(row, &path);
             if drafter.follows() {
-                drafter.verified(row, &VerifiedTree { proposal, logits_nv: &logits_nv, path: &path });
+                let accepted = CommittedTokens { ids: &accepted, hidden_nh: rows_of(&hidden_nh, &path) };
+                drafter.verified(row, &VerifiedTree { proposal, logits_nv: &logits_nv, path: &path, accepted });
+                seen[row] += path.len();
             }
-            follow(drafter, seen, row, &accepted, || rows_of(&hidden_nh, &path));
             let last = path.last().map_or(0, |&node| node as i64);
             sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, last, 1)));
         }
@@ -209,20 +211,6 @@ impl<'t> Slices<'t> {
     fn next(&mut self, rows: i64) -> Tensor {
         self.end += rows;
         self.all.narrow(0, self.end - rows, rows)
-    }
-}
-
-/// Tells a drafter that follows the rows what was committed to one.
-fn follow(
-    drafter: &mut Box<dyn Drafter + '_>,
-    seen: &mut [usize],
-    row: usize,
-    ids: &[i64],
-    hidden_nh: impl FnOnce() -> Tensor,
-) {
-    if drafter.follows() {
-        drafter.committed(row, &CommittedTokens { ids, hidden_nh: hidden_nh() });
-        seen[row] += ids.len();
     }
 }
 
@@ -272,31 +260,6 @@ fn next_roots(logits_bv: &Tensor, sequences: &mut [Sequence]) -> Vec<Chosen> {
     let logits_bv = logits_bv.narrow(0, 0, sequences.len() as i64);
     let mut samplers: Vec<&mut Sampler> = sequences.iter_mut().map(|sequence| &mut sequence.sampler).collect();
     next_of_each(&logits_bv, &mut samplers).into_iter().map(Chosen::on_host).collect()
-}
-
-/// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's hidden state,
-/// `[1, H]`. `on_chunk` receives the tokens and hidden states of each chunk.
-pub(super) fn prefill(
-    chunk: usize,
-    engine: &dyn Engine,
-    (cache, row): (&mut KvCache, usize),
-    tokens: &[i64],
-    on_chunk: &mut dyn FnMut(&[i64], Tensor),
-) -> Tensor {
-    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
-    let chain = |n: usize| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
-    let whole = chain(chunk.min(tokens.len())); // one for all whole chunks: they share its mask
-    let mut hidden_1h = None;
-    for piece in tokens.chunks(chunk) {
-        let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len()));
-        let nodes = rest.as_ref().unwrap_or(&whole);
-        let tokens_n = Tensor::from_slice(piece).to_device(device);
-        let hidden_nh = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
-        cache.commit(row, nodes.len());
-        hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));
-        on_chunk(piece, hidden_nh.narrow(0, 0, nodes.len()));
-    }
-    hidden_1h.expect("a prompt has at least one token that is not cached")
 }
 
 #[cfg(test)]

@@ -78,7 +78,9 @@ impl Drafter for JoinedDrafter<'_> {
         self.parts.iter_mut().for_each(|part| part.push_row());
     }
 
+    /// Nothing is counted along these tokens, which the backbone did not choose.
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        self.guessed[row].clear();
         self.followers().for_each(|part| part.committed(row, tokens));
     }
 

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use super::tree_cache::TreeCache;
-use super::{CommittedTokens, Drafter, PreparedTree, Proposal, TextSoFar};
+use super::{CommittedTokens, Drafter, PreparedTree, Proposal, TextSoFar, VerifiedTree};
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::dynamic::{FrontierNode, GrowingTree, LikelyToken};
@@ -39,6 +39,11 @@ pub trait LevelGuesser: fmt::Debug {
 
     /// As [`Drafter::committed`].
     fn committed(&mut self, _row: usize, _tokens: &CommittedTokens) {}
+
+    /// As [`Drafter::verified`].
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        self.committed(row, &verified.accepted);
+    }
 
     /// As [`Drafter::truncate`].
     fn truncate(&mut self, _row: usize, _tokens: usize) {}
@@ -108,6 +113,10 @@ impl Drafter for LevelDrafter<'_> {
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
         self.guesser.committed(row, tokens);
+    }
+
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        self.guesser.verified(row, verified);
     }
 
     fn truncate(&mut self, row: usize, tokens: usize) {

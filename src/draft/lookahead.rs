@@ -49,7 +49,7 @@ pub struct LookaheadDrafter<'a> {
 #[derive(Debug, Default)]
 struct LookaheadRow {
     pool: NgramPool,
-    /// From the first step on.
+    /// That of the last step; `None` after tokens that no proposal held, since its guesses stand behind another root.
     window: Option<JacobiWindow>,
     /// What was committed.
     text: Vec<i64>,
@@ -88,15 +88,13 @@ impl Drafter for LookaheadDrafter<'_> {
     }
 
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
-        let (row, n) = (&mut self.rows[row], self.size.ngram);
-        let first = row.text.len().saturating_sub(n - 1);
-        row.text.extend(tokens.ids);
-        row.text[first..].windows(n).for_each(|ngram| row.pool.insert(ngram, self.size.guesses));
+        self.rows[row].window = None;
+        self.rows[row].add(tokens.ids, self.size);
     }
 
     fn verified(&mut self, row: usize, verified: &VerifiedTree) {
         let (row, size) = (&mut self.rows[row], self.size);
-        let Some(window) = &mut row.window else { return };
+        let window = row.window.as_mut().expect("its guesses were verified");
         let columns = size.columns as i64;
         let of_window = verified.logits_nv.narrow(0, verified.logits_nv.size()[0] - columns, columns);
         let next: Vec<i64> = Vec::try_from(most_probable(&of_window).clamp_min(0)).expect("one axis of int64");
@@ -105,9 +103,10 @@ impl Drafter for LookaheadDrafter<'_> {
             window.ngrams(root, &next).for_each(|ngram| row.pool.insert(&ngram, size.guesses));
         }
         window.advance(next, verified.path.len() - 1, &row.text);
+        row.add(verified.accepted.ids, size);
     }
 
-    /// A row that keeps less than half of its tokens gets another text.
+    /// If less than half of a row is kept, another text is assumed to follow, and the pool is emptied.
     fn truncate(&mut self, row: usize, tokens: usize) {
         let row = &mut self.rows[row];
         if 2 * tokens < row.text.len() {
@@ -119,6 +118,15 @@ impl Drafter for LookaheadDrafter<'_> {
 
     fn swap_remove(&mut self, row: usize) {
         self.rows.swap_remove(row);
+    }
+}
+
+impl LookaheadRow {
+    /// Adds tokens to the text, and the n-grams that end in them to the pool.
+    fn add(&mut self, ids: &[i64], size: LookaheadSize) {
+        let first = self.text.len().saturating_sub(size.ngram - 1);
+        self.text.extend(ids);
+        self.text[first..].windows(size.ngram).for_each(|ngram| self.pool.insert(ngram, size.guesses));
     }
 }
 

@@ -30,7 +30,7 @@ pub mod tree_cache;
 
 /// Guesses the next tokens of texts.
 ///
-/// Text i of a batch is row i of the backbone's KV cache. Every drafter is told when a row is added, cut or removed; one that
+/// Text i of a batch is row i of the backbone's KV cache. Every drafter is told when a row is added, truncated or removed; one that
 /// [follows](Drafter::follows) the rows is also told what is committed to them and what was verified.
 pub trait Drafter: fmt::Debug {
     /// Proposes a tree of guesses below each text's root, for all texts in one call.
@@ -44,11 +44,14 @@ pub trait Drafter: fmt::Debug {
     /// An empty row was added after the others.
     fn push_row(&mut self) {}
 
-    /// Tokens were committed to a row: a piece of the prompt, or the accepted path of a step, which starts with the root.
+    /// Tokens that no proposal held were committed to a row: a piece of a prompt, or a root whose guesses gave NaN. With the default
+    /// [`Drafter::verified`], also the accepted path of each step.
     fn committed(&mut self, _row: usize, _tokens: &CommittedTokens) {}
 
-    /// The backbone verified a proposal for a row. Called before [`Drafter::committed`].
-    fn verified(&mut self, _row: usize, _verified: &VerifiedTree) {}
+    /// A proposal for a row was verified, and its accepted path was committed.
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        self.committed(row, &verified.accepted);
+    }
 
     /// Only the first `tokens` tokens of a row remain.
     fn truncate(&mut self, _row: usize, _tokens: usize) {}
@@ -73,6 +76,8 @@ pub struct VerifiedTree<'s> {
     pub logits_nv: &'s Tensor,
     /// The accepted nodes, root first.
     pub path: &'s [usize],
+    /// Their tokens, which were committed.
+    pub accepted: CommittedTokens<'s>,
 }
 
 /// A text to draft for.
@@ -109,7 +114,7 @@ pub struct Window {
     pub offsets: Vec<i64>,
     /// Of each node, the nodes of the window that it sees, itself among them. The root is always seen.
     pub sees: Vec<Vec<usize>>,
-    /// The logits of so many of the last nodes are computed.
+    /// The number of last nodes whose logits are computed.
     pub read: usize,
 }
 

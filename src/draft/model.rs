@@ -10,8 +10,8 @@
 use tch::{Kind, Tensor};
 
 use super::levels::LevelGuesser;
-use super::{Proposal, TextSoFar};
-use crate::engine::prefix::cached_prefix;
+use super::{CommittedTokens, Proposal, TextSoFar, VerifiedTree};
+use crate::engine::prefill::{PREFILL_CHUNK, prefill};
 use crate::engine::sample::{Sampler, distributions};
 use crate::engine::{Engine, RowTokens};
 use crate::model::kv_cache::KvCache;
@@ -20,17 +20,12 @@ use crate::tree::dynamic::{FrontierNode, LikelyToken};
 use crate::tree::rejection::{Draw, DrawnChildren};
 use crate::tree::sparse_tree::SparseTree;
 
-/// Tokens of a text that are computed together.
-const PREFILL_CHUNK: usize = 512;
-
 /// A draft model as a [`LevelGuesser`].
 #[derive(Debug)]
 pub struct ModelGuesser<'a> {
     engine: Box<dyn Engine + 'a>,
-    /// Each row holds a text with its root, and the guesses below it as long as they are a chain.
     cache: KvCache,
-    /// The tokens in each row of the cache.
-    rows: Vec<Vec<i64>>,
+    rows: Vec<DraftRow>,
     /// Ids below this may be guessed.
     vocabulary: i64,
     guessing: Guessing,
@@ -52,6 +47,17 @@ pub enum Guessing {
     Best,
 }
 
+/// A text, and how much of it a row of the cache holds.
+#[derive(Debug, Default)]
+struct DraftRow {
+    /// What the backbone has committed. The backbone may choose a token that only it has, such as one that pads its vocabulary; here it is 0.
+    text: Vec<i64>,
+    /// The number of its first tokens that are in the cache.
+    cached: usize,
+    /// What the cache holds behind them: the root and, while they form a chain, the guesses below it.
+    guessed: Vec<i64>,
+}
+
 /// The tree of a text as far as it was computed.
 #[derive(Debug)]
 struct GuessedText {
@@ -59,7 +65,7 @@ struct GuessedText {
     sampler: Option<Sampler>,
     /// The root, then the nodes that were run.
     nodes: Vec<GuessedNode>,
-    /// So many of the first nodes are a chain that is committed to the cache.
+    /// The number of leading nodes that form a chain and are committed to the cache.
     committed: usize,
 }
 
@@ -77,7 +83,7 @@ struct Part {
     tokens: Vec<i64>,
     /// `None`: a chain.
     forest: Option<NewTokens>,
-    /// So many of the last tokens are asked for guesses.
+    /// How many of the last tokens need guesses.
     asked: usize,
 }
 
@@ -99,26 +105,40 @@ impl<'a> ModelGuesser<'a> {
         }
     }
 
-    /// Computes what the cache lacks of a text, its root in any case. Returns the root's hidden state, `[1, H]`.
-    fn catch_up(&mut self, row: usize, ids: &[i64]) -> Tensor {
-        let model = self.engine.backbone();
-        // The backbone may choose a token that only it has, such as one that pads its vocabulary.
-        let known = |&id: &i64| if id < model.config.vocab_size { id } else { 0 };
-        let ids: Vec<i64> = ids.iter().map(known).collect();
-        let cached = cached_prefix(&self.rows[row], &ids);
-        self.cache.truncate(row, cached as i64);
-        let mut hidden_1h = None;
-        for piece in ids[cached..].chunks(PREFILL_CHUNK) {
-            let n = piece.len() as i64;
-            let chain = (n > 1).then(|| NewTokens::chain(n, &model.config, model.kind(), model.device()));
-            let nodes = chain.as_ref().unwrap_or(&self.one);
-            let tokens_n = Tensor::from_slice(piece).to_device(model.device());
-            let hidden_nh = self.engine.extend(&mut self.cache, &tokens_n, &[RowTokens { row, nodes }]);
-            self.cache.commit(row, n);
-            hidden_1h = Some(hidden_nh.narrow(0, n - 1, 1));
-        }
-        self.rows[row] = ids;
-        hidden_1h.expect("the root is never taken from the cache")
+    /// A token of the backbone as the draft model knows it.
+    fn known(&self, id: i64) -> i64 {
+        if id < self.engine.backbone().config.vocab_size { id } else { 0 }
+    }
+
+    /// Computes what the cache lacks of a row's text.
+    fn catch_up(&mut self, row: usize) {
+        let DraftRow { text, cached, guessed } = &mut self.rows[row];
+        guessed.clear();
+        self.cache.truncate(row, *cached as i64);
+        let rest = text[*cached..].to_vec();
+        let mut count = |ids: &[i64], _| *cached += ids.len();
+        let _ = prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &rest, &mut count);
+    }
+
+    /// Computes a row's root, behind what the cache lacks of its text; returns its hidden state, `[1, H]`.
+    fn run_root(&mut self, row: usize, text: &TextSoFar) -> Tensor {
+        debug_assert_eq!(self.rows[row].text.len() + 1, text.ids.len());
+        let root = self.known(text.root.id);
+        let DraftRow { text, cached, guessed } = &mut self.rows[row];
+        guessed.clear();
+        self.cache.truncate(row, *cached as i64);
+        let rest = [&text[*cached..], &[root]].concat();
+        let hidden_1h = if let [_] = rest[..] {
+            let root_1 = Tensor::from_slice(&rest).to_device(self.engine.backbone().device());
+            let hidden_nh = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
+            self.cache.commit(row, 1);
+            hidden_nh.narrow(0, 0, 1)
+        } else {
+            prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &rest, &mut |_, _| {})
+        };
+        *cached = text.len();
+        guessed.push(root);
+        hidden_1h
     }
 
     /// Runs the nodes of a frontier: `[F, H]`.
@@ -135,7 +155,7 @@ impl<'a> ModelGuesser<'a> {
         };
         for part in parts.iter().filter(|part| part.forest.is_none()) {
             self.cache.commit(part.row, 1);
-            self.rows[part.row].extend(&part.tokens);
+            self.rows[part.row].guessed.extend(&part.tokens);
         }
         hidden_nh.index_select(0, &Tensor::from_slice(&asked(&parts)).to_device(hidden_nh.device()))
     }
@@ -160,6 +180,22 @@ impl<'a> ModelGuesser<'a> {
     }
 }
 
+impl DraftRow {
+    /// Adds what the backbone accepted, root first; guesses that it begins with stay in the cache.
+    fn accept(&mut self, accepted: &[i64]) {
+        let same = self.guessed.iter().zip(accepted).take_while(|(guessed, accepted)| guessed == accepted).count();
+        self.cached += same;
+        self.guessed.clear();
+        self.text.extend(accepted);
+    }
+
+    fn truncate(&mut self, tokens: usize) {
+        self.text.truncate(tokens);
+        self.cached = self.cached.min(tokens);
+        self.guessed.clear();
+    }
+}
+
 impl GuessedText {
     fn new(text: &TextSoFar, guessing: Guessing) -> Self {
         let draws = text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
@@ -171,9 +207,7 @@ impl GuessedText {
     /// What runs to compute the last `asked` nodes.
     fn part(&mut self, row: usize, asked: usize, engine: &dyn Engine) -> Part {
         let model = engine.backbone();
-        let tokens = |nodes: &[GuessedNode]| {
-            nodes.iter().map(|node| if node.token < model.config.vocab_size { node.token } else { 0 }).collect()
-        };
+        let tokens = |nodes: &[GuessedNode]| nodes.iter().map(|node| node.token).collect();
         if asked == 1 && self.committed + 1 == self.nodes.len() {
             self.committed += 1;
             return Part { row, tokens: tokens(&self.nodes[self.committed - 1..]), forest: None, asked };
@@ -226,7 +260,7 @@ impl GuessedText {
 
 impl LevelGuesser for ModelGuesser<'_> {
     fn begin(&mut self, batch: &[TextSoFar]) {
-        let hidden = batch.iter().enumerate().map(|(row, text)| self.catch_up(row, text.ids));
+        let hidden = batch.iter().enumerate().map(|(row, text)| self.run_root(row, text));
         self.roots_fh = Some(Tensor::cat(&hidden.collect::<Vec<_>>(), 0));
         self.texts = batch.iter().map(|text| GuessedText::new(text, self.guessing)).collect();
         self.frontier = (0..batch.len()).map(|text| (text, 0)).collect();
@@ -249,14 +283,30 @@ impl LevelGuesser for ModelGuesser<'_> {
         Some(text.drawn(&proposal.tree.tree, &tokens))
     }
 
+    fn follows(&self) -> bool {
+        true
+    }
+
     fn push_row(&mut self) {
         self.cache.push();
-        self.rows.push(vec![]);
+        self.rows.push(DraftRow::default());
+    }
+
+    /// The draft model's own pass over a prompt.
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
+        let known: Vec<i64> = tokens.ids.iter().map(|&id| self.known(id)).collect();
+        self.rows[row].text.extend(known);
+        self.catch_up(row);
+    }
+
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        let accepted: Vec<i64> = verified.accepted.ids.iter().map(|&id| self.known(id)).collect();
+        self.rows[row].accept(&accepted);
     }
 
     fn truncate(&mut self, row: usize, tokens: usize) {
         self.rows[row].truncate(tokens);
-        self.cache.truncate(row, self.rows[row].len() as i64);
+        self.cache.truncate(row, self.rows[row].cached as i64);
     }
 
     fn swap_remove(&mut self, row: usize) {

@@ -37,15 +37,13 @@ pub struct RecyclingDrafter<'a> {
     backbone: &'a Llama,
     trees: TreeCache<'a>,
     successors: Successors,
-    /// The row whose tree was verified, until its tokens are committed.
-    verified: Option<usize>,
 }
 
 impl<'a> RecyclingDrafter<'a> {
     /// A drafter that knows no successors yet.
     pub fn new(backbone: &'a Llama) -> Self {
         let vocabulary = usize::try_from(backbone.config.vocab_size).unwrap_or(0);
-        Self { backbone, trees: TreeCache::new(backbone), successors: Successors::new(vocabulary), verified: None }
+        Self { backbone, trees: TreeCache::new(backbone), successors: Successors::new(vocabulary) }
     }
 
     /// Largest number of guesses in a tree.
@@ -63,19 +61,14 @@ impl Drafter for RecyclingDrafter<'_> {
         true
     }
 
-    /// Of a prompt; the successors of an accepted path are known from its tree.
-    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
-        if self.verified.take() == Some(row) {
-            return;
-        }
+    fn committed(&mut self, _row: usize, tokens: &CommittedTokens) {
         for (chunk, ids) in tokens.ids.chunks(PROMPT_CHUNK).enumerate() {
             let hidden_nh = tokens.hidden_nh.narrow(0, (chunk * PROMPT_CHUNK) as i64, ids.len() as i64);
             self.successors.learn(ids, &self.backbone.logits(&hidden_nh, Adapters::Off));
         }
     }
 
-    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
-        self.verified = Some(row);
+    fn verified(&mut self, _row: usize, verified: &VerifiedTree) {
         let all: Vec<i64> = Vec::try_from(&verified.proposal.tokens_n).expect("one axis of int64");
         let tokens: Vec<i64> = verified.proposal.tree.read().map(|node| all[node.unsigned_abs() as usize]).collect();
         self.successors.learn_tree(&tokens, verified.path, verified.logits_nv);

@@ -16,6 +16,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod dtype;
 pub mod fastest;
+pub mod prefill;
 pub mod prefix;
 pub mod sample;
 pub mod tch;

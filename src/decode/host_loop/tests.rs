@@ -8,9 +8,9 @@ use super::super::generate;
 use super::super::generate::tests::{
     CONTEXT, VOCABULARY, backbone, config, every_pair_of_guesses, go_on, heads, medusa, prepare, request,
 };
-use super::super::step::prefill;
 use super::*;
 use crate::draft::medusa::drafter::MedusaDrafter;
+use crate::engine::prefill::prefill;
 use crate::engine::tch::TchEngine;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;

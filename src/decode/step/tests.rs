@@ -60,7 +60,8 @@ impl Drafter for Follower<'_> {
         self.rows[row].extend(tokens.ids.iter().copied().zip(states));
     }
 
-    fn verified(&mut self, _row: usize, verified: &VerifiedTree) {
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
+        self.committed(row, &verified.accepted);
         assert_eq!(verified.logits_nv.size()[0], verified.proposal.tokens_n.size()[0]);
         self.counts.borrow_mut()[1] += verified.path.len() - 1;
     }
@@ -116,4 +117,37 @@ fn a_follower_keeps_its_rows_in_the_order_of_a_batch() {
         ended += batch.step().unwrap().len();
     }
     assert!(counts.borrow()[0] > prompts.len());
+}
+
+/// Does not follow the rows, and records how they were truncated.
+#[derive(Debug)]
+struct Truncated<'a> {
+    guesses: NgramDrafter<'a>,
+    truncations: Rc<RefCell<Vec<(usize, usize)>>>,
+}
+
+impl Drafter for Truncated<'_> {
+    fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
+        self.guesses.propose(batch)
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.truncations.borrow_mut().push((row, tokens));
+    }
+}
+
+#[test]
+fn a_drafter_that_does_not_follow_is_told_of_truncations() {
+    let (llama, truncations) = (backbone(), Rc::new(RefCell::new(vec![])));
+    let drafter = Truncated { guesses: NgramDrafter::new(&llama), truncations: truncations.clone() };
+    let mut decoding = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((Box::new(drafter), Acceptance::Greedy)));
+    let request = Request { ends_at_eos: false, ..Request::greedy(&[1, 5, 9], 6) };
+    decoding.decode(Drafting::On, &request, &mut |_| ControlFlow::Continue(())).unwrap();
+    decoding.reset();
+    assert_eq!(truncations.borrow().last(), Some(&(0, 0)));
+    decoding.decode(Drafting::On, &request, &mut |_| ControlFlow::Continue(())).unwrap();
+    decoding
+        .decode(Drafting::On, &Request { prompt: &[1, 5, 7], ..request }, &mut |_| ControlFlow::Continue(()))
+        .unwrap();
+    assert!(truncations.borrow().contains(&(0, 2)), "{truncations:?}");
 }

@@ -1,5 +1,8 @@
 //! The oracle is the draft model over whole rows, without a cache.
 
+use std::cell::Cell;
+use std::panic::AssertUnwindSafe;
+
 use tch::{Device, no_grad};
 
 use super::super::levels::LevelDrafter;
@@ -12,6 +15,7 @@ use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::numbers::{NonNegative, Probability};
+use crate::tree::accept::upwards;
 use crate::tree::sparse_tree::SparseTree;
 
 /// Weights large enough that guesses depend on the text.
@@ -41,9 +45,34 @@ impl<'a> Texts<'a> {
         Self { drafter, texts: vec![], sampling }
     }
 
-    fn push(&mut self, index: u64, ids: &[i64]) {
+    fn push(&mut self, index: u64, prompt: &[i64]) {
         self.drafter.push_row();
-        self.texts.push((index, ids.to_vec()));
+        self.texts.push((index, vec![]));
+        self.go_on(self.texts.len() - 1, prompt);
+    }
+
+    /// A prompt behind a row's text; its last token is the root.
+    fn go_on(&mut self, row: usize, prompt: &[i64]) {
+        let (root, ids) = prompt.split_last().unwrap();
+        no_grad(|| self.drafter.committed(row, &committed(ids)));
+        self.texts[row].1.extend(ids.iter().chain([root]));
+    }
+
+    /// Accepts a node of a proposal; `next` is the new root.
+    fn accept(&mut self, row: usize, proposal: &Proposal, node: usize, next: i64) {
+        let ids = &mut self.texts[row].1;
+        let before = ids.len() - 1;
+        *ids = path(proposal, ids, node);
+        let mut nodes: Vec<usize> = upwards(&proposal.tree.tree, node).collect();
+        nodes.reverse();
+        let (logits_nv, accepted) = (&Tensor::zeros([1, 1], (Kind::Double, Device::Cpu)), committed(&ids[before..]));
+        self.drafter.verified(row, &VerifiedTree { proposal, logits_nv, path: &nodes, accepted });
+        ids.push(next);
+    }
+
+    fn truncate(&mut self, row: usize, tokens: usize) {
+        self.drafter.truncate(row, tokens);
+        self.texts[row].1.truncate(tokens);
     }
 
     fn propose(&mut self) -> Vec<Proposal> {
@@ -57,6 +86,10 @@ impl<'a> Texts<'a> {
         let batch: Vec<TextSoFar> = batch.collect();
         no_grad(|| self.drafter.propose(&batch))
     }
+}
+
+fn committed(ids: &[i64]) -> CommittedTokens<'_> {
+    CommittedTokens { ids, hidden_nh: Tensor::zeros([ids.len() as i64, 1], (Kind::Double, Device::Cpu)) }
 }
 
 fn tokens_of(proposal: &Proposal) -> Vec<i64> {
@@ -76,8 +109,7 @@ fn logits_after(llama: &Llama, ids: &[i64]) -> Tensor {
 fn path(proposal: &Proposal, ids: &[i64], node: usize) -> Vec<i64> {
     let tokens = tokens_of(proposal);
     let tree = &proposal.tree.tree;
-    let mut path: Vec<i64> =
-        std::iter::successors(Some(node), |&node| tree.parent(node)).map(|node| tokens[node]).collect();
+    let mut path: Vec<i64> = upwards(tree, node).map(|node| tokens[node]).collect();
     path.reverse();
     [&ids[..ids.len() - 1], &path].concat()
 }
@@ -111,17 +143,18 @@ fn guesses_are_the_models_best_tokens_whatever_was_in_the_cache_before() {
             let drafter = LevelDrafter::of_tree(&llama, Box::new(guesser), &shape);
             let mut texts = Texts::new(drafter, sampling(0.0, 1.0));
             texts.push(0, &[1, 2, 3]);
-            for step in 0..8 {
+            for step in 0..9 {
                 let proposals = texts.propose();
                 for (proposal, (_, ids)) in proposals.iter().zip(&texts.texts) {
                     check_greedy(&llama, proposal, ids);
                 }
                 // Some guesses are accepted, others not; rows come and go.
-                for ((_, ids), proposal) in texts.texts.iter_mut().zip(&proposals) {
-                    let accepted = step % proposal.tree.tree.max_depth();
-                    let node = (0..proposal.tree.tree.len()).find(|&node| proposal.tree.tree.depth(node) == accepted);
-                    *ids = path(proposal, ids, node.unwrap());
-                    ids.push((7 * step as i64 + 5) % 50); // may be one that pads the vocabulary
+                for (row, proposal) in proposals.iter().enumerate() {
+                    let tree = &proposal.tree.tree;
+                    let at_depth = |&node: &usize| tree.depth(node) == step % tree.max_depth();
+                    let nodes: Vec<usize> = (0..tree.len()).filter(at_depth).collect();
+                    // The next root may be one that pads the vocabulary.
+                    texts.accept(row, proposal, nodes[step % nodes.len()], (7 * step as i64 + 5) % 50);
                 }
                 match step {
                     1 | 2 => texts.push(step as u64, &[4, step as i64, 6, 7, 8, 9]),
@@ -130,9 +163,12 @@ fn guesses_are_the_models_best_tokens_whatever_was_in_the_cache_before() {
                         texts.texts.swap_remove(0);
                     }
                     5 => {
-                        texts.drafter.truncate(1, 2);
-                        texts.texts[1].1.truncate(2);
-                        texts.texts[1].1.extend([11, 12]);
+                        texts.truncate(1, 2);
+                        texts.go_on(1, &[11, 12]);
+                    }
+                    6 => {
+                        texts.truncate(0, texts.texts[0].1.len() - 1);
+                        texts.go_on(0, &[13, 14, 15]); // a turn
                     }
                     _ => {}
                 }
@@ -176,4 +212,59 @@ fn draws_come_from_the_models_distribution_and_do_not_depend_on_the_batch() {
         };
         assert_ne!(tokens_of(&other[0]), tokens_of(&together.propose()[0]), "another text draws other guesses");
     }
+}
+
+#[test]
+fn the_prompt_is_computed_when_it_is_committed() {
+    let llama = model(LlamaConfig::tiny(), 3);
+    let mut guesser = ModelGuesser::new(Box::new(TchEngine::new(&llama)), VOCABULARY as usize, Guessing::Best);
+    guesser.push_row();
+    no_grad(|| guesser.committed(0, &committed(&[1, 2, 3, 49])));
+    assert!(guesser.follows());
+    assert_eq!((guesser.cache.len(0), guesser.rows[0].cached), (4, 4));
+}
+
+/// Runs out of memory in its second pass.
+#[derive(Debug)]
+struct Failing<'a> {
+    engine: TchEngine<'a>,
+    passes: Cell<usize>,
+}
+
+impl Engine for Failing<'_> {
+    fn name(&self) -> &'static str {
+        "failing"
+    }
+
+    fn backbone(&self) -> &Llama {
+        self.engine.backbone()
+    }
+
+    fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+        self.passes.set(self.passes.get() + 1);
+        assert_ne!(self.passes.get(), 2, "out of memory");
+        self.engine.extend(cache, tokens_n, batch)
+    }
+
+    fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+        self.engine.logits(hidden_nh)
+    }
+}
+
+#[test]
+fn after_a_failure_the_cache_holds_what_the_row_says() {
+    let llama = model(LlamaConfig { max_position_embeddings: 600, ..LlamaConfig::tiny() }, 3);
+    let engine = Box::new(Failing { engine: TchEngine::new(&llama), passes: Cell::new(0) });
+    let mut guesser = ModelGuesser::new(engine, VOCABULARY as usize, Guessing::Best);
+    guesser.push_row();
+    let prompt: Vec<i64> = (0..550).map(|at| at * at % 47).collect();
+    let failed = no_grad(|| std::panic::catch_unwind(AssertUnwindSafe(|| guesser.committed(0, &committed(&prompt)))));
+    assert!(failed.is_err());
+    assert_eq!((guesser.cache.len(0), guesser.rows[0].cached), (512, 512));
+    let chain = SparseTree::chain(3).unwrap();
+    let mut texts = Texts::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &chain), sampling(0.0, 1.0));
+    texts.texts.push((0, prompt));
+    texts.truncate(0, 100);
+    texts.go_on(0, &[7, 8, 9]);
+    check_greedy(&llama, &texts.propose()[0], &texts.texts[0].1);
 }

@@ -1,0 +1,36 @@
+//! Runs a prompt in chunks: what attention takes of memory is bounded, whatever the prompt's length.
+
+// N tokens of a chunk, H hidden size
+use tch::Tensor;
+
+use super::{Engine, RowTokens};
+use crate::model::kv_cache::KvCache;
+use crate::model::new_tokens::NewTokens;
+
+/// Tokens of a prompt that are computed together.
+pub const PREFILL_CHUNK: usize = 512;
+
+/// Runs a prompt, or the rest of one, behind a row of the cache, `chunk` tokens at a time; returns the last token's hidden state,
+/// `[1, H]`. `on_chunk` receives the tokens and hidden states `[N, H]` of each chunk when it is committed.
+pub fn prefill(
+    chunk: usize,
+    engine: &dyn Engine,
+    (cache, row): (&mut KvCache, usize),
+    tokens: &[i64],
+    on_chunk: &mut dyn FnMut(&[i64], Tensor),
+) -> Tensor {
+    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
+    let chain = |n: usize| NewTokens::chain(n as i64, &engine.backbone().config, kind, device);
+    let whole = chain(chunk.min(tokens.len())); // one for all whole chunks: they share its mask
+    let mut hidden_1h = None;
+    for piece in tokens.chunks(chunk) {
+        let rest = (piece.len() as i64 != whole.len()).then(|| chain(piece.len()));
+        let nodes = rest.as_ref().unwrap_or(&whole);
+        let tokens_n = Tensor::from_slice(piece).to_device(device);
+        let hidden_nh = engine.extend(cache, &tokens_n, &[RowTokens { row, nodes }]);
+        cache.commit(row, nodes.len());
+        hidden_1h = Some(hidden_nh.narrow(0, nodes.len() - 1, 1));
+        on_chunk(piece, hidden_nh.narrow(0, 0, nodes.len()));
+    }
+    hidden_1h.expect("a prompt has at least one token that is not cached")
+}
