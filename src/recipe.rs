@@ -185,7 +185,7 @@ impl Recipe {
         exclusive(text, "data.validation", "data.validation_fraction")?;
         self.check_stage(text)?;
         self.check_targets(text)?;
-        exclusive_rank(&self.heads, text)?;
+        check_w2(&self.heads, text)?;
         self.check_validation(text)?;
         self.check_best(text)?;
         self.check_batch(text)?;
@@ -368,13 +368,14 @@ fn clash(text: &LocatedToml<'_>, key: &'static str, got: impl ToString, expected
     wrong(text.value(key), Mistake::Clash { key, got: got.to_string(), expected })
 }
 
-fn exclusive_rank(heads: &HeadsConfig, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
+/// Heads that use the LM head have no W2 that could be smaller.
+fn check_w2(heads: &HeadsConfig, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
+    let none = "with heads.shared_lm_head = true heads have no W2";
     match heads.w2_rank {
-        Some(rank) if heads.shared_lm_head => {
-            let expected = "no rank: with heads.shared_lm_head = true heads have no W2".to_owned();
-            Err(clash(text, "heads.w2_rank", rank, expected))
-        }
-        _ => Ok(()),
+        _ if !heads.shared_lm_head => Ok(()),
+        Some(rank) => Err(clash(text, "heads.w2_rank", rank, format!("no rank: {none}"))),
+        None if heads.shared_w2 => Err(clash(text, "heads.shared_w2", true, format!("false: {none}"))),
+        None => Ok(()),
     }
 }
 

@@ -61,6 +61,7 @@ const SHAPE: HeadsShape = HeadsShape {
     vocab_size: 48,
     w2_bias: false,
     w2_rank: 0,
+    shared_w2: false,
 };
 
 fn write_heads(small: &SmallRun, folder: &str, shape: HeadsShape) {

@@ -117,7 +117,7 @@ impl Oracle {
             hidden_size: 64,
             vocab_size: 512,
             w2_bias: self.setting("w2_bias").as_bool().expect("a flag"),
-            w2_rank: 0,
+            ..HeadsShape::default()
         }
     }
 

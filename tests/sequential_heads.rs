@@ -158,7 +158,7 @@ fn published_heads_have_the_logits_of_their_trainer() {
         hidden_size: 16,
         vocab_size: 41,
         w2_bias: true,
-        w2_rank: 0,
+        ..HeadsShape::default()
     };
     assert_eq!((file.layout(), file.shape()), (HeadsLayout::Hydra, shape));
     let notices = file.notices().expect("notices");

@@ -7,6 +7,7 @@ use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
 
+use medusa::model::weights::WeightFiles;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde_json::Value;
@@ -574,6 +575,33 @@ fn heads_of_low_rank_are_trained_inspected_and_exported_at_full_rank() {
     small.train(&["--check"]).failed(2, &["heads.w2_rank = 3", "heads have no W2"]);
     small.edit("recipe.toml", "w2_rank = 3\nshared_lm_head = true", "w2_rank = 4096");
     small.train(&["--check"]).failed(2, &["heads.w2_rank = 4096: expected less than", "hidden size"]);
+}
+
+#[test]
+fn heads_with_one_w2_are_trained_resumed_inspected_and_exported() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "[stage.medusa1]", "shared_w2 = true\n[stage.medusa1]");
+    small.train(&[]).succeeded();
+    let told = small.medusa(&["inspect", "run/final"]).succeeded();
+    assert!(told.stdout.contains("one W2 for all heads"), "{}", told.stdout);
+    let names = |file: &str| WeightFiles::open_file(&small.path(file)).expect("heads").names().len();
+    assert_eq!(names("run/final/heads.safetensors"), 2 * 2 + 1, "W1 and b1 of each head, and one W2");
+    for format in ["tgi", "vllm"] {
+        small.medusa(&["export", "--heads", "run/final", "--format", format, "--out", format]).succeeded();
+    }
+    let copied = small.medusa(&["inspect", "tgi"]).succeeded();
+    assert!(!copied.stdout.contains("one W2"), "{}", copied.stdout);
+    let shared = small.medusa(&["inspect", "vllm"]).succeeded();
+    assert!(shared.stdout.contains("one W2 for all heads"), "{}", shared.stdout);
+    assert_eq!(names("vllm/model.safetensors"), 2 * 2 + 1);
+    let whole = small.bytes("run/final/heads.safetensors");
+    for later in ["final", "step-000021", "step-000024"] {
+        fs::remove_dir_all(small.path(&format!("run/{later}"))).expect("a folder to remove");
+    }
+    small.train(&["--resume"]).succeeded();
+    assert!(whole == small.bytes("run/final/heads.safetensors"), "a resumed run has other heads");
+    small.edit("recipe.toml", "shared_w2 = true", "shared_w2 = true\nshared_lm_head = true");
+    small.train(&["--check"]).failed(2, &["heads.shared_w2 = true", "heads have no W2"]);
 }
 
 #[test]

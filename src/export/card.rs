@@ -51,6 +51,8 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "vocab_size": trained.vocab_size(),
             "shared": shape.vocab_size == 0,
             "copied": trained.copies_lm_head(),
+            "one_w2": shape.shared_w2,
+            "copied_w2": trained.copies_shared_w2(),
             "parameters": shape.parameters(),
             "dtype": trained.dtype.to_string(),
             "tuned": trained.tuned_backbone().is_some(),

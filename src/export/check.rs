@@ -55,7 +55,7 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDiff
     for place in expected.places() {
         let kind = trained.dtype.kind();
         let (written, own) = (got.stored(place)?, trained.tensor(place, kind)?);
-        same(folder, &trained.layout().name(place), &written, &own)?;
+        same(folder, &trained.layout().name_in(&expected, place), &written, &own)?;
     }
     for (ours, size) in trained.file.prefix_tensors()? {
         let [written, own] = [&got, &trained.file].map(|file| file.prefix_tensor(&ours, &size));
@@ -90,9 +90,9 @@ fn run(
     x_ni: &Tensor,
 ) -> Result<Tensor, ExportError> {
     let shape = trained.written_shape();
-    let of_head = shape.places().into_iter().filter(|place| place.head == head);
-    let tensors = of_head.map(read).collect::<Result<Vec<_>, _>>()?;
-    let one = Heads::from_tensors(HeadsShape { medusa_num_heads: 1, ..shape }, tensors, shape.vocab_size);
+    let tensors = shape.places_of(head).into_iter().map(read).collect::<Result<Vec<_>, _>>()?;
+    let one = HeadsShape { medusa_num_heads: 1, ..shape }.with_own_w2();
+    let one = Heads::from_tensors(one, tensors, shape.vocab_size);
     let x_nh = one.head(0).hidden(x_ni);
     Ok(one.head(0).w2().map_or_else(|| x_nh.shallow_clone(), |w2_vh| x_nh.linear(w2_vh, one.head(0).w2_bias())))
 }

@@ -183,12 +183,19 @@ impl Trained {
         self.shares_lm_head() && !self.format.knows_shared_lm_head()
     }
 
+    /// Whether every head gets a copy of the W2 that all heads share.
+    pub(super) fn copies_shared_w2(&self) -> bool {
+        self.shape.shared_w2 && self.format != ExportFormat::Vllm
+    }
+
     /// The shape of the exported heads.
     pub(super) fn written_shape(&self) -> HeadsShape {
         let of_copies = || self.lm_head_vh.as_ref().map_or(0, |lm_head| lm_head.size()[0]);
         let vocab_size = if self.copies_lm_head() { of_copies() } else { self.shape.vocab_size };
         // Hydra's loader leaves a missing bias random.
-        HeadsShape { vocab_size, w2_bias: self.format == ExportFormat::Hydra, ..self.shape.at_full_rank() }
+        let w2_bias = self.format == ExportFormat::Hydra;
+        let shared_w2 = self.shape.shared_w2 && !self.copies_shared_w2() && self.shape.medusa_num_heads > 1;
+        HeadsShape { vocab_size, w2_bias, shared_w2, ..self.shape.at_full_rank() }
     }
 
     /// The layout of the written names.

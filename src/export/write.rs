@@ -14,7 +14,7 @@ use super::trained::Trained;
 use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
 use crate::files::{write_json, write_synced};
-use crate::formats::heads_config::TRAINING;
+use crate::formats::heads_config::{SHARED_W2, TRAINING};
 use crate::model::folder::{Additions, save_folder_with};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::prefix_layer::PREFIX;
@@ -110,24 +110,29 @@ fn write_config(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
 /// `architectures`; vLLM takes every key with "num" and "heads" in it for the number of heads.
 fn config(trained: &Trained) -> Map<String, Value> {
     let (heads, layers) = (trained.shape.medusa_num_heads, trained.shape.medusa_num_layers);
-    let shared = trained.written_shape().vocab_size == 0;
+    let written = trained.written_shape();
+    let shared = written.vocab_size == 0;
     let version = if shared { 2 } else { 1 };
     let counts = json!({"medusa_num_heads": heads, "medusa_num_layers": layers});
     let config = match trained.format {
         ExportFormat::Merged => counts,
         ExportFormat::ModelOpt => json!({"medusa": {"num_medusa_heads": heads, "num_medusa_layers": layers}}),
-        ExportFormat::Vllm => json!({
-            "architectures": ["MedusaModel"],
-            "model_type": "medusa",
-            "hidden_size": trained.shape.hidden_size,
-            "vocab_size": trained.vocab_size(),
-            "truncated_vocab_size": null,
-            "num_heads": heads,
-            "num_hidden_layers": layers,
-            "medusa_fc_bias": true,
-            "original_lm_head": shared,
-            "dtype": trained.dtype.to_string(),
-        }),
+        ExportFormat::Vllm => {
+            // vLLM reads one lm_head for all heads, whether it is the backbone's or not.
+            let config = json!({
+                "architectures": ["MedusaModel"],
+                "model_type": "medusa",
+                "hidden_size": trained.shape.hidden_size,
+                "vocab_size": trained.vocab_size(),
+                "truncated_vocab_size": null,
+                "num_heads": heads,
+                "num_hidden_layers": layers,
+                "medusa_fc_bias": true,
+                "original_lm_head": shared || written.shared_w2,
+                "dtype": trained.dtype.to_string(),
+            });
+            if written.shared_w2 { joined(config, json!({SHARED_W2: true})) } else { config }
+        }
         // TensorRT-LLM reads each of the two spellings in a different place.
         ExportFormat::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
         ExportFormat::Heads | ExportFormat::Tgi => joined(counts, json!({"version": version.to_string()})),

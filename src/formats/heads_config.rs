@@ -23,6 +23,9 @@ pub const HEADS_CHAT_TEMPLATE: &str = "heads_chat_template.jinja";
 /// TensorRT-LLM takes a config with `architecture` and `dtype` for a checkpoint of its own.
 pub const TRAINING: &str = "medusa_train";
 
+/// The key of an exported config.json that says that the lm_head of a vLLM file is the heads' own, not the backbone's.
+pub const SHARED_W2: &str = "shared_w2";
+
 /// The keys of [`HeadsFolderConfig`] that describe the training, not the tensors.
 const RECORDED: [&str; 7] =
     ["architecture", "backbone_model_type", "backbone_dtype", "quantization", "chat_template", "rope_context", "best"];

@@ -113,8 +113,11 @@ fn in_words(shape: &HeadsShape) -> String {
     let architecture = architecture.name();
     let w2 = match (shape.vocab_size, shape.w2_rank) {
         (0, _) => "the backbone's lm_head".to_owned(),
-        (_, 0) => "their own output layer".to_owned(),
-        (_, rank) => format!("their own output layer of rank {rank}"),
+        (v, rank) => {
+            let owner = if shape.shared_w2 { "one output layer for all heads" } else { "their own output layer" };
+            let rank = if rank > 0 { format!(" and rank {rank}") } else { String::new() };
+            format!("{owner} of {v} tokens{rank}")
+        }
     };
     format!(
         "architecture = \"{architecture}\", medusa_num_heads = {medusa_num_heads}, medusa_num_layers = {medusa_num_layers} and {w2}"

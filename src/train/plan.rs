@@ -71,6 +71,8 @@ pub enum BackboneTraining {
 pub enum ParameterGroup {
     /// A head, 0-based.
     Head(usize),
+    /// The W2 that all heads share.
+    SharedW2,
     /// The heads' prefix layer.
     Prefix,
     /// A part of the backbone's pass over whole rows (see [`crate::model::llama::Llama::parts`]).
@@ -120,7 +122,7 @@ impl BackboneTraining {
 impl ParameterGroup {
     /// Whether it belongs to the heads.
     pub fn is_of_heads(self) -> bool {
-        matches!(self, Self::Head(_) | Self::Prefix)
+        matches!(self, Self::Head(_) | Self::SharedW2 | Self::Prefix)
     }
 
     /// Whether it belongs to the backbone, including its LM head.

@@ -43,7 +43,11 @@ impl TrainState {
             group,
             parameter: Parameter::new(name, value).at_rate(plan.rate_factor(group)),
         };
-        let of_places = heads.shape().places().into_iter().map(|place| ParameterGroup::Head(place.head));
+        let shape = heads.shape();
+        let of_places = shape.places().into_iter().map(|place| match shape.is_shared(place) {
+            true => ParameterGroup::SharedW2,
+            false => ParameterGroup::Head(place.head),
+        });
         let groups_of_heads = of_places.chain(std::iter::repeat(ParameterGroup::Prefix));
         let of_heads = groups_of_heads.zip(heads.parameters());
         let of_part =
@@ -74,9 +78,11 @@ impl TrainState {
         self.parameters.iter().filter(move |p| are_wanted(p.group)).map(|p| &p.parameter)
     }
 
-    /// The gradient tensors of head `head` (0-based). `dhidden_nh` receives the gradient of the hidden states.
+    /// The gradient tensors of head `head` (0-based); those of a shared W2 sum over the heads. `dhidden_nh` receives the gradient of the
+    /// hidden states.
     pub fn gradients_of<'g>(&'g self, head: usize, dhidden_nh: Option<&'g Tensor>) -> HeadGradients<'g> {
         let mut blocks = self.gradients(ParameterGroup::Head(head));
+        blocks.extend(self.gradients(ParameterGroup::SharedW2));
         let own = blocks.split_off(self.heads.head(head).block_parameters().len());
         let output = match own[..] {
             [] => self.lm_head_gradients(),

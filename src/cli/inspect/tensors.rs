@@ -92,10 +92,14 @@ impl HeadsFound {
     }
 
     pub(super) fn line(&self) -> String {
-        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, w2_rank, .. } = self.shape;
+        let HeadsShape { medusa_num_heads, medusa_num_layers, hidden_size, vocab_size, w2_rank, shared_w2, .. } =
+            self.shape;
         let rank = if w2_rank > 0 { format!(" by rank {w2_rank}") } else { String::new() };
-        let vocabulary =
-            if self.shared_lm_head { "shared lm_head".into() } else { format!("vocabulary {vocab_size}{rank}") };
+        let shared = if shared_w2 { ", one W2 for all heads" } else { "" };
+        let vocabulary = match self.shared_lm_head {
+            true => "shared lm_head".into(),
+            false => format!("vocabulary {vocab_size}{rank}{shared}"),
+        };
         format!(
             "{} of {}, hidden size {hidden_size}, {vocabulary}: {} parameters, {} ({})",
             counted(medusa_num_heads, self.shape.architecture.noun()),

@@ -194,7 +194,7 @@ mod tests {
                 hidden_size,
                 vocab_size,
                 w2_bias,
-                w2_rank: 0,
+                ..HeadsShape::default()
             };
             // Values that are exact in bfloat16; activations are rounded between layers.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
-use crate::engine::cuda::draft::{DeviceDraft, DraftShape};
+use crate::engine::cuda::draft::{DeviceDraft, DraftShape, HeadMatrices};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -52,6 +52,9 @@ pub struct HeadsConfig {
     /// R: W2 = B·A with an inner width of R.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub w2_rank: Option<NonZeroUsize>,
+    /// One W2 for all heads.
+    #[serde(default)]
+    pub shared_w2: bool,
     /// What a head reads.
     #[serde(default)]
     pub architecture: HeadsArchitecture,
@@ -75,6 +78,7 @@ impl HeadsConfig {
             vocab_size: if self.shared_lm_head { 0 } else { vocab_size },
             w2_bias: false,
             w2_rank: self.w2_rank.map_or(0, |rank| i64::try_from(rank.get()).unwrap_or(i64::MAX)),
+            shared_w2: self.shared_w2 && self.medusa_num_heads.get() > 1,
         }
     }
 }
@@ -182,8 +186,16 @@ impl Heads {
     pub fn from_tensors(shape: HeadsShape, tensors: Vec<Tensor>, vocab_size: i64) -> Self {
         let mut tensors = tensors.into_iter();
         let parts: Vec<_> = (0..=shape.medusa_num_layers).map(|layer| shape.parts_of_layer(layer)).collect();
-        let head = |_| Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"));
-        let heads = (0..shape.medusa_num_heads).map(head).collect();
+        let own = if shape.shared_w2 { &parts[..shape.medusa_num_layers] } else { &parts };
+        let own: usize = own.iter().map(|parts| parts.len()).sum();
+        let of_heads: Vec<Vec<Tensor>> =
+            (0..shape.medusa_num_heads).map(|_| tensors.by_ref().take(own).collect()).collect();
+        let shared: Vec<Tensor> = tensors.collect();
+        let head = |of_head: Vec<Tensor>| {
+            let mut tensors = of_head.into_iter().chain(shared.iter().map(Tensor::shallow_clone));
+            Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"))
+        };
+        let heads = of_heads.into_iter().map(head).collect();
         Self { heads, shape, vocab_size, sequential: None, prefix: None }
     }
 
@@ -193,7 +205,10 @@ impl Heads {
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
         let sequential = SequentialLayout::new(&self.heads, &mut arena);
-        let heads = self.heads.into_iter().map(|head| head.packed(sequential.is_some(), &mut arena)).collect();
+        let shared = self.shape.shared_w2;
+        let own = |(k, head): (usize, Head)| if shared && k > 0 { head.without_output() } else { head };
+        let heads = self.heads.into_iter().enumerate().map(own);
+        let heads = heads.map(|head| head.packed(sequential.is_some(), &mut arena)).collect();
         let prefix = self.prefix.map(|prefix| prefix.for_decoding(&mut arena));
         Self { heads, sequential, prefix, ..self }
     }
@@ -202,7 +217,7 @@ impl Heads {
     #[must_use]
     pub fn for_training(self, kind: Kind) -> Self {
         let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
-        let tensors = self.heads.iter().flat_map(Head::parameters).map(own).collect();
+        let tensors = self.tensors().into_iter().map(own).collect();
         let prefix = self.prefix.map(|prefix| prefix.for_training(kind));
         Self { prefix, ..Self::from_tensors(self.shape, tensors, self.vocab_size) }
     }
@@ -258,17 +273,30 @@ impl Heads {
 
     /// Logits of head `head` (0-based), `[N, V]`.
     pub fn logits(&self, head: usize, input: &HeadInput, backbone: &Llama) -> Tensor {
-        let x_nh = self.heads[head].hidden(&input.rows(backbone));
-        self.heads[head]
-            .w2
-            .as_ref()
-            .map_or_else(|| backbone.logits(&x_nh, Adapters::Off), |w2| w2.forward(&x_nh, Adapters::Off))
+        let output = self.output_of(head);
+        let x_nh = output.through_down(self.heads[head].residual(&input.rows(backbone)));
+        output.w2.as_ref().map_or_else(|| backbone.logits(&x_nh, Adapters::Off), |w2| w2.forward(&x_nh, Adapters::Off))
     }
 
-    /// Every parameter with its name in the file, by head, then layer, then those of the prefix layer. Not for packed heads.
+    /// The head whose output layer head `head` uses: packed heads keep a shared one once.
+    fn output_of(&self, head: usize) -> &Head {
+        &self.heads[if self.shape.shared_w2 { 0 } else { head }]
+    }
+
+    /// In the order of [`HeadsShape::tensors`].
+    fn tensors(&self) -> Vec<&Tensor> {
+        if !self.shape.shared_w2 {
+            return self.heads.iter().flat_map(Head::parameters).collect();
+        }
+        let shared = self.heads[0].output_parameters();
+        self.heads.iter().flat_map(Head::res_block_parameters).chain(shared).collect()
+    }
+
+    /// Every parameter with its name in the file, in the order of [`HeadsShape::tensors`], then those of the prefix layer. Not for packed
+    /// heads.
     pub fn parameters(&self) -> Vec<(String, &Tensor)> {
         let names = self.shape.tensors().into_iter().map(|(name, _)| name);
-        let of_heads = names.zip(self.heads.iter().flat_map(Head::parameters));
+        let of_heads = names.zip(self.tensors());
         of_heads.chain(self.prefix.iter().flat_map(PrefixLayer::parameters)).collect()
     }
 
@@ -284,9 +312,19 @@ impl Heads {
 
     /// The heads that `tree` uses, for an engine that drafts on the device.
     pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
-        let (shape, used) = (self.shape.at_full_rank(), &self.heads[..tree.max_depth()]);
+        let (shape, depth) = (self.shape.at_full_rank(), tree.max_depth());
         let shape = DraftShape { tree, blocks: shape.medusa_num_layers, parameters: shape.parameters() };
-        DeviceDraft { shape, heads: used.iter().map(Head::matrices).collect() }
+        DeviceDraft { shape, heads: self.matrices(depth) }
+    }
+
+    /// The matrices of the first `depth` heads; a shared W2 is one tensor.
+    fn matrices(&self, depth: usize) -> Option<Vec<HeadMatrices>> {
+        let shared = if self.shape.shared_w2 { Some(self.heads[0].output_matrix()?) } else { None };
+        let of_head = |head: &Head| match &shared {
+            Some(w2_vh) => head.matrices(w2_vh),
+            None => head.matrices(&head.output_matrix()?),
+        };
+        self.heads[..depth].iter().map(of_head).collect()
     }
 
     /// Writes `heads.safetensors` into `folder`.
@@ -353,5 +391,43 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         heads.save(folder.path()).unwrap();
         assert_eq!(HeadsFile::open(folder.path()).unwrap().shape(), shape);
+    }
+
+    #[test]
+    fn a_shared_w2_is_stored_once_and_heads_compute_as_with_copies_of_it() {
+        let config = LlamaConfig::tiny();
+        let backbone = Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
+        let hidden = Generator::seeded(3).normal(&[7, config.hidden_size], (Kind::Float, Device::Cpu));
+        for w2_rank in [0, 5] {
+            let shape = HeadsShape {
+                medusa_num_heads: 3,
+                medusa_num_layers: 1,
+                hidden_size: config.hidden_size,
+                vocab_size: 50,
+                w2_rank,
+                w2_bias: true,
+                shared_w2: true,
+                ..HeadsShape::default()
+            };
+            let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+            let copies = heads.heads.iter().flat_map(Head::parameters).map(Tensor::copy).collect();
+            let copied = Heads::from_tensors(shape.with_own_w2(), copies, 50);
+            for head in 0..3 {
+                let [one, other] =
+                    [&heads, &copied].map(|heads| heads.logits(head, &HeadInput::alone(&hidden), &backbone));
+                assert_eq!(one, other);
+            }
+            let folder = tempfile::tempdir().unwrap();
+            heads.save(folder.path()).unwrap();
+            let file = HeadsFile::open(folder.path()).unwrap();
+            assert_eq!(file.shape(), shape);
+            assert_eq!(heads.parameters().len(), copied.parameters().len() - if w2_rank > 0 { 6 } else { 4 });
+            let loaded = Heads::load(folder.path(), &backbone).unwrap().for_decoding();
+            for head in 0..3 {
+                let input = HeadInput::alone(&hidden);
+                let [one, other] = [&heads, &loaded].map(|heads| heads.logits(head, &input, &backbone));
+                assert!(one.allclose(&other, 0.0, 2e-2, false), "packed");
+            }
+        }
     }
 }

@@ -24,7 +24,7 @@ fn hydra_heads(architecture: HeadsArchitecture, medusa_num_heads: usize, llama: 
         vocab_size,
         architecture,
         w2_bias: true,
-        w2_rank: 0,
+        ..HeadsShape::default()
     };
     Heads::random(shape, Kind::Double, Device::Cpu, seed).with_new_prefix(llama, seed)
 }

@@ -41,6 +41,7 @@ fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
         init_from: None,
         shared_lm_head,
         w2_rank: None,
+        shared_w2: false,
         architecture,
         dropout: Fraction::ZERO,
     };
@@ -88,9 +89,49 @@ fn losses_of_sequential_heads_equal_the_plain_ones() {
             vocab_size,
             w2_bias,
             w2_rank,
+            shared_w2: false,
         };
         let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
         losses_of_a_head_equal_the_plain_ones(&heads, &targets, &backbone);
+    }
+}
+
+#[test]
+fn gradients_of_a_shared_w2_are_summed_over_the_heads() {
+    let (targets, backbone) = (targets(), backbone());
+    let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu));
+    for w2_rank in [0, 6] {
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size: 24,
+            vocab_size: 40_000,
+            w2_rank,
+            shared_w2: true,
+            ..HeadsShape::default()
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        let inputs: Vec<&Tensor> = heads.parameters().into_iter().map(|(_, tensor)| tensor).collect();
+        inputs.iter().for_each(|input| drop(input.set_requires_grad(true)));
+        let plain = (0..2).map(|head| cross_entropy_sum(&heads, head, &hidden, &targets, &backbone)).sum::<Tensor>();
+        let expected = Tensor::run_backward(&[plain * 0.01], &inputs, false, false);
+        let got: Vec<Tensor> = inputs.iter().map(|p| p.detach().zeros_like()).collect();
+        let (of_heads, shared) = got.split_at(4); // W1 and b1 of each head
+        let (down, w2) = shared.split_at(shared.len() - 1);
+        for (head, own) in of_heads.chunks(2).enumerate() {
+            let head = heads.head(head);
+            let into = HeadGradients {
+                blocks: own.iter().chain(down).collect(),
+                output: OutputGradients { weight_vh: w2.first(), ..OutputGradients::default() },
+                hidden_nh: None,
+            };
+            let output = OutputLayer::of_head(head).unwrap();
+            let _ = head_loss(Some(HeadPass::new(head, &backbone)), output, &hidden, &targets, Some((&into, 0.01)));
+        }
+        for (expected, got) in expected.iter().zip(&got) {
+            let largest = expected.abs().max().double_value(&[]);
+            assert!(expected.allclose(got, 0.0, 2e-5 * largest, false), "{:?}", expected.size());
+        }
     }
 }
 

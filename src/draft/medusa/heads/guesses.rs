@@ -74,9 +74,9 @@ impl Heads {
         Some(HeadRows { logits_kbv, heads: k, vocabulary: usize::try_from(self.vocab_size).ok()? })
     }
 
-    /// Logits `[K, B, V]` of the ResBlocks' outputs. Heads that share the backbone's lm_head go through it in one product.
+    /// Logits `[K, B, V]` of the ResBlocks' outputs. Heads that share a W2 or the backbone's lm_head go through it in one product.
     fn logits_on_cpu(&self, residual: &[Vec<f32>], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
-        if self.heads.iter().all(|head| head.w2.is_none()) {
+        if self.shape.shared_w2 || self.heads.iter().all(|head| head.w2.is_none()) {
             return self.output_on_cpu(0, &residual.concat(), backbone, team);
         }
         let of_heads = residual.iter().enumerate().map(|(head, x_bh)| self.output_on_cpu(head, x_bh, backbone, team));
@@ -85,7 +85,7 @@ impl Heads {
 
     /// A head's output layer: `[N, H]` to logits `[N, V]`.
     pub(super) fn output_on_cpu(&self, head: usize, x_nh: &[f32], backbone: &Llama, team: &Team) -> Option<Vec<f32>> {
-        let head = &self.heads[head];
+        let head = self.output_of(head);
         let w2 = head.w2.as_ref().unwrap_or(backbone.lm_head()).matrix()?;
         let rows = x_nh.len() / usize::try_from(self.hidden_size()).ok()?;
         let down_nr = match &head.down {
@@ -171,9 +171,15 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn guesses_of_own_kernels_are_those_of_libtorch() {
-        for (vocab_size, medusa_num_layers, w2_bias, w2_rank) in
-            [(50, 2, false, 0), (50, 1, true, 0), (0, 1, false, 0), (50, 1, false, 5), (50, 2, true, 8)]
-        {
+        for (vocab_size, medusa_num_layers, w2_bias, w2_rank, shared_w2) in [
+            (50, 2, false, 0, false),
+            (50, 1, true, 0, false),
+            (0, 1, false, 0, false),
+            (50, 1, false, 5, false),
+            (50, 2, true, 8, false),
+            (50, 1, false, 0, true),
+            (50, 2, true, 8, true),
+        ] {
             let config = LlamaConfig::tiny();
             let shape = HeadsShape {
                 medusa_num_heads: 3,
@@ -182,6 +188,7 @@ mod tests {
                 vocab_size,
                 w2_bias,
                 w2_rank,
+                shared_w2,
                 ..HeadsShape::default()
             };
             // Values that are exact in bfloat16, so that rounding does not decide the result.

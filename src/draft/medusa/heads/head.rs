@@ -118,7 +118,16 @@ impl Head {
         let last = self.blocks.len() as u64;
         let blocks = self.blocks.iter().zip(0..);
         let y_nh = blocks.fold(x_ni.shallow_clone(), |x, (block, layer)| block.forward(&through(x, layer)));
-        let y_nh = through(y_nh, last);
+        self.through_down(through(y_nh, last))
+    }
+
+    /// Applies the ResBlocks alone: `[N, I]` to `[N, H]`.
+    pub(super) fn residual(&self, x_ni: &Tensor) -> Tensor {
+        self.blocks.iter().fold(x_ni.shallow_clone(), |x, block| block.forward(&x))
+    }
+
+    /// Applies A of a low-rank W2: `[N, H]` to `[N, R]`.
+    pub(super) fn through_down(&self, y_nh: Tensor) -> Tensor {
         self.down.as_ref().map_or(y_nh.shallow_clone(), |down| down.forward(&y_nh, Adapters::Off))
     }
 
@@ -137,9 +146,25 @@ impl Head {
         self.blocks.iter().flat_map(ResBlock::layers).chain(&self.down).flat_map(tensors_of).collect()
     }
 
-    /// All weights and biases, in the order of [`super::HeadsShape::tensors`].
+    /// Weights and biases of every block alone.
+    pub(super) fn res_block_parameters(&self) -> impl Iterator<Item = &Tensor> {
+        self.blocks.iter().flat_map(ResBlock::layers).flat_map(tensors_of)
+    }
+
+    /// A of a low-rank W2, W2 or B, and its bias.
+    pub(super) fn output_parameters(&self) -> impl Iterator<Item = &Tensor> {
+        self.down.iter().chain(&self.w2).flat_map(tensors_of)
+    }
+
+    /// All weights and biases, in the order of [`super::HeadsShape::tensors`] of this head alone.
     pub fn parameters(&self) -> Vec<&Tensor> {
-        self.block_parameters().into_iter().chain(self.w2.iter().flat_map(tensors_of)).collect()
+        self.res_block_parameters().chain(self.output_parameters()).collect()
+    }
+
+    /// Without the output layer, which is that of another head.
+    #[must_use]
+    pub(super) fn without_output(self) -> Self {
+        Self { down: None, w2: None, ..self }
     }
 
     /// Packs every layer for decoding; a sequential head's first block stays as it is where it has a layout of its own.
@@ -153,19 +178,23 @@ impl Head {
         Self { blocks, down: self.down.map(&mut pack), w2: self.w2.map(pack) }
     }
 
-    /// Views of a Medusa head's weights; `None` if they are laid out for the CPU kernels, or if W2 has a bias. A low-rank W2 is
-    /// multiplied out.
-    pub(super) fn matrices(&self) -> Option<HeadMatrices> {
-        if self.w2_bias().is_some() {
-            return None;
-        }
+    /// Views of a Medusa head's weights, with a W2 of [`Head::output_matrix`]; `None` if they are laid out for the CPU kernels.
+    pub(super) fn matrices(&self, w2_vh: &Option<Tensor>) -> Option<HeadMatrices> {
         let block = |block: &ResBlock| Some((block.linear.in_rows()?, block.linear.bias()?.shallow_clone()));
         let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
-        let w2_vh = match (&self.down, &self.w2) {
-            (Some(down), Some(w2)) => Some(w2.in_rows()?.matmul(&down.in_rows()?)),
-            (_, w2) => w2.as_ref().map_or(Some(None), |w2| w2.in_rows().map(Some))?,
-        };
-        Some(HeadMatrices { blocks, w2_vh })
+        Some(HeadMatrices { blocks, w2_vh: w2_vh.as_ref().map(Tensor::shallow_clone) })
+    }
+
+    /// A view of W2, `Some(None)` if the head has none; `None` if it is laid out for the CPU kernels or has a bias. A low-rank W2 is
+    /// multiplied out.
+    #[expect(clippy::option_option, reason = "a head without W2 is not one whose W2 cannot be read")]
+    pub(super) fn output_matrix(&self) -> Option<Option<Tensor>> {
+        match (&self.down, &self.w2) {
+            _ if self.w2_bias().is_some() => None,
+            (_, None) => Some(None),
+            (Some(down), Some(w2)) => Some(Some(w2.in_rows()?.matmul(&down.in_rows()?))),
+            (None, Some(w2)) => w2.in_rows().map(Some),
+        }
     }
 }
 

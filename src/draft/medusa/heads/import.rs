@@ -13,7 +13,7 @@ use super::layout::{
     VLLM_TOKEN_MAP,
 };
 use crate::files::{self, failed, sha256, sha256_of_all};
-use crate::formats::heads_config::PublishedHeadsConfig;
+use crate::formats::heads_config::{PublishedHeadsConfig, SHARED_W2};
 use crate::model::config::LlamaConfig;
 use crate::model::prefix_layer::{PREFIX, PrefixLayer};
 use crate::model::weights::{MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError, dtype_of, same_up_to_rounding};
@@ -45,6 +45,8 @@ pub struct HeadsFile {
     config: Option<PublishedHeadsConfig>,
     /// Name of the lm_head shared by all heads, if the file has one.
     lm_head: Option<String>,
+    /// Whether all heads have one W2, which is not the backbone's lm_head.
+    shared_w2: bool,
 }
 
 impl HeadsFile {
@@ -70,9 +72,11 @@ impl HeadsFile {
             kind: Kind::Float,
             config,
             lm_head: None,
+            shared_w2: false,
         };
         file.refuse_unsupported()?;
         file.lm_head = file.find_lm_head();
+        file.find_shared_w2();
         file.shape = file.measure()?;
         file.check_places()?;
         Ok(file)
@@ -319,6 +323,18 @@ impl HeadsFile {
         if self.tensors.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
     }
 
+    /// A W2 that all heads share: under a name of its own in our files; in vLLM's the lm_head, if config.json says that it is not the backbone's.
+    fn find_shared_w2(&mut self) {
+        let is_vllm = self.layout == HeadsLayout::Vllm && self.says(SHARED_W2) == Some(true);
+        let vllm = if is_vllm { self.lm_head.take().map(|name| (HeadPart::W2, name)) } else { None };
+        let names = self.tensors.names();
+        let ours = names.iter().filter(|_| self.layout == HeadsLayout::Heads);
+        let ours = ours.filter_map(|name| Some((self.layout.shared_part(name)?, (*name).to_owned())));
+        let found: Vec<_> = ours.chain(vllm).collect();
+        self.shared_w2 = !found.is_empty();
+        self.names.extend(found.into_iter().map(|(part, name)| (HeadTensor { head: 0, layer: 0, part }, name)));
+    }
+
     /// Counts heads and layers, and takes H and V from the first tensors that have them.
     fn measure(&mut self) -> Result<HeadsShape, HeadsError> {
         let is = |part: HeadPart| move |place: &&HeadTensor| place.part == part;
@@ -342,6 +358,7 @@ impl HeadsFile {
             medusa_num_layers: places().filter(is(HeadPart::W1)).map(|place| place.layer + 1).max().unwrap_or(0),
             hidden_size: axis(&w1, 0).or(axis(&w2, 1)).unwrap_or(0),
             vocab_size: axis(&w2, 0).unwrap_or(0),
+            shared_w2: self.shared_w2,
         };
         let any = first(HeadPart::W1).or(first(HeadPart::W2)).cloned();
         self.kind = any.and_then(|name| self.tensors.kind(&name)).unwrap_or(Kind::Float);
@@ -354,7 +371,9 @@ impl HeadsFile {
         let fits = |place: &HeadTensor| match place.part {
             HeadPart::W1 | HeadPart::B1 => place.layer < last,
             HeadPart::Res | HeadPart::ResBias => place.layer == 0,
-            HeadPart::W2Down | HeadPart::W2 | HeadPart::W2Bias => self.layout.names_w2_by_head() || place.layer == last,
+            HeadPart::W2Down | HeadPart::W2 | HeadPart::W2Bias => {
+                self.layout.names_w2_by_head() || self.shared_w2 || place.layer == last
+            }
         };
         match self.names.iter().find(|(place, _)| !fits(place)) {
             Some((_, name)) => Err(HeadsError::Layout { path: self.path.clone(), name: name.clone() }),
@@ -365,7 +384,11 @@ impl HeadsFile {
     /// A tensor's name in the file; `None` for a bias that config.json declares absent.
     fn name(&self, place: HeadTensor) -> Result<Option<String>, HeadsError> {
         let is_by_head = self.layout.names_w2_by_head() && !place.part.is_of_block();
-        let key = if is_by_head { HeadTensor { layer: 0, ..place } } else { place };
+        let key = match self.shape.is_shared(place) {
+            true => HeadTensor { head: 0, layer: 0, ..place },
+            false if is_by_head => HeadTensor { layer: 0, ..place },
+            false => place,
+        };
         if let Some(name) = self.names.get(&key) {
             return Ok(Some(name.clone()));
         }
@@ -373,7 +396,7 @@ impl HeadsFile {
         if place.part == HeadPart::B1 && no_biases && self.says("medusa_fc_bias") == Some(false) {
             return Ok(None);
         }
-        let (path, name) = (self.path.clone(), self.layout.name(place));
+        let (path, name) = (self.path.clone(), self.layout.name_in(&self.shape, place));
         Err(WeightsError::MissingTensor { path, name }.into())
     }
 
@@ -427,6 +450,7 @@ fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap
     let others = |name: &String| match (layout, layout.prefix()) {
         (_, Some(prefix)) => !name.starts_with(prefix),
         (HeadsLayout::Vllm, _) => [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
+        (HeadsLayout::Heads, _) if layout.shared_part(name).is_some() => true,
         (HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus, _) if HYDRA_UNUSED.contains(&name.as_str()) => true,
         _ => layout.prefix_layer().is_some_and(|prefix| name.starts_with(prefix)),
     };

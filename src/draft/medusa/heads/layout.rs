@@ -70,16 +70,32 @@ pub struct HeadsShape {
     pub w2_bias: bool,
     /// R, the rank of W2 = B·A; 0 if W2 is one matrix.
     pub w2_rank: i64,
+    /// Whether all heads have one W2; false for a single head.
+    pub shared_w2: bool,
 }
 
 impl HeadsShape {
-    /// Every tensor, by head, then layer.
+    /// Every tensor, by head, then layer; at the end a W2 that all heads share, as head 0's.
     pub fn places(&self) -> Vec<HeadTensor> {
         let n = self.medusa_num_layers;
         let of_layer = |head, layer| {
             self.parts_of_layer(layer).iter().map(move |&part| HeadTensor { head, layer, part }).collect::<Vec<_>>()
         };
-        (0..self.medusa_num_heads).flat_map(|head| (0..=n).flat_map(move |layer| of_layer(head, layer))).collect()
+        let own = if self.shared_w2 { n } else { n + 1 };
+        let of_heads =
+            (0..self.medusa_num_heads).flat_map(|head| (0..own).flat_map(move |layer| of_layer(head, layer)));
+        of_heads.chain((own..=n).flat_map(|layer| of_layer(0, layer))).collect()
+    }
+
+    /// The tensors that a head needs, with those that it shares.
+    pub fn places_of(&self, head: usize) -> Vec<HeadTensor> {
+        let is_its = |place: &HeadTensor| place.head == head || self.is_shared(*place);
+        self.places().into_iter().filter(is_its).collect()
+    }
+
+    /// Whether all heads use this tensor.
+    pub fn is_shared(&self, place: HeadTensor) -> bool {
+        self.shared_w2 && !place.part.is_of_block()
     }
 
     /// The tensors of a ResBlock; of the output layer if `layer` is their number.
@@ -122,6 +138,12 @@ impl HeadsShape {
     #[must_use]
     pub fn at_full_rank(self) -> Self {
         Self { w2_rank: 0, ..self }
+    }
+
+    /// The same heads, each with a W2 of its own.
+    #[must_use]
+    pub fn with_own_w2(self) -> Self {
+        Self { shared_w2: false, ..self }
     }
 
     /// Number of weights.
@@ -218,6 +240,14 @@ const NAMES: [(HeadsLayout, HeadPart, &str); 28] = [
     (HeadsLayout::HydraPlusPlus, HeadPart::W2Bias, "hydra_lm_head.{head}.1.bias"),
 ];
 
+/// Names of a W2 that all heads share.
+const SHARED_NAMES: [(HeadsLayout, HeadPart, &str); 4] = [
+    (HeadsLayout::Heads, HeadPart::W2Down, "w2.down.weight"),
+    (HeadsLayout::Heads, HeadPart::W2, "w2.weight"),
+    (HeadsLayout::Heads, HeadPart::W2Bias, "w2.bias"),
+    (HeadsLayout::Vllm, HeadPart::W2, VLLM_LM_HEAD),
+];
+
 /// The lm_head that all heads share in vLLM's layout, `[V, H]`.
 pub const VLLM_LM_HEAD: &str = "lm_head.weight";
 /// vLLM's list of token ids for heads with a reduced vocabulary.
@@ -254,11 +284,35 @@ impl HeadsLayout {
         pattern.replace("{head}", &place.head.to_string()).replace("{layer}", &layer.to_string())
     }
 
+    /// The name of a tensor of heads of this shape.
+    ///
+    /// # Panics
+    /// If the layout cannot hold such a tensor; see [`HeadsLayout::holds`].
+    pub fn name_in(self, shape: &HeadsShape, place: HeadTensor) -> String {
+        if shape.is_shared(place) {
+            return self.shared_name(place.part).expect("a layout that holds this shared tensor").into();
+        }
+        self.name(place)
+    }
+
+    fn shared_name(self, part: HeadPart) -> Option<&'static str> {
+        SHARED_NAMES.iter().find(|(layout, of, _)| (*layout, *of) == (self, part)).map(|(.., name)| *name)
+    }
+
+    /// The part of a W2 that all heads share with this name; `None` for other names. vLLM's lm_head may also be the backbone's.
+    pub(super) fn shared_part(self, name: &str) -> Option<HeadPart> {
+        SHARED_NAMES.iter().find(|(layout, _, of)| (*layout, *of) == (self, name)).map(|(_, part, _)| *part)
+    }
+
     /// Whether heads of this shape can be written in this layout.
     pub fn holds(self, shape: &HeadsShape) -> bool {
         let has_prefix = shape.architecture.has_prefix();
         let holds_prefix = if has_prefix { self.prefix_layer().is_some() } else { self != HeadsLayout::HydraPlusPlus };
-        holds_prefix && shape.places().into_iter().all(|place| self.pattern(place.part).is_some())
+        let holds = |place: HeadTensor| match shape.is_shared(place) {
+            true => self.shared_name(place.part).is_some(),
+            false => self.pattern(place.part).is_some(),
+        };
+        holds_prefix && shape.places().into_iter().all(holds)
     }
 
     fn pattern(self, part: HeadPart) -> Option<&'static str> {
@@ -313,7 +367,7 @@ impl HeadsLayout {
 
     /// Names and shapes of all tensors of heads of this shape, in the order of [`HeadsShape::tensors`].
     pub fn tensors(self, shape: &HeadsShape) -> Vec<(String, Vec<i64>)> {
-        shape.places().into_iter().map(|place| (self.name(place), shape.size(place))).collect()
+        shape.places().into_iter().map(|place| (self.name_in(shape, place), shape.size(place))).collect()
     }
 }
 
@@ -390,7 +444,7 @@ mod tests {
             hidden_size: 8,
             vocab_size: 50,
             w2_bias: true,
-            w2_rank: 0,
+            ..HeadsShape::default()
         };
         let tensors = shape.tensors();
         let sizes: Vec<(&str, &[i64])> = tensors.iter().map(|(name, size)| (name.as_str(), size.as_slice())).collect();
