@@ -53,7 +53,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), 0, "prompts", common);
     let silent = CommonFlags { quiet: true, ..common.clone() };
     let mut results = Vec::new();
-    for ((setting, trees), ready) in settings.iter().zip(&trees).zip(ready) {
+    for (setting, ready) in settings.iter().zip(ready) {
         counter.bar.set_message(setting.label());
         let engine_notice = if results.is_empty() { common } else { &silent }; // once per sweep
         let request = setting.decoding.request(&[], Stream::default());
@@ -62,13 +62,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
             1 => None,
             _ => Some(RefCell::new(args.engine.take(&decoder, None, &request, &silent)?)),
         };
-        let renewed = |at: usize| {
-            let remembers = decoder.drafters[at].spec.remembers_texts();
-            let renew = || args.engine.take(&decoder, Some(drafts(&decoder, setting, trees, at)?), &request, &silent);
-            remembers.then(renew).transpose()
-        };
-        let (decoder, renewed) = (&decoder, &renewed);
-        let bench = BenchRun { decoder, contestants, plain, renewed, setting, prompts: &prompts, common };
+        let bench = BenchRun { decoder: &decoder, contestants, plain, setting, prompts: &prompts, common };
         let found = report::results(&bench, &rows, &bench.run(args.repeats.get(), &counter)?);
         if common.json {
             counter.bar.suspend(|| found.iter().try_for_each(print_json))?;

@@ -51,6 +51,10 @@ impl DecodeLoop for HostLoop<'_> {
         self.keep(0);
     }
 
+    fn forget(&mut self) {
+        self.stepper.forget();
+    }
+
     fn decode(
         &mut self,
         drafting: Drafting,

@@ -3,7 +3,7 @@
 //!
 //! One [`step`] proposes a tree of guesses for each text, verifies all nodes in one pass of the backbone, accepts a path, and commits
 //! only that path to the cache. Acceptance decides node by node, never between whole candidates, and uses no tensors. Random numbers
-//! are drawn once per token, in the order of the text.
+//! are drawn in the order of the text: one per token, or several where the guesses were drawn at random, too.
 
 use std::fmt;
 
@@ -44,4 +44,7 @@ pub trait DecodeLoop: fmt::Debug {
 
     /// Empties the cache.
     fn reset(&mut self);
+
+    /// Lets the drafter forget what the texts so far have taught it.
+    fn forget(&mut self) {}
 }

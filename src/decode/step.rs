@@ -8,6 +8,7 @@ use tch::Tensor;
 
 use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
+use crate::draft::memory::Memory;
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::engine::prefill::{PREFILL_CHUNK, prefill};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
@@ -63,6 +64,11 @@ impl<'a> Stepper<'a> {
         &mut self.cache
     }
 
+    /// The drafter forgets what the texts so far have taught it.
+    pub(super) fn forget(&mut self) {
+        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.forget());
+    }
+
     /// Adds an empty row.
     pub(super) fn push_row(&mut self) {
         self.cache.push();
@@ -94,6 +100,9 @@ impl<'a> Stepper<'a> {
 
     /// Computes what a row of the cache lacks of a sequence's prompt, its last token in any case, and chooses the token after it.
     pub(super) fn begin(&mut self, sequence: &mut Sequence, row: usize, drafting: Drafting) {
+        if drafting == Drafting::On {
+            self.begin_text(sequence, row);
+        }
         let hidden_1h = self.prefill(sequence, row, drafting);
         let logits_1v = self.engine.logits(&hidden_1h);
         let root = match &self.drafter {
@@ -101,6 +110,17 @@ impl<'a> Stepper<'a> {
             _ => sequence.sampler.next(&sequence.penalty.of_text(&logits_1v)),
         };
         sequence.begin(root, hidden_1h);
+    }
+
+    /// Tells a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the whole prompt anew.
+    fn begin_text(&mut self, sequence: &Sequence, row: usize) {
+        let Some((_, acceptance)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
+        let temperature = sequence.sampler.sampling().temperature.get();
+        let memory = if acceptance.depends_on_guesses(temperature) { Memory::OfText } else { Memory::Common };
+        if memory == Memory::OfText {
+            self.truncate(row, 0);
+        }
+        self.drafter.iter_mut().for_each(|(drafter, _)| drafter.begin_text(row, memory));
     }
 
     /// Runs what a row lacks of a prompt, and returns the last token's hidden state, `[1, H]`.

@@ -1,8 +1,9 @@
-//! Several drafters whose guesses share one tree: the likeliest of all, by measured hits ([`crate::tree::merged`]). Guesses are accepted as
-//! if none had been drawn at random, which is lossless whatever they are.
+//! Several drafters whose guesses share one tree: the likeliest of all, by measured hits ([`crate::tree::merged`]). They are treated as
+//! fixed guesses, which is lossless however they were made.
 
 use std::collections::VecDeque;
 
+use super::memory::{Memory, Remembered};
 use super::tree_cache::{TreeCache, WindowTokens};
 use super::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::model::llama::Llama;
@@ -15,12 +16,12 @@ pub struct JoinedDrafter<'a> {
     /// Most guesses in a tree.
     nodes: usize,
     trees: TreeCache<'a>,
-    hits: MeasuredHits,
+    hits: Remembered<MeasuredHits>,
     /// Of each row, the guesses that the text has not gone past yet.
     guessed: Vec<VecDeque<Guessed>>,
 }
 
-/// Guesses below the last of so many tokens.
+/// The guesses made when the text had this many tokens.
 #[derive(Debug)]
 struct Guessed {
     tokens: usize,
@@ -31,12 +32,18 @@ impl<'a> JoinedDrafter<'a> {
     /// Of 1 to [`MAX_DRAFTERS`] drafters, at most one of which has a window; trees of up to `nodes` guesses.
     pub fn new(backbone: &'a Llama, parts: Vec<Box<dyn Drafter + 'a>>, nodes: usize) -> Self {
         assert!((1..=MAX_DRAFTERS).contains(&parts.len()), "1 to {MAX_DRAFTERS} drafters");
-        Self { parts, nodes, trees: TreeCache::new(backbone), hits: MeasuredHits::default(), guessed: vec![] }
+        Self {
+            parts,
+            nodes,
+            trees: TreeCache::new(backbone),
+            hits: Remembered::new(MeasuredHits::default()),
+            guessed: vec![],
+        }
     }
 
     fn merge(&mut self, row: usize, ids: &[i64], proposals: &[Proposal]) -> Proposal {
         let merged = Merged::of(&proposals.iter().map(guesses).collect::<Vec<_>>());
-        let tree = merged.likeliest(self.nodes, &self.hits);
+        let tree = merged.likeliest(self.nodes, self.hits.of(row));
         self.guessed[row].push_back(Guessed { tokens: ids.len(), merged });
         let window = proposals.iter().find_map(window_tokens);
         self.trees.with_window(&tree, window)
@@ -48,7 +55,7 @@ impl<'a> JoinedDrafter<'a> {
         while let Some(Guessed { tokens, merged }) = guessed.front()
             && tokens + merged.depth() <= ids.len()
         {
-            self.hits.count(merged, &ids[*tokens..]);
+            self.hits.of(row).count(merged, &ids[*tokens..]);
             guessed.pop_front();
         }
     }
@@ -73,7 +80,22 @@ impl Drafter for JoinedDrafter<'_> {
         true
     }
 
+    fn remembers(&self) -> bool {
+        true
+    }
+
+    fn begin_text(&mut self, row: usize, memory: Memory) {
+        self.hits.begin_text(row, memory);
+        self.parts.iter_mut().filter(|part| part.remembers()).for_each(|part| part.begin_text(row, memory));
+    }
+
+    fn forget(&mut self) {
+        self.hits.forget();
+        self.parts.iter_mut().for_each(|part| part.forget());
+    }
+
     fn push_row(&mut self) {
+        self.hits.push_row();
         self.guessed.push(VecDeque::new());
         self.parts.iter_mut().for_each(|part| part.push_row());
     }
@@ -94,6 +116,7 @@ impl Drafter for JoinedDrafter<'_> {
     }
 
     fn swap_remove(&mut self, row: usize) {
+        self.hits.swap_remove(row);
         self.guessed.swap_remove(row);
         self.parts.iter_mut().for_each(|part| part.swap_remove(row));
     }
@@ -118,4 +141,30 @@ fn window_tokens(proposal: &Proposal) -> Option<WindowTokens> {
 
 fn host(proposal: &Proposal) -> Vec<i64> {
     Vec::try_from(&proposal.tokens_n).expect("one axis of int64")
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind, Tensor};
+
+    use super::*;
+    use crate::draft::ngram::NgramDrafter;
+    use crate::engine::sample::{Chosen, Sampling, Stream};
+    use crate::model::config::LlamaConfig;
+    use crate::numbers::NonNegative;
+
+    #[test]
+    fn a_turns_prompt_is_no_hit_or_miss_of_the_guesses_before() {
+        let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1);
+        let mut drafter = JoinedDrafter::new(&llama, vec![Box::new(NgramDrafter::new(&llama))], 12);
+        drafter.push_row();
+        let hidden_1h = Tensor::zeros([1, 1], (Kind::Float, Device::Cpu));
+        let root = Chosen::on_host(1);
+        let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
+        let text = TextSoFar { ids: &[1, 2, 1], root: &root, hidden_1h: &hidden_1h, sampling, stream };
+        let _ = drafter.propose(&[text]);
+        assert_eq!(drafter.guessed[0].len(), 1);
+        drafter.committed(0, &CommittedTokens { ids: &[2, 1, 2], hidden_nh: hidden_1h.shallow_clone() });
+        assert!(drafter.guessed[0].is_empty());
+    }
 }

@@ -83,6 +83,11 @@ impl Drafter for LookaheadDrafter<'_> {
         true
     }
 
+    /// The pool holds n-grams of earlier turns' windows, and of the texts before; [`LookaheadDrafter::truncate`] empties it.
+    fn remembers(&self) -> bool {
+        true
+    }
+
     fn push_row(&mut self) {
         self.rows.push(LookaheadRow::default());
     }
@@ -244,8 +249,36 @@ impl NgramPool {
 mod tests {
     use proptest::prelude::*;
 
+    use tch::{Device, Kind, Tensor};
+
     use super::*;
+    use crate::engine::sample::{Chosen, Sampling, Stream};
+    use crate::model::config::LlamaConfig;
+    use crate::numbers::NonNegative;
     use crate::tree::token_tree::LevelNodes;
+
+    fn tokens(ids: &[i64]) -> CommittedTokens<'_> {
+        CommittedTokens { ids, hidden_nh: Tensor::zeros([ids.len() as i64, 1], (Kind::Float, Device::Cpu)) }
+    }
+
+    #[test]
+    fn a_window_ends_with_its_turn() {
+        let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1);
+        let mut drafter = LookaheadDrafter::new(&llama, LookaheadSize { columns: 2, ngram: 3, guesses: 2 });
+        drafter.push_row();
+        drafter.committed(0, &tokens(&[1, 2, 3]));
+        let (root, hidden_1h) = (Chosen::on_host(4), Tensor::zeros([1, 1], (Kind::Float, Device::Cpu)));
+        let (sampling, stream) = (Sampling::of_temperature(NonNegative::ZERO), Stream::default());
+        let text = TextSoFar { ids: &[1, 2, 3, 4], root: &root, hidden_1h: &hidden_1h, sampling, stream };
+        let proposal = drafter.propose(&[text]).remove(0);
+        let logits_nv = Tensor::zeros([3, 50], (Kind::Float, Device::Cpu));
+        let verified = VerifiedTree { proposal: &proposal, logits_nv: &logits_nv, path: &[0], accepted: tokens(&[4]) };
+        drafter.verified(0, &verified);
+        assert!(drafter.rows[0].window.as_ref().is_some_and(JacobiWindow::is_filled));
+        drafter.committed(0, &tokens(&[5, 6])); // the next turn, right behind
+        assert!(drafter.rows[0].window.is_none(), "its guesses stand behind token 4");
+        assert_eq!(drafter.rows[0].text, [1, 2, 3, 4, 5, 6]);
+    }
 
     #[test]
     fn a_node_sees_the_chain_up_to_its_column_and_its_column_up_to_its_level() {

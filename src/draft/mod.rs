@@ -11,6 +11,7 @@ use std::rc::Rc;
 
 use tch::{Device, Tensor};
 
+use self::memory::Memory;
 use crate::engine::sample::{Chosen, Sampling, Stream};
 use crate::model::llama::Llama;
 use crate::model::new_tokens::NewTokens;
@@ -23,6 +24,7 @@ pub mod joined;
 pub mod levels;
 pub mod lookahead;
 pub mod medusa;
+pub mod memory;
 pub mod model;
 pub mod ngram;
 pub mod recycling;
@@ -43,6 +45,18 @@ pub trait Drafter: fmt::Debug {
 
     /// An empty row was added after the others.
     fn push_row(&mut self) {}
+
+    /// Whether guesses depend on other texts than the one that is drafted for, or on how it came about.
+    fn remembers(&self) -> bool {
+        false
+    }
+
+    /// A text begins in a row, before its prompt; only told to drafters that [remember](Drafter::remembers). The row is empty if
+    /// only its own text may teach the guesses.
+    fn begin_text(&mut self, _row: usize, _memory: Memory) {}
+
+    /// Forgets what the texts so far have taught.
+    fn forget(&mut self) {}
 
     /// Tokens that no proposal held were committed to a row: a piece of a prompt, or a root whose guesses gave NaN. With the default
     /// [`Drafter::verified`], also the accepted path of each step.

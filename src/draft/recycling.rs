@@ -1,10 +1,11 @@
 //! Token recycling (Luo et al. 2024, arXiv 2408.08696): for each token, the tokens that were most probable after it when the backbone last
 //! computed it, in a text or as a guess, right or wrong. A tree follows these successors from the root, breadth first. Needs no training and
-//! no weights; what a text has taught serves the next one.
+//! no weights; what a text has taught serves the next one, unless [`Memory`] forbids it.
 
 // N nodes, V vocabulary
 use tch::{Device, Kind, Tensor};
 
+use super::memory::{Memory, Remembered};
 use super::tree_cache::TreeCache;
 use super::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
 use crate::cpu;
@@ -36,14 +37,14 @@ const PROMPT_CHUNK: usize = 64;
 pub struct RecyclingDrafter<'a> {
     backbone: &'a Llama,
     trees: TreeCache<'a>,
-    successors: Successors,
+    successors: Remembered<Successors>,
 }
 
 impl<'a> RecyclingDrafter<'a> {
     /// A drafter that knows no successors yet.
     pub fn new(backbone: &'a Llama) -> Self {
         let vocabulary = usize::try_from(backbone.config.vocab_size).unwrap_or(0);
-        Self { backbone, trees: TreeCache::new(backbone), successors: Successors::new(vocabulary) }
+        Self { backbone, trees: TreeCache::new(backbone), successors: Remembered::new(Successors::new(vocabulary)) }
     }
 
     /// Largest number of guesses in a tree.
@@ -54,29 +55,51 @@ impl<'a> RecyclingDrafter<'a> {
 
 impl Drafter for RecyclingDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
-        batch.iter().map(|text| self.trees.proposal(&self.successors.tree(text.root.id))).collect()
+        let Self { trees, successors, .. } = self;
+        let propose = |(row, text): (usize, &TextSoFar)| trees.proposal(&successors.of(row).tree(text.root.id));
+        batch.iter().enumerate().map(propose).collect()
     }
 
     fn follows(&self) -> bool {
         true
     }
 
-    fn committed(&mut self, _row: usize, tokens: &CommittedTokens) {
+    fn remembers(&self) -> bool {
+        true
+    }
+
+    fn begin_text(&mut self, row: usize, memory: Memory) {
+        self.successors.begin_text(row, memory);
+    }
+
+    fn forget(&mut self) {
+        self.successors.forget();
+    }
+
+    fn push_row(&mut self) {
+        self.successors.push_row();
+    }
+
+    fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
         for (chunk, ids) in tokens.ids.chunks(PROMPT_CHUNK).enumerate() {
             let hidden_nh = tokens.hidden_nh.narrow(0, (chunk * PROMPT_CHUNK) as i64, ids.len() as i64);
-            self.successors.learn(ids, &self.backbone.logits(&hidden_nh, Adapters::Off));
+            self.successors.of(row).learn(ids, &self.backbone.logits(&hidden_nh, Adapters::Off));
         }
     }
 
-    fn verified(&mut self, _row: usize, verified: &VerifiedTree) {
+    fn verified(&mut self, row: usize, verified: &VerifiedTree) {
         let all: Vec<i64> = Vec::try_from(&verified.proposal.tokens_n).expect("one axis of int64");
         let tokens: Vec<i64> = verified.proposal.tree.read().map(|node| all[node.unsigned_abs() as usize]).collect();
-        self.successors.learn_tree(&tokens, verified.path, verified.logits_nv);
+        self.successors.of(row).learn_tree(&tokens, verified.path, verified.logits_nv);
+    }
+
+    fn swap_remove(&mut self, row: usize) {
+        self.successors.swap_remove(row);
     }
 }
 
 /// The adjacency matrix: of each token, its most probable successors.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Successors {
     /// `[V, 8]`, best first; -1 where nothing is known.
     of_each: Vec<i32>,

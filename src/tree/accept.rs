@@ -54,6 +54,15 @@ impl Acceptance {
         }
     }
 
+    /// Whether another drafter may lead to another text: the rule accepts guesses that the backbone would not have chosen.
+    pub fn depends_on_guesses(self, temperature: f64) -> bool {
+        match self {
+            Self::Greedy | Self::Rejection => false,
+            Self::Typical(_) | Self::Nucleus => temperature > 0.0,
+            Self::Forced { .. } => true,
+        }
+    }
+
     /// Whether the root is drawn above temperature 0; with the other rules it is the most probable token.
     pub fn draws(self) -> bool {
         matches!(self, Self::Nucleus | Self::Rejection)

@@ -64,7 +64,7 @@ struct MergedNode {
 struct GuessKind(u64);
 
 /// Hits of guesses by depth and ranks.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct MeasuredHits {
     counts: HashMap<GuessKind, Count>,
 }

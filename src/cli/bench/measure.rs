@@ -39,8 +39,6 @@ pub(super) struct BenchRun<'a> {
     pub(super) contestants: Vec<Contestant<'a>>,
     /// The loop of plain decoding; `None`: that of the only contestant.
     pub(super) plain: Option<RefCell<Box<dyn DecodeLoop + 'a>>>,
-    /// A new loop for a contestant (by index) that remembers the texts it has decoded: no repeat may profit from the ones before.
-    pub(super) renewed: &'a dyn Fn(usize) -> anyhow::Result<Option<Box<dyn DecodeLoop + 'a>>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
     pub(super) common: &'a CommonFlags,
@@ -114,7 +112,7 @@ impl BenchRun<'_> {
 
     fn pass(&self, is_first: bool, is_warm: &mut bool, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
         let mut passes = vec![BenchPass::default(); self.contestants.len()];
-        self.renew()?;
+        self.forget();
         for (at, prompt) in self.prompts.iter().enumerate() {
             let answer = |turn, ids: &[i64]| {
                 let ids = self.setting.prompt(ids);
@@ -123,7 +121,7 @@ impl BenchRun<'_> {
                 if !std::mem::replace(is_warm, true) {
                     let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
                     self.each(&Request { max_new_tokens, ..request }, false)?;
-                    self.renew()?;
+                    self.forget();
                 }
                 let (measured, said) = self.each(&request, is_first && self.texts() == Texts::Sampled)?;
                 let category = prompt.category.as_deref();
@@ -145,13 +143,9 @@ impl BenchRun<'_> {
         Ok(passes)
     }
 
-    fn renew(&self) -> anyhow::Result<()> {
-        for (at, contestant) in self.contestants.iter().enumerate() {
-            if let Some(decoding) = (self.renewed)(at)? {
-                contestant.decoding.replace(decoding);
-            }
-        }
-        Ok(())
+    /// No repeat may profit from the ones before.
+    fn forget(&self) {
+        self.contestants.iter().for_each(|contestant| contestant.decoding.borrow_mut().forget());
     }
 
     /// Decodes one request plainly, then with each drafter. Returns the plain answer too, with which the conversation

@@ -118,11 +118,6 @@ impl DrafterSpec {
         !matches!(&self.parts[..], [_, _, ..]) && !self.parts.iter().any(varies)
     }
 
-    /// Whether guesses depend on the texts decoded before.
-    pub fn remembers_texts(&self) -> bool {
-        self.parts.len() > 1 || self.is(DrafterName::Recycling)
-    }
-
     /// Whether a draft model drafts.
     pub fn has_model(&self) -> bool {
         self.parts.iter().any(|part| part.name == DrafterName::Model)

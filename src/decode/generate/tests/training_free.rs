@@ -1,9 +1,11 @@
 //! Drafters without training, and joined ones.
 
+use std::num::NonZeroUsize;
 use std::rc::Rc;
 
 use super::*;
 use crate::decode::DecodeLoop;
+use crate::decode::batch::SequenceBatch;
 use crate::decode::step::Drafting;
 use crate::draft::joined::JoinedDrafter;
 use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
@@ -88,6 +90,66 @@ fn every_turn_of_a_conversation_is_plain_decodings() {
             }
             assert!(accepted > 0, "{name}");
         }
+    }
+}
+
+/// Rules that accept guesses which the backbone would not have chosen: what earlier texts, turns and samples have taught must not matter.
+#[test]
+fn a_text_that_depends_on_its_guesses_depends_on_no_other_text() {
+    let llama = backbone(config(2, None, vec![]), 23);
+    let (heads, tree) = (heads(2, 23), SparseTree::cartesian(&[4, 3]).unwrap());
+    let mut would_differ = 0;
+    for acceptance in [Acceptance::Typical(TypicalAcceptance::with_threshold(0.01)), Acceptance::Nucleus] {
+        for which in 0..drafters(&llama, &heads, &tree).len() {
+            let decoding = || {
+                let (name, drafter) = drafters(&llama, &heads, &tree).swap_remove(which);
+                (name, HostLoop::new(Box::new(TchEngine::new(&llama)), Some((drafter, acceptance))))
+            };
+            let prompts = [vec![1, 5, 9], vec![1, 5, 9], vec![1, 5, 9, 4, 2], vec![2, 1, 2], vec![1, 5, 9, 4]];
+            let mut together = decoding().1;
+            for (turn, prompt) in prompts.iter().enumerate() {
+                let (stream, sampling) = (seeded(3), sampling_within(0.95));
+                let request = Request { stream, sampling, ..request(prompt, 20, 0.9) };
+                let (name, mut fresh) = decoding();
+                let alone = fresh.decode(Drafting::On, &request, &mut go_on()).unwrap();
+                let text = together.decode(Drafting::On, &request, &mut go_on()).unwrap();
+                let told = |text: &Generation| (text.new_ids.clone(), text.accept_lengths.clone());
+                assert_eq!(told(&text), told(&alone), "{name}, {acceptance:?}, prompt {turn}");
+                would_differ += usize::from(told(&alone) != told(&plain(&llama, &request, &mut go_on()).unwrap()));
+            }
+        }
+    }
+    assert!(would_differ > 20, "guesses are hardly ever accepted: {would_differ}");
+}
+
+fn sampling_within(top_p: f64) -> Sampling {
+    Sampling { temperature: NonNegative::new(0.9).unwrap(), top_p: Probability::new(top_p).unwrap() }
+}
+
+/// Texts that are decoded together teach each other nothing where the rule may accept any guess.
+#[test]
+fn a_text_that_depends_on_its_guesses_does_not_depend_on_the_batch() {
+    let llama = backbone(config(2, None, vec![]), 24);
+    let (heads, tree) = (heads(2, 24), SparseTree::cartesian(&[4, 3]).unwrap());
+    let prompts: Vec<Vec<i64>> = (0..6).map(|key| (0..4 + key).map(|i| (i * i + key) % VOCABULARY).collect()).collect();
+    let typical = Acceptance::Typical(TypicalAcceptance::with_threshold(0.01));
+    for which in 0..drafters(&llama, &heads, &tree).len() {
+        let texts = |size: usize| {
+            let (name, drafter) = drafters(&llama, &heads, &tree).swap_remove(which);
+            let engine = Box::new(TchEngine::for_batches(&llama));
+            let mut batch = SequenceBatch::new(engine, Some((drafter, typical)), NonZeroUsize::new(size).unwrap());
+            let (mut waiting, mut ended) = (prompts.iter().enumerate(), vec![]);
+            while ended.len() < prompts.len() {
+                while batch.has_room() {
+                    let Some((key, prompt)) = waiting.next() else { break };
+                    batch.enter(key, &request(prompt, 12 + 3 * key, 0.9)).unwrap();
+                }
+                ended.extend(batch.step().unwrap());
+            }
+            ended.sort_by_key(|(key, _)| *key);
+            (name, ended.into_iter().map(|(_, text)| text.unwrap().new_ids).collect::<Vec<_>>())
+        };
+        assert_eq!(texts(3), texts(1));
     }
 }
 
