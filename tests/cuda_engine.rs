@@ -15,6 +15,7 @@ use medusa::draft::Drafter;
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::engine::cpu::CpuEngine;
+use medusa::engine::cuda::error::CudaError;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::shape::Shape;
 use medusa::engine::fastest::fastest;
@@ -38,9 +39,9 @@ use crate::cuda_kernels::emulator::{EmulatedTarget, Emulator};
 use crate::decoding::World;
 use crate::embedded_default::tiny;
 
-const VOCABULARY: i64 = 12;
+pub(crate) const VOCABULARY: i64 = 12;
 
-fn config(num_key_value_heads: i64, sliding_window: Option<i64>, context: i64) -> LlamaConfig {
+pub(crate) fn config(num_key_value_heads: i64, sliding_window: Option<i64>, context: i64) -> LlamaConfig {
     LlamaConfig {
         model_type: "llama".into(),
         hidden_size: 32,
@@ -64,19 +65,19 @@ fn config(num_key_value_heads: i64, sliding_window: Option<i64>, context: i64) -
 }
 
 /// The same with biases of q, k and v.
-fn qwen2(config: LlamaConfig) -> LlamaConfig {
+pub(crate) fn qwen2(config: LlamaConfig) -> LlamaConfig {
     LlamaConfig { model_type: "qwen2".into(), biases: Biases { qkv: true, ..Biases::default() }, ..config }
 }
 
 /// The same with norms of queries and keys.
-fn qwen3(config: LlamaConfig) -> LlamaConfig {
+pub(crate) fn qwen3(config: LlamaConfig) -> LlamaConfig {
     let family = FamilyTraits { query_key_norm: Some(QueryKeyNorm::EachHead), ..FamilyTraits::default() };
     LlamaConfig { model_type: "qwen3".into(), family, ..config }
 }
 
 /// Random weights, large enough that attention matters and the text does not settle on one token. Biases and norms of queries and keys
 /// are random, too.
-fn backbone_of(config: LlamaConfig, kind: Kind, seed: u64) -> Llama {
+pub(crate) fn backbone_of(config: LlamaConfig, kind: Kind, seed: u64) -> Llama {
     tch::set_num_threads(1); // tests run in parallel
     let llama = Llama::random(config, kind, Device::Cpu, seed);
     let mut generator = Generator::seeded(seed);
@@ -112,7 +113,7 @@ fn request(prompt: &[i64], max_new_tokens: usize) -> Request<'_> {
     Request::greedy(prompt, max_new_tokens)
 }
 
-fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, seed: u64) -> Request<'_> {
+pub(crate) fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, seed: u64) -> Request<'_> {
     let temperature = NonNegative::new(temperature).expect("at least 0");
     let top_p = Probability::new(if seed.is_multiple_of(2) { 1.0 } else { 0.9 }).expect("above 0");
     Request {
@@ -122,7 +123,7 @@ fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, seed: u64) -
     }
 }
 
-fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
+pub(crate) fn go_on() -> impl FnMut(&[i64]) -> ControlFlow<()> {
     |_| ControlFlow::Continue(())
 }
 
@@ -135,15 +136,24 @@ fn with_heads(
     generate::drafted(llama, drafter.clone(), acceptance, request, &mut go_on())
 }
 
+/// The CUDA loop with heads.
+fn device_loop<'a>(
+    llama: &'a Llama,
+    (drafter, acceptance): (&MedusaDrafter<'a>, Acceptance),
+    ops: Ops,
+) -> Result<DeviceLoop<'a>, CudaError> {
+    DeviceLoop::new(llama, Some((&drafter.on_device(), acceptance)), ops)
+}
+
 /// Compares everything except the times.
 #[track_caller]
-fn assert_same(got: &Generation, expected: &Generation, of: &str) {
+pub(crate) fn assert_same(got: &Generation, expected: &Generation, of: &str) {
     assert_eq!(got.new_ids, expected.new_ids, "{of}");
     assert_eq!(got.accept_lengths, expected.accept_lengths, "{of}");
     assert_eq!((got.finish_reason, &got.end), (expected.finish_reason, &expected.end), "{of}");
 }
 
-fn trees() -> [SparseTree; 4] {
+pub(crate) fn trees() -> [SparseTree; 4] {
     let sparse = [vec![0], vec![1], vec![2], vec![0, 0], vec![0, 1], vec![1, 0], vec![0, 0, 0], vec![0, 1, 2]];
     [
         SparseTree::chain(3).expect("a chain"),
@@ -174,7 +184,7 @@ fn texts_are_those_of_the_loop_on_libtorch() {
         let prompt: Vec<i64> = (0..length).map(|_| rng.random_range(0..VOCABULARY)).collect();
         let request = sampled(&prompt, rng.random_range(0..40), temperature, world);
         let medusa = (&MedusaDrafter::new(&llama, &heads, tree).expect("they fit"), acceptance);
-        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
         let family = &llama.config.model_type;
         let of = format!("world {world}, {family}, {acceptance:?}, temperature {temperature}, {} nodes", tree.len());
 
@@ -230,7 +240,7 @@ fn every_family_and_the_trained_backbone_decode_as_on_libtorch() {
         let heads = heads(llama, 3, 1, false, 3);
         for tree in &trees() {
             let medusa = (&MedusaDrafter::new(llama, &heads, tree).expect("they fit"), Acceptance::Greedy);
-            let mut engine = DeviceLoop::new(llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+            let mut engine = device_loop(llama, medusa, Ops::Oracle).expect("it can decode this");
             for prompt in [&[1, 5, 9, 4, 7, 30, 22, 11, 3][..], &[2]] {
                 let of = format!("{name}, {} nodes, {} prompt tokens", tree.len(), prompt.len());
                 let request = request(prompt, 24);
@@ -251,7 +261,7 @@ fn prompts_of_any_length_are_run_in_pieces() {
     let heads = heads(&llama, 3, 1, false, 6);
     let tree = &trees()[2];
     let medusa = (&MedusaDrafter::new(&llama, &heads, tree).expect("they fit"), Acceptance::Greedy);
-    let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+    let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
     for length in [1, 2, 8, 9, 10, 33, 34, 128, 129, 130, 257, 385, 500] {
         let prompt: Vec<i64> = (0..length).map(|at| (at * at + length) % VOCABULARY).collect();
         let request = request(&prompt, 12);
@@ -273,7 +283,7 @@ fn a_conversation_goes_on_across_the_borders_of_blocks_to_the_contexts_end() {
     let heads = heads(&llama, 2, 1, false, 9);
     let tree = SparseTree::cartesian(&[6, 4]).expect("31 nodes");
     let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
-    let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+    let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
     let drafter: Box<dyn Drafter> = Box::new(medusa.0.clone());
     let mut session = HostLoop::new(fastest(&llama), Some((drafter, medusa.1)));
     let mut text: Vec<i64> = vec![1];
@@ -308,7 +318,7 @@ fn turns_of_a_conversation_are_requests_alone() {
         let heads = heads(&llama, 2, 1, false, 13);
         let tree = SparseTree::cartesian(&[12, 9]).expect("121 nodes");
         let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Rejection);
-        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
         let mut text = vec![1];
         for turn in 0..16u64 {
             if turn % 5 == 4 {
@@ -334,7 +344,7 @@ fn a_listener_that_has_heard_enough_ends_the_text() {
     let heads = heads(&llama, 2, 1, false, 15);
     let tree = SparseTree::cartesian(&[12, 9]).expect("121 nodes");
     let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), Acceptance::Greedy);
-    let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+    let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
     let prompt = [1, 2, 3];
     let request = request(&prompt, 40);
     let whole = engine.decode(Drafting::On, &request, &mut go_on()).expect("a text");
@@ -367,13 +377,13 @@ fn what_the_device_cannot_decide_is_refused_with_its_reason() {
         (Acceptance::Greedy, penalised, "a repetition penalty has no kernel"),
     ] {
         let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
-        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
         let error = engine.decode(Drafting::On, &request, &mut go_on()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.ends_with("use --engine tch"), "{error}");
     }
     let wide = SparseTree::cartesian(&[12, 10]).expect("133 nodes");
     let medusa = (&MedusaDrafter::new(&llama, &heads, &wide).expect("they fit"), Acceptance::Greedy);
-    let error = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).unwrap_err().to_string();
+    let error = device_loop(&llama, medusa, Ops::Oracle).unwrap_err().to_string();
     assert!(error.starts_with("a step has at most 128 nodes with the root, the tree has 133"), "{error}");
     for (fixture, reason) in [
         ("llama_attention_bias", "has a bias in o_proj or in the MLP"),
@@ -412,7 +422,7 @@ fn logits_with_nan_end_the_text_with_an_error() {
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)] {
         let medusa = (&MedusaDrafter::new(&llama, &heads, &tree).expect("they fit"), acceptance);
-        let mut engine = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+        let mut engine = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
         let lm_head = llama.weights().into_iter().find(|(name, _)| name == "lm_head.weight").expect("its own").1;
         let whole = lm_head.copy();
         let _ = lm_head.shallow_clone().fill_(f64::NAN);
@@ -512,7 +522,7 @@ fn a_kernel_that_is_wrong_is_told_beside_its_oracle() {
     let emulator = Emulator { element: KernelDtype::BFloat16, head_size: 64 };
     let target = EmulatedTarget { emulator, broken: Some("silu_mul") };
     let ops = Ops::kernels(target, &Shape::of(&llama, Some(&medusa.0.on_device())), Device::Cpu).beside_oracle();
-    let mut engine = DeviceLoop::new(&llama, Some(medusa), ops).expect("it can decode this");
+    let mut engine = device_loop(&llama, medusa, ops).expect("it can decode this");
     engine.decode(Drafting::On, &request(&[1, 2], 3), &mut go_on()).expect("a text");
     let found = engine.engine().ops().distances();
     for kernel in ["embed", "rope_append", "tree_attention", "linear 1", "linear 32x16", "walk", "compact", "fill_tree"]
@@ -560,8 +570,8 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             let target = EmulatedTarget { emulator, broken: None };
             let shape = Shape::of(&llama, Some(&medusa.0.on_device()));
             let beside = Ops::kernels(target, &shape, Device::Cpu).beside_oracle();
-            let mut fast = DeviceLoop::new(&llama, Some(medusa), beside).expect("it can decode this");
-            let mut slow = DeviceLoop::new(&llama, Some(medusa), Ops::Oracle).expect("it can decode this");
+            let mut fast = device_loop(&llama, medusa, beside).expect("it can decode this");
+            let mut slow = device_loop(&llama, medusa, Ops::Oracle).expect("it can decode this");
             let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
             let request = sampled(&prompt, 5, temperature, 4);
             let of = format!("{}, {kind:?}, {acceptance:?}", llama.config.model_type);

@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 
 use medusa::engine::cuda::launches::{self, AttentionParts};
 use medusa::engine::cuda::layout::{Nodes, Rotations};
-use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Places};
+use medusa::engine::cuda::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Inherited, Places};
 use medusa::engine::cuda::state::{self, Slot};
 use medusa::nvidia::gemm::Product;
 use medusa::nvidia::kernels::{KernelDtype, PRELUDE, Program};
@@ -351,8 +351,9 @@ fn the_first_of_equals_comes_first() {
             check_best(case, &logits_nv);
             let [got, expected] = both(case, &case.output_of(&[n, p], Kind::Int));
             let parts = case.memory.poisoned(&launches::guess_parts([n, v], p, Device::Cpu).size(), Kind::Int64);
-            case.run(&launches::top_guesses(&logits_nv, &parts, &got));
-            oracle::top_guesses(&logits_nv, &expected);
+            let bias_v = (n != 2).then(|| case.normal(&[v]));
+            case.run(&launches::top_guesses(&logits_nv, bias_v.as_ref(), &parts, &got));
+            oracle::top_guesses(&logits_nv, bias_v.as_ref(), &expected);
             case.assert_equal(&got, &expected);
         }
     });
@@ -372,6 +373,49 @@ fn probabilities_and_entropies_are_those_of_a_softmax() {
         oracle::posterior(&logits_nv, &tokens_n, &nodes, temperature, [&log_p_oracle, &entropy_oracle]);
         case.assert_close(&log_p, &log_p_oracle, 1.0, 8.0);
         case.assert_close(&entropy, &entropy_oracle, 1.0, 8.0);
+    });
+}
+
+#[test]
+fn sequential_heads_inherit_the_sums_of_the_level_above() {
+    // Nodes, heads that are still to guess, width; levels below the first have passed a head above.
+    cases(product(&[(1, 1), (1, 4), (5, 2), (127, 1)], &[8, 264]), |case, ((n, heads), h)| {
+        for is_first in [true, false] {
+            let (w, above) = (2 * heads * h, if is_first { 1 } else { 3 });
+            let before = case.floats(&[above, w + if is_first { 0 } else { 2 * h }]);
+            let parents_n = case.below(above, &[n]);
+            let bias_w = is_first.then(|| case.normal(&[w]));
+            let inherited = Inherited { before: &before, parents_n: &parents_n, bias_w: bias_w.as_ref() };
+            let [sums, sums_oracle] = both(case, &case.floats(&[n, w]));
+            let [got, expected] = both(case, &case.output(&[n, h]));
+            case.run(&[launches::first_block(&sums, inherited, &got)]);
+            oracle::first_block(&sums_oracle, inherited, &expected);
+            case.assert_equal(&sums, &sums_oracle);
+            case.assert_close(&got, &expected, 1.0, 1e-3);
+        }
+        let (product_nh, bias_h) = (case.floats(&[n, h]), case.normal(&[h]));
+        let [got, expected] = both(case, &case.normal(&[n, h]));
+        case.run(&[launches::residual(&got, &product_nh, &bias_h)]);
+        oracle::residual(&expected, &product_nh, &bias_h);
+        case.assert_close(&got, &expected, 1.0, 1e-3);
+    });
+}
+
+#[test]
+fn tokens_of_a_level_are_read_and_those_below_it_written() {
+    cases(product(&[1, 6, 127], &[8, 2056]), |case, (n, h)| {
+        let tokens = case.memory.tensor(&(case.below(51, &[128]) - 1)); // some are -1, as after logits with NaN
+        let (nodes_n, table_vh) = (case.below(128, &[n]), case.normal(&[50, h]));
+        let [got, expected] = both(case, &case.output(&[n, h]));
+        case.run(&[launches::embed_nodes(&tokens, &nodes_n, &table_vh, &got)]);
+        oracle::embed_nodes(&tokens, &nodes_n, &table_vh, &expected);
+        case.assert_equal(&got, &expected);
+
+        let (guesses_np, rows_c, ranks_c) = (case.below(1000, &[9, 10]), case.below(9, &[n]), case.below(10, &[n]));
+        let [got, expected] = both(case, &case.output_of(&[n], Kind::Int));
+        case.run(&[launches::fill_level(&guesses_np, &rows_c, &ranks_c, &got)]);
+        oracle::fill_level(&guesses_np, &rows_c, &ranks_c, &expected);
+        case.assert_equal(&got, &expected);
     });
 }
 

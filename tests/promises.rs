@@ -11,6 +11,7 @@ mod chat;
 mod chat_command;
 mod command_line;
 mod cuda_engine;
+mod cuda_hydra;
 mod cuda_kernels;
 mod data;
 mod data_command;

@@ -43,7 +43,8 @@ pub(crate) fn beside_oracle(on: Device, steps: &[(usize, i64)]) -> anyhow::Resul
             let tree = tree(nodes)?;
             let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
             let kernels = CudaEngine::kernels(&llama, Some(&medusa.on_device()), 1)?;
-            let mut session = DeviceLoop::new(&llama, Some((&medusa, acceptance)), kernels.beside_oracle())?;
+            let mut session =
+                DeviceLoop::new(&llama, Some((&medusa.on_device(), acceptance)), kernels.beside_oracle())?;
             let ids = prompt(context, llama.config.vocab_size);
             let temperature = NonNegative::new(temperature).expect("of the list above");
             let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };

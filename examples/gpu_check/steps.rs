@@ -26,7 +26,8 @@ pub(crate) fn time(on: Device) -> anyhow::Result<()> {
         let (tree, drafting) = (tree(nodes.max(2))?, if nodes == 1 { Drafting::Off } else { Drafting::On });
         let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
         let started = Instant::now();
-        let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
+        let mut engine =
+            DeviceLoop::on_gpu(&llama, Some((&medusa.on_device(), Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         let start_seconds = started.elapsed().as_secs_f64();
         for context in [128, 1024, 4096] {
             let ids = prompt(context, llama.config.vocab_size);
@@ -75,7 +76,8 @@ pub(crate) fn endure(on: Device) -> anyhow::Result<()> {
     let llama = backbone(config(128, 8, None, 4), Kind::BFloat16, on);
     let (heads, tree) = (heads(&llama), tree(64)?);
     let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
-    let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
+    let mut engine =
+        DeviceLoop::on_gpu(&llama, Some((&medusa.on_device(), Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
     let gpu = Gpu::open(on)?;
     let (mut done, mut first) = (0, None);
     while done < STEPS {

@@ -33,7 +33,8 @@ pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
         let (heads, tree) = (heads(&llama), tree(64)?);
         let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
         let mut alone = DeviceLoop::on_gpu(&llama, None, &Request::greedy(&[], 0), 1)?;
-        let mut engine = DeviceLoop::on_gpu(&llama, Some((&medusa, Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
+        let mut engine =
+            DeviceLoop::on_gpu(&llama, Some((&medusa.on_device(), Acceptance::Greedy)), &Request::greedy(&[], 0), 1)?;
         for length in PROMPTS {
             let ids = prompt(length, llama.config.vocab_size);
             let request = Request::greedy(&ids, TEXT);

@@ -17,6 +17,8 @@ use crate::draft::lookahead::{LookaheadDrafter, LookaheadSize};
 use crate::draft::model::Guessing;
 use crate::draft::ngram::NgramDrafter;
 use crate::draft::recycling::RecyclingDrafter;
+use crate::engine::cuda::draft::DeviceDraft;
+use crate::engine::cuda::error::CudaError;
 use crate::model::llama::Llama;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
@@ -149,6 +151,19 @@ impl<'a> ReadyDrafter<'a> {
                 let parts = parts.into_iter().map(Self::on_host).collect();
                 Box::new(JoinedDrafter::new(backbone, parts, nodes))
             }
+        }
+    }
+
+    /// Heads with their tree, for an engine that drafts on the device.
+    ///
+    /// # Errors
+    /// [`CudaError::Drafter`] for other drafters, and for trees that are chosen at each step.
+    pub fn on_device(&self) -> Result<DeviceDraft<'a>, CudaError> {
+        match self {
+            Self::Heads(drafter, _) => {
+                drafter.on_device().ok_or(CudaError::Drafter("trees that are chosen at each step"))
+            }
+            other => Err(CudaError::Drafter(other.described())),
         }
     }
 

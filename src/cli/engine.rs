@@ -9,15 +9,14 @@ use tch::Device;
 
 use super::backbone::backbone_config;
 use super::decoder::Decoder;
+use super::drafter::Drafts;
 use super::drafter::plan::DrafterPlan;
-use super::drafter::{Drafts, ReadyDrafter};
 use super::served::{Served, on_libtorch};
 use super::{CommonFlags, UsageError};
 use crate::decode::DecodeLoop;
 use crate::decode::device::DeviceLoop;
 use crate::decode::host_loop::HostLoop;
 use crate::decode::request::Request;
-use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::medusa::heads::import::folder_of;
 use crate::engine::Engine;
 use crate::engine::cpu::CpuEngine;
@@ -173,18 +172,8 @@ impl EngineFlags {
         let backbone = &decoder.backbone;
         // A requested context is reserved in full; a backbone's own may be far longer than any text.
         let tokens = self.max_context.map_or(1, |_| backbone.config.max_position_embeddings);
-        let heads = match drafts {
-            None => None,
-            Some(Drafts { drafter: ReadyDrafter::Heads(HeadsDrafter::AtOnce(drafter), _), acceptance }) => {
-                Some((drafter, *acceptance))
-            }
-            Some(Drafts { drafter: ReadyDrafter::Heads(..), .. }) => {
-                return Err(CudaError::Request("sequential heads and trees chosen at each step draft on the host"));
-            }
-            Some(_) => {
-                return Err(CudaError::Request("only heads draft on the GPU; the other drafters work on the host"));
-            }
-        };
+        let draft = drafts.map(|drafts| drafts.drafter.on_device()).transpose()?;
+        let heads = draft.as_ref().zip(drafts.map(|drafts| drafts.acceptance));
         DeviceLoop::on_gpu(backbone, heads, request, tokens)
     }
 

@@ -7,7 +7,7 @@ use super::error::{DecodeError, check_prompt};
 use super::request::{Generation, OnTokens, Request};
 use super::step::Drafting;
 use super::transcript::Transcript;
-use crate::draft::medusa::drafter::MedusaDrafter;
+use crate::engine::cuda::draft::DeviceDraft;
 use crate::engine::cuda::engine::{CudaEngine, DeviceStep};
 use crate::engine::cuda::error::CudaError;
 use crate::engine::cuda::ops::Ops;
@@ -28,8 +28,8 @@ pub struct DeviceLoop<'a> {
     engine: CudaEngine<'a>,
 }
 
-/// Heads, their tree, and which of their guesses are accepted.
-type HeadsAndRule<'d, 'a> = Option<(&'d MedusaDrafter<'a>, Acceptance)>;
+/// Heads with their tree, and which of their guesses are accepted.
+type HeadsAndRule<'d, 'a> = Option<(&'d DeviceDraft<'a>, Acceptance)>;
 
 impl<'a> DeviceLoop<'a> {
     /// A loop whose operations run on `ops`.
@@ -37,8 +37,7 @@ impl<'a> DeviceLoop<'a> {
     /// # Errors
     /// [`CudaError::Unfit`] says what cannot be decoded.
     pub fn new(backbone: &'a Llama, drafts: HeadsAndRule<'_, 'a>, ops: Ops) -> Result<Self, CudaError> {
-        let draft = drafts.map(|(drafter, _)| drafter.on_device());
-        let engine = CudaEngine::new(backbone, draft.as_ref(), ops)?;
+        let engine = CudaEngine::new(backbone, drafts.map(|(draft, _)| draft), ops)?;
         Ok(Self { backbone, acceptance: drafts.map(|(_, acceptance)| acceptance), engine })
     }
 
@@ -55,8 +54,8 @@ impl<'a> DeviceLoop<'a> {
         device::check()?;
         let acceptance = drafts.map(|(_, acceptance)| acceptance);
         rule_of(request, acceptance)?;
-        let draft = drafts.map(|(drafter, _)| drafter.on_device());
-        Ok(Self { backbone, acceptance, engine: CudaEngine::on_gpu(backbone, draft.as_ref(), tokens)? })
+        let draft = drafts.map(|(draft, _)| draft);
+        Ok(Self { backbone, acceptance, engine: CudaEngine::on_gpu(backbone, draft, tokens)? })
     }
 
     /// The engine, with its memory plan and the length of its cache.

@@ -6,17 +6,21 @@ use super::levels::{LevelDrafter, LevelGuesser};
 use super::medusa::drafter::{DraftError, MedusaDrafter};
 use super::medusa::heads::Heads;
 use super::medusa::levels::MedusaLevels;
+use crate::engine::cuda::draft::DeviceDraft;
 use crate::formats::tree::DynamicTree;
 use crate::model::llama::Llama;
 use crate::tree::guess_tree::GuessTree;
+use crate::tree::sparse_tree::SparseTree;
 
 /// A drafter with heads.
 #[derive(Debug)]
 pub enum HeadsDrafter<'a> {
     /// Medusa heads and a static tree.
     AtOnce(MedusaDrafter<'a>),
-    /// Sequential heads, or a tree that is chosen at each step.
-    ByLevel(LevelDrafter<'a>),
+    /// Sequential heads and a static tree.
+    Sequential { drafter: LevelDrafter<'a>, heads: &'a Heads, tree: &'a SparseTree },
+    /// A tree that is chosen at each step.
+    Dynamic(LevelDrafter<'a>),
 }
 
 impl<'a> HeadsDrafter<'a> {
@@ -33,11 +37,11 @@ impl<'a> HeadsDrafter<'a> {
             }
             GuessTree::Static(tree) => {
                 let guesser = HydraLevels::new(backbone, heads, tree.max_depth());
-                Self::ByLevel(LevelDrafter::of_tree(backbone, Box::new(guesser), tree))
+                Self::Sequential { drafter: LevelDrafter::of_tree(backbone, Box::new(guesser), tree), heads, tree }
             }
             GuessTree::Dynamic(limits) => {
                 let guesser = guesser(backbone, heads, *limits, DraftStates::OfBackbone);
-                Self::ByLevel(LevelDrafter::dynamic(backbone, guesser, *limits))
+                Self::Dynamic(LevelDrafter::dynamic(backbone, guesser, *limits))
             }
         })
     }
@@ -46,7 +50,16 @@ impl<'a> HeadsDrafter<'a> {
     pub fn on_host(self) -> Box<dyn Drafter + 'a> {
         match self {
             Self::AtOnce(drafter) => Box::new(drafter),
-            Self::ByLevel(drafter) => Box::new(drafter),
+            Self::Sequential { drafter, .. } | Self::Dynamic(drafter) => Box::new(drafter),
+        }
+    }
+
+    /// Heads with their tree, for an engine that drafts on the device; `None` for a tree that is chosen at each step.
+    pub fn on_device(&self) -> Option<DeviceDraft<'a>> {
+        match self {
+            Self::AtOnce(drafter) => Some(drafter.on_device()),
+            Self::Sequential { heads, tree, .. } => Some(heads.on_device(tree)),
+            Self::Dynamic(_) => None,
         }
     }
 }

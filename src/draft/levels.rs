@@ -154,11 +154,7 @@ pub fn grow(guesser: &mut dyn LevelGuesser, roots: &[i64], limits: DynamicTree) 
 
 impl StaticLevels {
     fn new(tree: &SparseTree, backbone: &Llama) -> Self {
-        let inner = |depth: usize| {
-            let of_level = move |&node: &usize| tree.depth(node) == depth && !tree.children(node).is_empty();
-            (0..tree.len()).filter(of_level).collect()
-        };
-        let levels = (0..tree.max_depth()).map(inner).collect();
+        let levels = (0..tree.max_depth()).map(|depth| tree.inner_nodes(depth)).collect();
         Self { levels, widths: tree.widths(), prepared: Rc::new(PreparedTree::new(tree.clone(), backbone)) }
     }
 

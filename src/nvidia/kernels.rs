@@ -42,24 +42,27 @@ pub enum Program {
     Choose,
     /// Acceptance, cache compaction and the next tree.
     Accept,
+    /// The levels of the next tree that sequential heads fill.
+    Sequential,
 }
 
 /// Compiled in front of each file.
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and source of each file, in the order of [`Program::ALL`].
-const FILES: [(&str, &str); 6] = [
+const FILES: [(&str, &str); 7] = [
     ("rows.cu", include_str!("kernels/rows.cu")),
     ("rope_append.cu", include_str!("kernels/rope_append.cu")),
     ("linear.cu", include_str!("kernels/linear.cu")),
     ("tree_attention.cu", include_str!("kernels/tree_attention.cu")),
     ("choose.cu", include_str!("kernels/choose.cu")),
     ("accept.cu", include_str!("kernels/accept.cu")),
+    ("sequential.cu", include_str!("kernels/sequential.cu")),
 ];
 
 impl Program {
-    pub const ALL: [Self; 6] =
-        [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept];
+    pub const ALL: [Self; 7] =
+        [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept, Self::Sequential];
 
     /// The file name.
     pub fn file(self) -> &'static str {
@@ -152,6 +155,7 @@ mod tests {
         );
         assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
+        assert_eq!(names(Program::Sequential), ["embed_nodes", "first_block", "residual", "fill_level"]);
         let linear = names(Program::Linear);
         assert_eq!(linear[..4], LINEAR_FEW.map(|few| few.name));
         assert_eq!(linear[4], "res_block");

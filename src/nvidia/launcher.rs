@@ -49,6 +49,17 @@ pub struct ProductBuffers {
     pub y_nm: Tensor,
 }
 
+impl ProductBuffers {
+    /// The product of the first `rows` rows of `x_nk`.
+    pub fn of_rows(rows: i64, x_nk: &Tensor, weights_mk: &[Tensor], y_nm: &Tensor) -> Self {
+        Self {
+            x_nk: x_nk.narrow(0, 0, rows),
+            weights_mk: weights_mk.iter().map(Tensor::shallow_clone).collect(),
+            y_nm: y_nm.narrow(0, 0, rows),
+        }
+    }
+}
+
 impl Launcher {
     /// Loads the kernels for weights of `kind` and attention heads of `head_size`; compiles those that are not cached.
     ///

@@ -200,6 +200,11 @@ impl SparseTree {
         self.nodes[node].children.clone()
     }
 
+    /// The nodes of a level that have children.
+    pub fn inner_nodes(&self, depth: usize) -> Vec<usize> {
+        (0..self.len()).filter(|&node| self.depth(node) == depth && !self.children(node).is_empty()).collect()
+    }
+
     /// Tree attention: a node sees itself and its ancestors.
     pub fn attends(&self, query: usize, key: usize) -> bool {
         self.path(query).starts_with(self.path(key))

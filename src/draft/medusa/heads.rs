@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::arena::Arena;
-use crate::engine::cuda::draft::{DeviceDraft, DraftShape, HeadMatrices};
+use crate::engine::cuda::draft::{DeviceDraft, DraftInput, DraftShape, HeadMatrices, OutputMatrix};
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -312,19 +312,36 @@ impl Heads {
 
     /// The heads that `tree` uses, for an engine that drafts on the device.
     pub fn on_device<'a>(&self, tree: &'a SparseTree) -> DeviceDraft<'a> {
-        let (shape, depth) = (self.shape.at_full_rank(), tree.max_depth());
-        let shape = DraftShape { tree, blocks: shape.medusa_num_layers, parameters: shape.parameters() };
-        DeviceDraft { shape, heads: self.matrices(depth) }
+        let input = match self.architecture() {
+            HeadsArchitecture::Medusa => DraftInput::Hidden,
+            HeadsArchitecture::Hydra => DraftInput::HiddenAndPath,
+            HeadsArchitecture::HydraPlusPlus => DraftInput::PrefixAndPath,
+        };
+        let HeadsShape { medusa_num_layers, vocab_size, w2_rank, shared_w2, .. } = self.shape;
+        let multiplied_out = match tree.max_depth() {
+            _ if w2_rank == 0 || vocab_size == 0 => 0,
+            depth => {
+                if shared_w2 {
+                    1
+                } else {
+                    depth
+                }
+            }
+        };
+        let parameters = self.shape.parameters();
+        let shape = DraftShape { tree, input, blocks: medusa_num_layers, multiplied_out, parameters };
+        DeviceDraft { shape, heads: (0..tree.max_depth()).map(|head| self.matrices(head)).collect() }
     }
 
-    /// The matrices of the first `depth` heads; a shared W2 is one tensor.
-    fn matrices(&self, depth: usize) -> Option<Vec<HeadMatrices>> {
-        let shared = if self.shape.shared_w2 { Some(self.heads[0].output_matrix()?) } else { None };
-        let of_head = |head: &Head| match &shared {
-            Some(w2_vh) => head.matrices(w2_vh),
-            None => head.matrices(&head.output_matrix()?),
-        };
-        self.heads[..depth].iter().map(of_head).collect()
+    /// A head's weights as matrices; `None` if they are quantised or laid out for the CPU kernels.
+    fn matrices(&self, head: usize) -> Option<HeadMatrices> {
+        let with_output = self.output_of(head);
+        let is_shared = self.shape.shared_w2 && head > 0;
+        Some(HeadMatrices {
+            blocks: self.heads[head].block_matrices()?,
+            output: if is_shared { OutputMatrix::OfFirst } else { with_output.output_matrix()? },
+            output_bias_v: with_output.w2_bias().map(Tensor::shallow_clone),
+        })
     }
 
     /// Writes `heads.safetensors` into `folder`.

@@ -1,7 +1,7 @@
 //! The buffers that a step writes: their sizes, for planning memory, or the tensors themselves.
 
 // N nodes of a step (at most C), H hidden, Q query heads, G key/value heads, D head size, W = (Q + 2G)·D, I width of the MLP,
-// V vocabulary, K heads, P guesses per head
+// V vocabulary, K heads, P guesses per head, R = K Medusa heads, or the most nodes with children on a level of sequential heads' tree
 use tch::Kind;
 
 use super::layout::MAX_NODES;
@@ -86,14 +86,18 @@ buffers! {
     entropy_n,
     /// `[K + 1]` int32: accepted nodes.
     path_d,
-    /// `[K, H]`: the heads' hidden states. ResBlocks read this buffer or `heads_other_kh` and write the other.
-    heads_kh,
-    /// `[K, H]`: see `heads_kh`.
-    heads_other_kh,
-    /// `[K, V]` float32: the heads' logits.
-    head_logits_kv,
-    /// `[K, P]` int32: the heads' guesses.
-    guesses_kp,
+    /// `[R, H]`: the heads' hidden states. ResBlocks of Medusa heads read this buffer or `heads_other_rh` and write the other.
+    heads_rh,
+    /// `[R, H]`: see `heads_rh`. With sequential heads, the hidden state or the embeddings that their first blocks read.
+    heads_other_rh,
+    /// `[R, V]` float32: the heads' logits.
+    head_logits_rv,
+    /// `[R, P]` int32: the heads' guesses.
+    guesses_rp,
+    /// Float32: the sums of sequential heads' first blocks, see `DraftShape::level_sums`.
+    level_sums,
+    /// `[R, H]` float32: the product of a sequential head's later ResBlock.
+    level_product_rh,
 }
 
 impl Buffers<Size> {
@@ -103,7 +107,11 @@ impl Buffers<Size> {
         let (c, h, v, i) = (MAX_NODES as i64, config.hidden_size, config.vocab_size, config.intermediate_size);
         let (q, d) = (config.num_attention_heads, config.head_dim);
         let (n, k) = shape.draft.map_or((1, 0), |draft| (draft.tree.len() as i64, draft.tree.max_depth() as i64));
-        let p = shape.guesses() as i64;
+        let (p, r) = (shape.guesses() as i64, shape.guessing_rows());
+        let sums: i64 = shape
+            .sequential()
+            .map_or(0, |draft| draft.level_sums(h).into_iter().map(|[rows, width]| rows * width).sum());
+        let products = shape.sequential().map_or(0, |_| r);
         let (sixteen, float, int) = (shape.kind, Kind::Float, Kind::Int);
         Self {
             state: Size::new([state::LEN], int),
@@ -123,10 +131,12 @@ impl Buffers<Size> {
             log_p_n: Size::new([n], float),
             entropy_n: Size::new([n], float),
             path_d: Size::new([k + 1], int),
-            heads_kh: Size::new([k, h], sixteen),
-            heads_other_kh: Size::new([k, h], sixteen),
-            head_logits_kv: Size::new([k, v], float),
-            guesses_kp: Size::new([k.max(1), p.max(1)], int), // without heads, nodes read one entry whose value does not matter
+            heads_rh: Size::new([r, h], sixteen),
+            heads_other_rh: Size::new([r, h], sixteen),
+            head_logits_rv: Size::new([r, v], float),
+            guesses_rp: Size::new([r.max(1), p.max(1)], int), // without heads, nodes read one entry whose value does not matter
+            level_sums: Size::new([sums], float),
+            level_product_rh: Size::new([products, h], float),
         }
     }
 }

@@ -23,6 +23,11 @@ pub enum CudaError {
     /// libtorch failed, most likely out of memory.
     #[error(transparent)]
     Torch(#[from] TorchPanic),
+    /// A drafter other than heads with a static tree.
+    #[error(
+        "it drafts with Medusa and Hydra heads in static trees, not with {0}; use --engine tch, or --engine cpu on the CPU"
+    )]
+    Drafter(&'static str),
     /// The engine has no rule for the request.
     #[error("the CUDA engine cannot decode this: {0}; use --engine tch")]
     Request(&'static str),

@@ -6,7 +6,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::layout::{MAX_NODES, Nodes};
-use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, Places};
+use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, Inherited, Places};
 use super::state::RESULT_HEAD;
 use crate::nvidia::kernels::{FEW_COLUMNS, Program};
 use crate::nvidia::launch::{Argument, Launch, blocks, eighths, elements, float, floats, ints, size, tensor};
@@ -44,7 +44,6 @@ pub fn silu_mul(gate_up_ni: &Tensor, product_ni: &Tensor) -> Launch {
 pub fn rope_append(qkv_nw: &Tensor, places: Places, inputs: HeadInputs, q_nqd: &Tensor, kv_2gsd: &Tensor) -> Launch {
     let ([n, q, _], [_, g, room, _]) = (axes(q_nqd), axes(kv_2gsd));
     let HeadInputs { bias_w, norms, rotations } = inputs;
-    let if_any = |tensor: Option<&Tensor>| tensor.map_or(Argument::Pointer(0), elements);
     let arguments = vec![
         elements(qkv_nw),
         if_any(bias_w),
@@ -185,11 +184,11 @@ pub fn guess_parts([k, v]: [i64; 2], p: i64, device: Device) -> Tensor {
 }
 
 /// See [`oracle::top_guesses`](super::oracle::top_guesses); `parts` comes from [`guess_parts`].
-pub fn top_guesses(logits_kv: &Tensor, parts: &Tensor, guesses_kp: &Tensor) -> [Launch; 2] {
+pub fn top_guesses(logits_kv: &Tensor, bias_v: Option<&Tensor>, parts: &Tensor, guesses_kp: &Tensor) -> [Launch; 2] {
     let ([k, v], [_, p]) = (axes(logits_kv), axes(guesses_kp));
     let slices = blocks(v, SLICE);
     let pointer = tensor(parts, Kind::Int64);
-    let first = vec![floats(logits_kv), pointer, size(v), size(p)];
+    let first = vec![floats(logits_kv), if_any(bias_v), pointer, size(v), size(p)];
     let merge = vec![pointer, ints(guesses_kp), size(v), size(slices), size(p)];
     [
         Launch::new(Program::Choose, "top_guesses_part", [slices, k, 1], 256, first),
@@ -282,6 +281,49 @@ pub fn advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) -> La
 pub fn fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) -> Launch {
     let tensors = [guesses_kp, &nodes.depths_n, &nodes.guesses_n, state, tokens_n].map(ints);
     one_block("fill_tree", [&tensors[..], &[size(nodes.len()), size(guesses_kp.size()[1])]].concat())
+}
+
+/// See [`oracle::embed_nodes`](super::oracle::embed_nodes).
+pub fn embed_nodes(tokens: &Tensor, nodes_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) -> Launch {
+    let [n, h] = axes(x_nh);
+    let arguments = vec![ints(tokens), ints(nodes_n), elements(table_vh), elements(x_nh), eighths(h)];
+    Launch::new(Program::Sequential, "embed_nodes", [n, 1, 1], 256, arguments)
+}
+
+/// See [`oracle::first_block`](super::oracle::first_block).
+pub fn first_block(sums_nw: &Tensor, inherited: Inherited, y_nh: &Tensor) -> Launch {
+    let ([n, w], [_, before], [_, h]) = (axes(sums_nw), axes(inherited.before), axes(y_nh));
+    let arguments = vec![
+        floats(sums_nw),
+        floats(inherited.before),
+        ints(inherited.parents_n),
+        if_any(inherited.bias_w),
+        elements(y_nh),
+        size(w / 2),
+        size(before - w),
+        size(h),
+    ];
+    Launch::new(Program::Sequential, "first_block", [blocks(w / 2, 256), n, 1], 256, arguments)
+}
+
+/// See [`oracle::residual`](super::oracle::residual).
+pub fn residual(x_nh: &Tensor, product_nh: &Tensor, bias_h: &Tensor) -> Launch {
+    let [n, h] = axes(x_nh);
+    let arguments = vec![elements(x_nh), floats(product_nh), elements(bias_h), size(h)];
+    Launch::new(Program::Sequential, "residual", [blocks(h, 256), n, 1], 256, arguments)
+}
+
+/// See [`oracle::fill_level`](super::oracle::fill_level).
+pub fn fill_level(guesses_np: &Tensor, rows_c: &Tensor, ranks_c: &Tensor, tokens_c: &Tensor) -> Launch {
+    let ([count], [_, p]) = (axes(tokens_c), axes(guesses_np));
+    let tensors = [guesses_np, rows_c, ranks_c, tokens_c].map(ints);
+    let arguments = [&tensors[..], &[size(count), size(p)]].concat();
+    Launch::new(Program::Sequential, "fill_level", [1, 1, 1], MAX_NODES as i64, arguments)
+}
+
+/// The tensor's address, or null.
+fn if_any(tensor: Option<&Tensor>) -> Argument {
+    tensor.map_or(Argument::Pointer(0), elements)
 }
 
 fn one_block(name: &'static str, arguments: Vec<Argument>) -> Launch {

@@ -4,9 +4,10 @@
 use tch::{Device, Kind, Tensor};
 
 use super::buffers::{Buffers, Size};
-use super::draft::{DeviceDraft, HeadMatrices};
+use super::draft::{DeviceDraft, DraftInput, HeadMatrices, LayerMatrices, outputs};
 use super::layout::Rotations;
 use super::plan::DevicePlan;
+use super::sequential::SequentialHeads;
 use super::shape::{Shape, Unfit};
 use crate::model::llama::{DenseWeights, Llama};
 
@@ -58,12 +59,21 @@ pub struct DeviceWeights {
     pub heads: Option<HeadWeights>,
 }
 
-/// Weights of K heads.
+/// Weights of K heads, and how they guess.
 #[derive(Debug)]
-pub struct HeadWeights {
+pub enum HeadWeights {
+    /// All heads at once: Medusa heads.
+    AtOnce(MedusaWeights),
+    /// Head after head: Hydra heads.
+    ByLevel(SequentialHeads),
+}
+
+/// Weights of K Medusa heads.
+#[derive(Debug)]
+pub struct MedusaWeights {
     /// W1 `[K, H, H]` and b1 `[K, H]` of each ResBlock, copied.
     pub blocks: Vec<[Tensor; 2]>,
-    /// W2 `[V, H]` of each head, shared with it; empty if all heads use the LM head.
+    /// W2 `[V, H]` of each head, shared with it unless it was multiplied out; empty if all heads use the LM head.
     pub w2_vh: Vec<Tensor>,
 }
 
@@ -78,26 +88,44 @@ impl DeviceWeights {
         let not_dense = |what| Unfit::Weights { what, why: NOT_DENSE };
         Ok(Self {
             backbone: backbone.dense_weights().ok_or_else(|| not_dense("the backbone's weights"))?,
-            heads: match draft.map(|draft| &draft.heads) {
-                None => None,
-                Some(None) => return Err(not_dense("the heads' weights")),
-                Some(Some(heads)) => Some(HeadWeights::new(heads)),
-            },
+            heads: draft
+                .map(|draft| HeadWeights::new(draft)?.ok_or_else(|| not_dense("the heads' weights")))
+                .transpose()?,
         })
     }
 }
 
 impl HeadWeights {
-    fn new(all: &[HeadMatrices]) -> Self {
-        let block = |layer: usize| {
-            let (weights, biases): (Vec<&Tensor>, Vec<&Tensor>) =
-                all.iter().map(|head| (&head.blocks[layer].0, &head.blocks[layer].1)).unzip();
-            [Tensor::stack(&weights, 0), Tensor::stack(&biases, 0)]
-        };
-        Self {
-            blocks: (0..all[0].blocks.len()).map(block).collect(),
-            w2_vh: all.iter().filter_map(|head| head.w2_vh.as_ref().map(Tensor::shallow_clone)).collect(),
+    /// `None` if the weights are not plain matrices.
+    fn new(draft: &DeviceDraft) -> Result<Option<Self>, Unfit> {
+        let Some(heads) = &draft.heads else { return Ok(None) };
+        Ok(Some(match draft.shape.input {
+            DraftInput::Hidden => Self::AtOnce(MedusaWeights::new(heads)?),
+            DraftInput::HiddenAndPath => Self::ByLevel(SequentialHeads::new(heads, draft.shape.tree)),
+            DraftInput::PrefixAndPath => return Err(Unfit::Prefix),
+        }))
+    }
+}
+
+impl MedusaWeights {
+    fn new(all: &[HeadMatrices]) -> Result<Self, Unfit> {
+        if all.iter().any(|head| head.output_bias_v.is_some()) {
+            return Err(Unfit::Weights {
+                what: "the heads' W2",
+                why: "has a bias, which its kernels add for Hydra heads only",
+            });
         }
+        let block = |layer: usize| {
+            let layers: Vec<&LayerMatrices> = all.iter().map(|head| &head.blocks[layer].linear).collect();
+            let stack = |part: fn(&LayerMatrices) -> &Tensor| {
+                Tensor::stack(&layers.iter().map(|layer| part(layer)).collect::<Vec<_>>(), 0)
+            };
+            [stack(|layer| &layer.weight_hi), stack(|layer| &layer.bias_h)]
+        };
+        Ok(Self {
+            blocks: (0..all[0].blocks.len()).map(block).collect(),
+            w2_vh: outputs(all).into_iter().flatten().collect(),
+        })
     }
 }
 

@@ -11,7 +11,9 @@
 //! | before and after the layers | `embed`; `add_rms_norm` and `linear` (the LM head) |
 //! | acceptance | greedy: `best`, `walk`; typical: `best`, `posterior`, `typical`; rejection: `draw`, `walk` |
 //! | commit | `compact`, then `advance` |
-//! | the next tree | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
+//! | the next tree, Medusa heads | `res_block`, `linear` (the heads' logits), `top_guesses`, `fill_tree` |
+//! | the next tree, Hydra heads | `fill_tree` (the root), `embed` and `linear` (the hidden state) |
+//! | each level of it | `embed_nodes`, `linear`, `first_block`, `linear` and `residual` (later ResBlocks), `linear` (logits), `top_guesses`, `fill_level` |
 
 pub mod buffers;
 pub mod compare;
@@ -20,12 +22,15 @@ pub mod engine;
 pub mod error;
 pub mod launches;
 pub mod layout;
+pub mod levels;
 pub mod memory;
+pub mod next_tree;
 pub mod ops;
 pub mod oracle;
 pub mod plan;
 pub mod rule;
 pub mod scratch;
+pub mod sequential;
 pub mod shape;
 pub mod state;
 pub mod step;

@@ -10,7 +10,7 @@ use super::compare::{Comparisons, KernelDistance};
 use super::error::CudaResult;
 use super::launches;
 use super::layout::Nodes;
-use super::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, Places};
+use super::oracle::{self, Accepted, BlockInput, Draws, HeadInputs, Inherited, Places};
 use super::rule::StepKey;
 use super::scratch::Scratch;
 use super::shape::Shape;
@@ -68,6 +68,10 @@ operations! {
     compact(cache_l2gsd: &Tensor, accepted: Accepted) writes [cache_l2gsd];
     advance(accepted: Accepted, tokens_n: &Tensor, results_rt: &Tensor) writes [accepted.state, results_rt];
     fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &Tensor) writes [tokens_n];
+    embed_nodes(tokens: &Tensor, nodes_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) writes [x_nh];
+    first_block(sums_nw: &Tensor, inherited: Inherited, y_nh: &Tensor) writes [sums_nw, y_nh];
+    residual(x_nh: &Tensor, product_nh: &Tensor, bias_h: &Tensor) writes [x_nh];
+    fill_level(guesses_np: &Tensor, rows_c: &Tensor, ranks_c: &Tensor, tokens_c: &Tensor) writes [tokens_c];
 }
 
 impl Ops {
@@ -197,10 +201,10 @@ impl Ops {
         })
     }
 
-    pub(super) fn top_guesses(&self, logits_kv: &Tensor, guesses_kp: &Tensor) -> CudaResult {
-        let oracle = || oracle::top_guesses(logits_kv, guesses_kp);
+    pub(super) fn top_guesses(&self, logits_kv: &Tensor, bias_v: Option<&Tensor>, guesses_kp: &Tensor) -> CudaResult {
+        let oracle = || oracle::top_guesses(logits_kv, bias_v, guesses_kp);
         self.run("top_guesses", &[guesses_kp], oracle, |Kernels { target, scratch }| {
-            let both = launches::top_guesses(logits_kv, scratch.guess_parts(), guesses_kp);
+            let both = launches::top_guesses(logits_kv, bias_v, scratch.guess_parts(), guesses_kp);
             both.iter().try_for_each(|launch| target.launch(launch))
         })
     }

@@ -184,9 +184,10 @@ pub fn res_block(x: BlockInput, w_khh: &Tensor, b_kh: &Tensor, y_kh: &Tensor) {
     write(y_kh, &(float(&x_kh) + (product_kh + float(b_kh)).silu()));
 }
 
-/// Ids of the largest logits of each row, best first: `[K, V]` to `[K, P]`.
-pub fn top_guesses(logits_kv: &Tensor, guesses_kp: &Tensor) {
-    let (_, order_kv) = logits_kv.sort_stable(true, -1, true);
+/// Ids of the largest logits of each row, best first: `[K, V]` to `[K, P]`. `bias_v` is added to each row.
+pub fn top_guesses(logits_kv: &Tensor, bias_v: Option<&Tensor>, guesses_kp: &Tensor) {
+    let biased_kv = bias_v.map_or_else(|| logits_kv.shallow_clone(), |bias_v| logits_kv + float(bias_v));
+    let (_, order_kv) = biased_kv.sort_stable(true, -1, true);
     write(guesses_kp, &order_kv.narrow(1, 0, guesses_kp.size()[1]));
 }
 
@@ -325,6 +326,46 @@ pub fn fill_tree(nodes: &Nodes, guesses_kp: &Tensor, state: &Tensor, tokens_n: &
     let at_n = head_n * guesses_kp.size()[1] + &nodes.guesses_n;
     write(tokens_n, &guesses_kp.reshape([-1]).index_select(0, &at_n));
     write(&tokens_n.narrow(0, 0, 1), &state.narrow(0, Slot::Next as i64, 1));
+}
+
+/// The embeddings of the tokens of some nodes, `x_nh`; a token below 0 is read as 0.
+pub fn embed_nodes(tokens: &Tensor, nodes_n: &Tensor, table_vh: &Tensor, x_nh: &Tensor) {
+    embed(&tokens.index_select(0, nodes_n).clamp_min(0), table_vh, x_nh);
+}
+
+/// What the nodes of a level inherit, see [`levels`](super::levels).
+#[derive(Debug, Clone, Copy)]
+pub struct Inherited<'a> {
+    /// The sums of the level above, `[.., W + used]`; their last W numbers are inherited.
+    pub before: &'a Tensor,
+    /// `[N]`: each node's row in `before`.
+    pub parents_n: &'a Tensor,
+    /// `[W]`: biases, added once on each path.
+    pub bias_w: Option<&'a Tensor>,
+}
+
+/// The first block of a sequential head at N nodes: `sums_nw`, which holds what the nodes' tokens add, plus what is inherited; then
+/// `y = residual + SiLU(linear)` of the first head among the sums, `[N, H]`.
+pub fn first_block(sums_nw: &Tensor, inherited: Inherited, y_nh: &Tensor) {
+    let Inherited { before, parents_n, bias_w } = inherited;
+    let (w, h) = (sums_nw.size()[1], y_nh.size()[1]);
+    let inherited_nw = before.index_select(0, parents_n).narrow(1, before.size()[1] - w, w);
+    let sum_nw = bias_w.map_or_else(|| sums_nw + &inherited_nw, |bias_w| sums_nw + &inherited_nw + float(bias_w));
+    write(sums_nw, &sum_nw);
+    let [linear_nh, residual_nh] = [0, h].map(|from| sum_nw.narrow(1, from, h));
+    write(y_nh, &(residual_nh + linear_nh.silu()));
+}
+
+/// A later ResBlock of a sequential head behind its product: `x += SiLU(product + bias)`, `[N, H]`.
+pub fn residual(x_nh: &Tensor, product_nh: &Tensor, bias_h: &Tensor) {
+    write(x_nh, &(float(x_nh) + (product_nh + float(bias_h)).silu()));
+}
+
+/// Writes the tokens of a level's nodes, `tokens_c`: each holds a guess of its parent's row.
+/// - `guesses_np`: `[N, P]` — `rows_c`: the parents' rows — `ranks_c`: which of a row's guesses
+pub fn fill_level(guesses_np: &Tensor, rows_c: &Tensor, ranks_c: &Tensor, tokens_c: &Tensor) {
+    let at_c = rows_c * guesses_np.size()[1] + ranks_c;
+    write(tokens_c, &guesses_np.reshape([-1]).index_select(0, &at_c));
 }
 
 fn float(x: &Tensor) -> Tensor {

@@ -6,6 +6,7 @@ use std::fmt;
 use tch::Kind;
 
 use super::buffers::{Buffers, Size};
+use super::draft::{DraftInput, DraftShape};
 use super::launches::{self, AttentionParts};
 use super::layout::MAX_NODES;
 use super::shape::{GRAIN, Shape};
@@ -22,8 +23,8 @@ pub struct DevicePlan {
     pub rotations_2ud: Size,
     /// `[U]` float64: random numbers to draw with.
     pub uniforms_u: Size,
-    /// `[K, H, H]` for each ResBlock: the heads' matrices stacked, as a copy.
-    pub blocks_khh: Vec<Size>,
+    /// Copies of the heads' weights: see [`copies`].
+    pub head_copies: Vec<Size>,
     /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, cublasLt's workspace.
     pub between_kernels_bytes: u64,
     /// Already allocated: the weights of backbone and heads.
@@ -45,17 +46,13 @@ impl DevicePlan {
         let config = shape.config;
         let (layers, g, d) =
             (config.num_hidden_layers.cast_signed() as i64, config.num_key_value_heads, config.head_dim);
-        let blocks = shape.draft.map_or(vec![], |draft| {
-            let block = Size::new([draft.tree.max_depth() as i64, config.hidden_size, config.hidden_size], shape.kind);
-            vec![block; draft.blocks]
-        });
         let parameters = config.parameters() + shape.draft.map_or(0, |draft| draft.parameters);
         Self {
             buffers: Buffers::of(shape),
             cache_l2gsd: Size::new([layers, 2, g, room, d], shape.kind),
             rotations_2ud: Size::new([2, shape.positions(), d / 2], Kind::Float),
             uniforms_u: Size::new([shape.positions()], Kind::Double),
-            blocks_khh: blocks,
+            head_copies: shape.draft.map_or(vec![], |draft| copies(shape, draft)),
             between_kernels_bytes: between_kernels(shape),
             weight_bytes: parameters.unsigned_abs() * shape.kind.elt_size_in_bytes() as u64,
             context: config.max_position_embeddings,
@@ -74,11 +71,11 @@ impl DevicePlan {
 
     /// Bytes by purpose, for messages.
     fn rows(&self) -> Vec<(String, u64)> {
-        let logits = self.buffers.logits_nv.bytes() + self.buffers.head_logits_kv.bytes();
+        let logits = self.buffers.logits_nv.bytes() + self.buffers.head_logits_rv.bytes();
         let buffers: u64 = self.buffers.named().iter().map(|(_, size)| size.bytes()).sum();
         vec![
             (format!("cache of {} tokens", self.room()), self.cache_l2gsd.bytes()),
-            ("the heads' ResBlocks in one piece".into(), self.blocks_khh.iter().map(Size::bytes).sum()),
+            ("copies of heads' weights".into(), self.head_copies.iter().map(Size::bytes).sum()),
             ("logits".into(), logits),
             ("other buffers of a step".into(), buffers - logits + self.between_kernels_bytes),
             ("rotations and draws".into(), self.rotations_2ud.bytes() + self.uniforms_u.bytes()),
@@ -113,6 +110,21 @@ impl DevicePlan {
     }
 }
 
+/// Weights of the heads that are laid out anew for the kernels: of Medusa heads the ResBlocks of all heads stacked, of sequential heads the
+/// first blocks by what they read; of both, W2 of a low rank multiplied out.
+fn copies(shape: &Shape, draft: DraftShape) -> Vec<Size> {
+    let (k, h, v) = (draft.num_heads(), shape.config.hidden_size, shape.config.vocab_size);
+    let size = |axes: &[i64]| Size { shape: axes.to_vec(), kind: shape.kind };
+    let blocks = match draft.input {
+        DraftInput::Hidden => (0..draft.blocks).flat_map(|_| [size(&[k, h, h]), size(&[k, h])]).collect(),
+        DraftInput::HiddenAndPath | DraftInput::PrefixAndPath => {
+            let of_tokens = (0..k).map(|level| size(&[2 * (k - level) * h, h]));
+            [size(&[2 * k * h, h]), size(&[2 * k * h])].into_iter().chain(of_tokens).collect()
+        }
+    };
+    [blocks, vec![size(&[v, h]); draft.multiplied_out]].concat()
+}
+
 /// Bytes of the kernels' scratch memory.
 fn between_kernels(shape: &Shape) -> u64 {
     let config = shape.config;
@@ -121,8 +133,8 @@ fn between_kernels(shape: &Shape) -> u64 {
         let [parts, rows] = AttentionParts::counts(queries, config.num_key_value_heads);
         Size::new([parts, rows, config.head_dim + 2], Kind::Float).bytes()
     });
-    let guesses = shape.draft.map_or(0, |draft| {
-        let size = [draft.tree.max_depth() as i64, config.vocab_size];
+    let guesses = shape.draft.map_or(0, |_| {
+        let size = [shape.guessing_rows(), config.vocab_size];
         Size { shape: launches::guess_parts_size(size, shape.guesses() as i64), kind: Kind::Int64 }.bytes()
     });
     attention.sum::<u64>() + guesses + WORKSPACE_BYTES.unsigned_abs()
@@ -180,7 +192,7 @@ mod tests {
         assert_eq!(plan.check_fits(18_000_000_000 - plan.weight_bytes), Ok(()));
         assert_eq!(
             plan.to_string(),
-            "16.23 GiB of memory: weights 13.93 GiB, cache of 4224 tokens 2.06 GiB, the heads' ResBlocks in one piece 0.16 GiB, \
+            "16.23 GiB of memory: weights 13.93 GiB, cache of 4224 tokens 2.06 GiB, copies of heads' weights 0.16 GiB, \
              logits 0.01 GiB, other buffers of a step 0.07 GiB, rotations and draws 0.00 GiB"
         );
     }

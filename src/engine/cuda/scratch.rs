@@ -20,8 +20,8 @@ impl Scratch {
         let config = shape.config;
         let queries = |rows| [rows, config.num_attention_heads, config.head_dim];
         let parts = |rows| (rows, AttentionParts::new(queries(rows), config.num_key_value_heads, device));
-        let guess_parts = shape.draft.map(|draft| {
-            let size = [draft.tree.max_depth() as i64, config.vocab_size];
+        let guess_parts = shape.draft.map(|_| {
+            let size = [shape.guessing_rows(), config.vocab_size];
             launches::guess_parts(size, shape.guesses() as i64, device)
         });
         Self { parts: shape.rows_of_steps().into_iter().map(parts).collect(), guess_parts }

@@ -2,7 +2,7 @@
 
 use tch::Kind;
 
-use super::draft::{DeviceDraft, DraftShape};
+use super::draft::{DeviceDraft, DraftInput, DraftShape};
 use super::layout::MAX_NODES;
 use crate::dtype::Dtype;
 use crate::model::block_spec::{
@@ -49,6 +49,11 @@ pub enum Unfit {
         what: &'static str,
         why: &'static str,
     },
+    /// Hydra++ heads.
+    #[error(
+        "Hydra++ heads read a prefix layer, which it has no kernels for; use --engine tch, or --engine cpu on the CPU"
+    )]
+    Prefix,
     /// A tree with too many nodes.
     #[error(
         "a step has at most {MAX_NODES} nodes with the root, the tree has {nodes}; make a smaller one with `medusa tree`"
@@ -111,6 +116,7 @@ impl<'a> Shape<'a> {
             return Err(Unfit::Weights { what: "the backbone", why });
         }
         match self.draft {
+            Some(DraftShape { input: DraftInput::PrefixAndPath, .. }) => Err(Unfit::Prefix),
             Some(DraftShape { blocks: 0, .. }) => {
                 Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" })
             }
@@ -164,6 +170,19 @@ impl<'a> Shape<'a> {
             _ if guesses > MAX_GUESSES => Err(Unfit::Guesses { guesses }),
             _ => Ok(()),
         }
+    }
+
+    /// Rows of hidden states that the heads compute logits of at once: one for each Medusa head, or those of a level.
+    pub fn guessing_rows(&self) -> i64 {
+        self.draft.map_or(0, |draft| match draft.input {
+            DraftInput::Hidden => draft.num_heads(),
+            DraftInput::HiddenAndPath | DraftInput::PrefixAndPath => draft.level_rows().into_iter().max().unwrap_or(0),
+        })
+    }
+
+    /// The draft, if its heads are sequential.
+    pub fn sequential(&self) -> Option<DraftShape<'a>> {
+        self.draft.filter(|draft| draft.input != DraftInput::Hidden)
     }
 
     /// Guesses taken from each head.
@@ -224,7 +243,8 @@ pub(super) mod tests {
 
     /// Five heads of one ResBlock each.
     pub(in crate::engine::cuda) fn five(tree: &SparseTree) -> Option<DraftShape<'_>> {
-        Some(DraftShape { tree, blocks: 1, parameters: 5 * (4096 * 4096 + 4096 + 32000 * 4096) })
+        let parameters = 5 * (4096 * 4096 + 4096 + 32000 * 4096);
+        Some(DraftShape { tree, input: DraftInput::Hidden, blocks: 1, multiplied_out: 0, parameters })
     }
 
     pub(in crate::engine::cuda) fn tree() -> SparseTree {
@@ -258,6 +278,8 @@ pub(super) mod tests {
         assert_eq!(blocks(&config, five(&tree)), Ok(()));
         let without = five(&tree).map(|draft| DraftShape { blocks: 0, ..draft });
         assert!(matches!(blocks(&config, without), Err(Unfit::Weights { what: "the heads", .. })));
+        let plus_plus = five(&tree).map(|draft| DraftShape { input: DraftInput::PrefixAndPath, ..draft });
+        assert_eq!(blocks(&config, plus_plus), Err(Unfit::Prefix));
         let biased = LlamaConfig { biases: Biases { mlp: true, ..Biases::default() }, ..config.clone() };
         assert!(matches!(blocks(&biased, None), Err(Unfit::Weights { what: "the backbone", .. })));
     }

@@ -3,14 +3,15 @@
 //! A step starts when the tokens of its nodes are on the device. It runs them through the backbone, decides which are accepted,
 //! keeps those in the cache, and writes the tokens of the next step's nodes: the heads' guesses after the last accepted node.
 
-// N nodes of the step, K heads
+// N nodes of the step
 use tch::Tensor;
 
 use super::error::CudaResult;
 use super::layout::Nodes;
 use super::memory::{DeviceMemory, DeviceWeights};
+use super::next_tree::NextTree;
 use super::ops::Ops;
-use super::oracle::{Accepted, BlockInput, Draws, HeadInputs, HeadNorms, Places};
+use super::oracle::{Accepted, Draws, HeadInputs, HeadNorms, Places};
 use super::rule::Rule;
 use super::shape::Shape;
 use crate::model::config::LlamaConfig;
@@ -41,10 +42,7 @@ impl DecodeStep<'_> {
         let (ops, buffers) = (self.ops, &self.memory.buffers);
         ops.compact(&self.memory.cache_l2gsd, self.accepted())?;
         ops.advance(self.accepted(), &self.rows(&buffers.tokens_n), &buffers.results_rt)?;
-        if next.len() > 1 {
-            self.guess()?;
-        }
-        ops.fill_tree(next, &buffers.guesses_kp, &buffers.state, &buffers.tokens_n.narrow(0, 0, next.len()))
+        NextTree { ops, weights: self.weights, memory: self.memory }.fill(next)
     }
 
     /// Runs the backbone's layers. They write the nodes' keys and values to the cache; the output of the last layer is not yet
@@ -135,27 +133,6 @@ impl DecodeStep<'_> {
         ops.walk(nodes, &tokens_n, &best_n, self.accepted())
     }
 
-    /// Computes the heads' guesses after the last accepted node.
-    fn guess(&self) -> CudaResult {
-        let (ops, buffers) = (self.ops, &self.memory.buffers);
-        let heads = self.weights.heads.as_ref().expect("several nodes hold guesses of heads");
-        let (mut before_kh, mut after_kh) = (&buffers.heads_other_kh, &buffers.heads_kh);
-        let last = BlockInput::Last { hidden_nh: &buffers.hidden_nh, state: &buffers.state };
-        for (at, [weight_khh, bias_kh]) in heads.blocks.iter().enumerate() {
-            let input = if at == 0 { last } else { BlockInput::Rows(before_kh) };
-            ops.res_block(input, weight_khh, bias_kh, after_kh)?;
-            (before_kh, after_kh) = (after_kh, before_kh);
-        }
-        let x_kh = before_kh;
-        if heads.w2_vh.is_empty() {
-            ops.linear(x_kh, &self.weights.backbone.lm_head_vh, &buffers.head_logits_kv)?;
-        }
-        for (at, w2_vh) in (0..).zip(&heads.w2_vh) {
-            ops.linear(&x_kh.narrow(0, at, 1), w2_vh, &buffers.head_logits_kv.narrow(0, at, 1))?;
-        }
-        ops.top_guesses(&buffers.head_logits_kv, &buffers.guesses_kp)
-    }
-
     fn places(&self) -> Places<'_> {
         Places { nodes: self.nodes, state: &self.memory.buffers.state }
     }
@@ -183,25 +160,14 @@ pub fn products(weights: &DeviceWeights, memory: &DeviceMemory, shape: &Shape) -
         (&buffers.normed_nh, each(|layer| &layer.gate_up_ih), &buffers.gate_up_ni),
         (&buffers.product_ni, each(|layer| &layer.down_hi), &buffers.delta_nh),
     ];
-    let needed = |rows: i64, x: &Tensor, weights: &[Tensor], y: &Tensor| ProductBuffers {
-        x_nk: x.narrow(0, 0, rows),
-        weights_mk: weights.iter().map(Tensor::shallow_clone).collect(),
-        y_nm: y.narrow(0, 0, rows),
-    };
     let mut all = vec![];
     for rows in shape.rows_of_steps() {
-        all.extend(of_layers.iter().map(|(x, weights, y)| needed(rows, x, weights, y)));
+        all.extend(of_layers.iter().map(|(x, weights, y)| ProductBuffers::of_rows(rows, x, weights, y)));
     }
     let lm_head = [weights.backbone.lm_head_vh.shallow_clone()];
     for rows in [1, buffers.logits_nv.size()[0]] {
-        all.push(needed(rows, &buffers.hidden_nh, &lm_head, &buffers.logits_nv));
+        all.push(ProductBuffers::of_rows(rows, &buffers.hidden_nh, &lm_head, &buffers.logits_nv));
     }
-    if let Some(heads) = &weights.heads {
-        let (rows, w2) = match heads.w2_vh.is_empty() {
-            true => (buffers.heads_kh.size()[0], &lm_head[..]),
-            false => (1, &heads.w2_vh[..]),
-        };
-        all.push(needed(rows, &buffers.heads_kh, w2, &buffers.head_logits_kv));
-    }
+    all.extend(weights.heads.iter().flat_map(|heads| heads.products(buffers, &lm_head[0], shape)));
     all
 }

@@ -68,13 +68,16 @@ template <typename Take> INLINE void in_order(const Ranked* kept, int count, int
 
 #define SLICE 4096  // logits per block of top_guesses_part
 
-// The first p of each slice of a row: logits [K, V] to parts [K, slices, p]. Grid (V/SLICE rounded up, K), 256 threads.
-KERNEL(256) top_guesses_part(const float* logits, Ranked* parts, int v, int p) {
+// The first p of each slice of a row: logits [K, V] to parts [K, slices, p]. bias [V], which may be null, is added to every row. Grid
+// (V/SLICE rounded up, K), 256 threads.
+KERNEL(256) top_guesses_part(const float* logits, const element* bias, Ranked* parts, int v, int p) {
     SHARED Ranked kept[SLICE];
     SHARED Ranked scratch[WARPS];
     const int begin = blockIdx.x * SLICE, count = min(SLICE, v - begin);
     const float* row = logits + (size_t)blockIdx.y * v + begin;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) kept[i] = Ranked{row[i], begin + i};
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        kept[i] = Ranked{bias ? row[i] + to_float(bias[begin + i]) : row[i], begin + i};
+    }
     __syncthreads();
     Ranked* out = parts + ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * p;
     in_order(kept, count, p, scratch, [&](int place, Ranked taken) { out[place] = taken; });

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::layout::HeadPart;
 use crate::cpu::arena::Arena;
-use crate::engine::cuda::draft::HeadMatrices;
+use crate::engine::cuda::draft::{BlockMatrices, LayerMatrices, OutputMatrix};
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
@@ -84,6 +84,17 @@ impl ResBlock {
 
     fn layers(&self) -> impl Iterator<Item = &Linear> {
         [&self.linear].into_iter().chain(&self.res_connection)
+    }
+
+    fn matrices(&self) -> Option<BlockMatrices> {
+        let layer = |linear: &Linear| {
+            Some(LayerMatrices { weight_hi: linear.in_rows()?, bias_h: linear.bias()?.shallow_clone() })
+        };
+        let res_connection = match &self.res_connection {
+            Some(res_connection) => Some(layer(res_connection)?),
+            None => None,
+        };
+        Some(BlockMatrices { linear: layer(&self.linear)?, res_connection })
     }
 }
 
@@ -178,23 +189,18 @@ impl Head {
         Self { blocks, down: self.down.map(&mut pack), w2: self.w2.map(pack) }
     }
 
-    /// Views of a Medusa head's weights, with a W2 of [`Head::output_matrix`]; `None` if they are laid out for the CPU kernels.
-    pub(super) fn matrices(&self, w2_vh: &Option<Tensor>) -> Option<HeadMatrices> {
-        let block = |block: &ResBlock| Some((block.linear.in_rows()?, block.linear.bias()?.shallow_clone()));
-        let blocks = self.blocks.iter().map(block).collect::<Option<_>>()?;
-        Some(HeadMatrices { blocks, w2_vh: w2_vh.as_ref().map(Tensor::shallow_clone) })
+    /// Views of the ResBlocks' weights; `None` if they are quantised or laid out for the CPU kernels.
+    pub(super) fn block_matrices(&self) -> Option<Vec<BlockMatrices>> {
+        self.blocks.iter().map(ResBlock::matrices).collect()
     }
 
-    /// A view of W2, `Some(None)` if the head has none; `None` if it is laid out for the CPU kernels or has a bias. A low-rank W2 is
-    /// multiplied out.
-    #[expect(clippy::option_option, reason = "a head without W2 is not one whose W2 cannot be read")]
-    pub(super) fn output_matrix(&self) -> Option<Option<Tensor>> {
-        match (&self.down, &self.w2) {
-            _ if self.w2_bias().is_some() => None,
-            (_, None) => Some(None),
-            (Some(down), Some(w2)) => Some(Some(w2.in_rows()?.matmul(&down.in_rows()?))),
-            (None, Some(w2)) => w2.in_rows().map(Some),
-        }
+    /// A view of W2; `None` if it is quantised or laid out for the CPU kernels.
+    pub(super) fn output_matrix(&self) -> Option<OutputMatrix> {
+        Some(match (&self.down, &self.w2) {
+            (_, None) => OutputMatrix::LmHead,
+            (None, Some(w2)) => OutputMatrix::Whole(w2.in_rows()?),
+            (Some(down), Some(w2)) => OutputMatrix::LowRank { b_vr: w2.in_rows()?, a_rh: down.in_rows()? },
+        })
     }
 }
 
