@@ -300,7 +300,7 @@ impl Recipe {
         let config =
             LlamaConfig::load(folder).map_err(|error| wrong(text.value("backbone.path"), Mistake::Backbone(error)))?;
         self.check_lora(text, &config)?;
-        self.check_rank(text, &config)?;
+        self.check_w2_sizes(text, &config)?;
         let (length, context) = (self.data.max_length.get(), config.largest_context());
         if i64::try_from(length).is_ok_and(|length| length <= context) {
             return Ok(());
@@ -309,16 +309,20 @@ impl Recipe {
         Err(clash(text, "data.max_length", length, expected))
     }
 
-    /// B·A of the hidden size or more would have more weights than W2.
-    fn check_rank(&self, text: &LocatedToml<'_>, backbone: &LlamaConfig) -> Result<(), RecipeError> {
-        match self.heads.w2_rank {
-            Some(rank) if rank.get() as i64 >= backbone.hidden_size => {
-                let expected =
-                    format!("less than {}, the backbone's hidden size; or remove the key", backbone.hidden_size);
-                Err(clash(text, "heads.w2_rank", rank, expected))
+    /// B·A of the hidden size or more would have more weights than W2, and a vocabulary of all tokens is not truncated.
+    fn check_w2_sizes(&self, text: &LocatedToml<'_>, backbone: &LlamaConfig) -> Result<(), RecipeError> {
+        let HeadsConfig { w2_rank, draft_vocab_size, .. } = self.heads;
+        let sizes = [
+            ("heads.w2_rank", w2_rank, backbone.hidden_size, "hidden size"),
+            ("heads.draft_vocab_size", draft_vocab_size, backbone.vocab_size, "vocabulary"),
+        ];
+        for (key, size, whole, what) in sizes {
+            if let Some(size) = size.filter(|size| size.get() as i64 >= whole) {
+                let expected = format!("less than {whole}, the backbone's {what}; or remove the key");
+                return Err(clash(text, key, size, expected));
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
     /// Every named layer exists: families name theirs differently.
@@ -371,12 +375,16 @@ fn clash(text: &LocatedToml<'_>, key: &'static str, got: impl ToString, expected
 /// Heads that use the LM head have no W2 that could be smaller.
 fn check_w2(heads: &HeadsConfig, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
     let none = "with heads.shared_lm_head = true heads have no W2";
-    match heads.w2_rank {
-        _ if !heads.shared_lm_head => Ok(()),
-        Some(rank) => Err(clash(text, "heads.w2_rank", rank, format!("no rank: {none}"))),
-        None if heads.shared_w2 => Err(clash(text, "heads.shared_w2", true, format!("false: {none}"))),
-        None => Ok(()),
+    if !heads.shared_lm_head {
+        return Ok(());
     }
+    if let Some(rank) = heads.w2_rank {
+        return Err(clash(text, "heads.w2_rank", rank, format!("no rank: {none}")));
+    }
+    if let Some(size) = heads.draft_vocab_size {
+        return Err(clash(text, "heads.draft_vocab_size", size, format!("no size: {none}")));
+    }
+    if heads.shared_w2 { Err(clash(text, "heads.shared_w2", true, format!("false: {none}"))) } else { Ok(()) }
 }
 
 fn exclusive(text: &LocatedToml<'_>, first: &'static str, second: &'static str) -> Result<(), RecipeError> {

@@ -114,7 +114,7 @@ fn what_cannot_be_calibrated_is_one_clear_error_and_no_file() {
     assert!(short.contains("no row has a target for head 2; it needs rows of at least 4 tokens"), "{short}");
     let row = || json!({"input_ids": [4, 5, 6, 7, 4, 5], "labels": [4, 5, 6, 7, 4, 5]});
     let wide = complaint(row(), &["--top-k", "1000"]);
-    assert!(wide.contains("top-k is 1000; expected 1 to the vocabulary's 264"), "{wide}");
+    assert!(wide.contains("top-k is 1000; expected 1 to 264, the tokens that the heads can guess"), "{wide}");
     let unknown = complaint(json!({"input_ids": [4, 5, 600], "labels": [4, 5, 600]}), &[]);
     assert!(unknown.contains("600"), "{unknown}");
 }

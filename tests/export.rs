@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use medusa::draft::medusa::heads::import::HeadsFile;
 use medusa::draft::medusa::heads::import::notices::Notice;
-use medusa::draft::medusa::heads::layout::HeadsLayout;
+use medusa::draft::medusa::heads::layout::{HeadPart, HeadTensor, HeadsLayout};
 use medusa::draft::medusa::heads::{Heads, HeadsError, HeadsShape};
 use medusa::dtype::Dtype;
 use medusa::export::{ExportFormat, ExportRequest};
@@ -629,7 +629,7 @@ fn tied_resblocks_are_told_and_get_weights_of_their_own() {
     let lm_head = Tensor::ones([6, 4], (Kind::Float, Device::Cpu));
     let config: medusa::draft::medusa::heads::HeadsConfig =
         toml::from_str("medusa_num_heads = 2\nmedusa_num_layers = 2").expect("a table");
-    Heads::new(&config, &lm_head).save(folder.path()).expect("heads");
+    Heads::new(&config, &lm_head, None).save(folder.path()).expect("heads");
     assert_eq!(HeadsFile::open(folder.path()).expect("heads").notices().expect("notices"), []);
 }
 
@@ -742,7 +742,70 @@ fn files_of_vllm_are_read_as_vllm_means_them() {
     rewrite("truncated", &map, &[]);
     small
         .medusa(&["export", "--heads", "truncated", "--format", "heads", "--out", "out"])
-        .failed(1, &["token_map is a part of the vocabulary", "untruncated"]);
+        .failed(1, &["token_map", "I64"]);
+}
+
+/// Files of vLLM with a token map: W2 may have a row for each token of the map, or for every token.
+#[test]
+fn token_maps_of_vllm_are_read_as_vllm_means_them() {
+    let small = SmallRun::new();
+    write_heads(&small, "h", shape(2, 1, V), Kind::Float);
+    export(&small, "h", "vllm", "v", &[]).succeeded();
+    let files = WeightFiles::open(&small.path("v")).expect("weights");
+    let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor");
+    let rows_n = Tensor::from_slice(&[3_i64, 7, 40]);
+    let write = |folder: &str, map: &[i64], one_w2: bool, all_rows: bool| {
+        fs::create_dir_all(small.path(folder)).expect("a folder");
+        let mut kept: Vec<(String, Tensor)> = vec![("token_map".into(), Tensor::from_slice(map))];
+        for name in files.names() {
+            let is_w2 = name.starts_with("lm_heads");
+            if name == "lm_heads.1.weight" && one_w2 {
+                continue;
+            }
+            let tensor = if is_w2 && !all_rows { read(name).index_select(0, &rows_n) } else { read(name) };
+            kept.push((name.to_owned(), tensor));
+        }
+        let named: Vec<_> = kept.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+        save(&small.path(folder).join("model.safetensors"), &named).expect("weights");
+        let mut config = json_of(&small, "v/config.json");
+        config["original_lm_head"] = json!(one_w2);
+        config["truncated_vocab_size"] = json!(map.len());
+        small.write(&format!("{folder}/config.json"), config.to_string());
+    };
+    for (one_w2, all_rows) in [(false, false), (false, true), (true, false), (true, true)] {
+        let folder = format!("t_{one_w2}_{all_rows}");
+        write(&folder, &[3, 7, 40], one_w2, all_rows);
+        let file = HeadsFile::open(&small.path(&folder)).expect("heads");
+        let expected = HeadsShape { shared_w2: one_w2, ..shape(2, 1, 3) };
+        assert_eq!((file.shape(), file.token_map()), (expected, Some(&[3, 7, 40][..])), "{folder}");
+        let w2 = HeadTensor { head: 1, layer: 1, part: HeadPart::W2 };
+        let from = if one_w2 { "lm_heads.0.weight" } else { "lm_heads.1.weight" };
+        assert_eq!(file.tensor(w2, Kind::Float).expect("W2"), read(from).index_select(0, &rows_n), "{folder}");
+        export(&small, &folder, "vllm", &format!("{folder}_again"), &[]).succeeded();
+        assert_same(&small.path(&folder), &small.path(&format!("{folder}_again")), &folder);
+    }
+    for (map, error) in [
+        (&[3, 7, 7][..], "token_map holds token 7 twice"),
+        (&[-1, 7, 40], "token_map holds token -1"),
+        (&[3, 7, 40, 41], "token_map has 4 tokens, and the output layers have 3 rows"),
+        (&[3, 7, 48], "token_map holds token 48, and the backbone has 48"),
+        (&[], "token_map is empty"),
+    ] {
+        write("bad", map, false, false);
+        small
+            .medusa(&[
+                "calibrate",
+                "--backbone",
+                "backbone",
+                "--heads",
+                "bad",
+                "--data",
+                "rows.jsonl",
+                "--out",
+                "c.json",
+            ])
+            .failed(1, &["bad/model.safetensors", error]);
+    }
 }
 
 /// Also refused when loading for decoding, where the backbone's lm_head is packed.

@@ -201,7 +201,7 @@ fn gradients_of_step_zero_equal_pytorch() {
     let plan = MEDUSA1.plan(&folder.path().join("run"));
     let run = MEDUSA1.run(&folder);
     let (backbone, loss) = (&run.backbone, &plan.loss);
-    let heads = Heads::new(&plan.heads, backbone.lm_head_weight());
+    let heads = Heads::new(&plan.heads, backbone.lm_head_weight(), None);
     let state = TrainState::new(heads, backbone, &plan);
     let batch = &run.checked.batches(0).expect("rows")[0];
     let hidden_nh = BatchStates::computed(backbone, batch).hidden_nh;

@@ -604,6 +604,119 @@ fn heads_with_one_w2_are_trained_resumed_inspected_and_exported() {
     small.train(&["--check"]).failed(2, &["heads.shared_w2 = true", "heads have no W2"]);
 }
 
+/// A list of token ids of each row of a file.
+fn token_rows(small: &SmallRun, name: &str, key: &str) -> Vec<Vec<i64>> {
+    let ids = |row: &str| serde_json::from_str::<Value>(row).expect("a row")[key].clone();
+    small.read(name).lines().map(|row| serde_json::from_value(ids(row)).expect("token ids")).collect()
+}
+
+#[test]
+fn a_truncated_vocabulary_is_counted_kept_resumed_and_exported_to_vllm() {
+    let small = SmallRun::new();
+    small.edit(
+        "recipe.toml",
+        "[stage.medusa1]",
+        "draft_vocab_size = 24\nshared_w2 = true\nw2_rank = 5\n[stage.medusa1]",
+    );
+    let told = small.train(&["--check"]).succeeded();
+    assert!(told.stdout.contains("24 of 48 tokens, "), "{}", told.stdout);
+    small.train(&[]).succeeded();
+    let mut counts = vec![0_usize; 48];
+    let labels = token_rows(&small, "rows.jsonl", "labels").concat();
+    labels.iter().filter(|&&label| label >= 0).for_each(|&label| counts[label as usize] += 1);
+    let mut expected: Vec<usize> = (0..48).collect();
+    expected.sort_by_key(|&token| (std::cmp::Reverse(counts[token]), token));
+    expected.truncate(24);
+    expected.sort_unstable();
+    let map = |file: &str| {
+        let files = WeightFiles::open_file(&small.path(file)).expect("heads");
+        let tokens = files.mapped_as("token_map", &[24], Kind::Int64).expect("a token map");
+        Vec::<i64>::try_from(tokens).expect("int64")
+    };
+    assert_eq!(map("run/final/heads.safetensors"), expected.iter().map(|&token| token as i64).collect::<Vec<_>>());
+    let inspected = small.medusa(&["inspect", "run/final"]).succeeded();
+    assert!(inspected.stdout.contains("truncated vocabulary 24 by rank 5, one W2"), "{}", inspected.stdout);
+    // Decoding and calibration.
+    let own = ["--backbone", "backbone", "--heads", "run/final"];
+    small.medusa(&[&["calibrate"][..], &own, &["--data", "validation.jsonl", "--out", "c.json"]].concat()).succeeded();
+    small
+        .medusa(
+            &[&["calibrate"][..], &own, &["--data", "validation.jsonl", "--top-k", "25", "--out", "d.json"]].concat(),
+        )
+        .failed(1, &["top-k is 25; expected 1 to 24"]);
+    // A resumed run keeps the map of its checkpoint.
+    let whole = small.bytes("run/final/heads.safetensors");
+    for later in ["final", "step-000021", "step-000024"] {
+        fs::remove_dir_all(small.path(&format!("run/{later}"))).expect("a folder to remove");
+    }
+    small.train(&["--resume"]).succeeded();
+    assert!(whole == small.bytes("run/final/heads.safetensors"), "a resumed run has other heads");
+    // Exports.
+    let export = |format: &str| small.medusa(&["export", "--heads", "run/final", "--format", format, "--out", format]);
+    for format in ["heads", "tgi", "tensorrt-llm", "merged", "hydra"] {
+        export(format).failed(2, &["a truncated vocabulary of 24 tokens", "use --format vllm"]);
+    }
+    export("vllm").succeeded();
+    assert_eq!(map("vllm/model.safetensors"), map("run/final/heads.safetensors"));
+    let config: Value = serde_json::from_str(&small.read("vllm/config.json")).expect("JSON");
+    assert_eq!((&config["vocab_size"], &config["truncated_vocab_size"]), (&48.into(), &24.into()));
+    assert!(
+        small.read("vllm/README.md").contains("vocabulary 24 of 48 tokens, the most frequent of the training data")
+    );
+    let found = small.medusa(&["inspect", "vllm"]).succeeded();
+    assert!(found.stdout.contains("truncated vocabulary 24, one W2"), "{}", found.stdout);
+    // Training from heads keeps their map, though other tokens are frequent now.
+    let reversed = token_rows(&small, "rows.jsonl", "input_ids")
+        .into_iter()
+        .map(|row| row.iter().map(|token| 47 - token).collect());
+    let reversed = reversed.map(|row: Vec<i64>| format!("{{\"input_ids\": {row:?}}}\n")).collect::<String>();
+    small.write("rows.jsonl", reversed);
+    small.edit("recipe.toml", "w2_rank = 5", "w2_rank = 5\ninit_from = \"run/final\"");
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"again\"");
+    small.train(&[]).succeeded();
+    assert_eq!(map("again/final/heads.safetensors"), map("run/final/heads.safetensors"));
+    small.edit("recipe.toml", "draft_vocab_size = 24", "draft_vocab_size = 48");
+    small
+        .train(&["--check"])
+        .failed(2, &["heads.draft_vocab_size = 48: expected less than 48, the backbone's vocabulary"]);
+    small.edit("recipe.toml", "draft_vocab_size = 48", "draft_vocab_size = 25");
+    small.train(&["--check"]).failed(2, &["one output layer of 25 tokens and rank 5 for all heads", "of 24 tokens"]);
+}
+
+/// With one token to guess, every accuracy is the frequency of that token among the labels, also in the calibration.
+#[test]
+fn labels_outside_of_a_truncated_vocabulary_are_misses() {
+    for targets in ["", "[loss]\ntargets = \"backbone\"\n"] {
+        let small = SmallRun::new();
+        let one = format!("draft_vocab_size = 1\n[stage.medusa1]\n{targets}");
+        small.edit("recipe.toml", "[stage.medusa1]\n", &one);
+        let token = |row: i64, t: i64| if (t + row) % 4 == 0 { 9 } else { (t * 7 + row * 5) % 40 };
+        let row = |row: i64| format!("{{\"input_ids\": {:?}}}\n", (0..30).map(|t| token(row, t)).collect::<Vec<_>>());
+        small.write("rows.jsonl", (0..12).map(row).collect::<String>());
+        small.write("validation.jsonl", (12..15).map(row).collect::<String>());
+        small.train(&[]).succeeded();
+        let files = WeightFiles::open_file(&small.path("run/final/heads.safetensors")).expect("heads");
+        let token = files.mapped_as("token_map", &[1], Kind::Int64).expect("a token map").int64_value(&[0]);
+        let rows = token_rows(&small, "validation.jsonl", "input_ids");
+        let labels = |head: usize| rows.iter().flat_map(move |row| &row[head + 2..]);
+        let hits = |head: usize| labels(head).filter(|&&label| label == token).count();
+        let expected: Vec<f64> = (0..2).map(|head| hits(head) as f64 / labels(head).count() as f64).collect();
+        assert!(expected.iter().all(|&fraction| fraction > 0.0 && fraction < 0.5), "{expected:?} tests nothing");
+        let lines = metrics(&small, "run");
+        let last = lines.iter().rfind(|line| line["split"] == "validation").expect("an evaluation");
+        for key in ["head_top1", "head_top5"] {
+            assert_eq!(last[key], serde_json::json!(expected), "{key}, {targets}");
+        }
+        let own = ["--backbone", "backbone", "--heads", "run/final", "--data", "validation.jsonl", "--top-k", "1"];
+        small.medusa(&[&["calibrate"][..], &own, &["--out", "c.json"]].concat()).succeeded();
+        let calibration: Value = serde_json::from_str(&small.read("c.json")).expect("JSON");
+        for head in 0..2 {
+            assert_eq!(calibration["heads"][head]["counts"], serde_json::json!([hits(head)]));
+            assert_eq!(calibration["heads"][head]["total"], labels(head).count());
+        }
+    }
+}
+
 #[test]
 fn a_resume_that_is_refused_makes_no_hidden_states() {
     let small = SmallRun::new();

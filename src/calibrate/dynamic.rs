@@ -40,8 +40,7 @@ pub(super) struct DynamicCounts<'a> {
 impl<'a> DynamicCounts<'a> {
     /// None yet.
     pub(super) fn new(backbone: &'a Llama, heads: &'a Heads) -> Self {
-        let vocabulary = usize::try_from(heads.vocab_size()).unwrap_or(0);
-        let top_k = DYNAMIC_TOP_K.min(vocabulary);
+        let top_k = DYNAMIC_TOP_K.min(heads.draft_vocab_size());
         let limits = DynamicTree { nodes: usize::MAX, depth: heads.num_heads(), top_k };
         Self { backbone, heads, limits, ranks: DynamicRanks { top_k, runs: vec![] }, positions: 0 }
     }

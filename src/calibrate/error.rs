@@ -11,8 +11,8 @@ pub enum CalibrationError {
     #[error(transparent)]
     Heads(#[from] HeadsMismatch),
     /// More guesses than tokens, or none.
-    #[error("top-k is {top_k}; expected 1 to the vocabulary's {vocab_size}")]
-    BadTopK { top_k: usize, vocab_size: i64 },
+    #[error("top-k is {top_k}; expected 1 to {vocab_size}, the tokens that the heads can guess")]
+    BadTopK { top_k: usize, vocab_size: usize },
     /// A row exceeds the backbone's context.
     #[error("row {row} has {length} tokens, but the backbone's context is {context}; cut the rows")]
     RowTooLong {

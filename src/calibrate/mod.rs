@@ -18,7 +18,7 @@ use crate::model::attention::RowMask;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
 use crate::torch::guard;
-use crate::tree::rank_counts::{RankCounts, RankedPosition};
+use crate::tree::rank_counts::{OUTSIDE, RankCounts, RankedPosition};
 
 mod dynamic;
 mod error;
@@ -72,8 +72,8 @@ pub fn own_answer(backbone: &Llama, prompt: &[i64], max_new_tokens: usize) -> Re
 fn check(backbone: &Llama, heads: &Heads, rows: &RowStore, top_k: usize) -> Result<(), CalibrationError> {
     let config = &backbone.config;
     heads.check_backbone(config)?;
-    let (vocab_size, context) = (config.vocab_size, config.max_position_embeddings);
-    if top_k == 0 || top_k as i64 > vocab_size {
+    let (vocab_size, context) = (heads.draft_vocab_size(), config.max_position_embeddings);
+    if top_k == 0 || top_k > vocab_size {
         return Err(CalibrationError::BadTopK { top_k, vocab_size });
     }
     match (0..rows.len()).find(|&row| rows.length(row) as i64 > context) {
@@ -139,7 +139,10 @@ fn count_row(
         let of_head = |head: usize| {
             let previous_nj = previous_tokens(&ids, asked, heads.architecture().previous_tokens(head), backbone);
             let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: previous_nj.as_ref() };
-            let targets: Vec<i64> = asked.iter().map(|asked| asked.targets[head].unwrap_or(0)).collect();
+            let targets: Vec<Option<i64>> = asked
+                .iter()
+                .map(|asked| asked.targets[head].map_or(Some(0), |token| output_of(heads, token)))
+                .collect();
             ranks_of(&heads.logits(head, &input, backbone), &targets, counts.top_k()).ok_or(NotFinite { head })
         };
         let by_head = (0..heads.num_heads()).map(of_head).collect::<Result<Vec<_>, _>>()?;
@@ -169,18 +172,26 @@ fn previous_tokens(ids: &[i64], asked: &[AskedPosition], count: usize, backbone:
     (count > 0).then(|| Tensor::from_slice(&tokens).view([-1, count as i64]).to_device(backbone.device()))
 }
 
-/// The rank of each target among the logits of its row; `None` if a logit is NaN or infinite.
-fn ranks_of(logits_nv: &Tensor, targets: &[i64], top_k: usize) -> Option<Vec<usize>> {
+/// The output of a head whose logit is that of a token; `None` outside of a truncated vocabulary.
+fn output_of(heads: &Heads, token: i64) -> Option<i64> {
+    heads.token_map().map_or(Some(token), |map| map.output_of(token))
+}
+
+/// The rank of each target among the logits of its row, [`OUTSIDE`] of a target that the head cannot guess; `None` if a logit is NaN or
+/// infinite.
+fn ranks_of(logits_nv: &Tensor, targets: &[Option<i64>], top_k: usize) -> Option<Vec<usize>> {
     // max keeps NaN.
     if !logits_nv.max().double_value(&[]).is_finite() {
         return None;
     }
     let kind = if logits_nv.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let logits_nv = logits_nv.to_kind(kind);
-    let targets_n1 = Tensor::from_slice(targets).unsqueeze(1).to_device(logits_nv.device());
+    let outputs: Vec<i64> = targets.iter().map(|target| target.unwrap_or(0)).collect();
+    let targets_n1 = Tensor::from_slice(&outputs).unsqueeze(1).to_device(logits_nv.device());
     let ranks_n = ranks(&logits_nv, &logits_nv.gather(1, &targets_n1, false), &targets_n1, top_k);
     let ranks: Vec<i64> = Vec::try_from(&ranks_n.to_kind(Kind::Int64)).expect("an int64 vector");
-    Some(ranks.into_iter().map(|rank| rank as usize).collect())
+    let rank = |(rank, target): (i64, &Option<i64>)| if target.is_some() { rank as usize } else { OUTSIDE };
+    Some(ranks.into_iter().zip(targets).map(rank).collect())
 }
 
 #[cfg(test)]

@@ -107,6 +107,7 @@ fn of_usage(error: ExportError) -> anyhow::Error {
         | ExportError::TgiLayers { .. }
         | ExportError::NoAdapter { .. }
         | ExportError::HydraHeads { .. }
+        | ExportError::TruncatedVocabulary { .. }
         | ExportError::HydraLayers { .. }
         | ExportError::Pickle { .. } => UsageError(error.to_string()).into(),
         other => other.into(),

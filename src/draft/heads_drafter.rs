@@ -30,7 +30,7 @@ impl<'a> HeadsDrafter<'a> {
     /// [`DraftError`] names what does not fit.
     pub fn new(backbone: &'a Llama, heads: &'a Heads, tree: &'a GuessTree) -> Result<Self, DraftError> {
         heads.check_backbone(&backbone.config)?;
-        tree.check_fits(heads.num_heads(), usize::try_from(backbone.config.vocab_size).unwrap_or(0))?;
+        tree.check_fits(heads.num_heads(), heads.draft_vocab_size())?;
         Ok(match tree {
             GuessTree::Static(tree) if !heads.architecture().is_sequential() => {
                 Self::AtOnce(MedusaDrafter::new(backbone, heads, tree)?)
@@ -60,6 +60,15 @@ impl<'a> HeadsDrafter<'a> {
             Self::AtOnce(drafter) => Some(drafter.on_device()),
             Self::Sequential { heads, tree, .. } => Some(heads.on_device(tree)),
             Self::Dynamic(_) => None,
+        }
+    }
+
+    /// Whether heads with a truncated vocabulary fill a static tree.
+    pub fn is_truncated(&self) -> bool {
+        match self {
+            Self::AtOnce(drafter) => drafter.heads().token_map().is_some(),
+            Self::Sequential { heads, .. } => heads.token_map().is_some(),
+            Self::Dynamic(_) => false,
         }
     }
 }

@@ -50,6 +50,7 @@ fn facts(trained: &Trained, companions: &Companions) -> Value {
             "hidden_size": shape.hidden_size,
             "vocab_size": trained.vocab_size(),
             "shared": shape.vocab_size == 0,
+            "truncated": trained.file.token_map().map(<[i64]>::len),
             "copied": trained.copies_lm_head(),
             "one_w2": shape.shared_w2,
             "copied_w2": trained.copies_shared_w2(),

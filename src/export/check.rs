@@ -14,6 +14,7 @@ use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
+use crate::draft::medusa::heads::token_map::TOKEN_MAP;
 use crate::draft::medusa::heads::{Heads, HeadsShape};
 use crate::files::sha256;
 use crate::model::llama::Llama;
@@ -40,6 +41,9 @@ pub(super) fn read_back(folder: &Path, trained: &Trained) -> Result<RoundingDiff
     let expected = trained.written_shape();
     if got.shape() != expected {
         return Err(ExportError::OtherShape { path: folder.into(), expected, got: got.shape() });
+    }
+    if got.token_map() != trained.file.token_map() {
+        return Err(ExportError::Differs { path: folder.into(), what: TOKEN_MAP.into() });
     }
     if let Some(own_vh) = trained.one_lm_head() {
         let (written_vh, own_vh) = (got.lm_head()?.unwrap_or_else(Tensor::new), own_vh.to_kind(trained.dtype.kind()));
@@ -173,7 +177,7 @@ mod tests {
         let files = WeightFiles::open(&tiny()).unwrap();
         let lm_head_vh = files.mapped(names::EMBED_TOKENS, &files.shape(names::EMBED_TOKENS).unwrap()).unwrap();
         fs::create_dir(folder).unwrap();
-        Heads::new(&config, &lm_head_vh).save(folder).unwrap();
+        Heads::new(&config, &lm_head_vh, None).save(folder).unwrap();
     }
 
     fn request(heads: PathBuf, format: ExportFormat, out: PathBuf) -> ExportRequest {

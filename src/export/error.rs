@@ -57,6 +57,16 @@ pub enum ExportError {
         /// Hydra heads, or a bias of W2.
         what: &'static str,
     },
+    /// A truncated vocabulary in a format of heads with a whole one.
+    #[error("--format {format}: {} holds heads with a truncated vocabulary of {size} tokens, and the programs that read this format load heads for the whole vocabulary; {advice}", path.display())]
+    TruncatedVocabulary {
+        format: &'static str,
+        /// Path of the heads.
+        path: PathBuf,
+        /// Tokens of the vocabulary.
+        size: usize,
+        advice: &'static str,
+    },
     /// Published Hydra heads use one ResBlock several times.
     #[error("--format hydra: {}: head {head} has {layers} ResBlocks with weights of their own; zankner/Hydra loads one set of weights for all ResBlocks of H inputs: train with at most {} per head", path.display(), most)]
     HydraLayers {

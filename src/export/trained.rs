@@ -21,6 +21,11 @@ use crate::model::loading::{LoadError, Purpose};
 use crate::model::peft::ADAPTER_CONFIG;
 use crate::model::weights::WeightFiles;
 
+/// What to do with a truncated vocabulary in another format than vLLM's.
+const VLLM_CAN: &str = "use --format vllm";
+/// What to do with a truncated vocabulary that vLLM cannot load.
+const NOBODY_CAN: &str = "no program loads it for heads of this kind: train them without heads.draft_vocab_size";
+
 /// Heads with their adapter or backbone.
 pub(super) struct Trained {
     pub(super) format: ExportFormat,
@@ -98,6 +103,11 @@ impl Trained {
         if matches!(format, ExportFormat::Tgi | ExportFormat::Peft) && self.shares_lm_head() && layers != 1 {
             return Err(ExportError::TgiLayers { format: format.name(), path, layers });
         }
+        if let Some(tokens) = self.file.token_map().filter(|_| format != ExportFormat::Vllm || !self.is_for_vllm()) {
+            let (format, size) = (format.name(), tokens.len());
+            let advice = if self.is_for_vllm() { VLLM_CAN } else { NOBODY_CAN };
+            return Err(ExportError::TruncatedVocabulary { format, path, size, advice });
+        }
         let what = match (self.shape.architecture.is_sequential(), self.shape.w2_bias) {
             (true, _) => Some("Hydra heads"),
             (false, true) => Some("a bias in the output layer of its heads"),
@@ -120,6 +130,11 @@ impl Trained {
             return Err(ExportError::NoBackbone { format: format.name(), why });
         }
         Ok(())
+    }
+
+    /// Whether vLLM's format can hold these heads.
+    fn is_for_vllm(&self) -> bool {
+        !self.shape.architecture.is_sequential() && !self.shape.w2_bias
     }
 
     /// Loads the backbone if the export needs it, and checks the heads against it.
@@ -165,10 +180,13 @@ impl Trained {
     }
 
     /// Checks the heads against the backbone's config if there is one; a backbone may also be only a name on the Hub.
-    fn check_headers(&self) -> Result<(), ExportError> {
+    fn check_headers(&mut self) -> Result<(), ExportError> {
         let folder = self.base.as_deref().filter(|base| base.join("config.json").is_file());
         match folder.map(LlamaConfig::load).transpose().map_err(LoadError::from)? {
-            Some(config) => Ok(self.file.check(&config)?),
+            Some(config) => {
+                self.vocab_of_backbone = Some(config.vocab_size);
+                Ok(self.file.check(&config)?)
+            }
             None => Ok(self.file.check_alone()?),
         }
     }
@@ -206,6 +224,9 @@ impl Trained {
 
     /// V, if it is known.
     pub(super) fn vocab_size(&self) -> Option<i64> {
+        if self.file.token_map().is_some() {
+            return self.vocab_of_backbone.or_else(|| self.file.config()?.vocab_size());
+        }
         Some(self.shape.vocab_size).filter(|&v| v > 0).or(self.vocab_of_backbone)
     }
 

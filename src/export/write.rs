@@ -13,6 +13,7 @@ use super::request::ExportFormat;
 use super::trained::Trained;
 use crate::draft::medusa::heads::import::{HYDRA_LM_HEAD_PT, MEDUSA_LM_HEAD, MEDUSA_LM_HEAD_PT};
 use crate::draft::medusa::heads::layout::{HeadTensor, VLLM_LM_HEAD};
+use crate::draft::medusa::heads::token_map::TOKEN_MAP;
 use crate::files::{write_json, write_synced};
 use crate::formats::heads_config::{SHARED_W2, TRAINING};
 use crate::model::folder::{Additions, save_folder_with};
@@ -37,15 +38,13 @@ pub(super) fn write(folder: &Path, trained: &mut Trained) -> Result<(), ExportEr
 /// Writes the heads and their config.
 fn alone(folder: &Path, trained: &Trained, file: &str) -> Result<(), ExportError> {
     let (mut planned, places) = plan(trained);
-    let lm_head = trained.one_lm_head();
-    planned.extend(lm_head.map(|lm_head| Planned {
-        name: VLLM_LM_HEAD.into(),
-        shape: lm_head.size(),
-        kind: trained.dtype.kind(),
-    }));
-    save_each(&folder.join(file), &planned, &mut |at| match places.get(at) {
-        Some(&place) => tensor(trained, place),
-        None => Ok(lm_head.expect("it was planned").shallow_clone()),
+    let lm_head = trained.one_lm_head().map(|lm_head| (VLLM_LM_HEAD, lm_head.to_kind(trained.dtype.kind())));
+    let token_map = trained.file.token_map().map(|tokens| (TOKEN_MAP, Tensor::from_slice(tokens)));
+    let others: Vec<(&str, Tensor)> = lm_head.into_iter().chain(token_map).collect();
+    planned.extend(others.iter().map(|(name, tensor)| Planned::of((*name).into(), tensor)));
+    save_each(&folder.join(file), &planned, &mut |at| match at.checked_sub(places.len()) {
+        None => tensor(trained, places[at]),
+        Some(other) => Ok(others[other].1.shallow_clone()),
     })?;
     write_config(folder, trained)
 }
@@ -124,7 +123,7 @@ fn config(trained: &Trained) -> Map<String, Value> {
                 "model_type": "medusa",
                 "hidden_size": trained.shape.hidden_size,
                 "vocab_size": trained.vocab_size(),
-                "truncated_vocab_size": null,
+                "truncated_vocab_size": trained.file.token_map().map(<[i64]>::len),
                 "num_heads": heads,
                 "num_hidden_layers": layers,
                 "medusa_fc_bias": true,

@@ -141,6 +141,11 @@ impl PublishedHeadsConfig {
         self.value.get(TRAINING).unwrap_or(&self.value).get(key)
     }
 
+    /// V of the backbone.
+    pub fn vocab_size(&self) -> Option<i64> {
+        self.value["vocab_size"].as_i64()
+    }
+
     /// vLLM's factor on all logits.
     pub fn logit_scale(&self) -> Option<f64> {
         self.value["logit_scale"].as_f64()

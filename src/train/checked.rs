@@ -12,12 +12,14 @@ use crate::data::pack::{PackReport, Sequences};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, DataError, LoadReport, LoadSettings, Watch};
+use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::{Heads, HeadsConfig, HeadsShape};
 use crate::formats::best::BestBy;
 use crate::model::config::LlamaConfig;
 use crate::model::llama::Llama;
 use crate::model::peft;
 use crate::torch::guard;
+use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states;
 use crate::train::memory_plan::{MemoryPlan, Workload};
@@ -42,6 +44,8 @@ pub struct CheckedRun {
     /// Optimizer steps of the whole run.
     pub total_steps: usize,
     pub heads_shape: HeadsShape,
+    /// The tokens that the heads can guess, if the recipe truncates their vocabulary.
+    pub draft_vocabulary: Option<DraftVocabulary>,
     /// Bytes on disk of `train.hidden_state_cache`, if the plan has one.
     pub hidden_state_bytes: Option<u64>,
 }
@@ -70,9 +74,10 @@ impl CheckedRun {
             watch,
         };
         let rows = load_rows(&plan, &settings)?;
+        let heads_shape = heads_shape(&plan.heads, &config)?;
+        let draft_vocabulary = draft_vocabulary(&plan.heads, &rows.train, settings.vocab_size)?;
         let (sequences, pack_report) = data::sequences(rows.train, &plan.data);
         let train = loader(sequences, &plan, plan.data.shuffle.then_some(plan.train.seed));
-        let heads_shape = heads_shape(&plan.heads, &config)?;
         let rule = TargetRule::new(&plan.loss, heads_shape);
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
@@ -98,6 +103,7 @@ impl CheckedRun {
             pack_report,
             total_steps,
             heads_shape,
+            draft_vocabulary,
             hidden_state_bytes,
         })
     }
@@ -171,6 +177,18 @@ fn heads_shape(heads: &HeadsConfig, config: &LlamaConfig) -> Result<HeadsShape, 
     let got = Heads::check(path, config)?;
     let expected = HeadsShape { w2_bias: got.w2_bias, ..expected };
     if got == expected { Ok(got) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
+}
+
+/// Counts the labels if the recipe truncates the vocabulary. Heads that training starts from have their own.
+fn draft_vocabulary(
+    heads: &HeadsConfig,
+    rows: &RowStore,
+    vocab_size: usize,
+) -> Result<Option<DraftVocabulary>, TrainError> {
+    let Some(size) = heads.draft_vocab_size else { return Ok(None) };
+    let file = heads.init_from.as_deref().map(HeadsFile::open).transpose()?;
+    let given = file.and_then(|file| file.token_map().map(<[i64]>::to_vec));
+    Ok(Some(DraftVocabulary::of(rows, vocab_size, size.get(), given).map_err(DataError::from)?))
 }
 
 /// Rows of tokens need no tokenizer, so a folder without one is accepted.

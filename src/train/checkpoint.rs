@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::heads::{HEADS_FILE, Heads};
 use crate::files::{FileError, NewFolder, failed, is_partial, remove_folder, write_json, write_synced};
 use crate::formats::best::BestEvaluation;
@@ -169,7 +170,11 @@ impl<'r> Checkpoints<'r> {
         if saved.optimizer != ours {
             return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
         }
-        restore_parameters(&checkpoint.join(HEADS_FILE), state.parameters_of(ParameterGroup::is_of_heads))?;
+        let heads = checkpoint.join(HEADS_FILE);
+        restore_parameters(&heads, state.parameters_of(ParameterGroup::is_of_heads))?;
+        if let Some(tokens) = TokenMap::in_file(&WeightFiles::open_file(&heads)?)? {
+            state.heads.set_token_map(TokenMap::new(tokens, self.backbone.device()));
+        }
         let of_backbone = match &self.plan.trained {
             BackboneTraining::Frozen => None,
             BackboneTraining::Lora { .. } => Some(ADAPTER_FILE),

@@ -114,9 +114,9 @@ fn in_words(shape: &HeadsShape) -> String {
     let w2 = match (shape.vocab_size, shape.w2_rank) {
         (0, _) => "the backbone's lm_head".to_owned(),
         (v, rank) => {
-            let owner = if shape.shared_w2 { "one output layer for all heads" } else { "their own output layer" };
             let rank = if rank > 0 { format!(" and rank {rank}") } else { String::new() };
-            format!("{owner} of {v} tokens{rank}")
+            let [owner, heads] = if shape.shared_w2 { ["one", " for all heads"] } else { ["their own", ""] };
+            format!("{owner} output layer of {v} tokens{rank}{heads}")
         }
     };
     format!(

@@ -112,7 +112,14 @@ impl MemoryPlan {
         let hidden_state_bytes = work.hidden_states();
         let saving = work.saving().saturating_sub(activation_bytes + hidden_state_bytes);
         let of_prefix = work.prefix_layer().map_or(0, |layer| layer.layer_at_once());
-        let phases = [work.logits(), work.layer_at_once(), of_prefix, work.embedding_gradient(), saving];
+        let phases = [
+            work.logits(),
+            work.logits_of_lm_head(),
+            work.layer_at_once(),
+            of_prefix,
+            work.embedding_gradient(),
+            saving,
+        ];
         let working_bytes = phases.into_iter().max().unwrap_or(0);
         let program_bytes = if work.on_host { PROGRAM } else { 0 };
         Self { groups, activation_bytes, hidden_state_bytes, working_bytes, program_bytes }
@@ -354,7 +361,7 @@ impl Workload<'_> {
 
     /// The largest tensors of one head's loss that exist at the same time.
     fn logits(&self) -> u64 {
-        let (n, e, [h, _, _, _, v]) = (self.positions(), self.element, self.widths());
+        let (n, e, [h, ..], v) = (self.positions(), self.element, self.widths(), self.draft_vocabulary());
         let chunk = (CHUNK_LOGITS.unsigned_abs() / v.max(1)).clamp(1, n.max(1)) * v;
         let teacher = self.trained.has_teacher() || self.soft_targets;
         // Logits and a comparison with the target's logit; for a teacher also its logits and the logarithm of the
@@ -370,12 +377,33 @@ impl Workload<'_> {
         let inner = if self.heads.w2_rank > 0 { self.heads.w2_rank.unsigned_abs() } else { h };
         // W2 in the backbone's dtype, and its gradient of one chunk before and after the cast.
         let w2 = if has_w2 && cast { v * inner * (2 * e + F32) } else { 0 };
-        // The teacher's copy of trained weights.
-        let teacher_weight = if self.soft_targets && self.is_direct() && cast { v * h * e } else { 0 };
+        // The teacher's copy of trained weights, or of the rows of a truncated vocabulary.
+        let copied = (self.is_direct() && cast) || self.is_truncated();
+        let teacher_weight = if self.soft_targets && copied { v * h * e } else { 0 };
         // oneDNN reorders W2 for many rows: measured for 131, but not for 15.
         let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
         let input = self.input_of_sequential_head();
         self.allocated(chunks.into_iter().chain(rows).chain(input)) + w2 + teacher_weight + reordered
+    }
+
+    /// Outputs of a head.
+    fn draft_vocabulary(&self) -> u64 {
+        let [.., v] = self.widths();
+        if self.heads.vocab_size > 0 { self.heads.vocab_size.unsigned_abs() } else { v }
+    }
+
+    fn is_truncated(&self) -> bool {
+        let [.., v] = self.widths();
+        self.draft_vocabulary() < v
+    }
+
+    /// The largest tensors of the LM head's own loss, where they are wider than the heads'.
+    fn logits_of_lm_head(&self) -> u64 {
+        if !self.is_joint() || !self.is_truncated() {
+            return 0;
+        }
+        let whole = HeadsShape { vocab_size: 0, medusa_num_layers: 0, ..self.heads };
+        Workload { heads: whole, soft_targets: false, ..*self }.logits()
     }
 
     /// Of the last head, which reads the most: its input, and the gradients of the two layers that read it.

@@ -10,6 +10,7 @@ use crate::formats::best::BestBy;
 pub mod backbone_pass;
 pub mod checked;
 pub mod checkpoint;
+pub mod draft_vocabulary;
 pub mod error;
 pub mod head_states;
 pub mod hidden_states;

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 use tch::Kind;
 
 use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::formats::run_folder::FINAL;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
@@ -15,6 +16,7 @@ use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint::{self, Checkpoints};
+use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::error::TrainError;
 use crate::train::hidden_states::KeptStates;
 use crate::train::log::RunLog;
@@ -106,7 +108,11 @@ impl TrainRun {
         let plan = &self.checked.plan;
         let Self { backbone, .. } = self;
         let heads = match &plan.heads.init_from {
-            None => Heads::new(&plan.heads, &backbone.logit_weight()).with_new_prefix(backbone, plan.train.seed),
+            None => {
+                let map = |vocabulary: &DraftVocabulary| TokenMap::new(vocabulary.tokens.clone(), backbone.device());
+                let map = self.checked.draft_vocabulary.as_ref().map(map);
+                Heads::new(&plan.heads, &backbone.logit_weight(), map).with_new_prefix(backbone, plan.train.seed)
+            }
             Some(path) => {
                 let heads = Heads::load_for(path, &backbone.config, Kind::Float, backbone.device())?;
                 heads.for_training(backbone.kind())

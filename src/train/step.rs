@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use crate::data::loader::Batch;
 use crate::draft::medusa::fused_loss::{HeadSums, OutputLayer, SoftObjective, TOP, head_loss, soft_head_loss};
 use crate::draft::medusa::heads::Heads;
+use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
 use crate::torch::optim::adamw::gradient_norm;
@@ -112,7 +113,8 @@ pub fn train_step(
     weights: &StepWeights,
 ) -> Result<StepOutcome, StepError> {
     let rule = TargetRule::new(weights.loss, state.heads.shape());
-    let targets: Vec<BatchTargets> = batches.iter().map(|batch| BatchTargets::new(batch, rule)).collect();
+    let targets: Vec<BatchTargets> =
+        batches.iter().map(|batch| BatchTargets::new(batch, rule, state.heads.token_map())).collect();
     let mut sums = MetricSums::new(&state.heads, *weights.loss);
     targets.iter().for_each(|of_batch| sums.count(of_batch));
     for (micro, (batch, targets)) in batches.iter().zip(&targets).enumerate() {
@@ -197,7 +199,7 @@ pub fn evaluate<E>(
     for batch in batches {
         let batch = &batch?;
         tokens += batch.tokens() as u64;
-        let targets = BatchTargets::new(batch, rule);
+        let targets = BatchTargets::new(batch, rule, heads.token_map());
         sums.count(&targets);
         let pass = backbone.evaluate(batch);
         if let Some(LmEvaluation { loss, cross_entropy }) = pass.lm_evaluation(&targets) {
@@ -262,7 +264,7 @@ impl MetricSums {
             let into = into.as_ref().map(|(gradients, weight)| (gradients, *weight));
             let of_batch = if self.config.targets.are_soft() {
                 let soft = targets.soft_of_head(k, &pass.states);
-                soft_head_loss(head, output, hidden_nh, &soft, self.objective(k, pass), into)
+                soft_head_loss(head, output, hidden_nh, &soft, self.objective((heads, k), pass), into)
             } else {
                 let into = into.map(|(gradients, weight)| (gradients, weight / self.counts[k].labels.max(1) as f64));
                 head_loss(Some(head), output, hidden_nh, &targets.of_head(k, &pass.states), into)
@@ -274,10 +276,11 @@ impl MetricSums {
     }
 
     /// What a head learns from this pass. A weight is divided by the number of targets of the whole optimizer step.
-    fn objective<'p>(&self, head: usize, pass: &'p BackbonePass) -> SoftObjective<'p> {
+    fn objective<'p>(&self, (heads, head): (&'p Heads, usize), pass: &'p BackbonePass) -> SoftObjective<'p> {
         let (count, of) = (self.counts[head], self.config.targets);
         let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.soft.max(1) as f64);
-        SoftObjective { lm_head: pass.lm_head, teacher_nh: &pass.states.hidden_nh, labels, backbone }
+        let lm_head = pass.lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
+        SoftObjective { lm_head, teacher_nh: &pass.states.hidden_nh, labels, backbone }
     }
 
     fn finish(self, lambda0: f64, tokens: u64) -> StepMetrics {
@@ -291,7 +294,8 @@ impl MetricSums {
         let top = |(hits, count): (&[f64], &TargetCount)| {
             let mut part = [0.0; TOP];
             part.copy_from_slice(hits);
-            (count.labels > 0).then(|| part.map(|hits| hits / count.labels as f64))
+            let labels = count.labels + count.outside;
+            (labels > 0).then(|| part.map(|hits| hits / labels as f64))
         };
         StepMetrics {
             loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,

@@ -4,18 +4,21 @@ use tch::Tensor;
 
 use crate::data::IGNORE;
 use crate::data::loader::{Batch, TargetTokens};
+use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::{SoftTargets, Targets};
 use crate::train::hidden_states::BatchStates;
 use crate::train::target_rule::TargetRule;
-use crate::tree::rank_counts::RankedPosition;
+use crate::tree::rank_counts::{OUTSIDE, RankedPosition};
 
 /// Targets of the LM head and of every head in one micro batch, on the host.
 #[derive(Debug)]
 pub struct BatchTargets {
     /// The next token.
     of_lm_head: TargetTokens,
-    /// Head `h` (0-based) predicts the token h + 2 positions ahead.
+    /// Head `h` (0-based) predicts the token h + 2 positions ahead. Of heads with a truncated vocabulary, the outputs of these tokens.
     by_head: Vec<TargetTokens>,
+    /// Positions whose label is outside of each head's truncated vocabulary.
+    outside: Vec<Vec<i64>>,
     /// For each sequential head the tokens between each position and the one to predict, flat.
     previous: Vec<Vec<i64>>,
 }
@@ -23,9 +26,11 @@ pub struct BatchTargets {
 /// The number of a head's targets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TargetCount {
-    /// Those with a label.
+    /// Those with a label that the head can guess.
     pub labels: usize,
-    /// All.
+    /// Labels outside of a truncated vocabulary: no target, but a miss.
+    pub outside: usize,
+    /// All targets.
     pub soft: usize,
 }
 
@@ -33,6 +38,7 @@ impl TargetCount {
     /// Adds the targets of another micro batch.
     pub fn add(&mut self, other: Self) {
         self.labels += other.labels;
+        self.outside += other.outside;
         self.soft += other.soft;
     }
 }
@@ -46,18 +52,27 @@ impl BatchTargets {
     /// Numbers of each head's targets.
     pub fn head_counts(&self) -> impl Iterator<Item = TargetCount> {
         let labels = |tokens: &[i64]| tokens.iter().filter(|&&token| token != i64::from(IGNORE)).count();
-        self.by_head
-            .iter()
-            .map(move |of_head| TargetCount { labels: labels(&of_head.tokens), soft: of_head.tokens.len() })
+        let count = move |(of_head, outside): (&TargetTokens, &Vec<i64>)| TargetCount {
+            labels: labels(&of_head.tokens),
+            outside: outside.len(),
+            soft: of_head.tokens.len(),
+        };
+        self.by_head.iter().zip(&self.outside).map(count)
     }
 
-    /// Collects the targets of all heads.
-    pub fn new(batch: &Batch, rule: TargetRule) -> Self {
-        let by_head: Vec<TargetTokens> = (0..rule.num_heads).map(|head| rule.targets(batch, head + 2)).collect();
+    /// Collects the targets of all heads, whose outputs are the tokens of the map, if there is one.
+    pub fn new(batch: &Batch, rule: TargetRule, map: Option<&TokenMap>) -> Self {
+        let all = (0..rule.num_heads).map(|head| rule.targets(batch, head + 2));
+        let of_map = |targets: TargetTokens| match map {
+            Some(map) => outputs_of(&targets, map, rule.soft),
+            None => (targets, vec![]),
+        };
+        let (by_head, outside): (Vec<TargetTokens>, Vec<_>) = all.map(of_map).unzip();
         let previous = |(head, targets): (usize, &TargetTokens)| {
             batch.tokens_after(&targets.positions, rule.architecture.previous_tokens(head))
         };
-        Self { of_lm_head: batch.targets(1), previous: by_head.iter().enumerate().map(previous).collect(), by_head }
+        let previous = by_head.iter().enumerate().map(previous).collect();
+        Self { of_lm_head: batch.targets(1), previous, by_head, outside }
     }
 
     /// Each data row of `batch`, by its index, and the ranks of its labels. `ranks[head][i]` is the rank of the head's
@@ -71,6 +86,9 @@ impl BatchTargets {
         for (head, (targets, ranks)) in self.by_head.iter().zip(ranks).enumerate() {
             for ((&at, &token), &rank) in targets.positions.iter().zip(&targets.tokens).zip(ranks) {
                 positions[at as usize].ranks[head] = (token != i64::from(IGNORE)).then_some(rank);
+            }
+            for &at in &self.outside[head] {
+                positions[at as usize].ranks[head] = Some(OUTSIDE);
             }
         }
         batch.segments().map(move |(row, place)| (row, positions[place].to_vec()))
@@ -94,6 +112,22 @@ impl BatchTargets {
     pub fn of_lm_head(&self, states: &BatchStates) -> Targets {
         on_device(&self.of_lm_head, states)
     }
+}
+
+/// The outputs of the tokens of `targets`, and the positions of those that have none. The latter are dropped; if the LM head teaches, they stay
+/// as targets without a label.
+fn outputs_of(targets: &TargetTokens, map: &TokenMap, soft: bool) -> (TargetTokens, Vec<i64>) {
+    let (mut of_map, mut outside) = (TargetTokens::default(), vec![]);
+    let ignore = i64::from(IGNORE);
+    for (&position, &token) in targets.positions.iter().zip(&targets.tokens) {
+        let output = if token == ignore { Some(ignore) } else { map.output_of(token) };
+        outside.extend(output.is_none().then_some(position));
+        if let Some(output) = output.or(soft.then_some(ignore)) {
+            of_map.positions.push(position);
+            of_map.tokens.push(output);
+        }
+    }
+    (of_map, outside)
 }
 
 fn on_device(targets: &TargetTokens, states: &BatchStates) -> Targets {

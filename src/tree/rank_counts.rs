@@ -13,6 +13,9 @@ const MAX_POSITIONS: usize = 200_000;
 /// Maximum number of joint paths written.
 const MAX_PATHS: usize = 4096;
 
+/// The rank of a target that a head with a truncated vocabulary cannot guess: a miss, however many guesses there are.
+pub const OUTSIDE: usize = usize::MAX;
+
 /// One position of a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankedPosition {

@@ -75,8 +75,7 @@ pub fn load_heads(path: &Path, backbone: &Llama, common: &CommonFlags) -> anyhow
 
 /// Trees of `nodes` nodes that are chosen at each step from the guesses of all heads.
 fn limits(nodes: NonZeroUsize, heads: &Heads) -> DynamicTree {
-    let vocabulary = usize::try_from(heads.vocab_size()).unwrap_or(0);
-    DynamicTree { nodes: nodes.get(), depth: heads.num_heads(), top_k: DYNAMIC_TOP_K.min(vocabulary) }
+    DynamicTree { nodes: nodes.get(), depth: heads.num_heads(), top_k: DYNAMIC_TOP_K.min(heads.draft_vocab_size()) }
 }
 
 /// The tree without `--tree`: a chain of each head's best guess.

@@ -27,6 +27,9 @@ pub(super) struct HeadsFound {
     #[serde(flatten)]
     shape: HeadsShape,
     shared_lm_head: bool,
+    /// Tokens of a truncated vocabulary.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    draft_vocab_size: Option<usize>,
     parameters: i64,
     dtypes: Vec<String>,
     bytes: u64,
@@ -74,6 +77,7 @@ impl HeadsFound {
             layout: file.layout(),
             shape,
             shared_lm_head: shape.vocab_size == 0,
+            draft_vocab_size: file.token_map().map(<[i64]>::len),
             parameters: file.parameters()?,
             bytes: bytes.values().sum(),
             dtypes: bytes.into_keys().collect(),
@@ -98,7 +102,10 @@ impl HeadsFound {
         let shared = if shared_w2 { ", one W2 for all heads" } else { "" };
         let vocabulary = match self.shared_lm_head {
             true => "shared lm_head".into(),
-            false => format!("vocabulary {vocab_size}{rank}{shared}"),
+            false => {
+                let truncated = if self.draft_vocab_size.is_some() { "truncated " } else { "" };
+                format!("{truncated}vocabulary {vocab_size}{rank}{shared}")
+            }
         };
         format!(
             "{} of {}, hidden size {hidden_size}, {vocabulary}: {} parameters, {} ({})",

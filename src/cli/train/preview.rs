@@ -11,6 +11,7 @@ use crate::draft::medusa::heads::HeadsShape;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::CheckedRun;
+use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 
 /// Data, steps and memory of a run.
@@ -38,6 +39,8 @@ pub(super) struct RunPreview {
     steps: usize,
     tokens: usize,
     hidden_state_cache_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    draft_vocabulary: Option<DraftVocabulary>,
     warnings: Vec<&'static str>,
 }
 
@@ -70,6 +73,7 @@ impl RunPreview {
             steps: checked.total_steps,
             tokens: tokens(checked, steps_per_epoch),
             hidden_state_cache_bytes: checked.hidden_state_bytes,
+            draft_vocabulary: checked.draft_vocabulary.clone(),
             warnings: warnings(checked),
             memory,
         }
@@ -86,7 +90,9 @@ impl RunPreview {
             lines.push(("weights", "not in the folder; only config.json was checked".into()));
         }
         let kind = if architecture.is_sequential() { format!(" ({})", architecture.name()) } else { String::new() };
-        lines.push(("heads", format!("{medusa_num_heads}{kind} of {}", counted(medusa_num_layers, "ResBlock"))));
+        let w2 = if self.heads.shared_w2 { ", one W2" } else { "" };
+        lines.push(("heads", format!("{medusa_num_heads}{kind} of {}{w2}", counted(medusa_num_layers, "ResBlock"))));
+        lines.extend(self.draft_vocabulary.iter().map(|vocabulary| ("vocabulary", vocabulary.to_string())));
         lines.push(("data", self.data.to_string()));
         lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
         lines.push((

@@ -74,7 +74,7 @@ impl<'a> HydraLevels<'a> {
         let size = [frontier.len() as i64, self.level as i64 + 1];
         let previous_nj = Tensor::from_slice(&paths.concat()).view(size).to_device(device);
         let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: Some(&previous_nj) };
-        likeliest(&self.heads.logits(self.level, &input, self.backbone), top_k)
+        self.heads.of_tokens(likeliest(&self.heads.logits(self.level, &input, self.backbone), top_k))
     }
 
     fn guess_by_sums(
@@ -90,7 +90,7 @@ impl<'a> HydraLevels<'a> {
         *sums = kernels.grow(self.level, sums, frontier.iter().map(|node| node.parent), &embedded_nh, team);
         let logits_nv = self.heads.logits_behind_first(self.level, kernels.output(sums), self.backbone, team);
         let logits_nv = logits_nv.expect("heads with a layout are for the kernels");
-        likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, team)
+        self.heads.of_tokens(likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, team))
     }
 }
 

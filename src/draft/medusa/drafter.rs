@@ -53,7 +53,7 @@ impl<'a> MedusaDrafter<'a> {
             return Err(DraftError::Sequential);
         }
         heads.check_backbone(config)?;
-        tree.check_fits(heads.num_heads(), usize::try_from(config.vocab_size).unwrap_or(0))?;
+        tree.check_fits(heads.num_heads(), heads.draft_vocab_size())?;
         let width = tree.widths().into_iter().max().unwrap_or(0);
         Ok(Self {
             backbone,
@@ -69,6 +69,11 @@ impl<'a> MedusaDrafter<'a> {
     /// Heads and tree for an engine that drafts on the device.
     pub fn on_device(&self) -> DeviceDraft<'a> {
         self.heads.on_device(self.tree)
+    }
+
+    /// The heads that fill the tree.
+    pub fn heads(&self) -> &'a Heads {
+        self.heads
     }
 
     /// The tree that the heads fill.

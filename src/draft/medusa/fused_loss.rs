@@ -92,12 +92,14 @@ pub struct OutputLayer<'m> {
     bias_v: Option<&'m Tensor>,
     adapter: Option<(&'m Adapter, Adapters)>,
     logits: LogitSpec,
+    /// The tokens that have logits, `[N]` int64; `None` for all.
+    tokens_n: Option<&'m Tensor>,
 }
 
 impl<'m> OutputLayer<'m> {
     /// A weight `[V, H]` without an adapter.
     pub fn plain(weight_vh: &'m Tensor) -> Self {
-        Self { weight_vh, bias_v: None, adapter: None, logits: LogitSpec::default() }
+        Self { weight_vh, bias_v: None, adapter: None, logits: LogitSpec::default(), tokens_n: None }
     }
 
     /// The head's own W2, with its bias if it has one; `None` if the head uses the backbone's lm_head.
@@ -114,7 +116,13 @@ impl<'m> OutputLayer<'m> {
         let weight_vh = lm_head.dense_weight().expect("a backbone loaded for training has a plain lm_head");
         let adapter = lm_head.adapter().filter(|_| adapters != Adapters::Off);
         let adapter = adapter.map(|adapter| (adapter, adapters));
-        Self { weight_vh, bias_v: None, adapter, logits: backbone.config.family.logits }
+        Self { weight_vh, bias_v: None, adapter, logits: backbone.config.family.logits, tokens_n: None }
+    }
+
+    /// The same layer, as a teacher with the logits of these tokens only.
+    #[must_use]
+    pub fn of_tokens(self, tokens_n: Option<&'m Tensor>) -> Self {
+        Self { tokens_n, ..self }
     }
 
     /// `[C, V]`, float32, of its inputs `[C, H]` and, for the adapter's B, `[C, R]`.
@@ -316,9 +324,12 @@ struct CastWeights {
 
 impl CastWeights {
     fn new(output: &OutputLayer, kind: Kind) -> Self {
-        let b_vr = output.adapter.map(|(adapter, _)| adapter.b().to_kind(kind));
+        let rows = |weight: &Tensor| {
+            output.tokens_n.map_or(weight.shallow_clone(), |tokens_n| weight.index_select(0, tokens_n))
+        };
+        let b_vr = output.adapter.map(|(adapter, _)| rows(adapter.b()).to_kind(kind));
         let bias_v = output.bias_v.map(|bias_v| bias_v.to_kind(Kind::Float));
-        Self { weight_vh: output.weight_vh.to_kind(kind), bias_v, b_vr }
+        Self { weight_vh: rows(output.weight_vh).to_kind(kind), bias_v, b_vr }
     }
 }
 

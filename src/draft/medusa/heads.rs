@@ -27,6 +27,7 @@ mod head;
 pub mod import;
 pub mod layout;
 pub(in crate::draft) mod sequential;
+pub mod token_map;
 
 pub use error::{HeadsError, HeadsMismatch};
 pub use head::{Head, HeadDropout, HeadInput};
@@ -34,6 +35,7 @@ use import::HeadsFile;
 pub use layout::{HEADS_FILE, HeadsArchitecture, HeadsShape};
 use layout::{HeadPart, HeadTensor};
 use sequential::SequentialLayout;
+use token_map::{TOKEN_MAP, TokenMap};
 
 /// The `[heads]` table of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -55,6 +57,9 @@ pub struct HeadsConfig {
     /// One W2 for all heads.
     #[serde(default)]
     pub shared_w2: bool,
+    /// N: heads guess among the N most frequent tokens of the training data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub draft_vocab_size: Option<NonZeroUsize>,
     /// What a head reads.
     #[serde(default)]
     pub architecture: HeadsArchitecture,
@@ -70,14 +75,16 @@ fn no_dropout() -> Fraction {
 impl HeadsConfig {
     /// The shape of these heads on a backbone with an lm_head of shape `[V, H]`.
     pub fn shape(&self, [vocab_size, hidden_size]: [i64; 2]) -> HeadsShape {
+        let own = |size: NonZeroUsize| i64::try_from(size.get()).unwrap_or(i64::MAX);
+        let outputs = self.draft_vocab_size.map_or(vocab_size, own);
         HeadsShape {
             architecture: self.architecture,
             medusa_num_heads: self.medusa_num_heads.get(),
             medusa_num_layers: self.medusa_num_layers.get(),
             hidden_size,
-            vocab_size: if self.shared_lm_head { 0 } else { vocab_size },
+            vocab_size: if self.shared_lm_head { 0 } else { outputs },
             w2_bias: false,
-            w2_rank: self.w2_rank.map_or(0, |rank| i64::try_from(rank.get()).unwrap_or(i64::MAX)),
+            w2_rank: self.w2_rank.map_or(0, own),
             shared_w2: self.shared_w2 && self.medusa_num_heads.get() > 1,
         }
     }
@@ -90,6 +97,8 @@ pub struct Heads {
     shape: HeadsShape,
     /// The backbone's, also if the heads use its lm_head.
     vocab_size: i64,
+    /// Of heads with a truncated vocabulary.
+    token_map: Option<TokenMap>,
     /// Of sequential heads for the CPU kernels.
     sequential: Option<SequentialLayout>,
     /// Of Hydra++ heads.
@@ -99,9 +108,12 @@ pub struct Heads {
 impl Heads {
     /// Untrained heads in float32, each of which starts out as the LM head: W1 = 0, the residual connection of a sequential head is the
     /// identity of the hidden state and 0 on the embeddings, every bias is 0 (the published trainers leave biases and residual
-    /// connections random), and W2 is a copy of `lm_head_vh` `[V, H]`, its best approximation of a low rank, or absent with `shared_lm_head`.
-    pub fn new(config: &HeadsConfig, lm_head_vh: &Tensor) -> Self {
+    /// connections random), and W2 is a copy of `lm_head_vh` `[V, H]` or of its rows in `token_map`, its best approximation of a low rank, or
+    /// absent with `shared_lm_head`. `token_map` has `draft_vocab_size` tokens.
+    pub fn new(config: &HeadsConfig, lm_head_vh: &Tensor, token_map: Option<TokenMap>) -> Self {
         let [v, h] = lm_head_vh.size()[..] else { panic!("[V, H], got {lm_head_vh:?}") };
+        let rows = token_map.as_ref().map(|map| lm_head_vh.index_select(0, map.tokens_n()));
+        let lm_head_vh = rows.as_ref().unwrap_or(lm_head_vh);
         let (shape, options) = (config.shape([v, h]), (Kind::Float, lm_head_vh.device()));
         let low_rank = (shape.w2_rank > 0).then(|| low_rank(lm_head_vh, shape.w2_rank));
         let start = |place: HeadTensor| match (place.part, &low_rank) {
@@ -111,7 +123,13 @@ impl Heads {
             (HeadPart::Res, _) => Tensor::eye_m(h, shape.size(place)[1], options),
             _ => Tensor::zeros(shape.size(place), options),
         };
-        Self::from_tensors(shape, shape.places().into_iter().map(start).collect(), v)
+        Self { token_map, ..Self::from_tensors(shape, shape.places().into_iter().map(start).collect(), v) }
+    }
+
+    /// The same heads, whose outputs are the tokens of `token_map`, for a backbone with `vocab_size` tokens.
+    #[must_use]
+    pub fn with_token_map(self, token_map: TokenMap, vocab_size: i64) -> Self {
+        Self { token_map: Some(token_map), vocab_size, ..self }
     }
 
     /// The same heads with an untrained prefix layer for `backbone`, if their architecture has one. `seed` determines its weights.
@@ -120,6 +138,11 @@ impl Heads {
         let options = (backbone.kind(), backbone.device());
         let prefix = self.architecture().has_prefix().then(|| PrefixLayer::new(&backbone.config, options, seed));
         Self { prefix, ..self }
+    }
+
+    /// Replaces the token map by that of a checkpoint.
+    pub fn set_token_map(&mut self, token_map: TokenMap) {
+        self.token_map = Some(token_map);
     }
 
     /// Sets the vocabulary size, which the shape of heads that share the backbone's lm_head lacks.
@@ -172,7 +195,8 @@ impl Heads {
     fn of(file: &HeadsFile, backbone: &LlamaConfig, kind: Kind, device: Device) -> Result<Self, HeadsError> {
         let read = |place| Ok(file.tensor(place, kind)?.to_device(device));
         let tensors = file.shape().places().into_iter().map(read).collect::<Result<Vec<_>, HeadsError>>()?;
-        let heads = Self::from_tensors(file.shape(), tensors, backbone.vocab_size);
+        let token_map = file.token_map().map(|tokens| TokenMap::new(tokens.to_vec(), device));
+        let heads = Self { token_map, ..Self::from_tensors(file.shape(), tensors, backbone.vocab_size) };
         if !heads.architecture().has_prefix() {
             return Ok(heads);
         }
@@ -196,7 +220,7 @@ impl Heads {
             Head::of(&parts, || tensors.next().expect("as many tensors as the shape has"))
         };
         let heads = of_heads.into_iter().map(head).collect();
-        Self { heads, shape, vocab_size, sequential: None, prefix: None }
+        Self { heads, shape, vocab_size, token_map: None, sequential: None, prefix: None }
     }
 
     /// Packs the weights for decoding where that is faster. With the CPU kernels they become bfloat16, whatever the backbone's
@@ -219,7 +243,7 @@ impl Heads {
         let own = |tensor: &Tensor| tensor.to_kind(Kind::Float).copy();
         let tensors = self.tensors().into_iter().map(own).collect();
         let prefix = self.prefix.map(|prefix| prefix.for_training(kind));
-        Self { prefix, ..Self::from_tensors(self.shape, tensors, self.vocab_size) }
+        Self { prefix, token_map: self.token_map, ..Self::from_tensors(self.shape, tensors, self.vocab_size) }
     }
 
     /// The layer between the backbone's hidden states and the heads.
@@ -266,12 +290,22 @@ impl Heads {
         self.vocab_size
     }
 
+    /// How many tokens a head can guess: V, or N of a truncated vocabulary.
+    pub fn draft_vocab_size(&self) -> usize {
+        self.token_map.as_ref().map_or(self.vocab_size.unsigned_abs() as usize, |map| map.tokens().len())
+    }
+
+    /// The tokens that heads with a truncated vocabulary can guess.
+    pub fn token_map(&self) -> Option<&TokenMap> {
+        self.token_map.as_ref()
+    }
+
     /// Head `head`, 0-based.
     pub fn head(&self, head: usize) -> &Head {
         &self.heads[head]
     }
 
-    /// Logits of head `head` (0-based), `[N, V]`.
+    /// Logits of head `head` (0-based), `[N, V]`, or of the tokens of the token map.
     pub fn logits(&self, head: usize, input: &HeadInput, backbone: &Llama) -> Tensor {
         let output = self.output_of(head);
         let x_nh = output.through_down(self.heads[head].residual(&input.rows(backbone)));
@@ -333,8 +367,12 @@ impl Heads {
         DeviceDraft { shape, heads: (0..tree.max_depth()).map(|head| self.matrices(head)).collect() }
     }
 
-    /// A head's weights as matrices; `None` if they are quantised or laid out for the CPU kernels.
+    /// A head's weights as matrices; `None` if they are quantised or laid out for the CPU kernels, or if the vocabulary is truncated: the
+    /// device takes outputs for tokens.
     fn matrices(&self, head: usize) -> Option<HeadMatrices> {
+        if self.token_map.is_some() {
+            return None;
+        }
         let with_output = self.output_of(head);
         let is_shared = self.shape.shared_w2 && head > 0;
         Some(HeadMatrices {
@@ -344,12 +382,14 @@ impl Heads {
         })
     }
 
-    /// Writes `heads.safetensors` into `folder`.
+    /// Writes `heads.safetensors` into `folder`, with the token map.
     ///
     /// # Errors
     /// [`WeightsError::File`].
     pub fn save(&self, folder: &Path) -> Result<(), WeightsError> {
-        save(&folder.join(HEADS_FILE), &self.parameters())
+        let mut tensors = self.parameters();
+        tensors.extend(self.token_map.iter().map(|map| (TOKEN_MAP.to_owned(), map.tokens_n())));
+        save(&folder.join(HEADS_FILE), &tensors)
     }
 }
 

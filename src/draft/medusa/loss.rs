@@ -47,7 +47,7 @@ impl LossConfig {
 pub struct Targets {
     /// `[M]` int64, indices into the batch's flattened positions.
     pub positions_m: Tensor,
-    /// `[M]` int64, the tokens to predict.
+    /// `[M]` int64, the tokens to predict; for heads with a truncated vocabulary, their outputs.
     pub tokens_m: Tensor,
     /// `[M, k+1]` int64, for sequential head k (0-based): the tokens between each position and the one to predict.
     pub previous_mj: Option<Tensor>,
@@ -94,12 +94,21 @@ pub fn divergence_of(student_nv: &Tensor, teacher_nv: &Tensor, targets: &Targets
 }
 
 /// The two losses of soft targets, summed, from the head's logits `[M, V]`: the cross-entropy of the labels, and KL(LM head ‖ head). Float64
-/// scalars with autograd, which does not reach the teacher.
-pub fn soft_loss_sums(student_mv: &Tensor, hidden_nh: &Tensor, soft: &SoftTargets, backbone: &Llama) -> [Tensor; 2] {
+/// scalars with autograd, which does not reach the teacher. With the tokens of a token map `[N]` the teacher's distribution is that of these
+/// tokens alone.
+pub fn soft_loss_sums(
+    student_mv: &Tensor,
+    hidden_nh: &Tensor,
+    soft: &SoftTargets,
+    backbone: &Llama,
+    tokens_n: Option<&Tensor>,
+) -> [Tensor; 2] {
     let labelled_m = soft.targets.tokens_m.ge(0).nonzero().squeeze_dim(1);
     let [of_labelled, tokens] = [student_mv, &soft.targets.tokens_m].map(|of_m| of_m.index_select(0, &labelled_m));
     let teacher_mh = hidden_nh.detach().index_select(0, &soft.teacher_m);
-    let teacher_mv = log_probabilities(&backbone.logits(&teacher_mh, Adapters::On).detach());
+    let teacher_mv = backbone.logits(&teacher_mh, Adapters::On).detach();
+    let teacher_mv = tokens_n.map_or(teacher_mv.shallow_clone(), |tokens_n| teacher_mv.index_select(1, tokens_n));
+    let teacher_mv = log_probabilities(&teacher_mv);
     let divergence = teacher_mv.exp() * (&teacher_mv - log_probabilities(student_mv));
     [cross_entropy_at(&of_labelled, &tokens), divergence.sum(Kind::Double)]
 }

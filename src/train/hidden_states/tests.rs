@@ -144,7 +144,7 @@ fn only_what_was_committed_is_there_for_the_next_run() {
 fn read_positions(sequence: &PackedSequence, rule: TargetRule) -> Vec<i64> {
     let batch = &Loader::new(in_memory(std::slice::from_ref(sequence)), 1, 1, None).step(0).unwrap()[0];
     let states = BatchStates::all(Tensor::zeros([1], (Kind::Float, Device::Cpu)));
-    let targets = BatchTargets::new(batch, rule);
+    let targets = BatchTargets::new(batch, rule, None);
     let of_head = |head| {
         let soft = targets.soft_of_head(head, &states);
         let teachers = if rule.soft { Vec::try_from(&soft.teacher_m).unwrap() } else { vec![] };

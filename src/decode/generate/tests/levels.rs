@@ -1,14 +1,17 @@
 //! Trees that are filled level by level, and trees that are chosen at each step.
 
 use super::*;
+use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::hydra::levels::HydraLevels;
 use crate::draft::levels::{LevelDrafter, LevelGuesser};
 use crate::draft::medusa::heads::HeadsArchitecture;
+use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::levels::MedusaLevels;
 use crate::draft::medusa::prefix::PrefixRows;
 use crate::draft::{CommittedTokens, Proposal, TextSoFar};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
+use crate::tree::guess_tree::GuessTree;
 
 fn limits() -> impl Strategy<Value = DynamicTree> {
     (1usize..25, 1usize..4, 1usize..TOP_K).prop_map(|(nodes, depth, top_k)| DynamicTree { nodes, depth, top_k })
@@ -64,6 +67,71 @@ fn texts_with_trees_chosen_at_each_step_are_plain_decodings() {
     });
     outcome.unwrap();
     assert!(several.iter().all(|runs| runs.get() >= 10), "the cases hardly test anything: {several:?}");
+}
+
+/// Heads that cannot guess every third token, and heads with the same weights to which these tokens are impossible.
+fn truncated_heads(shape: HeadsShape, llama: &Llama, seed: u64) -> [Heads; 2] {
+    let tokens: Vec<i64> = (0..VOCABULARY).filter(|token| token % 3 != 1).collect();
+    let shape = HeadsShape { vocab_size: tokens.len() as i64, w2_bias: true, ..shape };
+    let tokens_n = Tensor::from_slice(&tokens);
+    let truncated = Heads::random(shape, Kind::Double, Device::Cpu, seed);
+    let whole = |tensor: &Tensor| {
+        let impossible = if tensor.dim() == 1 { -1e4 } else { 0.0 };
+        let all = Tensor::full([&[VOCABULARY], &tensor.size()[1..]].concat(), impossible, (Kind::Double, Device::Cpu));
+        if tensor.size()[0] == shape.vocab_size { all.index_copy(0, &tokens_n, tensor) } else { tensor.copy() }
+    };
+    let tensors = truncated.parameters().into_iter().map(|(_, tensor)| whole(tensor)).collect();
+    let whole = Heads::from_tensors(HeadsShape { vocab_size: VOCABULARY, ..shape }, tensors, VOCABULARY);
+    let truncated = truncated.with_token_map(TokenMap::new(tokens, Device::Cpu), VOCABULARY);
+    [truncated, whole].map(|heads| heads.with_new_prefix(llama, seed))
+}
+
+#[test]
+fn heads_with_a_truncated_vocabulary_guess_as_if_the_other_tokens_were_impossible() {
+    let several = [const { Cell::new(0) }; 5];
+    let mut runner = TestRunner::new(Config { cases: 24, failure_persistence: None, ..Config::default() });
+    let outcome =
+        runner.run(&(cases(), limits(), 0i64..4, proptest::bool::ANY), |(case, limits, w2_rank, shared_w2)| {
+            let llama = backbone(config(case.key_value_heads, case.window, case.eos.clone()), case.seed);
+            let of = |architecture| {
+                let (medusa_num_heads, hidden_size) = (4, 32);
+                let shape = HeadsShape {
+                    architecture,
+                    medusa_num_heads,
+                    medusa_num_layers: 1,
+                    hidden_size,
+                    w2_rank,
+                    shared_w2,
+                    ..HeadsShape::default()
+                };
+                truncated_heads(shape, &llama, case.seed + 1)
+            };
+            let [medusa, hydra, with_prefix] =
+                [HeadsArchitecture::Medusa, HeadsArchitecture::Hydra, HeadsArchitecture::HydraPlusPlus].map(of);
+            let request = request(&case.prompt, case.max_new_tokens, 0.0);
+            let slow = plain(&llama, &request, &mut go_on()).unwrap();
+            let (tree, dynamic) = (GuessTree::Static(case.tree.clone()), GuessTree::Dynamic(limits));
+            let all =
+                [(&medusa, &tree), (&medusa, &dynamic), (&hydra, &tree), (&hydra, &dynamic), (&with_prefix, &dynamic)];
+            for ((heads, tree), several) in all.into_iter().zip(&several) {
+                let decode = |heads: &Heads| {
+                    match HeadsDrafter::new(&llama, heads, tree).unwrap() {
+                        HeadsDrafter::AtOnce(it) => drafted(&llama, it, Acceptance::Greedy, &request, &mut go_on()),
+                        HeadsDrafter::Sequential { drafter: it, .. } | HeadsDrafter::Dynamic(it) => {
+                            drafted(&llama, it, Acceptance::Greedy, &request, &mut go_on())
+                        }
+                    }
+                    .unwrap()
+                };
+                let [truncated, whole] = [&heads[0], &heads[1]].map(decode);
+                prop_assert_eq!(&truncated.new_ids, &slow.new_ids);
+                prop_assert_eq!(&truncated.accept_lengths, &whole.accept_lengths);
+                several.set(several.get() + u32::from(truncated.accept_lengths.iter().any(|&length| length > 1)));
+            }
+            Ok(())
+        });
+    outcome.unwrap();
+    assert!(several.iter().all(|runs| runs.get() >= 4), "the cases hardly test anything: {several:?}");
 }
 
 #[test]

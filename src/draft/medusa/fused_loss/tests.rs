@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use tch::Device;
 
 use super::*;
+use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsConfig, HeadsShape};
 use crate::draft::medusa::loss::{SoftTargets, cross_entropy_of, cross_entropy_sum, divergence_of, soft_loss_sums};
 use crate::model::adapters::attach_new;
@@ -32,6 +33,11 @@ const LOGITS: [LogitSpec; 3] = [
 ];
 
 fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
+    heads_with(layers, shared_lm_head, None, backbone)
+}
+
+/// With a truncated vocabulary of every second token, if its size is given.
+fn heads_with(layers: usize, shared_lm_head: bool, truncated: Option<usize>, backbone: &Llama) -> Heads {
     let number = |n| NonZeroUsize::new(n).unwrap();
     let (medusa_num_heads, medusa_num_layers) = (number(2), number(layers));
     let architecture = HeadsArchitecture::Medusa;
@@ -42,10 +48,12 @@ fn heads(layers: usize, shared_lm_head: bool, backbone: &Llama) -> Heads {
         shared_lm_head,
         w2_rank: None,
         shared_w2: false,
+        draft_vocab_size: truncated.and_then(NonZeroUsize::new),
         architecture,
         dropout: Fraction::ZERO,
     };
-    let heads = Heads::new(&config, backbone.lm_head_weight());
+    let map = truncated.map(|size| TokenMap::new((0..size as i64).map(|at| 2 * at).collect(), Device::Cpu));
+    let heads = Heads::new(&config, backbone.lm_head_weight(), map);
     let mut generator = Generator::seeded(1);
     for (_, tensor) in heads.parameters() {
         let noise = generator.normal_like(tensor) * 0.05;
@@ -348,9 +356,13 @@ fn lm_losses_equal_the_plain_ones(logits: LogitSpec) {
 
 /// 500 targets, of which every third has no label; the teacher is three rows on.
 fn soft_targets() -> SoftTargets {
+    soft_targets_among(40_000)
+}
+
+fn soft_targets_among(outputs: i64) -> SoftTargets {
     let mut generator = Generator::seeded(2);
     let positions_m = generator.permutation(697).narrow(0, 0, 500);
-    let tokens_m = generator.integers(40_000, &[500]);
+    let tokens_m = generator.integers(outputs, &[500]);
     let is_unlabelled = Tensor::arange(500, (Kind::Int64, Device::Cpu)).remainder(3).eq(0);
     let teacher_m = &positions_m + 3;
     let tokens_m = tokens_m.masked_fill(&is_unlabelled, -100);
@@ -361,21 +373,23 @@ fn soft_targets() -> SoftTargets {
 #[test]
 fn losses_of_soft_targets_and_their_gradients_equal_the_plain_ones() {
     let cases = [
-        (false, LOGITS[0], [0.3, 0.7]),
-        (true, LOGITS[0], [5.0, 0.1]),
-        (false, LOGITS[2], [0.0, 1.0]),
-        (true, LOGITS[1], [1.0, 0.0]),
+        (false, LOGITS[0], [0.3, 0.7], None),
+        (true, LOGITS[0], [5.0, 0.1], None),
+        (false, LOGITS[2], [0.0, 1.0], None),
+        (true, LOGITS[1], [1.0, 0.0], None),
+        (false, LOGITS[2], [0.3, 0.7], Some(15_000)),
     ];
-    for (shared, logits, [labels, teacher]) in cases {
+    for (shared, logits, [labels, teacher], truncated) in cases {
         let mut backbone = backbone_with(logits);
         attach_new(&mut backbone, &toml::from_str("rank = 4\nalpha = 8").unwrap(), 3);
         let [a, b] = backbone.lm_head().adapter().unwrap().parameters();
-        let heads = heads(1, shared, &backbone);
+        let heads = heads_with(1, shared, truncated, &backbone);
         let mut generator = Generator::seeded(4);
         tch::no_grad(|| b.shallow_clone().copy_(&(generator.normal_like(b) * 0.05)));
         let hidden = generator.normal(&[700, 24], (Kind::Float, Device::Cpu));
         drop(generator);
         let lm_head = OutputLayer::lm_head(&backbone, Adapters::Training { seed: 7 });
+        let lm_head = lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
         let objective = SoftObjective { lm_head, teacher_nh: &hidden.copy(), labels, backbone: teacher };
         soft_losses_equal_the_plain_ones(HeadPass::new(heads.head(1), &backbone), [a, b], &hidden, objective);
     }
@@ -383,7 +397,8 @@ fn losses_of_soft_targets_and_their_gradients_equal_the_plain_ones() {
 
 fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &Tensor, objective: SoftObjective) {
     let HeadPass { head, backbone, .. } = pass;
-    let soft = soft_targets();
+    let tokens_n = objective.lm_head.tokens_n;
+    let soft = soft_targets_among(tokens_n.map_or(40_000, |tokens_n| tokens_n.size()[0]));
     let of_output = head.w2().map_or_else(|| ab.to_vec(), |w2| vec![w2]);
     let parameters: Vec<&Tensor> = head.block_parameters().into_iter().chain(of_output).chain([hidden]).collect();
     for parameter in &parameters {
@@ -391,7 +406,7 @@ fn soft_losses_equal_the_plain_ones(pass: HeadPass, ab: [&Tensor; 2], hidden: &T
     }
     let x_mh = head.hidden(&hidden.index_select(0, &soft.targets.positions_m));
     let student_mv = head.w2().map_or_else(|| backbone.logits(&x_mh, Adapters::On), |w2| x_mh.matmul(&w2.tr()));
-    let [cross_entropy, divergence] = soft_loss_sums(&student_mv, hidden, &soft, backbone);
+    let [cross_entropy, divergence] = soft_loss_sums(&student_mv, hidden, &soft, backbone, tokens_n);
     let plain = &cross_entropy * objective.labels + &divergence * objective.backbone;
     let expected = Tensor::run_backward(&[plain * 0.01], &parameters, false, false);
     let got: Vec<Tensor> = parameters.iter().map(|p| p.detach().zeros_like()).collect();

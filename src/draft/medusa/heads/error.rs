@@ -37,6 +37,9 @@ pub enum HeadsError {
         hidden: i64,
         got: Vec<i64>,
     },
+    /// A token map that no heads can have.
+    #[error("{}: token_map {what}; expected distinct token ids of the backbone, one for each row of the output layers", path.display())]
+    TokenMap { path: PathBuf, what: String },
     /// A tensor name outside of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa or Hydra heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM, ModelOpt or zankner/Hydra", path.display())]
     Layout { path: PathBuf, name: String },

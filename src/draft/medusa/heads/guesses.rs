@@ -22,20 +22,28 @@ impl Heads {
         let logits: Vec<Tensor> =
             (0..k).map(|head| self.logits(head, &HeadInput::alone(hidden_bh), backbone)).collect();
         let (_, guesses_bkm) = Tensor::stack(&logits, 1).topk(m as i64, -1, true, true);
+        let guesses_bkm =
+            self.token_map.as_ref().map_or(guesses_bkm.shallow_clone(), |map| map.tokens_n().take(&guesses_bkm));
         guesses_bkm.view(shape)
+    }
+
+    /// Guesses among a head's outputs as guesses of tokens.
+    pub(in crate::draft) fn of_tokens(&self, mut guesses: Vec<LikelyToken>) -> Vec<LikelyToken> {
+        if let Some(map) = &self.token_map {
+            guesses.iter_mut().for_each(|guess| guess.token = map.tokens()[guess.token as usize]);
+        }
+        guesses
     }
 
     /// The guesses of [`Heads::guesses`] with their log-probabilities, `[B, K, M]`.
     pub fn likeliest(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Vec<LikelyToken> {
         if let Some(rows) = self.rows_on_cpu(k, hidden_bh, backbone) {
-            return rows
-                .each()
-                .flat_map(|logits_v| likeliest_of_rows(logits_v, logits_v.len(), m, Team::of_process()))
-                .collect();
+            let of_row = |logits_v: &[f32]| likeliest_of_rows(logits_v, logits_v.len(), m, Team::of_process());
+            return self.of_tokens(rows.each().flat_map(of_row).collect());
         }
         let logits: Vec<Tensor> =
             (0..k).map(|head| self.logits(head, &HeadInput::alone(hidden_bh), backbone)).collect();
-        likeliest(&Tensor::stack(&logits, 1), m)
+        self.of_tokens(likeliest(&Tensor::stack(&logits, 1), m))
     }
 
     /// The first blocks, if these are sequential heads for the CPU kernels.
@@ -58,7 +66,8 @@ impl Heads {
     /// Runs the CPU kernels; `None` if the heads are not laid out for them.
     fn guesses_on_cpu(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<Vec<i64>> {
         let rows = self.rows_on_cpu(k, hidden_bh, backbone)?;
-        Some(rows.each().flat_map(|logits_v| largest(logits_v, m)).map(|token| token as i64).collect())
+        let token = |output: usize| self.token_map.as_ref().map_or(output as i64, |map| map.tokens()[output]);
+        Some(rows.each().flat_map(|logits_v| largest(logits_v, m)).map(token).collect())
     }
 
     fn rows_on_cpu(&self, k: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<HeadRows> {
@@ -71,7 +80,7 @@ impl Heads {
         let residual: Option<Vec<Vec<f32>>> =
             self.heads[..k].iter().map(|head| head.residual_on_cpu(hidden_bh, team)).collect();
         let logits_kbv = self.logits_on_cpu(&residual?, backbone, team)?;
-        Some(HeadRows { logits_kbv, heads: k, vocabulary: usize::try_from(self.vocab_size).ok()? })
+        Some(HeadRows { logits_kbv, heads: k, vocabulary: self.draft_vocab_size() })
     }
 
     /// Logits `[K, B, V]` of the ResBlocks' outputs. Heads that share a W2 or the backbone's lm_head go through it in one product.
@@ -98,7 +107,7 @@ impl Heads {
             }
         };
         let x_nh = down_nr.as_deref().unwrap_or(x_nh);
-        let mut logits_nv = vec![0.0; rows * usize::try_from(self.vocab_size).ok()?];
+        let mut logits_nv = vec![0.0; rows * self.draft_vocab_size()];
         w2.multiply(x_nh, &mut logits_nv, team);
         if let Some(bias_v) = head.w2_bias() {
             add_to_each(&mut logits_nv, bytes::numbers(&bias_v.to_kind(Kind::Float)));
@@ -164,6 +173,7 @@ impl Head {
 #[cfg(test)]
 mod tests {
     use super::super::HeadsShape;
+    use super::super::token_map::TokenMap;
     use super::*;
     use crate::model::config::LlamaConfig;
     use crate::torch::Generator;
@@ -179,6 +189,8 @@ mod tests {
             (50, 2, true, 8, false),
             (50, 1, false, 0, true),
             (50, 2, true, 8, true),
+            (30, 1, true, 0, false),
+            (30, 1, false, 5, true),
         ] {
             let config = LlamaConfig::tiny();
             let shape = HeadsShape {
@@ -193,15 +205,23 @@ mod tests {
             };
             // Values that are exact in bfloat16, so that rounding does not decide the result.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
+            let tokens: Vec<i64> = (0..vocab_size).map(|output| output + output / 2).collect();
             let heads = || {
-                Heads::random(shape, Kind::BFloat16, Device::Cpu, 1)
-                    .of_vocabulary(config.vocab_size)
-                    .for_training(Kind::Float)
+                let heads = Heads::random(shape, Kind::BFloat16, Device::Cpu, 1).of_vocabulary(config.vocab_size);
+                let map = || TokenMap::new(tokens.clone(), Device::Cpu);
+                let heads = if vocab_size == 30 { heads.with_token_map(map(), config.vocab_size) } else { heads };
+                heads.for_training(Kind::Float)
             };
             let backbone = || Llama::random(config.clone(), Kind::Float, Device::Cpu, 2);
             let hidden_bh = exact(Generator::seeded(3).normal(&[3, config.hidden_size], (Kind::Float, Device::Cpu)));
-            let oracle = heads().guesses(3, 4, &hidden_bh, &backbone());
-            let ours = heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding());
+            let outputs = |guesses: &Tensor| {
+                let tokens: Vec<i64> = Vec::try_from(guesses.view(-1)).unwrap();
+                let heads = heads();
+                let output = |token: i64| heads.token_map().map_or(token, |map| map.output_of(token).unwrap());
+                Tensor::from_slice(&tokens.into_iter().map(output).collect::<Vec<_>>())
+            };
+            let oracle = outputs(&heads().guesses(3, 4, &hidden_bh, &backbone()));
+            let ours = outputs(&heads().for_decoding().guesses(3, 4, &hidden_bh, &backbone().for_decoding()));
             // Near ties may swap places, so compare the guesses' logits instead of their ids.
             let logits: Vec<Tensor> =
                 (0..3).map(|head| heads().logits(head, &HeadInput::alone(&hidden_bh), &backbone())).collect();

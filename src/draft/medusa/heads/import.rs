@@ -10,8 +10,8 @@ use tch::{Device, Kind, Tensor};
 use super::error::HeadsError;
 use super::layout::{
     HEADS_FILE, HYDRA_UNUSED, HeadPart, HeadTensor, HeadsArchitecture, HeadsLayout, HeadsShape, VLLM_LM_HEAD,
-    VLLM_TOKEN_MAP,
 };
+use super::token_map::{TOKEN_MAP, TokenMap};
 use crate::files::{self, failed, sha256, sha256_of_all};
 use crate::formats::heads_config::{PublishedHeadsConfig, SHARED_W2};
 use crate::model::config::LlamaConfig;
@@ -47,6 +47,10 @@ pub struct HeadsFile {
     lm_head: Option<String>,
     /// Whether all heads have one W2, which is not the backbone's lm_head.
     shared_w2: bool,
+    /// The tokens that heads with a truncated vocabulary can guess.
+    token_map: Option<Vec<i64>>,
+    /// Rows of W2 in the file. vLLM takes those of the token map from a whole one.
+    w2_rows: i64,
 }
 
 impl HeadsFile {
@@ -73,11 +77,18 @@ impl HeadsFile {
             config,
             lm_head: None,
             shared_w2: false,
+            token_map: None,
+            w2_rows: 0,
         };
         file.refuse_unsupported()?;
+        file.token_map = file.read_token_map()?;
         file.lm_head = file.find_lm_head();
         file.find_shared_w2();
         file.shape = file.measure()?;
+        file.w2_rows = file.shape.vocab_size;
+        if let Some(tokens) = &file.token_map {
+            file.shape.vocab_size = file.outputs(tokens)?;
+        }
         file.check_places()?;
         Ok(file)
     }
@@ -95,6 +106,11 @@ impl HeadsFile {
     /// Heads, layers and sizes, counted from the tensors.
     pub fn shape(&self) -> HeadsShape {
         self.shape
+    }
+
+    /// The tokens that heads with a truncated vocabulary can guess, in the order of their outputs.
+    pub fn token_map(&self) -> Option<&[i64]> {
+        self.token_map.as_deref()
     }
 
     /// The dtype of the first weight.
@@ -122,9 +138,15 @@ impl HeadsFile {
         if self.shape.hidden_size != hidden {
             return Err(mismatch("hidden size", hidden, self.shape.hidden_size));
         }
-        let got = self.lm_head_size()?.map_or(self.shape.vocab_size, |[v, _]| v);
-        if got != 0 && got != vocab {
-            return Err(mismatch("vocabulary", vocab, got));
+        if let Some(tokens) = &self.token_map {
+            if let Some(token) = tokens.iter().find(|&&token| token >= vocab) {
+                return Err(self.bad_token_map(format!("holds token {token}, and the backbone has {vocab}")));
+            }
+        } else {
+            let got = self.lm_head_size()?.map_or(self.shape.vocab_size, |[v, _]| v);
+            if got != 0 && got != vocab {
+                return Err(mismatch("vocabulary", vocab, got));
+            }
         }
         self.check_prefix(backbone)?;
         self.check_alone()
@@ -138,7 +160,7 @@ impl HeadsFile {
         self.lm_head_size()?;
         for place in self.shape.places() {
             if let Some(name) = self.name(place)? {
-                self.tensors.check(&name, &self.shape.size(place))?;
+                self.tensors.check(&name, &self.stored_size(place))?;
             }
         }
         Ok(())
@@ -157,8 +179,12 @@ impl HeadsFile {
     /// # Errors
     /// As [`HeadsFile::tensor`].
     pub fn stored(&self, place: HeadTensor) -> Result<Tensor, HeadsError> {
-        let size = self.shape.size(place);
+        let size = self.stored_size(place);
         match self.name(place)? {
+            Some(name) if size != self.shape.size(place) => {
+                let tokens_n = Tensor::from_slice(self.token_map.as_deref().unwrap_or_default());
+                Ok(self.tensors.mapped(&name, &size)?.index_select(0, &tokens_n))
+            }
             Some(name) => {
                 let tensor = self.tensors.mapped(&name, &size)?;
                 let is_tied = self.names.values().any(|other| *other != name && self.tensors.same_memory(other, &name));
@@ -166,6 +192,46 @@ impl HeadsFile {
             }
             None => Ok(Tensor::zeros(size, (self.kind, Device::Cpu))),
         }
+    }
+
+    /// The shape of a tensor in the file.
+    fn stored_size(&self, place: HeadTensor) -> Vec<i64> {
+        let mut size = self.shape.size(place);
+        if matches!(place.part, HeadPart::W2 | HeadPart::W2Bias) {
+            size[0] = self.w2_rows;
+        }
+        size
+    }
+
+    /// The token map, if there is one: distinct token ids.
+    fn read_token_map(&self) -> Result<Option<Vec<i64>>, HeadsError> {
+        if !matches!(self.layout, HeadsLayout::Heads | HeadsLayout::Vllm) {
+            return Ok(None);
+        }
+        let Some(tokens) = TokenMap::in_file(&self.tensors)? else { return Ok(None) };
+        let mut sorted = tokens.clone();
+        sorted.sort_unstable();
+        let twice = sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
+        match (sorted.first(), twice) {
+            (None, _) => Err(self.bad_token_map("is empty".into())),
+            (Some(&first), _) if first < 0 => Err(self.bad_token_map(format!("holds token {first}"))),
+            (_, Some(token)) => Err(self.bad_token_map(format!("holds token {token} twice"))),
+            (Some(_), None) => Ok(Some(tokens)),
+        }
+    }
+
+    /// The outputs of heads with this token map: a W2 has as many rows, or, in vLLM's files, one for every token.
+    fn outputs(&self, tokens: &[i64]) -> Result<i64, HeadsError> {
+        let (rows, outputs) = (self.w2_rows, tokens.len() as i64);
+        let is_whole = self.layout == HeadsLayout::Vllm && tokens.iter().all(|&token| token < rows);
+        if rows == outputs || is_whole {
+            return Ok(outputs);
+        }
+        Err(self.bad_token_map(format!("has {outputs} tokens, and the output layers have {rows} rows")))
+    }
+
+    fn bad_token_map(&self, what: String) -> HeadsError {
+        HeadsError::TokenMap { path: self.path.clone(), what }
     }
 
     /// Checks that the file has every tensor of the prefix layer for this backbone, and no other.
@@ -294,14 +360,6 @@ impl HeadsFile {
         if self.layout != HeadsLayout::Vllm {
             return Ok(());
         }
-        if self.tensors.contains(VLLM_TOKEN_MAP) {
-            let got = "a part of the vocabulary".into();
-            return refuse(
-                VLLM_TOKEN_MAP,
-                got,
-                "all of it: tokens outside have no weights here; export the heads untruncated",
-            );
-        }
         let scale = self.config.as_ref().and_then(|config| config.logit_scale()).unwrap_or(1.0);
         if scale.total_cmp(&1.0).is_ne() {
             return refuse("logit_scale", scale.to_string(), "1.0: these heads were trained for scaled logits");
@@ -323,9 +381,11 @@ impl HeadsFile {
         if self.tensors.contains(VLLM_LM_HEAD) { Some(VLLM_LM_HEAD.into()) } else { of_first }
     }
 
-    /// A W2 that all heads share: under a name of its own in our files; in vLLM's the lm_head, if config.json says that it is not the backbone's.
+    /// A W2 that all heads share: under a name of its own in our files; in vLLM's the lm_head, if config.json says that it is not the
+    /// backbone's, or if a token map makes it another.
     fn find_shared_w2(&mut self) {
-        let is_vllm = self.layout == HeadsLayout::Vllm && self.says(SHARED_W2) == Some(true);
+        let is_other = self.says(SHARED_W2) == Some(true) || self.token_map.is_some();
+        let is_vllm = self.layout == HeadsLayout::Vllm && is_other;
         let vllm = if is_vllm { self.lm_head.take().map(|name| (HeadPart::W2, name)) } else { None };
         let names = self.tensors.names();
         let ours = names.iter().filter(|_| self.layout == HeadsLayout::Heads);
@@ -360,6 +420,7 @@ impl HeadsFile {
             vocab_size: axis(&w2, 0).unwrap_or(0),
             shared_w2: self.shared_w2,
         };
+        let shape = HeadsShape { shared_w2: shape.shared_w2 && shape.medusa_num_heads > 1, ..shape };
         let any = first(HeadPart::W1).or(first(HeadPart::W2)).cloned();
         self.kind = any.and_then(|name| self.tensors.kind(&name)).unwrap_or(Kind::Float);
         Ok(shape)
@@ -449,8 +510,8 @@ fn prefix_of(layout: HeadsLayout, names: &[String]) -> BTreeMap<String, String> 
 fn places(layout: HeadsLayout, names: &[String], path: &Path) -> Result<BTreeMap<HeadTensor, String>, HeadsError> {
     let others = |name: &String| match (layout, layout.prefix()) {
         (_, Some(prefix)) => !name.starts_with(prefix),
-        (HeadsLayout::Vllm, _) => [VLLM_LM_HEAD, VLLM_TOKEN_MAP].contains(&name.as_str()),
-        (HeadsLayout::Heads, _) if layout.shared_part(name).is_some() => true,
+        (HeadsLayout::Vllm, _) => [VLLM_LM_HEAD, TOKEN_MAP].contains(&name.as_str()),
+        (HeadsLayout::Heads, _) if name == TOKEN_MAP || layout.shared_part(name).is_some() => true,
         (HeadsLayout::Hydra | HeadsLayout::HydraPlusPlus, _) if HYDRA_UNUSED.contains(&name.as_str()) => true,
         _ => layout.prefix_layer().is_some_and(|prefix| name.starts_with(prefix)),
     };

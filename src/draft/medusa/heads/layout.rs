@@ -250,8 +250,6 @@ const SHARED_NAMES: [(HeadsLayout, HeadPart, &str); 4] = [
 
 /// The lm_head that all heads share in vLLM's layout, `[V, H]`.
 pub const VLLM_LM_HEAD: &str = "lm_head.weight";
-/// vLLM's list of token ids for heads with a reduced vocabulary.
-pub const VLLM_TOKEN_MAP: &str = "token_map";
 /// Optional prefix: vLLM's loader removes it from every name.
 const VLLM_PREFIX: &str = "medusa_heads.";
 /// What the names of Hydra++'s prefix layer begin with, spelt as its authors do.
