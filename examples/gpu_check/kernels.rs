@@ -7,15 +7,16 @@ use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
-use medusa::draft::medusa::drafter::MedusaDrafter;
+use medusa::draft::medusa::heads::Heads;
 use medusa::engine::cuda::engine::CudaEngine;
 use medusa::engine::sample::Sampling;
+use medusa::model::llama::Llama;
 use medusa::numbers::{NonNegative, Probability};
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use serde_json::json;
 use tch::Device;
 
-use crate::random::{CHECKED, Checked, go_on, heads, prompt, tree};
+use crate::random::{Checked, go_on, prompt, tree};
 
 /// Nodes of a tree, and tokens in the context.
 pub(crate) const STEPS: [(usize, i64); 5] = [(2, 1), (9, 63), (64, 64), (64, 700), (128, 4090)];
@@ -30,21 +31,25 @@ fn is_far(kernel: &str, distance: f64) -> bool {
     distance > if kernel == "draw" { FARTHEST_DRAWN } else { FARTHEST }
 }
 
-/// Runs each kernel of these steps next to its oracle, with greedy, typical and rejection acceptance.
-pub(crate) fn beside_oracle(on: Device, steps: &[(usize, i64)]) -> anyhow::Result<()> {
+/// Runs each kernel of these steps of these backbones next to its oracle, with greedy, typical and rejection acceptance.
+pub(crate) fn beside_oracle(
+    on: Device,
+    backbones: &[Checked],
+    heads: fn(&Llama) -> Heads,
+    steps: &[(usize, i64)],
+) -> anyhow::Result<()> {
     let typical = Acceptance::Typical(TypicalAcceptance::default());
     let rules = [(Acceptance::Greedy, 0.0), (typical, 0.7), (Acceptance::Rejection, 0.7)];
     let mut wrong = BTreeSet::new();
-    for checked in CHECKED {
+    for &checked in backbones {
         let Checked { family, kind, head_dim, groups, .. } = checked;
         let llama = checked.backbone(1, on);
         let heads = heads(&llama);
         for (&(nodes, context), (acceptance, temperature)) in steps.iter().zip(rules.into_iter().cycle()) {
             let tree = tree(nodes)?;
-            let medusa = MedusaDrafter::new(&llama, &heads, &tree)?;
-            let kernels = CudaEngine::kernels(&llama, Some(&medusa.on_device()), 1)?;
-            let mut session =
-                DeviceLoop::new(&llama, Some((&medusa.on_device(), acceptance)), kernels.beside_oracle())?;
+            let draft = heads.on_device(&tree);
+            let kernels = CudaEngine::kernels(&llama, Some(&draft), 1)?;
+            let mut session = DeviceLoop::new(&llama, Some((&draft, acceptance)), kernels.beside_oracle())?;
             let ids = prompt(context, llama.config.vocab_size);
             let temperature = NonNegative::new(temperature).expect("of the list above");
             let sampling = Sampling { temperature, top_p: Probability::new(0.9).expect("above 0") };
@@ -54,7 +59,7 @@ pub(crate) fn beside_oracle(on: Device, steps: &[(usize, i64)]) -> anyhow::Resul
             let distances: serde_json::Map<_, _> =
                 found.iter().map(|(name, of)| (name.clone(), json!(of.distance.min(f64::MAX)))).collect();
             print_json(&json!({
-                "check": "kernels", "family": family, "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "nodes": nodes,
+                "check": "kernels", "heads": heads.architecture().name(), "family": family, "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "nodes": nodes,
                 "context": context, "acceptance": format!("{acceptance:?}"), "distances": distances,
             }))?;
         }

@@ -15,10 +15,13 @@ use medusa::cli::{self, CommonFlags};
 use medusa::nvidia::device;
 use medusa::torch::guard;
 
+mod hydra;
 mod kernels;
 mod random;
 mod steps;
 mod texts;
+
+use random::{CHECKED, heads, hydra_heads};
 
 /// The first argument that selects a check.
 const VERB: &str = "gpu-check";
@@ -41,6 +44,8 @@ enum GpuCheck {
     Kernels,
     /// The same with small shapes, for slow tools such as sanitizers.
     Brief,
+    /// Hydra heads, from the smallest tree on: kernels beside their oracle, greedy texts, times of steps.
+    Hydra,
     /// Greedy texts of the GPU's loop and of libtorch's, which may differ only at near ties.
     Texts,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
@@ -68,8 +73,12 @@ fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
     let on = common.device.resolve()?;
     guard("the check", || {
         tch::no_grad(|| match part {
-            GpuCheck::Kernels => kernels::beside_oracle(on, &kernels::STEPS),
-            GpuCheck::Brief => kernels::beside_oracle(on, &kernels::STEPS[..3]),
+            GpuCheck::Kernels => kernels::beside_oracle(on, &CHECKED, heads, &kernels::STEPS),
+            GpuCheck::Brief => {
+                kernels::beside_oracle(on, &CHECKED[..1], hydra_heads, &kernels::STEPS[..2])?;
+                kernels::beside_oracle(on, &CHECKED, heads, &kernels::STEPS[..3])
+            }
+            GpuCheck::Hydra => hydra::check(on),
             GpuCheck::Texts => texts::of_both_loops(on),
             GpuCheck::Steps => steps::time(on),
             GpuCheck::Endurance => steps::endure(on),

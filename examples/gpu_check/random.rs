@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use medusa::draft::medusa::heads::{Heads, HeadsShape};
+use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::model::block_spec::QueryKeyNorm;
 use medusa::model::config::{Biases, FamilyTraits, LlamaConfig, RopeScaling};
 use medusa::model::llama::Llama;
@@ -98,10 +98,26 @@ pub(crate) fn backbone(config: LlamaConfig, kind: Kind, on: Device) -> Llama {
     llama.for_decoding()
 }
 
+/// Medusa heads of one ResBlock.
 pub(crate) fn heads(llama: &Llama) -> Heads {
-    let (hidden_size, vocab_size) = (llama.config.hidden_size, llama.config.vocab_size);
-    let shape =
-        HeadsShape { medusa_num_heads: HEADS, medusa_num_layers: 1, hidden_size, vocab_size, ..HeadsShape::default() };
+    heads_of(llama, HeadsArchitecture::Medusa, 1)
+}
+
+/// Hydra heads of two ResBlocks, with a bias of W2 as in published ones.
+pub(crate) fn hydra_heads(llama: &Llama) -> Heads {
+    heads_of(llama, HeadsArchitecture::Hydra, 2)
+}
+
+fn heads_of(llama: &Llama, architecture: HeadsArchitecture, medusa_num_layers: usize) -> Heads {
+    let shape = HeadsShape {
+        architecture,
+        medusa_num_heads: HEADS,
+        medusa_num_layers,
+        hidden_size: llama.config.hidden_size,
+        vocab_size: llama.config.vocab_size,
+        w2_bias: architecture == HeadsArchitecture::Hydra,
+        ..HeadsShape::default()
+    };
     Heads::random(shape, llama.kind(), llama.device(), 2).for_decoding()
 }
 

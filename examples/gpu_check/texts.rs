@@ -74,7 +74,7 @@ fn texts_of_libtorch(on: Device) -> anyhow::Result<()> {
 
 /// The number of equal tokens and, if two texts differ, by how much libtorch prefers its own token there.
 #[derive(Debug, Serialize)]
-struct Parting {
+pub(crate) struct Parting {
     same: usize,
     margin: Option<f64>,
 }
@@ -84,12 +84,12 @@ const NEAR_TIE: f64 = 0.1;
 
 impl Parting {
     /// Whether all `tokens` tokens are equal, or the first difference is nearly a tie.
-    fn is_near_tie(&self, tokens: usize) -> bool {
+    pub(crate) fn is_near_tie(&self, tokens: usize) -> bool {
         self.margin.map_or(self.same == tokens, |margin| margin.abs() <= NEAR_TIE) // NaN is no tie
     }
 }
 
-fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow::Result<Parting> {
+pub(crate) fn parting(llama: &Llama, prompt: &[i64], right: &[i64], got: &[i64]) -> anyhow::Result<Parting> {
     let same = got.iter().zip(right).take_while(|(a, b)| a == b).count();
     let margin = match (right.get(same), got.get(same)) {
         (Some(&right_one), Some(&other)) => {
