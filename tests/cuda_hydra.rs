@@ -2,6 +2,7 @@
 //! projection of low rank guess what they guess with the product. Without a GPU, the loop runs on the oracles of its kernels, and on the
 //! kernels' own code in an emulator.
 
+use medusa::cli::drafter::ReadyDrafter;
 use medusa::decode::DecodeLoop;
 use medusa::decode::device::DeviceLoop;
 use medusa::decode::generate;
@@ -10,11 +11,13 @@ use medusa::decode::request::{Generation, Request};
 use medusa::decode::step::Drafting;
 use medusa::draft::heads_drafter::HeadsDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::draft::ngram::NgramDrafter;
 use medusa::engine::cuda::error::CudaError;
 use medusa::engine::cuda::ops::Ops;
 use medusa::engine::cuda::plan::DevicePlan;
 use medusa::engine::cuda::shape::{Shape, Unfit};
 use medusa::engine::fastest::fastest;
+use medusa::formats::tree::DynamicTree;
 use medusa::model::llama::Llama;
 use medusa::tree::accept::{Acceptance, TypicalAcceptance};
 use medusa::tree::guess_tree::GuessTree;
@@ -158,11 +161,30 @@ fn heads_that_the_kernels_cannot_run_are_refused_with_the_engines_that_can() {
     };
     let plus_plus = refused(Variant { architecture: HeadsArchitecture::HydraPlusPlus, ..HYDRA });
     assert!(matches!(plus_plus, CudaError::Unfit(Unfit::Prefix)), "{plus_plus:?}");
-    let expected =
-        "Hydra++ heads read a prefix layer, which it has no kernels for; use --engine tch, or --engine cpu on the CPU";
+    let expected = "Hydra++ heads read a prefix layer, which the CUDA engine has no kernels for; use --engine tch, or --engine cpu on the CPU";
     assert_eq!(plus_plus.to_string(), expected);
     let biased = refused(Variant { architecture: HeadsArchitecture::Medusa, w2_bias: true, ..HYDRA });
     assert!(biased.to_string().starts_with("the heads' W2 has a bias"), "{biased}");
+}
+
+#[test]
+fn drafters_that_need_the_host_are_refused_with_the_engines_that_can() {
+    let llama = backbone_of(config(2, None, 64), Kind::Float, 16);
+    let heads = heads_of(&llama, 2, HYDRA, 17);
+    let tree = GuessTree::Dynamic(DynamicTree { nodes: 8, depth: 2, top_k: 3 });
+    let dynamic = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &heads, &tree).expect("they fit"), &tree);
+    for (drafter, what) in [
+        (dynamic, "trees that are chosen at each step"),
+        (ReadyDrafter::Ngram(NgramDrafter::new(&llama)), "prompt lookup"),
+    ] {
+        let expected = format!(
+            "the CUDA engine drafts with Medusa and Hydra heads in static trees, not with {what}; use --engine tch, or --engine cpu on the CPU"
+        );
+        assert_eq!(drafter.on_device().unwrap_err().to_string(), expected);
+    }
+    let tree = GuessTree::Static(SparseTree::cartesian(&[3, 2]).expect("10 nodes"));
+    let fixed = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &heads, &tree).expect("they fit"), &tree);
+    assert!(fixed.on_device().is_ok_and(|draft| draft.heads.is_some()));
 }
 
 /// B·A is multiplied out once, when the engine is built: the same texts as with a W2 of that product, and the memory plan counts it.

@@ -25,7 +25,7 @@ pub enum CudaError {
     Torch(#[from] TorchPanic),
     /// A drafter other than heads with a static tree.
     #[error(
-        "it drafts with Medusa and Hydra heads in static trees, not with {0}; use --engine tch, or --engine cpu on the CPU"
+        "the CUDA engine drafts with Medusa and Hydra heads in static trees, not with {0}; use --engine tch, or --engine cpu on the CPU"
     )]
     Drafter(&'static str),
     /// The engine has no rule for the request.

@@ -51,7 +51,7 @@ pub enum Unfit {
     },
     /// Hydra++ heads.
     #[error(
-        "Hydra++ heads read a prefix layer, which it has no kernels for; use --engine tch, or --engine cpu on the CPU"
+        "Hydra++ heads read a prefix layer, which the CUDA engine has no kernels for; use --engine tch, or --engine cpu on the CPU"
     )]
     Prefix,
     /// A tree with too many nodes.
