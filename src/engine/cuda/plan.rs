@@ -177,6 +177,7 @@ mod tests {
     use crate::engine::cuda::shape::tests::{five, llama_7b, tree};
     use crate::model::block_spec::QueryKeyNorm;
     use crate::model::config::{Biases, FamilyTraits, LlamaConfig};
+    use crate::tree::sparse_tree::SparseTree;
 
     #[test]
     fn seven_billion_weights_with_five_heads_and_a_whole_cache_fit_eighteen_gigabytes() {
@@ -195,6 +196,26 @@ mod tests {
             "16.23 GiB of memory: weights 13.93 GiB, cache of 4224 tokens 2.06 GiB, copies of heads' weights 0.16 GiB, \
              logits 0.01 GiB, other buffers of a step 0.07 GiB, rotations and draws 0.00 GiB"
         );
+    }
+
+    #[test]
+    fn sequential_heads_take_a_copy_of_their_first_blocks_and_the_sums_of_each_level() {
+        let (config, tree) = (llama_7b(), SparseTree::cartesian(&[3, 2, 2, 1]).expect("34 nodes"));
+        let (input, of_medusa) = (DraftInput::HiddenAndPath, five(&tree).expect("heads"));
+        let plan = |draft| {
+            let shape = Shape { config: &config, kind: Kind::BFloat16, draft: Some(draft) };
+            DevicePlan::of(&shape, shape.room(4096))
+        };
+        let (medusa, hydra) = (plan(of_medusa), plan(DraftShape { input, ..of_medusa }));
+        let copies = |plan: &DevicePlan| plan.head_copies.iter().map(Size::bytes).sum::<u64>();
+        // Four heads read two to five rows of 4096 numbers, in two layers each; 1, 3, 6 and 12 nodes have children.
+        assert_eq!(copies(&hydra), 2 * (2 * (2 + 3 + 4 + 5) * 4096 * 4096 + 2 * 4 * 4096));
+        let sums = 8 + 8 + 3 * 6 + 6 * 4 + 12 * 2;
+        assert_eq!(hydra.buffers.level_sums.bytes(), 4 * sums * 4096);
+        // Rows of heads and logits are the nodes of the widest level, not the heads; a later block's product is float32.
+        let of_a_row = 2 * 2 * 4096 + 4 * 32_000 + 4 * 3 + 8 * 8 * 3;
+        let more = (12 - 4) * of_a_row + 12 * 4 * 4096 + 4 * sums * 4096 + copies(&hydra);
+        assert_eq!(hydra.bytes(), medusa.bytes() - copies(&medusa) + more);
     }
 
     #[test]
