@@ -380,7 +380,7 @@ const TEXTS: usize = 500;
 fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
     let (llama, heads, tree, draft) = (backbone(), heads(), tree(), draft_model());
     let (chain, small) = (SparseTree::chain(2).expect("a chain"), SparseTree::cartesian(&[3, 2]).expect("a tree"));
-    let guesser = || Box::new(ModelGuesser::new(Box::new(TchEngine::new(&draft)), VOCABULARY, Guessing::Drawn));
+    let guesser = || Box::new(ModelGuesser::new(Box::new(TchEngine::new(&draft)), VOCABULARY, 2, Guessing::Drawn));
     let limits = DynamicTree { nodes: 8, depth: 2, top_k: 4 };
     let model = |tree: &SparseTree| LevelDrafter::of_tree(&llama, guesser(), tree);
     for (temperature, top_p) in [(0.8, 1.0), (1.2, 1.0), (1.2, 0.8)] {

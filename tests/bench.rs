@@ -306,6 +306,9 @@ fn what_cannot_be_compared_is_status_2_before_anything_is_loaded() {
     says(&["--drafters", "ngram,medusae"], "no drafter \"medusae\"; expected medusa, hydra, hydra++, ngram");
     says(&["--drafters", "ngram,medusa"], "--drafter medusa needs --heads");
     says(&["--drafters", "ngram", "--heads", "h"], "no drafter of --drafters uses --heads h");
+    says(&["--drafters", "ngram", "--tree", "dynamic:4"], "no drafter of --drafters uses --tree dynamic:4");
+    says(&["--drafters", "model:b,ngram", "--tree", "t.json"], "no drafter of --drafters uses --tree t.json");
+    says(&["--drafters", "model:b+model:./b"], "model:b and model:./b are the same folder");
     says(&["--drafters", "medusa:h", "--drafter", "ngram"], "cannot be used with");
     says(&["--drafters", "medusa:h,ngram:x"], "ngram has no weights; drop :x");
     says(&["--drafters", "hydra:h"], "the heads in h are medusa heads");

@@ -173,6 +173,10 @@ fn a_draft_model_makes_the_plain_text_in_fewer_steps() {
     let bench = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--drafter", "model:b", "--repeats", "1"];
     let result = &world.json(&[&bench[..], &flags].concat())[0];
     assert_eq!((&result["drafter"], &result["identical"]), (&json!("model"), &json!(true)));
+    let compared = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--repeats", "1", "--heads", "h"];
+    let compared = [&compared[..], &["--drafters", "medusa,model:b", "--tree", "dynamic:5"], &flags].concat();
+    let nodes: Vec<Value> = world.json(&compared).iter().map(|line| line["tree_nodes"].clone()).collect();
+    assert_eq!(nodes, [5, 5], "dynamic:N is for heads and draft models");
     for without in [&["--draft-tokens", "3"][..], &["--draft-tokens", "3", "--drafter", "ngram"]] {
         let complaint = world.complaint(&[&PLAIN[..], without].concat(), 2);
         assert!(complaint.contains("needs --drafter model:PATH"), "{complaint}");
@@ -180,6 +184,30 @@ fn a_draft_model_makes_the_plain_text_in_fewer_steps() {
     let both = ["--drafter", "model:b", "--tree", "t.json", "--draft-tokens", "3"];
     let complaint = world.complaint(&[&PLAIN[..], &both].concat(), 2);
     assert!(complaint.contains("drop one of them"), "{complaint}");
+}
+
+#[test]
+fn a_draft_model_with_a_shorter_context_is_reported() {
+    let world = World::new();
+    std::fs::create_dir(world.path("short")).expect("a folder");
+    for name in ["config.json", "model.safetensors", "tokenizer.json"] {
+        std::fs::copy(world.path("b").join(name), world.path("short").join(name)).expect("a file");
+    }
+    let config = std::fs::read(world.path("short/config.json")).expect("a file");
+    let mut config: Value = serde_json::from_slice(&config).expect("JSON");
+    config["max_position_embeddings"] = json!(16);
+    world.write("short/config.json", &config);
+    let drafting = |more: &[&str]| {
+        let flags = ["--drafter", "model:short", "--dtype", "float32", "--json"];
+        let output = world.medusa(&[&PLAIN[..], &flags, more].concat()).assert().success().get_output().clone();
+        let text: Value = serde_json::from_slice(&output.stdout).expect("one text");
+        (text, String::from_utf8(output.stderr).expect("UTF-8"))
+    };
+    let (text, said) = drafting(&[]);
+    assert!(said.contains("draft model short: its context of 16 tokens is shorter than the backbone's 64"), "{said}");
+    let plain = world.json(&[&PLAIN[..], &["--dtype", "float32"]].concat());
+    assert_eq!(text["new_ids"], plain[0]["new_ids"]);
+    assert!(!drafting(&["--max-context", "16"]).1.contains("is shorter"));
 }
 
 #[test]

@@ -91,17 +91,16 @@ impl EngineFlags {
         // libtorch's engine needs weights that are not repacked for the CPU kernels.
         let purpose = if self.engine == EngineName::Tch { Purpose::Batches } else { Purpose::Decoding };
         let config = backbone_config(backbone)?;
-        let context = self.context(&config, served.rope_context)?; // before the weights are read
-        if let Some(trained) = served.rope_context.filter(|trained| !config.same_rotary_embeddings([*trained, context]))
-        {
+        let context = self.context(&config, served.context)?; // before the weights are read
+        if let Some(trained) = served.context.filter(|trained| !config.same_rotary_embeddings([*trained, context])) {
             common.say(format_args!(
                 "--max-context {context}: the heads were trained with the rotary embeddings of a context of {trained} tokens; their accuracy \
                  may differ"
             ));
         }
-        let mut decoder = Decoder::load(purpose, backbone, heads, drafters, served, common)?;
-        decoder.backbone.set_context(context);
-        Ok(decoder)
+        // Before the heads are loaded: a prefix layer takes its rotary embeddings from the backbone.
+        let served = Served { context: Some(context), ..served };
+        Decoder::load(purpose, backbone, heads, drafters, served, common)
     }
 
     /// Refuses quantised weights for the engines that read dense ones. An adapter beside the heads makes the weights that it changes

@@ -53,7 +53,7 @@ pub fn load_backbone(
             Llama::load_merged(folder, adapter, kind, device, purpose, quantization)?
         }
     };
-    served.rope_context.into_iter().for_each(|tokens| backbone.set_context(tokens));
+    served.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
     Ok(backbone)
 }
 

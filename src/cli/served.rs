@@ -55,8 +55,9 @@ pub enum TemplateFlag {
 pub struct Served {
     pub quantization: Option<Quantization>,
     pub template: Option<ChatTemplate>,
-    /// The context that the heads were trained with, if the backbone's rotary embeddings depend on it.
-    pub rope_context: Option<i64>,
+    /// The context to load the backbone with; by default its own. [`ServedFlags::resolve`] gives that of the heads' training if rotary
+    /// embeddings depend on it.
+    pub context: Option<i64>,
 }
 
 impl QuantizationName {
@@ -104,7 +105,7 @@ impl ServedFlags {
         Ok(Served {
             quantization: self.quantization(config, common)?,
             template: self.template(backbone, heads.zip(config), common)?,
-            rope_context: rope_context(heads, &of_backbone)?,
+            context: rope_context(heads, &of_backbone)?,
         })
     }
 

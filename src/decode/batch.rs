@@ -301,7 +301,7 @@ mod tests {
                 assert!(more_than_one(&fast));
                 let draft = backbone(None, vec![], seed + 20);
                 let of_model = |size| {
-                    let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, Guessing::Drawn);
+                    let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, 2, Guessing::Drawn);
                     let model: Box<dyn Drafter> = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree));
                     drafted(&llama, Some((model, acceptance)), temperature, size, &wanted)
                 };
@@ -314,7 +314,7 @@ mod tests {
                 let recycling = || -> Box<dyn Drafter> { Box::new(RecyclingDrafter::new(&llama)) };
                 let lookahead =
                     || -> Box<dyn Drafter> { Box::new(LookaheadDrafter::new(&llama, LookaheadSize::PUBLISHED)) };
-                let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, Guessing::Best);
+                let guesser = ModelGuesser::new(Box::new(TchEngine::for_batches(&draft)), 50, 2, Guessing::Best);
                 let model: Box<dyn Drafter> = Box::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &tree));
                 let parts = vec![recycling(), lookahead(), model];
                 let joined: Box<dyn Drafter> = Box::new(JoinedDrafter::new(&llama, parts, 30));

@@ -14,6 +14,7 @@ use crate::model::llama::Llama;
 use crate::tree::dynamic::{FrontierNode, GrowingTree, LikelyToken};
 use crate::tree::rejection::DrawnChildren;
 use crate::tree::sparse_tree::SparseTree;
+use crate::tree::token_tree::TokenTree;
 
 /// Guesses the next level of trees for several texts at a time.
 pub trait LevelGuesser: fmt::Debug {
@@ -23,6 +24,11 @@ pub trait LevelGuesser: fmt::Debug {
     /// The `top_k` likeliest tokens after each node of a level, best first, node after node. A node's `parent` is its parent's place in the
     /// frontier of the call before; in the first call, whose nodes are the roots, it is the text's place in the batch.
     fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken>;
+
+    /// Whether there are guesses for the `text`-th text of the batch; without any, its root is proposed alone.
+    fn guesses_for(&self, _text: usize) -> bool {
+        true
+    }
 
     /// [`Proposal::drawn`] for the `text`-th text of the batch.
     fn drawn(&self, _text: usize, _proposal: &Proposal) -> Option<Vec<DrawnChildren>> {
@@ -56,13 +62,14 @@ pub trait LevelGuesser: fmt::Debug {
 #[derive(Debug)]
 pub struct LevelDrafter<'a> {
     guesser: Box<dyn LevelGuesser + 'a>,
-    filling: Filling<'a>,
+    filling: Filling,
+    trees: TreeCache<'a>,
 }
 
 #[derive(Debug)]
-enum Filling<'a> {
+enum Filling {
     Static(StaticLevels),
-    Dynamic { limits: DynamicTree, cache: TreeCache<'a> },
+    Dynamic(DynamicTree),
 }
 
 /// A static tree, with the nodes of each level that have children.
@@ -77,12 +84,13 @@ struct StaticLevels {
 impl<'a> LevelDrafter<'a> {
     /// A drafter whose trees are chosen at each step.
     pub fn dynamic(backbone: &'a Llama, guesser: Box<dyn LevelGuesser + 'a>, limits: DynamicTree) -> Self {
-        Self { guesser, filling: Filling::Dynamic { limits, cache: TreeCache::new(backbone) } }
+        Self { guesser, filling: Filling::Dynamic(limits), trees: TreeCache::new(backbone) }
     }
 
     /// A drafter that fills the same tree at each step.
     pub fn of_tree(backbone: &'a Llama, guesser: Box<dyn LevelGuesser + 'a>, tree: &SparseTree) -> Self {
-        Self { guesser, filling: Filling::Static(StaticLevels::new(tree, backbone)) }
+        let filling = Filling::Static(StaticLevels::new(tree, backbone));
+        Self { guesser, filling, trees: TreeCache::new(backbone) }
     }
 }
 
@@ -90,15 +98,18 @@ impl Drafter for LevelDrafter<'_> {
     fn propose(&mut self, batch: &[TextSoFar]) -> Vec<Proposal> {
         self.guesser.begin(batch);
         let roots: Vec<i64> = batch.iter().map(|text| text.root.id).collect();
-        let mut proposals: Vec<Proposal> = match &mut self.filling {
-            Filling::Static(tree) => tree.fill(&mut *self.guesser, &roots),
-            Filling::Dynamic { limits, cache } => {
-                let trees = grow(&mut *self.guesser, &roots, *limits);
-                trees.iter().map(|tree| cache.proposal(&tree.chosen())).collect()
+        let Self { guesser, filling, trees } = self;
+        let mut proposals: Vec<Proposal> = match filling {
+            Filling::Static(tree) => tree.fill(&mut **guesser, &roots),
+            Filling::Dynamic(limits) => {
+                grow(&mut **guesser, &roots, *limits).iter().map(|tree| trees.proposal(&tree.chosen())).collect()
             }
         };
         for (text, proposal) in proposals.iter_mut().enumerate() {
-            proposal.drawn = self.guesser.drawn(text, proposal);
+            match guesser.guesses_for(text) {
+                true => proposal.drawn = guesser.drawn(text, proposal),
+                false => *proposal = trees.proposal(&TokenTree::new(roots[text])),
+            }
         }
         proposals
     }

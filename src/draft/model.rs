@@ -28,6 +28,8 @@ pub struct ModelGuesser<'a> {
     rows: Vec<DraftRow>,
     /// Ids below this may be guessed.
     vocabulary: i64,
+    /// Most levels of a tree below its root.
+    depth: usize,
     guessing: Guessing,
     /// A token behind the cache.
     one: NewTokens,
@@ -61,6 +63,8 @@ struct DraftRow {
 /// The tree of a text as far as it was computed.
 #[derive(Debug)]
 struct GuessedText {
+    /// Whether the draft model's context has room for text and tree; otherwise nothing is computed.
+    fits: bool,
     /// Draws the guesses; `None` if they are the most probable tokens.
     sampler: Option<Sampler>,
     /// The root, then the nodes that were run.
@@ -88,14 +92,15 @@ struct Part {
 }
 
 impl<'a> ModelGuesser<'a> {
-    /// For a draft model that an engine runs. It guesses ids below `vocabulary`.
-    pub fn new(engine: Box<dyn Engine + 'a>, vocabulary: usize, guessing: Guessing) -> Self {
+    /// For a draft model that an engine runs. It guesses ids below `vocabulary`, in trees of at most `depth` levels below the root.
+    pub fn new(engine: Box<dyn Engine + 'a>, vocabulary: usize, depth: usize, guessing: Guessing) -> Self {
         let model = engine.backbone();
         let (config, kind, device) = (&model.config, model.kind(), model.device());
         Self {
             cache: KvCache::new(config, kind, device),
             rows: vec![],
             vocabulary: config.vocab_size.min(vocabulary as i64),
+            depth,
             guessing,
             one: NewTokens::chain(1, config, kind, device),
             roots_fh: None,
@@ -108,6 +113,11 @@ impl<'a> ModelGuesser<'a> {
     /// A token of the backbone as the draft model knows it.
     fn known(&self, id: i64) -> i64 {
         if id < self.engine.backbone().config.vocab_size { id } else { 0 }
+    }
+
+    /// Whether the draft model's context has room for so long a text and a tree below its last token.
+    fn fits(&self, tokens: usize) -> bool {
+        (tokens + self.depth) as i64 <= self.engine.backbone().config.max_position_embeddings
     }
 
     /// Computes what the cache lacks of a row's text.
@@ -166,7 +176,12 @@ impl<'a> ModelGuesser<'a> {
         let mut parts = vec![];
         for (row, text) in self.texts.iter_mut().enumerate() {
             let first = text.nodes.len();
-            for node in frontier.iter().filter(|node| before[node.parent].0 == row) {
+            let own = frontier.iter().filter(|node| before[node.parent].0 == row);
+            if !text.fits {
+                self.frontier.extend(own.map(|_| (row, 0)));
+                continue;
+            }
+            for node in own {
                 let parent = before[node.parent].1;
                 text.nodes.push(GuessedNode { parent, token: node.token, drawn: DrawnChildren::default() });
             }
@@ -197,11 +212,11 @@ impl DraftRow {
 }
 
 impl GuessedText {
-    fn new(text: &TextSoFar, guessing: Guessing) -> Self {
+    fn new(text: &TextSoFar, guessing: Guessing, fits: bool) -> Self {
         let draws = text.sampling.temperature.get() > 0.0 && guessing == Guessing::Drawn;
         let sampler = draws.then(|| Sampler::of_guesses(text.sampling, text.stream, text.ids.len()));
         let root = GuessedNode { parent: 0, token: text.root.id, drawn: DrawnChildren::default() };
-        Self { sampler, nodes: vec![root], committed: 1 }
+        Self { fits, sampler, nodes: vec![root], committed: 1 }
     }
 
     /// What runs to compute the last `asked` nodes.
@@ -260,20 +275,36 @@ impl GuessedText {
 
 impl LevelGuesser for ModelGuesser<'_> {
     fn begin(&mut self, batch: &[TextSoFar]) {
-        let hidden = batch.iter().enumerate().map(|(row, text)| self.run_root(row, text));
-        self.roots_fh = Some(Tensor::cat(&hidden.collect::<Vec<_>>(), 0));
-        self.texts = batch.iter().map(|text| GuessedText::new(text, self.guessing)).collect();
+        let text = |text: &TextSoFar| GuessedText::new(text, self.guessing, self.fits(text.ids.len()));
+        self.texts = batch.iter().map(text).collect();
         self.frontier = (0..batch.len()).map(|text| (text, 0)).collect();
+        let hidden = (0..batch.len()).filter(|&row| self.texts[row].fits).collect::<Vec<_>>();
+        let hidden: Vec<Tensor> = hidden.into_iter().map(|row| self.run_root(row, &batch[row])).collect();
+        self.roots_fh = (!hidden.is_empty()).then(|| Tensor::cat(&hidden, 0));
     }
 
     fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken> {
+        if !self.texts.iter().any(|text| text.fits) {
+            return vec![LikelyToken::NONE; frontier.len() * top_k];
+        }
         let hidden_fh = self.roots_fh.take().unwrap_or_else(|| self.run(frontier));
         let logits_fv = self.engine.logits(&hidden_fh).narrow(1, 0, self.vocabulary);
         let mut guesses = vec![];
-        for (&(text, node), row) in self.frontier.iter().zip(0..) {
-            guesses.extend(self.texts[text].guess(node, &logits_fv.narrow(0, row, 1), top_k));
+        let mut row = 0;
+        for &(text, node) in &self.frontier {
+            let text = &mut self.texts[text];
+            if text.fits {
+                guesses.extend(text.guess(node, &logits_fv.narrow(0, row, 1), top_k));
+                row += 1;
+            } else {
+                guesses.extend(vec![LikelyToken::NONE; top_k]);
+            }
         }
         guesses
+    }
+
+    fn guesses_for(&self, text: usize) -> bool {
+        self.texts[text].fits
     }
 
     fn drawn(&self, text: usize, proposal: &Proposal) -> Option<Vec<DrawnChildren>> {
@@ -296,7 +327,9 @@ impl LevelGuesser for ModelGuesser<'_> {
     fn committed(&mut self, row: usize, tokens: &CommittedTokens) {
         let known: Vec<i64> = tokens.ids.iter().map(|&id| self.known(id)).collect();
         self.rows[row].text.extend(known);
-        self.catch_up(row);
+        if self.fits(self.rows[row].text.len()) {
+            self.catch_up(row);
+        }
     }
 
     fn verified(&mut self, row: usize, verified: &VerifiedTree) {

@@ -17,6 +17,11 @@ pub struct LikelyToken {
     pub log_p: f32,
 }
 
+impl LikelyToken {
+    /// No guess.
+    pub const NONE: Self = Self { token: 0, log_p: f32::NEG_INFINITY };
+}
+
 /// A node that is to get children.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrontierNode {
@@ -66,13 +71,13 @@ impl GrowingTree {
             .map(|GrownNode { parent_in_frontier, token, .. }| FrontierNode { parent: parent_in_frontier, token })
     }
 
-    /// Adds a level: of each node of the frontier, as many guesses, best first.
+    /// Adds a level: of each node of the frontier, as many guesses, best first. Those of probability 0 are left out.
     pub fn grow(&mut self, guesses: &[LikelyToken]) {
         let (first, of_each) = (self.nodes.len(), guesses.len() / self.frontier.len().max(1));
         self.depth += 1;
         for (at, guesses) in guesses.chunks_exact(of_each.max(1)).enumerate() {
             let parent = self.frontier[at];
-            for guess in guesses {
+            for guess in guesses.iter().filter(|guess| likelihood(guess) > f32::NEG_INFINITY) {
                 let log_p = self.nodes[parent].log_p + likelihood(guess);
                 if self.is_full() && log_p <= self.least() {
                     break; // and neither are the guesses after it likelier
@@ -191,6 +196,7 @@ mod tests {
             };
             let mut level: Vec<(f32, Vec<i64>)> = frontier.iter().flat_map(children).collect();
             level.sort_by(|a, b| b.0.total_cmp(&a.0)); // stable
+            level.retain(|(log_p, _)| *log_p > f32::NEG_INFINITY);
             all.extend(level.iter().cloned());
             level.truncate(limits.top_k);
             frontier = level;
@@ -233,13 +239,13 @@ mod tests {
     }
 
     #[test]
-    fn probabilities_that_are_no_number_come_last_and_none_is_above_its_parent() {
-        let mut tree = GrowingTree::new(3, DynamicTree { nodes: 5, depth: 2, top_k: 2 });
+    fn probabilities_that_are_zero_or_no_number_are_no_nodes_and_none_is_above_its_parent() {
+        let mut tree = GrowingTree::new(3, DynamicTree { nodes: 5, depth: 2, top_k: 4 });
         let guess = |token, log_p| LikelyToken { token, log_p };
-        tree.grow(&[guess(1, 1e-7), guess(2, f32::NAN)]);
+        tree.grow(&[guess(9, f32::NAN), guess(1, 1e-7), guess(2, -3.0), LikelyToken::NONE]);
         assert_eq!(tree.frontier().map(|node| node.token).collect::<Vec<_>>(), [1, 2]);
-        tree.grow(&[guess(4, 0.0), guess(5, -1.0), guess(6, -1.0), guess(7, -2.0)]);
-        assert_eq!(paths(&tree), [vec![1], vec![1, 4], vec![1, 5], vec![2], vec![2, 6]]);
+        tree.grow(&[guess(4, 0.0), guess(5, -1.0), guess(6, f32::NEG_INFINITY), LikelyToken::NONE].repeat(2));
+        assert_eq!(paths(&tree), [vec![1], vec![1, 4], vec![1, 5], vec![2], vec![2, 4]]);
         assert_eq!(tree.frontier().len(), 0);
     }
 }

@@ -1,5 +1,14 @@
 //! Heads of a backbone whose rotary embeddings depend on the context are used with those of their training.
 
+use std::num::NonZeroU32;
+
+use medusa::cli::CommonFlags;
+use medusa::cli::drafter::plan::DrafterPlan;
+use medusa::cli::engine::{EngineFlags, EngineName};
+use medusa::cli::served::Served;
+use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
+use medusa::torch::DeviceChoice;
+
 use super::*;
 
 /// The context in training, longer than the backbone's context of pre-training.
@@ -56,6 +65,43 @@ fn decoding_uses_the_rotary_embeddings_of_the_training() {
     assert_eq!((found, said.matches(notice).count()), (short, 1), "{said}");
     let (found, said) = new_ids(&world, "b", "h", &["--max-context", "20"]);
     assert_eq!((found, said.contains("rotary")), (expected, false), "as in training: {said}");
+}
+
+/// Hydra++ heads rotate keys as the backbone does.
+#[test]
+fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
+    let world = long_world();
+    let (folder, config) = (world.path("b"), LlamaConfig::load(&world.path("b")).expect("a backbone"));
+    let backbone = || Llama::load(&folder, Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
+    let (architecture, vocab_size) = (HeadsArchitecture::HydraPlusPlus, config.vocab_size);
+    let shape = HeadsShape { architecture, vocab_size, hidden_size: config.hidden_size, ..HeadsShape::default() };
+    let heads = world.path("prefix");
+    fs::create_dir(&heads).expect("a folder");
+    Heads::random(shape, Kind::Float, Device::Cpu, 6).with_new_prefix(&backbone(), 6).save(&heads).expect("heads");
+    world.write("prefix/config.json", &json!({"architecture": "hydra++"}));
+    let hidden_1th = Tensor::arange(14 * config.hidden_size, (Kind::Float, Device::Cpu)).sin();
+    let hidden_1th = hidden_1th.view([1, 14, config.hidden_size]);
+    let states = |heads: &Heads| heads.states_of_rows(&hidden_1th, &[vec![14]]);
+    let of_context = |tokens| {
+        let mut backbone = backbone();
+        backbone.set_context(tokens);
+        states(&Heads::load(&heads, &backbone).expect("heads"))
+    };
+    let flags = EngineFlags { engine: EngineName::Tch, max_context: NonZeroU32::new(16) };
+    let plan = DrafterPlan::new(None, Some(&heads), None).expect("heads").expect("a drafter");
+    let common = CommonFlags {
+        device: DeviceChoice::Cpu,
+        dtype: None,
+        seed: 42,
+        json: true,
+        quiet: true,
+        seed_was_given: false,
+    };
+    let decoder = flags.load(&folder, Some(&heads), vec![plan], Served::default(), &common).expect("they fit");
+    let (loaded, _) = decoder.drafter().and_then(|drafter| drafter.heads.as_ref()).expect("heads");
+    assert_eq!(decoder.backbone.config.max_position_embeddings, 16);
+    assert_eq!(states(loaded), of_context(16));
+    assert_ne!(states(loaded), of_context(64), "the factors change the states");
 }
 
 #[test]

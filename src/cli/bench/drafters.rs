@@ -26,12 +26,13 @@ pub(super) fn rows(args: &BenchArgs) -> anyhow::Result<Rows> {
         return Ok(vec![args.drafter.plan(heads, tree)?]);
     }
     check_list(args)?;
+    let inline = tree.filter(|tree| PlannedTree::is_inline(tree));
     let row = |spec: &DrafterSpec| {
         let plan = match spec.heads_path() {
             _ if spec.is(DrafterName::Plain) => return Ok(None),
             None if spec.heads().is_some() => DrafterPlan::new(Some(spec), heads, tree)?,
-            Some(_) => DrafterPlan::new(Some(spec), None, tree.filter(|tree| PlannedTree::is_inline(tree)))?,
-            None => DrafterPlan::new(Some(spec), None, None)?,
+            Some(_) => DrafterPlan::new(Some(spec), None, inline)?,
+            None => DrafterPlan::new(Some(spec), None, inline.filter(|_| spec.has_model()))?,
         };
         let drafts_tokens = |plan: DrafterPlan| match plan.models.is_empty() {
             true => Ok(plan),
@@ -54,19 +55,21 @@ fn check_list(args: &BenchArgs) -> Result<(), UsageError> {
     if args.drafter.draft_tokens.is_some() && !drafters.iter().any(DrafterSpec::has_model) {
         return refused("--draft-tokens needs a drafter model:PATH".into());
     }
-    let any_heads = drafters.iter().any(|spec| spec.heads().is_some());
-    let tree = args.tree.as_ref().filter(|tree| !any_heads || !PlannedTree::is_inline(tree)); // dynamic:N is for all heads
-    let uses_heads = drafters.iter().any(|spec| spec.heads().is_some_and(|part| part.path.is_none()));
-    for (flag, path) in [("--heads", args.heads.as_ref()), ("--tree", tree)] {
-        if let Some(path) = path.filter(|_| !uses_heads) {
-            let why = format!(
-                "no drafter of --drafters uses {flag} {}; name one without a path, such as medusa",
-                path.display()
-            );
-            return refused(why);
-        }
+    check_used(args)
+}
+
+/// Refuses heads and a tree that no drafter of the list takes; `dynamic:N` is for all heads and draft models.
+fn check_used(args: &BenchArgs) -> Result<(), UsageError> {
+    let any_tree = args.drafters.iter().any(|spec| spec.heads().is_some() || spec.has_model());
+    let tree = args.tree.as_deref().filter(|tree| !any_tree || !PlannedTree::is_inline(tree));
+    let uses_flags = args.drafters.iter().any(|spec| spec.heads().is_some_and(|part| part.path.is_none()));
+    match [("--heads", args.heads.as_deref()), ("--tree", tree)].into_iter().find(|(_, path)| path.is_some()) {
+        Some((flag, Some(path))) if !uses_flags => Err(UsageError(format!(
+            "no drafter of --drafters uses {flag} {}; name one without a path, such as medusa",
+            path.display()
+        ))),
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// What the results say about a drafter, whatever its setting.

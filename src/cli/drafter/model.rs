@@ -54,12 +54,18 @@ impl DraftModel {
         let vocabulary = tokenizer.vocab_size().min(target.tokenizer.vocab_size());
         tree.check_fits(usize::MAX, vocabulary)?;
         let draft = Self { model, vocabulary, tree };
-        let [own, backbone] = [&draft.model, target.backbone].map(weights_in_memory);
+        let (name, parameters) = (folder.display(), counted(draft.parameters(), "parameter"));
+        let memory = draft.parameters() as u64 * draft.model.kind().elt_size_in_bytes() as u64; // it is not quantised
         common.say(format_args!(
-            "draft model {}: {}, {own} of weights beside the backbone's {backbone}",
-            folder.display(),
-            counted(draft.parameters(), "parameter"),
+            "draft model {name}: {parameters}, {} of weights beside the backbone's",
+            mebibytes(memory)
         ));
+        let [own, context] = [&draft.model, target.backbone].map(|model| model.config.max_position_embeddings);
+        if own < context {
+            common.say(format_args!(
+                "draft model {name}: its context of {own} tokens is shorter than the backbone's {context}; longer texts go on without guesses"
+            ));
+        }
         Ok(draft)
     }
 
@@ -75,7 +81,7 @@ impl DraftModel {
 
     /// A drafter with an empty cache.
     pub fn drafter<'a>(&'a self, backbone: &'a Llama, guessing: Guessing) -> LevelDrafter<'a> {
-        let guesser = Box::new(ModelGuesser::new(fastest(&self.model), self.vocabulary, guessing));
+        let guesser = Box::new(ModelGuesser::new(fastest(&self.model), self.vocabulary, self.tree.depth(), guessing));
         match &self.tree {
             GuessTree::Static(tree) => LevelDrafter::of_tree(backbone, guesser, tree),
             GuessTree::Dynamic(limits) => LevelDrafter::dynamic(backbone, guesser, *limits),
@@ -92,10 +98,4 @@ pub fn check_vocabulary(folder: &Path, of_backbone: &TextTokenizer) -> anyhow::R
     let tokenizer = TextTokenizer::load(folder).with_context(context)?;
     of_backbone.check_same_vocabulary(&tokenizer).with_context(context)?;
     Ok(tokenizer)
-}
-
-/// Of weights that are not quantised.
-fn weights_in_memory(model: &Llama) -> String {
-    let bytes = model.config.parameters().unsigned_abs() * model.kind().elt_size_in_bytes() as u64;
-    mebibytes(bytes)
 }

@@ -10,7 +10,7 @@ use crate::formats::run_folder::{self, TREE};
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::MAX_NODES;
 
-/// How a value of `--tree` starts that is no file.
+/// Prefix of a `--tree` value that is not a file.
 const DYNAMIC: &str = "dynamic:";
 
 /// A drafter and the files to load for it.
@@ -68,7 +68,9 @@ impl DrafterPlan {
         let plan = match (spec, heads) {
             (Some(spec), _) => Self::of_spec(spec, heads)?,
             (None, Some(heads)) => Self::of_heads(spec_of(heads)?, heads),
-            (None, None) if tree.is_some() => return Err(UsageError("--tree needs --heads".into()).into()),
+            (None, None) if tree.is_some() => {
+                return Err(UsageError("--tree needs --heads, or --drafter model:PATH".into()).into());
+            }
             (None, None) => return Ok(None),
         };
         check_known(&plan.spec)?;
@@ -84,7 +86,7 @@ impl DrafterPlan {
     /// With `--draft-tokens`.
     ///
     /// # Errors
-    /// [`UsageError`] without a draft model, or with a tree for it, which already determines the number.
+    /// [`UsageError`] without a draft model, or with a tree for it, which already determines how many tokens are drafted.
     pub fn with_draft_tokens(self, tokens: Option<NonZeroUsize>) -> Result<Self, UsageError> {
         match tokens {
             Some(_) if self.models.is_empty() => Err(UsageError(
@@ -103,7 +105,8 @@ impl DrafterPlan {
 
     fn of_spec(spec: &DrafterSpec, heads: Option<&Path>) -> anyhow::Result<Self> {
         let models = spec.parts().iter().filter(|part| part.name == DrafterName::Model);
-        let models = models.filter_map(|part| part.path.clone()).collect();
+        let models: Vec<PathBuf> = models.filter_map(|part| part.path.clone()).collect();
+        check_different(&models)?;
         let Some(part) = spec.heads() else {
             return Ok(Self { spec: spec.clone(), heads: None, models, tree: None, draft_tokens: None });
         };
@@ -142,6 +145,18 @@ fn spec_of(heads: &Path) -> anyhow::Result<DrafterSpec> {
         let known = "\"medusa\", \"hydra\" or \"hydra++\"";
         UsageError(format!("{}: architecture: expected {known}, got {architecture:?}", path.display())).into()
     })
+}
+
+/// Refuses a draft model that is joined with itself by another path.
+fn check_different(models: &[PathBuf]) -> Result<(), UsageError> {
+    let folder = |model: &PathBuf| model.canonicalize().unwrap_or_else(|_| model.clone());
+    for (at, model) in models.iter().enumerate() {
+        if let Some(same) = models[..at].iter().find(|other| folder(other) == folder(model)) {
+            let [same, model] = [same, model].map(|path| path.display());
+            return Err(UsageError(format!("model:{same} and model:{model} are the same folder; drop one of them")));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses the drafters that this version cannot run.

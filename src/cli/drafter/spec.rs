@@ -155,15 +155,16 @@ impl DrafterSpec {
             return Err(format!("{} drafters; at most {MAX_DRAFTERS} can be joined", self.parts.len()));
         }
         for (at, part) in self.parts.iter().enumerate() {
-            let name = part.name.text();
             if is_joined && part.name == DrafterName::Plain {
                 return Err("plain is decoding without a drafter; it cannot be joined with one".into());
             }
             if part.name == DrafterName::Model && part.path.is_none() {
                 return Err("model needs a path: model:PATH".into());
             }
-            if part.name != DrafterName::Model && self.parts[..at].iter().any(|other| other.name == part.name) {
-                return Err(format!("{name} is joined with itself"));
+            let is_same =
+                |other: &DrafterPart| other == part || other.name == part.name && part.name != DrafterName::Model;
+            if self.parts[..at].iter().any(is_same) {
+                return Err(format!("{part} is joined with itself"));
             }
         }
         let heads = self.parts.iter().filter(|part| part.name.weights() == DrafterWeights::Heads);
@@ -201,7 +202,7 @@ impl FromStr for DrafterSpec {
                 None => ("", after.strip_prefix('+')),
             };
             if path.is_empty() && after.starts_with(':') {
-                return Err(format!("{0}: has no path behind the colon; expected {0}:PATH", name.text()));
+                return Err(format!("no path after \"{0}:\"; expected {0}:PATH", name.text()));
             }
             parts.push(DrafterPart { name, path: (!path.is_empty()).then(|| path.into()) });
             rest = next;
@@ -294,7 +295,7 @@ mod tests {
         );
         assert!(!unknown.contains("plain"), "{unknown}");
         assert!(refused("medusa+").contains("no drafter \"\"") && refused("").contains("no drafter \"\""));
-        let models = vec!["model:a"; MAX_DRAFTERS + 1].join("+");
+        let models = (0..=MAX_DRAFTERS).map(|at| format!("model:{at}")).collect::<Vec<_>>().join("+");
         assert!(refused(&models).contains("at most 15 can be joined"));
         assert!(refused("hydra++ngram").contains("no drafter \"\""));
         assert!(refused("medusa+lookup").contains("no drafter \"lookup\""));
@@ -304,6 +305,7 @@ mod tests {
         assert!(refused("model").contains("model:PATH"));
         assert!(refused("plain+ngram").contains("cannot be joined"));
         assert!(refused("ngram+ngram").contains("ngram is joined with itself"));
+        assert!(refused("model:a+ngram+model:a").contains("model:a is joined with itself"));
         assert!(refused("medusa:a+hydra:b").contains("medusa and hydra cannot be joined"));
     }
 }

@@ -10,9 +10,10 @@ use super::*;
 use crate::draft::{Drafter, Proposal};
 use crate::engine::sample::{Chosen, Sampling, Stream};
 use crate::engine::tch::TchEngine;
+use crate::formats::tree::DynamicTree;
 use crate::model::attention::RowMask;
 use crate::model::config::LlamaConfig;
-use crate::model::llama::Llama;
+use crate::model::llama::{Llama, most_probable};
 use crate::model::lora::Adapters;
 use crate::numbers::{NonNegative, Probability};
 use crate::tree::accept::upwards;
@@ -139,7 +140,7 @@ fn guesses_are_the_models_best_tokens_whatever_was_in_the_cache_before() {
         let llama = model(config, 3);
         for shape in shapes() {
             let guesser =
-                ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, Guessing::Drawn);
+                ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 4, Guessing::Drawn);
             let drafter = LevelDrafter::of_tree(&llama, Box::new(guesser), &shape);
             let mut texts = Texts::new(drafter, sampling(0.0, 1.0));
             texts.push(0, &[1, 2, 3]);
@@ -184,7 +185,7 @@ fn draws_come_from_the_models_distribution_and_do_not_depend_on_the_batch() {
     for shape in shapes() {
         let texts = || {
             let guesser =
-                ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, Guessing::Drawn);
+                ModelGuesser::new(Box::new(TchEngine::for_batches(&llama)), VOCABULARY as usize, 4, Guessing::Drawn);
             Texts::new(LevelDrafter::of_tree(&llama, Box::new(guesser), &shape), sampling)
         };
         let (mut together, prompts) = (texts(), [vec![1, 2, 3], vec![9, 8], vec![5; 7]]);
@@ -217,7 +218,7 @@ fn draws_come_from_the_models_distribution_and_do_not_depend_on_the_batch() {
 #[test]
 fn the_prompt_is_computed_when_it_is_committed() {
     let llama = model(LlamaConfig::tiny(), 3);
-    let mut guesser = ModelGuesser::new(Box::new(TchEngine::new(&llama)), VOCABULARY as usize, Guessing::Best);
+    let mut guesser = ModelGuesser::new(Box::new(TchEngine::new(&llama)), VOCABULARY as usize, 4, Guessing::Best);
     guesser.push_row();
     no_grad(|| guesser.committed(0, &committed(&[1, 2, 3, 49])));
     assert!(guesser.follows());
@@ -255,7 +256,7 @@ impl Engine for Failing<'_> {
 fn after_a_failure_the_cache_holds_what_the_row_says() {
     let llama = model(LlamaConfig { max_position_embeddings: 600, ..LlamaConfig::tiny() }, 3);
     let engine = Box::new(Failing { engine: TchEngine::new(&llama), passes: Cell::new(0) });
-    let mut guesser = ModelGuesser::new(engine, VOCABULARY as usize, Guessing::Best);
+    let mut guesser = ModelGuesser::new(engine, VOCABULARY as usize, 4, Guessing::Best);
     guesser.push_row();
     let prompt: Vec<i64> = (0..550).map(|at| at * at % 47).collect();
     let failed = no_grad(|| std::panic::catch_unwind(AssertUnwindSafe(|| guesser.committed(0, &committed(&prompt)))));
@@ -267,4 +268,28 @@ fn after_a_failure_the_cache_holds_what_the_row_says() {
     texts.truncate(0, 100);
     texts.go_on(0, &[7, 8, 9]);
     check_greedy(&llama, &texts.propose()[0], &texts.texts[0].1);
+}
+
+#[test]
+fn in_a_batch_only_texts_within_the_context_get_guesses() {
+    let llama = model(LlamaConfig { max_position_embeddings: 16, ..LlamaConfig::tiny() }, 3);
+    let limits = DynamicTree { nodes: 9, depth: 3, top_k: 4 };
+    let guesser = || ModelGuesser::new(Box::new(TchEngine::new(&llama)), VOCABULARY as usize, 3, Guessing::Best);
+    let tree = SparseTree::cartesian(&[3, 2, 2]).unwrap();
+    for drafter in [
+        LevelDrafter::of_tree(&llama, Box::new(guesser()), &tree),
+        LevelDrafter::dynamic(&llama, Box::new(guesser()), limits),
+    ] {
+        let mut texts = Texts::new(drafter, sampling(0.0, 1.0));
+        let prompts: [Vec<i64>; 4] = [vec![1; 14], vec![1, 2, 3], (0..30).collect(), (0..13).collect()];
+        prompts.iter().zip(0..).for_each(|(prompt, index)| texts.push(index, prompt));
+        let proposals = texts.propose();
+        let guesses: Vec<bool> = proposals.iter().map(|proposal| proposal.tree.tree.len() > 1).collect();
+        assert_eq!(guesses, [false, true, false, true]);
+        for row in [1, 3] {
+            let best = most_probable(&logits_after(&llama, &prompts[row])).int64_value(&[0]);
+            let first = proposals[row].tree.tree.children(0).next().unwrap();
+            assert_eq!(tokens_of(&proposals[row])[first], best);
+        }
+    }
 }
