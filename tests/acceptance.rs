@@ -8,11 +8,14 @@ use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::Request;
 use medusa::decode::step::Drafting;
 use medusa::draft::Drafter;
+use medusa::draft::joined::JoinedDrafter;
 use medusa::draft::levels::LevelDrafter;
+use medusa::draft::lookahead::{LookaheadDrafter, LookaheadSize};
 use medusa::draft::medusa::drafter::MedusaDrafter;
 use medusa::draft::medusa::heads::{Heads, HeadsShape};
 use medusa::draft::model::{Guessing, ModelGuesser};
 use medusa::draft::ngram::NgramDrafter;
+use medusa::draft::recycling::RecyclingDrafter;
 use medusa::engine::sample::{Sampling, Stream};
 use medusa::engine::tch::TchEngine;
 use medusa::formats::tree::DynamicTree;
@@ -394,12 +397,20 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
         let mut runs = vec![
             ("a draft model's chain", generated(&llama, sampling, model(&chain))),
             ("a draft model's tree", generated(&llama, sampling, model(&small))),
+            ("a draft model's trees, chosen at each step", generated(&llama, sampling, dynamic)),
         ];
         if top_p == 1.0 {
             runs.extend([
                 ("heads", generated(&llama, sampling, of_heads)),
                 ("prompt lookup", generated(&llama, sampling, NgramDrafter::new(&llama))),
-                ("a draft model's trees, chosen at each step", generated(&llama, sampling, dynamic)),
+            ]);
+        } else {
+            let parts: Vec<Box<dyn Drafter>> = vec![Box::new(NgramDrafter::new(&llama)), Box::new(of_heads)];
+            let lookahead = LookaheadDrafter::new(&llama, LookaheadSize { columns: 2, ngram: 3, guesses: 3 });
+            runs.extend([
+                ("token recycling", generated(&llama, sampling, RecyclingDrafter::new(&llama))),
+                ("lookahead", generated(&llama, sampling, lookahead)),
+                ("heads and prompt lookup", generated(&llama, sampling, JoinedDrafter::new(&llama, parts, 12))),
             ]);
         }
         for (name, (counts, steps)) in runs {

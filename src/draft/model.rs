@@ -7,9 +7,10 @@
 //! [`next_token`](crate::tree::rejection::next_token) relies on it.
 
 // N tokens, F nodes of a frontier, H hidden size, V vocabulary
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::levels::LevelGuesser;
+use super::medusa::heads::guesses::likeliest;
 use super::{CommittedTokens, Proposal, TextSoFar, VerifiedTree};
 use crate::engine::prefill::{PREFILL_CHUNK, prefill};
 use crate::engine::sample::{Sampler, distributions};
@@ -289,6 +290,9 @@ impl LevelGuesser for ModelGuesser<'_> {
         }
         let hidden_fh = self.roots_fh.take().unwrap_or_else(|| self.run(frontier));
         let logits_fv = self.engine.logits(&hidden_fh).narrow(1, 0, self.vocabulary);
+        if self.texts.iter().all(|text| text.fits && text.sampler.is_none()) {
+            return likeliest(&logits_fv, top_k);
+        }
         let mut guesses = vec![];
         let mut row = 0;
         for &(text, node) in &self.frontier {
@@ -356,15 +360,6 @@ fn asked(parts: &[Part]) -> Vec<i64> {
         end - part.asked..end
     });
     rows.map(|row| row as i64).collect()
-}
-
-/// The most probable tokens of logits `[1, V]`.
-fn likeliest(logits_1v: &Tensor, count: usize) -> Vec<LikelyToken> {
-    let log_p_1v = logits_1v.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
-    let (log_p_1m, tokens_1m) = log_p_1v.topk(count as i64, -1, true, true);
-    let tokens: Vec<i64> = Vec::try_from(tokens_1m.squeeze_dim(0)).expect("one axis of int64");
-    let log_p: Vec<f32> = Vec::try_from(log_p_1m.squeeze_dim(0)).expect("one axis of float32");
-    tokens.into_iter().zip(log_p).map(|(token, log_p)| LikelyToken { token, log_p }).collect()
 }
 
 /// Logarithms of the `count` largest probabilities, largest first.

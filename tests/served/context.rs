@@ -74,7 +74,14 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
     let (folder, config) = (world.path("b"), LlamaConfig::load(&world.path("b")).expect("a backbone"));
     let backbone = || Llama::load(&folder, Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
     let (architecture, vocab_size) = (HeadsArchitecture::HydraPlusPlus, config.vocab_size);
-    let shape = HeadsShape { architecture, vocab_size, hidden_size: config.hidden_size, ..HeadsShape::default() };
+    let shape = HeadsShape {
+        architecture,
+        medusa_num_heads: 2,
+        medusa_num_layers: 1,
+        hidden_size: config.hidden_size,
+        vocab_size,
+        ..HeadsShape::default()
+    };
     let heads = world.path("prefix");
     fs::create_dir(&heads).expect("a folder");
     Heads::random(shape, Kind::Float, Device::Cpu, 6).with_new_prefix(&backbone(), 6).save(&heads).expect("heads");
@@ -85,7 +92,7 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
     let of_context = |tokens| {
         let mut backbone = backbone();
         backbone.set_context(tokens);
-        states(&Heads::load(&heads, &backbone).expect("heads"))
+        states(&Heads::load(&heads, &backbone).expect("heads").for_decoding())
     };
     let flags = EngineFlags { engine: EngineName::Tch, max_context: NonZeroU32::new(16) };
     let plan = DrafterPlan::new(None, Some(&heads), None).expect("heads").expect("a drafter");

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::panic::AssertUnwindSafe;
 
-use tch::{Device, no_grad};
+use tch::{Device, Kind, no_grad};
 
 use super::super::levels::LevelDrafter;
 use super::*;

@@ -1,6 +1,12 @@
 //! Backbones whose logits are not finite: no token can be chosen, and the error names the first one.
 
 use super::*;
+use crate::decode::DecodeLoop;
+use crate::decode::step::Drafting;
+use crate::draft::levels::LevelDrafter;
+use crate::draft::model::{Guessing, ModelGuesser};
+use crate::engine::tch::TchEngine;
+use crate::formats::tree::DynamicTree;
 
 /// With NaN in one weight, no way of decoding chooses a token.
 #[test]
@@ -109,5 +115,70 @@ fn a_guess_with_nan_changes_no_text() {
             "every tree has the token among its guesses"
         );
         embedding_h.copy_(&before_h);
+    }
+}
+
+/// Drafters that follow the rows go on from a root whose guesses were NaN, in this turn and the next.
+#[test]
+fn drafters_that_follow_the_rows_outlast_a_guess_with_nan() {
+    let prompt = [1, 2, 3];
+    let llama = backbone(config(2, None, vec![]), 4);
+    let (heads, tree) = (heads(2, 3), every_pair_of_guesses());
+    let request = request(&prompt, 8, 0.0);
+    let whole = plain(&llama, &request, &mut go_on()).unwrap().new_ids;
+    let next: Vec<i64> = prompt.iter().chain(&whole).chain(&prompt).copied().collect();
+    let after = plain(&llama, &Request { prompt: &next, ..request }, &mut go_on()).unwrap().new_ids;
+    let is_unused = |id: &i64| !prompt.contains(id) && !whole.contains(id) && !after.contains(id);
+    let unused = (0..VOCABULARY).find(is_unused).expect("a token of another text");
+    let mut embedding_h = llama.weights()[0].1.get(unused);
+    let before_h = embedding_h.copy();
+    let mut repeated = vec![];
+    for which in 0..training_free::drafters(&llama, &heads, &tree).len() {
+        let decoded = || {
+            let (name, drafter) = training_free::drafters(&llama, &heads, &tree).swap_remove(which);
+            let mut decoding = HostLoop::new(Box::new(TchEngine::new(&llama)), Some((drafter, Acceptance::Greedy)));
+            let mut steps = 0;
+            for (prompt, expected) in [(&prompt[..], &whole), (&next, &after)] {
+                let text = decoding.decode(Drafting::On, &Request { prompt, ..request }, &mut go_on()).unwrap();
+                assert_eq!(&text.new_ids, expected, "{name}");
+                steps += text.accept_lengths.len();
+            }
+            (name, steps)
+        };
+        let (name, finite) = decoded();
+        let _ = embedding_h.fill_(f64::NAN);
+        let (_, spoilt) = decoded();
+        embedding_h.copy_(&before_h);
+        if spoilt > finite {
+            repeated.push(name);
+        }
+    }
+    let guessed_it = ["recycling", "medusa+ngram", "ngram+recycling+lookahead"];
+    assert_eq!(repeated, guessed_it, "drafters with steps that were repeated without guesses");
+}
+
+/// NaN in a draft model: it guesses anything, and the text stays.
+#[test]
+fn a_draft_model_with_nan_changes_no_text() {
+    let (llama, draft) = (backbone(config(2, None, vec![]), 4), backbone(config(2, None, vec![]), 5));
+    let weights = draft.weights();
+    let (_, lm_head_vh) = weights.iter().find(|(name, _)| name.contains("lm_head")).expect("an LM head");
+    let _ = lm_head_vh.get(2).fill_(f64::NAN);
+    let (tree, limits) = (SparseTree::cartesian(&[3, 2]).unwrap(), DynamicTree { nodes: 9, depth: 2, top_k: 4 });
+    for guessing in [Guessing::Best, Guessing::Drawn] {
+        let guesser = || {
+            let engine = Box::new(TchEngine::new(&draft));
+            Box::new(ModelGuesser::new(engine, VOCABULARY as usize, 2, guessing))
+        };
+        for (acceptance, temperature) in [(Acceptance::Greedy, 0.0), (Acceptance::Rejection, 0.8)] {
+            let request = Request { stream: seeded(3), ..request(&[1, 2, 3], 12, temperature) };
+            let whole = plain(&llama, &request, &mut go_on()).unwrap().new_ids;
+            for drafter in
+                [LevelDrafter::of_tree(&llama, guesser(), &tree), LevelDrafter::dynamic(&llama, guesser(), limits)]
+            {
+                let text = drafted(&llama, drafter, acceptance, &request, &mut go_on()).unwrap();
+                assert_eq!(text.new_ids, whole, "{guessing:?}, {acceptance:?}");
+            }
+        }
     }
 }

@@ -19,7 +19,7 @@ const SMALL: LookaheadSize = LookaheadSize { columns: 3, ngram: 4, guesses: 3 };
 type Boxed<'a> = Box<dyn Drafter + 'a>;
 
 /// Each drafter that is tested, with its name.
-fn drafters<'a>(llama: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Vec<(&'static str, Boxed<'a>)> {
+pub(super) fn drafters<'a>(llama: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Vec<(&'static str, Boxed<'a>)> {
     let recycling = || -> Boxed<'a> { Box::new(RecyclingDrafter::new(llama)) };
     let lookahead = |size| -> Boxed<'a> { Box::new(LookaheadDrafter::new(llama, size)) };
     let ngram = || -> Boxed<'a> { Box::new(NgramDrafter::new(llama)) };
