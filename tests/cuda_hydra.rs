@@ -10,6 +10,7 @@ use medusa::decode::host_loop::HostLoop;
 use medusa::decode::request::{Generation, Request};
 use medusa::decode::step::Drafting;
 use medusa::draft::heads_drafter::HeadsDrafter;
+use medusa::draft::medusa::heads::token_map::TokenMap;
 use medusa::draft::medusa::heads::{Heads, HeadsArchitecture, HeadsShape};
 use medusa::draft::ngram::NgramDrafter;
 use medusa::engine::cuda::error::CudaError;
@@ -163,6 +164,10 @@ fn heads_that_the_kernels_cannot_run_are_refused_with_the_engines_that_can() {
     assert!(matches!(plus_plus, CudaError::Unfit(Unfit::Prefix)), "{plus_plus:?}");
     let expected = "Hydra++ heads read a prefix layer, which the CUDA engine has no kernels for; use --engine tch, or --engine cpu on the CPU";
     assert_eq!(plus_plus.to_string(), expected);
+    let truncated = heads_of(&llama, 2, HYDRA, 17)
+        .with_token_map(TokenMap::new((0..VOCABULARY).collect(), Device::Cpu), VOCABULARY);
+    let error = device_loop(&llama, (&truncated, &tree), Acceptance::Greedy, Ops::Oracle).unwrap_err();
+    assert!(error.to_string().starts_with("the heads guess among a part of the vocabulary"), "{error}");
     let biased = refused(Variant { architecture: HeadsArchitecture::Medusa, w2_bias: true, ..HYDRA });
     assert!(biased.to_string().starts_with("the heads' W2 has a bias"), "{biased}");
 }
@@ -242,7 +247,8 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
 
     use crate::cuda_kernels::emulator::{EmulatedTarget, Emulator};
 
-    let variants = [HYDRA, Variant { blocks: 1, w2_bias: true, ..HYDRA }, Variant { is_shared: true, ..HYDRA }];
+    let variants =
+        [HYDRA, Variant { blocks: 1, w2_bias: true, w2_rank: 8, ..HYDRA }, Variant { is_shared: true, ..HYDRA }];
     for (world, variant) in variants.into_iter().enumerate() {
         let kind = [Kind::BFloat16, Kind::Half][world % 2];
         let small = LlamaConfig {
@@ -255,7 +261,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
         };
         let llama = backbone_of(small, kind, 3 + world as u64);
         let heads = heads_of(&llama, 3, variant, 5);
-        let tree = SparseTree::cartesian(&[6, 2, 2]).expect("43 nodes");
+        let tree = SparseTree::cartesian(&[5, 2, 2]).expect("36 nodes");
         let on_device = heads.on_device(&tree);
         let emulator = Emulator { element: KernelDtype::of(kind).expect("16 bits"), head_size: 64 };
         let target = EmulatedTarget { emulator, broken: None };
@@ -264,7 +270,7 @@ fn the_loop_on_emulated_kernels_makes_the_oracles_texts() {
             DeviceLoop::new(&llama, Some((&on_device, Acceptance::Greedy)), ops).expect("it can decode this")
         });
         let prompt: Vec<i64> = (0..12).map(|at| at * at % 64).collect();
-        let request = sampled(&prompt, 6, 0.0, 4);
+        let request = sampled(&prompt, 4, 0.0, 4);
         let [got, expected] =
             [&mut fast, &mut slow].map(|engine| engine.decode(Drafting::On, &request, &mut go_on()).expect("a text"));
         let of = format!("{variant:?}, {kind:?}");

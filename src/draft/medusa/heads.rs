@@ -352,27 +352,20 @@ impl Heads {
             HeadsArchitecture::HydraPlusPlus => DraftInput::PrefixAndPath,
         };
         let HeadsShape { medusa_num_layers, vocab_size, w2_rank, shared_w2, .. } = self.shape;
-        let multiplied_out = match tree.max_depth() {
-            _ if w2_rank == 0 || vocab_size == 0 => 0,
-            depth => {
-                if shared_w2 {
-                    1
-                } else {
-                    depth
-                }
-            }
+        let own_w2 = if shared_w2 { 1 } else { tree.max_depth() };
+        let shape = DraftShape {
+            tree,
+            input,
+            blocks: medusa_num_layers,
+            multiplied_out: if w2_rank == 0 || vocab_size == 0 { 0 } else { own_w2 },
+            is_truncated: self.token_map.is_some(),
+            parameters: self.shape.parameters(),
         };
-        let parameters = self.shape.parameters();
-        let shape = DraftShape { tree, input, blocks: medusa_num_layers, multiplied_out, parameters };
         DeviceDraft { shape, heads: (0..tree.max_depth()).map(|head| self.matrices(head)).collect() }
     }
 
-    /// A head's weights as matrices; `None` if they are quantised or laid out for the CPU kernels, or if the vocabulary is truncated: the
-    /// device takes outputs for tokens.
+    /// A head's weights as matrices; `None` if they are quantised or laid out for the CPU kernels.
     fn matrices(&self, head: usize) -> Option<HeadMatrices> {
-        if self.token_map.is_some() {
-            return None;
-        }
         let with_output = self.output_of(head);
         let is_shared = self.shape.shared_w2 && head > 0;
         Some(HeadMatrices {

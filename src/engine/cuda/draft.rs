@@ -16,6 +16,8 @@ pub struct DraftShape<'a> {
     pub blocks: usize,
     /// How many W2 are multiplied out: one of each head if their rank is low, or one that they share.
     pub multiplied_out: usize,
+    /// Whether the outputs of W2 are a part of the vocabulary.
+    pub is_truncated: bool,
     /// Weights of all heads, including those that the tree does not use: they are on the device already.
     pub parameters: i64,
 }

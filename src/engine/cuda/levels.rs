@@ -103,8 +103,14 @@ mod tests {
                 (vec![6], vec![1], 7, vec![0, 0]),
             ]
         );
-        let shape =
-            DraftShape { tree: &tree, input: DraftInput::HiddenAndPath, blocks: 1, multiplied_out: 0, parameters: 0 };
+        let shape = DraftShape {
+            tree: &tree,
+            input: DraftInput::HiddenAndPath,
+            blocks: 1,
+            multiplied_out: 0,
+            is_truncated: false,
+            parameters: 0,
+        };
         assert_eq!(shape.level_rows(), [1, 2, 1]);
         let sizes = shape.level_sums(10);
         assert_eq!(sizes, [[1, 60], [1, 60], [2, 40], [1, 20]]);

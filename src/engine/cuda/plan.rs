@@ -23,7 +23,7 @@ pub struct DevicePlan {
     pub rotations_2ud: Size,
     /// `[U]` float64: random numbers to draw with.
     pub uniforms_u: Size,
-    /// Copies of the heads' weights: see [`copies`].
+    /// Copies of the heads' weights, laid out for the kernels.
     pub head_copies: Vec<Size>,
     /// Scratch memory of kernels: parts of attention, the heads' guesses per slice, cublasLt's workspace.
     pub between_kernels_bytes: u64,

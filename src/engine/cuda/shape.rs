@@ -54,6 +54,11 @@ pub enum Unfit {
         "Hydra++ heads read a prefix layer, which the CUDA engine has no kernels for; use --engine tch, or --engine cpu on the CPU"
     )]
     Prefix,
+    /// Heads with a truncated vocabulary.
+    #[error(
+        "the heads guess among a part of the vocabulary, which the CUDA engine has no kernels for; use --engine tch, or --engine cpu on the CPU"
+    )]
+    Vocabulary,
     /// A tree with too many nodes.
     #[error(
         "a step has at most {MAX_NODES} nodes with the root, the tree has {nodes}; make a smaller one with `medusa tree`"
@@ -117,6 +122,7 @@ impl<'a> Shape<'a> {
         }
         match self.draft {
             Some(DraftShape { input: DraftInput::PrefixAndPath, .. }) => Err(Unfit::Prefix),
+            Some(DraftShape { is_truncated: true, .. }) => Err(Unfit::Vocabulary),
             Some(DraftShape { blocks: 0, .. }) => {
                 Err(Unfit::Weights { what: "the heads", why: "have no ResBlocks, which its kernels begin with" })
             }
@@ -244,7 +250,8 @@ pub(super) mod tests {
     /// Five heads of one ResBlock each.
     pub(in crate::engine::cuda) fn five(tree: &SparseTree) -> Option<DraftShape<'_>> {
         let parameters = 5 * (4096 * 4096 + 4096 + 32000 * 4096);
-        Some(DraftShape { tree, input: DraftInput::Hidden, blocks: 1, multiplied_out: 0, parameters })
+        let (input, is_truncated) = (DraftInput::Hidden, false);
+        Some(DraftShape { tree, input, blocks: 1, multiplied_out: 0, is_truncated, parameters })
     }
 
     pub(in crate::engine::cuda) fn tree() -> SparseTree {
