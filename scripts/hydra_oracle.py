@@ -3,11 +3,13 @@
 
     python3 scripts/hydra_oracle.py            # needs torch 2.11, transformers 5, safetensors
     python3 scripts/hydra_oracle.py --check    # computes again and compares with the files, writes nothing
+    python3 scripts/hydra_oracle.py NAME…      # only these runs
 
 The formulas follow the code of github.com/zankner/Hydra (architectures `mlp` and `prefix-mlp`, grounded heads). Head k (0-based) at
 position t reads the hidden state h_t and the embeddings of tokens t+1 … t+k+1, and predicts token t+k+2. In Hydra++ the output of the
 prefix, a Llama model of one layer over the backbone's hidden states, takes the place of h_t. Soft targets are the LM head's own
-distribution at position t+k+1, and the loss is KL(LM head ‖ head).
+distribution at position t+k+1, and the loss is KL(LM head ‖ head). Runs of TRUNCATED have heads that guess among the most frequent labels
+only: other labels are left out of the cross-entropy and count as misses, and the LM head's distribution is that of these tokens.
 
 Training (`NAME.json`, `NAME.safetensors`): 20 steps on stories260K with 8 rows of reference/losses/rows.jsonl a step, in file order,
 4 heads, decay 0.8, AdamW without weight decay, constant rate 5e-4, gradients clipped to a norm of 1, float32. The steps list each
@@ -46,6 +48,8 @@ HEADS, STEPS, ROWS_PER_STEP, DECAY, RATE = 4, 20, 8, 0.8, 5e-4
 STRIDE, SMALL = 61, 256
 LIMIT_BYTES = 600_000
 GUESSED = [(2, 80), (5, 60), (2, 40), (0, 60)]  # rows and positions
+# name: (tokens that heads can guess, whether all heads have one W2, steps)
+TRUNCATED = {"medusa_truncated": (96, False, 5), "hydra_truncated": (96, True, 5)}
 # name: (architecture, layers of a head, bias of W2, weight of the labels; the rest is that of the LM head's distribution)
 RUNS = {
     "hydra": ("hydra", 2, False, 1.0),
@@ -54,6 +58,8 @@ RUNS = {
     "hydra++_backbone": ("hydra++", 2, False, 0.0),
     "medusa_backbone": ("medusa", 1, False, 0.0),
     "medusa_half": ("medusa", 1, False, 0.5),
+    "medusa_truncated": ("medusa", 1, False, 0.5),
+    "hydra_truncated": ("hydra", 1, False, 1.0),
 }
 
 
@@ -101,15 +107,19 @@ class Head(nn.Module):
 
 
 class Drafter(nn.Module):
-    def __init__(self, backbone, architecture, heads, layers, bias, one_block=False):
+    def __init__(self, backbone, architecture, heads, layers, bias, one_block=False, tokens=None, one_w2=False):
         super().__init__()
         config = backbone.config
         self.embedding = [backbone.get_input_embeddings()]  # in a list: frozen, no parameter of ours
         self.sequential = architecture != "medusa"
+        self.tokens, self.one_w2 = torch.arange(config.vocab_size) if tokens is None else tokens, one_w2
         self.heads = nn.ModuleList(
-            Head(config.hidden_size, config.vocab_size, k + 2 if self.sequential else 1, layers, bias, one_block)
+            Head(config.hidden_size, len(self.tokens), k + 2 if self.sequential else 1, layers, bias, one_block)
             for k in range(heads)
         )
+        if one_w2:
+            for head in self.heads:
+                head.layers[-1] = self.heads[0].layers[-1]
         if architecture == "hydra++":
             settings = {**config.to_dict(), "num_hidden_layers": 1, "layer_types": None}
             prefix = type(config).from_dict(settings, attn_implementation="eager")
@@ -128,15 +138,18 @@ class Drafter(nn.Module):
 
     def named(self):
         for name, parameter in self.named_parameters():
+            if self.one_w2 and name == f"heads.0.layers.{len(self.heads[0].layers) - 1}.weight":
+                yield "w2.weight", parameter
+                continue
             yield name.replace("heads.", "", 1).replace(".layers.", ".", 1) if name.startswith("heads.") else name, parameter
 
 
 @torch.no_grad()
 def initialise(drafter, lm_head):
     for name, parameter in drafter.named():
-        last = name.split(".")[1].isdigit() and parameter.shape == lm_head.shape and ".linear." not in name
+        last = parameter.shape == (len(drafter.tokens), lm_head.shape[1]) and ".linear." not in name and "prefix" not in name
         if last:
-            parameter.copy_(lm_head)
+            parameter.copy_(lm_head[drafter.tokens])
         elif not drafter.sequential:
             parameter.zero_()  # our Medusa heads start as the LM head
         elif "norm" in name:
@@ -157,13 +170,21 @@ def rows():
     return [torch.tensor([row[key] for row in parsed]) for key in ("input_ids", "labels")]
 
 
+def frequent(labels, size):
+    """The `size` most frequent labels, by id; of equal frequency the lower ids."""
+    counts = torch.bincount(labels[labels != -100], minlength=512).tolist()
+    return torch.tensor(sorted(sorted(range(512), key=lambda token: (-counts[token], token))[:size]))
+
+
 def head_losses(drafter, backbone, ids, labels, label_weight):
-    """Each head's loss, and the mean entropy of its soft targets: cross-entropy with them is KL plus this."""
+    """Each head's loss, the mean entropy of its soft targets (cross-entropy with them is KL plus this), and its accuracy."""
     with torch.no_grad():
         hidden = backbone.model(ids).last_hidden_state
-        teacher = backbone.lm_head(hidden).log_softmax(-1)
+        teacher = backbone.lm_head(hidden)[..., drafter.tokens].log_softmax(-1)
+    outputs = torch.full([backbone.config.vocab_size], -1)
+    outputs[drafter.tokens] = torch.arange(len(drafter.tokens))
     states, length = drafter.states(hidden), ids.shape[1]
-    losses, entropies = [], []
+    losses, entropies, hits = [], [], []
     for k in range(len(drafter.heads)):
         count = length - (k + 2)
         following = torch.stack([ids[:, j : j + count] for j in range(1, k + 2)], -1)
@@ -171,11 +192,13 @@ def head_losses(drafter, backbone, ids, labels, label_weight):
         carries = targets != -100
         head = drafter.logits(k, states[:, :count], following)[carries].log_softmax(-1)
         soft = teacher[:, k + 1 : -1][carries]
-        by_label = -head.gather(1, targets[carries].unsqueeze(1)).mean()
+        wanted = outputs[targets[carries]]
+        by_label = -head[wanted >= 0].gather(1, wanted[wanted >= 0].unsqueeze(1)).mean()
+        hits.append((head.argmax(-1) == wanted).double().mean().item())
         by_backbone = (soft.exp() * (soft - head)).sum(-1).mean()
         losses.append(label_weight * by_label + (1 - label_weight) * by_backbone)
         entropies.append(-(soft.exp() * soft).sum(-1).mean().item())
-    return losses, entropies
+    return losses, entropies, hits
 
 
 def sample(tensor):
@@ -199,7 +222,7 @@ def guesses(drafter, backbone, ids):
         for k in range(len(drafter.heads)):
             top = drafter.logits(k, state, torch.tensor(path)).topk(4)
             margin = min(margin, (top.values[:3] - top.values[1:]).min().item())
-            levels.append(top.indices[:3].tolist())
+            levels.append(drafter.tokens[top.indices[:3]].tolist())
             path.append(levels[-1][k % 3])
         found.append({"row": row, "position": t, "path": path, "guesses": levels})
     return found, margin
@@ -208,15 +231,17 @@ def guesses(drafter, backbone, ids):
 def train(name, kind):
     architecture, layers, bias, label_weight = RUNS[name]
     backbone = load(kind)
-    drafter = Drafter(backbone, architecture, HEADS, layers, bias).to(kind)
+    ids, labels = rows()
+    size, one_w2, count = TRUNCATED.get(name, (None, False, STEPS))
+    tokens = None if size is None else frequent(labels, size)
+    drafter = Drafter(backbone, architecture, HEADS, layers, bias, tokens=tokens, one_w2=one_w2).to(kind)
     initialise(drafter, backbone.lm_head.weight)
     tensors, totals = {}, {"init": norms(drafter.named())}
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=RATE, weight_decay=0.0)
-    ids, labels = rows()
     steps = []
-    for step in range(STEPS):
+    for step in range(count):
         part = slice(step * ROWS_PER_STEP, (step + 1) * ROWS_PER_STEP)
-        losses, entropies = head_losses(drafter, backbone, ids[part], labels[part], label_weight)
+        losses, entropies, hits = head_losses(drafter, backbone, ids[part], labels[part], label_weight)
         loss = sum(DECAY ** (k + 1) * of_head for k, of_head in enumerate(losses))
         optimizer.zero_grad()
         loss.backward()
@@ -228,7 +253,7 @@ def train(name, kind):
         optimizer.step()
         steps.append({
             "step": step, "head_losses": [of_head.item() for of_head in losses], "teacher_entropies": entropies,
-            "loss": loss.item(), "grad_norm": norm.item(),
+            "loss": loss.item(), "grad_norm": norm.item(), "head_top1": hits,
         })
     tensors |= {f"final.{n}": sample(p) for n, p in drafter.named()}
     totals["final"] = norms(drafter.named())
@@ -236,6 +261,8 @@ def train(name, kind):
     settings = dict(
         architecture=architecture, heads=HEADS, layers=layers, w2_bias=bias, label_weight=label_weight, decay=DECAY, rate=RATE
     )
+    if size is not None:
+        settings |= dict(draft_vocab_size=size, shared_w2=one_w2)
     report = {"name": name, "settings": settings, "steps": steps, "norms": totals, "guesses": found, "guess_margin": margin}
     return report, tensors
 
@@ -362,11 +389,11 @@ def same(path, new):
 
 def main():
     torch.set_num_threads(1)
-    files = {}
-    for name in RUNS:
+    files, only = {}, [name for name in sys.argv[1:] if name != "--check"]
+    for name in only or RUNS:
         files |= run_files(name)
         print(name, "float32 against float64:", json.loads(files[f"{name}.json"])["float64_difference"])
-    files |= all_published_files()
+    files |= {} if only else all_published_files()
     total = sum(map(len, files.values()))
     assert total < LIMIT_BYTES, f"{total} bytes"
     for name, data in files.items():
