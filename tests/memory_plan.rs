@@ -150,6 +150,14 @@ fn the_planned_peak_of_sequential_heads_is_the_runs() {
 }
 
 #[test]
+fn the_planned_peak_of_heads_with_a_truncated_vocabulary_is_the_runs() {
+    check(&Size { of_heads: "draft_vocab_size = 12000", vocab: 24_000, ..LLAMA });
+    let of_heads = "draft_vocab_size = 10000\nshared_w2 = true";
+    let soft = "[stage.medusa2]\n[stage.medusa2.lora]\nrank = 16\nalpha = 16.0\n[loss]\ntargets = \"backbone\"";
+    check(&Size { of_heads, vocab: 20_000, hidden: 768, length: 128, stage: soft, ..LLAMA });
+}
+
+#[test]
 fn the_planned_peak_with_moments_of_8_bits_is_the_runs() {
     check(&Size { optimizer: "adamw8bit", ..LLAMA });
 }
