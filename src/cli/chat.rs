@@ -196,7 +196,7 @@ impl Chat<'_> {
     fn toggle(&mut self) -> String {
         self.is_plain = !self.is_plain;
         match (self.guesses, self.is_plain) {
-            (None, _) => "decoding is plain already: no --heads were given".into(),
+            (None, _) => "decoding is already plain: there is no --heads or --drafter".into(),
             (Some(guesses), true) => format!("plain decoding from here on; /plain switches back to {guesses}"),
             (Some(guesses), false) => format!("decoding with {guesses} from here on"),
         }

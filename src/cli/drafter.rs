@@ -33,14 +33,14 @@ pub mod spec;
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Decoding")]
 pub struct DrafterFlags {
-    /// What drafts the guesses: medusa (heads) or model:PATH (a smaller model with the same vocabulary); without any training ngram (prompt
-    /// lookup: proposes what followed earlier occurrences of the last tokens; pays off where answers repeat the prompt, as in summaries
-    /// and edits), recycling (the tokens that were probable after the same token before) or lookahead (n-grams that a window of guesses
-    /// beside the text comes to). A+B joins the guesses of drafters in one tree. Heads are those of --heads, or of medusa:PATH; a PATH is
-    /// a folder or Hub id [default: the drafter that --heads were trained for, else none].
+    /// What drafts the guesses: medusa, hydra or hydra++ (heads), or model:PATH (a smaller model with the same vocabulary). Without
+    /// training: ngram (prompt lookup: proposes what followed earlier occurrences of the last tokens; pays off where answers repeat the
+    /// prompt, as in summaries and edits), recycling (the tokens that were probable after the same token before) or lookahead (n-grams
+    /// from a window of guesses beside the text). A+B joins the guesses of drafters in one tree. Heads are those of --heads, or of their
+    /// own path, as in medusa:PATH; a PATH is a folder or Hub id [default: the drafter that --heads were trained for, else none].
     #[arg(long, value_name = "DRAFTER")]
     pub drafter: Option<DrafterSpec>,
-    /// How many tokens a draft model guesses at each step, without --tree [default: 4].
+    /// How many tokens a draft model guesses at each step, unless --tree gives it a tree [default: 4].
     #[arg(long, value_name = "N")]
     pub draft_tokens: Option<NonZeroUsize>,
 }

@@ -11,7 +11,7 @@ use crate::model::llama::Llama;
 use crate::model::new_tokens::NewTokens;
 use crate::torch::guard;
 
-/// Tokens are read so many at a time, which bounds what their logits take.
+/// The number of tokens that are read at a time, which bounds the memory of their logits.
 const CHUNK: usize = 128;
 
 /// The sum of log p(token | all before it) over `text`, at temperature 1; 0 for no text.

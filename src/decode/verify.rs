@@ -90,7 +90,8 @@ fn after_drawn(guesses: &DrawnChildren, logits_1v: &Tensor, sampler: &mut Sample
     Chosen::on_host(token.unwrap_or(NO_TOKEN))
 }
 
-/// A path, as far as tokens can be chosen, and the most probable token after it. `path` gets each node's token, and the most probable token after each node.
+/// A path, as far as tokens can be chosen, and the most probable token after it. `path` gets each node's token, and the most probable
+/// token after each node.
 fn best_after(logits_nv: &Tensor, tokens_n: &Tensor, path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>) -> Verdict {
     let best_n = most_probable(logits_nv);
     let rows: Vec<i64> = to_host(&Tensor::cat(&[tokens_n, &best_n], 0));

@@ -18,6 +18,7 @@ const SHORTEST_NGRAM: usize = 1;
 const CONTINUATION: usize = 8;
 /// Largest number of guesses in a tree.
 const NODES: usize = 12;
+
 /// Guesses by looking up the last tokens in the text so far.
 #[derive(Debug)]
 pub struct NgramDrafter<'a> {
@@ -47,8 +48,8 @@ impl Drafter for NgramDrafter<'_> {
 fn continuations(ids: &[i64]) -> TokenTree {
     let last = || ids.iter().rev().take(LONGEST_NGRAM);
     let matched = |end: usize| ids[..end].iter().rev().zip(last()).take_while(|(a, b)| a == b).count();
-    let mut ends: Vec<(usize, usize)> = (1..ids.len()).rev().map(|end| (matched(end), end)).collect();
-    ends.retain(|&(length, _)| length >= SHORTEST_NGRAM);
+    let matches = (1..ids.len()).rev().map(|end| (matched(end), end));
+    let mut ends: Vec<(usize, usize)> = matches.filter(|&(length, _)| length >= SHORTEST_NGRAM).collect();
     ends.sort_by_key(|&(length, _)| Reverse(length)); // stable: keeps the latest first
     let mut tree = TokenTree::new(ids.last().copied().expect("a text has a root"));
     for (_, end) in ends {

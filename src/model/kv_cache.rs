@@ -11,6 +11,7 @@ use crate::torch::bytes;
 
 /// Room for tokens grows by whole blocks.
 const BLOCK: i64 = 256;
+
 /// Keys and values of all layers and rows.
 #[derive(Debug)]
 pub struct KvCache {
@@ -195,7 +196,7 @@ impl KvCache {
         &self.layers[layer]
     }
 
-    /// Room for so many rows of so many tokens; what is there stays.
+    /// Makes room for a number of rows and tokens; what is there stays.
     fn reserve(&mut self, rows: i64, tokens: i64) {
         let [l, has_rows, planes, has_tokens, d] = self.sizes.map(|size| size as i64);
         if rows <= has_rows && tokens <= has_tokens {

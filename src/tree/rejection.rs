@@ -51,9 +51,9 @@ impl DrawnChildren {
 ///              = min(pᵢ(t), qᵢ(t)) + max(0, pᵢ(t) - qᵢ(t)) = pᵢ(t),
 /// ```
 ///
-/// because Σₛ max(0, pᵢ(s) - qᵢ(s)) = Σₛ (pᵢ(s) - min(pᵢ(s), qᵢ(s))) = 1 - Σₛ min(pᵢ(s), qᵢ(s)). A guess that the tree leaves out may stand in the
-/// list: if it is accepted, the path ends there. But whether a node is in the tree must not depend on the guesses below it, or these would
-/// no longer be distributed as their qᵢ.
+/// because Σₛ max(0, pᵢ(s) - qᵢ(s)) = Σₛ (pᵢ(s) - min(pᵢ(s), qᵢ(s))) = 1 - Σₛ min(pᵢ(s), qᵢ(s)). A guess that the tree leaves out may
+/// stand in the list: if it is accepted, the path ends there. But whether a node is in the tree must not depend on the guesses below it,
+/// or these would no longer be distributed as their qᵢ.
 pub fn next_token(mut p: Vec<f64>, children: &DrawnChildren, mut uniform: impl FnMut() -> f64) -> Option<i64> {
     let mut sources: Vec<Vec<f64>> = children.sources.iter().map(|q| q.to_vec()).collect();
     for guess in &children.guesses {

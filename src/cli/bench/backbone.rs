@@ -41,18 +41,15 @@ pub(super) fn served(
     for other in of_all(args, rows).into_iter().filter(|other| Some(*other) != heads) {
         let one = heads.unwrap_or(other).display();
         let others = args.served.resolve(&args.backbone, Some(other), common)?;
-        let differ = |what: &str, flag: &str, [ours, theirs]: [String; 2]| {
-            let why = format!("{one} was trained with {what} {ours}, {} with {theirs}", other.display());
-            UsageError(format!("{why}: choose one for all with {flag}"))
-        };
         if served.quantization != others.quantization {
-            let both = [&served, &others].map(|served| shown(served.quantization));
-            return Err(differ("quantization", "--quantization", both).into());
+            let [ours, theirs] = [&served, &others].map(|served| shown(served.quantization));
+            let why = format!("{one} was trained with quantization {ours}, {} with {theirs}", other.display());
+            return Err(UsageError(format!("{why}: choose one for all with --quantization")).into());
         }
         let template = |served: &Served| served.template.as_ref().map(|template| template.sha256().to_owned());
         if template(&served) != template(&others) {
-            let both = ["one chat template".to_owned(), "another".to_owned()];
-            return Err(differ("", "--chat-template", both).into());
+            let why = format!("{one} and {} were trained with different chat templates", other.display());
+            return Err(UsageError(format!("{why}: choose one for all with --chat-template")).into());
         }
     }
     Ok(served)

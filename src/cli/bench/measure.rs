@@ -55,6 +55,13 @@ pub(super) enum Texts {
     Forced,
 }
 
+/// Whether the log-probability of the texts is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Scoring {
+    Off,
+    On,
+}
+
 /// Measurements of some prompts.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Measured {
@@ -120,10 +127,11 @@ impl BenchRun<'_> {
                 let request = self.setting.decoding.request(&ids, stream);
                 if !std::mem::replace(is_warm, true) {
                     let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
-                    self.each(&Request { max_new_tokens, ..request }, false)?;
+                    self.each(&Request { max_new_tokens, ..request }, Scoring::Off)?;
                     self.forget();
                 }
-                let (measured, said) = self.each(&request, is_first && self.texts() == Texts::Sampled)?;
+                let scoring = if is_first && self.texts() == Texts::Sampled { Scoring::On } else { Scoring::Off };
+                let (measured, said) = self.each(&request, scoring)?;
                 let category = prompt.category.as_deref();
                 passes.iter_mut().zip(measured).for_each(|(pass, measured)| pass.add(measured, category));
                 self.decoder.text(&said)
@@ -150,10 +158,10 @@ impl BenchRun<'_> {
 
     /// Decodes one request plainly, then with each drafter. Returns the plain answer too, with which the conversation
     /// continues.
-    fn each(&self, request: &Request, score: bool) -> anyhow::Result<(Vec<Measured>, Vec<i64>)> {
-        let scored = |new_ids: &[i64]| match score {
-            true => log_probability(&self.decoder.backbone, request.prompt, new_ids),
-            false => Ok(0.0),
+    fn each(&self, request: &Request, scoring: Scoring) -> anyhow::Result<(Vec<Measured>, Vec<i64>)> {
+        let scored = |new_ids: &[i64]| match scoring {
+            Scoring::On => log_probability(&self.decoder.backbone, request.prompt, new_ids),
+            Scoring::Off => Ok(0.0),
         };
         let plain = decode(self.plain.as_ref().unwrap_or(&self.contestants[0].decoding), Drafting::Off, request)?;
         let plain_log_p = scored(&plain.new_ids)?;

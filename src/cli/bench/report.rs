@@ -86,15 +86,15 @@ fn plain(bench: &BenchRun, passes: &[&BenchPass]) -> BenchResult {
 fn comparison(repeats: &[Measured], texts: Texts) -> DecodingComparison {
     let of = |pick: fn(&Measured) -> Tally| repeats.iter().map(pick).collect::<Vec<_>>();
     let (plain, drafted) = (of(|measured| measured.times.plain), of(|measured| measured.times.drafted));
-    let median = Comparison { plain: median(&plain), drafted: self::median(&drafted) };
+    let medians = Comparison { plain: median(&plain), drafted: median(&drafted) };
     // Only the first repeat is scored.
     let log_p = repeats.first().filter(|_| texts == Texts::Sampled).map(|first| first.log_p);
     DecodingComparison {
-        plain: figures(&plain, median.plain, log_p.map(|log_p| log_p.plain)),
-        drafted: figures(&drafted, median.drafted, log_p.map(|log_p| log_p.drafted)),
-        acceleration_rate: median.acceleration_rate(),
-        overhead: median.overhead(),
-        speedup: median.speedup(),
+        plain: figures(&plain, medians.plain, log_p.map(|log_p| log_p.plain)),
+        drafted: figures(&drafted, medians.drafted, log_p.map(|log_p| log_p.drafted)),
+        acceleration_rate: medians.acceleration_rate(),
+        overhead: medians.overhead(),
+        speedup: medians.speedup(),
         speedup_range: range(repeats.iter().map(|measured| measured.times.speedup())),
         identical: (texts == Texts::Greedy).then(|| !repeats.iter().any(|measured| measured.differ)),
     }
