@@ -4,11 +4,11 @@
 use tch::{Kind, Tensor};
 
 use super::error::{DecodeError, check_prompt};
+use crate::engine::Engine;
 use crate::engine::fastest::fastest;
-use crate::engine::{Engine, RowTokens};
+use crate::engine::prefill::prefill;
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::Llama;
-use crate::model::new_tokens::NewTokens;
 use crate::torch::guard;
 
 /// The number of tokens that are read at a time, which bounds the memory of their logits.
@@ -30,28 +30,24 @@ fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, Decod
     let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
     let all = [prompt, text].concat();
     let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
-    let mut sum = 0.0;
     let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
-    for (piece, begin) in seen.chunks(CHUNK).zip((0..).step_by(CHUNK)) {
-        let nodes = &NewTokens::chain(piece.len() as i64, &engine.backbone().config, kind, device);
-        let hidden_nh =
-            engine.extend(&mut cache, &Tensor::from_slice(piece).to_device(device), &[RowTokens { row: 0, nodes }]);
-        cache.commit(0, nodes.len());
+    let (mut log_p, mut end) = (vec![], 0);
+    let _ = prefill(CHUNK, engine, (&mut cache, 0), seen, &mut |piece, hidden_nh| {
+        let begin = end;
+        end += piece.len();
         let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
         if first < piece.len() {
             let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
-            let next = &all[begin + first + 1..=begin + piece.len()];
-            let log_p_n = score_piece(&engine.logits(&hidden_nh), next);
-            sum += log_p_n.sum(Kind::Double).double_value(&[]);
-            if sum.is_nan() {
-                let before = begin + first + 1 - prompt.len();
-                return Err(DecodeError::NotFinite {
-                    token: before + log_p_n.argmax(0, false).int64_value(&[]) as usize + 1,
-                });
-            }
+            log_p.push(score_piece(&engine.logits(&hidden_nh), &all[begin + first + 1..=end]));
         }
+    });
+    let log_p_n = Tensor::cat(&log_p, 0);
+    match log_p_n.sum(Kind::Double).double_value(&[]) {
+        sum if sum.is_nan() => {
+            Err(DecodeError::NotFinite { token: log_p_n.argmax(0, false).int64_value(&[]) as usize + 1 })
+        }
+        sum => Ok(sum),
     }
-    Ok(sum)
 }
 
 /// `[N]`: log p of the next token of each row of logits `[N, V]`.
@@ -66,7 +62,6 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::engine::prefill::prefill;
     use crate::engine::tch::TchEngine;
     use crate::model::config::LlamaConfig;
 

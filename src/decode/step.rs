@@ -168,37 +168,63 @@ impl<'a> Stepper<'a> {
     }
 
     fn drafted_step(&mut self, sequences: &mut [Sequence]) {
-        let Self { engine, cache, drafter, seen, one } = self;
-        let Some((drafter, acceptance)) = drafter else { unreachable!("asked before") };
         let texts: Vec<TextSoFar> = sequences.iter().map(Sequence::text_so_far).collect();
+        let (drafter, _) = self.drafter.as_mut().expect("asked before");
         let proposals = drafter.propose(&texts);
         let rows: Vec<RowTokens> =
             proposals.iter().zip(0..).map(|(proposal, row)| RowTokens { row, nodes: &proposal.tree.nodes }).collect();
-        let hidden_nh = engine.extend(cache, &tokens_of(&proposals), &rows);
-        let logits_nv = engine.logits(&read_of(&hidden_nh, &proposals));
+        let hidden_nh = self.engine.extend(&mut self.cache, &tokens_of(&proposals), &rows);
+        let logits_nv = self.engine.logits(&read_of(&hidden_nh, &proposals));
         let (mut nodes, mut read) = (Slices::of(&hidden_nh), Slices::of(&logits_nv));
         for (row, (sequence, proposal)) in sequences.iter_mut().zip(&proposals).enumerate() {
-            let (hidden_nh, sampler) = (nodes.next(proposal.tree.nodes.len()), sequence.sampler.clone());
+            let hidden_nh = nodes.next(proposal.tree.nodes.len());
             let logits_nv = read.next(proposal.tree.read().count() as i64);
-            let Verdict { path, accepted, next } = verify(*acceptance, proposal, &logits_nv, sequence);
-            if next.id == NO_TOKEN {
-                sequence.sampler = sampler;
-                let hidden_nh = step_alone(&**engine, (cache, row), one, *acceptance, sequence);
-                if drafter.follows() {
-                    drafter.committed(row, &CommittedTokens { ids: &accepted[..1], hidden_nh });
-                    seen[row] += 1;
-                }
-                continue;
-            }
-            cache.commit_path(row, &path);
-            if drafter.follows() {
-                let accepted = CommittedTokens { ids: &accepted, hidden_nh: rows_of(&hidden_nh, &path) };
-                drafter.verified(row, &VerifiedTree { proposal, logits_nv: &logits_nv, path: &path, accepted });
-                seen[row] += path.len();
-            }
-            let last = path.last().map_or(0, |&node| node as i64);
-            sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, last, 1)));
+            self.settle(row, sequence, proposal, [&hidden_nh, &logits_nv]);
         }
+    }
+
+    /// Verifies a row's proposal and commits the accepted path, given its nodes' hidden states and logits.
+    fn settle(
+        &mut self,
+        row: usize,
+        sequence: &mut Sequence,
+        proposal: &Proposal,
+        [hidden_nh, logits_nv]: [&Tensor; 2],
+    ) {
+        let (drafter, acceptance) = self.drafter.as_mut().expect("asked before");
+        let sampler = sequence.sampler.clone();
+        let Verdict { path, accepted, next } = verify(*acceptance, proposal, logits_nv, sequence);
+        if next.id == NO_TOKEN {
+            sequence.sampler = sampler;
+            return self.step_alone(row, sequence);
+        }
+        self.cache.commit_path(row, &path);
+        if drafter.follows() {
+            let accepted = CommittedTokens { ids: &accepted, hidden_nh: rows_of(hidden_nh, &path) };
+            drafter.verified(row, &VerifiedTree { proposal, logits_nv, path: &path, accepted });
+            self.seen[row] += path.len();
+        }
+        let last = path.last().map_or(0, |&node| node as i64);
+        sequence.go_on(&accepted, next, Some(hidden_nh.narrow(0, last, 1)));
+    }
+
+    /// One step of a sequence without guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
+    /// decoding never comes to.
+    fn step_alone(&mut self, row: usize, sequence: &mut Sequence) {
+        let (drafter, acceptance) = self.drafter.as_mut().expect("asked before");
+        let root_1 = sequence.root().on_device(self.engine.backbone().device());
+        let hidden_nh = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
+        let hidden_1h = hidden_nh.narrow(0, 0, 1);
+        let logits_1v = self.engine.logits(&hidden_1h);
+        self.cache.commit(row, 1);
+        if drafter.follows() {
+            let tokens = CommittedTokens { ids: &[sequence.root().id], hidden_nh: hidden_1h.shallow_clone() };
+            drafter.committed(row, &tokens);
+            self.seen[row] += 1;
+        }
+        sequence.see_root();
+        let next = first_root(*acceptance, &logits_1v, sequence);
+        sequence.go_on(&[sequence.root().id], next, Some(hidden_1h));
     }
 }
 
@@ -238,25 +264,6 @@ impl<'t> Slices<'t> {
 fn rows_of(hidden_nh: &Tensor, nodes: &[usize]) -> Tensor {
     let nodes: Vec<i64> = nodes.iter().map(|&node| node as i64).collect();
     hidden_nh.index_select(0, &Tensor::from_slice(&nodes).to_device(hidden_nh.device()))
-}
-
-/// One step of a sequence without guesses. A guess with NaN among its keys or values spoils its whole tree, and may be one that plain
-/// decoding never comes to. Returns the root's hidden state, `[1, H]`.
-fn step_alone(
-    engine: &dyn Engine,
-    (cache, row): (&mut KvCache, usize),
-    one: &NewTokens,
-    acceptance: Acceptance,
-    sequence: &mut Sequence,
-) -> Tensor {
-    let root_1 = sequence.root().on_device(engine.backbone().device());
-    let hidden_1h = engine.extend(cache, &root_1, &[RowTokens { row, nodes: one }]).narrow(0, 0, 1);
-    let logits_1v = engine.logits(&hidden_1h);
-    cache.commit(row, 1);
-    sequence.see_root();
-    let next = first_root(acceptance, &logits_1v, sequence);
-    sequence.go_on(&[sequence.root().id], next, Some(hidden_1h.shallow_clone()));
-    hidden_1h
 }
 
 /// `[N]`: the tokens of all proposals, one after the other.

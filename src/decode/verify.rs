@@ -5,11 +5,12 @@
 use tch::{Kind, Tensor};
 
 use super::sequence::Sequence;
-use crate::draft::{PreparedTree, Proposal};
-use crate::engine::sample::{Chosen, Sampler, distributions, entropies, tempered};
+use crate::draft::Proposal;
+use crate::engine::sample::{Chosen, Sampler, Sampling, distributions, entropies, tempered};
 use crate::model::llama::{NO_TOKEN, most_probable};
-use crate::tree::accept::{self, Acceptance};
+use crate::tree::accept::{self, Acceptance, TypicalAcceptance};
 use crate::tree::rejection::{DrawnChildren, next_token};
+use crate::tree::sparse_tree::SparseTree;
 
 /// The result of verifying a tree.
 #[derive(Debug)]
@@ -43,43 +44,110 @@ pub(super) fn verify(
     logits_nv: &Tensor,
     sequence: &mut Sequence,
 ) -> Verdict {
-    let (prepared, tree) = (&*proposal.tree, &proposal.tree.tree);
-    let [tokens_n, logits_nv] = [&proposal.tokens_n, logits_nv].map(|of_all| of_all.narrow(0, 0, tree.len() as i64));
-    let (tokens_n, logits_nv) = (&tokens_n, &logits_nv);
-    let logits_nv = match sequence.penalty.is_off() {
-        true => logits_nv.shallow_clone(),
-        false => sequence.penalty.of_tree(logits_nv, tree, &to_host::<i64>(tokens_n)),
-    };
-    let temperature = sequence.sampler.sampling().temperature.get();
+    let nodes = VerifiedNodes::new(proposal, logits_nv, sequence);
+    let above_0 = sequence.sampler.sampling().temperature.get() > 0.0;
     match acceptance {
         Acceptance::Forced { rate } => {
-            let path = accept::forced(tree, rate, sequence.steps);
-            best_after(&logits_nv, tokens_n, |_, _| path)
+            let path = accept::forced(nodes.tree(), rate, sequence.steps);
+            nodes.best_after(|_, _| path)
         }
-        Acceptance::Typical(rule) if temperature > 0.0 => {
-            let (log_p, entropy) = posterior(prepared, &logits_nv, tokens_n, temperature);
-            let path = accept::typical(tree, &log_p, &entropy, rule);
-            best_after(&logits_nv, tokens_n, |_, _| path)
+        Acceptance::Typical(rule) if above_0 => nodes.typical(rule, sequence.sampler.sampling()),
+        Acceptance::Nucleus if above_0 => nodes.nucleus(&mut sequence.sampler),
+        Acceptance::Rejection if above_0 => nodes.rejection(&mut sequence.sampler),
+        _ => nodes.best_after(|tokens, best| accept::walk(nodes.tree(), tokens, |node| best[node]).0),
+    }
+}
+
+/// The nodes of a tree without its window, with the repetition penalty applied to their logits.
+struct VerifiedNodes<'s> {
+    proposal: &'s Proposal,
+    tokens_n: Tensor,
+    logits_nv: Tensor,
+}
+
+impl<'s> VerifiedNodes<'s> {
+    fn new(proposal: &'s Proposal, logits_nv: &Tensor, sequence: &Sequence) -> Self {
+        let tree = &proposal.tree.tree;
+        let [tokens_n, logits_nv] =
+            [&proposal.tokens_n, logits_nv].map(|of_all| of_all.narrow(0, 0, tree.len() as i64));
+        let logits_nv = match sequence.penalty.is_off() {
+            true => logits_nv,
+            false => sequence.penalty.of_tree(&logits_nv, tree, &to_host::<i64>(&tokens_n)),
+        };
+        Self { proposal, tokens_n, logits_nv }
+    }
+
+    fn tree(&self) -> &'s SparseTree {
+        &self.proposal.tree.tree
+    }
+
+    fn typical(&self, rule: TypicalAcceptance, sampling: Sampling) -> Verdict {
+        let (log_p, entropy) = self.posterior(sampling.temperature.get());
+        let path = accept::typical(self.tree(), &log_p, &entropy, rule);
+        self.best_after(|_, _| path)
+    }
+
+    fn nucleus(&self, sampler: &mut Sampler) -> Verdict {
+        let Sampling { temperature, top_p } = sampler.sampling();
+        let (log_p, more_probable) = self.ranks(temperature.get());
+        let path = accept::nucleus(self.tree(), &log_p, &more_probable, top_p.get());
+        let next = sampler.next(&row(&self.logits_nv, path[path.len() - 1]));
+        Verdict::new(path, &to_host::<i64>(&self.tokens_n), next)
+    }
+
+    fn rejection(&self, sampler: &mut Sampler) -> Verdict {
+        let (tokens, mut drawn) = (to_host::<i64>(&self.tokens_n), None);
+        let guesses_below = |node: usize| {
+            let guesses = self.proposal.drawn.as_ref().map(|drawn| &drawn[node]);
+            guesses.filter(|drawn| !drawn.guesses.is_empty())
+        };
+        let mut choose = |node| match guesses_below(node) {
+            Some(guesses) => after_drawn(guesses, &row(&self.logits_nv, node), sampler),
+            None => sampler.next(&row(&self.logits_nv, node)),
+        };
+        let (path, _) = accept::walk(self.tree(), &tokens, |node| drawn.insert(choose(node)).id);
+        Verdict::new(path, &tokens, drawn.expect("the root is asked"))
+    }
+
+    /// A path, as far as tokens can be chosen, and the most probable token after it. `path` gets each node's token, and the most
+    /// probable token after each node.
+    fn best_after(&self, path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>) -> Verdict {
+        let best_n = most_probable(&self.logits_nv);
+        let rows: Vec<i64> = to_host(&Tensor::cat(&[&self.tokens_n, &best_n], 0));
+        let (tokens, best) = rows.split_at(rows.len() / 2);
+        let mut path = path(tokens, best);
+        if let Some(stuck) = path.iter().position(|&node| best[node] == NO_TOKEN) {
+            path.truncate(stuck + 1);
         }
-        Acceptance::Nucleus if temperature > 0.0 => {
-            let (log_p, more_probable) = ranks(prepared, &logits_nv, tokens_n, temperature);
-            let path = accept::nucleus(tree, &log_p, &more_probable, sequence.sampler.sampling().top_p.get());
-            let next = sequence.sampler.next(&row(&logits_nv, path[path.len() - 1]));
-            Verdict::new(path, &to_host::<i64>(tokens_n), next)
-        }
-        Acceptance::Rejection if temperature > 0.0 => {
-            let (tokens, mut drawn) = (to_host::<i64>(tokens_n), None);
-            let mut choose = |node| {
-                let (logits_1v, sampler) = (row(&logits_nv, node), &mut sequence.sampler);
-                match proposal.drawn.as_ref().map(|drawn| &drawn[node]).filter(|drawn| !drawn.guesses.is_empty()) {
-                    Some(guesses) => after_drawn(guesses, &logits_1v, sampler),
-                    None => sampler.next(&logits_1v),
-                }
-            };
-            let (path, _) = accept::walk(tree, &tokens, |node| drawn.insert(choose(node)).id);
-            Verdict::new(path, &tokens, drawn.expect("the root is asked"))
-        }
-        _ => best_after(&logits_nv, tokens_n, |tokens, best| accept::walk(tree, tokens, |node| best[node]).0),
+        let last = path[path.len() - 1];
+        let next = Chosen::in_both(best[last], best_n.narrow(0, last as i64, 1));
+        Verdict::new(path, tokens, next)
+    }
+
+    /// Log-probability of each node's token after its parent, and entropy after each node.
+    fn posterior(&self, temperature: f64) -> (Vec<f64>, Vec<f64>) {
+        let log_p_nv = log_probabilities(&self.logits_nv, temperature);
+        two_rows(&self.of_guesses(&log_p_nv), &entropies(&log_p_nv))
+    }
+
+    /// Log-probability of each node's token after its parent, and the probability of all tokens that are more probable there (of
+    /// equals, of those with lower ids: the order in which a nucleus is filled).
+    fn ranks(&self, temperature: f64) -> (Vec<f64>, Vec<f64>) {
+        let log_p_nv = log_probabilities(&self.logits_nv, temperature);
+        let log_p_n = self.of_guesses(&log_p_nv);
+        let after_parent_nv = log_p_nv.index_select(0, self.proposal.tree.parents_n());
+        let ids_v = Tensor::arange(log_p_nv.size()[1], (Kind::Int64, log_p_nv.device()));
+        let (guess_n1, id_n1) = (log_p_n.unsqueeze(1), self.tokens_n.unsqueeze(1));
+        let equal_nv = after_parent_nv.eq_tensor(&guess_n1).logical_and(&ids_v.unsqueeze(0).lt_tensor(&id_n1));
+        let before_nv = after_parent_nv.gt_tensor(&guess_n1).logical_or(&equal_nv);
+        let more_probable_n = (after_parent_nv.exp() * before_nv).sum_dim_intlist(-1, false, Kind::Double);
+        two_rows(&log_p_n, &more_probable_n)
+    }
+
+    /// Of `[N, V]` after each node, the value of each node's token after its parent, `[N]`.
+    fn of_guesses(&self, after_nv: &Tensor) -> Tensor {
+        let at_n = self.proposal.tree.parents_n() * after_nv.size()[1] + &self.tokens_n;
+        after_nv.reshape([-1]).index_select(0, &at_n)
     }
 }
 
@@ -88,47 +156,6 @@ fn after_drawn(guesses: &DrawnChildren, logits_1v: &Tensor, sampler: &mut Sample
     let p = distributions(logits_1v, sampler.sampling()).pop().flatten();
     let token = p.and_then(|p| next_token(p, guesses, || sampler.uniform()));
     Chosen::on_host(token.unwrap_or(NO_TOKEN))
-}
-
-/// A path, as far as tokens can be chosen, and the most probable token after it. `path` gets each node's token, and the most probable
-/// token after each node.
-fn best_after(logits_nv: &Tensor, tokens_n: &Tensor, path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>) -> Verdict {
-    let best_n = most_probable(logits_nv);
-    let rows: Vec<i64> = to_host(&Tensor::cat(&[tokens_n, &best_n], 0));
-    let (tokens, best) = rows.split_at(rows.len() / 2);
-    let mut path = path(tokens, best);
-    if let Some(stuck) = path.iter().position(|&node| best[node] == NO_TOKEN) {
-        path.truncate(stuck + 1);
-    }
-    let last = path[path.len() - 1];
-    let next = Chosen::in_both(best[last], best_n.narrow(0, last as i64, 1));
-    Verdict::new(path, tokens, next)
-}
-
-/// Log-probability of each node's token after its parent, and entropy after each node.
-fn posterior(prepared: &PreparedTree, logits_nv: &Tensor, tokens_n: &Tensor, temperature: f64) -> (Vec<f64>, Vec<f64>) {
-    let log_p_nv = log_probabilities(logits_nv, temperature);
-    two_rows(&of_guesses(prepared, &log_p_nv, tokens_n), &entropies(&log_p_nv))
-}
-
-/// Log-probability of each node's token after its parent, and the probability of all tokens that are more probable there (of
-/// equals, of those with lower ids: the order in which a nucleus is filled).
-fn ranks(prepared: &PreparedTree, logits_nv: &Tensor, tokens_n: &Tensor, temperature: f64) -> (Vec<f64>, Vec<f64>) {
-    let log_p_nv = log_probabilities(logits_nv, temperature);
-    let log_p_n = of_guesses(prepared, &log_p_nv, tokens_n);
-    let after_parent_nv = log_p_nv.index_select(0, prepared.parents_n());
-    let ids_v = Tensor::arange(logits_nv.size()[1], (Kind::Int64, logits_nv.device()));
-    let (guess_n1, id_n1) = (log_p_n.unsqueeze(1), tokens_n.unsqueeze(1));
-    let equal_nv = after_parent_nv.eq_tensor(&guess_n1).logical_and(&ids_v.unsqueeze(0).lt_tensor(&id_n1));
-    let before_nv = after_parent_nv.gt_tensor(&guess_n1).logical_or(&equal_nv);
-    let more_probable_n = (after_parent_nv.exp() * before_nv).sum_dim_intlist(-1, false, Kind::Double);
-    two_rows(&log_p_n, &more_probable_n)
-}
-
-/// Of `[N, V]` after each node, the value of each node's token after its parent, `[N]`.
-fn of_guesses(prepared: &PreparedTree, after_nv: &Tensor, tokens_n: &Tensor) -> Tensor {
-    let at_n = prepared.parents_n() * after_nv.size()[1] + tokens_n;
-    after_nv.reshape([-1]).index_select(0, &at_n)
 }
 
 /// Two tensors `[N]` on the host, in one copy.
