@@ -478,12 +478,20 @@ fn a_validation_loss_that_is_no_number_stops_the_run_and_is_not_written_down() {
 
 #[test]
 fn a_step_without_a_target_for_a_head_trains_and_writes_null() {
-    ["float32", "float16"].into_iter().for_each(step_without_a_target);
+    for (dtype, heads) in [
+        ("float32", "architecture = \"medusa\""),
+        ("float16", "architecture = \"medusa\""),
+        ("float32", "architecture = \"hydra\"\ndropout = 0.1"),
+        ("float32", "architecture = \"hydra++\"\n[loss]\ntargets = \"backbone\""),
+    ] {
+        step_without_a_target(dtype, heads);
+    }
 }
 
-fn step_without_a_target(dtype: &str) {
+fn step_without_a_target(dtype: &str, heads: &str) {
     let small = SmallRun::new();
     small.edit("recipe.toml", "dtype = \"float32\"", &format!("dtype = {dtype:?}"));
+    small.edit("recipe.toml", "medusa_num_layers = 1", &format!("medusa_num_layers = 1\n{heads}"));
     let (short, long) = (r#"{"input_ids": [1, 2, 3]}"#, r#"{"input_ids": [4, 5, 6, 7, 8]}"#);
     let silent = r#"{"input_ids": [4, 5, 6, 7], "labels": [-100, -100, -100, -100]}"#;
     small.write("rows.jsonl", [short, long, silent, short].join("\n"));

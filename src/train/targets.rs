@@ -19,8 +19,25 @@ pub struct BatchTargets {
     by_head: Vec<TargetTokens>,
     /// Positions whose label is outside of each head's truncated vocabulary.
     outside: Vec<Vec<i64>>,
-    /// For each sequential head the tokens between each position and the one to predict, flat.
-    previous: Vec<Vec<i64>>,
+    /// The tokens that each head reads between a position and its target.
+    previous: Vec<PreviousTokens>,
+}
+
+/// The tokens that a sequential head reads at each of its positions.
+#[derive(Debug)]
+struct PreviousTokens {
+    /// Their number per position; 0 for Medusa heads.
+    width: usize,
+    /// Position after position.
+    tokens: Vec<i64>,
+}
+
+impl PreviousTokens {
+    /// `[M, width]` on the host; `None` for Medusa heads. A micro batch may have no position of a head: M = 0.
+    fn tensor(&self) -> Option<Tensor> {
+        let positions = self.tokens.len().checked_div(self.width)?;
+        Some(Tensor::from_slice(&self.tokens).view([positions as i64, self.width as i64]))
+    }
 }
 
 /// The number of a head's targets.
@@ -69,7 +86,8 @@ impl BatchTargets {
         };
         let (by_head, outside): (Vec<TargetTokens>, Vec<_>) = all.map(of_map).unzip();
         let previous = |(head, targets): (usize, &TargetTokens)| {
-            batch.tokens_after(&targets.positions, rule.architecture.previous_tokens(head))
+            let width = rule.architecture.previous_tokens(head);
+            PreviousTokens { width, tokens: batch.tokens_after(&targets.positions, width) }
         };
         let previous = by_head.iter().enumerate().map(previous).collect();
         Self { of_lm_head: batch.targets(1), previous, by_head, outside }
@@ -96,9 +114,7 @@ impl BatchTargets {
 
     /// Targets of a head (0-based), as rows of `states` on their device.
     pub fn of_head(&self, head: usize, states: &BatchStates) -> Targets {
-        let (previous, count) = (&self.previous[head], self.by_head[head].positions.len() as i64);
-        let on_device_mj = || Tensor::from_slice(previous).view([count, -1]).to_device(states.hidden_nh.device());
-        let previous_mj = (!previous.is_empty()).then(on_device_mj);
+        let previous_mj = self.previous[head].tensor().map(|tokens_mj| tokens_mj.to_device(states.hidden_nh.device()));
         Targets { previous_mj, ..on_device(&self.by_head[head], states) }
     }
 

@@ -31,8 +31,7 @@ impl<'t> HeadInput<'t> {
     /// embedding is frozen: no gradient reaches it.
     pub fn rows(&self, backbone: &Llama) -> Tensor {
         let Some(previous_nj) = self.previous_nj else { return self.hidden_nh.shallow_clone() };
-        let [n, _] = previous_nj.size()[..] else { panic!("[N, k+1], got {previous_nj:?}") };
-        let embedded_ni = tch::no_grad(|| backbone.embed(previous_nj)).view([n, -1]);
+        let embedded_ni = tch::no_grad(|| backbone.embed(previous_nj)).flatten(1, -1);
         Tensor::cat(&[self.hidden_nh, &embedded_ni.to_kind(self.hidden_nh.kind())], 1)
     }
 }
