@@ -149,6 +149,13 @@ fn the_planned_peak_of_sequential_heads_is_the_runs() {
     check(&Size { of_heads, hidden: 768, vocab: 4000, length: 256, stage: ADAPTERS, ..LLAMA });
 }
 
+/// Most of the memory is the embedding, which is also the LM head.
+#[test]
+fn the_planned_peak_of_heads_of_low_rank_has_no_second_lm_head() {
+    let family = r#"{"tie_word_embeddings": true}"#;
+    check(&Size { family, heads: 1, of_heads: "w2_rank = 8", vocab: 96_000, length: 16, ..LLAMA });
+}
+
 #[test]
 fn the_planned_peak_of_heads_with_a_truncated_vocabulary_is_the_runs() {
     check(&Size { of_heads: "draft_vocab_size = 12000", vocab: 24_000, ..LLAMA });
