@@ -76,6 +76,36 @@ fn what_is_frozen_stays_as_it_was_and_so_does_the_teacher() {
     assert!((update["lambda0"].as_f64().expect("λ0") - 0.2 * std::f64::consts::FRAC_PI_4.sin()).abs() < 1e-12);
 }
 
+/// With λ0 of its step an evaluation would be the worse, the later it is.
+#[test]
+fn evaluations_weight_the_heads_by_the_peak_of_a_rising_lambda0() {
+    let small = small_run("[stage.medusa2]\nmedusa_heads_coefficient = 0.7\nmedusa_scheduler = \"linear\"");
+    small.edit("recipe.toml", "eval_every = 6", "eval_every = 6\nkeep_best = \"loss\"");
+    small.edit("recipe.toml", "learning_rate = 1e-2", "learning_rate = 1e-3");
+    small.train(&[]).succeeded();
+    let lines = validation(&small);
+    let at_peak = |line: &Value, lambda0: f64| {
+        let heads = line["head_losses"].as_array().expect("heads").iter().zip(1..);
+        let heads: f64 = heads.map(|(loss, head)| 0.8f64.powi(head) * loss.as_f64().expect("a loss")).sum();
+        line["lm_loss"].as_f64().expect("a loss") + lambda0 * heads
+    };
+    for line in &lines {
+        assert!((line["loss"].as_f64().expect("a loss") - at_peak(line, 0.7)).abs() < 1e-9, "{line}");
+    }
+    let judged = &lines[1..];
+    let first_best = |loss: &dyn Fn(&Value) -> f64| {
+        let best = judged.iter().min_by(|a, b| loss(a).total_cmp(&loss(b))).expect("evaluations");
+        best["step"].clone()
+    };
+    let (best, rising) = (
+        first_best(&|line| at_peak(line, 0.7)),
+        first_best(&|line| at_peak(line, 0.7 * line["step"].as_f64().expect("a step") / 24.0)),
+    );
+    assert_ne!(best, rising, "the two rules agree: one would pass for the other");
+    let config: Value = serde_json::from_str(&small.read("run/best/config.json")).expect("JSON");
+    assert_eq!(config["best"]["step"], best);
+}
+
 #[test]
 fn killed_and_resumed_it_ends_with_the_same_bytes() {
     let whole = small_run(SELF_DISTILLATION);

@@ -36,7 +36,7 @@ pub struct MetricsLine {
     pub epoch: f64,
     /// Input tokens that the run has seen; in a validation line, the tokens evaluated.
     pub tokens: Option<u64>,
-    /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2.
+    /// Σ λk·Lk in Medusa-1, L_LM + λ0·Σ λk·Lk in Medusa-2; evaluations take the peak of λ0.
     #[serde(default = "unknown", deserialize_with = "number")]
     pub loss: f64,
     /// Loss of the LM head; `None` in Medusa-1.

@@ -157,7 +157,9 @@ impl<'r> TrainingLoop<'r, '_> {
         let Some(validation) = &self.checked.validation else { return Ok(()) };
         let batches = validation.eval_batches().map(|batch| batch.map_err(DataError::from));
         let (backbone, heads, loss) = (&self.backbone, &self.state.heads, &self.plan().loss);
-        let metrics = guard("the evaluation", || evaluate(backbone, heads, batches, loss, self.lambda0()))??;
+        // The peak of λ0 at every step: with a rising λ0 the loss of better heads would be higher.
+        let lambda0 = self.plan().heads_coefficient.peak;
+        let metrics = guard("the evaluation", || evaluate(backbone, heads, batches, loss, lambda0))??;
         if !metrics.loss.is_finite() {
             return Err(StepError::EvaluationNotFinite { step: self.state.step, value: metrics.loss }.into());
         }
