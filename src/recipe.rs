@@ -14,15 +14,16 @@ use crate::data::source::{self, SourceError};
 use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
 use crate::draft::medusa::loss::LossConfig;
 use crate::files::FileError;
+use crate::formats::run_folder::RECIPE;
 use crate::hub::HubError;
 use crate::model::BackboneConfig;
 use crate::model::config::{ConfigError, LlamaConfig};
 use crate::model::lora::modules_of;
 use crate::model::peft::ADAPTER_FILE;
-use crate::numbers::Positive;
+use crate::numbers::{Fraction, Positive};
 use crate::train::TrainConfig;
 use crate::train::plan::TrainPlan;
-use crate::train::schedule::ScheduleConfig;
+use crate::train::schedule::{ScheduleConfig, ScheduleName};
 
 mod loaded;
 mod located;
@@ -171,6 +172,7 @@ impl Recipe {
             device,
             skip_bad_rows: false,
             resolved_recipe: self.resolved_toml(),
+            resolve: |text| Some(Self::parse(Path::new(RECIPE), text).ok()?.resolved_toml()),
             snapshot: None,
             sources: vec![],
         }
@@ -185,6 +187,7 @@ impl Recipe {
         exclusive(text, "data.validation", "data.validation_fraction")?;
         self.check_stage(text)?;
         self.check_targets(text)?;
+        self.check_schedule(text)?;
         check_w2(&self.heads, text)?;
         self.check_validation(text)?;
         self.check_best(text)?;
@@ -238,6 +241,16 @@ impl Recipe {
         }
         let (key, what) =
             ("loss.on_unlabelled", "loss.targets = \"backbone\" or a mix: without a label there is no other target");
+        Err(wrong(text.value(key), Mistake::Needs { key, what }))
+    }
+
+    /// A constant rate has no smallest one.
+    fn check_schedule(&self, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
+        if self.schedule.min_ratio == Fraction::ZERO || self.schedule.name != ScheduleName::Constant {
+            return Ok(());
+        }
+        let (key, what) =
+            ("schedule.min_ratio", "schedule.name = \"cosine\" or \"linear\": a constant rate stays at its peak");
         Err(wrong(text.value(key), Mistake::Needs { key, what }))
     }
 

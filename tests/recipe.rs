@@ -78,6 +78,17 @@ fn targets_are_labels_or_the_backbone_or_a_mix() {
 }
 
 #[test]
+fn a_constant_rate_has_no_smallest_one() {
+    let expected = r#"r.toml: line 15, column 13: schedule.min_ratio needs schedule.name = "cosine" or "linear": a constant rate stays at its peak; add it, or remove schedule.min_ratio
+   |
+15 | min_ratio = 0.5
+   |             ^^^"#;
+    assert_eq!(error_of("name = \"cosine\"", "name = \"constant\"\nmin_ratio = 0.5"), expected);
+    let constant = parse(&GOOD.replace("name = \"cosine\"", "name = \"constant\"")).unwrap();
+    assert_eq!(parse(&constant.resolved_toml()).unwrap(), constant, "the default is written out");
+}
+
+#[test]
 fn a_key_given_twice_is_refused() {
     let expected = r#"r.toml: line 18, column 1: duplicate key
    |

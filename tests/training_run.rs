@@ -7,6 +7,8 @@ use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant, SystemTime};
 
+use medusa::draft::medusa::heads::import::HeadsFile;
+use medusa::draft::medusa::heads::layout::{HeadPart, HeadTensor};
 use medusa::model::weights::WeightFiles;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -281,6 +283,26 @@ fn nothing_in_the_output_folder_is_ever_overwritten() {
 }
 
 #[test]
+fn a_run_begun_before_some_keys_existed_is_resumed_with_their_defaults() {
+    let small = SmallRun::new();
+    let expected = run_to_go_on(&small);
+    let recipe = small.read("run/recipe.toml");
+    let later = ["architecture", "dropout", "shared_w2", "targets", "on_unlabelled", "min_ratio"];
+    for key in later {
+        assert!(recipe.contains(&format!("\n{key} = ")), "{key} is not in\n{recipe}");
+    }
+    let is_old = |line: &&str| later.iter().all(|key| !line.starts_with(&format!("{key} = ")));
+    let old = recipe.lines().filter(is_old).collect::<Vec<_>>().join("\n");
+    small.write("run/recipe.toml", &old);
+    small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 3\nmin_ratio = 0.5");
+    small.train(&["--resume"]).failed(1, &["holds another run", "`min_ratio = 0.0`, this recipe `min_ratio = 0.5`"]);
+    small.edit("recipe.toml", "min_ratio = 0.5\n", "");
+    small.train(&["--resume"]).succeeded();
+    assert!(small.bytes("run/final/heads.safetensors") == expected);
+    assert_eq!(small.read("run/recipe.toml"), old, "the record of the run stays as it was");
+}
+
+#[test]
 fn heads_to_start_from_are_those_of_the_first_start() {
     let small = SmallRun::new();
     small.train(&[]).succeeded();
@@ -341,7 +363,6 @@ fn two_processes_never_train_in_one_folder() {
 }
 
 /// Trains and deletes the last two checkpoints, so that the run resumes from step 18; returns the final heads.
-#[cfg(unix)]
 fn run_to_go_on(small: &SmallRun) -> Vec<u8> {
     small.train(&[]).succeeded();
     let heads = small.bytes("run/final/heads.safetensors");
@@ -577,6 +598,13 @@ fn heads_of_low_rank_are_trained_inspected_and_exported_at_full_rank() {
     let told = small.medusa(&["inspect", "run/final"]).succeeded();
     assert!(told.stdout.contains("by rank 3"), "{}", told.stdout);
     small.medusa(&["export", "--heads", "run/final", "--format", "tgi", "--out", "out"]).succeeded();
+    let [own, written] = ["run/final", "out"].map(|folder| HeadsFile::open(&small.path(folder)).expect("heads"));
+    for head in 0..2 {
+        let of =
+            |file: &HeadsFile, part| file.tensor(HeadTensor { head, layer: 1, part }, Kind::Float).expect("a tensor");
+        let product_vh = of(&own, HeadPart::W2).matmul(&of(&own, HeadPart::W2Down));
+        assert!(of(&written, HeadPart::W2).allclose(&product_vh, 1e-6, 1e-7, false), "head {head}");
+    }
     let exported = small.medusa(&["inspect", "out"]).succeeded();
     assert!(!exported.stdout.contains("rank") && exported.stdout.contains("hidden size"), "{}", exported.stdout);
     small.edit("recipe.toml", "w2_rank = 3", "w2_rank = 3\nshared_lm_head = true");

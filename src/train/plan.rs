@@ -45,6 +45,8 @@ pub struct TrainPlan {
     pub skip_bad_rows: bool,
     /// The recipe with all defaults written out.
     pub resolved_recipe: String,
+    /// Writes out the defaults in the text of another recipe; `None` if it is not a valid one.
+    pub resolve: fn(&str) -> Option<String>,
     /// The Hub snapshot of the backbone, if it came from there.
     pub snapshot: Option<HubSnapshot>,
     /// Other files from the Hub.

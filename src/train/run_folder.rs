@@ -119,6 +119,8 @@ impl<'r> RunFolder<'r> {
         let another = |why| Err(TrainError::OutputTaken { path: run.into(), why });
         let recipe = run.join(RECIPE);
         let before = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
+        // A version without some of today's keys trained as their defaults do.
+        let before = (self.plan.resolve)(&before).unwrap_or(before);
         if let Some(difference) = difference(&before, &self.plan.resolved_recipe) {
             return another(format!("holds another run: {difference}; use that recipe, or another folder"));
         }
