@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use medusa::data::Watch;
 use medusa::draft::medusa::heads::import::HeadsFile;
 use medusa::draft::medusa::heads::import::notices::Notice;
+use medusa::draft::medusa::heads::layout::HeadsLayout;
 use medusa::draft::medusa::heads::{HEADS_FILE, HeadInput, Heads, HeadsArchitecture, HeadsShape};
 use medusa::formats::metrics::MetricsLine;
 use medusa::model::attention::RowMask;
@@ -330,7 +331,10 @@ fn check(name: &'static str, ways: &[(usize, bool)]) {
 fn published_files_give_the_logits_that_they_give_in_pytorch() {
     let folder = |name: &str| published(&format!("hydra/{name}"));
     let backbone = Llama::load(&folder("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("a backbone");
-    for (arch, architecture) in [("mlp", HeadsArchitecture::Hydra), ("prefix-mlp", HeadsArchitecture::HydraPlusPlus)] {
+    for (arch, architecture, layout) in [
+        ("mlp", HeadsArchitecture::Hydra, HeadsLayout::Hydra),
+        ("prefix-mlp", HeadsArchitecture::HydraPlusPlus, HeadsLayout::HydraPlusPlus),
+    ] {
         let from = folder(&format!("published_{arch}"));
         let expected = Tensor::read_safetensors(from.join("expected.safetensors")).expect("the oracle's tensors");
         let tensor = |name: &str| &expected.iter().find(|(found, _)| found == name).expect("a tensor").1;
@@ -351,7 +355,9 @@ fn published_files_give_the_logits_that_they_give_in_pytorch() {
             let worst = (got_nv - logits_knv.get(head)).abs().max().double_value(&[]);
             assert!(worst < 2e-6, "{arch}, head {head}: {worst}");
         }
-        let notices = HeadsFile::open(&from).expect("heads").notices().expect("notices");
+        let file = HeadsFile::open(&from).expect("heads");
+        assert_eq!(file.layout(), layout);
+        let notices = file.notices().expect("notices");
         assert!(matches!(&notices[..], [Notice::Tied { heads, .. }] if heads == &[1, 2, 3]), "{notices:?}");
     }
 }

@@ -57,6 +57,7 @@ fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
     for batch in Loader::new(sequences, 4, 1, None).eval_batches() {
         let batch = batch.expect("rows in memory");
         let hidden_nh = hidden_states(&batch, llama);
+        let states_nh = states(&hidden_nh, &batch, heads);
         for (ahead, (sum, count)) in (1..).zip(&mut sums) {
             let targets = batch.targets(ahead);
             *count += targets.tokens.len();
@@ -68,7 +69,7 @@ fn losses(sequences: Sequences, llama: &Llama, heads: &Heads) -> Vec<f64> {
             let targets = Targets { positions_m, tokens_m, previous_mj };
             let of_batch = match ahead {
                 1 => loss::cross_entropy_of(&llama.logits(&hidden_nh, Adapters::Off), &targets),
-                _ => loss::cross_entropy_sum(heads, ahead - 2, &hidden_nh, &targets, llama),
+                _ => loss::cross_entropy_sum(heads, ahead - 2, &states_nh, &targets, llama),
             };
             *sum += of_batch.double_value(&[]);
         }
@@ -83,9 +84,15 @@ fn hidden_states(batch: &Batch, llama: &Llama) -> Tensor {
     llama.hidden_states(&tokens_bt, &rows, Adapters::Off).view([b * t, -1])
 }
 
+/// What the heads read: of Hydra++ heads the prefix layer's output.
+fn states(hidden_nh: &Tensor, batch: &Batch, heads: &Heads) -> Tensor {
+    let hidden_bth = hidden_nh.view([batch.rows as i64, batch.length as i64, -1]);
+    heads.states_of_rows(&hidden_bth, &batch.segment_lengths).flatten(0, 1)
+}
+
 #[test]
 fn packed_rows_have_the_losses_of_rows_alone() {
-    ["medusa", "hydra"].into_iter().for_each(losses_of_packed_rows_are_those_of_rows_alone);
+    ["medusa", "hydra", "hydra++"].into_iter().for_each(losses_of_packed_rows_are_those_of_rows_alone);
 }
 
 fn losses_of_packed_rows_are_those_of_rows_alone(architecture: &str) {
@@ -93,7 +100,7 @@ fn losses_of_packed_rows_are_those_of_rows_alone(architecture: &str) {
         Llama::load(&tiny("backbone"), Kind::Float, Device::Cpu, Purpose::Training).expect("the embedded default");
     let config = format!("medusa_num_heads = {NUM_HEADS}\nmedusa_num_layers = 1\narchitecture = {architecture:?}");
     let config: HeadsConfig = toml::from_str(&config).expect("heads");
-    let heads = Heads::new(&config, llama.lm_head_weight(), None);
+    let heads = Heads::new(&config, llama.lm_head_weight(), None).with_new_prefix(&llama, 5);
     let mut generator = Generator::seeded(3);
     for (_, parameter) in heads.parameters() {
         let noise = generator.normal_like(parameter) * 0.02;

@@ -461,17 +461,21 @@ fn gradients_of_soft_targets_of_16_bits_are_those_of_float32() {
     }
 }
 
-/// A position without a label counts neither as hit nor as miss.
+/// A position without a label counts neither as hit nor as miss. Its token is -100, for which token 0 stands in the computation: it is made
+/// the best guess there.
 #[test]
 fn hits_of_soft_targets_are_those_of_the_labels() {
     let backbone = backbone();
     let heads = heads(1, false, &backbone);
     let hidden = Generator::seeded(3).normal(&[700, 24], (Kind::Float, Device::Cpu)) * 5.0;
     let SoftTargets { targets, teacher_m } = soft_targets();
-    let best = heads
-        .logits(0, &HeadInput { hidden_nh: &hidden, previous_nj: None }, &backbone)
-        .argmax(1, false)
-        .index_select(0, &targets.positions_m);
+    let unlabelled_u = targets.positions_m.masked_select(&targets.tokens_m.lt(0));
+    let hidden = hidden.index_fill(0, &unlabelled_u, 0.5);
+    let x_1h = heads.head(0).hidden(&hidden.index_select(0, &unlabelled_u.narrow(0, 0, 1)));
+    tch::no_grad(|| heads.head(0).w2().unwrap().get(0).copy_(&(x_1h.squeeze() * 100.0)));
+    let best = heads.logits(0, &HeadInput { hidden_nh: &hidden, previous_nj: None }, &backbone).argmax(1, false);
+    assert_eq!(best.index_select(0, &unlabelled_u).max(), Tensor::from(0_i64));
+    let best = best.index_select(0, &targets.positions_m);
     let tokens_m = best.where_self(&targets.tokens_m.ge(0), &targets.tokens_m);
     let soft = SoftTargets { targets: Targets { tokens_m, ..targets }, teacher_m };
     let lm_head = OutputLayer::lm_head(&backbone, Adapters::Off);
