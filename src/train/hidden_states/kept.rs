@@ -1,6 +1,6 @@
 //! A cache of hidden states on disk, filled during training.
 //!
-//! It stores the positions that the losses read. The file is created at full size, and states are
+//! It stores the positions that the losses read; all of them if the heads have a prefix layer. The file is created at full size, and states are
 //! synced before their marks: a crash never marks missing data. A run locks the file until it is complete.
 //!
 //! The states of a data row come from the batch that computed them first, in every run and after every interruption.

@@ -27,8 +27,8 @@ impl<'t> HeadInput<'t> {
         Self { hidden_nh, previous_nj: None }
     }
 
-    /// The hidden states, then the embedding of each previous token (arXiv 2402.05109, section 3): `[N, I]`. The backbone's
-    /// embedding is frozen: no gradient reaches it.
+    /// The hidden states, then the embedding of each previous token (arXiv 2402.05109, section 3): `[N, I]`. No
+    /// gradient reaches the embedding.
     pub fn rows(&self, backbone: &Llama) -> Tensor {
         let Some(previous_nj) = self.previous_nj else { return self.hidden_nh.shallow_clone() };
         let embedded_ni = tch::no_grad(|| backbone.embed(previous_nj)).flatten(1, -1);
@@ -36,7 +36,7 @@ impl<'t> HeadInput<'t> {
     }
 }
 
-/// Dropout on the input of every ResBlock and of the output layer, where Hydra's published code has it.
+/// Dropout on the input of every ResBlock and of the output layer, as in the published code of Hydra++.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadDropout {
     /// The fraction of the inputs that is dropped.
@@ -115,7 +115,8 @@ impl Head {
         Self { blocks, down, w2 }
     }
 
-    /// Applies the ResBlocks to `[N, I]` ([`HeadInput::rows`]): the input of the output layer, `[N, H]`, or `[N, R]` of a low-rank one. Computes in `x`'s dtype.
+    /// Applies the ResBlocks to `[N, I]` ([`HeadInput::rows`]): the input of the output layer, `[N, H]`, or `[N, R]` of a low-rank one.
+    /// Computes in `x`'s dtype.
     pub fn hidden(&self, x_ni: &Tensor) -> Tensor {
         self.hidden_with(x_ni, None)
     }
@@ -151,7 +152,8 @@ impl Head {
         self.w2.as_ref().and_then(Linear::bias)
     }
 
-    /// Weights and biases of every block, block after block, and A of a low-rank W2: all before [`Head::w2`], in the order of [`super::HeadsShape::tensors`].
+    /// Weights and biases of every block, block after block, and A of a low-rank W2: all before [`Head::w2`], in the order of
+    /// [`super::HeadsShape::tensors`].
     pub fn block_parameters(&self) -> Vec<&Tensor> {
         self.blocks.iter().flat_map(ResBlock::layers).chain(&self.down).flat_map(tensors_of).collect()
     }
