@@ -228,7 +228,7 @@ mod tests {
         prop::collection::vec(prop::collection::vec(segment, 1..4).prop_map(sequence), 1..20)
     }
 
-    /// Said again, the slow way: which segment a position is in, and whether the target is in the same.
+    /// The oracle: looks up the segment of each position and of its target.
     fn naive_targets(batch: &Batch, offset: usize, all: bool) -> TargetTokens {
         let mut targets = TargetTokens::default();
         for (row, lengths) in batch.segment_lengths.iter().enumerate() {
@@ -289,7 +289,7 @@ mod tests {
             for batch in Loader::new(Sequences::in_memory(sequences), size, 1, None).eval_batches() {
                 let batch = batch.unwrap();
                 prop_assert_eq!(batch.targets(offset), naive_targets(&batch, offset, false));
-                    prop_assert_eq!(batch.all_targets(offset), naive_targets(&batch, offset, true));
+                prop_assert_eq!(batch.all_targets(offset), naive_targets(&batch, offset, true));
             }
         }
 

@@ -49,7 +49,7 @@ pub enum ExportError {
         path: PathBuf,
     },
     /// Hydra heads in a format of Medusa heads.
-    #[error("--format {format}: {} holds {what}, and the programs that read this format load Medusa heads without it; use --format hydra", path.display())]
+    #[error("--format {format}: {} holds {what}, which the programs that read this format cannot load; use --format hydra", path.display())]
     HydraHeads {
         format: &'static str,
         /// Path of the heads.

@@ -81,9 +81,9 @@ pub struct DynamicRanks {
     pub runs: Vec<DynamicTrace>,
 }
 
-/// One text, token by token: entry s belongs to a step whose root is token s, and lists the right guesses of levels 1, 2, … up to the first
-/// that is no candidate or lies behind the text's end. Of each: how many candidates are likelier if the tree may have levels up to its own,
-/// one more, and so on. A tree of N nodes holds it if these are less than N.
+/// One text: `trace[s][d][e]` is the rank of a right guess. The root of the step is token s, and the guess is right at level d + 1. Its rank is
+/// the number of candidates that are likelier in a tree of at most d + 1 + e levels: a tree of N nodes holds the guess if the rank is below N. A
+/// step's levels end before the first right token that is no candidate, or at the end of the text.
 pub type DynamicTrace = Vec<Vec<Vec<usize>>>;
 
 /// The measured heads and the calibration that an export comes from.

@@ -15,7 +15,7 @@ pub struct BestSoFar {
 }
 
 impl BestSoFar {
-    /// What is the best after one more evaluation. It is the new one if its `evaluations_since` is 0.
+    /// Adds an evaluation. If it is the best so far, `evaluations_since` of the result is 0.
     #[must_use]
     pub fn after(so_far: Option<Self>, evaluation: BestEvaluation) -> Self {
         match so_far {
