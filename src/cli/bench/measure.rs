@@ -126,9 +126,7 @@ impl BenchRun<'_> {
                 let stream = Stream { seed: self.common.seed, index: at as u64, turn, sample: 0 };
                 let request = self.setting.decoding.request(&ids, stream);
                 if !std::mem::replace(is_warm, true) {
-                    let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
-                    self.each(&Request { max_new_tokens, ..request }, Scoring::Off)?;
-                    self.forget();
+                    self.warm_up(&request)?;
                 }
                 let scoring = if is_first && self.texts() == Texts::Sampled { Scoring::On } else { Scoring::Off };
                 let (measured, said) = self.each(&request, scoring)?;
@@ -142,13 +140,26 @@ impl BenchRun<'_> {
             }
             counter.inc();
         }
+        self.check_any_fits(&passes)?;
+        Ok(passes)
+    }
+
+    fn check_any_fits(&self, passes: &[BenchPass]) -> anyhow::Result<()> {
         let nothing = passes.iter().any(|pass| pass.all.times.plain.steps == 0 && pass.too_long > 0);
         anyhow::ensure!(
             !nothing,
             "no prompt fits the backbone's context of {} tokens; use shorter prompts",
             self.decoder.backbone.config.max_position_embeddings
         );
-        Ok(passes)
+        Ok(())
+    }
+
+    /// Decodes the start of a request once with everyone, unmeasured.
+    fn warm_up(&self, request: &Request) -> anyhow::Result<()> {
+        let max_new_tokens = request.max_new_tokens.min(WARM_UP_TOKENS);
+        self.each(&Request { max_new_tokens, ..*request }, Scoring::Off)?;
+        self.forget();
+        Ok(())
     }
 
     /// No repeat may profit from the ones before.

@@ -13,7 +13,7 @@ use crate::formats::bench::SweptValue;
 use crate::numbers::Positive;
 
 /// How to decode for one result: the flags, except the swept one.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Setting {
     pub(super) swept: Option<SweptValue>,
     pub(super) decoding: DecodingFlags,
@@ -38,33 +38,35 @@ pub(super) fn settings(args: &BenchArgs) -> anyhow::Result<Vec<Setting>> {
     }
     check_without_heads(args)?;
     check_forced(args)?;
-    let base = || Setting { swept: None, decoding: args.decoding.clone(), nodes: args.nodes, context: None, forced };
-    let Some(sweep) = &args.sweep else { return Ok(vec![base()]) };
-    let with = |decoding| Setting { decoding, ..base() };
-    let settings: Vec<Setting> = match sweep {
-        SweepFlag::Nodes(sizes) => {
-            check_sizes(args)?;
-            sizes.iter().map(|&nodes| Setting { nodes: Some(nodes), ..base() }).collect()
+    let base = Setting { swept: None, decoding: args.decoding.clone(), nodes: args.nodes, context: None, forced };
+    match &args.sweep {
+        None => Ok(vec![base]),
+        Some(sweep) => {
+            check_sweep(args, sweep)?;
+            Ok(swept(sweep, &base))
         }
+    }
+}
+
+/// A setting for each value of the sweep.
+fn swept(sweep: &SweepFlag, base: &Setting) -> Vec<Setting> {
+    let with = |decoding| Setting { decoding, ..base.clone() };
+    let settings: Vec<Setting> = match sweep {
+        SweepFlag::Nodes(sizes) => sizes.iter().map(|&nodes| Setting { nodes: Some(nodes), ..base.clone() }).collect(),
         SweepFlag::PosteriorThreshold(thresholds) => {
-            check_typical(args)?;
-            let flags = |&posterior_threshold| DecodingFlags { posterior_threshold, ..args.decoding.clone() };
+            let flags = |&posterior_threshold| DecodingFlags { posterior_threshold, ..base.decoding.clone() };
             thresholds.iter().map(flags).map(with).collect()
         }
         SweepFlag::Context(lengths) => {
-            lengths.iter().try_for_each(|length| check_context(args, length.get()))?;
-            lengths.iter().map(|length| Setting { context: Some(length.get()), ..base() }).collect()
+            lengths.iter().map(|length| Setting { context: Some(length.get()), ..base.clone() }).collect()
         }
         SweepFlag::Temperature(temperatures) => {
-            let flags = |&temperature| DecodingFlags { temperature, ..args.decoding.clone() };
+            let flags = |&temperature| DecodingFlags { temperature, ..base.decoding.clone() };
             temperatures.iter().map(flags).map(with).collect()
         }
     };
-    Ok(settings
-        .into_iter()
-        .zip(sweep.values())
-        .map(|(setting, swept)| Setting { swept: Some(swept), ..setting })
-        .collect())
+    let named = |(setting, swept)| Setting { swept: Some(swept), ..setting };
+    settings.into_iter().zip(sweep.values()).map(named).collect()
 }
 
 impl Setting {
@@ -110,6 +112,15 @@ pub(super) fn no_fixed_tree(spec: &DrafterSpec) -> UsageError {
     UsageError(format!(
         "--force-acceptance-rate accepts a path in a tree that is the same at every step; --drafter {spec} makes a new tree at every step"
     ))
+}
+
+fn check_sweep(args: &BenchArgs, sweep: &SweepFlag) -> anyhow::Result<()> {
+    match sweep {
+        SweepFlag::Nodes(_) => check_sizes(args),
+        SweepFlag::PosteriorThreshold(_) => check_typical(args),
+        SweepFlag::Context(lengths) => lengths.iter().try_for_each(|length| check_context(args, length.get())),
+        SweepFlag::Temperature(_) => Ok(()),
+    }
 }
 
 fn check_sizes(args: &BenchArgs) -> anyhow::Result<()> {

@@ -8,7 +8,7 @@ use tch::{Device, Kind, no_grad};
 use super::super::levels::LevelDrafter;
 use super::*;
 use crate::draft::{Drafter, Proposal};
-use crate::engine::sample::{Chosen, Sampling, Stream};
+use crate::engine::sample::{Chosen, Sampling, Stream, distributions};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;
 use crate::model::attention::RowMask;
