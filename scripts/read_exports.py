@@ -26,7 +26,7 @@ def bfloat16(bits):
 
 
 def read(path):
-    """Every tensor of a safetensors file as float32, with its dtype. Parsed by hand, since numpy has no bfloat16."""
+    """Every tensor of a safetensors file as float32, or int64, with its dtype. Parsed by hand, since numpy has no bfloat16."""
     data = pathlib.Path(path).read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
@@ -38,6 +38,8 @@ def read(path):
         raw = data[start:end]
         if info["dtype"] == "BF16":
             numbers = bfloat16(np.frombuffer(raw, np.uint16))
+        elif info["dtype"] == "I64":
+            numbers = np.frombuffer(raw, np.int64)
         else:
             numbers = np.frombuffer(raw, FLOATS[info["dtype"]]).astype(np.float32)
         tensors[name] = (numbers.reshape(info["shape"]), info["dtype"])
@@ -58,6 +60,8 @@ def read_with_the_library(path):
 
 def rounded(tensor, dtype):
     """Rounds to DTYPE and back, ties to even, as every framework does."""
+    if tensor.dtype == np.int64:
+        return tensor
     if dtype == "float16":
         return tensor.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
@@ -80,10 +84,11 @@ def check(holds, message):
 
 
 class Heads:
-    """Heads in memory: (blocks, W2) of each."""
+    """Heads in memory: (blocks, W2) of each, and the tokens of their outputs if they are not all tokens."""
 
-    def __init__(self, heads):
+    def __init__(self, heads, token_map=None):
         self.heads = heads
+        self.token_map = token_map
 
     @classmethod
     def by_names(cls, tensors, count, layers, name, lm_head=None):
@@ -185,6 +190,9 @@ def vllm(folder, _):
     if not config.get("medusa_fc_bias", False):
         loaded = {name: tensor for name, tensor in loaded.items() if not re.fullmatch(r"blocks\..*\.bias", name)}
     vocab = config.get("truncated_vocab_size") or config["vocab_size"]
+    token_map = loaded.pop("token_map", None)
+    check((token_map is None) == (vocab == config["vocab_size"]), "a token_map goes with a truncated_vocab_size, and only with one")
+    check(token_map is None or token_map.shape == (vocab,), "token_map is not [truncated_vocab_size]")
     shared = config.get("original_lm_head", False)
     if shared:
         lm_head = loaded.pop("lm_head.weight")
@@ -197,7 +205,7 @@ def vllm(folder, _):
     check(not loaded, f"vLLM would leave out {sorted(loaded)}")
     check(all(w.shape == (vocab, config["hidden_size"]) for w in w2), "W2 is not [vocab_size, hidden_size]")
     check(names == set(raw), "safetensors reads other names")
-    return Heads(list(zip(blocks, w2))), raw
+    return Heads(list(zip(blocks, w2)), token_map), raw
 
 
 def backbone_files(folder):
@@ -242,10 +250,12 @@ def main(trained, backbone, dtype, folders):
     of_base = backbone_files(backbone)
     lm_head = of_base.get("lm_head.weight", of_base["model.embed_tokens.weight"])[0]
     tensors = {name: rounded(tensor, dtype) for name, (tensor, _) in read(trained).items()}
+    token_map, one_w2 = tensors.pop("token_map", None), tensors.pop("w2.weight", None)
     count = 1 + max(int(name.split(".")[0]) for name in tensors)
     layers = 1 + max(int(name.split(".")[1]) for name in tensors if "linear" in name)
     has_w2 = f"0.{layers}.weight" in tensors
-    expected = Heads.by_names(tensors, count, layers, plain(), None if has_w2 else rounded(lm_head, dtype))
+    shared = rounded(lm_head, dtype) if one_w2 is None else one_w2
+    expected = Heads.by_names(tensors, count, layers, plain(), None if has_w2 else shared)
     hidden = expected.heads[0][0][0][0].shape[0]
     x = np.sin(np.arange(3 * hidden, dtype=np.float64)).reshape(3, hidden)
     for format, folder in folders:
@@ -253,7 +263,8 @@ def main(trained, backbone, dtype, folders):
             heads, raw = MERGED[format](folder, backbone)
         else:
             heads, raw = ALONE[format](folder, rounded(lm_head, dtype))
-        dtypes = {dtype for _, dtype in raw.values()}
+        dtypes = {dtype for _, dtype in raw.values()} - {"I64"}
+        check(np.array_equal(heads.token_map, token_map), f"{format}: outputs of other tokens")
         check(dtypes == {{"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]}, f"{format}: {dtypes}, not {dtype}")
         check(len(heads.heads) == count, f"{format}: {len(heads.heads)} heads, not {count}")
         for number, (got, want) in enumerate(zip(heads.heads, expected.heads)):
