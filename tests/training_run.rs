@@ -646,6 +646,13 @@ fn token_rows(small: &SmallRun, name: &str, key: &str) -> Vec<Vec<i64>> {
     small.read(name).lines().map(|row| serde_json::from_value(ids(row)).expect("token ids")).collect()
 }
 
+/// The 24 tokens of a file's map.
+fn token_map(small: &SmallRun, file: &str) -> Vec<i64> {
+    let files = WeightFiles::open_file(&small.path(file)).expect("heads");
+    let tokens = files.mapped_as("token_map", &[24], Kind::Int64).expect("a token map");
+    Vec::try_from(tokens).expect("int64")
+}
+
 #[test]
 fn a_truncated_vocabulary_is_counted_kept_resumed_and_exported_to_vllm() {
     let small = SmallRun::new();
@@ -664,11 +671,7 @@ fn a_truncated_vocabulary_is_counted_kept_resumed_and_exported_to_vllm() {
     expected.sort_by_key(|&token| (std::cmp::Reverse(counts[token]), token));
     expected.truncate(24);
     expected.sort_unstable();
-    let map = |file: &str| {
-        let files = WeightFiles::open_file(&small.path(file)).expect("heads");
-        let tokens = files.mapped_as("token_map", &[24], Kind::Int64).expect("a token map");
-        Vec::<i64>::try_from(tokens).expect("int64")
-    };
+    let map = |file: &str| token_map(&small, file);
     assert_eq!(map("run/final/heads.safetensors"), expected.iter().map(|&token| token as i64).collect::<Vec<_>>());
     let inspected = small.medusa(&["inspect", "run/final"]).succeeded();
     assert!(inspected.stdout.contains("truncated vocabulary 24 by rank 5, one W2"), "{}", inspected.stdout);
@@ -687,7 +690,12 @@ fn a_truncated_vocabulary_is_counted_kept_resumed_and_exported_to_vllm() {
     }
     small.train(&["--resume"]).succeeded();
     assert!(whole == small.bytes("run/final/heads.safetensors"), "a resumed run has other heads");
-    // Exports.
+    truncated_heads_go_to_vllm(&small);
+    heads_to_start_from_keep_their_tokens(&small);
+}
+
+fn truncated_heads_go_to_vllm(small: &SmallRun) {
+    let map = |file: &str| token_map(small, file);
     let export = |format: &str| small.medusa(&["export", "--heads", "run/final", "--format", format, "--out", format]);
     for format in ["heads", "tgi", "tensorrt-llm", "merged", "hydra"] {
         export(format).failed(2, &["a truncated vocabulary of 24 tokens", "use --format vllm"]);
@@ -701,8 +709,12 @@ fn a_truncated_vocabulary_is_counted_kept_resumed_and_exported_to_vllm() {
     );
     let found = small.medusa(&["inspect", "vllm"]).succeeded();
     assert!(found.stdout.contains("truncated vocabulary 24, one W2"), "{}", found.stdout);
-    // Training from heads keeps their map, though other tokens are frequent now.
-    let reversed = token_rows(&small, "rows.jsonl", "input_ids")
+}
+
+/// Training from heads keeps their map, though other tokens are frequent now.
+fn heads_to_start_from_keep_their_tokens(small: &SmallRun) {
+    let map = |file: &str| token_map(small, file);
+    let reversed = token_rows(small, "rows.jsonl", "input_ids")
         .into_iter()
         .map(|row| row.iter().map(|token| 47 - token).collect());
     let reversed = reversed.map(|row: Vec<i64>| format!("{{\"input_ids\": {row:?}}}\n")).collect::<String>();

@@ -182,7 +182,8 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn own_kernels_guess_what_libtorch_does() {
-        let cases = [(50, 1, false, 3, false), (50, 3, true, 4, false), (0, 2, false, 3, false), (50, 1, false, 3, true)];
+        let cases =
+            [(50, 1, false, 3, false), (50, 3, true, 4, false), (0, 2, false, 3, false), (50, 1, false, 3, true)];
         for (vocab_size, medusa_num_layers, w2_bias, medusa_num_heads, shared_w2) in cases {
             let config = LlamaConfig::tiny();
             let hidden_size = config.hidden_size;
@@ -196,7 +197,6 @@ mod tests {
                 w2_bias,
                 shared_w2,
                 w2_rank: if shared_w2 { 5 } else { 0 },
-                ..HeadsShape::default()
             };
             // Values that are exact in bfloat16; activations are rounded between layers.
             let exact = |tensor: Tensor| tensor.to_kind(Kind::BFloat16).to_kind(Kind::Float);
