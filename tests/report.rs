@@ -265,6 +265,18 @@ fn what_is_missing_is_left_out_and_the_page_says_what_makes_it() {
 }
 
 #[test]
+fn a_tree_that_is_chosen_at_each_step_and_the_kind_of_heads_are_told() {
+    let runs = Runs::new();
+    runs.full("a");
+    runs.write("a/recipe.toml", RECIPE.replace("[stage", "architecture = \"hydra\"\n[stage"));
+    let limits = json!({"dynamic": {"nodes": 63, "depth": 4, "top_k": 10}, "expected_tokens_per_step": 4.25});
+    runs.write("a/tree.json", limits.to_string());
+    let text = text_of(&runs.page(&["a"]).0);
+    let told = "Chosen at each step: at most 63 nodes and 4 levels, from the best 10 guesses of a node; 4.25 expected tokens per step";
+    assert!(text.contains(told) && text.contains("heads 2 architecture hydra"), "{text}");
+}
+
+#[test]
 fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
     let runs = Runs::new();
     runs.full("x/a");

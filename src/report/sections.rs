@@ -15,6 +15,7 @@ use crate::formats::latency::Latency;
 use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, LATENCY, TREE};
 use crate::tree::drawing;
 use crate::tree::search;
+use crate::tree::sparse_tree::SparseTree;
 
 /// Keys of provenance.json that list files with their SHA-256.
 const HASHED: [&str; 3] = ["data", "backbone_files", "init_from_files"];
@@ -62,6 +63,7 @@ fn facts(run: &Run) -> Vec<(&'static str, String)> {
         ("backbone", recipe("backbone.path")),
         ("dtype", recipe("backbone.dtype").map(|dtype| dtype + &quantized)),
         ("heads", recipe("heads.medusa_num_heads")),
+        ("architecture", recipe("heads.architecture")),
         ("ResBlocks per head", recipe("heads.medusa_num_layers")),
         ("steps", Some(steps)),
         ("state", Some(state.into())),
@@ -90,7 +92,17 @@ fn accuracies(calibration: &Calibration) -> Value {
 
 fn tree(run: &Run, id: &str) -> Option<Value> {
     let (tree, file) = run.tree.as_ref()?;
-    let tree = tree.as_static()?;
+    Some(json!({
+        "nodes": tree.nodes(),
+        "depth": tree.depth(),
+        "expected_per_step": file.expected_tokens_per_step.map(number),
+        "expected_per_second": file.expected_tokens_per_second.map(number),
+        "top_k": file.dynamic.map(|limits| limits.top_k),
+        "drawing": tree.as_static().map(|tree| tree_drawing(tree, run, id)),
+    }))
+}
+
+fn tree_drawing(tree: &SparseTree, run: &Run, id: &str) -> Value {
     // A calibration with fewer heads or guesses than the tree belongs to another tree.
     let guesses =
         |calibration: &Calibration| calibration.heads.iter().map(|head| head.accuracy.len()).min().unwrap_or(0);
@@ -98,15 +110,11 @@ fn tree(run: &Run, id: &str) -> Option<Value> {
     let calibration = run.calibration.as_ref().filter(fits);
     let probabilities = calibration.map(|calibration| search::node_probabilities(tree, &calibration.counts_for(tree)));
     let leaves = (0..tree.len()).filter(|&node| tree.children(node).is_empty()).count();
-    Some(json!({
+    json!({
         "svg": drawing::draw_in_page(tree, probabilities.as_deref(), &format!("{id}-tree")),
         "is_wide": leaves > WIDE_TREE,
-        "nodes": tree.choices().len(),
-        "depth": tree.max_depth(),
-        "expected_per_step": file.expected_tokens_per_step.map(number),
-        "expected_per_second": file.expected_tokens_per_second.map(number),
         "has_probabilities": probabilities.is_some(),
-    }))
+    })
 }
 
 fn times(latency: &Latency, id: &str) -> Value {
