@@ -40,7 +40,7 @@ pub struct BackbonePass<'r> {
     /// `None` if the LM head is frozen.
     lm_target: Option<LmTarget>,
     /// `None` if the backbone is frozen, and at evaluation.
-    way_back: Option<WayBack<'r>>,
+    kept: Option<KeptBackbonePass<'r>>,
 }
 
 /// The LM head's training target.
@@ -53,7 +53,7 @@ enum LmTarget {
 
 /// A forward pass that waits for the gradient of its hidden states.
 #[derive(Debug)]
-struct WayBack<'r> {
+struct KeptBackbonePass<'r> {
     tape: Tape<'r>,
     size_bth: Vec<i64>,
     /// `[N, H]` float32: every loss adds the gradient of the hidden states here.
@@ -101,9 +101,9 @@ impl<'r> TrainingBackbone<'r> {
         let size_bth = hidden_bth.size();
         let hidden_nh = hidden_bth.view([-1, size_bth[2]]);
         let dhidden_nh = Tensor::zeros(hidden_nh.size(), (Kind::Float, hidden_nh.device()));
-        let way_back = Some(WayBack { tape, size_bth, dhidden_nh });
+        let kept = Some(KeptBackbonePass { tape, size_bth, dhidden_nh });
         let dropout = self.dropout(step, micro);
-        Ok(BackbonePass { dropout, lm_target, way_back, ..self.pass(BatchStates::all(hidden_nh), adapters) })
+        Ok(BackbonePass { dropout, lm_target, kept, ..self.pass(BatchStates::all(hidden_nh), adapters) })
     }
 
     /// Evaluates a batch with adapters and without dropout; keeps nothing for a backward pass.
@@ -126,7 +126,7 @@ impl<'r> TrainingBackbone<'r> {
     /// The pass of a frozen backbone.
     fn pass(&self, states: BatchStates, adapters: Adapters) -> BackbonePass<'r> {
         let lm_head = OutputLayer::lm_head(self.backbone, adapters);
-        BackbonePass { backbone: self.backbone, dropout: None, states, lm_head, lm_target: None, way_back: None }
+        BackbonePass { backbone: self.backbone, dropout: None, states, lm_head, lm_target: None, kept: None }
     }
 
     fn lm_target(&self, inputs: &(Tensor, RowMask)) -> LmTarget {
@@ -157,7 +157,7 @@ impl BackbonePass<'_> {
 
     /// The sum of the hidden states' gradients, `[N, H]` float32; `None` if nothing before them is trained.
     pub fn dhidden_nh(&self) -> Option<&Tensor> {
-        self.way_back.as_ref().map(|way_back| &way_back.dhidden_nh)
+        self.kept.as_ref().map(|kept| &kept.dhidden_nh)
     }
 
     /// Summed loss of the LM head, a float64 scalar; adds its gradients times `scale`. `None` if the LM head is frozen.
@@ -185,7 +185,7 @@ impl BackbonePass<'_> {
 
     /// Propagates the gradient in [`BackbonePass::dhidden_nh`] back through the backbone.
     pub fn backward(self, state: &TrainState) {
-        let Some(WayBack { tape, size_bth, dhidden_nh }) = self.way_back else { return };
+        let Some(KeptBackbonePass { tape, size_bth, dhidden_nh }) = self.kept else { return };
         tape.backward(&dhidden_nh.view(size_bth.as_slice()), &state.backbone_gradients());
     }
 }

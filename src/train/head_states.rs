@@ -14,12 +14,12 @@ use crate::train::state::TrainState;
 pub struct HeadStates<'p> {
     /// `[N, H]`, the prefix layer's output; `None` if the heads read the backbone's hidden states.
     of_prefix: Option<Tensor>,
-    way_back: Option<WayBackToHidden<'p>>,
+    kept: Option<KeptPrefixPass<'p>>,
 }
 
 /// The prefix layer's forward pass, waiting for the gradient of its output.
 #[derive(Debug)]
-struct WayBackToHidden<'p> {
+struct KeptPrefixPass<'p> {
     pass: PrefixPass<'p>,
     size_bth: Vec<i64>,
     /// `[N, H]` float32: every head adds the gradient of its inputs here.
@@ -29,19 +29,19 @@ struct WayBackToHidden<'p> {
 impl<'p> HeadStates<'p> {
     /// For training: keeps what [`HeadStates::backward`] needs.
     pub fn trained(heads: &'p Heads, pass: &BackbonePass, batch: &Batch) -> Self {
-        let Some(prefix) = heads.prefix() else { return Self { of_prefix: None, way_back: None } };
+        let Some(prefix) = heads.prefix() else { return Self { of_prefix: None, kept: None } };
         let hidden_bth = rows_of(pass, batch);
         let rows = prefix.mask(&batch.segment_lengths, batch.length as i64);
         let pass = prefix.forward_kept(&hidden_bth, &rows, pass.dhidden_nh().is_some());
         let (size_bth, output_nh) = (hidden_bth.size(), pass.output().flatten(0, 1));
         let doutput_nh = Tensor::zeros(output_nh.size(), (Kind::Float, output_nh.device()));
-        Self { of_prefix: Some(output_nh), way_back: Some(WayBackToHidden { pass, size_bth, doutput_nh }) }
+        Self { of_prefix: Some(output_nh), kept: Some(KeptPrefixPass { pass, size_bth, doutput_nh }) }
     }
 
     /// For an evaluation.
     pub fn evaluated(heads: &'p Heads, pass: &BackbonePass, batch: &Batch) -> Self {
         let of_rows = || tch::no_grad(|| heads.states_of_rows(&rows_of(pass, batch), &batch.segment_lengths));
-        Self { of_prefix: heads.prefix().map(|_| of_rows().flatten(0, 1)), way_back: None }
+        Self { of_prefix: heads.prefix().map(|_| of_rows().flatten(0, 1)), kept: None }
     }
 
     /// `[N, H]`; rows as in `pass.states`.
@@ -51,12 +51,12 @@ impl<'p> HeadStates<'p> {
 
     /// Receives the gradient of [`HeadStates::hidden_nh`], float32; `None` if nothing before the heads is trained.
     pub fn dhidden_nh<'s>(&'s self, pass: &'s BackbonePass) -> Option<&'s Tensor> {
-        self.way_back.as_ref().map(|way_back| &way_back.doutput_nh).or_else(|| pass.dhidden_nh())
+        self.kept.as_ref().map(|kept| &kept.doutput_nh).or_else(|| pass.dhidden_nh())
     }
 
     /// Propagates the gradient back through the prefix layer, to the hidden states of `pass` if these are trained.
     pub fn backward(self, pass: &BackbonePass, state: &TrainState) {
-        let Some(WayBackToHidden { pass: of_prefix, size_bth, doutput_nh }) = self.way_back else { return };
+        let Some(KeptPrefixPass { pass: of_prefix, size_bth, doutput_nh }) = self.kept else { return };
         let to_hidden = of_prefix.backward(&doutput_nh.view(size_bth.as_slice()), &state.prefix_gradients());
         if let (Some(sum), Some(gradient)) = (pass.dhidden_nh(), to_hidden) {
             let _ = sum.shallow_clone().g_add_(&gradient.view_as(sum).to_kind(Kind::Float));

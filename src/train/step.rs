@@ -278,7 +278,7 @@ impl MetricSums {
     /// What a head learns from this pass. A weight is divided by the number of targets of the whole optimizer step.
     fn objective<'p>(&self, (heads, head): (&'p Heads, usize), pass: &'p BackbonePass) -> SoftObjective<'p> {
         let (count, of) = (self.counts[head], self.config.targets);
-        let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.soft.max(1) as f64);
+        let (labels, backbone) = (of.labels() / count.labels.max(1) as f64, of.backbone() / count.all.max(1) as f64);
         let lm_head = pass.lm_head.of_tokens(heads.token_map().map(TokenMap::tokens_n));
         SoftObjective { lm_head, teacher_nh: &pass.states.hidden_nh, labels, backbone }
     }
@@ -315,8 +315,8 @@ impl MetricSums {
         let of = self.config.targets;
         let loss = |(head, count): (usize, &TargetCount)| {
             let of_labels = of.labels() * cross_entropies[head] / count.labels.max(1) as f64;
-            let of_backbone = of.backbone() * divergences[head] / count.soft.max(1) as f64;
-            (count.soft > 0).then_some(of_labels + of_backbone)
+            let of_backbone = of.backbone() * divergences[head] / count.all.max(1) as f64;
+            (count.all > 0).then_some(of_labels + of_backbone)
         };
         self.counts.iter().enumerate().map(loss).collect()
     }

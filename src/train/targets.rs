@@ -48,7 +48,7 @@ pub struct TargetCount {
     /// Labels outside of a truncated vocabulary: no target, but a miss.
     pub outside: usize,
     /// All targets.
-    pub soft: usize,
+    pub all: usize,
 }
 
 impl TargetCount {
@@ -56,7 +56,7 @@ impl TargetCount {
     pub fn add(&mut self, other: Self) {
         self.labels += other.labels;
         self.outside += other.outside;
-        self.soft += other.soft;
+        self.all += other.all;
     }
 }
 
@@ -72,7 +72,7 @@ impl BatchTargets {
         let count = move |(of_head, outside): (&TargetTokens, &Vec<i64>)| TargetCount {
             labels: labels(&of_head.tokens),
             outside: outside.len(),
-            soft: of_head.tokens.len(),
+            all: of_head.tokens.len(),
         };
         self.by_head.iter().zip(&self.outside).map(count)
     }

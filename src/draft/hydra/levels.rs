@@ -4,11 +4,11 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::cpu::team::Team;
+use crate::draft::hydra::prefix::PrefixRows;
 use crate::draft::levels::LevelGuesser;
 use crate::draft::medusa::heads::guesses::{likeliest, likeliest_of_rows};
 use crate::draft::medusa::heads::sequential::{FirstBlockSums, SequentialLayout};
 use crate::draft::medusa::heads::{HeadInput, Heads};
-use crate::draft::medusa::prefix::PrefixRows;
 use crate::draft::{CommittedTokens, TextSoFar};
 use crate::model::llama::Llama;
 use crate::model::prefix_layer::PrefixLayer;

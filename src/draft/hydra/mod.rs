@@ -2,3 +2,4 @@
 //! level, with one batched product a level.
 
 pub mod levels;
+pub mod prefix;

@@ -14,11 +14,6 @@ use crate::tree::sparse_tree::{SparseTree, TreeError};
 /// Heads or a tree that do not fit the backbone.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
-    /// Heads whose guesses depend on each other.
-    #[error(
-        "these are Hydra heads, whose guesses depend on the tokens before them; --drafter medusa needs Medusa heads"
-    )]
-    Sequential,
     /// Heads of another backbone.
     #[error(transparent)]
     Heads(#[from] HeadsMismatch),
@@ -47,11 +42,12 @@ impl<'a> MedusaDrafter<'a> {
     ///
     /// # Errors
     /// [`DraftError`] names what does not fit.
+    ///
+    /// # Panics
+    /// If the heads are sequential.
     pub fn new(backbone: &'a Llama, heads: &'a Heads, tree: &'a SparseTree) -> Result<Self, DraftError> {
         let config = &backbone.config;
-        if heads.architecture().is_sequential() {
-            return Err(DraftError::Sequential);
-        }
+        assert!(!heads.architecture().is_sequential(), "sequential heads fill trees level by level");
         heads.check_backbone(config)?;
         tree.check_fits(heads.num_heads(), heads.draft_vocab_size())?;
         let width = tree.widths().into_iter().max().unwrap_or(0);

@@ -5,5 +5,4 @@ pub mod fused_loss;
 pub mod heads;
 pub mod levels;
 pub mod loss;
-pub mod prefix;
 pub mod target_weights;

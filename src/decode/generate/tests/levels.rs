@@ -3,11 +3,11 @@
 use super::*;
 use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::hydra::levels::HydraLevels;
+use crate::draft::hydra::prefix::PrefixRows;
 use crate::draft::levels::{LevelDrafter, LevelGuesser};
 use crate::draft::medusa::heads::HeadsArchitecture;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::levels::MedusaLevels;
-use crate::draft::medusa::prefix::PrefixRows;
 use crate::draft::{CommittedTokens, Proposal, TextSoFar};
 use crate::engine::tch::TchEngine;
 use crate::formats::tree::DynamicTree;

@@ -265,8 +265,11 @@ impl HeadsFile {
     }
 
     fn prefix_name(&self, ours: &str) -> Result<String, HeadsError> {
-        let (path, name) = (self.path.clone(), ours.to_owned());
-        self.prefix.get(ours).cloned().ok_or_else(|| WeightsError::MissingTensor { path, name }.into())
+        let missing = || {
+            let (path, of_file) = (self.path.clone(), self.layout.prefix_layer().unwrap_or(PREFIX));
+            WeightsError::MissingTensor { path, name: ours.replacen(PREFIX, of_file, 1) }
+        };
+        self.prefix.get(ours).cloned().ok_or_else(|| missing().into())
     }
 
     /// Number of weights, with those of the prefix layer.
