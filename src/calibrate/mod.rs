@@ -126,41 +126,70 @@ fn count_row(
     if asked.is_empty() {
         return Ok(());
     }
-    let ids: Vec<i64> = row.input_ids.iter().map(|&id| i64::from(id)).collect();
-    let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
-    let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
-    let hidden_1th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off);
-    let hidden_th = heads.states_of_rows(&hidden_1th, &[vec![ids.len()]]).squeeze_dim(0);
+    let row = HiddenRow::new(backbone, heads, &row.input_ids);
     let chunk = (MAX_LOGITS_BYTES / (4 * backbone.config.vocab_size)).max(1) as usize;
-    let mut positions = Vec::with_capacity(asked.len());
-    for asked in asked.chunks(chunk) {
-        let at: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
-        let hidden_nh = hidden_th.index_select(0, &Tensor::from_slice(&at).to_device(backbone.device()));
-        let of_head = |head: usize| {
-            let previous_nj = previous_tokens(&ids, asked, heads.architecture().previous_tokens(head), backbone);
-            let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: previous_nj.as_ref() };
-            let targets: Vec<Option<i64>> = asked
-                .iter()
-                .map(|asked| asked.targets[head].map_or(Some(0), |token| output_of(heads, token)))
-                .collect();
-            ranks_of(&heads.logits(head, &input, backbone), &targets, counts.top_k()).ok_or(NotFinite { head })
-        };
-        let by_head = (0..heads.num_heads()).map(of_head).collect::<Result<Vec<_>, _>>()?;
-        positions.extend(asked.iter().enumerate().map(|(row, asked)| RankedPosition {
-            is_step: asked.is_step,
-            ranks: by_head.iter().zip(&asked.targets).map(|(ranks, target)| target.map(|_| ranks[row])).collect(),
-        }));
-    }
-    counts.add_text(positions);
+    let positions = asked.chunks(chunk).map(|asked| row.ranks(asked, counts.top_k())).collect::<Result<Vec<_>, _>>()?;
+    counts.add_text(positions.concat());
     for run in asked.split(|asked| !asked.is_step) {
-        let start = |asked: &AskedPosition| StepStart {
-            state_1h: hidden_th.narrow(0, asked.position as i64, 1),
-            root: ids[asked.position + 1],
-            right: asked.targets.iter().map_while(|target| *target).collect(),
-        };
-        dynamic.add(&run.iter().map(start).collect::<Vec<_>>());
+        dynamic.add(&run.iter().map(|asked| row.start(asked)).collect::<Vec<_>>());
     }
     Ok(())
+}
+
+/// A row, and what the heads read at its positions.
+struct HiddenRow<'a> {
+    backbone: &'a Llama,
+    heads: &'a Heads,
+    ids: Vec<i64>,
+    hidden_th: Tensor,
+}
+
+impl<'a> HiddenRow<'a> {
+    fn new(backbone: &'a Llama, heads: &'a Heads, input_ids: &[i32]) -> Self {
+        let ids: Vec<i64> = input_ids.iter().map(|&id| i64::from(id)).collect();
+        let tokens_bt = Tensor::from_slice(&ids).unsqueeze(0).to_device(backbone.device());
+        let mask = RowMask::causal(ids.len() as i64, &backbone.config, backbone.device());
+        let hidden_1th = backbone.hidden_states(&tokens_bt, &mask, Adapters::Off);
+        let hidden_th = heads.states_of_rows(&hidden_1th, &[vec![ids.len()]]).squeeze_dim(0);
+        Self { backbone, heads, ids, hidden_th }
+    }
+
+    /// The ranks of every head's targets among its first `top_k` guesses at the asked positions.
+    fn ranks(&self, asked: &[AskedPosition], top_k: usize) -> Result<Vec<RankedPosition>, NotFinite> {
+        let at: Vec<i64> = asked.iter().map(|asked| asked.position as i64).collect();
+        let hidden_nh = self.hidden_th.index_select(0, &Tensor::from_slice(&at).to_device(self.backbone.device()));
+        let of_head = |head: usize| self.ranks_of_head(head, &hidden_nh, asked, top_k);
+        let by_head = (0..self.heads.num_heads()).map(of_head).collect::<Result<Vec<_>, _>>()?;
+        let position = |(row, asked): (usize, &AskedPosition)| RankedPosition {
+            is_step: asked.is_step,
+            ranks: by_head.iter().zip(&asked.targets).map(|(ranks, target)| target.map(|_| ranks[row])).collect(),
+        };
+        Ok(asked.iter().enumerate().map(position).collect())
+    }
+
+    fn ranks_of_head(
+        &self,
+        head: usize,
+        hidden_nh: &Tensor,
+        asked: &[AskedPosition],
+        top_k: usize,
+    ) -> Result<Vec<usize>, NotFinite> {
+        let Self { backbone, heads, ids, .. } = self;
+        let previous_nj = previous_tokens(ids, asked, heads.architecture().previous_tokens(head), backbone);
+        let input = HeadInput { hidden_nh, previous_nj: previous_nj.as_ref() };
+        let target = |asked: &AskedPosition| asked.targets[head].map_or(Some(0), |token| output_of(heads, token));
+        let targets: Vec<Option<i64>> = asked.iter().map(target).collect();
+        ranks_of(&heads.logits(head, &input, backbone), &targets, top_k).ok_or(NotFinite { head })
+    }
+
+    /// The step that would start at an asked position.
+    fn start(&self, asked: &AskedPosition) -> StepStart {
+        StepStart {
+            state_1h: self.hidden_th.narrow(0, asked.position as i64, 1),
+            root: self.ids[asked.position + 1],
+            right: asked.targets.iter().map_while(|target| *target).collect(),
+        }
+    }
 }
 
 /// The `count` tokens after each position, `[N, count]`; `None` if a head reads none. Those behind the end are 0: nothing is predicted from
