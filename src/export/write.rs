@@ -108,30 +108,25 @@ fn write_config(folder: &Path, trained: &Trained) -> Result<(), ExportError> {
 /// The keys that the format's loader reads, without those that confuse it: TGI ignores heads whose config has
 /// `architectures`; vLLM takes every key with "num" and "heads" in it for the number of heads.
 fn config(trained: &Trained) -> Map<String, Value> {
+    let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
+    let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));
+    let recorded = recorded::keys(trained);
+    let recorded = if recorded.is_empty() { json!({}) } else { json!({TRAINING: recorded}) };
+    match joined(joined(base, keys_of_format(trained)), recorded) {
+        Value::Object(config) => config,
+        _ => unreachable!("objects were joined"),
+    }
+}
+
+/// What the programs that read the format expect in its config.json.
+fn keys_of_format(trained: &Trained) -> Value {
     let (heads, layers) = (trained.shape.medusa_num_heads, trained.shape.medusa_num_layers);
-    let written = trained.written_shape();
-    let shared = written.vocab_size == 0;
-    let version = if shared { 2 } else { 1 };
+    let version = if trained.written_shape().vocab_size == 0 { 2 } else { 1 };
     let counts = json!({"medusa_num_heads": heads, "medusa_num_layers": layers});
-    let config = match trained.format {
+    match trained.format {
         ExportFormat::Merged => counts,
         ExportFormat::ModelOpt => json!({"medusa": {"num_medusa_heads": heads, "num_medusa_layers": layers}}),
-        ExportFormat::Vllm => {
-            // vLLM reads one lm_head for all heads, whether it is the backbone's or not.
-            let config = json!({
-                "architectures": ["MedusaModel"],
-                "model_type": "medusa",
-                "hidden_size": trained.shape.hidden_size,
-                "vocab_size": trained.vocab_size(),
-                "truncated_vocab_size": trained.file.token_map().map(<[i64]>::len),
-                "num_heads": heads,
-                "num_hidden_layers": layers,
-                "medusa_fc_bias": true,
-                "original_lm_head": shared || written.shared_w2,
-                "dtype": trained.dtype.to_string(),
-            });
-            if written.shared_w2 { joined(config, json!({SHARED_W2: true})) } else { config }
-        }
+        ExportFormat::Vllm => keys_of_vllm(trained),
         // TensorRT-LLM reads each of the two spellings in a different place.
         ExportFormat::TensorRtLlm => joined(counts, json!({"num_medusa_heads": heads, "num_medusa_layers": layers})),
         ExportFormat::Heads | ExportFormat::Tgi => joined(counts, json!({"version": version.to_string()})),
@@ -143,15 +138,25 @@ fn config(trained: &Trained) -> Map<String, Value> {
             "grounded_heads": trained.shape.architecture.is_sequential(),
             "hidden_state_offset": 0,
         }),
-    };
-    let named = if trained.format.holds_backbone() { None } else { trained.base_name() };
-    let base = named.map_or(json!({}), |base| json!({"base_model_name_or_path": base}));
-    let recorded = recorded::keys(trained);
-    let recorded = if recorded.is_empty() { json!({}) } else { json!({TRAINING: recorded}) };
-    match joined(joined(base, config), recorded) {
-        Value::Object(config) => config,
-        _ => unreachable!("objects were joined"),
     }
+}
+
+fn keys_of_vllm(trained: &Trained) -> Value {
+    let written = trained.written_shape();
+    let config = json!({
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": trained.shape.hidden_size,
+        "vocab_size": trained.vocab_size(),
+        "truncated_vocab_size": trained.file.token_map().map(<[i64]>::len),
+        "num_heads": trained.shape.medusa_num_heads,
+        "num_hidden_layers": trained.shape.medusa_num_layers,
+        "medusa_fc_bias": true,
+        // vLLM reads one lm_head for all heads, whether it is the backbone's or not.
+        "original_lm_head": written.vocab_size == 0 || written.shared_w2,
+        "dtype": trained.dtype.to_string(),
+    });
+    if written.shared_w2 { joined(config, json!({SHARED_W2: true})) } else { config }
 }
 
 fn joined(mut one: Value, other: Value) -> Value {
