@@ -363,6 +363,23 @@ fn published_files_give_the_logits_that_they_give_in_pytorch() {
 }
 
 #[test]
+fn a_missing_tensor_of_the_prefix_layer_is_named_as_in_its_file() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let files = WeightFiles::open_file(&published("hydra/published_prefix-mlp/hydra_lm_head.pt")).expect("the heads");
+    let missing = "prefix_embeding_layer.layers.0.mlp.up_proj.weight";
+    let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor").copy();
+    let kept = files.names().into_iter().filter(|name| *name != missing).map(|name| (name.to_owned(), read(name)));
+    let kept: Vec<(String, Tensor)> = kept.collect();
+    assert_eq!(kept.len() + 1, files.names().len());
+    let kept: Vec<(String, &Tensor)> = kept.iter().map(|(name, tensor)| (name.clone(), tensor)).collect();
+    save(&folder.path().join(HEADS_FILE), &kept).expect("a place for weights");
+    let from = published("hydra/backbone");
+    let backbone = Llama::load(&from, Kind::Float, Device::Cpu, Purpose::Decoding).expect("a backbone");
+    let error = Heads::load(folder.path(), &backbone).expect_err("a missing tensor").to_string();
+    assert!(error.contains(missing), "{error}");
+}
+
+#[test]
 fn twenty_steps_of_hydra_heads_equal_pytorch() {
     check("hydra", &[(8, false)]);
 }
