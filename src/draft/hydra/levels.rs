@@ -85,9 +85,7 @@ impl<'a> HydraLevels<'a> {
     ) -> Vec<LikelyToken> {
         let LevelState::Sums(sums) = &mut self.state else { unreachable!("see `begin`") };
         let team = Team::of_process();
-        let tokens: Vec<i64> = frontier.iter().map(|node| node.token).collect();
-        let embedded_nh = self.backbone.embed_numbers(&tokens);
-        *sums = kernels.grow(self.level, sums, frontier.iter().map(|node| node.parent), &embedded_nh, team);
+        *sums = kernels.grow(self.level, sums, frontier, |tokens| self.backbone.embed_numbers(tokens), team);
         let logits_nv = self.heads.logits_behind_first(self.level, kernels.output(sums), self.backbone, team);
         let logits_nv = logits_nv.expect("heads with a layout are for the kernels");
         self.heads.of_tokens(likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, team))

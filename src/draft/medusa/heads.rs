@@ -29,6 +29,7 @@ pub mod import;
 pub mod layout;
 pub(in crate::draft) mod sequential;
 pub mod token_map;
+mod token_products;
 
 pub use error::{HeadsError, HeadsMismatch};
 pub use head::{Head, HeadDropout, HeadInput};
@@ -229,7 +230,7 @@ impl Heads {
     #[must_use]
     pub fn for_decoding(self) -> Self {
         let mut arena = Arena::default();
-        let sequential = SequentialLayout::new(&self.heads, &mut arena);
+        let sequential = SequentialLayout::new(&self.heads, self.vocab_size, &mut arena);
         let shared = self.shape.shared_w2;
         let own = |(k, head): (usize, Head)| if shared && k > 0 { head.without_output() } else { head };
         let heads = self.heads.into_iter().enumerate().map(own);

@@ -1,18 +1,20 @@
 //! The first blocks of sequential heads for the CPU kernels. A first block reads the hidden state and the embedding of each previous token
 //! side by side, so its product is a sum over what it reads. Here the weights of all heads are laid out by what they read: one product
-//! gives what the hidden state adds to every head, and one product a level what a node's token adds to all later heads. A node inherits the
-//! sums of its parent instead of multiplying its whole path again.
+//! gives what the hidden state adds to every head, and one product a level what a node's token adds to all later heads
+//! ([`TokenProducts`]). A node inherits the sums of its parent instead of multiplying its whole path again.
 
 // N nodes, K heads, H hidden
 use tch::{Kind, Tensor};
 
 use super::head::Head;
+use super::token_products::{KeptProducts, TokenProducts};
 use crate::cpu::arena::Arena;
 use crate::cpu::matrix::Matrix;
-use crate::cpu::rows::{add, add_silu, add_to_each};
+use crate::cpu::rows::{add_silu, add_to_each};
 use crate::cpu::team::Team;
 use crate::model::linear::{Linear, matrix_of};
 use crate::torch::bytes;
+use crate::tree::dynamic::FrontierNode;
 
 /// The weights of all first blocks. The outputs of a head are those of its linear layer, then those of its residual connection.
 #[derive(Debug)]
@@ -20,7 +22,7 @@ pub(crate) struct SequentialLayout {
     /// `[2·K·H, H]`: what multiplies the hidden state.
     of_hidden: Matrix,
     /// What multiplies the embedding of each previous token, for the heads that read it: of token i, `[2·(K-i)·H, H]`.
-    of_tokens: Vec<Matrix>,
+    of_tokens: Vec<TokenProducts>,
     /// `[2·K·H]`.
     biases: Vec<f32>,
     hidden_size: usize,
@@ -38,8 +40,8 @@ pub(crate) struct FirstBlockSums {
 }
 
 impl SequentialLayout {
-    /// `None` if the heads are not sequential, or the CPU lacks the kernels.
-    pub(super) fn new(heads: &[Head], arena: &mut Arena) -> Option<Self> {
+    /// `None` if the heads are not sequential, or the CPU lacks the kernels. `vocab_size` is the backbone's.
+    pub(super) fn new(heads: &[Head], vocab_size: i64, arena: &mut Arena) -> Option<Self> {
         let hidden_size = heads.first()?.blocks[0].res_connection.as_ref()?.dense_weight()?.size()[0];
         let part = |input: usize| {
             let readers = &heads[input.saturating_sub(1)..];
@@ -51,7 +53,9 @@ impl SequentialLayout {
         };
         let mut matrix = |input: usize| matrix_of(&part(input)?, arena);
         let of_hidden = matrix(0)?;
-        let of_tokens = (1..=heads.len()).map(matrix).collect::<Option<_>>()?;
+        let of_tokens: Vec<Matrix> = (1..=heads.len()).map(matrix).collect::<Option<_>>()?;
+        let kept = KeptProducts::of(&of_tokens, vocab_size.unsigned_abs() as usize);
+        let of_tokens = of_tokens.into_iter().map(|matrix| TokenProducts::new(matrix, kept)).collect();
         let zeros = || Tensor::zeros([hidden_size], (Kind::Float, tch::Device::Cpu));
         let biases = heads
             .iter()
@@ -70,22 +74,24 @@ impl SequentialLayout {
         FirstBlockSums { values, width, used: 0 }
     }
 
-    /// The sums of the next level's nodes: those of each node's parent, and what the embeddings of their tokens `[N, H]` add. `level` counts
-    /// from 0: the roots.
+    /// The sums of the next level's nodes: those of each node's parent, and what its token adds. `level` counts from 0: the roots; `embed`
+    /// gives the embeddings of tokens, `[N, H]`.
     pub(crate) fn grow(
         &self,
         level: usize,
         sums: &FirstBlockSums,
-        parents: impl Iterator<Item = usize>,
-        embedded_nh: &[f32],
+        nodes: &[FrontierNode],
+        embed: impl FnOnce(&[i64]) -> Vec<f32>,
         team: &Team,
     ) -> FirstBlockSums {
         let width = sums.width - sums.used;
-        let mut values = vec![0.0; embedded_nh.len() / self.hidden_size * width];
-        self.of_tokens[level].multiply_first(width, embedded_nh, &mut values, team);
-        for (values, parent) in values.chunks_exact_mut(width).zip(parents) {
-            add(values, &sums.values[parent * sums.width + sums.used..(parent + 1) * sums.width]);
+        let mut values = Vec::with_capacity(nodes.len() * width);
+        for node in nodes {
+            values
+                .extend_from_slice(&sums.values[node.parent * sums.width + sums.used..(node.parent + 1) * sums.width]);
         }
+        let tokens: Vec<i64> = nodes.iter().map(|node| node.token).collect();
+        self.of_tokens[level].add_to(&mut values, width, &tokens, embed, team);
         FirstBlockSums { values, width, used: 2 * self.hidden_size }
     }
 
