@@ -25,6 +25,8 @@ const TOGETHER: usize = 4;
 const AHEAD: usize = TOGETHER;
 /// Sums that are added up together.
 const SUMS: usize = 16;
+/// Rows of x that are multiplied together at most: their sums, and the weights, fill the registers.
+const BLOCK_ROWS: usize = 6;
 
 /// Weights `[O, I]`.
 #[derive(Debug)]
@@ -121,19 +123,11 @@ impl Matrix {
                 let next = w.as_ptr_range().end.cast::<VectorLine>().wrapping_add((AHEAD + fetched) * w.len());
                 let now = fetch.min(TOGETHER - fetched);
                 fetched += now;
-                let sums = match (block.rows, now) {
-                    (1, 4) => dots::<BF16, 4, 1>(w, lines, next),
-                    (2, 4) => dots::<BF16, 4, 2>(w, lines, next),
-                    (_, 4) => dots::<BF16, 4, 4>(w, lines, next),
-                    (1, 2) => dots::<BF16, 2, 1>(w, lines, next),
-                    (2, 2) => dots::<BF16, 2, 2>(w, lines, next),
-                    (_, 2) => dots::<BF16, 2, 4>(w, lines, next),
-                    (1, 1) => dots::<BF16, 1, 1>(w, lines, next),
-                    (2, 1) => dots::<BF16, 1, 2>(w, lines, next),
-                    (_, 1) => dots::<BF16, 1, 4>(w, lines, next),
-                    (1, _) => dots::<BF16, 0, 1>(w, lines, next),
-                    (2, _) => dots::<BF16, 0, 2>(w, lines, next),
-                    _ => dots::<BF16, 0, 4>(w, lines, next),
+                let sums = match now {
+                    4 => block_dots::<BF16, 4>(block.rows, w, lines, next),
+                    2 => block_dots::<BF16, 2>(block.rows, w, lines, next),
+                    1 => block_dots::<BF16, 1>(block.rows, w, lines, next),
+                    _ => block_dots::<BF16, 0>(block.rows, w, lines, next),
                 };
                 for r in 0..block.rows {
                     // SAFETY: these columns are the caller's.
@@ -157,15 +151,37 @@ struct OutputColumns<'y> {
     of_row: usize,
 }
 
-/// Products of `R` rows of x with 4 rows of weights, `[R, 4]`. For each line of these, `FETCH` lines of the `next` are fetched: all
-/// blocks of x together fetch the next 4 rows, so that memory is never idle.
+/// [`dots`] of a block of `rows` rows of x.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn block_dots<const BF16: bool, const FETCH: usize>(
+    rows: usize,
+    w: &[[VectorLine; TOGETHER]],
+    x: &[VectorLine],
+    next: *const VectorLine,
+) -> BlockSums {
+    match rows {
+        1 => dots::<BF16, FETCH, 1>(w, x, next),
+        2 => dots::<BF16, FETCH, 2>(w, x, next),
+        3 => dots::<BF16, FETCH, 3>(w, x, next),
+        4 => dots::<BF16, FETCH, 4>(w, x, next),
+        5 => dots::<BF16, FETCH, 5>(w, x, next),
+        _ => dots::<BF16, FETCH, 6>(w, x, next),
+    }
+}
+
+/// `[R, 4]` in the first places.
+type BlockSums = [f32; TOGETHER * BLOCK_ROWS];
+
+/// Products of `R` rows of x with 4 rows of weights. For each line of these, `FETCH` lines of the `next` are fetched: all blocks of x
+/// together fetch the next 4 rows, so that memory is never idle.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
     w: &[[VectorLine; TOGETHER]],
     x: &[VectorLine],
     next: *const VectorLine,
-) -> [f32; SUMS] {
+) -> BlockSums {
     let mut sums = [[_mm512_setzero_ps(); TOGETHER]; R];
     let (x, _) = x.as_chunks::<R>();
     for (k, (w_t, x_r)) in w.iter().zip(x).enumerate() {
@@ -178,10 +194,11 @@ fn dots<const BF16: bool, const FETCH: usize, const R: usize>(
             }
         }
     }
-    let all =
-        array::from_fn(|at| if at < R * TOGETHER { sums[at / TOGETHER][at % TOGETHER] } else { _mm512_setzero_ps() });
-    let mut out = [0.0; SUMS];
-    store(&mut out, sum_each(all));
+    let mut out = [0.0; TOGETHER * BLOCK_ROWS];
+    for (sums, out) in sums.chunks(SUMS / TOGETHER).zip(out.chunks_mut(SUMS)) {
+        let sum = |at: usize| sums.get(at / TOGETHER).map_or(_mm512_setzero_ps(), |of_row| of_row[at % TOGETHER]);
+        store(out, sum_each(array::from_fn(sum)));
+    }
     out
 }
 
@@ -207,7 +224,7 @@ fn add_product<const BF16: bool>(sum: __m512, a: VectorLine, b: VectorLine) -> _
     _mm512_dpbf16_ps(sum, a, b)
 }
 
-/// Rows of x as the kernel reads them: in blocks of 4, then 2 and 1; a block's rows line by line.
+/// Rows of x as the kernel reads them: in as few blocks as possible, of nearly equal numbers of rows; a block's rows line by line.
 struct PackedActivations {
     lines: Vec<VectorLine>,
     blocks: Vec<Block>,
@@ -226,9 +243,10 @@ impl PackedActivations {
         // SAFETY: zeros are a line.
         let zero: VectorLine = unsafe { std::mem::zeroed() };
         let mut packed = Self { lines: vec![zero; rows * matrix.row_lines], blocks: vec![] };
+        let blocks = rows.div_ceil(BLOCK_ROWS);
         let mut first = 0;
-        while first < rows {
-            let rows = [4, 2, 1].into_iter().find(|&block| block <= rows - first).unwrap_or(1);
+        for block in 0..blocks {
+            let rows = rows / blocks + usize::from(block < rows % blocks);
             let block = Block { first, rows, lines: first * matrix.row_lines..(first + rows) * matrix.row_lines };
             packed.fill(&block, &x_ni[first * matrix.inputs..(first + rows) * matrix.inputs], matrix);
             packed.blocks.push(block);
