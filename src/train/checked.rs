@@ -81,14 +81,8 @@ impl CheckedRun {
         let rule = TargetRule::new(&plan.loss, heads_shape);
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
-        if let (Some(BestBy::TokensPerStep), Some(validation)) = (plan.train.keep_best, &validation) {
-            check_halves(validation)?;
-        }
+        check_halves(&plan, validation.as_ref())?;
         let total_steps = total_steps(&plan, train.steps_per_epoch())?;
-        let warmup_steps = plan.schedule.warmup_steps;
-        if warmup_steps > total_steps {
-            return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
-        }
         let (train_report, validation_report) = (rows.train_report, rows.validation_report);
         let hidden_state_bytes = hidden_state_bytes(&plan, rule, &config, &train)?;
         Ok(Self {
@@ -149,13 +143,16 @@ impl CheckedRun {
     }
 }
 
-/// `train.max_steps`, or `train.epochs` times the steps of an epoch.
+/// `train.max_steps`, or `train.epochs` times the steps of an epoch. Warm-up must not be longer.
 fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainError> {
-    if let Some(steps) = plan.train.max_steps {
-        return Ok(steps.get());
-    }
     let epochs = plan.train.epochs.map_or(0, NonZeroUsize::get);
-    epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch })
+    let of_epochs = || epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch });
+    let total_steps = plan.train.max_steps.map_or_else(of_epochs, |steps| Ok(steps.get()))?;
+    let warmup_steps = plan.schedule.warmup_steps;
+    if warmup_steps > total_steps {
+        return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
+    }
+    Ok(total_steps)
 }
 
 /// The backbone's config and tensor names without its weights, with the adapter that it starts from.
@@ -237,8 +234,9 @@ fn check_targets(train: &Loader, rule: TargetRule) -> Result<(), TrainError> {
     missing.first().map_or(Ok(()), |&head| Err(TrainError::NoTargetForHead { head, ahead: head + 1 }))
 }
 
-/// Whether evaluations will have tokens per step.
-fn check_halves(validation: &Loader) -> Result<(), TrainError> {
+/// Checks that evaluations have tokens per step, if `train.keep_best` judges by them.
+fn check_halves(plan: &TrainPlan, validation: Option<&Loader>) -> Result<(), TrainError> {
+    let (Some(BestBy::TokensPerStep), Some(validation)) = (plan.train.keep_best, validation) else { return Ok(()) };
     let mut has_target = [false; 2];
     for batch in validation.eval_batches() {
         let batch = batch.map_err(DataError::from)?;
