@@ -516,6 +516,7 @@ fn step_without_a_target(dtype: &str, heads: &str) {
     let (short, long) = (r#"{"input_ids": [1, 2, 3]}"#, r#"{"input_ids": [4, 5, 6, 7, 8]}"#);
     let silent = r#"{"input_ids": [4, 5, 6, 7], "labels": [-100, -100, -100, -100]}"#;
     small.write("rows.jsonl", [short, long, silent, short].join("\n"));
+    small.write("validation.jsonl", [long, short].join("\n")); // each alone in its batch
     small.edit("recipe.toml", "max_length = 40", "max_length = 40\npacking = false\nshuffle = false");
     small.edit("recipe.toml", "gradient_accumulation_steps = 2", "gradient_accumulation_steps = 1");
     small.train(&[]).succeeded();
