@@ -81,7 +81,7 @@ impl SequentialLayout {
         level: usize,
         sums: &FirstBlockSums,
         nodes: &[FrontierNode],
-        embed: impl FnOnce(&[i64]) -> Vec<f32>,
+        embed: impl Fn(&[i64]) -> Vec<f32>,
         team: &Team,
     ) -> FirstBlockSums {
         let width = sums.width - sums.used;

@@ -1,8 +1,8 @@
 //! What tokens add to the first blocks of sequential heads, on the CPU kernels: the product of a token's embedding. For a small vocabulary
-//! each token's product is kept from its first use on: reading it again costs much less than reading the weights.
+//! the products of all tokens are kept: reading one costs much less than reading the weights.
 
 // N nodes, O outputs, V vocabulary
-use std::cell::RefCell;
+use std::cell::OnceCell;
 
 use crate::cpu::matrix::Matrix;
 use crate::cpu::rows::add;
@@ -10,13 +10,15 @@ use crate::cpu::team::Team;
 
 /// Bytes of all products that are kept, at most.
 const KEPT_BYTES: usize = 128 << 20;
+/// Tokens whose products are computed together.
+const TOGETHER: usize = 64;
 
 /// Whether the products of a vocabulary are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum KeptProducts {
     /// They are computed at each use.
     None,
-    /// Those of all V tokens.
+    /// Those of all V tokens, from the first use on.
     Of(usize),
 }
 
@@ -32,27 +34,14 @@ impl KeptProducts {
 #[derive(Debug)]
 pub(super) struct TokenProducts {
     matrix: Matrix,
-    kept: Option<RefCell<Kept>>,
-}
-
-/// Products of the tokens that were used so far.
-#[derive(Debug)]
-struct Kept {
-    /// `[V, O]`; the system provides the memory of a product when it is written.
-    products_vo: Vec<f32>,
-    known_v: Vec<bool>,
+    kept: KeptProducts,
+    /// `[V, O]`.
+    products_vo: OnceCell<Vec<f32>>,
 }
 
 impl TokenProducts {
     pub(super) fn new(matrix: Matrix, kept: KeptProducts) -> Self {
-        let kept = match kept {
-            KeptProducts::None => None,
-            KeptProducts::Of(v) => {
-                let (products_vo, known_v) = (vec![0.0; v * matrix.outputs()], vec![false; v]);
-                Some(RefCell::new(Kept { products_vo, known_v }))
-            }
-        };
-        Self { matrix, kept }
+        Self { matrix, kept, products_vo: OnceCell::new() }
     }
 
     /// Adds the first `width` numbers of the tokens' products to `sums`, `[N, width]`. `embed` gives the embeddings of tokens, `[N, H]`.
@@ -61,37 +50,30 @@ impl TokenProducts {
         sums: &mut [f32],
         width: usize,
         tokens: &[i64],
-        embed: impl FnOnce(&[i64]) -> Vec<f32>,
+        embed: impl Fn(&[i64]) -> Vec<f32>,
         team: &Team,
     ) {
-        let Some(kept) = &self.kept else {
+        let KeptProducts::Of(vocabulary) = self.kept else {
             let mut products = vec![0.0; sums.len()];
             self.matrix.multiply_first(width, &embed(tokens), &mut products, team);
             return add(sums, &products);
         };
-        let mut kept = kept.borrow_mut();
-        kept.learn(&self.matrix, tokens, embed, team);
+        let products_vo = self.products_vo.get_or_init(|| self.of_all(vocabulary, embed, team));
         for (sums, &token) in sums.chunks_exact_mut(width).zip(tokens) {
-            add(sums, &kept.products_vo[token as usize * self.matrix.outputs()..][..width]);
+            add(sums, &products_vo[token as usize * self.matrix.outputs()..][..width]);
         }
     }
-}
 
-impl Kept {
-    /// Computes the products of those tokens that are used for the first time.
-    fn learn(&mut self, matrix: &Matrix, tokens: &[i64], embed: impl FnOnce(&[i64]) -> Vec<f32>, team: &Team) {
-        let mut new: Vec<i64> = tokens.iter().copied().filter(|&token| !self.known_v[token as usize]).collect();
-        new.sort_unstable();
-        new.dedup();
-        if new.is_empty() {
-            return;
-        }
-        let mut products = vec![0.0; new.len() * matrix.outputs()];
-        matrix.multiply(&embed(&new), &mut products, team);
-        for (&token, product) in new.iter().zip(products.chunks_exact(matrix.outputs())) {
-            self.products_vo[token as usize * matrix.outputs()..][..matrix.outputs()].copy_from_slice(product);
-            self.known_v[token as usize] = true;
-        }
+    /// The products of all tokens, `[V, O]`.
+    fn of_all(&self, vocabulary: usize, embed: impl Fn(&[i64]) -> Vec<f32>, team: &Team) -> Vec<f32> {
+        let mut products_vo = vec![0.0; vocabulary * self.matrix.outputs()];
+        let tokens: Vec<i64> = (0..vocabulary as i64).collect();
+        let pieces = products_vo.chunks_mut(TOGETHER * self.matrix.outputs());
+        tokens
+            .chunks(TOGETHER)
+            .zip(pieces)
+            .for_each(|(tokens, products)| self.matrix.multiply(&embed(tokens), products, team));
+        products_vo
     }
 }
 
@@ -104,7 +86,7 @@ mod tests {
     #[test]
     #[cfg_attr(not(kernels), ignore = "needs AVX-512 with bfloat16")]
     fn kept_products_are_those_of_each_use() {
-        let ([outputs, inputs, vocabulary], team) = ([12, 5, 7], Team::new(1));
+        let ([outputs, inputs, vocabulary], team) = ([12, 5, 70], Team::new(1));
         let number = |at: usize| (at * 37 % 101) as f32 / 64.0;
         let weights: Vec<u8> = (0..outputs * inputs).flat_map(|at| number(at).to_ne_bytes()).collect();
         let matrix =
@@ -114,8 +96,10 @@ mod tests {
         };
         let kept = TokenProducts::new(matrix(), KeptProducts::of(&[matrix()], vocabulary));
         let computed = TokenProducts::new(matrix(), KeptProducts::None);
-        assert!(kept.kept.is_some() && KeptProducts::of(&[matrix()], 1 << 30) == KeptProducts::None);
-        for tokens in [&[3, 3, 1][..], &[1, 6, 3, 0], &[6]] {
+        assert!(
+            kept.kept == KeptProducts::Of(vocabulary) && KeptProducts::of(&[matrix()], 1 << 30) == KeptProducts::None
+        );
+        for tokens in [&[3, 3, 1][..], &[1, 66, 3, 0], &[69]] {
             for width in [4, 12] {
                 let [mut a, mut b] = [(); 2].map(|()| vec![0.5; tokens.len() * width]);
                 kept.add_to(&mut a, width, tokens, embed, &team);
@@ -123,6 +107,6 @@ mod tests {
                 assert_eq!(a, b, "{tokens:?}, {width} of {outputs} outputs");
             }
         }
-        kept.add_to(&mut [0.0; 12], 12, &[3], |_| panic!("its product is kept"), &team);
+        kept.add_to(&mut [0.0; 12], 12, &[3], |_| panic!("all products are kept"), &team);
     }
 }
