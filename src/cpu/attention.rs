@@ -52,8 +52,8 @@ pub(crate) fn attend(
         );
     }
     let shared = Shared::new(out);
-    // Whole tokens where there are enough of them, else heads.
-    let heads_of_part = if seen.len() < 2 * team.size() { 1 } else { heads.queries };
+    // The heads of one key where there are enough tokens, else single heads.
+    let heads_of_part = if seen.len() < 2 * team.size() { 1 } else { heads.queries / heads.groups };
     let part = |part: usize| {
         let first = part * heads_of_part;
         let (n, first) = (first / heads.queries, first % heads.queries);

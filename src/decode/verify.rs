@@ -2,7 +2,7 @@
 //! the numbers that the decision needs are copied to the host.
 
 // N nodes of a tree, V vocabulary
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::sequence::Sequence;
 use crate::draft::Proposal;
@@ -113,15 +113,14 @@ impl<'s> VerifiedNodes<'s> {
     /// probable token after each node.
     fn best_after(&self, path: impl FnOnce(&[i64], &[i64]) -> Vec<usize>) -> Verdict {
         let best_n = most_probable(&self.logits_nv);
-        let rows: Vec<i64> = to_host(&Tensor::cat(&[&self.tokens_n, &best_n], 0));
-        let (tokens, best) = rows.split_at(rows.len() / 2);
-        let mut path = path(tokens, best);
+        let [tokens, best] = both_to_host(&self.tokens_n, &best_n);
+        let mut path = path(&tokens, &best);
         if let Some(stuck) = path.iter().position(|&node| best[node] == NO_TOKEN) {
             path.truncate(stuck + 1);
         }
         let last = path[path.len() - 1];
         let next = Chosen::in_both(best[last], best_n.narrow(0, last as i64, 1));
-        Verdict::new(path, tokens, next)
+        Verdict::new(path, &tokens, next)
     }
 
     /// Log-probability of each node's token after its parent, and entropy after each node.
@@ -173,6 +172,16 @@ fn row(logits_nv: &Tensor, node: usize) -> Tensor {
 /// As they are sampled from: in float32.
 fn log_probabilities(logits_nv: &Tensor, temperature: f64) -> Tensor {
     tempered(logits_nv, temperature).log_softmax(-1, Kind::Float)
+}
+
+/// Two tensors of one length; a device is asked once.
+fn both_to_host(a_n: &Tensor, b_n: &Tensor) -> [Vec<i64>; 2] {
+    if a_n.device() == Device::Cpu {
+        return [a_n, b_n].map(to_host);
+    }
+    let mut a: Vec<i64> = to_host(&Tensor::cat(&[a_n, b_n], 0));
+    let b = a.split_off(a.len() / 2);
+    [a, b]
 }
 
 fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {

@@ -25,6 +25,11 @@ pub trait LevelGuesser: fmt::Debug {
     /// frontier of the call before; in the first call, whose nodes are the roots, it is the text's place in the batch.
     fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken>;
 
+    /// The tokens of [`LevelGuesser::guess`].
+    fn guess_tokens(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<i64> {
+        self.guess(frontier, top_k).into_iter().map(|guess| guess.token).collect()
+    }
+
     /// Whether there are guesses for the `text`-th text of the batch; without any, its root is proposed alone.
     fn guesses_for(&self, _text: usize) -> bool {
         true
@@ -173,10 +178,10 @@ impl StaticLevels {
         let tree = &self.prepared.tree;
         let mut tokens: Vec<Vec<i64>> = roots.iter().map(|&root| vec![root; tree.len()]).collect();
         for (level, (nodes, &width)) in self.levels.iter().zip(&self.widths).enumerate() {
-            let guesses = guesser.guess(&self.frontier(level, &tokens), width);
+            let guesses = guesser.guess_tokens(&self.frontier(level, &tokens), width);
             for (tokens, guesses) in tokens.iter_mut().zip(guesses.chunks_exact(nodes.len() * width)) {
                 for (&node, guesses) in nodes.iter().zip(guesses.chunks_exact(width)) {
-                    let guess = |child| guesses[tree.child_index(child).unwrap_or(0)].token;
+                    let guess = |child| guesses[tree.child_index(child).unwrap_or(0)];
                     tree.children(node).for_each(|child| tokens[child] = guess(child));
                 }
             }

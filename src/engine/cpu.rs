@@ -156,11 +156,13 @@ impl<'a> CpuEngine<'a> {
     fn extend_row(&self, cache: &mut KvCache, tokens_n: &Tensor, at: RowTokens) -> Tensor {
         cache.reserve_tokens(at.row, at.nodes.len());
         let (n, h) = (at.nodes.len(), self.backbone.config.hidden_size);
-        let mut x_nh = numbers(&self.backbone.embed(tokens_n));
+        let tokens: Vec<i64> = Vec::try_from(tokens_n).expect("one axis of int64");
+        let mut x_nh = self.backbone.embed_numbers(&tokens);
         for (chunk, x_nh) in x_nh.chunks_mut(TOGETHER * h as usize).enumerate() {
             self.run_tokens(cache, chunk * TOGETHER, x_nh, at);
         }
-        Tensor::from_slice(&x_nh).view([n, h]).to_kind(self.backbone.kind())
+        let hidden_nh = Tensor::from_slice(&x_nh).view([n, h]);
+        if self.number == Number::Float32 { hidden_nh } else { hidden_nh.to_kind(self.backbone.kind()) }
     }
 
     /// Runs the tokens from index `first` on through all layers. Replaces embeddings by hidden states after the final norm.

@@ -3,6 +3,7 @@
 // B texts, N nodes of a level, H hidden, K levels
 use tch::{Device, Kind, Tensor};
 
+use crate::cpu::rows::largest;
 use crate::cpu::team::Team;
 use crate::draft::hydra::prefix::PrefixRows;
 use crate::draft::levels::LevelGuesser;
@@ -57,7 +58,10 @@ impl<'a> HydraLevels<'a> {
             Some((_, rows)) => rows.state(row).shallow_clone(),
             None => text.hidden_1h.shallow_clone(),
         };
-        Tensor::cat(&batch.iter().enumerate().map(of_text).collect::<Vec<_>>(), 0)
+        match batch {
+            [text] => of_text((0, text)),
+            _ => Tensor::cat(&batch.iter().enumerate().map(of_text).collect::<Vec<_>>(), 0),
+        }
     }
 
     /// The kernels' layout, if they run these heads.
@@ -74,21 +78,19 @@ impl<'a> HydraLevels<'a> {
         let size = [frontier.len() as i64, self.level as i64 + 1];
         let previous_nj = Tensor::from_slice(&paths.concat()).view(size).to_device(device);
         let input = HeadInput { hidden_nh: &hidden_nh, previous_nj: Some(&previous_nj) };
-        self.heads.of_tokens(likeliest(&self.heads.logits(self.level, &input, self.backbone), top_k))
+        let logits_nv = self.heads.logits(self.level, &input, self.backbone);
+        self.level += 1;
+        self.heads.of_tokens(likeliest(&logits_nv, top_k))
     }
 
-    fn guess_by_sums(
-        &mut self,
-        kernels: &SequentialLayout,
-        frontier: &[FrontierNode],
-        top_k: usize,
-    ) -> Vec<LikelyToken> {
+    /// Logits of the next level, `[N, V]`.
+    fn logits_by_sums(&mut self, kernels: &SequentialLayout, frontier: &[FrontierNode]) -> Vec<f32> {
         let LevelState::Sums(sums) = &mut self.state else { unreachable!("see `begin`") };
         let team = Team::of_process();
         *sums = kernels.grow(self.level, sums, frontier, |tokens| self.backbone.embed_numbers(tokens), team);
         let logits_nv = self.heads.logits_behind_first(self.level, kernels.output(sums), self.backbone, team);
-        let logits_nv = logits_nv.expect("heads with a layout are for the kernels");
-        self.heads.of_tokens(likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, team))
+        self.level += 1;
+        logits_nv.expect("heads with a layout are for the kernels")
     }
 }
 
@@ -110,12 +112,19 @@ impl LevelGuesser for HydraLevels<'_> {
     }
 
     fn guess(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<LikelyToken> {
-        let guesses = match self.kernels() {
-            Some(kernels) => self.guess_by_sums(kernels, frontier, top_k),
-            None => self.guess_by_paths(frontier, top_k),
+        let Some(kernels) = self.kernels() else { return self.guess_by_paths(frontier, top_k) };
+        let logits_nv = self.logits_by_sums(kernels, frontier);
+        let likeliest = likeliest_of_rows(&logits_nv, logits_nv.len() / frontier.len(), top_k, Team::of_process());
+        self.heads.of_tokens(likeliest)
+    }
+
+    fn guess_tokens(&mut self, frontier: &[FrontierNode], top_k: usize) -> Vec<i64> {
+        let Some(kernels) = self.kernels() else {
+            return self.guess_by_paths(frontier, top_k).into_iter().map(|guess| guess.token).collect();
         };
-        self.level += 1;
-        guesses
+        let logits_nv = self.logits_by_sums(kernels, frontier);
+        let rows = logits_nv.chunks_exact(logits_nv.len() / frontier.len());
+        rows.flat_map(|logits_v| largest(logits_v, top_k)).map(|output| self.heads.token_of(output)).collect()
     }
 
     fn follows(&self) -> bool {
@@ -161,18 +170,30 @@ mod tests {
                 stream: Stream::default(),
             })
             .collect();
-        guesser.begin(&batch);
-        let mut frontier: Vec<FrontierNode> =
+        let below_roots: Vec<FrontierNode> =
             [3, 7].into_iter().zip(0..).map(|(token, parent)| FrontierNode { parent, token }).collect();
-        let mut all = vec![];
+        // The tokens are not the guessed ones: near ties may swap places.
+        let below = |frontier: &[FrontierNode], level: i64| -> Vec<FrontierNode> {
+            let node = |at: usize| FrontierNode { parent: at / 2, token: (11 * at as i64 + level) % 50 };
+            (0..2 * frontier.len()).map(node).collect()
+        };
+        guesser.begin(&batch);
+        let mut frontier = below_roots.clone();
+        let tokens_alone: Vec<Vec<i64>> = (0..3)
+            .map(|level| {
+                let tokens = guesser.guess_tokens(&frontier, 4);
+                frontier = below(&frontier, level);
+                tokens
+            })
+            .collect();
+        guesser.begin(&batch);
+        let (mut frontier, mut all) = (below_roots, vec![]);
         for level in 0..3 {
             let guesses = guesser.guess(&frontier, 4);
+            assert_eq!(tokens_alone[level as usize], guesses.iter().map(|guess| guess.token).collect::<Vec<_>>());
             assert_eq!(guesses.len(), 4 * frontier.len());
             all.extend(guesses.iter().map(|guess| guess.log_p));
-            // The tokens are not the guessed ones: near ties may swap places.
-            frontier = (0..2 * frontier.len())
-                .map(|at| FrontierNode { parent: at / 2, token: (11 * at as i64 + level) % 50 })
-                .collect();
+            frontier = below(&frontier, level);
         }
         all
     }

@@ -35,6 +35,11 @@ impl Heads {
         guesses
     }
 
+    /// The token that is a head's `output`-th.
+    pub(in crate::draft) fn token_of(&self, output: usize) -> i64 {
+        self.token_map.as_ref().map_or(output as i64, |map| map.tokens()[output])
+    }
+
     /// The guesses of [`Heads::guesses`] with their log-probabilities, `[B, K, M]`.
     pub fn likeliest(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Vec<LikelyToken> {
         if let Some(rows) = self.rows_on_cpu(k, hidden_bh, backbone) {
@@ -66,8 +71,7 @@ impl Heads {
     /// Runs the CPU kernels; `None` if the heads are not laid out for them.
     fn guesses_on_cpu(&self, k: usize, m: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<Vec<i64>> {
         let rows = self.rows_on_cpu(k, hidden_bh, backbone)?;
-        let token = |output: usize| self.token_map.as_ref().map_or(output as i64, |map| map.tokens()[output]);
-        Some(rows.each().flat_map(|logits_v| largest(logits_v, m)).map(token).collect())
+        Some(rows.each().flat_map(|logits_v| largest(logits_v, m)).map(|output| self.token_of(output)).collect())
     }
 
     fn rows_on_cpu(&self, k: usize, hidden_bh: &Tensor, backbone: &Llama) -> Option<HeadRows> {
