@@ -783,6 +783,7 @@ fn token_maps_of_vllm_are_read_as_vllm_means_them() {
         let w2 = HeadTensor { head: 1, layer: 1, part: HeadPart::W2 };
         let from = if one_w2 { "lm_heads.0.weight" } else { "lm_heads.1.weight" };
         assert_eq!(file.tensor(w2, Kind::Float).expect("W2"), read(from).index_select(0, &rows_n), "{folder}");
+        only_whole_projections_need_their_backbone(&small, &file, all_rows);
         export(&small, &folder, "vllm", &format!("{folder}_again"), &[]).succeeded();
         assert_same(&small.path(&folder), &small.path(&format!("{folder}_again")), &folder);
     }
@@ -808,6 +809,16 @@ fn token_maps_of_vllm_are_read_as_vllm_means_them() {
             ])
             .failed(1, &["bad/model.safetensors", error]);
     }
+}
+
+/// A backbone that lacks one token, none of the map's.
+fn only_whole_projections_need_their_backbone(small: &SmallRun, file: &HeadsFile, are_whole: bool) {
+    let backbone = LlamaConfig::load(&small.path("backbone")).expect("a config");
+    file.check(&backbone).expect("its backbone");
+    let smaller = LlamaConfig { vocab_size: V - 1, ..backbone };
+    let error = file.check(&smaller).err().map(|error| error.to_string());
+    let is_refused = error.as_ref().is_some_and(|error| error.contains("vocabulary: expected 47, got 48"));
+    assert_eq!((error.is_some(), is_refused), (are_whole, are_whole), "{error:?}");
 }
 
 /// Also refused when loading for decoding, where the backbone's lm_head is packed.

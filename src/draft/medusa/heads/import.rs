@@ -138,18 +138,21 @@ impl HeadsFile {
         if self.shape.hidden_size != hidden {
             return Err(mismatch("hidden size", hidden, self.shape.hidden_size));
         }
-        if let Some(tokens) = &self.token_map {
-            if let Some(token) = tokens.iter().find(|&&token| token >= vocab) {
-                return Err(self.bad_token_map(format!("holds token {token}, and the backbone has {vocab}")));
-            }
-        } else {
-            let got = self.lm_head_size()?.map_or(self.shape.vocab_size, |[v, _]| v);
-            if got != 0 && got != vocab {
-                return Err(mismatch("vocabulary", vocab, got));
-            }
+        if let Some(got) = self.whole_vocabulary()?.filter(|&got| got != vocab) {
+            return Err(mismatch("vocabulary", vocab, got));
+        }
+        if let Some(token) = self.token_map().into_iter().flatten().find(|&&token| token >= vocab) {
+            return Err(self.bad_token_map(format!("holds token {token}, and the backbone has {vocab}")));
         }
         self.check_prefix(backbone)?;
         self.check_alone()
+    }
+
+    /// V according to the file; `None` if it has neither an lm_head nor a W2 with a row for every token.
+    fn whole_vocabulary(&self) -> Result<Option<i64>, HeadsError> {
+        let outputs = self.token_map.as_ref().map_or(0, |tokens| tokens.len() as i64);
+        let rows = Some(self.w2_rows).filter(|&rows| rows != outputs);
+        Ok(self.lm_head_size()?.map(|[v, _]| v).or(rows))
     }
 
     /// Checks that every tensor exists, has its shape and holds floats, without a backbone to compare with.
