@@ -498,4 +498,26 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn a_head_with_its_own_w2_beside_a_shared_one_is_refused() {
+        let shape = HeadsShape {
+            medusa_num_heads: 2,
+            medusa_num_layers: 1,
+            hidden_size: 4,
+            vocab_size: 6,
+            shared_w2: true,
+            ..HeadsShape::default()
+        };
+        let heads = Heads::random(shape, Kind::Float, Device::Cpu, 1);
+        let own = Tensor::zeros([6, 4], (Kind::Float, Device::Cpu));
+        for name in ["0.0.weight", "0.1.weight", "1.1.weight", "1.7.weight"] {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join(HEADS_FILE);
+            let tensors: Vec<_> = heads.parameters().into_iter().chain([(name.to_owned(), &own)]).collect();
+            save(&path, &tensors).unwrap();
+            let error = HeadsFile::open(&path).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("w2.weight"), "{error}");
+        }
+    }
 }

@@ -43,6 +43,15 @@ pub enum HeadsError {
     /// A tensor name outside of the layout.
     #[error("{}: tensor {name:?} does not belong to Medusa or Hydra heads; expected {{head}}.{{layer}}.linear.weight, .bias and {{head}}.{{layers}}.weight, or the names of FasterDecoding v1.0, vLLM, ModelOpt or zankner/Hydra", path.display())]
     Layout { path: PathBuf, name: String },
+    /// A shared W2 beside one that belongs to a head.
+    #[error("{}: tensor {own:?} is the projection of one head, but the file also has {shared:?}, which all heads share; remove one of them", path.display())]
+    OwnW2 {
+        path: PathBuf,
+        /// The name of the shared one.
+        shared: String,
+        /// The name of the head's.
+        own: String,
+    },
     /// A tensor that the backbone's kind of decoder layer does not have.
     #[error("{}: the prefix layer of the backbone's kind has no tensor {name:?}; were these heads trained for this backbone?", path.display())]
     PrefixTensor { path: PathBuf, name: String },

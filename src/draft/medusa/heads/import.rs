@@ -83,7 +83,7 @@ impl HeadsFile {
         file.refuse_unsupported()?;
         file.token_map = file.read_token_map()?;
         file.lm_head = file.find_lm_head();
-        file.find_shared_w2();
+        file.find_shared_w2()?;
         file.shape = file.measure()?;
         file.w2_rows = file.shape.vocab_size;
         if let Some(tokens) = &file.token_map {
@@ -389,7 +389,10 @@ impl HeadsFile {
 
     /// A W2 that all heads share: under a name of its own in our files; in vLLM's the lm_head, if config.json says that it is not the
     /// backbone's, or if a token map makes it another.
-    fn find_shared_w2(&mut self) {
+    ///
+    /// # Errors
+    /// [`HeadsError::OwnW2`] if a head also has one of its own.
+    fn find_shared_w2(&mut self) -> Result<(), HeadsError> {
         let is_other = self.says(SHARED_W2) == Some(true) || self.token_map.is_some();
         let is_vllm = self.layout == HeadsLayout::Vllm && is_other;
         let vllm = if is_vllm { self.lm_head.take().map(|name| (HeadPart::W2, name)) } else { None };
@@ -397,8 +400,14 @@ impl HeadsFile {
         let ours = names.iter().filter(|_| self.layout == HeadsLayout::Heads);
         let ours = ours.filter_map(|name| Some((self.layout.shared_part(name)?, (*name).to_owned())));
         let found: Vec<_> = ours.chain(vllm).collect();
+        let own = self.names.iter().find(|(place, _)| !place.part.is_of_block());
+        if let (Some((_, shared)), Some((_, own))) = (found.first(), own) {
+            let (path, shared, own) = (self.path.clone(), shared.clone(), own.clone());
+            return Err(HeadsError::OwnW2 { path, shared, own });
+        }
         self.shared_w2 = !found.is_empty();
         self.names.extend(found.into_iter().map(|(part, name)| (HeadTensor { head: 0, layer: 0, part }, name)));
+        Ok(())
     }
 
     /// Counts heads and layers, and takes H and V from the first tensors that have them.
