@@ -88,6 +88,10 @@ impl Drafter for LookaheadDrafter<'_> {
         true
     }
 
+    fn forget(&mut self) {
+        self.rows.iter_mut().for_each(|row| row.pool = NgramPool::default());
+    }
+
     fn push_row(&mut self) {
         self.rows.push(LookaheadRow::default());
     }
@@ -281,6 +285,20 @@ mod tests {
         drafter.committed(0, &tokens(&[5, 6])); // the next turn, right behind
         assert!(drafter.rows[0].window.is_none(), "its guesses stand behind token 4");
         assert_eq!(drafter.rows[0].text, [1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn what_is_forgotten_is_guessed_no_more() {
+        let llama = Llama::random(LlamaConfig::tiny(), Kind::Float, Device::Cpu, 1);
+        let mut drafter = LookaheadDrafter::new(&llama, LookaheadSize { columns: 2, ngram: 3, guesses: 2 });
+        drafter.push_row();
+        drafter.push_row();
+        drafter.committed(0, &tokens(&[4, 5, 6]));
+        drafter.committed(1, &tokens(&[4, 7, 8]));
+        let guesses = |drafter: &LookaheadDrafter| [0, 1].map(|row| drafter.rows[row].pool.tree(4).guesses());
+        assert_eq!(guesses(&drafter), [2, 2]);
+        drafter.forget();
+        assert_eq!(guesses(&drafter), [0, 0]);
     }
 
     #[test]
