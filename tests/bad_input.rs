@@ -95,6 +95,17 @@ fn start_from(small: &SmallRun, shape: HeadsShape) {
     small.edit("recipe.toml", "[heads]", "[heads]\ninit_from = \"start\"");
 }
 
+/// Starts from heads that can guess two tokens, neither of which is a label.
+fn start_from_other_tokens(small: &SmallRun) {
+    start_from(small, HeadsShape { vocab_size: 2, ..SHAPE });
+    let map = Tensor::from_slice(&[46_i64, 47]);
+    rewrite(small, "start/heads.safetensors", |all| all.push(("token_map".into(), map)));
+    small.edit("recipe.toml", "[stage.medusa1]", "draft_vocab_size = 2\n[stage.medusa1]");
+    let row =
+        |row: usize| json!({ "input_ids": (0..30).map(|t| (t * 7 + row) % 46).collect::<Vec<_>>() }).to_string() + "\n";
+    small.write("rows.jsonl", (0..6).map(row).collect::<String>());
+}
+
 fn tensors(path: &Path) -> Vec<(String, Tensor)> {
     let files = WeightFiles::open_file(path).expect("weights");
     let read = |name: &str| files.mapped(name, &files.shape(name).expect("a shape")).expect("a tensor").copy();
@@ -256,6 +267,13 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
                 &["heads.init_from start", "expected", "their own output layer", "got", "the backbone's lm_head"],
             ),
             (
+                start_from_other_tokens,
+                &[
+                    "heads.init_from start: its token_map of 2 tokens holds none of the labels",
+                    "loss.targets = \"backbone\"",
+                ],
+            ),
+            (
                 |small| small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 25"),
                 &["schedule.warmup_steps = 25", "only 24 optimizer steps"],
             ),
@@ -280,6 +298,15 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
             ),
         ],
     );
+}
+
+#[test]
+fn heads_without_a_label_to_guess_can_learn_from_the_backbone() {
+    let small = SmallRun::new();
+    start_from_other_tokens(&small);
+    small.edit("recipe.toml", "[stage.medusa1]", "[stage.medusa1]\n[loss]\ntargets = \"backbone\"");
+    let told = small.train(&["--check"]).succeeded().stdout;
+    assert!(told.contains("2 of 48 tokens, 0.00 % of the labels"), "{told}");
 }
 
 fn change(small: &SmallRun, part: &str, change: impl FnOnce(&mut Tensor)) {

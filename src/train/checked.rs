@@ -75,7 +75,7 @@ impl CheckedRun {
         };
         let rows = load_rows(&plan, &settings)?;
         let heads_shape = heads_shape(&plan.heads, &config)?;
-        let draft_vocabulary = draft_vocabulary(&plan.heads, &rows.train, settings.vocab_size)?;
+        let draft_vocabulary = draft_vocabulary(&plan, &rows.train, settings.vocab_size)?;
         let (sequences, pack_report) = data::sequences(rows.train, &plan.data);
         let train = loader(sequences, &plan, plan.data.shuffle.then_some(plan.train.seed));
         let rule = TargetRule::new(&plan.loss, heads_shape);
@@ -176,16 +176,24 @@ fn heads_shape(heads: &HeadsConfig, config: &LlamaConfig) -> Result<HeadsShape, 
     if got == expected { Ok(got) } else { Err(TrainError::InitShape { path: path.into(), expected, got }) }
 }
 
-/// Counts the labels if the recipe truncates the vocabulary. Heads that training starts from have their own.
+/// Counts the labels if the recipe truncates the vocabulary. Heads that training starts from keep their own tokens, at least one of which
+/// must be a label if labels alone teach.
 fn draft_vocabulary(
-    heads: &HeadsConfig,
+    plan: &TrainPlan,
     rows: &RowStore,
     vocab_size: usize,
 ) -> Result<Option<DraftVocabulary>, TrainError> {
-    let Some(size) = heads.draft_vocab_size else { return Ok(None) };
-    let file = heads.init_from.as_deref().map(HeadsFile::open).transpose()?;
+    let Some(size) = plan.heads.draft_vocab_size else { return Ok(None) };
+    let start = plan.heads.init_from.as_deref();
+    let file = start.map(HeadsFile::open).transpose()?;
     let given = file.and_then(|file| file.token_map().map(<[i64]>::to_vec));
-    Ok(Some(DraftVocabulary::of(rows, vocab_size, size.get(), given).map_err(DataError::from)?))
+    let vocabulary = DraftVocabulary::of(rows, vocab_size, size.get(), given).map_err(DataError::from)?;
+    match start {
+        Some(path) if vocabulary.label_fraction == 0.0 && !plan.loss.targets.are_soft() => {
+            Err(TrainError::NoLabelInTokenMap { path: path.into(), tokens: size.get() })
+        }
+        _ => Ok(Some(vocabulary)),
+    }
 }
 
 /// Rows of tokens need no tokenizer, so a folder without one is accepted.

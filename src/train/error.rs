@@ -32,6 +32,13 @@ pub enum TrainError {
         /// The folder's shape.
         got: HeadsShape,
     },
+    /// None of the labels is among the tokens that the heads in `heads.init_from` can guess.
+    #[error(
+        "heads.init_from {}: its token_map of {} holds none of the labels of the training data, so labels teach these heads nothing; \
+         remove heads.init_from to start from new heads for this data, or use soft targets (loss.targets = \"backbone\")",
+        path.display(), counted(*tokens, "token")
+    )]
+    NoLabelInTokenMap { path: PathBuf, tokens: usize },
     /// The adapter in `stage.medusa2.lora.init_from`.
     #[error("stage.medusa2.lora.init_from: {0}")]
     Adapter(#[from] PeftError),
@@ -99,6 +106,7 @@ impl TrainError {
     pub fn is_of_the_recipe(&self) -> bool {
         match self {
             Self::InitShape { .. }
+            | Self::NoLabelInTokenMap { .. }
             | Self::NoTokensPerStep { .. }
             | Self::WarmupTooLong { .. }
             | Self::TooManySteps { .. } => true,
