@@ -166,7 +166,10 @@ fn heads_that_the_kernels_cannot_run_are_refused_with_the_engines_that_can() {
     assert_eq!(plus_plus.to_string(), expected);
     let truncated = heads_of(&llama, 2, HYDRA, 17)
         .with_token_map(TokenMap::new((0..VOCABULARY).collect(), Device::Cpu), VOCABULARY);
-    let error = device_loop(&llama, (&truncated, &tree), Acceptance::Greedy, Ops::Oracle).unwrap_err();
+    let tree = GuessTree::Static(tree.clone());
+    let drafter = ReadyDrafter::Heads(HeadsDrafter::new(&llama, &truncated, &tree).expect("they fit"), &tree);
+    let draft = drafter.on_device().expect("a static tree");
+    let error = DeviceLoop::new(&llama, Some((&draft, Acceptance::Greedy)), Ops::Oracle).unwrap_err();
     assert!(error.to_string().starts_with("the heads guess among a part of the vocabulary"), "{error}");
     let biased = refused(Variant { architecture: HeadsArchitecture::Medusa, w2_bias: true, ..HYDRA });
     assert!(biased.to_string().starts_with("the heads' W2 has a bias"), "{biased}");

@@ -160,9 +160,6 @@ impl<'a> ReadyDrafter<'a> {
     /// [`CudaError::Drafter`] for other drafters, and for trees that are chosen at each step.
     pub fn on_device(&self) -> Result<DeviceDraft<'a>, CudaError> {
         match self {
-            Self::Heads(drafter, _) if drafter.is_truncated() => {
-                Err(CudaError::Drafter("heads with a truncated vocabulary"))
-            }
             Self::Heads(drafter, _) => {
                 drafter.on_device().ok_or(CudaError::Drafter("trees that are chosen at each step"))
             }

@@ -62,15 +62,6 @@ impl<'a> HeadsDrafter<'a> {
             Self::Dynamic(_) => None,
         }
     }
-
-    /// Whether heads with a truncated vocabulary fill a static tree.
-    pub fn is_truncated(&self) -> bool {
-        match self {
-            Self::AtOnce(drafter) => drafter.heads().token_map().is_some(),
-            Self::Sequential { heads, .. } => heads.token_map().is_some(),
-            Self::Dynamic(_) => false,
-        }
-    }
 }
 
 /// The hidden states of the texts that heads draft for.

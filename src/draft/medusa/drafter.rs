@@ -67,11 +67,6 @@ impl<'a> MedusaDrafter<'a> {
         self.heads.on_device(self.tree)
     }
 
-    /// The heads that fill the tree.
-    pub fn heads(&self) -> &'a Heads {
-        self.heads
-    }
-
     /// The tree that the heads fill.
     pub fn tree(&self) -> &'a SparseTree {
         self.tree

@@ -287,6 +287,8 @@ pub(super) mod tests {
         assert!(matches!(blocks(&config, without), Err(Unfit::Weights { what: "the heads", .. })));
         let plus_plus = five(&tree).map(|draft| DraftShape { input: DraftInput::PrefixAndPath, ..draft });
         assert_eq!(blocks(&config, plus_plus), Err(Unfit::Prefix));
+        let truncated = five(&tree).map(|draft| DraftShape { is_truncated: true, ..draft });
+        assert_eq!(blocks(&config, truncated), Err(Unfit::Vocabulary));
         let biased = LlamaConfig { biases: Biases { mlp: true, ..Biases::default() }, ..config.clone() };
         assert!(matches!(blocks(&biased, None), Err(Unfit::Weights { what: "the backbone", .. })));
     }
