@@ -82,12 +82,18 @@ impl<'a> ModelGuesser<'a> {
         (tokens + self.depth) as i64 <= self.engine.backbone().config.max_position_embeddings
     }
 
-    /// Computes what the cache lacks of a row's text.
-    fn catch_up(&mut self, row: usize) {
+    /// Removes a row's guesses from the cache; returns the tokens that it lacks of the row's text.
+    fn rewind(&mut self, row: usize) -> Vec<i64> {
         let DraftRow { text, cached, guessed } = &mut self.rows[row];
         guessed.clear();
         self.cache.truncate(row, *cached as i64);
-        let rest = text[*cached..].to_vec();
+        text[*cached..].to_vec()
+    }
+
+    /// Computes what the cache lacks of a row's text.
+    fn catch_up(&mut self, row: usize) {
+        let rest = self.rewind(row);
+        let cached = &mut self.rows[row].cached;
         let mut count = |ids: &[i64], _| *cached += ids.len();
         let _ = prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &rest, &mut count);
     }
@@ -96,10 +102,7 @@ impl<'a> ModelGuesser<'a> {
     fn run_root(&mut self, row: usize, text: &TextSoFar) -> Tensor {
         debug_assert_eq!(self.rows[row].text.len() + 1, text.ids.len());
         let root = self.known(text.root.id);
-        let DraftRow { text, cached, guessed } = &mut self.rows[row];
-        guessed.clear();
-        self.cache.truncate(row, *cached as i64);
-        let rest = [&text[*cached..], &[root]].concat();
+        let rest = [self.rewind(row), vec![root]].concat();
         let hidden_1h = if let [_] = rest[..] {
             let root_1 = Tensor::from_slice(&rest).to_device(self.engine.backbone().device());
             let hidden_nh = self.engine.extend(&mut self.cache, &root_1, &[RowTokens { row, nodes: &self.one }]);
@@ -108,6 +111,7 @@ impl<'a> ModelGuesser<'a> {
         } else {
             prefill(PREFILL_CHUNK, &*self.engine, (&mut self.cache, row), &rest, &mut |_, _| {})
         };
+        let DraftRow { text, cached, guessed } = &mut self.rows[row];
         *cached = text.len();
         guessed.push(root);
         hidden_1h
@@ -178,8 +182,8 @@ impl LevelGuesser for ModelGuesser<'_> {
         let text = |text: &TextSoFar| GuessedText::new(text, self.guessing, self.fits(text.ids.len()));
         self.texts = batch.iter().map(text).collect();
         self.frontier = (0..batch.len()).map(|text| (text, 0)).collect();
-        let hidden = (0..batch.len()).filter(|&row| self.texts[row].fits).collect::<Vec<_>>();
-        let hidden: Vec<Tensor> = hidden.into_iter().map(|row| self.run_root(row, &batch[row])).collect();
+        let rows: Vec<usize> = (0..batch.len()).filter(|&row| self.texts[row].fits).collect();
+        let hidden: Vec<Tensor> = rows.into_iter().map(|row| self.run_root(row, &batch[row])).collect();
         self.roots_fh = (!hidden.is_empty()).then(|| Tensor::cat(&hidden, 0));
     }
 
