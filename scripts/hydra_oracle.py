@@ -371,8 +371,10 @@ def all_published_files():
 
 
 def same_report(old, new):
-    """Whether losses, gradient norms and norms of tensors agree within 1e-5 and all else is equal."""
+    """Whether losses, gradient norms and norms of tensors agree within 1e-5 and all else, such as accuracies, is equal."""
     if any(old[key] != new[key] for key in ("name", "settings", "guesses")) or len(old["steps"]) != len(new["steps"]):
+        return False
+    if [step.get("head_top1") for step in old["steps"]] != [step["head_top1"] for step in new["steps"]]:
         return False
     if largest_difference(old, new) >= 1e-5 or old["norms"].keys() != new["norms"].keys():
         return False
