@@ -397,6 +397,7 @@ const SLICE_BYTES: i64 = KEPT_BLOCK as i64;
 /// float64 copy of the whole weight could take more memory than the training.
 fn low_rank(weight_vh: &Tensor, rank: i64) -> [Tensor; 2] {
     let [v, h] = weight_vh.size()[..] else { panic!("[V, H], got {weight_vh:?}") };
+    let weight_vh = weight_vh.detach(); // it is trained in full fine-tuning
     let rows = SLICE_BYTES / (8 * h) + 1;
     let slices = || weight_vh.split(rows, 0).into_iter().map(|slice_vh| slice_vh.to_kind(Kind::Double));
     // The columns of V are the eigenvectors of Wᵀ·W, which is far smaller than W; the largest eigenvalues come last.
@@ -418,10 +419,12 @@ mod tests {
     fn the_start_of_a_low_rank_w2_is_the_lm_head_as_far_as_the_rank_allows() {
         let lm_head_vh = Generator::seeded(1).normal(&[600_000, 16], (Kind::Float, Device::Cpu)); // three slices
         let exact_vh = lm_head_vh.to_kind(Kind::Double);
+        let lm_head_vh = lm_head_vh.set_requires_grad(true);
         let (_, s, _) = exact_vh.svd(true, true);
         for rank in [1, 5, 16] {
             let [a_rh, b_vr] = low_rank(&lm_head_vh, rank);
             assert_eq!((a_rh.size(), b_vr.size()), (vec![rank, 16], vec![600_000, rank]));
+            assert!(!a_rh.requires_grad() && !b_vr.requires_grad());
             let off = (b_vr.matmul(&a_rh).to_kind(Kind::Double) - &exact_vh).norm().double_value(&[]);
             let best = s.narrow(0, rank, 16 - rank).norm().double_value(&[]);
             assert!(
