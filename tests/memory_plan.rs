@@ -164,6 +164,15 @@ fn the_planned_peak_of_heads_with_a_truncated_vocabulary_is_the_runs() {
     check(&Size { of_heads, vocab: 20_000, hidden: 768, length: 128, stage: soft, ..LLAMA });
 }
 
+/// Most of the working memory is the LM head's own loss: its weight in bfloat16, and that weight's gradient.
+#[test]
+fn the_planned_peak_of_a_whole_backbone_that_teaches_a_truncated_vocabulary_is_the_runs() {
+    let (family, of_heads) = (r#"{"tie_word_embeddings": true}"#, "draft_vocab_size = 20000\nw2_rank = 8");
+    let stage = "[stage.medusa2]\n[loss]\ntargets = \"backbone\"";
+    let backbone = "dtype = \"bfloat16\"";
+    check(&Size { family, backbone, of_heads, stage, heads: 1, vocab: 48_000, length: 16, ..LLAMA });
+}
+
 #[test]
 fn the_planned_peak_with_moments_of_8_bits_is_the_runs() {
     check(&Size { optimizer: "adamw8bit", ..LLAMA });

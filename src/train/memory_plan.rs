@@ -373,17 +373,18 @@ impl Workload<'_> {
         // Selected states, the blocks' output, its gradient, and the tensors that autograd keeps for a block.
         let layers = self.heads.medusa_num_layers as u64;
         let rows = [(3 + 3 * layers, n * h * e), (if self.heads_drop { 2 * layers } else { 0 }, n * h * e)];
-        let has_w2 = self.heads.vocab_size > 0;
+        // The weight that is trained: W2, or the LM head of a backbone that is trained itself.
+        let is_trained = self.heads.vocab_size > 0 || self.is_direct();
         let inner = if self.heads.w2_rank > 0 { self.heads.w2_rank.unsigned_abs() } else { h };
-        // W2 in the backbone's dtype, and its gradient of one chunk before and after the cast.
-        let w2 = if has_w2 && cast { v * inner * (2 * e + F32) } else { 0 };
+        // That weight in the backbone's dtype, and its gradient of one chunk before and after the cast.
+        let trained_weight = if is_trained && cast { v * inner * (2 * e + F32) } else { 0 };
         // The teacher's copy of trained weights, or of the rows of a truncated vocabulary.
         let copied = (self.is_direct() && cast) || self.is_truncated();
         let teacher_weight = if self.soft_targets && copied { v * h * e } else { 0 };
         // oneDNN reorders W2 for many rows: measured for 131, but not for 15.
         let reordered = if self.on_host && chunk / v >= 64 { v * h * e } else { 0 };
         let input = self.input_of_sequential_head();
-        self.allocated(chunks.into_iter().chain(rows).chain(input)) + w2 + teacher_weight + reordered
+        self.allocated(chunks.into_iter().chain(rows).chain(input)) + trained_weight + teacher_weight + reordered
     }
 
     /// Outputs of a head.
@@ -397,12 +398,12 @@ impl Workload<'_> {
         self.draft_vocabulary() < v
     }
 
-    /// The largest tensors of the LM head's own loss, where they are wider than the heads'.
+    /// The largest tensors of the LM head's own loss.
     fn logits_of_lm_head(&self) -> u64 {
-        if !self.is_joint() || !self.is_truncated() {
+        if !self.is_joint() {
             return 0;
         }
-        let whole = HeadsShape { vocab_size: 0, medusa_num_layers: 0, ..self.heads };
+        let whole = HeadsShape { vocab_size: 0, w2_rank: 0, medusa_num_layers: 0, ..self.heads };
         Workload { heads: whole, soft_targets: false, ..*self }.logits()
     }
 
