@@ -246,7 +246,8 @@ fn start(world: &World, arguments: &[&str]) -> Child {
 /// Conversations that a folder keeps, as far as its files can be read while they are written.
 fn kept(folder: &Path) -> usize {
     let shards = names(folder).iter().filter(|name| name.starts_with("shard-")).count();
-    let journal = String::from_utf8(fs::read(folder.join("journal.jsonl")).unwrap_or_default()).expect("UTF-8");
+    let journal = fs::read(folder.join("journal.jsonl")).unwrap_or_default();
+    let journal = String::from_utf8_lossy(&journal); // its last line may end within a character
     let id = |line: &str| line.split(&[':', ','][..]).nth(1).and_then(|id| id.parse::<usize>().ok());
     shards * 256 + journal.lines().filter_map(id).filter(|id| *id >= shards * 256).count()
 }
