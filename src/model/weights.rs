@@ -25,6 +25,7 @@ pub use crate::model::weights::tensor_file::{Planned, dtype_of};
 use crate::model::weights::tensor_file::{StoredTensor, is_float, map_file};
 use crate::torch::bytes;
 
+mod bits;
 mod error;
 mod finite;
 mod listing;

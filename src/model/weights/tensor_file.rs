@@ -49,6 +49,27 @@ impl StoredTensor {
     pub(in crate::model) fn kind(&self) -> Option<Kind> {
         DTYPES.iter().find(|(dtype, ..)| *dtype == self.dtype).map(|(_, kind, _)| *kind)
     }
+
+    /// The bytes of each element, in the order of a contiguous tensor.
+    pub(in crate::model) fn elements(&self, kind: Kind) -> impl Iterator<Item = &'static [u8]> {
+        let (numel, bytes, data) = (self.shape.iter().product::<i64>(), kind.elt_size_in_bytes(), self.data);
+        (0..numel).map(move |index| &data[self.position(index) * bytes..][..bytes])
+    }
+
+    /// Where an element of the contiguous tensor is in the data.
+    fn position(&self, index: i64) -> usize {
+        let Some(strides) = &self.strides else { return index as usize };
+        let mut rest = index;
+        let axes = self.shape.iter().zip(strides).rev();
+        let position: i64 = axes
+            .map(|(&d, &stride)| {
+                let at = rest % d;
+                rest /= d;
+                at * stride
+            })
+            .sum();
+        position as usize
+    }
 }
 
 /// Maps a whole file, read-only. It is leaked on purpose: tensors are views of it and carry no lifetime. That costs address space, not

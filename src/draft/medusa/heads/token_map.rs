@@ -3,7 +3,7 @@
 // N tokens that heads can guess, V vocabulary
 use std::cmp::Reverse;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::model::weights::{WeightFiles, WeightsError};
 
@@ -43,12 +43,7 @@ impl TokenMap {
     /// # Errors
     /// [`WeightsError`] if it is not a list of integers.
     pub fn in_file(file: &WeightFiles) -> Result<Option<Vec<i64>>, WeightsError> {
-        if !file.contains(TOKEN_MAP) {
-            return Ok(None);
-        }
-        let kind = if file.kind(TOKEN_MAP) == Some(Kind::Int) { Kind::Int } else { Kind::Int64 };
-        let tokens = file.mapped_as(TOKEN_MAP, &file.shape(TOKEN_MAP)?, kind)?.to_kind(Kind::Int64);
-        Ok(Some(Vec::try_from(tokens.view(-1)).expect("an int64 vector")))
+        if file.contains(TOKEN_MAP) { file.integers(TOKEN_MAP).map(Some) } else { Ok(None) }
     }
 
     /// The token ids, in the order of the outputs.

@@ -153,8 +153,8 @@ impl HeadsFile {
             return Ok(true);
         }
         let size = [self.shape.hidden_size; 2];
-        let first = self.tensors.mapped(&first, &size)?;
-        let other = self.tensors.mapped(&other, &size)?;
-        Ok(first.equal(&other) && first.count_nonzero(None).int64_value(&[]) > 0)
+        self.tensors.check(&first, &size)?;
+        self.tensors.check(&other, &size)?;
+        Ok(self.tensors.same_bits(&first, &other)? && !self.tensors.is_zero(&first)?)
     }
 }
