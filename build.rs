@@ -13,6 +13,7 @@ fn main() {
     compiler_of_cuda();
     git_revision();
     libtorch_search_paths();
+    launchers_without_libtorch();
 }
 
 /// Whether tests may start Python. libtest cannot ignore a test at run time, so the requirement is checked here:
@@ -78,7 +79,19 @@ fn libtorch_search_paths() {
     ];
     // Absolute, for doc tests and a CARGO_TARGET_DIR elsewhere.
     let absolute = std::env::var("DEP_TCH_LIBTORCH_LIB").ok();
-    for path in beside.into_iter().chain(absolute) {
-        println!("cargo:rustc-link-arg=-Wl,-rpath,{path}");
+    let folders: Vec<String> = beside.into_iter().chain(absolute).collect();
+    for folder in &folders {
+        println!("cargo:rustc-link-arg=-Wl,-rpath,{folder}");
+    }
+    println!("cargo:rustc-env=MEDUSA_LIBTORCH_FOLDERS={}", folders.join(":")); // the launcher looks there, too
+}
+
+/// Keeps libtorch out of the launchers (src/cli/launcher.rs), which reach none of its functions. Inline functions of its
+/// headers are also defined in libtorch, so that a linker would export them, and count what they call as reached.
+fn launchers_without_libtorch() {
+    if std::env::var("CARGO_CFG_TARGET_OS").is_ok_and(|os| os == "linux") {
+        for launcher in ["medusa", "medusa-train"] {
+            println!("cargo:rustc-link-arg-bin={launcher}=-Wl,--exclude-libs,ALL");
+        }
     }
 }

@@ -26,6 +26,7 @@ mod hydra_reference;
 mod joint_training;
 mod keep_best;
 mod latency;
+mod launcher;
 mod layering;
 mod losses;
 mod memory_plan;

@@ -8,7 +8,6 @@
 //! Any other command line runs as `medusa`, so that a machine with a GPU needs only this one program.
 
 use std::ffi::OsStr;
-use std::process::ExitCode;
 
 use clap::{Parser, ValueEnum};
 use medusa::cli::{self, CommonFlags};
@@ -54,14 +53,14 @@ enum GpuCheck {
     Endurance,
 }
 
-fn main() -> ExitCode {
+fn main() {
     let mut arguments = std::env::args_os();
     let program = arguments.next();
     if arguments.next().as_deref() != Some(OsStr::new(VERB)) {
-        return cli::medusa();
+        cli::end(cli::medusa());
     }
     let GpuCheckCommand { part, common } = GpuCheckCommand::parse_from(program.into_iter().chain(arguments));
-    cli::finish(&common, || run(part, &common))
+    cli::end(cli::finish(&common, || run(part, &common)))
 }
 
 /// Runs one part.

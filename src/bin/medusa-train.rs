@@ -1,5 +1,5 @@
 //! `medusa-train RECIPE.toml`: the same as `medusa train`.
 
-fn main() -> std::process::ExitCode {
-    medusa::cli::medusa_train()
+fn main() {
+    medusa::cli::end(medusa::cli::launcher::medusa_train())
 }

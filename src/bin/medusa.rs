@@ -1,5 +1,5 @@
-//! `medusa VERB …`: the library's command line.
+//! `medusa VERB …`: runs the verbs that need no libtorch, and becomes `medusa-libtorch` for the others.
 
-fn main() -> std::process::ExitCode {
-    medusa::cli::medusa()
+fn main() {
+    medusa::cli::end(medusa::cli::launcher::medusa())
 }

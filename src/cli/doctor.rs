@@ -102,7 +102,7 @@ fn libtorch() -> Libtorch {
 }
 
 /// The version written by `scripts/setup`, or that of a torch installed by pip.
-fn version_of(torch: &Path) -> Option<String> {
+pub(super) fn version_of(torch: &Path) -> Option<String> {
     if let Ok(text) = std::fs::read_to_string(torch.join("build-version")) {
         return Some(text.trim().to_owned());
     }

@@ -7,6 +7,7 @@ use crate::data::chat_template::TemplateError;
 use crate::recipe::RecipeError;
 use crate::train::error::TrainError;
 
+pub(super) const SUCCESS: u8 = 0;
 pub(super) const FAILED: u8 = 1;
 pub(super) const WRONG_USAGE: u8 = 2;
 pub(super) const INTERRUPTED: u8 = 130; // 128 + SIGINT, as shells report it
@@ -42,4 +43,11 @@ pub(super) fn status(error: &anyhow::Error) -> u8 {
             || cause.downcast_ref::<TemplateError>().is_some_and(TemplateError::is_no_template)
     };
     if error.chain().any(is_usage) { WRONG_USAGE } else { FAILED }
+}
+
+/// Ends the process without the destructors of libraries, which take libtorch 0.15 s: the kernel frees what they would.
+/// All that the verb itself held has been dropped before.
+pub fn end(status: u8) -> ! {
+    let _ = io::stdout().flush(); // lines are flushed, and their errors reported, when they are printed
+    signal_hook::low_level::exit(status.into())
 }

@@ -1,16 +1,18 @@
 //! The command line, one file per verb. Only this module turns errors into text and exit codes.
 //!
+//! Users start `medusa` and `medusa-train`, which [`launcher`] implements; [`medusa`] and [`medusa_train`] here are the same commands in a
+//! process that has loaded libtorch.
+//!
 //! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure; 2 invalid command line or recipe; 130 interrupted.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
 use self::drafter::spec::DrafterSpec;
-use self::exit::{INTERRUPTED, report, status};
+use self::exit::{INTERRUPTED, SUCCESS, report, status};
 use crate::hub::{DataSplit, Wanted};
 use crate::torch;
 
@@ -31,6 +33,7 @@ pub mod export;
 mod flags;
 pub mod generate;
 pub mod inspect;
+pub mod launcher;
 pub mod loading;
 mod outputs;
 mod print;
@@ -42,7 +45,7 @@ mod signals;
 pub mod train;
 pub mod tree;
 
-pub use exit::{Interrupted, UsageError};
+pub use exit::{Interrupted, UsageError, end};
 pub use flags::CommonFlags;
 pub use print::{gibibytes, mebibytes, print_json, print_line};
 pub use signals::interrupted;
@@ -134,11 +137,39 @@ impl Verb {
         outputs.into_iter().filter_map(|(flag, path)| Some((flag, path?.as_path()))).collect()
     }
 
+    /// Checks the outputs and downloads the Hub ids, before the work.
+    fn prepare(&mut self, common: &CommonFlags) -> anyhow::Result<()> {
+        for (flag, path) in self.outputs() {
+            outputs::check(flag, path, common)?;
+        }
+        downloads::fetch(self.places(), common)
+    }
+
+    /// Whether the command needs libtorch; if not, it runs in the launcher.
+    fn needs_libtorch(&self) -> bool {
+        match self {
+            Verb::Data(_) | Verb::Inspect(_) | Verb::Report(_) => false,
+            Verb::Tree(args) => args.latency.is_some(),
+            _ => true,
+        }
+    }
+
+    /// Runs a command that does not need libtorch. The launcher is linked to all that this function can reach, so none
+    /// of it may call tch.
+    fn run_without_libtorch(&self, common: &CommonFlags) -> anyhow::Result<()> {
+        match self {
+            Verb::Data(args) => data::run(args, common),
+            Verb::Inspect(args) => inspect::run(args, common),
+            Verb::Report(args) => report::run(args, common),
+            Verb::Tree(args) => tree::run_without_latency(args, common),
+            _ => unreachable!("needs_libtorch() is true for the other verbs"),
+        }
+    }
+
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
             Verb::Train(args) => train::run(args, common),
-            Verb::Data(args) => data::run(args, common),
-            Verb::Inspect(args) => inspect::run(args, common),
+            Verb::Data(_) | Verb::Inspect(_) | Verb::Report(_) => self.run_without_libtorch(common),
             Verb::Distill(args) => distill::run(args, common),
             Verb::Calibrate(args) => calibrate::run(args, common),
             Verb::Tree(args) => tree::run(args, common),
@@ -147,7 +178,6 @@ impl Verb {
             Verb::Bench(args) => bench::run(args, common),
             Verb::Export(args) => export::run(args, common),
             Verb::Push(args) => push::run(args, common),
-            Verb::Report(args) => report::run(args, common),
             Verb::Doctor(args) => doctor::run(args, common),
         }
     }
@@ -166,24 +196,25 @@ fn of_decoding<'a>(
     first.chain(drafters).chain([Some(HubArgument::backbone(backbone))]).collect()
 }
 
-/// The program `medusa`: reads the command line, runs the verb, turns errors into text and an exit status.
-pub fn medusa() -> ExitCode {
-    let (MedusaCommand { common, mut verb }, matches) = parse::<MedusaCommand>();
-    let common = with_source_of_seed(common, &matches);
+/// `medusa` with all verbs in this process. Returns the exit status.
+pub fn medusa() -> u8 {
+    let (common, mut verb) = medusa_arguments();
     finish(&common, || {
-        for (flag, path) in verb.outputs() {
-            outputs::check(flag, path, &common)?;
-        }
-        downloads::fetch(verb.places(), &common)?;
+        verb.prepare(&common)?;
         verb.run(&common)
     })
 }
 
-/// The program `medusa-train`: the verb `train` alone.
-pub fn medusa_train() -> ExitCode {
+/// `medusa-train` in this process: the verb `train` alone. Returns the exit status.
+pub fn medusa_train() -> u8 {
     let (command, matches) = parse::<MedusaTrainCommand>();
     let common = with_source_of_seed(command.common, &matches);
     finish(&common, || train::run(&command.args, &common))
+}
+
+fn medusa_arguments() -> (CommonFlags, Verb) {
+    let (MedusaCommand { common, verb }, matches) = parse::<MedusaCommand>();
+    (with_source_of_seed(common, &matches), verb)
 }
 
 /// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
@@ -220,19 +251,23 @@ fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags
     CommonFlags { seed_was_given, ..common }
 }
 
-/// Opens the accelerator, installs signal handlers, runs the verb and reports its error.
-pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
+/// Opens the accelerator, installs signal handlers, runs the verb and reports its error. Returns the exit status.
+pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
     torch::accelerator::open(); // before any other CUDA query: libtorch caches its first answer
-    let result = signals::watch().and_then(|()| torch::guard("the command", verb)?);
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
+    finish_without_libtorch(common, || torch::guard("the command", verb)?)
+}
+
+/// As [`finish`], for a verb that does not use libtorch.
+fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
+    match signals::watch().and_then(|()| verb()) {
+        Ok(()) => SUCCESS,
         Err(error) if error.is::<Interrupted>() => {
             common.say(error);
-            ExitCode::from(INTERRUPTED)
+            INTERRUPTED
         }
         Err(error) => {
             report(&error);
-            ExitCode::from(status(&error))
+            status(&error)
         }
     }
 }

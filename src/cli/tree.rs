@@ -26,25 +26,47 @@ pub use args::TreeArgs;
 /// # Errors
 /// An unreadable calibration or latency file, an impossible tree, or an output file that cannot be written.
 pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let Some(path) = &args.latency else { return run_without_latency(args, common) };
+    let calibration = calibration(args)?;
+    let latency = machine::latency(args, path, &calibration, common)?;
+    let chosen = machine::choose(args, &latency, &calibration, common)?;
+    let expected_tokens_per_second = Some(chosen.tokens_per_second());
+    let (tree, file) = file_of(chosen.tree, chosen.tokens_per_step);
+    let file = TreeFile { latency_sha256: Some(files::sha256(path)?), expected_tokens_per_second, ..file };
+    write(args, &tree, file, &calibration, common)
+}
+
+/// As [`run`], of `--nodes`: measures nothing, so libtorch is not needed.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_without_latency(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    let calibration = calibration(args)?;
+    let (tree, file) = of_size(args, &calibration)?;
+    write(args, &tree, file, &calibration, common)
+}
+
+fn calibration(args: &TreeArgs) -> anyhow::Result<Calibration> {
     let mut calibration = Calibration::load(&args.calibration)?;
     if args.independent {
         calibration.forget_joint();
     }
+    Ok(calibration)
+}
+
+/// Writes or prints the tree, and draws it.
+fn write(
+    args: &TreeArgs,
+    tree: &GuessTree,
+    file: TreeFile,
+    calibration: &Calibration,
+    common: &CommonFlags,
+) -> anyhow::Result<()> {
     let calibration_sha256 = Some(files::sha256(&args.calibration)?);
-    let (tree, file) = match &args.latency {
-        Some(path) => {
-            let latency = machine::latency(args, path, &calibration, common)?;
-            let chosen = machine::choose(args, &latency, &calibration, common)?;
-            let expected_tokens_per_second = Some(chosen.tokens_per_second());
-            let (tree, file) = file_of(chosen.tree, chosen.tokens_per_step);
-            (tree, TreeFile { latency_sha256: Some(files::sha256(path)?), expected_tokens_per_second, ..file })
-        }
-        None => of_size(args, &calibration)?,
-    };
     let file = TreeFile { calibration_sha256, ..file };
     let expected = file.expected_tokens_per_step.unwrap_or(1.0);
-    match &tree {
-        GuessTree::Static(tree) => say_what_is_expected(tree, expected, &calibration, common),
+    match tree {
+        GuessTree::Static(tree) => say_what_is_expected(tree, expected, calibration, common),
         GuessTree::Dynamic(limits) => common.say(format_args!(
             "{} over {}, chosen at each step: {expected:.3} expected tokens per step",
             counted(limits.nodes, "node"),
@@ -55,7 +77,7 @@ pub fn run(args: &TreeArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let tree = tree
             .as_static()
             .ok_or_else(|| UsageError("--svg draws static trees; the fastest tree is chosen at each step".into()))?;
-        draw(tree, expected, &calibration, path)?;
+        draw(tree, expected, calibration, path)?;
     }
     match &args.out {
         Some(path) => file.save(path)?,

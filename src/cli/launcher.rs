@@ -1,0 +1,149 @@
+//! What users start as `medusa` and `medusa-train`: parses the command line, runs the commands that need no libtorch, and
+//! replaces itself by `medusa-libtorch`, with the same arguments, for the others.
+//!
+//! Loading libtorch takes several times as long as `medusa inspect`. These two programs therefore call no function that
+//! reaches tch, and the linker then leaves libtorch out of them (`tests/launcher.rs`). A linker that does not makes them
+//! slower, not wrong.
+
+use std::convert::Infallible;
+use std::env;
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Context;
+use glob::Pattern;
+
+use super::doctor::version_of;
+use super::exit::{report, status};
+use super::{MedusaTrainCommand, finish_without_libtorch, medusa_arguments, parse};
+use crate::files;
+use crate::torch::LIBTORCH_VERSION;
+
+/// The program that is linked to libtorch, in the launcher's folder.
+const PROGRAM: &str = "medusa-libtorch";
+
+#[cfg(not(target_os = "macos"))]
+const LIBTORCH: &str = "libtorch_cpu.so";
+#[cfg(target_os = "macos")]
+const LIBTORCH: &str = "libtorch_cpu.dylib";
+
+/// Folders that the loader searches first.
+#[cfg(not(target_os = "macos"))]
+const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
+#[cfg(target_os = "macos")]
+const LIBRARY_PATH: &str = "DYLD_LIBRARY_PATH";
+
+/// The program `medusa`. Returns the exit status, unless it becomes `medusa-libtorch`.
+pub fn medusa() -> u8 {
+    let (common, mut verb) = medusa_arguments();
+    if verb.needs_libtorch() {
+        return become_libtorch("medusa");
+    }
+    finish_without_libtorch(&common, || {
+        verb.prepare(&common)?;
+        verb.run_without_libtorch(&common)
+    })
+}
+
+/// The program `medusa-train`: `medusa train`.
+pub fn medusa_train() -> u8 {
+    parse::<MedusaTrainCommand>(); // reports mistakes at once
+    become_libtorch("medusa-train")
+}
+
+/// Returns only if that fails.
+fn become_libtorch(name: &str) -> u8 {
+    let Err(error) = exec(name);
+    report(&error);
+    status(&error)
+}
+
+fn exec(name: &str) -> anyhow::Result<Infallible> {
+    let program = program(name)?;
+    let mut command = Command::new(&program);
+    command.arg0(name).args(env::args_os().skip(1)).envs(environment(&program)?);
+    Err(command.exec()).with_context(|| format!("cannot start {}", program.display()))
+}
+
+fn program(name: &str) -> anyhow::Result<PathBuf> {
+    let launcher =
+        env::current_exe().and_then(|path| path.canonicalize()).context("cannot find this program's folder")?;
+    let folder = files::parent(&launcher);
+    let program = folder.join(PROGRAM);
+    anyhow::ensure!(
+        program.is_file(),
+        "{} has no {PROGRAM}, which {name} starts for this command: keep the programs in one folder (`cargo build --bins` \
+         builds all three)",
+        folder.display()
+    );
+    Ok(program)
+}
+
+/// Variables that have to be set before libtorch and libgomp are loaded.
+fn environment(program: &Path) -> anyhow::Result<Vec<(&'static str, OsString)>> {
+    let library_path = library_path(program)?;
+    Ok(library_path.into_iter().map(|path| (LIBRARY_PATH, path)).collect())
+}
+
+/// `LD_LIBRARY_PATH` with the torch of the program's Python environment in front; `None` if the loader finds libtorch by
+/// itself.
+///
+/// # Errors
+/// If libtorch is nowhere.
+fn library_path(program: &Path) -> anyhow::Result<Option<OsString>> {
+    let packages = torch_packages(program);
+    let is_ours = |torch: &&PathBuf| version_of(torch).is_some_and(|version| version.starts_with(LIBTORCH_VERSION));
+    if let Some(torch) = packages.iter().find(is_ours) {
+        let folders = [torch.join("lib")].into_iter().chain(folders_of_user());
+        return Ok(Some(env::join_paths(folders)?));
+    }
+    if loader_finds_libtorch(program) {
+        return Ok(None);
+    }
+    let found = packages.first().map_or_else(String::new, |torch| {
+        let version = version_of(torch).unwrap_or_else(|| "of unknown version".into());
+        format!(" (torch in {} is {version})", torch.display())
+    });
+    anyhow::bail!(
+        "libtorch {LIBTORCH_VERSION} was not found{found}; in a clone of medusa-train, run scripts/setup; if it was installed \
+         with pip, run pip install torch=={LIBTORCH_VERSION} in the same environment; or set {LIBRARY_PATH} to the folder of \
+         {LIBTORCH}"
+    )
+}
+
+/// The packages of torch in the Python environment that the program is installed in: `<prefix>/bin/medusa-libtorch` and
+/// `<prefix>/lib/python3.13/site-packages/torch`.
+fn torch_packages(program: &Path) -> Vec<PathBuf> {
+    let prefix = files::parent(files::parent(program));
+    let pattern =
+        format!("{}/lib*/python3*/*-packages/torch/lib/{LIBTORCH}", Pattern::escape(&prefix.to_string_lossy()));
+    let libraries = glob::glob(&pattern).into_iter().flatten().flatten();
+    libraries.filter_map(|library| Some(library.parent()?.parent()?.to_owned())).collect()
+}
+
+fn folders_of_user() -> Vec<PathBuf> {
+    let folders = env::var_os(LIBRARY_PATH).unwrap_or_default();
+    env::split_paths(&folders).filter(|folder| !folder.as_os_str().is_empty()).collect()
+}
+
+/// Whether the loader will find libtorch: in `LD_LIBRARY_PATH`, in the folders that build.rs gave to the linker, or
+/// in those of the system.
+fn loader_finds_libtorch(program: &Path) -> bool {
+    let folder = files::parent(program).to_string_lossy();
+    let linked = env!("MEDUSA_LIBTORCH_FOLDERS").split(':');
+    let linked = linked.map(|path| path.replace("$ORIGIN", &folder).replace("@loader_path", &folder).into());
+    folders_of_user().into_iter().chain(linked).any(|folder: PathBuf| folder.join(LIBTORCH).is_file())
+        || loader_resolves_libtorch(program)
+}
+
+/// Asks the loader itself, as ldd does. A program that cannot be asked is started, and the loader's own message is shown.
+fn loader_resolves_libtorch(program: &Path) -> bool {
+    if cfg!(not(all(target_os = "linux", target_env = "gnu"))) {
+        return true;
+    }
+    let libraries = Command::new(program).env("LD_TRACE_LOADED_OBJECTS", "1").output();
+    let missing = format!("{LIBTORCH} => not found");
+    libraries.map_or(true, |libraries| !String::from_utf8_lossy(&libraries.stdout).contains(&missing))
+}
