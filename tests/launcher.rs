@@ -62,7 +62,8 @@ impl Prefix {
 
     /// A `medusa-libtorch` that prints its environment and arguments.
     fn add_program(&self) {
-        let script = "#!/bin/sh\necho \"$LD_LIBRARY_PATH\"\necho \"$@\"\nexit 7\n";
+        let script = "#!/bin/sh\necho \"$LD_LIBRARY_PATH\"\necho \"$@\"\n\
+            echo \"${OMP_NUM_THREADS-unset} ${GOMP_SPINCOUNT-unset} ${OMP_WAIT_POLICY-unset}\"\nexit 7\n";
         let path = self.write("bin/medusa-libtorch", script);
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).expect("it is ours");
     }
@@ -154,9 +155,29 @@ fn the_torch_of_the_python_environment_comes_first() {
     let link = prefix.path("medusa-train-elsewhere");
     std::os::unix::fs::symlink(prefix.path("bin/medusa-train"), &link).expect("a link, as pipx makes");
     let output = Command::new(link).arg("r.toml").env_remove("LD_LIBRARY_PATH").output().expect("it starts");
-    assert_eq!(words(&output.stdout), format!("{}\nr.toml\n", canonical(&torch).display()));
+    let printed = words(&output.stdout);
+    assert!(printed.starts_with(&format!("{}\nr.toml\n", canonical(&torch).display())), "{printed}");
 }
 
 fn canonical(path: &Path) -> PathBuf {
     path.canonicalize().expect("it is there")
+}
+
+#[test]
+fn threads_wait_only_briefly_unless_the_user_says_otherwise() {
+    let prefix = Prefix::new();
+    prefix.add_program();
+    prefix.add_torch("lib/python3.13/site-packages", "2.11.0");
+    let threads = |arguments: &[&str], variables: &[(&str, &str)]| {
+        let mut command = Command::new(prefix.path("bin/medusa"));
+        for name in ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"] {
+            command.env_remove(name);
+        }
+        let output = command.arg("doctor").args(arguments).envs(variables.iter().copied()).output().expect("it starts");
+        words(&output.stdout).lines().nth(2).expect("three lines").to_owned()
+    };
+    assert_eq!(threads(&[], &[]), "unset 10000 unset");
+    assert_eq!(threads(&["--threads", "3"], &[("OMP_NUM_THREADS", "5")]), "3 10000 unset");
+    assert_eq!(threads(&[], &[("OMP_NUM_THREADS", "5"), ("GOMP_SPINCOUNT", "7")]), "5 7 unset");
+    assert_eq!(threads(&[], &[("OMP_WAIT_POLICY", "active")]), "unset unset active");
 }

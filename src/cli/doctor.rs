@@ -2,10 +2,12 @@
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
 
+use super::threads::busy_cores;
 use super::{CommonFlags, print_json, print_line};
 use crate::nvidia::device;
 use crate::torch::device_name;
@@ -56,12 +58,32 @@ struct Cpu {
     name: Option<String>,
     cores: usize,
     threads: i32,
+    /// Cores that other programs use.
+    busy_cores: Option<f64>,
     /// Whether decoding can use the CPU kernels.
     own_kernels: bool,
     onednn: bool,
     mkl: bool,
     instructions: Vec<&'static str>,
 }
+
+impl Cpu {
+    /// What makes the threads wait for each other.
+    fn warnings(&self) -> Vec<String> {
+        let Self { cores, threads, .. } = *self;
+        let mut warnings = Vec::new();
+        if usize::try_from(threads).is_ok_and(|threads| threads > cores) {
+            warnings.push(format!("more threads than cores: use --threads {cores}, or set OMP_NUM_THREADS"));
+        }
+        if let Some(busy) = self.busy_cores.filter(|&busy| busy > WORTH_TELLING) {
+            warnings.push(format!("other programs use {busy:.1} cores: this makes training and decoding slower"));
+        }
+        warnings
+    }
+}
+
+/// Cores that others may use before it is said.
+const WORTH_TELLING: f64 = 0.3;
 
 #[derive(Debug, Serialize)]
 struct MachineMemory {
@@ -145,6 +167,7 @@ fn cpu() -> Cpu {
         name: colon_field(&info, "model name"),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         threads: tch::get_num_threads(),
+        busy_cores: busy_cores(Duration::from_millis(300)),
         own_kernels: crate::cpu::available(),
         onednn: tch::utils::has_mkldnn(),
         mkl: tch::utils::has_mkl(),
@@ -218,6 +241,9 @@ fn text(report: &DoctorReport) -> Result<String, std::fmt::Error> {
     let cpu = &report.cpu;
     writeln!(out, "cpu          {} ({})", cpu.name.as_deref().unwrap_or("unknown"), cpu.instructions.join(" "))?;
     writeln!(out, "threads      {} of {} cores", cpu.threads, cpu.cores)?;
+    for warning in cpu.warnings() {
+        writeln!(out, "             {warning}")?;
+    }
     writeln!(out, "libraries    oneDNN {}, MKL {}", yes_no(cpu.onednn), yes_no(cpu.mkl))?;
     writeln!(out, "decoding     own kernels {}", yes_no(cpu.own_kernels))?;
     match &report.engine.reason {
@@ -242,6 +268,14 @@ fn yes_no(there: bool) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn threads_without_a_core_and_other_programs_are_told() {
+        let cpu = |threads, busy| Cpu { cores: 2, threads, busy_cores: Some(busy), ..cpu() };
+        assert_eq!(cpu(2, 0.1).warnings(), Vec::<String>::new());
+        assert_eq!(cpu(8, 0.0).warnings(), ["more threads than cores: use --threads 2, or set OMP_NUM_THREADS"]);
+        assert!(cpu(2, 1.94).warnings()[0].starts_with("other programs use 1.9 cores"));
+    }
 
     #[test]
     fn a_torch_installed_by_pip_tells_its_version() {

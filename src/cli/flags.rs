@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::io::{self, Write};
+use std::num::NonZeroUsize;
 
 use clap::Args;
 
@@ -18,6 +19,9 @@ pub struct CommonFlags {
     /// Compute dtype: float32, bfloat16 or float16 [default: that of the backbone's weights; on a CPU never float16].
     #[arg(long, global = true, value_name = "DTYPE")]
     pub dtype: Option<Dtype>,
+    /// CPU threads [default: `OMP_NUM_THREADS`, else one per core].
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
     /// Random seed.
     #[arg(long, global = true, value_name = "N", default_value_t = 42)]
     pub seed: u64,

@@ -17,7 +17,7 @@ use glob::Pattern;
 
 use super::doctor::version_of;
 use super::exit::{report, status};
-use super::{MedusaTrainCommand, finish_without_libtorch, medusa_arguments, parse};
+use super::{CommonFlags, MedusaTrainCommand, finish_without_libtorch, medusa_arguments, parse, threads};
 use crate::files;
 use crate::torch::LIBTORCH_VERSION;
 
@@ -39,7 +39,7 @@ const LIBRARY_PATH: &str = "DYLD_LIBRARY_PATH";
 pub fn medusa() -> u8 {
     let (common, mut verb) = medusa_arguments();
     if verb.needs_libtorch() {
-        return become_libtorch("medusa");
+        return become_libtorch("medusa", &common);
     }
     finish_without_libtorch(&common, || {
         verb.prepare(&common)?;
@@ -49,21 +49,24 @@ pub fn medusa() -> u8 {
 
 /// The program `medusa-train`: `medusa train`.
 pub fn medusa_train() -> u8 {
-    parse::<MedusaTrainCommand>(); // reports mistakes at once
-    become_libtorch("medusa-train")
+    let (command, _) = parse::<MedusaTrainCommand>(); // reports mistakes at once
+    become_libtorch("medusa-train", &command.common)
 }
 
 /// Returns only if that fails.
-fn become_libtorch(name: &str) -> u8 {
-    let Err(error) = exec(name);
+fn become_libtorch(name: &str, common: &CommonFlags) -> u8 {
+    let Err(error) = exec(name, common);
     report(&error);
     status(&error)
 }
 
-fn exec(name: &str) -> anyhow::Result<Infallible> {
+fn exec(name: &str, common: &CommonFlags) -> anyhow::Result<Infallible> {
     let program = program(name)?;
     let mut command = Command::new(&program);
-    command.arg0(name).args(env::args_os().skip(1)).envs(environment(&program)?);
+    command.arg0(name).args(env::args_os().skip(1));
+    // libtorch and libgomp read them when they are loaded.
+    command.envs(library_path(&program)?.map(|path| (LIBRARY_PATH, path)));
+    command.envs(threads::environment(common.threads));
     Err(command.exec()).with_context(|| format!("cannot start {}", program.display()))
 }
 
@@ -79,12 +82,6 @@ fn program(name: &str) -> anyhow::Result<PathBuf> {
         folder.display()
     );
     Ok(program)
-}
-
-/// Variables that have to be set before libtorch and libgomp are loaded.
-fn environment(program: &Path) -> anyhow::Result<Vec<(&'static str, OsString)>> {
-    let library_path = library_path(program)?;
-    Ok(library_path.into_iter().map(|path| (LIBRARY_PATH, path)).collect())
 }
 
 /// `LD_LIBRARY_PATH` with the torch of the program's Python environment in front; `None` if the loader finds libtorch by

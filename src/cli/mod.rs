@@ -42,6 +42,7 @@ mod reading;
 pub mod report;
 pub mod served;
 mod signals;
+mod threads;
 pub mod train;
 pub mod tree;
 
@@ -234,7 +235,8 @@ fn without_ignored_flags(command: Command) -> Command {
     command.mut_subcommands(|verb| {
         let ignored: &[&str] = match verb.get_name() {
             "train" | "doctor" => &["dtype", "seed"],
-            "data" | "inspect" | "push" | "report" => &["device", "dtype", "seed"],
+            "data" => &["device", "dtype", "seed"],
+            "inspect" | "push" | "report" => &["device", "dtype", "seed", "threads"],
             "calibrate" | "tree" => &["seed"],
             "export" => &["device", "seed"],
             _ => &[],
@@ -259,6 +261,7 @@ pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -
 
 /// As [`finish`], for a verb that does not use libtorch.
 fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
+    threads::limit_tokenisers(common.threads);
     match signals::watch().and_then(|()| verb()) {
         Ok(()) => SUCCESS,
         Err(error) if error.is::<Interrupted>() => {

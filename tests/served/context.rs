@@ -98,6 +98,7 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
     let plan = DrafterPlan::new(None, Some(&heads), None).expect("heads").expect("a drafter");
     let common = CommonFlags {
         device: DeviceChoice::Cpu,
+        threads: None,
         dtype: None,
         seed: 42,
         json: true,
