@@ -96,7 +96,9 @@ fn curves(lines: &[Value]) -> BTreeMap<Point, f32> {
                 points.insert((format!("{split}/{tag}"), step), number as f32);
             }
         };
-        for key in ["loss", "lr", "heads_lr", "lambda0", "grad_norm", "tokens_per_second", "tokens_per_step"] {
+        for key in
+            ["loss", "heads_loss", "lr", "heads_lr", "lambda0", "grad_norm", "tokens_per_second", "tokens_per_step"]
+        {
             add(key.into(), &line[key]);
         }
         for (key, tag) in [("head_losses", "loss"), ("head_top1", "top1"), ("head_top5", "top5")] {

@@ -41,6 +41,9 @@ pub struct MetricsLine {
     pub loss: f64,
     /// Loss of the LM head; `None` in Medusa-1.
     pub lm_loss: Option<f64>,
+    /// Σ λk·Lk, without λ0; `None` in lines of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heads_loss: Option<f64>,
     /// exp of the LM head's cross-entropy; only in Medusa-2's evaluations.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub perplexity: Option<f64>,
@@ -130,6 +133,14 @@ impl MetricsLine {
     /// An I/O error.
     pub fn append_to(&self, out: &mut impl Write) -> io::Result<()> {
         out.write_all((serde_json::to_string(self)? + "\n").as_bytes())
+    }
+
+    /// The losses in words. Medusa-2's total is not among them: while λ0 rises, the total rises although both of its parts fall.
+    pub fn losses(&self) -> String {
+        match (self.lm_loss, self.heads_loss) {
+            (Some(lm), Some(heads)) => format!("LM loss {lm:.4}, heads loss {heads:.4}"),
+            _ => format!("loss {:.4}", self.loss),
+        }
     }
 
     /// The cost of the training that wrote these lines: each line's tokens divided by its tokens per second.
@@ -233,8 +244,18 @@ mod tests {
         let update = line.update.unwrap();
         assert!(line.epoch.is_nan() && update.lr.is_nan() && update.memory_bytes.is_none());
         assert_eq!((line.loss, line.head_losses, update.tokens_per_second), (2.5, vec![Some(1.0), None], 50.0));
+        assert_eq!(read(STEP).unwrap().lines[0].1.losses(), "loss 2.5000");
         let validation = STEP.replace("train", "validation").replace("2.5", "null");
         let line = read(&validation).unwrap().lines.remove(0).1;
         assert!(line.update.is_none() && line.loss.is_nan());
+    }
+
+    #[test]
+    fn losses_of_two_parts_are_told_apart() {
+        let joint = STEP.replace("\"loss\":2.5", "\"loss\":0.11,\"lm_loss\":0.01,\"heads_loss\":4.56789");
+        let line = read(&joint).unwrap().lines.remove(0).1;
+        assert_eq!(line.losses(), "LM loss 0.0100, heads loss 4.5679");
+        let without_targets = joint.replace("0.01,", "null,");
+        assert_eq!(read(&without_targets).unwrap().lines[0].1.losses(), "loss 0.1100");
     }
 }

@@ -88,9 +88,12 @@ fn heads(runs: &[Named<'_>]) -> usize {
 }
 
 fn losses(runs: &[Named<'_>], several: bool) -> Vec<Plot> {
+    let is_joint = runs.iter().any(|(run, _)| run.metrics.train.iter().any(|line| line.lm_loss.is_some()));
+    let total = if is_joint { "Total loss (LM loss + λ0 × heads loss)" } else { "Total loss" };
     let mut plots = vec![
-        overlaid("Total loss", ("", Range::Free), runs, &|line| Some(line.loss)),
         overlaid("LM loss", ("", Range::Free), runs, &|line| line.lm_loss),
+        overlaid("Heads loss (Σ λk·Lk)", ("", Range::Free), runs, &|line| line.heads_loss.filter(|_| is_joint)),
+        overlaid(total, ("", Range::Free), runs, &|line| Some(line.loss)),
     ];
     if several {
         plots.extend((0..heads(runs)).map(|head| {

@@ -36,8 +36,10 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
         figure("tokens per step", last(validation, |line| line.tokens_per_step).map(number), "validation"),
         figure("head 1, top-1", accuracy.map(percent), of_accuracy),
         figure(loss, last(validation, |line| Some(line.loss)).map(number), "validation"),
-        figure(loss, last(train, |line| Some(line.loss)).map(number), "training"),
+        figure(loss, last(train, steady_loss).map(number), "training"),
         figure("LM loss", last(validation, |line| line.lm_loss).map(number), "validation"),
+        figure("heads loss", last(validation, heads_loss_beside_lm).map(number), "validation"),
+        figure("heads loss", last(train, heads_loss_beside_lm).map(number), "training"),
         figure("perplexity", last(validation, |line| line.perplexity).map(number), "backbone, validation"),
         figure(
             "training",
@@ -57,6 +59,16 @@ fn first_head(run: &Run) -> (Option<f64>, &'static str) {
         Some(accuracy) => (Some(accuracy), "calibrated"),
         None => (last(&run.metrics.validation, |line| line.head_top1.first().copied()?), "validation"),
     }
+}
+
+/// The total loss of a training step; `None` if the line has its two parts: the total depends on λ0 of the step.
+fn steady_loss(line: &MetricsLine) -> Option<f64> {
+    heads_loss_beside_lm(line).is_none().then_some(line.loss)
+}
+
+/// In Medusa-1 the heads' loss is the total.
+fn heads_loss_beside_lm(line: &MetricsLine) -> Option<f64> {
+    line.heads_loss.filter(|_| line.lm_loss.is_some())
 }
 
 fn values(lines: &[MetricsLine], pick: impl Fn(&MetricsLine) -> Option<f64>) -> Vec<f64> {

@@ -28,6 +28,7 @@ impl MetricsLine {
             tokens: Some(tokens),
             loss: metrics.loss,
             lm_loss: metrics.lm_loss,
+            heads_loss: Some(metrics.heads_loss),
             perplexity: metrics.perplexity,
             tokens_per_step: metrics.tokens_per_step,
             stopped_early: false,
@@ -48,8 +49,12 @@ impl MetricsLine {
             MetricsSplit::Validation => "validation",
         };
         let mut curves = vec![(format!("{split}/loss"), self.loss)];
-        let optional =
-            [("lm_loss", self.lm_loss), ("perplexity", self.perplexity), ("tokens_per_step", self.tokens_per_step)];
+        let optional = [
+            ("lm_loss", self.lm_loss),
+            ("heads_loss", self.heads_loss),
+            ("perplexity", self.perplexity),
+            ("tokens_per_step", self.tokens_per_step),
+        ];
         curves.extend(optional.into_iter().filter_map(|(what, value)| Some((format!("{split}/{what}"), value?))));
         let heads = [("loss", &self.head_losses), ("top1", &self.head_top1), ("top5", &self.head_top5)];
         for (what, values) in heads {

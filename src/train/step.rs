@@ -26,6 +26,8 @@ pub struct StepMetrics {
     pub loss: f64,
     /// L_LM; `None` in Medusa-1.
     pub lm_loss: Option<f64>,
+    /// Σ λk·Lk, without λ0.
+    pub heads_loss: f64,
     /// exp of the LM head's cross-entropy; only of Medusa-2's evaluations.
     pub perplexity: Option<f64>,
     /// Lk: each summed loss ÷ number of its targets, weighted by `loss.targets`; `None` for a head without a target.
@@ -300,6 +302,7 @@ impl MetricSums {
         StepMetrics {
             loss: lm_loss.unwrap_or(0.0) + lambda0 * weighted,
             lm_loss,
+            heads_loss: weighted,
             perplexity: cross_entropy.map(f64::exp),
             head_top: hits.chunks(TOP).zip(&self.counts).map(top).collect(),
             tokens_per_step: None,

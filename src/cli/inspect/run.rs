@@ -89,12 +89,12 @@ impl RunContents {
             writeln!(out, "heads        {}", heads.line())?;
         }
         if let Some(line) = &self.training {
-            writeln!(out, "training     step {}, loss {:.4}", line.read.step, line.read.loss)?;
+            writeln!(out, "training     step {}, {}", line.read.step, line.read.losses())?;
         }
         if let Some(line) = &self.validation {
             let tokens = line.read.tokens_per_step.map(|tokens| format!(", {tokens:.2} tokens per step"));
             let tokens = tokens.unwrap_or_default();
-            writeln!(out, "validation   step {}, loss {:.4}{tokens}", line.read.step, line.read.loss)?;
+            writeln!(out, "validation   step {}, {}{tokens}", line.read.step, line.read.losses())?;
         }
         if let Some(best) = &self.best {
             writeln!(out, "best         {BEST}/: {best}")?;

@@ -94,5 +94,5 @@ fn quality(line: &MetricsLine) -> String {
     let accuracy = line.head_top1.first().copied().flatten();
     let accuracy = accuracy.map_or_else(|| "none".into(), |accuracy| format!("{accuracy:.3}"));
     let tokens = line.tokens_per_step.map_or_else(String::new, |tokens| format!("  {tokens:.2} tokens per step"));
-    format!("loss {:.4}  head-1 accuracy {accuracy}{tokens}", line.loss)
+    format!("{}  head-1 accuracy {accuracy}{tokens}", line.losses())
 }
