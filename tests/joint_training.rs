@@ -50,7 +50,9 @@ fn logits(llama: &Llama, adapters: Adapters) -> Tensor {
 fn what_is_frozen_stays_as_it_was_and_so_does_the_teacher() {
     let small = small_run(SELF_DISTILLATION);
     let (bytes, before) = (small.bytes("backbone/model.safetensors"), logits(&load(&small, "backbone"), Adapters::Off));
-    small.train(&[]).succeeded();
+    let said = small.train(&[]).succeeded().stderr;
+    assert!(said.contains("validation after step 0: LM loss 0.0000, heads loss "), "{said}");
+    assert!(!said.contains(" loss 0.0000 "), "no total that rises with λ0: {said}");
     assert_eq!(small.bytes("backbone/model.safetensors"), bytes);
     let mut after = load(&small, "backbone");
     attach(&mut after, &small.path("run/final"), None).expect("the run's adapter");
@@ -91,6 +93,8 @@ fn evaluations_weight_the_heads_by_the_peak_of_a_rising_lambda0() {
     };
     for line in &lines {
         assert!((line["loss"].as_f64().expect("a loss") - at_peak(line, 0.7)).abs() < 1e-9, "{line}");
+        let heads = at_peak(line, 1.0) - line["lm_loss"].as_f64().expect("a loss");
+        assert!((line["heads_loss"].as_f64().expect("a loss") - heads).abs() < 1e-9, "{line}");
     }
     let judged = &lines[1..];
     let first_best = |loss: &dyn Fn(&Value) -> f64| {
