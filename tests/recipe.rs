@@ -1,4 +1,4 @@
-//! A mistake in a recipe gives one clear error with file, line, column, caret and the accepted values.
+//! Mistakes in a recipe are reported at once, each with file, line, column, caret and the accepted values.
 
 use std::path::Path;
 
@@ -34,6 +34,95 @@ fn error_of(piece: &str, by: &str) -> String {
     parse(&GOOD.replacen(piece, by, 1)).expect_err("a mistake")
 }
 
+/// Everything that a recipe has to say.
+const SHORTEST: &str = "[backbone]\npath = \"b\"\n[stage.medusa1]\n[data]\ntrain = [\"rows.jsonl\"]\n";
+
+#[test]
+fn a_recipe_needs_only_a_backbone_rows_and_a_stage() {
+    let recipe = parse(SHORTEST).unwrap();
+    let resolved = recipe.resolved_toml();
+    for line in [
+        "dtype = \"float32\"",
+        "medusa_num_heads = 5",
+        "medusa_num_layers = 1",
+        "max_length = 2048",
+        "learning_rate = 0.001",
+        "name = \"cosine\"",
+        "warmup_ratio = 0.1",
+        "output_dir = \"checkpoints/r\"",
+        "epochs = 2",
+        "micro_batch_size = 1",
+        "gradient_accumulation_steps = 8",
+    ] {
+        assert!(resolved.contains(&format!("\n{line}\n")), "{line} in\n{resolved}");
+    }
+    assert_eq!(parse(&resolved).unwrap(), recipe);
+    for required in ["path = \"b\"\n", "[stage.medusa1]\n", "train = [\"rows.jsonl\"]\n"] {
+        parse(&SHORTEST.replace(required, "")).expect_err(required);
+    }
+}
+
+#[test]
+fn all_mistakes_are_reported_in_the_order_of_the_file() {
+    let text = GOOD
+        .replace("dtype = \"float32\"", "dtype = \"float\"")
+        .replace("medusa_num_heads = 4", "medusa_num_head = 4")
+        .replace("[stage.medusa1]", "[stage.medusa2]\nself_distillation = true\nlora = { rank = 0, alpah = 1 }")
+        .replace("learning_rate = 1e-3", "learning_rate = \"1e-3\"\nbetas = [0.9, 1.5]")
+        .replace("name = \"cosine\"", "name = \"cosin\"\nwarmup_steps = 5\nwarmup_ratio = 0.5")
+        .replace("epochs = 2", "epochs = 2\nmax_steps = 9\nhidden_state_cache = \"states\"\n[trian]\nx = 1");
+    let error = parse(&text).unwrap_err();
+    let lines: Vec<&str> = error.lines().filter(|line| line.starts_with("r.toml: ")).collect();
+    let expected = [
+        "line 3, column 9: backbone.dtype: unknown value `float`, did you mean `float32`? Expected one of",
+        "line 5, column 1: unknown key `medusa_num_head`, did you mean `medusa_num_heads`? Expected one of",
+        "line 9, column 17: stage.medusa2.lora.rank: invalid value: integer `0`, expected a whole number above 0",
+        "line 9, column 20: unknown key `alpah`, did you mean `alpha`? Expected one of",
+        "line 14, column 17: optimizer.learning_rate: invalid type: string \"1e-3\"",
+        "line 15, column 9: optimizer.betas: expected a number that is at least 0 and below 1, got 1.5",
+        "line 17, column 8: schedule.name: unknown value `cosin`, did you mean `cosine`? Expected one of",
+        "line 19, column 1: schedule.warmup_steps and schedule.warmup_ratio exclude each other",
+        "line 23, column 1: train.epochs and train.max_steps exclude each other; keep one of them",
+        "line 24, column 22: train.hidden_state_cache needs [stage.medusa1]",
+        "line 25, column 2: unknown key `trian`, did you mean `train`? Expected one of",
+    ];
+    assert_eq!(lines.len(), expected.len(), "{error}");
+    for (line, expected) in lines.iter().zip(expected) {
+        assert!(line.starts_with(&format!("r.toml: {expected}")), "expected {expected}, got {line}");
+    }
+    assert!(error.starts_with("11 mistakes in r.toml:\n\nr.toml: line 3"), "{error}");
+    let with_carets = error.lines().filter(|line| line.trim_end().ends_with('^')).count();
+    assert_eq!(with_carets, expected.len(), "{error}");
+}
+
+/// A check that reads a key with a mistake would report what is not there.
+#[test]
+fn a_mistake_brings_no_others_with_it() {
+    for edits in [
+        &[("[stage.medusa1]", "[stage.medusa3]"), ("learning_rate", "medusa_lr_multiplier = 4.0\nlearning_rate")][..],
+        &[("[data]", "[loss]\ntargets = \"teacher\"\non_unlabelled = true\n[data]")],
+        &[("epochs = 2", "epochs = 2\nkeep_best = \"accuracy\"\npatience = 3")],
+        &[("max_length = 64", "max_length = 64\nvalidation_fraction = 2"), ("epochs", "eval_every = 5\nepochs")],
+        &[("train = [\"rows.jsonl\"]", "train = \"rows.jsonl\"")],
+        &[("[heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n", ""), ("[backbone]", "heads = 4\n[backbone]")],
+    ] {
+        let text = edits.iter().fold(GOOD.to_owned(), |text, (piece, by)| text.replacen(piece, by, 1));
+        let error = parse(&text).unwrap_err();
+        assert_eq!(error.matches("r.toml: line").count(), 1, "{error}");
+    }
+}
+
+#[test]
+fn errors_of_the_syntax_are_reported_together() {
+    let error =
+        parse(&GOOD.replace("epochs = 2", "epochs = ").replace("max_length = 64", "max_length = ")).unwrap_err();
+    let lines: Vec<&str> = error.lines().filter(|line| line.starts_with("r.toml: line")).collect();
+    assert!(lines.len() == 2 && lines[0].contains("line 10") && lines[1].contains("line 17"), "{error}");
+    let twice = parse(&GOOD.replace("epochs = 2", "epochs = 2\nepochs = 3\nsed = 1")).unwrap_err();
+    assert!(twice.contains("line 18, column 1: duplicate key"), "{twice}");
+    assert!(twice.contains("line 19, column 1: unknown key `sed`, did you mean `seed`?"), "{twice}");
+}
+
 #[test]
 fn a_resolved_recipe_names_every_default_and_loads_to_the_same() {
     let recipe = parse(GOOD).unwrap();
@@ -46,7 +135,7 @@ fn a_resolved_recipe_names_every_default_and_loads_to_the_same() {
 
 #[test]
 fn an_unknown_key_is_shown_with_the_known_ones() {
-    let expected = r#"r.toml: line 5, column 1: unknown key `medusa_num_head`, expected one of `medusa_num_heads`, `medusa_num_layers`, `init_from`, `shared_lm_head`, `w2_rank`, `shared_w2`, `draft_vocab_size`, `architecture`, `dropout`
+    let expected = r#"r.toml: line 5, column 1: unknown key `medusa_num_head`, did you mean `medusa_num_heads`? Expected one of `medusa_num_heads`, `medusa_num_layers`, `init_from`, `shared_lm_head`, `w2_rank`, `shared_w2`, `draft_vocab_size`, `architecture`, `dropout`
   |
 5 | medusa_num_head = 4
   | ^^^^^^^^^^^^^^^"#;
@@ -126,16 +215,18 @@ fn a_value_of_another_type_is_refused() {
 
 #[test]
 fn a_missing_key_is_shown_at_its_table() {
-    let expected = r#"r.toml: line 11, column 1: missing key `learning_rate`
-   |
-11 | [optimizer]
-   | ^^^^^^^^^^^"#;
-    assert_eq!(error_of("learning_rate = 1e-3\n", ""), expected);
+    let expected = r#"r.toml: line 8, column 1: missing key `data.train`: a list of files, globs or ids of the Hub
+  |
+8 | [data]
+  | ^^^^^^"#;
+    assert_eq!(error_of("train = [\"rows.jsonl\"]\n", ""), expected);
+    let error = error_of("[backbone]\npath = \"b\"\ndtype = \"float32\"\n", "");
+    assert!(error.contains("r.toml: line 1, column 1: missing key `backbone.path`: a folder"), "{error}");
 }
 
 #[test]
 fn a_value_that_is_none_of_the_known_ones_is_refused_with_them() {
-    let expected = r#"r.toml: line 14, column 8: schedule.name: unknown value `sine`, expected one of `cosine`, `linear`, `constant`
+    let expected = r#"r.toml: line 14, column 8: schedule.name: unknown value `sine`, did you mean `cosine`? Expected one of `cosine`, `linear`, `constant`
    |
 14 | name = "sine"
    |        ^^^^^^"#;
@@ -162,7 +253,7 @@ fn no_stage_is_refused() {
 
 #[test]
 fn an_optimizer_that_there_is_not_is_refused_with_those_there_are() {
-    let expected = r#"r.toml: line 12, column 8: optimizer.name: unknown value `adam8bit`, expected `adamw` or `adamw8bit`
+    let expected = r#"r.toml: line 12, column 8: optimizer.name: unknown value `adam8bit`, did you mean `adamw8bit`? Expected `adamw` or `adamw8bit`
    |
 12 | name = "adam8bit"
    |        ^^^^^^^^^^"#;

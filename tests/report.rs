@@ -289,7 +289,11 @@ fn several_runs_lie_over_each_other_and_their_recipes_are_compared() {
         "{text}"
     );
     assert!(text.contains("key x/a y/a optimizer.learning_rate 0.001 0.002 optimizer.eps – 1e-7 Loss"), "{text}");
-    let total = page.split("<b>Total loss (LM loss + λ0 × heads loss)</b>").nth(1).and_then(|rest| rest.split("</figure>").next()).expect("a plot");
+    let total = page
+        .split("<b>Total loss (LM loss + λ0 × heads loss)</b>")
+        .nth(1)
+        .and_then(|rest| rest.split("</figure>").next())
+        .expect("a plot");
     for line in ["train s1", "marked s1", "train s2", "marked s2"] {
         assert!(total.contains(&format!("<g class=\"{line}\">")), "{line}: two runs in one plot");
     }

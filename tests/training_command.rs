@@ -89,6 +89,61 @@ fn check_tells_the_plan_and_writes_nothing() {
         (&3.into(), &parameters.into(), &(16 * parameters).into())
     );
     assert!(!dir.path().join("out").exists());
+    let defaults: Vec<&str> = plan["defaults"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    for key in ["train.seed", "optimizer.eps", "schedule.min_ratio", "data.packing"] {
+        assert!(defaults.contains(&key), "{key} in {defaults:?}");
+    }
+    assert!(!defaults.contains(&"data.max_length") && plan["recipe"]["data"]["max_length"] == 16, "{defaults:?}");
+}
+
+#[test]
+fn check_marks_the_defaults_of_the_shortest_recipe_and_it_trains() {
+    let dir = workplace(3);
+    let [backbone, rows] = ["backbone", "rows.jsonl"].map(|name| dir.path().join(name));
+    write(
+        &dir.path().join("r.toml"),
+        &format!("[backbone]\npath = {backbone:?}\n[stage.medusa1]\n[data]\ntrain = [{rows:?}]\n"),
+    );
+    let output = train(&dir, &["--check"]).current_dir(dir.path()).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<&str> = said.lines().collect();
+    for (line, is_default) in [
+        (format!("path = {backbone:?}"), false),
+        ("dtype = \"float32\"".into(), true),
+        ("medusa_num_heads = 5".into(), true),
+        ("max_length = 64".into(), true),
+        ("warmup_ratio = 0.1".into(), true),
+        ("output_dir = \"checkpoints/r\"".into(), true),
+    ] {
+        let printed =
+            lines.iter().find(|printed| printed.starts_with(&line)).unwrap_or_else(|| panic!("{line} in\n{said}"));
+        assert_eq!(printed.ends_with("  # default"), is_default, "{printed}");
+    }
+    assert!(said.contains("\nmemory ") && said.contains("\npeak "), "the plan follows: {said}");
+    train(&dir, &[]).current_dir(dir.path()).assert().success();
+    assert!(dir.path().join("checkpoints/r/final/heads.safetensors").exists());
+}
+
+#[test]
+fn mistakes_and_missing_files_are_told_at_once() {
+    let dir = workplace(3);
+    let wrong = recipe(dir.path(), 3)
+        .replace("rows.jsonl", "none.jsonl")
+        .replace("float32", "float")
+        .replace("constant", "const");
+    write(&dir.path().join("r.toml"), &wrong);
+    let output = train(&dir, &[]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.starts_with("error: 3 mistakes in "), "{said}");
+    let at = |fact: &str| said.find(fact).unwrap_or_else(|| panic!("{fact} in {said}"));
+    let places = [
+        at("line 3, column 9: backbone.dtype"),
+        at("none.jsonl does not exist"),
+        at("line 14, column 8: schedule.name"),
+    ];
+    assert!(places.is_sorted(), "{said}");
 }
 
 #[test]

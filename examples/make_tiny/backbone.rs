@@ -145,7 +145,12 @@ fn train(llama: &Llama, rows: &[Row], seed: u64) -> Result<()> {
     let mut parameters: Vec<Parameter> =
         llama.weights().into_iter().map(|(name, weight)| Parameter::new(name, weight)).collect();
     let mut optimizer = AdamW::new(OPTIMIZER, &parameters);
-    let schedule = ScheduleConfig { name: ScheduleName::Cosine, warmup_steps: WARMUP_STEPS, min_ratio: Fraction::ZERO };
+    let schedule = ScheduleConfig {
+        name: ScheduleName::Cosine,
+        warmup_steps: Some(WARMUP_STEPS),
+        warmup_ratio: None,
+        min_ratio: Fraction::ZERO,
+    };
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let (start, mut tokens, mut batches) = (Instant::now(), 0, Vec::new());
     eprintln!("training {} parameters for {STEPS} steps", llama.config.parameters());

@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::Serialize;
 use serde_json::{Value, json};
+use tch::Device;
 
 use super::downloads::told;
 use super::reading::watched;
@@ -38,10 +40,10 @@ pub struct TrainArgs {
     /// Recipe file. Its paths are relative to the working directory, or Hugging Face Hub ids.
     #[arg(value_name = "RECIPE.toml")]
     pub recipe: PathBuf,
-    /// Validate recipe, data and backbone and print the plan, without training.
+    /// Validate recipe, data and backbone; print the recipe with its defaults, and the plan; train nothing.
     #[arg(long)]
     pub check: bool,
-    /// Continue from the newest checkpoint in train.output_dir.
+    /// Continue from the newest checkpoint in train.output_dir. The recipe may ask for more epochs or max_steps than before.
     #[arg(long)]
     pub resume: bool,
     /// Skip and count malformed rows (broken JSON, wrong types, no known key) instead of stopping at the first. --resume must repeat
@@ -57,17 +59,25 @@ pub struct TrainArgs {
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
     let mut loaded = LoadedRecipe::read(&args.recipe)?;
+    if args.resume {
+        loaded.stay_in_its_run();
+    }
     if !args.check {
         check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before any download
     }
-    told(common, |tell| loaded.fetch(tell))?;
+    let device = common.device.resolve()?;
+    told(common, |tell| loaded.fetch(device, tell))?;
     if !args.check {
         told(common, |tell| loaded.fetch_weights(tell))?;
     }
-    let checked = load(&loaded, args, common)?;
+    let checked = load(&loaded, device, args, common)?;
     let preview = RunPreview::of(&checked, &loaded.recipe);
     if args.check {
-        return if common.json { print_json(&preview) } else { print_line(preview.text()) };
+        let recipe = json!({"recipe": loaded.recipe, "defaults": loaded.default_keys()});
+        return match common.json {
+            true => print_json(&CheckedPlan { recipe, preview }),
+            false => print_line(format_args!("{}\n\n{}", loaded.marked_toml(), preview.text())),
+        };
     }
     common.say(preview.text());
     let mut progress = TrainProgress::new(common, checked.total_steps);
@@ -76,9 +86,18 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     report(outcome?, args, common)
 }
 
+/// What `--check --json` prints.
+#[derive(Debug, Serialize)]
+struct CheckedPlan {
+    #[serde(flatten)]
+    recipe: Value,
+    #[serde(flatten)]
+    preview: RunPreview,
+}
+
 /// Reads and checks everything before the backbone's weights are loaded.
-fn load(loaded: &LoadedRecipe, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
-    let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(common.device.resolve()?) };
+fn load(loaded: &LoadedRecipe, device: Device, args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<CheckedRun> {
+    let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
     let heads = plan.heads.init_from.clone();
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     if let Some(heads) = heads {

@@ -26,6 +26,7 @@ pub mod pickle;
 pub mod prefix_layer;
 pub mod quantization;
 pub mod rope;
+pub mod stored_dtype;
 pub mod torch_file;
 mod trained;
 pub mod weights;

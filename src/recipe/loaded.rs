@@ -4,10 +4,13 @@ use std::path::{Path, PathBuf};
 
 use tch::Device;
 
+use super::file_defaults::FileFacts;
 use super::located::LocatedToml;
+use super::mistakes::Findings;
 use super::{Recipe, RecipeError};
 use crate::files::failed;
 use crate::formats::provenance::{HubSnapshot, HubSource};
+use crate::formats::run_folder::{PROVENANCE, RECIPE};
 use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::TrainPlan;
 
@@ -19,7 +22,7 @@ impl Recipe {
     /// [`RecipeError`] with the position in the file.
     pub fn load(path: &Path) -> Result<Self, RecipeError> {
         let mut loaded = LoadedRecipe::read(path)?;
-        loaded.fetch(&|_| ())?;
+        loaded.fetch(Device::Cpu, &|_| ())?;
         Ok(loaded.recipe)
     }
 }
@@ -47,25 +50,78 @@ impl LoadedRecipe {
     /// [`RecipeError`] with the position in the file.
     pub fn read(path: &Path) -> Result<Self, RecipeError> {
         let text = std::fs::read_to_string(path).map_err(failed("read the recipe", path))?;
-        let (recipe, _) = Recipe::read(path, &text)?;
+        Self::parse(path, text)
+    }
+
+    /// As [`LoadedRecipe::read`], from the text; `path` is for error messages.
+    ///
+    /// # Errors
+    /// [`RecipeError`] with all mistakes and their positions in the text.
+    pub fn parse(path: &Path, text: String) -> Result<Self, RecipeError> {
+        let recipe = read(path, &text)?;
         Ok(Self { local: recipe.clone(), recipe, snapshot: None, sources: vec![], file: path.to_owned(), text })
     }
 
-    /// Downloads the Hub repositories that the recipe names, except the backbone's weights, and checks that all files
-    /// exist.
+    /// Downloads the Hub repositories that the recipe names, except the backbone's weights, checks that all files exist, and sets the
+    /// defaults that depend on them and on the device.
     ///
     /// # Errors
-    /// [`RecipeError`] with the position in the file.
-    pub fn fetch(&mut self, tell: Observer<'_>) -> Result<(), RecipeError> {
+    /// [`RecipeError`] with all mistakes and their positions in the file.
+    pub fn fetch(&mut self, device: Device, tell: Observer<'_>) -> Result<(), RecipeError> {
         let (file, written) = (self.file.clone(), self.text.clone());
-        let text = LocatedToml::parse(&file, &written).expect("it was read before");
-        if self.names_the_hub() {
+        let text = LocatedToml::parse(&file, &written);
+        if names_the_hub(&self.recipe) {
             let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
             self.fetch_backbone(&hub, Wanted::BackboneWithoutWeights, &text)?;
             self.fetch_rest(&hub, &text)?;
         }
-        self.local.check_backbone(&text)?;
-        self.local.check_files(&text)
+        let mut findings = Findings::new(&text);
+        let config = self.local.check_backbone(&mut findings);
+        self.local.check_files(&mut findings);
+        findings.into_result().map_err(RecipeError::Wrong)?;
+        let config = config.expect("a backbone without mistakes");
+        let facts = FileFacts::of(&self.local, &config, device);
+        [&mut self.recipe, &mut self.local].into_iter().for_each(|recipe| recipe.fit_to(&facts, &text));
+        Ok(())
+    }
+
+    /// If the recipe is the `recipe.toml` in a run's folder, the run's folder is that one: it may have moved.
+    pub fn stay_in_its_run(&mut self) {
+        let folder = self.file.parent().filter(|_| self.file.file_name().is_some_and(|name| name == RECIPE));
+        if let Some(run) = folder.filter(|folder| folder.join(PROVENANCE).is_file()) {
+            for recipe in [&mut self.recipe, &mut self.local] {
+                recipe.train.output_dir = if run == Path::new("") { ".".into() } else { run.to_owned() };
+            }
+        }
+    }
+
+    /// The recipe with every default written out, each marked by a comment.
+    pub fn marked_toml(&self) -> String {
+        let line = |(line, default): (String, Option<String>)| match default {
+            Some(_) => format!("{line:<40}  # default"),
+            None => line,
+        };
+        self.resolved_lines().into_iter().map(line).collect::<Vec<_>>().join("\n")
+    }
+
+    /// Keys that the file leaves out and that have a value.
+    pub fn default_keys(&self) -> Vec<String> {
+        self.resolved_lines().into_iter().filter_map(|(_, default)| default).collect()
+    }
+
+    /// The lines of the resolved recipe, each with its key if that is a default.
+    fn resolved_lines(&self) -> Vec<(String, Option<String>)> {
+        let text = LocatedToml::parse(&self.file, &self.text);
+        let mut table = String::new();
+        let mut lines = Vec::new();
+        for line in self.recipe.resolved_toml().trim_end().lines() {
+            if let Some(header) = line.strip_prefix('[') {
+                table = header.trim_end_matches(']').to_owned();
+            }
+            let key = line.split_once(" = ").map(|(key, _)| format!("{table}.{key}"));
+            lines.push((line.to_owned(), key.filter(|key| text.key(key).is_none())));
+        }
+        lines
     }
 
     /// Downloads the backbone's weights, if it is on the Hub.
@@ -77,7 +133,7 @@ impl LoadedRecipe {
             return Ok(());
         }
         let (file, written) = (self.file.clone(), self.text.clone());
-        let text = LocatedToml::parse(&file, &written).expect("it was read before");
+        let text = LocatedToml::parse(&file, &written);
         let hub = Hub::from_env(tell).map_err(|error| at(&text, "backbone.path", error))?;
         self.fetch_backbone(&hub, Wanted::Backbone, &text)
     }
@@ -90,14 +146,6 @@ impl LoadedRecipe {
             sources: self.sources.clone(),
             ..self.local.plan(device)
         }
-    }
-
-    fn names_the_hub(&self) -> bool {
-        let Recipe { backbone, heads, data, stage, .. } = &self.recipe;
-        let adapter = stage.lora().and_then(|lora| lora.init_from.as_deref());
-        let models = [Some(Path::new(&backbone.path)), heads.init_from.as_deref(), adapter];
-        models.into_iter().flatten().filter_map(Path::to_str).any(|place| id::model(place).is_some())
-            || data.train.iter().chain(&data.validation).any(|entry| id::data(entry).is_some())
     }
 
     fn fetch_backbone(&mut self, hub: &Hub<'_>, wanted: Wanted, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
@@ -133,6 +181,27 @@ impl LoadedRecipe {
         }
         Ok(())
     }
+}
+
+/// Reads a recipe. If it has mistakes and all its files are local, the mistakes in their names are reported too.
+fn read(file: &Path, text: &str) -> Result<Recipe, RecipeError> {
+    let text = LocatedToml::parse(file, text);
+    let mut findings = Findings::new(&text);
+    let recipe = Recipe::read(&mut findings);
+    if let Some(recipe) = recipe.as_ref().filter(|recipe| !findings.is_empty() && !names_the_hub(recipe)) {
+        recipe.check_backbone(&mut findings);
+        recipe.check_files(&mut findings);
+    }
+    findings.into_result().map_err(RecipeError::Wrong)?;
+    Ok(recipe.expect("a recipe without mistakes"))
+}
+
+fn names_the_hub(recipe: &Recipe) -> bool {
+    let Recipe { backbone, heads, data, stage, .. } = recipe;
+    let adapter = stage.lora().and_then(|lora| lora.init_from.as_deref());
+    let models = [Some(Path::new(&backbone.path)), heads.init_from.as_deref(), adapter];
+    models.into_iter().flatten().filter_map(Path::to_str).any(|place| id::model(place).is_some())
+        || data.train.iter().chain(&data.validation).any(|entry| id::data(entry).is_some())
 }
 
 fn source(key: &str, snapshot: HubSnapshot) -> HubSource {

@@ -4,7 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use toml::de::{DeTable, DeValue};
+use toml::Spanned;
+use toml::de::{DeString, DeTable, DeValue};
 
 /// A span of a recipe's text. Displays as `file: line 3, column 5`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,15 +53,38 @@ impl RecipeSpan {
 pub(super) struct LocatedToml<'t> {
     file: &'t Path,
     text: &'t str,
-    table: DeTable<'t>,
+    table: Spanned<DeTable<'t>>,
+    errors: Vec<(RecipeSpan, String)>,
 }
 
+/// The parser's message about a key that is there twice: the only error after which no key is lost.
+const DUPLICATE: &str = "duplicate key";
+
 impl<'t> LocatedToml<'t> {
-    pub(super) fn parse(file: &'t Path, text: &'t str) -> Result<Self, (RecipeSpan, String)> {
-        match DeTable::parse(text) {
-            Ok(table) => Ok(Self { file, text, table: table.into_inner() }),
-            Err(error) => Err((RecipeSpan::new(file, text, error.span().unwrap_or(0..0)), error.message().to_owned())),
-        }
+    /// Parses the text, past its errors.
+    pub(super) fn parse(file: &'t Path, text: &'t str) -> Self {
+        let (table, errors) = DeTable::parse_recoverable(text);
+        let place = |error: &toml::de::Error| RecipeSpan::new(file, text, error.span().unwrap_or(0..0));
+        let mut errors: Vec<_> = errors.iter().map(|error| (place(error), error.message().to_owned())).collect();
+        errors.dedup_by_key(|(place, _)| place.line); // what follows an error in its line comes of it
+        Self { file, text, table, errors }
+    }
+
+    pub(super) fn syntax_errors(&self) -> &[(RecipeSpan, String)] {
+        &self.errors
+    }
+
+    /// Whether errors of the syntax may hide keys.
+    pub(super) fn has_gaps(&self) -> bool {
+        self.errors.iter().any(|(_, reason)| reason != DUPLICATE)
+    }
+
+    pub(super) fn file(&self) -> &'t Path {
+        self.file
+    }
+
+    pub(super) fn table(&self) -> &Spanned<DeTable<'t>> {
+        &self.table
     }
 
     pub(super) fn at(&self, span: Range<usize>) -> RecipeSpan {
@@ -69,34 +93,52 @@ impl<'t> LocatedToml<'t> {
 
     /// The position of a key, `None` if the recipe lacks it. `path` is `table.key`.
     pub(super) fn key(&self, path: &str) -> Option<RecipeSpan> {
-        self.find(path).map(|(key, _, _)| self.at(key))
+        find(self.table.get_ref(), path).map(|(key, _)| self.at(key.span()))
     }
 
     /// The position of a key's value, or of its table if the recipe lacks the key.
     pub(super) fn value(&self, path: &str) -> RecipeSpan {
-        let table = || path.rsplit_once('.').and_then(|(table, _)| self.find(table));
-        self.at(self.find(path).or_else(table).map_or(0..0, |(_, value, _)| value))
+        let find = |path| find(self.table.get_ref(), path);
+        let table = || path.rsplit_once('.').and_then(|(table, _)| find(table));
+        self.at(find(path).or_else(table).map_or(0..0, |(_, value)| value.span()))
     }
 
     /// Keys of a table; empty if there is no such table.
     pub(super) fn keys(&self, path: &str) -> Vec<&str> {
-        let table = self.find(path).and_then(|(_, _, value)| value.as_table());
+        let table = find(self.table.get_ref(), path).and_then(|(_, value)| value.get_ref().as_table());
         table.map_or_else(Vec::new, |table| table.iter().map(|(key, _)| key.get_ref().as_ref()).collect())
-    }
-
-    fn find(&self, path: &str) -> Option<(Range<usize>, Range<usize>, &DeValue<'t>)> {
-        let (table, key) = match path.rsplit_once('.') {
-            Some((table, key)) => (self.find(table)?.2.as_table()?, key),
-            None => (&self.table, path),
-        };
-        let (key, value) = table.iter().find(|(name, _)| name.get_ref() == key)?;
-        Some((key.span(), value.span(), value.get_ref()))
     }
 
     /// The key whose value has exactly this span.
     pub(super) fn key_of_value(&self, span: &Range<usize>) -> Option<String> {
-        key_of_value(&self.table, span, "")
+        key_of_value(self.table.get_ref(), span, "")
     }
+
+    /// The innermost key or table that this span is in.
+    pub(super) fn path_at(&self, span: &Range<usize>) -> Option<String> {
+        path_at(self.table.get_ref(), span, "")
+    }
+}
+
+/// A key and its value. `path` is `table.key`.
+pub(super) fn find<'p, 't>(
+    table: &'p DeTable<'t>,
+    path: &str,
+) -> Option<(&'p Spanned<DeString<'t>>, &'p Spanned<DeValue<'t>>)> {
+    let (table, key) = match path.rsplit_once('.') {
+        Some((outer, key)) => (find(table, outer)?.1.get_ref().as_table()?, key),
+        None => (table, path),
+    };
+    table.iter().find(|(name, _)| name.get_ref() == key)
+}
+
+fn path_at(table: &DeTable<'_>, span: &Range<usize>, prefix: &str) -> Option<String> {
+    let is_in = |outer: Range<usize>| outer.start <= span.start && span.end <= outer.end && !span.is_empty();
+    table.iter().find_map(|(key, value)| {
+        let path = format!("{prefix}{}", key.get_ref());
+        let inner = value.get_ref().as_table().and_then(|inner| path_at(inner, span, &format!("{path}.")));
+        inner.or_else(|| (is_in(key.span()) || is_in(value.span())).then_some(path))
+    })
 }
 
 fn key_of_value(table: &DeTable<'_>, span: &Range<usize>, prefix: &str) -> Option<String> {
@@ -116,7 +158,7 @@ mod tests {
     #[test]
     fn the_caret_counts_characters_not_bytes() {
         let text = "a = \"ä\"\nb = { c = \"äöü\" }\n";
-        let located = LocatedToml::parse(Path::new("r.toml"), text).unwrap();
+        let located = LocatedToml::parse(Path::new("r.toml"), text);
         let place = located.value("b.c");
         assert_eq!((place.line, place.column), (2, 11));
         assert_eq!(place.snippet(), "  |\n2 | b = { c = \"äöü\" }\n  |           ^^^^^");
@@ -125,9 +167,23 @@ mod tests {
 
     #[test]
     fn a_missing_key_is_placed_at_its_table() {
-        let located = LocatedToml::parse(Path::new("r.toml"), "x = 1\n[train]\nseed = 1\n").unwrap();
+        let located = LocatedToml::parse(Path::new("r.toml"), "x = 1\n[train]\nseed = 1\n");
         assert_eq!(located.value("train.epochs").line, 2);
         assert_eq!(located.key("train.epochs"), None);
         assert_eq!(located.keys("train"), ["seed"]);
+    }
+
+    #[test]
+    fn a_span_is_in_the_innermost_key_around_it() {
+        let text = "[loss]\nmix = { a = [1, 2] }\n[train]\nseed = 1\n";
+        let located = LocatedToml::parse(Path::new("r.toml"), text);
+        let path_at = |piece: &str| {
+            let start = text.find(piece).unwrap();
+            located.path_at(&(start..start + piece.len()))
+        };
+        let paths = ["2", "a", "mix", "seed", "1\n"].map(path_at);
+        let expected = [Some("loss.mix.a"), Some("loss.mix.a"), Some("loss.mix"), Some("train.seed"), None];
+        assert_eq!(paths.each_ref().map(Option::as_deref), expected);
+        assert_eq!(located.path_at(&(0..0)), None);
     }
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::model::lora::LoraConfig;
-use crate::numbers::{NonNegative, Positive};
+use crate::numbers::NonNegative;
 use crate::train::plan::BackboneTraining;
 use crate::train::schedule::{HeadsCoefficient, MedusaScheduler};
 
@@ -45,11 +45,6 @@ fn paper_lambda0() -> NonNegative {
     NonNegative::new(0.2).expect("a constant")
 }
 
-/// Default `optimizer.medusa_lr_multiplier` of Medusa-2, from the paper's recipes (appendix B).
-pub(super) fn paper_lr_multiplier() -> Positive {
-    Positive::new(4.0).expect("a constant")
-}
-
 impl Stage {
     /// The trained part of the backbone. The recipe must be checked, so that self-distillation has adapters.
     pub fn trained(&self) -> BackboneTraining {
@@ -70,6 +65,11 @@ impl Stage {
                 HeadsCoefficient { peak: config.medusa_heads_coefficient.get(), scheduler: config.medusa_scheduler }
             }
         }
+    }
+
+    /// Whether the backbone without its adapters is the teacher.
+    pub(super) fn distils_itself(&self) -> bool {
+        matches!(self, Self::Medusa2(config) if config.self_distillation)
     }
 
     /// `[stage.medusa2.lora]`.

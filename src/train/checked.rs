@@ -104,15 +104,24 @@ impl CheckedRun {
 
     /// Plans the run's memory.
     pub fn memory(&self) -> MemoryPlan {
-        let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = &self.plan;
+        self.memory_on_these_rows(&self.plan, self.heads_shape)
+    }
+
+    /// Plans the memory of another run with new heads for the same backbone, on the same rows.
+    pub fn memory_of(&self, plan: &TrainPlan) -> MemoryPlan {
+        self.memory_on_these_rows(plan, plan.heads.shape([self.config.vocab_size, self.config.hidden_size]))
+    }
+
+    fn memory_on_these_rows(&self, plan: &TrainPlan, heads: HeadsShape) -> MemoryPlan {
+        let TrainPlan { backbone, trained, loss, optimizer, train, device, .. } = plan;
         let sequences = self.train.sequences();
         let ids = || 0..sequences.len();
         MemoryPlan::of(&Workload {
             config: &self.config,
             element: backbone.dtype.kind().elt_size_in_bytes() as u64,
             quantization: backbone.quantization,
-            heads: self.heads_shape,
-            heads_drop: self.plan.heads.dropout.get() > 0.0,
+            heads,
+            heads_drop: plan.heads.dropout.get() > 0.0,
             trained,
             soft_targets: loss.targets.are_soft(),
             optimizer: optimizer.name,
@@ -148,8 +157,7 @@ fn total_steps(plan: &TrainPlan, steps_per_epoch: usize) -> Result<usize, TrainE
     let epochs = plan.train.epochs.map_or(0, NonZeroUsize::get);
     let of_epochs = || epochs.checked_mul(steps_per_epoch).ok_or(TrainError::TooManySteps { epochs, steps_per_epoch });
     let total_steps = plan.train.max_steps.map_or_else(of_epochs, |steps| Ok(steps.get()))?;
-    let warmup_steps = plan.schedule.warmup_steps;
-    if warmup_steps > total_steps {
+    if let Some(warmup_steps) = plan.schedule.warmup_steps.filter(|&steps| steps > total_steps) {
         return Err(TrainError::WarmupTooLong { warmup_steps, total_steps });
     }
     Ok(total_steps)

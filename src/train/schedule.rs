@@ -10,9 +10,12 @@ use crate::numbers::Fraction;
 pub struct ScheduleConfig {
     /// The shape after warm-up.
     pub name: ScheduleName,
-    /// Optimizer steps of linear rise from 0.
-    #[serde(default)]
-    pub warmup_steps: usize,
+    /// Optimizer steps of linear rise from 0. Exactly one of `warmup_steps` and `warmup_ratio` is set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warmup_steps: Option<usize>,
+    /// The part of the run's steps that rise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warmup_ratio: Option<Fraction>,
     /// The last rate ÷ the peak: where `cosine` and `linear` end.
     #[serde(default = "down_to_zero")]
     pub min_ratio: Fraction,
@@ -72,11 +75,12 @@ impl ScheduleConfig {
     /// transformers' `get_{cosine,linear,constant}_schedule_with_warmup`, but down to m = `min_ratio`, as Hydra's trainer does: the factor f
     /// between 1 and 0 becomes m + (1 - m)·f.
     pub fn factor(&self, step: usize, total: usize) -> f64 {
-        if step < self.warmup_steps {
-            return step as f64 / self.warmup_steps as f64;
+        let warmup = self.warmup(total);
+        if step < warmup {
+            return step as f64 / warmup as f64;
         }
-        let span = total.saturating_sub(self.warmup_steps).max(1) as f64;
-        let progress = ((step - self.warmup_steps) as f64 / span).min(1.0);
+        let span = total.saturating_sub(warmup).max(1) as f64;
+        let progress = ((step - warmup) as f64 / span).min(1.0);
         let falling = match self.name {
             ScheduleName::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             ScheduleName::Linear => 1.0 - progress,
@@ -84,11 +88,31 @@ impl ScheduleConfig {
         };
         self.min_ratio.get() + (1.0 - self.min_ratio.get()) * falling
     }
+
+    /// Steps of the warm-up in a run of `total` steps; a ratio is rounded up, as in transformers.
+    fn warmup(&self, total: usize) -> usize {
+        let of_ratio = |ratio: Fraction| (ratio.get() * total as f64).ceil() as usize;
+        self.warmup_steps.or(self.warmup_ratio.map(of_ratio)).unwrap_or(0)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_ratio_of_the_steps_is_rounded_up() {
+        let schedule = |ratio| ScheduleConfig {
+            warmup_steps: None,
+            warmup_ratio: Fraction::new(ratio),
+            ..schedule(ScheduleName::Cosine)
+        };
+        assert_eq!([5, 10, 11].map(|total| schedule(0.1).warmup(total)), [1, 1, 2]);
+        assert_eq!(
+            (schedule(0.0).warmup(100), schedule(0.1).factor(5, 100), schedule(0.1).factor(10, 100)),
+            (0, 0.5, 1.0)
+        );
+    }
 
     #[test]
     fn lambda0_follows_its_schedule() {
@@ -100,7 +124,7 @@ mod tests {
     }
 
     fn schedule(name: ScheduleName) -> ScheduleConfig {
-        ScheduleConfig { name, warmup_steps: 10, min_ratio: down_to_zero() }
+        ScheduleConfig { name, warmup_steps: Some(10), warmup_ratio: None, min_ratio: down_to_zero() }
     }
 
     #[test]

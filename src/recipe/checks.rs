@@ -1,0 +1,171 @@
+//! Checks of a recipe's values against each other.
+
+use super::Recipe;
+use super::mistakes::Findings;
+use super::stage::Stage;
+use crate::draft::medusa::heads::HeadsConfig;
+use crate::numbers::Fraction;
+use crate::train::TrainConfig;
+use crate::train::schedule::ScheduleName;
+
+impl Recipe {
+    /// Checks every combination of values that does not depend on files.
+    pub(super) fn check_values(&self, findings: &mut Findings<'_>) {
+        findings.exclusive("train.epochs", "train.max_steps");
+        findings.exclusive("data.validation", "data.validation_fraction");
+        findings.exclusive("schedule.warmup_steps", "schedule.warmup_ratio");
+        self.check_stage(findings);
+        self.check_targets(findings);
+        self.check_schedule(findings);
+        check_w2(&self.heads, findings);
+        self.check_validation(findings);
+        self.check_best(findings);
+        self.check_batch(findings);
+        self.check_lengths(findings);
+    }
+
+    /// The rows per optimizer step must not overflow.
+    fn check_batch(&self, findings: &mut Findings<'_>) {
+        let (rows, passes) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
+        if rows.checked_mul(passes).is_none() {
+            let expected = format!("less: the product with train.gradient_accumulation_steps = {passes} overflows");
+            findings.clash("train.micro_batch_size", rows, expected);
+        }
+    }
+
+    /// Rejects keys that only the other stage supports.
+    fn check_stage(&self, findings: &mut Findings<'_>) {
+        if findings.are_as_written(&["stage.medusa2.lora", "train.recompute", "backbone.quantization"]) {
+            match &self.stage {
+                Stage::Medusa1(_) => self.check_medusa1(findings),
+                Stage::Medusa2(_) => self.check_medusa2(findings),
+            }
+        }
+    }
+
+    fn check_medusa1(&self, findings: &mut Findings<'_>) {
+        if self.optimizer.medusa_lr_multiplier.is_some() {
+            findings.needs("optimizer.medusa_lr_multiplier", "[stage.medusa2]: in Medusa-1 only heads are trained");
+        }
+        if self.train.recompute {
+            findings.needs("train.recompute", "[stage.medusa2]: Medusa-1 stores no activations of the backbone");
+        }
+    }
+
+    fn check_medusa2(&self, findings: &mut Findings<'_>) {
+        let (has_lora, is_quantized) = (self.stage.lora().is_some(), self.backbone.quantization.is_some());
+        if self.train.hidden_state_cache.is_some() {
+            findings.needs(
+                "train.hidden_state_cache",
+                "[stage.medusa1]: the hidden states of a backbone in training change at every step",
+            );
+        }
+        if is_quantized && !has_lora {
+            findings.needs(
+                "backbone.quantization",
+                "[stage.medusa2.lora]: quantised weights cannot be trained, only adapters on them",
+            );
+        } else if is_quantized && !self.train.recompute {
+            findings.needs(
+                "backbone.quantization",
+                "train.recompute = true: without it every layer's dequantised weights stay in memory for the backward pass",
+            );
+        }
+        if self.stage.distils_itself() && !has_lora {
+            findings.needs(
+                "stage.medusa2.self_distillation",
+                "[stage.medusa2.lora]: the teacher is the backbone with its adapters off",
+            );
+        }
+    }
+
+    fn check_targets(&self, findings: &mut Findings<'_>) {
+        let has_labels_only = self.loss.on_unlabelled && !self.loss.targets.are_soft();
+        if has_labels_only && findings.are_as_written(&["loss.targets"]) {
+            findings.needs(
+                "loss.on_unlabelled",
+                "loss.targets = \"backbone\" or a mix: without a label there is no other target",
+            );
+        }
+    }
+
+    /// A constant rate has no smallest one.
+    fn check_schedule(&self, findings: &mut Findings<'_>) {
+        if self.schedule.min_ratio != Fraction::ZERO && self.schedule.name == ScheduleName::Constant {
+            findings.needs(
+                "schedule.min_ratio",
+                "schedule.name = \"cosine\" or \"linear\": a constant rate stays at its peak",
+            );
+        }
+    }
+
+    fn check_validation(&self, findings: &mut Findings<'_>) {
+        if self.data.train.is_empty() && findings.are_as_written(&["data.train"]) {
+            findings.clash("data.train", "[]", "at least one file or glob".into());
+        }
+        if !findings.are_as_written(&["data.validation", "data.validation_fraction"]) {
+            return;
+        }
+        let empty = findings.text().key("data.validation").is_some() && self.data.validation.is_empty();
+        if empty {
+            findings.clash("data.validation", "[]", "at least one file or glob; or remove the key".into());
+        }
+        match (self.data.validation_fraction, self.train.eval_every) {
+            (Some(fraction), _) if fraction.get() == 0.0 => {
+                findings.clash("data.validation_fraction", 0, "a number above 0; or remove the key".into());
+            }
+            (None, Some(_)) if self.data.validation.is_empty() && !empty => {
+                findings.needs("train.eval_every", "rows: data.validation or data.validation_fraction");
+            }
+            _ => {}
+        }
+    }
+
+    /// What is kept, and when a run stops early, depends on evaluations during the run.
+    fn check_best(&self, findings: &mut Findings<'_>) {
+        if !findings.are_as_written(&["train.keep_best", "train.eval_every"]) {
+            return;
+        }
+        let TrainConfig { keep_best, patience, eval_every, .. } = self.train;
+        match (keep_best, patience, eval_every) {
+            (None, Some(_), _) => {
+                findings.needs("train.patience", "train.keep_best, which says what a better evaluation is");
+            }
+            (Some(_), _, None) => {
+                findings.needs("train.keep_best", "train.eval_every, and data.validation or data.validation_fraction");
+            }
+            _ => {}
+        }
+    }
+
+    fn check_lengths(&self, findings: &mut Findings<'_>) {
+        let (heads, length) = (self.heads.medusa_num_heads.get(), self.data.max_length.get());
+        if length < heads + 2 && findings.are_as_written(&["heads.medusa_num_heads", "data.max_length"]) {
+            // head k (1-based) at position 0 predicts token k + 1
+            let expected = format!("at least {}, so that each of {heads} heads has a target", heads + 2);
+            findings.clash("data.max_length", length, expected);
+        }
+        if let (Some(steps), Some(warmup_steps)) = (self.train.max_steps, self.schedule.warmup_steps)
+            && warmup_steps > steps.get()
+        {
+            findings.clash("schedule.warmup_steps", warmup_steps, format!("at most train.max_steps = {steps}"));
+        }
+    }
+}
+
+/// Heads that use the LM head have no W2 that could be smaller.
+fn check_w2(heads: &HeadsConfig, findings: &mut Findings<'_>) {
+    let none = "with heads.shared_lm_head = true heads have no W2";
+    if !heads.shared_lm_head {
+        return;
+    }
+    if let Some(rank) = heads.w2_rank {
+        findings.clash("heads.w2_rank", rank, format!("no rank: {none}"));
+    }
+    if let Some(size) = heads.draft_vocab_size {
+        findings.clash("heads.draft_vocab_size", size, format!("no size: {none}"));
+    }
+    if heads.shared_w2 {
+        findings.clash("heads.shared_w2", true, format!("false: {none}"));
+    }
+}

@@ -1,0 +1,100 @@
+//! Checks of a recipe against the files that it names: the backbone's config, data, templates, and weights to start from.
+
+use std::path::Path;
+
+use super::Recipe;
+use super::mistakes::{Findings, Mistake};
+use crate::data::chat_template::TemplateChoice;
+use crate::data::source;
+use crate::draft::medusa::heads::{HEADS_FILE, HeadsConfig, import};
+use crate::model::config::LlamaConfig;
+use crate::model::lora::modules_of;
+use crate::model::peft::ADAPTER_FILE;
+
+impl Recipe {
+    /// Checks values against the backbone's config; the recipe must have local paths. Returns the config if it can be read.
+    pub(super) fn check_backbone(&self, findings: &mut Findings<'_>) -> Option<LlamaConfig> {
+        let key = "backbone.path";
+        if !findings.are_as_written(&[key]) {
+            return None;
+        }
+        let (folder, place) = (Path::new(&self.backbone.path), findings.text().value(key));
+        if !folder.is_dir() {
+            let hint = "give a folder in Hugging Face layout, or an id of the Hub: owner/name or owner/name@revision";
+            findings.add(place, Mistake::Missing { key, path: folder.to_owned(), hint });
+            return None;
+        }
+        match LlamaConfig::load(folder) {
+            Ok(config) => {
+                self.check_lora(findings, &config);
+                self.check_w2_sizes(findings, &config);
+                self.check_context(findings, &config);
+                Some(config)
+            }
+            Err(error) => {
+                findings.add(place, Mistake::Backbone(error));
+                None
+            }
+        }
+    }
+
+    /// A default length is the context at most.
+    fn check_context(&self, findings: &mut Findings<'_>, config: &LlamaConfig) {
+        let (key, length, context) = ("data.max_length", self.data.max_length.get(), config.largest_context());
+        let is_written = findings.text().key(key).is_some() && findings.are_as_written(&[key]);
+        if is_written && i64::try_from(length).is_ok_and(|length| length > context) {
+            findings.clash(key, length, format!("at most {context}, the backbone's context"));
+        }
+    }
+
+    /// B·A of the hidden size or more would have more weights than W2, and a vocabulary of all tokens is not truncated.
+    fn check_w2_sizes(&self, findings: &mut Findings<'_>, backbone: &LlamaConfig) {
+        let HeadsConfig { w2_rank, draft_vocab_size, .. } = self.heads;
+        let sizes = [
+            ("heads.w2_rank", w2_rank, backbone.hidden_size, "hidden size"),
+            ("heads.draft_vocab_size", draft_vocab_size, backbone.vocab_size, "vocabulary"),
+        ];
+        for (key, size, whole, what) in sizes {
+            if let Some(size) = size.filter(|size| size.get() as i64 >= whole) {
+                findings.clash(key, size, format!("less than {whole}, the backbone's {what}; or remove the key"));
+            }
+        }
+    }
+
+    /// Every named layer exists: families name theirs differently.
+    fn check_lora(&self, findings: &mut Findings<'_>, backbone: &LlamaConfig) {
+        if let Some(foreign) = self.stage.lora().and_then(|lora| lora.target_modules.foreign_to(backbone)) {
+            let expected = format!("some of this backbone's layers: {}", modules_of(backbone).join(", "));
+            findings.clash("stage.medusa2.lora.target_modules", foreign, expected);
+        }
+    }
+
+    /// Checks that data, template and weights to start from exist; the recipe must have local paths.
+    pub(super) fn check_files(&self, findings: &mut Findings<'_>) {
+        for (key, patterns) in [("data.train", &self.data.train), ("data.validation", &self.data.validation)] {
+            if let (true, Err(error)) = (findings.are_as_written(&[key]), source::find(patterns)) {
+                findings.add(findings.text().value(key), Mistake::Files { key, error });
+            }
+        }
+        if let TemplateChoice::File(path) = &self.data.chat_template {
+            let hint = "give the path of a Jinja template, or the name of a built-in one";
+            check_exists(findings, "data.chat_template", path, hint);
+        }
+        if let Some(path) = &self.heads.init_from {
+            let path = import::locate(path).unwrap_or_else(|_| path.join(HEADS_FILE));
+            let hint =
+                "give heads.safetensors or a folder with it, such as a run's final/ (other layouts are also read)";
+            check_exists(findings, "heads.init_from", &path, hint);
+        }
+        if let Some(path) = self.stage.lora().and_then(|lora| lora.init_from.as_ref()) {
+            let hint = "give a folder with a PEFT adapter, such as a run's final/";
+            check_exists(findings, "stage.medusa2.lora.init_from", &path.join(ADAPTER_FILE), hint);
+        }
+    }
+}
+
+fn check_exists(findings: &mut Findings<'_>, key: &'static str, path: &Path, hint: &'static str) {
+    if !path.is_file() {
+        findings.add(findings.text().value(key), Mistake::Missing { key, path: path.to_owned(), hint });
+    }
+}
