@@ -271,17 +271,127 @@ fn nothing_in_the_output_folder_is_ever_overwritten() {
             "says `learning_rate = 0.01`, this recipe `learning_rate = 0.02`",
         ),
         ("save_every = 3", "save_every = 3\nseed = 1", "says `seed = 42`, this recipe `seed = 1`"),
-        ("eval_every = 6\n", "", "says `eval_every = 6`, this recipe does not"),
+        ("warmup_steps = 3\n", "", "says `warmup_steps = 3`, this recipe `warmup_steps = 0`"),
+        ("gradient_accumulation_steps = 2", "gradient_accumulation_steps = 3", "have 2 sequences, this recipe's 3"),
+        ("epochs = 8", "max_steps = 23", "24 optimizer steps, and the recipe now ends after 23"),
     ] {
         let recipe = small.read("recipe.toml");
         small.edit("recipe.toml", piece, by);
-        small.train(&["--resume"]).failed(1, &["train.output_dir run", "another run", difference]);
+        small.train(&["--resume"]).failed(1, &["train.output_dir run", difference]);
         small.write("recipe.toml", recipe);
     }
     let rows = small.read("rows.jsonl");
     small.write("rows.jsonl", format!("{rows}{{\"input_ids\": [1, 2, 3, 4, 5]}}\n"));
     small.train(&["--resume"]).failed(1, &["train.output_dir run", "rows.jsonl changed since it began"]);
     assert_eq!(snapshot(&small.path("run")), before);
+}
+
+/// With a constant rate no step depends on how many there are.
+#[test]
+fn a_finished_run_goes_on_as_if_it_had_not_ended() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "\"cosine\"\nwarmup_steps = 3", "\"constant\"");
+    small.edit("recipe.toml", "save_every = 3", "save_every = 100");
+    small.edit("recipe.toml", "epochs = 8", "epochs = 12");
+    small.train(&[]).succeeded();
+    fs::rename(small.path("run"), small.path("unbroken")).expect("another name");
+    small.edit("recipe.toml", "epochs = 12", "epochs = 8");
+    small.train(&[]).succeeded();
+    assert!(small.names("run").contains(&"step-000024".to_owned()), "the last step has a checkpoint");
+    small.edit("recipe.toml", "epochs = 8", "max_steps = 36");
+    let longer = small.train(&["--resume"]).succeeded();
+    let said = "the recipe changed: no epochs (was 8), max_steps = 36; from here the learning rate and λ0 follow their \
+                schedules over 36 steps\n";
+    assert!(longer.stderr.contains(said), "{}", longer.stderr);
+    assert!(longer.stderr.contains("resuming from run/step-000024"), "{}", longer.stderr);
+    assert!(small.bytes("run/final/heads.safetensors") == small.bytes("unbroken/final/heads.safetensors"));
+    assert_eq!(numbers(&metrics(&small, "run")), numbers(&metrics(&small, "unbroken")));
+    assert!(small.read("run/recipe.toml").contains("\nmax_steps = 36\n"));
+    let again = small.train(&["--resume"]).succeeded();
+    assert!(
+        again.stderr.contains("already finished") && !again.stderr.contains("the recipe changed"),
+        "{}",
+        again.stderr
+    );
+}
+
+#[test]
+fn the_schedule_of_a_longer_run_spans_all_its_steps() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 16");
+    small.train(&["--resume"]).succeeded();
+    let lines = metrics(&small, "run");
+    assert_eq!(steps(&lines, "train"), (1..=48).collect::<Vec<_>>());
+    let rate = |step: u64| {
+        let line = lines.iter().find(|line| line["split"] == "train" && line["step"] == step).expect("a step");
+        line["lr"].as_f64().expect("a rate")
+    };
+    let cosine =
+        |step: f64, total: f64| 1e-2 * 0.5 * (1.0 + (std::f64::consts::PI * (step - 3.0) / (total - 3.0)).cos());
+    for (step, total) in [(24, 24.0), (25, 48.0), (48, 48.0)] {
+        assert!((rate(step) - cosine(step as f64 - 1.0, total)).abs() < 1e-12, "step {step}: {}", rate(step));
+    }
+}
+
+/// As runs of earlier versions, which saved no checkpoint at their end.
+#[test]
+fn a_finished_run_without_its_last_checkpoint_keeps_its_heads() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    fs::remove_dir_all(small.path("run/step-000024")).expect("a checkpoint");
+    let before = snapshot(&small.path("run"));
+    small.edit("recipe.toml", "epochs = 8", "epochs = 9");
+    let facts = ["train.output_dir run", "without a checkpoint of its last step", "heads.init_from = \"run/final\""];
+    small.train(&["--resume"]).failed(1, &facts);
+    assert_eq!(snapshot(&small.path("run")), before);
+}
+
+#[test]
+fn the_split_of_a_batch_and_intervals_change_on_the_way() {
+    let small = SmallRun::new();
+    let expected = run_to_go_on(&small);
+    small.write("expected.safetensors", &expected);
+    let whole = metrics(&small, "run");
+    small.edit("recipe.toml", "micro_batch_size = 1\ngradient_accumulation_steps = 2", "micro_batch_size = 2");
+    small.edit("recipe.toml", "save_every = 3\neval_every = 6", "save_every = 4\nlog_every = 2\nkeep_checkpoints = 5");
+    let resumed = small.train(&["--resume"]).succeeded();
+    let said = "the recipe changed: no eval_every (was 6), gradient_accumulation_steps = 1 (was 2), keep_checkpoints = 5 (was 3), \
+                log_every = 2 (was 1), micro_batch_size = 2 (was 1), save_every = 4 (was 3)\n";
+    assert!(resumed.stderr.contains(said), "{}", resumed.stderr);
+    let heads = |file: &str| WeightFiles::open_file(&small.path(file)).expect("heads");
+    let [old, new] = ["expected.safetensors", "run/final/heads.safetensors"].map(heads);
+    for name in old.names() {
+        let [old, new] = [&old, &new]
+            .map(|file| file.stored(name, &file.shape(name).expect("a shape"), tch::Device::Cpu).expect("a tensor"));
+        assert!(new.allclose(&old, 1e-4, 1e-5, false), "{name}");
+    }
+    let lines = metrics(&small, "run");
+    assert_eq!(steps(&lines, "train"), (1..=18).chain([20, 22, 24]).collect::<Vec<_>>());
+    assert_eq!(steps(&lines, "validation"), [6, 12, 18, 24]);
+    let last = |lines: &[Value]| lines.last().expect("lines")["loss"].as_f64().expect("a loss");
+    assert!((last(&lines) - last(&whole)).abs() < 1e-5, "{} and {}", last(&lines), last(&whole));
+    assert!(small.names("run").contains(&"step-000020".to_owned()));
+}
+
+#[test]
+fn a_folder_that_was_moved_is_resumed_with_its_own_recipe() {
+    let small = SmallRun::new();
+    let expected = run_to_go_on(&small);
+    fs::create_dir(small.path("old")).expect("a folder");
+    fs::rename(small.path("run"), small.path("old/moved")).expect("another place");
+    let resume = |recipe: &str| {
+        let trainer = env!("CARGO_BIN_EXE_medusa-train");
+        Ended::from(small.program(trainer, &[recipe, "--resume"]).output().expect("it starts"))
+    };
+    resume("old/moved/recipe.toml").succeeded();
+    assert!(small.bytes("old/moved/final/heads.safetensors") == expected);
+    assert!(!small.path("run").exists(), "the place where it was stays free");
+    assert!(small.read("old/moved/recipe.toml").contains("\noutput_dir = \"old/moved\"\n"));
+    fs::rename(small.path("old/moved"), small.path("again")).expect("another place");
+    small.edit("recipe.toml", "output_dir = \"run\"", "output_dir = \"again\"");
+    let finished = resume("recipe.toml").succeeded();
+    assert!(finished.stderr.contains("already finished"), "{}", finished.stderr);
 }
 
 #[test]

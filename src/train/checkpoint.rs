@@ -275,6 +275,14 @@ pub fn holds_only(run: &Path, name: &str) -> Result<bool, FileError> {
     Ok(names.next().is_some_and(|path| file_name(&path) == Some(name)) && names.next().is_none())
 }
 
+/// The step of the newest checkpoint.
+///
+/// # Errors
+/// [`FileError`].
+pub fn newest_step(run: &Path) -> Result<Option<usize>, FileError> {
+    Ok(steps(run)?.pop().map(|(step, _)| step))
+}
+
 /// Checkpoints of a run by step, oldest first.
 fn steps(run: &Path) -> Result<Vec<(usize, PathBuf)>, FileError> {
     let step = |path: PathBuf| Some((run_folder::step_of(file_name(&path)?)?, path));

@@ -19,6 +19,7 @@ pub mod memory_plan;
 pub mod patience;
 pub mod plan;
 pub mod provenance;
+mod recipe_changes;
 pub mod run;
 pub mod run_folder;
 pub mod schedule;

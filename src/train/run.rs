@@ -65,7 +65,11 @@ impl TrainRun {
         // Otherwise lock the cache before creating the run folder.
         let begun = if checkpoint::holds_a_run(run)? { Some(folder.claim(resume)?) } else { None };
         let backbone = if finished.exists() { None } else { Some(self.training_backbone(tell)?) };
-        let _mine = begun.map_or_else(|| folder.claim(resume), Ok)?;
+        let claimed = begun.map_or_else(|| folder.claim(resume), Ok)?;
+        if !claimed.changes.is_empty() {
+            let total_steps = claimed.changed_end.then_some(self.checked.total_steps);
+            tell(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps });
+        }
         let Some(backbone) = backbone.filter(|_| !finished.exists()) else {
             return Ok(RunOutcome::FinishedBefore(finished));
         };

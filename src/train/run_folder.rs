@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use serde_json::json;
-use toml::Table;
 
 use crate::data::cache::TokenCache;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::files::{FolderLock, failed, lock_folder, sha256, write_atomic};
+use crate::files::{FolderLock, failed, lock_folder, remove_folder, sha256, write_atomic};
+use crate::formats::metrics::{MetricsFile, MetricsSplit};
 use crate::formats::provenance::{HashedFile, Provenance};
-use crate::formats::run_folder::{PROVENANCE, RECIPE};
+use crate::formats::run_folder::{FINAL, METRICS, PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights;
 use crate::torch::{self, LIBTORCH_VERSION};
@@ -22,11 +22,14 @@ use crate::train::checked::CheckedRun;
 use crate::train::checkpoint;
 use crate::train::error::TrainError;
 use crate::train::plan::TrainPlan;
+use crate::train::recipe_changes::RecipeChanges;
 
 /// A run's folder, and the facts that its recipe and provenance must match.
 #[derive(Debug)]
 pub struct RunFolder<'r> {
     plan: &'r TrainPlan,
+    /// Optimizer steps that the recipe asks for.
+    total_steps: usize,
     /// Reports of the training and the validation rows.
     reports: [Option<&'r LoadReport>; 2],
     /// The backbone's config, and its weights unless a Hub snapshot identifies them; some may be absent.
@@ -35,6 +38,16 @@ pub struct RunFolder<'r> {
     init_from_files: Vec<PathBuf>,
     /// Files of tokenizer and chat template; some may be absent.
     tokenizing_files: Vec<PathBuf>,
+}
+
+/// A run's folder that no other process trains in.
+#[derive(Debug)]
+pub struct ClaimedRun {
+    _lock: FolderLock,
+    /// The recipe's changes since the run was last started, in words; empty if there are none.
+    pub changes: Vec<String>,
+    /// Among them is when the run ends.
+    pub changed_end: bool,
 }
 
 impl<'r> RunFolder<'r> {
@@ -46,6 +59,7 @@ impl<'r> RunFolder<'r> {
         let plan = &checked.plan;
         Ok(Self {
             plan,
+            total_steps: checked.total_steps,
             reports: [Some(&checked.train_report), checked.validation_report.as_ref()],
             backbone_files: backbone_files(plan),
             init_from_files: init_from_files(plan)?,
@@ -53,12 +67,12 @@ impl<'r> RunFolder<'r> {
         })
     }
 
-    /// Creates the run's folder, or checks that the existing one belongs to this run. The lock keeps other processes
-    /// from training in it; on NFS and Windows there is no lock (see [`lock_folder`]).
+    /// Creates the run's folder, or checks that the existing one belongs to this run, and writes down what its recipe changed. The
+    /// lock keeps other processes from training in it; on NFS and Windows there is no lock (see [`lock_folder`]).
     ///
     /// # Errors
     /// [`TrainError::OutputTaken`], or an I/O error.
-    pub fn claim(&self, resume: bool) -> Result<FolderLock, TrainError> {
+    pub fn claim(&self, resume: bool) -> Result<ClaimedRun, TrainError> {
         let run = self.plan.train.output_dir.as_path();
         self.is_begun(resume)?; // before anything is created
         let io = |source| TrainError::Io { path: run.into(), source };
@@ -66,15 +80,21 @@ impl<'r> RunFolder<'r> {
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
         let provenance = self.provenance()?;
         if self.is_begun(resume)? {
-            self.check_same_run(run, &provenance)?;
+            let changes = self.check_same_run(run, &provenance)?;
             checkpoint::remove_partial(run)?;
-            return Ok(lock);
+            if changes.ends {
+                self.reopen(run)?;
+            }
+            if changes.moved || !changes.keys.is_empty() {
+                write(run, RECIPE, &self.plan.resolved_recipe)?;
+            }
+            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, changed_end: changes.ends });
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
             let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the first error is the one to report
             let _ = fs::remove_dir(run);
         })?;
-        Ok(lock)
+        Ok(ClaimedRun { _lock: lock, changes: Vec::new(), changed_end: false })
     }
 
     /// Bytes of the weight files that [`RunFolder::claim`] hashes; hashes of earlier runs are cached.
@@ -105,26 +125,49 @@ impl<'r> RunFolder<'r> {
     }
 
     fn fill_folder(&self, run: &Path, provenance: &Provenance) -> Result<(), TrainError> {
-        let write = |name: &str, text: &str| {
-            let path = run.join(name);
-            write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|source| TrainError::Io { path, source })
-        };
         checkpoint::remove_partial(run)?;
-        write(PROVENANCE, &provenance.to_json())?;
+        write(run, PROVENANCE, &provenance.to_json())?;
         // Written last: a folder with a recipe.toml has everything that a resumed run checks.
-        write(RECIPE, &self.plan.resolved_recipe)
+        write(run, RECIPE, &self.plan.resolved_recipe)
     }
 
-    fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<(), TrainError> {
-        let another = |why| Err(TrainError::OutputTaken { path: run.into(), why });
+    /// What the recipe changed; an error if that makes it another run.
+    fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<RecipeChanges, TrainError> {
+        let another = |why| TrainError::OutputTaken { path: run.into(), why };
         let recipe = run.join(RECIPE);
         let before = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
         // A version without some of today's keys trained as their defaults do.
         let before = (self.plan.resolve)(&before).unwrap_or(before);
-        if let Some(difference) = difference(&before, &self.plan.resolved_recipe) {
-            return another(format!("holds another run: {difference}; use that recipe, or another folder"));
+        let changes = RecipeChanges::between(&before, &self.plan.resolved_recipe).map_err(|difference| {
+            another(format!("holds another run: {difference}; use that recipe, or another folder"))
+        })?;
+        Provenance::load(&run.join(PROVENANCE))?.difference(now).map_or(Ok(changes), |why| Err(another(why)))
+    }
+
+    /// Removes `final/` if the recipe asks for more steps than the run has made. The last checkpoint has the same heads. Before the recipe
+    /// is written: a run without `final/` goes on with either recipe.
+    fn reopen(&self, run: &Path) -> Result<(), TrainError> {
+        let (finished, asked) = (run.join(FINAL), self.total_steps);
+        let taken = |why| Err(TrainError::OutputTaken { path: run.into(), why });
+        let made = checkpoint::newest_step(run)?.unwrap_or(0);
+        if made > asked {
+            return taken(format!(
+                "holds a run of {made} optimizer steps, and the recipe now ends after {asked}; raise train.epochs or train.max_steps"
+            ));
         }
-        Provenance::load(&run.join(PROVENANCE))?.difference(now).map_or(Ok(()), another)
+        if !finished.exists() || made == asked {
+            return Ok(());
+        }
+        let logged = MetricsFile::read(&run.join(METRICS))?.lines;
+        let trained = logged.iter().filter(|(_, line)| line.split == MetricsSplit::Train).map(|(_, line)| line.step);
+        if trained.max().is_some_and(|last| last > made) {
+            return taken(format!(
+                "holds a finished run without a checkpoint of its last step, so it cannot go on; start another one from its heads: \
+                 heads.init_from = {:?}",
+                finished.display().to_string()
+            ));
+        }
+        Ok(remove_folder(&finished).map_err(failed("remove", &finished))?)
     }
 
     fn provenance(&self) -> Result<Provenance, TrainError> {
@@ -152,6 +195,11 @@ impl<'r> RunFolder<'r> {
         let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
         Ok(data.chain(hashed(&self.tokenizing_files)?).collect())
     }
+}
+
+fn write(run: &Path, name: &str, text: &str) -> Result<(), TrainError> {
+    let path = run.join(name);
+    write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|source| TrainError::Io { path, source })
 }
 
 /// A snapshot's commit identifies the weights, so they are not hashed.
@@ -190,32 +238,6 @@ fn hashed(paths: &[PathBuf]) -> Result<Vec<HashedFile>, TrainError> {
         Err(source) => Some(Err(TrainError::Io { path: path.clone(), source })),
     };
     paths.iter().filter_map(file).collect()
-}
-
-/// The recipe without the paths of its data: files may move, their hashes identify them.
-fn without_places(recipe: &str) -> String {
-    let Ok(mut table) = recipe.parse::<Table>() else { return recipe.to_owned() };
-    if let Some(data) = table.get_mut("data").and_then(toml::Value::as_table_mut) {
-        data.retain(|key, _| key != "train" && key != "validation");
-    }
-    table.to_string()
-}
-
-/// The first difference between two recipes, as the end of a sentence; `None` if they are equal.
-fn difference(before: &str, now: &str) -> Option<String> {
-    let (before, now) = (without_places(before), without_places(now));
-    let (before, now) = (before.as_str(), now.as_str());
-    let only_in = |one: &str, other: &str| {
-        let line = one.lines().find(|line| !other.lines().any(|l| l == *line));
-        line.map(str::to_owned)
-    };
-    match (only_in(before, now), only_in(now, before)) {
-        _ if before == now => None,
-        (Some(old), Some(new)) => Some(format!("its recipe.toml says `{old}`, this recipe `{new}`")),
-        (Some(old), None) => Some(format!("its recipe.toml says `{old}`, this recipe does not")),
-        (None, Some(new)) => Some(format!("this recipe says `{new}`, its recipe.toml does not")),
-        (None, None) => Some("its recipe.toml has the same lines in other tables".into()),
-    }
 }
 
 /// Refuses an output folder that is not empty or in which another process trains now. Checks nothing else, so that it

@@ -10,7 +10,7 @@ use crate::formats::metrics::{MetricsLine, MetricsSplit, UpdateLine};
 use crate::torch::{guard, memory};
 use crate::train::backbone_pass::TrainingBackbone;
 use crate::train::checked::CheckedRun;
-use crate::train::checkpoint::Checkpoints;
+use crate::train::checkpoint::{Checkpoints, newest_step};
 use crate::train::error::TrainError;
 use crate::train::log::RunLog;
 use crate::train::patience::BestSoFar;
@@ -25,6 +25,13 @@ pub enum RunEvent<'e> {
     Hashing {
         /// Bytes of the files whose hash is not cached.
         bytes: u64,
+    },
+    /// The run goes on with a recipe that has changed.
+    RecipeChanged {
+        /// Each key in words.
+        keys: &'e [String],
+        /// The steps that it has now, if the recipe changed when it ends: the schedules span them.
+        total_steps: Option<usize>,
     },
     /// The run resumed from this checkpoint.
     Resumed(&'e Path),
@@ -92,13 +99,15 @@ impl<'r> TrainingLoop<'r, '_> {
             let goes_on = self.state.step < total_steps && self.stopped_early().is_none();
             let stop = interrupted.load(Ordering::Relaxed) && goes_on;
             if saves || stop {
-                self.sync()?;
-                let saved = self.checkpoints.save_step(&self.state)?;
-                (self.tell)(RunEvent::Saved(&saved));
+                let saved = self.save()?;
                 if stop {
                     return Ok(RunOutcome::Interrupted(saved));
                 }
             }
+        }
+        // A finished run can go on from its last step if the recipe asks for more.
+        if newest_step(&self.plan().train.output_dir)? != Some(self.state.step) {
+            self.save()?;
         }
         self.sync()?;
         let heads = self.checkpoints.save_final(&self.state.heads)?;
@@ -182,6 +191,13 @@ impl<'r> TrainingLoop<'r, '_> {
         let saved = self.checkpoints.save_best(&self.state.heads, best)?;
         (self.tell)(RunEvent::Best(best, &saved));
         Ok(())
+    }
+
+    fn save(&mut self) -> Result<PathBuf, TrainError> {
+        self.sync()?;
+        let saved = self.checkpoints.save_step(&self.state)?;
+        (self.tell)(RunEvent::Saved(&saved));
+        Ok(saved)
     }
 
     /// Before a checkpoint: checks that the parameters are finite, and syncs the cache and the log.

@@ -38,6 +38,7 @@ impl<'c> TrainProgress<'c> {
                 self.line(&format!("hashing {} of weights (cached for later runs)", gibibytes(*bytes)));
             }
             RunEvent::Hashing { .. } => {}
+            RunEvent::RecipeChanged { keys, total_steps } => self.line(&changed(keys, *total_steps)),
             RunEvent::Resumed(checkpoint) => self.line(&format!("resuming from {}", checkpoint.display())),
             RunEvent::HiddenStates { path, filled, rows } => {
                 self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
@@ -88,6 +89,12 @@ impl<'c> TrainProgress<'c> {
             let _ = print_json(line); // a closed stdout must not end the run
         }
     }
+}
+
+fn changed(keys: &[String], total_steps: Option<usize>) -> String {
+    let schedules = total_steps
+        .map(|steps| format!("; from here the learning rate and λ0 follow their schedules over {steps} steps"));
+    format!("the recipe changed: {}{}", keys.join(", "), schedules.unwrap_or_default())
 }
 
 fn quality(line: &MetricsLine) -> String {

@@ -1,0 +1,158 @@
+//! Which keys of its recipe a run may change when it is resumed.
+
+use std::collections::BTreeMap;
+
+use toml::{Table, Value};
+
+/// Places of files, which may move: hashes identify the data, and the run is in its folder.
+const PLACES: [&str; 3] = ["data.train", "data.validation", "train.output_dir"];
+/// When a run ends.
+const ENDS: [&str; 3] = ["train.epochs", "train.max_steps", "train.patience"];
+/// Intervals, and what is kept of the checkpoints.
+const INTERVALS: [&str; 4] = ["train.log_every", "train.save_every", "train.eval_every", "train.keep_checkpoints"];
+/// The sequences of an optimizer step are the product; it must stay.
+const BATCH: [&str; 2] = ["train.micro_batch_size", "train.gradient_accumulation_steps"];
+
+/// The keys by their paths.
+type Keys = BTreeMap<String, Value>;
+
+/// How the recipe that a run is resumed with differs from its own, in keys that may change.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct RecipeChanges {
+    /// Each in words.
+    pub(super) keys: Vec<String>,
+    /// Among them is when the run ends.
+    pub(super) ends: bool,
+    /// The run's folder has another path.
+    pub(super) moved: bool,
+}
+
+impl RecipeChanges {
+    /// Compares two resolved recipes.
+    ///
+    /// # Errors
+    /// The first difference that makes `now` another run, as the end of a sentence.
+    pub(super) fn between(before: &str, now: &str) -> Result<Self, String> {
+        let [before, now] = [before, now].map(|text| text.parse::<Table>().map(|table| keys(&table)));
+        let before = before.map_err(|error| format!("its recipe.toml is no TOML: {}", error.message()))?;
+        let now = now.map_err(|error| format!("this recipe is no TOML: {}", error.message()))?;
+        same_batch(&before, &now)?;
+        let mut changes = Self::default();
+        let mut both: Vec<&String> = before.keys().chain(now.keys()).collect();
+        both.sort();
+        both.dedup();
+        for key in both {
+            let (old, new) = (before.get(key), now.get(key));
+            if old != new {
+                changes.add(key, old, new)?;
+            }
+        }
+        Ok(changes)
+    }
+
+    fn add(&mut self, key: &str, old: Option<&Value>, new: Option<&Value>) -> Result<(), String> {
+        let is_one_of = |keys: &[&str]| keys.contains(&key);
+        if is_one_of(&PLACES) {
+            self.moved |= key == "train.output_dir";
+            return Ok(());
+        }
+        if !(is_one_of(&ENDS) || is_one_of(&INTERVALS) || is_one_of(&BATCH)) {
+            return Err(difference(key, old, new));
+        }
+        self.ends |= is_one_of(&ENDS);
+        let name = last(key);
+        self.keys.push(match (old, new) {
+            (Some(old), Some(new)) => format!("{name} = {new} (was {old})"),
+            (_, Some(new)) => format!("{name} = {new}"),
+            (Some(old), None) => format!("no {name} (was {old})"),
+            (None, None) => return Ok(()),
+        });
+        Ok(())
+    }
+}
+
+/// The keys of a table and of the tables in it; an empty table counts as a key.
+fn keys(table: &Table) -> Keys {
+    let mut keys = Keys::new();
+    for (name, value) in table {
+        match value {
+            Value::Table(inner) if !inner.is_empty() => {
+                keys.extend(self::keys(inner).into_iter().map(|(key, value)| (format!("{name}.{key}"), value)));
+            }
+            value => drop(keys.insert(name.clone(), value.clone())),
+        }
+    }
+    keys
+}
+
+fn same_batch(before: &Keys, now: &Keys) -> Result<(), String> {
+    let size = |keys: &Keys| {
+        let [rows, passes] = BATCH.map(|key| keys.get(key)?.as_integer());
+        rows?.checked_mul(passes?)
+    };
+    match (size(before), size(now)) {
+        (Some(old), Some(new)) if old != new => Err(format!(
+            "its optimizer steps have {old} sequences, this recipe's {new} (micro_batch_size × gradient_accumulation_steps, which may \
+             only be split in another way)"
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn difference(key: &str, old: Option<&Value>, new: Option<&Value>) -> String {
+    let line = |value: &Value| format!("`{} = {value}`", last(key));
+    match (old.map(line), new.map(line)) {
+        (Some(old), Some(new)) => format!("its recipe.toml says {old}, this recipe {new}"),
+        (Some(old), None) => format!("its recipe.toml says {old}, this recipe does not"),
+        (_, new) => format!("this recipe says {}, its recipe.toml does not", new.unwrap_or_default()),
+    }
+}
+
+fn last(key: &str) -> &str {
+    key.rsplit('.').next().unwrap_or(key)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEFORE: &str = "[stage.medusa1]\n[optimizer]\nlearning_rate = 0.01\n[data]\ntrain = [\"a\"]\n[train]\noutput_dir = \"run\"\nepochs = 2\n\
+        micro_batch_size = 2\ngradient_accumulation_steps = 4\nsave_every = 5\n";
+
+    fn changed(edits: &[(&str, &str)]) -> Result<RecipeChanges, String> {
+        let now = edits.iter().fold(BEFORE.to_owned(), |text, (piece, by)| {
+            assert!(text.contains(piece), "{piece}");
+            text.replace(piece, by)
+        });
+        RecipeChanges::between(BEFORE, &now)
+    }
+
+    #[test]
+    fn ends_intervals_places_and_the_split_of_a_batch_may_change() {
+        assert_eq!(changed(&[]), Ok(RecipeChanges::default()));
+        let moved = RecipeChanges { moved: true, ..RecipeChanges::default() };
+        assert_eq!(changed(&[("\"run\"", "\"elsewhere\""), ("\"a\"", "\"b\"")]), Ok(moved));
+        let changes = changed(&[("epochs = 2", "max_steps = 9"), ("save_every = 5", "save_every = 6")]).unwrap();
+        assert_eq!(changes.keys, ["no epochs (was 2)", "max_steps = 9", "save_every = 6 (was 5)"]);
+        assert!(changes.ends && !changes.moved);
+        let split = changed(&[("micro_batch_size = 2", "micro_batch_size = 8"), ("steps = 4", "steps = 1")]).unwrap();
+        assert_eq!(split.keys, ["gradient_accumulation_steps = 1 (was 4)", "micro_batch_size = 8 (was 2)"]);
+        assert!(!split.ends);
+    }
+
+    #[test]
+    fn other_changes_make_another_run() {
+        let refused = |piece, by| changed(&[(piece, by)]).unwrap_err();
+        let rate = refused("learning_rate = 0.01", "learning_rate = 0.02");
+        assert_eq!(rate, "its recipe.toml says `learning_rate = 0.01`, this recipe `learning_rate = 0.02`");
+        let stage = refused("[stage.medusa1]", "[stage.medusa2]");
+        assert_eq!(stage, "its recipe.toml says `medusa1 = {}`, this recipe does not");
+        assert!(
+            refused("epochs = 2", "epochs = 2\nseed = 1").starts_with("this recipe says `seed = 1`, its recipe.toml")
+        );
+        assert!(
+            refused("steps = 4", "steps = 2").starts_with("its optimizer steps have 8 sequences, this recipe's 4 (")
+        );
+        assert!(RecipeChanges::between("[", BEFORE).unwrap_err().starts_with("its recipe.toml is no TOML: "));
+    }
+}
