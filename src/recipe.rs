@@ -23,6 +23,7 @@ use crate::train::schedule::ScheduleConfig;
 mod checks;
 mod defaults;
 mod file_defaults;
+pub mod first;
 mod loaded;
 mod located;
 mod mistakes;

@@ -23,6 +23,7 @@ mod families;
 mod gpu_check;
 mod hub;
 mod hydra_reference;
+mod init;
 mod joint_training;
 mod keep_best;
 mod latency;

@@ -32,6 +32,7 @@ mod exit;
 pub mod export;
 mod flags;
 pub mod generate;
+pub mod init;
 pub mod inspect;
 pub mod launcher;
 pub mod loading;
@@ -75,6 +76,7 @@ const MEDUSA_EXAMPLE: &str = "Example:\n  medusa train recipes/tiny_stage1.toml"
 
 #[derive(Debug, Subcommand)]
 enum Verb {
+    Init(init::InitArgs),
     Train(train::TrainArgs),
     Data(data::DataArgs),
     Inspect(inspect::InspectArgs),
@@ -117,7 +119,9 @@ impl Verb {
             }
             Verb::Export(args) => vec![Some(HubArgument::heads(&mut args.heads))], // the heads determine how much of the backbone is needed
             // Recipes fetch their own ids.
-            Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => Vec::new(),
+            Verb::Init(_) | Verb::Train(_) | Verb::Inspect(_) | Verb::Push(_) | Verb::Report(_) | Verb::Doctor(_) => {
+                Vec::new()
+            }
         };
         places.into_iter().flatten().collect()
     }
@@ -169,6 +173,7 @@ impl Verb {
 
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
+            Verb::Init(args) => init::run(args, common),
             Verb::Train(args) => train::run(args, common),
             Verb::Data(_) | Verb::Inspect(_) | Verb::Report(_) => self.run_without_libtorch(common),
             Verb::Distill(args) => distill::run(args, common),
@@ -234,7 +239,7 @@ fn without_ignored_flags(command: Command) -> Command {
     let common: Vec<Arg> = command.get_arguments().cloned().collect();
     command.mut_subcommands(|verb| {
         let ignored: &[&str] = match verb.get_name() {
-            "train" | "doctor" => &["dtype", "seed"],
+            "init" | "train" | "doctor" => &["dtype", "seed"],
             "data" => &["device", "dtype", "seed"],
             "inspect" | "push" | "report" => &["device", "dtype", "seed", "threads"],
             "calibrate" | "tree" => &["seed"],

@@ -1,0 +1,170 @@
+//! `medusa init`: writes a first recipe that fits the machine.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::{Args, ValueEnum};
+use serde_json::json;
+use tch::Device;
+
+use super::backbone::backbone_config;
+use super::decoder::chat_template;
+use super::downloads::told;
+use super::reading::watched;
+use super::{CommonFlags, UsageError, gibibytes, mebibytes, outputs, print_json, print_line};
+use crate::data::chat_template::TemplateChoice;
+use crate::data::report::counted;
+use crate::data::source;
+use crate::files::write_atomic;
+use crate::formats::run_folder::{CALIBRATION, FINAL, TREE};
+use crate::hub::id;
+use crate::nvidia::device::Gpu;
+use crate::recipe::LoadedRecipe;
+use crate::recipe::first::{FirstMachine, FirstRecipe, FirstStage};
+use crate::torch::{device_name, memory};
+use crate::train::checked::CheckedRun;
+
+const EXAMPLE: &str =
+    "Example:\n  medusa init --backbone data/tiny/backbone --data data/tiny/train.jsonl \\\n    --out first.toml";
+
+/// Write a commented recipe that fits this machine.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLE)]
+pub struct InitArgs {
+    /// Backbone folder or Hub id.
+    #[arg(long, value_name = "B")]
+    pub backbone: String,
+    /// Training data: files, globs or Hub data sets (owner/name).
+    #[arg(long, value_name = "F", required = true, num_args = 1..)]
+    pub data: Vec<String>,
+    /// What to train: heads (medusa1), or heads and adapters of the backbone (medusa2).
+    #[arg(long, value_enum, value_name = "STAGE", default_value = "medusa1")]
+    pub stage: StageName,
+    /// Chat template for conversations: "tokenizer" (the backbone's own), a built-in name (vicuna, zephyr, llama-2, llama-3, chatml,
+    /// mistral) or a .jinja file.
+    #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
+    pub chat_template: TemplateChoice,
+    /// The recipe to write.
+    #[arg(long, value_name = "FILE", default_value = "recipe.toml")]
+    pub out: PathBuf,
+}
+
+/// `--stage`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum StageName {
+    Medusa1,
+    Medusa2,
+}
+
+/// Reads the rows, writes the recipe and prints what comes next.
+///
+/// # Errors
+/// An error in the backbone or the data, a recipe that exists, or a machine that is too small.
+pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    check_arguments(args, common)?;
+    let first = FirstRecipe {
+        backbone: args.backbone.clone(),
+        data: args.data.clone(),
+        chat_template: args.chat_template.clone(),
+        stage: match args.stage {
+            StageName::Medusa1 => FirstStage::Medusa1,
+            StageName::Medusa2 => FirstStage::Medusa2,
+        },
+    };
+    let machine = machine(common)?;
+    let (shortest, checked) = checked(args, first.shortest(), machine.device, common)?;
+    let fitted = first.fitted(&args.out, &shortest.recipe, &checked, &machine)?;
+    drop(checked);
+    let (recipe, checked) = self::checked(args, fitted.text.clone(), machine.device, common)?; // as --check reads it
+    write_atomic(&args.out, |out| out.write_all(fitted.text.as_bytes()))
+        .with_context(|| format!("cannot write {}", args.out.display()))?;
+    let next = next_commands(args, &recipe.recipe.train.output_dir);
+    if common.json {
+        return print_json(&json!({"recipe": args.out, "steps": checked.total_steps, "peak_bytes": fitted.peak_bytes,
+            "free_bytes": machine.free_bytes, "device": device_name(machine.device), "next": next}));
+    }
+    let (out, steps) = (args.out.display(), counted(checked.total_steps, "optimizer step"));
+    let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
+    common.say(format_args!(
+        "wrote {out}: {steps}; planned peak {}{free} on {}",
+        mebibytes(fitted.peak_bytes),
+        machine.name
+    ));
+    common.say("\nnext (calibrate on rows that training does not see, if you have some):");
+    print_line(next.join("\n"))
+}
+
+/// Refuses what cannot become a recipe, before any download.
+fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    if args.out.exists() {
+        let out = args.out.display();
+        return Err(UsageError(format!("--out {out} exists; name another file, or remove it")).into());
+    }
+    outputs::check("--out", &args.out, common)?;
+    if id::model(&args.backbone).is_none() {
+        backbone_config(Path::new(&args.backbone))?;
+    }
+    let local: Vec<String> = args.data.iter().filter(|entry| id::data(entry).is_none()).cloned().collect();
+    source::find(&local).map_err(|error| UsageError(format!("--data: {error}")))?;
+    Ok(())
+}
+
+fn machine(common: &CommonFlags) -> anyhow::Result<FirstMachine> {
+    let device = common.device.resolve()?;
+    let free_bytes = match device {
+        Device::Cpu => memory::machine().map(|(_, available)| available),
+        gpu => match Gpu::open(gpu).and_then(|gpu| gpu.free_bytes()) {
+            Ok(free) => Some(free),
+            Err(error) => {
+                common.say(format_args!("the GPU's free memory is not known ({error}); the recipe saves none"));
+                None
+            }
+        },
+    };
+    Ok(FirstMachine { device, name: device_name(device), free_bytes })
+}
+
+/// Reads a recipe's text and its rows.
+fn checked(
+    args: &InitArgs,
+    text: String,
+    device: Device,
+    common: &CommonFlags,
+) -> anyhow::Result<(LoadedRecipe, CheckedRun)> {
+    let mut loaded = LoadedRecipe::parse(&args.out, text)?;
+    told(common, |tell| loaded.fetch(device, tell))?;
+    let checked = watched(common, |watch| CheckedRun::load(loaded.plan(device), watch))?;
+    Ok((loaded, checked))
+}
+
+/// The commands from the recipe to text, one a line.
+fn next_commands(args: &InitArgs, run: &Path) -> Vec<String> {
+    let (backbone, recipe) = (shell_word(&args.backbone), shell_word(&args.out.to_string_lossy()));
+    let file = |name: &str| shell_word(&run.join(name).to_string_lossy());
+    let (heads, calibration, tree) = (file(FINAL), file(CALIBRATION), file(TREE));
+    let mut data = String::new();
+    args.data.iter().for_each(|entry| {
+        let _ = write!(data, " {}", shell_word(entry)); // a String takes any text
+    });
+    let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}");
+    vec![
+        format!("medusa-train {recipe} --check"),
+        format!("medusa-train {recipe}"),
+        format!("medusa calibrate --backbone {backbone} --heads {heads} --data{data} --out {calibration}"),
+        format!("medusa tree --calibration {calibration} --nodes 16 --out {tree}"),
+        format!("medusa generate {decode} --prompt 'Once upon a time'"),
+        format!("medusa bench {decode} --prompts PROMPTS.jsonl"),
+    ]
+}
+
+/// A word as a shell reads it.
+fn shell_word(text: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "@%+=:,./_-".contains(c);
+    if !text.is_empty() && text.chars().all(is_plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}

@@ -1,0 +1,356 @@
+//! A first recipe for a backbone, data and a machine, with comments: what `medusa init` writes.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use tch::Device;
+use toml::Value;
+
+use super::{Recipe, RecipeError};
+use crate::data::chat_template::TemplateChoice;
+use crate::train::checked::CheckedRun;
+
+/// The part of the free memory that a run may take.
+const USABLE: f64 = 0.9;
+/// Most tokens of a forward pass: more are hardly faster.
+const TOKENS_OF_A_PASS: usize = 8192;
+/// Aims: optimizer steps of an epoch and of a run, evaluations of a run, and rows to evaluate on.
+const STEPS_OF_AN_EPOCH: usize = 100;
+const STEPS_OF_A_RUN: usize = 200;
+const EVALUATIONS: usize = 10;
+const VALIDATION_ROWS: f64 = 100.0;
+/// Most sequences of an optimizer step (the paper's), passes over the rows, and steps of the warm-up (the paper's).
+const LARGEST_BATCH: usize = 64;
+const MOST_EPOCHS: usize = 20;
+const LONGEST_WARMUP: usize = 40;
+/// Fewer rows are not split.
+const FEWEST_TO_SPLIT: usize = 20;
+
+/// What is trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FirstStage {
+    /// Heads on the frozen backbone.
+    Medusa1,
+    /// Heads and adapters on the backbone.
+    Medusa2,
+}
+
+/// The user's choices.
+#[derive(Debug, Clone)]
+pub struct FirstRecipe {
+    /// Path or Hub id.
+    pub backbone: String,
+    /// Paths, globs or Hub ids.
+    pub data: Vec<String>,
+    pub chat_template: TemplateChoice,
+    pub stage: FirstStage,
+}
+
+/// The machine that the recipe is for.
+#[derive(Debug, Clone)]
+pub struct FirstMachine {
+    pub device: Device,
+    /// In words.
+    pub name: String,
+    /// `None` if the system does not say.
+    pub free_bytes: Option<u64>,
+}
+
+/// A recipe as text, and the peak memory that is planned for it.
+#[derive(Debug, Clone)]
+pub struct FittedRecipe {
+    pub text: String,
+    pub peak_bytes: u64,
+}
+
+/// Why there is no recipe.
+#[derive(Debug, thiserror::Error)]
+pub enum FirstRecipeError {
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// Not even the smallest run fits.
+    #[error(
+        "the smallest run of {stage} on this backbone needs {:.1} GiB, and {name} has {:.1} GiB free; close other programs, use a machine \
+         with more memory, or a smaller backbone{advice}",
+        *needed as f64 / GIB, *free as f64 / GIB
+    )]
+    TooLarge { stage: &'static str, name: String, needed: u64, free: u64, advice: &'static str },
+}
+
+const GIB: f64 = (1_u64 << 30) as f64;
+
+/// What a run does without, to need less memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Savings {
+    eight_bit_moments: bool,
+    recompute: bool,
+    nf4: bool,
+    shared_lm_head: bool,
+}
+
+/// Numbers that follow from the rows.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Pace {
+    batch: usize,
+    epochs: usize,
+    warmup_steps: usize,
+    /// Optimizer steps between evaluations, and between checkpoints.
+    interval: usize,
+    validation_fraction: Option<f64>,
+}
+
+impl FirstStage {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Medusa1 => "Medusa-1",
+            Self::Medusa2 => "Medusa-2",
+        }
+    }
+
+    /// From the most exact and fastest run to the smallest one.
+    fn ladder(self) -> Vec<Savings> {
+        let none = Savings::default();
+        let recompute = Savings { recompute: self == Self::Medusa2, ..none };
+        let eight_bit_moments = Savings { eight_bit_moments: true, ..recompute };
+        let nf4 = Savings { nf4: true, ..eight_bit_moments };
+        let mut ladder = vec![none, recompute, eight_bit_moments, nf4, Savings { shared_lm_head: true, ..nf4 }];
+        ladder.dedup();
+        ladder
+    }
+}
+
+impl FirstRecipe {
+    /// The keys that every recipe has, for reading the rows.
+    pub fn shortest(&self) -> String {
+        let stage = match self.stage {
+            FirstStage::Medusa1 => "[stage.medusa1]",
+            FirstStage::Medusa2 => "[stage.medusa2.lora]",
+        };
+        let (path, train, template) = (quoted(&self.backbone), list(&self.data), self.template());
+        format!("[backbone]\npath = {path}\n\n{stage}\n\n[data]\ntrain = {train}\nchat_template = {template}\n")
+    }
+
+    /// The recipe with the fewest savings that fits into the machine's memory, and the largest micro batch with these. `checked` is the run of
+    /// [`FirstRecipe::shortest`], read as `first`.
+    ///
+    /// # Errors
+    /// [`FirstRecipeError`].
+    pub fn fitted(
+        &self,
+        file: &Path,
+        first: &Recipe,
+        checked: &CheckedRun,
+        machine: &FirstMachine,
+    ) -> Result<FittedRecipe, FirstRecipeError> {
+        let pace = Pace::of(checked.train_report.counts.rows, checked.sequence_counts().0);
+        let largest = (TOKENS_OF_A_PASS / first.data.max_length.get()).max(1);
+        let micro_batches: Vec<usize> = (0..=pace.batch.ilog2()).rev().map(|power| 1 << power).collect();
+        let mut smallest = u64::MAX;
+        for savings in self.stage.ladder() {
+            for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
+                let text = self.text(file, first, &Choice { savings, micro_batch, pace }, machine);
+                let plan = Recipe::parse(file, &text)?.plan(machine.device);
+                let peak_bytes = checked.memory_of(&plan).peak_bytes();
+                smallest = smallest.min(peak_bytes);
+                if machine.free_bytes.is_none_or(|free| peak_bytes as f64 <= USABLE * free as f64) {
+                    return Ok(FittedRecipe { text, peak_bytes });
+                }
+            }
+        }
+        let advice = match self.stage {
+            FirstStage::Medusa1 => "",
+            FirstStage::Medusa2 => ", or --stage medusa1",
+        };
+        let (stage, name, free) = (self.stage.name(), machine.name.clone(), machine.free_bytes.unwrap_or_default());
+        Err(FirstRecipeError::TooLarge { stage, name, needed: smallest, free, advice })
+    }
+
+    fn template(&self) -> String {
+        quoted(&String::from(self.chat_template.clone()))
+    }
+
+    fn text(&self, file: &Path, first: &Recipe, choice: &Choice, machine: &FirstMachine) -> String {
+        let mut out = self.head(file, machine);
+        let mut table = |name: &str, lines: &[Line]| {
+            let lines = lines.iter().map(|(line, comment)| match *comment {
+                "" => format!("{line}\n"),
+                comment => format!("{line:<36}# {comment}\n"),
+            });
+            let _ = write!(out, "\n[{name}]\n{}", lines.collect::<String>()); // a String takes any text
+        };
+        table("backbone", &self.backbone_lines(first, choice));
+        table("heads", &heads_lines(first, choice));
+        match self.stage {
+            FirstStage::Medusa1 => table("stage.medusa1", &[]),
+            FirstStage::Medusa2 => {
+                table(
+                    "stage.medusa2",
+                    &[("medusa_heads_coefficient = 0.2".into(), "λ0, the weight of the heads' loss")],
+                );
+                table(
+                    "stage.medusa2.lora",
+                    &[
+                        ("rank = 32".into(), "adapters on all linear layers"),
+                        ("alpha = 16.0".into(), ""),
+                        ("dropout = 0.05".into(), ""),
+                    ],
+                );
+            }
+        }
+        table("data", &self.data_lines(first, choice));
+        table("optimizer", &optimizer_lines(first, choice));
+        let warmup = format!("warmup_steps = {}", choice.pace.warmup_steps);
+        table("schedule", &[("name = \"cosine\"".into(), ""), (warmup, "optimizer steps from 0 to learning_rate")]);
+        table("train", &train_lines(first, choice));
+        out
+    }
+
+    fn head(&self, file: &Path, machine: &FirstMachine) -> String {
+        let recipe = file.display();
+        let what = match self.stage {
+            FirstStage::Medusa1 => "Medusa-1: trains heads; the backbone stays as it is",
+            FirstStage::Medusa2 => "Medusa-2: trains heads and adapters of the backbone",
+        };
+        let memory =
+            machine.free_bytes.map_or_else(|| "unknown".into(), |free| format!("{:.1} GiB", free as f64 / GIB));
+        format!(
+            "# {what}.\n#\n#   medusa-train {recipe} --check    # plan and defaults\n#   medusa-train {recipe}\n#\n\
+             # Written by `medusa init` for {} (free memory: {memory}).\n# All keys: docs/training.md\n",
+            machine.name
+        )
+    }
+
+    fn backbone_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
+        let mut lines = vec![
+            (format!("path = {}", quoted(&self.backbone)), ""),
+            (format!("dtype = \"{}\"", first.backbone.dtype), "what it computes in"),
+        ];
+        if choice.savings.nf4 {
+            lines.push(("quantization = \"nf4\"".into(), "4-bit weights, to fit into the memory"));
+        }
+        lines
+    }
+
+    fn data_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
+        let mut lines = vec![(format!("train = {}", list(&self.data)), "")];
+        match choice.pace.validation_fraction {
+            Some(part) => {
+                lines.push((format!("validation_fraction = {part}"), "held out, for evaluations during the run"))
+            }
+            None => lines.push(("# validation = [\"…\"]".into(), "too few rows to hold some out")),
+        }
+        if self.chat_template != TemplateChoice::Tokenizer {
+            lines.push((format!("chat_template = {}", self.template()), "renders conversations"));
+        }
+        lines.push((format!("max_length = {}", first.data.max_length), "tokens per sequence"));
+        lines
+    }
+}
+
+/// A line of a recipe and its comment.
+type Line = (String, &'static str);
+
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    savings: Savings,
+    micro_batch: usize,
+    pace: Pace,
+}
+
+fn heads_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
+    let mut lines = vec![
+        (format!("medusa_num_heads = {}", first.heads.medusa_num_heads), "tokens guessed beyond the next one"),
+        (format!("medusa_num_layers = {}", first.heads.medusa_num_layers), ""),
+    ];
+    if choice.savings.shared_lm_head {
+        lines.push(("shared_lm_head = true".into(), "no projections of their own, to fit"));
+    }
+    lines
+}
+
+fn optimizer_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
+    let mut lines = vec![(format!("learning_rate = {}", first.optimizer.learning_rate.get()), "peak rate")];
+    if let Some(multiplier) = first.optimizer.medusa_lr_multiplier {
+        let comment = "the heads' rate ÷ the adapters'";
+        lines.push((format!("medusa_lr_multiplier = {:?}", multiplier.get()), comment));
+    }
+    if choice.savings.eight_bit_moments {
+        lines.insert(0, ("name = \"adamw8bit\"".into(), "a quarter of the memory of \"adamw\""));
+    }
+    lines
+}
+
+fn train_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
+    let Choice { savings, micro_batch, pace } = *choice;
+    let passes = pace.batch / micro_batch;
+    let mut lines = vec![
+        (format!("output_dir = {}", quoted(&first.train.output_dir.to_string_lossy())), ""),
+        (format!("epochs = {}", pace.epochs), "raise it and --resume to train longer"),
+        (format!("micro_batch_size = {micro_batch}"), "sequences in memory at a time"),
+        (format!("gradient_accumulation_steps = {passes}"), "times that, before each optimizer step"),
+        (format!("save_every = {}", pace.interval), "optimizer steps between checkpoints"),
+    ];
+    if pace.validation_fraction.is_some() {
+        lines.push((format!("eval_every = {}", pace.interval), ""));
+    }
+    if savings.recompute {
+        lines.push(("recompute = true".into(), "slower, and fits into the memory"));
+    }
+    lines
+}
+
+impl Pace {
+    fn of(rows: usize, sequences: usize) -> Self {
+        let validation_fraction = (rows >= FEWEST_TO_SPLIT).then(|| {
+            let part = (VALIDATION_ROWS / rows as f64).clamp(0.01, 0.1);
+            (part * 100.0).round() / 100.0
+        });
+        let training = (sequences as f64 * (1.0 - validation_fraction.unwrap_or(0.0))).ceil() as usize;
+        let batch = 1 << (training / STEPS_OF_AN_EPOCH).clamp(1, LARGEST_BATCH).ilog2();
+        let steps_per_epoch = training.div_ceil(batch).max(1);
+        let epochs = STEPS_OF_A_RUN.div_ceil(steps_per_epoch).clamp(2, MOST_EPOCHS);
+        let steps = epochs * steps_per_epoch;
+        let tenth = steps.div_ceil(EVALUATIONS);
+        Self {
+            batch,
+            epochs,
+            warmup_steps: tenth.min(LONGEST_WARMUP).min(steps / 2),
+            interval: tenth,
+            validation_fraction,
+        }
+    }
+}
+
+fn quoted(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+fn list(texts: &[String]) -> String {
+    format!("[{}]", texts.iter().map(|text| quoted(text)).collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_and_epochs_follow_the_number_of_sequences() {
+        let pace = |rows, sequences| {
+            let Pace { batch, epochs, warmup_steps, interval, validation_fraction } = Pace::of(rows, sequences);
+            (batch, epochs, warmup_steps, interval, validation_fraction)
+        };
+        assert_eq!(pace(60_000, 20_000), (64, 2, 40, 62, Some(0.01)));
+        assert_eq!(pace(2_000, 450), (4, 2, 22, 22, Some(0.05)));
+        assert_eq!(pace(100, 30), (1, 8, 22, 22, Some(0.1)));
+        assert_eq!(pace(3, 1), (1, 20, 2, 2, None));
+    }
+
+    #[test]
+    fn each_step_of_a_ladder_needs_less_than_the_one_before() {
+        let medusa1 = FirstStage::Medusa1.ladder();
+        assert_eq!(medusa1.len(), 4, "nothing of a frozen backbone is recomputed");
+        assert!(medusa1.iter().all(|savings| !savings.recompute));
+        let medusa2 = FirstStage::Medusa2.ladder();
+        assert!(medusa2.len() == 5 && medusa2[3..].iter().all(|savings| savings.nf4 && savings.recompute));
+    }
+}

@@ -1,0 +1,132 @@
+//! Promise: `medusa init` writes a recipe that fits the machine and passes `--check`, never over another file, and the commands that it
+//! prints run.
+
+use std::path::Path;
+
+use medusa::data::Watch;
+use medusa::data::chat_template::TemplateChoice;
+use medusa::recipe::first::{FirstMachine, FirstRecipe, FirstRecipeError, FirstStage};
+use medusa::recipe::{LoadedRecipe, Recipe};
+use medusa::train::checked::CheckedRun;
+use serde_json::Value;
+use tch::Device;
+
+use super::small_run::SmallRun;
+
+const INIT: [&str; 7] = ["init", "--backbone", "backbone", "--data", "rows.jsonl", "--out", "first.toml"];
+
+#[test]
+fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
+    let small = SmallRun::new();
+    let written = small.medusa(&INIT).succeeded();
+    assert!(
+        written.stderr.contains("wrote first.toml: ") && written.stderr.contains("planned peak"),
+        "{}",
+        written.stderr
+    );
+    let recipe = small.read("first.toml");
+    for line in
+        ["path = \"backbone\"\n", "dtype = \"float32\" ", "[stage.medusa1]\n", "output_dir = \"checkpoints/first\"\n"]
+    {
+        assert!(recipe.contains(line), "{line} in\n{recipe}");
+    }
+    assert!(recipe.lines().all(|line| line.chars().count() <= 80), "{recipe}");
+    let commands: Vec<&str> = written.stdout.lines().collect();
+    let verbs = ["medusa-train", "medusa-train", "medusa calibrate", "medusa tree", "medusa generate", "medusa bench"];
+    assert!(commands.iter().zip(verbs).all(|(command, verb)| command.starts_with(verb)), "{commands:?}");
+    let train = env!("CARGO_BIN_EXE_medusa-train");
+    for command in &commands[..4] {
+        let words: Vec<&str> = command.split(' ').collect();
+        let program = if words[0] == "medusa" { env!("CARGO_BIN_EXE_medusa") } else { train };
+        let ended: super::small_run::Ended = small.program(program, &words[1..]).output().expect("it starts").into();
+        ended.succeeded();
+    }
+    assert_eq!(small.names("checkpoints/first/final"), ["config.json", "heads.safetensors"]);
+
+    small.medusa(&INIT).failed(2, &["--out first.toml exists; name another file, or remove it"]);
+    assert_eq!(small.read("first.toml"), recipe);
+}
+
+#[test]
+fn adapters_rows_to_evaluate_on_and_json() {
+    let small = SmallRun::new();
+    let rows = small.read("rows.jsonl").repeat(5);
+    small.write("many rows.jsonl", rows);
+    let mut arguments = INIT.to_vec();
+    arguments[4] = "many rows.jsonl";
+    arguments.extend(["--stage", "medusa2", "--json"]);
+    let written: Value = serde_json::from_str(&small.medusa(&arguments).succeeded().stdout).expect("JSON");
+    assert!(written["peak_bytes"].as_u64() > Some(0) && written["steps"].as_u64() >= Some(150), "{written}");
+    let next = written["next"][2].as_str().expect("a command");
+    assert!(next.contains("--data 'many rows.jsonl' "), "{next}");
+    let recipe = small.read("first.toml");
+    for line in ["[stage.medusa2.lora]\n", "validation_fraction = 0.1 ", "eval_every = ", "medusa_lr_multiplier = 4.0 "]
+    {
+        assert!(recipe.contains(line), "{line} in\n{recipe}");
+    }
+    small.edit("first.toml", "epochs = ", "max_steps = 1 # ");
+    let warmup = recipe.lines().find(|line| line.starts_with("warmup_steps")).expect("a warm-up");
+    small.edit("first.toml", warmup, "warmup_steps = 0");
+    let train = env!("CARGO_BIN_EXE_medusa-train");
+    let ended: super::small_run::Ended = small.program(train, &["first.toml"]).output().expect("it starts").into();
+    ended.succeeded();
+}
+
+#[test]
+fn what_is_not_there_is_named_by_its_flag() {
+    let small = SmallRun::new();
+    for (at, by, facts) in [
+        (2, "./none", ["--backbone", "./none"]),
+        (4, "none.jsonl", ["--data", "none.jsonl"]),
+        (6, "none/first.toml", ["--out none/first.toml", "no folder none"]),
+    ] {
+        let mut arguments = INIT.to_vec();
+        arguments[at] = by;
+        small.medusa(&arguments).failed(2, &facts);
+        assert!(!small.path("first.toml").exists());
+    }
+}
+
+/// With ever less memory the recipes save ever more, until none fits.
+#[test]
+fn less_memory_makes_smaller_runs() {
+    let small = SmallRun::with_hidden_size(128);
+    let rows: String = (0..400).map(|row| format!("{{\"input_ids\": {:?}}}\n", vec![row % 40; 60])).collect();
+    small.write("rows.jsonl", rows);
+    let inside = |name: &str| small.path(name).display().to_string();
+    let first = FirstRecipe {
+        backbone: inside("backbone"),
+        data: vec![inside("rows.jsonl")],
+        chat_template: TemplateChoice::default(),
+        stage: FirstStage::Medusa2,
+    };
+    let file = Path::new("first.toml");
+    let mut loaded = LoadedRecipe::parse(file, first.shortest()).expect("a recipe");
+    loaded.fetch(Device::Cpu, &|_| ()).expect("local files");
+    let checked = CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows");
+    let fitted = |free: Option<u64>| {
+        let machine = FirstMachine { device: Device::Cpu, name: "cpu".into(), free_bytes: free };
+        first.fitted(file, &loaded.recipe, &checked, &machine)
+    };
+    let unlimited = fitted(None).expect("a recipe");
+    assert!(unlimited.text.contains("free memory: unknown"), "{}", unlimited.text);
+    let (mut peaks, mut texts) = (vec![unlimited.peak_bytes], vec![unlimited.text]);
+    let too_large = loop {
+        match fitted(Some(10 * (peaks[peaks.len() - 1] - 1) / 9)) {
+            Ok(smaller) => {
+                peaks.push(smaller.peak_bytes);
+                texts.push(smaller.text);
+            }
+            Err(error) => break error,
+        }
+    };
+    assert!(peaks.is_sorted_by(|one, next| one > next), "{peaks:?}");
+    let saving = |what: &str| texts.iter().position(|text| text.contains(what)).unwrap_or_else(|| panic!("{what}"));
+    assert!(saving("micro_batch_size = 2 ") < saving("micro_batch_size = 1 "));
+    assert!(saving("recompute = true") <= saving("adamw8bit"));
+    for text in &texts {
+        Recipe::parse(file, text).unwrap_or_else(|error| panic!("{error}"));
+    }
+    assert!(matches!(too_large, FirstRecipeError::TooLarge { .. }), "{too_large}");
+    assert!(too_large.to_string().contains("or --stage medusa1"), "{too_large}");
+}
