@@ -1,19 +1,14 @@
 //! Hub ids on the command line and in recipes: resolved to files of the cache before the verb runs, with a progress bar.
 
-use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
 
-use indicatif::ProgressBar;
-
 use super::drafter::spec::{DrafterPart, DrafterWeights};
-use super::reading::{BETWEEN_LINES, progress_bar, time_left};
+use super::progress::Progress;
 use super::{CommonFlags, UsageError, gibibytes, mebibytes};
 use crate::data::report::counted;
 use crate::hub::{self, DataSplit, Hub, Observer, TransferEvent, Wanted, id};
-
-const BAR: &str = "{bar:24} {binary_bytes}/{binary_total_bytes}  {msg}  {binary_bytes_per_sec}  {left}";
 
 /// An argument that may be a Hub id.
 pub(super) enum HubArgument<'a> {
@@ -115,25 +110,23 @@ pub(super) fn shown(folder: &Path) -> String {
     }
 }
 
-/// Prints the progress of a transfer: a bar on a terminal, lines elsewhere.
+/// Prints the progress of transfers.
 struct TransferBar<'c> {
     common: &'c CommonFlags,
-    live: bool,
     state: Mutex<Option<ShownTransfer>>,
 }
 
 struct ShownTransfer {
-    bar: ProgressBar,
+    progress: Progress,
     what: String,
     bytes: u64,
     moved: u64,
     began: Instant,
-    last_line: Instant,
 }
 
 impl<'c> TransferBar<'c> {
     fn new(common: &'c CommonFlags) -> Self {
-        Self { common, live: io::stderr().is_terminal() && !common.quiet, state: Mutex::new(None) }
+        Self { common, state: Mutex::new(None) }
     }
 
     fn tell(&self, event: TransferEvent) {
@@ -141,20 +134,17 @@ impl<'c> TransferBar<'c> {
         match (event, state.as_mut()) {
             (TransferEvent::Began { what, files, bytes }, _) => {
                 self.common.say(format_args!("{what}: {}, {}", counted(files, "file"), amount(bytes)));
-                *state = Some(self.begin(what, bytes));
+                *state = Some(ShownTransfer::new(what, bytes, self.common));
             }
-            (TransferEvent::Moved(bytes), Some(transfer)) => self.moved(transfer, transfer.moved + bytes),
-            (TransferEvent::Lost(bytes), Some(transfer)) => self.moved(transfer, transfer.moved.saturating_sub(bytes)),
+            (TransferEvent::Moved(bytes), Some(transfer)) => transfer.moved(transfer.moved + bytes),
+            (TransferEvent::Lost(bytes), Some(transfer)) => transfer.moved(transfer.moved.saturating_sub(bytes)),
             (TransferEvent::Waiting { seconds, why }, transfer) => {
                 self.line(transfer, &format!("{why}; retrying in {seconds} s"));
             }
             (TransferEvent::Locked { file }, transfer) => {
                 self.line(transfer, &format!("waiting for another process to download {file}"));
             }
-            (TransferEvent::Ended, Some(transfer)) => {
-                transfer.bar.finish_and_clear();
-                *state = None;
-            }
+            (TransferEvent::Ended, Some(_)) => *state = None,
             (TransferEvent::Moved(_) | TransferEvent::Lost(_) | TransferEvent::Ended, None) => {} // small responses are not shown
         }
     }
@@ -162,27 +152,23 @@ impl<'c> TransferBar<'c> {
     /// Prints a line, above the bar if there is one.
     fn line(&self, transfer: Option<&mut ShownTransfer>, text: &str) {
         match transfer {
-            Some(ShownTransfer { bar, .. }) => bar.suspend(|| self.common.say(text)),
+            Some(ShownTransfer { progress, .. }) => progress.say(text),
             None => self.common.say(text),
         }
     }
+}
 
-    fn begin(&self, what: String, bytes: u64) -> ShownTransfer {
-        let bar = progress_bar(Some(bytes), BAR, self.common).with_message(what.clone());
-        let now = Instant::now();
-        ShownTransfer { bar, what, bytes, moved: 0, began: now, last_line: now }
+impl ShownTransfer {
+    fn new(what: String, bytes: u64, common: &CommonFlags) -> Self {
+        let progress = Progress::new(bytes, 0, what.clone(), common);
+        Self { progress, what, bytes, moved: 0, began: Instant::now() }
     }
 
-    fn moved(&self, transfer: &mut ShownTransfer, moved: u64) {
-        transfer.moved = moved;
-        transfer.bar.set_position(moved);
-        if !self.live && transfer.last_line.elapsed() >= BETWEEN_LINES && moved > 0 {
-            transfer.last_line = Instant::now();
-            let left = transfer.bytes.saturating_sub(moved);
-            let time = time_left(transfer.began.elapsed(), moved, left);
-            let (have, all) = (amount(moved), amount(transfer.bytes));
-            self.common.say(format_args!("{}: {have} of {all}  {time}", transfer.what));
-        }
+    fn moved(&mut self, moved: u64) {
+        self.moved = moved;
+        let speed = moved as f64 / self.began.elapsed().as_secs_f64().max(1e-3);
+        let (have, all, speed) = (amount(moved), amount(self.bytes), amount(speed as u64));
+        self.progress.set(moved, format!("{}: {have} of {all}, {speed}/s", self.what));
     }
 }
 

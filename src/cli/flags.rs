@@ -40,7 +40,12 @@ impl CommonFlags {
     /// Prints a line to stderr, unless `--quiet`.
     pub fn say(&self, line: impl Display) {
         if !self.quiet {
-            let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is no reason to stop
+            Self::print(line);
         }
+    }
+
+    /// Prints a line to stderr.
+    pub(super) fn print(line: impl Display) {
+        let _ = writeln!(io::stderr(), "{line}"); // a closed stderr is no reason to stop
     }
 }

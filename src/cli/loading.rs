@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::CommonFlags;
 use super::backbone::backbone_config;
+use super::progress::Progress;
 use super::served::Served;
 use crate::draft::medusa::heads::import::folder_of;
 use crate::dtype::Dtype;
@@ -46,13 +47,16 @@ pub fn load_backbone(
         ));
     }
     let (kind, quantization) = (dtype.kind(), served.quantization);
-    let mut backbone = match heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists()) {
+    let adapter = heads.filter(|heads| heads.join(ADAPTER_CONFIG).exists());
+    if let Some(adapter) = adapter {
+        common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
+    }
+    let progress = Progress::waiting(format!("loading {}", folder.display()), common);
+    let mut backbone = match adapter {
         None => Llama::load_quantized(folder, kind, device, purpose, quantization)?,
-        Some(adapter) => {
-            common.say(format_args!("merging the adapter beside the heads ({})", adapter.join(ADAPTER_FILE).display()));
-            Llama::load_merged(folder, adapter, kind, device, purpose, quantization)?
-        }
+        Some(adapter) => Llama::load_merged(folder, adapter, kind, device, purpose, quantization)?,
     };
+    drop(progress);
     served.context.into_iter().for_each(|tokens| backbone.set_context(tokens));
     Ok(backbone)
 }

@@ -1,4 +1,4 @@
-//! Prints results to stdout, and formats numbers of bytes.
+//! Prints results to stdout, and formats bytes and durations.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -13,6 +13,16 @@ pub fn mebibytes(bytes: u64) -> String {
 /// Bytes in GiB.
 pub fn gibibytes(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+/// Seconds in at most two units, for people who wait.
+pub(super) fn duration(seconds: f64) -> String {
+    let whole = seconds.round() as u64; // negative and NaN are 0
+    match whole {
+        0..60 => format!("{whole} s"),
+        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
+        _ => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
+    }
 }
 
 /// Prints a line of a result to stdout.

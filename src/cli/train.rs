@@ -82,7 +82,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     common.say(preview.text());
     let mut progress = TrainProgress::new(common, checked.total_steps);
     let outcome = TrainRun::load(checked)?.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
-    progress.finish();
+    drop(progress);
     report(outcome?, args, common)
 }
 

@@ -1,35 +1,30 @@
 //! Training progress: a bar on a terminal, lines elsewhere, JSON for programs.
 
 use std::io::{self, IsTerminal};
-use std::time::Instant;
 
-use indicatif::ProgressBar;
-
-use crate::cli::reading::{BETWEEN_LINES, progress_bar, time_left};
+use crate::cli::progress::Progress;
 use crate::cli::{CommonFlags, gibibytes, print_json};
 use crate::formats::metrics::MetricsLine;
 use crate::train::training_loop::RunEvent;
 
 /// Hashing fewer bytes takes only a moment.
 const WORTH_A_LINE: u64 = 1 << 30;
-const BAR: &str = "{bar:24} {pos}/{len}  {msg}  {left}";
 
 /// Prints the events of a run.
 pub(super) struct TrainProgress<'c> {
     common: &'c CommonFlags,
-    bar: ProgressBar,
+    progress: Progress,
     /// Whether stderr is a terminal, where the bar shows the steps.
     live: bool,
     total: usize,
-    /// Time and number of the first step of this process.
-    began: Option<(Instant, usize)>,
-    last_line: Option<Instant>,
+    /// A step of this process was logged.
+    has_begun: bool,
 }
 
 impl<'c> TrainProgress<'c> {
     pub(super) fn new(common: &'c CommonFlags, total: usize) -> Self {
-        let live = io::stderr().is_terminal() && !common.quiet;
-        Self { common, bar: progress_bar(Some(total as u64), BAR, common), live, total, began: None, last_line: None }
+        let progress = Progress::new(total as u64, 0, "loading", common);
+        Self { common, progress, live: io::stderr().is_terminal(), total, has_begun: false }
     }
 
     pub(super) fn tell(&mut self, event: &RunEvent<'_>) {
@@ -53,40 +48,28 @@ impl<'c> TrainProgress<'c> {
         }
     }
 
-    pub(super) fn finish(&self) {
-        self.bar.finish_and_clear();
-    }
-
+    /// On a terminal the bar shows each step; elsewhere the first and the last one are told, and others at intervals.
     fn stepped(&mut self, line: &MetricsLine) {
         self.json(line);
-        let (began, first) = *self.began.get_or_insert_with(|| {
-            self.bar.set_position(line.step as u64); // estimates start here in a resumed run
-            self.bar.reset_eta();
-            (Instant::now(), line.step)
-        });
         let speed = line.update.as_ref().map_or(0.0, |update| update.tokens_per_second);
-        let text = format!("{}  {speed:.0} tokens/s", quality(line));
-        if self.live {
-            self.bar.set_position(line.step as u64);
-            self.bar.set_message(text);
-            return;
+        let is_first = !std::mem::replace(&mut self.has_begun, true);
+        if is_first {
+            self.progress.begin_at(line.step as u64);
         }
-        let is_due = self.last_line.is_none_or(|last| last.elapsed() >= BETWEEN_LINES) || line.step == self.total;
-        if is_due {
-            self.last_line = Some(Instant::now());
-            let left = time_left(began.elapsed(), (line.step - first) as u64, (self.total - line.step) as u64);
-            self.common.say(format!("step {}/{}  {text}  {left}", line.step, self.total));
+        let text = format!("step {}/{}, {}, {speed:.0} tokens/s", line.step, self.total, quality(line));
+        self.progress.set(line.step as u64, text);
+        if !self.live && (is_first || line.step == self.total) {
+            self.common.say(self.progress.line());
         }
     }
 
-    /// Prints a line, above the bar if there is one.
     fn line(&self, text: &str) {
-        if self.live { self.bar.suspend(|| self.common.say(text)) } else { self.common.say(text) }
+        self.progress.say(text);
     }
 
     fn json(&self, line: &MetricsLine) {
         if self.common.json {
-            let _ = print_json(line); // a closed stdout must not end the run
+            let _ = self.progress.above(|| print_json(line)); // a closed stdout must not end the run
         }
     }
 }
@@ -100,6 +83,6 @@ fn changed(keys: &[String], total_steps: Option<usize>) -> String {
 fn quality(line: &MetricsLine) -> String {
     let accuracy = line.head_top1.first().copied().flatten();
     let accuracy = accuracy.map_or_else(|| "none".into(), |accuracy| format!("{accuracy:.3}"));
-    let tokens = line.tokens_per_step.map_or_else(String::new, |tokens| format!("  {tokens:.2} tokens per step"));
-    format!("{}  head-1 accuracy {accuracy}{tokens}", line.losses())
+    let tokens = line.tokens_per_step.map_or_else(String::new, |tokens| format!(", {tokens:.2} tokens per step"));
+    format!("{}, head-1 accuracy {accuracy}{tokens}", line.losses())
 }
