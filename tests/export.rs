@@ -418,6 +418,9 @@ fn a_sweeps_bench_gives_its_fastest_result_and_what_cannot_be_read_is_told() {
     assert!(!small.read("ngram/README.md").contains("## Speed"));
     small.write("medusa.json", r#"{"acceleration_rate": 1.5, "speedup": 1.4, "drafter": "medusa"}"#);
     export(&small, "run/final", "heads", "medusa", &["--bench", "medusa.json"]).succeeded();
+    small.write("medusa.json", r#"{"acceleration_rate": 1.5, "speedup": 1.4, "drafter": "hydra"}"#);
+    export(&small, "run/final", "heads", "none", &["--bench", "medusa.json"])
+        .failed(1, &["medusa.json: its figures are of --drafter hydra, not of these heads"]);
     fs::remove_file(small.path("run/bench.json")).expect("a file");
     // A recipe that cannot be read is left out with a message.
     small.write("run/recipe.toml", b"\xff\xfe");

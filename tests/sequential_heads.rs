@@ -237,7 +237,12 @@ fn heads_of_a_run_are_exported_as_hydras_own_code_loads_them() {
     assert_eq!(config["architecture"], "hydra");
     let shown = small.medusa(&["inspect", "run/final"]).succeeded().stdout;
     assert!(shown.contains("3 Hydra heads of 2 ResBlocks"), "{shown}");
+    let result = |drafter: &str, speedup: f64| {
+        format!("{{\"acceleration_rate\": 2.0, \"speedup\": {speedup}, \"drafter\": \"{drafter}\"}}\n")
+    };
+    small.write("run/bench.json", [result("ngram", 3.0), result("hydra", 1.75)].concat());
     small.medusa(&["export", "--heads", "run/final", "--format", "hydra", "--out", "out"]).succeeded();
+    assert!(small.read("out/README.md").contains("- speedup: 1.75"), "the figures of these heads");
     let (own, written) =
         [small.path("run/final"), small.path("out")].map(|path| HeadsFile::open(&path).expect("heads")).into();
     assert_eq!(written.shape(), HeadsShape { w2_bias: true, ..shape });

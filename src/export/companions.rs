@@ -62,9 +62,10 @@ impl Companions {
             let depth = found.0.max_depth();
             if depth <= heads { Ok(found) } else { Err(format!("it needs {depth} heads, and {heads} are exported")) }
         };
-        let bench = |path: &Path| match bench(path)? {
+        let architecture = trained.shape.architecture.name();
+        let bench = |path: &Path| match bench(path, architecture)? {
             _ if heads < there => Err(format!("its figures are of all {there} heads, and {heads} are exported")),
-            CardBench { fastest: BenchHeadline { drafter: Some(drafter), .. }, .. } if drafter != "medusa" => {
+            CardBench { fastest: BenchHeadline { drafter: Some(drafter), .. }, .. } if drafter != architecture => {
                 Err(format!("its figures are of --drafter {drafter}, not of these heads"))
             }
             CardBench { fastest: BenchHeadline { forced_acceptance_rate: Some(rate), .. }, .. } => {
@@ -147,11 +148,12 @@ fn cause(error: FormatError) -> NotTheirs {
     std::error::Error::source(&error).map_or(error.to_string(), ToString::to_string)
 }
 
-/// The output of `medusa bench --json`: one result, or one per line for a sweep, of which the fastest is used.
-fn bench(path: &Path) -> Result<CardBench, NotTheirs> {
+/// The output of `medusa bench --json`: one result, or one per line for a sweep or several drafters. Of the results of these heads the
+/// fastest is used.
+fn bench(path: &Path, architecture: &str) -> Result<CardBench, NotTheirs> {
     let expected = "expected what `medusa bench --json` prints, with or without --sweep: one object a line";
     let mut all: Vec<BenchHeadline> = bench::load(path).map_err(|error| format!("{}; {expected}", cause(error)))?;
-    let is_other = |bench: &BenchHeadline| bench.drafter.as_ref().is_some_and(|drafter| drafter != "medusa");
+    let is_other = |bench: &BenchHeadline| bench.drafter.as_ref().is_some_and(|drafter| drafter != architecture);
     if !all.iter().all(is_other) {
         all.retain(|bench| !is_other(bench)); // of several drafters, these heads
     }
