@@ -66,6 +66,21 @@ fn the_engine_that_is_asked_for_is_timed() {
     assert!(!world.path("l.json").exists());
 }
 
+#[test]
+fn a_backbone_is_known_by_its_content_and_not_by_its_path() {
+    let world = world();
+    stderr(&world, &[&CHOOSE[..], &MEASURE].concat());
+    std::fs::rename(world.path("b"), world.path("moved")).expect("a folder");
+    let moved = ["--backbone", "./moved", "--heads", "h"];
+    assert!(!stderr(&world, &[&CHOOSE[..], &moved].concat()).contains("wrote"), "the same times");
+    let config = std::fs::read_to_string(world.path("moved/config.json")).expect("a config");
+    let mut other: Value = serde_json::from_str(&config).expect("JSON");
+    other["rope_theta"] = json!(500_000.0);
+    world.write("moved/config.json", &other);
+    let refused = world.complaint(&[&CHOOSE[..], &moved].concat(), 1);
+    assert!(refused.contains("l.json was measured with the backbone b, not with ./moved"), "{refused}");
+}
+
 /// Writes `l.json` with these nodes, depths and milliseconds.
 fn write_times(world: &World, plain_step_ms: f64, steps: &[(usize, usize, f64)]) {
     let written = std::fs::read(world.path("c.json")).expect("the calibration of this test");

@@ -31,6 +31,10 @@ pub struct Latency {
     pub context: usize,
     /// The backbone's path or name, as it was given.
     pub backbone: String,
+    /// A hash of its config and of the shapes and dtypes of its weights; absent in files of earlier versions, which are compared by
+    /// name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backbone_sha256: Option<String>,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: String,
     /// Milliseconds per step of plain decoding: one token.
@@ -70,6 +74,8 @@ pub struct LatencyConditions {
     pub context: Option<usize>,
     /// The backbone's path or name, as it was given.
     pub backbone: Option<String>,
+    /// As [`Latency::backbone_sha256`].
+    pub backbone_sha256: Option<String>,
     /// SHA-256 of heads.safetensors.
     pub heads_sha256: Option<String>,
 }
@@ -117,7 +123,11 @@ impl Latency {
             ("quantization", self.quantization.clone().unwrap_or_else(|| "none".into()), asked.quantization.clone()),
             ("threads", text(&self.threads), asked.threads.as_ref().filter(|_| on_cpu).map(text)),
             ("a context of", text(&self.context), asked.context.as_ref().map(text)),
-            ("the backbone", self.backbone.clone(), asked.backbone.clone()),
+            (
+                "the backbone",
+                self.backbone_in_words(asked),
+                asked.backbone.clone().filter(|_| !self.is_of_backbone(asked)),
+            ),
             ("heads of sha256", self.heads_sha256.clone(), asked.heads_sha256.clone()),
         ];
         for (what, measured, asked) in differences {
@@ -126,6 +136,20 @@ impl Latency {
             }
         }
         Ok(())
+    }
+
+    /// Whether the backbone has the same config, shapes and dtypes, whatever its path.
+    fn is_of_backbone(&self, asked: &LatencyConditions) -> bool {
+        self.backbone_sha256.is_some() && self.backbone_sha256 == asked.backbone_sha256
+    }
+
+    /// Its name; where another backbone has that name now, also that it was another.
+    fn backbone_in_words(&self, asked: &LatencyConditions) -> String {
+        let is_renewed = asked.backbone.as_ref() == Some(&self.backbone)
+            && self.backbone_sha256.is_some()
+            && asked.backbone_sha256.is_some()
+            && !self.is_of_backbone(asked);
+        if is_renewed { format!("{} as it was before", self.backbone) } else { self.backbone.clone() }
     }
 
     /// Step time of a tree of this size and depth: measured, or interpolated between the next smaller and next larger
@@ -161,6 +185,7 @@ pub(crate) mod examples {
             threads: 2,
             context: 256,
             backbone: "b".into(),
+            backbone_sha256: Some("cafe".into()),
             heads_sha256: "ab".into(),
             plain_step_ms: 2.0,
             steps: steps
@@ -229,6 +254,15 @@ mod tests {
             refused(&LatencyConditions { backbone: Some("c".into()), ..same.clone() })
                 .contains("the backbone b, not with c")
         );
+        let of = |name: &str, sha256: &str| LatencyConditions {
+            backbone: Some(name.into()),
+            backbone_sha256: Some(sha256.into()),
+            ..same.clone()
+        };
+        assert!(file.check(&of("/elsewhere/b", "cafe"), path).is_ok(), "the same backbone by another path");
+        assert!(refused(&of("b", "beef")).contains("the backbone b as it was before, not with b"));
+        let old = Latency { backbone_sha256: None, ..file.clone() };
+        assert!(old.check(&of("b", "cafe"), path).is_ok() && old.check(&of("c", "cafe"), path).is_err());
         assert!(refused(&LatencyConditions { heads_sha256: Some("cd".into()), ..same }).contains("heads of sha256 ab"));
         let on_gpu = Latency { device: "cuda:0".into(), ..file };
         assert!(on_gpu.check(&LatencyConditions { threads: Some(4), ..LatencyConditions::default() }, path).is_ok());

@@ -18,8 +18,10 @@ use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::SearchError;
 
 mod choice;
+mod identity;
 
 pub use choice::{BestTree, DynamicOf, Sweep, Timed, dynamic_sweep, dynamic_to_time, sweep, trees_to_time};
+pub use identity::backbone_sha256;
 
 /// Measured rounds. All trees take turns in each, so that other load on the machine affects all alike.
 const ROUNDS: usize = 5;

@@ -1,19 +1,22 @@
 //! `medusa tree --latency`: reads or measures the step times, and chooses the fastest tree.
 
+use std::cell::Cell;
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tch::Device;
 
+use super::super::backbone::backbone_config;
 use super::super::downloads;
 use super::super::drafter::plan::DrafterPlan;
 use super::super::drafter::{Drafts, ReadyDrafter};
 use super::super::engine::EngineFlags;
-use super::super::reading::Counter;
+use super::super::progress::Progress;
 use super::super::served::{Served, ServedFlags, shown};
 use super::super::{CommonFlags, UsageError};
 use super::args::TreeArgs;
 use crate::cpu::team::Team;
+use crate::data::report::counted;
 use crate::decode::request::Request;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
@@ -82,6 +85,7 @@ fn asked(
             .into());
         }
     }
+    let sha256 = |folder: &PathBuf| anyhow::Ok(latency::backbone_sha256(folder, &backbone_config(folder)?)?);
     Ok(LatencyConditions {
         device: Some(device_name(common.device.resolve()?)),
         engine: Some(args.engine.flag()),
@@ -93,6 +97,7 @@ fn asked(
         threads: Some(Team::of_process().size()),
         context: args.context.map(Into::into),
         backbone: args.backbone.as_deref().map(downloads::shown),
+        backbone_sha256: args.backbone.as_ref().map(sha256).transpose()?,
         heads_sha256: Some(calibration.heads_sha256.clone()),
     })
 }
@@ -123,7 +128,9 @@ fn measure(
     }
     let half = usize::try_from(decoder.backbone.config.max_position_embeddings)? / 2;
     let context = args.context.map_or(half.min(CONTEXT), Into::into);
-    let counter = Counter::new(latency::turns(trees.len()), 0, "rounds", common);
+    let (turns, all) = (Cell::new(0), latency::turns(trees.len()) as u64);
+    let text = |done: u64| format!("timing {}: {} %", counted(trees.len(), "tree"), 100 * done / all);
+    let progress = Progress::new(all, 0, text(0), common);
     let request = Request::greedy(&[], 1);
     let acceptance = Acceptance::Greedy;
     let times = latency::measure(
@@ -135,9 +142,12 @@ fn measure(
             let drafts = drafter.map(ready);
             engine.take(&decoder, drafts, &request, &quiet)
         },
-        &mut || counter.inc(),
+        &mut || {
+            turns.set(turns.get() + 1);
+            progress.set(turns.get(), text(turns.get()));
+        },
     )?;
-    counter.bar.finish_and_clear();
+    drop(progress);
     let Times { engine, plain_step_ms, steps } = times;
     Ok(Latency {
         device: device_name(decoder.backbone.device()),
@@ -148,6 +158,7 @@ fn measure(
         threads: Team::of_process().size(),
         context,
         backbone: downloads::shown(backbone),
+        backbone_sha256: Some(latency::backbone_sha256(backbone, &backbone_config(backbone)?)?),
         heads_sha256: calibration.heads_sha256.clone(),
         plain_step_ms,
         steps,
