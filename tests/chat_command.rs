@@ -38,6 +38,41 @@ fn ids(of: &Value) -> Vec<i64> {
     serde_json::from_value(of.clone()).expect("token ids")
 }
 
+/// The line editor has the terminal in raw mode, without echo.
+#[test]
+#[cfg(unix)]
+fn a_signal_at_the_prompt_gives_the_terminal_back() {
+    use std::fs::File;
+
+    use nix::pty::openpty;
+    use nix::sys::termios::{LocalFlags, tcgetattr};
+
+    let world = World::new();
+    let pty = openpty(None, None).expect("a terminal");
+    let end = || Stdio::from(pty.slave.try_clone().expect("a handle"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_medusa"));
+    on_the_cpu(&mut command)
+        .env("TERM", "xterm")
+        .args(CHAT)
+        .args(["--chat-template", "none"])
+        .current_dir(world.path(""));
+    let mut chat = command.stdin(end()).stdout(end()).stderr(end()).spawn().expect("it runs");
+    let mut shown = Vec::new();
+    let mut screen = File::from(pty.master.try_clone().expect("a handle"));
+    while !String::from_utf8_lossy(&shown).contains("> ") {
+        let mut piece = [0; 256];
+        let read = screen.read(&mut piece).expect("the prompt");
+        shown.extend(&piece[..read]);
+    }
+    let echoes =
+        || tcgetattr(&pty.slave).expect("a terminal").local_flags.contains(LocalFlags::ECHO | LocalFlags::ICANON);
+    assert!(!echoes(), "the editor reads keys");
+    let sent = Command::new("kill").args(["-TERM", &chat.id().to_string()]).status().expect("kill is there");
+    assert!(sent.success());
+    assert_eq!(chat.wait().expect("it ends").code(), Some(130));
+    assert!(echoes(), "{}", String::from_utf8_lossy(&shown));
+}
+
 #[test]
 fn turns_are_answered_as_generate_answers_them_plainly_and_with_heads() {
     let world = with_template();

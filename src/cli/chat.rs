@@ -17,6 +17,7 @@ use super::served::{ServedFlags, TemplateFlag, needs_template};
 use super::signals::terminated;
 use super::{CommonFlags, Interrupted, UsageError, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
+use crate::data::report::counted;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{FinishReason, Request};
@@ -26,6 +27,7 @@ use crate::engine::sample::Stream;
 
 mod conversation;
 mod input;
+mod restore;
 
 const EXAMPLES: &str = "Example:
   medusa chat --backbone data/tiny/backbone \\
@@ -103,8 +105,13 @@ pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     chat.greet();
     let mut was_cleared = false;
     loop {
-        chat.stop.store(true, Ordering::Relaxed); // at the prompt a signal ends the program; in a terminal Ctrl-C arrives as a key
-        match lines.next()? {
+        // At the prompt a signal ends the program; in a terminal Ctrl-C arrives as a key.
+        chat.stop.store(lines.may_end_at_once(), Ordering::Relaxed);
+        let input = lines.next()?;
+        if terminated() {
+            return Err(left());
+        }
+        match input {
             Input::End => return Ok(()),
             Input::Cleared if was_cleared => return Err(left()),
             Input::Cleared => {
@@ -261,8 +268,8 @@ impl Chat<'_> {
         let told = generate::to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
         self.common.say(format_args!(
-            "[{} tokens, {:.0} tokens/s, {:.2} a step, {}, ended by {}]",
-            tally.tokens,
+            "[{}, {:.0} tokens/s, {:.2} a step, {}, ended by {}]",
+            counted(tally.tokens, "token"),
             tally.tokens_per_second(),
             tally.tokens_per_step(),
             self.guesses.filter(|_| !self.is_plain).map_or("plain".into(), |guesses| format!("with {guesses}")),

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+#[cfg(unix)]
+use std::{io, thread};
 
 use super::exit::INTERRUPTED;
 
@@ -34,5 +36,25 @@ pub(super) fn watch() -> anyhow::Result<()> {
         signal_hook::flag::register_conditional_shutdown(signal, INTERRUPTED.into(), Arc::clone(stop()))?;
         signal_hook::flag::register(signal, Arc::clone(stop()))?;
     }
+    Ok(())
+}
+
+/// Runs `restore` before a signal ends the program, while `is_on`: on a thread, because a handler may do next to nothing. Meanwhile
+/// [`interrupted`]'s flag must be false.
+///
+/// # Errors
+/// If the handlers cannot be installed.
+#[cfg(unix)]
+pub(super) fn before_the_end(is_on: Arc<AtomicBool>, restore: impl Fn() + Send + 'static) -> io::Result<()> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+    thread::spawn(move || {
+        for _ in signals.forever() {
+            if is_on.load(Ordering::Relaxed) {
+                restore();
+                signal_hook::low_level::exit(INTERRUPTED.into());
+            }
+        }
+    });
     Ok(())
 }

@@ -1,11 +1,14 @@
 //! Lines of input: from a terminal with editing and history, or from a pipe.
 
 use std::io::{self, BufRead, IsTerminal, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
 use rustyline::error::ReadlineError;
 use rustyline::{Config, DefaultEditor};
 
+use super::restore;
 use crate::cli::CommonFlags;
 
 const PROMPT: &str = "> ";
@@ -24,7 +27,11 @@ pub(super) enum Input {
 #[derive(Debug)]
 pub(super) enum InputLines {
     /// stdin and stdout are terminals.
-    Terminal(Box<DefaultEditor>),
+    Terminal {
+        editor: Box<DefaultEditor>,
+        /// Whether a line is being edited, with the terminal in raw mode.
+        is_editing: Arc<AtomicBool>,
+    },
     /// A pipe or a file; the prompt is shown if stdin is a terminal nevertheless.
     Plain {
         /// Whether stdin is a terminal.
@@ -42,8 +49,16 @@ impl InputLines {
         if common.json || !is_typed || !io::stdout().is_terminal() {
             return Ok(InputLines::Plain { is_typed });
         }
-        let config = Config::builder().auto_add_history(true).build();
-        Ok(InputLines::Terminal(Box::new(DefaultEditor::with_config(config).context("cannot use the terminal")?)))
+        let (config, is_editing) = (Config::builder().auto_add_history(true).build(), Arc::default());
+        restore::at_signals(Arc::clone(&is_editing)).context("cannot use the terminal")?;
+        let editor = DefaultEditor::with_config(config).context("cannot use the terminal")?;
+        Ok(InputLines::Terminal { editor: Box::new(editor), is_editing })
+    }
+
+    /// Whether a signal that arrives during [`InputLines::next`] may end the program at once: the line editor's terminal has to be
+    /// restored first.
+    pub(super) fn may_end_at_once(&self) -> bool {
+        matches!(self, InputLines::Plain { .. })
     }
 
     /// The next line, without its newline.
@@ -52,13 +67,18 @@ impl InputLines {
     /// An I/O error.
     pub(super) fn next(&mut self) -> anyhow::Result<Input> {
         match self {
-            InputLines::Terminal(editor) => match editor.readline(PROMPT) {
-                Ok(line) => Ok(Input::Line(line)),
-                // Ctrl-C is a key here; a signal comes from another program.
-                Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => Ok(Input::Cleared),
-                Err(ReadlineError::Eof) => Ok(Input::End),
-                Err(error) => Err(error).context("cannot read from the terminal"),
-            },
+            InputLines::Terminal { editor, is_editing } => {
+                is_editing.store(true, Ordering::Relaxed);
+                let read = editor.readline(PROMPT);
+                is_editing.store(false, Ordering::Relaxed);
+                match read {
+                    Ok(line) => Ok(Input::Line(line)),
+                    // Ctrl-C is a key here; a signal comes from another program.
+                    Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => Ok(Input::Cleared),
+                    Err(ReadlineError::Eof) => Ok(Input::End),
+                    Err(error) => Err(error).context("cannot read from the terminal"),
+                }
+            }
             InputLines::Plain { is_typed } => {
                 if *is_typed {
                     let _ = write!(io::stderr(), "{PROMPT}"); // the prompt is only a convenience
