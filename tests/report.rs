@@ -380,6 +380,77 @@ fn drafters_that_were_measured_together_are_compared() {
 }
 
 #[test]
+fn several_drafters_have_a_table_of_categories_each() {
+    let runs = Runs::new();
+    runs.full("a");
+    let row = |drafter: &str| {
+        let mut bench = bench();
+        bench["drafter"] = json!(drafter);
+        bench.to_string()
+    };
+    runs.write("a/bench.json", ["plain", "ngram", "medusa"].map(row).join("\n"));
+    let text = text_of(&runs.page(&["a"]).0);
+    assert!(text.contains("Speed of decoding: ngram") && text.contains("Speed of decoding: medusa"), "{text}");
+    assert!(!text.contains("Speed of decoding: plain"), "{text}");
+    assert_eq!(text.matches("maths 1.25 2.25 1.50 100").count(), 2, "{text}");
+}
+
+#[test]
+fn of_a_sweep_the_value_of_the_tree_stands_for_the_run_and_all_are_drawn() {
+    let runs = Runs::new();
+    runs.full("a");
+    let row = |nodes: usize, speedup: f64| {
+        let mut bench = bench();
+        (bench["tree_nodes"], bench["speedup"]) = (json!(nodes), json!(speedup));
+        bench["sweep"] = json!({"name": "nodes", "value": nodes});
+        bench.to_string()
+    };
+    runs.write("a/bench.json", [row(1, 1.25), row(3, 1.75), row(8, 2.0)].join("\n"));
+    let (page, _) = runs.page(&["a"]);
+    let text = text_of(&page);
+    assert!(text.contains("speedup 1.75 × over plain decoding"), "tree.json has three nodes: {text}");
+    assert!(text.contains("Of the sweep in bench.json, this is the result with nodes = 3."), "{text}");
+    assert!(!text.contains("Measured with a tree of"), "{text}");
+    assert!(text.contains("nodes of the tree") && page.contains("id=\"run1-sweep1-title\""), "both plots: {text}");
+    runs.write("a/bench.json", [row(1, 1.25), row(8, 2.0)].join("\n"));
+    let text = text_of(&runs.page(&["a"]).0);
+    assert!(text.contains("Measured with a tree of 1 node, not with tree.json, which has 3."), "{text}");
+}
+
+#[test]
+fn files_that_were_made_from_others_than_those_in_the_folder_are_told() {
+    let runs = Runs::new();
+    runs.full("a");
+    let sha256 = |name: &str| medusa::files::sha256(&runs.path(name)).expect("a file");
+    let tree = |calibration: &str, latency: &str| {
+        json!({"choices": [[0]], "calibration_sha256": calibration, "latency_sha256": latency}).to_string()
+    };
+    runs.write("a/tree.json", tree(&sha256("a/calibration.json"), &sha256("a/latency.json")));
+    let (_, said) = runs.page(&["a"]);
+    assert!(!said.contains("tree.json"), "{said}");
+    runs.write("a/tree.json", tree("00", "00"));
+    let mut other = latency();
+    other["heads_sha256"] = json!("cd");
+    runs.write("a/latency.json", other.to_string());
+    let (page, said) = runs.page(&["a"]);
+    for words in [
+        "a: tree.json was searched with another calibration than calibration.json",
+        "a: tree.json was chosen by other step times than those of latency.json",
+        "a: calibration.json and latency.json were measured with different heads",
+    ] {
+        assert!(said.contains(words) && text_of(&page).contains(words), "{words}: {said}");
+    }
+}
+
+#[test]
+fn a_page_that_is_replaced_is_told() {
+    let runs = Runs::new();
+    runs.bare("a", 12);
+    assert!(!runs.page(&["a"]).1.contains("replaced"));
+    assert!(runs.page(&["a"]).1.contains("a/report.html exists and will be replaced"));
+}
+
+#[test]
 fn a_run_that_goes_on_has_a_page_too() {
     let runs = Runs::new();
     runs.bare("a", 12);
@@ -444,17 +515,15 @@ fn json_names_the_page_and_its_runs() {
 fn what_is_no_run_is_one_clear_error() {
     let runs = Runs::new();
     runs.bare("a", 3);
-    let absent = runs.complaint(&["nowhere"], 1);
+    let absent = runs.complaint(&["nowhere"], 2);
     assert!(
         absent.contains("nowhere is not a run folder: it does not exist; give the train.output_dir of a recipe"),
         "{absent}"
     );
-    let inside = runs.complaint(&["a/final"], 1);
+    let inside = runs.complaint(&["a/final"], 2);
     assert!(inside.contains("a/final is not a run folder: it has no recipe.toml"), "{inside}");
-    assert!(runs.complaint(&["a/recipe.toml"], 1).contains("it is a file"));
+    assert!(runs.complaint(&["a/recipe.toml"], 2).contains("it is a file"));
     assert!(runs.complaint(&["a", "a"], 2).contains("a report of several runs needs --out FILE"));
-    let folder = runs.complaint(&["a", "--out", "there/page.html"], 2);
-    assert!(folder.contains("--out there/page.html: there is no folder there; create it first"), "{folder}");
     assert!(runs.complaint(&["a", "--out", "a"], 2).contains("--out a is a folder"));
     let whole = metrics(3);
     runs.write(

@@ -7,9 +7,9 @@ use anyhow::Context;
 use clap::Args;
 use serde_json::json;
 
-use super::{CommonFlags, UsageError, print_json, print_line};
+use super::{CommonFlags, UsageError, outputs, print_json, print_line};
 use crate::files;
-use crate::report::{self, Run};
+use crate::report::{self, ReportError, Run};
 
 const EXAMPLES: &str = "Example:
   medusa report checkpoints/tiny_stage1
@@ -37,14 +37,25 @@ pub struct ReportArgs {
 /// then.
 pub fn run(args: &ReportArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let out = out(args)?;
-    let runs = args.runs.iter().map(|folder| Run::read(folder)).collect::<Result<Vec<_>, _>>()?;
+    let runs = args.runs.iter().map(|folder| Run::read(folder).map_err(of_usage)).collect::<Result<Vec<_>, _>>()?;
     for note in runs.iter().flat_map(Run::notes) {
         common.say(note);
+    }
+    if args.out.is_none() {
+        outputs::check("report:", &out, common)?; // --out was checked before
     }
     let page = report::render(&runs);
     files::write_atomic(&out, |file| file.write_all(page.as_bytes()))
         .with_context(|| format!("cannot write {}", out.display()))?;
     if common.json { print_json(&json!({"out": out, "runs": args.runs})) } else { print_line(out.display()) }
+}
+
+/// A path that is not of a run: exit status 2.
+fn of_usage(error: ReportError) -> anyhow::Error {
+    match error {
+        ReportError::NotARun { .. } => UsageError(error.to_string()).into(),
+        other => other.into(),
+    }
 }
 
 /// The path of the page.

@@ -20,7 +20,7 @@ pub(super) struct KeyFigure {
 /// The same figures in the same order for every run.
 pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
     let figure = |name, value, of| KeyFigure { name, value, of };
-    let bench = BenchResult::headline(&run.bench);
+    let bench = run.headline();
     let (train, validation) = (&run.metrics.train, &run.metrics.validation);
     let loss = if run.finished { "final loss" } else { "latest loss" };
     let of_decoding = match bench.map_or("heads", BenchResult::guesses) {

@@ -14,14 +14,17 @@ mod curves;
 mod key_figures;
 mod metrics;
 mod page;
+mod picture;
 mod plot;
 mod readable;
 mod recipe_text;
 mod run;
 mod sections;
+mod sweep;
 mod thinned;
 
 pub use page::render;
+pub use picture::draw_sweep;
 pub use run::Run;
 
 /// Why a run has no report.

@@ -14,7 +14,7 @@ use super::run::Run;
 use super::sections::sections;
 
 const TEMPLATE: &str = include_str!("page.html");
-const STYLE: &str = include_str!("style.css");
+const STYLE: &str = concat!(include_str!("plot.css"), include_str!("style.css"));
 const SCRIPT: &str = include_str!("hover.js");
 
 /// Renders the page of one or several runs.

@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::axis::{Axis, Range};
 use super::readable::{grouped, number, tick};
 
-const WIDTH: f64 = 440.0;
-const HEIGHT: f64 = 236.0;
+pub(super) const WIDTH: f64 = 440.0;
+pub(super) const HEIGHT: f64 = 236.0;
 /// Margins for labels: wide enough for `0.005` in the large type of a phone.
 const LEFT: f64 = 46.0;
 const RIGHT: f64 = WIDTH - 16.0;
@@ -46,7 +46,7 @@ pub(super) struct Series {
 pub(super) struct Plot {
     pub(super) title: String,
     /// Name of the horizontal axis.
-    pub(super) x: &'static str,
+    pub(super) x: String,
     /// Unit of the vertical axis; empty if the title suffices.
     pub(super) unit: &'static str,
     pub(super) range: Range,
@@ -55,8 +55,8 @@ pub(super) struct Plot {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct LegendEntry {
-    name: String,
-    style: usize,
+    pub(super) name: String,
+    pub(super) style: usize,
 }
 
 /// A drawn plot for the page's template.
@@ -104,23 +104,42 @@ impl Plot {
 
     /// Draws the plot and its legend. `id` must be unique on the page.
     pub(super) fn draw(&self, id: &str) -> Drawn {
-        let points = || self.series.iter().flat_map(|series| series.points.iter().copied());
-        let x = Axis::of(points().map(|point| point.0), Range::Tight);
-        let y = Axis::of(points().map(|point| point.1), self.range);
-        let has = |kind: SeriesKind| self.series.iter().any(|series| series.kind == kind && !series.points.is_empty());
-        let (has_train, has_marked) = (has(SeriesKind::Train), has(SeriesKind::Marked));
+        let ((x, y), [has_train, has_marked]) = (self.axes(), self.kinds());
         let mut svg = self.opening(id, &x, &y, has_train && has_marked);
-        grid(&x, &y, self.x, &mut svg);
-        for series in &self.series {
-            let (class, name) = (series.class(has_train && has_marked), series.full_name(has_train && has_marked));
-            line(series, (&class, &name), (&x, &y), &mut svg);
-        }
+        self.marks((&x, &y), &mut svg);
         svg.push_str("<line class=\"rule\" hidden=\"\"/></svg>\n");
         let (title, unit) = (self.title.clone(), self.unit);
         Drawn { title, unit, logarithmic: y.logarithmic, legend: self.legend(), has_train, has_marked, svg }
     }
 
-    fn legend(&self) -> Vec<LegendEntry> {
+    /// Draws axes and lines, [`WIDTH`] by [`HEIGHT`], for a picture that has other things too.
+    pub(super) fn draw_within(&self, svg: &mut String) {
+        let (x, y) = self.axes();
+        self.marks((&x, &y), svg);
+    }
+
+    fn axes(&self) -> (Axis, Axis) {
+        let points = || self.series.iter().flat_map(|series| series.points.iter().copied());
+        (Axis::of(points().map(|point| point.0), Range::Tight), Axis::of(points().map(|point| point.1), self.range))
+    }
+
+    /// Whether there are training lines, and whether there are marked ones.
+    fn kinds(&self) -> [bool; 2] {
+        let has = |kind: SeriesKind| self.series.iter().any(|series| series.kind == kind && !series.points.is_empty());
+        [SeriesKind::Train, SeriesKind::Marked].map(has)
+    }
+
+    fn marks(&self, (x, y): (&Axis, &Axis), svg: &mut String) {
+        grid(x, y, &self.x, svg);
+        let of_several_kinds = self.kinds() == [true; 2];
+        for series in &self.series {
+            let (class, name) = (series.class(of_several_kinds), series.full_name(of_several_kinds));
+            line(series, (&class, &name), (x, y), svg);
+        }
+    }
+
+    /// The lines by name.
+    pub(super) fn legend(&self) -> Vec<LegendEntry> {
         let mut entries: Vec<LegendEntry> = Vec::new();
         for series in self.series.iter().filter(|series| !series.points.is_empty()) {
             let entry = LegendEntry { name: series.name.clone(), style: style_class(series.style) };
@@ -140,7 +159,7 @@ impl Plot {
              <title id=\"{id}-title\">{}</title>\n<desc id=\"{id}-desc\">{}</desc>\n",
             axis(x),
             axis(y),
-            HtmlEscape(self.x),
+            HtmlEscape(&self.x),
             HtmlEscape(self.unit),
             HtmlEscape(&self.title),
             HtmlEscape(&self.described(of_several_kinds)),
@@ -188,7 +207,12 @@ fn grid(x: &Axis, y: &Axis, x_name: &str, svg: &mut String) {
         ); // as above
     }
     let middle = f64::midpoint(LEFT, RIGHT);
-    let _ = writeln!(svg, "<text class=\"x name\" x=\"{middle:.1}\" y=\"{:.1}\">{x_name}</text></g>", HEIGHT - 5.0); // as above
+    let _ = writeln!(
+        svg,
+        "<text class=\"x name\" x=\"{middle:.1}\" y=\"{:.1}\">{}</text></g>",
+        HEIGHT - 5.0,
+        HtmlEscape(x_name)
+    ); // as above
 }
 
 fn line(series: &Series, (class, name): (&str, &str), (x, y): (&Axis, &Axis), svg: &mut String) {
@@ -215,7 +239,7 @@ mod tests {
     use super::*;
 
     fn plot(series: Vec<Series>) -> Plot {
-        Plot { title: "a <b> & c".into(), x: "step", unit: "%", range: Range::Free, series }
+        Plot { title: "a <b> & c".into(), x: "step".into(), unit: "%", range: Range::Free, series }
     }
 
     fn series(name: &str, kind: SeriesKind, points: &[(f64, f64)]) -> Series {

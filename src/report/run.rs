@@ -9,7 +9,7 @@ use super::ReportError;
 use super::metrics::Metrics;
 use super::recipe_text::RecipeText;
 use crate::draft::medusa::heads::HEADS_FILE;
-use crate::files::failed;
+use crate::files::{self, FileError, failed};
 use crate::formats::bench::{self, BenchResult};
 use crate::formats::best::BestEvaluation;
 use crate::formats::calibration::Calibration;
@@ -33,8 +33,9 @@ pub struct Run {
     pub(super) calibration: Option<Calibration>,
     pub(super) tree: Option<(GuessTree, TreeFile)>,
     pub(super) latency: Option<Latency>,
-    /// Of a sweep, the report shows the first result.
     pub(super) bench: Vec<BenchResult>,
+    /// Which of the measurements were made with other files than those in the folder.
+    pub(super) mismatches: Vec<&'static str>,
 }
 
 impl Run {
@@ -50,7 +51,7 @@ impl Run {
         let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
         let recipe = there(RECIPE).ok_or_else(|| not_a_run("it has no recipe.toml"))?;
         let recipe = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
-        Ok(Self {
+        let mut run = Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
             provenance: there(PROVENANCE).map(|file| Provenance::entries(&file)).transpose()?.unwrap_or_default(),
@@ -61,7 +62,43 @@ impl Run {
             tree: there(TREE).map(|file| GuessTree::load(&file)).transpose()?,
             latency: there(LATENCY).map(|file| Latency::load(&file)).transpose()?,
             bench: there(BENCH).map_or(Ok(vec![]), |file| bench::load(&file))?,
-        })
+            mismatches: vec![],
+        };
+        run.mismatches = run.find_mismatches()?;
+        Ok(run)
+    }
+
+    fn find_mismatches(&self) -> Result<Vec<&'static str>, FileError> {
+        let differs = |recorded: Option<&String>, name: &str| {
+            let path = self.path.join(name);
+            let Some(recorded) = recorded.filter(|_| path.is_file()) else { return Ok(false) };
+            Ok::<_, FileError>(*recorded != files::sha256(&path).map_err(failed("read", &path))?)
+        };
+        let tree = self.tree.as_ref().map(|(_, file)| file);
+        let heads = [
+            self.calibration.as_ref().map(|calibration| &calibration.heads_sha256),
+            self.latency.as_ref().map(|latency| &latency.heads_sha256),
+        ];
+        let other_heads = matches!(heads, [Some(one), Some(other)] if one != other);
+        let found = [
+            (
+                differs(tree.and_then(|tree| tree.calibration_sha256.as_ref()), CALIBRATION)?,
+                "tree.json was searched with another calibration than calibration.json",
+            ),
+            (
+                differs(tree.and_then(|tree| tree.latency_sha256.as_ref()), LATENCY)?,
+                "tree.json was chosen by other step times than those of latency.json",
+            ),
+            (other_heads, "calibration.json and latency.json were measured with different heads"),
+        ];
+        Ok(found.into_iter().filter_map(|(holds, note)| holds.then_some(note)).collect())
+    }
+
+    /// The bench result that stands for the run: of a sweep of tree sizes, the one with the size of tree.json.
+    pub(super) fn headline(&self) -> Option<&BenchResult> {
+        let nodes = self.tree.as_ref().map(|(tree, _)| tree.nodes());
+        let same = self.bench.iter().find(|result| result.is_of_heads() && Some(result.tree_nodes) == nodes);
+        same.or_else(|| BenchResult::headline(&self.bench))
     }
 
     /// Caveats for the reader, one sentence each.
@@ -76,7 +113,8 @@ impl Run {
             (!self.finished, open),
             (self.metrics.last_step() == 0, empty),
         ];
-        notes.into_iter().filter_map(|(holds, note)| holds.then_some(note)).collect()
+        let notes = notes.into_iter().filter_map(|(holds, note)| holds.then_some(note));
+        notes.chain(self.mismatches.iter().map(|note| format!("{run}: {note}"))).collect()
     }
 
     /// The folder's name; for `.` and the like, that of the full path.

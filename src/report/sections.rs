@@ -9,6 +9,8 @@ use super::key_figures::key_figures;
 use super::plot::{Plot, Series, SeriesKind};
 use super::readable::{duration, grouped, number, percent, time};
 use super::run::Run;
+use super::sweep;
+use crate::data::report::counted;
 use crate::formats::bench::{BenchResult, DecodingComparison};
 use crate::formats::calibration::{Calibration, HeadAccuracy};
 use crate::formats::latency::Latency;
@@ -34,7 +36,8 @@ pub(super) fn sections(run: &Run, at: usize, name: &str) -> Value {
         "calibration": run.calibration.as_ref().map(accuracies),
         "tree": tree(run, &id),
         "latency": run.latency.as_ref().map(|latency| times(latency, &id)),
-        "bench": BenchResult::headline(&run.bench).map(|headline| speeds(headline, run)),
+        "benches": benches(run),
+        "sweep": sweep(run, &id),
         "drafters": drafters(&run.bench),
         "recipe": run.recipe.lines,
         "provenance": provenance(run),
@@ -130,7 +133,8 @@ fn times(latency: &Latency, id: &str) -> Value {
     let plain = vec![(1.0, latency.plain_step_ms), (most, latency.plain_step_ms)];
     let plain = Series { name: "plain decoding".into(), style: 0, kind: SeriesKind::Smooth, points: plain };
     let series = depths.into_iter().map(of_depth).chain([plain]).collect();
-    let plot = Plot { title: "Step time by tree size".into(), x: "nodes", unit: "ms", range: Range::FromZero, series };
+    let plot =
+        Plot { title: "Step time by tree size".into(), x: "nodes".into(), unit: "ms", range: Range::FromZero, series };
     json!({
         "plot": plot.draw(&format!("{id}-latency")),
         "device": latency.device,
@@ -138,6 +142,35 @@ fn times(latency: &Latency, id: &str) -> Value {
         "threads": latency.threads,
         "context": latency.context,
     })
+}
+
+/// The result that stands for the run; where several drafters were measured by category, a table for each.
+fn benches(run: &Run) -> Vec<Value> {
+    let Some(headline) = run.headline() else { return vec![] };
+    let measured_with_it = |other: &&BenchResult| other.sweep == headline.sweep && !other.is_plain();
+    let drafters: Vec<&BenchResult> = run.bench.iter().filter(measured_with_it).collect();
+    let shown = if headline.categories.is_empty() || drafters.len() < 2 { vec![headline] } else { drafters };
+    let named = shown.len() > 1;
+    let section = |bench: &&BenchResult| {
+        let mut section = speeds(bench, run);
+        section["name"] = json!(named.then(|| drafter_name(bench)));
+        section
+    };
+    shown.iter().map(section).collect()
+}
+
+/// The plots of a sweep.
+fn sweep(run: &Run, id: &str) -> Vec<Value> {
+    let plots = if sweep::has_lines(&run.bench) { sweep::plots(&run.bench) } else { vec![] };
+    plots.iter().enumerate().map(|(at, plot)| json!(plot.draw(&format!("{id}-sweep{at}")))).collect()
+}
+
+/// The drafter with its weights.
+fn drafter_name(result: &BenchResult) -> String {
+    match result.weights.is_empty() {
+        true => result.drafter.clone(),
+        false => format!("{}:{}", result.drafter, result.weights.join("+")),
+    }
 }
 
 /// One row per category and one for all; `part` is relative to the largest speedup.
@@ -163,24 +196,29 @@ fn speeds(bench: &BenchResult, run: &Run) -> Value {
         "device": bench.device,
         "dtype": bench.dtype,
         "guesses": bench.guesses(),
-        "nodes": bench.tree_nodes,
-        "results": run.bench.iter().filter(|other| other.sweep.is_some()).count(),
-        "other_tree": bench.is_of_heads() && run.tree.as_ref().is_some_and(|(tree, _)| tree.nodes() != bench.tree_nodes),
+        "nodes": counted(bench.tree_nodes, "node"),
+        "swept": bench.sweep.as_ref().map(|swept| format!("{} = {}", swept.name, swept.value)),
+        "other_tree": other_tree(bench, run),
     })
+}
+
+/// How the tree of a result differs from that of tree.json.
+fn other_tree(bench: &BenchResult, run: &Run) -> Option<String> {
+    let (tree, _) = run.tree.as_ref().filter(|_| bench.is_of_heads())?;
+    let (shown, measured) = (tree.nodes(), bench.tree_nodes);
+    let said =
+        || format!("Measured with a tree of {}, not with tree.json, which has {shown}.", counted(measured, "node"));
+    (shown != measured).then(said)
 }
 
 /// One row per drafter if there are several; of a sweep, those of its first value.
 fn drafters(bench: &[BenchResult]) -> Option<Value> {
     let first = bench.first()?;
     let compared: Vec<&BenchResult> = bench.iter().filter(|result| result.sweep == first.sweep).collect();
-    let name = |result: &BenchResult| match result.weights.is_empty() {
-        true => result.drafter.clone(),
-        false => format!("{}:{}", result.drafter, result.weights.join("+")),
-    };
     let largest = compared.iter().map(|result| result.all.speedup).fold(f64::MIN_POSITIVE, f64::max);
     let row = |result: &&BenchResult| {
         json!({
-            "name": name(result),
+            "name": drafter_name(result),
             "is_plain": result.is_plain(),
             "speedup": format!("{:.2}", result.all.speedup),
             "part": (result.all.speedup / largest).clamp(0.0, 1.0),
@@ -212,6 +250,11 @@ fn plain(value: &Value) -> String {
         Value::Object(data) if data.contains_key("tokens") => {
             format!("{} rows, {} tokens", plain(&value["rows"]), plain(&value["tokens"]))
         }
+        Value::Object(facts) => {
+            let fact = |(key, value): (&String, &Value)| format!("{}: {}", key.replace('_', " "), plain(value));
+            facts.iter().map(fact).collect::<Vec<_>>().join(", ")
+        }
+        Value::Null => "–".into(),
         other => other.to_string(),
     }
 }
@@ -274,8 +317,9 @@ mod tests {
             r"medusa-train 'my recipe.toml' 'it'\''s'"
         );
         let rows = json!([{"rows": 3, "tokens": 40, "files": []}, {"rows": 1, "tokens": 9}]);
-        assert_eq!(plain(&rows), "3 rows, 40 tokens; 1 rows, 9 tokens");
+        assert_eq!(plain(&rows), "3 rows, 40 tokens; 1 row, 9 tokens");
         assert_eq!(plain(&json!({"id": "o/n", "commit": "c0"})), "o/n@c0");
+        assert_eq!(plain(&json!([{"a_b": 1, "c": null}, {"d": ["x", "y z"]}])), "a b: 1, c: –; d: x 'y z'");
         assert_eq!((plain(&json!("a b")), plain(&json!(2)), quoted("")), ("a b".into(), "2".into(), "''".into()));
     }
 }
