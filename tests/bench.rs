@@ -75,6 +75,40 @@ fn a_sweep_of_nodes_has_a_tree_of_each_size() {
 }
 
 #[test]
+fn a_sweep_is_drawn_with_a_line_for_each_drafter() {
+    let world = calibrated();
+    let sweep = ["--sweep", "nodes=1,5", "--calibration", "c.json", "--repeats", "1", "--svg", "new/n.svg"];
+    bench(&world, &sweep);
+    let svg = std::fs::read_to_string(world.path("new/n.svg")).expect("a picture in a folder that is made");
+    for part in [
+        "medusa bench --sweep nodes",
+        ">Speed, tokens",
+        "Tokens per step",
+        ">nodes of the tree</text>",
+        ">medusa</text>",
+    ] {
+        assert!(svg.contains(part), "{part}: {svg}");
+    }
+    assert_eq!(svg.matches("data-name=\"medusa\"").count(), 2, "a line in each plot: {svg}");
+    assert_eq!(svg.matches("data-name=\"plain decoding\"").count(), 1, "speed alone: {svg}");
+    assert!(svg.contains("prefers-color-scheme: dark") && !svg.contains("NaN"), "{svg}");
+    let refused = world.complaint(&[&BENCH[..], &["--svg", "x.svg"]].concat(), 2);
+    assert!(refused.contains("--sweep"), "{refused}");
+}
+
+#[test]
+fn the_table_is_printed_although_the_last_value_of_a_sweep_fails() {
+    let world = World::new();
+    let sweep = ["--sweep", "context=2,64", "--max-new-tokens", "0", "--repeats", "1", "--csv", "c.csv"];
+    let output = world.medusa(&[&BENCH[..], &sweep].concat()).output().expect("it runs");
+    let [table, said] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("error: --sweep context=64") && said.contains("no prompt fits"), "{said}");
+    assert!(table.starts_with("context") && table.lines().nth(1).is_some_and(|row| row.starts_with('2')), "{table}");
+    assert_eq!(csv(&world, "c.csv").len(), 1);
+}
+
+#[test]
 fn a_larger_threshold_accepts_less_and_the_texts_are_scored() {
     let world = World::new();
     world.write("t.json", &json!([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]));
@@ -185,6 +219,7 @@ fn a_forced_rate_is_a_timing_and_says_so() {
 fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
     let world = calibrated();
     world.write("t.json", &json!([[0]]));
+    world.write("t.json", &json!([[0]]));
     std::fs::remove_file(world.path("b/model.safetensors")).expect("it was there");
     let refused = |more: &[&str]| world.complaint(&[&BENCH[..], more].concat(), 2);
     let says = |more: &[&str], words: &str| {
@@ -208,7 +243,7 @@ fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
     says(&["--sweep", "posterior-threshold=0.1"], "needs --temperature above 0");
     says(&["--sweep", "posterior-threshold=0.1", "--temperature", "1", "--acceptance", "greedy"], "typical acceptance");
     says(&["--repeats", "0"], "--repeats");
-    says(&["--csv", "none/x.csv"], "--csv none/x.csv: there is no folder none");
+    says(&["--csv", "b/config.json/x.csv"], "--csv b/config.json/x.csv cannot be written: b/config.json is no folder");
 }
 
 /// A run with the heads of `h`, a tree and a calibration beside them, and metrics.
@@ -295,6 +330,7 @@ fn a_node_budget_is_the_same_for_all_heads() {
 #[test]
 fn what_cannot_be_compared_is_status_2_before_anything_is_loaded() {
     let world = calibrated();
+    world.write("t.json", &json!([[0]]));
     a_run(&world);
     std::fs::remove_file(world.path("b/model.safetensors")).expect("it was there");
     let says = |more: &[&str], words: &str| {

@@ -1,22 +1,26 @@
 //! `medusa bench`: plain and drafted decoding of the same prompts, compared in the paper's terms (appendix B.1).
 
 use std::cell::RefCell;
+use std::io::Write;
 use std::path::Path;
 
 use anyhow::Context;
 
 use self::drafters::{DrafterFacts, Rows};
 use self::measure::{BenchRun, Contestant};
+use self::progress::BenchProgress;
 use self::setting::{Setting, no_fixed_tree};
 use super::decoder::{Decoder, read_prompts};
 use super::drafter::loaded::LoadedDrafter;
 use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
-use super::reading::Counter;
 use super::served::Served;
 use super::{CommonFlags, UsageError, print_json, print_line};
+use crate::data::prompts::Prompt;
 use crate::decode::request::Request;
 use crate::engine::sample::Stream;
+use crate::files;
+use crate::formats::bench::BenchResult;
 use crate::tree::accept::Acceptance;
 use crate::tree::guess_tree::GuessTree;
 
@@ -24,6 +28,7 @@ mod args;
 mod backbone;
 mod drafters;
 mod measure;
+mod progress;
 mod report;
 mod setting;
 mod sweep;
@@ -50,30 +55,68 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let drafts = (0..trees.len()).map(|at| drafts(&decoder, setting, trees, at));
         ready.push(drafts.collect::<anyhow::Result<Vec<_>>>()?);
     }
-    let counter = Counter::new(settings.len() * args.repeats.get() * prompts.len(), 0, "prompts", common);
-    let silent = CommonFlags { quiet: true, ..common.clone() };
+    let progress = BenchProgress::new(&settings, [args.repeats.get(), prompts.len()], common);
+    let bench = Bench { args, decoder: &decoder, facts: &facts, rows: &rows, prompts: &prompts, common };
     let mut results = Vec::new();
-    for (setting, ready) in settings.iter().zip(ready) {
-        counter.bar.set_message(setting.label());
-        let engine_notice = if results.is_empty() { common } else { &silent }; // once per sweep
+    let ended = settings.iter().zip(ready).try_for_each(|(setting, ready)| {
+        let found = setting.named(bench.measure(setting, ready, &progress))?;
+        results.extend(found);
+        bench.write(&results)
+    });
+    drop(progress);
+    if !common.json && !results.is_empty() {
+        print_line(table::table(&results))?; // also where a later value of a sweep failed
+    }
+    ended
+}
+
+/// What all settings have in common.
+struct Bench<'a> {
+    args: &'a BenchArgs,
+    decoder: &'a Decoder,
+    facts: &'a [DrafterFacts],
+    rows: &'a Rows,
+    prompts: &'a [Prompt],
+    common: &'a CommonFlags,
+}
+
+impl<'a> Bench<'a> {
+    /// The results of one setting, which are printed at once with `--json`.
+    fn measure(
+        &self,
+        setting: &Setting,
+        ready: Vec<Drafts<'a>>,
+        progress: &BenchProgress,
+    ) -> anyhow::Result<Vec<BenchResult>> {
+        let Self { args, decoder, facts, rows, prompts, common } = *self;
+        let silent = CommonFlags { quiet: true, ..common.clone() };
+        let notices = if progress.has_begun() { &silent } else { common }; // once per sweep
         let request = setting.decoding.request(&[], Stream::default());
-        let contestants = contestants(args, (&decoder, &facts), ready, &request, engine_notice)?;
+        let contestants = contestants(args, (decoder, facts), ready, &request, notices)?;
         let plain = match rows.len() {
             1 => None,
-            _ => Some(RefCell::new(args.engine.take(&decoder, None, &request, &silent)?)),
+            _ => Some(RefCell::new(args.engine.take(decoder, None, &request, &silent)?)),
         };
-        let bench = BenchRun { decoder: &decoder, contestants, plain, setting, prompts: &prompts, common };
-        let found = report::results(&bench, &rows, &bench.run(args.repeats.get(), &counter)?);
+        let run = BenchRun { decoder, contestants, plain, setting, prompts, common };
+        let found = report::results(&run, rows, &run.run(args.repeats.get(), progress)?);
         if common.json {
-            counter.bar.suspend(|| found.iter().try_for_each(print_json))?;
+            progress.progress.above(|| found.iter().try_for_each(print_json))?;
         }
-        results.extend(found);
-        if let Some(path) = &args.csv {
-            report::write_csv(path, &results).with_context(|| format!("cannot write {}", path.display()))?;
-        }
+        Ok(found)
     }
-    counter.bar.finish_and_clear();
-    if common.json { Ok(()) } else { print_line(table::table(&results)) }
+
+    /// Writes `--csv` and `--svg`.
+    fn write(&self, results: &[BenchResult]) -> anyhow::Result<()> {
+        let failed = |path: &Path| format!("cannot write {}", path.display());
+        if let Some(path) = &self.args.csv {
+            report::write_csv(path, results).with_context(|| failed(path))?;
+        }
+        if let Some(path) = &self.args.svg {
+            let svg = crate::report::draw_sweep(results);
+            files::write_atomic(path, |out| out.write_all(svg.as_bytes())).with_context(|| failed(path))?;
+        }
+        Ok(())
+    }
 }
 
 /// The backbone with all drafters, and their facts.

@@ -6,10 +6,11 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 
 use super::sweep::SweepFlag;
-use crate::cli::decoding::{DecodingFlags, positive};
+use crate::cli::decoding::DecodingFlags;
 use crate::cli::drafter::DrafterFlags;
 use crate::cli::drafter::spec::DrafterSpec;
 use crate::cli::engine::EngineFlags;
+use crate::cli::numbers::{above_zero, positive};
 use crate::cli::served::ServedFlags;
 use crate::numbers::Positive;
 
@@ -19,7 +20,8 @@ const EXAMPLES: &str = "Example:
     --prompts data/tiny/prompts.jsonl --json
   medusa bench --backbone data/tiny/backbone \\
     --heads checkpoints/tiny_stage1/final --calibration calibration.json \\
-    --prompts data/tiny/prompts.jsonl --sweep nodes=1,4,8,16,32 --csv nodes.csv
+    --prompts data/tiny/prompts.jsonl --sweep nodes=1,4,8,16,32 \\
+    --csv nodes.csv --svg nodes.svg
   medusa bench --backbone data/tiny/backbone --drafter ngram \\
     --prompts data/tiny/prompts.jsonl
   medusa bench --backbone data/tiny/backbone \\
@@ -46,31 +48,34 @@ pub struct BenchArgs {
     #[arg(long, value_name = "F")]
     pub prompts: PathBuf,
     /// Passes over all prompts; the median run is reported.
-    #[arg(long, value_name = "N", default_value = "3")]
+    #[arg(long, help_heading = "Measurement", value_name = "N", default_value = "3", value_parser = above_zero::<NonZeroUsize>)]
     pub repeats: NonZeroUsize,
     /// Measure each value of a parameter: nodes=8,16,32 (the best tree of each size; needs --calibration),
     /// posterior-threshold=0.01,0.09 (needs --temperature), temperature=0,0.7 or context=64,128 (prompts cut or repeated to that
     /// length).
-    #[arg(long, value_name = "NAME=V,V…")]
+    #[arg(long, help_heading = "Measurement", value_name = "NAME=V,V…")]
     pub sweep: Option<SweepFlag>,
     /// Calibration from `medusa calibrate`, for --nodes and --sweep nodes=…; without it, the calibration.json beside the heads.
-    #[arg(long, value_name = "C")]
+    #[arg(long, help_heading = "Measurement", value_name = "C")]
     pub calibration: Option<PathBuf>,
     /// Accept X tokens per step on average, whatever the guesses: the speed that heads with this acceleration rate would reach. The
     /// output is not the backbone's.
-    #[arg(long, value_name = "X", value_parser = positive, allow_negative_numbers = true)]
+    #[arg(long, help_heading = "Measurement", value_name = "X", value_parser = positive, allow_negative_numbers = true)]
     pub force_acceptance_rate: Option<Positive>,
     /// Compare several drafters in one table: a list of what --drafter takes, and `plain` for a row of plain decoding itself. For every
     /// prompt they take turns with plain decoding. Heads with a path of their own (NAME:PATH) decode with the tree.json beside them.
-    #[arg(long, value_name = "D,D…", value_delimiter = ',', conflicts_with = "drafter")]
+    #[arg(long, help_heading = "Measurement", value_name = "D,D…", value_delimiter = ',', conflicts_with = "drafter")]
     pub drafters: Vec<DrafterSpec>,
     /// Guesses per step of all drafters with heads: each decodes with the best tree of N nodes from its own calibration, --calibration or
     /// the calibration.json beside its heads.
-    #[arg(long, value_name = "N", conflicts_with_all = ["tree", "sweep"])]
+    #[arg(long, help_heading = "Measurement", value_name = "N", value_parser = above_zero::<NonZeroUsize>, conflicts_with_all = ["tree", "sweep"])]
     pub nodes: Option<NonZeroUsize>,
     /// Also write the results as CSV: one row per category and one for all, for each drafter and each value of a sweep.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, help_heading = "Output", value_name = "FILE")]
     pub csv: Option<PathBuf>,
+    /// Also draw a sweep as SVG: tokens per second and tokens per step of each drafter against the swept value.
+    #[arg(long, help_heading = "Output", value_name = "FILE", requires = "sweep")]
+    pub svg: Option<PathBuf>,
     #[command(flatten)]
     pub(in crate::cli) drafter: DrafterFlags,
     #[command(flatten)]
@@ -91,7 +96,7 @@ impl BenchArgs {
     }
 
     /// All drafters that are named.
-    pub(super) fn specs(&self) -> impl Iterator<Item = &DrafterSpec> {
+    pub(in crate::cli) fn specs(&self) -> impl Iterator<Item = &DrafterSpec> {
         self.drafters.iter().chain(&self.drafter.drafter)
     }
 }

@@ -7,10 +7,10 @@ use std::ops::ControlFlow;
 use anyhow::Context;
 
 use super::drafters::DrafterFacts;
+use super::progress::BenchProgress;
 use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
-use crate::cli::reading::Counter;
 use crate::data::prompts::Prompt;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
@@ -103,9 +103,9 @@ impl BenchRun<'_> {
     ///
     /// # Errors
     /// An error in a prompt, or no prompt that fits the backbone's context.
-    pub(super) fn run(&self, repeats: usize, counter: &Counter) -> anyhow::Result<Vec<Vec<BenchPass>>> {
+    pub(super) fn run(&self, repeats: usize, progress: &BenchProgress) -> anyhow::Result<Vec<Vec<BenchPass>>> {
         let mut is_warm = false;
-        (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, counter)).collect()
+        (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, progress)).collect()
     }
 
     /// The expected relation between the two texts.
@@ -117,7 +117,7 @@ impl BenchRun<'_> {
         }
     }
 
-    fn pass(&self, is_first: bool, is_warm: &mut bool, counter: &Counter) -> anyhow::Result<Vec<BenchPass>> {
+    fn pass(&self, is_first: bool, is_warm: &mut bool, progress: &BenchProgress) -> anyhow::Result<Vec<BenchPass>> {
         let mut passes = vec![BenchPass::default(); self.contestants.len()];
         self.forget();
         for (at, prompt) in self.prompts.iter().enumerate() {
@@ -138,7 +138,7 @@ impl BenchRun<'_> {
                 Err(error) if is_too_long(&error) => passes.iter_mut().for_each(|pass| pass.too_long += 1),
                 other => other.with_context(|| format!("prompt {} of {}", at + 1, self.prompts.len()))?,
             }
-            counter.inc();
+            progress.inc();
         }
         self.check_any_fits(&passes)?;
         Ok(passes)

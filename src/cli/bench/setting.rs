@@ -2,6 +2,8 @@
 
 use std::num::NonZeroUsize;
 
+use anyhow::Context;
+
 use super::args::BenchArgs;
 use super::sweep::SweepFlag;
 use crate::cli::UsageError;
@@ -81,7 +83,15 @@ impl Setting {
         prompt
     }
 
-    /// Message of the progress bar.
+    /// Names the value of the sweep in an error.
+    pub(super) fn named<T>(&self, measured: anyhow::Result<T>) -> anyhow::Result<T> {
+        match &self.swept {
+            Some(SweptValue { name, value }) => measured.with_context(|| format!("--sweep {name}={value}")),
+            None => measured,
+        }
+    }
+
+    /// The setting as progress shows it; empty without a sweep.
     pub(super) fn label(&self) -> String {
         self.swept.as_ref().map_or_else(String::new, |swept| format!("{} {}", swept.name, swept.value))
     }
@@ -169,7 +179,7 @@ fn refused<T>(why: &str) -> anyhow::Result<T> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod examples {
     use clap::Parser;
 
     use super::*;
@@ -180,22 +190,33 @@ mod tests {
         args: BenchArgs,
     }
 
-    fn args(more: &[&str]) -> BenchArgs {
+    /// A command line with more flags than the required ones.
+    pub(in crate::cli::bench) fn args(more: &[&str]) -> BenchArgs {
         let flags = ["bench", "--backbone", "b", "--heads", "h", "--prompts", "p"];
         Command::try_parse_from(flags.iter().chain(more)).expect("a command line").args
     }
 
+    /// The settings of that command line.
+    pub(in crate::cli::bench) fn sweep(more: &[&str]) -> Vec<Setting> {
+        settings(&args(more)).expect("settings that can be")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::examples::{args, sweep};
+    use super::*;
+
     #[test]
     fn each_value_changes_one_thing() {
-        let of = |more: &[&str]| settings(&args(more)).expect("settings that can be");
-        let plain = of(&["--temperature", "0.5"]);
+        let plain = sweep(&["--temperature", "0.5"]);
         assert_eq!((plain.len(), &plain[0].swept, plain[0].label().as_str()), (1, &None, ""));
-        let swept = of(&["--temperature", "0.5", "--sweep", "posterior-threshold=0.01, 0.2"]);
+        let swept = sweep(&["--temperature", "0.5", "--sweep", "posterior-threshold=0.01, 0.2"]);
         let epsilons: Vec<f64> = swept.iter().map(|setting| setting.decoding.posterior_threshold.get()).collect();
         assert_eq!(epsilons, [0.01, 0.2]);
         assert!(swept.iter().all(|setting| setting.decoding.temperature.get() == 0.5));
         assert_eq!(swept[1].label(), "posterior-threshold 0.2");
-        let swept = of(&["--sweep", "temperature=0,1"]);
+        let swept = sweep(&["--sweep", "temperature=0,1"]);
         assert_eq!([0, 1].map(|at: usize| swept[at].decoding.temperature.get()), [0.0, 1.0]);
     }
 

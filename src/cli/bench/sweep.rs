@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde_json::Number;
 
-use crate::cli::decoding::{non_negative, probability};
+use crate::cli::numbers::{above_zero, probability, temperature};
 use crate::formats::bench::SweptValue;
 use crate::numbers::{NonNegative, Probability};
 
@@ -43,10 +43,10 @@ impl FromStr for SweepFlag {
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, values) = text.split_once('=').ok_or("expected NAME=VALUE,VALUE,…, for example nodes=8,16,32")?;
         match name {
-            "nodes" => Ok(SweepFlag::Nodes(list(name, values, count)?)),
+            "nodes" => Ok(SweepFlag::Nodes(list(name, values, above_zero)?)),
             "posterior-threshold" => Ok(SweepFlag::PosteriorThreshold(list(name, values, probability)?)),
-            "context" => Ok(SweepFlag::Context(list(name, values, count)?)),
-            "temperature" => Ok(SweepFlag::Temperature(list(name, values, non_negative)?)),
+            "context" => Ok(SweepFlag::Context(list(name, values, above_zero)?)),
+            "temperature" => Ok(SweepFlag::Temperature(list(name, values, temperature)?)),
             _ => Err(format!("no sweep {name:?}; expected nodes, posterior-threshold, context or temperature")),
         }
     }
@@ -57,8 +57,4 @@ fn list<T>(name: &str, values: &str, one: impl Fn(&str) -> Result<T, String>) ->
         return Err(format!("{name} has no values; expected {name}=VALUE,VALUE,…"));
     }
     values.split(',').map(|value| one(value.trim()).map_err(|why| format!("{name} {value:?}: {why}"))).collect()
-}
-
-fn count(text: &str) -> Result<NonZeroUsize, String> {
-    text.parse().map_err(|_| "expected a whole number above 0".into())
 }
