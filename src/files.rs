@@ -30,7 +30,8 @@ pub fn user_cache() -> Option<PathBuf> {
     set("MEDUSA_CACHE").or_else(|| Some(xdg()?.join("medusa-train")))
 }
 
-/// Writes a file so that `path` holds either its old content or all of the new one: temporary name beside it, fsync, rename.
+/// Writes a file so that `path` holds either its old content or all of the new one: temporary name beside it, fsync, rename. Missing
+/// folders are made.
 /// Two processes that write the same file do so under two names.
 ///
 /// # Errors
@@ -253,9 +254,13 @@ pub struct FolderLock {
     _file: Option<File>,
 }
 
-/// Creates it if missing.
+/// Creates it if missing, with its folders.
 fn open_file(path: &Path) -> io::Result<Option<File>> {
-    OpenOptions::new().write(true).create(true).truncate(false).open(path).map(Some)
+    let open = || OpenOptions::new().write(true).create(true).truncate(false).open(path).map(Some);
+    match open() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => fs::create_dir_all(parent(path)).and_then(|()| open()),
+        opened => opened,
+    }
 }
 
 /// Creates it if missing. Its former owner may rename or remove it between the calls; then it tries again.

@@ -56,11 +56,70 @@ fn help_lists_the_flags_that_a_verb_uses() {
             "{help}"
         );
     }
-    medusa(&["inspect", "Cargo.toml", "--seed", "1"]).assert().code(1); // hidden, but still accepted
     let mut train = Command::cargo_bin("medusa-train").expect("the binary is built with the tests");
     let help = stdout(train.arg("--help"));
     let (options, common) = help.split_once("Common flags:").expect("both headings");
     assert!(options.contains("--resume") && !common.contains("--resume"), "{help}");
+}
+
+#[test]
+fn a_common_flag_without_an_effect_is_refused() {
+    for (arguments, told) in [
+        (&["inspect", "Cargo.toml", "--seed", "1"][..], "--seed has no effect on `medusa inspect`; drop it"),
+        (&["--seed", "1", "inspect", "Cargo.toml"], "--seed has no effect on `medusa inspect`"),
+        (&["report", "x", "--dtype", "float32"], "--dtype has no effect on `medusa report`"),
+        (&["data", "x", "--backbone", "x", "--device", "cuda:0"], "--device has no effect on `medusa data`"),
+        (&["tree", "--calibration", "x", "--nodes", "3", "--seed", "1"], "--seed has no effect on `medusa tree`"),
+        (&["train", "recipes/tiny_stage1.toml", "--seed", "1"], "--seed does not apply to training: set train.seed"),
+    ] {
+        let mut command = medusa(arguments);
+        command.assert().code(2);
+        assert!(stderr(&mut command).contains(told), "{arguments:?}: {}", stderr(&mut command));
+    }
+    medusa(&["inspect", "Cargo.toml", "--device", "cpu"]).assert().code(1); // that is where it runs
+}
+
+#[test]
+fn a_path_that_does_not_exist_is_status_2_whichever_flag_names_it() {
+    const PROMPTS: &str = "data/tiny/prompts.jsonl";
+    let there = "Cargo.toml";
+    for (arguments, flag) in [
+        (&["generate", "--backbone", "none", "--prompt", "x"][..], "--backbone: cannot read none/config.json"),
+        (&["generate", "--backbone", there, "--heads", "none", "--prompt", "x"], "--heads none does not exist"),
+        (&["generate", "--backbone", there, "--prompts", "none"], "--prompts none does not exist"),
+        (&["chat", "--backbone", there, "--heads", there, "--tree", "none"], "--tree none does not exist"),
+        (&["chat", "--backbone", there, "--drafter", "model:./none"], "--drafter ./none does not exist"),
+        (&["bench", "--backbone", "none", "--drafter", "ngram", "--prompts", PROMPTS], "--backbone: cannot read none"),
+        (
+            &["distill", "--backbone", "none", "--prompts", PROMPTS, "--out", "o"],
+            "--backbone: cannot read none/config.json",
+        ),
+        (&["calibrate", "--backbone", there, "--heads", "none", "--data", there, "--out", "o"], "--heads none"),
+        (&["tree", "--calibration", "none", "--nodes", "3"], "--calibration none does not exist"),
+        (&["data", there, "--backbone", "none"], "--backbone: cannot read none/config.json"),
+        (&["export", "--heads", "none", "--format", "vllm", "--out", "o"], "--heads none does not exist"),
+        (&["inspect", "none"], "none does not exist"),
+        (&["train", "none.toml"], "none.toml"),
+    ] {
+        let mut command = medusa(arguments);
+        let told = stderr(&mut command);
+        assert!(told.contains(flag), "{arguments:?}: {told}");
+        command.assert().code(2);
+    }
+}
+
+#[test]
+fn numbers_that_cannot_be_are_refused_in_words() {
+    for (arguments, told) in [
+        (&["tree", "--calibration", "x", "--nodes", "0"][..], "expected a whole number above 0"),
+        (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "1e-39"], "or at least 1e-38, got 1e-39"),
+        (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "warm"], "expected a number"),
+    ] {
+        let mut command = medusa(arguments);
+        command.assert().code(2);
+        let said = stderr(&mut command);
+        assert!(said.contains(told), "{arguments:?}: {said}");
+    }
 }
 
 #[test]
@@ -110,7 +169,10 @@ fn a_file_that_cannot_be_written_is_told_before_any_work() {
             command.assert().code(2);
             stderr(&mut command)
         };
-        assert!(refused("none/x").contains(&format!("{flag} none/x: there is no folder none; create it first")));
+        assert!(
+            refused("Cargo.toml/x")
+                .contains(&format!("{flag} Cargo.toml/x cannot be written: Cargo.toml is no folder"))
+        );
         assert!(refused("src").contains(&format!("{flag} src is a folder")));
         if cfg!(target_os = "linux") {
             assert!(refused("/proc/x").contains(&format!("{flag} /proc/x cannot be written")));

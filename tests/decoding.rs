@@ -234,6 +234,7 @@ fn prompt_lookup_needs_no_heads_and_makes_the_plain_text() {
     assert_eq!((&result["drafter"], &result["identical"]), (&json!("ngram"), &json!(true)));
     let complaint = world.complaint(&[&PLAIN[..], &["--drafter", "medusa"]].concat(), 2);
     assert!(complaint.contains("--drafter medusa needs --heads"), "{complaint}");
+    world.write("c.json", &json!({}));
     // fails before the backbone is read, which does not exist
     let bench = ["bench", "--backbone", "nowhere", "--prompts", "p.jsonl", "--drafter", "ngram"];
     let sweep = world.complaint(&[&bench[..], &["--sweep", "nodes=1,4", "--calibration", "c.json"]].concat(), 2);

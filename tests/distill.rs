@@ -559,5 +559,5 @@ fn what_cannot_be_distilled_is_one_clear_error_and_no_folder() {
     let no_template = complaint(&[good.clone(), late], &[], 2);
     assert!(no_template.contains("prompt 2 is a conversation, and b has no chat template"), "{no_template}");
     fs::remove_file(world.path("p.jsonl")).expect("a file of a test");
-    assert!(world.complaint(&DISTILL, 1).contains("cannot read the prompts of p.jsonl"));
+    assert!(world.complaint(&DISTILL, 2).contains("--prompts p.jsonl does not exist"));
 }

@@ -5,13 +5,13 @@ use std::path::Path;
 use super::UsageError;
 use crate::model::config::LlamaConfig;
 
-/// The config of `--backbone`.
+/// The config of a backbone on the command line.
 ///
 /// # Errors
-/// [`UsageError`] if there is no such folder; else what is wrong with it.
-pub fn backbone_config(folder: &Path) -> anyhow::Result<LlamaConfig> {
-    match LlamaConfig::load(folder) {
-        Err(error) if !folder.exists() => Err(UsageError(format!("--backbone: {error}")).into()),
-        loaded => Ok(loaded?),
-    }
+/// [`UsageError`], as for the backbone of a recipe: there is no such folder, or it holds no backbone that this program runs.
+pub fn backbone_config(folder: &Path) -> Result<LlamaConfig, UsageError> {
+    LlamaConfig::load(folder).map_err(|error| {
+        let flag = if folder.exists() { "" } else { "--backbone: " };
+        UsageError(format!("{flag}{error}"))
+    })
 }

@@ -12,7 +12,9 @@ use super::decoder::Decoder;
 use super::downloads::shown;
 use super::drafter::loaded::load_heads;
 use super::loading::load_backbone;
-use super::reading::{Counter, watched};
+use super::numbers::above_zero;
+use super::progress::Counter;
+use super::reading::watched;
 use super::served::{Served, ServedFlags};
 use super::{CommonFlags, print_json, print_line};
 use crate::calibrate;
@@ -56,7 +58,7 @@ pub struct CalibrateArgs {
     #[arg(long, value_name = "FILE")]
     pub out: PathBuf,
     /// Guesses counted per head.
-    #[arg(long, value_name = "K", default_value = "10")]
+    #[arg(long, value_name = "K", default_value = "10", value_parser = above_zero::<NonZeroUsize>)]
     pub top_k: NonZeroUsize,
     #[command(flatten)]
     served: ServedFlags,
@@ -79,8 +81,8 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
     let counter = Counter::new(rows.len(), 0, "rows", common);
     let (counts, dynamic) =
-        calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| counter.set(done as u64))?;
-    counter.bar.finish_and_clear();
+        calibrate::calibrate(&backbone, &heads, &rows, args.top_k.get(), |done| counter.set(done, ""))?;
+    drop(counter);
     let calibration = counts.sign(shown(&args.backbone), HeadsFile::open(&args.heads)?.sha256()?)?;
     let calibration = Calibration { dynamic: Some(dynamic), ..calibration };
     calibration.save(&args.out)?;
@@ -118,7 +120,7 @@ fn own_answers(
         decoder.each_turn(&prompt.input, answer).with_context(|| format!("prompt {} of {}", at + 1, prompts.len()))?;
         counter.inc();
     }
-    counter.bar.finish_and_clear();
+    drop(counter);
     Ok((decoder.backbone, RowStore::in_memory(rows)))
 }
 

@@ -10,6 +10,7 @@ use serde_json::json;
 
 use super::backbone::backbone_config;
 use super::decoder::chat_template;
+use super::numbers::above_zero;
 use super::reading::watched;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;
@@ -42,13 +43,13 @@ pub struct DataArgs {
     #[arg(long, value_enum, value_name = "WHAT", default_value = "assistant")]
     pub loss_on: LossOn,
     /// Truncate rows to this many tokens [default: the backbone's context].
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = above_zero::<NonZeroUsize>)]
     pub max_length: Option<NonZeroUsize>,
     /// Skip and count malformed rows instead of stopping at the first, as medusa-train does with this flag.
     #[arg(long)]
     pub skip_bad_rows: bool,
     /// Print row N (1-based, of the rows kept); tokens that carry loss are green, or between ⟦ and ⟧.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>)]
     pub row: Option<NonZeroUsize>,
     /// Also draw the loss mask of that row as SVG.
     #[arg(long, value_name = "FILE", requires = "row")]

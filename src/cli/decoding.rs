@@ -4,6 +4,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use super::UsageError;
+use super::numbers::{positive, probability, temperature};
 use crate::decode::request::Request;
 use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{NonNegative, Positive, Probability};
@@ -17,7 +18,7 @@ pub struct DecodingFlags {
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub max_new_tokens: usize,
     /// Sampling temperature; 0 is greedy. Above 0, --acceptance decides which guesses are accepted.
-    #[arg(long, value_name = "T", default_value = "0", value_parser = non_negative, allow_negative_numbers = true)]
+    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: NonNegative,
     /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P [default: 1; 0.8 with --acceptance nucleus].
     #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
@@ -61,18 +62,6 @@ pub enum AcceptanceName {
 
 /// Default top-p of nucleus acceptance, as in the published code.
 const NUCLEUS_TOP_P: f64 = 0.8;
-
-pub(super) fn probability(text: &str) -> Result<Probability, String> {
-    Probability::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
-}
-
-pub(super) fn non_negative(text: &str) -> Result<NonNegative, String> {
-    NonNegative::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
-}
-
-pub(super) fn positive(text: &str) -> Result<Positive, String> {
-    Positive::try_from(text.parse::<f64>().map_err(|e| e.to_string())?)
-}
 
 impl DecodingFlags {
     /// The acceptance rule.

@@ -11,11 +11,11 @@ use clap::Args;
 use serde_json::json;
 
 use super::decoder::Decoder;
-use super::decoding::{non_negative, probability};
 use super::drafter::Drafts;
 use super::drafter::plan::{DrafterPlan, PlannedTree};
 use super::engine::{EngineFlags, EngineName};
-use super::reading::Counter;
+use super::numbers::{above_zero, probability, temperature};
+use super::progress::Counter;
 use super::served::ServedFlags;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
 use crate::data::prompts::{self, Dialogue};
@@ -58,22 +58,22 @@ pub struct DistillArgs {
     #[arg(long, value_name = "F")]
     pub prompts: PathBuf,
     /// Output folder.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, help_heading = "Output", value_name = "DIR")]
     pub out: PathBuf,
     /// Sampling temperature; 0 is greedy.
-    #[arg(long, value_name = "T", default_value = "0.3", value_parser = non_negative, allow_negative_numbers = true)]
+    #[arg(long, help_heading = "Answers", value_name = "T", default_value = "0.3", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: NonNegative,
     /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P.
-    #[arg(long, value_name = "P", default_value = "1", value_parser = probability, conflicts_with = "heads")]
+    #[arg(long, help_heading = "Answers", value_name = "P", default_value = "1", value_parser = probability, conflicts_with = "heads")]
     pub top_p: Probability,
     /// Maximum number of new tokens per answer.
-    #[arg(long, value_name = "N", default_value = "1024")]
+    #[arg(long, help_heading = "Answers", value_name = "N", default_value = "1024", value_parser = above_zero::<NonZeroUsize>)]
     pub max_new_tokens: NonZeroUsize,
     /// Maximum number of answers per conversation [default: one per user turn; 4 with --self-talk].
-    #[arg(long, value_name = "N")]
+    #[arg(long, help_heading = "Answers", value_name = "N", value_parser = above_zero::<NonZeroUsize>)]
     pub turns: Option<NonZeroUsize>,
     /// Let the backbone also write the user turns after the first, for models trained on both roles.
-    #[arg(long)]
+    #[arg(long, help_heading = "Answers")]
     pub self_talk: bool,
     /// Decode with these heads, one conversation at a time; above temperature 0 with typical acceptance.
     #[arg(long, value_name = "H")]
@@ -83,13 +83,13 @@ pub struct DistillArgs {
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
     /// Conversations decoded together. On the CPU the answers do not depend on the batch size up to 64.
-    #[arg(long, value_name = "N", default_value = "32", conflicts_with = "heads")]
+    #[arg(long, value_name = "N", default_value = "32", value_parser = above_zero::<NonZeroUsize>, conflicts_with = "heads")]
     pub batch_size: NonZeroUsize,
     /// Process only this share of the prompts: every N-th one, starting with the I-th (1-based).
-    #[arg(long, value_name = "I/N", default_value = "1/1")]
+    #[arg(long, help_heading = "Output", value_name = "I/N", default_value = "1/1")]
     pub shard: Share,
     /// Continue an interrupted run in --out.
-    #[arg(long)]
+    #[arg(long, help_heading = "Output")]
     pub resume: bool,
     #[command(flatten)]
     engine: EngineFlags,
@@ -133,12 +133,11 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut on_step = |progress| {
         last = progress;
         let speed = progress.tokens as f64 / began.elapsed().as_secs_f64();
-        counter.bar.set_message(format!("{speed:.0} tokens/s"));
-        counter.set(progress.conversations as u64);
+        counter.set(progress.conversations, &format!("{speed:.0} tokens/s"));
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
     let end = distill::run(&dialogues, &renderer, &settings, answerer, &mut output, &mut on_step)?;
-    counter.bar.finish_and_clear();
+    drop(counter);
     if end == DistillEnd::Stopped {
         let (kept, all, folder) = (output.kept(), output.conversations(), args.out.display());
         let text = format!("interrupted: {kept} of {all} conversations are saved in {folder}; continue with --resume");
@@ -244,9 +243,10 @@ fn summary(
         }));
     }
     print_line(format_args!(
-        "{} in {} of {}; {tokens} new tokens in {seconds:.1} s, {speed:.0} tokens/s",
+        "{} in {} of {}; {} in {seconds:.1} s, {speed:.0} tokens/s",
         counted(kept, "conversation"),
         counted(shards, "file"),
-        args.out.display()
+        args.out.display(),
+        counted(tokens, "new token")
     ))
 }

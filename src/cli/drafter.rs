@@ -9,6 +9,7 @@ use self::loaded::LoadedDrafter;
 use self::plan::DrafterPlan;
 use self::spec::{DrafterName, DrafterSpec};
 use super::UsageError;
+use super::numbers::above_zero;
 use crate::draft::Drafter;
 use crate::draft::heads_drafter::HeadsDrafter;
 use crate::draft::joined::JoinedDrafter;
@@ -41,7 +42,7 @@ pub struct DrafterFlags {
     #[arg(long, value_name = "DRAFTER")]
     pub drafter: Option<DrafterSpec>,
     /// How many tokens a draft model guesses at each step, unless --tree gives it a tree [default: 4].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>)]
     pub draft_tokens: Option<NonZeroUsize>,
 }
 

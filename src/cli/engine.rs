@@ -11,6 +11,7 @@ use super::backbone::backbone_config;
 use super::decoder::Decoder;
 use super::drafter::Drafts;
 use super::drafter::plan::DrafterPlan;
+use super::numbers::above_zero;
 use super::served::{Served, on_libtorch};
 use super::{CommonFlags, UsageError};
 use crate::decode::DecodeLoop;
@@ -39,7 +40,7 @@ pub struct EngineFlags {
     pub engine: EngineName,
     /// Maximum sequence length in tokens, prompt included [default: the backbone's context, or the one of the heads' training if rotary
     /// embeddings depend on it].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroU32>)]
     pub max_context: Option<NonZeroU32>,
 }
 

@@ -7,6 +7,8 @@ use clap::Args;
 use serde::Serialize;
 
 use super::downloads::{self, HubArgument};
+use super::numbers::above_zero;
+use super::progress::Progress;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::report::counted;
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
@@ -32,19 +34,19 @@ pub struct ExportArgs {
     #[arg(long, value_name = "FOLDER")]
     pub backbone: Option<PathBuf>,
     /// Export only the first K heads.
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = above_zero::<NonZeroUsize>)]
     pub medusa_num_heads: Option<NonZeroUsize>,
     /// Write medusa_lm_head.pt instead of safetensors (formats heads, tensorrt-llm; hydra is always pickled).
     #[arg(long)]
     pub pickle: bool,
     /// Accuracies for the model card [default: the run's calibration.json].
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, help_heading = "Model card", value_name = "FILE")]
     pub calibration: Option<PathBuf>,
     /// Tree to export with the heads [default: the run's tree.json].
     #[arg(long, value_name = "FILE")]
     pub tree: Option<PathBuf>,
     /// Benchmark results for the model card [default: the run's bench.json].
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, help_heading = "Model card", value_name = "FILE")]
     pub bench: Option<PathBuf>,
 }
 
@@ -75,7 +77,9 @@ pub fn run(args: &ExportArgs, common: &CommonFlags) -> anyhow::Result<()> {
         bench: args.bench.clone(),
     };
     bring_backbone(&mut request, common)?;
+    let progress = Progress::waiting(format!("writing {}", args.out.display()), common);
     let exported = export::export(&request).map_err(of_usage)?;
+    drop(progress);
     exported.notices.iter().for_each(|notice| common.say(notice));
     common.say(checked(&exported));
     match common.json {

@@ -1,6 +1,6 @@
 //! `medusa generate`: decodes prompts, streaming the text.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::num::NonZeroU32;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -13,8 +13,11 @@ use super::decoder::{Decoder, read_prompts};
 use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::{DrafterFlags, Drafts};
 use super::engine::EngineFlags;
+use super::numbers::above_zero;
+use super::progress::Counter;
 use super::served::ServedFlags;
 use super::{CommonFlags, print_json};
+use crate::data::report::counted;
 use crate::decode::DecodeLoop;
 use crate::decode::request::Request;
 use crate::decode::step::Drafting;
@@ -45,7 +48,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "F", group = "input")]
     pub prompts: Option<PathBuf>,
     /// Samples per prompt, each with its own random stream.
-    #[arg(long, value_name = "N", default_value = "1")]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = above_zero::<NonZeroU32>)]
     pub num_samples: NonZeroU32,
     #[command(flatten)]
     pub(super) drafter: DrafterFlags,
@@ -73,8 +76,9 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
     let drafts = decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
     let request = args.decoding.request(&[], Stream::default());
-    let mut writer =
-        Answers { decoder: &decoder, decoding: args.engine.take(&decoder, drafts, &request, common)?, args, common };
+    let decoding = args.engine.take(&decoder, drafts, &request, common)?;
+    let counter = counter(args, prompts.len(), common);
+    let mut writer = Answers { decoder: &decoder, decoding, args, common, counter };
     for (index, prompt) in prompts.iter().enumerate() {
         for sample in 0..args.num_samples.get() {
             writer.decoding.reset();
@@ -82,9 +86,18 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             let context = || format!("prompt {} of {}", index + 1, prompts.len());
             let answer = |turn, ids: &[i64]| writer.answer(ids, stream(turn));
             decoder.each_turn(&prompt.input, answer).with_context(context)?;
+            writer.counter.iter().for_each(Counter::inc);
         }
     }
     Ok(())
+}
+
+/// Progress through `--prompts`; a terminal shows the texts themselves.
+fn counter(args: &GenerateArgs, prompts: usize, common: &CommonFlags) -> Option<Counter> {
+    let samples = args.num_samples.get() as usize;
+    let things = if samples > 1 { "samples" } else { "prompts" };
+    let is_shown = args.prompts.is_some() && !io::stdout().is_terminal();
+    is_shown.then(|| Counter::new(prompts * samples, 0, things, common))
 }
 
 /// Decodes and prints answers. Later turns of a conversation reuse the loop's cache.
@@ -93,6 +106,7 @@ struct Answers<'a> {
     decoding: Box<dyn DecodeLoop + 'a>,
     args: &'a GenerateArgs,
     common: &'a CommonFlags,
+    counter: Option<Counter>,
 }
 
 impl Answers<'_> {
@@ -122,14 +136,18 @@ impl Answers<'_> {
     fn stream(&mut self, request: &Request) -> anyhow::Result<Told> {
         let told = to_stdout(|on_text| self.decode(request, on_text))?;
         let tally = told.generation.tally();
-        self.common.say(format_args!(
-            "[{} tokens in {} steps, {:.2} a step, {:.0} tokens/s, ended by {}]",
-            tally.tokens,
-            tally.steps,
+        let figures = format!(
+            "[{} in {}, {:.2} a step, {:.0} tokens/s, ended by {}]",
+            counted(tally.tokens, "token"),
+            counted(tally.steps, "step"),
             tally.tokens_per_step(),
             tally.tokens_per_second(),
             told.generation.finish_reason.name()
-        ));
+        );
+        match &self.counter {
+            Some(counter) => counter.say(figures),
+            None => self.common.say(figures),
+        }
         Ok(told)
     }
 }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
+use crate::data::report::counted;
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
@@ -232,17 +233,17 @@ fn calibration_text(found: &Calibration, out: &mut String) -> std::fmt::Result {
     writeln!(out, "heads        sha256 {}", found.heads_sha256)?;
     writeln!(out, "tokens       {}", found.tokens)?;
     let steps: usize = found.joint.runs.iter().map(Vec::len).sum();
-    writeln!(out, "replayable   {steps} tokens of {} texts", found.joint.runs.len())?;
+    writeln!(out, "replayable   {} of {}", counted(steps, "token"), counted(found.joint.runs.len(), "text"))?;
     run::accuracy_text(&run::accuracy_of(found), out)
 }
 
 fn tree_text(found: &TreeFound, out: &mut String) -> std::fmt::Result {
     if let Some(DynamicTree { nodes, depth, top_k }) = found.dynamic {
-        writeln!(out, "tree         chosen at each step: the {nodes} likeliest nodes")?;
+        writeln!(out, "tree         chosen at each step: at most {}, the likeliest", counted(nodes, "node"))?;
         writeln!(out, "heads        {depth}, of each up to {top_k} nodes with {top_k} guesses")?;
     } else {
         let (levels, guesses) = (&found.nodes_of_level, &found.guesses_of_head);
-        writeln!(out, "tree         {} nodes, on each level {levels:?}", found.nodes)?;
+        writeln!(out, "tree         {}, on each level {levels:?}", counted(found.nodes, "node"))?;
         writeln!(out, "heads        {}, of each this many guesses: {guesses:?}", guesses.len())?;
     }
     if let Some(tokens) = found.expected_tokens_per_step {
@@ -269,7 +270,12 @@ fn latency_text(found: &Latency, out: &mut String) -> std::fmt::Result {
     writeln!(out, "plain        {plain_step_ms:.3} ms a step")?;
     for &StepTime { nodes, depth, step_ms, dynamic } in steps {
         let chosen = if dynamic { ", chosen at each step" } else { "" };
-        writeln!(out, "tree         {step_ms:.3} ms a step, {nodes} nodes over {depth} heads{chosen}")?;
+        writeln!(
+            out,
+            "tree         {step_ms:.3} ms a step, {} over {}{chosen}",
+            counted(nodes, "node"),
+            counted(depth, "head")
+        )?;
     }
     Ok(())
 }

@@ -3,12 +3,14 @@
 //! Users start `medusa` and `medusa-train`, which [`launcher`] implements; [`medusa`] and [`medusa_train`] here are the same commands in a
 //! process that has loaded libtorch.
 //!
-//! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure; 2 invalid command line or recipe; 130 interrupted.
+//! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure: a damaged file, an unreachable Hub, a full disk; 2 invalid
+//! command line or recipe, which includes a path in it that does not exist; 130 interrupted.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Command, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use self::downloads::HubArgument;
 use self::drafter::spec::DrafterSpec;
@@ -36,11 +38,16 @@ pub mod init;
 pub mod inspect;
 pub mod launcher;
 pub mod loading;
+mod named_files;
+mod numbers;
 mod outputs;
 mod print;
+mod progress;
 pub mod push;
 mod reading;
+mod refused;
 pub mod report;
+mod run_heads;
 pub mod served;
 mod signals;
 mod threads;
@@ -102,7 +109,8 @@ impl Verb {
             }
             Verb::Chat(args) => of_decoding(None, &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone),
             Verb::Bench(args) => {
-                of_decoding(Some(&mut args.prompts), &mut args.heads, args.drafter.drafter.as_mut(), &mut args.backbone)
+                let drafters = args.drafters.iter_mut().chain(args.drafter.drafter.as_mut());
+                of_decoding(Some(&mut args.prompts), &mut args.heads, drafters, &mut args.backbone)
             }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),
@@ -126,28 +134,12 @@ impl Verb {
         places.into_iter().flatten().collect()
     }
 
-    /// Files that the verb will write, with the flags that name them.
-    fn outputs(&self) -> Vec<(&'static str, &Path)> {
-        let outputs = match self {
-            Verb::Calibrate(args) => vec![("--out", Some(&args.out))],
-            Verb::Report(args) => vec![("--out", args.out.as_ref())],
-            Verb::Tree(args) => {
-                let measured = args.latency.as_ref().filter(|path| !path.exists());
-                vec![("--out", args.out.as_ref()), ("--svg", args.svg.as_ref()), ("--latency", measured)]
-            }
-            Verb::Bench(args) => vec![("--csv", args.csv.as_ref())],
-            Verb::Data(args) => vec![("--svg", args.svg.as_ref())],
-            _ => Vec::new(),
-        };
-        outputs.into_iter().filter_map(|(flag, path)| Some((flag, path?.as_path()))).collect()
-    }
-
-    /// Checks the outputs and downloads the Hub ids, before the work.
+    /// Checks the files that the command line names and downloads the Hub ids, before the work.
     fn prepare(&mut self, common: &CommonFlags) -> anyhow::Result<()> {
-        for (flag, path) in self.outputs() {
-            outputs::check(flag, path, common)?;
-        }
-        downloads::fetch(self.places(), common)
+        self.check_outputs(common)?;
+        run_heads::enter(self.places(), common)?;
+        downloads::fetch(self.places(), common)?;
+        Ok(self.check_inputs()?)
     }
 
     /// Whether the command needs libtorch; if not, it runs in the launcher.
@@ -225,32 +217,12 @@ fn medusa_arguments() -> (CommonFlags, Verb) {
 
 /// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
 fn parse<P: CommandFactory + FromArgMatches>() -> (P, ArgMatches) {
-    let matches = without_ignored_flags(P::command()).get_matches();
+    let matches = refused::hide(P::command()).get_matches();
+    if let Err(error) = refused::check(&matches) {
+        P::command().error(ErrorKind::ArgumentConflict, error).exit();
+    }
     let parsed = P::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut P::command()).exit());
     (parsed, matches)
-}
-
-/// Hides the common flags that a verb ignores or refuses from its help; they still parse.
-fn without_ignored_flags(command: Command) -> Command {
-    if command.get_name() == "medusa-train" {
-        return command
-            .mut_args(|arg| if ["dtype", "seed"].contains(&arg.get_id().as_str()) { arg.hide(true) } else { arg });
-    }
-    let common: Vec<Arg> = command.get_arguments().cloned().collect();
-    command.mut_subcommands(|verb| {
-        let ignored: &[&str] = match verb.get_name() {
-            "init" | "train" | "doctor" => &["dtype", "seed"],
-            "data" => &["device", "dtype", "seed"],
-            "inspect" | "push" | "report" => &["device", "dtype", "seed", "threads"],
-            "calibrate" | "tree" => &["seed"],
-            "export" => &["device", "seed"],
-            _ => &[],
-        };
-        // A flag of the verb itself replaces the global one that clap would pass on to it.
-        verb.args(
-            common.iter().filter(|arg| ignored.contains(&arg.get_id().as_str())).map(|arg| arg.clone().hide(true)),
-        )
-    })
 }
 
 fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {

@@ -5,23 +5,31 @@ use std::path::Path;
 use super::{CommonFlags, UsageError};
 use crate::files;
 
-/// Rejects a file that cannot be written, and says so if one will be replaced; `flag` names it. Folders are not created.
+/// Rejects a file that cannot be written, and says so if one will be replaced; `flag` names it. Missing folders are made when it is
+/// written.
 ///
 /// # Errors
 /// [`UsageError`].
 pub(super) fn check(flag: &str, path: &Path, common: &CommonFlags) -> Result<(), UsageError> {
-    let folder = files::parent(path);
     let shown = path.display();
     if path.is_dir() {
         return Err(UsageError(format!("{flag} {shown} is a folder; expected a file")));
     }
+    let cannot = |why: String| UsageError(format!("{flag} {shown} cannot be written: {why}"));
+    let existing = path.ancestors().skip(1).map(in_words).find(|folder| folder.exists());
+    let folder = existing.ok_or_else(|| cannot("it is in no folder".into()))?;
     if !folder.is_dir() {
-        return Err(UsageError(format!("{flag} {shown}: there is no folder {}; create it first", folder.display())));
+        return Err(cannot(format!("{} is no folder", folder.display())));
     }
-    let cannot = |error| UsageError(format!("{flag} {shown} cannot be written: {error}"));
-    files::check_writable(path).map_err(cannot)?;
+    let name = path.file_name().unwrap_or(path.as_os_str());
+    files::check_writable(&folder.join(name)).map_err(|error| cannot(error.to_string()))?;
     if path.exists() {
         common.say(format_args!("{flag} {shown} exists and will be replaced"));
     }
     Ok(())
+}
+
+/// The folder of a bare file name is the working directory.
+fn in_words(folder: &Path) -> &Path {
+    if folder.as_os_str().is_empty() { Path::new(".") } else { folder }
 }

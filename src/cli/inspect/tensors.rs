@@ -124,6 +124,12 @@ impl TensorsFound {
         for TensorHeader { name, dtype, shape, .. } in &self.tensors {
             writeln!(out, "{name:width$}  {dtype:5} {shape:?}")?;
         }
-        writeln!(out, "{} tensors, {} values, {}", self.tensors.len(), self.parameters, mebibytes(self.bytes as u64))
+        writeln!(
+            out,
+            "{}, {} values, {}",
+            counted(self.tensors.len(), "tensor"),
+            self.parameters,
+            mebibytes(self.bytes as u64)
+        )
     }
 }

@@ -104,7 +104,7 @@ impl RunPreview {
                 self.validation_sequences
             ),
         ));
-        let steps = format!("{} ({} per epoch), {} tokens", self.steps, self.steps_per_epoch, self.tokens);
+        let steps = format!("{} ({} per epoch), {}", self.steps, self.steps_per_epoch, counted(self.tokens, "token"));
         lines.push(("steps", steps));
         lines
             .extend(self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes)))));

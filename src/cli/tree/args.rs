@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 
 use super::super::engine::EngineName;
+use super::super::numbers::above_zero;
 use super::super::served::QuantizationName;
 
 /// Search the tree with the most expected tokens per step (paper section 2.3.3), or per second.
@@ -20,7 +21,7 @@ pub struct TreeArgs {
     #[arg(long, value_name = "C")]
     pub calibration: PathBuf,
     /// Number of nodes without the root: guesses verified per step.
-    #[arg(long, value_name = "N", group = "size")]
+    #[arg(long, value_name = "N", group = "size", value_parser = above_zero::<NonZeroUsize>)]
     pub nodes: Option<NonZeroUsize>,
     /// With --nodes: write a tree that is chosen at each step from the likeliest guesses, in place of a static one.
     #[arg(long, conflicts_with_all = ["latency", "independent", "svg"])]
@@ -30,30 +31,42 @@ pub struct TreeArgs {
     #[arg(long, value_name = "L", group = "size")]
     pub latency: Option<PathBuf>,
     /// Backbone to time for --latency.
-    #[arg(long, value_name = "B", requires = "heads", conflicts_with = "nodes")]
+    #[arg(
+        long,
+        help_heading = "For this machine (--latency)",
+        value_name = "B",
+        requires = "heads",
+        conflicts_with = "nodes"
+    )]
     pub backbone: Option<PathBuf>,
     /// Heads to time for --latency.
-    #[arg(long, value_name = "H", requires = "backbone", conflicts_with = "nodes")]
+    #[arg(
+        long,
+        help_heading = "For this machine (--latency)",
+        value_name = "H",
+        requires = "backbone",
+        conflicts_with = "nodes"
+    )]
     pub heads: Option<PathBuf>,
     /// Engine to time for --latency: the one that `medusa generate` will use.
-    #[arg(long, value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto, conflicts_with = "nodes")]
+    #[arg(long, help_heading = "For this machine (--latency)", value_enum, value_name = "ENGINE", default_value_t = EngineName::Auto, conflicts_with = "nodes")]
     pub engine: EngineName,
     /// Quantise the backbone's linear layers to time for --latency [default: as in the heads' training].
-    #[arg(long, value_enum, value_name = "Q", conflicts_with = "nodes")]
+    #[arg(long, help_heading = "For this machine (--latency)", value_enum, value_name = "Q", conflicts_with = "nodes")]
     pub quantization: Option<QuantizationName>,
     /// Context length of the timed steps [default: 256, at most half the backbone's context].
-    #[arg(long, value_name = "N", conflicts_with = "nodes")]
+    #[arg(long, help_heading = "For this machine (--latency)", value_name = "N", conflicts_with = "nodes", value_parser = above_zero::<NonZeroUsize>)]
     pub context: Option<NonZeroUsize>,
     /// Largest tree to time or choose [default: 64; all sizes of an existing --latency file].
-    #[arg(long, value_name = "N", conflicts_with = "nodes")]
+    #[arg(long, help_heading = "For this machine (--latency)", value_name = "N", conflicts_with = "nodes", value_parser = above_zero::<NonZeroUsize>)]
     pub max_nodes: Option<NonZeroUsize>,
     /// Assume independent heads, as the paper does, instead of using the joint hits of the calibration.
     #[arg(long)]
     pub independent: bool,
     /// Output file [default: stdout].
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, help_heading = "Output", value_name = "FILE")]
     pub out: Option<PathBuf>,
     /// Also draw the tree as SVG.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, help_heading = "Output", value_name = "FILE")]
     pub svg: Option<PathBuf>,
 }

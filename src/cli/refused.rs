@@ -1,0 +1,54 @@
+//! Common flags that a verb has no use for: they are not in its help, and it refuses them.
+
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Command};
+
+use super::UsageError;
+use crate::torch::DeviceChoice;
+
+/// The common flags that are of no use in a verb.
+fn unused(verb: &str) -> &'static [&'static str] {
+    match verb {
+        "init" | "train" | "medusa-train" | "doctor" => &["dtype", "seed"],
+        "data" => &["device", "dtype", "seed"],
+        "inspect" | "push" | "report" => &["device", "dtype", "seed", "threads"],
+        "calibrate" | "tree" => &["seed"],
+        "export" => &["device", "seed"],
+        _ => &[],
+    }
+}
+
+/// Hides from each verb's help the common flags that it has no use for.
+pub(super) fn hide(command: Command) -> Command {
+    if command.get_name() == "medusa-train" {
+        return command.mut_args(|arg| match unused("medusa-train").contains(&arg.get_id().as_str()) {
+            true => arg.hide(true),
+            false => arg,
+        });
+    }
+    let common: Vec<Arg> = command.get_arguments().cloned().collect();
+    command.mut_subcommands(|verb| {
+        let unused = unused(verb.get_name());
+        // A flag of the verb itself replaces the global one that clap would pass on to it.
+        verb.args(common.iter().filter(|arg| unused.contains(&arg.get_id().as_str())).map(|arg| arg.clone().hide(true)))
+    })
+}
+
+/// Refuses the common flags that the verb has no use for. Training refuses its own, with the keys to set instead; `--device cpu` is
+/// what all others do.
+///
+/// # Errors
+/// [`UsageError`] names the flag and the verb.
+pub(super) fn check(matches: &ArgMatches) -> Result<(), UsageError> {
+    let Some((verb, of_verb)) = matches.subcommand().filter(|(verb, _)| *verb != "train") else { return Ok(()) };
+    let is_typed = |flag: &str| {
+        let typed = |matches: &ArgMatches| matches.value_source(flag) == Some(ValueSource::CommandLine);
+        typed(of_verb) || typed(matches)
+    };
+    let device = || [of_verb, matches].into_iter().find_map(|matches| matches.get_one::<DeviceChoice>("device"));
+    let on_cpu = || device().is_some_and(|device| matches!(device, DeviceChoice::Auto | DeviceChoice::Cpu));
+    match unused(verb).iter().find(|flag| is_typed(flag) && !(**flag == "device" && on_cpu())) {
+        Some(flag) => Err(UsageError(format!("--{flag} has no effect on `medusa {verb}`; drop it"))),
+        None => Ok(()),
+    }
+}
