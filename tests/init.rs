@@ -78,7 +78,7 @@ fn what_is_not_there_is_named_by_its_flag() {
     for (at, by, facts) in [
         (2, "./none", ["--backbone", "./none"]),
         (4, "none.jsonl", ["--data", "none.jsonl"]),
-        (6, "none/first.toml", ["--out none/first.toml", "no folder none"]),
+        (6, "rows.jsonl/first.toml", ["--out rows.jsonl/first.toml", "rows.jsonl is no folder"]),
     ] {
         let mut arguments = INIT.to_vec();
         arguments[at] = by;
