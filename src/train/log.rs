@@ -1,21 +1,15 @@
 //! The log of a run: `metrics.jsonl`, and the same curves as TensorBoard events.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
-
-use protobuf::Message;
-use tensorboard_proto::event::Event;
-use tensorboard_proto::summary::Summary;
-use tensorboard_rs::record_writer::RecordWriter;
-use tensorboard_rs::summary::scalar;
 
 use crate::draft::medusa::fused_loss::TOP;
 use crate::files::{failed, write_atomic};
 use crate::formats::metrics::{MetricsError, MetricsFile, MetricsLine, MetricsSplit};
 use crate::formats::run_folder::{METRICS, TENSORBOARD};
 use crate::train::step::StepMetrics;
+use crate::train::tensorboard::EventFile;
 
 impl MetricsLine {
     /// A line from the metrics of a step or an evaluation.
@@ -97,7 +91,7 @@ impl RunLog {
         write_atomic(&path, write_kept).map_err(failed("write", &path))?;
         let lines = OpenOptions::new().append(true).open(&path).map_err(failed("write", &path))?;
         let mut events = EventFile::create(&run.join(TENSORBOARD))?;
-        kept.iter().try_for_each(|(_, line)| events.append(line))?;
+        kept.iter().try_for_each(|(_, line)| events.append(line.step, &line.curves()))?;
         Ok(Self { path, lines, events })
     }
 
@@ -115,59 +109,6 @@ impl RunLog {
     /// [`MetricsError`].
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
         line.append_to(&mut self.lines).map_err(failed("write", &self.path))?;
-        self.events.append(line)
+        self.events.append(line.step, &line.curves())
     }
-}
-
-/// An event file of TensorBoard with one event per line of metrics.jsonl.
-struct EventFile {
-    path: PathBuf,
-    records: RecordWriter<BufWriter<File>>,
-}
-
-impl EventFile {
-    /// Creates the only file in `folder` and removes all others.
-    fn create(folder: &Path) -> Result<Self, MetricsError> {
-        if folder.exists() {
-            fs::remove_dir_all(folder).map_err(failed("remove", folder))?;
-        }
-        fs::create_dir_all(folder).map_err(failed("make", folder))?;
-        let path = folder.join(format!("events.out.tfevents.{:010.0}.medusa-train", now()));
-        let file = File::create(&path).map_err(failed("write", &path))?;
-        let mut events = Self { path, records: RecordWriter::new(BufWriter::new(file)) };
-        let mut first = Event::new();
-        first.set_file_version("brain.Event:2".into());
-        events.write(first)?;
-        Ok(events)
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
-    fn append(&mut self, line: &MetricsLine) -> Result<(), MetricsError> {
-        let mut summary = Summary::new();
-        for (tag, value) in line.curves() {
-            summary.mut_value().extend(scalar(&tag, value as f32).take_value());
-        }
-        let mut event = Event::new();
-        event.set_step(line.step as i64);
-        event.set_summary(summary);
-        self.write(event)
-    }
-
-    fn write(&mut self, mut event: Event) -> Result<(), MetricsError> {
-        event.set_wall_time(now());
-        let bytes = event.write_to_bytes().map_err(io::Error::from);
-        let written = bytes.and_then(|bytes| self.records.write(&bytes)).and_then(|()| self.records.flush());
-        Ok(written.map_err(failed("write", &self.path))?)
-    }
-}
-
-impl std::fmt::Debug for EventFile {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EventFile").field("path", &self.path).finish_non_exhaustive()
-    }
-}
-
-/// Seconds since 1970, the unit of event times.
-fn now() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

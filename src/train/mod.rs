@@ -27,6 +27,7 @@ pub mod state;
 pub mod step;
 pub mod target_rule;
 pub mod targets;
+mod tensorboard;
 pub mod training_loop;
 
 /// `[train]` of a recipe.

@@ -1,0 +1,119 @@
+//! TensorBoard's event file: records of protobuf messages (`Event` in TensorFlow's event.proto), each with two checksums.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use protobuf::{CodedOutputStream, ProtobufResult};
+
+use crate::files::failed;
+use crate::formats::metrics::MetricsError;
+
+/// Numbers of the fields that are written.
+mod field {
+    pub(super) const WALL_TIME: u32 = 1;
+    pub(super) const STEP: u32 = 2;
+    pub(super) const FILE_VERSION: u32 = 3;
+    pub(super) const SUMMARY: u32 = 5;
+    pub(super) const SUMMARY_VALUE: u32 = 1;
+    pub(super) const TAG: u32 = 1;
+    pub(super) const SIMPLE_VALUE: u32 = 2;
+}
+
+#[derive(Debug)]
+pub(super) struct EventFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl EventFile {
+    /// Creates the only file in `folder` and removes all others.
+    pub(super) fn create(folder: &Path) -> Result<Self, MetricsError> {
+        if folder.exists() {
+            fs::remove_dir_all(folder).map_err(failed("remove", folder))?;
+        }
+        fs::create_dir_all(folder).map_err(failed("make", folder))?;
+        let path = folder.join(format!("events.out.tfevents.{:010.0}.medusa-train", now()));
+        let file = File::create(&path).map_err(failed("write", &path))?;
+        let mut events = Self { path, file };
+        events.write(|event| event.write_string(field::FILE_VERSION, "brain.Event:2"))?;
+        Ok(events)
+    }
+
+    /// Appends one event with the value of each tag.
+    #[expect(clippy::cast_possible_truncation, reason = "TensorBoard keeps float32")]
+    pub(super) fn append(&mut self, step: usize, curves: &[(String, f64)]) -> Result<(), MetricsError> {
+        self.write(|event| {
+            event.write_int64(field::STEP, step as i64)?;
+            let summary = message(|summary| {
+                curves.iter().try_for_each(|(tag, value)| {
+                    let scalar = message(|scalar| {
+                        scalar.write_string(field::TAG, tag)?;
+                        scalar.write_float(field::SIMPLE_VALUE, *value as f32)
+                    })?;
+                    summary.write_bytes(field::SUMMARY_VALUE, &scalar)
+                })
+            })?;
+            event.write_bytes(field::SUMMARY, &summary)
+        })
+    }
+
+    fn write(
+        &mut self,
+        content: impl FnOnce(&mut CodedOutputStream<'_>) -> ProtobufResult<()>,
+    ) -> Result<(), MetricsError> {
+        let event = message(|event| {
+            event.write_double(field::WALL_TIME, now())?;
+            content(event)
+        });
+        let written = event.map_err(io::Error::from).and_then(|event| self.file.write_all(&record(&event)));
+        Ok(written.map_err(failed("write", &self.path))?)
+    }
+}
+
+fn message(content: impl FnOnce(&mut CodedOutputStream<'_>) -> ProtobufResult<()>) -> ProtobufResult<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut stream = CodedOutputStream::vec(&mut bytes);
+    content(&mut stream)?;
+    stream.flush()?;
+    drop(stream);
+    Ok(bytes)
+}
+
+/// A record of a TFRecord file: length, checksum of the length, data, checksum of the data.
+fn record(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    [&length[..], &masked_crc32c(&length).to_le_bytes(), data, &masked_crc32c(data).to_le_bytes()].concat()
+}
+
+/// A checksum of data that holds checksums would be weak, so the format rotates and shifts it.
+fn masked_crc32c(data: &[u8]) -> u32 {
+    const MASK_DELTA: u32 = 0xa282_ead8;
+    crc32c(data).rotate_right(15).wrapping_add(MASK_DELTA)
+}
+
+/// CRC-32 with Castagnoli's polynomial, bit by bit: a few hundred bytes at each logged step.
+fn crc32c(data: &[u8]) -> u32 {
+    const POLYNOMIAL: u32 = 0x82f6_3b78; // its bits reversed
+    let next_bit = |crc: u32, _| (crc >> 1) ^ if crc & 1 == 1 { POLYNOMIAL } else { 0 };
+    !data.iter().fold(!0, |crc, &byte| (0..8).fold(crc ^ u32::from(byte), next_bit))
+}
+
+/// Seconds since 1970, the unit of event times.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// RFC 3720, appendix B.4.
+    #[test]
+    fn crc32c_of_known_data() {
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+    }
+}
