@@ -54,3 +54,4 @@ mod training_command;
 mod training_run;
 mod tree;
 mod tree_prediction;
+mod wheel;

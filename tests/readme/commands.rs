@@ -9,7 +9,7 @@ use medusa::cli::{MedusaCommand, MedusaTrainCommand};
 use super::{Page, ROOT, assert_none, pages, recipes};
 
 /// Other programs that the documentation uses.
-const OTHERS: [&str; 8] = ["cargo", "export", "head", "hf", "ln", "printf", "python3", "rm"];
+const OTHERS: [&str; 9] = ["cargo", "export", "head", "hf", "ln", "pip", "printf", "python3", "rm"];
 /// A command's word that starts with one of these names a file of the repository.
 const FOLDERS: [&str; 7] = ["scripts/", "recipes/", "data/tiny/", "docs/", "tests/", "examples/", "benches/"];
 
