@@ -91,18 +91,22 @@ impl<'o> Hub<'o> {
         id::data(entry).map(|id| self.fetch(&id, Wanted::Data(split))).transpose()
     }
 
-    /// Replaces Hub ids in a list of data by local files and keeps paths and globs. Also returns the snapshots of those
-    /// files.
+    /// The local files of each entry of a list of data: those of a Hub id, or the path or glob itself. Also returns the snapshots of
+    /// those files.
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn fetch_all(&self, entries: &[String], split: DataSplit) -> Result<(Vec<String>, Vec<HubSnapshot>), HubError> {
+    pub fn fetch_all(
+        &self,
+        entries: &[String],
+        split: DataSplit,
+    ) -> Result<(Vec<Vec<String>>, Vec<HubSnapshot>), HubError> {
         let (mut all, mut origins) = (Vec::new(), Vec::new());
         for entry in entries {
             match self.fetch_data(entry, split)? {
-                None => all.push(entry.clone()),
+                None => all.push(vec![entry.clone()]),
                 Some(fetched) => {
-                    all.extend(fetched.files.iter().map(|file| file.to_string_lossy().into_owned()));
+                    all.push(fetched.files.iter().map(|file| file.to_string_lossy().into_owned()).collect());
                     origins.push(fetched.origin);
                 }
             }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::data::DataConfig;
+use crate::data::long_rows::LongRows;
 use crate::draft::medusa::heads::HeadsConfig;
 use crate::draft::medusa::loss::LossConfig;
 use crate::files::FileError;
@@ -88,6 +89,16 @@ impl Recipe {
         Ok(recipe.expect("a recipe without mistakes"))
     }
 
+    /// Parses the recipe.toml of a run. Versions without `data.long_rows` cut long rows.
+    fn of_run(text: &str) -> Option<Self> {
+        let file = Path::new(RECIPE);
+        let mut recipe = Self::parse(file, text).ok()?;
+        if LocatedToml::parse(file, text).key("data.long_rows").is_none() {
+            recipe.data.long_rows = LongRows::Truncate;
+        }
+        Some(recipe)
+    }
+
     /// The recipe with defaults in place of what is wrong; `None` if the mistakes leave nothing to read.
     fn read(findings: &mut Findings<'_>) -> Option<Self> {
         let recipe: Self = typed::read(findings)?;
@@ -122,7 +133,7 @@ impl Recipe {
             device,
             skip_bad_rows: false,
             resolved_recipe: self.resolved_toml(),
-            resolve: |text| Some(Self::parse(Path::new(RECIPE), text).ok()?.resolved_toml()),
+            resolve: |text| Some(Self::of_run(text)?.resolved_toml()),
             snapshot: None,
             sources: vec![],
         }

@@ -19,7 +19,6 @@ use arrow::ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use flate2::Compression as Level;
 use flate2::write::GzEncoder;
 use medusa::data::cache::TokenCache;
-use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
@@ -52,13 +51,11 @@ impl World {
     fn watched(&self, path: &Path, watch: Watch) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
         let settings = LoadSettings {
             tokenizer: Some(&self.tokenizer),
-            vocab_size: self.tokenizer.vocab_size(),
-            max_length: NonZeroUsize::new(self.max_length).expect("not 0"),
             cache: self.cache.as_ref(),
             template: Some(&self.template),
-            loss_on: LossOn::default(),
             skip_bad_rows: self.skip_bad_rows,
             watch,
+            ..LoadSettings::new(self.tokenizer.vocab_size(), NonZeroUsize::new(self.max_length).expect("not 0"))
         };
         let (rows, report) = data::load(&[path.display().to_string()], &settings)?;
         Ok((rows.iter().collect::<Result<_, _>>().expect("rows that were just read"), report))
@@ -199,7 +196,7 @@ fn rows_are_the_same_in_every_format() {
         let lines: Vec<String> = (0..COUNT).map(|row| shape.1(row).to_string()).collect();
         fs::write(&path, lines.join("\n")).unwrap();
         let (expected, report) = world.load(&path).unwrap();
-        assert_eq!((expected.len(), report.counts.read), (COUNT, COUNT), "{}", shape.0);
+        assert!(report.counts.read == COUNT && expected.len() >= COUNT, "{}: {report}", shape.0);
         for (name, bytes) in containers(shape) {
             fs::write(&path, bytes).unwrap();
             let (rows, got) = world.load(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -352,13 +349,15 @@ fn a_second_start_reads_no_data() {
 }
 
 #[test]
-fn a_huge_row_is_cut_and_one_beyond_the_limit_is_told() {
+fn a_huge_row_is_split_and_one_beyond_the_limit_is_told() {
     let dir = tempfile::tempdir().unwrap();
     let (mut world, path) = (World::new(), dir.path().join("rows.jsonl"));
     let ids = "7, ".repeat(3_500_000);
     fs::write(&path, format!("{{\"input_ids\": [{ids}7]}}\n{{\"text\": \"Sort 7\"}}")).unwrap();
     let (rows, report) = world.load(&path).unwrap();
-    assert_eq!((rows[0].input_ids.len(), rows.len(), report.counts.truncated), (64, 2, 1));
+    let pieces = 3_500_001_usize.div_ceil(64);
+    assert_eq!((rows[0].input_ids.len(), rows.len(), report.counts.pieces), (64, pieces + 1, pieces));
+    assert!(report.counts.tokens + report.counts.lost_tokens >= 3_500_001, "{report}");
     let talk: Vec<Value> = (0..4000)
         .map(|turn| json!({"role": (["user", "assistant"][turn % 2]), "content": said(turn, turn % 2)}))
         .collect();

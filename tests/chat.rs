@@ -14,9 +14,10 @@ use arrow::datatypes::{DataType, Field};
 use medusa::data::cache::TokenCache;
 use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateInputs};
+use medusa::data::long_rows::LongRows;
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings, Watch};
+use medusa::data::{self, CacheUse, DataError, DropReason, IGNORE, LoadReport, LoadSettings};
 use parquet::arrow::ArrowWriter;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -36,6 +37,7 @@ struct World {
     template: Option<ChatTemplate>,
     folder: TempDir,
     max_length: usize,
+    long_rows: LongRows,
     loss_on: LossOn,
     cache: Option<TokenCache>,
 }
@@ -48,6 +50,7 @@ impl World {
             template: ChatTemplate::choose(&choice, backbone).expect("a template that parses"),
             folder: tempfile::tempdir().expect("a temporary folder"),
             max_length: 4096,
+            long_rows: LongRows::default(),
             loss_on: LossOn::Assistant,
             cache: None,
         }
@@ -70,13 +73,11 @@ impl World {
     fn load(&self, path: &Path) -> Result<(Vec<TokenRow>, LoadReport), DataError> {
         let settings = LoadSettings {
             tokenizer: Some(&self.tokenizer),
-            vocab_size: self.tokenizer.vocab_size(),
-            max_length: NonZeroUsize::new(self.max_length).expect("not 0"),
             cache: self.cache.as_ref(),
             template: self.template.as_ref(),
+            long_rows: self.long_rows,
             loss_on: self.loss_on,
-            skip_bad_rows: false,
-            watch: Watch::default(),
+            ..LoadSettings::new(self.tokenizer.vocab_size(), NonZeroUsize::new(self.max_length).expect("not 0"))
         };
         let (rows, report) = data::load(&[path.display().to_string()], &settings)?;
         Ok((rows.iter().collect::<Result<_, _>>().expect("rows that were just read"), report))
@@ -396,7 +397,7 @@ fn what_is_left_out_is_counted_with_the_reason_also_from_the_cache() {
         json!({"messages": talk(&[("user", "Hi"), ("assistant", &long)])}),
         json!({"messages": talk(&[("user", "Hi"), ("assistant", "a")])}),
     ];
-    world.max_length = 40;
+    (world.max_length, world.long_rows) = (40, LongRows::Truncate);
     let (kept, report) = world.lines(&rows).unwrap();
     assert_eq!((report.counts.read, report.counts.rows, report.counts.truncated, kept.len()), (8, 2, 1, 2));
     let refusal = "conversation roles must alternate user/assistant/user/assistant/... after an optional system turn";
@@ -454,7 +455,10 @@ fn a_template_that_fails_on_every_row_is_an_error() {
         error.contains("x.jinja renders none of the 2 conversations in") && error.contains("rows.jsonl"),
         "{error}"
     );
-    assert!(error.contains("set data.chat_template to one that renders them: \"vicuna\", "), "{error}");
+    assert!(
+        error.contains("set data.chat_template (--chat-template) to one that renders them: \"vicuna\", "),
+        "{error}"
+    );
     let without_eos = tempfile::tempdir().unwrap();
     fs::copy(tiny().join("tokenizer.json"), without_eos.path().join("tokenizer.json")).unwrap();
     let error = World::new(without_eos.path(), "zephyr").lines(&[row("user")]).unwrap_err().to_string();
@@ -526,7 +530,7 @@ fn published_conversations_are_read() {
     let chatml = [(55_960, 22_646), (153_381, 90_228), (90_620, 40_821)];
     let too_long: BTreeMap<_, _> = [(DropReason::NoLabelLeft, 1)].into(); // 6,293 Chinese characters before the only answer
     for (template, tokens) in [("vicuna", vicuna), ("chatml", chatml)] {
-        let mut world = World::new(&backbone, template);
+        let mut world = World { long_rows: LongRows::Truncate, ..World::new(&backbone, template) };
         let loaded = files.each_ref().map(|path| world.load(path).unwrap());
         assert_eq!(loaded.each_ref().map(|(_, report)| report.counts.read), [500, 300, 1000], "{template}");
         assert_eq!(loaded.each_ref().map(|(rows, _)| rows.len()), kept, "{template}");
@@ -555,14 +559,15 @@ fn published_conversations_are_read() {
         };
         assert_eq!(files.each_ref().map(|path| spans(path)), answers, "{template}: one span an answer");
         if template == "vicuna" {
-            let own = World::new(&backbone, "tokenizer");
+            let own = World { long_rows: LongRows::Truncate, ..World::new(&backbone, "tokenizer") };
             assert_eq!(
                 (own.load(&files[0]).unwrap(), own.load(&files[2]).unwrap()),
                 (loaded[0].clone(), loaded[2].clone())
             );
         }
     }
-    let (rows, report) = World::new(&backbone, "llama-2").load(&files[1]).unwrap();
+    let world = World { long_rows: LongRows::Truncate, ..World::new(&backbone, "llama-2") };
+    let (rows, report) = world.load(&files[1]).unwrap();
     assert_eq!((rows.len(), report.counts.dropped), (299, too_long), "tools alternate with the assistant as users do");
 }
 

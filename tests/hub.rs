@@ -587,6 +587,28 @@ fn offline_a_data_set_is_whole_or_refused() {
     check("org/rows/data/a.jsonl", "1").succeeded();
 }
 
+#[test]
+fn a_config_and_a_split_are_one_entry_of_a_mix() {
+    let world = World::new();
+    let small = run_from_the_hub(&world);
+    let rows = |name| (name, small.bytes("rows.jsonl"));
+    let files = [rows("en/train-0.jsonl"), rows("en/train-1.jsonl"), rows("en/test-0.jsonl"), rows("fr/train-0.jsonl")];
+    world.server.add("datasets/org/talks", &files);
+    small.write("validation_here.jsonl", small.bytes("validation.jsonl"));
+    small.edit("recipe.toml", "[\"org/rows@main/data/test.jsonl\"]", "[\"validation_here.jsonl\"]");
+    small.edit("recipe.toml", "[\"org/rows\"]", "[\"org/talks:en:train\", \"rows.jsonl\"]\nmix = [3.0, 1.0]");
+    let check = || -> Ended {
+        let mut command = small.trainer(&["--check"]);
+        world.with_environment(&mut command).current_dir(small.root()).output().expect("it starts").into()
+    };
+    let told = check().succeeded().stdout;
+    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix ")).collect();
+    assert!(shares.len() == 2 && shares[0].contains("org/talks:en:train: 75.0 %"), "{told}");
+    assert!(told.contains("in 3 files"), "{told}");
+    small.edit("recipe.toml", "org/talks:en:train", "org/talks:de:train");
+    check().failed(1, &["recipe.toml:", "data.train: ", "no data files of config \"de\"", "fr/train-0.jsonl"]);
+}
+
 /// A small run whose backbone and rows are on the Hub.
 fn run_from_the_hub(world: &World) -> SmallRun {
     let small = SmallRun::new();

@@ -8,14 +8,13 @@
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, TemplateChoice};
 use medusa::data::loader::{Batch, Loader};
 use medusa::data::pack::{self, Sequences};
 use medusa::data::rows::TokenRow;
 use medusa::data::store::RowStore;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, LoadSettings, Watch};
+use medusa::data::{self, LoadSettings};
 use medusa::draft::medusa::heads::{Heads, HeadsConfig};
 use medusa::draft::medusa::loss::{self, Targets};
 use medusa::model::attention::RowMask;
@@ -40,13 +39,8 @@ fn load(patterns: &[String], backbone: &Path, template: &str, max_length: usize)
     let template = ChatTemplate::choose(&choice, backbone).expect("a template");
     let settings = LoadSettings {
         tokenizer: Some(&tokenizer),
-        vocab_size: tokenizer.vocab_size(),
-        max_length: NonZeroUsize::new(max_length).expect("not 0"),
-        cache: None,
         template: template.as_ref(),
-        loss_on: LossOn::default(),
-        skip_bad_rows: false,
-        watch: Watch::default(),
+        ..LoadSettings::new(tokenizer.vocab_size(), NonZeroUsize::new(max_length).expect("not 0"))
     };
     data::load(patterns, &settings).expect("rows").0
 }

@@ -15,6 +15,7 @@ mod cuda_hydra;
 mod cuda_kernels;
 mod data;
 mod data_command;
+mod data_formats;
 mod decoding;
 mod distill;
 mod embedded_default;

@@ -5,11 +5,10 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateInputs};
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, IGNORE, LoadSettings, Watch};
+use medusa::data::{self, IGNORE, LoadSettings};
 use medusa::files::write_atomic;
 use serde_json::Value;
 
@@ -40,13 +39,8 @@ fn row_of(row: &Value, template: &ChatTemplate, tokenizer: &TextTokenizer) -> Op
     write_atomic(&path, |out| std::io::Write::write_all(out, row.to_string().as_bytes())).expect("a file");
     let settings = LoadSettings {
         tokenizer: Some(tokenizer),
-        vocab_size: tokenizer.vocab_size(),
-        max_length: NonZeroUsize::new(1 << 16).expect("not 0"),
-        cache: None,
         template: Some(template),
-        loss_on: LossOn::Assistant,
-        skip_bad_rows: false,
-        watch: Watch::default(),
+        ..LoadSettings::new(tokenizer.vocab_size(), NonZeroUsize::new(1 << 16).expect("not 0"))
     };
     let (rows, _) = data::load(&[path.display().to_string()], &settings).ok()?;
     rows.iter().next().map(|row| row.expect("a row that was just read"))

@@ -8,11 +8,10 @@ use std::path::{Path, PathBuf};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use medusa::data::chat::LossOn;
 use medusa::data::chat_template::ChatTemplate;
 use medusa::data::rows::TokenRow;
 use medusa::data::tokenize::TextTokenizer;
-use medusa::data::{self, LoadSettings, Watch};
+use medusa::data::{self, LoadSettings};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -102,13 +101,8 @@ fn rows(folder: &TempDir) -> (Vec<TokenRow>, Vec<String>) {
     let template = ChatTemplate::choose(&choice, folder.path()).expect("a template");
     let settings = LoadSettings {
         tokenizer: Some(&tokenizer),
-        vocab_size: tokenizer.vocab_size(),
-        max_length: NonZeroUsize::new(4096).expect("not 0"),
-        cache: None,
         template: template.as_ref(),
-        loss_on: LossOn::default(),
-        skip_bad_rows: false,
-        watch: Watch::default(),
+        ..LoadSettings::new(tokenizer.vocab_size(), NonZeroUsize::new(4096).expect("not 0"))
     };
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data/messages_1k.jsonl");
     let text = fs::read_to_string(data).expect("a fixture");

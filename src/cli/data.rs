@@ -10,18 +10,21 @@ use serde_json::json;
 
 use super::backbone::backbone_config;
 use super::decoder::chat_template;
-use super::numbers::above_zero;
+use super::numbers::{above_zero, positive};
 use super::reading::watched;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::cache::TokenCache;
 use crate::data::chat::LossOn;
 use crate::data::chat_template::{ChatTemplate, TemplateChoice};
+use crate::data::column_names::ColumnNames;
+use crate::data::long_rows::LongRows;
 use crate::data::mask::{self, TokenPiece};
 use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
-use crate::data::{self, LoadReport, LoadSettings, Watch, pack};
+use crate::data::{self, LoadReport, LoadSettings, pack};
 use crate::files;
+use crate::numbers::Positive;
 
 /// Preview a training set: rows kept and dropped, packing, loss mask.
 #[derive(Debug, Args)]
@@ -29,9 +32,12 @@ use crate::files;
     after_help = "Example:\n  medusa data data/tiny/train.jsonl --backbone data/tiny/backbone\n  medusa data chats.json --backbone B --chat-template vicuna --row 3 \\\n    --svg mask.svg"
 )]
 pub struct DataArgs {
-    /// Files, globs or Hub data sets (owner/name, owner/name@revision or owner/name/file), as in a recipe's data.train.
+    /// Files, folders, globs or Hub data sets (owner/name, owner/name/file or owner/name:config:split), as in a recipe's data.train.
     #[arg(required = true, value_name = "F")]
     pub files: Vec<String>,
+    /// Local files of each, once Hub data sets are downloaded.
+    #[arg(skip)]
+    pub(super) fetched: Vec<Vec<String>>,
     /// Backbone folder or Hub id, for its tokenizer, chat template and config.
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
@@ -39,12 +45,25 @@ pub struct DataArgs {
     /// mistral) or a .jinja file.
     #[arg(long, value_name = "TEMPLATE", default_value = "tokenizer", value_parser = chat_template)]
     pub chat_template: TemplateChoice,
+    /// Columns that rows are made of, if they have other names: prompt=question,completion=answer; also text=…, messages=…, or
+    /// instruction=…,output=….
+    #[arg(long, value_name = "KEY=COLUMN,…")]
+    pub columns: Option<ColumnNames>,
     /// Which tokens of a conversation carry loss.
     #[arg(long, value_enum, value_name = "WHAT", default_value = "assistant")]
     pub loss_on: LossOn,
-    /// Truncate rows to this many tokens [default: the backbone's context].
+    /// Tokens of the longest row [default: the backbone's context].
     #[arg(long, value_name = "TOKENS", value_parser = above_zero::<NonZeroUsize>)]
     pub max_length: Option<NonZeroUsize>,
+    /// What becomes of longer rows.
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "split")]
+    pub long_rows: LongRows,
+    /// Read at most this many rows of each of the files, globs or data sets.
+    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>)]
+    pub limit: Option<NonZeroUsize>,
+    /// Weights of the files, globs or data sets: each gives this share of the tokens.
+    #[arg(long, value_name = "W,W,…", value_delimiter = ',', value_parser = positive, conflicts_with = "row")]
+    pub mix: Vec<Positive>,
     /// Skip and count malformed rows instead of stopping at the first, as medusa-train does with this flag.
     #[arg(long)]
     pub skip_bad_rows: bool,
@@ -61,6 +80,7 @@ pub struct DataArgs {
 /// # Errors
 /// An error in the backbone's files or the rows, a row number that is too large, or a file that cannot be written.
 pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    check_mix(args)?;
     // Rows of token ids need no tokenizer; rows of text report a missing one.
     let tokenizer = TextTokenizer::load_if_there(&args.backbone)?;
     let (vocab_size, max_length) = limits(args, tokenizer.as_ref())?;
@@ -68,19 +88,30 @@ pub fn run(args: &DataArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let cache = TokenCache::of_user();
     let settings = LoadSettings {
         tokenizer: tokenizer.as_ref(),
-        vocab_size,
-        max_length,
+        long_rows: args.long_rows,
+        limit: args.limit,
         cache: cache.as_ref(),
+        columns: args.columns.as_ref(),
         template: template.as_ref(),
         loss_on: args.loss_on,
         skip_bad_rows: args.skip_bad_rows,
-        watch: Watch::default(),
+        ..LoadSettings::new(vocab_size, max_length)
     };
-    let (rows, report) = watched(common, |watch| data::load(&args.files, &LoadSettings { watch, ..settings }))?;
+    let entries = data::entries(&args.files, &args.fetched);
+    let (rows, report) = watched(common, |watch| data::load_entries(&entries, &LoadSettings { watch, ..settings }))?;
     match args.row {
         Some(row) => show(args, row, &rows, tokenizer.as_ref(), common),
-        None => tell(rows, &report, max_length, common),
+        None => tell(args, rows, &report, max_length, common),
     }
+}
+
+fn check_mix(args: &DataArgs) -> Result<(), UsageError> {
+    let (weights, files) = (args.mix.len(), args.files.len());
+    if weights == 0 || weights == files {
+        return Ok(());
+    }
+    let (weights, files) = (counted(weights, "weight"), counted(files, "file, glob or data set"));
+    Err(UsageError(format!("--mix: expected a weight for each file, glob or data set, got {weights} for {files}")))
 }
 
 /// The vocabulary size and the maximum length: from config.json, or, for a folder with only a tokenizer, from the
@@ -99,11 +130,27 @@ fn limits(args: &DataArgs, tokenizer: Option<&TextTokenizer>) -> anyhow::Result<
     Ok((usize::try_from(config.vocab_size)?, args.max_length.unwrap_or(context)))
 }
 
-fn tell(rows: RowStore, report: &LoadReport, max_length: NonZeroUsize, common: &CommonFlags) -> anyhow::Result<()> {
-    let (_, packed) = pack::pack(rows, max_length.get());
+fn tell(
+    args: &DataArgs,
+    rows: RowStore,
+    report: &LoadReport,
+    max_length: NonZeroUsize,
+    common: &CommonFlags,
+) -> anyhow::Result<()> {
+    let (packed, shares) = match args.mix.as_slice() {
+        [] => (pack::pack(rows, max_length.get()).1, vec![]),
+        weights => {
+            let mix = data::mixed(rows, &report.rows_of_entries, weights, &args.files, Some(max_length.get()))?;
+            (mix.report(max_length.get()), mix.shares())
+        }
+    };
     if common.json {
         let packing = json!({"max_length": max_length, "sequences": packed.sequences, "fill_rate": packed.fill_rate()});
-        return print_json(&json!({"data": report, "packing": packing}));
+        let mut line = json!({"data": report, "packing": packing});
+        if !shares.is_empty() {
+            line["mix"] = json!(shares);
+        }
+        return print_json(&line);
     }
     for file in &report.files {
         print_line(format_args!("{}: {}", file.path.display(), counted(file.rows, "row")))?;
@@ -111,6 +158,9 @@ fn tell(rows: RowStore, report: &LoadReport, max_length: NonZeroUsize, common: &
     print_line(report)?;
     if let Some(took) = &report.tokenised {
         common.say(format_args!("tokenised {took}"));
+    }
+    for (entry, share) in args.files.iter().zip(&shares) {
+        print_line(format_args!("mix: {entry}: {share}"))?;
     }
     let (sequences, fill) = (counted(packed.sequences, "sequence"), 100.0 * packed.fill_rate());
     print_line(format_args!("packed: {sequences} of {max_length} tokens, {fill:.1} % full"))

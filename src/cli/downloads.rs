@@ -16,8 +16,8 @@ pub(super) enum HubArgument<'a> {
     Model(&'a mut PathBuf, Wanted),
     /// One file of prompts.
     File(&'a mut PathBuf),
-    /// Data files and globs.
-    Data(&'a mut Vec<String>, DataSplit),
+    /// Data files and globs, and where the local files of each go.
+    Data(&'a [String], &'a mut Vec<Vec<String>>, DataSplit),
 }
 
 impl<'a> HubArgument<'a> {
@@ -45,7 +45,7 @@ impl<'a> HubArgument<'a> {
         match self {
             Self::Model(path, _) => path.to_str().is_some_and(|text| id::model(text).is_some()),
             Self::File(path) => path.to_str().is_some_and(|text| id::data(text).is_some()),
-            Self::Data(entries, _) => entries.iter().any(|entry| id::data(entry).is_some()),
+            Self::Data(entries, ..) => entries.iter().any(|entry| id::data(entry).is_some()),
         }
     }
 }
@@ -86,7 +86,7 @@ fn fetch_one(hub: &Hub<'_>, place: HubArgument<'_>) -> anyhow::Result<()> {
                 *path = only(path, fetched.files)?;
             }
         }
-        HubArgument::Data(entries, split) => *entries = hub.fetch_all(entries, split)?.0,
+        HubArgument::Data(entries, fetched, split) => *fetched = hub.fetch_all(entries, split)?.0,
     }
     Ok(())
 }

@@ -114,13 +114,13 @@ impl Verb {
             }
             Verb::Calibrate(args) => vec![
                 args.prompts.as_mut().map(HubArgument::File),
-                Some(HubArgument::Data(&mut args.data, DataSplit::HeldOut)),
+                Some(HubArgument::Data(&args.data, &mut args.fetched, DataSplit::HeldOut)),
                 Some(HubArgument::heads(&mut args.heads)),
                 Some(HubArgument::backbone(&mut args.backbone)),
             ],
             Verb::Data(args) => {
                 let backbone = HubArgument::Model(&mut args.backbone, Wanted::BackboneWithoutWeights);
-                vec![Some(HubArgument::Data(&mut args.files, DataSplit::Train)), Some(backbone)]
+                vec![Some(HubArgument::Data(&args.files, &mut args.fetched, DataSplit::Train)), Some(backbone)]
             }
             Verb::Tree(args) => {
                 vec![args.heads.as_mut().map(HubArgument::heads), args.backbone.as_mut().map(HubArgument::backbone)]

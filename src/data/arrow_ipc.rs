@@ -8,6 +8,7 @@ use arrow::array::RecordBatch;
 use arrow::error::ArrowError;
 use arrow::ipc::reader::{FileReader, StreamReader};
 
+use super::column_names::ColumnNames;
 use super::columns;
 use super::opened::CountedFile;
 use super::rows::{RowError, RowLocation, RowProblem};
@@ -36,12 +37,12 @@ enum ArrowReader {
 
 impl ArrowBatches {
     /// The file format: a footer says where its batches are.
-    pub(super) fn of_file(file: File, path: &Path) -> Result<Self, RowError> {
+    pub(super) fn of_file(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
         let open = || {
             let size = file.metadata()?.len();
             let wanted = {
                 let reader = FileReader::try_new_buffered(file.try_clone()?, None)?;
-                columns::wanted(&reader.schema())
+                columns::wanted(&reader.schema(), names)
             };
             Ok(wanted.map(|wanted| (size, wanted)))
         };
@@ -57,10 +58,14 @@ impl ArrowBatches {
     }
 
     /// The stream format: batch after batch until the end.
-    pub(super) fn of_stream(bytes: BufReader<CountedFile>, path: &Path) -> Result<Self, RowError> {
+    pub(super) fn of_stream(
+        bytes: BufReader<CountedFile>,
+        path: &Path,
+        names: Option<&ColumnNames>,
+    ) -> Result<Self, RowError> {
         let schema = || Ok(StreamReader::try_new_buffered(File::open(path)?, None)?.schema());
         let wanted =
-            columns::wanted(&*told(path, schema)?).map_err(|problem| RowLocation::file(path).error(problem))?;
+            columns::wanted(&*told(path, schema)?, names).map_err(|problem| RowLocation::file(path).error(problem))?;
         let reader = told(path, || StreamReader::try_new(bytes, Some(wanted)))?;
         Ok(Self { reader: ArrowReader::Stream(Box::new(reader)), rest: None, at_once: ROWS_AT_ONCE, size: 0 })
     }
@@ -127,7 +132,7 @@ mod tests {
         let mut writer = FileWriter::try_new(File::create(&path).unwrap(), &batch.schema()).unwrap();
         writer.write(&batch).unwrap();
         writer.finish().unwrap();
-        let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path).unwrap();
+        let mut batches = ArrowBatches::of_file(File::open(&path).unwrap(), &path, None).unwrap();
         assert_eq!(batches.next(&path).unwrap().unwrap().num_rows(), 100);
     }
 }

@@ -11,11 +11,12 @@ use super::report::DropReason;
 use super::rows::{IGNORE, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
 
-/// `data.loss_on` in a recipe and `--loss-on`: which tokens of a conversation carry loss. It does not apply to rows of text or token ids.
+/// `data.loss_on` in a recipe and `--loss-on`: which tokens of a conversation, or of a prompt with its completion, carry loss.
+/// It does not apply to rows of text or token ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum LossOn {
-    /// The assistant's turns, with their end-of-turn tokens.
+    /// The assistant's turns, with their end-of-turn tokens; of a prompt with its completion, the completion.
     #[default]
     Assistant,
     /// All tokens.
@@ -29,6 +30,8 @@ pub(super) struct ConversationRenderer<'a> {
     pub(super) inputs: &'a TemplateInputs,
     pub(super) tokenizer: &'a TextTokenizer,
     pub(super) loss_on: LossOn,
+    /// So many turns carry no loss, whoever speaks.
+    pub(super) given: usize,
 }
 
 /// With more answers than this in a conversation, what surrounds one of them is looked for around the others: to render the
@@ -100,7 +103,7 @@ impl ConversationRenderer<'_> {
             let text = self.text(&messages, false)?;
             return Ok(MaskedText { learned: std::iter::once(0..text.len()).collect(), text });
         }
-        let answers: Vec<usize> = (0..turns.len()).filter(|&at| self.is_learned(&turns[at])).collect();
+        let answers: Vec<usize> = (0..turns.len()).filter(|&at| self.is_learned(turns, at)).collect();
         if answers.is_empty() {
             return Err(DropReason::NoAssistantTurn.into());
         }
@@ -117,8 +120,9 @@ impl ConversationRenderer<'_> {
     }
 
     /// Answers are learned, and calls where the template writes them in the model's own way. Calls that are text are not.
-    fn is_learned(&self, turn: &Turn) -> bool {
-        turn.role == Role::Assistant || turn.calls().is_some() && self.template.takes_calls
+    fn is_learned(&self, turns: &[Turn], at: usize) -> bool {
+        let turn = &turns[at];
+        at >= self.given && (turn.role == Role::Assistant || turn.calls().is_some() && self.template.takes_calls)
     }
 
     fn answers(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
@@ -196,12 +200,13 @@ impl ConversationRenderer<'_> {
     fn render_generation(&self, turns: &[Turn], messages: &[Message]) -> Result<MaskedText, Refused> {
         let marked = self.template.render_generation(messages, self.inputs)?;
         let Marked { text, spans } = marked.ok_or(DropReason::AnswersNotFound)?;
-        let mut assistants = turns.iter().filter(|turn| matches!(turn.role, Role::Assistant | Role::Call));
+        let is_assistants = |at: &usize| matches!(turns[*at].role, Role::Assistant | Role::Call);
+        let mut assistants = (0..turns.len()).filter(is_assistants);
         if spans.len() == assistants.clone().count() {
-            let learned = spans.into_iter().zip(assistants).filter(|(_, turn)| self.is_learned(turn));
+            let learned = spans.into_iter().zip(assistants).filter(|(_, at)| self.is_learned(turns, *at));
             return Ok(MaskedText { text, learned: learned.map(|(span, _)| span).collect() });
         }
-        if assistants.any(|turn| !self.is_learned(turn)) {
+        if assistants.any(|at| !self.is_learned(turns, at)) {
             return Err(DropReason::AnswersNotFound.into());
         }
         Ok(MaskedText { text, learned: spans })
@@ -278,7 +283,7 @@ fn blanks_behind(ending: &str) -> usize {
 
 /// Tokens from the first to the last that shares a byte with a span, as transformers' assistant mask has it: a token
 /// across the border is learned whole.
-fn labels(input_ids: &[i32], places: &[Range<usize>], learned: &[Range<usize>]) -> Vec<i32> {
+pub(super) fn labels(input_ids: &[i32], places: &[Range<usize>], learned: &[Range<usize>]) -> Vec<i32> {
     let mut labels = vec![IGNORE; input_ids.len()];
     for span in learned {
         let touches = |place: &Range<usize>| match place.is_empty() {
@@ -343,7 +348,8 @@ mod tests {
             let choice = TemplateChoice::try_from(name.to_owned()).unwrap();
             let template = ChatTemplate::choose(&choice, &folder).unwrap().unwrap();
             let (inputs, loss_on) = (TemplateInputs::default(), LossOn::Assistant);
-            let chat = ConversationRenderer { template: &template, inputs: &inputs, tokenizer: &tokenizer, loss_on };
+            let chat =
+                ConversationRenderer { template: &template, inputs: &inputs, tokenizer: &tokenizer, loss_on, given: 0 };
             let turns = long_talk();
             let messages: Vec<Message> = turns.iter().map(|turn| chat.message(turn)).collect();
             let answers: Vec<usize> = (1..turns.len()).step_by(2).collect();

@@ -1,29 +1,43 @@
 //! Rows of columns, as Parquet and Arrow files have them: `input_ids` and `labels`, `messages` or `conversations` (lists of
-//! structs), `instruction`, `input` and `output`, or `text`.
+//! structs, or structs of lists), `instruction`, `input` and `output`, `prompt` and `completion`, or `text`.
 
-use arrow::array::{Array, ArrayRef, AsArray, LargeListArray, LargeStringArray, RecordBatch};
-use arrow::buffer::{OffsetBuffer, ScalarBuffer};
+use std::ops::Range;
+
+use arrow::array::{Array, ArrayRef, AsArray, LargeListArray, LargeStringArray, RecordBatch, StructArray};
+use arrow::buffer::{NullBuffer, OffsetBuffer, ScalarBuffer};
 use arrow::compute::cast;
 use arrow::datatypes::{DataType, Field, Int64Type, Schema};
 use arrow::error::ArrowError;
 use arrow::util::display::array_value_to_string;
 
 use super::chat_template::TemplateInputs;
+use super::column_names::ColumnNames;
 use super::conversation::{self, Role, Turn};
 use super::jsonl;
 use super::raw_row::RawRow;
+use super::report::counted;
 use super::rows::{ROW_LIMIT, RowProblem};
 
-const TEXTS: [&str; 4] = ["text", "instruction", "input", "output"];
+const TEXTS: [&str; 6] = ["text", "instruction", "input", "output", "prompt", "completion"];
 const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
+/// Of strings, or of lists of messages.
+const PAIR: [&str; 2] = ["prompt", "completion"];
 const LISTS: [&str; 2] = ["input_ids", "labels"];
 const TOOLS: &str = "tools";
 /// Names of a turn's parts, OpenAI's and ShareGPT's.
 const ROLE: [&str; 2] = ["role", "from"];
 const CONTENT: [&str; 2] = ["content", "value"];
 
-/// The places of the columns that rows are made of. What is wrong with a file's columns is told before its first row.
-pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, RowProblem> {
+/// The places of the columns that rows are made of: those of `names`, or those whose names are known. What is wrong with a file's
+/// columns is told before its first row.
+pub(super) fn wanted(schema: &Schema, names: Option<&ColumnNames>) -> Result<Vec<usize>, RowProblem> {
+    let Some(names) = names else { return known(schema) };
+    let (places, fields): (Vec<usize>, Vec<_>) = names.of_schema(schema)?.into_iter().unzip();
+    known(&Schema::new(fields))?;
+    Ok(places)
+}
+
+fn known(schema: &Schema) -> Result<Vec<usize>, RowProblem> {
     check(schema)?;
     let has_tokens = schema.column_with_name("input_ids").is_some();
     let is_wanted = |name: &str| {
@@ -37,7 +51,8 @@ pub(super) fn wanted(schema: &Schema) -> Result<Vec<usize>, RowProblem> {
 fn check(schema: &Schema) -> Result<(), RowProblem> {
     let has = |key: &str| schema.column_with_name(key).is_some();
     let has_alpaca = has("instruction") && has("output");
-    if !["input_ids", "messages", "conversations", "text"].into_iter().any(has) && !has_alpaca {
+    let has_pair = PAIR.into_iter().all(has);
+    if !["input_ids", "messages", "conversations", "text"].into_iter().any(has) && !has_alpaca && !has_pair {
         return Err(RowProblem::NoKnownKey {
             found: schema.fields().iter().map(|field| field.name().clone()).collect(),
         });
@@ -55,19 +70,28 @@ fn check(schema: &Schema) -> Result<(), RowProblem> {
         if CONVERSATIONS.contains(&name) && !has("input_ids") && !is_conversation(kind) {
             return wrong(
                 field,
-                "a column of lists of structs with strings \"role\" and \"content\", or \"from\" and \"value\"",
+                "a column of lists of structs with strings \"role\" and \"content\", or \"from\" and \"value\" (or of structs of such lists)",
             );
         }
         let has_conversations = CONVERSATIONS.into_iter().any(has) && !has("input_ids");
         if name == TOOLS && has_conversations && !is_text(kind) {
             return wrong(field, "a column of strings, each a list of tools as JSON");
         }
-        let is_read = name == "text" || (TEXTS.contains(&name) && has_alpaca);
+        let is_read = name == "text" || (TEXTS[..4].contains(&name) && has_alpaca);
         if is_read && !has("input_ids") && !is_text(kind) {
             return wrong(field, "a column of strings");
         }
     }
-    Ok(())
+    if !has_pair || has("input_ids") || CONVERSATIONS.into_iter().any(has) {
+        return Ok(());
+    }
+    let [prompt, completion] = PAIR.map(|key| schema.field_with_name(key).expect("it has the pair"));
+    match (prompt.data_type(), completion.data_type()) {
+        (asked, said) if is_text(asked) && is_text(said) || is_conversation(asked) && is_conversation(said) => Ok(()),
+        (asked, _) if is_text(asked) => wrong(completion, "a column of strings, as prompt is"),
+        (asked, _) if is_conversation(asked) => wrong(completion, "a column of messages, as prompt is"),
+        _ => wrong(prompt, "a column of strings, or of lists of structs with strings \"role\" and \"content\""),
+    }
 }
 
 fn is_integer_list(kind: &DataType) -> bool {
@@ -86,15 +110,26 @@ fn is_text(kind: &DataType) -> bool {
     }
 }
 
+/// Lists of structs with a role and a content, or a struct of such lists, as `datasets` stores a `Sequence` of several features.
 fn is_conversation(kind: &DataType) -> bool {
-    let (DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _)) = kind else {
-        return false;
+    let has = |kind: &DataType, names: [&str; 2], is_part: fn(&DataType) -> bool| match kind {
+        DataType::Struct(fields) => {
+            fields.iter().any(|field| names.contains(&field.name().as_str()) && is_part(field.data_type()))
+        }
+        _ => false,
     };
-    let DataType::Struct(fields) = item.data_type() else { return false };
-    let has = |names: [&str; 2]| {
-        fields.iter().any(|field| names.contains(&field.name().as_str()) && is_text(field.data_type()))
-    };
-    has(ROLE) && has(CONTENT)
+    let lists_of_text = |kind: &DataType| item_of(kind).is_some_and(is_text);
+    match item_of(kind) {
+        Some(item) => has(item, ROLE, is_text) && has(item, CONTENT, is_text),
+        None => has(kind, ROLE, lists_of_text) && has(kind, CONTENT, lists_of_text),
+    }
+}
+
+fn item_of(kind: &DataType) -> Option<&DataType> {
+    match kind {
+        DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => Some(item.data_type()),
+        _ => None,
+    }
 }
 
 /// A batch's columns, those of a type that rows can be made of.
@@ -103,24 +138,40 @@ pub(super) struct Columns {
     ids: Option<ArrayRef>,
     labels: Option<ArrayRef>,
     conversations: Vec<(&'static str, Conversations)>,
+    /// Prompts and completions that are messages.
+    pair: Option<[Conversations; 2]>,
     /// In the order of [`TEXTS`].
-    texts: [Option<LargeStringArray>; 4],
+    texts: [Option<LargeStringArray>; 6],
     /// Lists of tools as JSON.
     tools: Option<LargeStringArray>,
 }
 
-/// A column of conversations: lists over two columns of strings.
+/// A column of conversations: for each row a list of roles and one of contents.
 #[derive(Debug)]
 struct Conversations {
-    lists: LargeListArray,
-    roles: LargeStringArray,
-    contents: LargeStringArray,
+    roles: TextLists,
+    contents: TextLists,
     /// OpenAI's calls of tools, beside the content.
     calls: Option<ArrayRef>,
+    nulls: Option<NullBuffer>,
+}
+
+/// A list of strings for each row.
+#[derive(Debug)]
+struct TextLists {
+    ends: OffsetBuffer<i64>,
+    texts: LargeStringArray,
 }
 
 impl Columns {
-    pub(super) fn of(batch: &RecordBatch) -> Result<Self, ArrowError> {
+    pub(super) fn of(batch: &RecordBatch, names: Option<&ColumnNames>) -> Result<Self, ArrowError> {
+        match names {
+            Some(names) => Self::of_known(&names.of_batch(batch)?),
+            None => Self::of_known(batch),
+        }
+    }
+
+    fn of_known(batch: &RecordBatch) -> Result<Self, ArrowError> {
         let as_lists = DataType::new_large_list(DataType::Int64, true);
         let list = |key| batch.column_by_name(key).map(|column| cast(&lists(column)?, &as_lists)).transpose();
         let text = |key| {
@@ -131,11 +182,15 @@ impl Columns {
             let column = batch.column_by_name(key).filter(|column| is_conversation(column.data_type()))?;
             Some(Conversations::of(column).map(|column| (key, column)))
         };
+        let messages = |key| named(key).transpose().map(|found| found.map(|(_, column)| column));
+        let [asked, said] = PAIR.map(messages);
+        let [a, b, c, d, e, f] = TEXTS.map(text);
         Ok(Self {
             ids: list("input_ids")?,
             labels: list("labels")?,
             conversations: CONVERSATIONS.into_iter().filter_map(named).collect::<Result<_, _>>()?,
-            texts: [text(TEXTS[0])?, text(TEXTS[1])?, text(TEXTS[2])?, text(TEXTS[3])?],
+            pair: asked?.zip(said?).map(<[Conversations; 2]>::from),
+            texts: [a?, b?, c?, d?, e?, f?],
             tools: text(TOOLS)?,
         })
     }
@@ -148,68 +203,108 @@ impl Columns {
         if self.bytes(row) > ROW_LIMIT {
             return Err(RowProblem::TooLong);
         }
-        let conversation = self.conversations.iter().find(|(_, column)| column.lists.is_valid(row));
+        let conversation = self.conversations.iter().find(|(_, column)| column.is_valid(row));
         if let Some((key, column)) = conversation {
-            let tools = self.tools.as_ref().filter(|tools| tools.is_valid(row)).map(|tools| tools.value(row).into());
-            let inputs = TemplateInputs { tools: jsonl::tools_of(tools)?, ..TemplateInputs::default() };
-            return Ok(RawRow::Conversation { key, turns: column.turns(key, row)?, inputs });
+            return Ok(RawRow::conversation(key, column.turns(key, row)?, self.inputs(row)?));
         }
-        let [text, instruction, input, output] =
+        let [text, instruction, input, output, prompt, completion] =
             self.texts.each_ref().map(|column| column.as_ref().filter(|c| c.is_valid(row)).map(|c| c.value(row)));
         if let (Some(instruction), Some(output)) = (instruction, output) {
             let turns = conversation::of_alpaca(instruction, input, output);
-            return Ok(RawRow::Conversation { key: "instruction", turns, inputs: TemplateInputs::default() });
+            return Ok(RawRow::conversation("instruction", turns, TemplateInputs::default()));
+        }
+        if let (Some(prompt), Some(completion)) = (prompt, completion) {
+            return Ok(RawRow::Pair { prompt: prompt.to_owned(), completion: completion.to_owned() });
+        }
+        if let Some([prompt, completion]) = self.pair.as_ref().filter(|pair| pair.iter().all(|c| c.is_valid(row))) {
+            let (asked, said) = (prompt.turns(PAIR[0], row)?, completion.turns(PAIR[1], row)?);
+            return Ok(RawRow::conversation_pair(asked, said, self.inputs(row)?));
         }
         text.map(|text| RawRow::Text(text.to_owned())).ok_or(RowProblem::NoKnownKey { found: vec![] })
+    }
+
+    fn inputs(&self, row: usize) -> Result<TemplateInputs, RowProblem> {
+        let tools = self.tools.as_ref().filter(|tools| tools.is_valid(row)).map(|tools| tools.value(row).into());
+        Ok(TemplateInputs { tools: jsonl::tools_of(tools)?, ..TemplateInputs::default() })
     }
 
     /// Of a row's texts.
     fn bytes(&self, row: usize) -> usize {
         let texts = self.texts.iter().flatten().map(|column| column.value_length(row) as usize);
-        let said = self.conversations.iter().map(|(_, column)| column.bytes(row));
-        texts.chain(said).sum()
+        let said = self.conversations.iter().map(|(_, column)| column).chain(self.pair.iter().flatten());
+        texts.chain(said.map(|column| column.contents.bytes(row))).sum()
+    }
+}
+
+impl TextLists {
+    fn of(lists: &LargeListArray, texts: &ArrayRef) -> Result<Self, ArrowError> {
+        Ok(Self { ends: lists.offsets().clone(), texts: strings(texts)? })
+    }
+
+    fn places(&self, row: usize) -> Range<usize> {
+        self.ends[row] as usize..self.ends[row + 1] as usize
+    }
+
+    /// Of a row's texts.
+    fn bytes(&self, row: usize) -> usize {
+        let (places, offsets) = (self.places(row), self.texts.value_offsets());
+        (offsets[places.end] - offsets[places.start]) as usize
     }
 }
 
 impl Conversations {
     fn of(column: &ArrayRef) -> Result<Self, ArrowError> {
-        let lists = lists(column)?;
-        let structs = lists.values().as_struct();
-        let part = |names: [&str; 2]| {
-            let column = names.into_iter().find_map(|name| structs.column_by_name(name));
-            strings(column.ok_or_else(|| ArrowError::SchemaError(format!("no column {}", names[0])))?)
-        };
-        let (roles, contents) = (part(ROLE)?, part(CONTENT)?);
-        let calls = structs.column_by_name("tool_calls").cloned();
-        Ok(Self { lists, roles, contents, calls })
+        match column.data_type() {
+            DataType::Struct(_) => Self::of_struct(column.as_struct()),
+            _ => Self::of_lists(&lists(column)?),
+        }
     }
 
-    /// Of a row's contents.
-    fn bytes(&self, row: usize) -> usize {
-        let [start, end] = [row, row + 1].map(|row| self.lists.value_offsets()[row] as usize);
-        let offsets = self.contents.value_offsets();
-        (offsets[end] - offsets[start]) as usize
+    fn of_lists(lists: &LargeListArray) -> Result<Self, ArrowError> {
+        let structs = lists.values().as_struct();
+        let part = |names| TextLists::of(lists, part_of(structs, names)?);
+        let calls = structs.column_by_name("tool_calls").cloned();
+        Ok(Self { roles: part(ROLE)?, contents: part(CONTENT)?, calls, nulls: lists.nulls().cloned() })
+    }
+
+    fn of_struct(structs: &StructArray) -> Result<Self, ArrowError> {
+        let part = |names| {
+            let lists = lists(part_of(structs, names)?)?;
+            let texts = TextLists::of(&lists, lists.values())?;
+            Ok::<_, ArrowError>((texts, lists.nulls().cloned()))
+        };
+        let ((roles, without_roles), (contents, _)) = (part(ROLE)?, part(CONTENT)?);
+        let nulls = NullBuffer::union(structs.nulls(), without_roles.as_ref());
+        Ok(Self { roles, contents, calls: None, nulls })
+    }
+
+    fn is_valid(&self, row: usize) -> bool {
+        self.nulls.as_ref().is_none_or(|nulls| nulls.is_valid(row))
     }
 
     fn turns(&self, key: &str, row: usize) -> Result<Vec<Turn>, RowProblem> {
-        let [start, end] = [row, row + 1].map(|row| self.lists.value_offsets()[row] as usize);
-        let turn = |at: usize| {
-            let key = format!("{key}[{}]", at - start);
-            if self.roles.is_null(at) {
+        let (roles, contents) = (self.roles.places(row), self.contents.places(row));
+        if roles.len() != contents.len() {
+            let got = format!("{} and {}", counted(roles.len(), "role"), counted(contents.len(), "content"));
+            return Err(RowProblem::Value { key: key.to_owned(), expected: "as many roles as contents", got });
+        }
+        let turn = |(index, (role, content)): (usize, (usize, usize))| {
+            let key = format!("{key}[{index}]");
+            if self.roles.texts.is_null(role) {
                 let expected = "a role";
                 return Err(RowProblem::Value { key, expected, got: "null".to_owned() });
             }
-            let role = Role::named(self.roles.value(at));
-            let turn = match self.contents.is_null(at) {
-                true => Turn::without_content(&key, role)?,
-                false => Turn::new(role, self.contents.value(at)),
+            let speaker = Role::named(self.roles.texts.value(role));
+            let turn = match self.contents.texts.is_null(content) {
+                true => Turn::without_content(&key, speaker)?,
+                false => Turn::new(speaker, self.contents.texts.value(content)),
             };
-            Ok(match self.calls_at(at) {
+            Ok(match self.calls_at(role) {
                 Some(calls) => Turn::new(Role::Call, format!("{}{calls}", turn.content)),
                 None => turn,
             })
         };
-        (start..end).map(turn).collect()
+        roles.zip(contents).enumerate().map(turn).collect()
     }
 
     /// The calls of a turn as Arrow writes them (not as JSON): context, as everywhere, and not learned.
@@ -240,6 +335,12 @@ pub(super) fn rows_at_once(bytes: u64, rows: u64, most: usize) -> usize {
     const BYTES_AT_ONCE: u64 = 4 << 20;
     let fit = BYTES_AT_ONCE.saturating_mul(rows.max(1)) / bytes.max(1);
     usize::try_from(fit).unwrap_or(most).clamp(1, most)
+}
+
+/// The column of a struct that has one of these names.
+fn part_of<'s>(structs: &'s StructArray, names: [&str; 2]) -> Result<&'s ArrayRef, ArrowError> {
+    let column = names.into_iter().find_map(|name| structs.column_by_name(name));
+    column.ok_or_else(|| ArrowError::SchemaError(format!("no column {}", names[0])))
 }
 
 fn strings(column: &ArrayRef) -> Result<LargeStringArray, ArrowError> {
@@ -288,7 +389,7 @@ mod tests {
             assert_eq!(part.value(9).as_ref(), all.value(49).as_ref());
         }
         let batch = RecordBatch::try_from_iter([("input_ids", numbers.slice(40, 10))]).unwrap();
-        let row = Columns::of(&batch).unwrap().row(2).unwrap();
+        let row = Columns::of(&batch, None).unwrap().row(2).unwrap();
         assert_eq!(row, RawRow::Tokens { input_ids: vec![42; 3], labels: None });
     }
 
@@ -296,9 +397,9 @@ mod tests {
     fn labels_without_tokens_are_somebody_elses() {
         let texts: ArrayRef = Arc::new(StringArray::from(vec!["a", "b"]));
         let batch = RecordBatch::try_from_iter([("labels", texts.clone()), ("text", texts.clone())]).unwrap();
-        assert_eq!(wanted(&batch.schema()).unwrap(), [1]);
+        assert_eq!(wanted(&batch.schema(), None).unwrap(), [1]);
         let tokens = RecordBatch::try_from_iter([("labels", texts.clone()), ("input_ids", texts)]).unwrap();
-        assert!(wanted(&tokens.schema()).is_err());
+        assert!(wanted(&tokens.schema(), None).is_err());
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub enum DataError {
     Encode { path: PathBuf, source: ArrowError },
     /// A chat template of other roles, or with a fault.
     #[error(
-        "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template to one that renders \
+        "{template} renders none of the {conversations} conversations in {}: {words}; set data.chat_template (--chat-template) to one that renders \
          them: {} or a .jinja file", files.join(", "), TemplateChoice::built_in_names()
     )]
     TemplateRefusesAll {
@@ -40,6 +40,12 @@ pub enum DataError {
         conversations: usize,
         /// What the template raises.
         words: String,
+    },
+    /// A set of `data.mix` that cannot have a share.
+    #[error("data.mix: no row to use in {entry}, so it cannot have a share; remove it from data.train and data.mix")]
+    EmptySet {
+        /// As `data.train` has it.
+        entry: String,
     },
     /// Files without one usable row.
     #[error("no row to use in {}: {report}", files.join(", "))]

@@ -7,6 +7,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 use super::chat_template::TemplateInputs;
+use super::column_names::ColumnNames;
 use super::conversation;
 use super::opened::UnpackedText;
 use super::raw_row::RawRow;
@@ -74,7 +75,7 @@ impl JsonLines {
     }
 
     /// One line, blank or not. What is beyond the limit is read past, not held.
-    fn line(&mut self) -> Result<Option<RowText>, SourceError> {
+    pub(super) fn line(&mut self) -> Result<Option<RowText>, SourceError> {
         self.number += 1;
         let mut line = RowText { number: self.number, in_array: None, text: Some(vec![]) };
         let mut is_there = false;
@@ -107,14 +108,30 @@ struct JsonRow<'l> {
     instruction: Option<Value>,
     input: Option<Value>,
     output: Option<Value>,
+    prompt: Option<Value>,
+    completion: Option<Value>,
     text: Option<Value>,
     tools: Option<Value>,
     chat_template_kwargs: Option<Value>,
 }
 
+/// One line's row, of the columns of `names` alone where they are given.
+pub(super) fn named_row(line: &[u8], names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
+    if names.is_some() { row_of(&object(line)?, names) } else { row(line) }
+}
+
+/// The row of an object.
+pub(super) fn row_of(object: &Map<String, Value>, names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
+    let text = match names {
+        Some(names) => serde_json::to_vec(&names.of_object(object)?),
+        None => serde_json::to_vec(object),
+    };
+    row(&text.expect("an object of JSON is JSON"))
+}
+
 /// One line's row. Keys that are not asked for are ignored; of several forms of a row the first counts: tokens, `messages`,
-/// `conversations`, `instruction` with `output`, `text`. (Data sets keep a conversation beside its text.)
-pub(super) fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
+/// `conversations`, `instruction` with `output`, `prompt` with `completion`, `text`. (Data sets keep a conversation beside its text.)
+fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
     if !line.trim_ascii_start().starts_with(b"{") {
         object(line)?; // serde would read a list as a struct, key by key
     }
@@ -122,10 +139,8 @@ pub(super) fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
     let inputs = |tools: Option<Value>, kwargs: Option<Value>| -> Result<_, RowProblem> {
         Ok(TemplateInputs { tools: tools_of(tools)?, kwargs: kwargs_of(kwargs)? })
     };
-    let of_messages = |key, value, inputs| {
-        let turns = conversation::of_messages(key, &value)?;
-        Ok(RawRow::Conversation { key, turns, inputs })
-    };
+    let of_messages =
+        |key, value, inputs| Ok(RawRow::conversation(key, conversation::of_messages(key, &value)?, inputs));
     match row {
         JsonRow { input_ids: Some(input_ids), labels, .. } => {
             let labels = labels.map(|labels| serde_json::from_str(labels.get())).transpose();
@@ -141,11 +156,23 @@ pub(super) fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
             let input = input.map(|input| string("input", input)).transpose()?;
             let (instruction, output) = (string("instruction", instruction)?, string("output", output)?);
             let turns = conversation::of_alpaca(&instruction, input.as_deref(), &output);
-            Ok(RawRow::Conversation { key: "instruction", turns, inputs: TemplateInputs::default() })
+            Ok(RawRow::conversation("instruction", turns, TemplateInputs::default()))
+        }
+        JsonRow { prompt: Some(prompt), completion: Some(completion), tools, chat_template_kwargs, .. } => {
+            pair(prompt, completion, inputs(tools, chat_template_kwargs)?)
         }
         JsonRow { text: Some(text), .. } => string("text", text).map(RawRow::Text),
         _ => Err(RowProblem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
     }
+}
+
+/// TRL's prompt and completion: two strings, or two lists of messages.
+fn pair(prompt: Value, completion: Value, inputs: TemplateInputs) -> Result<RawRow, RowProblem> {
+    if prompt.is_array() {
+        let asked = conversation::of_messages("prompt", &prompt)?;
+        return Ok(RawRow::conversation_pair(asked, conversation::of_messages("completion", &completion)?, inputs));
+    }
+    Ok(RawRow::Pair { prompt: string("prompt", prompt)?, completion: string("completion", completion)? })
 }
 
 /// A list of tools, or its JSON as a string: in columns every tool would need the same keys. An empty list is none.
@@ -247,17 +274,28 @@ mod tests {
     fn a_conversation_counts_before_its_text() {
         let alpaca = br#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "Instruction: Add."}"#;
         let turns = conversation::of_alpaca("Add.", Some("1 2"), "3");
-        assert_eq!(
-            row(alpaca).unwrap(),
-            RawRow::Conversation { key: "instruction", turns, inputs: TemplateInputs::default() }
-        );
+        assert_eq!(row(alpaca).unwrap(), RawRow::conversation("instruction", turns, TemplateInputs::default()));
         let no_answer = br#"{"instruction": "Add.", "text": "x"}"#;
         assert_eq!(row(no_answer).unwrap(), RawRow::Text("x".to_owned()));
         let empty = br#"{"messages": null, "conversations": [], "text": "x"}"#;
-        assert_eq!(
-            row(empty).unwrap(),
-            RawRow::Conversation { key: "conversations", turns: vec![], inputs: TemplateInputs::default() }
-        );
+        let none = RawRow::conversation("conversations", vec![], TemplateInputs::default());
+        assert_eq!(row(empty).unwrap(), none);
+    }
+
+    #[test]
+    fn a_prompt_and_its_completion_are_strings_or_messages() {
+        let strings = br#"{"prompt": "The sky is", "completion": " blue.", "text": "x"}"#;
+        let pair = RawRow::Pair { prompt: "The sky is".to_owned(), completion: " blue.".to_owned() };
+        assert_eq!(row(strings).unwrap(), pair);
+        let messages =
+            br#"{"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}"#;
+        let turn = |role, content: &str| conversation::Turn::new(role, content);
+        let (asked, said) = (turn(conversation::Role::User, "q"), turn(conversation::Role::Assistant, "a"));
+        let expected = RawRow::conversation_pair(vec![asked], vec![said], TemplateInputs::default());
+        assert_eq!(row(messages).unwrap(), expected);
+        let mixed = r#"{"prompt": [{"role": "user", "content": "q"}], "completion": "a"}"#;
+        assert_eq!(complaint(mixed), "completion: expected a list of messages, got \"a\"");
+        assert_eq!(complaint(r#"{"prompt": "q", "completion": 3}"#), "completion: expected a string, got 3");
     }
 
     #[test]
@@ -267,10 +305,10 @@ mod tests {
         assert_eq!(complaint(r#"{"input_ids": [1], "labels": [[1]]}"#), "labels[0]: expected an integer, got [1]");
         assert_eq!(complaint(r#"{"text": ["a"]}"#), r#"text: expected a string, got ["a"]"#);
         assert_eq!(complaint("[1, 2]"), "the row: expected an object, got [1,2]");
-        let known =
-            r#"expected a key "input_ids", "messages", "conversations", "instruction" (with "output") or "text""#;
-        assert_eq!(complaint(r#"{"prompt": "x", "input": "y"}"#), format!(r#"{known}, got "prompt", "input""#));
-        assert_eq!(complaint("{}"), format!("{known}, got no key at all"));
+        let known = r#"expected a key "input_ids", "messages", "conversations", "instruction" (with "output"), "prompt" (with "completion") or "text""#;
+        let hint = "; other columns are read if data.columns (--columns on the command line) names them";
+        assert_eq!(complaint(r#"{"prompt": "x", "input": "y"}"#), format!(r#"{known}, got "prompt", "input"{hint}"#));
+        assert_eq!(complaint("{}"), format!("{known}, got no key at all{hint}"));
         assert_eq!(complaint(r#"{"instruction": 1, "output": "a"}"#), "instruction: expected a string, got 1");
         assert!(complaint(r#"{"text": "a", "text": "b"}"#).contains("duplicate field `text`"));
         let cut = complaint(r#"{"text": "a"#);

@@ -4,14 +4,17 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use super::cache::CacheError;
+use super::mix::Mix;
 use super::pack::{PackedSequence, Sequences};
-use super::random_stream::RandomStream;
+use super::random_stream::shuffled;
 use super::rows::IGNORE;
 
 /// Hands out the micro batches of every optimizer step.
 #[derive(Debug)]
 pub struct Loader {
     sequences: Sequences,
+    /// What each epoch takes of `sequences`; `None`: all of them.
+    mix: Option<Mix>,
     micro_batch_size: usize,
     gradient_accumulation_steps: usize,
     shuffle: Option<u64>,
@@ -65,17 +68,37 @@ impl Loader {
         shuffle: Option<u64>,
     ) -> Self {
         assert!(!sequences.is_empty() && micro_batch_size * gradient_accumulation_steps > 0);
-        Self { sequences, micro_batch_size, gradient_accumulation_steps, shuffle, epoch: Mutex::new(None) }
+        let epoch = Mutex::new(None);
+        Self { sequences, mix: None, micro_batch_size, gradient_accumulation_steps, shuffle, epoch }
     }
 
-    /// All sequences of the first epoch. Later ones have as many, and none that is longer than the longest.
+    /// Epochs of a mix, each in an order drawn from `seed`.
+    ///
+    /// # Panics
+    /// As [`Loader::new`].
+    pub fn mixed(mix: Mix, micro_batch_size: usize, gradient_accumulation_steps: usize, seed: u64) -> Self {
+        let all = Self::new(mix.all(), micro_batch_size, gradient_accumulation_steps, Some(seed));
+        Self { mix: Some(mix), ..all }
+    }
+
+    /// All sequences of the first epoch, of a mix those of all sets. Later epochs have none that is longer than the longest.
     pub fn sequences(&self) -> &Sequences {
         &self.sequences
     }
 
+    /// The weighted sets, if the recipe mixes them.
+    pub fn mix(&self) -> Option<&Mix> {
+        self.mix.as_ref()
+    }
+
+    /// Sequences of an epoch.
+    pub fn sequences_per_epoch(&self) -> usize {
+        self.mix.as_ref().map_or(self.sequences.len(), Mix::len)
+    }
+
     /// Optimizer steps an epoch; the last one takes what is left.
     pub fn steps_per_epoch(&self) -> usize {
-        self.sequences.len().div_ceil(self.step_size())
+        self.sequences_per_epoch().div_ceil(self.step_size())
     }
 
     /// The micro batches of an optimizer step, counted from 0 over all epochs.
@@ -109,11 +132,11 @@ impl Loader {
     }
 
     fn epoch(&self, number: usize) -> Epoch {
-        let (sequences, order) = match self.shuffle {
-            Some(seed) => {
-                (self.sequences.of_epoch(number as u64, seed), shuffled(self.sequences.len(), seed, number as u64))
-            }
-            None => (self.sequences.clone(), (0..self.sequences.len() as u32).collect()),
+        let count = self.sequences_per_epoch();
+        let (sequences, order) = match (self.shuffle, &self.mix) {
+            (Some(seed), Some(mix)) => (mix.epoch(number, seed), shuffled(count, seed, number as u64)),
+            (Some(seed), None) => (self.sequences.of_epoch(number as u64, seed), shuffled(count, seed, number as u64)),
+            (None, _) => (self.sequences.clone(), (0..count as u32).collect()),
         };
         Epoch { number, sequences, order }
     }
@@ -188,16 +211,6 @@ impl Batch {
     }
 }
 
-/// 0 to `count` - 1 in the order that a stream of `seed` draws, by Fisher and Yates' shuffle. An epoch is a stream.
-pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<u32> {
-    let mut draws = RandomStream::new(seed, stream);
-    let mut order: Vec<u32> = (0..count as u32).collect();
-    for last in (1..count).rev() {
-        order.swap(last, draws.below(last + 1));
-    }
-    order
-}
-
 fn padded<'a>(rows: impl Iterator<Item = &'a [i32]>, length: usize, padding: i32) -> Vec<i64> {
     rows.flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(padding, length - row.len())))
         .map(i64::from)
@@ -210,6 +223,7 @@ mod tests {
 
     use super::*;
     use crate::data::pack::pack;
+    use crate::data::random_stream::RandomStream;
     use crate::data::rows::TokenRow;
     use crate::data::store::RowStore;
 
@@ -350,6 +364,21 @@ mod tests {
                 prop_assert_eq!(used.step(step).unwrap(), fresh.step(step).unwrap());
             }
         }
+    }
+
+    #[test]
+    fn a_step_of_a_mix_is_a_function_of_its_number_and_the_seed() {
+        let row = |row: i32| TokenRow { input_ids: vec![row; 3], labels: vec![row; 3] };
+        let mix = || Mix::new(RowStore::in_memory((0..140).map(row)), &[100, 40], &[1.0, 1.0], Some(7));
+        let loader = |seed| Loader::mixed(mix(), 2, 2, seed);
+        let (straight, resumed) = (loader(3), loader(3));
+        let steps = straight.steps_per_epoch();
+        assert_eq!((straight.sequences_per_epoch(), straight.sequences().len(), steps), (40, 70, 10));
+        let straight: Vec<_> = (0..3 * steps).map(|step| straight.step(step).unwrap()).collect();
+        for step in (steps + 1..3 * steps).chain([0]) {
+            assert_eq!(resumed.step(step).unwrap(), straight[step], "step {step}");
+        }
+        assert_ne!(loader(4).step(0).unwrap(), straight[0]);
     }
 
     #[test]

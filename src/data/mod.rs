@@ -5,16 +5,22 @@ mod best_fit;
 pub mod cache;
 pub mod chat;
 pub mod chat_template;
+pub mod column_names;
 mod columns;
 mod conversation;
+mod csv_rows;
+mod documents;
 mod error;
 mod jinja;
 mod json_array;
 mod jsonl;
 pub mod loader;
+pub mod long_rows;
 pub mod mask;
+pub mod mix;
 mod opened;
 pub mod pack;
+mod pair;
 mod parquet;
 pub mod prompts;
 mod random_stream;
@@ -30,36 +36,56 @@ pub mod store;
 mod token_file;
 pub mod tokenize;
 
+use std::num::NonZeroUsize;
 use std::path::Path;
 
 use arrow::error::ArrowError;
 
 use crate::files::{self, failed};
-use crate::numbers::Fraction;
+use crate::numbers::{Fraction, Positive};
 use cache::{CacheEntry, TokenCache};
 pub use error::DataError;
+use mix::Mix;
 use pack::{PackReport, Sequences};
 pub use report::{BadRows, CacheUse, DataFile, DropReason, LoadReport, RowCounts, Tokenised};
 pub use rows::IGNORE;
-pub use settings::{DataConfig, LoadSettings, ReadProgress, Watch};
+pub use settings::{DataConfig, FetchedData, LoadSettings, ReadProgress, Watch, entries};
 use source::SourceError;
 use store::RowStore;
 use token_file::Whole;
 
-/// Reads rows from data files of any format, in the order of the list.
+/// Reads rows from data files of any format, in the order of the list. Each item of the list is an entry of its own.
+///
+/// # Errors
+/// As [`load_entries`].
+pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
+    load_entries(&patterns.iter().map(std::slice::from_ref).collect::<Vec<_>>(), settings)
+}
+
+/// Reads the rows of entries, each of which is a list of files, folders and globs.
 ///
 /// # Errors
 /// A missing file, a row that is not right (file, line and key are named), a template that renders no conversation, or no
 /// row at all.
-pub fn load(patterns: &[String], settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
+pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(RowStore, LoadReport), DataError> {
     let (mut stores, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
-    for path in source::find(patterns)? {
-        let (file, whole) = read_file(&path, settings, &mut report)?;
-        let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
-        rendered |= summary.rendered;
-        report.files.push(DataFile { rows: summary.counts.read, tokens_sha256, ..file });
-        report.add(summary.counts, &path);
-        stores.push((tokens, rows));
+    for entry in entries {
+        let (before, mut limit) = (report.counts.rows, settings.limit.map(NonZeroUsize::get));
+        for path in source::find(entry)? {
+            let limit_here = limit.map(NonZeroUsize::new);
+            if limit_here == Some(None) {
+                break;
+            }
+            let settings = LoadSettings { limit: limit_here.flatten(), ..*settings };
+            let (file, whole) = read_file(&path, &settings, &mut report)?;
+            let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
+            rendered |= summary.rendered;
+            limit = limit.map(|limit| limit.saturating_sub(summary.counts.read));
+            report.files.push(DataFile { rows: summary.counts.read, tokens_sha256, ..file });
+            report.add(summary.counts, &path);
+            stores.push((tokens, rows));
+        }
+        report.rows_of_entries.push(report.counts.rows - before);
     }
     let files = || report.files.iter().map(|file| file.path.display().to_string()).collect();
     if let (false, Some((conversations, words)), Some(template)) = (rendered, report.refusals(), settings.template) {
@@ -78,11 +104,43 @@ pub fn sequences(rows: RowStore, config: &DataConfig) -> (Sequences, PackReport)
     if config.packing { pack::pack(rows, max_length) } else { pack::one_each(rows, max_length) }
 }
 
+/// The rows of sets with weights, each set packed up to a length, or one row a sequence. `counts` are the rows of each set.
+///
+/// # Errors
+/// A set without rows; `entries` name them.
+pub fn mixed(
+    rows: RowStore,
+    counts: &[usize],
+    weights: &[Positive],
+    entries: &[String],
+    pack_to: Option<usize>,
+) -> Result<Mix, DataError> {
+    if let Some(empty) = counts.iter().position(|count| *count == 0) {
+        return Err(DataError::EmptySet { entry: entries[empty].clone() });
+    }
+    let weights: Vec<f64> = weights.iter().map(|weight| weight.get()).collect();
+    Ok(Mix::new(rows, counts, &weights, pack_to))
+}
+
 /// Splits the rows into (training, validation), each in the original order and not empty.
 ///
 /// # Errors
 /// Fewer than two rows.
 pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result<(RowStore, RowStore), DataError> {
+    let all = rows.len();
+    split_sets(rows, &[all], fraction, seed).map(|(training, _, validation)| (training, validation))
+}
+
+/// Splits the rows of several sets as [`split_validation`] does; the second value are the training rows of each set.
+///
+/// # Errors
+/// Fewer than two rows.
+pub fn split_sets(
+    rows: RowStore,
+    counts: &[usize],
+    fraction: Fraction,
+    seed: u64,
+) -> Result<(RowStore, Vec<usize>, RowStore), DataError> {
     /// Apart from every epoch's stream, so that the split and the first order are independent.
     const STREAM: u64 = u64::MAX;
     if rows.len() < 2 {
@@ -90,11 +148,14 @@ pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result
     }
     let count = ((rows.len() as f64 * fraction.get()).round() as usize).clamp(1, rows.len() - 1);
     let mut held_out = vec![false; rows.len()];
-    for &row in &loader::shuffled(rows.len(), seed, STREAM)[..count] {
+    for &row in &random_stream::shuffled(rows.len(), seed, STREAM)[..count] {
         held_out[row as usize] = true;
     }
+    let mut rest = held_out.iter();
+    let left = |count: &usize| rest.by_ref().take(*count).filter(|is_held_out| !**is_held_out).count();
+    let counts = counts.iter().map(left).collect();
     let (validation, training) = rows.partition(&held_out);
-    Ok((training, validation))
+    Ok((training, counts, validation))
 }
 
 /// The rows of a file, cut, from the cache where it has them.
@@ -115,7 +176,7 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
         let whole = reading::in_memory(bytes).map_err(failed)?;
         return Ok((of(watched.sha256, CacheUse::NotUsed), whole));
     };
-    let key = settings.cache_key(&watched.sha256);
+    let key = settings.cache_key(path, &watched.sha256);
     let damaged = match cache.read(&key)? {
         CacheEntry::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), whole)),
         CacheEntry::Nothing => None,

@@ -1,4 +1,5 @@
-//! Opens a data file: detects its format from the first bytes (names may be wrong) and decompresses it. Knows nothing of rows.
+//! Opens a data file: detects its format from the first bytes (names may be wrong) and decompresses it. CSV and plain text have no first
+//! bytes of their own: there the name counts. Knows nothing of rows.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Chain, Cursor, Read};
@@ -6,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::source::SourceError;
+use super::source::{self, SourceError};
 use crate::files;
 
 /// Bytes that the format is detected from.
@@ -20,9 +21,23 @@ const CONTINUATION: [u8; 4] = [0xff; 4];
 pub(super) enum Opened {
     Jsonl(UnpackedText),
     JsonArray(UnpackedText),
+    Csv {
+        text: UnpackedText,
+        delimiter: u8,
+    },
+    /// Plain text.
+    Text(UnpackedText),
     Parquet(File),
     ArrowFile(File),
     ArrowStream(BufReader<CountedFile>),
+}
+
+/// A format that a file's name tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NamedFormat {
+    Csv,
+    Tsv,
+    Text,
 }
 
 /// A file's bytes, counted for the progress display.
@@ -32,7 +47,7 @@ pub(super) struct CountedFile {
     count: Arc<AtomicU64>,
 }
 
-/// JSON, unpacked.
+/// JSON, CSV or plain text, unpacked.
 pub(super) struct UnpackedText {
     path: PathBuf,
     reader: Chain<Cursor<Vec<u8>>, Box<dyn BufRead>>,
@@ -77,8 +92,30 @@ impl Opened {
         }
         let reader = Cursor::new(start).chain(unpacked);
         let text = UnpackedText { path: path.to_owned(), reader, packed, count };
-        Ok(if first == Some(b'[') { Self::JsonArray(text) } else { Self::Jsonl(text) })
+        let delimiter = match format_of_name(path) {
+            Some(NamedFormat::Csv) => b',',
+            Some(NamedFormat::Tsv) => b'\t',
+            Some(NamedFormat::Text) if !begins_as_json(text.start()) => return Ok(Self::Text(text)),
+            _ => return Ok(if first == Some(b'[') { Self::JsonArray(text) } else { Self::Jsonl(text) }),
+        };
+        Ok(Self::Csv { text, delimiter })
     }
+}
+
+/// What a name says of a format that has no first bytes of its own.
+pub(super) fn format_of_name(path: &Path) -> Option<NamedFormat> {
+    match source::extension(&path.to_string_lossy()).as_str() {
+        "csv" => Some(NamedFormat::Csv),
+        "tsv" => Some(NamedFormat::Tsv),
+        "txt" => Some(NamedFormat::Text),
+        _ => None,
+    }
+}
+
+/// `{"` or `[{`, blanks aside: no text begins so.
+fn begins_as_json(start: &[u8]) -> bool {
+    let mut letters = start.iter().filter(|byte| !byte.is_ascii_whitespace() && byte.is_ascii());
+    matches!((letters.next(), letters.next()), (Some(b'{'), Some(b'"')) | (Some(b'['), Some(b'{')))
 }
 
 impl CountedFile {
@@ -108,6 +145,16 @@ impl UnpackedText {
         reader.fill_buf().map_err(|source| failed(path, *packed, source))
     }
 
+    /// What it begins with.
+    fn start(&self) -> &[u8] {
+        self.reader.get_ref().0.get_ref()
+    }
+
+    /// An error of reading it.
+    pub(super) fn failed(&self, source: io::Error) -> SourceError {
+        failed(&self.path, self.packed, source)
+    }
+
     /// Takes bytes of the last chunk away.
     pub(super) fn consume(&mut self, bytes: usize) {
         self.reader.consume(bytes);
@@ -116,6 +163,12 @@ impl UnpackedText {
     /// Bytes of the file, packed ones where it is packed, read so far.
     pub(super) fn count(&self) -> u64 {
         self.count.load(Ordering::Relaxed)
+    }
+}
+
+impl Read for UnpackedText {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.reader.read(bytes)
     }
 }
 
@@ -164,10 +217,28 @@ mod tests {
         };
         assert!(matches!(of(b"{\"text\": \"a\"}"), Ok(Opened::Jsonl(_))));
         assert!(matches!(of(b"\xef\xbb\xbf\n [{\"text\": \"a\"}]"), Ok(Opened::JsonArray(_))));
+        assert!(matches!(of(b"a,b"), Ok(Opened::Jsonl(_))), "the name says nothing of CSV");
         assert!(matches!(of(b"ARROW1\0\0"), Ok(Opened::ArrowFile(_))));
         assert!(matches!(of(&[0xff, 0xff, 0xff, 0xff, 1]), Ok(Opened::ArrowStream(_))));
         let packed = zstd::encode_all(b"PAR1".as_slice(), 1).unwrap();
         assert!(of(&packed).unwrap_err().to_string().contains("unpack it first"));
         assert!(matches!(of(&packed[..6]), Err(SourceError::Unpack { format: "zstd", .. })));
+    }
+
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
+    fn csv_and_text_are_told_by_their_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let of = |name: &str, bytes: &[u8]| {
+            fs::write(dir.path().join(name), bytes).unwrap();
+            Opened::open(&dir.path().join(name)).unwrap()
+        };
+        assert!(matches!(of("a.CSV", b"{\"a\",b"), Opened::Csv { delimiter: b',', .. }));
+        let packed = zstd::encode_all(b"a\tb".as_slice(), 1).unwrap();
+        assert!(matches!(of("a.tsv.zst", &packed), Opened::Csv { delimiter: b'\t', .. }));
+        assert!(matches!(of("a.txt", b"[Scene: a wood]"), Opened::Text(_)));
+        assert!(matches!(of("a.txt", b"\xef\xbb\xbf [\n{\"text\": 1}"), Opened::JsonArray(_)));
+        assert!(matches!(of("a.txt", b"{\"text\": 1}"), Opened::Jsonl(_)));
+        assert!(matches!(of("a.txt", b"PAR1"), Opened::Parquet(_)));
     }
 }

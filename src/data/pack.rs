@@ -1,6 +1,7 @@
 //! Rows to sequences: one row each, or several rows that do not see each other. Which rows go where is decided by their lengths;
 //! their tokens are read when a sequence is asked for.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::best_fit::decreasing;
@@ -96,11 +97,23 @@ impl Sequences {
         let capacity = self.packed.as_ref().and_then(|packed| packed.capacity);
         let Some(capacity) = capacity.filter(|_| epoch > 0) else { return self.clone() };
         let mut draws = RandomStream::new(seed, STREAMS | epoch);
-        let Some(sequence_of) = regroup(&lengths(&self.rows), capacity as usize, self.len(), &mut draws) else {
+        let lengths = lengths(&self.rows, 0..self.rows.len());
+        let Some(packed) = PackedRows::regrouped(&lengths, capacity, self.len(), &mut draws) else {
             return self.clone();
         };
-        let packed = PackedRows { capacity: Some(capacity), ..PackedRows::of(&sequence_of) };
         Self { rows: Arc::clone(&self.rows), packed: Some(Arc::new(packed)) }
+    }
+
+    /// Sequences of several sets: of each some, in the order of their numbers in the list.
+    pub(super) fn picked<'s>(rows: &Arc<RowStore>, parts: impl IntoIterator<Item = (&'s PackedSet, Vec<u32>)>) -> Self {
+        let (mut members, mut ends) = (Vec::new(), Vec::new());
+        for (set, chosen) in parts {
+            for sequence in chosen {
+                members.extend(set.members(sequence as usize));
+                ends.push(members.len() as u32);
+            }
+        }
+        Self { rows: Arc::clone(rows), packed: Some(Arc::new(PackedRows { members, ends, capacity: None })) }
     }
 
     /// Tokens of a sequence, without reading it.
@@ -147,10 +160,7 @@ impl Sequences {
 
     /// Indices of a sequence's rows, ascending.
     pub fn members(&self, sequence: usize) -> impl Iterator<Item = usize> + '_ {
-        let packed = self.packed.as_ref().map(|packed| {
-            let start = sequence.checked_sub(1).map_or(0, |before| packed.ends[before]);
-            packed.members[start as usize..packed.ends[sequence] as usize].iter().map(|&row| row as usize)
-        });
+        let packed = self.packed.as_ref().map(|packed| packed.members(sequence).iter().map(|&row| row as usize));
         let single = if packed.is_none() { Some(sequence) } else { None };
         packed.into_iter().flatten().chain(single)
     }
@@ -169,15 +179,75 @@ pub fn one_each(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
 /// # Panics
 /// When a row is longer than `max_length`: whoever loads rows truncates them.
 pub fn pack(rows: RowStore, max_length: usize) -> (Sequences, PackReport) {
-    let lengths = lengths(&rows);
-    let packed = PackedRows::of(&decreasing(&lengths, max_length));
-    let capacity = packed.longest(&lengths);
-    let sequences = Sequences { rows: Arc::new(rows), packed: Some(Arc::new(PackedRows { capacity, ..packed })) };
+    let packed = PackedRows::best_fit(&lengths(&rows, 0..rows.len()), max_length);
+    let sequences = Sequences { rows: Arc::new(rows), packed: Some(Arc::new(packed)) };
     let report = PackReport::of(&sequences, max_length);
     (sequences, report)
 }
 
+/// Consecutive rows as sequences of their own.
+#[derive(Debug, Clone)]
+pub(super) struct PackedSet {
+    rows: Range<usize>,
+    /// Rows are counted from the set's first; `None`: each is a sequence.
+    packed: Option<Arc<PackedRows>>,
+}
+
+impl PackedSet {
+    /// Packed up to `max_length`; with `None` each row is a sequence.
+    pub(super) fn new(all: &RowStore, rows: Range<usize>, max_length: Option<usize>) -> Self {
+        let pack = |max_length| Arc::new(PackedRows::best_fit(&lengths(all, rows.clone()), max_length));
+        Self { packed: max_length.map(pack), rows }
+    }
+
+    /// The same rows in as many sequences, with others beside them.
+    pub(super) fn packed_anew(&self, all: &RowStore, seed: u64, stream: u64) -> Self {
+        let capacity = self.packed.as_ref().and_then(|packed| packed.capacity);
+        let anew = capacity.and_then(|capacity| {
+            let mut draws = RandomStream::new(seed, stream);
+            PackedRows::regrouped(&lengths(all, self.rows()), capacity, self.len(), &mut draws)
+        });
+        Self { rows: self.rows(), packed: anew.map(Arc::new).or_else(|| self.packed.clone()) }
+    }
+
+    /// Sequences of it.
+    pub(super) fn len(&self) -> usize {
+        self.packed.as_ref().map_or(self.rows.len(), |packed| packed.ends.len())
+    }
+
+    pub(super) fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// The rows of a sequence, counted over all sets.
+    fn members(&self, sequence: usize) -> Vec<u32> {
+        let first = self.rows.start as u32;
+        match &self.packed {
+            Some(packed) => packed.members(sequence).iter().map(|row| first + row).collect(),
+            None => vec![first + sequence as u32],
+        }
+    }
+}
+
 impl PackedRows {
+    /// Best-fit decreasing.
+    fn best_fit(lengths: &[u32], max_length: usize) -> Self {
+        let packed = Self::of(&decreasing(lengths, max_length));
+        Self { capacity: packed.longest(lengths), ..packed }
+    }
+
+    /// In another way, but in `count` sequences; `None` if none is found.
+    fn regrouped(lengths: &[u32], capacity: u32, count: usize, draws: &mut RandomStream) -> Option<Self> {
+        let sequence_of = regroup(lengths, capacity as usize, count, draws)?;
+        Some(Self { capacity: Some(capacity), ..Self::of(&sequence_of) })
+    }
+
+    /// The rows of a sequence.
+    fn members(&self, sequence: usize) -> &[u32] {
+        let start = sequence.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.members[start as usize..self.ends[sequence] as usize]
+    }
+
     /// From the sequence of each row. Sequences get their numbers in the order in which the rows meet them.
     fn of(sequence_of: &[u32]) -> Self {
         const NOT_MET: u32 = u32::MAX;
@@ -224,8 +294,8 @@ impl PackedRows {
 }
 
 /// Tokens of each row.
-fn lengths(rows: &RowStore) -> Vec<u32> {
-    (0..rows.len()).map(|row| rows.length(row) as u32).collect()
+fn lengths(all: &RowStore, rows: Range<usize>) -> Vec<u32> {
+    rows.map(|row| all.length(row) as u32).collect()
 }
 
 fn join(rows: Vec<TokenRow>) -> PackedSequence {

@@ -8,6 +8,7 @@ use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
 use parquet::file::metadata::{ColumnChunkMetaData, RowGroupMetaData};
 
+use super::column_names::ColumnNames;
 use super::columns;
 use super::rows::{RowError, RowLocation, RowProblem};
 use crate::panics;
@@ -23,15 +24,15 @@ pub(super) struct ParquetBatches {
 }
 
 impl ParquetBatches {
-    pub(super) fn open(file: File, path: &Path) -> Result<Self, RowError> {
-        panics::of_library(|| Self::of(file))
+    pub(super) fn open(file: File, path: &Path, names: Option<&ColumnNames>) -> Result<Self, RowError> {
+        panics::of_library(|| Self::of(file, names))
             .unwrap_or_else(|panic| Err(broken(panic)))
             .map_err(|problem| RowLocation::file(path).error(problem))
     }
 
-    fn of(file: File) -> Result<Self, RowProblem> {
+    fn of(file: File, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
         let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(broken)?;
-        let wanted = ProjectionMask::roots(builder.parquet_schema(), columns::wanted(builder.schema())?);
+        let wanted = ProjectionMask::roots(builder.parquet_schema(), columns::wanted(builder.schema(), names)?);
         let groups = builder.metadata().row_groups().iter();
         let at_once = groups.map(|group| rows_at_once(group, &wanted)).min().unwrap_or(ROWS_AT_ONCE);
         let rows = u64::try_from(builder.metadata().file_metadata().num_rows()).unwrap_or(0);
@@ -76,7 +77,7 @@ mod tests {
         let mut writer = ArrowWriter::try_new(file.try_clone().unwrap(), batch.schema(), None).unwrap();
         writer.write(&batch).unwrap();
         writer.close().unwrap();
-        let mut batches = ParquetBatches::open(file, Path::new("rows.parquet")).unwrap();
+        let mut batches = ParquetBatches::open(file, Path::new("rows.parquet"), None).unwrap();
         std::iter::from_fn(|| batches.next(Path::new("rows.parquet")).unwrap())
             .map(|batch| {
                 assert_eq!(batch.num_columns(), 1);

@@ -18,3 +18,13 @@ impl RandomStream {
         ((u128::from(self.0.next_u64()) * count as u128) >> 64) as usize
     }
 }
+
+/// 0 to `count` - 1 in the order that a stream of `seed` draws, by Fisher and Yates' shuffle. An epoch is a stream.
+pub(super) fn shuffled(count: usize, seed: u64, stream: u64) -> Vec<u32> {
+    let mut draws = RandomStream::new(seed, stream);
+    let mut order: Vec<u32> = (0..count as u32).collect();
+    for last in (1..count).rev() {
+        order.swap(last, draws.below(last + 1));
+    }
+    order
+}

@@ -1,8 +1,9 @@
-//! A row as its file has it: token ids, a text or a conversation, which become tokens of the vocabulary here.
+//! A row as its file has it: token ids, a text, a prompt with its completion or a conversation, which become tokens of the vocabulary here.
 
 use super::chat::ConversationRenderer;
 use super::chat_template::TemplateInputs;
 use super::conversation::Turn;
+use super::pair;
 use super::report::DropReason;
 use super::rows::{ReadRow, RowForm, RowProblem, TokenRow};
 use super::settings::LoadSettings;
@@ -11,12 +12,36 @@ use super::tokenize::TextTokenizer;
 /// A row as its file has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RawRow {
-    Tokens { input_ids: Vec<i64>, labels: Option<Vec<i64>> },
+    Tokens {
+        input_ids: Vec<i64>,
+        labels: Option<Vec<i64>>,
+    },
     Text(String),
-    Conversation { key: &'static str, turns: Vec<Turn>, inputs: TemplateInputs },
+    /// A text in two parts: what is given, and what is learned.
+    Pair {
+        prompt: String,
+        completion: String,
+    },
+    Conversation {
+        key: &'static str,
+        turns: Vec<Turn>,
+        /// So many of them are given, whoever speaks; answers behind them are learned.
+        given: usize,
+        inputs: TemplateInputs,
+    },
 }
 
 impl RawRow {
+    pub(super) fn conversation(key: &'static str, turns: Vec<Turn>, inputs: TemplateInputs) -> Self {
+        Self::Conversation { key, turns, given: 0, inputs }
+    }
+
+    /// A prompt of messages and a completion of messages.
+    pub(super) fn conversation_pair(prompt: Vec<Turn>, completion: Vec<Turn>, inputs: TemplateInputs) -> Self {
+        let given = prompt.len();
+        Self::Conversation { key: "prompt", turns: prompt.into_iter().chain(completion).collect(), given, inputs }
+    }
+
     /// The row as tokens of the vocabulary, or why a conversation is left out.
     pub(super) fn read(self, settings: &LoadSettings) -> Result<Result<ReadRow, DropReason>, RowProblem> {
         let vocab_size = settings.vocab_size;
@@ -30,10 +55,18 @@ impl RawRow {
                 (TokenRow::checked(&input_ids, labels.as_deref(), vocab_size)?, RowForm::Tokens)
             }
             Self::Text(text) => (TokenRow::of_text(&text, tokenizer("text")?)?, RowForm::Text),
-            Self::Conversation { key, turns, inputs } => {
+            Self::Pair { completion, .. } if completion.trim().is_empty() => {
+                return Ok(Err(DropReason::EmptyCompletion));
+            }
+            Self::Pair { prompt, completion } => {
+                let tokens = pair::row(&prompt, &completion, tokenizer("prompt")?, settings.loss_on)?;
+                (tokens, RowForm::Pair)
+            }
+            Self::Conversation { key, turns, given, inputs } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(RowProblem::NeedsTemplate { key })?;
-                let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on: settings.loss_on };
+                let loss_on = settings.loss_on;
+                let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on, given };
                 return Ok(chat.row(&turns)?.map(|tokens| ReadRow { tokens, of: RowForm::Conversation }));
             }
         };

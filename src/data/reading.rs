@@ -2,7 +2,9 @@
 //! portions are in flight between them, whatever the size of the file.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread;
 use std::time::Instant;
@@ -11,6 +13,9 @@ use arrow::array::RecordBatch;
 use arrow::error::ArrowError;
 use rayon::prelude::*;
 
+use super::column_names::ColumnNames;
+use super::csv_rows::{CsvHeader, CsvRecord, CsvRows};
+use super::documents::Documents;
 use super::error::DataError;
 use super::json_array::{self, ArrayRows};
 use super::jsonl::{self, JsonLines, RowText};
@@ -37,8 +42,27 @@ struct Portion {
 
 enum RawRows {
     Json(Vec<RowText>),
+    Csv(Vec<CsvRecord>, Arc<CsvHeader>),
+    Documents(Vec<RowText>),
     /// And the number of the first row, from 1.
     Columns(RecordBatch, usize),
+}
+
+/// Bytes of a row as it is written.
+trait RowBytes {
+    fn bytes(&self) -> usize;
+}
+
+impl RowBytes for RowText {
+    fn bytes(&self) -> usize {
+        self.text.as_ref().map_or(0, Vec::len)
+    }
+}
+
+impl RowBytes for CsvRecord {
+    fn bytes(&self) -> usize {
+        self.fields.as_ref().map_or(0, |fields| fields.as_slice().len())
+    }
 }
 
 /// The outcome of a row.
@@ -54,13 +78,16 @@ pub(super) fn write<W: Write>(
     let began = Instant::now();
     let bytes = std::fs::metadata(path).map_or(0, |metadata| metadata.len());
     let mut writer = TokenFileWriter::new(out).map_err(&failed)?;
-    let (mut summary, mut took) = (FileSummary::default(), Tokenised::default());
+    let (mut summary, mut took, fit) = (FileSummary::default(), Tokenised::default(), settings.fit());
     outcomes(path, settings, |portion, read| {
         for outcome in portion {
+            if settings.limit.is_some_and(|limit| summary.counts.read >= limit.get()) {
+                return Ok(ControlFlow::Break(()));
+            }
             match outcome {
                 Ok(Ok(row)) => {
                     took.tokens += if row.of == RowForm::Tokens { 0 } else { row.tokens.input_ids.len() };
-                    if let Some(row) = summary.admit(row, settings.max_length.get()) {
+                    for row in summary.admit(row, &fit) {
                         writer.push(row).map_err(&failed)?;
                     }
                 }
@@ -73,7 +100,7 @@ pub(super) fn write<W: Write>(
         if let Some(hear) = settings.watch {
             hear(ReadProgress { path, read, bytes, tokenised: took });
         }
-        Ok(())
+        Ok(ControlFlow::Continue(()))
     })?;
     let mut out = writer.finish(summary).map_err(&failed)?;
     out.flush().map_err(|error| failed(error.into()))?;
@@ -94,18 +121,18 @@ pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
     whole.map_err(|fault| ArrowError::IpcError(fault.to_string()))
 }
 
-/// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far.
+/// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far, until it wants no more.
 fn outcomes(
     path: &Path,
     settings: &LoadSettings,
-    mut take: impl FnMut(Vec<RowOutcome>, u64) -> Result<(), DataError>,
+    mut take: impl FnMut(Vec<RowOutcome>, u64) -> Result<ControlFlow<()>, DataError>,
 ) -> Result<(), DataError> {
     thread::scope(|scope| {
         // Each thread ends with the one behind it: its sends fail then.
         let (read_out, read_in) = sync_channel::<Result<Portion, DataError>>(WAITING);
         let (made_out, made_in) = sync_channel(WAITING);
         scope.spawn(move || {
-            if let Err(error) = portions(path, &read_out) {
+            if let Err(error) = portions(path, settings.columns, &read_out) {
                 let _ = read_out.send(Err(error)); // nobody waits for it where an earlier row was wrong
             }
         });
@@ -119,27 +146,50 @@ fn outcomes(
         });
         for made in made_in {
             let (portion, read) = made?;
-            take(portion, read)?;
+            if take(portion, read)?.is_break() {
+                break;
+            }
         }
         Ok(())
     })
 }
 
 /// Reads a file to its end, or until the receiver is dropped.
-fn portions(path: &Path, out: &SyncSender<Result<Portion, DataError>>) -> Result<(), DataError> {
+fn portions(
+    path: &Path,
+    names: Option<&ColumnNames>,
+    out: &SyncSender<Result<Portion, DataError>>,
+) -> Result<(), DataError> {
     let send = |rows: RawRows, read: u64| out.send(Ok(Portion { rows, read })).is_ok();
     match Opened::open(path)? {
         Opened::Jsonl(text) => {
             let mut lines = JsonLines::new(text);
-            in_portions(|| Ok(lines.next()?.map(|line| (line, lines.count()))), send)
+            in_portions(
+                || Ok(lines.next()?.map(|line| (line, lines.count()))),
+                |rows, read| send(RawRows::Json(rows), read),
+            )
         }
         Opened::JsonArray(text) => {
             let mut items = ArrayRows::new(text);
-            in_portions(|| Ok(items.next(path)?.map(|item| (item, items.count()))), send)
+            in_portions(
+                || Ok(items.next(path)?.map(|item| (item, items.count()))),
+                |rows, read| send(RawRows::Json(rows), read),
+            )
+        }
+        Opened::Csv { text, delimiter } => {
+            let mut records = CsvRows::open(text, delimiter, path, names)?;
+            let header = Arc::clone(&records.header);
+            let send = |rows, read| send(RawRows::Csv(rows, Arc::clone(&header)), read);
+            in_portions(|| Ok(records.next(path)?.map(|record| (record, records.count()))), send)
+        }
+        Opened::Text(text) => {
+            let mut texts = Documents::new(text);
+            let send = |rows, read| send(RawRows::Documents(rows), read);
+            in_portions(|| Ok(texts.next()?.map(|text| (text, texts.count()))), send)
         }
         Opened::Parquet(file) => {
             let bytes = file.metadata().map_or(0, |metadata| metadata.len());
-            let mut batches = parquet::ParquetBatches::open(file, path)?;
+            let mut batches = parquet::ParquetBatches::open(file, path, names)?;
             let all = batches.rows.max(1);
             let read = |rows: usize| (bytes as f64 * rows as f64 / all as f64) as u64;
             let next = || batches.next(path).map(|batch| batch.map(|batch| (batch, 0)));
@@ -148,8 +198,8 @@ fn portions(path: &Path, out: &SyncSender<Result<Portion, DataError>>) -> Result
                 send(RawRows::Columns(batch, first), read)
             })
         }
-        Opened::ArrowFile(file) => arrow(arrow_ipc::ArrowBatches::of_file(file, path)?, path, send),
-        Opened::ArrowStream(bytes) => arrow(arrow_ipc::ArrowBatches::of_stream(bytes, path)?, path, send),
+        Opened::ArrowFile(file) => arrow(arrow_ipc::ArrowBatches::of_file(file, path, names)?, path, send),
+        Opened::ArrowStream(bytes) => arrow(arrow_ipc::ArrowBatches::of_stream(bytes, path, names)?, path, send),
     }
 }
 
@@ -180,16 +230,16 @@ fn record_batches(
 
 /// Sends rows in portions, with the bytes read by then. Rows before a place that cannot be read come before its error: one of
 /// them may be wrong, too.
-fn in_portions(
-    mut next: impl FnMut() -> Result<Option<(RowText, u64)>, DataError>,
-    send: impl Fn(RawRows, u64) -> bool,
+fn in_portions<T: RowBytes>(
+    mut next: impl FnMut() -> Result<Option<(T, u64)>, DataError>,
+    send: impl Fn(Vec<T>, u64) -> bool,
 ) -> Result<(), DataError> {
     loop {
         let (mut rows, mut bytes, mut read) = (Vec::new(), 0, 0);
         let ended = loop {
             match next() {
                 Ok(Some((row, so_far))) => {
-                    bytes += row.text.as_ref().map_or(0, Vec::len);
+                    bytes += row.bytes();
                     read = so_far;
                     rows.push(row);
                 }
@@ -200,7 +250,7 @@ fn in_portions(
                 break None;
             }
         };
-        let is_heard = rows.is_empty() || send(RawRows::Json(rows), read);
+        let is_heard = rows.is_empty() || send(rows, read);
         match ended {
             Some(ended) => return ended,
             None if !is_heard => return Ok(()),
@@ -215,8 +265,18 @@ impl RawRows {
         let read = |raw: RawRow| raw.read(settings);
         Ok(match self {
             Self::Json(rows) => rows.par_iter().map(|row| json_outcome(row, path, settings)).collect(),
+            Self::Csv(records, header) => {
+                let row = |record: &CsvRecord| header.row(record, settings.columns).and_then(read);
+                let placed =
+                    |record: &CsvRecord| row(record).map_err(|p| RowLocation::row(path, record.number).error(p));
+                records.par_iter().map(placed).collect()
+            }
+            Self::Documents(texts) => {
+                let row = |text: &RowText| document(text).and_then(read).map_err(|p| text.location(path).error(p));
+                texts.par_iter().map(row).collect()
+            }
             Self::Columns(batch, first) => {
-                let columns = columns::Columns::of(&batch)
+                let columns = columns::Columns::of(&batch, settings.columns)
                     .map_err(|error| RowLocation::row(path, first).error(RowProblem::BrokenArrow(error.to_string())))?;
                 let row = |row: usize| {
                     columns.row(row).and_then(read).map_err(|p| RowLocation::row(path, first + row).error(p))
@@ -227,9 +287,15 @@ impl RawRows {
     }
 }
 
+fn document(text: &RowText) -> Result<RawRow, RowProblem> {
+    let bytes = text.text.as_deref().ok_or(RowProblem::TooLong)?;
+    Ok(RawRow::Text(str::from_utf8(bytes).map_err(|_| RowProblem::NotUtf8)?.to_owned()))
+}
+
 /// What is no JSON in an array is told as a place in the file: its rows have no line of their own.
 fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> RowOutcome {
-    let read = row.text.as_deref().ok_or(RowProblem::TooLong).and_then(jsonl::row).and_then(|raw| raw.read(settings));
+    let raw = |text| jsonl::named_row(text, settings.columns);
+    let read = row.text.as_deref().ok_or(RowProblem::TooLong).and_then(raw).and_then(|raw| raw.read(settings));
     let in_array = |problem: &RowProblem| match problem {
         RowProblem::BrokenJson { .. } if !settings.skip_bad_rows => json_array::broken(row),
         _ => None,

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::long_rows::{LongRows, RowFit};
 use super::rows::{IGNORE, ReadRow, RowError, RowForm, TokenRow};
 
 /// Words of a template that are counted on their own; what else it says is counted together.
@@ -29,6 +30,10 @@ pub enum DropReason {
     AnswersNotFound,
     /// All of the assistant's text is beyond the maximum length.
     NoLabelLeft,
+    /// More than the maximum length, and `data.long_rows` is `drop`.
+    TooLong,
+    /// A prompt with nothing to learn behind it.
+    EmptyCompletion,
 }
 
 /// How the cache was used for a file.
@@ -88,6 +93,11 @@ pub struct RowCounts {
     pub tokens_with_loss: usize,
     /// Rows cut to the maximal length.
     pub truncated: usize,
+    /// Rows that became several, and how many they became.
+    pub split: usize,
+    pub pieces: usize,
+    /// Tokens of rows beyond the maximal length that no row kept.
+    pub lost_tokens: usize,
     /// Rows of tokens kept although no label of theirs is a target.
     pub without_targets: usize,
     /// Rows left out, and why.
@@ -114,38 +124,51 @@ pub struct LoadReport {
     /// Of the rows of all files.
     #[serde(flatten)]
     pub counts: RowCounts,
+    /// Rows kept of each entry of the list.
+    #[serde(skip)]
+    pub rows_of_entries: Vec<usize>,
     /// What tokenising took, of the files that the cache did not have; absent where nothing had to be tokenised.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenised: Option<Tokenised>,
 }
 
 impl FileSummary {
-    /// Cuts a row, counts it, and says whether it stays.
-    pub(super) fn admit(&mut self, row: ReadRow, max_length: usize) -> Option<TokenRow> {
-        let ReadRow { mut tokens, of } = row;
-        let is_conversation = of == RowForm::Conversation;
-        self.rendered |= is_conversation;
-        let cut = tokens.input_ids.len() > max_length;
-        tokens.input_ids.truncate(max_length);
-        tokens.labels.truncate(max_length);
-        let targets = tokens.labels.iter().skip(1).filter(|label| **label != IGNORE).count();
-        let reason = match targets {
-            _ if tokens.input_ids.len() < 2 => Some(DropReason::FewerThanTwoTokens),
-            0 if is_conversation => Some(DropReason::NoLabelLeft),
-            _ => None,
-        };
-        if let Some(reason) = reason {
-            self.leave_out(reason);
-            return None;
+    /// Fits a row to the maximal length, counts it, and returns what is kept of it: nothing, the row, or its pieces.
+    pub(super) fn admit(&mut self, row: ReadRow, fit: &RowFit) -> Vec<TokenRow> {
+        let ReadRow { tokens, of } = row;
+        self.rendered |= of == RowForm::Conversation;
+        let (length, is_long) = (tokens.input_ids.len(), fit.is_too_long(&tokens));
+        let mut kept = fit.of(tokens);
+        let has_answer = matches!(of, RowForm::Conversation | RowForm::Pair);
+        kept.retain(|row| row.input_ids.len() > 1 && (!has_answer || row.has_target()));
+        if is_long {
+            let kept: usize = kept.iter().map(|row| row.input_ids.len()).sum();
+            self.counts.lost_tokens += length.saturating_sub(kept); // pieces also repeat BOS
         }
+        match kept.len() {
+            0 if length < 2 => self.leave_out(DropReason::FewerThanTwoTokens),
+            0 if is_long && fit.long_rows == LongRows::Drop => self.leave_out(DropReason::TooLong),
+            0 => self.leave_out(DropReason::NoLabelLeft),
+            pieces => self.keep(&kept, is_long, pieces),
+        }
+        kept
+    }
+
+    fn keep(&mut self, kept: &[TokenRow], was_long: bool, pieces: usize) {
         let counts = &mut self.counts;
         counts.read += 1;
-        counts.rows += 1;
-        counts.tokens += tokens.input_ids.len();
-        counts.tokens_with_loss += targets;
-        counts.truncated += usize::from(cut);
-        counts.without_targets += usize::from(targets == 0);
-        Some(tokens)
+        counts.rows += pieces;
+        counts.truncated += usize::from(was_long && pieces == 1);
+        if was_long && pieces > 1 {
+            counts.split += 1;
+            counts.pieces += pieces;
+        }
+        for row in kept {
+            let targets = row.labels.iter().skip(1).filter(|label| **label != IGNORE).count();
+            counts.tokens += row.input_ids.len();
+            counts.tokens_with_loss += targets;
+            counts.without_targets += usize::from(targets == 0);
+        }
     }
 
     /// Counts a row that is left out.
@@ -168,6 +191,27 @@ impl FileSummary {
     }
 }
 
+impl RowCounts {
+    /// The tokens that rows lost to `max_length`, of all that were read: from 0 to 1.
+    pub fn lost_fraction(&self) -> f64 {
+        self.lost_tokens as f64 / (self.tokens + self.lost_tokens).max(1) as f64
+    }
+
+    fn loss_in_words(&self) -> String {
+        if self.lost_tokens == 0 {
+            return String::new();
+        }
+        let percent = 100.0 * self.lost_fraction();
+        let percent = if percent < 0.1 { "less than 0.1".to_owned() } else { format!("{percent:.1}") };
+        let too_long = self.dropped.get(&DropReason::TooLong).copied().unwrap_or(0);
+        let advice = match self.truncated + too_long {
+            0 => "",
+            _ => "; data.long_rows = \"split\" (--long-rows split) keeps them",
+        };
+        format!(", {percent} % of all tokens lost beyond max_length{advice}")
+    }
+}
+
 impl LoadReport {
     /// Takes in what came of a file.
     pub(super) fn add(&mut self, file: RowCounts, path: &Path) {
@@ -177,6 +221,9 @@ impl LoadReport {
         all.tokens += file.tokens;
         all.tokens_with_loss += file.tokens_with_loss;
         all.truncated += file.truncated;
+        all.split += file.split;
+        all.pieces += file.pieces;
+        all.lost_tokens += file.lost_tokens;
         all.without_targets += file.without_targets;
         for (reason, count) in file.dropped {
             leave_out(&mut all.dropped, reason, count);
@@ -253,11 +300,13 @@ impl fmt::Display for LoadReport {
         let (rows, files) = (counted(*rows, "row"), counted(self.files.len(), "file"));
         write!(out, "{rows} with {tokens} tokens ({tokens_with_loss} with loss) in {files}")?;
         let mut also = |count: usize, what: &str| if count > 0 { write!(out, ", {count} {what}") } else { Ok(()) };
+        also(self.counts.split, &format!("split into {} by max_length", self.counts.pieces))?;
         also(self.counts.truncated, "cut to max_length")?;
         also(self.counts.without_targets, "without a target")?;
         for (reason, count) in &self.counts.dropped {
             also(*count, &format!("dropped ({reason})"))?;
         }
+        write!(out, "{}", self.counts.loss_in_words())?;
         for (kind, bad) in &self.counts.bad_rows {
             write!(out, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
         }
@@ -272,7 +321,9 @@ impl fmt::Display for LoadReport {
 
 const REFUSES: &str = "template_refuses: ";
 /// The reasons without words: as JSON has them, and for people.
-const NAMES: [(DropReason, &str, &str); 6] = [
+const NAMES: [(DropReason, &str, &str); 8] = [
+    (DropReason::TooLong, "too_long", "longer than max_length"),
+    (DropReason::EmptyCompletion, "empty_completion", "empty completion"),
     (DropReason::FewerThanTwoTokens, "fewer_than_two_tokens", "fewer than two tokens"),
     (DropReason::EmptyConversation, "empty_conversation", "empty conversation"),
     (DropReason::NoAssistantTurn, "no_assistant_turn", "no turn of the assistant"),
@@ -331,7 +382,7 @@ mod tests {
         let counts: BTreeMap<DropReason, usize> = reasons.zip(1..).collect();
         let json = serde_json::to_string(&counts).unwrap();
         assert!(
-            json.contains(r#""fewer_than_two_tokens":1"#) && json.contains(r#""template_refuses: a: b":7"#),
+            json.contains(r#""fewer_than_two_tokens":3"#) && json.contains(r#""template_refuses: a: b":9"#),
             "{json}"
         );
         assert_eq!(serde_json::from_str::<BTreeMap<DropReason, usize>>(&json).unwrap(), counts);

@@ -35,11 +35,13 @@ pub enum RowForm {
     Tokens,
     /// As a text.
     Text,
+    /// As a prompt and its completion.
+    Pair,
     /// As a conversation, whose labels this program makes.
     Conversation,
 }
 
-/// Where a row stands: a line of JSONL, a row of a JSON array or of Parquet, counted from 1.
+/// Where a row stands: a line of JSONL, a row of a JSON array, of Parquet or of CSV (behind its header), counted from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowLocation {
     pub path: PathBuf,
@@ -84,6 +86,20 @@ pub enum RowProblem {
     /// A file that claims to be Arrow.
     #[error("not readable as Arrow: {0}")]
     BrokenArrow(String),
+    /// A file whose name ends in `.csv` or `.tsv`.
+    #[error("not readable as CSV: {0}")]
+    BrokenCsv(String),
+    /// A record that takes the rest of the file.
+    #[error("a record of more than {} MiB begins here; a quote is opened and not closed", ROW_LIMIT >> 20)]
+    OpenQuote,
+    /// A record of CSV that is no row of its columns.
+    #[error(
+        "this record and the header differ in their number of fields ({got} and {expected}); a field with a comma, a quote or a newline \
+         needs quotes around it"
+    )]
+    FieldCount { expected: usize, got: usize },
+    #[error("not UTF-8 text")]
+    NotUtf8,
     /// A row that no data set means.
     #[error("longer than {} MiB, the most that a row may have", ROW_LIMIT >> 20)]
     TooLong,
@@ -105,10 +121,18 @@ pub enum RowProblem {
     },
     /// Nothing that is known as a row.
     #[error(
-        "expected a key \"input_ids\", \"messages\", \"conversations\", \"instruction\" (with \"output\") or \"text\", got {}",
+        "expected a key \"input_ids\", \"messages\", \"conversations\", \"instruction\" (with \"output\"), \"prompt\" (with \
+         \"completion\") or \"text\", got {}; other columns are read if data.columns (--columns on the command line) names them",
         listed(found)
     )]
     NoKnownKey {
+        /// The keys that are there.
+        found: Vec<String>,
+    },
+    /// A row without a column that the recipe names.
+    #[error("expected a column \"{column}\", as data.columns or --columns names it, got {}", listed(found))]
+    NoNamedColumn {
+        column: String,
         /// The keys that are there.
         found: Vec<String>,
     },
@@ -148,9 +172,12 @@ impl RowProblem {
             Self::Value { .. } => Some("a value of the wrong type"),
             Self::LabelsLength { .. } => Some("labels of another length"),
             Self::TokenOutOfRange { .. } => Some("a token beyond the vocabulary"),
-            Self::NoKnownKey { .. } => Some("no known key"),
+            Self::NoKnownKey { .. } | Self::NoNamedColumn { .. } => Some("no known key"),
+            Self::FieldCount { .. } => Some("another number of fields than the header"),
+            Self::NotUtf8 => Some("not UTF-8"),
             Self::Tokenize(TokenizeError::Encode { .. }) => Some("a text that cannot be tokenised"),
-            Self::BrokenArray { .. } | Self::BrokenParquet(_) | Self::BrokenArrow(_) => None,
+            Self::BrokenArray { .. } | Self::BrokenParquet(_) | Self::BrokenArrow(_) | Self::BrokenCsv(_) => None,
+            Self::OpenQuote => None,
             Self::NeedsTemplate { .. } | Self::NeedsTokenizer { .. } | Self::Tokenize(_) | Self::Template(_) => None,
         }
     }
@@ -169,6 +196,13 @@ impl TokenRow {
             input_ids.push(eos);
         }
         Ok(Self { labels: input_ids.clone(), input_ids })
+    }
+
+    /// Its first tokens.
+    pub(super) fn truncated(mut self, max_length: usize) -> Self {
+        self.input_ids.truncate(max_length);
+        self.labels.truncate(max_length);
+        self
     }
 
     /// Whether any position of the row has a target.

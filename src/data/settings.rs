@@ -9,26 +9,35 @@ use sha2::{Digest, Sha256};
 use super::cache::TokenCache;
 use super::chat::LossOn;
 use super::chat_template::{ChatTemplate, TemplateChoice};
+use super::column_names::ColumnNames;
+use super::long_rows::{LongRows, RowFit};
+use super::opened;
 use super::report::Tokenised;
 use super::tokenize::TextTokenizer;
 use crate::files;
-use crate::numbers::Fraction;
+use crate::numbers::{Fraction, Positive};
 
 /// Part of every key: raise it when the same input would give other rows, or another file.
-const CACHE_FORMAT: &str = "medusa tokens 5";
+const CACHE_FORMAT: &str = "medusa tokens 6";
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// Files or globs: JSONL or JSON arrays (also in gzip or zstd), Parquet, Arrow.
+    /// Files, folders or globs: JSONL, JSON arrays, CSV or text (also in gzip or zstd), Parquet, Arrow.
     pub train: Vec<String>,
-    /// Files or globs to evaluate on.
+    /// Weights of the entries of `train`: each gives this share of the tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mix: Option<Vec<Positive>>,
+    /// Files, folders or globs to evaluate on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub validation: Vec<String>,
     /// Or: this part of the training rows, taken out before training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<Fraction>,
+    /// The columns that rows are made of, where they have other names than those that are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<ColumnNames>,
     /// What renders conversations.
     #[serde(default)]
     pub chat_template: TemplateChoice,
@@ -37,12 +46,48 @@ pub struct DataConfig {
     pub loss_on: LossOn,
     /// Tokens a sequence.
     pub max_length: NonZeroUsize,
+    /// What becomes of longer rows.
+    #[serde(default)]
+    pub long_rows: LongRows,
+    /// At most this many rows of each entry of `train` and `validation`, for a try.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<NonZeroUsize>,
     /// Several rows share one sequence, without seeing each other.
     #[serde(default = "yes")]
     pub packing: bool,
     /// A new seeded order every epoch.
     #[serde(default = "yes")]
     pub shuffle: bool,
+    /// Local files of the entries, once Hub data sets are downloaded.
+    #[serde(skip)]
+    pub fetched: FetchedData,
+}
+
+/// The local files of each entry of `train` and of `validation`; empty lists stand for entries as they are written.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct FetchedData {
+    pub train: Vec<Vec<String>>,
+    pub validation: Vec<Vec<String>>,
+}
+
+impl DataConfig {
+    /// The files, folders and globs of each entry of `train`.
+    pub fn train_entries(&self) -> Vec<&[String]> {
+        entries(&self.train, &self.fetched.train)
+    }
+
+    /// The files, folders and globs of each entry of `validation`.
+    pub fn validation_entries(&self) -> Vec<&[String]> {
+        entries(&self.validation, &self.fetched.validation)
+    }
+}
+
+/// Entries with the local files of each; as they are written where nothing was downloaded.
+pub fn entries<'a>(written: &'a [String], fetched: &'a [Vec<String>]) -> Vec<&'a [String]> {
+    if fetched.is_empty() {
+        return written.iter().map(std::slice::from_ref).collect();
+    }
+    fetched.iter().map(Vec::as_slice).collect()
 }
 
 fn yes() -> bool {
@@ -56,10 +101,16 @@ pub struct LoadSettings<'a> {
     pub tokenizer: Option<&'a TextTokenizer>,
     /// The backbone's; ids are checked against it.
     pub vocab_size: usize,
-    /// Longer rows are cut.
+    /// Tokens of the longest row.
     pub max_length: NonZeroUsize,
+    /// What becomes of longer rows.
+    pub long_rows: LongRows,
+    /// At most this many rows of each entry are read.
+    pub limit: Option<NonZeroUsize>,
     /// Where tokenised files are kept, and rows are read from; `None` (a user without a home) keeps all rows in memory.
     pub cache: Option<&'a TokenCache>,
+    /// The columns that rows are made of.
+    pub columns: Option<&'a ColumnNames>,
     /// What renders conversations.
     pub template: Option<&'a ChatTemplate>,
     /// Which tokens of conversations carry loss.
@@ -71,15 +122,44 @@ pub struct LoadSettings<'a> {
 }
 
 impl LoadSettings<'_> {
-    /// What decides a file's rows: its content, the tokenizer, what is added around a text, the vocabulary they were
-    /// checked against, how a conversation is rendered, which of its tokens carry loss, where rows are cut, and whether bad
-    /// ones are left out.
-    pub(super) fn cache_key(&self, file_sha256: &str) -> String {
-        let LoadSettings { tokenizer, vocab_size, max_length, template, loss_on, skip_bad_rows, .. } = self;
-        let (eos, template) = (tokenizer.and_then(TextTokenizer::eos_id), template.map(|template| template.sha256()));
+    /// Rows of token ids, kept in memory, up to a length.
+    pub fn new(vocab_size: usize, max_length: NonZeroUsize) -> Self {
+        Self {
+            tokenizer: None,
+            vocab_size,
+            max_length,
+            long_rows: LongRows::default(),
+            limit: None,
+            cache: None,
+            columns: None,
+            template: None,
+            loss_on: LossOn::default(),
+            skip_bad_rows: false,
+            watch: None,
+        }
+    }
+
+    /// How rows are made to fit.
+    pub(super) fn fit(&self) -> RowFit {
+        let bos = self.tokenizer.and_then(TextTokenizer::bos_id);
+        RowFit { max_length: self.max_length.get(), long_rows: self.long_rows, bos }
+    }
+
+    /// What decides a file's rows: its content and format, the tokenizer, what is added around a text, the vocabulary they were
+    /// checked against, the columns, how a conversation is rendered, which of its tokens carry loss, where rows are cut and how, how many
+    /// are read, and whether bad ones are left out.
+    pub(super) fn cache_key(&self, path: &Path, file_sha256: &str) -> String {
+        let LoadSettings { tokenizer, vocab_size, limit, .. } = self;
+        let LoadSettings { columns, template, loss_on, skip_bad_rows, .. } = self;
+        let (format, columns) = (opened::format_of_name(path), columns.map(ToString::to_string));
+        let (fit, eos) = (self.fit(), tokenizer.and_then(TextTokenizer::eos_id));
+        let template = template.map(|template| template.sha256());
         let tokenizer = tokenizer.map_or("no tokenizer", TextTokenizer::sha256);
-        let text = format!("{tokenizer}\neos {eos:?}\nvocabulary {vocab_size}\nlength {max_length}");
-        let rows = format!("template {template:?}\nloss on {loss_on:?}\nskip bad rows {skip_bad_rows}");
+        let length = format!("{fit:?}\nlimit {limit:?}");
+        let text = format!("{tokenizer}\neos {eos:?}\nvocabulary {vocab_size}\n{length}");
+        let rows = format!(
+            "format {format:?}\ncolumns {columns:?}\ntemplate {template:?}\nloss on {loss_on:?}\nskip bad rows {skip_bad_rows}"
+        );
         files::hex(&Sha256::digest(format!("{CACHE_FORMAT}\n{file_sha256}\n{text}\n{rows}")))[..32].to_owned()
     }
 }

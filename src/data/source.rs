@@ -1,4 +1,4 @@
-//! Expands a recipe's paths and patterns into data files. Knows nothing of rows.
+//! Expands a recipe's paths, folders and patterns into data files. Knows nothing of rows.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,11 +14,21 @@ pub enum SourceError {
         /// The path as the recipe has it.
         path: PathBuf,
     },
-    /// A folder, of which nobody knows which files are meant.
-    #[error("{} is a folder; name its files by a pattern: {:?}", path.display(), path.join("*.jsonl"))]
-    Folder {
+    /// A folder without a data file.
+    #[error(
+        "the folder {} holds no data file ({}){}", path.display(), EXTENSIONS.map(|end| format!(".{end}")).join(", "), in_folders(path)
+    )]
+    EmptyFolder {
         /// The path as the recipe has it.
         path: PathBuf,
+    },
+    /// A folder with the files of several splits.
+    #[error("the folder {} holds rows to train on and rows to test on ({train}, {held_out}); name the files: {:?}", path.display(), path.join("train*"))]
+    SeveralSplits {
+        path: PathBuf,
+        /// A file that is not named as held out, and one that is.
+        train: String,
+        held_out: String,
     },
     /// A pattern without a file.
     #[error("the pattern {pattern:?} matches no file")]
@@ -46,13 +56,41 @@ pub enum SourceError {
     },
     /// A format that is known, and not read.
     #[error(
-        "{} is {format}; rows are read from JSONL (one object a line), JSON arrays, Parquet and Arrow, JSON also in gzip or zstd",
+        "{} is {format}; rows are read from JSONL (one object a line), JSON arrays, CSV, text, Parquet and Arrow, all but the last two \
+         also in gzip or zstd",
         path.display()
     )]
     Format { path: PathBuf, format: &'static str },
 }
 
-/// The files of a list of paths and globs: in the order of the list, the matches of a glob by name.
+/// Extensions of data files.
+pub const EXTENSIONS: [&str; 9] = ["jsonl", "json", "ndjson", "parquet", "arrow", "feather", "csv", "tsv", "txt"];
+const TEXT: &str = "txt";
+const COMPRESSED: [&str; 2] = [".gz", ".zst"];
+/// Words in the names of files that are held out from training.
+const HELD_OUT: [&str; 6] = ["validation", "valid", "val", "dev", "eval", "test"];
+
+/// The extension of a name in small letters, that of compression left out.
+pub(super) fn extension(name: &str) -> String {
+    let name = name.to_lowercase();
+    let plain = COMPRESSED.iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+    plain.rsplit('/').next().and_then(|name| name.rsplit_once('.')).map_or_else(String::new, |(_, end)| end.to_owned())
+}
+
+/// Whether a file of this name holds rows.
+pub fn is_data(name: &str) -> bool {
+    let last = name.rsplit('/').next().unwrap_or(name);
+    let is_about_data = last.starts_with('.')
+        || ["dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"].contains(&last);
+    !is_about_data && EXTENSIONS.contains(&extension(name).as_str())
+}
+
+/// Whether a word of the name is one of `words`.
+pub fn has_word(name: &str, words: &[&str]) -> bool {
+    name.split(|c: char| !c.is_ascii_alphabetic()).any(|word| words.contains(&word.to_ascii_lowercase().as_str()))
+}
+
+/// The files of a list of paths, folders and globs: in the order of the list, those of a folder and of a glob by name.
 ///
 /// # Errors
 /// A path or pattern without a file.
@@ -61,9 +99,8 @@ pub fn find(patterns: &[String]) -> Result<Vec<PathBuf>, SourceError> {
     for pattern in patterns {
         let path = Path::new(pattern);
         if path.is_dir() {
-            return Err(SourceError::Folder { path: path.to_owned() });
-        }
-        if path.exists() {
+            found.extend(files_of(path)?);
+        } else if path.exists() {
             found.push(path.to_owned()); // also a name that looks like a pattern
         } else if pattern.contains(['*', '?', '[']) {
             found.extend(matches(pattern)?);
@@ -72,6 +109,45 @@ pub fn find(patterns: &[String]) -> Result<Vec<PathBuf>, SourceError> {
         }
     }
     Ok(found)
+}
+
+/// The data files of a folder, without those of its folders. Texts count where there is nothing else: beside rows they are notes.
+fn files_of(folder: &Path) -> Result<Vec<PathBuf>, SourceError> {
+    let names = names_in(folder)?;
+    let (texts, others): (Vec<&String>, _) =
+        names.iter().filter(|name| is_data(name)).partition(|name| extension(name) == TEXT);
+    let chosen = if others.is_empty() { texts } else { others };
+    let (held_out, train): (Vec<&String>, _) = chosen.iter().copied().partition(|name| has_word(name, &HELD_OUT));
+    match (train.first(), held_out.first()) {
+        (None, None) => Err(SourceError::EmptyFolder { path: folder.to_owned() }),
+        (Some(&train), Some(&held_out)) => {
+            let path = folder.to_owned();
+            Err(SourceError::SeveralSplits { path, train: train.clone(), held_out: held_out.clone() })
+        }
+        _ => Ok(chosen.into_iter().map(|name| folder.join(name)).filter(|path| path.is_file()).collect()),
+    }
+}
+
+/// The names of what lies in a folder, sorted.
+fn names_in(folder: &Path) -> Result<Vec<String>, SourceError> {
+    let unread = |source| SourceError::from(failed("read", folder)(source));
+    let entries = std::fs::read_dir(folder).map_err(unread)?;
+    let name = |entry: io::Result<std::fs::DirEntry>| Ok(entry.map_err(unread)?.file_name().into_string().ok());
+    let names: Result<Vec<Option<String>>, SourceError> = entries.map(name).collect();
+    let mut names: Vec<String> = names?.into_iter().flatten().collect();
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// Where else the files may be, as the end of a sentence.
+fn in_folders(folder: &Path) -> String {
+    let names = names_in(folder).unwrap_or_default().into_iter();
+    let inner: Vec<String> = names
+        .map(|name| folder.join(name))
+        .filter(|path| path.is_dir())
+        .map(|path| path.display().to_string())
+        .collect();
+    if inner.is_empty() { String::new() } else { format!("; it has folders: {}", inner.join(", ")) }
 }
 
 fn matches(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
@@ -106,11 +182,38 @@ mod tests {
         let found = find(&[at("c[1].txt"), at("*.jsonl")]).unwrap();
         let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["c[1].txt", "a.jsonl", "b.jsonl"]);
-        let folder = dir.path().display().to_string();
-        let error = find(&[at("a.jsonl"), folder.clone()]).unwrap_err().to_string();
-        assert_eq!(error, format!("{folder} is a folder; name its files by a pattern: \"{folder}/*.jsonl\""));
         assert!(matches!(find(&[at("x.jsonl")]), Err(SourceError::Missing { .. })));
         assert!(matches!(find(&[at("*.parquet")]), Err(SourceError::NoMatch { .. })));
         assert!(matches!(find(&[at("[.parquet")]), Err(SourceError::BadPattern { .. })));
+    }
+
+    #[test]
+    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
+    fn a_folder_is_its_data_files_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().display().to_string();
+        let add = |name: &str| fs::write(dir.path().join(name), "{}").unwrap();
+        let found = || {
+            let found = find(std::slice::from_ref(&folder)).map_err(|error| error.to_string().replace(&folder, "DIR"));
+            Ok::<_, String>(
+                found?.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect::<Vec<_>>(),
+            )
+        };
+        fs::create_dir(dir.path().join("train")).unwrap();
+        let empty = found().unwrap_err();
+        assert!(
+            empty.starts_with("the folder DIR holds no data file (.jsonl, ")
+                && empty.ends_with("it has folders: DIR/train"),
+            "{empty}"
+        );
+        ["b.txt", "a.txt.gz", "notes.md"].into_iter().for_each(add);
+        assert_eq!(found().unwrap(), ["a.txt.gz", "b.txt"]);
+        ["2.jsonl", "1.parquet", "dataset_info.json", ".hidden.json"].into_iter().for_each(add);
+        assert_eq!(found().unwrap(), ["1.parquet", "2.jsonl"]);
+        add("test-00000.parquet");
+        assert_eq!(
+            found().unwrap_err(),
+            "the folder DIR holds rows to train on and rows to test on (1.parquet, test-00000.parquet); name the files: \"DIR/train*\""
+        );
     }
 }

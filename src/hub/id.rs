@@ -1,18 +1,18 @@
 //! Distinguishes local paths from Hub ids.
 //!
 //! Existing local paths win over Hub ids. An id is `owner/name` or `owner/name@revision`; for data also
-//! `owner/name/file` and `owner/name@revision/file`, where the file may be a glob or a folder. Anything else is a path:
+//! `owner/name/file` and `owner/name@revision/file`, where the file may be a glob or a folder, and `owner/name:config`,
+//! `owner/name:config:split` and `owner/name::split`. Anything else is a path:
 //! `./x`, `/x`, `~/x`, a single word, and for models three words. If the first word is an existing folder and there is
 //! no `@revision`, it is a path too, so that a misspelt path does not reach the Hub.
 
 use std::fmt;
 use std::path::Path;
 
+use crate::data::source;
+
 /// Default revision.
 pub const MAIN: &str = "main";
-/// Extensions of data files.
-pub(super) const DATA: [&str; 6] = ["json", "jsonl", "ndjson", "parquet", "arrow", "feather"];
-const COMPRESSED: [&str; 2] = [".gz", ".zst"];
 
 /// The kinds of Hub repository used here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +38,34 @@ pub struct Id {
     pub revision: Option<String>,
     /// A file, a glob or a folder.
     pub file: Option<String>,
+    /// Config and split of a data set.
+    pub part: Option<DataPart>,
+}
+
+/// Config and split, as `load_dataset` takes them: `owner/name:config:split`; at least one of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataPart {
+    pub config: Option<String>,
+    pub split: Option<String>,
+}
+
+impl DataPart {
+    /// Parses what stands behind the first colon.
+    fn parse(text: &str) -> Option<Self> {
+        let (config, split) = text.split_once(':').map_or((text, None), |(config, split)| (config, Some(split)));
+        let is_good = |word: &str| is_safe(word) && !word.contains([':', '/', '@', '*', '?', '[']);
+        let config = Some(config).filter(|config| !config.is_empty());
+        let mut words = config.into_iter().chain(split).peekable();
+        let is_part = words.peek().is_some() && words.all(is_good);
+        is_part.then(|| Self { config: config.map(str::to_owned), split: split.map(str::to_owned) })
+    }
+}
+
+impl fmt::Display for DataPart {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, ":{}", self.config.as_deref().unwrap_or_default())?;
+        self.split.iter().try_for_each(|split| write!(out, ":{split}"))
+    }
 }
 
 impl Repo {
@@ -74,20 +102,22 @@ impl fmt::Display for Id {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{}", self.repo)?;
         self.revision.iter().try_for_each(|revision| write!(out, "@{revision}"))?;
-        self.file.iter().try_for_each(|file| write!(out, "/{file}"))
+        self.file.iter().try_for_each(|file| write!(out, "/{file}"))?;
+        self.part.iter().try_for_each(|part| write!(out, "{part}"))
     }
 }
 
 /// Parses the id of a model, heads or an adapter; `None` for a path.
 pub fn model(place: &str) -> Option<Id> {
-    remote(place, RepoKind::Model).filter(|id| id.file.is_none())
+    remote(place, RepoKind::Model).filter(|id| id.file.is_none() && id.part.is_none())
 }
 
 /// Parses the id of data; `None` for a path or a glob.
 pub fn data(place: &str) -> Option<Id> {
     let id = remote(place, RepoKind::Dataset)?;
     // `folder/rows.jsonl` is a missing file; a repository of that name is written `folder/rows.jsonl@main`.
-    (id.file.is_some() || id.revision.is_some() || !is_data(&id.repo.name)).then_some(id)
+    let is_more = id.file.is_some() || id.revision.is_some() || id.part.is_some();
+    (is_more || !source::is_data(&id.repo.name)).then_some(id)
 }
 
 fn remote(place: &str, kind: RepoKind) -> Option<Id> {
@@ -99,7 +129,7 @@ fn remote(place: &str, kind: RepoKind) -> Option<Id> {
 /// Parses the grammar without looking at local files.
 fn parse(text: &str, kind: RepoKind) -> Option<Id> {
     let (owner, rest) = text.split_once('/')?;
-    let (name, rest) = rest.split_at(rest.find(['@', '/']).unwrap_or(rest.len()));
+    let (name, rest) = rest.split_at(rest.find(['@', '/', ':']).unwrap_or(rest.len()));
     let repo = Repo::parse(kind, &format!("{owner}/{name}"))?;
     let (revision, file) = match rest.strip_prefix('@') {
         Some(rest) => {
@@ -107,13 +137,18 @@ fn parse(text: &str, kind: RepoKind) -> Option<Id> {
             // with a file
             let words = if rest.starts_with("refs/") { 3 } else { 1 };
             let end = rest.match_indices('/').nth(words - 1).map_or(rest.len(), |(at, _)| at);
+            let end = rest[..end].find(':').unwrap_or(end);
             (Some(rest[..end].to_owned()), &rest[end..])
         }
         None => (None, rest),
     };
+    let part = match file.strip_prefix(':') {
+        Some(part) => Some(DataPart::parse(part)?),
+        None => None,
+    };
     let file = file.strip_prefix('/').map(str::to_owned);
     let is_good = revision.as_deref().is_none_or(is_revision) && file.as_deref().is_none_or(is_safe);
-    is_good.then_some(Id { repo, revision, file })
+    is_good.then_some(Id { repo, revision, file, part })
 }
 
 /// The Hub's rule for the names of owners and repositories.
@@ -144,12 +179,6 @@ fn has_drive(name: &str) -> bool {
     matches!(name.as_bytes(), [letter, b':', ..] if letter.is_ascii_alphabetic())
 }
 
-/// Whether a file of this name holds rows.
-pub(super) fn is_data(name: &str) -> bool {
-    let plain = COMPRESSED.iter().find_map(|end| name.strip_suffix(end)).unwrap_or(name);
-    plain.rsplit_once('.').is_some_and(|(_, end)| DATA.contains(&end))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,6 +204,27 @@ mod tests {
             shown("a/b@refs/convert/parquet/c.parquet"),
             id("a/b", Some("refs/convert/parquet"), Some("c.parquet"))
         );
+    }
+
+    #[test]
+    fn an_id_of_data_may_name_config_and_split() {
+        let part = |text: &str| {
+            let id = parse(text, RepoKind::Dataset)?;
+            assert_eq!((id.to_string().as_str(), id.repo.to_string().as_str()), (text, "a/b"));
+            let part = id.part?;
+            Some((part.config.unwrap_or_default(), part.split.unwrap_or_default(), id.revision.is_some()))
+        };
+        let expected = |config: &str, split: &str, has_revision| Some((config.into(), split.into(), has_revision));
+        assert_eq!(part("a/b:main:train"), expected("main", "train", false));
+        assert_eq!(part("a/b:en"), expected("en", "", false));
+        assert_eq!(part("a/b::train_sft"), expected("", "train_sft", false));
+        assert_eq!(part("a/b@v1:en:test"), expected("en", "test", true));
+        assert_eq!(part("a/b@refs/convert/parquet:en"), expected("en", "", true));
+        for wrong in ["a/b:", "a/b::", "a/b:x:", "a/b:x:y:z", "a/b:x/y", "a/b:*"] {
+            assert_eq!(part(wrong), None, "{wrong}");
+        }
+        assert_eq!(model("no-such-owner/name:config"), None);
+        assert!(data("no-such-owner/rows.jsonl:en").is_some());
     }
 
     #[test]

@@ -7,7 +7,8 @@ use std::path::Path;
 use serde::Deserialize;
 
 use super::HubError;
-use super::id::{self, Id};
+use super::id::{DataPart, Id};
+use crate::data::source;
 use crate::model::folder::COMPANIONS;
 
 /// The purpose of a download.
@@ -22,7 +23,7 @@ pub enum Wanted {
     Data(DataSplit),
 }
 
-/// A split of a data set, recognised by file names such as `train-00000-of-00001.parquet` or `data/test.jsonl`.
+/// The rows of a data set that a verb wants where the id names no split, recognised by file names such as `train-00000-of-00001.parquet` or `data/test.jsonl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataSplit {
     /// All files except those of another split.
@@ -142,16 +143,17 @@ fn heads(names: &[String]) -> Vec<String> {
 }
 
 fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubError> {
-    let rows = || names.iter().filter(|name| id::is_data(name) && !is_about_data(name));
+    let rows = || names.iter().filter(|name| is_rows(name) && id.part.as_ref().is_none_or(|part| is_of(part, name)));
     let holds = || rows().cloned().collect::<Vec<_>>();
-    let named = |split: &[&str]| rows().filter(|name| names_split(name, split)).cloned().collect::<Vec<_>>();
+    let named = |split: &[&str]| rows().filter(|name| source::has_word(name, split)).cloned().collect::<Vec<_>>();
     let validation = || Some(named(&VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&["test"]));
     let chosen: Vec<String> = match &id.file {
         Some(file) => names.iter().filter(|name| is_meant(file, name)).cloned().collect(),
         None => match split {
+            _ if id.part.as_ref().is_some_and(|part| part.split.is_some()) => holds(),
             DataSplit::Any => holds(),
             DataSplit::Train => rows()
-                .filter(|name| !names_split(name, &VALIDATION) && !names_split(name, &["test"]))
+                .filter(|name| !source::has_word(name, &VALIDATION) && !source::has_word(name, &["test"]))
                 .cloned()
                 .collect(),
             DataSplit::Validation => validation(),
@@ -161,17 +163,42 @@ fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubE
     if !chosen.is_empty() {
         return Ok(chosen);
     }
-    let repo = Id { file: None, ..id.clone() }.to_string();
-    Err(match &id.file {
-        Some(file) => HubError::NoFile { id: repo, file: file.clone(), holds: holds() },
-        None => HubError::NothingWanted { id: repo, expected: format!("data files {split}"), holds: holds() },
+    let repo = Id { file: None, part: None, ..id.clone() }.to_string();
+    let all = || names.iter().filter(|name| is_rows(name)).cloned().collect();
+    Err(match (&id.file, &id.part) {
+        (Some(file), _) => HubError::NoFile { id: repo, file: file.clone(), holds: all() },
+        (None, Some(part)) if part.split.is_some() || holds().is_empty() => {
+            HubError::NothingWanted { id: repo, expected: words(part), holds: all() }
+        }
+        (None, _) => HubError::NothingWanted { id: repo, expected: format!("data files {split}"), holds: all() },
     })
 }
 
-/// `dataset_infos.json` and similar files hold no rows.
-fn is_about_data(name: &str) -> bool {
-    let last = name.rsplit('/').next().unwrap_or(name);
-    name.starts_with('.') || ["dataset_infos.json", "dataset_info.json", "state.json"].contains(&last)
+/// Texts are licences and lists of requirements more often than rows: they are named.
+fn is_rows(name: &str) -> bool {
+    !name.starts_with('.') && source::is_data(name) && !name.to_lowercase().ends_with(".txt")
+}
+
+/// Whether a file belongs to a config and a split, as the Hub lays them out: `config/split-00000-of-00001.parquet`,
+/// `config/split/0000.parquet`, `data/split-…`. The config named `default` has no folder where there are no others.
+fn is_of(part: &DataPart, name: &str) -> bool {
+    let (folders, _) = name.rsplit_once('/').unwrap_or_default();
+    let is_config = |config: &String| {
+        config == "default" && !folders.contains("default") || folders.split('/').any(|folder| folder == config)
+    };
+    let is_letter = |c: char| c.is_alphanumeric() || c == '_';
+    let is_split = |split: &String| name.split(|c: char| !is_letter(c)).any(|word| word == split);
+    part.config.as_ref().is_none_or(is_config) && part.split.as_ref().is_none_or(is_split)
+}
+
+fn words(part: &DataPart) -> String {
+    let config = part.config.iter().map(|config| format!("config {config:?} (a folder of that name)"));
+    let split = part.split.iter().map(|split| format!("split {split:?} (a word of the file's path)"));
+    let both: Vec<String> = config.chain(split).collect();
+    format!(
+        "data files of {}; name files instead (owner/name/file), or try owner/name@refs/convert/parquet{part}, where the Hub keeps its own copy",
+        both.join(" and ")
+    )
 }
 
 /// Matches a file by its name, by a glob, or by its folder (data files only).
@@ -179,12 +206,7 @@ fn is_meant(file: &str, name: &str) -> bool {
     let in_folder = name.strip_prefix(file).is_some_and(|rest| rest.starts_with('/'));
     let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
     let matches = || glob::Pattern::new(file).is_ok_and(|pattern| pattern.matches_with(name, options));
-    name == file || in_folder && id::is_data(name) || matches()
-}
-
-/// Whether a word of the path is one of `words`.
-fn names_split(name: &str, words: &[&str]) -> bool {
-    name.split(|c: char| !c.is_ascii_alphabetic()).any(|word| words.contains(&word.to_ascii_lowercase().as_str()))
+    name == file || in_folder && source::is_data(name) || matches()
 }
 
 impl std::fmt::Display for DataSplit {
@@ -202,6 +224,7 @@ impl std::fmt::Display for DataSplit {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::hub::id;
 
     fn names(text: &str) -> Vec<String> {
         text.split(' ').map(str::to_owned).collect()
@@ -272,5 +295,34 @@ mod tests {
         assert_eq!(data_of(Some("data"), all, DataSplit::Any).unwrap().split(' ').count(), 4);
         assert!(matches!(data_of(Some("data/nothing"), all, DataSplit::Any), Err(HubError::NoFile { .. })));
         assert!(matches!(data_of(None, "train.jsonl", DataSplit::Validation), Err(HubError::NothingWanted { .. })));
+    }
+
+    #[test]
+    fn config_and_split_are_folders_and_words() {
+        let of = |part: &str, all: &str, split: DataSplit| {
+            let id = id::data(&format!("no-such-owner/name:{part}")).unwrap();
+            Wanted::Data(split).choose(&id, &names(all)).map(|chosen| chosen.join(" ")).map_err(|e| e.to_string())
+        };
+        let gsm = "README.md LICENSE.txt main/train-00000-of-00001.parquet main/test-00000-of-00001.parquet socratic/train-00000-of-00001.parquet";
+        assert_eq!(of("main", gsm, DataSplit::Train).unwrap(), "main/train-00000-of-00001.parquet");
+        assert_eq!(of("main:test", gsm, DataSplit::Train).unwrap(), "main/test-00000-of-00001.parquet");
+        assert_eq!(of("main", gsm, DataSplit::HeldOut).unwrap(), "main/test-00000-of-00001.parquet");
+        let chat = "data/train_gen-0.parquet data/train_sft-0.parquet data/test_sft-0.parquet";
+        assert_eq!(of(":train_sft", chat, DataSplit::Any).unwrap(), "data/train_sft-0.parquet");
+        assert_eq!(of("default:train_sft", chat, DataSplit::Any).unwrap(), "data/train_sft-0.parquet");
+        assert_eq!(
+            of("en:train", "en/c4-train.00000.json.gz fr/c4-train.0.json.gz", DataSplit::Train).unwrap(),
+            "en/c4-train.00000.json.gz"
+        );
+        assert_eq!(
+            of("en:test", "en/test/0000.parquet en/train/0000.parquet", DataSplit::Train).unwrap(),
+            "en/test/0000.parquet"
+        );
+        let error = of("xx:train", gsm, DataSplit::Train).unwrap_err();
+        assert!(
+            error.contains("no data files of config \"xx\" (a folder of that name) and split \"train\""),
+            "{error}"
+        );
+        assert!(error.contains("refs/convert/parquet:xx:train") && error.contains("socratic/train"), "{error}");
     }
 }

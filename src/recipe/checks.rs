@@ -3,6 +3,7 @@
 use super::Recipe;
 use super::mistakes::Findings;
 use super::stage::Stage;
+use crate::data::report::counted;
 use crate::draft::medusa::heads::HeadsConfig;
 use crate::numbers::Fraction;
 use crate::train::TrainConfig;
@@ -19,6 +20,7 @@ impl Recipe {
         self.check_schedule(findings);
         check_w2(&self.heads, findings);
         self.check_validation(findings);
+        self.check_mix(findings);
         self.check_best(findings);
         self.check_batch(findings);
         self.check_lengths(findings);
@@ -118,6 +120,21 @@ impl Recipe {
                 findings.needs("train.eval_every", "rows: data.validation or data.validation_fraction");
             }
             _ => {}
+        }
+    }
+
+    /// One weight for each entry, and an order in which to draw from them.
+    fn check_mix(&self, findings: &mut Findings<'_>) {
+        let Some(mix) = self.data.mix.as_ref().filter(|_| findings.are_as_written(&["data.train", "data.mix"])) else {
+            return;
+        };
+        let (weights, entries) = (mix.len(), self.data.train.len());
+        if weights != entries {
+            let expected = format!("{}, one for each entry of data.train", counted(entries, "weight"));
+            findings.clash("data.mix", counted(weights, "weight"), expected);
+        }
+        if !self.data.shuffle {
+            findings.needs("data.mix", "data.shuffle = true: each epoch draws another part of the larger sets");
         }
     }
 

@@ -95,6 +95,18 @@ impl LoadedRecipe {
         }
     }
 
+    /// Prepares to resume the run in `train.output_dir`: a `data.long_rows` that this recipe does not set is that of the run, which may have
+    /// begun with a version that cut long rows. Without such a run nothing changes.
+    pub fn keep_long_rows(&mut self) {
+        let is_set = LocatedToml::parse(&self.file, &self.text).key("data.long_rows").is_some();
+        let begun = std::fs::read_to_string(self.recipe.train.output_dir.join(RECIPE)).ok();
+        if let (false, Some(begun)) = (is_set, begun.and_then(|text| Recipe::of_run(&text))) {
+            for recipe in [&mut self.recipe, &mut self.local] {
+                recipe.data.long_rows = begun.data.long_rows;
+            }
+        }
+    }
+
     /// The recipe with every default written out, each marked by a comment.
     pub fn marked_toml(&self) -> String {
         let line = |(line, default): (String, Option<String>)| match default {
@@ -161,12 +173,13 @@ impl LoadedRecipe {
     fn fetch_rest(&mut self, hub: &Hub<'_>, text: &LocatedToml<'_>) -> Result<(), RecipeError> {
         let data = &mut self.local.data;
         let lists = [
-            ("data.train", &mut data.train, DataSplit::Train),
-            ("data.validation", &mut data.validation, DataSplit::Validation),
+            ("data.train", &mut data.train, &mut data.fetched.train, DataSplit::Train),
+            ("data.validation", &mut data.validation, &mut data.fetched.validation, DataSplit::Validation),
         ];
-        for (key, entries, split) in lists {
+        for (key, entries, fetched, split) in lists {
             let (files, origins) = hub.fetch_all(entries, split).map_err(|error| at(text, key, error))?;
-            *entries = files;
+            *entries = files.concat();
+            *fetched = files;
             self.sources.extend(origins.into_iter().map(|origin| source(key, origin)));
         }
         let adapter = self.local.stage.lora_mut().and_then(|lora| lora.init_from.as_mut());

@@ -8,6 +8,7 @@ use tch::Device;
 
 use crate::data::chat_template::ChatTemplate;
 use crate::data::loader::{Batch, Loader};
+use crate::data::mix::{Mix, MixedShare};
 use crate::data::pack::{PackReport, Sequences};
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
@@ -67,7 +68,10 @@ impl CheckedRun {
             tokenizer: tokenizer.as_ref(),
             vocab_size: usize::try_from(config.vocab_size).expect("a checked config"),
             max_length: plan.data.max_length,
+            long_rows: plan.data.long_rows,
+            limit: plan.data.limit,
             cache: cache.as_ref(),
+            columns: plan.data.columns.as_ref(),
             template: template.as_ref(),
             loss_on: plan.data.loss_on,
             skip_bad_rows: plan.skip_bad_rows,
@@ -76,8 +80,7 @@ impl CheckedRun {
         let rows = load_rows(&plan, &settings)?;
         let heads_shape = heads_shape(&plan.heads, &config)?;
         let draft_vocabulary = draft_vocabulary(&plan, &rows.train, settings.vocab_size)?;
-        let (sequences, pack_report) = data::sequences(rows.train, &plan.data);
-        let train = loader(sequences, &plan, plan.data.shuffle.then_some(plan.train.seed));
+        let (train, pack_report) = train_loader(rows.train, &rows.train_counts, &plan)?;
         let rule = TargetRule::new(&plan.loss, heads_shape);
         check_targets(&train, rule)?;
         let validation = rows.validation.map(|rows| loader(data::sequences(rows, &plan.data).0, &plan, None));
@@ -135,7 +138,7 @@ impl CheckedRun {
 
     /// Numbers of training and validation sequences.
     pub fn sequence_counts(&self) -> (usize, usize) {
-        (self.train.sequences().len(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
+        (self.train.sequences_per_epoch(), self.validation.as_ref().map_or(0, |rows| rows.sequences().len()))
     }
 
     /// The micro batches of an optimizer step (0-based).
@@ -144,6 +147,11 @@ impl CheckedRun {
     /// A damaged token cache.
     pub fn batches(&self, step: usize) -> Result<Vec<Batch>, TrainError> {
         Ok(self.train.step(step).map_err(DataError::from)?)
+    }
+
+    /// The part of each entry of `data.train` in an epoch; empty without `data.mix`.
+    pub fn mixed(&self) -> Vec<MixedShare> {
+        self.train.mix().map(Mix::shares).unwrap_or_default()
     }
 
     /// Optimizer steps of one pass over the training rows.
@@ -215,22 +223,39 @@ fn load_tokenizer(folder: &Path, vocab_size: i64) -> Result<Option<TextTokenizer
 
 struct SplitRows {
     train: RowStore,
+    /// Rows of each entry.
+    train_counts: Vec<usize>,
     train_report: LoadReport,
     validation: Option<RowStore>,
     validation_report: Option<LoadReport>,
 }
 
 fn load_rows(plan: &TrainPlan, settings: &LoadSettings) -> Result<SplitRows, TrainError> {
-    let (train, train_report) = data::load(&plan.data.train, settings)?;
+    let (train, train_report) = data::load_entries(&plan.data.train_entries(), settings)?;
+    let train_counts = train_report.rows_of_entries.clone();
+    let mut rows = SplitRows { train, train_counts, train_report, validation: None, validation_report: None };
     if !plan.data.validation.is_empty() {
-        let (validation, report) = data::load(&plan.data.validation, settings)?;
-        return Ok(SplitRows { train, train_report, validation: Some(validation), validation_report: Some(report) });
+        let (validation, report) = data::load_entries(&plan.data.validation_entries(), settings)?;
+        (rows.validation, rows.validation_report) = (Some(validation), Some(report));
+    } else if let Some(fraction) = plan.data.validation_fraction {
+        let (train, counts, validation) = data::split_sets(rows.train, &rows.train_counts, fraction, plan.train.seed)?;
+        rows = SplitRows { train, train_counts: counts, validation: Some(validation), ..rows };
     }
-    let Some(fraction) = plan.data.validation_fraction else {
-        return Ok(SplitRows { train, train_report, validation: None, validation_report: None });
+    Ok(rows)
+}
+
+/// All training rows, or the sets that the recipe mixes.
+fn train_loader(rows: RowStore, counts: &[usize], plan: &TrainPlan) -> Result<(Loader, PackReport), TrainError> {
+    let Some(weights) = &plan.data.mix else {
+        let (sequences, report) = data::sequences(rows, &plan.data);
+        return Ok((loader(sequences, plan, plan.data.shuffle.then_some(plan.train.seed)), report));
     };
-    let (train, validation) = data::split_validation(train, fraction, plan.train.seed)?;
-    Ok(SplitRows { train, train_report, validation: Some(validation), validation_report: None })
+    let entries: Vec<String> = plan.data.train_entries().iter().map(|entry| entry.join(", ")).collect();
+    let max_length = plan.data.max_length.get();
+    let mix = data::mixed(rows, counts, weights, &entries, plan.data.packing.then_some(max_length))?;
+    let report = mix.report(max_length);
+    let (micro, accumulation) = (plan.train.micro_batch_size.get(), plan.train.gradient_accumulation_steps.get());
+    Ok((Loader::mixed(mix, micro, accumulation, plan.train.seed), report))
 }
 
 fn loader(sequences: Sequences, plan: &TrainPlan, shuffle: Option<u64>) -> Loader {

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::cli::{gibibytes, mebibytes};
 use crate::data::LoadReport;
+use crate::data::mix::MixedShare;
 use crate::data::report::counted;
 use crate::draft::medusa::heads::HeadsShape;
 use crate::recipe::Recipe;
@@ -32,6 +33,8 @@ pub(super) struct RunPreview {
     memory: MemoryPlan,
     peak_bytes: u64,
     data: LoadReport,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    mix: Vec<MixedEntry>,
     sequences: usize,
     fill_rate: f64,
     validation_sequences: usize,
@@ -42,6 +45,14 @@ pub(super) struct RunPreview {
     #[serde(skip_serializing_if = "Option::is_none")]
     draft_vocabulary: Option<DraftVocabulary>,
     warnings: Vec<&'static str>,
+}
+
+/// An entry of `data.train` and its part in an epoch.
+#[derive(Debug, Serialize)]
+struct MixedEntry {
+    entry: String,
+    #[serde(flatten)]
+    share: MixedShare,
 }
 
 impl RunPreview {
@@ -66,6 +77,13 @@ impl RunPreview {
             adapters_bytes: bytes("adapters"),
             peak_bytes: memory.peak_bytes(),
             data: checked.train_report.clone(),
+            mix: recipe
+                .data
+                .train
+                .iter()
+                .zip(checked.mixed())
+                .map(|(entry, share)| MixedEntry { entry: entry.clone(), share })
+                .collect(),
             sequences,
             fill_rate: checked.pack_report.fill_rate(),
             validation_sequences,
@@ -94,6 +112,7 @@ impl RunPreview {
         lines.push(("heads", format!("{medusa_num_heads}{kind} of {}{w2}", counted(medusa_num_layers, "ResBlock"))));
         lines.extend(self.draft_vocabulary.iter().map(|vocabulary| ("vocabulary", vocabulary.to_string())));
         lines.push(("data", self.data.to_string()));
+        lines.extend(self.mix.iter().map(|MixedEntry { entry, share }| ("mix", format!("{entry}: {share}"))));
         lines.extend(self.data.tokenised.map(|took| ("tokenised", took.to_string())));
         lines.push((
             "sequences",

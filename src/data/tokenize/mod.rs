@@ -109,6 +109,25 @@ impl TextTokenizer {
         Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
     }
 
+    /// As [`TextTokenizer::encode_with_places`], with what the tokenizer puts around a text: it stands for no bytes at the text's ends.
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn encode_around(&self, text: &str) -> Result<(Vec<i32>, Vec<Range<usize>>), TokenizeError> {
+        let encode = || self.tokenizer.encode(text, true);
+        let encoded = of_library(encode).map_err(|source| self.failed_on(text, source))?;
+        let mut at = 0; // behind the last token of the text
+        let place = |((start, end), &is_around): (&(usize, usize), &u32)| -> Range<usize> {
+            if is_around != 0 {
+                return if at == 0 { 0..0 } else { text.len()..text.len() };
+            }
+            at = *end;
+            *start..*end
+        };
+        let places = encoded.get_offsets().iter().zip(encoded.get_special_tokens_mask()).map(place).collect();
+        Ok((encoded.get_ids().iter().map(|&id| to_i32(id)).collect(), places))
+    }
+
     /// The length of the special token that a text begins with; `None` if it begins with none.
     pub fn special_token_at(&self, text: &str) -> Option<usize> {
         let added = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder().values();

@@ -1,0 +1,188 @@
+//! `data.columns`: what rows are made of, where a file's columns have other names than those that are known.
+
+use std::fmt;
+use std::str::FromStr;
+
+use arrow::array::RecordBatch;
+use arrow::datatypes::{FieldRef, Schema};
+use arrow::error::ArrowError;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use super::rows::RowProblem;
+
+/// The columns that make up one form of a row; those in the second list may be absent.
+const FORMS: [(&[&str], &[&str]); 4] = [
+    (&["text"], &[]),
+    (&["messages"], &[]),
+    (&["prompt", "completion"], &[]),
+    (&["instruction", "output"], &["input"]),
+];
+
+/// `data.columns` in a recipe and `--columns` on the command line. Rows are read from these columns alone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "WrittenNames", into = "WrittenNames")]
+pub struct ColumnNames(Vec<(&'static str, String)>);
+
+/// As it is written.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WrittenNames {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    messages: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    completion: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    instruction: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    input: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output: Option<String>,
+}
+
+impl WrittenNames {
+    fn places(&mut self) -> [(&'static str, &mut Option<String>); 7] {
+        let Self { text, messages, prompt, completion, instruction, input, output } = self;
+        [
+            ("text", text),
+            ("messages", messages),
+            ("prompt", prompt),
+            ("completion", completion),
+            ("instruction", instruction),
+            ("input", input),
+            ("output", output),
+        ]
+    }
+}
+
+impl TryFrom<WrittenNames> for ColumnNames {
+    type Error = String;
+
+    fn try_from(mut written: WrittenNames) -> Result<Self, String> {
+        let given = written.places().into_iter().filter_map(|(key, column)| Some((key, column.take()?)));
+        let names: Vec<(&'static str, String)> = given.collect();
+        let has = |key: &&str| names.iter().any(|(given, _)| given == key);
+        let is_form = |(needed, optional): &(&[&str], &[&str])| {
+            needed.iter().all(has) && names.iter().all(|(key, _)| needed.contains(key) || optional.contains(key))
+        };
+        if FORMS.iter().any(is_form) {
+            return Ok(Self(names));
+        }
+        let given: Vec<_> = names.iter().map(|(key, _)| *key).collect();
+        let given = if given.is_empty() { "nothing".to_owned() } else { given.join(" and ") };
+        Err(format!(
+            "expected prompt and completion, instruction and output (and input), text, or messages, got {given}"
+        ))
+    }
+}
+
+impl From<ColumnNames> for WrittenNames {
+    fn from(names: ColumnNames) -> Self {
+        let mut written = Self::default();
+        for (key, column) in names.0 {
+            let place = written.places().into_iter().find(|(known, _)| *known == key);
+            *place.expect("only known keys are read").1 = Some(column);
+        }
+        written
+    }
+}
+
+/// `prompt=question,completion=answer`.
+impl FromStr for ColumnNames {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut written = WrittenNames::default();
+        for pair in text.split(',') {
+            let wrong = || format!("{pair:?}: expected a key and a column, such as prompt=question");
+            let (key, column) = pair.split_once('=').filter(|(_, column)| !column.is_empty()).ok_or_else(wrong)?;
+            let place = written.places().into_iter().find(|(known, _)| *known == key.trim());
+            let (_, place) = place.ok_or_else(|| {
+                format!("{key:?}: expected text, messages, prompt, completion, instruction, input or output")
+            })?;
+            if place.replace(column.trim().to_owned()).is_some() {
+                return Err(format!("{} is there twice", key.trim()));
+            }
+        }
+        Self::try_from(written)
+    }
+}
+
+impl fmt::Display for ColumnNames {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pairs: Vec<String> = self.0.iter().map(|(key, column)| format!("{key}={column}")).collect();
+        out.write_str(&pairs.join(","))
+    }
+}
+
+impl ColumnNames {
+    /// The named columns of a row of JSON or CSV, under the keys that are known.
+    pub(super) fn of_object(&self, object: &Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
+        let take = |(key, column): &(&'static str, String)| match object.get(column) {
+            Some(Value::Null) if *key == "input" => None,
+            Some(value) if !value.is_null() => Some(Ok(((*key).to_owned(), value.clone()))),
+            _ => {
+                let found = object.keys().cloned().collect();
+                Some(Err(RowProblem::NoNamedColumn { column: column.clone(), found }))
+            }
+        };
+        self.0.iter().filter_map(take).collect()
+    }
+
+    /// The named columns of a schema: where each stands, and its field under the key that is known.
+    pub(super) fn of_schema(&self, schema: &Schema) -> Result<Vec<(usize, FieldRef)>, RowProblem> {
+        let missing = |column: &String| RowProblem::NoNamedColumn {
+            column: column.clone(),
+            found: schema.fields().iter().map(|field| field.name().clone()).collect(),
+        };
+        let place = |(key, column): &(&'static str, String)| {
+            let (index, field) = schema.column_with_name(column).ok_or_else(|| missing(column))?;
+            Ok((index, FieldRef::new(field.clone().with_name(*key))))
+        };
+        self.0.iter().map(place).collect()
+    }
+
+    /// The named columns of a batch, under the keys that are known.
+    pub(super) fn of_batch(&self, batch: &RecordBatch) -> Result<RecordBatch, ArrowError> {
+        let chosen = self.of_schema(&batch.schema()).map_err(|problem| ArrowError::SchemaError(problem.to_string()))?;
+        let columns = chosen.iter().map(|(index, _)| batch.column(*index).clone()).collect();
+        let fields: Vec<FieldRef> = chosen.into_iter().map(|(_, field)| field).collect();
+        RecordBatch::try_new(Schema::new(fields).into(), columns)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn columns_are_one_form_of_a_row() {
+        let of = |text: &str| text.parse::<ColumnNames>();
+        let names = of("completion=answer,prompt=question").unwrap();
+        assert_eq!(names.to_string(), "prompt=question,completion=answer");
+        assert_eq!(toml::to_string(&names).unwrap(), "prompt = \"question\"\ncompletion = \"answer\"\n");
+        assert_eq!(toml::from_str::<ColumnNames>(&toml::to_string(&names).unwrap()).unwrap(), names);
+        assert!(of("instruction=a,input=b,output=c").is_ok() && of("instruction=a,output=c").is_ok());
+        assert!(of("prompt=question").unwrap_err().ends_with("got prompt"));
+        assert!(of("text=a,messages=b").unwrap_err().ends_with("got text and messages"));
+        assert!(of("question").unwrap_err().contains("such as prompt=question"));
+        assert!(of("question=prompt").unwrap_err().starts_with("\"question\": expected text, messages"));
+        assert_eq!(of("text=a,text=b").unwrap_err(), "text is there twice");
+    }
+
+    #[test]
+    fn a_row_has_the_named_columns_alone() {
+        let names: ColumnNames = "prompt=question,completion=answer".parse().unwrap();
+        let row = |value: Value| names.of_object(value.as_object().unwrap()).map_err(|e| e.to_string());
+        let read = row(json!({"text": "t", "answer": "a", "question": "q"})).unwrap();
+        assert_eq!(Value::Object(read), json!({"prompt": "q", "completion": "a"}));
+        let expected = "expected a column \"answer\", as data.columns or --columns names it, got \"question\"";
+        assert_eq!(row(json!({"question": "q"})).unwrap_err(), expected);
+    }
+}

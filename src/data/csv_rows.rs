@@ -1,0 +1,192 @@
+//! Rows of CSV and TSV: the first record names the columns, each further one is a row of strings.
+
+use std::io::{self, Read};
+use std::path::Path;
+use std::sync::Arc;
+
+use arrow::datatypes::{DataType, Field, Schema};
+use serde_json::{Map, Value};
+
+use super::column_names::ColumnNames;
+use super::columns;
+use super::error::DataError;
+use super::jsonl;
+use super::opened::UnpackedText;
+use super::raw_row::RawRow;
+use super::rows::{ROW_LIMIT, RowLocation, RowProblem};
+
+/// The names of the columns, and which of them rows are made of.
+#[derive(Debug)]
+pub(super) struct CsvHeader {
+    names: Vec<String>,
+    wanted: Vec<usize>,
+}
+
+/// A record behind the header.
+#[derive(Debug)]
+pub(super) struct CsvRecord {
+    /// Counted from 1. (The csv crate's line numbers are off where lines end with `\r\n`, and behind blank lines.)
+    pub(super) number: usize,
+    /// `None` for a record beyond [`ROW_LIMIT`].
+    pub(super) fields: Option<csv::ByteRecord>,
+}
+
+/// The records behind the header.
+#[derive(Debug)]
+pub(super) struct CsvRows {
+    reader: csv::Reader<LimitedText>,
+    /// Records read so far.
+    records: usize,
+    pub(super) header: Arc<CsvHeader>,
+}
+
+/// A missing quote would take the rest of the file into one field: reading fails where a record gets too long.
+#[derive(Debug)]
+struct LimitedText {
+    text: UnpackedText,
+    /// Bytes that may still be read for this record.
+    room: usize,
+}
+
+impl Read for LimitedText {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        if self.room == 0 {
+            return Err(io::Error::other(RowProblem::TooLong));
+        }
+        let read = self.text.read(bytes)?;
+        self.room = self.room.saturating_sub(read);
+        Ok(read)
+    }
+}
+
+impl CsvRows {
+    pub(super) fn open(
+        text: UnpackedText,
+        delimiter: u8,
+        path: &Path,
+        names: Option<&ColumnNames>,
+    ) -> Result<Self, DataError> {
+        let text = LimitedText { text, room: ROW_LIMIT };
+        let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).from_reader(text);
+        let header = match reader.byte_headers() {
+            Ok(header) => header.clone(),
+            Err(error) => return Err(unread(error, &reader.get_ref().text, RowLocation::file(path))),
+        };
+        let header = CsvHeader::of(&header, names).map_err(|problem| RowLocation::file(path).error(problem))?;
+        Ok(Self { reader, records: 0, header: Arc::new(header) })
+    }
+
+    /// Bytes of the file read so far.
+    pub(super) fn count(&self) -> u64 {
+        self.reader.get_ref().text.count()
+    }
+
+    /// The next record; `None` at the end.
+    pub(super) fn next(&mut self, path: &Path) -> Result<Option<CsvRecord>, DataError> {
+        self.reader.get_mut().room = ROW_LIMIT;
+        let mut fields = csv::ByteRecord::new();
+        self.records += 1;
+        match self.reader.read_byte_record(&mut fields) {
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
+            Err(error) => {
+                return Err(unread(error, &self.reader.get_ref().text, RowLocation::row(path, self.records)));
+            }
+        }
+        Ok(Some(CsvRecord {
+            number: self.records,
+            fields: Some(fields).filter(|fields| fields.as_slice().len() <= ROW_LIMIT),
+        }))
+    }
+}
+
+/// What reading a record failed with.
+fn unread(error: csv::Error, text: &UnpackedText, place: RowLocation) -> DataError {
+    match error.into_kind() {
+        csv::ErrorKind::Io(source) if source.get_ref().is_some_and(|inner| inner.is::<RowProblem>()) => {
+            place.error(RowProblem::OpenQuote).into()
+        }
+        csv::ErrorKind::Io(source) => text.failed(source).into(),
+        other => place.error(RowProblem::BrokenCsv(format!("{other:?}"))).into(),
+    }
+}
+
+impl CsvHeader {
+    fn of(header: &csv::ByteRecord, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
+        let header: Vec<String> = header.iter().map(|name| String::from_utf8_lossy(name).trim().to_owned()).collect();
+        let fields: Vec<Field> = header.iter().map(|name| Field::new(name, DataType::Utf8, true)).collect();
+        let wanted = columns::wanted(&Schema::new(fields), names)?;
+        let is_twice = |&&at: &&usize| header.iter().filter(|name| **name == header[at]).count() > 1;
+        if let Some(&twice) = wanted.iter().find(is_twice) {
+            return Err(RowProblem::BrokenCsv(format!("two columns are named {:?}", header[twice])));
+        }
+        Ok(Self { names: header, wanted })
+    }
+
+    /// A record's row.
+    pub(super) fn row(&self, record: &CsvRecord, names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
+        let fields = record.fields.as_ref().ok_or(RowProblem::TooLong)?;
+        if fields.len() != self.names.len() {
+            return Err(RowProblem::FieldCount { expected: self.names.len(), got: fields.len() });
+        }
+        let field = |&at: &usize| {
+            let text = str::from_utf8(&fields[at]).map_err(|_| RowProblem::NotUtf8)?;
+            Ok((self.names[at].clone(), Value::from(text)))
+        };
+        let object = self.wanted.iter().map(field).collect::<Result<Map<_, _>, RowProblem>>()?;
+        jsonl::row_of(&object, names)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::opened::Opened;
+
+    fn rows(name: &str, text: &[u8], names: Option<&str>) -> Result<Vec<(usize, Result<RawRow, String>)>, String> {
+        let names: Option<ColumnNames> = names.map(|names| names.parse().unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        crate::files::write_atomic(&path, |out| io::Write::write_all(out, text)).unwrap();
+        let Ok(Opened::Csv { text, delimiter }) = Opened::open(&path) else { panic!("no CSV") };
+        let of_file = |error: DataError| error.to_string().replace(&path.display().to_string(), "FILE");
+        let mut rows = CsvRows::open(text, delimiter, &path, names.as_ref()).map_err(of_file)?;
+        let mut found = Vec::new();
+        while let Some(record) = rows.next(&path).map_err(of_file)? {
+            let row = rows.header.row(&record, names.as_ref()).map_err(|problem| problem.to_string());
+            found.push((record.number, row));
+        }
+        Ok(found)
+    }
+
+    fn pair(prompt: &str, completion: &str) -> RawRow {
+        RawRow::Pair { prompt: prompt.to_owned(), completion: completion.to_owned() }
+    }
+
+    #[test]
+    fn a_record_is_a_row_of_the_columns_that_are_named() {
+        let text = "\u{feff}id,prompt,completion\r\n1,\"a, \"\"b\"\"\nc\",d\r\n\r\n2,,e\n";
+        let read = rows("pairs.csv", text.as_bytes(), None).unwrap();
+        assert_eq!(read, [(1, Ok(pair("a, \"b\"\nc", "d"))), (2, Ok(pair("", "e")))]);
+        let named =
+            rows("pairs.tsv", b"question\tanswer\nq, 1\ta\n", Some("prompt=question,completion=answer")).unwrap();
+        assert_eq!(named, [(1, Ok(pair("q, 1", "a")))]);
+        let text = rows("texts.csv", b"text,labels\nhi,joy\n", None).unwrap();
+        assert_eq!(text, [(1, Ok(RawRow::Text("hi".to_owned())))]);
+    }
+
+    #[test]
+    fn a_complaint_names_the_row_or_the_column() {
+        let read = rows("texts.csv", b"text,id\na,1,2\n\xff,1\nb,3\n", None).unwrap();
+        let expected = "this record and the header differ in their number of fields (3 and 2); a field";
+        assert!(read[0].0 == 1 && read[0].1.as_ref().is_err_and(|error| error.starts_with(expected)), "{read:?}");
+        assert_eq!((read[1].0, read[1].1.clone().unwrap_err()), (2, "not UTF-8 text".to_owned()));
+        assert!(read[2].1.is_ok());
+        let error = rows("texts.csv", b"question,answer\na,b\n", None).unwrap_err();
+        assert!(error.starts_with("FILE: expected a key") && error.contains("\"question\", \"answer\""), "{error}");
+        let error = rows("texts.csv", b"text,text\na,b\n", None).unwrap_err();
+        assert_eq!(error, "FILE: not readable as CSV: two columns are named \"text\"");
+        let error = rows("texts.csv", b"input_ids\n1\n", None).unwrap_err();
+        assert!(error.contains("input_ids: expected a column of integer lists, got a column of Utf8"), "{error}");
+    }
+}
