@@ -388,8 +388,8 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
     let model = |tree: &SparseTree| LevelDrafter::of_tree(&llama, guesser(), tree);
     for (temperature, top_p) in [(0.8, 1.0), (1.2, 1.0), (1.2, 0.8)] {
         let sampling = Sampling {
-            temperature: NonNegative::new(temperature).expect("at least 0"),
             top_p: Probability::new(top_p).expect("above 0"),
+            ..Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"))
         };
         let joint = Conditionals::of_nucleus(&llama, temperature, top_p).joint();
         let of_heads = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");

@@ -117,7 +117,7 @@ pub(crate) fn sampled(prompt: &[i64], max_new_tokens: usize, temperature: f64, s
     let temperature = NonNegative::new(temperature).expect("at least 0");
     let top_p = Probability::new(if seed.is_multiple_of(2) { 1.0 } else { 0.9 }).expect("above 0");
     Request {
-        sampling: Sampling { temperature, top_p },
+        sampling: Sampling { top_p, ..Sampling::of_temperature(temperature) },
         stream: Stream { seed, ..Stream::default() },
         ..Request::greedy(prompt, max_new_tokens)
     }

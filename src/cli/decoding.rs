@@ -1,5 +1,7 @@
 //! Flags of sampling, acceptance and stopping, shared by `generate`, `chat` and `bench`.
 
+use std::num::NonZeroUsize;
+
 use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
@@ -20,6 +22,9 @@ pub struct DecodingFlags {
     /// Sampling temperature; 0 is greedy. Above 0, --acceptance decides which guesses are accepted.
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: NonNegative,
+    /// Draw from the K most probable tokens only [default: from all].
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<NonZeroUsize>,
     /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P [default: 1; 0.8 with --acceptance nucleus].
     #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]
     pub top_p: Option<Probability>,
@@ -91,7 +96,7 @@ impl DecodingFlags {
 
     /// A request to continue `prompt`, sampling from `stream`.
     pub fn request<'p>(&self, prompt: &'p [i64], stream: Stream) -> Request<'p> {
-        let sampling = Sampling { temperature: self.temperature, top_p: self.top_p() };
+        let sampling = Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p() };
         let repetition_penalty = self.repetition_penalty;
         Request { sampling, repetition_penalty, stream, ..Request::greedy(prompt, self.max_new_tokens) }
     }

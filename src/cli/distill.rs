@@ -208,7 +208,7 @@ impl DistillArgs {
     }
 
     fn answerer<'d>(&self, decoder: &'d Decoder, common: &CommonFlags) -> anyhow::Result<Answerer<'d>> {
-        let sampling = Sampling { temperature: self.temperature, top_p: self.top_p };
+        let sampling = Sampling { top_p: self.top_p, ..Sampling::of_temperature(self.temperature) };
         let acceptance = Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD));
         let Some(drafter) = decoder.drafter() else {
             if self.engine.engine == EngineName::Auto {

@@ -153,7 +153,10 @@ mod tests {
     }
 
     fn sampling(temperature: f64) -> Sampling {
-        Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(0.9).unwrap() }
+        Sampling {
+            top_p: Probability::new(0.9).unwrap(),
+            ..Sampling::of_temperature(NonNegative::new(temperature).unwrap())
+        }
     }
 
     /// A text that somebody wants.

@@ -120,6 +120,7 @@ fn rule_of(request: &Request, acceptance: Option<Acceptance>) -> Result<Rule, Cu
     match acceptance {
         Some(Acceptance::Forced { .. }) => refused("a forced acceptance rate has no kernel"),
         _ if temperature == 0.0 => Ok(Rule::Greedy),
+        None | Some(Acceptance::Rejection) if request.sampling.top_k.is_some() => refused("top-k has no kernel"),
         None | Some(Acceptance::Rejection) => {
             Ok(Rule::Draw { temperature: above_0, top_p: request.sampling.top_p.get() })
         }

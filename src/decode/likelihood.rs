@@ -1,4 +1,5 @@
-//! The backbone's log-probability of a text: measures what typical and nucleus acceptance cost in quality.
+//! The backbone's log-probabilities of a text: of the whole, which measures what typical and nucleus acceptance cost in quality, and of each
+//! token.
 
 // N tokens, H hidden size, V vocabulary
 use tch::{Kind, Tensor};
@@ -26,21 +27,59 @@ pub fn log_probability(backbone: &Llama, prompt: &[i64], text: &[i64]) -> Result
     guard("scoring a text", || tch::no_grad(|| score(&*fastest(backbone), prompt, text)))?
 }
 
+/// A token of a text.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ScoredToken {
+    pub id: i64,
+    /// log p(token | all before it).
+    pub log_p: f64,
+    /// The likeliest tokens at its place with their log-probabilities, the best first.
+    pub likeliest: Vec<(i64, f64)>,
+}
+
+/// Log-probabilities of each token of `text` and of the `count` likeliest at its place, of the backbone's distribution at temperature 1: no
+/// penalty, no top-k, no top-p. The text is read at once, so rounding may differ from that of the steps that wrote it.
+///
+/// # Errors
+/// As [`log_probability`].
+pub fn scored(backbone: &Llama, prompt: &[i64], text: &[i64], count: usize) -> Result<Vec<ScoredToken>, DecodeError> {
+    check_prompt(&backbone.config, prompt)?;
+    if text.is_empty() {
+        return Ok(vec![]);
+    }
+    let mut tokens = Vec::with_capacity(text.len());
+    let mut take = |logits_nv: &Tensor, next: &[i64]| tokens.extend(score_tokens(logits_nv, next, count));
+    guard("scoring a text", || tch::no_grad(|| read(&*fastest(backbone), prompt, text, &mut take)))?;
+    match tokens.iter().position(|token| token.log_p.is_nan()) {
+        Some(at) => Err(DecodeError::NotFinite { token: at + 1 }),
+        None => Ok(tokens),
+    }
+}
+
+/// The next tokens of rows of logits `[N, V]`.
+fn score_tokens(logits_nv: &Tensor, next: &[i64], count: usize) -> Vec<ScoredToken> {
+    let log_p_nv = logits_nv.to_kind(Kind::Float).log_softmax(-1, Kind::Float);
+    let next_n = Tensor::from_slice(next).to_device(logits_nv.device());
+    let log_p_n = to_host::<f64>(&log_p_nv.gather(1, &next_n.unsqueeze(1), false).to_kind(Kind::Double));
+    let count = count.min(log_p_nv.size()[1].unsigned_abs() as usize);
+    let (best_nk, ids_nk) = log_p_nv.topk(count as i64, -1, true, true);
+    let (best, ids) = (to_host::<f64>(&best_nk.to_kind(Kind::Double)), to_host::<i64>(&ids_nk));
+    let token = |(at, (&id, log_p)): (usize, (&i64, f64))| {
+        let place = at * count..(at + 1) * count;
+        let likeliest = ids[place.clone()].iter().copied().zip(best[place].iter().copied()).collect();
+        ScoredToken { id, log_p, likeliest }
+    };
+    next.iter().zip(log_p_n).enumerate().map(token).collect()
+}
+
+/// All values, row after row.
+fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {
+    Vec::try_from(tensor.reshape([-1])).expect("one axis, of the kind that was made")
+}
+
 fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, DecodeError> {
-    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
-    let all = [prompt, text].concat();
-    let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
-    let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
-    let (mut log_p, mut end) = (vec![], 0);
-    let _ = prefill(CHUNK, engine, (&mut cache, 0), seen, &mut |piece, hidden_nh| {
-        let begin = end;
-        end += piece.len();
-        let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
-        if first < piece.len() {
-            let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
-            log_p.push(score_piece(&engine.logits(&hidden_nh), &all[begin + first + 1..=end]));
-        }
-    });
+    let mut log_p = vec![];
+    read(engine, prompt, text, &mut |logits_nv, next| log_p.push(score_piece(logits_nv, next)));
     let log_p_n = Tensor::cat(&log_p, 0);
     match log_p_n.sum(Kind::Double).double_value(&[]) {
         sum if sum.is_nan() => {
@@ -48,6 +87,24 @@ fn score(engine: &dyn Engine, prompt: &[i64], text: &[i64]) -> Result<f64, Decod
         }
         sum => Ok(sum),
     }
+}
+
+/// Reads a text, piece by piece: `take` gets the logits `[N, V]` before each token, and these tokens.
+fn read(engine: &dyn Engine, prompt: &[i64], text: &[i64], take: &mut dyn FnMut(&Tensor, &[i64])) {
+    let (kind, device) = (engine.backbone().kind(), engine.backbone().device());
+    let all = [prompt, text].concat();
+    let mut cache = KvCache::of_one_row(&engine.backbone().config, kind, device);
+    let seen = &all[..all.len() - 1]; // the last token predicts nothing that is asked for
+    let mut end = 0;
+    let _ = prefill(CHUNK, engine, (&mut cache, 0), seen, &mut |piece, hidden_nh| {
+        let begin = end;
+        end += piece.len();
+        let first = (prompt.len() - 1).saturating_sub(begin); // the first one whose next token is asked for
+        if first < piece.len() {
+            let hidden_nh = hidden_nh.narrow(0, first as i64, (piece.len() - first) as i64);
+            take(&engine.logits(&hidden_nh), &all[begin + first + 1..=end]);
+        }
+    });
 }
 
 /// `[N]`: log p of the next token of each row of logits `[N, V]`.
@@ -94,5 +151,27 @@ mod tests {
         // A sum of 140 float32 numbers of about 4, each off by some 1e-6.
         assert!((at_once - one_by_one).abs() < 1e-3, "{at_once}, expected {one_by_one}");
         assert_eq!(log_probability(&backbone, &prompt, &[]).expect("a prompt"), 0.0);
+    }
+
+    #[test]
+    fn every_token_is_scored_beside_the_likeliest() {
+        let backbone = backbone();
+        let (prompt, text) = ([1, 7, 9], [3, 30, 3, 8]);
+        let tokens = scored(&backbone, &prompt, &text, 3).expect("a prompt");
+        assert_eq!(tokens.iter().map(|token| token.id).collect::<Vec<_>>(), text);
+        let sum: f64 = tokens.iter().map(|token| token.log_p).sum();
+        assert!((sum - log_probability(&backbone, &prompt, &text).expect("a prompt")).abs() < 1e-5, "{sum}");
+        for at in 0..text.len() {
+            let before = [&prompt[..], &text[..at]].concat();
+            let of_one = |id| log_probability(&backbone, &before, &[id]).expect("a prompt");
+            let mut all: Vec<(i64, f64)> = (0..40).map(|id| (id, of_one(id))).collect();
+            all.sort_by(|a, b| b.1.total_cmp(&a.1));
+            for (got, expected) in tokens[at].likeliest.iter().zip(&all[..3]) {
+                assert!(got.0 == expected.0 && (got.1 - expected.1).abs() < 1e-5, "{got:?}, expected {expected:?}");
+            }
+            assert_eq!(tokens[at].likeliest.len(), 3);
+        }
+        assert!(scored(&backbone, &prompt, &text, 99).expect("a prompt")[0].likeliest.len() == 40, "all there are");
+        assert_eq!(scored(&backbone, &prompt, &text, 0).expect("a prompt")[0].likeliest, []);
     }
 }

@@ -2,6 +2,8 @@
 //! the numbers that the decision needs are copied to the host.
 
 // N nodes of a tree, V vocabulary
+use std::num::NonZeroUsize;
+
 use tch::{Device, Kind, Tensor};
 
 use super::sequence::Sequence;
@@ -88,8 +90,8 @@ impl<'s> VerifiedNodes<'s> {
     }
 
     fn nucleus(&self, sampler: &mut Sampler) -> Verdict {
-        let Sampling { temperature, top_p } = sampler.sampling();
-        let (log_p, more_probable) = self.ranks(temperature.get());
+        let Sampling { temperature, top_k, top_p } = sampler.sampling();
+        let (log_p, more_probable) = self.ranks(temperature.get(), top_k);
         let path = accept::nucleus(self.tree(), &log_p, &more_probable, top_p.get());
         let next = sampler.next(&row(&self.logits_nv, path[path.len() - 1]));
         Verdict::new(path, &to_host::<i64>(&self.tokens_n), next)
@@ -130,8 +132,9 @@ impl<'s> VerifiedNodes<'s> {
     }
 
     /// Log-probability of each node's token after its parent, and the probability of all tokens that are more probable there (of
-    /// equals, of those with lower ids: the order in which a nucleus is filled).
-    fn ranks(&self, temperature: f64) -> (Vec<f64>, Vec<f64>) {
+    /// equals, of those with lower ids: the order in which a nucleus is filled). With top-k it is a part of the probability that is kept, and
+    /// 1 for a token that is not kept.
+    fn ranks(&self, temperature: f64, top_k: Option<NonZeroUsize>) -> (Vec<f64>, Vec<f64>) {
         let log_p_nv = log_probabilities(&self.logits_nv, temperature);
         let log_p_n = self.of_guesses(&log_p_nv);
         let after_parent_nv = log_p_nv.index_select(0, self.proposal.tree.parents_n());
@@ -139,7 +142,17 @@ impl<'s> VerifiedNodes<'s> {
         let (guess_n1, id_n1) = (log_p_n.unsqueeze(1), self.tokens_n.unsqueeze(1));
         let equal_nv = after_parent_nv.eq_tensor(&guess_n1).logical_and(&ids_v.unsqueeze(0).lt_tensor(&id_n1));
         let before_nv = after_parent_nv.gt_tensor(&guess_n1).logical_or(&equal_nv);
-        let more_probable_n = (after_parent_nv.exp() * before_nv).sum_dim_intlist(-1, false, Kind::Double);
+        let p_nv = after_parent_nv.exp();
+        let more_probable_n = (&p_nv * &before_nv).sum_dim_intlist(-1, false, Kind::Double);
+        let more_probable_n = match top_k.map(|top_k| (top_k.get() as i64).min(p_nv.size()[1])) {
+            None => more_probable_n,
+            Some(top_k) => {
+                let (largest_nk, _) = p_nv.topk(top_k, -1, true, false);
+                let is_left_out_n = before_nv.sum_dim_intlist(-1, false, Kind::Int64).ge(top_k);
+                let kept_n = largest_nk.sum_dim_intlist(-1, false, Kind::Double);
+                (more_probable_n / kept_n).masked_fill(&is_left_out_n, 1.0)
+            }
+        };
         two_rows(&log_p_n, &more_probable_n)
     }
 

@@ -1,8 +1,9 @@
-//! Sampling with temperature and top-p. Random numbers are drawn on the host, so they are the same on every device; only the
+//! Sampling with temperature, top-k and top-p. Random numbers are drawn on the host, so they are the same on every device; only the
 //! probabilities may differ by rounding.
 
 // B rows, V vocabulary
 use std::cmp::Ordering;
+use std::num::NonZeroUsize;
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -16,14 +17,17 @@ use crate::numbers::{NonNegative, Probability};
 pub struct Sampling {
     /// 0 is greedy.
     pub temperature: NonNegative,
-    /// Nucleus sampling (Holtzman et al. 2019): keeps the most probable tokens that together reach this probability; 1 keeps all.
+    /// Keeps so many of the most probable tokens; `None` keeps all.
+    pub top_k: Option<NonZeroUsize>,
+    /// Nucleus sampling (Holtzman et al. 2019): keeps the most probable tokens that together reach this probability; 1 keeps all. With
+    /// `top_k`, of the probability of those that it keeps, as vLLM and transformers do.
     pub top_p: Probability,
 }
 
 impl Sampling {
-    /// Sampling without top-p.
+    /// Sampling without top-k and top-p.
     pub fn of_temperature(temperature: NonNegative) -> Self {
-        Self { temperature, top_p: Probability::ONE }
+        Self { temperature, top_k: None, top_p: Probability::ONE }
     }
 }
 
@@ -92,7 +96,7 @@ impl Sampler {
         Self { sampling, rng }
     }
 
-    /// Temperature and top-p.
+    /// Temperature, top-k and top-p.
     pub fn sampling(&self) -> Sampling {
         self.sampling
     }
@@ -117,7 +121,7 @@ impl Sampler {
 
     /// Draws a token from probabilities `[V]`.
     fn draw(&mut self, p_v: &[f32]) -> i64 {
-        token_at(p_v, self.sampling.top_p.get(), self.rng.random())
+        token_of(p_v, least_kept(p_v, self.sampling), self.rng.random())
     }
 }
 
@@ -135,12 +139,12 @@ pub fn distributions(logits_nv: &Tensor, sampling: Sampling) -> Vec<Option<Vec<f
     let p_nv = tempered(logits_nv, sampling.temperature.get()).softmax(-1, Kind::Float);
     let vocabulary = p_nv.size()[1].unsigned_abs() as usize;
     let p: Vec<f32> = Vec::try_from(p_nv.reshape([-1])).expect("one axis of float32");
-    p.chunks_exact(vocabulary).map(|p_v| within_nucleus(p_v, sampling.top_p.get())).collect()
+    p.chunks_exact(vocabulary).map(|p_v| kept(p_v, sampling)).collect()
 }
 
 /// Probabilities `[V]`, those outside the nucleus set to 0 and the others normalised; `None` if one is NaN.
-fn within_nucleus(p_v: &[f32], top_p: f64) -> Option<Vec<f64>> {
-    let least = least_in_nucleus(p_v, top_p);
+fn kept(p_v: &[f32], sampling: Sampling) -> Option<Vec<f64>> {
+    let least = least_kept(p_v, sampling);
     let kept = |(id, &p): (usize, &f32)| if by_probability(&(p, id), &least).is_gt() { 0.0 } else { f64::from(p) };
     let mut p: Vec<f64> = p_v.iter().enumerate().map(kept).collect();
     let mass: f64 = p.iter().sum();
@@ -151,7 +155,11 @@ fn within_nucleus(p_v: &[f32], top_p: f64) -> Option<Vec<f64>> {
 /// The token that `uniform` (from 0 to below 1) selects from the nucleus: in id order, each token takes up a share of that range
 /// equal to its probability within the nucleus. [`NO_TOKEN`] if probabilities are NaN.
 pub(crate) fn token_at(p_v: &[f32], top_p: f64, uniform: f64) -> i64 {
-    let least = least_in_nucleus(p_v, top_p);
+    token_of(p_v, least_in_nucleus(p_v, top_p), uniform)
+}
+
+/// As [`token_at`], of the tokens down to `least`.
+fn token_of(p_v: &[f32], least: (f32, usize), uniform: f64) -> i64 {
     let kept = || p_v.iter().enumerate().filter(|(id, p)| !by_probability(&(**p, *id), &least).is_gt());
     let mass: f64 = kept().map(|(_, &p)| f64::from(p)).sum();
     if !(mass.is_finite() && mass > 0.0) {
@@ -200,6 +208,25 @@ fn by_probability(a: &(f32, usize), b: &(f32, usize)) -> Ordering {
     b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
 }
 
+/// The least probable token that top-k and top-p keep.
+fn least_kept(p_v: &[f32], sampling: Sampling) -> (f32, usize) {
+    let top_p = sampling.top_p.get();
+    let Some(top_k) = sampling.top_k.filter(|top_k| top_k.get() < p_v.len()) else {
+        return least_in_nucleus(p_v, top_p);
+    };
+    let mut tokens: Vec<(f32, usize)> = p_v.iter().copied().zip(0..).collect();
+    tokens.select_nth_unstable_by(top_k.get() - 1, by_probability);
+    tokens.truncate(top_k.get());
+    tokens.sort_unstable_by(by_probability);
+    let all: f64 = tokens.iter().map(|(p, _)| f64::from(*p)).sum();
+    let mut mass = 0.0;
+    let reaches = |(p, _): &&(f32, usize)| {
+        mass += f64::from(*p);
+        top_p < 1.0 && mass >= top_p * all
+    };
+    *tokens.iter().find(reaches).unwrap_or(&tokens[tokens.len() - 1])
+}
+
 /// The least probable token of the nucleus, which is the smallest set of most probable tokens that reaches `top_p`. Bisects by
 /// probability instead of sorting the vocabulary.
 fn least_in_nucleus(p_v: &[f32], top_p: f64) -> (f32, usize) {
@@ -232,6 +259,7 @@ mod tests {
     fn sampling(temperature: f64, top_p: f64) -> Sampling {
         Sampling {
             temperature: NonNegative::new(temperature).unwrap(),
+            top_k: None,
             top_p: Probability::new(top_p).expect("above 0, at most 1"),
         }
     }
@@ -262,6 +290,31 @@ mod tests {
                 assert!((often - f64::from(p)).abs() < 0.025, "{often} for {p}, top-p {top_p}"); // three standard deviations
             }
         }
+    }
+
+    #[test]
+    fn top_k_keeps_the_most_probable_tokens_and_top_p_is_of_their_probability() {
+        let p = [0.5, 0.05, 0.15, 0.3];
+        let logits = p.map(|p: f32| p.ln());
+        let of = |top_k, top_p| Sampling { top_k: NonZeroUsize::new(top_k), ..sampling(1.0, top_p) };
+        let cases = [
+            (of(1, 1.0), [1.0, 0.0, 0.0, 0.0]),
+            (of(2, 1.0), [0.625, 0.0, 0.0, 0.375]),
+            (of(3, 0.8), [0.625, 0.0, 0.0, 0.375]), // 0.8 of 0.95 is less than 0.5 + 0.3
+            (of(9, 0.9), [0.526, 0.0, 0.158, 0.316]),
+            (of(4, 1.0), [0.5, 0.05, 0.15, 0.3]),
+        ];
+        for (sampling, expected) in cases {
+            let p = distributions(&Tensor::from_slice(&logits).unsqueeze(0), sampling).swap_remove(0).expect("no NaN");
+            let drawn = often(&logits, sampling);
+            for token in 0..4 {
+                assert!((p[token] - expected[token]).abs() < 1e-3, "{sampling:?}: {p:?}");
+                assert!((drawn[token] - expected[token]).abs() < 0.025, "{sampling:?}: {drawn:?}"); // three standard deviations
+            }
+        }
+        let equal = of(2, 1.0);
+        let p = distributions(&Tensor::from_slice(&[0f32; 4]).unsqueeze(0), equal).swap_remove(0).expect("no NaN");
+        assert_eq!(p, [0.5, 0.5, 0.0, 0.0], "of equals, the first");
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod not_finite;
 mod training_free;
 
 use std::cell::Cell;
+use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
 use proptest::prelude::*;
@@ -267,8 +268,7 @@ fn typical_decoding_keeps_only_what_the_rule_accepts() {
 #[test]
 fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
     let (top_p, temperature) = (0.6, 1.3);
-    let sampling =
-        Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() };
+    let of_temperature = Sampling::of_temperature(NonNegative::new(temperature).unwrap());
     let penalty = 1.2;
     let repetition_penalty = Positive::new(penalty).unwrap();
     let (mut roots, mut others) = ([0, 0], [0, 0]); // all of them, and those that are not the most probable token
@@ -277,6 +277,8 @@ fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
         let (heads, tree) = (heads(2, seed), SparseTree::cartesian(&[6, 4]).unwrap());
         let prepared = prepare(&llama, &heads, &tree, Acceptance::Nucleus).unwrap();
         let prompt = [1, 2, 3, 4];
+        let top_k = NonZeroUsize::new(if seed % 3 == 0 { 4 } else { 0 });
+        let sampling = Sampling { top_k, top_p: Probability::new(top_p).unwrap(), ..of_temperature };
         let request =
             Request { sampling, repetition_penalty, stream: seeded(seed), ..request(&prompt, 40, temperature) };
         let run = medusa(&llama, &prepared, &request, &mut go_on()).unwrap();
@@ -287,7 +289,12 @@ fn nucleus_decoding_stays_in_the_nucleus_and_draws_its_roots_there() {
         for &length in &run.accept_lengths {
             for below_root in 0..length {
                 let (p, token) = (&p_t[at - 1], text[at] as usize);
-                let more_probable: f64 = p.iter().filter(|&&other| other > p[token]).sum();
+                let mut sorted = p.clone();
+                sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+                sorted.truncate(top_k.map_or(p.len(), NonZeroUsize::get));
+                assert!(p[token] >= sorted[sorted.len() - 1] - 1e-6, "top-k");
+                let more_probable =
+                    p.iter().filter(|&&other| other > p[token]).sum::<f64>() / sorted.iter().sum::<f64>();
                 assert!(more_probable < top_p + 1e-6, "{more_probable}");
                 let counts = if below_root == 0 { &mut roots } else { &mut others };
                 counts[0] += 1;
@@ -310,8 +317,9 @@ fn rejection_with_a_seed_is_plain_decoding_with_that_seed() {
         let heads = heads(3, seed);
         let tree = SparseTree::cartesian(&[6, 4, 3]).unwrap();
         let prepared = prepare(&llama, &heads, &tree, Acceptance::Rejection).unwrap();
-        let sampling =
-            Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() };
+        let top_k = NonZeroUsize::new(if seed % 3 == 0 { 5 } else { 0 });
+        let (temperature, top_p) = (NonNegative::new(temperature).unwrap(), Probability::new(top_p).unwrap());
+        let sampling = Sampling { temperature, top_k, top_p };
         let repetition_penalty = Positive::new(penalty).unwrap();
         let request = Request { sampling, repetition_penalty, stream: seeded(seed), ..request(&[1, 2, 1], 50, 0.0) };
         let slow = plain(&llama, &request, &mut go_on()).unwrap();

@@ -30,7 +30,10 @@ fn model(config: LlamaConfig, seed: u64) -> Llama {
 }
 
 fn sampling(temperature: f64, top_p: f64) -> Sampling {
-    Sampling { temperature: NonNegative::new(temperature).unwrap(), top_p: Probability::new(top_p).unwrap() }
+    Sampling {
+        top_p: Probability::new(top_p).unwrap(),
+        ..Sampling::of_temperature(NonNegative::new(temperature).unwrap())
+    }
 }
 
 /// Texts in the rows of a drafter.

@@ -171,7 +171,7 @@ fn a_text_that_depends_on_its_guesses_depends_on_no_other_text() {
 }
 
 fn sampling_within(top_p: f64) -> Sampling {
-    Sampling { temperature: NonNegative::new(0.9).unwrap(), top_p: Probability::new(top_p).unwrap() }
+    Sampling { top_p: Probability::new(top_p).unwrap(), ..Sampling::of_temperature(NonNegative::new(0.9).unwrap()) }
 }
 
 /// Texts that are decoded together teach each other nothing where the rule may accept any guess.
