@@ -269,7 +269,7 @@ fn a_mix_is_said_before_the_first_step_and_resumes_exactly() {
     small.edit("recipe.toml", "train = [\"rows.jsonl\"]", "train = [\"rows.jsonl\", \"more.jsonl\"]\nmix = [1.0, 1.0]");
     small.edit("recipe.toml", "epochs = 8", "epochs = 3");
     let told = small.train(&["--check"]).succeeded().stdout;
-    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix ")).collect();
+    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix  ")).collect();
     assert!(
         shares.len() == 2 && shares[0].contains("rows.jsonl: ") && shares[0].contains("% of the tokens, 6 of 6"),
         "{told}"

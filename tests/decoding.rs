@@ -424,14 +424,83 @@ fn a_full_context_ends_a_text_and_a_prompt_beyond_it_is_named() {
     }
     world.lines("p.jsonl", &[json!({"prompt_ids": vec![4; CONTEXT + 1]}), json!({"prompt_ids": [4]})]);
     for arguments in [&PLAIN[..], &MEDUSA[..]] {
-        let said = world.complaint(&[arguments, &["--engine", "tch"]].concat(), 1);
+        let line = world.json(&[arguments, &["--max-new-tokens", "2"]].concat());
+        assert_eq!((line.len(), &line[0]["index"]), (1, &json!(1)), "the first one is skipped");
+        let said = world.complaint(&[arguments, &["--strict"]].concat(), 1);
+        let expected = "error: 1 of 2 prompts leave no room for a new token in the context of 64 (the first: p.jsonl, line 1, 65 tokens)";
+        assert!(said.contains(expected), "{said}");
+    }
+}
+
+#[test]
+fn a_turn_that_does_not_fit_ends_its_conversation() {
+    let world = World::new();
+    let turns = json!({"turns": ["a", "b".repeat(CONTEXT)], "question_id": 81, "category": "writing"});
+    world.lines("p.jsonl", &[turns, json!({"prompt": "c", "id": "last"})]);
+    let source = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}";
+    medusa::files::write_atomic(&world.path("all.jinja"), |out| std::io::Write::write_all(out, source.as_bytes()))
+        .unwrap();
+    let flags = ["--max-new-tokens", "2", "--chat-template", "all.jinja"];
+    let lines = world.json(&[&PLAIN[..], &flags].concat());
+    let names: Vec<_> =
+        lines.iter().map(|line| ["index", "id", "category", "turn"].map(|key| line[key].clone())).collect();
+    assert_eq!(
+        names,
+        [[json!(0), json!(81), json!("writing"), json!(0)], [json!(1), json!("last"), json!(null), json!(null)]]
+    );
+    let mut strict = world.medusa(&[&PLAIN[..], &flags, &["--strict"]].concat());
+    let strict = strict.assert().code(1).get_output().stderr.clone();
+    let strict = String::from_utf8(strict).unwrap();
+    assert!(strict.contains("prompt 1 of 2") && strict.contains("turn 2"), "{strict}");
+}
+
+#[test]
+fn logprobs_are_of_the_new_tokens_and_of_the_likeliest() {
+    let world = World::new();
+    world.lines("p.jsonl", &[json!({"prompt": "a"})]);
+    let greedy = world.json(&[&PLAIN[..], &["--max-new-tokens", "4", "--logprobs", "2"]].concat()).remove(0);
+    let logprobs = greedy["logprobs"].as_array().expect("a list").clone();
+    assert_eq!(logprobs.len(), greedy["new_ids"].as_array().unwrap().len());
+    for (token, id) in logprobs.iter().zip(greedy["new_ids"].as_array().unwrap()) {
+        let best = &token["top_logprobs"][0];
+        assert_eq!(
+            (&token["id"], &best["id"], &best["logprob"]),
+            (id, id, &token["logprob"]),
+            "greedy takes the likeliest"
+        );
         assert!(
-            said.starts_with(
-                "error: prompt 1 of 2\ncaused by: the prompt has 65 tokens, but the backbone's context is 64"
-            ),
-            "{said}"
+            token["logprob"].as_f64() >= token["top_logprobs"][1]["logprob"].as_f64() && token["token"].is_string()
         );
     }
+    let of_one = ["--temperature", "1.5", "--top-k", "1", "--acceptance", "rejection", "--max-new-tokens", "4"];
+    let hot = world.json(&[&PLAIN[..], &of_one, &["--logprobs", "0"]].concat()).remove(0);
+    assert_eq!(hot["new_ids"], greedy["new_ids"], "the likeliest token alone");
+    let raw = |line: &Value| {
+        line["logprobs"].as_array().unwrap().iter().map(|token| token["logprob"].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(raw(&hot), raw(&greedy), "before temperature and top-k");
+    assert_eq!(hot["logprobs"][0]["top_logprobs"], json!([]));
+    assert!(world.complaint(&[&PLAIN[..], &["--logprobs", "2"]].concat(), 2).contains("add --json"));
+    assert!(world.complaint(&[&PLAIN[..], &["--top-k", "0"]].concat(), 2).contains("--top-k"));
+}
+
+#[test]
+fn prompts_come_from_stdin() {
+    let world = World::new();
+    world.lines("p.jsonl", &[json!({"prompt": "a"}), json!({"prompt": "b"})]);
+    let from_file = world.json(&[&PLAIN[..], &["--max-new-tokens", "3"]].concat());
+    let arguments: Vec<&str> =
+        PLAIN.iter().map(|argument| if *argument == "p.jsonl" { "-" } else { argument }).collect();
+    let text = std::fs::read_to_string(world.path("p.jsonl")).unwrap();
+    let mut command = world.medusa(&[&arguments[..], &["--max-new-tokens", "3", "--json"]].concat());
+    let output = command.write_stdin(text).assert().success().get_output().stdout.clone();
+    let ids = |line: &Value| line["new_ids"].clone();
+    let lines: Vec<Value> =
+        String::from_utf8(output).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.iter().map(ids).collect::<Vec<_>>(), from_file.iter().map(ids).collect::<Vec<_>>());
+    let mut command = world.medusa(&arguments);
+    let error = command.write_stdin("{\"prompt\": 3}").assert().code(1).get_output().stderr.clone();
+    assert!(String::from_utf8_lossy(&error).contains("stdin, line 1: prompt: expected a string, got 3"));
 }
 
 #[test]

@@ -70,6 +70,7 @@ fn prompts(count: usize) -> Vec<Value> {
 /// A row of a shard.
 #[derive(Debug, Clone, PartialEq)]
 struct Row {
+    name: Option<String>,
     category: Option<String>,
     said: Vec<(String, String)>,
     input_ids: Vec<i64>,
@@ -95,8 +96,10 @@ fn rows(folder: &Path) -> BTreeMap<i64, Row> {
                 let part = |name: &str| turns.as_struct().column_by_name(name).expect("a field").clone();
                 let text = |name: &str, turn: usize| part(name).as_string::<i32>().value(turn).to_owned();
                 let category = column("category").as_string::<i32>();
-                let id = column("id").as_primitive::<Int64Type>().value(row);
+                let id = column("index").as_primitive::<Int64Type>().value(row);
+                let name = column("id").as_string::<i32>();
                 let made = Row {
+                    name: name.is_valid(row).then(|| name.value(row).to_owned()),
                     category: category.is_valid(row).then(|| category.value(row).to_owned()),
                     said: (0..turns.len()).map(|turn| (text("from", turn), text("value", turn))).collect(),
                     input_ids: ids("input_ids", row),
@@ -416,7 +419,8 @@ fn a_turn_that_is_read_again_as_other_tokens_carries_no_wrong_loss() {
 fn all_user_turns_of_published_conversations_are_asked() {
     let folder = published("data");
     let counts = |name: &str| {
-        let dialogues = prompts::read_dialogues(&folder.join(name)).expect("readable prompts");
+        let file = prompts::PromptFile::open(&folder.join(name));
+        let dialogues = file.and_then(|file| file.dialogues()).expect("readable prompts");
         let turns = |dialogue: &prompts::Dialogue| match &dialogue.questions {
             prompts::Questions::Turns { user, .. } => user.len(),
             other => panic!("{other:?}"),
@@ -459,6 +463,7 @@ medusa_num_layers = 1
 [data]
 train = ["out/*.parquet"]
 max_length = 64
+long_rows = "truncate"
 [optimizer]
 learning_rate = 1e-3
 [schedule]
@@ -521,6 +526,24 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
 }
 
 #[test]
+fn a_prompt_that_does_not_fit_is_skipped_and_the_others_keep_their_index() {
+    let world = world();
+    let named = |id: &str, prompt: &str| json!({"prompt": prompt, "id": id});
+    let long = json!({"prompt_ids": vec![5; CONTEXT], "id": "long"});
+    world.lines("p.jsonl", &[named("x", "a"), json!({"prompt": "b", "question_id": 7}), named("z", "c")]);
+    distill(&world, "all", &["--max-new-tokens", "4", "--temperature", "0.9"]);
+    let all = rows(&world.path("all"));
+    world.lines("p.jsonl", &[named("x", "a"), long, named("z", "c")]);
+    let some = [&DISTILL[..5], &["--out", "some", "--max-new-tokens", "4", "--temperature", "0.9"]].concat();
+    let told = world.medusa(&some).assert().success().get_output().stderr.clone();
+    let told = String::from_utf8_lossy(&told);
+    assert!(told.contains("skipping 1 of 3 prompts") && told.contains("p.jsonl, line 2, 160 tokens"), "{told}");
+    let mut expected = all;
+    assert_eq!(expected.remove(&1).expect("the second row").name.as_deref(), Some("7"));
+    assert_eq!(rows(&world.path("some")), expected, "draws depend on the index in the file");
+}
+
+#[test]
 fn what_cannot_be_distilled_is_one_clear_error_and_no_folder() {
     let world = world();
     let complaint = |prompts: &[Value], arguments: &[&str], status: i32| {
@@ -532,10 +555,12 @@ fn what_cannot_be_distilled_is_one_clear_error_and_no_folder() {
     };
     let good = json!({"prompt": "a"});
     let long = json!({"prompt_ids": vec![5; CONTEXT]});
-    let told = complaint(&[good.clone(), long], &[], 1);
-    assert!(told.contains("p.jsonl, line 2: the prompt has 160 tokens, but the backbone's context is 160"), "{told}");
+    let told = complaint(&[good.clone(), long.clone()], &["--strict"], 1);
+    let expected =
+        "1 of 2 prompts leave no room for a new token in the context of 160 (the first: p.jsonl, line 2, 160 tokens)";
+    assert!(told.contains(expected), "{told}");
+    assert!(complaint(&[long.clone(), long], &[], 1).contains("2 of 2 prompts leave no room"));
     let late = json!({"turns": ["a", "a".repeat(4 * CONTEXT)]});
-    assert_eq!(prompts::read_dialogues(&world.path("p.jsonl")).expect("two prompts").len(), 2);
     let unknown = complaint(&[good.clone(), json!({"prompt_ids": [300]})], &[], 1);
     assert!(unknown.contains("p.jsonl, line 2") && unknown.contains("expected a token id from 0 to 263"), "{unknown}");
     let silent = json!({"messages": [{"role": "assistant", "content": "a"}]});

@@ -602,7 +602,7 @@ fn a_config_and_a_split_are_one_entry_of_a_mix() {
         world.with_environment(&mut command).current_dir(small.root()).output().expect("it starts").into()
     };
     let told = check().succeeded().stdout;
-    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix ")).collect();
+    let shares: Vec<&str> = told.lines().filter(|line| line.starts_with("mix  ")).collect();
     assert!(shares.len() == 2 && shares[0].contains("org/talks:en:train: 75.0 %"), "{told}");
     assert!(told.contains("in 3 files"), "{told}");
     small.edit("recipe.toml", "org/talks:en:train", "org/talks:de:train");

@@ -10,10 +10,11 @@ use self::drafters::{DrafterFacts, Rows};
 use self::measure::{BenchRun, Contestant};
 use self::progress::BenchProgress;
 use self::setting::{Setting, no_fixed_tree};
-use super::decoder::{Decoder, read_prompts};
+use super::decoder::Decoder;
 use super::drafter::loaded::LoadedDrafter;
 use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
+use super::prompts;
 use super::served::Served;
 use super::{CommonFlags, UsageError, print_json, print_line};
 use crate::data::prompts::Prompt;
@@ -45,11 +46,14 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let settings = setting::settings(args)?;
     let rows = drafters::rows(args)?;
     let trees = drafters::searched_trees(args, &settings, &rows)?;
-    let prompts = read_prompts(None, Some(&args.prompts))?;
+    let prompts = prompts::read(None, Some(&args.prompts))?;
     let heads = backbone::heads(args, &rows)?;
     let served = backbone::served(args, &rows, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let (decoder, facts) = load(args, &rows, heads, served, common)?;
+    if args.fit.strict && settings.iter().any(|setting| setting.context.is_none()) {
+        args.fit.fitting(prompts.clone(), &decoder, common)?;
+    }
     let mut ready = Vec::new(); // before the first measurement, so that errors come first
     for (setting, trees) in settings.iter().zip(&trees) {
         let drafts = (0..trees.len()).map(|at| drafts(&decoder, setting, trees, at));
@@ -97,7 +101,7 @@ impl<'a> Bench<'a> {
             1 => None,
             _ => Some(RefCell::new(args.engine.take(decoder, None, &request, &silent)?)),
         };
-        let run = BenchRun { decoder, contestants, plain, setting, prompts, common };
+        let run = BenchRun { decoder, contestants, plain, setting, prompts, fit: args.fit, common };
         let found = report::results(&run, rows, &run.run(args.repeats.get(), progress)?);
         if common.json {
             progress.progress.above(|| found.iter().try_for_each(print_json))?;

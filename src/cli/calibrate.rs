@@ -14,6 +14,7 @@ use super::drafter::loaded::load_heads;
 use super::loading::load_backbone;
 use super::numbers::above_zero;
 use super::progress::Counter;
+use super::prompts::{EndedEarly, FitFlags};
 use super::reading::watched;
 use super::served::{Served, ServedFlags};
 use super::{CommonFlags, print_json, print_line};
@@ -54,9 +55,11 @@ pub struct CalibrateArgs {
     /// Columns that rows of --data are made of, if they have other names: prompt=question,completion=answer.
     #[arg(long, value_name = "KEY=COLUMN,…", conflicts_with = "prompts")]
     pub columns: Option<ColumnNames>,
-    /// Instead of --data: prompts to answer greedily with the backbone; the heads are measured on the answers.
+    /// Instead of --data: prompts to answer greedily with the backbone; the heads are measured on the answers. - is stdin.
     #[arg(long, value_name = "F", group = "input")]
     pub prompts: Option<PathBuf>,
+    #[command(flatten)]
+    fit: FitFlags,
     /// Maximum length of the answers to --prompts.
     #[arg(long, value_name = "N", default_value_t = 256, conflicts_with = "data")]
     pub max_new_tokens: usize,
@@ -114,19 +117,22 @@ fn own_answers(
     Heads::check(&args.heads, &backbone.config)?; // before minutes of decoding
     let tokenizer = TextTokenizer::load(&args.backbone)?;
     let decoder = Decoder { backbone, tokenizer, template: served.template, drafters: vec![] };
+    let (all, prompts) = (prompts.len(), args.fit.fitting(prompts, &decoder, common)?);
     let counter = Counter::new(prompts.len(), 0, "prompts", common);
-    let mut rows = Vec::new();
-    for (at, prompt) in prompts.iter().enumerate() {
+    let (mut rows, mut ended_early) = (Vec::new(), EndedEarly::default());
+    for (index, prompt) in &prompts {
         let answer = |_, ids: &[i64]| {
             let row = calibrate::own_answer(&decoder.backbone, ids, args.max_new_tokens)?;
             let new_ids = wide(&row.input_ids[ids.len()..]);
             rows.push(row);
             decoder.text(&new_ids)
         };
-        decoder.each_turn(&prompt.input, answer).with_context(|| format!("prompt {} of {}", at + 1, prompts.len()))?;
+        let answered = decoder.each_turn(&prompt.input, answer);
+        ended_early.hear(answered.with_context(|| format!("prompt {} of {all}", index + 1)), args.fit)?;
         counter.inc();
     }
     drop(counter);
+    ended_early.tell(common);
     Ok((decoder.backbone, RowStore::in_memory(rows)))
 }
 

@@ -1,18 +1,18 @@
 //! Loads a backbone with its tokenizer and drafters, and decodes conversations turn by turn.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Context;
 use tch::Device;
 
+use super::CommonFlags;
 use super::drafter::loaded::LoadedDrafter;
 use super::drafter::model::{self, Target};
 use super::drafter::plan::DrafterPlan;
 use super::loading::load_backbone;
 use super::served::{self, Served};
-use super::{CommonFlags, UsageError};
 use crate::data::chat_template::{ChatTemplate, Message, TemplateChoice};
-use crate::data::prompts::{self, Prompt, PromptInput};
+use crate::data::prompts::{self, PromptInput};
 use crate::data::tokenize::{TextTokenizer, narrow, wide};
 use crate::engine::cpu::{CpuEngine, Unsupported};
 use crate::model::llama::Llama;
@@ -121,17 +121,5 @@ impl Decoder {
     /// An error of the tokenizer.
     pub fn text(&self, ids: &[i64]) -> anyhow::Result<String> {
         Ok(self.tokenizer.decode(&narrow(ids), true)?)
-    }
-}
-
-/// The prompts of `--prompts` or `--prompt`.
-///
-/// # Errors
-/// An invalid prompt file.
-pub fn read_prompts(prompt: Option<&String>, file: Option<&PathBuf>) -> anyhow::Result<Vec<Prompt>> {
-    match (prompt, file) {
-        (Some(text), _) => Ok(vec![Prompt { category: None, input: PromptInput::Text(text.clone()) }]),
-        (None, Some(path)) => Ok(prompts::read(path)?),
-        (None, None) => Err(UsageError("nothing to decode: give --prompt TEXT or --prompts FILE".into()).into()),
     }
 }

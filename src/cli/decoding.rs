@@ -6,7 +6,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 
 use super::UsageError;
-use super::numbers::{positive, probability, temperature};
+use super::numbers::{above_zero, positive, probability, temperature};
 use crate::decode::request::Request;
 use crate::engine::sample::{Sampling, Stream};
 use crate::numbers::{NonNegative, Positive, Probability};
@@ -23,7 +23,7 @@ pub struct DecodingFlags {
     #[arg(long, value_name = "T", default_value = "0", value_parser = temperature, allow_negative_numbers = true)]
     pub temperature: NonNegative,
     /// Draw from the K most probable tokens only [default: from all].
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = above_zero::<NonZeroUsize>)]
     pub top_k: Option<NonZeroUsize>,
     /// Nucleus sampling: draw from the smallest set of tokens whose probability reaches P [default: 1; 0.8 with --acceptance nucleus].
     #[arg(long, value_name = "P", value_parser = probability, allow_negative_numbers = true)]

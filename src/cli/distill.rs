@@ -16,9 +16,10 @@ use super::drafter::plan::{DrafterPlan, PlannedTree};
 use super::engine::{EngineFlags, EngineName};
 use super::numbers::{above_zero, probability, temperature};
 use super::progress::Counter;
+use super::prompts::{FitFlags, TooLong};
 use super::served::ServedFlags;
 use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
-use crate::data::prompts::{self, Dialogue};
+use crate::data::prompts::{Dialogue, PromptFile};
 use crate::data::report::counted;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
@@ -54,9 +55,11 @@ pub struct DistillArgs {
     /// Backbone: a folder or a Hugging Face Hub id (owner/name or owner/name@revision).
     #[arg(long, value_name = "B")]
     pub backbone: PathBuf,
-    /// Prompts, as JSONL or a JSON array: text, messages, turns or token ids.
+    /// Prompts, as JSONL or a JSON array: text, messages, turns or token ids; - is stdin.
     #[arg(long, value_name = "F")]
     pub prompts: PathBuf,
+    #[command(flatten)]
+    fit: FitFlags,
     /// Output folder.
     #[arg(long, help_heading = "Output", value_name = "DIR")]
     pub out: PathBuf,
@@ -114,14 +117,15 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         output::check_is_free(&args.out, args.shard)?;
     }
     let plan = DrafterPlan::new(None, args.heads.as_deref(), args.tree.as_deref())?;
-    let dialogues = prompts::read_dialogues(&args.prompts)?;
+    let file = PromptFile::open(&args.prompts)?;
+    let dialogues = file.dialogues()?;
     let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
     served.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()), &args.backbone)?;
     let decoder = engine.load(&args.backbone, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
     let settings = args.settings(&decoder, common)?;
-    distill::check(&dialogues, &renderer, &settings)?;
-    let provenance = args.provenance(&decoder, &dialogues, common)?;
+    let dialogues = args.fitting(dialogues, &renderer, &settings, common)?;
+    let provenance = args.provenance(&decoder, &file, &dialogues, common)?;
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let answerer = args.answerer(&decoder, common)?;
     let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
@@ -156,6 +160,22 @@ fn tree_sha256(tree: &Path) -> io::Result<String> {
 }
 
 impl DistillArgs {
+    /// The prompts that leave room for an answer.
+    fn fitting(
+        &self,
+        dialogues: Vec<Dialogue>,
+        renderer: &Renderer,
+        settings: &DistillSettings,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Vec<Dialogue>> {
+        let lengths = distill::check(&dialogues, renderer, settings)?;
+        let all = dialogues.into_iter().zip(lengths);
+        let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, length)| *length < settings.context);
+        let too_long = others.into_iter().map(|(dialogue, length)| TooLong { place: Some(dialogue.place), length });
+        self.fit.judge(&too_long.collect::<Vec<_>>(), fit.len(), settings.context, common)?;
+        Ok(fit.into_iter().map(|(dialogue, _)| dialogue).collect())
+    }
+
     fn settings(&self, decoder: &Decoder, common: &CommonFlags) -> anyhow::Result<DistillSettings> {
         let all = if self.self_talk { SELF_TALK_TURNS } else { usize::MAX };
         Ok(DistillSettings {
@@ -170,6 +190,7 @@ impl DistillArgs {
     fn provenance(
         &self,
         decoder: &Decoder,
+        file: &PromptFile,
         dialogues: &[Dialogue],
         common: &CommonFlags,
     ) -> anyhow::Result<DistillProvenance> {
@@ -186,7 +207,7 @@ impl DistillArgs {
             backbone_sha256: provenance::identity(&self.backbone)?,
             chat_template_sha256: decoder.template.as_ref().map(|template| template.sha256().to_owned()),
             prompts: shown(&self.prompts),
-            prompts_sha256: files::sha256(&self.prompts)?,
+            prompts_sha256: file.sha256(),
             conversations: dialogues.len(),
             share: self.shard.to_string(),
             conversations_per_file: CONVERSATIONS_PER_SHARD,

@@ -9,16 +9,20 @@ use anyhow::Context;
 use clap::{ArgGroup, Args};
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, read_prompts};
+use super::decoder::Decoder;
 use super::decoding::{DecodingFlags, StopFlags};
 use super::drafter::{DrafterFlags, Drafts};
 use super::engine::EngineFlags;
 use super::numbers::above_zero;
 use super::progress::Counter;
+use super::prompts::{self, EndedEarly, FitFlags};
 use super::served::ServedFlags;
-use super::{CommonFlags, print_json};
+use super::{CommonFlags, UsageError, print_json};
+use crate::data::prompts::{Prompt, PromptInput};
 use crate::data::report::counted;
+use crate::data::tokenize::narrow;
 use crate::decode::DecodeLoop;
+use crate::decode::likelihood::{self, ScoredToken};
 use crate::decode::request::Request;
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, Told, Wording};
@@ -44,12 +48,18 @@ pub struct GenerateArgs {
     /// Prompt as raw text: no chat template, only BOS is added.
     #[arg(long, value_name = "S", group = "input")]
     pub prompt: Option<String>,
-    /// JSONL of prompts: text, messages, turns or token ids.
+    /// JSONL of prompts: text, messages, turns or token ids; - is stdin.
     #[arg(long, value_name = "F", group = "input")]
     pub prompts: Option<PathBuf>,
+    #[command(flatten)]
+    fit: FitFlags,
     /// Samples per prompt, each with its own random stream.
     #[arg(long, value_name = "N", default_value = "1", value_parser = above_zero::<NonZeroU32>)]
     pub num_samples: NonZeroU32,
+    /// With --json: log-probabilities of the new tokens and of the N likeliest at each place, of the backbone's distribution before
+    /// temperature, penalty, top-k and top-p.
+    #[arg(long, value_name = "N")]
+    pub logprobs: Option<usize>,
     #[command(flatten)]
     pub(super) drafter: DrafterFlags,
     #[command(flatten)]
@@ -67,28 +77,34 @@ pub struct GenerateArgs {
 /// # Errors
 /// An error in the command line, the backbone, the heads, the tree or a prompt.
 pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
+    if args.logprobs.is_some() && !common.json {
+        return Err(UsageError("--logprobs is printed in JSON lines: add --json".into()).into());
+    }
     let acceptance = args.decoding.acceptance()?;
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
     let heads = args.drafter.heads(args.heads.as_deref());
-    let prompts = read_prompts(args.prompt.as_ref(), args.prompts.as_ref())?;
+    let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref())?;
     let served = args.served.resolve(&args.backbone, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
+    let (all, prompts) = (prompts.len(), args.fit.fitting(prompts, &decoder, common)?);
     let drafts = decoder.drafter().map(|drafter| Drafts::new(&decoder.backbone, drafter, acceptance)).transpose()?;
     let request = args.decoding.request(&[], Stream::default());
     let decoding = args.engine.take(&decoder, drafts, &request, common)?;
     let counter = counter(args, prompts.len(), common);
     let mut writer = Answers { decoder: &decoder, decoding, args, common, counter };
-    for (index, prompt) in prompts.iter().enumerate() {
+    let mut ended_early = EndedEarly::default();
+    for (index, prompt) in &prompts {
         for sample in 0..args.num_samples.get() {
             writer.decoding.reset();
-            let stream = |turn| Stream { seed: common.seed, index: index as u64, turn, sample: sample.into() };
-            let context = || format!("prompt {} of {}", index + 1, prompts.len());
-            let answer = |turn, ids: &[i64]| writer.answer(ids, stream(turn));
-            decoder.each_turn(&prompt.input, answer).with_context(context)?;
+            let stream = |turn| Stream { seed: common.seed, index: *index as u64, turn, sample: sample.into() };
+            let context = || format!("prompt {} of {all}", index + 1);
+            let answer = |turn, ids: &[i64]| writer.answer(prompt, ids, stream(turn));
+            ended_early.hear(decoder.each_turn(&prompt.input, answer).with_context(context), args.fit)?;
             writer.counter.iter().for_each(Counter::inc);
         }
     }
+    ended_early.tell(common);
     Ok(())
 }
 
@@ -110,19 +126,37 @@ struct Answers<'a> {
 }
 
 impl Answers<'_> {
-    /// Decodes one prompt, prints the answer and returns its text.
-    fn answer(&mut self, prompt: &[i64], stream: Stream) -> anyhow::Result<String> {
-        let request = self.args.decoding.request(prompt, stream);
+    /// Decodes one turn of a prompt, prints the answer and returns its text.
+    fn answer(&mut self, prompt: &Prompt, ids: &[i64], stream: Stream) -> anyhow::Result<String> {
+        let request = self.args.decoding.request(ids, stream);
         let told = if self.common.json {
             let told = self.decode(&request, &mut |_| ControlFlow::Continue(()))?;
-            let mut line = as_json(prompt, &told, self.decoding.engine_name());
+            let mut line = as_json(ids, &told, self.decoding.engine_name());
             (line["index"], line["sample"]) = (stream.index.into(), stream.sample.into());
+            add_names(&mut line, prompt, stream.turn);
+            if let Some(count) = self.args.logprobs {
+                line["logprobs"] = self.logprobs(ids, &told.generation.new_ids, count)?;
+            }
             print_json(&line)?;
             told
         } else {
             self.stream(&request)?
         };
         Ok(told.text_alone)
+    }
+
+    /// Each new token beside the likeliest ones.
+    fn logprobs(&self, prompt: &[i64], new_ids: &[i64], count: usize) -> anyhow::Result<Value> {
+        let named = |id: i64, log_p: f64| -> anyhow::Result<Value> {
+            Ok(json!({"id": id, "token": self.decoder.tokenizer.decode(&narrow(&[id]), false)?, "logprob": log_p}))
+        };
+        let scored = |token: &ScoredToken| -> anyhow::Result<Value> {
+            let mut of_token = named(token.id, token.log_p)?;
+            let likeliest = token.likeliest.iter().map(|&(id, log_p)| named(id, log_p));
+            of_token["top_logprobs"] = likeliest.collect::<anyhow::Result<_>>()?;
+            Ok(of_token)
+        };
+        likelihood::scored(&self.decoder.backbone, prompt, new_ids, count)?.iter().map(scored).collect()
     }
 
     fn decode(&mut self, request: &Request, on_text: &mut OnText) -> anyhow::Result<Told> {
@@ -149,6 +183,19 @@ impl Answers<'_> {
             None => self.common.say(figures),
         }
         Ok(told)
+    }
+}
+
+/// The names that a prompt has, and the turn of one that has several.
+fn add_names(line: &mut Value, prompt: &Prompt, turn: u64) {
+    if let Some(id) = &prompt.id {
+        line["id"] = id.clone();
+    }
+    if let Some(category) = &prompt.category {
+        line["category"] = category.as_str().into();
+    }
+    if let PromptInput::Turns(_) = prompt.input {
+        line["turn"] = turn.into();
     }
 }
 

@@ -43,6 +43,7 @@ mod numbers;
 mod outputs;
 mod print;
 mod progress;
+mod prompts;
 pub mod push;
 mod reading;
 mod refused;

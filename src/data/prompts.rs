@@ -1,10 +1,11 @@
 //! Prompt files: raw text, token ids, conversations, or MT-bench's turns.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 
 use super::chat_template::{ChatTemplate, Message, TemplateChoice, TemplateError};
 use super::conversation::Role;
@@ -12,6 +13,12 @@ use super::rows::{RowError, RowLocation, RowProblem};
 use super::shown::shown;
 use super::tokenize::{TextTokenizer, TokenizeError};
 use super::{json_array, jsonl};
+use crate::files;
+
+/// In place of a file: prompts come from stdin.
+const STDIN: &str = "-";
+/// Keys of a prompt's own name, MT-bench's among them.
+const IDS: [&str; 3] = ["id", "question_id", "prompt_id"];
 
 /// Why prompts cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -51,9 +58,20 @@ pub enum PromptError {
 /// A prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
+    /// Where it stands; `None` for one from the command line.
+    pub place: Option<RowLocation>,
+    /// Its own name, a string or a number.
+    pub id: Option<Value>,
     /// What kind of task it is: `bench` reports each on its own.
     pub category: Option<String>,
     pub input: PromptInput,
+}
+
+impl Prompt {
+    /// A prompt from nowhere.
+    pub fn new(input: PromptInput) -> Self {
+        Self { place: None, id: None, category: None, input }
+    }
 }
 
 /// The forms of a prompt.
@@ -80,6 +98,10 @@ impl PromptInput {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
     pub place: RowLocation,
+    /// Its index in the file, from 0.
+    pub index: usize,
+    /// Its own name, a string or a number.
+    pub id: Option<Value>,
     /// What kind of task it is.
     pub category: Option<String>,
     /// What is asked.
@@ -109,43 +131,82 @@ impl Questions {
     }
 }
 
-/// Reads a prompt file: JSONL, or a JSON array. A final assistant turn of a conversation is removed: it is the text to decode.
+/// The content of a prompt file, or of stdin, which can be read only once.
+#[derive(Debug, Clone)]
+pub struct PromptFile {
+    /// As errors name it.
+    name: PathBuf,
+    bytes: Vec<u8>,
+}
+
+/// Reads a prompt file: JSONL, or a JSON array; `-` is stdin. A final assistant turn of a conversation is removed: it is the text to
+/// decode.
 ///
 /// # Errors
 /// File, line (of an array: row) and key of what is not right; an empty file.
 pub fn read(path: &Path) -> Result<Vec<Prompt>, PromptError> {
-    each_object(path, |object, _| Ok(Prompt { category: category(object)?, input: input(object)? }))
+    let prompt = |object: &Map<String, Value>, place: &RowLocation, _| {
+        Ok(Prompt { place: Some(place.clone()), id: id(object)?, category: category(object)?, input: input(object)? })
+    };
+    PromptFile::open(path)?.each_object(prompt)
 }
 
-/// Reads a prompt file as [`read`] does, but keeps all of a conversation's user turns and drops those of the assistant and of tools.
-///
-/// # Errors
-/// As [`read`]; a conversation in which the user says nothing.
-pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, PromptError> {
-    each_object(path, |object, place| {
-        Ok(Dialogue { place: place.clone(), category: category(object)?, questions: questions(object)? })
-    })
-}
+impl PromptFile {
+    /// Reads a file, or stdin for `-`.
+    ///
+    /// # Errors
+    /// The disk's own.
+    pub fn open(path: &Path) -> Result<Self, PromptError> {
+        let (name, bytes) = match path == Path::new(STDIN) {
+            true => {
+                let mut bytes = Vec::new();
+                (PathBuf::from("stdin"), io::stdin().lock().read_to_end(&mut bytes).map(|_| bytes))
+            }
+            false => (path.to_owned(), fs::read(path)),
+        };
+        match bytes {
+            Ok(bytes) => Ok(Self { name, bytes }),
+            Err(source) => Err(PromptError::Read { path: name, source }),
+        }
+    }
 
-/// The objects of a file, JSONL or one array, told apart by the first character.
-fn each_object<T>(
-    path: &Path,
-    item: impl Fn(&Map<String, Value>, &RowLocation) -> Result<T, RowProblem>,
-) -> Result<Vec<T>, PromptError> {
-    let bytes = fs::read(path).map_err(|source| PromptError::Read { path: path.to_owned(), source })?;
-    let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // Windows editors' byte order mark
-    let read = |json: &[u8], place: RowLocation| {
-        jsonl::object(json).and_then(|object| item(&object, &place)).map_err(|problem| place.error(problem))
-    };
-    let items: Vec<T> = if text.trim_ascii_start().starts_with(b"[") {
-        let rows = json_array::items(text, path)?.into_iter().zip(1..);
-        rows.map(|(row, number)| read(row.get().as_bytes(), RowLocation::row(path, number)))
-            .collect::<Result<_, _>>()?
-    } else {
-        let lines = text.split(|&byte| byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
-        lines.map(|(line, number)| read(line, RowLocation::line(path, number))).collect::<Result<_, _>>()?
-    };
-    if items.is_empty() { Err(PromptError::Empty { path: path.to_owned() }) } else { Ok(items) }
+    /// Of its bytes.
+    pub fn sha256(&self) -> String {
+        files::hex(&Sha256::digest(&self.bytes))
+    }
+
+    /// Reads prompts as [`read`] does, but keeps all of a conversation's user turns and drops those of the assistant and of tools.
+    ///
+    /// # Errors
+    /// As [`read`]; a conversation in which the user says nothing.
+    pub fn dialogues(&self) -> Result<Vec<Dialogue>, PromptError> {
+        self.each_object(|object, place, index| {
+            let (id, category) = (id(object)?, category(object)?);
+            Ok(Dialogue { place: place.clone(), index, id, category, questions: questions(object)? })
+        })
+    }
+
+    /// The objects, of JSONL or of one array, told apart by the first character; each with its place and its index from 0.
+    fn each_object<T>(
+        &self,
+        item: impl Fn(&Map<String, Value>, &RowLocation, usize) -> Result<T, RowProblem>,
+    ) -> Result<Vec<T>, PromptError> {
+        let Self { name, bytes } = self;
+        let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes); // Windows editors' byte order mark
+        let read = |(index, (json, place)): (usize, (&[u8], RowLocation))| {
+            jsonl::object(json).and_then(|object| item(&object, &place, index)).map_err(|problem| place.error(problem))
+        };
+        let items: Vec<T> = if text.trim_ascii_start().starts_with(b"[") {
+            let rows = json_array::items(text, name)?.into_iter().zip(1..);
+            let rows = rows.map(|(row, number)| (row.get().as_bytes(), RowLocation::row(name, number)));
+            rows.enumerate().map(read).collect::<Result<_, _>>()?
+        } else {
+            let lines = text.split(|&byte| byte == b'\n').zip(1..).filter(|(line, _)| !line.trim_ascii().is_empty());
+            let lines = lines.map(|(line, number)| (line, RowLocation::line(name, number)));
+            lines.enumerate().map(read).collect::<Result<_, _>>()?
+        };
+        if items.is_empty() { Err(PromptError::Empty { path: name.clone() }) } else { Ok(items) }
+    }
 }
 
 /// A prompt's tokens. Of [`PromptInput::Turns`] the first turn: the others need the answers before them ([`chat_ids`]).
@@ -198,6 +259,17 @@ fn category(object: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
     }
 }
 
+fn id(object: &Map<String, Value>) -> Result<Option<Value>, RowProblem> {
+    let named = IDS.iter().find_map(|key| Some((key, object.get(*key).filter(|value| !value.is_null())?)));
+    match named {
+        None => Ok(None),
+        Some((_, id @ (Value::String(_) | Value::Number(_)))) => Ok(Some(id.clone())),
+        Some((key, other)) => {
+            Err(RowProblem::Value { key: (*key).to_owned(), expected: "a string or a number", got: shown(other) })
+        }
+    }
+}
+
 fn input(object: &Map<String, Value>) -> Result<PromptInput, RowProblem> {
     match asked(object)? {
         (key, PromptInput::Chat(messages)) => before_the_answer(key, messages).map(PromptInput::Chat),
@@ -219,7 +291,7 @@ fn asked(object: &Map<String, Value>) -> Result<(&'static str, PromptInput), Row
     for key in ["prompt", "prompt_ids", "turns", "messages", "conversations"] {
         let Some(value) = object.get(key).filter(|value| !value.is_null()) else { continue };
         let input = match key {
-            "prompt" => PromptInput::Text(text(key, value)?),
+            "prompt" if !value.is_array() => PromptInput::Text(text(key, value)?),
             "prompt_ids" => PromptInput::Ids(each(key, value, "a list of token ids", token)?),
             "turns" => PromptInput::Turns(each(key, value, "a list of strings", text)?),
             _ => PromptInput::Chat(each(key, value, "a list of messages", message)?),
@@ -299,7 +371,35 @@ mod tests {
     fn read_line(line: &str) -> Result<Prompt, String> {
         let object = jsonl::object(line.as_bytes()).map_err(|problem| problem.to_string())?;
         let input = input(&object).map_err(|problem| problem.to_string())?;
-        Ok(Prompt { category: None, input })
+        Ok(Prompt::new(input))
+    }
+
+    #[test]
+    fn a_prompt_has_a_name_and_a_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("prompts.jsonl");
+        let write = |text: &str| {
+            crate::files::write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).unwrap();
+            read(&path)
+        };
+        let prompts = write(
+            "\n{\"prompt\": \"a\", \"id\": \"x\"}\n{\"question_id\": 81, \"turns\": [\"b\"]}\n{\"prompt\": \"c\"}",
+        )
+        .unwrap();
+        let ids: Vec<Option<Value>> = prompts.iter().map(|prompt| prompt.id.clone()).collect();
+        assert_eq!(ids, [Some("x".into()), Some(81.into()), None]);
+        assert_eq!(prompts[1].place.as_ref().unwrap().row, Some(("line", 3)));
+        let error = write("{\"prompt\": \"a\", \"id\": [1]}").unwrap_err().to_string();
+        assert!(error.ends_with("line 1: id: expected a string or a number, got [1]"), "{error}");
+        let file = PromptFile { name: "stdin".into(), bytes: b"{\"prompt\": 3}".to_vec() };
+        let error = file.dialogues().unwrap_err().to_string();
+        assert_eq!(error, "stdin, line 1: prompt: expected a string, got 3");
+    }
+
+    #[test]
+    fn a_prompt_of_messages_is_a_conversation() {
+        let line = r#"{"prompt": [{"role": "user", "content": "q"}]}"#;
+        assert_eq!(read_line(line).unwrap().input, PromptInput::Chat(vec![Message::new("user", "q")]));
     }
 
     #[test]
@@ -325,7 +425,8 @@ mod tests {
         };
         let lines = read_text("{\"prompt\": \"a\"}\n\n{\"prompt_ids\": [3], \"category\": \"c\"}\n").unwrap();
         let array = "\u{feff}\n[ {\"prompt\": \"a\"},\n {\"prompt_ids\": [3], \"category\": \"c\"}\n]";
-        assert_eq!(read_text(array).unwrap(), lines);
+        let inputs = |prompts: &[Prompt]| prompts.iter().map(|prompt| prompt.input.clone()).collect::<Vec<_>>();
+        assert_eq!(inputs(&read_text(array).unwrap()), inputs(&lines));
         assert_eq!(read_text("[{\"prompt\": 1}]").unwrap_err(), "FILE, row 1: prompt: expected a string, got 1");
         assert!(read_text("[{\"prompt\": \"a\"},\n 3 4]").unwrap_err().contains("line 2, column 4"));
         assert_eq!(

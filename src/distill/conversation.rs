@@ -66,8 +66,14 @@ struct Row {
 /// A conversation as a row of a shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finished {
-    /// Its index in the prompt file.
+    /// Its number among the prompts that fit.
     pub id: usize,
+    /// Its index in the prompt file; `None` in journals of versions that skipped no prompt: its number.
+    #[serde(default)]
+    pub index: Option<usize>,
+    /// The prompt's own name.
+    #[serde(default)]
+    pub prompt_id: Option<String>,
     /// The prompt's category.
     pub category: Option<String>,
     /// Its turns in ShareGPT's format.
@@ -127,7 +133,7 @@ impl<'a> Conversation<'a> {
             prompt: self.prompt.ids.clone(),
             max_new_tokens: settings.max_new_tokens,
             end_mark,
-            stream: Stream { seed: settings.seed, index: self.id as u64, turn: self.asked, sample: 0 },
+            stream: Stream { seed: settings.seed, index: self.dialogue.index as u64, turn: self.asked, sample: 0 },
         }))
     }
 
@@ -221,6 +227,8 @@ impl<'a> Conversation<'a> {
         };
         Finished {
             id: self.id,
+            index: Some(self.dialogue.index),
+            prompt_id: self.dialogue.id.as_ref().map(|id| id.as_str().map_or_else(|| id.to_string(), str::to_owned)),
             category: self.dialogue.category.clone(),
             conversations: self.messages.iter().map(said).collect(),
             input_ids: narrow(&self.row.ids),
@@ -309,7 +317,7 @@ mod tests {
     fn dialogue(user: &[&str]) -> Dialogue {
         let user = user.iter().map(|&turn| turn.to_owned()).collect();
         let place = RowLocation { path: "p".into(), row: None };
-        Dialogue { place, category: None, questions: Questions::Turns { system: None, user } }
+        Dialogue { place, index: 0, id: None, category: None, questions: Questions::Turns { system: None, user } }
     }
 
     fn said(new_ids: Vec<i64>, end: Vec<i64>) -> Generation {

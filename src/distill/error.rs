@@ -14,18 +14,6 @@ pub enum DistillError {
     /// A prompt that cannot be rendered.
     #[error("{place}")]
     Prompt { place: RowLocation, source: Box<PromptError> },
-    /// The prompt leaves no room for an answer.
-    #[error(
-        "{place}: the prompt has {length} tokens, but the backbone's context is {context}, and at least one new token must fit; \
-         shorten or remove the prompt"
-    )]
-    PromptTooLong {
-        place: RowLocation,
-        /// Tokens of the prompt.
-        length: usize,
-        /// Tokens of the backbone's context.
-        context: usize,
-    },
     /// Raw prompts have no turns.
     #[error(
         "{place}: --self-talk needs conversations (\"messages\", \"conversations\" or \"turns\"); this prompt is raw"

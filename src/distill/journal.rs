@@ -83,6 +83,8 @@ mod tests {
         let said = Said { from: "human".into(), value: format!("line\nbreak {id} \u{1f600}") };
         Finished {
             id,
+            index: None,
+            prompt_id: None,
             category: (id == 1).then(|| "c".to_owned()),
             conversations: vec![said],
             input_ids: vec![1, 2],

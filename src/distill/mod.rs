@@ -46,17 +46,22 @@ pub enum DistillEnd {
     Stopped,
 }
 
-/// Checks before any work that every prompt can be rendered and leaves room for an answer.
+/// Checks before any work that every prompt can be rendered. Returns the tokens of each one's first turn, which must be fewer than the
+/// context for an answer to fit.
 ///
 /// # Errors
 /// The first invalid prompt, with file and line.
-pub fn check(dialogues: &[Dialogue], renderer: &Renderer, settings: &DistillSettings) -> Result<(), DistillError> {
-    let fault = |dialogue: &Dialogue| check_one(dialogue, renderer, settings).err();
-    let first = dialogues.par_iter().find_map_first(fault);
-    first.map_or(Ok(()), Err)
+pub fn check(
+    dialogues: &[Dialogue],
+    renderer: &Renderer,
+    settings: &DistillSettings,
+) -> Result<Vec<usize>, DistillError> {
+    let length = |dialogue: &Dialogue| check_one(dialogue, renderer, settings);
+    let lengths: Vec<Result<usize, DistillError>> = dialogues.par_iter().map(length).collect();
+    lengths.into_iter().collect() // the first error in the order of the file
 }
 
-fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSettings) -> Result<(), DistillError> {
+fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSettings) -> Result<usize, DistillError> {
     let place = || dialogue.place.clone();
     let is_raw = !matches!(dialogue.questions, Questions::Turns { .. });
     if settings.self_talk && is_raw {
@@ -65,15 +70,11 @@ fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSetting
     let failed = |source| DistillError::Prompt { place: place(), source: Box::new(source) };
     let mut messages = vec![];
     let first = render::first(&dialogue.questions, renderer, &mut messages).map_err(failed)?;
-    let (length, context) = (first.ids.len(), settings.context);
-    if length >= context {
-        return Err(DistillError::PromptTooLong { place: place(), length, context });
-    }
     if settings.self_talk {
         messages.push(Message::new("assistant", "a"));
         renderer.question(&messages).map_err(failed)?.ok_or(DistillError::NoPlaceForQuestions)?;
     }
-    Ok(())
+    Ok(first.ids.len())
 }
 
 /// Answers every prompt that the output lacks. `on_step` receives the progress and may stop the run.

@@ -1,4 +1,4 @@
-//! Parquet shards: `id`, `category`, `conversations` in ShareGPT's format, `input_ids`, `labels`, `finish_reason`.
+//! Parquet shards: `index`, `id`, `category`, `conversations` in ShareGPT's format, `input_ids`, `labels`, `finish_reason`.
 
 use std::io;
 use std::path::Path;
@@ -37,14 +37,16 @@ fn properties(provenance: &Map<String, Value>) -> WriterProperties {
 }
 
 fn record_batch(rows: &[&Finished]) -> RecordBatch {
-    let ids = Int64Array::from_iter_values(rows.iter().map(|row| row.id as i64));
+    let indices = Int64Array::from_iter_values(rows.iter().map(|row| row.index.unwrap_or(row.id) as i64));
+    let ids: StringArray = rows.iter().map(|row| row.prompt_id.as_deref()).collect();
     let categories: StringArray = rows.iter().map(|row| row.category.as_deref()).collect();
     let reasons = StringArray::from_iter_values(rows.iter().map(|row| &row.finish_reason));
     let tokens = |of: fn(&Finished) -> &[i32]| -> ArrayRef {
         let lists = rows.iter().map(|row| Some(of(row).iter().copied().map(Some)));
         Arc::new(ListArray::from_iter_primitive::<Int32Type, _, _>(lists))
     };
-    let columns: [(&str, ArrayRef); 6] = [
+    let columns: [(&str, ArrayRef); 7] = [
+        ("index", Arc::new(indices)),
         ("id", Arc::new(ids)),
         ("category", Arc::new(categories)),
         ("conversations", conversations(rows)),
@@ -52,7 +54,9 @@ fn record_batch(rows: &[&Finished]) -> RecordBatch {
         ("labels", tokens(|row| &row.labels)),
         ("finish_reason", Arc::new(reasons)),
     ];
-    let field = |(name, column): &(&str, ArrayRef)| Field::new(*name, column.data_type().clone(), *name == "category");
+    let field = |(name, column): &(&str, ArrayRef)| {
+        Field::new(*name, column.data_type().clone(), ["id", "category"].contains(name))
+    };
     let schema = Schema::new(columns.iter().map(field).collect::<Vec<_>>());
     let arrays = columns.into_iter().map(|(_, column)| column).collect();
     RecordBatch::try_new(Arc::new(schema), arrays).expect("columns of one length and their own types")

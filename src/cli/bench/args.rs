@@ -11,6 +11,7 @@ use crate::cli::drafter::DrafterFlags;
 use crate::cli::drafter::spec::DrafterSpec;
 use crate::cli::engine::EngineFlags;
 use crate::cli::numbers::{above_zero, positive};
+use crate::cli::prompts::FitFlags;
 use crate::cli::served::ServedFlags;
 use crate::numbers::Positive;
 
@@ -44,9 +45,11 @@ pub struct BenchArgs {
     /// head's best guess].
     #[arg(long, value_name = "T")]
     pub tree: Option<PathBuf>,
-    /// JSONL of prompts, such as MT-bench's; results are also broken down by `category`.
+    /// JSONL of prompts, such as MT-bench's; results are also broken down by `category`. - is stdin.
     #[arg(long, value_name = "F")]
     pub prompts: PathBuf,
+    #[command(flatten)]
+    pub(super) fit: FitFlags,
     /// Passes over all prompts; the median run is reported.
     #[arg(long, help_heading = "Measurement", value_name = "N", default_value = "3", value_parser = above_zero::<NonZeroUsize>)]
     pub repeats: NonZeroUsize,

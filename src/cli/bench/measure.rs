@@ -11,6 +11,7 @@ use super::progress::BenchProgress;
 use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
+use crate::cli::prompts::{FitFlags, is_too_long};
 use crate::data::prompts::Prompt;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
@@ -41,6 +42,7 @@ pub(super) struct BenchRun<'a> {
     pub(super) plain: Option<RefCell<Box<dyn DecodeLoop + 'a>>>,
     pub(super) setting: &'a Setting,
     pub(super) prompts: &'a [Prompt],
+    pub(super) fit: FitFlags,
     pub(super) common: &'a CommonFlags,
 }
 
@@ -135,7 +137,9 @@ impl BenchRun<'_> {
                 self.decoder.text(&said)
             };
             match self.decoder.each_turn(&prompt.input, answer) {
-                Err(error) if is_too_long(&error) => passes.iter_mut().for_each(|pass| pass.too_long += 1),
+                Err(error) if !self.fit.strict && is_too_long(&error) => {
+                    passes.iter_mut().for_each(|pass| pass.too_long += 1)
+                }
                 other => other.with_context(|| format!("prompt {} of {}", at + 1, self.prompts.len()))?,
             }
             progress.inc();
@@ -205,8 +209,4 @@ impl BenchPass {
             self.categories.entry(name.into()).or_default().add(measured);
         }
     }
-}
-
-fn is_too_long(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(DecodeError::PromptTooLong { .. }))
 }

@@ -1,0 +1,145 @@
+//! The prompts of a verb: where they come from, and what happens to those that do not fit the context.
+
+use std::path::Path;
+
+use clap::Args;
+use rayon::prelude::*;
+
+use super::decoder::Decoder;
+use super::{CommonFlags, UsageError};
+use crate::data::chat_template::ChatTemplate;
+use crate::data::prompts::{self, Prompt, PromptInput};
+use crate::data::report::counted;
+use crate::data::rows::RowLocation;
+use crate::data::tokenize::TextTokenizer;
+use crate::decode::error::DecodeError;
+use crate::decode::text::TextError;
+
+/// What happens to prompts that do not fit.
+#[derive(Debug, Clone, Copy, Args)]
+pub(super) struct FitFlags {
+    /// Stop at the start if a prompt does not fit the context. Without this flag such prompts are skipped and counted.
+    #[arg(long)]
+    pub(super) strict: bool,
+}
+
+/// A prompt that leaves no room for a new token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TooLong {
+    pub(super) place: Option<RowLocation>,
+    /// Its tokens.
+    pub(super) length: usize,
+}
+
+/// A prompt that fits, and its index in its file.
+pub(super) type IndexedPrompt = (usize, Prompt);
+
+/// The prompts of `--prompts` (`-` is stdin) or `--prompt`.
+///
+/// # Errors
+/// An invalid prompt file.
+pub(super) fn read(prompt: Option<&String>, file: Option<&Path>) -> anyhow::Result<Vec<Prompt>> {
+    match (prompt, file) {
+        (Some(text), _) => Ok(vec![Prompt::new(PromptInput::Text(text.clone()))]),
+        (None, Some(path)) => Ok(prompts::read(path)?),
+        (None, None) => Err(UsageError("nothing to decode: give --prompt TEXT or --prompts FILE".into()).into()),
+    }
+}
+
+impl FitFlags {
+    /// The prompts whose first turn fits the context of the decoder.
+    ///
+    /// # Errors
+    /// A prompt without tokens, one that does not fit with `--strict`, or none that fits.
+    pub(super) fn fitting(
+        self,
+        prompts: Vec<Prompt>,
+        decoder: &Decoder,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Vec<IndexedPrompt>> {
+        let context = usize::try_from(decoder.backbone.config.max_position_embeddings)?;
+        let lengths = first_lengths(&prompts, &decoder.tokenizer, decoder.template.as_ref())?;
+        let all = prompts.into_iter().zip(lengths).enumerate();
+        let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, (_, length))| *length < context);
+        let too_long = others.into_iter().map(|(_, (prompt, length))| TooLong { place: prompt.place, length });
+        self.judge(&too_long.collect::<Vec<_>>(), fit.len(), context, common)?;
+        Ok(fit.into_iter().map(|(index, (prompt, _))| (index, prompt)).collect())
+    }
+
+    /// Prints how many prompts are skipped.
+    ///
+    /// # Errors
+    /// Any of them with `--strict`, or if none is left.
+    pub(super) fn judge(
+        self,
+        too_long: &[TooLong],
+        fit: usize,
+        context: usize,
+        common: &CommonFlags,
+    ) -> anyhow::Result<()> {
+        let Some(first) = too_long.first() else { return Ok(()) };
+        if too_long.len() + fit == 1 {
+            return Err(DecodeError::PromptTooLong { length: first.length, context: context as i64 }.into());
+        }
+        let place = first.place.iter().map(|place| format!("{place}, ")).collect::<String>();
+        let (count, all) = (too_long.len(), counted(too_long.len() + fit, "prompt"));
+        let what = format!("{count} of {all} leave no room for a new token in the context of {context}");
+        let first = format!("the first: {place}{} tokens", first.length);
+        match (self.strict, fit) {
+            (true, _) => anyhow::bail!("{what} ({first}); shorten or remove them, or leave out --strict to skip them"),
+            (false, 0) => anyhow::bail!("{what} ({first}); use shorter prompts"),
+            (false, _) => common.say(format_args!("skipping {what} ({first}; --strict makes this an error)")),
+        }
+        Ok(())
+    }
+}
+
+fn first_lengths(
+    prompts: &[Prompt],
+    tokenizer: &TextTokenizer,
+    template: Option<&ChatTemplate>,
+) -> anyhow::Result<Vec<usize>> {
+    let length = |(at, prompt): (usize, &Prompt)| {
+        let ids = prompts::to_ids(&prompt.input, tokenizer, template);
+        ids.map(|ids| ids.len()).map_err(|error| match &prompt.place {
+            Some(place) => anyhow::Error::new(error).context(place.to_string()),
+            None => anyhow::Error::new(error).context(format!("prompt {} of {}", at + 1, prompts.len())),
+        })
+    };
+    prompts.par_iter().enumerate().map(length).collect()
+}
+
+/// Conversations that ended because their next turn did not fit.
+#[derive(Debug, Default)]
+pub(super) struct EndedEarly(usize);
+
+impl EndedEarly {
+    /// Counts a conversation whose later turn does not fit; other errors, and with `--strict` this one too, are returned.
+    ///
+    /// # Errors
+    /// `answered`'s.
+    pub(super) fn hear(&mut self, answered: anyhow::Result<()>, flags: FitFlags) -> anyhow::Result<()> {
+        match answered {
+            Err(error) if !flags.strict && is_too_long(&error) => self.0 += 1,
+            other => return other,
+        }
+        Ok(())
+    }
+
+    /// Prints the count, if it is not 0.
+    pub(super) fn tell(&self, common: &CommonFlags) {
+        if self.0 > 0 {
+            let conversations = counted(self.0, "conversation");
+            common.say(format_args!("{conversations} ended before a turn that does not fit the context"));
+        }
+    }
+}
+
+/// Whether decoding failed because the prompt does not fit.
+pub(super) fn is_too_long(error: &anyhow::Error) -> bool {
+    let of_text = error.downcast_ref().and_then(|error| match error {
+        TextError::Decode(error) => Some(error),
+        TextError::Tokenize(_) => None,
+    });
+    matches!(of_text.or_else(|| error.downcast_ref()), Some(DecodeError::PromptTooLong { .. }))
+}
