@@ -103,7 +103,7 @@ fn commands_that_need_no_libtorch_run_in_the_launcher() {
         (&["inspect", "tests/fixtures/hydra/medusa_truncated.safetensors"], 0, "24 tensors"),
         (&["inspect", "tests/fixtures/pickled/tied.pt"], 0, "MiB"),
         (&["data", &rows, "--backbone", "data/tiny/backbone"], 0, "rows.jsonl: 1 row"),
-        (&["report", "data"], 1, "data is not a run folder"),
+        (&["report", "data"], 2, "data is not a run folder"),
         (&["generate", "--seed", "x"], 2, "invalid value 'x' for '--seed <N>'"),
         (&["nonsense"], 2, "unrecognized subcommand 'nonsense'"),
         (&["inspect", "/no/such/path"], 2, "/no/such/path does not exist"),
