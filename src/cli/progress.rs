@@ -82,12 +82,12 @@ impl Work {
 impl Progress {
     /// Progress of `total` units of which `before` are done.
     pub(super) fn new(total: u64, before: u64, text: impl Into<String>, common: &CommonFlags) -> Self {
-        Self::drawn_as("{bar:20} {msg}{times}", [total, before], text, common)
+        Self::drawn_as("{bar:12} {times}{wide_msg}", [total, before], text, common)
     }
 
     /// Work that does not tell how far it is.
     pub(super) fn waiting(text: impl Into<String>, common: &CommonFlags) -> Self {
-        Self::drawn_as("{msg}{times}", [0, 0], text, common)
+        Self::drawn_as("{times}{wide_msg}", [0, 0], text, common)
     }
 
     fn drawn_as(template: &str, [total, before]: [u64; 2], text: impl Into<String>, common: &CommonFlags) -> Self {
@@ -151,14 +151,14 @@ fn locked(work: &Mutex<Work>) -> MutexGuard<'_, Work> {
     work.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A bar on stderr; hidden with `--quiet` or if stderr is no terminal.
+/// A bar on stderr; hidden with `--quiet` or if stderr is no terminal. A text that is too long for the line loses its end.
 fn bar(work: &Arc<Mutex<Work>>, template: &str, common: &CommonFlags) -> ProgressBar {
     let target = if common.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let shared = Arc::clone(work);
     let style = style.with_key("times", move |_: &ProgressState, out: &mut dyn Write| {
         let times = locked(&shared).times(Instant::now());
-        let _ = times.map_or(Ok(()), |times| write!(out, ", {times}")); // a bar takes any text
+        let _ = times.map_or(Ok(()), |times| write!(out, "{times}: ")); // a bar takes any text
     });
     let Work { total, done, text, .. } = locked(work).clone();
     let bar = ProgressBar::with_draw_target(Some(total), target).with_style(style);
