@@ -93,7 +93,23 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
         machine.name
     ));
     common.say("\nnext (calibrate on rows that training does not see, if you have some):");
-    print_line(next.join("\n"))
+    print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))
+}
+
+/// A command in lines of at most 80 columns where its flags allow it, as a shell reads them.
+fn wrapped(command: &str) -> String {
+    let mut lines = String::new();
+    let mut column = 0;
+    for (at, part) in command.split(" --").enumerate() {
+        let part = if at == 0 { part.to_owned() } else { format!(" --{part}") };
+        if column > 0 && column + part.len() > 78 {
+            lines.push_str(" \\\n   ");
+            column = 3;
+        }
+        column += part.len();
+        lines.push_str(&part);
+    }
+    lines
 }
 
 /// Refuses what cannot become a recipe, before any download.
@@ -166,5 +182,20 @@ fn shell_word(text: &str) -> String {
         text.to_owned()
     } else {
         format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_commands_are_broken_before_a_flag() {
+        assert_eq!(wrapped("medusa-train r.toml --check"), "medusa-train r.toml --check");
+        let long = format!("medusa a --b {} --c {} --d e", "b".repeat(40), "c".repeat(40));
+        let lines = wrapped(&long);
+        assert_eq!(lines.lines().count(), 2);
+        assert!(lines.lines().all(|line| line.len() <= 80), "{lines}");
+        assert_eq!(lines.replace(" \\\n   ", ""), long);
     }
 }

@@ -135,7 +135,7 @@ impl RunPreview {
     /// Parameters by group, other memory, and the peak.
     fn table(&self) -> Vec<String> {
         let row = |[name, parameters, weights, gradients, optimizer, all]: [&str; 6]| {
-            format!("{name:<22}{parameters:>16}{weights:>13}{gradients:>13}{optimizer:>13}{all:>13}")
+            format!("{name:<20}{parameters:>12}{weights:>12}{gradients:>12}{optimizer:>12}{all:>12}")
         };
         let mut rows = vec![String::new(), row(["memory", "parameters", "weights", "gradients", "AdamW", "total"])];
         for group in &self.memory.groups {
