@@ -116,8 +116,9 @@ fn a_prompts_completion_carries_the_loss() {
     let input_ids = vec![1, 3, 4, 3, 5, 3, 6, 2]; // <s> ▁a ▁b ▁c </s>, a piece a letter
     let learned = TokenRow { input_ids: input_ids.clone(), labels: vec![X, X, X, X, X, 3, 6, 2] };
     let json = r#"{"prompt": "a b", "completion": " c"}"#;
-    assert_eq!(load(LossOn::Assistant, "pairs.jsonl", json).0, [learned.clone()]);
-    assert_eq!(load(LossOn::Assistant, "pairs.csv", "completion,prompt\n\" c\",a b\n").0, [learned]);
+    let of_json = load(LossOn::Assistant, "pairs.jsonl", json).0;
+    assert_eq!(load(LossOn::Assistant, "pairs.csv", "completion,prompt\n\" c\",a b\n").0, of_json);
+    assert_eq!(of_json, [learned]);
     assert_eq!(load(LossOn::All, "pairs.jsonl", json).0, [TokenRow { labels: input_ids.clone(), input_ids }]);
     let (rows, report) = load(LossOn::Assistant, "empty.csv", "prompt,completion\na,b\na,\n");
     assert_eq!((rows.len(), report.counts.dropped[&DropReason::EmptyCompletion]), (1, 1));

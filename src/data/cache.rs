@@ -37,7 +37,7 @@ pub enum CacheError {
 /// The result of a cache lookup.
 #[derive(Debug)]
 pub(super) enum CacheEntry {
-    Rows(Whole),
+    Rows(Box<Whole>),
     Nothing,
     /// A file that is damaged, and how it shows.
     Damaged(String),
@@ -82,7 +82,7 @@ impl TokenCache {
         let name = path.file_stem().map(OsStr::to_string_lossy).unwrap_or_default();
         let sha256 = name.rsplit('-').next().filter(|sha256| sha256.len() == 32);
         Ok(match TokenFile::open(Medium::new(file), &path, Some(sha256.unwrap_or("no hash"))) {
-            Ok(whole) => CacheEntry::Rows(whole),
+            Ok(whole) => CacheEntry::Rows(Box::new(whole)),
             Err(Fault::Damage(how)) => CacheEntry::Damaged(format!("{}: {how}", path.display())),
             Err(Fault::Io(source)) => return Err(CacheError::Unreadable { path, source }),
         })

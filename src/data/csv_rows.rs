@@ -143,7 +143,9 @@ mod tests {
     use super::*;
     use crate::data::opened::Opened;
 
-    fn rows(name: &str, text: &[u8], names: Option<&str>) -> Result<Vec<(usize, Result<RawRow, String>)>, String> {
+    type NumberedRow = (usize, Result<RawRow, String>);
+
+    fn rows(name: &str, text: &[u8], names: Option<&str>) -> Result<Vec<NumberedRow>, String> {
         let names: Option<ColumnNames> = names.map(|names| names.parse().unwrap());
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);

@@ -178,7 +178,7 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
     };
     let key = settings.cache_key(path, &watched.sha256);
     let damaged = match cache.read(&key)? {
-        CacheEntry::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), whole)),
+        CacheEntry::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), *whole)),
         CacheEntry::Nothing => None,
         CacheEntry::Damaged(how) => Some(how),
     };
