@@ -45,8 +45,8 @@ pub(super) fn status(error: &anyhow::Error) -> u8 {
     if error.chain().any(is_usage) { WRONG_USAGE } else { FAILED }
 }
 
-/// Ends the process without the destructors of libraries: libtorch's take half as long as loading it, and the kernel frees
-/// what they would. All that the verb itself held has been dropped before.
+/// Ends the process and skips the libraries' destructors: libtorch's take half as long as loading it, and the kernel frees
+/// the same memory. All that the verb itself held has been dropped before.
 pub fn end(status: u8) -> ! {
     let _ = io::stdout().flush(); // lines are flushed, and their errors reported, when they are printed
     signal_hook::low_level::exit(status.into())

@@ -3,8 +3,8 @@
 //! Users start `medusa` and `medusa-train`, which [`launcher`] implements; [`medusa`] and [`medusa_train`] here are the same commands in a
 //! process that has loaded libtorch.
 //!
-//! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure: a damaged file, an unreachable Hub, a full disk; 2 invalid
-//! command line or recipe, which includes a path in it that does not exist; 130 interrupted.
+//! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure: a damaged file, an unreachable Hub, a full disk; 2 a wrong
+//! command line or recipe, also if it names a path that does not exist; 130 interrupted.
 
 use std::path::PathBuf;
 

@@ -85,6 +85,19 @@ fn architecture_md_lists_the_files_of_src() {
 }
 
 #[test]
+fn the_changelog_has_a_section_for_every_release() {
+    let page = Page::read("CHANGELOG.md");
+    let headings: Vec<&str> = page.text.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+    let versions: Vec<&str> = headings.iter().filter_map(|heading| heading.split_whitespace().next()).collect();
+    assert_eq!(versions.first(), Some(&"Unreleased"));
+    assert!(versions.contains(&env!("CARGO_PKG_VERSION")), "Cargo.toml's version is not in {versions:?}");
+    assert_eq!(versions.last(), Some(&"0.1.0"), "the first release");
+    for (version, heading) in versions.iter().zip(&headings) {
+        assert!(section(&page, heading).contains("\n- "), "{version} lists nothing");
+    }
+}
+
+#[test]
 #[should_panic(expected = "without a line [\"b.rs\"]; a line but not in src/ [\"c.rs\"]")]
 fn a_missing_line_is_found() {
     assert_same("x", &["a.rs".into(), "c.rs".into()], &["a.rs".to_owned(), "b.rs".to_owned()].into());
