@@ -83,12 +83,16 @@ impl FitFlags {
         }
         let place = first.place.iter().map(|place| format!("{place}, ")).collect::<String>();
         let (count, all) = (too_long.len(), counted(too_long.len() + fit, "prompt"));
-        let what = format!("{count} of {all} leave no room for a new token in the context of {context}");
+        let why = format!("leave no room for a new token in the context of {context}");
+        let what = format!("{count} of {all} {why}");
         let first = format!("the first: {place}{} tokens", first.length);
         match (self.strict, fit) {
             (true, _) => anyhow::bail!("{what} ({first}); shorten or remove them, or leave out --strict to skip them"),
             (false, 0) => anyhow::bail!("{what} ({first}); use shorter prompts"),
-            (false, _) => common.say(format_args!("skipping {what} ({first}; --strict makes this an error)")),
+            (false, _) => {
+                common
+                    .say(format_args!("skipping {count} of {all} that {why} ({first}; --strict makes this an error)"));
+            }
         }
         Ok(())
     }

@@ -149,16 +149,16 @@ impl FileSummary {
             0 if length < 2 => self.leave_out(DropReason::FewerThanTwoTokens),
             0 if is_long && fit.long_rows == LongRows::Drop => self.leave_out(DropReason::TooLong),
             0 => self.leave_out(DropReason::NoLabelLeft),
-            pieces => self.keep(&kept, is_long, pieces),
+            _ => self.keep(&kept, is_long, is_long && fit.long_rows == LongRows::Truncate),
         }
         kept
     }
 
-    fn keep(&mut self, kept: &[TokenRow], was_long: bool, pieces: usize) {
-        let counts = &mut self.counts;
+    fn keep(&mut self, kept: &[TokenRow], was_long: bool, was_cut: bool) {
+        let (counts, pieces) = (&mut self.counts, kept.len());
         counts.read += 1;
         counts.rows += pieces;
-        counts.truncated += usize::from(was_long && pieces == 1);
+        counts.truncated += usize::from(was_cut);
         if was_long && pieces > 1 {
             counts.split += 1;
             counts.pieces += pieces;
