@@ -24,16 +24,22 @@ pub(super) fn read<T: DeserializeOwned>(findings: &mut Findings<'_>) -> Option<T
     }
     let mut table = text.table().clone();
     keep_one_stage(findings, table.get_mut());
+    let recipe = deserialize(findings, &mut table);
     for (key, what) in REQUIRED {
-        if text.key(key).is_none() {
+        if text.key(key).is_none() && findings.are_as_written(&[key]) {
             findings.add_wrong(key.to_owned(), text.value(key), Mistake::Required { key, what });
         }
     }
+    recipe
+}
+
+/// Leaves out one key with a mistake after the other.
+fn deserialize<T: DeserializeOwned>(findings: &mut Findings<'_>, table: &mut Spanned<DeTable<'_>>) -> Option<T> {
     loop {
-        fill_in(table.get_mut(), text.file());
+        fill_in(table.get_mut(), findings.text().file());
         match T::deserialize(Deserializer::from(table.clone())) {
             Ok(recipe) => return Some(recipe),
-            Err(error) => leave_out(findings, &mut table, &error)?,
+            Err(error) => leave_out(findings, table, &error)?,
         }
     }
 }
