@@ -3,6 +3,9 @@
 use std::path::Path;
 
 use medusa::recipe::Recipe;
+use serde_json::Value;
+
+use super::small_run::SmallRun;
 
 const GOOD: &str = r#"[backbone]
 path = "b"
@@ -105,6 +108,8 @@ fn a_mistake_brings_no_others_with_it() {
         &[("max_length = 64", "max_length = 64\nvalidation_fraction = 2"), ("epochs", "eval_every = 5\nepochs")],
         &[("train = [\"rows.jsonl\"]", "train = \"rows.jsonl\"")],
         &[("[heads]\nmedusa_num_heads = 4\nmedusa_num_layers = 1\n", ""), ("[backbone]", "heads = 4\n[backbone]")],
+        &[("[backbone]\npath = \"b\"\ndtype = \"float32\"\n", "backbone = 3\n")],
+        &[("[data]\ntrain = [\"rows.jsonl\"]\nmax_length = 64\n", ""), ("[backbone]", "data = 3\n[backbone]")],
     ] {
         let text = edits.iter().fold(GOOD.to_owned(), |text, (piece, by)| text.replacen(piece, by, 1));
         let error = parse(&text).unwrap_err();
@@ -438,4 +443,22 @@ const CONFIG: &str = r#"{"model_type": "llama", "architectures": ["LlamaForCausa
 fn write(path: &Path, text: &str) {
     use std::io::Write;
     std::fs::File::create(path).and_then(|mut file| file.write_all(text.as_bytes())).expect("a temporary file");
+}
+
+/// Five heads, the default without `init_from`, would not fit into rows of 5 tokens.
+#[test]
+fn heads_to_start_from_bring_their_sizes_which_the_length_of_rows_must_fit() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 0");
+    small.edit("recipe.toml", "epochs = 8", "max_steps = 1");
+    small.train(&[]).succeeded();
+    let sizes = "medusa_num_heads = 2\nmedusa_num_layers = 1";
+    small.edit("recipe.toml", sizes, "init_from = \"run/final\"");
+    small.edit("recipe.toml", "max_length = 40", "max_length = 5");
+    let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
+    assert_eq!(plan["recipe"]["heads"]["medusa_num_heads"], 2, "{plan}");
+    small.edit("recipe.toml", "max_length = 5", "max_length = 3");
+    small
+        .train(&["--check"])
+        .failed(2, &["data.max_length = 3: expected at least 4, so that each of 2 heads has a target"]);
 }

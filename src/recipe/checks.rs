@@ -23,7 +23,10 @@ impl Recipe {
         self.check_mix(findings);
         self.check_best(findings);
         self.check_batch(findings);
-        self.check_lengths(findings);
+        if self.heads.init_from.is_none() || findings.text().key("heads.medusa_num_heads").is_some() {
+            self.check_lengths(findings);
+        }
+        self.check_warmup(findings);
     }
 
     /// The rows per optimizer step must not overflow.
@@ -155,13 +158,17 @@ impl Recipe {
         }
     }
 
-    fn check_lengths(&self, findings: &mut Findings<'_>) {
+    /// Every head has a target. Checked again with the defaults that depend on files.
+    pub(super) fn check_lengths(&self, findings: &mut Findings<'_>) {
         let (heads, length) = (self.heads.medusa_num_heads.get(), self.data.max_length.get());
         if length < heads + 2 && findings.are_as_written(&["heads.medusa_num_heads", "data.max_length"]) {
             // head k (1-based) at position 0 predicts token k + 1
             let expected = format!("at least {}, so that each of {heads} heads has a target", heads + 2);
             findings.clash("data.max_length", length, expected);
         }
+    }
+
+    fn check_warmup(&self, findings: &mut Findings<'_>) {
         if let (Some(steps), Some(warmup_steps)) = (self.train.max_steps, self.schedule.warmup_steps)
             && warmup_steps > steps.get()
         {

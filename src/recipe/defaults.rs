@@ -9,7 +9,7 @@ use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::located::find;
+use super::located::{LocatedToml, find};
 
 /// Values of keys that depend on no other key. Those of `backbone.dtype`, `data.max_length` and the heads' sizes hold until
 /// the files are known.
@@ -81,6 +81,24 @@ fn fill_in_schedule(table: &mut DeTable<'_>) {
 fn fill_in_batch(table: &mut DeTable<'_>) {
     let passes = if has(table, "train.micro_batch_size") { "1" } else { ROWS_OF_A_STEP };
     set(table, "train.gradient_accumulation_steps", passes);
+}
+
+/// Keys whose default depends on whether another key is set.
+const DEPENDENT: [(&str, &str); 4] = [
+    ("optimizer.medusa_lr_multiplier", "optimizer.learning_rate"),
+    ("schedule.warmup_ratio", "schedule.name"),
+    ("schedule.warmup_steps", "schedule.name"),
+    ("train.gradient_accumulation_steps", "train.micro_batch_size"),
+];
+
+/// Why a key has its default, where that depends on whether another key is set: "train.micro_batch_size is not set".
+pub(super) fn reason(key: &str, text: &LocatedToml<'_>) -> Option<String> {
+    let (_, other) = DEPENDENT.iter().find(|(dependent, _)| *dependent == key)?;
+    if key == "optimizer.medusa_lr_multiplier" && text.key("stage.medusa2.lora").is_some() {
+        return None; // the same with and without a rate
+    }
+    let not = if text.key(other).is_some() { "" } else { "not " };
+    Some(format!("{other} is {not}set"))
 }
 
 fn has(table: &DeTable<'_>, key: &str) -> bool {

@@ -7,7 +7,7 @@ use tch::Device;
 use super::file_defaults::FileFacts;
 use super::located::LocatedToml;
 use super::mistakes::Findings;
-use super::{Recipe, RecipeError};
+use super::{Recipe, RecipeError, defaults};
 use crate::files::failed;
 use crate::formats::provenance::{HubSnapshot, HubSource};
 use crate::formats::run_folder::{PROVENANCE, RECIPE};
@@ -82,7 +82,9 @@ impl LoadedRecipe {
         let config = config.expect("a backbone without mistakes");
         let facts = FileFacts::of(&self.local, &config, device);
         [&mut self.recipe, &mut self.local].into_iter().for_each(|recipe| recipe.fit_to(&facts, &text));
-        Ok(())
+        let mut findings = Findings::new(&text);
+        self.recipe.check_lengths(&mut findings); // with the defaults that depend on files
+        findings.into_result().map_err(RecipeError::Wrong)
     }
 
     /// If the recipe is the `recipe.toml` in a run's folder, the run's folder is that one: it may have moved.
@@ -107,10 +109,14 @@ impl LoadedRecipe {
         }
     }
 
-    /// The recipe with every default written out, each marked by a comment.
+    /// The recipe with every default written out, each marked by a comment: `# default`, with the reason if it depends on another key.
     pub fn marked_toml(&self) -> String {
+        let text = LocatedToml::parse(&self.file, &self.text);
         let line = |(line, default): (String, Option<String>)| match default {
-            Some(_) => format!("{line:<40}  # default"),
+            Some(key) => match defaults::reason(&key, &text) {
+                Some(reason) => format!("{line:<40}  # default, because {reason}"),
+                None => format!("{line:<40}  # default"),
+            },
             None => line,
         };
         self.resolved_lines().into_iter().map(line).collect::<Vec<_>>().join("\n")
