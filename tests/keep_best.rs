@@ -188,6 +188,25 @@ fn a_run_without_patience_left_stops_and_resumes_to_the_same_end() {
 }
 
 #[test]
+fn a_run_without_patience_left_does_not_pretend_to_go_on() {
+    let small = evaluated_often("loss");
+    small.edit("recipe.toml", "eval_every = 1", "eval_every = 1\npatience = 3");
+    small.edit("recipe.toml", "learning_rate = 1e-2", "learning_rate = 0.2"); // soon worse
+    small.train(&[]).succeeded();
+    let heads = small.bytes("run/final/heads.safetensors");
+    let last = evaluations(&small).len();
+    small.edit("recipe.toml", "epochs = 8", "epochs = 16");
+    let facts = ["train.output_dir run", "patience is used up", "last 3 evaluations", "raise or remove train.patience"];
+    small.train(&["--resume"]).failed(1, &facts);
+    assert!(small.bytes("run/final/heads.safetensors") == heads);
+    small.edit("recipe.toml", "epochs = 16", "epochs = 8");
+    small.edit("recipe.toml", "patience = 3", "patience = 4");
+    let longer = small.train(&["--resume"]).succeeded();
+    assert!(longer.stderr.contains("the recipe changed: patience = 4 (was 3)\n"), "{}", longer.stderr);
+    assert!(evaluations(&small).len() > last);
+}
+
+#[test]
 fn a_lost_best_folder_is_written_again_by_the_next_evaluation() {
     let small = evaluated_often("tokens_per_step");
     small.train(&[]).succeeded();

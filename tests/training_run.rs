@@ -268,10 +268,10 @@ fn nothing_in_the_output_folder_is_ever_overwritten() {
         (
             "learning_rate = 1e-2",
             "learning_rate = 2e-2",
-            "says `learning_rate = 0.01`, this recipe `learning_rate = 0.02`",
+            "says `optimizer.learning_rate = 0.01`, this one `optimizer.learning_rate = 0.02`",
         ),
-        ("save_every = 3", "save_every = 3\nseed = 1", "says `seed = 42`, this recipe `seed = 1`"),
-        ("warmup_steps = 3\n", "", "says `warmup_steps = 3`, this recipe `warmup_steps = 0`"),
+        ("save_every = 3", "save_every = 3\nseed = 1", "says `train.seed = 42`, this one `train.seed = 1`"),
+        ("warmup_steps = 3\n", "", "says `schedule.warmup_steps = 3`, this one `schedule.warmup_steps = 0`"),
         ("gradient_accumulation_steps = 2", "gradient_accumulation_steps = 3", "have 2 sequences, this recipe's 3"),
         ("epochs = 8", "max_steps = 23", "24 optimizer steps, and the recipe now ends after 23"),
     ] {
@@ -394,6 +394,89 @@ fn a_folder_that_was_moved_is_resumed_with_its_own_recipe() {
     assert!(finished.stderr.contains("already finished"), "{}", finished.stderr);
 }
 
+/// As runs of 0.1.0, whose provenance.json has no recipe.
+fn remove_kept_recipe(small: &SmallRun, run: &str) {
+    let file = format!("{run}/provenance.json");
+    let mut provenance: Value = serde_json::from_str(&small.read(&file)).expect("JSON");
+    provenance.as_object_mut().and_then(|keys| keys.remove("recipe")).expect("the recipe");
+    small.write(&file, provenance.to_string());
+}
+
+/// `medusa-train run/recipe.toml --resume`.
+fn resume_by_its_own_recipe(small: &SmallRun) -> Ended {
+    let trainer = env!("CARGO_BIN_EXE_medusa-train");
+    small.program(trainer, &["run/recipe.toml", "--resume"]).output().expect("it starts").into()
+}
+
+#[test]
+fn an_edit_of_a_runs_own_recipe_is_compared_with_what_it_was_started_with() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    small.edit("run/recipe.toml", "learning_rate = 0.01", "learning_rate = 0.02");
+    let refused = resume_by_its_own_recipe(&small);
+    refused.failed(1, &["says `optimizer.learning_rate = 0.01`, this one `optimizer.learning_rate = 0.02`"]);
+    small.edit("run/recipe.toml", "learning_rate = 0.02", "learning_rate = 0.01");
+    small.edit("run/recipe.toml", "epochs = 8", "epochs = 9");
+    let longer = resume_by_its_own_recipe(&small).succeeded();
+    assert!(longer.stderr.contains("the recipe changed: epochs = 9 (was 8); from here"), "{}", longer.stderr);
+    assert_eq!(steps(&metrics(&small, "run"), "train").last(), Some(&27));
+    let again = resume_by_its_own_recipe(&small).succeeded();
+    assert!(again.stderr.contains("already finished") && !again.stderr.contains("changed"), "{}", again.stderr);
+    // A run of 0.1.0 cannot tell what changed, only that it has fewer steps than its recipe asks for.
+    remove_kept_recipe(&small, "run");
+    small.edit("run/recipe.toml", "epochs = 9", "epochs = 10");
+    resume_by_its_own_recipe(&small).succeeded();
+    assert_eq!(steps(&metrics(&small, "run"), "train").last(), Some(&30));
+}
+
+#[test]
+fn a_run_that_lost_its_checkpoints_does_not_start_over() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    for name in small.names("run").iter().filter(|name| *name == "final" || name.starts_with("step-")) {
+        fs::remove_dir_all(small.path(&format!("run/{name}"))).expect("a folder");
+    }
+    let before = snapshot(&small.path("run"));
+    let facts = ["train.output_dir run", "a run of 24 steps", "none of its checkpoints (step-*) is left"];
+    small.train(&["--resume"]).failed(1, &facts);
+    assert_eq!(snapshot(&small.path("run")), before);
+    // Killed before the first checkpoint.
+    let first: Vec<String> = small.read("run/metrics.jsonl").lines().take(2).map(str::to_owned).collect();
+    small.write("run/metrics.jsonl", first.join("\n") + "\n");
+    let restarted = small.train(&["--resume"]).succeeded();
+    assert!(restarted.stderr.contains("no checkpoint yet: starting from step 0"), "{}", restarted.stderr);
+}
+
+#[test]
+fn moved_data_are_written_into_the_runs_recipe() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    fs::rename(small.path("rows.jsonl"), small.path("moved.jsonl")).expect("another name");
+    small.edit("recipe.toml", "rows.jsonl", "moved.jsonl");
+    small.train(&["--resume"]).succeeded();
+    assert!(small.read("run/recipe.toml").contains("\ntrain = [\"moved.jsonl\"]\n"));
+    resume_by_its_own_recipe(&small).succeeded();
+}
+
+#[test]
+fn a_longer_run_keeps_the_heads_of_its_first_end_until_the_second() {
+    let small = SmallRun::new();
+    small.train(&[]).succeeded();
+    let first = small.bytes("run/final/heads.safetensors");
+    small.edit("recipe.toml", "epochs = 8", "epochs = 100000");
+    let mut child = small.trainer(&["--resume", "--quiet"]).spawn().expect("it starts");
+    let log = small.path("run/metrics.jsonl");
+    wait_for_training(&mut child, &log, modified(&log));
+    child.kill().expect("a child");
+    child.wait().expect("a child");
+    assert!(small.bytes("run/final-000024/heads.safetensors") == first && !small.path("run/final").exists());
+    small.medusa(&["inspect", "run/final-000024"]).succeeded();
+    let steps = steps(&metrics(&small, "run"), "train").len().div_ceil(3) + 1;
+    small.edit("recipe.toml", "epochs = 100000", &format!("epochs = {steps}"));
+    small.train(&["--resume"]).succeeded();
+    assert!(small.path("run/final").exists() && !small.path("run/final-000024").exists());
+}
+
 #[test]
 fn a_run_begun_before_some_keys_existed_is_resumed_with_their_defaults() {
     let small = SmallRun::new();
@@ -406,8 +489,11 @@ fn a_run_begun_before_some_keys_existed_is_resumed_with_their_defaults() {
     let is_old = |line: &&str| later.iter().all(|key| !line.starts_with(&format!("{key} = ")));
     let old = recipe.lines().filter(is_old).collect::<Vec<_>>().join("\n");
     small.write("run/recipe.toml", &old);
+    remove_kept_recipe(&small, "run");
     small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 3\nmin_ratio = 0.5");
-    small.train(&["--resume"]).failed(1, &["holds another run", "`min_ratio = 0.0`, this recipe `min_ratio = 0.5`"]);
+    small
+        .train(&["--resume"])
+        .failed(1, &["holds another run", "`schedule.min_ratio = 0.0`, this one `schedule.min_ratio = 0.5`"]);
     small.edit("recipe.toml", "min_ratio = 0.5\n", "");
     small.train(&["--resume"]).succeeded();
     assert!(small.bytes("run/final/heads.safetensors") == expected);

@@ -57,6 +57,9 @@ pub struct Provenance {
     pub init_from_files: Vec<HashedFile>,
     /// Data files, and the files that determine their tokens.
     pub data: Vec<HashedFile>,
+    /// The resolved recipe that the run was last started with: recipe.toml may have been edited since. Absent in runs of 0.1.0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recipe: Option<String>,
     /// Whether malformed rows were skipped.
     #[serde(default)]
     pub skip_bad_rows: bool,

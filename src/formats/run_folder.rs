@@ -12,6 +12,8 @@ pub const METRICS: &str = "metrics.jsonl";
 pub const TENSORBOARD: &str = "tensorboard";
 /// The folder of finished heads.
 pub const FINAL: &str = "final";
+/// Starts the name of the folder of the heads of an earlier end, see [`finished_at`].
+const FINAL_OF: &str = "final-";
 /// The folder of the heads with the best evaluation (`train.keep_best`).
 pub const BEST: &str = "best";
 /// In `final/`: a fully trained backbone, as a Hugging Face folder.
@@ -28,6 +30,17 @@ pub const BENCH: &str = "bench.json";
 /// Name of the checkpoint folder of a step, such as `step-000100`.
 pub fn step_folder(step: usize) -> String {
     format!("step-{step:06}")
+}
+
+/// Name of the folder with the finished heads of a run that goes on after this step, such as `final-000100`. There until the run has
+/// finished again.
+pub fn finished_at(step: usize) -> String {
+    format!("{FINAL_OF}{step:06}")
+}
+
+/// Whether a name is one of [`finished_at`].
+pub fn is_finished_at(name: &str) -> bool {
+    name.strip_prefix(FINAL_OF).is_some_and(|step| step.parse::<usize>().is_ok())
 }
 
 /// The step of a checkpoint's folder; `None` for any other name.

@@ -270,7 +270,8 @@ fn quoted(word: &str) -> String {
 }
 
 fn provenance(run: &Run) -> Vec<(String, String)> {
-    let named = run.provenance.iter().filter(|(key, _)| !HASHED.contains(&key.as_str()));
+    let is_shown_elsewhere = |key: &str| key == "recipe" || HASHED.contains(&key);
+    let named = run.provenance.iter().filter(|(key, _)| !is_shown_elsewhere(key));
     named.map(|(key, value)| (key.replace('_', " "), plain(value))).collect()
 }
 

@@ -70,6 +70,14 @@ struct SavedState {
     best: Option<BestSoFar>,
 }
 
+impl SavedState {
+    fn read(checkpoint: &Path) -> Result<Self, CheckpointError> {
+        let path = checkpoint.join(STATE_FILE);
+        let text = fs::read(&path).map_err(failed("read", &path))?;
+        serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })
+    }
+}
+
 /// Writes and reads a run's checkpoints: heads, and the trained part of the backbone.
 #[derive(Debug, Clone, Copy)]
 pub struct Checkpoints<'r> {
@@ -111,12 +119,17 @@ impl<'r> Checkpoints<'r> {
         Ok(path)
     }
 
-    /// Writes `final/`: heads, their config, and the trained part of the backbone.
+    /// Writes `final/`: heads, their config, and the trained part of the backbone. Removes the heads of an earlier end.
     ///
     /// # Errors
     /// [`CheckpointError`]; nothing half-written is left.
     pub fn save_final(&self, heads: &Heads) -> Result<PathBuf, CheckpointError> {
-        self.save_heads(run_folder::FINAL, heads, None)
+        let path = self.save_heads(run_folder::FINAL, heads, None)?;
+        let earlier = |path: &PathBuf| file_name(path).is_some_and(run_folder::is_finished_at);
+        for earlier in entries(self.run())?.into_iter().filter(earlier) {
+            remove_folder(&earlier).map_err(failed("remove", &earlier))?;
+        }
+        Ok(path)
     }
 
     /// Writes `best/` with the same files as `final/`, in place of the last one.
@@ -162,10 +175,7 @@ impl<'r> Checkpoints<'r> {
     /// # Errors
     /// [`CheckpointError`] if a file is damaged or has another shape or another optimizer.
     pub fn restore(&self, checkpoint: &Path, state: &mut TrainState) -> Result<(), CheckpointError> {
-        let path = checkpoint.join(STATE_FILE);
-        let text = fs::read(&path).map_err(failed("read", &path))?;
-        let saved: SavedState =
-            serde_json::from_slice(&text).map_err(|source| CheckpointError::State { path, source })?;
+        let saved = SavedState::read(checkpoint)?;
         let ours = state.optimizer.name();
         if saved.optimizer != ours {
             return Err(CheckpointError::Optimizer { path: checkpoint.into(), saved: saved.optimizer, ours });
@@ -281,6 +291,15 @@ pub fn holds_only(run: &Path, name: &str) -> Result<bool, FileError> {
 /// [`FileError`].
 pub fn newest_step(run: &Path) -> Result<Option<usize>, FileError> {
     Ok(steps(run)?.pop().map(|(step, _)| step))
+}
+
+/// The best evaluation up to the newest checkpoint.
+///
+/// # Errors
+/// [`CheckpointError`].
+pub fn newest_best(run: &Path) -> Result<Option<BestSoFar>, CheckpointError> {
+    let newest = steps(run)?.pop();
+    Ok(newest.map(|(_, path)| SavedState::read(&path)).transpose()?.and_then(|saved| saved.best))
 }
 
 /// Checkpoints of a run by step, oldest first.

@@ -12,6 +12,7 @@ pub mod checked;
 pub mod checkpoint;
 pub mod draft_vocabulary;
 pub mod error;
+mod finished;
 pub mod head_states;
 pub mod hidden_states;
 pub mod log;

@@ -6,10 +6,12 @@ use toml::{Table, Value};
 
 /// Places of files, which may move: hashes identify the data, and the run is in its folder.
 const PLACES: [&str; 3] = ["data.train", "data.validation", "train.output_dir"];
-/// When a run ends.
-const ENDS: [&str; 3] = ["train.epochs", "train.max_steps", "train.patience"];
+/// The number of a run's steps.
+const LENGTH: [&str; 2] = ["train.epochs", "train.max_steps"];
+const PATIENCE: &str = "train.patience";
+const SAVE_EVERY: &str = "train.save_every";
 /// Intervals, and what is kept of the checkpoints.
-const INTERVALS: [&str; 4] = ["train.log_every", "train.save_every", "train.eval_every", "train.keep_checkpoints"];
+const INTERVALS: [&str; 4] = ["train.log_every", SAVE_EVERY, "train.eval_every", "train.keep_checkpoints"];
 /// The sequences of an optimizer step are the product; it must stay.
 const BATCH: [&str; 2] = ["train.micro_batch_size", "train.gradient_accumulation_steps"];
 
@@ -21,10 +23,10 @@ type Keys = BTreeMap<String, Value>;
 pub(super) struct RecipeChanges {
     /// Each in words.
     pub(super) keys: Vec<String>,
-    /// Among them is when the run ends.
-    pub(super) ends: bool,
-    /// The run's folder has another path.
-    pub(super) moved: bool,
+    /// Whether one of them sets the number of steps.
+    pub(super) length: bool,
+    /// Whether `train.patience` is one of them.
+    pub(super) patience: bool,
 }
 
 impl RecipeChanges {
@@ -34,7 +36,7 @@ impl RecipeChanges {
     /// The first difference that makes `now` another run, as the end of a sentence.
     pub(super) fn between(before: &str, now: &str) -> Result<Self, String> {
         let [before, now] = [before, now].map(|text| text.parse::<Table>().map(|table| keys(&table)));
-        let before = before.map_err(|error| format!("its recipe.toml is no TOML: {}", error.message()))?;
+        let before = before.map_err(|error| format!("its recipe is no TOML: {}", error.message()))?;
         let now = now.map_err(|error| format!("this recipe is no TOML: {}", error.message()))?;
         same_batch(&before, &now)?;
         let mut changes = Self::default();
@@ -53,20 +55,16 @@ impl RecipeChanges {
     fn add(&mut self, key: &str, old: Option<&Value>, new: Option<&Value>) -> Result<(), String> {
         let is_one_of = |keys: &[&str]| keys.contains(&key);
         if is_one_of(&PLACES) {
-            self.moved |= key == "train.output_dir";
             return Ok(());
         }
-        if !(is_one_of(&ENDS) || is_one_of(&INTERVALS) || is_one_of(&BATCH)) {
+        self.length |= is_one_of(&LENGTH);
+        self.patience |= key == PATIENCE;
+        if !(is_one_of(&LENGTH) || key == PATIENCE || is_one_of(&INTERVALS) || is_one_of(&BATCH)) {
             return Err(difference(key, old, new));
         }
-        self.ends |= is_one_of(&ENDS);
-        let name = last(key);
-        self.keys.push(match (old, new) {
-            (Some(old), Some(new)) => format!("{name} = {new} (was {old})"),
-            (_, Some(new)) => format!("{name} = {new}"),
-            (Some(old), None) => format!("no {name} (was {old})"),
-            (None, None) => return Ok(()),
-        });
+        let name = key.strip_prefix("train.").unwrap_or(key);
+        let was = old.map_or_else(String::new, |old| format!(" (was {old})"));
+        self.keys.push(new.map_or_else(|| format!("no {name}{was}"), |new| format!("{name} = {new}{was}")));
         Ok(())
     }
 }
@@ -85,6 +83,12 @@ fn keys(table: &Table) -> Keys {
     keys
 }
 
+/// `train.save_every` of a resolved recipe.
+pub(super) fn save_every(recipe: &str) -> Option<usize> {
+    let value = keys(&recipe.parse().ok()?).remove(SAVE_EVERY)?;
+    usize::try_from(value.as_integer()?).ok()
+}
+
 fn same_batch(before: &Keys, now: &Keys) -> Result<(), String> {
     let size = |keys: &Keys| {
         let [rows, passes] = BATCH.map(|key| keys.get(key)?.as_integer());
@@ -100,16 +104,12 @@ fn same_batch(before: &Keys, now: &Keys) -> Result<(), String> {
 }
 
 fn difference(key: &str, old: Option<&Value>, new: Option<&Value>) -> String {
-    let line = |value: &Value| format!("`{} = {value}`", last(key));
+    let line = |value: &Value| if value.is_table() { format!("`[{key}]`") } else { format!("`{key} = {value}`") };
     match (old.map(line), new.map(line)) {
-        (Some(old), Some(new)) => format!("its recipe.toml says {old}, this recipe {new}"),
-        (Some(old), None) => format!("its recipe.toml says {old}, this recipe does not"),
-        (_, new) => format!("this recipe says {}, its recipe.toml does not", new.unwrap_or_default()),
+        (Some(old), Some(new)) => format!("its recipe says {old}, this one {new}"),
+        (Some(old), None) => format!("its recipe says {old}, this one does not"),
+        (_, new) => format!("this recipe says {}, its own does not", new.unwrap_or_default()),
     }
-}
-
-fn last(key: &str) -> &str {
-    key.rsplit('.').next().unwrap_or(key)
 }
 
 #[cfg(test)]
@@ -130,29 +130,31 @@ mod tests {
     #[test]
     fn ends_intervals_places_and_the_split_of_a_batch_may_change() {
         assert_eq!(changed(&[]), Ok(RecipeChanges::default()));
-        let moved = RecipeChanges { moved: true, ..RecipeChanges::default() };
-        assert_eq!(changed(&[("\"run\"", "\"elsewhere\""), ("\"a\"", "\"b\"")]), Ok(moved));
+        assert_eq!(changed(&[("\"run\"", "\"elsewhere\""), ("\"a\"", "\"b\"")]), Ok(RecipeChanges::default()));
         let changes = changed(&[("epochs = 2", "max_steps = 9"), ("save_every = 5", "save_every = 6")]).unwrap();
         assert_eq!(changes.keys, ["no epochs (was 2)", "max_steps = 9", "save_every = 6 (was 5)"]);
-        assert!(changes.ends && !changes.moved);
+        assert!(changes.length && !changes.patience);
+        let patience = changed(&[("epochs = 2", "epochs = 2\npatience = 3")]).unwrap();
+        assert!(patience.patience && !patience.length);
         let split = changed(&[("micro_batch_size = 2", "micro_batch_size = 8"), ("steps = 4", "steps = 1")]).unwrap();
         assert_eq!(split.keys, ["gradient_accumulation_steps = 1 (was 4)", "micro_batch_size = 8 (was 2)"]);
-        assert!(!split.ends);
+        assert!(!split.length);
     }
 
     #[test]
     fn other_changes_make_another_run() {
         let refused = |piece, by| changed(&[(piece, by)]).unwrap_err();
         let rate = refused("learning_rate = 0.01", "learning_rate = 0.02");
-        assert_eq!(rate, "its recipe.toml says `learning_rate = 0.01`, this recipe `learning_rate = 0.02`");
+        assert_eq!(rate, "its recipe says `optimizer.learning_rate = 0.01`, this one `optimizer.learning_rate = 0.02`");
         let stage = refused("[stage.medusa1]", "[stage.medusa2]");
-        assert_eq!(stage, "its recipe.toml says `medusa1 = {}`, this recipe does not");
+        assert_eq!(stage, "its recipe says `[stage.medusa1]`, this one does not");
         assert!(
-            refused("epochs = 2", "epochs = 2\nseed = 1").starts_with("this recipe says `seed = 1`, its recipe.toml")
+            refused("epochs = 2", "epochs = 2\nseed = 1")
+                .starts_with("this recipe says `train.seed = 1`, its own does not")
         );
         assert!(
             refused("steps = 4", "steps = 2").starts_with("its optimizer steps have 8 sequences, this recipe's 4 (")
         );
-        assert!(RecipeChanges::between("[", BEFORE).unwrap_err().starts_with("its recipe.toml is no TOML: "));
+        assert!(RecipeChanges::between("[", BEFORE).unwrap_err().starts_with("its recipe is no TOML: "));
     }
 }

@@ -67,12 +67,15 @@ impl TrainRun {
         let backbone = if finished.exists() { None } else { Some(self.training_backbone(tell)?) };
         let claimed = begun.map_or_else(|| folder.claim(resume), Ok)?;
         if !claimed.changes.is_empty() {
-            let total_steps = claimed.changed_end.then_some(self.checked.total_steps);
+            let total_steps = claimed.length_changed.then_some(self.checked.total_steps);
             tell(RunEvent::RecipeChanged { keys: &claimed.changes, total_steps });
         }
         let Some(backbone) = backbone.filter(|_| !finished.exists()) else {
             return Ok(RunOutcome::FinishedBefore(finished));
         };
+        if resume && checkpoint::newest_step(run)?.is_none() {
+            tell(RunEvent::NoCheckpoint);
+        }
         self.started(backbone, tell)?.run(interrupted)
     }
 

@@ -11,18 +11,18 @@ use crate::data::cache::TokenCache;
 use crate::data::chat_template::TemplateChoice;
 use crate::data::{DataFile, LoadReport, tokenize};
 use crate::draft::medusa::heads::import::HeadsFile;
-use crate::files::{FolderLock, failed, lock_folder, remove_folder, sha256, write_atomic};
-use crate::formats::metrics::{MetricsFile, MetricsSplit};
+use crate::files::{FolderLock, failed, lock_folder, sha256, write_atomic};
 use crate::formats::provenance::{HashedFile, Provenance};
-use crate::formats::run_folder::{FINAL, METRICS, PROVENANCE, RECIPE};
+use crate::formats::run_folder::{FINAL, PROVENANCE, RECIPE};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::model::weights;
 use crate::torch::{self, LIBTORCH_VERSION};
 use crate::train::checked::CheckedRun;
 use crate::train::checkpoint;
 use crate::train::error::TrainError;
+use crate::train::finished::RunProgress;
 use crate::train::plan::TrainPlan;
-use crate::train::recipe_changes::RecipeChanges;
+use crate::train::recipe_changes::{self, RecipeChanges};
 
 /// A run's folder, and the facts that its recipe and provenance must match.
 #[derive(Debug)]
@@ -46,8 +46,8 @@ pub struct ClaimedRun {
     _lock: FolderLock,
     /// The recipe's changes since the run was last started, in words; empty if there are none.
     pub changes: Vec<String>,
-    /// Among them is when the run ends.
-    pub changed_end: bool,
+    /// The run goes on, and the recipe changed how many steps it has.
+    pub length_changed: bool,
 }
 
 impl<'r> RunFolder<'r> {
@@ -80,21 +80,15 @@ impl<'r> RunFolder<'r> {
         let lock = lock_folder(run).map_err(io)?.ok_or_else(|| in_use(run))?;
         let provenance = self.provenance()?;
         if self.is_begun(resume)? {
-            let changes = self.check_same_run(run, &provenance)?;
-            checkpoint::remove_partial(run)?;
-            if changes.ends {
-                self.reopen(run)?;
-            }
-            if changes.moved || !changes.keys.is_empty() {
-                write(run, RECIPE, &self.plan.resolved_recipe)?;
-            }
-            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, changed_end: changes.ends });
+            let changes = self.resume(run, &provenance)?;
+            let length_changed = changes.length && !run.join(FINAL).exists();
+            return Ok(ClaimedRun { _lock: lock, changes: changes.keys, length_changed });
         }
         self.fill_folder(run, &provenance).inspect_err(|_| {
             let _ = fs::remove_file(run.join(PROVENANCE)); // best effort: the first error is the one to report
             let _ = fs::remove_dir(run);
         })?;
-        Ok(ClaimedRun { _lock: lock, changes: Vec::new(), changed_end: false })
+        Ok(ClaimedRun { _lock: lock, changes: Vec::new(), length_changed: false })
     }
 
     /// Bytes of the weight files that [`RunFolder::claim`] hashes; hashes of earlier runs are cached.
@@ -131,43 +125,33 @@ impl<'r> RunFolder<'r> {
         write(run, RECIPE, &self.plan.resolved_recipe)
     }
 
-    /// What the recipe changed; an error if that makes it another run.
-    fn check_same_run(&self, run: &Path, now: &Provenance) -> Result<RecipeChanges, TrainError> {
+    /// What the recipe changed, which is written down; an error if that makes it another run.
+    fn resume(&self, run: &Path, now: &Provenance) -> Result<RecipeChanges, TrainError> {
         let another = |why| TrainError::OutputTaken { path: run.into(), why };
         let recipe = run.join(RECIPE);
-        let before = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
-        // A version without some of today's keys trained as their defaults do.
-        let before = (self.plan.resolve)(&before).unwrap_or(before);
+        let written = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
+        let mut begun = Provenance::load(&run.join(PROVENANCE))?;
+        let before = self.resolved(begun.recipe.as_ref().unwrap_or(&written));
         let changes = RecipeChanges::between(&before, &self.plan.resolved_recipe).map_err(|difference| {
             another(format!("holds another run: {difference}; use that recipe, or another folder"))
         })?;
-        Provenance::load(&run.join(PROVENANCE))?.difference(now).map_or(Ok(changes), |why| Err(another(why)))
+        begun.difference(now).map_or(Ok(()), |why| Err(another(why)))?;
+        checkpoint::remove_partial(run)?;
+        let saved_every = recipe_changes::save_every(&before).unwrap_or(self.plan.train.save_every.get());
+        RunProgress::read(self.plan, self.total_steps)?.reopen(changes.length || changes.patience, saved_every)?;
+        if self.resolved(&written) != self.plan.resolved_recipe {
+            write(run, RECIPE, &self.plan.resolved_recipe)?;
+        }
+        if begun.recipe != now.recipe {
+            begun.recipe.clone_from(&now.recipe);
+            write(run, PROVENANCE, &begun.to_json())?;
+        }
+        Ok(changes)
     }
 
-    /// Removes `final/` if the recipe asks for more steps than the run has made. The last checkpoint has the same heads. Before the recipe
-    /// is written: a run without `final/` goes on with either recipe.
-    fn reopen(&self, run: &Path) -> Result<(), TrainError> {
-        let (finished, asked) = (run.join(FINAL), self.total_steps);
-        let taken = |why| Err(TrainError::OutputTaken { path: run.into(), why });
-        let made = checkpoint::newest_step(run)?.unwrap_or(0);
-        if made > asked {
-            return taken(format!(
-                "holds a run of {made} optimizer steps, and the recipe now ends after {asked}; raise train.epochs or train.max_steps"
-            ));
-        }
-        if !finished.exists() || made == asked {
-            return Ok(());
-        }
-        let logged = MetricsFile::read(&run.join(METRICS))?.lines;
-        let trained = logged.iter().filter(|(_, line)| line.split == MetricsSplit::Train).map(|(_, line)| line.step);
-        if trained.max().is_some_and(|last| last > made) {
-            return taken(format!(
-                "holds a finished run without a checkpoint of its last step, so it cannot go on; start another one from its heads: \
-                 heads.init_from = {:?}",
-                finished.display().to_string()
-            ));
-        }
-        Ok(remove_folder(&finished).map_err(failed("remove", &finished))?)
+    /// A run's recipe with all keys of this version: a version without some of them trained as their defaults do.
+    fn resolved(&self, recipe: &str) -> String {
+        (self.plan.resolve)(recipe).unwrap_or_else(|| recipe.to_owned())
     }
 
     fn provenance(&self) -> Result<Provenance, TrainError> {
@@ -184,6 +168,7 @@ impl<'r> RunFolder<'r> {
             backbone_files: hashed(&self.backbone_files)?,
             init_from_files: hashed(&self.init_from_files)?,
             data: self.data_files()?,
+            recipe: Some(self.plan.resolved_recipe.clone()),
             skip_bad_rows: self.plan.skip_bad_rows,
             rows: self.reports.into_iter().flatten().map(|report| json!(report)).collect(),
         })

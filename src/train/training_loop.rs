@@ -30,9 +30,11 @@ pub enum RunEvent<'e> {
     RecipeChanged {
         /// Each key in words.
         keys: &'e [String],
-        /// The steps that it has now, if the recipe changed when it ends: the schedules span them.
+        /// The steps that it has now, if the recipe changed their number: the schedules span them.
         total_steps: Option<usize>,
     },
+    /// There is no checkpoint to resume from: the run starts at step 0.
+    NoCheckpoint,
     /// The run resumed from this checkpoint.
     Resumed(&'e Path),
     /// The run uses this cache of hidden states.

@@ -34,6 +34,7 @@ impl<'c> TrainProgress<'c> {
             }
             RunEvent::Hashing { .. } => {}
             RunEvent::RecipeChanged { keys, total_steps } => self.line(&changed(keys, *total_steps)),
+            RunEvent::NoCheckpoint => self.line("no checkpoint yet: starting from step 0"),
             RunEvent::Resumed(checkpoint) => self.line(&format!("resuming from {}", checkpoint.display())),
             RunEvent::HiddenStates { path, filled, rows } => {
                 self.line(&format!("hidden states of {filled} of {rows} rows are cached in {}", path.display()));
