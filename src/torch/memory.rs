@@ -1,7 +1,11 @@
 //! Memory figures of the process and the machine, and settings of the allocators of the CPU and the GPU.
 #![expect(unsafe_code, reason = "mallopt and malloc_trim are C functions")]
 
+use std::path::Path;
+
 use tch::{Device, Kind, Tensor};
+
+use super::cgroup;
 
 /// Resident bytes of the process, now and at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,10 +47,21 @@ pub fn process() -> Option<ProcessMemory> {
     Some(ProcessMemory { resident_bytes: field(&status, "VmRSS:")?, peak_bytes: field(&status, "VmHWM:")? })
 }
 
-/// The machine's memory: total and available bytes; `None` without `/proc`.
+/// The memory that this process may use, of the machine or of its container: total and available bytes; `None` without `/proc`.
 pub fn machine() -> Option<(u64, u64)> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    Some((field(&info, "MemTotal:")?, field(&info, "MemAvailable:")?))
+    let membership = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default(); // kernels without control groups
+    within_groups(&info, Path::new("/sys/fs/cgroup"), &membership)
+}
+
+fn within_groups(meminfo: &str, mount: &Path, membership: &str) -> Option<(u64, u64)> {
+    let whole = (field(meminfo, "MemTotal:")?, field(meminfo, "MemAvailable:")?);
+    let groups = cgroup::limits(mount, membership).into_iter();
+    Some(
+        groups.fold(whole, |(total, available), group| {
+            (total.min(group.limit_bytes), available.min(group.available_bytes))
+        }),
+    )
 }
 
 /// Parses the kernel's `Name:   1234 kB`.
@@ -57,10 +72,23 @@ fn field(text: &str, name: &str) -> Option<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     #[test]
     #[cfg(target_os = "linux")]
     fn the_peak_is_at_least_what_is_resident() {
         let memory = super::process().unwrap();
         assert!(memory.peak_bytes >= memory.resident_bytes && memory.resident_bytes > 0);
+    }
+
+    #[test]
+    fn a_containers_limit_bounds_the_machines_memory() {
+        let mount = tempfile::tempdir().unwrap();
+        for (name, text) in [("memory.max", "8388608\n"), ("memory.current", "1048576\n")] {
+            crate::files::write_atomic(&mount.path().join(name), |out| out.write_all(text.as_bytes())).unwrap();
+        }
+        let of_machine = "MemTotal:  65536 kB\nMemFree:  1 kB\nMemAvailable:  32768 kB\n";
+        assert_eq!(super::within_groups(of_machine, mount.path(), "0::/\n"), Some((8 << 20, 7 << 20)));
+        assert_eq!(super::within_groups(of_machine, mount.path(), ""), Some((64 << 20, 32 << 20)));
     }
 }

@@ -10,6 +10,7 @@ use crate::dtype::Dtype;
 
 pub mod accelerator;
 pub mod bytes;
+mod cgroup;
 pub mod dropout;
 mod generator;
 mod guard;
