@@ -58,7 +58,7 @@ struct Cpu {
     name: Option<String>,
     cores: usize,
     threads: i32,
-    /// Cores that other programs use.
+    /// Cores that other programs use, of those that this process may use.
     busy_cores: Option<f64>,
     /// Whether decoding can use the CPU kernels.
     own_kernels: bool,
@@ -75,7 +75,8 @@ impl Cpu {
         if usize::try_from(threads).is_ok_and(|threads| threads > cores) {
             warnings.push(format!("more threads than cores: use --threads {cores}, or set OMP_NUM_THREADS"));
         }
-        if let Some(busy) = self.busy_cores.filter(|&busy| busy > WORTH_TELLING) {
+        let slows = |busy: &f64| *busy > WORTH_TELLING && busy + f64::from(threads) > cores as f64;
+        if let Some(busy) = self.busy_cores.filter(slows) {
             warnings.push(format!("other programs use {busy:.1} cores: this makes training and decoding slower"));
         }
         warnings
@@ -271,10 +272,16 @@ mod tests {
 
     #[test]
     fn threads_without_a_core_and_other_programs_are_told() {
-        let cpu = |threads, busy| Cpu { cores: 2, threads, busy_cores: Some(busy), ..cpu() };
-        assert_eq!(cpu(2, 0.1).warnings(), Vec::<String>::new());
-        assert_eq!(cpu(8, 0.0).warnings(), ["more threads than cores: use --threads 2, or set OMP_NUM_THREADS"]);
-        assert!(cpu(2, 1.94).warnings()[0].starts_with("other programs use 1.9 cores"));
+        let warnings = |cores, threads, busy_cores| {
+            let (name, instructions) = (None, Vec::new());
+            Cpu { name, cores, threads, busy_cores, own_kernels: true, onednn: true, mkl: true, instructions }
+                .warnings()
+        };
+        assert_eq!(warnings(2, 2, Some(0.1)), Vec::<String>::new());
+        assert_eq!(warnings(2, 8, None), ["more threads than cores: use --threads 2, or set OMP_NUM_THREADS"]);
+        assert!(warnings(2, 2, Some(1.94))[0].starts_with("other programs use 1.9 cores"));
+        assert_eq!(warnings(64, 32, Some(30.0)), Vec::<String>::new(), "every thread has a core");
+        assert_eq!(warnings(64, 32, Some(40.0)).len(), 1);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::num::NonZeroUsize;
 
 use clap::Args;
 
+use super::threads;
 use crate::dtype::Dtype;
 use crate::torch::DeviceChoice;
 
@@ -20,7 +21,7 @@ pub struct CommonFlags {
     #[arg(long, global = true, value_name = "DTYPE")]
     pub dtype: Option<Dtype>,
     /// CPU threads [default: `OMP_NUM_THREADS`, else one per core].
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, value_name = "N", value_parser = threads::count)]
     pub threads: Option<NonZeroUsize>,
     /// Random seed.
     #[arg(long, global = true, value_name = "N", default_value_t = 42)]

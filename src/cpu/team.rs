@@ -18,6 +18,9 @@ const LOOKS_BEFORE_SLEEP: u32 = 10_000;
 /// Looks before a thread that waits for the others lets the machine run something else.
 const LOOKS_BEFORE_YIELD: u32 = 10_000;
 
+/// What [`Team::limit_process`] was given; 0 before.
+static PROCESS_SIZE: AtomicUsize = AtomicUsize::new(0);
+
 type TeamJob<'j> = &'j (dyn Fn(usize) + Sync);
 
 /// This thread and its helpers. One piece of work at a time; whoever comes meanwhile works alone.
@@ -62,10 +65,17 @@ impl Team {
         Self { shared, busy: Mutex::new(()), size: helpers + 1 }
     }
 
-    /// The process's team: `OMP_NUM_THREADS` threads, or one a processor that the system shows.
+    /// The number of threads of [`Team::of_process`], in place of `OMP_NUM_THREADS`. Has no effect on a team that runs.
+    pub fn limit_process(size: usize) {
+        PROCESS_SIZE.store(size, Ordering::Relaxed);
+    }
+
+    /// The process's team: as many threads as [`Team::limit_process`] says, else `OMP_NUM_THREADS`, else one a processor that the
+    /// system shows.
     pub fn of_process() -> &'static Self {
         static TEAM: OnceLock<Team> = OnceLock::new();
-        let asked = || std::env::var("OMP_NUM_THREADS").ok()?.parse().ok();
+        let limit = NonZeroUsize::new(PROCESS_SIZE.load(Ordering::Relaxed)).map(NonZeroUsize::get);
+        let asked = || limit.or_else(|| std::env::var("OMP_NUM_THREADS").ok()?.parse().ok());
         let cores = || thread::available_parallelism().map_or(1, NonZeroUsize::get);
         TEAM.get_or_init(|| Self::new(asked().unwrap_or_else(cores).max(1)))
     }
