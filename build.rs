@@ -4,7 +4,9 @@
 //! Also sets cfgs for tests with requirements: `cfg(python)` if `MEDUSA_PYTHON` is set, `cfg(kernels)` if this CPU
 //! supports the CPU engine's kernels, and `cfg(nvrtc)` if CUDA kernels can be compiled.
 
-use std::path::Path;
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -12,6 +14,7 @@ fn main() {
     cpu_with_kernels();
     compiler_of_cuda();
     git_revision();
+    source_hash();
     libtorch_search_paths();
     launchers_without_libtorch();
 }
@@ -62,6 +65,28 @@ fn git_revision() {
     println!("cargo:rustc-env=MEDUSA_GIT_REVISION={}", text.as_deref().unwrap_or("unknown"));
     if Path::new(".git/logs/HEAD").exists() {
         println!("cargo:rerun-if-changed=.git/logs/HEAD");
+    }
+}
+
+/// A hash of the files that the programs are made of: the launchers and `medusa-libtorch` refuse each other if it differs
+/// (src/cli/same_build.rs).
+fn source_hash() {
+    let mut hasher = DefaultHasher::new();
+    let mut files = Vec::new();
+    add_files(Path::new("src"), &mut files);
+    files.sort();
+    for file in &files {
+        file.hash(&mut hasher);
+        fs::read(file).expect("the source is readable").hash(&mut hasher);
+    }
+    println!("cargo:rustc-env=MEDUSA_SOURCE_HASH={:016x}", hasher.finish());
+    println!("cargo:rerun-if-changed=src");
+}
+
+fn add_files(folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).expect("the source is readable").flatten() {
+        let path = entry.path();
+        if path.is_dir() { add_files(&path, files) } else { files.push(path) }
     }
 }
 

@@ -181,3 +181,54 @@ fn threads_wait_only_briefly_unless_the_user_says_otherwise() {
     assert_eq!(threads(&[], &[("OMP_NUM_THREADS", "5"), ("GOMP_SPINCOUNT", "7")]), "5 7 unset");
     assert_eq!(threads(&[], &[("OMP_WAIT_POLICY", "active")]), "unset unset active");
 }
+
+const MEDUSA_LIBTORCH: &str = env!("CARGO_BIN_EXE_medusa-libtorch");
+
+/// Runs a line of sh, whose `$0` is the program.
+fn shell(line: &str, program: &str) -> Output {
+    Command::new("sh").args(["-c", line, program]).env_remove("OMP_NUM_THREADS").output().expect("sh starts")
+}
+
+#[test]
+fn a_medusa_libtorch_of_another_build_is_refused() {
+    let other = shell("MEDUSA_LAUNCHER=\"$$ 0.0.9-0123\" exec \"$0\" --version", MEDUSA_LIBTORCH);
+    let error = words(&other.stderr);
+    assert_eq!(other.status.code(), Some(1), "{error}");
+    assert!(
+        error.starts_with("error: medusa-libtorch is of the build ") && error.contains(" of 0.0.9-0123: "),
+        "{error}"
+    );
+    let inherited = shell("MEDUSA_LAUNCHER='1 0.0.9-0123' exec \"$0\" --version", MEDUSA_LIBTORCH);
+    assert_eq!(inherited.status.code(), Some(0), "{}", words(&inherited.stderr));
+}
+
+#[test]
+fn a_launcher_under_the_name_of_medusa_libtorch_does_not_start_itself_for_ever() {
+    let prefix = Prefix::new();
+    let program = prefix.path("bin/medusa-libtorch");
+    std::fs::copy(MEDUSA, program).expect("a copy");
+    let output = prefix.run("medusa", &["doctor"]);
+    let error = words(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("is not the program that is linked to libtorch but medusa itself"), "{error}");
+}
+
+#[test]
+fn threads_reach_libtorch_in_both_programs() {
+    for program in [MEDUSA, MEDUSA_LIBTORCH] {
+        let output = shell("MKL_NUM_THREADS=1 exec \"$0\" --threads 3 doctor --json", program);
+        assert_eq!(output.status.code(), Some(0), "{}", words(&output.stderr));
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(report["cpu"]["threads"], 3, "{program}");
+    }
+}
+
+#[test]
+fn threads_that_the_system_refuses_are_an_error() {
+    let line =
+        "ulimit -v 400000 && exec \"$0\" --threads 1000 data data/tiny/train.jsonl --backbone data/tiny/backbone";
+    let output = shell(line, MEDUSA);
+    let error = words(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.starts_with("error: cannot start 1000 threads; use a smaller --threads"), "{error}");
+}

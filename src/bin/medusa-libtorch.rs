@@ -3,6 +3,7 @@
 fn main() {
     let name = std::env::args_os().next().unwrap_or_default();
     let is_trainer = std::path::Path::new(&name).ends_with("medusa-train");
-    let status = if is_trainer { medusa::cli::medusa_train() } else { medusa::cli::medusa() };
+    let program = if is_trainer { medusa::cli::medusa_train } else { medusa::cli::medusa };
+    let status = medusa::cli::run_if_same_build(program);
     medusa::cli::end(status)
 }

@@ -17,7 +17,7 @@ use glob::Pattern;
 
 use super::doctor::version_of;
 use super::exit::{report, status};
-use super::{CommonFlags, MedusaTrainCommand, finish_without_libtorch, medusa_arguments, parse, threads};
+use super::{CommonFlags, MedusaTrainCommand, finish_without_libtorch, medusa_arguments, parse, same_build, threads};
 use crate::files;
 use crate::torch::LIBTORCH_VERSION;
 
@@ -38,12 +38,13 @@ const LIBRARY_PATH: &str = "DYLD_LIBRARY_PATH";
 /// The program `medusa`. Returns the exit status, unless it becomes `medusa-libtorch`.
 pub fn medusa() -> u8 {
     let (common, mut verb) = medusa_arguments();
-    if verb.needs_libtorch() {
+    if verb.without_libtorch().is_none() {
         return become_libtorch("medusa", &common);
     }
     finish_without_libtorch(&common, || {
         verb.prepare(&common)?;
-        verb.run_without_libtorch(&common)
+        let run = verb.without_libtorch().expect("`prepare` leaves the verb what it is");
+        run(&common)
     })
 }
 
@@ -62,11 +63,17 @@ fn become_libtorch(name: &str, common: &CommonFlags) -> u8 {
 
 fn exec(name: &str, common: &CommonFlags) -> anyhow::Result<Infallible> {
     let program = program(name)?;
+    anyhow::ensure!(
+        !same_build::is_started_by_launcher(),
+        "{} is not the program that is linked to libtorch but {name} itself: build or install the programs again \
+         (`cargo build --bins`)",
+        program.display()
+    );
     let mut command = Command::new(&program);
     command.arg0(name).args(env::args_os().skip(1));
     // libtorch and libgomp read them when they are loaded.
     command.envs(library_path(&program)?.map(|path| (LIBRARY_PATH, path)));
-    command.envs(threads::environment(common.threads));
+    command.envs(threads::environment(common.threads)).envs([same_build::variable()]);
     Err(command.exec()).with_context(|| format!("cannot start {}", program.display()))
 }
 
@@ -90,14 +97,26 @@ fn program(name: &str) -> anyhow::Result<PathBuf> {
 /// # Errors
 /// If libtorch is nowhere.
 fn library_path(program: &Path) -> anyhow::Result<Option<OsString>> {
-    let packages = torch_packages(program);
-    let is_ours = |torch: &&PathBuf| version_of(torch).is_some_and(|version| version.starts_with(LIBTORCH_VERSION));
-    if let Some(torch) = packages.iter().find(is_ours) {
-        let folders = [torch.join("lib")].into_iter().chain(folders_of_user());
-        return Ok(Some(env::join_paths(folders)?));
-    }
-    if loader_finds_libtorch(program) {
+    let (packages, linked) = (torch_packages(program), env!("MEDUSA_LIBTORCH_FOLDERS"));
+    let Some(torch) = torch_of_environment(&packages, || loader_finds_libtorch(program, linked))? else {
         return Ok(None);
+    };
+    let libraries = torch.join("lib");
+    let folders = [libraries.clone()].into_iter().chain(folders_of_user());
+    let joined = env::join_paths(folders);
+    let why = || format!("{} cannot be put into {LIBRARY_PATH}; use a folder without a colon", libraries.display());
+    joined.map(Some).with_context(why)
+}
+
+/// The package of the right version; `None` if there is none and the loader finds libtorch by itself.
+///
+/// # Errors
+/// If libtorch is nowhere.
+fn torch_of_environment(packages: &[PathBuf], loader_finds: impl FnOnce() -> bool) -> anyhow::Result<Option<&PathBuf>> {
+    let is_ours = |torch: &&PathBuf| version_of(torch).is_some_and(|version| version.starts_with(LIBTORCH_VERSION));
+    let torch = packages.iter().find(is_ours);
+    if torch.is_some() || loader_finds() {
+        return Ok(torch);
     }
     let found = packages.first().map_or_else(String::new, |torch| {
         let version = version_of(torch).unwrap_or_else(|| "of unknown version".into());
@@ -125,14 +144,16 @@ fn folders_of_user() -> Vec<PathBuf> {
     env::split_paths(&folders).filter(|folder| !folder.as_os_str().is_empty()).collect()
 }
 
-/// Whether the loader will find libtorch: in `LD_LIBRARY_PATH`, in the folders that build.rs gave to the linker, or
-/// in those of the system.
-fn loader_finds_libtorch(program: &Path) -> bool {
-    let folder = files::parent(program).to_string_lossy();
-    let linked = env!("MEDUSA_LIBTORCH_FOLDERS").split(':');
-    let linked = linked.map(|path| path.replace("$ORIGIN", &folder).replace("@loader_path", &folder).into());
-    folders_of_user().into_iter().chain(linked).any(|folder: PathBuf| folder.join(LIBTORCH).is_file())
+/// Whether the loader will find libtorch: in `LD_LIBRARY_PATH`, in the folders that build.rs gave to the linker
+/// (`linked`, separated by colons), or in those of the system.
+fn loader_finds_libtorch(program: &Path, linked: &str) -> bool {
+    folders_of_user().into_iter().chain(linked_folders(program, linked)).any(|folder| folder.join(LIBTORCH).is_file())
         || loader_resolves_libtorch(program)
+}
+
+fn linked_folders(program: &Path, linked: &str) -> impl Iterator<Item = PathBuf> {
+    let folder = files::parent(program).to_string_lossy();
+    linked.split(':').map(move |path| path.replace("$ORIGIN", &folder).replace("@loader_path", &folder).into())
 }
 
 /// Asks the loader itself, as ldd does. A program that cannot be asked is started, and the loader's own message is shown.
@@ -143,4 +164,50 @@ fn loader_resolves_libtorch(program: &Path) -> bool {
     let libraries = Command::new(program).env("LD_TRACE_LOADED_OBJECTS", "1").output();
     let missing = format!("{LIBTORCH} => not found");
     libraries.map_or(true, |libraries| !String::from_utf8_lossy(&libraries.stdout).contains(&missing))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    fn package(folder: &Path, version: &str) -> PathBuf {
+        std::fs::create_dir_all(folder).unwrap();
+        let text = format!("__version__ = '{version}'\n");
+        files::write_atomic(&folder.join("version.py"), |out| out.write_all(text.as_bytes())).unwrap();
+        folder.to_owned()
+    }
+
+    #[test]
+    fn a_libtorch_that_is_nowhere_is_an_error_that_names_the_torch_of_another_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let old = package(&dir.path().join("old"), "2.10.0");
+        let ours = package(&dir.path().join("new"), &format!("{LIBTORCH_VERSION}+cpu"));
+        let both = [old.clone(), ours.clone()];
+        assert_eq!(torch_of_environment(&both, || false).unwrap(), Some(&ours));
+        assert_eq!(torch_of_environment(&both[..1], || true).unwrap(), None, "the loader's own");
+        let error = |packages| torch_of_environment(packages, || false).unwrap_err().to_string();
+        assert!(
+            error(&[]).starts_with(&format!("libtorch {LIBTORCH_VERSION} was not found; in a clone")),
+            "{}",
+            error(&[])
+        );
+        let found = format!("was not found (torch in {} is 2.10.0); ", old.display());
+        assert!(error(&both[..1]).contains(&found), "{}", error(&both[..1]));
+    }
+
+    #[test]
+    fn libtorch_is_found_beside_the_program() {
+        let dir = tempfile::tempdir().unwrap();
+        let (program, lib) = (dir.path().join("bin/medusa-libtorch"), dir.path().join("lib"));
+        let has_library = |linked: &str| linked_folders(&program, linked).any(|folder| folder.join(LIBTORCH).is_file());
+        assert!(!has_library("$ORIGIN/../lib"));
+        for folder in [files::parent(&program), &lib] {
+            std::fs::create_dir_all(folder).unwrap();
+        }
+        files::write_atomic(&lib.join(LIBTORCH), |out| out.write_all(b"")).unwrap();
+        assert!(has_library("/nowhere:$ORIGIN/../lib"));
+        assert!(!has_library("/nowhere:$ORIGIN/../lib64"));
+    }
 }

@@ -49,6 +49,7 @@ mod reading;
 mod refused;
 pub mod report;
 mod run_heads;
+mod same_build;
 pub mod served;
 mod signals;
 mod threads;
@@ -58,6 +59,7 @@ pub mod tree;
 pub use exit::{Interrupted, UsageError, end};
 pub use flags::CommonFlags;
 pub use print::{gibibytes, mebibytes, print_json, print_line};
+pub use same_build::run_if_same_build;
 pub use signals::interrupted;
 
 /// Train Medusa heads for Llama-family models, and decode with them.
@@ -143,32 +145,25 @@ impl Verb {
         Ok(self.check_inputs()?)
     }
 
-    /// Whether the command needs libtorch; if not, it runs in the launcher.
-    fn needs_libtorch(&self) -> bool {
-        match self {
-            Verb::Data(_) | Verb::Inspect(_) | Verb::Report(_) => false,
-            Verb::Tree(args) => args.latency.is_some(),
-            _ => true,
-        }
-    }
-
-    /// Runs a command that does not need libtorch. The launcher is linked to all that this function can reach, so none
-    /// of it may call tch.
-    fn run_without_libtorch(&self, common: &CommonFlags) -> anyhow::Result<()> {
-        match self {
-            Verb::Data(args) => data::run(args, common),
-            Verb::Inspect(args) => inspect::run(args, common),
-            Verb::Report(args) => report::run(args, common),
-            Verb::Tree(args) => tree::run_without_latency(args, common),
-            _ => unreachable!("needs_libtorch() is true for the other verbs"),
-        }
+    /// Runs the command without libtorch; `None` if the command needs it. The launcher is linked to all that these functions can
+    /// reach, so none of it may call tch.
+    fn without_libtorch(&self) -> Option<Box<dyn FnOnce(&CommonFlags) -> anyhow::Result<()> + '_>> {
+        Some(match self {
+            Verb::Data(args) => Box::new(|common| data::run(args, common)),
+            Verb::Inspect(args) => Box::new(|common| inspect::run(args, common)),
+            Verb::Report(args) => Box::new(|common| report::run(args, common)),
+            Verb::Tree(args) if args.latency.is_none() => Box::new(|common| tree::run_without_latency(args, common)),
+            _ => return None,
+        })
     }
 
     fn run(&self, common: &CommonFlags) -> anyhow::Result<()> {
         match self {
             Verb::Init(args) => init::run(args, common),
             Verb::Train(args) => train::run(args, common),
-            Verb::Data(_) | Verb::Inspect(_) | Verb::Report(_) => self.run_without_libtorch(common),
+            Verb::Data(args) => data::run(args, common),
+            Verb::Inspect(args) => inspect::run(args, common),
+            Verb::Report(args) => report::run(args, common),
             Verb::Distill(args) => distill::run(args, common),
             Verb::Calibrate(args) => calibrate::run(args, common),
             Verb::Tree(args) => tree::run(args, common),
@@ -233,14 +228,15 @@ fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags
 
 /// Opens the accelerator, installs signal handlers, runs the verb and reports its error. Returns the exit status.
 pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
+    threads::limit_libtorch(common.threads);
     torch::accelerator::open(); // before any other CUDA query: libtorch caches its first answer
     finish_without_libtorch(common, || torch::guard("the command", verb)?)
 }
 
 /// As [`finish`], for a verb that does not use libtorch.
 fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
-    threads::limit_tokenisers(common.threads);
-    match signals::watch().and_then(|()| verb()) {
+    let ready = threads::limit_tokenisers(common.threads).and_then(|()| signals::watch());
+    match ready.and_then(|()| verb()) {
         Ok(()) => SUCCESS,
         Err(error) if error.is::<Interrupted>() => {
             common.say(error);
