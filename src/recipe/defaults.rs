@@ -1,7 +1,7 @@
 //! Defaults of keys that a recipe leaves out. Required are `backbone.path`, `data.train` and a stage; the defaults of all other keys are
 //! here if they depend on other keys, in `file_defaults` if they depend on files, else at their fields.
 //!
-//! They are the values of the paper's training (arXiv 2401.10774, appendix B) and of its authors' first trainer.
+//! docs/training.md says where each number comes from.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -48,7 +48,8 @@ pub(super) fn fill_in(table: &mut DeTable<'_>, recipe: &Path) {
     insert(table, "train.output_dir", DeValue::String(Cow::Owned(format!("checkpoints/{name}"))));
 }
 
-/// A whole backbone is trained at a tenth of the rate of adapters, and its heads nearly as fast as those beside adapters.
+/// Rates of adapters are the paper's (arXiv 2401.10774, appendix B). A whole backbone learns at a tenth of the adapters' rate, and its heads
+/// at half the rate of those beside adapters.
 fn fill_in_rates(table: &mut DeTable<'_>) {
     let is_joint = has(table, "stage.medusa2");
     let has_adapters = has(table, "stage.medusa2.lora");
@@ -60,7 +61,7 @@ fn fill_in_rates(table: &mut DeTable<'_>) {
         (true, true, _) => ("5e-4", Some("4.0")),
         (true, false, _) => ("5e-5", Some("20.0")),
     };
-    // A recipe with a rate of its own means the paper's multiplier, as before there was a default rate.
+    // A recipe with a rate of its own has the paper's multiplier, as in 0.1.0.
     let multiplier = if has(table, "optimizer.learning_rate") { multiplier.map(|_| "4.0") } else { multiplier };
     set(table, "optimizer.learning_rate", rate);
     if let Some(multiplier) = multiplier {
@@ -68,7 +69,7 @@ fn fill_in_rates(table: &mut DeTable<'_>) {
     }
 }
 
-/// A recipe that names its schedule has no warm-up of its own accord, as before there was a default schedule.
+/// A recipe with `schedule.name` and without a warm-up key has no warm-up, as in 0.1.0.
 fn fill_in_schedule(table: &mut DeTable<'_>) {
     match has(table, "schedule.warmup_steps") || has(table, "schedule.warmup_ratio") {
         true => {}
@@ -77,7 +78,7 @@ fn fill_in_schedule(table: &mut DeTable<'_>) {
     }
 }
 
-/// With a `micro_batch_size` of its own a recipe accumulates one pass, as before there was a default.
+/// A recipe with `train.micro_batch_size` and without `gradient_accumulation_steps` accumulates nothing, as in 0.1.0.
 fn fill_in_batch(table: &mut DeTable<'_>) {
     let passes = if has(table, "train.micro_batch_size") { "1" } else { ROWS_OF_A_STEP };
     set(table, "train.gradient_accumulation_steps", passes);
