@@ -1,6 +1,7 @@
-//! Promise: `medusa init` writes a recipe that fits the machine and passes `--check`, never over another file, and the commands that it
-//! prints run.
+//! Promise: `medusa init` writes a recipe that fits the machine and passes `--check`, never over another file, and a shell runs the commands
+//! that it prints. (Those that decode need a tokenizer and prompts, which the small backbone lacks.)
 
+use std::fs;
 use std::path::Path;
 
 use medusa::data::Watch;
@@ -11,14 +12,15 @@ use medusa::train::checked::CheckedRun;
 use serde_json::Value;
 use tch::Device;
 
-use super::small_run::SmallRun;
+use super::small_run::{Ended, SmallRun};
 
 const INIT: [&str; 7] = ["init", "--backbone", "backbone", "--data", "rows.jsonl", "--out", "first.toml"];
 
 #[test]
 fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
     let small = SmallRun::new();
-    let written = small.medusa(&INIT).succeeded();
+    let written =
+        small.medusa(&[&INIT[..], &["--validation", "validation.jsonl", "--device", "cpu"]].concat()).succeeded();
     assert!(
         written.stderr.contains("wrote first.toml: ") && written.stderr.contains("planned peak"),
         "{}",
@@ -32,21 +34,55 @@ fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
     }
     assert!(recipe.lines().all(|line| line.chars().count() <= 80), "{recipe}");
     assert!(written.stdout.lines().all(|line| line.len() <= 80), "{}", written.stdout);
-    let commands = written.stdout.replace(" \\\n   ", "");
-    let commands: Vec<&str> = commands.lines().collect();
+    let unbroken = written.stdout.replace(" \\\n   ", "");
+    let commands: Vec<&str> = unbroken.lines().collect();
     let verbs = ["medusa-train", "medusa-train", "medusa calibrate", "medusa tree", "medusa generate", "medusa bench"];
+    assert_eq!(commands.len(), verbs.len());
     assert!(commands.iter().zip(verbs).all(|(command, verb)| command.starts_with(verb)), "{commands:?}");
-    let train = env!("CARGO_BIN_EXE_medusa-train");
-    for command in &commands[..4] {
-        let words: Vec<&str> = command.split(' ').collect();
-        let program = if words[0] == "medusa" { env!("CARGO_BIN_EXE_medusa") } else { train };
-        let ended: super::small_run::Ended = small.program(program, &words[1..]).output().expect("it starts").into();
-        ended.succeeded();
+    for command in commands.iter().filter(|command| !command.contains("medusa tree")) {
+        assert!(command.contains(" --device cpu"), "the plan is for the CPU: {command}");
     }
+    assert!(recipe.contains("#   medusa-train first.toml --device cpu --check "), "{recipe}");
+    assert!(commands[2].contains(" --data validation.jsonl "), "{commands:?}");
+    commands[..4].iter().for_each(|command| in_a_shell(&small, command));
     assert_eq!(small.names("checkpoints/first/final"), ["config.json", "heads.safetensors"]);
 
     small.medusa(&INIT).failed(2, &["--out first.toml exists; name another file, or remove it"]);
     assert_eq!(small.read("first.toml"), recipe);
+
+    fs::remove_file(small.path("first.toml")).expect("a file");
+    small.medusa(&INIT).failed(2, &["--out first.toml: its run would be in checkpoints/first, which holds another run"]);
+}
+
+/// Runs a command line as a user types it.
+fn in_a_shell(small: &SmallRun, command: &str) {
+    let programs = Path::new(env!("CARGO_BIN_EXE_medusa")).parent().expect("a folder").display().to_string();
+    let path = std::env::var("PATH").expect("a PATH");
+    let mut shell = small.program("sh", &["-c", command]);
+    let ended: Ended = shell.env("PATH", format!("{programs}:{path}")).output().expect("a shell").into();
+    ended.succeeded();
+}
+
+#[test]
+fn quotes_placeholders_and_bad_rows() {
+    let small = SmallRun::new();
+    small.write("rows.jsonl", small.read("rows.jsonl") + "no JSON\n");
+    small.medusa(&INIT).failed(1, &["rows.jsonl", "--skip-bad-rows"]);
+    let mut arguments = INIT.to_vec();
+    arguments[6] = "my first.toml";
+    arguments.extend(["--skip-bad-rows", "--threads", "1"]);
+    let written = small.medusa(&arguments).succeeded();
+    let train = "medusa-train 'my first.toml' --threads 1 --skip-bad-rows";
+    let recipe = small.read("my first.toml");
+    assert!(recipe.contains(&format!("#   {train}\n#\n")), "{recipe}");
+    assert!(written.stdout.starts_with(&format!("{train} --check\n{train}\n")), "{}", written.stdout);
+    in_a_shell(&small, &format!("{train} --check"));
+    assert!(written.stdout.contains(" --data HELD_OUT.jsonl "), "{}", written.stdout);
+    for said in ["replace HELD_OUT.jsonl by rows that training does not see", "replace PROMPTS.jsonl by prompts"] {
+        assert!(written.stderr.contains(said), "{}", written.stderr);
+    }
+    arguments[6] = "two\nlines.toml";
+    small.medusa(&arguments).failed(2, &["--out", "control characters"]);
 }
 
 #[test]
@@ -60,7 +96,8 @@ fn adapters_rows_to_evaluate_on_and_json() {
     let written: Value = serde_json::from_str(&small.medusa(&arguments).succeeded().stdout).expect("JSON");
     assert!(written["peak_bytes"].as_u64() > Some(0) && written["steps"].as_u64() >= Some(150), "{written}");
     let next = written["next"][2].as_str().expect("a command");
-    assert!(next.contains("--data 'many rows.jsonl' "), "{next}");
+    assert!(next.contains("--data HELD_OUT.jsonl "), "{next}");
+    assert_eq!(written["placeholders"], serde_json::json!(["HELD_OUT.jsonl", "PROMPTS.jsonl"]));
     let recipe = small.read("first.toml");
     for line in ["[stage.medusa2.lora]\n", "validation_fraction = 0.1 ", "eval_every = ", "medusa_lr_multiplier = 4.0 "]
     {
@@ -70,7 +107,7 @@ fn adapters_rows_to_evaluate_on_and_json() {
     let warmup = recipe.lines().find(|line| line.starts_with("warmup_steps")).expect("a warm-up");
     small.edit("first.toml", warmup, "warmup_steps = 0");
     let train = env!("CARGO_BIN_EXE_medusa-train");
-    let ended: super::small_run::Ended = small.program(train, &["first.toml"]).output().expect("it starts").into();
+    let ended: Ended = small.program(train, &["first.toml"]).output().expect("it starts").into();
     ended.succeeded();
 }
 
@@ -80,9 +117,12 @@ fn what_is_not_there_is_named_by_its_flag() {
     for (at, by, facts) in [
         (2, "./none", ["--backbone", "./none"]),
         (4, "none.jsonl", ["--data", "none.jsonl"]),
+        (8, "none.jsonl", ["--validation", "none.jsonl"]),
+        (10, "none.jinja", ["--chat-template none.jinja", "does not exist"]),
         (6, "rows.jsonl/first.toml", ["--out rows.jsonl/first.toml", "rows.jsonl is no folder"]),
     ] {
-        let mut arguments = INIT.to_vec();
+        let more = ["--validation", "validation.jsonl", "--chat-template", "tokenizer"];
+        let mut arguments = [&INIT[..], &more].concat();
         arguments[at] = by;
         small.medusa(&arguments).failed(2, &facts);
         assert!(!small.path("first.toml").exists());
@@ -99,8 +139,10 @@ fn less_memory_makes_smaller_runs() {
     let first = FirstRecipe {
         backbone: inside("backbone"),
         data: vec![inside("rows.jsonl")],
+        validation: vec![],
         chat_template: TemplateChoice::default(),
         stage: FirstStage::Medusa2,
+        train_command: "medusa-train first.toml".into(),
     };
     let file = Path::new("first.toml");
     let mut loaded = LoadedRecipe::parse(file, first.shortest()).expect("a recipe");

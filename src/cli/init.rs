@@ -1,6 +1,5 @@
 //! `medusa init`: writes a first recipe that fits the machine.
 
-use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -21,13 +20,18 @@ use crate::files::write_atomic;
 use crate::formats::run_folder::{CALIBRATION, FINAL, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
-use crate::recipe::LoadedRecipe;
 use crate::recipe::first::{FirstMachine, FirstRecipe, FirstStage};
-use crate::torch::{device_name, memory};
+use crate::recipe::{LoadedRecipe, Recipe, RecipeError};
+use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
+use crate::train::plan::TrainPlan;
+use crate::train::run_folder::check_output_dir;
 
-const EXAMPLE: &str =
-    "Example:\n  medusa init --backbone data/tiny/backbone --data data/tiny/train.jsonl \\\n    --out first.toml";
+const EXAMPLE: &str = "Example:\n  medusa init --backbone data/tiny/backbone --data data/tiny/train.jsonl \\\n    --validation data/tiny/eval.jsonl --out first.toml";
+
+/// Files that the user has to name.
+const HELD_OUT: &str = "HELD_OUT.jsonl";
+const PROMPTS: &str = "PROMPTS.jsonl";
 
 /// Write a commented recipe that fits this machine.
 #[derive(Debug, Args)]
@@ -39,6 +43,12 @@ pub struct InitArgs {
     /// Training data: files, globs or Hub data sets (owner/name).
     #[arg(long, value_name = "F", required = true, num_args = 1..)]
     pub data: Vec<String>,
+    /// Rows to evaluate and calibrate on, which training does not see. Without them a part of --data is held out for evaluations.
+    #[arg(long, value_name = "F", num_args = 1..)]
+    pub validation: Vec<String>,
+    /// Skip and count malformed rows; the printed commands do the same.
+    #[arg(long)]
+    pub skip_bad_rows: bool,
     /// What to train: heads (medusa1), or heads and adapters of the backbone (medusa2).
     #[arg(long, value_enum, value_name = "STAGE", default_value = "medusa1")]
     pub stage: StageName,
@@ -67,12 +77,15 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let first = FirstRecipe {
         backbone: args.backbone.clone(),
         data: args.data.clone(),
+        validation: args.validation.clone(),
         chat_template: args.chat_template.clone(),
         stage: match args.stage {
             StageName::Medusa1 => FirstStage::Medusa1,
             StageName::Medusa2 => FirstStage::Medusa2,
         },
+        train_command: train_command(args, common),
     };
+    check_run_folder(&args.out, &first)?;
     let machine = machine(common)?;
     let (shortest, checked) = checked(args, first.shortest(), machine.device, common)?;
     let fitted = first.fitted(&args.out, &shortest.recipe, &checked, &machine)?;
@@ -80,10 +93,11 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let (recipe, checked) = self::checked(args, fitted.text.clone(), machine.device, common)?; // as --check reads it
     write_atomic(&args.out, |out| out.write_all(fitted.text.as_bytes()))
         .with_context(|| format!("cannot write {}", args.out.display()))?;
-    let next = next_commands(args, &recipe.recipe.train.output_dir);
+    let next = next_commands(args, common, &recipe.recipe.train.output_dir);
     if common.json {
+        let placeholders: Vec<_> = placeholders(args).into_iter().map(|(name, _)| name).collect();
         return print_json(&json!({"recipe": args.out, "steps": checked.total_steps, "peak_bytes": fitted.peak_bytes,
-            "free_bytes": machine.free_bytes, "device": device_name(machine.device), "next": next}));
+            "free_bytes": machine.free_bytes, "device": device_name(machine.device), "next": next, "placeholders": placeholders}));
     }
     let (out, steps) = (args.out.display(), counted(checked.total_steps, "optimizer step"));
     let free = machine.free_bytes.map_or_else(String::new, |free| format!(" of {} free", gibibytes(free)));
@@ -92,8 +106,21 @@ pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
         mebibytes(fitted.peak_bytes),
         machine.name
     ));
-    common.say("\nnext (calibrate on rows that training does not see, if you have some):");
-    print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))
+    common.say("\nnext:");
+    print_line(next.iter().map(|command| wrapped(command)).collect::<Vec<_>>().join("\n"))?;
+    let replace = |(name, by): &(&str, &str)| common.say(format_args!("replace {name} by {by}"));
+    placeholders(args).iter().for_each(replace);
+    Ok(())
+}
+
+/// Files in the printed commands that the user has to name, and what they are.
+fn placeholders(args: &InitArgs) -> Vec<(&'static str, &'static str)> {
+    let held_out = (HELD_OUT, "rows that training does not see, or give them to init with --validation");
+    let mut placeholders = vec![(PROMPTS, "prompts to decode")];
+    if args.validation.is_empty() {
+        placeholders.insert(0, held_out);
+    }
+    placeholders
 }
 
 /// A command in lines of at most 80 columns where its flags allow it, as a shell reads them.
@@ -118,13 +145,36 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> 
         let out = args.out.display();
         return Err(UsageError(format!("--out {out} exists; name another file, or remove it")).into());
     }
+    if args.out.to_string_lossy().contains(char::is_control) {
+        return Err(
+            UsageError(format!("--out {:?}: a file name without control characters is expected", args.out)).into()
+        );
+    }
     outputs::check("--out", &args.out, common)?;
     if id::model(&args.backbone).is_none() {
         backbone_config(Path::new(&args.backbone))?;
     }
-    let local: Vec<String> = args.data.iter().filter(|entry| id::data(entry).is_none()).cloned().collect();
-    source::find(&local).map_err(|error| UsageError(format!("--data: {error}")))?;
-    Ok(())
+    for (flag, entries) in [("--data", &args.data), ("--validation", &args.validation)] {
+        let local: Vec<String> = entries.iter().filter(|entry| id::data(entry).is_none()).cloned().collect();
+        source::find(&local).map_err(|error| UsageError(format!("{flag}: {error}")))?;
+    }
+    match &args.chat_template {
+        TemplateChoice::File(path) if !path.is_file() => {
+            let path = path.display();
+            Err(UsageError(format!("--chat-template {path} does not exist; give a .jinja file or a built-in name"))
+                .into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The run's folder has the recipe's name: it must be free, too.
+fn check_run_folder(out: &Path, first: &FirstRecipe) -> anyhow::Result<()> {
+    let run = Recipe::parse(out, &first.shortest())?.train.output_dir;
+    let (out, shown) = (out.display(), run.display());
+    let taken =
+        |_| UsageError(format!("--out {out}: its run would be in {shown}, which holds another run; name another file"));
+    Ok(check_output_dir(&run, false).map_err(taken)?)
 }
 
 fn machine(common: &CommonFlags) -> anyhow::Result<FirstMachine> {
@@ -134,7 +184,9 @@ fn machine(common: &CommonFlags) -> anyhow::Result<FirstMachine> {
         gpu => match Gpu::open(gpu).and_then(|gpu| gpu.free_bytes()) {
             Ok(free) => Some(free),
             Err(error) => {
-                common.say(format_args!("the GPU's free memory is not known ({error}); the recipe saves none"));
+                common.say(format_args!(
+                    "the GPU's free memory is not known ({error}); the recipe does nothing to save memory"
+                ));
                 None
             }
         },
@@ -150,28 +202,57 @@ fn checked(
     common: &CommonFlags,
 ) -> anyhow::Result<(LoadedRecipe, CheckedRun)> {
     let mut loaded = LoadedRecipe::parse(&args.out, text)?;
-    told(common, |tell| loaded.fetch(device, tell))?;
-    let checked = watched(common, |watch| CheckedRun::load(loaded.plan(device), watch))?;
+    told(common, |tell| loaded.fetch(device, tell)).map_err(of_flag)?;
+    let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
+    let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     Ok((loaded, checked))
 }
 
+/// An error of the Hub names the flag: the recipe that it points into is not written yet.
+fn of_flag(error: RecipeError) -> anyhow::Error {
+    let RecipeError::Hub { key, error, .. } = error else { return error.into() };
+    let flag = match key {
+        "data.train" => "--data",
+        "data.validation" => "--validation",
+        _ => "--backbone",
+    };
+    let text = format!("{flag}: {error}");
+    anyhow::Error::from(*error).context(text)
+}
+
+/// `medusa-train` with the recipe and the flags that were typed.
+fn train_command(args: &InitArgs, common: &CommonFlags) -> String {
+    let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
+    format!("medusa-train {}{}{skip}", shell_word(&args.out.to_string_lossy()), machine_flags(common))
+}
+
+/// `--device` and `--threads`, if they were typed: the recipe fits the machine with them.
+fn machine_flags(common: &CommonFlags) -> String {
+    let device = match common.device {
+        DeviceChoice::Auto => String::new(),
+        DeviceChoice::Cpu => " --device cpu".into(),
+        DeviceChoice::Cuda(index) => format!(" --device cuda:{index}"),
+    };
+    device + &common.threads.map_or_else(String::new, |threads| format!(" --threads {threads}"))
+}
+
 /// The commands from the recipe to text, one a line.
-fn next_commands(args: &InitArgs, run: &Path) -> Vec<String> {
-    let (backbone, recipe) = (shell_word(&args.backbone), shell_word(&args.out.to_string_lossy()));
+fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path) -> Vec<String> {
+    let (backbone, train, flags) = (shell_word(&args.backbone), train_command(args, common), machine_flags(common));
     let file = |name: &str| shell_word(&run.join(name).to_string_lossy());
     let (heads, calibration, tree) = (file(FINAL), file(CALIBRATION), file(TREE));
-    let mut data = String::new();
-    args.data.iter().for_each(|entry| {
-        let _ = write!(data, " {}", shell_word(entry)); // a String takes any text
-    });
-    let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}");
+    let held_out = match &args.validation[..] {
+        [] => HELD_OUT.to_owned(),
+        files => files.iter().map(|file| shell_word(file)).collect::<Vec<_>>().join(" "),
+    };
+    let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}{flags}");
     vec![
-        format!("medusa-train {recipe} --check"),
-        format!("medusa-train {recipe}"),
-        format!("medusa calibrate --backbone {backbone} --heads {heads} --data{data} --out {calibration}"),
+        format!("{train} --check"),
+        train,
+        format!("medusa calibrate --backbone {backbone} --heads {heads} --data {held_out} --out {calibration}{flags}"),
         format!("medusa tree --calibration {calibration} --nodes 16 --out {tree}"),
         format!("medusa generate {decode} --prompt 'Once upon a time'"),
-        format!("medusa bench {decode} --prompts PROMPTS.jsonl"),
+        format!("medusa bench {decode} --prompts {PROMPTS}"),
     ]
 }
 

@@ -6,8 +6,9 @@ use std::path::Path;
 use tch::Device;
 use toml::Value;
 
-use super::{Recipe, RecipeError};
+use super::{Recipe, RecipeError, Stage};
 use crate::data::chat_template::TemplateChoice;
+use crate::model::lora::LoraConfig;
 use crate::train::checked::CheckedRun;
 
 /// The part of the free memory that a run may take.
@@ -23,6 +24,10 @@ const VALIDATION_ROWS: f64 = 100.0;
 const LARGEST_BATCH: usize = 64;
 const MOST_EPOCHS: usize = 20;
 const LONGEST_WARMUP: usize = 40;
+/// Most optimizer steps between checkpoints (the default).
+const SAVE_EVERY: usize = 200;
+/// LoRA's dropout (the paper's).
+const LORA_DROPOUT: f64 = 0.05;
 /// Fewer rows are not split.
 const FEWEST_TO_SPLIT: usize = 20;
 
@@ -42,8 +47,12 @@ pub struct FirstRecipe {
     pub backbone: String,
     /// Paths, globs or Hub ids.
     pub data: Vec<String>,
+    /// Rows to evaluate on, likewise; without any a part of `data` is held out.
+    pub validation: Vec<String>,
     pub chat_template: TemplateChoice,
     pub stage: FirstStage,
+    /// The command that trains it, as a shell reads it.
+    pub train_command: String,
 }
 
 /// The machine that the recipe is for.
@@ -94,9 +103,10 @@ struct Pace {
     batch: usize,
     epochs: usize,
     warmup_steps: usize,
-    /// Optimizer steps between evaluations, and between checkpoints.
-    interval: usize,
-    validation_fraction: Option<f64>,
+    /// Optimizer steps between evaluations.
+    eval_every: usize,
+    /// Optimizer steps between checkpoints.
+    save_every: usize,
 }
 
 impl FirstStage {
@@ -127,7 +137,13 @@ impl FirstRecipe {
             FirstStage::Medusa2 => "[stage.medusa2.lora]",
         };
         let (path, train, template) = (quoted(&self.backbone), list(&self.data), self.template());
-        format!("[backbone]\npath = {path}\n\n{stage}\n\n[data]\ntrain = {train}\nchat_template = {template}\n")
+        let validation = match &self.validation[..] {
+            [] => String::new(),
+            validation => format!("validation = {}\n", list(validation)),
+        };
+        format!(
+            "[backbone]\npath = {path}\n\n{stage}\n\n[data]\ntrain = {train}\n{validation}chat_template = {template}\n"
+        )
     }
 
     /// The recipe with the fewest savings that fits into the machine's memory, and the largest micro batch with these. `checked` is the run of
@@ -142,13 +158,15 @@ impl FirstRecipe {
         checked: &CheckedRun,
         machine: &FirstMachine,
     ) -> Result<FittedRecipe, FirstRecipeError> {
-        let pace = Pace::of(checked.train_report.counts.rows, checked.sequence_counts().0);
+        let rows = checked.train_report.counts.rows;
+        let validation_fraction = if self.validation.is_empty() { held_out(rows) } else { None };
+        let pace = Pace::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
         let largest = (TOKENS_OF_A_PASS / first.data.max_length.get()).max(1);
         let micro_batches: Vec<usize> = (0..=pace.batch.ilog2()).rev().map(|power| 1 << power).collect();
         let mut smallest = u64::MAX;
         for savings in self.stage.ladder() {
             for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
-                let text = self.text(file, first, &Choice { savings, micro_batch, pace }, machine);
+                let text = self.text(first, &Choice { savings, micro_batch, pace, validation_fraction }, machine);
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
                 let peak_bytes = checked.memory_of(&plan).peak_bytes();
                 smallest = smallest.min(peak_bytes);
@@ -169,8 +187,8 @@ impl FirstRecipe {
         quoted(&String::from(self.chat_template.clone()))
     }
 
-    fn text(&self, file: &Path, first: &Recipe, choice: &Choice, machine: &FirstMachine) -> String {
-        let mut out = self.head(file, machine);
+    fn text(&self, first: &Recipe, choice: &Choice, machine: &FirstMachine) -> String {
+        let mut out = self.head(machine);
         let mut table = |name: &str, lines: &[Line]| {
             let lines = lines.iter().map(|(line, comment)| match *comment {
                 "" => format!("{line}\n"),
@@ -180,33 +198,24 @@ impl FirstRecipe {
         };
         table("backbone", &self.backbone_lines(first, choice));
         table("heads", &heads_lines(first, choice));
-        match self.stage {
-            FirstStage::Medusa1 => table("stage.medusa1", &[]),
-            FirstStage::Medusa2 => {
-                table(
-                    "stage.medusa2",
-                    &[("medusa_heads_coefficient = 0.2".into(), "λ0, the weight of the heads' loss")],
-                );
-                table(
-                    "stage.medusa2.lora",
-                    &[
-                        ("rank = 32".into(), "adapters on all linear layers"),
-                        ("alpha = 16.0".into(), ""),
-                        ("dropout = 0.05".into(), ""),
-                    ],
-                );
+        match &first.stage {
+            Stage::Medusa1(_) => table("stage.medusa1", &[]),
+            Stage::Medusa2(config) => {
+                let coefficient = format!("medusa_heads_coefficient = {:?}", config.medusa_heads_coefficient.get());
+                table("stage.medusa2", &[(coefficient, "λ0, the weight of the heads' loss")]);
+                config.lora.iter().for_each(|lora| table("stage.medusa2.lora", &lora_lines(lora)));
             }
         }
         table("data", &self.data_lines(first, choice));
         table("optimizer", &optimizer_lines(first, choice));
         let warmup = format!("warmup_steps = {}", choice.pace.warmup_steps);
         table("schedule", &[("name = \"cosine\"".into(), ""), (warmup, "optimizer steps from 0 to learning_rate")]);
-        table("train", &train_lines(first, choice));
+        table("train", &self.train_lines(first, choice));
         out
     }
 
-    fn head(&self, file: &Path, machine: &FirstMachine) -> String {
-        let recipe = file.display();
+    fn head(&self, machine: &FirstMachine) -> String {
+        let train = &self.train_command;
         let what = match self.stage {
             FirstStage::Medusa1 => "Medusa-1: trains heads; the backbone stays as it is",
             FirstStage::Medusa2 => "Medusa-2: trains heads and adapters of the backbone",
@@ -214,7 +223,7 @@ impl FirstRecipe {
         let memory =
             machine.free_bytes.map_or_else(|| "unknown".into(), |free| format!("{:.1} GiB", free as f64 / GIB));
         format!(
-            "# {what}.\n#\n#   medusa-train {recipe} --check    # plan and defaults\n#   medusa-train {recipe}\n#\n\
+            "# {what}.\n#\n#   {train} --check    # plan and defaults\n#   {train}\n#\n\
              # Written by `medusa init` for {} (free memory: {memory}).\n# All keys: docs/training.md\n",
             machine.name
         )
@@ -233,16 +242,34 @@ impl FirstRecipe {
 
     fn data_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
         let mut lines = vec![(format!("train = {}", list(&self.data)), "")];
-        match choice.pace.validation_fraction {
-            Some(part) => {
-                lines.push((format!("validation_fraction = {part}"), "held out, for evaluations during the run"))
-            }
-            None => lines.push(("# validation = [\"…\"]".into(), "too few rows to hold some out")),
-        }
+        lines.push(match (choice.validation_fraction, &self.validation[..]) {
+            (Some(part), _) => (format!("validation_fraction = {part}"), "held out, for evaluations during the run"),
+            (None, []) => ("# validation = [\"…\"]".into(), "too few rows to hold some out"),
+            (None, validation) => (format!("validation = {}", list(validation)), "for evaluations during the run"),
+        });
         if self.chat_template != TemplateChoice::Tokenizer {
             lines.push((format!("chat_template = {}", self.template()), "renders conversations"));
         }
         lines.push((format!("max_length = {}", first.data.max_length), "tokens per sequence"));
+        lines
+    }
+
+    fn train_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
+        let Choice { savings, micro_batch, pace, validation_fraction } = *choice;
+        let accumulated = pace.batch / micro_batch;
+        let mut lines = vec![
+            (format!("output_dir = {}", quoted(&first.train.output_dir.to_string_lossy())), ""),
+            (format!("epochs = {}", pace.epochs), "raise it and --resume to train longer"),
+            (format!("micro_batch_size = {micro_batch}"), "sequences in memory at a time"),
+            (format!("gradient_accumulation_steps = {accumulated}"), "micro batches per optimizer step"),
+            (format!("save_every = {}", pace.save_every), "optimizer steps between checkpoints"),
+        ];
+        if validation_fraction.is_some() || !self.validation.is_empty() {
+            lines.push((format!("eval_every = {}", pace.eval_every), "and between evaluations"));
+        }
+        if savings.recompute {
+            lines.push(("recompute = true".into(), "slower, and fits into the memory"));
+        }
         lines
     }
 }
@@ -255,6 +282,7 @@ struct Choice {
     savings: Savings,
     micro_batch: usize,
     pace: Pace,
+    validation_fraction: Option<f64>,
 }
 
 fn heads_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
@@ -280,32 +308,24 @@ fn optimizer_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
     lines
 }
 
-fn train_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
-    let Choice { savings, micro_batch, pace } = *choice;
-    let passes = pace.batch / micro_batch;
-    let mut lines = vec![
-        (format!("output_dir = {}", quoted(&first.train.output_dir.to_string_lossy())), ""),
-        (format!("epochs = {}", pace.epochs), "raise it and --resume to train longer"),
-        (format!("micro_batch_size = {micro_batch}"), "sequences in memory at a time"),
-        (format!("gradient_accumulation_steps = {passes}"), "times that, before each optimizer step"),
-        (format!("save_every = {}", pace.interval), "optimizer steps between checkpoints"),
-    ];
-    if pace.validation_fraction.is_some() {
-        lines.push((format!("eval_every = {}", pace.interval), ""));
-    }
-    if savings.recompute {
-        lines.push(("recompute = true".into(), "slower, and fits into the memory"));
-    }
-    lines
+fn lora_lines(lora: &LoraConfig) -> [Line; 3] {
+    [
+        (format!("rank = {}", lora.rank), "adapters on all linear layers"),
+        (format!("alpha = {:?}", lora.alpha.get()), ""),
+        (format!("dropout = {LORA_DROPOUT}"), ""),
+    ]
+}
+
+/// Part of the rows that is held out for evaluations, with one digit.
+fn held_out(rows: usize) -> Option<f64> {
+    let part = (VALIDATION_ROWS / rows as f64).min(0.1);
+    (rows >= FEWEST_TO_SPLIT).then(|| format!("{part:.0e}").parse().expect("a number"))
 }
 
 impl Pace {
-    fn of(rows: usize, sequences: usize) -> Self {
-        let validation_fraction = (rows >= FEWEST_TO_SPLIT).then(|| {
-            let part = (VALIDATION_ROWS / rows as f64).clamp(0.01, 0.1);
-            (part * 100.0).round() / 100.0
-        });
-        let training = (sequences as f64 * (1.0 - validation_fraction.unwrap_or(0.0))).ceil() as usize;
+    /// `held_out`: the part that is not trained on.
+    fn of(sequences: usize, held_out: f64) -> Self {
+        let training = (sequences as f64 * (1.0 - held_out)).ceil() as usize;
         let batch = 1 << (training / STEPS_OF_AN_EPOCH).clamp(1, LARGEST_BATCH).ilog2();
         let steps_per_epoch = training.div_ceil(batch).max(1);
         let epochs = STEPS_OF_A_RUN.div_ceil(steps_per_epoch).clamp(2, MOST_EPOCHS);
@@ -315,8 +335,8 @@ impl Pace {
             batch,
             epochs,
             warmup_steps: tenth.min(LONGEST_WARMUP).min(steps / 2),
-            interval: tenth,
-            validation_fraction,
+            eval_every: tenth,
+            save_every: tenth.min(SAVE_EVERY),
         }
     }
 }
@@ -336,17 +356,19 @@ mod tests {
     #[test]
     fn batches_and_epochs_follow_the_number_of_sequences() {
         let pace = |rows, sequences| {
-            let Pace { batch, epochs, warmup_steps, interval, validation_fraction } = Pace::of(rows, sequences);
-            (batch, epochs, warmup_steps, interval, validation_fraction)
+            let part = held_out(rows);
+            let Pace { batch, epochs, warmup_steps, eval_every, save_every } = Pace::of(sequences, part.unwrap_or(0.0));
+            (batch, epochs, warmup_steps, eval_every, save_every, part)
         };
-        assert_eq!(pace(60_000, 20_000), (64, 2, 40, 62, Some(0.01)));
-        assert_eq!(pace(2_000, 450), (4, 2, 22, 22, Some(0.05)));
-        assert_eq!(pace(100, 30), (1, 8, 22, 22, Some(0.1)));
-        assert_eq!(pace(3, 1), (1, 20, 2, 2, None));
+        assert_eq!(pace(1_000_000, 1_000_000), (64, 2, 40, 3125, 200, Some(0.0001)));
+        assert_eq!(pace(60_000, 20_000), (64, 2, 40, 63, 63, Some(0.002)));
+        assert_eq!(pace(2_000, 450), (4, 2, 22, 22, 22, Some(0.05)));
+        assert_eq!(pace(100, 30), (1, 8, 22, 22, 22, Some(0.1)));
+        assert_eq!(pace(3, 1), (1, 20, 2, 2, 2, None));
     }
 
     #[test]
-    fn each_step_of_a_ladder_needs_less_than_the_one_before() {
+    fn only_medusa_2_recomputes() {
         let medusa1 = FirstStage::Medusa1.ladder();
         assert_eq!(medusa1.len(), 4, "nothing of a frozen backbone is recomputed");
         assert!(medusa1.iter().all(|savings| !savings.recompute));
