@@ -51,7 +51,9 @@ fn the_recipe_trains_and_its_heads_are_calibrated_by_the_next_commands() {
     assert_eq!(small.read("first.toml"), recipe);
 
     fs::remove_file(small.path("first.toml")).expect("a file");
-    small.medusa(&INIT).failed(2, &["--out first.toml: its run would be in checkpoints/first, which holds another run"]);
+    small
+        .medusa(&INIT)
+        .failed(2, &["--out first.toml: its run would be in checkpoints/first, which holds another run"]);
 }
 
 /// Runs a command line as a user types it.
