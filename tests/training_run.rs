@@ -429,6 +429,21 @@ fn an_edit_of_a_runs_own_recipe_is_compared_with_what_it_was_started_with() {
     assert_eq!(steps(&metrics(&small, "run"), "train").last(), Some(&30));
 }
 
+/// As on another device, where the default dtype is another one.
+#[test]
+fn what_a_recipe_leaves_out_has_the_value_of_the_run_to_resume() {
+    let small = SmallRun::new();
+    small.edit("recipe.toml", "dtype = \"float32\"", "dtype = \"bfloat16\"");
+    small.train(&[]).succeeded();
+    small.edit("recipe.toml", "dtype = \"bfloat16\"\n", ""); // the weights are float32
+    let again = small.train(&["--resume"]).succeeded();
+    assert!(again.stderr.contains("already finished") && !again.stderr.contains("changed"), "{}", again.stderr);
+    assert!(small.read("run/recipe.toml").contains("\ndtype = \"bfloat16\"\n"));
+    small.edit("recipe.toml", "path = \"backbone\"", "path = \"backbone\"\ndtype = \"float32\"");
+    let facts = ["says `backbone.dtype = \"bfloat16\"`, this one `backbone.dtype = \"float32\"`"];
+    small.train(&["--resume"]).failed(1, &facts);
+}
+
 #[test]
 fn a_run_that_lost_its_checkpoints_does_not_start_over() {
     let small = SmallRun::new();

@@ -61,7 +61,7 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let mut loaded = LoadedRecipe::read(&args.recipe)?;
     if args.resume {
         loaded.stay_in_its_run();
-        loaded.keep_long_rows();
+        loaded.keep_defaults_of_its_run();
     }
     if !args.check {
         check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before any download

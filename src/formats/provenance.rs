@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::error::{self, FormatError};
+use super::run_folder::{PROVENANCE, RECIPE};
 
 const WHAT: &str = "provenance";
 const OF_A_RUN: &str = "is no provenance of a run; expected what medusa-train writes";
@@ -96,6 +97,15 @@ impl Provenance {
     /// The Hub snapshot of a run's backbone; other keys of its `provenance.json` may be invalid.
     pub fn backbone_of(path: &Path) -> Option<HubSnapshot> {
         serde_json::from_value(Self::entries(path).ok()?.remove("backbone")?).ok()
+    }
+
+    /// The resolved recipe that the run in a folder was last started with. Runs of 0.1.0 have it only in recipe.toml.
+    pub fn recipe_of(run: &Path) -> Option<String> {
+        let kept = Self::entries(&run.join(PROVENANCE)).ok().and_then(|mut keys| keys.remove("recipe"));
+        match kept {
+            Some(Value::String(recipe)) => Some(recipe),
+            _ => std::fs::read_to_string(run.join(RECIPE)).ok(),
+        }
     }
 
     /// `provenance.json`, pretty-printed, with a final newline.

@@ -6,25 +6,28 @@ use serde_json::Value;
 
 use crate::dtype::Dtype;
 use crate::model::block_spec::names;
-use crate::model::config::LlamaConfig;
-use crate::model::weights::WeightFiles;
+use crate::model::weights::{WeightFiles, WeightsError};
 
-/// `dtype` or `torch_dtype` of config.json, as transformers reads it; without them the dtype of the stored embedding; without weights
-/// float32. Other floating-point numbers than those of [`Dtype`] count as float32.
-pub fn stored_dtype(folder: &Path, config: &LlamaConfig) -> Dtype {
-    of_config(folder).or_else(|| of_weights(folder, config)).unwrap_or(Dtype::Float32)
+/// `dtype` or `torch_dtype` of config.json, as transformers reads it; where it says none of [`Dtype`], the dtype of the stored embedding.
+/// `None` if the weights are not there either, or have another dtype.
+///
+/// # Errors
+/// [`WeightsError`] for damaged weights.
+pub fn stored_dtype(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
+    of_config(folder).map_or_else(|| of_weights(folder), |dtype| Ok(Some(dtype)))
 }
 
 fn of_config(folder: &Path) -> Option<Dtype> {
     let config: Value = serde_json::from_slice(&std::fs::read(folder.join("config.json")).ok()?).ok()?;
-    let written = ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str())?;
-    Some(written.parse().unwrap_or(Dtype::Float32))
+    ["dtype", "torch_dtype"].iter().find_map(|key| config[key].as_str())?.parse().ok()
 }
 
-fn of_weights(folder: &Path, config: &LlamaConfig) -> Option<Dtype> {
-    let files = WeightFiles::open(folder).ok()?;
-    let embedding = files.mapped(names::EMBED_TOKENS, &[config.vocab_size, config.hidden_size]).ok()?;
-    Some(Dtype::of(embedding.kind()))
+fn of_weights(folder: &Path) -> Result<Option<Dtype>, WeightsError> {
+    match WeightFiles::open(folder) {
+        Ok(files) => Ok(files.kind(names::EMBED_TOKENS).map(Dtype::of)),
+        Err(WeightsError::NoWeights { .. } | WeightsError::MissingShard { .. }) => Ok(None), // not downloaded yet
+        Err(error) => Err(error),
+    }
 }
 
 #[cfg(test)]
@@ -37,26 +40,25 @@ mod tests {
     #[test]
     fn the_config_says_it_before_the_weights_do() {
         let folder = tempfile::tempdir().unwrap();
-        let config = r#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "vocab_size": 16, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu"}"#;
-        let write = |text: &str| {
-            write_atomic(&folder.path().join("config.json"), |out| out.write_all(text.as_bytes())).unwrap();
+        let write = |name: &str, text: &str| {
+            write_atomic(&folder.path().join(name), |out| out.write_all(text.as_bytes())).unwrap();
         };
-        write(config);
-        let parsed = LlamaConfig::load(folder.path()).unwrap();
-        assert_eq!(stored_dtype(folder.path(), &parsed), Dtype::Float32, "neither weights nor a word about them");
+        let stored = || stored_dtype(folder.path()).unwrap();
+        write("config.json", "{}");
+        assert_eq!(stored(), None, "neither weights nor a word about them");
+        write("model.safetensors", "no weights");
+        assert!(stored_dtype(folder.path()).is_err(), "damaged weights say nothing");
+        let embedding = tch::Tensor::zeros([16, 8], (tch::Kind::BFloat16, tch::Device::Cpu));
+        let weights = [("model.embed_tokens.weight".to_owned(), &embedding)];
+        crate::model::weights::save(&folder.path().join("model.safetensors"), &weights).unwrap();
+        assert_eq!(stored(), Some(Dtype::BFloat16));
         for (key, written, expected) in [
             ("torch_dtype", "float16", Dtype::Float16),
-            ("dtype", "bfloat16", Dtype::BFloat16),
-            ("dtype", "float64", Dtype::Float32),
+            ("dtype", "float32", Dtype::Float32),
+            ("dtype", "auto", Dtype::BFloat16),
         ] {
-            write(&config.replacen('{', &format!("{{\"{key}\": \"{written}\", "), 1));
-            assert_eq!(stored_dtype(folder.path(), &parsed), expected);
+            write("config.json", &format!("{{\"{key}\": \"{written}\"}}"));
+            assert_eq!(stored(), Some(expected), "{written}");
         }
-        let embedding = tch::Tensor::zeros([16, 8], (tch::Kind::BFloat16, tch::Device::Cpu));
-        let path = folder.path().join("model.safetensors");
-        crate::model::weights::save(&path, &[("model.embed_tokens.weight".to_owned(), &embedding)]).unwrap();
-        write(config);
-        assert_eq!(stored_dtype(folder.path(), &parsed), Dtype::BFloat16);
     }
 }

@@ -7,6 +7,7 @@ use tch::Device;
 
 use super::Recipe;
 use super::located::LocatedToml;
+use super::mistakes::{Findings, Mistake};
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::dtype::Dtype;
 use crate::model::config::LlamaConfig;
@@ -15,23 +16,36 @@ use crate::model::stored_dtype::stored_dtype;
 /// The longest row, where the backbone's context is longer.
 const LONGEST_ROW: i64 = 2048;
 
+const DTYPE: &str = "backbone.dtype";
+const NO_DTYPE: &str = "neither the backbone's config.json nor weights in its folder tell it; add dtype = \"float32\", \"bfloat16\" \
+    or \"float16\" to [backbone], or download the weights first";
+
 /// What files say about keys that a recipe leaves out.
 pub(super) struct FileFacts {
-    dtype: Dtype,
+    dtype: Option<Dtype>,
     max_length: Option<NonZeroUsize>,
     /// Heads that training starts from, and ResBlocks of each.
     heads: Option<[NonZeroUsize; 2]>,
 }
 
 impl FileFacts {
-    /// Of a recipe with local paths.
-    pub(super) fn of(recipe: &Recipe, backbone: &LlamaConfig, device: Device) -> Self {
+    /// Of a recipe with local paths. A mistake if the recipe has no dtype and no file tells it.
+    pub(super) fn of(recipe: &Recipe, backbone: &LlamaConfig, device: Device, findings: &mut Findings<'_>) -> Self {
         let start = recipe.heads.init_from.as_deref().and_then(|path| HeadsFile::open(path).ok()); // if not, loading them says why
         let sizes = start.map(|file| [file.shape().medusa_num_heads, file.shape().medusa_num_layers]);
         Self {
-            dtype: trained_in(stored_dtype(Path::new(&recipe.backbone.path), backbone), device),
+            dtype: default_dtype(Path::new(&recipe.backbone.path), device, findings),
             max_length: usize::try_from(backbone.largest_context().min(LONGEST_ROW)).ok().and_then(NonZeroUsize::new),
             heads: sizes.and_then(|[heads, layers]| Some([NonZeroUsize::new(heads)?, NonZeroUsize::new(layers)?])),
+        }
+    }
+
+    /// Of the recipe that a run was started with: to resume it, perhaps on another device, the same defaults hold.
+    pub(super) fn of_run(run: &Recipe) -> Self {
+        Self {
+            dtype: Some(run.backbone.dtype),
+            max_length: Some(run.data.max_length),
+            heads: run.heads.init_from.as_ref().map(|_| [run.heads.medusa_num_heads, run.heads.medusa_num_layers]),
         }
     }
 }
@@ -44,13 +58,28 @@ impl Recipe {
             Some(value) if text.key(key).is_none() => *place = value,
             _ => {}
         };
-        if text.key("backbone.dtype").is_none() {
-            self.backbone.dtype = facts.dtype;
+        if let (None, Some(dtype)) = (text.key(DTYPE), facts.dtype) {
+            self.backbone.dtype = dtype;
         }
         set("data.max_length", &mut self.data.max_length, facts.max_length);
         set("heads.medusa_num_heads", &mut self.heads.medusa_num_heads, facts.heads.map(|[heads, _]| heads));
         set("heads.medusa_num_layers", &mut self.heads.medusa_num_layers, facts.heads.map(|[_, layers]| layers));
     }
+}
+
+/// The dtype where the recipe has none.
+fn default_dtype(backbone: &Path, device: Device, findings: &mut Findings<'_>) -> Option<Dtype> {
+    let place = findings.text().value(DTYPE);
+    if findings.text().key(DTYPE).is_some() {
+        return None;
+    }
+    let mistake = match stored_dtype(backbone) {
+        Ok(Some(own)) => return Some(trained_in(own, device)),
+        Ok(None) => Mistake::Required { key: DTYPE, what: NO_DTYPE },
+        Err(error) => Mistake::Weights(error),
+    };
+    findings.add(place, mistake);
+    None
 }
 
 /// The dtype for weights of dtype `own`: their own, except for float16 on a CPU, where libtorch computes it several times slower.

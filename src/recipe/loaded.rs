@@ -9,7 +9,7 @@ use super::located::LocatedToml;
 use super::mistakes::Findings;
 use super::{Recipe, RecipeError, defaults};
 use crate::files::failed;
-use crate::formats::provenance::{HubSnapshot, HubSource};
+use crate::formats::provenance::{HubSnapshot, HubSource, Provenance};
 use crate::formats::run_folder::{PROVENANCE, RECIPE};
 use crate::hub::{DataSplit, Hub, HubError, Observer, Wanted, id};
 use crate::train::plan::TrainPlan;
@@ -34,6 +34,8 @@ pub struct LoadedRecipe {
     pub recipe: Recipe,
     /// The same recipe with local paths.
     local: Recipe,
+    /// That of the run to resume.
+    begun: Option<Recipe>,
     /// Of the backbone, if it is from the Hub.
     snapshot: Option<HubSnapshot>,
     /// Of other files from the Hub.
@@ -59,7 +61,15 @@ impl LoadedRecipe {
     /// [`RecipeError`] with all mistakes and their positions in the text.
     pub fn parse(path: &Path, text: String) -> Result<Self, RecipeError> {
         let recipe = read(path, &text)?;
-        Ok(Self { local: recipe.clone(), recipe, snapshot: None, sources: vec![], file: path.to_owned(), text })
+        Ok(Self {
+            local: recipe.clone(),
+            recipe,
+            begun: None,
+            snapshot: None,
+            sources: vec![],
+            file: path.to_owned(),
+            text,
+        })
     }
 
     /// Downloads the Hub repositories that the recipe names, except the backbone's weights, checks that all files exist, and sets the
@@ -80,9 +90,12 @@ impl LoadedRecipe {
         self.local.check_files(&mut findings);
         findings.into_result().map_err(RecipeError::Wrong)?;
         let config = config.expect("a backbone without mistakes");
-        let facts = FileFacts::of(&self.local, &config, device);
-        [&mut self.recipe, &mut self.local].into_iter().for_each(|recipe| recipe.fit_to(&facts, &text));
         let mut findings = Findings::new(&text);
+        let facts = match &self.begun {
+            Some(run) => FileFacts::of_run(run),
+            None => FileFacts::of(&self.local, &config, device, &mut findings),
+        };
+        [&mut self.recipe, &mut self.local].into_iter().for_each(|recipe| recipe.fit_to(&facts, &text));
         self.recipe.check_lengths(&mut findings); // with the defaults that depend on files
         findings.into_result().map_err(RecipeError::Wrong)
     }
@@ -97,12 +110,12 @@ impl LoadedRecipe {
         }
     }
 
-    /// Prepares to resume the run in `train.output_dir`: a `data.long_rows` that this recipe does not set is that of the run, which may have
-    /// begun with a version that cut long rows. Without such a run nothing changes.
-    pub fn keep_long_rows(&mut self) {
+    /// Prepares to resume the run in `train.output_dir`: where this recipe leaves out a key whose default depends on files, on the device or
+    /// on the version that the run began with (`data.long_rows`), it has the run's value. Without such a run nothing changes.
+    pub fn keep_defaults_of_its_run(&mut self) {
         let is_set = LocatedToml::parse(&self.file, &self.text).key("data.long_rows").is_some();
-        let begun = std::fs::read_to_string(self.recipe.train.output_dir.join(RECIPE)).ok();
-        if let (false, Some(begun)) = (is_set, begun.and_then(|text| Recipe::of_run(&text))) {
+        self.begun = Provenance::recipe_of(&self.recipe.train.output_dir).and_then(|text| Recipe::of_run(&text));
+        if let (false, Some(begun)) = (is_set, &self.begun) {
             for recipe in [&mut self.recipe, &mut self.local] {
                 recipe.data.long_rows = begun.data.long_rows;
             }

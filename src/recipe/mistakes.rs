@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use super::located::{LocatedToml, RecipeSpan};
 use crate::data::source::SourceError;
 use crate::model::config::ConfigError;
+use crate::model::weights::WeightsError;
 
 /// A mistake in a recipe.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +42,9 @@ pub enum Mistake {
     /// An invalid or unsupported config.json of the backbone.
     #[error("backbone.path: {0}")]
     Backbone(ConfigError),
+    /// Damaged weights of the backbone.
+    #[error("backbone.path: {0}")]
+    Weights(WeightsError),
     /// A key that requires another one.
     #[error("{key} needs {what}; add it, or remove {key}")]
     Needs { key: &'static str, what: &'static str },
