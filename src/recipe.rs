@@ -24,13 +24,13 @@ use crate::train::schedule::ScheduleConfig;
 mod checks;
 mod defaults;
 mod file_defaults;
-pub mod first;
 mod loaded;
 mod located;
 mod mistakes;
 mod named_files;
 mod optimizer;
 mod stage;
+pub mod starter;
 mod typed;
 
 pub use loaded::LoadedRecipe;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use medusa::data::Watch;
 use medusa::data::chat_template::TemplateChoice;
-use medusa::recipe::first::{FirstMachine, FirstRecipe, FirstRecipeError, FirstStage};
+use medusa::recipe::starter::{StarterMachine, StarterRecipe, StarterRecipeError, StarterStage};
 use medusa::recipe::{LoadedRecipe, Recipe};
 use medusa::train::checked::CheckedRun;
 use serde_json::Value;
@@ -101,6 +101,7 @@ fn adapters_rows_to_evaluate_on_and_json() {
     assert!(next.contains("--data HELD_OUT.jsonl "), "{next}");
     assert_eq!(written["placeholders"], serde_json::json!(["HELD_OUT.jsonl", "PROMPTS.jsonl"]));
     let recipe = small.read("first.toml");
+    assert!(!recipe.contains("]#"), "a comment after a long value: {recipe}");
     for line in ["[stage.medusa2.lora]\n", "validation_fraction = 0.1 ", "eval_every = ", "medusa_lr_multiplier = 4.0 "]
     {
         assert!(recipe.contains(line), "{line} in\n{recipe}");
@@ -138,12 +139,12 @@ fn less_memory_makes_smaller_runs() {
     let rows: String = (0..400).map(|row| format!("{{\"input_ids\": {:?}}}\n", vec![row % 40; 60])).collect();
     small.write("rows.jsonl", rows);
     let inside = |name: &str| small.path(name).display().to_string();
-    let first = FirstRecipe {
+    let first = StarterRecipe {
         backbone: inside("backbone"),
         data: vec![inside("rows.jsonl")],
         validation: vec![],
         chat_template: TemplateChoice::default(),
-        stage: FirstStage::Medusa2,
+        stage: StarterStage::Medusa2,
         train_command: "medusa-train first.toml".into(),
     };
     let file = Path::new("first.toml");
@@ -151,7 +152,7 @@ fn less_memory_makes_smaller_runs() {
     loaded.fetch(Device::Cpu, &|_| ()).expect("local files");
     let checked = CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows");
     let fitted = |free: Option<u64>| {
-        let machine = FirstMachine { device: Device::Cpu, name: "cpu".into(), free_bytes: free };
+        let machine = StarterMachine { device: Device::Cpu, name: "cpu".into(), free_bytes: free };
         first.fitted(file, &loaded.recipe, &checked, &machine)
     };
     let unlimited = fitted(None).expect("a recipe");
@@ -173,6 +174,6 @@ fn less_memory_makes_smaller_runs() {
     for text in &texts {
         Recipe::parse(file, text).unwrap_or_else(|error| panic!("{error}"));
     }
-    assert!(matches!(too_large, FirstRecipeError::TooLarge { .. }), "{too_large}");
+    assert!(matches!(too_large, StarterRecipeError::TooLarge { .. }), "{too_large}");
     assert!(too_large.to_string().contains("or --stage medusa1"), "{too_large}");
 }

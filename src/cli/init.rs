@@ -1,4 +1,4 @@
-//! `medusa init`: writes a first recipe that fits the machine.
+//! `medusa init`: writes a starter recipe that fits the machine.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::files::write_atomic;
 use crate::formats::run_folder::{CALIBRATION, FINAL, TREE};
 use crate::hub::id;
 use crate::nvidia::device::Gpu;
-use crate::recipe::first::{FirstMachine, FirstRecipe, FirstStage};
+use crate::recipe::starter::{StarterMachine, StarterRecipe, StarterStage};
 use crate::recipe::{LoadedRecipe, Recipe, RecipeError};
 use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
@@ -74,21 +74,21 @@ pub enum StageName {
 /// An error in the backbone or the data, a recipe that exists, or a machine that is too small.
 pub fn run(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> {
     check_arguments(args, common)?;
-    let first = FirstRecipe {
+    let starter = StarterRecipe {
         backbone: args.backbone.clone(),
         data: args.data.clone(),
         validation: args.validation.clone(),
         chat_template: args.chat_template.clone(),
         stage: match args.stage {
-            StageName::Medusa1 => FirstStage::Medusa1,
-            StageName::Medusa2 => FirstStage::Medusa2,
+            StageName::Medusa1 => StarterStage::Medusa1,
+            StageName::Medusa2 => StarterStage::Medusa2,
         },
         train_command: train_command(args, common),
     };
-    check_run_folder(&args.out, &first)?;
+    check_run_folder(&args.out, &starter)?;
     let machine = machine(common)?;
-    let (shortest, checked) = checked(args, first.shortest(), machine.device, common)?;
-    let fitted = first.fitted(&args.out, &shortest.recipe, &checked, &machine)?;
+    let (shortest, checked) = checked(args, starter.shortest(), machine.device, common)?;
+    let fitted = starter.fitted(&args.out, &shortest.recipe, &checked, &machine)?;
     drop(checked);
     let (recipe, checked) = self::checked(args, fitted.text.clone(), machine.device, common)?; // as --check reads it
     write_atomic(&args.out, |out| out.write_all(fitted.text.as_bytes()))
@@ -169,15 +169,15 @@ fn check_arguments(args: &InitArgs, common: &CommonFlags) -> anyhow::Result<()> 
 }
 
 /// The run's folder has the recipe's name: it must be free, too.
-fn check_run_folder(out: &Path, first: &FirstRecipe) -> anyhow::Result<()> {
-    let run = Recipe::parse(out, &first.shortest())?.train.output_dir;
+fn check_run_folder(out: &Path, starter: &StarterRecipe) -> anyhow::Result<()> {
+    let run = Recipe::parse(out, &starter.shortest())?.train.output_dir;
     let (out, shown) = (out.display(), run.display());
     let taken =
         |_| UsageError(format!("--out {out}: its run would be in {shown}, which holds another run; name another file"));
     Ok(check_output_dir(&run, false).map_err(taken)?)
 }
 
-fn machine(common: &CommonFlags) -> anyhow::Result<FirstMachine> {
+fn machine(common: &CommonFlags) -> anyhow::Result<StarterMachine> {
     let device = common.device.resolve()?;
     let free_bytes = match device {
         Device::Cpu => memory::machine().map(|(_, available)| available),
@@ -191,7 +191,7 @@ fn machine(common: &CommonFlags) -> anyhow::Result<FirstMachine> {
             }
         },
     };
-    Ok(FirstMachine { device, name: device_name(device), free_bytes })
+    Ok(StarterMachine { device, name: device_name(device), free_bytes })
 }
 
 /// Reads a recipe's text and its rows.

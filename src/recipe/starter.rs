@@ -1,4 +1,4 @@
-//! A first recipe for a backbone, data and a machine, with comments: what `medusa init` writes.
+//! A starter recipe for a backbone, data and a machine, with comments: what `medusa init` writes.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -33,7 +33,7 @@ const FEWEST_TO_SPLIT: usize = 20;
 
 /// What is trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FirstStage {
+pub enum StarterStage {
     /// Heads on the frozen backbone.
     Medusa1,
     /// Heads and adapters on the backbone.
@@ -42,7 +42,7 @@ pub enum FirstStage {
 
 /// The user's choices.
 #[derive(Debug, Clone)]
-pub struct FirstRecipe {
+pub struct StarterRecipe {
     /// Path or Hub id.
     pub backbone: String,
     /// Paths, globs or Hub ids.
@@ -50,14 +50,14 @@ pub struct FirstRecipe {
     /// Rows to evaluate on, likewise; without any a part of `data` is held out.
     pub validation: Vec<String>,
     pub chat_template: TemplateChoice,
-    pub stage: FirstStage,
+    pub stage: StarterStage,
     /// The command that trains it, as a shell reads it.
     pub train_command: String,
 }
 
 /// The machine that the recipe is for.
 #[derive(Debug, Clone)]
-pub struct FirstMachine {
+pub struct StarterMachine {
     pub device: Device,
     /// In words.
     pub name: String,
@@ -74,7 +74,7 @@ pub struct FittedRecipe {
 
 /// Why there is no recipe.
 #[derive(Debug, thiserror::Error)]
-pub enum FirstRecipeError {
+pub enum StarterRecipeError {
     #[error(transparent)]
     Recipe(#[from] RecipeError),
     /// Not even the smallest run fits.
@@ -99,7 +99,7 @@ struct Savings {
 
 /// Numbers that follow from the rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Pace {
+struct RunLength {
     batch: usize,
     epochs: usize,
     warmup_steps: usize,
@@ -109,7 +109,7 @@ struct Pace {
     save_every: usize,
 }
 
-impl FirstStage {
+impl StarterStage {
     fn name(self) -> &'static str {
         match self {
             Self::Medusa1 => "Medusa-1",
@@ -129,12 +129,12 @@ impl FirstStage {
     }
 }
 
-impl FirstRecipe {
+impl StarterRecipe {
     /// The keys that every recipe has, for reading the rows.
     pub fn shortest(&self) -> String {
         let stage = match self.stage {
-            FirstStage::Medusa1 => "[stage.medusa1]",
-            FirstStage::Medusa2 => "[stage.medusa2.lora]",
+            StarterStage::Medusa1 => "[stage.medusa1]",
+            StarterStage::Medusa2 => "[stage.medusa2.lora]",
         };
         let (path, train, template) = (quoted(&self.backbone), list(&self.data), self.template());
         let validation = match &self.validation[..] {
@@ -147,26 +147,26 @@ impl FirstRecipe {
     }
 
     /// The recipe with the fewest savings that fits into the machine's memory, and the largest micro batch with these. `checked` is the run of
-    /// [`FirstRecipe::shortest`], read as `first`.
+    /// [`StarterRecipe::shortest`], read as `shortest`.
     ///
     /// # Errors
-    /// [`FirstRecipeError`].
+    /// [`StarterRecipeError`].
     pub fn fitted(
         &self,
         file: &Path,
-        first: &Recipe,
+        shortest: &Recipe,
         checked: &CheckedRun,
-        machine: &FirstMachine,
-    ) -> Result<FittedRecipe, FirstRecipeError> {
+        machine: &StarterMachine,
+    ) -> Result<FittedRecipe, StarterRecipeError> {
         let rows = checked.train_report.counts.rows;
         let validation_fraction = if self.validation.is_empty() { held_out(rows) } else { None };
-        let pace = Pace::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
-        let largest = (TOKENS_OF_A_PASS / first.data.max_length.get()).max(1);
-        let micro_batches: Vec<usize> = (0..=pace.batch.ilog2()).rev().map(|power| 1 << power).collect();
+        let length = RunLength::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
+        let largest = (TOKENS_OF_A_PASS / shortest.data.max_length.get()).max(1);
+        let micro_batches: Vec<usize> = (0..=length.batch.ilog2()).rev().map(|power| 1 << power).collect();
         let mut smallest = u64::MAX;
         for savings in self.stage.ladder() {
             for &micro_batch in micro_batches.iter().filter(|&&micro_batch| micro_batch <= largest) {
-                let text = self.text(first, &Choice { savings, micro_batch, pace, validation_fraction }, machine);
+                let text = self.text(shortest, &Choice { savings, micro_batch, length, validation_fraction }, machine);
                 let plan = Recipe::parse(file, &text)?.plan(machine.device);
                 let peak_bytes = checked.memory_of(&plan).peak_bytes();
                 smallest = smallest.min(peak_bytes);
@@ -176,29 +176,29 @@ impl FirstRecipe {
             }
         }
         let advice = match self.stage {
-            FirstStage::Medusa1 => "",
-            FirstStage::Medusa2 => ", or --stage medusa1",
+            StarterStage::Medusa1 => "",
+            StarterStage::Medusa2 => ", or --stage medusa1",
         };
         let (stage, name, free) = (self.stage.name(), machine.name.clone(), machine.free_bytes.unwrap_or_default());
-        Err(FirstRecipeError::TooLarge { stage, name, needed: smallest, free, advice })
+        Err(StarterRecipeError::TooLarge { stage, name, needed: smallest, free, advice })
     }
 
     fn template(&self) -> String {
         quoted(&String::from(self.chat_template.clone()))
     }
 
-    fn text(&self, first: &Recipe, choice: &Choice, machine: &FirstMachine) -> String {
+    fn text(&self, shortest: &Recipe, choice: &Choice, machine: &StarterMachine) -> String {
         let mut out = self.head(machine);
         let mut table = |name: &str, lines: &[Line]| {
             let lines = lines.iter().map(|(line, comment)| match *comment {
                 "" => format!("{line}\n"),
-                comment => format!("{line:<36}# {comment}\n"),
+                comment => format!("{line:<35} # {comment}\n"),
             });
             let _ = write!(out, "\n[{name}]\n{}", lines.collect::<String>()); // a String takes any text
         };
-        table("backbone", &self.backbone_lines(first, choice));
-        table("heads", &heads_lines(first, choice));
-        match &first.stage {
+        table("backbone", &self.backbone_lines(shortest, choice));
+        table("heads", &heads_lines(shortest, choice));
+        match &shortest.stage {
             Stage::Medusa1(_) => table("stage.medusa1", &[]),
             Stage::Medusa2(config) => {
                 let coefficient = format!("medusa_heads_coefficient = {:?}", config.medusa_heads_coefficient.get());
@@ -206,19 +206,19 @@ impl FirstRecipe {
                 config.lora.iter().for_each(|lora| table("stage.medusa2.lora", &lora_lines(lora)));
             }
         }
-        table("data", &self.data_lines(first, choice));
-        table("optimizer", &optimizer_lines(first, choice));
-        let warmup = format!("warmup_steps = {}", choice.pace.warmup_steps);
+        table("data", &self.data_lines(shortest, choice));
+        table("optimizer", &optimizer_lines(shortest, choice));
+        let warmup = format!("warmup_steps = {}", choice.length.warmup_steps);
         table("schedule", &[("name = \"cosine\"".into(), ""), (warmup, "optimizer steps from 0 to learning_rate")]);
-        table("train", &self.train_lines(first, choice));
+        table("train", &self.train_lines(shortest, choice));
         out
     }
 
-    fn head(&self, machine: &FirstMachine) -> String {
+    fn head(&self, machine: &StarterMachine) -> String {
         let train = &self.train_command;
         let what = match self.stage {
-            FirstStage::Medusa1 => "Medusa-1: trains heads; the backbone stays as it is",
-            FirstStage::Medusa2 => "Medusa-2: trains heads and adapters of the backbone",
+            StarterStage::Medusa1 => "Medusa-1: trains heads; the backbone stays as it is",
+            StarterStage::Medusa2 => "Medusa-2: trains heads and adapters of the backbone",
         };
         let memory =
             machine.free_bytes.map_or_else(|| "unknown".into(), |free| format!("{:.1} GiB", free as f64 / GIB));
@@ -229,10 +229,10 @@ impl FirstRecipe {
         )
     }
 
-    fn backbone_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
+    fn backbone_lines(&self, shortest: &Recipe, choice: &Choice) -> Vec<Line> {
         let mut lines = vec![
             (format!("path = {}", quoted(&self.backbone)), ""),
-            (format!("dtype = \"{}\"", first.backbone.dtype), "what it computes in"),
+            (format!("dtype = \"{}\"", shortest.backbone.dtype), "what it computes in"),
         ];
         if choice.savings.nf4 {
             lines.push(("quantization = \"nf4\"".into(), "4-bit weights, to fit into the memory"));
@@ -240,7 +240,7 @@ impl FirstRecipe {
         lines
     }
 
-    fn data_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
+    fn data_lines(&self, shortest: &Recipe, choice: &Choice) -> Vec<Line> {
         let mut lines = vec![(format!("train = {}", list(&self.data)), "")];
         lines.push(match (choice.validation_fraction, &self.validation[..]) {
             (Some(part), _) => (format!("validation_fraction = {part}"), "held out, for evaluations during the run"),
@@ -250,22 +250,22 @@ impl FirstRecipe {
         if self.chat_template != TemplateChoice::Tokenizer {
             lines.push((format!("chat_template = {}", self.template()), "renders conversations"));
         }
-        lines.push((format!("max_length = {}", first.data.max_length), "tokens per sequence"));
+        lines.push((format!("max_length = {}", shortest.data.max_length), "tokens per sequence"));
         lines
     }
 
-    fn train_lines(&self, first: &Recipe, choice: &Choice) -> Vec<Line> {
-        let Choice { savings, micro_batch, pace, validation_fraction } = *choice;
-        let accumulated = pace.batch / micro_batch;
+    fn train_lines(&self, shortest: &Recipe, choice: &Choice) -> Vec<Line> {
+        let Choice { savings, micro_batch, length, validation_fraction } = *choice;
+        let accumulated = length.batch / micro_batch;
         let mut lines = vec![
-            (format!("output_dir = {}", quoted(&first.train.output_dir.to_string_lossy())), ""),
-            (format!("epochs = {}", pace.epochs), "raise it and --resume to train longer"),
+            (format!("output_dir = {}", quoted(&shortest.train.output_dir.to_string_lossy())), ""),
+            (format!("epochs = {}", length.epochs), "raise it and --resume to train longer"),
             (format!("micro_batch_size = {micro_batch}"), "sequences in memory at a time"),
             (format!("gradient_accumulation_steps = {accumulated}"), "micro batches per optimizer step"),
-            (format!("save_every = {}", pace.save_every), "optimizer steps between checkpoints"),
+            (format!("save_every = {}", length.save_every), "optimizer steps between checkpoints"),
         ];
         if validation_fraction.is_some() || !self.validation.is_empty() {
-            lines.push((format!("eval_every = {}", pace.eval_every), "and between evaluations"));
+            lines.push((format!("eval_every = {}", length.eval_every), "and between evaluations"));
         }
         if savings.recompute {
             lines.push(("recompute = true".into(), "slower, and fits into the memory"));
@@ -281,14 +281,14 @@ type Line = (String, &'static str);
 struct Choice {
     savings: Savings,
     micro_batch: usize,
-    pace: Pace,
+    length: RunLength,
     validation_fraction: Option<f64>,
 }
 
-fn heads_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
+fn heads_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
     let mut lines = vec![
-        (format!("medusa_num_heads = {}", first.heads.medusa_num_heads), "tokens guessed beyond the next one"),
-        (format!("medusa_num_layers = {}", first.heads.medusa_num_layers), ""),
+        (format!("medusa_num_heads = {}", shortest.heads.medusa_num_heads), "tokens guessed beyond the next one"),
+        (format!("medusa_num_layers = {}", shortest.heads.medusa_num_layers), ""),
     ];
     if choice.savings.shared_lm_head {
         lines.push(("shared_lm_head = true".into(), "no projections of their own, to fit"));
@@ -296,9 +296,9 @@ fn heads_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
     lines
 }
 
-fn optimizer_lines(first: &Recipe, choice: &Choice) -> Vec<Line> {
-    let mut lines = vec![(format!("learning_rate = {}", first.optimizer.learning_rate.get()), "peak rate")];
-    if let Some(multiplier) = first.optimizer.medusa_lr_multiplier {
+fn optimizer_lines(shortest: &Recipe, choice: &Choice) -> Vec<Line> {
+    let mut lines = vec![(format!("learning_rate = {}", shortest.optimizer.learning_rate.get()), "peak rate")];
+    if let Some(multiplier) = shortest.optimizer.medusa_lr_multiplier {
         let comment = "the heads' rate ÷ the adapters'";
         lines.push((format!("medusa_lr_multiplier = {:?}", multiplier.get()), comment));
     }
@@ -322,7 +322,7 @@ fn held_out(rows: usize) -> Option<f64> {
     (rows >= FEWEST_TO_SPLIT).then(|| format!("{part:.0e}").parse().expect("a number"))
 }
 
-impl Pace {
+impl RunLength {
     /// `held_out`: the part that is not trained on.
     fn of(sequences: usize, held_out: f64) -> Self {
         let training = (sequences as f64 * (1.0 - held_out)).ceil() as usize;
@@ -355,24 +355,25 @@ mod tests {
 
     #[test]
     fn batches_and_epochs_follow_the_number_of_sequences() {
-        let pace = |rows, sequences| {
+        let length = |rows, sequences| {
             let part = held_out(rows);
-            let Pace { batch, epochs, warmup_steps, eval_every, save_every } = Pace::of(sequences, part.unwrap_or(0.0));
+            let RunLength { batch, epochs, warmup_steps, eval_every, save_every } =
+                RunLength::of(sequences, part.unwrap_or(0.0));
             (batch, epochs, warmup_steps, eval_every, save_every, part)
         };
-        assert_eq!(pace(1_000_000, 1_000_000), (64, 2, 40, 3125, 200, Some(0.0001)));
-        assert_eq!(pace(60_000, 20_000), (64, 2, 40, 63, 63, Some(0.002)));
-        assert_eq!(pace(2_000, 450), (4, 2, 22, 22, 22, Some(0.05)));
-        assert_eq!(pace(100, 30), (1, 8, 22, 22, 22, Some(0.1)));
-        assert_eq!(pace(3, 1), (1, 20, 2, 2, 2, None));
+        assert_eq!(length(1_000_000, 1_000_000), (64, 2, 40, 3125, 200, Some(0.0001)));
+        assert_eq!(length(60_000, 20_000), (64, 2, 40, 63, 63, Some(0.002)));
+        assert_eq!(length(2_000, 450), (4, 2, 22, 22, 22, Some(0.05)));
+        assert_eq!(length(100, 30), (1, 8, 22, 22, 22, Some(0.1)));
+        assert_eq!(length(3, 1), (1, 20, 2, 2, 2, None));
     }
 
     #[test]
     fn only_medusa_2_recomputes() {
-        let medusa1 = FirstStage::Medusa1.ladder();
+        let medusa1 = StarterStage::Medusa1.ladder();
         assert_eq!(medusa1.len(), 4, "nothing of a frozen backbone is recomputed");
         assert!(medusa1.iter().all(|savings| !savings.recompute));
-        let medusa2 = FirstStage::Medusa2.ladder();
+        let medusa2 = StarterStage::Medusa2.ladder();
         assert!(medusa2.len() == 5 && medusa2[3..].iter().all(|savings| savings.nf4 && savings.recompute));
     }
 }
