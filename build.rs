@@ -93,9 +93,6 @@ fn add_files(folder: &Path, files: &mut Vec<PathBuf>) {
 fn libtorch_search_paths() {
     println!("cargo:rerun-if-env-changed=LIBTORCH");
     let os = std::env::var("CARGO_CFG_TARGET_OS").expect("cargo sets CARGO_CFG_TARGET_OS");
-    if os == "windows" {
-        return;
-    }
     let origin = if os == "macos" { "@loader_path" } else { "$ORIGIN" };
     let beside = [
         format!("{origin}/../lib"), // an unpacked release: <prefix>/bin and <prefix>/lib

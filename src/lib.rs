@@ -40,6 +40,9 @@
 //! `V` vocabulary, `K` Medusa heads, `Q` query heads, `G` key/value heads, `D` head size.
 //! A tensor's name ends in its axes: `hidden_bth` is `[B, T, H]`.
 
+#[cfg(not(unix))]
+compile_error!("medusa-train runs on Linux and macOS; on Windows, build it in WSL");
+
 pub mod calibrate;
 pub mod cli;
 pub mod cpu;
