@@ -472,6 +472,9 @@ fn logprobs_are_of_the_new_tokens_and_of_the_likeliest() {
             token["logprob"].as_f64() >= token["top_logprobs"][1]["logprob"].as_f64() && token["token"].is_string()
         );
     }
+    let tokens: String = logprobs.iter().map(|token| token["token"].as_str().unwrap()).collect();
+    let text = greedy["text"].as_str().unwrap();
+    assert!(!text.trim().is_empty() && tokens.trim_start().starts_with(text.trim_start()), "{tokens:?}, {text:?}");
     let of_one = ["--temperature", "1.5", "--top-k", "1", "--acceptance", "rejection", "--max-new-tokens", "4"];
     let hot = world.json(&[&PLAIN[..], &of_one, &["--logprobs", "0"]].concat()).remove(0);
     assert_eq!(hot["new_ids"], greedy["new_ids"], "the likeliest token alone");

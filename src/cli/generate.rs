@@ -145,15 +145,17 @@ impl Answers<'_> {
         Ok(told.text_alone)
     }
 
-    /// Each new token beside the likeliest ones.
+    /// Each new token beside the likeliest ones. Their texts are those that follow the tokens before them: with the space before a word.
     fn logprobs(&self, prompt: &[i64], new_ids: &[i64], count: usize) -> anyhow::Result<Value> {
-        let named = |id: i64, log_p: f64| -> anyhow::Result<Value> {
-            Ok(json!({"id": id, "token": self.decoder.tokenizer.decode(&narrow(&[id]), false)?, "logprob": log_p}))
-        };
+        let mut stream = self.decoder.tokenizer.stream_after(&narrow(prompt));
         let scored = |token: &ScoredToken| -> anyhow::Result<Value> {
+            let named = |id: i64, log_p: f64| -> anyhow::Result<Value> {
+                Ok(json!({"id": id, "token": stream.text_of(narrow(&[id])[0])?, "logprob": log_p}))
+            };
             let mut of_token = named(token.id, token.log_p)?;
             let likeliest = token.likeliest.iter().map(|&(id, log_p)| named(id, log_p));
             of_token["top_logprobs"] = likeliest.collect::<anyhow::Result<_>>()?;
+            stream.push(narrow(&[token.id])[0])?;
             Ok(of_token)
         };
         likelihood::scored(&self.decoder.backbone, prompt, new_ids, count)?.iter().map(scored).collect()

@@ -209,7 +209,7 @@ impl TextTokenizer {
 /// The window of Hugging Face's text-generation-inference: decode the piece together with the one before it, because a
 /// decoder treats a first token in its own way. (The tokenizers crate's `DecodeStream` fails where a byte token makes the
 /// bytes before it invalid, and loses a space after a special token.)
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     /// The ids of the last emitted piece and of everything after it.
@@ -232,6 +232,18 @@ impl TextStream<'_> {
         self.ids.drain(..self.told);
         self.told = self.ids.len();
         Ok(Some(piece))
+    }
+
+    /// What [`TextStream::push`] would return for this id, as text: a special token as it is written, and nothing for an incomplete
+    /// character.
+    ///
+    /// # Errors
+    /// The library's own.
+    pub fn text_of(&self, id: i32) -> Result<String, TokenizeError> {
+        if self.tokenizer.is_special(id) {
+            return self.tokenizer.decode(&[id], false);
+        }
+        Ok(self.clone().push(id)?.unwrap_or_default())
     }
 
     /// What is left: an incomplete character shows as U+FFFD.
