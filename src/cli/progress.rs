@@ -37,29 +37,33 @@ struct Work {
     /// What was done before `began`.
     before: u64,
     began: Instant,
-    /// When `done` last changed.
+    /// When `done` last changed, and how often it has.
     advanced: Instant,
+    advances: u32,
 }
 
 impl Work {
     fn advance(&mut self, done: u64, text: String) {
         if done < self.done {
-            *self = Self { before: done, began: Instant::now(), ..self.clone() }; // another file, or parts that were lost
+            *self = Self { before: done, began: Instant::now(), advances: 0, ..self.clone() }; // another file, or parts that were lost
         }
         if done != self.done {
             self.advanced = Instant::now();
+            self.advances += 1;
         }
         (self.done, self.text) = (done, text);
     }
 
-    /// Estimated time left at `now`; `None` before the first result.
+    /// Estimated time left at `now`; `None` before the first result. It runs down until the next result is due, and grows while that is late.
     fn left(&self, now: Instant) -> Option<Duration> {
         let (made, to_make) = (self.done - self.before, self.total.saturating_sub(self.done));
         if made == 0 || to_make == 0 {
             return None;
         }
-        let whole = self.advanced.duration_since(self.began).mul_f64(to_make as f64 / made as f64);
-        Some(whole.saturating_sub(now.duration_since(self.advanced)))
+        let (took, since) = (self.advanced.duration_since(self.began), now.duration_since(self.advanced));
+        let times = to_make as f64 / made as f64;
+        let is_late = since > took / self.advances.max(1);
+        Some(if is_late { (took + since).mul_f64(times) } else { took.mul_f64(times).saturating_sub(since) })
     }
 
     /// The time left; before the first result the time so far, and after the last one the time of all.
@@ -92,7 +96,8 @@ impl Progress {
 
     fn drawn_as(template: &str, [total, before]: [u64; 2], text: impl Into<String>, common: &CommonFlags) -> Self {
         let (now, text) = (Instant::now(), text.into());
-        let work = Arc::new(Mutex::new(Work { text, done: before, total, before, began: now, advanced: now }));
+        let work =
+            Arc::new(Mutex::new(Work { text, done: before, total, before, began: now, advanced: now, advances: 0 }));
         let is_piped = !io::stderr().is_terminal() && !common.quiet;
         let lines = is_piped.then(|| {
             let (work, common) = (Arc::clone(&work), common.clone());
@@ -113,7 +118,7 @@ impl Progress {
     pub(super) fn begin_at(&self, done: u64) {
         let mut work = locked(&self.work);
         let now = Instant::now();
-        *work = Work { done, before: done, began: now, advanced: now, ..work.clone() };
+        *work = Work { done, before: done, began: now, advanced: now, advances: 0, ..work.clone() };
     }
 
     /// Changes the number of units.
@@ -239,7 +244,7 @@ mod tests {
     fn work(done: u64, total: u64, seconds: u64) -> (Work, Instant) {
         let began = Instant::now();
         let advanced = began + Duration::from_secs(seconds);
-        (Work { text: "5/60 rows".into(), done, total, before: 0, began, advanced }, advanced)
+        (Work { text: "5/60 rows".into(), done, total, before: 0, began, advanced, advances: done as u32 }, advanced)
     }
 
     fn line(work: &Work, after: Instant, seconds: u64) -> String {
@@ -247,12 +252,18 @@ mod tests {
     }
 
     #[test]
-    fn the_time_left_follows_from_what_is_done_and_runs_down_meanwhile() {
+    fn the_time_left_runs_down_until_the_next_result_is_late_and_grows_then() {
         let (some, now) = work(5, 60, 10);
         assert_eq!(line(&some, now, 0), "5/60 rows, 1 min 50 s left");
-        assert_eq!(line(&some, now, 20), "5/60 rows, 1 min 30 s left");
-        assert_eq!(line(&some, now, 500), "5/60 rows, less than 1 s left");
+        assert_eq!(line(&some, now, 2), "5/60 rows, 1 min 48 s left");
+        assert_eq!(line(&some, now, 10), "5/60 rows, 3 min 40 s left");
+        assert_eq!(line(&some, now, 500), "5/60 rows, 1 h 33 min left");
+        let (last, now) = work(59, 60, 59);
+        assert_eq!(line(&last, now, 59), "5/60 rows, 2 s left");
+        let by_bytes = Work { done: 1 << 20, total: 2 << 20, advances: 2, ..last };
+        assert_eq!(line(&by_bytes, now, 20), "5/60 rows, 39 s left", "a portion takes 29.5 s");
         let resumed = Work { before: 3, ..some };
+        let now = resumed.advanced;
         assert_eq!(line(&resumed, now, 0), "5/60 rows, 4 min 35 s left", "of the two that this run has done");
     }
 
