@@ -48,6 +48,15 @@ pub enum HubError {
         /// Files of the repository.
         holds: Vec<String>,
     },
+    /// A split without a config, in a repository with several.
+    #[error("{id} has several configs with data files of split {split:?}: {}; name one, such as {id}:{}:{split}", configs.join(", "), configs[0])]
+    SeveralConfigs {
+        /// Repository and revision.
+        id: String,
+        split: String,
+        /// Folders that hold files of the split.
+        configs: Vec<String>,
+    },
     /// Weights in an unsupported format such as GGUF.
     #[error(
         "{id} has only {found} weights, but safetensors or pytorch_model.bin are needed: convert them, or use a revision that has them"

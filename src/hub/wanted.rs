@@ -44,6 +44,8 @@ const CONFIG: &str = "config.json";
 /// Heads in the original code's format, a pickle that can run code when Python reads it. Fetched only if there are no
 /// others.
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
+/// The config of a data set that names none.
+const DEFAULT: &str = "default";
 const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
 
 /// The index of sharded weights, as far as it is read.
@@ -143,7 +145,11 @@ fn heads(names: &[String]) -> Vec<String> {
 }
 
 fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubError> {
-    let rows = || names.iter().filter(|name| is_rows(name) && id.part.as_ref().is_none_or(|part| is_of(part, name)));
+    let of_part = match &id.part {
+        Some(part) => of_part(id, part, names)?,
+        None => names.iter().filter(|name| is_rows(name)).collect(),
+    };
+    let rows = || of_part.iter().copied();
     let holds = || rows().cloned().collect::<Vec<_>>();
     let named = |split: &[&str]| rows().filter(|name| source::has_word(name, split)).cloned().collect::<Vec<_>>();
     let validation = || Some(named(&VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&["test"]));
@@ -179,16 +185,56 @@ fn is_rows(name: &str) -> bool {
     !name.starts_with('.') && source::is_data(name) && !name.to_lowercase().ends_with(".txt")
 }
 
-/// Whether a file belongs to a config and a split, as the Hub lays them out: `config/split-00000-of-00001.parquet`,
-/// `config/split/0000.parquet`, `data/split-…`. The config named `default` has no folder where there are no others.
-fn is_of(part: &DataPart, name: &str) -> bool {
-    let (folders, _) = name.rsplit_once('/').unwrap_or_default();
-    let is_config = |config: &String| {
-        config == "default" && !folders.contains("default") || folders.split('/').any(|folder| folder == config)
-    };
+/// The files of a config and a split, as the Hub lays them out: `config/split-00000-of-00001.parquet`, `config/split/0000.parquet`,
+/// `data/split-…`.
+fn of_part<'n>(id: &Id, part: &DataPart, names: &'n [String]) -> Result<Vec<&'n String>, HubError> {
     let is_letter = |c: char| c.is_alphanumeric() || c == '_';
-    let is_split = |split: &String| name.split(|c: char| !is_letter(c)).any(|word| word == split);
-    part.config.as_ref().is_none_or(is_config) && part.split.as_ref().is_none_or(is_split)
+    let is_split = |split: &String, name: &str| name.split(|c: char| !is_letter(c)).any(|word| word == split);
+    let of_split = |name: &&String| is_rows(name) && part.split.as_ref().is_none_or(|split| is_split(split, name));
+    let of_split: Vec<&String> = names.iter().filter(of_split).collect();
+    let of = |config: &str| -> Vec<&String> {
+        of_split.iter().copied().filter(|name| folders(name).any(|folder| folder == config)).collect()
+    };
+    match &part.config {
+        Some(config) if config != DEFAULT => Ok(of(config)),
+        config => match of(DEFAULT) {
+            found if found.is_empty() => without_config(id, part, config.is_some(), of_split),
+            found => Ok(found),
+        },
+    }
+}
+
+/// The config `default` where no folder has its name: the files in no config's folder. Where a split was asked for alone and there are
+/// none, those of the only config.
+fn without_config<'n>(
+    id: &Id,
+    part: &DataPart,
+    is_named: bool,
+    of_split: Vec<&'n String>,
+) -> Result<Vec<&'n String>, HubError> {
+    let config = |name: &&String| config_of(name, part.split.as_deref()).map(str::to_owned);
+    let configs: BTreeSet<String> = of_split.iter().filter_map(config).collect();
+    let outside: Vec<&String> = of_split.iter().copied().filter(|name| config(name).is_none()).collect();
+    match (&part.split, configs.len()) {
+        _ if is_named || !outside.is_empty() => Ok(outside),
+        (Some(split), 2..) => {
+            let (id, split) = (Id { part: None, ..id.clone() }.to_string(), split.clone());
+            Err(HubError::SeveralConfigs { id, split, configs: configs.into_iter().collect() })
+        }
+        _ => Ok(of_split),
+    }
+}
+
+/// The first folder that is neither `data` nor named after a split.
+fn config_of<'n>(name: &'n str, split: Option<&str>) -> Option<&'n str> {
+    let is_split =
+        |folder: &str| VALIDATION.contains(&folder) || ["train", "test"].contains(&folder) || Some(folder) == split;
+    folders(name).find(|folder| *folder != "data" && !is_split(folder))
+}
+
+fn folders(name: &str) -> impl Iterator<Item = &str> {
+    let (folders, _) = name.rsplit_once('/').unwrap_or_default();
+    folders.split('/').filter(|folder| !folder.is_empty())
 }
 
 fn words(part: &DataPart) -> String {
@@ -317,6 +363,19 @@ mod tests {
         assert_eq!(
             of("en:test", "en/test/0000.parquet en/train/0000.parquet", DataSplit::Train).unwrap(),
             "en/test/0000.parquet"
+        );
+        let error = of(":train", gsm, DataSplit::Train).unwrap_err();
+        let expected = "no-such-owner/name has several configs with data files of split \"train\": main, socratic; name one, such as \
+                        no-such-owner/name:main:train";
+        assert_eq!(error, expected);
+        assert_eq!(of(":test", gsm, DataSplit::Train).unwrap(), "main/test-00000-of-00001.parquet", "the only config");
+        assert!(of("default:train", gsm, DataSplit::Train).unwrap_err().contains("no data files of config"));
+        let folder = "default/train/0.parquet my_default_x/train/0.parquet";
+        assert_eq!(of(":train", folder, DataSplit::Train).unwrap(), "default/train/0.parquet");
+        assert_eq!(of("default", folder, DataSplit::Train).unwrap(), "default/train/0.parquet");
+        assert_eq!(
+            of(":train", "data/train/0.parquet x/train/0.parquet", DataSplit::Train).unwrap(),
+            "data/train/0.parquet"
         );
         let error = of("xx:train", gsm, DataSplit::Train).unwrap_err();
         assert!(
