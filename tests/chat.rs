@@ -299,13 +299,22 @@ fn calls_beside_the_content_are_not_learned_from_columns_either() {
         (field("content"), column(|turn| turn.1)),
         (field("tool_calls"), calls),
     ];
-    let structs = StructArray::from(columns);
-    let item = Arc::new(Field::new_list_field(structs.data_type().clone(), true));
-    let list = ListArray::new(item, OffsetBuffer::from_lengths([turns.len()]), Arc::new(structs), None);
+    let one_row = |values: ArrayRef| {
+        let item = Arc::new(Field::new_list_field(values.data_type().clone(), true));
+        ListArray::new(item, OffsetBuffer::from_lengths([values.len()]), values, None)
+    };
+    let lists = columns.iter().map(|(field, values)| {
+        let list: ArrayRef = Arc::new(one_row(values.clone()));
+        (Arc::new(Field::new(field.name(), list.data_type().clone(), true)), list)
+    });
+    let struct_of_lists = StructArray::from(lists.collect::<Vec<_>>());
+    let list = one_row(Arc::new(StructArray::from(columns)));
     let world = World::new(&tiny(), "zephyr");
     let path = world.folder.path().join("rows.parquet");
     write_parquet(&path, vec![("messages", Arc::new(list))]);
     let (rows, _) = world.load(&path).expect("a row");
+    write_parquet(&path, vec![("messages", Arc::new(struct_of_lists))]);
+    assert_eq!(world.load(&path).expect("a row").0, rows);
     let learned: Vec<i32> = rows[0].labels.iter().copied().filter(|label| *label != IGNORE).collect();
     let text = |ids: &[i32]| world.tokenizer.decode(ids, false).expect("known ids");
     assert_eq!(text(&learned).trim(), "It is 3.<|end|>");

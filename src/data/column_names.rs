@@ -19,7 +19,11 @@ const FORMS: [(&[&str], &[&str]); 4] = [
     (&["instruction", "output"], &["input"]),
 ];
 
-/// `data.columns` in a recipe and `--columns` on the command line. Rows are read from these columns alone.
+/// What a chat template takes beside the messages: read under these names where a row has them.
+const TEMPLATE_INPUTS: [&str; 2] = ["tools", "chat_template_kwargs"];
+
+/// `data.columns` in a recipe and `--columns` on the command line. Rows are read from these columns alone; the template's
+/// `tools` and `chat_template_kwargs` stay beside them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "WrittenNames", into = "WrittenNames")]
 pub struct ColumnNames(Vec<(&'static str, String)>);
@@ -120,6 +124,12 @@ impl fmt::Display for ColumnNames {
 }
 
 impl ColumnNames {
+    /// The names of what a chat template takes, where the columns may be messages.
+    fn template_inputs(&self) -> impl Iterator<Item = &'static str> {
+        let may_be_messages = self.0.iter().any(|(key, _)| ["messages", "prompt"].contains(key));
+        TEMPLATE_INPUTS.into_iter().filter(move |_| may_be_messages)
+    }
+
     /// The named columns of a row of JSON or CSV, under the keys that are known.
     pub(super) fn of_object(&self, object: &Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
         let take = |(key, column): &(&'static str, String)| match object.get(column) {
@@ -130,7 +140,8 @@ impl ColumnNames {
                 Some(Err(RowProblem::NoNamedColumn { column: column.clone(), found }))
             }
         };
-        self.0.iter().filter_map(take).collect()
+        let input = |key: &'static str| Some(Ok((key.to_owned(), object.get(key)?.clone())));
+        self.0.iter().filter_map(take).chain(self.template_inputs().filter_map(input)).collect()
     }
 
     /// The named columns of a schema: where each stands, and its field under the key that is known.
@@ -143,7 +154,11 @@ impl ColumnNames {
             let (index, field) = schema.column_with_name(column).ok_or_else(|| missing(column))?;
             Ok((index, FieldRef::new(field.clone().with_name(*key))))
         };
-        self.0.iter().map(place).collect()
+        let input = |key: &'static str| {
+            let (index, field) = schema.column_with_name(key)?;
+            Some(Ok((index, FieldRef::new(field.clone()))))
+        };
+        self.0.iter().map(place).chain(self.template_inputs().filter_map(input)).collect()
     }
 
     /// The named columns of a batch, under the keys that are known.
@@ -157,6 +172,7 @@ impl ColumnNames {
 
 #[cfg(test)]
 mod tests {
+    use arrow::datatypes::{DataType, Field};
     use serde_json::json;
 
     use super::*;
@@ -182,6 +198,12 @@ mod tests {
         let row = |value: Value| names.of_object(value.as_object().unwrap()).map_err(|e| e.to_string());
         let read = row(json!({"text": "t", "answer": "a", "question": "q"})).unwrap();
         assert_eq!(Value::Object(read), json!({"prompt": "q", "completion": "a"}));
+        let with_tools = json!({"question": [], "answer": [], "tools": [1], "chat_template_kwargs": {"a": 1}, "x": 1});
+        let keys: Vec<String> = row(with_tools).unwrap().into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys, ["prompt", "completion", "tools", "chat_template_kwargs"]);
+        let fields = ["tools", "answer", "question"].map(|name| Field::new(name, DataType::Utf8, true));
+        let places = names.of_schema(&Schema::new(fields.to_vec())).unwrap().into_iter().map(|(place, _)| place);
+        assert_eq!(places.collect::<Vec<_>>(), [2, 1, 0]);
         let expected = "expected a column \"answer\", as data.columns or --columns names it, got \"question\"";
         assert_eq!(row(json!({"question": "q"})).unwrap_err(), expected);
     }

@@ -24,6 +24,7 @@ const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];
 const PAIR: [&str; 2] = ["prompt", "completion"];
 const LISTS: [&str; 2] = ["input_ids", "labels"];
 const TOOLS: &str = "tools";
+const CALLS: &str = "tool_calls";
 /// Names of a turn's parts, OpenAI's and ShareGPT's.
 const ROLE: [&str; 2] = ["role", "from"];
 const CONTENT: [&str; 2] = ["content", "value"];
@@ -152,8 +153,15 @@ struct Conversations {
     roles: TextLists,
     contents: TextLists,
     /// OpenAI's calls of tools, beside the content.
-    calls: Option<ArrayRef>,
+    calls: Option<CallLists>,
     nulls: Option<NullBuffer>,
+}
+
+/// For each row a list with the calls of each turn, of whatever type.
+#[derive(Debug)]
+struct CallLists {
+    ends: OffsetBuffer<i64>,
+    calls: ArrayRef,
 }
 
 /// A list of strings for each row.
@@ -263,7 +271,8 @@ impl Conversations {
     fn of_lists(lists: &LargeListArray) -> Result<Self, ArrowError> {
         let structs = lists.values().as_struct();
         let part = |names| TextLists::of(lists, part_of(structs, names)?);
-        let calls = structs.column_by_name("tool_calls").cloned();
+        let calls = structs.column_by_name(CALLS);
+        let calls = calls.map(|calls| CallLists { ends: lists.offsets().clone(), calls: calls.clone() });
         Ok(Self { roles: part(ROLE)?, contents: part(CONTENT)?, calls, nulls: lists.nulls().cloned() })
     }
 
@@ -275,7 +284,10 @@ impl Conversations {
         };
         let ((roles, without_roles), (contents, _)) = (part(ROLE)?, part(CONTENT)?);
         let nulls = NullBuffer::union(structs.nulls(), without_roles.as_ref());
-        Ok(Self { roles, contents, calls: None, nulls })
+        let calls = structs.column_by_name(CALLS).filter(|calls| *calls.data_type() != DataType::Null);
+        let calls = calls.map(lists).transpose()?;
+        let calls = calls.map(|calls| CallLists { ends: calls.offsets().clone(), calls: calls.values().clone() });
+        Ok(Self { roles, contents, calls, nulls })
     }
 
     fn is_valid(&self, row: usize) -> bool {
@@ -288,6 +300,11 @@ impl Conversations {
             let got = format!("{} and {}", counted(roles.len(), "role"), counted(contents.len(), "content"));
             return Err(RowProblem::Value { key: key.to_owned(), expected: "as many roles as contents", got });
         }
+        let calls = self.calls.as_ref().map_or(0..0, |calls| calls.ends[row] as usize..calls.ends[row + 1] as usize);
+        if !calls.is_empty() && calls.len() != roles.len() {
+            let got = format!("{} and {}", counted(roles.len(), "role"), counted(calls.len(), "list of calls"));
+            return Err(RowProblem::Value { key: key.to_owned(), expected: "a list of tool_calls for each role", got });
+        }
         let turn = |(index, (role, content)): (usize, (usize, usize))| {
             let key = format!("{key}[{index}]");
             if self.roles.texts.is_null(role) {
@@ -299,7 +316,7 @@ impl Conversations {
                 true => Turn::without_content(&key, speaker)?,
                 false => Turn::new(speaker, self.contents.texts.value(content)),
             };
-            Ok(match self.calls_at(role) {
+            Ok(match calls.clone().nth(index).and_then(|place| self.calls_at(place)) {
                 Some(calls) => Turn::new(Role::Call, format!("{}{calls}", turn.content)),
                 None => turn,
             })
@@ -309,7 +326,7 @@ impl Conversations {
 
     /// The calls of a turn as Arrow writes them (not as JSON): context, as everywhere, and not learned.
     fn calls_at(&self, at: usize) -> Option<String> {
-        let calls = self.calls.as_ref().filter(|calls| calls.is_valid(at))?;
+        let calls = self.calls.as_ref().map(|lists| &lists.calls).filter(|calls| calls.is_valid(at))?;
         let text = array_value_to_string(calls, at).ok()?;
         (!["", "[]"].contains(&text.trim())).then_some(text)
     }
