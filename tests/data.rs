@@ -2,6 +2,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "these tests write the files that users would bring")]
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,9 @@ use std::sync::Arc;
 use arrow::array::{ArrayRef, Int64Array, LargeStringArray, ListArray, RecordBatch};
 use arrow::datatypes::Int64Type;
 use medusa::data::cache::TokenCache;
+use medusa::data::chat::LossOn;
 use medusa::data::chat_template::{ChatTemplate, Message};
+use medusa::data::column_names::ColumnNames;
 use medusa::data::long_rows::LongRows;
 use medusa::data::prompts::{self, PromptInput};
 use medusa::data::rows::TokenRow;
@@ -374,6 +377,55 @@ fn the_validation_split_is_seeded_and_loses_no_row() {
     assert!(data::split_validation(RowStore::in_memory(rows[..1].to_vec()), Fraction::new(0.5).unwrap(), 7).is_err());
 }
 
+#[test]
+fn what_decides_rows_decides_which_cache_entry_is_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let (cache, tokenizer) = (TokenCache::new(&dir.path().join("cache")), byte_tokenizer(dir.path()));
+    let path = write(
+        &dir.path().join("rows.jsonl"),
+        "{\"text\": \"a b\", \"body\": \"c\"}\n{\"text\": \"b\", \"body\": \"a\"}",
+    );
+    let of = |settings: LoadSettings| load(&path, &settings).unwrap().1.files.remove(0).cache;
+    let plain = LoadSettings { cache: Some(&cache), ..settings(Some(&tokenizer)) };
+    let columns = ["text=text", "text=body"].map(|names| names.parse::<ColumnNames>().unwrap());
+    let shorter = NonZeroUsize::new(8).unwrap();
+    let others = [
+        plain,
+        LoadSettings { long_rows: LongRows::Truncate, ..plain },
+        LoadSettings { long_rows: LongRows::Drop, ..plain },
+        LoadSettings { limit: NonZeroUsize::new(1), ..plain },
+        LoadSettings { limit: NonZeroUsize::new(2), ..plain },
+        LoadSettings { columns: Some(&columns[0]), ..plain },
+        LoadSettings { columns: Some(&columns[1]), ..plain },
+        LoadSettings { max_length: shorter, ..plain },
+        LoadSettings { vocab_size: plain.vocab_size + 1, ..plain },
+        LoadSettings { loss_on: LossOn::All, ..plain },
+        LoadSettings { skip_bad_rows: true, ..plain },
+    ];
+    for (number, settings) in others.into_iter().enumerate() {
+        assert_eq!((of(settings), of(settings)), (CacheUse::Written, CacheUse::Read), "settings {number}");
+    }
+}
+
+#[test]
+fn the_pieces_of_a_long_row_are_held_out_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines: Vec<String> = (0..12).map(|n| json!({"input_ids": vec![n; 40]}).to_string()).collect();
+    let path = write(&dir.path().join("rows.jsonl"), &lines.join("\n"));
+    let split = |fraction| {
+        let (store, report) = data::load(std::slice::from_ref(&path), &settings(None)).unwrap();
+        assert_eq!((report.counts.read, report.counts.rows), (12, 36));
+        data::split_validation(store, Fraction::new(fraction).unwrap(), 7).unwrap()
+    };
+    let sources = |store: RowStore| -> BTreeSet<i32> { store.iter().map(|row| row.unwrap().input_ids[0]).collect() };
+    let (training, validation) = split(0.25);
+    assert_eq!((training.len(), validation.len()), (27, 9));
+    assert!(sources(training).is_disjoint(&sources(validation)));
+    let one = write(&dir.path().join("one.jsonl"), &lines[0]);
+    let (store, _) = data::load(&[one], &settings(None)).unwrap();
+    assert!(data::split_validation(store, Fraction::new(0.5).unwrap(), 7).is_err(), "one source row in three pieces");
+}
+
 fn streamed(tokenizer: &TextTokenizer, before: &[i32], ids: &[i32]) -> Vec<String> {
     let mut stream = tokenizer.stream_after(before);
     let mut pieces: Vec<String> = ids.iter().filter_map(|&id| stream.push(id).expect("a known id")).collect();
@@ -403,6 +455,25 @@ fn what_follows_a_prompt_keeps_its_space() {
     let prompt = tokenizer.encode("a b", true).unwrap();
     assert_eq!(streamed(&tokenizer, &prompt, &[space, a, eos, space, a]).concat(), " a a");
     assert_eq!(streamed(&tokenizer, &[], &[space, a]).concat(), "a");
+}
+
+#[test]
+fn the_texts_of_tokens_keep_their_space_and_join_to_the_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer_of(dir.path(), &["▁", "a", "▁a", "b"]);
+    let (bos, eos, a, space_a) = (1, 2, 4, 5);
+    let prompt = [bos, a];
+    let stream = tokenizer.stream_after(&prompt);
+    let text = |id| stream.text_of(id).unwrap();
+    assert_eq!([text(a), text(space_a), text(eos)], ["a", " a", "</s>"]);
+    let ids = [vec![space_a, a], tokenizer.encode("日 b", false).unwrap(), vec![eos]].concat();
+    let mut stream = tokenizer.stream_after(&prompt);
+    let texts = ids.iter().map(|&id| {
+        let text = stream.text_of(id).unwrap();
+        stream.push(id).unwrap();
+        text
+    });
+    assert_eq!(texts.collect::<String>(), format!("{}</s>", streamed(&tokenizer, &prompt, &ids).concat()));
 }
 
 proptest! {

@@ -51,9 +51,11 @@ pub enum DataError {
     #[error("no row to use in {}: {report}", files.join(", "))]
     Empty { files: Vec<String>, report: Box<LoadReport> },
     /// Too little to split.
-    #[error("validation_fraction needs at least 2 rows, one to train on and one to validate on, got {rows}")]
+    #[error(
+        "validation_fraction needs at least 2 rows in the files, one to train on and one to validate on, got {rows}"
+    )]
     TooFewToSplit {
-        /// All rows.
+        /// Rows of the files; the pieces of a long one count once.
         rows: usize,
     },
 }

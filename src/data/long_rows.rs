@@ -28,17 +28,31 @@ pub(super) struct RowFit {
     pub(super) bos: Option<i32>,
 }
 
+/// What is kept of a row, or a part of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RowPiece {
+    pub(super) row: TokenRow,
+    /// So many tokens at its beginning repeat the row's BOS.
+    pub(super) lead: usize,
+}
+
+impl From<TokenRow> for RowPiece {
+    fn from(row: TokenRow) -> Self {
+        Self { row, lead: 0 }
+    }
+}
+
 impl RowFit {
     pub(super) fn is_too_long(&self, row: &TokenRow) -> bool {
         row.input_ids.len() > self.max_length
     }
 
     /// What is kept of a row: the row, its pieces, its beginning, or nothing.
-    pub(super) fn of(&self, row: TokenRow) -> Vec<TokenRow> {
+    pub(super) fn of(&self, row: TokenRow) -> Vec<RowPiece> {
         match self.long_rows {
-            _ if !self.is_too_long(&row) => vec![row],
+            _ if !self.is_too_long(&row) => vec![row.into()],
             LongRows::Split => pieces(&row, self.max_length, self.bos),
-            LongRows::Truncate => vec![row.truncated(self.max_length)],
+            LongRows::Truncate => vec![row.truncated(self.max_length).into()],
             LongRows::Drop => vec![],
         }
     }
@@ -46,14 +60,15 @@ impl RowFit {
 
 /// The pieces of a row, in order, each of up to `max_length` tokens. Where the row begins with BOS, every piece does: the backbone
 /// has seen no text without it. What is in no piece is a last token that would have nothing before it.
-fn pieces(row: &TokenRow, max_length: usize, bos: Option<i32>) -> Vec<TokenRow> {
+fn pieces(row: &TokenRow, max_length: usize, bos: Option<i32>) -> Vec<RowPiece> {
     let bos = bos.filter(|bos| row.input_ids.first() == Some(bos) && max_length > 2);
     let piece = |place: Range<usize>| {
         let lead = bos.filter(|_| place.start > 0);
-        TokenRow {
+        let row = TokenRow {
             input_ids: lead.into_iter().chain(row.input_ids[place.clone()].iter().copied()).collect(),
             labels: lead.map(|_| IGNORE).into_iter().chain(row.labels[place].iter().copied()).collect(),
-        }
+        };
+        RowPiece { row, lead: usize::from(lead.is_some()) }
     };
     places(&row.labels, max_length, usize::from(bos.is_some())).into_iter().map(piece).collect()
 }
@@ -94,10 +109,10 @@ mod tests {
     #[test]
     fn a_text_is_cut_where_a_piece_is_full_and_each_piece_begins_with_bos() {
         let text = row(&[0; 10]);
-        let ids = |bos| pieces(&text, 4, bos).into_iter().map(|piece| piece.input_ids).collect::<Vec<_>>();
+        let ids = |bos| pieces(&text, 4, bos).into_iter().map(|piece| piece.row.input_ids).collect::<Vec<_>>();
         assert_eq!(ids(Some(1)), [vec![1, 11, 12, 13], vec![1, 14, 15, 16], vec![1, 17, 18, 19]]);
         assert_eq!(ids(Some(7)), [vec![1, 11, 12, 13], vec![14, 15, 16, 17], vec![18, 19]], "it begins with no BOS");
-        assert_eq!(pieces(&text, 4, Some(1))[1].labels, [X, 14, 15, 16]);
+        assert_eq!(pieces(&text, 4, Some(1))[1].row.labels, [X, 14, 15, 16]);
     }
 
     #[test]
@@ -118,9 +133,10 @@ mod tests {
             let row = row(&labels);
             let bos = has_bos.then_some(1);
             let (mut ids, mut learned) = (vec![], vec![]);
-            for (at, piece) in pieces(&row, max_length, bos).into_iter().enumerate() {
+            for (at, RowPiece { row: piece, lead: repeated }) in pieces(&row, max_length, bos).into_iter().enumerate() {
                 prop_assert!((2..=max_length).contains(&piece.input_ids.len()));
                 let lead = usize::from(has_bos && at > 0);
+                prop_assert_eq!(lead, repeated);
                 prop_assert!(lead == 0 || (piece.input_ids[0], piece.labels[0]) == (1, X));
                 ids.extend_from_slice(&piece.input_ids[lead..]);
                 learned.extend_from_slice(&piece.labels[lead..]);

@@ -122,10 +122,11 @@ pub fn mixed(
     Ok(Mix::new(rows, counts, &weights, pack_to))
 }
 
-/// Splits the rows into (training, validation), each in the original order and not empty.
+/// Splits the rows into (training, validation), each in the original order and not empty. All pieces of a long source row are on the
+/// same side: they are parts of one document or conversation.
 ///
 /// # Errors
-/// Fewer than two rows.
+/// Fewer than two source rows.
 pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result<(RowStore, RowStore), DataError> {
     let all = rows.len();
     split_sets(rows, &[all], fraction, seed).map(|(training, _, validation)| (training, validation))
@@ -134,7 +135,7 @@ pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result
 /// Splits the rows of several sets as [`split_validation`] does; the second value are the training rows of each set.
 ///
 /// # Errors
-/// Fewer than two rows.
+/// Fewer than two source rows.
 pub fn split_sets(
     rows: RowStore,
     counts: &[usize],
@@ -143,14 +144,17 @@ pub fn split_sets(
 ) -> Result<(RowStore, Vec<usize>, RowStore), DataError> {
     /// Apart from every epoch's stream, so that the split and the first order are independent.
     const STREAM: u64 = u64::MAX;
-    if rows.len() < 2 {
-        return Err(DataError::TooFewToSplit { rows: rows.len() });
+    let sources = rows.sources();
+    let all = sources.last().map_or(0, |last| last + 1);
+    if all < 2 {
+        return Err(DataError::TooFewToSplit { rows: all });
     }
-    let count = ((rows.len() as f64 * fraction.get()).round() as usize).clamp(1, rows.len() - 1);
-    let mut held_out = vec![false; rows.len()];
-    for &row in &random_stream::shuffled(rows.len(), seed, STREAM)[..count] {
-        held_out[row as usize] = true;
+    let count = ((all as f64 * fraction.get()).round() as usize).clamp(1, all - 1);
+    let mut is_drawn = vec![false; all];
+    for &source in &random_stream::shuffled(all, seed, STREAM)[..count] {
+        is_drawn[source as usize] = true;
     }
+    let held_out: Vec<bool> = sources.iter().map(|&source| is_drawn[source]).collect();
     let mut rest = held_out.iter();
     let left = |count: &usize| rest.by_ref().take(*count).filter(|is_held_out| !**is_held_out).count();
     let counts = counts.iter().map(left).collect();

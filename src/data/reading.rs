@@ -87,9 +87,7 @@ pub(super) fn write<W: Write>(
             match outcome {
                 Ok(Ok(row)) => {
                     took.tokens += if row.of == RowForm::Tokens { 0 } else { row.tokens.input_ids.len() };
-                    for row in summary.admit(row, &fit) {
-                        writer.push(row).map_err(&failed)?;
-                    }
+                    writer.push_pieces(summary.admit(row, &fit)).map_err(&failed)?;
                 }
                 Ok(Err(reason)) => summary.leave_out(reason),
                 Err(error) if settings.skip_bad_rows => summary.skip(error)?,

@@ -96,6 +96,8 @@ pub struct RowCounts {
     /// Rows that became several, and how many they became.
     pub split: usize,
     pub pieces: usize,
+    /// BOS tokens that later pieces repeat; they are among `tokens`.
+    pub repeated_tokens: usize,
     /// Tokens of rows beyond the maximal length that no row kept.
     pub lost_tokens: usize,
     /// Rows of tokens kept although no label of theirs is a target.
@@ -138,12 +140,15 @@ impl FileSummary {
         let ReadRow { tokens, of } = row;
         self.rendered |= of == RowForm::Conversation;
         let (length, is_long) = (tokens.input_ids.len(), fit.is_too_long(&tokens));
-        let mut kept = fit.of(tokens);
+        let mut pieces = fit.of(tokens);
         let has_answer = matches!(of, RowForm::Conversation | RowForm::Pair);
-        kept.retain(|row| row.input_ids.len() > 1 && (!has_answer || row.has_target()));
+        pieces.retain(|piece| piece.row.input_ids.len() > 1 && (!has_answer || piece.row.has_target()));
+        let repeated: usize = pieces.iter().map(|piece| piece.lead).sum();
+        let kept: Vec<TokenRow> = pieces.into_iter().map(|piece| piece.row).collect();
+        self.counts.repeated_tokens += repeated;
         if is_long {
-            let kept: usize = kept.iter().map(|row| row.input_ids.len()).sum();
-            self.counts.lost_tokens += length.saturating_sub(kept); // pieces also repeat BOS
+            let tokens: usize = kept.iter().map(|row| row.input_ids.len()).sum();
+            self.counts.lost_tokens += length + repeated - tokens;
         }
         match kept.len() {
             0 if length < 2 => self.leave_out(DropReason::FewerThanTwoTokens),
@@ -194,7 +199,7 @@ impl FileSummary {
 impl RowCounts {
     /// The tokens that rows lost to `max_length`, of all that were read: from 0 to 1.
     pub fn lost_fraction(&self) -> f64 {
-        self.lost_tokens as f64 / (self.tokens + self.lost_tokens).max(1) as f64
+        self.lost_tokens as f64 / (self.tokens - self.repeated_tokens + self.lost_tokens).max(1) as f64
     }
 
     fn loss_in_words(&self) -> String {
@@ -223,6 +228,7 @@ impl LoadReport {
         all.truncated += file.truncated;
         all.split += file.split;
         all.pieces += file.pieces;
+        all.repeated_tokens += file.repeated_tokens;
         all.lost_tokens += file.lost_tokens;
         all.without_targets += file.without_targets;
         for (reason, count) in file.dropped {
@@ -387,6 +393,20 @@ mod tests {
         );
         assert_eq!(serde_json::from_str::<BTreeMap<DropReason, usize>>(&json).unwrap(), counts);
         assert!(serde_json::from_str::<DropReason>("\"tired\"").is_err());
+    }
+
+    #[test]
+    fn repeated_bos_hides_no_lost_token() {
+        let labels: Vec<i32> = (1..10).map(|id| if id < 7 { IGNORE } else { id }).collect();
+        let tokens = TokenRow { input_ids: (1..10).collect(), labels };
+        let mut summary = FileSummary::default();
+        let fit = RowFit { max_length: 4, long_rows: LongRows::Split, bos: Some(1) };
+        let kept = summary.admit(ReadRow { tokens, of: RowForm::Conversation }, &fit);
+        let kept: Vec<Vec<i32>> = kept.into_iter().map(|row| row.input_ids).collect();
+        assert_eq!(kept, [vec![1, 5, 6, 7], vec![1, 8, 9]], "no token of the first piece is a target");
+        let counts = summary.counts;
+        assert_eq!((counts.tokens, counts.repeated_tokens, counts.lost_tokens), (7, 2, 4));
+        assert_eq!(counts.lost_fraction(), 4.0 / 9.0);
     }
 
     #[test]

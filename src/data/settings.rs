@@ -18,7 +18,7 @@ use crate::files;
 use crate::numbers::{Fraction, Positive};
 
 /// Part of every key: raise it when the same input would give other rows, or another file.
-const CACHE_FORMAT: &str = "medusa tokens 6";
+const CACHE_FORMAT: &str = "medusa tokens 7";
 
 /// `[data]` of a recipe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -32,7 +32,7 @@ pub struct DataConfig {
     /// Files, folders or globs to evaluate on.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub validation: Vec<String>,
-    /// Or: this part of the training rows, taken out before training.
+    /// Or: this part of the rows of the training files, taken out before training with all pieces of each.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<Fraction>,
     /// The columns that rows are made of, where they have other names than those that are known.

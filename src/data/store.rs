@@ -74,6 +74,15 @@ impl RowStore {
         (0..self.len()).map(|row| self.row(row))
     }
 
+    /// For each row the number of the source row that it comes from, from 0: the pieces of a long row have the same.
+    pub(super) fn sources(&self) -> Vec<usize> {
+        let number = |count: &mut usize, row: &RowPlace| {
+            *count += usize::from(!row.goes_on());
+            Some(count.saturating_sub(1))
+        };
+        self.rows.iter().scan(0, number).collect()
+    }
+
     /// Those rows for which `is_apart` is true, and the others, each in the order they have here.
     pub(super) fn partition(self, is_apart: &[bool]) -> (Self, Self) {
         let (apart, rest): (Vec<_>, Vec<_>) = self.rows.into_iter().zip(is_apart).partition(|(_, apart)| **apart);

@@ -69,15 +69,28 @@ impl From<io::Error> for Fault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RowPlace {
     pub(super) batch: u32,
-    /// Its first token within the batch.
+    /// Its first token within the batch, and the bit [`GOES_ON`].
     start: u32,
     pub(super) length: u32,
 }
+
+/// The bit of [`RowPlace::start`] that marks a row as a later piece of the source row that the row before it comes from. A batch has far fewer
+/// tokens.
+const GOES_ON: u32 = 1 << 31;
 
 impl RowPlace {
     /// The same where its batches are counted behind so many others.
     pub(super) fn behind(self, batches: u32) -> Self {
         Self { batch: batches + self.batch, ..self }
+    }
+
+    fn start(self) -> u32 {
+        self.start & !GOES_ON
+    }
+
+    /// Whether it is a later piece of the source row that the row before it comes from.
+    pub(super) fn goes_on(self) -> bool {
+        self.start & GOES_ON != 0
     }
 }
 
@@ -97,6 +110,9 @@ struct BatchFacts {
     checksum: u32,
     /// Tokens of each of its rows.
     lengths: Vec<u32>,
+    /// Those of its rows that are later pieces of a long source row.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    going_on: Vec<u32>,
 }
 
 impl Facts {
@@ -118,6 +134,8 @@ pub(super) struct TokenFileWriter<W: Write> {
     schema: Arc<Schema>,
     waiting: Vec<TokenRow>,
     waiting_tokens: usize,
+    /// Those of `waiting` that are later pieces of a long source row.
+    going_on: Vec<u32>,
     facts: Facts,
 }
 
@@ -147,7 +165,18 @@ impl<W: Write> TokenFileWriter<W> {
         let fields = ["input_ids", "labels"].map(|name| Field::new(name, list(), false));
         let schema = Arc::new(Schema::new(fields.to_vec()));
         let writer = FileWriter::try_new(Summed { out, sum: crc32fast::Hasher::new(), count: 0 }, &schema)?;
-        Ok(Self { writer, schema, waiting: vec![], waiting_tokens: 0, facts: Facts::default() })
+        Ok(Self { writer, schema, waiting: vec![], waiting_tokens: 0, going_on: vec![], facts: Facts::default() })
+    }
+
+    /// Adds the pieces of one source row.
+    pub(super) fn push_pieces(&mut self, pieces: impl IntoIterator<Item = TokenRow>) -> Result<(), ArrowError> {
+        for (at, piece) in pieces.into_iter().enumerate() {
+            if at > 0 {
+                self.going_on.push(self.waiting.len() as u32);
+            }
+            self.push(piece)?;
+        }
+        Ok(())
     }
 
     pub(super) fn push(&mut self, row: TokenRow) -> Result<(), ArrowError> {
@@ -180,7 +209,8 @@ impl<W: Write> TokenFileWriter<W> {
         self.writer.write(&RecordBatch::try_new(self.schema.clone(), columns)?)?;
         let Summed { sum, count: end, .. } = self.writer.get_mut();
         let (checksum, lengths) = (std::mem::take(sum).finalize(), rows.iter().map(|row| row.input_ids.len() as u32));
-        self.facts.batches.push(BatchFacts { end: *end, checksum, lengths: lengths.collect() });
+        let going_on = std::mem::take(&mut self.going_on);
+        self.facts.batches.push(BatchFacts { end: *end, checksum, lengths: lengths.collect(), going_on });
         Ok(())
     }
 }
@@ -270,12 +300,16 @@ impl TokenFile {
         let facts: Facts = serde_json::from_str(facts).map_err(Fault::damage)?;
         let tokens_sha256 = facts.tokens_sha256();
         let (mut batches, mut rows, mut before) = (Vec::with_capacity(facts.batches.len()), Vec::new(), 0);
-        for (number, BatchFacts { end, checksum, lengths }) in (0..).zip(facts.batches) {
-            let mut start = 0;
+        for (number, BatchFacts { end, checksum, lengths, going_on }) in (0..).zip(facts.batches) {
+            let (mut start, first) = (0, rows.len());
             rows.extend(lengths.iter().map(|&length| {
                 start += length;
                 RowPlace { batch: number, start: start - length, length }
             }));
+            for row in going_on {
+                let place: Option<&mut RowPlace> = rows.get_mut(first + row as usize);
+                place.ok_or_else(|| Fault::damage("its footer names a row that is not there"))?.start |= GOES_ON;
+            }
             let (tokens, offsets) = (aligned(4 * u64::from(start)), aligned(4 * (lengths.len() as u64 + 1)));
             // Arrow ends a batch with the values of `input_ids`, the offsets of `labels` and their values; no null has a bit.
             let ids_at = end - tokens - offsets - tokens;
@@ -303,7 +337,7 @@ impl TokenFile {
             batch.check(&self.medium)?;
         }
         let read = |column: u64| {
-            let bytes = self.medium.read(column + 4 * u64::from(place.start), 4 * place.length as usize)?;
+            let bytes = self.medium.read(column + 4 * u64::from(place.start()), 4 * place.length as usize)?;
             let (tokens, _) = bytes.as_chunks();
             Ok::<_, Fault>(tokens.iter().map(|&token| i32::from_le_bytes(token)).collect())
         };
