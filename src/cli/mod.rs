@@ -103,7 +103,7 @@ enum Verb {
 }
 
 /// A command with its arguments, ready to run.
-type Work<'a> = Box<dyn FnOnce(&CommonFlags) -> anyhow::Result<()> + 'a>;
+type LightVerb<'a> = Box<dyn FnOnce(&CommonFlags) -> anyhow::Result<()> + 'a>;
 
 impl Verb {
     /// Arguments that may be Hub ids, in download order: the largest last, so that errors in the others come first.
@@ -150,7 +150,7 @@ impl Verb {
 
     /// Runs the command without libtorch; `None` if the command needs it. The launcher is linked to all that these functions can
     /// reach, so none of it may call tch.
-    fn without_libtorch(&self) -> Option<Work<'_>> {
+    fn without_libtorch(&self) -> Option<LightVerb<'_>> {
         Some(match self {
             Verb::Data(args) => Box::new(|common| data::run(args, common)),
             Verb::Inspect(args) => Box::new(|common| inspect::run(args, common)),
