@@ -251,10 +251,6 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
                 &["cannot read the recipe recipe.toml"],
             ),
             (
-                |small| small.edit("recipe.toml", "[\"rows.jsonl\"]", "[\"backbone\"]"),
-                &["recipe.toml: line 9", "data.train: backbone is a folder", "backbone/*.jsonl"],
-            ),
-            (
                 |small| start_from(small, HeadsShape { medusa_num_heads: 3, ..SHAPE }),
                 &[
                     "heads.init_from start",
@@ -445,7 +441,6 @@ fn heads_that_do_not_fit_the_backbone_they_decode_with() {
             |small| rewrite(small, "heads/heads.safetensors", |all| all[0].0 = "lm_head.weight".into()),
             &["heads/heads.safetensors: tensor \"lm_head.weight\" does not belong to Medusa or Hydra heads"],
         ),
-        (|small| fs::remove_dir_all(small.path("heads")).expect("a folder"), &["heads"]),
         (|small| write_tokenizer(small, 60), &["tokenizer.json", "vocab_size 48"]),
     ]);
 }
@@ -466,7 +461,7 @@ fn trees_and_prompts_that_cannot_be_used() {
         (|small| small.write("tree.json", "{\"choices\": 3}"), &["tree.json is no tree file"]),
         (
             |small| small.write("prompts.jsonl", r#"{"prompt_ids": [1, 48]}"#),
-            &["prompt 1 of 1", "token id from 0 to 47", "48"],
+            &["prompts.jsonl, line 1", "token id from 0 to 47", "48"],
         ),
         (|small| small.write("prompts.jsonl", r#"{"prompt_ids": []}"#), &["prompt"]),
         (|small| small.write("prompts.jsonl", r#"{"question": "a"}"#), &["prompts.jsonl, line 1", "question"]),

@@ -84,7 +84,7 @@ fn turns_are_answered_as_generate_answers_them_plainly_and_with_heads() {
         assert_eq!(talked.len(), 3);
         for (answer, expected) in talked.iter_mut().zip(&mut expected) {
             let keys = |line: &Value| line.as_object().expect("an object").keys().cloned().collect::<Vec<_>>();
-            assert_eq!([&keys(answer)[..], &["index".into(), "sample".into()]].concat(), keys(expected));
+            assert_eq!([&keys(answer)[..], &["index".into(), "sample".into(), "turn".into()]].concat(), keys(expected));
             for key in ["prompt_ids", "new_ids", "text", "finish_reason"] {
                 assert_eq!(answer[key], expected[key], "{key}");
             }

@@ -248,7 +248,8 @@ fn plain(value: &Value) -> String {
             format!("{}@{}", plain(&value["id"]), plain(&value["commit"]))
         }
         Value::Object(data) if data.contains_key("tokens") => {
-            format!("{} rows, {} tokens", plain(&value["rows"]), plain(&value["tokens"]))
+            let rows = if value["rows"] == 1 { "row" } else { "rows" };
+            format!("{} {rows}, {} tokens", plain(&value["rows"]), plain(&value["tokens"]))
         }
         Value::Object(facts) => {
             let fact = |(key, value): (&String, &Value)| format!("{}: {}", key.replace('_', " "), plain(value));
