@@ -269,6 +269,15 @@ fn a_recipe_that_is_wrong_is_a_wrong_command() {
                     "loss.targets = \"backbone\"",
                 ],
             ),
+        ],
+    );
+}
+
+#[test]
+fn a_value_that_cannot_be_used_is_a_wrong_command() {
+    refused_by_training(
+        2,
+        &[
             (
                 |small| small.edit("recipe.toml", "warmup_steps = 3", "warmup_steps = 25"),
                 &["schedule.warmup_steps = 25", "only 24 optimizer steps"],

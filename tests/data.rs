@@ -380,7 +380,7 @@ fn the_validation_split_is_seeded_and_loses_no_row() {
 #[test]
 fn what_decides_rows_decides_which_cache_entry_is_used() {
     let dir = tempfile::tempdir().unwrap();
-    let (cache, tokenizer) = (TokenCache::new(&dir.path().join("cache")), byte_tokenizer(dir.path()));
+    let (cache, tokenizer) = (TokenCache::new(dir.path().join("cache")), byte_tokenizer(dir.path()));
     let path = write(
         &dir.path().join("rows.jsonl"),
         "{\"text\": \"a b\", \"body\": \"c\"}\n{\"text\": \"b\", \"body\": \"a\"}",
