@@ -470,7 +470,7 @@ fn trees_and_prompts_that_cannot_be_used() {
         (|small| small.write("tree.json", "{\"choices\": 3}"), &["tree.json is no tree file"]),
         (
             |small| small.write("prompts.jsonl", r#"{"prompt_ids": [1, 48]}"#),
-            &["prompts.jsonl, line 1", "token id from 0 to 47", "48"],
+            &["prompt_ids[1]", "token id from 0 to 47", "48"],
         ),
         (|small| small.write("prompts.jsonl", r#"{"prompt_ids": []}"#), &["prompt"]),
         (|small| small.write("prompts.jsonl", r#"{"question": "a"}"#), &["prompts.jsonl, line 1", "question"]),

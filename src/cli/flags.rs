@@ -35,6 +35,9 @@ pub struct CommonFlags {
     /// Whether `--seed` was given: training refuses it, since the recipe has `train.seed`.
     #[arg(skip)]
     pub seed_was_given: bool,
+    /// A notice about a flag that was given although the verb has no use for it.
+    #[arg(skip)]
+    pub without_effect: Option<String>,
 }
 
 impl CommonFlags {

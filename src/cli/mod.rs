@@ -8,7 +8,6 @@
 
 use std::path::PathBuf;
 
-use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -46,7 +45,6 @@ mod progress;
 mod prompts;
 pub mod push;
 mod reading;
-mod refused;
 pub mod report;
 mod run_heads;
 mod same_build;
@@ -55,6 +53,7 @@ mod signals;
 mod threads;
 pub mod train;
 pub mod tree;
+mod unused_flags;
 
 pub use exit::{Interrupted, UsageError, end};
 pub use flags::CommonFlags;
@@ -142,6 +141,9 @@ impl Verb {
 
     /// Checks the files that the command line names and downloads the Hub ids, before the work.
     fn prepare(&mut self, common: &CommonFlags) -> anyhow::Result<()> {
+        if let Some(notice) = &common.without_effect {
+            common.say(notice);
+        }
         self.check_outputs(common)?;
         run_heads::enter(self.places(), common)?;
         downloads::fetch(self.places(), common)?;
@@ -205,28 +207,25 @@ pub fn medusa() -> u8 {
 /// `medusa-train` in this process: the verb `train` alone. Returns the exit status.
 pub fn medusa_train() -> u8 {
     let (command, matches) = parse::<MedusaTrainCommand>();
-    let common = with_source_of_seed(command.common, &matches);
+    let common = with_typed_flags(command.common, &matches);
     finish(&common, || train::run(&command.args, &common))
 }
 
 fn medusa_arguments() -> (CommonFlags, Verb) {
     let (MedusaCommand { common, verb }, matches) = parse::<MedusaCommand>();
-    (with_source_of_seed(common, &matches), verb)
+    (with_typed_flags(common, &matches), verb)
 }
 
 /// Parses the command line, or exits like clap: 0 after help, 2 for an invalid command line.
 fn parse<P: CommandFactory + FromArgMatches>() -> (P, ArgMatches) {
-    let matches = refused::hide(P::command()).get_matches();
-    if let Err(error) = refused::check(&matches) {
-        P::command().error(ErrorKind::ArgumentConflict, error).exit();
-    }
+    let matches = unused_flags::hide(P::command()).get_matches();
     let parsed = P::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut P::command()).exit());
     (parsed, matches)
 }
 
-fn with_source_of_seed(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {
+fn with_typed_flags(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {
     let seed_was_given = matches.value_source("seed") == Some(ValueSource::CommandLine);
-    CommonFlags { seed_was_given, ..common }
+    CommonFlags { seed_was_given, without_effect: unused_flags::notice(matches), ..common }
 }
 
 /// Opens the accelerator, installs signal handlers, runs the verb and reports its error. Returns the exit status.

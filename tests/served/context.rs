@@ -104,6 +104,7 @@ fn a_prefix_layer_has_the_rotary_embeddings_of_max_context() {
         json: true,
         quiet: true,
         seed_was_given: false,
+        without_effect: None,
     };
     let decoder = flags.load(&folder, Some(&heads), vec![plan], Served::default(), &common).expect("they fit");
     let (loaded, _) = decoder.drafter().and_then(|drafter| drafter.heads.as_ref()).expect("heads");

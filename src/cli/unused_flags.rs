@@ -1,9 +1,8 @@
-//! Common flags that a verb has no use for: they are not in its help, and it refuses them.
+//! Common flags that a verb has no use for: they are not in its help, and a notice says that they have no effect.
 
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Command};
 
-use super::UsageError;
 use crate::torch::DeviceChoice;
 
 /// The common flags that are of no use in a verb.
@@ -34,21 +33,16 @@ pub(super) fn hide(command: Command) -> Command {
     })
 }
 
-/// Refuses the common flags that the verb has no use for. Training refuses its own, with the keys to set instead; `--device cpu` is
-/// what all others do.
-///
-/// # Errors
-/// [`UsageError`] names the flag and the verb.
-pub(super) fn check(matches: &ArgMatches) -> Result<(), UsageError> {
-    let Some((verb, of_verb)) = matches.subcommand().filter(|(verb, _)| *verb != "train") else { return Ok(()) };
+/// A notice about a typed flag that the verb has no use for. Training refuses such flags itself, with the keys to set instead;
+/// `--device cpu` is what all others do.
+pub(super) fn notice(matches: &ArgMatches) -> Option<String> {
+    let (verb, of_verb) = matches.subcommand().filter(|(verb, _)| *verb != "train")?;
     let is_typed = |flag: &str| {
         let typed = |matches: &ArgMatches| matches.value_source(flag) == Some(ValueSource::CommandLine);
         typed(of_verb) || typed(matches)
     };
     let device = || [of_verb, matches].into_iter().find_map(|matches| matches.get_one::<DeviceChoice>("device"));
     let on_cpu = || device().is_some_and(|device| matches!(device, DeviceChoice::Auto | DeviceChoice::Cpu));
-    match unused(verb).iter().find(|flag| is_typed(flag) && !(**flag == "device" && on_cpu())) {
-        Some(flag) => Err(UsageError(format!("--{flag} has no effect on `medusa {verb}`; drop it"))),
-        None => Ok(()),
-    }
+    let flag = unused(verb).iter().find(|flag| is_typed(flag) && !(**flag == "device" && on_cpu()))?;
+    Some(format!("--{flag} has no effect on `medusa {verb}`"))
 }
