@@ -577,6 +577,7 @@ fn what_the_command_line_cannot_mean_is_status_2() {
             );
         }
     }
+    world.write("t.json", &json!([[0]]));
     assert!(refused(&["--tree", "t.json"]).contains("--heads"));
     assert!(refused(&["--temperature", "-1"]).contains("at least 0"));
     assert!(refused(&["--prompts", "p.jsonl"]).contains("cannot be used with"));
