@@ -442,8 +442,9 @@ fn a_state_of_the_other_optimizer_is_refused() {
         let (before, after) = (format!("name = {saved:?}"), format!("name = {other:?}"));
         small.edit("recipe.toml", &before, &after);
         small.train(&["--resume"]).failed(1, &["holds another run", &before, &after]);
-        // With the recipe in the run's folder changed too, the checkpoint still refuses.
-        small.edit("run/recipe.toml", &before, &after);
+        // With the recipe in provenance.json changed too, the checkpoint still refuses.
+        let quoted = |line: &str| line.replace('"', "\\\"");
+        small.edit("run/provenance.json", &quoted(&before), &quoted(&after));
         small.train(&["--resume"]).failed(
             1,
             &[
