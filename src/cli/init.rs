@@ -22,6 +22,7 @@ use crate::hub::id;
 use crate::nvidia::device::Gpu;
 use crate::recipe::starter::{StarterMachine, StarterRecipe, StarterStage};
 use crate::recipe::{LoadedRecipe, Recipe, RecipeError};
+use crate::report::shell::quoted;
 use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
 use crate::train::plan::TrainPlan;
@@ -223,7 +224,7 @@ fn of_flag(error: RecipeError) -> anyhow::Error {
 /// `medusa-train` with the recipe and the flags that were typed.
 fn train_command(args: &InitArgs, common: &CommonFlags) -> String {
     let skip = if args.skip_bad_rows { " --skip-bad-rows" } else { "" };
-    format!("medusa-train {}{}{skip}", shell_word(&args.out.to_string_lossy()), machine_flags(common))
+    format!("medusa-train {}{}{skip}", quoted(&args.out.to_string_lossy()), machine_flags(common))
 }
 
 /// `--device` and `--threads`, if they were typed: the recipe fits the machine with them.
@@ -238,12 +239,12 @@ fn machine_flags(common: &CommonFlags) -> String {
 
 /// The commands from the recipe to text, one a line.
 fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path) -> Vec<String> {
-    let (backbone, train, flags) = (shell_word(&args.backbone), train_command(args, common), machine_flags(common));
-    let file = |name: &str| shell_word(&run.join(name).to_string_lossy());
+    let (backbone, train, flags) = (quoted(&args.backbone), train_command(args, common), machine_flags(common));
+    let file = |name: &str| quoted(&run.join(name).to_string_lossy());
     let (heads, calibration, tree) = (file(FINAL), file(CALIBRATION), file(TREE));
     let held_out = match &args.validation[..] {
         [] => HELD_OUT.to_owned(),
-        files => files.iter().map(|file| shell_word(file)).collect::<Vec<_>>().join(" "),
+        files => files.iter().map(|file| quoted(file)).collect::<Vec<_>>().join(" "),
     };
     let decode = format!("--backbone {backbone} --heads {heads} --tree {tree}{flags}");
     vec![
@@ -254,16 +255,6 @@ fn next_commands(args: &InitArgs, common: &CommonFlags, run: &Path) -> Vec<Strin
         format!("medusa generate {decode} --prompt 'Once upon a time'"),
         format!("medusa bench {decode} --prompts {PROMPTS}"),
     ]
-}
-
-/// A word as a shell reads it.
-fn shell_word(text: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "@%+=:,./_-".contains(c);
-    if !text.is_empty() && text.chars().all(is_plain) {
-        text.to_owned()
-    } else {
-        format!("'{}'", text.replace('\'', r"'\''"))
-    }
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ mod readable;
 mod recipe_text;
 mod run;
 mod sections;
+pub mod shell;
 mod sweep;
 mod thinned;
 

@@ -9,6 +9,7 @@ use super::key_figures::key_figures;
 use super::plot::{Plot, Series, SeriesKind};
 use super::readable::{duration, grouped, number, percent, time};
 use super::run::Run;
+use super::shell::quoted;
 use super::sweep;
 use crate::data::report::counted;
 use crate::formats::bench::{BenchResult, DecodingComparison};
@@ -257,16 +258,6 @@ fn plain(value: &Value) -> String {
         }
         Value::Null => "–".into(),
         other => other.to_string(),
-    }
-}
-
-/// Quotes a word for a shell.
-fn quoted(word: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "_-./=:,@+%".contains(c);
-    if !word.is_empty() && word.chars().all(is_plain) {
-        word.into()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
     }
 }
 
