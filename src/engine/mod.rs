@@ -14,6 +14,7 @@ use crate::model::new_tokens::NewTokens;
 
 pub mod cpu;
 pub mod cuda;
+mod draw;
 pub mod dtype;
 pub mod fastest;
 pub mod prefill;

@@ -1,5 +1,5 @@
-//! Sampling with temperature, top-k and top-p. Random numbers are drawn on the host, so they are the same on every device; only the
-//! probabilities may differ by rounding.
+//! Sampling with temperature, top-k and top-p. Random numbers come from the host, so they are the same on every device; only the
+//! probabilities may differ by rounding. Where the logits are on a GPU, tokens are chosen there, by the same rule.
 
 // B rows, V vocabulary
 use std::cmp::Ordering;
@@ -9,8 +9,10 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tch::{Device, Kind, Tensor};
 
+use super::draw::draw;
 use crate::model::llama::{NO_TOKEN, most_probable};
 use crate::numbers::{NonNegative, Probability};
+use crate::torch::upload;
 
 /// How tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -165,14 +167,14 @@ fn token_of(p_v: &[f32], least: (f32, usize), uniform: f64) -> i64 {
     if !(mass.is_finite() && mass > 0.0) {
         return NO_TOKEN;
     }
-    let drawn = uniform * mass;
+    // Rounding may put the product at the mass, which is the last sum.
+    let drawn = (uniform * mass).min(mass.next_down());
     let mut below = 0.0;
     let chosen = kept().find(|(_, p)| {
         below += f64::from(**p);
         below > drawn
     });
-    // Rounding may put `drawn` at or above the last sum.
-    chosen.or_else(|| kept().next_back()).map_or(0, |(id, _)| id) as i64
+    chosen.map_or(NO_TOKEN, |(id, _)| id as i64)
 }
 
 /// The lowest temperature that is not greedy: what is less is 0 in float32, in which logits are divided.
@@ -190,14 +192,30 @@ pub(crate) fn entropies(log_p_nv: &Tensor) -> Tensor {
     -terms_nv.sum_dim_intlist(-1, false, Kind::Double)
 }
 
-/// The next token for each row of logits `[B, V]`, each row with its own sampler; all samplers have the same temperature and
+/// The next token for each row of logits `[B, V]`, each row with its own sampler; all samplers have the same temperature, top-k and
 /// top-p. A row's token does not depend on the other rows.
 pub fn next_of_each(logits_bv: &Tensor, samplers: &mut [&mut Sampler]) -> Vec<i64> {
-    let temperature = samplers.first().map_or(0.0, |sampler| sampler.sampling.temperature.get());
-    if temperature == 0.0 {
-        return Vec::try_from(most_probable(logits_bv)).expect("one axis of int64");
-    }
-    let p_bv = tempered(logits_bv, temperature).softmax(-1, Kind::Float);
+    let Some(sampling) = samplers.first().map(|sampler| sampler.sampling) else { return vec![] };
+    let ids_b = if sampling.temperature.get() == 0.0 {
+        most_probable(logits_bv)
+    } else if logits_bv.device() == Device::Cpu {
+        return drawn_on_host(logits_bv, sampling, samplers);
+    } else {
+        drawn_in_place(logits_bv, sampling, samplers)
+    };
+    Vec::try_from(ids_b).expect("one axis of int64")
+}
+
+/// As [`next_of_each`] above temperature 0, on the device of the logits: `[B]`, int64.
+fn drawn_in_place(logits_bv: &Tensor, sampling: Sampling, samplers: &mut [&mut Sampler]) -> Tensor {
+    let uniforms: Vec<f64> = samplers.iter_mut().map(|sampler| sampler.uniform()).collect();
+    let p_bv = tempered(logits_bv, sampling.temperature.get()).softmax(-1, Kind::Float);
+    draw(&p_bv, sampling.top_k, sampling.top_p.get(), &upload(&uniforms, logits_bv.device()))
+}
+
+/// As [`next_of_each`] above temperature 0: the oracle of [`drawn_in_place`], and faster on a CPU.
+fn drawn_on_host(logits_bv: &Tensor, sampling: Sampling, samplers: &mut [&mut Sampler]) -> Vec<i64> {
+    let p_bv = tempered(logits_bv, sampling.temperature.get()).softmax(-1, Kind::Float);
     let vocabulary = p_bv.size()[1].unsigned_abs() as usize;
     let p: Vec<f32> = Vec::try_from(p_bv.reshape([-1])).expect("one axis of float32");
     p.chunks_exact(vocabulary).zip(samplers).map(|(p_v, sampler)| sampler.draw(p_v)).collect()
@@ -330,6 +348,110 @@ mod tests {
             assert_eq!([0, 1, 2].map(|draw: usize| drawn[draw][row as usize]), expected);
         }
         assert!(drawn[0] != drawn[1] || drawn[1] != drawn[2], "five rows never draw the same three times");
+    }
+
+    /// Probabilities of five rows, and the settings of the tests below.
+    fn settings() -> impl Iterator<Item = Sampling> {
+        let of =
+            |(temperature, top_p, top_k)| Sampling { top_k: NonZeroUsize::new(top_k), ..sampling(temperature, top_p) };
+        [
+            (1.0, 1.0, 0),
+            (0.3, 1.0, 0),
+            (0.8, 0.9, 0),
+            (1.5, 0.5, 0),
+            (1.0, 1.0, 3),
+            (1.0, 0.8, 7),
+            (0.7, 0.95, 90),
+            (0.01, 0.9, 2),
+        ]
+        .into_iter()
+        .map(of)
+    }
+
+    fn samplers(sampling: Sampling, rows: u64, seed: u64) -> Vec<Sampler> {
+        (0..rows).map(|index| Sampler::new(sampling, Stream { seed, index, ..Stream::default() })).collect()
+    }
+
+    /// What the function draws `count` times from the same logits, with one sampler for each row.
+    fn drawn<T>(
+        logits_bv: &Tensor,
+        mut of_rows: Vec<Sampler>,
+        count: usize,
+        draw: impl Fn(&Tensor, Sampling, &mut [&mut Sampler]) -> T,
+    ) -> Vec<T> {
+        let sampling = of_rows[0].sampling;
+        let mut of_rows: Vec<&mut Sampler> = of_rows.iter_mut().collect();
+        (0..count).map(|_| draw(logits_bv, sampling, &mut of_rows)).collect()
+    }
+
+    fn ids(ids_b: Vec<Tensor>) -> Vec<Vec<i64>> {
+        ids_b.into_iter().map(|ids_b| Vec::try_from(ids_b).expect("one axis of int64")).collect()
+    }
+
+    /// Also where many tokens are equally probable: bfloat16 logits are multiples of a power of two.
+    #[test]
+    fn tokens_drawn_in_place_are_those_drawn_on_the_host() {
+        for (vocabulary, seed) in [(1, 1), (2, 2), (50, 3), (700, 4)] {
+            let normal = Generator::seeded(seed).normal(&[5, vocabulary], (Kind::Float, Device::Cpu));
+            for logits_bv in
+                [&normal * 3.0, (&normal * 2.0).round(), normal.zeros_like(), (&normal * 3.0).to_kind(Kind::BFloat16)]
+            {
+                for sampling in settings() {
+                    let of_rows = || samplers(sampling, 5, seed);
+                    let on_host = drawn(&logits_bv, of_rows(), 40, drawn_on_host);
+                    assert_eq!(
+                        ids(drawn(&logits_bv, of_rows(), 40, drawn_in_place)),
+                        on_host,
+                        "{vocabulary}, {sampling:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_with_nan_draws_no_token_in_place_and_the_others_do() {
+        let logits_bv = Generator::seeded(6).normal(&[4, 30], (Kind::Float, Device::Cpu));
+        for (row, value) in [(0, f64::NAN), (2, f64::INFINITY)] {
+            let _ = logits_bv.select(0, row).narrow(0, 7, 1).fill_(value);
+        }
+        let _ = logits_bv.select(0, 3).narrow(0, 1, 29).fill_(f64::NEG_INFINITY);
+        for sampling in settings() {
+            let on_host = drawn(&logits_bv, samplers(sampling, 4, 9), 3, drawn_on_host);
+            assert_eq!(ids(drawn(&logits_bv, samplers(sampling, 4, 9), 3, drawn_in_place)), on_host);
+            assert!(
+                on_host.iter().all(|row| [row[0], row[2], row[3]] == [NO_TOKEN, NO_TOKEN, 0] && row[1] != NO_TOKEN)
+            );
+        }
+    }
+
+    /// Pearson's chi-square of what is drawn in place, against the distribution that [`distributions`] computes by another way.
+    #[test]
+    fn tokens_drawn_in_place_follow_the_distribution() {
+        const ROWS: i64 = 200;
+        let logits_1v = Generator::seeded(11).normal(&[1, 24], (Kind::Float, Device::Cpu));
+        let logits_bv = logits_1v.expand([ROWS, 24], false);
+        for sampling in settings() {
+            let p = distributions(&logits_1v, sampling).swap_remove(0).expect("no NaN");
+            let mut counts = [0.0; 24];
+            let all = ids(drawn(&logits_bv, samplers(sampling, ROWS.unsigned_abs(), 12), 100, drawn_in_place)).concat();
+            all.iter().for_each(|&id| counts[usize::try_from(id).expect("a token")] += 1.0);
+            // Tokens that are expected fewer than five times count as one.
+            let (mut chi_square, mut cells, mut rare) = (0.0, 0.0, [0.0, 0.0]);
+            for (count, expected) in counts.into_iter().zip(&p).map(|(count, p)| (count, p * all.len() as f64)) {
+                assert!(expected > 0.0 || count == 0.0, "a token that is not kept was drawn");
+                if expected < 5.0 {
+                    rare = [rare[0] + count, rare[1] + expected];
+                } else {
+                    (chi_square, cells) = (chi_square + (count - expected).powi(2) / expected, cells + 1.0);
+                }
+            }
+            if rare[1] > 0.0 {
+                (chi_square, cells) = (chi_square + (rare[0] - rare[1]).powi(2) / rare[1].max(1.0), cells + 1.0);
+            }
+            let (mean, deviation) = (cells - 1.0, (2.0 * (cells - 1.0_f64)).sqrt());
+            assert!(chi_square <= mean + 4.0 * deviation + 1e-9, "{chi_square} of {cells} cells: {sampling:?}");
+        }
     }
 
     proptest! {

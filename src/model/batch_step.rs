@@ -4,6 +4,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::model::rope::{Ropes, RotationsByKind};
+use crate::torch::upload;
 
 /// Attention over all rows reads a multiple of so many tokens, so that a kernel sums a row's keys in the same lanes whatever the other
 /// rows' lengths.
@@ -40,7 +41,7 @@ impl BatchStep {
         let (rows, longest) = (lengths.len() as i64, lengths.iter().max().copied().unwrap_or(0));
         let plane = |(row, &length): (i64, &i64)| (0..planes).map(move |plane| (row * planes + plane) * room + length);
         let at: Vec<i64> = (0..rows).zip(lengths).flat_map(plane).collect();
-        let lengths_b = Tensor::from_slice(lengths).to_device(device);
+        let lengths_b = upload(lengths, device);
         let read = ((longest / READ_AT_ONCE + 1) * READ_AT_ONCE).min(room);
         let product_rows = rows.max(FEWEST_ROWS);
         Self {
@@ -48,7 +49,7 @@ impl BatchStep {
             product_rows,
             read,
             positions_p: padded(&lengths_b.to_kind(Kind::Float), product_rows),
-            at_n: Tensor::from_slice(&at).to_device(device),
+            at_n: upload(&at, device),
             masks_b11s: windows.iter().map(|&window| mask(&lengths_b, read, window, kind)).collect(),
         }
     }

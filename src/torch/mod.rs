@@ -18,10 +18,12 @@ pub mod loss_scale;
 pub mod memory;
 pub mod onednn;
 pub mod optim;
+mod upload;
 
 pub use accelerator::Accelerator;
 pub use generator::Generator;
 pub use guard::{TorchPanic, guard};
+pub use upload::upload;
 
 /// The libtorch version that the program is built for.
 pub const LIBTORCH_VERSION: &str = "2.11.0";
