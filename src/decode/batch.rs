@@ -5,6 +5,7 @@
 //! At temperature 0 each text equals the one that [`HostLoop`](super::host_loop::HostLoop) decodes, up to rounding between equally
 //! probable tokens. Sampled texts do not depend on the rest of the batch.
 
+use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 
 use tch::no_grad;
@@ -15,7 +16,8 @@ use super::sequence::Sequence;
 use super::step::{Drafting, Stepper};
 use crate::draft::Drafter;
 use crate::engine::Engine;
-use crate::torch::guard;
+use crate::engine::sample::Sampler;
+use crate::torch::{TorchPanic, guard};
 use crate::tree::accept::Acceptance;
 
 /// A text's key, and what came of it: [`DecodeError::NotFinite`] where no token could be chosen.
@@ -26,10 +28,14 @@ pub type Ended = (usize, Result<Generation, DecodeError>);
 pub struct SequenceBatch<'a> {
     stepper: Stepper<'a>,
     size: NonZeroUsize,
+    /// Tokens of a row that the cache is allocated for at once; otherwise it grows with its texts.
+    room: Option<NonZeroUsize>,
     /// In the order of the cache's rows.
     sequences: Vec<Sequence>,
     /// The sequences' keys, in the same order.
     keys: Vec<usize>,
+    /// Texts that are not in the cache: new ones, and those that left it when memory ran out.
+    waiting: VecDeque<(usize, Sequence)>,
     /// Texts that ended with their first token; the next step returns them.
     ended: Vec<Ended>,
     /// New tokens of texts that have left.
@@ -43,61 +49,126 @@ impl<'a> SequenceBatch<'a> {
         drafter: Option<(Box<dyn Drafter + 'a>, Acceptance)>,
         size: NonZeroUsize,
     ) -> Self {
-        Self { stepper: Stepper::new(engine, drafter), size, sequences: vec![], keys: vec![], ended: vec![], left: 0 }
+        Self {
+            stepper: Stepper::new(engine, drafter),
+            size,
+            room: None,
+            sequences: vec![],
+            keys: vec![],
+            waiting: VecDeque::new(),
+            ended: vec![],
+            left: 0,
+        }
+    }
+
+    /// The same batch with a cache that is allocated whole, for `tokens` tokens of each text, before the first step. A cache that grows
+    /// takes the memory of two while it is copied.
+    #[must_use]
+    pub fn with_room(self, tokens: NonZeroUsize) -> Self {
+        Self { room: Some(tokens), ..self }
+    }
+
+    /// Most texts that are decoded together. Smaller than at the start where memory ran out.
+    pub fn size(&self) -> NonZeroUsize {
+        self.size
     }
 
     /// Whether another text can enter.
     pub fn has_room(&self) -> bool {
-        self.sequences.len() + self.ended.len() < self.size.get()
+        self.sequences.len() + self.waiting.len() + self.ended.len() < self.size.get()
     }
 
     /// Whether nothing is left to do.
     pub fn is_idle(&self) -> bool {
-        self.sequences.is_empty() && self.ended.is_empty()
+        self.sequences.is_empty() && self.waiting.is_empty() && self.ended.is_empty()
     }
 
     /// New tokens so far, unfinished texts included.
     pub fn tokens(&self) -> usize {
-        self.left + self.sequences.iter().map(|sequence| sequence.text.new_ids().len()).sum::<usize>()
+        let open = self.sequences.iter().chain(self.waiting.iter().map(|(_, sequence)| sequence));
+        self.left + open.map(|sequence| sequence.text.new_ids().len()).sum::<usize>()
     }
 
-    /// Runs the prompt and adds the text to the batch; [`SequenceBatch::step`] returns its result under `key`.
+    /// Adds a text to the batch; [`SequenceBatch::step`] runs its prompt, and returns its result under `key`.
     ///
     /// # Errors
     /// [`DecodeError`] names what is wrong with the prompt.
     pub fn enter(&mut self, key: usize, request: &Request) -> Result<(), DecodeError> {
         let config = &self.stepper.engine().backbone().config;
         check_prompt(config, request.prompt)?;
-        let mut sequence = Sequence::new(request, config);
-        let row = self.sequences.len();
-        let begun = guard("the pass over a prompt", || {
-            self.stepper.push_row();
-            no_grad(|| self.stepper.begin(&mut sequence, row, Drafting::On));
-        });
-        if let Err(panic) = begun {
-            self.stepper.truncate_rows(row);
-            return Err(panic.into());
-        }
-        self.sequences.push(sequence);
-        self.keys.push(key);
-        if self.sequences[row].text.has_ended() {
-            let ended = self.leave(row);
-            self.ended.push(ended);
-        }
+        self.waiting.push_back((key, Sequence::new(request, config)));
         Ok(())
     }
 
-    /// Returns the texts that ended with their first token; if there are none, runs one step for every text and returns the texts that
-    /// ended. They leave the batch.
+    /// Runs the prompts of new texts. Then it returns the texts that ended with their first token; if there are none, it runs one step for every
+    /// text and returns the texts that ended. They leave the batch.
+    ///
+    /// Where memory runs out, it halves the size of the batch instead, and the next steps go on with all texts; without a drafter only.
     ///
     /// # Errors
     /// [`DecodeError::Torch`].
     pub fn step(&mut self) -> Result<Vec<Ended>, DecodeError> {
+        match self.begin_waiting().and_then(|()| self.step_all()) {
+            Err(panic) if panic.out_of_memory && !self.stepper.drafts() && self.halve() => Ok(vec![]),
+            done => Ok(done?),
+        }
+    }
+
+    /// Runs what the cache lacks of waiting texts, as many as it has rows for.
+    fn begin_waiting(&mut self) -> Result<(), TorchPanic> {
+        while !self.waiting.is_empty() && self.sequences.len() < self.size.get() {
+            let first = self.sequences.len();
+            let count = self.waiting.len().min(self.size.get() - first);
+            let (keys, sequences): (Vec<_>, Vec<_>) = self.waiting.drain(..count).unzip();
+            self.keys.extend(keys);
+            self.sequences.extend(sequences);
+            if let Err(panic) = self.begin(first) {
+                self.stepper.truncate_rows(first);
+                let back = self.keys.drain(first..).zip(self.sequences.drain(first..));
+                back.rev().for_each(|text| self.waiting.push_front(text));
+                return Err(panic);
+            }
+            // Last row first: see below.
+            for row in (first..self.sequences.len()).rev() {
+                if self.sequences[row].text.has_ended() {
+                    let ended = self.leave(row);
+                    self.ended.push(ended);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the sequences from `first` on, which have no rows yet.
+    fn begin(&mut self, first: usize) -> Result<(), TorchPanic> {
+        let (sequences, size, stepper) = (&mut self.sequences[first..], self.size.get(), &mut self.stepper);
+        let samplers: Vec<Sampler> = sequences.iter().map(|sequence| sequence.sampler.clone()).collect();
+        let begun = guard("the pass over prompts", || {
+            if let Some(tokens) = self.room {
+                stepper.reserve(size, tokens.get());
+            }
+            sequences.iter().for_each(|_| stepper.push_row());
+            no_grad(|| stepper.begin_all(sequences, first));
+        });
+        if begun.is_err() {
+            // What was drawn for a token that was not chosen is drawn again.
+            let lost = sequences.iter_mut().zip(samplers).filter(|(sequence, _)| !sequence.has_begun());
+            lost.for_each(|(sequence, sampler)| sequence.sampler = sampler);
+        }
+        begun
+    }
+
+    fn step_all(&mut self) -> Result<Vec<Ended>, TorchPanic> {
         let mut ended = std::mem::take(&mut self.ended);
         if self.sequences.is_empty() || !ended.is_empty() {
             return Ok(ended); // a step that fails would lose them
         }
-        guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)))?;
+        let samplers: Vec<Sampler> = self.sequences.iter().map(|sequence| sequence.sampler.clone()).collect();
+        let done = guard("decoding a batch", || no_grad(|| self.stepper.step(&mut self.sequences, Drafting::On)));
+        if let Err(panic) = done {
+            self.sequences.iter_mut().zip(samplers).for_each(|(sequence, sampler)| sequence.sampler = sampler);
+            return Err(panic);
+        }
         // Last row first: `swap_remove` then only moves rows that were already checked.
         for row in (0..self.sequences.len()).rev() {
             if self.sequences[row].text.has_ended() {
@@ -105,6 +176,17 @@ impl<'a> SequenceBatch<'a> {
             }
         }
         Ok(ended)
+    }
+
+    /// Empties the cache, and halves the number of texts that share it; all texts wait to enter it again. Returns whether that was possible.
+    fn halve(&mut self) -> bool {
+        let tried = (self.sequences.len() + self.waiting.len()).min(self.size.get());
+        let Some(size) = NonZeroUsize::new(tried / 2) else { return false };
+        self.size = size;
+        self.stepper.drop_rows();
+        let back = self.keys.drain(..).zip(self.sequences.drain(..));
+        back.rev().for_each(|text| self.waiting.push_front(text));
+        true
     }
 
     fn leave(&mut self, row: usize) -> Ended {
@@ -117,9 +199,10 @@ impl<'a> SequenceBatch<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::ops::ControlFlow;
 
-    use tch::{Device, Kind};
+    use tch::{Device, Kind, Tensor};
 
     use super::super::generate::plain;
     use super::super::request::FinishReason;
@@ -135,9 +218,12 @@ mod tests {
     use crate::draft::recycling::RecyclingDrafter;
     use crate::engine::sample::{Sampling, Stream};
     use crate::engine::tch::TchEngine;
+    use crate::engine::{PromptPass, RowTokens};
     use crate::formats::tree::DynamicTree;
     use crate::model::config::LlamaConfig;
+    use crate::model::kv_cache::KvCache;
     use crate::model::llama::Llama;
+    use crate::model::new_tokens::NewTokens;
     use crate::numbers::{NonNegative, Probability};
     use crate::tree::sparse_tree::SparseTree;
 
@@ -195,7 +281,11 @@ mod tests {
         wanted: &[Wanted],
     ) -> Vec<Generation> {
         let engine = Box::new(TchEngine::for_batches(llama));
-        let mut batch = SequenceBatch::new(engine, drafter, NonZeroUsize::new(size).unwrap());
+        run(&mut SequenceBatch::new(engine, drafter, NonZeroUsize::new(size).unwrap()), temperature, wanted)
+    }
+
+    /// All texts through a batch, in order of their keys.
+    fn run(batch: &mut SequenceBatch, temperature: f64, wanted: &[Wanted]) -> Vec<Generation> {
         let (mut waiting, mut ended) = (wanted.iter(), vec![]);
         loop {
             while batch.has_room() {
@@ -234,6 +324,113 @@ mod tests {
         assert!(by_eos > 20 && by_length > 20, "{by_eos} ended by an EOS, {by_length} by the length");
     }
 
+    /// Whatever the length of a pass, and where a prompt is longer than one.
+    #[test]
+    fn prompts_that_run_together_make_the_same_texts() {
+        for (seed, window) in [(0, None), (1, Some(5))] {
+            let llama = backbone(window, vec![11, 12], seed);
+            let wanted: Vec<Wanted> = (0..20).map(|key| Wanted::new(key, 1 + key * 13 % 40)).collect();
+            for temperature in [0.0, 0.8] {
+                let one_by_one = decode(&llama, temperature, 6, &wanted);
+                for tokens in [1, 9, 30, 4096] {
+                    let tokens = NonZeroUsize::new(tokens).unwrap();
+                    let engine = Box::new(TchEngine::for_batches(&llama).with_prompts_together(tokens));
+                    let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(6).unwrap()).with_room(tokens);
+                    assert_eq!(told(&run(&mut batch, temperature, &wanted)), told(&one_by_one), "passes of {tokens}");
+                }
+            }
+        }
+    }
+
+    /// Runs out of memory at some of its calls.
+    #[derive(Debug)]
+    struct Cramped<'a> {
+        engine: TchEngine<'a>,
+        calls: Cell<usize>,
+        fails_at: &'a [usize],
+    }
+
+    impl Cramped<'_> {
+        fn call(&self) {
+            self.calls.set(self.calls.get() + 1);
+            if self.fails_at.contains(&self.calls.get()) {
+                let _ = Tensor::ones([1 << 55], (Kind::Float, Device::Cpu)); // libtorch's own error
+            }
+        }
+    }
+
+    impl Engine for Cramped<'_> {
+        fn name(&self) -> &'static str {
+            self.engine.name()
+        }
+
+        fn backbone(&self) -> &Llama {
+            self.engine.backbone()
+        }
+
+        fn extend(&self, cache: &mut KvCache, tokens_n: &Tensor, batch: &[RowTokens]) -> Tensor {
+            self.call();
+            self.engine.extend(cache, tokens_n, batch)
+        }
+
+        fn extend_all(&self, cache: &mut KvCache, tokens_b: &Tensor, token: &NewTokens) -> Tensor {
+            self.call();
+            self.engine.extend_all(cache, tokens_b, token)
+        }
+
+        fn prompt_pass(&self) -> PromptPass {
+            self.engine.prompt_pass()
+        }
+
+        fn logits(&self, hidden_nh: &Tensor) -> Tensor {
+            self.call();
+            self.engine.logits(hidden_nh)
+        }
+    }
+
+    #[test]
+    fn memory_that_runs_out_halves_the_batch_and_loses_nothing() {
+        let llama = backbone(None, vec![11], 3);
+        let wanted: Vec<Wanted> = (0..12).map(|key| Wanted::new(key, 40)).collect();
+        for temperature in [0.0, 0.8] {
+            let whole = decode(&llama, temperature, 8, &wanted);
+            // In passes over prompts and their logits, and in steps and theirs.
+            for (fails_at, size) in
+                [(&[1][..], 4), (&[2], 4), (&[18, 25], 2), (&[19, 40], 2), (&[5, 30, 61], 1), (&[26, 27], 2)]
+            {
+                for together in [None, NonZeroUsize::new(30)] {
+                    let engine = TchEngine::for_batches(&llama);
+                    let engine =
+                        together.map_or_else(|| TchEngine::for_batches(&llama), |n| engine.with_prompts_together(n));
+                    let engine = Box::new(Cramped { engine, calls: Cell::new(0), fails_at });
+                    let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(8).unwrap());
+                    assert_eq!(
+                        told(&run(&mut batch, temperature, &wanted)),
+                        told(&whole),
+                        "{fails_at:?}, {together:?}"
+                    );
+                    assert_eq!(batch.size().get(), size, "{fails_at:?}, {together:?}");
+                    assert_eq!(
+                        batch.tokens(),
+                        whole.iter().map(|text| text.new_ids.len() + text.end.len()).sum::<usize>()
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_single_text_that_runs_out_of_memory_is_an_error() {
+        let llama = backbone(None, vec![], 3);
+        let engine =
+            Box::new(Cramped { engine: TchEngine::for_batches(&llama), calls: Cell::new(0), fails_at: &[1, 2, 5] });
+        let mut batch = SequenceBatch::new(engine, None, NonZeroUsize::new(2).unwrap());
+        (0..2).for_each(|key| batch.enter(key, &Wanted::new(key, 9).request(0.0)).unwrap());
+        assert!(batch.step().unwrap().is_empty());
+        let error = batch.step().unwrap_err();
+        assert!(matches!(&error, DecodeError::Torch(panic) if panic.out_of_memory), "{error}");
+    }
+
     /// Even in float32, and where the last piece of a prompt is a single token, as in a step.
     #[test]
     fn a_prompts_bits_do_not_depend_on_the_batch() {
@@ -249,6 +446,7 @@ mod tests {
                 batch.enter(key, &Request::greedy(&[7, 3, 9], 20)).unwrap();
             }
             batch.enter(others, &Request::greedy(&prompt, 20)).unwrap();
+            batch.begin_waiting().unwrap();
             batch.stepper.cache().committed(others)
         };
         assert_eq!(keys_and_values_behind(0), keys_and_values_behind(2));

@@ -8,6 +8,7 @@
 use std::fmt;
 
 pub mod batch;
+pub mod batch_memory;
 pub mod device;
 pub mod error;
 pub mod generate;

@@ -49,6 +49,17 @@ impl Sequence {
         self.text.finish()
     }
 
+    /// Whether the token after its prompt is chosen.
+    pub(super) fn has_begun(&self) -> bool {
+        self.root.is_some()
+    }
+
+    /// The tokens whose keys and values a step needs in the cache: all but the root.
+    pub(super) fn computed(&self) -> &[i64] {
+        let ids = self.text.ids();
+        &ids[..ids.len() - usize::from(self.has_begun())]
+    }
+
     /// The last token, which no engine has seen yet.
     pub(super) fn root(&self) -> &Chosen {
         self.root.as_ref().expect("the prompt is computed")

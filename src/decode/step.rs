@@ -10,12 +10,13 @@ use super::sequence::Sequence;
 use super::verify::{Verdict, first_root, verify};
 use crate::draft::memory::Memory;
 use crate::draft::{CommittedTokens, Drafter, Proposal, TextSoFar, VerifiedTree};
-use crate::engine::prefill::{PREFILL_CHUNK, prefill};
+use crate::engine::prefill::{PREFILL_CHUNK, prefill, prefill_several};
 use crate::engine::sample::{Chosen, Sampler, next_of_each};
-use crate::engine::{Engine, RowTokens};
+use crate::engine::{Engine, PromptPass, RowTokens};
 use crate::model::kv_cache::KvCache;
 use crate::model::llama::NO_TOKEN;
 use crate::model::new_tokens::NewTokens;
+use crate::torch::{memory, upload};
 use crate::tree::accept::Acceptance;
 
 /// Whether a text is decoded with the drafter's guesses, where there is a drafter.
@@ -62,6 +63,24 @@ impl<'a> Stepper<'a> {
     #[cfg(test)]
     pub(super) fn cache_mut(&mut self) -> &mut KvCache {
         &mut self.cache
+    }
+
+    /// Whether there is a drafter.
+    pub(super) fn drafts(&self) -> bool {
+        self.drafter.is_some()
+    }
+
+    /// Allocates the cache for so many rows of so many tokens each, unless it has that room.
+    pub(super) fn reserve(&mut self, rows: usize, tokens: usize) {
+        self.cache.reserve(rows as i64, tokens as i64);
+    }
+
+    /// Drops all rows and returns their memory to the device.
+    pub(super) fn drop_rows(&mut self) {
+        let backbone = self.engine.backbone();
+        self.cache = KvCache::new(&backbone.config, backbone.kind(), backbone.device());
+        self.seen.clear();
+        memory::release_cached(self.engine.backbone().device());
     }
 
     /// The drafter forgets what the texts so far have taught it.
@@ -112,6 +131,55 @@ impl<'a> Stepper<'a> {
         sequence.begin(root, hidden_1h);
     }
 
+    /// Computes sequences that were not begun, or whose keys and values were dropped; sequence i is in row `first + i`. A new one gets its
+    /// first token, one that goes on keeps its root and is otherwise as after its last step.
+    pub(super) fn begin_all(&mut self, sequences: &mut [Sequence], first: usize) {
+        let tokens = match self.engine.prompt_pass() {
+            PromptPass::OfSeveral { tokens } if self.drafter.is_none() => tokens,
+            _ => {
+                return sequences
+                    .iter_mut()
+                    .zip(first..)
+                    .for_each(|(sequence, row)| self.begin_or_go_on(sequence, row));
+            }
+        };
+        let mut begun = 0;
+        while begun < sequences.len() {
+            let count = fitting(&sequences[begun..], tokens);
+            self.begin_pass(&mut sequences[begun..begun + count], first + begun, tokens);
+            begun += count;
+        }
+    }
+
+    fn begin_or_go_on(&mut self, sequence: &mut Sequence, row: usize) {
+        if sequence.has_begun() {
+            let _ = self.prefill(sequence, row, Drafting::Off);
+        } else {
+            self.begin(sequence, row, Drafting::On);
+        }
+    }
+
+    /// [`Stepper::begin_all`] of sequences that fit one pass, or of one that needs several.
+    fn begin_pass(&mut self, sequences: &mut [Sequence], first: usize, tokens: usize) {
+        let prompts: Vec<&[i64]> = sequences.iter().map(Sequence::computed).collect();
+        let hidden_bh = match prompts[..] {
+            [one] => prefill(tokens, &*self.engine, (&mut self.cache, first), one, &mut |_, _| {}),
+            _ => prefill_several(&*self.engine, (&mut self.cache, first), &prompts),
+        };
+        let is_new = |(at, sequence): (usize, &Sequence)| (!sequence.has_begun()).then_some(at as i64);
+        let new: Vec<i64> = sequences.iter().enumerate().filter_map(is_new).collect();
+        if new.is_empty() {
+            return;
+        }
+        let hidden_nh = hidden_bh.index_select(0, &upload(&new, hidden_bh.device()));
+        let logits_nv = self.engine.logits(&hidden_nh);
+        let mut beginning: Vec<&mut Sequence> = sequences.iter_mut().filter(|sequence| !sequence.has_begun()).collect();
+        let roots = next_roots(&logits_nv, &mut beginning);
+        for ((sequence, root), row) in beginning.into_iter().zip(roots).zip(0..) {
+            sequence.begin(root, hidden_nh.narrow(0, row, 1));
+        }
+    }
+
     /// Tells a drafter that remembers texts of a new one. If the text would depend on what it remembers, it learns the whole prompt anew.
     fn begin_text(&mut self, sequence: &Sequence, row: usize) {
         let Some((_, acceptance)) = self.drafter.as_ref().filter(|(drafter, _)| drafter.remembers()) else { return };
@@ -138,7 +206,7 @@ impl<'a> Stepper<'a> {
                 seen[row] += ids.len();
             }
         };
-        prefill(PREFILL_CHUNK, &**engine, (cache, row), &sequence.text.ids()[cached..], &mut tell)
+        prefill(PREFILL_CHUNK, &**engine, (cache, row), &sequence.computed()[cached..], &mut tell)
     }
 
     /// One step of sequences that have begun; sequence i is in row i of the cache.
@@ -154,15 +222,16 @@ impl<'a> Stepper<'a> {
             [one] => one.root().on_device(self.engine.backbone().device()),
             all => {
                 let roots: Vec<i64> = all.iter().map(|sequence| sequence.root().id).collect();
-                Tensor::from_slice(&roots).to_device(self.engine.backbone().device())
+                upload(&roots, self.engine.backbone().device())
             }
         };
         let hidden_bh = self.engine.extend_all(&mut self.cache, &roots_b, &self.one);
         let logits_bv = self.engine.logits(&hidden_bh);
-        (0..sequences.len()).for_each(|row| self.cache.commit(row, 1));
         sequences.iter_mut().for_each(Sequence::see_root);
-        let next = next_roots(&logits_bv, sequences);
-        for (sequence, next) in sequences.iter_mut().zip(next) {
+        let next = next_roots(&logits_bv, &mut sequences.iter_mut().collect::<Vec<_>>());
+        // Only now: a step that runs out of memory before can be repeated.
+        for (row, (sequence, next)) in sequences.iter_mut().zip(next).enumerate() {
+            self.cache.commit(row, 1);
             sequence.go_on(&[sequence.root().id], next, None);
         }
     }
@@ -274,12 +343,22 @@ fn tokens_of(proposals: &[Proposal]) -> Tensor {
     }
 }
 
-/// The token after each sequence's root, of logits `[B, V]`; spare rows may follow.
-fn next_roots(logits_bv: &Tensor, sequences: &mut [Sequence]) -> Vec<Chosen> {
+/// How many of the first sequences fit a pass of so many tokens; at least one.
+fn fitting(sequences: &[Sequence], tokens: usize) -> usize {
+    let mut sum = 0;
+    let fits = |sequence: &&Sequence| {
+        sum += sequence.computed().len();
+        sum <= tokens
+    };
+    sequences.iter().take_while(fits).count().max(1)
+}
+
+/// The token after each sequence's last, of logits `[B, V]`; spare rows may follow.
+fn next_roots(logits_bv: &Tensor, sequences: &mut [&mut Sequence]) -> Vec<Chosen> {
     let samplings_differ = sequences.windows(2).any(|two| two[0].sampler.sampling() != two[1].sampler.sampling());
     let any_penalty = sequences.iter().any(|sequence| !sequence.penalty.is_off());
     if sequences.len() == 1 || samplings_differ || any_penalty {
-        let next = |(sequence, row): (&mut Sequence, i64)| {
+        let next = |(sequence, row): (&mut &mut Sequence, i64)| {
             sequence.sampler.next(&sequence.penalty.of_text(&logits_bv.narrow(0, row, 1)))
         };
         return sequences.iter_mut().zip(0..).map(next).collect();

@@ -41,8 +41,25 @@ pub trait Engine: fmt::Debug {
         self.extend(cache, tokens_b, &batch)
     }
 
+    /// How many prompts run together.
+    fn prompt_pass(&self) -> PromptPass {
+        PromptPass::OfOne
+    }
+
     /// The LM head: hidden states `[N, H]` to logits `[N, V]`.
     fn logits(&self, hidden_nh: &Tensor) -> Tensor;
+}
+
+/// What a pass over prompts may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PromptPass {
+    /// One prompt, or a piece of it.
+    OfOne,
+    /// Several prompts, of so many tokens in all; a longer one has passes of its own.
+    OfSeveral {
+        /// At least one.
+        tokens: usize,
+    },
 }
 
 /// Row, positions and mask of one sequence's new tokens.

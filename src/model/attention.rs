@@ -57,11 +57,27 @@ impl Attention {
         self.o.forward(&out_bqtd.transpose(1, 2).reshape([b, t, q * d]), adapters)
     }
 
-    /// New tokens behind a row of the cache: `x_nh` `[N, H]` to the same shape. Their keys and values become the row's pending tokens.
-    pub fn over_cache(&self, x_nh: &Tensor, rotation: Option<&Rotation>, mask: &CacheMask, cache: &RowCache) -> Tensor {
-        let HeadShape { q, g, d, .. } = self.shape;
-        let n = x_nh.size()[0];
+    /// New tokens behind rows of the cache, row after row: `x_nh` `[N, H]` to the same shape. Their keys and values become the rows' pending
+    /// tokens.
+    pub fn over_cache(&self, x_nh: &Tensor, rotation: Option<&Rotation>, rows: &[(&CacheMask, &RowCache)]) -> Tensor {
         let qkv_nhd = self.queries_keys_values(x_nh, rotation);
+        let out_ni = if let [(mask, cache)] = rows {
+            self.behind_row(&qkv_nhd, mask, cache)
+        } else {
+            let mut end = 0;
+            let attended = rows.iter().map(|(mask, cache)| {
+                end += mask.new;
+                self.behind_row(&qkv_nhd.narrow(0, end - mask.new, mask.new), mask, cache)
+            });
+            Tensor::cat(&attended.collect::<Vec<_>>(), 0)
+        };
+        self.o.forward(&out_ni, Adapters::Off)
+    }
+
+    /// Attention of new tokens behind a row of the cache: `[N, Q + 2G, D]` to `[N, Q·D]`.
+    fn behind_row(&self, qkv_nhd: &Tensor, mask: &CacheMask, cache: &RowCache) -> Tensor {
+        let HeadShape { q, g, d, .. } = self.shape;
+        let n = mask.new;
         write(&cache.both_gsd, &qkv_nhd.narrow(1, q, 2 * g), mask.len);
         let keys_1gsd = cache.keys_1gsd.narrow(2, 0, mask.len + n);
         let values_1gsd = cache.values_1gsd.narrow(2, 0, mask.len + n);
@@ -69,8 +85,7 @@ impl Attention {
         if n == 1 {
             // Query heads of a group lie side by side already: no transposes, which cost as much as a small product.
             let q_1grd = q_nqd.view([1, g, q / g, d]);
-            let out_1grd = self.attend(&q_1grd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref());
-            return self.o.forward(&out_1grd.reshape([1, q * d]), Adapters::Off);
+            return self.attend(&q_1grd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref()).reshape([1, q * d]);
         }
         let q_qnd = q_nqd.transpose(0, 1);
         let out_qnd = if mask.first_causal {
@@ -81,7 +96,7 @@ impl Attention {
             let q_1gnd = q_qnd.reshape([1, g, q / g * n, d]);
             self.attend(&q_1gnd, &keys_1gsd, &values_1gsd, mask.mask_ns.as_ref())
         };
-        self.o.forward(&out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d]), Adapters::Off)
+        out_qnd.reshape([q, n, d]).transpose(0, 1).reshape([n, q * d])
     }
 
     /// One new token of each of several generations: `x_ph` `[P, H]` to the same shape. Their keys and values go to the cache.

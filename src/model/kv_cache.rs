@@ -197,14 +197,14 @@ impl KvCache {
     }
 
     /// Makes room for a number of rows and tokens; what is there stays.
-    fn reserve(&mut self, rows: i64, tokens: i64) {
+    pub fn reserve(&mut self, rows: i64, tokens: i64) {
         let [l, has_rows, planes, has_tokens, d] = self.sizes.map(|size| size as i64);
         if rows <= has_rows && tokens <= has_tokens {
             return;
         }
         let s = match tokens <= has_tokens {
             true => has_tokens,
-            false => round_up(tokens.max((has_tokens + has_tokens / 2).min(self.context)), BLOCK),
+            false => room_for(tokens.max((has_tokens + has_tokens / 2).min(self.context))),
         };
         let b = if rows <= has_rows { has_rows } else { rows.max(2 * has_rows) };
         let all = Tensor::zeros([l, b, planes, s, d], (self.all.kind(), self.all.device()));
@@ -251,8 +251,9 @@ impl LayerCache {
     }
 }
 
-fn round_up(tokens: i64, unit: i64) -> i64 {
-    (tokens + unit - 1) / unit * unit
+/// Room of a row of `tokens` tokens: whole blocks.
+pub fn room_for(tokens: i64) -> i64 {
+    (tokens + BLOCK - 1) / BLOCK * BLOCK
 }
 
 fn sizes(all: &Tensor) -> [usize; 5] {

@@ -10,15 +10,15 @@ use crate::model::attention::{Attention, RowMask};
 use crate::model::block_spec::{BlockSpec, names};
 use crate::model::config::LlamaConfig;
 use crate::model::decoder_layer::DecoderLayer;
-use crate::model::kv_cache::KvCache;
+use crate::model::kv_cache::{KvCache, RowCache};
 use crate::model::linear::Linear;
 use crate::model::logits::logits_of;
 use crate::model::lora::Adapters;
-use crate::model::new_tokens::NewTokens;
+use crate::model::new_tokens::{CacheMask, NewTokens};
 use crate::model::norm::norm;
 use crate::model::quantization::{Quantization, QuantizedWeight};
 use crate::model::rope::{Ropes, RotationsByKind};
-use crate::torch::bytes;
+use crate::torch::{bytes, upload};
 
 mod dense;
 
@@ -109,14 +109,21 @@ impl Llama {
     /// New tokens behind row `row` of a cache: `tokens_n` `[N]` int64 to hidden states after the final norm, `[N, H]`. Their keys and
     /// values become the row's pending tokens; commit those that stay. Adapters take no part: decoding merges them.
     pub fn extend(&self, tokens_n: &Tensor, new: &NewTokens, cache: &mut KvCache, row: usize) -> Tensor {
-        cache.reserve_tokens(row, new.len());
-        let len = cache.len(row);
-        let (rotations, masks) = (new.rotations(&self.ropes, len), new.behind(len));
+        self.extend_several(tokens_n, &[(row, new)], cache)
+    }
+
+    /// As [`Llama::extend`] for several rows, whose tokens follow one another: the weights are read once, and each row has its own attention.
+    pub fn extend_several(&self, tokens_n: &Tensor, rows: &[(usize, &NewTokens)], cache: &mut KvCache) -> Tensor {
+        rows.iter().for_each(|(row, new)| cache.reserve_tokens(*row, new.len()));
+        let positions: Vec<f32> = rows.iter().flat_map(|(row, new)| new.positions(cache.len(*row))).collect();
+        let rotations = self.ropes.at(&upload(&positions, self.device));
+        let masks: Vec<Vec<CacheMask>> = rows.iter().map(|(row, new)| new.behind(cache.len(*row))).collect();
         let mut x_nh = self.embed(tokens_n);
         for (i, layer) in self.layers.iter().enumerate() {
             let kind = self.block.layers.of_layer(i);
-            let (rotation, mask) = (rotations.of(kind), &masks[kind]);
-            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotation, mask, cache.of_row(i, row));
+            let of_layer: Vec<(&CacheMask, &RowCache)> =
+                masks.iter().zip(rows).map(|(masks, (row, _))| (&masks[kind], cache.of_row(i, *row))).collect();
+            let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotations.of(kind), &of_layer);
             x_nh = layer.forward(&x_nh, &self.block, Adapters::Off, attend);
         }
         norm(&x_nh, &self.norm_h, self.block.norms)

@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::cpu::attention::SeenTokens;
 use crate::model::config::LlamaConfig;
 use crate::model::rope::{Ropes, RotationsByKind};
+use crate::torch::upload;
 
 /// Which new tokens see each other, and where they stand behind the cache. Made once, used at every step.
 #[derive(Debug)]
@@ -31,6 +32,8 @@ pub struct NewTokens {
 pub struct CacheMask {
     /// Committed tokens.
     pub(super) len: i64,
+    /// New tokens.
+    pub(super) new: i64,
     /// A prompt's first pass: plain causal attention, no mask needed.
     pub(super) first_causal: bool,
     /// `[R·N, S]`, 0 or -inf.
@@ -106,11 +109,15 @@ impl NewTokens {
         ((from.unsigned_abs() as usize).min(end)..end).chain(then).collect()
     }
 
-    /// Rotations of the new tokens' positions behind `len` committed ones.
+    /// Positions of the new tokens behind `len` committed ones.
     #[expect(clippy::cast_precision_loss, reason = "positions are far below 2^24")]
+    pub(super) fn positions(&self, len: i64) -> impl Iterator<Item = f32> {
+        self.offsets.iter().map(move |offset| (len + offset) as f32)
+    }
+
+    /// Rotations of the new tokens' positions behind `len` committed ones.
     pub(super) fn rotations(&self, ropes: &Ropes, len: i64) -> RotationsByKind {
-        let positions: Vec<f32> = self.offsets.iter().map(|offset| (len + offset) as f32).collect();
-        ropes.at(&Tensor::from_slice(&positions).to_device(self.device))
+        ropes.at(&upload(&self.positions(len).collect::<Vec<_>>(), self.device))
     }
 
     /// By kind of layer, what the new tokens see behind `len` committed ones.
@@ -124,7 +131,7 @@ impl NewTokens {
         let free = !window_cuts && self.ancestors.is_none();
         let first_causal = free && len == 0 && n > 1;
         let mask_ns = (!(first_causal || free && n == 1)).then(|| self.mask(kind, len));
-        CacheMask { len, first_causal, mask_ns }
+        CacheMask { len, new: n, first_causal, mask_ns }
     }
 
     /// `[R·N, len + N]`.

@@ -129,7 +129,7 @@ impl PrefixLayer {
         cache.reserve_tokens(row, n);
         let len = cache.len(row);
         let (rotations, masks) = (new.rotations(&self.ropes, len), new.behind(len));
-        let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotations.of(0), &masks[0], cache.of_row(0, row));
+        let attend = |x: &Tensor, a: &Attention| a.over_cache(x, rotations.of(0), &[(&masks[0], cache.of_row(0, row))]);
         let x_nh = self.layer.forward(&hidden_nh.to_kind(self.kind), &self.block, Adapters::Off, attend);
         cache.commit(row, n);
         norm(&x_nh, &self.norm_h, self.block.norms)

@@ -1,0 +1,104 @@
+//! How many texts can be decoded together: what a batch takes of memory beside the backbone's weights. Pure arithmetic.
+
+// L layers, Q query heads, G key/value heads, D head size, H hidden, F width of the MLP, V vocabulary, e bytes of a number
+use std::num::NonZeroUsize;
+
+use tch::{Device, Kind};
+
+use crate::engine::PromptPass;
+use crate::engine::prefill::PREFILL_CHUNK;
+use crate::model::config::LlamaConfig;
+use crate::model::kv_cache;
+
+/// Most texts that are decoded together without `--batch-size`. On a CPU, products of more rows are no faster for each row, and the bits of a
+/// text depend on the batch from 65 rows on. On a GPU, steps are bound by arithmetic and by reading the cache.
+const MOST_ON_CPU: usize = 32;
+const MOST_ON_GPU: usize = 256;
+/// Bytes that choosing a token takes for each token of the vocabulary: logits in two dtypes, probabilities, their sorted copy with int64 ids,
+/// float64 sums, and masks.
+const CHOICE: u64 = 64;
+/// Part of the free memory that is left alone: workspaces of the products, and holes between tensors.
+const SPARE: f64 = 0.1;
+
+/// Memory of a batch, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchMemory {
+    /// Of a text: its row of the cache, and its logits.
+    pub each: u64,
+    /// Of a pass over prompts.
+    pub pass: u64,
+    most: usize,
+}
+
+impl BatchMemory {
+    /// Of texts of at most `tokens` tokens, prompt included.
+    pub fn new(config: &LlamaConfig, (kind, device): (Kind, Device), tokens: usize, pass: PromptPass) -> Self {
+        let size = |number: i64| number.unsigned_abs();
+        let (e, on_gpu) = (kind.elt_size_in_bytes() as u64, device != Device::Cpu);
+        let head = size(config.head_dim);
+        let [q, kv] = [size(config.num_attention_heads) * head, size(config.num_key_value_heads) * head];
+        let room = size(kv_cache::room_for(tokens as i64));
+        let row = config.num_hidden_layers as u64 * 2 * kv * room * e;
+        // A cache that grows is copied; on a GPU it is allocated once.
+        let row = if on_gpu { row } else { 2 * row };
+        let tokens_of_pass = match pass {
+            PromptPass::OfOne => PREFILL_CHUNK.min(tokens),
+            PromptPass::OfSeveral { tokens } => tokens,
+        };
+        // Residual stream and norm before and after, queries, keys, values and their rotation, gate, up, and their product.
+        let of_token = 4 * size(config.hidden_size) + 3 * (q + 2 * kv) + 4 * size(config.intermediate_size);
+        Self {
+            each: row + size(config.vocab_size) * CHOICE,
+            pass: tokens_of_pass as u64 * of_token * e,
+            most: if on_gpu { MOST_ON_GPU } else { MOST_ON_CPU },
+        }
+    }
+
+    /// How many texts fit into so many free bytes, up to the number from which on more are no faster; at least one.
+    pub fn texts(&self, free: u64) -> NonZeroUsize {
+        let left = (free as f64 * (1.0 - SPARE)) as u64;
+        let fit = usize::try_from(left.saturating_sub(self.pass) / self.each).unwrap_or(self.most);
+        NonZeroUsize::new(fit.min(self.most)).unwrap_or(NonZeroUsize::MIN)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn llama2_7b() -> LlamaConfig {
+        LlamaConfig {
+            hidden_size: 4096,
+            intermediate_size: 11008,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 32,
+            head_dim: 128,
+            vocab_size: 32000,
+            max_position_embeddings: 4096,
+            ..LlamaConfig::tiny()
+        }
+    }
+
+    const ON_GPU: (Kind, Device) = (Kind::BFloat16, Device::Cuda(0));
+    const PASS: PromptPass = PromptPass::OfSeveral { tokens: 4096 };
+
+    #[test]
+    fn a_text_of_llama_2_7b_takes_half_a_mebibyte_per_token() {
+        let memory = BatchMemory::new(&llama2_7b(), ON_GPU, 1024, PASS);
+        assert_eq!(memory.each, 1024 * (512 << 10) + 32000 * CHOICE);
+        assert!((600 << 20..1 << 30).contains(&memory.pass), "{}", memory.pass);
+        // 13.5 GB of 80 are weights.
+        assert_eq!(memory.texts(66_000_000_000).get(), 108);
+        assert_eq!(BatchMemory::new(&llama2_7b(), ON_GPU, 4096, PASS).texts(66_000_000_000).get(), 27);
+        assert_eq!(BatchMemory::new(&llama2_7b(), ON_GPU, 200, PASS).texts(66_000_000_000).get(), MOST_ON_GPU);
+    }
+
+    #[test]
+    fn a_batch_has_at_least_one_text_and_on_a_cpu_at_most_32() {
+        let on_cpu = BatchMemory::new(&llama2_7b(), (Kind::Float, Device::Cpu), 4096, PromptPass::OfOne);
+        assert_eq!(on_cpu.texts(0).get(), 1);
+        assert_eq!(on_cpu.texts(u64::MAX).get(), 32);
+        assert_eq!(on_cpu.texts(34 << 30).get(), 3, "8 GiB each while the cache grows");
+    }
+}
