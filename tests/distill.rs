@@ -188,6 +188,27 @@ fn the_batch_does_not_change_what_is_said() {
     assert!(differ > 30, "another seed changes {differ} of 40 conversations");
 }
 
+/// Without a flag as many conversations as fit the memory, and no more than there are.
+#[test]
+fn the_batch_is_told_and_a_flag_sets_it() {
+    let world = world();
+    let size_of = |out: &str, count: usize, arguments: &[&str]| {
+        world.lines("p.jsonl", &prompts(count));
+        let all = [&DISTILL[..6], &[out, "--max-new-tokens", "4", "--json"], arguments].concat();
+        let output = world.medusa(&all).output().expect("medusa");
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        let summary: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {told}"));
+        assert_eq!(summary["batch_size"], summary["batch_size_at_end"]);
+        (summary["batch_size"].as_u64().expect("a number"), told)
+    };
+    let (size, told) = size_of("many", 40, &[]);
+    assert!(size == 32 && told.contains("decoding 32 conversations together: "), "{size}: {told}");
+    assert!(told.contains(" are free, one of at most "), "{told}");
+    assert_eq!(size_of("few", 5, &[]).0, 5);
+    let (size, told) = size_of("flag", 40, &["--batch-size", "7"]);
+    assert!(size == 7 && !told.contains("together"), "{size}: {told}");
+}
+
 #[test]
 fn the_shares_of_several_machines_are_the_whole() {
     let world = world();

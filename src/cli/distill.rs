@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use clap::Args;
 use serde_json::json;
+use tch::Device;
 
 use super::decoder::Decoder;
 use super::drafter::Drafts;
@@ -18,7 +19,7 @@ use super::numbers::{above_zero, probability, temperature};
 use super::progress::Counter;
 use super::prompts::{FitFlags, TooLong};
 use super::served::ServedFlags;
-use super::{CommonFlags, Interrupted, UsageError, downloads, interrupted, print_json, print_line};
+use super::{CommonFlags, Interrupted, UsageError, batch_size, downloads, interrupted, print_json, print_line};
 use crate::data::prompts::{Dialogue, PromptFile};
 use crate::data::report::counted;
 use crate::decode::batch::SequenceBatch;
@@ -85,9 +86,10 @@ pub struct DistillArgs {
     /// head's best guess].
     #[arg(long, value_name = "T", requires = "heads")]
     pub tree: Option<PathBuf>,
-    /// Conversations decoded together. On the CPU the answers do not depend on the batch size up to 64.
-    #[arg(long, value_name = "N", default_value = "32", value_parser = above_zero::<NonZeroUsize>, conflicts_with = "heads")]
-    pub batch_size: NonZeroUsize,
+    /// Conversations decoded together [default: as many as the free memory holds, at most 32 on a CPU and 256 on a GPU]. On a CPU the
+    /// answers do not depend on the batch size up to 64.
+    #[arg(long, value_name = "N", value_parser = above_zero::<NonZeroUsize>, conflicts_with = "heads")]
+    pub batch_size: Option<NonZeroUsize>,
     /// Process only this share of the prompts: every N-th one, starting with the I-th (1-based).
     #[arg(long, help_heading = "Output", value_name = "I/N", default_value = "1/1")]
     pub shard: Share,
@@ -124,17 +126,24 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let decoder = engine.load(&args.backbone, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
     let settings = args.settings(&decoder, common)?;
-    let dialogues = args.fitting(dialogues, &renderer, &settings, common)?;
+    let (dialogues, lengths) = args.fitting(dialogues, &renderer, &settings, common)?;
     let provenance = args.provenance(&decoder, &file, &dialogues, common)?;
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
-    let answerer = args.answerer(&decoder, common)?;
+    let longest = distill::longest_text(dialogues.iter().zip(lengths), &settings);
+    let answerer = args.answerer(&decoder, longest, output.missing().len(), common)?;
+    let batch_size = answerer.batch_size();
     let (stop, began, before) = (interrupted(), Instant::now(), output.kept());
     if before > 0 {
         common.say(format_args!("resuming after {before} of {} conversations", output.conversations()));
     }
     let counter = Counter::new(output.conversations(), before, "conversations", common);
-    let mut last = DistillProgress { conversations: before, tokens: 0 };
-    let mut on_step = |progress| {
+    let mut last = DistillProgress { conversations: before, tokens: 0, batch_size };
+    let mut on_step = |progress: DistillProgress| {
+        if progress.batch_size < last.batch_size {
+            let conversations = counted(progress.batch_size, "conversation");
+            counter
+                .say(format_args!("out of memory: from now on {conversations} are decoded together; nothing is lost"));
+        }
         last = progress;
         let speed = progress.tokens as f64 / began.elapsed().as_secs_f64();
         counter.set(progress.conversations, &format!("{speed:.0} tokens/s"));
@@ -147,7 +156,7 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let text = format!("interrupted: {kept} of {all} conversations are saved in {folder}; continue with --resume");
         return Err(Interrupted(text).into());
     }
-    summary(args, &output, [before, last.tokens], began.elapsed().as_secs_f64(), common)
+    summary(args, &output, &Run { resumed: before, batch_size, last, seconds: began.elapsed().as_secs_f64() }, common)
 }
 
 /// Of a tree's file, or of what stands in its place.
@@ -160,20 +169,20 @@ fn tree_sha256(tree: &Path) -> io::Result<String> {
 }
 
 impl DistillArgs {
-    /// The prompts that leave room for an answer.
+    /// The prompts that leave room for an answer, and the tokens of each one's first turn.
     fn fitting(
         &self,
         dialogues: Vec<Dialogue>,
         renderer: &Renderer,
         settings: &DistillSettings,
         common: &CommonFlags,
-    ) -> anyhow::Result<Vec<Dialogue>> {
+    ) -> anyhow::Result<(Vec<Dialogue>, Vec<usize>)> {
         let lengths = distill::check(&dialogues, renderer, settings)?;
         let all = dialogues.into_iter().zip(lengths);
         let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, length)| *length < settings.context);
         let too_long = others.into_iter().map(|(dialogue, length)| TooLong { place: Some(dialogue.place), length });
         self.fit.judge(&too_long.collect::<Vec<_>>(), fit.len(), settings.context, common)?;
-        Ok(fit.into_iter().map(|(dialogue, _)| dialogue).collect())
+        Ok(fit.into_iter().unzip())
     }
 
     fn settings(&self, decoder: &Decoder, common: &CommonFlags) -> anyhow::Result<DistillSettings> {
@@ -228,7 +237,14 @@ impl DistillArgs {
         })
     }
 
-    fn answerer<'d>(&self, decoder: &'d Decoder, common: &CommonFlags) -> anyhow::Result<Answerer<'d>> {
+    /// Answers texts of at most `longest` tokens, of which `waiting` remain.
+    fn answerer<'d>(
+        &self,
+        decoder: &'d Decoder,
+        longest: NonZeroUsize,
+        waiting: usize,
+        common: &CommonFlags,
+    ) -> anyhow::Result<Answerer<'d>> {
         let sampling = Sampling { top_p: self.top_p, ..Sampling::of_temperature(self.temperature) };
         let acceptance = Acceptance::Typical(TypicalAcceptance::with_threshold(POSTERIOR_THRESHOLD));
         let Some(drafter) = decoder.drafter() else {
@@ -236,7 +252,10 @@ impl DistillArgs {
                 common.say(format_args!("engine tch: {TOGETHER}"));
             }
             let engine = Box::new(TchEngine::for_batches(&decoder.backbone));
-            return Ok(Answerer::together(SequenceBatch::new(engine, None, self.batch_size), sampling));
+            let size = self.batch_size.map_or_else(|| batch_size::that_fits(&*engine, longest, waiting, common), Ok)?;
+            let batch = SequenceBatch::new(engine, None, size);
+            let on_cpu = decoder.backbone.device() == Device::Cpu;
+            return Ok(Answerer::together(if on_cpu { batch } else { batch.with_room(longest) }, sampling));
         };
         let drafts = Drafts::new(&decoder.backbone, drafter, acceptance)?;
         let rule = if self.temperature.get() > 0.0 { "with typical acceptance" } else { "greedily" };
@@ -247,20 +266,25 @@ impl DistillArgs {
     }
 }
 
-/// Prints a summary of the folder; `tokens` are those of this run, which started after `resumed` conversations.
-fn summary(
-    args: &DistillArgs,
-    output: &Output,
-    [resumed, tokens]: [usize; 2],
+/// What this run did.
+struct Run {
+    /// Conversations of earlier runs.
+    resumed: usize,
+    /// At the start.
+    batch_size: usize,
+    last: DistillProgress,
     seconds: f64,
-    common: &CommonFlags,
-) -> anyhow::Result<()> {
+}
+
+/// Prints a summary of the folder.
+fn summary(args: &DistillArgs, output: &Output, run: &Run, common: &CommonFlags) -> anyhow::Result<()> {
     let (kept, shards) = (output.kept(), output.shards());
+    let Run { resumed, batch_size, last: DistillProgress { tokens, batch_size: at_end, .. }, seconds } = *run;
     let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
     if common.json {
         return print_json(&json!({
             "conversations": kept, "resumed": resumed, "tokens": tokens, "seconds": seconds, "tokens_per_second": speed,
-            "shards": shards, "out": args.out,
+            "shards": shards, "out": args.out, "batch_size": batch_size, "batch_size_at_end": at_end,
         }));
     }
     print_line(format_args!(

@@ -18,6 +18,7 @@ use crate::hub::{DataSplit, Wanted};
 use crate::torch;
 
 pub mod backbone;
+mod batch_size;
 pub mod bench;
 pub mod calibrate;
 pub mod chat;

@@ -63,6 +63,14 @@ impl<'a> Answerer<'a> {
         }
     }
 
+    /// Most conversations that are decoded together.
+    pub fn batch_size(&self) -> usize {
+        match &self.decoding {
+            Decoding::Together(batch) => batch.size().get(),
+            Decoding::OneByOne { .. } => 1,
+        }
+    }
+
     /// New tokens so far.
     pub(super) fn tokens(&self) -> usize {
         match &self.decoding {

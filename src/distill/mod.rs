@@ -2,6 +2,7 @@
 //! Parquet rows ready for training. This module does not know how an answer is decoded.
 
 use std::collections::{HashMap, VecDeque};
+use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
 use rayon::iter::{IntoParallelRefIterator, ParallelIterator};
@@ -28,6 +29,9 @@ pub use error::DistillError;
 use output::Output;
 use render::Renderer;
 
+/// Tokens around a turn: more than any built-in template puts there.
+const OF_TEMPLATE: usize = 32;
+
 /// Progress of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DistillProgress {
@@ -35,6 +39,8 @@ pub struct DistillProgress {
     pub conversations: usize,
     /// New tokens of this run.
     pub tokens: usize,
+    /// Most conversations that are decoded together; smaller than before where memory ran out.
+    pub batch_size: usize,
 }
 
 /// How a distillation ended.
@@ -77,6 +83,33 @@ fn check_one(dialogue: &Dialogue, renderer: &Renderer, settings: &DistillSetting
     Ok(first.ids.len())
 }
 
+/// Most tokens that a conversation reaches, with [`check`]'s tokens of its first turn: an estimate where the user has several turns, of which
+/// each byte counts as a token.
+pub fn longest_text<'d>(
+    conversations: impl Iterator<Item = (&'d Dialogue, usize)>,
+    settings: &DistillSettings,
+) -> NonZeroUsize {
+    let length = |(dialogue, first): (&Dialogue, usize)| first.saturating_add(answered(&dialogue.questions, settings));
+    let longest = conversations.map(length).max().unwrap_or(1).min(settings.context);
+    NonZeroUsize::new(longest).unwrap_or(NonZeroUsize::MIN)
+}
+
+/// Tokens behind the first prompt: answers, and later turns of the user.
+fn answered(questions: &Questions, settings: &DistillSettings) -> usize {
+    let (written, turns) = (settings.max_new_tokens.get(), settings.turns.get());
+    let later = match questions {
+        Questions::Turns { .. } if settings.self_talk => {
+            (turns - 1).saturating_mul(2).saturating_mul(written.saturating_add(OF_TEMPLATE))
+        }
+        Questions::Turns { user, .. } => {
+            let turn = |turn: &String| written.saturating_add(turn.len() + OF_TEMPLATE);
+            user.iter().take(turns).skip(1).map(turn).fold(0, usize::saturating_add)
+        }
+        Questions::Text(_) | Questions::Ids(_) => 0,
+    };
+    written.saturating_add(later)
+}
+
 /// Answers every prompt that the output lacks. `on_step` receives the progress and may stop the run.
 ///
 /// # Errors
@@ -104,7 +137,8 @@ pub fn run(
         let (finished, heard) = talk.hear(answerer.step()?);
         output.keep(finished)?;
         heard?;
-        if on_step(DistillProgress { conversations: output.kept(), tokens: answerer.tokens() }).is_break() {
+        let (conversations, tokens, batch_size) = (output.kept(), answerer.tokens(), answerer.batch_size());
+        if on_step(DistillProgress { conversations, tokens, batch_size }).is_break() {
             return Ok(DistillEnd::Stopped);
         }
     }
@@ -174,5 +208,45 @@ impl Talk<'_> {
 
     fn failed(&self, id: usize, source: PromptError) -> DistillError {
         DistillError::Prompt { place: self.dialogues[id].place.clone(), source: Box::new(source) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(max_new_tokens: usize, turns: usize, self_talk: bool) -> DistillSettings {
+        let number = |number| NonZeroUsize::new(number).expect("above 0");
+        DistillSettings {
+            max_new_tokens: number(max_new_tokens),
+            turns: number(turns),
+            self_talk,
+            seed: 0,
+            context: 4096,
+        }
+    }
+
+    #[test]
+    fn a_text_reaches_its_prompt_and_all_answers_within_the_context() {
+        let turns = |count: usize| Questions::Turns { system: None, user: vec!["0123456789".to_owned(); count] };
+        let text = Questions::Text("a".repeat(50));
+        let later = 100 + 10 + OF_TEMPLATE;
+        for (questions, settings, expected) in [
+            (&text, settings(100, usize::MAX, false), 20 + 100),
+            (&turns(1), settings(100, usize::MAX, false), 20 + 100),
+            (&turns(3), settings(100, usize::MAX, false), 20 + 100 + 2 * later),
+            (&turns(3), settings(100, 2, false), 20 + 100 + later),
+            (&turns(1), settings(100, 3, true), 20 + 100 + 4 * (100 + OF_TEMPLATE)),
+            (&turns(3), settings(2000, usize::MAX, false), 4096),
+            (&turns(3), settings(usize::MAX, usize::MAX, false), 4096),
+        ] {
+            let place = crate::data::rows::RowLocation { path: "p.jsonl".into(), row: None };
+            let dialogue = Dialogue { place, index: 0, id: None, category: None, questions: questions.clone() };
+            assert_eq!(
+                longest_text([(&dialogue, 20)].into_iter(), &settings).get(),
+                expected,
+                "{questions:?}, {settings:?}"
+            );
+        }
     }
 }

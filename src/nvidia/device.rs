@@ -170,6 +170,16 @@ impl Gpu {
     }
 }
 
+/// Total and free bytes of a GPU, as the driver counts them: the memory of all processes is taken.
+///
+/// # Errors
+/// [`GpuError::Failed`].
+pub fn memory_of(index: usize) -> Result<(u64, u64), GpuError> {
+    let context = CudaContext::new(index).map_err(GpuError::failed("opening its context"))?;
+    let (free, total) = context.mem_get_info().map_err(GpuError::failed("asking for its free memory"))?;
+    Ok((total as u64, free as u64))
+}
+
 /// A tensor's address on the device.
 pub(super) fn address(tensor: &Tensor) -> u64 {
     debug_assert!(tensor.device().is_cuda() && tensor.is_contiguous(), "kernels read memory of the GPU in one piece");

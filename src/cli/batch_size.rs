@@ -1,0 +1,49 @@
+//! How many conversations `medusa distill` decodes together without `--batch-size`: as many as fit the free memory.
+
+use std::num::NonZeroUsize;
+
+use anyhow::Context;
+use tch::Device;
+
+use super::CommonFlags;
+use super::print::gibibytes;
+use crate::data::report::counted;
+use crate::decode::batch_memory::BatchMemory;
+use crate::engine::Engine;
+use crate::nvidia::device::memory_of;
+use crate::torch::memory;
+
+/// A number of conversations, at most `waiting`, of at most `tokens` tokens each. Reports the choice.
+///
+/// # Errors
+/// A GPU that does not tell its free memory.
+pub(super) fn that_fits(
+    engine: &dyn Engine,
+    tokens: NonZeroUsize,
+    waiting: usize,
+    common: &CommonFlags,
+) -> anyhow::Result<NonZeroUsize> {
+    let backbone = engine.backbone();
+    let of_batch =
+        BatchMemory::new(&backbone.config, (backbone.kind(), backbone.device()), tokens.get(), engine.prompt_pass());
+    let free = free_bytes(backbone.device()).context("the batch size depends on the free memory; set --batch-size")?;
+    let size = of_batch.texts(free.unwrap_or(u64::MAX));
+    let size = NonZeroUsize::new(size.get().min(waiting)).unwrap_or(size);
+    let conversations = counted(size.get(), "conversation");
+    let why = free.map(|free| {
+        format!(": {} are free, one of at most {tokens} tokens takes {}", gibibytes(free), gibibytes(of_batch.each))
+    });
+    if waiting > 0 {
+        common.say(format_args!("decoding {conversations} together{}", why.unwrap_or_default()));
+    }
+    Ok(size)
+}
+
+/// `None` where the system does not say.
+fn free_bytes(device: Device) -> anyhow::Result<Option<u64>> {
+    if let Device::Cuda(index) = device {
+        memory::release_cached(device);
+        return Ok(Some(memory_of(index)?.1));
+    }
+    Ok(memory::machine().map(|(_, available)| available))
+}
