@@ -156,7 +156,12 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let text = format!("interrupted: {kept} of {all} conversations are saved in {folder}; continue with --resume");
         return Err(Interrupted(text).into());
     }
-    summary(args, &output, &Run { resumed: before, batch_size, last, seconds: began.elapsed().as_secs_f64() }, common)
+    summary(
+        args,
+        &output,
+        &FinishedRun { resumed: before, batch_size, last, seconds: began.elapsed().as_secs_f64() },
+        common,
+    )
 }
 
 /// Of a tree's file, or of what stands in its place.
@@ -267,7 +272,7 @@ impl DistillArgs {
 }
 
 /// What this run did.
-struct Run {
+struct FinishedRun {
     /// Conversations of earlier runs.
     resumed: usize,
     /// At the start.
@@ -277,9 +282,9 @@ struct Run {
 }
 
 /// Prints a summary of the folder.
-fn summary(args: &DistillArgs, output: &Output, run: &Run, common: &CommonFlags) -> anyhow::Result<()> {
+fn summary(args: &DistillArgs, output: &Output, run: &FinishedRun, common: &CommonFlags) -> anyhow::Result<()> {
     let (kept, shards) = (output.kept(), output.shards());
-    let Run { resumed, batch_size, last: DistillProgress { tokens, batch_size: at_end, .. }, seconds } = *run;
+    let FinishedRun { resumed, batch_size, last: DistillProgress { tokens, batch_size: at_end, .. }, seconds } = *run;
     let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
     if common.json {
         return print_json(&json!({
