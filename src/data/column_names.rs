@@ -69,6 +69,9 @@ impl TryFrom<WrittenNames> for ColumnNames {
     fn try_from(mut written: WrittenNames) -> Result<Self, String> {
         let given = written.places().into_iter().filter_map(|(key, column)| Some((key, column.take()?)));
         let names: Vec<(&'static str, String)> = given.collect();
+        if let Some((key, _)) = names.iter().find(|(_, column)| column.trim().is_empty()) {
+            return Err(format!("{key}: expected the name of a column, got nothing"));
+        }
         let has = |key: &&str| names.iter().any(|(given, _)| given == key);
         let is_form = |(needed, optional): &(&[&str], &[&str])| {
             needed.iter().all(has) && names.iter().all(|(key, _)| needed.contains(key) || optional.contains(key))
@@ -103,7 +106,7 @@ impl FromStr for ColumnNames {
         let mut written = WrittenNames::default();
         for pair in text.split(',') {
             let wrong = || format!("{pair:?}: expected a key and a column, such as prompt=question");
-            let (key, column) = pair.split_once('=').filter(|(_, column)| !column.is_empty()).ok_or_else(wrong)?;
+            let (key, column) = pair.split_once('=').ok_or_else(wrong)?;
             let place = written.places().into_iter().find(|(known, _)| *known == key.trim());
             let (_, place) = place.ok_or_else(|| {
                 format!("{key:?}: expected text, messages, prompt, completion, instruction, input or output")
@@ -133,9 +136,10 @@ impl ColumnNames {
     /// The named columns of a row of JSON or CSV, under the keys that are known.
     pub(super) fn of_object(&self, object: &Map<String, Value>) -> Result<Map<String, Value>, RowProblem> {
         let take = |(key, column): &(&'static str, String)| match object.get(column) {
-            Some(Value::Null) if *key == "input" => None,
-            Some(value) if !value.is_null() => Some(Ok(((*key).to_owned(), value.clone()))),
-            _ => {
+            None | Some(Value::Null) if *key == "input" => None, // Alpaca's rows leave it out
+            Some(Value::Null) => Some(Err(RowProblem::null(column))),
+            Some(value) => Some(Ok(((*key).to_owned(), value.clone()))),
+            None => {
                 let found = object.keys().cloned().collect();
                 Some(Err(RowProblem::NoNamedColumn { column: column.clone(), found }))
             }
@@ -190,6 +194,9 @@ mod tests {
         assert!(of("question").unwrap_err().contains("such as prompt=question"));
         assert!(of("question=prompt").unwrap_err().starts_with("\"question\": expected text, messages"));
         assert_eq!(of("text=a,text=b").unwrap_err(), "text is there twice");
+        assert_eq!(of("text= ").unwrap_err(), "text: expected the name of a column, got nothing");
+        let blank = toml::from_str::<ColumnNames>("text = \"\"").unwrap_err().to_string();
+        assert!(blank.contains("text: expected the name of a column, got nothing"), "{blank}");
     }
 
     #[test]
@@ -206,5 +213,16 @@ mod tests {
         assert_eq!(places.collect::<Vec<_>>(), [2, 1, 0]);
         let expected = "expected a column \"answer\", as data.columns or --columns names it, got \"question\"";
         assert_eq!(row(json!({"question": "q"})).unwrap_err(), expected);
+        let null = row(json!({"question": "q", "answer": null})).unwrap_err();
+        assert_eq!(null, "answer: expected a value, got null");
+    }
+
+    #[test]
+    fn an_input_may_be_absent() {
+        let names: ColumnNames = "instruction=task,input=context,output=answer".parse().unwrap();
+        for row in [json!({"task": "t", "answer": "a"}), json!({"task": "t", "context": null, "answer": "a"})] {
+            let read = Value::Object(names.of_object(row.as_object().unwrap()).unwrap());
+            assert_eq!(read, json!({"instruction": "t", "output": "a"}));
+        }
     }
 }

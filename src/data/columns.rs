@@ -6,7 +6,7 @@ use std::ops::Range;
 use arrow::array::{Array, ArrayRef, AsArray, LargeListArray, LargeStringArray, RecordBatch, StructArray};
 use arrow::buffer::{NullBuffer, OffsetBuffer, ScalarBuffer};
 use arrow::compute::cast;
-use arrow::datatypes::{DataType, Field, Int64Type, Schema};
+use arrow::datatypes::{DataType, Field, FieldRef, Int64Type, Schema};
 use arrow::error::ArrowError;
 use arrow::util::display::array_value_to_string;
 
@@ -95,6 +95,17 @@ fn check(schema: &Schema) -> Result<(), RowProblem> {
     }
 }
 
+/// The columns that a row cannot do without, under the names that the file has.
+fn needed(batch: &RecordBatch, names: Option<&ColumnNames>) -> Result<Vec<(String, ArrayRef)>, ArrowError> {
+    let schema = batch.schema();
+    let keys: Vec<(usize, FieldRef)> = match names {
+        Some(names) => names.of_schema(&schema).map_err(|problem| ArrowError::SchemaError(problem.to_string()))?,
+        None => schema.fields().iter().cloned().enumerate().collect(),
+    };
+    let keys = keys.into_iter().filter(|(_, field)| jsonl::KNOWN.contains(&field.name().as_str()));
+    Ok(keys.map(|(place, _)| (schema.field(place).name().clone(), batch.column(place).clone())).collect())
+}
+
 fn is_integer_list(kind: &DataType) -> bool {
     match kind {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
@@ -145,6 +156,8 @@ pub(super) struct Columns {
     texts: [Option<LargeStringArray>; 6],
     /// Lists of tools as JSON.
     tools: Option<LargeStringArray>,
+    /// What a row cannot do without, under the names that the file has.
+    needed: Vec<(String, ArrayRef)>,
 }
 
 /// A column of conversations: for each row a list of roles and one of contents.
@@ -173,10 +186,11 @@ struct TextLists {
 
 impl Columns {
     pub(super) fn of(batch: &RecordBatch, names: Option<&ColumnNames>) -> Result<Self, ArrowError> {
-        match names {
-            Some(names) => Self::of_known(&names.of_batch(batch)?),
-            None => Self::of_known(batch),
-        }
+        let columns = match names {
+            Some(names) => Self::of_known(&names.of_batch(batch)?)?,
+            None => Self::of_known(batch)?,
+        };
+        Ok(Self { needed: needed(batch, names)?, ..columns })
     }
 
     fn of_known(batch: &RecordBatch) -> Result<Self, ArrowError> {
@@ -200,6 +214,7 @@ impl Columns {
             pair: asked?.zip(said?).map(<[Conversations; 2]>::from),
             texts: [a?, b?, c?, d?, e?, f?],
             tools: text(TOOLS)?,
+            needed: vec![],
         })
     }
 
@@ -228,7 +243,15 @@ impl Columns {
             let (asked, said) = (prompt.turns(PAIR[0], row)?, completion.turns(PAIR[1], row)?);
             return Ok(RawRow::conversation_pair(asked, said, self.inputs(row)?));
         }
-        text.map(|text| RawRow::Text(text.to_owned())).ok_or(RowProblem::NoKnownKey { found: vec![] })
+        text.map(|text| RawRow::Text(text.to_owned())).ok_or_else(|| self.no_row(row))
+    }
+
+    /// Why there is no row: the first column that is null. Without any, a column has a type that no row is made of.
+    fn no_row(&self, row: usize) -> RowProblem {
+        match self.needed.iter().find(|(_, column)| column.is_null(row)) {
+            Some((name, _)) => RowProblem::null(name),
+            None => RowProblem::NoKnownKey { found: self.needed.iter().map(|(name, _)| name.clone()).collect() },
+        }
     }
 
     fn inputs(&self, row: usize) -> Result<TemplateInputs, RowProblem> {

@@ -25,10 +25,9 @@ pub(super) struct CsvHeader {
 /// A record behind the header.
 #[derive(Debug)]
 pub(super) struct CsvRecord {
-    /// Counted from 1. (The csv crate's line numbers are off where lines end with `\r\n`, and behind blank lines.)
+    /// Counted from 1, without blank lines. (The csv crate's line numbers are off where lines end with `\r\n`, and behind blank lines.)
     pub(super) number: usize,
-    /// `None` for a record beyond [`ROW_LIMIT`].
-    pub(super) fields: Option<csv::ByteRecord>,
+    pub(super) fields: csv::ByteRecord,
 }
 
 /// The records behind the header.
@@ -51,7 +50,7 @@ struct LimitedText {
 impl Read for LimitedText {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         if self.room == 0 {
-            return Err(io::Error::other(RowProblem::TooLong));
+            return Err(io::Error::other(RowProblem::LongRecord));
         }
         let read = self.text.read(bytes)?;
         self.room = self.room.saturating_sub(read);
@@ -87,16 +86,10 @@ impl CsvRows {
         let mut fields = csv::ByteRecord::new();
         self.records += 1;
         match self.reader.read_byte_record(&mut fields) {
-            Ok(true) => {}
-            Ok(false) => return Ok(None),
-            Err(error) => {
-                return Err(unread(error, &self.reader.get_ref().text, RowLocation::row(path, self.records)));
-            }
+            Ok(true) => Ok(Some(CsvRecord { number: self.records, fields })),
+            Ok(false) => Ok(None),
+            Err(error) => Err(unread(error, &self.reader.get_ref().text, RowLocation::row(path, self.records))),
         }
-        Ok(Some(CsvRecord {
-            number: self.records,
-            fields: Some(fields).filter(|fields| fields.as_slice().len() <= ROW_LIMIT),
-        }))
     }
 }
 
@@ -104,7 +97,7 @@ impl CsvRows {
 fn unread(error: csv::Error, text: &UnpackedText, place: RowLocation) -> DataError {
     match error.into_kind() {
         csv::ErrorKind::Io(source) if source.get_ref().is_some_and(|inner| inner.is::<RowProblem>()) => {
-            place.error(RowProblem::OpenQuote).into()
+            place.error(RowProblem::LongRecord).into()
         }
         csv::ErrorKind::Io(source) => text.failed(source).into(),
         other => place.error(RowProblem::BrokenCsv(format!("{other:?}"))).into(),
@@ -113,7 +106,9 @@ fn unread(error: csv::Error, text: &UnpackedText, place: RowLocation) -> DataErr
 
 impl CsvHeader {
     fn of(header: &csv::ByteRecord, names: Option<&ColumnNames>) -> Result<Self, RowProblem> {
-        let header: Vec<String> = header.iter().map(|name| String::from_utf8_lossy(name).trim().to_owned()).collect();
+        let name =
+            |name| str::from_utf8(name).map(|name: &str| name.trim().to_owned()).map_err(|_| RowProblem::NotUtf8);
+        let header: Vec<String> = header.iter().map(name).collect::<Result<_, _>>()?;
         let fields: Vec<Field> = header.iter().map(|name| Field::new(name, DataType::Utf8, true)).collect();
         let wanted = columns::wanted(&Schema::new(fields), names)?;
         let is_twice = |&&at: &&usize| header.iter().filter(|name| **name == header[at]).count() > 1;
@@ -123,9 +118,9 @@ impl CsvHeader {
         Ok(Self { names: header, wanted })
     }
 
-    /// A record's row.
+    /// A record's row. An empty cell counts as missing where the other cells are a row without it: nothing in CSV is null.
     pub(super) fn row(&self, record: &CsvRecord, names: Option<&ColumnNames>) -> Result<RawRow, RowProblem> {
-        let fields = record.fields.as_ref().ok_or(RowProblem::TooLong)?;
+        let fields = &record.fields;
         if fields.len() != self.names.len() {
             return Err(RowProblem::FieldCount { expected: self.names.len(), got: fields.len() });
         }
@@ -134,7 +129,11 @@ impl CsvHeader {
             Ok((self.names[at].clone(), Value::from(text)))
         };
         let object = self.wanted.iter().map(field).collect::<Result<Map<_, _>, RowProblem>>()?;
-        jsonl::row_of(&object, names)
+        let filled: Map<String, Value> = object.clone().into_iter().filter(|(_, cell)| cell != "").collect();
+        match jsonl::row_of(&filled, names) {
+            Err(_) if filled.len() < object.len() => jsonl::row_of(&object, names),
+            read => read,
+        }
     }
 }
 
@@ -178,14 +177,40 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_cell_leaves_the_row_to_the_other_cells() {
+        let read = rows("rows.csv", b"instruction,output,text\n,,a\nb,,c\n,,\n", None).unwrap();
+        let of_text = |text: &str| Ok(RawRow::Text(text.to_owned()));
+        assert_eq!(read[..2], [(1, of_text("a")), (2, of_text("c"))]);
+        assert!(matches!(&read[2], (3, Ok(RawRow::Conversation { key: "instruction", .. }))), "{:?}", read[2]);
+        let blank = rows("texts.csv", b"text\na\n\n\"\"\nb\n", None).unwrap();
+        assert_eq!(blank, [(1, of_text("a")), (2, of_text("")), (3, of_text("b"))], "a blank line is no record");
+    }
+
+    #[test]
+    fn a_record_beyond_the_limit_is_told_with_both_causes() {
+        let mut text = b"text\na\n\"".to_vec();
+        text.resize(ROW_LIMIT + (1 << 20), b'x');
+        let error = rows("texts.csv", &text, None).unwrap_err();
+        assert_eq!(
+            error,
+            "FILE, row 2: this record is longer than 100 MiB, the most that a row may have; it may begin with a quote that is never closed"
+        );
+    }
+
+    #[test]
     fn a_complaint_names_the_row_or_the_column() {
         let read = rows("texts.csv", b"text,id\na,1,2\n\xff,1\nb,3\n", None).unwrap();
         let expected = "this record and the header differ in their number of fields (3 and 2); a field";
         assert!(read[0].0 == 1 && read[0].1.as_ref().is_err_and(|error| error.starts_with(expected)), "{read:?}");
-        assert_eq!((read[1].0, read[1].1.clone().unwrap_err()), (2, "not UTF-8 text".to_owned()));
+        assert_eq!(
+            (read[1].0, read[1].1.clone().unwrap_err()),
+            (2, "not UTF-8 text; convert the file to UTF-8".to_owned())
+        );
         assert!(read[2].1.is_ok());
         let error = rows("texts.csv", b"question,answer\na,b\n", None).unwrap_err();
         assert!(error.starts_with("FILE: expected a key") && error.contains("\"question\", \"answer\""), "{error}");
+        let error = rows("texts.csv", b"text,caf\xe9\na,b\n", None).unwrap_err();
+        assert_eq!(error, "FILE: not UTF-8 text; convert the file to UTF-8");
         let error = rows("texts.csv", b"text,text\na,b\n", None).unwrap_err();
         assert_eq!(error, "FILE: not readable as CSV: two columns are named \"text\"");
         let error = rows("texts.csv", b"input_ids\n1\n", None).unwrap_err();

@@ -97,6 +97,10 @@ impl JsonLines {
     }
 }
 
+/// The keys that a row needs, in the order in which forms count.
+pub(super) const KNOWN: [&str; 8] =
+    ["input_ids", "messages", "conversations", "instruction", "output", "prompt", "completion", "text"];
+
 #[derive(Deserialize)]
 struct JsonRow<'l> {
     input_ids: Option<Vec<i64>>,
@@ -162,7 +166,15 @@ fn row(line: &[u8]) -> Result<RawRow, RowProblem> {
             pair(prompt, completion, inputs(tools, chat_template_kwargs)?)
         }
         JsonRow { text: Some(text), .. } => string("text", text).map(RawRow::Text),
-        _ => Err(RowProblem::NoKnownKey { found: object(line)?.keys().cloned().collect() }),
+        _ => Err(no_row(&object(line)?)),
+    }
+}
+
+/// Why an object is no row: a key that is known is null, or there is none.
+fn no_row(object: &Map<String, Value>) -> RowProblem {
+    match KNOWN.into_iter().find(|key| object.get(*key).is_some_and(Value::is_null)) {
+        Some(key) => RowProblem::null(key),
+        None => RowProblem::NoKnownKey { found: object.keys().cloned().collect() },
     }
 }
 
@@ -309,6 +321,8 @@ mod tests {
         let hint = "; other columns are read if data.columns (--columns on the command line) names them";
         assert_eq!(complaint(r#"{"prompt": "x", "input": "y"}"#), format!(r#"{known}, got "prompt", "input"{hint}"#));
         assert_eq!(complaint("{}"), format!("{known}, got no key at all{hint}"));
+        assert_eq!(complaint(r#"{"prompt": "x", "completion": null}"#), "completion: expected a value, got null");
+        assert_eq!(complaint(r#"{"text": null, "id": 1}"#), "text: expected a value, got null");
         assert_eq!(complaint(r#"{"instruction": 1, "output": "a"}"#), "instruction: expected a string, got 1");
         assert!(complaint(r#"{"text": "a", "text": "b"}"#).contains("duplicate field `text`"));
         let cut = complaint(r#"{"text": "a"#);

@@ -61,7 +61,7 @@ impl RowBytes for RowText {
 
 impl RowBytes for CsvRecord {
     fn bytes(&self) -> usize {
-        self.fields.as_ref().map_or(0, |fields| fields.as_slice().len())
+        self.fields.as_slice().len()
     }
 }
 

@@ -89,16 +89,19 @@ pub enum RowProblem {
     /// A file whose name ends in `.csv` or `.tsv`.
     #[error("not readable as CSV: {0}")]
     BrokenCsv(String),
-    /// A record that takes the rest of the file.
-    #[error("a record of more than {} MiB begins here; a quote is opened and not closed", ROW_LIMIT >> 20)]
-    OpenQuote,
+    /// A record of CSV that may take the rest of the file.
+    #[error(
+        "this record is longer than {} MiB, the most that a row may have; it may begin with a quote that is never closed",
+        ROW_LIMIT >> 20
+    )]
+    LongRecord,
     /// A record of CSV that is no row of its columns.
     #[error(
         "this record and the header differ in their number of fields ({got} and {expected}); a field with a comma, a quote or a newline \
          needs quotes around it"
     )]
     FieldCount { expected: usize, got: usize },
-    #[error("not UTF-8 text")]
+    #[error("not UTF-8 text; convert the file to UTF-8")]
     NotUtf8,
     /// A row that no data set means.
     #[error("longer than {} MiB, the most that a row may have", ROW_LIMIT >> 20)]
@@ -171,13 +174,17 @@ impl RowProblem {
             Self::TooLong => Some("too long"),
             Self::Value { .. } => Some("a value of the wrong type"),
             Self::LabelsLength { .. } => Some("labels of another length"),
+    pub(super) fn null(key: &str) -> Self {
+        Self::Value { key: key.to_owned(), expected: "a value", got: "null".to_owned() }
+    }
+
             Self::TokenOutOfRange { .. } => Some("a token beyond the vocabulary"),
             Self::NoKnownKey { .. } | Self::NoNamedColumn { .. } => Some("no known key"),
             Self::FieldCount { .. } => Some("another number of fields than the header"),
             Self::NotUtf8 => Some("not UTF-8"),
             Self::Tokenize(TokenizeError::Encode { .. }) => Some("a text that cannot be tokenised"),
             Self::BrokenArray { .. } | Self::BrokenParquet(_) | Self::BrokenArrow(_) | Self::BrokenCsv(_) => None,
-            Self::OpenQuote => None,
+            Self::LongRecord => None,
             Self::NeedsTemplate { .. } | Self::NeedsTokenizer { .. } | Self::Tokenize(_) | Self::Template(_) => None,
         }
     }

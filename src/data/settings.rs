@@ -151,8 +151,8 @@ impl LoadSettings<'_> {
     pub(super) fn cache_key(&self, path: &Path, file_sha256: &str) -> String {
         let LoadSettings { tokenizer, vocab_size, limit, .. } = self;
         let LoadSettings { columns, template, loss_on, skip_bad_rows, .. } = self;
-        let (format, columns) = (opened::format_of_name(path), columns.map(ToString::to_string));
-        let (fit, eos) = (self.fit(), tokenizer.and_then(TextTokenizer::eos_id));
+        let (format, fit) = (opened::format_of_name(path), self.fit());
+        let eos = tokenizer.and_then(TextTokenizer::eos_id);
         let template = template.map(|template| template.sha256());
         let tokenizer = tokenizer.map_or("no tokenizer", TextTokenizer::sha256);
         let length = format!("{fit:?}\nlimit {limit:?}");
