@@ -676,6 +676,55 @@ fn thoughts_that_a_template_drops_from_earlier_turns_do_not_drop_the_conversatio
     assert_eq!(learned, ["Hello.</s>", "Yes.</s>"]);
 }
 
+/// The texts of the rows that conversations become, without special tokens.
+fn said(world: &World, conversation: Value) -> (Vec<String>, LoadReport) {
+    let (rows, report) = world.lines(&[json!({"messages": conversation})]).expect("rows");
+    assert!(rows.iter().all(|row| row.input_ids.len() <= world.max_length));
+    let text = |row: &TokenRow| world.tokenizer.decode(&row.input_ids, false).expect("known ids");
+    (rows.iter().map(text).collect(), report)
+}
+
+#[test]
+fn a_long_conversation_is_split_between_exchanges() {
+    for template in ["vicuna", "zephyr", "llama-2", "llama-3", "chatml", "mistral", "tokenizer"] {
+        for (exchanges, loss_on) in [(8, LossOn::Assistant), (8, LossOn::All), (40, LossOn::All)] {
+            let mut world = World { loss_on, ..World::new(&tiny(), template) };
+            let turns: Vec<(String, String)> =
+                (0..exchanges).map(|n| (format!("why {n}?"), format!("so {n}!"))).collect();
+            let turns: Vec<(&str, &str)> =
+                turns.iter().flat_map(|(q, a)| [("user", q.as_str()), ("assistant", a.as_str())]).collect();
+            world.max_length = said(&world, talk(&turns)).1.counts.tokens / 2;
+            let (texts, report) = said(&world, talk(&turns));
+            assert!(texts.len() > 1 && report.counts.lost_tokens == 0, "{template}: {report}");
+            for text in &texts {
+                let is_first =
+                    |part: &str| text.find(part).is_some_and(|at| text.find("so ").is_some_and(|so| at < so));
+                assert!(is_first("why "), "{template}, {loss_on:?}: it begins with a question: {text}");
+                assert_eq!(text.matches("why ").count(), text.matches("so ").count(), "{template}: {text}");
+                let bos = text.matches("<s>").count();
+                assert!(bos <= 1 || template == "llama-2" && bos == text.matches("why ").count(), "{template}: {text}");
+            }
+        }
+    }
+}
+
+#[test]
+fn an_exchange_with_a_call_stays_whole() {
+    let mut world = World::with_source(WITH_TOOLS);
+    let whole = said(&world, with_a_call()).1.counts.tokens;
+    let three: Vec<Value> = (0..3).flat_map(|_| with_a_call().as_array().cloned().expect("a list")).collect();
+    for loss_on in [LossOn::Assistant, LossOn::All] {
+        world = World { max_length: whole + whole / 2, loss_on, ..world };
+        let (texts, report) = said(&world, Value::from(three.clone()));
+        assert_eq!((report.counts.split, report.counts.pieces), (1, texts.len()));
+        for text in &texts {
+            let found =
+                ["<user>weather?", "look(", "<tool>sunny", "It is sunny."].map(|part| text.matches(part).count());
+            assert!(found[0] > 0 && found.iter().all(|count| *count == found[0]), "{loss_on:?}: {text}");
+        }
+    }
+}
+
 #[test]
 fn variables_of_a_row_reach_the_template() {
     let source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ suffix }}{% endfor %}";

@@ -7,8 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use super::chat_template::{ChatTemplate, Marked, Message, TemplateError, TemplateInputs};
 use super::conversation::{CALLS, Role, Turn};
+use super::long_rows::RowFit;
 use super::report::DropReason;
-use super::rows::{IGNORE, RowProblem, TokenRow};
+use super::rows::{IGNORE, ReadRow, RowForm, RowProblem, TokenRow};
 use super::tokenize::TextTokenizer;
 
 /// `data.loss_on` in a recipe and `--loss-on`: which tokens of a conversation, or of a prompt with its completion, carry loss.
@@ -32,6 +33,8 @@ pub(super) struct ConversationRenderer<'a> {
     pub(super) loss_on: LossOn,
     /// So many turns carry no loss, whoever speaks.
     pub(super) given: usize,
+    /// Which rows are split.
+    pub(super) fit: RowFit,
 }
 
 /// With more answers than this in a conversation, what surrounds one of them is looked for around the others: to render the
@@ -80,7 +83,7 @@ impl ConversationRenderer<'_> {
     ///
     /// # Errors
     /// The tokenizer's own, and a template that does not end.
-    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<TokenRow, DropReason>, RowProblem> {
+    pub(super) fn row(&self, turns: &[Turn]) -> Result<Result<ReadRow, DropReason>, RowProblem> {
         let rendered = match self.render(turns) {
             Ok(rendered) => rendered,
             Err(Refused::Conversation(reason)) => return Ok(Err(reason)),
@@ -88,7 +91,41 @@ impl ConversationRenderer<'_> {
         };
         let (input_ids, places) = self.tokenizer.encode_with_places(&rendered.text)?;
         let labels = labels(&input_ids, &places, &rendered.learned);
-        Ok(Ok(TokenRow { input_ids, labels }))
+        let tokens = TokenRow { input_ids, labels };
+        let begins = if self.fit.is_split(&tokens) { self.exchanges(turns, &rendered.text) } else { vec![] };
+        let token = |begin: usize| places.partition_point(|place| place.start < begin);
+        let exchanges = begins.into_iter().map(token).collect();
+        Ok(Ok(ReadRow { tokens, of: RowForm::Conversation, exchanges }))
+    }
+
+    /// Where in the text exchanges after the first begin: with a question behind an answer. Those that are not found, because the template
+    /// writes a turn in another way once others follow, are left out.
+    fn exchanges(&self, turns: &[Turn], whole: &str) -> Vec<usize> {
+        let is_answer = |turn: &Turn| matches!(turn.role, Role::Assistant | Role::Call | Role::Tool);
+        let begins = |at: &usize| turns[*at].role == Role::User && is_answer(&turns[*at - 1]);
+        let questions: Vec<usize> = (1..turns.len()).filter(begins).collect();
+        let messages: Vec<Message> = turns.iter().map(|turn| self.message(turn)).collect();
+        match questions.len() {
+            0..=RENDERED_ONE_BY_ONE => {
+                questions.into_iter().filter_map(|at| self.begin_of(&messages, at, whole)).collect()
+            }
+            _ => self.begins_by_frame(&messages, &questions, whole).unwrap_or_default(),
+        }
+    }
+
+    /// Where the text of a turn begins: behind that of the turns before it.
+    fn begin_of(&self, messages: &[Message], at: usize, whole: &str) -> Option<usize> {
+        let before = self.text(&messages[..at], false).ok()?;
+        whole.starts_with(&before).then_some(before.len())
+    }
+
+    /// As [`Self::begin_of`] for many questions, by one rendering with marks around all of them: what the first one stands behind is what
+    /// the template writes before a question.
+    fn begins_by_frame(&self, messages: &[Message], questions: &[usize], whole: &str) -> Option<Vec<usize>> {
+        let spans = self.all_spans(messages, questions, whole)?;
+        let lead = &whole[self.begin_of(messages, questions[0], whole)?..spans[0].start];
+        let begin = |span: &Range<usize>| whole[..span.start].ends_with(lead).then_some(span.start - lead.len());
+        Some(spans.iter().filter_map(begin).collect())
     }
 
     fn render(&self, turns: &[Turn]) -> Result<MaskedText, Refused> {
@@ -164,16 +201,16 @@ impl ConversationRenderer<'_> {
         found
     }
 
-    /// What was said in each answer, as the whole has it.
-    fn all_spans(&self, messages: &[Message], answers: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
+    /// What was said in each of some turns, as the whole has it.
+    fn all_spans(&self, messages: &[Message], turns: &[usize], whole: &str) -> Option<Vec<Range<usize>>> {
         let marks = Marked::marks(messages)?;
         let attempt = |around: fn(&str, [char; 2]) -> String| {
             let mut marked = messages.to_vec();
-            for &at in answers {
+            for &at in turns {
                 marked[at].content = around(&messages[at].content, marks);
             }
             let Marked { text, spans } = Marked::read(&self.text(&marked, false).ok()?, marks)?;
-            (text == whole && spans.len() == answers.len()).then_some(spans)
+            (text == whole && spans.len() == turns.len()).then_some(spans)
         };
         attempt(marked_with_blanks)
             .or_else(|| attempt(marked_without_blanks))
@@ -308,6 +345,7 @@ mod tests {
     use std::path::Path;
 
     use super::super::chat_template::TemplateChoice;
+    use super::super::long_rows::LongRows;
     use super::*;
 
     const X: i32 = IGNORE;
@@ -348,8 +386,9 @@ mod tests {
             let choice = TemplateChoice::try_from(name.to_owned()).unwrap();
             let template = ChatTemplate::choose(&choice, &folder).unwrap().unwrap();
             let (inputs, loss_on) = (TemplateInputs::default(), LossOn::Assistant);
-            let chat =
-                ConversationRenderer { template: &template, inputs: &inputs, tokenizer: &tokenizer, loss_on, given: 0 };
+            let fit = RowFit { max_length: 64, long_rows: LongRows::Split, bos: None };
+            let (template, tokenizer) = (&template, &tokenizer);
+            let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on, given: 0, fit };
             let turns = long_talk();
             let messages: Vec<Message> = turns.iter().map(|turn| chat.message(turn)).collect();
             let answers: Vec<usize> = (1..turns.len()).step_by(2).collect();
@@ -362,6 +401,9 @@ mod tests {
                 assert!(framed.is_none_or(|framed| framed == *slow), "{name}");
             }
             assert_eq!(chat.answers(&messages, &answers, &text), Some(slow), "{name}");
+            let questions: Vec<usize> = (2..turns.len()).step_by(2).collect();
+            let slow: Vec<_> = questions.iter().map(|&at| chat.begin_of(&messages, at, &text).unwrap()).collect();
+            assert_eq!(chat.exchanges(&turns, &text), slow, "{name}");
         }
     }
 

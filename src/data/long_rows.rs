@@ -1,7 +1,5 @@
 //! `data.long_rows`: what becomes of rows of more than `max_length` tokens.
 
-use std::ops::Range;
-
 use serde::{Deserialize, Serialize};
 
 use super::rows::{IGNORE, TokenRow};
@@ -47,49 +45,56 @@ impl RowFit {
         row.input_ids.len() > self.max_length
     }
 
-    /// What is kept of a row: the row, its pieces, its beginning, or nothing.
-    pub(super) fn of(&self, row: TokenRow) -> Vec<RowPiece> {
+    /// Whether a row becomes several.
+    pub(super) fn is_split(&self, row: &TokenRow) -> bool {
+        self.long_rows == LongRows::Split && self.is_too_long(row)
+    }
+
+    /// What is kept of a row: the row, its pieces, its beginning, or nothing. `exchanges` are the tokens with which exchanges begin, where
+    /// they are known.
+    pub(super) fn of(&self, row: TokenRow, exchanges: &[usize]) -> Vec<RowPiece> {
         match self.long_rows {
             _ if !self.is_too_long(&row) => vec![row.into()],
-            LongRows::Split => pieces(&row, self.max_length, self.bos),
+            LongRows::Split => self.pieces(&row, exchanges),
             LongRows::Truncate => vec![row.truncated(self.max_length).into()],
             LongRows::Drop => vec![],
         }
     }
-}
 
-/// The pieces of a row, in order, each of up to `max_length` tokens. Where the row begins with BOS, every piece does: the backbone
-/// has seen no text without it. What is in no piece is a last token that would have nothing before it.
-fn pieces(row: &TokenRow, max_length: usize, bos: Option<i32>) -> Vec<RowPiece> {
-    let bos = bos.filter(|bos| row.input_ids.first() == Some(bos) && max_length > 2);
-    let piece = |place: Range<usize>| {
-        let lead = bos.filter(|_| place.start > 0);
-        let row = TokenRow {
-            input_ids: lead.into_iter().chain(row.input_ids[place.clone()].iter().copied()).collect(),
-            labels: lead.map(|_| IGNORE).into_iter().chain(row.labels[place].iter().copied()).collect(),
-        };
-        RowPiece { row, lead: usize::from(lead.is_some()) }
-    };
-    places(&row.labels, max_length, usize::from(bos.is_some())).into_iter().map(piece).collect()
-}
-
-/// Where the pieces stand; each but the first leaves room for `lead` tokens.
-fn places(labels: &[i32], max_length: usize, lead: usize) -> Vec<Range<usize>> {
-    let (mut places, mut start) = (Vec::new(), 0);
-    while labels.len() - start > 1 {
-        let room = if start == 0 { max_length } else { max_length - lead };
-        let length = if labels.len() - start <= room { labels.len() - start } else { cut(&labels[start..], room) };
-        places.push(start..start + length);
-        start += length;
+    /// The pieces of a row, in order, each of up to `max_length` tokens. What is in no piece is a last token that would stand alone.
+    fn pieces(&self, row: &TokenRow, exchanges: &[usize]) -> Vec<RowPiece> {
+        let (mut pieces, mut start, end) = (Vec::new(), 0, row.input_ids.len());
+        while start < end {
+            let lead = self.lead(row, start);
+            let (room, left) = (self.max_length - usize::from(lead.is_some()), end - start);
+            let length = if left <= room { left } else { cut(&row.labels, exchanges, start, room) };
+            let place = start..start + length;
+            let row = TokenRow {
+                input_ids: lead.into_iter().chain(row.input_ids[place.clone()].iter().copied()).collect(),
+                labels: lead.map(|_| IGNORE).into_iter().chain(row.labels[place].iter().copied()).collect(),
+            };
+            pieces.push(RowPiece { row, lead: usize::from(lead.is_some()) });
+            start += length;
+        }
+        pieces.retain(|piece| piece.row.input_ids.len() > 1);
+        pieces
     }
-    places
+
+    /// The BOS before the piece that begins at `start`. Where a row begins with BOS, every piece does: the backbone has seen no text
+    /// without it.
+    fn lead(&self, row: &TokenRow, start: usize) -> Option<i32> {
+        let begins_with = |at: usize, bos: i32| row.input_ids[at] == bos;
+        self.bos.filter(|&bos| start > 0 && self.max_length > 2 && begins_with(0, bos) && !begins_with(start, bos))
+    }
 }
 
-/// How long the next piece is: it ends behind the last answer that fits, so that the next one begins with a question. An exchange that
-/// is too long alone, and what has no questions, is cut where the piece is full.
-fn cut(labels: &[i32], room: usize) -> usize {
-    let ends_answer = |at: &usize| labels[at - 1] != IGNORE && labels[*at] == IGNORE;
-    (2..=room).rev().find(ends_answer).unwrap_or(room)
+/// How long the piece from `start` is: it ends before the last exchange that begins within it. Where none does it ends behind the last
+/// tokens with loss (an answer, or a call of a tool), or where it is full.
+fn cut(labels: &[i32], exchanges: &[usize], start: usize, room: usize) -> usize {
+    let exchange = exchanges.iter().rev().find(|at| (start + 2..=start + room).contains(at));
+    let ends_answer = |length: &usize| labels[start + length - 1] != IGNORE && labels[start + length] == IGNORE;
+    let answer = || (2..=room).rev().find(ends_answer);
+    exchange.map(|at| at - start).or_else(answer).unwrap_or(room)
 }
 
 #[cfg(test)]
@@ -106,34 +111,56 @@ mod tests {
         TokenRow { input_ids, labels }
     }
 
+    fn fit(max_length: usize, bos: Option<i32>) -> RowFit {
+        RowFit { max_length, long_rows: LongRows::Split, bos }
+    }
+
     #[test]
     fn a_text_is_cut_where_a_piece_is_full_and_each_piece_begins_with_bos() {
         let text = row(&[0; 10]);
-        let ids = |bos| pieces(&text, 4, bos).into_iter().map(|piece| piece.row.input_ids).collect::<Vec<_>>();
+        let ids = |bos| fit(4, bos).pieces(&text, &[]).into_iter().map(|piece| piece.row.input_ids).collect::<Vec<_>>();
         assert_eq!(ids(Some(1)), [vec![1, 11, 12, 13], vec![1, 14, 15, 16], vec![1, 17, 18, 19]]);
         assert_eq!(ids(Some(7)), [vec![1, 11, 12, 13], vec![14, 15, 16, 17], vec![18, 19]], "it begins with no BOS");
-        assert_eq!(pieces(&text, 4, Some(1))[1].row.labels, [X, 14, 15, 16]);
+        assert_eq!(fit(4, Some(1)).pieces(&text, &[])[1].row.labels, [X, 14, 15, 16]);
+    }
+
+    /// Lengths of the pieces, without repeated BOS.
+    fn lengths(labels: &[i32], exchanges: &[usize], max_length: usize) -> Vec<usize> {
+        let pieces = fit(max_length, Some(1)).pieces(&row(labels), exchanges);
+        pieces.iter().map(|piece| piece.row.input_ids.len() - piece.lead).collect()
     }
 
     #[test]
     fn a_conversation_is_cut_between_exchanges() {
-        let talk = row(&[X, X, 0, 0, X, 0, X, X, X, 0, 0, 0, 0, X, 0]);
-        let places = places(&talk.labels, 8, 1);
-        assert_eq!(places, [0..6, 6..13, 13..15]);
-        let long = row(&[X, 0, X, 0, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(super::places(&long.labels, 6, 1), [0..2, 2..7, 7..10], "an exchange that is too long alone");
+        let talk = [X, X, 0, 0, X, 0, X, X, X, 0, 0, 0, 0, X, 0];
+        assert_eq!(lengths(&talk, &[], 8), [6, 7, 2], "behind answers, where exchanges are not known");
+        assert_eq!(lengths(&[0; 15], &[3, 7, 12], 8), [7, 5, 3], "every token carries loss");
+        let with_calls = [X, 0, 0, X, X, 0, 0, X, X, 0, 0, X, X, 0];
+        assert_eq!(lengths(&with_calls, &[8], 12), [8, 6], "not between a call and its result");
+        let long = [X, 0, X, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!(lengths(&long, &[2], 6), [2, 5, 3], "an exchange that is too long alone");
+    }
+
+    #[test]
+    fn a_template_that_writes_bos_before_every_exchange_gets_no_second_one() {
+        let row = TokenRow { input_ids: vec![1, 5, 6, 1, 7, 8], labels: vec![X, X, 6, X, X, 8] };
+        let pieces = fit(4, Some(1)).pieces(&row, &[3]);
+        let ids: Vec<_> = pieces.iter().map(|piece| (piece.row.input_ids.clone(), piece.lead)).collect();
+        assert_eq!(ids, [(vec![1, 5, 6], 0), (vec![1, 7, 8], 0)]);
     }
 
     proptest! {
         #[test]
         fn no_token_is_lost_or_there_twice(
             labels in prop::collection::vec(any::<bool>(), 2..80), max_length in 3_usize..20, has_bos: bool,
+            exchanges in prop::collection::btree_set(1_usize..80, 0..8),
         ) {
             let labels: Vec<i32> = labels.into_iter().map(|learned| if learned { 0 } else { X }).collect();
+            let exchanges: Vec<usize> = exchanges.into_iter().filter(|at| *at < labels.len()).collect();
             let row = row(&labels);
-            let bos = has_bos.then_some(1);
             let (mut ids, mut learned) = (vec![], vec![]);
-            for (at, RowPiece { row: piece, lead: repeated }) in pieces(&row, max_length, bos).into_iter().enumerate() {
+            let pieces = fit(max_length, has_bos.then_some(1)).pieces(&row, &exchanges);
+            for (at, RowPiece { row: piece, lead: repeated }) in pieces.into_iter().enumerate() {
                 prop_assert!((2..=max_length).contains(&piece.input_ids.len()));
                 let lead = usize::from(has_bos && at > 0);
                 prop_assert_eq!(lead, repeated);
@@ -141,7 +168,8 @@ mod tests {
                 ids.extend_from_slice(&piece.input_ids[lead..]);
                 learned.extend_from_slice(&piece.labels[lead..]);
             }
-            prop_assert!(row.input_ids.len() - ids.len() <= 1);
+            let lost = row.input_ids.len() - ids.len();
+            prop_assert!(lost == 0 || lost == 1 && !has_bos, "with BOS a last token is a row of two");
             prop_assert!(row.input_ids.starts_with(&ids) && row.labels.starts_with(&learned));
         }
     }

@@ -65,11 +65,11 @@ impl RawRow {
             Self::Conversation { key, turns, given, inputs } => {
                 let tokenizer = tokenizer(key)?;
                 let template = settings.template.ok_or(RowProblem::NeedsTemplate { key })?;
-                let loss_on = settings.loss_on;
-                let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on, given };
-                return Ok(chat.row(&turns)?.map(|tokens| ReadRow { tokens, of: RowForm::Conversation }));
+                let (loss_on, fit) = (settings.loss_on, settings.fit());
+                let chat = ConversationRenderer { template, inputs: &inputs, tokenizer, loss_on, given, fit };
+                return chat.row(&turns);
             }
         };
-        Ok(Ok(ReadRow { tokens, of }))
+        Ok(Ok(ReadRow::new(tokens, of)))
     }
 }

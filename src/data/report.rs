@@ -137,10 +137,10 @@ pub struct LoadReport {
 impl FileSummary {
     /// Fits a row to the maximal length, counts it, and returns what is kept of it: nothing, the row, or its pieces.
     pub(super) fn admit(&mut self, row: ReadRow, fit: &RowFit) -> Vec<TokenRow> {
-        let ReadRow { tokens, of } = row;
+        let ReadRow { tokens, of, exchanges } = row;
         self.rendered |= of == RowForm::Conversation;
         let (length, is_long) = (tokens.input_ids.len(), fit.is_too_long(&tokens));
-        let mut pieces = fit.of(tokens);
+        let mut pieces = fit.of(tokens, &exchanges);
         let has_answer = matches!(of, RowForm::Conversation | RowForm::Pair);
         pieces.retain(|piece| piece.row.input_ids.len() > 1 && (!has_answer || piece.row.has_target()));
         let repeated: usize = pieces.iter().map(|piece| piece.lead).sum();
@@ -401,7 +401,7 @@ mod tests {
         let tokens = TokenRow { input_ids: (1..10).collect(), labels };
         let mut summary = FileSummary::default();
         let fit = RowFit { max_length: 4, long_rows: LongRows::Split, bos: Some(1) };
-        let kept = summary.admit(ReadRow { tokens, of: RowForm::Conversation }, &fit);
+        let kept = summary.admit(ReadRow::new(tokens, RowForm::Conversation), &fit);
         let kept: Vec<Vec<i32>> = kept.into_iter().map(|row| row.input_ids).collect();
         assert_eq!(kept, [vec![1, 5, 6, 7], vec![1, 8, 9]], "no token of the first piece is a target");
         let counts = summary.counts;

@@ -26,6 +26,14 @@ pub struct ReadRow {
     pub tokens: TokenRow,
     /// The form that they were made from.
     pub of: RowForm,
+    /// Of a conversation that is to be split: the tokens with which its later exchanges begin.
+    pub exchanges: Vec<usize>,
+}
+
+impl ReadRow {
+    pub(super) fn new(tokens: TokenRow, of: RowForm) -> Self {
+        Self { tokens, of, exchanges: vec![] }
+    }
 }
 
 /// How a row is written in its file.
@@ -166,6 +174,10 @@ pub enum RowProblem {
 }
 
 impl RowProblem {
+    pub(super) fn null(key: &str) -> Self {
+        Self::Value { key: key.to_owned(), expected: "a value", got: "null".to_owned() }
+    }
+
     /// What rows with this problem are counted as where bad rows are left out. `None` where it is not the row's fault: the file
     /// is damaged, or the backbone's folder or the recipe lacks something.
     pub fn kind(&self) -> Option<&'static str> {
@@ -174,10 +186,6 @@ impl RowProblem {
             Self::TooLong => Some("too long"),
             Self::Value { .. } => Some("a value of the wrong type"),
             Self::LabelsLength { .. } => Some("labels of another length"),
-    pub(super) fn null(key: &str) -> Self {
-        Self::Value { key: key.to_owned(), expected: "a value", got: "null".to_owned() }
-    }
-
             Self::TokenOutOfRange { .. } => Some("a token beyond the vocabulary"),
             Self::NoKnownKey { .. } | Self::NoNamedColumn { .. } => Some("no known key"),
             Self::FieldCount { .. } => Some("another number of fields than the header"),
