@@ -71,13 +71,14 @@ pub fn load_entries(entries: &[&[String]], settings: &LoadSettings) -> Result<(R
     let (mut stores, mut report, mut rendered) = (Vec::new(), LoadReport::default(), false);
     for entry in entries {
         let (before, mut limit) = (report.counts.rows, settings.limit.map(NonZeroUsize::get));
-        for path in source::find(entry)? {
-            let limit_here = limit.map(NonZeroUsize::new);
-            if limit_here == Some(None) {
+        let found = source::find(entry)?;
+        report.texts_left_out.extend(found.texts_left_out);
+        for path in found.files {
+            if limit == Some(0) {
                 break;
             }
-            let settings = LoadSettings { limit: limit_here.flatten(), ..*settings };
-            let (file, whole) = read_file(&path, &settings, &mut report)?;
+            let rest = LoadSettings { limit: limit.and_then(NonZeroUsize::new), ..*settings };
+            let (file, whole) = read_file(&path, &rest, &mut report)?;
             let Whole { file: tokens, rows, summary, tokens_sha256 } = whole;
             rendered |= summary.rendered;
             limit = limit.map(|limit| limit.saturating_sub(summary.counts.read));

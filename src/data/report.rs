@@ -127,6 +127,9 @@ pub struct LoadReport {
     #[serde(flatten)]
     pub counts: RowCounts,
     /// Rows kept of each entry of the list.
+    /// Text files beside the files of a folder.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub texts_left_out: Vec<PathBuf>,
     #[serde(skip)]
     pub rows_of_entries: Vec<usize>,
     /// What tokenising took, of the files that the cache did not have; absent where nothing had to be tokenised.
@@ -317,6 +320,14 @@ impl fmt::Display for LoadReport {
             write!(out, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
         }
         for file in &self.files {
+        if let Some(first) = self.texts_left_out.first() {
+            let texts = counted(self.texts_left_out.len(), "text file");
+            write!(
+                out,
+                "; not read: {texts} beside other data files ({}); name such files to read them",
+                first.display()
+            )?;
+        }
             if let CacheUse::Rebuilt(how) = &file.cache {
                 write!(out, "; tokenised {} again: {how}", file.path.display())?;
             }

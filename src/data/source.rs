@@ -1,5 +1,6 @@
 //! Expands a recipe's paths, folders and patterns into data files. Knows nothing of rows.
 
+use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -16,14 +17,18 @@ pub enum SourceError {
     },
     /// A folder without a data file.
     #[error(
-        "the folder {} holds no data file ({}){}", path.display(), EXTENSIONS.map(|end| format!(".{end}")).join(", "), in_folders(path)
+        "the folder {} holds no data file ({}; text formats also with .gz or .zst){}", path.display(),
+        EXTENSIONS.map(|end| format!(".{end}")).join(", "), in_folders(path)
     )]
     EmptyFolder {
         /// The path as the recipe has it.
         path: PathBuf,
     },
     /// A folder with the files of several splits.
-    #[error("the folder {} holds rows to train on and rows to test on ({train}, {held_out}); name the files: {:?}", path.display(), path.join("train*"))]
+    #[error(
+        "the folder {} holds files of several splits ({train}, {held_out}); name the files of one, such as {:?} or {:?}",
+        path.display(), path.join(train), path.join(held_out)
+    )]
     SeveralSplits {
         path: PathBuf,
         /// A file that is not named as held out, and one that is.
@@ -67,8 +72,19 @@ pub enum SourceError {
 pub const EXTENSIONS: [&str; 9] = ["jsonl", "json", "ndjson", "parquet", "arrow", "feather", "csv", "tsv", "txt"];
 const TEXT: &str = "txt";
 const COMPRESSED: [&str; 2] = [".gz", ".zst"];
-/// Words in the names of files that are held out from training.
-const HELD_OUT: [&str; 6] = ["validation", "valid", "val", "dev", "eval", "test"];
+/// Names of texts that lie beside data.
+const NOTES: [&str; 6] = ["license", "licence", "readme", "requirements", "notice", "changelog"];
+/// Words in the names of files to evaluate on, and of those to test on.
+pub const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
+pub const TEST: [&str; 1] = ["test"];
+
+/// The files that a list of paths, folders and globs stands for.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct FoundFiles {
+    pub files: Vec<PathBuf>,
+    /// Texts of the folders that hold other data files, too.
+    pub texts_left_out: Vec<PathBuf>,
+}
 
 /// The extension of a name in small letters, that of compression left out.
 pub(super) fn extension(name: &str) -> String {
@@ -81,8 +97,24 @@ pub(super) fn extension(name: &str) -> String {
 pub fn is_data(name: &str) -> bool {
     let last = name.rsplit('/').next().unwrap_or(name);
     let is_about_data = last.starts_with('.')
-        || ["dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"].contains(&last);
+        || ["dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"].contains(&last)
+        || is_text(last) && NOTES.contains(&last.to_lowercase().split('.').next().unwrap_or_default());
     !is_about_data && EXTENSIONS.contains(&extension(name).as_str())
+}
+
+/// Whether a file of this name is plain text.
+pub fn is_text(name: &str) -> bool {
+    extension(name) == TEXT
+}
+
+/// Whether a file of this name is a table of comma- or tab-separated values.
+pub fn is_csv(name: &str) -> bool {
+    ["csv", "tsv"].contains(&extension(name).as_str())
+}
+
+/// Whether a file of this name is held out from training.
+pub fn is_held_out(name: &str) -> bool {
+    has_word(name, &VALIDATION) || has_word(name, &TEST)
 }
 
 /// Whether a word of the name is one of `words`.
@@ -94,16 +126,18 @@ pub fn has_word(name: &str, words: &[&str]) -> bool {
 ///
 /// # Errors
 /// A path or pattern without a file.
-pub fn find(patterns: &[String]) -> Result<Vec<PathBuf>, SourceError> {
-    let mut found = Vec::new();
+pub fn find(patterns: &[String]) -> Result<FoundFiles, SourceError> {
+    let mut found = FoundFiles::default();
     for pattern in patterns {
         let path = Path::new(pattern);
         if path.is_dir() {
-            found.extend(files_of(path)?);
+            let FoundFiles { files, texts_left_out } = files_of(path)?;
+            found.files.extend(files);
+            found.texts_left_out.extend(texts_left_out);
         } else if path.exists() {
-            found.push(path.to_owned()); // also a name that looks like a pattern
+            found.files.push(path.to_owned()); // also a name that looks like a pattern
         } else if pattern.contains(['*', '?', '[']) {
-            found.extend(matches(pattern)?);
+            found.files.extend(matches(pattern)?);
         } else {
             return Err(SourceError::Missing { path: path.to_owned() });
         }
@@ -112,29 +146,26 @@ pub fn find(patterns: &[String]) -> Result<Vec<PathBuf>, SourceError> {
 }
 
 /// The data files of a folder, without those of its folders. Texts count where there is nothing else: beside rows they are notes.
-fn files_of(folder: &Path) -> Result<Vec<PathBuf>, SourceError> {
-    let names = names_in(folder)?;
-    let (texts, others): (Vec<&String>, _) =
-        names.iter().filter(|name| is_data(name)).partition(|name| extension(name) == TEXT);
-    let chosen = if others.is_empty() { texts } else { others };
-    let (held_out, train): (Vec<&String>, _) = chosen.iter().copied().partition(|name| has_word(name, &HELD_OUT));
-    match (train.first(), held_out.first()) {
+fn files_of(folder: &Path) -> Result<FoundFiles, SourceError> {
+    let names = names_in(folder)?.into_iter().filter(|name| is_data(&name.to_string_lossy()));
+    let files = names.map(|name| folder.join(name)).filter(|path| path.is_file());
+    let (texts, others): (Vec<PathBuf>, _) = files.partition(|path| is_text(&path.to_string_lossy()));
+    let (files, texts_left_out) = if others.is_empty() { (texts, vec![]) } else { (others, texts) };
+    let names = || files.iter().filter_map(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
+    let (train, held_out) = (names().find(|name| !is_held_out(name)), names().find(|name| is_held_out(name)));
+    match (train, held_out) {
         (None, None) => Err(SourceError::EmptyFolder { path: folder.to_owned() }),
-        (Some(&train), Some(&held_out)) => {
-            let path = folder.to_owned();
-            Err(SourceError::SeveralSplits { path, train: train.clone(), held_out: held_out.clone() })
-        }
-        _ => Ok(chosen.into_iter().map(|name| folder.join(name)).filter(|path| path.is_file()).collect()),
+        (Some(train), Some(held_out)) => Err(SourceError::SeveralSplits { path: folder.to_owned(), train, held_out }),
+        _ => Ok(FoundFiles { files, texts_left_out }),
     }
 }
 
 /// The names of what lies in a folder, sorted.
-fn names_in(folder: &Path) -> Result<Vec<String>, SourceError> {
+fn names_in(folder: &Path) -> Result<Vec<OsString>, SourceError> {
     let unread = |source| SourceError::from(failed("read", folder)(source));
     let entries = std::fs::read_dir(folder).map_err(unread)?;
-    let name = |entry: io::Result<std::fs::DirEntry>| Ok(entry.map_err(unread)?.file_name().into_string().ok());
-    let names: Result<Vec<Option<String>>, SourceError> = entries.map(name).collect();
-    let mut names: Vec<String> = names?.into_iter().flatten().collect();
+    let name = |entry: io::Result<std::fs::DirEntry>| Ok(entry.map_err(unread)?.file_name());
+    let mut names: Vec<OsString> = entries.map(name).collect::<Result<_, SourceError>>()?;
     names.sort_unstable();
     Ok(names)
 }
@@ -180,7 +211,7 @@ mod tests {
         }
         let at = |name: &str| dir.path().join(name).display().to_string();
         let found = find(&[at("c[1].txt"), at("*.jsonl")]).unwrap();
-        let names: Vec<_> = found.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+        let names: Vec<_> = found.files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
         assert_eq!(names, ["c[1].txt", "a.jsonl", "b.jsonl"]);
         assert!(matches!(find(&[at("x.jsonl")]), Err(SourceError::Missing { .. })));
         assert!(matches!(find(&[at("*.parquet")]), Err(SourceError::NoMatch { .. })));
@@ -195,25 +226,38 @@ mod tests {
         let add = |name: &str| fs::write(dir.path().join(name), "{}").unwrap();
         let found = || {
             let found = find(std::slice::from_ref(&folder)).map_err(|error| error.to_string().replace(&folder, "DIR"));
-            Ok::<_, String>(
-                found?.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect::<Vec<_>>(),
-            )
+            let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
+            let FoundFiles { files, texts_left_out } = found?;
+            let both = [files, texts_left_out].map(|paths| paths.iter().map(name).collect::<Vec<_>>().join(" "));
+            Ok::<_, String>(both)
         };
         fs::create_dir(dir.path().join("train")).unwrap();
+        fs::create_dir(dir.path().join("x.json")).unwrap();
         let empty = found().unwrap_err();
         assert!(
             empty.starts_with("the folder DIR holds no data file (.jsonl, ")
-                && empty.ends_with("it has folders: DIR/train"),
+                && empty.ends_with("it has folders: DIR/train, DIR/x.json"),
             "{empty}"
         );
-        ["b.txt", "a.txt.gz", "notes.md"].into_iter().for_each(add);
-        assert_eq!(found().unwrap(), ["a.txt.gz", "b.txt"]);
+        ["b.txt", "a.txt.gz", "notes.md", "LICENSE.txt", "requirements.txt"].into_iter().for_each(add);
+        assert_eq!(found().unwrap(), ["a.txt.gz b.txt", ""]);
         ["2.jsonl", "1.parquet", "dataset_info.json", ".hidden.json"].into_iter().for_each(add);
-        assert_eq!(found().unwrap(), ["1.parquet", "2.jsonl"]);
+        assert_eq!(found().unwrap(), ["1.parquet 2.jsonl", "a.txt.gz b.txt"]);
         add("test-00000.parquet");
         assert_eq!(
             found().unwrap_err(),
-            "the folder DIR holds rows to train on and rows to test on (1.parquet, test-00000.parquet); name the files: \"DIR/train*\""
+            "the folder DIR holds files of several splits (1.parquet, test-00000.parquet); name the files of one, such as \"DIR/1.parquet\" or \"DIR/test-00000.parquet\""
         );
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    #[expect(clippy::disallowed_methods, reason = "a file of a test")]
+    fn a_name_that_is_not_utf_8_is_a_name() {
+        use std::os::unix::ffi::OsStrExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(std::ffi::OsStr::from_bytes(b"caf\xe9.jsonl"));
+        fs::write(&path, "{}").unwrap();
+        assert_eq!(find(&[dir.path().display().to_string()]).unwrap().files, [path]);
     }
 }

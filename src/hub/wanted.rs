@@ -46,7 +46,6 @@ const CONFIG: &str = "config.json";
 const PICKLED_HEADS: &str = "medusa_lm_head.pt";
 /// The config of a data set that names none.
 const DEFAULT: &str = "default";
-const VALIDATION: [&str; 5] = ["validation", "valid", "val", "dev", "eval"];
 
 /// The index of sharded weights, as far as it is read.
 #[derive(Deserialize)]
@@ -145,23 +144,21 @@ fn heads(names: &[String]) -> Vec<String> {
 }
 
 fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubError> {
-    let of_part = match &id.part {
+    let of_part = one_format(match &id.part {
         Some(part) => of_part(id, part, names)?,
         None => names.iter().filter(|name| is_rows(name)).collect(),
-    };
+    });
     let rows = || of_part.iter().copied();
     let holds = || rows().cloned().collect::<Vec<_>>();
     let named = |split: &[&str]| rows().filter(|name| source::has_word(name, split)).cloned().collect::<Vec<_>>();
-    let validation = || Some(named(&VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&["test"]));
+    let validation =
+        || Some(named(&source::VALIDATION)).filter(|found| !found.is_empty()).unwrap_or_else(|| named(&source::TEST));
     let chosen: Vec<String> = match &id.file {
-        Some(file) => names.iter().filter(|name| is_meant(file, name)).cloned().collect(),
+        Some(file) => named_files(file, names),
         None => match split {
             _ if id.part.as_ref().is_some_and(|part| part.split.is_some()) => holds(),
             DataSplit::Any => holds(),
-            DataSplit::Train => rows()
-                .filter(|name| !source::has_word(name, &VALIDATION) && !source::has_word(name, &["test"]))
-                .cloned()
-                .collect(),
+            DataSplit::Train => rows().filter(|name| !source::is_held_out(name)).cloned().collect(),
             DataSplit::Validation => validation(),
             DataSplit::HeldOut => Some(validation()).filter(|found| !found.is_empty()).unwrap_or_else(holds),
         },
@@ -180,9 +177,15 @@ fn data(id: &Id, names: &[String], split: DataSplit) -> Result<Vec<String>, HubE
     })
 }
 
-/// Texts are licences and lists of requirements more often than rows: they are named.
 fn is_rows(name: &str) -> bool {
-    !name.starts_with('.') && source::is_data(name) && !name.to_lowercase().ends_with(".txt")
+    !name.starts_with('.') && source::is_data(name)
+}
+
+/// Of Parquet, Arrow and JSON, of CSV, and of text, the first that is there: repositories have copies of their rows as CSV, and notes.
+fn one_format(names: Vec<&String>) -> Vec<&String> {
+    let (texts, rows): (Vec<&String>, Vec<_>) = names.into_iter().partition(|name| source::is_text(name));
+    let (tables, objects): (Vec<&String>, Vec<_>) = rows.into_iter().partition(|name| source::is_csv(name));
+    [objects, tables, texts].into_iter().find(|found| !found.is_empty()).unwrap_or_default()
 }
 
 /// The files of a config and a split, as the Hub lays them out: `config/split-00000-of-00001.parquet`, `config/split/0000.parquet`,
@@ -227,8 +230,8 @@ fn without_config<'n>(
 
 /// The first folder that is neither `data` nor named after a split.
 fn config_of<'n>(name: &'n str, split: Option<&str>) -> Option<&'n str> {
-    let is_split =
-        |folder: &str| VALIDATION.contains(&folder) || ["train", "test"].contains(&folder) || Some(folder) == split;
+    let words = || source::VALIDATION.into_iter().chain(source::TEST).chain(["train"]).chain(split);
+    let is_split = |folder: &str| words().any(|word| word == folder);
     folders(name).find(|folder| *folder != "data" && !is_split(folder))
 }
 
@@ -247,12 +250,18 @@ fn words(part: &DataPart) -> String {
     )
 }
 
-/// Matches a file by its name, by a glob, or by its folder (data files only).
-fn is_meant(file: &str, name: &str) -> bool {
-    let in_folder = name.strip_prefix(file).is_some_and(|rest| rest.starts_with('/'));
+/// The files of a name, of a glob, or of a folder (data files of one format).
+fn named_files(file: &str, names: &[String]) -> Vec<String> {
     let options = glob::MatchOptions { require_literal_separator: true, ..glob::MatchOptions::new() };
-    let matches = || glob::Pattern::new(file).is_ok_and(|pattern| pattern.matches_with(name, options));
-    name == file || in_folder && source::is_data(name) || matches()
+    let pattern = glob::Pattern::new(file).ok();
+    let matches =
+        |name: &&String| *name == file || pattern.as_ref().is_some_and(|pattern| pattern.matches_with(name, options));
+    let is_inside = |name: &&String| name.strip_prefix(file).is_some_and(|rest| rest.starts_with('/')) && is_rows(name);
+    let mut found: Vec<&String> = names.iter().filter(matches).collect();
+    if found.is_empty() {
+        found = one_format(names.iter().filter(is_inside).collect());
+    }
+    found.into_iter().cloned().collect()
 }
 
 impl std::fmt::Display for DataSplit {
@@ -339,6 +348,12 @@ mod tests {
             "data/train-0.parquet data/train-1.parquet"
         );
         assert_eq!(data_of(Some("data"), all, DataSplit::Any).unwrap().split(' ').count(), 4);
+        let copies = "LICENSE.txt en/LICENSE.txt en/notes.txt en/rows.csv en/rows.jsonl.gz requirements.txt rows.csv";
+        assert_eq!(data_of(None, copies, DataSplit::Any).unwrap(), "en/rows.jsonl.gz");
+        assert_eq!(data_of(Some("en"), copies, DataSplit::Any).unwrap(), "en/rows.jsonl.gz");
+        assert_eq!(data_of(Some("en/rows.csv"), copies, DataSplit::Any).unwrap(), "en/rows.csv");
+        assert_eq!(data_of(None, "a.txt.gz b.TSV.zst README.txt", DataSplit::Train).unwrap(), "b.TSV.zst");
+        assert_eq!(data_of(None, "a.txt.gz b.txt README.txt", DataSplit::Train).unwrap(), "a.txt.gz b.txt");
         assert!(matches!(data_of(Some("data/nothing"), all, DataSplit::Any), Err(HubError::NoFile { .. })));
         assert!(matches!(data_of(None, "train.jsonl", DataSplit::Validation), Err(HubError::NothingWanted { .. })));
     }
