@@ -165,9 +165,9 @@ pub fn split_sets(
 
 /// The rows of a file, cut, from the cache where it has them.
 fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> Result<(DataFile, Whole), DataError> {
-    let of = |sha256: String, cache: CacheUse| DataFile {
+    let of = |sha256: Option<String>, cache: CacheUse| DataFile {
         path: path.to_owned(),
-        sha256,
+        sha256: sha256.filter(|_| settings.limit.is_none()), // also of a file that has no stamp yet
         tokens_sha256: String::new(),
         rows: 0,
         cache,
@@ -181,7 +181,7 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
         let whole = reading::in_memory(bytes).map_err(failed)?;
         return Ok((of(watched.sha256, CacheUse::NotUsed), whole));
     };
-    let key = settings.cache_key(path, &watched.sha256);
+    let key = settings.cache_key(path, watched.version());
     let damaged = match cache.read(&key)? {
         CacheEntry::Rows(whole) => return Ok((of(watched.sha256, CacheUse::Read), *whole)),
         CacheEntry::Nothing => None,
@@ -194,7 +194,7 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
 /// A file that is read twice, for its hash and for its rows; it must not change in between.
 struct Watched<'p> {
     path: &'p Path,
-    sha256: String,
+    sha256: Option<String>,
     /// Before it was hashed.
     stamp: Option<String>,
 }
@@ -203,18 +203,26 @@ impl<'p> Watched<'p> {
     fn new(path: &'p Path, settings: &LoadSettings) -> Result<Self, SourceError> {
         let stamp = files::stamp(path).map_err(failed("read", path))?;
         let sha256 = settings.cache.map_or_else(|| files::sha256(path), |cache| cache.sha256_of(path));
-        Ok(Self { path, sha256: sha256.map_err(failed("read", path))?, stamp })
+        Ok(Self { path, sha256: Some(sha256.map_err(failed("read", path))?), stamp })
+    }
+
+    /// Tells its content from that of other files.
+    fn version(&self) -> &str {
+        self.sha256.as_deref().or(self.stamp.as_deref()).expect("a file has a hash or a stamp")
     }
 
     /// Of a file that was written a moment ago no stamp tells; it is hashed again.
     fn check(&self) -> Result<(), SourceError> {
         let stamp = files::stamp(self.path).map_err(failed("read", self.path))?;
         let sha256 = || files::sha256(self.path).map_err(failed("read", self.path));
-        let is_same = stamp.is_some() && stamp == self.stamp || sha256()? == self.sha256;
+        let is_same = stamp.is_some() && stamp == self.stamp || self.sha256.is_some() && Some(sha256()?) == self.sha256;
         if is_same { Ok(()) } else { Err(SourceError::Changed { path: self.path.to_owned() }) }
     }
 }
 
+        if settings.limit.is_some() && stamp.is_some() {
+            return Ok(Self { path, sha256: None, stamp });
+        }
 /// Reads and tokenises a file into the cache.
 fn build(
     watched: &Watched<'_>,

@@ -72,8 +72,9 @@ pub struct Tokenised {
 pub struct DataFile {
     /// As the recipe, or its glob, names it.
     pub path: PathBuf,
-    /// Of its bytes.
-    pub sha256: String,
+    /// Of its bytes; absent with `data.limit`, which does not read all of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
     /// Of the tokens and labels that came of it (the footer of their file, with a checksum of each batch).
     pub tokens_sha256: String,
     /// Its rows, dropped ones included.
@@ -126,10 +127,10 @@ pub struct LoadReport {
     /// Of the rows of all files.
     #[serde(flatten)]
     pub counts: RowCounts,
-    /// Rows kept of each entry of the list.
     /// Text files beside the files of a folder.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub texts_left_out: Vec<PathBuf>,
+    /// Rows kept of each entry of the list.
     #[serde(skip)]
     pub rows_of_entries: Vec<usize>,
     /// What tokenising took, of the files that the cache did not have; absent where nothing had to be tokenised.
@@ -319,7 +320,6 @@ impl fmt::Display for LoadReport {
         for (kind, bad) in &self.counts.bad_rows {
             write!(out, ", {} skipped ({kind}; first {})", bad.rows, bad.first)?;
         }
-        for file in &self.files {
         if let Some(first) = self.texts_left_out.first() {
             let texts = counted(self.texts_left_out.len(), "text file");
             write!(
@@ -328,6 +328,7 @@ impl fmt::Display for LoadReport {
                 first.display()
             )?;
         }
+        for file in &self.files {
             if let CacheUse::Rebuilt(how) = &file.cache {
                 write!(out, "; tokenised {} again: {how}", file.path.display())?;
             }

@@ -145,10 +145,10 @@ impl LoadSettings<'_> {
         RowFit { max_length: self.max_length.get(), long_rows: self.long_rows, bos }
     }
 
-    /// What decides a file's rows: its content and format, the tokenizer, what is added around a text, the vocabulary they were
+    /// What decides a file's rows: its version (a hash of its content, or its stamp) and format, the tokenizer, what is added around a text, the vocabulary they were
     /// checked against, the columns, how a conversation is rendered, which of its tokens carry loss, where rows are cut and how, how many
     /// are read, and whether bad ones are left out.
-    pub(super) fn cache_key(&self, path: &Path, file_sha256: &str) -> String {
+    pub(super) fn cache_key(&self, path: &Path, version: &str) -> String {
         let LoadSettings { tokenizer, vocab_size, limit, .. } = self;
         let LoadSettings { columns, template, loss_on, skip_bad_rows, .. } = self;
         let (format, fit) = (opened::format_of_name(path), self.fit());
@@ -160,7 +160,7 @@ impl LoadSettings<'_> {
         let rows = format!(
             "format {format:?}\ncolumns {columns:?}\ntemplate {template:?}\nloss on {loss_on:?}\nskip bad rows {skip_bad_rows}"
         );
-        files::hex(&Sha256::digest(format!("{CACHE_FORMAT}\n{file_sha256}\n{text}\n{rows}")))[..32].to_owned()
+        files::hex(&Sha256::digest(format!("{CACHE_FORMAT}\n{version}\n{text}\n{rows}")))[..32].to_owned()
     }
 }
 

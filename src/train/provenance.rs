@@ -66,8 +66,11 @@ impl Provenance {
                 Some(key) => format!("{key} was {} when it began and is {} now", before[key], now[key]),
                 None => format!("the tokens of {} are others now", other_tokens(before, now)?),
             };
+            let unhashed =
+                now["files"].as_array().is_some_and(|files| files.iter().any(|file| file["sha256"].is_null()));
+            let of_which = if unhashed { "a file changed, or" } else { "of the same files:" };
             Some(format!(
-                "holds a run on other rows to {what}: {difference}, of the same files: another version of this program made them, \
+                "holds a run on other rows to {what}: {difference}, {of_which} another version of this program made them, \
                  or a chat template that writes the date; train in another folder"
             ))
         };

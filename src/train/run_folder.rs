@@ -177,7 +177,10 @@ impl<'r> RunFolder<'r> {
     /// Data files, and the files that determine their tokens.
     fn data_files(&self) -> Result<Vec<HashedFile>, TrainError> {
         let data = self.reports.into_iter().flatten().flat_map(|report| &report.files);
-        let data = data.map(|DataFile { path, sha256, .. }| HashedFile { path: path.clone(), sha256: sha256.clone() });
+        // With data.limit there is no hash; the tokens that were read are compared.
+        let hashed_file =
+            |DataFile { path, sha256, .. }: &DataFile| Some(HashedFile { path: path.clone(), sha256: sha256.clone()? });
+        let data = data.filter_map(hashed_file);
         Ok(data.chain(hashed(&self.tokenizing_files)?).collect())
     }
 }
