@@ -133,10 +133,11 @@ pub fn split_validation(rows: RowStore, fraction: Fraction, seed: u64) -> Result
     split_sets(rows, &[all], fraction, seed).map(|(training, _, validation)| (training, validation))
 }
 
-/// Splits the rows of several sets as [`split_validation`] does; the second value are the training rows of each set.
+/// Splits the rows of several sets as [`split_validation`] does, but draws no set's last source row; the second value are the
+/// training rows of each set.
 ///
 /// # Errors
-/// Fewer than two source rows.
+/// No set with two source rows.
 pub fn split_sets(
     rows: RowStore,
     counts: &[usize],
@@ -147,13 +148,24 @@ pub fn split_sets(
     const STREAM: u64 = u64::MAX;
     let sources = rows.sources();
     let all = sources.last().map_or(0, |last| last + 1);
-    if all < 2 {
-        return Err(DataError::TooFewToSplit { rows: all });
+    let set_of_row = counts.iter().enumerate().flat_map(|(set, count)| std::iter::repeat_n(set, *count));
+    let (mut set_of, mut left) = (vec![0; all], vec![0; counts.len()]);
+    sources.iter().zip(set_of_row).for_each(|(&source, set)| set_of[source] = set);
+    set_of.iter().for_each(|&set| left[set] += 1);
+    let most = left.iter().max().copied().unwrap_or(0);
+    if most < 2 {
+        return Err(DataError::TooFewToSplit { rows: most });
     }
     let count = ((all as f64 * fraction.get()).round() as usize).clamp(1, all - 1);
+    let spare = |source: u32| {
+        let (source, left) = (source as usize, &mut left[set_of[source as usize]]);
+        let is_spare = *left > 1;
+        *left -= usize::from(is_spare);
+        is_spare.then_some(source)
+    };
     let mut is_drawn = vec![false; all];
-    for &source in &random_stream::shuffled(all, seed, STREAM)[..count] {
-        is_drawn[source as usize] = true;
+    for source in random_stream::shuffled(all, seed, STREAM).into_iter().filter_map(spare).take(count) {
+        is_drawn[source] = true;
     }
     let held_out: Vec<bool> = sources.iter().map(|&source| is_drawn[source]).collect();
     let mut rest = held_out.iter();
@@ -191,7 +203,8 @@ fn read_file(path: &Path, settings: &LoadSettings, report: &mut LoadReport) -> R
     Ok((of(watched.sha256, damaged.map_or(CacheUse::Written, CacheUse::Rebuilt)), whole))
 }
 
-/// A file that is read twice, for its hash and for its rows; it must not change in between.
+/// A file that is read twice, for its hash and for its rows; it must not change in between. With `data.limit` the stamp stands for the hash,
+/// where there is one: to hash a file reads all of it.
 struct Watched<'p> {
     path: &'p Path,
     sha256: Option<String>,
@@ -202,6 +215,9 @@ struct Watched<'p> {
 impl<'p> Watched<'p> {
     fn new(path: &'p Path, settings: &LoadSettings) -> Result<Self, SourceError> {
         let stamp = files::stamp(path).map_err(failed("read", path))?;
+        if settings.limit.is_some() && stamp.is_some() {
+            return Ok(Self { path, sha256: None, stamp });
+        }
         let sha256 = settings.cache.map_or_else(|| files::sha256(path), |cache| cache.sha256_of(path));
         Ok(Self { path, sha256: Some(sha256.map_err(failed("read", path))?), stamp })
     }
@@ -220,9 +236,6 @@ impl<'p> Watched<'p> {
     }
 }
 
-        if settings.limit.is_some() && stamp.is_some() {
-            return Ok(Self { path, sha256: None, stamp });
-        }
 /// Reads and tokenises a file into the cache.
 fn build(
     watched: &Watched<'_>,

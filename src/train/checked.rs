@@ -238,7 +238,8 @@ fn load_rows(plan: &TrainPlan, settings: &LoadSettings) -> Result<SplitRows, Tra
         let (validation, report) = data::load_entries(&plan.data.validation_entries(), settings)?;
         (rows.validation, rows.validation_report) = (Some(validation), Some(report));
     } else if let Some(fraction) = plan.data.validation_fraction {
-        let (train, counts, validation) = data::split_sets(rows.train, &rows.train_counts, fraction, plan.train.seed)?;
+        let sets = if plan.data.mix.is_some() { rows.train_counts } else { vec![rows.train.len()] };
+        let (train, counts, validation) = data::split_sets(rows.train, &sets, fraction, plan.train.seed)?;
         rows = SplitRows { train, train_counts: counts, validation: Some(validation), ..rows };
     }
     Ok(rows)
