@@ -538,6 +538,12 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     assert!(resume(&["--max-context", "150"]).contains("max_context: expected null, got 150"));
     assert!(resume(&["--self-talk", "--turns", "2"]).contains("p.jsonl, line 2: --self-talk needs conversations"));
     assert!(resume(&["--shard", "1/2"]).contains("out is not empty"));
+    let begun = fs::read_to_string(world.path("out/distill.json")).expect("a file");
+    let old = begun.replace("  \"shard_format\": 2,\n", "");
+    assert_ne!(old, begun);
+    fs::write(world.path("out/distill.json"), old).expect("a file of a test");
+    assert!(resume(&[]).contains("shard_format: expected null, got 2"), "its shards have other columns");
+    fs::write(world.path("out/distill.json"), begun).expect("a file of a test");
     world.lines("p.jsonl", &prompts(11));
     assert!(resume(&[]).contains("prompts_sha256: expected \""));
     world.lines("p.jsonl", &prompts(10));

@@ -34,7 +34,7 @@ use crate::dtype::Dtype;
 use crate::engine::sample::Sampling;
 use crate::engine::tch::TchEngine;
 use crate::files;
-use crate::formats::provenance::DistillProvenance;
+use crate::formats::provenance::{DistillProvenance, SHARD_FORMAT};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
 use crate::torch::device_name;
@@ -215,6 +215,7 @@ impl DistillArgs {
         let adapted = self.heads.as_deref().map(folder_of).filter(|heads| heads.join(ADAPTER_CONFIG).exists());
         let adapter = adapted.map(hash).transpose()?;
         Ok(DistillProvenance {
+            shard_format: SHARD_FORMAT,
             program_version: env!("CARGO_PKG_VERSION"),
             backbone: downloads::shown(&self.backbone),
             backbone_revision: provenance::revision(&self.backbone),

@@ -60,7 +60,7 @@ pub enum PromptError {
 pub struct Prompt {
     /// Where it stands; `None` for one from the command line.
     pub place: Option<RowLocation>,
-    /// Its own name, a string or a number.
+    /// Its own name, usually a string or a number.
     pub id: Option<Value>,
     /// What kind of task it is: `bench` reports each on its own.
     pub category: Option<String>,
@@ -100,7 +100,7 @@ pub struct Dialogue {
     pub place: RowLocation,
     /// Its index in the file, from 0.
     pub index: usize,
-    /// Its own name, a string or a number.
+    /// Its own name, usually a string or a number.
     pub id: Option<Value>,
     /// What kind of task it is.
     pub category: Option<String>,
@@ -146,7 +146,7 @@ pub struct PromptFile {
 /// File, line (of an array: row) and key of what is not right; an empty file.
 pub fn read(path: &Path) -> Result<Vec<Prompt>, PromptError> {
     let prompt = |object: &Map<String, Value>, place: &RowLocation, _| {
-        Ok(Prompt { place: Some(place.clone()), id: id(object)?, category: category(object)?, input: input(object)? })
+        Ok(Prompt { place: Some(place.clone()), id: id(object), category: category(object)?, input: input(object)? })
     };
     PromptFile::open(path)?.each_object(prompt)
 }
@@ -181,7 +181,7 @@ impl PromptFile {
     /// As [`read`]; a conversation in which the user says nothing.
     pub fn dialogues(&self) -> Result<Vec<Dialogue>, PromptError> {
         self.each_object(|object, place, index| {
-            let (id, category) = (id(object)?, category(object)?);
+            let (id, category) = (id(object), category(object)?);
             Ok(Dialogue { place: place.clone(), index, id, category, questions: questions(object)? })
         })
     }
@@ -259,15 +259,9 @@ fn category(object: &Map<String, Value>) -> Result<Option<String>, RowProblem> {
     }
 }
 
-fn id(object: &Map<String, Value>) -> Result<Option<Value>, RowProblem> {
-    let named = IDS.iter().find_map(|key| Some((key, object.get(*key).filter(|value| !value.is_null())?)));
-    match named {
-        None => Ok(None),
-        Some((_, id @ (Value::String(_) | Value::Number(_)))) => Ok(Some(id.clone())),
-        Some((key, other)) => {
-            Err(RowProblem::Value { key: (*key).to_owned(), expected: "a string or a number", got: shown(other) })
-        }
-    }
+/// Passed on as it is: a name that is no string and no number is no reason to refuse the prompt.
+fn id(object: &Map<String, Value>) -> Option<Value> {
+    IDS.into_iter().find_map(|key| object.get(key).filter(|value| !value.is_null()).cloned())
 }
 
 fn input(object: &Map<String, Value>) -> Result<PromptInput, RowProblem> {
@@ -383,14 +377,12 @@ mod tests {
             read(&path)
         };
         let prompts = write(
-            "\n{\"prompt\": \"a\", \"id\": \"x\"}\n{\"question_id\": 81, \"turns\": [\"b\"]}\n{\"prompt\": \"c\"}",
+            "\n{\"prompt\": \"a\", \"id\": \"x\"}\n{\"question_id\": 81, \"turns\": [\"b\"]}\n{\"prompt\": \"c\"}\n{\"prompt\": \"d\", \"id\": [1]}",
         )
         .unwrap();
         let ids: Vec<Option<Value>> = prompts.iter().map(|prompt| prompt.id.clone()).collect();
-        assert_eq!(ids, [Some("x".into()), Some(81.into()), None]);
+        assert_eq!(ids, [Some("x".into()), Some(81.into()), None, Some(serde_json::json!([1]))]);
         assert_eq!(prompts[1].place.as_ref().unwrap().row, Some(("line", 3)));
-        let error = write("{\"prompt\": \"a\", \"id\": [1]}").unwrap_err().to_string();
-        assert!(error.ends_with("line 1: id: expected a string or a number, got [1]"), "{error}");
         let file = PromptFile { name: "stdin".into(), bytes: b"{\"prompt\": 3}".to_vec() };
         let error = file.dialogues().unwrap_err().to_string();
         assert_eq!(error, "stdin, line 1: prompt: expected a string, got 3");

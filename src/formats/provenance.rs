@@ -114,9 +114,14 @@ impl Provenance {
     }
 }
 
+/// The columns of shards: 2 has `index` and the prompt's own `id`. `null`, as in folders of 0.1.0, has the index as `id`.
+pub const SHARD_FORMAT: u32 = 2;
+
 /// Everything that determines the conversations.
 #[derive(Debug, Clone, Serialize)]
 pub struct DistillProvenance {
+    /// [`SHARD_FORMAT`]: all shards of a folder have the same columns.
+    pub shard_format: u32,
     /// Version of medusa-train.
     pub program_version: &'static str,
     /// Path or Hub id.
