@@ -125,6 +125,34 @@ fn a_prompts_completion_carries_the_loss() {
 }
 
 #[test]
+fn a_long_completion_is_split_and_a_long_prompt_is_lost_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = byte_tokenizer(dir.path());
+    let settings = LoadSettings {
+        tokenizer: Some(&tokenizer),
+        ..LoadSettings::new(BYTE_VOCABULARY, NonZeroUsize::new(5).unwrap())
+    };
+    let load = |prompt: &str, completion: &str| {
+        let path = dir.path().join("pairs.jsonl");
+        fs::write(&path, json!({"prompt": prompt, "completion": completion}).to_string()).unwrap();
+        let (rows, report) = data::load(&[path.display().to_string()], &settings).unwrap();
+        let rows = rows.iter().map(|row| row.map(|TokenRow { input_ids, labels }| (input_ids, labels)));
+        (rows.collect::<Result<Vec<_>, _>>().unwrap(), report.counts)
+    };
+    // A token is a letter or the "▁" before a word: "a bc b" is <s> ▁ a ▁ b c ▁ b </s>.
+    let (rows, counts) = load("a", " bc b");
+    let first = (vec![1, 3, 4, 3, 5], vec![X, X, X, 3, 5]);
+    assert_eq!(rows, [first, (vec![1, 6, 3, 5, 2], vec![X, 6, 3, 5, 2])]);
+    assert_eq!((counts.repeated_tokens, counts.lost_tokens), (1, 0));
+    let (rows, counts) = load("a", " bcabc");
+    assert_eq!(rows.last().unwrap(), &(vec![1, 2], vec![X, 2]), "the EOS alone is learned behind BOS");
+    assert_eq!((rows.len(), counts.tokens, counts.repeated_tokens, counts.lost_tokens), (3, 12, 2, 0));
+    let (rows, counts) = load("abcabc", " b");
+    assert_eq!(rows, [(vec![1, 4, 5, 6, 3], vec![X, X, X, X, 3]), (vec![1, 5, 2], vec![X, 5, 2])]);
+    assert_eq!((counts.lost_tokens, counts.repeated_tokens, counts.lost_fraction()), (5, 2, 5.0 / 11.0));
+}
+
+#[test]
 fn a_completion_of_messages_is_learned_and_answers_in_the_prompt_are_not() {
     let world = World::new();
     let say = |role: &str, content: &str| json!({"role": role, "content": content});
@@ -203,6 +231,17 @@ fn columns_of_other_names_are_read_where_they_are_named() {
     let batch = RecordBatch::try_from_iter(columns).unwrap();
     assert_eq!(world.load(&world.parquet("rows.parquet", &batch)).unwrap(), json);
 
+    let column = |values: &[Option<&str>]| -> ArrayRef { Arc::new(StringArray::from(values.to_vec())) };
+    let columns = [("answer", column(&[Some("a"), None])), ("question", column(&[Some("q"), Some("r")]))];
+    let batch = RecordBatch::try_from_iter(columns).unwrap();
+    let null = "answer: expected a value, got null";
+    assert_eq!(world.load(&world.parquet("null.parquet", &batch)).unwrap_err(), format!("FILE, row 2: {null}"));
+    let row = json!({"question": "Hi", "answer": null}).to_string();
+    assert_eq!(world.complaint("null.jsonl", row), format!("FILE, line 1: {null}"));
+    let texts_with_null = RecordBatch::try_from_iter([("text", column(&[None]))]).unwrap();
+    let error = World::new().load(&world.parquet("texts.parquet", &texts_with_null)).unwrap_err();
+    assert_eq!(error, "FILE, row 1: text: expected a value, got null");
+
     let missing = "expected a column \"answer\", as data.columns or --columns names it, got \"question\"";
     assert_eq!(
         world.complaint("rows.jsonl", json!({"question": "Hi"}).to_string()),
@@ -224,7 +263,7 @@ fn a_text_file_is_a_document() {
     assert_eq!(world.rows("book.txt", text), expected);
     assert_eq!(world.rows("book.txt.gz", packed(text)), expected);
     assert_eq!(world.rows("rows.txt", json!({"text": "the end"}).to_string()), expected[1..], "JSON in a .txt");
-    assert_eq!(world.complaint("book.txt", b"caf\xe9"), "FILE, line 1: not UTF-8 text");
+    assert_eq!(world.complaint("book.txt", b"caf\xe9"), "FILE, line 1: not UTF-8 text; convert the file to UTF-8");
     let blank = world.complaint("book.txt", "\n \n");
     assert!(blank.starts_with("no row to use in FILE"), "{blank}");
 }
@@ -247,7 +286,7 @@ fn a_folder_is_read_file_by_file() {
     assert!(said.len() == 2 && said[0].contains("first") && said[1].contains("second"), "{said:?}");
     world.write("eval.jsonl", r#"{"text": "third"}"#);
     let error = world.load(world.folder.path()).unwrap_err();
-    assert!(error.contains("holds rows to train on and rows to test on (a.jsonl, eval.jsonl)"), "{error}");
+    assert!(error.contains("holds files of several splits (a.jsonl, eval.jsonl)"), "{error}");
 }
 
 #[test]
@@ -284,6 +323,52 @@ fn a_mix_is_said_before_the_first_step_and_resumes_exactly() {
     let resumed = small.train(&["--resume"]).succeeded();
     assert!(resumed.stderr.contains("resuming from run/step-000015"), "{}", resumed.stderr);
     assert!(small.bytes("run/final/heads.safetensors") == whole);
+}
+
+#[test]
+fn a_mix_with_a_limit_and_a_hold_out_resumes_exactly_and_in_other_micro_batches() {
+    let small = SmallRun::new();
+    let row = |at: usize| json!({"input_ids": (0..12).map(|t| (at * 7 + t * 3) % 40).collect::<Vec<_>>()}).to_string();
+    small.write("more.jsonl", (0..90).map(row).collect::<Vec<_>>().join("\n"));
+    small.edit(
+        "recipe.toml",
+        "train = [\"rows.jsonl\"]",
+        "train = [\"rows.jsonl\", \"more.jsonl\"]\nmix = [1.0, 3.0]\nlimit = 40",
+    );
+    small.edit("recipe.toml", "validation = [\"validation.jsonl\"]", "validation_fraction = 0.2");
+    small.edit("recipe.toml", "epochs = 8", "epochs = 3");
+    let told = small.train(&["--check"]).succeeded().stdout;
+    let share = |entry: &str| -> f64 {
+        let line = told.lines().find(|line| line.starts_with("mix  ") && line.contains(entry)).expect("a share");
+        let (_, share) = line.split_once(&format!("{entry}: ")).expect("a share behind the entry");
+        share.split_once(" %").and_then(|(share, _)| share.parse().ok()).expect("a number")
+    };
+    assert!((share("more.jsonl") - 75.0).abs() < 8.0, "{told}");
+    assert!((share("rows.jsonl") + share("more.jsonl") - 100.0).abs() < 0.2, "{told}");
+
+    small.train(&[]).succeeded();
+    let whole = small.bytes("run/final/heads.safetensors");
+    let back = || {
+        let steps = fs::read_dir(small.path("run")).expect("a run").map(|entry| entry.expect("a file").file_name());
+        let mut steps: Vec<String> =
+            steps.filter_map(|name| name.into_string().ok()).filter(|name| name.starts_with("step-")).collect();
+        steps.sort_unstable();
+        assert!(steps.len() > 1, "{steps:?}");
+        for later in ["final", &steps[steps.len() - 1]] {
+            fs::remove_dir_all(small.path(&format!("run/{later}"))).expect("a folder of a test");
+        }
+    };
+    back();
+    small.train(&["--resume"]).succeeded();
+    assert!(small.bytes("run/final/heads.safetensors") == whole);
+    back();
+    small.edit(
+        "recipe.toml",
+        "micro_batch_size = 1\ngradient_accumulation_steps = 2",
+        "micro_batch_size = 2\ngradient_accumulation_steps = 1",
+    );
+    let resumed = small.train(&["--resume"]).succeeded();
+    assert!(resumed.stderr.contains("resuming from run/step-"), "{}", resumed.stderr);
 }
 
 #[test]
