@@ -15,14 +15,15 @@
 //! Imports point down only, and modules on the same layer do not import each other (checked by `tests/layering.rs`):
 //!
 //! ```text
-//! L10 cli bin           one file per subcommand
-//! L9  recipe  report    recipes, the only TOML read here; a run's HTML page
-//! L8  calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
-//! L7  train   decode    the two loops
-//! L6  draft             drafters: heads, draft models, those without training
-//! L5  engine            runs the backbone on new tokens
-//! L4  tree data model   trees of guesses; text to labelled token rows; the backbone, independent of Medusa
-//! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries
+//! L11 cli bin           one file per subcommand
+//! L10 recipe  report    recipes, the only TOML read here; a run's HTML page
+//! L9  calibrate latency distill export hub  measuring, distilling, exporting; a client of the Hugging Face Hub
+//! L8  train   decode    the two loops
+//! L7  draft             drafters: heads, draft models, those without training
+//! L6  engine            runs the backbone on new tokens
+//! L5  tree data model   trees of guesses; text to labelled token rows; the backbone, independent of Medusa
+//! L4  fused             operations on tensors that are one kernel on a GPU
+//! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats           files that pass between commands
 //! L0  files numbers dtype panics  atomic files; range-checked numbers; dtypes; panics as errors
@@ -55,6 +56,7 @@ pub mod engine;
 pub mod export;
 pub mod files;
 pub mod formats;
+pub mod fused;
 pub mod hub;
 pub mod latency;
 pub mod model;

@@ -652,6 +652,9 @@ fn every_kernel_compiles_for_every_gpu_without_spilling() {
     for (arch, (program, kind)) in
         product(&["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"], &product(&Program::ALL, &KINDS))
     {
+        if kind != KINDS[0] && !program.has_elements() {
+            continue;
+        }
         let element = KernelDtype::of(kind).expect("16 bits");
         for &head_size in if program.has_head_size() { &[64, 128][..] } else { &[128] } {
             let compiled =

@@ -21,6 +21,7 @@ mod distill;
 mod embedded_default;
 mod export;
 mod families;
+mod fused;
 mod gpu_check;
 mod hub;
 mod hydra_reference;

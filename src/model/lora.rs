@@ -11,11 +11,11 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::fused::dropout::dropout;
 use crate::model::block_spec::names;
 use crate::model::config::LlamaConfig;
 use crate::numbers::{Fraction, Positive};
 use crate::torch::Generator;
-use crate::torch::dropout::dropout;
 
 /// `lora` of a recipe's stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -44,13 +44,21 @@ pub enum Program {
     Accept,
     /// The levels of the next tree that sequential heads fill.
     Sequential,
+    /// The optimizer's update, the norm of gradients, the check of parameters.
+    Optim,
+    /// Weights from their codes.
+    Dequantize,
+    /// Masks of dropout.
+    Dropout,
+    /// Rotary embedding and the gate of the MLP in a pass of libtorch.
+    Pass,
 }
 
 /// Compiled in front of each file.
 pub const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and source of each file, in the order of [`Program::ALL`].
-const FILES: [(&str, &str); 7] = [
+const FILES: [(&str, &str); 11] = [
     ("rows.cu", include_str!("kernels/rows.cu")),
     ("rope_append.cu", include_str!("kernels/rope_append.cu")),
     ("linear.cu", include_str!("kernels/linear.cu")),
@@ -58,11 +66,33 @@ const FILES: [(&str, &str); 7] = [
     ("choose.cu", include_str!("kernels/choose.cu")),
     ("accept.cu", include_str!("kernels/accept.cu")),
     ("sequential.cu", include_str!("kernels/sequential.cu")),
+    ("optim.cu", include_str!("kernels/optim.cu")),
+    ("dequantize.cu", include_str!("kernels/dequantize.cu")),
+    ("dropout.cu", include_str!("kernels/dropout.cu")),
+    ("pass.cu", include_str!("kernels/pass.cu")),
 ];
 
 impl Program {
-    pub const ALL: [Self; 7] =
+    pub const ALL: [Self; 11] = [
+        Self::Rows,
+        Self::RopeAppend,
+        Self::Linear,
+        Self::TreeAttention,
+        Self::Choose,
+        Self::Accept,
+        Self::Sequential,
+        Self::Optim,
+        Self::Dequantize,
+        Self::Dropout,
+        Self::Pass,
+    ];
+
+    /// The files of the CUDA engine's steps.
+    pub const OF_STEPS: [Self; 7] =
         [Self::Rows, Self::RopeAppend, Self::Linear, Self::TreeAttention, Self::Choose, Self::Accept, Self::Sequential];
+
+    /// The files of single operations on tensors, which [`fused`](crate::fused) launches.
+    pub const OF_TENSORS: [Self; 4] = [Self::Optim, Self::Dequantize, Self::Dropout, Self::Pass];
 
     /// The file name.
     pub fn file(self) -> &'static str {
@@ -86,6 +116,11 @@ impl Program {
     /// Whether its code depends on the head size.
     pub fn has_head_size(self) -> bool {
         matches!(self, Self::RopeAppend | Self::TreeAttention)
+    }
+
+    /// Whether its code depends on the dtype of elements.
+    pub fn has_elements(self) -> bool {
+        !matches!(self, Self::Optim)
     }
 
     /// The source passed to NVRTC: definitions, the prelude, the file.
@@ -156,6 +191,10 @@ mod tests {
         assert_eq!(names(Program::Choose), ["best", "top_guesses_part", "top_guesses_merge", "posterior", "draw"]);
         assert_eq!(names(Program::Accept), ["walk", "typical", "compact", "advance", "fill_tree"]);
         assert_eq!(names(Program::Sequential), ["embed_nodes", "first_block", "residual", "fill_level"]);
+        assert_eq!(names(Program::Optim), ["adamw", "adamw_8bit", "squares", "norm_of_squares", "first_not_finite"]);
+        assert_eq!(names(Program::Dequantize), ["nf4_weight", "int8_weight"]);
+        assert_eq!(names(Program::Dropout), ["dropout_mask"]);
+        assert_eq!(names(Program::Pass), ["rotate", "silu_up"]);
         let linear = names(Program::Linear);
         assert_eq!(linear[..4], LINEAR_FEW.map(|few| few.name));
         assert_eq!(linear[4], "res_block");

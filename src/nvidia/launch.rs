@@ -19,6 +19,7 @@ pub enum Argument {
     /// Address of a tensor's first element; 0 for none.
     Pointer(u64),
     Int(i32),
+    Long(i64),
     Float(f32),
     Double(f64),
 }
@@ -29,6 +30,7 @@ impl Argument {
         match self {
             Self::Pointer(number) => std::ptr::from_ref(number).cast_mut().cast(),
             Self::Int(number) => std::ptr::from_ref(number).cast_mut().cast(),
+            Self::Long(number) => std::ptr::from_ref(number).cast_mut().cast(),
             Self::Float(number) => std::ptr::from_ref(number).cast_mut().cast(),
             Self::Double(number) => std::ptr::from_ref(number).cast_mut().cast(),
         }
@@ -73,13 +75,21 @@ pub fn blocks(count: i64, each: i64) -> i64 {
     (count + each - 1) / each
 }
 
-/// A contiguous tensor of dtype `kind`.
+/// The address of a contiguous tensor of dtype `kind`.
 ///
 /// # Panics
 /// For any other tensor, which the kernel would misread.
-pub fn tensor(tensor: &Tensor, kind: Kind) -> Argument {
+pub fn address(tensor: &Tensor, kind: Kind) -> u64 {
     assert!(tensor.kind() == kind && tensor.is_contiguous(), "a kernel wants {kind:?} row by row, got {tensor:?}");
-    Argument::Pointer(tensor.data_ptr() as u64)
+    tensor.data_ptr() as u64
+}
+
+/// A contiguous tensor of dtype `kind`.
+///
+/// # Panics
+/// As [`address`].
+pub fn tensor(tensor: &Tensor, kind: Kind) -> Argument {
+    Argument::Pointer(address(tensor, kind))
 }
 
 /// A tensor of weights or activations, in 16 bits.

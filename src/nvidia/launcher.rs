@@ -1,26 +1,19 @@
 //! Runs launches on a GPU, with the loaded kernels and the fastest kernel of each product.
-#![expect(unsafe_code, reason = "a kernel is given raw addresses")]
 
-use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
-
-use cudarc::driver::{CudaFunction, LaunchConfig, PushKernelArg, sys};
-use cudarc::nvrtc::Ptx;
+use cudarc::driver::sys;
 use tch::{Device, Kind, Tensor};
 
 use crate::torch::Generator;
 
-use super::choices::{Choices, kernels_folder};
+use super::choices::Choices;
 use super::device::Gpu;
 use super::error::GpuError;
+use super::functions::Functions;
 use super::gemm::{CublasLt, Product, Way};
 use super::graph;
 use super::kernels::{KernelDtype, Program};
-use super::launch::{Argument, Kernel, Launch};
-use super::nvrtc::Compiler;
+use super::launch::Launch;
 
-/// Dynamic shared memory that a kernel may use without raising its limit.
-const FREE_SHARED: u32 = 48 << 10;
 /// Bytes of weights of one shape that a product is timed with, one weight after the other: more than a GPU's cache holds. Small
 /// backbones have fewer, part of which stays in the cache during timing, as it does during decoding.
 const TIMED_BYTES: usize = 256 << 20;
@@ -31,9 +24,7 @@ const TIMED_ROUNDS: usize = 3;
 #[derive(Debug)]
 pub struct Launcher {
     gpu: Gpu,
-    functions: HashMap<Kernel, CudaFunction>,
-    /// Kernels whose shared memory limit was raised: done once, so that no attribute is set while a step is captured.
-    raised: RefCell<HashSet<Kernel>>,
+    functions: Functions,
     cublas_lt: CublasLt,
     choices: Choices,
 }
@@ -70,22 +61,10 @@ impl Launcher {
     /// For a dtype without kernels.
     pub fn new(gpu: Gpu, kind: Kind, head_size: i64, device: Device) -> Result<Self, GpuError> {
         let element = KernelDtype::of(kind).expect("checked before");
-        let compiler = Compiler::open(kernels_folder())?;
-        let mut functions = HashMap::new();
-        for program in Program::ALL {
-            let compiled = compiler.compile(program, element, head_size, &gpu.arch)?;
-            let module = gpu
-                .context
-                .load_module(Ptx::from_binary(compiled.cubin))
-                .map_err(GpuError::failed("loading a kernel"))?;
-            for name in program.kernels() {
-                let function = module.load_function(name).map_err(GpuError::failed("looking for a kernel"))?;
-                functions.insert(Kernel { program, name }, function);
-            }
-        }
+        let functions = Functions::load(&gpu, &Program::OF_STEPS, element, head_size)?;
         let cublas_lt = CublasLt::new(gpu.stream.clone(), kind, device)?;
         let choices = Choices::of(&gpu, element)?;
-        Ok(Self { functions, raised: RefCell::default(), cublas_lt, choices, gpu })
+        Ok(Self { functions, cublas_lt, choices, gpu })
     }
 
     /// The GPU.
@@ -98,31 +77,7 @@ impl Launcher {
     /// # Errors
     /// [`GpuError::Failed`].
     pub fn launch(&self, launch: &Launch) -> Result<(), GpuError> {
-        let function = &self.functions[&launch.kernel];
-        if launch.shared_bytes > FREE_SHARED && self.raised.borrow_mut().insert(launch.kernel) {
-            let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            let bytes = launch.shared_bytes.cast_signed();
-            function.set_attribute(most, bytes).map_err(GpuError::failed("asking for shared memory"))?;
-        }
-        let mut builder = self.gpu.stream.launch_builder(function);
-        for argument in &launch.arguments {
-            match argument {
-                Argument::Pointer(number) => builder.arg(number),
-                Argument::Int(number) => builder.arg(number),
-                Argument::Float(number) => builder.arg(number),
-                Argument::Double(number) => builder.arg(number),
-            };
-        }
-        let [x, y, z] = launch.grid;
-        let config = LaunchConfig {
-            grid_dim: (x, y, z),
-            block_dim: (launch.threads, 1, 1),
-            shared_mem_bytes: launch.shared_bytes,
-        };
-        // SAFETY: the arguments were made for this kernel (see the constructors of `Launch`), and their tensors live as long as
-        // the engine.
-        let launched = unsafe { builder.launch(config) };
-        launched.map(|_| ()).map_err(GpuError::failed(launch.kernel.name))
+        self.functions.launch(launch, &self.gpu.stream)
     }
 
     /// The fastest known implementation of a product.

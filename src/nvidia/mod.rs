@@ -3,6 +3,7 @@
 pub mod choices;
 pub mod device;
 pub mod error;
+pub mod functions;
 pub mod gemm;
 pub mod graph;
 pub mod kernels;

@@ -46,11 +46,6 @@ impl Generator {
     pub fn permutation(&mut self, n: i64) -> Tensor {
         Tensor::randperm(n, (Kind::Int64, Device::Cpu))
     }
-
-    /// Sets a fraction `p` of `x` to 0 and scales the rest by 1/(1 - p).
-    pub(super) fn dropout(&mut self, x: &Tensor, p: f64) -> Tensor {
-        x.dropout(p, true)
-    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! Turns libtorch's errors (out of memory, a shape clash), which tch raises as panics, into values. Any other panic is a bug in this
 //! program: it is printed with its file and line, and unwinds on.
 
+use tch::TchError;
+
 use crate::panics;
 
 /// An error of libtorch caught by [`guard`].
@@ -33,6 +35,14 @@ pub fn guard<T>(work: &str, body: impl FnOnce() -> T) -> Result<T, TorchPanic> {
     })
 }
 
+/// Raises an error of the device as libtorch's own operations do, for [`guard`] to catch.
+///
+/// # Panics
+/// Always.
+pub fn raise(reason: &str) -> ! {
+    panic!("{:?}", TchError::Torch(format!("{reason}\n"))) // a message of libtorch's goes on after its first line, too
+}
+
 #[cfg(test)]
 mod tests {
     use std::panic;
@@ -54,6 +64,12 @@ mod tests {
     fn running_out_of_memory_is_recognised() {
         let error = guard("a huge tensor", || Tensor::ones([1 << 55], (Kind::Float, Device::Cpu))).unwrap_err();
         assert!(error.out_of_memory, "{error:?}");
+    }
+
+    #[test]
+    fn an_error_of_a_kernel_is_as_one_of_libtorch() {
+        let error = guard("the update", || raise("adamw failed on the GPU: CUDA_ERROR_ILLEGAL_ADDRESS")).unwrap_err();
+        assert_eq!(error.to_string(), "the update failed: adamw failed on the GPU: CUDA_ERROR_ILLEGAL_ADDRESS");
     }
 
     #[test]

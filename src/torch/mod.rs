@@ -22,7 +22,7 @@ mod upload;
 
 pub use accelerator::Accelerator;
 pub use generator::Generator;
-pub use guard::{TorchPanic, guard};
+pub use guard::{TorchPanic, guard, raise};
 pub use upload::upload;
 
 /// The libtorch version that the program is built for.

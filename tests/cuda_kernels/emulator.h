@@ -437,6 +437,14 @@ template <typename T> static T atomicMax(T* at, T x) { return std::exchange(*at,
 template <typename T> static T atomicMin(T* at, T x) { return std::exchange(*at, x < *at ? x : *at); }
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a > b ? a : b; }
+// Rounded one by one: `volatile` keeps the compiler from contracting them.
+static inline float one_by_one(volatile float x) { return x; }
+static inline float __fmul_rn(float a, float b) { return one_by_one(a * b); }
+static inline float __fadd_rn(float a, float b) { return one_by_one(a + b); }
+static inline float __fsub_rn(float a, float b) { return one_by_one(a - b); }
+static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return sqrtf(a); }
+static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 // The prelude's functions between #ifndef ON_CPU and #endif.

@@ -11,6 +11,9 @@ pub mod int8;
 pub mod nf4;
 mod slices;
 
+use crate::fused::{self, dequantize};
+use crate::nvidia::launch::Launch;
+
 use int8::Int8;
 use nf4::{AbsmaxBits, Nf4};
 
@@ -81,10 +84,30 @@ enum Codes {
 impl QuantizedWeight {
     /// `[O, I]` in `kind`; computed in float32.
     pub fn dequantize(&self, kind: Kind) -> Tensor {
-        tch::no_grad(|| match &self.codes {
+        tch::no_grad(|| match fused::kernels(self.device(), kind) {
+            Some(kernels) => {
+                let weight_oi = Tensor::empty(self.size, (kind, self.device()));
+                kernels.launch(&self.launch(&weight_oi));
+                weight_oi
+            }
+            None => self.by_libtorch(kind),
+        })
+    }
+
+    /// [`QuantizedWeight::dequantize`] by libtorch's calls: the oracle of the kernels.
+    pub fn by_libtorch(&self, kind: Kind) -> Tensor {
+        match &self.codes {
             Codes::Nf4(codes) => codes.dequantize(self.size, kind),
             Codes::Int8(codes) => codes.dequantize(kind),
-        })
+        }
+    }
+
+    /// The launch that writes the weight to `weight_oi`.
+    pub fn launch(&self, weight_oi: &Tensor) -> Launch {
+        match &self.codes {
+            Codes::Nf4(codes) => codes.launch(weight_oi),
+            Codes::Int8(codes) => dequantize::int8(&codes.codes_oi, &codes.absmax_o, weight_oi),
+        }
     }
 
     /// Bytes that it takes, without the tables that it shares.

@@ -5,6 +5,8 @@
 use tch::{Device, Kind, Tensor};
 
 use super::slices::{ranges, slice};
+use crate::fused::dequantize::{self, Absmax};
+use crate::nvidia::launch::Launch;
 use crate::torch::optim::blockwise::{Blockwise, DynamicMap};
 
 /// Weights that share an absmax.
@@ -69,8 +71,8 @@ pub struct Nf4 {
     pub pairs: Tensor,
     /// What scales each block.
     pub scales: BlockScales,
-    /// [`Tables::pairs`].
-    table: Tensor,
+    /// `[256]`, int64: the two float32 that each byte stands for.
+    pub table: Tensor,
 }
 
 /// The absmax of each block.
@@ -121,6 +123,15 @@ impl Nf4 {
             weight.narrow(0, start * BLOCK, length * BLOCK).copy_(&blocks.view(-1));
         }
         weight.narrow(0, 0, size[0] * size[1]).view(size)
+    }
+
+    /// The launch that writes it to `weight_oi`, as [`Nf4::dequantize`].
+    pub(super) fn launch(&self, weight_oi: &Tensor) -> Launch {
+        let absmax = match &self.scales {
+            BlockScales::Float32(absmax) => Absmax::Float32(absmax),
+            BlockScales::EightBit { differences, mean } => Absmax::EightBit { differences, mean },
+        };
+        dequantize::nf4(&self.pairs, &self.table, absmax, weight_oi)
     }
 
     /// `[C]`, float32.

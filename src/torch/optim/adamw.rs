@@ -69,6 +69,16 @@ pub fn gradient_norm<'p>(parameters: impl IntoIterator<Item = &'p Parameter>) ->
     if squares.is_empty() { 0.0 } else { Tensor::stack(&squares, 0).sum(Kind::Double).double_value(&[]).sqrt() }
 }
 
+/// The first parameter with a value that is NaN or infinite.
+pub fn first_not_finite(parameters: &[&Parameter]) -> Option<usize> {
+    // A float64 sum of float32 numbers is finite exactly if all of them are. It is computed in slices, since a float64
+    // sum of a whole W2 would need twice its memory.
+    let sum =
+        |value: &Tensor| value.view(-1).split(SLICE, 0).iter().map(|slice| slice.sum(Kind::Double)).sum::<Tensor>();
+    let is_finite = |value: &Tensor| tch::no_grad(|| sum(value)).double_value(&[]).is_finite();
+    parameters.iter().position(|parameter| !is_finite(&parameter.value))
+}
+
 /// AdamW over a fixed list of parameters.
 #[derive(Debug)]
 pub struct AdamW {
@@ -78,15 +88,19 @@ pub struct AdamW {
     step: i32,
 }
 
+/// The moments of a parameter, of its shape or flattened.
 #[derive(Debug)]
-struct Moments {
+pub struct Moments {
     name: String,
-    first: Moment,
-    second: Moment,
+    /// Of the gradient.
+    pub first: Moment,
+    /// Of its square.
+    pub second: Moment,
 }
 
+/// A moment, in as many bits as its partner.
 #[derive(Debug)]
-enum Moment {
+pub enum Moment {
     Float32(Tensor),
     EightBit(Blockwise),
 }
@@ -111,10 +125,10 @@ impl AdamW {
     /// Updates all parameters at learning rate `rate` with gradients multiplied by `scale` (below 1 if the norm is
     /// clipped), then zeroes the gradients.
     pub fn step<'p>(&mut self, parameters: impl IntoIterator<Item = &'p mut Parameter>, rate: f64, scale: f64) {
-        self.step += 1;
+        self.count_update();
         tch::no_grad(|| {
-            for (parameter, moments) in parameters.into_iter().zip(&mut self.moments) {
-                let update = Update::new(&self.config, self.step, rate * parameter.rate_factor, scale).of(parameter);
+            for (parameter, moments) in parameters.into_iter().zip(&self.moments) {
+                let update = self.update_of(parameter, rate, scale);
                 let slices = |tensor: &Tensor| tensor.view(-1).split(SLICE, 0);
                 let (values, gradients) = (slices(&parameter.value), slices(&parameter.gradient));
                 let (firsts, seconds) = (moments.first.slices(), moments.second.slices());
@@ -126,6 +140,21 @@ impl AdamW {
                 }
             }
         });
+    }
+
+    /// Counts an update that something else makes, or [`AdamW::step`].
+    pub fn count_update(&mut self) {
+        self.step += 1;
+    }
+
+    /// The constants of a parameter's part in the update that was counted last.
+    pub fn update_of(&self, parameter: &Parameter, rate: f64, scale: f64) -> Update {
+        Update::new(&self.config, self.step, rate * parameter.rate_factor, scale).of(parameter)
+    }
+
+    /// The moments of each parameter.
+    pub fn moments(&self) -> &[Moments] {
+        &self.moments
     }
 
     /// Updates made so far.
@@ -215,18 +244,20 @@ impl Moment {
     }
 }
 
-/// The constants of one update.
-struct Update {
-    beta1: f64,
-    beta2: f64,
-    scale: f64,
+/// The constants of one update of a parameter.
+#[derive(Debug, Clone, Copy)]
+pub struct Update {
+    pub beta1: f64,
+    pub beta2: f64,
+    /// Factor on the gradient.
+    pub scale: f64,
     /// 1 - rate·weight_decay.
-    decay: f64,
+    pub decay: f64,
     /// rate / (1 - beta1^t).
-    step_size: f64,
+    pub step_size: f64,
     /// 1 / √(1 - beta2^t).
-    second_correction: f64,
-    eps: f64,
+    pub second_correction: f64,
+    pub eps: f64,
 }
 
 impl Update {

@@ -19,8 +19,8 @@ const GRID: u16 = u16::MAX;
 pub struct DynamicMap {
     /// `[256]`, float32.
     pub codes: Tensor,
-    /// `[65536]`: the code nearest to each point of the grid.
-    nearest: Tensor,
+    /// `[65536]`, uint8: the code nearest to each point of the grid.
+    pub nearest: Tensor,
 }
 
 impl DynamicMap {
@@ -106,7 +106,8 @@ fn nearest_on_grid(codes: &[f32]) -> Vec<u8> {
 /// A quantized tensor, flattened.
 #[derive(Debug)]
 pub struct Blockwise {
-    map: DynamicMap,
+    /// What the codes mean.
+    pub map: DynamicMap,
     /// `[n]`, uint8.
     pub codes: Tensor,
     /// `[C]`, float32.

@@ -6,10 +6,10 @@ use tch::{Kind, Tensor};
 use super::layout::HeadPart;
 use crate::cpu::arena::Arena;
 use crate::engine::cuda::draft::{BlockMatrices, LayerMatrices, OutputMatrix};
+use crate::fused::dropout::dropout;
 use crate::model::linear::Linear;
 use crate::model::llama::Llama;
 use crate::model::lora::Adapters;
-use crate::torch::dropout::dropout;
 
 /// What a head reads at N positions.
 #[derive(Debug, Clone, Copy)]

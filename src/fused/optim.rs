@@ -1,0 +1,206 @@
+//! AdamW's update, the norm of the gradients and the check that parameters are finite: one launch each for all parameters. Oracles are in
+//! [`crate::torch::optim::adamw`].
+
+use tch::{Device, Kind, Tensor};
+
+use super::{TensorKernels, kernels};
+use crate::nvidia::kernels::Program;
+use crate::nvidia::launch::{Argument, Launch, address, float, floats, size, tensor};
+use crate::torch::optim::adamw::{self, AdamW, Moment, Parameter, Update};
+use crate::torch::optim::blockwise::DynamicMap;
+use crate::torch::upload;
+
+/// Numbers that a block treats: `CHUNK` in optim.cu.
+const CHUNK: i64 = 16_384;
+/// Threads of a block.
+const THREADS: i64 = 256;
+
+/// Launches, and the tensors that exist only for them.
+#[derive(Debug)]
+pub struct TableWork {
+    pub launches: Vec<Launch>,
+    /// The tables that the launches read, and what they write.
+    pub tensors: Vec<Tensor>,
+}
+
+/// Updates all parameters as [`AdamW::step`] does.
+pub fn step(optimizer: &mut AdamW, parameters: &mut [&mut Parameter], rate: f64, scale: f64) {
+    match on_device(parameters.first().map(|parameter| &**parameter)) {
+        Some(kernels) => {
+            let parameters: Vec<&Parameter> = parameters.iter().map(|parameter| &**parameter).collect();
+            run(kernels, &update(optimizer, &parameters, rate, scale));
+        }
+        None => optimizer.step(parameters.iter_mut().map(|parameter| &mut **parameter), rate, scale),
+    }
+}
+
+/// The Euclidean norm over all gradients, as [`adamw::gradient_norm`].
+pub fn gradient_norm(parameters: &[&Parameter]) -> f64 {
+    let Some(kernels) = on_device(parameters.first().copied()) else {
+        return adamw::gradient_norm(parameters.iter().copied());
+    };
+    let (work, norm) = norm(parameters);
+    run(kernels, &work);
+    norm.double_value(&[0])
+}
+
+/// The first parameter with a value that is not finite, as [`adamw::first_not_finite`].
+pub fn first_not_finite(parameters: &[&Parameter]) -> Option<usize> {
+    let Some(kernels) = on_device(parameters.first().copied()) else {
+        return adamw::first_not_finite(parameters);
+    };
+    let (work, first) = finite(parameters);
+    run(kernels, &work);
+    usize::try_from(first.int64_value(&[0])).ok().filter(|&first| first < parameters.len())
+}
+
+/// The kernels of the device that the parameters are on.
+fn on_device(first: Option<&Parameter>) -> Option<&'static TensorKernels> {
+    first.and_then(|parameter| kernels(parameter.value.device(), parameter.value.kind()))
+}
+
+fn run(kernels: &TensorKernels, work: &TableWork) {
+    work.launches.iter().for_each(|launch| kernels.launch(launch));
+}
+
+/// The launches of an update, which is counted: one for parameters with float32 moments, and one for those with 8-bit moments.
+pub fn update(optimizer: &mut AdamW, parameters: &[&Parameter], rate: f64, scale: f64) -> TableWork {
+    optimizer.count_update();
+    let mut work = TableWork { launches: vec![], tensors: vec![] };
+    let (mut wide, mut narrow, mut maps) = (vec![], vec![], None);
+    for (&parameter, moments) in parameters.iter().zip(optimizer.moments()) {
+        let entry = TableRow::of(parameter, Some(&optimizer.update_of(parameter, rate, scale)));
+        match [&moments.first, &moments.second] {
+            [Moment::EightBit(first), Moment::EightBit(second)] => {
+                maps.get_or_insert([&first.map, &second.map]);
+                let moments = [&first.codes, &second.codes].map(|codes| address(codes, Kind::Uint8));
+                let absmax = [&first.absmax, &second.absmax].map(|absmax| address(absmax, Kind::Float));
+                narrow.push(TableRow { moments, absmax, ..entry });
+            }
+            [Moment::Float32(first), Moment::Float32(second)] => {
+                let moments = [first, second].map(|moment| address(moment, Kind::Float));
+                wide.push(TableRow { moments, ..entry });
+            }
+            _ => unreachable!("both moments of a parameter have as many bits"),
+        }
+    }
+    let device = parameters.first().map_or(Device::Cpu, |parameter| parameter.value.device());
+    let Some(constants) = parameters.first().map(|first| constants(&optimizer.update_of(first, rate, scale))) else {
+        return work;
+    };
+    work.add("adamw", &Table::of(wide, device), &constants);
+    if let Some(maps) = maps {
+        let arguments = [maps_of(maps), constants.to_vec()].concat();
+        work.add("adamw_8bit", &Table::of(narrow, device), &arguments);
+    }
+    work
+}
+
+/// The launches that write the norm of all gradients to the returned float64 tensor `[1]`.
+pub fn norm(parameters: &[&Parameter]) -> (TableWork, Tensor) {
+    let (table, device) = Table::of_parameters(parameters);
+    let partial_c = Tensor::zeros([table.chunks], (Kind::Double, device));
+    let norm = Tensor::zeros([1], (Kind::Double, device));
+    let mut work = TableWork { launches: vec![], tensors: vec![] };
+    work.add("squares", &table, &[tensor(&partial_c, Kind::Double)]);
+    let arguments = vec![tensor(&partial_c, Kind::Double), size(table.chunks), tensor(&norm, Kind::Double)];
+    work.launches.push(Launch::new(Program::Optim, "norm_of_squares", [1, 1, 1], THREADS, arguments));
+    work.tensors.push(partial_c);
+    (work, norm)
+}
+
+/// The launch that writes the number of the first parameter that is not finite to the returned int32 tensor `[1]`, or leaves a larger one there.
+pub fn finite(parameters: &[&Parameter]) -> (TableWork, Tensor) {
+    let (table, device) = Table::of_parameters(parameters);
+    let first = Tensor::full([1], i64::from(i32::MAX), (Kind::Int, device));
+    let mut work = TableWork { launches: vec![], tensors: vec![] };
+    work.add("first_not_finite", &table, &[tensor(&first, Kind::Int)]);
+    (work, first)
+}
+
+impl TableWork {
+    /// A launch over all chunks of a table, if there are any; `arguments` follow the table.
+    fn add(&mut self, name: &'static str, table: &Table, arguments: &[Argument]) {
+        if table.chunks > 0 {
+            let of_table = [tensor(&table.rows, Kind::Int64), size(table.entries)];
+            let arguments = [&of_table[..], arguments].concat();
+            self.launches.push(Launch::new(Program::Optim, name, [table.chunks, 1, 1], THREADS, arguments));
+            self.tensors.push(table.rows.shallow_clone());
+        }
+    }
+}
+
+/// What all parameters of an update share.
+fn constants(update: &Update) -> [Argument; 6] {
+    [update.scale, 1.0 - update.beta1, update.beta2, 1.0 - update.beta2, update.second_correction, update.eps]
+        .map(float)
+}
+
+/// Codes and nearest codes of the first and of the second moments.
+fn maps_of(maps: [&DynamicMap; 2]) -> Vec<Argument> {
+    maps.into_iter().flat_map(|map| [floats(&map.codes), tensor(&map.nearest, Kind::Uint8)]).collect()
+}
+
+/// Where a parameter's numbers are, and its own constants.
+#[derive(Debug, Clone, Copy, Default)]
+struct TableRow {
+    value: u64,
+    gradient: u64,
+    moments: [u64; 2],
+    absmax: [u64; 2],
+    count: u64,
+    decay: f32,
+    step_size: f32,
+}
+
+impl TableRow {
+    #[expect(clippy::cast_possible_truncation, reason = "kernels compute in float32")]
+    fn of(parameter: &Parameter, update: Option<&Update>) -> Self {
+        Self {
+            value: address(&parameter.value, Kind::Float),
+            gradient: address(&parameter.gradient, Kind::Float),
+            count: parameter.value.numel() as u64,
+            decay: update.map_or(1.0, |update| update.decay as f32),
+            step_size: update.map_or(0.0, |update| update.step_size as f32),
+            ..Self::default()
+        }
+    }
+}
+
+/// The table that a launch reads: `struct Entry` of optim.cu for each parameter. An empty one has no chunk: no block finds it.
+#[derive(Debug)]
+struct Table {
+    /// `[E, 9]`, int64.
+    rows: Tensor,
+    entries: i64,
+    chunks: i64,
+}
+
+impl Table {
+    fn of(entries: Vec<TableRow>, device: Device) -> Self {
+        let (mut chunks, count) = (0, entries.len() as i64);
+        let mut rows = vec![];
+        for entry in entries {
+            rows.extend(entry.row(chunks));
+            chunks += entry.count.div_ceil(CHUNK.unsigned_abs());
+        }
+        Self { rows: upload(&rows, device), entries: count, chunks: chunks.cast_signed() }
+    }
+
+    /// Without moments.
+    fn of_parameters(parameters: &[&Parameter]) -> (Self, Device) {
+        let device = parameters.first().map_or(Device::Cpu, |parameter| parameter.value.device());
+        (Self::of(parameters.iter().map(|parameter| TableRow::of(parameter, None)).collect(), device), device)
+    }
+}
+
+impl TableRow {
+    /// As in optim.cu; chunks before this entry's are counted by `first_chunk`.
+    fn row(self, first_chunk: u64) -> [i64; 9] {
+        let [first, second] = self.moments;
+        let [first_absmax, second_absmax] = self.absmax;
+        let floats = u64::from(self.decay.to_bits()) | u64::from(self.step_size.to_bits()) << 32;
+        [self.value, self.gradient, first, second, first_absmax, second_absmax, self.count, first_chunk, floats]
+            .map(u64::cast_signed)
+    }
+}

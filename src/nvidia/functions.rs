@@ -1,0 +1,91 @@
+//! Kernels that are loaded on a GPU, and their launch on a stream.
+#![expect(unsafe_code, reason = "a kernel is given raw addresses")]
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg, sys};
+use cudarc::nvrtc::Ptx;
+
+use super::choices::kernels_folder;
+use super::device::Gpu;
+use super::error::GpuError;
+use super::kernels::{KernelDtype, Program};
+use super::launch::{Argument, Kernel, Launch};
+use super::nvrtc::Compiler;
+
+/// Dynamic shared memory that a kernel may use without raising its limit.
+const FREE_SHARED: u32 = 48 << 10;
+
+/// The kernels of some files.
+#[derive(Debug)]
+pub struct Functions {
+    by_kernel: HashMap<Kernel, CudaFunction>,
+    /// Kernels whose shared memory limit was raised: done once, so that no attribute is set while a step is captured.
+    raised: Mutex<HashSet<Kernel>>,
+}
+
+impl Functions {
+    /// Loads `programs` for elements of a dtype and attention heads of `head_size`; compiles those that are not cached.
+    ///
+    /// # Errors
+    /// [`GpuError::Compile`], [`GpuError::Failed`].
+    pub fn load(gpu: &Gpu, programs: &[Program], element: KernelDtype, head_size: i64) -> Result<Self, GpuError> {
+        let compiler = Compiler::open(kernels_folder())?;
+        let mut by_kernel = HashMap::new();
+        for &program in programs {
+            let compiled = compiler.compile(program, element, head_size, &gpu.arch)?;
+            let module = gpu
+                .context
+                .load_module(Ptx::from_binary(compiled.cubin))
+                .map_err(GpuError::failed("loading a kernel"))?;
+            for name in program.kernels() {
+                let function = module.load_function(name).map_err(GpuError::failed("looking for a kernel"))?;
+                by_kernel.insert(Kernel { program, name }, function);
+            }
+        }
+        Ok(Self { by_kernel, raised: Mutex::default() })
+    }
+
+    /// The kernel of a launch, allowed to use as much shared memory as it asks for.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`].
+    pub(super) fn prepared(&self, launch: &Launch) -> Result<&CudaFunction, GpuError> {
+        let function = &self.by_kernel[&launch.kernel];
+        let is_new = || self.raised.lock().unwrap_or_else(PoisonError::into_inner).insert(launch.kernel);
+        if launch.shared_bytes > FREE_SHARED && is_new() {
+            let most = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let bytes = launch.shared_bytes.cast_signed();
+            function.set_attribute(most, bytes).map_err(GpuError::failed("asking for shared memory"))?;
+        }
+        Ok(function)
+    }
+
+    /// Launches one kernel on a stream of the GPU.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`].
+    pub fn launch(&self, launch: &Launch, stream: &CudaStream) -> Result<(), GpuError> {
+        let mut builder = stream.launch_builder(self.prepared(launch)?);
+        for argument in &launch.arguments {
+            match argument {
+                Argument::Pointer(number) => builder.arg(number),
+                Argument::Int(number) => builder.arg(number),
+                Argument::Long(number) => builder.arg(number),
+                Argument::Float(number) => builder.arg(number),
+                Argument::Double(number) => builder.arg(number),
+            };
+        }
+        let [x, y, z] = launch.grid;
+        let config = LaunchConfig {
+            grid_dim: (x, y, z),
+            block_dim: (launch.threads, 1, 1),
+            shared_mem_bytes: launch.shared_bytes,
+        };
+        // SAFETY: the arguments were made for this kernel (see the constructors of `Launch`). Their tensors live as long as the
+        // CUDA engine; on libtorch's stream, their memory is given to no other tensor before the kernel has run.
+        let launched = unsafe { builder.launch(config) };
+        launched.map(|_| ()).map_err(GpuError::failed(launch.kernel.name))
+    }
+}
