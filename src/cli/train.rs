@@ -16,6 +16,7 @@ use crate::draft::medusa::heads::import::notices::Notice;
 use crate::formats::best::BestEvaluation;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::run_folder::BEST;
+use crate::fused;
 use crate::recipe::LoadedRecipe;
 use crate::train::checked::CheckedRun;
 use crate::train::patience::BestSoFar;
@@ -81,6 +82,9 @@ pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
         };
     }
     common.say(preview.text());
+    if let Some(why) = fused::unavailable(device) {
+        common.say(format_args!("libtorch's operations train here, and they are slower than our kernels: {why}"));
+    }
     let mut progress = TrainProgress::new(common, checked.total_steps);
     let outcome = TrainRun::load(checked)?.train(args.resume, interrupted(), &mut |event| progress.tell(&event));
     drop(progress);

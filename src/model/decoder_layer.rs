@@ -3,6 +3,7 @@
 // H hidden
 use tch::Tensor;
 
+use crate::fused::pass;
 use crate::model::attention::{Attention, QueryKeyWeights};
 use crate::model::block_spec::{Activation, BlockSpec, LinearSpec, NormPlace, names};
 use crate::model::linear::{Linear, LinearGroup};
@@ -73,11 +74,11 @@ impl DecoderLayer {
 
     fn mlp(&self, x: &Tensor, block: &BlockSpec, adapters: Adapters) -> Tensor {
         let [gate, up] = self.gate_up.each(x, [block.mlp.width; 2], adapters);
-        let gate = match block.mlp.activation {
-            Activation::Silu => gate.silu(),
-            Activation::GeluTanh => gate.gelu("tanh"),
+        let product = match block.mlp.activation {
+            Activation::Silu => pass::gated(&gate, &up).unwrap_or_else(|| gate.silu() * up),
+            Activation::GeluTanh => gate.gelu("tanh") * up,
         };
-        self.down.forward(&(gate * up), adapters)
+        self.down.forward(&product, adapters)
     }
 
     /// Its linear layers in the table's order.

@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use crate::fused::pass;
 use crate::model::block_spec::{LayerKinds, RopeScaling, RotarySpec};
 
 /// The rotary embeddings of each kind of layer; `None` where a kind has none.
@@ -82,15 +83,23 @@ impl Rope {
 impl Rotation {
     /// Rotates the first R numbers of heads, `[…, heads, D]`.
     pub fn apply(&self, x: &Tensor) -> Tensor {
+        pass::rotated(x, &self.cos, &self.signed_sin).unwrap_or_else(|| self.apply_by_libtorch(x))
+    }
+
+    /// As [`Rotation::apply`], by libtorch's calls, which autograd follows.
+    fn apply_by_libtorch(&self, x: &Tensor) -> Tensor {
         let (r, d) = (self.cos.size()[self.cos.dim() - 1], x.size()[x.dim() - 1]);
         if r < d {
-            return Tensor::cat(&[self.apply(&x.narrow(-1, 0, r)), x.narrow(-1, r, d - r)], -1);
+            return Tensor::cat(&[self.apply_by_libtorch(&x.narrow(-1, 0, r)), x.narrow(-1, r, d - r)], -1);
         }
         (x * &self.cos).addcmul(&x.roll([r / 2], [-1]), &self.signed_sin)
     }
 
     /// As [`Rotation::apply`], in place; `x` may be a view.
     pub fn apply_(&self, x: &Tensor) {
+        if pass::rotate_in_place(x, &self.cos, &self.signed_sin) {
+            return;
+        }
         let (r, d) = (self.cos.size()[self.cos.dim() - 1], x.size()[x.dim() - 1]);
         if r < d {
             return self.apply_(&x.narrow(-1, 0, r));

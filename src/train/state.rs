@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use crate::draft::medusa::fused_loss::{HeadGradients, OutputGradients};
 use crate::draft::medusa::heads::Heads;
+use crate::fused::optim;
 use crate::model::llama::Llama;
 use crate::torch::optim::adamw::{AdamW, Parameter};
 use crate::train::patience::BestSoFar;
@@ -70,7 +71,13 @@ impl TrainState {
 
     /// Updates all parameters at learning rate `rate` with gradients multiplied by `scale`, then zeroes the gradients.
     pub fn update(&mut self, rate: f64, scale: f64) {
-        self.optimizer.step(self.parameters.iter_mut().map(|p| &mut p.parameter), rate, scale);
+        let mut parameters: Vec<&mut Parameter> = self.parameters.iter_mut().map(|p| &mut p.parameter).collect();
+        optim::step(&mut self.optimizer, &mut parameters, rate, scale);
+    }
+
+    /// All parameters, in order.
+    pub fn all(&self) -> Vec<&Parameter> {
+        self.parameters.iter().map(|p| &p.parameter).collect()
     }
 
     /// Parameters of the groups for which `are_wanted` is true.

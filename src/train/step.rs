@@ -10,7 +10,7 @@ use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::token_map::TokenMap;
 use crate::draft::medusa::loss::LossConfig;
 use crate::dtype::Dtype;
-use crate::torch::optim::adamw::gradient_norm;
+use crate::fused::optim::{first_not_finite, gradient_norm};
 use crate::train::backbone_pass::{BackbonePass, LmEvaluation, TrainingBackbone};
 use crate::train::head_states::HeadStates;
 use crate::train::hidden_states::HiddenStatesError;
@@ -131,7 +131,7 @@ pub fn train_step(
         pass.backward(state);
     }
     let metrics = sums.finish(weights.lambda0, batches.iter().map(|batch| batch.tokens() as u64).sum());
-    let grad_norm = gradient_norm(state.parameters.iter().map(|p| &p.parameter));
+    let grad_norm = gradient_norm(&state.all());
     check_numbers(state.step + 1, &metrics, grad_norm, batches, backbone.dtype())?;
     // As in torch.nn.utils.clip_grad_norm_.
     let clip = (weights.max_grad_norm / (grad_norm + 1e-6)).min(1.0);
@@ -171,13 +171,11 @@ fn check_numbers(
 /// # Errors
 /// [`StepError::ParameterNotFinite`].
 pub fn check_finite(state: &TrainState) -> Result<(), StepError> {
-    // A float64 sum of float32 numbers is finite exactly if all of them are. It is computed in slices, since a float64
-    // sum of a whole W2 would need twice its memory.
-    let sum =
-        |value: &Tensor| value.view(-1).split(1 << 17, 0).iter().map(|slice| slice.sum(Kind::Double)).sum::<Tensor>();
-    let is_finite = |value: &Tensor| tch::no_grad(|| sum(value)).double_value(&[]).is_finite();
-    match state.parameters.iter().map(|p| &p.parameter).find(|parameter| !is_finite(&parameter.value)) {
-        Some(broken) => Err(StepError::ParameterNotFinite { step: state.step, parameter: broken.name.clone() }),
+    let parameters = state.all();
+    match first_not_finite(&parameters) {
+        Some(broken) => {
+            Err(StepError::ParameterNotFinite { step: state.step, parameter: parameters[broken].name.clone() })
+        }
         None => Ok(()),
     }
 }
