@@ -185,14 +185,18 @@ fn a_turn_longer_than_the_context_is_left_out_and_counted() {
             json!({"question_id": 2, "category": "c", "turns": [long, "a"]}),
         ],
     );
-    let line = bench(&world, &[]).remove(0);
+    let output = world.medusa(&[&BENCH[..], &EIGHT, &["--json"]].concat()).assert().success().get_output().clone();
+    let line: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!((&line["too_long"], &line["plain"]["tokens"]), (&json!(2), &json!(8)), "{line}");
-    world.write("p.jsonl", &json!({"prompt": long}));
+    let told = String::from_utf8(output.stderr).expect("UTF-8");
+    assert!(told.contains("skipping 1 of 2 prompts: too long for the context of 64 tokens"), "{told}");
+    assert!(told.ends_with("1 conversation ended before a turn that does not fit the context\n"), "{told}");
+    let strict = world.complaint(&[&BENCH[..], &["--strict", "--sweep", "temperature=0,1"]].concat(), 1);
+    assert!(strict.contains("error: cannot decode 1 of 2 prompts") && strict.contains("line 2, "), "{strict}");
+    assert_eq!(bench(&world, &["--strict", "--sweep", "context=8"])[0]["too_long"], 0, "every turn is cut");
+    world.lines("p.jsonl", &[json!({"prompt": long}), json!({"prompt": long})]);
     let refused = world.complaint(&BENCH, 1);
-    assert_eq!(
-        refused.lines().last(),
-        Some("error: no prompt fits the backbone's context of 64 tokens; use shorter prompts")
-    );
+    assert!(refused.contains("error: cannot decode 2 of 2 prompts: too long"), "{refused}");
 }
 
 #[test]
@@ -243,7 +247,10 @@ fn what_cannot_be_swept_is_status_2_before_anything_is_loaded() {
     says(&["--sweep", "posterior-threshold=0.1"], "needs --temperature above 0");
     says(&["--sweep", "posterior-threshold=0.1", "--temperature", "1", "--acceptance", "greedy"], "typical acceptance");
     says(&["--repeats", "0"], "--repeats");
-    says(&["--csv", "b/config.json/x.csv"], "--csv b/config.json/x.csv cannot be written: b/config.json is no folder");
+    says(
+        &["--csv", "b/config.json/x.csv"],
+        "--csv b/config.json/x.csv cannot be written: b/config.json is not a folder",
+    );
 }
 
 /// A run with the heads of `h`, a tree and a calibration beside them, and metrics.

@@ -68,6 +68,19 @@ fn counts_are_those_of_the_definition() {
     assert!(said(&again).contains("--out t.json exists and will be replaced"), "{again:?}");
 }
 
+#[test]
+fn prompts_that_do_not_fit_are_counted_in_the_result() {
+    let world = World::new();
+    world.lines("p.jsonl", &[json!({"prompt_ids": vec![4; 65]}), json!({"prompt_ids": [4, 5]})]);
+    let calibrate = ["calibrate", "--backbone", "b", "--heads", "h", "--top-k", "3", "--out", "c.json"];
+    let of_prompts = [&calibrate[..], &["--prompts", "p.jsonl", "--max-new-tokens", "8", "--quiet"]].concat();
+    assert_eq!(world.json(&of_prompts)[0]["too_long"], 1);
+    world.write("rows.jsonl", &json!({"input_ids": [4, 5, 6, 7, 8, 9]}));
+    assert_eq!(world.json(&[&calibrate[..], &["--data", "rows.jsonl"]].concat())[0].get("too_long"), None);
+    let strict = world.complaint(&[&of_prompts[..], &["--strict"]].concat(), 1);
+    assert!(strict.contains("cannot decode 1 of 2 prompts"), "{strict}");
+}
+
 fn heads_shape(world: &World) -> HeadsShape {
     HeadsFile::open(&world.path("h")).expect("heads").shape()
 }

@@ -427,7 +427,8 @@ fn a_full_context_ends_a_text_and_a_prompt_beyond_it_is_named() {
         let line = world.json(&[arguments, &["--max-new-tokens", "2"]].concat());
         assert_eq!((line.len(), &line[0]["index"]), (1, &json!(1)), "the first one is skipped");
         let said = world.complaint(&[arguments, &["--strict"]].concat(), 1);
-        let expected = "error: 1 of 2 prompts leave no room for a new token in the context of 64 (the first: p.jsonl, line 1, 65 tokens)";
+        let expected = "error: cannot decode 1 of 2 prompts: too long for the context of 64 tokens, which needs room for a new token (the \
+                        first: p.jsonl, line 1, 65 tokens)";
         assert!(said.contains(expected), "{said}");
     }
 }
@@ -448,6 +449,10 @@ fn a_turn_that_does_not_fit_ends_its_conversation() {
         names,
         [[json!(0), json!(81), json!("writing"), json!(0)], [json!(1), json!("last"), json!(null), json!(null)]]
     );
+    let samples = [&PLAIN[..], &flags, &["--num-samples", "3"]].concat();
+    let said = world.medusa(&samples).assert().success().get_output().stderr.clone();
+    let said = String::from_utf8(said).unwrap();
+    assert!(said.contains("1 conversation ended before a turn that does not fit"), "{said}");
     let mut strict = world.medusa(&[&PLAIN[..], &flags, &["--strict"]].concat());
     let strict = strict.assert().code(1).get_output().stderr.clone();
     let strict = String::from_utf8(strict).unwrap();
@@ -486,6 +491,72 @@ fn logprobs_are_of_the_new_tokens_and_of_the_likeliest() {
     assert_eq!(hot["logprobs"][0]["top_logprobs"], json!([]));
     assert!(world.complaint(&[&PLAIN[..], &["--logprobs", "2"]].concat(), 2).contains("add --json"));
     assert!(world.complaint(&[&PLAIN[..], &["--top-k", "0"]].concat(), 2).contains("--top-k"));
+    let many = world.complaint(&[&PLAIN[..], &["--logprobs", "21", "--json"]].concat(), 2);
+    assert!(many.contains("expected a whole number from 0 to 20"), "{many}");
+}
+
+#[test]
+fn top_k_draws_all_of_the_most_probable_tokens_and_no_others() {
+    let world = World::new();
+    world.write("t.json", &json!([[0], [1], [0, 0]]));
+    let hot = ["--temperature", "3", "--acceptance", "rejection", "--max-new-tokens", "12", "--num-samples", "6"];
+    // The places of the drawn tokens among the likeliest, 20 for those beyond.
+    let places = |arguments: &[&str], more: &[&str]| -> std::collections::BTreeSet<usize> {
+        let lines = world.json(&[arguments, &hot, &["--logprobs", "20"], more].concat());
+        let tokens = lines.iter().flat_map(|line| line["logprobs"].as_array().expect("a list"));
+        let place = |token: &Value| {
+            let likeliest = token["top_logprobs"].as_array().expect("a list");
+            likeliest.iter().position(|one| one["id"] == token["id"]).unwrap_or(likeliest.len())
+        };
+        tokens.map(place).collect()
+    };
+    for arguments in [&PLAIN[..], &MEDUSA[..]] {
+        assert_eq!(places(arguments, &["--top-k", "3"]), [0, 1, 2].into(), "{arguments:?}");
+        assert!(places(arguments, &[]).contains(&20), "{arguments:?}");
+    }
+}
+
+#[test]
+fn top_k_without_an_effect_gives_a_notice() {
+    let world = World::new();
+    world.write("t.json", &json!([[0], [1], [0, 0]]));
+    let notice = |arguments: &[&str], more: &[&str]| {
+        let all = [arguments, &["--top-k", "3", "--max-new-tokens", "2"], more].concat();
+        let said = world.medusa(&all).assert().success().get_output().stderr.clone();
+        String::from_utf8(said).expect("UTF-8").lines().find(|line| line.contains("no effect")).map(str::to_owned)
+    };
+    let greedy = "--top-k has no effect at --temperature 0, which is greedy";
+    let typical =
+        "--top-k has no effect with --acceptance typical, which does not sample; use --acceptance rejection or nucleus";
+    assert_eq!(notice(&PLAIN, &[]).as_deref(), Some(greedy));
+    assert_eq!(notice(&PLAIN, &["--temperature", "1"]), None);
+    assert_eq!(notice(&MEDUSA, &["--temperature", "1"]).as_deref(), Some(typical));
+    let bench = ["bench", "--backbone", "b", "--prompts", "p.jsonl", "--heads", "h", "--repeats", "1"];
+    assert_eq!(notice(&bench, &["--temperature", "1"]).as_deref(), Some(typical));
+    assert_eq!(notice(&bench, &["--acceptance", "rejection", "--sweep", "temperature=0,1"]), None);
+}
+
+/// On a terminal nothing else would say that the program waits.
+#[test]
+#[cfg(unix)]
+fn prompts_that_are_typed_are_asked_for() {
+    use std::fs::File;
+    use std::process::Stdio;
+
+    use nix::pty::openpty;
+
+    let world = World::new();
+    let pty = openpty(None, None).expect("a terminal");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_medusa"));
+    program::on_the_cpu(&mut command).args(["generate", "--backbone", "b", "--prompts", "-", "--max-new-tokens", "2"]);
+    command.current_dir(world.path("")).stdin(Stdio::from(pty.slave)).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let generate = command.spawn().expect("it runs");
+    let mut keyboard = File::from(pty.master);
+    keyboard.write_all(b"{\"prompt\": \"a\"}\n\x04").expect("it is read");
+    let output = generate.wait_with_output().expect("it ends");
+    let said = String::from_utf8(output.stderr).expect("UTF-8");
+    assert!(output.status.success(), "{said}");
+    assert!(said.starts_with("reading prompts from stdin, one JSON object per line; end with Ctrl-D\n"), "{said}");
 }
 
 #[test]

@@ -561,13 +561,19 @@ fn a_prompt_that_does_not_fit_is_skipped_and_the_others_keep_their_index() {
     distill(&world, "all", &["--max-new-tokens", "4", "--temperature", "0.9"]);
     let all = rows(&world.path("all"));
     world.lines("p.jsonl", &[named("x", "a"), long, named("z", "c")]);
-    let some = [&DISTILL[..5], &["--out", "some", "--max-new-tokens", "4", "--temperature", "0.9"]].concat();
-    let told = world.medusa(&some).assert().success().get_output().stderr.clone();
-    let told = String::from_utf8_lossy(&told);
+    let some = [&DISTILL[..5], &["--out", "some", "--max-new-tokens", "4", "--temperature", "0.9", "--json"]].concat();
+    let output = world.medusa(&some).assert().success().get_output().clone();
+    let told = String::from_utf8_lossy(&output.stderr);
+    let summary: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let mut begun: Value = serde_json::from_slice(&std::fs::read(world.path("some/distill.json")).unwrap()).unwrap();
+    assert_eq!([&summary["too_long"], &begun["too_long"]], [1, 1].map(|one| json!(one)).each_ref());
     assert!(told.contains("skipping 1 of 3 prompts") && told.contains("p.jsonl, line 2, 160 tokens"), "{told}");
     let mut expected = all;
     assert_eq!(expected.remove(&1).expect("the second row").name.as_deref(), Some("7"));
     assert_eq!(rows(&world.path("some")), expected, "draws depend on the index in the file");
+    begun.as_object_mut().expect("an object").remove("too_long"); // folders of earlier versions
+    world.write("some/distill.json", &begun);
+    world.medusa(&[&some[..], &["--resume"]].concat()).assert().success();
 }
 
 #[test]
@@ -583,10 +589,10 @@ fn what_cannot_be_distilled_is_one_clear_error_and_no_folder() {
     let good = json!({"prompt": "a"});
     let long = json!({"prompt_ids": vec![5; CONTEXT]});
     let told = complaint(&[good.clone(), long.clone()], &["--strict"], 1);
-    let expected =
-        "1 of 2 prompts leave no room for a new token in the context of 160 (the first: p.jsonl, line 2, 160 tokens)";
+    let expected = "cannot decode 1 of 2 prompts: too long for the context of 160 tokens, which needs room for a new token (the first: \
+                    p.jsonl, line 2, 160 tokens)";
     assert!(told.contains(expected), "{told}");
-    assert!(complaint(&[long.clone(), long], &[], 1).contains("2 of 2 prompts leave no room"));
+    assert!(complaint(&[long.clone(), long], &[], 1).contains("cannot decode 2 of 2 prompts"));
     let late = json!({"turns": ["a", "a".repeat(4 * CONTEXT)]});
     let unknown = complaint(&[good.clone(), json!({"prompt_ids": [300]})], &[], 1);
     assert!(unknown.contains("p.jsonl, line 2") && unknown.contains("expected a token id from 0 to 263"), "{unknown}");

@@ -14,10 +14,9 @@ use super::decoder::Decoder;
 use super::drafter::loaded::LoadedDrafter;
 use super::drafter::plan::DrafterPlan;
 use super::drafter::{Drafts, ReadyDrafter};
-use super::prompts;
+use super::prompts::{self, EndedEarly, IndexedPrompt};
 use super::served::Served;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::data::prompts::Prompt;
 use crate::decode::request::Request;
 use crate::engine::sample::Stream;
 use crate::files;
@@ -46,21 +45,27 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let settings = setting::settings(args)?;
     let rows = drafters::rows(args)?;
     let trees = drafters::searched_trees(args, &settings, &rows)?;
-    let prompts = prompts::read(None, Some(&args.prompts))?;
+    let unused: Option<Vec<String>> = settings.iter().map(|setting| setting.decoding.unused_sampling(true)).collect();
+    unused.iter().flatten().take(1).for_each(|notice| common.say(notice)); // unless a value of the sweep uses the flags
+    let prompts = prompts::read(None, Some(&args.prompts), common)?;
     let heads = backbone::heads(args, &rows)?;
     let served = backbone::served(args, &rows, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let (decoder, facts) = load(args, &rows, heads, served, common)?;
-    if args.fit.strict && settings.iter().any(|setting| setting.context.is_none()) {
-        args.fit.fitting(prompts.clone(), &decoder, common)?;
-    }
+    let all = prompts.len();
+    let prompts = match settings.iter().all(|setting| setting.context.is_some()) {
+        true => prompts.into_iter().enumerate().collect(), // cut to a context that `settings` has checked
+        false => args.fit.fitting(prompts, &decoder, common)?,
+    };
     let mut ready = Vec::new(); // before the first measurement, so that errors come first
     for (setting, trees) in settings.iter().zip(&trees) {
         let drafts = (0..trees.len()).map(|at| drafts(&decoder, setting, trees, at));
         ready.push(drafts.collect::<anyhow::Result<Vec<_>>>()?);
     }
-    let progress = BenchProgress::new(&settings, [args.repeats.get(), prompts.len()], common);
-    let bench = Bench { args, decoder: &decoder, facts: &facts, rows: &rows, prompts: &prompts, common };
+    let progress = BenchProgress::new(&settings, args.repeats, prompts.len(), common);
+    let (skipped, ended_early) = (all - prompts.len(), RefCell::default());
+    let bench =
+        Bench { args, decoder: &decoder, facts: &facts, rows: &rows, prompts: &prompts, skipped, ended_early, common };
     let mut results = Vec::new();
     let ended = settings.iter().zip(ready).try_for_each(|(setting, ready)| {
         let found = setting.named(bench.measure(setting, ready, &progress))?;
@@ -68,6 +73,7 @@ pub fn run(args: &BenchArgs, common: &CommonFlags) -> anyhow::Result<()> {
         bench.write(&results)
     });
     drop(progress);
+    bench.ended_early.borrow().report(common);
     if !common.json && !results.is_empty() {
         print_line(table::table(&results))?; // also where a later value of a sweep failed
     }
@@ -80,7 +86,11 @@ struct Bench<'a> {
     decoder: &'a Decoder,
     facts: &'a [DrafterFacts],
     rows: &'a Rows,
-    prompts: &'a [Prompt],
+    /// Those that fit.
+    prompts: &'a [IndexedPrompt],
+    /// How many others there are.
+    skipped: usize,
+    ended_early: RefCell<EndedEarly>,
     common: &'a CommonFlags,
 }
 
@@ -92,7 +102,7 @@ impl<'a> Bench<'a> {
         ready: Vec<Drafts<'a>>,
         progress: &BenchProgress,
     ) -> anyhow::Result<Vec<BenchResult>> {
-        let Self { args, decoder, facts, rows, prompts, common } = *self;
+        let Self { args, decoder, facts, rows, prompts, skipped, ref ended_early, common } = *self;
         let silent = CommonFlags { quiet: true, ..common.clone() };
         let notices = if progress.has_begun() { &silent } else { common }; // once per sweep
         let request = setting.decoding.request(&[], Stream::default());
@@ -101,7 +111,8 @@ impl<'a> Bench<'a> {
             1 => None,
             _ => Some(RefCell::new(args.engine.take(decoder, None, &request, &silent)?)),
         };
-        let run = BenchRun { decoder, contestants, plain, setting, prompts, fit: args.fit, common };
+        let fit = args.fit;
+        let run = BenchRun { decoder, contestants, plain, setting, prompts, skipped, ended_early, fit, common };
         let found = report::results(&run, rows, &run.run(args.repeats.get(), progress)?);
         if common.json {
             progress.progress.above(|| found.iter().try_for_each(print_json))?;

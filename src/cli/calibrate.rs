@@ -14,7 +14,7 @@ use super::drafter::loaded::load_heads;
 use super::loading::load_backbone;
 use super::numbers::above_zero;
 use super::progress::Counter;
-use super::prompts::{EndedEarly, FitFlags};
+use super::prompts::{self, EndedEarly, FitFlags};
 use super::reading::watched;
 use super::served::{Served, ServedFlags};
 use super::{CommonFlags, print_json, print_line};
@@ -25,7 +25,7 @@ use crate::data::column_names::ColumnNames;
 use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
-use crate::data::{self, LoadSettings, prompts};
+use crate::data::{self, LoadSettings};
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
@@ -49,7 +49,7 @@ pub struct CalibrateArgs {
     /// backbone is best.
     #[arg(long, value_name = "F", num_args = 1.., group = "input")]
     pub data: Vec<String>,
-    /// Local files of each, once Hub data sets are downloaded.
+    /// The local files of each entry of `data`, once Hub data sets are downloaded.
     #[arg(skip)]
     pub(super) fetched: Vec<Vec<String>>,
     /// Columns that rows of --data are made of, if they have other names: prompt=question,completion=answer.
@@ -79,12 +79,12 @@ pub struct CalibrateArgs {
 /// An error in the backbone, the heads, the rows or the output file.
 pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let served = args.served.resolve(&args.backbone, Some(&args.heads), common)?;
-    let (backbone, rows) = match &args.prompts {
+    let (backbone, rows, too_long) = match &args.prompts {
         Some(prompts) => own_answers(args, prompts, served, common)?,
         None => {
             let backbone = load_backbone(&args.backbone, Some(&args.heads), &served, common, Purpose::Training)?;
             let rows = read_rows(args, &backbone, served.template.as_ref(), common)?;
-            (backbone, rows)
+            (backbone, rows, None)
         }
     };
     let heads = load_heads(&args.heads, &backbone, common)?.for_decoding(); // in the dtype and layout that decoding uses
@@ -101,17 +101,17 @@ pub fn run(args: &CalibrateArgs, common: &CommonFlags) -> anyhow::Result<()> {
         counted(rows.len(), "row"),
         args.out.display()
     ));
-    if common.json { print_json(&summary(&calibration, &args.out)) } else { print_line(table(&calibration)) }
+    if common.json { print_json(&summary(&calibration, too_long, &args.out)) } else { print_line(table(&calibration)) }
 }
 
-/// The backbone, and its answers to every turn of the prompts.
+/// The backbone, its answers to every turn of the prompts, and how many prompts have a turn that does not fit.
 fn own_answers(
     args: &CalibrateArgs,
     file: &Path,
     served: Served,
     common: &CommonFlags,
-) -> anyhow::Result<(Llama, RowStore)> {
-    let prompts = prompts::read(file)?;
+) -> anyhow::Result<(Llama, RowStore, Option<usize>)> {
+    let prompts = prompts::read(None, Some(file), common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let backbone = load_backbone(&args.backbone, Some(&args.heads), &served, common, Purpose::Decoding)?;
     Heads::check(&args.heads, &backbone.config)?; // before minutes of decoding
@@ -128,12 +128,13 @@ fn own_answers(
             decoder.text(&new_ids)
         };
         let answered = decoder.each_turn(&prompt.input, answer);
-        ended_early.hear(answered.with_context(|| format!("prompt {} of {all}", index + 1)), args.fit)?;
+        ended_early.note(*index, answered.with_context(|| format!("prompt {} of {all}", index + 1)), args.fit)?;
         counter.inc();
     }
     drop(counter);
-    ended_early.tell(common);
-    Ok((decoder.backbone, RowStore::in_memory(rows)))
+    ended_early.report(common);
+    let too_long = all - prompts.len() + ended_early.count();
+    Ok((decoder.backbone, RowStore::in_memory(rows), Some(too_long)))
 }
 
 fn read_rows(
@@ -159,9 +160,15 @@ fn read_rows(
     Ok(rows)
 }
 
-fn summary(calibration: &Calibration, out: &Path) -> serde_json::Value {
+/// `too_long` prompts have a turn that does not fit; rows of data are split instead.
+fn summary(calibration: &Calibration, too_long: Option<usize>, out: &Path) -> serde_json::Value {
     let heads: Vec<_> = calibration.heads.iter().map(|h| json!({"accuracy": h.accuracy, "total": h.total})).collect();
-    json!({"out": out, "heads": heads, "tokens": calibration.tokens, "heads_sha256": calibration.heads_sha256})
+    let mut summary =
+        json!({"out": out, "heads": heads, "tokens": calibration.tokens, "heads_sha256": calibration.heads_sha256});
+    if let Some(prompts) = too_long {
+        summary["too_long"] = prompts.into();
+    }
+    summary
 }
 
 /// One line per head; `top-5` is the sum over its first five guesses.

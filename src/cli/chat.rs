@@ -80,6 +80,7 @@ pub struct ChatArgs {
 pub fn run(args: &ChatArgs, common: &CommonFlags) -> anyhow::Result<()> {
     let acceptance = args.decoding.acceptance()?;
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
+    args.decoding.unused_sampling(plan.is_some()).iter().for_each(|notice| common.say(notice));
     let heads = args.drafter.heads(args.heads.as_deref());
     let served = args.served.resolve(&args.backbone, heads, common)?;
     if served.template.is_none() && args.served.chat_template != Some(TemplateFlag::None) {

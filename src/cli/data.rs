@@ -35,7 +35,7 @@ pub struct DataArgs {
     /// Files, folders, globs or Hub data sets (owner/name, owner/name/file or owner/name:config:split), as in a recipe's data.train.
     #[arg(required = true, value_name = "F")]
     pub files: Vec<String>,
-    /// Local files of each, once Hub data sets are downloaded.
+    /// The local files of each entry of `files`, once Hub data sets are downloaded.
     #[arg(skip)]
     pub(super) fetched: Vec<Vec<String>>,
     /// Backbone folder or Hub id, for its tokenizer, chat template and config.

@@ -89,6 +89,20 @@ impl DecodingFlags {
         }
     }
 
+    /// A notice that `--top-k` or `--top-p` was given and does nothing, because no token is drawn.
+    pub(super) fn unused_sampling(&self, is_drafted: bool) -> Option<String> {
+        let given = [("--top-k", self.top_k.is_some()), ("--top-p", self.top_p.is_some())];
+        let flags: Vec<&str> = given.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag).collect();
+        let rule = match self.acceptance {
+            _ if self.temperature.get() == 0.0 => return effect_of(&flags, "at --temperature 0, which is greedy"),
+            AcceptanceName::Greedy => "greedy",
+            AcceptanceName::Typical => "typical",
+            AcceptanceName::Nucleus | AcceptanceName::Rejection => return None,
+        };
+        let rule = format!("with --acceptance {rule}, which does not sample; use --acceptance rejection or nucleus");
+        is_drafted.then(|| effect_of(&flags, &rule)).flatten()
+    }
+
     fn top_p(&self) -> Probability {
         let nucleus = Probability::new(NUCLEUS_TOP_P).filter(|_| self.acceptance == AcceptanceName::Nucleus);
         self.top_p.or(nucleus).unwrap_or(Probability::ONE)
@@ -99,5 +113,42 @@ impl DecodingFlags {
         let sampling = Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p() };
         let repetition_penalty = self.repetition_penalty;
         Request { sampling, repetition_penalty, stream, ..Request::greedy(prompt, self.max_new_tokens) }
+    }
+}
+
+/// "FLAGS have no effect WHERE"; `None` without flags.
+fn effect_of(flags: &[&str], place: &str) -> Option<String> {
+    let verb = if flags.len() == 1 { "has" } else { "have" };
+    (!flags.is_empty()).then(|| format!("{} {verb} no effect {place}", flags.join(" and ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Command, FromArgMatches};
+
+    use super::*;
+
+    #[test]
+    fn top_k_and_top_p_without_an_effect_give_a_notice() {
+        let notice = |is_drafted: bool, flags: &str| {
+            let matches = DecodingFlags::augment_args(Command::new("generate"));
+            let matches = matches.get_matches_from(["generate"].into_iter().chain(flags.split_whitespace()));
+            DecodingFlags::from_arg_matches(&matches).expect("flags").unused_sampling(is_drafted)
+        };
+        let greedy = "--top-p has no effect at --temperature 0, which is greedy";
+        assert_eq!(notice(false, "--top-p 0.9").as_deref(), Some(greedy));
+        let typical = "--top-k and --top-p have no effect with --acceptance typical, which does not sample; use --acceptance rejection \
+                       or nucleus";
+        assert_eq!(notice(true, "--top-k 5 --top-p 1 --temperature 1").as_deref(), Some(typical));
+        assert!(notice(true, "--top-k 5 --temperature 1 --acceptance greedy").is_some());
+        for (is_drafted, flags) in [
+            (false, "--top-k 5 --temperature 1"),
+            (true, "--top-k 5 --temperature 1 --acceptance rejection"),
+            (true, "--top-p 0.5 --temperature 1 --acceptance nucleus"),
+            (true, "--temperature 1"),
+            (true, ""),
+        ] {
+            assert_eq!(notice(is_drafted, flags), None, "{flags}");
+        }
     }
 }

@@ -17,7 +17,7 @@ use super::drafter::plan::{DrafterPlan, PlannedTree};
 use super::engine::{EngineFlags, EngineName};
 use super::numbers::{above_zero, probability, temperature};
 use super::progress::Counter;
-use super::prompts::{FitFlags, TooLong};
+use super::prompts::{self, FitFlags, TooLong};
 use super::served::ServedFlags;
 use super::{CommonFlags, Interrupted, UsageError, batch_size, downloads, interrupted, print_json, print_line};
 use crate::data::prompts::{Dialogue, PromptFile};
@@ -119,15 +119,17 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         output::check_is_free(&args.out, args.shard)?;
     }
     let plan = DrafterPlan::new(None, args.heads.as_deref(), args.tree.as_deref())?;
-    let file = PromptFile::open(&args.prompts)?;
+    let file = prompts::open(&args.prompts, common)?;
     let dialogues = file.dialogues()?;
+    let all = dialogues.len();
     let served = args.served.resolve(&args.backbone, args.heads.as_deref(), common)?;
     served.check_template(dialogues.iter().map(|dialogue| dialogue.questions.needs_template()), &args.backbone)?;
     let decoder = engine.load(&args.backbone, args.heads.as_deref(), plan.into_iter().collect(), served, common)?;
     let renderer = Renderer { tokenizer: &decoder.tokenizer, template: decoder.template.as_ref() };
     let settings = args.settings(&decoder, common)?;
     let (dialogues, lengths) = args.fitting(dialogues, &renderer, &settings, common)?;
-    let provenance = args.provenance(&decoder, &file, &dialogues, common)?;
+    let prompts = PromptsUsed { file: &file, conversations: dialogues.len(), too_long: all - dialogues.len() };
+    let provenance = args.provenance(&decoder, &prompts, common)?;
     let mut output = Output::open(&args.out, args.shard, &provenance, args.resume)?;
     let longest = distill::longest_text(dialogues.iter().zip(lengths), &settings);
     let answerer = args.answerer(&decoder, longest, output.missing().len(), common)?;
@@ -156,12 +158,15 @@ pub fn run(args: &DistillArgs, common: &CommonFlags) -> anyhow::Result<()> {
         let text = format!("interrupted: {kept} of {all} conversations are saved in {folder}; continue with --resume");
         return Err(Interrupted(text).into());
     }
-    summary(
-        args,
-        &output,
-        &FinishedRun { resumed: before, batch_size, last, seconds: began.elapsed().as_secs_f64() },
-        common,
-    )
+    let (too_long, seconds) = (prompts.too_long, began.elapsed().as_secs_f64());
+    summary(args, &output, &FinishedRun { too_long, resumed: before, batch_size, last, seconds }, common)
+}
+
+/// The prompts of `--prompts`: how many are answered, and how many are skipped because they do not fit.
+struct PromptsUsed<'a> {
+    file: &'a PromptFile,
+    conversations: usize,
+    too_long: usize,
 }
 
 /// Of a tree's file, or of what stands in its place.
@@ -186,7 +191,7 @@ impl DistillArgs {
         let all = dialogues.into_iter().zip(lengths);
         let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, length)| *length < settings.context);
         let too_long = others.into_iter().map(|(dialogue, length)| TooLong { place: Some(dialogue.place), length });
-        self.fit.judge(&too_long.collect::<Vec<_>>(), fit.len(), settings.context, common)?;
+        self.fit.refuse_or_say(&too_long.collect::<Vec<_>>(), fit.len(), settings.context, common)?;
         Ok(fit.into_iter().unzip())
     }
 
@@ -204,8 +209,7 @@ impl DistillArgs {
     fn provenance(
         &self,
         decoder: &Decoder,
-        file: &PromptFile,
-        dialogues: &[Dialogue],
+        prompts: &PromptsUsed,
         common: &CommonFlags,
     ) -> anyhow::Result<DistillProvenance> {
         let shown = |path: &Path| path.display().to_string();
@@ -221,9 +225,10 @@ impl DistillArgs {
             backbone_revision: provenance::revision(&self.backbone),
             backbone_sha256: provenance::identity(&self.backbone)?,
             chat_template_sha256: decoder.template.as_ref().map(|template| template.sha256().to_owned()),
-            prompts: shown(&self.prompts),
-            prompts_sha256: file.sha256(),
-            conversations: dialogues.len(),
+            prompts: shown(prompts.file.name()),
+            prompts_sha256: prompts.file.sha256(),
+            conversations: prompts.conversations,
+            too_long: prompts.too_long,
             share: self.shard.to_string(),
             conversations_per_file: CONVERSATIONS_PER_SHARD,
             device: device_name(decoder.backbone.device()),
@@ -274,6 +279,8 @@ impl DistillArgs {
 
 /// What this run did.
 struct FinishedRun {
+    /// Prompts that do not fit.
+    too_long: usize,
     /// Conversations of earlier runs.
     resumed: usize,
     /// At the start.
@@ -285,12 +292,14 @@ struct FinishedRun {
 /// Prints a summary of the folder.
 fn summary(args: &DistillArgs, output: &Output, run: &FinishedRun, common: &CommonFlags) -> anyhow::Result<()> {
     let (kept, shards) = (output.kept(), output.shards());
-    let FinishedRun { resumed, batch_size, last: DistillProgress { tokens, batch_size: at_end, .. }, seconds } = *run;
+    let FinishedRun { too_long, resumed, batch_size, last, seconds } = *run;
+    let DistillProgress { tokens, batch_size: at_end, .. } = last;
     let speed = if seconds > 0.0 { tokens as f64 / seconds } else { 0.0 };
     if common.json {
         return print_json(&json!({
             "conversations": kept, "resumed": resumed, "tokens": tokens, "seconds": seconds, "tokens_per_second": speed,
-            "shards": shards, "out": args.out, "batch_size": batch_size, "batch_size_at_end": at_end,
+            "shards": shards, "too_long": too_long, "out": args.out, "batch_size": batch_size,
+            "batch_size_at_end": at_end,
         }));
     }
     print_line(format_args!(

@@ -56,9 +56,9 @@ pub struct GenerateArgs {
     /// Samples per prompt, each with its own random stream.
     #[arg(long, value_name = "N", default_value = "1", value_parser = above_zero::<NonZeroU32>)]
     pub num_samples: NonZeroU32,
-    /// With --json: log-probabilities of the new tokens and of the N likeliest at each place, of the backbone's distribution before
-    /// temperature, penalty, top-k and top-p.
-    #[arg(long, value_name = "N")]
+    /// With --json: log-probabilities of the new tokens and of the N likeliest at each place (0 to 20), of the backbone's distribution
+    /// before temperature, penalty, top-k and top-p. Each finished text is read once more for them.
+    #[arg(long, value_name = "N", value_parser = logprobs)]
     pub logprobs: Option<usize>,
     #[command(flatten)]
     pub(super) drafter: DrafterFlags,
@@ -72,6 +72,15 @@ pub struct GenerateArgs {
     served: ServedFlags,
 }
 
+/// The largest N of `--logprobs`, as in vLLM: the texts of all N tokens are decoded at every place.
+const MOST_LOGPROBS: usize = 20;
+
+/// Parses `--logprobs`.
+fn logprobs(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| *count <= MOST_LOGPROBS);
+    count.ok_or_else(|| format!("expected a whole number from 0 to {MOST_LOGPROBS}"))
+}
+
 /// Decodes the prompts in order.
 ///
 /// # Errors
@@ -82,8 +91,9 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
     }
     let acceptance = args.decoding.acceptance()?;
     let plan = args.drafter.plan(args.heads.as_deref(), args.tree.as_deref())?;
+    args.decoding.unused_sampling(plan.is_some()).iter().for_each(|notice| common.say(notice));
     let heads = args.drafter.heads(args.heads.as_deref());
-    let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref())?;
+    let prompts = prompts::read(args.prompt.as_ref(), args.prompts.as_deref(), common)?;
     let served = args.served.resolve(&args.backbone, heads, common)?;
     served.check_template(prompts.iter().map(|prompt| prompt.input.needs_template()), &args.backbone)?;
     let decoder = args.engine.load(&args.backbone, heads, plan.into_iter().collect(), served, common)?;
@@ -100,11 +110,12 @@ pub fn run(args: &GenerateArgs, common: &CommonFlags) -> anyhow::Result<()> {
             let stream = |turn| Stream { seed: common.seed, index: *index as u64, turn, sample: sample.into() };
             let context = || format!("prompt {} of {all}", index + 1);
             let answer = |turn, ids: &[i64]| writer.answer(prompt, ids, stream(turn));
-            ended_early.hear(decoder.each_turn(&prompt.input, answer).with_context(context), args.fit)?;
+            let answered = decoder.each_turn(&prompt.input, answer).with_context(context);
+            ended_early.note(*index, answered, args.fit)?;
             writer.counter.iter().for_each(Counter::inc);
         }
     }
-    ended_early.tell(common);
+    ended_early.report(common);
     Ok(())
 }
 

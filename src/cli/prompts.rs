@@ -1,5 +1,7 @@
 //! The prompts of a verb: where they come from, and what happens to those that do not fit the context.
 
+use std::collections::BTreeSet;
+use std::io::{self, IsTerminal};
 use std::path::Path;
 
 use clap::Args;
@@ -8,7 +10,7 @@ use rayon::prelude::*;
 use super::decoder::Decoder;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::ChatTemplate;
-use crate::data::prompts::{self, Prompt, PromptInput};
+use crate::data::prompts::{self, Prompt, PromptError, PromptFile, PromptInput, STDIN};
 use crate::data::report::counted;
 use crate::data::rows::RowLocation;
 use crate::data::tokenize::TextTokenizer;
@@ -38,12 +40,23 @@ pub(super) type IndexedPrompt = (usize, Prompt);
 ///
 /// # Errors
 /// An invalid prompt file.
-pub(super) fn read(prompt: Option<&String>, file: Option<&Path>) -> anyhow::Result<Vec<Prompt>> {
+pub(super) fn read(prompt: Option<&String>, file: Option<&Path>, common: &CommonFlags) -> anyhow::Result<Vec<Prompt>> {
     match (prompt, file) {
         (Some(text), _) => Ok(vec![Prompt::new(PromptInput::Text(text.clone()))]),
-        (None, Some(path)) => Ok(prompts::read(path)?),
+        (None, Some(path)) => Ok(open(path, common)?.prompts()?),
         (None, None) => Err(UsageError("nothing to decode: give --prompt TEXT or --prompts FILE".into()).into()),
     }
+}
+
+/// Reads `--prompts`. A user who types them is told how to end them.
+///
+/// # Errors
+/// A file that cannot be read.
+pub(super) fn open(path: &Path, common: &CommonFlags) -> Result<PromptFile, PromptError> {
+    if path == Path::new(STDIN) && io::stdin().is_terminal() {
+        common.say("reading prompts from stdin, one JSON object per line; end with Ctrl-D");
+    }
+    PromptFile::open(path)
 }
 
 impl FitFlags {
@@ -62,7 +75,7 @@ impl FitFlags {
         let all = prompts.into_iter().zip(lengths).enumerate();
         let (fit, others): (Vec<_>, Vec<_>) = all.partition(|(_, (_, length))| *length < context);
         let too_long = others.into_iter().map(|(_, (prompt, length))| TooLong { place: prompt.place, length });
-        self.judge(&too_long.collect::<Vec<_>>(), fit.len(), context, common)?;
+        self.refuse_or_say(&too_long.collect::<Vec<_>>(), fit.len(), context, common)?;
         Ok(fit.into_iter().map(|(index, (prompt, _))| (index, prompt)).collect())
     }
 
@@ -70,7 +83,7 @@ impl FitFlags {
     ///
     /// # Errors
     /// Any of them with `--strict`, or if none is left.
-    pub(super) fn judge(
+    pub(super) fn refuse_or_say(
         self,
         too_long: &[TooLong],
         fit: usize,
@@ -83,16 +96,17 @@ impl FitFlags {
         }
         let place = first.place.iter().map(|place| format!("{place}, ")).collect::<String>();
         let (count, all) = (too_long.len(), counted(too_long.len() + fit, "prompt"));
-        let why = format!("leave no room for a new token in the context of {context}");
-        let what = format!("{count} of {all} {why}");
-        let first = format!("the first: {place}{} tokens", first.length);
+        let why = format!(
+            "{count} of {all}: too long for the context of {context} tokens, which needs room for a new token (the first: {place}{} \
+             tokens)",
+            first.length
+        );
         match (self.strict, fit) {
-            (true, _) => anyhow::bail!("{what} ({first}); shorten or remove them, or leave out --strict to skip them"),
-            (false, 0) => anyhow::bail!("{what} ({first}); use shorter prompts"),
-            (false, _) => {
-                common
-                    .say(format_args!("skipping {count} of {all} that {why} ({first}; --strict makes this an error)"));
+            (true, _) => {
+                anyhow::bail!("cannot decode {why}; shorten or remove them, or leave out --strict to skip them")
             }
+            (false, 0) => anyhow::bail!("cannot decode {why}; use shorter prompts"),
+            (false, _) => common.say(format_args!("skipping {why}; --strict makes this an error")),
         }
         Ok(())
     }
@@ -113,37 +127,64 @@ fn first_lengths(
     prompts.par_iter().enumerate().map(length).collect()
 }
 
-/// Conversations that ended because their next turn did not fit.
+/// Indices of the conversations that ended because their next turn did not fit.
 #[derive(Debug, Default)]
-pub(super) struct EndedEarly(usize);
+pub(super) struct EndedEarly(BTreeSet<usize>);
 
 impl EndedEarly {
-    /// Counts a conversation whose later turn does not fit; other errors, and with `--strict` this one too, are returned.
+    /// Notes that prompt `index` ended early if its error is a turn that does not fit. Returns whether it did; other errors, and with
+    /// `--strict` this one too, are returned.
     ///
     /// # Errors
     /// `answered`'s.
-    pub(super) fn hear(&mut self, answered: anyhow::Result<()>, flags: FitFlags) -> anyhow::Result<()> {
+    pub(super) fn note(&mut self, index: usize, answered: anyhow::Result<()>, flags: FitFlags) -> anyhow::Result<bool> {
         match answered {
-            Err(error) if !flags.strict && is_too_long(&error) => self.0 += 1,
-            other => return other,
+            Err(error) if !flags.strict && is_too_long(&error) => {
+                self.0.insert(index);
+                Ok(true)
+            }
+            other => other.map(|()| false),
         }
-        Ok(())
+    }
+
+    /// The number of conversations, whatever the number of samples or repeats of each.
+    pub(super) fn count(&self) -> usize {
+        self.0.len()
     }
 
     /// Prints the count, if it is not 0.
-    pub(super) fn tell(&self, common: &CommonFlags) {
-        if self.0 > 0 {
-            let conversations = counted(self.0, "conversation");
+    pub(super) fn report(&self, common: &CommonFlags) {
+        if self.count() > 0 {
+            let conversations = counted(self.count(), "conversation");
             common.say(format_args!("{conversations} ended before a turn that does not fit the context"));
         }
     }
 }
 
 /// Whether decoding failed because the prompt does not fit.
-pub(super) fn is_too_long(error: &anyhow::Error) -> bool {
+fn is_too_long(error: &anyhow::Error) -> bool {
     let of_text = error.downcast_ref().and_then(|error| match error {
         TextError::Decode(error) => Some(error),
         TextError::Tokenize(_) => None,
     });
     matches!(of_text.or_else(|| error.downcast_ref()), Some(DecodeError::PromptTooLong { .. }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_conversation_that_ends_early_in_every_sample_counts_once() {
+        let (mut ended, lenient) = (EndedEarly::default(), FitFlags { strict: false });
+        let too_long = || Err(DecodeError::PromptTooLong { length: 90, context: 64 }.into());
+        for index in [3, 3, 5] {
+            assert!(ended.note(index, too_long(), lenient).expect("it is noted"));
+        }
+        assert!(!ended.note(7, Ok(()), lenient).expect("no error"));
+        assert_eq!(ended.count(), 2);
+        assert!(ended.note(8, too_long(), FitFlags { strict: true }).is_err());
+        assert!(ended.note(8, Err(anyhow::anyhow!("another")), lenient).is_err());
+        assert_eq!(ended.count(), 2);
+    }
 }

@@ -16,7 +16,7 @@ use super::{json_array, jsonl};
 use crate::files;
 
 /// In place of a file: prompts come from stdin.
-const STDIN: &str = "-";
+pub const STDIN: &str = "-";
 /// Keys of a prompt's own name, MT-bench's among them.
 const IDS: [&str; 3] = ["id", "question_id", "prompt_id"];
 
@@ -145,10 +145,7 @@ pub struct PromptFile {
 /// # Errors
 /// File, line (of an array: row) and key of what is not right; an empty file.
 pub fn read(path: &Path) -> Result<Vec<Prompt>, PromptError> {
-    let prompt = |object: &Map<String, Value>, place: &RowLocation, _| {
-        Ok(Prompt { place: Some(place.clone()), id: id(object), category: category(object)?, input: input(object)? })
-    };
-    PromptFile::open(path)?.each_object(prompt)
+    PromptFile::open(path)?.prompts()
 }
 
 impl PromptFile {
@@ -173,6 +170,22 @@ impl PromptFile {
     /// Of its bytes.
     pub fn sha256(&self) -> String {
         files::hex(&Sha256::digest(&self.bytes))
+    }
+
+    /// The file's path; `stdin` for stdin.
+    pub fn name(&self) -> &Path {
+        &self.name
+    }
+
+    /// The prompts, as [`read`] returns them.
+    ///
+    /// # Errors
+    /// As [`read`].
+    pub fn prompts(&self) -> Result<Vec<Prompt>, PromptError> {
+        self.each_object(|object, place, _| {
+            let (id, category) = (id(object), category(object)?);
+            Ok(Prompt { place: Some(place.clone()), id, category, input: input(object)? })
+        })
     }
 
     /// Reads prompts as [`read`] does, but keeps all of a conversation's user turns and drops those of the assistant and of tools.

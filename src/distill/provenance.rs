@@ -13,14 +13,15 @@ use crate::files;
 use crate::formats::provenance::DistillProvenance;
 use crate::model::weights;
 
-/// Keys with paths and names, which may change: hashes identify the files.
-const PLACES: [&str; 4] = ["backbone", "backbone_revision", "prompts", "heads"];
+/// Keys with paths and names, which may change: hashes identify the files. `too_long` is missing in folders of 0.1.0, which refused
+/// such prompts; `conversations` changes with it.
+const NOT_COMPARED: [&str; 5] = ["backbone", "backbone_revision", "prompts", "heads", "too_long"];
 
 impl DistillProvenance {
     /// Refuses to resume a run with other inputs.
     pub(super) fn check(&self, path: &Path, begun: &Map<String, Value>) -> Result<(), DistillError> {
         let own = self.as_map();
-        let keys = own.iter().filter(|(key, _)| !PLACES.contains(&key.as_str()));
+        let keys = own.iter().filter(|(key, _)| !NOT_COMPARED.contains(&key.as_str()));
         for (key, got) in keys {
             let expected = begun.get(key).unwrap_or(&Value::Null);
             if expected != got {

@@ -137,6 +137,8 @@ pub struct DistillProvenance {
     pub prompts_sha256: String,
     /// Number of prompts in the prompt file, for all shares together.
     pub conversations: usize,
+    /// Prompts that are skipped because they do not fit the context.
+    pub too_long: usize,
     /// `1/1`, or a machine's share of the prompts.
     pub share: String,
     /// The last file may have fewer.

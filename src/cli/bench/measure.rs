@@ -11,8 +11,7 @@ use super::progress::BenchProgress;
 use super::setting::Setting;
 use crate::cli::CommonFlags;
 use crate::cli::decoder::Decoder;
-use crate::cli::prompts::{FitFlags, is_too_long};
-use crate::data::prompts::Prompt;
+use crate::cli::prompts::{EndedEarly, FitFlags, IndexedPrompt};
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::likelihood::log_probability;
@@ -41,7 +40,11 @@ pub(super) struct BenchRun<'a> {
     /// The loop of plain decoding; `None`: that of the only contestant.
     pub(super) plain: Option<RefCell<Box<dyn DecodeLoop + 'a>>>,
     pub(super) setting: &'a Setting,
-    pub(super) prompts: &'a [Prompt],
+    /// Those that fit.
+    pub(super) prompts: &'a [IndexedPrompt],
+    /// How many do not.
+    pub(super) skipped: usize,
+    pub(super) ended_early: &'a RefCell<EndedEarly>,
     pub(super) fit: FitFlags,
     pub(super) common: &'a CommonFlags,
 }
@@ -86,7 +89,7 @@ pub(super) struct LogProbability {
 pub(super) struct BenchPass {
     pub(super) all: Measured,
     pub(super) categories: BTreeMap<String, Measured>,
-    /// Prompts with a turn that exceeds the backbone's context; the turns before it count.
+    /// Prompts with a turn that does not fit the context; the turns before it count.
     pub(super) too_long: usize,
 }
 
@@ -104,7 +107,7 @@ impl BenchRun<'_> {
     /// Warms up, then passes over the prompts `repeats` times; one [`BenchPass`] per contestant of every repeat.
     ///
     /// # Errors
-    /// An error in a prompt, or no prompt that fits the backbone's context.
+    /// An error in a prompt.
     pub(super) fn run(&self, repeats: usize, progress: &BenchProgress) -> anyhow::Result<Vec<Vec<BenchPass>>> {
         let mut is_warm = false;
         (0..repeats).map(|repeat| self.pass(repeat == 0, &mut is_warm, progress)).collect()
@@ -120,12 +123,13 @@ impl BenchRun<'_> {
     }
 
     fn pass(&self, is_first: bool, is_warm: &mut bool, progress: &BenchProgress) -> anyhow::Result<Vec<BenchPass>> {
-        let mut passes = vec![BenchPass::default(); self.contestants.len()];
+        let none = BenchPass { too_long: self.skipped, ..BenchPass::default() };
+        let mut passes = vec![none; self.contestants.len()];
         self.forget();
-        for (at, prompt) in self.prompts.iter().enumerate() {
+        for (index, prompt) in self.prompts {
             let answer = |turn, ids: &[i64]| {
                 let ids = self.setting.prompt(ids);
-                let stream = Stream { seed: self.common.seed, index: at as u64, turn, sample: 0 };
+                let stream = Stream { seed: self.common.seed, index: *index as u64, turn, sample: 0 };
                 let request = self.setting.decoding.request(&ids, stream);
                 if !std::mem::replace(is_warm, true) {
                     self.warm_up(&request)?;
@@ -136,26 +140,15 @@ impl BenchRun<'_> {
                 passes.iter_mut().zip(measured).for_each(|(pass, measured)| pass.add(measured, category));
                 self.decoder.text(&said)
             };
-            match self.decoder.each_turn(&prompt.input, answer) {
-                Err(error) if !self.fit.strict && is_too_long(&error) => {
-                    passes.iter_mut().for_each(|pass| pass.too_long += 1)
-                }
-                other => other.with_context(|| format!("prompt {} of {}", at + 1, self.prompts.len()))?,
+            let answered = self.decoder.each_turn(&prompt.input, answer);
+            let answered =
+                answered.with_context(|| format!("prompt {} of {}", index + 1, self.prompts.len() + self.skipped));
+            if self.ended_early.borrow_mut().note(*index, answered, self.fit)? {
+                passes.iter_mut().for_each(|pass| pass.too_long += 1);
             }
             progress.inc();
         }
-        self.check_any_fits(&passes)?;
         Ok(passes)
-    }
-
-    fn check_any_fits(&self, passes: &[BenchPass]) -> anyhow::Result<()> {
-        let nothing = passes.iter().any(|pass| pass.all.times.plain.steps == 0 && pass.too_long > 0);
-        anyhow::ensure!(
-            !nothing,
-            "no prompt fits the backbone's context of {} tokens; use shorter prompts",
-            self.decoder.backbone.config.max_position_embeddings
-        );
-        Ok(())
     }
 
     /// Decodes the start of a request once with everyone, unmeasured.

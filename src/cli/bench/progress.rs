@@ -1,6 +1,7 @@
 //! Progress of a bench: the prompts of the present pass, with the time left for all passes.
 
 use std::cell::Cell;
+use std::num::NonZeroUsize;
 
 use super::setting::Setting;
 use crate::cli::CommonFlags;
@@ -10,7 +11,7 @@ use crate::cli::progress::Progress;
 #[derive(Debug, Clone, Copy)]
 struct Passes<'s> {
     settings: &'s [Setting],
-    repeats: usize,
+    repeats: NonZeroUsize,
     prompts: usize,
 }
 
@@ -23,7 +24,7 @@ pub(super) struct BenchProgress<'s> {
 }
 
 impl<'s> BenchProgress<'s> {
-    pub(super) fn new(settings: &'s [Setting], [repeats, prompts]: [usize; 2], common: &CommonFlags) -> Self {
+    pub(super) fn new(settings: &'s [Setting], repeats: NonZeroUsize, prompts: usize, common: &CommonFlags) -> Self {
         let passes = Passes { settings, repeats, prompts };
         let progress = Progress::new(passes.all() as u64, 0, passes.text(0), common);
         Self { passes, done: Cell::new(0), progress }
@@ -43,7 +44,7 @@ impl<'s> BenchProgress<'s> {
 
 impl Passes<'_> {
     fn all(&self) -> usize {
-        self.settings.len() * self.repeats * self.prompts
+        self.settings.len() * self.repeats.get() * self.prompts
     }
 
     /// Which prompt of which pass comes after `done` prompts of all passes.
@@ -51,7 +52,7 @@ impl Passes<'_> {
         let pass = done.saturating_sub(1) / self.prompts.max(1); // a whole pass is shown as such
         let (setting, repeat) = (pass / self.repeats, pass % self.repeats + 1);
         let mut text = format!("{}/{} prompts", done - pass * self.prompts, self.prompts);
-        if self.repeats > 1 {
+        if self.repeats.get() > 1 {
             text += &format!(", repeat {repeat} of {}", self.repeats);
         }
         match self.settings.get(setting).map(Setting::label) {
@@ -71,10 +72,10 @@ mod tests {
     #[test]
     fn prompts_are_counted_within_a_pass() {
         let one = sweep(&[]);
-        let passes = Passes { settings: &one, repeats: 1, prompts: 20 };
+        let passes = Passes { settings: &one, repeats: NonZeroUsize::MIN, prompts: 20 };
         assert_eq!(passes.text(0), "0/20 prompts");
         assert_eq!(passes.text(20), "20/20 prompts");
-        let (two, repeats) = (sweep(&["--sweep", "temperature=0,1"]), 3);
+        let (two, repeats) = (sweep(&["--sweep", "temperature=0,1"]), NonZeroUsize::new(3).expect("above 0"));
         let passes = Passes { settings: &two, repeats, prompts: 20 };
         assert_eq!(passes.text(7), "7/20 prompts, repeat 1 of 3, temperature 0.0 (1 of 2)");
         assert_eq!(passes.text(60), "20/20 prompts, repeat 3 of 3, temperature 0.0 (1 of 2)");

@@ -161,7 +161,10 @@ fn conditions(result: &BenchResult, nodes: &str) -> String {
     let too_long = match result.too_long {
         0 => String::new(),
         prompts => {
-            format!("\n{} with a turn longer than the context: skipped from that turn on", counted(prompts, "prompt"))
+            format!(
+                "\n{} with a turn that does not fit the context: skipped from that turn on",
+                counted(prompts, "prompt")
+            )
         }
     };
     let forced = result.forced_acceptance_rate.map_or_else(String::new, |rate| {
