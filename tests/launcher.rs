@@ -5,7 +5,8 @@
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
@@ -221,6 +222,29 @@ fn threads_reach_libtorch_in_both_programs() {
         let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
         assert_eq!(report["cpu"]["threads"], 3, "{program}");
     }
+}
+
+#[test]
+fn medusa_libtorch_started_directly_has_the_environment_of_the_launcher() {
+    let mut command = Command::new(MEDUSA_LIBTORCH);
+    for name in ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"] {
+        command.env_remove(name);
+    }
+    // It reads its stdin before anything else.
+    command.args(["--threads", "3", "generate", "--backbone", "data/tiny/backbone", "--prompts", "-"]);
+    let mut program = command.stdin(Stdio::piped()).stderr(Stdio::null()).spawn().expect("it starts");
+    let environment = format!("/proc/{}/environ", program.id());
+    let is_set = |variable: &str| {
+        let variables = std::fs::read(&environment).expect("it waits for its stdin");
+        variables.split(|byte| *byte == 0).any(|one| one == variable.as_bytes())
+    };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !(is_set("GOMP_SPINCOUNT=10000") && is_set("OMP_NUM_THREADS=3")) {
+        assert!(Instant::now() < deadline, "it does not start again");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(program.stdin.take());
+    assert_eq!(program.wait().expect("it ends").code(), Some(1), "stdin holds no prompt");
 }
 
 #[test]

@@ -57,7 +57,7 @@ fn main() {
     let mut arguments = std::env::args_os();
     let program = arguments.next();
     if arguments.next().as_deref() != Some(OsStr::new(VERB)) {
-        cli::end(cli::medusa());
+        cli::end(cli::in_process::medusa());
     }
     let GpuCheckCommand { part, common } = GpuCheckCommand::parse_from(program.into_iter().chain(arguments));
     cli::end(cli::finish(&common, || run(part, &common)))

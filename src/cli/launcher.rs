@@ -39,7 +39,7 @@ const LIBRARY_PATH: &str = "DYLD_LIBRARY_PATH";
 pub fn medusa() -> u8 {
     let (common, mut verb) = medusa_arguments();
     if verb.without_libtorch().is_none() {
-        return become_libtorch("medusa", &common);
+        return start_libtorch("medusa", &common);
     }
     finish_without_libtorch(&common, || {
         verb.prepare(&common)?;
@@ -51,11 +51,11 @@ pub fn medusa() -> u8 {
 /// The program `medusa-train`: `medusa train`.
 pub fn medusa_train() -> u8 {
     let (command, _) = parse::<MedusaTrainCommand>(); // reports mistakes at once
-    become_libtorch("medusa-train", &command.common)
+    start_libtorch("medusa-train", &command.common)
 }
 
 /// Returns only if that fails.
-fn become_libtorch(name: &str, common: &CommonFlags) -> u8 {
+fn start_libtorch(name: &str, common: &CommonFlags) -> u8 {
     let Err(error) = exec(name, common);
     report(&error);
     status(&error)

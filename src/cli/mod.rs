@@ -1,7 +1,7 @@
 //! The command line, one file per verb. Only this module turns errors into text and exit codes.
 //!
-//! Users start `medusa` and `medusa-train`, which [`launcher`] implements; [`medusa`] and [`medusa_train`] here are the same commands in a
-//! process that has loaded libtorch.
+//! Users start `medusa` and `medusa-train`, which [`launcher`] implements; [`in_process`] has the same commands for a process that has
+//! loaded libtorch.
 //!
 //! Results go to stdout, messages to stderr. Exit status: 0 success; 1 failure: a damaged file, an unreachable Hub, a full disk; 2 a wrong
 //! command line or recipe, also if it names a path that does not exist; 130 interrupted.
@@ -15,7 +15,6 @@ use self::downloads::HubArgument;
 use self::drafter::spec::DrafterSpec;
 use self::exit::{INTERRUPTED, SUCCESS, report, status};
 use crate::hub::{DataSplit, Wanted};
-use crate::torch;
 
 pub mod backbone;
 mod batch_size;
@@ -34,6 +33,7 @@ mod exit;
 pub mod export;
 mod flags;
 pub mod generate;
+pub mod in_process;
 pub mod init;
 pub mod inspect;
 pub mod launcher;
@@ -58,6 +58,7 @@ mod unused_flags;
 
 pub use exit::{Interrupted, UsageError, end};
 pub use flags::CommonFlags;
+pub use in_process::finish;
 pub use print::{gibibytes, mebibytes, print_json, print_line};
 pub use same_build::run_if_same_build;
 pub use signals::interrupted;
@@ -196,22 +197,6 @@ fn of_decoding<'a>(
     first.chain(drafters).chain([Some(HubArgument::backbone(backbone))]).collect()
 }
 
-/// `medusa` with all verbs in this process. Returns the exit status.
-pub fn medusa() -> u8 {
-    let (common, mut verb) = medusa_arguments();
-    finish(&common, || {
-        verb.prepare(&common)?;
-        verb.run(&common)
-    })
-}
-
-/// `medusa-train` in this process: the verb `train` alone. Returns the exit status.
-pub fn medusa_train() -> u8 {
-    let (command, matches) = parse::<MedusaTrainCommand>();
-    let common = with_typed_flags(command.common, &matches);
-    finish(&common, || train::run(&command.args, &common))
-}
-
 fn medusa_arguments() -> (CommonFlags, Verb) {
     let (MedusaCommand { common, verb }, matches) = parse::<MedusaCommand>();
     (with_typed_flags(common, &matches), verb)
@@ -229,14 +214,7 @@ fn with_typed_flags(common: CommonFlags, matches: &ArgMatches) -> CommonFlags {
     CommonFlags { seed_was_given, without_effect: unused_flags::notice(matches), ..common }
 }
 
-/// Opens the accelerator, installs signal handlers, runs the verb and reports its error. Returns the exit status.
-pub fn finish(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
-    threads::limit_libtorch(common.threads);
-    torch::accelerator::open(); // before any other CUDA query: libtorch caches its first answer
-    finish_without_libtorch(common, || torch::guard("the command", verb)?)
-}
-
-/// As [`finish`], for a verb that does not use libtorch.
+/// Installs signal handlers, runs a verb and reports its error. Returns the exit status.
 fn finish_without_libtorch(common: &CommonFlags, verb: impl FnOnce() -> anyhow::Result<()>) -> u8 {
     let ready = threads::limit_tokenisers(common.threads).and_then(|()| signals::watch());
     match ready.and_then(|()| verb()) {

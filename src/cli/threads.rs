@@ -19,11 +19,15 @@ const WAITING: &str = "OMP_WAIT_POLICY";
 /// a run took 105 s and 15 s with it, 11.6 s with this value (benches/results/cpu-2026-11-22-threads.md).
 const DEFAULT_SPINS: &str = "10000";
 
+/// Whether the environment tells how long threads wait for each other.
+pub(super) fn is_waiting_set() -> bool {
+    [SPINS, WAITING].iter().any(|name| env::var_os(name).is_some())
+}
+
 /// Variables that libgomp and our own threads read when a program starts. What the user has set stays, except that
 /// `--threads` wins over `OMP_NUM_THREADS`.
 pub(super) fn environment(threads: Option<NonZeroUsize>) -> Vec<(&'static str, String)> {
-    let is_set = |name: &str| env::var_os(name).is_some();
-    let spins = (!is_set(SPINS) && !is_set(WAITING)).then(|| (SPINS, DEFAULT_SPINS.to_owned()));
+    let spins = (!is_waiting_set()).then(|| (SPINS, DEFAULT_SPINS.to_owned()));
     threads.map(|count| (COUNT, count.to_string())).into_iter().chain(spins).collect()
 }
 
