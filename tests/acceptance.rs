@@ -1,6 +1,7 @@
 //! Promise: `--acceptance rejection` is lossless. The first three tokens follow the backbone's own distribution, whatever drafts, and the
 //! same test detects rules that are nearly right.
 
+use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
 
 use medusa::decode::DecodeLoop;
@@ -132,10 +133,11 @@ fn digits(mut number: usize, length: usize) -> Vec<i64> {
 impl Conditionals {
     /// Computed by plain passes over whole rows: no cache, no tree.
     fn of(llama: &Llama, temperature: f64) -> Self {
-        Self::of_nucleus(llama, temperature, 1.0)
+        Self::of_kept(llama, temperature, VOCABULARY, 1.0)
     }
 
-    fn of_nucleus(llama: &Llama, temperature: f64, top_p: f64) -> Self {
+    /// Of the `top_k` most probable tokens, those that together reach `top_p`.
+    fn of_kept(llama: &Llama, temperature: f64, top_k: usize, top_p: f64) -> Self {
         Self {
             after: [0, 1, 2].map(|length| {
                 let rows: Vec<i64> = (0..VOCABULARY.pow(length as u32))
@@ -148,7 +150,10 @@ impl Conditionals {
                 let logits_bv = llama.logits(&hidden_bth.select(1, t - 1), Adapters::Off);
                 let mut rows: Vec<Vec<f64>> =
                     Vec::try_from((logits_bv / temperature).softmax(-1, Kind::Double)).expect("two axes of float64");
-                rows.iter_mut().for_each(|row| keep_nucleus(row, top_p));
+                for row in &mut rows {
+                    keep_top_k(row, top_k);
+                    keep_nucleus(row, top_p);
+                }
                 rows
             }),
         }
@@ -166,6 +171,16 @@ impl Conditionals {
         };
         (0..VOCABULARY.pow(TOKENS as u32)).map(probability).collect()
     }
+}
+
+/// Keeps the `top_k` most probable tokens.
+fn keep_top_k(row: &mut [f64], top_k: usize) {
+    let mut sorted = row.to_vec();
+    sorted.sort_by(|a, b| b.total_cmp(a));
+    let least = sorted[top_k - 1];
+    row.iter_mut().filter(|p| **p < least).for_each(|p| *p = 0.0);
+    let kept: f64 = row.iter().sum();
+    row.iter_mut().for_each(|p| *p /= kept);
 }
 
 /// Keeps the most probable tokens that together reach `top_p`.
@@ -391,7 +406,7 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
             top_p: Probability::new(top_p).expect("above 0"),
             ..Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"))
         };
-        let joint = Conditionals::of_nucleus(&llama, temperature, top_p).joint();
+        let joint = Conditionals::of_kept(&llama, temperature, VOCABULARY, top_p).joint();
         let of_heads = MedusaDrafter::new(&llama, &heads, &tree).expect("they fit");
         let dynamic = LevelDrafter::dynamic(&llama, guesser(), limits);
         let mut runs = vec![
@@ -417,6 +432,29 @@ fn what_generate_makes_by_rejection_has_the_backbones_own_distribution() {
             let off = deviations(&counts, &joint);
             assert!(off.abs() < ONE_IN_A_THOUSAND, "temperature {temperature}, top-p {top_p}, {name}: {off}");
             assert!(steps < TEXTS * 29 / 10, "{name}: {steps} steps of {TEXTS} texts");
+        }
+    }
+}
+
+/// Both distributions, the backbone's and the draft model's, lose the tokens beyond the K most probable ones.
+#[test]
+fn guesses_that_were_drawn_are_judged_by_what_top_k_leaves() {
+    let (llama, draft) = (backbone(), draft_model());
+    let guesser = || Box::new(ModelGuesser::new(Box::new(TchEngine::new(&draft)), VOCABULARY, 2, Guessing::Drawn));
+    let trees = [SparseTree::chain(2).expect("a chain"), SparseTree::cartesian(&[3, 2]).expect("a tree")];
+    for (top_k, top_p) in [(5, 1.0), (7, 0.9)] {
+        let sampling = Sampling {
+            top_k: NonZeroUsize::new(top_k),
+            top_p: Probability::new(top_p).expect("above 0"),
+            ..Sampling::of_temperature(NonNegative::new(1.2).expect("at least 0"))
+        };
+        let [joint, of_all] = [top_k, VOCABULARY].map(|top_k| Conditionals::of_kept(&llama, 1.2, top_k, top_p).joint());
+        for tree in &trees {
+            let (counts, steps) = generated(&llama, sampling, LevelDrafter::of_tree(&llama, guesser(), tree));
+            let (off, wrong) = (deviations(&counts, &joint), deviations(&counts, &of_all));
+            assert!(off.abs() < ONE_IN_A_THOUSAND, "top-k {top_k}, top-p {top_p}: {off}");
+            assert!(wrong > ONE_IN_A_THOUSAND, "top-k {top_k}, top-p {top_p}, as if without top-k: {wrong}");
+            assert!(steps < TEXTS * 29 / 10, "{steps} steps of {TEXTS} texts");
         }
     }
 }

@@ -120,12 +120,39 @@ fn rule_of(request: &Request, acceptance: Option<Acceptance>) -> Result<Rule, Cu
     match acceptance {
         Some(Acceptance::Forced { .. }) => refused("a forced acceptance rate has no kernel"),
         _ if temperature == 0.0 => Ok(Rule::Greedy),
-        None | Some(Acceptance::Rejection) if request.sampling.top_k.is_some() => refused("top-k has no kernel"),
+        // Under every rule: the same loop decodes plainly, too, which draws.
+        _ if request.sampling.top_k.is_some() => refused("top-k has no kernel"),
         None | Some(Acceptance::Rejection) => {
             Ok(Rule::Draw { temperature: above_0, top_p: request.sampling.top_p.get() })
         }
         Some(Acceptance::Greedy) => Ok(Rule::Greedy),
         Some(Acceptance::Typical(rule)) => Ok(Rule::Typical { rule, temperature: above_0 }),
         Some(Acceptance::Nucleus) => refused("nucleus acceptance above temperature 0 has no kernel"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use super::*;
+    use crate::engine::sample::Sampling;
+    use crate::numbers::NonNegative;
+    use crate::tree::accept::TypicalAcceptance;
+
+    #[test]
+    fn top_k_above_temperature_0_is_left_to_libtorch() {
+        let typical = Acceptance::Typical(TypicalAcceptance::with_threshold(0.09));
+        let rule = |temperature, top_k, acceptance| {
+            let of_temperature = Sampling::of_temperature(NonNegative::new(temperature).expect("at least 0"));
+            let sampling = Sampling { top_k: NonZeroUsize::new(top_k), ..of_temperature };
+            rule_of(&Request { sampling, ..Request::greedy(&[1], 4) }, acceptance)
+        };
+        for acceptance in [None, Some(Acceptance::Rejection), Some(typical)] {
+            let refused = rule(1.0, 3, acceptance).expect_err("there is no kernel").to_string();
+            assert!(refused.contains("top-k has no kernel"), "{refused}");
+            assert!(rule(1.0, 0, acceptance).is_ok(), "{acceptance:?}");
+            assert!(matches!(rule(0.0, 3, acceptance), Ok(Rule::Greedy)), "{acceptance:?}: nothing is drawn");
+        }
     }
 }

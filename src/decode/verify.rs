@@ -200,3 +200,39 @@ fn both_to_host(a_n: &Tensor, b_n: &Tensor) -> [Vec<i64>; 2] {
 fn to_host<T: tch::kind::Element + Copy>(tensor: &Tensor) -> Vec<T> {
     Vec::try_from(tensor).expect("one axis, of the kind that was made")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::decode::generate::tests::{VOCABULARY, backbone, config};
+    use crate::draft::PreparedTree;
+    use crate::numbers::{NonNegative, Probability};
+
+    /// Guesses are judged in tensors, tokens are drawn on the host: both must cut equal probabilities at the same token.
+    #[test]
+    fn the_guesses_in_the_nucleus_are_the_tokens_that_can_be_drawn_also_among_equals() {
+        let llama = backbone(config(2, None, vec![]), 1);
+        let tree = SparseTree::cartesian(&[VOCABULARY as usize]).unwrap();
+        let tokens: Vec<i64> = [0].into_iter().chain(0..VOCABULARY).collect(); // every token is a guess after the root
+        let tokens_n = Tensor::from_slice(&tokens);
+        let proposal =
+            Proposal { tree: Rc::new(PreparedTree::new(tree, &llama)), tokens_n: tokens_n.copy(), drawn: None };
+        let logits_1v = Tensor::from_slice(&[3f32, 1.0, 3.0, 1.0, 2.0, 3.0, 1.0, 0.0, 2.0, 1.0, 3.0, 0.0]).unsqueeze(0);
+        let logits_nv = logits_1v.repeat([tokens.len() as i64, 1]);
+        let nodes = VerifiedNodes { proposal: &proposal, tokens_n, logits_nv };
+        let mut kept_counts = std::collections::BTreeSet::new();
+        for (top_k, top_p) in (0..=13).flat_map(|top_k| [0.31, 0.53, 0.81, 1.0].map(|top_p| (top_k, top_p))) {
+            let of_temperature = Sampling::of_temperature(NonNegative::new(1.0).unwrap());
+            let (top_k, top_p) = (NonZeroUsize::new(top_k), Probability::new(top_p).unwrap());
+            let p = distributions(&logits_1v, Sampling { top_k, top_p, ..of_temperature }).remove(0).unwrap();
+            let (_, more_probable) = nodes.ranks(1.0, top_k);
+            let accepted: Vec<bool> = more_probable[1..].iter().map(|before| *before < top_p.get()).collect();
+            let drawn: Vec<bool> = p.iter().map(|p| *p > 0.0).collect();
+            assert_eq!(accepted, drawn, "top-k {top_k:?}, top-p {top_p:?}: {more_probable:?}");
+            kept_counts.insert(drawn.iter().filter(|kept| **kept).count());
+        }
+        assert!(kept_counts.len() > 8, "{kept_counts:?}");
+    }
+}
