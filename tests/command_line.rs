@@ -100,6 +100,7 @@ fn a_path_that_does_not_exist_is_status_2_whichever_flag_names_it() {
         (&["export", "--heads", "none", "--format", "vllm", "--out", "o"], "--heads none does not exist"),
         (&["inspect", "none"], "none does not exist"),
         (&["train", "none.toml"], "none.toml"),
+        (&["generate", "--backbone", there, "--heads", "-", "--prompt", "x"], "--heads - does not exist"),
     ] {
         let mut command = medusa(arguments);
         let told = stderr(&mut command);
@@ -112,7 +113,7 @@ fn a_path_that_does_not_exist_is_status_2_whichever_flag_names_it() {
 fn numbers_that_cannot_be_are_refused_in_words() {
     for (arguments, told) in [
         (&["tree", "--calibration", "x", "--nodes", "0"][..], "expected a whole number above 0"),
-        (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "1e-39"], "or at least 1e-38, got 1e-39"),
+        (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "1e-39"], "or at least 1.2e-38, got 1e-39"),
         (&["generate", "--backbone", "x", "--prompt", "x", "--temperature", "warm"], "expected a number"),
     ] {
         let mut command = medusa(arguments);
@@ -171,13 +172,40 @@ fn a_file_that_cannot_be_written_is_told_before_any_work() {
         };
         assert!(
             refused("Cargo.toml/x")
-                .contains(&format!("{flag} Cargo.toml/x cannot be written: Cargo.toml is no folder"))
+                .contains(&format!("{flag} Cargo.toml/x cannot be written: Cargo.toml is not a folder"))
         );
         assert!(refused("src").contains(&format!("{flag} src is a folder")));
         if cfg!(target_os = "linux") {
             assert!(refused("/proc/x").contains(&format!("{flag} /proc/x cannot be written")));
         }
     }
+}
+
+#[test]
+fn an_output_never_replaces_an_input_or_another_output() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let [a, b] = ["a.json", "sub/../b.json"].map(|name| dir.path().join(name).display().to_string());
+    std::fs::create_dir(dir.path().join("sub")).expect("a folder");
+    medusa::files::write_atomic(a.as_ref(), |out| std::io::Write::write_all(out, b"{}")).expect("a file of a test");
+    let link = dir.path().join("link.json").display().to_string();
+    std::os::unix::fs::symlink(&a, &link).expect("a link");
+    let same = dir.path().join("b.json").display().to_string();
+    let bench = ["bench", "--backbone", "x", "--heads", "x", "--sweep", "nodes=2", "--prompts"];
+    for (arguments, told) in [
+        ([&bench[..], &[&a, "--csv", &b, "--svg", &same]].concat(), "--csv and --svg name the same file"),
+        ([&bench[..], &[&a, "--csv", &link]].concat(), "would replace --prompts; choose another file"),
+        (vec!["tree", "--calibration", &a, "--nodes", "2", "--out", &a], "would replace --calibration"),
+        (
+            vec!["calibrate", "--backbone", "x", "--heads", "x", "--data", "y", &a, "--out", &link],
+            "would replace the data",
+        ),
+    ] {
+        let mut command = medusa(&arguments);
+        command.assert().code(2);
+        let said = stderr(&mut command);
+        assert!(said.contains(told) && !said.contains("will be replaced"), "{arguments:?}: {said}");
+    }
+    assert_eq!(std::fs::read(&a).expect("it is there"), b"{}");
 }
 
 /// Runs in a separate process, where the verb panics. A panic that leaves `main` is status 101, but 101 is also the status of a failed

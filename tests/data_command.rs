@@ -101,7 +101,7 @@ fn what_cannot_be_shown_is_said() {
     assert!(error.contains("--row: expected a row from 1 to 2, the rows kept, got 3"), "{error}");
     let within_a_file = Path::new(&path).join("mask.svg").display().to_string();
     let error = complaint(&["--row", "1", "--svg", &within_a_file], 2);
-    assert!(error.contains("mask.svg cannot be written") && error.contains("is no folder"), "{error}");
+    assert!(error.contains("mask.svg cannot be written") && error.contains("is not a folder"), "{error}");
     let new = folder.path().join("new/folder/mask.svg");
     complaint(&["--row", "1", "--svg", &new.display().to_string()], 0);
     assert!(new.is_file(), "its folders are made");

@@ -124,7 +124,7 @@ fn what_is_not_there_is_named_by_its_flag() {
         (4, "none.jsonl", ["--data", "none.jsonl"]),
         (8, "none.jsonl", ["--validation", "none.jsonl"]),
         (10, "none.jinja", ["--chat-template none.jinja", "does not exist"]),
-        (6, "rows.jsonl/first.toml", ["--out rows.jsonl/first.toml", "rows.jsonl is no folder"]),
+        (6, "rows.jsonl/first.toml", ["--out rows.jsonl/first.toml", "rows.jsonl is not a folder"]),
     ] {
         let more = ["--validation", "validation.jsonl", "--chat-template", "tokenizer"];
         let mut arguments = [&INIT[..], &more].concat();

@@ -6,12 +6,11 @@ use super::drafter::plan::PlannedTree;
 use super::drafter::spec::DrafterSpec;
 use super::outputs;
 use super::{CommonFlags, UsageError, Verb};
+use crate::data::prompts::STDIN;
+use crate::files;
 
 /// A file or folder with the flag that names it.
 type NamedFile<'a> = (&'static str, Option<&'a PathBuf>);
-
-/// `--prompts -` is stdin.
-const STDIN: &str = "-";
 
 impl Verb {
     /// Files that the verb will write.
@@ -66,13 +65,40 @@ impl Verb {
         }
     }
 
+    /// Rows that the verb reads: files, folders, globs and Hub ids.
+    fn data(&self) -> &[String] {
+        match self {
+            Verb::Calibrate(args) => &args.data,
+            Verb::Data(args) => &args.files,
+            _ => &[],
+        }
+    }
+
     /// Checks every file that the verb will write.
     ///
     /// # Errors
     /// [`UsageError`].
     pub(super) fn check_outputs(&self, common: &CommonFlags) -> Result<(), UsageError> {
-        let mut outputs = self.outputs().into_iter().filter_map(|(flag, path)| Some((flag, path?)));
-        outputs.try_for_each(|(flag, path)| outputs::check(flag, path, common))
+        let outputs: Vec<_> = self.outputs().into_iter().filter_map(|(flag, path)| Some((flag, path?))).collect();
+        self.check_distinct(&outputs)?;
+        outputs.iter().try_for_each(|(flag, path)| outputs::check(flag, path, common))
+    }
+
+    /// Refuses an output that is another output or an input.
+    fn check_distinct(&self, outputs: &[(&str, &PathBuf)]) -> Result<(), UsageError> {
+        let named = self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?.as_path())));
+        let inputs: Vec<_> = named.chain(self.data().iter().map(|path| ("the data", Path::new(path)))).collect();
+        for (at, (flag, path)) in outputs.iter().enumerate() {
+            let is_same = |other: &Path| location(other) == location(path);
+            let shown = path.display();
+            if let Some((other, _)) = outputs[..at].iter().find(|(_, other)| is_same(other)) {
+                return Err(UsageError(format!("{other} and {flag} name the same file, {shown}")));
+            }
+            if let Some((input, _)) = inputs.iter().find(|(_, input)| is_same(input)) {
+                return Err(UsageError(format!("{flag} {shown} would replace {input}; choose another file")));
+            }
+        }
+        Ok(())
     }
 
     /// Refuses a path that does not exist.
@@ -80,13 +106,23 @@ impl Verb {
     /// # Errors
     /// [`UsageError`].
     pub(super) fn check_inputs(&self) -> Result<(), UsageError> {
-        let is_elsewhere = |path: &Path| PlannedTree::is_inline(path) || path.as_os_str() == STDIN;
+        let is_elsewhere = |flag: &str, path: &Path| match flag {
+            "--tree" => PlannedTree::is_inline(path),
+            "--prompts" => path == Path::new(STDIN),
+            _ => false,
+        };
         let mut inputs = self.inputs().into_iter().filter_map(|(flag, path)| Some((flag, path?)));
-        match inputs.find(|(_, path)| !path.exists() && !is_elsewhere(path)) {
+        match inputs.find(|(flag, path)| !path.exists() && !is_elsewhere(flag, path)) {
             Some((flag, path)) => Err(UsageError(format!("{flag} {} does not exist", path.display()))),
             None => Ok(()),
         }
     }
+}
+
+/// Equal for two paths of one file, which need not exist yet.
+fn location(path: &Path) -> PathBuf {
+    let in_its_folder = || Some(files::parent(path).canonicalize().ok()?.join(path.file_name()?));
+    path.canonicalize().ok().or_else(in_its_folder).unwrap_or_else(|| path.to_owned())
 }
 
 fn of_decoding<'a>(

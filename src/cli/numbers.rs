@@ -2,10 +2,8 @@
 
 use std::str::FromStr;
 
+use crate::engine::sample::COLDEST;
 use crate::numbers::{NonNegative, Positive, Probability};
-
-/// The least temperature above 0: about the smallest number that float32 can divide by.
-const COLDEST: f64 = 1e-38;
 
 pub(super) fn probability(text: &str) -> Result<Probability, String> {
     Probability::try_from(number(text)?)
@@ -19,7 +17,7 @@ pub(super) fn positive(text: &str) -> Result<Positive, String> {
 pub(super) fn temperature(text: &str) -> Result<NonNegative, String> {
     let temperature = NonNegative::try_from(number(text)?)?;
     if temperature.get() > 0.0 && temperature.get() < COLDEST {
-        return Err(format!("expected 0, which is greedy, or at least {COLDEST:e}, got {text}"));
+        return Err(format!("expected 0, which is greedy, or at least {COLDEST:.1e}, got {text}"));
     }
     Ok(temperature)
 }
@@ -55,11 +53,13 @@ mod tests {
 
     #[test]
     fn a_temperature_that_float32_cannot_divide_by_is_refused() {
-        for text in ["0", "1e-38", "0.7", "-0"] {
+        for text in ["0", "1.2e-38", "0.7", "-0"] {
             assert!(temperature(text).is_ok(), "{text}");
         }
-        let refused = temperature("1e-39").unwrap_err();
-        assert_eq!(refused, "expected 0, which is greedy, or at least 1e-38, got 1e-39");
+        for text in ["1e-39", "1e-38"] {
+            let refused = temperature(text).unwrap_err();
+            assert_eq!(refused, format!("expected 0, which is greedy, or at least 1.2e-38, got {text}"));
+        }
         assert!(temperature("-1").unwrap_err().contains("at least 0, got -1"));
     }
 }

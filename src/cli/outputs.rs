@@ -17,9 +17,9 @@ pub(super) fn check(flag: &str, path: &Path, common: &CommonFlags) -> Result<(),
     }
     let cannot = |why: String| UsageError(format!("{flag} {shown} cannot be written: {why}"));
     let existing = path.ancestors().skip(1).map(in_words).find(|folder| folder.exists());
-    let folder = existing.ok_or_else(|| cannot("it is in no folder".into()))?;
+    let folder = existing.ok_or_else(|| cannot("it has no parent folder".into()))?;
     if !folder.is_dir() {
-        return Err(cannot(format!("{} is no folder", folder.display())));
+        return Err(cannot(format!("{} is not a folder", folder.display())));
     }
     let name = path.file_name().unwrap_or(path.as_os_str());
     files::check_writable(&folder.join(name)).map_err(|error| cannot(error.to_string()))?;

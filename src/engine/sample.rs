@@ -177,7 +177,7 @@ fn token_of(p_v: &[f32], least: (f32, usize), uniform: f64) -> i64 {
     chosen.map_or(NO_TOKEN, |(id, _)| id as i64)
 }
 
-/// The lowest temperature that is not greedy: what is less is 0 in float32, in which logits are divided.
+/// The lowest temperature above 0: the least normal number of float32, in which logits are divided.
 pub(crate) const COLDEST: f64 = f32::MIN_POSITIVE as f64;
 
 /// Logits `[…, V]` in float32, divided by a temperature above 0. The largest of each row becomes 0, so that none overflows.
