@@ -1,5 +1,5 @@
-//! Promise: the Python wheel of scripts/wheel holds the programs, and they run with the torch that pip installs beside
-//! them.
+//! Promise: the Python wheel of scripts/wheel requires the torch that the programs are linked to, and programs in a Python
+//! environment load that environment's torch. No wheel is built here.
 #![cfg(target_os = "linux")]
 
 use std::path::Path;
