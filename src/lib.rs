@@ -26,7 +26,7 @@
 //! L3  cpu nvidia        decoding kernels for the CPU; NVIDIA's driver and libraries, and kernels
 //! L2  torch             devices, optimizers, everything that uses libtorch's handles
 //! L1  formats           files that pass between commands
-//! L0  files numbers dtype panics  atomic files; range-checked numbers; dtypes; panics as errors
+//! L0  files numbers dtype panics plural  atomic files; range-checked numbers; dtypes; panics as errors; "1 row", "2 rows"
 //! ```
 //!
 //! # Unsafe code
@@ -63,6 +63,7 @@ pub mod model;
 pub mod numbers;
 pub mod nvidia;
 pub mod panics;
+pub mod plural;
 pub mod recipe;
 pub mod report;
 pub mod torch;

@@ -22,7 +22,6 @@ use crate::calibrate;
 use crate::data::cache::TokenCache;
 use crate::data::chat_template::ChatTemplate;
 use crate::data::column_names::ColumnNames;
-use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::{TextTokenizer, wide};
 use crate::data::{self, LoadSettings};
@@ -31,6 +30,7 @@ use crate::draft::medusa::heads::import::HeadsFile;
 use crate::formats::calibration::Calibration;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
+use crate::plural::counted;
 
 /// Measure the accuracy of each head's guesses on held-out data.
 #[derive(Debug, Args)]

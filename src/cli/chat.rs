@@ -17,13 +17,13 @@ use super::served::{ServedFlags, TemplateFlag, needs_template};
 use super::signals::terminated;
 use super::{CommonFlags, Interrupted, UsageError, generate, interrupted, print_json};
 use crate::data::prompts::PromptError;
-use crate::data::report::counted;
 use crate::decode::DecodeLoop;
 use crate::decode::error::DecodeError;
 use crate::decode::request::{FinishReason, Request};
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, TextError, Told, Wording};
 use crate::engine::sample::Stream;
+use crate::plural::counted;
 
 mod conversation;
 mod input;

@@ -19,12 +19,12 @@ use crate::data::chat_template::{ChatTemplate, TemplateChoice};
 use crate::data::column_names::ColumnNames;
 use crate::data::long_rows::LongRows;
 use crate::data::mask::{self, TokenPiece};
-use crate::data::report::counted;
 use crate::data::store::RowStore;
 use crate::data::tokenize::TextTokenizer;
 use crate::data::{self, LoadReport, LoadSettings, pack};
 use crate::files;
 use crate::numbers::Positive;
+use crate::plural::counted;
 
 /// Preview a training set: rows kept and dropped, packing, loss mask.
 #[derive(Debug, Args)]

@@ -21,7 +21,6 @@ use super::prompts::{self, FitFlags, TooLong};
 use super::served::ServedFlags;
 use super::{CommonFlags, Interrupted, UsageError, batch_size, downloads, interrupted, print_json, print_line};
 use crate::data::prompts::{Dialogue, PromptFile};
-use crate::data::report::counted;
 use crate::decode::batch::SequenceBatch;
 use crate::decode::request::Request;
 use crate::distill::answer::Answerer;
@@ -37,6 +36,7 @@ use crate::files;
 use crate::formats::provenance::{DistillProvenance, SHARD_FORMAT};
 use crate::model::peft::{ADAPTER_CONFIG, ADAPTER_FILE};
 use crate::numbers::{NonNegative, Probability};
+use crate::plural::counted;
 use crate::torch::device_name;
 use crate::tree::accept::{Acceptance, TypicalAcceptance};
 

@@ -7,8 +7,8 @@ use std::time::Instant;
 use super::drafter::spec::{DrafterPart, DrafterWeights};
 use super::progress::Progress;
 use super::{CommonFlags, UsageError, gibibytes, mebibytes};
-use crate::data::report::counted;
 use crate::hub::{self, DataSplit, Hub, Observer, TransferEvent, Wanted, id};
+use crate::plural::counted;
 
 /// An argument that may be a Hub id.
 pub(super) enum HubArgument<'a> {

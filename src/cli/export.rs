@@ -10,9 +10,9 @@ use super::downloads::{self, HubArgument};
 use super::numbers::above_zero;
 use super::progress::Progress;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::data::report::counted;
 use crate::export::{self, ExportError, ExportFormat, ExportRequest, Exported};
 use crate::hub::{self, Wanted};
+use crate::plural::counted;
 
 const EXAMPLE: &str =
     "Example:\n  medusa export --heads checkpoints/tiny_stage1/final --format vllm \\\n    --out tiny_vllm";

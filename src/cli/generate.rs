@@ -19,7 +19,6 @@ use super::prompts::{self, EndedEarly, FitFlags};
 use super::served::ServedFlags;
 use super::{CommonFlags, UsageError, print_json};
 use crate::data::prompts::{Prompt, PromptInput};
-use crate::data::report::counted;
 use crate::data::tokenize::narrow;
 use crate::decode::DecodeLoop;
 use crate::decode::likelihood::{self, ScoredToken};
@@ -27,6 +26,7 @@ use crate::decode::request::Request;
 use crate::decode::step::Drafting;
 use crate::decode::text::{self, OnText, Told, Wording};
 use crate::engine::sample::Stream;
+use crate::plural::counted;
 
 /// Decode prompts, with heads or plainly.
 #[derive(Debug, Args)]

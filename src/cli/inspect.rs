@@ -10,7 +10,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::{CommonFlags, UsageError, mebibytes, print_json, print_line};
-use crate::data::report::counted;
 use crate::draft::medusa::heads::HEADS_FILE;
 use crate::draft::medusa::heads::import::{self, HeadsFile};
 use crate::draft::medusa::heads::layout::HeadsLayout;
@@ -22,6 +21,7 @@ use crate::formats::latency::{Latency, StepTime};
 use crate::formats::tree::{DynamicTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError};
+use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 

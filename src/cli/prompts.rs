@@ -11,11 +11,11 @@ use super::decoder::Decoder;
 use super::{CommonFlags, UsageError};
 use crate::data::chat_template::ChatTemplate;
 use crate::data::prompts::{self, Prompt, PromptError, PromptFile, PromptInput, STDIN};
-use crate::data::report::counted;
 use crate::data::rows::RowLocation;
 use crate::data::tokenize::TextTokenizer;
 use crate::decode::error::DecodeError;
 use crate::decode::text::TextError;
+use crate::plural::counted;
 
 /// What happens to prompts that do not fit.
 #[derive(Debug, Clone, Copy, Args)]

@@ -7,9 +7,9 @@ use serde_json::json;
 
 use super::downloads::with_hub;
 use super::{CommonFlags, UsageError, print_json, print_line};
-use crate::data::report::counted;
 use crate::hub::id::{MAIN, Repo, RepoKind};
 use crate::hub::push::{Push, Pushed};
+use crate::plural::counted;
 
 const EXAMPLE: &str = "Example:
   medusa push checkpoints/tiny_stage1/final --repo me/tiny-medusa-heads \\

@@ -7,10 +7,10 @@ use std::path::Path;
 use anyhow::Context;
 
 use super::{CommonFlags, UsageError, print_line};
-use crate::data::report::counted;
 use crate::files;
 use crate::formats::calibration::Calibration;
 use crate::formats::tree::TreeFile;
+use crate::plural::counted;
 use crate::tree::drawing;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::search::{self, SearchError, SearchedTree};

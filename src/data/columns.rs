@@ -15,8 +15,8 @@ use super::column_names::ColumnNames;
 use super::conversation::{self, Role, Turn};
 use super::jsonl;
 use super::raw_row::RawRow;
-use super::report::counted;
 use super::rows::{ROW_LIMIT, RowProblem};
+use crate::plural::counted;
 
 const TEXTS: [&str; 6] = ["text", "instruction", "input", "output", "prompt", "completion"];
 const CONVERSATIONS: [&str; 2] = ["messages", "conversations"];

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::long_rows::{LongRows, RowFit};
 use super::rows::{IGNORE, ReadRow, RowError, RowForm, TokenRow};
+use crate::plural::counted;
 
 /// Words of a template that are counted on their own; what else it says is counted together.
 const REFUSALS_KEPT_APART: usize = 8;
@@ -296,12 +297,6 @@ pub(super) fn leave_out(dropped: &mut BTreeMap<DropReason, usize>, reason: DropR
         false => reason,
     };
     *dropped.entry(reason).or_default() += count;
-}
-
-/// A number of things, for people.
-pub fn counted(number: usize, thing: &str) -> String {
-    let s = if number == 1 { "" } else { "s" };
-    format!("{number} {thing}{s}")
 }
 
 impl fmt::Display for LoadReport {

@@ -3,9 +3,9 @@
 use super::Recipe;
 use super::mistakes::Findings;
 use super::stage::Stage;
-use crate::data::report::counted;
 use crate::draft::medusa::heads::HeadsConfig;
 use crate::numbers::Fraction;
+use crate::plural::counted;
 use crate::train::TrainConfig;
 use crate::train::schedule::ScheduleName;
 

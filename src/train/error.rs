@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use crate::data::DataError;
-use crate::data::report::counted;
 use crate::data::tokenize::TokenizeError;
 use crate::draft::medusa::heads::{HeadsError, HeadsShape};
 use crate::files::FileError;
@@ -11,6 +10,7 @@ use crate::formats::FormatError;
 use crate::formats::metrics::MetricsError;
 use crate::model::loading::LoadError;
 use crate::model::peft::PeftError;
+use crate::plural::counted;
 use crate::torch::TorchPanic;
 use crate::train::checkpoint::CheckpointError;
 use crate::train::hidden_states::HiddenStatesError;

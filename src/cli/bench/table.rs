@@ -1,7 +1,7 @@
 //! Results of `bench` as tables for people.
 
-use crate::data::report::counted;
 use crate::formats::bench::{BenchResult, DecodingComparison};
+use crate::plural::counted;
 
 /// One drafter: a row per category, or per value of the sweep. Several: a row per drafter, and their categories in a second table.
 pub(super) fn table(results: &[BenchResult]) -> String {

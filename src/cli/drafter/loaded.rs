@@ -7,12 +7,12 @@ use super::model::{DRAFT_LEVELS, DRAFT_TOKENS, DraftModel, Target};
 use super::plan::{DrafterPlan, PlannedTree};
 use super::spec::DrafterSpec;
 use crate::cli::CommonFlags;
-use crate::data::report::counted;
 use crate::draft::medusa::heads::Heads;
 use crate::draft::medusa::heads::import::HeadsFile;
 use crate::draft::medusa::heads::import::notices::Notice;
 use crate::formats::tree::{DYNAMIC_TOP_K, DynamicTree};
 use crate::model::llama::Llama;
+use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 use crate::tree::sparse_tree::SparseTree;
 

@@ -9,13 +9,13 @@ use crate::cli::CommonFlags;
 use crate::cli::loading::load_backbone;
 use crate::cli::print::mebibytes;
 use crate::cli::served::Served;
-use crate::data::report::counted;
 use crate::data::tokenize::TextTokenizer;
 use crate::draft::levels::LevelDrafter;
 use crate::draft::model::{Guessing, ModelGuesser};
 use crate::engine::fastest::fastest;
 use crate::model::llama::Llama;
 use crate::model::loading::Purpose;
+use crate::plural::counted;
 use crate::tree::guess_tree::GuessTree;
 
 /// Guesses of a chain without `--draft-tokens`: as many as the Medusa paper's baseline has with a 7B backbone (appendix D).
