@@ -7,10 +7,10 @@ use tch::Device;
 
 use super::CommonFlags;
 use super::print::gibibytes;
-use crate::data::report::counted;
 use crate::decode::batch_memory::BatchMemory;
 use crate::engine::Engine;
 use crate::nvidia::device::memory_of;
+use crate::plural::counted;
 use crate::torch::memory;
 
 /// A number of conversations, at most `waiting`, of at most `tokens` tokens each. Reports the choice.
