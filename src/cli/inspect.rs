@@ -18,6 +18,7 @@ use crate::files::failed;
 use crate::formats::bench::BenchHeadline;
 use crate::formats::calibration::Calibration;
 use crate::formats::latency::{Latency, StepTime};
+use crate::formats::run_folder::is_run;
 use crate::formats::tree::{DynamicTree, TreeFile};
 use crate::model::config::LlamaConfig;
 use crate::model::weights::{self, MODEL_FILE, MODEL_INDEX, WeightFiles, WeightsError};
@@ -108,7 +109,7 @@ pub fn run(args: &InspectArgs, common: &CommonFlags) -> anyhow::Result<()> {
 }
 
 fn folder(path: &Path) -> anyhow::Result<Contents> {
-    if run::is_run(path) {
+    if is_run(path) {
         return Ok(Contents::Run(Box::new(run::RunContents::read(path)?)));
     }
     if let Ok(found) = import::locate(path)
@@ -120,7 +121,7 @@ fn folder(path: &Path) -> anyhow::Result<Contents> {
         return Ok(Contents::Backbone(Box::new(backbone(path)?)));
     }
     anyhow::bail!(
-        "{} holds nothing this program knows; expected a run's folder (recipe.toml), a checkpoint or final/ \
+        "{} holds nothing this program knows; expected a run's folder (recipe.toml and provenance.json), a checkpoint or final/ \
          ({HEADS_FILE}), or a backbone (config.json)",
         path.display()
     )

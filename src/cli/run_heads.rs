@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 use super::downloads::HubArgument;
 use super::{CommonFlags, UsageError};
 use crate::draft::medusa::heads::HEADS_FILE;
-use crate::draft::medusa::heads::import;
-use crate::formats::run_folder::{BEST, FINAL, PROVENANCE, RECIPE, step_of};
+use crate::formats::run_folder::{BEST, FINAL, is_run, step_of};
 use crate::hub::Wanted;
 
 /// Replaces each folder of a run among the heads by its `final/`.
@@ -18,11 +17,6 @@ pub(super) fn enter(places: Vec<HubArgument<'_>>, common: &CommonFlags) -> Resul
         HubArgument::Model(path, Wanted::Heads) if is_run(path) => enter_run(path, common),
         _ => Ok(()),
     })
-}
-
-/// Exported heads may have a recipe and a provenance in their folder, too.
-fn is_run(path: &Path) -> bool {
-    [RECIPE, PROVENANCE].iter().all(|name| path.join(name).is_file()) && import::locate(path).is_err()
 }
 
 fn enter_run(run: &mut PathBuf, common: &CommonFlags) -> Result<(), UsageError> {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The recipe with all defaults written out; marks a folder as a run's.
+/// The recipe with all defaults written out.
 pub const RECIPE: &str = "recipe.toml";
 /// The origin of the run's results.
 pub const PROVENANCE: &str = "provenance.json";
@@ -48,10 +48,40 @@ pub fn step_of(name: &str) -> Option<usize> {
     name.strip_prefix("step-")?.parse().ok()
 }
 
-/// The run's folder, if `folder` is its `final/`, its `best/` or a checkpoint. Both names are required, since exported heads have a
-/// copy of recipe.toml in their folder.
+/// The file that a folder lacks to be a run's; `None` for a run. Training writes both files before its first step; exported heads have
+/// a copy of the recipe only.
+pub fn missing_for_a_run(folder: &Path) -> Option<&'static str> {
+    [RECIPE, PROVENANCE].into_iter().find(|name| !folder.join(name).is_file())
+}
+
+/// Whether a folder is a run's, finished or not.
+pub fn is_run(folder: &Path) -> bool {
+    missing_for_a_run(folder).is_none()
+}
+
+/// The run's folder, if `folder` is its `final/`, its `best/` or a checkpoint.
 pub fn above(folder: &Path) -> Option<PathBuf> {
     let folder = std::fs::canonicalize(folder).ok()?;
-    let run = folder.parent()?;
-    [RECIPE, PROVENANCE].iter().all(|name| run.join(name).is_file()).then(|| run.to_owned())
+    folder.parent().filter(|run| is_run(run)).map(Path::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_recipe_alone_makes_no_run() {
+        let dir = tempfile::tempdir().unwrap();
+        let (run, last) = (dir.path(), dir.path().join(FINAL));
+        std::fs::create_dir(&last).unwrap();
+        let write = |name: &str| crate::files::write_atomic(&run.join(name), |out| out.write_all(b"")).unwrap();
+        assert_eq!(missing_for_a_run(run), Some(RECIPE));
+        write(RECIPE);
+        assert_eq!((missing_for_a_run(run), is_run(run), above(&last)), (Some(PROVENANCE), false, None));
+        write(PROVENANCE);
+        assert_eq!((missing_for_a_run(run), is_run(run)), (None, true));
+        assert_eq!(above(&last), std::fs::canonicalize(run).ok());
+    }
 }

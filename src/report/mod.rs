@@ -32,11 +32,11 @@ pub use run::Run;
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     /// Not a folder of `medusa-train`.
-    #[error("{} is not a run folder: {missing}; give the train.output_dir of a recipe", path.display())]
+    #[error("{} is not a run folder: {why}; give the train.output_dir of a recipe", path.display())]
     NotARun {
         path: PathBuf,
-        /// The missing file, as a clause.
-        missing: &'static str,
+        /// A clause.
+        why: String,
     },
     #[error(transparent)]
     File(#[from] FileError),

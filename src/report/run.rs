@@ -16,7 +16,9 @@ use crate::formats::calibration::Calibration;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::latency::Latency;
 use crate::formats::provenance::Provenance;
-use crate::formats::run_folder::{BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE};
+use crate::formats::run_folder::{
+    BENCH, CALIBRATION, FINAL, LATENCY, METRICS, PROVENANCE, RECIPE, TREE, missing_for_a_run,
+};
 use crate::formats::tree::TreeFile;
 use crate::tree::guess_tree::GuessTree;
 
@@ -38,23 +40,29 @@ pub struct Run {
     pub(super) mismatches: Vec<&'static str>,
 }
 
+fn check_is_run(path: &Path) -> Result<(), ReportError> {
+    let why = match missing_for_a_run(path) {
+        None => return Ok(()),
+        Some(file) if path.is_dir() => format!("it has no {file}"),
+        Some(_) => if path.exists() { "it is a file" } else { "it does not exist" }.into(),
+    };
+    Err(ReportError::NotARun { path: path.to_owned(), why })
+}
+
 impl Run {
-    /// Reads a folder with a recipe.toml; other files may be missing.
+    /// Reads the folder of a run; what is made after the first step may be missing.
     ///
     /// # Errors
     /// [`ReportError`]: not a run folder, or an invalid file in it.
     pub fn read(path: &Path) -> Result<Self, ReportError> {
-        let not_a_run = |missing| ReportError::NotARun { path: path.to_owned(), missing };
-        if !path.is_dir() {
-            return Err(not_a_run(if path.exists() { "it is a file" } else { "it does not exist" }));
-        }
+        check_is_run(path)?;
         let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
-        let recipe = there(RECIPE).ok_or_else(|| not_a_run("it has no recipe.toml"))?;
+        let recipe = path.join(RECIPE);
         let recipe = fs::read_to_string(&recipe).map_err(failed("read", &recipe))?;
         let mut run = Self {
             path: path.to_owned(),
             recipe: RecipeText::new(&recipe),
-            provenance: there(PROVENANCE).map(|file| Provenance::entries(&file)).transpose()?.unwrap_or_default(),
+            provenance: Provenance::entries(&path.join(PROVENANCE))?,
             metrics: Metrics::read(&path.join(METRICS))?,
             best: PublishedHeadsConfig::best_of_run(path),
             finished: path.join(FINAL).join(HEADS_FILE).is_file(),

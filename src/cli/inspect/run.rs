@@ -14,7 +14,7 @@ use crate::formats::best::BestEvaluation;
 use crate::formats::calibration::Calibration;
 use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::metrics::{MetricsFile, MetricsLine, MetricsSplit};
-use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, METRICS, RECIPE, step_of};
+use crate::formats::run_folder::{BENCH, BEST, CALIBRATION, FINAL, METRICS, step_of};
 
 /// Contents of a run's folder.
 #[derive(Debug, Serialize)]
@@ -46,11 +46,6 @@ pub(super) struct JsonLine<T> {
 pub(super) struct TopAccuracy {
     top1: f64,
     top5: f64,
-}
-
-/// Exported heads have a recipe.toml in their folder too, but also a config.json.
-pub(super) fn is_run(path: &Path) -> bool {
-    path.join(RECIPE).is_file() && !path.join("config.json").is_file()
 }
 
 impl RunContents {
