@@ -1,7 +1,7 @@
 //! Recipes: one TOML file describes one run. The only module that reads TOML and sees every config.
 //!
-//! [`LoadedRecipe`] finds every mistake that can be found before expensive work; later code relies on it. Relative
-//! paths in a recipe are relative to the working directory.
+//! [`WrittenRecipe`] has checked keys and values, and [`LoadedRecipe`] also files: it finds every mistake that can be found before
+//! expensive work, and later code relies on it. Relative paths in a recipe are relative to the working directory.
 
 use std::path::Path;
 
@@ -23,6 +23,7 @@ use crate::train::schedule::ScheduleConfig;
 
 mod checks;
 mod defaults;
+mod fetched;
 mod file_defaults;
 mod loaded;
 mod located;
@@ -32,6 +33,7 @@ mod optimizer;
 mod stage;
 pub mod starter;
 mod typed;
+mod written;
 
 pub use loaded::LoadedRecipe;
 use located::LocatedToml;
@@ -40,6 +42,7 @@ use mistakes::Findings;
 pub use mistakes::{Mistake, Mistakes};
 pub use optimizer::OptimizerConfig;
 pub use stage::{Medusa1Config, Medusa2Config, Stage};
+pub use written::WrittenRecipe;
 
 /// A recipe, with every default filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -7,7 +7,7 @@ use std::path::Path;
 use medusa::data::Watch;
 use medusa::data::chat_template::TemplateChoice;
 use medusa::recipe::starter::{StarterMachine, StarterRecipe, StarterRecipeError, StarterStage};
-use medusa::recipe::{LoadedRecipe, Recipe};
+use medusa::recipe::{Recipe, WrittenRecipe};
 use medusa::train::checked::CheckedRun;
 use serde_json::Value;
 use tch::Device;
@@ -150,8 +150,8 @@ fn less_memory_makes_smaller_runs() {
         train_command: "medusa-train first.toml".into(),
     };
     let file = Path::new("first.toml");
-    let mut loaded = LoadedRecipe::parse(file, first.shortest()).expect("a recipe");
-    loaded.fetch(Device::Cpu, &|_| ()).expect("local files");
+    let written = WrittenRecipe::parse(file, first.shortest()).expect("a recipe");
+    let loaded = written.fetch(Device::Cpu, &|_| ()).expect("local files");
     let checked = CheckedRun::load(loaded.plan(Device::Cpu), Watch::default()).expect("rows");
     let fitted = |free: Option<u64>| {
         let machine = StarterMachine { device: Device::Cpu, name: "cpu".into(), free_bytes: free };

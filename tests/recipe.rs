@@ -4,6 +4,7 @@ use std::path::Path;
 
 use medusa::recipe::Recipe;
 use serde_json::Value;
+use tch::Device;
 
 use super::small_run::SmallRun;
 
@@ -402,34 +403,34 @@ fn a_recipe_needs_its_backbone_and_its_rows() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("r.toml");
     write(&path, GOOD);
-    let error = Recipe::load(&path).unwrap_err().to_string();
+    let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("line 2, column 8: backbone.path: b does not exist"), "{error}");
 
     let backbone = dir.path().join("backbone");
     std::fs::create_dir(&backbone).unwrap();
     let with_backbone = GOOD.replace("path = \"b\"", &format!("path = {backbone:?}"));
     write(&path, &with_backbone);
-    let error = Recipe::load(&path).unwrap_err().to_string();
+    let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("backbone.path: cannot read") && error.contains("config.json"), "{error}");
 
     write(&backbone.join("config.json"), CONFIG);
-    let error = Recipe::load(&path).unwrap_err().to_string();
+    let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("line 9, column 9: data.train: data file rows.jsonl does not exist"), "{error}");
 
     write(&dir.path().join("rows.jsonl"), "");
     let rows = format!("train = [{:?}]", dir.path().join("*.jsonl"));
     let good = with_backbone.replace("train = [\"rows.jsonl\"]", &rows);
     write(&path, &good);
-    Recipe::load(&path).expect("a good recipe");
+    Recipe::load(&path, Device::Cpu).expect("a good recipe");
     write(&path, &good.replace("max_length = 64", "max_length = 64\nchat_template = \"none.jinja\""));
-    let error = Recipe::load(&path).unwrap_err().to_string();
+    let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("column 17: data.chat_template: none.jinja does not exist; give the path"), "{error}");
     write(&path, &good.replace("max_length = 64", "max_length = 65"));
-    let error = Recipe::load(&path).unwrap_err().to_string();
+    let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(error.contains("data.max_length = 65: expected at most 64, the backbone's context"), "{error}");
     let adapted = MEDUSA2.replace("alpha = 16", "alpha = 16\ntarget_modules = [\"qkv_proj\"]");
     write(&path, &good.replace("[stage.medusa1]", &adapted));
-    let error = Recipe::load(&path).unwrap_err().to_string();
+    let error = Recipe::load(&path, Device::Cpu).unwrap_err().to_string();
     assert!(
         error.contains("lora.target_modules = qkv_proj: expected some of this backbone's layers: q_proj, k_proj"),
         "{error}"

@@ -21,7 +21,7 @@ use crate::hub::id;
 use crate::nvidia::device::Gpu;
 use crate::plural::counted;
 use crate::recipe::starter::{StarterMachine, StarterRecipe, StarterStage};
-use crate::recipe::{LoadedRecipe, Recipe, RecipeError};
+use crate::recipe::{LoadedRecipe, Recipe, RecipeError, WrittenRecipe};
 use crate::report::shell::quoted;
 use crate::torch::{DeviceChoice, device_name, memory};
 use crate::train::checked::CheckedRun;
@@ -202,8 +202,8 @@ fn checked(
     device: Device,
     common: &CommonFlags,
 ) -> anyhow::Result<(LoadedRecipe, CheckedRun)> {
-    let mut loaded = LoadedRecipe::parse(&args.out, text)?;
-    told(common, |tell| loaded.fetch(device, tell)).map_err(of_flag)?;
+    let written = WrittenRecipe::parse(&args.out, text)?;
+    let loaded = told(common, |tell| written.fetch(device, tell)).map_err(of_flag)?;
     let plan = TrainPlan { skip_bad_rows: args.skip_bad_rows, ..loaded.plan(device) };
     let checked = watched(common, |watch| CheckedRun::load(plan, watch))?;
     Ok((loaded, checked))

@@ -17,7 +17,7 @@ use crate::formats::heads_config::PublishedHeadsConfig;
 use crate::formats::run_folder::BEST;
 use crate::fused;
 use crate::plural::counted;
-use crate::recipe::LoadedRecipe;
+use crate::recipe::{LoadedRecipe, WrittenRecipe};
 use crate::train::checked::CheckedRun;
 use crate::train::patience::BestSoFar;
 use crate::train::plan::TrainPlan;
@@ -59,19 +59,14 @@ pub struct TrainArgs {
 /// An error in the recipe, the backbone or the data, a failed run, or [`Interrupted`] with a summary of what was saved.
 pub fn run(args: &TrainArgs, common: &CommonFlags) -> anyhow::Result<()> {
     refuse_what_the_recipe_says(common)?;
-    let mut loaded = LoadedRecipe::read(&args.recipe)?;
-    if args.resume {
-        loaded.stay_in_its_run();
-        loaded.keep_defaults_of_its_run();
-    }
+    let read = if args.resume { WrittenRecipe::read_to_resume } else { WrittenRecipe::read };
+    let written = read(&args.recipe)?;
     if !args.check {
-        check_output_dir(&loaded.recipe.train.output_dir, args.resume)?; // before any download
+        check_output_dir(written.output_dir(), args.resume)?; // before any download
     }
     let device = common.device.resolve()?;
-    told(common, |tell| loaded.fetch(device, tell))?;
-    if !args.check {
-        told(common, |tell| loaded.fetch_weights(tell))?;
-    }
+    let loaded = told(common, |tell| written.fetch(device, tell))?;
+    let loaded = if args.check { loaded } else { told(common, |tell| loaded.with_weights(tell))? };
     let checked = load(&loaded, device, args, common)?;
     let preview = RunPreview::of(&checked, &loaded.recipe);
     if args.check {

@@ -31,9 +31,9 @@ impl Recipe {
 
     /// The rows per optimizer step must not overflow.
     fn check_batch(&self, findings: &mut Findings<'_>) {
-        let (rows, passes) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
-        if rows.checked_mul(passes).is_none() {
-            let expected = format!("less: the product with train.gradient_accumulation_steps = {passes} overflows");
+        let (rows, steps) = (self.train.micro_batch_size, self.train.gradient_accumulation_steps);
+        if rows.checked_mul(steps).is_none() {
+            let expected = format!("less: the product with train.gradient_accumulation_steps = {steps} overflows");
             findings.clash("train.micro_batch_size", rows, expected);
         }
     }

@@ -80,8 +80,8 @@ fn fill_in_schedule(table: &mut DeTable<'_>) {
 
 /// A recipe with `train.micro_batch_size` and without `gradient_accumulation_steps` accumulates nothing, as in 0.1.0.
 fn fill_in_batch(table: &mut DeTable<'_>) {
-    let passes = if has(table, "train.micro_batch_size") { "1" } else { ROWS_OF_A_STEP };
-    set(table, "train.gradient_accumulation_steps", passes);
+    let steps = if has(table, "train.micro_batch_size") { "1" } else { ROWS_OF_A_STEP };
+    set(table, "train.gradient_accumulation_steps", steps);
 }
 
 /// Keys whose default depends on whether another key is set.

@@ -51,19 +51,21 @@ impl FileFacts {
 }
 
 impl Recipe {
-    /// Sets the defaults that depend on files: the dtype of the backbone's weights, a length within its context, and the sizes of the
-    /// heads that training starts from.
-    pub(super) fn fit_to(&mut self, facts: &FileFacts, text: &LocatedToml<'_>) {
+    /// This recipe with the defaults that depend on files: the dtype of the backbone's weights, a length within its context, and the sizes
+    /// of the heads that training starts from.
+    pub(super) fn with_defaults_of(&self, facts: &FileFacts, text: &LocatedToml<'_>) -> Self {
+        let mut recipe = self.clone();
         let set = |key, place: &mut NonZeroUsize, value: Option<NonZeroUsize>| match value {
             Some(value) if text.key(key).is_none() => *place = value,
             _ => {}
         };
         if let (None, Some(dtype)) = (text.key(DTYPE), facts.dtype) {
-            self.backbone.dtype = dtype;
+            recipe.backbone.dtype = dtype;
         }
-        set("data.max_length", &mut self.data.max_length, facts.max_length);
-        set("heads.medusa_num_heads", &mut self.heads.medusa_num_heads, facts.heads.map(|[heads, _]| heads));
-        set("heads.medusa_num_layers", &mut self.heads.medusa_num_layers, facts.heads.map(|[_, layers]| layers));
+        set("data.max_length", &mut recipe.data.max_length, facts.max_length);
+        set("heads.medusa_num_heads", &mut recipe.heads.medusa_num_heads, facts.heads.map(|[heads, _]| heads));
+        set("heads.medusa_num_layers", &mut recipe.heads.medusa_num_layers, facts.heads.map(|[_, layers]| layers));
+        recipe
     }
 }
 

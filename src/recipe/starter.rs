@@ -161,6 +161,7 @@ impl StarterRecipe {
         let rows = checked.train_report.counts.rows;
         let validation_fraction = if self.validation.is_empty() { held_out(rows) } else { None };
         let length = RunLength::of(checked.sequence_counts().0, validation_fraction.unwrap_or(0.0));
+        // However short the rows are, all packed sequences but one are longer than half of `max_length`: two shorter ones would be one.
         let largest = (TOKENS_OF_A_PASS / shortest.data.max_length.get()).max(1);
         let micro_batches: Vec<usize> = (0..=length.batch.ilog2()).rev().map(|power| 1 << power).collect();
         let mut smallest = u64::MAX;

@@ -91,13 +91,13 @@ pub(super) fn save_every(recipe: &str) -> Option<usize> {
 
 fn same_batch(before: &Keys, now: &Keys) -> Result<(), String> {
     let size = |keys: &Keys| {
-        let [rows, passes] = BATCH.map(|key| keys.get(key)?.as_integer());
-        rows?.checked_mul(passes?)
+        let [rows, steps] = BATCH.map(|key| keys.get(key)?.as_integer());
+        rows?.checked_mul(steps?)
     };
     match (size(before), size(now)) {
         (Some(old), Some(new)) if old != new => Err(format!(
-            "its optimizer steps have {old} sequences, this recipe's {new} (micro_batch_size × gradient_accumulation_steps, which may \
-             only be split in another way)"
+            "its optimizer steps have {old} sequences, this recipe's {new} (micro_batch_size × \
+             gradient_accumulation_steps); only the split into micro batches may change"
         )),
         _ => Ok(()),
     }

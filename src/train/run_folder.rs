@@ -68,7 +68,7 @@ impl<'r> RunFolder<'r> {
     }
 
     /// Creates the run's folder, or checks that the existing one belongs to this run, and writes down what its recipe changed. The
-    /// lock keeps other processes from training in it; on NFS and Windows there is no lock (see [`lock_folder`]).
+    /// lock keeps other processes from training in it; on NFS there is no lock (see [`lock_folder`]).
     ///
     /// # Errors
     /// [`TrainError::OutputTaken`], or an I/O error.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use medusa::recipe::Recipe;
+use tch::Device;
 use toml::Table;
 
 use super::{Page, assert_none, pages, recipes};
@@ -57,7 +58,7 @@ fn every_recipe_is_read_without_an_error() {
         let in_repository = |file: &String| file.starts_with("data/");
         let made_before = recipe.heads.init_from.is_some() || !recipe.data.train.iter().all(in_repository);
         if in_repository(&recipe.backbone.path) && !made_before {
-            Recipe::load(&path).unwrap_or_else(|error| panic!("{error}")); // tests run in the root of the repository
+            Recipe::load(&path, Device::Cpu).unwrap_or_else(|error| panic!("{error}")); // tests run in the root of the repository
         }
         let command = format!("medusa-train {}", path.display());
         let shown = text.lines().any(|line| line.starts_with('#') && line.trim_end().ends_with(&command));
