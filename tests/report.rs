@@ -540,10 +540,10 @@ fn what_is_no_run_is_one_clear_error() {
     runs.write("a/metrics.jsonl", whole);
     for (file, text, words) in [
         ("bench.json", "{\"plain\": 1}", "is no result of medusa bench --json"),
-        ("provenance.json", "[", "expected what medusa-train writes"),
         ("calibration.json", "{}", "a/calibration.json"),
         ("latency.json", "{}", "a/latency.json"),
         ("tree.json", "[[1, 2]]", "a/tree.json"),
+        ("provenance.json", "[", "expected what medusa-train writes"),
     ] {
         runs.write(&format!("a/{file}"), text);
         let told = runs.complaint(&["a"], 1);
