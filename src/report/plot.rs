@@ -17,8 +17,8 @@ const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 40.0;
 /// Lines with more points have no markers.
 const MARKED: usize = 40;
-/// Styles of the page's stylesheet besides 0, which is plain ink.
-const STYLES: usize = 7;
+/// Styles of the page's stylesheet besides 0, which is plain ink: seven colours, each in two dashes.
+const STYLES: usize = 14;
 
 /// How a line is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -243,7 +243,7 @@ mod tests {
     }
 
     fn series(name: &str, kind: SeriesKind, points: &[(f64, f64)]) -> Series {
-        Series { name: name.into(), style: 9, kind, points: points.to_vec() }
+        Series { name: name.into(), style: 16, kind, points: points.to_vec() }
     }
 
     #[test]
@@ -267,6 +267,18 @@ mod tests {
         let places: Vec<f64> = path.split_whitespace().map(|number| number.parse().unwrap()).collect();
         assert_eq!((places.len(), places[0], places[2]), (4, LEFT, RIGHT));
         assert!(TOP < places[3] && places[3] < places[1] && places[1] < BOTTOM, "{places:?}");
+    }
+
+    #[test]
+    fn every_style_is_in_the_stylesheet_and_no_two_are_alike() {
+        let rule = |style: usize| {
+            let rules = include_str!("plot.css").split(&format!(".s{style} {{")).nth(1)?;
+            rules.split('}').next().map(str::to_owned)
+        };
+        let rules: Vec<String> =
+            (0..=STYLES).map(|style| rule(style).unwrap_or_else(|| panic!("no .s{style}"))).collect();
+        let distinct: std::collections::BTreeSet<&String> = rules.iter().collect();
+        assert_eq!(distinct.len(), STYLES + 1, "{rules:?}");
     }
 
     #[test]
