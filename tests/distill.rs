@@ -541,9 +541,15 @@ fn a_folder_is_gone_on_with_only_as_it_was_begun() {
     let begun = fs::read_to_string(world.path("out/distill.json")).expect("a file");
     let old = begun.replace("  \"shard_format\": 2,\n", "");
     assert_ne!(old, begun);
-    fs::write(world.path("out/distill.json"), old).expect("a file of a test");
+    let write = |text: &str| {
+        let written = medusa::files::write_atomic(&world.path("out/distill.json"), |out| {
+            std::io::Write::write_all(out, text.as_bytes())
+        });
+        written.expect("a file of a test");
+    };
+    write(&old);
     assert!(resume(&[]).contains("shard_format: expected null, got 2"), "its shards have other columns");
-    fs::write(world.path("out/distill.json"), begun).expect("a file of a test");
+    write(&begun);
     world.lines("p.jsonl", &prompts(11));
     assert!(resume(&[]).contains("prompts_sha256: expected \""));
     world.lines("p.jsonl", &prompts(10));

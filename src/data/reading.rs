@@ -2,7 +2,7 @@
 //! portions are in flight between them, whatever the size of the file.
 
 use std::io::Write;
-use std::ops::ControlFlow;
+use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -13,7 +13,6 @@ use arrow::array::RecordBatch;
 use arrow::error::ArrowError;
 use rayon::prelude::*;
 
-use super::column_names::ColumnNames;
 use super::csv_rows::{CsvHeader, CsvRecord, CsvRows};
 use super::documents::Documents;
 use super::error::DataError;
@@ -81,9 +80,6 @@ pub(super) fn write<W: Write>(
     let (mut summary, mut took, fit) = (FileSummary::default(), Tokenised::default(), settings.fit());
     outcomes(path, settings, |portion, read| {
         for outcome in portion {
-            if settings.limit.is_some_and(|limit| summary.counts.read >= limit.get()) {
-                return Ok(ControlFlow::Break(()));
-            }
             match outcome {
                 Ok(Ok(row)) => {
                     took.tokens += if row.of == RowForm::Tokens { 0 } else { row.tokens.input_ids.len() };
@@ -98,7 +94,7 @@ pub(super) fn write<W: Write>(
         if let Some(hear) = settings.watch {
             hear(ReadProgress { path, read, bytes, tokenised: took });
         }
-        Ok(ControlFlow::Continue(()))
+        Ok(())
     })?;
     let mut out = writer.finish(summary).map_err(&failed)?;
     out.flush().map_err(|error| failed(error.into()))?;
@@ -119,18 +115,18 @@ pub(super) fn in_memory(bytes: Vec<u8>) -> Result<Whole, ArrowError> {
     whole.map_err(|fault| ArrowError::IpcError(fault.to_string()))
 }
 
-/// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far, until it wants no more.
+/// Gives `take` the rows of a file in its order, portion by portion, with the bytes read so far.
 fn outcomes(
     path: &Path,
     settings: &LoadSettings,
-    mut take: impl FnMut(Vec<RowOutcome>, u64) -> Result<ControlFlow<()>, DataError>,
+    mut take: impl FnMut(Vec<RowOutcome>, u64) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     thread::scope(|scope| {
         // Each thread ends with the one behind it: its sends fail then.
         let (read_out, read_in) = sync_channel::<Result<Portion, DataError>>(WAITING);
         let (made_out, made_in) = sync_channel(WAITING);
         scope.spawn(move || {
-            if let Err(error) = portions(path, settings.columns, &read_out) {
+            if let Err(error) = portions(path, settings, &read_out) {
                 let _ = read_out.send(Err(error)); // nobody waits for it where an earlier row was wrong
             }
         });
@@ -144,25 +140,25 @@ fn outcomes(
         });
         for made in made_in {
             let (portion, read) = made?;
-            if take(portion, read)?.is_break() {
-                break;
-            }
+            take(portion, read)?;
         }
         Ok(())
     })
 }
 
-/// Reads a file to its end, or until the receiver is dropped.
+/// Reads a file to its end or the limit of rows, or until the receiver is dropped.
 fn portions(
     path: &Path,
-    names: Option<&ColumnNames>,
+    settings: &LoadSettings,
     out: &SyncSender<Result<Portion, DataError>>,
 ) -> Result<(), DataError> {
+    let (names, limit) = (settings.columns, settings.limit.map_or(usize::MAX, NonZeroUsize::get));
     let send = |rows: RawRows, read: u64| out.send(Ok(Portion { rows, read })).is_ok();
     match Opened::open(path)? {
         Opened::Jsonl(text) => {
             let mut lines = JsonLines::new(text);
             in_portions(
+                limit,
                 || Ok(lines.next()?.map(|line| (line, lines.count()))),
                 |rows, read| send(RawRows::Json(rows), read),
             )
@@ -170,6 +166,7 @@ fn portions(
         Opened::JsonArray(text) => {
             let mut items = ArrayRows::new(text);
             in_portions(
+                limit,
                 || Ok(items.next(path)?.map(|item| (item, items.count()))),
                 |rows, read| send(RawRows::Json(rows), read),
             )
@@ -178,12 +175,12 @@ fn portions(
             let mut records = CsvRows::open(text, delimiter, path, names)?;
             let header = Arc::clone(&records.header);
             let send = |rows, read| send(RawRows::Csv(rows, Arc::clone(&header)), read);
-            in_portions(|| Ok(records.next(path)?.map(|record| (record, records.count()))), send)
+            in_portions(limit, || Ok(records.next(path)?.map(|record| (record, records.count()))), send)
         }
         Opened::Text(text) => {
             let mut texts = Documents::new(text);
             let send = |rows, read| send(RawRows::Documents(rows), read);
-            in_portions(|| Ok(texts.next()?.map(|text| (text, texts.count()))), send)
+            in_portions(limit, || Ok(texts.next()?.map(|text| (text, texts.count()))), send)
         }
         Opened::Parquet(file) => {
             let bytes = file.metadata().map_or(0, |metadata| metadata.len());
@@ -191,50 +188,60 @@ fn portions(
             let all = batches.rows.max(1);
             let read = |rows: usize| (bytes as f64 * rows as f64 / all as f64) as u64;
             let next = || batches.next(path).map(|batch| batch.map(|batch| (batch, 0)));
-            record_batches(next, |batch, first, _| {
+            record_batches(limit, next, |batch, first, _| {
                 let read = read(first - 1 + batch.num_rows());
                 send(RawRows::Columns(batch, first), read)
             })
         }
-        Opened::ArrowFile(file) => arrow(arrow_ipc::ArrowBatches::of_file(file, path, names)?, path, send),
-        Opened::ArrowStream(bytes) => arrow(arrow_ipc::ArrowBatches::of_stream(bytes, path, names)?, path, send),
+        Opened::ArrowFile(file) => arrow(limit, arrow_ipc::ArrowBatches::of_file(file, path, names)?, path, send),
+        Opened::ArrowStream(bytes) => arrow(limit, arrow_ipc::ArrowBatches::of_stream(bytes, path, names)?, path, send),
     }
 }
 
 fn arrow(
+    limit: usize,
     mut batches: arrow_ipc::ArrowBatches,
     path: &Path,
     send: impl Fn(RawRows, u64) -> bool,
 ) -> Result<(), DataError> {
     let next = || Ok(batches.next(path)?.map(|batch| (batch, batches.count())));
-    record_batches(next, |batch, first, read| send(RawRows::Columns(batch, first), read))
+    record_batches(limit, next, |batch, first, read| send(RawRows::Columns(batch, first), read))
 }
 
-/// Sends batches with the number of their first row and the bytes read by then.
+/// Sends batches with the number of their first row and the bytes read by then, up to a limit of rows.
 fn record_batches(
+    limit: usize,
     mut next: impl FnMut() -> Result<Option<(RecordBatch, u64)>, RowError>,
     send: impl Fn(RecordBatch, usize, u64) -> bool,
 ) -> Result<(), DataError> {
-    let mut first = 1;
-    while let Some((batch, read)) = next()? {
-        let rows = batch.num_rows();
-        if !send(batch, first, read) {
+    let mut before = 0;
+    while before < limit
+        && let Some((batch, read)) = next()?
+    {
+        let rows = batch.num_rows().min(limit - before);
+        if !send(batch.slice(0, rows), before + 1, read) {
             break;
         }
-        first += rows;
+        before += rows;
     }
     Ok(())
 }
 
-/// Sends rows in portions, with the bytes read by then. Rows before a place that cannot be read come before its error: one of
+/// Sends rows in portions, with the bytes read by then, up to a limit of rows. Rows before a place that cannot be read come before its error: one of
 /// them may be wrong, too.
 fn in_portions<T: RowBytes>(
+    limit: usize,
     mut next: impl FnMut() -> Result<Option<(T, u64)>, DataError>,
     send: impl Fn(Vec<T>, u64) -> bool,
 ) -> Result<(), DataError> {
+    let mut left = limit;
     loop {
         let (mut rows, mut bytes, mut read) = (Vec::new(), 0, 0);
         let ended = loop {
+            if left == 0 {
+                break Some(Ok(()));
+            }
+            left -= 1;
             match next() {
                 Ok(Some((row, so_far))) => {
                     bytes += row.bytes();
@@ -302,4 +309,39 @@ fn json_outcome(row: &RowText, path: &Path, settings: &LoadSettings) -> RowOutco
         Some(broken) => RowLocation::file(path).error(RowProblem::BrokenItem(broken.into())),
         None => row.location(path).error(problem),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use arrow::array::{ArrayRef, Int32Array};
+
+    use super::*;
+
+    #[test]
+    fn no_row_beyond_the_limit_is_read() {
+        let (mut asked, sent) = (0, std::cell::Cell::new(0));
+        let next = || {
+            asked += 1;
+            Ok(Some((RowText { number: asked, in_array: None, text: Some(vec![]) }, 0)))
+        };
+        let send = |rows: Vec<RowText>, _| {
+            sent.set(sent.get() + rows.len());
+            true
+        };
+        in_portions(ROWS_AT_ONCE + 3, next, send).unwrap();
+        assert_eq!((asked, sent.get()), (ROWS_AT_ONCE + 3, ROWS_AT_ONCE + 3));
+
+        let (mut asked, sent) = (0, std::cell::RefCell::new(vec![]));
+        let next = || {
+            asked += 1;
+            let column: ArrayRef = Arc::new(Int32Array::from(vec![1; 10]));
+            Ok(Some((RecordBatch::try_from_iter([("a", column)]).unwrap(), 0)))
+        };
+        let send = |batch: RecordBatch, first, _| {
+            sent.borrow_mut().push((first, batch.num_rows()));
+            true
+        };
+        record_batches(13, next, send).unwrap();
+        assert_eq!((asked, sent.take()), (2, vec![(1, 10), (11, 3)]));
+    }
 }
