@@ -36,7 +36,9 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     let prepare = ["--prepare", carried_text, "--programs", programs];
     let prepared = run(Path::new(SCRIPT), &prepare);
     assert!(prepared.status.success(), "{}", words(&prepared.stderr));
-    for file in ["target/release/examples/gpu_check", "data/tiny/backbone/tokenizer.json"] {
+    for file in
+        ["target/release/examples/gpu_check.gz", "scripts/gpu/stages.py", "data/tiny/backbone/model.safetensors"]
+    {
         assert!(carried.join(file).is_file(), "{file}");
     }
     let again = run(Path::new(SCRIPT), &prepare);
@@ -49,6 +51,9 @@ fn the_folder_to_carry_starts_elsewhere_and_says_what_is_missing() {
     assert_eq!(without_gpu.status.code(), Some(1), "{error}");
     assert!(error.starts_with("error: no GPU can be checked here: there is no GPU to decode on"), "{error}");
     assert!(without_gpu.stdout.is_empty() && !carried.join("results").exists());
+    assert!(carried.join("target/release/examples/gpu_check").is_file(), "the program is unpacked on the first call");
+    let unknown = run(Path::new(SCRIPT), &["smoke", "endurance"]);
+    assert!(words(&unknown.stderr).contains("there is no stage endurance; expected smoke, engine, profile, training"));
     let unbuilt = run(Path::new(SCRIPT), &["--prepare", "x", "--programs", "/nowhere"]);
     assert!(
         words(&unbuilt.stderr).contains("build it first: cargo build --release --locked --example gpu_check"),
@@ -64,7 +69,7 @@ fn played_programs(folder: &Path) -> PathBuf {
     let played = r#"#!/bin/sh
 case "$1 $2" in
     "doctor --json") echo '{"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "1", "runtime": "2"}, "engine": {"cuda": true}}' ;;
-    "gpu-check texts") echo '{"check": "libtorch", "tokens": 7, "same": false}'; echo "no good" >&2; exit 3 ;;
+    "gpu-check loops") echo '{"check": "libtorch", "tokens": 7, "same": false}'; echo "no good" >&2; exit 3 ;;
     "gpu-check steps") echo '{"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}'; echo "half a line"; echo "going on" >&2; exec sleep 600 ;;
     "gpu-check endurance") echo '{"check": "endurance", "steps": 20000, "device_growth_bytes": 0, "host_growth_bytes": 0}' ;;
 esac
@@ -76,7 +81,23 @@ echo 17
 echo "========= $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING"
 exit 9
 "#;
-    for (name, text) in [("gpu_check", played), ("compute-sanitizer", sanitizer)] {
+    // Two steps with one launch of one kernel and two of another, in the CSV of Nsight Compute.
+    let profiler = r#"#!/bin/sh
+echo '==PROF== Connected'
+echo '{"check": "profiled", "steps": 2}'
+echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+for id in 0 1; do
+    echo "\"$id\",\"linear_1(float *)\",\"gpu__time_duration.sum\",\"us\",\"1,000\""
+    echo "\"$id\",\"linear_1(float *)\",\"dram__bytes_read.sum\",\"Gbyte\",\"2.5\""
+    echo "\"$id\",\"linear_1(float *)\",\"dram__bytes_write.sum\",\"byte\",\"0\""
+done
+for id in 2 3 4 5; do
+    echo "\"$id\",\"norm(float *)\",\"gpu__time_duration.sum\",\"nsecond\",\"500\""
+    echo "\"$id\",\"norm(float *)\",\"dram__bytes_read.sum\",\"byte\",\"0\""
+    echo "\"$id\",\"norm(float *)\",\"dram__bytes_write.sum\",\"Kbyte\",\"1\""
+done
+"#;
+    for (name, text) in [("gpu_check", played), ("compute-sanitizer", sanitizer), ("ncu", profiler)] {
         let path = programs.join(name);
         write_atomic(&path, |out| std::io::Write::write_all(out, text.as_bytes())).expect("a file of a test");
         let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -106,32 +127,46 @@ fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
     // The copy has an unused libtorch folder next to it, where the script looks for one.
     let script = folder.path().join("scripts/gpu_check");
     std::fs::create_dir_all(folder.path().join(".libtorch")).expect("a folder");
-    std::fs::create_dir_all(folder.path().join("scripts")).expect("a folder");
+    std::fs::create_dir_all(folder.path().join("scripts/gpu")).expect("a folder");
     std::fs::copy(SCRIPT, &script).expect("a copy");
+    for module in std::fs::read_dir(Path::new(SCRIPT).with_file_name("gpu")).expect("the script's modules") {
+        let module = module.expect("a file").path();
+        if module.is_file() {
+            let name = module.file_name().expect("a name");
+            std::fs::copy(&module, script.with_file_name("gpu").join(name)).expect("a copy");
+        }
+    }
     let out = folder.path().join("results");
     let [programs, out_text] = [&programs, &out].map(|path| path.to_str().expect("UTF-8"));
     let path = format!("{programs}:{}", std::env::var("PATH").expect("a path"));
     let none = without_torch(folder.path());
-    let check = ["--programs", programs, "--out", out_text, "--seconds", "20"];
-    let run = Command::new("python3")
-        .arg(&script)
-        .args(check)
-        .env("PATH", path)
-        .env("PYTHONPATH", none)
-        .output()
-        .expect("python3");
+    let check = |stages: &[&str]| {
+        let output = ["--programs", programs, "--out", out_text, "--seconds", "10"];
+        let mut command = Command::new("python3");
+        command.arg(&script).args(stages).args(output).env("PATH", &path).env("PYTHONPATH", &none);
+        command.output().expect("python3")
+    };
+    let run = check(&["engine"]);
     let said = words(&run.stderr);
-    assert!(!run.status.success() && said.contains("error: failed: texts, steps, memcheck, racecheck"), "{said}");
+    assert!(!run.status.success() && said.contains("error: failed: loops, steps;"), "{said}");
+    assert!(said.contains("== loops failed; decode with --engine tch"), "{said}");
+    assert!(words(&run.stdout).contains("20000 steps: device memory grew by 0.0 MiB"), "{}", words(&run.stdout));
+    let run = check(&["sanitizers", "profile"]);
+    let said = words(&run.stderr);
+    assert!(said.contains("error: failed: memcheck, racecheck, synccheck;"), "{said}");
     let files: Vec<_> = std::fs::read_dir(&out).expect("results").map(|file| file.expect("a file").path()).collect();
-    assert_eq!(files.len(), 2, "{files:?}");
-    let json = files.iter().find(|path| path.extension().is_some_and(|end| end == "json")).expect("JSON");
-    let told: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(json).expect("a file")).expect("an object");
+    assert_eq!(files.len(), 6, "{files:?}");
+    let of_stage = |stage: &str| -> serde_json::Value {
+        let end = format!("-{stage}.json");
+        let json = files.iter().find(|path| path.to_string_lossy().ends_with(&end)).expect("JSON of each stage");
+        serde_json::from_str(&std::fs::read_to_string(json).expect("a file")).expect("an object")
+    };
+    let told = of_stage("engine");
     assert!(
-        told["parts"]["texts"]["failed"].as_str().is_some_and(|why| why.contains("exit status 3: no good")),
+        told["parts"]["loops"]["failed"].as_str().is_some_and(|why| why.contains("exit status 3: no good")),
         "{told}"
     );
-    assert_eq!(told["parts"]["texts"]["lines"][0]["same"], false);
+    assert_eq!(told["parts"]["loops"]["lines"][0]["same"], false);
     assert!(told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.starts_with("not done after")), "{told}");
     assert!(
         told["parts"]["steps"]["failed"].as_str().is_some_and(|why| why.ends_with("half a line: going on")),
@@ -139,6 +174,8 @@ fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
     );
     assert_eq!(told["parts"]["steps"]["lines"][0]["step_ms"], 3.5);
     assert_eq!(told["parts"]["endurance"]["failed"], serde_json::Value::Null);
+    assert!(told["parts"]["transformers"]["skipped"].is_string(), "{told}");
+    let told = of_stage("sanitizers");
     let sanitized = |tool: &str, ends: &str| {
         let why = told["parts"][tool]["failed"].as_str().expect("it fails");
         assert!(why.starts_with("exit status 9: 17\n=========") && why.ends_with(ends), "{why}");
@@ -147,7 +184,9 @@ fn a_part_that_fails_or_takes_too_long_costs_the_others_nothing() {
     sanitized("racecheck", "gpu_check gpu-check brief caching=");
     let memcheck = told["parts"]["memcheck"]["failed"].as_str().expect("it fails");
     assert!(memcheck.contains("--tool memcheck --report-api-errors no --error-exitcode 9"), "{memcheck}");
-    assert!(words(&run.stdout).contains("20000 steps: device memory grew by 0.0 MiB"), "{}", words(&run.stdout));
+    let printed = words(&run.stdout);
+    assert!(printed.contains("| linear_1 | 1.0 | 1000.0 | 99.9 % | 2500 |"), "{printed}");
+    assert!(printed.contains("| norm | 2.0 | 1.0 | 0.1 % | 2 |"), "{printed}");
 }
 
 #[test]
@@ -157,13 +196,15 @@ fn what_was_recorded_becomes_a_table() {
     let part = |lines: serde_json::Value| json!({"lines": lines, "failed": null, "seconds": 1.0});
     let results = json!({
         "date": "2026-01-02",
+        "stage": "engine",
+        "command": "scripts/gpu_check engine",
         "doctor": {"version": "0.1.0", "cuda": {"names": ["A GPU"], "driver": "580.1", "runtime": "13.0"}},
         "parts": {
             "kernels": part(json!([{"check": "kernels", "family": "llama", "dtype": "BFloat16", "head_dim": 128, "groups": 8, "nodes": 64, "context": 700,
                 "acceptance": "Typical(TypicalAcceptance { })", "distances": {"embed": 0.0, "linear 64x64": 0.001, "res_block": 0.0021,
                 "tree_attention": 0.0042}}])),
-            "texts": part(json!([{"check": "libtorch", "dtype": "Float", "tokens": 128, "same": true},
-                {"check": "texts", "family": "qwen2", "dtype": "Half", "head_dim": 64, "groups": 2, "prompt": 40, "tokens": 128,
+            "loops": part(json!([{"check": "libtorch", "dtype": "Float", "tokens": 128, "same": true},
+                {"check": "loops", "family": "qwen2", "dtype": "Half", "head_dim": 64, "groups": 2, "prompt": 40, "tokens": 128,
                     "alone": {"same": 128, "margin": null}, "plain": {"same": 128, "margin": null}, "medusa": {"same": 90, "margin": 0.0625}}])),
             "hydra": part(json!([{"check": "kernels", "heads": "hydra", "family": "llama", "dtype": "Half", "head_dim": 128, "groups": 1, "nodes": 2, "context": 1,
                     "acceptance": "Greedy", "distances": {"first_block": 0.0012}},
@@ -174,7 +215,13 @@ fn what_was_recorded_becomes_a_table() {
                 {"check": "steps", "nodes": 64, "context": 128, "step_ms": 4.0}, {"check": "steps", "nodes": 64, "context": 1024, "step_ms": 4.5}, {"check": "steps", "nodes": 1, "context": 128, "step_ms": 3.5}])),
             "endurance": part(json!([{"check": "endurance", "steps": 20_000, "device_growth_bytes": 0, "host_growth_bytes": 1_048_576}])),
             "transformers": part(json!([{"check": "transformers", "context": 128, "step_ms": 20.0}])),
-            "medusa1": part(json!([{"check": "training", "stage": "medusa1", "tokens_per_second": 8192.0, "device_memory_bytes": 1u64 << 34}])),
+            "medusa1": part(json!([{"check": "training", "stage": "medusa1", "tokens_per_second": 8192.0, "memory_bytes": 3u64 << 32, "device_memory_bytes": 1u64 << 34}])),
+            "peer": part(json!([{"check": "peer", "micro_batch_size": 4, "tokens_per_second": 4096.0, "memory_bytes": 5u64 << 32}])),
+            "distill": part(json!([{"check": "distill", "tokens_per_second": 4100.4}])),
+            "transformers-batch": part(json!([{"check": "transformers_batch", "texts": 64, "tokens_per_second": 1200.0, "peak_bytes": 1u64 << 35}])),
+            "mask": part(json!([{"check": "mask", "offset": 0, "crashed": false}, {"check": "mask", "offset": 1, "crashed": true}])),
+            "bench": part(json!([{"check": "bench", "engine": "cuda", "plain": {"tokens_per_second": 900.0}, "medusa": {"tokens_per_second": 2700.0},
+                "acceleration_rate": 3.05, "speedup": 3.0, "identical": true}])),
             "medusa2": json!({"lines": [], "failed": "not done after 9 s", "seconds": 9.0}),
             "memcheck": json!({"lines": [], "failed": null, "skipped": "there is no compute-sanitizer", "seconds": 0})
         }
@@ -184,7 +231,7 @@ fn what_was_recorded_becomes_a_table() {
     let table = words(&told.stdout);
     assert!(told.status.success(), "{}", words(&told.stderr));
     for line in [
-        "# A GPU, 2026-01-02",
+        "# A GPU, 2026-01-02, engine",
         "**medusa2 failed**: not done after 9 s",
         "memcheck was skipped: there is no compute-sanitizer",
         "| llama, BFloat16, D 128, G 8 | 64 | 700 | Typical | tree_attention 4.2e-03, res_block 2.1e-03, linear 64x64 1.0e-03 |",
@@ -192,7 +239,7 @@ fn what_was_recorded_becomes_a_table() {
         "| qwen2 | Half | 64 | 2 | 40 | 128 | 128 | 128 | 90, then 0.062 |",
         "| llama, Half, D 128, G 1, Hydra heads | 2 | 1 | Greedy | first_block 1.2e-03 |",
         "| llama | Half | 2 | 128 | 128 | 90 | 91 |",
-        "A step of 64 nodes of Llama 2 7B's shape with 5 heads takes 4.25 ms behind 128 tokens.",
+        "A step of 64 nodes of Llama 2 7B's shape with 5 Hydra heads takes 4.25 ms behind 128 tokens.",
         "A copy moves 4000 GB/s, read and written, and a sum reads 4500 GB/s: at these speeds 13.5 GB of weights take 3.37 and 3.00 ms.",
         "Were 3.47 tokens of each step of 64 nodes accepted, as the paper's are (random heads guess nothing, and a step takes the same time): \
          868 tokens/s behind 128, 17.4 times transformers.",
@@ -201,7 +248,12 @@ fn what_was_recorded_becomes_a_table() {
         "| 64 | 4.00 | 4.50 |",
         "| transformers, 1 | 20.00 | - |",
         "20000 steps: device memory grew by 0.0 MiB, the host's by 1.0 MiB.",
-        "| medusa1 | 0.50 | 8192 | 16.0 |",
+        "| medusa1 | 2.00 | 8192 | 12.0 | 16.0 |",
+        "| PyTorch, Medusa-1, micro batch of 4 | 4.00 | 4096 | 20.0 | - |",
+        "| medusa distill | 4100 | - |",
+        "| transformers, 64 texts at once | 1200 | 32.0 |",
+        "torch's attention with a float32 mask that begins 0 to 1 elements into its row crashes at offsets 1.",
+        "| cuda | 900 | 2700 | 3.05 | 3.00 | yes |",
     ] {
         assert!(table.lines().any(|told| told == line), "{line}\n{table}");
     }

@@ -15,8 +15,8 @@ use serde_json::json;
 use tch::{Device, Kind};
 
 use crate::kernels::{self, STEPS};
+use crate::loops::parting;
 use crate::random::{CHECKED, Checked, backbone, go_on, hydra_heads, llama_7b, prompt, tree};
-use crate::texts::parting;
 
 /// One of bfloat16, one of float16.
 const BACKBONES: [Checked; 2] = [CHECKED[0], CHECKED[2]];

@@ -11,14 +11,16 @@ use std::ffi::OsStr;
 
 use clap::{Parser, ValueEnum};
 use medusa::cli::{self, CommonFlags};
+use medusa::decode::step::Drafting;
 use medusa::nvidia::device;
 use medusa::torch::guard;
 
 mod hydra;
 mod kernels;
+mod loops;
+mod profile;
 mod random;
 mod steps;
-mod texts;
 
 use random::{CHECKED, heads, hydra_heads};
 
@@ -46,11 +48,15 @@ enum GpuCheck {
     /// Hydra heads, from the smallest tree on: kernels beside their oracle, greedy texts, times of steps.
     Hydra,
     /// Greedy texts of the GPU's loop and of libtorch's, which may differ only at near ties.
-    Texts,
+    Loops,
     /// Times of steps of Llama 2 7B's shape, and of a copy.
     Steps,
     /// 20,000 steps; memory must hardly grow.
     Endurance,
+    /// A few plain steps of Llama 2 7B's shape, for a profiler that waits for cuProfilerStart.
+    ProfilePlain,
+    /// The same with a tree of 64 nodes.
+    ProfileTree,
 }
 
 fn main() {
@@ -78,9 +84,11 @@ fn run(part: GpuCheck, common: &CommonFlags) -> anyhow::Result<()> {
                 kernels::beside_oracle(on, &CHECKED, heads, &kernels::STEPS[..3])
             }
             GpuCheck::Hydra => hydra::check(on),
-            GpuCheck::Texts => texts::of_both_loops(on),
+            GpuCheck::Loops => loops::texts(on),
             GpuCheck::Steps => steps::time(on),
             GpuCheck::Endurance => steps::endure(on),
+            GpuCheck::ProfilePlain => profile::steps(on, Drafting::Off),
+            GpuCheck::ProfileTree => profile::steps(on, Drafting::On),
         })
     })?
 }

@@ -139,6 +139,27 @@ impl Gpu {
         self.stream.synchronize().map_err(GpuError::failed("a step"))
     }
 
+    /// Tells a profiler that waits for it (`ncu --profile-from-start off`) to record the kernels from here on.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`].
+    pub fn start_profiler(&self) -> Result<(), GpuError> {
+        self.enter()?;
+        // SAFETY: it takes no arguments; the context is current.
+        unsafe { sys::cuProfilerStart() }.result().map_err(GpuError::failed("starting its profiler"))
+    }
+
+    /// Ends what [`Gpu::start_profiler`] began, after all pending work is done.
+    ///
+    /// # Errors
+    /// [`GpuError::Failed`], also for errors of earlier kernels.
+    pub fn stop_profiler(&self) -> Result<(), GpuError> {
+        self.wait_for_torch();
+        self.wait()?;
+        // SAFETY: it takes no arguments; the context is current.
+        unsafe { sys::cuProfilerStop() }.result().map_err(GpuError::failed("stopping its profiler"))
+    }
+
     /// Copies a host tensor to a device tensor of the same number of bytes.
     ///
     /// # Errors

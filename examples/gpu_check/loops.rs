@@ -24,7 +24,7 @@ const TEXT: usize = 128;
 const PROMPTS: [i64; 4] = [1, 40, 300, BLOCK - MAX_NODES as i64 - 60];
 
 /// Compares the greedy texts of both loops.
-pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
+pub(crate) fn texts(on: Device) -> anyhow::Result<()> {
     texts_of_libtorch(on)?;
     let mut wrong = 0;
     for checked in CHECKED {
@@ -48,7 +48,7 @@ pub(crate) fn of_both_loops(on: Device) -> anyhow::Result<()> {
                 texts.iter().map(|text| parting(&llama, &ids, &slow, text)).collect::<Result<Vec<_>, _>>()?;
             wrong += partings.iter().filter(|parting| !parting.is_near_tie(slow.len())).count();
             print_json(&json!({
-                "check": "texts", "family": family, "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
+                "check": "loops", "family": family, "dtype": format!("{kind:?}"), "head_dim": head_dim, "groups": groups, "prompt": length,
                 "tokens": slow.len(), "alone": partings[0], "plain": partings[1], "medusa": partings[2],
             }))?;
         }
