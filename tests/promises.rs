@@ -30,6 +30,7 @@ mod joint_training;
 mod keep_best;
 mod latency;
 mod launcher;
+mod launches;
 mod layering;
 mod losses;
 mod memory_plan;
