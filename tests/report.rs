@@ -202,7 +202,7 @@ fn a_full_run_has_every_section() {
         "λ0",
         "Gradient norm",
         "Training throughput",
-        "Memory of the process",
+        "Memory",
     ] {
         assert!(text.contains(fact), "{fact}\n{text}");
     }

@@ -114,7 +114,7 @@ pub struct UpdateLine {
     /// Input tokens of the step ÷ its wall time.
     #[serde(default = "unknown", deserialize_with = "number")]
     pub tokens_per_second: f64,
-    /// Resident memory of the process.
+    /// Resident memory of the process, or the most so far in libtorch's tensors on a GPU.
     pub memory_bytes: Option<u64>,
 }
 

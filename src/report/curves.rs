@@ -192,6 +192,6 @@ fn machine(runs: &[Named<'_>]) -> Vec<Plot> {
     let memory = |line: &MetricsLine| memory_bytes(line).map(|bytes| bytes / divisor);
     vec![
         steadies("Training throughput", ("tokens/s", Range::FromZero), runs, &throughput),
-        steadies("Memory of the process", (unit, Range::FromZero), runs, &memory),
+        steadies("Memory", (unit, Range::FromZero), runs, &memory),
     ]
 }

@@ -46,7 +46,7 @@ pub(super) fn key_figures(run: &Run) -> Vec<KeyFigure> {
             median(train, |line| updated(line, |update| update.tokens_per_second)).map(grouped),
             "tokens/s, median",
         ),
-        figure("peak memory", highest(train, memory_bytes).map(bytes), "process, training"),
+        figure("peak memory", highest(train, memory_bytes).map(bytes), "training"),
         figure("tokens", last(train, |line| line.tokens.map(|n| n as f64)).map(grouped), "trained on"),
         figure("training time", run.metrics.cost().map(|cost| duration(cost.seconds)), "without evaluations"),
     ]

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tch::{Device, Kind, Tensor};
 
-use super::cgroup;
+use super::{allocator, cgroup};
 
 /// Resident bytes of the process, now and at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +45,14 @@ pub fn release_cached(device: Device) {
 pub fn process() -> Option<ProcessMemory> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     Some(ProcessMemory { resident_bytes: field(&status, "VmRSS:")?, peak_bytes: field(&status, "VmHWM:")? })
+}
+
+/// The memory of a run, for its log: at most in libtorch's tensors on a GPU; what is resident of the process on the CPU.
+pub fn in_use(device: Device) -> Option<u64> {
+    match device {
+        Device::Cuda(_) => allocator::allocated(device).map(|memory| memory.peak_bytes),
+        _ => process().map(|memory| memory.resident_bytes),
+    }
 }
 
 /// The memory that this process may use, of the machine or of its container: total and available bytes; `None` without `/proc`.

@@ -9,6 +9,7 @@ use tch::{Device, Kind};
 use crate::dtype::Dtype;
 
 pub mod accelerator;
+pub mod allocator;
 pub mod bytes;
 mod cgroup;
 pub mod dropout;
@@ -18,6 +19,7 @@ pub mod loss_scale;
 pub mod memory;
 pub mod onednn;
 pub mod optim;
+pub mod transfer;
 mod upload;
 
 pub use accelerator::Accelerator;

@@ -1,0 +1,103 @@
+//! Copies between host and device that nobody waits for. A GPU copies in the order of its stream while the host goes on, provided that the
+//! host's memory is pinned. On the CPU nothing is copied.
+#![expect(unsafe_code, reason = "writes to the memory of a new tensor")]
+
+use std::io;
+
+use tch::{Device, Kind, Tensor};
+
+use super::bytes;
+
+/// A tensor in the host's memory for a device.
+#[derive(Debug)]
+pub struct HostTensor {
+    tensor: Tensor,
+    device: Device,
+}
+
+impl HostTensor {
+    /// A tensor of `size` whose bytes `fill` writes.
+    ///
+    /// # Errors
+    /// That of `fill`.
+    pub fn filled(
+        size: &[i64],
+        kind: Kind,
+        device: Device,
+        fill: impl FnOnce(&mut [u8]) -> io::Result<()>,
+    ) -> io::Result<Self> {
+        let mut new = Self { tensor: empty(size, kind, device), device };
+        // SAFETY: the new tensor has no other handle.
+        fill(unsafe { bytes::of_mut(&mut new.tensor) })?;
+        Ok(new)
+    }
+
+    /// A list of integers.
+    ///
+    /// # Panics
+    /// Never: copying a slice cannot fail.
+    pub fn of_integers(list: &[i64], device: Device) -> Self {
+        let copy = |memory: &mut [u8]| {
+            let places = memory.as_chunks_mut::<8>().0.iter_mut();
+            places.zip(list).for_each(|(place, number)| *place = number.to_ne_bytes());
+            Ok(())
+        };
+        Self::filled(&[list.len() as i64], Kind::Int64, device, copy).expect("copying does not fail")
+    }
+
+    /// The copy of a device's tensor, which is complete after the next [`wait_for`] of the device.
+    pub fn copied(from: &Tensor) -> Self {
+        let tensor = from.contiguous().to_device_(Device::Cpu, from.kind(), true, false); // pinned, if it comes from a GPU
+        Self { tensor, device: from.device() }
+    }
+
+    /// The same numbers on the device; a GPU's kernels that read them are launched after this call.
+    pub fn on_device(&self) -> Tensor {
+        if !self.device.is_cuda() {
+            return self.tensor.shallow_clone();
+        }
+        self.tensor.to_device_(self.device, self.tensor.kind(), true, false)
+    }
+
+    /// The bytes in memory order.
+    pub fn bytes(&self) -> &[u8] {
+        bytes::of(&self.tensor)
+    }
+}
+
+/// Waits for the work of a GPU; that of the CPU is always done.
+pub fn wait_for(device: Device) {
+    if let Device::Cuda(index) = device {
+        tch::Cuda::synchronize(index as i64);
+    }
+}
+
+/// Memory of the host: pinned if it is for a GPU.
+fn empty(size: &[i64], kind: Kind, device: Device) -> Tensor {
+    let memory = Tensor::empty(size, (kind, Device::Cpu));
+    if device.is_cuda() { memory.internal_pin_memory(device) } else { memory }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn integers_and_bytes_come_back() {
+        for list in [vec![], vec![3, -1, i64::MAX]] {
+            let host = HostTensor::of_integers(&list, Device::Cpu);
+            assert_eq!(Vec::<i64>::try_from(host.on_device()).unwrap(), list);
+            assert_eq!(HostTensor::copied(&host.on_device()).bytes(), host.bytes());
+        }
+        let transposed = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).view([2, 2]).tr();
+        let copied = HostTensor::copied(&transposed);
+        assert_eq!(copied.on_device(), transposed);
+        assert_eq!(copied.bytes()[4..8], 3f32.to_ne_bytes());
+    }
+
+    #[test]
+    fn an_error_of_the_filler_is_returned() {
+        let error = || Err(io::Error::other("no bytes"));
+        assert!(HostTensor::filled(&[2], Kind::Half, Device::Cpu, |_| error()).is_err());
+    }
+}
