@@ -258,3 +258,47 @@ fn a_quantised_teacher_is_warned_of() {
         assert_eq!(plan.contains("the teacher of self-distillation is the quantised backbone"), warned, "{plan}");
     }
 }
+
+/// More than a test machine has memory for, in every dtype.
+const SEVENTY_BILLION: &str = r#"{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+"num_key_value_heads": 8, "vocab_size": 32000}"#;
+
+#[test]
+fn check_says_what_to_lower_if_the_plan_exceeds_the_memory() {
+    let size = Size { family: SEVENTY_BILLION, stage: ADAPTERS, ..LLAMA };
+    let small = size.workplace(false);
+    let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
+    let bytes = |of: &Value| of.as_u64().expect("bytes");
+    let (peak, free) = (bytes(&plan["peak_bytes"]), bytes(&plan["device_memory"]["free_bytes"]));
+    assert!(peak > 260 << 30, "{peak}");
+    let savings = plan["memory_savings"].as_array().expect("changes");
+    let peaks: Vec<u64> = [peak].into_iter().chain(savings.iter().map(|saving| bytes(&saving["peak_bytes"]))).collect();
+    assert!(peaks.is_sorted_by(|before, after| before > after), "each change saves memory: {peaks:?}");
+    let keys: Vec<&str> = savings.iter().map(|saving| saving["keys"].as_str().expect("keys")).collect();
+    let all = [
+        "train.micro_batch_size = 1 with train.gradient_accumulation_steps = 4",
+        "optimizer.name = \"adamw8bit\"",
+        "train.recompute = true",
+        "backbone.quantization = \"nf4\"",
+        "heads.shared_lm_head = true",
+        "data.max_length = 16",
+    ];
+    assert!(all.starts_with(&keys) && keys.len() >= 4, "{keys:?}");
+    assert!(keys.len() == all.len() || peaks.last().is_some_and(|last| *last <= free), "{peaks:?}, {free} free");
+    let text = small.train(&["--check"]).succeeded().stdout;
+    let warning = text.lines().find(|line| line.starts_with("warning ")).expect("a warning");
+    let [gib, nf4] = [peak, peaks[4]].map(|bytes| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)));
+    for part in [format!("the planned peak is {gib}, and cpu has "), format!("backbone.quantization = \"nf4\" ({nf4})")]
+    {
+        assert!(warning.contains(&part), "{part:?} is not in {warning:?}");
+    }
+}
+
+#[test]
+fn a_plan_that_fits_is_not_warned_of() {
+    let size = Size { hidden: 64, vocab: 500, ..LLAMA };
+    let small = size.workplace(false);
+    let plan: Value = serde_json::from_str(&small.train(&["--check", "--json"]).succeeded().stdout).expect("JSON");
+    assert_eq!((&plan["warnings"], &plan["memory_savings"]), (&json!([]), &Value::Null));
+    assert!(plan["device_memory"]["total_bytes"].as_u64() >= plan["device_memory"]["free_bytes"].as_u64());
+}

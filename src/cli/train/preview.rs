@@ -12,6 +12,7 @@ use crate::plural::counted;
 use crate::recipe::Recipe;
 use crate::torch::device_name;
 use crate::train::checked::CheckedRun;
+use crate::train::device_room::{DeviceRoom, MemorySaving};
 use crate::train::draft_vocabulary::DraftVocabulary;
 use crate::train::memory_plan::{MemoryGroup, MemoryPlan};
 
@@ -44,7 +45,12 @@ pub(super) struct RunPreview {
     hidden_state_cache_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     draft_vocabulary: Option<DraftVocabulary>,
-    warnings: Vec<&'static str>,
+    /// `None` if the system does not say.
+    device_memory: Option<DeviceRoom>,
+    /// What would make the run fit, if it does not.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    memory_savings: Vec<MemorySaving>,
+    warnings: Vec<String>,
 }
 
 /// An entry of `data.train` and its part in an epoch.
@@ -63,6 +69,8 @@ impl RunPreview {
         let bytes = |name| group(name).map_or(0, MemoryGroup::bytes);
         let (sequences, validation_sequences) = checked.sequence_counts();
         let steps_per_epoch = checked.steps_per_epoch();
+        let device_memory = DeviceRoom::of(checked.plan.device);
+        let memory_savings = device_memory.map_or(vec![], |room| checked.savings(room));
         Self {
             output_dir: checked.plan.train.output_dir.clone(),
             device: device_name(checked.plan.device),
@@ -92,7 +100,9 @@ impl RunPreview {
             tokens: tokens(checked, steps_per_epoch),
             hidden_state_cache_bytes: checked.hidden_state_bytes,
             draft_vocabulary: checked.draft_vocabulary.clone(),
-            warnings: warnings(checked),
+            warnings: warnings(checked, memory.peak_bytes(), device_memory, &memory_savings),
+            device_memory,
+            memory_savings,
             memory,
         }
     }
@@ -127,7 +137,7 @@ impl RunPreview {
         lines.push(("steps", steps));
         lines
             .extend(self.hidden_state_cache_bytes.map(|bytes| ("disk", format!("hidden states {}", mebibytes(bytes)))));
-        lines.extend(self.warnings.iter().map(|warning| ("warning", (*warning).to_owned())));
+        lines.extend(self.warnings.iter().map(|warning| ("warning", warning.clone())));
         let lines = lines.into_iter().map(|(name, value)| format!("{name:<12} {value}"));
         lines.chain(self.table()).collect::<Vec<_>>().join("\n")
     }
@@ -169,12 +179,28 @@ fn binary(bytes: u64) -> String {
     if bytes < 10 << 30 { mebibytes(bytes) } else { gibibytes(bytes) }
 }
 
-fn warnings(checked: &CheckedRun) -> Vec<&'static str> {
+fn warnings(checked: &CheckedRun, peak: u64, room: Option<DeviceRoom>, savings: &[MemorySaving]) -> Vec<String> {
     let quantized_teacher =
         "the teacher of self-distillation is the quantised backbone, so the adapters also learn its quantisation error";
     let mut warnings = vec![];
     if checked.plan.trained.has_teacher() && checked.plan.backbone.quantization.is_some() {
-        warnings.push(quantized_teacher);
+        warnings.push(quantized_teacher.into());
     }
+    let too_small = room.filter(|room| !room.holds(peak));
+    warnings.extend(too_small.map(|room| does_not_fit(&device_name(checked.plan.device), peak, room, savings)));
     warnings
+}
+
+/// That the plan does not fit, and the changes with which it does.
+fn does_not_fit(device: &str, peak: u64, room: DeviceRoom, savings: &[MemorySaving]) -> String {
+    let DeviceRoom { free_bytes, total_bytes } = room;
+    let has = format!("{device} has {} free of {}", gibibytes(free_bytes), gibibytes(total_bytes));
+    let change = |MemorySaving { keys, peak_bytes }: &MemorySaving| format!("{keys} ({})", gibibytes(*peak_bytes));
+    let changes: Vec<String> = savings.iter().map(change).collect();
+    let advice = match savings.last() {
+        None => "use a device with more memory".into(),
+        Some(last) if room.holds(last.peak_bytes) => format!("set {}", changes.join(", then ")),
+        Some(_) => format!("even {} does not fit: use a device with more memory", changes.join(", then ")),
+    };
+    format!("the planned peak is {}, and {has}: {advice}", gibibytes(peak))
 }
