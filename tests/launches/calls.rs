@@ -1,12 +1,13 @@
 //! Counts libtorch's operator calls on this thread, through the hook of its profiler (`at::addThreadLocalCallback` in
 //! ATen/record_function.h of libtorch 2.11.0).
+#![expect(unsafe_code, reason = "calls C++ functions of libtorch")]
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
 use std::marker::PhantomData;
 
-/// `at::RecordFunction`, of which only the name is asked.
+/// `at::RecordFunction`, which is asked for its name.
 type RecordFunction = c_void;
 
 /// `at::RecordFunctionCallback`.
@@ -31,38 +32,35 @@ unsafe extern "C" {
     fn name_of(function: *const RecordFunction) -> *const c_char;
 }
 
-/// Calls so far, and the calls that are running.
+/// Launches so far, and the calls that are running.
 #[derive(Default)]
 struct Recorded {
     by_name: BTreeMap<String, usize>,
-    /// Whether each of the running calls, outermost first, has called another.
-    called: Vec<bool>,
+    /// For each of the running calls, outermost first, whether it is a launch.
+    running: Vec<bool>,
 }
 
 thread_local! {
     static RECORDED: RefCell<Recorded> = RefCell::default();
 }
 
-extern "C" fn start(context: *mut *mut c_void, _: *const RecordFunction) -> *mut *mut c_void {
+extern "C" fn start(context: *mut *mut c_void, function: *const RecordFunction) -> *mut *mut c_void {
+    // SAFETY: a function that starts has a name, which ends with 0.
+    let name = unsafe { CStr::from_ptr(name_of(function)) }.to_string_lossy();
     RECORDED.with_borrow_mut(|recorded| {
-        if let Some(outer) = recorded.called.last_mut() {
-            *outer = true;
+        let launches = launches(&name) && !recorded.running.contains(&true);
+        if launches {
+            *recorded.by_name.entry(name.into_owned()).or_default() += 1;
         }
-        recorded.called.push(false);
+        recorded.running.push(launches);
     });
     // SAFETY: the address of the returned pointer, which owns nothing.
     unsafe { context.write(std::ptr::null_mut()) };
     context
 }
 
-extern "C" fn end(function: *const RecordFunction, _: *mut c_void) {
-    RECORDED.with_borrow_mut(|recorded| {
-        if recorded.called.pop() == Some(false) {
-            // SAFETY: a function that is ending has a name, which ends with 0.
-            let name = unsafe { CStr::from_ptr(name_of(function)) }.to_string_lossy().into_owned();
-            *recorded.by_name.entry(name).or_default() += 1;
-        }
-    });
+extern "C" fn end(_: *const RecordFunction, _: *mut c_void) {
+    RECORDED.with_borrow_mut(|recorded| recorded.running.pop());
 }
 
 /// Records the calls of this thread while it lives.
@@ -88,7 +86,7 @@ impl CallRecorder {
         Self { handle: unsafe { add_thread_local_callback(callback) }, _stays: PhantomData }
     }
 
-    /// Calls of operators that call no other, by name.
+    /// The operators that were called and launch a kernel on a GPU, by name.
     pub(crate) fn so_far(&self) -> BTreeMap<String, usize> {
         RECORDED.with_borrow(|recorded| recorded.by_name.clone())
     }
@@ -102,14 +100,19 @@ impl Drop for CallRecorder {
 }
 
 /// Operators that change sizes, strides or storage and compute nothing.
-const WITHOUT_KERNEL: &str = "alias as_strided chunk detach detach_ empty empty_like empty_strided expand narrow permute \
-    reshape resize_ select set_ slice split split_with_sizes squeeze t transpose unbind unflatten unsafe_view \
-    _unsafe_view unsqueeze view view_as _reshape_alias lift_fresh requires_grad_ is_nonzero result_type \
-    resolve_conj resolve_neg new_empty unfold diagonal real movedim contiguous to size stride numel";
+const WITHOUT_KERNEL: &str = "alias as_strided as_strided_ chunk detach detach_ empty empty_like empty_strided expand expand_as flatten \
+    lift_fresh narrow new_empty numpy_T permute requires_grad_ reshape _reshape_alias resize_ resolve_conj resolve_neg result_type select \
+    set_ slice split split_with_sizes squeeze squeeze_ t transpose unbind unflatten unfold unsafe_split _unsafe_view unsqueeze unsqueeze_ \
+    view view_as movedim is_nonzero";
 
-/// Whether a call of an operator that calls no other launches a kernel, or a copy, on a GPU.
-pub(crate) fn launches(name: &str) -> bool {
+/// Operators that only call others.
+const OF_OTHERS: &str = "clone contiguous dropout embedding full full_like gradient item linear matmul new_zeros ones ones_like \
+    scaled_dot_product_attention softmax stack sum_to_size to _to_copy where zeros zeros_like";
+
+/// Whether an operator launches a kernel, or a copy, on a GPU. What it calls in turn is then part of it: on the CPU it may convert numbers before
+/// it computes.
+fn launches(name: &str) -> bool {
     let Some((namespace, operator)) = name.split_once("::") else { return false };
-    let operator = operator.split('.').next().unwrap_or(operator);
-    namespace != "autograd" && WITHOUT_KERNEL.split_whitespace().all(|other| other != operator)
+    let is_in = |list: &str| list.split_whitespace().any(|other| other == operator);
+    namespace != "autograd" && !is_in(WITHOUT_KERNEL) && !is_in(OF_OTHERS)
 }
